@@ -178,11 +178,7 @@ def test_module_and_functions_give_the_same_loss_and_gradients():
     assert optree.tree_all(optree.tree_map(lambda x, g: torch.equal(x.grad, g), params, expected))
 
 
-@pytest.mark.parametrize(
-    ("model", "shape"),
-    [(gpt, TINY), (llama, LLAMA)],
-    ids=["gpt", "llama"],
-)
+@pytest.mark.parametrize(("model", "shape"), [(gpt, TINY), (llama, LLAMA)], ids=["gpt", "llama"])
 def test_a_module_and_its_shards_give_the_same_loss_and_gradients(model, shape):
     comm, cpu = fs.SingleComm(), {} if model is gpt else {"device": "cpu"}
     module = model.build(shape, **cpu)

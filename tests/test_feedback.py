@@ -15,6 +15,7 @@ from fsharp.functional.formats.format import Format, Plane
 from fsharp.functional.layout.runs import residual_sizes
 from fsharp.testing import DebugPolicy, simulate
 from tests.gpt_like import loss_fn, make_params
+from tests.ranks import on_ranks
 from tests.scheduling import (
     DP,
     FLAT,
@@ -181,16 +182,15 @@ def test_training_has_the_same_bits_on_every_path(path, policy, microbatches, do
     simulate(STRATEGIES[strategy][0], rank_fn)
 
 
-def test_strategies_have_the_same_bits():
-    def rank_fn(comm):
-        found = [run(comm, strategy) for strategy in FLAT]
-        for each in found[1:]:
-            assert_same(each[:2], found[0][:2])
-
-    simulate(DP, rank_fn)
+@on_ranks(DP)
+def test_strategies_have_the_same_bits(comm):
+    found = [run(comm, strategy) for strategy in FLAT]
+    for each in found[1:]:
+        assert_same(each[:2], found[0][:2])
 
 
-def test_a_rank_that_does_not_use_a_unit_keeps_its_residual_there():
+@on_ranks(DP)
+def test_a_rank_that_does_not_use_a_unit_keeps_its_residual_there(comm):
     """Under ddp and zero1 such a rank leaves the unit out; else it has a gradient of zeros, of dummy_forward."""
 
     def loss_of(needs_all_ranks):
@@ -218,16 +218,14 @@ def test_a_rank_that_does_not_use_a_unit_keeps_its_residual_there():
         assert changed == ([True] * 4 if comm.rank == 0 else [True, False, False, True])
         return optree.tree_leaves(fs.full_tree(state.params, comm=comm)), kept
 
-    def rank_fn(comm):
-        expected = trained(comm, "ddp", None)
-        for strategy, policy in [("zero1", None), ("zero2", None), ("zero3", None), ("zero2", {}), ("zero3", {})]:
-            assert_same(trained(comm, strategy, policy), expected)
-
-    simulate(DP, rank_fn)
+    expected = trained(comm, "ddp", None)
+    for strategy, policy in [("zero1", None), ("zero2", None), ("zero3", None), ("zero2", {}), ("zero3", {})]:
+        assert_same(trained(comm, strategy, policy), expected)
 
 
 @pytest.mark.parametrize("policy", [None, {}], ids=["blocking", "scheduled"])
-def test_what_is_kept_of_a_leaf_is_sent_with_the_other_leaves_of_its_unit(policy):
+@on_ranks(DP)
+def test_what_is_kept_of_a_leaf_is_sent_with_the_other_leaves_of_its_unit(comm, policy):
     """Nothing is lost in functions, and no strategy has other bits."""
 
     def loss(params, batch, comm):
@@ -249,16 +247,13 @@ def test_what_is_kept_of_a_leaf_is_sent_with_the_other_leaves_of_its_unit(policy
             found.append(torch.cat(optree.tree_leaves(fs.full_tree(state.params, comm=comm))))
         return found
 
-    def rank_fn(comm):
-        exact, first, *others = [moved(comm, *each) for each in [("ddp", of(EXACT, False)), *((name, of()) for name in FLAT)]]
-        for each in others:
-            assert_same(each, first)
-        assert torch.equal(exact[0][64:], exact[1][64:])
-        assert not torch.equal(first[0][64:], first[1][64:])
-        apart = [(a - b).abs()[64:].max() for a, b in zip(exact, first, strict=True)]
-        assert apart[1] < 0.3 * apart[0]
-
-    simulate(DP, rank_fn)
+    exact, first, *others = [moved(comm, *each) for each in [("ddp", of(EXACT, False)), *((name, of()) for name in FLAT)]]
+    for each in others:
+        assert_same(each, first)
+    assert torch.equal(exact[0][64:], exact[1][64:])
+    assert not torch.equal(first[0][64:], first[1][64:])
+    apart = [(a - b).abs()[64:].max() for a, b in zip(exact, first, strict=True)]
+    assert apart[1] < 0.3 * apart[0]
 
 
 @every(2, wire=[MXINT4, MXFP4], strategy=["ddp", "zero3"])
@@ -372,9 +367,8 @@ def test_a_checkpoint_goes_on_with_the_same_bits(strategy, scheduled, tmp_path):
             str(tmp_path), make_state(comm, strategy, precision=of(feedback=False)), comm=comm, ignore="residuals"
         )
         assert other.residuals is None
-        return True
 
-    assert all(simulate(STRATEGIES[strategy][0], rank_fn))
+    simulate(STRATEGIES[strategy][0], rank_fn)
 
     def on_one(comm):
         like = make_state(comm, fs.zero3("dp"), precision=of())
@@ -409,50 +403,41 @@ def test_residuals_of_equal_size_and_another_order_are_refused(tmp_path):
             fs.checkpoint.load(str(tmp_path), states[1], comm=comm)
         with pytest.raises(TreeError, match="residuals of another layout"):
             fs.value_and_grad(loss_fn)(states[1].params, None, comm=comm, residuals=states[0].residuals)
-        return True
-
-    assert all(simulate(DP, rank_fn))
-
-
-def test_reshard_begins_from_zeros():
-    def rank_fn(comm):
-        tx, state = make_tx(), make_state(comm, "zero3", precision=of())
-        step = fs.train_step(loss_fn, tx)
-        batches = my_batches(comm, 3)
-        state, _ = step(state, batches[0], comm)
-        assert any(x.count_nonzero() for x in optree.tree_leaves(state.residuals))
-        layout = make_layout(DP, "zero1", precision=of())
-        new = fs.reshard({"state": state, "seen": 1}, layout, comm=comm)["state"]
-        assert fs.inspect.tree_nbytes(new.residuals) == layout.nbytes("residuals")
-        assert not any(x.count_nonzero() for x in optree.tree_leaves(new.residuals))
-        new, _ = step(new, batches[1], comm)
-        assert any(x.count_nonzero() for x in optree.tree_leaves(new.residuals))
-        assert fs.reshard(state, make_layout(DP, "zero1", precision=of(feedback=False)), comm=comm).residuals is None
 
     simulate(DP, rank_fn)
 
 
-def test_gradients_of_any_function_are_reduced_with_residuals():
+@on_ranks(DP)
+def test_reshard_begins_from_zeros(comm):
+    tx, state = make_tx(), make_state(comm, "zero3", precision=of())
+    step = fs.train_step(loss_fn, tx)
+    batches = my_batches(comm, 3)
+    state, _ = step(state, batches[0], comm)
+    assert any(x.count_nonzero() for x in optree.tree_leaves(state.residuals))
+    layout = make_layout(DP, "zero1", precision=of())
+    new = fs.reshard({"state": state, "seen": 1}, layout, comm=comm)["state"]
+    assert fs.inspect.tree_nbytes(new.residuals) == layout.nbytes("residuals")
+    assert not any(x.count_nonzero() for x in optree.tree_leaves(new.residuals))
+    new, _ = step(new, batches[1], comm)
+    assert any(x.count_nonzero() for x in optree.tree_leaves(new.residuals))
+    assert fs.reshard(state, make_layout(DP, "zero1", precision=of(feedback=False)), comm=comm).residuals is None
+
+
+@on_ranks(HYBRID)
+def test_gradients_of_any_function_are_reduced_with_residuals(comm):
     """Those that torch.func.grad gives of gathered parameters are reduced in one move."""
-
-    def rank_fn(comm):
-        found = []
-        for strategy in ("hsdp", "hfsdp", "zero3x2"):
-            state = make_state(comm, strategy, precision=of(WIRES["two formats"]))
-            [batch] = my_batches(comm, 1)
-            gathered = fs.gather(state.params, comm=comm)
-            _, mine, lost = fs.value_and_grad(loss_fn)(state.params, batch, comm=comm, residuals=state.residuals)
-            mine, lost = fs.reduce_scatter(mine, comm=comm, residuals=lost)
-            summand = torch.func.grad(lambda tree, batch=batch: loss_fn(tree, batch, comm).sum)(gathered)
-            before = optree.tree_map(torch.clone, state.residuals)
-            other, kept = fs.reduce_scatter(summand, comm=comm, residuals=state.residuals)
-            assert_same(state.residuals, before)
-            assert_same(optree.tree_leaves(other), optree.tree_leaves(mine))
-            assert_same(kept, lost)
-            found.append(True)
-        return found
-
-    simulate(HYBRID, rank_fn)
+    for strategy in ("hsdp", "hfsdp", "zero3x2"):
+        state = make_state(comm, strategy, precision=of(WIRES["two formats"]))
+        [batch] = my_batches(comm, 1)
+        gathered = fs.gather(state.params, comm=comm)
+        _, mine, lost = fs.value_and_grad(loss_fn)(state.params, batch, comm=comm, residuals=state.residuals)
+        mine, lost = fs.reduce_scatter(mine, comm=comm, residuals=lost)
+        summand = torch.func.grad(lambda tree, batch=batch: loss_fn(tree, batch, comm).sum)(gathered)
+        before = optree.tree_map(torch.clone, state.residuals)
+        other, kept = fs.reduce_scatter(summand, comm=comm, residuals=state.residuals)
+        assert_same(state.residuals, before)
+        assert_same(optree.tree_leaves(other), optree.tree_leaves(mine))
+        assert_same(kept, lost)
 
 
 def test_a_layout_keeps_it():
@@ -473,53 +458,49 @@ def test_precisions_without_a_format_are_refused():
         fs.Precision(wire=MXINT4, feedback=1)
 
 
-def test_residuals_that_are_missing_or_of_another_layout_are_refused():
-    def rank_fn(comm):
-        state, [batch] = make_state(comm, "zero1", precision=of()), my_batches(comm, 1)
-        grad_fn = fs.value_and_grad(loss_fn)
-        with pytest.raises(TreeError, match=r"value_and_grad\(\): gradients of unit .* Pass residuals=state.residuals"):
-            grad_fn(state.params, batch, comm=comm)
-        with pytest.raises(TreeError, match="there are no residuals"):
-            fs.train_step(loss_fn, make_tx())(state._replace(residuals=None), batch, comm)
-        with pytest.raises(TreeError, match="residuals are dict"):
-            grad_fn(state.params, batch, comm=comm, residuals={})
-        other = make_state(comm, "zero1", params=make_params(layers=3, dim=16), precision=of()).residuals
-        with pytest.raises(TreeError, match=r"residuals of another layout.*\n.*unit +'embed"):
-            grad_fn(state.params, batch, comm=comm, residuals=other)
-        _, grads, residuals = grad_fn(state.params, batch, comm=comm, residuals=state.residuals)
-        with pytest.raises(TreeError, match=r"reduce_scatter\(\): gradients of unit .* Pass residuals=state.residuals"):
-            fs.reduce_scatter(grads, comm=comm)
-        with pytest.raises(TreeError, match=r"residuals under a torch\.func transform"):
-            torch.func.vmap(lambda x: fs.reduce_scatter(grads, comm=comm, residuals=residuals) and x)(torch.ones(2))
-        return True
-
-    assert all(simulate(DP, rank_fn))
+@on_ranks(DP)
+def test_residuals_that_are_missing_or_of_another_layout_are_refused(comm):
+    state, [batch] = make_state(comm, "zero1", precision=of()), my_batches(comm, 1)
+    grad_fn = fs.value_and_grad(loss_fn)
+    with pytest.raises(TreeError, match=r"value_and_grad\(\): gradients of unit .* Pass residuals=state.residuals"):
+        grad_fn(state.params, batch, comm=comm)
+    with pytest.raises(TreeError, match="there are no residuals"):
+        fs.train_step(loss_fn, make_tx())(state._replace(residuals=None), batch, comm)
+    with pytest.raises(TreeError, match="residuals are dict"):
+        grad_fn(state.params, batch, comm=comm, residuals={})
+    other = make_state(comm, "zero1", params=make_params(layers=3, dim=16), precision=of()).residuals
+    with pytest.raises(TreeError, match=r"residuals of another layout.*\n.*unit +'embed"):
+        grad_fn(state.params, batch, comm=comm, residuals=other)
+    _, grads, residuals = grad_fn(state.params, batch, comm=comm, residuals=state.residuals)
+    with pytest.raises(TreeError, match=r"reduce_scatter\(\): gradients of unit .* Pass residuals=state.residuals"):
+        fs.reduce_scatter(grads, comm=comm)
+    with pytest.raises(TreeError, match=r"residuals under a torch\.func transform"):
+        torch.func.vmap(lambda x: fs.reduce_scatter(grads, comm=comm, residuals=residuals) and x)(torch.ones(2))
 
 
-def test_gradients_changed_after_they_were_sent_are_refused():
-    def rank_fn(comm):
-        tx, changes = make_tx(), []
+@on_ranks(DP)
+def test_gradients_changed_after_they_were_sent_are_refused(comm):
+    tx, changes = make_tx(), []
 
-        def step(state, batch, comm):
-            loss, grads, lost = fs.value_and_grad(loss_fn)(state.params, batch, comm=comm, residuals=state.residuals)
-            if changes:
-                grads = optree.tree_map(lambda g: g * 2, grads)
-            grads, lost = fs.reduce_scatter(grads, comm=comm, residuals=lost)
-            metrics, grads = fs.average(loss, grads, comm=comm)
-            return fs.update(tx, grads, state._replace(residuals=lost), comm=comm), metrics
+    def step(state, batch, comm):
+        loss, grads, lost = fs.value_and_grad(loss_fn)(state.params, batch, comm=comm, residuals=state.residuals)
+        if changes:
+            grads = optree.tree_map(lambda g: g * 2, grads)
+        grads, lost = fs.reduce_scatter(grads, comm=comm, residuals=lost)
+        metrics, grads = fs.average(loss, grads, comm=comm)
+        return fs.update(tx, grads, state._replace(residuals=lost), comm=comm), metrics
 
-        scheduled, state = fs.Scheduler(comm)(step), make_state(comm, "ddp", precision=of())
-        batches = my_batches(comm, 4)
-        for batch in batches[:3]:
-            state, _ = scheduled(state, batch)
-        changes.append(True)
-        with pytest.raises(ScheduleError, match="was changed after the schedule had sent it with feedback"):
-            scheduled(state, batches[3])
-
-    simulate(DP, rank_fn)
+    scheduled, state = fs.Scheduler(comm)(step), make_state(comm, "ddp", precision=of())
+    batches = my_batches(comm, 4)
+    for batch in batches[:3]:
+        state, _ = scheduled(state, batch)
+    changes.append(True)
+    with pytest.raises(ScheduleError, match="was changed after the schedule had sent it with feedback"):
+        scheduled(state, batches[3])
 
 
-def test_changed_gradients_have_the_bits_of_the_blocking_path():
+@on_ranks(DP)
+def test_changed_gradients_have_the_bits_of_the_blocking_path(comm):
     """Changed in each step, so that nothing is sent before."""
 
     def step(state, batch, comm):
@@ -531,13 +512,10 @@ def test_changed_gradients_have_the_bits_of_the_blocking_path():
         metrics, grads = fs.average(loss, grads, comm=comm)
         return fs.update(make_tx(), grads, state._replace(residuals=lost), comm=comm), metrics
 
-    def rank_fn(comm):
-        found = []
-        for call in (partial(step, comm=comm), fs.Scheduler(comm)(step)):
-            state = make_state(comm, "zero1", precision=of())
-            for batch in my_batches(comm, 4):
-                state, _ = call(state, batch)
-            found.append((fs.full_tree(state.params, comm=comm), state.residuals))
-        assert_same(*found)
-
-    simulate(DP, rank_fn)
+    found = []
+    for call in (partial(step, comm=comm), fs.Scheduler(comm)(step)):
+        state = make_state(comm, "zero1", precision=of())
+        for batch in my_batches(comm, 4):
+            state, _ = call(state, batch)
+        found.append((fs.full_tree(state.params, comm=comm), state.residuals))
+    assert_same(*found)

@@ -15,6 +15,8 @@ from fsharp.errors import AgreementError, LayoutError, TreeError
 from fsharp.functional.formats.format import Format, Plane, format_named, plain_format, register_format
 from fsharp.testing import DebugPolicy, checking_races, simulate
 from tests.gpt_like import loss_fn, make_params
+from tests.modules import descend
+from tests.ranks import on_ranks
 from tests.scheduling import (
     STRATEGIES,
     assert_same,
@@ -22,6 +24,7 @@ from tests.scheduling import (
     make_layout,
     make_state,
     make_tx,
+    mesh_of,
     my_batches,
     train,
 )
@@ -146,30 +149,26 @@ def test_schedules_are_drawn_estimated_traced_and_free_of_races(stored, strategy
 
 @either
 @pytest.mark.parametrize("strategy", ["ddp", "zero3"])
-def test_functions_of_values_do_not_apply_to_stored_parameters(stored, strategy):
-    def rank_fn(comm):
-        params = make_state(comm, strategy, precision=stored).params
-        halved = fs.layouts.map_units(lambda node: node.replace([b * 0.5 for b in node.buffers]), params)
-        with pytest.raises(TreeError, match=r"neither \d+ values nor what format '(halves|by_leaf)' stores"):
-            fs.full_tree(halved, comm=comm)
-
-    simulate(STRATEGIES[strategy][0], rank_fn)
+@on_ranks(mesh_of)
+def test_functions_of_values_do_not_apply_to_stored_parameters(comm, stored, strategy):
+    params = make_state(comm, strategy, precision=stored).params
+    halved = fs.layouts.map_units(lambda node: node.replace([b * 0.5 for b in node.buffers]), params)
+    with pytest.raises(TreeError, match=r"neither \d+ values nor what format '(halves|by_leaf)' stores"):
+        fs.full_tree(halved, comm=comm)
 
 
 @either
 @pytest.mark.parametrize(("before", "after"), [("zero3", "ddp"), ("zero1", "zero3"), ("ddp", "zero1")])
-def test_reshard(stored, before, after):
-    def rank_fn(comm):
-        states = [make_state(comm, before, precision=precision) for precision in (stored, PLAIN)]
-        layouts = [make_layout(*STRATEGIES[after], precision=precision) for precision in (stored, PLAIN)]
-        states = [fs.reshard(state, layout, comm=comm) for state, layout in zip(states, layouts, strict=True)]
-        assert {b.dtype for node in fs.layouts.units_of(states[0].params) for b in node.buffers} == {torch.uint8}
-        step = fs.train_step(loss_fn, make_tx())
-        stepped = [step(state, my_batches(comm, 1)[0], comm) for state in states]
-        ours, theirs = [(fs.full_tree(state.params, comm=comm), metrics.loss) for state, metrics in stepped]
-        assert_same(ours, theirs)
-
-    simulate(STRATEGIES[before][0], rank_fn)
+@on_ranks(lambda before: STRATEGIES[before][0])
+def test_reshard(comm, stored, before, after):
+    states = [make_state(comm, before, precision=precision) for precision in (stored, PLAIN)]
+    layouts = [make_layout(*STRATEGIES[after], precision=precision) for precision in (stored, PLAIN)]
+    states = [fs.reshard(state, layout, comm=comm) for state, layout in zip(states, layouts, strict=True)]
+    assert {b.dtype for node in fs.layouts.units_of(states[0].params) for b in node.buffers} == {torch.uint8}
+    step = fs.train_step(loss_fn, make_tx())
+    stepped = [step(state, my_batches(comm, 1)[0], comm) for state in states]
+    ours, theirs = [(fs.full_tree(state.params, comm=comm), metrics.loss) for state, metrics in stepped]
+    assert_same(ours, theirs)
 
 
 @either
@@ -210,57 +209,52 @@ def scaled(values):
 SCALED = Format("scaled", (Plane(torch.int8, 8), Plane(torch.float32)), scaled, spread, block=8)
 
 
-def test_formats_are_encoded_from_the_main_dtype(tmp_path):
+@on_ranks(STRATEGIES["zero3"][0])
+def test_formats_are_encoded_from_the_main_dtype(comm, tmp_path):
     """So a checkpoint and a reshard into the same layout keep every byte, whatever dtype functions compute in."""
     precision = fs.Precision(compute=torch.bfloat16, main=torch.float32, stored=SCALED)
-
-    def rank_fn(comm):
-        state = make_state(comm, "zero3", precision=precision)
-        fs.checkpoint.save(str(tmp_path), state, step=1, comm=comm)
-        loaded = fs.checkpoint.load(str(tmp_path), make_state(comm, "zero3", precision=precision), comm=comm)
-        layout = make_layout(*STRATEGIES["zero3"], precision=precision)
-        for other in (loaded, fs.reshard(state, layout, comm=comm)):
-            for ours, theirs in zip(fs.layouts.units_of(other.params), fs.layouts.units_of(state.params), strict=True):
-                assert_same(list(ours.buffers), list(theirs.buffers))
-        params = fs.shard(make_params(layers=3), layout, comm)
-        cast = fs.reshard(params, layout, comm=comm, cast=True)
-        for ours, theirs in zip(fs.layouts.units_of((params, cast)), fs.layouts.units_of((state.params, params)), strict=True):
+    state = make_state(comm, "zero3", precision=precision)
+    fs.checkpoint.save(str(tmp_path), state, step=1, comm=comm)
+    loaded = fs.checkpoint.load(str(tmp_path), make_state(comm, "zero3", precision=precision), comm=comm)
+    layout = make_layout(*STRATEGIES["zero3"], precision=precision)
+    for other in (loaded, fs.reshard(state, layout, comm=comm)):
+        for ours, theirs in zip(fs.layouts.units_of(other.params), fs.layouts.units_of(state.params), strict=True):
             assert_same(list(ours.buffers), list(theirs.buffers))
-
-    simulate(STRATEGIES["zero3"][0], rank_fn)
+    params = fs.shard(make_params(layers=3), layout, comm)
+    cast = fs.reshard(params, layout, comm=comm, cast=True)
+    for ours, theirs in zip(fs.layouts.units_of((params, cast)), fs.layouts.units_of((state.params, params)), strict=True):
+        assert_same(list(ours.buffers), list(theirs.buffers))
 
 
 @pytest.mark.parametrize("what", ["decode", "encode"])
 @pytest.mark.parametrize("how", ["load", "reshard"])
-def test_a_format_that_fails_on_one_rank_fails_on_all(what, how, tmp_path):
+@on_ranks(STRATEGIES["zero3"][0])
+def test_a_format_that_fails_on_one_rank_fails_on_all(comm, what, how, tmp_path):
     def moved(state, comm, precision):
         if how == "load":
             return fs.checkpoint.load(str(tmp_path), state, comm=comm)
         return fs.reshard(state, make_layout(*STRATEGIES["ddp"], precision=precision), comm=comm)
 
-    def rank_fn(comm):
-        failing = []
+    failing = []
 
-        def checked(name, fn):
-            def call(values):
-                if name in failing and comm.rank == 1:
-                    raise ValueError("not this value")
-                return fn(values)
+    def checked(name, fn):
+        def call(values):
+            if name in failing and comm.rank == 1:
+                raise ValueError("not this value")
+            return fn(values)
 
-            return call
+        return call
 
-        format = Format("picky", HALVES.planes, checked("encode", halves), checked("decode", joined))
-        precision = fs.Precision(stored=format)
-        state = make_state(comm, "zero3", precision=precision)
-        fs.checkpoint.save(str(tmp_path), state, step=1, comm=comm)
-        failing.append(what)
-        with pytest.raises(AgreementError, match="not this value"):
-            moved(state, comm, precision)
-        failing.clear()
-        comm.all_gather(torch.zeros(8), "dp")  # no rank is in a collective of its own
-        assert fs.checkpoint.load(str(tmp_path), state, comm=comm).step == state.step
-
-    simulate(STRATEGIES["zero3"][0], rank_fn)
+    format = Format("picky", HALVES.planes, checked("encode", halves), checked("decode", joined))
+    precision = fs.Precision(stored=format)
+    state = make_state(comm, "zero3", precision=precision)
+    fs.checkpoint.save(str(tmp_path), state, step=1, comm=comm)
+    failing.append(what)
+    with pytest.raises(AgreementError, match="not this value"):
+        moved(state, comm, precision)
+    failing.clear()
+    comm.all_gather(torch.zeros(8), "dp")  # no rank is in a collective of its own
+    assert fs.checkpoint.load(str(tmp_path), state, comm=comm).step == state.step
 
 
 def as_bits(values):
@@ -305,7 +299,8 @@ def test_values_do_not_share_memory_with_what_is_stored():
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "zero3"])
-def test_a_module_whose_format_gives_views(strategy):
+@on_ranks(mesh_of)
+def test_a_module_whose_format_gives_views(comm, strategy):
     bits = fs.Precision(stored=Format("bits", (Plane(torch.int32),), as_bits, of_bits))
 
     def run(comm, precision):
@@ -314,16 +309,14 @@ def test_a_module_whose_format_gives_views(strategy):
         optimizer, found = fs.ShardedOptimizer(model.parameters(), fs.optim.sgd(0.1)), []
         for _ in range(3):
             loss = model(torch.ones(2, 5)).square().mean()
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            descend(loss, optimizer)
             with torch.no_grad():
                 for parameter in model.parameters():
                     parameter.mul_(2)
             found.append(loss.detach())
         return found, dict(model.full_parameters())
 
-    simulate(STRATEGIES[strategy][0], lambda comm: assert_same(run(comm, bits), run(comm, fs.Precision())))
+    assert_same(run(comm, bits), run(comm, fs.Precision()))
 
 
 DECODED = {
@@ -413,35 +406,29 @@ def test_stored_parameters_are_decoded_or_refused_where_values_are_wanted():
 
 
 @pytest.mark.parametrize(("old", "new"), [(PLAIN, STORED), (STORED, PLAIN)], ids=["plain to stored", "stored to plain"])
-def test_a_state_is_not_resharded_into_another_format(old, new):
+@on_ranks(STRATEGIES["zero3"][0])
+def test_a_state_is_not_resharded_into_another_format(comm, old, new):
     """Nobody would make main copies, or take parameters from them."""
-
-    def rank_fn(comm):
-        state = make_state(comm, "zero3", precision=old)
-        layout = make_layout(*STRATEGIES["zero1"], precision=new)
-        with pytest.raises(LayoutError, match=r"format (bfloat16|halves), in the new layout (halves|bfloat16)"):
-            fs.reshard(state, layout, comm=comm)
-        moved = fs.reshard(state.params, layout, comm=comm, cast=True)
-        assert_same(fs.full_tree(moved, comm=comm), fs.full_tree(state.params, comm=comm))
-
-    simulate(STRATEGIES["zero3"][0], rank_fn)
+    state = make_state(comm, "zero3", precision=old)
+    layout = make_layout(*STRATEGIES["zero1"], precision=new)
+    with pytest.raises(LayoutError, match=r"format (bfloat16|halves), in the new layout (halves|bfloat16)"):
+        fs.reshard(state, layout, comm=comm)
+    moved = fs.reshard(state.params, layout, comm=comm, cast=True)
+    assert_same(fs.full_tree(moved, comm=comm), fs.full_tree(state.params, comm=comm))
 
 
 @pytest.mark.parametrize("new", [STORED, PLAIN], ids=["stored", "bfloat16"])
-def test_parameters_are_not_loaded_beside_main_copies_that_stay(new, tmp_path):
+@on_ranks(STRATEGIES["zero3"][0])
+def test_parameters_are_not_loaded_beside_main_copies_that_stay(comm, new, tmp_path):
     """The first update would undo the loading. Parameters at the optimizer's place make a state with main copies."""
-
-    def rank_fn(comm):
-        saved = make_state(comm, "zero3")
-        fs.checkpoint.save(str(tmp_path), saved, step=1, comm=comm)
-        other = make_params(5, layers=3)
-        like = make_state(comm, "zero1", params=other, precision=new)
-        with pytest.raises(fs.errors.CheckpointError, match=r"'params\.embed' is in the checkpoint and its main copy is not"):
-            fs.checkpoint.load(str(tmp_path), like, comm=comm, strict=False, cast=True)
-        layout = make_layout(*STRATEGIES["zero1"], other, precision=new)
-        params = fs.shard(other, layout, comm, place="optim")
-        params = fs.checkpoint.load(str(tmp_path), params, comm=comm, subtree="params")
-        state = fs.init_state(make_tx(), params, comm=comm)
-        assert_same(fs.full_tree(state.main, comm=comm), fs.full_tree(saved.params, comm=comm))
-
-    simulate(STRATEGIES["zero3"][0], rank_fn)
+    saved = make_state(comm, "zero3")
+    fs.checkpoint.save(str(tmp_path), saved, step=1, comm=comm)
+    other = make_params(5, layers=3)
+    like = make_state(comm, "zero1", params=other, precision=new)
+    with pytest.raises(fs.errors.CheckpointError, match=r"'params\.embed' is in the checkpoint and its main copy is not"):
+        fs.checkpoint.load(str(tmp_path), like, comm=comm, strict=False, cast=True)
+    layout = make_layout(*STRATEGIES["zero1"], other, precision=new)
+    params = fs.shard(other, layout, comm, place="optim")
+    params = fs.checkpoint.load(str(tmp_path), params, comm=comm, subtree="params")
+    state = fs.init_state(make_tx(), params, comm=comm)
+    assert_same(fs.full_tree(state.main, comm=comm), fs.full_tree(saved.params, comm=comm))

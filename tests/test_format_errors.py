@@ -11,6 +11,7 @@ import fsharp as fs
 from fsharp.errors import FormatError
 from fsharp.functional.formats.format import Format, LeafCodec, Plane
 from fsharp.testing import processes, simulate
+from tests.modules import descend
 from tests.scheduling import STRATEGIES, every, train
 from tests.test_format import HALVES
 from tests.test_leaf_format import BY_LEAF
@@ -57,9 +58,7 @@ def module_step(comm, how, precision):
     model = fs.shard_module(model, mesh=comm, strategy=how, units=[torch.nn.Linear], precision=precision)
     optimizer = fs.ShardedOptimizer(model.parameters(), fs.optim.adamw(1e-1))
     for _ in range(3):
-        model(torch.ones(2, 6)).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        descend(model(torch.ones(2, 6)).square().mean(), optimizer)
 
 
 def run(comm, what, way, strategy, when):

@@ -13,7 +13,8 @@ from torch import nn
 import fsharp as fs
 from fsharp.formats import Format, Plane, hadamard, mxfp4, mxint4, stochastic
 from fsharp.testing import DebugPolicy, generate, simulate
-from tests.scheduling import DP, ON_TWO_AXES, STRATEGIES, assert_same, buffers, every
+from tests.ranks import on_ranks
+from tests.scheduling import DP, ON_TWO_AXES, STRATEGIES, assert_same, buffers, every, mesh_of
 
 SIZE = 41
 """Elements of the leaf: no number of ranks of the tests divides it, and no block."""
@@ -120,40 +121,36 @@ def test_the_norm_of_gradients_is_that_of_whole_leaves(case, path, name):
 
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero3"])
-def test_the_norm_of_parameters_at_rest_is_that_of_whole_leaves(strategy, deterministic):
-    def rank_fn(comm):
-        state = make_state(comm, STRATEGIES[strategy][1], fs.Precision(stored=hadamard(mxint4)))
-        [whole] = optree.tree_leaves(fs.full_tree(state.params, comm=comm))
-        for tree in (state.params, fs.gather(state.params, comm=comm)):
-            norm = fs.optim.global_norm(tree, comm=comm, deterministic=deterministic)
-            torch.testing.assert_close(norm.double(), whole.double().norm(), rtol=1e-6, atol=0)
-
-    simulate(DP, rank_fn)
+@on_ranks(DP)
+def test_the_norm_of_parameters_at_rest_is_that_of_whole_leaves(comm, strategy, deterministic):
+    state = make_state(comm, STRATEGIES[strategy][1], fs.Precision(stored=hadamard(mxint4)))
+    [whole] = optree.tree_leaves(fs.full_tree(state.params, comm=comm))
+    for tree in (state.params, fs.gather(state.params, comm=comm)):
+        norm = fs.optim.global_norm(tree, comm=comm, deterministic=deterministic)
+        torch.testing.assert_close(norm.double(), whole.double().norm(), rtol=1e-6, atol=0)
 
 
 @every(2, strategy=WIDER, path=PATHS, name=FORMATS)
-def test_a_run_goes_on_from_a_checkpoint_with_the_bits_it_would_have_had(strategy, path, name, tmp_path):
+@on_ranks(mesh_of)
+def test_a_run_goes_on_from_a_checkpoint_with_the_bits_it_would_have_had(comm, strategy, path, name, tmp_path):
     mesh, how = STRATEGIES[strategy]
-
-    def rank_fn(comm):
-        precision = fs.Precision(main=torch.float32, wire=FORMATS[name], update=FORMATS[name])
-        start = make_state(comm, how, precision)
-        step = by_path(comm, path, fs.train_step(loss_fn, make_tx()))
-        half = trained(step, start, comm, 0, 3)
-        assert_no_padding((half.params, half.main, half.opt), comm.rank)
-        fs.checkpoint.save(tmp_path, half, step=3, comm=comm)
-        loaded = fs.checkpoint.load(tmp_path, start, comm=comm)
-        moved = fs.reshard(half, fs.plan({"w": torch.zeros(SIZE)}, mesh, how, precision=precision), comm=comm)
-        runs = [trained(step, each, comm, 3, 6) for each in (half, loaded, moved)]
-        for other in runs[1:]:
-            assert_same(buffers((other.params, other.main, other.opt)), buffers((runs[0].params, runs[0].main, runs[0].opt)))
-
-    simulate(mesh, rank_fn)
+    precision = fs.Precision(main=torch.float32, wire=FORMATS[name], update=FORMATS[name])
+    start = make_state(comm, how, precision)
+    step = by_path(comm, path, fs.train_step(loss_fn, make_tx()))
+    half = trained(step, start, comm, 0, 3)
+    assert_no_padding((half.params, half.main, half.opt), comm.rank)
+    fs.checkpoint.save(tmp_path, half, step=3, comm=comm)
+    loaded = fs.checkpoint.load(tmp_path, start, comm=comm)
+    moved = fs.reshard(half, fs.plan({"w": torch.zeros(SIZE)}, mesh, how, precision=precision), comm=comm)
+    runs = [trained(step, each, comm, 3, 6) for each in (half, loaded, moved)]
+    for other in runs[1:]:
+        assert_same(buffers((other.params, other.main, other.opt)), buffers((runs[0].params, runs[0].main, runs[0].opt)))
 
 
 @every(2, strategy=["ddp", "zero1", "zero3", "hfsdp"], name=[name for name, form in FORMATS.items() if form.seed is None])
-def test_a_module_clips_and_goes_on_from_a_checkpoint_alike(strategy, name, tmp_path):
-    mesh, how = STRATEGIES[strategy]
+@on_ranks(mesh_of)
+def test_a_module_clips_and_goes_on_from_a_checkpoint_alike(comm, strategy, name, tmp_path):
+    _, how = STRATEGIES[strategy]
     precision = fs.Precision(main=torch.float32, wire=FORMATS[name], update=FORMATS[name] if strategy in WIDER else None)
 
     def made(comm):
@@ -170,18 +167,15 @@ def test_a_module_clips_and_goes_on_from_a_checkpoint_alike(strategy, name, tmp_
             optimizer.step()
             optimizer.zero_grad()
 
-    def rank_fn(comm):
-        model, optimizer = made(comm)
-        train(comm, model, optimizer, 0, 3)
-        fs.checkpoint.save(tmp_path, model.train_state, step=3, comm=comm)
-        other, its_optimizer = made(comm)
-        other.train_state = fs.checkpoint.load(tmp_path, other.train_state, comm=comm)
-        for each in ((model, optimizer), (other, its_optimizer)):
-            train(comm, *each, 3, 6)
-        states = [each.train_state for each in (other, model)]
-        assert_same(*[buffers((state.params, state.main, state.opt)) for state in states])
-
-    simulate(mesh, rank_fn)
+    model, optimizer = made(comm)
+    train(comm, model, optimizer, 0, 3)
+    fs.checkpoint.save(tmp_path, model.train_state, step=3, comm=comm)
+    other, its_optimizer = made(comm)
+    other.train_state = fs.checkpoint.load(tmp_path, other.train_state, comm=comm)
+    for each in ((model, optimizer), (other, its_optimizer)):
+        train(comm, *each, 3, 6)
+    states = [each.train_state for each in (other, model)]
+    assert_same(*[buffers((state.params, state.main, state.opt)) for state in states])
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero3"])

@@ -113,8 +113,7 @@ def compare_paths(comm, policy, name, strategy):
 
 @pytest.mark.parametrize("side", SIDES)
 @pytest.mark.parametrize(
-    ("policy", "name", "strategy"),
-    [case if case in CHOSEN else pytest.param(*case, marks=pytest.mark.deep) for case in ALL],
+    ("policy", "name", "strategy"), [case if case in CHOSEN else pytest.param(*case, marks=pytest.mark.deep) for case in ALL]
 )
 def test_scheduled_steps_have_the_bits_of_blocking_ones(side, policy, name, strategy, accelerator):
     """Autograd has one thread for each GPU, in which ranks that are threads would wait for each other: these are processes."""

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 import fsharp as fs
 from fsharp.functional.formats.format import Format, LeafCodec, Plane, register_format
 from fsharp.testing import simulate
+from tests.ranks import on_ranks
 from tests.scheduling import STRATEGIES, train
 
 
@@ -37,19 +38,16 @@ BUILT_IN = [fs.formats.float8_e4m3_by_tensor, fs.formats.float8_e5m2_by_tensor, 
 
 
 @pytest.mark.parametrize("form", BUILT_IN, ids=lambda form: form.name)
-def test_scales_are_those_of_whole_leaves_wherever_these_are_cut(form):
+@on_ranks(STRATEGIES["zero3"][0])
+def test_scales_are_those_of_whole_leaves_wherever_these_are_cut(comm, form):
     precision = fs.Precision(stored=form)
-
-    def rank_fn(comm):
-        found = [train(comm, s, p, microbatches=1, precision=precision) for s in ("ddp", "zero1", "zero3") for p in (None, {})]
-        for other in found[1:]:
-            assert other.losses == found[0].losses
-        plain = train(comm, "zero3", microbatches=1)
-        assert found[0].losses != plain.losses
-        tolerance = 0.2 if form is fs.formats.nvfp4 else 0.05
-        torch.testing.assert_close(found[0].losses, plain.losses, rtol=tolerance, atol=tolerance)
-
-    simulate(STRATEGIES["zero3"][0], rank_fn)
+    found = [train(comm, s, p, microbatches=1, precision=precision) for s in ("ddp", "zero1", "zero3") for p in (None, {})]
+    for other in found[1:]:
+        assert other.losses == found[0].losses
+    plain = train(comm, "zero3", microbatches=1)
+    assert found[0].losses != plain.losses
+    tolerance = 0.2 if form is fs.formats.nvfp4 else 0.05
+    torch.testing.assert_close(found[0].losses, plain.losses, rtol=tolerance, atol=tolerance)
 
 
 def test_a_value_is_one_byte_on_the_wire():
@@ -179,15 +177,12 @@ def test_ranks_that_update_trees_in_another_order_do_not_mix_their_scales():
 
 
 @pytest.mark.parametrize("donate", [False, True])
-def test_a_reshard_to_other_ranks_is_refused_before_anything_moves(donate):
+@on_ranks(fs.Mesh({"dp": 2}))
+def test_a_reshard_to_other_ranks_is_refused_before_anything_moves(comm, donate):
     """Scales are agreed on by the ranks of a layout, and the Comm of such a reshard has others as well."""
     params, precision = {"x": torch.ones(4, 8)}, fs.Precision(stored=BUILT_IN[0])
-
-    def rank_fn(comm):
-        layouts = [fs.plan(params, fs.Mesh({"dp": n}), fs.zero3("dp"), precision=precision) for n in (2, 1)]
-        state = fs.init_state(fs.optim.sgd(0.1), fs.shard(params, layouts[0], comm, place="optim"), comm=comm)
-        with pytest.raises(fs.errors.LayoutError, match="to other ranks go by a checkpoint"):
-            fs.reshard(state, layouts[1], comm=comm, donate=donate)
-        torch.testing.assert_close(fs.full_tree(state.params, comm=comm)["x"], params["x"], rtol=1e-4, atol=0)
-
-    simulate(fs.Mesh({"dp": 2}), rank_fn)
+    layouts = [fs.plan(params, fs.Mesh({"dp": n}), fs.zero3("dp"), precision=precision) for n in (2, 1)]
+    state = fs.init_state(fs.optim.sgd(0.1), fs.shard(params, layouts[0], comm, place="optim"), comm=comm)
+    with pytest.raises(fs.errors.LayoutError, match="to other ranks go by a checkpoint"):
+        fs.reshard(state, layouts[1], comm=comm, donate=donate)
+    torch.testing.assert_close(fs.full_tree(state.params, comm=comm)["x"], params["x"], rtol=1e-4, atol=0)

@@ -16,6 +16,7 @@ from fsharp.functional.formats.stochastic import make_noise_fn, stochastic
 from fsharp.stateful.runtime.graphs import _check_capturable
 from fsharp.testing import simulate
 from tests.gpt_like import loss_fn
+from tests.ranks import on_ranks
 from tests.scheduling import (
     DP,
     HYBRID,
@@ -26,6 +27,7 @@ from tests.scheduling import (
     make_layout,
     make_state,
     make_tx,
+    mesh_of,
     my_batches,
     train,
 )
@@ -150,112 +152,84 @@ def test_random_numbers_are_uniform_and_of_their_own():
 
 
 @every(9, strategy=STRATEGIES, policy=POLICIES, wire=["one", "two levels"])
-def test_paths_have_the_same_bits(strategy, policy, wire):
+@on_ranks(mesh_of)
+def test_paths_have_the_same_bits(comm, strategy, policy, wire):
     mesh = STRATEGIES[strategy][0]
     precision = fs.Precision(wire=TWO_LEVELS if wire == "two levels" and mesh is HYBRID else WIRE, main=torch.float32)
     nearest = fs.Precision(wire=MXINT4, main=torch.float32)
-
-    def rank_fn(comm):
-        blocking = train(comm, strategy, microbatches=2, precision=precision)
-        assert_same_training(train(comm, strategy, POLICIES[policy], microbatches=2, precision=precision), blocking)
-        assert train(comm, strategy, microbatches=2, precision=nearest).losses != blocking.losses
-        other = fs.Precision(wire=stochastic(MXINT4, seed=1), main=torch.float32)
-        assert train(comm, strategy, microbatches=2, precision=other).losses != blocking.losses
-
-    simulate(mesh, rank_fn)
-
-
-@pytest.mark.parametrize("wire", [WIRE, stochastic(torch.bfloat16), fs.formats.hadamard(WIRE)], ids=str)
-def test_strategies_have_the_same_bits(wire):
-    """Leaves are cut between elements, so blocks lie at the same places wherever gradients and updates rest."""
-
-    def rank_fn(comm):
-        found = [train(comm, each, precision=fs.Precision(wire=wire)) for each in ("ddp", "zero1", "zero2", "zero3")]
-        for each in found[1:]:
-            assert_same_training(each, found[0])
-
-    simulate(DP, rank_fn)
+    blocking = train(comm, strategy, microbatches=2, precision=precision)
+    assert_same_training(train(comm, strategy, POLICIES[policy], microbatches=2, precision=precision), blocking)
+    assert train(comm, strategy, microbatches=2, precision=nearest).losses != blocking.losses
+    other = fs.Precision(wire=stochastic(MXINT4, seed=1), main=torch.float32)
+    assert train(comm, strategy, microbatches=2, precision=other).losses != blocking.losses
 
 
 @pytest.mark.parametrize("policy", [None, {}], ids=["blocking", "scheduled"])
-def test_updates_have_the_same_bits_under_zero1_and_zero2(policy):
+@on_ranks(DP)
+def test_updates_have_the_same_bits_under_zero1_and_zero2(comm, policy):
     precision = fs.Precision(update=WIRE, wire=WIRE, main=torch.float32)
-
-    def rank_fn(comm):
-        first = train(comm, "zero1", precision=precision)
-        for each in ("zero1", "zero2"):
-            assert_same_training(train(comm, each, policy, precision=precision), first)
-        nearest = train(comm, "zero1", precision=replace(precision, update=MXINT4))
-        assert nearest.losses != first.losses
-
-    simulate(DP, rank_fn)
+    first = train(comm, "zero1", precision=precision)
+    for each in ("zero1", "zero2"):
+        assert_same_training(train(comm, each, policy, precision=precision), first)
+    nearest = train(comm, "zero1", precision=replace(precision, update=MXINT4))
+    assert nearest.losses != first.losses
 
 
 @pytest.mark.parametrize("feedback", [False, True], ids=["plain", "feedback"])
 @pytest.mark.parametrize("strategy", ["zero1", "zero3", "hfsdp"])
-def test_a_resumed_run_has_the_bits_of_one_that_went_on(strategy, feedback, tmp_path):
+@on_ranks(mesh_of)
+def test_a_resumed_run_has_the_bits_of_one_that_went_on(comm, strategy, feedback, tmp_path):
     update = {} if strategy == "zero3" else {"update": stochastic(MXINT8)}
     precision = fs.Precision(wire=WIRE, main=torch.float32, feedback=feedback, **update)
-
-    def rank_fn(comm):
-        state, batches = make_state(comm, strategy, precision=precision), my_batches(comm, 4)
-        step = fs.Scheduler(comm)(fs.train_step(loss_fn, make_tx()))
-        for batch in batches[:2]:
-            state, _ = step(state, batch)
-        fs.checkpoint.save(str(tmp_path), state, step=2, comm=comm)
-        again = fs.checkpoint.load(str(tmp_path), make_state(comm, strategy, precision=precision), comm=comm)
-        found = []
-        for start, call in ((state, step), (again, lambda *args: fs.train_step(loss_fn, make_tx())(*args, comm))):
-            losses = []
-            for batch in batches[2:]:
-                start, metrics = call(start, batch)
-                losses.append(metrics.loss)
-            found.append((losses, optree.tree_leaves(fs.full_tree(start.params, comm=comm))))
-        assert_same(found[1], found[0])
-
-    simulate(STRATEGIES[strategy][0], rank_fn)
+    state, batches = make_state(comm, strategy, precision=precision), my_batches(comm, 4)
+    step = fs.Scheduler(comm)(fs.train_step(loss_fn, make_tx()))
+    for batch in batches[:2]:
+        state, _ = step(state, batch)
+    fs.checkpoint.save(str(tmp_path), state, step=2, comm=comm)
+    again = fs.checkpoint.load(str(tmp_path), make_state(comm, strategy, precision=precision), comm=comm)
+    found = []
+    for start, call in ((state, step), (again, lambda *args: fs.train_step(loss_fn, make_tx())(*args, comm))):
+        losses = []
+        for batch in batches[2:]:
+            start, metrics = call(start, batch)
+            losses.append(metrics.loss)
+        found.append((losses, optree.tree_leaves(fs.full_tree(start.params, comm=comm))))
+    assert_same(found[1], found[0])
 
 
-def test_a_step_in_parts():
+@on_ranks(DP)
+def test_a_step_in_parts(comm):
     precision, tx = fs.Precision(wire=WIRE), make_tx()
-
-    def rank_fn(comm):
-        state, batch = make_state(comm, "zero1", precision=precision, tx=tx), my_batches(comm, 1)[0]
-        loss, grads = fs.value_and_grad(loss_fn)(state.params, batch, comm=comm, step=state.step)
-        grads = fs.reduce_scatter(grads, comm=comm, step=state.step)
-        _, grads = fs.average(loss, grads, comm=comm)
-        in_parts = fs.update(tx, grads, state, comm=comm)
-        whole, _ = fs.train_step(loss_fn, tx)(state, batch, comm)
-        assert_same(*[optree.tree_leaves(fs.full_tree(each.params, comm=comm)) for each in (in_parts, whole)])
-
-    simulate(DP, rank_fn)
+    state, batch = make_state(comm, "zero1", precision=precision, tx=tx), my_batches(comm, 1)[0]
+    loss, grads = fs.value_and_grad(loss_fn)(state.params, batch, comm=comm, step=state.step)
+    grads = fs.reduce_scatter(grads, comm=comm, step=state.step)
+    _, grads = fs.average(loss, grads, comm=comm)
+    in_parts = fs.update(tx, grads, state, comm=comm)
+    whole, _ = fs.train_step(loss_fn, tx)(state, batch, comm)
+    assert_same(*[optree.tree_leaves(fs.full_tree(each.params, comm=comm)) for each in (in_parts, whole)])
 
 
 # ------------------------------------------------------------ refusals
 
 
 @pytest.mark.parametrize("scheduled", [False, True])
-def test_without_a_step_it_is_refused(scheduled):
-    def rank_fn(comm):
-        engine = fs.Scheduler(comm) if scheduled else comm
-        state, batch = make_state(engine, "zero1", precision=fs.Precision(wire=WIRE)), my_batches(comm, 1)[0]
-        with pytest.raises(TreeError, match=r"value_and_grad\(\): gradients of unit 'embed' are rounded.*Pass step=state.step"):
-            fs.value_and_grad(loss_fn)(state.params, batch, comm=engine)
-        for wrong in (-1, 1.0, True):
-            with pytest.raises(TreeError, match=rf"step is {wrong}, expected an integer of at least 0"):
-                fs.value_and_grad(loss_fn)(state.params, batch, comm=engine, step=wrong)
-
-    simulate(DP, rank_fn)
+@on_ranks(DP)
+def test_without_a_step_it_is_refused(comm, scheduled):
+    engine = fs.Scheduler(comm) if scheduled else comm
+    state, batch = make_state(engine, "zero1", precision=fs.Precision(wire=WIRE)), my_batches(comm, 1)[0]
+    with pytest.raises(TreeError, match=r"value_and_grad\(\): gradients of unit 'embed' are rounded.*Pass step=state.step"):
+        fs.value_and_grad(loss_fn)(state.params, batch, comm=engine)
+    for wrong in (-1, 1.0, True):
+        with pytest.raises(TreeError, match=rf"step is {wrong}, expected an integer of at least 0"):
+            fs.value_and_grad(loss_fn)(state.params, batch, comm=engine, step=wrong)
 
 
-def test_a_reduction_without_a_step_is_refused():
-    def rank_fn(comm):
-        state, batch = make_state(comm, "zero1", precision=fs.Precision(wire=WIRE)), my_batches(comm, 1)[0]
-        _, grads = fs.value_and_grad(loss_fn)(state.params, batch, comm=comm, step=0)
-        with pytest.raises(TreeError, match=r"reduce_scatter\(\): gradients of unit .* are rounded stochastically"):
-            fs.reduce_scatter(grads, comm=comm)
-
-    simulate(DP, rank_fn)
+@on_ranks(DP)
+def test_a_reduction_without_a_step_is_refused(comm):
+    state, batch = make_state(comm, "zero1", precision=fs.Precision(wire=WIRE)), my_batches(comm, 1)[0]
+    _, grads = fs.value_and_grad(loss_fn)(state.params, batch, comm=comm, step=0)
+    with pytest.raises(TreeError, match=r"reduce_scatter\(\): gradients of unit .* are rounded stochastically"):
+        fs.reduce_scatter(grads, comm=comm)
 
 
 def test_encoding_without_random_numbers_is_refused():
@@ -287,14 +261,12 @@ def test_parameters_at_rest_are_refused():
         fs.Precision(stored=WIRE)
 
 
-def test_graphs_are_refused():
-    def rank_fn(comm):
-        for precision in (fs.Precision(wire=WIRE), fs.Precision(update=WIRE)):
-            state = make_state(comm, "zero1", precision=precision)
-            with pytest.raises(ScheduleError, match=r"CapturedStep\(\): unit 'embed' has a format that rounds stochastically"):
-                _check_capturable(torch.device("cuda"), fs.SchedulePolicy(gather_at_start=False), state, 2)
-
-    simulate(DP, rank_fn)
+@on_ranks(DP)
+def test_graphs_are_refused(comm):
+    for precision in (fs.Precision(wire=WIRE), fs.Precision(update=WIRE)):
+        state = make_state(comm, "zero1", precision=precision)
+        with pytest.raises(ScheduleError, match=r"CapturedStep\(\): unit 'embed' has a format that rounds stochastically"):
+            _check_capturable(torch.device("cuda"), fs.SchedulePolicy(gather_at_start=False), state, 2)
 
 
 def test_a_mapping_of_updates_is_refused():

@@ -11,6 +11,8 @@ from fsharp.errors import LayoutError
 from fsharp.functional.formats.format import plain_format
 from fsharp.testing import simulate
 from tests.gpt_like import loss_fn, make_params
+from tests.modules import descend
+from tests.ranks import on_ranks
 from tests.scheduling import (
     DP,
     HYBRID,
@@ -47,28 +49,23 @@ def of(update, compute=None, **rest):
 
 
 @every(24, strategy=WIDER, policy=POLICIES, update=FORMATS, compute=[None, torch.bfloat16], donate=[True, False])
-def test_training_has_the_same_bits_on_every_path(strategy, policy, update, compute, donate):
+@on_ranks(lambda strategy: WIDER[strategy][0])
+def test_training_has_the_same_bits_on_every_path(comm, strategy, policy, update, compute, donate):
     precision = of(FORMATS[update], compute)
-
-    def rank_fn(comm):
-        blocking = train(comm, strategy, microbatches=2, precision=precision, donate=not donate)
-        scheduled = train(comm, strategy, POLICIES[policy], microbatches=2, precision=precision, donate=donate)
-        assert_same_training(scheduled, blocking)
-        assert scheduled.num_unscheduled_calls == 1
-        fs.schedules.verify(scheduled.schedule)
-        exact = train(comm, strategy, microbatches=2, precision=of(None, compute))
-        assert any(not torch.equal(a, b) for a, b in zip(blocking.params, exact.params, strict=True))
-
-    simulate(WIDER[strategy][0], rank_fn)
+    blocking = train(comm, strategy, microbatches=2, precision=precision, donate=not donate)
+    scheduled = train(comm, strategy, POLICIES[policy], microbatches=2, precision=precision, donate=donate)
+    assert_same_training(scheduled, blocking)
+    assert scheduled.num_unscheduled_calls == 1
+    fs.schedules.verify(scheduled.schedule)
+    exact = train(comm, strategy, microbatches=2, precision=of(None, compute))
+    assert any(not torch.equal(a, b) for a, b in zip(blocking.params, exact.params, strict=True))
 
 
 @pytest.mark.parametrize("wire", [None, MXINT4], ids=["wire float32", "wire mxint4"])
-def test_zero1_and_zero2_have_the_same_bits(wire):
-    def rank_fn(comm):
-        found = [train(comm, strategy, precision=of(MXINT4, wire=wire)) for strategy in ("zero1", "zero2")]
-        assert_same_training(*found)
-
-    simulate(DP, rank_fn)
+@on_ranks(DP)
+def test_zero1_and_zero2_have_the_same_bits(comm, wire):
+    found = [train(comm, strategy, precision=of(MXINT4, wire=wire)) for strategy in ("zero1", "zero2")]
+    assert_same_training(*found)
 
 
 def distance(a, b):
@@ -150,62 +147,52 @@ def test_a_format_is_refused_by_the_name_of_the_leaf():
 
 
 @pytest.mark.parametrize("policy", [None, {}, {"bucket_nbytes": 10**6, "prefetch": 2}], ids=str)
-def test_some_units_and_some_leaves_travel_encoded(policy):
+@on_ranks(DP)
+def test_some_units_and_some_leaves_travel_encoded(comm, policy):
     """Beside units that rest encoded, and a frozen leaf and a tied one."""
     precision = {"**": fs.Precision(), "layers.1.*": PRECISION, "layers.2.*": fs.Precision(stored=BLOCKS), "embed": of(MXINT8)}
     params = make_params(layers=3)
-
-    def rank_fn(comm):
-        options = {"precision": precision, "frozen": "layers.1.b", "params": params}
-        found = train(comm, "zero1", policy, **options)
-        assert_same_training(found, train(comm, "zero1", **options, donate=False))
-        plain_losses = train(comm, "zero1", frozen="layers.1.b", params=params).losses
-        torch.testing.assert_close(found.losses, plain_losses, rtol=0.02, atol=0)
-
-    simulate(DP, rank_fn)
+    options = {"precision": precision, "frozen": "layers.1.b", "params": params}
+    found = train(comm, "zero1", policy, **options)
+    assert_same_training(found, train(comm, "zero1", **options, donate=False))
+    plain_losses = train(comm, "zero1", frozen="layers.1.b", params=params).losses
+    torch.testing.assert_close(found.losses, plain_losses, rtol=0.02, atol=0)
 
 
-def test_updates_from_float32_parameters_where_they_rest():
+@on_ranks(DP)
+def test_updates_from_float32_parameters_where_they_rest(comm):
     """A state may begin with parameters where they rest; main copies then have memory of their own, and no more."""
-
-    def rank_fn(comm):
-        layout, states = make_layout(*WIDER["zero1"], precision=PRECISION), []
-        for place in ("optim", "params"):
-            start = fs.shard(make_params(layers=3), layout, comm, place=place)
-            states.append(fs.init_state(make_tx(), start, comm=comm, donate=True))
-        for node in fs.layouts.units_of(states[1].main):
-            assert sum(b.untyped_storage().nbytes() for b in node.buffers) == node.nbytes
-        step = fs.train_step(loss_fn, make_tx(), donate=True)
-        for batch in my_batches(comm, 2):
-            states = [step(state, batch, comm)[0] for state in states]
-        assert_same(*[fs.full_tree((state.params, state.main), comm=comm) for state in states])
-
-    simulate(DP, rank_fn)
+    layout, states = make_layout(*WIDER["zero1"], precision=PRECISION), []
+    for place in ("optim", "params"):
+        start = fs.shard(make_params(layers=3), layout, comm, place=place)
+        states.append(fs.init_state(make_tx(), start, comm=comm, donate=True))
+    for node in fs.layouts.units_of(states[1].main):
+        assert sum(b.untyped_storage().nbytes() for b in node.buffers) == node.nbytes
+    step = fs.train_step(loss_fn, make_tx(), donate=True)
+    for batch in my_batches(comm, 2):
+        states = [step(state, batch, comm)[0] for state in states]
+    assert_same(*[fs.full_tree((state.params, state.main), comm=comm) for state in states])
 
 
 @pytest.mark.parametrize("policy", [None, {}], ids=str)
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
-def test_what_is_not_finite_arrives_as_such(bad, policy):
+@on_ranks(DP)
+def test_what_is_not_finite_arrives_as_such(comm, bad, policy):
     """From the step on in which it is in a main copy, and also once the main copy is finite again."""
-
-    def rank_fn(comm):
-        state = make_state(comm, "zero1", precision=PRECISION)
-        step = fs.train_step(loss_fn, make_tx())
-        step = fs.Scheduler(comm)(step) if policy is not None else lambda *args: fs.train_step(loss_fn, make_tx())(*args, comm)
-        batches = my_batches(comm, 3)
-        state, _ = step(state, batches[0])
-        good = state.main
-        with torch.no_grad():
-            poisoned = fs.layouts.map_units(lambda node: node.with_buffers([b.clone() for b in node.buffers]), state.main)
-            fs.layouts.units_of(poisoned)[0].buffers[0][3] = bad
-        state, _ = step(state._replace(main=poisoned), batches[1])
-        first = fs.full_tree(state.params, comm=comm)["embed"].flatten()
-        state, _ = step(state._replace(main=good), batches[2])
-        return first, fs.full_tree(state.params, comm=comm)["embed"].flatten()
-
-    for first, then in simulate(DP, rank_fn):
-        assert not torch.isfinite(first[3])
-        assert not torch.isfinite(then[3])
+    state = make_state(comm, "zero1", precision=PRECISION)
+    step = fs.train_step(loss_fn, make_tx())
+    step = fs.Scheduler(comm)(step) if policy is not None else lambda *args: fs.train_step(loss_fn, make_tx())(*args, comm)
+    batches = my_batches(comm, 3)
+    state, _ = step(state, batches[0])
+    good = state.main
+    with torch.no_grad():
+        poisoned = fs.layouts.map_units(lambda node: node.with_buffers([b.clone() for b in node.buffers]), state.main)
+        fs.layouts.units_of(poisoned)[0].buffers[0][3] = bad
+    state, _ = step(state._replace(main=poisoned), batches[1])
+    first = fs.full_tree(state.params, comm=comm)["embed"].flatten()
+    state, _ = step(state._replace(main=good), batches[2])
+    assert not torch.isfinite(first[3])
+    assert not torch.isfinite(fs.full_tree(state.params, comm=comm)["embed"].flatten()[3])
 
 
 @pytest.mark.parametrize("donate", [False, True])
@@ -296,14 +283,13 @@ def steps_of(model, optimizer, comm, count, first=0):
     for step in range(first, first + count):
         x = torch.arange(12.0).view(2, 6) * (step + 1 + comm.rank) / 20
         loss = model(x).square().mean()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        descend(loss, optimizer)
         yield loss.detach()
 
 
 @pytest.mark.parametrize("policy", [{}, {"offload": True}], ids=str)
-def test_modules_have_the_bits_of_functions(policy):
+@on_ranks(DP)
+def test_modules_have_the_bits_of_functions(comm, policy):
     def of_module(comm, how):
         model = sharded(comm, how, policy=fs.SchedulePolicy(**policy))
         optimizer = fs.ShardedOptimizer(model.parameters(), fs.optim.with_ema(fs.optim.adamw(1e-1), decay=0.5))
@@ -326,33 +312,28 @@ def test_modules_have_the_bits_of_functions(policy):
             state = fs.update(tx, grads, state, comm=comm)
         return losses, fs.full_tree(state.params, comm=comm)
 
-    def rank_fn(comm):
-        found = [of_module(comm, STRATEGIES[name][1]) for name in ("zero1", "zero2")]
-        assert_same(*found)
-        _, params = of_functions(comm, STRATEGIES["zero1"][1])
-        assert_same(found[0][1], params)
-
-    simulate(DP, rank_fn)
+    found = [of_module(comm, STRATEGIES[name][1]) for name in ("zero1", "zero2")]
+    assert_same(*found)
+    _, params = of_functions(comm, STRATEGIES["zero1"][1])
+    assert_same(found[0][1], params)
 
 
-def test_a_module_that_is_written_to_or_loaded_computes_with_its_main_copies():
-    def rank_fn(comm):
-        model = sharded(comm, STRATEGIES["zero1"][1])
-        optimizer = fs.ShardedOptimizer(model.parameters(), fs.optim.adamw(1e-1))
-        list(steps_of(model, optimizer, comm, 3))
-        whole, x = Net(), torch.ones(1, 6)
-        shown = {name: value.clone() for name, value in model.full_parameters()}
-        whole.load_state_dict(shown)
-        with torch.no_grad():
-            assert not torch.equal(model(x), whole(x))  # the module computes with what has arrived
-            for parameter in model.parameters():
-                parameter.mul_(1)
-            torch.testing.assert_close(model(x), whole(x), rtol=0, atol=0)
-            other = sharded(comm, STRATEGIES["zero1"][1])
-            other.load_state_dict(model.state_dict())
-            torch.testing.assert_close(other(x), whole(x), rtol=0, atol=0)
-
-    simulate(DP, rank_fn)
+@on_ranks(DP)
+def test_a_module_that_is_written_to_or_loaded_computes_with_its_main_copies(comm):
+    model = sharded(comm, STRATEGIES["zero1"][1])
+    optimizer = fs.ShardedOptimizer(model.parameters(), fs.optim.adamw(1e-1))
+    list(steps_of(model, optimizer, comm, 3))
+    whole, x = Net(), torch.ones(1, 6)
+    shown = {name: value.clone() for name, value in model.full_parameters()}
+    whole.load_state_dict(shown)
+    with torch.no_grad():
+        assert not torch.equal(model(x), whole(x))  # the module computes with what has arrived
+        for parameter in model.parameters():
+            parameter.mul_(1)
+        torch.testing.assert_close(model(x), whole(x), rtol=0, atol=0)
+        other = sharded(comm, STRATEGIES["zero1"][1])
+        other.load_state_dict(model.state_dict())
+        torch.testing.assert_close(other(x), whole(x), rtol=0, atol=0)
 
 
 def test_uneven_shards_of_several_groups():

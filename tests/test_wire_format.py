@@ -2,7 +2,6 @@
 
 import pickle
 import re
-from functools import partial
 
 import pytest
 import torch
@@ -11,18 +10,12 @@ from hypothesis import strategies as st
 
 import fsharp as fs
 from fsharp.errors import LayoutError
+from fsharp.formats import stochastic
 from fsharp.functional.comm.collectives import reduce_scatter_encoded
 from fsharp.functional.formats.format import Format, Plane, plain_format
 from fsharp.testing import simulate
-from tests.scheduling import (
-    ON_TWO_AXES,
-    STRATEGIES,
-    assert_same,
-    assert_same_training,
-    every,
-    make_layout,
-    train,
-)
+from tests.ranks import on_ranks
+from tests.scheduling import ON_TWO_AXES, STRATEGIES, assert_same_training, every, make_layout, mesh_of, train
 from tests.stateful.runtime.test_scheduler_equivalence import assert_as_predicted
 from tests.test_format import BLOCKS, HALVES
 
@@ -35,30 +28,27 @@ POLICIES = {
 OPS = ("reduce_scatter", "all_to_all")
 LOSSLESS = fs.Precision(wire=HALVES)  # of values in bfloat16
 ROUNDED = fs.Precision(wire=BLOCKS)
+RANDOM = stochastic(fs.formats.mxint4)
 
 
 @every(7, strategy=STRATEGIES, policy=[name for name in POLICIES if name != "blocking"])
-def test_rounded_gradients_have_the_same_bits_on_every_path(strategy, policy):
-    def rank_fn(comm):
-        blocking = train(comm, strategy, microbatches=2, precision=ROUNDED)
-        scheduled = train(comm, strategy, POLICIES[policy], microbatches=2, precision=ROUNDED)
-        assert_same_training(scheduled, blocking)
-        exact = train(comm, strategy, microbatches=2)
-        assert blocking.losses != exact.losses
-        torch.testing.assert_close(blocking.losses, exact.losses, rtol=0.05, atol=0.05)
-
-    simulate(STRATEGIES[strategy][0], rank_fn)
+@on_ranks(mesh_of)
+def test_rounded_gradients_have_the_same_bits_on_every_path(comm, strategy, policy):
+    blocking = train(comm, strategy, microbatches=2, precision=ROUNDED)
+    scheduled = train(comm, strategy, POLICIES[policy], microbatches=2, precision=ROUNDED)
+    assert_same_training(scheduled, blocking)
+    exact = train(comm, strategy, microbatches=2)
+    assert blocking.losses != exact.losses
+    torch.testing.assert_close(blocking.losses, exact.losses, rtol=0.05, atol=0.05)
 
 
-def test_placements_that_cut_between_blocks_have_the_same_bits():
+@pytest.mark.parametrize("wire", [BLOCKS, RANDOM, stochastic(torch.bfloat16), fs.formats.hadamard(RANDOM)], ids=str)
+@on_ranks(STRATEGIES["ddp"][0])
+def test_strategies_have_the_same_bits(comm, wire):
     """Leaves are cut between elements, so blocks lie at the same places wherever gradients and updates rest."""
-
-    def rank_fn(comm):
-        found = [train(comm, strategy, precision=ROUNDED) for strategy in ("ddp", "zero1", "zero2", "zero3")]
-        for each in found[1:]:
-            assert_same_training(each, found[0])
-
-    simulate(STRATEGIES["ddp"][0], rank_fn)
+    found = [train(comm, strategy, precision=fs.Precision(wire=wire)) for strategy in ("ddp", "zero1", "zero2", "zero3")]
+    for each in found[1:]:
+        assert_same_training(each, found[0])
 
 
 @every(4, strategy=STRATEGIES, microbatches=[1, 3], wire=[HALVES, BLOCKS])
@@ -141,12 +131,10 @@ def test_its_gradient_is_a_gather(batched):
         assert (out - want).abs().max() < 3 * 4 / 127
 
 
-def test_parts_that_are_no_whole_blocks_are_refused():
-    def rank_fn(comm):
-        with pytest.raises(fs.errors.TreeError, match="a last dim of 20 does not divide"):
-            reduce_scatter_encoded(torch.ones(20), comm, "dp", BLOCKS)
-
-    simulate(fs.Mesh({"dp": 2}), rank_fn)
+@on_ranks(fs.Mesh({"dp": 2}))
+def test_parts_that_are_no_whole_blocks_are_refused(comm):
+    with pytest.raises(fs.errors.TreeError, match="a last dim of 20 does not divide"):
+        reduce_scatter_encoded(torch.ones(20), comm, "dp", BLOCKS)
 
 
 BY_AXIS = {
@@ -175,56 +163,6 @@ def test_a_wire_for_each_axis(strategy, wire, compute):
     assert_as_predicted(strategy, 2, precision)
 
 
-@pytest.mark.parametrize("strategy", ["hsdp", "hfsdp", "zero3x2"])
-def test_modules_and_functions_have_the_same_bits_with_a_wire_for_each_axis(strategy):
-    mesh, how = STRATEGIES[strategy]
-    precision = fs.Precision(wire=BY_AXIS["rotated"])
-
-    def batches(comm):
-        return [torch.randn(3, 6, generator=torch.Generator().manual_seed(10 * step + comm.rank)) for step in range(4)]
-
-    def model():
-        torch.manual_seed(3)
-        return torch.nn.Sequential(torch.nn.Linear(6, 9), torch.nn.Tanh(), torch.nn.Linear(9, 4))
-
-    def by_module(comm):
-        wrapped = fs.shard_module(model(), mesh=comm, strategy=how, units=[torch.nn.Linear], precision=precision)
-        optimizer = fs.ShardedOptimizer(wrapped.parameters(), fs.optim.adamw(1e-1))
-        for x in batches(comm):
-            wrapped(x).square().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        return dict(wrapped.full_parameters())
-
-    def by_functions(comm, is_scheduled):
-        params = {name: {k: p.detach() for k, p in child.named_parameters()} for name, child in model().named_children()}
-        params = {name: leaves for name, leaves in params.items() if leaves}
-        layout = fs.plan(params, mesh, how, units=["0", "2"], precision=precision)
-        tx = fs.optim.adamw(1e-1)
-        state = fs.init_state(tx, fs.shard(params, layout, comm, place="optim"), comm=comm)
-
-        def linear(p, x):
-            return torch.nn.functional.linear(x, p["weight"], p["bias"])
-
-        def loss_fn(params, x, comm):
-            x = fs.forward(linear, params["0"], x, comm=comm).tanh()
-            return fs.forward(linear, params["2"], x, comm=comm).square().mean()
-
-        step = fs.train_step(loss_fn, tx)
-        step = fs.Scheduler(comm)(step) if is_scheduled else partial(step, comm=comm)
-        for x in batches(comm):
-            state, _ = step(state, x)
-        found = fs.full_tree(state.params, comm=comm)
-        return {f"{name}.{k}": x for name in found for k, x in found[name].items()}
-
-    def rank_fn(comm):
-        blocking = by_functions(comm, False)
-        assert_same(by_functions(comm, True), blocking)
-        assert_same(by_module(comm), blocking)
-
-    simulate(mesh, rank_fn)
-
-
 def test_an_axis_that_is_not_of_the_mesh_is_refused():
     with pytest.raises(LayoutError, match="has a wire along 'outer', expected one of"):
         make_layout(*STRATEGIES["zero3"], precision=fs.Precision(wire={"outer": torch.bfloat16}))
@@ -232,15 +170,12 @@ def test_an_axis_that_is_not_of_the_mesh_is_refused():
         fs.Precision(wire={"outer": "bf16"})
 
 
-def test_some_units_travel_encoded():
+@on_ranks(STRATEGIES["zero3"][0])
+def test_some_units_travel_encoded(comm):
     precision = {"**": fs.Precision(), "layers.1.*": ROUNDED, "layers.2.*": fs.Precision(wire=HALVES, stored=BLOCKS)}
-
-    def rank_fn(comm):
-        blocking = train(comm, "zero3", microbatches=2, precision=precision)
-        for policy in ({}, {"bucket_nbytes": 10**6, "prefetch": 2}):
-            assert_same_training(train(comm, "zero3", policy, microbatches=2, precision=precision), blocking)
-
-    simulate(STRATEGIES["zero3"][0], rank_fn)
+    blocking = train(comm, "zero3", microbatches=2, precision=precision)
+    for policy in ({}, {"bucket_nbytes": 10**6, "prefetch": 2}):
+        assert_same_training(train(comm, "zero3", policy, microbatches=2, precision=precision), blocking)
 
 
 def test_blocks_on_the_wire_are_not_cut():

@@ -16,6 +16,7 @@ from fsharp.errors import AgreementError, TreeError
 from fsharp.functional.optim.base import config_texts
 from fsharp.interop.optax import _ShardedTransformation
 from fsharp.testing import simulate
+from tests.ranks import on_ranks
 
 TREE = {"w": torch.linspace(-1, 1, 12).view(3, 4), "b": torch.linspace(0, 1, 5)}
 ONES = np.ones(3000, np.float32)
@@ -49,33 +50,26 @@ CONSTANTS = {
 
 
 @pytest.mark.parametrize("name", CONSTANTS)
-def test_ranks_with_another_element_of_a_long_constant_are_told(name):
-    def rank_fn(comm):
-        with pytest.raises(AgreementError, match=r"from_optax\(\): ranks were given different values"):
-            begin(comm, fs.optim.from_optax(CONSTANTS[name](changed(comm.rank))))
-        return begin(comm, fs.optim.from_optax(CONSTANTS[name](changed(1)))) is not None
-
-    assert all(simulate(fs.Mesh({"dp": 2}), rank_fn))
+@on_ranks(fs.Mesh({"dp": 2}))
+def test_ranks_with_another_element_of_a_long_constant_are_told(comm, name):
+    with pytest.raises(AgreementError, match=r"from_optax\(\): ranks were given different values"):
+        begin(comm, fs.optim.from_optax(CONSTANTS[name](changed(comm.rank))))
+    assert begin(comm, fs.optim.from_optax(CONSTANTS[name](changed(1)))) is not None
 
 
-def test_a_rank_whose_transformation_changes_between_updates_is_told():
-    factor = {}
-
-    def rank_fn(comm):
-        tx = fs.optim.from_optax(optax.stateless(lambda g, _: jax.tree.map(lambda x: x * factor[comm.rank], g)))
-        factor[comm.rank] = 1.0
-        state, grads = begin(comm, tx)
-        factor[comm.rank] = 1.0 + comm.rank
-        again = fs.optim.from_optax(optax.stateless(lambda g, _: jax.tree.map(lambda x: x * factor[comm.rank], g)))
-        for step in range(3):  # every other step
-            if step % 2:
-                with pytest.raises(AgreementError, match="transformation"):
-                    fs.update(again, grads, state, comm=comm)
-            else:
-                state = fs.update(tx, grads, state, comm=comm)
-        return True
-
-    assert all(simulate(fs.Mesh({"dp": 2}), rank_fn))
+@on_ranks(fs.Mesh({"dp": 2}))
+def test_a_rank_whose_transformation_changes_between_updates_is_told(comm):
+    factor = 1.0
+    tx = fs.optim.from_optax(optax.stateless(lambda g, _: jax.tree.map(lambda x: x * factor, g)))
+    state, grads = begin(comm, tx)
+    factor = 1.0 + comm.rank
+    again = fs.optim.from_optax(optax.stateless(lambda g, _: jax.tree.map(lambda x: x * factor, g)))
+    for step in range(3):  # every other step
+        if step % 2:
+            with pytest.raises(AgreementError, match="transformation"):
+                fs.update(again, grads, state, comm=comm)
+        else:
+            state = fs.update(tx, grads, state, comm=comm)
 
 
 def test_every_bit_of_a_setting_counts():
@@ -94,44 +88,33 @@ def test_every_bit_of_a_setting_counts():
         assert config_texts(x=make(0.1)) != config_texts(x=make(0.100001))
 
 
-def test_ranks_with_other_settings_of_our_own_are_told():
-    def rank_fn(comm):
-        tx = fs.optim.Transform(lambda p: None, lambda g, s, p: (g, s), {"scale": torch.tensor(1.0 + 1e-6 * comm.rank)})
-        with pytest.raises(AgreementError, match=r"rank 1: \{'scale': 1\.00000095"):
-            begin(comm, tx)
-        return True
-
-    assert all(simulate(fs.Mesh({"dp": 2}), rank_fn))
+@on_ranks(fs.Mesh({"dp": 2}))
+def test_ranks_with_other_settings_of_our_own_are_told(comm):
+    tx = fs.optim.Transform(lambda p: None, lambda g, s, p: (g, s), {"scale": torch.tensor(1.0 + 1e-6 * comm.rank)})
+    with pytest.raises(AgreementError, match=r"rank 1: \{'scale': 1\.00000095"):
+        begin(comm, tx)
 
 
-def test_large_arrays_in_the_state_are_compared():
+@on_ranks(fs.Mesh({"dp": 2}))
+def test_large_arrays_in_the_state_are_compared(comm):
     tx = fs.optim.from_optax(optax.GradientTransformation(lambda p: jnp.asarray(ONES), lambda g, s, _=None: (g, s * 2)))
-
-    def rank_fn(comm):
-        state, grads = begin(comm, tx)
-        state = fs.update(tx, grads, state, comm=comm)
-        assert state.opt.optax.tolist() == (2 * ONES).tolist()
-        state.opt.optax[1500] += comm.rank
-        with pytest.raises(AgreementError, match=r"state +rank 1: [0-9a-f]{16} float32\[3000\]"):
-            fs.update(tx, grads, state, comm=comm)
-        return True
-
-    assert all(simulate(fs.Mesh({"dp": 2}), rank_fn))
+    state, grads = begin(comm, tx)
+    state = fs.update(tx, grads, state, comm=comm)
+    assert state.opt.optax.tolist() == (2 * ONES).tolist()
+    state.opt.optax[1500] += comm.rank
+    with pytest.raises(AgreementError, match=r"state +rank 1: [0-9a-f]{16} float32\[3000\]"):
+        fs.update(tx, grads, state, comm=comm)
 
 
 @pytest.mark.parametrize("value", [torch.ones(3), "fast", None])
-def test_numbers_of_the_state_that_are_none_are_refused_on_all_ranks(value):
+@on_ranks(fs.Mesh({"dp": 2}))
+def test_numbers_of_the_state_that_are_none_are_refused_on_all_ranks(comm, value):
     tx = fs.optim.from_optax(optax.inject_hyperparams(optax.sgd)(learning_rate=0.5))
-
-    def rank_fn(comm):
-        state, grads = begin(comm, tx)
-        if comm.rank == 1:
-            state.opt.optax.hyperparams["learning_rate"] = value
-        with pytest.raises(AgreementError, match=r"state\.hyperparams\['learning_rate'\]"):
-            fs.update(tx, grads, state, comm=comm)
-        return True
-
-    assert all(simulate(fs.Mesh({"dp": 2}), rank_fn))
+    state, grads = begin(comm, tx)
+    if comm.rank == 1:
+        state.opt.optax.hyperparams["learning_rate"] = value
+    with pytest.raises(AgreementError, match=r"state\.hyperparams\['learning_rate'\]"):
+        fs.update(tx, grads, state, comm=comm)
 
 
 def sam(**options):
@@ -176,24 +159,20 @@ def scaled_by(name):
     return optax.GradientTransformationExtraArgs(lambda params: (), named if name == "temperature" else update)
 
 
-def test_options_that_a_chain_wants_reach_it_and_others_are_named():
+@on_ranks(fs.Mesh({"dp": 2}))
+def test_options_that_a_chain_wants_reach_it_and_others_are_named(comm):
     tx = fs.optim.from_optax(optax.chain(optax.clip(10.0), scaled_by("temperature"), optax.scale(1.0)))
-
-    def rank_fn(comm):
-        state, grads = begin(comm, tx)
-        new = fs.update(tx, grads, state, comm=comm, value=1.0, temperature=torch.tensor(2.0))
-        torch.testing.assert_close(fs.full_tree(new.params, comm=comm)["w"], 3 * TREE["w"])
-        with pytest.raises(TreeError, match=r"got temprature=\.\.\., which the transformation of optax does not use"):
-            fs.update(tx, grads, state, comm=comm, temperature=2.0, temprature=3.0)
-        with pytest.raises(TreeError, match=r"needs temperature: fs\.update\(\.\.\., temperature=\.\.\.\)"):
-            fs.update(tx, grads, state, comm=comm, value=1.0)
-        with pytest.raises(AgreementError, match=r"temperature  rank 1: 3\.0"):
-            fs.update(tx, grads, state, comm=comm, temperature=2.0 + comm.rank)
-        with pytest.raises(AgreementError, match=r"got foo=\.\.\."):
-            fs.update(tx, grads, state, comm=comm, temperature=2.0, **({"foo": 1} if comm.rank else {}))
-        return True
-
-    assert all(simulate(fs.Mesh({"dp": 2}), rank_fn))
+    state, grads = begin(comm, tx)
+    new = fs.update(tx, grads, state, comm=comm, value=1.0, temperature=torch.tensor(2.0))
+    torch.testing.assert_close(fs.full_tree(new.params, comm=comm)["w"], 3 * TREE["w"])
+    with pytest.raises(TreeError, match=r"got temprature=\.\.\., which the transformation of optax does not use"):
+        fs.update(tx, grads, state, comm=comm, temperature=2.0, temprature=3.0)
+    with pytest.raises(TreeError, match=r"needs temperature: fs\.update\(\.\.\., temperature=\.\.\.\)"):
+        fs.update(tx, grads, state, comm=comm, value=1.0)
+    with pytest.raises(AgreementError, match=r"temperature  rank 1: 3\.0"):
+        fs.update(tx, grads, state, comm=comm, temperature=2.0 + comm.rank)
+    with pytest.raises(AgreementError, match=r"got foo=\.\.\."):
+        fs.update(tx, grads, state, comm=comm, temperature=2.0, **({"foo": 1} if comm.rank else {}))
 
 
 def test_an_option_for_what_takes_none_is_named():
@@ -212,19 +191,15 @@ FUNCTIONS = {
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)
-def test_what_calls_functions_of_whole_parameters_is_refused_with_the_remedy(name):
+@on_ranks(fs.Mesh({"dp": 2}))
+def test_what_calls_functions_of_whole_parameters_is_refused_with_the_remedy(comm, name):
     make, message = FUNCTIONS[name]
-
-    def rank_fn(comm):
-        with pytest.raises(TreeError, match=message):
-            begin(comm, fs.optim.from_optax(make()), fs.ddp("dp"))
-        tx = fs.optim.from_optax(sam())
-        state, grads = begin(comm, tx)
-        with pytest.raises(TreeError, match=r"update\(\): grad_fn=<function(.|\n)*expected  a number or an array"):
-            fs.update(tx, grads, state, comm=comm, grad_fn=lambda params, i: params)
-        return True
-
-    assert all(simulate(fs.Mesh({"dp": 2}), rank_fn))
+    with pytest.raises(TreeError, match=message):
+        begin(comm, fs.optim.from_optax(make()), fs.ddp("dp"))
+    tx = fs.optim.from_optax(sam())
+    state, grads = begin(comm, tx)
+    with pytest.raises(TreeError, match=r"update\(\): grad_fn=<function(.|\n)*expected  a number or an array"):
+        fs.update(tx, grads, state, comm=comm, grad_fn=lambda params, i: params)
 
 
 def test_simulated_ranks_that_have_the_same_share_a_compilation(monkeypatch):

@@ -96,10 +96,7 @@ def refusals(fabric):
     model = fs.shard_module(Net(), strategy=fs.zero3("dp"), units="layers.*")
     part = torch.nn.Sequential(fs.shard_module(Net(), strategy=fs.zero3("dp")), torch.nn.Linear(2, 2))
     texts = []
-    for call in (
-        lambda: fabric.setup(model, torch.optim.AdamW(model.parameters())),
-        lambda: fabric.setup(part),
-    ):
+    for call in (lambda: fabric.setup(model, torch.optim.AdamW(model.parameters())), lambda: fabric.setup(part)):
         with pytest.raises(OptionError) as error:
             call()
         texts.append(str(error.value))

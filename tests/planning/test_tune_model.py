@@ -18,6 +18,7 @@ from fsharp.planning.space import meshes_to_try
 from fsharp.planning.tune import POLICIES
 from fsharp.testing import processes
 from tests.gpt_like import block, cross_entropy, embed, head, make_batches, make_params, plain_logits
+from tests.modules import descend
 from tests.scheduling import DP, HYBRID
 
 SLOW = fs.inspect.Hardware(compute=(1e-3, 2e-3), bandwidth=1e6, latency=1e-4, update_s=1e-3)
@@ -59,9 +60,7 @@ def module_step(comm, units, *, recomputes=False):
     model = fs.shard_module(Tied(recomputes=recomputes), mesh=comm, strategy=fs.zero3("dp"), units=units or None)
     optimizer = fs.ShardedOptimizer(model.parameters(), torch.optim.AdamW, lr=1e-2)
     for _ in range(2):
-        F.cross_entropy(model(TOKENS).flatten(0, 1), TOKENS.flatten()).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        descend(F.cross_entropy(model(TOKENS).flatten(0, 1), TOKENS.flatten()), optimizer)
     found = fs.tune(
         Tied(),
         SLOW,

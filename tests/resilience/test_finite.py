@@ -10,6 +10,7 @@ import fsharp as fs
 from fsharp.errors import TreeError
 from fsharp.resilience import find_nonfinite
 from fsharp.testing import simulate
+from tests.ranks import on_ranks
 
 DP3 = fs.Mesh({"dp": 3})
 TREE = {"a": torch.ones(7), "empty": torch.ones(0), "layers": [{"w": torch.ones(3, 5), "b": torch.ones(())} for _ in range(2)]}
@@ -30,15 +31,13 @@ def fill(node, path, value, rank):
 
 @pytest.mark.parametrize("strategy", [fs.ddp, fs.zero3], ids=["ddp", "zero3"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_what_is_finite_costs_one_reduction(strategy, dtype):
-    def rank_fn(comm):
-        counting = fs.collectives.CountingComm(comm)
-        tree = sharded(comm, strategy, {"a": torch.ones(7, dtype=dtype)})
-        loss = fs.Loss(torch.tensor(1.0), torch.tensor(0.0))
-        assert find_nonfinite(loss, (tree, 3, "text", None, 2.5, torch.ones(2).int()), comm=counting) is None
-        return counting.num_calls
-
-    assert simulate(DP3, rank_fn) == [1] * 3
+@on_ranks(DP3)
+def test_what_is_finite_costs_one_reduction(comm, strategy, dtype):
+    counting = fs.collectives.CountingComm(comm)
+    tree = sharded(comm, strategy, {"a": torch.ones(7, dtype=dtype)})
+    loss = fs.Loss(torch.tensor(1.0), torch.tensor(0.0))
+    assert find_nonfinite(loss, (tree, 3, "text", None, 2.5, torch.ones(2).int()), comm=counting) is None
+    assert counting.num_calls == 1
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float8_e5m2])

@@ -9,6 +9,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 import fsharp as fs
 from fsharp.errors import AgreementError, TreeError
 from fsharp.testing import processes, simulate
+from tests.ranks import on_ranks
 
 
 class Stream(IterableDataset):
@@ -92,13 +93,11 @@ def test_ranks_have_states_with_other_keys(tmp_path):
     ("state", "message"),
     [(torch.zeros(20_000), r"the state has 8\d,\d+ bytes, and nbytes is 65,536"), (object, "does not load")],
 )
-def test_a_state_that_cannot_be_saved_is_refused_on_all_ranks(state, message, tmp_path):
-    def run(comm):
-        own = fs.resilience.OwnState(Owner(state if comm.rank else {}))
-        with pytest.raises((TreeError, AgreementError), match=message):
-            fs.checkpoint.save(tmp_path, {"own": own}, step=1, comm=comm)
-
-    simulate(fs.Mesh({"dp": 2}), run)
+@on_ranks(fs.Mesh({"dp": 2}))
+def test_a_state_that_cannot_be_saved_is_refused_on_all_ranks(comm, state, message, tmp_path):
+    own = fs.resilience.OwnState(Owner(state if comm.rank else {}))
+    with pytest.raises((TreeError, AgreementError), match=message):
+        fs.checkpoint.save(tmp_path, {"own": own}, step=1, comm=comm)
 
 
 def test_another_number_of_ranks_is_refused(tmp_path):

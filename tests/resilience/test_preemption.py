@@ -11,26 +11,25 @@ import fsharp as fs
 from fsharp.errors import CommError, RunError
 from fsharp.resilience import EXIT_PREEMPTED, Preemption
 from fsharp.testing import simulate
+from tests.ranks import on_ranks
 
 MESHES = [fs.Mesh({"dp": 1}), fs.Mesh({"dp": 3}), fs.Mesh({"outer": 2, "inner": 2})]
 
 
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
 @pytest.mark.parametrize("every", [1, 3])
-def test_all_ranks_stop_after_the_same_step(mesh, every):
-    def rank_fn(comm):
-        counting = fs.collectives.CountingComm(comm)
-        preemption = Preemption(counting, signals=(), every=every)
-        for step in range(20):
-            if step == 4 and comm.rank == mesh.size - 1:
-                preemption.notice()
-            if preemption.agreed(step):
-                break
-        asked = len([s for s in range(step + 1) if s % every == 0])
-        assert counting.num_calls == asked * sum(size > 1 for _, size in mesh.axes)
-        return step
-
-    assert simulate(mesh, rank_fn) == [4 if every == 1 else 6] * mesh.size
+@on_ranks(lambda mesh: mesh)
+def test_all_ranks_stop_after_the_same_step(comm, mesh, every):
+    counting = fs.collectives.CountingComm(comm)
+    preemption = Preemption(counting, signals=(), every=every)
+    for step in range(20):
+        if step == 4 and comm.rank == mesh.size - 1:
+            preemption.notice()
+        if preemption.agreed(step):
+            break
+    asked = len([s for s in range(step + 1) if s % every == 0])
+    assert counting.num_calls == asked * sum(size > 1 for _, size in mesh.axes)
+    assert step == 4 if every == 1 else 6
 
 
 def test_ranks_that_ask_after_different_steps_hear_of_it():

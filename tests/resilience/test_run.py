@@ -11,6 +11,7 @@ import fsharp as fs
 from fsharp.errors import AgreementError, CheckpointError, CommError, NonFiniteError, RunError, TreeError
 from fsharp.resilience import EXIT_PREEMPTED, IndexSampler, NonFinite, Run, find_nonfinite
 from fsharp.testing import simulate
+from tests.ranks import on_ranks
 
 DP2 = fs.Mesh({"dp": 2})
 SHAPES = {"a": {"w": torch.zeros(5, 3), "b": torch.zeros(5)}, "out": torch.zeros(5)}
@@ -65,18 +66,17 @@ def same(a, b):
 
 
 @pytest.mark.parametrize("strategy", [fs.zero3, fs.zero1], ids=["zero3", "zero1"])
-def test_a_run_that_was_ended_goes_on_with_the_same_bits(tmp_path, strategy):
-    def rank_fn(comm):
-        whole = values(train(comm, tmp_path / "whole", strategy=strategy)[1])
-        steps = []
-        for until in (2, 6, 7, None):
-            run, state, done = train(comm, tmp_path / "ended", until=until, strategy=strategy)
-            steps.append((done[0], done[-1]))
-        again = train(comm, tmp_path / "ended", strategy=strategy)
-        return steps, run.step, same(values(state), whole), same(values(again[1]), whole), again[2]
-
-    expected = [(0, 1), (0, 5), (4, 6), (4, 8)]
-    assert simulate(DP2, rank_fn) == [(expected, 9, True, True, [])] * 2
+@on_ranks(DP2)
+def test_a_run_that_was_ended_goes_on_with_the_same_bits(comm, tmp_path, strategy):
+    whole = values(train(comm, tmp_path / "whole", strategy=strategy)[1])
+    steps = []
+    for until in (2, 6, 7, None):
+        run, state, done = train(comm, tmp_path / "ended", until=until, strategy=strategy)
+        steps.append((done[0], done[-1]))
+    again = train(comm, tmp_path / "ended", strategy=strategy)
+    assert (steps, run.step, again[2]) == ([(0, 1), (0, 5), (4, 6), (4, 8)], 9, [])
+    assert same(values(state), whole)
+    assert same(values(again[1]), whole)
 
 
 def test_another_number_of_ranks_and_strategy_goes_on_with_the_same_batches(tmp_path):
@@ -98,24 +98,24 @@ def test_another_number_of_ranks_and_strategy_goes_on_with_the_same_batches(tmp_
         torch.testing.assert_close(found, whole, rtol=1e-5, atol=1e-6)
 
 
-def test_a_signal_to_one_rank_saves_on_all_and_exits(tmp_path):
-    def rank_fn(comm):
-        def act(run, state):
-            if run.step == 5 and comm.rank == 1:
-                run.preemption.notice()
+@on_ranks(DP2)
+def test_a_signal_to_one_rank_saves_on_all_and_exits(comm, tmp_path):
+    def act(run, state):
+        if run.step == 5 and comm.rank == 1:
+            run.preemption.notice()
 
-        with pytest.raises(SystemExit, match=str(EXIT_PREEMPTED)):
-            train(comm, tmp_path / "a", act=act)
-        assert fs.checkpoint.latest(tmp_path / "a").step == 6
-        whole = values(train(comm, tmp_path / "whole")[1])
-        _, state, done = train(comm, tmp_path / "a")
-        return done, same(values(state), whole)
-
-    assert simulate(DP2, rank_fn) == [([6, 7, 8], True)] * 2
+    with pytest.raises(SystemExit, match=str(EXIT_PREEMPTED)):
+        train(comm, tmp_path / "a", act=act)
+    assert fs.checkpoint.latest(tmp_path / "a").step == 6
+    whole = values(train(comm, tmp_path / "whole")[1])
+    _, state, done = train(comm, tmp_path / "a")
+    assert done == [6, 7, 8]
+    assert same(values(state), whole)
 
 
 @pytest.mark.parametrize("after", [0, 3])
-def test_a_signal_in_warm_up_or_evaluation_saves_what_was_done(tmp_path, after):
+@on_ranks(DP2)
+def test_a_signal_in_warm_up_or_evaluation_saves_what_was_done(comm, tmp_path, after):
     def evaluate_after(comm, asked):
         with Run(tmp_path, comm=comm, total=9, save_every=4, signals=()) as run:
             state = run.resume(make_state(comm))
@@ -128,13 +128,10 @@ def test_a_signal_in_warm_up_or_evaluation_saves_what_was_done(tmp_path, after):
                 asked.append(batch)
                 run.check(state)
 
-    def rank_fn(comm):
-        asked = []
-        with pytest.raises(SystemExit, match=str(EXIT_PREEMPTED)):
-            evaluate_after(comm, asked)
-        return asked, fs.checkpoint.latest(tmp_path).step
-
-    assert simulate(DP2, rank_fn) == [([0, 1, 2, 3], after)] * 2
+    asked = []
+    with pytest.raises(SystemExit, match=str(EXIT_PREEMPTED)):
+        evaluate_after(comm, asked)
+    assert (asked, fs.checkpoint.latest(tmp_path).step) == ([0, 1, 2, 3], after)
 
 
 def damage_newest(root, rank):
@@ -160,17 +157,15 @@ def test_a_damaged_checkpoint_costs_steps_and_no_bits(tmp_path, caplog):
     assert f"{path} is damaged, set aside as {path}.damaged" in caplog.text
 
 
-def test_a_roll_back_goes_past_a_damaged_checkpoint(tmp_path):
-    def rank_fn(comm):
-        def act(run, state):
-            if run.step == 7 and comm.rank == 1:  # at the end of step 6 rank 0 has said that all is written
-                damage_newest(tmp_path, rank=1)
+@on_ranks(DP2)
+def test_a_roll_back_goes_past_a_damaged_checkpoint(comm, tmp_path):
+    def act(run, state):
+        if run.step == 7 and comm.rank == 1:  # at the end of step 6 rank 0 has said that all is written
+            damage_newest(tmp_path, rank=1)
 
-        options = {"nan_on": {(7, 0)}, "on_nonfinite": "roll back", "save_every": 2, "background": False}
-        run, _, done = train(comm, tmp_path, act=act, **options)
-        return done, run.skipped
-
-    assert simulate(DP2, rank_fn) == [([0, 1, 2, 3, 4, 5, 6, 7, 4, 5, 6, 8], [7])] * 2
+    options = {"nan_on": {(7, 0)}, "on_nonfinite": "roll back", "save_every": 2, "background": False}
+    run, _, done = train(comm, tmp_path, act=act, **options)
+    assert (done, run.skipped) == ([0, 1, 2, 3, 4, 5, 6, 7, 4, 5, 6, 8], [7])
 
 
 def test_a_run_does_not_begin_anew_because_its_checkpoints_are_damaged(tmp_path):

@@ -9,6 +9,7 @@ import fsharp as fs
 from fsharp.errors import AgreementError, RunError
 from fsharp.resilience import agree_at_start
 from fsharp.testing import simulate
+from tests.ranks import on_ranks
 
 DP3 = fs.Mesh({"dp": 3})
 
@@ -72,8 +73,9 @@ def test_structures_and_numbers_are_compared(usual, odd, expected):
     assert expected in refused(lambda comm: agree_at_start({}, odd if comm.rank == 1 else usual, comm=comm))
 
 
-def test_addresses_are_not_compared():
-    simulate(DP3, lambda comm: agree_at_start({}, collections.defaultdict(lambda: 0, a=1), comm=comm))
+@on_ranks(DP3)
+def test_addresses_are_not_compared(comm):
+    agree_at_start({}, collections.defaultdict(lambda: 0, a=1), comm=comm)
 
 
 def test_layouts_are_compared():
@@ -108,13 +110,11 @@ def test_versions_are_compared(monkeypatch):
     assert "rank 1: 1.1" in text
 
 
-def test_what_agrees_costs_one_digest():
-    def rank_fn(comm):
-        counting = fs.collectives.CountingComm(comm)
-        agree_at_start({"a": 1}, {"x": torch.ones(2)}, comm=counting)
-        return counting.num_calls
-
-    assert simulate(DP3, rank_fn) == [1] * 3
+@on_ranks(DP3)
+def test_what_agrees_costs_one_digest(comm):
+    counting = fs.collectives.CountingComm(comm)
+    agree_at_start({"a": 1}, {"x": torch.ones(2)}, comm=counting)
+    assert counting.num_calls == 1
 
 
 def test_a_config_is_what_json_has():

@@ -21,6 +21,7 @@ from tests.te.training import (
     on_ranks,
     shard,
     te,
+    train_alone,
     train_sharded,
     train_whole,
 )
@@ -40,10 +41,7 @@ MORE = {name: fast(case) for name, case in (MODULES | UNEVEN | STEPS).items() if
 
 @pytest.mark.parametrize(
     "sizes",
-    [
-        {"dp": 2},
-        *(pytest.param(each, marks=pytest.mark.deep) for each in ({"dp": 1}, {"dp": 3}, {"outer": 2, "inner": 2})),
-    ],
+    [{"dp": 2}, *(pytest.param(each, marks=pytest.mark.deep) for each in ({"dp": 1}, {"dp": 3}, {"outer": 2, "inner": 2}))],
     ids=str,
 )
 def test_training_under_every_strategy_has_the_bits_of_the_whole_model(sizes):
@@ -58,13 +56,6 @@ def test_every_case_has_the_bits_of_the_whole_model(sizes):
     assert found == [[]] * len(found)
 
 
-def alone(case, recipe=RECIPE, **options):
-    """Train on one rank, with gathers as on several, in memory that is overwritten when it is released."""
-    comm, policy = fs.SingleComm(fs.Mesh({"dp": 1})), fs.testing.DebugPolicy(trivial_axes=True, poison=True)
-    with te_cpu.architecture(*ARCHITECTURE):
-        return train_sharded(case, recipe, comm, fs.zero3("dp"), policy=policy, **options)
-
-
 def scales_of(model):
     return {path: each.fp8_meta["scaling_fwd"] for path, each in model.named_modules() if hasattr(each, "fp8_meta")}
 
@@ -77,7 +68,7 @@ def test_scales_change_in_each_step_and_are_those_of_the_whole_model(preserved):
     )
     with te_cpu.architecture(*ARCHITECTURE):
         whole = train_whole(case, RECIPE, [[0]], reduces_first=True)
-    found, _ = alone(case)
+    found, _ = train_alone(case, DELAYED["delayed"])
     expected, mine = seen[:3], seen[3:]
     assert [compare(a, b) for a, b in zip(found, whole, strict=True)] == [[], [], []]
     for step in range(3):

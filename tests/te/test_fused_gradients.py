@@ -9,21 +9,8 @@ import torch
 import fsharp as fs
 from fsharp.stateful.modules import calls
 from fsharp.stateful.runtime.boundary import UnitUse
-from tests import te_cpu
 from tests.te.test_steps import DOORS, MODULES, SHARDED, STEPS, THREE, TWO, UNEVEN
-from tests.te.training import (
-    DELAYED,
-    FEW,
-    RECIPES,
-    Case,
-    compare,
-    differences,
-    linear,
-    loss_of,
-    on_ranks,
-    shard,
-    train_sharded,
-)
+from tests.te.training import DELAYED, FEW, RECIPES, Case, compare, differences, linear, loss_of, on_ranks, shard, train_alone
 
 ONE_WEIGHT = Case(lambda: [linear(bias=False), linear(bias=False), linear(bias=False)])
 CASES = MODULES | STEPS | UNEVEN | {"one weight in a unit": ONE_WEIGHT, "returned": DOORS["returned"]}
@@ -32,7 +19,7 @@ SOME = {
     name: CASES[name] for name in ("LayerNormMLP", "GroupedLinear", "microbatches", "layers used twice", "one weight in a unit")
 }
 TWICE_IN_A_UNIT = Case(THREE, units=(), how="twice")
-ARCHITECTURE, RECIPE = RECIPES["current"]
+_, RECIPE = RECIPES["current"]
 
 
 def fused(case):
@@ -75,13 +62,6 @@ def test_delayed_scaling_with_fused_gradients_has_the_bits_of_the_whole_model():
     assert on_ranks({"dp": 2}, differences, cases={"Linear": Case(TWO)}, names=list(DELAYED), as_sharded=fused) == [[], []]
 
 
-def alone(case, **options):
-    """Train on one rank, with gathers as on several, in memory that is overwritten when it is released."""
-    comm, policy = fs.SingleComm(fs.Mesh({"dp": 1})), fs.testing.DebugPolicy(trivial_axes=True, poison=True)
-    with te_cpu.architecture(*ARCHITECTURE):
-        return train_sharded(case, RECIPE, comm, fs.zero3("dp"), policy=policy, **options)
-
-
 def dirty(patch):
     """Let memory for gradients have NaN in it."""
     clean = UnitUse.make_gradient_allocator
@@ -90,8 +70,8 @@ def dirty(patch):
 
 def same_as_not_fused(case):
     """Name what differs from gradients that modules return."""
-    expected, _ = alone(case)
-    found, model = alone(fused(case))
+    expected, _ = train_alone(case, RECIPES["current"])
+    found, model = train_alone(fused(case), RECIPES["current"])
     assert model.step.num_unscheduled_calls == 1
     different = []
     for (outputs, grads), (wanted, means) in zip(found, expected, strict=True):
@@ -157,7 +137,7 @@ def test_a_weight_lives_until_its_backward(quantized, monkeypatch):
     forget = lambda use, leaf: lambda shape=leaf.shape: torch.empty(shape, dtype=torch.bfloat16)  # noqa: E731
     monkeypatch.setattr(UnitUse, "make_gradient_allocator", forget)
     with pytest.raises(AssertionError, match="weight was removed while fuse_wgrad_accumulation=True"):
-        alone(case)
+        train_alone(case, RECIPES["current"])
 
 
 class FirstOfTwo(torch.nn.Module):
@@ -172,7 +152,9 @@ class FirstOfTwo(torch.nn.Module):
 
 
 def test_a_weight_that_is_not_used_has_no_gradient():
-    [(_, grads)], _ = alone(fused(Case(lambda: [FirstOfTwo(), linear(bias=False)], (FirstOfTwo,))), steps=[0])
+    [(_, grads)], _ = train_alone(
+        fused(Case(lambda: [FirstOfTwo(), linear(bias=False)], (FirstOfTwo,))), RECIPES["current"], steps=[0]
+    )
     assert sorted(grads) == ["layers.0.inner.0.weight", "layers.1.weight"]
 
 

@@ -27,7 +27,7 @@ from tests.te.training import (
     recipes,
     shard,
     te,
-    train_sharded,
+    train_alone,
 )
 
 MODULES = {
@@ -128,25 +128,18 @@ def test_every_case_under_every_strategy_has_the_bits_of_the_whole_model():
     assert on_ranks({"dp": 2}, differences, cases=CASES) == [[], []]
 
 
-def alone(case, recipe="current", steps=1, **options):
-    """Train on one rank, with gathers as on several."""
-    comm, policy = fs.SingleComm(fs.Mesh({"dp": 1})), fs.testing.DebugPolicy(trivial_axes=True, poison=True)
-    with te_cpu.architecture(*RECIPES[recipe][0]):
-        return train_sharded(case, RECIPES[recipe][1], comm, fs.zero3("dp"), steps=range(steps), policy=policy, **options)
-
-
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_a_weight_that_is_used_when_it_is_released_is_refused(recipe):
     case = Case(lambda: [linear(), Door("unseen"), linear()], units=("layers.*",), loss=loss_with_weight)
     with pytest.raises(fs.errors.TreeError, match=r"'layers\.1\.inner\.weight' is used while its memory is released"):
-        alone(case, recipe)
+        train_alone(case, RECIPES[recipe], steps=[0])
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_a_function_that_writes_to_a_weight_is_refused(recipe):
     case = Case(lambda: [linear(), Door("written"), linear()], units=("layers.*",))
     with pytest.raises(fs.errors.TreeError, match=r"has written to a parameter of unit 'layers\.1"):
-        alone(case, recipe)
+        train_alone(case, RECIPES[recipe], steps=[0])
 
 
 def test_what_would_go_wrong_is_refused_by_name():

@@ -18,6 +18,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import fsharp as fs
+from fsharp.testing import DebugPolicy
 from tests import te_cpu
 from tests.te_cpu.ranks import processes as forked
 
@@ -299,6 +300,13 @@ def train_sharded(case, recipe, comm, strategy, *, model=None, optimizer=None, s
         optimizer.step()
         optimizer.zero_grad()
     return found, model
+
+
+def train_alone(case, kind, **options):
+    """Train by a kind of `RECIPES` on one rank, with gathers as on several, in memory overwritten at its release."""
+    (architecture, recipe), policy = kind, DebugPolicy(trivial_axes=True, poison=True)
+    with te_cpu.architecture(*architecture):
+        return train_sharded(case, recipe, fs.SingleComm(fs.Mesh({"dp": 1})), fs.zero3("dp"), policy=policy, **options)
 
 
 def own_part(parameter):
