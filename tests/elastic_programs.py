@@ -117,7 +117,9 @@ def have(fault: Fault, folder: Path, host: Path | None, at_once: Sequence[Fault]
     if path.exists():
         return
     path.touch()
+    deadline = time.monotonic() + 60
     while not all(each.exists() for each in others):
+        assert time.monotonic() < deadline, f"of the ranks that are lost together some have not come: {at_once}"
         time.sleep(0.01)
 
     def strike() -> None:

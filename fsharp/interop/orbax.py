@@ -26,7 +26,7 @@ _NO_STACKS: Mapping[str, int] = MappingProxyType({})
 
 
 class _Source(NamedTuple):
-    """Where the elements of a tensor are: in a leaf, or in the slice ``layer`` along the dim ``dim`` of a leaf."""
+    """The array in the Orbax checkpoint from which a tensor is read: a whole leaf, or its slice ``layer`` along ``dim``."""
 
     leaf: str
     dim: int = 0
@@ -174,7 +174,7 @@ def _call_orbax(folder: str, call: Callable[[], Any]) -> Any:
 
 
 def _sources(where: str, shapes: Mapping[str, tuple[int, ...]], unstack: Mapping[str, int]) -> dict[str, _Source]:
-    """Return where the elements of each new tensor are, by its name, given the shapes of the leaves."""
+    """Return the source of each tensor to write, by its name, given the shapes of the leaves."""
     found = dict[str, _Source]()
     first_leaf = dict[str, str]()
     for name, shape in shapes.items():

@@ -1,4 +1,4 @@
-"""What modules of TransformerEngine do by themselves: they write gradients of weights, and keep scales and histories.
+"""Modules of TransformerEngine: gradients that they write into memory themselves, and scales that they keep as state.
 
 With ``fuse_wgrad_accumulation=True`` a module asks the weight for memory in a backward, writes the gradient there, and returns
 no gradient to autograd. The memory is new for each use, and is taken as the gradient where the backward of the weight's unit
