@@ -123,6 +123,24 @@ def test_export_and_convert(kind, root, tmp_path, capsys):
         assert torch.equal(found.tensor(name), saved.tensor(f"params.{name}"))
 
 
+def test_layers_are_stacked_for_orbax_and_unstacked_again(root, tmp_path, capsys):
+    source, there = path_of(root, 3), tmp_path / "there"
+    saved = fs.checkpoint.open_checkpoint(source)
+    run(capsys, "ckpt", "export", source, there, "--to", "orbax", "--subtree", "params", "--stack", "layers", 1)
+    [line] = run(capsys, "ckpt", "convert", there, tmp_path / "stacked", "--of", "orbax")[1]
+    stacked = fs.checkpoint.open_checkpoint(line.removeprefix("wrote "))
+    layers = [name for name in saved.names if name.startswith("params.layers.")]
+    for name in layers:
+        i, rest = name.removeprefix("params.layers.").split(".", 1)
+        assert torch.equal(stacked.tensor(f"layers.{rest}").select(1, int(i)), saved.tensor(name))
+    [line] = run(capsys, "ckpt", "convert", there, tmp_path / "back", "--of", "orbax", "--unstack", "layers", 1)[1]
+    back = fs.checkpoint.open_checkpoint(line.removeprefix("wrote "))
+    assert len(layers) > 1
+    assert all(torch.equal(back.tensor(name.removeprefix("params.")), saved.tensor(name)) for name in layers)
+    assert run(capsys, "ckpt", "convert", there, tmp_path / "no", "--unstack", "layers", 1)[0] == 2
+    assert run(capsys, "ckpt", "export", source, tmp_path / "no", "--stack", "layers", 1)[0] == 2
+
+
 def test_export_rounds_to_a_dtype(root, tmp_path, capsys):
     run(capsys, "ckpt", "export", path_of(root, 1), tmp_path / "half", "--dtype", "bfloat16")
     assert fs.checkpoint.open_checkpoint(tmp_path / "half").tensor("params.embed").dtype == torch.bfloat16

@@ -1,7 +1,9 @@
 """Subcommands of ``fsharp ckpt``: each function returns the text that the command prints."""
 
 import os
+from collections.abc import Mapping
 from datetime import UTC, datetime
+from types import MappingProxyType
 from typing import Literal
 
 import torch
@@ -12,6 +14,8 @@ from fsharp.cli.models import parse_dtype
 from fsharp.errors import OptionError
 from fsharp.functional.formats.format import dtype_name
 from fsharp.functional.layout.text import align_columns, nbytes_text
+
+_NO_STACKS: Mapping[str, int] = MappingProxyType({})
 
 
 def list_checkpoints(root: str, /) -> str:
@@ -110,7 +114,14 @@ def prune_checkpoints(root: str, /, *, keep: int, best: int = 0, keep_steps: int
 
 
 def export(
-    path: str, folder: str, /, *, to: Literal["safetensors", "dcp", "orbax"] = "safetensors", subtree: str = "", dtype: str = ""
+    path: str,
+    folder: str,
+    /,
+    *,
+    to: Literal["safetensors", "dcp", "orbax"] = "safetensors",
+    subtree: str = "",
+    dtype: str = "",
+    stack: Mapping[str, int] = _NO_STACKS,
 ) -> str:
     """Write a checkpoint for other libraries, into a new folder.
 
@@ -120,7 +131,11 @@ def export(
         to: safetensors is for Hugging Face's from_pretrained, dcp for torch.distributed.checkpoint, orbax for JAX.
         subtree: part of the checkpoint to export, such as params; all by default.
         dtype: dtype to which floating-point tensors are rounded, such as bfloat16; for safetensors alone.
+        stack: lists of layers, each with the dim at which its layers are stacked, as lax.scan takes them: --stack layers 0; for
+            orbax alone.
     """
+    if stack and to != "orbax":
+        raise OptionError(f"ckpt export: stack is {dict(stack)!r}, which is for orbax alone.")
     if dtype and to != "safetensors":
         raise OptionError(f"ckpt export: dtype is {dtype!r}, which is for safetensors alone.")
     if to == "safetensors":
@@ -130,11 +145,19 @@ def export(
     else:
         from fsharp.interop.orbax import to_orbax
 
-        to_orbax(path, folder, subtree=subtree)
+        to_orbax(path, folder, subtree=subtree, stack=stack)
     return f"wrote {folder}"
 
 
-def convert(folder: str, root: str, /, *, of: Literal["dcp", "orbax"] = "dcp", step: int = 0) -> str:
+def convert(
+    folder: str,
+    root: str,
+    /,
+    *,
+    of: Literal["dcp", "orbax"] = "dcp",
+    step: int = 0,
+    unstack: Mapping[str, int] = _NO_STACKS,
+) -> str:
     """Convert a checkpoint of another library into a checkpoint of fsharp.
 
     fsharp loads safetensors, and files of torch.save, without conversion.
@@ -144,9 +167,13 @@ def convert(folder: str, root: str, /, *, of: Literal["dcp", "orbax"] = "dcp", s
         root: folder of checkpoints, in which the new one is made.
         of: dcp is torch.distributed.checkpoint, orbax is of JAX.
         step: number of the step, for the name of the new checkpoint.
+        unstack: subtrees whose leaves hold all layers, as lax.scan takes them, each with the dim that counts layers: with
+            --unstack params.layers 0 each layer gets tensors of its own; for orbax alone.
     """
+    if unstack and of != "orbax":
+        raise OptionError(f"ckpt convert: unstack is {dict(unstack)!r}, which is for orbax alone.")
     if of == "dcp":
         return f"wrote {from_dcp(folder, root, step=step).path}"
     from fsharp.interop.orbax import from_orbax
 
-    return f"wrote {from_orbax(folder, root, step=step).path}"
+    return f"wrote {from_orbax(folder, root, step=step, unstack=unstack).path}"
