@@ -52,6 +52,8 @@ class Options:
     """Number of blocks of the smaller model on which calls of Python functions are counted; the other has twice as many."""
     small_layers: int = 24
     """Number of blocks of the models of small units."""
+    calibration_steps: int = 60
+    """Steps of ``fs.inspect.measure``, whose speeds predict the candidates of ``fs.tune``."""
     compile_units: int = 1000
     """Units of the program whose compilation is timed."""
     checkpoint_mb: float = 256

@@ -295,21 +295,23 @@ def _prediction(part: Mapping[str, Any]) -> Table:
 def _tune(part: Mapping[str, Any]) -> Table:
     rows = []
     for name, each in part["shapes"].items():
-        for i, row in enumerate(each["rows"]):
-            first = ("",) * 6
-            if i == 0:
-                quality = f"{each['regret']:.1%}", f"{each['rank_correlation']:.2f}", f"{each['ceiling']:.2f}"
-                first = (name, *quality, f"{each['order']:.0%} of {each['pairs']}", f"{each['noise']:.1%}")
-            rows.append(
-                (
-                    first[0],
-                    ", ".join(filter(None, (row["layout"], row["policy"], row["remat"]))),
-                    *(f"{1e3 * row[key]:.0f}" for key in ("predicted_s", "measured_s")),
-                    *first[1:],
-                )
+        seconds = [row["measured_s"] for row in each["rows"]]
+        chosen, fastest = each["rows"][0], min(each["rows"], key=lambda row: row["measured_s"])
+        rows.append(
+            (
+                name,
+                *(", ".join(filter(None, (row["layout"], row["policy"], row["remat"]))) for row in (chosen, fastest)),
+                f"{len(seconds)}, {max(seconds) / min(seconds):.2f}",
+                f"{each['noise']:.1%}",
+                f"{each['error']:.0%}",
+                f"{each['regret']:.1%}",
+                f"{each['rank_correlation']:.2f}",
+                f"{each['ceiling']:.2f}",
+                f"{each['order']:.0%} of {each['pairs']}",
             )
-    header = ("", "candidates, the choice first", "predicted, ms", "measured, ms", "regret", "rank correlation")
-    header += ("the most that noise allows", "pairs in order", "noise")
+        )
+    header = ("", "the choice", "the fastest", "candidates, slowest to fastest", "noise", "error of a time")
+    header += ("regret", "rank correlation", "the most that noise allows", "pairs in order")
     return Table("Choices of `fs.tune`", header, rows)
 
 

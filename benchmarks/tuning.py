@@ -1,10 +1,10 @@
 """How good :func:`fs.tune`'s choice is: every candidate is predicted, and measured.
 
-The hardware is that of ``benchmarks.prediction``: rates of collectives from a trace of ONE case under zero3, and the times of
-compute and update from a step of each case without communication.
+The speeds of collectives and of the codec are those of ``fs.inspect.measure``, as a user would take them. The times of compute
+and update come from a step of each case without communication.
 
 Candidates are all strategies under all policies; under the first policy also with recomputed activations, and with gradients
-that travel in 8 bits, whose codec is measured in one traced step.
+that travel in 8 bits.
 
 [Note: noise]
 Candidates with equal schedules, such as ``ddp`` under any ``prefetch``, are one candidate. Candidates are measured in turns.
@@ -32,7 +32,7 @@ import fsharp as fs
 from benchmarks import contenders as c
 from benchmarks import gpt
 from benchmarks.options import Options
-from benchmarks.prediction import ALONE, FITTED, contention, scaled
+from benchmarks.prediction import ALONE, FITTED, scaled
 from benchmarks.prediction import shapes as predicted_shapes
 from benchmarks.stats import times
 from benchmarks.steps import in_turns, over_ranks
@@ -40,21 +40,16 @@ from fsharp.planning.choice import rank_candidates
 from fsharp.planning.tune import TOLERANCE
 
 STRATEGIES = {"ddp": fs.ddp("dp"), "zero1": fs.zero1("dp"), "zero2": fs.zero2("dp"), "zero3": fs.zero3("dp")}
-APART = "no buckets"
 POLICIES = {
     "prefetch 1": fs.SchedulePolicy(),
     "gathered once": fs.SchedulePolicy(release="backward"),
     "gathered twice": fs.SchedulePolicy(release="forward"),
     "no prefetch": fs.SchedulePolicy(prefetch=0),
-    APART: fs.SchedulePolicy(bucket_nbytes=0),
+    "no buckets": fs.SchedulePolicy(bucket_nbytes=0),
 }
 FIRST = "prefetch 1"
 RECOMPUTED = "recomputed"
 FORMATS = {"": fs.Precision(), "8-bit gradients": fs.Precision(wire=fs.formats.mxint8)}
-TRACED = ("zero3", APART, "")
-"""What the hardware is fitted on: collectives of different sizes tell the most of latency and bandwidth."""
-CODED = ("zero3, 8-bit gradients", FIRST, "")
-"""What the speed of the codec is fitted on."""
 UNITS = "layers.*"
 ORDER = ("embed", UNITS, "head")
 Key = tuple[str, str, str]
@@ -69,7 +64,7 @@ class Case(NamedTuple):
 
 
 def cases(options: Options) -> dict[str, Case]:
-    """Return what layouts are chosen for, with steps short enough to measure a dozen candidates. The first is for the fit."""
+    """Return what layouts are chosen for, with steps short enough to measure a dozen candidates."""
     found = predicted_shapes(options)
     fitted, base, narrow = (found[name] for name in (FITTED, "the benchmark's", "narrow layers"))
     half = {"time": max(options.time // 2, 1), "batch": max(options.batch // 2, 1)}
@@ -85,7 +80,7 @@ def cases(options: Options) -> dict[str, Case]:
 def measure(options: Options, comm: fs.Comm, say: Callable[[str], None]) -> dict[str, Any]:
     """The part ``tune``, of as many processes as there are: by case, seconds of each candidate and how good the choice is."""
     result: dict[str, Any] = {}
-    fitted: fs.inspect.Hardware | None = None
+    links = fs.inspect.measure(comm, compute=(0.0, 0.0), steps=options.calibration_steps)
     for name, case in cases(options).items():
         tree = gpt.tree_of(gpt.build(case.shape))
         layouts = {
@@ -103,17 +98,12 @@ def measure(options: Options, comm: fs.Comm, say: Callable[[str], None]) -> dict
             ALONE, case.shape, fs.SingleComm(), fs.zero3("dp"), fs.SchedulePolicy(), microbatches=case.microbatches
         )
         trace = alone.scheduled.start_trace()
-        traced = {key: found[key].scheduled.start_trace() for key in (TRACED, CODED)} if fitted is None else {}
         as_long = replace(
             options, rounds=max(options.rounds * 4 // (2 + comm.mesh.size), 2)
         )  # with more processes fewer rounds
         everyone = {each.name: each for each in (alone, *found.values())}
         rounds = over_ranks(in_turns(everyone, case.shape, as_long, partial(_say, say, name))[0])[1]
-        if fitted is None:
-            known = {"synchronous_host": True, "contention": contention(comm.mesh.size), "alone": trace}
-            fitted, coded = (fs.inspect.Hardware.fit(traced[key], found[key].scheduled.schedule, **known) for key in traced)
-            fitted = replace(fitted, codec_bandwidth=coded.codec_bandwidth)
-        own = replace(fitted, compute=trace.compute_times(), update_s=trace.update_time())
+        own = replace(links, compute=trace.compute_times(), update_s=trace.update_time())
         hardware = scaled(own, alone.scheduled.schedule, times(rounds, ALONE).median)
         candidates: dict[Key, fs.inspect.Candidate] = {}
         for chosen, policies, remat in (
@@ -145,11 +135,11 @@ def summed_up(found: dict[str, Any]) -> dict[str, Any]:
 
 
 def distinct(schedules: Mapping[Key, fs.schedules.Schedule]) -> list[Key]:
-    """Return the keys of the first of equal schedules; the one that is traced counts as first."""
+    """Return the keys of the first of equal schedules."""
     first: dict[Any, Key] = {}
-    for key in sorted(schedules, key=lambda key: key != TRACED):
-        first.setdefault(schedules[key].ops, key)
-    return [key for key in schedules if key in first.values()]
+    for key, schedule in schedules.items():
+        first.setdefault(schedule.ops, key)
+    return list(first.values())
 
 
 def judged(predicted: Mapping[Key, float], rounds: Sequence[Mapping[str, float]], *, choice: Key) -> dict[str, Any]:

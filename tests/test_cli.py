@@ -126,19 +126,19 @@ def test_export_and_convert(kind, root, tmp_path, capsys):
 def test_layers_are_stacked_for_orbax_and_unstacked_again(root, tmp_path, capsys):
     source, there = path_of(root, 3), tmp_path / "there"
     saved = fs.checkpoint.open_checkpoint(source)
-    run(capsys, "ckpt", "export", source, there, "--to", "orbax", "--subtree", "params", "--stack", "layers", 1)
+    run(capsys, "ckpt", "export", source, there, "--to", "orbax", "--subtree", "params", "--stack", "layers", 0)
     [line] = run(capsys, "ckpt", "convert", there, tmp_path / "stacked", "--of", "orbax")[1]
     stacked = fs.checkpoint.open_checkpoint(line.removeprefix("wrote "))
     layers = [name for name in saved.names if name.startswith("params.layers.")]
     for name in layers:
         i, rest = name.removeprefix("params.layers.").split(".", 1)
-        assert torch.equal(stacked.tensor(f"layers.{rest}").select(1, int(i)), saved.tensor(name))
-    [line] = run(capsys, "ckpt", "convert", there, tmp_path / "back", "--of", "orbax", "--unstack", "layers", 1)[1]
+        assert torch.equal(stacked.tensor(f"layers.{rest}")[int(i)], saved.tensor(name))
+    [line] = run(capsys, "ckpt", "convert", there, tmp_path / "back", "--of", "orbax", "--unstack", "layers", 0)[1]
     back = fs.checkpoint.open_checkpoint(line.removeprefix("wrote "))
     assert len(layers) > 1
     assert all(torch.equal(back.tensor(name.removeprefix("params.")), saved.tensor(name)) for name in layers)
-    assert run(capsys, "ckpt", "convert", there, tmp_path / "no", "--unstack", "layers", 1)[0] == 2
-    assert run(capsys, "ckpt", "export", source, tmp_path / "no", "--stack", "layers", 1)[0] == 2
+    assert run(capsys, "ckpt", "convert", there, tmp_path / "no", "--unstack", "layers", 0)[0] == 2
+    assert run(capsys, "ckpt", "export", source, tmp_path / "no", "--stack", "layers", 0)[0] == 2
 
 
 def test_export_rounds_to_a_dtype(root, tmp_path, capsys):
@@ -301,10 +301,11 @@ def test_calibrate_writes_what_it_prints(measured):
     assert machine.axes == ["dp"]
     assert machine.dtype == "float32"
     assert f"{machine.flops / 1e9:,.1f} GFLOP/s in float32" in text
-    links = {("all_gather", "dp"), ("reduce_scatter", "dp")}
+    links = {("all_gather", "dp"), ("all_to_all", "dp"), ("reduce_scatter", "dp")}
     assert links <= machine.hardware.bandwidth.keys() == machine.hardware.latency.keys()
     assert all(f"{op} along {axis}" in text for op, axis in links)
     assert 0 < machine.hardware.memory_bandwidth < math.inf
+    assert f"{machine.hardware.codec_bandwidth / 1e9:,.2f} GB/s of encoded bytes" in text
     assert machine.hardware.synchronous_host
     assert f"measured on Mesh(dp=2); wrote {file}" in text
 

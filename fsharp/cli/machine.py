@@ -131,6 +131,7 @@ def _machine_text(found: Machine, mesh: Mesh, file: str, steps: int) -> str:
     rows = [
         ("matrix products", f"{found.flops / 1e9:,.1f} GFLOP/s in {found.dtype}"),
         ("memory", f"{hardware.memory_bandwidth / 1e9:,.2f} GB/s"),
+        ("codec of 8 bits", f"{hardware.codec_bandwidth / 1e9:,.2f} GB/s of encoded bytes"),
     ]
     assert isinstance(hardware.bandwidth, dict)
     assert isinstance(hardware.latency, dict)

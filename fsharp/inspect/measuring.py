@@ -5,15 +5,18 @@ from collections.abc import Mapping
 from statistics import median
 from typing import Any
 
+import optree
 import torch
 
 from fsharp.errors import ScheduleError
 from fsharp.functional.comm.agree import all_gather_texts, check_on_all_ranks
 from fsharp.functional.comm.protocol import Comm, SingleComm
+from fsharp.functional.formats.microscaling import mxint8
 from fsharp.functional.forward import forward
 from fsharp.functional.layout.placement import zero3
 from fsharp.functional.layout.plan import plan
 from fsharp.functional.layout.precision import Precision
+from fsharp.functional.layout.sharded import is_sharded
 from fsharp.functional.materialize import shard
 from fsharp.functional.optim.elementwise import sgd
 from fsharp.functional.state import init_state
@@ -29,8 +32,13 @@ _LAYER_WIDTHS = (32, 256, 64, 512, 128, 1024)
 """Widths of square weights, each a unit of 4 KiB to 4 MiB. Different sizes tell latency and bandwidth apart."""
 _NARROW_WIDTHS = (512, 1024)
 """Widths of further weights, whose gradients travel in bfloat16. They tell what casts in sums cost."""
+_CODED_WIDTHS = (256, 512, 1024)
+"""Widths of further weights, whose gradients travel in 8 bits. They tell what a codec costs."""
 _WARMUP_STEPS = 3
-_MEASURED_FIELDS = ("latency", "bandwidth", "memory_bandwidth", "cast_bandwidth", "host_share", "issue_s", "issue_bandwidth")
+_MEASURED_FIELDS = (
+    *("latency", "bandwidth", "memory_bandwidth", "codec_bandwidth", "cast_bandwidth"),
+    *("host_share", "issue_s", "issue_bandwidth"),
+)
 
 
 @options_checked
@@ -54,7 +62,7 @@ def measure(
         ScheduleError: ``steps`` is less than 1, or a number is out of range.
         AgreementError: ranks pass different arguments, other than functions as ``compute``. All ranks raise.
 
-    Cost: memory for 24 MiB of parameters and their gradients; ``2 * (steps + 3)`` steps.
+    Cost: memory for 32 MiB of parameters and their gradients; ``2 * (steps + 3)`` steps.
     """
     is_synchronous = comm.device.type == "cpu"
 
@@ -82,11 +90,11 @@ def measure(
 
 
 def _trace_small_model(comm: Comm, steps: int) -> tuple[Trace, Schedule]:
-    widths = {"layers": _LAYER_WIDTHS, "narrow": _NARROW_WIDTHS}
+    widths = {"layers": _LAYER_WIDTHS, "narrow": _NARROW_WIDTHS, "coded": _CODED_WIDTHS}
     params = {name: [torch.eye(width, device=comm.device) for width in each] for name, each in widths.items()}
-    precision = {"**": Precision(), "narrow": Precision(wire=torch.bfloat16)}
+    precision = {"**": Precision(), "narrow": Precision(wire=torch.bfloat16), "coded": Precision(wire=mxint8)}
     strategy = zero3(*(axis for axis, _ in comm.mesh.axes))
-    layout = plan(params, comm.mesh, strategy, units=["layers.*", "narrow.*"], precision=precision)
+    layout = plan(params, comm.mesh, strategy, units=[f"{name}.*" for name in widths], precision=precision)
     tx = sgd(1e-3)
     state = init_state(tx, shard(params, layout, comm), comm=comm, donate=True)
     step = Scheduler(comm, policy=SchedulePolicy(bucket_nbytes=0))(train_step(_loss, tx, donate=True))
@@ -102,7 +110,7 @@ def _trace_small_model(comm: Comm, steps: int) -> tuple[Trace, Schedule]:
 
 def _loss(params: Any, x: torch.Tensor, comm: Comm) -> torch.Tensor:
     total = x.new_zeros(())
-    for weight in (*params["layers"], *params["narrow"]):
+    for weight in optree.tree_leaves(params, is_leaf=is_sharded):
         total = total + forward(_layer, weight, x, comm=comm)
     return total
 

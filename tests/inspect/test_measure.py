@@ -1,5 +1,7 @@
 """measure: the same numbers on every rank, for every link of the mesh, that predict a step."""
 
+import math
+
 import pytest
 import torch
 
@@ -17,8 +19,9 @@ def test_ranks_measure_the_same_numbers_for_all_collectives_of_zero3(axes):
     first, second = processes(mesh, run)
     assert first == second
     axis = next(name for name, size in mesh.axes if size > 1)
-    assert set(first.bandwidth) == set(first.latency) == {("all_gather", axis), ("reduce_scatter", axis)}
+    assert set(first.bandwidth) == set(first.latency) == {(op, axis) for op in ("all_gather", "all_to_all", "reduce_scatter")}
     assert all(rate > 0 for rate in first.bandwidth.values())
+    assert 0 < first.codec_bandwidth < math.inf
     assert first.synchronous_host
     assert first.issue_s > 0
     shapes = {"layers": [torch.empty(64, 64) for _ in range(3)]}
