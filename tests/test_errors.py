@@ -86,6 +86,8 @@ PLAN = {
         "params['s'] has layout torch.sparse_coo",
     ),
     "equal paths": (lambda: planned(tree={"0": SHARED, 0: torch.ones(1)}), TreeError, "two leaves have the path '0'"),
+    "an empty key": (lambda: planned(tree={"": SHARED}), TreeError, "the key '' in the path ('',) is empty or contains a dot"),
+    "a dot below": (lambda: planned(tree={"a": {"x.y": SHARED}}), TreeError, "the key 'x.y' in the path ('a', 'x.y') is empty"),
     "a dot in a key": (lambda: planned(tree={"a.b": SHARED}), TreeError, "the key 'a.b' in the path ('a.b',) is empty or"),
     "a view": (lambda: planned(tree={"v": SHARED, "w": SHARED.view(4, 3)}), LayoutError, "'w'  float32[4, 3], strides (3, 1)"),
     "a transpose": (
@@ -268,6 +270,7 @@ TRAIN = {
         "has_aux=True): the loss function returned torch.float32[] with a gradient, expected (loss, aux)",
     ),
     "no parameter": (lambda: loss_of(lambda p: torch.ones(())), LossError, "no parameter reaches it"),
+    "detached": (lambda: loss_of(lambda p: total(p).detach()), LossError, "no parameter reaches it"),
     "all frozen": (lambda: loss_of(total, frozen="**"), LossError, "every parameter is frozen"),
     "microbatches": (lambda: loss_of(total, microbatches=0), LossError, "microbatches is 0"),
     "fractions": (lambda: fs.value_and_grad(total, microbatches=1.5), OptionError, "microbatches is 1.5, expected an int"),

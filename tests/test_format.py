@@ -108,18 +108,6 @@ def test_plain_formats_are_the_dtypes():
     assert not HALVES.is_plain
 
 
-def test_what_is_no_format_is_refused():
-    with pytest.raises(LayoutError, match="one Plane at least"):
-        Format("none", (), halves, joined)
-    with pytest.raises(fs.errors.OptionError, match="stored is 'halves', expected a Format"):
-        fs.Precision(stored="halves")
-    wrong = Format("wrong", (Plane(torch.uint8),), halves, joined)
-    with pytest.raises(LayoutError, match=r"Format 'wrong': encode\(\) returned .* expected"):
-        wrong.store(torch.ones(4), 2)
-    with pytest.raises(LayoutError, match="another format 'halves'"):
-        register_format(Format("halves", (Plane(torch.uint8, 2),), halves, joined))
-
-
 @either
 @pytest.mark.parametrize("strategy", ["zero1", "zero3"])
 def test_schedules_are_drawn_estimated_traced_and_free_of_races(stored, strategy, tmp_path):
@@ -337,7 +325,10 @@ def test_what_decode_returns_is_checked(name):
         wrong.load(wrong.store(torch.arange(16.0), 8), 8, torch.float32)
 
 
-@pytest.mark.parametrize("found", [None, ["a"], torch.ones(4)], ids=["nothing", "text", "a tensor"])
+ENCODED = {"nothing": None, "text": ["a"], "a tensor": torch.ones(4), "one plane": [torch.ones(4, dtype=torch.uint8)]}
+
+
+@pytest.mark.parametrize("found", ENCODED.values(), ids=ENCODED)
 def test_what_encode_returns_is_checked(found):
     with pytest.raises(LayoutError, match=r"Format 'wrong': encode\(\) returned"):
         Format("wrong", HALVES.planes, lambda values: found, joined).store(torch.ones(4), 2)
@@ -346,6 +337,7 @@ def test_what_encode_returns_is_checked(found):
 MADE = {
     "a list of planes": lambda: Format("f", [Plane(torch.uint8)], halves, joined),
     "one plane": lambda: Format("f", Plane(torch.uint8), halves, joined),
+    "no planes": lambda: Format("f", (), halves, joined),
     "dtypes": lambda: Format("f", (torch.int16,), halves, joined),
     "no encode": lambda: Format("f", HALVES.planes, None, joined),
     "half a block": lambda: Format("f", HALVES.planes, halves, joined, block=2.5),
@@ -365,6 +357,8 @@ def test_a_name_stands_for_one_format():
     with pytest.raises(LayoutError, match="another format 'halves' already"):
         register_format(Format("halves", HALVES.planes, halves, lambda planes: -joined(planes)))
     assert register_format(Format("halves", HALVES.planes, halves, joined)) == HALVES
+    with pytest.raises(fs.errors.OptionError, match="stored is 'halves', expected a Format"):
+        fs.Precision(stored="halves")
     with pytest.raises(LayoutError, match="another format 'float32'"):
         register_format(Format("float32", HALVES.planes, halves, joined))
     with pytest.raises(LayoutError, match="no format 'float33'"):

@@ -103,7 +103,7 @@ def gradients(state, x, comm):
     return fs.average(loss, fs.reduce_scatter(grads, comm=comm, step=state.step), comm=comm)[1]
 
 
-@every(4, case=CASES, path=PATHS, name=FORMATS)
+@every(8, case=CASES, path=PATHS, name=FORMATS)
 def test_the_norm_of_gradients_is_that_of_whole_leaves(case, path, name):
     (strategy, wire), form = case, FORMATS[name]
     mesh, how = STRATEGIES[strategy]
@@ -130,7 +130,7 @@ def test_the_norm_of_parameters_at_rest_is_that_of_whole_leaves(comm, strategy, 
         torch.testing.assert_close(norm.double(), whole.double().norm(), rtol=1e-6, atol=0)
 
 
-@every(2, strategy=WIDER, path=PATHS, name=FORMATS)
+@every(4, strategy=WIDER, path=PATHS, name=FORMATS)
 @on_ranks(mesh_of)
 def test_a_run_goes_on_from_a_checkpoint_with_the_bits_it_would_have_had(comm, strategy, path, name, tmp_path):
     mesh, how = STRATEGIES[strategy]

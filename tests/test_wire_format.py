@@ -178,11 +178,6 @@ def test_some_units_travel_encoded(comm):
         assert_same_training(train(comm, "zero3", policy, microbatches=2, precision=precision), blocking)
 
 
-def test_blocks_on_the_wire_are_not_cut():
-    layout = make_layout(*STRATEGIES["zero3"], precision=ROUNDED)
-    assert all(group.capacity % 8 == 0 for unit in layout.units for group in unit.groups)
-
-
 def test_what_is_no_wire_is_refused():
     with pytest.raises(LayoutError, match="wire is 'halves', expected a Format, a floating-point torch"):
         fs.Precision(wire="halves")

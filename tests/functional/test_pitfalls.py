@@ -22,13 +22,6 @@ def sharded(tree, strategy=fs.zero3, comm=ONE, **options):
     return fs.shard_for(tree, fs.plan(tree, comm.mesh, strategy("dp"), **options), comm.rank)
 
 
-def gradient(fn, params, comm, **options):
-    def loss(p, batch, comm):
-        return fs.forward(fn, p, batch, comm=comm, **options)
-
-    return fs.value_and_grad(loss)(params, torch.ones(3), comm=comm)
-
-
 @pytest.mark.parametrize("rows", [3, 300])
 @pytest.mark.parametrize("widths", [(997, 2987, 4744), (769, 3073, 50257), (13, 17, 19, 23, 29)])
 @pytest.mark.parametrize("num_parts", [2, 4, 1000])
@@ -80,13 +73,9 @@ def test_clipping_half_precision_gradients_and_extreme_ones():
     assert float(tiny) == pytest.approx(2e-30)
 
 
-def test_a_tree_tied_otherwise_than_planned_is_refused():
-    a, b = torch.zeros(3), torch.ones(3)
-    layout = fs.plan({"a": a, "b": b, "c": a}, ONE.mesh, fs.zero3("dp"))
-    with pytest.raises(TreeError, match="'c'  laid out as tied to 'a', but has values of its own"):
-        fs.shard({"a": a, "b": b, "c": b}, layout, ONE)
-    nan = torch.full((3,), torch.nan)
-    fs.shard({"a": nan, "b": b, "c": nan.clone()}, layout, ONE)  # equal bits are equal
+def test_tied_leaves_of_equal_bits_are_equal():
+    a, nan = torch.zeros(3), torch.full((3,), torch.nan)
+    fs.shard({"a": nan, "b": nan.clone()}, fs.plan({"a": a, "b": a}, ONE.mesh, fs.zero3("dp")), ONE)
 
 
 @on_ranks(DP)
@@ -186,26 +175,9 @@ def test_a_device_mesh_in_another_order_is_refused():
     assert processes(DP, rank_fn) == [(2, 2)] * 2
 
 
-@pytest.mark.parametrize("strategy", [fs.ddp, fs.zero3])
-@on_ranks(DP)
-def test_a_loss_that_no_parameter_reaches_is_refused(comm, strategy):
-    params = sharded({"w": torch.ones(4)}, strategy, comm)
-    with pytest.raises(LossError, match="no parameter reaches it"):
-        gradient(lambda q, x: q["w"].detach().sum(), params, comm)
-
-
 def test_an_initializer_may_return_its_values():
     layout = fs.plan({"w": torch.empty(4)}, ONE.mesh, fs.zero3("dp"))
     assert fs.full_tree(fs.init_params(lambda t, g: torch.full_like(t, 3.0), layout, ONE, key=0), comm=ONE)["w"].eq(3).all()
-
-
-@pytest.mark.parametrize("tree", [{"a.b": 1, "a": {"c": 1}}, {"": 1}, {"a": {"x.y": 1}}])
-def test_keys_that_dotted_paths_cannot_tell_apart_are_refused(tree):
-    import optree
-
-    tree = optree.tree_map(lambda _: torch.ones(2), tree)
-    with pytest.raises(TreeError, match="is empty or contains a dot"):
-        fs.plan(tree, ONE.mesh, fs.zero3("dp"), units="*")
 
 
 @on_ranks(DP)

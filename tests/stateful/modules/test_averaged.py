@@ -84,7 +84,7 @@ def found(opt):
     return opt.ema, getattr(opt.inner_state, "total_notfinite", 0)
 
 
-@every(4, strategy=STRATEGIES, name=TRANSFORMS)
+@every(9, strategy=STRATEGIES, name=TRANSFORMS)
 @on_ranks(mesh_of)
 def test_the_same_bits_as_the_functional_path(comm, strategy, name):
     finite = name == "ema"

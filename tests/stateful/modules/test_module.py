@@ -107,41 +107,27 @@ def test_no_step_without_gradients(comm):
 
 
 @each_strategy
-def test_evaluation_and_hooks_and_methods(strategy):
+@on_ranks(DP)
+def test_evaluation_and_hooks_and_methods(comm, strategy):
     """In between, under no_grad, and of a part of the model alone. The class and its attributes are the module's own."""
-
-    def rank_fn(comm):
-        model, optimizer = wrap(comm, strategy)
-        assert isinstance(model, Net)
-        assert isinstance(model.layers[0], Block)
-        assert type(model).__name__ == "Net"
-        assert [name for name, _ in model.named_parameters()] == [name for name, _ in modules.make().named_parameters()]
-        seen = []
-        model.layers[1].register_forward_hook(lambda module, args, out: seen.append(out.shape))
-        scores = []
-        for x, y in modules.batches(comm, 3):
-            model.eval()
-            with torch.no_grad():
-                scores.append(model(x))
-                scores.append(model.layers[0](scores[-1][:, :6]))
-            model.train()
-            train(model, optimizer, [(x, y)])
-        return scores, values(model), len(seen)
-
-    def reference(comm):
-        model, optimizer = wrap(comm, strategy)
-        scores = []
-        for x, y in modules.batches(comm, 3):
-            with model.unsharded():
-                net = modules.make()
-                net.load_state_dict({name: p.clone() for name, p in model.named_parameters()}, strict=False)
-            scores.append(net(x).detach())
-            scores.append(net.layers[0](scores[-1][:, :6]).detach())
-            train(model, optimizer, [(x, y)])
-        return scores, values(model), 6
-
-    for found, expected in zip(simulate(DP, rank_fn), simulate(DP, reference)):
-        assert_same(found, expected)
+    (model, optimizer), (expected, other) = wrap(comm, strategy), wrap(comm, strategy)
+    assert isinstance(model, Net)
+    assert isinstance(model.layers[0], Block)
+    assert type(model).__name__ == "Net"
+    assert [name for name, _ in model.named_parameters()] == [name for name, _ in modules.make().named_parameters()]
+    seen, net = [], modules.make()
+    model.layers[1].register_forward_hook(lambda module, args, out: seen.append(out.shape))
+    for x, y in modules.batches(comm, 3):
+        net.load_state_dict(values(expected), strict=False)
+        model.eval()
+        with torch.no_grad():
+            scores = model(x)
+            assert_same((scores, model.layers[0](scores[:, :6])), (net(x), net.layers[0](scores[:, :6])))
+        model.train()
+        train(model, optimizer, [(x, y)])
+        train(expected, other, [(x, y)])
+    assert_same(values(model), values(expected))
+    assert len(seen) == 6
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,5 @@
 """Doors: tensors that leave a unit in another way than as its output, or in odd containers. Loss and gradients are torch's."""
 
-import copy
 from collections import OrderedDict, deque, namedtuple
 from dataclasses import dataclass
 from typing import Any
@@ -394,4 +393,3 @@ def test_the_module_is_looked_at_and_nothing_is_copied():
         return self.last(out[0]).mean()
 
     same_as_torch(door, use, change=change)
-    assert copy.copy(marks)

@@ -26,6 +26,7 @@ PRECISIONS = {
     "both": {"wire": stochastic(hadamard(mxint4)), "feedback": True},
     "both, between hosts": {"wire": {"outer": stochastic(mxint4), "inner": torch.bfloat16}, "feedback": True},
     "both, in two formats": {"wire": WIRES, "feedback": True},
+    "neither, in two formats": {"wire": {"outer": hadamard(mxint4), "inner": mxint8}},
     "stochastic updates": {"wire": mxint8, "feedback": True, "update": stochastic(torch.bfloat16)},
 }
 CASES = [
@@ -78,8 +79,10 @@ def bits(state):
     return [buffer.clone() for buffer in buffers((state.params, state.main, state.opt))]
 
 
-def assert_bits_of_functions(comm, how, precision):
-    """Train a module and its functions, also in a precision of no formats, which has other bits."""
+@every(3, case=CASES)
+@on_ranks(lambda case: STRATEGIES[case[0]][0])
+def test_modules_have_the_bits_of_functions(comm, case):
+    how, precision = STRATEGIES[case[0]][1], fs.Precision(main=torch.float32, **PRECISIONS[case[1]])
     model, optimizer = make(comm, how, precision)
     assert all(group.dtypes == precision.resolve(torch.float32) for unit in model.layout.units for group in unit.groups)
     train(comm, model, optimizer, 0, 4)
@@ -93,25 +96,9 @@ def assert_bits_of_functions(comm, how, precision):
     for i in range(4):
         state, _ = step(state, torch.cat([inputs(comm, i, half) for half in range(2)]), comm)
     assert_same(bits(model.train_state), bits(state))
-    plain, its_optimizer = make(comm, how, fs.Precision(main=torch.float32))
-    train(comm, plain, its_optimizer, 0, 4)
-    assert any(not torch.equal(a, b) for a, b in zip(bits(plain.train_state), bits(state), strict=False))
 
 
-@every(3, case=CASES)
-@on_ranks(lambda case: STRATEGIES[case[0]][0])
-def test_modules_have_the_bits_of_functions(comm, case):
-    assert_bits_of_functions(comm, STRATEGIES[case[0]][1], fs.Precision(main=torch.float32, **PRECISIONS[case[1]]))
-
-
-@pytest.mark.parametrize("strategy", ["hsdp", "hfsdp", "zero3x2"])
-@on_ranks(mesh_of)
-def test_modules_have_the_bits_of_functions_with_a_wire_for_each_axis(comm, strategy):
-    precision = fs.Precision(main=torch.float32, wire={"outer": hadamard(mxint4), "inner": mxint8})
-    assert_bits_of_functions(comm, STRATEGIES[strategy][1], precision)
-
-
-@every(4, case=CASES)
+@every(12, case=CASES)
 @on_ranks(lambda case: STRATEGIES[case[0]][0])
 def test_a_run_goes_on_from_a_checkpoint_of_the_train_state(comm, case, tmp_path):
     how, precision = STRATEGIES[case[0]][1], fs.Precision(main=torch.float32, **PRECISIONS[case[1]])
@@ -143,25 +130,6 @@ def test_a_run_goes_on_from_a_checkpoint_of_state_dicts_with_residuals_and_step(
     for pair in pairs:
         train(comm, *pair, 3, 6)
     assert_same(bits(other.train_state), bits(model.train_state))
-
-
-@pytest.mark.parametrize("strategy", ["zero1", "zero3"])
-@on_ranks(DP)
-def test_over_steps_nothing_of_a_gradient_is_lost(comm, strategy):
-    """What all steps have sent, and what is kept at the end, add up to the sum of all gradients."""
-    tx = fs.optim.sgd(1.0)
-
-    def moved(comm, precision):
-        """The sum over ranks of the changes of a parameter, under a loss whose gradient does not depend on it."""
-        model, optimizer = make(comm, STRATEGIES[strategy][1], precision, tx)
-        before = {name: value.clone() for name, value in model.full_parameters()}
-        for step in range(12):
-            descend(model.second(inputs(comm, step, 0)[:, :5]).sum(), optimizer)
-        return torch.cat([(value - before[name]).flatten() for name, value in model.full_parameters() if "second" in name])
-
-    exact = moved(comm, fs.Precision())
-    fed_back, lossy = (moved(comm, fs.Precision(wire=mxint4, feedback=each)) for each in (True, False))
-    assert (fed_back - exact).norm() < 0.3 * (lossy - exact).norm()
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "zero3"])
@@ -232,8 +200,7 @@ def test_the_loss_scaler_of_torch_is_refused_as_well(comm, strategy):
     assert not has_residuals(model)
 
 
-@pytest.mark.parametrize("is_paused", [False, True], ids=["unused", "paused"])
-@pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero2", "zero3", "hfsdp"])
+@every(2, strategy=["ddp", "zero1", "zero2", "zero3", "hfsdp"], is_paused=[False, True])
 @on_ranks(mesh_of)
 def test_a_unit_without_a_gradient_keeps_its_residuals(comm, strategy, is_paused):
     _, how = STRATEGIES[strategy]

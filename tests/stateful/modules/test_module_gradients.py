@@ -9,7 +9,7 @@ from torch import nn
 
 import fsharp as fs
 from fsharp.errors import LayoutError, ScheduleError
-from fsharp.testing import DebugPolicy, simulate
+from fsharp.testing import DebugPolicy
 from tests import modules
 from tests.modules import ADAMW, DIM, VOCAB, Block, descend, each_strategy, values, wrap
 from tests.ranks import on_ranks
@@ -57,15 +57,10 @@ OPTIMIZERS = {
 }
 
 
-def make():
-    with modules._seeds:
-        torch.manual_seed(3)
-        return Choosy()
-
-
 def sharded(comm, strategy, cls=torch.optim.AdamW, **options):
     strategy = STRATEGIES[strategy][1] if isinstance(strategy, str) else strategy
-    model = fs.shard_module(make(), mesh=comm, strategy=strategy, units=[Choosy.Fork, Block], policy=DebugPolicy(poison=True))
+    model, units = modules.seeded(Choosy), [Choosy.Fork, Block]
+    model = fs.shard_module(model, mesh=comm, strategy=strategy, units=units, policy=DebugPolicy(poison=True))
     return model, fs.ShardedOptimizer(model.parameters(), cls, **(options or ADAMW))
 
 
@@ -120,36 +115,6 @@ def test_accumulated_microbatches_count_together():
             optimizer.zero_grad()
 
     modules.assert_trains_as_alone("zero3", steps, Choosy, units=[Choosy.Fork, Block])
-
-
-def test_optimizer_state_of_leaves_with_histories_of_their_own_travels():
-    """State is saved and loaded by leaf, step counts included, and training goes on to the bit."""
-
-    def rank_fn(comm):
-        data = list(zip(modules.batches(comm, 6), [*PLANS["other branches"], ("both", True)]))
-
-        def steps(model, optimizer, part):
-            for (x, y), (branch, with_block) in part:
-                descend(model(x, y, branch, with_block), optimizer)
-
-        model, optimizer = sharded(comm, "zero3")
-        steps(model, optimizer, data[:3])
-        kept, weights = optimizer.state_dict(), values(model)
-        steps(model, optimizer, data[3:])
-        again, other = sharded(comm, "zero3")
-        with again.unsharded(write=True), torch.no_grad():
-            for name, p in again.named_parameters():
-                p.copy_(weights[name])
-        other.load_state_dict(kept)
-        steps(again, other, data[3:])
-        return values(model), values(again), {p: float(s["step"]) for p, s in kept["state"].items() if s}
-
-    found = simulate(DP, rank_fn)
-    counts = found[0][2] | found[1][2]
-    assert (counts["forks.0.left.weight"], counts["forks.0.right.weight"], counts["block.up.weight"]) == (1, 2, 3)
-    assert "unused" not in counts
-    for first, second, _ in found:
-        assert_same(first, second)
 
 
 # ---------------------------------------------------------------- torch.autograd.grad

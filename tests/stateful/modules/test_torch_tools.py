@@ -202,12 +202,3 @@ def test_copies_are_refused_with_what_to_write(of):
     for act in copies:
         with pytest.raises(TreeError, match=r"cannot be copied or pickled.*teacher\.load_state_dict\(model\.state_dict\(\)\)"):
             act(each)
-
-
-@on_ranks(DP)
-def test_a_teacher_that_is_made_anew(comm):
-    model, optimizer = wrap(comm, "zero3")
-    train(model, optimizer, batches(comm, 1))
-    teacher, _ = wrap(comm, "zero3")
-    teacher.load_state_dict(model.state_dict())
-    assert_same(values(teacher), values(model))

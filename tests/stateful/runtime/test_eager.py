@@ -24,17 +24,18 @@ def emitted(comm, strategy, *, microbatches=1, precision=fs.Precision(), **polic
 
 
 @every(
-    3,
+    6,
     strategy=STRATEGIES,
     microbatches=[1, 2],
     precision=[fs.Precision(), fs.Precision(compute=torch.bfloat16, main=torch.float32)],
+    offload=[False, True],
 )
-def test_what_an_unplanned_step_has_done_verifies(strategy, microbatches, precision):
-    found = simulate(
-        STRATEGIES[strategy][0], lambda comm: emitted(comm, strategy, microbatches=microbatches, precision=precision)[0]
-    )
+def test_what_an_unplanned_step_has_done_verifies(strategy, microbatches, precision, offload):
+    options = {"microbatches": microbatches, "precision": precision, "offload": offload}
+    found = simulate(STRATEGIES[strategy][0], lambda comm: emitted(comm, strategy, **options)[0])
     for schedule in found:
         assert schedule.program.events[-1].kind == "update"
+        assert offload == ({"fetch", "offload"} <= {op.kind for op in schedule.ops})
         fs.schedules.verify(schedule)
     assert len({tuple(schedule.lines()) for schedule in found}) == 1, "ranks do the same"
 

@@ -54,13 +54,6 @@ def test_orders_that_change_from_step_to_step(order, strategy):
     assert step.num_unscheduled_calls == (3 if num > 1 else 1)  # the first step, and each in another order than the one before
 
 
-@pytest.mark.parametrize("policy", [{"prefetch": 2}, {"release": "backward"}, {"bucket_nbytes": 1500}])
-def test_orders_that_change_under_other_policies(policy):
-    orders = [(0, 1, 2), (2, 0, 2), (), (1, 1), (0, 1, 2)]
-    program = training(in_order, "zero3", 5, lambda i: {"order": orders[i]}, microbatches=2)
-    assert run_both(program, **policy)[1][0].num_unscheduled_calls == 5
-
-
 def test_an_order_that_changes_within_a_step():
     """Departing in the second microbatch: what the plan has collected in the first stays."""
 
@@ -166,9 +159,15 @@ USES = {
 }
 
 
-@every(4, use=USES, microbatches=[1, 2], strategy=["zero3", "hfsdp"])
-def test_ways_to_use_units(use, microbatches, strategy):
-    run_both(training(USES[use], strategy, microbatches=microbatches), mesh_of(strategy))
+@every(
+    7,
+    use=USES,
+    microbatches=[1, 2],
+    strategy=["zero3", "hfsdp"],
+    policy=[{}, {"prefetch": 2}, {"prefetch": 0}, {"release": "backward"}, {"bucket_nbytes": 1500}],
+)
+def test_ways_to_use_units(use, microbatches, strategy, policy):
+    run_both(training(USES[use], strategy, microbatches=microbatches), mesh_of(strategy), **policy)
 
 
 @every(3, strategy=["zero3", "hfsdp", "zero2"], microbatches=[1, 2])
@@ -181,26 +180,6 @@ def test_a_unit_by_forward_and_by_gather(microbatches, strategy):
         return training(both_ways, place, microbatches=microbatches)(run)
 
     run_both(program, mesh_of(strategy), compare=assert_close)
-
-
-def test_a_use_without_gradient_before_all_others():
-    """The blocking path would take the unit for detached."""
-
-    def loss(params, batch, comm):
-        with torch.no_grad():
-            target = logits(params, batch["x"].flip(0), comm).softmax(-1)
-        out = logits(params, batch["x"], comm)
-        return fs.Loss(cross_entropy(out, batch)[0] + (out.softmax(-1) - target).square().sum(), batch["w"].sum())
-
-    def program(run):
-        return training(loss if run.scheduler else target_without_gradient, "zero3", microbatches=2)(run)
-
-    run_both(program)
-
-
-@every(4, use=USES, policy=[{"prefetch": 2}, {"prefetch": 0}, {"release": "backward"}, {"bucket_nbytes": 1500}])
-def test_ways_to_use_units_under_other_policies(use, policy):
-    run_both(training(USES[use], "zero3"), **policy)
 
 
 @every(

@@ -259,4 +259,3 @@ def test_keep_gradients(strategy, microbatches):
         assert {facts.rest for facts in schedule.program.units} == {0}
         assert not any(op.opens for op in schedule.ops)
         assert any(op.opens for op in planned_there.ops)
-    run_both(partial(scored, strategy=strategy, keep=True, microbatches=microbatches), mesh_of(strategy), keep_gradients=True)

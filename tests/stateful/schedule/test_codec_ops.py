@@ -14,8 +14,7 @@ from fsharp.stateful.verify.verify import verify
 from fsharp.testing import DebugPolicy, simulate
 from tests.edited_schedules import drop, edit, move, of, twice
 from tests.gpt_like import loss_fn
-from tests.ranks import on_ranks
-from tests.scheduling import DP, STRATEGIES, assert_same_training, make_layout, make_state, make_tx, my_batches, run_both, train
+from tests.scheduling import DP, STRATEGIES, make_layout, make_state, make_tx, my_batches, run_both
 from tests.stateful.runtime.test_eager import emitted
 from tests.stateful.runtime.test_scheduler_departures import DEPARTURES, departing
 from tests.test_format import BLOCKS, HALVES
@@ -209,12 +208,3 @@ def test_traces_measure_them_and_fit_their_speed():
     fitted = fs.inspect.Hardware.fit(trace, schedule, synchronous_host=True)
     coded = sum(schedule.ops[i].spec.coded_nbytes(schedule.program.facts[schedule.ops[i].unit]) for i in of(schedule, "encode"))
     assert 0 < coded / fitted.codec_bandwidth < measured.step_s
-
-
-@pytest.mark.parametrize("policy", [{"bucket_nbytes": 2000, "prefetch": 2}, {"sum_late": False}], ids=["buckets", "at once"])
-@pytest.mark.parametrize("strategy", ["zero2", "hfsdp", "late"])
-@on_ranks(lambda strategy: STRATEGIES[strategy][0])
-def test_feedback_has_the_same_bits(comm, strategy, policy):
-    precision = replace(PRECISION, feedback=True)
-    blocking = train(comm, strategy, microbatches=2, precision=precision)
-    assert_same_training(train(comm, strategy, policy, microbatches=2, precision=precision), blocking)
