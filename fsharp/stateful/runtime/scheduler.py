@@ -92,10 +92,11 @@ class Scheduler(DelegatingComm, ScheduledEngine):
         self.policy = policy or SchedulePolicy(**options)
         if self.policy.separate_groups is None:
             self.policy = replace(self.policy, separate_groups=comm.device.type == "cpu")
-        if self.policy.arena_memory != "allocator" and not _is_native(comm):
+        inner = innermost_comm(comm)
+        if self.policy.arena_memory != "allocator" and not (isinstance(inner, ProcessGroupComm) and inner.is_native):
             raise ScheduleError(
                 f"Scheduler(): arena_memory is {self.policy.arena_memory!r}, which needs ranks over NCCL, got "
-                f"{type(innermost_comm(comm)).__name__} on {comm.device}. Pass arena_memory='allocator'."
+                f"{type(inner).__name__} on {comm.device}. Pass arena_memory='allocator'."
             )
         self._functions, self._history = FunctionRegistry(), SettingsHistory()
         self._closed: str | None = None
@@ -387,12 +388,6 @@ def _with_own_numbering(comm: Comm) -> Comm:
         other.inner = _with_own_numbering(comm.inner)
         return other
     return comm.with_own_numbering() if isinstance(comm, ProcessGroupComm) else comm
-
-
-def _is_native(comm: Comm) -> bool:
-    """Return whether the collectives of a Comm run on the device, as over NCCL."""
-    inner = innermost_comm(comm)
-    return isinstance(inner, ProcessGroupComm) and inner.is_native
 
 
 def _transport_over(comm: Comm, *, separate_groups: bool) -> Transport:

@@ -156,16 +156,13 @@ class Initializers:
         given: torch.Tensor = getattr(self._module.get_submodule(owner), name)
         if not given.is_meta:
             return local_tensor(plain_value(given)).to(self._comm.device)  # type: ignore[no-any-return]
-        root = self._path_of_initializer(self._first_path.get(id(given), path).rpartition(".")[0])
+        root = self._first_path.get(id(given), path).rpartition(".")[0]
+        for around in self_and_ancestors(root):
+            root = around if self._is_initialized_with_submodules(around) else root
         if root != self._last_root and id(given) not in self._buffers:
             self._last_root, self._parameters = root, {}
             self._run_initializer(root)
         return (self._parameters if isinstance(given, nn.Parameter) else self._buffers)[id(given)]
-
-    def _path_of_initializer(self, path: str) -> str:
-        """Return the path of the module whose initializer fills the module at ``path``: itself, or a module around it."""
-        around = [each for each in self_and_ancestors(path) if self._is_initialized_with_submodules(each)]
-        return around[-1] if around else path
 
     def _is_initialized_with_submodules(self, path: str) -> bool:
         """Return whether a module is initialized together with all of its submodules."""
