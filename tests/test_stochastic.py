@@ -1,6 +1,5 @@
 """Stochastic rounding: unbiased, within a bound, with the same bits on every path, and refused where there is no step."""
 
-import re
 from itertools import pairwise
 
 import optree
@@ -10,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import fsharp as fs
-from fsharp.errors import FormatError, FsharpError, LayoutError, ScheduleError, TreeError
+from fsharp.errors import FsharpError, ScheduleError, TreeError
 from fsharp.functional.formats.stochastic import make_noise_fn, stochastic
 from fsharp.stateful.runtime.graphs import _check_capturable
 from fsharp.testing import simulate
@@ -220,33 +219,30 @@ def test_a_reduction_without_a_step_is_refused(comm):
         fs.reduce_scatter(grads, comm=comm)
 
 
-def test_encoding_without_random_numbers_is_refused():
-    with pytest.raises(FormatError, match=r"Format 'stochastic_mxint4'.*rounds stochastically, and no step says"):
-        WIRE.store(torch.ones(32), 32)
+EXPECTED = r"stochastic\(\): got format {} and seed {}; expected a format that"
+REFUSED = {
+    "encoding without a step": (lambda: WIRE.store(torch.ones(32), 32), r"Format 'stochastic_mxint4'.*, and no step says"),
+    "nvfp4": (lambda: stochastic(fs.formats.nvfp4), EXPECTED.format("nvfp4", 0)),
+    "by row": (lambda: stochastic(fs.formats.int8_by_row), EXPECTED.format("int8_by_row", 0)),
+    "twice": (lambda: stochastic(WIRE), EXPECTED.format("stochastic_mxint4, which has seed 0 already", 0)),
+    "a seed": (lambda: stochastic(MXINT4, seed=-1), EXPECTED.format("mxint4", -1)),
+    **{
+        str(dtype): (lambda dtype=dtype: stochastic(dtype), rf"got format {dtype} and seed 0;.*Plain float32 does not round")
+        for dtype in (torch.float32, torch.float16, torch.int8)
+    },
+    "at rest": (lambda: fs.Precision(stored=WIRE), r"stored is 'stochastic_mxint4', which rounds .*pass the format itself"),
+    "a mapping of updates": (
+        lambda: fs.Precision(update={"outer": MXINT4}),
+        r"update is \{'outer'.*expected a Format for all axes: an update that is encoded again",
+    ),
+}
 
 
-@pytest.mark.parametrize("form", [fs.formats.nvfp4, WIRE, fs.formats.int8_by_row], ids=lambda form: form.name)
-def test_a_format_that_does_not_round_is_refused(form):
-    seeded = ", which has seed 0 already" if form is WIRE else ""
-    with pytest.raises(
-        LayoutError, match=rf"stochastic\(\): got format {form.name}{seeded} and seed 0; expected a format that"
-    ):
-        stochastic(form)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.int8])
-def test_a_dtype_that_does_not_round_is_refused(dtype):
-    with pytest.raises(LayoutError, match=rf"got format {re.escape(str(dtype))} and seed 0;.*Plain float32 does not round"):
-        stochastic(dtype)
-    with pytest.raises(LayoutError, match=r"and seed -1; expected"):
-        stochastic(MXINT4, seed=-1)
-
-
-def test_parameters_at_rest_are_refused():
-    with pytest.raises(
-        LayoutError, match=r"stored is 'stochastic_mxint4', which rounds stochastically.*pass the format itself"
-    ):
-        fs.Precision(stored=WIRE)
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused(name):
+    act, match = REFUSED[name]
+    with pytest.raises(FsharpError, match=match):
+        act()
 
 
 @on_ranks(DP)
@@ -255,13 +251,6 @@ def test_graphs_are_refused(comm):
         state = make_state(comm, "zero1", precision=precision)
         with pytest.raises(ScheduleError, match=r"CapturedStep\(\): unit 'embed' has a format that rounds stochastically"):
             _check_capturable(torch.device("cuda"), fs.SchedulePolicy(gather_at_start=False), state, 2)
-
-
-def test_a_mapping_of_updates_is_refused():
-    with pytest.raises(
-        FsharpError, match=r"update is \{'outer'.*expected a Format for all axes: an update that is encoded again"
-    ):
-        fs.Precision(update={"outer": MXINT4})
 
 
 def test_ranks_compare_seeds():

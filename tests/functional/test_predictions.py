@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import fsharp as fs
-from fsharp.testing import processes, simulate
+from fsharp.testing import simulate
 from tests.gpt_like import block, embed, head, loss_fn, make_batches, make_params
 from tests.scheduling import ON_TWO_AXES, every
 
@@ -54,12 +54,6 @@ def test_traffic_of_a_step(name, precision, frozen):
         expected = fs.inspect.step_traffic(layout, microbatches=microbatches)
         for calls in simulate(mesh, lambda comm, m=microbatches: traffic_of_a_step(layout, params, m, comm)):
             assert calls == expected
-
-
-def test_traffic_in_processes():
-    mesh, layout, params = setup("hfsdp", "bfloat16")
-    for calls in processes(mesh, lambda comm: traffic_of_a_step(layout, params, 2, comm)):
-        assert calls == fs.inspect.step_traffic(layout, microbatches=2)
 
 
 def test_traffic_in_numbers():

@@ -292,19 +292,17 @@ def test_ranks_that_leave_after_different_steps_hear_of_it(tmp_path):
         ({"total": 8}, r"config\.Run\(\)\.total"),
         ({"save_every": 3}, r"config\.Run\(\)\.save_every"),
         ({"on_nonfinite": "skip"}, r"config\.Run\(\)\.on_nonfinite"),
+        ({"root": "elsewhere"}, r"config\.Run\(\)\.root"),
     ],
 )
-def test_ranks_that_were_started_differently(tmp_path, odd, field):
+def test_ranks_that_were_started_differently(tmp_path, monkeypatch, odd, field):
+    monkeypatch.chdir(tmp_path)
+
     def rank_fn(comm):
-        train(comm, tmp_path, **({"config": {"lr": 1}} | (odd if comm.rank else {})))
+        train(comm, **({"root": "here", "config": {"lr": 1}} | (odd if comm.rank else {})))
 
     with pytest.raises(AgreementError, match=field):
         simulate(DP2, rank_fn)
-
-
-def test_another_root_on_one_rank(tmp_path):
-    with pytest.raises(AgreementError, match=r"config\.Run\(\)\.root"):
-        simulate(DP2, lambda comm: train(comm, tmp_path / str(comm.rank)))
 
 
 def test_the_root_is_where_it_was_when_the_run_was_made(tmp_path, monkeypatch):

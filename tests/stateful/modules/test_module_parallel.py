@@ -128,8 +128,7 @@ def mixture(comm, name):
         units=[Moe, Experts],
         policy=DebugPolicy(poison=True),
     )
-    data = [(x.chunk(comm.mesh.size)[comm.rank], y.chunk(comm.mesh.size)[comm.rank]) for x, y in modules.batches(None, 4)]
-    return model, data
+    return model, modules.batches(comm, 4, size=8 // comm.mesh.size)
 
 
 @every(2, name=PLACES)

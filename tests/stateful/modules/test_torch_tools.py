@@ -17,7 +17,7 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 import fsharp as fs
 from fsharp.errors import LayoutError, TreeError
 from fsharp.functional.layout.slicing import boxes_covering_run
-from fsharp.testing import processes, simulate
+from fsharp.testing import processes
 from tests.modules import batches, train, values, wrap
 from tests.ranks import on_ranks
 from tests.scheduling import DP, assert_same
@@ -49,6 +49,7 @@ def refusals(comm):
         "DDP of a submodule": lambda: DistributedDataParallel(cut[0]),
         "DDP around it": lambda: DistributedDataParallel(nn.Sequential(nn.Linear(4, 4), whole)),
         "DDP by shard_module": lambda: fs.shard_module(DistributedDataParallel(plain_pair()), mesh=comm),
+        "DataParallel": lambda: DataParallel(cut),
         "FSDP1": lambda: FullyShardedDataParallel(cut, device_id=cpu),
         "FSDP2": lambda: fully_shard(cut),
         "FSDP2, whole": lambda: fully_shard(whole),
@@ -57,6 +58,7 @@ def refusals(comm):
         "get_optimizer_state_dict": lambda: torch_state_dict.get_optimizer_state_dict(cut, optimizer(cut)),
         "set_model_state_dict": lambda: torch_state_dict.set_model_state_dict(cut, {}, options=full),
     }
+    assert DataParallel(plain_pair()).module is not None
     said = {}
     for name, act in acts.items():
         with pytest.raises((LayoutError, TreeError), match=EXPECTED[name]) as info:
@@ -74,6 +76,7 @@ EXPECTED = {
     "DDP of a submodule": r"DistributedDataParallel\(\): parameter 'weight' belongs to a ShardedModule",
     "DDP around it": r"DistributedDataParallel\(\): parameter '1\.0\.weight' belongs to a ShardedModule",
     "DDP by shard_module": r"'the root' is a DistributedDataParallel.*model\.module",
+    "DataParallel": r"^DataParallel\(\): parameter '0\.weight' belongs to a ShardedModule",
     "FSDP1": r"'0\.weight' is sharded.*flatten\(\) of FSDP would take for the whole tensor\. The module is sharded already",
     "FSDP2": r"'0\.weight' is sharded.*chunk\(\) of FSDP would take for the whole tensor\. The module is sharded already",
     "FSDP2, whole": r"'0\.weight' is used by chunk\(\) of FSDP.*The module is sharded already",
@@ -123,16 +126,6 @@ def test_what_a_chunk_cannot_say_is_refused(comm):
         TreeError, match=r"checkpoint cannot describe '0\.weight', which has different values on ranks along \['ep'\]"
     ):
         model.state_dict()["0.weight"].__create_chunk_list__()
-
-
-def test_data_parallel_is_refused():
-    def rank_fn(comm):
-        model, _ = wrap(comm, "zero3")
-        with pytest.raises(TreeError, match=r"DataParallel\(\): parameter 'embed\.weight' belongs to a ShardedModule"):
-            DataParallel(model)
-
-    simulate(DP, rank_fn)
-    assert DataParallel(plain_pair()).module is not None
 
 
 class Marked(torch.Tensor):
