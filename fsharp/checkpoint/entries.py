@@ -19,7 +19,7 @@ from fsharp.checkpoint.shard_file import SAVABLE_DTYPES
 from fsharp.errors import TreeError, problem
 from fsharp.functional.comm.protocol import Comm
 from fsharp.functional.comm.residuals import PerRank as PerRank
-from fsharp.functional.formats.format import dtype_name
+from fsharp.functional.formats.format import tensor_text
 from fsharp.functional.layout.mesh import Mesh
 from fsharp.functional.layout.placement import Place
 from fsharp.functional.layout.sharded import Sharded, is_sharded
@@ -91,10 +91,6 @@ class TensorEntry:
     is_replicated: bool = False
     is_group_scalar: bool = False
 
-    def release(self) -> None:
-        """Release the memory of the tensor."""
-        self.local = torch.empty(0, device="cpu")
-
     @property
     def numel(self) -> int:
         """Number of elements of the whole tensor."""
@@ -132,13 +128,13 @@ class TreeContents:
 
     def texts_to_compare(self) -> dict[str, str]:
         """Return, by name, the texts that have to be equal on all ranks."""
-        tensors = (f"{entry.name}: {dtype_name(entry.dtype)}{list(entry.shape)}" for entry in self.entries.values())
+        tensors = (f"{entry.name}: {tensor_text(entry)}" for entry in self.entries.values())
         return {"tensors": "\n".join(tensors), "layouts": "\n".join(self.layouts)}
 
     def release(self) -> None:
         """Release the memory of all tensors; names, shapes and dtypes stay."""
-        for entry in self.entries.values():
-            entry.release()
+        none = torch.empty(0, device="cpu")
+        self.entries = {name: replace(entry, local=none) for name, entry in self.entries.items()}
 
 
 def contents_of(where: str, tree: Any, comm: Comm) -> TreeContents:
@@ -258,10 +254,7 @@ def is_checkpoint_leaf(leaf: Any) -> bool:
 
 
 class LeafWithPaths(NamedTuple):
-    """A leaf of a tree, with two forms of its path.
-
-    Fields of named tuples have their name in ``names``, and their number in ``entries``, as in paths of :func:`~fsharp.plan`.
-    """
+    """A leaf and its path: with names of named tuples' fields in ``names``, and numbers in ``entries``, as plan() has them."""
 
     names: tuple[str, ...]
     entries: tuple[str, ...]
@@ -385,13 +378,8 @@ def _leaf_pieces_by_path(unit: UnitLayout, place: Place, rank: int) -> dict[str,
     return {leaf.path: pieces_of(leaf) for leaf in unit.leaves if leaf.tied_to is None}
 
 
-def _flat_view(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().resolve_conj().resolve_neg().contiguous().view(-1)
-
-
 def _replicated_entry(where: str, name: str, tensor: torch.Tensor, mesh: Mesh) -> TensorEntry:
-    _check_plain_tensor(where, name, tensor)
-    n, local = tensor.numel(), _flat_view(tensor)
+    n, local = tensor.numel(), _flat_elements(where, name, tensor)
     return TensorEntry(
         name, tensor.dtype, tuple(tensor.shape), lambda rank: Piece(0, n, rank, mesh.size), local, is_replicated=True
     )
@@ -400,16 +388,16 @@ def _replicated_entry(where: str, name: str, tensor: torch.Tensor, mesh: Mesh) -
 def _per_rank_entry(where: str, name: str, tensor: Any, comm: Comm) -> TensorEntry:
     if not isinstance(tensor, torch.Tensor):
         raise TreeError(f"{where}: {name!r} is {type(tensor).__name__} {tensor!r:.60}: PerRank is for tensors.")
-    _check_plain_tensor(where, name, tensor)
-    n, local = tensor.numel(), _flat_view(tensor)
+    n, local = tensor.numel(), _flat_elements(where, name, tensor)
     return TensorEntry(name, tensor.dtype, (comm.mesh.size, *tensor.shape), lambda rank: Piece(rank * n, (rank + 1) * n), local)
 
 
-def _check_plain_tensor(where: str, name: str, tensor: torch.Tensor) -> None:
+def _flat_elements(where: str, name: str, tensor: torch.Tensor) -> torch.Tensor:
     if tensor.layout is not torch.strided or type(tensor) not in (torch.Tensor, torch.nn.Parameter):
         raise TreeError(
             f"{where}: {name!r} is a {type(tensor).__name__} of layout {tensor.layout}, expected a plain, dense tensor."
         )
+    return tensor.detach().resolve_conj().resolve_neg().contiguous().view(-1)
 
 
 def _add_entry(where: str, found: TreeContents, entry: TensorEntry) -> None:

@@ -319,11 +319,7 @@ def _fill_tree(
     read: Callable[[Checkpoint, list[NeededElements]], None],
     kept: Collection[str],
 ) -> None:
-    """Fill the tensors of a tree.
-
-    Raises CheckpointError for damaged bytes, for tied leaves with different values, and for different numbers in leaves that
-    share one number.
-    """
+    """Fill the tensors of a tree; CheckpointError for damage, and for different values of tied leaves or a shared number."""
     needs, numbers, again = list[NeededElements](), list[tuple[TensorEntry, torch.Tensor]](), list[torch.Tensor]()
     for name, entry in into.entries.items():
         if name in kept:

@@ -48,10 +48,7 @@ class TensorRecord:
 
 
 class FileRecord(NamedTuple):
-    """A file in the folder of the checkpoint.
-
-    ``digest`` is the XXH3-128, in hexadecimal digits, of header and table of block digests; None for another library's file.
-    """
+    """A file of the checkpoint. ``digest``: the XXH3-128, in hex, of header and digests; None for another library's file."""
 
     name: str
     nbytes: int
@@ -118,10 +115,7 @@ class Manifest:
 
     @staticmethod
     def from_json(where: str, data: bytes) -> "Manifest":
-        """Return the manifest in the bytes of its file. ``where`` is the path of the file, for messages.
-
-        Raises CheckpointError if the bytes are truncated, changed or of another version, or chunks do not tile the tensors.
-        """
+        """Return the manifest in the bytes of the file ``where``; CheckpointError if they are damaged or of another version."""
         try:
             body = parse_json(data)
             if not isinstance(body, dict) or body.get("format") != MANIFEST_FORMAT:
@@ -192,10 +186,7 @@ def structure_of(value: Any) -> Any:
 
 
 def rebuild_from_structure(name: str, structure: Any, value: Callable[[str], Any]) -> Any:
-    """Return the value called ``name``, rebuilt from its structure, a result of :func:`structure_of`.
-
-    ``value`` returns the number, text or boolean at a dotted name: ``name``, followed by indices in lists and keys in dicts.
-    """
+    """Return the value ``name`` of a :func:`structure_of`. ``value`` returns the number, text or boolean at a dotted name."""
     if structure is None:
         return None
     if structure == 0:

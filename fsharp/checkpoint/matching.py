@@ -9,7 +9,7 @@ import torch
 from fsharp.checkpoint.entries import TreeContents, Value
 from fsharp.checkpoint.manifest import Manifest
 from fsharp.errors import TreeError, problem
-from fsharp.functional.formats.format import dtype_name
+from fsharp.functional.formats.format import tensor_text
 from fsharp.functional.tree.paths import select_paths
 
 _MAX_SHOWN_ROWS = 12
@@ -93,12 +93,11 @@ def check_matches(
             continue
         if record is None:
             kind = "a number or text in the checkpoint" if source in manifest.values else "not in the checkpoint"
-            rows.append((name, f"{kind}; expected {_dtype_and_shape(entry.dtype, entry.shape)}"))
+            rows.append((name, f"{kind}; expected {tensor_text(entry)}"))
             continue
         is_right = record.dtype == entry.dtype or (cast and torch.can_cast(record.dtype, entry.dtype))
         if record.shape != entry.shape or not is_right:
-            stored_as = _dtype_and_shape(record.dtype, record.shape)
-            rows.append((name, f"{stored_as} in the checkpoint; expected {_dtype_and_shape(entry.dtype, entry.shape)}"))
+            rows.append((name, f"{tensor_text(record)} in the checkpoint; expected {tensor_text(entry)}"))
     for name, value in wanted.values.items():
         there = manifest.values.get(stored(name))
         if not is_new(name, stored(name)) and _value_kind(there) is not _value_kind(value):
@@ -122,11 +121,17 @@ def check_matches(
 
 
 def first_error_rows(rows: list[tuple[str, str]]) -> list[tuple[str, str]]:
-    """Return the first rows of an error message, and a row with the number of further rows."""
-    lines = _merge_alike_rows(rows)
-    return lines[:_MAX_SHOWN_ROWS] + (
-        [("...", f"and {len(lines) - _MAX_SHOWN_ROWS} more lines")] if len(lines) > _MAX_SHOWN_ROWS else []
-    )
+    """Return the first rows of an error message, and their number. Names that differ only in numbers share a row."""
+    alike: dict[tuple[str, str], list[str]] = {}
+    for name, text in rows:
+        pattern = ".".join("*" if part.isdigit() else part for part in name.split("."))
+        alike.setdefault((pattern, text), []).append(name)
+    lines = [
+        (f"{names[0]!r:.200}", text) if len(names) == 1 else (f"{pattern!r:.200}", f"{text} ({len(names)} of them)")
+        for (pattern, text), names in alike.items()
+    ]
+    more = [("...", f"and {len(lines) - _MAX_SHOWN_ROWS} more lines")] if len(lines) > _MAX_SHOWN_ROWS else []
+    return lines[:_MAX_SHOWN_ROWS] + more
 
 
 def _value_kind(value: Value) -> type | None:
@@ -134,19 +139,3 @@ def _value_kind(value: Value) -> type | None:
     if isinstance(value, bool | str):
         return bool if isinstance(value, bool) else str
     return None if value is None else float
-
-
-def _dtype_and_shape(dtype: torch.dtype, shape: tuple[int, ...]) -> str:
-    return f"{dtype_name(dtype)}{list(shape)}"
-
-
-def _merge_alike_rows(rows: list[tuple[str, str]]) -> list[tuple[str, str]]:
-    """Return the rows, with one row for all names that differ only in numbers and have the same text."""
-    alike: dict[tuple[str, str], list[str]] = {}
-    for name, text in rows:
-        pattern = ".".join("*" if part.isdigit() else part for part in name.split("."))
-        alike.setdefault((pattern, text), []).append(name)
-    return [
-        (f"{names[0]!r:.200}", text) if len(names) == 1 else (f"{pattern!r:.200}", f"{text} ({len(names)} of them)")
-        for (pattern, text), names in alike.items()
-    ]

@@ -150,10 +150,7 @@ class DeferredError:
 
 
 def shift_over_ranks(send: torch.Tensor, nbytes: int, shift: int, comm: Comm, *, label: str) -> torch.Tensor:
-    """Send bytes to rank ``r + shift``, modulo the number of ranks, and return the bytes from rank ``r - shift``.
-
-    All ranks call this function. ``send`` is 1-D uint8; ``nbytes`` is the number of bytes that this rank receives.
-    """
+    """Send 1-D uint8 to rank ``r + shift``, and return ``nbytes`` bytes from rank ``r - shift``. All ranks call it."""
     n = comm.mesh.size
     to, source = [0] * n, [0] * n
     to[(comm.rank + shift) % n], source[(comm.rank - shift) % n] = len(send), nbytes
@@ -188,10 +185,9 @@ def _requests_to_fill(holder: int, file: str, start: int, into: bytearray) -> li
 def exchange_requested_bytes(folder: str, wanted: Sequence[ReadRequest], comm: Comm, deferred: DeferredError) -> None:
     """Fetch bytes from other hosts, and serve the requests of other ranks. All ranks call this function.
 
-    ``folder`` is the folder of the save on this host. ``deferred`` keeps the first error; the rank still takes part to the end.
-
-    Cost: one ``all_reduce``, and a round for each distance ``holder - rank`` that occurs in a request. A round sends the sizes
-    of requests, the requests, and then the requested bytes, in pieces. Memory: two pieces.
+    ``folder`` is that of the save on this host. ``deferred`` keeps the first error; the rank still takes part to the end. Cost:
+    one ``all_reduce``, and a round for each distance ``holder - rank`` in a request. A round sends the sizes of requests, the
+    requests, and then the requested bytes, in pieces. Memory: two pieces.
     """
     n = comm.mesh.size
     if n == 1:
@@ -274,9 +270,8 @@ def read_from_hosts(
 ) -> None:
     """Read elements of a save into their targets, from files on this host or on other hosts. All ranks call this function.
 
-    ``folder`` is the folder of the save on this host. Raises DamagedCopy, on this rank alone, for missing or damaged bytes;
-    names the file, the tensors and the host. Cost: each rank receives the blocks that it needs and that its host lacks, and the
-    headers and tables of digests of their files.
+    ``folder`` is that of the save on this host. Raises DamagedCopy, on this rank alone, for missing or damaged bytes. Cost:
+    each rank receives the blocks that it needs and its host lacks, and the headers and digests of their files.
     """
     here = save.hosts.get(comm.rank - comm.rank % domain_size, {})
     parts, deferred, fetched = needed_elements_by_file(manifest, needs), DeferredError(), _FetchedHeaders()

@@ -52,10 +52,7 @@ class CoalescedRead(NamedTuple):
 
 
 class Reader:
-    """A reader of one checkpoint that opens each file once, and keeps the file's header and table of digests.
-
-    Memory: headers and tables: 0.2 % of the files, and some 200 bytes for each tensor in each file.
-    """
+    """A reader of one checkpoint that opens each file once, and keeps its header and its digests: 0.2 % of its size."""
 
     def __init__(self, folder: str, manifest: Manifest) -> None:
         self._folder, self._manifest, self._storage = folder, manifest, storage_of(folder)
@@ -63,10 +60,7 @@ class Reader:
 
     @torch.no_grad()
     def read(self, needs: Iterable[NeededElements], *, buffer_nbytes: int = BUFFER_NBYTES) -> None:
-        """Read elements into their targets, through a buffer of ``buffer_nbytes``, and at least of one block (4 KiB).
-
-        Raises CheckpointError for missing or damaged bytes; names the file, its tensors, and the rank that wrote the file.
-        """
+        """Read elements into their targets, through a buffer of at least one block; CheckpointError, which names the file."""
         for number, parts in needed_elements_by_file(self._manifest, needs).items():
             file = self._files.get(number)
             if file is None:
@@ -101,10 +95,7 @@ def check_file_size(storage: Readable, path: str, nbytes: int) -> None:
 
 
 class ShardFileReader:
-    """A reader of parts of a checkpoint's file. Rank ``number`` wrote the file.
-
-    Raises CheckpointError if the size or the digest of the file is not that of the manifest.
-    """
+    """A reader of parts of rank ``number``'s file; CheckpointError if its size or digest is not that of the manifest."""
 
     def __init__(self, storage: Readable, folder: str, record: FileRecord, number: int, save_id: str) -> None:
         self.path, self._storage, self._number = f"{folder}/{record.name}", storage, number
@@ -130,10 +121,7 @@ class ShardFileReader:
         self._end = size - length - len(table)
 
     def chunk_begin(self, name: str, dtype: torch.dtype, chunk: Chunk) -> int:
-        """Return where a chunk of a tensor begins, in bytes behind the header of the file.
-
-        Raises CheckpointError if the file has no chunk of the tensor, or one of another size or dtype.
-        """
+        """Return where a chunk begins, in bytes behind the header; CheckpointError if there is none of this size and dtype."""
         found = self._extents.get(name)
         expected = dtype if dtype in SAFETENSORS_DTYPES or not self._table else torch.uint8
         if found is not None and self._table and found.begin % dtype.itemsize:
@@ -167,10 +155,7 @@ class ShardFileReader:
             self.fill_targets(each, buffer)
 
     def coalesced_reads(self, ranges: Sequence[FileRange], buffer_nbytes: int) -> list[CoalescedRead]:
-        """Return the reads for ranges, which are in order of their first byte and do not overlap.
-
-        A read is of whole blocks: one block, or as many as fit into ``buffer_nbytes``.
-        """
+        """Return reads of whole blocks, of at most ``buffer_nbytes``, for ranges in order that do not overlap."""
         block, most = BLOCK_NBYTES if self._table else 1, max(BLOCK_NBYTES, buffer_nbytes // BLOCK_NBYTES * BLOCK_NBYTES)
         found, start, stop = list[CoalescedRead](), 0, 0
         for file_range in ranges:

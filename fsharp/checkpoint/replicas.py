@@ -148,7 +148,14 @@ class Replicas(BackgroundSaver):
                 raise CheckpointError(f"Replicas(): comm is {type(comm).__name__}, expected a Comm from connect().")
             if "://" in os.fspath(folder):
                 raise CheckpointError(f"Replicas(): {os.fspath(folder)!r} is a URL, expected a folder in this host's memory.")
-            _check_copies_and_domain_size(comm.mesh.size, copies, size)
+            n = comm.mesh.size
+            if size < 1 or n % size:
+                raise CheckpointError(f"Replicas(): domain_size is {size}, and {n} ranks are not whole hosts of as many.")
+            if not 0 <= copies < n // size:
+                raise CheckpointError(
+                    f"Replicas(): copies is {copies}, expected at least 0 and less than the {n // size} hosts that {n} ranks "
+                    f"form with domain_size={size}: each copy is on another host."
+                )
             if comm.rank % size == 0:
                 self._claim = name_path_in_errors(self._folder, lambda: FolderClaim(self._folder, token))
                 remove_incomplete(self._folder)
@@ -232,14 +239,17 @@ class Replicas(BackgroundSaver):
             if self._claim is not None and self._claim.is_closed:
                 raise CheckpointError("refresh(): these Replicas are closed. Make new ones.")
 
-        def new_id() -> str:
-            return xxhash.xxh3_64_hexdigest(self._run + struct.pack("<Q", next(self._numbers)))
-
         with self._lock:
             self.wait()
-            facts = {"step": step, "config": config, "metric": None, "save_id": new_id}
             snapshot = take_snapshot(
-                "refresh()", self._folder, tree, comm=self._comm, prepare=check_open, shared_root=False, **facts
+                *("refresh()", self._folder, tree),
+                step=step,
+                comm=self._comm,
+                config=config,
+                metric=None,
+                save_id=lambda: xxhash.xxh3_64_hexdigest(self._run + struct.pack("<Q", next(self._numbers))),
+                prepare=check_open,
+                shared_root=False,
             )
             self._begin_save(snapshot, self._write_to_hosts)
 
@@ -434,13 +444,3 @@ class Replicas(BackgroundSaver):
             super().close()
         finally:
             self._close_claim()
-
-
-def _check_copies_and_domain_size(n: int, copies: int, domain_size: int) -> None:
-    if domain_size < 1 or n % domain_size:
-        raise CheckpointError(f"Replicas(): domain_size is {domain_size}, and {n} ranks are not whole hosts of as many.")
-    if not 0 <= copies < n // domain_size:
-        raise CheckpointError(
-            f"Replicas(): copies is {copies}, expected at least 0 and less than the {n // domain_size} hosts that {n} ranks "
-            f"form with domain_size={domain_size}: each copy is on another host."
-        )

@@ -8,6 +8,7 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable
+from dataclasses import replace
 from types import TracebackType
 from typing import Any, Self
 
@@ -62,17 +63,18 @@ class BackgroundSaver:
             job(snapshot)
             return
         try:
-            self._copy_to_host(snapshot)
+            snapshot = replace(snapshot, values=self._copy_to_host(snapshot))
         except Exception as error:  # other ranks go on, and get the error in the job
-            snapshot.fail_write_with(error)
+            snapshot = replace(snapshot, values=(), failure=error)
+        snapshot.contents.release()
         outcome = Outcome()
         self._worker.submit(lambda: job(snapshot), outcome)
         self._under_way = outcome
         _busy_savers.add(self)
 
     @torch.inference_mode(False)  # tensors made in inference mode could not be written to outside of it
-    def _copy_to_host(self, snapshot: Snapshot) -> None:
-        """Replace values by copies in host memory. The memory of the last save is reused."""
+    def _copy_to_host(self, snapshot: Snapshot) -> list[torch.Tensor]:
+        """Return copies of the values in host memory. The memory of the last save is reused."""
         values, devices = list(snapshot.values), {x.device for x in snapshot.values if x.device.type != "cpu"}
         if snapshot.tensors != self._staged_as:
             is_pinned = bool(devices)
@@ -82,7 +84,7 @@ class BackgroundSaver:
             torch._foreach_copy_(self._staged, values, non_blocking=True)
         for device in devices:
             torch.accelerator.synchronize(device)
-        snapshot.use_copies(list(self._staged))
+        return list(self._staged)
 
     @property
     def is_busy(self) -> bool:

@@ -59,15 +59,6 @@ class Snapshot:
     values: Iterable[torch.Tensor]
     failure: Exception | None = None
 
-    def use_copies(self, values: Iterable[torch.Tensor]) -> None:
-        """Use these copies as values, and release the tensors of the tree."""
-        self.values = values
-        self.contents.release()
-
-    def fail_write_with(self, error: Exception) -> None:
-        """Make the later write raise this error on all ranks, as this rank has no values."""
-        self.values, self.failure = (), error
-
 
 @options_checked
 def save(
@@ -166,8 +157,20 @@ def take_snapshot(
         return contents
 
     def fields(contents: TreeContents) -> dict[str, str]:
-        text, same = json.dumps(config, sort_keys=True), {"root": root} if shared_root else {}
-        return {"step": str(step), **same, "config": text, "metric": repr(metric), **_snapshot_texts_to_compare(contents)}
+        # The name keeps a copy on the host alive, which a view of its bytes does not.
+        on_host = ((e.name, e.local.cpu()) for e in contents.entries.values() if e.is_replicated)
+        same = [f"{name}: {xxhash.xxh3_64_hexdigest(bytes_of(local))}" for name, local in on_host]
+        return {
+            "step": str(step),
+            **({"root": root} if shared_root else {}),
+            "config": json.dumps(config, sort_keys=True),
+            "metric": repr(metric),
+            **contents.texts_to_compare(),
+            "history of modules": "\n".join(contents.settings),
+            "values": "\n".join(f"{name}: {value!r}" for name, value in contents.values.items()),
+            "lists, tuples and None": "\n".join(f"{name}: {json.dumps(each)}" for name, each in contents.objects.items()),
+            "values of tensors, which PerRank() and, for buffers, OwnBuffers() allow to differ": "\n".join(same),
+        }
 
     contents = check_on_all_ranks(where, comm, check, fields)
     name, tensors, values = save_id(), [], []
@@ -217,19 +220,6 @@ def check_free_space(root: str, nbytes: int) -> None:
     free, need = storage_of(root).free_nbytes(root), nbytes + _SPARE_NBYTES
     if free is not None and need > free:
         raise CheckpointError(f"{root}: {free:,} bytes are free, and this checkpoint takes {need:,}. Nothing was written.")
-
-
-def _snapshot_texts_to_compare(contents: TreeContents) -> dict[str, str]:
-    entries = contents.entries.values()
-    on_host = ((e.name, e.local.cpu()) for e in entries if e.is_replicated)  # the name keeps a copy alive; bytes do not
-    same = [f"{name}: {xxhash.xxh3_64_hexdigest(bytes_of(local))}" for name, local in on_host]
-    return {
-        **contents.texts_to_compare(),
-        "history of modules": "\n".join(contents.settings),
-        "values": "\n".join(f"{name}: {value!r}" for name, value in contents.values.items()),
-        "lists, tuples and None": "\n".join(f"{name}: {json.dumps(each)}" for name, each in contents.objects.items()),
-        "values of tensors, which PerRank() and, for buffers, OwnBuffers() allow to differ": "\n".join(same),
-    }
 
 
 def name_path_in_errors(path: str, write: Callable[[], T]) -> T:
@@ -301,10 +291,7 @@ def verify_written_file(staged: str, record: FileRecord, rank: int, save_id: str
 def write_manifest_and_publish(
     snapshot: Snapshot, staged: str, records: Sequence[FileRecord], manifest: Manifest, *, rank: int
 ) -> None:
-    """Write the manifest to the folder ``staged``, and publish the folder.
-
-    Raises CheckpointError if this rank, which is ``rank``, does not see all bytes of the files ``records``.
-    """
+    """Write the manifest, and publish the folder; CheckpointError if rank ``rank`` does not see all bytes of the files."""
     storage = storage_of(snapshot.folder)
     for record in records:
         found = storage.nbytes(f"{staged}/{record.name}")

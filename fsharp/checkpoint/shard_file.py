@@ -10,7 +10,7 @@ import json
 import math
 import struct
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import xxhash
@@ -51,19 +51,11 @@ class StoredTensor(NamedTuple):
         return math.prod(self.shape) * self.dtype.itemsize
 
 
-class HasNbytes(Protocol):
-    """Protocol of an object with a size in bytes."""
-
-    @property
-    def nbytes(self) -> int:
-        """Size of the object in bytes."""
-
-
-S = TypeVar("S", bound=HasNbytes)
+S = TypeVar("S", bound=Any)
 
 
 def batches_by_nbytes(items: Iterable[S], max_nbytes: int) -> list[list[S]]:
-    """Group items, in order, into batches of at most ``max_nbytes``; a larger item is a batch of its own."""
+    """Group items, by their ``nbytes`` and in order, into batches of at most ``max_nbytes``; a larger item is alone."""
     found: list[list[S]] = []
     size = 0
     for item in items:
@@ -124,11 +116,7 @@ def in_write_order(tensors: Iterable[StoredTensor]) -> list[StoredTensor]:
 
 
 def write_file(write: Callable[[memoryview], None], header: bytes, data: Iterator[torch.Tensor]) -> str:
-    """Write a file; return the digest of its header and table.
-
-    ``header`` is a result of :func:`encode_header`. ``data`` yields the tensors of the header, in order, contiguous and on the
-    host. A tensor may be freed when the next one is asked for.
-    """
+    """Write a header, and tensors in its order, each of which may be freed before the next; return the file's digest."""
     digests = _BlockDigests()
     write(memoryview(header))
     for tensor in data:
@@ -183,10 +171,7 @@ def bytes_of(tensor: torch.Tensor) -> memoryview:
 
 
 def parse_header(where: str, header: bytes, nbytes: int) -> tuple[dict[str, TensorExtent], dict[str, str]]:
-    """Return the tensors and the metadata in the header of a file of ``nbytes``, written by this library or another.
-
-    Raises CheckpointError if the bytes are no header, or the tensors do not tile the bytes behind the header.
-    """
+    """Return tensors and metadata in the header of a file; CheckpointError if it is none, or tensors do not tile the file."""
     try:
         described = parse_json(header[8:])
         metadata = {str(k): str(v) for k, v in (described.pop(METADATA_NAME, None) or {}).items()}
@@ -245,10 +230,7 @@ def refuse_repeated_names(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def header_nbytes(where: str, head: bytes, nbytes: int) -> int:
-    """Return the size of length field and header together, from the first 8 bytes of a file of ``nbytes``.
-
-    Raises CheckpointError if the header would be larger than any header may be, or than the file.
-    """
+    """Return the bytes of length field and header, from a file's first 8 bytes; CheckpointError if they are too many."""
     length = struct.unpack("<Q", head)[0] if len(head) == 8 else -1
     if not 2 <= length <= min(_MAX_HEADER_NBYTES, nbytes - 8):
         raise CheckpointError(f"{where}: this is not a safetensors file: its header would have {length:,} bytes.")

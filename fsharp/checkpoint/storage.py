@@ -7,7 +7,7 @@ import shutil
 import stat
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from typing import Any, ClassVar, Protocol
 
 from fsharp.checkpoint.manifest import MANIFEST_NAME
@@ -32,47 +32,13 @@ class Readable(Protocol):
         """Fill memory with the bytes of a file from ``start`` on. Raises CheckpointError if a byte cannot be read."""
 
 
-class Storage(Readable, Protocol):
-    """Protocol of a storage of folders with files.
-
-    A folder is *published* once it has all of its files. No file in a published folder changes.
-    """
-
-    def list_names(self, folder: str) -> list[str]:
-        """Return the names in a folder, in order; none if there is no folder."""
-
-    def staging_path(self, folder: str) -> str:
-        """Return the path of the folder in which the files of ``folder`` are collected."""
-
-    def make_staging_folder(self, folder: str) -> None:
-        """Make the folder in which the files of ``folder`` are collected."""
-
-    def append_to_new_file(self, path: str) -> AbstractContextManager[WriteFunction]:
-        """Return a context that yields a function which appends to a new file. At its end the bytes are synced."""
-
-    def publish(self, staged: str, folder: str) -> None:
-        """Rename a staged folder to its final path."""
-
-    def resolve_links(self, folder: str, name: str) -> str:
-        """Return the path, relative to a folder, of the file that a name in the folder stands for."""
-
-    def remove(self, folder: str) -> None:
-        """Remove a folder, if it exists. No reader ever finds a checkpoint with only some of its files."""
-
-    def set_aside(self, path: str) -> str:
-        """Rename a damaged checkpoint or file, so that no reader finds it; return the new path."""
-
-    def free_nbytes(self, folder: str) -> int | None:
-        """Return the number of bytes that fit into a folder; None if it is unknown."""
-
-
 def absolute_path(path: str | os.PathLike[str]) -> str:
     """Return the absolute path of ``path``. A URL is returned unchanged, except for slashes at its end."""
     given = os.fspath(path)
     return given.rstrip("/") if "://" in given else os.path.abspath(given)
 
 
-def storage_of(path: str) -> Storage:
+def storage_of(path: str) -> "Storage":
     """Return the storage of a path, or of a URL such as ``s3://bucket/run``. Raises CheckpointError for an unknown URL."""
     if "://" not in path:
         return LocalStorage()
@@ -84,7 +50,7 @@ def storage_of(path: str) -> Storage:
         raise CheckpointError(f"{path}: {error}") from error
 
 
-def read_index_file(storage: Storage, folder: str, name: str, spare_nbytes: int = 16 << 20) -> bytes:
+def read_index_file(storage: "Storage", folder: str, name: str, spare_nbytes: int = 16 << 20) -> bytes:
     """Return the bytes of a file that describes the other files in its folder.
 
     Raises FileNotFoundError; or CheckpointError if the file has more than twice the bytes of the other files plus
@@ -92,7 +58,7 @@ def read_index_file(storage: Storage, folder: str, name: str, spare_nbytes: int 
     """
     path = f"{folder}/{storage.resolve_links(folder, name)}"
     size = storage.nbytes(path)
-    most = size if size <= spare_nbytes else spare_nbytes + 2 * sum(_file_sizes(storage, folder, except_name=name))
+    most = size if size <= spare_nbytes else spare_nbytes + 2 * (sum(_file_sizes(storage, folder)) - size)
     if size > most:
         raise CheckpointError(
             f"{folder}/{name}: {size:,} bytes, expected at most {most:,}: twice the size of the files that it describes, and "
@@ -103,17 +69,20 @@ def read_index_file(storage: Storage, folder: str, name: str, spare_nbytes: int 
     return bytes(data)
 
 
-def _file_sizes(storage: Storage, folder: str, *, except_name: str) -> Iterator[int]:
+def _file_sizes(storage: "Storage", folder: str) -> Iterator[int]:
     for name in storage.list_names(folder):
         with suppress(CheckpointError, FileNotFoundError):  # only plain files have a size
-            if name != except_name:
-                yield storage.nbytes(f"{folder}/{storage.resolve_links(folder, name)}")
+            yield storage.nbytes(f"{folder}/{storage.resolve_links(folder, name)}")
 
 
 class LocalStorage:
-    """A file system: files are collected under another name, and a folder is published by renaming it."""
+    """A file system: files are collected under another name, and a folder is published by renaming it.
+
+    A folder is *published* once it has all of its files. No file in a published folder changes.
+    """
 
     def list_names(self, folder: str) -> list[str]:
+        """Return the names in a folder, in order; none if there is no folder."""
         try:
             return sorted(os.listdir(folder))
         except (FileNotFoundError, NotADirectoryError):
@@ -122,15 +91,18 @@ class LocalStorage:
             raise CheckpointError(f"{folder}: cannot be read: {error.strerror}.") from error
 
     def staging_path(self, folder: str) -> str:
+        """Return the path of the folder in which the files of ``folder`` are collected."""
         parent, name = os.path.split(folder)
         return os.path.join(parent, f".{name}.partial")
 
     def make_staging_folder(self, folder: str) -> None:
+        """Make the folder in which the files of ``folder`` are collected."""
         _make_folders(os.path.dirname(folder))
         os.mkdir(self.staging_path(folder))
 
     @contextmanager
     def append_to_new_file(self, path: str) -> Iterator[WriteFunction]:
+        """Return a context that yields a function which appends to a new file. At its end the bytes are synced."""
         file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
         try:
 
@@ -144,6 +116,7 @@ class LocalStorage:
             os.close(file)
 
     def publish(self, staged: str, folder: str) -> None:
+        """Rename a staged folder to its final path."""
         _sync_folder(staged)
         os.rename(staged, folder)
         _sync_folder(os.path.dirname(folder))
@@ -160,6 +133,7 @@ class LocalStorage:
         return found.st_size
 
     def resolve_links(self, folder: str, name: str) -> str:
+        """Return the path, relative to a folder, of the file that a name in the folder stands for."""
         return os.path.relpath(os.path.realpath(os.path.join(folder, name)), os.path.realpath(folder))
 
     def read(self, path: str, start: int, into: memoryview) -> None:
@@ -177,6 +151,7 @@ class LocalStorage:
             raise CheckpointError(f"{path}: cannot be read: {error.strerror}.") from error
 
     def remove(self, folder: str) -> None:
+        """Remove a folder, if it exists. No reader ever finds a checkpoint with only some of its files."""
         parent, name = os.path.split(folder)
         gone = folder if name.endswith(REMOVED_SUFFIX) else os.path.join(parent, f".{name.lstrip('.')}{REMOVED_SUFFIX}")
         try:
@@ -193,11 +168,13 @@ class LocalStorage:
             _log.warning("%s: left behind: %s", gone, error)
 
     def set_aside(self, path: str) -> str:
+        """Rename a damaged checkpoint or file, so that no reader finds it; return the new path."""
         os.rename(path, path + DAMAGED_SUFFIX)
         _sync_folder(os.path.dirname(path))
         return path + DAMAGED_SUFFIX
 
     def free_nbytes(self, folder: str) -> int | None:
+        """Return the number of bytes that fit into a folder; None if it is unknown."""
         while not os.path.isdir(folder):
             folder = os.path.dirname(os.path.abspath(folder))
         return shutil.disk_usage(folder).free
@@ -277,10 +254,7 @@ class FolderClaim:
 
 
 class ObjectStore:
-    """An object store of fsspec, which cannot rename: files are written to their final path.
-
-    A folder counts as published when its last file, the manifest, is there.
-    """
+    """An object store of fsspec, which cannot rename: a folder is published when its last file, the manifest, is there."""
 
     def __init__(self, files: Any) -> None:
         self._files = files
@@ -341,3 +315,6 @@ class ObjectStore:
 
     def free_nbytes(self, folder: str) -> int | None:
         return None
+
+
+Storage = LocalStorage | ObjectStore

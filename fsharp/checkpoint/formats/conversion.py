@@ -34,10 +34,8 @@ def write_converted(
 ) -> Checkpoint:
     """Write a checkpoint under ``root`` from the tensors and the values of another library's checkpoint.
 
-    ``where`` is the name of the calling function, for errors. ``read`` yields the elements of the given tensors, one tensor
-    after another. ``config`` is a result of :func:`~fsharp.checkpoint.saving.checked_config`. ``objects`` are those of
-    :class:`~fsharp.checkpoint.manifest.Manifest`. Raises CheckpointError if a tensor and a value have one name; no folder is
-    left behind.
+    ``read`` yields the elements of the given tensors, one tensor after another. ``config`` is checked already. Raises
+    CheckpointError, which begins with ``where``, if a tensor and a value have one name; no folder is left behind.
     """
     if twice := entries.keys() & values.keys():
         raise CheckpointError(f"{where}: a tensor and a value would both have the name {min(twice)!r}.")

@@ -20,7 +20,7 @@ from fsharp.checkpoint.saving import checked_config
 from fsharp.checkpoint.shard_file import StoredTensor
 from fsharp.checkpoint.storage import Storage, read_index_file, storage_of
 from fsharp.errors import CheckpointError
-from fsharp.functional.formats.format import dtype_name
+from fsharp.functional.formats.format import dtype_name, tensor_text
 from fsharp.functional.tree.paths import as_patterns, select_paths
 from fsharp.type_checks import options_checked
 
@@ -298,7 +298,7 @@ def _assemble_tensor(storage: Storage, folder: str, metadata: Any, tensor: Store
             )
         value = _load_object(storage, folder, metadata, tensor.name, chunk.offsets)
         if not isinstance(value, torch.Tensor) or (value.dtype, value.shape) != (tensor.dtype, torch.Size(sizes)):
-            got = f"{dtype_name(value.dtype)}{list(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
+            got = tensor_text(value) if isinstance(value, torch.Tensor) else type(value).__name__
             raise CheckpointError(
                 f"{folder}: a chunk of {tensor.name!r} is {got}, expected {dtype_name(tensor.dtype)}{list(sizes)}."
             )

@@ -70,7 +70,10 @@ def export_safetensors(
         if kind not in SAFETENSORS_DTYPES:
             raise CheckpointError(f"{where}: {stored!r} is {dtype_name(kind)}, which safetensors has no name for.")
         described.append(StoredTensor(name, kind, record.shape))
-    files = _tensors_by_file(described, max_file_nbytes)
+    parts = batches_by_nbytes(described, max_file_nbytes)
+    numbered = [f"model-{i:05d}-of-{len(parts):05d}.safetensors" for i in range(1, len(parts) + 1)]
+    file_names = numbered if len(parts) > 1 else ["model.safetensors"]
+    files = {file: in_write_order(part) for file, part in zip(file_names, parts, strict=True)}
     with write_folder_atomically(where, folder) as staged:
         storage = storage_of(staged)
         for file, tensors in files.items():
@@ -91,10 +94,7 @@ def export_safetensors(
 def stored_name_by_new_name(
     where: str, found: Checkpoint, subtree: str, rename: Callable[[str], str] | None, *, aliases: bool
 ) -> dict[str, str]:
-    """Return the name in the checkpoint of each tensor below a subtree, by its new name.
-
-    Raises CheckpointError if there is no tensor below the subtree, or two tensors get one name.
-    """
+    """Return the stored names of tensors below a subtree by new name; CheckpointError if there are none, or one name twice."""
     prefix = f"{subtree}." if subtree else ""
     result: dict[str, str] = {}
     for stored in (*found.manifest.tensors, *(found.manifest.aliases if aliases else ())):
@@ -108,22 +108,9 @@ def stored_name_by_new_name(
     return result
 
 
-def _tensors_by_file(tensors: list[StoredTensor], max_nbytes: int) -> dict[str, list[StoredTensor]]:
-    """Return the tensors of each file, in the order of writing, by name of the file."""
-    parts = batches_by_nbytes(tensors, max_nbytes)
-    names = [f"model-{i:05d}-of-{len(parts):05d}.safetensors" for i in range(1, len(parts) + 1)]
-    return {
-        name if len(parts) > 1 else "model.safetensors": in_write_order(part) for name, part in zip(names, parts, strict=True)
-    }
-
-
 @contextmanager
 def write_folder_atomically(where: str, path: str | os.PathLike[str]) -> Iterator[str]:
-    """Yield a temporary folder, which is renamed to ``path`` at the end of this context, or removed after an error.
-
-    Raises CheckpointError if the folder at ``path`` is not empty, an interrupted export has left its temporary folder, or the
-    file system raises an error.
-    """
+    """Yield a temporary folder, which becomes ``path`` at the end; CheckpointError if it cannot, or ``path`` is not empty."""
     folder = absolute_path(path)
     storage = storage_of(folder)
     if storage.list_names(folder):

@@ -62,9 +62,9 @@ def _index_and_file_names(names: Collection[str]) -> tuple[list[str], list[str]]
 def huggingface_manifest(storage: Storage, path: str) -> Manifest:
     """Return a manifest of a Hugging Face folder, or of one file of safetensors or of ``torch.save``.
 
-    Links are followed, as the cache of the Hub is made of links. There are no digests, so damage to tensors is not seen. Raises
-    CheckpointError if a file or a tensor of the index is missing, two files have one tensor, or a header is damaged. A file
-    with other objects than tensors, numbers and texts is an error as well. Cost: reads the header of each file.
+    Links are followed, as the cache of the Hub is made of links. There are no digests. Raises CheckpointError if a file or a
+    tensor of the index is missing, two files have one tensor, a header is damaged, or there are other objects than tensors,
+    numbers and texts. Cost: reads the header of each file.
     """
     folder, _, name = path.rpartition("/")
     indices, used = list[str](), [name]
@@ -118,10 +118,7 @@ def _describe_file(storage: Storage, folder: str, name: str) -> tuple[FileRecord
 
 
 def describe_file(storage: Readable, path: str) -> FileDescription:
-    """Return the contents of a file of safetensors or of ``torch.save``; the first bytes decide, not the suffix.
-
-    Raises CheckpointError if the file is neither, is damaged, or holds other objects than tensors, numbers and texts.
-    """
+    """Return the contents of a file of safetensors or ``torch.save``, by its first bytes; CheckpointError if it is neither."""
     size = storage.nbytes(path)
     head = bytearray(min(16, size))
     storage.read(path, 0, memoryview(head))

@@ -11,7 +11,7 @@ import struct
 import zipfile
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from typing import IO, Any, NamedTuple
+from typing import IO, Any
 
 import torch
 
@@ -33,17 +33,10 @@ def load_archive(data: bytes | bytearray) -> Any:
         part = bytearray(data[begin:end])
         return torch.frombuffer(part, dtype=torch.uint8) if part else torch.empty(0, dtype=torch.uint8, device="cpu")
 
-    return _unpickle_archive(io.BytesIO(data), len(data), bytes_in).value
+    return _unpickle_archive(io.BytesIO(data), len(data), bytes_in)[1]
 
 
-class UnpickledArchive(NamedTuple):
-    """The bytes of an archive's pickle, and the object that the pickle makes."""
-
-    pickle: bytes
-    value: Any
-
-
-def describe_archive(storage: Readable, path: str) -> UnpickledArchive:
+def describe_archive(storage: Readable, path: str) -> tuple[bytes, Any]:
     """Return the pickle of an archive, and the object in it, with tensors on the meta device.
 
     A tensor's first element is in the file at byte ``storage_offset() * itemsize``. Raises as :func:`load_archive` does. Cost:
@@ -54,7 +47,7 @@ def describe_archive(storage: Readable, path: str) -> UnpickledArchive:
     return _unpickle_archive(io.BufferedReader(_StorageFile(storage, path, size)), size, lambda begin, end: whole[begin:end])
 
 
-def _unpickle_archive(file: IO[bytes], size: int, bytes_in: Callable[[int, int], torch.Tensor]) -> UnpickledArchive:
+def _unpickle_archive(file: IO[bytes], size: int, bytes_in: Callable[[int, int], torch.Tensor]) -> tuple[bytes, Any]:
     with zipfile.ZipFile(file) as archive:
         records = archive.infolist()
         if any(record.compress_type != zipfile.ZIP_STORED for record in records):
@@ -78,7 +71,7 @@ def _unpickle_archive(file: IO[bytes], size: int, bytes_in: Callable[[int, int],
                 raise ValueError(f"record {key!r:.80} ends behind the end of the file")
             return bytes_in(begin, begin + record.file_size)
 
-        return UnpickledArchive(data, _ArchiveUnpickler(data, elements).load())
+        return data, _ArchiveUnpickler(data, elements).load()
 
 
 class _StorageFile(io.RawIOBase):
@@ -134,11 +127,7 @@ class _ArchiveUnpickler(pickle.Unpickler):
 def _rebuild_tensor(
     elements: torch.Tensor, first: int, shape: Sequence[int], strides: Sequence[int], *rest: Any
 ) -> torch.Tensor:
-    """Return a tensor with the elements of a record.
-
-    The unpickler calls this function for ``torch._utils._rebuild_tensor_v2`` and ``_rebuild_tensor_v3``, which has a dtype
-    besides.
-    """
+    """Return a tensor of a record's elements, for ``_rebuild_tensor_v2`` of torch, and ``_v3``, which has a dtype besides."""
     _, _, *more = rest  # requires_grad and hooks
     dtype, *metadata = more if more and isinstance(more[0], torch.dtype) else (None, *more)
     if any(metadata):
