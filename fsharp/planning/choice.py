@@ -68,14 +68,8 @@ class Candidate:
 class StepArguments:
     """The arguments with which :func:`plan_step` and :func:`predict` are called, beside layout and policy.
 
-    Attributes:
-        uses: the uses of units in a microbatch.
-        remat: names in programs of the units whose activations are recomputed.
-        hardware: the hardware of the layout; ``update_s`` is for all parameters on one rank.
-        microbatches: number of microbatches of a step.
-        optimizer_buffers: values of optimizer state for each parameter.
-        backend: backend of the process groups.
-        activation_nbytes: bytes of activations of a rank.
+    ``uses`` are those of a microbatch. ``remat`` has names in programs. The ``update_s`` of ``hardware`` is for all parameters
+    on one rank. ``optimizer_buffers`` is the number of values of optimizer state for each parameter.
     """
 
     uses: tuple[Use, ...]
@@ -131,10 +125,7 @@ class StepArguments:
 
 
 def peak_nbytes(memory: Mapping[str, int], policy: SchedulePolicy) -> int:
-    """Return the most bytes that a rank needs at one time.
-
-    Offloaded state is on the device only during the update, in which no activations exist.
-    """
+    """Return the most bytes that a rank needs at one time. No activations exist in the update, which offloaded state is for."""
     state = memory["main"] + memory["optimizer"]
     work = max(state, memory["activations"]) if policy.offload else state + memory["activations"]
     return memory["params"] + memory["residuals"] + memory["arena"] + work
@@ -323,7 +314,7 @@ class Choice:
             if body["remat"] != list(remat):
                 raise ValueError("remat was edited, which changes the activations: use pick() instead")
             arguments = StepArguments(**{**step, "uses": uses, "hardware": hardware, "remat": remat})
-            policy = _policy_from_json(body["policy"])
+            policy = SchedulePolicy(**{**body["policy"], "together": tuple(map(tuple, body["policy"]["together"]))})
             rows = tuple(map(_candidate_from_json, body["candidates"]))
             layout = Layout.from_json(json.dumps(body["layout"]))
             found = cls(body["name"], layout, policy, remat, rows, body["budget"], body["activations"], {}, arguments)
@@ -377,7 +368,3 @@ def _candidate_from_json(row: Mapping[str, Any]) -> Candidate:
 
 def _use_from_json(row: Any) -> Use:
     return Use(tuple(row["units"]), tuple(map(_use_from_json, row["inner"])))
-
-
-def _policy_from_json(row: Mapping[str, Any]) -> SchedulePolicy:
-    return SchedulePolicy(**{**row, "together": tuple(tuple(each) for each in row["together"])})

@@ -17,56 +17,60 @@ Activations = float | tuple[float, float]
 
 
 class KeptBytes(NamedTuple):
-    """The bytes that a call of units keeps for its backward.
+    """The bytes that a use of units keeps for its backward.
 
     Attributes:
-        units: names of the units in programs.
-        kept_nbytes: bytes without recomputation and without inner calls.
+        use: the use.
+        kept_nbytes: bytes without recomputation and without inner uses.
         input_nbytes: bytes with recomputation; nan if unknown.
-        inner: the calls inside of this call.
+        inner: the bytes of the uses inside of this one.
     """
 
-    units: tuple[str, ...]
+    use: Use
     kept_nbytes: float
     input_nbytes: float
     inner: "tuple[KeptBytes, ...]" = ()
 
+    @property
+    def units(self) -> list[str]:
+        """Names of the units in programs."""
+        return [name or ROOT for name in self.use.units]
+
     def walk(self) -> "Iterator[KeptBytes]":
-        """Yield this call and all calls inside."""
+        """Yield the bytes of this use and of all uses inside."""
         yield self
         for each in self.inner:
             yield from each.walk()
 
     @property
     def total_nbytes(self) -> float:
-        """Bytes without recomputation, inner calls included."""
-        return self.kept_nbytes + sum(each.total_nbytes for each in self.inner)
+        """Bytes without recomputation, inner uses included."""
+        return sum(each.kept_nbytes for each in self.walk())
 
 
 class Costs(NamedTuple):
     """FLOPs, seconds and kept bytes of the units of a layout in a microbatch.
 
     Attributes:
-        uses: the uses of units, in order.
-        kept: the bytes that each use keeps.
+        kept: the bytes that each use of units keeps, in order of the uses.
         flops: FLOPs of the forward, by name of the unit in programs; empty if unknown.
         seconds: measured seconds ``(forward, backward)`` by name of the unit; empty if unknown.
         source: source of the numbers, in words.
     """
 
-    uses: tuple[Use, ...]
     kept: tuple[KeptBytes, ...]
     flops: Mapping[str, float]
     seconds: Mapping[str, tuple[float, float]]
     source: str
 
-    def calls(self) -> list[KeptBytes]:
-        """Return all calls, inner calls included."""
-        return [each for outer in self.kept for each in outer.walk()]
+    @property
+    def uses(self) -> tuple[Use, ...]:
+        """The uses of units, in order."""
+        return tuple(each.use for each in self.kept)
 
-    def innermost(self) -> list[KeptBytes]:
-        """Return the calls without inner calls."""
-        return [each for each in self.calls() if not each.inner]
+    def calls(self) -> list[KeptBytes]:
+        """Return the bytes of all uses, inner uses included."""
+        return [each for outer in self.kept for each in outer.walk()]
 
     def activation_nbytes(self, recomputed: Collection[str]) -> float:
         """Return the largest sum of kept bytes if the ``recomputed`` units are recomputed, one call at a time.
@@ -99,24 +103,20 @@ def given_costs(layout: Layout, order: Sequence[str | Use], activations: Activat
     def of(use: Use) -> KeptBytes:
         mine = kept[use.units[-1] or ROOT]
         kept_nbytes, input_nbytes = mine if isinstance(mine, tuple) else (mine, math.nan if mine else 0.0)
-        return KeptBytes(tuple(name or ROOT for name in use.units), kept_nbytes, input_nbytes, tuple(map(of, use.inner)))
+        return KeptBytes(use, kept_nbytes, input_nbytes, tuple(map(of, use.inner)))
 
-    return Costs(uses, tuple(map(of, uses)), {}, {}, "given")
+    return Costs(tuple(map(of, uses)), {}, {}, "given")
 
 
 def estimated_costs(layout: Layout, order: Sequence[str | Use], tokens: float) -> Costs:
-    """Return costs that are estimated from shapes: each matrix multiplies the vectors of all tokens, and keeps these vectors.
-
-    Attention and other operations between the matrices do not count.
-    """
-    uses = uses_in_order(layout, order)
+    """Return costs estimated from shapes: each matrix multiplies and keeps the vectors of all tokens; attention is left out."""
     flops = {unit.name or ROOT: 2.0 * tokens * sum(group.used for group in unit.groups) for unit in layout.units}
 
     def of(use: Use) -> KeptBytes:
         inputs = [tokens * each for name in use.units for each in _input_nbytes(layout[name])] or [0.0]
-        return KeptBytes(tuple(name or ROOT for name in use.units), sum(inputs), inputs[0])
+        return KeptBytes(use, sum(inputs), inputs[0])
 
-    return Costs(uses, tuple(map(of, uses)), flops, {}, "estimated from shapes")
+    return Costs(tuple(map(of, uses_in_order(layout, order))), flops, {}, "estimated from shapes")
 
 
 def _input_nbytes(unit: UnitLayout) -> list[float]:
@@ -142,16 +142,14 @@ def costs_of_calls(calls: Sequence[UnitCall], source: str) -> Costs:
             is_last = name == call.units[-1]
             flops.setdefault(name or ROOT, []).append(call.flops * is_last)
             seconds.setdefault(name or ROOT, []).append(spent if is_last else (0.0, 0.0))
+
+    def of(call: UnitCall) -> KeptBytes:
+        return KeptBytes(call.use, call.kept_nbytes, call.input_nbytes, tuple(map(of, call.inner)))
+
     measured = any(not math.isnan(call.forward_s) for call in every)
     return Costs(
-        tuple(call.use for call in calls),
-        tuple(map(_kept_bytes_of, calls)),
+        tuple(map(of, calls)),
         {name: mean(each) for name, each in flops.items()},
         {name: (mean(x for x, _ in each), mean(x for _, x in each)) for name, each in seconds.items()} if measured else {},
         source,
     )
-
-
-def _kept_bytes_of(call: UnitCall) -> KeptBytes:
-    units = tuple(name or ROOT for name in call.units)
-    return KeptBytes(units, call.kept_nbytes, call.input_nbytes, tuple(map(_kept_bytes_of, call.inner)))

@@ -90,11 +90,10 @@ def plan_step(
         known = {"several_uses": times[name] > 1, "several_microbatches": microbatches > 1}
         known |= {"trained": name in trained, "updated": name in trained, "keep_gradients": policy.keep_gradients}
         facts.append(unit.facts(**known))
-    step = _EventList(trained, recomputed)
-    for _ in range(microbatches):
-        step.add_microbatch(uses)
+    numbers = count()
+    events = [event for _ in range(microbatches) for event in _microbatch_events(uses, trained, recomputed, numbers)]
     fetches = [Event("fetch", unit.name or ROOT) for unit in layout.units if policy.offload and unit.name in trained]
-    program = Program(tuple(facts), (*step.events, Event("reduce"), *fetches, Event("update")))
+    program = Program(tuple(facts), (*events, Event("reduce"), *fetches, Event("update")))
     return compile_schedule(program, policy, has_streams=backend == "nccl")
 
 
@@ -147,37 +146,33 @@ def _make_unit_state(layout: Layout, name: str, transport: Transport, buffers: i
     return unit
 
 
-class _EventList:
-    """The events of a step, one microbatch after another. Backwards end at the first use of a trained unit."""
+def _microbatch_events(
+    uses: Sequence[Use], trained: Collection[str], recomputed: Collection[str], numbers: Iterator[int]
+) -> list[Event]:
+    """Return the forwards of uses, then the backwards in reverse order, until the first use of a trained unit."""
+    events: list[Event] = []
 
-    def __init__(self, trained: Collection[str], recomputed: Collection[str]) -> None:
-        self.events: list[Event] = []
-        self._trained, self._recomputed, self._numbers = trained, recomputed, count()
-
-    def add_microbatch(self, uses: Sequence[Use]) -> None:
-        """Add the forwards of uses, then the backwards in reverse order."""
-        done = [self._add_forward(use) for use in uses]
-        begun = [any(name in self._trained for use in uses[: i + 1] for name in _unit_names(use)) for i in range(len(uses))]
-        for use, passed in reversed(list(zip(done, begun, strict=True))):
-            if passed:
-                self._add_backward(use)
-        self.events.append(Event("microbatch_end"))
-
-    def _add_forward(self, use: Use) -> "_ForwardDone":
-        keys = [(name or ROOT, next(self._numbers)) for name in use.units]
-        self.events += [Event("forward", key, number) for key, number in keys]
-        inner = [self._add_forward(each) for each in use.inner]
-        self.events += [Event("forward_end", key, number) for key, number in reversed(keys)]
+    def add_forward(use: Use) -> _ForwardDone:
+        keys = [(name or ROOT, next(numbers)) for name in use.units]
+        events.extend([Event("forward", key, number) for key, number in keys])
+        inner = [add_forward(each) for each in use.inner]
+        events.extend([Event("forward_end", key, number) for key, number in reversed(keys)])
         return _ForwardDone(use, keys, inner)
 
-    def _add_backward(self, done: "_ForwardDone") -> None:
-        self.events += [Event("backward", key, number) for key, number in done.keys]
-        if any(key in self._recomputed for key, _ in done.keys):
-            self._add_forward(done.use)
+    def add_backward(done: _ForwardDone) -> None:
+        events.extend([Event("backward", key, number) for key, number in done.keys])
+        if any(key in recomputed for key, _ in done.keys):
+            add_forward(done.use)
         for each in reversed(done.inner):
-            self._add_backward(each)
+            add_backward(each)
         for name, (key, number) in reversed(list(zip(done.use.units, done.keys, strict=True))):
-            self.events.append(Event("backward_end", key, number, no_gradient=name not in self._trained))
+            events.append(Event("backward_end", key, number, no_gradient=name not in trained))
+
+    done = [add_forward(use) for use in uses]
+    first = next((i for i, use in enumerate(uses) if any(name in trained for name in _unit_names(use))), len(uses))
+    for each in reversed(done[first:]):
+        add_backward(each)
+    return [*events, Event("microbatch_end")]
 
 
 class _ForwardDone(NamedTuple):

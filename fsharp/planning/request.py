@@ -12,7 +12,7 @@ import torch
 
 from fsharp.errors import ScheduleError, problem
 from fsharp.functional.comm.agree import all_gather_texts, check_on_all_ranks
-from fsharp.functional.comm.protocol import Comm
+from fsharp.functional.comm.protocol import Comm, SingleComm
 from fsharp.functional.layout.layout import Layout
 from fsharp.functional.layout.mesh import Mesh
 from fsharp.functional.layout.precision import Precision, Precisions
@@ -217,10 +217,7 @@ class TuneRequest:
         )
 
     def _measure_calls(self, calls: Sequence[UnitCall], device: torch.device) -> None:
-        comm = self.comm
-        if comm is None:
-            measure_calls(calls, device)
-            return
+        comm = self.comm or SingleComm()
         check_on_all_ranks("tune(device=)", comm, lambda: measure_calls(calls, device))
         mine = [call for outer in calls for call in outer.walk() if not call.inner]
         rows = [[call.forward_s, call.backward_s, call.kept_nbytes] for call in mine]
@@ -252,7 +249,7 @@ class TuneRequest:
     def _units_to_recompute(self, costs: Costs) -> dict[str, tuple[str, ...]]:
         """Return sets of units to recompute, by name. By default none, and all innermost calls if this saves memory."""
         if self.remat is None:
-            every = tuple(sorted({name for call in costs.innermost() for name in call.units}))
+            every = tuple(sorted({name for call in costs.calls() if not call.inner for name in call.units}))
             saves = 0 < costs.activation_nbytes(every) < costs.activation_nbytes(())
             return {"": (), **({"all": every} if saves else {})}
         known = sorted({name for call in costs.calls() for name in call.units})

@@ -91,10 +91,7 @@ def meshes_to_try(mesh: int | Mesh | Sequence[Mesh]) -> tuple[Mesh, ...]:
 
 
 def repeated_units(paths: Sequence[str]) -> list[str]:
-    """Return a pattern of units for each outermost list with at least two subtrees, such as ``layers.*`` for a list of layers.
-
-    Each subtree in such a list becomes one unit.
-    """
+    """Return a pattern of units, such as ``layers.*``, for each outermost list with at least two subtrees."""
     found: dict[str, set[str]] = {}
     for path in paths:
         keys = path.split(".")
@@ -162,14 +159,9 @@ def trial_layout(model: Model, mesh: Mesh, units: UnitPatterns, precision: Preci
     return plan(model.tree, alone, ddp(*mesh.names), units=units, precision=computed, frozen=model.frozen)
 
 
-def num_trained_elements(layout: Layout) -> int:
-    """Return the number of trained elements."""
-    return sum(group.used for unit in layout.units for group in unit.groups if group.trainable)
-
-
 def updated_share(layout: Layout) -> float:
     """Return the part of all trained elements, from 0 to 1, that one rank updates."""
-    everything = num_trained_elements(layout)
+    everything = sum(group.used for unit in layout.units for group in unit.groups if group.trainable)
     return layout.nbytes("optim", torch.uint8) / everything if everything else 0.0
 
 

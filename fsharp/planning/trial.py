@@ -85,16 +85,11 @@ class UnitCall:
 
 
 class _CallRecorder:
-    """Records the calls of a trial, and what autograd keeps in each of them.
-
-    Attributes:
-        calls: the outermost calls.
-    """
+    """Records the calls of a trial, and what autograd keeps in each. ``calls`` has the outermost ones."""
 
     def __init__(self, known: Sequence[torch.Tensor]) -> None:
         self.calls: list[UnitCall] = []
         self._open: list[UnitCall] = []
-        self._held: list[Any] = []
         self._flops = FlopCounterMode(display=False)
         self._seen: dict[Any, torch.Tensor] = {}
         self.add_known(known)
@@ -102,10 +97,6 @@ class _CallRecorder:
     def add_known(self, tensors: Sequence[torch.Tensor]) -> None:
         """Add tensors that do not count as kept for the backward, such as parameters."""
         self._seen |= {_storage_key(x): x for x in tensors}
-
-    def keep_alive(self, result: Any) -> None:
-        """Keep a result and its graph alive as long as the recorder, so that no two tensors get one key."""
-        self._held.append(result)
 
     @contextmanager
     def recording(self) -> Iterator[None]:
@@ -121,7 +112,7 @@ class _CallRecorder:
             what = f"unit {call.units[-1] or '(root)'!r} is used in a checkpoint, or by forward(remat=)."
             raise ScheduleError(problem("tune()", what, remedy="Leave it out: tune() itself tries recomputation."))
         (self._open[-1].inner if self._open else self.calls).append(call)
-        input_nbytes = sum(_storage_nbytes(x) for x in _unique_storages(_tensor_leaves(inputs)))
+        input_nbytes = sum(map(_storage_nbytes, {_storage_key(x): x for x in _tensor_leaves(inputs)}.values()))
         before = self._flops.get_total_flops()
         self._open.append(call)
         try:
@@ -188,18 +179,14 @@ def record_calls_of_loss(
     recorder = _CallRecorder(_tensor_leaves(part))
     params = shard_for(to_meta(tree), layout, 0)
     with _explain_errors("on meta tensors", _READS_VALUES_REMEDY), recorder.recording():
-        recorder.keep_alive(loss_fn(params, part, _TrialEngine(layout.mesh, recorder)))
+        loss_fn(params, part, _TrialEngine(layout.mesh, recorder))
     return recorder.calls
 
 
 def record_calls_of_module(
     module: nn.Module, layout: Layout, owners: Mapping[str, Sequence[str]], batch: Any
 ) -> list[UnitCall]:
-    """Return the calls of a module on meta tensors.
-
-    ``owners``: by path of a module, the names of the units that a call of this module gathers. ``batch``: a mapping of keyword
-    arguments, a tuple of arguments, or one argument.
-    """
+    """Return the calls of a module on meta tensors. ``owners``: by path of a module, the units that its call gathers."""
     dtypes = {
         unit.path_in_tree(leaf): unit.groups[leaf.group].dtypes.compute
         for unit in layout.units
@@ -237,7 +224,7 @@ def record_calls_of_module(
             each.register_forward_hook(leave)
     args, kwargs = ((), given) if isinstance(given, Mapping) else (given if isinstance(given, tuple) else (given,), {})
     with _explain_errors("on meta tensors", _READS_VALUES_REMEDY), recorder.recording():
-        recorder.keep_alive(skeleton(*args, **kwargs))
+        skeleton(*args, **kwargs)
     for call in (inner for outer in recorder.calls for inner in outer.walk()):
         call.run.args[0]._forward_hooks.clear()  # type: ignore[attr-defined]
         call.run.args[0]._forward_pre_hooks.clear()  # type: ignore[attr-defined]
@@ -355,10 +342,6 @@ def _cast_floats(x: Any, dtype: torch.dtype | None) -> Any:
 
 def _tensor_leaves(tree: Any) -> list[torch.Tensor]:
     return [x for x in optree.tree_leaves(tree) if isinstance(x, torch.Tensor)]
-
-
-def _unique_storages(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    return list({_storage_key(x): x for x in tensors}.values())
 
 
 def _storage_key(x: torch.Tensor) -> Any:

@@ -8,12 +8,12 @@ import torch
 
 from fsharp.errors import ScheduleError, problem
 from fsharp.functional.comm.agree import check_on_all_ranks
-from fsharp.functional.comm.protocol import Comm
+from fsharp.functional.comm.protocol import Comm, SingleComm
 from fsharp.functional.layout.mesh import Mesh
 from fsharp.functional.layout.precision import Precisions
 from fsharp.functional.layout.text import nbytes_text
 from fsharp.functional.tree.paths import Patterns
-from fsharp.planning.choice import Candidate, Choice, rank_candidates
+from fsharp.planning.choice import Choice, rank_candidates
 from fsharp.planning.costs import Activations
 from fsharp.planning.plan_step import Backend, Use
 from fsharp.planning.request import HardwareSource, TuneRequest
@@ -152,21 +152,23 @@ def tune(
         tolerance=tolerance,
         effort=effort,
     )
-    if comm is None:
-        space = request.space()
-        costs = request.costs(space)
-        combinations = request.combinations(space, costs)
-    else:  # a failure or difference of one rank is an error on all ranks, before and after their joint measurement
-        space = check_on_all_ranks("tune()", comm, request.space, request.comparison_texts)
-        costs = request.costs(space)
-        combinations = check_on_all_ranks("tune()", comm, lambda: request.combinations(space, costs), request.hardware_texts)
-    show = sys.stderr.isatty() and (comm is None or comm.rank == 0) if progress is None else progress
+    ranks = comm or SingleComm()
+    # A failure or difference of one rank is an error on all ranks, before and after their joint measurement.
+    space = check_on_all_ranks("tune()", ranks, request.space, request.comparison_texts)
+    costs = request.costs(space)
+    combinations = check_on_all_ranks("tune()", ranks, lambda: request.combinations(space, costs), request.hardware_texts)
+    show = sys.stderr.isatty() and ranks.rank == 0 if progress is None else progress
     candidates = rank_candidates(
         search_candidates(combinations, budget, tolerance, effort=effort, show=show), budget, tolerance
     )
     first = candidates[0]
     if first.peak_nbytes > budget:
-        raise _over_budget_error(candidates, budget)
+        least = min(candidates, key=lambda x: x.peak_nbytes)
+        names = ", ".join(filter(None, (least.layout, least.policy, least.remat and f"recomputed {least.remat}")))
+        facts = [("budget", nbytes_text(budget)), ("smallest", f"{nbytes_text(least.peak_nbytes)}: {names}")]
+        facts += [(kind, nbytes_text(nbytes)) for kind, nbytes in least.memory.items() if nbytes]
+        remedy = "Raise the budget, add ranks, strategies that shard more, smaller units or recomputation, or lower the batch."
+        raise ScheduleError(problem("tune()", "no candidate fits into the budget.", facts, remedy))
     known = {each.names: each for each in combinations}
     chosen = known[first.layout, first.policy, first.remat]
     return Choice(
@@ -181,12 +183,3 @@ def tune(
         _arguments=chosen.arguments,
         _others={names: (each.option, each.policy, each.arguments) for names, each in known.items()},
     )
-
-
-def _over_budget_error(candidates: Sequence[Candidate], budget: float) -> ScheduleError:
-    least = min(candidates, key=lambda x: x.peak_nbytes)
-    names = ", ".join(filter(None, (least.layout, least.policy, least.remat and f"recomputed {least.remat}")))
-    facts = [("budget", nbytes_text(budget)), ("smallest", f"{nbytes_text(least.peak_nbytes)}: {names}")]
-    facts += [(kind, nbytes_text(nbytes)) for kind, nbytes in least.memory.items() if nbytes]
-    remedy = "Raise the budget, add ranks, strategies that shard more, smaller units or recomputation, or lower the batch."
-    return ScheduleError(problem("tune()", "no candidate fits into the budget.", facts, remedy))
