@@ -13,7 +13,7 @@ from types import TracebackType
 from fsharp.errors import CommError
 from fsharp.functional.comm.process_group import ProcessGroupComm
 from fsharp.functional.comm.protocol import Comm, innermost_comm
-from fsharp.functional.comm.watch import RankStatuses, StatusBoard
+from fsharp.functional.comm.watch import RankStatuses
 from fsharp.tracebacks import api_context
 from fsharp.type_checks import options_checked
 
@@ -76,11 +76,6 @@ class _ReportingExcepthook:
         assert self._comm is not None
         return self._comm.watch.ranks
 
-    @property
-    def board(self) -> StatusBoard:
-        """The board on which ranks write to each other."""
-        return self.ranks.board
-
     def remove(self) -> None:
         """Restore the earlier excepthook.
 
@@ -109,7 +104,7 @@ class _ReportingExcepthook:
 
     def _claim_first_failure(self, told: str) -> bool:
         """Record ``told`` as the job's first failure, if there is none yet. Return whether this rank has recorded the first."""
-        return self.board.write_if_absent("first failure", f"{self.ranks.rank} {told}").startswith(f"{self.ranks.rank} ")
+        return self.ranks.board.write_if_absent("first failure", f"{self.ranks.rank} {told}").startswith(f"{self.ranks.rank} ")
 
     def __call__(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         if error is not self.error:
@@ -122,18 +117,18 @@ class _ReportingExcepthook:
                 self._wait_for_keys([f"rank {rank} has spoken" for rank in others], _WAIT_FOR_OTHERS_S)
             self.before(kind, error, trace)
             sys.stderr.flush()
-            self.board.write("the first has spoken", "")
+            self.ranks.board.write("the first has spoken", "")
             return
-        _, _, told = (self.board.read("first failure") or "").partition(" ")
+        _, _, told = (self.ranks.board.read("first failure") or "").partition(" ")
         me, heading = f"rank {self.ranks.rank} of {self.ranks.size}", (told.splitlines() or ["unknown"])[0]
         print(f"{me} ends because of another rank: {heading}", file=sys.stderr, flush=True)
-        self.board.write(f"rank {self.ranks.rank} has spoken", "")
+        self.ranks.board.write(f"rank {self.ranks.rank} has spoken", "")
         # torchrun ends all processes when one has ended: wait until the rank that failed first has printed its traceback.
         self._wait_for_keys(["the first has spoken"], _WAIT_FOR_FIRST_S)
 
     def _wait_for_keys(self, keys: list[str], limit_s: float) -> None:
         deadline = time.monotonic() + limit_s
-        while time.monotonic() < deadline and any(self.board.read(key) is None for key in keys):
+        while time.monotonic() < deadline and any(self.ranks.board.read(key) is None for key in keys):
             time.sleep(_POLL_INTERVAL_S)
 
 

@@ -41,14 +41,10 @@ class NonFinite(NamedTuple):
 
 
 class SkippedSteps:
-    """The steps that a run leaves out because of an infinity or NaN, and the limit of their number.
+    """The steps that a run leaves out because of an infinity or NaN, and the limit ``most`` of their number.
 
-    Args:
-        policy: ``on_nonfinite`` of the run: ``"raise"``, ``"skip"`` or ``"roll back"``.
-        most: most steps that may be left out: in a row with ``"skip"``, in the whole run with ``"roll back"``.
-
-    Attributes:
-        steps: numbers of the steps that ``"roll back"`` leaves out; empty with the other policies.
+    The limit counts steps in a row with the policy ``"skip"``, and in the whole run with ``"roll back"``, which alone has
+    numbers of left out steps in ``steps``.
     """
 
     def __init__(self, policy: str, most: int) -> None:
@@ -116,7 +112,7 @@ def find_nonfinite(loss: float | complex | torch.Tensor | tuple[Any, ...] | None
         sums = [
             _in_computable_dtype(x).sum() if isinstance(x, torch.Tensor) else x
             for _, held in pieces
-            for x in _decoded_tensors(held, comm.rank)
+            for x in (held.decoded_buffers(comm.rank) if isinstance(held, Sharded) else (held,))
         ]
         bad = [torch.tensor(False), *[_is_nonfinite(x) for x in [*losses, *sums]]]
         flag = torch.stack([x.to(comm.device) for x in bad]).any().float().view(1)
@@ -164,15 +160,8 @@ def _paths_and_leaves(tree: Any) -> Iterator[tuple[tuple[str, ...], Any]]:
                 )
 
 
-def _decoded_tensors(held: Any, rank: int) -> tuple[Any, ...]:
-    return held.decoded_buffers(rank) if isinstance(held, Sharded) else (held,)
-
-
 def _first_nonfinite_leaf(path: tuple[str, ...], held: Any, rank: int) -> tuple[int, str] | None:
-    """Return the first leaf in ``held`` that has an infinity or NaN: the leaf's index in its unit, and its path.
-
-    ``held`` is a Sharded node or a tensor at ``path``. Return None if all elements on ``rank`` are finite.
-    """
+    """Return index and path of the first leaf with an infinity or NaN in a Sharded or tensor; None if there is none."""
     if not isinstance(held, Sharded):
         return (0, join_path(path)) if bool(_is_nonfinite(held)) else None
     local = held.local_leaves(rank)

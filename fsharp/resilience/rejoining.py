@@ -35,11 +35,7 @@ def membership_of(comm: Comm) -> tuple[ProcessGroupComm, generations.Membership]
 class Rejoining:
     """Joins this rank to later generations of its job. All ranks make this object at the end of their setup.
 
-    Args:
-        comm: the ranks.
-
-    Raises:
-        RunError: the setup cannot be repeated with a restarted rank. All ranks raise.
+    Raises a RunError, on all ranks, if the setup cannot be repeated with a restarted rank.
     """
 
     def __init__(self, comm: Comm) -> None:
@@ -61,7 +57,7 @@ class Rejoining:
         setup_calls.end_recording()
         self._counts = self._comm.tree_name_counters.copy()
         self._news: generations.Announcement | None = None
-        self._member.announce_can_rejoin()
+        self._member.announce_can_rejoin(can=True)
 
     def rejoin(self) -> str:
         """Join the generation for which :meth:`wait_for_next` has waited, and return why it began. If none, return ``""``."""
@@ -74,18 +70,14 @@ class Rejoining:
         return news.why
 
     def wait_for_next(self, error: Exception, where: str) -> None:
-        """Tell other ranks of an error, and wait for the next generation.
-
-        Raises ``error``, or a CommError, if a restart of other ranks would not help: see
-        :meth:`~fsharp.functional.comm.generations.Membership.wait_for_next_generation`.
-        """
+        """Tell other ranks of an error, and wait for the next generation; raise an error if a restart would not help."""
         heard = any(isinstance(each, CommError | AgreementError) for each in error_chain(error))
         self._comm.watch.ranks.report_failure(error, where)
         self._news = self._member.wait_for_next_generation("heard" if heard else "own", error, self._comm.limit_s)
 
     def leave_steps(self) -> None:
         """Tell the launcher that this rank joins no later generations: a restart of another rank restarts this rank too."""
-        self._member.withdraw_can_rejoin()
+        self._member.announce_can_rejoin(can=False)
 
 
 def meta_copy(tree: Any) -> Any:

@@ -40,16 +40,11 @@ _SPARE_DELAY_S = 2.0
 
 
 class Restarter:
-    """Runs the call in a folder in several processes, and restarts processes that end early.
+    """Runs the call in ``folder`` in ``nproc`` processes, and restarts those that end early, for ``restarts`` more generations.
 
-    A spare process, which has imported this library already, replaces a process that ended.
-
-    Args:
-        folder: folder with the call, where processes leave results and errors.
-        program: Python code of a process, whose argument is the folder. The code reads the environment of a rank, in JSON, from
-            standard input, and then runs the rank.
-        nproc: number of processes.
-        restarts: most generations after the first one.
+    Processes leave results and errors in the folder. ``program`` is the Python code of a process, whose argument is the folder.
+    It reads the environment of a rank, in JSON, from standard input, and then runs the rank. A spare process, which has
+    imported this library already, replaces a process that ended.
     """
 
     def __init__(self, folder: Path, program: str, nproc: int, restarts: int) -> None:

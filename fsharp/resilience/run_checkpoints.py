@@ -13,14 +13,11 @@ from fsharp.functional.comm.protocol import Comm
 
 
 class RunCheckpoints:
-    """The checkpoints of a run, on disk and in memory of hosts.
-
-    ``options`` are further arguments of the :class:`Saver`.
+    """The checkpoints of a run, on disk and in memory of hosts. ``options`` are further arguments of the :class:`Saver`.
 
     Attributes:
         saved: step of the newest checkpoint on disk that this run has begun to write, or has loaded; -1 if there is none.
-        newest: step of the newest checkpoint on disk or in memory of hosts, also if its save has only begun; -1 if there is
-            none.
+        newest: step of the newest checkpoint on disk or in memory of hosts, also if its save has only begun, or -1.
         is_elastic: whether the run may return to an earlier step at any time, so that the tree of step 0 is kept as well.
         has_values: whether a load has begun, or the tree of step 0 is kept: the caller's tree is no longer needed.
     """

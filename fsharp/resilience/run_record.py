@@ -29,14 +29,8 @@ _RATE_INTERVAL_S = 1.0
 class RunRecord:
     """The record of a run, which rank 0 passes to loggers. The other ranks only take part in the search for slow ranks.
 
-    Args:
-        root: folder of the run's checkpoints.
-        comm: the ranks.
-        loggers: where values go; None means a file in ``root``, or no logger if ``root`` is a URL.
-        every: number of steps between two exchanges of the ranks' times.
-
-    Attributes:
-        stragglers: the detector of slow ranks; None over NCCL.
+    Without ``loggers`` values go to a file in ``root``, unless ``root`` is a URL. Ranks exchange their times once in ``every``
+    steps. ``stragglers`` is the detector of slow ranks; None over NCCL.
     """
 
     def __init__(self, root: str, comm: Comm, loggers: Sequence[Logger] | None, *, every: int) -> None:

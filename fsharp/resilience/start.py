@@ -16,15 +16,13 @@ from fsharp.checkpoint.entries import is_checkpoint_leaf, leaves_with_paths, wit
 from fsharp.errors import RunError
 from fsharp.functional.comm.agree import check_on_all_ranks
 from fsharp.functional.comm.protocol import Comm
-from fsharp.functional.formats.format import dtype_name
+from fsharp.functional.formats.format import tensor_text
 from fsharp.functional.layout.sharded import is_sharded, units_of
 from fsharp.functional.layout.text import describe_units
 from fsharp.functional.tree.paths import join_path
 from fsharp.type_checks import options_checked
 
-_ADDRESS_PATTERN = re.compile(
-    r" at 0x[0-9a-f]+"
-)  # a function in a node, such as a defaultdict's factory; differs between processes
+_ADDRESS_PATTERN = re.compile(r" at 0x[0-9a-f]+")  # of a function in a node, such as a defaultdict's factory
 
 
 @options_checked
@@ -75,7 +73,7 @@ def _leaf_lines(tree: Any) -> Iterator[str]:
         if is_sharded(leaf):
             yield f"{join_path(path)}: {leaf.name!r} at {leaf.place}"
         elif isinstance(leaf, torch.Tensor):
-            yield f"{join_path(path)}: {dtype_name(leaf.dtype)}{list(leaf.shape)}"
+            yield f"{join_path(path)}: {tensor_text(leaf)}"
         else:
             value = f" {leaf!r}" if isinstance(leaf, bool | int | float | str) else ""
             yield f"{join_path(path)}: {type(leaf).__name__}{value}"

@@ -46,10 +46,7 @@ class KeyStore(Protocol):
 
 
 class Announcement(NamedTuple):
-    """The launcher's last announcement: the newest generation, and why it has begun.
-
-    ``why_restarts_ended`` says why no rank is restarted any more; it is empty while ranks are.
-    """
+    """The newest generation, why it has begun, and why no rank is restarted any more: an empty text while ranks are."""
 
     number: int
     why: str
@@ -72,15 +69,7 @@ def why_restarts_ended(store: KeyStore) -> str:
 
 
 class Membership:
-    """One rank's membership in the generations of its job: what it announces to other ranks and to the launcher.
-
-    Args:
-        store: the launcher's store.
-        number: the generation in which this process begins.
-
-    Attributes:
-        number: the generation that this rank has joined, or is about to join.
-    """
+    """One rank's membership in its job's generations. ``number``: the one that the rank has joined, or is about to join."""
 
     def __init__(self, store: KeyStore, rank: int, size: int, number: int) -> None:
         self._store, self._rank, self._size, self.number = store, rank, size, number
@@ -99,10 +88,7 @@ class Membership:
         return announcement.why_restarts_ended or (announcement.why if announcement.number > self.number else None)
 
     def wait_for_all_ranks(self, limit_s: float) -> None:
-        """Wait until all ranks are about to join this generation.
-
-        Raises CommError if the generation is over already, or ranks have not come within the limit.
-        """
+        """Wait until all ranks are about to join this generation; CommError if it is over, or ranks do not come in time."""
         self._store.set(f"here/{self.number}/{self._rank}", "")
         deadline = time.monotonic() + limit_s
         while missing := [r for r in range(self._size) if not self._store.check([f"here/{self.number}/{r}"])]:
@@ -114,20 +100,15 @@ class Membership:
                 raise CommError(end_restarts(self._store, text))
             time.sleep(_POLL_INTERVAL_S)
 
-    def announce_can_rejoin(self) -> None:
-        """Say that this rank can join later generations without a restart."""
-        self._store.set(f"can rejoin/{self._rank}", str(self.number))
-
-    def withdraw_can_rejoin(self) -> None:
-        """Say that this rank cannot join later generations any more without a restart."""
-        announce_process_ended(self._store, self._rank)
+    def announce_can_rejoin(self, *, can: bool) -> None:
+        """Say whether this rank can join later generations without a restart."""
+        self._store.set(f"can rejoin/{self._rank}", str(self.number) if can else "")
 
     def wait_for_next_generation(self, kind: StopKind, error: Exception, limit_s: float) -> Announcement:
         """Say that this rank has stopped, wait until the launcher announces the next generation, and return the announcement.
 
-        Raises ``error`` if it is this rank's own, so that this process ends and is restarted. Raises it, too, if all ranks have
-        stopped, and all or none by errors of their own: a restart would not help. Raises a CommError if no rank is restarted
-        any more.
+        Raises ``error`` if it is this rank's own, so that the process is restarted; or if all ranks have stopped, and all or
+        none by errors of their own, as a restart would not help. Raises a CommError if no rank is restarted any more.
         """
         self._store.set(f"stopped/{self.number}/{self._rank}", json.dumps([kind, limit_s]))
         while True:
