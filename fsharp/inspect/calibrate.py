@@ -35,16 +35,10 @@ _BISECTIONS = 24
 def calibrate(
     trace: Trace, schedule: Schedule, *, host_speed: float, sending_speed: float, overlaps_latency: bool
 ) -> dict[str, Any]:
-    """Return the fields of a :class:`~fsharp.inspect.Hardware` that can be computed from a trace.
+    """Return the fields of a :class:`~fsharp.inspect.Hardware` that can be computed from a trace of a schedule.
 
-    The host and a collective slow each other down while both work.
-
-    Args:
-        trace: a trace of the schedule.
-        schedule: the schedule.
-        host_speed: the host's speed while a collective is under way; 1 is full speed.
-        sending_speed: the speed of collectives while the host works; 1 is full speed.
-        overlaps_latency: whether the latency of a collective passes while earlier collectives are under way.
+    The host and a collective slow each other down while both work: to the parts ``host_speed`` and ``sending_speed`` of full
+    speed. ``overlaps_latency``: whether the latency of a collective passes while earlier collectives are under way.
     """
     steps = trace.ended_steps()
     rows = [row for _, rows in steps for row in rows]
@@ -362,10 +356,7 @@ _Links = dict[Link, tuple[float, float]]
 
 
 def _fit_links(schedule: Schedule, taken: Mapping[int, Sequence[tuple[float, float]]]) -> tuple[_Links, float]:
-    """Return ``(latency, bandwidth)`` of each link, and the bandwidth of casts in sums.
-
-    As points depend on latencies, the fit is repeated until it is stable.
-    """
+    """Return ``(latency, bandwidth)`` of each link, and the bandwidth of casts, by fits that are repeated until stable."""
     found = _solve_links(_fit_points(schedule, taken, None))
     for _ in range(_MAX_FIT_ROUNDS):
         again = _solve_links(
@@ -453,10 +444,7 @@ def compute_times_with_gaps(alone: Trace) -> dict[str, tuple[float, float]]:
 
 
 def find_link_factor(step_s: Callable[[float], float], trace: Trace) -> float:
-    """Return the factor with which a predicted step takes as long as the traced steps, by bisection.
-
-    ``step_s(factor)`` predicts the seconds of a step whose collectives take ``factor`` times as long.
-    """
+    """Return the factor with which ``step_s(factor)``, the predicted step, is as long as the traced steps, by bisection."""
     taken_s = median(stop - start for (start, stop), _ in trace.ended_steps())
     low, high = 1 / _MOST_FACTOR, _MOST_FACTOR
     for _ in range(_BISECTIONS):

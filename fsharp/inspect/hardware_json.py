@@ -3,6 +3,7 @@
 import json
 import math
 from collections.abc import Callable, Mapping
+from operator import itemgetter
 from typing import Any
 
 from fsharp.errors import ScheduleError, problem
@@ -10,11 +11,7 @@ from fsharp.type_checks import short_repr
 
 
 def fields_to_json(fields: Mapping[str, Any]) -> str:
-    """Return the fields of a Hardware as JSON. An infinite number is ``null``; a table is a list of rows ``[key..., number]``.
-
-    Raises:
-        ScheduleError: ``compute`` is a function, which JSON cannot hold.
-    """
+    """Return a Hardware's fields as JSON: infinity is null, a table a list of rows. ScheduleError if one is a function."""
     if callable(fields["compute"]):
         remedy = "Pass a dict of seconds by pattern, or a pair for all units."
         raise ScheduleError(problem("Hardware.to_json()", "compute is a function, which JSON cannot hold.", remedy=remedy))
@@ -30,11 +27,7 @@ def _value_to_json(value: Any) -> Any:
 
 
 def fields_from_json(text: str, known: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of a Hardware from JSON, by name. The keys of ``known`` are the names of all fields.
-
-    Raises:
-        ScheduleError: the text is not the JSON of a Hardware.
-    """
+    """Return a Hardware's fields, whose names are the keys of ``known``, from JSON; ScheduleError for any other text."""
 
     def wrong(what: str) -> ScheduleError:
         return ScheduleError(
@@ -52,7 +45,7 @@ def fields_from_json(text: str, known: Mapping[str, Any]) -> dict[str, Any]:
     result = {}
     for name, value in rows.items():
         try:
-            result[name] = _value_from_json(value, _parse_seconds if name == "compute" else _parse_number)
+            result[name] = _value_from_json(value, itemgetter("forward", "backward") if name == "compute" else _parse_number)
         except (TypeError, ValueError, KeyError, IndexError) as error:
             raise wrong(f"{name} is {short_repr(value)}, expected {'seconds' if name == 'compute' else 'numbers'}.") from error
     return result
@@ -68,7 +61,3 @@ def _parse_number(value: Any) -> Any:
     if value is not None and not isinstance(value, bool | int | float):
         raise TypeError
     return math.inf if value is None else value
-
-
-def _parse_seconds(value: Any) -> tuple[float, float]:
-    return value["forward"], value["backward"]

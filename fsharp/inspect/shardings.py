@@ -11,7 +11,7 @@ from os import PathLike
 import torch
 
 from fsharp.errors import LayoutError, problem
-from fsharp.functional.formats.format import dtype_name
+from fsharp.functional.formats.format import tensor_text
 from fsharp.functional.layout.layout import Layout
 from fsharp.functional.layout.mesh import Mesh
 from fsharp.functional.layout.placement import P, Partial, Place
@@ -168,7 +168,7 @@ class LeafSharding:
 
     @property
     def _title(self) -> str:
-        return f"{self.path or '(whole tree)'}: {_shape_text(self.leaf)}"
+        return f"{self.path or '(whole tree)'}: {tensor_text(self.leaf)}"
 
 
 @dataclass(frozen=True, repr=False)
@@ -213,7 +213,7 @@ class TreeSharding:
                 spec = str(leaf.spec) if leaf.spec is not None else next(iter(leaf._difference_by_axis.values()), "None")
                 holds = leaf._holding_mask.tensor_split(cells)
                 shown = "".join("█" if cell.any() else "·" for cell in holds)
-                rows.append((name, _shape_text(leaf.leaf), spec, leaf._shard_size_text, shown))
+                rows.append((name, tensor_text(leaf.leaf), spec, leaf._shard_size_text, shown))
         room = _MAX_COLUMNS - sum(2 + max(map(len, column)) for column in [*zip(*rows, strict=True)][1:])
         left_out = sum(leaf is not None for _, leaf in named[_MAX_ROWS:])
         per_cell = f"{size // cells:,} or {size // cells + 1:,}" if size % cells else f"{size // cells:,}"
@@ -285,10 +285,6 @@ def _ranks_text(chosen: torch.Tensor) -> str:
     if len(texts) > 4:
         texts = [*texts[:2], "...", f"{texts[-1]} ({len(ranks):,} in all)"]
     return f"rank{'s' * (len(ranks) > 1)} {', '.join(texts)}"
-
-
-def _shape_text(leaf: Leaf) -> str:
-    return f"{dtype_name(leaf.dtype)}{list(leaf.shape)}"
 
 
 def _clip_text(text: str, width: int) -> str:

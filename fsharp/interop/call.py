@@ -212,10 +212,7 @@ class _CompiledFunction:
     def pull_back(
         self, residuals: _VjpResiduals, arguments: Sequence[Any], arrays: Sequence[Any], cotangents: Sequence[Any]
     ) -> list[torch.Tensor]:
-        """Return the gradients of the arguments that need one, in their order, from ``cotangents`` of the results.
-
-        ``arguments`` are all arguments of the call. ``arrays`` are the tensors that autograd has kept for ``residuals.arrays``.
-        """
+        """Return the gradients of the wanted arguments. ``arrays`` are what autograd has kept of ``residuals.arrays``."""
         rest = iter([x if y is None else as_jax_array(y) for x, y in zip(residuals.arrays, arrays, strict=True)])
         given = [as_jax_array(x) for x in arguments]
         leaves = [next(rest) if number is None else given[number] for number in residuals.numbers]

@@ -60,10 +60,7 @@ class LeafPart(NamedTuple):
 
 
 class ArrayShard(NamedTuple):
-    """This rank's ``elements``, 1-D, of an array that is cut like a leaf.
-
-    If the rank holds the whole leaf, the array may have another size than the leaf.
-    """
+    """This rank's ``elements``, 1-D, of an array that is cut like a leaf, or is of any size if the leaf is whole here."""
 
     leaf: int
     elements: Any

@@ -57,11 +57,7 @@ class RankLeafRanges(NamedTuple):
 class TracedTransformation:
     """The jaxprs of a transformation for trees of one layout, the same on all ranks.
 
-    Args:
-        tx: a transformation that takes extra arguments.
-        params: the tree of parameters.
-        rank: this rank.
-        extra: shapes and dtypes of extra arguments of the update, by name.
+    ``tx`` takes extra arguments, of which ``extra`` has shapes and dtypes by name.
 
     Attributes:
         state: shape and dtype of each array of the state, in JAX's order; ``paths`` has its path.

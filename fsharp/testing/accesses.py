@@ -106,11 +106,7 @@ class LiveStorages:
 
 
 class AccessLoggingMode(TorchDispatchMode):
-    """Log the memory accesses of every op that torch runs in this thread.
-
-    Accesses that bypass torch's dispatcher are not logged, for example those of numpy or of other threads. ``where`` returns
-    the current lane, and a description of the work on it.
-    """
+    """Log the memory accesses of the ops that torch runs in this thread. ``where`` returns the current lane and its work."""
 
     def __init__(self, log: list[LogEntry], where: Callable[[], tuple[str, object]]) -> None:
         super().__init__()

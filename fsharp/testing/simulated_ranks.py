@@ -25,6 +25,7 @@ from torch._functorch import eager_transforms
 from torch.autograd import forward_ad
 
 from fsharp.errors import CommError, problem
+from fsharp.functional.comm.agree import ranks_text
 from fsharp.functional.comm.protocol import ReduceOp, sum_in_rank_order
 from fsharp.functional.comm.settings_digests import differing_settings, settings_by_digest
 from fsharp.functional.comm.tree_names import TreeNameCounters
@@ -277,10 +278,7 @@ class _World:
     # ------------------------------------------------------------ called by simulate()
 
     def wait_for_all(self) -> None:
-        """Wait until every rank has ended, or until no rank has done anything for twice ``timeout``.
-
-        Each rank without a result then has a CommError as its result.
-        """
+        """Wait until every rank has ended, or for twice ``timeout`` without progress: the others get a CommError as result."""
         with self._lock:
             while not all(self._ended):
                 left = self._last_change + 2 * self.timeout - time.monotonic()
@@ -342,7 +340,7 @@ class _World:
             )
         late = [r for r in call.group if (other := self._calls[r]) is None or other.group != call.group]
         return self._state_text(
-            rank, f"waited {round(waited_s, 2):g} s, number {call.number} of rank {rank}, for {_ranks_text(late)}."
+            rank, f"waited {round(waited_s, 2):g} s, number {call.number} of rank {rank}, for {ranks_text(late)}."
         )
 
     def _settle_calls(self) -> None:
@@ -354,7 +352,7 @@ class _World:
         living = [r for r, how in enumerate(self._ended) if how is None]
         if living and all(map(self._is_waiting, living)):
             stalled = [r for r, how in enumerate(self._ended) if how == "has stalled"]
-            what = f"{_ranks_text(stalled)} did not come" if stalled else "every rank waits, and no call can end"
+            what = f"{ranks_text(stalled)} did not come" if stalled else "every rank waits, and no call can end"
             text = self._state_text(None, f"{what}.")
             for call in filter(None, [self._calls[r] for r in living]):
                 call.set_exception(CommError(text))
@@ -367,7 +365,7 @@ class _World:
         gone = [r for r in call.group if self._ended[r] not in (None, "has stalled")]
         if gone:
             are = "are" if len(gone) > 1 else "is"
-            what = f"{_ranks_text(gone)} {are} gone; {call.facts}, number {call.number} of rank {rank}"
+            what = f"{ranks_text(gone)} {are} gone; {call.facts}, number {call.number} of rank {rank}"
             call.set_exception(CommError(self._state_text(rank, f"{what}, cannot end.")))
             return
         here = [each for r in call.group if (each := self._calls[r]) is not None and not each.done()]
@@ -400,7 +398,3 @@ class _World:
         if ended is not None:
             return f"nothing, it {ended}{after}"
         return str(call.facts) if call is not None else f"nothing yet, it computes{after}"
-
-
-def _ranks_text(ranks: Sequence[int]) -> str:
-    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
