@@ -289,10 +289,7 @@ def reduce_partial_sums(
 
 
 def units_on_mesh_of(where: str, tree: Any, comm: Comm) -> list[Sharded]:
-    """Return the nodes of the units in a tree.
-
-    Raises TreeError if there is no unit or a unit is donated, and MeshError if a unit is on another mesh than ``comm``.
-    """
+    """Return the units' nodes; TreeError if there are none or one is donated, MeshError if one is on another mesh."""
     nodes = units_of(tree)
     if not nodes:
         if not optree.tree_leaves(tree):

@@ -10,7 +10,7 @@ from torch._C import _functorch
 from fsharp.errors import LayoutError, LossError, problem
 from fsharp.functional.comm.agree import max_over_ranks
 from fsharp.functional.comm.protocol import Comm
-from fsharp.functional.layout.sharded import Sharded, units_of
+from fsharp.functional.layout.sharded import units_of
 from fsharp.functional.layout.unit_layout import UnitLayout
 from fsharp.functional.loss import Loss, as_loss, check_depends_on_parameters
 from fsharp.functional.moves import units_on_mesh_of
@@ -66,7 +66,10 @@ def per_sample_norms(
     def run(params: Any, batch: Any, *, comm: Comm) -> torch.Tensor:
         check_untransformed(_WHERE)
         nodes = units_on_mesh_of(_WHERE, params, comm)
-        _check_no_varying_unit(nodes)
+        for unit in [node.unit for node in nodes if node.unit.varying_axes]:
+            facts = [("unit", unit.display_name), ("varies", ", ".join(unit.varying_axes))]
+            remedy = "Use a strategy without varying() for it."
+            raise LayoutError(problem(_WHERE, "a sample's gradient is spread over ranks.", facts, remedy))
         leaves, spec = optree.tree_flatten(batch)
         count = _batch_size(leaves)
         if chunk_size is None:
@@ -116,11 +119,8 @@ def _norms_of_pass(loss_fn: LossFn, params: Any, leaves: list[Any], spec: Any, c
 class _SquareLedger(SinkLedger):
     """A SinkLedger that adds the squares of arriving gradients for each sample, and does not keep the gradients.
 
-    A handle, which stands for a gathered buffer in autograd, has a row for each sample here.
-
-    Attributes:
-        squares: sum of squares so far, for each sample; float64.
-        level: vmap level of the vmap over samples.
+    A handle, which stands for a gathered buffer in autograd, has a row for each sample here. ``squares`` are the sums so far,
+    in float64. ``level`` is the vmap level of the vmap over samples.
     """
 
     def __init__(self, squares: torch.Tensor) -> None:
@@ -143,15 +143,6 @@ class _SquareLedger(SinkLedger):
 
         out: torch.Tensor = _MakeHandle.apply(sink, (len(squares), unit.groups[group].size), add)
         return out
-
-
-def _check_no_varying_unit(nodes: list[Sharded]) -> None:
-    for node in nodes:
-        if node.unit.strategy.full.varying_axes:
-            facts = [("unit", node.unit.display_name), ("varies", ", ".join(node.unit.strategy.full.varying_axes))]
-            raise LayoutError(
-                problem(_WHERE, "a sample's gradient is spread over ranks.", facts, "Use a strategy without varying() for it.")
-            )
 
 
 def _batch_size(leaves: list[Any]) -> int:

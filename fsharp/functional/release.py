@@ -43,11 +43,7 @@ class _SavedBuffers:
 
 
 def release_saved(out: Any, rested: Any, gathered: Any, sequence_nr: int, comm: Comm) -> None:
-    """Release the gathered units that autograd has saved for a call, after its function has returned ``out``.
-
-    ``rested`` has the units' nodes from before the gather, and ``gathered`` the same tree with gathered nodes. ``sequence_nr``
-    is autograd's sequence number when the call began.
-    """
+    """Release what autograd has saved of the units ``gathered``, for a call since ``sequence_nr`` that has returned ``out``."""
     nodes = units_of(rested)
     if any(is_batched(buffer) for node in nodes for buffer in node.buffers):
         return  # vmap over parameters, which cannot be gathered again after vmap
@@ -55,12 +51,29 @@ def release_saved(out: Any, rested: Any, gathered: Any, sequence_nr: int, comm: 
     own = {buffer.untyped_storage().data_ptr() for node in nodes for buffer in node.buffers}
     numbers = {buffer.untyped_storage().data_ptr(): i for i, buffer in enumerate(whole)}
     numbers = {place: i for place, i in numbers.items() if place not in own and whole[i].numel()}
-    outputs = {without_vmap(x).grad_fn for x in optree.tree_leaves(out) if isinstance(x, torch.Tensor)}
+    outputs: set[Any] = {without_vmap(x).grad_fn for x in optree.tree_leaves(out) if isinstance(x, torch.Tensor)}
     outputs = {fn for fn in outputs if fn is not None and is_node_since(fn, sequence_nr)}
     if not numbers or not outputs:
         return
-    regather = _make_regather(nodes, comm)
+    sources = [node.with_buffers([x.detach() for x in node.buffers]) for node in nodes]
+    check, last = in_place_change_check(sources), -1
+
+    def regather() -> list[torch.Tensor]:
+        check()
+        with torch.no_grad():
+            return [buffer for node in gather(sources, comm=comm) for buffer in node.buffers]
+
     saved = _SavedBuffers(regather)
+    held_ref = weakref.ref(saved)  # the hooks do not keep the buffers alive
+
+    def come(_: Any) -> None:
+        """Gather once in each backward, whether autograd has saved parameters or not, as this may differ between ranks."""
+        nonlocal last
+        if last != (task := torch._C._current_graph_task_id()):
+            last, buffers = task, regather()
+            if (held := held_ref()) is not None:
+                held.buffers = buffers
+
     for raw in saved_tensors(outputs, sequence_nr):
         x = raw.data
         number = numbers.get(x.untyped_storage().data_ptr()) if values_are_memory(x) else None
@@ -69,19 +82,8 @@ def release_saved(out: Any, rested: Any, gathered: Any, sequence_nr: int, comm: 
         view = (number, x.size(), x.stride(), int(x.storage_offset() - whole[number].storage_offset()))
         del x
         raw.register_hooks(lambda _, view=view: view, saved.unpack)
-    _register_regather_hooks(outputs, regather, weakref.ref(saved))
-
-
-def _make_regather(nodes: Sequence[Sharded], comm: Comm) -> Callable[[], list[torch.Tensor]]:
-    sources = [node.with_buffers([x.detach() for x in node.buffers]) for node in nodes]
-    check = in_place_change_check(sources)
-
-    def regather() -> list[torch.Tensor]:
-        check()
-        with torch.no_grad():
-            return [buffer for node in gather(sources, comm=comm) for buffer in node.buffers]
-
-    return regather
+    for fn in outputs:
+        fn.register_prehook(partial(call_hook, come))
 
 
 def in_place_change_check(nodes: Sequence[Sharded]) -> Callable[[], None]:
@@ -97,26 +99,6 @@ def in_place_change_check(nodes: Sequence[Sharded]) -> Callable[[], None]:
                 )
 
     return check
-
-
-def _register_regather_hooks(
-    outputs: set[Any], regather: Callable[[], list[torch.Tensor]], saved: "weakref.ref[_SavedBuffers]"
-) -> None:
-    """Register hooks that gather the units when a backward comes to one of these nodes, once in each backward.
-
-    The hooks gather whether autograd has saved parameters or not, as this may differ between ranks.
-    """
-    last = -1
-
-    def come(_: Any) -> None:
-        nonlocal last
-        if last != (task := torch._C._current_graph_task_id()):
-            last, buffers = task, regather()
-            if (held := saved()) is not None:
-                held.buffers = buffers
-
-    for fn in outputs:
-        fn.register_prehook(partial(call_hook, come))
 
 
 def saved_tensors(roots: set[Any], sequence_nr: int) -> Iterator[Any]:

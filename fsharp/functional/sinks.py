@@ -44,10 +44,7 @@ class SinkLedger:
         return self._residuals.get(unit.name, {}).get(group, {})
 
     def attach_to_graph(self, node: Sharded, full: Sequence[torch.Tensor], comm: Comm) -> list[torch.Tensor]:
-        """Return the gathered buffers ``full`` of a node, attached to the autograd graph: their gradients go to handles.
-
-        A node has one handle for each trainable group. Later calls for the same node use the same handles.
-        """
+        """Return gathered buffers attached to the autograd graph: their gradients go to handles, one for each group."""
         handles = {}
         for g, sink in zip(node.unit.trainable_groups, node.sinks, strict=True):
             # Made at the first use: autograd runs newer nodes first, so the reduction does not wait for older ones.
@@ -123,9 +120,8 @@ def _gradient_at_rest(x: torch.Tensor, node: Sharded, group: int, comm: Comm) ->
 class _MakeHandle(torch.autograd.Function):
     """An autograd function that returns a handle (see :class:`SinkLedger`). Its backward is ``deliver``.
 
-    ``deliver`` gets the gradient of the handle, reduces it over ranks, and returns the gradient of the sink. Without handles
-    gradients would have the dtype and place of parameters. So gradients of bfloat16 parameters could not be summed in float32.
-    Under ZeRO-2 all full gradients would exist before the first is reduced.
+    ``deliver`` reduces the gradient of the handle over ranks, and returns the gradient of the sink. Without handles gradients
+    would have dtype and place of parameters: sums of bfloat16 gradients in bfloat16, and all full gradients under ZeRO-2.
     """
 
     @staticmethod

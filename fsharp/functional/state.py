@@ -105,9 +105,12 @@ def init_state(tx: Any, sharded: Any, *, comm: Comm, donate: bool = False) -> Tr
     params = gather(resting, comm=comm, to="params")
     copy_tree_names(units_of(params), units_of(start))
     main = trainable(gather(start, comm=comm, to="optim"))
-    copies = map_units(
-        lambda node: node.with_buffers(list(map(_copy_if_slice, node.buffers))), _select_groups_with_main_copy(main)
-    )
+
+    def unsliced(node: Sharded) -> Sharded:
+        """Return a node whose buffers are no slices of larger ones."""
+        return node.with_buffers([b.clone() if b.untyped_storage().nbytes() > b.nbytes else b for b in node.buffers])
+
+    copies = map_units(unsliced, _select_groups_with_main_copy(main))
     residuals = zero_residuals([node.unit for node in units_of(params)], comm.device)
     state = TrainState(0, params, copies, tx.init(main, comm=comm), MadeBy(tx.name), residuals)
     if donate:
@@ -227,8 +230,3 @@ def _copy_groups_without_main(node: Sharded, main_copies: Sharded) -> Sharded:
     if not missing:
         return node
     return node.replace([b.clone() if g in missing else b for g, b in zip(node.groups, node.buffers, strict=True)])
-
-
-def _copy_if_slice(buffer: torch.Tensor) -> torch.Tensor:
-    """Return a copy of a buffer that is a slice of a larger one; return any other buffer itself."""
-    return buffer.clone() if buffer.untyped_storage().nbytes() > buffer.nbytes else buffer

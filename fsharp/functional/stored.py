@@ -25,10 +25,7 @@ from fsharp.functional.moves import gather
 
 
 def encode_at_rest(tree: Any, comm: Comm) -> Any:
-    """Turn values into parameters at rest: encode them in the format of their group, or cast them to the compute dtype.
-
-    All ranks call this function. Cost: as :func:`encode_whole_leaves`.
-    """
+    """Turn values into parameters at rest, in their group's format or the compute dtype. All ranks call this function."""
 
     def cast(node: Sharded) -> Sharded:
         rows = [(node.unit.groups[g].dtypes, b) for g, b in zip(node.groups, node.buffers, strict=True)]
@@ -103,10 +100,7 @@ def add_encoded_difference(
 
 
 def encode_blocks(tree: Any, like: Any = None) -> Any:
-    """Encode the groups whose format encodes each block by itself; return all other groups unchanged.
-
-    With ``like``, a tree of the same units, only the groups that are encoded in ``like`` are encoded.
-    """
+    """Encode the groups whose format encodes blocks by themselves; with ``like``, only the groups that are encoded there."""
 
     def one(node: Sharded, groups: Sequence[int]) -> Sharded:
         rows = zip(node.groups, node.buffers, strict=True)

@@ -106,10 +106,7 @@ def reduce_calls(unit: UnitLayout, group: int, source: Place, target: Place) -> 
 
 
 def calls_to_reduce_group(dtypes: Dtypes, stages: Iterable[tuple[str, str, int, int]]) -> Iterator[Call]:
-    """Yield the collectives of a reduction of a group with these dtypes.
-
-    A stage is the kind of a collective, its axis, the number of ranks along the axis, and the number of resulting elements.
-    """
+    """Yield the collectives of a reduction. A stage is their kind, axis, number of ranks, and number of resulting elements."""
     for op, axis, n, out in stages:
         if not out:
             continue

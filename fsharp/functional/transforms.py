@@ -16,11 +16,7 @@ def is_transformed() -> bool:
 
 
 def is_transformed_beyond_vmap() -> bool:
-    """Return whether a torch.func transform is active that is not vmap, such as grad.
-
-    Autograd then saves tensors of the transform for the backward, not the plain ones. Under vmap alone it saves the plain
-    tensors.
-    """
+    """Return whether a transform other than vmap is active, whose tensors autograd saves in place of the plain ones."""
     if not is_transformed():
         return False
     stack = _functorch.get_interpreter_stack() or ()

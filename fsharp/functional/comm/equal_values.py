@@ -9,6 +9,7 @@ import torch
 from fsharp.errors import AgreementError, problem
 from fsharp.functional.comm.agree import all_gather_bytes, ranks_text
 from fsharp.functional.comm.protocol import Comm
+from fsharp.functional.formats.format import as_bytes
 from fsharp.functional.layout.mesh import Mesh
 
 _CHUNK_NBYTES = 1 << 22  # bytes that are digested or sent at once
@@ -25,7 +26,7 @@ def tensor_digest(tensor: torch.Tensor) -> bytes:
 
     Cost: one pass over the tensor, and a few MiB.
     """
-    pieces = _as_bytes(tensor).split(_CHUNK_NBYTES) if tensor.numel() else ()
+    pieces = as_bytes(tensor.detach()).split(_CHUNK_NBYTES) if tensor.numel() else ()
     sums = [_words_in_rows(piece).mul_(_random_odd_weights(_WORDS_PER_ROW, piece.device)).sum(1) for piece in pieces]
     found = torch.cat(sums).tolist() if sums else []
     return hashlib.sha256(repr(found).encode()).digest()[:8]
@@ -41,11 +42,8 @@ def check_same_on_ranks(
 ) -> None:
     """Raise an AgreementError on all ranks, which names tensors and ranks, if tensors differ between ranks.
 
-    ``tensors`` have one order on all ranks. ``varying`` has, by path, the axes along which values may differ. ``remedy`` is
-    what the caller can do, for the message.
-
-    Cost: a pass over the tensors that several ranks have, and a collective of 8 bytes for each axis. If tensors differ or vary,
-    another collective of 8 bytes for each tensor.
+    ``varying`` has, by path, the axes along which values may differ. ``remedy`` is for the message. Cost: a pass over tensors
+    that several ranks have, and a collective of 8 bytes for each axis; if any differ or vary, another one of 8 bytes for each.
     """
     axes, varying = [axis for axis, size in comm.mesh.axes if size > 1], varying or {}
     shared = {path: tensor for path, tensor in tensors.items() if not {*axes} <= {*varying.get(path, ())}}
@@ -83,9 +81,7 @@ def broadcast_from_rank(tensor: torch.Tensor, source: int, comm: Comm, *, varyin
     """Return the tensor of rank ``source``, to the bit. Tensors of other ranks are not read, and may be on the meta device.
 
     Bytes are summed over ranks as integers, and all ranks but one add zero. Along ``varying`` axes the source has the
-    coordinates of the rank that receives.
-
-    Cost: the result, on the Comm's device, and an ``all_reduce`` of its bytes for each axis, 4 MiB at a time.
+    coordinates of the rank that receives. Cost: the result, and an ``all_reduce`` of it for each axis, 4 MiB at a time.
     """
     axes = [axis for axis, size in comm.mesh.axes if size > 1 and axis not in varying]
     if not axes:
@@ -93,7 +89,7 @@ def broadcast_from_rank(tensor: torch.Tensor, source: int, comm: Comm, *, varyin
     result = torch.empty(tensor.shape, dtype=tensor.dtype, device=comm.device)
     flat = result.view(-1).view(torch.uint8)
     is_source = all(comm.mesh.coord(axis, comm.rank) == comm.mesh.coord(axis, source) for axis in axes)
-    mine = _as_bytes(tensor) if is_source else None
+    mine = as_bytes(tensor.detach()) if is_source else None
     for start in range(0, len(flat), _CHUNK_NBYTES):
         piece = flat[start : start + _CHUNK_NBYTES]
         words = torch.zeros(-(-len(piece) // 4), dtype=torch.int32, device=comm.device)
@@ -103,11 +99,6 @@ def broadcast_from_rank(tensor: torch.Tensor, source: int, comm: Comm, *, varyin
             words = comm.all_reduce(words, axis)
         piece.copy_(words.view(torch.uint8)[: len(piece)])
     return result
-
-
-def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    tensor = tensor.detach().resolve_conj().resolve_neg().contiguous()
-    return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)  # stride 1 even for a single element
 
 
 def _words_in_rows(piece: torch.Tensor) -> torch.Tensor:

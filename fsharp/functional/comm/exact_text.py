@@ -17,11 +17,9 @@ _MAX_WRITTEN_ELEMENTS = 8
 def exact_text(value: Any) -> str:
     """Return the text of a setting. Texts are equal if and only if settings are equal in every bit.
 
-    An array of at most 8 elements is written out, a larger one by its digest, and any other object by its repr. Addresses of
-    functions are left out, as they differ between processes. Arrays are found in dictionaries, sequences, sets, dataclasses and
-    ``functools.partial``.
-
-    Cost: one pass over the bytes of arrays.
+    An array of at most 8 elements is written out, a larger one by its digest, and any other object by its repr, without
+    addresses of functions, as these differ between processes. Arrays are found in dictionaries, sequences, sets, dataclasses
+    and ``functools.partial``.
     """
     if isinstance(value, torch.Tensor):
         kind = f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"

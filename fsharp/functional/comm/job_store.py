@@ -37,8 +37,8 @@ _GIVE_UP_CHECK_INTERVAL_S = 0.5
 def run_within(limit_s: float, job: Callable[[], T], *, why_give_up: Callable[[], str | None] = lambda: None) -> T:
     """Run a job that queries the store in a new thread, and return its result. Raises TimeoutError if the job does not end.
 
-    The job has the ``limit_s`` seconds for which the store waits for other ranks, and two seconds more. A reason from
-    ``why_give_up`` is raised as a CommError; the job then goes on by itself.
+    The job has ``limit_s`` seconds, for which the store waits for other ranks, and two more. A reason from ``why_give_up`` is
+    raised as a CommError; the job then goes on by itself.
     """
     worker, done, deadline = Worker("job"), Outcome(), time.monotonic() + limit_s + _STORE_TIMEOUT_S
     worker.submit(job, done)

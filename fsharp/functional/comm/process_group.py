@@ -24,7 +24,7 @@ from fsharp.functional.comm.setup_calls import setup_calls
 from fsharp.functional.comm.tree_names import TreeNameCounters
 from fsharp.functional.comm.watch import CommWatch, RankStatuses, WatchedCall
 from fsharp.functional.comm.worker_threads import CollectiveOutcome, Worker
-from fsharp.functional.formats.format import dtype_name
+from fsharp.functional.formats.format import as_bytes, dtype_name, tensor_text
 from fsharp.functional.layout.mesh import Mesh
 from fsharp.tracebacks import api_boundary, hide_frames
 from fsharp.type_checks import options_checked
@@ -187,10 +187,10 @@ class ProcessGroupComm:
             out = x.new_empty((n, *x.shape))
             if self.is_native:
                 self.watch.raise_if_failed()
-                job_store.all_gather_into(_view_as_bytes(out), _view_as_bytes(x), group=self.group(axis))
+                job_store.all_gather_into(as_bytes(out), as_bytes(x), group=self.group(axis))
             else:
                 text = _label_text("all_gather", x, axis, label)
-                self._send_and_receive([_view_as_bytes(x)] * n, list(_view_as_bytes(out).view(n, -1)), axis, text)
+                self._send_and_receive([as_bytes(x)] * n, list(as_bytes(out).view(n, -1)), axis, text)
             return out
         except Exception as error:
             hide_frames(error)
@@ -246,10 +246,10 @@ class ProcessGroupComm:
             if self.is_native:
                 self.watch.raise_if_failed()
                 group = self._group_of_all_ranks() if axis is None else self.group(axis)
-                dist.all_to_all_single(_view_as_bytes(out), _view_as_bytes(x), source, to, group=group)
+                dist.all_to_all_single(as_bytes(out), as_bytes(x), source, to, group=group)
             else:
                 text = f"{label or _DEFAULT_LABEL}: all_to_all{f' along {axis}' if axis else ''} of {dtype_name(x.dtype)}"
-                self._send_and_receive(_view_as_bytes(x).split(to), _view_as_bytes(out).split(source), axis, text)
+                self._send_and_receive(as_bytes(x).split(to), as_bytes(out).split(source), axis, text)
             return out
         except Exception as error:
             hide_frames(error)
@@ -267,7 +267,7 @@ class ProcessGroupComm:
     def _exchange_rows(self, x: torch.Tensor, axis: str, text: str) -> torch.Tensor:
         """Return ``out``, where ``out[r]`` is ``x[c]`` of rank ``r``, and ``c`` is this rank's coordinate."""
         out = torch.empty_like(x, memory_format=torch.contiguous_format)
-        self._send_and_receive(list(_view_as_bytes(x).view(len(x), -1)), list(_view_as_bytes(out).view(len(x), -1)), axis, text)
+        self._send_and_receive(list(as_bytes(x).view(len(x), -1)), list(as_bytes(out).view(len(x), -1)), axis, text)
         return out
 
     def _exchange_and_record(
@@ -317,10 +317,7 @@ class ProcessGroupComm:
 
 
 class GroupMessages(NamedTuple):
-    """The messages of one collective between ranks of a group. An error of a message names the other rank.
-
-    ``ranks`` are the numbers in the mesh of the ranks of the group. ``call`` is for statuses and errors of other ranks.
-    """
+    """The messages of one collective between ranks of a group. ``ranks`` are the numbers of these ranks in the mesh."""
 
     group: dist.ProcessGroup
     ranks: tuple[int, ...]
@@ -364,7 +361,7 @@ def abort_groups(groups: Sequence[dist.ProcessGroup], *, is_native: bool) -> Non
 
 def _label_text(op: str, x: torch.Tensor, axis: str, label: str) -> str:
     """Return the text that ranks compare before messages. It has sizes, as a message of an unexpected size ends a process."""
-    return f"{label or _DEFAULT_LABEL}: {op} along {axis!r} of {dtype_name(x.dtype)}{list(x.shape)}"
+    return f"{label or _DEFAULT_LABEL}: {op} along {axis!r} of {tensor_text(x)}"
 
 
 callbacks_before_leaving: list[Callable[[], None]] = []
@@ -421,10 +418,6 @@ def connect(mesh: Mesh, *, device_type: str | None = None, timeout: timedelta | 
         lambda: made.append(ProcessGroupComm(device_mesh())), repeat=lambda: made[0]._begin_generation(device_mesh())
     )
     return made[0]
-
-
-def _view_as_bytes(x: torch.Tensor) -> torch.Tensor:
-    return x.resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8)
 
 
 @api_boundary

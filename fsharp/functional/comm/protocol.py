@@ -158,13 +158,10 @@ class Call(NamedTuple):
 
 
 def sent_nbytes(op: str, part_nbytes: int, n: int) -> int:
-    """Return the bytes one rank of ``n`` sends in the bandwidth-optimal algorithm (ring or direct exchange).
+    """Return the bytes that one rank of ``n`` sends in the bandwidth-optimal algorithm (ring or direct exchange).
 
-    Args:
-        op: ``"all_gather"``, ``"reduce_scatter"`` or ``"all_reduce"``.
-        part_nbytes: size of one rank's part: the input of an all_gather, the output of a reduce_scatter in the dtype that
-            travels, the part ``ceil(numel / n)`` of an all_reduce.
-        n: ranks along the axis.
+    ``part_nbytes`` is the input of an all_gather, the output of a reduce_scatter in the dtype that travels, or the part
+    ``ceil(numel / n)`` of an all_reduce.
     """
     return (n - 1) * part_nbytes * (2 if op == "all_reduce" else 1)
 

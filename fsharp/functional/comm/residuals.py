@@ -56,10 +56,8 @@ def prepare_residuals(
 ) -> tuple[PerRank | None, ResidualViews]:
     """Return residuals of ``units`` that this call may overwrite, and views of them with random numbers of stochastic rounding.
 
-    Without ``donate`` they are copies. If no unit has feedback, there are no residuals.
-
-    Raises TreeError if residuals are missing or belong to other units. Raises TreeError if ``step`` is no integer of at least
-    0, or is missing and a format rounds stochastically.
+    Without ``donate`` they are copies. Raises TreeError for missing residuals, those of other units, and a ``step`` that is no
+    integer of at least 0, or is missing where a format rounds stochastically.
     """
     units = [unit for unit in units if unit.has_codecs and (residual_sizes(unit) or has_stochastic_wire(unit))]
     if step is not None and (type(step) is not int or step < 0):
@@ -123,10 +121,7 @@ def _expected_tensors(unit: UnitLayout) -> list[tuple[int, int, torch.dtype]]:
 
 @lru_cache(maxsize=1 << 12)
 def _residuals_key(unit: UnitLayout) -> str:
-    """Return the key of a unit's residuals: the unit's name, and a digest of the unit's leaves, sizes and mesh.
-
-    A unit of the same name in another layout has another key.
-    """
+    """Return the key of a unit's residuals: the unit's name, and a digest of its leaves, sizes and mesh."""
     leaves = [(leaf.path, leaf.shape, leaf.group, leaf.offset) for leaf in unit.leaves]
     about = leaves, [residual_sizes(unit).get(g, {}) for g in unit.trainable_groups], unit.mesh.axes
     return f"{unit.name or '(root)'}@{hashlib.sha256(repr(about).encode()).hexdigest()[:8]}"

@@ -10,10 +10,7 @@ _text_by_digest: dict[str, str] = {}
 
 
 def settings_digest(text: str, earlier_digest: str = "") -> str:
-    """Return a digest of settings, eight hexadecimal digits, and keep the settings for :func:`settings_by_digest`.
-
-    ``text`` has a field in each line as ``name=value``. The digest also depends on ``earlier_digest``, of earlier ones.
-    """
+    """Return a digest of settings, lines ``name=value``, after earlier ones; keep them for :func:`settings_by_digest`."""
     found = f"{zlib.crc32(text.encode(), int(earlier_digest or '0', 16)):08x}"
     _text_by_digest.pop(found, None)
     _text_by_digest[found] = text

@@ -47,10 +47,7 @@ def tree_name_counters_of(comm: Comm) -> TreeNameCounters | None:
 
 
 def with_new_tree_name(tree: Any, comm: Comm) -> Any:
-    """Give a tree that all ranks have made together a new name, and return it.
-
-    Units with equal paths get different names.
-    """
+    """Give a tree that all ranks have made together a new name, and return it. Units with equal paths get different names."""
     counts = tree_name_counters_of(comm)
     if counts is not None:
         numbers = defaultdict[int, str](counts.next_number)

@@ -79,10 +79,7 @@ class WatchedCall:
         self.peer = rank
 
     def check_can_end(self) -> None:
-        """Raise an error if the collective cannot end. For calls twice a second during a wait.
-
-        Raises the errors of :meth:`CommWatch.compare_statuses`, and a CommError if the limit has passed.
-        """
+        """Raise an error if the collective cannot end: see :meth:`CommWatch.compare_statuses`; or if the limit has passed."""
         now = time.monotonic()
         self._since = now if self._since is None else self._since
         waited_s = now - self._since
@@ -116,10 +113,7 @@ class WatchedCall:
 
 
 class RankStatuses:
-    """The statuses (:class:`RankStatus`) that ranks write for each other, one for each rank, shared by Comms of equal ranks.
-
-    Args:
-        board: where ranks write and read statuses, such as the job's store.
+    """The statuses (:class:`RankStatus`) that ranks write for each other on a board, shared by Comms of equal ranks.
 
     Attributes:
         waited_s: seconds for which this process's main thread has waited for collectives.
@@ -219,15 +213,11 @@ class RankStatus(NamedTuple):
 
 
 class CommWatch:
-    """The collectives of one Comm, as one rank sees them.
-
-    Args:
-        name: name of the Comm, the same on all ranks.
-        ranks: statuses of the ranks, which Comms on the same ranks share.
-        board: where the error of the Comm is written once it has failed.
-        limit_s: seconds that a rank waits for others.
+    """The collectives of one Comm, whose ``name`` is the same on all ranks, as one rank sees them.
 
     Attributes:
+        board: where the error of the Comm is written once it has failed.
+        limit_s: seconds that a rank waits for others.
         error: the error that all further collectives raise; None until a collective has failed.
         aborts: methods that end all collectives under way.
         is_over: set when this rank leaves the job.
@@ -261,10 +251,7 @@ class CommWatch:
         return generations.why_generation_ended()
 
     def start_failure_monitor(self, every_s: float) -> None:
-        """Start a thread that ends all collectives under way once another rank has failed, and looks every ``every_s`` seconds.
-
-        For collectives on a device, for which the host does not wait.
-        """
+        """Start a thread that looks whether another rank has failed, and then ends all collectives under way on a device."""
         arguments = weakref.ref(self), self.is_over, every_s
         threading.Thread(target=_monitor_failures, args=arguments, name="fsharp failure monitor", daemon=True).start()
 
@@ -282,11 +269,8 @@ class CommWatch:
     def compare_statuses(self, call: WatchedCall, *, is_connection_lost: bool = False) -> str:
         """Exchange statuses with other ranks; return a text about the ranks that have not begun the collective.
 
-        ``is_connection_lost``: whether the connection to ``call.peer`` has failed.
-
-        Raises:
-            AgreementError: another rank has failed, or is in another collective.
-            CommError: a rank has left the job before this collective, or the rank of a failed connection has left the job.
+        Raises an AgreementError if another rank has failed or is in another collective. Raises a CommError if a rank has left
+        the job before this collective, or ``call.peer`` has left it and ``is_connection_lost``.
         """
         if self.error is not None:
             raise self.error
@@ -393,11 +377,7 @@ def _first_few_ranks(ranks: Sequence[int]) -> str:
 def _label_difference_text(
     first: int | None, labels_by_rank: Mapping[int, Mapping[int, str]], settings: Mapping[str, str] | None = None
 ) -> str:
-    """Return the text of an error about labels that differ: labels by rank, settings that differ, and a remedy.
-
-    ``labels_by_rank`` has the labels of each rank by number. ``first`` is the number of the first difference; None if ranks
-    wait for each other in different Comms. ``settings`` is by digest.
-    """
+    """Return an error about labels by rank and number. ``first``: number of the first difference; None in different Comms."""
     places = {rank: max(labels) if first is None else first for rank, labels in sorted(labels_by_rank.items())}
     here = {rank: labels_by_rank[rank][place] for rank, place in places.items()}
     rows = [(f"rank {rank}", label) for rank, label in here.items()]

@@ -132,10 +132,7 @@ class CollectiveOutcome(Outcome):
         super().wake_waiters()
 
     def wait(self) -> Any:
-        """Block until the collective is done. Return its result, which only the first caller gets.
-
-        Raises the errors of :meth:`~fsharp.functional.comm.watch.WatchedCall.check_can_end`.
-        """
+        """Block until the collective is done. Return its result, which only the first caller gets, or raise its error."""
         since = time.perf_counter()
         while not self.is_done(_POLL_INTERVAL_S):
             self.call.check_can_end()

@@ -458,6 +458,12 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def tensor_text(x: torch.Tensor) -> str:
-    """Return dtype and shape of a tensor in words: ``float32[2, 3]``."""
+def tensor_text(x: Any) -> str:
+    """Return dtype and shape of a tensor, or of any object that has both, in words: ``float32[2, 3]``."""
     return f"{dtype_name(x.dtype)}{list(x.shape)}"
+
+
+def as_bytes(x: torch.Tensor) -> torch.Tensor:
+    """Return the elements of a tensor as 1-D uint8: a view if the tensor is contiguous, else a copy."""
+    x = x.resolve_conj().resolve_neg().contiguous()
+    return x.as_strided((x.numel(),), (1,)).view(torch.uint8)  # stride 1 even for a single element

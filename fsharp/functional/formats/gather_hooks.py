@@ -40,10 +40,7 @@ PRE, POST = "fsdp_pre_all_gather", "fsdp_post_all_gather"
 
 
 def has_hooks(tensor: Any) -> bool:
-    """Return whether a tensor has FSDP2's hooks.
-
-    Tensors of TransformerEngine do not count: they have a protocol of their own.
-    """
+    """Return whether a tensor has FSDP2's hooks. TransformerEngine's, with a protocol of their own, do not count."""
     return not te.is_quantized(tensor) and (hasattr(tensor, PRE) or hasattr(tensor, POST))
 
 
@@ -84,12 +81,8 @@ def format_of_hooked_parameter(
 ) -> Format:
     """Return the format in which a parameter with hooks rests and is gathered. Raises OptionError for unsupported hooks.
 
-    Args:
-        parameter: the parameter.
-        compute: the dtype in which functions use the parameter: the hooks' ``param_dtype``.
-        main: the dtype of the main copy, which the hooks encode.
-        device: where the main copy lies.
-        policy: FSDP2's MixedPrecisionPolicy with the same ``compute``, for hooks that take one.
+    The hooks encode a main copy in ``main`` on ``device``. Functions use the parameter in ``compute``, the hooks'
+    ``param_dtype``. ``policy`` is FSDP2's MixedPrecisionPolicy with the same ``compute``, for hooks that take one.
 
     Cost: calls of the hooks for the whole parameter and for one row, and the memory of their results.
     """
@@ -133,10 +126,9 @@ class _PreHookResult(NamedTuple):
 
 
 class _GatherHooks:
-    """The hooks of all parameters of one class with the same settings, as functions of a :class:`LeafCodec`.
+    """The hooks of all parameters of one class with equal settings, as functions of a :class:`LeafCodec`.
 
-    Args:
-        like: one of these parameters. For all other arguments see :func:`format_of_hooked_parameter`.
+    ``like``: one of these parameters. For all other arguments see :func:`format_of_hooked_parameter`.
     """
 
     def __init__(self, like: Any, compute: torch.dtype, main: torch.dtype, device: torch.device, policy: Any) -> None:
@@ -263,10 +255,7 @@ class _GatherHooks:
         return part.values.view(-1, *part.shape[1:])
 
     def _check_metadata(self, part: LeafPart, expected: _PreHookResult, found: _PreHookResult) -> None:
-        """Raise an OptionError if metadata of the first hook, except for values of tensors, depends on values.
-
-        ``expected`` is the hook's result for a tensor of ones, and ``found`` its result for the values of ``part``.
-        """
+        """Raise an OptionError if the hook's metadata beside tensors depends on values: ``expected`` is its result for ones."""
         try:
             is_same = bool(expected.other_metadata == found.other_metadata)
         except Exception:  # of any kind: the objects' own comparison

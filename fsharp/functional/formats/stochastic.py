@@ -109,17 +109,14 @@ def make_noise_fn(kind: str, step: int, number: int, runs: Iterable[LeafRun]) ->
     def noise(seed: int, count: int, device: torch.device) -> torch.Tensor:
         out = torch.full((count,), 0.5, device=device)
         for start, stop, path, first in held:
-            key = _noise_key(f"{seed}:{kind}:{step}:{number}:{path}")
+            digest = hashlib.sha256(f"{seed}:{kind}:{step}:{number}:{path}".encode()).digest()
+            key = int.from_bytes(digest[:8], "little", signed=True)
             piece = _VALUES_AT_ONCE if device.type == "cpu" else max(stop - start, 1)
             for i in range(start, stop, piece):
                 _fill_with_noise(out[i : min(i + piece, stop)], key, first + i - start)
         return out
 
     return noise
-
-
-def _noise_key(text: str) -> int:
-    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little", signed=True)
 
 
 def _fill_with_noise(out: torch.Tensor, key: int, first: int) -> None:

@@ -107,10 +107,7 @@ def plain_value(parameter: torch.Tensor) -> torch.Tensor:
 
 
 def formats_of_module(module: torch.nn.Module) -> dict[str, tuple[Format, torch.dtype]]:
-    """Return the format and the dtype of each quantized parameter of a module, by path.
-
-    Raises OptionError, which names the parameter, for the errors of its format.
-    """
+    """Return format and dtype of each quantized parameter of a module, by path. An OptionError names the parameter."""
     found, scales = {}, ModuleScales()
     for path, parameter in module.named_parameters(remove_duplicate=False):
         if is_quantized(parameter):
@@ -190,13 +187,7 @@ def _format_of_kind(
 
 
 class _QuantizedTensors:
-    """Functions that make TransformerEngine's tensors in the memory of leaves.
-
-    Args:
-        kind: description of the quantizer's class.
-        quantizer: the quantizer that makes the tensors.
-        scales: the scales that a module keeps; None if scales follow from values alone.
-    """
+    """Functions that make TransformerEngine's tensors in the memory of leaves. ``scales``: those that a module keeps."""
 
     def __init__(self, kind: QuantizerKind, quantizer: Any, scales: ModuleScales | None = None) -> None:
         self._kind, self._quantizer, self._scales = kind, quantizer, scales
@@ -291,11 +282,7 @@ class _QuantizedTensors:
                     plane.copy_(made)
 
     def _in_cast_shape(self, x: Any) -> torch.Tensor:
-        """Return a part's values or bytes in the shape in which TransformerEngine casts them.
-
-        Before Blackwell the kernel that casts with one scale transposes as well, in tiles. Tiles of a single long row would be
-        almost empty, so the part is cut into short rows.
-        """
+        """Return values or bytes as short rows where the kernel also transposes them, in tiles, as it does before Blackwell."""
         rows: torch.Tensor = x.view(-1, gcd(len(x), _MAX_ROW_VALUES)) if self._kind.name == "float8_current" else x
         return rows
 
@@ -306,10 +293,7 @@ class _QuantizedTensors:
         return memory if len(memory) > 1 else memory[0]
 
     def _memory_to_encode_into(self, part: LeafPart) -> Sequence[torch.Tensor]:
-        """Return memory for the bytes of a part.
-
-        The kernel of block scaling writes all rows of the blocks that a part touches, and gets memory for these rows.
-        """
+        """Return memory for a part's bytes. The kernel of block scaling writes all rows of the blocks that a part touches."""
         if self._kind.name != "float8_block" or part.first == part.last:
             return part.planes
         blocks = _BLOCK_ROWS * part.shape[-1]
@@ -361,10 +345,6 @@ def _decode_nvfp4(part: LeafPart, scales: dict[str, torch.Tensor]) -> torch.Tens
     return decode_e2m1(unpack_codes(part.planes[0])) * of_block * (scales["_amax_rowwise"] / (448.0 * 6.0))
 
 
-def _num_tiles(shape: Shape, side: int) -> int:
-    return -(-shape[0] // side) * -(-shape[-1] // side)
-
-
 _DELAYED_SCALING = QuantizerKind(
     "float8_delayed",
     ("_data",),
@@ -394,7 +374,7 @@ KIND_BY_QUANTIZER_CLASS = {
         "nvfp4",
         ("_rowwise_data",),
         ("_columnwise_data", "_columnwise_scale_inv", "_amax_columnwise"),
-        lambda shape, scales: [(_num_tiles(shape, 16), torch.float32), (1, torch.float32)],
+        lambda shape, scales: [(-(-shape[0] // 16) * -(-shape[-1] // 16), torch.float32), (1, torch.float32)],  # tiles of 16
         _decode_nvfp4,
         values_per_byte=2,
     ),

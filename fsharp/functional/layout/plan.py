@@ -9,7 +9,7 @@ import optree
 import torch
 
 from fsharp.errors import LayoutError, TreeError, problem
-from fsharp.functional.formats.format import dtype_name
+from fsharp.functional.formats.format import tensor_text
 from fsharp.functional.layout.layout import Layout
 from fsharp.functional.layout.mesh import Mesh
 from fsharp.functional.layout.packing import Atom, Element, Rows, Whole, pack
@@ -269,10 +269,7 @@ def _leaf_as_tensor(path: str, leaf: Any) -> torch.Tensor:
 
 
 def find_ties(paths: Sequence[str], leaves: Sequence[torch.Tensor]) -> dict[str, str]:
-    """Return tied leaves, each with the earlier leaf that is the same view of the same storage.
-
-    Raises LayoutError if two leaves start at the same element of one storage but view it differently.
-    """
+    """Return tied leaves, each with the earlier leaf of the same view; LayoutError for different views of one element."""
     ties: dict[str, str] = {}
     owners: dict[tuple[int, int], tuple[str, torch.Tensor]] = {}
     for path, leaf in zip(paths, leaves):
@@ -293,7 +290,7 @@ def find_ties(paths: Sequence[str], leaves: Sequence[torch.Tensor]) -> dict[str,
 
 def _describe_view(tensor: torch.Tensor) -> str:
     marks = ", conjugated" * tensor.is_conj() + ", negated" * tensor.is_neg()
-    return f"{dtype_name(tensor.dtype)}{list(tensor.shape)}, strides {tensor.stride()}{marks}"
+    return f"{tensor_text(tensor)}, strides {tensor.stride()}{marks}"
 
 
 def _view_key(tensor: torch.Tensor) -> tuple[Any, ...]:

@@ -9,10 +9,7 @@ from fsharp.functional.layout.unit_layout import UnitLayout
 
 
 class EncodedRun(NamedTuple):
-    """Elements ``[start, start + size)`` of a group's whole buffer of gradients, which a rank encodes along an axis.
-
-    ``number`` is the number of earlier encodings of these elements, along other axes.
-    """
+    """Elements ``[start, start + size)`` of a gradient that a rank encodes along an axis, after ``number`` other encodings."""
 
     axis: str
     number: int

@@ -22,11 +22,7 @@ VERSION = 1
 
 
 def layout_to_json(mesh: Mesh, units: Sequence[UnitLayout], spec: optree.PyTreeSpec) -> str:
-    """Return a layout as JSON: :meth:`~fsharp.Layout.to_json`.
-
-    Raises LayoutError for containers other than dict, OrderedDict, list, tuple, namedtuple and None. Raises LayoutError also
-    for a tree that nests deeper than Python's limit of recursion.
-    """
+    """Return a layout as JSON; LayoutError for other containers than JSON can name, and for a tree that nests too deeply."""
     try:
         return json.dumps(
             {

@@ -388,10 +388,7 @@ def map_units(fn: Callable[..., Any], tree: Any, *rest: Any) -> Any:
 
 
 def resolve_place(unit: UnitLayout, place: PlaceName) -> Place:
-    """Return a place of the unit's strategy by name, or the place itself if it is one of this unit's.
-
-    Raises LayoutError for an unknown name, and for a place that cuts in an order other than the strategy's.
-    """
+    """Return a place of a unit's strategy by name, or the place itself; LayoutError if it does not belong to the strategy."""
     if isinstance(place, str):
         if place not in ("params", "grads", "optim", "full"):
             raise LayoutError(f"unknown place {place!r}: expected 'params', 'grads', 'optim', 'full' or a Place.")

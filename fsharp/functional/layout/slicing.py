@@ -9,7 +9,7 @@ import optree
 import torch
 
 from fsharp.errors import TreeError, problem
-from fsharp.functional.formats.format import dtype_name
+from fsharp.functional.formats.format import as_bytes, tensor_text
 from fsharp.functional.layout.layout import Layout
 from fsharp.functional.layout.placement import Place
 from fsharp.functional.layout.plan import find_ties
@@ -147,8 +147,7 @@ def check_tree(where: str, params: Any, layout: Layout) -> None:
         elif not isinstance(leaf, torch.Tensor):
             rows.append((repr(path), f"got {type(leaf).__name__}, expected a tensor"))
         elif (tuple(leaf.shape), leaf.dtype) != (want.shape, want.dtype):
-            got, expected = ((dtype_name(d), list(s)) for d, s in ((leaf.dtype, leaf.shape), (want.dtype, want.shape)))
-            rows.append((repr(path), f"got {got[0]}{got[1]}, expected {expected[0]}{expected[1]}"))
+            rows.append((repr(path), f"got {tensor_text(leaf)}, expected {tensor_text(want)}"))
     if not rows:
         rows = list(_tie_problems(paths, leaves, layout))
         devices = {str(leaf.device): path for path, leaf in zip(paths, leaves)}
@@ -170,7 +169,7 @@ def check_tree(where: str, params: Any, layout: Layout) -> None:
 def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
     if a.is_meta or b.is_meta:
         return a.is_meta and b.is_meta
-    return torch.equal(*(x.detach().contiguous().view(-1).view(torch.uint8).cpu() for x in (a, b)))
+    return torch.equal(as_bytes(a.detach()).cpu(), as_bytes(b.detach()).cpu())
 
 
 def _tie_problems(paths: Sequence[str], leaves: Sequence[torch.Tensor], layout: Layout) -> Iterator[tuple[str, str]]:

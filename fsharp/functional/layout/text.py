@@ -69,10 +69,7 @@ NOTEBOOK_HTML_BY_CLASS: dict[type, Callable[[Any], str]] = {}
 
 
 def align_columns(rows: Sequence[Sequence[str]], right: Collection[int] = (), rules: Collection[int] = ()) -> list[str]:
-    """Return rows of cells as lines of text with aligned columns; the columns in ``right`` are aligned to the right.
-
-    A line is drawn before each row whose number is in ``rules``.
-    """
+    """Return cells as aligned lines of text: columns in ``right`` to the right, a rule before each row in ``rules``."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     ways = [str.rjust if i in right else str.ljust for i in range(len(widths))]
     lines = ["  ".join(way(cell, w) for way, cell, w in zip(ways, row, widths, strict=True)).rstrip() for row in rows]

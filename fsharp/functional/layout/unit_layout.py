@@ -24,8 +24,8 @@ from fsharp.functional.formats.format import (
     Format,
     LeafPart,
     align_nbytes,
-    dtype_name,
     first_few,
+    tensor_text,
 )
 from fsharp.functional.layout.mesh import Mesh
 from fsharp.functional.layout.packing import Atom
@@ -326,7 +326,7 @@ class UnitLayout:
             return self.decode_stored(group, buffer, self.scales_in(group, buffer), place, rank, dtype)
         if buffer.shape[-1] != size:
             raise TreeError(
-                f"a buffer of {dtype_name(buffer.dtype)}{list(buffer.shape)} is neither {size} values nor what format "
+                f"a buffer of {tensor_text(buffer)} is neither {size} values nor what format "
                 f"{dtypes.format.name!r} stores of them. Functions of values do not apply to stored parameters: map main "
                 'copies, or the result of gather() to "full".'
             )

@@ -8,7 +8,7 @@ For a rule that treats each element by itself this makes no difference; other ru
 import inspect
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import wraps
+from functools import partial, wraps
 from typing import Any, NamedTuple, cast
 
 import optree
@@ -17,7 +17,7 @@ import torch
 from fsharp.errors import OptionError, TreeError, problem
 from fsharp.functional.comm.agree import check_on_all_ranks
 from fsharp.functional.comm.exact_text import exact_text
-from fsharp.functional.comm.protocol import Comm
+from fsharp.functional.comm.protocol import Comm, SingleComm
 from fsharp.functional.layout.sharded import Sharded, check_not_encoded, is_sharded, units_of
 from fsharp.functional.optim.probe import try_transform_pair
 from fsharp.functional.tree.paths import value_by_path
@@ -59,7 +59,14 @@ class Transform:
         for name in ("init", "update", "apply"):
             if (fn := getattr(self, name)) is not None:
                 object.__setattr__(self, name, _dropping_unknown_keywords(fn))
-        object.__setattr__(self, "init", _refusing_encoded_parameters(self.init))
+        init = self.init
+
+        @wraps(init)
+        def checked(params: Any, *args: Any, **keywords: Any) -> Any:
+            check_not_encoded("init()", units_of(params))
+            return init(params, *args, **keywords)
+
+        object.__setattr__(self, "init", checked)
 
     def __iter__(self) -> Any:
         return iter((self.init, self.update))
@@ -104,17 +111,6 @@ def _dropping_unknown_keywords(fn: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-def _refusing_encoded_parameters(init: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a wrapper of ``init`` that raises a TreeError for parameters stored in a format."""
-
-    @wraps(init)
-    def call(params: Any, *args: Any, **keywords: Any) -> Any:
-        check_not_encoded("init()", units_of(params))
-        return init(params, *args, **keywords)
-
-    return call
-
-
 def as_transform(tx: Any) -> Transform:
     """Return a Transform: the argument itself, or one of an ``(init, update)`` pair that :func:`try_transform_pair` tries."""
     if isinstance(tx, Transform):
@@ -138,19 +134,17 @@ def as_transform(tx: Any) -> Transform:
     def begin(params: Any, /, *, comm: Comm | None = None) -> Any:
         named = update if hasattr(update, "__qualname__") else type(update)  # its repr would have an address
         where = f"pair {named.__module__}.{named.__qualname__}".replace(".<locals>", "")
-        if comm is None:
-            try_transform_pair(where, init, tried, params)
-        else:
-            check_on_all_ranks(
-                where,
-                comm,
-                lambda: try_transform_pair(where, init, tried, params),
-                lambda size: {"updates of small tensors": size},
-            )
+        trial = partial(try_transform_pair, where, init, tried, params)
+        check_on_all_ranks(where, comm or SingleComm(), trial, lambda size: {"updates of small tensors": size})
         return _unflatten_leaf_lists(init(params), params)
 
     def plain(grads: Any, state: Any, params: Any, **extra: Any) -> tuple[Any, Any]:
-        updates, new = tried(grads, _flatten_leaf_trees(state), params, **extra)
+        flat = optree.tree_map(
+            lambda node: optree.tree_leaves(node.leaves) if isinstance(node, ByLeaf) else node,
+            state,
+            is_leaf=lambda node: isinstance(node, ByLeaf),
+        )
+        updates, new = tried(grads, flat, params, **extra)
         return updates, _unflatten_leaf_lists(new, params)
 
     kind = type(tx).__qualname__
@@ -177,13 +171,6 @@ def _unflatten_leaf_lists(state: Any, params: Any) -> Any:
         return ByLeaf(optree.tree_unflatten(structure, node)) if is_one(node) else node
 
     return optree.tree_map(one, state, is_leaf=is_one)
-
-
-def _flatten_leaf_trees(state: Any) -> Any:
-    def one(node: Any) -> Any:
-        return optree.tree_leaves(node.leaves) if isinstance(node, ByLeaf) else node
-
-    return optree.tree_map(one, state, is_leaf=lambda node: isinstance(node, ByLeaf))
 
 
 def apply_transform(

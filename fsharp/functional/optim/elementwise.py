@@ -112,7 +112,7 @@ def adamw(
     def init(params: Any, /) -> AdamState:
         device = next((x.device for x in optree.tree_leaves(params) if isinstance(x, torch.Tensor)), torch.device("cpu"))
         count = torch.zeros((), device=device) if capturable else 0
-        return AdamState(count, _zeros_like_tree(params), _zeros_like_tree(params))
+        return AdamState(count, optree.tree_map(torch.zeros_like, params), optree.tree_map(torch.zeros_like, params))
 
     def step(grads: Any, state: AdamState, params: Any, decays: PerPath, *, comm: Comm, donate: bool) -> tuple[Any, AdamState]:
         before = state.count
@@ -165,7 +165,7 @@ def sgd(
     """
 
     def init(params: Any, /) -> MomentumState:
-        return MomentumState(0, None if momentum is None else _zeros_like_tree(params))
+        return MomentumState(0, None if momentum is None else optree.tree_map(torch.zeros_like, params))
 
     def step(
         grads: Any, state: MomentumState, params: Any, decays: PerPath, *, comm: Comm, donate: bool
@@ -230,7 +230,7 @@ def lion(
     """
 
     def init(params: Any, /) -> MomentumState:
-        return MomentumState(0, _zeros_like_tree(params))
+        return MomentumState(0, optree.tree_map(torch.zeros_like, params))
 
     def step(
         grads: Any, state: MomentumState, params: Any, decays: PerPath, *, comm: Comm, donate: bool
@@ -274,7 +274,7 @@ def _in_place_transform(
         if not is_decoupled:
             grads = optree.tree_map(lambda g, p: g.to(p.dtype, copy=True), grads, params)
             grads = add_scaled_parameters_(grads, params, 1.0, comm.rank, 1.0, weight_decay)
-        updates, new = step(grads, state, _zeros_like_tree(params), 0.0, comm=comm, donate=False)
+        updates, new = step(grads, state, optree.tree_map(torch.zeros_like, params), 0.0, comm=comm, donate=False)
         if is_decoupled:
             rate = schedule_value(learning_rate, state.count)
             updates = add_scaled_parameters_(updates, params, -rate, comm.rank, lr_scale, weight_decay)
@@ -293,10 +293,6 @@ def add_scaled_parameters_(tree: Any, params: Any, factor: Any, rank: int, lr_sc
 
     _for_each_run(kernel, (tree, params), rank, lr_scale, weight_decay)
     return tree
-
-
-def _zeros_like_tree(params: Any) -> Any:
-    return optree.tree_map(torch.zeros_like, params)
 
 
 def _copy_unless_donated(donate: bool, *trees: Any) -> list[Any]:

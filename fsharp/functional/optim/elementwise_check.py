@@ -87,10 +87,7 @@ def _check_same_updates(where: str, expected: Any, found: Any) -> None:
 
 
 def _tree_of_whole_trained_leaves(tree: Any, comm: Comm) -> Any:
-    """Return a tree of shards as a tree of whole leaves, without leaves that are frozen or tied to another leaf.
-
-    If a buffer is one number (0-D), each leaf of its group is this number. Cost: a gather of all buffers, and their memory.
-    """
+    """Gather shards to a tree of whole leaves, without frozen and tied ones. A 0-D buffer is each leaf of its group."""
 
     def subtree(node: Sharded) -> Any:
         found = {}

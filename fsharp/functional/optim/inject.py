@@ -93,7 +93,10 @@ def inject_hyperparams(inner_factory: Callable[..., Any], static_args: str | Ite
                     raise TreeError(problem("inject_hyperparams()", "hyper-parameters are missing or unknown.", facts))
                 return {name: _as_python_number(name, state.hyperparams[name]) for name in start} | scheduled(state.count)
 
-            values = check_on_all_ranks("inject_hyperparams()", comm, check, _texts_of_numbers)
+            def texts(values: dict[str, Any]) -> dict[str, str]:
+                return {name: repr(float(value)) for name, value in values.items()}
+
+            values = check_on_all_ranks("inject_hyperparams()", comm, check, texts)
             out, new = run(build(values), grads, state.inner_state, params)
             return out, InjectHyperparamsState(state.count + 1, values, new)
 
@@ -103,10 +106,6 @@ def inject_hyperparams(inner_factory: Callable[..., Any], static_args: str | Ite
         return Transform(init, update, config, apply, wrapper_name("inject_hyperparams", first.name), first.extra)
 
     return make
-
-
-def _texts_of_numbers(values: dict[str, Any]) -> dict[str, str]:
-    return {name: repr(float(value)) for name, value in values.items()}
 
 
 def _is_number(value: Any) -> bool:

@@ -199,10 +199,7 @@ def _conditional_transform(
 
 
 def without_updates(tx: Transform, paths: Container[str]) -> Transform:
-    """Wrap ``tx`` so that the parameters at ``paths``, and the state for each of their elements, keep their values.
-
-    Other state, such as a step count, is updated. Memory: a copy of these parameters and their state, during an update.
-    """
+    """Wrap ``tx`` so that the parameters at ``paths``, and the state for each of their elements, keep their values."""
 
     def of(node: Sharded, comm: Comm) -> dict[str, Any]:
         return {path: here for path, here in node.local_leaves(comm.rank).items() if path in paths}

@@ -24,13 +24,11 @@ def move_state_tree(
     max_nbytes: int,
     donate: bool,
 ) -> list[Sharded]:
-    """Return a state tree's nodes in a new layout, in order of the layout's units.
+    """Return a state tree's nodes in a new layout, in order of the layout's units; without buffers outside of the new mesh.
 
-    A rank outside of the new mesh gets nodes without buffers. ``old_buffers`` has this rank's old buffers for each node; on a
-    rank outside of the old mesh its lists are empty. A rank sends at most ``max_nbytes`` bytes to another rank at a time. With
-    ``donate`` buffers are removed from ``old_buffers`` once all of their leaves have moved.
-
-    Cost: see :func:`~fsharp.reshard`.
+    ``old_buffers`` has this rank's old buffers for each node; outside of the old mesh its lists are empty. A rank sends at most
+    ``max_nbytes`` bytes to another rank at a time. With ``donate`` buffers are removed from ``old_buffers`` once all of their
+    leaves have moved.
     """
     me, everyone = comm.rank, range(comm.mesh.size)
     device = next((buffer.device for buffers in old_buffers for buffer in buffers), comm.device)

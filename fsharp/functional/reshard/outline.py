@@ -12,7 +12,7 @@ import optree
 import torch
 
 from fsharp.errors import LayoutError, TreeError
-from fsharp.functional.formats.format import dtype_name
+from fsharp.functional.formats.format import as_bytes, dtype_name
 from fsharp.functional.layout.mesh import Mesh
 from fsharp.functional.layout.placement import Place, Placement
 from fsharp.functional.layout.serial import class_named, dtype_named, name_of_class, unit_from_json, unit_to_json
@@ -59,7 +59,8 @@ def outline_to_bytes(tree: Any) -> bytes:
 
     body = encoded(tree, ())
     text = json.dumps({"tree": body, "units": [[unit.mesh.axes, unit_to_json(unit)] for unit in units]}).encode()
-    return b"".join([len(text).to_bytes(8, "little"), text, *map(_bytes_of_elements, tensors)])
+    elements = [bytes(as_bytes(x.detach().cpu()).numpy()) for x in tensors]
+    return b"".join([len(text).to_bytes(8, "little"), text, *elements])
 
 
 def outline_from_bytes(data: bytes, device: torch.device) -> Any:
@@ -119,11 +120,6 @@ def _node_from_json(data: dict[str, Any], unit: UnitLayout) -> Sharded:
     place = Place(tuple(order), tuple(map(Placement, placements)))
     buffers = [each and torch.empty(each[1], dtype=dtype_named(each[0]), device="meta") for each in data["buffers"]]
     return Sharded(buffers, unit, place, tuple(data["groups"]), reduction=data["reduction"])
-
-
-def _bytes_of_elements(x: torch.Tensor) -> bytes:
-    whole = x.detach().cpu().resolve_conj().resolve_neg().contiguous().view(-1)
-    return bytes(whole.view(torch.uint8).numpy()) if whole.numel() else b""
 
 
 def _path_text(path: tuple[str, ...]) -> str:

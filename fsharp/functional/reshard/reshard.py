@@ -117,7 +117,13 @@ def reshard(
             for name, text in describe_units(units).items()
         }
         options = {"ranks": str(route.new_ranks), "place": place, "cast": str(cast), "buffer_nbytes": str(buffer_nbytes)}
-        return {**describe_units(layout.units), **old, "tree": "\n".join(map(_state_tree_text, state_trees)), **options}
+        lines = [
+            f"{state_tree} {node.name or '(root)'}: {node.place}; groups {node.groups}; "
+            f"{[dtype_name(buffer.dtype) for buffer in node.raw_buffers]}"
+            for state_tree in state_trees
+            for node in state_tree.nodes
+        ]
+        return {**describe_units(layout.units), **old, "tree": "\n".join(lines), **options}
 
     state_trees, route = check_on_all_ranks(where, comm, check, fields)
     with torch.no_grad():
@@ -231,18 +237,6 @@ def _check_arguments(
         remedy = "Pass the ranks of comm that form the new mesh, in rising order."
         raise MeshError(problem("reshard()", "the ranks are not those of the new mesh.", facts, remedy))
     return state_trees, RankMap(meshes[0], layout.mesh, tuple(old), new)
-
-
-def _state_tree_text(state_tree: StateTree) -> str:
-    """Return a line for each node of a state tree, with its place, groups and dtypes, for ranks to compare.
-
-    :func:`describe_units` describes the layout of the nodes' units.
-    """
-    return "\n".join(
-        f"{state_tree} {node.name or '(root)'}: {node.place}; groups {node.groups}; {list(map(dtype_name, dtypes))}"
-        for node in state_tree.nodes
-        for dtypes in [[buffer.dtype for buffer in node.raw_buffers]]
-    )
 
 
 def _share_outline(tree: Any, has_tree: Sequence[bool], comm: Comm) -> Any:

@@ -9,7 +9,7 @@ import optree
 import torch
 
 from fsharp.errors import LayoutError, TreeError, problem
-from fsharp.functional.formats.format import dtype_name
+from fsharp.functional.formats.format import dtype_name, tensor_text
 from fsharp.functional.layout.layout import Layout
 from fsharp.functional.layout.placement import Place
 from fsharp.functional.layout.sharded import Sharded, is_sharded
@@ -81,12 +81,10 @@ class StateTree:
 
 
 def find_state_trees(tree: Any, kind: StatePlace, *, cast: bool = False) -> list[StateTree]:
-    """Return the state trees in a user's tree, in tree order.
+    """Return the state trees in a user's tree, in tree order. ``kind`` and ``cast`` are for those outside of a TrainState.
 
-    Each node is in its state tree at the path of its unit. So the path of the state tree is the beginning of the node's path,
-    without the path of the unit. ``kind`` and ``cast`` are for state trees outside of a :class:`~fsharp.TrainState`.
-
-    Raises TreeError if there is no node, a node is not at the path of its unit, or a state tree has another leaf in it.
+    The path of a state tree is the beginning of its nodes' paths, without the paths of their units. Raises TreeError if there
+    is no node, a node is not at the path of its unit, or a state tree has another leaf in it.
     """
     found: dict[Path, list[Sharded]] = {}
     facts: dict[Path, tuple[str, StatePlace, bool]] = {}
@@ -122,10 +120,7 @@ def _misplaced_error(what: str, path: Path, node: Sharded | None = None) -> Tree
 
 
 def replace_state_trees(tree: Any, new: Mapping[Path, Any], path: Path = ()) -> Any:
-    """Return ``tree`` with ``new[path]`` in place of the state tree at each path in ``new``.
-
-    All other leaves are unchanged. ``path`` is the path of ``tree`` itself.
-    """
+    """Return ``tree``, which is at ``path``, with ``new[path]`` in place of the state tree at each path in ``new``."""
     if path in new:
         return new[path]
     if optree.tree_is_leaf(tree):
@@ -137,11 +132,7 @@ def replace_state_trees(tree: Any, new: Mapping[Path, Any], path: Path = ()) -> 
 
 
 def check_state_tree(state_tree: StateTree, layout: Layout) -> None:
-    """Raise an error if a state tree cannot be moved to ``layout``.
-
-    Raises TreeError for values that differ between ranks or are donated. Raises LayoutError, which names leaves, if the state
-    tree does not fit the layout.
-    """
+    """Raise a TreeError if ranks have different values or a unit is donated, and a LayoutError for another layout."""
     for node in state_tree.nodes:
         _check_at_rest(state_tree, node)
     old = {path: facts for node in state_tree.nodes for path, facts in _leaf_facts(state_tree, node.unit)}
@@ -179,7 +170,7 @@ def _check_at_rest(state_tree: StateTree, node: Sharded) -> None:
     for group, buffer in zip(node.groups, node.raw_buffers, strict=True):
         size = node.unit.local_size(group, node.place)
         if not isinstance(buffer, torch.Tensor) or buffer.shape != (size,):
-            got = f"{dtype_name(buffer.dtype)}{list(buffer.shape)}" if isinstance(buffer, torch.Tensor) else repr(buffer)[:60]
+            got = tensor_text(buffer) if isinstance(buffer, torch.Tensor) else repr(buffer)[:60]
             leaves = ", ".join(node.unit.path_in_tree(leaf) for leaf in node.unit.leaves_of_group(group)[:4])
             facts += [("leaves", leaves), ("got", got), ("expected", f"[{size}], one number for each element")]
             remedy = "Keep values that are not elementwise outside of Sharded nodes: reshard() leaves them unchanged."
