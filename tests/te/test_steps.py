@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import fsharp as fs
+from fsharp.stateful.modules.values.side_outputs import SideOutputs
 from tests import te_cpu
 from tests.te.training import (
     ABOUT,
@@ -156,3 +157,10 @@ def test_what_would_go_wrong_is_refused_by_name():
         narrow = Case(lambda: other(96, 32))
         with pytest.raises(fs.errors.OptionError, match=r"of shape \[32, 96\] cannot be encoded in NVFP4"):
             shard(narrow, RECIPES["nvfp4"][1], comm, fs.zero3("dp"))
+
+
+def test_modules_of_transformer_engine_are_not_searched_for_stored_tensors():
+    module, door = linear(), Door("list")
+    module.kept = door.kept_in_list = [torch.zeros(1)]
+    assert SideOutputs([module]).find_tensors([]) == {}
+    assert len(SideOutputs([door]).find_tensors([])) == 1

@@ -33,8 +33,12 @@ class HandedOutLeaf:
     @property
     def version(self) -> int:
         """Version counter of the leaf; -1 if no caller holds it."""
-        tensors = [ref() for ref in (self._tensor, *(ref for ref, *_ in self._inner))]
-        return -1 if any(x is None for x in tensors) else sum(x._version for x in tensors)
+        total = 0
+        for ref in (self._tensor, *[ref for ref, *_ in self._inner]):
+            if (x := ref()) is None:
+                return -1
+            total += x._version
+        return total
 
     def is_for_tensor(self, tensor: torch.Tensor) -> bool:
         """Return whether this is the HandedOutLeaf of a tensor."""

@@ -13,18 +13,20 @@ from fsharp.functional.release import inner_tensors, unaliased_clone
 from fsharp.stateful.modules.values.outputs import replace_tensors, tensors_in, views_of_parameters
 
 _MODULE_ATTRIBUTES = frozenset(vars(nn.Module())) | {"_flat_weights", "_fsharp", "_fsharp_own", "_fsharp_computes"}
+_WITHOUT_SIDE_OUTPUTS = ("torch.nn.", "transformer_engine.")
+"""Packages whose modules store no tensors of a call for the backward."""
 _CONTAINERS = frozenset({list, dict, set, tuple, deque, OrderedDict, defaultdict})
 
 
 class SideOutputs:
     """The tensors that modules store during a call: in their attributes and buffers, and in containers among the arguments.
 
-    Containers are lists, dicts, sets and tuples. Modules of torch.nn are skipped: they store no tensors for the backward.
-    Attributes of other objects, and variables of hooks, are not searched.
+    Containers are lists, dicts, sets and tuples. Modules of torch.nn and TransformerEngine are skipped: they store no tensors
+    for the backward. Attributes of other objects, and variables of hooks, are not searched.
     """
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
-        self._modules = [weakref.ref(each) for each in modules if not type(each).__module__.startswith("torch.nn.")]
+        self._modules = [weakref.ref(each) for each in modules if not type(each).__module__.startswith(_WITHOUT_SIDE_OUTPUTS)]
 
     def find_tensors(self, arguments: Sequence[Any]) -> dict[int, torch.Tensor]:
         """Return the tensors in the modules and in containers among ``arguments``, by id."""
