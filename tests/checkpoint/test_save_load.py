@@ -390,10 +390,6 @@ def test_ties_may_come_and_go_where_values_do_not_differ(tmp_path):
     assert torch.equal(got["b"], shared)
     fs.checkpoint.save(tmp_path, params(untied), step=1, comm=comm)
     assert torch.equal(fs.full_tree(fs.checkpoint.load(tmp_path, scrambled(params(tied)), comm=comm), comm=comm)["b"], shared)
-    untied["b"][-1, -1] += 1
-    fs.checkpoint.save(tmp_path, params(untied), step=2, comm=comm)
-    with pytest.raises(CheckpointError, match="'a' and 'b' are tied, and the checkpoint has different values for them"):
-        fs.checkpoint.load(tmp_path, params(tied), comm=comm)
 
 
 def test_tied_values_that_differ_where_one_rank_alone_looks(tmp_path):

@@ -317,18 +317,14 @@ def test_as_torch_refuses_what_has_no_memory(x):
         as_torch(lambda x: x * 2)(x)
 
 
-def sharded_outside(comm, strategy):
+@pytest.mark.parametrize("strategy", [fs.ddp("dp"), fs.zero3("dp")], ids=["ddp", "zero3"])
+@on_ranks(fs.Mesh({"dp": 2}))
+def test_as_torch_refuses_parameters_of_a_sharded_module_outside_of_it(comm, strategy):
     model = fs.shard_module(torch.nn.Linear(4, 4), mesh=comm, strategy=strategy, sync_from=0)
     with pytest.raises(LayoutError, match=r"as_torch\(\)"):
         as_torch(lambda w: w.sum())(model.weight)
     with torch.no_grad(), model.unsharded():
         assert as_torch(lambda w: w + 0)(model.weight).shape == (4, 4)
-
-
-@pytest.mark.parametrize("strategy", [fs.ddp("dp"), fs.zero3("dp")], ids=["ddp", "zero3"])
-@on_ranks(fs.Mesh({"dp": 2}))
-def test_as_torch_refuses_parameters_of_a_sharded_module_outside_of_it(comm, strategy):
-    sharded_outside(comm, strategy)
 
 
 # ---------------------------------------------------------------- as the function of a unit

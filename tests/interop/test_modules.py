@@ -4,7 +4,6 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import optree
 import pytest
 import torch
@@ -208,33 +207,6 @@ def test_to_arrays_names_what_does_not_fit():
         to_arrays(found | {"c": torch.ones(1)}, like=tree)
     with pytest.raises(TreeError, match="a list without arrays of floating dtype"):
         to_tensors([1, 2])
-
-
-def test_a_module_of_nnx_beside_optax():
-    """All of it: a Flax module, an optax chain, ZeRO-3 on two ranks, and the weights brought back."""
-    tx = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-2))
-    model = Block(nnx.Rngs(3))
-    fn, params = make_functional(model)
-    graph, state = nnx.split(model)
-    opt = tx.init(state)
-    for x in batches():
-        grads = jax.grad(lambda state, x=x: jnp.square(nnx.merge(graph, state)(x)).mean())(state)
-        updates, opt = tx.update(grads, opt, state)
-        state = optax.apply_updates(state, updates)
-
-    def run(comm):
-        layout = fs.plan(params, comm.mesh, fs.zero3("dp"))
-        mine = fs.optim.from_optax(tx)
-        held = fs.init_state(mine, fs.shard(params, layout, comm), comm=comm)
-        step = fs.train_step(lambda p, x, comm: fs.forward(fn, p, x, comm=comm).square().mean(), mine)
-        for x in batches():
-            held, _ = step(held, torch.from_numpy(x).chunk(2)[comm.rank], comm)
-        return fs.full_tree(held.params, comm=comm)
-
-    result = simulate(fs.Mesh({"dp": 2}), run)[0]
-    torch.testing.assert_close(result, to_tensors(state), rtol=1e-5, atol=1e-6)
-    nnx.update(model, to_arrays(result, like=nnx.state(model, nnx.Param)))
-    assert np.allclose(model(batches()[0]), nnx.merge(graph, state)(batches()[0]), atol=1e-5)
 
 
 class Noisy(linen.Module):
