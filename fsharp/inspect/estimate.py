@@ -448,10 +448,7 @@ class _Simulation:
 
 
 def _delayed_time(start: float, seconds: float, speed: float, at: float) -> float:
-    """Return when an event happens that is due at ``at`` at full speed, if collectives are slower for a while.
-
-    From ``start`` on they go at ``speed``, a part of full speed, for ``seconds``; then at full speed.
-    """
+    """Return when an event due at ``at`` happens, if from ``start`` on collectives have ``speed`` for ``seconds``, then 1."""
     ahead = at - start
     if ahead <= 0:
         return at

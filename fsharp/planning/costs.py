@@ -73,10 +73,7 @@ class Costs(NamedTuple):
         return [each for outer in self.kept for each in outer.walk()]
 
     def activation_nbytes(self, recomputed: Collection[str]) -> float:
-        """Return the largest sum of kept bytes if the ``recomputed`` units are recomputed, one call at a time.
-
-        The sum is nan if the bytes that a recomputed unit keeps are unknown.
-        """
+        """Return the largest sum of kept bytes, with ``recomputed`` units one at a time; nan if their bytes are unknown."""
         kept, largest, todo = 0.0, 0.0, list(self.kept)
         while todo:
             call = todo.pop()

@@ -56,11 +56,6 @@ class Model:
     frozen: Patterns = ()
     module: nn.Module | None = None
 
-    @property
-    def leaf_paths(self) -> tuple[str, ...]:
-        """Paths of the leaves."""
-        return flatten_with_paths(self.tree)[0]
-
 
 def model_of(model: Any, frozen: Patterns) -> Model:
     """Return the Model of a module or of a tree of tensors. Of a module, ``requires_grad`` says which leaves are frozen."""
@@ -106,7 +101,7 @@ def units_to_try(model: Model, *, has_own_calls: bool) -> dict[str, UnitPatterns
 
     ``has_own_calls``: whether the user's loss function decides which subtrees it gathers. Then one unit is not tried.
     """
-    paths = model.leaf_paths
+    paths, _, _ = flatten_with_paths(model.tree)
     layers = repeated_units(paths)
     found: dict[str, UnitPatterns] = {}
     if layers:

@@ -70,20 +70,19 @@ class VirtualLanes(Lanes):
         self, name: str, op: OpKey | None = None, after: Sequence[OpKey] = (), *, after_compute: bool = True
     ) -> Iterator[None]:
         """Log the ops in this context on a lane, after the ops ``after``, and with ``after_compute`` after the current lane."""
-        lane = name
         during = f"{name} on demand at {self.here()}" if op is None else self.describe(op)
         if after_compute:
-            self.log.append(Wait(lane, self.lane, f"{lane} waits for {self.lane} before {during}"))
+            self.log.append(Wait(name, self.lane, f"{name} waits for {self.lane} before {during}"))
         for key in after:
             if key in self._marks:
-                self.log.append(Wait(lane, key, f"{lane} waits for {self.describe(key)} before {during}"))
+                self.log.append(Wait(name, key, f"{name} waits for {self.describe(key)} before {during}"))
         before = self.lane, self._during
-        self._given.add(lane)
-        self.lane, self._during = lane, during
+        self._given.add(name)
+        self.lane, self._during = name, during
         try:
             yield
             if op is not None:
-                self.log.append(RecordEvent(lane, op))
+                self.log.append(RecordEvent(name, op))
                 self._marks.add(op)
         finally:
             self.lane, self._during = before
@@ -96,9 +95,7 @@ class VirtualLanes(Lanes):
 
     def join_lanes(self, *names: str) -> None:
         """Make the current lane wait for all ops issued so far on the lanes of these names."""
-        for lane in names:
-            if lane not in self._given:
-                continue
+        for lane in filter(self._given.__contains__, names):
             self.log.append(Wait(self.lane, lane, f"{self.lane} joins all of {lane} at {self.here()}"))
 
     def synchronize_op(self, op: OpKey) -> None:
@@ -109,14 +106,10 @@ class VirtualLanes(Lanes):
         """Let no allocation reuse a tensor's memory before all ops so far on the current lane are finished."""
         self.log.append(RecordStream(self.lane, x.untyped_storage().data_ptr()))
 
-    def current_lane_and_work(self) -> tuple[str, object]:
-        """Return the name of the current lane, and a description of the work on it."""
-        return self.lane, self._during or self.here()
-
     @contextmanager
     def log_torch_ops(self) -> Iterator[None]:
         """Log all torch ops of this thread in this context."""
-        mode = AccessLoggingMode(self.log, self.current_lane_and_work)
+        mode = AccessLoggingMode(self.log, lambda: (self.lane, self._during or self.here()))
         try:
             with mode:
                 yield

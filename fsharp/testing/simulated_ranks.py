@@ -93,7 +93,7 @@ def simulate(
             thread.start()
         world.wait_for_all()
         for rank, thread in enumerate(threads):
-            if world.has_result(rank):
+            if world.has_result[rank]:
                 thread.join()
     if outcomes:
         return world.results
@@ -225,7 +225,7 @@ class _World:
         self._last: list[CollectiveFacts | None] = [None] * mesh.size  # the last call of each rank that has returned
         self._num_calls = [0] * mesh.size
         self._ended: list[str | None] = [None] * mesh.size  # how each rank has ended; None while it lives
-        self._has_result = [False] * mesh.size  # whether a rank's thread has ended, or is about to end
+        self.has_result = [False] * mesh.size  # whether a rank's thread has ended, or is about to end
         self._lock = threading.Lock()
         self._has_turn = [threading.Condition(self._lock) for _ in range(mesh.size)]
         self._has_ended = threading.Condition(self._lock)  # notified when a rank ends, and at the end of the run
@@ -272,7 +272,7 @@ class _World:
             if isinstance(result, BaseException):
                 self.errors.append(result)
             self.results[rank] = result
-            self._has_result[rank] = True
+            self.has_result[rank] = True
             self._has_ended.notify_all()
 
     # ------------------------------------------------------------ called by simulate()
@@ -287,17 +287,13 @@ class _World:
                 self._has_ended.wait(left)
             self._is_over = True
             self._has_ended.notify_all()
-            both = self._has_result, self._ended
+            both = self.has_result, self._ended
             self._has_ended.wait_for(lambda: all(is_done or how is None for is_done, how in zip(*both)), self.timeout)
-            for rank, has_result in enumerate(self._has_result):
+            for rank, has_result in enumerate(self.has_result):
                 if not has_result:
                     text = self._state_text(rank, f"rank {rank} has not come to an end in {2 * self.timeout:g} s.")
                     self.results[rank] = CommError(text)
                     self.errors.append(self.results[rank])
-
-    def has_result(self, rank: int) -> bool:
-        """Return whether the rank's thread has ended or is about to end."""
-        return self._has_result[rank]
 
     # ------------------------------------------------------------ called under the lock
 

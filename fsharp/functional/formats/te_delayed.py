@@ -20,10 +20,7 @@ NUMBERS_PER_WEIGHT = 3
 
 
 class ModuleScales:
-    """The scales and histories of a module's weights, by path of the weight.
-
-    Scales are looked up at each use, as TransformerEngine replaces its tensors when the length of histories changes.
-    """
+    """Scales and histories of a module's weights by path, looked up at each use, as TransformerEngine replaces its tensors."""
 
     def __init__(self) -> None:
         self._places: dict[str, tuple[weakref.ref[torch.nn.Module], int]] = {}

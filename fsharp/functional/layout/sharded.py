@@ -20,10 +20,7 @@ PlaceName = str | Place
 
 
 class ShardedContext(NamedTuple):
-    """The static, hashable part of a :class:`Sharded`: all but its buffers.
-
-    ``ledger`` is compared by identity. ``tree_name`` does not count in comparisons, as all TreeNames are equal.
-    """
+    """The static, hashable part of a :class:`Sharded`. ``ledger`` is compared by identity, and all TreeNames are equal."""
 
     unit: UnitLayout
     place: Place

@@ -64,10 +64,7 @@ def outline_to_bytes(tree: Any) -> bytes:
 
 
 def outline_from_bytes(data: bytes, device: torch.device) -> Any:
-    """Return the tree of an outline. Buffers are on the meta device, other tensors on ``device``.
-
-    Raises TreeError for a namedtuple of a module that this rank has not imported, and for bytes that are no outline.
-    """
+    """Return the tree of an outline, with buffers on the meta device; TreeError for unknown namedtuples and for other bytes."""
     try:
         end = 8 + int.from_bytes(data[:8], "little")
         text = json.loads(data[8:end])
