@@ -42,11 +42,6 @@ class KeptBytes(NamedTuple):
         for each in self.inner:
             yield from each.walk()
 
-    @property
-    def total_nbytes(self) -> float:
-        """Bytes without recomputation, inner uses included."""
-        return sum(each.kept_nbytes for each in self.walk())
-
 
 class Costs(NamedTuple):
     """FLOPs, seconds and kept bytes of the units of a layout in a microbatch.
@@ -78,7 +73,7 @@ class Costs(NamedTuple):
         while todo:
             call = todo.pop()
             if recomputed and any(name in recomputed for name in call.units):
-                kept, largest = kept + call.input_nbytes, max(largest, call.total_nbytes)
+                kept, largest = kept + call.input_nbytes, max(largest, sum(each.kept_nbytes for each in call.walk()))
             else:
                 kept += call.kept_nbytes
                 todo += call.inner
