@@ -16,12 +16,7 @@ _HOUR_S = 3600
 
 @options_checked
 def prune(
-    root: str | os.PathLike[str],
-    *,
-    keep: int,
-    best: int = 0,
-    keep_steps: int | None = None,
-    keep_hours: float | None = None,
+    root: str | os.PathLike[str], *, keep: int, best: int = 0, keep_steps: int | None = None, keep_hours: float | None = None
 ) -> list[str]:
     """Remove old checkpoints under ``root``, and return their paths. Incomplete checkpoints are left alone.
 

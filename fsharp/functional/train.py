@@ -110,13 +110,7 @@ def value_and_grad(loss_fn: LossFn, *, microbatches: int = 1, has_aux: bool = Fa
 
     @uncompiled
     def run(
-        params: Any,
-        batch: Any,
-        *,
-        comm: Comm,
-        residuals: PerRank | None = None,
-        step: int | None = None,
-        donate: bool = False,
+        params: Any, batch: Any, *, comm: Comm, residuals: PerRank | None = None, step: int | None = None, donate: bool = False
     ) -> Any:
         check_untransformed("value_and_grad()")
         units = [node.unit for node in units_on_mesh_of("value_and_grad()", params, comm)]

@@ -12,13 +12,7 @@ from fsharp.inspect.comparing import units_by_repeated_name
 from fsharp.inspect.estimate import Hardware, predict
 from fsharp.stateful.schedule.ops import OPS, STREAMS, Look, Stream, kinds_where
 from fsharp.stateful.schedule.schedule import Schedule
-from fsharp.stateful.timing.timeline import (
-    WAITING,
-    Timeline,
-    TimeSpan,
-    total_length,
-    union_of_intervals,
-)
+from fsharp.stateful.timing.timeline import WAITING, Timeline, TimeSpan, total_length, union_of_intervals
 from fsharp.type_checks import options_checked
 
 Colour = tuple[float, float, float]

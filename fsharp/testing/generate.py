@@ -120,9 +120,7 @@ def trees(draw: st.DrawFn, *, dtypes: Sequence[torch.dtype] = DTYPES, max_leaves
     shapes: st.SearchStrategy[Any] = st.recursive(
         st.sampled_from([0, 0, 0, 0, None]),
         lambda inner: st.one_of(
-            st.dictionaries(keys, inner, max_size=4),
-            st.lists(inner, max_size=4),
-            st.lists(inner, max_size=3).map(tuple),
+            st.dictionaries(keys, inner, max_size=4), st.lists(inner, max_size=4), st.lists(inner, max_size=3).map(tuple)
         ),
         max_leaves=max_leaves,
     )

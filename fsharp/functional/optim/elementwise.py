@@ -203,12 +203,7 @@ def sgd(
 
 @options_checked
 def lion(
-    learning_rate: ScalarOrSchedule,
-    b1: float = 0.9,
-    b2: float = 0.99,
-    *,
-    weight_decay: PerPath = 1e-3,
-    lr_scale: PerPath = 1.0,
+    learning_rate: ScalarOrSchedule, b1: float = 0.9, b2: float = 0.99, *, weight_decay: PerPath = 1e-3, lr_scale: PerPath = 1.0
 ) -> Transform:
     """Return the Lion optimizer: the sign of an interpolated momentum, with decoupled weight decay.
 
@@ -300,11 +295,7 @@ def _copy_unless_donated(donate: bool, *trees: Any) -> list[Any]:
 
 
 def _for_each_run(
-    kernel: Callable[..., None],
-    trees: tuple[Any, ...],
-    rank: int,
-    lr_scale: PerPath,
-    weight_decay: PerPath,
+    kernel: Callable[..., None], trees: tuple[Any, ...], rank: int, lr_scale: PerPath, weight_decay: PerPath
 ) -> None:
     """Call ``kernel(lists, scale, decay)`` once for each pair of hyper-parameters, on the runs of buffers with this pair.
 

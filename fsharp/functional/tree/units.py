@@ -6,14 +6,7 @@ from typing import Any, NamedTuple
 import optree
 
 from fsharp.errors import PatternError, problem
-from fsharp.functional.tree.paths import (
-    as_patterns,
-    innermost_prefix,
-    is_literal,
-    matches,
-    no_match_error,
-    parent_by_path,
-)
+from fsharp.functional.tree.paths import as_patterns, innermost_prefix, is_literal, matches, no_match_error, parent_by_path
 
 
 class UnitPartition(NamedTuple):
