@@ -242,7 +242,9 @@ class Replicas(BackgroundSaver):
         with self._lock:
             self.wait()
             snapshot = take_snapshot(
-                *("refresh()", self._folder, tree),
+                "refresh()",
+                self._folder,
+                tree,
                 step=step,
                 comm=self._comm,
                 config=config,
