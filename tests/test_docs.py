@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 import fsharp as fs
 from fsharp.testing import processes
@@ -68,6 +69,21 @@ def test_programs_of_pages_run(path, tmp_path, monkeypatch, capsys):
         shown = [line for line in table.splitlines() if line != "..."]
         assert len(shown) > 6
         assert [line for line in names["choice"].table().splitlines() if line in shown] == shown, "the table of candidates"
+
+
+def test_the_recipe_of_dp_sgd_trains_alike_on_any_number_of_ranks():
+    first, *blocks = programs(ROOT / "docs" / "howto.md")
+    [recipe] = [block for block in blocks if "per_sample_norms" in block]
+
+    def run(comm):
+        names = {}
+        exec(first, names)
+        names |= {"mesh": comm.mesh, "comm": comm, "x": names["x"][comm.rank :: comm.mesh.size]}
+        exec(recipe, names)
+        return fs.full_tree(names["state"].params, comm=comm)
+
+    one, two = (fs.testing.simulate(fs.Mesh({"dp": n}), run)[0] for n in (1, 2))
+    torch.testing.assert_close(one, two)
 
 
 def test_the_programs_of_the_page_about_jax_run_on_two_ranks():
