@@ -1,1 +1,1 @@
-"""Sharded nn.Modules and torch.optim optimizers, on the engine of the functions."""
+"""Sharded nn.Modules and optimizers of torch.optim, run by the same engine as pure functions."""

@@ -33,7 +33,7 @@ _PYTREE_LEAF_TYPES = frozenset({type(None), bool, int, float, complex, str, byte
 class ParameterEntries:
     """The entries of one unit's parameters in the ``_parameters`` dicts of modules, in the order of the unit's leaves.
 
-    ``present``: the tensor that was last put into each entry, of all units of the module, as units may share an entry.
+    ``present``: by entry, the tensor that was last put there. All units share this dict, as they may share entries.
 
     Attributes:
         stored: for each leaf, the path under which its values are stored. Tied leaves share a path.
@@ -58,9 +58,9 @@ class ParameterEntries:
         self._packed = list(packed.values())  # recurrent modules, which also keep a list of their parameters
 
     def check_not_replaced(self) -> None:
-        """Raise an error if the user has put another parameter into an entry, as a forward would ignore it."""
-        for i, places, name in self._entries:
-            if places.get(name) is not self._present[id(places), name]:
+        """Raise an error if the user has replaced a parameter, as a forward would ignore the new one."""
+        for i, parameters, name in self._entries:
+            if parameters.get(name) is not self._present[id(parameters), name]:
                 raise TreeError(
                     f"parameter {self._paths[i]!r} was removed or replaced after shard_module(), and a forward would ignore "
                     "the change. Write values in `with model.unsharded(write=True):`; replace, tie and "
@@ -71,8 +71,8 @@ class ParameterEntries:
     def replacements_by_path(self, full: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Return by path the tensors that a caller has put in place of full parameters."""
         found = {}
-        for i, places, name in self._entries:
-            path, mine = self.stored[i], local_tensor(places[name])
+        for i, parameters, name in self._entries:
+            path, mine = self.stored[i], local_tensor(parameters[name])
             if not isinstance(mine, torch.Tensor) or mine.shape != full[path].shape:
                 got = f"tensor of shape {list(mine.shape)}" if isinstance(mine, torch.Tensor) else type(mine).__name__
                 expected = f"expected a tensor of shape {list(full[path].shape)}"
@@ -84,9 +84,9 @@ class ParameterEntries:
     def swap_in(self, tensors: Sequence[Any]) -> list[Any]:
         """Put tensors into the entries, one for each leaf. Return the tensors that were there."""
         before = list(tensors)
-        for i, places, name in self._entries:
-            before[i] = places[name]
-            places[name] = self._present[id(places), name] = tensors[i]
+        for i, parameters, name in self._entries:
+            before[i] = parameters[name]
+            parameters[name] = self._present[id(parameters), name] = tensors[i]
         for reference in self._packed:
             owner: Any = reference()
             owner.__dict__["_flat_weights"] = [getattr(owner, name, None) for name in owner._flat_weights_names]
@@ -127,7 +127,7 @@ def refuse_added_parameters(module: nn.Module, path: str) -> None:
 
 
 class ParameterSource:
-    """The parameters that modules read in their code: nodes of a tree, by unit, and the Comm that gathers them."""
+    """The parameters with which modules compute: a tree's nodes by name of the unit, and the Comm that gathers the nodes."""
 
     def __init__(self, tree: Any, comm: Comm) -> None:
         self.nodes, self.comm = units_by_name(tree), comm
@@ -136,9 +136,9 @@ class ParameterSource:
 class GatheredModule(NamedTuple):
     """The root module, or a module that is gathered by itself, with its units and their entries.
 
-    ``ties``: other units that store leaves to which leaves of this module's units are tied. ``has_inner_modules``: whether
-    inner modules are gathered by themselves. ``has_varying_units``: whether a unit varies along an axis. Then a rank that uses
-    no parameter, such as an expert without tokens, runs a backward all the same, as other ranks wait for it.
+    ``ties``: other units, which store tied leaves of this module's units. ``has_inner_modules``: whether inner modules are
+    gathered by themselves. ``has_varying_units``: whether a unit varies along an axis. Then a backward also reaches unused
+    parameters: a rank without tokens for its expert joins the collectives.
     """
 
     units: Sequence[str]
@@ -150,7 +150,7 @@ class GatheredModule(NamedTuple):
 
 
 class ModuleCallState:
-    """The state of calls of a module's code: entries and specs of parameters, gathered modules by path, the current source."""
+    """State that calls of a module share: entries and specs of parameters, gathered modules by path, the source in use."""
 
     def __init__(
         self,
@@ -191,7 +191,7 @@ class ModuleCallState:
         *,
         module: nn.Module | None = None,
     ) -> Iterator[None]:
-        """Let the code of modules read its parameters from ``source``, or from ``parameters``, in this context.
+        """Let modules read their parameters from ``source``, or from ``parameters``, in this context.
 
         ``parameters`` has, for each unit in ``entries``, the tensors to put into its entries, in the order of the unit's
         leaves. Methods of ``module`` run without another gather, as the units of ``module`` are gathered already.
@@ -210,9 +210,9 @@ class ModuleCallState:
             self.source = before
 
     def add_pure_call(self, source: ParameterSource, first_sequence_nr: int, out: Any) -> None:
-        """Record a call of the module as a pure function, which began at an autograd sequence number and has returned ``out``.
+        """Record a pure call of the module, which has made autograd nodes from ``first_sequence_nr`` on, and returned ``out``.
 
-        The graph of a call keeps the call's parameters alive.
+        The autograd graph of the call keeps ``source`` alive until the backward.
         """
         numbers = range(first_sequence_nr, torch._C._autograd._get_sequence_nr())
         nodes: list[Any] = [x.grad_fn for x in tensors_in(out) if x.grad_fn is not None]
@@ -257,7 +257,7 @@ class ModuleCall:
 
     @uncompiled
     def compute(self, source: ParameterSource, full: list[list[torch.Tensor]], *_: Any) -> list[torch.Tensor]:
-        """Call the code with these leaves of full parameters, by unit. Return all tensors that leave the code."""
+        """Call ``fn`` with the leaves ``full`` of each unit as parameters. Return the tensors that ``fn`` returns or stores."""
         calls, path, owner, passed = self.calls, self.path, self.owner, self._arguments
         before = owner.side_outputs.find_tensors(passed)
         if calls.paused:
@@ -281,7 +281,7 @@ class ModuleCall:
         return connect_to_inputs(found, [*self.flat, *parameters]) if owner.has_varying_units else found
 
     def result_with_tensors(self, tensors: Sequence[torch.Tensor]) -> Any:
-        """Return the result of the code, with ``tensors`` in place of the tensors that :meth:`compute` returned."""
+        """Return the result of ``fn``, with ``tensors`` in place of the tensors that :meth:`compute` returned."""
         if all(map(is_, tensors, self._given_away)):
             return self.out
         self.owner.side_outputs.replace_stored(self._arguments, self._given_away, tensors, self.path)

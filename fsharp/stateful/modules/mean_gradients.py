@@ -45,11 +45,11 @@ class MeanGradients:
                 part.move_to_new_memory()
 
     def set_from_sums(self, sums: Any, missing: set[str]) -> None:
-        """Take sums over ranks as gradients, and divide them in place."""
+        """Turn sums over ranks into the mean gradients: divide the buffers of ``sums`` in place by the number of ranks."""
         self.tree, self.missing, self._parts, self.edits = sums, missing, {}, []
         torch._foreach_div_(self.buffers, self._comm.mesh.size)
         for node in units_of(sums) if missing else ():
-            if node.unit.has_codecs:  # a format may decode other numbers where all ranks sent zeros
+            if node.unit.has_codecs:  # a format may not decode zeros of all ranks to zeros
                 for path, _, data in iter_local_leaves(node, self._comm.rank):
                     if path in missing:
                         data.zero_()
@@ -87,7 +87,7 @@ class MeanGradients:
 
     def changes_text(self) -> str:
         """Return text about the user's changes of gradients since they were set, for ranks to compare."""
-        # Writes count only to buffers that every rank holds in full: of a leaf that is cut, some ranks may hold no element.
+        # Only writes to buffers that every rank holds in full count: a rank without elements of a cut leaf does not write.
         is_whole = [
             not (node.place.sharded_axes or node.place.varying_axes) for node in units_of(self.tree) for _ in node.buffers
         ]
@@ -110,7 +110,7 @@ class MeanGradients:
         return self._parts.get(path)
 
     def drop_gradient(self, part: ShardedTensor) -> None:
-        """Drop the gradient to which this part belongs."""
+        """Drop the gradient of one parameter: fill this rank's ``part`` with zeros, and count the parameter as missing."""
         part.local.zero_()
         self.missing.add(part.path)
         if not part.place.varying_axes:
@@ -118,7 +118,7 @@ class MeanGradients:
 
     @property
     def paths_with_gradient(self) -> frozenset[str]:
-        """Paths of the trained parameters that have a gradient, if there is a tree."""
+        """Paths of the trained parameters that have a gradient. Valid only while there is a tree."""
         return frozenset([path for path, each in self._parameters.items() if each.is_trained]) - self.missing
 
     def norm(self, order: float) -> torch.Tensor:
@@ -142,7 +142,7 @@ def unused_parameters(units: Sequence[UnitState], comm: Comm, paused: Collection
         if unit.gradient is not None:
             gradients.setdefault(unit.layout.varying_axes, []).append(unit.gradient)
     for varying, alike in gradients.items():
-        has = [gradient.found >> i & 1 for gradient in alike for i in range(len(gradient.route.leaves))]
+        has = [gradient.reached >> i & 1 for gradient in alike for i in range(len(gradient.route.leaves))]
         flags = torch.ones(len(has), dtype=torch.uint8, device=comm.device)
         if not all(has):
             flags = torch.tensor(has, dtype=torch.uint8, device=comm.device)

@@ -93,10 +93,10 @@ class ShardedModule(nn.Module):
     def functional(self) -> tuple[Callable[..., Any], Any]:
         """Return this module as a pure function ``fn(params, *args, comm=..., **kwargs)``, and its parameters ``params``.
 
-        ``params`` is the module's own tree of :class:`~fsharp.Sharded`, without a copy; its levels are the dots in the
-        parameters' names. ``fn`` takes any tree of this layout, and can be differentiated, scheduled, or transformed by
-        torch.func. Writes to buffers in a forward are discarded. A checkpoint of a unit computes again with the parameters of
-        the call. Inside of a forward of this module ``fn`` raises an error.
+        ``params`` is the module's own tree of :class:`~fsharp.Sharded`, without a copy; each dot in a parameter's name is a
+        level of the tree. ``fn`` takes any tree of this layout, and can be differentiated, scheduled, or transformed by
+        torch.func. Writes to buffers in a forward are discarded. A checkpoint within a unit recomputes with the parameters of
+        the same call. Inside of a forward of this module ``fn`` raises an error.
         """
         session = session_of_module(self)
 
@@ -115,7 +115,7 @@ class ShardedModule(nn.Module):
     @property
     @api_boundary
     def train_state(self) -> TrainState:
-        """Parameters, main copies, and optimizer state of an ``(init, update)`` pair. Setting it copies nothing.
+        """Parameters, main copies, and optimizer state of an ``(init, update)`` pair. Setting this property copies nothing.
 
         After an update of this state with ``donate=True``, set the new state before the next call of the module.
 
@@ -215,7 +215,7 @@ class ShardedModule(nn.Module):
 
         Raises:
             TreeError: names, shapes or dtypes differ, a part is of another rank or layout, or a value is a DTensor. All ranks
-                raise the error. Nothing has changed then but the extra state of modules.
+                    raise, before anything but the extra state of modules has changed.
             AgreementError: ranks pass different values for elements that they share. All ranks raise.
             ScheduleError: a step is under way, or the call is inside of ``averaged()``.
 
@@ -243,7 +243,7 @@ class ShardedModule(nn.Module):
             if model.comm.rank == 0:
                 torch.save(state, "model.pt")
 
-        Dtypes are as in :meth:`state_dict`. With ``rank=None`` all ranks return the dict. Each has its own buffers.
+        Dtypes are as in :meth:`state_dict`. With ``rank=None`` all ranks return the dict, each with its own buffers.
 
         Raises:
             MeshError: there is no such rank.
@@ -297,8 +297,8 @@ class ShardedModule(nn.Module):
     def full_parameters(self, *, trained: bool = False) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield pairs of a parameter's name and its whole value, unit by unit. All ranks have to iterate to the end.
 
-        Trained parameters have the optimizer's dtype. Frozen ones have the dtype in which they rest, ``precision.compute``, and
-        a warning if it has rounded them. ``trained=True`` leaves frozen parameters out, for example to export adapters.
+        Trained parameters have the optimizer's dtype. Frozen ones have the dtype in which they rest, ``precision.compute``; a
+        warning says if this dtype has rounded them. ``trained=True`` omits frozen parameters, for example to export adapters.
         The caller may keep the tensors. Memory: one unit.
         """
         session = session_of_module(self)

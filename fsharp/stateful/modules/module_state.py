@@ -20,19 +20,19 @@ class ModuleState:
 
     Attributes:
         train_state: parameters, main copies, the state of an ``(init, update)`` pair; replaced by each step.
-        generation: number of times that the user has replaced the state.
+        num_replacements: number of times that the user has replaced the state.
         is_written: whether the user has written to parameters since the last step.
         loaded: which of "parameters" and "optimizer" were loaded since the last step.
     """
 
     def __init__(self, state: TrainState, comm: Comm) -> None:
-        self.train_state, self._comm, self.generation = state, comm, 0
+        self.train_state, self._comm, self.num_replacements = state, comm, 0
         self.begin_generation()
 
     def begin_generation(self) -> None:
-        """Begin a generation, in which all ranks load the whole state. Writes and loads before it do not count.
+        """Ignore earlier writes and loads, as all ranks now load the whole state: a new generation of the job begins.
 
-        Among the writes may be those of an update that an error has ended on this rank alone.
+        The earlier writes may be those of an update that an error has ended on this rank alone.
         """
         self.is_written, self.loaded = False, set[str]()
         self.record_version_counters()
@@ -52,7 +52,7 @@ class ModuleState:
         self.record_version_counters()
 
     def optimizer_copies(self) -> Any:
-        """Return the optimizer's copies of parameters: trainable groups at the optimizer's place, in memory of the state."""
+        """Return the optimizer's copies of trainable parameters, at the optimizer's place, in the memory of the state."""
         with torch.no_grad():
             return merge(gather(trainable(self.train_state.params), comm=self._comm, to="optim"), self.train_state.main)
 
@@ -68,13 +68,13 @@ class ModuleState:
         self.record_version_counters()
 
     def zero_residuals(self) -> None:
-        """Set residuals, the encoding errors of earlier gradients, to zero in place: they do not fit later gradients."""
+        """Fill residuals with zeros in place: encoding errors of earlier gradients do not fit the gradients to come."""
         if self.train_state.residuals is not None:
             for tensors in self.train_state.residuals.value.values():
                 torch._foreach_zero_(tensors)
 
     def report_writes(self, add_settings: Callable[[str], None]) -> None:
-        """If parameters were written since the last step, call ``add_settings`` with a text, which ranks compare."""
+        """Pass a text about writes to parameters since the last step to ``add_settings``, for ranks to compare."""
         if self.is_written:
             add_settings("parameters written in place=True")
             self.is_written = False
@@ -100,7 +100,7 @@ class ModuleState:
         prepare_residuals("train_state", state.residuals, units, donate=True, step=state.step, rank=self._comm.rank)
         has_own = self.train_state.opt is not None  # else a torch.optim class keeps the optimizer's state
         self.train_state = state if has_own else state._replace(opt=None)
-        self.generation += 1
+        self.num_replacements += 1
         self.record_version_counters()
 
     def propagate_writes(self) -> bool:
@@ -111,7 +111,7 @@ class ModuleState:
         return True
 
     def were_copies_written(self) -> bool:
-        """Return whether the optimizer's copies were written to since the last record. Raise an error for any other write."""
+        """Return whether the optimizer's copies were written to since counters were recorded. Any other write is an error."""
         now = self._version_counters()
         if now == self._recorded:
             return False

@@ -30,10 +30,10 @@ class ModuleStep:
 
     Attributes:
         scheduled: the training step, with its schedule and trace.
-        is_accumulating: whether a backward leaves its gradients at rest, without the reduction to the optimizer.
+        is_accumulating: whether a backward keeps its gradients at rest, without the reduction to the optimizer.
         has_feedback: whether gradients are reduced with the residuals of the train state.
         updated_by: identity of the optimizer that made the last step; None after the next forward.
-        used: paths of parameters whose gradients an optimizer has used, and that were not set to None since then.
+        used_gradients: paths of parameters whose gradient an optimizer has used, and the user has not set to None since then.
         params: the parameters that forwards of this step differentiate; None outside of a step.
         run: the step under way; None outside of a step.
         on_backward: function to call when a backward reaches a forward of this step.
@@ -48,22 +48,22 @@ class ModuleStep:
         setup_calls.record_for_repeat(self._begin_generation)
 
     def _begin_generation(self) -> None:
-        """Begin without a step and gradients: at first, and in a new generation of the job, where all ranks load the module."""
+        """Reset to no step and no gradients: at first, and in a new generation of the job, where all ranks load the module."""
         self.is_accumulating = self._is_discarding = False
         self.updated_by: int | None = None
-        self.used: set[str] = set()
+        self.used_gradients: set[str] = set()
         self.params: Any = None
         self.run: Step | None = None
         self._units: list[UnitState] = []
-        self._carried: ResidualViews = {}  # residuals and random numbers for the formats of this step's gradients
-        self._pass = -1  # id of the backward pass that is under way
+        self._residuals: ResidualViews = {}  # residuals and random numbers for the formats of this step's gradients
+        self._backward_id = -1  # id of the backward pass that is under way
         self._lost = False  # whether gradients were lost by an error that was not reported yet
         self.means.release_all()
         self.state.begin_generation()
 
     @contextmanager
     def forward_context(self) -> Iterator[Any]:
-        """Count forwards in this context to the step under way, or to a new step. Yield the step's parameters."""
+        """Make forwards in this context part of the step under way, or of a new step. Yield the step's parameters."""
         self.reopen_scheduler()
         self.propagate_writes()
         if self.run is None:
@@ -74,7 +74,7 @@ class ModuleStep:
             self.run.set_backward_hook(self.on_backward)
             with self._abandoning_on_error():
                 self._start_gradients()
-                self.params = with_sinks(self.state.train_state.params, SinkLedger(self._carried))
+                self.params = with_sinks(self.state.train_state.params, SinkLedger(self._residuals))
         with self._abandoning_on_error():
             yield self.params
 
@@ -83,20 +83,20 @@ class ModuleStep:
         state = self.state.train_state
         units = [node.unit for node in units_of(state.params)]
         rank = self.scheduler.rank
-        _, self._carried = prepare_residuals("backward()", state.residuals, units, donate=True, step=state.step, rank=rank)
+        _, self._residuals = prepare_residuals("backward()", state.residuals, units, donate=True, step=state.step, rank=rank)
         self._units = self.scheduler.begin_gradients(state.params)
 
     def propagate_writes(self) -> None:
-        """Copy values written to the module's parameters to the parameters at rest, and gather these again in this step."""
+        """Copy the user's writes into parameters at rest, and let a step under way gather the new values."""
         if self.state.propagate_writes() and self.run is not None:
             self.run.leave_schedule()  # a schedule would use parameters that it has gathered before the write
 
     def reopen_scheduler(self) -> None:
         """Make the scheduler usable again after an error. All ranks do this.
 
-        If a backward pass failed, its step is abandoned first: autograd calls nothing of this module after a failure.
+        A step whose backward pass failed is abandoned first: autograd does not tell this module of the failure.
         """
-        if self._pass not in (-1, torch._C._current_graph_task_id()) and self.run is not None:
+        if self._backward_id not in (-1, torch._C._current_graph_task_id()) and self.run is not None:
             with suppress(ScheduleError), self._abandoning_on_error():
                 raise ScheduleError("a backward pass of a module ended in an error")
         if self.run is None:
@@ -112,8 +112,8 @@ class ModuleStep:
                 yield
         except BaseException:
             if self.run is run:
-                self._lost = self._lost or self._pass != -1 or run.num_microbatches > 0
-                self.run, self.params, self._pass = None, None, -1
+                self._lost = self._lost or self._backward_id != -1 or run.num_microbatches > 0
+                self.run, self.params, self._backward_id = None, None, -1
                 self.means.release_all()
             raise
 
@@ -124,11 +124,11 @@ class ModuleStep:
 
     def _begin_backward(self) -> None:
         """Begin a backward pass that has reached a module. Raise an error if gradients were used or changed."""
-        if self._pass != -1 or self.run is None:
+        if self._backward_id != -1 or self.run is None:
             return
-        self._pass, run = torch._C._current_graph_task_id(), self.run
+        self._backward_id, run = torch._C._current_graph_task_id(), self.run
         with self._abandoning_on_error():
-            if self.used:
+            if self.used_gradients:
                 raise self._gradients_used_up_error("backward()", "add to", "or before the backward")
             if self.means.tree is not None:
                 if self.has_feedback:
@@ -145,14 +145,14 @@ class ModuleStep:
             for unit in self._units:
                 if unit.gradient is not None:
                     unit.gradient.ignore_leaves(self._paused)
-                    unit.gradient.set_residuals(self._carried.get(unit.layout.name, {}))
+                    unit.gradient.set_residuals(self._residuals.get(unit.layout.name, {}))
             run.begin_backward_pass(is_last=not self.is_accumulating)
         torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
 
     @api_boundary
     def _end_backward(self) -> None:
         """End the microbatch of a backward pass. Outside of ``accumulate()`` reduce gradients, and divide the sums."""
-        run, self._pass = self.run, -1
+        run, self._backward_id = self.run, -1
         if run is None or run.uses.forward:  # a forward has called this backward, so the microbatch is not over
             return
         with self._abandoning_on_error():
@@ -172,7 +172,7 @@ class ModuleStep:
 
     def update(self, tx: Any, settings: str, *, optimizer_id: int) -> None:
         """Update parameters by a transformation of the gradients, if there are gradients. Ranks compare ``settings``."""
-        if self.finish_gradients("step()") is None:
+        if self.checked_gradients("step()") is None:
             return
         run = self.run
         assert run is not None
@@ -181,15 +181,15 @@ class ModuleStep:
         self.scheduler.add_settings(f"{settings}\n{self.means.changes_text()}")
         with self._abandoning_on_error():
             self.state.train_state = update(tx, self.means.tree, self.state.train_state, comm=self.scheduler, donate=True)
-            self.used = set(self.means.paths_with_gradient)
+            self.used_gradients = set(self.means.paths_with_gradient)
             self.means.release_all()
         self._close_step(run)
         self.updated_by = optimizer_id
         self.state.record_version_counters()
         self.state.loaded.clear()
 
-    def finish_gradients(self, where: str) -> Any:
-        """Return the gradients, if any, for the method ``where``. Raise an error if they are incomplete, lost or used up."""
+    def checked_gradients(self, where: str) -> Any:
+        """Return the mean gradients, or None. Raise an error that names ``where`` if they are incomplete, lost or used up."""
         self.reopen_scheduler()
         if self._lost:
             raise LossError(
@@ -201,12 +201,12 @@ class ModuleStep:
                 f"{where}: all backward passes so far were inside of accumulate(). Run the last one outside of "
                 "`with model.accumulate():`."
             )
-        if self.used:
+        if self.used_gradients:
             raise self._gradients_used_up_error(where, "use", f"and then a backward before {where}")
         return self.means.tree
 
     def refuse_scaled_gradients(self) -> None:
-        """Raise an error for ``unscale_()`` if the module has feedback. Residuals, which are scaled by now, become zero."""
+        """Raise an error for ``unscale_()`` if the module has feedback, and set residuals to zero, as they are scaled too."""
         if self.has_feedback:
             self.state.zero_residuals()
             raise ScheduleError(
@@ -217,8 +217,8 @@ class ModuleStep:
     def _gradients_used_up_error(self, where: str, torch_verb: str, remedy: str) -> ScheduleError:
         return ScheduleError(
             f"{where}: optimizer.step() has used up the gradients of the previous step, such as the gradient of "
-            f"{min(self.used)!r}. Plain torch would {torch_verb} these gradients, and a sharded module does not keep them. "
-            f"Call optimizer.zero_grad() after optimizer.step(), {remedy}."
+            f"{min(self.used_gradients)!r}. Plain torch would {torch_verb} these gradients, and a sharded module does not keep "
+            f"them. Call optimizer.zero_grad() after optimizer.step(), {remedy}."
         )
 
     def drop_gradients(self, *, set_to_none: bool = True) -> None:
@@ -229,10 +229,10 @@ class ModuleStep:
                 "next step does not use is None, and not zero. Leave out the argument."
             )
         self.reopen_scheduler()
-        if self._pass != -1:
+        if self._backward_id != -1:
             raise ScheduleError("zero_grad(): a backward is under way. Call zero_grad() before the backward, or after it.")
         self.means.release_all()
-        self.used = set()
+        self.used_gradients = set()
         run, self._lost = self.run, False
         if run is None or not self.has_gradients:
             return
@@ -244,23 +244,23 @@ class ModuleStep:
 
     @contextmanager
     def discarding_gradients(self) -> Iterator[None]:
-        """Drop the gradients of backward passes in this context at its end. The passes call no hooks."""
-        used, self.used, self._is_discarding = self.used, set(), True
+        """At the end of this context, drop the gradients of its backward passes. The passes call no hooks."""
+        used, self.used_gradients, self._is_discarding = self.used_gradients, set(), True
         try:
             yield
             self.drop_gradients()
         finally:
-            self.used, self._is_discarding = used, False
+            self.used_gradients, self._is_discarding = used, False
 
     def consume_gradients(self) -> None:
         """Drop the gradients and record them as used, as a step of an optimizer does."""
         used = set(self.means.paths_with_gradient)
         self.drop_gradients()
-        self.used = used
+        self.used_gradients = used
 
     def gradient_part(self, path: str) -> ShardedTensor | None:
         """Return this rank's part of a parameter's mean gradient. Raise an error before gradients are summed over ranks."""
-        if self.means.tree is None and self.run is not None and self._pass == -1 and self.has_gradients:
+        if self.means.tree is None and self.run is not None and self._backward_id == -1 and self.has_gradients:
             raise ScheduleError(
                 f"grad of parameter {path!r}: all backward passes so far were inside of accumulate(), and their "
                 "gradients are not summed over ranks yet. Leave out `with model.accumulate():` where p.grad is read between "
@@ -271,19 +271,19 @@ class ModuleStep:
     def drop_gradient(self, path: str) -> None:
         """Drop the gradient of one parameter. When all are dropped, the step has no gradients."""
         part = self.gradient_part(path)
-        self.used.discard(path)
+        self.used_gradients.discard(path)
         if part is not None:
             self.means.drop_gradient(part)
             if not self.means.paths_with_gradient:
                 self.drop_gradients()
 
     def abandon_forwards(self, where: str) -> None:
-        """End a step that has only forwards, for the method ``where``, on all ranks. Raise an error if it has gradients."""
+        """End a step that has only forwards, on all ranks. Raise an error that names ``where`` if the step has gradients."""
         self.reopen_scheduler()
         run = self.run
         if run is None:
             return
-        if self.has_gradients or self._pass != -1:
+        if self.has_gradients or self._backward_id != -1:
             raise ScheduleError(
                 f"{where}: a step is under way, in which backward passes have left gradients. Call it after optimizer.step() "
                 "or zero_grad(), or before the first backward."

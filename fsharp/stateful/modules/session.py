@@ -1,7 +1,7 @@
 """Session: the state of a sharded module: its calls, its training state, and the parameters that the user sees.
 
-A call of a module puts full tensors in place of its parameters, so the module becomes a pure function of its parameters. Each
-module that ``units`` selects calls ``forward()`` with its units, under a scheduler. The rest is as in a step of functions.
+During a call full tensors replace the module's parameters, so the module is a pure function of these. A call of the root, or
+of a module that ``units`` selects, is a :func:`~fsharp.forward` of the module's units, under a scheduler.
 """
 
 import weakref
@@ -150,8 +150,8 @@ class Session:
     def record_full_load(self, kind: Literal["parameters", "optimizer"]) -> None:
         """Record that all ranks have loaded all ``"parameters"`` or all ``"optimizer"`` state.
 
-        After both, values do not depend on earlier steps. Then the recorded history of steps, in which ranks have to agree, is
-        reset, so that ranks whose steps differed before an error can continue together.
+        After both loads values do not depend on earlier steps. So the history of steps, which ranks compare, is reset: ranks
+        whose steps differed before an error can continue together.
         """
         self.state.loaded.add(kind)
         if kind == "parameters":
@@ -177,8 +177,8 @@ class Session:
     def record_write(self, part: ShardedTensor, what: str) -> None:
         """Record that a function has changed a part in place.
 
-        If the part is a parameter or a gradient, labels of later collectives contain ``what``. So ranks without the change
-        raise an error.
+        If the part is a parameter or a gradient, labels of later collectives contain ``what``. So a change that only some
+        ranks make is an error.
         """
         memory = part.untyped_storage().data_ptr()
         gradient, parameter = self.step.means.gradient_part(part.path), self.parameters[part.path]
@@ -188,11 +188,11 @@ class Session:
             self.scheduler.add_settings(f"{what} {part.path}")
 
     def full_parameter(self, part: ShardedTensor) -> torch.Tensor | None:
-        """Return the whole parameter during the backward of its unit, for activation checkpointing; else None."""
+        """Return the whole parameter while its unit's backward is under way, for activation checkpointing; else None."""
         full = None if self.step.run is None else self.step.run.full_unit_in_backward(part.unit.name)
         if full is None:
             return None
-        leaf = full.leaves()[full.index.position[part.leaf.path]]
+        leaf = full.leaves()[full.leaf_table.position_by_path[part.leaf.path]]
         if part.requires_grad and torch.is_grad_enabled():
             leaf.requires_grad_().register_hook(partial(_refuse_reentrant_checkpoint, part.path))
         return leaf if part.spec is None else part.spec.as_dtensor(leaf)
@@ -210,8 +210,8 @@ class Session:
     ) -> tuple[torch.Tensor | None, ...]:
         """Run ``torch.autograd.grad``. Gradients of parameters are means over ranks, as parts.
 
-        The call leaves ``.grad`` None and other forwards valid. Options that need a graph of the backward, parameters of
-        several modules, and a step that has gradients are errors.
+        Afterwards ``.grad`` is None, and backwards of other forwards still work. Options that need a graph of the backward,
+        parameters of several modules, and a step that has gradients are errors.
         """
         if options.get("create_graph") or options.get("is_grads_batched"):
             raise ScheduleError(
@@ -258,7 +258,7 @@ class Session:
         return self.calls.reading_from(self.calls.source, list(self.calls.entries.values()), self._leaf_values_by_unit(by_path))
 
     def adopt_state(self, state: TrainState) -> None:
-        """Train ``state`` from now on, which has the same layout. Raise an error while a step is under way."""
+        """Train ``state``, which has the same layout, from now on. Raise an error while a step is under way."""
         self.step.abandon_forwards("train_state")
         if self.is_averaged:
             raise ScheduleError("train_state: set inside of averaged(), whose end restores the earlier parameters.")
@@ -304,7 +304,7 @@ def _refuse_reentrant_checkpoint(path: str, grad: torch.Tensor) -> None:
 def install_gathering_subclass(
     module: nn.Module, session: Session, path: str, method_names: Sequence[str], mixins: tuple[type, ...]
 ) -> None:
-    """Give a module a subclass: its calls, hooks, forward, and the methods named, run with the module's units gathered."""
+    """Give a module a subclass whose calls, hooks, and methods ``method_names`` run with the module's units gathered."""
     entries = ("forward", *method_names)
     own = {name: module.__dict__.pop(name) for name in entries if name in module.__dict__}
     module.__dict__.update(_fsharp=(session, path), _fsharp_own=own, _fsharp_computes=False)

@@ -54,15 +54,15 @@ def refuse_dtensors(where: str, session: Session) -> None:
 
 
 def load_state_dict_into_parts(session: Session, module: nn.Module, load: Callable[[], Any]) -> Any:
-    """Run :meth:`~fsharp.ShardedModule.load_state_dict`. ``load`` calls torch's method with the user's arguments."""
+    """Load a state dict into a sharded module. ``load`` calls torch's ``load_state_dict`` with the user's arguments."""
     where, comm = "load_state_dict()", session.scheduler
     session.step.abandon_forwards(where)
     given: dict[str, torch.Tensor] = {}  # values for parameters, by path
-    parts: dict[str, ShardedTensor] = {}  # this rank's parts of them
+    parts: dict[str, ShardedTensor] = {}  # by path, this rank's part of the value
     written: list[tuple[torch.Tensor, torch.Tensor]] = []  # buffers, each with its new value
 
     def read() -> Any:
-        """Let torch read the state dict into placeholders. Return what its method returns: missing and unexpected keys."""
+        """Let torch read the state dict into placeholders. Return torch's result: missing and unexpected keys."""
         refuse_dtensors(where, session)
         if session.is_averaged:
             raise ScheduleError(f"{where}: inside of averaged(), whose end restores the earlier parameters.")
@@ -145,7 +145,7 @@ def replace_parts_by_whole(
     """Replace the parts in dicts by whole tensors in host memory, on ``rank``, or on all ranks if ``rank`` is None.
 
     Return whether this rank has whole tensors. All ranks have the same keys. Other tensors become copies in host memory.
-    ``kind_of`` returns from a key which of several values of one parameter the key has, such as ``"exp_avg"``.
+    ``kind_of`` returns the kind of a key's value, such as ``"exp_avg"``: a parameter may have a value of each kind.
     """
     dicts = list(dicts)
     held = [(kind_of(key), value) for each in dicts for key, value in each.items() if isinstance(value, ShardedTensor)]
@@ -206,8 +206,8 @@ def gather_whole_tensors(parts: Iterable[ShardedTensor], comm: Comm) -> Iterator
 def scatter_from_rank(where: str, given: Any, rank: int, comm: Comm, like: Mapping[Any, ShardedTensor]) -> Any:
     """Return on all ranks the state dict ``given`` on ``rank``, with each rank's own parts in place of whole tensors.
 
-    ``like``: a part that is cut as this rank's part of a tensor, by the tensor's first one or two keys. A tensor that is not
-    in ``like`` stays whole on each rank.
+    ``like``: by the first one or two keys of a tensor, a part with the elements that this rank takes. A tensor whose keys are
+    not in ``like`` stays whole on each rank.
     """
 
     def check() -> bytes:

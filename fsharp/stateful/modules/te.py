@@ -1,8 +1,7 @@
 """Modules of TransformerEngine: gradients that they write into memory themselves, and scales that they keep as state.
 
 With ``fuse_wgrad_accumulation=True`` a module asks the weight for memory in a backward, writes the gradient there, and returns
-no gradient to autograd. The memory is new for each use, and is taken as the gradient where the backward of the weight's unit
-ends.
+no gradient to autograd. Each use gets new memory. When the backward of the weight's unit ends, this memory is the gradient.
 
 Scales and histories of delayed scaling are text in state dicts. TransformerEngine's own extra state is a pickle. A pickle of
 equal values has other bytes on other ranks, and loading one runs code.
@@ -28,7 +27,7 @@ _FP8_META_NUMBERS = ("num_gemms", "fp8_max_fwd", "fp8_max_bwd")
 
 
 def check_te_gradients(module: nn.Module) -> None:
-    """Raise an error that names a submodule if its gradients of weights cannot be taken."""
+    """Raise an error if a submodule computes gradients of weights in a way that fsharp cannot use."""
     for path, each in module.named_modules():
         store = getattr(each, "wgrad_store", None)
         if store is not None and store.delay_wgrad_compute():
@@ -46,16 +45,16 @@ def check_te_gradients(module: nn.Module) -> None:
 
 
 def scales_of_fused_weights(module: Any) -> dict[str, int]:
-    """Return TransformerEngine's index of the scale of each weight whose gradient a module writes by itself, by name."""
+    """Return weights whose gradient a module writes by itself: by name, TransformerEngine's index of the scale."""
     records = module.param_init_meta if getattr(module, "fuse_wgrad_accumulation", False) else {}
     return {name: record.fp8_meta_index for name, record in records.items() if record.fp8_meta_index is not None}
 
 
 @contextmanager
 def lending_gradient_memory(weights: Sequence[tuple[str, torch.Tensor]]) -> Iterator[None]:
-    """Give ``weights``, pairs of path and weight, the attributes by which TransformerEngine finds memory, in this context.
+    """Let TransformerEngine get memory for gradients of ``weights``, pairs of path and weight, in this context.
 
-    ``grad_added_to_main_grad`` is left out: with it TransformerEngine would also return a gradient that was never written.
+    ``grad_added_to_main_grad`` is not set: with it TransformerEngine would also return a gradient that was never written.
     """
     for path, weight in weights:
         given: Any = weight

@@ -46,10 +46,10 @@ class Arena:
                 )
             schedule = None if why else schedule
         if schedule is None:
-            self._evict_schedule()
+            self._release_tenant()
             return None
         if len(self.memory) < schedule.arena:
-            self._evict_schedule()
+            self._release_tenant()
             self.memory = self._executor.transport.allocate_arena(schedule.arena, self._policy.arena_memory)
             for each in functions:
                 each.programs.bound.clear()
@@ -61,12 +61,12 @@ class Arena:
             scheduled.programs.bound[id(schedule)] = bound
             self._executor.lanes.drop_events_when_collected(bound, bound.number)
         if self.tenant is not bound:
-            self._evict_schedule()
+            self._release_tenant()
             self.tenant = bound
         return bound
 
-    def _evict_schedule(self) -> None:
-        """Release the parameters of the schedule that owns the memory, so that another schedule can own it."""
+    def _release_tenant(self) -> None:
+        """Release the parameters of the tenant, so that another schedule can own the memory."""
         if self.tenant is not None:
             self._executor.lanes.join_lanes("gather", "reduce")
             for unsharded in self.tenant.unsharded_by_unit.values():
@@ -80,7 +80,7 @@ class Arena:
                 unsharded.abandon_gathers()
 
     def use_gathers_of_last_step(self, schedule: BoundSchedule) -> None:
-        """At the start of a step, use the units that the previous step has gathered for it, and gather the missing units."""
+        """At the start of a step, use the units that the previous step has gathered, and gather the missing units."""
         for bound in schedule.carried:
             units = [each.unit for each in bound.bucket_members if each.unit is not None]
             found = [(schedule.unsharded_by_unit[unit.key], unit.node) for unit in units]
@@ -98,7 +98,7 @@ class Arena:
         if bound is None or not bound.carried or bound.arena is not self.memory or not bound.is_bound_to(self._registry.units):
             return
         if bound is not self.tenant:
-            self._evict_schedule()
+            self._release_tenant()
             self.tenant, recorder = bound, None
         units = [each.unit for op in bound.carried for each in op.bucket_members if each.unit is not None]
         for op in bound.carried:

@@ -22,7 +22,7 @@ class BoundOp:
     """An op with the objects on which it works.
 
     Attributes:
-        key: key of the op on lanes.
+        key: key under which lanes record the end of the op.
         after: keys of the ops on other lanes for which this op waits; for the first op of a bucket the keys of the whole
             bucket.
         unsharded: the buffer of the unit's full parameters.
@@ -30,7 +30,7 @@ class BoundOp:
         final_pieces: memory for the reduction to the optimizer's place.
         is_first: for a cast: whether it is the unit's first cast in its microbatch.
         may_run_late: for a sum or an accumulate: whether a host without streams runs the op late, when its result is read.
-        gradients_to_join: gradients for which this op waits, as it fills memory that they may still use.
+        gradients_to_join: gradients whose late reductions have to end before this op, which fills memory that they use.
         other_members: for the first op of a bucket: the other ops of the bucket, which run together with the first op.
     """
 

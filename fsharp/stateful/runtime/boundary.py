@@ -69,7 +69,7 @@ def create_graph_error() -> ScheduleError:
 
 
 def call_before_backward(outputs: Sequence[Any], inputs: Sequence[Any], hook: Callable[[object], None]) -> None:
-    """Let ``hook`` be called with gradients when a backward reaches a node that made one of ``outputs``, not ``inputs``."""
+    """Call ``hook`` when a backward reaches the node of one of ``outputs``; outputs that are also ``inputs`` do not count."""
     mine = set(map(id, inputs))
     for out in outputs:
         if isinstance(out, torch.Tensor) and out.grad_fn is not None and id(out) not in mine:
@@ -107,7 +107,7 @@ def in_backward() -> bool:
 
 
 class UnitUse:
-    """One use of a unit.
+    """One use of a unit: a call of a function on the unit, with the backward of this call.
 
     Args:
         number: number of uses that have begun before in the step.
@@ -125,7 +125,7 @@ class UnitUse:
         assert unit.node is not None
         self.unit, self.number, self.parent, self.unsharded = unit, number, parent, unsharded
         self.node: Sharded = unit.node
-        self.seen: Stamp = (unsharded.filled_from if unsharded is not None else None) or buffers_stamp(unit.node)
+        self.stamp: Stamp = (unsharded.filled_from if unsharded is not None else None) or buffers_stamp(unit.node)
         self.leaves: list[torch.Tensor] | None = full.leaves()
         self._full: FullUnit | None = full
         self._versions = full.version_counters()
@@ -179,9 +179,9 @@ class UnitUse:
         self._full = None
 
     def pack_saved_parameters(self, out: Any, first: int, fill_buffer: Callable[[], UnshardedBuffer]) -> None:
-        """Let autograd save functions that rebuild views of this use's parameters, not the views, except in the arena.
+        """Let autograd keep rebuilds in place of saved views of this use's parameters, unless these are in the arena.
 
-        Only tensors saved on the way to ``out``, by nodes with a sequence number from ``first`` on, are replaced.
+        This replaces tensors saved by nodes of the graph of ``out`` whose sequence number is at least ``first``.
         ``fill_buffer`` returns the buffer of the parameters, and gathers released parameters again.
         """
         if self.unsharded is None or self.unsharded.where is not None:
@@ -232,7 +232,7 @@ class UsesUnderWay:
         backward: uses whose backward has begun, the innermost last.
         pending: by unit, number of uses in this microbatch whose gradient is still missing.
         awaited: uses whose backward may come; autograd's graph keeps them alive.
-        held: units whose parameters a caller holds after their use. Their step gets no schedule, which would reuse the memory.
+        held: units whose parameters a caller holds after their use. Their step gets no schedule, as that reuses memory.
         recomputed: units that a checkpoint has used again and a caller holds, without a backward since then.
     """
 

@@ -26,8 +26,8 @@ class BoundSchedule:
     Attributes:
         microbatches_before_reduce: numbers of the microbatches after which gradients go to the optimizer's place.
         unsharded_by_unit: by unit, the memory of its full parameters.
-        resting_gradients: by unit, its gradient at rest, from the op that opens it.
-        ops: by event, the first op of each bucket, without carried ops.
+        resting_gradients: by unit, the memory of its gradient at rest, in use from the op that opens it.
+        ops: by event, the first op of each bucket, without ``carried``.
         bound: by event, pairs of an op in ``ops`` and its action.
         actions: by event, the actions in ``bound`` that do something.
         carried: gathers for the next step at the end of a step, if the next step follows the same schedule.
@@ -111,7 +111,7 @@ class BoundSchedule:
         return self.units.items() <= units.items()
 
     def clone_gradients_in_arena(self, grads: Grads) -> Grads:
-        """Return the gradients of a use; as copies if one of them is a parameter in the arena, which is released first."""
+        """Return the gradients of a use; as copies if one is in memory of the arena, which is released before the cast."""
         first, last = self._span
         for grad in grads:
             if grad is not None and first <= grad.data_ptr() < last:
@@ -135,8 +135,8 @@ class BoundSchedule:
 def describe_first_mismatch(schedule: Schedule, units: dict[str, UnitState]) -> str:
     """Return text about the first fact in a schedule that does not hold for ``units``; empty if the units can follow it.
 
-    A block may be larger than necessary, as in steps without a schedule, and gradients may rest in the arena under any policy.
-    Bytes in host memory are known later: :meth:`~fsharp.stateful.runtime.step.Step.gather_updates` compares them.
+    Outgoing blocks may be larger than necessary, and gradients may rest in the arena or beside it: neither is a mismatch.
+    :meth:`~fsharp.stateful.runtime.step.Step.gather_updates` compares bytes in host memory, which are known later.
     """
     gradients = count_gradients(schedule.program.events)
     for facts in schedule.program.units:

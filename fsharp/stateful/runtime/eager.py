@@ -59,9 +59,9 @@ class EagerOps:
         self._at = 0
         self.ops: list[Op] = []
         self._last: dict[str, int] = {}  # by stream, its last op
-        self._places: dict[BufferKey, Memory | None] = {}
-        self._top = 0
-        self._joined: set[int] = set()  # ops that compute has waited for, which the next op of compute has to list
+        self._addresses: dict[BufferKey, Memory | None] = {}
+        self._arena_nbytes = 0
+        self._joined: set[int] = set()  # ops that compute has waited for since its last op, for ``after`` of its next op
         self._readers: dict[BufferKey, list[int]] = {}  # ops that have read a buffer since its last change
         self._reducing: BoundOp | None = None  # the reduction under way
         for unit in left.units.values() if left is not None else ():  # buffers in the arena may overlap the gradient's block
@@ -119,7 +119,7 @@ class EagerOps:
         for bound in bound_ops:
             op, number, unit = bound.op, bound.key[1], bound.unit
             yield bound
-            del bound  # and with it the memory that the op has freed
+            del bound  # the last reference to memory that the op has freed
             for spec in follower_specs(op.spec, op.phase):
                 if spec.has_ops_for(self._assumed_facts(unit) if unit is not None else UnitFacts("")):
                     after = None if spec.stream == op.stream else number
@@ -205,7 +205,7 @@ class EagerOps:
     def _accumulate(
         self, spec: OpSpec, unit: UnitState, *, after: int | None = None, block: OutgoingBlock | None = None
     ) -> Iterator[BoundOp]:
-        """Yield the ops that decode the sum of the reduction ``after``, if its parts are encoded, and add the sum."""
+        """Yield the ops that add the result of the reduction ``after``, and decode it before if its parts are encoded."""
         decode = ops.DECODE_SUM if spec is ops.ACCUMULATE else ops.FINAL_DECODE_SUM
         [phase] = spec.phases
         if decode.has_ops_for(self._assumed_facts(unit)):
@@ -241,10 +241,10 @@ class EagerOps:
     def _emit_op(
         self, spec: OpSpec, unit: UnitState | None, phase: Phase, *, use: int = -1, after: int | None = None, **bound: Any
     ) -> BoundOp:
-        """Emit an op, with the memory of ``unsharded`` in the arena of a schedule that was left, or with memory of its own.
+        """Emit an op. Its memory is that of ``unsharded`` in the arena of a schedule that was left, or memory of its own.
 
         On another stream than compute the op waits for all work of compute so far, or for the op ``after``. ``bound``: fields
-        of :class:`BoundOp`, and memory that the op ``opens``.
+        of :class:`BoundOp`, and ``opens`` of :class:`Op`.
         """
         stream, opens = spec.stream, bound.pop("opens", None)
         memory = bound["unsharded"].where if "unsharded" in bound else None
@@ -267,12 +267,12 @@ class EagerOps:
         return BoundOp(op, (self._number, number), to_come, unit, **{"unsharded": self.unsharded_by_unit.get(key), **bound})
 
     def _assign_address(self, buffer: str, unit: UnitState) -> Memory | None:
-        """Return the address of a buffer in this step's schedule, which no other buffer has; None for 0 bytes."""
-        if (buffer, unit.key) not in self._places:
+        """Return the address of a buffer in this step's schedule, shared with no other buffer; None for 0 bytes."""
+        if (buffer, unit.key) not in self._addresses:
             nbytes = buffer_nbytes(buffer, self._assumed_facts(unit))
-            self._places[buffer, unit.key] = Memory(self._top, nbytes) if nbytes else None
-            self._top += aligned(nbytes)
-        return self._places[buffer, unit.key]
+            self._addresses[buffer, unit.key] = Memory(self._arena_nbytes, nbytes) if nbytes else None
+            self._arena_nbytes += aligned(nbytes)
+        return self._addresses[buffer, unit.key]
 
     def _assumed_facts(self, unit: UnitState, *, trained: bool = True, updated: bool = True) -> UnitFacts:
         """Return the facts of a unit for several uses and microbatches, as their numbers are not known before the step ends."""
@@ -293,4 +293,4 @@ class EagerOps:
         eager = replace(policy, prefetch=0, bucket_nbytes=0, gather_at_start=False, memory_budget=None)
         last = len(self.ops) - 1
         spans = [ArenaItem(n, ((fill or 0, last if free is None else free),)) for fill, free, n in buffer_lifetimes(self.ops)]
-        return Schedule(Program(tuple(facts), events), eager, tuple(self.ops), self._top, lower_bound(spans))
+        return Schedule(Program(tuple(facts), events), eager, tuple(self.ops), self._arena_nbytes, lower_bound(spans))

@@ -40,8 +40,8 @@ class Executor:
         incoming: gradients of the use whose backward has just ended.
         update_gathers: by unit, the gather of updated parameters under way.
         host_copies: by unit, copies of state between device and host memory.
-        copied_units: the units that ``host_copies`` had at first.
-        fetched: the fetch ops of this step.
+        copied_units: keys of all units in ``host_copies``, before ops removed units from there.
+        fetched: keys of the fetch ops that have run in this step.
         host_nbytes: bytes copied from and to host memory in this step.
         reducing: gradients whose reduction is under way, each with the op that began it.
     """
@@ -94,8 +94,8 @@ class Executor:
         """Store the gradients of a use whose backward has ended, for the ops at this event."""
         self.incoming = grads
 
-    def take_host_copies(self, host_copies: Mapping[str, HostCopies], update_gathers: Mapping[str, UpdateGather] = {}) -> None:
-        """Store, by unit, copies from and to host memory and gathers of updated parameters, which later ops begin."""
+    def set_host_copies(self, host_copies: Mapping[str, HostCopies], update_gathers: Mapping[str, UpdateGather] = {}) -> None:
+        """Store the copies from and to host memory, and the gathers of updated parameters, that later ops begin, by unit."""
         self.host_copies, self.copied_units, self.update_gathers = dict(host_copies), tuple(host_copies), dict(update_gathers)
 
     def use_lanes(self, lanes: Lanes) -> None:
@@ -137,7 +137,7 @@ class Executor:
         self.action_of(bound)()
 
     def action_on_lane(self, bound: BoundOp, start: Action, *, after_compute: bool = True) -> Action:
-        """Return an action that runs ``start`` on the op's lane after ``bound.after``; ``after_compute``: and after compute."""
+        """Return an action that runs ``start`` on the op's lane after ``bound.after``; ``after_compute``: after compute too."""
         lanes, stream, key, after = self.lanes, bound.spec.stream, bound.key, bound.after
 
         def action() -> None:
@@ -170,7 +170,7 @@ class Executor:
         self.host_nbytes += self.host_copies.pop(bound.op.unit).run_copies(self.lanes, bound.key)
 
     def finish_reductions(self) -> None:
-        """Finish all reductions that have begun."""
+        """Wait for all reductions under way, and add their results to the gradients."""
         self.lanes.join_lanes("gather", "reduce")
         for bound in list(self.reducing.values()):
             _action_to_end_reduction(bound)()
@@ -204,7 +204,7 @@ def _bind_gather(executor: Executor, bound: BoundOp) -> Action:
         if not executor.is_connected:
             executor.make_process_groups()
         gather_inputs: list[GatherInput] = []
-        found = [row for row in units if row[1].node is not None]  # any other unit of the bucket is gathered when it is used
+        found = [row for row in units if row[1].node is not None]  # a unit without a node is gathered when it is used
         for _, unit, unsharded in found:
             node = unit.node
             assert node is not None

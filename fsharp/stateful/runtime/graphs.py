@@ -88,7 +88,7 @@ class CapturedStep:
 
 
 def _copy_params_into(made: Any, held: list[Any]) -> Any:
-    """Return the parameters ``made`` in the memory ``held``, to which parameters in other memory are copied."""
+    """Copy the parameters ``made`` to the memory ``held``, unless they are there already. Return them in this memory."""
     leaves, spec = optree.tree_flatten(made)
     with torch.no_grad():
         for x, new in zip(held, leaves, strict=True):

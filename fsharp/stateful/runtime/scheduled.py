@@ -22,7 +22,7 @@ _MAX_SEEN_PROGRAMS = 256
 """Most programs to remember without a schedule."""
 _MAX_COMPILED_SCHEDULES = 16
 """Most schedules to keep, each with views of the arena."""
-_MAX_FAILED_CALLS = 3
+_MAX_LEFT_CALLS = 3
 """Number of calls in a row that leave their schedule, after which calls follow no schedule until a program occurs again."""
 
 
@@ -37,7 +37,7 @@ class RecordedPrograms:
         bound: schedules that are bound to the current arena, by id of the schedule.
         pinned: the schedule that the user has chosen by ``follow()``, until a call leaves this schedule.
         num_unscheduled_calls: number of calls that did not follow a schedule to the end.
-        num_failed: number of consecutive calls that have left their schedule.
+        num_left: number of consecutive calls that have left their schedule.
     """
 
     def __init__(self) -> None:
@@ -48,7 +48,7 @@ class RecordedPrograms:
         self._is_steady = False  # whether the last program is expected to follow itself
         self.pinned: Schedule | None = None
         self.bound: dict[int, BoundSchedule] = {}
-        self.num_unscheduled_calls = self.num_failed = 0
+        self.num_unscheduled_calls = self.num_left = 0
 
     def __len__(self) -> int:
         return len(self._schedules)
@@ -69,7 +69,7 @@ class RecordedPrograms:
         following = self._after.get(self._last_two)
         if following is not None and following in self._schedules:
             return self._schedules[following]
-        return self._schedules.get(last) if last is not None and self.num_failed < _MAX_FAILED_CALLS else None
+        return self._schedules.get(last) if last is not None and self.num_left < _MAX_LEFT_CALLS else None
 
     def pin_schedule(self, schedule: Schedule) -> None:
         """Follow this schedule from now on."""
@@ -79,21 +79,21 @@ class RecordedPrograms:
     def record_followed_schedule(self, program: Program) -> None:
         """Record a call that has followed its schedule to the end."""
         self._record_program_order(program)
-        self.num_failed = 0
+        self.num_left = 0
 
     def record_unscheduled_call(self, program: Program, compile_: Callable[[Program], Schedule | None], *, left: bool) -> None:
         """Record the program of a call that had no schedule, or has ``left`` its schedule, and compile it by ``compile_``."""
         self.pinned = None
         self.num_unscheduled_calls += 1
-        self.num_failed = self.num_failed + 1 if left else self.num_failed
-        if program not in self._schedules and (program in self._seen or self.num_failed < _MAX_FAILED_CALLS):
+        self.num_left = self.num_left + 1 if left else self.num_left
+        if program not in self._schedules and (program in self._seen or self.num_left < _MAX_LEFT_CALLS):
             while len(self._schedules) >= _MAX_COMPILED_SCHEDULES:
                 old = self._schedules.pop(next(iter(self._schedules)))
                 self.bound.pop(id(old), None)
             if (schedule := compile_(program)) is not None:
                 self._schedules[program] = schedule
         elif program in self._schedules:
-            self._schedules[program] = self._schedules.pop(program)  # now the last that is dropped
+            self._schedules[program] = self._schedules.pop(program)  # now the newest: the oldest is removed first
         self._seen[program] = None
         while len(self._seen) > _MAX_SEEN_PROGRAMS:
             del self._seen[next(iter(self._seen))]
@@ -187,7 +187,7 @@ class ScheduledFunction:
 
     def record_call(self, kind: str, why: str, emitted: Callable[[], Schedule] | None = None) -> None:
         """Record the :meth:`status` of a call, and a function that returns the ops of a call without a schedule."""
-        if kind == "local":  # a single rank may have made it
+        if kind == "local":  # one rank alone may have made the call
             self.num_calls -= 1
         else:
             self._emitted = emitted
@@ -255,7 +255,7 @@ class FunctionRegistry:
         return scheduled
 
     def record_last_called(self, scheduled: ScheduledFunction) -> None:
-        """Record that ``scheduled`` was called last, and that it followed the function called before."""
+        """Record a call of ``scheduled``; and of the function called before, that ``scheduled`` was called next."""
         if (last := self._last()) is not None:
             last.record_next_called(scheduled)
         self._last = weakref.ref(scheduled)

@@ -39,7 +39,7 @@ _address_of, _version_of = torch.Tensor.data_ptr, attrgetter("_version")
 
 
 class HandedOutGradients:
-    """The gradients that one ``value_and_grad`` has returned, kept to recognise them in ``reduce_scatter``."""
+    """A record of the gradients that one ``value_and_grad`` has returned, by which ``reduce_scatter`` recognises them."""
 
     def __init__(self) -> None:
         self._rows: list[tuple[UnitState, list[torch.Tensor], list[int]]] = []
@@ -62,7 +62,7 @@ class HandedOutGradients:
         return with_future_buffers(result, gradient.join) if gradient.is_under_way else result
 
     def check_none_sent(self) -> None:
-        """Raise an error if a gradient was already sent with residuals, before other gradients are reduced in its place."""
+        """Raise an error if the schedule has sent a gradient with residuals, as the caller now reduces other gradients."""
         for unit in self.units:
             if unit.gradient is not None and unit.gradient.phase >= GradientPhase.FINISHING and residual_sizes(unit.layout):
                 raise ScheduleError(
@@ -83,7 +83,7 @@ class HandedOutGradients:
             buffers = node.raw_buffers
             if list(map(_address_of, buffers)) != list(map(_address_of, tensors)):
                 return False
-            is_sent = unit.gradient is not None and unit.gradient.route.has_final_reduction  # sent without the caller's changes
+            is_sent = unit.gradient is not None and unit.gradient.route.has_final_reduction  # a later change would not be sent
             if is_sent and list(map(_version_of, buffers)) != versions:
                 return False
         return True
@@ -94,7 +94,7 @@ class ScheduledEngine(Engine):
 
     Attributes:
         num_updates: number of updates of parameters.
-        main_stays: whether main copies stay on the device, as a module shows them.
+        keeps_main_on_device: whether main copies stay on the device even with ``offload``, as a module shows them.
     """
 
     own: Comm
@@ -107,7 +107,7 @@ class ScheduledEngine(Engine):
     current_step: Callable[[], Step]
     unit_of: Callable[[Sharded], UnitState]
     record_replaced: Callable[[Sharded, UnitState, Sharded], None]
-    main_stays = False
+    keeps_main_on_device = False
     _handed_out = HandedOutGradients()
     _offload: StateOffload | None = None
 
@@ -131,13 +131,13 @@ class ScheduledEngine(Engine):
 
     def keep_main_on_device(self) -> None:
         """Keep main copies on the device from now on, even with ``offload``."""
-        self.main_stays = True
+        self.keeps_main_on_device = True
 
     def can_run_forward(self, units: Any) -> bool:
         """Return whether the engine can run a forward of ``units``, a pair of nodes and ties.
 
-        It cannot under ``torch.func``, or if a buffer itself requires a gradient. Nor can it under ``make_fx`` or with donated
-        nodes, for which ``forward`` raises an error.
+        The result is False under ``torch.func``, and if a buffer itself requires a gradient. It is also False under ``make_fx``
+        and for donated nodes, so that ``forward`` raises its own error.
         """
         if torch._C._are_functorch_transforms_active():
             return False
@@ -173,7 +173,7 @@ class ScheduledEngine(Engine):
             out = _clone_parameter_views(out, uses)
             if step.eager is not None and torch.is_grad_enabled():
                 for use in uses:
-                    use.pack_saved_parameters(out, first, partial(step.filled_buffer, use))
+                    use.pack_saved_parameters(out, first, partial(step.buffer_for_backward, use))
         finally:
             for use in reversed(uses):
                 step.end_forward(use)
@@ -255,13 +255,13 @@ class ScheduledEngine(Engine):
         keys = {node.name: self.unit_of(node).key for node in reversed(units_of(params))}
         self._offload = StateOffload(keys, grads, self.lanes, self.device, donate=donate)
         (main, opt), host_copies = self._offload.move_state(
-            state, (params, state[0]) if self.main_stays else params, to_host=False
+            state, (params, state[0]) if self.keeps_main_on_device else params, to_host=False
         )
         self.current_step().fetch_state(host_copies)
         return main, opt
 
     def run_update_gather(self, new: Any, params: Any, state: Any, *, donate: bool) -> tuple[Any, Any]:
-        """Begin to gather updated parameters, and to copy state to host memory. Return both; a read of them waits."""
+        """Begin to gather updated parameters, and to copy state to host memory. Return both: a read of a buffer waits."""
         step, lanes, rank = self.current_step(), self.lanes, self.rank
         update_gathers: list[UpdateGather] = []
 
@@ -280,7 +280,7 @@ class ScheduledEngine(Engine):
         resting = map_units(begin, params, new)
         host_copies: Mapping[str, HostCopies] = {}
         if self._offload is not None:
-            staying = (resting, state[0]) if self.main_stays else resting
+            staying = (resting, state[0]) if self.keeps_main_on_device else resting
             state, host_copies = self._offload.move_state(state, staying, to_host=True)
             self._offload = None
         step.gather_updates(update_gathers, host_copies)
@@ -304,15 +304,15 @@ def _leaves_of(*values: Any) -> Sequence[Any]:
 
 
 def _build_full_tree(sharded: Any, uses: Sequence[UnitUse], num_ties: int, *, as_leaves: bool) -> Any:
-    """Return ``sharded`` with the subtrees of full parameters of the uses in place of units."""
+    """Return ``sharded`` with full parameters in place of each unit's node; with ``as_leaves`` a list of leaves by unit."""
     rows, leaves = [], {}
     for use in uses:
-        index, own = use.unit.index, use.take_leaves()
-        rows.append((index, own))
-        leaves[index.unit.name] = index, own
+        table, own = use.unit.leaf_table, use.take_leaves()
+        rows.append((table, own))
+        leaves[table.unit.name] = table, own
     found = []
-    for index, own in rows[num_ties:]:
-        found.append(index.subtree_leaves(own, leaves) if as_leaves else index.build_subtree(own, leaves))
+    for table, own in rows[num_ties:]:
+        found.append(table.subtree_leaves(own, leaves) if as_leaves else table.build_subtree(own, leaves))
     if as_leaves:
         return found
     trees = iter(found)
@@ -332,7 +332,7 @@ def _reduced_gradient(node: Sharded, gradient: UnitGradient | None, to: PlaceNam
 
 
 def _clone_parameter_views(out: Any, uses: Sequence[UnitUse]) -> Any:
-    """Return ``out`` with copies in place of views of the uses' parameters, which are released next."""
+    """Return ``out`` with copies in place of views of parameters of ``uses``: these parameters are released next."""
     bounds: list[tuple[int, int]] = []
     for use in uses:
         if use.unsharded is not None and use.unsharded.memory is not None:

@@ -123,7 +123,7 @@ class Scheduler(DelegatingComm, ScheduledEngine):
         self.registry = UnitRegistry(trivial=self.policy.trivial_axes)
         self.arena = Arena(self.executor, self.registry, self.policy)
         self._now: StepUnderWay | None = None
-        self._loose = weakref.WeakSet[Step]()  # the step of calls outside of functions, until no backward can come
+        self._unscheduled_steps = weakref.WeakSet[Step]()  # a step for calls outside of scheduled functions
         self.num_updates = 0
 
     def reopen(self) -> None:
@@ -161,8 +161,8 @@ class Scheduler(DelegatingComm, ScheduledEngine):
     def add_settings(self, text: str) -> None:
         """Add settings that have to be equal on all ranks, a field in each line.
 
-        The labels of later collectives have a digest of them. So if ranks have different settings, a collective raises an error
-        that names these.
+        Labels of later collectives have a digest of all settings. So if settings differ between ranks, a collective raises an
+        error that names the different settings.
         """
         self._history.add_settings(text)
         if self._now is not None:
@@ -181,7 +181,7 @@ class Scheduler(DelegatingComm, ScheduledEngine):
 
     @property
     def comm_with_history_labels(self) -> Comm:
-        """A Comm whose labels have the history of settings, for collectives of all ranks' parts outside of steps."""
+        """A Comm for collectives outside of steps, such as the sum of a part. Its labels have the digest of all settings."""
         return self if self._now is not None else LabelledComm(self, f"after history {self._history.digest or 'none'}: ")
 
     @property
@@ -283,7 +283,7 @@ class Scheduler(DelegatingComm, ScheduledEngine):
             raise ScheduleError(f"{why}\nMake a new scheduler: fs.Scheduler(comm) of the same Comm works.")
 
     def _clear_step(self) -> None:
-        """Forget the step under way, and the references to its tensors."""
+        """Drop the references to the step under way and to its tensors."""
         self._now = None
         self._handed_out = HandedOutGradients()
         self.registry.unbind_nodes()
@@ -340,7 +340,7 @@ class Scheduler(DelegatingComm, ScheduledEngine):
         self.registry.remove_unused({facts.name for schedule in schedules for facts in schedule.program.units})
 
     def _compile_on_all_ranks(self, program: Program, *, is_held: bool) -> Schedule | None:
-        """Return the schedule of a program, compared between ranks; None if a rank's callers hold parameters after a use."""
+        """Return the schedule of a program, equal on all ranks; None if on any rank parameters are held after their use."""
         self.executor.make_process_groups()
         if b"1" in all_gather_bytes(b"1" if is_held else b"0", self.own):
             return None
@@ -367,17 +367,17 @@ class Scheduler(DelegatingComm, ScheduledEngine):
         self.registry.bind_node(unit, new, replaced=old)
 
     def current_step(self) -> Step:
-        """Return the step under way; outside of scheduled functions, a step without schedule and recording."""
+        """Return the step under way; outside of scheduled functions, a step that has no schedule and is not recorded."""
         if (now := self._now) is not None:
             if threading.get_ident() != now.thread:
                 now.check_thread()
             return now.step
-        step = next(iter(self._loose), None)
+        step = next(iter(self._unscheduled_steps), None)
         if step is None:
             self._raise_if_closed()
             self.registry.unbind_nodes()
             step = Step(self.executor, None, self.units)
-            self._loose.add(step)
+            self._unscheduled_steps.add(step)
         return step
 
 

@@ -128,7 +128,7 @@ class Step:
         uses.forward.append(use)
         sinks = node.sinks
         if sinks and torch.is_grad_enabled():
-            leaves, chosen = use.leaves, full.index.trainable
+            leaves, chosen = use.leaves, full.leaf_table.trainable
             assert leaves is not None
             uses.pending[unit.key] = uses.pending.get(unit.key, 0) + 1
             uses.awaited.add(weakref.ref(use, uses.awaited.discard))
@@ -146,8 +146,8 @@ class Step:
             return None
         return use.unsharded.full if use.unsharded is not None else use.unit.full_at_rest()
 
-    def filled_buffer(self, use: UnitUse) -> UnshardedBuffer:
-        """Return the buffer of a use, which a backward needs, with gathered parameters."""
+    def buffer_for_backward(self, use: UnitUse) -> UnshardedBuffer:
+        """Return the buffer of a use for its backward, gathered again if it was released."""
         if self.is_over:
             raise _backward_too_late_error(use.unit.key)
         assert use.unsharded is not None
@@ -167,7 +167,7 @@ class Step:
         if use.leaves is not None:  # the function was not called
             use.take_leaves()
         self._run_event("forward_end", use.unit, use.number, unsharded=use.unsharded)
-        if use.unsharded is not None and use.unsharded.is_held and not use.is_opaque:
+        if use.unsharded is not None and use.unsharded.was_held and not use.is_opaque:
             # In a backward a checkpoint that recomputes may hold the parameters, until the unit's own backward.
             (uses.recomputed if in_backward() else uses.held)[use.unit.key] = None
 
@@ -186,7 +186,7 @@ class Step:
             self._begin_use_backward(use)
 
     def _call_backward_hook(self, gathered: Sequence[str]) -> None:
-        """Call the hook of :meth:`set_backward_hook`. Raise an error if the step is over, whose parameters are released."""
+        """Call the hook of :meth:`set_backward_hook`. Raise an error if the step is over, as its parameters are released."""
         if self._backward_hook is not None:
             self._backward_hook()
         if self.is_over:
@@ -203,7 +203,7 @@ class Step:
         uses.recomputed.pop(use.unit.key, None)
         if use.unit.node is None:
             use.unit.bind_node(use.node)
-        if use.unit.node is not None and buffers_stamp(use.unit.node) != use.seen:
+        if use.unit.node is not None and buffers_stamp(use.unit.node) != use.stamp:
             raise ScheduleError(
                 f"the parameters of unit {use.unit.key!r} were changed or replaced between a forward and its backward. Change "
                 "them after the backward; or, in functions, pass comm=scheduler.comm."
@@ -247,7 +247,7 @@ class Step:
         self.executor.set_label_names(microbatch=f"microbatch {number}, the last" if is_last else f"microbatch {number}")
 
     def end_microbatch(self, flat_grads: Sequence[tuple[UnitState, Grads]]) -> None:
-        """End a microbatch. ``flat_grads``: gradients, at rest, of parameters that the loss gathered by ``gather()``."""
+        """End a microbatch. ``flat_grads``: gradients at rest of parameters that the loss gathered itself, by ``gather()``."""
         self._end_passed_backwards(None)
         self.uses.hold_recomputed_units()
         found = []
@@ -296,7 +296,7 @@ class Step:
     def fetch_state(self, host_copies: Mapping[str, HostCopies]) -> None:
         """Copy the optimizer state of units to the device."""
         self._end_passed_backwards(None)
-        self.executor.take_host_copies(host_copies)
+        self.executor.set_host_copies(host_copies)
         for key in host_copies:
             self._run_event("fetch", self.units[key])
         self.executor.lanes.join_ops(self.executor.fetched[-1:])  # the last op of the lane ends after all others
@@ -308,7 +308,7 @@ class Step:
             if unit.gradient is not None and unit.gradient.is_under_way:
                 unit.gradient.join()  # the next step reuses the memory that the reduction reads
         nbytes = dict.fromkeys(self.executor.copied_units, 0) | {key: each.nbytes for key, each in host_copies.items()}
-        self.executor.take_host_copies(host_copies, {each.unit.key: each for each in update_gathers if each.gather_inputs})
+        self.executor.set_host_copies(host_copies, {each.unit.key: each for each in update_gathers if each.gather_inputs})
         for key in nbytes:
             self.units[key].set_offloaded_nbytes(nbytes[key])
         if self.eager is None and self.schedule is not None:

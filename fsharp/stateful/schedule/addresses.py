@@ -5,9 +5,9 @@ is hard to find in general (dynamic storage allocation), and easy for buffers of
 
 Many buffers are live for a long time, and their spans nest: gradients rest up to the end, and parameters that stay for their
 backward are released in reverse order. These buffers form two stacks without gaps: one grows from the first byte of the arena,
-with the buffers that are live at the end of the step, the other from the last byte. Any other buffer meets only buffers of
-nearby units, and the two stacks. These buffers are placed in an order in which each meets the buffers placed just before it. So
-a dead end is near its cause, and a depth-first search soon finds an arena of the lower bound, or close to it.
+with the buffers that are live at the end of the step, the other from the last byte. Any other buffer is live together with few
+buffers: those of nearby units, and the two stacks. Such a buffer is placed soon after the buffers with which it is live.
+So a dead end is near its cause, and a depth-first search soon finds an arena of the lower bound, or close to it.
 """
 
 import math
@@ -120,7 +120,7 @@ class _ArenaPacking:
         self.grain = math.gcd(*(item.nbytes for item in items)) or 1
 
     def place_items(self, least: int, max_nbytes: int | None) -> list[int] | None:
-        """Return the first byte of each item, in ``least`` to ``max_nbytes`` bytes; None if the search fails."""
+        """Return the first byte of each item, in an arena of ``least`` to ``max_nbytes`` bytes; None if the search fails."""
         stacks = max(map(add, self.low, self.high))
         least = max(least, stacks, _clique_nbytes(self.items, self.short, self.neighbours))
         orders = _search_orders(self.items, self.short, self.neighbours)  # lazy, as mostly the first order succeeds
@@ -147,7 +147,7 @@ class _ArenaPacking:
         return [0, *accumulate(item.nbytes for item in self.items[:-1])]  # one after another
 
     def _search_places(self, order: Sequence[int], fit: FitRank, *, target: int, limit: int) -> "_SearchResult":
-        """Search for places of all items below ``target``, depth first, with at most ``limit`` placements."""
+        """Search depth first for places of all items in an arena of ``target`` bytes, with at most ``limit`` placements."""
         items = self.items
         rank = {i: k for k, i in enumerate(order)}
         before = {i: [j for j in self.neighbours[i] if rank[j] < rank[i]] for i in order}
@@ -266,7 +266,7 @@ class ByteRanges(Generic[T]):
         self._values: list[T] = []
 
     def values_over(self, start: int, stop: int) -> Iterator[T]:
-        """Yield the values of the runs that share a byte with ``start`` to ``stop``."""
+        """Yield the values of the runs that overlap the bytes ``start`` to ``stop``."""
         yield from self._values[self._overlapping_slice(start, stop)]
 
     def _overlapping_slice(self, start: int, stop: int) -> slice:

@@ -31,19 +31,19 @@ BucketOfUnit = Mapping[str, Bucket]
 def group_into_buckets(
     order: Iterable[str],
     sent: Mapping[str, int],
-    channels: Mapping[str, Hashable],
+    coalescing_keys: Mapping[str, Hashable],
     max_nbytes: int,
     groups: Mapping[str, int] = {},
 ) -> BucketOfUnit:
-    """Return buckets of neighbouring units with equal channels, for which a rank sends at most ``max_nbytes`` bytes.
+    """Return buckets of neighbouring units with equal coalescing keys, for which a rank sends at most ``max_nbytes`` bytes.
 
-    A unit that sends nothing, or has the channel None, is alone. Units of a group in ``groups`` are joined without a limit of
+    A unit that sends nothing, or has the key None, is alone. Units of a group in ``groups`` are joined without a limit of
     bytes, and only with units of the same group.
     """
     found: list[list[str]] = []
     last, filled = "", 0
     for unit in dict.fromkeys(order):
-        joins = last and sent[unit] and channels[unit] is not None and channels[unit] == channels[last]
+        joins = last and sent[unit] and coalescing_keys[unit] is not None and coalescing_keys[unit] == coalescing_keys[last]
         group = groups.get(unit)
         if joins and group == groups.get(last) and (group is not None or filled + sent[unit] <= max_nbytes):
             found[-1].append(unit)

@@ -40,41 +40,42 @@ class GradientOps:
     ) -> None:
         self._ops, self._reduces, self._finishes, self._sum_late = ops, reduces, finishes, sum_late
         self._most = {REDUCE: MAX_REDUCTIONS, FINAL_REDUCE: max_final_reductions}
-        self._due, self._to_come = Counter[str](), Counter[str]()  # casts of each unit in this microbatch: all, and missing
+        self._expected_casts = Counter[str]()  # by unit, casts in this microbatch
+        self._missing_casts = Counter[str]()  # by unit, casts that are still to come
         self._casts: dict[str, UnplacedOp] = {}  # by unit, the last cast in this microbatch so far
-        self._unfinished: dict[str, bool] = {}  # by unit that goes to the optimizer's place: whether it is not ready yet
-        self._fed: dict[str, UnplacedOp] = {}  # by unit, the last op that has written to its gradient at rest
+        self._is_incomplete: dict[str, bool] = {}  # by unit with a final reduction: whether its gradient is incomplete
+        self._last_write: dict[str, UnplacedOp] = {}  # by unit, the last op that has written to its gradient at rest
         self._under_way: list[list[UnplacedOp]] = []
         self._opened: set[str] = set()  # units whose gradient has its memory at rest
 
     def begin_microbatch(self, casts: Counter[str], *, is_last: bool) -> None:
-        """Begin a microbatch with ``casts`` gradients of each unit, which go to the optimizer's place if it ``is_last``."""
-        self._due, self._to_come, self._casts = casts, Counter(casts), {}
+        """Begin a microbatch with ``casts`` gradients of each unit. In the last one gradients go to the optimizer's place."""
+        self._expected_casts, self._missing_casts, self._casts = casts, Counter(casts), {}
         facts = self._ops.facts.items() if is_last else ()
-        self._unfinished = {unit: True for unit, each in facts if FINAL_REDUCE.has_ops_for(each) and each.trainable}
+        self._is_incomplete = {unit: True for unit, each in facts if FINAL_REDUCE.has_ops_for(each) and each.trainable}
 
     def emit_cast(self, event: Event, at: int) -> None:
         """Emit the cast of a unit's gradient at the end of a backward. After the last cast of a bucket, emit its reduction."""
         if not event.has_gradient:
             return
         unit, has_memory, is_first = event.unit, CAST.nbytes(self._ops.facts[event.unit]) > 0, event.unit not in self._casts
-        bucket = [each for each in self._reduces[unit] if self._due[each]]
+        bucket = [each for each in self._reduces[unit] if self._expected_casts[each]]
         if is_first and has_memory and all(each == unit or each in self._casts for each in bucket):
-            # This is the last first cast of the bucket: until here other reductions may be under way.
+            # With this op each unit of the bucket has begun its casts: make room for the bucket's reduction.
             self._limit_reductions(at, REDUCE)
         opens = None if has_memory else self._open_resting_gradient(unit)
         self._casts[unit] = self._ops.add_with_followers(
             CAST, unit, "backward", at, use=event.use, is_first_user=is_first, opens=opens
         )
-        self._to_come[unit] -= 1
-        if not any(self._to_come[each] for each in bucket):
+        self._missing_casts[unit] -= 1
+        if not any(self._missing_casts[each] for each in bucket):
             self._emit_reduction(bucket, at)
 
     def end_microbatch(self, at: int) -> None:
         """End a microbatch: add the results of its reductions, and begin all reductions to the optimizer's place."""
         while any(ops[0].phase == "backward" for ops in self._under_way):
             self._end_oldest_reductions(at)
-        for unit in [unit for unit, is_waiting in self._unfinished.items() if is_waiting]:
+        for unit in [unit for unit, is_waiting in self._is_incomplete.items() if is_waiting]:
             self._emit_final_reduction_if_ready(unit, at)
 
     def end_all_reductions(self, at: int) -> None:
@@ -91,22 +92,26 @@ class GradientOps:
             self._begin_reduction(self._ops.add_bucket(REDUCE, units, "backward", at, after=after))
             return
         [unit] = units
-        self._fed[unit] = casts[unit]
+        self._last_write[unit] = casts[unit]
         if ACCUMULATE.has_ops_for(facts):
             opens = self._open_resting_gradient(unit)
-            self._fed[unit] = self._ops.add_with_followers(ACCUMULATE, unit, "backward", at, after=(casts[unit],), opens=opens)
+            self._last_write[unit] = self._ops.add_with_followers(
+                ACCUMULATE, unit, "backward", at, after=(casts[unit],), opens=opens
+            )
         self._emit_final_reduction_if_ready(unit, at)
 
     def _emit_final_reduction_if_ready(self, unit: str, at: int) -> None:
         """Record that a unit's gradient can go to the optimizer's place. Reduce a bucket once all of its units are ready."""
-        if not self._unfinished.get(unit):
+        if not self._is_incomplete.get(unit):
             return
-        self._unfinished[unit] = False
-        units = [each for each in self._finishes[unit] if each in self._unfinished]
-        if any(self._unfinished[each] for each in units):
+        self._is_incomplete[unit] = False
+        units = [each for each in self._finishes[unit] if each in self._is_incomplete]
+        if any(self._is_incomplete[each] for each in units):
             return
         self._limit_reductions(at, FINAL_REDUCE)
-        after = self._emit_encodes(FINAL_ENCODE, units, at, {unit: (self._fed[unit],) for unit in units if unit in self._fed})
+        after = self._emit_encodes(
+            FINAL_ENCODE, units, at, {unit: (self._last_write[unit],) for unit in units if unit in self._last_write}
+        )
         self._begin_reduction(self._ops.add_bucket(FINAL_REDUCE, units, "finish", at, after=after))
 
     def _emit_encodes(
@@ -127,7 +132,7 @@ class GradientOps:
         return REST, unit
 
     def _begin_reduction(self, ops: list[UnplacedOp]) -> None:
-        """Count the reductions of a bucket as under way. If sums are not added late, emit the ops that add them."""
+        """Count the reductions of a bucket as under way. Unless sums are added late, emit the ops that add the sums."""
         if self._sum_late:
             self._under_way.append(ops)
             return
@@ -163,7 +168,7 @@ class GradientOps:
             added = self._ops.add_with_followers(spec, op.unit, op.phase, at, after=(arrived,), is_last_user=is_last)
             if spec is ACCUMULATE and is_last:
                 added.open_resting_gradient(self._open_resting_gradient(op.unit), reduction=op)
-            self._fed[op.unit] = added
+            self._last_write[op.unit] = added
             sums.append(added)
         return sums
 
@@ -174,7 +179,7 @@ class GradientOps:
 
 
 def microbatches_before_reduce(events: Sequence[Event]) -> set[int]:
-    """Return the numbers of the microbatches before a ``reduce`` event. In these gradients go to the optimizer's place."""
+    """Return the numbers of the microbatches that a ``reduce`` event follows: there gradients go to the optimizer's place."""
     number, result = 0, set()
     for event in events:
         if event.kind == "microbatch_end":

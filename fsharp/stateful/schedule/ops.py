@@ -59,7 +59,7 @@ class BufferKind:
         description: the contents, in words for errors.
         size_fact: field of :class:`UnitFacts` with the buffer's bytes in the arena; empty if the buffer is not in the arena.
         is_pinned: whether the buffer keeps one address for a whole step, as tensors saved by autograd point there.
-        is_opened: whether the address is in ``opens`` of an op, and not in ``memory``, and holds to the end of the step.
+        is_opened: whether an op has the address in ``opens``, not in ``memory``. Such a buffer is live to the step's end.
         source: another buffer, from which an op fills this buffer. If the source is changed, filled or freed, this buffer
             becomes empty. An empty text means no source.
         is_consumed: whether the buffer is filled and read at one event, so that it is always empty when a step leaves its
@@ -104,9 +104,9 @@ class OpSpec:
         stream: stream on which the ops run.
         when: fields of :class:`UnitFacts`: a unit has such ops if one of these fields is not empty. ``()``: every unit may.
         events: kinds of events of the program at which exactly one such op begins. ``()``: no such rule.
-        behind: kind of ops after each of which such an op is emitted. Empty: the emitter decides.
+        behind: kind of ops: such an op is emitted behind each of them. Empty: the emitter decides.
         reads: buffers that have to be filled before the op.
-        joins: buffer that compute may use after the op, as the op waits for the fill of the buffer.
+        joins: buffer whose fill the op waits for, so that compute may use the buffer afterwards.
         fills: buffer that is filled when the op ends.
         changes: buffer that the op changes in place.
         frees: buffer that is free after the op.
@@ -172,7 +172,7 @@ class OpSpec:
         return buffer_nbytes(self.memory_buffer_kind, facts) if self.memory_buffer_kind else 0
 
     def filled_buffer(self, facts: UnitFacts) -> str:
-        """Return the buffer that a unit's op of this kind fills. Without memory for it, this is the gradient at rest."""
+        """Return the buffer that an op of this kind fills: ``fills``, or the gradient at rest if ``fills`` has 0 bytes."""
         return REST if self.opens and self.fills == self.memory_buffer_kind and not self.nbytes(facts) else self.fills
 
 

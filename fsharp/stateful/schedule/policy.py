@@ -31,9 +31,8 @@ class SchedulePolicy:
             arena. Over gloo buffers of 128 KiB and more travel unpacked, as separate messages, except in an ``all_reduce``.
         together: tuples of names of units. Units of one tuple that follow each other share one collective, whatever its size,
             and no other unit joins it. ``shard_module`` adds the groups of its argument ``units``.
-        keep_gradients: give gradients at rest their own memory. If False, they rest in the arena, whose memory other units use
-            earlier in the step, and the next step uses again. If a caller still holds gradients then, the next step takes other
-            memory.
+        keep_gradients: give gradients at rest their own memory. If False, gradients rest in the arena, in memory that other
+            units use earlier in the step. At the end of a step gradients that a caller still holds are copied out.
         offload: keep optimizer state and main copies in host memory between updates, pinned if the device is a GPU. They are
             copied to the device before an update and back after it: twice their bytes in a step. Of a module only optimizer
             state is offloaded, as main copies are the parameters that the module shows.

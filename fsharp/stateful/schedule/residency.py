@@ -35,10 +35,10 @@ def plan_residency(
     """Return the plan of which buckets are resident, that is gathered, at each event.
 
     There is room for one bucket in use, and for the next ``policy.prefetch`` different buckets that the program uses before its
-    parameters are updated. While no bucket in use is gathered, a resident bucket that will be used again stays in its room.
+    parameters are updated. While no bucket is in use, this room keeps a resident bucket that will be used again.
 
-    Other buckets are resident beside these. Buckets of uses around the innermost use are, as a root that is always in use would
-    leave no room for prefetch. Buckets of ``kept_uses`` are, from their forward to the end of their backward.
+    Two kinds of buckets need no room: buckets of the uses around the innermost use, and buckets of ``kept_uses`` from their
+    forward to the end of their backward. Otherwise a root that is always in use would leave no room for prefetch.
 
     ``carried``: buckets that the previous step may have gathered.
     """
@@ -80,7 +80,7 @@ def plan_residency(
 def _staying_buckets(
     events: Sequence[Event], buckets: BucketOfUnit, kept_uses: Collection[int]
 ) -> list[tuple[Mapping[Bucket, int], tuple[Bucket, ...]]]:
-    """Return for each event the buckets that stay from here to the end of their backward, and the bucket whose stay ends."""
+    """Return for each event the buckets that ``kept_uses`` keep resident, and the bucket whose last kept use ends there."""
     ends = {event.use: i for i, event in enumerate(events) if event.kind == "backward_end" and event.use in kept_uses}
     counts: Mapping[Bucket, int] = {}  # by bucket, number of uses that keep the bucket
     result = []

@@ -3,8 +3,8 @@
 [Note: ops] in :mod:`~fsharp.stateful.schedule.ops` lists the kinds of ops.
 
 [Note: buckets]
-Neighbouring gathers, or reductions, with equal ``bucket`` numbers are one collective along each axis. It begins when all ops
-are over for which one of these ops waits, and ends for all of these ops at once.
+Neighbouring gathers, or reductions, with equal ``bucket`` numbers are one collective along each axis. The collective begins
+when all ops in ``after`` of these ops are over. It ends for all of these ops at once.
 """
 
 import difflib
@@ -201,7 +201,7 @@ def issue_groups(ops: Sequence[Op]) -> list[tuple[Op, ...]]:
 
 
 class BufferLifetime(NamedTuple):
-    """A live span of a buffer: the positions of the ops that fill and free it, None for an op of another step; its bytes."""
+    """A live span of a buffer: positions of the ops that fill and free the buffer (None: in another step), and its bytes."""
 
     fill: int | None
     free: int | None

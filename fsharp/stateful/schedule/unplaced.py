@@ -15,7 +15,7 @@ BufferKey = tuple[str, str]
 
 @dataclass(eq=False)
 class UnplacedOp:
-    """An op whose buffer has no address yet; or a mark behind an op, up to which the op's buffer stays reserved.
+    """An op whose buffer has no address yet; or a mark: the position up to which an earlier op's buffer stays reserved.
 
     Attributes:
         at: position of the op's event.
@@ -25,8 +25,8 @@ class UnplacedOp:
         after: ops that have to be over before this op starts.
         bucket: number that the ops of one collective share; -1 for an op with a collective of its own, or none.
         opens: the buffer of a gradient at rest, if this op is the first to write there; else None.
-        reduction: for an op with ``opens`` that adds a reduction's result: the reduction's op. If memory allows, the reduction
-            writes there directly, and has ``opens`` instead.
+        reduction: for an op with ``opens`` that adds a reduction's result, the op of this reduction. If memory allows,
+            ``opens`` moves to the reduction, which then writes to the gradient at rest directly.
         marked_op: for a mark, the op whose buffer stays reserved; None for an op.
     """
 
@@ -122,7 +122,7 @@ class OpList:
         self.ops.append(UnplacedOp(op.spec, op.unit, op.phase, at, op.buffer, frees=op.buffer is not None, marked_op=op))
 
     def last_on_stream(self, stream: Stream) -> tuple[UnplacedOp, ...]:
-        """Return a tuple of the last op on a stream; ``()`` if there is none."""
+        """Return a tuple with the last op on a stream, or ``()``."""
         return next(((op,) for op in reversed(self.ops) if op.spec.stream == stream and op.marked_op is None), ())
 
 

@@ -105,7 +105,7 @@ class Timeline:
         return sum(stop - start for _, start, stop in {(s.stream, s.start_s, s.stop_s) for s in chosen})
 
     def pieces_in_step(self, span: TimeSpan) -> Iterator[Interval]:
-        """Yield the parts of a span within ``0`` to ``step_s``. A part after the step's end is moved to its beginning."""
+        """Yield the parts of a span within ``0`` to ``step_s``. Move a part after the step's end to the step's beginning."""
         start, stop = span.start_s, span.stop_s
         if stop <= self.step_s or self.step_s <= 0:
             yield start, stop

@@ -140,7 +140,7 @@ def check_rows(where: str, schedule: Schedule, rows: Iterable[TraceRow]) -> None
 
 
 def self_times(rows: Iterable[TraceRow]) -> list[TimeSpan]:
-    """Return the spans of measured rows. On the compute stream a span that lies in another span is cut out of the outer one."""
+    """Return the spans of measured rows. On the compute stream nested spans are cut out of the span around them."""
     every = [TimeSpan._make(row[:7]) for row in rows]
     result = [span for span in every if span.stream != "compute"]
     open_: list[TimeSpan] = []  # outer spans without their inner spans

@@ -66,7 +66,7 @@ class Summand(NamedTuple):
 
     @property
     def required_out(self) -> torch.Tensor:
-        """``out``, which an all_reduce requires."""
+        """``out`` of a summand of an all_reduce, which is never None."""
         assert self.out is not None, "an all_reduce needs a place for its result"
         return self.out
 
@@ -175,9 +175,9 @@ class Transport(ABC):
     ) -> list[Work]:
         """Begin a :meth:`reduce_scatter` of encoded parts, by one all_to_all. The first wait decodes and adds the parts.
 
-        Each summand's ``out`` has room for a padded part. If a summand has no ``out``, its sum replaces the first part of its
-        ``x``. For each summand, ``encoded`` has its ``x`` encoded, with a row for each receiver; ``gaps``, runs of its sum that
-        belong to no leaf, and are set to zero; and ``facts``, facts for errors of the format.
+        A summand's ``out`` has room for a padded part; without ``out`` the sum replaces the first part of ``x``. For each
+        summand, ``encoded`` is ``x`` encoded, with a row for each receiver; ``gaps`` are runs of the sum that belong to no leaf
+        and become zero; ``facts`` are for errors of the format.
         """
         xs = [each.x for each in summands]
         parts = [wire.padded_part_size(len(x), n) for x in xs]
@@ -203,7 +203,7 @@ class Transport(ABC):
     def gather_without_padding(
         self, xs: Sequence[torch.Tensor], outs: Sequence[torch.Tensor], axis: str, n: int, label: str
     ) -> Work:
-        """Gather every rank's ``xs[i]`` into ``outs[i]``, in one all_gather, without the padding behind ``outs[i]``."""
+        """Gather every rank's ``xs[i]`` into ``outs[i]``, in one all_gather, and leave out padding at the end."""
         rooms = [out if len(out) == n * len(x) else out.new_empty(n * len(x)) for x, out in zip(xs, outs, strict=True)]
         parts = [room if room is out else room[: len(out)] for out, room in zip(outs, rooms, strict=True)]
         return self._chain_work(self.gather(xs, rooms, axis, label), lambda _: _copy_all(outs, parts))

@@ -10,7 +10,7 @@ from fsharp.stateful.transport.base import Summand, Transport, Work
 class BlockingTransport(Transport):
     """A Transport over any Comm. Each collective is done when its method returns. The Comm counts and labels collectives.
 
-    Several buffers are always packed into one before, so each method gets one buffer.
+    The base class packs several buffers into one, so each method gets one buffer.
     """
 
     def gather_each(self, xs: Sequence[torch.Tensor], outs: Sequence[torch.Tensor], axis: str, label: str) -> Work:

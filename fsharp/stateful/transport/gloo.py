@@ -176,7 +176,7 @@ class GlooTransport(Transport):
     ) -> Work:
         """Run a collective on two workers: the first posts the messages, the second waits for them and completes the result."""
         poster, finisher = self._crew["posts"], self._crew[kind]
-        if self._on_collective is not None and kind != "share":  # the outcome of the first half has that of the second
+        if self._on_collective is not None and kind != "share":  # the first half reports the second half too
             self._on_collective(outcome)
         poster.start_thread()
         finisher.start_thread()

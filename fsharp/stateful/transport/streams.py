@@ -13,7 +13,7 @@ _NO_CONTEXT = nullcontext()
 
 
 class Lanes:
-    """The lanes of a host without streams, which do nothing: the host orders ops by waiting for asynchronous collectives."""
+    """The lanes of a host without streams. The methods do nothing: the host orders ops by its waits for collectives."""
 
     _recorder: Any = None  # a ``Recorder`` of fsharp.stateful.runtime, which imports this file
     has_streams = False
@@ -29,9 +29,9 @@ class Lanes:
     def on_lane(
         self, name: str, op: OpKey | None = None, after: Sequence[OpKey] = (), *, after_compute: bool = True
     ) -> AbstractContextManager:
-        """Return a context that runs its work on the lane ``"gather"``, ``"reduce"`` or ``"host"``, after the ops ``after``.
+        """Return a context whose work runs on the lane ``"gather"``, ``"reduce"`` or ``"host"``, after the ops ``after``.
 
-        With ``after_compute`` it also waits for all work of compute so far. ``op``: key under which others wait for the work.
+        With ``after_compute`` the work also waits for all work of compute so far. ``op``: key of the work, for later waits.
         """
         return _NO_CONTEXT
 
@@ -48,7 +48,7 @@ class Lanes:
         """Keep the memory of a freed tensor until all work so far of the current lane is over (``record_stream``)."""
 
     def drop_events_when_collected(self, owner: Any, number: int) -> None:
-        """Drop the events of ops whose keys begin with ``number`` once ``owner``, which has the ops, is garbage-collected."""
+        """Drop the events of ops whose keys begin with ``number`` once the ops' source ``owner`` is garbage-collected."""
 
     def drop_all_events(self) -> None:
         """Drop all events of lanes. Their work has to be over, or to belong to a captured graph."""
@@ -102,7 +102,7 @@ class DeviceLanes(Lanes):
                 torch.accelerator.current_stream(self.device).wait_event(event)
 
     def join_lanes(self, *names: str) -> None:
-        """Make the current stream wait for the lanes, except idle lanes, which a wait would add to a graph's capture."""
+        """Make the current stream wait for lanes that have had work. A wait for any other lane would add it to a CUDA graph."""
         for lane in names:
             if lane in self._given:
                 torch.accelerator.current_stream(self.device).wait_stream(self.streams[lane])
@@ -114,7 +114,7 @@ class DeviceLanes(Lanes):
             each.synchronize()
 
     def drop_events_when_collected(self, owner: Any, number: int) -> None:
-        """Drop the events with ``number`` once ``owner`` is garbage-collected, as each eager step makes new EagerOps."""
+        """Drop the events with ``number`` once ``owner`` is garbage-collected: each eager step makes a new owner."""
         weakref.finalize(owner, self._events.pop, number, None).atexit = False
 
     def drop_all_events(self) -> None:

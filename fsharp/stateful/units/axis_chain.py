@@ -25,7 +25,7 @@ class ChainStage(NamedTuple):
         size: number of elements of the input.
         out: number of elements of the output.
         dtype: dtype of the input.
-        is_summed: whether the transport adds the input as it is.
+        is_summed: whether the transport adds the input without decoding.
     """
 
     op: str
@@ -38,7 +38,7 @@ class ChainStage(NamedTuple):
 
 
 class CodedBytes(NamedTuple):
-    """The encoded bytes of a chain: encoded before its first collective, between two, and decoded after its last."""
+    """The encoded bytes of a chain, by when they are coded: before the first collective, between two, or after the last."""
 
     before: int = 0
     between: int = 0
@@ -56,9 +56,9 @@ class ReductionChain:
         collectives: pairs of kind and axis, for plain summands.
 
     Attributes:
-        way: the two places.
+        places: the places of the gradient before and after.
         size: number of elements of the gradient in the first place.
-        has_target: whether the result always goes to memory of its own.
+        always_has_out: whether each :class:`ChainInput` has memory for the result.
         first: the dtype of the first stage's input; the accumulation dtype if there are no stages.
         casts_first: whether the input has another dtype than the result.
         casts_last: whether the input of the last stage has another dtype than the result.
@@ -69,13 +69,13 @@ class ReductionChain:
         transport: Transport,
         unit: UnitLayout,
         group: int,
-        way: tuple[Place, Place],
+        places: tuple[Place, Place],
         collectives: Sequence[tuple[str, str]],
         *,
-        has_target: bool = False,
+        always_has_out: bool = False,
     ) -> None:
-        self.transport, self.unit, self.group, self.way, self.has_target = transport, unit, group, way, has_target
-        self.size = unit.local_size(group, way[0])
+        self.transport, self.unit, self.group, self.places, self.always_has_out = transport, unit, group, places, always_has_out
+        self.size = unit.local_size(group, places[0])
         self.dtypes = dtypes = unit.groups[group].dtypes
         self.stages: list[ChainStage] = []
         for op, axis in collectives:
@@ -105,7 +105,8 @@ class ReductionChain:
         result, accumulate = list[tuple[int, torch.dtype]](), self.dtypes.accumulate
         for i, stage in enumerate(self.stages):
             following = self.stages[i + 1].dtype if i < len(self.stages) - 1 else None
-            into_out, itemsize = stage.dtype == accumulate and (self.has_target or following is not None), stage.dtype.itemsize
+            itemsize = stage.dtype.itemsize
+            into_out = stage.dtype == accumulate and (self.always_has_out or following is not None)
             nbytes = self.transport.scratch_nbytes(stage.op, stage.axis, stage.size, itemsize, sums_into_out=into_out)
             result.append((nbytes if stage.is_summed else 0, torch.uint8))
             if following is not None:
@@ -114,7 +115,7 @@ class ReductionChain:
         return result
 
     def coded_bytes(self) -> CodedBytes:
-        """Return the encoded bytes of the chain. :func:`reduce_along` codes the bytes between two collectives."""
+        """Return the encoded bytes of the chain. Bytes between two collectives are coded in :func:`reduce_along`."""
         found, last = [0, 0, 0], len(self.stages) - 1
         for k, stage in enumerate(self.stages):
             if stage.op == "all_to_all":
@@ -182,7 +183,7 @@ def _run_stages(inputs: Sequence[ChainInput], transport: Transport, label: str) 
     last: list[Work] = []
     for k, stage in enumerate(chain.stages):
         op, axis, n = stage.op, stage.axis, stage.n
-        at, is_last = 3 * k, k == len(chain.stages) - 1  # in ReductionChain.scratch_sizes
+        at, is_last = 3 * k, k == len(chain.stages) - 1  # at: the stage's first position in ReductionChain.scratch_sizes
         outs = [item.out if is_last else item.memory[at + 1] for item in inputs]
         summands = list(map(Summand, xs, outs, [item.memory[at] for item in inputs]))
         if op == "reduce_scatter":
@@ -195,7 +196,7 @@ def _run_stages(inputs: Sequence[ChainInput], transport: Transport, label: str) 
             ]
             sent = [each for each in stored if each is not None]
             gaps = [
-                padding_in_decoded_sums(item.chain.unit, item.chain.group, axis, transport.comm.rank, item.chain.way)
+                padding_in_decoded_sums(item.chain.unit, item.chain.group, axis, transport.comm.rank, item.chain.places)
                 for item in inputs
             ]
             wire = chain.dtypes.wire_format_along(axis)
@@ -219,7 +220,7 @@ GatherInput = tuple[torch.Tensor, Sequence[torch.Tensor]]
 def gather_along(
     axes: Sequence[str], inputs: Sequence[GatherInput], transport: Transport, *, label: str, coalesced: bool
 ) -> list[Work]:
-    """Begin to gather buffers along one axis after another. They are filled once the returned Works are done.
+    """Begin to gather buffers along one axis after another. The buffers are filled once the returned Works are done.
 
     With ``coalesced`` all buffers share collectives; their dtypes have to be equal. On a host without streams all collectives
     but the last block.

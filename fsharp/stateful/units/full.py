@@ -35,26 +35,27 @@ class LeafTable:
     Attributes:
         stored: leaves that this unit stores, in tree order.
         trainable: positions in ``stored`` of the leaves with gradients.
-        position: positions in ``stored``, by path.
+        position_by_path: positions in ``stored``, by path.
     """
 
     def __init__(self, unit: UnitLayout) -> None:
         self.unit = unit
         self.stored = tuple(leaf for leaf in unit.leaves if leaf.tied_to is None)
         self.trainable = tuple(i for i, leaf in enumerate(self.stored) if unit.groups[leaf.group].trainable)
-        self.position = {leaf.path: i for i, leaf in enumerate(self.stored)}
+        self.position_by_path = {leaf.path: i for i, leaf in enumerate(self.stored)}
         self._is_untied = len(self.stored) == len(unit.leaves)
 
     def build_subtree(self, own: Sequence[torch.Tensor], stored: Mapping[str, "StoredLeaves"]) -> Any:
-        """Return the unit's subtree, with the tensors ``own`` of its stored leaves. ``stored``: by name, all units of the call.
+        """Return the unit's subtree. ``own``: its stored leaves. ``stored``: by name, stored leaves of all units of the call.
 
         Raises:
             TreeError: a leaf is tied to a leaf of a unit that is not in the call.
         """
         if self._is_untied:
             return self.unit.spec.unflatten(own)
-        by_path = {name: dict(zip(index.position, tensors, strict=True)) for name, (index, tensors) in stored.items()}
-        return self.unit.build_subtree("forward()", by_path | {self.unit.name: dict(zip(self.position, own, strict=True))})
+        by_path = {name: dict(zip(table.position_by_path, tensors, strict=True)) for name, (table, tensors) in stored.items()}
+        by_path[self.unit.name] = dict(zip(self.position_by_path, own, strict=True))
+        return self.unit.build_subtree("forward()", by_path)
 
     def subtree_leaves(self, own: list[torch.Tensor], stored: Mapping[str, "StoredLeaves"]) -> list[torch.Tensor]:
         """Return the leaves of the subtree that :meth:`build_subtree` returns."""
@@ -99,13 +100,13 @@ class FullUnit:
     Args:
         unit: the layout.
         flats: for each group the full buffer that functions use, of :func:`full_sizes`.
-        stored: for each group the full buffer as gathered; ``flats`` themselves if all formats are plain.
+        gathered: for each group the full buffer as gathered; ``flats`` themselves if all formats are plain.
     """
 
-    __slots__ = ("_aliases", "_classed", "_handed_out", "_leaves", "_version", "flats", "has_classes", "index", "stored")
+    __slots__ = ("_aliases", "_classed", "_handed_out", "_leaves", "_version", "flats", "gathered", "has_classes", "leaf_table")
 
-    def __init__(self, unit: UnitLayout, flats: Sequence[torch.Tensor], stored: Sequence[torch.Tensor] = ()) -> None:
-        self.index, self.flats, self.stored = leaf_table(unit), tuple(flats), stored or flats
+    def __init__(self, unit: UnitLayout, flats: Sequence[torch.Tensor], gathered: Sequence[torch.Tensor] = ()) -> None:
+        self.leaf_table, self.flats, self.gathered = leaf_table(unit), tuple(flats), gathered or flats
         classed: dict[int, tuple[EncodedTensorClass, LeafPart]] = {}
         for g, cls in unit.tensor_classes.items():
             form, size = unit.groups[g].dtypes.stored_format, unit.groups[g].size
@@ -114,21 +115,23 @@ class FullUnit:
                     flats[g], [(form.numbers_of_values(plane, 0, size).stop, plane.dtype) for plane in form.planes]
                 )
             else:
-                planes = [unit.gathered_part(g, stored[g]).view(form.planes[0].dtype)]
-            for path, part in unit.whole_leaves(g, planes, unit.scales_in(g, stored[g])).items():
-                classed[self.index.position[path]] = cls, part
+                planes = [unit.gathered_part(g, gathered[g]).view(form.planes[0].dtype)]
+            for path, part in unit.whole_leaves(g, planes, unit.scales_in(g, gathered[g])).items():
+                classed[self.leaf_table.position_by_path[path]] = cls, part
         self.has_classes = bool(classed)
         self._classed = {position: classed[position] for position in sorted(classed)}
         plain = {g: make_alias(flat) for g, flat in enumerate(flats) if g not in unit.tensor_classes}
         self._aliases = tuple(plain.values())  # each with a version counter, which all leaves of the group share
-        self._leaves = tuple(self.index.leaf_views(plain, [leaf for leaf in self.index.stored if leaf.group in plain]))
+        self._leaves = tuple(
+            self.leaf_table.leaf_views(plain, [leaf for leaf in self.leaf_table.stored if leaf.group in plain])
+        )
         self._handed_out: list[HandedOutLeaf] = []
         self._version = 0
 
     def decode(self, rank: int) -> None:
         """Decode the gathered groups whose format is not plain, into the memory from which functions read parameters."""
-        unit = self.index.unit
-        for g, flat, data in zip(unit.all_groups, self.flats, self.stored, strict=True):
+        unit = self.leaf_table.unit
+        for g, flat, data in zip(unit.all_groups, self.flats, self.gathered, strict=True):
             if g not in unit.tensor_classes and data is not flat:
                 flat.copy_(unit.decode_stored(g, data, unit.scales_in(g, data), unit.strategy.full, rank, flat.dtype))
             elif g in unit.tensor_classes and len(flat):
@@ -148,7 +151,7 @@ class FullUnit:
 
     @property
     def storage(self) -> torch.UntypedStorage:
-        """The storage in which all leaves are, if the buffer was gathered."""
+        """The one storage of all leaves of a buffer that was gathered."""
         scales = [part.scales for _, part in self._classed.values()]
         return (scales or self.flats)[0].untyped_storage()
 
@@ -164,9 +167,9 @@ class FullUnit:
         """Register another alias of a leaf, so that :meth:`withdraw_memory` takes the memory from the alias as well."""
         if any(each.is_for_tensor(tensor) for each in self._handed_out):
             return
-        plain = [leaf.path for i, leaf in enumerate(self.index.stored) if i not in self._classed]
+        plain = [leaf.path for i, leaf in enumerate(self.leaf_table.stored) if i not in self._classed]
         paths = {leaf.data_ptr(): path for leaf, path in zip(self._leaves, plain, strict=True)}
-        path = paths.get(tensor.data_ptr(), self.index.unit.name)
+        path = paths.get(tensor.data_ptr(), self.leaf_table.unit.name)
         self._handed_out.append(HandedOutLeaf(tensor, path, None, self.storage.data_ptr()))
 
     def has_handed_out(self, tensor: torch.Tensor) -> bool:

@@ -44,9 +44,9 @@ class UnitGradient:
         route: stages and memory, which are equal in every step.
         rest: the buffers in which the gradient rests between microbatches.
         num_added: number of microbatches whose gradients were added at rest.
-        found: a bit for each leaf: whether a backward of this step has reached the leaf on this rank.
+        reached: a bit for each leaf: whether a backward of this step has reached the leaf on this rank.
         block: the memory in which this microbatch's gradient is collected; None if it is added to the gradient at rest.
-        is_under_way: whether :meth:`join` has to wait.
+        is_under_way: whether a reduction is under way, for which :meth:`join` waits.
     """
 
     def __init__(self, unit: UnitLayout, transport: Transport, device: torch.device, *, trivial: bool = False) -> None:
@@ -56,7 +56,7 @@ class UnitGradient:
             RestingGradient(self.route.buffer_sizes(unit.strategy.optim), device) if self.route.has_final_reduction else None
         )
         self.phase = GradientPhase.NONE
-        self.num_added = self.found = 0
+        self.num_added = self.reached = 0
         self.block: OutgoingBlock | None = None
         self._arena_rest: RestingGradient | None = None
         self._is_open = False  # whether the memory in the arena belongs to the gradient from now on in this step
@@ -78,12 +78,12 @@ class UnitGradient:
         self._is_open = False
 
     def renew(self, arena_rest: RestingGradient | None) -> None:
-        """Begin a new gradient, after the old one. ``arena_rest``: memory of the schedule, used after :meth:`open_memory`."""
+        """Begin a new gradient once the old one is reduced. ``arena_rest``: memory of the schedule for :meth:`open_memory`."""
         if self.is_under_way:
             self.join()
         if self.rest.handed_out:
             self.copy_out_held_tensors()
-        if arena_rest is not None or self._own.is_held:  # release memory of a step without a schedule, or that callers hold
+        if arena_rest is not None or self._own.is_held:  # memory that the schedule replaces, or that callers hold
             self._own.release()
         if self.final is not None and self.final.is_held:
             self.final.release()
@@ -91,7 +91,7 @@ class UnitGradient:
         if self.route.device.type != "cpu" and self.final is not None:
             _ = self.final.tensors  # allocated from the memory pool of the compute stream
         self.phase, self.block = GradientPhase.NONE, None
-        self.num_added = self.found = 0
+        self.num_added = self.reached = 0
         self._works.clear()
 
     def open_memory(self) -> None:
@@ -149,7 +149,7 @@ class UnitGradient:
         return self._residuals.get(group, {})
 
     def collect_in(self, block: OutgoingBlock) -> None:
-        """Collect this microbatch's gradient in ``block`` from now on, to which the part collected so far is copied."""
+        """Collect this microbatch's gradient in ``block`` from now on. Copy what was collected elsewhere to ``block``."""
         if self.block is not None:
             for target, source in zip(block.collected, self.block.collected, strict=True):
                 target.copy_(source)
@@ -168,7 +168,7 @@ class UnitGradient:
         if block is None:
             self._enter_phase(GradientPhase.RESTING)
             is_first = not self.num_added
-            leaves, gaps = self.rest.trained_leaves(self.route.index, self.route.unit.trainable_groups)
+            leaves, gaps = self.rest.trained_leaves(self.route.leaf_table, self.route.unit.trainable_groups)
             self.num_added += 1
         else:
             self._enter_phase(GradientPhase.COLLECTING)
@@ -178,9 +178,9 @@ class UnitGradient:
             rows = list(zip(leaves, grads, strict=True))
             targets = [leaf for leaf, grad in rows if grad is not None]
             empty = [*gaps, *(leaf for leaf, grad in rows if grad is None)]
-            self.found |= sum(1 << i for i, grad in enumerate(grads) if grad is not None)
+            self.reached |= sum(1 << i for i, grad in enumerate(grads) if grad is not None)
         else:
-            self.found = (1 << len(leaves)) - 1
+            self.reached = (1 << len(leaves)) - 1
         if is_first and empty:
             torch._foreach_zero_(empty)
         if given:
@@ -225,7 +225,7 @@ class UnitGradient:
         return inputs
 
     def keep_works(self, works: list[Work]) -> list[Work]:
-        """Keep the Works of this gradient's reduction, the first of ``works``. Return the rest, of other gradients."""
+        """Keep the first of ``works``: they reduce this gradient. Return the rest, which reduce other gradients."""
         count = len(self.route.chains)
         self._works += works[:count]
         return works[count:]
@@ -277,7 +277,7 @@ class UnitGradient:
         self.zero_if_missing()
         self._enter_phase(GradientPhase.RESTING)
         self.num_added += 1
-        self.found = (1 << len(self.route.leaves)) - 1
+        self.reached = (1 << len(self.route.leaves)) - 1
         for buffer, grad in zip(self.rest.tensors, grads, strict=True):
             if grad is not None:
                 buffer.add_(grad)
@@ -300,7 +300,7 @@ class UnitGradient:
         ]
 
     def end_final_reduction(self) -> None:
-        """Wait for the reductions of :meth:`final_reduction_inputs`: their memory is free afterwards."""
+        """Wait for the reductions of :meth:`final_reduction_inputs`. Afterwards the memory of their inputs is free."""
         for _ in self.route.final_chains:
             self._works.pop(0).wait()
         self._enter_phase(GradientPhase.FINISHED)

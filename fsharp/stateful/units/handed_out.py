@@ -15,14 +15,14 @@ class HandedOutLeaf:
 
     Args:
         cls: the leaf's tensor class, if it has a class of its own.
-        place: address of the leaf's storage.
+        address: address of the leaf's storage.
     """
 
-    __slots__ = ("_cls", "_inner", "_path", "_place", "_tensor")
+    __slots__ = ("_address", "_cls", "_inner", "_path", "_tensor")
 
-    def __init__(self, tensor: torch.Tensor, path: str, cls: EncodedTensorClass | None, place: int) -> None:
-        self._tensor, self._cls, self._path, self._place = TensorWeakRef(tensor), cls, path, place
-        inner = [x for x in inner_tensors(tensor) if x.untyped_storage().data_ptr() == place]
+    def __init__(self, tensor: torch.Tensor, path: str, cls: EncodedTensorClass | None, address: int) -> None:
+        self._tensor, self._cls, self._path, self._address = TensorWeakRef(tensor), cls, path, address
+        inner = [x for x in inner_tensors(tensor) if x.untyped_storage().data_ptr() == address]
         self._inner = [(TensorWeakRef(x), int(x.storage_offset()), x.shape, x.stride()) for x in inner]
 
     @property
@@ -45,9 +45,9 @@ class HandedOutLeaf:
         return self._tensor() is tensor
 
     def owns_memory_of(self, tensor: torch.Tensor) -> bool:
-        """Return whether all inner tensors of ``tensor`` in the leaf's memory are inner tensors of the leaf, at least one."""
+        """Return whether ``tensor`` has inner tensors of the leaf, and no other inner tensors in the leaf's memory."""
         mine = {id(ref()) for ref, *_ in self._inner} - {id(None)}
-        here = [x for x in inner_tensors(tensor) if id(x) in mine or x.untyped_storage().data_ptr() == self._place]
+        here = [x for x in inner_tensors(tensor) if id(x) in mine or x.untyped_storage().data_ptr() == self._address]
         return bool(here) and all(id(x) in mine for x in here)
 
     @torch.no_grad()

@@ -33,7 +33,7 @@ class FutureBuffers(LazyBuffers):
         return self.raw
 
     def with_aliases(self, buffers: Sequence[Any]) -> "FutureBuffers":
-        """Return future buffers of new tensors with the same memory."""
+        """Return FutureBuffers of ``buffers``, which are other tensors with the same memory. Their readers wait as well."""
         return FutureBuffers(buffers, self.wait, self._gathered_on)
 
 

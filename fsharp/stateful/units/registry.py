@@ -66,7 +66,7 @@ class UnitRegistry:
         return self.units[key]
 
     def remove_unused(self, used: Container[str]) -> None:
-        """Remove units that belong neither to ``used`` nor to this step."""
+        """Remove units that are not in ``used`` and have no node in this step."""
         now = {unit.key for unit in self._by_memory.values()}
         self.units = {key: unit for key, unit in self.units.items() if key in used or key in now}
 

@@ -13,8 +13,8 @@ from fsharp.stateful.units.full import FlatSizes, LeafTable, LeavesAndGaps, carv
 class RestingGradient:
     """The flat buffers of a gradient at rest, one for each group: in the arena, or in memory of their own, allocated on use.
 
-    Callers get tensors in another storage over the same bytes, which counts references. So memory of its own is reused in the
-    next step only if no caller holds it, and tensors in the arena that callers still hold are copied out.
+    Callers get tensors in a second storage over the same bytes, whose reference count says whether callers hold tensors. If
+    they do, the next step takes new memory, and tensors in the arena are copied to other memory.
 
     Attributes:
         nbytes: bytes of the flat buffers of all groups.
@@ -27,7 +27,7 @@ class RestingGradient:
         self.release()
 
     def release(self) -> None:
-        """Release memory of its own. Tensors that callers hold stay valid."""
+        """Release the memory, unless it is in the arena. Tensors that callers hold stay valid."""
         self._memory = self._memory if self.in_arena else None
         self._tensors: list[torch.Tensor] | None = None
         self._views: list[torch.Tensor] | None = None
@@ -46,10 +46,10 @@ class RestingGradient:
                 self._tensors = carve_tensors(self._memory, self.sizes)
         return self._tensors
 
-    def trained_leaves(self, index: LeafTable, groups: Sequence[int]) -> LeavesAndGaps:
+    def trained_leaves(self, table: LeafTable, groups: Sequence[int]) -> LeavesAndGaps:
         """Return the trained leaves in the buffers, for gradients that rest in full, and the padding between them."""
         if self._leaves is None:
-            self._leaves = index.trained_leaves(dict(zip(groups, self.tensors, strict=True)))
+            self._leaves = table.trained_leaves(dict(zip(groups, self.tensors, strict=True)))
         return self._leaves
 
     def hand_out(self) -> list[torch.Tensor]:

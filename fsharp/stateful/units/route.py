@@ -49,8 +49,8 @@ class GradientRoute:
 
     def __init__(self, unit: UnitLayout, transport: Transport, device: torch.device, *, trivial: bool = False) -> None:
         self.unit, self.device = unit, device
-        self.index = leaf_table(unit)
-        self.leaves = [self.index.stored[i] for i in self.index.trainable]
+        self.leaf_table = leaf_table(unit)
+        self.leaves = [self.leaf_table.stored[i] for i in self.leaf_table.trainable]
         whole, rest, end = unit.strategy.full.dual, unit.strategy.grads, unit.strategy.optim
         axes = [a for a in unit.strategy.order if trivial or unit.mesh.axis_size(a) > 1]
         each = [("reduce_scatter", a) for a in axes if whole[a] is Partial and rest[a] is Shard]
@@ -58,7 +58,7 @@ class GradientRoute:
         once += [("all_reduce", a) for a in axes if rest[a] is Partial and end[a] is Replicate]
         self.chains = [ReductionChain(transport, unit, g, (whole, rest), each) for g in unit.trainable_groups]
         self.final_chains = [
-            ReductionChain(transport, unit, g, (rest, end), once, has_target=True) for g in unit.trainable_groups
+            ReductionChain(transport, unit, g, (rest, end), once, always_has_out=True) for g in unit.trainable_groups
         ]
         self.has_reduction = bool(each) and any(chain.size for chain in self.chains)
         self.has_final_reduction = bool(once) and any(chain.size for chain in self.final_chains)
@@ -106,7 +106,7 @@ class GradientRoute:
             collected.append(row.pop(0))
             sent.append(row.pop(0) if self.has_reduction and chain.casts_first and several_uses else collected[-1])
             received.append(row.pop() if self.has_reduction and chain.casts_last else None)
-        leaves, gaps = self.index.trained_leaves(dict(zip(self.unit.trainable_groups, collected, strict=True)))
+        leaves, gaps = self.leaf_table.trained_leaves(dict(zip(self.unit.trainable_groups, collected, strict=True)))
         return OutgoingBlock(leaves, gaps, collected, sent, rows, received)
 
     def finishing_block(self, memory: torch.Tensor) -> list[list[torch.Tensor]]:

@@ -27,7 +27,7 @@ class UnitState:
 
     Attributes:
         key: name of the unit in programs.
-        index: table of the unit's leaves.
+        leaf_table: table of the unit's leaves.
         axes: axes along which the unit is gathered before a use; empty if it rests in full, or has no elements.
         update_axes: axes along which updated parameters are gathered to their place.
         node: the unit's parameters in this step; None before their first use.
@@ -37,7 +37,7 @@ class UnitState:
 
     def __init__(self, key: str, layout: UnitLayout, *, trivial: bool) -> None:
         self.key, self.layout, self.trivial = key, layout, trivial
-        self.index = leaf_table(layout)
+        self.leaf_table = leaf_table(layout)
         sharded = [axis for axis in reversed(layout.strategy.order) if layout.strategy.params[axis] is Shard]
         self.axes = self._communicating_axes(sharded) if full_nbytes(layout) else ()
         self.update_axes = self._communicating_axes(layout.update_axes)
@@ -100,7 +100,7 @@ class UnitState:
         )
 
     def bind_node(self, node: Sharded | None) -> None:
-        """Make ``node`` the unit's parameters from now on; with None the unit has none."""
+        """Make ``node`` the unit's parameters from now on. None unbinds the unit."""
         self.node, self.tree_label = node, None
 
     def find_tree_label(self, comm: Comm) -> str:

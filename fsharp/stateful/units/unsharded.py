@@ -51,7 +51,7 @@ class UnshardedBuffer:
         full: the parameters; without a part of the arena, None while they are released.
         filled_from: the stamp of the node from which gathers fill, or have filled, the buffer; None while it is released.
         works: the Works of the gathers that fill the buffer, for which :meth:`wait` waits.
-        is_held: whether a caller still held the buffer's own memory at the release.
+        was_held: whether a caller still held the buffer's own memory at the release.
         is_carried: whether the buffer was gathered in the previous step.
         is_encoded: whether gathered parameters have still to be decoded.
     """
@@ -67,7 +67,7 @@ class UnshardedBuffer:
             self._carve_memory(arena[where.start : where.stop])
         self.filled_from: Stamp | None = None
         self.works: list[Work] = []
-        self.is_held = self.is_carried = self.is_encoded = False
+        self.was_held = self.is_carried = self.is_encoded = False
         self._sources: list[StorageWeakRef] = []
         self._last_filled_from: Stamp | None = None
         self._version = 0  # version counter of the leaves while the buffer is filled
@@ -103,7 +103,7 @@ class UnshardedBuffer:
                 self._carve_memory(torch.empty(full_nbytes(self._layout), dtype=torch.uint8, device=self._comm.device))
         full, self.filled_from = self.full, buffers_stamp(node)
         assert full is not None
-        self._sources, self.is_carried, self.is_held = [], False, False
+        self._sources, self.is_carried, self.was_held = [], False, False
         if self.filled_from != self._last_filled_from or step != self._step:  # tensors saved for other values are refused
             self._last_filled_from = self.filled_from
             self.begin_step(step)
@@ -115,7 +115,7 @@ class UnshardedBuffer:
         gather_inputs: list[GatherInput] = []
         for group, (x, outs) in enumerate(zip(node.raw_buffers, self._outs, strict=True)):
             if self._layout.scales_nbytes(group):
-                self._layout.scales_in(group, full.stored[group]).copy_(self._layout.scales_in(group, x.detach()))
+                self._layout.scales_in(group, full.gathered[group]).copy_(self._layout.scales_in(group, x.detach()))
                 x = self._layout.gathered_part(group, x)
             if x.numel():
                 gather_inputs.append((x.detach(), outs))
@@ -132,7 +132,7 @@ class UnshardedBuffer:
         return self.filled_from == stamp and not (self.is_carried and any(map(StorageWeakRef.expired, self._sources)))
 
     def carry_to_next_step(self, node: Sharded | None) -> None:
-        """Keep the buffer filled for the next step. It notices if source tensors are freed, whose addresses may be reused."""
+        """Keep the buffer filled for the next step, unless source tensors are freed before: their addresses may be reused."""
         if node is not None:
             self._sources, self.is_carried = [StorageWeakRef(x.untyped_storage()) for x in node.raw_buffers], True
 
@@ -149,7 +149,7 @@ class UnshardedBuffer:
             self._withdrawn = self.full.withdraw_memory()
             storage = StorageWeakRef(self.memory.untyped_storage())
             self.memory, self.full, self._outs = None, None, []
-            self.is_held = not _is_unreferenced(storage)
+            self.was_held = not _is_unreferenced(storage)
         else:
             self.full.set_version(RELEASED_VERSION)
             if self._poison:

@@ -75,6 +75,6 @@ class UpdateGather:
         self.gather_inputs.clear()
         while self.differences:
             group, params, encoded = self.differences[-1]
-            with torch.no_grad(), _unsafe_preserve_version_counter(params):  # as what arrives by a gather
+            with torch.no_grad(), _unsafe_preserve_version_counter(params):  # gathers do not count their writes either
                 params.copy_(add_encoded_difference(self.unit.layout, group, params, encoded, self.rank))
-            self.differences.pop()  # marked as added afterwards, so that after an error the next read raises the error again
+            self.differences.pop()  # not before the addition: if it fails, the next read raises the error again

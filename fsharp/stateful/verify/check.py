@@ -13,8 +13,8 @@ _GATHER, _COMPUTE = STREAMS.index("gather"), STREAMS.index("compute")
 class HappensBefore:
     """The happens-before relation of ops, by vector clocks. Positions of ops of the previous step are negative.
 
-    The ops of a bucket count as one op, which starts when all ops are over for which one of them waits. An op that waits for
-    one of them waits for all of them.
+    The ops of a bucket count as one op: it starts when all ops in their ``after`` are over. An op that waits for one op of a
+    bucket waits for the whole bucket.
     """
 
     def __init__(self, ops: Sequence[Op]) -> None:
@@ -28,13 +28,13 @@ class HappensBefore:
         first_pending = next((i for i in self.trailing_gathers() if i + len(ops) > waited), 0)
         self._over = self._compute_clocks(first_pending - 1)
 
-    def _compute_clocks(self, last_landed_gather: int) -> list[list[int]]:
+    def _compute_clocks(self, last_ended_gather: int) -> list[list[int]]:
         """Return for each op the last op of each stream that is over when the op ends.
 
-        ``last_landed_gather``: last gather of the previous step that is over when this step starts.
+        ``last_ended_gather``: last gather of the previous step that is over when this step starts.
         """
         num, over = len(self.ops), list[list[int]]()
-        on = [[last_landed_gather if stream == _GATHER else -1 for stream in range(len(STREAMS))] for _ in STREAMS]
+        on = [[last_ended_gather if stream == _GATHER else -1 for stream in range(len(STREAMS))] for _ in STREAMS]
         on[_GATHER][_GATHER] = -1
         for i in range(num):
             mine = self._streams[i]
@@ -97,7 +97,7 @@ class ScheduleCheck:
         return i % len(self.order.ops)
 
     def check_is_before(self, j: int | None, i: int, what: str) -> None:
-        """Raise an error if neither a stream nor ``after`` orders op ``i`` after op ``j``. None: there is no op to wait for."""
+        """Raise an error if neither a stream nor ``after`` orders op ``i`` after op ``j``. If ``j`` is None, do nothing."""
         if j is not None and not self.order.is_before(j, i):
             j = self.schedule_position(j)
             what = f"{what} op {j}, {self.order.ops[j]}: nothing orders op {i} after op {j}."

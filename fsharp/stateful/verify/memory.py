@@ -18,7 +18,7 @@ class OffloadedStateCheck(ScheduleCheck):
         self.fetched: dict[str, int] = {}  # by unit, its fetch, for the update to come
         self.due: dict[str, int] = {}  # by unit, its fetch, until it is offloaded
         self.updated: int | None = None
-        self.seen = 0  # events up to the last update
+        self.last_update_at = 0  # the event of the last update
         self.computed: int | None = None  # the last op of compute
 
     def check_op(self, i: int, op: Op, spec: OpSpec) -> None:
@@ -33,15 +33,15 @@ class OffloadedStateCheck(ScheduleCheck):
             self.fetched[op.unit] = i
         if STATE in spec.reads:
             self._check_offloaded()
-            asked = {event.unit for event in self.events[self.seen : op.at] if event.kind == "fetch"}
+            asked = {event.unit for event in self.events[self.last_update_at : op.at] if event.kind == "fetch"}
             for unit in sorted(asked - set(self.fetched)):
                 raise op_error(i, op, f"updates {unit!r}, whose state is in host memory.", f"a fetch of {unit!r} before it")
             for j in self.fetched.values():
                 self.check_is_before(j, i, "may read state before the end of")
-            self.updated, self.seen = i, op.at
+            self.updated, self.last_update_at = i, op.at
             self.due, self.fetched = self.fetched, {}
         if spec.frees == STATE:
-            if op.unit not in self.due or op.at != self.seen:
+            if op.unit not in self.due or op.at != self.last_update_at:
                 raise op_error(
                     i, op, "copies state that was not fetched, or is back already.", "one for each fetch, at the update"
                 )
@@ -153,20 +153,21 @@ class PolicyLimitsCheck(ScheduleCheck):
     def __init__(self, schedule: Schedule, order: HappensBefore) -> None:
         super().__init__(schedule, order)
         self.group_of = {unit: _bucket_name(order.ops[i]) for unit, i in order.carried_gathers().items()}  # by resident unit
-        self.in_use, self.pinned = Counter[str](), Counter[str]()  # by unit, uses under way; the same and backwards to come
+        self.in_use = Counter[str]()  # by unit, uses under way
+        self.pinned = Counter[str]()  # by unit, uses under way, and uses whose backward is to come
         ends = {event.use: i for i, event in enumerate(self.events) if event.kind == "backward_end"}
-        self.last_ends = ends if self.policy.release != "forward" else {}  # by use that may stay, where it ends
-        self.seen = 0  # events so far
+        self.last_ends = ends if self.policy.release != "forward" else {}  # by use that may stay resident, its end
+        self.num_events = 0  # events so far
         self.under_way: dict[str, dict[str, str]] = {OUTGOING: {}, FINISHING: {}}  # by unit, the group of its reduction
 
     def _count_uses_until(self, at: int) -> None:
-        for i, event in enumerate(self.events[self.seen : at + 1], self.seen):
+        for i, event in enumerate(self.events[self.num_events : at + 1], self.num_events):
             change = (event.kind in ("forward", "backward")) - (event.kind in ("forward_end", "backward_end"))
             self.in_use[event.unit] += change
             if event.use in self.last_ends:
                 change += (event.kind == "forward") - (i == self.last_ends[event.use])
             self.pinned[event.unit] += change
-        self.seen = max(self.seen, at + 1)
+        self.num_events = max(self.num_events, at + 1)
 
     def check_op(self, i: int, op: Op, spec: OpSpec) -> None:
         """Count resident units and reductions under way after the op. Raise an error if they exceed a limit."""

@@ -79,7 +79,7 @@ def _collective_texts(schedule: Schedule) -> list[str]:
 
 
 def _check_single_ops(schedule: Schedule) -> None:
-    """Check units, streams, positions and sizes of single ops, and their events."""
+    """Check the unit, stream, position and size of each op, and that ops of kinds with ``events`` follow the program."""
     arena, budget = schedule.arena, schedule.policy.memory_budget
     facts, events = schedule.program.facts, schedule.program.events
     what = "larger than the memory budget" if budget is not None and arena > budget else ""

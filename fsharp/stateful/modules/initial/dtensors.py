@@ -1,4 +1,4 @@
-"""Parameters that tensor parallelism has made DTensors on other axes. fsharp shards their local tensors."""
+"""DTensor parameters, which tensor parallelism has sharded on other axes. fsharp shards their local tensors."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -62,7 +62,7 @@ def dtensor_specs(module: nn.Module, comm: Comm) -> dict[str, DTensorSpec]:
 
 
 def as_dtensors(paths: Iterable[str], leaves: Iterable[torch.Tensor], specs: Mapping[str, DTensorSpec]) -> list[Any]:
-    """Return leaves with DTensors in place of their local tensors, as a module's code expects."""
+    """Return ``leaves`` with a DTensor in place of each leaf whose path is in ``specs``, as a module's code expects."""
     return [specs[path].as_dtensor(leaf) if path in specs else leaf for path, leaf in zip(paths, leaves, strict=True)]
 
 

@@ -34,9 +34,9 @@ _generator_lock = threading.Lock()  # ranks that are threads share the generator
 def settings_of_values(
     module: nn.Module, comm: Comm, *, key: int, initialize: Initializer | None, sync_from: int | None
 ) -> dict[str, str]:
-    """Return the settings of a module's initial values, which ranks compare, as texts by name.
+    """Return the settings of a module's initial values, as texts by name, for ranks to compare.
 
-    Raise an error if ``sync_from`` is no rank, or is this rank, which has no values.
+    Raise an error if ``sync_from`` is no rank, or if it is this rank and a tensor is on the meta device.
     """
     tensors = chain(module.named_parameters(remove_duplicate=False), module.named_buffers(remove_duplicate=False))
     meta = [path for path, tensor in tensors if tensor.is_meta]
@@ -133,20 +133,20 @@ def _local_parameter(module: nn.Module, unit: UnitLayout, leaf: Leaf) -> torch.T
 
 
 class Initializers:
-    """The initializers of a module's submodules, each for its own parameters and buffers on the meta device, run on the CPU.
+    """Runs the initializers of submodules on the CPU, each for the submodule's own parameters and buffers on the meta device.
 
     A module with ``_reset_parameters()`` and no ``reset_parameters()``, such as ``nn.MultiheadAttention``, is initialized
-    together with its submodules, whose parameters it changes. Random numbers depend on the key, a submodule's path, and the
-    rank's coordinates along axes on which its parameters vary.
+    together with its submodules, as this method changes their parameters. Random numbers depend on the key, the submodule's
+    path, and the rank's coordinates along axes on which the submodule's parameters vary.
     """
 
     def __init__(self, module: nn.Module, layout: Layout, comm: Comm, key: int, initialize: Initializer | None) -> None:
         self._module, self._layout, self._comm, self._key, self._initialize = module, layout, comm, key, initialize
         self.unfilled: set[str] = set()  # paths of tensors that no initializer has filled so far
         self._last_root: str | None = None
-        self._parameters: dict[int, torch.Tensor] = {}  # of the last initializer, by id of the meta tensor
-        self._buffers: dict[int, torch.Tensor] = {}  # of all initializers, by id of the meta tensor
-        self._first_path: dict[int, str] = {}  # of each buffer: of modules that share it, the first one initializes it
+        self._parameters: dict[int, torch.Tensor] = {}  # by id of the meta tensor, the value from the last initializer
+        self._buffers: dict[int, torch.Tensor] = {}  # by id of the meta tensor, the value from any initializer
+        self._first_path: dict[int, str] = {}  # by id of a buffer, its first path: the module there initializes it
         for path, buffer in module.named_buffers(remove_duplicate=False):
             self._first_path.setdefault(id(buffer), path)
 
@@ -205,7 +205,7 @@ class Initializers:
     def _value_after_initializer(
         self, path: str, meta: torch.Tensor, filled: torch.Tensor, new: torch.Tensor | None
     ) -> torch.Tensor:
-        """Return what an initializer has made of the tensor ``meta``: ``filled`` in place, or another tensor ``new``."""
+        """Return the value of ``meta`` after its initializer, which has filled ``filled`` in place, or put ``new`` there."""
         if new is None or (new.shape, new.dtype) != (meta.shape, meta.dtype):
             raise TreeError(
                 f"shard_module(): {path!r} is {tensor_text(meta)}, and its initializer has replaced it by "
@@ -229,7 +229,7 @@ def _unfilled_error(module: nn.Module, paths: Iterable[str]) -> TreeError:
 
 
 def _memory_to_fill(tensor: torch.Tensor) -> torch.Tensor:
-    """Return memory on the CPU for an initializer to fill. It has the tensor's values; of a meta tensor NaN, or marks."""
+    """Return CPU memory for an initializer to fill: a copy of ``tensor``, or for a meta tensor marks (NaN, or a byte)."""
     mark = torch.nan if tensor.is_floating_point() or tensor.is_complex() else _UNWRITTEN_BYTE
     if tensor.is_meta:
         room = torch.full(tensor.shape, mark, dtype=tensor.dtype, device="cpu")
@@ -239,8 +239,8 @@ def _memory_to_fill(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _is_unfilled(x: torch.Tensor) -> bool:
-    """Return whether an initializer has left elements unwritten. Of integers only a wholly unwritten tensor is noticed."""
+    """Return whether an element still has the mark of :func:`_memory_to_fill`; for integers, whether all elements have it."""
     if x.is_floating_point() or x.is_complex():
         return bool((x.float() if x.is_floating_point() else x).isnan().any())
     marked = x == torch.tensor(_UNWRITTEN_BYTE, dtype=x.dtype)
-    return x.numel() > 0 and x._version == 0 and bool(marked.all())  # versions do not see a write to .data
+    return x.numel() > 0 and x._version == 0 and bool(marked.all())  # a write to .data does not change _version

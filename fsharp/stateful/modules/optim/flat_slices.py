@@ -16,8 +16,8 @@ from fsharp.stateful.modules.parameter import ShardedTensor
 class FlatSlice(NamedTuple):
     """The elements from ``start`` to ``stop`` of this rank's buffer of a group of leaves.
 
-    ``leaves``: path, first element and end of each leaf in the range, counted from ``start``. ``shape``: None; or the shape of
-    the only leaf, for an optimizer that updates whole leaves.
+    ``leaves``: for each leaf in the range its path, first element and end, counted from ``start``. ``shape``: the shape of the
+    only leaf, for an optimizer that updates whole leaves; else None.
     """
 
     unit: str
@@ -28,7 +28,7 @@ class FlatSlice(NamedTuple):
     shape: tuple[int, ...] | None = None
 
     def view_in(self, nodes: Mapping[str, Sharded]) -> torch.Tensor:
-        """Return a view of the unit's buffer in ``nodes``, which are by name of the unit."""
+        """Return the slice as a view of its buffer. ``nodes``: nodes by name of the unit."""
         node = nodes[self.unit]
         buffer: torch.Tensor = node.buffers[node.groups.index(self.group)]
         found = buffer.detach()[self.start : self.stop]
@@ -52,9 +52,9 @@ def slices_by_label(tree: Any, labels: Mapping[str, Hashable], *, rank: int, by_
 
 
 def state_of_leaf(state: Mapping[str, Any], of: torch.Tensor, first: int, last: int, like: ShardedTensor) -> dict[str, Any]:
-    """Return a leaf's state in the state of a slice ``of``, of which the leaf has the elements from ``first`` to ``last``.
+    """Return one leaf's state from the ``state`` of a slice ``of``. The leaf is the slice's elements ``first`` to ``last``.
 
-    State for each element is a part that is cut as ``like``, in the same memory.
+    State with a value for each element becomes a part that is cut as ``like``, in the same memory.
     """
 
     def cut(value: Any) -> Any:

@@ -164,7 +164,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def _cut_into_slices(self) -> list[list[nn.Parameter]]:
         """Cut flat buffers into slices. Return the slices as parameters, a list for each group of the inner optimizer."""
-        tree, self._generation = self.session.state.optimizer_copies(), self.session.state.generation
+        tree, self._generation = self.session.state.optimizer_copies(), self.session.state.num_replacements
         nodes, rank, groups = units_by_name(tree), self.session.scheduler.rank, []
         self._slices: dict[nn.Parameter, FlatSlice] = {}
         for scope, labels in zip(self._scopes, self._labels, strict=True):
@@ -226,7 +226,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         super().add_param_group(param_group)
 
     def _update_by_inner(self, grads: Any, state: Any, params: Any, *, comm: Comm, donate: bool) -> tuple[Any, Any]:
-        if self._generation != self.session.state.generation:
+        if self._generation != self.session.state.num_replacements:
             self._recut_by_labels(self._labels, self._states_by_path())
         missing = self.session.step.means.missing
         self._has_state |= {path for labels in self._labels for path in labels} - missing
@@ -361,7 +361,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         return {path: p for path, p in self.session.parameters.items() if path in mine and p.is_trained and p.leaf.numel}
 
     def _fresh_state(self, path: str, groups: list[dict[str, Any]]) -> dict[str, Any]:
-        """Return the state with which the inner optimizer begins for a parameter, with its group's options in ``groups``."""
+        """Return the inner optimizer's initial state of a parameter. ``groups``: the parameter groups, with their options."""
         index = next(i for i, labels in enumerate(self._labels) if path in labels)
         parameter = self.session.parameters[path]
         mine = parameter.local

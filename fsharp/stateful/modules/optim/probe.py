@@ -130,7 +130,7 @@ def _random_parameters_and_gradients(
 def _run_trial(
     make_optimizer: Callable[[list[Any]], torch.optim.Optimizer], trial: Sequence[torch.Tensor]
 ) -> tuple[list[torch.Tensor], bool]:
-    """Return the update of each parameter by a trial, flat; and whether a state has another shape than its parameter."""
+    """Run a trial. Return each parameter's update, flattened; and whether a state has another shape than its parameter."""
     parameters = [torch.nn.Parameter(x[0].clone()) for x in trial]
     made = make_optimizer(list(parameters))
     for group in made.param_groups:  # with a learning rate of zero all updates would be equal

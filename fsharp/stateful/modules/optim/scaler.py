@@ -26,8 +26,8 @@ class GradScaler(torch.amp.GradScaler):
         optimizer.zero_grad()
 
     If gradients of one rank hold an infinity or NaN, all ranks skip the step and lower the scale. A skipped step releases the
-    gradients. With ``accumulate()`` call these methods once, after the last backward. Any other optimizer is treated as by
-    torch's class.
+    gradients. With ``accumulate()`` call these methods once, after the last backward. Other optimizers work as with torch's
+    class.
 
     Raises:
         ScheduleError: there are no gradients to unscale; the module has ``Precision(feedback=True)``.
@@ -44,7 +44,7 @@ class GradScaler(torch.amp.GradScaler):
         if not isinstance(optimizer, ShardedOptimizer):
             return super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
         session = optimizer.session
-        if session.step.finish_gradients("unscale_()") is None:
+        if session.step.checked_gradients("unscale_()") is None:
             raise ScheduleError("unscale_(): there are no gradients: call it after a backward that does not accumulate.")
         session.step.refuse_scaled_gradients()
         buffers = session.step.means.buffers
@@ -57,7 +57,7 @@ class GradScaler(torch.amp.GradScaler):
         inverse = inv_scale.to(flag.device)
         for buffer in buffers:
             torch._amp_foreach_non_finite_check_and_unscale_([buffer], flag, inverse)
-            torch.autograd.graph.increment_version(buffer)  # the kernel does not
+            torch.autograd.graph.increment_version(buffer)  # the kernel does not count its write
         session.step.means.edits.append("unscale")
         # Different scales turn the flag into NaN, so that the host, which reads only the flag, notices without another wait.
         seen = torch.cat([flag, inverse.view(1), -inverse.view(1)])

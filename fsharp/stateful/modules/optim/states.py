@@ -1,4 +1,4 @@
-"""An optimizer's state of each parameter, as in state dicts, with equal names and kinds of state on all ranks."""
+"""The state of each parameter in an optimizer's state dict, with equal names and kinds of state on all ranks."""
 
 import hashlib
 import json
@@ -51,9 +51,9 @@ class StateByParameter(Mapping[ShardedTensor, Mapping[str, Any]]):
 
 
 def fill_in_missing_states(states: StatesByPath, parameters: Mapping[str, ShardedTensor], comm: Comm) -> StatesByPath:
-    """Return states with equal names on all ranks, for state dicts.
+    """Return ``states``, completed so that all ranks have the same names of state, for state dicts.
 
-    A rank that holds no element of a parameter gets empty parts, and another rank's values of state that is not elementwise.
+    A rank without elements of a parameter gets empty parts, and takes state that is not elementwise from another rank.
     Ranks whose parameters differ, such as experts, keep their own states. A state that is no tensor, number, string or None is
     a TreeError; different kinds of state for one parameter are an AgreementError.
     """
@@ -100,7 +100,7 @@ def _kind_of_state(where: str, path: str, key: str, value: Any) -> list[Any]:
 
 
 def _own_or_from_rank(kind: list[Any], value: Any, like: ShardedTensor, source: int, comm: Comm) -> Any:
-    """Return ``value``; or the value of rank ``source`` if ``value`` is None, as this rank holds no element."""
+    """Return ``value``; if this rank holds no element and ``value`` is None, an empty part, or the value of rank ``source``."""
     what, *rest = kind
     if what == "value":
         return rest[0]
@@ -122,7 +122,7 @@ def check_param_groups(
     """Raise an error if the parameter groups of a state dict differ from an optimizer's parameter groups.
 
     ``own``: the optimizer's groups. ``options``: names of options that each group needs. ``trained``: names of parameters that
-    may have a state; None if the state is not by name.
+    may have a state; None if the keys of the state are not names of parameters.
     """
     if not isinstance(state_dict, Mapping) or not {"state", "param_groups"} <= state_dict.keys():
         raise TreeError("load_state_dict(): expected a dict with 'state' and 'param_groups', as state_dict() gives it.")
@@ -164,7 +164,7 @@ def states_from_state_dict(
     for path, like in parameters.items():
         state = given.get(path) or {}
         states[path] = _checked_state(path, state, fresh(path), like) if state else {}
-        # The same entries for each parameter, as ranks with parameters of their own may keep different states.
+        # Two entries for each parameter on every rank, as ranks with parameters of their own may keep different states.
         parts = [tensor_digest(value.local) for value in state.values() if isinstance(value, ShardedTensor)]
         rest = [tensor_digest(x) for x in state.values() if isinstance(x, torch.Tensor) and not isinstance(x, ShardedTensor)]
         kinds = repr([(key, _kind_of_state("load_state_dict()", path, key, value)) for key, value in state.items()]).encode()
@@ -191,7 +191,7 @@ def _checked_state(path: str, given: Mapping[str, Any], wanted: Mapping[str, Any
             raise TreeError(f"load_state_dict(): {name!r} is a {type(value).__name__}, expected a {type(want).__name__}.")
         is_elementwise = isinstance(want, ShardedTensor) or (
             key not in wanted and is_tensor and like.leaf.shape and value.shape == like.leaf.shape
-        )  # state that exists only from a later step on
+        )  # fresh state may lack a name that a later step adds
         if is_elementwise:
             found[key] = local_part(name, value, like, dtypes=[value.dtype if want is None else want.dtype])
         elif isinstance(want, torch.Tensor):

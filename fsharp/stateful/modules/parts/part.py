@@ -1,4 +1,4 @@
-"""ShardedTensor: this rank's part of a tensor. A function of it returns the result for the whole tensor, or raises an error."""
+"""ShardedTensor: this rank's part of a tensor. torch's functions of parts compute for the whole tensor, or raise an error."""
 
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -47,7 +47,7 @@ class ShardedTensor(torch.Tensor):
     - ``clone()``, ``to()``, ``cpu()`` and ``copy.deepcopy`` return a part with the same elements in new memory.
     - All other functions raise an error, unless every rank holds the whole tensor: then the part works like any tensor.
 
-    A part of which every rank holds the whole tensor is pickled as a plain tensor. Pickling any other part is an error.
+    If every rank holds the whole tensor, a part is pickled as a plain tensor. Pickling any other part is an error.
 
     Attributes:
         path: name of the parameter in its module.
@@ -70,7 +70,7 @@ class ShardedTensor(torch.Tensor):
 
     @classmethod
     def from_attributes(cls, data: torch.Tensor, attributes: Mapping[str, Any], *, requires_grad: bool = False) -> Self:
-        """Return a part with the elements ``data``, 1-D and without a copy, and the attributes ``attributes``."""
+        """Return a part with the elements ``data``, a 1-D tensor that is not copied, and these attributes."""
         if _is_whole_on_every_rank(attributes["unit"], attributes["place"], attributes["spec"]):
             data = data.view(attributes["leaf"].shape)
         part: Self = torch.Tensor._make_subclass(cls, data, requires_grad)  # no view, which would keep its base alive
@@ -84,7 +84,7 @@ class ShardedTensor(torch.Tensor):
 
     @property
     def attributes(self) -> dict[str, Any]:
-        """The attributes of the class, as a dict."""
+        """The attributes of this part that the class lists, as a dict."""
         return {name: getattr(self, name) for name in ShardedTensor.__annotations__}
 
     @property
@@ -279,7 +279,7 @@ def _is_whole_on_every_rank(unit: UnitLayout, place: Place, spec: DTensorSpec | 
 
 
 def _is_unchanged_by_to(part: ShardedTensor, applied: torch.Tensor) -> bool:
-    """Return True if a module's ``to()`` leaves a part unchanged. Raise an error if it changes dtype or device."""
+    """Return True if a module's ``to()`` leaves a part unchanged. A change of dtype or device is an error."""
     if (applied.dtype, applied.device) != (part.dtype, part.device):
         raise TreeError(
             f"a sharded module cannot be moved or cast: unit {part.unit.display_name}, {part.path!r} is {part.dtype} on "
@@ -308,7 +308,7 @@ def _refuse_autograd(name: str, rows: Sequence[Sequence[Any]], cut: Sequence[Sha
 
 
 def _with_full_parameters(x: Any) -> Any:
-    """Return an argument with whole parameters in place of parts whose unit is in its backward, where checkpoints recompute."""
+    """Return an argument with whole parameters in place of parts whose unit runs backward: a checkpoint recomputes there."""
     if isinstance(x, ShardedTensor) and isinstance(x, nn.Parameter):
         owner = x.owner()
         whole = None if owner is None else owner.full_parameter(x)
@@ -379,7 +379,7 @@ def _elementwise(
 
 
 def _own_elements(x: Any, likes: Sequence[ShardedTensor | None]) -> Any:
-    """Return this rank's elements of an argument, cut like ``likes[0]``; in a list, like the parts in ``likes`` in turn."""
+    """Return this rank's elements of an argument, cut like ``likes[0]``. Items of a list are cut like ``likes``, in turn."""
     like = likes[0]
     if isinstance(x, list | tuple):
         return type(x)(_own_elements(each, [like]) for each, like in zip(x, cycle(likes), strict=False))

@@ -24,7 +24,7 @@ _LAZY_TYPES = (types.GeneratorType, types.CoroutineType, types.AsyncGeneratorTyp
 
 @lru_cache(maxsize=1024)  # a search meets hundreds of objects of a few classes; a program may make classes without end
 def _search_kind(cls: type) -> Literal["tensor", "lazy", "opaque", "open"]:
-    """Return what objects of a class are in a search for tensors; only ``"open"`` objects are searched."""
+    """Return how a search for tensors treats objects of a class. Only ``"open"`` objects are searched."""
     if issubclass(cls, torch.Tensor):
         return "tensor"
     if issubclass(cls, _LAZY_TYPES):
@@ -35,7 +35,7 @@ def _search_kind(cls: type) -> Literal["tensor", "lazy", "opaque", "open"]:
 def tensors_in(value: Any, given_by: str | None = None) -> list[torch.Tensor]:
     """Return all tensors that can be reached from a value, except through modules.
 
-    ``given_by``: path of the module whose result the value is. Then a generator or other iterator in the value is an error, as
+    ``given_by``: path of the module that returned the value. Then a generator or other iterator in the value is an error, as
     it may compute after parameters are released.
     """
     if isinstance(value, torch.Tensor):  # most modules return a tensor
@@ -130,7 +130,7 @@ def _storage_addresses(x: torch.Tensor) -> list[int]:
 
 
 def connect_to_inputs(tensors: Sequence[torch.Tensor], inputs: Sequence[Any]) -> list[torch.Tensor]:
-    """Return the tensors in a graph that leads to all inputs, so that a backward also reaches unused inputs."""
+    """Return the tensors with a graph that leads to all ``inputs``, so that a backward also reaches unused inputs."""
     result, moved = list(tensors), [i for i, x in enumerate(tensors) if x.is_floating_point() or x.is_complex()]
     reached = [x for x in inputs if isinstance(x, torch.Tensor) and x.requires_grad]
     if moved and reached and torch.is_grad_enabled() and not torch._C._are_functorch_transforms_active():

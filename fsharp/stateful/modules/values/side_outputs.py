@@ -77,7 +77,7 @@ def _dict_entries_in(module: nn.Module, without: Collection[str | None]) -> list
 
 
 def refuse_stored_parameters(module: nn.Module) -> None:
-    """Raise an error if attributes or buffers hold a parameter or its view, or parameters have hooks: both become stale."""
+    """Raise an error if an attribute or buffer holds a parameter or a view of one, or a parameter has hooks."""
     extents = [(name, extent) for name, p in module.named_parameters() for extent in _byte_ranges(p)]
     for path, each in module.named_modules():
         # weight_norm, spectral_norm and prune have hooks that compute these attributes anew in each forward.
@@ -101,7 +101,7 @@ def refuse_stored_parameters(module: nn.Module) -> None:
 
 
 def _byte_ranges(x: torch.Tensor) -> Iterator[tuple[int, int]]:
-    """Yield the addresses of a tensor's first byte and of its end; for a wrapper, of each inner tensor."""
+    """Yield the range of addresses of a tensor's bytes; for a wrapper, the range of each inner tensor."""
     for each in inner_tensors(x.detach()):
         if each.numel() and not each.is_meta:
             last = sum((size - 1) * stride for size, stride in zip(each.shape, each.stride(), strict=True))
