@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from statistics import mean
+from statistics import mean, median_low
 from typing import Any, NamedTuple
 
 from fsharp.errors import ScheduleError, problem
@@ -101,12 +101,16 @@ def given_costs(layout: Layout, order: Sequence[str | Use], activations: Activat
 
 
 def estimated_costs(layout: Layout, order: Sequence[str | Use], tokens: float) -> Costs:
-    """Return costs estimated from shapes: each matrix multiplies and keeps the vectors of all tokens; attention is left out."""
+    """Return costs estimated from shapes: each matrix multiplies and keeps the vectors of all tokens; attention is left out.
+
+    Which leaf of a unit comes first, shapes do not tell: the input of a recomputed unit is as large as the median input of its
+    leaves, which is the width of the model in a block whose hidden layer is wider.
+    """
     flops = {unit.name or ROOT: 2.0 * tokens * sum(group.used for group in unit.groups) for unit in layout.units}
 
     def of(use: Use) -> KeptBytes:
         inputs = [tokens * each for name in use.units for each in _input_nbytes(layout[name])] or [0.0]
-        return KeptBytes(use, sum(inputs), inputs[0])
+        return KeptBytes(use, sum(inputs), median_low(inputs))
 
     return Costs(tuple(map(of, uses_in_order(layout, order))), flops, {}, "estimated from shapes")
 

@@ -163,6 +163,14 @@ def test_all_dimensions_are_tried():
     assert found.activations == "estimated from shapes"
 
 
+@pytest.mark.parametrize("names", [("down", "gate", "out", "up"), ("w4", "w1", "w2", "w3")])
+def test_the_estimated_input_of_a_recomputed_layer_is_as_wide_as_the_model_whatever_its_leaves_are_called(names):
+    down, *others = names
+    layer = {down: torch.empty(16, 64, device="meta")} | {name: torch.empty(64, 16, device="meta") for name in others}
+    found = fs.tune({"layers": [layer] * 3}, "H100", budget=1e9, batch=10, mesh=1, units="layers.*", remat={"all": "layers.*"})
+    assert found.candidates[0].memory["activations"] == 10 * 4 * (3 * 16 + 64 + 3 * 16), "three inputs, and one layer's"
+
+
 def test_the_effort_bounds_what_is_simulated_and_the_table_says_so():
     found = fs.tune(make_params(), "H100", budget=1e9, batch=64, mesh=4, effort=1)
     simulated = [x for x in found.candidates if not x.is_bound]
