@@ -41,7 +41,7 @@ class ModuleStep:
 
     def __init__(self, state: ModuleState, means: MeanGradients, scheduler: Scheduler, paused: Collection[str]) -> None:
         self.state, self.means, self.scheduler, self._paused = state, means, scheduler, paused
-        self.scheduled = scheduler.wrap(lambda: None, "training step")  # never called: a user's calls are its steps
+        self.scheduled = scheduler.wrap(lambda: None, "training step")  # never called: the user's calls make its steps
         self.has_feedback = state.train_state.residuals is not None
         self.on_backward = partial(_begin_backward_of, weakref.ref(self))
         self._begin_generation()

@@ -71,7 +71,7 @@ def lending_gradient_memory(weights: Sequence[tuple[str, torch.Tensor]]) -> Iter
         yield
     finally:
         for _, weight in weights:
-            weight.__dict__.pop("get_main_grad", None)  # it refers to the weight: a cycle
+            weight.__dict__.pop("get_main_grad", None)  # a reference cycle with the weight
 
 
 def use_text_extra_state(module: nn.Module) -> None:

@@ -23,8 +23,7 @@ class BoundOp:
 
     Attributes:
         key: key under which lanes record the end of the op.
-        after: keys of the ops on other lanes for which this op waits; for the first op of a bucket the keys of the whole
-            bucket.
+        after: keys of the ops on other lanes for which this op waits. The first op of a bucket has the keys of all members.
         unsharded: the buffer of the unit's full parameters.
         block: the memory in which a gradient is collected, and from which it is sent.
         final_pieces: memory for the reduction to the optimizer's place.

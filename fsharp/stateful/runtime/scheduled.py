@@ -30,8 +30,8 @@ class RecordedPrograms:
     """The recorded programs and schedules of one function.
 
     A new program is compiled. After several calls in a row that have left their schedule, a program is compiled only when it
-    occurs again. The next program is predicted from the last two programs: as the program that followed them when they last
-    occurred, or else as the last program.
+    occurs again. The predicted next program is the program that followed the last two programs when they last
+    occurred; if they did not occur before, the last program.
 
     Attributes:
         bound: schedules that are bound to the current arena, by id of the schedule.

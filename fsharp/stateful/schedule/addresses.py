@@ -3,11 +3,11 @@
 A buffer keeps one address for all of its live spans, as tensors saved in the forward point into the buffer. The smallest arena
 is hard to find in general (dynamic storage allocation), and easy for buffers of a step.
 
-Many buffers are live for a long time, and their spans nest: gradients rest up to the end, and parameters that stay for their
-backward are released in reverse order. These buffers form two stacks without gaps: one grows from the first byte of the arena,
-with the buffers that are live at the end of the step, the other from the last byte. Any other buffer is live together with few
-buffers: those of nearby units, and the two stacks. Such a buffer is placed soon after the buffers with which it is live.
-So a dead end is near its cause, and a depth-first search soon finds an arena of the lower bound, or close to it.
+Many buffers are live for a long time, and their spans nest. Gradients rest up to the end of the step. Parameters that stay for
+their backward are released in reverse order. These buffers form two stacks without gaps. Buffers that are live at the end of
+the step are stacked from the first byte of the arena, the others from the last byte. Any buffer outside of the stacks is live
+together only with buffers of nearby units, and with the stacks. Such a buffer is placed soon after the buffers with which it is
+live. So a dead end is near its cause, and a depth-first search soon finds an arena of the lower bound, or close to it.
 """
 
 import math

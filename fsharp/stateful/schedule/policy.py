@@ -10,7 +10,7 @@ from fsharp.type_checks import check_fields
 ArenaMemory = Literal["allocator", "registered", "symmetric"]
 
 MAX_REDUCTIONS, MAX_FINAL_REDUCTIONS = 1, 3
-"""Most reductions under way: for a microbatch, each with a block as large as the unit's gradient; to the optimizer's place."""
+"""Most reductions under way at once: of a microbatch, each with a block as large as a gradient; to the optimizer's place."""
 
 
 @api_boundary
@@ -42,7 +42,7 @@ class SchedulePolicy:
             under way, which a CUDA graph of a step needs.
         separate_groups: use different process groups for gathers and for reductions, so that neither waits for the other. None
             means True over gloo and False over NCCL. Two NCCL communicators can deadlock on a device that runs one
-            communication kernel at a time: each rank runs a kernel of another communicator, and waits for ever. True helps
+            communication kernel at a time: two ranks run kernels of different communicators, and wait for ever. True helps
             steps that are bound by the network, on devices that run two such kernels at a time.
         arena_memory: which memory the arena is, over NCCL. ``"allocator"`` takes it from torch's allocator. ``"registered"``
             takes it from NCCL's allocator, and registers it with the communicators as a user buffer: NCCL may then skip copies

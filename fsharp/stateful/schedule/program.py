@@ -32,8 +32,7 @@ class UnitFacts:
         reduce: collectives of the reduction after a microbatch.
         finish: collectives of the reduction once a step.
         update_gather: collectives that gather updated parameters.
-        rest: bytes of the arena for the gradient at rest, which adds up microbatches until the end of the step; 0 if gradients
-            have their own memory.
+        rest: bytes of the arena for the gradient at rest, the sum over microbatches; 0 if gradients have their own memory.
         host: bytes of optimizer state and main copies in host memory between updates; 0 without offload.
         wire: dtypes or formats that the unit's collectives carry. Units with equal texts may share a collective; a unit with
             None shares none.

@@ -37,8 +37,8 @@ def plan_residency(
     There is room for one bucket in use, and for the next ``policy.prefetch`` different buckets that the program uses before its
     parameters are updated. While no bucket is in use, this room keeps a resident bucket that will be used again.
 
-    Two kinds of buckets need no room: buckets of the uses around the innermost use, and buckets of ``kept_uses`` from their
-    forward to the end of their backward. Otherwise a root that is always in use would leave no room for prefetch.
+    Buckets of the uses around the innermost use need no room: a root that is always in use would leave none for prefetch.
+    Neither do buckets of ``kept_uses``, from their forward to the end of their backward.
 
     ``carried``: buckets that the previous step may have gathered.
     """

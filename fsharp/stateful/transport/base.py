@@ -222,7 +222,7 @@ class Transport(ABC):
     def _chain_work(self, first: Work, then: Callable[[Any], Any]) -> Work:
         """Return a Work that waits for ``first``, and then calls ``then`` with its result."""
         work = Work(lambda: then(first.wait()))
-        if not self.is_async:  # the stream of the collective also unpacks
+        if not self.is_async:  # on a device the stream of the collective also unpacks
             work.wait()
         return work
 

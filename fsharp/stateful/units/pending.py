@@ -18,7 +18,7 @@ class FutureBuffers(LazyBuffers):
         self.raw, self._lock = tuple(raw), threading.RLock()
         self._fill: Callable[[], Any] | None = fill
         self._gathered_on = lanes if lanes is not None and lanes.has_streams else None
-        self._joined: set[Hashable] = set()  # streams
+        self._joined: set[Hashable] = set()  # streams that have waited for the gathers
 
     def wait(self) -> tuple[Any, ...]:
         """Block until the tensors are filled, and return them."""

@@ -28,7 +28,7 @@ class UnitState:
     Attributes:
         key: name of the unit in programs.
         leaf_table: table of the unit's leaves.
-        axes: axes along which the unit is gathered before a use; empty if it rests in full, or has no elements.
+        axes: axes along which the unit is gathered before a use; empty if the unit rests in full, or has no elements.
         update_axes: axes along which updated parameters are gathered to their place.
         node: the unit's parameters in this step; None before their first use.
         tree_label: name of the tree of ``node``, with which labels of gathers begin; None before the first gather.

@@ -48,8 +48,8 @@ class UnshardedBuffer:
         poison: fill memory with NaN when it is released.
 
     Attributes:
-        full: the parameters; without a part of the arena, None while they are released.
-        filled_from: the stamp of the node from which gathers fill, or have filled, the buffer; None while it is released.
+        full: the parameters; in memory of its own, None while the buffer is released.
+        filled_from: the stamp of the node from which gathers fill, or have filled, the buffer; None after a release.
         works: the Works of the gathers that fill the buffer, for which :meth:`wait` waits.
         was_held: whether a caller still held the buffer's own memory at the release.
         is_carried: whether the buffer was gathered in the previous step.

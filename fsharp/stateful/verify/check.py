@@ -24,7 +24,7 @@ class HappensBefore:
         runs = issue_group_ranges(ops)
         self._starts, self._ends = [run[0] for run in runs for _ in run], [run[-1] for run in runs for _ in run]
         clocks = zip(self._compute_clocks(-1), self._streams, strict=True)
-        waited = max((over[_GATHER] for over, stream in clocks if stream == _COMPUTE), default=-1)  # the last such gather
+        waited = max((over[_GATHER] for over, stream in clocks if stream == _COMPUTE), default=-1)  # the last gather waited for
         first_pending = next((i for i in self.trailing_gathers() if i + len(ops) > waited), 0)
         self._over = self._compute_clocks(first_pending - 1)
 

@@ -168,7 +168,7 @@ class ShardedTensor(torch.Tensor):
     @api_boundary
     def data(self, value: torch.Tensor) -> None:
         if isinstance(value, ShardedTensor) and value.dtype == self.dtype and value.local.data_ptr() == self.local.data_ptr():
-            return  # a module was moved to where it is
+            return  # the module is there already
         _, remedy = running_torch_tool_and_remedy(
             "Write a parameter in `with model.unsharded(write=True):`, and a gradient by `p.grad.copy_(...)`."
         )
