@@ -101,6 +101,20 @@ def test_diff(root, capsys):
     assert run(capsys, "ckpt", "diff", path_of(root, 1), path_of(root, 1))[1] == ["no difference"]
 
 
+def test_diff_of_values_that_are_not_finite_missing_or_of_another_type(tmp_path, capsys):
+    nan, inf = math.nan, math.inf
+    first = {"t": torch.tensor([nan, -inf, 1.0]), "same": torch.tensor([nan]), "loss": nan, "gone": 3, "flag": True}
+    second = {"t": torch.tensor([nan, -inf, 3.0]), "same": torch.tensor([nan]), "loss": nan, "new": "x", "flag": 1}
+    paths = [fs.checkpoint.save(tmp_path, x, step=1, comm=fs.SingleComm()).path for x in (first, second)]
+    assert run(capsys, "ckpt", "diff", *paths)[1] == [
+        "~ t: the largest difference is 2",
+        "- gone",
+        "+ new",
+        "~ flag: True -> 1",
+    ]
+    assert run(capsys, "ckpt", "diff", paths[0], paths[0])[1] == ["no difference"]
+
+
 def test_prune(root, capsys):
     first, second = path_of(root, 1), path_of(root, 2)
     assert run(capsys, "ckpt", "prune", root, "--keep", 1)[1] == [f"removed {first}", f"removed {second}"]

@@ -26,7 +26,7 @@ from fsharp.checkpoint.manifest import MANIFEST_NAME, Chunk, FileRecord, Manifes
 from fsharp.checkpoint.reading import ShardFileReader
 from fsharp.checkpoint.shard_file import StoredTensor, bytes_of, check_reserved_names, encode_header, in_write_order, write_file
 from fsharp.checkpoint.storage import absolute_path, storage_of
-from fsharp.errors import CheckpointError
+from fsharp.errors import CheckpointError, TreeError
 from fsharp.functional.comm.agree import all_gather_bytes, check_on_all_ranks
 from fsharp.functional.comm.protocol import Comm
 from fsharp.functional.layout.mesh import Mesh
@@ -151,6 +151,11 @@ def take_snapshot(
         if not isinstance(metric, float | int | None):
             raise CheckpointError(f"{where}: metric is {metric!r}, expected a number: float(x) of a tensor.")
         contents = contents_of(where, states, comm)
+        if on_meta := [entry.name for entry in contents.entries.values() if entry.local.is_meta]:
+            raise TreeError(
+                f"{where}: {on_meta[0]!r} is on the meta device, without values ({len(on_meta)} tensors are). Make it first, "
+                "as by init_params()."
+            )
         contents.objects.update(_structures_by_name(states))
         check_reserved_names(where, contents.entries)
         prepare(contents)

@@ -188,9 +188,9 @@ def _make_folders(folder: str) -> None:
     _make_folders(parent)
     try:
         os.mkdir(folder)
-    except FileExistsError:
+    except FileExistsError as error:
         if not os.path.isdir(folder):  # if it is one, another process has made it a moment ago
-            raise
+            raise CheckpointError(f"{folder}: is a file, expected a folder, or a path at which to make one.") from error
     with suppress(PermissionError):  # some shared file systems let a process write to a folder that it may not read
         _sync_folder(parent)
 

@@ -70,7 +70,7 @@ def verify_checkpoints(paths: tuple[str, ...], /) -> str:
 
 
 def diff(first: str, second: str, /, *, values: bool = True) -> str:
-    """List the differences between two checkpoints: missing tensors (-), new ones (+), and changed ones (~).
+    """List the differences between two checkpoints: missing tensors and values (-), new ones (+), and changed ones (~).
 
     Args:
         first: a checkpoint.
@@ -88,16 +88,25 @@ def diff(first: str, second: str, /, *, values: bool = True) -> str:
             shapes = (f"{dtype_name(x.dtype)}{list(x.shape)}" for x in (a, b))
             lines.append(f"~ {name}: {' -> '.join(shapes)}")
         elif values and not _is_same(x := one.tensor(name), y := other.tensor(name)):
-            furthest = (x.double() - y.double()).abs().max().item() if not x.is_complex() else (x - y).abs().max().item()
-            lines.append(f"~ {name}: the largest difference is {furthest:.3g}")
-    told = one.manifest.values, other.manifest.values
-    changed = sorted(name for name in told[0].keys() | told[1].keys() if told[0].get(name) != told[1].get(name))
-    lines += [f"~ {name}: {told[0].get(name)!r} -> {told[1].get(name)!r}" for name in changed]
+            lines.append(f"~ {name}: the largest difference is {_largest_difference(x, y):.3g}")
+    # Texts are compared, as a NaN differs from itself, and True equals 1.
+    was, now = ({name: repr(value) for name, value in each.manifest.values.items()} for each in (one, other))
+    lines += [f"- {name}" for name in sorted(was.keys() - now.keys())]
+    lines += [f"+ {name}" for name in sorted(now.keys() - was.keys())]
+    lines += [f"~ {name}: {was[name]} -> {now[name]}" for name in sorted(was.keys() & now.keys()) if was[name] != now[name]]
     return "\n".join(lines or ["no difference"])
 
 
 def _is_same(x: torch.Tensor, y: torch.Tensor) -> bool:
     return torch.equal(*(each.contiguous().view(-1).view(torch.uint8) for each in (x, y)))
+
+
+def _largest_difference(x: torch.Tensor, y: torch.Tensor) -> float:
+    """Return the largest difference between elements of two tensors, of which equal infinities and two NaNs have none."""
+    dtype = torch.complex128 if x.is_complex() else torch.float64
+    x, y = x.to(dtype), y.to(dtype)
+    is_same = (x == y) | (x.isnan() & y.isnan())
+    return (x - y).abs().masked_fill(is_same, 0.0).max().item()
 
 
 def prune_checkpoints(root: str, /, *, keep: int, best: int = 0, keep_steps: int | None = None) -> str:

@@ -10,7 +10,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 import fsharp as fs
-from fsharp.errors import AgreementError, CheckpointError
+from fsharp.errors import AgreementError, CheckpointError, TreeError
 from fsharp.testing import simulate
 from tests.interop.worlds import grads_at
 from tests.interop.worlds import params as make_params
@@ -204,6 +204,19 @@ def test_a_fraction_is_not_cast_to_an_integer(tmp_path):
         load(tmp_path, {"x": torch.tensor(0, dtype=torch.int32), "n": torch.tensor(0)}, cast=True)
     found = load(tmp_path, {"x": torch.tensor(0.0).bfloat16(), "n": torch.tensor(0.0)}, cast=True)
     assert (found["x"], found["n"].item()) == (torch.tensor(0.7).bfloat16(), 3.0)
+
+
+def test_a_tensor_without_values_is_named(tmp_path):
+    layout = fs.plan({"v": torch.zeros(4)}, COMM.mesh, fs.zero3("dp"))
+    node = fs.shard({"v": torch.zeros(4)}, layout, COMM)
+    trees = (
+        {"a": torch.ones(1), "w": torch.empty(3, device="meta")},
+        {"w": fs.layouts.map_units(lambda unit: unit.replace([x.to("meta") for x in unit.buffers]), node)},
+    )
+    for tree in trees:
+        with pytest.raises(TreeError, match=r"save\(\): 'w[.v]*' is on the meta device, without values.*init_params"):
+            save(tmp_path, tree)
+    assert not list(tmp_path.iterdir())
 
 
 def test_names_that_the_format_has_taken(tmp_path):

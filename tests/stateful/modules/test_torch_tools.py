@@ -185,6 +185,31 @@ def test_a_part_that_is_computed_with_names_who_does_it_and_one_remedy(comm, nam
         act(model)
 
 
+class Regularized(nn.Module):
+    """A module whose code uses the weight of a module in it."""
+
+    def __init__(self, use):
+        super().__init__()
+        self.inner, self.use = nn.Linear(4, 4), use
+        nn.init.ones_(self.inner.weight)
+        nn.init.zeros_(self.inner.bias)
+
+    def forward(self, x):
+        return self.inner(x).mean() + self.use(self.inner.weight)
+
+
+@pytest.mark.parametrize("strategy", [fs.ddp, fs.zero3])
+@on_ranks(DP)
+def test_code_that_uses_a_parameter_of_an_inner_unit_is_told_which_module_to_choose(comm, strategy):
+    x = torch.ones(2, 4)
+    for use in (torch.sum, lambda w: w.t()[0, 0]):
+        model = fs.shard_module(nn.Sequential(Regularized(use)), mesh=comm, strategy=strategy("dp"), units=[nn.Linear])
+        with pytest.raises(LayoutError, match=r"'0\.inner\.weight' is .*than its unit '0\.inner'.*Choose as a unit"):
+            model(x)
+        right = fs.shard_module(nn.Sequential(Regularized(use)), mesh=comm, strategy=strategy("dp"), units=[Regularized])
+        right(x).backward()
+
+
 @pytest.mark.parametrize("of", ["model", "block", "linear"])
 def test_copies_are_refused_with_what_to_write(of):
     model, _ = wrap(fs.SingleComm(), fs.zero3("dp"))

@@ -222,9 +222,10 @@ class ShardedTensor(torch.Tensor):
         reduction = reduction_of(name, args, kwargs) if any(part._dividing_axes for part in parts) or cut else None
         if cut and reduction is None and (name not in ELEMENTWISE_FUNCTIONS or "out" in kwargs):
             kind = "" if isinstance(cut[0], nn.Parameter) else "a part or gradient of "
-            by, remedy = running_torch_tool_and_remedy(
+            by, remedy = _user_and_remedy(
+                cut[0],
                 "Elementwise functions, and sums, extremes and norms of all elements, work with parts. For other functions "
-                "parameters are whole inside of `with model.unsharded():` (write=True keeps changes)."
+                "parameters are whole inside of `with model.unsharded():` (write=True keeps changes).",
             )
             raise LayoutError(  # a TypeError would mean to Python that an operator is missing
                 f"{kind}{cut[0].path!r} is sharded: this rank holds {_held_text(cut[0])}, which {name}(){by} would take for "
@@ -288,17 +289,32 @@ def _is_unchanged_by_to(part: ShardedTensor, applied: torch.Tensor) -> bool:
     return True
 
 
+def _is_in_forward(part: ShardedTensor) -> bool:
+    """Return whether a call of the part's module is under way. The code that runs is then not of the part's unit."""
+    owner = part.owner()
+    return owner is not None and owner.calls.source is not None
+
+
+def _user_and_remedy(part: ShardedTensor, usual_remedy: str) -> tuple[str, str]:
+    """Return two texts for an error: whose function uses the part, and the remedy. See running_torch_tool_and_remedy()."""
+    if not _is_in_forward(part):
+        return running_torch_tool_and_remedy(usual_remedy)
+    remedy = "Choose as a unit the module whose code uses it, in place of the module that holds it: fs.shard_module(units=...)."
+    return f" in the code of another module than its unit {part.unit.display_name}", remedy
+
+
 def _refuse_autograd(name: str, rows: Sequence[Sequence[Any]], cut: Sequence[ShardedTensor]) -> None:
     """Raise an error if a tensor in ``rows`` requires a gradient, as autograd does not record functions of parts."""
     for x in (x for row in rows for x in row if isinstance(x, torch.Tensor) and x.requires_grad):
         if isinstance(x, ShardedTensor):
-            by, remedy = running_torch_tool_and_remedy(
+            by, remedy = _user_and_remedy(
+                x,
                 "Compute a term of the loss in a forward, or in a method that fs.shard_module(methods=[...]) names. Read "
-                "values under torch.no_grad()."
+                "values under torch.no_grad().",
             )
+            outside = "" if _is_in_forward(x) else " outside of the forward of its ShardedModule"
             raise LayoutError(
-                f"parameter {x.path!r} is used by {name}(){by} outside of the forward of its ShardedModule, where it would get "
-                f"no gradient. {remedy}"
+                f"parameter {x.path!r} is used by {name}(){by}{outside}, where it would get no gradient. {remedy}"
             )
         if cut:
             raise LayoutError(
