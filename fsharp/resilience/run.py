@@ -454,7 +454,7 @@ class Run:
 
     def _record_end(self) -> None:
         self._record.log_newest_complete_save(self.step, self._checkpoints.complete_step)
-        if self._checkpoints.saved != self.step:
+        if self.step < self.total or self._checkpoints.saved != self.step:
             newest = self._checkpoints.describe_newest()
             self._record.warn(self.step, f"the run ends after {self.step} of {self.total} steps; {newest}")
 

@@ -316,6 +316,13 @@ def test_the_root_is_where_it_was_when_the_run_was_made(tmp_path, monkeypatch):
         assert run.step == 4
 
 
+def test_a_loop_that_ends_before_the_last_step_is_logged_even_after_a_save(tmp_path, caplog):
+    comm = fs.SingleComm()
+    for until in (4, 9):
+        train(comm, tmp_path, until=until)
+    assert [r.getMessage() for r in caplog.records] == ["the run ends after 4 of 9 steps; the newest checkpoint is of step 4"]
+
+
 def test_another_config_than_before_is_logged_and_another_tree_refused(tmp_path, caplog):
     comm = fs.SingleComm()
     train(comm, tmp_path, until=5, config={"lr": 1, "same": [1, (2, 3)], 7: math.nan})
