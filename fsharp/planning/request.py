@@ -8,11 +8,13 @@ from itertools import product
 from statistics import median
 from typing import Any, NamedTuple
 
+import optree
 import torch
 
 from fsharp.errors import ScheduleError, problem
 from fsharp.functional.comm.agree import all_gather_texts, check_on_all_ranks
 from fsharp.functional.comm.protocol import Comm, SingleComm
+from fsharp.functional.formats.format import tensor_text
 from fsharp.functional.layout.layout import Layout
 from fsharp.functional.layout.mesh import Mesh
 from fsharp.functional.layout.precision import Precision, Precisions
@@ -98,6 +100,8 @@ class TuneRequest:
             raise ScheduleError(f"tune(): tolerance is {self.tolerance!r}, expected at least 0 and finite.")
         if not self.effort > 0:
             raise ScheduleError(f"tune(): effort is {self.effort!r}, expected more than 0.")
+        if self.remat is not None and not self.remat:
+            raise ScheduleError("tune(): remat is {}, expected a choice: {'': ()} recomputes nothing.")
         if self.microbatches < 1:
             raise ScheduleError(f"tune(): microbatches is {self.microbatches}, expected at least 1.")
         if self.tokens is not None and not 0 < self.tokens < math.inf:
@@ -106,6 +110,9 @@ class TuneRequest:
             raise ScheduleError(f"tune(): hardware is {self.hardware!r}, expected a Hardware, or one of {', '.join(GPUS)}.")
 
     def _space_of_layouts(self, layouts: Mapping[str, Layout]) -> SearchSpace:
+        if len({layout.mesh.size for layout in layouts.values()}) != 1:
+            found = ", ".join(f"{name}: {layout.mesh}" for name, layout in layouts.items()) or "no layout"
+            raise ScheduleError(problem("tune()", f"expected layouts for one number of ranks, got {found}."))
         of_model = ("mesh", "strategies", "units", "formats", "batch", "loss_fn", "device")
         if wrong := [name for name in of_model if getattr(self, name) is not None] + ["frozen"] * (self.frozen != ()):
             raise ScheduleError(f"tune(): got {wrong[0]}= beside layouts. Leave it out, or pass the model in place of layouts.")
@@ -113,9 +120,6 @@ class TuneRequest:
             raise ScheduleError(
                 f"tune(): got hardware {self.hardware!r} with layouts, expected a Hardware, which has the seconds of units."
             )
-        if len({layout.mesh.size for layout in layouts.values()}) != 1:
-            found = ", ".join(f"{name}: {layout.mesh}" for name, layout in layouts.items()) or "no layout"
-            raise ScheduleError(problem("tune()", f"expected layouts for one number of ranks, got {found}."))
         options = [LayoutOption(name, layout, (name, ""), {}) for name, layout in layouts.items()]
         return SearchSpace(
             options, {}, {each.cost_key: given_costs(each.layout, self.order, self.activations or 0.0) for each in options}
@@ -140,6 +144,12 @@ class TuneRequest:
             order = self.order or order_of_use(model.tree, alone)
             if has_trial:
                 calls[cost_key] = self._run_trial(model, alone, patterns)
+                used = {name for outer in calls[cost_key] for call in outer.walk() for name in call.units}
+                if unused := [unit.name for unit in alone.units if unit.groups and unit.name not in used]:
+                    raise ScheduleError(
+                        f"tune(): the trial used no parameter of unit {unused[0] or ROOT!r} ({len(unused)} units are unused). "
+                        "Leave their parameters out of the model, or pass a number of tokens, which counts each unit once."
+                    )
                 costs[cost_key] = costs_of_calls(calls[cost_key], "estimated by a trial on meta tensors")
             elif self.tokens is not None:
                 costs[cost_key] = estimated_costs(alone, order, self.tokens)
@@ -274,8 +284,16 @@ class TuneRequest:
         settings = ("budget", "policies", "remat", "microbatches", "optimizer_buffers", "backend", "tolerance", "effort")
         texts = {name: _argument_text(getattr(self, name)) for name in settings}
         texts["device"] = "" if self.device is None else self.device.type
-        texts["layouts"] = "\n".join(f"{option.name}: {option.layout.digest}" for option in space.options)
-        texts["units"] = "\n".join(f"{', '.join(filter(None, cost_key))}: {costs}" for cost_key, costs in space.costs.items())
+        leaves = [(unit.name, leaf) for unit in space.options[0].layout.units for leaf in unit.leaves]
+        texts["model"] = "\n".join(f"{'.'.join(filter(None, (name, leaf.path)))}: {tensor_text(leaf)}" for name, leaf in leaves)
+        batch = optree.tree_leaves(self.batch)
+        texts["batch"] = "\n".join(tensor_text(x) if isinstance(x, torch.Tensor) else f"{x!r:.80}" for x in batch)
+        texts["layouts"] = "\n".join(
+            f"{option.name} on {option.layout.mesh}: {option.layout.digest}" for option in space.options
+        )
+        texts["costs of units"] = "\n".join(
+            f"{', '.join(filter(None, cost_key))}: {costs}" for cost_key, costs in space.costs.items()
+        )
         return texts
 
     def hardware_texts(self, combinations: Sequence[Combination]) -> dict[str, str]:

@@ -376,6 +376,14 @@ def test_ranks_compare_arguments_and_share_measurements():
             fs.tune(make_params(), SLOW, **{**options, "budget": (1 + comm.rank) * 1e9})
         with pytest.raises(AgreementError, match="hardware"):
             fs.tune(make_params(), replace(SLOW, latency=0.1 * comm.rank), **options)
+        with pytest.raises(AgreementError, match=r"batch +rank 0: float32\[4\].*\n +batch +rank 1: float32\[5\]"):
+            fs.tune(make_params(), SLOW, **{**options, "batch": tree_map(lambda x: x[: 4 + comm.rank], BATCH)})
+        with pytest.raises(AgreementError, match=r"model +rank 0: (.*\n)* *model +rank 1: .*new: float32\[3\]"):
+            fs.tune(
+                {**make_params(), **({"new": torch.ones(3)} if comm.rank else {})},
+                SLOW,
+                **{**options, "batch": 8, "loss_fn": None},
+            )
         with pytest.raises(AgreementError, match="microbatches is 0"):
             fs.tune(make_params(), SLOW, **options, microbatches=1 - comm.rank)
         found = fs.tune(make_params(), SLOW, **options, device="cpu")
@@ -384,6 +392,27 @@ def test_ranks_compare_arguments_and_share_measurements():
     first, second = processes(DP, rank_fn)
     assert first == second
     assert first[2] == DP
+
+
+class HalfUsed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.used, self.unused = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x):
+        return self.used(x)
+
+
+@pytest.mark.parametrize("device", [None, "cpu"])
+def test_arguments_that_leave_nothing_to_predict_are_named(device):
+    options = {"budget": 1e9, "batch": torch.ones(2, 4), "mesh": DP, "device": device}
+    with pytest.raises(ScheduleError, match=r"the trial used no parameter of unit 'unused'.*number of tokens"):
+        fs.tune(HalfUsed(), SLOW, **options, units="*")
+    with pytest.raises(ScheduleError, match=r"remat is \{\}, expected a choice"):
+        fs.tune(HalfUsed(), SLOW, **options, remat={})
+    assert fs.tune(HalfUsed(), SLOW, **options).candidates  # one unit
+    with pytest.raises(ScheduleError, match="expected layouts for one number of ranks, got no layout"):
+        fs.tune({}, SLOW, **options)
 
 
 def test_bytes_of_a_unit_are_for_one_choice_of_units():

@@ -202,9 +202,9 @@ class Regularized(nn.Module):
 @on_ranks(DP)
 def test_code_that_uses_a_parameter_of_an_inner_unit_is_told_which_module_to_choose(comm, strategy):
     x = torch.ones(2, 4)
-    for use in (torch.sum, lambda w: w.t()[0, 0]):
+    for use in (torch.sum, lambda w: w.t()[0, 0], lambda w: (torch.ones(4, 4, requires_grad=True) * w).mean()):
         model = fs.shard_module(nn.Sequential(Regularized(use)), mesh=comm, strategy=strategy("dp"), units=[nn.Linear])
-        with pytest.raises(LayoutError, match=r"'0\.inner\.weight' is .*than its unit '0\.inner'.*Choose as a unit"):
+        with pytest.raises(LayoutError, match=r"in the code of another module than its unit '0\.inner'.*Choose as a unit"):
             model(x)
         right = fs.shard_module(nn.Sequential(Regularized(use)), mesh=comm, strategy=strategy("dp"), units=[Regularized])
         right(x).backward()
