@@ -52,6 +52,7 @@ class BackgroundSaver:
         self._staged: list[torch.Tensor] = []
         self._staged_as: list[StoredTensor] = []
         self._lock = threading.RLock()  # held by calls that several threads may make
+        self._pid = os.getpid()
         setup_calls.record_for_repeat(self._begin_generation)
 
     def _begin_generation(self) -> None:
@@ -102,7 +103,9 @@ class BackgroundSaver:
 
     @api_boundary
     def wait(self) -> None:
-        """Wait until the save under way has ended. Raises CheckpointError if it has failed."""
+        """Wait until the save under way has ended. Raises CheckpointError if it has failed, or in a forked process."""
+        if self._under_way is not None:
+            self._refuse_forked_process()
         with self._lock:
             try:
                 if self._under_way is not None:
@@ -111,6 +114,13 @@ class BackgroundSaver:
                 self._forget_save()
                 raise self._save_error(error) from error
             self._forget_save()  # not after an interrupt: the save goes on, and reads the memory that the next one overwrites
+
+    def _refuse_forked_process(self) -> None:
+        if self._worker is not None and os.getpid() != self._pid:  # a fork copies no thread
+            raise CheckpointError(
+                f"the {self._name} belongs to process {self._pid}, whose thread writes it. Process {os.getpid()} was forked "
+                "from it: save and wait in the first process."
+            )
 
     def _save_error(self, error: BaseException) -> CheckpointError:
         return CheckpointError(f"the {self._name} that was under way has failed: {error}")
@@ -219,6 +229,7 @@ class Saver(BackgroundSaver):
         Cost: a copy of this rank's elements, and two collectives of 40 bytes for each axis; then, in the background, the cost
         of :func:`save`. Memory: the copy, kept between saves.
         """
+        self._refuse_forked_process()
         with self._lock:
             self.wait()
             snapshot = stage_snapshot(self._root, tree, step=step, comm=self._comm, config=self._config, metric=metric)

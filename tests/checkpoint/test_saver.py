@@ -194,6 +194,32 @@ made.close()
 """
 
 
+FORKED_CALLS = """
+import os, signal, sys, torch, fsharp as fs
+from fsharp.errors import CheckpointError
+saver = fs.checkpoint.Saver(sys.argv[1], fs.SingleComm())
+saver.save({"w": torch.ones(4)}, step=1)
+if (child := os.fork()) == 0:
+    signal.alarm(20)  # ends a child that waits for a thread of its parent
+    for call in (saver.wait, saver.close, lambda: saver.save({"w": torch.ones(4)}, step=2)):
+        try:
+            call()
+        except CheckpointError as error:
+            assert f"belongs to process {os.getppid()}" in str(error), error
+        else:
+            os._exit(1)
+    os._exit(0)
+status = os.waitpid(child, 0)[1]
+saver.close()
+print(status, [each.step for each in fs.checkpoint.checkpoints(sys.argv[1])])
+"""
+
+
+def test_a_forked_child_cannot_save_or_wait(tmp_path):
+    done = subprocess.run([sys.executable, "-c", FORKED_CALLS, tmp_path], capture_output=True, text=True, timeout=90)
+    assert done.stdout == "0 [1]\n", (done.stdout, done.stderr)
+
+
 def test_a_forked_child_waits_for_nothing(tmp_path):
     done = subprocess.run([sys.executable, "-c", FORKS.format(root=str(tmp_path))], capture_output=True, text=True, timeout=250)
     assert done.returncode == 0, done.stderr
