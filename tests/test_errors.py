@@ -336,7 +336,8 @@ TRAIN = {
     "muon: a vector": (
         lambda: state(fs.optim.muon(0.1), atoms=fs.layouts.Whole()),
         LayoutError,
-        "muon(): 'b' is not a matrix.\n  leaf   b: [3]",
+        "muon(): 'b' is not a matrix.\n  leaf   b: [3]\n  atom   whole tensor\n  place  dp:Shard\n"
+        "Give matrices a label of their own, by plan(labels={pattern: 'muon', ...}), and use partition(",
     ),
     "muon: cut": (
         lambda: state(fs.optim.muon(0.1), tree={"w": torch.ones(4, 3)}, atoms=fs.layouts.Rows(2)),

@@ -137,7 +137,8 @@ def _check_whole_matrices(params: Any) -> None:
                 name = node.unit.path_in_tree(leaf)
                 facts = [("leaf", f"{name}: {list(leaf.shape)}"), ("atom", leaf.atom), ("place", node.place)]
                 if len(leaf.shape) != 2:
-                    remedy = "Give matrices a label of their own and use partition({'muon': muon(...), 'default': adamw(...)})."
+                    remedy = "Give matrices a label of their own, by plan(labels={pattern: 'muon', ...}), and use "
+                    remedy += "partition({'muon': muon(...), 'default': adamw(...)})."
                     raise LayoutError(problem("muon()", f"{name!r} is not a matrix.", facts, remedy))
                 if node.place.sharded_axes and not isinstance(leaf.atom, Whole):
                     remedy = f"Plan it with atoms={{{name!r}: Whole()}}."
