@@ -28,8 +28,7 @@ Glossary
     lane        ops that run one after another, beside the ops of other lanes: a stream, or what stands for it on a CPU.
     bucket      neighbouring units that move in one collective. Their ops share its number.
     facts       what a schedule is compiled from: sizes and collectives of a unit (:class:`~fsharp.schedules.UnitFacts`).
-    trial       a run on small or meta tensors: :func:`init_state` finds out whether a transformation can work on shards, and
-                :func:`tune` what units compute and keep.
+    trial       a run on small or meta tensors: of a transformation (:func:`init_state` tests it), or of units (:func:`tune`).
 """
 
 from fsharp import checkpoint as checkpoint
