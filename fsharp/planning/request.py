@@ -287,7 +287,7 @@ class TuneRequest:
         leaves = [(unit.name, leaf) for unit in space.options[0].layout.units for leaf in unit.leaves]
         texts["model"] = "\n".join(f"{'.'.join(filter(None, (name, leaf.path)))}: {tensor_text(leaf)}" for name, leaf in leaves)
         batch = optree.tree_leaves(self.batch)
-        texts["batch"] = "\n".join(tensor_text(x) if isinstance(x, torch.Tensor) else f"{x!r:.80}" for x in batch)
+        texts["batch"] = "\n".join(map(_batch_leaf_text, batch))
         texts["layouts"] = "\n".join(
             f"{option.name} on {option.layout.mesh}: {option.layout.digest}" for option in space.options
         )
@@ -304,6 +304,13 @@ class TuneRequest:
 
 def _argument_text(value: Any) -> str:
     return "\n".join(f"{name}: {each}" for name, each in value.items()) if isinstance(value, Mapping) else repr(value)
+
+
+def _batch_leaf_text(x: Any) -> str:
+    """Return the text of a leaf of a batch. The values of tensors and objects, which ranks load, may differ between ranks."""
+    if isinstance(x, torch.Tensor):
+        return tensor_text(x)
+    return repr(x) if isinstance(x, bool | int | float | str) else type(x).__qualname__
 
 
 def _hardware_text(layout: Layout, hardware: Hardware) -> str:

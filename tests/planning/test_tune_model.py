@@ -3,6 +3,7 @@
 import json
 import math
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from fsharp.planning.tune import POLICIES
 from fsharp.testing import processes
 from tests.gpt_like import block, cross_entropy, embed, head, make_batches, make_params, plain_logits
 from tests.modules import descend
+from tests.ranks import on_ranks
 from tests.scheduling import DP, HYBRID
 
 SLOW = fs.inspect.Hardware(compute=(1e-3, 2e-3), bandwidth=1e6, latency=1e-4, update_s=1e-3)
@@ -425,3 +427,20 @@ def test_meshes_of_a_number_of_ranks():
     assert [dict(mesh.axes) for mesh in meshes_to_try(6)] == [{"dp": 6}, {"outer": 3, "inner": 2}]
     assert [dict(mesh.axes) for mesh in meshes_to_try(1)] == [{"dp": 1}]
     assert len(meshes_to_try(16384)) == 14
+
+
+class IgnoresObject(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x, ignored):
+        return self.layer(x)
+
+
+@on_ranks(fs.Mesh({"dp": 2}))
+def test_objects_in_a_batch_may_hold_values_that_differ_between_ranks(comm):
+    options = {"budget": 1e9, "comm": comm}
+    assert fs.tune(IgnoresObject(), SLOW, batch=(torch.ones(2, 4), SimpleNamespace(rank=comm.rank)), **options).candidates
+    with pytest.raises(AgreementError, match=r"batch +rank 0: .*1\.0\n +batch +rank 1: .*2\.0"):
+        fs.tune(IgnoresObject(), SLOW, batch=(torch.ones(2, 4), 1.0 + comm.rank), **options)

@@ -317,8 +317,7 @@ def _refuse_autograd(name: str, rows: Sequence[Sequence[Any]], cut: Sequence[Sha
                 f"parameter {x.path!r} is used by {name}(){by}{outside}, where it would get no gradient. {remedy}"
             )
         if cut:
-            remedy = "Use torch.no_grad(), or compute with whole parameters inside of a forward."
-            by, remedy = _user_and_remedy(cut[0], remedy) if _is_in_forward(cut[0]) else ("", remedy)
+            by, remedy = _user_and_remedy(cut[0], "Use torch.no_grad(), or compute with whole parameters inside of a forward.")
             raise LayoutError(
                 f"{name}(){by} of a tensor that requires a gradient and of the part {cut[0].path!r}, which autograd does not "
                 f"know. {remedy}"
