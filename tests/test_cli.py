@@ -53,6 +53,17 @@ def test_list(root, capsys):
 
 def test_a_folder_without_checkpoints(tmp_path, capsys):
     assert run(capsys, "ckpt", "list", tmp_path)[:2] == (0, ["no complete checkpoint"])
+    for command in (["list"], ["prune", "--keep", 1]):
+        status, _, err = run(capsys, "ckpt", command[0], tmp_path / "mistyped", *command[1:])
+        assert (status, "mistyped' is not a folder" in err) == (2, True)
+
+
+def test_an_object_store_is_listed_by_its_url(tmp_path, capsys):
+    fs.checkpoint.save(f"local://{tmp_path}", {"x": torch.ones(2)}, comm=fs.SingleComm(), step=4)
+    status, lines, _ = run(capsys, "ckpt", "list", f"local://{tmp_path}")
+    assert (status, lines[1].split()[0]) == (0, "4")
+    (next(tmp_path.iterdir()) / "manifest.json").write_text("{")
+    assert "the manifest is damaged" in run(capsys, "ckpt", "list", f"local://{tmp_path}")[1][-1]
 
 
 def test_show(root, capsys):

@@ -84,8 +84,8 @@ def load(
         rename: function from a name in ``like`` to the name in the checkpoint, below ``subtree``:
             ``lambda name: f"model.{name}"``.
         ignore: patterns of names in the checkpoint, below ``subtree``, to treat as missing. Each pattern has to match a name.
-        cast: convert values whose dtype differs, but never fractions to integers, or complex numbers to real ones. If False,
-            another dtype is an error.
+        cast: convert values whose dtype differs, but never fractions to integers, complex numbers to real ones, or integers to
+            a dtype that cannot hold all values of theirs. If False, another dtype is an error.
         strict: False keeps the values in ``like`` for leaves that the checkpoint lacks, and skips names that only the
             checkpoint has. A warning lists both. Different shapes and dtypes are still errors, and so is a checkpoint without
             any leaf of ``like``.

@@ -95,7 +95,7 @@ def check_matches(
             kind = "a number or text in the checkpoint" if source in manifest.values else "not in the checkpoint"
             rows.append((name, f"{kind}; expected {tensor_text(entry)}"))
             continue
-        is_right = record.dtype == entry.dtype or (cast and torch.can_cast(record.dtype, entry.dtype))
+        is_right = record.dtype == entry.dtype or (cast and _can_cast(record.dtype, entry.dtype))
         if record.shape != entry.shape or not is_right:
             rows.append((name, f"{tensor_text(record)} in the checkpoint; expected {tensor_text(entry)}"))
     for name, value in wanted.values.items():
@@ -118,6 +118,16 @@ def check_matches(
             problem("load()", f"{path} is not of this tree: {len(rows)} differences.", first_error_rows(rows), remedy)
         )
     return kept, passed
+
+
+def _can_cast(stored: torch.dtype, wanted: torch.dtype) -> bool:
+    """Whether values of one dtype are at most rounded in another: no fraction is cut off, and no integer wraps."""
+    if not torch.can_cast(stored, wanted):
+        return False
+    if wanted.is_floating_point or wanted.is_complex or stored == torch.bool:
+        return True
+    old, new = torch.iinfo(stored), torch.iinfo(wanted)
+    return new.min <= old.min and old.max <= new.max
 
 
 def first_error_rows(rows: list[tuple[str, str]]) -> list[tuple[str, str]]:

@@ -10,6 +10,7 @@ import torch
 
 from fsharp.checkpoint import checkpoints, export_safetensors, from_dcp, open_checkpoint, prune, to_dcp, verify
 from fsharp.checkpoint.catalog import opening_errors
+from fsharp.checkpoint.storage import absolute_path
 from fsharp.cli.models import parse_dtype
 from fsharp.errors import OptionError
 from fsharp.functional.formats.format import dtype_name
@@ -24,6 +25,7 @@ def list_checkpoints(root: str, /) -> str:
     Args:
         root: folder of the checkpoints.
     """
+    _check_folder("ckpt list", root)
     rows = [("step", "saved, UTC", "ranks", "tensors", "bytes", "metric", "path")]
     for each in checkpoints(root):
         made = each.manifest
@@ -33,7 +35,12 @@ def list_checkpoints(root: str, /) -> str:
             (str(made.step), when, str(len(made.files)), str(len(each.names)), nbytes_text(made.nbytes), metric, each.path)
         )
     found = align_columns(rows, right={0, 2, 3, 4, 5}) if len(rows) > 1 else ["no complete checkpoint"]
-    return "\n".join([*found, *opening_errors(os.path.abspath(root))])
+    return "\n".join([*found, *opening_errors(absolute_path(root))])
+
+
+def _check_folder(command: str, root: str) -> None:
+    if "://" not in root and not os.path.isdir(root):
+        raise OptionError(f"{command}: {root!r} is not a folder. Pass the folder of the checkpoints.")
 
 
 def show(path: str, /) -> str:
@@ -118,6 +125,7 @@ def prune_checkpoints(root: str, /, *, keep: int, best: int = 0, keep_steps: int
         best: number of checkpoints with the lowest metric to keep as well.
         keep_steps: keep the last checkpoint of each interval of so many steps as well.
     """
+    _check_folder("ckpt prune", root)
     removed = prune(root, keep=keep, best=best, keep_steps=keep_steps)
     return "\n".join(f"removed {path}" for path in removed) or "nothing to remove"
 

@@ -8,7 +8,7 @@ from functools import cached_property
 from os import PathLike
 from typing import Any
 
-from fsharp.errors import ScheduleError, problem
+from fsharp.errors import OptionError, ScheduleError, problem
 from fsharp.functional.layout.layout import Layout
 from fsharp.functional.layout.text import align_columns, nbytes_text, table_html
 from fsharp.inspect.drawing import draw
@@ -238,6 +238,9 @@ class Choice:
             ScheduleError: the edited step does not fit into the budget, or a field is out of range.
             OptionError: a field is unknown, or has a wrong type.
         """
+        if unknown := sorted(changes.keys() - (known := [field.name for field in fields(self.policy)])):
+            rows = [("unknown", ", ".join(unknown)), ("known", ", ".join(known))]
+            raise OptionError(problem("Choice.edit()", "a policy has no such field.", rows))
         policy = replace(self.policy, **changes)
         first = self.candidates[0]
         text = ", ".join(f"{name}={value!r}" for name, value in changes.items())

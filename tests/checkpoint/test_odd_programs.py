@@ -206,6 +206,30 @@ def test_a_fraction_is_not_cast_to_an_integer(tmp_path):
     assert (found["x"], found["n"].item()) == (torch.tensor(0.7).bfloat16(), 3.0)
 
 
+@pytest.mark.parametrize(
+    ("stored", "wanted", "fits"),
+    [
+        (torch.int64, torch.uint8, False),
+        (torch.int64, torch.int32, False),
+        (torch.uint8, torch.int8, False),
+        (torch.int8, torch.uint8, False),
+        (torch.uint8, torch.uint16, True),
+        (torch.uint8, torch.int16, True),
+        (torch.bool, torch.uint8, True),
+        (torch.uint8, torch.bool, False),
+        (torch.int64, torch.float32, True),
+    ],
+)
+def test_an_integer_is_cast_to_a_dtype_that_holds_all_values_of_its_own(tmp_path, stored, wanted, fits):
+    save(tmp_path, {"x": torch.tensor([1, 0]).to(stored)})
+    like = {"x": torch.zeros(2, dtype=wanted)}
+    if fits:
+        assert torch.equal(load(tmp_path, like, cast=True)["x"], torch.tensor([1, 0]).to(wanted))
+    else:
+        with pytest.raises(fs.errors.TreeError, match="in the checkpoint; expected"):
+            load(tmp_path, like, cast=True)
+
+
 def test_a_tensor_without_values_is_named(tmp_path):
     layout = fs.plan({"v": torch.zeros(4)}, COMM.mesh, fs.zero3("dp"))
     node = fs.shard({"v": torch.zeros(4)}, layout, COMM)

@@ -213,6 +213,8 @@ def test_a_choice_is_saved_edited_and_picked(tmp_path):
         found.pick("ddp", "nothing")
     with pytest.raises(OptionError, match="prefetch is 'a'"):
         found.edit(prefetch="a")
+    with pytest.raises(OptionError, match=r"(?s)a policy has no such field.*unknown +prefetsh\n.*known .*prefetch"):
+        found.edit(prefetsh=3)
     found.draw(tmp_path / "step.svg")
     assert (tmp_path / "step.svg").stat().st_size > 1000
 
