@@ -50,10 +50,10 @@ from fsharp.checkpoint.saving import (
 from fsharp.checkpoint.shard_file import bytes_of, file_nbytes
 from fsharp.checkpoint.storage import FolderClaim, LocalStorage, absolute_path
 from fsharp.errors import AgreementError, CheckpointError, FsharpError, problem
-from fsharp.functional.comm.agree import all_gather_bytes, all_gather_texts, check_on_all_ranks
+from fsharp.functional.comm.agree import all_gather_fixed_size, all_gather_texts, check_on_all_ranks
 from fsharp.functional.comm.process_group import ProcessGroupComm
 from fsharp.functional.comm.protocol import Comm, innermost_comm
-from fsharp.functional.comm.setup_calls import setup_calls
+from fsharp.functional.comm.setup_recording import setup_recording
 from fsharp.tracebacks import api_boundary
 from fsharp.type_checks import options_checked
 
@@ -139,7 +139,7 @@ class Replicas(BackgroundSaver):
         token = secrets.token_bytes(_TOKEN_NBYTES)
 
         def exchange_tokens() -> list[bytes]:
-            tokens = all_gather_bytes(token, comm)
+            tokens = all_gather_fixed_size(token, comm)
             self._run, self._numbers = tokens[0], count()
             return tokens
 
@@ -173,7 +173,7 @@ class Replicas(BackgroundSaver):
             check_on_all_ranks(
                 "Replicas()", comm, check, lambda _: {"copies, domain_size": f"{copies}, {size}", "root": repr(self._root)}
             )
-            tokens = setup_calls.run_and_record(exchange_tokens)
+            tokens = setup_recording.run_and_record(exchange_tokens)
             check_on_all_ranks("Replicas()", comm, lambda: name_path_in_errors(self._folder, check_reduced))
             own = inner.host_comm(flat=True) if isinstance(inner, ProcessGroupComm) else comm
         except BaseException:
@@ -284,7 +284,7 @@ class Replicas(BackgroundSaver):
             records = write_shard_file(snapshot, staged, own, "refresh()")
             self._send_copies(snapshot, staged, records)
             now = struct.pack("<d", save_time_after(self._created))
-            created = self._created = max(struct.unpack("<d", each)[0] for each in all_gather_bytes(now, own))
+            created = self._created = max(struct.unpack("<d", each)[0] for each in all_gather_fixed_size(now, own))
             check_on_all_ranks("refresh()", own, commit)
             check_on_all_ranks("refresh()", own, remove_others)
         except BaseException:

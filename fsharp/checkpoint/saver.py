@@ -30,7 +30,7 @@ from fsharp.errors import CheckpointError
 from fsharp.functional.comm.agree import check_on_all_ranks
 from fsharp.functional.comm.process_group import ProcessGroupComm, callbacks_before_leaving
 from fsharp.functional.comm.protocol import Comm, innermost_comm
-from fsharp.functional.comm.setup_calls import setup_calls
+from fsharp.functional.comm.setup_recording import setup_recording
 from fsharp.functional.comm.worker_threads import Outcome, Worker
 from fsharp.tracebacks import api_boundary
 from fsharp.type_checks import options_checked
@@ -53,7 +53,7 @@ class BackgroundSaver:
         self._staged_as: list[StoredTensor] = []
         self._lock = threading.RLock()  # held by calls that several threads may make
         self._pid = os.getpid()
-        setup_calls.record_for_repeat(self._begin_generation)
+        setup_recording.record_for_replay(self._begin_generation)
 
     def _begin_generation(self) -> None:
         """Begin as a new one does, with a restarted rank: forget the save that was under way, which has ended."""

@@ -27,7 +27,7 @@ from fsharp.checkpoint.reading import ShardFileReader
 from fsharp.checkpoint.shard_file import StoredTensor, bytes_of, check_reserved_names, encode_header, in_write_order, write_file
 from fsharp.checkpoint.storage import absolute_path, storage_of
 from fsharp.errors import CheckpointError, TreeError
-from fsharp.functional.comm.agree import all_gather_bytes, check_on_all_ranks
+from fsharp.functional.comm.agree import all_gather_fixed_size, check_on_all_ranks
 from fsharp.functional.comm.protocol import Comm
 from fsharp.functional.layout.mesh import Mesh
 from fsharp.type_checks import options_checked
@@ -116,7 +116,12 @@ def stage_snapshot(
             folder = mine
 
     try:
-        facts = {"step": step, "config": config, "metric": metric, "save_id": lambda: all_gather_bytes(draw, comm)[0].hex()}
+        facts = {
+            "step": step,
+            "config": config,
+            "metric": metric,
+            "save_id": lambda: all_gather_fixed_size(draw, comm)[0].hex(),
+        }
         return take_snapshot("save()", where, tree, comm=comm, prepare=stage, **facts)
     except BaseException:
         if folder:
@@ -281,7 +286,7 @@ def write_shard_file(snapshot: Snapshot, staged: str, comm: Comm, where: str = "
         return record
 
     mine = check_on_all_ranks(where, comm, lambda: name_path_in_errors(path, write))
-    sent = all_gather_bytes(mine.nbytes.to_bytes(8, "big") + bytes.fromhex(mine.digest or ""), comm)
+    sent = all_gather_fixed_size(mine.nbytes.to_bytes(8, "big") + bytes.fromhex(mine.digest or ""), comm)
     return [
         FileRecord(shard_file_name(rank), int.from_bytes(data[:8], "big"), data[8:].hex()) for rank, data in enumerate(sent)
     ]

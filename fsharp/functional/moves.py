@@ -34,12 +34,12 @@ from fsharp.errors import MeshError, TreeError, problem
 from fsharp.functional.comm.collectives import (
     all_gather_last,
     all_reduce,
-    convert_variance,
     local_slice,
+    pcast,
     reduce_scatter_encoded,
     reduce_scatter_last,
 )
-from fsharp.functional.comm.protocol import Comm, Engine, LabelledComm, reporting_format_errors
+from fsharp.functional.comm.protocol import Comm, Engine, LabelPrefixComm, reporting_format_errors
 from fsharp.functional.comm.residuals import PerRank, ResidualsByAxis, ResidualViews, prepare_residuals
 from fsharp.functional.comm.tree_names import tree_label_prefix
 from fsharp.functional.formats.format import ResidualAndNoise, plain_format
@@ -95,7 +95,7 @@ def gather(tree: Tree, *, comm: Comm, to: PlaceName = "full") -> Tree:
         if target.placements == sharded.place.placements and not whole and not sharded.is_gathered:
             return sharded.with_buffers(sharded.buffers)
         tree_name = tree_label_prefix(sharded, comm, target)
-        named = LabelledComm(comm, f"{tree_name}gather {sharded.name or '(root)'}")
+        named = LabelPrefixComm(comm, f"{tree_name}gather {sharded.name or '(root)'}")
         ways = {"was_gathered": sharded.is_gathered, "is_gathered": whole}
         to_sinks = whole and torch.is_grad_enabled() and sharded.sinks and not is_transformed_beyond_vmap()
         with vmap_disabled() if to_sinks else nullcontext():  # buffers with sinks have no vmap dim
@@ -104,7 +104,7 @@ def gather(tree: Tree, *, comm: Comm, to: PlaceName = "full") -> Tree:
                 moved.append(move_values(x.detach() if to_sinks else x, sharded.place, target, named, **ways))
             moved = _add_scales_or_decode(sharded, moved, target, named, whole=whole)
             if to_sinks:
-                moved = sharded.ledger.attach_to_graph(sharded, moved, LabelledComm(comm, tree_name))
+                moved = sharded.ledger.attach_to_graph(sharded, moved, LabelPrefixComm(comm, tree_name))
         return Sharded(moved, sharded.unit, target, sharded.groups, is_gathered=whole)
 
     with reporting_format_errors(comm, "gather()"):
@@ -196,7 +196,7 @@ def reduce_scatter_unchecked(tree: Any, nodes: Sequence[Sharded], to: PlaceName,
                 raise _wrong_place_error(
                     "reduce_scatter()", sharded, target, "Use gather() for values that are not partial sums."
                 )
-        named = LabelledComm(comm, tree_label_prefix(sharded, comm, target))
+        named = LabelPrefixComm(comm, tree_label_prefix(sharded, comm, target))
         pairs, lost = zip(sharded.groups, sharded.buffers, strict=True), residuals.get(sharded.name, {})
         moved = [reduce_partial_sums(x, sharded.unit, g, place, target, named, lost.get(g, {})) for g, x in pairs]
         return Sharded(moved, sharded.unit, target, sharded.groups, reduction=sharded.reduction)
@@ -232,12 +232,12 @@ def move_values(
             continue
         if source[axis] is Shard and target[axis] is Replicate:
             x = all_gather_last(x, comm, axis)
-            x = x if is_gathered or not followed else convert_variance(x, comm, axis, "share")
+            x = x if is_gathered or not followed else pcast(x, comm, axis, "share")
         elif source[axis] is Replicate and followed:
             if not was_gathered and (is_gathered or target[axis] is Shard):
-                x = convert_variance(x, comm, axis, "each")
+                x = pcast(x, comm, axis, "each")
             elif was_gathered and not is_gathered and target[axis] is Replicate:
-                x = convert_variance(x, comm, axis, "share")
+                x = pcast(x, comm, axis, "share")
     for axis in source.order:
         if source[axis] is Replicate and target[axis] is Shard:
             x = local_slice(x, comm, axis)
@@ -255,7 +255,7 @@ def reduce_partial_sums(
 ) -> torch.Tensor:
     """Sum one buffer of partial gradients over ranks, and return this rank's part in ``target``. Overwrites ``residuals``."""
     dtypes, label = unit.groups[group].dtypes, f"reduce {unit.name or '(root)'}"
-    named = LabelledComm(comm, label)
+    named = LabelPrefixComm(comm, label)
     axes = [axis for axis in source.order if comm.mesh.axis_size(axis) > 1]  # axes of size 1 send and cast nothing
 
     def scattered(x: torch.Tensor, axis: str) -> torch.Tensor:

@@ -7,7 +7,7 @@ import optree
 import torch
 
 from fsharp.errors import LossError
-from fsharp.functional.comm.protocol import Comm, Engine, LabelledComm
+from fsharp.functional.comm.protocol import Comm, Engine, LabelPrefixComm
 from fsharp.functional.comm.residuals import PerRank, ResidualViews, prepare_residuals
 from fsharp.functional.comm.settings_digests import settings_digest
 from fsharp.functional.comm.tree_names import copy_tree_names
@@ -66,7 +66,7 @@ def train_step(
             state = state._replace(residuals=lost)
         loss, aux = value if has_aux else (value, None)
         # Ranks compare labels: they raise an error if steps or settings differ.
-        named = LabelledComm(comm, f"the loss of update {state.step} by {settings}: ")
+        named = LabelPrefixComm(comm, f"the loss of update {state.step} by {settings}: ")
         metrics, grads = average(loss, grads, comm=named, donate=True)  # one divisor for all microbatches and ranks
         state = update(tx, grads, state, comm=comm, donate=donate, value=metrics.loss)  # optimizer -> parameters
         return state, ((metrics, aux) if has_aux else metrics)

@@ -13,7 +13,7 @@ from types import TracebackType
 from fsharp.errors import CommError
 from fsharp.functional.comm.process_group import ProcessGroupComm
 from fsharp.functional.comm.protocol import Comm, innermost_comm
-from fsharp.functional.comm.watch import RankStatuses
+from fsharp.functional.comm.watch import StatusExchange
 from fsharp.tracebacks import api_context
 from fsharp.type_checks import options_checked
 
@@ -71,10 +71,10 @@ class _ReportingExcepthook:
         self.is_own = False
 
     @property
-    def ranks(self) -> RankStatuses:
+    def statuses(self) -> StatusExchange:
         """The statuses of ranks in this generation of the job."""
         assert self._comm is not None
-        return self._comm.watch.ranks
+        return self._comm.watch.statuses
 
     def remove(self) -> None:
         """Restore the earlier excepthook.
@@ -87,16 +87,16 @@ class _ReportingExcepthook:
 
     def tell_other_ranks(self, error: BaseException, where: str) -> None:
         """Tell other ranks of an error, unless the error came from another rank."""
-        heard = {id(watch.error) for watch in list(self.ranks.watches.values()) if watch.error is not None}
+        heard = {id(watch.error) for watch in list(self.statuses.watches.values()) if watch.error is not None}
         self.is_own = not any(id(each) in heard for each in error_chain(error))
         self.error = error
-        me = f"rank {self.ranks.rank} of {self.ranks.size}"
-        told = f"in {where}; its last collective: {self.ranks.last or 'none yet'!r}"
+        me = f"rank {self.statuses.rank} of {self.statuses.size}"
+        told = f"in {where}; its last collective: {self.statuses.last or 'none yet'!r}"
         if self.is_own:
             told = f"{me} failed first, {told}"
             is_first = self._claim_first_failure(told)
             _add_note(error, told if is_first else told.replace(" first,", ","))
-            self.ranks.report_failure(error, where)
+            self.statuses.report_failure(error, where)
             return
         _add_note(error, f"{me}, {told}")
         if isinstance(error, CommError):  # a killed rank reports nothing: the first rank that lost it reports in its place
@@ -104,7 +104,9 @@ class _ReportingExcepthook:
 
     def _claim_first_failure(self, told: str) -> bool:
         """Record ``told`` as the job's first failure, if there is none yet. Return whether this rank has recorded the first."""
-        return self.ranks.board.write_if_absent("first failure", f"{self.ranks.rank} {told}").startswith(f"{self.ranks.rank} ")
+        return self.statuses.board.write_if_absent("first failure", f"{self.statuses.rank} {told}").startswith(
+            f"{self.statuses.rank} "
+        )
 
     def __call__(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         if error is not self.error:
@@ -113,22 +115,22 @@ class _ReportingExcepthook:
         self._wait_for_keys(["first failure"], _WAIT_FOR_OTHERS_S)
         if self._claim_first_failure(_error_text(error)):
             if self.is_own:
-                others = [rank for rank in range(self.ranks.size) if rank != self.ranks.rank]
+                others = [rank for rank in range(self.statuses.size) if rank != self.statuses.rank]
                 self._wait_for_keys([f"rank {rank} has spoken" for rank in others], _WAIT_FOR_OTHERS_S)
             self.before(kind, error, trace)
             sys.stderr.flush()
-            self.ranks.board.write("the first has spoken", "")
+            self.statuses.board.write("the first has spoken", "")
             return
-        _, _, told = (self.ranks.board.read("first failure") or "").partition(" ")
-        me, heading = f"rank {self.ranks.rank} of {self.ranks.size}", (told.splitlines() or ["unknown"])[0]
+        _, _, told = (self.statuses.board.read("first failure") or "").partition(" ")
+        me, heading = f"rank {self.statuses.rank} of {self.statuses.size}", (told.splitlines() or ["unknown"])[0]
         print(f"{me} ends because of another rank: {heading}", file=sys.stderr, flush=True)
-        self.ranks.board.write(f"rank {self.ranks.rank} has spoken", "")
+        self.statuses.board.write(f"rank {self.statuses.rank} has spoken", "")
         # torchrun ends all processes when one has ended: wait until the rank that failed first has printed its traceback.
         self._wait_for_keys(["the first has spoken"], _WAIT_FOR_FIRST_S)
 
     def _wait_for_keys(self, keys: list[str], limit_s: float) -> None:
         deadline = time.monotonic() + limit_s
-        while time.monotonic() < deadline and any(self.ranks.board.read(key) is None for key in keys):
+        while time.monotonic() < deadline and any(self.statuses.board.read(key) is None for key in keys):
             time.sleep(_POLL_INTERVAL_S)
 
 

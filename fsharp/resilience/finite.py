@@ -11,7 +11,7 @@ import torch
 from fsharp.checkpoint.entries import PerRank, leaves_with_paths, with_state_dicts
 from fsharp.errors import NonFiniteError, TreeError
 from fsharp.functional.comm.agree import all_gather_texts, max_over_ranks, ranks_text
-from fsharp.functional.comm.protocol import Comm, LabelledComm, reporting_format_errors
+from fsharp.functional.comm.protocol import Comm, LabelPrefixComm, reporting_format_errors
 from fsharp.functional.layout.sharded import Sharded, is_sharded
 from fsharp.functional.state import MadeBy
 from fsharp.functional.tree.paths import join_path
@@ -116,7 +116,7 @@ def find_nonfinite(loss: float | complex | torch.Tensor | tuple[Any, ...] | None
         ]
         bad = [torch.tensor(False), *[_is_nonfinite(x) for x in [*losses, *sums]]]
         flag = torch.stack([x.to(comm.device) for x in bad]).any().float().view(1)
-        named = LabelledComm(comm, "whether all is finite: ")
+        named = LabelPrefixComm(comm, "whether all is finite: ")
         if not max_over_ranks(flag, named).item():
             return None
         firsts = (

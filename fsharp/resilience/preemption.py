@@ -11,7 +11,7 @@ import torch
 
 from fsharp.errors import RunError
 from fsharp.functional.comm.agree import max_over_ranks
-from fsharp.functional.comm.protocol import Comm, LabelledComm
+from fsharp.functional.comm.protocol import Comm, LabelPrefixComm
 from fsharp.tracebacks import api_boundary
 from fsharp.type_checks import options_checked
 
@@ -70,7 +70,7 @@ class Preemption:
             return False
         self._is_told = self.received is not None
         flag = torch.tensor([float(self._is_told)], device=self.comm.device)
-        return bool(max_over_ranks(flag, LabelledComm(self.comm, f"whether to stop after step {step}: ")).item())
+        return bool(max_over_ranks(flag, LabelPrefixComm(self.comm, f"whether to stop after step {step}: ")).item())
 
     def notice(self, number: int = signal.SIGTERM) -> None:
         """Record a signal from another source, such as a cloud's metadata server."""

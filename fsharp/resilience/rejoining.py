@@ -11,7 +11,7 @@ from fsharp.functional.comm import generations
 from fsharp.functional.comm.agree import check_on_all_ranks
 from fsharp.functional.comm.process_group import ProcessGroupComm, leave_generation
 from fsharp.functional.comm.protocol import Comm, innermost_comm
-from fsharp.functional.comm.setup_calls import setup_calls
+from fsharp.functional.comm.setup_recording import setup_recording
 from fsharp.functional.layout.sharded import is_sharded
 from fsharp.resilience.failures import error_chain
 from fsharp.resilience.own_state import OwnState
@@ -27,7 +27,7 @@ def membership_of(comm: Comm) -> tuple[ProcessGroupComm, generations.Membership]
             "them by fs.connect(). torchrun ends all ranks when one fails: leave out elastic=True there, and torchrun "
             "--max-restarts starts all of them again."
         )
-    if inner.is_native:
+    if inner.is_nccl:
         raise RunError("Run(elastic=True): comm is over NCCL, where ranks do not hear of each other's end. It needs gloo.")
     return inner, member
 
@@ -42,19 +42,19 @@ class Rejoining:
         self._comm, self._member = membership_of(comm)
 
         def check() -> None:
-            if setup_calls.obstacle:
+            if setup_recording.obstacle:
                 raise RunError(
                     "Run.train(): with elastic=True all collectives before train() are repeated with a restarted rank, and "
-                    f"{setup_calls.obstacle} cannot be repeated. Move it into a step, or behind train()."
+                    f"{setup_recording.obstacle} cannot be repeated. Move it into a step, or behind train()."
                 )
-            if not setup_calls.is_recording:
+            if not setup_recording.is_recording:
                 raise RunError(
                     "Run.train(): with elastic=True a process has one such run, after one connect(): a restarted rank runs the "
                     "program from the beginning, and would come to the earlier run first. Give each run its own fs.launch()."
                 )
 
         check_on_all_ranks("Run.train()", comm, check)
-        setup_calls.end_recording()
+        setup_recording.end()
         self._counts = self._comm.tree_name_counters.copy()
         self._news: generations.Announcement | None = None
         self._member.announce_can_rejoin(can=True)
@@ -65,14 +65,14 @@ class Rejoining:
         if news is None:
             return ""
         leave_generation(news.why)
-        setup_calls.repeat_calls()
+        setup_recording.replay()
         self._comm.tree_name_counters.set_from(self._counts)
         return news.why
 
     def wait_for_next(self, error: Exception, where: str) -> None:
         """Tell other ranks of an error, and wait for the next generation; raise an error if a restart would not help."""
         heard = any(isinstance(each, CommError | AgreementError) for each in error_chain(error))
-        self._comm.watch.ranks.report_failure(error, where)
+        self._comm.watch.statuses.report_failure(error, where)
         self._news = self._member.wait_for_next_generation("heard" if heard else "own", error, self._comm.limit_s)
 
     def leave_steps(self) -> None:

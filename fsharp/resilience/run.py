@@ -19,8 +19,8 @@ from fsharp.checkpoint.manifest import json_round_trip
 from fsharp.checkpoint.storage import absolute_path
 from fsharp.errors import NonFiniteError, RunError
 from fsharp.functional.comm.agree import agree, check_on_all_ranks
-from fsharp.functional.comm.protocol import Comm, Engine, LabelledComm
-from fsharp.functional.comm.setup_calls import setup_calls
+from fsharp.functional.comm.protocol import Comm, Engine, LabelPrefixComm
+from fsharp.functional.comm.setup_recording import setup_recording
 from fsharp.report.logs import RUN_NAMES, Logger, check_names
 from fsharp.resilience.failures import reported_failures
 from fsharp.resilience.finite import NonFinite, SkippedSteps, find_nonfinite
@@ -179,7 +179,7 @@ class Run:
                 "elastic": kept.is_elastic,
             }
             if not kept.is_elastic:
-                setup_calls.discard_record("a Run without elastic=True")
+                setup_recording.give_up("a Run without elastic=True")
             agree_at_start({"Run()": arguments, **self.config}, comm=self.comm, files=self._files)
             stack.enter_context(self.preemption)
             stack.enter_context(self._checkpoints.open_saver())
@@ -202,7 +202,7 @@ class Run:
             check_on_all_ranks("Run", self.comm, self._record_end)
 
     def _agree_on_end(self) -> None:
-        agree("Run", {}, LabelledComm(self.comm, f"the end of the run, after {self.step} of {self.total} steps: "))
+        agree("Run", {}, LabelPrefixComm(self.comm, f"the end of the run, after {self.step} of {self.total} steps: "))
         self._checkpoints.wait_for_save()
 
     @api_boundary

@@ -42,8 +42,8 @@ class RunRecord:
         self._loggers = tuple(loggers) if comm.rank == 0 else ()
         self._comm, self._rate, self._saved = comm, (0, 0.0), -1
         found = innermost_comm(comm)
-        is_native = isinstance(found, ProcessGroupComm) and found.is_native
-        self.stragglers = None if is_native else StragglerDetector(comm, every=every)
+        is_nccl = isinstance(found, ProcessGroupComm) and found.is_nccl
+        self.stragglers = None if is_nccl else StragglerDetector(comm, every=every)
 
     def log(self, step: int, values: Mapping[str, Any]) -> None:
         """Pass values to the loggers."""

@@ -9,9 +9,9 @@ from collections import deque
 from typing import NamedTuple
 
 from fsharp.errors import CommError, RunError
-from fsharp.functional.comm.agree import all_gather_bytes
+from fsharp.functional.comm.agree import all_gather_fixed_size
 from fsharp.functional.comm.process_group import ProcessGroupComm
-from fsharp.functional.comm.protocol import Comm, LabelledComm, innermost_comm
+from fsharp.functional.comm.protocol import Comm, LabelPrefixComm, innermost_comm
 from fsharp.tracebacks import api_boundary
 from fsharp.type_checks import options_checked
 
@@ -65,7 +65,7 @@ class StragglerDetector:
         if not ratio > 1:
             raise RunError(f"StragglerDetector(): ratio is {ratio!r}, expected a number above 1.")
         found = innermost_comm(comm)
-        if isinstance(found, ProcessGroupComm) and found.is_native:
+        if isinstance(found, ProcessGroupComm) and found.is_nccl:
             raise CommError("StragglerDetector(): over NCCL devices wait for other ranks, and processes do not. Expected gloo.")
         self._waits_of = found if isinstance(found, ProcessGroupComm) else None
         self.comm, self.every, self.ratio = comm, every, ratio
@@ -86,10 +86,12 @@ class StragglerDetector:
         now = self._clock_without_waits()
         self._own_s.append(now - self._since)
         if len(self._own_s) == self.every:
-            named = LabelledComm(self.comm, f"how long steps up to {step} took: ")
+            named = LabelPrefixComm(self.comm, f"how long steps up to {step} took: ")
             own = statistics.median(self._own_s)
             error = _MEDIAN_ERROR * statistics.median(abs(x - own) for x in self._own_s) / math.sqrt(self.every)
-            own_s, error_s = zip(*(struct.unpack("<dd", x) for x in all_gather_bytes(struct.pack("<dd", own, error), named)))
+            own_s, error_s = zip(
+                *(struct.unpack("<dd", x) for x in all_gather_fixed_size(struct.pack("<dd", own, error), named))
+            )
             self._find_stragglers(StepTimes(step, own_s, error_s))
             self._own_s.clear()
         self._since = self._clock_without_waits()
@@ -112,4 +114,4 @@ class StragglerDetector:
             )
 
     def _clock_without_waits(self) -> float:
-        return time.perf_counter() - (self._waits_of.watch.ranks.waited_s if self._waits_of is not None else 0.0)
+        return time.perf_counter() - (self._waits_of.watch.statuses.waited_s if self._waits_of is not None else 0.0)

@@ -27,7 +27,7 @@ LIMIT_S = 5.0
 _processes = multiprocessing.get_context("forkserver")  # which imports torch once
 _processes.set_forkserver_preload(["tests.faults.joining"])
 STAGES = {
-    "it has the store": (job_store, "agree_on_attempt_name"),
+    "it has the store": (job_store, "choose_attempt_name"),
     "it has a name": (dist, "init_process_group"),
     "it has joined": (job_store, "_check_same_mesh"),
     "it has compared meshes": (job_store, "init_device_mesh"),

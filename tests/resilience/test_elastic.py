@@ -20,7 +20,7 @@ import fsharp as fs
 from fsharp.errors import CommError, OptionError, RunError
 from fsharp.functional.comm import generations
 from fsharp.functional.comm.generations import GENERATION_VARIABLE
-from fsharp.functional.comm.setup_calls import SetupCalls
+from fsharp.functional.comm.setup_recording import SetupRecording
 from fsharp.resilience import OwnState, Run
 from fsharp.resilience.rejoining import meta_copy
 from fsharp.testing import simulate
@@ -248,8 +248,8 @@ def test_a_rank_with_an_error_of_its_own_ends_and_the_others_wait_for_its_new_pr
         ["own", "heard", "heard"], then=lambda store: generations.announce_generation(store, 1, "rank 0 failed")
     )
     assert str(own) == "of 0"
-    assert news == (1, "rank 0 failed", "")
-    assert end == ""
+    assert news == (1, "rank 0 failed", None)
+    assert end is None
 
 
 @pytest.mark.parametrize("kind", ["own", "heard"])
@@ -280,40 +280,40 @@ def test_ranks_that_do_not_come_to_a_generation_are_named():
 
 
 def test_calls_of_a_setup_are_made_again_without_those_that_are_part_of_others():
-    made, calls = [], SetupCalls()
+    made, calls = [], SetupRecording()
     calls.run_and_record(lambda: made.append("before"))
-    calls.start_recording()
+    calls.start()
     assert calls.run_and_record(lambda: calls.run_and_record(lambda: made.append("inner")) or "outer") == "outer"
-    calls.run_and_record(lambda: made.append("first"), repeat=lambda: made.append("again"))
-    calls.run_and_record(lambda: calls.record_obstacle("a part"))
+    calls.run_and_record(lambda: made.append("first"), replay=lambda: made.append("again"))
+    calls.run_and_record(lambda: calls.give_up("a part"))
     assert calls.obstacle == ""
-    calls.end_recording()
+    calls.end()
     calls.run_and_record(lambda: made.append("after"))
-    calls.record_obstacle("a step")
-    calls.repeat_calls()
+    calls.give_up("a step")
+    calls.replay()
     assert made == ["before", "inner", "first", "after", "inner", "again"]
     assert calls.obstacle == "", "the setup was over"
 
 
 def test_a_record_is_given_up_for_what_cannot_be_made_again_and_for_its_size():
     for give_up, why in (
-        (lambda calls: calls.record_obstacle("a step"), "a step"),
+        (lambda calls: calls.give_up("a step"), "a step"),
         (lambda calls: calls.run_and_record(lambda: None, nbytes=1 << 28), ""),
         (lambda calls: calls.run_and_record(lambda: None, nbytes=(1 << 28) + 1), "more than 10,000 calls, or 256 MiB,"),
         (lambda calls: [calls.run_and_record(lambda: None) for _ in range(9_999)], ""),
         (lambda calls: [calls.run_and_record(lambda: None) for _ in range(10_000)], "more than 10,000 calls, or 256 MiB,"),
     ):
-        made, calls = [], SetupCalls()
-        calls.start_recording()
+        made, calls = [], SetupRecording()
+        calls.start()
         calls.run_and_record(lambda made=made: made.append(1))
         give_up(calls)
-        calls.repeat_calls()
+        calls.replay()
         assert (calls.obstacle, calls.is_recording, len(made)) == (why, not why, 1 + (not why))
 
 
 def test_a_thread_that_takes_part_in_the_setup_is_an_obstacle():
-    calls = SetupCalls()
-    calls.start_recording()
+    calls = SetupRecording()
+    calls.start()
     thread = threading.Thread(target=calls.run_and_record, args=(lambda: None,))
     thread.start()
     thread.join()

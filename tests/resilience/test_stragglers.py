@@ -69,7 +69,7 @@ class Clock:
 
 def slow_rank_is_named(comm, *, is_exact):
     """Steps whose compute takes 20 ms, and 28 ms on one rank; whether and when it is named, and what ranks exchange for it."""
-    counting, clock = fs.collectives.CountingComm(comm), Clock(comm.watch.ranks)
+    counting, clock = fs.collectives.CountingComm(comm), Clock(comm.watch.statuses)
     if is_exact:
         sys.modules[StragglerDetector.__module__].time = clock
     detector, named = StragglerDetector(counting), None
@@ -97,7 +97,7 @@ def test_a_rank_1_4_times_as_slow_is_named_within_20_steps(is_exact):
 
 def test_what_the_saver_waits_for_is_not_taken_for_a_wait(tmp_path):
     def rank_fn(comm):
-        ranks = comm.watch.ranks
+        ranks = comm.watch.statuses
         with fs.checkpoint.Saver(tmp_path, comm) as saver:
             saver.save({"x": torch.ones(3)}, step=1)
             before = ranks.waited_s

@@ -9,14 +9,14 @@ import torch
 
 from fsharp.errors import AgreementError, problem
 from fsharp.functional.comm.protocol import Comm
-from fsharp.functional.comm.setup_calls import setup_calls
+from fsharp.functional.comm.setup_recording import setup_recording
 from fsharp.type_checks import options_checked
 
 T = TypeVar("T")
 _MAX_SHOWN_CHARACTERS = 160
 
 
-def all_gather_bytes(data: bytes, comm: Comm) -> list[bytes]:
+def all_gather_fixed_size(data: bytes, comm: Comm) -> list[bytes]:
     """Return every rank's bytes, of equal length, in order of rank. Cost: one small collective for each axis."""
     x = torch.tensor(list(data), dtype=torch.uint8, device=comm.device)
     for axis, size in reversed(comm.mesh.axes):
@@ -27,10 +27,10 @@ def all_gather_bytes(data: bytes, comm: Comm) -> list[bytes]:
 def all_gather_texts(text: str, comm: Comm) -> list[str]:
     """Return every rank's text, in order of rank. Cost: two collectives for each axis, the first of 8 bytes."""
     body = text.encode()
-    lengths = [int.from_bytes(length, "little") for length in all_gather_bytes(len(body).to_bytes(8, "little"), comm)]
+    lengths = [int.from_bytes(length, "little") for length in all_gather_fixed_size(len(body).to_bytes(8, "little"), comm)]
     if not any(lengths):
         return [""] * comm.mesh.size
-    bodies = all_gather_bytes(body.ljust(max(lengths), b"\0"), comm)
+    bodies = all_gather_fixed_size(body.ljust(max(lengths), b"\0"), comm)
     return [each[:length].decode() for each, length in zip(bodies, lengths, strict=True)]
 
 
@@ -58,8 +58,8 @@ def agree(where: str, fields: Mapping[str, str], comm: Comm, *, failure: str | N
     Cost: one collective of 40 bytes for each axis; more if an error is raised.
     """
     if comm.mesh.size > 1:
-        setup_calls.run_and_record(
-            lambda: _compare_fields(where, fields, comm, failure), repeat=lambda: _compare_fields(where, fields, comm, None)
+        setup_recording.run_and_record(
+            lambda: _compare_fields(where, fields, comm, failure), replay=lambda: _compare_fields(where, fields, comm, None)
         )
 
 
@@ -67,11 +67,11 @@ def _compare_fields(where: str, fields: Mapping[str, str], comm: Comm, failure: 
     fields = {"function": where, **fields}
     body = json.dumps({"failure": failure, "fields": fields}, sort_keys=True).encode()
     digest = hashlib.sha256(body).digest()
-    heads = all_gather_bytes(digest + len(body).to_bytes(8, "little"), comm)
+    heads = all_gather_fixed_size(digest + len(body).to_bytes(8, "little"), comm)
     if len(set(heads)) == 1 and failure is None:
         return
     length = max(int.from_bytes(head[32:], "little") for head in heads)
-    bodies = [json.loads(b.rstrip(b"\0")) for b in all_gather_bytes(body.ljust(length, b"\0"), comm)]
+    bodies = [json.loads(b.rstrip(b"\0")) for b in all_gather_fixed_size(body.ljust(length, b"\0"), comm)]
     failed = {rank: each["failure"] for rank, each in enumerate(bodies) if each["failure"]}
     if failed:
         first = min(failed)

@@ -186,7 +186,7 @@ def all_reduce(x: torch.Tensor, comm: Comm, axis: str) -> torch.Tensor:
 _TRANSPOSE = {"each": "sum", "sum": "each", "share": "summand", "summand": "share"}
 
 
-def convert_variance(x: torch.Tensor, comm: Comm, axis: str, kind: str) -> torch.Tensor:
+def pcast(x: torch.Tensor, comm: Comm, axis: str, kind: str) -> torch.Tensor:
     """Turn a value that ranks share into each rank's own, or back; see [Note: resting and gathered] in ``moves``.
 
     =========  ===========  =================================================  ==========
@@ -204,7 +204,7 @@ def convert_variance(x: torch.Tensor, comm: Comm, axis: str, kind: str) -> torch
         return x.view_as(x) if is_kept else torch.zeros_like(x)
 
     call = partial(comm.all_reduce, axis=axis) if kind == "sum" else kept
-    primitive, transpose = (partial(convert_variance, comm=comm, axis=axis, kind=each) for each in (kind, _TRANSPOSE[kind]))
+    primitive, transpose = (partial(pcast, comm=comm, axis=axis, kind=each) for each in (kind, _TRANSPOSE[kind]))
     return _DifferentiableCollective.apply(x, _Collective(call, primitive, transpose))  # type: ignore[no-any-return]
 
 

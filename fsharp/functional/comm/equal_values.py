@@ -7,7 +7,7 @@ from functools import cache
 import torch
 
 from fsharp.errors import AgreementError, problem
-from fsharp.functional.comm.agree import all_gather_bytes, ranks_text
+from fsharp.functional.comm.agree import all_gather_fixed_size, ranks_text
 from fsharp.functional.comm.protocol import Comm
 from fsharp.functional.formats.format import as_bytes
 from fsharp.functional.layout.mesh import Mesh
@@ -27,7 +27,7 @@ def tensor_digest(tensor: torch.Tensor) -> bytes:
     Cost: one pass over the tensor, and a few MiB.
     """
     pieces = as_bytes(tensor.detach()).split(_CHUNK_NBYTES) if tensor.numel() else ()
-    sums = [_words_in_rows(piece).mul_(_random_odd_weights(_WORDS_PER_ROW, piece.device)).sum(1) for piece in pieces]
+    sums = [_as_word_matrix(piece).mul_(_random_odd_weights(_WORDS_PER_ROW, piece.device)).sum(1) for piece in pieces]
     found = torch.cat(sums).tolist() if sums else []
     return hashlib.sha256(repr(found).encode()).digest()[:8]
 
@@ -50,9 +50,9 @@ def check_same_on_ranks(
     if not shared:
         return
     mine = b"".join(map(tensor_digest, shared.values()))
-    if len(set(all_gather_bytes(hashlib.sha256(mine).digest()[:8], comm))) == 1:
+    if len(set(all_gather_fixed_size(hashlib.sha256(mine).digest()[:8], comm))) == 1:
         return
-    everyone = all_gather_bytes(mine, comm)
+    everyone = all_gather_fixed_size(mine, comm)
     rows = []
     for i, path in enumerate(shared):
         found = [each[8 * i : 8 * i + 8] for each in everyone]
@@ -101,7 +101,7 @@ def broadcast_from_rank(tensor: torch.Tensor, source: int, comm: Comm, *, varyin
     return result
 
 
-def _words_in_rows(piece: torch.Tensor) -> torch.Tensor:
+def _as_word_matrix(piece: torch.Tensor) -> torch.Tensor:
     """Return words of 32 bits as rows of int64, with zeros at the end of the last row."""
     if piece.storage_offset() % 4 or len(piece) % 4:
         piece = torch.nn.functional.pad(piece, (0, -len(piece) % 4))

@@ -46,11 +46,11 @@ class KeyStore(Protocol):
 
 
 class Announcement(NamedTuple):
-    """The newest generation, why it has begun, and why no rank is restarted any more: an empty text while ranks are."""
+    """The newest generation, why it has begun, and why no rank is restarted any more: None while ranks are."""
 
     number: int
     why: str
-    why_restarts_ended: str
+    why_restarts_ended: str | None
 
 
 def announce_generation(store: KeyStore, number: int, why: str) -> None:
@@ -63,9 +63,9 @@ def end_restarts(store: KeyStore, reason: str) -> str:
     return store.compare_set("end", "", reason).decode()
 
 
-def why_restarts_ended(store: KeyStore) -> str:
-    """Return why no rank is restarted any more; empty while ranks are."""
-    return store.get("end").decode() if store.check(["end"]) else ""
+def why_restarts_ended(store: KeyStore) -> str | None:
+    """Return why no rank is restarted any more; None while ranks are."""
+    return store.get("end").decode() if store.check(["end"]) else None
 
 
 class Membership:

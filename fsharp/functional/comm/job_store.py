@@ -87,7 +87,7 @@ def join_job_of_environment(backend: str, timeout: timedelta | None) -> None:
         member.wait_for_all_ranks(limit.total_seconds())
         name = f"generation {member.number}"
     else:
-        name = agree_on_attempt_name(store, rank, world_size, limit.total_seconds())
+        name = choose_attempt_name(store, rank, world_size, limit.total_seconds())
     store = PrefixStore(f"fsharp/{name}", store)
     dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
 
@@ -131,7 +131,7 @@ def _check_same_mesh(mesh: Mesh, kind: str, world_size: int) -> None:
     mesh.check_world_size(world_size)
 
 
-def agree_on_attempt_name(store: Store, rank: int, world_size: int, limit_s: float) -> str:
+def choose_attempt_name(store: Store, rank: int, world_size: int, limit_s: float) -> str:
     """Return a name for this attempt to run the job, the same on all ranks.
 
     Variables of the environment have no such name, as each node counts its own restarts. So each rank writes a new mark. Rank 0
@@ -158,7 +158,7 @@ def agree_on_attempt_name(store: Store, rank: int, world_size: int, limit_s: flo
 _MAX_STORED_CHARACTERS = 1 << 20
 
 
-class StoreBoard:
+class StoreStatusBoard:
     """A :class:`~fsharp.functional.comm.watch.StatusBoard` in the job's store; its name is the same on all ranks."""
 
     def __init__(self, name: str) -> None:
@@ -215,7 +215,7 @@ def job_timeout_s() -> float:
     return min(group_timeout_s(group, device) for device in group._device_types)
 
 
-def new_group_of(ranks: Sequence[int], limit_s: float, device: torch.device, *, is_native: bool) -> dist.ProcessGroup:
+def new_group_of(ranks: Sequence[int], limit_s: float, device: torch.device, *, is_nccl: bool) -> dist.ProcessGroup:
     """Return a new process group of some ranks of the job. These ranks alone call this function.
 
     Over gloo the group closes its connections when it is freed; torch would keep them for the rest of the job.
@@ -235,7 +235,7 @@ def new_group_of(ranks: Sequence[int], limit_s: float, device: torch.device, *, 
 
     def make() -> tuple[int, dist.ProcessGroupGloo | None]:
         most = meet()
-        return most, None if is_native else dist.ProcessGroupGloo(store, ranks.index(mine), len(ranks), limit)
+        return most, None if is_nccl else dist.ProcessGroupGloo(store, ranks.index(mine), len(ranks), limit)
 
     try:
         most, gloo = run_within(limit_s, make, why_give_up=why_generation_ended)

@@ -20,9 +20,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from fsharp.errors import CommError, MeshError
 from fsharp.functional.comm import generations, job_store
 from fsharp.functional.comm.protocol import Comm, ReduceOp, SingleComm, sum_in_rank_order
-from fsharp.functional.comm.setup_calls import setup_calls
+from fsharp.functional.comm.setup_recording import setup_recording
 from fsharp.functional.comm.tree_names import TreeNameCounters
-from fsharp.functional.comm.watch import CommWatch, RankStatuses, WatchedCall
+from fsharp.functional.comm.watch import CommWatch, StatusExchange, WatchedCall
 from fsharp.functional.comm.worker_threads import CollectiveOutcome, Worker
 from fsharp.functional.formats.format import as_bytes, dtype_name, tensor_text
 from fsharp.functional.layout.mesh import Mesh
@@ -78,12 +78,12 @@ class ProcessGroupComm:
             )
         self.rank = self.ranks.index(dist.get_rank())
         self.tree_name_counters = _tree_name_counters[self.ranks]
-        setup_calls.record_obstacle("a ProcessGroupComm of process groups that connect() has not made")
+        setup_recording.give_up("a ProcessGroupComm of process groups that connect() has not made")
         self._groups = dict[str, dist.ProcessGroup | None]()
         kind, first = device_mesh.device_type, device_mesh.get_group(names[0])
         self.device = torch.device(kind, torch.accelerator.current_device_index()) if kind == "cuda" else torch.device(kind)
-        self.is_native = dist.get_backend(first) == "nccl"
-        self._rank_order = not self.is_native if rank_order is None else rank_order
+        self.is_nccl = dist.get_backend(first) == "nccl"
+        self._rank_order = not self.is_nccl if rank_order is None else rank_order
         self.limit_s = job_store.group_timeout_s(first, self.device)
         self._begin_generation(device_mesh)
 
@@ -100,11 +100,11 @@ class ProcessGroupComm:
     def _start_watch(self) -> None:
         number = next(_comm_counters[self.ranks])  # equal on all ranks, which make Comms in one order
         name = f"{hashlib.sha256(repr(self.ranks).encode()).hexdigest()[:16]}/{number}"
-        if self.ranks not in _statuses_by_ranks:
-            _statuses_by_ranks[self.ranks] = RankStatuses(self.rank, self.mesh.size, job_store.StoreBoard(name))
-        self.watch = CommWatch(name, _statuses_by_ranks[self.ranks], job_store.StoreBoard(name), self.limit_s)
+        if self.ranks not in _status_exchange_by_ranks:
+            _status_exchange_by_ranks[self.ranks] = StatusExchange(self.rank, self.mesh.size, job_store.StoreStatusBoard(name))
+        self.watch = CommWatch(name, _status_exchange_by_ranks[self.ranks], job_store.StoreStatusBoard(name), self.limit_s)
         self._worker = Worker("calls")
-        if self.is_native and self.mesh.size > 1:
+        if self.is_nccl and self.mesh.size > 1:
             self.watch.start_failure_monitor(_FAILURE_CHECK_INTERVAL_S)
 
     @api_boundary
@@ -119,35 +119,36 @@ class ProcessGroupComm:
     @api_boundary
     def new_group(self, axis: str) -> dist.ProcessGroup:
         """Return a new process group along ``axis``. All ranks of the mesh have to call this method."""
-        setup_calls.record_obstacle("a call of new_group()")
+        setup_recording.give_up("a call of new_group()")
         ranks = [self.ranks[rank] for rank in self.mesh.group(axis, self.rank)]
-        return job_store.new_group_of(ranks, self.limit_s, self.device, is_native=self.is_native)
+        return job_store.new_group_of(ranks, self.limit_s, self.device, is_nccl=self.is_nccl)
 
-    def messages(self, group: dist.ProcessGroup, axis: str | None, call: WatchedCall) -> "GroupMessages":
-        """Return the messages of a call in a group along an axis, or of all ranks for None."""
-        return GroupMessages(group, tuple(range(self.mesh.size)) if axis is None else self.mesh.group(axis, self.rank), call)
+    def point_to_point(self, group: dist.ProcessGroup, axis: str | None, call: WatchedCall) -> "PointToPoint":
+        """Return sends and receives of a call in a group along an axis, or of all ranks for None."""
+        return PointToPoint(group, tuple(range(self.mesh.size)) if axis is None else self.mesh.group(axis, self.rank), call)
 
     def with_own_numbering(self) -> "ProcessGroupComm":
         """Return a Comm of these ranks with its own numbering of collectives. All ranks have to call this method."""
         other = copy.copy(self)
-        setup_calls.run_and_record(lambda: other._number_collectives_in_groups_of(self))
+        setup_recording.run_and_record(lambda: other._share_groups_of(self))
         return other
 
-    def _number_collectives_in_groups_of(self, other: "ProcessGroupComm") -> None:
-        """Begin to number collectives in the groups of another Comm."""
+    def _share_groups_of(self, other: "ProcessGroupComm") -> None:
+        """Use the groups of another Comm, with a numbering of collectives of this Comm's own."""
         self._groups, self._whole = other._groups, other._whole
         self._start_watch()
-        if self.is_native:  # in the same groups, which it ends if it fails
+        if self.is_nccl:  # in the same groups, which it ends if it fails
             self.watch.aborts.append(weakref.WeakMethod(self.abort))
 
-    def make_own_groups(self) -> None:
-        """Make new process groups that this Comm alone uses. All ranks have to call this method."""
-        setup_calls.run_and_record(self._make_own_groups)
+    def use_own_groups(self) -> None:
+        """Replace the process groups by new ones that this Comm alone uses. All ranks have to call this method."""
 
-    def _make_own_groups(self) -> None:
-        self._groups = {axis: self.new_group(axis) if size > 1 else self._groups.get(axis) for axis, size in self.mesh.axes}
-        self._whole = None
-        self.watch.aborts.append(weakref.WeakMethod(self.abort))
+        def make() -> None:
+            self._groups = {axis: self.new_group(axis) if size > 1 else self._groups.get(axis) for axis, size in self.mesh.axes}
+            self._whole = None
+            self.watch.aborts.append(weakref.WeakMethod(self.abort))
+
+        setup_recording.run_and_record(make)
 
     def host_comm(self, *, flat: bool = False) -> "ProcessGroupComm":
         """Return a Comm of these ranks over gloo, for tensors in host memory. All ranks have to call this method.
@@ -158,13 +159,13 @@ class ProcessGroupComm:
         other = copy.copy(self)
         if flat:
             other.mesh = Mesh({"ranks": self.mesh.size})
-        other.is_native, other._rank_order, other.device = False, True, torch.device("cpu")
+        other.is_nccl, other._rank_order, other.device = False, True, torch.device("cpu")
 
         def start() -> None:
-            other._number_collectives_in_groups_of(self)
-            other.make_own_groups()
+            other._share_groups_of(self)
+            other.use_own_groups()
 
-        setup_calls.run_and_record(start)
+        setup_recording.run_and_record(start)
         return other
 
     def abort(self) -> None:
@@ -174,10 +175,10 @@ class ProcessGroupComm:
         """
         held = {axis: self._groups[axis] for axis, size in self.mesh.axes if size > 1}
         groups = [group for group in (*held.values(), self._whole) if group is not None]
-        if self.is_native:
+        if self.is_nccl:
             self._groups.update(dict.fromkeys(held))
             self._whole = None
-        abort_groups(groups, is_native=self.is_native)
+        abort_groups(groups, is_nccl=self.is_nccl)
 
     @torch.no_grad()
     def all_gather(self, x: torch.Tensor, axis: str, *, label: str = "") -> torch.Tensor:
@@ -185,7 +186,7 @@ class ProcessGroupComm:
         try:  # not @api_boundary, which is a frame more in each collective
             n = self.mesh.axis_size(axis)
             out = x.new_empty((n, *x.shape))
-            if self.is_native:
+            if self.is_nccl:
                 self.watch.raise_if_failed()
                 job_store.all_gather_into(as_bytes(out), as_bytes(x), group=self.group(axis))
             else:
@@ -243,7 +244,7 @@ class ProcessGroupComm:
             out = x.new_empty(sum(receive))
             width = x.element_size()
             to, source = ([n * width for n in sizes] for sizes in (send, receive))
-            if self.is_native:
+            if self.is_nccl:
                 self.watch.raise_if_failed()
                 group = self._group_of_all_ranks() if axis is None else self.group(axis)
                 dist.all_to_all_single(as_bytes(out), as_bytes(x), source, to, group=group)
@@ -261,7 +262,7 @@ class ProcessGroupComm:
         if axis is not None:
             return self.group(axis)
         if self._whole is None:
-            self._whole = job_store.new_group_of(self.ranks, self.limit_s, self.device, is_native=self.is_native)
+            self._whole = job_store.new_group_of(self.ranks, self.limit_s, self.device, is_nccl=self.is_nccl)
         return self._whole
 
     def _exchange_rows(self, x: torch.Tensor, axis: str, text: str) -> torch.Tensor:
@@ -270,7 +271,7 @@ class ProcessGroupComm:
         self._send_and_receive(list(as_bytes(x).view(len(x), -1)), list(as_bytes(out).view(len(x), -1)), axis, text)
         return out
 
-    def _exchange_and_record(
+    def _send_and_receive_in_setup(
         self, send: Sequence[torch.Tensor], receive: Sequence[torch.Tensor], axis: str | None, text: str
     ) -> None:
         """Run :meth:`_send_and_receive`, and record the call with copies of what is sent, as the caller may change it."""
@@ -281,7 +282,7 @@ class ProcessGroupComm:
             self._send_and_receive(kept, [torch.empty(n, dtype=torch.uint8, device=device) for n, device in into], axis, text)
 
         nbytes = sum(x.nbytes for x in copies.values())
-        setup_calls.run_and_record(lambda: self._send_and_receive(send, receive, axis, text), again, nbytes=nbytes)
+        setup_recording.run_and_record(lambda: self._send_and_receive(send, receive, axis, text), again, nbytes=nbytes)
 
     def _send_and_receive(
         self, send: Sequence[torch.Tensor], receive: Sequence[torch.Tensor], axis: str | None, text: str
@@ -291,13 +292,13 @@ class ProcessGroupComm:
         Empty tensors are not sent. gloo's all_gather copies through internal buffers: for 16 MB this exchange took 0.75 (2
         ranks) and 0.6 (4 ranks) of its time.
         """
-        if setup_calls.is_next_call_recorded:
-            self._exchange_and_record(send, receive, axis, text)
+        if setup_recording.would_record:
+            self._send_and_receive_in_setup(send, receive, axis, text)
             return
         outcome = CollectiveOutcome(self.watch.begin_call(text))
         group = self._group_of_all_ranks() if axis is None else self.group(axis)
         mine = self.rank if axis is None else self.mesh.coord(axis, self.rank)
-        messages = self.messages(group, axis, outcome.call)
+        messages = self.point_to_point(group, axis, outcome.call)
         receive[mine].copy_(send[mine])
 
         def swap() -> None:
@@ -316,8 +317,8 @@ class ProcessGroupComm:
         return f"ProcessGroupComm({self.mesh}, rank={self.rank}, device={self.device})"
 
 
-class GroupMessages(NamedTuple):
-    """The messages of one collective between ranks of a group. ``ranks`` are the numbers of these ranks in the mesh."""
+class PointToPoint(NamedTuple):
+    """Sends and receives of one collective between ranks of a group. ``ranks`` are the numbers of these ranks in the mesh."""
 
     group: dist.ProcessGroup
     ranks: tuple[int, ...]
@@ -340,13 +341,13 @@ class GroupMessages(NamedTuple):
             work.wait()
 
 
-def abort_groups(groups: Sequence[dist.ProcessGroup], *, is_native: bool) -> None:
+def abort_groups(groups: Sequence[dist.ProcessGroup], *, is_nccl: bool) -> None:
     """End all collectives under way in some process groups with an error.
 
     Over gloo a receive that times out closes the connections. Over NCCL all communicators are aborted together, as an abort may
     wait for kernels of another communicator.
     """
-    if is_native and groups:
+    if is_nccl and groups:
         backend: Any = groups[0]._get_backend(torch.device("cuda"))
         backend._group_start()
         for group in groups:
@@ -366,7 +367,7 @@ def _label_text(op: str, x: torch.Tensor, axis: str, label: str) -> str:
 
 callbacks_before_leaving: list[Callable[[], None]] = []
 """Functions that :func:`destroy` calls first."""
-_statuses_by_ranks: dict[tuple[int, ...], RankStatuses] = {}
+_status_exchange_by_ranks: dict[tuple[int, ...], StatusExchange] = {}
 _comm_counters: "defaultdict[tuple[int, ...], count[int]]" = defaultdict(count)
 _tree_name_counters: defaultdict[tuple[int, ...], TreeNameCounters] = defaultdict(TreeNameCounters)
 
@@ -412,10 +413,10 @@ def connect(mesh: Mesh, *, device_type: str | None = None, timeout: timedelta | 
         return job_store.join_job(mesh, kind, world_size, timeout, limit_s)
 
     if generations.GENERATION_VARIABLE in os.environ:
-        setup_calls.start_recording()
+        setup_recording.start()
     made = list[ProcessGroupComm]()
-    setup_calls.run_and_record(
-        lambda: made.append(ProcessGroupComm(device_mesh())), repeat=lambda: made[0]._begin_generation(device_mesh())
+    setup_recording.run_and_record(
+        lambda: made.append(ProcessGroupComm(device_mesh())), replay=lambda: made[0]._begin_generation(device_mesh())
     )
     return made[0]
 
@@ -447,35 +448,37 @@ def _destroy_groups() -> None:
 def leave_generation(why: str) -> None:
     """End all collectives under way, wait for saves in the background, and destroy the job's process groups.
 
-    Afterwards :meth:`~fsharp.functional.comm.setup_calls.SetupCalls.repeat_calls` joins the next generation of the job, in
+    Afterwards :meth:`~fsharp.functional.comm.setup_recording.SetupRecording.replay` joins the next generation of the job, in
     which the Comms of the setup have new groups.
     """
     error = CommError(why)
-    for ranks in list(_statuses_by_ranks.values()):
-        for watch in list(ranks.watches.values()):
+    for statuses in list(_status_exchange_by_ranks.values()):
+        for watch in list(statuses.watches.values()):
             watch.end_all_calls(error)
     for finish in callbacks_before_leaving:
         finish()
-    _statuses_by_ranks.clear()
+    _status_exchange_by_ranks.clear()
     if dist.is_initialized():
         _destroy_groups()
 
 
 def _announce_departure(error: BaseException | None) -> None:
     """Tell other ranks that this rank takes part in no further collective."""
-    statuses = list(_statuses_by_ranks.values())
-    _statuses_by_ranks.clear()
-    if not statuses or not dist.is_initialized():
+    exchanges = list(_status_exchange_by_ranks.values())
+    _status_exchange_by_ranks.clear()
+    if not exchanges or not dist.is_initialized():
         return
-    for ranks in statuses:
-        for watch in list(ranks.watches.values()):
+    for statuses in exchanges:
+        for watch in list(statuses.watches.values()):
             watch.is_over.set()
-        ranks.write_last_status(error)
-    failed = error is not None or any(watch.error is not None for ranks in statuses for watch in list(ranks.watches.values()))
+        statuses.write_last_status(error)
+    failed = error is not None or any(watch.error is not None for each in exchanges for watch in list(each.watches.values()))
     job_store.leave_store(within_s=min(_END_WITHIN_S if failed else _LEAVES_WITHIN_S, job_store.job_timeout_s()))
 
 
-os.register_at_fork(after_in_child=_statuses_by_ranks.clear)  # a forked child is no rank, and must not leave in the name of one
+os.register_at_fork(
+    after_in_child=_status_exchange_by_ranks.clear
+)  # a forked child is no rank, and must not leave in the name of one
 
 
 @atexit.register  # registered after the handler of worker_threads, so called before it: threads still run

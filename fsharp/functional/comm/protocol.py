@@ -89,7 +89,9 @@ class Engine(ABC):
         """Run :func:`~fsharp.forward` of a function on ``(units, ties)``."""
 
     @abstractmethod
-    def run_value_and_grad(self, loss_fn: Callable[..., Any], params: Any, parts: list[Any], residuals: Any) -> tuple[Any, Any]:
+    def run_value_and_grad(
+        self, loss_fn: Callable[..., Any], params: Any, microbatches: list[Any], residuals: Any
+    ) -> tuple[Any, Any]:
         """Run :func:`~fsharp.value_and_grad` over the microbatches of a batch. Residuals are overwritten."""
 
     @abstractmethod
@@ -166,7 +168,7 @@ def sent_nbytes(op: str, part_nbytes: int, n: int) -> int:
     return (n - 1) * part_nbytes * (2 if op == "all_reduce" else 1)
 
 
-class _CommWrapper:
+class _InnerCommMixin:
     """Base class of wrappers of a Comm: mesh, rank and device are those of ``inner``."""
 
     inner: Comm
@@ -200,7 +202,7 @@ def reporting_format_errors(comm: Comm, where: str) -> Iterator[None]:
         if isinstance(comm, Engine):
             comm.report_failure(error, where)
         elif (watch := getattr(comm, "watch", None)) is not None:
-            watch.ranks.report_failure(error, where)
+            watch.statuses.report_failure(error, where)
         raise
 
 
@@ -240,7 +242,7 @@ class DelegatingComm:
 
 @options_checked
 @dataclass
-class CountingComm(DelegatingComm, _CommWrapper):
+class CountingComm(DelegatingComm, _InnerCommMixin):
     """A Comm that passes every call on to another Comm, and counts calls and bytes.
 
     Attributes:
@@ -285,14 +287,14 @@ class CountingComm(DelegatingComm, _CommWrapper):
 
 
 @dataclass(frozen=True)
-class LabelledComm(DelegatingComm, _CommWrapper):
+class LabelPrefixComm(DelegatingComm, _InnerCommMixin):
     """A Comm that puts a text, such as ``"step 3: "``, in front of the labels of all calls of ``inner``."""
 
     inner: Comm
-    label: str
+    prefix: str
 
     def _comm_and_label(self, label: str, *call: Any) -> tuple[Comm, str]:
-        return self.inner, self.label + label if label else self.label.rstrip(" :,")
+        return self.inner, self.prefix + label if label else self.prefix.rstrip(" :,")
 
 
 def sum_in_rank_order(parts: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

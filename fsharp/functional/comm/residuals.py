@@ -46,7 +46,7 @@ def zero_residuals(units: Iterable[UnitLayout], device: torch.device) -> PerRank
     for unit in units:
         if residual_sizes(unit):
             found[_residuals_key(unit)] = tuple(
-                [torch.zeros(n, dtype=dtype, device=device) for _, n, dtype in _expected_tensors(unit)]
+                [torch.zeros(n, dtype=dtype, device=device) for _, n, dtype in _tensor_specs(unit)]
             )
     return PerRank(found) if found else None
 
@@ -85,7 +85,7 @@ def _residuals_to_overwrite(where: str, residuals: Any, units: Sequence[UnitLayo
     if not isinstance(held, Mapping):
         raise TreeError(f"{where}: residuals are {type(residuals).__name__}, expected those of a TrainState.")
     for unit in units:
-        expected = [(dtype_name(dtype), (size,)) for _, size, dtype in _expected_tensors(unit)]
+        expected = [(dtype_name(dtype), (size,)) for _, size, dtype in _tensor_specs(unit)]
         mine = held.get(_residuals_key(unit), ())
         found = [(dtype_name(x.dtype), tuple(x.shape)) for x in mine]
         if found != expected:
@@ -99,7 +99,7 @@ def _residual_views(
     unit: UnitLayout, tensors: Iterable[torch.Tensor], step: int | None, rank: int
 ) -> dict[int, ResidualsByAxis]:
     found: dict[int, dict[str, ResidualAndNoise]] = {}
-    for (g, _, _), x in zip(_expected_tensors(unit), tensors, strict=True):
+    for (g, _, _), x in zip(_tensor_specs(unit), tensors, strict=True):
         sizes = residual_sizes(unit)[g]
         found[g] = {
             axis: ResidualAndNoise(part) for axis, part in zip(sizes, x.detach().split(list(sizes.values())), strict=True)
@@ -114,7 +114,7 @@ def _residual_views(
     return found  # type: ignore[return-value]
 
 
-def _expected_tensors(unit: UnitLayout) -> list[tuple[int, int, torch.dtype]]:
+def _tensor_specs(unit: UnitLayout) -> list[tuple[int, int, torch.dtype]]:
     """Return group, number of elements and dtype of each tensor of a unit's residuals."""
     return [(g, sum(sizes.values()), unit.groups[g].dtypes.accumulate) for g, sizes in residual_sizes(unit).items()]
 

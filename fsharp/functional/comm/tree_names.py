@@ -27,7 +27,7 @@ class TreeNameCounters:
     num_trees: int = 0
     gathered: Counter[tuple[str, tuple[str, ...], str]] = field(default_factory=Counter)
 
-    def next_number(self) -> str:
+    def next_tree_number(self) -> str:
         """Return the number of a new tree."""
         self.num_trees += 1
         return str(self.num_trees)
@@ -50,7 +50,7 @@ def with_new_tree_name(tree: Any, comm: Comm) -> Any:
     """Give a tree that all ranks have made together a new name, and return it. Units with equal paths get different names."""
     counts = tree_name_counters_of(comm)
     if counts is not None:
-        numbers = defaultdict[int, str](counts.next_number)
+        numbers = defaultdict[int, str](counts.next_tree_number)
         seen: Counter[str] = Counter()
         for node in units_of(tree):
             seen[node.name] += 1

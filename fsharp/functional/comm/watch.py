@@ -20,7 +20,7 @@ from weakref import WeakMethod, WeakValueDictionary
 from fsharp.errors import AgreementError, CommError, problem
 from fsharp.functional.comm import generations
 from fsharp.functional.comm.settings_digests import differing_settings, settings_by_digest
-from fsharp.functional.comm.setup_calls import setup_calls
+from fsharp.functional.comm.setup_recording import setup_recording
 from fsharp.tracebacks import traceback_text
 
 _log = logging.getLogger("fsharp")
@@ -91,11 +91,11 @@ class WatchedCall:
             )
         if not self._warned and waited_s > min(_WARN_AFTER_S, self._watch.limit_s / 2):
             self._warned = True
-            _log.warning("rank %d has waited %.0f s in %r; %s", self._watch.ranks.rank, waited_s, self.label, late)
+            _log.warning("rank %d has waited %.0f s in %r; %s", self._watch.statuses.rank, waited_s, self.label, late)
 
     def add_waited_s(self, seconds: float) -> None:
         """Add seconds for which the main thread has waited for the collective."""
-        self._watch.ranks.waited_s += seconds
+        self._watch.statuses.waited_s += seconds
 
     def explain_connection_error(self, error: BaseException) -> Exception:
         """Return the error of a failed connection, with the reason from the other rank's status if there is one."""
@@ -112,7 +112,7 @@ class WatchedCall:
         )
 
 
-class RankStatuses:
+class StatusExchange:
     """The statuses (:class:`RankStatus`) that ranks write for each other on a board, shared by Comms of equal ranks.
 
     Attributes:
@@ -223,15 +223,15 @@ class CommWatch:
         is_over: set when this rank leaves the job.
     """
 
-    def __init__(self, name: str, ranks: RankStatuses, board: StatusBoard, limit_s: float) -> None:
-        self.name, self.ranks, self.board, self.limit_s = name, ranks, board, limit_s
-        self.error = ranks.error
+    def __init__(self, name: str, statuses: StatusExchange, board: StatusBoard, limit_s: float) -> None:
+        self.name, self.statuses, self.board, self.limit_s = name, statuses, board, limit_s
+        self.error = statuses.error
         self.aborts: list[WeakMethod[Callable[[], None]]] = []
         self.count = 0
         self.is_over = threading.Event()
         self._labels: deque[str] = deque(maxlen=_MAX_KEPT_LABELS)
         self._blocked: dict[int, RankStatus] = {}  # by rank, a status of a rank that waits for this rank, which waits for it
-        ranks.watches[name] = self
+        statuses.watches[name] = self
 
     def raise_if_failed(self) -> None:
         """Raise the error of the Comm, if it has failed."""
@@ -245,7 +245,7 @@ class CommWatch:
 
     def _failure_text(self) -> str | None:
         """Return why this Comm, or all Comms of these ranks, have failed on another rank; None if they have not."""
-        for board, key in ((self.board, "failed"), (self.ranks.board, _ALL_FAILED_KEY)):
+        for board, key in ((self.board, "failed"), (self.statuses.board, _ALL_FAILED_KEY)):
             if (text := board.read(key)) is not None:
                 return text
         return generations.why_generation_ended()
@@ -258,11 +258,11 @@ class CommWatch:
     def begin_call(self, label: str) -> WatchedCall:
         """Return the call of a collective that this rank begins."""
         self.raise_if_failed()
-        if setup_calls.is_recording:
-            setup_calls.record_obstacle(f"the collective {label!r} of a step")
+        if setup_recording.is_recording:
+            setup_recording.give_up(f"the collective {label!r} of a step")
         call = WatchedCall(self, label, self.count)
         self.count += 1
-        self.ranks.record_begun_calls(self.name, self.count, label)
+        self.statuses.record_begun_calls(self.name, self.count, label)
         self._labels.append(label)
         return call
 
@@ -278,25 +278,27 @@ class CommWatch:
         if failed is not None:
             raise self._fail_with(AgreementError(failed))
         settings = settings_by_digest(list(self._labels)[-_MAX_LABELS_WITH_SETTINGS:])
-        mine = RankStatus(0, self.name, call.number, list(self._labels), self.ranks.begun_calls_by_watch(), settings=settings)
-        read = self.ranks.exchange_statuses(mine, call.peer)
-        for rank, status in self.ranks.seen.items():
+        mine = RankStatus(
+            0, self.name, call.number, list(self._labels), self.statuses.begun_calls_by_watch(), settings=settings
+        )
+        read = self.statuses.exchange_statuses(mine, call.peer)
+        for rank, status in self.statuses.seen.items():
             if status.departure and (not self._has_begun(call, rank) or (is_connection_lost and rank == call.peer)):
                 raise self.refuse_further_calls(CommError, _departure_text(call, rank, status), is_whole=True)
             if rank in read and not status.departure:
                 self._compare_labels(call, rank, status)
-        late = [r for r in range(self.ranks.size) if r != self.ranks.rank and not self._has_begun(call, r)]
+        late = [r for r in range(self.statuses.size) if r != self.statuses.rank and not self._has_begun(call, r)]
         if self.board.why_no_answer:
             return self.board.why_no_answer
         if not late:
             return "all ranks have come to it"
-        waiting = [r for r in late if self.ranks.is_waiting(r)]
-        known = [f"rank {r} waits in {self.ranks.seen[r].labels[-1]!r}" for r in waiting[:4]]
+        waiting = [r for r in late if self.statuses.is_waiting(r)]
+        known = [f"rank {r} waits in {self.statuses.seen[r].labels[-1]!r}" for r in waiting[:4]]
         silent = [r for r in late if r not in waiting] or late
         return f"ranks {_first_few_ranks(silent)} have not come to it" + (f", while {'; '.join(known)}" if known else "")
 
     def _has_begun(self, call: WatchedCall, rank: int) -> bool:
-        status = self.ranks.seen.get(rank)
+        status = self.statuses.seen.get(rank)
         return status is not None and status.counts.get(self.name, 0) > call.number
 
     def _compare_labels(self, call: WatchedCall, rank: int, status: RankStatus) -> None:
@@ -306,10 +308,10 @@ class CommWatch:
             for number in sorted(mine.keys() & theirs.keys()):
                 if mine[number] != theirs[number]:
                     known = settings_by_digest([mine[number]]) | (status.settings or {})
-                    text = _label_difference_text(number, {self.ranks.rank: mine, rank: theirs}, known)
+                    text = _label_difference_text(number, {self.statuses.rank: mine, rank: theirs}, known)
                     raise self.refuse_further_calls(AgreementError, text, is_whole=True)
             return
-        waits_for_me = self.ranks.begun_calls_by_watch().get(status.watch, 0) <= status.number
+        waits_for_me = self.statuses.begun_calls_by_watch().get(status.watch, 0) <= status.number
         if not (waits_for_me and not self._has_begun(call, rank)):
             self._blocked.pop(rank, None)
             return
@@ -318,12 +320,12 @@ class CommWatch:
             self._blocked[rank] = status
         elif before.num_written < status.num_written:  # still waits
             theirs = _labels_by_number(status.counts[status.watch], status.labels)
-            text = _label_difference_text(None, {self.ranks.rank: mine, rank: theirs})
+            text = _label_difference_text(None, {self.statuses.rank: mine, rank: theirs})
             raise self.refuse_further_calls(AgreementError, text, is_whole=True)
 
     def refuse_further_calls(self, error_type: type[Exception], text: str, *, is_whole: bool = False) -> Exception:
         """Make all further collectives on all ranks raise an error; return this error, whose text is equal on all ranks."""
-        text = text if is_whole else f"rank {self.ranks.rank} of {self.ranks.size} {text}"
+        text = text if is_whole else f"rank {self.statuses.rank} of {self.statuses.size} {text}"
         first = self.board.write_if_absent("failed", text)
         return self._fail_with(error_type(text) if first == text else AgreementError(first))
 
@@ -340,7 +342,7 @@ class CommWatch:
             return
         known = self.error
         self.refuse_further_calls(
-            AgreementError, self.ranks.failure_text(error, where, self._labels[-1] if self._labels else ""), is_whole=True
+            AgreementError, self.statuses.failure_text(error, where, self._labels[-1] if self._labels else ""), is_whole=True
         )
         self.error = known or self.error
 

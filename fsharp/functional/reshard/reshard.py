@@ -8,7 +8,7 @@ import optree
 import torch
 
 from fsharp.errors import LayoutError, MeshError, problem
-from fsharp.functional.comm.agree import all_gather_bytes, check_on_all_ranks
+from fsharp.functional.comm.agree import all_gather_fixed_size, check_on_all_ranks
 from fsharp.functional.comm.protocol import Comm
 from fsharp.functional.comm.residuals import zero_residuals
 from fsharp.functional.comm.tree_names import with_new_tree_name
@@ -85,7 +85,7 @@ def reshard(
     on the host grows with the number of leaves times ranks.
     """
     where = "reshard()"
-    has_tree = [flag == b"\1" for flag in all_gather_bytes(b"\0" if tree is None else b"\1", comm)]
+    has_tree = [flag == b"\1" for flag in all_gather_fixed_size(b"\0" if tree is None else b"\1", comm)]
     given, tree = tree, check_on_all_ranks(where, comm, lambda: decode_tree(_with_residuals(tree, None), comm.rank))
     if any(has_tree) and not all(has_tree):
         tree = _share_outline(tree, has_tree, comm)
@@ -243,7 +243,7 @@ def _share_outline(tree: Any, has_tree: Sequence[bool], comm: Comm) -> Any:
     """Return this rank's tree. A rank without a tree gets the tree of the first rank that has one, on the meta device."""
     first = has_tree.index(True)
     data = check_on_all_ranks("reshard()", comm, lambda: outline_to_bytes(tree) if comm.rank == first else b"")
-    sizes = [int.from_bytes(each, "little") for each in all_gather_bytes(len(data).to_bytes(8, "little"), comm)]
+    sizes = [int.from_bytes(each, "little") for each in all_gather_fixed_size(len(data).to_bytes(8, "little"), comm)]
     send = [len(data) * (not has) for has in has_tree]
     receive = [size * (not has_tree[comm.rank]) for size in sizes]
     x = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8, device="cpu")

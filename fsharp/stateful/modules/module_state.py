@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from fsharp.errors import ScheduleError, TreeError
-from fsharp.functional.comm.protocol import Comm, LabelledComm
+from fsharp.functional.comm.protocol import Comm, LabelPrefixComm
 from fsharp.functional.comm.residuals import prepare_residuals
 from fsharp.functional.layout.sharded import Sharded, merge, trainable, units_of
 from fsharp.functional.moves import buffers_on_device, gather
@@ -58,7 +58,7 @@ class ModuleState:
 
     def copy_to_resting_parameters(self) -> None:
         """Set parameters at rest to the values of the optimizer's copies, a unit at a time. A collective."""
-        comm = LabelledComm(self._comm, "parameters that were written in place: ")
+        comm = LabelPrefixComm(self._comm, "parameters that were written in place: ")
         with torch.no_grad():
             for held, kept in zip(units_of(self.optimizer_copies()), units_of(trainable(self.train_state.params)), strict=True):
                 new = gather(encode_at_rest(held, comm), comm=comm, to="params")

@@ -10,7 +10,7 @@ import torch
 
 from fsharp.errors import LossError, ScheduleError
 from fsharp.functional.comm.residuals import ResidualViews, prepare_residuals
-from fsharp.functional.comm.setup_calls import setup_calls
+from fsharp.functional.comm.setup_recording import setup_recording
 from fsharp.functional.layout.sharded import units_of
 from fsharp.functional.sinks import SinkLedger, with_sinks
 from fsharp.functional.state import update
@@ -45,7 +45,7 @@ class ModuleStep:
         self.has_feedback = state.train_state.residuals is not None
         self.on_backward = partial(_begin_backward_of, weakref.ref(self))
         self._begin_generation()
-        setup_calls.record_for_repeat(self._begin_generation)
+        setup_recording.record_for_replay(self._begin_generation)
 
     def _begin_generation(self) -> None:
         """Reset to no step and no gradients: at first, and in a new generation of the job, where all ranks load the module."""

@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as torch_pytree
 
 from fsharp.errors import ScheduleError, TreeError, problem
-from fsharp.functional.comm.agree import all_gather_bytes, check_on_all_ranks
+from fsharp.functional.comm.agree import all_gather_fixed_size, check_on_all_ranks
 from fsharp.functional.comm.equal_values import broadcast_from_rank, check_same_on_ranks, tensor_digest
 from fsharp.functional.comm.protocol import Comm
 from fsharp.functional.formats.format import dtype_name, tensor_text
@@ -219,7 +219,7 @@ def scatter_from_rank(where: str, given: Any, rank: int, comm: Comm, like: Mappi
         return _pack_state_dict(where, given) if comm.rank == rank else b""
 
     data = check_on_all_ranks(where, comm, check, lambda _: {"rank": repr(rank)})
-    nbytes = int.from_bytes(all_gather_bytes(len(data).to_bytes(8, "little"), comm)[rank], "little")
+    nbytes = int.from_bytes(all_gather_fixed_size(len(data).to_bytes(8, "little"), comm)[rank], "little")
     mine = torch.empty(nbytes, dtype=torch.uint8, device="meta")
     if data:
         mine = torch.frombuffer(bytearray(data), dtype=torch.uint8)

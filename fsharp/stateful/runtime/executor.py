@@ -11,7 +11,7 @@ from fsharp.errors import FormatError, ScheduleError, problem
 from fsharp.functional.comm.agree import agree
 from fsharp.functional.comm.process_group import ProcessGroupComm
 from fsharp.functional.comm.protocol import Comm, innermost_comm
-from fsharp.functional.comm.setup_calls import setup_calls
+from fsharp.functional.comm.setup_recording import setup_recording
 from fsharp.stateful.runtime.bound_op import Action, BoundOp, ops_text
 from fsharp.stateful.schedule import ops
 from fsharp.stateful.schedule.ops import OpSpec
@@ -61,14 +61,14 @@ class Executor:
     def make_process_groups(self) -> None:
         """Make the process groups before this rank's first collective, unless they exist already."""
         if not self.is_connected:
-            setup_calls.run_and_record(self._make_process_groups)
+            setup_recording.run_and_record(self._make_process_groups)
 
     def _make_process_groups(self) -> None:
         if isinstance(self._own, ProcessGroupComm):
             # Making groups over the job's store does not notice a rank that has ended, and this collective does.
             agree("Scheduler", {"separate_groups": str(self._separate_groups)}, self._own)
-            if self._separate_groups and not self._own.is_native:
-                self._own.make_own_groups()
+            if self._separate_groups and not self._own.is_nccl:
+                self._own.use_own_groups()
         if self.transport.groups is not None:
             self.transport.groups.make_groups()
         self.is_connected = True
@@ -130,7 +130,7 @@ class Executor:
 
     def waited_s(self) -> float:
         """Return the seconds for which the main thread has waited for collectives so far."""
-        return self._own.watch.ranks.waited_s if isinstance(self._own, ProcessGroupComm) else 0.0
+        return self._own.watch.statuses.waited_s if isinstance(self._own, ProcessGroupComm) else 0.0
 
     def run_op(self, bound: BoundOp) -> None:
         """Look up the action of an op, and run the action."""

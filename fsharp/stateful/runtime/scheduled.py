@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 from fsharp.errors import ScheduleError
-from fsharp.functional.comm.setup_calls import setup_calls
+from fsharp.functional.comm.setup_recording import setup_recording
 from fsharp.functional.layout.sharded import Sharded, units_of
 from fsharp.stateful.runtime.compiled import BoundSchedule
 from fsharp.stateful.runtime.recorder import TraceRecorder
@@ -209,7 +209,7 @@ class ScheduledFunction:
             ScheduleError: the schedule would use memory or gradients wrongly. If it has unknown units, the next call raises.
         """
         verify(schedule)
-        setup_calls.run_and_record(lambda: self.programs.pin_schedule(schedule))
+        setup_recording.run_and_record(lambda: self.programs.pin_schedule(schedule))
 
     def start_trace(self) -> Trace:
         """Begin to measure steps that follow the schedule, and return the trace that collects them."""

@@ -182,19 +182,19 @@ class ScheduledEngine(Engine):
         return out
 
     def run_value_and_grad(
-        self, loss_fn: Callable[..., Any], params: Any, parts: list[Any], residuals: ResidualViews
+        self, loss_fn: Callable[..., Any], params: Any, microbatches: list[Any], residuals: ResidualViews
     ) -> tuple[Loss, Any]:
         """Run forward and backward of each microbatch. Return the summed loss, and the gradients at rest."""
         units = self.begin_gradients(params, residuals)
         total: Loss | None = None
-        for number, part in enumerate(parts, 1):
+        for number, part in enumerate(microbatches, 1):
             with torch.enable_grad():
                 params_with_sinks = with_sinks(params, SinkLedger(residuals))
                 loss = as_loss(compiled_by_caller(loss_fn, params_with_sinks, part, self))
                 check_depends_on_parameters(loss, has_sinks=any(unit.layout.trainable_groups for unit in units))
                 new = Loss(loss.sum.detach().double(), loss.weight.detach().double())
                 total = new if total is None else Loss(total.sum + new.sum, total.weight + new.weight)
-                self.current_step().begin_backward_pass(is_last=number == len(parts))
+                self.current_step().begin_backward_pass(is_last=number == len(microbatches))
                 torch.autograd.backward(loss.sum)
             self.end_microbatch(units, params_with_sinks)
         assert total is not None

@@ -10,11 +10,11 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from fsharp.errors import CommError, ScheduleError
-from fsharp.functional.comm.agree import agree, all_gather_bytes
+from fsharp.functional.comm.agree import agree, all_gather_fixed_size
 from fsharp.functional.comm.process_group import ProcessGroupComm
-from fsharp.functional.comm.protocol import Comm, CountingComm, DelegatingComm, LabelledComm, innermost_comm
+from fsharp.functional.comm.protocol import Comm, CountingComm, DelegatingComm, LabelPrefixComm, innermost_comm
 from fsharp.functional.comm.settings_digests import SettingsHistory
-from fsharp.functional.comm.setup_calls import setup_calls
+from fsharp.functional.comm.setup_recording import setup_recording
 from fsharp.functional.comm.tree_names import TreeNameCounters, tree_name_counters_of
 from fsharp.functional.layout.sharded import Sharded
 from fsharp.stateful.runtime.arena import Arena
@@ -93,16 +93,16 @@ class Scheduler(DelegatingComm, ScheduledEngine):
         if self.policy.separate_groups is None:
             self.policy = replace(self.policy, separate_groups=comm.device.type == "cpu")
         inner = innermost_comm(comm)
-        if self.policy.arena_memory != "allocator" and not (isinstance(inner, ProcessGroupComm) and inner.is_native):
+        if self.policy.arena_memory != "allocator" and not (isinstance(inner, ProcessGroupComm) and inner.is_nccl):
             raise ScheduleError(
                 f"Scheduler(): arena_memory is {self.policy.arena_memory!r}, which needs ranks over NCCL, got "
                 f"{type(inner).__name__} on {comm.device}. Pass arena_memory='allocator'."
             )
         self._functions, self._history = FunctionRegistry(), SettingsHistory()
         self._closed: str | None = None
-        setup_calls.record_for_repeat(lambda: self.close_after_error(CommError("a rank was restarted")))
+        setup_recording.record_for_replay(lambda: self.close_after_error(CommError("a rank was restarted")))
         self._make_executor(lanes_for(comm.device))
-        setup_calls.record_for_repeat(partial(self._begin_generation, self.own, self.executor))
+        setup_recording.record_for_replay(partial(self._begin_generation, self.own, self.executor))
 
     def _begin_generation(self, own: Comm, executor: Executor) -> None:
         """Return to the state of a new scheduler in a new generation of the job: no schedules, and the Comm of the setup."""
@@ -182,7 +182,7 @@ class Scheduler(DelegatingComm, ScheduledEngine):
     @property
     def comm_with_history_labels(self) -> Comm:
         """A Comm for collectives outside of steps, such as the sum of a part. Its labels have the digest of all settings."""
-        return self if self._now is not None else LabelledComm(self, f"after history {self._history.digest or 'none'}: ")
+        return self if self._now is not None else LabelPrefixComm(self, f"after history {self._history.digest or 'none'}: ")
 
     @property
     def _history_suffix(self) -> str:
@@ -342,7 +342,7 @@ class Scheduler(DelegatingComm, ScheduledEngine):
     def _compile_on_all_ranks(self, program: Program, *, is_held: bool) -> Schedule | None:
         """Return the schedule of a program, equal on all ranks; None if on any rank parameters are held after their use."""
         self.executor.make_process_groups()
-        if b"1" in all_gather_bytes(b"1" if is_held else b"0", self.own):
+        if b"1" in all_gather_fixed_size(b"1" if is_held else b"0", self.own):
             return None
         schedule = compile_schedule(program, self.policy, has_streams=self.device.type != "cpu")
         verify(schedule)
@@ -398,5 +398,5 @@ def _transport_over(comm: Comm, *, separate_groups: bool) -> Transport:
         inner = inner.inner
     if not isinstance(inner, ProcessGroupComm):
         return BlockingTransport(comm)
-    kind = NcclTransport if inner.is_native else GlooTransport
+    kind = NcclTransport if inner.is_nccl else GlooTransport
     return kind(inner, ProcessGroups(inner, separate=separate_groups), counters)

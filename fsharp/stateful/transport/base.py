@@ -277,4 +277,4 @@ class ProcessGroups:
 
     def abort(self) -> None:
         """End all collectives under way in these groups with an error."""
-        abort_groups(list(self._made.values()), is_native=self.comm.is_native)
+        abort_groups(list(self._made.values()), is_nccl=self.comm.is_nccl)

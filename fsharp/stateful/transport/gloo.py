@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from fsharp.functional.comm.process_group import GroupMessages, ProcessGroupComm
+from fsharp.functional.comm.process_group import PointToPoint, ProcessGroupComm
 from fsharp.functional.comm.protocol import CountingComm
 from fsharp.functional.comm.worker_threads import CollectiveOutcome, Outcome, Worker
 from fsharp.functional.formats.format import dtype_name
@@ -92,11 +92,11 @@ class GlooTransport(Transport):
         results[mine].copy_(parts[mine])
         return self._exchange_parts("reduce", [parts], [results], mine, self._begin_collective(label, "all_to_all", [x], axis))
 
-    def _begin_collective(self, label: str, op: str, xs: Sequence[torch.Tensor], axis: str) -> GroupMessages:
+    def _begin_collective(self, label: str, op: str, xs: Sequence[torch.Tensor], axis: str) -> PointToPoint:
         """Tell other ranks which collective this rank begins now. Return the messages of the collective."""
         sizes = "+".join([str(len(x)) for x in xs])
         call = self.comm.watch.begin_call(f"{label}: {op} along {axis} of {sizes} {dtype_name(xs[0].dtype)}")
-        return self.comm.messages(self.groups("gather" if op == "all_gather" else "reduce", axis), axis, call)
+        return self.comm.point_to_point(self.groups("gather" if op == "all_gather" else "reduce", axis), axis, call)
 
     def _exchange_parts(
         self,
@@ -104,7 +104,7 @@ class GlooTransport(Transport):
         send: PartsOfBuffers,
         receive: PartsOfBuffers,
         mine: int,
-        messages: GroupMessages,
+        messages: PointToPoint,
         outcome: CollectiveOutcome | None = None,
     ) -> Work:
         """Send to every other rank its part of each row in ``send``, and receive its parts into the rows of ``receive``.
@@ -127,7 +127,7 @@ class GlooTransport(Transport):
         outs: Sequence[torch.Tensor],
         mine: int,
         summands: Sequence[Summand],
-        messages: GroupMessages,
+        messages: PointToPoint,
         then: Callable[[], Any] = lambda: None,
         second_outcome: CollectiveOutcome | None = None,
     ) -> Work:

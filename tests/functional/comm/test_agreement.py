@@ -7,7 +7,7 @@ import torch
 
 import fsharp as fs
 from fsharp.errors import AgreementError, FsharpError, MeshError, TreeError
-from fsharp.functional.comm.agree import all_gather_bytes
+from fsharp.functional.comm.agree import all_gather_fixed_size
 from fsharp.testing import simulate
 from tests.ranks import on_ranks
 
@@ -205,7 +205,7 @@ def test_many_ranks_are_counted_and_not_listed():
 @pytest.mark.parametrize("mesh", [DP3, GRID, fs.Mesh({"a": 2, "b": 1, "c": 3})], ids=str)
 def test_bytes_are_gathered_in_order_of_rank(mesh):
     expected = [bytes([rank, 255 - rank]) for rank in range(mesh.size)]
-    assert simulate(mesh, lambda comm: all_gather_bytes(expected[comm.rank], comm)) == [expected] * mesh.size
+    assert simulate(mesh, lambda comm: all_gather_fixed_size(expected[comm.rank], comm)) == [expected] * mesh.size
 
 
 def test_one_rank_alone_asks_nobody():

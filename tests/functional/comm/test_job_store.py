@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 import fsharp as fs
 from fsharp.errors import CommError, MeshError
-from fsharp.functional.comm.job_store import agree_on_attempt_name
+from fsharp.functional.comm.job_store import choose_attempt_name
 from fsharp.testing import processes
 
 
@@ -21,7 +21,7 @@ def joined(store, size, *, late=None, dead=(), limit_s=60.0):
     def rank_fn(rank):
         time.sleep(0.1 if rank == late else 0)
         try:
-            return agree_on_attempt_name(store, rank, size, limit_s)
+            return choose_attempt_name(store, rank, size, limit_s)
         except CommError as error:
             return str(error)
 
@@ -51,11 +51,11 @@ def test_an_attempt_that_has_failed_on_the_way_is_in_nobodys_way():
 def test_one_rank_that_comes_later_than_the_marks_of_an_oldattempt():
     store, names = dist.HashStore(), []
     joined(store, 2)
-    first = threading.Thread(target=lambda: names.append(agree_on_attempt_name(store, 1, 2, 60.0)))
+    first = threading.Thread(target=lambda: names.append(choose_attempt_name(store, 1, 2, 60.0)))
     first.start()
     time.sleep(0.1)
     assert names == []  # the marks that are there are those of the old attempt
-    names.append(agree_on_attempt_name(store, 0, 2, 60.0))
+    names.append(choose_attempt_name(store, 0, 2, 60.0))
     first.join()
     assert names[0] == names[1]
 

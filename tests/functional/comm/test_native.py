@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 import fsharp as fs
 from fsharp.errors import AgreementError
-from fsharp.functional.comm.watch import CommWatch, RankStatuses
+from fsharp.functional.comm.watch import CommWatch, StatusExchange
 from fsharp.stateful.transport.base import ProcessGroups, Summand
 from fsharp.stateful.transport.nccl import NcclTransport
 from tests.functional.comm.test_watch import Table
@@ -39,9 +39,9 @@ class Group:
 def native(board, rank, notes):
     """A Comm of two ranks over communicators of NCCL, as far as failures go."""
     comm = object.__new__(fs.ProcessGroupComm)
-    comm.mesh, comm.rank, comm.ranks, comm.is_native, comm._rank_order = fs.Mesh({"dp": 2}), rank, (0, 1), True, False
+    comm.mesh, comm.rank, comm.ranks, comm.is_nccl, comm._rank_order = fs.Mesh({"dp": 2}), rank, (0, 1), True, False
     comm._groups, comm._whole, comm.limit_s = {"dp": Group(notes, "dp")}, None, 60.0
-    comm.watch = CommWatch("comm", RankStatuses(rank, 2, board), board, 60.0)
+    comm.watch = CommWatch("comm", StatusExchange(rank, 2, board), board, 60.0)
     comm.watch.aborts.append(weakref.WeakMethod(comm.abort))
     return comm
 
@@ -71,7 +71,7 @@ def test_a_rank_that_waits_for_its_device_hears_of_another_that_has_failed():
 
 def test_a_listener_ends_with_its_job_or_its_comm():
     board = Table()
-    watches = [CommWatch(f"comm {i}", RankStatuses(0, 2, board), board, 60.0) for i in range(2)]
+    watches = [CommWatch(f"comm {i}", StatusExchange(0, 2, board), board, 60.0) for i in range(2)]
     before = set(threading.enumerate())
     for watch in watches:
         watch.start_failure_monitor(0.001)

@@ -11,8 +11,8 @@ import torch
 import fsharp as fs
 from fsharp.errors import AgreementError, CommError, ScheduleError
 from fsharp.functional.comm import job_store
-from fsharp.functional.comm.protocol import LabelledComm
-from fsharp.functional.comm.watch import CommWatch, RankStatuses
+from fsharp.functional.comm.protocol import LabelPrefixComm
+from fsharp.functional.comm.watch import CommWatch, StatusExchange
 from fsharp.testing import processes
 from tests.gpt_like import loss_fn
 from tests.scheduling import DP, make_state, make_tx, my_batches
@@ -121,7 +121,7 @@ class Table:
 
 def two_ranks():
     table = Table()
-    return [CommWatch("one", RankStatuses(rank, 2, table), table, limit_s=60) for rank in range(2)]
+    return [CommWatch("one", StatusExchange(rank, 2, table), table, limit_s=60) for rank in range(2)]
 
 
 def test_labels_make_tags():
@@ -163,7 +163,7 @@ def test_where_ranks_are_and_what_to_do_come_before_labels_around():
 
 def test_ranks_that_wait_for_each_other_in_two_comms_are_told_apart():
     table = Table()
-    ranks = [RankStatuses(rank, 2, table) for rank in range(2)]
+    ranks = [StatusExchange(rank, 2, table) for rank in range(2)]
     watches = [[CommWatch(name, each, table, limit_s=60) for name in ("one", "two")] for each in ranks]
     first, second = watches[0][0].begin_call("in one"), watches[1][1].begin_call("in two")
     for call in (first, second, first):
@@ -181,7 +181,7 @@ def test_a_label_of_a_wrapper_has_a_separator_only_if_something_follows(label, f
             seen.append(label)
             return super().all_gather(x, axis, label=label)
 
-    LabelledComm(Seen(fs.Mesh({"dp": 1})), "the end of step 3: ").all_gather(torch.ones(1), "dp", label=label)
+    LabelPrefixComm(Seen(fs.Mesh({"dp": 1})), "the end of step 3: ").all_gather(torch.ones(1), "dp", label=label)
     assert seen == [found]
 
 
@@ -206,7 +206,7 @@ def test_an_error_that_all_have_heard_of_is_said_once():
 
 def test_a_rank_that_waits_itself_is_told_from_one_that_is_silent():
     table = Table()
-    a, b, c = (CommWatch("one", RankStatuses(rank, 3, table), table, limit_s=60) for rank in range(3))
+    a, b, c = (CommWatch("one", StatusExchange(rank, 3, table), table, limit_s=60) for rank in range(3))
     c.begin_call("p")
     waits = b.begin_call("p")
     waits.check_can_end()
@@ -220,7 +220,7 @@ def test_a_rank_that_has_left_is_not_waited_for():
     a, b = two_ranks()
     first = b.begin_call("step #3")
     a.begin_call("step #3")
-    a.ranks.write_last_status(None)
+    a.statuses.write_last_status(None)
     first.check_can_end()  # it took part in this one
     text = r"rank 0 has left the job(.|\n)*rank 0 .*its last collective was 'step #3'(.|\n)*waits for it in 'step #4'"
     with pytest.raises(CommError, match=text):
@@ -229,7 +229,7 @@ def test_a_rank_that_has_left_is_not_waited_for():
 
 def test_a_rank_that_has_left_had_come_to_what_it_has_forgotten_since():
     table = Table()
-    ranks = [RankStatuses(rank, 2, table) for rank in range(2)]
+    ranks = [StatusExchange(rank, 2, table) for rank in range(2)]
     a, b = (CommWatch("of a model", each, table, limit_s=60) for each in ranks)
     call = b.begin_call("gather of a model")
     a.begin_call("gather of a model")
@@ -245,7 +245,7 @@ def test_a_rank_that_has_left_had_come_to_what_it_has_forgotten_since():
 
 def test_a_rank_that_has_left_because_of_an_error_says_which():
     a, b = two_ranks()
-    a.ranks.write_last_status(ValueError("bad batch"))
+    a.statuses.write_last_status(ValueError("bad batch"))
     call = b.begin_call("step #0")
     text = r"rank 0 +after no collective yet, .*below\.\n  another rank .*step #0'\nEvery rank .*\n(.|\n)*ValueError: bad batch"
     with pytest.raises(CommError, match=text):
@@ -257,7 +257,7 @@ def test_a_rank_whose_messages_stop_in_a_collective_it_has_come_to_has_left():
     a.begin_call("gather")
     call = b.begin_call("gather")
     call.peer = 0
-    a.ranks.write_last_status(None)
+    a.statuses.write_last_status(None)
     call.check_can_end()
     assert "rank 0 has left the job" in str(call.explain_connection_error(RuntimeError("closed")))
 
