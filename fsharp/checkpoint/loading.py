@@ -34,9 +34,9 @@ from fsharp.errors import CheckpointError, problem
 from fsharp.functional.comm.agree import all_gather_texts, check_on_all_ranks
 from fsharp.functional.comm.protocol import Comm
 from fsharp.functional.comm.tree_names import with_new_tree_name
-from fsharp.functional.layout.sharded import check_not_lent, decode_tree, is_sharded, mark_nodes_donated, units_of
+from fsharp.functional.layout.sharded import check_not_lent, decode_tree, is_sharded, mark_donated, units_of
 from fsharp.functional.state import MadeBy, TrainState
-from fsharp.functional.stored import encode_blocks, encode_whole_leaves
+from fsharp.functional.stored import encode_by_block, encode_by_leaf
 from fsharp.functional.tree.paths import as_patterns, self_and_ancestors
 from fsharp.stateful.modules.parameter import ShardedTensor
 from fsharp.type_checks import options_checked
@@ -217,11 +217,11 @@ def load_with_reader(
         for name, value in kept.items():
             into.entries[name].local.copy_(value)
         _fill_tree(found, into, names, comm.rank, read, kept)
-        return encode_blocks(tree, resting)
+        return encode_by_block(tree, resting)
 
-    tree = encode_whole_leaves(check_on_all_ranks("load()", comm, fill), comm, resting)
+    tree = encode_by_leaf(check_on_all_ranks("load()", comm, fill), comm, resting)
     if donate:
-        mark_nodes_donated(units_of(like))
+        mark_donated(units_of(like))
     with_new_tree_name(tree, comm)
     if not any(has_state_dict(leaf) for leaf in optree.tree_leaves(like, is_leaf=is_checkpoint_leaf)):
         return tree

@@ -60,7 +60,7 @@ def forward(
     """
     units = (sharded, tuple(ties))
     if not isinstance(sharded, Sharded) or ties:
-        _check_ties([*ties, *units_on_mesh_of("forward()", sharded, comm)])
+        _check_tied_units_unique([*ties, *units_on_mesh_of("forward()", sharded, comm)])
     elif sharded.is_donated:
         check_not_donated("forward()", [sharded])
     if remat is not False:
@@ -100,8 +100,8 @@ def _forward_with_remat(fn: Any, units: Any, args: Any, kwargs: Any, comm: Comm,
         return run_with_recomputation(run, fn, args, kwargs, remat)
 
 
-def _check_ties(nodes: Sequence[Sharded]) -> None:
-    for name in {name for node in nodes for name in node.unit.tied_units}:
+def _check_tied_units_unique(nodes: Sequence[Sharded]) -> None:
+    for name in {name for node in nodes for name in node.unit.tie_owners}:
         if len({tuple(map(id, node.raw_buffers)) for node in nodes if node.name == name}) > 1:
             raise TreeError(
                 f"forward(): leaves are tied to unit {name!r}, and two units of that name were passed: which one is meant? "
@@ -138,11 +138,11 @@ def dummy_forward(sharded: Any, x: torch.Tensor, *, comm: Comm, ties: Sequence[S
 
     Cost: the collectives of :func:`forward`. Gradient: ``x`` gets its gradient unchanged; the unit gets zeros.
     """
-    out: torch.Tensor = forward(_pass_with_zero_gradients, sharded, x, comm=comm, ties=ties)
+    out: torch.Tensor = forward(_identity_with_zero_gradients, sharded, x, comm=comm, ties=ties)
     return out
 
 
-def _pass_with_zero_gradients(tree: Any, x: torch.Tensor) -> torch.Tensor:
+def _identity_with_zero_gradients(tree: Any, x: torch.Tensor) -> torch.Tensor:
     leaves = [leaf for leaf in optree.tree_leaves(tree) if leaf.requires_grad]
     out: torch.Tensor = _ZeroGradients.apply(x, *leaves)
     return out

@@ -35,7 +35,7 @@ class Loss(NamedTuple):
     @property
     def mean(self) -> torch.Tensor:
         """``sum / weight``; ``sum`` if the weight is 0."""
-        return self.sum / _zero_to_one(self.weight)
+        return self.sum / _safe_divisor(self.weight)
 
 
 class Metrics(NamedTuple):
@@ -150,7 +150,7 @@ def average(loss: Loss, grads: Any, *, comm: Comm, donate: bool = False) -> tupl
     for axis, _ in comm.mesh.axes:
         sums = all_reduce(sums, comm, axis)
     total = Loss(*sums)
-    divisor = _zero_to_one(total.weight)  # stays float64: in half precision 257 would become 256, and 100,000 infinite
+    divisor = _safe_divisor(total.weight)  # stays float64: in half precision 257 would become 256, and 100,000 infinite
 
     def divided(node: Sharded) -> Sharded:
         buffers = [torch.div(x, divisor, out=x if donate else torch.empty_like(x)) for x in node.buffers]
@@ -159,5 +159,5 @@ def average(loss: Loss, grads: Any, *, comm: Comm, donate: bool = False) -> tupl
     return Metrics(total.mean, total.weight), map_units(divided, grads)
 
 
-def _zero_to_one(weight: torch.Tensor) -> torch.Tensor:
+def _safe_divisor(weight: torch.Tensor) -> torch.Tensor:
     return torch.where(weight == 0, torch.ones_like(weight), weight)

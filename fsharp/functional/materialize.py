@@ -15,7 +15,7 @@ from fsharp.functional.comm.tree_names import with_new_tree_name
 from fsharp.functional.layout.layout import Layout
 from fsharp.functional.layout.sharded import PlaceName, is_sharded, map_units, resolve_place
 from fsharp.functional.layout.slicing import as_user_tree, build_shard, check_tree, shard_for
-from fsharp.functional.layout.text import describe_units
+from fsharp.functional.layout.text import unit_fields
 from fsharp.functional.layout.unit_layout import Leaf, UnitLayout
 from fsharp.functional.moves import gather
 from fsharp.functional.tree.paths import flatten_with_paths, value_by_path
@@ -54,7 +54,7 @@ def shard(params: Any, layout: Layout, comm: Comm, *, place: PlaceName = "params
         _check_mesh("shard()", layout, comm)
         check_tree("shard()", params, layout)
 
-    check_on_all_ranks("shard()", comm, check, lambda _: {**describe_units(layout.units), "check_values": repr(check_values)})
+    check_on_all_ranks("shard()", comm, check, lambda _: {**unit_fields(layout.units), "check_values": repr(check_values)})
     if check_values:
         paths, leaves, _ = flatten_with_paths(params)
         varying = {unit.path_in_tree(leaf): unit.strategy.full.varying_axes for unit in layout.units for leaf in unit.leaves}
@@ -142,7 +142,7 @@ def init_params(
         rules = initializers if isinstance(initializers, Mapping) else {"**": initializers}
         return value_by_path("init_params()", rules, paths)
 
-    fields = {**describe_units(layout.units), "key": repr(key)}
+    fields = {**unit_fields(layout.units), "key": repr(key)}
     chosen = check_on_all_ranks("init_params()", comm, check, lambda _: fields)
     target = torch.device(device) if device is not None else comm.device
     nodes = []

@@ -108,7 +108,7 @@ def gather(tree: Tree, *, comm: Comm, to: PlaceName = "full") -> Tree:
         return Sharded(moved, sharded.unit, target, sharded.groups, is_gathered=whole)
 
     with reporting_format_errors(comm, "gather()"):
-        return optree.tree_map(one, buffers_on_device(tree, comm.device), is_leaf=is_sharded)  # type: ignore[return-value]
+        return optree.tree_map(one, tree_to_device(tree, comm.device), is_leaf=is_sharded)  # type: ignore[return-value]
 
 
 def _buffers_without_scales(node: Sharded) -> Sequence[torch.Tensor]:
@@ -124,7 +124,7 @@ def _add_scales_or_decode(
 ) -> list[torch.Tensor]:
     """Return moved buffers with the scales of ``node`` at their ends; if ``whole``, return decoded buffers instead."""
     unit = node.unit
-    if not unit.has_formats:
+    if not unit.has_stored_formats:
         return moved
     found = []
     for g, old, new in zip(node.groups, node.buffers, moved, strict=True):
@@ -204,7 +204,7 @@ def reduce_scatter_unchecked(tree: Any, nodes: Sequence[Sharded], to: PlaceName,
     return map_units(lambda node: one(node) if is_sharded(node) else node, tree)
 
 
-def buffers_on_device(tree: Any, device: torch.device) -> Any:
+def tree_to_device(tree: Any, device: torch.device) -> Any:
     """Return the tree with buffers in host memory copied to the device. If the device is a CPU, return the tree itself."""
     if device.type == "cpu":
         return tree

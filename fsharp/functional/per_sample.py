@@ -38,7 +38,7 @@ def per_sample_norms(
         loss_fn: a loss function, as for :func:`~fsharp.value_and_grad`. ``torch.vmap`` over samples calls it once, with batches
             of one sample: dim 0 of every tensor has size 1. If it returns ``(sum, weight)``, the gradient is that of ``sum``.
             It has to use parameters through ``forward`` or ``gather``.
-        chunk_size: number of samples in one pass, as in ``torch.vmap``; None means all. All ranks make as many passes as the
+        chunk_size: number of samples in one chunk, as in ``torch.vmap``; None means all. All ranks make as many chunks as the
             rank with the most samples.
         randomness: ``"error"`` refuses random operations, ``"same"`` and ``"different"`` draw equal or different numbers for
             the samples, as in ``torch.vmap``.
@@ -54,8 +54,8 @@ def per_sample_norms(
         TreeError: ``params`` has no unit.
         MeshError: ``comm`` is on another mesh than ``params``.
 
-    Cost: for each pass the gathers of ``fs.forward``, and no reduction. With ``chunk_size`` an ``all_reduce`` of 8 bytes for
-    each axis. Memory: activations of all samples of a pass, one full unit, and gradients of one unit for each sample. A
+    Cost: for each chunk the gathers of ``fs.forward``, and no reduction. With ``chunk_size`` an ``all_reduce`` of 8 bytes for
+    each axis. Memory: activations of all samples of a chunk, one full unit, and gradients of one unit for each sample. A
     :class:`~fsharp.Scheduler` does not overlap these gathers.
     Source: per-sample clipping of Abadi et al., Deep Learning with Differential Privacy (2016).
     """
@@ -73,20 +73,20 @@ def per_sample_norms(
         leaves, spec = optree.tree_flatten(batch)
         count = _batch_size(leaves)
         if chunk_size is None:
-            passes = [leaves]
+            chunks = [leaves]
         else:
             own = torch.tensor(max(-(-count // chunk_size), 1), device=comm.device)
-            most = int(max_over_ranks(own, comm, label="passes of per_sample_norms"))
+            most = int(max_over_ranks(own, comm, label="chunks of per_sample_norms"))
             parts = [x.tensor_split(most) if isinstance(x, torch.Tensor) else [x] * most for x in leaves]
-            passes = [list(row) for row in zip(*parts, strict=True)]
+            chunks = [list(row) for row in zip(*parts, strict=True)]
         dtypes = [node.unit.groups[g].dtypes.accumulate for node in nodes for g in node.unit.trainable_groups]
-        found = torch.cat([_norms_of_pass(loss_fn, params, part, spec, comm, randomness) for part in passes])
+        found = torch.cat([_norms_of_chunk(loss_fn, params, chunk, spec, comm, randomness) for chunk in chunks])
         return found.to(max(dtypes, key=lambda dtype: dtype.itemsize))
 
     return run
 
 
-def _norms_of_pass(loss_fn: LossFn, params: Any, leaves: list[Any], spec: Any, comm: Comm, randomness: str) -> torch.Tensor:
+def _norms_of_chunk(loss_fn: LossFn, params: Any, leaves: list[Any], spec: Any, comm: Comm, randomness: str) -> torch.Tensor:
     count = _batch_size(leaves)
     if count == 0:  # vmap over zero samples is not defined, but other ranks need this rank in their gathers
         leaves = [x.new_zeros(1, *x.shape[1:]) if isinstance(x, torch.Tensor) else x for x in leaves]

@@ -42,9 +42,9 @@ class _SavedBuffers:
         return buffer.as_strided(size, strides, buffer.storage_offset() + offset)
 
 
-def release_saved(out: Any, rested: Any, gathered: Any, sequence_nr: int, comm: Comm) -> None:
+def release_saved(out: Any, sharded: Any, gathered: Any, sequence_nr: int, comm: Comm) -> None:
     """Release what autograd has saved of the units ``gathered``, for a call since ``sequence_nr`` that has returned ``out``."""
-    nodes = units_of(rested)
+    nodes = units_of(sharded)
     if any(is_batched(buffer) for node in nodes for buffer in node.buffers):
         return  # vmap over parameters, which cannot be gathered again after vmap
     whole = [without_vmap(buffer) for node in units_of(gathered) for buffer in node.buffers]
@@ -76,7 +76,7 @@ def release_saved(out: Any, rested: Any, gathered: Any, sequence_nr: int, comm: 
 
     for raw in saved_tensors(outputs, sequence_nr):
         x = raw.data
-        number = numbers.get(x.untyped_storage().data_ptr()) if values_are_memory(x) else None
+        number = numbers.get(x.untyped_storage().data_ptr()) if is_plain_strided(x) else None
         if number is None or x.dtype != whole[number].dtype:
             continue
         view = (number, x.size(), x.stride(), int(x.storage_offset() - whole[number].storage_offset()))
@@ -130,7 +130,7 @@ def _graph_nodes_since(roots: set[Any], sequence_nr: int) -> Iterator[Any]:
                 stack.append(before)
 
 
-def values_are_memory(x: torch.Tensor) -> bool:
+def is_plain_strided(x: torch.Tensor) -> bool:
     """Return whether a tensor's values are exactly its memory: no conjugate or negative view, and not without memory."""
     return x.layout is torch.strided and not (x._is_zerotensor() or x.is_conj() or x.is_neg())
 

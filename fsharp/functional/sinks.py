@@ -85,7 +85,7 @@ def with_sinks(params: Any, ledger: SinkLedger | None = None) -> Any:
         for g, x in zip(node.groups, buffers, strict=True):
             own.append(x.detach().requires_grad_(g in unit.trainable_groups and x.is_floating_point()))
         ledger.add_buffers(own, sinks)
-        return node.with_aliases(own, ledger)
+        return node.with_buffers(own if node.lazy is None else node.lazy.with_aliases(own), ledger=ledger)
 
     return map_units(one, params)
 

@@ -19,14 +19,14 @@ from fsharp.functional.layout.sharded import (
     check_not_lent,
     is_sharded,
     map_units,
-    mark_nodes_donated,
+    mark_donated,
     merge,
-    register_leafless,
+    register_static,
     trainable,
     units_of,
 )
-from fsharp.functional.layout.text import describe_units
-from fsharp.functional.moves import buffers_on_device, gather, units_on_mesh_of
+from fsharp.functional.layout.text import unit_fields
+from fsharp.functional.moves import gather, tree_to_device, units_on_mesh_of
 from fsharp.functional.optim.base import Transform, apply_transform, as_transform, check_extra_arguments, check_gradients
 from fsharp.functional.stored import add_differences, encode_at_rest, encode_differences
 from fsharp.torch_compile import uncompiled
@@ -62,7 +62,7 @@ class MadeBy:
     name: str
 
 
-register_leafless(MadeBy)
+register_static(MadeBy)
 _with_main_copy, _groups_of = attrgetter("unit.groups_with_main_copy"), attrgetter("groups")
 
 
@@ -96,7 +96,7 @@ def init_state(tx: Any, sharded: Any, *, comm: Comm, donate: bool = False) -> Tr
 
     def fields(nodes: list[Sharded]) -> dict[str, str]:
         places = "\n".join(f"{node.name or '(root)'}: {node.place}" for node in nodes)
-        return {**describe_units([node.unit for node in nodes]), "place": places, "tx": exact_text(tx.config)}
+        return {**unit_fields([node.unit for node in nodes]), "place": places, "tx": exact_text(tx.config)}
 
     check_on_all_ranks("init_state()", comm, check, fields)
     start = with_new_tree_name(sharded if donate else optree.tree_map(torch.clone, sharded), comm)
@@ -114,7 +114,7 @@ def init_state(tx: Any, sharded: Any, *, comm: Comm, donate: bool = False) -> Tr
     residuals = zero_residuals([node.unit for node in units_of(params)], comm.device)
     state = TrainState(0, params, copies, tx.init(main, comm=comm), MadeBy(tx.name), residuals)
     if donate:
-        mark_nodes_donated(units_of(sharded))
+        mark_donated(units_of(sharded))
     return state
 
 
@@ -177,7 +177,7 @@ def update(tx: Any, grads: Any, state: TrainState, *, comm: Comm, donate: bool =
         held = state.main, state.opt
         if isinstance(comm, Engine):
             held = comm.begin_state_fetch(held, state.params, grads, donate=donate)
-        main, opt = buffers_on_device(held, comm.device)
+        main, opt = tree_to_device(held, comm.device)
         resting = gather(trainable(state.params), comm=comm, to="optim")
         has_copies = any(map(_with_main_copy, nodes)) or any(map(_groups_of, mains))
         old = map_units(_copy_groups_without_main, merge(resting, main), main) if has_copies else resting
@@ -199,7 +199,7 @@ def update(tx: Any, grads: Any, state: TrainState, *, comm: Comm, donate: bool =
         moved_nodes = units_of(params)
         copy_tree_names(moved_nodes, fresh)
     if donate:
-        mark_nodes_donated(kept, [*moved_nodes, *units_of(main)])
+        mark_donated(kept, [*moved_nodes, *units_of(main)])
     return TrainState(state.step + 1, params, main, opt, MadeBy(tx.name), state.residuals)
 
 

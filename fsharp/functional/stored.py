@@ -37,18 +37,18 @@ def encode_at_rest(tree: Any, comm: Comm) -> Any:
     if all(map(_is_unchanged_at_rest, units_of(tree))):
         return tree
     tree = map_units(cast, tree)
-    if not any(node.unit.has_formats for node in units_of(tree)):
+    if not any(node.unit.has_stored_formats for node in units_of(tree)):
         return tree
     with reporting_format_errors(comm, "the encoding of updated parameters"):
-        tree = encode_blocks(tree)
-    return encode_whole_leaves(tree, comm)
+        tree = encode_by_block(tree)
+    return encode_by_leaf(tree, comm)
 
 
 def _is_unchanged_at_rest(node: Sharded) -> bool:
     """Return whether values of a unit can rest unchanged: no cast, no encoding, and no main copy beside them."""
     unit = node.unit
     for g, x in zip(node.groups, node.raw_buffers, strict=True):
-        if x.dtype != unit.groups[g].dtypes.compute or g in unit.groups_with_main_copy or unit.has_formats:
+        if x.dtype != unit.groups[g].dtypes.compute or g in unit.groups_with_main_copy or unit.has_stored_formats:
             return False
     return True
 
@@ -99,7 +99,7 @@ def add_encoded_difference(
     return (params.to(main) + difference).to(params.dtype)
 
 
-def encode_blocks(tree: Any, like: Any = None) -> Any:
+def encode_by_block(tree: Any, like: Any = None) -> Any:
     """Encode the groups whose format encodes blocks by themselves; with ``like``, only the groups that are encoded there."""
 
     def one(node: Sharded, groups: Sequence[int]) -> Sharded:
@@ -112,11 +112,11 @@ def encode_blocks(tree: Any, like: Any = None) -> Any:
     return _map_encoded_groups(one, tree, like, by_leaf=False)
 
 
-def encode_whole_leaves(tree: Any, comm: Comm, like: Any = None) -> Any:
+def encode_by_leaf(tree: Any, comm: Comm, like: Any = None) -> Any:
     """Encode the groups whose format encodes whole leaves; return all other groups unchanged. All ranks call this function.
 
-    ``like`` is as for :func:`encode_blocks`. Cost: an ``all_reduce`` of the maxima of leaves for each format and each axis that
-    shards optimizer state. Values are encoded in the optimizer's place, and gathered from there to their own place.
+    ``like`` is as for :func:`encode_by_block`. Cost: an ``all_reduce`` of the maxima of leaves for each format and each axis
+    that shards optimizer state. Values are encoded in the optimizer's place, and gathered from there to their own place.
     """
     jobs: dict[tuple[Format, tuple[str, ...]], tuple[str, list[LeafPart], list[str]]] = {}
 

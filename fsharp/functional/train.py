@@ -15,7 +15,7 @@ from fsharp.functional.layout.sharded import Sharded, map_units, units_of
 from fsharp.functional.loss import Loss, as_loss, average, check_depends_on_parameters, short_description, split_batch
 from fsharp.functional.moves import reduce_scatter, units_on_mesh_of
 from fsharp.functional.optim.base import as_transform, settings_text
-from fsharp.functional.release import values_are_memory
+from fsharp.functional.release import is_plain_strided
 from fsharp.functional.sinks import SinkLedger, take_gradients, with_sinks
 from fsharp.functional.state import TrainState, update
 from fsharp.functional.transforms import check_untransformed
@@ -141,7 +141,7 @@ def _keeping_aux(loss_fn: LossFn, kept: list[Any], params: Any) -> LossFn:
     def keep(x: Any) -> Any:
         if not isinstance(x, torch.Tensor):
             return x
-        is_parameter = values_are_memory(x) and x.numel() and x.untyped_storage().data_ptr() in places
+        is_parameter = is_plain_strided(x) and x.numel() and x.untyped_storage().data_ptr() in places
         return x.detach().clone() if is_parameter else x.detach()
 
     def fn(params: Any, batch: Any, comm: Comm) -> Any:

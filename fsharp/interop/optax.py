@@ -15,7 +15,7 @@ from fsharp.errors import TreeError, problem
 from fsharp.functional.comm.agree import check_on_all_ranks
 from fsharp.functional.comm.exact_text import exact_text
 from fsharp.functional.comm.protocol import Comm
-from fsharp.functional.layout.sharded import register_leafless, units_of
+from fsharp.functional.layout.sharded import register_static, units_of
 from fsharp.functional.optim.base import Transform
 from fsharp.interop.arrays import check_not_forked, number_as_jax_array, number_as_tensor
 from fsharp.interop.program import CompiledTransformation, TracedTransformation, with_readable_bytes
@@ -42,7 +42,7 @@ class BufferPlaceholder:
     number: int
 
 
-register_leafless(BufferPlaceholder)
+register_static(BufferPlaceholder)
 
 
 @api_boundary

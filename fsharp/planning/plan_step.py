@@ -103,7 +103,7 @@ ROOT = "(root)"
 
 def uses_in_order(layout: Layout, order: Sequence[str | Use]) -> tuple[Use, ...]:
     """Return the uses of units in a microbatch, in order. Raise a LayoutError if ``order`` lacks a unit with elements."""
-    names = [unit.name for unit in layout.units if unit.groups or unit.tied_units]
+    names = [unit.name for unit in layout.units if unit.groups or unit.tie_owners]
     patterns = [each for each in order if not isinstance(each, Use)]
     selected = {each: {each} if each in names else select_paths("plan_step()", (each,), names) for each in patterns}
     found = [name for each in patterns for name in names if name in selected[each]]
@@ -117,7 +117,7 @@ def uses_in_order(layout: Layout, order: Sequence[str | Use]) -> tuple[Use, ...]
             uses.append(each)
             continue
         mine = [name for name in names if name in selected[each]] if order else [each]
-        uses += [Use((*sorted(layout[name].tied_units), name)) for name in mine]
+        uses += [Use((*sorted(layout[name].tie_owners), name)) for name in mine]
     used = {name for use in uses for name in _unit_names(use)}
     if unknown := sorted(used - {unit.name for unit in layout.units}):
         raise LayoutError(

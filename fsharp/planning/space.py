@@ -162,7 +162,7 @@ def updated_share(layout: Layout) -> float:
 
 def order_of_use(tree: Any, layout: Layout) -> list[str]:
     """Return the names of the units in the order of the tree's dicts, which is usually the order of use."""
-    names = [unit.name for unit in layout.units if unit.groups or unit.tied_units]
+    names = [unit.name for unit in layout.units if unit.groups or unit.tie_owners]
     around = set(names)
     found = [innermost_prefix(path, around) for path in _leaf_paths(tree)]
     return list(dict.fromkeys([*(name for name in found if name is not None), *names]))

@@ -218,7 +218,7 @@ def record_calls_of_module(
 
     for path, names in owners.items():
         if names:
-            ties = sorted({tied for name in names for tied in layout[name].tied_units} - set(names))
+            ties = sorted({tied for name in names for tied in layout[name].tie_owners} - set(names))
             each = skeleton.get_submodule(path)
             each.register_forward_pre_hook(partial(enter, (*ties, *names)), with_kwargs=True)
             each.register_forward_hook(leave)

@@ -13,7 +13,7 @@ import torch
 
 import fsharp as fs
 from fsharp.errors import AgreementError, TreeError
-from fsharp.functional.optim.base import config_texts
+from fsharp.functional.optim.base import exact_texts
 from fsharp.interop.optax import _ShardedTransformation
 from fsharp.testing import simulate
 from tests.ranks import on_ranks
@@ -84,8 +84,8 @@ def test_every_bit_of_a_setting_counts():
         lambda x: optax.TraceState(np.full(2000, x)),
     ]
     for make in same:
-        assert config_texts(x=make(0.1)) == config_texts(x=make(0.1))
-        assert config_texts(x=make(0.1)) != config_texts(x=make(0.100001))
+        assert exact_texts(x=make(0.1)) == exact_texts(x=make(0.1))
+        assert exact_texts(x=make(0.1)) != exact_texts(x=make(0.100001))
 
 
 @on_ranks(fs.Mesh({"dp": 2}))

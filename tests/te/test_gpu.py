@@ -154,7 +154,7 @@ GUARD = 1024
 @pytest.mark.parametrize("shape", [(128, 256), (208, 160), (48, 64)], ids=str)
 @pytest.mark.parametrize("name", OF_HOPPER)
 def test_parts_have_the_bytes_of_the_whole_and_nothing_is_written_around_their_memory(name, shape, monkeypatch):
-    make_room, guards = formats._QuantizedTensors._memory_to_encode_into, []
+    make_room, guards = formats._QuantizerCodec._memory_to_encode_into, []
 
     def guarded(self, part):
         rooms = []
@@ -165,7 +165,7 @@ def test_parts_have_the_bytes_of_the_whole_and_nothing_is_written_around_their_m
             rooms.append(memory[GUARD + offset :][: room.numel()])
         return rooms
 
-    monkeypatch.setattr(formats._QuantizedTensors, "_memory_to_encode_into", guarded)
+    monkeypatch.setattr(formats._QuantizerCodec, "_memory_to_encode_into", guarded)
     main = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(DEVICE)
     cuts = [0, 13 * 32, 13 * 32, main.numel() // 96 * 64, main.numel()]  # inside of rows and of blocks; one rank has none
     with on(HOPPER):

@@ -59,7 +59,7 @@ def prepare_residuals(
     Without ``donate`` they are copies. Raises TreeError for missing residuals, those of other units, and a ``step`` that is no
     integer of at least 0, or is missing where a format rounds stochastically.
     """
-    units = [unit for unit in units if unit.has_codecs and (residual_sizes(unit) or has_stochastic_wire(unit))]
+    units = [unit for unit in units if unit.has_any_format and (residual_sizes(unit) or has_stochastic_wire(unit))]
     if step is not None and (type(step) is not int or step < 0):
         raise TreeError(f"{where}: step is {step!r:.80}, expected an integer of at least 0, such as state.step.")
     stochastic = [unit for unit in units if has_stochastic_wire(unit)]

@@ -329,7 +329,7 @@ class Format:
             return 1
         return math.lcm(*[self.block // math.gcd(self.block, plane.per_block) for plane in self.planes])
 
-    def numbers_of_values(self, plane: Plane, first: int, last: int) -> slice:
+    def plane_slice(self, plane: Plane, first: int, last: int) -> slice:
         """Return the slice of a plane's numbers that encode the values ``[first, last)`` of a leaf.
 
         ``first`` is a multiple of :attr:`leaf_alignment`; ``last`` is rounded up to a multiple.

@@ -88,7 +88,7 @@ def format_of_hooked_parameter(
     """
     hooks = _GatherHooks(parameter, compute, main, device, policy)
     planes, block = hooks.planes_and_block(tuple(parameter.shape))
-    hooks.try_post_hook(tuple(parameter.shape))
+    hooks.check_post_hook(tuple(parameter.shape))
     about = re.sub(r" at 0x[0-9a-f]+", "", repr(hooks.settings))
     text = f"{hooks.cls.__module__}.{hooks.cls.__qualname__} {about} {planes} {block} {compute} {main}"
     label = f"fsdp_{hooks.cls.__name__}_{sha256(text.encode()).hexdigest()[:6]}"
@@ -179,7 +179,7 @@ class _GatherHooks:
         rest = (spec, tuple(is_tensor), tuple([x for x in leaves if not isinstance(x, torch.Tensor)]))
         return _PreHookResult(inputs, tensors, rest, unknown[0] if unknown else None, [(x.shape, x.dtype) for x in known])
 
-    def _try_pre_hook(self, shape: Shape) -> _PreHookResult:
+    def _trial_result(self, shape: Shape) -> _PreHookResult:
         """Return the result of the first hook for a tensor of ones. Its tensors to gather are on the meta device."""
         if shape not in self._result_by_shape:
             values, known = torch.ones(shape, dtype=self._main, device=self.device), list[torch.Tensor]()
@@ -202,7 +202,7 @@ class _GatherHooks:
         Each tensor that the first hook returns for gathers is a plane. Raises OptionError if these tensors are not proportional
         to the number of rows, or the maxima or the metadata depend on it.
         """
-        whole, row = self._try_pre_hook(shape), self._try_pre_hook((1, *shape[1:]))
+        whole, row = self._trial_result(shape), self._trial_result((1, *shape[1:]))
         rows, size = max(shape[0], 1), max(prod(shape[1:]), 1)
         counts = [x.numel() for x in row.inputs]
         is_even = [(x.dtype, x.numel()) for x in whole.inputs] == [(x.dtype, n * rows) for x, n in zip(row.inputs, counts)]
@@ -219,11 +219,11 @@ class _GatherHooks:
 
     def scales_nbytes(self, shape: Shape) -> int:
         """Return the bytes of the tensors in a leaf's metadata."""
-        return sum(align_nbytes(x.nbytes) for x in self._try_pre_hook(shape).tensors)
+        return sum(align_nbytes(x.nbytes) for x in self._trial_result(shape).tensors)
 
     def sizes_of_maxima(self, shape: Shape) -> list[tuple[int, torch.dtype]]:
         """Return the number of elements and the dtype of each maximum of a leaf."""
-        return [(size.numel(), dtype) for size, dtype in self._try_pre_hook(shape).known_maxima]
+        return [(size.numel(), dtype) for size, dtype in self._trial_result(shape).known_maxima]
 
     def encode(self, parts: Sequence[LeafPart], agree: AgreeMax) -> None:
         """Encode this rank's rows of each leaf; the hook gets a row of zeros if this rank has none."""
@@ -241,7 +241,7 @@ class _GatherHooks:
                 for (i, numbers), new in zip(alike, together.split([x.numel() for _, x in alike]), strict=True):
                     known[i].append(new.view(numbers.shape))
         for part, values, each in zip(parts, rows, made, strict=True):
-            self._check_metadata(part, self._try_pre_hook(tuple(values.shape)), each)
+            self._check_metadata(part, self._trial_result(tuple(values.shape)), each)
             for memory, tensor in zip(self._scales_in(part), each.tensors, strict=True):
                 memory.copy_(tensor)
             for plane, numbers in zip(part.planes, each.inputs, strict=True):
@@ -269,7 +269,7 @@ class _GatherHooks:
 
     def _scales_in(self, part: LeafPart) -> list[torch.Tensor]:
         found, start = [], 0
-        for like in self._try_pre_hook(part.shape).tensors:
+        for like in self._trial_result(part.shape).tensors:
             found.append(non_view_alias(part.scales[start : start + like.nbytes].view(like.dtype).view(like.shape)))
             start += align_nbytes(like.nbytes)
         return found
@@ -283,7 +283,7 @@ class _GatherHooks:
         return found
 
     def _call_post_hook(self, part: LeafPart, shape: Shape) -> torch.Tensor:
-        made, scales = self._try_pre_hook(shape), iter(self._scales_in(part))
+        made, scales = self._trial_result(shape), iter(self._scales_in(part))
         outputs = [non_view_alias(plane.view(-1, *x.shape[1:])) for plane, x in zip(part.planes, made.inputs, strict=True)]
         spec, is_tensor, rest = made.other_metadata
         others = iter(rest)
@@ -296,9 +296,9 @@ class _GatherHooks:
             raise OptionError(f"{self._hook_name(POST)} returned {got}, expected a tensor of {self._compute}{list(shape)}.")
         return tensor
 
-    def try_post_hook(self, shape: Shape) -> None:
+    def check_post_hook(self, shape: Shape) -> None:
         """Call the second hook once, without values, so that its errors are raised before the first gather."""
-        planes = tuple([torch.zeros(x.numel(), dtype=x.dtype, device=self.device) for x in self._try_pre_hook(shape).inputs])
+        planes = tuple([torch.zeros(x.numel(), dtype=x.dtype, device=self.device) for x in self._trial_result(shape).inputs])
         scales = torch.zeros(self.scales_nbytes(shape), dtype=torch.uint8, device=self.device)
         self.make_tensor(LeafPart("", shape, self._compute, 0, prod(shape), planes, scales))
 

@@ -7,7 +7,7 @@ import torch
 
 from fsharp.errors import LayoutError
 from fsharp.functional.formats.format import Format, Plane, register_format
-from fsharp.functional.formats.microscaling import BLOCK, LARGEST_FLOAT32, is_true_on_cpu, num_blocks_at_once
+from fsharp.functional.formats.microscaling import BLOCK, LARGEST_FLOAT32, is_true_without_sync, num_blocks_at_once
 from fsharp.type_checks import options_checked
 
 
@@ -115,6 +115,6 @@ def _inverse_hadamard_transform(rows: torch.Tensor) -> torch.Tensor:
     """Return the Hadamard transform of each row, in which rounding makes no finite number infinite."""
     size = rows.shape[1]
     found = _hadamard_transform(rows, factor=1 / size)
-    if not is_true_on_cpu((found.abs() <= LARGEST_FLOAT32 / size).all()):  # False for NaN
+    if not is_true_without_sync((found.abs() <= LARGEST_FLOAT32 / size).all()):  # False for NaN
         found = torch.where(found.isfinite(), found.clamp(-LARGEST_FLOAT32 / size, LARGEST_FLOAT32 / size), found)
     return found * size

@@ -71,7 +71,7 @@ def _register_block_format(
         exponent = exponent - (fraction == 0.5).int()  # of the least power of two that is not below ``least``
         exponent = torch.where(least == 0, -_BIAS, exponent).clamp(-_BIAS, _BIAS)
         scales.copy_(torch.where(is_finite, exponent + _BIAS, _NOT_FINITE).view(-1))
-        all_finite = is_true_on_cpu(is_finite.all())
+        all_finite = is_true_without_sync(is_finite.all())
         numbers = (blocks if all_finite else torch.where(is_finite, blocks, 0.0)) * power_of_two(-exponent)
         if noise is not None:
             numbers = rounding(numbers, noise).clamp_(-largest, largest)
@@ -92,7 +92,7 @@ def _register_block_format(
         codes = (unpack_codes(codes) if packed else codes).view(-1, BLOCK)
         scales = scales.int().view(-1, 1)
         torch.mul(to_numbers(codes), power_of_two(scales - _BIAS), out=values)
-        if is_true_on_cpu((scales < _FINITE_SCALE_LIMIT).all()):
+        if is_true_without_sync((scales < _FINITE_SCALE_LIMIT).all()):
             return
         values.clamp_(-LARGEST_FLOAT32, LARGEST_FLOAT32)  # encoding may have rounded up
         write_nonfinite_(values, codes, scales == _NOT_FINITE)
@@ -106,7 +106,7 @@ def num_blocks_at_once(values: torch.Tensor) -> int:
     return _BLOCKS_IN_CPU_CACHE if values.device.type == "cpu" else _BLOCKS_ON_DEVICE
 
 
-def is_true_on_cpu(fact: torch.Tensor) -> bool:
+def is_true_without_sync(fact: torch.Tensor) -> bool:
     """Return whether a boolean tensor is on the CPU and true. The host does not wait for a device."""
     return fact.device.type == "cpu" and bool(fact)
 

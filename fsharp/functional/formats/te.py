@@ -135,7 +135,7 @@ def _delayed_scaling_format(module: torch.nn.Module, path: str, parameter: Any, 
     parent, _, name = path.rpartition(".")
     scales.add(path, module.get_submodule(parent), name)
     alike = Float8CurrentScalingQuantizer(parameter._quantizer.dtype, parameter.device, columnwise=False)  # of the same class
-    tensors = _QuantizedTensors(_DELAYED_SCALING, alike, scales)
+    tensors = _QuantizerCodec(_DELAYED_SCALING, alike, scales)
     return _format_of_kind(_DELAYED_SCALING, str(alike.dtype), tensors, partial(ModuleFormat, scales=scales))
 
 
@@ -153,7 +153,7 @@ def format_of_quantizer(quantizer: Any) -> Format:
     found = {name: getattr(quantizer, name, None) for name in _QUANTIZER_SETTINGS}
     settings = repr(sorted((name, str(value)) for name, value in found.items() if value is not None))
     if (kind.name, settings) not in _format_by_settings:
-        form = register_format(_format_of_kind(kind, settings, _QuantizedTensors(kind, quantizer)))
+        form = register_format(_format_of_kind(kind, settings, _QuantizerCodec(kind, quantizer)))
         _format_by_settings[kind.name, settings] = form
     return _format_by_settings[kind.name, settings]
 
@@ -172,11 +172,11 @@ _QUANTIZER_SETTINGS = (
 
 
 def _format_of_kind(
-    kind: QuantizerKind, settings: str, tensors: "_QuantizedTensors", make: Callable[..., Format] = Format
+    kind: QuantizerKind, settings: str, tensors: "_QuantizerCodec", make: Callable[..., Format] = Format
 ) -> Format:
     codec = LeafCodec(
         tensors.scales_nbytes,
-        lambda shape: kind.agreed(shape, {name: size for name, (size, _) in tensors.scales(shape).items()}),
+        lambda shape: kind.agreed(shape, {name: size for name, (size, _) in tensors.scale_specs(shape).items()}),
         tensors.encode,
         lambda part: kind.decode(part, tensors.scales_in(part)),
         EncodedTensorClass(tensors.make_tensor, tensors.compute_derived_in_backward, tensors.drop_derived),
@@ -186,14 +186,14 @@ def _format_of_kind(
     return make(name, (plane,) * len(kind.planes), block=_PART_ALIGNMENT, leaves=codec)
 
 
-class _QuantizedTensors:
-    """Functions that make TransformerEngine's tensors in the memory of leaves. ``scales``: those that a module keeps."""
+class _QuantizerCodec:
+    """The functions of a :class:`LeafCodec` by which one quantizer encodes leaves. ``scales``: those that a module keeps."""
 
     def __init__(self, kind: QuantizerKind, quantizer: Any, scales: ModuleScales | None = None) -> None:
         self._kind, self._quantizer, self._scales = kind, quantizer, scales
         self._known: dict[Shape, dict[str, tuple[Shape, torch.dtype]]] = {}
 
-    def scales(self, shape: Shape) -> dict[str, tuple[Shape, torch.dtype]]:
+    def scale_specs(self, shape: Shape) -> dict[str, tuple[Shape, torch.dtype]]:
         """Return shape and dtype of each tensor with scales of a leaf of ``shape``, by attribute of the leaf's tensor."""
         if shape not in self._known:
             try:
@@ -209,12 +209,12 @@ class _QuantizedTensors:
         return self._known[shape]
 
     def scales_nbytes(self, shape: Shape) -> int:
-        return sum(align_nbytes(prod(size) * dtype.itemsize) for size, dtype in self.scales(shape).values())
+        return sum(align_nbytes(prod(size) * dtype.itemsize) for size, dtype in self.scale_specs(shape).values())
 
     def scales_in(self, part: LeafPart) -> dict[str, torch.Tensor]:
         """Return the tensors with scales of a leaf, by attribute, as views of the leaf's memory."""
         found, start = {}, 0
-        for name, (size, dtype) in self.scales(part.shape).items():
+        for name, (size, dtype) in self.scale_specs(part.shape).items():
             nbytes = prod(size) * dtype.itemsize
             found[name] = part.scales[start : start + nbytes].view(dtype).view(size)
             start += align_nbytes(nbytes)
@@ -267,13 +267,13 @@ class _QuantizedTensors:
             weight._quantizer.amax.zero_()  # a cast takes the maximum with the old entry, which belongs to other values
         has_values = [part.first < part.last for part in parts]
         rooms = [self._memory_to_encode_into(part) for part in parts]
-        mains = [self._in_cast_shape(part.values) if own else None for part, own in zip(parts, has_values, strict=True)]
+        mains = [self._as_rows_to_cast(part.values) if own else None for part, own in zip(parts, has_values, strict=True)]
         starts = [part.first if own else None for part, own in zip(parts, has_values, strict=True)]
         bytes_of = [
             self._cast_output(part, room) if own else None for part, room, own in zip(parts, rooms, has_values, strict=True)
         ]
         paths = [part.path for part in parts]
-        with nullcontext(agree) if self._scales is None else self._scales.agreeing_on_scales(paths, agree) as agree_on:
+        with nullcontext(agree) if self._scales is None else self._scales.comparing_scales(paths, agree) as agree_on:
             group = MaxReduceGroup(agree_on)
             quantize_master_weights(weights, mains, starts, group, bytes_of, manual_post_all_gather_processing=True)
         for part, room in zip(parts, rooms, strict=True):
@@ -281,7 +281,7 @@ class _QuantizedTensors:
                 if made is not plane:
                     plane.copy_(made)
 
-    def _in_cast_shape(self, x: Any) -> torch.Tensor:
+    def _as_rows_to_cast(self, x: Any) -> torch.Tensor:
         """Return values or bytes as short rows where the kernel also transposes them, in tiles, as it does before Blackwell."""
         rows: torch.Tensor = x.view(-1, gcd(len(x), _MAX_ROW_VALUES)) if self._kind.name == "float8_current" else x
         return rows
@@ -289,7 +289,7 @@ class _QuantizedTensors:
     def _cast_output(self, part: LeafPart, memory: Sequence[torch.Tensor]) -> Any:
         """Return the output argument with which TransformerEngine writes the bytes of a part to ``memory``."""
         if self._kind.name == "float8_current":
-            return self._quantizer.create_tensor_from_data(self._in_cast_shape(memory[0]), part.dtype)
+            return self._quantizer.create_tensor_from_data(self._as_rows_to_cast(memory[0]), part.dtype)
         return memory if len(memory) > 1 else memory[0]
 
     def _memory_to_encode_into(self, part: LeafPart) -> Sequence[torch.Tensor]:

@@ -47,7 +47,7 @@ class ModuleScales:
         return found
 
     @contextmanager
-    def agreeing_on_scales(self, paths: Sequence[str], agree: AgreeMax) -> Iterator[AgreeMax]:
+    def comparing_scales(self, paths: Sequence[str], agree: AgreeMax) -> Iterator[AgreeMax]:
         """Yield a function like ``agree``, for the weights at ``paths``, that also compares their scales between ranks.
 
         If scales of a weight differ, all ranks raise an AgreementError, which names the weight, at the end of the context. (In

@@ -100,7 +100,7 @@ def pack(sizes: tuple[int, ...], atoms: tuple[int, ...], num_parts: int, block: 
     capacity = -(-capacity // step) * step
     for _ in range(_NUM_EXHAUSTIVE_TRIES):
         capacity = _next_possible_capacity(capacity, items, step)
-        if (offsets := _place_leaves(order, capacity, num_parts)) is not None:
+        if (offsets := _first_fit_offsets(order, capacity, num_parts)) is not None:
             break
         capacity += step
     else:
@@ -131,19 +131,19 @@ def _search_capacity(
     The search ends, as all leaves fit into a part of ``total`` elements.
     """
     tried = capacity - step
-    while (offsets := _place_leaves(order, capacity, num_parts)) is None:
+    while (offsets := _first_fit_offsets(order, capacity, num_parts)) is None:
         tried = capacity
         capacity = min(-(-(capacity + capacity // 256) // step) * step + step, -(-total // step) * step)
     while capacity - tried > step:
         middle = (tried + capacity) // 2 // step * step
-        if (found := _place_leaves(order, middle, num_parts)) is None:
+        if (found := _first_fit_offsets(order, middle, num_parts)) is None:
             tried = middle
         else:
             capacity, offsets = middle, found
     return offsets, capacity
 
 
-def _place_leaves(order: Sequence[tuple[int, int, int]], capacity: int, num_parts: int) -> dict[int, int] | None:
+def _first_fit_offsets(order: Sequence[tuple[int, int, int]], capacity: int, num_parts: int) -> dict[int, int] | None:
     """Return the first legal free offset of each leaf; None if a leaf has no legal offset."""
     free = [(0, capacity * num_parts)]
     offsets = {}

@@ -14,7 +14,7 @@ from fsharp.functional.layout.layout import Layout
 from fsharp.functional.layout.mesh import Mesh
 from fsharp.functional.layout.packing import Atom, Element, Rows, Whole, pack
 from fsharp.functional.layout.placement import P, Strategy
-from fsharp.functional.layout.precision import Precision, Precisions, check_precisions, needs_scale
+from fsharp.functional.layout.precision import Precision, Precisions, check_precisions, needs_quantization_scale
 from fsharp.functional.layout.unit_layout import Group, Leaf, UnitLayout
 from fsharp.functional.tree.paths import Patterns, flatten_with_paths, join_path, select_paths, value_by_path
 from fsharp.functional.tree.units import cut_into_units, unit_by_path
@@ -99,7 +99,7 @@ def plan(
             )
         if not trainable:
             dtypes = replace(dtypes, format=None, update=None, feedback=False)
-        if trainable and (needs_scale(dtypes.compute) or needs_scale(dtypes.main)):
+        if trainable and (needs_quantization_scale(dtypes.compute) or needs_quantization_scale(dtypes.main)):
             raise LayoutError(
                 f"plan(): {path!r} is {tensor.dtype} and would be trained in it: without a scale small values and "
                 "gradients become zero. Pass precision=Precision(compute=torch.bfloat16, main=torch.float32), or its path "

@@ -104,7 +104,7 @@ class Precision:
             if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
                 expected = "a Format, " * name.startswith(("wire", "update")) + "a floating-point torch.dtype or None"
                 raise LayoutError(f"Precision(): {name} is {dtype!r}, expected {expected}.")
-            if dtype is not None and needs_scale(dtype):
+            if dtype is not None and needs_quantization_scale(dtype):
                 raise LayoutError(
                     f"Precision(): {name} is {dtype!r}. Values of 8 bits and less need a scale, without which small ones "
                     "become zero: pass torch.bfloat16, or for wire=, stored= and update= a Format that has scales."
@@ -192,9 +192,9 @@ class Dtypes:
     @property
     def names(self) -> list[str]:
         """Names of dtypes and formats; only buffers with equal names share a collective."""
-        return self.settings_in_order(lambda each: each.name)
+        return self.to_texts(lambda each: each.name)
 
-    def settings_in_order(self, text: Callable[[Format], str]) -> list[str]:
+    def to_texts(self, text: Callable[[Format], str]) -> list[str]:
         """Return the settings in a fixed order, each format as ``text(format)``, for ranks to compare as ``str(format)``.
 
         The order: the four dtypes, the format at rest, the wires by axis, the format of updates, and feedback.
@@ -212,10 +212,10 @@ class Dtypes:
         return self.compute != self.main or self.format is not None or self.update is not None
 
 
-def needs_scale(dtype: torch.dtype) -> bool:
+def needs_quantization_scale(dtype: torch.dtype) -> bool:
     """Return whether a dtype has so small a range that values need a scale beside them: ``torch.float8_*`` and smaller.
 
-    >>> needs_scale(torch.float8_e4m3fn), needs_scale(torch.bfloat16), needs_scale(torch.uint8)
-    (True, False, False)
+    >>> [needs_quantization_scale(dtype) for dtype in (torch.float8_e4m3fn, torch.bfloat16, torch.uint8)]
+    [True, False, False]
     """
     return dtype.is_floating_point and dtype.itemsize == 1

@@ -124,7 +124,7 @@ class Sharded:
             main: decode to the dtype of main copies, so that encoding the values again gives the same bytes.
         """
         unit, rows = self.unit, zip(self.groups, self.buffers, strict=True)
-        if not unit.has_formats:
+        if not unit.has_stored_formats:
             return self.buffers
         return tuple([unit.decoded_buffer(g, b, self.place, rank, main=main) for g, b in rows])
 
@@ -132,15 +132,7 @@ class Sharded:
     def is_encoded(self) -> bool:
         """Whether some buffers hold parameters that a format has encoded."""
         rows = zip(self.groups, self.raw_buffers, strict=True)
-        return self.unit.has_formats and any(self.unit.groups[g].is_encoded(b) for g, b in rows)
-
-    def with_aliases(self, buffers: Sequence[Any], ledger: Any) -> "Sharded":
-        """Return a node with ``ledger`` and ``buffers``, new tensors that share the memory of this node's buffers.
-
-        A read of the new buffers waits until this node's buffers are filled.
-        """
-        held = buffers if self.lazy is None else self.lazy.with_aliases(buffers)
-        return self.with_buffers(held, ledger=ledger)
+        return self.unit.has_stored_formats and any(self.unit.groups[g].is_encoded(b) for g, b in rows)
 
     @property
     def sinks(self) -> tuple[torch.Tensor, ...]:
@@ -178,7 +170,7 @@ class Sharded:
         new = TreeName(name.tree, name.num_updates, name.num_replaced + 1, name.num_mapped) if name.tree else UNNAMED_TREE
         return Sharded(buffers, self.unit, place or self.place, self.groups, is_gathered=is_gathered, tree_name=new)
 
-    def mark_donated(self) -> None:
+    def donate(self) -> None:
         """Release the buffers and mark the node as donated: functions refuse it from now on."""
         self.raw_buffers, self.lazy, self.groups, self.is_donated = (), None, (), True
 
@@ -266,13 +258,13 @@ def unflatten_node(context: ShardedContext, children: Any) -> Sharded:
 
 _GLOBAL_NAMESPACE: Any = vars(optree.registry)["__GLOBAL_NAMESPACE"]
 """optree's global namespace, so that other libraries, such as TorchOpt, flatten the nodes."""
-LEAFLESS_CLASSES: set[type] = set()
+STATIC_CLASSES: set[type] = set()
 """Frozen dataclasses of plain values that are pytree nodes without leaves."""
 
 
-def register_leafless(kind: type) -> None:
+def register_static(kind: type) -> None:
     """Register a frozen dataclass as a pytree node without leaves, with optree and with torch."""
-    LEAFLESS_CLASSES.add(kind)
+    STATIC_CLASSES.add(kind)
     optree.register_pytree_node(kind, lambda node: ((), node), lambda node, _: node, namespace=_GLOBAL_NAMESPACE)  # type: ignore[arg-type, return-value]
     torch_pytree.register_pytree_node(kind, lambda node: ([], node), lambda _, node: node)
 
@@ -301,7 +293,7 @@ def decode_tree(tree: Any, rank: int) -> Any:
 def check_not_encoded(where: str, nodes: Sequence[Sharded]) -> None:
     """Raise a TreeError if parameters are stored in a format, for callers that compute with plain values."""
     for node in nodes:
-        if node.unit.has_formats and node.is_encoded:
+        if node.unit.has_stored_formats and node.is_encoded:
             raise TreeError(
                 f"{where}: parameters of unit {node.unit.display_name} are stored in a format, and not as values. Pass main "
                 'copies (state.main), or the result of gather() to "full".'
@@ -368,7 +360,7 @@ def check_not_donated(where: str, nodes: Iterable[Sharded]) -> None:
             )
 
 
-def mark_nodes_donated(nodes: Iterable[Sharded], new: Iterable[Sharded] = ()) -> None:
+def mark_donated(nodes: Iterable[Sharded], new: Iterable[Sharded] = ()) -> None:
     """Mark nodes as donated, except for nodes that are also in ``new``."""
     kept = set(map(id, new))
     for node in nodes:

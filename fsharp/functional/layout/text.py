@@ -10,7 +10,7 @@ from fsharp.functional.formats.format import dtype_name
 from fsharp.functional.layout.unit_layout import Group, Leaf, UnitLayout
 
 
-def describe_units(units: Sequence[UnitLayout]) -> dict[str, str]:
+def unit_fields(units: Sequence[UnitLayout]) -> dict[str, str]:
     """Return descriptions of units by field, one line for each leaf or unit, so that an error can show lines that differ."""
 
     def leaves(show: Callable[[UnitLayout, Leaf], object]) -> str:
@@ -29,9 +29,7 @@ def describe_units(units: Sequence[UnitLayout]) -> dict[str, str]:
         "frozen": leaves(lambda u, leaf: leaf.group >= 0 and not u.groups[leaf.group].trainable),
         "labels": leaves(lambda u, leaf: u.groups[leaf.group].label if leaf.group >= 0 else "tied"),
         "ties": leaves(lambda _, leaf: leaf.tied_to),
-        "precision": leaves(
-            lambda u, leaf: "/".join(u.groups[leaf.group].dtypes.settings_in_order(str)) if leaf.group >= 0 else "tied"
-        ),
+        "precision": leaves(lambda u, leaf: "/".join(u.groups[leaf.group].dtypes.to_texts(str)) if leaf.group >= 0 else "tied"),
         "containers": groups(lambda u: u.spec),
     }
 

@@ -159,16 +159,16 @@ class UnitLayout:
         return tuple(self.local_size(i, self.strategy.grads) for i in self.trainable_groups)
 
     @cached_property
-    def has_formats(self) -> bool:
+    def has_stored_formats(self) -> bool:
         """Whether some group stores parameters in a format."""
         return any(group.dtypes.format is not None for group in self.groups)
 
     @cached_property
-    def has_codecs(self) -> bool:
+    def has_any_format(self) -> bool:
         """Whether parameters or gradients of some group are encoded."""
         wires = [wire for each in self.groups for wire in (each.dtypes.wire, *dict(each.dtypes.wires).values())]
         sends_differences = any(each.dtypes.update is not None for each in self.groups)
-        return self.has_formats or sends_differences or not all(wire.is_plain for wire in wires)
+        return self.has_stored_formats or sends_differences or not all(wire.is_plain for wire in wires)
 
     @cached_property
     def has_leaf_formats(self) -> bool:
@@ -186,7 +186,7 @@ class UnitLayout:
         return tuple(range(len(self.groups)))
 
     @cached_property
-    def tied_units(self) -> frozenset[str]:
+    def tie_owners(self) -> frozenset[str]:
         """Names of the other units that store tied leaves of this unit."""
         return frozenset(leaf.tied_to[0] for leaf in self.leaves if leaf.tied_to is not None) - {self.name}
 
@@ -203,7 +203,7 @@ class UnitLayout:
         size, capacity = self.local_size(group, place), self.groups[group].capacity
         return size // capacity * self.groups[group].dtypes.stored_format.size(capacity) if capacity else 0
 
-    def gather_nbytes(self, group: int, place: Place) -> int:
+    def gathered_part_nbytes(self, group: int, place: Place) -> int:
         """Return the bytes of a group's parameters that one rank sends in a gather from ``place``."""
         return self.gathered_part_size(group, place) * self.groups[group].dtypes.stored_format.dtype.itemsize
 
@@ -226,7 +226,7 @@ class UnitLayout:
         """Return the bytes of one rank's part of a group in the gather of updated parameters."""
         form = self.update_format(group)
         if form is None:
-            return self.gather_nbytes(group, self.strategy.optim)
+            return self.gathered_part_nbytes(group, self.strategy.optim)
         return form.size(self.groups[group].capacity) * form.dtype.itemsize
 
     @cached_property
@@ -279,7 +279,7 @@ class UnitLayout:
             for start in (span.start, *range((span.start // capacity + 1) * capacity, span.stop, capacity)):
                 part, low = divmod(start, capacity)
                 stop = min(span.stop, start - low + capacity)
-                where = [form.numbers_of_values(plane, low, low + stop - start) for plane in form.planes]
+                where = [form.plane_slice(plane, low, low + stop - start) for plane in form.planes]
                 held = tuple([plane[each] for plane, each in zip(parts[part], where, strict=True)])
                 first = span.first + start - span.start
                 own = None if values is None else values[start:stop]
@@ -302,7 +302,7 @@ class UnitLayout:
         for leaf in self.leaves_of_group(group):
             begin, size = end, form.leaves.scales_nbytes(leaf.shape)
             end = begin + align_nbytes(size)
-            where = [form.numbers_of_values(plane, leaf.offset, leaf.offset + leaf.numel) for plane in form.planes]
+            where = [form.plane_slice(plane, leaf.offset, leaf.offset + leaf.numel) for plane in form.planes]
             held = tuple([plane[each] for plane, each in zip(planes, where, strict=True)])
             about = self.path_in_tree(leaf), leaf.shape, self.groups[group].dtypes.compute
             found[leaf.path] = LeafPart(*about, 0, leaf.numel, held, scales[begin : begin + size])

@@ -19,7 +19,7 @@ from fsharp.functional.comm.agree import check_on_all_ranks
 from fsharp.functional.comm.exact_text import exact_text
 from fsharp.functional.comm.protocol import Comm, SingleComm
 from fsharp.functional.layout.sharded import Sharded, check_not_encoded, is_sharded, units_of
-from fsharp.functional.optim.probe import try_transform_pair
+from fsharp.functional.optim.probe import trial_fingerprint
 from fsharp.functional.tree.paths import value_by_path
 from fsharp.tracebacks import api_boundary
 
@@ -112,7 +112,7 @@ def _dropping_unknown_keywords(fn: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def as_transform(tx: Any) -> Transform:
-    """Return a Transform: the argument itself, or one of an ``(init, update)`` pair that :func:`try_transform_pair` tries."""
+    """Return a Transform: the argument itself, or one of an ``(init, update)`` pair, which is tried first."""
     if isinstance(tx, Transform):
         return tx
     if type(tx).__module__.startswith("optax."):
@@ -134,15 +134,15 @@ def as_transform(tx: Any) -> Transform:
     def begin(params: Any, /, *, comm: Comm | None = None) -> Any:
         named = update if hasattr(update, "__qualname__") else type(update)  # its repr would have an address
         where = f"pair {named.__module__}.{named.__qualname__}".replace(".<locals>", "")
-        trial = partial(try_transform_pair, where, init, tried, params)
+        trial = partial(trial_fingerprint, where, init, tried, params)
         check_on_all_ranks(where, comm or SingleComm(), trial, lambda size: {"updates of small tensors": size})
         return _unflatten_leaf_lists(init(params), params)
 
     def plain(grads: Any, state: Any, params: Any, **extra: Any) -> tuple[Any, Any]:
         flat = optree.tree_map(
-            lambda node: optree.tree_leaves(node.leaves) if isinstance(node, ByLeaf) else node,
+            lambda node: optree.tree_leaves(node.leaves) if isinstance(node, LeafListAsTree) else node,
             state,
-            is_leaf=lambda node: isinstance(node, ByLeaf),
+            is_leaf=lambda node: isinstance(node, LeafListAsTree),
         )
         updates, new = tried(grads, flat, params, **extra)
         return updates, _unflatten_leaf_lists(new, params)
@@ -151,7 +151,7 @@ def as_transform(tx: Any) -> Transform:
     return Transform(begin, plain, {"pair": kind}, name="" if type(tx) is tuple else kind, extra=_extra_arguments_of(update))
 
 
-class ByLeaf(NamedTuple):
+class LeafListAsTree(NamedTuple):
     """A list in the state of a pair with a tensor for each leaf of the parameters, stored as a tree like the parameters."""
 
     leaves: Any
@@ -168,7 +168,7 @@ def _unflatten_leaf_lists(state: Any, params: Any) -> Any:
         )
 
     def one(node: Any) -> Any:
-        return ByLeaf(optree.tree_unflatten(structure, node)) if is_one(node) else node
+        return LeafListAsTree(optree.tree_unflatten(structure, node)) if is_one(node) else node
 
     return optree.tree_map(one, state, is_leaf=is_one)
 
@@ -180,14 +180,14 @@ def apply_transform(
     if tx.apply is not None:
         return tx.apply(grads, state, params, comm=comm, donate=donate, **extra)
     updates, state = tx.update(grads, state, params, comm=comm, **extra)
-    return add_updates(params, updates, donate=donate), state
+    return apply_updates(params, updates, donate=donate), state
 
 
 InnerUpdate = Callable[[Transform, Any, Any, Any], tuple[Any, Any]]
 """A function from a transformation, gradients, state and parameters to updates (or new parameters) and state."""
 
 
-def update_and_apply_from(
+def wrapper_update_and_apply(
     step: Callable[[InnerUpdate, Any, Any, Any, Comm, bool | None], Any],
 ) -> tuple[Callable[..., Any], Callable[..., Any]]:
     """Return the functions ``update`` and ``apply`` of a wrapper of transformations, made of one function ``step``.
@@ -208,7 +208,7 @@ def update_and_apply_from(
     return update, apply
 
 
-def add_updates(params: Any, updates: Any, *, donate: bool = False) -> Any:
+def apply_updates(params: Any, updates: Any, *, donate: bool = False) -> Any:
     """Return ``params + updates``, in the dtype of the parameters."""
     return optree.tree_map(lambda p, u: (p.add_(u) if donate else p + u).to(p.dtype), params, updates)
 
@@ -261,7 +261,7 @@ def settings_text(tx: Transform) -> str:
     return "\n".join(lines(tx.config, ""))
 
 
-def config_texts(**values: Any) -> dict[str, str]:
+def exact_texts(**values: Any) -> dict[str, str]:
     """Return settings by name, as texts that ranks compare."""
     return {name: exact_text(value) for name, value in values.items()}
 

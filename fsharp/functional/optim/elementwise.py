@@ -18,7 +18,7 @@ import torch
 from fsharp.errors import TreeError
 from fsharp.functional.comm.protocol import Comm
 from fsharp.functional.layout.sharded import Sharded, units_of
-from fsharp.functional.optim.base import Transform, config_texts, value_per_leaf
+from fsharp.functional.optim.base import Transform, exact_texts, value_per_leaf
 from fsharp.type_checks import options_checked
 
 ScalarOrSchedule = float | Callable[[int], float]
@@ -275,7 +275,7 @@ def _in_place_transform(
             updates = add_scaled_parameters_(updates, params, -rate, comm.rank, lr_scale, weight_decay)
         return updates, new
 
-    texts = config_texts(learning_rate=learning_rate, **settings, weight_decay=weight_decay, lr_scale=lr_scale)
+    texts = exact_texts(learning_rate=learning_rate, **settings, weight_decay=weight_decay, lr_scale=lr_scale)
     return Transform(init, update, {name: texts}, apply, name)
 
 

@@ -10,11 +10,11 @@ from fsharp.functional.comm.protocol import Comm
 from fsharp.functional.optim.base import (
     InnerUpdate,
     Transform,
-    add_updates,
+    apply_updates,
     as_transform,
-    config_texts,
-    update_and_apply_from,
+    exact_texts,
     wrapper_name,
+    wrapper_update_and_apply,
 )
 from fsharp.type_checks import options_checked
 
@@ -45,7 +45,7 @@ def ema(decay: float, debias: bool = True) -> Transform:
         new, count = optree.tree_map(lambda e, u: e * decay + u.to(e.dtype) * (1 - decay), state.ema, updates), state.count + 1
         return optree.tree_map(lambda e: e / (1 - decay**count), new) if debias else new, EmaState(count, new)
 
-    config = {"ema": config_texts(decay=decay, debias=debias)}
+    config = {"ema": exact_texts(decay=decay, debias=debias)}
     return Transform(lambda params: EmaState(0, optree.tree_map(torch.zeros_like, params)), update, config, name="ema")
 
 
@@ -77,10 +77,10 @@ def with_ema(tx: Any, *, decay: float) -> Transform:
 
     def step(run: InnerUpdate, grads: Any, state: WithEmaState, params: Any, comm: Comm, donate: bool | None) -> Any:
         out, new = run(inner, grads, state.inner_state, params)
-        made, move = add_updates(params, out) if donate is None else out, torch.Tensor.lerp_ if donate else torch.Tensor.lerp
+        made, move = apply_updates(params, out) if donate is None else out, torch.Tensor.lerp_ if donate else torch.Tensor.lerp
         return out, WithEmaState(optree.tree_map(lambda e, p: move(e, p, 1 - decay), state.ema, made), new)
 
-    update, apply = update_and_apply_from(step)
+    update, apply = wrapper_update_and_apply(step)
     config = {"with_ema": decay, "inner": dict(inner.config)}
     return Transform(init, update, config, apply, wrapper_name("with_ema", inner.name), inner.extra)
 

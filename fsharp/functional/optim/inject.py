@@ -9,7 +9,14 @@ from typing import Any, NamedTuple
 from fsharp.errors import TreeError, problem
 from fsharp.functional.comm.agree import check_on_all_ranks
 from fsharp.functional.comm.protocol import Comm
-from fsharp.functional.optim.base import InnerUpdate, Transform, as_transform, config_texts, update_and_apply_from, wrapper_name
+from fsharp.functional.optim.base import (
+    InnerUpdate,
+    Transform,
+    as_transform,
+    exact_texts,
+    wrapper_name,
+    wrapper_update_and_apply,
+)
 from fsharp.type_checks import options_checked
 
 
@@ -100,9 +107,9 @@ def inject_hyperparams(inner_factory: Callable[..., Any], static_args: str | Ite
             out, new = run(build(values), grads, state.inner_state, params)
             return out, InjectHyperparamsState(state.count + 1, values, new)
 
-        update, apply = update_and_apply_from(step)
+        update, apply = wrapper_update_and_apply(step)
         first = build(start | scheduled(0))
-        config = {"inject_hyperparams": dict(first.config), "schedules": config_texts(**schedules)}
+        config = {"inject_hyperparams": dict(first.config), "schedules": exact_texts(**schedules)}
         return Transform(init, update, config, apply, wrapper_name("inject_hyperparams", first.name), first.extra)
 
     return make

@@ -1,4 +1,4 @@
-"""Muon: an optimizer that orthogonalises the momentum of each matrix, on the rank that holds the whole matrix."""
+"""Muon: an optimizer that orthogonalizes the momentum of each matrix, on the rank that holds the whole matrix."""
 
 import math
 from typing import Any
@@ -10,14 +10,14 @@ from fsharp.errors import LayoutError, problem
 from fsharp.functional.comm.protocol import Comm
 from fsharp.functional.layout.packing import Whole
 from fsharp.functional.layout.sharded import map_units, units_of
-from fsharp.functional.optim.base import Transform, config_texts, value_per_leaf
+from fsharp.functional.optim.base import Transform, exact_texts, value_per_leaf
 from fsharp.functional.optim.elementwise import MomentumState, PerPath, ScalarOrSchedule, schedule_value
 from fsharp.type_checks import options_checked
 
 _NEWTON_SCHULZ_COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 
 
-def orthogonalise(
+def orthogonalize(
     matrix: torch.Tensor,
     *,
     coefficients: tuple[float, float, float] = _NEWTON_SCHULZ_COEFFICIENTS,
@@ -57,9 +57,9 @@ def muon(
     lr_scale: PerPath = 1.0,
     dtype: torch.dtype = torch.float32,
 ) -> Transform:
-    """Return the Muon optimizer: momentum that is orthogonalised for each matrix, with decoupled weight decay.
+    """Return the Muon optimizer: momentum that is orthogonalized for each matrix, with decoupled weight decay.
 
-    ``m <- beta * m + (1 - beta) * g``, ``p <- p - lr * (scale(shape) * orthogonalise(m') + wd * p)``. In update ``t`` ``m'`` is
+    ``m <- beta * m + (1 - beta) * g``, ``p <- p - lr * (scale(shape) * orthogonalize(m') + wd * p)``. In update ``t`` ``m'`` is
     ``m / (1 - beta^t)``, or with ``nesterov`` ``beta * m / (1 - beta^(t + 1)) + (1 - beta) * g / (1 - beta^t)``.
 
     Matrices are ``[out, in]`` as in torch; in optax and Flax they are ``[in, out]``. So transposed matrices get the transposed
@@ -72,7 +72,7 @@ def muon(
         beta: decay of the momentum.
         eps: number that is added to the norm by which a matrix is divided first.
         weight_decay: weight decay per path. A function gets the path of a leaf, not a step count.
-        nesterov: orthogonalise an interpolation of gradient and momentum in place of the momentum.
+        nesterov: orthogonalize an interpolation of gradient and momentum in place of the momentum.
         consistent_rms: None scales by ``sqrt(max(1, out / in))``; a number scales by ``consistent_rms * sqrt(max(out, in))``.
             With 0.2 updates are as large as those of AdamW.
         lr_scale: factor of the learning rate, per path.
@@ -85,7 +85,7 @@ def muon(
         LayoutError: in ``init``: a leaf is no matrix, or may be cut. Plan matrices with ``atoms=Whole()``. Give other leaves
             another label, and another optimizer by :func:`~fsharp.optim.partition`; ``optax.contrib.muon`` uses AdamW.
 
-    Cost: no communication: each rank orthogonalises the matrices that it holds.
+    Cost: no communication: each rank orthogonalizes the matrices that it holds.
 
     For ``adaptive``, ``preconditioning`` and ``muon_weight_dimension_numbers`` of optax use
     ``fs.optim.from_optax(optax.contrib.muon(...))``; leaves then have to rest whole.
@@ -113,7 +113,7 @@ def muon(
                 for span in node.unit.leaf_spans(group, node.place, comm.rank):
                     path, shape = node.unit.path_in_tree(span.leaf), span.leaf.shape
                     place = slice(span.start, span.stop)
-                    direction = orthogonalise(
+                    direction = orthogonalize(
                         node.buffers[i][place].view(shape), coefficients=ns_coeffs, steps=ns_steps, eps=eps, dtype=dtype
                     )
                     factor = -rate * scale[path]
@@ -127,7 +127,7 @@ def muon(
 
     settings = {"ns_coeffs": ns_coeffs, "ns_steps": ns_steps, "beta": beta, "eps": eps, "weight_decay": weight_decay}
     settings |= {"nesterov": nesterov, "consistent_rms": consistent_rms, "lr_scale": lr_scale, "dtype": dtype}
-    return Transform(init, update, {"muon": config_texts(learning_rate=learning_rate, **settings)}, name="muon")
+    return Transform(init, update, {"muon": exact_texts(learning_rate=learning_rate, **settings)}, name="muon")
 
 
 def _check_whole_matrices(params: Any) -> None:

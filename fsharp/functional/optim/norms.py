@@ -71,7 +71,7 @@ def _float64_norm(tree: Any, comm: Comm, deterministic: bool) -> torch.Tensor:
 def _values_without_padding(node: Sharded, rank: int) -> Iterator[torch.Tensor]:
     """Yield the values of each buffer; of decoded parameters without padding, which formats may decode as any number."""
     for g, buffer, values in zip(node.groups, node.buffers, node.decoded_buffers(rank), strict=True):
-        if values is buffer and not (node.is_gathered and node.unit.has_formats):
+        if values is buffer and not (node.is_gathered and node.unit.has_stored_formats):
             yield values
         else:
             yield from [values[span.start : span.stop] for span in node.unit.leaf_spans(g, node.place, rank)]

@@ -13,9 +13,9 @@ from fsharp.functional.optim.base import (
     as_transform,
     known_extra_arguments,
     leaf_paths,
-    update_and_apply_from,
     value_per_leaf,
     wrapper_name,
+    wrapper_update_and_apply,
 )
 from fsharp.functional.tree.paths import select_paths
 from fsharp.tracebacks import api_boundary
@@ -74,7 +74,7 @@ def partition(
             result = merge(result, out)
         return result, PartitionState(new)
 
-    update, apply = update_and_apply_from(step)
+    update, apply = wrapper_update_and_apply(step)
     return Transform(init_parts, update, config, apply, name, extra)
 
 

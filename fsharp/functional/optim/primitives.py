@@ -12,7 +12,7 @@ import optree
 import torch
 
 from fsharp.functional.comm.protocol import Comm
-from fsharp.functional.optim.base import Transform, config_texts
+from fsharp.functional.optim.base import Transform, exact_texts
 from fsharp.functional.optim.elementwise import PerPath, ScalarOrSchedule, adam, add_scaled_parameters_, schedule_value
 from fsharp.functional.optim.partition import masked
 from fsharp.tracebacks import api_boundary
@@ -48,7 +48,7 @@ def scale_by_schedule(step_size_fn: Callable[[int], float]) -> Transform:
         factor = schedule_value(step_size_fn, state.count)
         return optree.tree_map(lambda u: u * factor, updates), ScaleByScheduleState(state.count + 1)
 
-    config = {"scale_by_schedule": config_texts(step_size_fn=step_size_fn)}
+    config = {"scale_by_schedule": exact_texts(step_size_fn=step_size_fn)}
     return Transform(lambda params: ScaleByScheduleState(0), update, config, name="scale_by_schedule")
 
 
@@ -62,7 +62,7 @@ def scale_by_learning_rate(learning_rate: ScalarOrSchedule, *, flip_sign: bool =
     if not callable(learning_rate):
         return scale(sign * learning_rate)
     tx = scale_by_schedule(lambda count: sign * learning_rate(count))
-    config = {"scale_by_learning_rate": config_texts(learning_rate=learning_rate, flip_sign=flip_sign)}
+    config = {"scale_by_learning_rate": exact_texts(learning_rate=learning_rate, flip_sign=flip_sign)}
     return replace(tx, config=config)
 
 
@@ -74,7 +74,7 @@ def scale_by_adam(b1: float = 0.9, b2: float = 0.999, eps: float = 1e-8) -> Tran
     ``fs.optim.from_optax(optax.scale_by_adam(...))``.
     """
     tx = adam(-1.0, b1, b2, eps)
-    return replace(tx, config={"scale_by_adam": config_texts(b1=b1, b2=b2, eps=eps)}, name="scale_by_adam")
+    return replace(tx, config={"scale_by_adam": exact_texts(b1=b1, b2=b2, eps=eps)}, name="scale_by_adam")
 
 
 @options_checked
@@ -93,7 +93,7 @@ def add_decayed_weights(weight_decay: PerPath = 0.0, mask: Any = None) -> Transf
         result = optree.tree_map(lambda u, p: u.to(p.dtype, copy=True), updates, params)
         return add_scaled_parameters_(result, params, 1.0, comm.rank, 1.0, weight_decay), ()
 
-    config = {"add_decayed_weights": config_texts(weight_decay=weight_decay)}
+    config = {"add_decayed_weights": exact_texts(weight_decay=weight_decay)}
     tx = Transform(lambda params: (), update, config, name="add_decayed_weights")
     return tx if mask is None else masked(tx, mask)
 
@@ -119,11 +119,11 @@ def trace(decay: float, nesterov: bool = False) -> Transform:
         new = add(updates, state.trace)
         return add(updates, new) if nesterov else new, TraceState(new)
 
-    config = {"trace": config_texts(decay=decay, nesterov=nesterov)}
+    config = {"trace": exact_texts(decay=decay, nesterov=nesterov)}
     return Transform(lambda params: TraceState(optree.tree_map(torch.zeros_like, params)), update, config, name="trace")
 
 
 def _stateless_transform(name: str, fn: Callable[[Any], Any], **settings: Any) -> Transform:
     return Transform(
-        lambda params: (), lambda updates, state, params: (fn(updates), ()), {name: config_texts(**settings)}, name=name
+        lambda params: (), lambda updates, state, params: (fn(updates), ()), {name: exact_texts(**settings)}, name=name
     )

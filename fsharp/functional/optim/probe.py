@@ -25,7 +25,7 @@ Vectors = list[torch.Tensor]
 """One tensor for each group of each unit, with the elements of its leaves."""
 
 
-def try_transform_pair(where: str, init: Init, update: Update, params: Any) -> str:
+def trial_fingerprint(where: str, init: Init, update: Update, params: Any) -> str:
     """Run a pair on small tensors, and return a fingerprint of its updates for ranks to compare.
 
     The fingerprint is the sum of magnitudes, in four digits. Of ``params`` only structure, layout, dtypes and device are read.

@@ -17,8 +17,8 @@ from fsharp.functional.optim.base import (
     Transform,
     apply_transform,
     as_transform,
-    update_and_apply_from,
     wrapper_name,
+    wrapper_update_and_apply,
 )
 from fsharp.type_checks import options_checked
 
@@ -194,7 +194,7 @@ def _conditional_transform(
 
         return step(grads, state, lambda seen, own: run(inner, seen, own, params), skip, comm, bool(donate))
 
-    update, apply = update_and_apply_from(either)
+    update, apply = wrapper_update_and_apply(either)
     return Transform(init, update, config, apply, wrapper_name(name, inner.name), inner.extra)
 
 

@@ -16,7 +16,7 @@ from fsharp.functional.formats.format import as_bytes, dtype_name
 from fsharp.functional.layout.mesh import Mesh
 from fsharp.functional.layout.placement import Place, Placement
 from fsharp.functional.layout.serial import class_named, dtype_named, name_of_class, unit_from_json, unit_to_json
-from fsharp.functional.layout.sharded import LEAFLESS_CLASSES, Sharded, is_sharded
+from fsharp.functional.layout.sharded import STATIC_CLASSES, Sharded, is_sharded
 from fsharp.functional.layout.unit_layout import UnitLayout
 
 _DICTS: dict[str, type] = {"dict": dict, "OrderedDict": collections.OrderedDict}
@@ -41,9 +41,9 @@ def outline_to_bytes(tree: Any) -> bytes:
         if isinstance(node, torch.Tensor):
             tensors.append(node)
             return {"tensor": [dtype_name(node.dtype), list(node.shape)]}
-        if kind in LEAFLESS_CLASSES:
+        if kind in STATIC_CLASSES:
             facts = [getattr(node, field.name) for field in dataclasses.fields(node)]
-            return {"leafless": name_of_class(kind), "facts": [encoded(fact, (*path, "facts")) for fact in facts]}
+            return {"static": name_of_class(kind), "facts": [encoded(fact, (*path, "facts")) for fact in facts]}
         if kind in _DICTS.values():
             if strange := [key for key in node if type(key) not in (str, int)]:
                 raise TreeError(f"reshard(): {_path_text(path)} has the key {strange[0]!r:.80}, expected strings and integers.")
@@ -84,10 +84,10 @@ def outline_from_bytes(data: bytes, device: torch.device) -> Any:
                 part, elements = elements[:size], elements[size:]
                 whole = torch.frombuffer(bytearray(part), dtype=like.dtype) if size else torch.empty(0, dtype=like.dtype)
                 return whole.view(shape).to(device)
-            if "leafless" in node:
-                found = class_named(node["leafless"])
-                if found not in LEAFLESS_CLASSES:
-                    raise TypeError(f"{node['leafless']} is not registered as a pytree node without leaves")
+            if "static" in node:
+                found = class_named(node["static"])
+                if found not in STATIC_CLASSES:
+                    raise TypeError(f"{node['static']} is not registered as a pytree node without leaves")
                 return found(*map(decoded, node["facts"]))
             if "namedtuple" in node:
                 return class_named(node["namedtuple"], optree.is_namedtuple_class)(*map(decoded, node["parts"]))

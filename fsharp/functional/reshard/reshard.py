@@ -15,14 +15,14 @@ from fsharp.functional.comm.tree_names import with_new_tree_name
 from fsharp.functional.formats.format import dtype_name
 from fsharp.functional.layout.layout import Layout
 from fsharp.functional.layout.sharded import Sharded, check_not_lent, decode_tree, is_sharded, units_of
-from fsharp.functional.layout.text import describe_units
+from fsharp.functional.layout.text import unit_fields
 from fsharp.functional.layout.unit_layout import UnitLayout
 from fsharp.functional.reshard.move import move_state_tree
 from fsharp.functional.reshard.outline import on_meta, outline_from_bytes, outline_to_bytes
 from fsharp.functional.reshard.pieces import RankMap, pieces_between
 from fsharp.functional.reshard.state_trees import StatePlace, StateTree, check_state_tree, find_state_trees, replace_state_trees
 from fsharp.functional.state import TrainState
-from fsharp.functional.stored import encode_blocks, encode_whole_leaves
+from fsharp.functional.stored import encode_by_block, encode_by_leaf
 from fsharp.type_checks import options_explained
 
 _LARGEST_ITEMSIZE = 16
@@ -114,7 +114,7 @@ def reshard(
         old = {
             f"{name} of {state_tree}": text
             for units, state_tree in layouts.items()
-            for name, text in describe_units(units).items()
+            for name, text in unit_fields(units).items()
         }
         options = {"ranks": str(route.new_ranks), "place": place, "cast": str(cast), "buffer_nbytes": str(buffer_nbytes)}
         lines = [
@@ -123,7 +123,7 @@ def reshard(
             for state_tree in state_trees
             for node in state_tree.nodes
         ]
-        return {**describe_units(layout.units), **old, "tree": "\n".join(lines), **options}
+        return {**unit_fields(layout.units), **old, "tree": "\n".join(lines), **options}
 
     state_trees, route = check_on_all_ranks(where, comm, check, fields)
     with torch.no_grad():
@@ -131,7 +131,7 @@ def reshard(
         if donate and given is not None:
             state_trees = [replace(state_tree, nodes=tuple(map(on_meta, state_tree.nodes))) for state_tree in state_trees]
             for node in units_of(given):
-                node.mark_donated()
+                node.donate()
         max_nbytes = buffer_nbytes // (2 * comm.mesh.size - 1)
         new = {}
         for state_tree, held in zip(state_trees, buffers, strict=True):
@@ -167,10 +167,10 @@ def _in_resting_format(state_tree: StateTree, nodes: list[Sharded], layout: Layo
 
     rows = [(node, zip(node.groups, node.buffers, strict=True)) for node in nodes]
     values = [node.with_buffers([one(node.unit, *row) for row in pairs]) for node, pairs in rows]
-    if not any(unit.has_formats for unit in layout.units):
+    if not any(unit.has_stored_formats for unit in layout.units):
         return values
-    encoded = check_on_all_ranks("reshard()", comm, lambda: encode_blocks(values))
-    return encode_whole_leaves(encoded, comm)  # type: ignore[no-any-return]
+    encoded = check_on_all_ranks("reshard()", comm, lambda: encode_by_block(values))
+    return encode_by_leaf(encoded, comm)  # type: ignore[no-any-return]
 
 
 @options_explained

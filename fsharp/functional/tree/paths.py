@@ -118,7 +118,7 @@ def innermost_prefix(path: str, among: Container[str]) -> str | None:
     return next((each for each in self_and_ancestors(path) if each in among), None)
 
 
-def matches_or_contains(pattern: str, path: str) -> bool:
+def matches_self_or_ancestor(pattern: str, path: str) -> bool:
     """Return whether ``pattern`` matches ``path`` or a subtree around it."""
     return any(matches(pattern, prefix) for prefix in self_and_ancestors(path))
 
@@ -163,7 +163,7 @@ def value_by_path(
                 within = f"{pattern}."
                 hit = [path for path in paths if path == pattern or path.startswith(within)]
             else:
-                hit = [path for path in paths if matches_or_contains(pattern, path)]
+                hit = [path for path in paths if matches_self_or_ancestor(pattern, path)]
             if not hit:
                 raise no_match_error(where, pattern, paths)
             result.update(dict.fromkeys(hit, value))

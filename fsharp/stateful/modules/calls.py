@@ -172,7 +172,7 @@ class ModuleCallState:
             path: GatheredModule(
                 units=names,
                 entries=[self.entries[name] for name in names],
-                ties=sorted({tied for name in names for tied in layout[name].tied_units} - set(names)),
+                ties=sorted({tied for name in names for tied in layout[name].tie_owners} - set(names)),
                 side_outputs=SideOutputs(members[path]),
                 has_inner_modules=path in has_inner_modules,
                 has_varying_units=any(layout[name].strategy.full.varying_axes for name in names),

@@ -49,7 +49,7 @@ class MeanGradients:
         self.tree, self.missing, self._parts, self.edits = sums, missing, {}, []
         torch._foreach_div_(self.buffers, self._comm.mesh.size)
         for node in units_of(sums) if missing else ():
-            if node.unit.has_codecs:  # a format may not decode zeros of all ranks to zeros
+            if node.unit.has_any_format:  # a format may not decode zeros of all ranks to zeros
                 for path, _, data in iter_local_leaves(node, self._comm.rank):
                     if path in missing:
                         data.zero_()

@@ -10,7 +10,7 @@ from fsharp.errors import ScheduleError, TreeError
 from fsharp.functional.comm.protocol import Comm, LabelPrefixComm
 from fsharp.functional.comm.residuals import prepare_residuals
 from fsharp.functional.layout.sharded import Sharded, merge, trainable, units_of
-from fsharp.functional.moves import buffers_on_device, gather
+from fsharp.functional.moves import gather, tree_to_device
 from fsharp.functional.state import TrainState
 from fsharp.functional.stored import encode_at_rest
 
@@ -81,7 +81,7 @@ class ModuleState:
 
     def adopt_state(self, state: TrainState) -> None:
         """Make ``state`` the module's own. Raise a TreeError if its layout, places or dtypes are not those of the module."""
-        state = state._replace(main=buffers_on_device(state.main, self._comm.device))
+        state = state._replace(main=tree_to_device(state.main, self._comm.device))
         pairs = ("params", state.params, self.train_state.params), ("main", state.main, self.train_state.main)
         for kind, tree, mine in pairs:
             for new, old in zip_longest(units_of(tree), units_of(mine)):

@@ -23,11 +23,11 @@ from fsharp.functional.layout.packing import Atom, Element, Rows
 from fsharp.functional.layout.placement import P, Strategy, zero3
 from fsharp.functional.layout.plan import plan
 from fsharp.functional.layout.precision import Precision, Precisions, check_precisions
-from fsharp.functional.layout.text import describe_units
+from fsharp.functional.layout.text import unit_fields
 from fsharp.functional.make_functional import parameter_tree
 from fsharp.functional.optim.base import Transform
 from fsharp.functional.state import init_state
-from fsharp.functional.tree.paths import Patterns, matches_or_contains, parent_by_path
+from fsharp.functional.tree.paths import Patterns, matches_self_or_ancestor, parent_by_path
 from fsharp.stateful.modules.initial.dtensors import dtensor_specs, local_tensor
 from fsharp.stateful.modules.initial.initial import initial_parameters, settings_of_values
 from fsharp.stateful.modules.module import ShardedModule
@@ -151,7 +151,7 @@ def shard_module(
         casts = casts_by_path(rules, chosen, [unit.path_in_tree(leaf) for unit in layout.units for leaf in unit.leaves])
         settings = settings_of_values(module, comm, key=key, initialize=initialize, sync_from=sync_from)
         settings["casts"] = "\n".join(f"{path or '(root)'}: {cast}" for path, cast in casts.items())
-        return tree, layout, specs, chosen, groups, entries, casts, {**describe_units(layout.units), **settings}
+        return tree, layout, specs, chosen, groups, entries, casts, {**unit_fields(layout.units), **settings}
 
     found = check_on_all_ranks("shard_module()", comm, planned, lambda found: found[-1])
     tree, layout, specs, chosen, groups, entries, casts, _ = found
@@ -212,7 +212,7 @@ def _add_tensor_class_formats(
 
 def _last_match(by_pattern: Mapping[str, Any], path: str, default: Any) -> Any:
     """Return the value of the last pattern that selects a path, or ``default``."""
-    return next((each for pattern, each in reversed([*by_pattern.items()]) if matches_or_contains(pattern, path)), default)
+    return next((each for pattern, each in reversed([*by_pattern.items()]) if matches_self_or_ancestor(pattern, path)), default)
 
 
 def _comm_of_mesh(mesh: DeviceMesh | Mesh | Comm | None) -> Comm:

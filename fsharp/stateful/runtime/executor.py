@@ -112,7 +112,7 @@ class Executor:
             raise ScheduleError(problem(f"op {bound.op}", f"ops of kind {bound.op.kind!r} have no action.", rows, remedy))
         if bound.gradients_to_join:
             action = partial(_run_each, [*(gradient.join for gradient in bound.gradients_to_join), action])
-        encodes = any(each.unit is not None and each.unit.layout.has_codecs for each in bound.bucket_members)
+        encodes = any(each.unit is not None and each.unit.layout.has_any_format for each in bound.bucket_members)
         return partial(self.run_and_report_failure, action) if encodes else action
 
     def run_and_report_failure(self, action: Action) -> None:

@@ -112,7 +112,7 @@ class FullUnit:
             form, size = unit.groups[g].dtypes.stored_format, unit.groups[g].size
             if len(flats[g]):
                 planes = carve_tensors(
-                    flats[g], [(form.numbers_of_values(plane, 0, size).stop, plane.dtype) for plane in form.planes]
+                    flats[g], [(form.plane_slice(plane, 0, size).stop, plane.dtype) for plane in form.planes]
                 )
             else:
                 planes = [unit.gathered_part(g, gathered[g]).view(form.planes[0].dtype)]

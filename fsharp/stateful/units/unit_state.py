@@ -61,7 +61,7 @@ class UnitState:
         gradients of microbatches are added. ``keep_gradients``: whether gradients rest beside the arena, in their own memory.
         """
         layout, params, dtypes = self.layout, self.layout.strategy.params, {group.dtypes for group in self.layout.groups}
-        gathers = [calls_to_gather_buffer(layout, layout.gather_nbytes(g, params), self.axes) for g in layout.all_groups]
+        gathers = [calls_to_gather_buffer(layout, layout.gathered_part_nbytes(g, params), self.axes) for g in layout.all_groups]
         sent = layout.trainable_groups if updated else ()
         updates = [calls_to_gather_buffer(layout, layout.update_nbytes(g), self.update_axes) for g in sent]
         differences = [layout.update_nbytes(g) for g in sent if layout.update_format(g) is not None]
@@ -121,7 +121,7 @@ class UnitState:
             full = FullUnit(self.layout, flats, stored)
             full.decode(0)
             return full
-        if self.layout.has_formats:
+        if self.layout.has_stored_formats:
             return FullUnit(self.layout, [b.detach() for b in self.node.decoded_buffers()])
         key = tuple(b.data_ptr() for b in buffers)
         if self._at_rest is None or self._at_rest[0] != key:

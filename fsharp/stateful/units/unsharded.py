@@ -111,7 +111,7 @@ class UnshardedBuffer:
             full.set_version(self._version)
         if self.where is None:
             full.take_over_leaves(self._withdrawn)
-        self.is_encoded = self._layout.has_formats
+        self.is_encoded = self._layout.has_stored_formats
         gather_inputs: list[GatherInput] = []
         for group, (x, outs) in enumerate(zip(node.raw_buffers, self._outs, strict=True)):
             if self._layout.scales_nbytes(group):

@@ -103,10 +103,10 @@ def test_a_state_without_momentum_is_told_from_one_with():
 
 
 def test_orthogonalised_singular_values_are_near_one():
-    from fsharp.functional.optim.muon import orthogonalise
+    from fsharp.functional.optim.muon import orthogonalize
 
     for shape in ((30, 10), (10, 30), (8, 8)):
-        values = torch.linalg.svdvals(orthogonalise(torch.randn(shape, generator=torch.Generator().manual_seed(0))))
+        values = torch.linalg.svdvals(orthogonalize(torch.randn(shape, generator=torch.Generator().manual_seed(0))))
         assert 0.5 < values.min() <= values.max() < 1.4, values
 
 

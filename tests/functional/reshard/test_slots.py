@@ -63,7 +63,7 @@ CASES = {
     "something in a tree": (lambda comm: shards(comm) | {"n": 3}, OLD, TreeError, r"another leaf in it.*\n.*found at\s+'n'"),
     "a unit is missing": (lambda comm: {"b": shards(comm)["b"]}, OLD, LayoutError, r"'a'\s+not in the tree"),
     "gathered": (lambda comm: fs.gather(shards(comm), comm=comm), OLD, TreeError, r"does not rest(.*\n)*.*unit\s+'a'"),
-    "donated": (lambda comm: changed(comm, lambda t, n: n.mark_donated()), OLD, TreeError, r"was donated(.*\n)*.*unit\s+'a'"),
+    "donated": (lambda comm: changed(comm, lambda t, n: n.donate()), OLD, TreeError, r"was donated(.*\n)*.*unit\s+'a'"),
 }
 
 

@@ -14,7 +14,7 @@ from fsharp.functional.tree.paths import (
     innermost_prefix,
     is_literal,
     matches,
-    matches_or_contains,
+    matches_self_or_ancestor,
     parent_by_path,
     select_paths,
     self_and_ancestors,
@@ -89,9 +89,9 @@ def test_a_path_is_selected_by_itself_and_by_its_ancestors_alone(segments):
     path = ".".join(segments)
     assert list(self_and_ancestors(path)) == [".".join(segments[:n]) for n in reversed(range(len(segments) + 1))]
     for prefix in filter(None, self_and_ancestors(path)):
-        assert matches_or_contains(prefix, path)
+        assert matches_self_or_ancestor(prefix, path)
         assert matches(prefix, path) is (prefix == path)
-    assert not matches_or_contains(f"{path}.w" if path else "w", path)
+    assert not matches_self_or_ancestor(f"{path}.w" if path else "w", path)
 
 
 @given(st.lists(st.lists(st.text("ab", min_size=1, max_size=2), max_size=4).map(".".join), max_size=6), st.data())

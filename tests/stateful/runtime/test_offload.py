@@ -13,7 +13,7 @@ import torch
 import fsharp as fs
 from fsharp.errors import ScheduleError
 from fsharp.functional.layout.sharded import tree_nbytes
-from fsharp.functional.moves import buffers_on_device
+from fsharp.functional.moves import tree_to_device
 from fsharp.stateful.runtime.graphs import _check_capturable
 from fsharp.stateful.transport.streams import Lanes
 from fsharp.stateful.units.host import HostBuffers, StateOffload
@@ -333,9 +333,9 @@ def test_host_memory_comes_to_the_device_where_it_is_used():
     meta = torch.device("meta")
     unit = fs.plan({"w": torch.zeros(8)}, fs.Mesh({"dp": 1}), fs.ddp("dp")).units[0]
     host, there = (fs.Sharded([torch.zeros(8, device=device)], unit, unit.strategy.optim) for device in ("cpu", meta))
-    first, second, count = buffers_on_device((host, there, 3), meta)
+    first, second, count = tree_to_device((host, there, 3), meta)
     assert (first.buffers[0].device, second, count) == (meta, there, 3)
-    assert buffers_on_device(host, torch.device("cpu")) is host
+    assert tree_to_device(host, torch.device("cpu")) is host
     assert fs.gather(host, comm=fs.SingleComm(device=meta)).buffers[0].device == meta
 
 

@@ -7,7 +7,7 @@ import torch
 
 from fsharp.errors import LayoutError, problem
 from fsharp.functional.layout.precision import Precision
-from fsharp.functional.tree.paths import matches_or_contains, value_by_path
+from fsharp.functional.tree.paths import matches_self_or_ancestor, value_by_path
 from fsharp.stateful.modules.values.outputs import map_tensors
 
 T = TypeVar("T")
@@ -30,7 +30,7 @@ def casts_by_path(rules: Mapping[str, Precision], chosen: Iterable[str], leaves:
     casts = {}
     for path in ["", *chosen]:
         inside = [leaf for leaf in leaves if leaf.startswith(f"{path}.")]
-        mine = [Precision(), *(rule for pattern, rule in rules.items() if matches_or_contains(pattern, path))][-1]
+        mine = [Precision(), *(rule for pattern, rule in rules.items() if matches_self_or_ancestor(pattern, path))][-1]
         if path and all(of_leaf[leaf] != mine for leaf in inside):
             what = f"the module {path!r} has a precision for its inputs, and none of its parameters has the same precision."
             facts = [(repr(path), mine), (repr(inside[0]), of_leaf[inside[0]])]
