@@ -34,9 +34,9 @@ from fsharp.errors import CheckpointError, problem
 from fsharp.functional.comm.agree import all_gather_texts, check_on_all_ranks
 from fsharp.functional.comm.protocol import Comm
 from fsharp.functional.comm.tree_names import with_new_tree_name
+from fsharp.functional.encoding import encode_by_block, encode_by_leaf
 from fsharp.functional.layout.sharded import check_not_lent, decode_tree, is_sharded, mark_donated, units_of
 from fsharp.functional.state import MadeBy, TrainState
-from fsharp.functional.stored import encode_by_block, encode_by_leaf
 from fsharp.functional.tree.paths import as_patterns, self_and_ancestors
 from fsharp.stateful.modules.parameter import ShardedTensor
 from fsharp.type_checks import options_checked

@@ -60,16 +60,16 @@ def as_loss(value: Any, where: str = "value_and_grad()") -> Loss:
     total, weight = value if is_pair else (value, 1.0)
     if not (isinstance(total, torch.Tensor) and total.numel() == 1 and total.is_floating_point()):
         expected = "a floating-point scalar tensor, the mean, or a pair of scalars (sum, weight)"
-        raise LossError(f"{where}: the loss is {short_description(total)}, expected {expected}.")
+        raise LossError(f"{where}: the loss is {value_text(total)}, expected {expected}.")
     is_number = isinstance(weight, int | float) and not isinstance(weight, bool)
     if not is_number and not (isinstance(weight, torch.Tensor) and weight.numel() == 1 and not weight.requires_grad):
         raise LossError(
-            f"{where}: the weight of the loss is {short_description(weight)}, expected a number or a scalar tensor without "
+            f"{where}: the weight of the loss is {value_text(weight)}, expected a number or a scalar tensor without "
             f"gradient: {_PAIR_HINT}"
         )
     if isinstance(weight, torch.Tensor) and not isinstance(value, Loss) and weight.dtype.is_floating_point:
         raise LossError(
-            f"{where}: the loss function returned a pair with {short_description(weight)}: a weight, or a metric? A weight is "
+            f"{where}: the loss function returned a pair with {value_text(weight)}: a weight, or a metric? A weight is "
             f"a number, an integer tensor, or comes as fs.Loss(sum, weight): {_PAIR_HINT}"
         )
     if isinstance(weight, torch.Tensor):
@@ -82,8 +82,8 @@ _PAIR_HINT = (
 )
 
 
-def short_description(x: Any) -> str:
-    """Return a short description of a value, for error messages."""
+def value_text(x: Any) -> str:
+    """Return a value in words, for error messages: a tensor by dtype and shape, any other by its type."""
     if not isinstance(x, torch.Tensor):
         return type(x).__name__
     return f"{x.dtype}{list(x.shape)}" + (" with a gradient" if x.requires_grad else "")

@@ -13,6 +13,7 @@ from fsharp.functional.comm.exact_text import exact_text
 from fsharp.functional.comm.protocol import Comm, Engine, reporting_format_errors
 from fsharp.functional.comm.residuals import zero_residuals
 from fsharp.functional.comm.tree_names import copy_tree_names, name_updated_units, with_new_tree_name
+from fsharp.functional.encoding import add_differences, encode_at_rest, encode_differences
 from fsharp.functional.layout.sharded import (
     Sharded,
     check_not_donated,
@@ -28,7 +29,6 @@ from fsharp.functional.layout.sharded import (
 from fsharp.functional.layout.text import unit_fields
 from fsharp.functional.moves import gather, tree_to_device, units_on_mesh_of
 from fsharp.functional.optim.base import Transform, apply_transform, as_transform, check_extra_arguments, check_gradients
-from fsharp.functional.stored import add_differences, encode_at_rest, encode_differences
 from fsharp.torch_compile import uncompiled
 from fsharp.type_checks import options_checked
 

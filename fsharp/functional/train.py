@@ -12,7 +12,7 @@ from fsharp.functional.comm.residuals import PerRank, ResidualViews, prepare_res
 from fsharp.functional.comm.settings_digests import settings_digest
 from fsharp.functional.comm.tree_names import copy_tree_names
 from fsharp.functional.layout.sharded import Sharded, map_units, units_of
-from fsharp.functional.loss import Loss, as_loss, average, check_depends_on_parameters, short_description, split_batch
+from fsharp.functional.loss import Loss, as_loss, average, check_depends_on_parameters, split_batch, value_text
 from fsharp.functional.moves import reduce_scatter, units_on_mesh_of
 from fsharp.functional.optim.base import as_transform, settings_text
 from fsharp.functional.release import is_plain_strided
@@ -148,7 +148,7 @@ def _keeping_aux(loss_fn: LossFn, kept: list[Any], params: Any) -> LossFn:
         value = loss_fn(params, batch, comm)
         if not isinstance(value, tuple) or len(value) != 2:
             raise LossError(
-                f"value_and_grad(has_aux=True): the loss function returned {short_description(value)}, expected (loss, aux)."
+                f"value_and_grad(has_aux=True): the loss function returned {value_text(value)}, expected (loss, aux)."
             )
         loss, aux = value
         kept.append(optree.tree_map(keep, aux))

@@ -37,8 +37,8 @@ def compare(predicted: Timeline, measured: Timeline) -> str:
     ]
     head = ("", "predicted", "measured", "ratio")
     blocks = [[_comparison_row(name, *seconds) for name, seconds in each if any(seconds)] for each in (rows, units)]
-    rules = {1, 5, 5 + len(blocks[0])}
-    return "\n".join(align_columns([head, *summary, *blocks[0], *blocks[1]], right={1, 2, 3}, rules=rules))
+    lines_above = {1, 5, 5 + len(blocks[0])}
+    return "\n".join(align_columns([head, *summary, *blocks[0], *blocks[1]], right={1, 2, 3}, lines_above=lines_above))
 
 
 def _comparison_row(name: str, predicted: float, measured: float) -> tuple[str, str, str, str]:

@@ -220,7 +220,7 @@ class TreeSharding:
         return "\n".join(
             [
                 f"Sharding of {self.place} on {self.layout.mesh}",
-                *align_columns([(_clip_text(row[0], max(room, 12)), *row[1:]) for row in rows], rules={1}),
+                *align_columns([(_clip_text(row[0], max(room, 12)), *row[1:]) for row in rows], lines_above={1}),
                 *([f"and {left_out:,} rows more; sharding(layout)[path] is one leaf"] if left_out else []),
                 f"a cell is {per_cell} rank{'s' * (size > cells)}: █ with some of the leaf, · with nothing of it",
             ]

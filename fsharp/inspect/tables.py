@@ -44,7 +44,7 @@ def table(schedule: Schedule) -> str:
     sent = sum(call.nbytes * count for call, count in calls_sent.items())
     return "\n".join(
         [
-            *align_columns(rows, right, rules={1}),
+            *align_columns(rows, right, lines_above={1}),
             f"{len(schedule.ops)} ops: " + ", ".join(f"{number[kind]} {kind}" for kind in kinds_where() if number[kind]),
             f"{calls_sent.total()} collectives, {nbytes_text(sent)} sent by each rank",
             *([f"{nbytes_text(schedule.host_nbytes)} copied from host memory and to it"] if schedule.host_nbytes else []),

@@ -19,6 +19,7 @@ from weakref import WeakMethod, WeakValueDictionary
 
 from fsharp.errors import AgreementError, CommError, problem
 from fsharp.functional.comm import generations
+from fsharp.functional.comm.agree import ranks_text
 from fsharp.functional.comm.settings_digests import differing_settings, settings_by_digest
 from fsharp.functional.comm.setup_recording import setup_recording
 from fsharp.tracebacks import traceback_text
@@ -295,7 +296,7 @@ class CommWatch:
         waiting = [r for r in late if self.statuses.is_waiting(r)]
         known = [f"rank {r} waits in {self.statuses.seen[r].labels[-1]!r}" for r in waiting[:4]]
         silent = [r for r in late if r not in waiting] or late
-        return f"ranks {_first_few_ranks(silent)} have not come to it" + (f", while {'; '.join(known)}" if known else "")
+        return f"{ranks_text(silent)} did not come to it" + (f", while {'; '.join(known)}" if known else "")
 
     def _has_begun(self, call: WatchedCall, rank: int) -> bool:
         status = self.statuses.seen.get(rank)
@@ -370,10 +371,6 @@ def _departure_text(call: WatchedCall, rank: int, status: RankStatus) -> str:
 
 def _labels_by_number(count: int, labels: Sequence[str]) -> dict[int, str]:
     return dict(enumerate(labels, count - len(labels)))
-
-
-def _first_few_ranks(ranks: Sequence[int]) -> str:
-    return f"{list(ranks[:8])}" + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
 
 
 def _label_difference_text(

@@ -106,9 +106,9 @@ def num_blocks_at_once(values: torch.Tensor) -> int:
     return _BLOCKS_IN_CPU_CACHE if values.device.type == "cpu" else _BLOCKS_ON_DEVICE
 
 
-def is_true_without_sync(fact: torch.Tensor) -> bool:
-    """Return whether a boolean tensor is on the CPU and true. The host does not wait for a device."""
-    return fact.device.type == "cpu" and bool(fact)
+def is_true_without_sync(x: torch.Tensor) -> bool:
+    """Return whether a boolean tensor is true and on the CPU; False on another device, for which the host does not wait."""
+    return x.device.type == "cpu" and bool(x)
 
 
 def power_of_two(exponent: torch.Tensor) -> torch.Tensor:

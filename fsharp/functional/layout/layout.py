@@ -112,7 +112,7 @@ class Layout:
         return table_html(title, units_rows(self.units), right={1, 3, 4, 6})
 
     def __str__(self) -> str:
-        lines = align_columns(units_rows(self.units), rules=[1])
+        lines = align_columns(units_rows(self.units), lines_above=[1])
         waste = 100 * self.num_padding / max(1, self.num_params + self.num_padding)
         kinds = ("params", "grads", "main", "residuals") if self.nbytes("residuals") else ("params", "grads", "main")
         at_rest = ", ".join(f"{kind} {nbytes_text(self.nbytes(kind))}" for kind in kinds)

@@ -176,7 +176,9 @@ def _precision_by_path(precision: Precisions, paths: Sequence[str]) -> dict[str,
     return found
 
 
-def _check_update_formats(units: Sequence[UnitLayout], precision_of: Mapping[str, Precision], trained: Collection[str]) -> None:
+def _check_update_formats(
+    units: Sequence[UnitLayout], precision_of: Mapping[str, Precision], trainable: Collection[str]
+) -> None:
     for unit in units:
         for i, dtypes in enumerate([group.dtypes for group in unit.groups]):
             if dtypes.update is None:
@@ -196,7 +198,7 @@ def _check_update_formats(units: Sequence[UnitLayout], precision_of: Mapping[str
                     "travel in that format: leave out one of the two."
                 )
     asked_for = [(path, each, each.update) for path, each in precision_of.items() if each.update is not None]
-    used = {each for path, each, _ in asked_for if path in trained}
+    used = {each for path, each, _ in asked_for if path in trainable}
     for path, each, update in asked_for:
         if each not in used:
             raise LayoutError(
@@ -280,7 +282,7 @@ def find_ties(paths: Sequence[str], leaves: Sequence[torch.Tensor]) -> dict[str,
         if owner == path:
             continue
         if _view_key(leaf) != _view_key(other):
-            facts = [(f"{p!r}", _describe_view(t)) for p, t in ((owner, other), (path, leaf))]
+            facts = [(f"{p!r}", _view_text(t)) for p, t in ((owner, other), (path, leaf))]
             remedy = "Tie leaves by using one tensor at both paths and taking the view in the function, or clone one."
             what = f"params[{owner!r}] and params[{path!r}] share storage but are different views of it."
             raise LayoutError(problem("plan()", what, facts, remedy))
@@ -288,7 +290,7 @@ def find_ties(paths: Sequence[str], leaves: Sequence[torch.Tensor]) -> dict[str,
     return ties
 
 
-def _describe_view(tensor: torch.Tensor) -> str:
+def _view_text(tensor: torch.Tensor) -> str:
     marks = ", conjugated" * tensor.is_conj() + ", negated" * tensor.is_neg()
     return f"{tensor_text(tensor)}, strides {tensor.stride()}{marks}"
 

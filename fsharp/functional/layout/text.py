@@ -66,13 +66,13 @@ NOTEBOOK_HTML_BY_CLASS: dict[type, Callable[[Any], str]] = {}
 """Functions that return the HTML of a value for notebooks, by class; for classes in folders below the one that draws."""
 
 
-def align_columns(rows: Sequence[Sequence[str]], right: Collection[int] = (), rules: Collection[int] = ()) -> list[str]:
-    """Return cells as aligned lines of text: columns in ``right`` to the right, a rule before each row in ``rules``."""
+def align_columns(rows: Sequence[Sequence[str]], right: Collection[int] = (), lines_above: Collection[int] = ()) -> list[str]:
+    """Return cells as aligned text: columns in ``right`` to the right, a horizontal line above each row in ``lines_above``."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     ways = [str.rjust if i in right else str.ljust for i in range(len(widths))]
     lines = ["  ".join(way(cell, w) for way, cell, w in zip(ways, row, widths, strict=True)).rstrip() for row in rows]
-    rule = "-" * max(map(len, lines), default=0)
-    return [each for i, line in enumerate(lines) for each in ((rule, line) if i in rules else (line,))]
+    dashes = "-" * max(map(len, lines), default=0)
+    return [each for i, line in enumerate(lines) for each in ((dashes, line) if i in lines_above else (line,))]
 
 
 def table_html(title: str, rows: Sequence[Sequence[str]], right: Collection[int] = ()) -> str:

@@ -59,9 +59,9 @@ def with_elementwise_check(inner: Any, *, steps: int = 1) -> Transform:
         if state.num_checked >= steps:
             updates, new = tx.update(grads, state.inner_state, params, comm=comm, **extra)
             return updates, CheckedState(state.num_checked, new)
-        expected = tx.update(*(_tree_of_whole_trained_leaves(x, comm) for x in (grads, state.inner_state, params)), **extra)
+        expected = tx.update(*(_tree_of_whole_trainable_leaves(x, comm) for x in (grads, state.inner_state, params)), **extra)
         updates, new = tx.update(grads, state.inner_state, params, comm=comm, **extra)
-        found = _tree_of_whole_trained_leaves(updates, comm), _tree_of_whole_trained_leaves(new, comm)
+        found = _tree_of_whole_trainable_leaves(updates, comm), _tree_of_whole_trainable_leaves(new, comm)
         check_on_all_ranks(where, comm, lambda: _check_same_updates(where, expected, found))
         return updates, CheckedState(state.num_checked + 1, new)
 
@@ -86,7 +86,7 @@ def _check_same_updates(where: str, expected: Any, found: Any) -> None:
             raise TreeError(problem(where, f"{what} of whole leaves is not that of shards.", facts, remedy))
 
 
-def _tree_of_whole_trained_leaves(tree: Any, comm: Comm) -> Any:
+def _tree_of_whole_trainable_leaves(tree: Any, comm: Comm) -> Any:
     """Gather shards to a tree of whole leaves, without frozen and tied ones. A 0-D buffer is each leaf of its group."""
 
     def subtree(node: Sharded) -> Any:

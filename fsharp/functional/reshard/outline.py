@@ -42,8 +42,8 @@ def outline_to_bytes(tree: Any) -> bytes:
             tensors.append(node)
             return {"tensor": [dtype_name(node.dtype), list(node.shape)]}
         if kind in STATIC_CLASSES:
-            facts = [getattr(node, field.name) for field in dataclasses.fields(node)]
-            return {"static": name_of_class(kind), "facts": [encoded(fact, (*path, "facts")) for fact in facts]}
+            values = [getattr(node, field.name) for field in dataclasses.fields(node)]
+            return {"static": name_of_class(kind), "fields": [encoded(value, (*path, "fields")) for value in values]}
         if kind in _DICTS.values():
             if strange := [key for key in node if type(key) not in (str, int)]:
                 raise TreeError(f"reshard(): {_path_text(path)} has the key {strange[0]!r:.80}, expected strings and integers.")
@@ -88,7 +88,7 @@ def outline_from_bytes(data: bytes, device: torch.device) -> Any:
                 found = class_named(node["static"])
                 if found not in STATIC_CLASSES:
                     raise TypeError(f"{node['static']} is not registered as a pytree node without leaves")
-                return found(*map(decoded, node["facts"]))
+                return found(*map(decoded, node["fields"]))
             if "namedtuple" in node:
                 return class_named(node["namedtuple"], optree.is_namedtuple_class)(*map(decoded, node["parts"]))
             if "items" in node:

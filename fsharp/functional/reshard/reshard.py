@@ -12,6 +12,7 @@ from fsharp.functional.comm.agree import all_gather_fixed_size, check_on_all_ran
 from fsharp.functional.comm.protocol import Comm
 from fsharp.functional.comm.residuals import zero_residuals
 from fsharp.functional.comm.tree_names import with_new_tree_name
+from fsharp.functional.encoding import encode_by_block, encode_by_leaf
 from fsharp.functional.formats.format import dtype_name
 from fsharp.functional.layout.layout import Layout
 from fsharp.functional.layout.sharded import Sharded, check_not_lent, decode_tree, is_sharded, units_of
@@ -22,7 +23,6 @@ from fsharp.functional.reshard.outline import on_meta, outline_from_bytes, outli
 from fsharp.functional.reshard.pieces import RankMap, pieces_between
 from fsharp.functional.reshard.state_trees import StatePlace, StateTree, check_state_tree, find_state_trees, replace_state_trees
 from fsharp.functional.state import TrainState
-from fsharp.functional.stored import encode_by_block, encode_by_leaf
 from fsharp.type_checks import options_explained
 
 _LARGEST_ITEMSIZE = 16

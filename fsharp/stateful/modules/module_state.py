@@ -9,10 +9,10 @@ import torch
 from fsharp.errors import ScheduleError, TreeError
 from fsharp.functional.comm.protocol import Comm, LabelPrefixComm
 from fsharp.functional.comm.residuals import prepare_residuals
+from fsharp.functional.encoding import encode_at_rest
 from fsharp.functional.layout.sharded import Sharded, merge, trainable, units_of
 from fsharp.functional.moves import gather, tree_to_device
 from fsharp.functional.state import TrainState
-from fsharp.functional.stored import encode_at_rest
 
 
 class ModuleState:

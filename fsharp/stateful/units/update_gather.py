@@ -6,8 +6,8 @@ from typing import NamedTuple
 import torch
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
+from fsharp.functional.encoding import add_encoded_difference
 from fsharp.functional.layout.sharded import Sharded
-from fsharp.functional.stored import add_encoded_difference
 from fsharp.stateful.transport.base import Work
 from fsharp.stateful.units.axis_chain import GatherInput
 from fsharp.stateful.units.full import gather_outputs

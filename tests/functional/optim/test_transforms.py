@@ -102,7 +102,7 @@ def test_a_state_without_momentum_is_told_from_one_with():
             fs.update(used, shards, fs.init_state(made, shards, comm=comm), comm=comm)
 
 
-def test_orthogonalised_singular_values_are_near_one():
+def test_orthogonalized_singular_values_are_near_one():
     from fsharp.functional.optim.muon import orthogonalize
 
     for shape in ((30, 10), (10, 30), (8, 8)):

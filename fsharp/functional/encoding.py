@@ -1,4 +1,4 @@
-"""stored: turn values into parameters at rest: by a cast, by encoding in the group's format, or by encoded differences.
+"""Encoding: turn values into parameters at rest: by a cast, by encoding in the group's format, or by encoded differences.
 
 [Note: differences]
 Where optimizer state is sharded over more axes than parameters, updates may travel as differences. All ranks hold the same
