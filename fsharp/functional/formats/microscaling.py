@@ -123,11 +123,11 @@ def codes_of_nonfinite(blocks: torch.Tensor) -> torch.Tensor:
     return special.to(torch.uint8)
 
 
-def write_nonfinite_(values: torch.Tensor, codes: torch.Tensor, is_special: torch.Tensor) -> None:
-    """Overwrite the values of the blocks ``is_special``, which contain an infinity or NaN, by inf, -inf, NaN and 0."""
-    values.masked_fill_(is_special, 0.0).masked_fill_(is_special & (codes == _INFINITY), torch.inf)
-    values.masked_fill_(is_special & (codes == _MINUS_INFINITY), -torch.inf)
-    values.masked_fill_(is_special & (codes == _NAN), torch.nan)
+def write_nonfinite_(values: torch.Tensor, codes: torch.Tensor, is_nonfinite_block: torch.Tensor) -> None:
+    """Overwrite the values of the blocks ``is_nonfinite_block``, which contain an infinity or NaN, by inf, -inf, NaN and 0."""
+    values.masked_fill_(is_nonfinite_block, 0.0).masked_fill_(is_nonfinite_block & (codes == _INFINITY), torch.inf)
+    values.masked_fill_(is_nonfinite_block & (codes == _MINUS_INFINITY), -torch.inf)
+    values.masked_fill_(is_nonfinite_block & (codes == _NAN), torch.nan)
 
 
 def pack_codes(codes: torch.Tensor) -> torch.Tensor:
@@ -146,12 +146,12 @@ def _round_to_integers(numbers: torch.Tensor, noise: torch.Tensor) -> torch.Tens
     return (numbers + noise).floor_()
 
 
-def _rounding_to_floats(mantissa: int, least: int) -> StochasticRounding:
-    """Return the rounding to floats with ``mantissa`` bits of mantissa, and ``2**least`` as the least normal number."""
+def _rounding_to_floats(mantissa_bits: int, min_exponent: int) -> StochasticRounding:
+    """Return the rounding to floats with ``mantissa_bits``, whose least normal number is ``2**min_exponent``."""
 
     def rounding(numbers: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
-        power = numbers.abs().clamp_(min=2.0**least).view(torch.int32).bitwise_and_(0x7F800000).view(torch.float32)
-        spacing = power.mul_(2.0**-mantissa)
+        power = numbers.abs().clamp_(min=2.0**min_exponent).view(torch.int32).bitwise_and_(0x7F800000).view(torch.float32)
+        spacing = power.mul_(2.0**-mantissa_bits)
         return (numbers / spacing).add_(noise).floor_().mul_(spacing)
 
     return rounding

@@ -28,7 +28,7 @@ def layout_to_json(mesh: Mesh, units: Sequence[UnitLayout], spec: optree.PyTreeS
             {
                 "fsharp_layout": VERSION,
                 "mesh": mesh.axes,
-                "spec": _spec_to_json(spec),
+                "spec": _treespec_to_json(spec),
                 "units": [unit_to_json(unit) for unit in units],
             }
         )
@@ -59,7 +59,7 @@ def unit_to_json(unit: UnitLayout) -> dict[str, Any]:
     return {
         "name": unit.name,
         "strategy": {axis: [r.params.value, r.grads.value, r.optim.value] for axis, r in unit.strategy.rules},
-        "spec": _spec_to_json(unit.spec),
+        "spec": _treespec_to_json(unit.spec),
         "leaves": [
             [leaf.path, leaf.shape, dtype_name(leaf.dtype), _atom_to_json(leaf.atom), leaf.group, leaf.offset, leaf.tied_to]
             for leaf in unit.leaves
@@ -144,11 +144,11 @@ def _atom_from_json(data: Any) -> Atom:
     return Rows(data) if isinstance(data, int) else named[data]
 
 
-def _spec_to_json(spec: optree.PyTreeSpec) -> Any:
+def _treespec_to_json(spec: optree.PyTreeSpec) -> Any:
     if spec.is_leaf():
         return "*"
     kind: Any = spec.type
-    children = [_spec_to_json(child) for child in spec.children()]
+    children = [_treespec_to_json(child) for child in spec.children()]
     if kind is type(None):
         return None
     if kind in (dict, collections.OrderedDict):
@@ -166,7 +166,7 @@ def _spec_to_json(spec: optree.PyTreeSpec) -> Any:
 
 
 def _example_tree(data: Any) -> Any:
-    """Return a tree of the structure in a result of :func:`_spec_to_json`."""
+    """Return a tree of the structure in a result of :func:`_treespec_to_json`."""
     if data is None or data == "*":
         return None if data is None else 0
     children = [_example_tree(child) for child in data["children"]]

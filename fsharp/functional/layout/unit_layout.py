@@ -392,7 +392,7 @@ class UnitLayout:
         first, last = max(start, 0), min(start + self.local_size(leaf.group, place), leaf.numel)
         return (first, last) if first < last else (0, 0)
 
-    def hold_same_part(self, place: Place, rank: int, other: int) -> bool:
+    def are_replicas(self, place: Place, rank: int, other: int) -> bool:
         """Return whether two ranks hold the same elements in ``place``."""
         return all(
             self.mesh.coord(axis, rank) == self.mesh.coord(axis, other) for axis in place.sharded_axes + place.varying_axes

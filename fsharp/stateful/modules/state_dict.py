@@ -118,7 +118,7 @@ def local_part(name: str, value: torch.Tensor, like: ShardedTensor, *, dtypes: S
     what, got = "", tensor_text(value)
     if isinstance(value, ShardedTensor):
         is_same = (value.unit, value.leaf, value.place, value.local.numel()) == (like.unit, like.leaf, like.place, last - first)
-        if not is_same or not like.unit.hold_same_part(like.place, value.rank, like.rank):
+        if not is_same or not like.unit.are_replicas(like.place, value.rank, like.rank):
             what = "is a part of another rank or layout"
         got = f"elements {list(value.flat_range)} of {got}"
         got += f" in unit {value.unit.display_name}, {value.place}, as rank {value.rank} of {value.unit.mesh} holds them"

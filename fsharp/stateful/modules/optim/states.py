@@ -221,7 +221,7 @@ def pair_state_from_state_dict(given: Any, own: Any, rank: int) -> tuple[Any, Co
             got, expected = (each if is_sharded(each) else _layout_or_shape(each) for each in (x, y))
             facts = [("at", ".".join(map(str, path))), ("got", got), ("expected", expected)]
             raise TreeError(problem("load_state_dict()", "the state has another layout, shape or dtype.", facts, remedy))
-        if is_sharded(x) and x.rank is not None and not x.unit.hold_same_part(x.place, x.rank, rank):
+        if is_sharded(x) and x.rank is not None and not x.unit.are_replicas(x.place, x.rank, rank):
             what = f"the state is of rank {x.rank} of {x.unit.mesh}, and this is rank {rank}, which has another part."
             raise TreeError(problem("load_state_dict()", what, [("unit", repr(x.name))], "Load what this rank has saved."))
     compared: ComparedTensors = {}
