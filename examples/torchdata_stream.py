@@ -48,7 +48,7 @@ class Lines(IterableDataset):
 
 
 def train(root, comm, total):
-    own = fs.resilience.OwnState(loader := StatefulDataLoader(Lines(comm), batch_size=8, num_workers=2))
+    own = fs.resilience.PerRankState(loader := StatefulDataLoader(Lines(comm), batch_size=8, num_workers=2))
     params, tx = {"table": torch.zeros(256, 256)}, fs.optim.adamw(1e-1)
     state = fs.init_state(tx, fs.shard(params, fs.plan(params, comm.mesh, fs.zero3("dp")), comm), comm=comm)
     loss = lambda p, x: cross_entropy(p["table"][x[:, :-1]].flatten(0, 1), x[:, 1:].flatten())  # noqa: E731

@@ -5,8 +5,8 @@ from fsharp.checkpoint.catalog import checkpoints as checkpoints
 from fsharp.checkpoint.catalog import latest as latest
 from fsharp.checkpoint.catalog import open_checkpoint as open_checkpoint
 from fsharp.checkpoint.catalog import verify as verify
-from fsharp.checkpoint.entries import OwnBuffers as OwnBuffers
 from fsharp.checkpoint.entries import PerRank as PerRank
+from fsharp.checkpoint.entries import PerRankBuffers as PerRankBuffers
 from fsharp.checkpoint.formats.dcp import from_dcp as from_dcp
 from fsharp.checkpoint.formats.dcp import to_dcp as to_dcp
 from fsharp.checkpoint.formats.exporting import export_safetensors as export_safetensors

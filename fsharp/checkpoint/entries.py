@@ -44,12 +44,12 @@ class Piece(NamedTuple):
 
 
 @options_checked
-class OwnBuffers:
+class PerRankBuffers:
     """A wrapper that saves a module whose buffers differ between ranks, such as the statistics of BatchNorm.
 
     ::
 
-        fs.checkpoint.save(root, {"model": OwnBuffers(model), "optimizer": optimizer}, step=step, comm=comm)
+        fs.checkpoint.save(root, {"model": PerRankBuffers(model), "optimizer": optimizer}, step=step, comm=comm)
 
     Buffers of all ranks are saved (see :class:`PerRank`), so the module loads on the same number of ranks. To load on another
     number, first make the buffers equal, for example by a mean over ranks, and save the module itself. ``module`` is a
@@ -140,17 +140,17 @@ class TreeContents:
 def contents_of(where: str, tree: Any, comm: Comm) -> TreeContents:
     """Return the contents of a tree that these ranks hold. Raises TreeError for a leaf that cannot be saved; names the leaf."""
     found, parts, held = TreeContents({}, {}, {}, []), dict[int, str](), dict[Any, dict[str, _PiecesOfLeaf]]()
-    for segments, entries, leaf in leaves_with_paths(tree):
+    for segments, entries, leaf in leaves_with_path(tree):
         if is_sharded(leaf):
             _add_unit_entries(where, found, segments, entries, leaf, comm)
         elif isinstance(leaf, PerRank):
-            for under, _, tensor in leaves_with_paths(leaf.value):
+            for under, _, tensor in leaves_with_path(leaf.value):
                 _add_entry(where, found, _per_rank_entry(where, ".".join((*segments, *under)), tensor, comm))
         elif isinstance(leaf, ShardedTensor):
             name = ".".join(segments)
             owner = parts.setdefault(id(leaf), name)  # a parameter with several names is one ShardedTensor
             if owner == name:
-                _add_entry(where, found, _entry_of_part(where, found, name, leaf, comm, held))
+                _add_entry(where, found, _sharded_tensor_entry(where, found, name, leaf, comm, held))
             else:
                 found.aliases[name] = owner
         elif isinstance(leaf, torch.Tensor):
@@ -184,19 +184,19 @@ def has_state_dict(leaf: Any) -> bool:
 def with_state_dicts(tree: Any) -> Any:
     """Return a tree in which the ``state_dict()`` of each object is in place of the object."""
     return optree.tree_map(
-        lambda leaf: counters_as_dicts(leaf.state_dict()) if has_state_dict(leaf) else leaf, tree, is_leaf=is_checkpoint_leaf
+        lambda leaf: counters_to_dicts(leaf.state_dict()) if has_state_dict(leaf) else leaf, tree, is_leaf=is_checkpoint_leaf
     )
 
 
 def leaf_names(tree: Any) -> Iterator[str]:
     """Yield names of leaves and of leaves of state dicts. An object with ``state_template``, whose state grows, is one leaf."""
-    for path, _, leaf in leaves_with_paths(tree):
+    for path, _, leaf in leaves_with_path(tree):
         is_known = has_state_dict(leaf) and not hasattr(leaf, "state_template")
-        for under, _, _ in leaves_with_paths(counters_as_dicts(leaf.state_dict())) if is_known else [((), (), None)]:
+        for under, _, _ in leaves_with_path(counters_to_dicts(leaf.state_dict())) if is_known else [((), (), None)]:
             yield ".".join((*path, *under))
 
 
-def counters_as_dicts(state: Any) -> Any:
+def counters_to_dicts(state: Any) -> Any:
     """Return a state with a dict in place of each Counter, such as the milestones of torch's MultiStepLR."""
     return optree.tree_map(lambda x: dict(x) if isinstance(x, Counter) else x, state, is_leaf=is_checkpoint_leaf)
 
@@ -232,13 +232,13 @@ def tree_to_load_into(tree: Any, has: Callable[[str], bool], shape_of: Callable[
         prefix = ".".join((*segments, ""))
         make = getattr(leaf, "state_template", None)
         if make is None:
-            state = counters_as_dicts(leaf.state_dict())
+            state = counters_to_dicts(leaf.state_dict())
             if isinstance(leaf, torch.nn.Module):
                 state = {name: _resized_extra_state(name, value, shape_of(prefix + name)) for name, value in state.items()}
             return optree.tree_map(own, state, is_leaf=is_checkpoint_leaf)
         return make(lambda name: has(prefix + name))
 
-    leaves = [one(segments, leaf) for segments, _, leaf in leaves_with_paths(tree)]
+    leaves = [one(segments, leaf) for segments, _, leaf in leaves_with_path(tree)]
     return optree.tree_unflatten(optree.tree_structure(tree, is_leaf=is_checkpoint_leaf), leaves)
 
 
@@ -253,7 +253,7 @@ def is_checkpoint_leaf(leaf: Any) -> bool:
     return is_sharded(leaf) or isinstance(leaf, PerRank | MadeBy)
 
 
-class LeafWithPaths(NamedTuple):
+class LeafWithPath(NamedTuple):
     """A leaf and its path: with names of named tuples' fields in ``names``, and numbers in ``entries``, as plan() has them."""
 
     names: tuple[str, ...]
@@ -261,14 +261,14 @@ class LeafWithPaths(NamedTuple):
     leaf: Any
 
 
-def leaves_with_paths(
+def leaves_with_path(
     tree: Any, is_leaf: Callable[[Any], bool] = is_checkpoint_leaf, *, none_is_leaf: bool = False
-) -> Iterator[LeafWithPaths]:
+) -> Iterator[LeafWithPath]:
     """Yield the leaves of a tree with their paths."""
     accessors, leaves, _ = optree.tree_flatten_with_accessor(tree, is_leaf=is_leaf, none_is_leaf=none_is_leaf)
     for accessor, leaf in zip(accessors, leaves, strict=True):
         named = tuple(str(getattr(each, "field", None) or each.entry) for each in accessor)
-        yield LeafWithPaths(named, tuple(str(each.entry) for each in accessor), leaf)
+        yield LeafWithPath(named, tuple(str(each.entry) for each in accessor), leaf)
 
 
 def _add_unit_entries(
@@ -313,7 +313,7 @@ def _add_unit_entries(
             _add_entry(where, found, entry)
 
 
-def _entry_of_part(
+def _sharded_tensor_entry(
     where: str, found: TreeContents, name: str, part: ShardedTensor, comm: Comm, known: "dict[Any, dict[str, _PiecesOfLeaf]]"
 ) -> TensorEntry:
     """Return the entry of a leaf of a module's or an optimizer's state dict. ``known`` caches :func:`_leaf_pieces_by_path`."""

@@ -20,11 +20,11 @@ from fsharp.checkpoint.entries import (
     contents_of,
     has_state_dict,
     is_checkpoint_leaf,
-    leaves_with_paths,
+    leaves_with_path,
     load_into_object,
     tree_to_load_into,
 )
-from fsharp.checkpoint.falling_back import load_or_collect_damage, set_aside_damaged
+from fsharp.checkpoint.fallback import load_or_collect_damage, set_aside_damaged
 from fsharp.checkpoint.formats.huggingface import is_huggingface_folder
 from fsharp.checkpoint.manifest import MANIFEST_NAME, Manifest
 from fsharp.checkpoint.matching import StoredNames, check_matches, first_error_rows, stored_names, without_ignored
@@ -109,14 +109,14 @@ def load(
     collectives of 40 bytes, and two in which rank 0 sends the path. Memory: the loaded values, and ``buffer_nbytes``.
     """
     how = {"subtree": subtree, "rename": rename, "ignore": ignore, "cast": cast, "strict": strict, "donate": donate}
-    return load_newest(where, like, comm=comm, buffer_nbytes=buffer_nbytes, **how)[1]
+    return load_checkpoint_and_tree(where, like, comm=comm, buffer_nbytes=buffer_nbytes, **how)[1]
 
 
-def load_newest(where: str | os.PathLike[str], like: Any, *, comm: Comm, **options: Any) -> tuple[Checkpoint, Any]:
+def load_checkpoint_and_tree(where: str | os.PathLike[str], like: Any, *, comm: Comm, **options: Any) -> tuple[Checkpoint, Any]:
     """Load as :func:`load` does; return the checkpoint that was loaded, and the tree."""
     given, damaged = absolute_path(where), dict[str, str]()
     while True:
-        (path, is_asked_for), damage = _choose_checkpoint(given, comm, damaged), list[str]()
+        (path, is_asked_for), damage = _choose_path(given, comm, damaged), list[str]()
         load_it = partial(load_checkpoint_at, path, like, damage, comm=comm, where=given, **options)
         if is_asked_for:
             return load_it()
@@ -232,7 +232,7 @@ def load_with_reader(
     return check_on_all_ranks("load()", comm, lambda: optree.tree_map(handed_back, like, tree, is_leaf=is_checkpoint_leaf))
 
 
-def _choose_checkpoint(path: str, comm: Comm, damaged: Mapping[str, str]) -> tuple[str, bool]:
+def _choose_path(path: str, comm: Comm, damaged: Mapping[str, str]) -> tuple[str, bool]:
     """Return the path of the checkpoint to load, and whether it is ``path`` itself.
 
     Else it is the newest one below ``path`` that is not in ``damaged``. Rank 0 chooses. Raises CheckpointError on all ranks if
@@ -294,7 +294,7 @@ def _tree_to_fill(
         return torch.zeros(x.shape, dtype=x.dtype, device=device if x.is_meta else x.device)
 
     made: list[Any] = []
-    for segments, _, leaf in leaves_with_paths(template):
+    for segments, _, leaf in leaves_with_path(template):
         value = manifest.values.get(stored(".".join(segments)))
         if is_sharded(leaf):
             made.append(leaf.replace([fresh(buffer) for buffer in leaf.buffers]))

@@ -100,7 +100,7 @@ def check_matches(
             rows.append((name, f"{tensor_text(record)} in the checkpoint; expected {tensor_text(entry)}"))
     for name, value in wanted.values.items():
         there = manifest.values.get(stored(name))
-        if not is_new(name, stored(name)) and _value_kind(there) is not _value_kind(value):
+        if not is_new(name, stored(name)) and _type_to_match(there) is not _type_to_match(value):
             kind = "not in the checkpoint" if there is None else f"{there!r:.80} in the checkpoint"
             rows.append((name, f"{kind}; expected a value like {value!r:.80}"))
     expected = {stored(name) for name in (*wanted.entries, *wanted.values, *wanted.aliases)}
@@ -144,7 +144,7 @@ def first_error_rows(rows: list[tuple[str, str]]) -> list[tuple[str, str]]:
     return lines[:_MAX_SHOWN_ROWS] + more
 
 
-def _value_kind(value: Value) -> type | None:
+def _type_to_match(value: Value) -> type | None:
     """Return the type of a value; one type for all numbers, as a learning rate of 1 may be 0.9 after a step."""
     if isinstance(value, bool | str):
         return bool if isinstance(value, bool) else str

@@ -282,7 +282,7 @@ def read_from_hosts(
         for number, holder in away.items():
             record, length = manifest.files[number], save.hosts[holder - holder % domain_size][number]
             head, table = bytearray(length), bytearray(digest_table_nbytes(record.nbytes - length))
-            fetched.parts[f"{_file_path(folder, holder)}/{record.name}"] = record.nbytes, head, table
+            fetched.parts[f"{_path_text(folder, holder)}/{record.name}"] = record.nbytes, head, table
             asked += _requests_to_fill(holder, record.name, 0, head)
             asked += _requests_to_fill(holder, record.name, record.nbytes - len(table), table)
         return asked
@@ -292,7 +292,7 @@ def read_from_hosts(
         for number, holder in away.items():
             record = manifest.files[number]
             with _blaming_damage_on(holder, record.name):
-                file = ShardFileReader(fetched, _file_path(folder, holder), record, number, manifest.save_id)
+                file = ShardFileReader(fetched, _path_text(folder, holder), record, number, manifest.save_id)
                 reads = file.coalesced_reads(file.ranges_of(manifest, parts[number]), MESSAGE_NBYTES)
             for read in reads:
                 on_received = _blaming_damage_on(holder, record.name)(partial(file.fill_targets, read))
@@ -308,5 +308,5 @@ def read_from_hosts(
             file.read(file.ranges_of(manifest, parts[number]), MESSAGE_NBYTES)
 
 
-def _file_path(folder: str, holder: int) -> str:
+def _path_text(folder: str, holder: int) -> str:
     return f"on the host of rank {holder}: {folder}"

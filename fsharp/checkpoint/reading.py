@@ -174,7 +174,7 @@ class ShardFileReader:
     def fill_targets(self, read: CoalescedRead, buffer: torch.Tensor) -> None:
         """Fill targets with the bytes of a read. Raises CheckpointError if the bytes are damaged."""
         start = read.start - self._data
-        if self._table and (wrong := self._damaged_blocks_in(start, bytes_of(buffer))):
+        if self._table and (wrong := self._damaged_block_starts(start, bytes_of(buffer))):
             raise CheckpointError(self.damage_text(wrong))
         for begin, stop, file_range in read.parts:
             data = buffer[begin - start : stop - start]
@@ -183,7 +183,7 @@ class ShardFileReader:
             first, last = ((x - file_range.begin) // file_range.dtype.itemsize for x in (begin, stop))
             file_range.target[first:last].copy_(data.view(file_range.dtype))
 
-    def _damaged_blocks_in(self, start: int, view: memoryview) -> list[int]:
+    def _damaged_block_starts(self, start: int, view: memoryview) -> list[int]:
         """Return the first byte of each block whose digest differs from the table."""
         found, expected = block_digests(view), self._table[start // BLOCK_NBYTES * 8 :]
         if expected.startswith(found):
@@ -204,14 +204,14 @@ class ShardFileReader:
             f"first at byte {self._data + blocks[0]:,}, in {shown}: they are not what was written."
         )
 
-    def find_damaged_blocks(self) -> list[int]:
+    def find_damaged_block_starts(self) -> list[int]:
         """Read the whole file, and return the first byte of each block whose digest differs from the table."""
         wrong = []
         buffer = bytearray(1 << 20)
         for start in range(0, self._end, len(buffer)):
             view = memoryview(buffer)[: min(len(buffer), self._end - start)]
             self._storage.read(self.path, self._data + start, view)
-            wrong += self._damaged_blocks_in(start, view)
+            wrong += self._damaged_block_starts(start, view)
         return wrong
 
 
@@ -233,7 +233,7 @@ def describe_damaged_files(folder: str, manifest: Manifest) -> list[str]:
             file = ShardFileReader(storage, folder, manifest.files[number], number, manifest.save_id)
             for name, chunk in chunks[number]:
                 file.chunk_begin(name, manifest.tensors[name].dtype, chunk)
-            if wrong := file.find_damaged_blocks():
+            if wrong := file.find_damaged_block_starts():
                 problems.append(file.damage_text(wrong))
         except CheckpointError as error:
             problems.append(str(error))

@@ -17,7 +17,7 @@ import xxhash
 
 from fsharp.checkpoint.catalog import Checkpoint, folder_names_newest_first, newest_except, remove_incomplete, save_time_after
 from fsharp.checkpoint.entries import TreeContents, contents_of, with_state_dicts
-from fsharp.checkpoint.falling_back import load_or_collect_damage, set_aside_damaged, try_set_aside
+from fsharp.checkpoint.fallback import load_or_collect_damage, set_aside_damaged, try_set_aside
 from fsharp.checkpoint.loading import load_checkpoint_at, load_with_reader
 from fsharp.checkpoint.manifest import MANIFEST_NAME, FileRecord
 from fsharp.checkpoint.peers import (
@@ -197,13 +197,13 @@ class Replicas(BackgroundSaver):
 
     def _refresh_nbytes_of(self, contents: TreeContents) -> RefreshNbytes:
         rank = self._comm.rank
-        written = {of: [each for _, each in tensors_written_by(contents, of)] for of in {rank, *self._ranks_on_host}}
+        written = {of: [each for _, each in tensors_written_by(contents, of)] for of in {rank, *self._ranks_with_files_here}}
         sizes = {of: file_nbytes(tensors, header_metadata("0" * 16, of)) for of, tensors in written.items()}
         copied = sum(tensor.nbytes for tensor in written[rank])
-        return RefreshNbytes(self._copies * sizes[rank], sum(sizes[of] for of in self._ranks_on_host), copied)
+        return RefreshNbytes(self._copies * sizes[rank], sum(sizes[of] for of in self._ranks_with_files_here), copied)
 
     @property
-    def _ranks_on_host(self) -> list[int]:
+    def _ranks_with_files_here(self) -> list[int]:
         """The ranks whose files are on this host."""
         first, n = self._comm.rank // self._domain_size * self._domain_size, self._comm.mesh.size
         own = range(first, first + self._domain_size)
@@ -266,7 +266,7 @@ class Replicas(BackgroundSaver):
 
         def commit() -> None:
             if self._claim is not None:
-                here = [records[rank] for rank in self._ranks_on_host]
+                here = [records[rank] for rank in self._ranks_with_files_here]
                 manifest = manifest_of_snapshot(snapshot, records, self._comm.mesh, created)
                 name_path_in_errors(
                     snapshot.folder, lambda: write_manifest_and_publish(snapshot, staged, here, manifest, rank=own.rank)
@@ -344,10 +344,10 @@ class Replicas(BackgroundSaver):
         Cost: hosts exchange lists of their files. A rank reads elements from its host, and receives those that its host lacks,
         in blocks that are compared with digests, as in :func:`~fsharp.checkpoint.load`. Memory: two pieces of 4 MiB.
         """
-        return self.restore_newest(like, subtree=subtree, cast=cast, donate=donate)[1]
+        return self.restore_checkpoint_and_tree(like, subtree=subtree, cast=cast, donate=donate)[1]
 
     @api_boundary
-    def restore_newest(
+    def restore_checkpoint_and_tree(
         self, like: Any, *, subtree: str = "", cast: bool = False, donate: bool = False
     ) -> tuple[Checkpoint, Any]:
         """Restore as :meth:`restore` does; return the checkpoint, with its step and config, and the tree.

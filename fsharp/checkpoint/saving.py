@@ -19,7 +19,7 @@ from fsharp.checkpoint.entries import (
     contents_of,
     has_state_dict,
     is_checkpoint_leaf,
-    leaves_with_paths,
+    leaves_with_path,
     with_state_dicts,
 )
 from fsharp.checkpoint.manifest import MANIFEST_NAME, Chunk, FileRecord, Manifest, TensorRecord, json_round_trip, structure_of
@@ -179,7 +179,7 @@ def take_snapshot(
             "history of modules": "\n".join(contents.settings),
             "values": "\n".join(f"{name}: {value!r}" for name, value in contents.values.items()),
             "lists, tuples and None": "\n".join(f"{name}: {json.dumps(each)}" for name, each in contents.objects.items()),
-            "values of tensors, which PerRank() and, for buffers, OwnBuffers() allow to differ": "\n".join(same),
+            "values of tensors, which PerRank() and, for buffers, PerRankBuffers() allow to differ": "\n".join(same),
         }
 
     contents = check_on_all_ranks(where, comm, check, fields)
@@ -208,7 +208,7 @@ def _structures_by_name(tree: Any) -> dict[str, Any]:
     def is_value(x: Any) -> bool:
         return all(map(is_value, x)) if type(x) in (list, tuple) else isinstance(x, bool | int | float | str | None)
 
-    found = leaves_with_paths(
+    found = leaves_with_path(
         tree, lambda x: is_checkpoint_leaf(x) or (type(x) in (list, tuple) and is_value(x)), none_is_leaf=True
     )
     return {".".join(path): structure_of(x) for path, _, x in found if x is None or type(x) in (list, tuple)}
@@ -294,7 +294,7 @@ def write_shard_file(snapshot: Snapshot, staged: str, comm: Comm, where: str = "
 
 def verify_written_file(staged: str, record: FileRecord, rank: int, save_id: str) -> None:
     """Read a rank's file back. Raises CheckpointError if a block differs from its digest."""
-    if wrong := ShardFileReader(storage_of(staged), staged, record, rank, save_id).find_damaged_blocks():
+    if wrong := ShardFileReader(storage_of(staged), staged, record, rank, save_id).find_damaged_block_starts():
         raise CheckpointError(f"{staged}/{record.name}: {len(wrong)} blocks do not read back as they were written.")
 
 

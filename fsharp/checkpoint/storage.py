@@ -50,19 +50,19 @@ def storage_of(path: str) -> "Storage":
         raise CheckpointError(f"{path}: {error}") from error
 
 
-def read_index_file(storage: "Storage", folder: str, name: str, spare_nbytes: int = 16 << 20) -> bytes:
+def read_index_file(storage: "Storage", folder: str, name: str, allowed_extra_nbytes: int = 16 << 20) -> bytes:
     """Return the bytes of a file that describes the other files in its folder.
 
     Raises FileNotFoundError; or CheckpointError if the file has more than twice the bytes of the other files plus
-    ``spare_nbytes``.
+    ``allowed_extra_nbytes``.
     """
     path = f"{folder}/{storage.resolve_links(folder, name)}"
     size = storage.nbytes(path)
-    most = size if size <= spare_nbytes else spare_nbytes + 2 * (sum(_file_sizes(storage, folder)) - size)
+    most = size if size <= allowed_extra_nbytes else allowed_extra_nbytes + 2 * (sum(_file_sizes(storage, folder)) - size)
     if size > most:
         raise CheckpointError(
             f"{folder}/{name}: {size:,} bytes, expected at most {most:,}: twice the size of the files that it describes, and "
-            f"{spare_nbytes:,}."
+            f"{allowed_extra_nbytes:,}."
         )
     data = bytearray(size)
     storage.read(path, 0, memoryview(data))

@@ -19,7 +19,7 @@ from fsharp.report.logs import WandbLogger as WandbLogger
 from fsharp.resilience.failures import reported_failures as reported_failures
 from fsharp.resilience.finite import NonFinite as NonFinite
 from fsharp.resilience.finite import find_nonfinite as find_nonfinite
-from fsharp.resilience.own_state import OwnState as OwnState
+from fsharp.resilience.per_rank_state import PerRankState as PerRankState
 from fsharp.resilience.preemption import EXIT_PREEMPTED as EXIT_PREEMPTED
 from fsharp.resilience.preemption import Preemption as Preemption
 from fsharp.resilience.randomness import fold_in as fold_in

@@ -14,7 +14,7 @@ from fsharp.functional.comm.protocol import Comm, innermost_comm
 from fsharp.functional.comm.setup_recording import setup_recording
 from fsharp.functional.layout.sharded import is_sharded
 from fsharp.resilience.failures import error_chain
-from fsharp.resilience.own_state import OwnState
+from fsharp.resilience.per_rank_state import PerRankState
 from fsharp.stateful.modules.parameter import ShardedTensor
 
 
@@ -83,17 +83,18 @@ class Rejoining:
 def meta_copy(tree: Any) -> Any:
     """Return a copy of a tree on the meta device, to load into. Objects with a state, such as modules, are not copied.
 
-    Raises a RunError for an OwnState, as a loop over its object would not return to an earlier step.
+    Raises a RunError for a PerRankState, as a loop over its object would not return to an earlier step.
     """
 
     def on_meta(x: Any) -> Any:
         return x.to("meta") if isinstance(x, torch.Tensor) and not isinstance(x, ShardedTensor) else x
 
     def one(leaf: Any) -> Any:
-        if isinstance(leaf, OwnState):
+        if isinstance(leaf, PerRankState):
             raise RunError(
-                f"Run.train(): with elastic=True the tree holds an OwnState({type(leaf.owner).__name__}), and an iterator over "
-                "its object would not go back with the tree. Choose samples by the number of the step, as IndexSampler does."
+                f"Run.train(): with elastic=True the tree holds a PerRankState({type(leaf.owner).__name__}), and an iterator "
+                "over its object would not go back with the tree. Choose samples by the number of the step, as IndexSampler "
+                "does."
             )
         if is_sharded(leaf):
             return leaf.replace(list(map(on_meta, leaf.buffers)))

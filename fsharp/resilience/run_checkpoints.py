@@ -6,7 +6,7 @@ from typing import Any
 from fsharp.checkpoint import Checkpoint, Replicas, Saver
 from fsharp.checkpoint.catalog import has_checkpoints
 from fsharp.checkpoint.entries import leaf_names
-from fsharp.checkpoint.loading import load_newest
+from fsharp.checkpoint.loading import load_checkpoint_and_tree
 from fsharp.errors import RunError, problem
 from fsharp.functional.comm.agree import all_gather_texts, check_on_all_ranks
 from fsharp.functional.comm.protocol import Comm
@@ -81,9 +81,9 @@ class RunCheckpoints:
         """
         self.has_values = True
         if self.replicas is not None and root == self.root:
-            found, loaded = self.replicas.restore_newest(like, donate=True)
+            found, loaded = self.replicas.restore_checkpoint_and_tree(like, donate=True)
         else:
-            found, loaded = load_newest(root, like, comm=self._comm, donate=True)
+            found, loaded = load_checkpoint_and_tree(root, like, comm=self._comm, donate=True)
         self.newest = found.step
         self.saved = self._loaded = found.step if os.path.dirname(found.path) == self.root else -1
         return found, loaded

@@ -21,7 +21,7 @@ from fsharp.errors import CommError, OptionError, RunError
 from fsharp.functional.comm import generations
 from fsharp.functional.comm.generations import GENERATION_VARIABLE
 from fsharp.functional.comm.setup_recording import SetupRecording
-from fsharp.resilience import OwnState, Run
+from fsharp.resilience import PerRankState, Run
 from fsharp.resilience.rejoining import meta_copy
 from fsharp.testing import simulate
 from tests.elastic_programs import AFTERWARDS, IN_FIRST_SETUP, IN_SETUP, SIZE, WAYS, Fault, digest, recovery_s, run_steps, train
@@ -206,8 +206,8 @@ def test_what_is_refused(tmp_path):
     simulate(fs.Mesh({"dp": 2}), rank_fn)
     with pytest.raises(OptionError, match="restarts is -1, expected 0 or more"):
         fs.launch(int, 2, restarts=-1)
-    with pytest.raises(RunError, match=r"the tree holds an OwnState\(PosixPath\)"):
-        meta_copy({"loader": OwnState(Path("a"))})
+    with pytest.raises(RunError, match=r"the tree holds a PerRankState\(PosixPath\)"):
+        meta_copy({"loader": PerRankState(Path("a"))})
 
 
 class Keys(dict):

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 _CHUNK_NBYTES = 64 << 20  # of a chunk: a rank of DCP reads each chunk of which it needs a part
 _METADATA_FILE = ".metadata"
-_SPARE_NBYTES = 1 << 20  # that metadata may have beyond twice the size of the files: a pickled byte can take 200 in memory
+_ALLOWED_EXTRA_NBYTES = 1 << 20  # of metadata, beyond twice the size of the files: a pickled byte can take 200 in memory
 _METADATA_CLASSES = {
     "torch.distributed.checkpoint.metadata": {
         "Metadata", "MetadataIndex", "TensorStorageMetadata", "BytesStorageMetadata", "ChunkStorageMetadata",
@@ -194,7 +194,7 @@ def from_dcp(
         if name not in left and hasattr(each, "chunks"):
             entries[name] = _entry_from_metadata(source, name, each)
         elif name not in left:
-            value = _load_object(storage, source, metadata, name, None)
+            value = _load_item(storage, source, metadata, name, None)
             values |= _values_by_name(name, value)
             if name not in values:
                 objects[name] = structure_of(value)
@@ -223,7 +223,7 @@ def _read_metadata(storage: Storage, folder: str) -> Any:
 
     where = f"{folder}/{_METADATA_FILE}"
     try:
-        data = read_index_file(storage, folder, _METADATA_FILE, _SPARE_NBYTES)
+        data = read_index_file(storage, folder, _METADATA_FILE, _ALLOWED_EXTRA_NBYTES)
     except FileNotFoundError as error:
         raise CheckpointError(
             f"{folder}: no checkpoint of torch.distributed.checkpoint: it has no {_METADATA_FILE}."
@@ -260,7 +260,7 @@ def _check_sizes_fit_files(storage: Storage, folder: str, metadata: Any, entries
         )
 
 
-def _load_object(storage: Storage, folder: str, metadata: Any, name: str, offsets: torch.Size | None) -> Any:
+def _load_item(storage: Storage, folder: str, metadata: Any, name: str, offsets: torch.Size | None) -> Any:
     """Return the object under a key of DCP; if the object is a tensor, return its chunk at ``offsets``."""
     from torch.distributed.checkpoint.metadata import MetadataIndex
 
@@ -296,7 +296,7 @@ def _assemble_tensor(storage: Storage, folder: str, metadata: Any, tensor: Store
                 f"{folder}: chunks of {tensor.name!r} do not tile it: {sizes} at {offsets} of {tensor.shape} overlaps another "
                 "chunk or the end."
             )
-        value = _load_object(storage, folder, metadata, tensor.name, chunk.offsets)
+        value = _load_item(storage, folder, metadata, tensor.name, chunk.offsets)
         if not isinstance(value, torch.Tensor) or (value.dtype, value.shape) != (tensor.dtype, torch.Size(sizes)):
             got = tensor_text(value) if isinstance(value, torch.Tensor) else type(value).__name__
             raise CheckpointError(

@@ -76,7 +76,7 @@ def huggingface_manifest(storage: Storage, path: str) -> Manifest:
     used = sorted(set(index.values())) if index is not None else used
     files, tensors, values, seen = list[FileRecord](), dict[str, TensorRecord](), dict[str, Any](), xxhash.xxh3_64()
     for number, name in enumerate(used):
-        file, found = _describe_file(storage, folder, name)
+        file, found = _record_and_description(storage, folder, name)
         files.append(file)
         seen.update(found.header)
         for tensor, extent in found.tensors.items():
@@ -105,7 +105,7 @@ def _read_index(storage: Storage, folder: str, name: str) -> dict[str, str]:
         raise CheckpointError(f"{folder}/{name}: the index is damaged: {type(error).__name__} {error}.") from error
 
 
-def _describe_file(storage: Storage, folder: str, name: str) -> tuple[FileRecord, FileDescription]:
+def _record_and_description(storage: Storage, folder: str, name: str) -> tuple[FileRecord, FileDescription]:
     path = storage.resolve_links(folder, name)
     try:
         size = storage.nbytes(f"{folder}/{path}")
@@ -140,7 +140,7 @@ def _describe_archive(storage: Readable, path: str, size: int) -> FileDescriptio
     """Return the contents of a file of ``torch.save``; names are keys joined by dots."""
     remedy = "Save tensors, numbers and texts alone, as by torch.save(model.state_dict(), path)."
     try:
-        data, tree = torch_archive.describe_archive(storage, path)
+        data, tree = torch_archive.load_archive_on_meta(storage, path)
         # There is at least a byte for each leaf, else the pickle repeats leaves.
         leaves = list(islice(_named_leaves(tree, ""), len(data)))
     except Exception as error:  # of any kind: bytes of a pickle may say anything

@@ -36,7 +36,7 @@ def load_archive(data: bytes | bytearray) -> Any:
     return _unpickle_archive(io.BytesIO(data), len(data), bytes_in)[1]
 
 
-def describe_archive(storage: Readable, path: str) -> tuple[bytes, Any]:
+def load_archive_on_meta(storage: Readable, path: str) -> tuple[bytes, Any]:
     """Return the pickle of an archive, and the object in it, with tensors on the meta device.
 
     A tensor's first element is in the file at byte ``storage_offset() * itemsize``. Raises as :func:`load_archive` does. Cost:

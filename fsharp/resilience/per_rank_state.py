@@ -1,4 +1,4 @@
-"""OwnState: an object whose state each rank saves for itself, such as a data loader."""
+"""PerRankState: an object whose state each rank saves for itself, such as a data loader."""
 
 import io
 from collections.abc import Callable, Mapping
@@ -16,14 +16,14 @@ _LENGTH_NBYTES = 8
 
 
 @options_checked
-class OwnState:
+class PerRankState:
     """A wrapper that saves an object whose state differs between ranks, or has other keys in other steps.
 
     ::
 
         loader = StatefulDataLoader(stream, batch_size=8, num_workers=2)  # of torchdata
         with fs.resilience.Run("runs/a", comm=comm, total=1000, save_every=100) as run:
-            state, _ = run.resume((state, own := fs.resilience.OwnState(loader)))
+            state, _ = run.resume((state, own := fs.resilience.PerRankState(loader)))
             for step, batch in zip(run.steps(), loader):
                 state, _ = train_step(state, batch, comm)
                 state, _ = run.end_step((state, own))
@@ -50,7 +50,7 @@ class OwnState:
     @api_boundary
     def state_dict(self) -> dict[str, Any]:
         """Return the bytes of the object's state, as a :class:`~fsharp.checkpoint.PerRank`."""
-        state, file, where = self.owner.state_dict(), io.BytesIO(), f"OwnState({type(self.owner).__name__})"
+        state, file, where = self.owner.state_dict(), io.BytesIO(), f"PerRankState({type(self.owner).__name__})"
         torch.save(state, file)
         data = file.getvalue()
         if len(data) + _LENGTH_NBYTES > self.nbytes:
@@ -72,7 +72,7 @@ class OwnState:
         whole = bytes(state["state"].value.tolist())
         length = int.from_bytes(whole[:_LENGTH_NBYTES], "little")
         self.owner.load_state_dict(
-            _load_state(f"OwnState({type(self.owner).__name__})", whole[_LENGTH_NBYTES : _LENGTH_NBYTES + length])
+            _load_state(f"PerRankState({type(self.owner).__name__})", whole[_LENGTH_NBYTES : _LENGTH_NBYTES + length])
         )
 
 

@@ -1,4 +1,4 @@
-"""OwnState: torchdata's StatefulDataLoader goes on in a Run, on each rank and with workers, at the sample where it was."""
+"""PerRankState: torchdata's StatefulDataLoader goes on in a Run, on each rank and with workers, at the sample where it was."""
 
 from functools import partial
 
@@ -39,7 +39,7 @@ def samples(root, total, workers, comm, *, stop_at=None):
     from torchdata.stateful_dataloader import StatefulDataLoader
 
     loader = StatefulDataLoader(Stream(comm.rank), batch_size=2, num_workers=workers)
-    own, found = fs.resilience.OwnState(loader), []
+    own, found = fs.resilience.PerRankState(loader), []
     with fs.resilience.Run(root, comm=comm, total=total, save_every=3) as run:
         run.resume({"loader": own, "seen": torch.zeros(())})
         for step, batch in zip(run.steps(), loader, strict=False):
@@ -79,8 +79,8 @@ class Owner:
 def test_ranks_have_states_with_other_keys(tmp_path):
     def run(comm):
         mine = {"rank": comm.rank, **({"more": torch.arange(3)} if comm.rank else {})}
-        fs.checkpoint.save(tmp_path, {"own": fs.resilience.OwnState(Owner(mine))}, step=1, comm=comm)
-        own = fs.resilience.OwnState(Owner("nothing"))
+        fs.checkpoint.save(tmp_path, {"own": fs.resilience.PerRankState(Owner(mine))}, step=1, comm=comm)
+        own = fs.resilience.PerRankState(Owner("nothing"))
         fs.checkpoint.load(tmp_path, {"own": own}, comm=comm)
         return own.owner.state
 
@@ -95,13 +95,13 @@ def test_ranks_have_states_with_other_keys(tmp_path):
 )
 @on_ranks(fs.Mesh({"dp": 2}))
 def test_a_state_that_cannot_be_saved_is_refused_on_all_ranks(comm, state, message, tmp_path):
-    own = fs.resilience.OwnState(Owner(state if comm.rank else {}))
+    own = fs.resilience.PerRankState(Owner(state if comm.rank else {}))
     with pytest.raises((TreeError, AgreementError), match=message):
         fs.checkpoint.save(tmp_path, {"own": own}, step=1, comm=comm)
 
 
 def test_another_number_of_ranks_is_refused(tmp_path):
-    save = lambda comm: fs.checkpoint.save(tmp_path, {"own": fs.resilience.OwnState(Owner({}))}, step=1, comm=comm)  # noqa: E731
+    save = lambda comm: fs.checkpoint.save(tmp_path, {"own": fs.resilience.PerRankState(Owner({}))}, step=1, comm=comm)  # noqa: E731
     simulate(fs.Mesh({"dp": 2}), save)
     with pytest.raises(TreeError, match="own"):
-        fs.checkpoint.load(tmp_path, {"own": fs.resilience.OwnState(Owner({}))}, comm=fs.SingleComm())
+        fs.checkpoint.load(tmp_path, {"own": fs.resilience.PerRankState(Owner({}))}, comm=fs.SingleComm())

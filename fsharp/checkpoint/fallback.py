@@ -1,4 +1,4 @@
-"""Falling back: if a rank finds damage in a checkpoint, all ranks load the checkpoint before it."""
+"""Fallback: if a rank finds damage in a checkpoint, all ranks load the checkpoint before it."""
 
 import json
 import logging
