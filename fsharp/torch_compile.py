@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy, set_eval_frame
 
 from fsharp.tracebacks import hide_frames
-from fsharp.type_checks import explain_call_error
+from fsharp.type_checks import check_failed_call
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -54,7 +54,7 @@ def uncompiled(function: F) -> F:
             try:
                 return function(*args, **kwargs)
             except Exception as error:
-                explain_call_error(error, function, args, kwargs)
+                check_failed_call(error, function, args, kwargs)
                 raise
         except Exception as error:
             hide_frames(error)
@@ -70,7 +70,7 @@ def uncompiled(function: F) -> F:
     return call  # type: ignore[return-value]
 
 
-def compiled_by_caller(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def call_compiled_like_caller(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Call the user's ``function``. Compile it if compiled code has called the innermost function of :func:`uncompiled`."""
     compiler = _compiler.get()
     if compiler is None:
@@ -84,12 +84,12 @@ def compiled_by_caller(function: Callable[..., Any], *args: Any, **kwargs: Any) 
         _compiler.reset(token)
 
 
-skip_frame(compiled_by_caller)
+skip_frame(call_compiled_like_caller)
 
 
 @contextmanager
-def nothing_compiled() -> Iterator[None]:
-    """Return a context in which :func:`compiled_by_caller` calls the user's functions without compiling them."""
+def without_compiling() -> Iterator[None]:
+    """Return a context in which :func:`call_compiled_like_caller` calls the user's functions without compiling them."""
     token = _compiler.set(None)
     try:
         yield

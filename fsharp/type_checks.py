@@ -76,23 +76,23 @@ def _checked_hints(of: Any) -> dict[str, tuple[Callable[[Any], bool], Any]]:
     return {name: (fits_annotation(hint), hint) for name, hint in get_type_hints(of).items() if name != "return"}
 
 
-def describe_wrong_field(row: Any) -> str:
+def describe_wrong_field(instance: Any) -> str:
     """Return a message about the first field of a dataclass or NamedTuple that does not fit its annotation; "" if all fit."""
-    kind: Any = type(row)
+    kind: Any = type(instance)
     for name, (fit, hint) in _checked_hints(kind).items():
-        if not fit(value := getattr(row, name)):
+        if not fit(value := getattr(instance, name)):
             return _wrong_value_text(name, value, hint)
     return ""
 
 
-def check_fields(row: Any) -> None:
+def check_fields(instance: Any) -> None:
     """Raise an error if a field of a dataclass does not fit its annotation.
 
     Raises:
         OptionError: names the first field that does not fit, its value, and what was expected.
     """
-    if why := describe_wrong_field(row):
-        raise OptionError(f"{type(row).__name__}(): {why}.")
+    if why := describe_wrong_field(instance):
+        raise OptionError(f"{type(instance).__name__}(): {why}.")
 
 
 def short_repr(value: Any) -> str:
@@ -145,8 +145,8 @@ def options_checked(target: F) -> F:
     return _wrap_calls(before, target)
 
 
-def options_explained(target: F) -> F:
-    """Wrap a function, or a class: if a call fails, :func:`explain_call_error` looks for an argument of the wrong type.
+def options_checked_on_failure(target: F) -> F:
+    """Wrap a function, or a class: if a call fails, :func:`check_failed_call` looks for an argument of the wrong type.
 
     For functions that check some arguments by themselves, with one error for all ranks.
     """
@@ -155,13 +155,13 @@ def options_explained(target: F) -> F:
         try:
             return fn(*args, **kwargs)
         except Exception as error:
-            explain_call_error(error, fn, args, kwargs)
+            check_failed_call(error, fn, args, kwargs)
             raise
 
     return _wrap_calls(after, target)
 
 
-def explain_call_error(error: Exception, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def check_failed_call(error: Exception, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Raise an OptionError if the call ``fn(*args, **kwargs)``, which raised ``error``, has an argument of the wrong type.
 
     Return if all arguments fit, or if ``error`` is another error of this library, which explains itself. For functions that a

@@ -34,7 +34,7 @@ def prune(
     Cost: lists the root, and opens the newest and the removed checkpoints; with ``best`` all of them.
     """
     retention = Retention(keep, best, keep_steps, keep_hours)
-    retention.check("prune()")
+    retention.check_options("prune()")
     return retention.prune(absolute_path(root))
 
 
@@ -46,7 +46,7 @@ class Retention(NamedTuple):
     keep_steps: int | None = None
     keep_hours: float | None = None
 
-    def check(self, where: str) -> None:
+    def check_options(self, where: str) -> None:
         """Raise a CheckpointError for options that would keep no checkpoint, or have no meaning."""
         if self.keep < 1 or self.best < 0:
             raise CheckpointError(

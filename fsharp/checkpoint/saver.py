@@ -197,7 +197,7 @@ class Saver(BackgroundSaver):
         self._retention = Retention(keep, best, keep_steps, keep_hours)
 
         def check() -> None:
-            self._retention.check("Saver()")
+            self._retention.check_options("Saver()")
             if any(isinstance(each, Saver) and each.is_busy and each._root == self._root for each in _busy_savers):
                 raise CheckpointError(f"Saver(): another Saver is still writing into {self._root}: close() that one first.")
             if comm.rank == 0:

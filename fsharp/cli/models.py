@@ -101,7 +101,7 @@ def find_model(model: str) -> Model:
         shapes: Any = ARCHITECTURES[model]()
         return Model(optree.tree_map(partial(torch.empty, device="meta"), shapes, is_leaf=lambda x: isinstance(x, tuple)))
     try:
-        found = _make_model(model)
+        found = _import_or_build_model(model)
     except FsharpError:
         raise
     except Exception as error:  # of the user's code, or of transformers
@@ -115,7 +115,7 @@ def find_model(model: str) -> Model:
     return Model(make_functional(found)[1], frozen)
 
 
-def _make_model(model: str) -> Any:
+def _import_or_build_model(model: str) -> Any:
     path = Path(model)
     path = path / "config.json" if path.is_dir() else path
     if path.is_file():

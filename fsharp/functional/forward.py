@@ -13,7 +13,7 @@ from fsharp.functional.moves import gather, units_on_mesh_of
 from fsharp.functional.release import in_place_change_check, in_place_write_error, release_saved, version_of
 from fsharp.functional.remat import Remat, check_remat_argument, run_with_recomputation
 from fsharp.functional.transforms import is_transformed, is_transformed_beyond_vmap, refuse_proxy_tracing
-from fsharp.torch_compile import compiled_by_caller, nothing_compiled, uncompiled
+from fsharp.torch_compile import call_compiled_like_caller, uncompiled, without_compiling
 from fsharp.tracebacks import api_boundary
 
 
@@ -77,7 +77,7 @@ def forward(
     ties = (*owners, *units_of(gathered))
     before = _buffer_versions(ties)
     trees = map_units(lambda node: node.tree(ties) if is_sharded(node) else node, gathered)
-    out = compiled_by_caller(fn, trees, *args, **kwargs)
+    out = call_compiled_like_caller(fn, trees, *args, **kwargs)
     for node, old, new in zip(ties, before, _buffer_versions(ties), strict=False):
         if old != new:
             raise in_place_write_error(node.name)
@@ -96,7 +96,7 @@ def _forward_with_remat(fn: Any, units: Any, args: Any, kwargs: Any, comm: Comm,
         return forward(fn, sharded, *args, comm=comm, ties=ties, release=False, **kwargs)
 
     # torch compares the tensors that this run saves with those of the recomputation in the backward, which is not compiled.
-    with nothing_compiled():
+    with without_compiling():
         return run_with_recomputation(run, fn, args, kwargs, remat)
 
 

@@ -19,7 +19,7 @@ from fsharp.functional.release import is_plain_strided
 from fsharp.functional.sinks import SinkLedger, take_gradients, with_sinks
 from fsharp.functional.state import TrainState, update
 from fsharp.functional.transforms import check_untransformed
-from fsharp.torch_compile import compiled_by_caller, uncompiled
+from fsharp.torch_compile import call_compiled_like_caller, uncompiled
 from fsharp.type_checks import options_checked
 
 LossFn = Callable[[Any, Any, Comm], Any]
@@ -164,7 +164,7 @@ def _value_and_grad_of_microbatch(
         probed = with_sinks(params, SinkLedger(residuals))
         nodes = units_of(probed)
         sinks = [sink for node in nodes for sink in node.sinks]
-        loss = as_loss(compiled_by_caller(loss_fn, probed, batch, comm))
+        loss = as_loss(call_compiled_like_caller(loss_fn, probed, batch, comm))
         check_depends_on_parameters(loss, has_sinks=bool(sinks))
         torch.autograd.backward(loss.sum)  # grad() would not reach what reentrant checkpoints hide
     found = [grad for node in nodes for grad in take_gradients(node, comm)]

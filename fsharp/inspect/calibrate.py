@@ -44,7 +44,7 @@ def calibrate(
     rows = [row for _, rows in steps for row in rows]
     check_rows("Hardware.fit()", schedule, rows)
     _check_kinds_measured(schedule, rows)
-    flights = _collective_times(schedule, rows)
+    flights = _collective_timestamps(schedule, rows)
     in_flight = _IntervalUnion((each.start_s, each.stop_s) for per_step in flights.values() for each in per_step)
     waiting: list[Interval] = []
     own: dict[tuple[str, Phase], list[float]] = {}
@@ -93,7 +93,7 @@ def calibrate(
     }
     facts = schedule.program.facts
     cast_s = sum(median(each) for each in casts.values())
-    cast_nbytes = sum(moved_nbytes([schedule.ops[op]], facts) for op in casts)
+    cast_nbytes = sum(memory_traffic_nbytes([schedule.ops[op]], facts) for op in casts)
     memory_bandwidth = cast_nbytes / cast_s if cast_s and cast_nbytes else math.inf
     codec_bandwidth = _codec_bandwidth(schedule, rows, in_flight, host_speed)
     for run in issue_group_ranges(schedule.ops):
@@ -115,7 +115,7 @@ def calibrate(
     }
 
 
-def issued_nbytes(op: Op, facts: UnitFacts) -> int:
+def sent_nbytes_of_issue(op: Op, facts: UnitFacts) -> int:
     """Return the bytes that make the issue of a collective slower: the bytes that are sent.
 
     A gather copies the rank's own part into the arena, and a reduction posts a message for each chunk. A gather of updated
@@ -143,7 +143,7 @@ def _fit_issue_cost(
     rows, target = [], []
     for issued, seconds in issuing.items():
         ops = [schedule.ops[i] for op in issued for i in runs[op]]
-        nbytes = sum(issued_nbytes(op, facts[op.unit]) for op in ops)
+        nbytes = sum(sent_nbytes_of_issue(op, facts[op.unit]) for op in ops)
         cast_s = sum(cast_nbytes_of_issue(op, facts[op.unit]) for op in ops) / memory_bandwidth
         weight = math.sqrt(len(seconds)) / max(median(seconds), 1e-6)
         rows.append([weight * len(issued), weight * nbytes])
@@ -161,7 +161,7 @@ def fit_host_share(trace: Trace, schedule: Schedule, alone: Mapping[str, tuple[f
     collectives for more than half of their time; without such ops the result is 1/2.
     """
     steps = trace.ended_steps()
-    flights = _collective_times(schedule, [row for _, rows in steps for row in rows])
+    flights = _collective_timestamps(schedule, [row for _, rows in steps for row in rows])
     in_flight = _IntervalUnion((each.start_s, each.stop_s) for per_step in flights.values() for each in per_step)
     rates = []
     for _, rows in steps:
@@ -183,7 +183,7 @@ def fit_host_share(trace: Trace, schedule: Schedule, alone: Mapping[str, tuple[f
     return min(max(rate, 0.0), 1.0)
 
 
-def moved_nbytes(ops: Sequence[Op], facts: Mapping[str, UnitFacts]) -> int:
+def memory_traffic_nbytes(ops: Sequence[Op], facts: Mapping[str, UnitFacts]) -> int:
     """Return the bytes in memory with which ops work: of each op its part of the arena, else its inputs, else its output.
 
     Of a cast these are the bytes of the gradient, and of an accumulate those of the gradient at rest, without scratch.
@@ -203,7 +203,7 @@ def moved_nbytes(ops: Sequence[Op], facts: Mapping[str, UnitFacts]) -> int:
     return total
 
 
-def accumulates_without_work(ops: Sequence[Op]) -> set[int]:
+def noop_accumulates(ops: Sequence[Op]) -> set[int]:
     """Return the positions of the accumulates whose reduction has written its sum to the gradient at rest."""
     found, direct = set[int](), set[str]()
     for i, op in enumerate(ops):
@@ -285,7 +285,7 @@ def _check_kinds_measured(schedule: Schedule, rows: Iterable[TraceRow]) -> None:
         raise ScheduleError(problem("Hardware.fit()", what, there, "Trace steps that follow the schedule, each to its end."))
 
 
-class _CollectiveTimes(NamedTuple):
+class _CollectiveTimestamps(NamedTuple):
     """The times at which a collective was issued, was first in its queue, and had ended."""
 
     issued_s: float
@@ -293,7 +293,7 @@ class _CollectiveTimes(NamedTuple):
     stop_s: float
 
 
-def _collective_times(schedule: Schedule, rows: Iterable[TraceRow]) -> dict[int, list[_CollectiveTimes]]:
+def _collective_timestamps(schedule: Schedule, rows: Iterable[TraceRow]) -> dict[int, list[_CollectiveTimestamps]]:
     """Return the times of each collective in each step, by the collective's first op."""
     first = {i: run[0] for run in issue_group_ranges(schedule.ops) for i in run}
     began: dict[tuple[int, int], Interval] = {}
@@ -302,13 +302,13 @@ def _collective_times(schedule: Schedule, rows: Iterable[TraceRow]) -> dict[int,
         if kind in kinds_that_send:
             known = began.get((first[index], step), (start, stop))
             began[first[index], step] = min(known[0], start), max(known[1], stop)
-    result: dict[int, list[_CollectiveTimes]] = {}
+    result: dict[int, list[_CollectiveTimestamps]] = {}
     free: dict[Stream, float] = {}
     for (op, _), (issued, stop) in sorted(began.items(), key=lambda item: (item[1], item[0])):
         queue = "gather" if schedule.policy.separate_groups is False else schedule.ops[op].stream
         start = max(issued, free.get(queue, issued))
         free[queue] = stop = max(start, stop)
-        result.setdefault(op, []).append(_CollectiveTimes(issued, start, stop))
+        result.setdefault(op, []).append(_CollectiveTimestamps(issued, start, stop))
     return result
 
 

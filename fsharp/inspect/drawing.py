@@ -130,24 +130,24 @@ def _draw_lanes(axes: Any, timeline: Timeline, lanes: Sequence[Stream], style: _
     axes.spines[:].set_visible(False)
 
 
-def _draw_row(axes: Any, row: Sequence[TimeSpan], where: tuple[float, float], style: _DrawingStyle) -> None:
+def _draw_row(axes: Any, row: Sequence[TimeSpan], band: tuple[float, float], style: _DrawingStyle) -> None:
     waits = [(box.start_s, box.seconds) for box in row if _look_of(box) == "hatched"]
     if waits:
         face, lines = (_WAIT, _WAIT_LINES) if style.has_times else ("white", _FAINT)
-        axes.broken_barh(waits, where, facecolors=face, edgecolors=lines, linewidth=0, hatch="//////")
+        axes.broken_barh(waits, band, facecolors=face, edgecolors=lines, linewidth=0, hatch="//////")
     others = [box for box in row if _look_of(box) != "hatched"]
     faces = [_fill_colour(box, style.colours) for box in others]
     edges = ["white" if box.seconds > 0.06 * style.per_inch else "none" for box in others]
     places = [(box.start_s, box.seconds) for box in others]
-    axes.broken_barh(places, where, facecolors=faces, edgecolors=edges, linewidth=0.6)
+    axes.broken_barh(places, band, facecolors=faces, edgecolors=edges, linewidth=0.6)
     coded = [place for box, place in zip(others, places) if _look_of(box) != "coded" and style.coded[box.op]]
-    axes.broken_barh(coded, (where[0] + 0.85 * where[1], 0.15 * where[1]), facecolors=_CODED)
+    axes.broken_barh(coded, (band[0] + 0.85 * band[1], 0.15 * band[1]), facecolors=_CODED)
     for box, face in zip(others, faces):
         if _look_of(box) != "faint":
             name = box.unit or box.kind
             from_number = re.sub(r"^[^.\d]+\.(?=\d)", "", name)
             texts = [name, from_number, name.rsplit(".", 1)[-1]]
-            _write_first_that_fits(axes, texts, box.start_s, box.stop_s, where[0] + where[1] / 2, face, style)
+            _write_first_that_fits(axes, texts, box.start_s, box.stop_s, band[0] + band[1] / 2, face, style)
 
 
 def _write_first_that_fits(

@@ -25,14 +25,14 @@ from fsharp.functional.comm.protocol import Call
 from fsharp.functional.layout.layout import Layout
 from fsharp.functional.tree.paths import value_by_path
 from fsharp.inspect.calibrate import (
-    accumulates_without_work,
     calibrate,
     cast_nbytes_of_issue,
     compute_times_with_gaps,
     find_link_factor,
     fit_host_share,
-    issued_nbytes,
-    moved_nbytes,
+    memory_traffic_nbytes,
+    noop_accumulates,
+    sent_nbytes_of_issue,
 )
 from fsharp.inspect.hardware_json import fields_from_json, fields_to_json
 from fsharp.inspect.links import Link, PerLink, scaled_by_link, value_of_link
@@ -286,15 +286,15 @@ class Hardware:
 
     def latency_s(self, links: Iterable[Link]) -> float:
         """Return the seconds of a collective that do not depend on its bytes, over all of its links in sequence."""
-        halves = [half for link in links for half in self._collectives_in(link)]
+        halves = [half for link in links for half in self._component_links(link)]
         return sum(value_of_link(self.latency, half, "latency") for half in halves)
 
     def _seconds_per_byte(self, link: Link) -> float:
-        """Return the seconds of one byte over a link: the mean over :meth:`_collectives_in` of the link."""
-        halves = self._collectives_in(link)
+        """Return the seconds of one byte over a link: the mean over :meth:`_component_links` of the link."""
+        halves = self._component_links(link)
         return sum(1 / value_of_link(self.bandwidth, half, "bandwidth") for half in halves) / len(halves)
 
-    def _collectives_in(self, link: Link) -> tuple[Link, ...]:
+    def _component_links(self, link: Link) -> tuple[Link, ...]:
         """Return the collectives whose times make up the time of ``link``.
 
         For an ``all_reduce`` without bandwidth and latency of its own, these are a reduce_scatter and an all_gather. For an
@@ -359,7 +359,7 @@ class _Simulation:
         times = compute_times(hardware, entered)
         facts = schedule.program.facts
         self.issues = []
-        without_work = accumulates_without_work(self.ops)
+        noops = noop_accumulates(self.ops)
         for run in issue_group_ranges(self.ops):
             ops = [self.ops[i] for i in run]
             sent = (
@@ -368,9 +368,9 @@ class _Simulation:
                 else {}
             )
             latency_s = hardware.latency_s(sent) if self.is_synchronous else 0.0
-            longer_s = sum(issued_nbytes(op, facts[op.unit]) for op in ops) / hardware.issue_bandwidth
+            longer_s = sum(sent_nbytes_of_issue(op, facts[op.unit]) for op in ops) / hardware.issue_bandwidth
             longer_s += sum(cast_nbytes_of_issue(op, facts[op.unit]) for op in ops) / hardware.memory_bandwidth
-            seconds = 0.0 if run[0] in without_work else _op_seconds(ops, facts, hardware, times)
+            seconds = 0.0 if run[0] in noops else _op_seconds(ops, facts, hardware, times)
             self.issues.append((run, seconds, latency_s, hardware.issue_s + longer_s))
         waited_for = {j for i, op in enumerate(self.ops) for j in op.after if j >= i}
         self.handed_on = sorted(waited_for | {i for i, op in enumerate(self.ops) if op.spec.frees == STATE})
@@ -475,4 +475,5 @@ def _op_seconds(
         case "send" | "memory":  # without collectives the op only copies in memory
             of = [(op, facts[op.unit]) for op in ops]
             calls = [call for op, mine in of for call in op.spec.collectives(mine)]
-            return coded_s + (hardware.collective_s(calls) if calls else moved_nbytes(ops, facts) / hardware.memory_bandwidth)
+            own_s = 0.0 if calls else memory_traffic_nbytes(ops, facts) / hardware.memory_bandwidth
+            return coded_s + (hardware.collective_s(calls) if calls else own_s)

@@ -19,7 +19,7 @@ from fsharp.functional.layout.sharded import PlaceName, resolve_place
 from fsharp.functional.layout.text import align_columns, runs_of_alike_units
 from fsharp.functional.layout.unit_layout import Leaf, UnitLayout
 from fsharp.tracebacks import api_boundary
-from fsharp.type_checks import options_checked, options_explained
+from fsharp.type_checks import options_checked, options_checked_on_failure
 
 _MAX_COLUMNS = 100
 _MAX_CELLS = 16
@@ -62,7 +62,7 @@ class LeafSharding:
     @property
     def spec(self) -> P | None:
         """``P(axes)`` if each rank holds an equal block of rows, in order; ``P()`` if each rank holds the leaf; else None."""
-        if self.leaf.numel == 0 or self._difference_by_axis or not self.place.sharded_axes or not self.shape:
+        if self.leaf.numel == 0 or self._differing_values_by_axis or not self.place.sharded_axes or not self.shape:
             return P() if self.is_fully_replicated else None
         parts, numel, offset = self._num_parts, self.leaf.numel, self.leaf.offset
         # The first part ends after one block, and so does every other one if parts are as long as blocks.
@@ -80,7 +80,7 @@ class LeafSharding:
     @property
     def is_fully_replicated(self) -> bool:
         """Whether each rank holds the whole leaf, with equal values."""
-        return self.leaf.numel == 0 or (self._num_parts == 1 and not self._difference_by_axis)
+        return self.leaf.numel == 0 or (self._num_parts == 1 and not self._differing_values_by_axis)
 
     @api_boundary
     def elements(self, rank: int) -> tuple[int, int]:
@@ -92,7 +92,7 @@ class LeafSharding:
         return self.unit.run_of_leaf(self.leaf, self.place, rank)
 
     @property
-    def _difference_by_axis(self) -> dict[str, str]:
+    def _differing_values_by_axis(self) -> dict[str, str]:
         """The axes along which ranks have different values; for each axis a word for these values, such as "summands"."""
         found = dict.fromkeys(self.place.partial_axes, "summands") | dict.fromkeys(self.place.varying_axes, "own values")
         return {axis: what for axis, what in found.items() if self.mesh.axis_size(axis) > 1}
@@ -106,17 +106,17 @@ class LeafSharding:
         return self.unit.local_size(self.leaf.group, self.place)
 
     @property
-    def _parts(self) -> range:
+    def _part_range(self) -> range:
         """The parts of the buffer with elements of the leaf."""
         if self.leaf.numel == 0:
             return range(0)
         return range(self.leaf.offset // self._part_size, (self.leaf.offset + self.leaf.numel - 1) // self._part_size + 1)
 
     @property
-    def _holding_mask(self) -> torch.Tensor:
+    def _mask_of_holding_ranks(self) -> torch.Tensor:
         """For each rank whether it holds some of the leaf, bool[ranks]."""
         part = _part_of_each_rank(self.mesh, self.place)
-        return (part >= self._parts.start) & (part < self._parts.stop)
+        return (part >= self._part_range.start) & (part < self._part_range.stop)
 
     def _elements_in_part(self, part: int) -> tuple[int, int]:
         start = part * self._part_size - self.leaf.offset
@@ -134,24 +134,24 @@ class LeafSharding:
     def _shard_size_text(self) -> str:
         if self.shard_shape is not None:
             return str(list(self.shard_shape))
-        sizes = [last - first for first, last in map(self._elements_in_part, {*self._parts[:2], *self._parts[-1:]})]
-        least = min(sizes) if len(self._parts) == self._num_parts else 0
+        sizes = [last - first for first, last in map(self._elements_in_part, {*self._part_range[:2], *self._part_range[-1:]})]
+        least = min(sizes) if len(self._part_range) == self._num_parts else 0
         return f"{least:,} to {max(sizes):,} elements" if least < max(sizes) else f"{least:,} elements"
 
     def _notes(self) -> Iterator[str]:
         if self.path != self.unit.path_in_tree(self.leaf):
             yield f"tied to {self.unit.path_in_tree(self.leaf)!r}, where it is stored"
-        for axis, what in self._difference_by_axis.items():
+        for axis, what in self._differing_values_by_axis.items():
             yield f"each rank along {axis} has {'a summand' if what == 'summands' else 'values of its own'}"
         if self.leaf.numel == 0:
             yield "it has no elements"
-        elif not self._holding_mask.all():
-            yield f"nothing of it on {_ranks_text(~self._holding_mask)}"
+        elif not self._mask_of_holding_ranks.all():
+            yield f"nothing of it on {_ranks_text(~self._mask_of_holding_ranks)}"
 
     def __str__(self) -> str:
         parts = _part_of_each_rank(self.mesh, self.place)
-        half, left_out = _MAX_BOXES // 2, len(self._parts) - _MAX_BOXES
-        shown = [*self._parts[:half], *self._parts[-half:]] if left_out > 0 else self._parts
+        half, left_out = _MAX_BOXES // 2, len(self._part_range) - _MAX_BOXES
+        shown = [*self._part_range[:half], *self._part_range[-half:]] if left_out > 0 else self._part_range
         rows = [(self._rows_text(part), _ranks_text(parts == part)) for part in shown]
         if left_out > 0:
             rows.insert(half, ("⋮", f"{left_out:,} more"))
@@ -210,8 +210,8 @@ class TreeSharding:
             if leaf is None:
                 rows.append((name, "", "", "", ""))
             else:
-                spec = str(leaf.spec) if leaf.spec is not None else next(iter(leaf._difference_by_axis.values()), "None")
-                holds = leaf._holding_mask.tensor_split(cells)
+                spec = str(leaf.spec) if leaf.spec is not None else next(iter(leaf._differing_values_by_axis.values()), "None")
+                holds = leaf._mask_of_holding_ranks.tensor_split(cells)
                 shown = "".join("█" if cell.any() else "·" for cell in holds)
                 rows.append((name, tensor_text(leaf.leaf), spec, leaf._shard_size_text, shown))
         room = _MAX_COLUMNS - sum(2 + max(map(len, column)) for column in [*zip(*rows, strict=True)][1:])
@@ -220,7 +220,7 @@ class TreeSharding:
         return "\n".join(
             [
                 f"Sharding of {self.place} on {self.layout.mesh}",
-                *align_columns([(_clip_text(row[0], max(room, 12)), *row[1:]) for row in rows], lines_above={1}),
+                *align_columns([(_truncate_text(row[0], max(room, 12)), *row[1:]) for row in rows], lines_above={1}),
                 *([f"and {left_out:,} rows more; sharding(layout)[path] is one leaf"] if left_out else []),
                 f"a cell is {per_cell} rank{'s' * (size > cells)}: █ with some of the leaf, · with nothing of it",
             ]
@@ -239,7 +239,7 @@ class TreeSharding:
     __repr__ = __str__
 
 
-@options_explained
+@options_checked_on_failure
 def sharding(layout: Layout, place: PlaceName = "params") -> TreeSharding:
     """Return which rank holds which elements of each leaf, from the layout alone: neither ranks nor tensors need to exist.
 
@@ -287,7 +287,7 @@ def _ranks_text(chosen: torch.Tensor) -> str:
     return f"rank{'s' * (len(ranks) > 1)} {', '.join(texts)}"
 
 
-def _clip_text(text: str, width: int) -> str:
+def _truncate_text(text: str, width: int) -> str:
     if len(text) <= width:
         return text
     return f"{text[: width // 2]}…{text[len(text) - (width - width // 2 - 1) :]}"

@@ -97,15 +97,15 @@ def as_torch_tensor(x: Any) -> torch.Tensor:
     return torch.utils.dlpack.from_dlpack(x)
 
 
-def number_as_tensor(x: Any) -> torch.Tensor:
+def copy_as_tensor(x: Any) -> torch.Tensor:
     """Return a small array of any dtype as a new tensor; for a random key, the key's data."""
     data = jax.random.key_data(x) if jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key) else x
     known = data.astype(jnp.float32) if data.dtype == jnp.bfloat16 else data  # torch takes no bfloat16 from numpy
     return torch.from_numpy(np.array(known)).to(getattr(torch, data.dtype.name))
 
 
-def number_as_jax_array(x: Any, like: Any) -> Any:
-    """Return a number or tensor as an array with the dtype of ``like``: the inverse of :func:`number_as_tensor`."""
+def as_jax_array_like(x: Any, like: Any) -> Any:
+    """Return a number or tensor as an array with the dtype of ``like``: the inverse of :func:`copy_as_tensor`."""
     if isinstance(x, torch.Tensor):
         x = (x.float() if x.dtype == torch.bfloat16 else x).cpu().numpy()
     array = jnp.asarray(x)

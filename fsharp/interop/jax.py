@@ -81,14 +81,14 @@ def to_jax(tree: Any, layout: Layout, *, devices: Sequence[Any] | None = None) -
     def one(*nodes: Any) -> Any:
         if not is_sharded(nodes[0]):
             return nodes[0]
-        return nodes[0].replace([_global_array(nodes, i, mesh, here) for i in range(len(nodes[0].groups))])
+        return nodes[0].replace([_global_buffer(nodes, i, mesh, here) for i in range(len(nodes[0].groups))])
 
     for each in trees:
         _check_units("to_jax()", each, layout, torch.Tensor)
     return map_units(one, *trees)
 
 
-def _global_array(nodes: Sequence[Sharded], i: int, mesh: Mesh, devices: Sequence[Any]) -> Any:
+def _global_buffer(nodes: Sequence[Sharded], i: int, mesh: Mesh, devices: Sequence[Any]) -> Any:
     node, parts = nodes[0], []
     shape, sharding = _global_shape_and_sharding(node, i, mesh)
     for each, device in zip(nodes, devices, strict=True):
@@ -139,7 +139,7 @@ def from_jax(tree: Any, layout: Layout, *, devices: Sequence[Any] | None = None,
     def one(device: Any, node: Any) -> Any:
         if not is_sharded(node):
             return node.item() if isinstance(node, jax.Array) and node.ndim == 0 else node
-        parts = [_local_tensor(node, i, mesh, device) for i in range(len(node.groups))]
+        parts = [_local_buffer(node, i, mesh, device) for i in range(len(node.groups))]
         return node.replace(parts if donate else list(map(torch.clone, parts)))
 
     if not donate:
@@ -152,7 +152,7 @@ def from_jax(tree: Any, layout: Layout, *, devices: Sequence[Any] | None = None,
     return trees if len(here) > 1 else trees[0]
 
 
-def _local_tensor(node: Sharded, i: int, mesh: Mesh, device: Any) -> torch.Tensor:
+def _local_buffer(node: Sharded, i: int, mesh: Mesh, device: Any) -> torch.Tensor:
     array = node.buffers[i]
     shape, sharding = _global_shape_and_sharding(node, i, mesh)
     if array.shape != shape or not array.sharding.is_equivalent_to(sharding, len(shape)):

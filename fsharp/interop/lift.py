@@ -123,7 +123,7 @@ class ShardedJaxprRun:
         first, last = (part.first, part.last) if part.axes else (0, size)
         if isinstance(value, ArrayShard) and math.prod(value.shape) == size:
             return value.elements
-        array = _whole_array(value) if isinstance(value, ArrayShard) else _splat_scalar(value)
+        array = _whole_array(value) if isinstance(value, ArrayShard) else _scalar_if_splat(value)
         if jnp.ndim(array) == 0:
             return jnp.broadcast_to(array, (last - first,))
         return jnp.reshape(array if jnp.size(array) == size else jnp.broadcast_to(array, shape), (-1,))[first:last]
@@ -138,7 +138,7 @@ class ShardedJaxprRun:
             return value
         if value.leaf == leaf and math.prod(value.shape) == math.prod(self.leaves[leaf].shape):
             return value
-        known = self._as_known_array(value, at)
+        known = self._as_replicated_if_possible(value, at)
         if isinstance(known, ArrayShard):
             part = self.leaves[known.leaf]
             raise self._other_ranks_error(f"{what} is made of elements of {part.path!r}", part)
@@ -154,7 +154,7 @@ class ShardedJaxprRun:
         if name == "optimization_barrier":
             return values
         if len({value.leaf for value in values if isinstance(value, ArrayShard)}) > 1:
-            values = [self._as_known_array(value, (*at, -1 - i)) for i, value in enumerate(values)]
+            values = [self._as_replicated_if_possible(value, (*at, -1 - i)) for i, value in enumerate(values)]
         if any(value is PENDING for value in values):
             return [PENDING] * len(equation.outvars)
         leaf = self._leaf_of(name, values)
@@ -184,13 +184,13 @@ class ShardedJaxprRun:
         if not part.axes:  # all of it is here
             found = _bind_equation(equation, [_whole_array(value) for value in values])
             return [ArrayShard(leaf, jnp.reshape(x, (-1,)), x.shape) for x in found] if part.is_varying else found
-        known = [self._as_known_array(value, (*at, -1 - i)) for i, value in enumerate(values)]
+        known = [self._as_replicated_if_possible(value, (*at, -1 - i)) for i, value in enumerate(values)]
         if not any(isinstance(value, ArrayShard) for value in known):
             is_unknown = any(value is PENDING for value in known)
             return [PENDING] * len(shapes) if is_unknown else self._without_leaves(equation, known)
         raise self._cut_leaf_error(name, leaf)
 
-    def _as_known_array(self, value: Any, at: EquationKey) -> Any:
+    def _as_replicated_if_possible(self, value: Any, at: EquationKey) -> Any:
         """Return a part as an array that all ranks have, if its leaf is whole or has one element; else return ``value``."""
         if not isinstance(value, ArrayShard) or self.leaves[value.leaf].is_varying:
             return value
@@ -222,18 +222,18 @@ class ShardedJaxprRun:
     def _without_leaves(self, equation: Any, values: list[Any]) -> list[Any]:
         name, uniform = equation.primitive.name, any(isinstance(value, Splat) for value in values)
         shapes = [var.aval.shape for var in equation.outvars]
-        if name == "broadcast_in_dim" and jnp.ndim(_splat_scalar(values[0])) == 0:
-            return [Splat(_splat_scalar(values[0]), shapes[0])]
+        if name == "broadcast_in_dim" and jnp.ndim(_scalar_if_splat(values[0])) == 0:
+            return [Splat(_scalar_if_splat(values[0]), shapes[0])]
         if uniform and name in SPLAT_PRIMITIVES:
             return [Splat(values[0].scalar, shapes[0])]
         if uniform and name in REDUCTION_PRIMITIVES:
             scalar, count = values[0].scalar, math.prod(values[0].shape[axis] for axis in equation.params["axes"])
             result = (scalar * count).astype(scalar.dtype) if name == "reduce_sum" else scalar
             return [Splat(result, shapes[0]) if shapes[0] else result]
-        if uniform and name in ELEMENTWISE_PRIMITIVES and all(jnp.ndim(_splat_scalar(value)) == 0 for value in values):
+        if uniform and name in ELEMENTWISE_PRIMITIVES and all(jnp.ndim(_scalar_if_splat(value)) == 0 for value in values):
             return [
                 Splat(each, shape)
-                for each, shape in zip(_bind_equation(equation, map(_splat_scalar, values)), shapes, strict=True)
+                for each, shape in zip(_bind_equation(equation, map(_scalar_if_splat, values)), shapes, strict=True)
             ]
         return _bind_equation(equation, [_whole_array(value) for value in values])
 
@@ -258,7 +258,7 @@ class ShardedJaxprRun:
 
     def _run_cond(self, equation: Any, values: list[Any], at: EquationKey) -> list[Any]:
         index, *operands = values
-        index, branches = _splat_scalar(self._as_known_array(index, (*at, -1))), equation.params["branches"]
+        index, branches = _scalar_if_splat(self._as_replicated_if_possible(index, (*at, -1))), equation.params["branches"]
         if isinstance(index, ArrayShard):
             raise self._other_ranks_error(f"a condition looks at {self.leaves[index.leaf].path!r}", self.leaves[index.leaf])
         if not any(isinstance(value, ArrayShard | Splat | _PendingValue) for value in (index, *operands)):
@@ -268,7 +268,7 @@ class ShardedJaxprRun:
 
     def _select_case(self, index: Any, cases: list[Any], at: EquationKey) -> Any:
         if len({case.leaf for case in cases if isinstance(case, ArrayShard)}) > 1:
-            cases = [self._as_known_array(case, (*at, k)) for k, case in enumerate(cases)]
+            cases = [self._as_replicated_if_possible(case, (*at, k)) for k, case in enumerate(cases)]
         if index is PENDING or any(case is PENDING for case in cases):
             return PENDING
         leaf = self._leaf_of("cond", cases)
@@ -276,8 +276,8 @@ class ShardedJaxprRun:
         if leaf is not None:
             assert shape is not None
             cases = [self.elements(case, leaf, shape) for case in cases]
-        elif all(jnp.ndim(_splat_scalar(case)) == 0 for case in cases):
-            cases = [_splat_scalar(case) for case in cases]
+        elif all(jnp.ndim(_scalar_if_splat(case)) == 0 for case in cases):
+            cases = [_scalar_if_splat(case) for case in cases]
         else:
             cases, shape = [_whole_array(case) for case in cases], None
         result = cases[-1]
@@ -301,7 +301,7 @@ def _bind_equation(equation: Any, values: Any) -> list[Any]:
     return list(result) if equation.primitive.multiple_results else [result]
 
 
-def _splat_scalar(value: Any) -> Any:
+def _scalar_if_splat(value: Any) -> Any:
     return value.scalar if isinstance(value, Splat) else value
 
 

@@ -17,7 +17,7 @@ from fsharp.functional.comm.exact_text import exact_text
 from fsharp.functional.comm.protocol import Comm
 from fsharp.functional.layout.sharded import register_static, units_of
 from fsharp.functional.optim.base import Transform
-from fsharp.interop.arrays import check_not_forked, number_as_jax_array, number_as_tensor
+from fsharp.interop.arrays import as_jax_array_like, check_not_forked, copy_as_tensor
 from fsharp.interop.program import CompiledTransformation, TracedTransformation, with_readable_bytes
 from fsharp.tracebacks import api_boundary
 
@@ -217,7 +217,7 @@ def _arrays_outside_buffers(traced: TracedTransformation, state: OptaxState) -> 
             )
         if in_buffers is None:
             try:
-                array = number_as_jax_array(x, like)
+                array = as_jax_array_like(x, like)
             except (TypeError, ValueError) as error:
                 raise TreeError(f"update(): {path} is {x!r:.60}, expected a number or an array: {error}") from error
             if array.shape != like.shape:
@@ -231,6 +231,6 @@ def _arrays_outside_buffers(traced: TracedTransformation, state: OptaxState) -> 
 def _optax_state(traced: TracedTransformation, buffers: Sequence[Any], plain: Sequence[Any]) -> OptaxState:
     numbers = iter(plain)
     leaves = [
-        number_as_tensor(next(numbers)) if position is None else BufferPlaceholder(position[1]) for position in traced.positions
+        copy_as_tensor(next(numbers)) if position is None else BufferPlaceholder(position[1]) for position in traced.positions
     ]
     return OptaxState(jax.tree.unflatten(traced.state_structure, leaves), tuple(buffers))

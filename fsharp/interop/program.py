@@ -102,7 +102,7 @@ class TracedTransformation:
         used = {id(atom) for equation in jaxpr.eqns for atom in equation.invars} | {id(atom) for atom in jaxpr.outvars}
         inputs = jaxpr.invars[len(jaxpr.invars) - len(self.extra) :]
         self.unused = [name for name, var in zip(self.extra, inputs, strict=True) if id(var) not in used]
-        self.positions, self.tree_dtypes = self._assign_positions(leaf_ranges)
+        self.positions, self.tree_dtypes = self._find_state_positions(leaf_ranges)
 
     @cached_property
     def text(self) -> str:
@@ -135,7 +135,7 @@ class TracedTransformation:
         parts, places, dtypes = ([row[i] for row in found] for i in range(3))
         return RankLeafRanges(tuple(parts), tuple(places), tuple(dtypes), tuple(sizes))
 
-    def _assign_positions(self, leaf_ranges: RankLeafRanges) -> tuple[list[tuple[int, int] | None], list[Any]]:
+    def _find_state_positions(self, leaf_ranges: RankLeafRanges) -> tuple[list[tuple[int, int] | None], list[Any]]:
         """Return ``positions``, and the dtype of each tree of buffers."""
         parts, count, behind = leaf_ranges.parts, len(self.names), len(self.names) + len(self.state)
         owners: list[int | None] = [None] * len(self.state)
@@ -149,7 +149,7 @@ class TracedTransformation:
 
         def probe(arrays: Sequence[Any]) -> Any:
             lifted, params = (
-                ShardedJaxprRun(parts, _ZeroResults()),
+                ShardedJaxprRun(parts, _ZeroReductionResults()),
                 [part(i, x) for i, x in enumerate(arrays[behind : behind + count])],
             )
             grads = [part(i, x) for i, x in enumerate(arrays[:count])]
@@ -292,7 +292,7 @@ class CompiledTransformation:
         return result
 
 
-class _ZeroResults(dict[EquationKey, Any]):
+class _ZeroReductionResults(dict[EquationKey, Any]):
     """A dict with the result zero for every reduction over ranks, for a trial run of a jaxpr without communication."""
 
     def __contains__(self, key: object) -> bool:

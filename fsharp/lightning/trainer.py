@@ -54,18 +54,18 @@ class Strategy(DDPStrategy):
     lr_scheduler_configs: Any
 
     @property
-    def _module(self) -> nn.Module:
+    def _pl_module(self) -> nn.Module:
         assert self.lightning_module is not None
         return self.lightning_module
 
     def setup(self, trainer: "pl.Trainer") -> None:
         """Set up the accelerator and optimizers. Sharded modules stay as they are."""
-        if not sharded_modules_in(self._module):
+        if not sharded_modules_in(self._pl_module):
             super().setup(trainer)
             return
         assert self.accelerator is not None
         self.accelerator.setup(trainer)
-        check_module("Trainer", self._module, self.precision_plugin.precision)
+        check_module("Trainer", self._pl_module, self.precision_plugin.precision)
         if trainer.state.fn == TrainerFn.FITTING:
             self.setup_optimizers(trainer)
             check_optimizers("Trainer", self.optimizers)
@@ -74,17 +74,19 @@ class Strategy(DDPStrategy):
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:
         """Keep gradients on the rank, in this context."""
-        with accumulating(self._module) if sharded_modules_in(self._module) else super().block_backward_sync():
+        with accumulating(self._pl_module) if sharded_modules_in(self._pl_module) else super().block_backward_sync():
             yield
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """Return whole tensors of the module on rank 0."""
-        return full_state_dict(self._module) if sharded_modules_in(self._module) else super().lightning_module_state_dict()
+        return (
+            full_state_dict(self._pl_module) if sharded_modules_in(self._pl_module) else super().lightning_module_state_dict()
+        )
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """Load whole tensors, of which each rank keeps its part."""
-        if sharded_modules_in(self._module):
-            load_state_dict(self._module, checkpoint["state_dict"], strict=strict)
+        if sharded_modules_in(self._pl_module):
+            load_state_dict(self._pl_module, checkpoint["state_dict"], strict=strict)
         else:
             super().load_model_state_dict(checkpoint, strict)
 
@@ -95,7 +97,7 @@ class Strategy(DDPStrategy):
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """Load whole tensors, of which each rank keeps its part."""
-        if not sharded_modules_in(self._module):
+        if not sharded_modules_in(self._pl_module):
             super().load_optimizer_state_dict(checkpoint)
             return
         for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
@@ -103,7 +105,7 @@ class Strategy(DDPStrategy):
 
     def teardown(self) -> None:
         """End the run. Sharded modules stay where they are."""
-        if self.lightning_module is None or not sharded_modules_in(self._module):
+        if self.lightning_module is None or not sharded_modules_in(self._pl_module):
             super().teardown()
             return
         assert self.cluster_environment is not None

@@ -191,7 +191,7 @@ class TuneRequest:
         if self.units is not None:
             patterns = [self.units] if isinstance(self.units, str) else list(self.units)
             return {", ".join(patterns): patterns}
-        found = units_to_try(model, has_own_calls=self.loss_fn is not None)
+        found = units_to_try(model, has_loss_fn=self.loss_fn is not None)
         is_derived = not isinstance(self.hardware, Hardware) or self.device is not None
         return found if is_derived and self.activations is None else dict(list(found.items())[:1])
 

@@ -35,7 +35,7 @@ class Combination:
         """Words for what the combination changes from the defaults, such as recomputation, formats and fields of the policy."""
         return self.arguments.departures(self.option.layout, self.policy)
 
-    def not_simulated(self, step_s: float) -> Candidate:
+    def lower_bound_candidate(self, step_s: float) -> Candidate:
         """Return a candidate whose step takes at least ``step_s`` seconds. Its memory has no arena."""
         memory = self.arguments.nbytes_at_rest(self.option.layout)
         nbytes = peak_nbytes(memory, self.policy)
@@ -56,7 +56,7 @@ def search_candidates(
     waiting: list[tuple[float, int, Combination]] = []
     policies = {name: i for i, name in enumerate(dict.fromkeys(each.names[1] for each in combinations))}
     for each in combinations:
-        at_rest = each.not_simulated(math.inf)
+        at_rest = each.lower_bound_candidate(math.inf)
         if at_rest.peak_nbytes > budget:
             found[each.names] = at_rest
             continue
@@ -76,7 +76,7 @@ def search_candidates(
             is_known = alike in same
             is_enough = spent >= effort and best < math.inf
             if not is_known and math.isfinite(effort) and (bound_s > (1 + tolerance) * best or is_enough):
-                found[each.names] = each.not_simulated(bound_s)
+                found[each.names] = each.lower_bound_candidate(bound_s)
             else:
                 if not is_known:
                     same[alike] = each.arguments.predict_candidate(each.option.layout, each.policy, each.names)

@@ -96,10 +96,10 @@ def repeated_units(paths: Sequence[str]) -> list[str]:
     return [pattern for pattern, numbers in found.items() if len(numbers) > 1]
 
 
-def units_to_try(model: Model, *, has_own_calls: bool) -> dict[str, UnitPatterns]:
+def units_to_try(model: Model, *, has_loss_fn: bool) -> dict[str, UnitPatterns]:
     """Return choices of units by name: repeated layers; parts of these layers; one unit.
 
-    ``has_own_calls``: whether the user's loss function decides which subtrees it gathers. Then one unit is not tried.
+    ``has_loss_fn``: whether the user's loss function decides which subtrees it gathers. Then one unit is not tried.
     """
     paths, _, _ = flatten_with_paths(model.tree)
     layers = repeated_units(paths)
@@ -116,7 +116,7 @@ def units_to_try(model: Model, *, has_own_calls: bool) -> dict[str, UnitPatterns
         parts = [path for path in around if any(matches(f"{pattern}.*", path) for pattern in layers)]
         if 0 < len(parts) <= MOST_UNITS and (model.module is None or set(parts).isdisjoint(paths)):
             found[", ".join(f"{pattern}.*" for pattern in layers)] = parts
-    if not has_own_calls or not found:
+    if not has_loss_fn or not found:
         found["one unit"] = None
     return found
 

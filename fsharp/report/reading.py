@@ -46,7 +46,7 @@ class RunLog:
     def add_line(self, line: bytes) -> None:
         """Add a line of the file, or count it as cut."""
         try:
-            row = json.loads(line, parse_int=_finite_or_name, parse_float=_finite_or_name, parse_constant=_finite_or_name)
+            row = json.loads(line, parse_int=_finite_or_text, parse_float=_finite_or_text, parse_constant=_finite_or_text)
             step, time = int(row.pop("step")), float(row.pop("time"))
             is_valid = abs(step) < _MOST_STEPS and 0 <= time < _LAST_TIME
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
@@ -112,7 +112,7 @@ def _named_numbers(name: str, value: Any) -> Iterator[tuple[str, float]]:
         yield name, float(value)
 
 
-def _finite_or_name(text: str) -> float | str:
+def _finite_or_text(text: str) -> float | str:
     """Return the number that a text in JSON means; for NaN and numbers too large for a float a text, such as ``"inf"``."""
     number = float(text)
     if not math.isfinite(number):

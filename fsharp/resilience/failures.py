@@ -53,7 +53,7 @@ def reported_failures(comm: Comm, where: Callable[[], str]) -> Iterator[None]:
     except Exception as error:
         raised_at = time.time()  # taken before another rank can know of this error
         hook.tell_other_ranks(error, where())
-        _write_error_file(error, raised_at, is_own=hook.is_own)
+        _write_error_file(error, raised_at, is_from_this_rank=hook.is_from_this_rank)
         raise  # the hook stays: it prints the error if nobody handles it
     except BaseException:
         hook.remove()
@@ -68,7 +68,7 @@ class _ReportingExcepthook:
         self._comm: ProcessGroupComm | None = comm
         self.before = before
         self.error: BaseException | None = None
-        self.is_own = False
+        self.is_from_this_rank = False
 
     @property
     def statuses(self) -> StatusExchange:
@@ -88,11 +88,11 @@ class _ReportingExcepthook:
     def tell_other_ranks(self, error: BaseException, where: str) -> None:
         """Tell other ranks of an error, unless the error came from another rank."""
         heard = {id(watch.error) for watch in list(self.statuses.watches.values()) if watch.error is not None}
-        self.is_own = not any(id(each) in heard for each in error_chain(error))
+        self.is_from_this_rank = not any(id(each) in heard for each in error_chain(error))
         self.error = error
         me = f"rank {self.statuses.rank} of {self.statuses.size}"
         told = f"in {where}; its last collective: {self.statuses.last or 'none yet'!r}"
-        if self.is_own:
+        if self.is_from_this_rank:
             told = f"{me} failed first, {told}"
             is_first = self._claim_first_failure(told)
             _add_note(error, told if is_first else told.replace(" first,", ","))
@@ -104,9 +104,8 @@ class _ReportingExcepthook:
 
     def _claim_first_failure(self, told: str) -> bool:
         """Record ``told`` as the job's first failure, if there is none yet. Return whether this rank has recorded the first."""
-        return self.statuses.board.write_if_absent("first failure", f"{self.statuses.rank} {told}").startswith(
-            f"{self.statuses.rank} "
-        )
+        me = f"{self.statuses.rank} "
+        return self.statuses.board.write_if_absent("first failure", f"{me}{told}").startswith(me)
 
     def __call__(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         if error is not self.error:
@@ -114,7 +113,7 @@ class _ReportingExcepthook:
             return
         self._wait_for_keys(["first failure"], _WAIT_FOR_OTHERS_S)
         if self._claim_first_failure(_error_text(error)):
-            if self.is_own:
+            if self.is_from_this_rank:
                 others = [rank for rank in range(self.statuses.size) if rank != self.statuses.rank]
                 self._wait_for_keys([f"rank {rank} has spoken" for rank in others], _WAIT_FOR_OTHERS_S)
             self.before(kind, error, trace)
@@ -156,17 +155,17 @@ def _add_note(error: BaseException, text: str) -> None:
         error.add_note(text)
 
 
-def _write_error_file(error: Exception, raised_at: float, *, is_own: bool) -> None:
+def _write_error_file(error: Exception, raised_at: float, *, is_from_this_rank: bool) -> None:
     """Write the file from which torchrun reads this rank's error, as torchrun's ErrorHandler does.
 
     torchrun reports the error with the earliest time, in whole seconds, as the root cause. So an error about another rank
-    (``is_own`` is False) is dated one second later.
+    (``is_from_this_rank`` is False) is dated one second later.
     """
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if path is None:
         return
-    trace = "".join(traceback.format_exception(error)) if is_own else _error_text(error)
-    extra = {"py_callstack": trace, "timestamp": str(int(raised_at) + (not is_own))}
+    trace = "".join(traceback.format_exception(error)) if is_from_this_rank else _error_text(error)
+    extra = {"py_callstack": trace, "timestamp": str(int(raised_at) + (not is_from_this_rank))}
     message = {"message": f"{type(error).__name__}: {_error_text(error)}", "extraInfo": extra}
     with suppress(OSError):  # a failed write must not hide the error itself
         Path(path).write_text(json.dumps({"message": message}))

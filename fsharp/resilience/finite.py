@@ -56,7 +56,7 @@ class SkippedSteps:
         """Record that a step had a finite loss and finite gradients, which ends a row of left-out steps."""
         self._in_row = 0
 
-    def continue_after(self, steps: Iterable[int]) -> None:
+    def restore(self, steps: Iterable[int]) -> None:
         """Go on from a checkpoint of a run that has left out these steps."""
         self.steps[:], self._in_row = steps, 0
 

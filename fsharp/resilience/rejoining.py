@@ -60,7 +60,7 @@ class Rejoining:
         self._member.announce_can_rejoin(can=True)
 
     def rejoin(self) -> str:
-        """Join the generation for which :meth:`wait_for_next` has waited, and return why it began. If none, return ``""``."""
+        """Join the generation that :meth:`wait_for_next_generation` has awaited, and return why it began, or ``""``."""
         news, self._news = self._news, None
         if news is None:
             return ""
@@ -69,13 +69,13 @@ class Rejoining:
         self._comm.tree_name_counters.set_from(self._counts)
         return news.why
 
-    def wait_for_next(self, error: Exception, where: str) -> None:
+    def wait_for_next_generation(self, error: Exception, where: str) -> None:
         """Tell other ranks of an error, and wait for the next generation; raise an error if a restart would not help."""
         heard = any(isinstance(each, CommError | AgreementError) for each in error_chain(error))
         self._comm.watch.statuses.report_failure(error, where)
         self._news = self._member.wait_for_next_generation("heard" if heard else "own", error, self._comm.limit_s)
 
-    def leave_steps(self) -> None:
+    def stop_rejoining(self) -> None:
         """Tell the launcher that this rank joins no later generations: a restart of another rank restarts this rank too."""
         self._member.announce_can_rejoin(can=False)
 

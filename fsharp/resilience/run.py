@@ -31,14 +31,14 @@ from fsharp.resilience.run_record import RunRecord
 from fsharp.resilience.start import agree_at_start
 from fsharp.resilience.stragglers import StragglerDetector
 from fsharp.tracebacks import api_boundary
-from fsharp.type_checks import options_explained
+from fsharp.type_checks import options_checked_on_failure
 
 _log = logging.getLogger("fsharp")
 OnNonFinite = Literal["raise", "skip", "roll back"]
 _NONFINITE_POLICIES = ("raise", "skip", "roll back")
 
 
-@options_explained
+@options_checked_on_failure
 class Run:
     """A training run that continues from its newest checkpoint whenever it is started, with the same bits.
 
@@ -195,13 +195,13 @@ class Run:
                     self._record.log(self.step, {"event": f"the run ends with {type(error).__name__}: {error}"})
             self._stack.__exit__(kind, error, trace)
             with self._record.failures_as_warnings():
-                self._record.log_newest_complete_save(self.step, self._checkpoints.complete_step)
+                self._record.log_newest_complete_save(self.step, self._checkpoints.newest_complete_step)
             return
         with self._stack:
-            self._agree_on_end()
+            self._check_all_ranks_ended()
             check_on_all_ranks("Run", self.comm, self._record_end)
 
-    def _agree_on_end(self) -> None:
+    def _check_all_ranks_ended(self) -> None:
         agree("Run", {}, LabelPrefixComm(self.comm, f"the end of the run, after {self.step} of {self.total} steps: "))
         self._checkpoints.wait_for_save()
 
@@ -308,11 +308,11 @@ class Run:
                     self._reset_for_reload(why)
                 given = meta_copy(like) if self._checkpoints.has_values else tree  # a load donates its tree
                 trained = self._train(step, self._resume_tree(given, other))
-                self._agree_on_end()
-                rejoining.leave_steps()
+                self._check_all_ranks_ended()
+                rejoining.stop_rejoining()
                 return trained
             except Exception as error:
-                rejoining.wait_for_next(error, f"step {self.step}")
+                rejoining.wait_for_next_generation(error, f"step {self.step}")
 
     def _train(self, step: Callable[[Any, int], Any], tree: Any) -> Any:
         for number in self._steps():
@@ -323,7 +323,7 @@ class Run:
         """Return to the state of a new process, and record why. A load of the newest save follows."""
         self._record.warn(self.step, f"after {self.step} steps: {why}")
         self.step, self._phase = 0, "between steps"
-        self._skipped_steps.continue_after([])
+        self._skipped_steps.restore([])
         self._checkpoints.begin_generation()
 
     def _steps(self) -> Iterator[int]:
@@ -370,7 +370,7 @@ class Run:
         self._record.end_step(self.step, is_last=self.step >= self.total)
         kept = self._checkpoints
         kept.raise_if_failed()
-        self._record.log_newest_complete_save(self.step, kept.complete_step)
+        self._record.log_newest_complete_save(self.step, kept.newest_complete_step)
         is_preempted = self.preemption.agreed(self.step)
         if is_preempted or self.step >= self.total or _is_due(kept.save_every, before, self.step):
             self._save(tree)
@@ -402,14 +402,14 @@ class Run:
         self._record.log(self.step if self._phase == "in a step" else max(self.step - 1, 0), values)
 
     @api_boundary
-    def check(self, tree: Any) -> None:
+    def exit_if_preempted(self, tree: Any) -> None:
         """Save and exit if a signal has come, as :meth:`end_step` does. For evaluations, or between :meth:`resume` and a step.
 
         All ranks have to call this method. ``tree`` is the tree after the last step, which is saved. The call raises SystemExit
         if some rank has received a signal, and RunError before :meth:`resume`.
         """
         if self._phase == "new":
-            raise RunError("Run.check(): call resume(tree) first: before it, the tree is not the newest state of the run.")
+            raise RunError("Run.exit_if_preempted(): call resume(tree) first: the tree is not the newest of the run before.")
         if self.preemption.agreed():
             self._save(tree)
             self._exit_preempted()
@@ -427,13 +427,13 @@ class Run:
     def _load_newest(self, root: str, tree: Any) -> tuple[Checkpoint, Any]:
         found, loaded = self._checkpoints.load_newest_from(root, {"run": {"skipped": ""}, "tree": tree})
         self.step = found.step
-        self._skipped_steps.continue_after(json.loads(loaded["run"]["skipped"]))
+        self._skipped_steps.restore(json.loads(loaded["run"]["skipped"]))
         return found, loaded["tree"]
 
     def _save(self, tree: Any) -> None:
         if self._checkpoints.saved != self.step:
             self._checkpoints.begin_save(self._tree_to_save(tree), step=self.step)
-            self._record.log_newest_complete_save(self.step, self._checkpoints.complete_step)
+            self._record.log_newest_complete_save(self.step, self._checkpoints.newest_complete_step)
 
     def _tree_to_save(self, tree: Any) -> Any:
         """Return the tree that a checkpoint of a run holds. A tree that a restart could not load is an error."""
@@ -453,14 +453,14 @@ class Run:
         return {"run": {"skipped": json.dumps(self.skipped)}, "tree": tree}
 
     def _record_end(self) -> None:
-        self._record.log_newest_complete_save(self.step, self._checkpoints.complete_step)
+        self._record.log_newest_complete_save(self.step, self._checkpoints.newest_complete_step)
         if self.step < self.total or self._checkpoints.saved != self.step:
             newest = self._checkpoints.describe_newest()
             self._record.warn(self.step, f"the run ends after {self.step} of {self.total} steps; {newest}")
 
     def _exit_preempted(self) -> NoReturn:
         self._checkpoints.wait_for_save()
-        self._record.log_newest_complete_save(self.step, self._checkpoints.complete_step)
+        self._record.log_newest_complete_save(self.step, self._checkpoints.newest_complete_step)
         done = f"{self.step} of {self.total} steps"
         self._record.warn(self.step, f"a signal has come: saved after {done}, exit code {EXIT_PREEMPTED}")
         raise SystemExit(EXIT_PREEMPTED)

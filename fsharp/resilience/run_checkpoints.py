@@ -114,7 +114,7 @@ class RunCheckpoints:
         self.newest = step
 
     @property
-    def complete_step(self) -> int:
+    def newest_complete_step(self) -> int:
         """Step of the newest complete checkpoint on disk that this run has written or loaded; -1 if there is none."""
         return self._saver.saved if self._saver.saved >= 0 else self._loaded
 

@@ -8,10 +8,10 @@ import torch
 from fsharp.errors import RunError
 from fsharp.resilience.randomness import fold_in
 from fsharp.tracebacks import api_boundary
-from fsharp.type_checks import options_explained
+from fsharp.type_checks import options_checked_on_failure
 
 
-@options_explained
+@options_checked_on_failure
 class IndexSampler:
     """A sampler that chooses the samples of a step by its number. Each epoch has all samples, in a new order.
 

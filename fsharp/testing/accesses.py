@@ -85,17 +85,17 @@ class LiveStorages:
         span = self._live[key] = ByteSpan(start, start + storage.nbytes(), start)
         i = bisect_left(self._sorted, span)
         is_inside = any(a.start < span.stop and span.start < a.stop for a in self._sorted[max(i - 1, 0) : i + 1])
-        is_own = span.start != span.stop and not is_inside
-        if is_own:
+        is_listed = span.start != span.stop and not is_inside
+        if is_listed:
             insort(self._sorted, span)
-        finalizer = self._finalizers[key] = weakref.finalize(storage, self._record_free, key, lane, is_own)
+        finalizer = self._finalizers[key] = weakref.finalize(storage, self._record_free, key, lane, is_listed)
         finalizer.atexit = False
         return span
 
-    def _record_free(self, key: int, lane: str | None, is_own: bool) -> None:
+    def _record_free(self, key: int, lane: str | None, is_listed: bool) -> None:
         del self._finalizers[key]
         span = self._live.pop(key)
-        if is_own:
+        if is_listed:
             self._sorted.remove(span)
             self._log.append(Free(lane, span))
 

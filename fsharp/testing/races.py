@@ -241,7 +241,7 @@ def checking_races(engine: Scheduler | ShardedModule) -> Iterator[RaceReport]:
     scheduler = session_of_module(engine).scheduler if isinstance(engine, ShardedModule) else engine
     _check_can_simulate(scheduler)
     lanes = VirtualLanes(describe=lambda key: _op_text(scheduler, key), here=lambda: _point_of_step_text(scheduler))
-    report = RaceReport(lanes, lambda span: _place_text(scheduler, span))
+    report = RaceReport(lanes, lambda span: _memory_text(scheduler, span))
     before = scheduler.lanes
     scheduler.use_lanes(lanes)
     try:
@@ -290,7 +290,7 @@ def _op_text(scheduler: Scheduler, key: OpKey) -> str:
     return f"{op.kind} of {op.unit!r} for {op.phase} (op {i})"
 
 
-def _place_text(scheduler: Scheduler, span: ByteSpan) -> str:
+def _memory_text(scheduler: Scheduler, span: ByteSpan) -> str:
     """Return in words where bytes are; in the arena, also the units that have memory there."""
     first = scheduler.arena.memory.data_ptr()
     start, stop = span.start - first, span.stop - first

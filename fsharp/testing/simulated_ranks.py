@@ -291,7 +291,7 @@ class _World:
             self._has_ended.wait_for(lambda: all(is_done or how is None for is_done, how in zip(*both)), self.timeout)
             for rank, has_result in enumerate(self.has_result):
                 if not has_result:
-                    text = self._state_text(rank, f"rank {rank} has not come to an end in {2 * self.timeout:g} s.")
+                    text = self._text_with_states(rank, f"rank {rank} has not come to an end in {2 * self.timeout:g} s.")
                     self.results[rank] = CommError(text)
                     self.errors.append(self.results[rank])
 
@@ -331,11 +331,11 @@ class _World:
     def _late_text(self, rank: int, waited_s: float) -> str:
         call = self._calls[rank]
         if call is None or call.done():
-            return self._state_text(
+            return self._text_with_states(
                 rank, f"rank {self._turn} has had the turn for {self.timeout:g} s; rank {rank} waits for it."
             )
         late = [r for r in call.group if (other := self._calls[r]) is None or other.group != call.group]
-        return self._state_text(
+        return self._text_with_states(
             rank, f"waited {round(waited_s, 2):g} s, number {call.number} of rank {rank}, for {ranks_text(late)}."
         )
 
@@ -349,7 +349,7 @@ class _World:
         if living and all(map(self._is_waiting, living)):
             stalled = [r for r, how in enumerate(self._ended) if how == "has stalled"]
             what = f"{ranks_text(stalled)} did not come" if stalled else "every rank waits, and no call can end"
-            text = self._state_text(None, f"{what}.")
+            text = self._text_with_states(None, f"{what}.")
             for call in filter(None, [self._calls[r] for r in living]):
                 call.set_exception(CommError(text))
 
@@ -362,7 +362,7 @@ class _World:
         if gone:
             are = "are" if len(gone) > 1 else "is"
             what = f"{ranks_text(gone)} {are} gone; {call.facts}, number {call.number} of rank {rank}"
-            call.set_exception(CommError(self._state_text(rank, f"{what}, cannot end.")))
+            call.set_exception(CommError(self._text_with_states(rank, f"{what}, cannot end.")))
             return
         here = [each for r in call.group if (each := self._calls[r]) is not None and not each.done()]
         calls = [each for each in here if each.group == call.group]
@@ -380,7 +380,7 @@ class _World:
         for each in calls:
             each.set_result(parts)
 
-    def _state_text(self, rank: int | None, what: str) -> str:
+    def _text_with_states(self, rank: int | None, what: str) -> str:
         """Return an error text with the state of every rank; of many ranks, only of ranks in the collective of ``rank``."""
         shown: Sequence[int] = range(self.mesh.size)
         if self.mesh.size > _MAX_SHOWN_RANKS:

@@ -126,7 +126,7 @@ def test_a_signal_in_warm_up_or_evaluation_saves_what_was_done(comm, tmp_path, a
                 if batch == 3 and comm.rank == 0:
                     run.preemption.notice()
                 asked.append(batch)
-                run.check(state)
+                run.exit_if_preempted(state)
 
     asked = []
     with pytest.raises(SystemExit, match=str(EXIT_PREEMPTED)):
@@ -346,7 +346,7 @@ def test_calls_in_another_order(tmp_path):
             next(run.steps())
         run.preemption.notice()
         with pytest.raises(RunError, match=r"call resume\(tree\) first"):
-            run.check({"x": torch.zeros(2)})
+            run.exit_if_preempted({"x": torch.zeros(2)})
         run.preemption.received = None
         run.resume({"x": torch.ones(2)})
         with pytest.raises(RunError, match="no step is under way"):

@@ -10,7 +10,7 @@ import torch
 
 from fsharp.errors import FormatError, FsharpError, LayoutError, problem
 from fsharp.tracebacks import api_boundary
-from fsharp.type_checks import options_checked, options_explained
+from fsharp.type_checks import options_checked, options_checked_on_failure
 
 T = TypeVar("T")
 
@@ -108,7 +108,7 @@ class EncodedTensorClass:
     drop_derived: Callable[[torch.Tensor], None]
 
 
-@options_explained
+@options_checked_on_failure
 @dataclass(frozen=True, slots=True)
 class LeafCodec:
     """Functions that encode whole leaves with scales on which all ranks agree, such as one scale for each tensor or row.
@@ -137,7 +137,7 @@ def _refuse_blocks(values: Any) -> Any:
     raise LayoutError("this format encodes whole leaves, on whose scales ranks agree: it cannot encode blocks.")
 
 
-@options_explained
+@options_checked_on_failure
 @dataclass(frozen=True, slots=True)
 class Format:
     """An encoding of values, for :class:`~fsharp.Precision`: of parameters at rest and in gathers, gradients, or updates.
@@ -420,7 +420,7 @@ def plain_format(dtype: torch.dtype) -> Format:
 _format_by_name: dict[str, Format] = {}
 
 
-@options_explained
+@options_checked_on_failure
 def register_format(format: Format) -> Format:
     """Register a format by its name, so that layouts and checkpoints can be read, and return the format.
 

@@ -30,7 +30,7 @@ from enum import Enum
 from fsharp.errors import LayoutError, StrategyError, problem
 from fsharp.functional.layout.mesh import Mesh
 from fsharp.tracebacks import api_boundary
-from fsharp.type_checks import options_explained
+from fsharp.type_checks import options_checked_on_failure
 
 
 class Placement(Enum):
@@ -52,7 +52,7 @@ class Placement(Enum):
 Replicate, Shard, Partial, Vary = Placement.REPLICATE, Placement.SHARD, Placement.PARTIAL, Placement.VARY
 
 
-@options_explained
+@options_checked_on_failure
 @dataclass(frozen=True, slots=True)
 class AxisRule:
     """Placements of parameters, gradients and optimizer state along one mesh axis. Either all three are ``Vary``, or none.
@@ -169,7 +169,7 @@ class Strategy:
     full: Place = field(init=False, repr=False, compare=False)
     """The place in which functions use parameters: ``Replicate`` on every axis, but for axes with ``Vary``."""
 
-    @options_explained
+    @options_checked_on_failure
     def __init__(self, rules: Mapping[str, AxisRule]) -> None:
         if not rules:
             raise StrategyError("Strategy(): no axis; name at least one, for example zero3('dp').")
@@ -234,7 +234,7 @@ def _same_rule_on_axes(name: str, axes: tuple[str, ...], rule: AxisRule) -> Stra
     return Strategy(dict.fromkeys(axes, rule))
 
 
-@options_explained
+@options_checked_on_failure
 def ddp(*axes: str) -> Strategy:
     """Return the strategy of DDP: all state is replicated, and gradients are all-reduced once a step.
 
@@ -243,7 +243,7 @@ def ddp(*axes: str) -> Strategy:
     return _same_rule_on_axes("ddp", axes, AxisRule(Replicate, Partial, Replicate))
 
 
-@options_explained
+@options_checked_on_failure
 def zero1(*axes: str) -> Strategy:
     """Return the strategy of ZeRO-1: optimizer state is sharded, parameters and gradients are not.
 
@@ -252,7 +252,7 @@ def zero1(*axes: str) -> Strategy:
     return _same_rule_on_axes("zero1", axes, AxisRule(Replicate, Partial, Shard))
 
 
-@options_explained
+@options_checked_on_failure
 def zero2(*axes: str) -> Strategy:
     """Return the strategy of ZeRO-2: optimizer state and gradients are sharded, parameters are replicated.
 
@@ -261,7 +261,7 @@ def zero2(*axes: str) -> Strategy:
     return _same_rule_on_axes("zero2", axes, AxisRule(Replicate, Shard, Shard))
 
 
-@options_explained
+@options_checked_on_failure
 def zero3(*axes: str) -> Strategy:
     """Return the strategy of ZeRO-3 and FSDP: parameters, gradients and optimizer state are sharded. The usual choice.
 
@@ -276,7 +276,7 @@ def _hybrid_strategy(name: str, outer: str, inner: str, outer_rule: AxisRule) ->
     return Strategy({outer: outer_rule, inner: AxisRule(Shard, Shard, Shard)})
 
 
-@options_explained
+@options_checked_on_failure
 def hsdp(outer: str, inner: str) -> Strategy:
     """Return the strategy of HSDP: ZeRO-3 along the axis ``inner``, replicas along the axis ``outer``.
 
@@ -285,7 +285,7 @@ def hsdp(outer: str, inner: str) -> Strategy:
     return _hybrid_strategy("hsdp", outer, inner, AxisRule(Replicate, Partial, Replicate))
 
 
-@options_explained
+@options_checked_on_failure
 def hfsdp(outer: str, inner: str) -> Strategy:
     """Return the strategy of HFSDP: ZeRO-3 along the axis ``inner``, ZeRO-1 along the axis ``outer``.
 

@@ -23,13 +23,13 @@ from fsharp.functional.reshard.outline import on_meta, outline_from_bytes, outli
 from fsharp.functional.reshard.pieces import RankMap, pieces_between
 from fsharp.functional.reshard.state_trees import StatePlace, StateTree, check_state_tree, find_state_trees, replace_state_trees
 from fsharp.functional.state import TrainState
-from fsharp.type_checks import options_explained
+from fsharp.type_checks import options_checked_on_failure
 
 _LARGEST_ITEMSIZE = 16
 """Bytes of the largest element, a complex128."""
 
 
-@options_explained
+@options_checked_on_failure
 def reshard(
     tree: Any,
     layout: Layout,
@@ -173,7 +173,7 @@ def _in_resting_format(state_tree: StateTree, nodes: list[Sharded], layout: Layo
     return encode_by_leaf(encoded, comm)  # type: ignore[no-any-return]
 
 
-@options_explained
+@options_checked_on_failure
 def reshard_nbytes(
     tree: Any,
     layout: Layout,

@@ -25,7 +25,7 @@ from fsharp.stateful.modules.selection import units_by_module
 from fsharp.stateful.modules.te import lending_gradient_memory, scales_of_fused_weights
 from fsharp.stateful.modules.values.outputs import connect_to_inputs, replace_tensors, tensors_in, views_of_parameters
 from fsharp.stateful.modules.values.side_outputs import SideOutputs
-from fsharp.torch_compile import compiled_by_caller, uncompiled
+from fsharp.torch_compile import call_compiled_like_caller, uncompiled
 
 _PYTREE_LEAF_TYPES = frozenset({type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device})
 
@@ -268,7 +268,7 @@ class ModuleCall:
             shown = [as_dtensors(each.stored, leaves, calls.specs) for each, leaves in zip(owner.entries, full, strict=True)]
         fused = [(each.stored[i], row[i]) for each, row in zip(owner.entries, shown, strict=True) for i in each.fused]
         with lending_gradient_memory(fused), calls.reading_from(source, owner.entries, shown, module=self.module):
-            out = compiled_by_caller(self.fn, *self.args, **self.kwargs)
+            out = call_compiled_like_caller(self.fn, *self.args, **self.kwargs)
         parameters = list(chain.from_iterable(full))
         found = tensors_in(out, path)
         if views := views_of_parameters(parameters, found):  # parameters are released, so their views leave as copies

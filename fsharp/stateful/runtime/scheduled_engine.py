@@ -33,7 +33,7 @@ from fsharp.stateful.units.pending import with_future_buffers
 from fsharp.stateful.units.registry import UnitRegistry
 from fsharp.stateful.units.unit_state import UnitState
 from fsharp.stateful.units.update_gather import UpdateGather
-from fsharp.torch_compile import compiled_by_caller
+from fsharp.torch_compile import call_compiled_like_caller
 
 _address_of, _version_of = torch.Tensor.data_ptr, attrgetter("_version")
 
@@ -165,7 +165,7 @@ class ScheduledEngine(Engine):
         try:
             for node in (*ties, *nodes):
                 uses.append(step.begin_use(node, self.unit_of(node)))
-            out = compiled_by_caller(
+            out = call_compiled_like_caller(
                 fn, _build_full_tree(sharded, uses, len(ties), as_leaves=as_leaves), *args, **kwargs
             )  # not referenced here, so only the function keeps the leaves alive
             for use in uses:
@@ -190,7 +190,7 @@ class ScheduledEngine(Engine):
         for number, part in enumerate(microbatches, 1):
             with torch.enable_grad():
                 params_with_sinks = with_sinks(params, SinkLedger(residuals))
-                loss = as_loss(compiled_by_caller(loss_fn, params_with_sinks, part, self))
+                loss = as_loss(call_compiled_like_caller(loss_fn, params_with_sinks, part, self))
                 check_depends_on_parameters(loss, has_sinks=any(unit.layout.trainable_groups for unit in units))
                 new = Loss(loss.sum.detach().double(), loss.weight.detach().double())
                 total = new if total is None else Loss(total.sum + new.sum, total.weight + new.weight)
