@@ -25,9 +25,12 @@ Glossary
     main copy   the parameters in the optimizer's dtype (master weights), kept where optimizer state rests.
     state tree  a subtree of a training state with a Sharded for each unit: parameters, main copies, or one moment of Adam.
     engine      a Comm that takes whole calls of functions, and decides when data move and in which memory; a scheduler is one.
+    host        a machine with some of the ranks; *host memory* is the memory of its CPUs.
+    generation  a job between two restarts of ranks: other ranks stay and join the next one (``launch(restarts=)``).
     lane        ops that run one after another, beside the ops of other lanes: a stream, or what stands for it on a CPU.
     bucket      neighbouring units that move in one collective. Their ops share its number.
     facts       what a schedule is compiled from: sizes and collectives of a unit (:class:`~fsharp.schedules.UnitFacts`).
+    piece       the elements of a flattened tensor that one rank holds, in a checkpoint; a *chunk* is those in one file.
     trial       a run on small or meta tensors: of a transformation (:func:`init_state` tests it), or of units (:func:`tune`).
 """
 

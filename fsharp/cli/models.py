@@ -79,14 +79,14 @@ ARCHITECTURES: Mapping[str, Callable[[], Shapes]] = {
 DeepSeek-V3, without its multi-token prediction and its routing biases."""
 
 
-class Model(NamedTuple):
+class ModelParams(NamedTuple):
     """The parameters of a model, as a tree of tensors on the meta device, and the paths of those that are not trained."""
 
     params: Any
     frozen: tuple[str, ...] = ()
 
 
-def find_model(model: str) -> Model:
+def find_model(model: str) -> ModelParams:
     """Return the parameters of a model.
 
     Args:
@@ -99,7 +99,7 @@ def find_model(model: str) -> Model:
     """
     if model in ARCHITECTURES:
         shapes: Any = ARCHITECTURES[model]()
-        return Model(optree.tree_map(partial(torch.empty, device="meta"), shapes, is_leaf=lambda x: isinstance(x, tuple)))
+        return ModelParams(optree.tree_map(partial(torch.empty, device="meta"), shapes, is_leaf=lambda x: isinstance(x, tuple)))
     try:
         found = _import_or_build_model(model)
     except FsharpError:
@@ -110,9 +110,9 @@ def find_model(model: str) -> Model:
     if not any(isinstance(leaf, torch.Tensor) and leaf.numel() for leaf in leaves):
         raise OptionError(f"plan: {model!r} has no parameters.")
     if not isinstance(found, torch.nn.Module):
-        return Model(found)
+        return ModelParams(found)
     frozen = tuple([name for name, parameter in found.named_parameters() if not parameter.requires_grad])
-    return Model(make_functional(found)[1], frozen)
+    return ModelParams(make_functional(found)[1], frozen)
 
 
 def _import_or_build_model(model: str) -> Any:

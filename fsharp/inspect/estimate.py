@@ -24,12 +24,12 @@ from fsharp.errors import ScheduleError, problem
 from fsharp.functional.comm.protocol import Call
 from fsharp.functional.layout.layout import Layout
 from fsharp.functional.tree.paths import value_by_path
-from fsharp.inspect.calibrate import (
-    calibrate,
+from fsharp.inspect.fitting import (
     cast_nbytes_of_issue,
     compute_times_with_gaps,
     find_link_factor,
     fit_host_share,
+    fit_speeds,
     memory_traffic_nbytes,
     noop_accumulates,
     sent_nbytes_of_issue,
@@ -236,7 +236,7 @@ class Hardware:
         if alone is not None and contention:
             host = replace(host, host_share=fit_host_share(trace, schedule, alone.compute_times()))
         host_speed, sending_speed = host.speeds
-        found = calibrate(
+        found = fit_speeds(
             trace, schedule, host_speed=host_speed, sending_speed=sending_speed, overlaps_latency=synchronous_host
         )
         if not synchronous_host:

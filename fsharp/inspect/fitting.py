@@ -1,4 +1,4 @@
-"""calibrate: compute the speeds of a machine from a trace. See :meth:`~fsharp.inspect.Hardware.fit`."""
+"""Fitting: compute the speeds of a machine from a trace. See :meth:`~fsharp.inspect.Hardware.fit`."""
 
 import math
 from bisect import bisect_left, bisect_right
@@ -32,7 +32,7 @@ _MOST_FACTOR = 8.0
 _BISECTIONS = 24
 
 
-def calibrate(
+def fit_speeds(
     trace: Trace, schedule: Schedule, *, host_speed: float, sending_speed: float, overlaps_latency: bool
 ) -> dict[str, Any]:
     """Return the fields of a :class:`~fsharp.inspect.Hardware` that can be computed from a trace of a schedule.
