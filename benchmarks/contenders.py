@@ -85,7 +85,7 @@ class ShardedContender(ModuleContender):
     ) -> None:
         self.name, self.is_global, self.synced = name, False, True
         self.sharded = fs.shard_module(module, mesh=comm, strategy=strategy, units=units, **options)
-        self.scheduler = self.sharded.step.scheduler
+        self.scheduler = self.sharded.scheduled_step.scheduler
         self.module = self.sharded
         self.optimizer: Any = fs.ShardedOptimizer(self.sharded.parameters(), torch.optim.AdamW, fused=True, **ADAMW)
 

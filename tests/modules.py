@@ -197,7 +197,7 @@ def assert_trains_as_alone(strategy, steps, made=make, *, optimizer=torch.optim.
         model = fs.shard_module(seeded(made), mesh=comm, strategy=how, policy=DebugPolicy(poison=True), **options)
         own = fs.ShardedOptimizer(model.parameters(), optimizer, **settings)
         steps(model, own, batches(comm, count, size=8 // comm.mesh.size))
-        return values(model), model.step
+        return values(model), model.scheduled_step
 
     whole = seeded(made)
     steps(whole, optimizer(whole.parameters(), **settings), batches(None, count))

@@ -62,7 +62,7 @@ class PerRankState:
         whole = len(data).to_bytes(_LENGTH_NBYTES, "little") + data
         return {"state": PerRank(torch.frombuffer(bytearray(whole.ljust(self.nbytes, b"\0")), dtype=torch.uint8))}
 
-    def state_template(self, has: Callable[[str], bool] = lambda name: True) -> dict[str, Any]:
+    def state_template(self, is_saved: Callable[[str], bool] = lambda name: True) -> dict[str, Any]:
         """Return zeros, into which a checkpoint is loaded. The object's ``state_dict()`` is not called."""
         return {"state": PerRank(torch.zeros(self.nbytes, dtype=torch.uint8))}
 

@@ -74,7 +74,7 @@ def module_step(comm, units, *, recomputes=False):
         remat={"": "layers.*" if recomputes else ()},
         backend="gloo",
     )
-    return model.step.schedule, found.pick("zero3", "prefetch 1").schedule
+    return model.scheduled_step.schedule, found.pick("zero3", "prefetch 1").schedule
 
 
 def test_the_schedule_of_a_module_is_the_one_that_it_follows():

@@ -72,7 +72,7 @@ def same_as_not_fused(case):
     """Name what differs from gradients that modules return."""
     expected, _ = train_alone(case, RECIPES["current"])
     found, model = train_alone(fused(case), RECIPES["current"])
-    assert model.step.num_unscheduled_calls == 1
+    assert model.scheduled_step.num_unscheduled_calls == 1
     different = []
     for (outputs, grads), (wanted, means) in zip(found, expected, strict=True):
         whole = {name: mean for name, (_, mean) in means.items()}

@@ -250,7 +250,7 @@ def test_a_released_weight_that_somebody_holds_has_no_memory(name, is_kept, monk
     gc.collect()
     assert (held - allocated([]) >= WIDTH * WIDTH) == is_kept
     assert held - allocated([]) <= BLOCK or is_kept
-    assert model.step.num_unscheduled_calls == 1
+    assert model.scheduled_step.num_unscheduled_calls == 1
     assert graph is not None
 
 

@@ -407,8 +407,9 @@ def differences(comm, cases, names=RECIPES, strategies=None, as_sharded=lambda c
                         print(f"{label}: {len(far)} differ, by up to {max(far.values()):.1e}; allowed are {allowed:.1e}")
                         far = {what: distance for what, distance in far.items() if not distance <= allowed}
                     found += [f"{what}, by {distance:.1e}" for what, distance in far.items()]
-                    if model.step.num_unscheduled_calls != 1:
-                        found.append(f"{label}: recorded {model.step.num_unscheduled_calls} times, {model.step.status()}")
+                    step = model.scheduled_step
+                    if step.num_unscheduled_calls != 1:
+                        found.append(f"{label}: recorded {step.num_unscheduled_calls} times, {step.status()}")
     return found
 
 

@@ -22,7 +22,7 @@ from fsharp.functional.tree.paths import innermost_prefix, parent_by_path
 from fsharp.stateful.modules.initial.dtensors import DTensorSpec, as_dtensors, local_tensor
 from fsharp.stateful.modules.parameter import ShardedParameter
 from fsharp.stateful.modules.selection import units_by_module
-from fsharp.stateful.modules.te import lending_gradient_memory, scales_of_fused_weights
+from fsharp.stateful.modules.te import lending_gradient_memory, scale_indices_of_fused_weights
 from fsharp.stateful.modules.values.outputs import connect_to_inputs, replace_tensors, tensors_in, views_of_parameters
 from fsharp.stateful.modules.values.side_outputs import SideOutputs
 from fsharp.torch_compile import call_compiled_like_caller, uncompiled
@@ -50,7 +50,7 @@ class ParameterEntries:
             parent, _, name = path.rpartition(".")
             owner = module.get_submodule(parent)
             entries.setdefault((id(owner), name), (i, owner._parameters, name))
-            if name in scales_of_fused_weights(owner):
+            if name in scale_indices_of_fused_weights(owner):
                 self.fused.append(i)
             if hasattr(owner, "_flat_weights_names"):
                 packed[id(owner)] = weakref.ref(owner)
@@ -94,7 +94,7 @@ class ParameterEntries:
 
 
 @contextmanager
-def copied_buffers(root: nn.Module) -> Iterator[list[tuple[torch.Tensor, torch.Tensor]]]:
+def replacing_buffers_by_copies(root: nn.Module) -> Iterator[list[tuple[torch.Tensor, torch.Tensor]]]:
     """Replace all buffers by copies in this context. Yield pairs of a buffer and its copy. A shared buffer has one copy."""
     before = [(module, dict(module._buffers)) for module in root.modules() if module._buffers]
     copies = {id(b): (b, b.clone()) for _, buffers in before for b in buffers.values() if b is not None}
@@ -107,7 +107,7 @@ def copied_buffers(root: nn.Module) -> Iterator[list[tuple[torch.Tensor, torch.T
             module._buffers.update(buffers)
 
 
-def refuse_added_parameters(module: nn.Module, path: str) -> None:
+def check_no_added_parameters(module: nn.Module, path: str) -> None:
     """Raise an error if parameters that require a gradient were added to a module after it was sharded."""
     modules = [module]
     for each in modules:
@@ -160,7 +160,7 @@ class ModuleCallState:
         specs: Mapping[str, DTensorSpec],
         paused: Collection[str],
     ) -> None:
-        self.specs, self.paused = specs, paused
+        self.dtensor_specs, self.paused = specs, paused
         present: dict[tuple[int, str], Any] = {}
         self.entries = {unit.name: ParameterEntries(module, unit, present) for unit in layout.units}
         by_path = units_by_module(layout, chosen)
@@ -168,7 +168,7 @@ class ModuleCallState:
         for path, each in module.named_modules():
             members[innermost_prefix(path, by_path) or ""].append(each)
         has_inner_modules = set(parent_by_path(by_path).values())
-        self.owners = {
+        self.gathered_modules = {
             path: GatheredModule(
                 units=names,
                 entries=[self.entries[name] for name in names],
@@ -180,7 +180,7 @@ class ModuleCallState:
             for path, names in by_path.items()
         }
         self.source: ParameterSource | None = None
-        self._pure_calls: list[tuple[range, weakref.ref[ParameterSource]]] = []  # each with autograd's sequence numbers
+        self._functional_calls: list[tuple[range, weakref.ref[ParameterSource]]] = []  # each with autograd's sequence numbers
 
     @contextmanager
     def reading_from(
@@ -209,8 +209,8 @@ class ModuleCallState:
                 of_unit.swap_in(tensors)
             self.source = before
 
-    def add_pure_call(self, source: ParameterSource, first_sequence_nr: int, out: Any) -> None:
-        """Record a pure call of the module, which has made autograd nodes from ``first_sequence_nr`` on, and returned ``out``.
+    def record_functional_call(self, source: ParameterSource, first_sequence_nr: int, out: Any) -> None:
+        """Record a functional call, which has made autograd nodes from ``first_sequence_nr`` on, and returned ``out``.
 
         The autograd graph of the call keeps ``source`` alive until the backward.
         """
@@ -219,17 +219,17 @@ class ModuleCallState:
         made = [node for node in nodes if node._sequence_nr() in numbers]
         for node in made:
             node.metadata[id(self)] = source
-        alive = [each for each in self._pure_calls if each[1]() is not None]
-        self._pure_calls = [*alive, (numbers, weakref.ref(source))] if made else alive
+        alive = [each for each in self._functional_calls if each[1]() is not None]
+        self._functional_calls = [*alive, (numbers, weakref.ref(source))] if made else alive
 
     def source_of_running_node(self) -> ParameterSource | None:
-        """Return the parameters of the pure call that made the running autograd node; None if no call made it.
+        """Return the parameters of the functional call that made the running autograd node; None if no call made it.
 
         In a backward a checkpoint may call modules again, and needs these parameters.
         """
         node = torch._C._current_autograd_node()
         number = -1 if node is None else node._sequence_nr()
-        alive = [source for numbers, ref in self._pure_calls if number in numbers and (source := ref()) is not None]
+        alive = [source for numbers, ref in self._functional_calls if number in numbers and (source := ref()) is not None]
         if len(alive) > 1:  # autograd numbers the nodes of each thread from zero
             raise ScheduleError(
                 "a checkpoint computes a module again, which several threads have called by functions of model.functional(). "
@@ -245,7 +245,7 @@ class ModuleCall:
         self, calls: ModuleCallState, module: nn.Module, path: str, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: Any
     ) -> None:
         self.calls, self.module, self.path, self.fn, self.args, self.kwargs = calls, module, path, fn, args, kwargs
-        self.owner, self.flat = calls.owners[path], flat_arguments(args, kwargs)
+        self.gathered, self.flat = calls.gathered_modules[path], flat_arguments(args, kwargs)
         self.out: Any = None  # the result of fn
         self._given_away: list[torch.Tensor] = []
         self._arguments = [*args, *kwargs.values()]
@@ -258,16 +258,19 @@ class ModuleCall:
     @uncompiled
     def compute(self, source: ParameterSource, full: list[list[torch.Tensor]], *_: Any) -> list[torch.Tensor]:
         """Call ``fn`` with the leaves ``full`` of each unit as parameters. Return the tensors that ``fn`` returns or stores."""
-        calls, path, owner, passed = self.calls, self.path, self.owner, self._arguments
-        before = owner.side_outputs.find_tensors(passed)
+        calls, path, gathered, passed = self.calls, self.path, self.gathered, self._arguments
+        before = gathered.side_outputs.find_tensors(passed)
         if calls.paused:
-            rows = [zip(each.stored, leaves, strict=True) for each, leaves in zip(owner.entries, full, strict=True)]
+            rows = [zip(each.stored, leaves, strict=True) for each, leaves in zip(gathered.entries, full, strict=True)]
             full = [[x.detach() if stored in calls.paused else x for stored, x in row] for row in rows]
         shown: list[list[Any]] = full
-        if calls.specs:
-            shown = [as_dtensors(each.stored, leaves, calls.specs) for each, leaves in zip(owner.entries, full, strict=True)]
-        fused = [(each.stored[i], row[i]) for each, row in zip(owner.entries, shown, strict=True) for i in each.fused]
-        with lending_gradient_memory(fused), calls.reading_from(source, owner.entries, shown, module=self.module):
+        if calls.dtensor_specs:
+            shown = [
+                as_dtensors(each.stored, leaves, calls.dtensor_specs)
+                for each, leaves in zip(gathered.entries, full, strict=True)
+            ]
+        fused = [(each.stored[i], row[i]) for each, row in zip(gathered.entries, shown, strict=True) for i in each.fused]
+        with lending_gradient_memory(fused), calls.reading_from(source, gathered.entries, shown, module=self.module):
             out = call_compiled_like_caller(self.fn, *self.args, **self.kwargs)
         parameters = list(chain.from_iterable(full))
         found = tensors_in(out, path)
@@ -275,16 +278,16 @@ class ModuleCall:
             out = replace_tensors(out, views, [unaliased_clone(x) for x in views], path)
             found = tensors_in(out)
         self.out = out
-        side = owner.side_outputs.new_side_outputs(before, passed, parameters, path)
+        side = gathered.side_outputs.new_side_outputs(before, passed, parameters, path)
         found += [x for x in side if not any(x is y for y in found)]
         self._given_away = found
-        return connect_to_inputs(found, [*self.flat, *parameters]) if owner.has_varying_units else found
+        return connect_to_inputs(found, [*self.flat, *parameters]) if gathered.has_varying_units else found
 
     def result_with_tensors(self, tensors: Sequence[torch.Tensor]) -> Any:
         """Return the result of ``fn``, with ``tensors`` in place of the tensors that :meth:`compute` returned."""
         if all(map(is_, tensors, self._given_away)):
             return self.out
-        self.owner.side_outputs.replace_stored(self._arguments, self._given_away, tensors, self.path)
+        self.gathered.side_outputs.replace_stored(self._arguments, self._given_away, tensors, self.path)
         return replace_tensors(self.out, self._given_away, tensors, self.path)
 
 

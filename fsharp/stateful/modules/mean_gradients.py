@@ -30,9 +30,9 @@ class MeanGradients:
         self._parameters, self._specs, self._comm = parameters, specs, comm
         self._parts: dict[str, ShardedTensor] = {}
         self._hooks: dict[str, OrderedDict[int, Callable[[Any], Any]]] = {}
-        self.release_all()
+        self.drop_gradients()
 
-    def release_all(self) -> None:
+    def drop_gradients(self) -> None:
         """Drop the gradients. Move each part that a caller still holds, with its values, to memory of its own."""
         parts = [weakref.ref(part) for part in self._parts.values()]
         self.tree: Any = None
@@ -72,7 +72,7 @@ class MeanGradients:
 
     def return_to_sums(self, units: Iterable[UnitState]) -> None:
         """Drop the means, and turn the gradients of ``units`` back into sums, to which another backward can add."""
-        self.release_all()
+        self.drop_gradients()
         for unit in units:
             if unit.gradient is not None:
                 unit.gradient.resume_accumulation(self._comm.mesh.size)
@@ -109,7 +109,7 @@ class MeanGradients:
                 self._parts |= {name: ShardedTensor.from_local(data, self._parameters[name]) for name, _, data in held}
         return self._parts.get(path)
 
-    def drop_gradient(self, part: ShardedTensor) -> None:
+    def drop_part(self, part: ShardedTensor) -> None:
         """Drop the gradient of one parameter: fill this rank's ``part`` with zeros, and count the parameter as missing."""
         part.local.zero_()
         self.missing.add(part.path)

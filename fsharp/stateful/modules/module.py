@@ -13,14 +13,14 @@ from fsharp.functional.comm.protocol import Comm
 from fsharp.functional.formats.format import dtype_name
 from fsharp.functional.layout.layout import Layout
 from fsharp.functional.state import TrainState
-from fsharp.stateful.modules.calls import ParameterSource, copied_buffers
+from fsharp.stateful.modules.calls import ParameterSource, replacing_buffers_by_copies
 from fsharp.stateful.modules.initial.dtensors import as_dtensors
 from fsharp.stateful.modules.parameter import ShardedParameter, ShardedTensor
 from fsharp.stateful.modules.session import session_of_module
 from fsharp.stateful.modules.state_dict import (
+    check_no_dtensors,
     gather_whole_tensors,
     load_state_dict_into_parts,
-    refuse_dtensors,
     replace_parts_by_whole,
     scatter_from_rank,
 )
@@ -105,9 +105,9 @@ class ShardedModule(nn.Module):
             if session.calls.source is not None:
                 raise ScheduleError("model.functional(): the function was called inside of a forward of its own module.")
             source, first = ParameterSource(params, comm), torch._C._autograd._get_sequence_nr()
-            with session.calls.reading_from(source), copied_buffers(self):
+            with session.calls.reading_from(source), replacing_buffers_by_copies(self):
                 out = self(*args, **kwargs)
-            session.calls.add_pure_call(source, first, out)
+            session.calls.record_functional_call(source, first, out)
             return out
 
         return fn, session.state.train_state.params
@@ -141,8 +141,8 @@ class ShardedModule(nn.Module):
         return session_of_module(self).scheduler.comm
 
     @property
-    def step(self) -> ScheduledFunction:
-        """The scheduled training step, for ``model.step.schedule`` and ``model.step.start_trace()``."""
+    def scheduled_step(self) -> ScheduledFunction:
+        """The scheduled training step, for ``model.scheduled_step.schedule`` and ``model.scheduled_step.start_trace()``."""
         return session_of_module(self).step.scheduled
 
     @api_context
@@ -159,11 +159,11 @@ class ShardedModule(nn.Module):
         if write and session.is_averaged:
             raise ScheduleError("unsharded(write=True): inside of averaged(), whose end would discard the writes.")
         _warn_of_rounded_frozen("unsharded()", session.parameters.values())
-        session.step.abandon_forwards("unsharded()")
-        session.state.propagate_writes()
+        session.step.discard_forwards("unsharded()")
+        session.state.propagate_main_writes()
         parts = gather_whole_tensors(session.parameters.values(), session.scheduler.comm_with_history_labels)
         full = {part.path: value for part, value in parts}
-        shown = zip(full, as_dtensors(full, full.values(), session.calls.specs), strict=True)
+        shown = zip(full, as_dtensors(full, full.values(), session.calls.dtensor_specs), strict=True)
         parameters = {path: nn.Parameter(x.detach(), x.is_floating_point()) for path, x in shown}
         session.is_unsharded = True
         try:
@@ -195,7 +195,7 @@ class ShardedModule(nn.Module):
         """
         if session_of_module(self).is_unsharded:
             return super().state_dict(*args, **kwargs)
-        refuse_dtensors("state_dict()", session_of_module(self))
+        check_no_dtensors("state_dict()", session_of_module(self))
         found, parts = super().state_dict(*args, **kwargs), dict[str, ShardedTensor]()
         for name, value in found.items():
             if isinstance(value, ShardedTensor):
@@ -305,7 +305,7 @@ class ShardedModule(nn.Module):
         names = {id(p): name for name, p in self.named_parameters()}
         chosen = [p for p in session.parameters.values() if id(p) in names and (p.is_trained or not trained)]
         _warn_of_rounded_frozen("full_parameters()", chosen)
-        session.state.propagate_writes()
+        session.state.propagate_main_writes()
         for part, value in gather_whole_tensors(chosen, session.scheduler.comm_with_history_labels):
             yield names[id(part)], value.clone() if part.spec is None else part.spec.as_dtensor(value).full_tensor()
 

@@ -51,16 +51,16 @@ class ModuleState:
                 target.copy_(value)
         self.record_version_counters()
 
-    def optimizer_copies(self) -> Any:
-        """Return the optimizer's copies of trainable parameters, at the optimizer's place, in the memory of the state."""
+    def main_parameters(self) -> Any:
+        """Return trainable parameters at the optimizer's place: main copies, or parameters that have no main copy."""
         with torch.no_grad():
             return merge(gather(trainable(self.train_state.params), comm=self._comm, to="optim"), self.train_state.main)
 
     def copy_to_resting_parameters(self) -> None:
-        """Set parameters at rest to the values of the optimizer's copies, a unit at a time. A collective."""
+        """Set parameters at rest to the values of main parameters, a unit at a time. A collective."""
         comm = LabelPrefixComm(self._comm, "parameters that were written in place: ")
         with torch.no_grad():
-            for held, kept in zip(units_of(self.optimizer_copies()), units_of(trainable(self.train_state.params)), strict=True):
+            for held, kept in zip(units_of(self.main_parameters()), units_of(trainable(self.train_state.params)), strict=True):
                 new = gather(encode_at_rest(held, comm), comm=comm, to="params")
                 for buffer, value in zip(kept.buffers, new.buffers, strict=True):
                     if buffer is not value:
@@ -73,7 +73,7 @@ class ModuleState:
             for tensors in self.train_state.residuals.value.values():
                 torch._foreach_zero_(tensors)
 
-    def report_writes(self, add_settings: Callable[[str], None]) -> None:
+    def add_writes_to_settings(self, add_settings: Callable[[str], None]) -> None:
         """Pass a text about writes to parameters since the last step to ``add_settings``, for ranks to compare."""
         if self.is_written:
             add_settings("parameters written in place=True")
@@ -103,15 +103,15 @@ class ModuleState:
         self.num_replacements += 1
         self.record_version_counters()
 
-    def propagate_writes(self) -> bool:
-        """Copy writes to the optimizer's copies into parameters at rest, by a collective. Return whether there were writes."""
-        if not self.were_copies_written():
+    def propagate_main_writes(self) -> bool:
+        """Copy writes to main parameters into parameters at rest, by a collective. Return whether there were writes."""
+        if not self.were_main_parameters_written():
             return False
         self.copy_to_resting_parameters()
         return True
 
-    def were_copies_written(self) -> bool:
-        """Return whether the optimizer's copies were written to since counters were recorded. Any other write is an error."""
+    def were_main_parameters_written(self) -> bool:
+        """Return whether main parameters were written to since counters were recorded. Any other write is an error."""
         now = self._version_counters()
         if now == self._recorded:
             return False

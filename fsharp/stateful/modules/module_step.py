@@ -58,27 +58,27 @@ class ModuleStep:
         self._residuals: ResidualViews = {}  # residuals and random numbers for the formats of this step's gradients
         self._backward_id = -1  # id of the backward pass that is under way
         self._lost = False  # whether gradients were lost by an error that was not reported yet
-        self.means.release_all()
+        self.means.drop_gradients()
         self.state.begin_generation()
 
     @contextmanager
     def forward_context(self) -> Iterator[Any]:
         """Make forwards in this context part of the step under way, or of a new step. Yield the step's parameters."""
         self.reopen_scheduler()
-        self.propagate_writes()
+        self.propagate_main_writes()
         if self.run is None:
-            self.state.report_writes(self.scheduler.add_settings)
-            self.means.release_all()
+            self.state.add_writes_to_settings(self.scheduler.add_settings)
+            self.means.drop_gradients()
             self.updated_by = None
             self.run = self.scheduler.open_step(self.scheduled, self.state.train_state.params)
             self.run.set_backward_hook(self.on_backward)
             with self._abandoning_on_error():
-                self._start_gradients()
+                self._begin_gradients()
                 self.params = with_sinks(self.state.train_state.params, SinkLedger(self._residuals))
         with self._abandoning_on_error():
             yield self.params
 
-    def _start_gradients(self) -> None:
+    def _begin_gradients(self) -> None:
         """Begin the gradients of a step. Their reductions use and overwrite the residuals in the train state."""
         state = self.state.train_state
         units = [node.unit for node in units_of(state.params)]
@@ -86,9 +86,9 @@ class ModuleStep:
         _, self._residuals = prepare_residuals("backward()", state.residuals, units, donate=True, step=state.step, rank=rank)
         self._units = self.scheduler.begin_gradients(state.params)
 
-    def propagate_writes(self) -> None:
+    def propagate_main_writes(self) -> None:
         """Copy the user's writes into parameters at rest, and let a step under way gather the new values."""
-        if self.state.propagate_writes() and self.run is not None:
+        if self.state.propagate_main_writes() and self.run is not None:
             self.run.leave_schedule()  # a schedule would use parameters that it has gathered before the write
 
     def reopen_scheduler(self) -> None:
@@ -114,7 +114,7 @@ class ModuleStep:
             if self.run is run:
                 self._lost = self._lost or self._backward_id != -1 or run.num_microbatches > 0
                 self.run, self.params, self._backward_id = None, None, -1
-                self.means.release_all()
+                self.means.drop_gradients()
             raise
 
     def _close_step(self, run: Step) -> None:
@@ -129,7 +129,7 @@ class ModuleStep:
         self._backward_id, run = torch._C._current_graph_task_id(), self.run
         with self._abandoning_on_error():
             if self.used_gradients:
-                raise self._gradients_used_up_error("backward()", "add to", "or before the backward")
+                raise self._used_gradients_error("backward()", "add to", "or before the backward")
             if self.means.tree is not None:
                 if self.has_feedback:
                     raise ScheduleError(
@@ -176,13 +176,13 @@ class ModuleStep:
             return
         run = self.run
         assert run is not None
-        self.state.were_copies_written()
-        self.state.report_writes(self.scheduler.add_settings)
+        self.state.were_main_parameters_written()
+        self.state.add_writes_to_settings(self.scheduler.add_settings)
         self.scheduler.add_settings(f"{settings}\n{self.means.changes_text()}")
         with self._abandoning_on_error():
             self.state.train_state = update(tx, self.means.tree, self.state.train_state, comm=self.scheduler, donate=True)
             self.used_gradients = set(self.means.paths_with_gradient)
-            self.means.release_all()
+            self.means.drop_gradients()
         self._close_step(run)
         self.updated_by = optimizer_id
         self.state.record_version_counters()
@@ -202,10 +202,10 @@ class ModuleStep:
                 "`with model.accumulate():`."
             )
         if self.used_gradients:
-            raise self._gradients_used_up_error(where, "use", f"and then a backward before {where}")
+            raise self._used_gradients_error(where, "use", f"and then a backward before {where}")
         return self.means.tree
 
-    def refuse_scaled_gradients(self) -> None:
+    def check_can_unscale(self) -> None:
         """Raise an error for ``unscale_()`` if the module has feedback, and set residuals to zero, as they are scaled too."""
         if self.has_feedback:
             self.state.zero_residuals()
@@ -214,7 +214,7 @@ class ModuleStep:
                 "gradients, which have another scale. Leave out feedback, or train in bfloat16, which needs no GradScaler."
             )
 
-    def _gradients_used_up_error(self, where: str, torch_verb: str, remedy: str) -> ScheduleError:
+    def _used_gradients_error(self, where: str, torch_verb: str, remedy: str) -> ScheduleError:
         return ScheduleError(
             f"{where}: optimizer.step() has used up the gradients of the previous step, such as the gradient of "
             f"{min(self.used_gradients)!r}. Plain torch would {torch_verb} these gradients, and a sharded module does not keep "
@@ -231,7 +231,7 @@ class ModuleStep:
         self.reopen_scheduler()
         if self._backward_id != -1:
             raise ScheduleError("zero_grad(): a backward is under way. Call zero_grad() before the backward, or after it.")
-        self.means.release_all()
+        self.means.drop_gradients()
         self.used_gradients = set()
         run, self._lost = self.run, False
         if run is None or not self.has_gradients:
@@ -240,7 +240,7 @@ class ModuleStep:
             self._close_step(run)
             return
         with self._abandoning_on_error():
-            self._start_gradients()
+            self._begin_gradients()
 
     @contextmanager
     def discarding_gradients(self) -> Iterator[None]:
@@ -252,7 +252,7 @@ class ModuleStep:
         finally:
             self.used_gradients, self._is_discarding = used, False
 
-    def consume_gradients(self) -> None:
+    def drop_gradients_as_used(self) -> None:
         """Drop the gradients and record them as used, as a step of an optimizer does."""
         used = set(self.means.paths_with_gradient)
         self.drop_gradients()
@@ -273,11 +273,11 @@ class ModuleStep:
         part = self.gradient_part(path)
         self.used_gradients.discard(path)
         if part is not None:
-            self.means.drop_gradient(part)
+            self.means.drop_part(part)
             if not self.means.paths_with_gradient:
                 self.drop_gradients()
 
-    def abandon_forwards(self, where: str) -> None:
+    def discard_forwards(self, where: str) -> None:
         """End a step that has only forwards, on all ranks. Raise an error that names ``where`` if the step has gradients."""
         self.reopen_scheduler()
         run = self.run

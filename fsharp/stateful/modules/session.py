@@ -24,8 +24,8 @@ from fsharp.stateful.modules.calls import (
     ModuleCall,
     ModuleCallState,
     ParameterSource,
-    copied_buffers,
-    refuse_added_parameters,
+    check_no_added_parameters,
+    replacing_buffers_by_copies,
 )
 from fsharp.stateful.modules.initial.dtensors import DTensorSpec
 from fsharp.stateful.modules.mean_gradients import MeanGradients
@@ -96,7 +96,7 @@ class Session:
         if source is None and in_backward():  # a checkpointed module computes again
             source = self.calls.source_of_running_node()
             if source is not None:
-                buffers = copied_buffers(module)
+                buffers = replacing_buffers_by_copies(module)
             elif step.params is not None:
                 source = ParameterSource(step.params, self.scheduler)
         if source is None and step.params is None:
@@ -105,20 +105,20 @@ class Session:
             with buffers:
                 out = run(source)
         elif not torch.is_grad_enabled():
-            step.propagate_writes()
+            step.propagate_main_writes()
             out = self._evaluation(run, self.state.train_state.params)
         elif step.params is None and self._trained <= self.paused:  # without gradients a later backward needs no step
-            step.propagate_writes()
+            step.propagate_main_writes()
             out = run(ParameterSource(self.state.train_state.params, self.scheduler))
         else:
-            self._refuse_to_train()
+            self._check_can_train()
             with step.forward_context() as params:
                 out = run(ParameterSource(params, self.scheduler))
                 # Units inside may be in a reentrant checkpoint, whose backward is a nested pass: begin the outer pass here.
                 call_before_backward(tensors_in(out), call.flat, step.on_backward)
         return out if dtypes is None else cast_tensors(out, dtypes.outputs)
 
-    def _refuse_to_train(self) -> None:
+    def _check_can_train(self) -> None:
         if self.is_averaged:
             raise ScheduleError(
                 "the model was called inside of averaged(), without torch.no_grad(): averages cannot be trained."
@@ -131,11 +131,11 @@ class Session:
 
     def _run_call(self, call: ModuleCall, source: ParameterSource) -> Any:
         """Run a call with the units of its module gathered from ``source``."""
-        owner = call.owner
-        for entries in owner.entries:
+        gathered = call.gathered
+        for entries in gathered.entries:
             entries.check_not_replaced()
-        refuse_added_parameters(call.module, call.path)
-        nodes, ties = list(map(source.nodes.__getitem__, owner.units)), list(map(source.nodes.__getitem__, owner.ties))
+        check_no_added_parameters(call.module, call.path)
+        nodes, ties = list(map(source.nodes.__getitem__, gathered.units)), list(map(source.nodes.__getitem__, gathered.ties))
         if not nodes:
             call.compute(source, [])
             return call.out
@@ -144,10 +144,10 @@ class Session:
             compute = partial(call.compute, source)
             return call.result_with_tensors(self.scheduler.run_forward(compute, (nodes, ties), call.flat, {}, as_leaves=True))
         compute = partial(call.compute_with_param_trees, source)
-        release = not owner.has_inner_modules
+        release = not gathered.has_inner_modules
         return call.result_with_tensors(forward(compute, nodes, *call.flat, comm=source.comm, ties=ties, release=release))
 
-    def record_full_load(self, kind: Literal["parameters", "optimizer"]) -> None:
+    def mark_loaded(self, kind: Literal["parameters", "optimizer"]) -> None:
         """Record that all ranks have loaded all ``"parameters"`` or all ``"optimizer"`` state.
 
         After both loads values do not depend on earlier steps. So the history of steps, which ranks compare, is reset: ranks
@@ -187,7 +187,7 @@ class Session:
         elif parameter.untyped_storage().data_ptr() == memory:
             self.scheduler.add_settings(f"{what} {part.path}")
 
-    def full_parameter(self, part: ShardedTensor) -> torch.Tensor | None:
+    def full_parameter_in_backward(self, part: ShardedTensor) -> torch.Tensor | None:
         """Return the whole parameter while its unit's backward is under way, for activation checkpointing; else None."""
         full = None if self.step.run is None else self.step.run.full_unit_in_backward(part.unit.name)
         if full is None:
@@ -259,7 +259,7 @@ class Session:
 
     def adopt_state(self, state: TrainState) -> None:
         """Train ``state``, which has the same layout, from now on. Raise an error while a step is under way."""
-        self.step.abandon_forwards("train_state")
+        self.step.discard_forwards("train_state")
         if self.is_averaged:
             raise ScheduleError("train_state: set inside of averaged(), whose end restores the earlier parameters.")
         self.state.adopt_state(state)
@@ -275,13 +275,17 @@ class Session:
     def install_parts(self) -> None:
         """Put this rank's parts in place of the module's parameters."""
         self.parameters.clear()
-        rank, trained = self.scheduler.rank, units_by_name(self.state.optimizer_copies())
+        rank, trained = self.scheduler.rank, units_by_name(self.state.main_parameters())
         for node in units_of(self.state.train_state.params):
             frozen = node.select_groups([g for g in node.groups if not node.unit.groups[g].trainable])
             for each in (trained[node.name], frozen):
                 for path, leaf, data in iter_local_leaves(each, rank):
                     about = {"path": path, "unit": node.unit, "leaf": leaf, "place": each.place, "rank": rank}
-                    about |= {"spec": self.calls.specs.get(path), "owner": weakref.ref(self), "is_trained": each is not frozen}
+                    about |= {
+                        "spec": self.calls.dtensor_specs.get(path),
+                        "owner": weakref.ref(self),
+                        "is_trained": each is not frozen,
+                    }
                     part = ShardedParameter.from_attributes(data.detach(), about, requires_grad=each is not frozen)
                     self.parameters[path] = part
         self._trained = {path for path, each in self.parameters.items() if each.is_trained}

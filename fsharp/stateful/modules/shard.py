@@ -29,7 +29,7 @@ from fsharp.functional.optim.base import Transform
 from fsharp.functional.state import init_state
 from fsharp.functional.tree.paths import Patterns, matches_self_or_ancestor, parent_by_path
 from fsharp.stateful.modules.initial.dtensors import dtensor_specs, local_tensor
-from fsharp.stateful.modules.initial.initial import initial_parameters, settings_of_values
+from fsharp.stateful.modules.initial.initial import initial_parameters, settings_of_initial_values
 from fsharp.stateful.modules.module import ShardedModule
 from fsharp.stateful.modules.parameter import ShardedParameter
 from fsharp.stateful.modules.selection import Units, chosen_modules, methods_by_module, module_groups, units_by_module
@@ -37,7 +37,7 @@ from fsharp.stateful.modules.session import Session, install_gathering_subclass
 from fsharp.stateful.modules.te import check_te_gradients, preserving_amax_histories, use_text_extra_state
 from fsharp.stateful.modules.torch_tools.refusals import check_shardable, patch_torch_wrappers
 from fsharp.stateful.modules.values.casts import casts_by_path
-from fsharp.stateful.modules.values.side_outputs import refuse_stored_parameters
+from fsharp.stateful.modules.values.side_outputs import check_no_stored_parameters
 from fsharp.stateful.runtime.scheduler import Scheduler
 from fsharp.stateful.schedule.policy import SchedulePolicy
 from fsharp.type_checks import options_checked
@@ -132,7 +132,7 @@ def shard_module(
                 f"shard_module(): methods of ShardedModule would hide {', '.join(hidden)} of {type(module).__name__}. Rename "
                 "these attributes."
             )
-        refuse_stored_parameters(module)
+        check_no_stored_parameters(module)
         check_precisions("shard_module()", precision)
         rules = {"**": precision} if isinstance(precision, Precision) else precision
         dtypes = {pattern: each.without_module_options for pattern, each in rules.items()}
@@ -149,7 +149,7 @@ def shard_module(
         where, named = strategy or zero3(*comm.mesh.names), [path for path in chosen if path not in around] or None
         layout = plan(tree, comm.mesh, where, units=named, frozen=frozen, atoms=cut, labels=labels, precision=dtypes)
         casts = casts_by_path(rules, chosen, [unit.path_in_tree(leaf) for unit in layout.units for leaf in unit.leaves])
-        settings = settings_of_values(module, comm, key=key, initialize=initialize, sync_from=sync_from)
+        settings = settings_of_initial_values(module, comm, key=key, initialize=initialize, sync_from=sync_from)
         settings["casts"] = "\n".join(f"{path or '(root)'}: {cast}" for path, cast in casts.items())
         return tree, layout, specs, chosen, groups, entries, casts, {**unit_fields(layout.units), **settings}
 
@@ -172,7 +172,7 @@ def shard_module(
         parameter.__dict__["_fsharp_replaced"] = True
     session.install_parts()
     use_text_extra_state(module)
-    for path in session.calls.owners:
+    for path in session.calls.gathered_modules:
         mixins = (ShardedModule,) if not path else ()
         install_gathering_subclass(module.get_submodule(path), session, path, entries[path], mixins)
     assert isinstance(module, ShardedModule)

@@ -18,7 +18,7 @@ from fsharp.functional.layout.placement import Place
 from fsharp.functional.layout.sharded import Sharded
 from fsharp.functional.layout.unit_layout import UnitLayout
 from fsharp.functional.moves import gather
-from fsharp.stateful.modules.calls import copied_buffers
+from fsharp.stateful.modules.calls import replacing_buffers_by_copies
 from fsharp.stateful.modules.initial.initial import check_rank
 from fsharp.stateful.modules.parameter import ShardedTensor, iter_local_leaves
 from fsharp.stateful.modules.session import Session
@@ -42,9 +42,9 @@ class _LoadPlaceholder(ShardedTensor):
         return super().__torch_function__(func, types, args, kwargs)
 
 
-def refuse_dtensors(where: str, session: Session) -> None:
+def check_no_dtensors(where: str, session: Session) -> None:
     """Raise an error if a parameter is a DTensor sharded on other axes: a rank's elements are no run of the whole tensor."""
-    for path, spec in session.calls.specs.items():
+    for path, spec in session.calls.dtensor_specs.items():
         if spec.is_sharded:
             raise TreeError(
                 f"{where}: parameter {path!r} is a DTensor with the placements {list(spec.placements)}, and ranks "
@@ -56,22 +56,22 @@ def refuse_dtensors(where: str, session: Session) -> None:
 def load_state_dict_into_parts(session: Session, module: nn.Module, load: Callable[[], Any]) -> Any:
     """Load a state dict into a sharded module. ``load`` calls torch's ``load_state_dict`` with the user's arguments."""
     where, comm = "load_state_dict()", session.scheduler
-    session.step.abandon_forwards(where)
+    session.step.discard_forwards(where)
     given: dict[str, torch.Tensor] = {}  # values for parameters, by path
     parts: dict[str, ShardedTensor] = {}  # by path, this rank's part of the value
     written: list[tuple[torch.Tensor, torch.Tensor]] = []  # buffers, each with its new value
 
     def read() -> Any:
         """Let torch read the state dict into placeholders. Return torch's result: missing and unexpected keys."""
-        refuse_dtensors(where, session)
+        check_no_dtensors(where, session)
         if session.is_averaged:
             raise ScheduleError(f"{where}: inside of averaged(), whose end restores the earlier parameters.")
-        session.state.propagate_writes()
+        session.state.propagate_main_writes()
         awaiting: dict[str, _LoadPlaceholder] = {}
         for path, parameter in session.parameters.items():
             awaiting[path] = torch.empty(0, dtype=parameter.dtype).as_subclass(_LoadPlaceholder)
             awaiting[path].__dict__.update({**parameter.attributes, "given": []})
-        with session.replacing_parameters(awaiting), copied_buffers(module) as buffers:
+        with session.replacing_parameters(awaiting), replacing_buffers_by_copies(module) as buffers:
             try:
                 result = load()
             except RuntimeError as error:  # torch lists all wrong names and shapes
@@ -104,7 +104,7 @@ def load_state_dict_into_parts(session: Session, module: nn.Module, load: Callab
             buffer.copy_(value)
     session.write_parameters({path: part.local for path, part in parts.items()})
     if all(path in given for path, parameter in session.parameters.items() if parameter.is_trained):
-        session.record_full_load("parameters")
+        session.mark_loaded("parameters")
     return result
 
 

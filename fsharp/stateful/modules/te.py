@@ -36,7 +36,7 @@ def check_te_gradients(module: nn.Module) -> None:
                 "which they are reduced. Make it with False."
             )
         if getattr(each, "fuse_wgrad_accumulation", False):
-            scales = scales_of_fused_weights(each)
+            scales = scale_indices_of_fused_weights(each)
             if not scales or len(scales) > len(set(scales.values())):
                 raise OptionError(
                     f"module {path!r} has fuse_wgrad_accumulation=True, and no weight of its own, or a weight made of several "
@@ -44,7 +44,7 @@ def check_te_gradients(module: nn.Module) -> None:
                 )
 
 
-def scales_of_fused_weights(module: Any) -> dict[str, int]:
+def scale_indices_of_fused_weights(module: Any) -> dict[str, int]:
     """Return weights whose gradient a module writes by itself: by name, TransformerEngine's index of the scale."""
     records = module.param_init_meta if getattr(module, "fuse_wgrad_accumulation", False) else {}
     return {name: record.fp8_meta_index for name, record in records.items() if record.fp8_meta_index is not None}

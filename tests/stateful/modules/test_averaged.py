@@ -122,7 +122,7 @@ def looked_at(comm, strategy, **options):
         assert_same(exported, whole)
         with torch.no_grad():
             scores.append((mine, other(x), now))
-    return scores, values(model), values(undisturbed), model.step.num_unscheduled_calls
+    return scores, values(model), values(undisturbed), model.scheduled_step.num_unscheduled_calls
 
 
 @pytest.mark.filterwarnings("ignore:.*frozen parameters such as:UserWarning")

@@ -102,7 +102,7 @@ def test_a_forward_that_calls_entries_gathers_once(comm, strategy):
     for methods in (METHODS, []):
         model, optimizer = sharded(comm, strategy, methods=methods)
         train(model, optimizer, modules.batches(comm, 3), "forward")
-        found.append((values(model), [str(event) for event in model.step.schedule.program.events]))
+        found.append((values(model), [str(event) for event in model.scheduled_step.schedule.program.events]))
     assert_same(*found)
 
 

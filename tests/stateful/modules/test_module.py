@@ -25,7 +25,7 @@ def test_as_the_module_alone(strategy, kind):
     def rank_fn(comm):
         model, optimizer = wrap(comm, strategy, kind)
         losses = train(model, optimizer, modules.batches(comm, 4, size=8 // comm.mesh.size))
-        return losses, values(model), model.step.num_unscheduled_calls, model.calls
+        return losses, values(model), model.scheduled_step.num_unscheduled_calls, model.calls
 
     losses, params = alone(kind, 4)
     found = simulate(mesh, rank_fn)
@@ -152,7 +152,7 @@ def test_blocks_are_gathered_while_the_ones_before_compute(kind):
     def rank_fn(comm):
         model, optimizer = wrap(comm, "zero3", kind)
         train(model, optimizer, modules.batches(comm, 2))
-        return model.step.schedule
+        return model.scheduled_step.schedule
 
     schedule = simulate(DP, rank_fn)[0]
     gathers = [op for op in schedule.ops if op.kind == "gather" and op.phase != "update" and op.unit.startswith("layers.")]
@@ -250,7 +250,7 @@ def test_it_goes_when_nobody_has_it(kind):
                 loss = model(x, y)["loss"] if kind == "blocks" else model(torch.ones(2, 1, 3))[0].sum()
                 descend(loss, optimizer)
                 del loss
-            held = [weakref.ref(x) for x in (model, optimizer, model.__dict__["_fsharp"][0], model.step.scheduler)]
+            held = [weakref.ref(x) for x in (model, optimizer, model.__dict__["_fsharp"][0], model.scheduled_step.scheduler)]
             del model, optimizer, net
             return [ref() is not None for ref in held]
         finally:

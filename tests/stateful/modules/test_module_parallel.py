@@ -138,7 +138,7 @@ def test_experts_with_an_axis_of_their_own(name):
     def rank_fn(comm):
         model, data = mixture(comm, name)
         norms = run(model, data, clip=0.2)
-        return norms, dict(model.full_parameters()), model.step.num_unscheduled_calls
+        return norms, dict(model.full_parameters()), model.scheduled_step.num_unscheduled_calls
 
     expected, norms = alone(Sparse, ALONE, clip=0.2)
     assert all(norm > 0.2 for norm in norms)
@@ -218,7 +218,7 @@ def test_experts_without_tokens(plan, sparse):
                 assert (w.grad is not None) == used[model.first + i]
             optimizer.step()
             optimizer.zero_grad()
-        return dict(model.full_parameters()), model.step.num_unscheduled_calls
+        return dict(model.full_parameters()), model.scheduled_step.num_unscheduled_calls
 
     alone = make(Picky, ALONE)
     optimizer = torch.optim.AdamW(alone.parameters(), **adamw)
@@ -333,7 +333,7 @@ def sharded_over_the_other_axis(comm, kinds=KINDS):
     for name, checkpointed in kinds:
         model = wrapped(comm, getattr(fs, name)("dp"), checkpointed)
         norms = run(model, my_batches(comm, 4), clip=0.2)
-        result[name, checkpointed] = dict(model.full_parameters()), norms, model.step.num_unscheduled_calls
+        result[name, checkpointed] = dict(model.full_parameters()), norms, model.scheduled_step.num_unscheduled_calls
     return result, model.layers[0].up.weight.local.numel(), list(model.layers[0].up.weight.full_shape)
 
 

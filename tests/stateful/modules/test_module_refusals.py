@@ -61,8 +61,8 @@ def test_an_option_that_there_is_not_is_refused_by_its_own_name():
 
 def test_names_that_it_would_hide():
     net = modules.make()
-    net.step = 3
-    with pytest.raises(TreeError, match="would hide step of Net"):
+    net.layout = 3
+    with pytest.raises(TreeError, match="would hide layout of Net"):
         fs.shard_module(net, mesh=fs.SingleComm())
     assert net.step == 3
 

@@ -74,7 +74,7 @@ def compare(strategy, ranks, change, *, optimizer="AdamW", kind="plain", steps=6
         model, _ = wrap(comm, strategy, kind)
         own = fs.ShardedOptimizer(model.parameters(), cls, **options)
         seen = run(model, own, batches(comm, steps), change, inside=inside)
-        return seen, values(model), model.step.num_unscheduled_calls
+        return seen, values(model), model.scheduled_step.num_unscheduled_calls
 
     found = simulate(mesh, rank_fn)
     plain = modules.make(kind)
@@ -190,7 +190,10 @@ def test_hundreds_of_alternations():
             if i in (100, 399):
                 gc.collect()
                 counts.append(
-                    (model.step.num_unscheduled_calls, sum(issubclass(type(o), torch.Tensor) for o in gc.get_objects()))
+                    (
+                        model.scheduled_step.num_unscheduled_calls,
+                        sum(issubclass(type(o), torch.Tensor) for o in gc.get_objects()),
+                    )
                 )
         return counts
 

@@ -103,9 +103,9 @@ def test_a_call_keeps_its_parameters_only_as_long_as_its_graph(comm):
     calls = model._fsharp[0].calls
     for i in range(3):
         loss = fn(params, inputs(comm, i).requires_grad_(), comm=comm)
-        assert [source() is not None for _, source in calls._pure_calls] == [True]
+        assert [source() is not None for _, source in calls._functional_calls] == [True]
         del loss
-    assert [source() for _, source in calls._pure_calls] == [None]
+    assert [source() for _, source in calls._functional_calls] == [None]
 
 
 def test_calls_of_two_threads_that_have_the_same_numbers_are_refused():

@@ -51,7 +51,7 @@ def test_the_same_bits_as_without(comm, strategy, parts, optimizer):
         scaler = fs.GradScaler("cpu", enabled=enabled, **SCALER)
         scales = train(model, opt, scaler, modules.batches(comm, 4), parts=parts, clip=0.5)
         found.append(values(model))
-        assert model.step.num_unscheduled_calls == 1
+        assert model.scheduled_step.num_unscheduled_calls == 1
     assert scales == [2.0**10, 2.0**11, 2.0**11, 2.0**12]
     assert_same(*found)
 

@@ -123,7 +123,7 @@ def module_waits(accelerator, name, *, scaler=False, parts=1, optimizer=None, te
                 if rates is not None:
                     rates.step()
                 found = list(device.syncs)
-            assert model.step.num_unscheduled_calls == 1
+            assert model.scheduled_step.num_unscheduled_calls == 1
             return found
 
     return simulate(mesh, rank_fn)

@@ -31,7 +31,7 @@ _UNWRITTEN_BYTE = 0x55  # the value of integers that were not written
 _generator_lock = threading.Lock()  # ranks that are threads share the generator
 
 
-def settings_of_values(
+def settings_of_initial_values(
     module: nn.Module, comm: Comm, *, key: int, initialize: Initializer | None, sync_from: int | None
 ) -> dict[str, str]:
     """Return the settings of a module's initial values, as texts by name, for ranks to compare.
@@ -74,7 +74,7 @@ def initial_parameters(
     if sync_from is not None:
         return _synced_shards(module, layout, comm, sync_from)
     leaves = [(unit, leaf) for unit in layout.units for leaf in unit.leaves if not leaf.tied_to]
-    own = {unit.path_in_tree(leaf): _local_parameter(module, unit, leaf) for unit, leaf in leaves}
+    own = {unit.path_in_tree(leaf): _parameter_value(module, unit, leaf) for unit, leaf in leaves}
     varying = {unit.path_in_tree(leaf): unit.strategy.full.varying_axes for unit, leaf in leaves}
     present = {path: tensor for path, tensor in own.items() if not tensor.is_meta}
     check_same_on_ranks("shard_module()", present, comm, remedy=_SAME_SEED_REMEDY, varying=varying)
@@ -110,7 +110,7 @@ def _synced_shards(module: nn.Module, layout: Layout, comm: Comm, source: int) -
     nodes = []
     for unit in layout.units:
         own, varying = [leaf for leaf in unit.leaves if not leaf.tied_to], unit.strategy.full.varying_axes
-        whole = {leaf: broadcast_from_rank(_local_parameter(module, unit, leaf), source, comm, varying=varying) for leaf in own}
+        whole = {leaf: broadcast_from_rank(_parameter_value(module, unit, leaf), source, comm, varying=varying) for leaf in own}
         nodes.append(build_shard(unit, resolve_place(unit, "optim"), comm.rank, whole.__getitem__, main=True))
     new: dict[int, torch.Tensor] = {}
     for path, buffer in module.named_buffers(remove_duplicate=False):
@@ -128,7 +128,7 @@ def _replace_buffer(module: nn.Module, path: str, value: torch.Tensor) -> None:
     module.get_submodule(parent)._buffers[name] = value
 
 
-def _local_parameter(module: nn.Module, unit: UnitLayout, leaf: Leaf) -> torch.Tensor:
+def _parameter_value(module: nn.Module, unit: UnitLayout, leaf: Leaf) -> torch.Tensor:
     return local_tensor(plain_value(module.get_parameter(unit.path_in_tree(leaf))))  # type: ignore[no-any-return]
 
 

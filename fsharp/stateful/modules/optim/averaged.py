@@ -15,14 +15,14 @@ from fsharp.stateful.modules.te import preserving_amax_histories
 
 
 @contextmanager
-def averaged_parameters(session: Session, opt_state: Any) -> Iterator[None]:
+def replacing_parameters_by_averages(session: Session, opt_state: Any) -> Iterator[None]:
     """Copy the averages in an optimizer's state into the module's parameters; restore the parameters at the context's end."""
     averages, state = _average_buffers(opt_state), session.state
     if session.is_averaged:
         raise ScheduleError("averaged(): the call is inside of another averaged().")
-    session.step.abandon_forwards("averaged()")
-    state.propagate_writes()
-    copies = units_of(state.optimizer_copies())
+    session.step.discard_forwards("averaged()")
+    state.propagate_main_writes()
+    copies = units_of(state.main_parameters())
     shown = {(node.name, g): x for node in copies for g, x in zip(node.groups, node.buffers, strict=True)}
     nodes = units_of((trainable(state.train_state.params), state.train_state.main))
     targets = [buffer for node in nodes for buffer in node.buffers]

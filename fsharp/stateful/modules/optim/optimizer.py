@@ -24,20 +24,26 @@ from fsharp.functional.optim.base import Transform, as_transform
 from fsharp.functional.optim.elementwise_check import with_elementwise_check
 from fsharp.functional.optim.wrappers import without_updates
 from fsharp.functional.state import MadeBy
-from fsharp.stateful.modules.optim.averaged import averaged_parameters
-from fsharp.stateful.modules.optim.flat_slices import FlatSlice, join_state, slices_by_label, state_join_key, state_of_leaf
+from fsharp.stateful.modules.optim.averaged import replacing_parameters_by_averages
+from fsharp.stateful.modules.optim.flat_slices import (
+    FlatSlice,
+    join_state,
+    slices_of_equal_labels,
+    state_join_key,
+    state_of_leaf,
+)
 from fsharp.stateful.modules.optim.probe import UpdateScope, fresh_state, probe_update_scope
 from fsharp.stateful.modules.optim.states import (
     StateByParameter,
     StatesByPath,
     check_param_groups,
     fill_in_missing_states,
-    pair_state_from_state_dict,
     states_from_state_dict,
+    transform_state_from_state_dict,
 )
 from fsharp.stateful.modules.parameter import ShardedParameter, ShardedTensor
 from fsharp.stateful.modules.session import Session
-from fsharp.stateful.modules.state_dict import SAME_VALUES_REMEDY, refuse_dtensors, replace_parts_by_whole, scatter_from_rank
+from fsharp.stateful.modules.state_dict import SAME_VALUES_REMEDY, check_no_dtensors, replace_parts_by_whole, scatter_from_rank
 from fsharp.torch_compile import uncompiled
 from fsharp.tracebacks import api_boundary, api_context
 from fsharp.type_checks import options_checked
@@ -110,7 +116,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
                     "ShardedOptimizer(): an (init, update) pair needs all trained parameters of the module. Freeze some before "
                     "shard_module(), or use labels and fs.optim.partition()."
                 )
-            state = self._tx.init(self.session.state.optimizer_copies(), comm=self.session.scheduler)
+            state = self._tx.init(self.session.state.main_parameters(), comm=self.session.scheduler)
             made_by = MadeBy(self._tx.name)  # as in later states, so that their checkpoints load into this state
             self.session.state.train_state = self.session.state.train_state._replace(opt=state, made_by=made_by)
         self._is_made = True
@@ -145,7 +151,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             found.append(max(try_at(), try_at([shapes], check_steps)) if check_steps and shapes else try_at())
         scopes = []
         for scope, mine in zip(found, trained, strict=True):
-            parts, what = [p for p in mine if p.is_divided], "whole parameters or their shapes, and ranks hold parts of"
+            parts, what = [p for p in mine if p.is_cut], "whole parameters or their shapes, and ranks hold parts of"
             if UpdateScope.EVERYTHING in found:
                 scope, parts = UpdateScope.EVERYTHING, [p for p in mine if not p.is_whole or p.place.varying_axes]
                 what = "several parameters at once, or draws random numbers, and other ranks hold parts of"
@@ -164,11 +170,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def _cut_into_slices(self) -> list[list[nn.Parameter]]:
         """Cut flat buffers into slices. Return the slices as parameters, a list for each group of the inner optimizer."""
-        tree, self._generation = self.session.state.optimizer_copies(), self.session.state.num_replacements
+        tree, self._generation = self.session.state.main_parameters(), self.session.state.num_replacements
         nodes, rank, groups = units_by_name(tree), self.session.scheduler.rank, []
         self._slices: dict[nn.Parameter, FlatSlice] = {}
         for scope, labels in zip(self._scopes, self._labels, strict=True):
-            found = slices_by_label(tree, labels, rank=rank, by_leaf=scope is not UpdateScope.ELEMENT)
+            found = slices_of_equal_labels(tree, labels, rank=rank, by_leaf=scope is not UpdateScope.ELEMENT)
             groups.append({nn.Parameter(flat_slice.view_in(nodes)): flat_slice for flat_slice in found})
             self._slices |= groups[-1]
         return list(map(list, groups))
@@ -268,7 +274,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
         Cost: a copy of this rank's parts, and one gather of parameters.
         """
-        with averaged_parameters(self.session, self.session.state.train_state.opt if self.inner is None else None):
+        with replacing_parameters_by_averages(self.session, self.session.state.train_state.opt if self.inner is None else None):
             yield
 
     @property  # type: ignore[override]
@@ -325,7 +331,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         Cost: for a class, the memory of the state, and for each axis two collectives of a few bytes for each parameter. State
         without a value for each element, such as row statistics, is copied to all ranks.
         """
-        refuse_dtensors("state_dict()", self.session)
+        check_no_dtensors("state_dict()", self.session)
         if self.inner is not None:
             # Copied for each leaf: leaves of a slice share the tensor "step", which torch would increment once for each leaf.
             mine = {path: copy.deepcopy(state) for path, state in self._states_by_path().items()}
@@ -336,19 +342,19 @@ class ShardedOptimizer(torch.optim.Optimizer):
         return {"state": self.session.state.train_state.opt, "param_groups": self._groups_with_paths()}
 
     @api_boundary
-    def state_template(self, has: Callable[[str], bool] = lambda name: True) -> dict[str, Any]:
+    def state_template(self, is_saved: Callable[[str], bool] = lambda name: True) -> dict[str, Any]:
         """Return a state dict with fresh state for all trained parameters, into which a checkpoint can be loaded.
 
         Call this method before the first step, when :meth:`state_dict` is still empty. The optimizer does not change: its class
-        makes a step with zero gradients on copies of parameters. ``"step"`` is 0. ``has(path)`` says whether the checkpoint has
-        values under a key path such as ``"state.layers.0.weight"``.
+        makes a step with zero gradients on copies of parameters. ``"step"`` is 0. ``is_saved(path)`` says whether the
+        checkpoint has values under a key path such as ``"state.layers.0.weight"``.
 
         Cost: no collective. Memory: the state, and one parameter.
         """
-        refuse_dtensors("state_template()", self.session)
+        check_no_dtensors("state_template()", self.session)
         if self.inner is None:
             return self.state_dict()
-        chosen = [path for path in self._parameters_with_state() if has(f"state.{path}")]
+        chosen = [path for path in self._parameters_with_state() if is_saved(f"state.{path}")]
         states = {path: self._fresh_state(path, self.param_groups) for path in chosen}
         return {"state": states, "param_groups": self._groups_with_paths()}
 
@@ -397,12 +403,12 @@ class ShardedOptimizer(torch.optim.Optimizer):
         where, comm = "load_state_dict()", self.session.scheduler
 
         def check() -> tuple[Any, Any]:
-            refuse_dtensors(where, self.session)
+            check_no_dtensors(where, self.session)
             mine = {p.path for group in self.param_groups for p in group["params"] if p.is_trained}
             trained = None if self.inner is None else mine
             check_param_groups(state_dict, self._groups_with_paths(), options=self.defaults, trained=trained)
             if self.inner is None:
-                return pair_state_from_state_dict(state_dict["state"], self.session.state.train_state.opt, comm.rank)
+                return transform_state_from_state_dict(state_dict["state"], self.session.state.train_state.opt, comm.rank)
             fresh = partial(self._fresh_state, groups=state_dict["param_groups"])
             return states_from_state_dict(state_dict["state"], self._parameters_with_state(), fresh)
 
@@ -417,7 +423,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             self._has_state = set(states)
             labels = [{path: state_join_key(states.get(path, {})) for path in each} for each in self._labels]
             self._recut_by_labels(labels, states)
-        self.session.record_full_load("optimizer")
+        self.session.mark_loaded("optimizer")
 
     @api_boundary
     def full_state_dict(self, *, rank: int | None = 0) -> dict[str, Any]:
@@ -429,7 +435,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         Cost: a gather of all state. Memory: a copy of this rank's state, and one full unit of one kind of state.
         """
         where, comm = "full_state_dict()", self.session.scheduler.comm_with_history_labels
-        self._refuse_init_update_pair(where)
+        self._check_is_of_class(where)
         found = self.state_dict()
         return found if replace_parts_by_whole(where, found["state"].values(), rank, comm, kind_of=lambda key: key) else {}
 
@@ -443,12 +449,12 @@ class ShardedOptimizer(torch.optim.Optimizer):
         Cost: two ``all_reduce`` of each tensor's bytes along each axis. Memory: this rank's state twice, and one whole tensor.
         """
         where = "load_full_state_dict()"
-        self._refuse_init_update_pair(where)
+        self._check_is_of_class(where)
         # Every rank keeps a tensor without dims whole.
         like = {("state", path): part for path, part in self._parameters_with_state().items() if part.full_shape}
         self.load_state_dict(scatter_from_rank(where, state_dict, rank, self.session.scheduler, like))
 
-    def _refuse_init_update_pair(self, where: str) -> None:
+    def _check_is_of_class(self, where: str) -> None:
         if self.inner is None:
             raise TreeError(
                 f"{where}: the state of an (init, update) pair is a tree, and has no names of parameters. Save by "

@@ -46,7 +46,7 @@ class GradScaler(torch.amp.GradScaler):
         session = optimizer.session
         if session.step.checked_gradients("unscale_()") is None:
             raise ScheduleError("unscale_(): there are no gradients: call it after a backward that does not accumulate.")
-        session.step.refuse_scaled_gradients()
+        session.step.check_can_unscale()
         buffers = session.step.means.buffers
         if not allow_fp16 and any(buffer.dtype == torch.float16 for buffer in buffers):
             raise ValueError(
@@ -61,7 +61,7 @@ class GradScaler(torch.amp.GradScaler):
         session.step.means.edits.append("unscale")
         # Different scales turn the flag into NaN, so that the host, which reads only the flag, notices without another wait.
         seen = torch.cat([flag, inverse.view(1), -inverse.view(1)])
-        found, most, least = self._seen = max_flag_over_ranks(seen, session.calls.specs, session.scheduler)
+        found, most, least = self._seen = max_flag_over_ranks(seen, session.calls.dtensor_specs, session.scheduler)
         return {flag.device: torch.where(most == -least, found, math.nan)}
 
     def _maybe_opt_step(
@@ -77,7 +77,7 @@ class GradScaler(torch.amp.GradScaler):
                 "init_scale, growth_factor, backoff_factor and growth_interval, and load the same state_dict."
             )
         if found:
-            optimizer.session.step.consume_gradients()
+            optimizer.session.step.drop_gradients_as_used()
             return None
         result: float | None = optimizer.step(*args, **kwargs)
         return result

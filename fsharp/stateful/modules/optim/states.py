@@ -204,7 +204,7 @@ def _checked_state(path: str, given: Mapping[str, Any], wanted: Mapping[str, Any
     return found
 
 
-def pair_state_from_state_dict(given: Any, own: Any, rank: int) -> tuple[Any, ComparedTensors]:
+def transform_state_from_state_dict(given: Any, own: Any, rank: int) -> tuple[Any, ComparedTensors]:
     """Return a copy of ``given``, the state of an ``(init, update)`` pair; and tensors that ranks compare.
 
     A state that differs from the current state ``own`` in structure, layout, shapes or dtypes, or was donated, is an error.

@@ -17,9 +17,9 @@ from fsharp.stateful.modules.parts.part_functions import (
     COPYING_FUNCTIONS,
     ELEMENTWISE_FUNCTIONS,
     Reduction,
-    argument_rows,
     is_in_place,
     reduction_of,
+    zip_arguments,
 )
 from fsharp.stateful.modules.torch_tools.refusals import running_torch_tool_and_remedy
 from fsharp.stateful.runtime.boundary import in_backward
@@ -88,8 +88,8 @@ class ShardedTensor(torch.Tensor):
         return {name: getattr(self, name) for name in ShardedTensor.__annotations__}
 
     @property
-    def _dtensor(self) -> tuple[Any, ...] | None:
-        """Mesh and placements of the parameter's DTensor, if the DTensor's mesh shards the parameter too; else None."""
+    def _dtensor_key(self) -> tuple[Any, ...] | None:
+        """Mesh and placements of the parameter's DTensor, if its mesh shards the parameter too; else None."""
         return (self.spec.mesh, self.spec.placements) if self.spec is not None and self.spec.is_sharded else None
 
     @property
@@ -103,10 +103,10 @@ class ShardedTensor(torch.Tensor):
         return _is_whole_on_every_rank(self.unit, self.place, self.spec)
 
     @property
-    def is_divided(self) -> bool:
+    def is_cut(self) -> bool:
         """Whether at least one rank holds only a part of the tensor's elements: more than none, but not all."""
         size, first = self.unit.local_size(self.leaf.group, self.place), self.leaf.offset
-        return self._dtensor is not None or (self.leaf.numel > 0 and first // size != (first + self.leaf.numel - 1) // size)
+        return self._dtensor_key is not None or (self.leaf.numel > 0 and first // size != (first + self.leaf.numel - 1) // size)
 
     @property
     def flat_range(self) -> tuple[int, int]:
@@ -141,7 +141,7 @@ class ShardedTensor(torch.Tensor):
     def __create_chunk_list__(self) -> list[Any]:
         from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 
-        shape, own = self.full_shape, [a for a in self._dividing_axes if a in self.place.varying_axes]
+        shape, own = self.full_shape, [a for a in self._differing_axes if a in self.place.varying_axes]
         if own or shape != self.leaf.shape:
             what = f"has different values on ranks along {own}" if own else "is sharded as a DTensor as well"
             raise TreeError(
@@ -178,7 +178,7 @@ class ShardedTensor(torch.Tensor):
         )
 
     @property
-    def _dividing_axes(self) -> tuple[str, ...]:
+    def _differing_axes(self) -> tuple[str, ...]:
         """The axes along which ranks have different elements."""
         return tuple(a for a in self.place.sharded_axes + self.place.varying_axes if self.unit.mesh.axis_size(a) > 1)
 
@@ -188,7 +188,15 @@ class ShardedTensor(torch.Tensor):
         if self.is_whole:
             return self.full_shape, None
         size = self.unit.local_size(self.leaf.group, self.place)
-        return self.full_shape, self.unit.mesh, self.place.sharded_axes, self.leaf.shape, self.leaf.offset, size, self._dtensor
+        return (
+            self.full_shape,
+            self.unit.mesh,
+            self.place.sharded_axes,
+            self.leaf.shape,
+            self.leaf.offset,
+            size,
+            self._dtensor_key,
+        )
 
     @classmethod
     @api_boundary
@@ -214,12 +222,12 @@ class ShardedTensor(torch.Tensor):
         if is_harmless:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
-        rows = argument_rows(name, args, kwargs)
+        rows = zip_arguments(name, args, kwargs)
         parts = [x for row in rows for x in row if isinstance(x, ShardedTensor)]
         cut = [part for part in parts if not part.is_whole]
         if name == "_amp_foreach_non_finite_check_and_unscale_" and parts and (owner := parts[0].owner()) is not None:
-            owner.step.refuse_scaled_gradients()  # torch's own GradScaler calls this function
-        reduction = reduction_of(name, args, kwargs) if any(part._dividing_axes for part in parts) or cut else None
+            owner.step.check_can_unscale()  # torch's own GradScaler calls this function
+        reduction = reduction_of(name, args, kwargs) if any(part._differing_axes for part in parts) or cut else None
         if cut and reduction is None and (name not in ELEMENTWISE_FUNCTIONS or "out" in kwargs):
             kind = "" if isinstance(cut[0], nn.Parameter) else "a part or gradient of "
             by, remedy = _user_and_remedy(
@@ -232,7 +240,7 @@ class ShardedTensor(torch.Tensor):
                 f"the whole tensor. {remedy}"
             )
         if torch.is_grad_enabled():
-            _refuse_autograd(name, rows, cut)
+            _check_no_autograd(name, rows, cut)
         if reduction is not None:
             found = _reduce_parts(name, [row[0] for row in rows], reduction)
             return found if name.startswith("_foreach_") else found[0]
@@ -262,7 +270,7 @@ class ShardedTensor(torch.Tensor):
 
     @api_boundary
     def __reduce_ex__(self, protocol: Any) -> Any:
-        varying = [axis for axis in self._dividing_axes if axis in self.place.varying_axes]
+        varying = [axis for axis in self._differing_axes if axis in self.place.varying_axes]
         if self.is_whole and not varying:
             return self.local.__reduce_ex__(protocol)
         own = f", and ranks along {varying} have values of their own" if varying else ""
@@ -303,7 +311,7 @@ def _user_and_remedy(part: ShardedTensor, usual_remedy: str) -> tuple[str, str]:
     return f" in the code of another module than its unit {part.unit.display_name}", remedy
 
 
-def _refuse_autograd(name: str, rows: Sequence[Sequence[Any]], cut: Sequence[ShardedTensor]) -> None:
+def _check_no_autograd(name: str, rows: Sequence[Sequence[Any]], cut: Sequence[ShardedTensor]) -> None:
     """Raise an error if a tensor in ``rows`` requires a gradient, as autograd does not record functions of parts."""
     for x in (x for row in rows for x in row if isinstance(x, torch.Tensor) and x.requires_grad):
         if isinstance(x, ShardedTensor):
@@ -328,7 +336,7 @@ def _with_full_parameters(x: Any) -> Any:
     """Return an argument with whole parameters in place of parts whose unit runs backward: a checkpoint recomputes there."""
     if isinstance(x, ShardedTensor) and isinstance(x, nn.Parameter):
         owner = x.owner()
-        whole = None if owner is None else owner.full_parameter(x)
+        whole = None if owner is None else owner.full_parameter_in_backward(x)
         if whole is not None and torch.compiler.is_compiling():
             raise LayoutError(
                 f"parameter {x.path!r} is used by a compiled part of a checkpoint within its unit. Compile what calls the "
@@ -344,7 +352,7 @@ def _reduce_parts(name: str, tensors: Sequence[torch.Tensor], reduction: Reducti
     alike: dict[Any, list[int]] = {}
     for i, x in enumerate(tensors):
         if isinstance(x, ShardedTensor):
-            alike.setdefault((x._dividing_axes, x._dtensor), []).append(i)
+            alike.setdefault((x._differing_axes, x._dtensor_key), []).append(i)
         else:
             found[i] = reduction.finish(reduction.local(x), x.numel())
     for (axes, is_dtensor), rows in alike.items():
@@ -384,7 +392,7 @@ def _elementwise(
         for x in row:
             if x is like or not isinstance(x, torch.Tensor):
                 continue
-            is_plain_whole = x.dim() == 0 or (x.shape == like.full_shape and like._dtensor is None)
+            is_plain_whole = x.dim() == 0 or (x.shape == like.full_shape and like._dtensor_key is None)
             if x._sharding_key != like._sharding_key if isinstance(x, ShardedTensor) else not is_plain_whole:
                 raise LayoutError(_mismatch_message(like, x, name))
     out = func(*[_own_elements(x, likes) for x in args], **{key: _own_elements(x, likes) for key, x in kwargs.items()})

@@ -109,12 +109,12 @@ def patch_torch_wrappers(sharded: type[nn.Parameter]) -> None:
 
     Optimizers of torch then raise an error for parameters that :func:`~fsharp.shard_module` has replaced.
     """
-    register_module_module_registration_hook(partial(_refuse_wrapper, sharded))
-    register_optimizer_step_pre_hook(_refuse_step_of_old_optimizer)
+    register_module_module_registration_hook(partial(_check_wrapper, sharded))
+    register_optimizer_step_pre_hook(_check_optimizer_is_current)
 
 
 @api_boundary
-def _refuse_step_of_old_optimizer(optimizer: torch.optim.Optimizer, *_: object) -> None:
+def _check_optimizer_is_current(optimizer: torch.optim.Optimizer, *_: object) -> None:
     if any("_fsharp_replaced" in parameter.__dict__ for group in optimizer.param_groups for parameter in group["params"]):
         name = type(optimizer).__name__
         raise TreeError(
@@ -123,7 +123,7 @@ def _refuse_step_of_old_optimizer(optimizer: torch.optim.Optimizer, *_: object) 
         )
 
 
-def _refuse_wrapper(sharded: type[nn.Parameter], module: nn.Module, name: str, submodule: nn.Module | None) -> None:
+def _check_wrapper(sharded: type[nn.Parameter], module: nn.Module, name: str, submodule: nn.Module | None) -> None:
     if not isinstance(module, _WRAPPERS) or submodule is None:
         return
     path = next((path for path, p in submodule.named_parameters() if isinstance(p, sharded)), None)

@@ -23,7 +23,7 @@ _LAZY_TYPES = (types.GeneratorType, types.CoroutineType, types.AsyncGeneratorTyp
 
 
 @lru_cache(maxsize=1024)  # a search meets hundreds of objects of a few classes; a program may make classes without end
-def _search_kind(cls: type) -> Literal["tensor", "lazy", "opaque", "open"]:
+def _traversal_of_class(cls: type) -> Literal["tensor", "lazy", "opaque", "open"]:
     """Return how a search for tensors treats objects of a class. Only ``"open"`` objects are searched."""
     if issubclass(cls, torch.Tensor):
         return "tensor"
@@ -45,7 +45,7 @@ def tensors_in(value: Any, given_by: str | None = None) -> list[torch.Tensor]:
     while rest:
         x = rest.pop()
         cls: Any = type(x)
-        kind = _search_kind(cls)
+        kind = _traversal_of_class(cls)
         if kind == "opaque":
             continue
         if kind == "tensor":
