@@ -39,7 +39,7 @@ from fsharp.inspect.links import Link, PerLink, scaled_by_link, value_of_link
 from fsharp.inspect.presets import ADAM_NBYTES, EFFICIENCY, GPUS, NETWORK_LATENCY_S, NVLINK_LATENCY_S
 from fsharp.stateful.schedule.ops import STATE, STREAMS, Stream
 from fsharp.stateful.schedule.program import UnitFacts
-from fsharp.stateful.schedule.schedule import Op, Schedule, issue_group_ranges, sent_nbytes_by_axis
+from fsharp.stateful.schedule.schedule import Op, Schedule, bucket_ranges, sent_nbytes_by_axis
 from fsharp.stateful.timing.timeline import WAITING, Interval, Timeline, TimeSpan
 from fsharp.stateful.timing.trace import Trace
 from fsharp.tracebacks import api_boundary
@@ -360,7 +360,7 @@ class _Simulation:
         facts = schedule.program.facts
         self.issues = []
         noops = noop_accumulates(self.ops)
-        for run in issue_group_ranges(self.ops):
+        for run in bucket_ranges(self.ops):
             ops = [self.ops[i] for i in run]
             sent = (
                 sent_nbytes_by_axis(call for op in ops for call in op.spec.collectives(facts[op.unit]))

@@ -23,7 +23,7 @@ from fsharp.stateful.schedule.ops import (
     kinds_where,
 )
 from fsharp.stateful.schedule.program import UnitFacts
-from fsharp.stateful.schedule.schedule import Op, Schedule, issue_group_ranges, sent_nbytes_by_axis
+from fsharp.stateful.schedule.schedule import Op, Schedule, bucket_ranges, sent_nbytes_by_axis
 from fsharp.stateful.timing.timeline import WAITING, Interval, TimeSpan, kinds_with_collectives, union_of_intervals
 from fsharp.stateful.timing.trace import Trace, TraceRow, check_rows, median_times_by_unit, self_times
 
@@ -49,7 +49,7 @@ def fit_speeds(
     waiting: list[Interval] = []
     own: dict[tuple[str, Phase], list[float]] = {}
     updates: list[float] = []
-    first = {i: run[0] for run in issue_group_ranges(schedule.ops) for i in run}
+    first = {i: run[0] for run in bucket_ranges(schedule.ops) for i in run}
     issuing: dict[tuple[int, ...], list[float]] = {}
     casts: dict[int, list[float]] = {}
     for (start, stop), mine in steps:
@@ -96,7 +96,7 @@ def fit_speeds(
     cast_nbytes = sum(memory_traffic_nbytes([schedule.ops[op]], facts) for op in casts)
     memory_bandwidth = cast_nbytes / cast_s if cast_s and cast_nbytes else math.inf
     codec_bandwidth = _codec_bandwidth(schedule, rows, in_flight, host_speed)
-    for run in issue_group_ranges(schedule.ops):
+    for run in bucket_ranges(schedule.ops):
         coded = sum(schedule.ops[i].spec.coded_nbytes(facts[schedule.ops[i].unit]) for i in run)
         if coded and run[0] in taken_alone:  # it decodes and encodes between two collectives, which took the rest of its time
             own_s = coded / codec_bandwidth
@@ -139,7 +139,7 @@ def _fit_issue_cost(
     """
     if not issuing:
         return {"issue_s": 0.0, "issue_bandwidth": math.inf}
-    facts, runs = schedule.program.facts, {run[0]: run for run in issue_group_ranges(schedule.ops)}
+    facts, runs = schedule.program.facts, {run[0]: run for run in bucket_ranges(schedule.ops)}
     rows, target = [], []
     for issued, seconds in issuing.items():
         ops = [schedule.ops[i] for op in issued for i in runs[op]]
@@ -295,7 +295,7 @@ class _CollectiveTimestamps(NamedTuple):
 
 def _collective_timestamps(schedule: Schedule, rows: Iterable[TraceRow]) -> dict[int, list[_CollectiveTimestamps]]:
     """Return the times of each collective in each step, by the collective's first op."""
-    first = {i: run[0] for run in issue_group_ranges(schedule.ops) for i in run}
+    first = {i: run[0] for run in bucket_ranges(schedule.ops) for i in run}
     began: dict[tuple[int, int], Interval] = {}
     kinds_that_send = kinds_with_collectives()
     for index, kind, _, _, _, start, stop, step in rows:
@@ -337,7 +337,7 @@ def _fit_points(
     """
     facts, ops = schedule.program.facts, schedule.ops
     alike: dict[tuple[tuple[tuple[Link, int], ...], int, int], list[float]] = {}
-    for run in issue_group_ranges(ops):
+    for run in bucket_ranges(ops):
         sent = sent_nbytes_by_axis(call for i in run for call in ops[i].spec.collectives(facts[ops[i].unit]))
         if not sent or run[0] not in taken:
             continue

@@ -4,7 +4,7 @@ from collections import Counter
 
 from fsharp.functional.layout.text import align_columns, nbytes_text
 from fsharp.stateful.schedule.ops import kinds_where
-from fsharp.stateful.schedule.schedule import Schedule, issue_group_ranges
+from fsharp.stateful.schedule.schedule import Schedule, bucket_ranges
 from fsharp.type_checks import options_checked
 
 _COLUMN_NAMES = ("#", "event", "op", "unit", "phase", "stream", "memory", "sent", "coded", "after")
@@ -18,7 +18,7 @@ def table(schedule: Schedule) -> str:
     marks ops of the previous step. ``+`` marks an op that shares the collective of the row above.
     """
     facts = schedule.program.facts
-    rows, joined = list[tuple[str, ...]]([_COLUMN_NAMES]), {i for run in issue_group_ranges(schedule.ops) for i in run[1:]}
+    rows, joined = list[tuple[str, ...]]([_COLUMN_NAMES]), {i for run in bucket_ranges(schedule.ops) for i in run[1:]}
     for i, op in enumerate(schedule.ops):
         before = schedule.ops[i - 1] if i else None
         calls = op.spec.collectives(facts[op.unit])

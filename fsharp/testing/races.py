@@ -87,20 +87,20 @@ class VirtualLanes(Lanes):
         finally:
             self.lane, self._during = before
 
-    def join_ops(self, after: Sequence[OpKey]) -> None:
+    def stream_wait_ops(self, after: Sequence[OpKey]) -> None:
         """Make the current lane wait for ops of other lanes."""
         for key in after:
             if key in self._marks:
                 self.log.append(Wait(self.lane, key, f"{self.lane} joins {self.describe(key)} at {self.here()}"))
 
-    def join_lanes(self, *names: str) -> None:
+    def stream_wait_lanes(self, *names: str) -> None:
         """Make the current lane wait for all ops issued so far on the lanes of these names."""
         for lane in filter(self._given.__contains__, names):
             self.log.append(Wait(self.lane, lane, f"{self.lane} joins all of {lane} at {self.here()}"))
 
     def synchronize_op(self, op: OpKey) -> None:
         """Make the current lane wait for an op, as all that the host issues later follows the op."""
-        self.join_ops([op])
+        self.stream_wait_ops([op])
 
     def record_use(self, x: torch.Tensor) -> None:
         """Let no allocation reuse a tensor's memory before all ops so far on the current lane are finished."""
@@ -243,12 +243,12 @@ def checking_races(engine: Scheduler | ShardedModule) -> Iterator[RaceReport]:
     lanes = VirtualLanes(describe=lambda key: _op_text(scheduler, key), here=lambda: _point_of_step_text(scheduler))
     report = RaceReport(lanes, lambda span: _memory_text(scheduler, span))
     before = scheduler.lanes
-    scheduler.use_lanes(lanes)
+    scheduler.set_lanes(lanes)
     try:
         with lanes.log_torch_ops():
             yield report
     finally:
-        scheduler.use_lanes(before)
+        scheduler.set_lanes(before)
     report.raise_if_races()
 
 
@@ -283,7 +283,7 @@ def _point_of_step_text(scheduler: Scheduler) -> str:
 
 def _op_text(scheduler: Scheduler, key: OpKey) -> str:
     number, i = key
-    plan = scheduler.arena.tenant
+    plan = scheduler.arena.schedule
     if plan is None or plan.number != number:
         return f"op {i} of an earlier plan"
     op = plan.schedule.ops[i]
@@ -296,7 +296,7 @@ def _memory_text(scheduler: Scheduler, span: ByteSpan) -> str:
     start, stop = span.start - first, span.stop - first
     if start < 0 or stop > len(scheduler.arena.memory):
         return f"{span.start - span.base} to {span.stop - span.base} of a tensor's storage"
-    ops = scheduler.arena.tenant.schedule.ops if scheduler.arena.tenant is not None else ()
+    ops = scheduler.arena.schedule.schedule.ops if scheduler.arena.schedule is not None else ()
     memory = [(op.unit, m) for op in ops for m in (op.memory, op.opens) if m is not None]
     units = sorted({unit for unit, m in memory if m.start < stop and start < m.stop})
     return f"{start} to {stop} of the arena, memory of {', '.join(map(repr, units))}"

@@ -217,7 +217,7 @@ def delay_compute(patch):
 
 def wait_for_nothing(patch):
     """What has to fail: ops wait for no op of another stream."""
-    patch.setattr(DeviceLanes, "join_ops", lambda self, after: None)
+    patch.setattr(DeviceLanes, "stream_wait_ops", lambda self, after: None)
     return delay_gathers(patch)
 
 

@@ -153,7 +153,7 @@ def test_order_is_brought_by_waits_of_all_kinds():
         x = torch.zeros(4)
         with lanes.on_lane("gather", (0, 1)):
             x.add_(1)
-        lanes.join_ops([(0, 1)])
+        lanes.stream_wait_ops([(0, 1)])
         x.sum()
 
     def joined_with_another(lanes):
@@ -162,7 +162,7 @@ def test_order_is_brought_by_waits_of_all_kinds():
             torch.zeros(4)
         with lanes.on_lane("gather", (0, 1)):
             x.add_(1)
-        lanes.join_ops([(0, 0), (0, 7)])
+        lanes.stream_wait_ops([(0, 0), (0, 7)])
         x.sum()
 
     def joined_all(lanes):
@@ -171,7 +171,7 @@ def test_order_is_brought_by_waits_of_all_kinds():
             x.add_(1)
         with lanes.on_lane("reduce"):
             torch.zeros(4)
-        lanes.join_lanes("gather", "reduce")
+        lanes.stream_wait_lanes("gather", "reduce")
         x.sum()
 
     assert not races_of(with_begins)
@@ -189,7 +189,7 @@ def test_order_goes_through_a_third_stream():
                 x.add_(1)
             with lanes.on_lane("reduce", (0, 1), after, after_compute=False):
                 torch.zeros(1)
-            lanes.join_ops([(0, 1)])
+            lanes.stream_wait_ops([(0, 1)])
             x.sum()
 
         return run
@@ -205,7 +205,7 @@ def test_what_an_event_stands_for_ends_with_it():
             x.add_(1)
         with lanes.on_lane("gather", (0, 1)):
             y.add_(1)
-        lanes.join_ops([(0, 0)])
+        lanes.stream_wait_ops([(0, 0)])
         x.sum()
         y.sum()
 
@@ -287,10 +287,10 @@ def test_memory_freed_under_a_running_stream():
             with lanes.on_lane("gather", (0, 0)):
                 total = x.sum()
             if join_before:
-                lanes.join_ops([(0, 0)])
+                lanes.stream_wait_ops([(0, 0)])
             del x
             if join_after:
-                lanes.join_ops([(0, 0)])
+                lanes.stream_wait_ops([(0, 0)])
             if allocate:
                 torch.zeros(4)
             return total
@@ -309,7 +309,7 @@ def test_memory_belongs_to_the_stream_that_allocated_it():
         def program(lanes):
             with lanes.on_lane("gather", (0, 0)):
                 x = torch.zeros(16)
-            lanes.join_ops([(0, 0)])
+            lanes.stream_wait_ops([(0, 0)])
             x.sum()
             del x
             with lanes.on_lane("gather", after_compute=waits):

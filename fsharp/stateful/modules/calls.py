@@ -264,11 +264,8 @@ class ModuleCall:
             rows = [zip(each.stored, leaves, strict=True) for each, leaves in zip(gathered.entries, full, strict=True)]
             full = [[x.detach() if stored in calls.paused else x for stored, x in row] for row in rows]
         shown: list[list[Any]] = full
-        if calls.dtensor_specs:
-            shown = [
-                as_dtensors(each.stored, leaves, calls.dtensor_specs)
-                for each, leaves in zip(gathered.entries, full, strict=True)
-            ]
+        if specs := calls.dtensor_specs:
+            shown = [as_dtensors(each.stored, leaves, specs) for each, leaves in zip(gathered.entries, full, strict=True)]
         fused = [(each.stored[i], row[i]) for each, row in zip(gathered.entries, shown, strict=True) for i in each.fused]
         with lending_gradient_memory(fused), calls.reading_from(source, gathered.entries, shown, module=self.module):
             out = call_compiled_like_caller(self.fn, *self.args, **self.kwargs)

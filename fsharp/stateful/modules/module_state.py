@@ -105,10 +105,9 @@ class ModuleState:
 
     def propagate_main_writes(self) -> bool:
         """Copy writes to main parameters into parameters at rest, by a collective. Return whether there were writes."""
-        if not self.were_main_parameters_written():
-            return False
-        self.copy_to_resting_parameters()
-        return True
+        if is_written := self.were_main_parameters_written():
+            self.copy_to_resting_parameters()
+        return is_written
 
     def were_main_parameters_written(self) -> bool:
         """Return whether main parameters were written to since counters were recorded. Any other write is an error."""

@@ -71,7 +71,7 @@ class ModuleStep:
             self.means.drop_gradients()
             self.updated_by = None
             self.run = self.scheduler.open_step(self.scheduled, self.state.train_state.params)
-            self.run.set_backward_hook(self.on_backward)
+            self.run.set_on_backward(self.on_backward)
             with self._abandoning_on_error():
                 self._begin_gradients()
                 self.params = with_sinks(self.state.train_state.params, SinkLedger(self._residuals))
@@ -84,7 +84,7 @@ class ModuleStep:
         units = [node.unit for node in units_of(state.params)]
         rank = self.scheduler.rank
         _, self._residuals = prepare_residuals("backward()", state.residuals, units, donate=True, step=state.step, rank=rank)
-        self._units = self.scheduler.begin_gradients(state.params)
+        self._units = self.scheduler.begin_gradients_of_tree(state.params)
 
     def propagate_main_writes(self) -> None:
         """Copy the user's writes into parameters at rest, and let a step under way gather the new values."""
@@ -108,7 +108,7 @@ class ModuleStep:
         run = self.run
         assert run is not None
         try:
-            with self.scheduler.closed_on_error(run):
+            with self.scheduler.closing_on_error(run):
                 yield
         except BaseException:
             if self.run is run:
@@ -289,7 +289,7 @@ class ModuleStep:
                 "or zero_grad(), or before the first backward."
             )
         self._close_step(run)
-        run.set_backward_hook(partial(_refuse_discarded_backward, where))
+        run.set_on_backward(partial(_refuse_discarded_backward, where))
 
 
 def _refuse_discarded_backward(where: str) -> None:

@@ -35,7 +35,7 @@ from fsharp.stateful.modules.parameter import ShardedParameter, ShardedTensor, i
 from fsharp.stateful.modules.torch_tools.refusals import NO_COPIES_MESSAGE
 from fsharp.stateful.modules.values.casts import CastDtypes, cast_tensors
 from fsharp.stateful.modules.values.outputs import tensors_in
-from fsharp.stateful.runtime.boundary import call_before_backward, in_backward
+from fsharp.stateful.runtime.boundary import in_backward, register_prehooks
 from fsharp.stateful.runtime.scheduler import Scheduler
 from fsharp.torch_compile import skip_frame, uncompiled
 from fsharp.tracebacks import api_boundary, hide_frames
@@ -66,7 +66,7 @@ class Session:
         specs: Mapping[str, DTensorSpec],
     ) -> None:
         self.layout, self.scheduler, self.casts = layout, scheduler, casts
-        scheduler.keep_main_on_device()  # the module shows main copies
+        scheduler.keep_main_copies_on_device()  # the module shows main copies
         self.state = ModuleState(state, scheduler)
         self.parameters: dict[str, ShardedParameter] = {}
         self.paused: set[str] = set()
@@ -115,7 +115,7 @@ class Session:
             with step.forward_context() as params:
                 out = run(ParameterSource(params, self.scheduler))
                 # Units inside may be in a reentrant checkpoint, whose backward is a nested pass: begin the outer pass here.
-                call_before_backward(tensors_in(out), call.flat, step.on_backward)
+                register_prehooks(tensors_in(out), call.flat, step.on_backward)
         return out if dtypes is None else cast_tensors(out, dtypes.outputs)
 
     def _check_can_train(self) -> None:
@@ -172,7 +172,7 @@ class Session:
         for node in units_of(self.state.train_state.params):
             with suppress(FsharpError):  # a failed gather is over, and the next use of its parameters raises its error
                 _ = node.buffers
-        self.scheduler.lanes.join_lanes("gather")
+        self.scheduler.lanes.stream_wait_lanes("gather")
 
     def record_write(self, part: ShardedTensor, what: str) -> None:
         """Record that a function has changed a part in place.
@@ -275,17 +275,13 @@ class Session:
     def install_parts(self) -> None:
         """Put this rank's parts in place of the module's parameters."""
         self.parameters.clear()
-        rank, trained = self.scheduler.rank, units_by_name(self.state.main_parameters())
+        rank, trained, specs = self.scheduler.rank, units_by_name(self.state.main_parameters()), self.calls.dtensor_specs
         for node in units_of(self.state.train_state.params):
             frozen = node.select_groups([g for g in node.groups if not node.unit.groups[g].trainable])
             for each in (trained[node.name], frozen):
                 for path, leaf, data in iter_local_leaves(each, rank):
                     about = {"path": path, "unit": node.unit, "leaf": leaf, "place": each.place, "rank": rank}
-                    about |= {
-                        "spec": self.calls.dtensor_specs.get(path),
-                        "owner": weakref.ref(self),
-                        "is_trained": each is not frozen,
-                    }
+                    about |= {"spec": specs.get(path), "owner": weakref.ref(self), "is_trained": each is not frozen}
                     part = ShardedParameter.from_attributes(data.detach(), about, requires_grad=each is not frozen)
                     self.parameters[path] = part
         self._trained = {path for path, each in self.parameters.items() if each.is_trained}

@@ -19,17 +19,17 @@ class Arena:
 
     Attributes:
         memory: uint8[bytes].
-        tenant: the schedule that owns the memory now.
+        schedule: the schedule that owns the memory now.
     """
 
     def __init__(self, executor: Executor, registry: UnitRegistry, policy: SchedulePolicy) -> None:
         self._executor, self._registry, self._policy = executor, registry, policy
         self.memory = torch.empty(0, dtype=torch.uint8, device=executor.comm.device)
-        self.tenant: BoundSchedule | None = None
+        self.schedule: BoundSchedule | None = None
 
     @torch.inference_mode(False)  # the memory outlives an evaluation
     def bind_next_schedule(self, scheduled: ScheduledFunction, functions: Iterable[ScheduledFunction]) -> BoundSchedule | None:
-        """Make the schedule of a function's next step the tenant, and return it; return None if no schedule fits the step.
+        """Give the memory to the schedule of a function's next step, and return the schedule; None if none fits the step.
 
         Raises:
             ScheduleError: the user has chosen a schedule by ``follow()``, and it does not fit.
@@ -46,47 +46,47 @@ class Arena:
                 )
             schedule = None if why else schedule
         if schedule is None:
-            self._release_tenant()
+            self._release_schedule()
             return None
         if len(self.memory) < schedule.arena:
-            self._release_tenant()
+            self._release_schedule()
             self.memory = self._executor.transport.allocate_arena(schedule.arena, self._policy.arena_memory)
             for each in functions:
                 each.programs.bound.clear()
             for unit in units.values():
                 if unit.gradient is not None:
-                    unit.gradient.end_step()
+                    unit.gradient.drop_arena_memory()
         if bound is None or bound.arena is not self.memory:
             bound = BoundSchedule(schedule, units, self.memory, self._executor)
             scheduled.programs.bound[id(schedule)] = bound
             self._executor.lanes.drop_events_when_collected(bound, bound.number)
-        if self.tenant is not bound:
-            self._release_tenant()
-            self.tenant = bound
+        if self.schedule is not bound:
+            self._release_schedule()
+            self.schedule = bound
         return bound
 
-    def _release_tenant(self) -> None:
-        """Release the parameters of the tenant, so that another schedule can own the memory."""
-        if self.tenant is not None:
-            self._executor.lanes.join_lanes("gather", "reduce")
-            for unsharded in self.tenant.unsharded_by_unit.values():
+    def _release_schedule(self) -> None:
+        """Release the parameters of the schedule that owns the memory, so that another schedule can own the memory."""
+        if self.schedule is not None:
+            self._executor.lanes.stream_wait_lanes("gather", "reduce")
+            for unsharded in self.schedule.unsharded_by_unit.values():
                 unsharded.release()
-        self.tenant = None
+        self.schedule = None
 
     def abandon_gathers(self) -> None:
         """Abandon gathers into the arena that are under way, as they may never end."""
-        if self.tenant is not None:
-            for unsharded in self.tenant.unsharded_by_unit.values():
+        if self.schedule is not None:
+            for unsharded in self.schedule.unsharded_by_unit.values():
                 unsharded.abandon_gathers()
 
-    def use_gathers_of_last_step(self, schedule: BoundSchedule) -> None:
+    def use_carried_gathers(self, schedule: BoundSchedule) -> None:
         """At the start of a step, use the units that the previous step has gathered, and gather the missing units."""
         for bound in schedule.carried:
             units = [each.unit for each in bound.bucket_members if each.unit is not None]
             found = [(schedule.unsharded_by_unit[unit.key], unit.node) for unit in units]
             if all(node is None or unsharded.is_filled_from(buffers_stamp(node)) for unsharded, node in found):
                 for unsharded, _ in found:
-                    unsharded.begin_step(self._executor.number)
+                    unsharded.renew_version(self._executor.number)
             else:
                 for unsharded, _ in found:
                     unsharded.release()
@@ -97,9 +97,9 @@ class Arena:
         bound = scheduled.programs.bound.get(id(scheduled.schedule))
         if bound is None or not bound.carried or bound.arena is not self.memory or not bound.is_bound_to(self._registry.units):
             return
-        if bound is not self.tenant:
-            self._release_tenant()
-            self.tenant, recorder = bound, None
+        if bound is not self.schedule:
+            self._release_schedule()
+            self.schedule, recorder = bound, None
         units = [each.unit for op in bound.carried for each in op.bucket_members if each.unit is not None]
         for op in bound.carried:
             if recorder is not None:

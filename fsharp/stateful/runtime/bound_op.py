@@ -26,10 +26,10 @@ class BoundOp:
         after: keys of the ops on other lanes for which this op waits. The first op of a bucket has the keys of all members.
         unsharded: the buffer of the unit's full parameters.
         block: the memory in which a gradient is collected, and from which it is sent.
-        final_pieces: memory for the reduction to the optimizer's place.
+        final_block: memory for the reduction to the optimizer's place.
         is_first: for a cast: whether it is the unit's first cast in its microbatch.
         may_run_late: for a sum or an accumulate: whether a host without streams runs the op late, when its result is read.
-        gradients_to_join: gradients whose late reductions have to end before this op, which fills memory that they use.
+        gradients_to_wait_for: gradients whose late reductions have to end before this op, which fills memory that they use.
         other_members: for the first op of a bucket: the other ops of the bucket, which run together with the first op.
     """
 
@@ -39,10 +39,10 @@ class BoundOp:
     unit: UnitState | None
     unsharded: UnshardedBuffer | None = None
     block: OutgoingBlock | None = None
-    final_pieces: list[list[torch.Tensor]] = field(default_factory=list)
+    final_block: list[list[torch.Tensor]] = field(default_factory=list)
     is_first: bool = False
     may_run_late: bool = False
-    gradients_to_join: Sequence[UnitGradient] = ()
+    gradients_to_wait_for: Sequence[UnitGradient] = ()
     other_members: "Sequence[BoundOp]" = ()
     spec: OpSpec = field(init=False)
 

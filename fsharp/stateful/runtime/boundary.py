@@ -68,7 +68,7 @@ def create_graph_error() -> ScheduleError:
     )
 
 
-def call_before_backward(outputs: Sequence[Any], inputs: Sequence[Any], hook: Callable[[object], None]) -> None:
+def register_prehooks(outputs: Sequence[Any], inputs: Sequence[Any], hook: Callable[[object], None]) -> None:
     """Call ``hook`` when a backward reaches the node of one of ``outputs``; outputs that are also ``inputs`` do not count."""
     mine = set(map(id, inputs))
     for out in outputs:
@@ -249,7 +249,7 @@ class UsesUnderWay:
         """Return whether a use that is under way has its parameters in the buffer ``unsharded``."""
         return any(use.unsharded is unsharded for each in (self.forward, self.backward) for use in each)
 
-    def hold_recomputed_units(self) -> None:
+    def mark_recomputed_as_held(self) -> None:
         """Count the recomputed units as held, at the end of a microbatch or step."""
         self.held |= self.recomputed
         self.recomputed.clear()

@@ -11,7 +11,7 @@ from fsharp.stateful.runtime.executor import Executor, do_nothing
 from fsharp.stateful.schedule.emit_gradients import microbatches_before_reduce
 from fsharp.stateful.schedule.ops import FINISHING, OUTGOING, PARAMS
 from fsharp.stateful.schedule.program import Event, UnitFacts, count_gradients
-from fsharp.stateful.schedule.schedule import Memory, Schedule, issue_group_ranges
+from fsharp.stateful.schedule.schedule import Memory, Schedule, bucket_ranges
 from fsharp.stateful.units.gradient import UnitGradient
 from fsharp.stateful.units.route import Grads, OutgoingBlock
 from fsharp.stateful.units.unit_state import UnitState
@@ -67,10 +67,10 @@ class BoundSchedule:
     def _bind_buckets(self) -> Iterator[BoundOp]:
         """Yield the first op of each bucket, bound together with the other ops of the bucket."""
         ops = self.schedule.ops
-        runs = issue_group_ranges(ops)
+        runs = bucket_ranges(ops)
         leader = [run[0] for run in runs for _ in run]
         blocks: dict[str, OutgoingBlock] = {}
-        final_pieces: dict[str, list[list[torch.Tensor]]] = {}
+        final_block: dict[str, list[list[torch.Tensor]]] = {}
         begun: set[str] = set()  # units whose gradient is collected
         late: list[tuple[Memory, UnitGradient]] = []  # memory that a reduction may still use when a later op fills it
 
@@ -87,9 +87,9 @@ class BoundSchedule:
                 if spec.frees and known["may_run_late"] and op.memory is not None:
                     late.append((op.memory, unit.trained_gradient))
             if buffer == FINISHING:
-                if op.unit not in final_pieces:
-                    final_pieces[op.unit] = route.finishing_block(self._arena_bytes(op.memory))
-                known["final_pieces"] = final_pieces[op.unit]
+                if op.unit not in final_block:
+                    final_block[op.unit] = route.final_block(self._arena_bytes(op.memory))
+                known["final_block"] = final_block[op.unit]
             elif buffer == OUTGOING:
                 if op.memory is not None and op.unit not in blocks:
                     several = op.memory.nbytes == route.outgoing_block_nbytes(several_uses=True, several_microbatches=True)
@@ -97,7 +97,7 @@ class BoundSchedule:
                 known["block"] = blocks.get(op.unit)
                 known["is_first"] = spec.fills == OUTGOING and op.unit not in begun
                 (begun.add if spec.fills == OUTGOING else begun.discard)(op.unit)
-            known["gradients_to_join"], known["other_members"] = tuple(dict.fromkeys(joins)), other_members
+            known["gradients_to_wait_for"], known["other_members"] = tuple(dict.fromkeys(joins)), other_members
             return BoundOp(op, (self.number, i), after, unit, self.unsharded_by_unit.get(op.unit), **known)
 
         for run in runs:
@@ -118,7 +118,7 @@ class BoundSchedule:
                 return [None if grad is None else grad.clone() for grad in grads]
         return grads
 
-    def leave_schedule(self, is_in_use: Callable[[UnshardedBuffer], bool]) -> None:
+    def leave_arena(self, is_in_use: Callable[[UnshardedBuffer], bool]) -> None:
         """Leave this schedule during a step. Backwards keep the memory of their forwards; new uses get memory of their own."""
         self.stranded = {}
         for unsharded in self.unsharded_by_unit.values():
@@ -127,7 +127,7 @@ class BoundSchedule:
                 unsharded.release()
         for unit in self.units.values():
             if unit.gradient is not None:
-                unit.gradient.join()
+                unit.gradient.wait()
                 if not unit.gradient.try_leave_arena():
                     self.stranded[unit.key] = self._opens[unit.key]
 

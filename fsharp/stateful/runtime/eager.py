@@ -21,7 +21,7 @@ from fsharp.stateful.schedule.ops import REST, OpSpec, Phase, buffer_nbytes
 from fsharp.stateful.schedule.policy import SchedulePolicy
 from fsharp.stateful.schedule.program import Event, Program, UnitFacts
 from fsharp.stateful.schedule.schedule import Memory, Op, Schedule, buffer_lifetimes
-from fsharp.stateful.schedule.unplaced import BufferKey, follower_specs
+from fsharp.stateful.schedule.unplaced import BufferKey, specs_behind
 from fsharp.stateful.units.full import aligned
 from fsharp.stateful.units.gradient import GradientPhase, UnitGradient
 from fsharp.stateful.units.route import OutgoingBlock
@@ -79,7 +79,7 @@ class EagerOps:
         *,
         has_pending: bool,
     ) -> Iterator[BoundOp]:
-        """Yield the ops at an event, without their followers. The caller runs each op before it requests the next one.
+        """Yield the ops at an event, without the ops behind them. The caller runs each op before it requests the next one.
 
         ``forward_buffer``: in a backward, the buffer in which the forward had its parameters. ``has_pending``: whether
         gradients of other uses of the unit are still missing in this microbatch.
@@ -114,16 +114,16 @@ class EagerOps:
                 yield self._emit_op(ops.UPDATE, None, "update", after=self._last.get("reduce"))
                 yield from self.ops_after_update(units)
 
-    def with_followers(self, bound_ops: Iterable[BoundOp]) -> Iterator[BoundOp]:
-        """Yield ops, each with its followers behind it. The caller runs each op before it requests the next one."""
+    def with_ops_behind(self, bound_ops: Iterable[BoundOp]) -> Iterator[BoundOp]:
+        """Yield ops, each with the ops behind it. The caller runs each op before it requests the next one."""
         for bound in bound_ops:
             op, number, unit = bound.op, bound.key[1], bound.unit
             yield bound
             del bound  # the last reference to memory that the op has freed
-            for spec in follower_specs(op.spec, op.phase):
+            for spec in specs_behind(op.spec, op.phase):
                 if spec.has_ops_for(self._assumed_facts(unit) if unit is not None else UnitFacts("")):
                     after = None if spec.stream == op.stream else number
-                    yield from self.with_followers([self._emit_op(spec, unit, op.phase, use=op.use, after=after)])
+                    yield from self.with_ops_behind([self._emit_op(spec, unit, op.phase, use=op.use, after=after)])
 
     def _gather_unit(self, unit: UnitState, phase: Phase, forward_buffer: UnshardedBuffer | None) -> Iterator[BoundOp]:
         """Yield the ops that gather a unit's parameters; in a backward into the buffer of the forward."""
@@ -137,12 +137,12 @@ class EagerOps:
         if not is_filled:
             if unsharded.filled_from is not None:
                 yield self._emit_op(ops.RELEASE, unit, phase, unsharded=unsharded)
-            yield from self._release_overlapping_units(unsharded, unit)
+            yield from self._release_overlaps_in_left_arena(unsharded, unit)
             yield self._emit_op(ops.GATHER, unit, phase, unsharded=unsharded)
         if unsharded.works or unsharded.is_encoded or not is_filled:
             yield self._emit_op(ops.WAIT, unit, phase, unsharded=unsharded, after=self._last.get("gather"))
 
-    def _release_overlapping_units(self, unsharded: UnshardedBuffer, unit: UnitState) -> Iterator[BoundOp]:
+    def _release_overlaps_in_left_arena(self, unsharded: UnshardedBuffer, unit: UnitState) -> Iterator[BoundOp]:
         """Yield ops that release buffers which overlap ``unsharded``, in the arena of the schedule that was left.
 
         Raises ScheduleError if a buffer is in use, or callers have views of a gradient there.
@@ -215,17 +215,17 @@ class EagerOps:
         opens = self._assign_address(REST, unit) if spec.opens and not unit.trained_gradient.num_added else None
         yield self._emit_op(spec, unit, phase, after=after, opens=opens, block=block)
         last = self._last["reduce"]
-        self._executor.lanes.join_ops([(self._number, last)])  # before the memory of the reduction is released
+        self._executor.lanes.stream_wait_ops([(self._number, last)])  # before the memory of the reduction is released
         self._joined.add(last)
 
     def ops_of_final_reduction(self, units: Units) -> Iterator[BoundOp]:
         """Yield the ops that bring gradients to the optimizer's place."""
         for unit in units:
             route = unit.trained_gradient.route
-            pieces = route.finishing_block(self._allocate(route.finishing_block_nbytes()))
+            pieces = route.final_block(self._allocate(route.final_block_nbytes()))
             if ops.FINAL_ENCODE.has_ops_for(self._assumed_facts(unit)):
                 yield self._emit_op(ops.FINAL_ENCODE, unit, "finish")
-            reduce = self._emit_op(ops.FINAL_REDUCE, unit, "finish", final_pieces=pieces)
+            reduce = self._emit_op(ops.FINAL_REDUCE, unit, "finish", final_block=pieces)
             yield reduce
             yield from self._accumulate(ops.FINAL_ACCUMULATE, unit, after=reduce.key[1])
 

@@ -35,8 +35,8 @@ class Executor:
 
     Attributes:
         number: number of the step under way, counted from 1.
-        step: name of the step under way, for labels of collectives; empty outside of steps.
-        microbatch: name of the microbatch under way, for labels of collectives.
+        step_name: name of the step under way, for labels of collectives; empty outside of steps.
+        microbatch_name: name of the microbatch under way, for labels of collectives.
         incoming: gradients of the use whose backward has just ended.
         update_gathers: by unit, the gather of updated parameters under way.
         host_copies: by unit, copies of state between device and host memory.
@@ -73,10 +73,10 @@ class Executor:
             self.transport.groups.make_groups()
         self.is_connected = True
 
-    def begin_step(self, step: str) -> None:
-        """Begin the step with this name. No work of the previous step may be under way."""
+    def begin_step(self, name: str) -> None:
+        """Begin a step with this name in labels. No work of the previous step may be under way."""
         self.number += 1
-        self.step, self.microbatch = step, "microbatch 0"
+        self.step_name, self.microbatch_name = name, "microbatch 0"
         self.incoming: Grads | None = None
         self.update_gathers: dict[str, UpdateGather] = {}
         self.host_copies: dict[str, HostCopies] = {}
@@ -87,10 +87,10 @@ class Executor:
 
     def set_label_names(self, *, step: str | None = None, microbatch: str | None = None) -> None:
         """Set the names of step and microbatch in labels; an empty step means that no step is under way."""
-        self.step = self.step if step is None else step
-        self.microbatch = self.microbatch if microbatch is None else microbatch
+        self.step_name = self.step_name if step is None else step
+        self.microbatch_name = self.microbatch_name if microbatch is None else microbatch
 
-    def receive_gradients(self, grads: Grads | None) -> None:
+    def set_incoming_gradients(self, grads: Grads | None) -> None:
         """Store the gradients of a use whose backward has ended, for the ops at this event."""
         self.incoming = grads
 
@@ -98,7 +98,7 @@ class Executor:
         """Store the copies from and to host memory, and the gathers of updated parameters, that later ops begin, by unit."""
         self.host_copies, self.copied_units, self.update_gathers = dict(host_copies), tuple(host_copies), dict(update_gathers)
 
-    def use_lanes(self, lanes: Lanes) -> None:
+    def set_lanes(self, lanes: Lanes) -> None:
         """Run later ops on these lanes. Ops that are bound already keep their lanes."""
         self.lanes = lanes
 
@@ -110,8 +110,8 @@ class Executor:
             rows = [("in BIND", bind), ("which returned", action)]
             remedy = f"Add the kind to {__name__}.BIND: a function of an Executor and a BoundOp that returns what to call."
             raise ScheduleError(problem(f"op {bound.op}", f"ops of kind {bound.op.kind!r} have no action.", rows, remedy))
-        if bound.gradients_to_join:
-            action = partial(_run_each, [*(gradient.join for gradient in bound.gradients_to_join), action])
+        if bound.gradients_to_wait_for:
+            action = partial(_run_each, [*(gradient.wait for gradient in bound.gradients_to_wait_for), action])
         encodes = any(each.unit is not None and each.unit.layout.has_any_format for each in bound.bucket_members)
         return partial(self.run_and_report_failure, action) if encodes else action
 
@@ -126,7 +126,7 @@ class Executor:
     def report_failure(self, error: BaseException, where: str) -> None:
         """Tell other ranks that this rank has failed: in the step under way, or else in ``where``."""
         if isinstance(self._own, ProcessGroupComm):
-            self._own.watch.report_failure(error, self.step or where)
+            self._own.watch.report_failure(error, self.step_name or where)
 
     def waited_s(self) -> float:
         """Return the seconds for which the main thread has waited for collectives so far."""
@@ -146,12 +146,12 @@ class Executor:
 
         return action if lanes.has_streams else start
 
-    def action_after_joins(self, bound: BoundOp, action: Action) -> Action:
+    def action_after_waits(self, bound: BoundOp, action: Action) -> Action:
         """Return an action that makes compute wait for the ops in ``bound.after``, and then runs ``action``."""
         lanes, after = self.lanes, bound.after
 
         def joined() -> None:
-            lanes.join_ops(after)
+            lanes.stream_wait_ops(after)
             action()
 
         return joined if after and lanes.has_streams else action
@@ -163,18 +163,18 @@ class Executor:
 
     def with_step_prefix(self, text: str) -> str:
         """Return ``text`` with the current step and microbatch as a prefix."""
-        return f"{self.step}, {self.microbatch}: {text}" if self.step else text
+        return f"{self.step_name}, {self.microbatch_name}: {text}" if self.step_name else text
 
     def begin_state_copies(self, bound: BoundOp) -> None:
         """Begin the copies of a unit's state, and count their bytes."""
         self.host_nbytes += self.host_copies.pop(bound.op.unit).run_copies(self.lanes, bound.key)
 
-    def finish_reductions(self) -> None:
+    def end_all_reductions(self) -> None:
         """Wait for all reductions under way, and add their results to the gradients."""
-        self.lanes.join_lanes("gather", "reduce")
+        self.lanes.stream_wait_lanes("gather", "reduce")
         for bound in list(self.reducing.values()):
             _action_to_end_reduction(bound)()
-            bound.gradient.join()
+            bound.gradient.wait()
         self.reducing.clear()
 
 
@@ -237,7 +237,7 @@ def _bind_wait(executor: Executor, bound: BoundOp) -> Action:
             label = f"{executor.label_of_units([unit], ops_text([bound]))} of other values than were gathered"
             gather_inputs = unsharded.begin_fill(unit.node, executor.number)
             unsharded.works.extend(gather_along(unsharded.axes, gather_inputs, transport, label=label, coalesced=False))
-        lanes.join_ops([bound.key])
+        lanes.stream_wait_ops([bound.key])
 
     def action() -> None:
         assert unit.node is not None
@@ -247,7 +247,7 @@ def _bind_wait(executor: Executor, bound: BoundOp) -> Action:
         if unsharded.works:
             unsharded.wait()
         if after:
-            lanes.join_ops(after)
+            lanes.stream_wait_ops(after)
         if not unsharded.is_filled_from(seen):
             raise ScheduleError(
                 f"the parameters of unit {unit.key!r} were changed in place between their gather and their use. Change them "
@@ -265,12 +265,12 @@ def _bind_decode(executor: Executor, bound: BoundOp) -> Action:
         if unsharded.is_encoded:
             unsharded.decode()
 
-    return executor.action_after_joins(bound, action)
+    return executor.action_after_waits(bound, action)
 
 
 def _bind_release(executor: Executor, bound: BoundOp) -> Action:
     assert bound.unsharded is not None
-    return executor.action_after_joins(bound, bound.unsharded.release)
+    return executor.action_after_waits(bound, bound.unsharded.release)
 
 
 def _bind_update_gather(executor: Executor, bound: BoundOp) -> Action:
@@ -325,7 +325,7 @@ def _bind_cast(executor: Executor, bound: BoundOp) -> Action:
         assert executor.incoming is not None
         gradient.cast(executor.incoming, block, is_first=first)
 
-    return executor.action_after_joins(bound, action) if opens or fills else action
+    return executor.action_after_waits(bound, action) if opens or fills else action
 
 
 def _bind_encode(executor: Executor, bound: BoundOp) -> Action:
@@ -350,7 +350,7 @@ def _bind_reduce(executor: Executor, bound: BoundOp) -> Action:
         for each, gradient, block in members:
             executor.reducing[each.op.unit, each.spec] = each
             if is_final:
-                inputs += gradient.final_reduction_inputs(each.final_pieces)
+                inputs += gradient.final_reduction_inputs(each.final_block)
             else:
                 assert block is not None
                 if each.op.opens is not None:

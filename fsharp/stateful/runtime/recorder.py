@@ -116,6 +116,4 @@ class TraceRecorder:
         self._rows = waiting
 
     def _seconds_at(self, mark: TimeMark) -> float:
-        if not self.has_streams:
-            return float(mark)
-        return float(self._base.elapsed_time(mark)) / 1e3
+        return float(self._base.elapsed_time(mark)) / 1e3 if self.has_streams else float(mark)

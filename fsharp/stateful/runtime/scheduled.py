@@ -76,7 +76,7 @@ class RecordedPrograms:
         self.pinned = schedule
         self.bound.clear()
 
-    def record_followed_schedule(self, program: Program) -> None:
+    def record_scheduled_call(self, program: Program) -> None:
         """Record a call that has followed its schedule to the end."""
         self._record_program_order(program)
         self.num_left = 0
@@ -133,7 +133,7 @@ class ScheduledFunction:
     Attributes:
         num_calls: number of calls, for labels of collectives.
         recorder: measures steps for a trace; None without a trace.
-        followed_by: returns the scheduled function that was called next after this function's last call; None if there is none.
+        next_called: returns the scheduled function that was called next after this function's last call; None if there is none.
     """
 
     def __init__(self, scheduler: ScheduledEngine, fn: Callable[..., Any], name: str) -> None:
@@ -144,7 +144,7 @@ class ScheduledFunction:
     def begin_generation(self) -> None:
         """Return to the state of a new function: no programs, schedules and calls."""
         self.programs, self.num_calls = RecordedPrograms(), 0
-        self.followed_by: Callable[[], ScheduledFunction | None] = lambda: None
+        self.next_called: Callable[[], ScheduledFunction | None] = lambda: None
         self._emitted: Callable[[], Schedule] | None = None
         self._positions: dict[str, int] = {}
         self._nodes: list[Sharded] = []
@@ -180,7 +180,7 @@ class ScheduledFunction:
             raise ScheduleError("emitted(): there is no call, or the last call had a schedule: read `schedule` instead.")
         return self._emitted()
 
-    def next_call_name(self) -> str:
+    def number_next_call(self) -> str:
         """Count a call, and return its name for labels."""
         self.num_calls += 1
         return f"{self.name} #{self.num_calls - 1}"
@@ -195,7 +195,7 @@ class ScheduledFunction:
 
     def record_next_called(self, following: "ScheduledFunction") -> None:
         """Record which scheduled function was called next after this function."""
-        self.followed_by = weakref.ref(following)
+        self.next_called = weakref.ref(following)
 
     def restart_call_count(self) -> None:
         """Restart the count of calls in labels from 0."""

@@ -21,7 +21,7 @@ from fsharp.functional.layout.sharded import PlaceName, Sharded, is_sharded, map
 from fsharp.functional.loss import Loss, as_loss, check_depends_on_parameters
 from fsharp.functional.release import inner_tensors, unaliased_clone
 from fsharp.functional.sinks import SinkLedger, take_gradients, with_sinks
-from fsharp.stateful.runtime.boundary import UnitUse, call_before_backward
+from fsharp.stateful.runtime.boundary import UnitUse, register_prehooks
 from fsharp.stateful.runtime.executor import Executor
 from fsharp.stateful.runtime.step import Step
 from fsharp.stateful.schedule.policy import SchedulePolicy
@@ -59,9 +59,9 @@ class HandedOutGradients:
         tensors = gradient.rest.hand_out()
         self._rows.append((unit, tensors, list(map(_version_of, tensors))))
         result = Sharded(tensors, node.unit, node.unit.strategy.grads, node.unit.trainable_groups, reduction=reduction)
-        return with_future_buffers(result, gradient.join) if gradient.is_under_way else result
+        return with_future_buffers(result, gradient.wait) if gradient.is_under_way else result
 
-    def check_none_sent(self) -> None:
+    def check_none_reduced_with_feedback(self) -> None:
         """Raise an error if the schedule has sent a gradient with residuals, as the caller now reduces other gradients."""
         for unit in self.units:
             if unit.gradient is not None and unit.gradient.phase >= GradientPhase.FINISHING and residual_sizes(unit.layout):
@@ -94,7 +94,7 @@ class ScheduledEngine(Engine):
 
     Attributes:
         num_updates: number of updates of parameters.
-        keeps_main_on_device: whether main copies stay on the device even with ``offload``, as a module shows them.
+        offloads_main: whether ``offload`` takes main copies too, and not only optimizer state.
     """
 
     own: Comm
@@ -107,7 +107,7 @@ class ScheduledEngine(Engine):
     current_step: Callable[[], Step]
     unit_of: Callable[[Sharded], UnitState]
     record_replaced: Callable[[Sharded, UnitState, Sharded], None]
-    keeps_main_on_device = False
+    offloads_main = True
     _handed_out = HandedOutGradients()
     _offload: StateOffload | None = None
 
@@ -129,9 +129,9 @@ class ScheduledEngine(Engine):
         """The states of all used units, by key."""
         return self.registry.units
 
-    def keep_main_on_device(self) -> None:
+    def keep_main_copies_on_device(self) -> None:
         """Keep main copies on the device from now on, even with ``offload``."""
-        self.keeps_main_on_device = True
+        self.offloads_main = False
 
     def can_run_forward(self, units: Any) -> bool:
         """Return whether the engine can run a forward of ``units``, a pair of nodes and ties.
@@ -178,14 +178,14 @@ class ScheduledEngine(Engine):
             for use in reversed(uses):
                 step.end_forward(use)
         if torch.is_grad_enabled():
-            call_before_backward(_leaves_of(out), _leaves_of(*args, *kwargs.values()), partial(step.begin_use_backwards, uses))
+            register_prehooks(_leaves_of(out), _leaves_of(*args, *kwargs.values()), partial(step.begin_use_backwards, uses))
         return out
 
     def run_value_and_grad(
         self, loss_fn: Callable[..., Any], params: Any, microbatches: list[Any], residuals: ResidualViews
     ) -> tuple[Loss, Any]:
         """Run forward and backward of each microbatch. Return the summed loss, and the gradients at rest."""
-        units = self.begin_gradients(params, residuals)
+        units = self.begin_gradients_of_tree(params, residuals)
         total: Loss | None = None
         for number, part in enumerate(microbatches, 1):
             with torch.enable_grad():
@@ -200,11 +200,11 @@ class ScheduledEngine(Engine):
         assert total is not None
         return total, self.hand_out_gradients(units, params, reduction="sum")
 
-    def begin_gradients(self, params: Any, residuals: ResidualViews = MappingProxyType({})) -> list[UnitState]:
+    def begin_gradients_of_tree(self, params: Any, residuals: ResidualViews = MappingProxyType({})) -> list[UnitState]:
         """Begin the gradients of ``params`` anew, and return the units of ``params``. Gradients of other units are kept."""
         step, self._handed_out = self.current_step(), HandedOutGradients()
         units = [self.unit_of(node) for node in units_of(params)]
-        step.renew_gradients(units)
+        step.begin_gradients(units)
         if residuals:
             _pass_residuals(units, residuals)
         return units
@@ -219,7 +219,7 @@ class ScheduledEngine(Engine):
 
     def hand_out_gradients(self, units: Sequence[UnitState], params: Any, *, reduction: Literal["sum"] | None = None) -> Any:
         """Return the gradients at rest of ``params``, as nodes with this ``reduction``. ``units``: the unit of each node."""
-        self.lanes.join_lanes("reduce")
+        self.lanes.stream_wait_lanes("reduce")
         if not any(unit.gradient is not None and unit.gradient.has_received for unit in units):
             raise LossError(
                 "value_and_grad(): the loss has no gradient, as it depends on no parameter. Were parameters detached?"
@@ -233,7 +233,7 @@ class ScheduledEngine(Engine):
         nodes, step = units_of(tree), self.current_step()
         if not self._handed_out.are_same_gradients(nodes, to):
             if residuals:
-                self._handed_out.check_none_sent()
+                self._handed_out.check_none_reduced_with_feedback()
             step.record_unscheduled_reduction()
             return moves.reduce_scatter_unchecked(tree, nodes, to, self.own, residuals)
         units, self._handed_out = self._handed_out.units, HandedOutGradients()
@@ -255,7 +255,7 @@ class ScheduledEngine(Engine):
         keys = {node.name: self.unit_of(node).key for node in reversed(units_of(params))}
         self._offload = StateOffload(keys, grads, self.lanes, self.device, donate=donate)
         (main, opt), host_copies = self._offload.move_state(
-            state, (params, state[0]) if self.keeps_main_on_device else params, to_host=False
+            state, params if self.offloads_main else (params, state[0]), to_host=False
         )
         self.current_step().fetch_state(host_copies)
         return main, opt
@@ -280,7 +280,7 @@ class ScheduledEngine(Engine):
         resting = map_units(begin, params, new)
         host_copies: Mapping[str, HostCopies] = {}
         if self._offload is not None:
-            staying = (resting, state[0]) if self.keeps_main_on_device else resting
+            staying = resting if self.offloads_main else (resting, state[0])
             state, host_copies = self._offload.move_state(state, staying, to_host=True)
             self._offload = None
         step.gather_updates(update_gathers, host_copies)
@@ -328,7 +328,7 @@ def _reduced_gradient(node: Sharded, gradient: UnitGradient | None, to: PlaceNam
         same = Sharded(node.raw_buffers, node.unit, place, node.groups, reduction=node.reduction)
         return with_future_buffers(same, node.lazy.wait) if node.lazy is not None else same
     result = Sharded(gradient.final.hand_out(), node.unit, place, node.groups, reduction=node.reduction)
-    return with_future_buffers(result, gradient.join) if gradient.is_under_way else result
+    return with_future_buffers(result, gradient.wait) if gradient.is_under_way else result
 
 
 def _clone_parameter_views(out: Any, uses: Sequence[UnitUse]) -> Any:

@@ -133,9 +133,9 @@ class Scheduler(DelegatingComm, ScheduledEngine):
             self._make_executor(self.lanes)
             self._functions.reset_after_error()
 
-    def use_lanes(self, lanes: Lanes) -> None:
+    def set_lanes(self, lanes: Lanes) -> None:
         """Run all later ops on these lanes."""
-        self.executor.use_lanes(lanes)
+        self.executor.set_lanes(lanes)
         for scheduled in self._functions:
             for compiled in scheduled.programs.bound.values():
                 compiled.bind_ops(self.executor)
@@ -154,7 +154,7 @@ class Scheduler(DelegatingComm, ScheduledEngine):
 
     def _comm_and_label(self, label: str, *call: Any) -> tuple[Comm, str]:
         """Return the Comm and the label for an unscheduled collective. Raise an error if the scheduler is closed."""
-        self._raise_if_closed()
+        self._check_open_on_this_rank()
         self.executor.make_process_groups()
         return self.own, self.executor.with_step_prefix(label or "a call of the Comm")
 
@@ -203,21 +203,21 @@ class Scheduler(DelegatingComm, ScheduledEngine):
             self._now.check_thread()
             return scheduled.fn(*args, comm=self, **kwargs)
         step = self.open_step(scheduled, (args, kwargs))
-        with self.closed_on_error(step):
+        with self.closing_on_error(step):
             result = scheduled.fn(*args, comm=self, **kwargs)
             self.close_step(step)
         return result
 
     def open_step(self, scheduled: ScheduledFunction, inputs: Any) -> Step:
         """Begin a step of a scheduled function. All calls until :meth:`close_step` are part of the step."""
-        with self.closed_on_error():
-            self._raise_if_closed()
+        with self.closing_on_error():
+            self._check_open_on_this_rank()
             self._history.begin_step()
-            title = f"{scheduled.next_call_name()} after {self.num_updates} updates"
+            title = f"{scheduled.number_next_call()} after {self.num_updates} updates"
             self.executor.begin_step(f"{title}{self._history_suffix}")
             self.registry.begin_step()
             for key, node in scheduled.nodes_by_unit(inputs).items():
-                self.registry.bind_if_free(key, node)
+                self.registry.bind_unbound_node(key, node)
             schedule = self.arena.bind_next_schedule(scheduled, self._functions)
             recorder = scheduled.recorder if schedule is not None else None
             step = Step(self.executor, schedule, self.units, recorder)
@@ -228,7 +228,7 @@ class Scheduler(DelegatingComm, ScheduledEngine):
             if recorder is not None:
                 recorder.begin_step()
             if schedule is not None:
-                self.arena.use_gathers_of_last_step(schedule)
+                self.arena.use_carried_gathers(schedule)
         return step
 
     def close_step(self, step: Step) -> None:
@@ -240,7 +240,7 @@ class Scheduler(DelegatingComm, ScheduledEngine):
         self._clear_step()
 
     @contextmanager
-    def closed_on_error(self, step: Step | None = None) -> Iterator[None]:
+    def closing_on_error(self, step: Step | None = None) -> Iterator[None]:
         """Close the scheduler on all ranks if an error leaves this context, and ``step`` is None or under way."""
         try:
             yield
@@ -260,7 +260,7 @@ class Scheduler(DelegatingComm, ScheduledEngine):
         for unit in self.units.values():
             unit.drop_references()
             if unit.gradient is not None:
-                unit.gradient.abandon(self._raise_if_closed)
+                unit.gradient.abandon(self._check_open_on_this_rank)
         self.arena.abandon_gathers()
         self._clear_step()
 
@@ -272,12 +272,12 @@ class Scheduler(DelegatingComm, ScheduledEngine):
             ScheduleError: this scheduler is closed.
             AgreementError: another rank has failed.
         """
-        self._raise_if_closed()
+        self._check_open_on_this_rank()
         comm = innermost_comm(self.own)
         if isinstance(comm, ProcessGroupComm):
             comm.watch.raise_if_failed()
 
-    def _raise_if_closed(self) -> None:
+    def _check_open_on_this_rank(self) -> None:
         if self._closed is not None:
             why = f"this scheduler was closed by an earlier error: {self._closed}"
             raise ScheduleError(f"{why}\nMake a new scheduler: fs.Scheduler(comm) of the same Comm works.")
@@ -304,10 +304,10 @@ class Scheduler(DelegatingComm, ScheduledEngine):
             return
         self._functions.record_last_called(scheduled)
         if step.eager is None and step.schedule is not None:
-            scheduled.programs.record_followed_schedule(step.schedule.schedule.program)
+            scheduled.programs.record_scheduled_call(step.schedule.schedule.program)
             scheduled.record_call("planned", "it has followed its schedule to the end")
-            if scheduled.followed_by() in (None, scheduled):  # the next step of other functions may begin with any unit
-                self.arena.gather_for_next_step(scheduled, step.recorder if self.arena.tenant is step.schedule else None)
+            if scheduled.next_called() in (None, scheduled):  # the next step of other functions may begin with any unit
+                self.arena.gather_for_next_step(scheduled, step.recorder if self.arena.schedule is step.schedule else None)
         else:
             self._record_unscheduled_step(scheduled, step)
 
@@ -324,7 +324,7 @@ class Scheduler(DelegatingComm, ScheduledEngine):
         program = Program(tuple(units), tuple(step.events))
         was_planned, held = step.schedule is not None, list(step.uses.held)
         scheduled.programs.record_unscheduled_call(
-            program, partial(self._compile_on_all_ranks, is_held=bool(held)), left=was_planned
+            program, partial(self._compile_on_all_ranks, has_held_parameters=bool(held)), left=was_planned
         )
         emitted: Callable[[], Schedule] | None = None
         assert step.eager is not None
@@ -339,10 +339,10 @@ class Scheduler(DelegatingComm, ScheduledEngine):
         schedules = [schedule for each in self._functions for schedule in each.programs.schedules]  # of all units in use
         self.registry.remove_unused({facts.name for schedule in schedules for facts in schedule.program.units})
 
-    def _compile_on_all_ranks(self, program: Program, *, is_held: bool) -> Schedule | None:
+    def _compile_on_all_ranks(self, program: Program, *, has_held_parameters: bool) -> Schedule | None:
         """Return the schedule of a program, equal on all ranks; None if on any rank parameters are held after their use."""
         self.executor.make_process_groups()
-        if b"1" in all_gather_fixed_size(b"1" if is_held else b"0", self.own):
+        if b"1" in all_gather_fixed_size(b"1" if has_held_parameters else b"0", self.own):
             return None
         schedule = compile_schedule(program, self.policy, has_streams=self.device.type != "cpu")
         verify(schedule)
@@ -374,7 +374,7 @@ class Scheduler(DelegatingComm, ScheduledEngine):
             return now.step
         step = next(iter(self._unscheduled_steps), None)
         if step is None:
-            self._raise_if_closed()
+            self._check_open_on_this_rank()
             self.registry.unbind_nodes()
             step = Step(self.executor, None, self.units)
             self._unscheduled_steps.add(step)

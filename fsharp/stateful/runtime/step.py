@@ -47,7 +47,7 @@ class Step:
         recorder: TraceRecorder | None = None,
     ) -> None:
         self.executor, self.schedule, self.units, self.recorder = executor, schedule, units, recorder
-        self._backward_hook: Callable[[], None] | None = None
+        self._on_backward: Callable[[], None] | None = None
         self.events: list[Event] = []
         self.uses = UsesUnderWay()
         self.eager: EagerOps | None = EagerOps(executor, is_in_use=self.uses.is_buffer_in_use) if schedule is None else None
@@ -89,9 +89,9 @@ class Step:
         self._run_ops(eager.ops_at_event(at, event, unit, unsharded, units, has_pending=has_pending))
 
     def _run_ops(self, bound_ops: Iterable[BoundOp]) -> None:
-        """Run ops of the source ``EagerOps`` and their followers, each before the next one is emitted."""
+        """Run ops of the source ``EagerOps`` and the ops behind them, each before the next one is emitted."""
         assert self.eager is not None
-        for bound in self.eager.with_followers(bound_ops):
+        for bound in self.eager.with_ops_behind(bound_ops):
             self.executor.run_op(bound)
             del bound  # releases memory for the next op
 
@@ -101,8 +101,8 @@ class Step:
             return self.eager
         assert self.schedule is not None
         after = f"the end after {self.events[-1]}" if self.events else "an end"
-        self.executor.finish_reductions()
-        self.schedule.leave_schedule(self.uses.is_buffer_in_use)
+        self.executor.end_all_reductions()
+        self.schedule.leave_arena(self.uses.is_buffer_in_use)
         left_at = after if event is None else str(event)
         self.eager = EagerOps(self.executor, is_in_use=self.uses.is_buffer_in_use, left=self.schedule, left_at=left_at)
         return self.eager
@@ -122,7 +122,7 @@ class Step:
             unsharded = source.unsharded_by_unit[unit.key]
             full = unsharded.full
         else:
-            full = unit.full_at_rest()
+            full = unit.full_unit_at_rest()
         assert full is not None
         use = UnitUse(unit, number, parent, unsharded, full)
         uses.forward.append(use)
@@ -144,7 +144,7 @@ class Step:
         use = next((use for use in reversed(self.uses.backward) if use.unit.layout.name == unit), None)
         if use is None:
             return None
-        return use.unsharded.full if use.unsharded is not None else use.unit.full_at_rest()
+        return use.unsharded.full if use.unsharded is not None else use.unit.full_unit_at_rest()
 
     def buffer_for_backward(self, use: UnitUse) -> UnshardedBuffer:
         """Return the buffer of a use for its backward, gathered again if it was released."""
@@ -152,8 +152,8 @@ class Step:
             raise _backward_too_late_error(use.unit.key)
         assert use.unsharded is not None
         if use.unsharded.filled_from is None:  # the backward did not pass through the function's result
-            if self._backward_hook is not None:
-                self._backward_hook()
+            if self._on_backward is not None:
+                self._on_backward()
             self._begin_use_backward(use)
         return use.unsharded
 
@@ -180,15 +180,15 @@ class Step:
             raise create_graph_error()
         if self.is_over and not gathered:
             return
-        if self.is_over or self._backward_hook is not None:
-            self._call_backward_hook(gathered)
+        if self.is_over or self._on_backward is not None:
+            self._call_on_backward(gathered)
         for use in uses:
             self._begin_use_backward(use)
 
-    def _call_backward_hook(self, gathered: Sequence[str]) -> None:
-        """Call the hook of :meth:`set_backward_hook`. Raise an error if the step is over, as its parameters are released."""
-        if self._backward_hook is not None:
-            self._backward_hook()
+    def _call_on_backward(self, gathered: Sequence[str]) -> None:
+        """Call the hook of :meth:`set_on_backward`. Raise an error if the step is over, as its parameters are released."""
+        if self._on_backward is not None:
+            self._on_backward()
         if self.is_over:
             raise _backward_too_late_error(gathered[0])
 
@@ -219,8 +219,8 @@ class Step:
 
     def _receive_use_gradients(self, use: UnitUse, grads: Grads) -> None:
         """End the backward of a use, as autograd has computed ``grads``, the gradients of its leaves."""
-        if self.is_over or self._backward_hook is not None:
-            self._call_backward_hook([use.unit.key])
+        if self.is_over or self._on_backward is not None:
+            self._call_on_backward([use.unit.key])
         uses = self.uses
         if use not in uses.backward:
             self._begin_use_backward(use)
@@ -235,9 +235,9 @@ class Step:
         self.uses.backward.pop()
         if grads is not None and self.eager is None and self.schedule is not None:
             grads = self.schedule.clone_gradients_in_arena(grads)
-        self.executor.receive_gradients(grads)
+        self.executor.set_incoming_gradients(grads)
         self._run_event("backward_end", use.unit, use.number, no_gradient=grads is None, unsharded=use.unsharded)
-        self.executor.receive_gradients(None)
+        self.executor.set_incoming_gradients(None)
 
     def begin_backward_pass(self, *, is_last: bool) -> None:
         """Begin a backward pass. ``is_last``: whether it is the last pass before gradients go to the optimizer's place."""
@@ -249,7 +249,7 @@ class Step:
     def end_microbatch(self, flat_grads: Sequence[tuple[UnitState, Grads]]) -> None:
         """End a microbatch. ``flat_grads``: gradients at rest of parameters that the loss gathered itself, by ``gather()``."""
         self._end_passed_backwards(None)
-        self.uses.hold_recomputed_units()
+        self.uses.mark_recomputed_as_held()
         found = []
         for unit, grads in flat_grads:
             for grad in grads:
@@ -266,7 +266,7 @@ class Step:
         self.executor.set_label_names(microbatch=f"microbatch {self.num_microbatches}")
         self.uses.pending.clear()
 
-    def renew_gradients(self, units: Sequence[UnitState]) -> None:
+    def begin_gradients(self, units: Sequence[UnitState]) -> None:
         """Begin new gradients of ``units``, in the schedule's memory, after reductions of the old gradients have ended."""
         if {unit.key for unit in units} & {key for key, _ in self.executor.reducing}:
             self.leave_schedule()
@@ -290,8 +290,8 @@ class Step:
             self._run_ops(self.leave_schedule().ops_of_final_reduction(unfinished))
         for unit in units:
             if wait and unit.gradient is not None:
-                unit.gradient.join()
-        self.executor.lanes.join_lanes("reduce")
+                unit.gradient.wait()
+        self.executor.lanes.stream_wait_lanes("reduce")
 
     def fetch_state(self, host_copies: Mapping[str, HostCopies]) -> None:
         """Copy the optimizer state of units to the device."""
@@ -299,14 +299,14 @@ class Step:
         self.executor.set_host_copies(host_copies)
         for key in host_copies:
             self._run_event("fetch", self.units[key])
-        self.executor.lanes.join_ops(self.executor.fetched[-1:])  # the last op of the lane ends after all others
+        self.executor.lanes.stream_wait_ops(self.executor.fetched[-1:])  # the last op of the lane ends after all others
 
     def gather_updates(self, update_gathers: Sequence[UpdateGather], host_copies: Mapping[str, HostCopies]) -> None:
         """Gather updated parameters to their place, and copy offloaded optimizer state to host memory."""
         self._end_passed_backwards(None)
         for unit in self.units.values():
             if unit.gradient is not None and unit.gradient.is_under_way:
-                unit.gradient.join()  # the next step reuses the memory that the reduction reads
+                unit.gradient.wait()  # the next step reuses the memory that the reduction reads
         nbytes = dict.fromkeys(self.executor.copied_units, 0) | {key: each.nbytes for key, each in host_copies.items()}
         self.executor.set_host_copies(host_copies, {each.unit.key: each for each in update_gathers if each.gather_inputs})
         for key in nbytes:
@@ -324,21 +324,21 @@ class Step:
     def end_step(self) -> None:
         """End the step after its function has returned, and wait for reductions under way."""
         self._end_passed_backwards(None)
-        self.uses.hold_recomputed_units()
+        self.uses.mark_recomputed_as_held()
         for unit in self.units.values():
             if unit.gradient is not None and unit.gradient.is_under_way:
-                unit.gradient.join()
+                unit.gradient.wait()
         if self.schedule is not None and len(self.events) < len(self.schedule.events):
             self.leave_schedule()
-        self.abandon()
-
-    def abandon(self) -> None:
-        """End the step without a wait for work under way. A later backward of this step raises an error."""
         self.is_over = True
 
-    def set_backward_hook(self, hook: Callable[[], None]) -> None:
+    def abandon(self) -> None:
+        """End the step after an error, without a wait for work under way. A later backward of this step raises an error."""
+        self.is_over = True
+
+    def set_on_backward(self, hook: Callable[[], None]) -> None:
         """Let each backward that reaches a use of this step first call ``hook``, which may raise an error."""
-        self._backward_hook = hook
+        self._on_backward = hook
 
 
 def _needs_final_reduction(unit: UnitState) -> bool:

@@ -78,7 +78,7 @@ def assign_addresses(items: Sequence[ArenaItem], *, max_nbytes: int | None = Non
 class _SearchResult(NamedTuple):
     """The first byte of each item, or an empty list; and the number of placements that the search has made."""
 
-    places: list[int]
+    addresses: list[int]
     num_placed: int
 
 
@@ -122,13 +122,13 @@ class _ArenaPacking:
     def place_items(self, least: int, max_nbytes: int | None) -> list[int] | None:
         """Return the first byte of each item, in an arena of ``least`` to ``max_nbytes`` bytes; None if the search fails."""
         stacks = max(map(add, self.low, self.high))
-        least = max(least, stacks, _clique_nbytes(self.items, self.short, self.neighbours))
+        least = max(least, stacks, _clique_lower_bound(self.items, self.short, self.neighbours))
         orders = _search_orders(self.items, self.short, self.neighbours)  # lazy, as mostly the first order succeeds
         if max_nbytes is not None:
             if least > max_nbytes:
                 return None
             target, limit = max_nbytes // self.grain * self.grain, _MAX_PLACEMENTS_PER_SEARCH + 3 * len(self.short) // 2
-            found = (self._search_places(order, _FIT_RANKS[0], target=target, limit=limit).places for order in orders)
+            found = (self._search_addresses(order, _FIT_RANKS[0], target=target, limit=limit).addresses for order in orders)
             return next(filter(None, found), None)
         total = max(sum(item.nbytes for item in self.items), least)
         for slack in _ARENA_SLACKS:
@@ -140,13 +140,13 @@ class _ArenaPacking:
                     if budget <= 0:
                         break
                     limit = min(_MAX_PLACEMENTS_PER_SEARCH + 3 * len(self.short) // 2, budget)
-                    starts, placed = self._search_places(order, fit, target=target, limit=limit)
+                    starts, placed = self._search_addresses(order, fit, target=target, limit=limit)
                     budget -= placed
                     if starts:
                         return starts
         return [0, *accumulate(item.nbytes for item in self.items[:-1])]  # one after another
 
-    def _search_places(self, order: Sequence[int], fit: FitRank, *, target: int, limit: int) -> "_SearchResult":
+    def _search_addresses(self, order: Sequence[int], fit: FitRank, *, target: int, limit: int) -> "_SearchResult":
         """Search depth first for places of all items in an arena of ``target`` bytes, with at most ``limit`` placements."""
         items = self.items
         rank = {i: k for k, i in enumerate(order)}
@@ -157,7 +157,7 @@ class _ArenaPacking:
         if not order:
             return _SearchResult(starts, 0)
 
-        def places(i: int) -> list[int]:
+        def candidates(i: int) -> list[int]:
             """Return both ends of each gap that is large enough, the best end last."""
             nbytes, top, stop, found = sizes[i], self.floors[i], target - self.ceilings[i], set()
             taken = [(starts[j], starts[j] + sizes[j]) for j in before[i]]
@@ -170,7 +170,7 @@ class _ArenaPacking:
                     top = end
             return [at for _, at in sorted(found, reverse=True)]
 
-        open_ = [places(order[0])]
+        open_ = [candidates(order[0])]
         for placed in range(limit):
             while open_ and not open_[-1]:
                 open_.pop()
@@ -179,7 +179,7 @@ class _ArenaPacking:
             starts[order[len(open_) - 1]] = open_[-1].pop()
             if len(open_) == len(order):
                 return _SearchResult(starts, placed)
-            open_.append(places(order[len(open_)]))
+            open_.append(candidates(order[len(open_)]))
         return _SearchResult([], limit)
 
 
@@ -188,7 +188,7 @@ def _stack_height_during(stack: Sequence[int], item: ArenaItem) -> int:
     return max((max(stack[first : last + 1]) for first, last in item.spans), default=0)
 
 
-def _clique_nbytes(items: Sequence[ArenaItem], indices: Sequence[int], neighbours: dict[int, list[int]]) -> int:
+def _clique_lower_bound(items: Sequence[ArenaItem], indices: Sequence[int], neighbours: dict[int, list[int]]) -> int:
     """Return a lower bound of the arena: the bytes of buffers of which any two are live together at some position."""
     near = {i: set(neighbours[i]) for i in indices}
     load = {i: items[i].nbytes + sum(items[j].nbytes for j in near[i]) for i in indices}

@@ -84,15 +84,6 @@ def _emit_and_place(program: Program, policy: SchedulePolicy, max_final_reductio
 ItemsByBuffer = dict[BufferKey, ArenaItem]
 
 
-def _live_nbytes_by_op(unplaced: Sequence[UnplacedOp], items: ItemsByBuffer) -> list[int]:
-    change = [0] * (len(unplaced) + 1)
-    for item in items.values():
-        for first, last in item.spans:
-            change[first] += item.nbytes
-            change[last + 1] -= item.nbytes
-    return list(accumulate(change))
-
-
 def place_buffers(unplaced: Sequence[UnplacedOp], program: Program, *, max_nbytes: int | None = None) -> PlacedOps | None:
     """Return ops with addresses and with the ops for which they wait; None if no arena of ``max_nbytes`` bytes is found."""
     position = {id(op): i for i, op in enumerate(op for op in unplaced if op.marked_op is None)}
@@ -122,7 +113,12 @@ def place_buffers(unplaced: Sequence[UnplacedOp], program: Program, *, max_nbyte
 
 def _open_gradients_early(unplaced: Sequence[UnplacedOp], items: Mapping[BufferKey, ArenaItem]) -> bool:
     """Let reductions write directly to gradients at rest if this takes no more memory. Return whether one does."""
-    live = _live_nbytes_by_op(unplaced, dict(items))
+    change = [0] * (len(unplaced) + 1)
+    for item in items.values():
+        for first, last in item.spans:
+            change[first] += item.nbytes
+            change[last + 1] -= item.nbytes
+    live = list(accumulate(change))
     bound, position = max(live), {id(op): i for i, op in enumerate(unplaced)}
     found = False
     for i, op in enumerate(unplaced):

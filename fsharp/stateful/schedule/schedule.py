@@ -127,7 +127,7 @@ class Schedule:
     def calls(self) -> Counter[Call]:
         """Return how often one rank issues each collective in a step; collectives of the caller's own are not counted."""
         facts = self.program.facts
-        return Counter(call for issued in issue_groups(self.ops) for call in issue_group_calls(issued, facts))
+        return Counter(call for issued in bucketed_ops(self.ops) for call in bucket_calls(issued, facts))
 
     @property
     def host_nbytes(self) -> int:
@@ -184,8 +184,8 @@ class Schedule:
             raise ScheduleError(f"Schedule.from_json(): not a schedule: {why}") from error
 
 
-def issue_group_ranges(ops: Sequence[Op]) -> list[range]:
-    """Return the positions of ops in groups that are issued as one: the ops of a bucket, or an op that is in no bucket."""
+def bucket_ranges(ops: Sequence[Op]) -> list[range]:
+    """Return the positions of the ops of each bucket, in order. An op that is in no bucket is alone."""
     found: list[range] = []
     for i, op in enumerate(ops):
         if i and op.bucket != -1 and (op.kind, op.bucket) == (ops[i - 1].kind, ops[i - 1].bucket):
@@ -195,9 +195,9 @@ def issue_group_ranges(ops: Sequence[Op]) -> list[range]:
     return found
 
 
-def issue_groups(ops: Sequence[Op]) -> list[tuple[Op, ...]]:
-    """Return ops in groups that are issued as one: the ops of a bucket, or an op that is in no bucket."""
-    return [tuple(ops[i] for i in run) for run in issue_group_ranges(ops)]
+def bucketed_ops(ops: Sequence[Op]) -> list[tuple[Op, ...]]:
+    """Return the ops of each bucket, in order. An op that is in no bucket is alone."""
+    return [tuple(ops[i] for i in run) for run in bucket_ranges(ops)]
 
 
 class BufferLifetime(NamedTuple):
@@ -227,11 +227,11 @@ def buffer_lifetimes(ops: Sequence[Op]) -> Iterator[BufferLifetime]:
         yield BufferLifetime(fill, None, nbytes)
 
 
-def issue_group_calls(issued: Sequence[Op], facts: Mapping[str, UnitFacts]) -> tuple[Call, ...]:
-    """Return the collectives of ops that are issued as one. A bucket has one of each kind along each axis, with all bytes.
+def bucket_calls(issued: Sequence[Op], facts: Mapping[str, UnitFacts]) -> tuple[Call, ...]:
+    """Return the collectives of a bucket, or of an op in no bucket: of each kind one along each axis, with all bytes.
 
     >>> units = {name: UnitFacts(name, 64, gather=(Call("all_gather", "dp", 32),)) for name in "ab"}
-    >>> issue_group_calls([Op("gather", name, "forward", 0, bucket=7) for name in "ab"], units)
+    >>> bucket_calls([Op("gather", name, "forward", 0, bucket=7) for name in "ab"], units)
     (Call(op='all_gather', axis='dp', nbytes=64),)
     """
     calls = [call for op in issued for call in op.spec.collectives(facts[op.unit])]

@@ -59,10 +59,26 @@ class OpList:
     def __init__(self, program: Program) -> None:
         self.facts = program.facts
         self.ops: list[UnplacedOp] = []
-        self._numbers, self._behind = count(), cache(follower_specs)
+        self._numbers, self._behind = count(), cache(specs_behind)
         self._readers: dict[BufferKey, list[UnplacedOp]] = {}  # ops that have read a buffer since its last change
 
-    def add_with_followers(
+    def add_op(self, spec: OpSpec, unit: str, phase: Phase, at: int, **fields: Any) -> UnplacedOp:
+        """Add an op, and the ops behind it by :func:`specs_behind`, as a decode is behind a wait. Return the first op."""
+        op = self._append_op(spec, unit, phase, at, **fields)
+        self._add_ops_behind(op)
+        return op
+
+    def add_bucket(
+        self, spec: OpSpec, units: Sequence[str], phase: Phase, at: int, after: Mapping[str, tuple[UnplacedOp, ...]] = {}
+    ) -> list[UnplacedOp]:
+        """Add an op for each unit, all in one bucket, and then the ops behind these ops. Return the first ops."""
+        bucket = next(self._numbers) if len(units) > 1 else -1
+        ops = [self._append_op(spec, unit, phase, at, after=after.get(unit, ()), bucket=bucket) for unit in units]
+        for op in ops:
+            self._add_ops_behind(op)
+        return ops
+
+    def _append_op(
         self,
         spec: OpSpec,
         unit: str,
@@ -73,35 +89,14 @@ class OpList:
         is_last_user: bool = True,
         **fields: Any,
     ) -> UnplacedOp:
-        """Add an op, and the ops that follow it by :func:`follower_specs`, as a decode follows a wait. Return the first op.
-
-        ``is_first_user``: whether an op whose kind fills a buffer is the buffer's first user. ``is_last_user``: whether an op
-        whose kind frees a buffer is the buffer's last user.
-        """
-        op = self._add_op(spec, unit, phase, at, is_first=is_first_user, is_last=is_last_user, **fields)
-        self._add_followers(op)
-        return op
-
-    def add_bucket(
-        self, spec: OpSpec, units: Sequence[str], phase: Phase, at: int, after: Mapping[str, tuple[UnplacedOp, ...]] = {}
-    ) -> list[UnplacedOp]:
-        """Add an op for each unit, all in one bucket, and then the followers of these ops. Return the ops."""
-        bucket = next(self._numbers) if len(units) > 1 else -1
-        ops = [self._add_op(spec, unit, phase, at, after=after.get(unit, ()), bucket=bucket) for unit in units]
-        for op in ops:
-            self._add_followers(op)
-        return ops
-
-    def _add_op(
-        self, spec: OpSpec, unit: str, phase: Phase, at: int, *, is_first: bool = True, is_last: bool = True, **fields: Any
-    ) -> UnplacedOp:
+        """Append an op. It is the first user of a buffer that its kind fills, and the last of a buffer that its kind frees."""
         facts = self.facts[unit]
         if spec.nbytes(facts):
             readers = self._readers.pop((spec.memory_buffer_kind, unit), ())
             fields["after"] = (*fields.get("after", ()), *[each for each in readers if each.spec.stream != spec.stream])
             fields["buffer"] = spec.memory_buffer_kind, unit
-            fields["fills"] = is_first and spec.fills == spec.memory_buffer_kind
-            fields["frees"] = is_last and spec.frees == spec.memory_buffer_kind
+            fields["fills"] = is_first_user and spec.fills == spec.memory_buffer_kind
+            fields["frees"] = is_last_user and spec.frees == spec.memory_buffer_kind
         elif spec.filled_buffer(facts) == REST:
             fields["after"] = (*fields.get("after", ()), *self._readers.pop((REST, unit), ()))
         op = UnplacedOp(spec, unit, phase, at, **fields)
@@ -110,12 +105,10 @@ class OpList:
         self.ops.append(op)
         return op
 
-    def _add_followers(self, op: UnplacedOp) -> None:
+    def _add_ops_behind(self, op: UnplacedOp) -> None:
         for spec in self._behind(op.spec, op.phase):
             if spec.has_ops_for(self.facts[op.unit]):
-                self.add_with_followers(
-                    spec, op.unit, op.phase, op.at, use=op.use, after=() if spec.stream == op.spec.stream else (op,)
-                )
+                self.add_op(spec, op.unit, op.phase, op.at, use=op.use, after=() if spec.stream == op.spec.stream else (op,))
 
     def reserve_buffer_until(self, op: UnplacedOp, at: int) -> None:
         """Add a mark, up to which the buffer of ``op`` stays reserved though no op uses it."""
@@ -126,6 +119,6 @@ class OpList:
         return next(((op,) for op in reversed(self.ops) if op.spec.stream == stream and op.marked_op is None), ())
 
 
-def follower_specs(spec: OpSpec, phase: Phase) -> list[OpSpec]:
-    """Return the followers of a kind of ops: the kinds that are emitted behind each op of the kind, in a phase."""
+def specs_behind(spec: OpSpec, phase: Phase) -> list[OpSpec]:
+    """Return the kinds of ops that are emitted behind each op of a kind, in a phase."""
     return [each for (_, when), each in OPS.items() if when == phase and each.behind == spec.kind]

@@ -169,15 +169,15 @@ class Transport(ABC):
         n: int,
         wire: Format,
         facts: Sequence[ErrorFacts],
-        gaps: Sequence[Sequence[slice]],
+        padding: Sequence[Sequence[slice]],
         *,
         label: str = "",
     ) -> list[Work]:
         """Begin a :meth:`reduce_scatter` of encoded parts, by one all_to_all. The first wait decodes and adds the parts.
 
         A summand's ``out`` has room for a padded part; without ``out`` the sum replaces the first part of ``x``. For each
-        summand, ``encoded`` is ``x`` encoded, with a row for each receiver; ``gaps`` are runs of the sum that belong to no leaf
-        and become zero; ``facts`` are for errors of the format.
+        summand, ``encoded`` is ``x`` encoded, with a row for each receiver; ``padding`` has runs of the sum that belong to no
+        leaf and become zero; ``facts`` are for errors of the format.
         """
         xs = [each.x for each in summands]
         parts = [wire.padded_part_size(len(x), n) for x in xs]
@@ -192,8 +192,8 @@ class Transport(ABC):
             work.wait()
             rows = zip(received.split([each.shape[1] for each in encoded], 1), parts, xs, facts, strict=True)
             sums = [wire.sum(row, part, x.dtype, about) for row, part, x, about in rows]
-            for total, its_gaps in zip(sums, gaps, strict=True):
-                for gap in its_gaps:
+            for total, its_padding in zip(sums, padding, strict=True):
+                for gap in its_padding:
                     total[gap] = 0
             _copy_all(outs, sums)
 
@@ -233,9 +233,9 @@ class Transport(ABC):
     def observe_collectives(self, on_collective: Callable[[CollectiveOutcome], None] | None) -> None:
         """Call ``on_collective`` with each later collective that runs in a thread of its own; None ends the calls."""
 
-    def allocate_arena(self, nbytes: int, memory: str) -> torch.Tensor:
+    def allocate_arena(self, nbytes: int, memory_kind: str) -> torch.Tensor:
         """Return ``nbytes`` of memory on the device, of a kind that ``SchedulePolicy.arena_memory`` names, as bytes."""
-        assert memory == "allocator", f"{type(self).__name__} has no {memory} memory"
+        assert memory_kind == "allocator", f"{type(self).__name__} has no {memory_kind} memory"
         return torch.empty(nbytes, dtype=torch.uint8, device=self.comm.device)
 
 

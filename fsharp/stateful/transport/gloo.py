@@ -58,7 +58,7 @@ class GlooTransport(Transport):
             if x.data_ptr() != row[mine].data_ptr():
                 row[mine].copy_(x)
         return self._exchange_parts(
-            "gather", [[row[mine]] * n for row in rows], rows, mine, self._begin_collective(label, "all_gather", xs, axis)
+            "gather", [[row[mine]] * n for row in rows], rows, mine, self._announce(label, "all_gather", xs, axis)
         )
 
     def reduce_scatter_each(self, summands: Sequence[Summand], axis: str, dtype: torch.dtype, label: str) -> list[Work]:
@@ -68,21 +68,21 @@ class GlooTransport(Transport):
         for each, row in zip(summands, rows, strict=True):
             out = row[mine] if each.out is None else each.out
             outs.append(out if each.out is not None or out.dtype == dtype else torch.empty_like(out, dtype=dtype))
-        messages = self._begin_collective(label, "reduce_scatter", [each.x for each in summands], axis)
-        work = self._sum_over_ranks(rows, outs, mine, summands, messages)
+        messages = self._announce(label, "reduce_scatter", [each.x for each in summands], axis)
+        work = self._exchange_and_sum_parts(rows, outs, mine, summands, messages)
         return [Work(work.wait, out) for out in outs]
 
     def all_reduce_each(self, summands: Sequence[Summand], axis: str, label: str) -> list[Work]:
         """Reduce each rank's part, then gather the parts; the last parts may be shorter."""
         x, out = summands[0].x, summands[0].required_out
-        first = self._begin_collective(label, "all_reduce", [x], axis)
+        first = self._announce(label, "all_reduce", [x], axis)
         n, mine = self._size_and_coord(axis)
         size = -(-len(x) // n)
         parts, results = ([each[size * r : size * (r + 1)] for r in range(n)] for each in (x, out))
-        second = self._begin_collective(label, "all_gather of sums", [x], axis)  # here, as all ranks begin calls in one order
+        second = self._announce(label, "all_gather of sums", [x], axis)  # here, as all ranks begin calls in one order
         sums = CollectiveOutcome(second.call)
         share = partial(self._exchange_parts, "share", [[results[mine]] * n], [results], mine, second, sums)
-        summed = self._sum_over_ranks([parts], [results[mine]], mine, summands, first, share, sums)
+        summed = self._exchange_and_sum_parts([parts], [results[mine]], mine, summands, first, share, sums)
         return [Work(lambda: summed.wait().wait())]
 
     def all_to_all(self, x: torch.Tensor, out: torch.Tensor, axis: str, label: str) -> Work:
@@ -90,9 +90,9 @@ class GlooTransport(Transport):
         n, mine = self._size_and_coord(axis)
         parts, results = list(x.view(n, -1)), list(out.view(n, -1))
         results[mine].copy_(parts[mine])
-        return self._exchange_parts("reduce", [parts], [results], mine, self._begin_collective(label, "all_to_all", [x], axis))
+        return self._exchange_parts("reduce", [parts], [results], mine, self._announce(label, "all_to_all", [x], axis))
 
-    def _begin_collective(self, label: str, op: str, xs: Sequence[torch.Tensor], axis: str) -> PointToPoint:
+    def _announce(self, label: str, op: str, xs: Sequence[torch.Tensor], axis: str) -> PointToPoint:
         """Tell other ranks which collective this rank begins now. Return the messages of the collective."""
         sizes = "+".join([str(len(x)) for x in xs])
         call = self.comm.watch.begin_call(f"{label}: {op} along {axis} of {sizes} {dtype_name(xs[0].dtype)}")
@@ -121,7 +121,7 @@ class GlooTransport(Transport):
 
         return self._post_and_finish(kind, post, messages.wait, outcome or CollectiveOutcome(messages.call))
 
-    def _sum_over_ranks(
+    def _exchange_and_sum_parts(
         self,
         rows: PartsOfBuffers,
         outs: Sequence[torch.Tensor],

@@ -55,11 +55,11 @@ class NcclTransport(Transport):
         """Return the bytes of scratch for an all_reduce: 0 if ``out`` has the dtype of the input."""
         return numel * itemsize if op == "all_reduce" and not sums_into_out else 0
 
-    def allocate_arena(self, nbytes: int, memory: str) -> torch.Tensor:
+    def allocate_arena(self, nbytes: int, memory_kind: str) -> torch.Tensor:
         """Return memory on the device. Registered memory is known to the communicators of all axes."""
-        if memory == "allocator":
-            return super().allocate_arena(nbytes, memory)
+        if memory_kind == "allocator":
+            return super().allocate_arena(nbytes, memory_kind)
         if self._registered is None:
             groups = dict.fromkeys(self.groups(kind, axis) for axis, _ in self.comm.mesh.axes for kind in get_args(GroupKind))
-            self._registered = RegisteredMemory(self.comm, list(groups), is_symmetric=memory == "symmetric")
+            self._registered = RegisteredMemory(self.comm, list(groups), is_symmetric=memory_kind == "symmetric")
         return self._registered.allocate(nbytes)

@@ -35,10 +35,10 @@ class Lanes:
         """
         return _NO_CONTEXT
 
-    def join_ops(self, after: Sequence[OpKey]) -> None:
+    def stream_wait_ops(self, after: Sequence[OpKey]) -> None:
         """Make compute wait for ops on other lanes."""
 
-    def join_lanes(self, *names: str) -> None:
+    def stream_wait_lanes(self, *names: str) -> None:
         """Make compute wait for all work on the lanes of these names."""
 
     def synchronize_op(self, op: OpKey) -> None:
@@ -86,7 +86,7 @@ class DeviceLanes(Lanes):
             stream.wait_stream(torch.accelerator.current_stream(self.device))
         self._given.add(name)
         with stream:
-            self.join_ops(after)
+            self.stream_wait_ops(after)
             start = self._recorder.mark_time() if self._recorder is not None else None
             yield
             if self._recorder is not None:
@@ -94,14 +94,14 @@ class DeviceLanes(Lanes):
             if op is not None:
                 self._events.setdefault(op[0], {})[op[1]] = stream.record_event()
 
-    def join_ops(self, after: Sequence[OpKey]) -> None:
+    def stream_wait_ops(self, after: Sequence[OpKey]) -> None:
         """Make the current stream wait for the events of these ops."""
         for number, i in after:
             event = self._events.get(number, {}).get(i)
             if event is not None:
                 torch.accelerator.current_stream(self.device).wait_event(event)
 
-    def join_lanes(self, *names: str) -> None:
+    def stream_wait_lanes(self, *names: str) -> None:
         """Make the current stream wait for lanes that have had work. A wait for any other lane would add it to a CUDA graph."""
         for lane in names:
             if lane in self._given:

@@ -37,7 +37,7 @@ class ChainStage(NamedTuple):
     is_summed: bool
 
 
-class CodedBytes(NamedTuple):
+class CodecBytes(NamedTuple):
     """The encoded bytes of a chain, by when they are coded: before the first collective, between two, or after the last."""
 
     before: int = 0
@@ -114,7 +114,7 @@ class ReductionChain:
                 result.append((stage.out if following != accumulate else 0, following))
         return result
 
-    def coded_bytes(self) -> CodedBytes:
+    def codec_bytes(self) -> CodecBytes:
         """Return the encoded bytes of the chain. Bytes between two collectives are coded in :func:`reduce_along`."""
         found, last = [0, 0, 0], len(self.stages) - 1
         for k, stage in enumerate(self.stages):
@@ -123,7 +123,7 @@ class ReductionChain:
                 nbytes = stage.n * wire.size(stage.out) * wire.dtype.itemsize
                 found[0 if k == 0 else 1] += nbytes
                 found[2 if k == last else 1] += nbytes
-        return CodedBytes(*found)
+        return CodecBytes(*found)
 
     def cast_nbytes(self) -> int:
         """Return the bytes of the summands that have another dtype than their sum, over all stages."""
@@ -195,12 +195,12 @@ def _run_stages(inputs: Sequence[ChainInput], transport: Transport, label: str) 
                 item.chain.encode(x, item.residuals, k) if k or item.encoded is None else item.encoded for item, x in pairs
             ]
             sent = [each for each in stored if each is not None]
-            gaps = [
+            padding = [
                 padding_in_decoded_sums(item.chain.unit, item.chain.group, axis, transport.comm.rank, item.chain.places)
                 for item in inputs
             ]
             wire = chain.dtypes.wire_format_along(axis)
-            last = transport.reduce_scatter_encoded(summands, sent, axis, n, wire, facts, gaps, label=label)
+            last = transport.reduce_scatter_encoded(summands, sent, axis, n, wire, facts, padding, label=label)
         elif op == "all_reduce":
             last = transport.all_reduce(summands, axis, n, label=label)
         else:

@@ -22,11 +22,11 @@ from fsharp.functional.layout.unit_layout import Leaf, UnitLayout
 from fsharp.stateful.units.handed_out import HandedOutLeaf
 
 
-class LeavesAndGaps(NamedTuple):
+class LeavesAndPadding(NamedTuple):
     """Leaves as views of flat buffers, and the parts of the buffers that belong to no leaf."""
 
     leaves: list[torch.Tensor]
-    gaps: list[torch.Tensor]
+    padding: list[torch.Tensor]
 
 
 class LeafTable:
@@ -71,10 +71,10 @@ class LeafTable:
                 )
         return [flats[leaf.group][leaf.offset : leaf.offset + leaf.numel].view(leaf.shape) for leaf in leaves]
 
-    def trained_leaves(self, flats: Mapping[int, torch.Tensor]) -> "LeavesAndGaps":
+    def trained_leaves(self, flats: Mapping[int, torch.Tensor]) -> "LeavesAndPadding":
         """Return the trained leaves in full flat buffers, by group, and the parts of the buffers that belong to no leaf."""
-        gaps = [flat[gap] for group, flat in flats.items() for gap in padding_in_run(self.unit, group, 0, len(flat))]
-        return LeavesAndGaps(self.leaf_views(flats, [self.stored[i] for i in self.trainable]), gaps)
+        padding = [flat[gap] for group, flat in flats.items() for gap in padding_in_run(self.unit, group, 0, len(flat))]
+        return LeavesAndPadding(self.leaf_views(flats, [self.stored[i] for i in self.trainable]), padding)
 
 
 StoredLeaves = tuple[LeafTable, Sequence[torch.Tensor]]
@@ -140,7 +140,7 @@ class FullUnit:
                 for column in unit.groups[g].dtypes.stored_format.plane_columns(rows, unit.groups[g].capacity):
                     flat[start : start + column.numel()].view(num_parts, -1).copy_(column)
                     start += aligned(column.numel())
-        self.return_memory()
+        self.give_memory_to_leaves()
 
     def leaves(self) -> list[torch.Tensor]:
         """Return the stored leaves, as new aliases in each call."""
@@ -164,7 +164,7 @@ class FullUnit:
         return tensor
 
     def register_alias(self, tensor: torch.Tensor) -> None:
-        """Register another alias of a leaf, so that :meth:`withdraw_memory` takes the memory from the alias as well."""
+        """Register another alias of a leaf, so that :meth:`take_memory_from_leaves` takes the memory from the alias as well."""
         if any(each.is_for_tensor(tensor) for each in self._handed_out):
             return
         plain = [leaf.path for i, leaf in enumerate(self.leaf_table.stored) if i not in self._classed]
@@ -176,14 +176,14 @@ class FullUnit:
         """Return whether a tensor is a handed-out leaf with a tensor class of its own, or an alias of such a leaf."""
         return self.has_classes and any(each.owns_memory_of(tensor) for each in self._handed_out)
 
-    def withdraw_memory(self) -> list[HandedOutLeaf]:
+    def take_memory_from_leaves(self) -> list[HandedOutLeaf]:
         """Take the memory from all handed-out leaves, and return the leaves that callers still hold."""
         alive, self._handed_out = [each for each in self._handed_out if each.is_alive], []
         for each in alive:
             each.take_memory()
         return alive
 
-    def take_over_leaves(self, handed_out: list[HandedOutLeaf]) -> None:
+    def adopt_leaves(self, handed_out: list[HandedOutLeaf]) -> None:
         """Give this memory to leaves that were handed out with the same values at another address."""
         self._handed_out = handed_out
         for each in handed_out:
@@ -203,18 +203,18 @@ class FullUnit:
         """Set the version counter of all handed-out leaves. Autograd refuses leaves that it saved at another version.
 
         Leaves with a tensor class of their own have no version that autograd checks. So their memory is taken from them and
-        from their aliases. :meth:`return_memory` gives the memory back to leaves of the same version.
+        from their aliases. :meth:`give_memory_to_leaves` gives the memory back to leaves of the same version.
         """
         torch._C._autograd._unsafe_set_version_counter(self._aliases, (version,) * len(self._aliases))
         if not self._classed:
             return
-        alive = self.withdraw_memory()
+        alive = self.take_memory_from_leaves()
         if version in (RELEASED_VERSION, self._version):
             self._handed_out = alive
         else:
             self._version = version
 
-    def return_memory(self) -> None:
+    def give_memory_to_leaves(self) -> None:
         """Give the filled memory back to leaves with a tensor class of their own."""
         for each in self._handed_out:
             each.give_memory(self.storage)

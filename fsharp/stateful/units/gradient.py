@@ -46,7 +46,7 @@ class UnitGradient:
         num_added: number of microbatches whose gradients were added at rest.
         reached: a bit for each leaf: whether a backward of this step has reached the leaf on this rank.
         block: the memory in which this microbatch's gradient is collected; None if it is added to the gradient at rest.
-        is_under_way: whether a reduction is under way, for which :meth:`join` waits.
+        is_under_way: whether a reduction is under way, for which :meth:`wait` waits.
     """
 
     def __init__(self, unit: UnitLayout, transport: Transport, device: torch.device, *, trivial: bool = False) -> None:
@@ -73,14 +73,14 @@ class UnitGradient:
         )
         self.phase = phase
 
-    def begin_step(self) -> None:
-        """Begin a step, without memory in the arena yet."""
+    def close_memory(self) -> None:
+        """Let the gradient rest outside of the arena until :meth:`open_memory`."""
         self._is_open = False
 
-    def renew(self, arena_rest: RestingGradient | None) -> None:
+    def begin(self, arena_rest: RestingGradient | None) -> None:
         """Begin a new gradient once the old one is reduced. ``arena_rest``: memory of the schedule for :meth:`open_memory`."""
         if self.is_under_way:
-            self.join()
+            self.wait()
         if self.rest.handed_out:
             self.copy_out_held_tensors()
         if arena_rest is not None or self._own.is_held:  # memory that the schedule replaces, or that callers hold
@@ -109,8 +109,8 @@ class UnitGradient:
             self.rest = self._own
         return True
 
-    def end_step(self) -> None:
-        """End the step: the arena's memory is free for other uses, and tensors that callers hold move out of it."""
+    def drop_arena_memory(self) -> None:
+        """Leave memory of the arena, which is replaced. Tensors that callers hold move out of it."""
         self.copy_out_held_tensors()
         self.rest, self._arena_rest, self._is_open = self._own, None, False
 
@@ -164,20 +164,20 @@ class UnitGradient:
             if grad.layout is not torch.strided:
                 raise self._sparse_gradient_error(grads)
         if self.is_under_way:
-            self.join()
+            self.wait()
         if block is None:
             self._enter_phase(GradientPhase.RESTING)
             is_first = not self.num_added
-            leaves, gaps = self.rest.trained_leaves(self.route.leaf_table, self.route.unit.trainable_groups)
+            leaves, padding = self.rest.trained_leaves(self.route.leaf_table, self.route.unit.trainable_groups)
             self.num_added += 1
         else:
             self._enter_phase(GradientPhase.COLLECTING)
-            self.block, leaves, gaps = block, block.leaves, block.gaps
-        targets, empty = leaves, gaps
+            self.block, leaves, padding = block, block.leaves, block.padding
+        targets, empty = leaves, padding
         if len(given) < len(leaves):
             rows = list(zip(leaves, grads, strict=True))
             targets = [leaf for leaf, grad in rows if grad is not None]
-            empty = [*gaps, *(leaf for leaf, grad in rows if grad is None)]
+            empty = [*padding, *(leaf for leaf, grad in rows if grad is None)]
             self.reached |= sum(1 << i for i, grad in enumerate(grads) if grad is not None)
         else:
             self.reached = (1 << len(leaves)) - 1
@@ -201,7 +201,7 @@ class UnitGradient:
 
     def encode_resting(self) -> None:
         """Encode the gradient at rest, for :meth:`final_reduction_inputs`."""
-        self.join()
+        self.wait()
         self.zero_if_missing()
         self.encode(self.route.final_chains, self.rest.tensors)
 
@@ -265,7 +265,7 @@ class UnitGradient:
         The gradient at the optimizer's place is then out of date: the next reduction computes it again from the gradient at
         rest. A gradient that rests at the optimizer's place is multiplied by ``factor``, by which the mean was divided.
         """
-        self.join()
+        self.wait()
         if self.final is None:
             torch._foreach_mul_(self.rest.tensors, factor)
         elif self.phase is GradientPhase.FINISHED:
@@ -273,7 +273,7 @@ class UnitGradient:
 
     def add_flat_gradients(self, grads: Grads) -> None:
         """Add gradients of parameters that the loss gathered by ``gather()``: flat buffers at rest, or None for zero."""
-        self.join()
+        self.wait()
         self.zero_if_missing()
         self._enter_phase(GradientPhase.RESTING)
         self.num_added += 1
@@ -284,7 +284,7 @@ class UnitGradient:
 
     def final_reduction_inputs(self, blocks: list[list[torch.Tensor]]) -> list[ChainInput]:
         """Return the chain inputs that reduce the gradient at rest to the optimizer's place. The gradient at rest is kept."""
-        self.join()
+        self.wait()
         self.zero_if_missing()
         self._enter_phase(GradientPhase.FINISHING)
         assert self.final is not None
@@ -306,11 +306,11 @@ class UnitGradient:
         self._enter_phase(GradientPhase.FINISHED)
 
     def defer_reduction_end(self, end: Callable[[], None]) -> None:
-        """Postpone ``end``, which ends a reduction, to the next :meth:`join`."""
-        self.join()
+        """Postpone ``end``, which ends a reduction, to the next :meth:`wait`."""
+        self.wait()
         self._deferred, self.is_under_way = end, True
 
-    def join(self) -> None:
+    def wait(self) -> None:
         """Block until no reduction of the gradient is under way, so that its results can be read."""
         if self._deferred is not None:
             self._deferred()

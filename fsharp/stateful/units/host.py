@@ -1,7 +1,7 @@
 """Copy optimizer state and main copies between the device and host memory, where they rest between updates.
 
 Fetched tensors are not in the arena, which is reserved for the whole step: torch's allocator reuses their memory after the
-update. On a CPU, too, tensors that rest in host memory are :class:`HostBuffers`.
+update. On a CPU, too, tensors that rest in host memory are :class:`OffloadedBuffers`.
 """
 
 from collections.abc import Mapping
@@ -14,7 +14,7 @@ from fsharp.stateful.transport.streams import Lanes, OpKey
 from fsharp.stateful.units.pending import FutureBuffers
 
 
-class HostBuffers(FutureBuffers):
+class OffloadedBuffers(FutureBuffers):
     """Tensors in host memory that are filled once ``move`` is over."""
 
     def __init__(self, raw: list[Any], move: "HostCopies") -> None:
@@ -90,7 +90,7 @@ class StateOffload:
         def one(node: Any) -> Any:
             if not is_sharded(node) or node.name not in self._keys:
                 return node
-            is_offloaded = isinstance(node.lazy, HostBuffers)
+            is_offloaded = isinstance(node.lazy, OffloadedBuffers)
             raw = node.raw_buffers if is_offloaded and node.lazy.lanes is self._lanes else node.buffers
             buffers = list(raw)
             for i, x in enumerate(raw):
@@ -105,7 +105,7 @@ class StateOffload:
                 buffers[i] = moved[id(x)]
             if all(x is y for x, y in zip(raw, buffers, strict=True)):
                 return node
-            held = HostBuffers(buffers, moves[self._keys[node.name]]) if to_host else buffers
+            held = OffloadedBuffers(buffers, moves[self._keys[node.name]]) if to_host else buffers
             return node.with_buffers(held, reduction=node.reduction)
 
         return MovedState(map_units(one, tree), moves)

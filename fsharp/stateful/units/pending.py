@@ -28,7 +28,7 @@ class FutureBuffers(LazyBuffers):
                     self._fill()
                     self._fill = None
         if self._gathered_on is not None and (stream := self._gathered_on.current_stream()) not in self._joined:
-            self._gathered_on.join_lanes("gather")
+            self._gathered_on.stream_wait_lanes("gather")
             self._joined.add(stream)
         return self.raw
 

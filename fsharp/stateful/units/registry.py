@@ -36,7 +36,7 @@ class UnitRegistry:
         for unit in self.units.values():
             unit.bind_node(None)
 
-    def bind_if_free(self, key: str, node: Sharded) -> None:
+    def bind_unbound_node(self, key: str, node: Sharded) -> None:
         """Bind a node to the unit with the key ``key``, if the unit exists and the node has no unit yet."""
         known = self.units.get(key)
         if known is None or (node.unit is not known.layout and node.unit != known.layout):

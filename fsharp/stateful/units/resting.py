@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from fsharp.stateful.units.full import FlatSizes, LeafTable, LeavesAndGaps, carve_tensors, sizes_nbytes
+from fsharp.stateful.units.full import FlatSizes, LeafTable, LeavesAndPadding, carve_tensors, sizes_nbytes
 
 
 class RestingGradient:
@@ -34,7 +34,7 @@ class RestingGradient:
         self.handed_out: list[tuple[weakref.ref[torch.Tensor], int]] = []
         self._storage: Any = None  # the storage of the views; None if it is empty
         self._alone = 0
-        self._leaves: LeavesAndGaps | None = None
+        self._leaves: LeavesAndPadding | None = None
 
     @property
     def tensors(self) -> list[torch.Tensor]:
@@ -46,7 +46,7 @@ class RestingGradient:
                 self._tensors = carve_tensors(self._memory, self.sizes)
         return self._tensors
 
-    def trained_leaves(self, table: LeafTable, groups: Sequence[int]) -> LeavesAndGaps:
+    def trained_leaves(self, table: LeafTable, groups: Sequence[int]) -> LeavesAndPadding:
         """Return the trained leaves in the buffers, for gradients that rest in full, and the padding between them."""
         if self._leaves is None:
             self._leaves = table.trained_leaves(dict(zip(groups, self.tensors, strict=True)))

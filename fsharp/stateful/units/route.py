@@ -20,7 +20,7 @@ class OutgoingBlock(NamedTuple):
 
     Attributes:
         leaves: aliases of the trained leaves in the memory.
-        gaps: padding between leaves.
+        padding: padding between leaves.
         collected: for each group, the flat buffer of the leaves.
         sent: for each group, the buffer that travels; often the buffer in ``collected``.
         scratch: for each group, scratch of its reduction.
@@ -28,7 +28,7 @@ class OutgoingBlock(NamedTuple):
     """
 
     leaves: list[torch.Tensor]
-    gaps: list[torch.Tensor]
+    padding: list[torch.Tensor]
     collected: list[torch.Tensor]
     sent: list[torch.Tensor]
     scratch: list[list[torch.Tensor]]
@@ -86,11 +86,11 @@ class GradientRoute:
         received: FlatSizes = [(chain.stages[-1].out, chain.dtypes.accumulate)] if chain.casts_last else []
         return [*collected, (chain.size, chain.first), *chain.scratch_sizes(), *received]
 
-    def finishing_block_nbytes(self) -> int:
+    def final_block_nbytes(self) -> int:
         """Return the bytes of the block for the reduction to the optimizer's place."""
-        return sum(map(sizes_nbytes, self._finishing_sizes()))
+        return sum(map(sizes_nbytes, self._final_block_sizes()))
 
-    def _finishing_sizes(self) -> list[FlatSizes]:
+    def _final_block_sizes(self) -> list[FlatSizes]:
         """Return, for each group, sizes and dtypes of the buffer to send and of the scratch of its reduction."""
         if not self.has_final_reduction:
             return [[] for _ in self.final_chains]
@@ -106,12 +106,12 @@ class GradientRoute:
             collected.append(row.pop(0))
             sent.append(row.pop(0) if self.has_reduction and chain.casts_first and several_uses else collected[-1])
             received.append(row.pop() if self.has_reduction and chain.casts_last else None)
-        leaves, gaps = self.leaf_table.trained_leaves(dict(zip(self.unit.trainable_groups, collected, strict=True)))
-        return OutgoingBlock(leaves, gaps, collected, sent, rows, received)
+        leaves, padding = self.leaf_table.trained_leaves(dict(zip(self.unit.trainable_groups, collected, strict=True)))
+        return OutgoingBlock(leaves, padding, collected, sent, rows, received)
 
-    def finishing_block(self, memory: torch.Tensor) -> list[list[torch.Tensor]]:
-        """Return views of a run of :meth:`finishing_block_nbytes` bytes: for each group the sent buffer and the scratch."""
-        return _carve_rows(memory, self._finishing_sizes())
+    def final_block(self, memory: torch.Tensor) -> list[list[torch.Tensor]]:
+        """Return views of a run of :meth:`final_block_nbytes` bytes: for each group the sent buffer and the scratch."""
+        return _carve_rows(memory, self._final_block_sizes())
 
 
 def _carve_rows(memory: torch.Tensor, rows: Sequence[FlatSizes]) -> list[list[torch.Tensor]]:

@@ -16,7 +16,7 @@ from fsharp.functional.layout.unit_layout import UnitLayout
 from fsharp.functional.traffic import calls_to_gather_buffer
 from fsharp.stateful.schedule.program import UnitFacts
 from fsharp.stateful.transport.base import Transport
-from fsharp.stateful.units.axis_chain import CodedBytes, ReductionChain
+from fsharp.stateful.units.axis_chain import CodecBytes, ReductionChain
 from fsharp.stateful.units.full import FullUnit, encoded_full_sizes, full_nbytes, full_sizes, leaf_table
 from fsharp.stateful.units.gradient import UnitGradient
 from fsharp.stateful.units.resting import RestingGradient
@@ -79,11 +79,11 @@ class UnitState:
         if not trained or self.gradient is None:
             return facts
         route = self.gradient.route
-        reduced, finished = _total_coded_bytes(route.chains), _total_coded_bytes(route.final_chains)
+        reduced, finished = _total_codec_bytes(route.chains), _total_codec_bytes(route.final_chains)
         return replace(
             facts,
             outgoing=route.outgoing_block_nbytes(several_uses=several_uses, several_microbatches=several_microbatches),
-            finishing=route.finishing_block_nbytes(),
+            finishing=route.final_block_nbytes(),
             rest=0 if keep_gradients else self.gradient.rest.nbytes,
             trainable=True,
             reduce=tuple(chain(*(each.calls() for each in route.chains))),
@@ -110,7 +110,7 @@ class UnitState:
         return self.tree_label
 
     @torch.inference_mode(False)  # the result is kept, and may be trained later
-    def full_at_rest(self) -> FullUnit:
+    def full_unit_at_rest(self) -> FullUnit:
         """Return the full parameters of a unit that rests in full, without a gather. Wait until its buffers are filled."""
         assert self.node is not None
         buffers = self.node.buffers
@@ -139,7 +139,7 @@ class UnitState:
         self.bind_node(None)
         self.host_nbytes = 0
         if self.gradient is not None:
-            self.gradient.begin_step()
+            self.gradient.close_memory()
 
     def begin_gradient(self, transport: Transport, arena_rest: RestingGradient | None) -> None:
         """Begin a new gradient, if the unit is trained. ``arena_rest``: memory of the schedule for the gradient at rest."""
@@ -148,7 +148,7 @@ class UnitState:
         if self.gradient is None:
             device = self.node.raw_buffers[0].device if self.node else torch.device("cpu")
             self.gradient = UnitGradient(self.layout, transport, device, trivial=self.trivial)
-        self.gradient.renew(arena_rest)
+        self.gradient.begin(arena_rest)
 
     def set_offloaded_nbytes(self, nbytes: int) -> None:
         """Set how many bytes of the unit's state an update copies to host memory."""
@@ -160,5 +160,5 @@ class UnitState:
         self._at_rest = None
 
 
-def _total_coded_bytes(chains: Iterable[ReductionChain]) -> CodedBytes:
-    return CodedBytes(*map(sum, zip(*[each.coded_bytes() for each in chains], strict=True)))
+def _total_codec_bytes(chains: Iterable[ReductionChain]) -> CodecBytes:
+    return CodecBytes(*map(sum, zip(*[each.codec_bytes() for each in chains], strict=True)))

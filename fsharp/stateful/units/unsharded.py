@@ -71,7 +71,7 @@ class UnshardedBuffer:
         self._sources: list[StorageWeakRef] = []
         self._last_filled_from: Stamp | None = None
         self._version = 0  # version counter of the leaves while the buffer is filled
-        self._withdrawn: list[HandedOutLeaf] = []  # leaves whose memory was taken at the last release
+        self._leaves_without_memory: list[HandedOutLeaf] = []  # leaves whose memory was taken at the last release
         self._step = 0  # number of the step in which the buffer was filled last
 
     def _carve_memory(self, memory: torch.Tensor) -> None:
@@ -89,9 +89,9 @@ class UnshardedBuffer:
         assert self.full is not None
         self.full.decode(self._comm.rank)
 
-    def begin_step(self, step: int) -> None:
-        """Begin step number ``step``, with the same data. Autograd then refuses backwards of the previous step's forwards."""
-        self._withdrawn = []
+    def renew_version(self, step: int) -> None:
+        """Set new version counters in step number ``step``, with the same data: autograd refuses earlier steps' backwards."""
+        self._leaves_without_memory = []
         self._step, self._version = step, (self._version + _VERSIONS_PER_FILL) % RELEASED_VERSION
         if self.full is not None and self.where is not None:
             self.full.set_version(self._version)
@@ -106,11 +106,11 @@ class UnshardedBuffer:
         self._sources, self.is_carried, self.was_held = [], False, False
         if self.filled_from != self._last_filled_from or step != self._step:  # tensors saved for other values are refused
             self._last_filled_from = self.filled_from
-            self.begin_step(step)
+            self.renew_version(step)
         elif self.where is not None:
             full.set_version(self._version)
         if self.where is None:
-            full.take_over_leaves(self._withdrawn)
+            full.adopt_leaves(self._leaves_without_memory)
         self.is_encoded = self._layout.has_stored_formats
         gather_inputs: list[GatherInput] = []
         for group, (x, outs) in enumerate(zip(node.raw_buffers, self._outs, strict=True)):
@@ -146,7 +146,7 @@ class UnshardedBuffer:
         assert self.memory is not None
         assert self.full is not None
         if self.where is None:
-            self._withdrawn = self.full.withdraw_memory()
+            self._leaves_without_memory = self.full.take_memory_from_leaves()
             storage = StorageWeakRef(self.memory.untyped_storage())
             self.memory, self.full, self._outs = None, None, []
             self.was_held = not _is_unreferenced(storage)

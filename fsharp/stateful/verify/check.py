@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from fsharp.errors import ScheduleError, problem
 from fsharp.stateful.schedule.ops import PARAMS, RESTING, STREAMS, OpSpec
-from fsharp.stateful.schedule.schedule import Op, Schedule, issue_group_ranges
+from fsharp.stateful.schedule.schedule import Op, Schedule, bucket_ranges
 
 UNDO_REMEDY = "Undo the edit, or compile the program again."
 _GATHER, _COMPUTE = STREAMS.index("gather"), STREAMS.index("compute")
@@ -21,11 +21,11 @@ class HappensBefore:
         self.ops = ops
         self.last_update = max((i for i, op in enumerate(ops) if op.spec.changes == RESTING), default=len(ops))
         self._streams = [STREAMS.index(op.stream) for op in ops]
-        runs = issue_group_ranges(ops)
+        runs = bucket_ranges(ops)
         self._starts, self._ends = [run[0] for run in runs for _ in run], [run[-1] for run in runs for _ in run]
         clocks = zip(self._compute_clocks(-1), self._streams, strict=True)
         waited = max((over[_GATHER] for over, stream in clocks if stream == _COMPUTE), default=-1)  # the last gather waited for
-        first_pending = next((i for i in self.trailing_gathers() if i + len(ops) > waited), 0)
+        first_pending = next((i for i in self.gathers_after_last_update() if i + len(ops) > waited), 0)
         self._over = self._compute_clocks(first_pending - 1)
 
     def _compute_clocks(self, last_ended_gather: int) -> list[list[int]]:
@@ -58,7 +58,7 @@ class HappensBefore:
         """Return whether op ``i``, of this or the previous step, is over when op ``j`` starts."""
         return i < self._starts[j] and self._over[j][self._streams[i]] >= i
 
-    def trailing_gathers(self) -> list[int]:
+    def gathers_after_last_update(self) -> list[int]:
         """Return the positions, which are negative, of the previous step's gathers after its last update."""
         return [i - len(self.ops) for i in range(self.last_update, len(self.ops)) if self._streams[i] == _GATHER]
 
@@ -92,13 +92,9 @@ class ScheduleCheck:
     def check_end(self) -> None:
         """Check the conditions that hold after the last op."""
 
-    def schedule_position(self, i: int) -> int:
-        """Return the position in the schedule of op ``i``, which is negative for an op of the previous step."""
-        return i % len(self.order.ops)
-
     def check_is_before(self, j: int | None, i: int, what: str) -> None:
         """Raise an error if neither a stream nor ``after`` orders op ``i`` after op ``j``. If ``j`` is None, do nothing."""
         if j is not None and not self.order.is_before(j, i):
-            j = self.schedule_position(j)
+            j %= len(self.order.ops)
             what = f"{what} op {j}, {self.order.ops[j]}: nothing orders op {i} after op {j}."
             raise op_error(i, self.order.ops[i], what, f"{j} among the ops it runs after", f"Add {j} to its `after`.")

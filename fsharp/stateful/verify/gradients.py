@@ -67,14 +67,14 @@ class GradientCheck(ScheduleCheck):
         if op.at in self.cast.setdefault(key, set()):
             raise op_error(i, op, f"casts the gradient of use {op.use} twice.", "one cast for each use", "Drop one of them.")
         self.cast[key].add(op.at)
-        self._record_write(i, op, [(spec, *key) for spec in self.takers[OUTGOING]])
+        self._record_gradient_change(i, op, [(spec, *key) for spec in self.takers[OUTGOING]])
         if any(spec.has_ops_for(self.facts[op.unit]) for spec in self.takers[OUTGOING]):
             self.waiting[op.unit] = i
 
-    def _record_write(self, i: int, op: Op, later: Sequence[tuple[OpSpec, str, int]]) -> None:
-        """Record a change of a unit's gradient. Raise an error if the gradient was sent before the change."""
+    def _record_gradient_change(self, i: int, op: Op, must_follow: Sequence[tuple[OpSpec, str, int]]) -> None:
+        """Record a change of a unit's gradient. Raise an error if it was sent before, as by an op of ``must_follow``."""
         sent = [(spec, op.unit, bisect_left(self.asked, op.at)) for spec in self.takers[FINISHING] if REST in spec.reads]
-        for done in (*later, *sent):
+        for done in (*must_follow, *sent):
             if done in self.done:
                 at = self.done[done]
                 what = f"comes after op {at}, {self.order.ops[at]}, which has sent the gradient without it."
@@ -96,7 +96,7 @@ class GradientCheck(ScheduleCheck):
         if REST in spec.reads:
             self.read[op.unit] = i
         if spec.fills == REST:
-            self._record_write(i, op, [])
+            self._record_gradient_change(i, op, [])
             self.waiting.pop(op.unit, None)
 
     def _reductions_before(self, spec: OpSpec) -> list[OpSpec]:

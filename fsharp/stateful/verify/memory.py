@@ -79,14 +79,14 @@ class MemoryCheck(ScheduleCheck):
         """Record the owner and the readers of each byte of the arena. Raise an error if two owners overlap in time."""
         self._check_reads(i, op, spec)
         self._check_memory(i, op, spec)
-        self._check_gradient_memory(i, op, spec)
+        self._check_opens(i, op, spec)
 
     def _set_owner(self, i: int, key: BufferKey, memory: Memory | None) -> None:
         self.live[key], self.changed[key] = (i, memory), i
         if memory:
             self.owners.set_value(memory.start, memory.stop, (key, i))
 
-    def _check_gradient_memory(self, i: int, op: Op, spec: OpSpec) -> None:
+    def _check_opens(self, i: int, op: Op, spec: OpSpec) -> None:
         """Check that the memory of a gradient at rest is opened once, by the first op that writes there or an earlier op."""
         facts, key = self.facts[op.unit], (REST, op.unit)
         if op.opens:
@@ -128,7 +128,7 @@ class MemoryCheck(ScheduleCheck):
             self._check_fill(i, op, op.memory)
             self._set_owner(i, key, op.memory)
         elif self.live[key][1] != op.memory:
-            what = f"its memory is not the memory that op {self.schedule_position(self.live[key][0])} has filled."
+            what = f"its memory is not the memory that op {self.live[key][0] % len(self.order.ops)} has filled."
             raise op_error(i, op, what, f"{self.live[key][1]}")
         if spec.frees == spec.memory_buffer_kind:
             filled, _ = self.live.pop(key)
@@ -138,7 +138,7 @@ class MemoryCheck(ScheduleCheck):
 
     def _check_fill(self, i: int, op: Op, memory: Memory) -> None:
         for (buffer, unit), j in self.owners.values_over(memory.start, memory.stop):
-            since = self.schedule_position(j)
+            since = j % len(self.order.ops)
             what = f"fills memory in which the {BUFFERS[buffer].description} of {unit!r} is live, since op {since}."
             expected = f"no byte of {self.live[buffer, unit][1]}"
             raise op_error(i, op, what, expected, "Move the op's memory, or release the other buffer first.")

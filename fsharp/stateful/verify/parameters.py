@@ -20,7 +20,7 @@ class ParameterCheck(ScheduleCheck):
             if i < order.last_update:
                 what = "is gathered and never released: a leak, and stale once the parameters are updated."
                 raise op_error(i, order.ops[i], what, "a release after its last use")
-        tail = order.trailing_gathers()
+        tail = order.gathers_after_last_update()
         self.readers = {order.ops[i].stream: i for i in tail}  # by stream, the last op that reads or fills parameters at rest
         settled = {op.unit for op in order.ops[order.last_update :] if op.spec.joins == RESTING}
         spread = {order.ops[i].unit: i for i in tail if order.ops[i].spec.fills == RESTING}
@@ -54,7 +54,7 @@ class ParameterCheck(ScheduleCheck):
         if op.unit in self.stale:
             raise op_error(i, op, "gathers stale parameters.", "the gather of phase update first")
         if op.unit in self.copies:
-            what = f"is gathered again while its copy of op {self.schedule_position(self.copies[op.unit])} is there."
+            what = f"is gathered again while its copy of op {self.copies[op.unit] % len(self.order.ops)} is there."
             raise op_error(i, op, what, "a release in between", "Release it first, or drop this gather.")
         self.copies[op.unit] = i
 
@@ -82,7 +82,7 @@ class ParameterCheck(ScheduleCheck):
             raise op_error(i, op, "uses a unit that is not gathered.", "a gather and a wait after its last release")
         gather = self.copies[op.unit]
         if op.unit not in self.joined:
-            what = f"uses a unit before its gather, op {self.schedule_position(gather)}, is waited for."
+            what = f"uses a unit before its gather, op {gather % len(self.order.ops)}, is waited for."
             raise op_error(i, op, what, "a wait between the two", "Add the wait.")
         self.check_is_before(gather, i, "uses a unit before the end of")
 
@@ -98,9 +98,7 @@ class ParameterCheck(ScheduleCheck):
 
     def _check_update(self, i: int, op: Op) -> None:
         for unit, gather in self.copies.items():
-            what = (
-                f"the copy of {unit!r} made by op {self.schedule_position(gather)} survives the update, and is stale after it."
-            )
+            what = f"the copy of {unit!r} made by op {gather % len(self.order.ops)} survives the update, and is stale after it."
             raise op_error(i, op, what, f"a release of {unit!r} before the update, or its gather after")
         for j in self.readers.values():
             self.check_is_before(j, i, "changes what may still be read by")

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from fsharp.errors import ScheduleError, problem
 from fsharp.stateful.schedule.ops import OPS, PARAMS, OpSpec, expected_phases_text
 from fsharp.stateful.schedule.program import UnitFacts
-from fsharp.stateful.schedule.schedule import VECTOR_NBYTES, Op, Schedule, coalescing_key, issue_groups
+from fsharp.stateful.schedule.schedule import VECTOR_NBYTES, Op, Schedule, bucketed_ops, coalescing_key
 from fsharp.stateful.verify.check import UNDO_REMEDY, HappensBefore, ScheduleCheck, op_error
 from fsharp.stateful.verify.derived import DerivedBufferCheck
 from fsharp.stateful.verify.gradients import GradientCheck
@@ -33,7 +33,7 @@ def verify(schedule: Schedule) -> None:
 
     Cost: linear in the number of ops, times the logarithm of how many buffers there are; 0.3 s for 1,000 units.
     """
-    _check_single_ops(schedule)
+    _check_each_op(schedule)
     order, specs = HappensBefore(schedule.ops), [op.spec for op in schedule.ops]
     for kind in (ParameterCheck, GradientCheck, DerivedBufferCheck, OffloadedStateCheck, MemoryCheck, PolicyLimitsCheck):
         check: ScheduleCheck = kind(schedule, order)
@@ -69,7 +69,7 @@ def verify_ranks(schedules: Sequence[Schedule]) -> None:
 def _collective_texts(schedule: Schedule) -> list[str]:
     facts = schedule.program.facts
     queue: list[str] = []
-    for issued in issue_groups(schedule.ops):
+    for issued in bucketed_ops(schedule.ops):
         texts = []
         for op in issued:
             calls = ", ".join(f"{c.op} {c.axis} {c.nbytes}" for c in op.spec.collectives(facts[op.unit]))
@@ -78,7 +78,7 @@ def _collective_texts(schedule: Schedule) -> list[str]:
     return queue
 
 
-def _check_single_ops(schedule: Schedule) -> None:
+def _check_each_op(schedule: Schedule) -> None:
     """Check the unit, stream, position and size of each op, and that ops of kinds with ``events`` follow the program."""
     arena, budget = schedule.arena, schedule.policy.memory_budget
     facts, events = schedule.program.facts, schedule.program.events

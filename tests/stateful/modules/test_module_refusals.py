@@ -64,7 +64,7 @@ def test_names_that_it_would_hide():
     net.layout = 3
     with pytest.raises(TreeError, match="would hide layout of Net"):
         fs.shard_module(net, mesh=fs.SingleComm())
-    assert net.step == 3
+    assert net.layout == 3
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero3"])

@@ -68,7 +68,7 @@ def looked_at_by_several_streams(scheduler, state, batches):
         with scheduler.lanes.on_lane("the user's"):
             [buffer.sum() for buffer in buffers(state.params)]
         [buffer.sum() for buffer in buffers(state.params)]
-        scheduler.lanes.join_lanes("the user's")
+        scheduler.lanes.stream_wait_lanes("the user's")
 
 
 def replaced(scheduler, state, batches, *, donate=False):

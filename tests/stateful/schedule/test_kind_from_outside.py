@@ -17,7 +17,7 @@ from fsharp.stateful.runtime.executor import BIND
 from fsharp.stateful.schedule.compile import compile_schedule
 from fsharp.stateful.schedule.ops import OPS, OUTGOING, PARAMS, RESTING, OpSpec, declare_op, kinds_where
 from fsharp.stateful.schedule.policy import SchedulePolicy
-from fsharp.stateful.schedule.schedule import Schedule, issue_groups
+from fsharp.stateful.schedule.schedule import Schedule, bucketed_ops
 from fsharp.stateful.verify.verify import verify
 from fsharp.testing import DebugPolicy, checking_races, simulate
 from fsharp.testing.ordering import Access
@@ -71,7 +71,7 @@ def found():
             number = sum(int((flat == flat).sum()) for flat in flats(bound))  # not those that are poisoned
             result.counts.append((executor.comm.rank, bound.op.phase, bound.op.unit, number))
 
-        return executor.action_after_joins(bound, action)
+        return executor.action_after_waits(bound, action)
 
     def add(executor, bound):
         def start():
@@ -386,7 +386,7 @@ def test_there_may_be_one_behind_each_kind(kind):
         for ours, theirs in zip(found, expected, strict=True):
             assert_same_training(ours, theirs)
         wanted = []
-        for issued in issue_groups([op for op in schedule.ops if op.kind != "probe"]):
+        for issued in bucketed_ops([op for op in schedule.ops if op.kind != "probe"]):
             wanted += issued
             wanted += [("probe", op.unit, op.phase, op.at) for op in issued if op.kind == kind]
         assert [op if op.kind != "probe" else ("probe", op.unit, op.phase, op.at) for op in schedule.ops] == wanted

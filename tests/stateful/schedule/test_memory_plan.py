@@ -298,7 +298,7 @@ def test_a_window_ends_with_the_step_and_not_before():
 def test_places_tried_grow_no_faster_than_the_number_of_units(kind, microbatches, monkeypatch):
     """Those of a search, with the neighbours that each is compared with: stacks of what lives long are none of them."""
     looked = Counter()
-    neighbours, search = arena._neighbours, arena._ArenaPacking._search_places
+    neighbours, search = arena._neighbours, arena._ArenaPacking._search_addresses
 
     def count_neighbours(items, which):
         found = neighbours(items, which)
@@ -311,7 +311,7 @@ def test_places_tried_grow_no_faster_than_the_number_of_units(kind, microbatches
         return found
 
     monkeypatch.setattr(arena, "_neighbours", count_neighbours)
-    monkeypatch.setattr(arena._ArenaPacking, "_search_places", count_search)
+    monkeypatch.setattr(arena._ArenaPacking, "_search_addresses", count_search)
     for number in (50, 200):
         compile_schedule(program_of(sizes_of(number, kind), microbatches), SchedulePolicy(bucket_nbytes=0))
     assert looked[200] <= 4 * 2 * looked[50]

@@ -14,7 +14,7 @@ from fsharp.errors import FsharpError, ScheduleError
 from fsharp.functional.layout.sharded import trainable
 from fsharp.inspect.comparing import compare
 from fsharp.stateful.schedule.compile import compile_schedule
-from fsharp.stateful.schedule.schedule import issue_groups
+from fsharp.stateful.schedule.schedule import bucketed_ops
 from fsharp.stateful.transport import gloo
 from fsharp.stateful.transport.base import Summand
 from fsharp.stateful.transport.blocking import BlockingTransport
@@ -48,7 +48,7 @@ JOINED = {"bucket_nbytes": 700}
 
 def together(schedule, kind, phase):
     """How many units share a collective at most."""
-    return max((len(ops) for ops in issue_groups(schedule.ops) if (ops[0].kind, ops[0].phase) == (kind, phase)), default=0)
+    return max((len(ops) for ops in bucketed_ops(schedule.ops) if (ops[0].kind, ops[0].phase) == (kind, phase)), default=0)
 
 
 def assert_joined(schedule):
@@ -141,7 +141,7 @@ def test_units_of_other_dtypes_stay_alone():
         facts = {unit.name: unit.wire for unit in found.schedule.program.units}
         assert facts["layers.1"] is None
         assert facts["layers.3"] != facts["layers.0"] == facts["embed"]
-        joined = {tuple(op.unit for op in ops) for ops in issue_groups(found.schedule.ops) if len(ops) > 1}
+        joined = {tuple(op.unit for op in ops) for ops in bucketed_ops(found.schedule.ops) if len(ops) > 1}
         assert joined == {("embed", "layers.0"), ("layers.0", "embed")}, joined
 
 
@@ -256,7 +256,7 @@ def test_one_unit_of_a_bucket_has_other_values_than_were_gathered_for_it(hidden)
 
     _, [step] = run_both(program, DP, **JOINED)
     assert step.num_unscheduled_calls == 1
-    carried = [ops for ops in issue_groups(step.schedule.ops) if ops[0].at == len(step.schedule.program.events) - 1]
+    carried = [ops for ops in bucketed_ops(step.schedule.ops) if ops[0].at == len(step.schedule.program.events) - 1]
     assert ("embed", "layers.0") in {tuple(op.unit for op in ops)[:2] for ops in carried if ops[0].phase == "forward"}
 
 
@@ -371,7 +371,7 @@ def test_a_trace_shows_a_bucket_as_one_collective():
     for trace, schedule, calls in processes(DP, traced):
         assert calls == schedule.calls() + of_the_loss(DP)
         timeline = trace.timeline(schedule)
-        for ops in issue_groups(schedule.ops):
+        for ops in bucketed_ops(schedule.ops):
             if len(ops) > 1:
                 positions = {schedule.ops.index(op) for op in ops}
                 spans = {(s.start_s, s.stop_s) for s in timeline.spans if s.op in positions and s.kind == ops[0].kind}

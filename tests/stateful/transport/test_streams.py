@@ -50,7 +50,7 @@ class FakeStream:
 def train(lanes, strategy, **policy):
     comm = fs.SingleComm(MESH)
     scheduler = fs.Scheduler(comm, policy=DebugPolicy(sum_late=False, trivial_axes=True, **policy))
-    scheduler.use_lanes(lanes)
+    scheduler.set_lanes(lanes)
     tx = fs.optim.adamw(1e-2)
     state, step = make_state(comm, strategy("dp"), tx=tx), scheduler(fs.train_step(loss_fn, tx, microbatches=2, donate=True))
     for batch in my_batches(comm, 3):
@@ -93,7 +93,7 @@ def test_events_go_with_the_step_that_made_them(monkeypatch):
     lanes = on_fake_streams(monkeypatch, [])
     comm = fs.SingleComm(MESH)
     scheduler = fs.Scheduler(comm, policy=DebugPolicy(sum_late=False, trivial_axes=True))
-    scheduler.use_lanes(lanes)
+    scheduler.set_lanes(lanes)
     tx = fs.optim.adamw(1e-2)
     state, step, held = make_state(comm, fs.zero3("dp"), tx=tx), fs.train_step(loss_fn, tx), []
     for batch in my_batches(comm, 4):
@@ -114,15 +114,15 @@ def test_collectives_go_before_compute_and_copies_do_not(monkeypatch):
 def test_what_was_given_nothing_is_not_waited_for_nor_what_is_forgotten(monkeypatch):
     lanes = on_fake_streams(monkeypatch, [])
     compute = FakeStream.current
-    lanes.join_lanes("gather", "reduce")
+    lanes.stream_wait_lanes("gather", "reduce")
     with lanes.on_lane("reduce", (0, 1)):
         pass
     assert compute.notes == []
     lanes.drop_all_events()
-    lanes.join_lanes("gather", "reduce")
-    lanes.join_ops([(0, 1)])
+    lanes.stream_wait_lanes("gather", "reduce")
+    lanes.stream_wait_ops([(0, 1)])
     assert compute.notes == []
     with lanes.on_lane("reduce"):
         pass
-    lanes.join_lanes("gather", "reduce")
+    lanes.stream_wait_lanes("gather", "reduce")
     assert compute.notes == [("wait", compute, lanes.streams["reduce"])]

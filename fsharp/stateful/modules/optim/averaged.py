@@ -15,7 +15,7 @@ from fsharp.stateful.modules.te import preserving_amax_histories
 
 
 @contextmanager
-def replacing_parameters_by_averages(session: Session, opt_state: Any) -> Iterator[None]:
+def using_averaged_parameters(session: Session, opt_state: Any) -> Iterator[None]:
     """Copy the averages in an optimizer's state into the module's parameters; restore the parameters at the context's end."""
     averages, state = _average_buffers(opt_state), session.state
     if session.is_averaged:

@@ -35,7 +35,7 @@ class FlatSlice(NamedTuple):
         return found if self.shape is None else found.view(self.shape)
 
 
-def slices_of_equal_labels(tree: Any, labels: Mapping[str, Hashable], *, rank: int, by_leaf: bool) -> Iterator[FlatSlice]:
+def cut_by_labels(tree: Any, labels: Mapping[str, Hashable], *, rank: int, by_leaf: bool) -> Iterator[FlatSlice]:
     """Yield a slice for each run of neighbouring leaves with equal labels. Leaves without a label are left out.
 
     With ``by_leaf`` yield each leaf by itself, in its shape; buffers then have to hold whole leaves.

@@ -24,14 +24,8 @@ from fsharp.functional.optim.base import Transform, as_transform
 from fsharp.functional.optim.elementwise_check import with_elementwise_check
 from fsharp.functional.optim.wrappers import without_updates
 from fsharp.functional.state import MadeBy
-from fsharp.stateful.modules.optim.averaged import replacing_parameters_by_averages
-from fsharp.stateful.modules.optim.flat_slices import (
-    FlatSlice,
-    join_state,
-    slices_of_equal_labels,
-    state_join_key,
-    state_of_leaf,
-)
+from fsharp.stateful.modules.optim.averaged import using_averaged_parameters
+from fsharp.stateful.modules.optim.flat_slices import FlatSlice, cut_by_labels, join_state, state_join_key, state_of_leaf
 from fsharp.stateful.modules.optim.probe import UpdateScope, fresh_state, probe_update_scope
 from fsharp.stateful.modules.optim.states import (
     StateByParameter,
@@ -174,7 +168,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         nodes, rank, groups = units_by_name(tree), self.session.scheduler.rank, []
         self._slices: dict[nn.Parameter, FlatSlice] = {}
         for scope, labels in zip(self._scopes, self._labels, strict=True):
-            found = slices_of_equal_labels(tree, labels, rank=rank, by_leaf=scope is not UpdateScope.ELEMENT)
+            found = cut_by_labels(tree, labels, rank=rank, by_leaf=scope is not UpdateScope.ELEMENT)
             groups.append({nn.Parameter(flat_slice.view_in(nodes)): flat_slice for flat_slice in found})
             self._slices |= groups[-1]
         return list(map(list, groups))
@@ -274,7 +268,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
         Cost: a copy of this rank's parts, and one gather of parameters.
         """
-        with replacing_parameters_by_averages(self.session, self.session.state.train_state.opt if self.inner is None else None):
+        with using_averaged_parameters(self.session, self.session.state.train_state.opt if self.inner is None else None):
             yield
 
     @property  # type: ignore[override]

@@ -187,16 +187,8 @@ class ShardedTensor(torch.Tensor):
         """A key that is equal for two parts if each rank holds the same range of elements of both."""
         if self.is_whole:
             return self.full_shape, None
-        size = self.unit.local_size(self.leaf.group, self.place)
-        return (
-            self.full_shape,
-            self.unit.mesh,
-            self.place.sharded_axes,
-            self.leaf.shape,
-            self.leaf.offset,
-            size,
-            self._dtensor_key,
-        )
+        leaf, size = self.leaf, self.unit.local_size(self.leaf.group, self.place)
+        return self.full_shape, self.unit.mesh, self.place.sharded_axes, leaf.shape, leaf.offset, size, self._dtensor_key
 
     @classmethod
     @api_boundary
