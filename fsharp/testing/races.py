@@ -102,7 +102,7 @@ class VirtualLanes(Lanes):
         """Make the current lane wait for an op, as all that the host issues later follows the op."""
         self.stream_wait_ops([op])
 
-    def record_use(self, x: torch.Tensor) -> None:
+    def record_stream(self, x: torch.Tensor) -> None:
         """Let no allocation reuse a tensor's memory before all ops so far on the current lane are finished."""
         self.log.append(RecordStream(self.lane, x.untyped_storage().data_ptr()))
 

@@ -111,4 +111,4 @@ class Arena:
         if self._executor.lanes.has_streams:
             with self._executor.lanes.on_lane("gather", after_compute=False):
                 for x in [x for unit in units if unit.node is not None for x in unit.node.raw_buffers]:
-                    self._executor.lanes.record_use(x)  # the state may be replaced before these gathers have ended
+                    self._executor.lanes.record_stream(x)  # the state may be replaced before these gathers have ended

@@ -37,7 +37,7 @@ class EagerOps:
 
     Args:
         is_in_use: returns whether a use that is under way has its parameters in a buffer.
-        left: the schedule that the step has left, if it followed a schedule.
+        left_schedule: the schedule that the step has left, if it followed a schedule.
         left_at: text about the event that the schedule did not contain.
 
     Attributes:
@@ -48,10 +48,10 @@ class EagerOps:
         self,
         executor: Executor,
         is_in_use: Callable[[UnshardedBuffer], bool],
-        left: BoundSchedule | None = None,
+        left_schedule: BoundSchedule | None = None,
         left_at: str = "",
     ) -> None:
-        self._executor, self._device, self._left, self.left_at = executor, executor.comm.device, left, left_at
+        self._executor, self._device, self._left_schedule, self.left_at = executor, executor.comm.device, left_schedule, left_at
         self._is_in_use = is_in_use
         self.unsharded_by_unit: dict[str, UnshardedBuffer] = {}
         self._number = -1 - next(_schedule_numbers)  # numbers of compiled schedules are positive
@@ -64,7 +64,7 @@ class EagerOps:
         self._joined: set[int] = set()  # ops that compute has waited for since its last op, for ``after`` of its next op
         self._readers: dict[BufferKey, list[int]] = {}  # ops that have read a buffer since its last change
         self._reducing: BoundOp | None = None  # the reduction under way
-        for unit in left.units.values() if left is not None else ():  # buffers in the arena may overlap the gradient's block
+        for unit in left_schedule.units.values() if left_schedule is not None else ():  # the arena may overlap the block
             gradient = unit.gradient
             if gradient is not None and gradient.phase is GradientPhase.COLLECTING and gradient.block is not None:
                 gradient.collect_in(self._allocate_outgoing_block(gradient))
@@ -147,15 +147,15 @@ class EagerOps:
 
         Raises ScheduleError if a buffer is in use, or callers have views of a gradient there.
         """
-        if unsharded.where is None or self._left is None:
+        if unsharded.where is None or self._left_schedule is None:
             return
-        for name, memory in self._left.stranded.items():
+        for name, memory in self._left_schedule.stranded.items():
             if memory.overlaps(unsharded.where):
                 raise ScheduleError(
                     f"the backward of unit {unit.key!r} needs memory that now holds the gradient of {name!r}, of which there "
                     f"are views. Run the backward of {unit.key!r} earlier, or pass keep_gradients=True to the Scheduler."
                 )
-        for name, other in self._left.unsharded_by_unit.items():
+        for name, other in self._left_schedule.unsharded_by_unit.items():
             shares_bytes = other.where is not None and other.where.overlaps(unsharded.where)
             if other is unsharded or other.filled_from is None or not shares_bytes:
                 continue
@@ -164,7 +164,7 @@ class EagerOps:
                     f"the backward of unit {unit.key!r} came while the backward of {name!r} was under way, and they share "
                     "memory: uses have to nest in the backward as they did in the forward."
                 )
-            yield self._emit_op(ops.RELEASE, self._left.units[name], "backward", unsharded=other)
+            yield self._emit_op(ops.RELEASE, self._left_schedule.units[name], "backward", unsharded=other)
 
     def _release_unit(self, unit: UnitState, phase: Phase, unsharded: UnshardedBuffer | None) -> Iterator[BoundOp]:
         if unsharded is not None and unsharded.filled_from is not None and not self._is_in_use(unsharded):

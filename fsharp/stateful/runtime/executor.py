@@ -289,10 +289,10 @@ def _bind_update_gather(executor: Executor, bound: BoundOp) -> Action:
             gather.wait()  # adds differences on this lane, before later gathers and reads of parameters
         if executor.lanes.has_streams:
             for source, parts in gather_inputs:
-                executor.lanes.record_use(source)  # the user may drop the state, with sources and targets, at any time
-                executor.lanes.record_use(parts[0])
+                executor.lanes.record_stream(source)  # the user may drop the state, with sources and targets, at any time
+                executor.lanes.record_stream(parts[0])
             for difference in differences:
-                executor.lanes.record_use(difference.params)
+                executor.lanes.record_stream(difference.params)
 
     on_lane = executor.action_on_lane(bound, start)
 

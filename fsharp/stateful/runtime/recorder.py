@@ -61,7 +61,7 @@ class TraceRecorder:
                 began = self._last
                 if not self.has_streams:  # in the update the host waits for gradients and losses
                     began += self._waited_s() - self._waited_before
-                    self._add_measurement(bound, self._last, began, waits=True)
+                    self._add_measurement(bound, self._last, began, is_wait=True)
                 self._add_measurement(bound, began, here)
             else:
                 self.run_op(bound, action)
@@ -90,9 +90,9 @@ class TraceRecorder:
         stop: TimeMark,
         outcomes: Sequence[CollectiveOutcome] = (),
         *,
-        waits: bool = False,
+        is_wait: bool = False,
     ) -> None:
-        self._rows.append((bound, waits or bound.spec.may_wait, start, stop, list(outcomes), self._step))
+        self._rows.append((bound, is_wait or bound.spec.may_wait, start, stop, list(outcomes), self._step))
 
     def end_step(self) -> None:
         """End a step, and add its measurements to the trace. Measurements of ops under way are added in a later step."""
@@ -103,14 +103,14 @@ class TraceRecorder:
         self.trace.end_step(self._seconds_at(ended))
         waiting = []
         for row in self._rows:
-            bound, waits, start, stop, outcomes, step = row
+            bound, is_wait, start, stop, outcomes, step = row
             landed = [outcome.done_at_s for outcome in outcomes]
             if None in landed:
                 waiting.append(row)
                 continue
             end = max([self._seconds_at(stop), *(at for at in landed if at is not None)])
-            op, kind = bound.op, WAITING if waits else bound.op.kind
-            is_here = waits or (bound.spec.cost != "send" and not self.has_streams)
+            op, kind = bound.op, WAITING if is_wait else bound.op.kind
+            is_here = is_wait or (bound.spec.cost != "send" and not self.has_streams)
             stream: Stream = "compute" if is_here else op.stream
             self.trace.record(bound.key[1], kind, op.unit, op.phase, stream, self._seconds_at(start), end, step=step)
         self._rows = waiting

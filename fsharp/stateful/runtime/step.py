@@ -104,7 +104,7 @@ class Step:
         self.executor.end_all_reductions()
         self.schedule.leave_arena(self.uses.is_buffer_in_use)
         left_at = after if event is None else str(event)
-        self.eager = EagerOps(self.executor, is_in_use=self.uses.is_buffer_in_use, left=self.schedule, left_at=left_at)
+        self.eager = EagerOps(self.executor, is_in_use=self.uses.is_buffer_in_use, left_schedule=self.schedule, left_at=left_at)
         return self.eager
 
     def begin_use(self, node: Sharded, unit: UnitState) -> UnitUse:

@@ -44,7 +44,7 @@ class Lanes:
     def synchronize_op(self, op: OpKey) -> None:
         """Block the host until an op is over."""
 
-    def record_use(self, x: torch.Tensor) -> None:
+    def record_stream(self, x: torch.Tensor) -> None:
         """Keep the memory of a freed tensor until all work so far of the current lane is over (``record_stream``)."""
 
     def drop_events_when_collected(self, owner: Any, number: int) -> None:
@@ -58,7 +58,7 @@ class DeviceLanes(Lanes):
     """The lanes of one scheduler on an accelerator: streams, ordered by events. The host does not wait for the lanes.
 
     Most memory on a lane belongs to the scheduler and outlives the lane's work. A user may free other memory, such as optimizer
-    state, under work of a lane. :meth:`record_use` makes the allocator wait for the lane before such memory is reused.
+    state, under work of a lane. :meth:`record_stream` makes the allocator wait for the lane before such memory is reused.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -122,7 +122,7 @@ class DeviceLanes(Lanes):
         self._events.clear()
         self._given.clear()
 
-    def record_use(self, x: torch.Tensor) -> None:
+    def record_stream(self, x: torch.Tensor) -> None:
         """Call ``record_stream`` if the tensor is on the device. The allocator of pinned memory tracks copies itself."""
         if x.device.type != "cpu":
             x.record_stream(torch.accelerator.current_stream(self.device))

@@ -48,7 +48,7 @@ class HostCopies:
             target.copy_(source, non_blocking=True)
             nbytes += source.nbytes
             for x in (target, source):
-                lanes.record_use(x)
+                lanes.record_stream(x)
         self.copies.clear()
         self.lanes, self._began = lanes, op
         return nbytes

@@ -228,8 +228,8 @@ class ShardedTensor(torch.Tensor):
                 "parameters are whole inside of `with model.unsharded():` (write=True keeps changes).",
             )
             raise LayoutError(  # a TypeError would mean to Python that an operator is missing
-                f"{kind}{cut[0].path!r} is sharded: this rank holds {_held_text(cut[0])}, which {name}(){by} would take for "
-                f"the whole tensor. {remedy}"
+                f"{kind}{cut[0].path!r} is sharded: this rank holds {_elements_text(cut[0])}, which {name}(){by} would take "
+                f"for the whole tensor. {remedy}"
             )
         if torch.is_grad_enabled():
             _check_no_autograd(name, rows, cut)
@@ -405,7 +405,7 @@ def _own_elements(x: Any, likes: Sequence[ShardedTensor | None]) -> Any:
     return x.reshape(-1)[slice(*like.flat_range)] if like is not None and isinstance(x, torch.Tensor) and x.dim() else x
 
 
-def _held_text(part: ShardedTensor) -> str:
+def _elements_text(part: ShardedTensor) -> str:
     with torch._C.DisableTorchFunctionSubclass():
         return f"{part.numel():,} of the {part.full_shape.numel():,} elements of {list(part.full_shape)}"
 
@@ -415,7 +415,7 @@ def _mismatch_message(part: ShardedTensor, other: Any, name: str) -> str:
     remedy = "Of a tensor `whole` that every rank has, take `whole.flatten()[slice(*part.flat_range)]`, and compute with "
     remedy += "`part.local`."
     if isinstance(other, ShardedTensor):
-        what = f"{other.path!r}, of which this rank holds {_held_text(other)}: the two are cut differently"
+        what = f"{other.path!r}, of which this rank holds {_elements_text(other)}: the two are cut differently"
         remedy = "Shard both modules alike, with the same strategy, units, precision and trained parameters; freeze a teacher "
         remedy += "by requires_grad_(False) after shard_module(), not before."
-    return f"{name}(): {part.path!r}, of which this rank holds {_held_text(part)}, and {what}. {remedy}"
+    return f"{name}(): {part.path!r}, of which this rank holds {_elements_text(part)}, and {what}. {remedy}"
