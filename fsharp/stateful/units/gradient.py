@@ -74,7 +74,7 @@ class UnitGradient:
         self.phase = phase
 
     def close_memory(self) -> None:
-        """Let the gradient rest outside of the arena until :meth:`open_memory`."""
+        """Let the next gradient rest outside of the arena until :meth:`open_memory`."""
         self._is_open = False
 
     def begin(self, arena_rest: RestingGradient | None) -> None:
