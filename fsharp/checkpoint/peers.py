@@ -109,7 +109,7 @@ def describe_saves_held_here(folder: str) -> list[list[Any]]:
     for name in folder_names_newest_first(folder):
         path = f"{folder}/{name}"
         try:
-            manifest = Checkpoint(path).manifest
+            manifest, manifest_nbytes = Checkpoint(path).manifest, _local_storage.nbytes(f"{path}/{MANIFEST_NAME}")
         except CheckpointError as error:
             _log.warning("left out: %s", error)
             continue
@@ -123,7 +123,6 @@ def describe_saves_held_here(folder: str) -> list[list[Any]]:
                     heads[number] = header_nbytes(file, bytes(first), record.nbytes)
                 except CheckpointError as error:
                     _log.warning("left out: %s", error)
-        manifest_nbytes = _local_storage.nbytes(f"{path}/{MANIFEST_NAME}")
         saves.append([name, manifest.step, manifest.created, len(manifest.files), manifest_nbytes, heads])
     return saves
 

@@ -15,7 +15,14 @@ from typing import Any, NamedTuple
 import torch
 import xxhash
 
-from fsharp.checkpoint.catalog import Checkpoint, folder_names_newest_first, newest_except, remove_incomplete, save_time_after
+from fsharp.checkpoint.catalog import (
+    Checkpoint,
+    folder_names_newest_first,
+    newest_except,
+    opening_errors,
+    remove_incomplete,
+    save_time_after,
+)
 from fsharp.checkpoint.entries import TreeContents, contents_of, with_state_dicts
 from fsharp.checkpoint.fallback import load_or_collect_damage, set_aside_damaged, try_set_aside
 from fsharp.checkpoint.loading import load_checkpoint_at, load_with_reader
@@ -315,7 +322,8 @@ class Replicas(BackgroundSaver):
         """Return the step that :meth:`restore` will load if no file is damaged; None if nothing was saved. All ranks call it.
 
         Raises:
-            CheckpointError: every save in memory of hosts has lost files, and there is no checkpoint on disk.
+            CheckpointError: every save in memory of hosts has lost files or is damaged, and there is no checkpoint on disk that
+                can be opened.
         """
         found = self._find_newest()
         return None if found is None else found.step
@@ -403,11 +411,11 @@ class Replicas(BackgroundSaver):
                 )
 
     def _find_newest(
-        self, on_disk: Collection[str] = (), copies: Mapping[CopyKey, str] | None = None
+        self, on_disk: Mapping[str, str] | None = None, copies: Mapping[CopyKey, str] | None = None
     ) -> HeldSave | _DiskCheckpoint | None:
-        """Return the newest complete save that is not known to be damaged; equal on all ranks."""
+        """Return the newest complete save that is not known to be damaged; equal on all ranks. None if nothing was saved."""
         self.wait()
-        copies = copies or {}
+        on_disk, copies = on_disk or {}, copies or {}
         saves = held_saves(self._folder, self._own, self._domain_size, copies)
         held = sorted(saves, key=lambda save: save.created, reverse=True)
         whole, disk = next((save for save in held if not save.missing_file_numbers), None), self._newest_on_disk(on_disk)
@@ -423,9 +431,24 @@ class Replicas(BackgroundSaver):
             rest = "Give root= of checkpoints on disk." if self._root is None else f"There is no checkpoint under {self._root}."
             remedy = f"More than {self._copies} hosts have lost their memory, or copies are damaged. {rest}"
             raise CheckpointError(problem("restore()", "no newer save in memory of hosts is complete.", lost, remedy))
+        if found is None:
+            self._refuse_to_begin_anew(on_disk)
         if lost and self._comm.rank == 0:
             _log.warning(problem("restore()", f"using step {found and found.step}: newer saves are incomplete.", lost))
         return found
+
+    def _refuse_to_begin_anew(self, damaged_on_disk: Mapping[str, str]) -> None:
+        """Raise a CheckpointError, on all ranks, if there are saves in memory of hosts or on disk that cannot be opened."""
+
+        def unreadable_here() -> list[str]:
+            in_memory = opening_errors(self._folder) if self._claim is not None else []
+            return in_memory + (opening_errors(self._root) if self._root is not None and self._comm.rank == 0 else [])
+
+        mine = check_on_all_ranks("restore()", self._comm, unreadable_here)
+        unreadable = [text for texts in all_gather_texts(json.dumps(mine), self._comm) for text in json.loads(texts)]
+        if unreadable:
+            texts = "\n".join([*unreadable[:8], *damaged_on_disk.values()])
+            raise CheckpointError(f"restore(): no save can be read. To begin anew, remove these folders.\n{texts}")
 
     def _newest_on_disk(self, damaged: Collection[str]) -> "_DiskCheckpoint | None":
         """Return the newest checkpoint that rank 0 sees under ``root`` and that is not in ``damaged``."""

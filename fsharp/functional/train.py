@@ -128,6 +128,7 @@ def value_and_grad(loss_fn: LossFn, *, microbatches: int = 1, has_aux: bool = Fa
                 grads = optree.tree_map(torch.Tensor.add_, grads, new)
             for node in units_of(grads):
                 node.reduction = "sum"
+            copy_tree_names(units_of(grads), units_of(params))  # ranks compare the number of the update
         value = (total, aux if microbatches > 1 else aux[0]) if has_aux else total
         return (value, grads) if own is None else (value, grads, own)
 

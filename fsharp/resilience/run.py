@@ -67,7 +67,8 @@ class Run:
     Args:
         root: folder of the run's checkpoints, which hold the tree of :meth:`resume` under the name ``tree``.
         comm: the ranks; of a scheduler pass ``scheduler.comm``. Over NCCL slow ranks are not looked for.
-        total: number of steps. You can set ``run.total`` before :meth:`end_step`, to one value on all ranks. The run saves
+        total: number of steps. You can set ``run.total`` before :meth:`end_step`, to one value on all ranks; a run that is
+            started again begins with ``total``, and so do all ranks under ``elastic`` when one is restarted. The run saves
             after the last step.
         save_every: number of steps between two checkpoints.
         keep: number of newest checkpoints to keep.
@@ -250,6 +251,8 @@ class Run:
             for line in _config_changes(found.config, self.config):
                 self._record.warn(self.step, f"the run continues after step {found.step} with another config: {line}")
         self._record.start(self.step, tree, root=self._checkpoints.root, total=self.total, config=self.config)
+        if unsaved := self._checkpoints.describe_unsaved(tree):
+            self._record.warn(self.step, unsaved)
         if self._checkpoints.is_elastic and not is_there:
             self._checkpoints.save_initial(self._tree_to_save(tree))
         if not has_own and (is_there or self._skipped_steps.policy == "roll back"):
@@ -301,11 +304,11 @@ class Run:
         if not self._checkpoints.is_elastic:
             return self._train(step, self.resume(tree, other=other))
         self._agree_at_start(tree)
-        like, rejoining = meta_copy(tree), Rejoining(self.comm)
+        like, rejoining, total = meta_copy(tree), Rejoining(self.comm), self.total
         while True:
             try:
                 if why := rejoining.rejoin():
-                    self._reset_for_reload(why)
+                    self._reset_for_reload(why, total)
                 given = meta_copy(like) if self._checkpoints.has_values else tree  # a load donates its tree
                 trained = self._train(step, self._resume_tree(given, other))
                 self._check_all_ranks_ended()
@@ -319,10 +322,10 @@ class Run:
             tree = step(tree, number)
         return tree
 
-    def _reset_for_reload(self, why: str) -> None:
-        """Return to the state of a new process, and record why. A load of the newest save follows."""
+    def _reset_for_reload(self, why: str, total: int) -> None:
+        """Return to the state of a new process, whose number of steps is ``total``, and record why. A load follows."""
         self._record.warn(self.step, f"after {self.step} steps: {why}")
-        self.step, self._phase = 0, "between steps"
+        self.step, self.total, self._phase = 0, total, "between steps"
         self._skipped_steps.restore([])
         self._checkpoints.begin_generation()
 

@@ -3,13 +3,18 @@
 import os
 from typing import Any
 
-from fsharp.checkpoint import Checkpoint, Replicas, Saver
+import optree
+
+from fsharp.checkpoint import Checkpoint, PerRankBuffers, Replicas, Saver
 from fsharp.checkpoint.catalog import has_checkpoints
-from fsharp.checkpoint.entries import leaf_names
+from fsharp.checkpoint.entries import PerRank, is_checkpoint_leaf, leaf_names
 from fsharp.checkpoint.loading import load_checkpoint_and_tree
 from fsharp.errors import RunError, problem
 from fsharp.functional.comm.agree import all_gather_texts, check_on_all_ranks
 from fsharp.functional.comm.protocol import Comm
+from fsharp.functional.layout.runs import has_stochastic_wire
+from fsharp.functional.layout.sharded import units_of
+from fsharp.stateful.modules.module import ShardedModule
 
 
 class RunCheckpoints:
@@ -64,6 +69,25 @@ class RunCheckpoints:
             )
             what = "the tree has other leaves than the tree given to resume(), so a restart could not load it."
             raise RunError(problem("Run", what, facts, remedy))
+
+    def describe_unsaved(self, tree: Any) -> str:
+        """Return text about a module's state that is in no state dict, and that this tree lacks; empty if it lacks nothing."""
+        leaves = optree.tree_leaves(tree, is_leaf=is_checkpoint_leaf)
+        modules = [leaf.module if isinstance(leaf, PerRankBuffers) else leaf for leaf in leaves]
+        states = [each.train_state for each in modules if isinstance(each, ShardedModule)]
+        has_residuals = any(state.residuals is not None for state in states)
+        is_stochastic = any(has_stochastic_wire(node.unit) for state in states for node in units_of(state.params))
+        lacks = {
+            "residuals": has_residuals and not any(isinstance(leaf, PerRank) for leaf in leaves),
+            "step": is_stochastic and not any(type(leaf) is int for leaf in leaves),
+        }
+        if not any(lacks.values()):
+            return ""
+        names = " and ".join(f"model.train_state.{name}" for name, is_lacking in lacks.items() if is_lacking)
+        return (
+            f"the formats of a module's gradients need {names}, which the tree does not hold: after a restart the bits of this "
+            f"run will differ. Save {names} in the tree, and assign what was loaded: see residuals in docs/formats.md."
+        )
 
     def has_any(self) -> bool:
         """Return whether there is a checkpoint of this run, in memory of hosts or on disk."""

@@ -20,9 +20,10 @@ import fsharp as fs
 from fsharp.errors import CommError, OptionError, RunError
 from fsharp.functional.comm import generations
 from fsharp.functional.comm.generations import GENERATION_VARIABLE
-from fsharp.functional.comm.setup_recording import SetupRecording
+from fsharp.functional.comm.setup_recording import SetupRecording, setup_recording
 from fsharp.resilience import PerRankState, Run
 from fsharp.resilience.rejoining import meta_copy
+from fsharp.stateful.modules.session import session_of_module
 from fsharp.testing import simulate
 from tests.elastic_programs import AFTERWARDS, IN_FIRST_SETUP, IN_SETUP, SIZE, WAYS, Fault, digest, recovery_s, run_steps, train
 
@@ -112,6 +113,31 @@ def test_a_rank_with_an_error_of_its_own_is_restarted(tmp_path):
     faults = [Fault(2, rank, sign=None) for rank in range(SIZE)]
     with pytest.raises(CommError, match=r"(?s)all ranks have stopped, and none was lost. Rank \d says:\nof this rank alone"):
         disturbed(tmp_path / "b", "functions", TOTAL, faults)
+
+
+def _lengthen_once(root):
+    """Sum the numbers of steps. Step 0 sets the total once, and step 2 kills rank 1: the copy after step 0 is complete."""
+    comm = fs.connect(fs.Mesh({"dp": 2}), device_type="cpu")
+    with (
+        fs.checkpoint.Replicas(root / "host", comm, copies=0, domain_size=2, root=root / "disk") as replicas,
+        Run(root / "disk", comm=comm, total=4, save_every=9, replicas=replicas, refresh_every=1, elastic=True) as run,
+    ):
+
+        def step(tree, number):
+            if number == 0:
+                run.total = 6
+            if number == 2 and comm.rank == 1 and not (root / "killed").exists():
+                (root / "killed").touch()
+                os.kill(os.getpid(), signal.SIGKILL)
+            return run.end_step({"x": tree["x"] + number})
+
+        return run.train(step, {"x": torch.zeros(())})["x"].item()
+
+
+@pytest.mark.deep
+@pytest.mark.timeout(120)
+def test_after_a_restart_all_ranks_have_the_total_that_the_run_was_given(tmp_path):
+    assert fs.launch(_lengthen_once, 2, tmp_path, restarts=1) == [0 + 1 + 2 + 3] * 2
 
 
 @pytest.mark.deep
@@ -293,6 +319,22 @@ def test_calls_of_a_setup_are_made_again_without_those_that_are_part_of_others()
     calls.replay()
     assert made == ["before", "inner", "first", "after", "inner", "again"]
     assert calls.obstacle == "", "the setup was over"
+
+
+@pytest.mark.parametrize("first", [0, 5])
+def test_a_module_returns_to_the_number_of_the_step_with_which_a_new_process_begins(monkeypatch, first):
+    """Stochastic rounding depends on the number: it has to be equal on ranks that stayed and on the restarted one."""
+    model = fs.shard_module(torch.nn.Linear(3, 1), mesh=fs.SingleComm(), strategy=fs.zero3("dp"))
+    optimizer = fs.ShardedOptimizer(model.parameters(), torch.optim.SGD, lr=0.1)
+    if first:
+        with monkeypatch.context() as patch:
+            patch.setattr(setup_recording, "is_recording", True)
+            model.train_state = model.train_state._replace(step=first)
+    model(torch.ones(2, 3)).sum().backward()
+    optimizer.step()
+    model.train_state = model.train_state._replace(step=9)
+    session_of_module(model).step._begin_generation()
+    assert model.train_state.step == first
 
 
 def test_a_record_is_given_up_for_what_cannot_be_made_again_and_for_its_size():

@@ -9,7 +9,7 @@ import torch
 
 import fsharp as fs
 from fsharp.checkpoint import Replicas
-from fsharp.errors import NonFiniteError, RunError
+from fsharp.errors import CheckpointError, NonFiniteError, RunError
 from fsharp.resilience import NonFinite, Run
 from fsharp.testing import processes
 from tests.resilience.test_run import DP2, train, values
@@ -61,6 +61,19 @@ def test_before_the_first_checkpoint_and_after_the_last_step(tmp_path):
     assert go(tmp_path, until=3) == (2, [2], [3, 3])
     assert go(tmp_path, total=3) == (3, [], [3, 3])
     assert steps_on_disk(tmp_path) == [3]
+
+
+@pytest.mark.parametrize("where", ["memory", "disk"])
+def test_a_run_does_not_begin_anew_because_what_it_has_saved_cannot_be_opened(tmp_path, where):
+    go(tmp_path, until=5)
+    shutil.rmtree(tmp_path / ("disk" if where == "memory" else "memory"))
+    [manifest] = (tmp_path / where).glob("step-*/manifest.json")
+    manifest.write_bytes(manifest.read_bytes()[:-9])
+    expected = rf"(?s)no save can be read\. To begin anew, remove.*{where}/step-.*manifest\.json"
+    with pytest.raises(CheckpointError, match=expected):
+        go(tmp_path)
+    shutil.rmtree(tmp_path / where)
+    assert go(tmp_path, until=1) == (0, [0], [1, 1])
 
 
 def test_a_step_is_rolled_back_to_memory(tmp_path):

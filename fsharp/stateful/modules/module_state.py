@@ -8,7 +8,8 @@ import torch
 
 from fsharp.errors import ScheduleError, TreeError
 from fsharp.functional.comm.protocol import Comm, LabelPrefixComm
-from fsharp.functional.comm.residuals import prepare_residuals
+from fsharp.functional.comm.residuals import prepare_residuals, zero_residuals
+from fsharp.functional.comm.setup_recording import setup_recording
 from fsharp.functional.encoding import encode_at_rest
 from fsharp.functional.layout.sharded import Sharded, merge, trainable, units_of
 from fsharp.functional.moves import gather, tree_to_device
@@ -27,6 +28,7 @@ class ModuleState:
 
     def __init__(self, state: TrainState, comm: Comm) -> None:
         self.train_state, self._comm, self.num_replacements = state, comm, 0
+        self._first_step = state.step  # the step with which a process begins that runs this program from the beginning
         self.begin_generation()
 
     def begin_generation(self) -> None:
@@ -35,6 +37,7 @@ class ModuleState:
         The earlier writes may be those of an update that an error has ended on this rank alone.
         """
         self.is_written, self.loaded = False, set[str]()
+        self.train_state = self.train_state._replace(step=self._first_step)  # no state dict has the step
         self.record_version_counters()
 
     def record_version_counters(self) -> None:
@@ -73,6 +76,12 @@ class ModuleState:
             for tensors in self.train_state.residuals.value.values():
                 torch._foreach_zero_(tensors)
 
+    def renew_residuals(self) -> None:
+        """Begin from new residuals of zeros, after a load. The earlier tensors may be in the tree that was loaded."""
+        if self.train_state.residuals is not None:
+            units = [node.unit for node in units_of(self.train_state.params)]
+            self.train_state = self.train_state._replace(residuals=zero_residuals(units, self._comm.device))
+
     def add_writes_to_settings(self, add_settings: Callable[[str], None]) -> None:
         """Pass a text about writes to parameters since the last step to ``add_settings``, for ranks to compare."""
         if self.is_written:
@@ -100,6 +109,8 @@ class ModuleState:
         prepare_residuals("train_state", state.residuals, units, donate=True, step=state.step, rank=self._comm.rank)
         has_own = self.train_state.opt is not None  # else a torch.optim class keeps the optimizer's state
         self.train_state = state if has_own else state._replace(opt=None)
+        if setup_recording.is_recording:
+            self._first_step = state.step
         self.num_replacements += 1
         self.record_version_counters()
 

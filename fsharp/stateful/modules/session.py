@@ -155,7 +155,7 @@ class Session:
         """
         self.state.loaded.add(kind)
         if kind == "parameters":
-            self.state.zero_residuals()
+            self.state.renew_residuals()
         if len(self.state.loaded) == 2:
             self.state.loaded.clear()
             self.scheduler.reset_history()

@@ -143,6 +143,22 @@ def test_labels_name_what_a_tree_was_made_of():
         simulate(fs.Mesh({"dp": 2}), lambda comm: program(comm, at_once(comm)))
 
 
+@pytest.mark.parametrize("microbatches", [1, 2])
+def test_a_rank_that_leaves_out_an_update_does_not_mix_its_gradients_with_later_ones(microbatches):
+    """Under ddp nothing is gathered, so the sum of gradients alone can tell."""
+
+    def program(comm):
+        state, tx = started(comm, fs.ddp("dp")), fs.optim.sgd(0.1)
+        for step in range(3):
+            total, grads = fs.value_and_grad(loss, microbatches=microbatches)(state.params, batch_of(comm), comm=comm)
+            _, grads = fs.average(total, fs.reduce_scatter(grads, comm=comm), comm=comm)
+            if (step, comm.rank) != (1, 0):
+                state = fs.update(tx, grads, state, comm=comm)
+
+    with pytest.raises(CommError, match=r"(?s)rank 0.*tree 2 at update 1, reduce a.*rank 1.*tree 2 at update 2, reduce a"):
+        simulate(fs.Mesh({"dp": 2}), program)
+
+
 def test_one_rank_may_do_alone_what_takes_no_collective():
     """Under ddp rank 0 evaluates copies by itself; what all ranks do afterwards has the same names."""
 
