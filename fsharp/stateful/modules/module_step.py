@@ -35,7 +35,7 @@ class ModuleStep:
         updated_by: identity of the optimizer that made the last step; None after the next forward.
         used_gradients: paths of parameters whose gradient an optimizer has used, and the user has not set to None since then.
         params: the parameters that forwards of this step differentiate; None outside of a step.
-        run: the step under way; None outside of a step.
+        open_step: the step under way; None outside of a step.
         on_backward: function to call when a backward reaches a forward of this step.
     """
 
@@ -53,7 +53,7 @@ class ModuleStep:
         self.updated_by: int | None = None
         self.used_gradients: set[str] = set()
         self.params: Any = None
-        self.run: Step | None = None
+        self.open_step: Step | None = None
         self._units: list[UnitState] = []
         self._residuals: ResidualViews = {}  # residuals and random numbers for the formats of this step's gradients
         self._backward_id = -1  # id of the backward pass that is under way
@@ -66,12 +66,12 @@ class ModuleStep:
         """Make forwards in this context part of the step under way, or of a new step. Yield the step's parameters."""
         self.reopen_scheduler()
         self.propagate_main_writes()
-        if self.run is None:
+        if self.open_step is None:
             self.state.add_writes_to_settings(self.scheduler.add_settings)
             self.means.drop_gradients()
             self.updated_by = None
-            self.run = self.scheduler.open_step(self.scheduled, self.state.train_state.params)
-            self.run.set_on_backward(self.on_backward)
+            self.open_step = self.scheduler.open_step(self.scheduled, self.state.train_state.params)
+            self.open_step.set_on_backward(self.on_backward)
             with self._abandoning_on_error():
                 self._begin_gradients()
                 self.params = with_sinks(self.state.train_state.params, SinkLedger(self._residuals))
@@ -88,45 +88,45 @@ class ModuleStep:
 
     def propagate_main_writes(self) -> None:
         """Copy the user's writes into parameters at rest, and let a step under way gather the new values."""
-        if self.state.propagate_main_writes() and self.run is not None:
-            self.run.leave_schedule()  # a schedule would use parameters that it has gathered before the write
+        if self.state.propagate_main_writes() and self.open_step is not None:
+            self.open_step.leave_schedule()  # a schedule would use parameters that it has gathered before the write
 
     def reopen_scheduler(self) -> None:
         """Make the scheduler usable again after an error. All ranks do this.
 
         A step whose backward pass failed is abandoned first: autograd does not tell this module of the failure.
         """
-        if self._backward_id not in (-1, torch._C._current_graph_task_id()) and self.run is not None:
+        if self._backward_id not in (-1, torch._C._current_graph_task_id()) and self.open_step is not None:
             with suppress(ScheduleError), self._abandoning_on_error():
                 raise ScheduleError("a backward pass of a module ended in an error")
-        if self.run is None:
+        if self.open_step is None:
             self.scheduler.reopen()
 
     @contextmanager
     def _abandoning_on_error(self) -> Iterator[None]:
         """If an error leaves this context, close the scheduler and abandon the step under way."""
-        run = self.run
-        assert run is not None
+        step = self.open_step
+        assert step is not None
         try:
-            with self.scheduler.closing_on_error(run):
+            with self.scheduler.closing_on_error(step):
                 yield
         except BaseException:
-            if self.run is run:
-                self._lost = self._lost or self._backward_id != -1 or run.num_microbatches > 0
-                self.run, self.params, self._backward_id = None, None, -1
+            if self.open_step is step:
+                self._lost = self._lost or self._backward_id != -1 or step.num_microbatches > 0
+                self.open_step, self.params, self._backward_id = None, None, -1
                 self.means.drop_gradients()
             raise
 
-    def _close_step(self, run: Step) -> None:
+    def _close_step(self, step: Step) -> None:
         with self._abandoning_on_error():
-            self.scheduler.close_step(run)
-        self.run = self.params = None
+            self.scheduler.close_step(step)
+        self.open_step = self.params = None
 
     def _begin_backward(self) -> None:
         """Begin a backward pass that has reached a module. Raise an error if gradients were used or changed."""
-        if self._backward_id != -1 or self.run is None:
+        if self._backward_id != -1 or self.open_step is None:
             return
-        self._backward_id, run = torch._C._current_graph_task_id(), self.run
+        self._backward_id, step = torch._C._current_graph_task_id(), self.open_step
         with self._abandoning_on_error():
             if self.used_gradients:
                 raise self._used_gradients_error("backward()", "add to", "or before the backward")
@@ -146,14 +146,14 @@ class ModuleStep:
                 if unit.gradient is not None:
                     unit.gradient.ignore_leaves(self._paused)
                     unit.gradient.set_residuals(self._residuals.get(unit.layout.name, {}))
-            run.begin_backward_pass(is_last=not self.is_accumulating)
+            step.begin_backward_pass(is_last=not self.is_accumulating)
         torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
 
     @api_boundary
     def _end_backward(self) -> None:
         """End the microbatch of a backward pass. Outside of ``accumulate()`` reduce gradients, and divide the sums."""
-        run, self._backward_id = self.run, -1
-        if run is None or run.uses.forward:  # a forward has called this backward, so the microbatch is not over
+        step, self._backward_id = self.open_step, -1
+        if step is None or step.uses.forward:  # a forward has called this backward, so the microbatch is not over
             return
         with self._abandoning_on_error():
             self.scheduler.end_microbatch(self._units, self.params)
@@ -174,8 +174,8 @@ class ModuleStep:
         """Update parameters by a transformation of the gradients, if there are gradients. Ranks compare ``settings``."""
         if self.checked_gradients("step()") is None:
             return
-        run = self.run
-        assert run is not None
+        step = self.open_step
+        assert step is not None
         self.state.were_main_parameters_written()
         self.state.add_writes_to_settings(self.scheduler.add_settings)
         self.scheduler.add_settings(f"{settings}\n{self.means.changes_text()}")
@@ -183,7 +183,7 @@ class ModuleStep:
             self.state.train_state = update(tx, self.means.tree, self.state.train_state, comm=self.scheduler, donate=True)
             self.used_gradients = set(self.means.paths_with_gradient)
             self.means.drop_gradients()
-        self._close_step(run)
+        self._close_step(step)
         self.updated_by = optimizer_id
         self.state.record_version_counters()
         self.state.loaded.clear()
@@ -196,7 +196,7 @@ class ModuleStep:
                 f"{where}: the gradients of this step were lost because of an earlier error. Call zero_grad(), and "
                 "compute them again."
             )
-        if self.means.tree is None and self.run is not None and self.has_gradients:
+        if self.means.tree is None and self.open_step is not None and self.has_gradients:
             raise LossError(
                 f"{where}: all backward passes so far were inside of accumulate(). Run the last one outside of "
                 "`with model.accumulate():`."
@@ -233,11 +233,11 @@ class ModuleStep:
             raise ScheduleError("zero_grad(): a backward is under way. Call zero_grad() before the backward, or after it.")
         self.means.drop_gradients()
         self.used_gradients = set()
-        run, self._lost = self.run, False
-        if run is None or not self.has_gradients:
+        step, self._lost = self.open_step, False
+        if step is None or not self.has_gradients:
             return
-        if not run.uses.awaited:
-            self._close_step(run)
+        if not step.uses.awaited:
+            self._close_step(step)
             return
         with self._abandoning_on_error():
             self._begin_gradients()
@@ -260,7 +260,7 @@ class ModuleStep:
 
     def gradient_part(self, path: str) -> ShardedTensor | None:
         """Return this rank's part of a parameter's mean gradient. Raise an error before gradients are summed over ranks."""
-        if self.means.tree is None and self.run is not None and self._backward_id == -1 and self.has_gradients:
+        if self.means.tree is None and self.open_step is not None and self._backward_id == -1 and self.has_gradients:
             raise ScheduleError(
                 f"grad of parameter {path!r}: all backward passes so far were inside of accumulate(), and their "
                 "gradients are not summed over ranks yet. Leave out `with model.accumulate():` where p.grad is read between "
@@ -280,16 +280,16 @@ class ModuleStep:
     def discard_forwards(self, where: str) -> None:
         """End a step that has only forwards, on all ranks. Raise an error that names ``where`` if the step has gradients."""
         self.reopen_scheduler()
-        run = self.run
-        if run is None:
+        step = self.open_step
+        if step is None:
             return
         if self.has_gradients or self._backward_id != -1:
             raise ScheduleError(
                 f"{where}: a step is under way, in which backward passes have left gradients. Call it after optimizer.step() "
                 "or zero_grad(), or before the first backward."
             )
-        self._close_step(run)
-        run.set_on_backward(partial(_refuse_discarded_backward, where))
+        self._close_step(step)
+        step.set_on_backward(partial(_refuse_discarded_backward, where))
 
 
 def _refuse_discarded_backward(where: str) -> None:

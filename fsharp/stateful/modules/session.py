@@ -189,7 +189,7 @@ class Session:
 
     def full_parameter_in_backward(self, part: ShardedTensor) -> torch.Tensor | None:
         """Return the whole parameter while its unit's backward is under way, for activation checkpointing; else None."""
-        full = None if self.step.run is None else self.step.run.full_unit_in_backward(part.unit.name)
+        full = None if self.step.open_step is None else self.step.open_step.full_unit_in_backward(part.unit.name)
         if full is None:
             return None
         leaf = full.leaves()[full.leaf_table.position_by_path[part.leaf.path]]
@@ -233,7 +233,7 @@ class Session:
                 f"{_GRAD_CALL}: this step has gradients of other backward passes, or is inside of accumulate(). Call it before "
                 "the other passes, or after optimizer.step() or zero_grad()."
             )
-        sinks = [sink for node in units_of(step.params) for sink in node.sinks] if step.run is not None else []
+        sinks = [sink for node in units_of(step.params) for sink in node.sinks] if step.open_step is not None else []
         others = [x for x in inputs if not isinstance(x, ShardedParameter)]
         found: tuple[torch.Tensor | None, ...] = ()
         with step.discarding_gradients():
