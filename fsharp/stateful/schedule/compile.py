@@ -69,15 +69,18 @@ def _emit_and_place(program: Program, policy: SchedulePolicy, max_final_reductio
     if policy.release != "room" or any(later) or not first:
         # With several microbatches gradients already rest in the arena, and a unit has one address in all microbatches.
         return best
-    most, fewer = best[2], 1
     # Uses nest: the use whose backward comes first had the last forward.
     peak_live_nbytes = lambda n: lower_bound([*_arena_items(emit(first[:n]), program).values()])  # noqa: E731
-    number = bisect_right(range(1, len(first) + 1), most, key=peak_live_nbytes)
+    number = bisect_right(range(1, len(first) + 1), best[2], key=peak_live_nbytes)
+    fewer, limit, most = 1 + number // 32, best[1], max(best[1], best[2] + best[2] // 50)
     while number > 0:
-        found = place_buffers(emit(first[:number]), program, max_nbytes=best[1])
+        found = place_buffers(emit(first[:number]), program, max_nbytes=limit)
         if found is not None:
             return found
-        number, fewer = number - fewer, 2 * fewer
+        if limit < most:
+            limit = most
+        else:
+            number, fewer = number - fewer, 2 * fewer
     return best
 
 

@@ -23,7 +23,7 @@ class SchedulePolicy:
         release: when full parameters are released. ``"forward"`` releases a unit after each use, and gathers it again for the
             backward. ``"backward"`` keeps units until their backward is done: one gather less for each unit, at the memory of
             all units. ``"room"`` keeps the last units of the forward, as many as fit into the memory that ``"forward"`` takes
-            anyway for gradients. With several microbatches ``"room"`` means ``"forward"``.
+            anyway for gradients, and at most 2 % more. With several microbatches ``"room"`` means ``"forward"``.
         bucket_nbytes: most bytes that a rank sends in one collective for several units. Units that follow each other share one
             collective for their parameters, their gradients, or their updated parameters. 0 gives each unit its own
             collectives. None chooses a size below which collectives are mostly latency: at most 2 MB, and at most a quarter of

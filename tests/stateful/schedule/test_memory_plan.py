@@ -9,6 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import fsharp as fs
+from benchmarks import gpt
 from benchmarks.compile import program_of, sizes_of
 from fsharp.stateful.schedule import addresses as arena
 from fsharp.stateful.schedule.addresses import ArenaItem, assign_addresses, lower_bound
@@ -142,11 +144,23 @@ def test_a_compiled_arena_holds_what_is_live_at_once(program, policy):
 
 @pytest.mark.parametrize("prefetch", [1, 2, 3])
 @pytest.mark.parametrize("num_blocks", [6, 48])
-def test_a_compiled_transformer_needs_no_more_than_is_live_at_once(num_blocks, prefetch):
+def test_a_compiled_transformer_needs_little_more_than_is_live_at_once(num_blocks, prefetch):
     sizes = [64 * 30, *[64 * 100] * num_blocks, 64 * 150]
     units = [UnitFacts(f"u{i}", n, n * 5 // 4, gather=(GATHER,), reduce=(REDUCE,)) for i, n in enumerate(sizes)]
     schedule = compile_schedule(in_a_row(units), SchedulePolicy(prefetch=prefetch))
-    assert schedule.arena == schedule.bound
+    assert schedule.bound <= schedule.arena <= 1.02 * schedule.bound
+
+
+@every(2, prefetch=[1, 3], shape=[(48, 16), (200, 16), (300, 64)])
+def test_the_arena_of_small_blocks_in_buckets_is_near_the_bound(shape, prefetch):
+    """Units of a bucket are gathered together, and released one by one: their lives overlap, and do not nest."""
+    layers, dim = shape
+    tree = gpt.tree_of(gpt.build(gpt.Shape(vocab=32, dim=dim, layers=layers, heads=2, time=8, batch=1)))
+    layout = fs.plan(tree, fs.Mesh({"dp": 2}), fs.zero3("dp"), units=["embed", "layers.*", "head"])
+    order = ["embed", "layers.*", "head"]
+    schedule = fs.schedules.plan_step(layout, SchedulePolicy(prefetch=prefetch), order=order, backend="gloo")
+    assert any(op.bucket >= 0 for op in schedule.ops)
+    assert schedule.arena <= 1.03 * schedule.bound
 
 
 # What stays until its backward because there is room for it
@@ -159,7 +173,7 @@ def num_gathers(schedule):
 @given(programs(), policies(release="room"))
 def test_what_there_is_room_for_takes_no_more_memory_and_no_more_gathers(program, policy):
     room, forward = compile_schedule(program, policy), compile_schedule(program, replace(policy, release="forward"))
-    assert room.arena <= forward.arena
+    assert room.arena <= max(forward.arena, 1.02 * forward.bound)
     assert num_gathers(room) <= num_gathers(forward)
 
 
@@ -295,23 +309,19 @@ def test_a_window_ends_with_the_step_and_not_before():
 
 
 @every(2, kind=["equal", "random"], microbatches=[4, 1])
-def test_places_tried_grow_no_faster_than_the_number_of_units(kind, microbatches, monkeypatch):
-    """Those of a search, with the neighbours that each is compared with: stacks of what lives long are none of them."""
-    looked = Counter()
-    neighbours, search = arena._neighbours, arena._ArenaPacking._search_addresses
+def test_comparisons_of_one_arena_are_limited(kind, microbatches, monkeypatch):
+    """A search begins within the limit, and is over after 1.5 placements for each buffer and some."""
+    finders, find = [], arena._AddressSearch.find_addresses
 
-    def count_neighbours(items, which):
-        found = neighbours(items, which)
-        looked[number] += sum(map(len, found.values()))
-        return found
+    def watched(search, *args):
+        finders.append(search)
+        return find(search, *args)
 
-    def count_search(board, order, fit, *, target, limit):
-        found = search(board, order, fit, target=target, limit=limit)
-        looked[number] += found.num_placed
-        return found
-
-    monkeypatch.setattr(arena, "_neighbours", count_neighbours)
-    monkeypatch.setattr(arena._ArenaPacking, "_search_addresses", count_search)
-    for number in (50, 200):
+    monkeypatch.setattr(arena._AddressSearch, "find_addresses", watched)
+    for number in (20, 200, 400):
         compile_schedule(program_of(sizes_of(number, kind), microbatches), SchedulePolicy(bucket_nbytes=0))
-    assert looked[200] <= 4 * 2 * looked[50]
+    most = max(len(each.items) for each in finders)
+    assert most == 1200
+    for each in finders:
+        last = (arena._MAX_SPARE_PLACEMENTS + 2 * len(each.items)) * len(each.items)
+        assert 0 < each.num_compared <= arena._MAX_COMPARISONS + last
