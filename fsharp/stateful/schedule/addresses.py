@@ -21,7 +21,7 @@ _MAX_SPARE_PLACEMENTS = 300
 """Placements in one search, besides 1.5 for each buffer."""
 
 FitRank = Callable[[int, int, int], int]
-"""A rank of the addresses at which a buffer fits: from bytes below the buffer, bytes left in the gap, bytes above the buffer."""
+"""A rank of addresses at which a buffer fits: from bytes below the buffer, bytes left in the gap, bytes above the buffer."""
 _FIT_RANKS: tuple[FitRank, ...] = (
     lambda at, spare, above: spare,
     lambda at, spare, above: min(at, above),
