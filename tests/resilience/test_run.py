@@ -383,8 +383,11 @@ def test_one_rank_alone_finds_a_step_bad(tmp_path):
         simulate(DP2, rank_fn)
 
 
-def train_module(comm, root, *, until=None, has_state=True):
-    """Train a module whose gradients travel with feedback and stochastic rounding, and return what it holds and the step."""
+def train_module(comm, root, *, until=None, kind="beside"):
+    """Train a module whose gradients travel with feedback and stochastic rounding, and return what it holds and the step.
+
+    ``kind``: how the tree holds the state of the formats: "beside" the module, "within" its train state, or not at all ("").
+    """
     precision = fs.Precision(wire=fs.formats.stochastic(fs.formats.mxint4), feedback=True)
     torch.manual_seed(0)
     net = torch.nn.Sequential(torch.nn.Linear(3, 40), torch.nn.Linear(40, 1))
@@ -392,12 +395,16 @@ def train_module(comm, root, *, until=None, has_state=True):
     optimizer = fs.ShardedOptimizer(model.parameters(), torch.optim.AdamW, lr=1e-2)
 
     def tree():
-        kept = {"residuals": model.train_state.residuals, "step": model.train_state.step} if has_state else {}
+        if kind == "within":
+            return {"state": model.train_state, "optimizer": optimizer}
+        kept = {"residuals": model.train_state.residuals, "step": model.train_state.step} if kind else {}
         return {"model": model, "optimizer": optimizer, **kept}
 
     with Run(root, comm=comm, total=6, save_every=3, signals=()) as run:
         loaded = run.resume(tree())
-        if has_state:
+        if kind == "within":
+            model.train_state = loaded["state"]
+        elif kind:
             model.train_state = model.train_state._replace(residuals=loaded["residuals"], step=loaded["step"])
         for step in run.steps():
             if step == until:
@@ -410,16 +417,17 @@ def train_module(comm, root, *, until=None, has_state=True):
     return [x for _, x in model.full_parameters()] + held, model.train_state.step
 
 
-def test_a_module_whose_gradients_have_feedback_goes_on_with_the_same_bits(tmp_path, caplog):
-    wholes = simulate(DP2, lambda comm: train_module(comm, tmp_path / "whole"))
+@pytest.mark.parametrize("kind", ["beside", "within"])
+def test_a_module_whose_gradients_have_feedback_goes_on_with_the_same_bits(tmp_path, caplog, kind):
+    wholes = simulate(DP2, lambda comm: train_module(comm, tmp_path / "whole", kind=kind))
     assert caplog.text == ""
-    simulate(DP2, lambda comm: train_module(comm, tmp_path / "ended", until=3))
-    ended = simulate(DP2, lambda comm: train_module(comm, tmp_path / "ended"))
+    simulate(DP2, lambda comm: train_module(comm, tmp_path / "ended", until=3, kind=kind))
+    ended = simulate(DP2, lambda comm: train_module(comm, tmp_path / "ended", kind=kind))
     for (found, step), (expected, last) in zip(ended, wholes, strict=True):
         assert step == last == 6
         assert same(found, expected)
 
 
 def test_a_tree_that_lacks_what_no_state_dict_has_is_warned_of(tmp_path, caplog):
-    simulate(DP2, lambda comm: train_module(comm, tmp_path, has_state=False))
+    simulate(DP2, lambda comm: train_module(comm, tmp_path, kind=""))
     assert "need model.train_state.residuals and model.train_state.step, which the tree does not hold" in caplog.text
