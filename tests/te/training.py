@@ -124,7 +124,8 @@ OUTSIDE = []
 def loss_with_weight(model, y):
     """A loss of the weight that has left a :class:`Door` as well."""
     door = model.layers[1]
-    [kept] = [OUTSIDE.pop()] if OUTSIDE else door.kept_in_list or model.second or [door.kept]
+    is_outside = door.door.startswith("unseen")  # OUTSIDE may hold the weight of another test that failed on purpose
+    [kept] = [OUTSIDE.pop()] if is_outside else door.kept_in_list or model.second or [door.kept]
     return loss_of(y) + kept.float().square().mean()
 
 
