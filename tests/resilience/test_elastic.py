@@ -23,6 +23,7 @@ from fsharp.functional.comm.generations import GENERATION_VARIABLE
 from fsharp.functional.comm.setup_recording import SetupRecording, setup_recording
 from fsharp.resilience import PerRankState, Run
 from fsharp.resilience.rejoining import meta_copy
+from fsharp.resilience.restarting import Restarter
 from fsharp.stateful.modules.session import session_of_module
 from fsharp.testing import simulate
 from tests.elastic_programs import AFTERWARDS, IN_FIRST_SETUP, IN_SETUP, SIZE, WAYS, Fault, digest, recovery_s, run_steps, train
@@ -319,6 +320,14 @@ def test_calls_of_a_setup_are_made_again_without_those_that_are_part_of_others()
     calls.replay()
     assert made == ["before", "inner", "first", "after", "inner", "again"]
     assert calls.obstacle == "", "the setup was over"
+
+
+def test_a_launcher_cuts_the_middle_of_a_long_error(tmp_path):
+    """The store refuses a value of some MiB."""
+    (tmp_path / "own-error-1").write_text(f"ValueError: {'x' * 10_000_000}\nthe end")
+    told = Restarter(tmp_path, "", 2, 1)._how_ended(1, 1)
+    assert re.fullmatch(r"(?s)rank 1 failed: ValueError: x+\n\[\.\.\.\]\nx+\nthe end", told)
+    assert len(told) < 9000
 
 
 @pytest.mark.parametrize("first", [0, 5])

@@ -115,7 +115,9 @@ class Membership:
             stopped = stopped_ranks(self._store, self.number, self._size)
             all_stopped = len(stopped) == self._size
             if all_stopped and len({each for each, _ in stopped.values()}) == 1:  # a new process would raise the error again
-                end_restarts(self._store, f"all ranks have stopped, and none was lost. Rank {self._rank} says:\n{error}")
+                end_restarts(
+                    self._store, f"all ranks have stopped, and none was lost. Rank {self._rank} says:\n{str(error)[:8000]}"
+                )
                 raise error
             announcement = self.read_announcement()
             if announcement.why_restarts_ended:
