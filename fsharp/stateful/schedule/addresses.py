@@ -15,8 +15,8 @@ from typing import Generic, TypeVar
 
 _ARENA_SLACKS = (0.0, 0.01, 0.02, 0.035, 0.05, 0.075, 0.1, 0.15, 0.25)
 """Sizes of arenas in which addresses are searched, as the part by which they exceed the lower bound."""
-_MAX_COMPARISONS = 5_000_000
-"""Comparisons of two buffers for one arena, about half a second. One order is tried even if it takes more."""
+_MAX_COMPARISONS = 2_000_000
+"""Comparisons of two buffers for one arena, about a fifth of a second. One order is tried even if it takes more."""
 _MAX_SPARE_PLACEMENTS = 300
 """Placements in one search, besides 1.5 for each buffer."""
 
