@@ -225,11 +225,13 @@ def load_with_reader(
     def handed_back(leaf: Any, loaded: Any) -> Any:
         return load_into_object(leaf, loaded) if has_state_dict(leaf) else loaded
 
-    if any(has_state_dict(leaf) for leaf in optree.tree_leaves(like, is_leaf=is_checkpoint_leaf)):
-        tree = check_on_all_ranks("load()", comm, lambda: optree.tree_map(handed_back, like, tree, is_leaf=is_checkpoint_leaf))
-    if donate:  # not before: an optimizer in the tree may read parameters of a train state beside it
-        mark_donated(units_of(like))
-    return tree
+    try:
+        if not any(has_state_dict(leaf) for leaf in optree.tree_leaves(like, is_leaf=is_checkpoint_leaf)):
+            return tree
+        return check_on_all_ranks("load()", comm, lambda: optree.tree_map(handed_back, like, tree, is_leaf=is_checkpoint_leaf))
+    finally:
+        if donate:  # not before: an optimizer in the tree may read parameters of a train state beside it
+            mark_donated(units_of(like))
 
 
 def _choose_path(path: str, comm: Comm, damaged: Mapping[str, str]) -> tuple[str, bool]:

@@ -25,14 +25,13 @@ from fsharp.functional.comm.generations import (
     announce_process_ended,
     can_rejoin,
     end_restarts,
+    shorten_error,
     stopped_ranks,
     why_restarts_ended,
 )
 from fsharp.resilience.preemption import EXIT_PREEMPTED
 
 _SIGNAL_MESSAGE = "A signal has come: no process is restarted. Start the program again to continue."
-_MAX_ERROR_CHARS = 8000
-"""Most characters of a failed rank's error in the reason of a new generation."""
 _LOOK_EVERY_S, _ASK_EVERY_S = 0.02, 0.5
 """Seconds between two looks at the processes, and between two looks at what ranks have written to the store."""
 _END_TIMEOUT_S = 10.0
@@ -143,11 +142,9 @@ class Restarter:
         if code < 0:
             return f"rank {rank} was ended by {signal.Signals(-code).name}"
         texts = [path.read_text("utf-8") for path in self._folder.glob(f"*-error-{rank}")]
-        return (
-            f"rank {rank} failed: {_shortened(texts[0])}"
-            if texts
-            else f"rank {rank} ended with exit status {code}, without a result"
-        )
+        if texts:
+            return f"rank {rank} failed: {shorten_error(texts[0])}"
+        return f"rank {rank} ended with exit status {code}, without a result"
 
     def _kill_hung(self) -> None:
         """Kill processes that run on for longer than the time limit of collectives, after another process has stopped."""
@@ -195,12 +192,6 @@ class Restarter:
             yield
         finally:
             signal.signal(signal.SIGTERM, before)
-
-
-def _shortened(text: str) -> str:
-    """Return a text of moderate length: the store refuses values of several MiB, such as a printed tensor."""
-    half = _MAX_ERROR_CHARS // 2
-    return text if len(text) <= _MAX_ERROR_CHARS else f"{text[:half]}\n[...]\n{text[-half:]}"
 
 
 def _kill(process: "subprocess.Popen[str]") -> None:

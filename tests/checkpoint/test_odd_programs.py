@@ -312,3 +312,24 @@ def test_states_of_torchopt_are_resharded_or_refused():
 
     for there, here in simulate(mesh, rank_fn):
         assert all(map(torch.equal, optree.tree_leaves(there), optree.tree_leaves(here)))
+
+
+class Stubborn:
+    """An object that loads no state dict."""
+
+    def state_dict(self):
+        return {"n": 1}
+
+    def load_state_dict(self, state):
+        raise ValueError("never")
+
+
+def test_a_donated_tree_stays_donated_if_an_object_in_it_cannot_load(tmp_path):
+    """Its buffers have the values of the checkpoint, and the object has those of before."""
+    layout = fs.plan({"v": torch.zeros(4)}, COMM.mesh, fs.zero3("dp"))
+    save(tmp_path, {"object": Stubborn(), "w": fs.shard({"v": torch.ones(4)}, layout, COMM)})
+    like = fs.shard({"v": torch.zeros(4)}, layout, COMM)
+    with pytest.raises(Exception, match="never"):
+        load(tmp_path, {"object": Stubborn(), "w": like}, donate=True)
+    with pytest.raises(fs.errors.TreeError, match="donated"):
+        fs.gather(like, comm=COMM)

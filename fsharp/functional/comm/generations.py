@@ -26,6 +26,7 @@ from fsharp.errors import CommError
 GENERATION_VARIABLE = "FSHARP_GENERATION"
 """The environment variable with the generation in which a process begins; a launcher that restarts single ranks sets it."""
 StopKind = Literal["own", "heard"]
+_MAX_ERROR_CHARS = 8000
 _POLL_INTERVAL_S = 0.02
 
 
@@ -51,6 +52,12 @@ class Announcement(NamedTuple):
     number: int
     why: str
     why_restarts_ended: str | None
+
+
+def shorten_error(text: str) -> str:
+    """Return the text of an error without its middle if it is long: the store refuses values of several MiB."""
+    half = _MAX_ERROR_CHARS // 2
+    return text if len(text) <= _MAX_ERROR_CHARS else f"{text[:half]}\n[...]\n{text[-half:]}"
 
 
 def announce_generation(store: KeyStore, number: int, why: str) -> None:
@@ -115,9 +122,8 @@ class Membership:
             stopped = stopped_ranks(self._store, self.number, self._size)
             all_stopped = len(stopped) == self._size
             if all_stopped and len({each for each, _ in stopped.values()}) == 1:  # a new process would raise the error again
-                end_restarts(
-                    self._store, f"all ranks have stopped, and none was lost. Rank {self._rank} says:\n{str(error)[:8000]}"
-                )
+                why = f"all ranks have stopped, and none was lost. Rank {self._rank} says:\n{shorten_error(str(error))}"
+                end_restarts(self._store, why)
                 raise error
             announcement = self.read_announcement()
             if announcement.why_restarts_ended:
