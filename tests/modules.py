@@ -207,9 +207,6 @@ def assert_trains_as_alone(strategy, steps, made=make, *, optimizer=torch.optim.
     return [step for _, step in found]
 
 
-# What is refused
-
-
 def refused(comm, strategy="zero3"):
     model, optimizer = wrap(comm, strategy)
     [(x, y)] = batches(comm, 1)

@@ -117,8 +117,6 @@ class _Machine:
                 return False
         return True
 
-    # ------------------------------------------------------------ memory
-
     def cells_of(self, memory):
         if memory.start < 0 or memory.stop > self.schedule.arena or memory.start % GRAIN or memory.nbytes % GRAIN:
             raise WrongValue(f"{memory} is outside of the arena, or cut")
@@ -138,8 +136,6 @@ class _Machine:
         found = self.read(memory, what)
         if found != tag:
             raise WrongValue(f"{what}: {memory} has {found}, expected {tag}")
-
-    # ------------------------------------------------------------ ops
 
     def do(self, i, op):
         getattr(self, f"do_{op.kind}")(i, op)
@@ -349,8 +345,6 @@ class _Machine:
         for unit, facts in self.facts.items():
             if not facts.update_gather:
                 self.at_rest[unit] = self.version
-
-    # ------------------------------------------------------------ what is wanted
 
     def check_gradients(self, event, what):
         """At an update, or at the end of a step, all that was asked for is there, and nothing else."""

@@ -156,9 +156,6 @@ def parts(two_ranks, fsharp_alone):
     return made
 
 
-# ---------------------------------------------------------------- models
-
-
 def gradients(module, tree_of):
     """The gradients of a module, as the tree that its parameters are in."""
     for x in module.parameters():
@@ -213,9 +210,6 @@ def test_the_operations_of_a_step_are_those_of_its_products():
 def test_options_have_the_default_shape():
     names = ("dim", "layers", "heads", "time", "batch")
     assert gpt.Shape(**{name: getattr(Options(), name) for name in names}) == gpt.Shape()
-
-
-# ---------------------------------------------------------------- memory
 
 
 def test_tracker_counts_what_is_alive_exactly():
@@ -276,9 +270,6 @@ def test_memory_of_a_step_is_what_the_sizes_say():
     assert found["rest"] == pytest.approx(3 * nbytes, rel=0.001)
     assert found["peak"] == pytest.approx(4 * nbytes, rel=0.02)
     assert found["peak"] >= found["first"] > found["rest"]
-
-
-# ---------------------------------------------------------------- figures
 
 
 def test_ratios_are_medians_of_those_within_rounds():
@@ -465,9 +456,6 @@ def test_first_losses_are_compared_with_those_of_the_peer():
         {"a": 0, "b": 0.01, "late": 0.01, "off": 0.1, "nan": float("nan")}, nan_ok=True
     )
     assert set(found["mismatch"]) == {"off", "nan"}
-
-
-# ---------------------------------------------------------------- overlap
 
 
 def event(cat, name, ts, dur, **args):
@@ -729,9 +717,6 @@ def test_the_gpu_benchmark_on_a_gpu(tmp_path):
     assert part["memory"][gpu_contenders.OURS]["peak"] > 0
     found = part["overlap"][gpu_contenders.OURS]
     assert found["forward"]["num"] + found["backward"]["num"] >= llama.SMALL.layers
-
-
-# ---------------------------------------------------------------- the command
 
 
 @pytest.mark.deep

@@ -146,9 +146,6 @@ def test_random_numbers_are_uniform_and_of_their_own():
     assert abs(neighbours) < 5 / 256
 
 
-# ------------------------------------------------------------ training
-
-
 @every(9, strategy=STRATEGIES, policy=POLICIES, wire=["one", "two levels"])
 @on_ranks(mesh_of)
 def test_paths_have_the_same_bits(comm, strategy, policy, wire):
@@ -194,9 +191,6 @@ def test_a_step_in_parts(comm):
     in_parts = fs.update(tx, grads, state, comm=comm)
     whole, _ = fs.train_step(loss_fn, tx)(state, batch, comm)
     assert_same(*[optree.tree_leaves(fs.full_tree(each.params, comm=comm)) for each in (in_parts, whole)])
-
-
-# ------------------------------------------------------------ refusals
 
 
 @pytest.mark.parametrize("scheduled", [False, True])

@@ -216,9 +216,6 @@ class UserProgram:
         return tuple(found)
 
 
-# ------------------------------------------------------------ drawing programs
-
-
 @st.composite
 def user_programs(draw: Any, *, functions: bool = False, differing: bool = False) -> UserProgram:
     """A program. ``functions``: one that functions can run as well; ``differing``: one rank swaps two evaluations."""
@@ -298,9 +295,6 @@ def one_in(n: int) -> st.SearchStrategy[bool]:
     return st.sampled_from([False] * (n - 1) + [True])
 
 
-# ------------------------------------------------------------ the model
-
-
 class Cell(nn.Module):
     """An affine map and a tanh, with another cell inside of it or not, and a running mean of what it is trained on."""
 
@@ -368,9 +362,6 @@ def run_chain(x: torch.Tensor, forward: Forward | Evaluate, cell: Callable[[int,
         if i == 0 and getattr(forward, "hooked", False) and x.requires_grad:
             x.register_hook(lambda grad: grad * 0.5)
     return x
-
-
-# ------------------------------------------------------------ plain torch
 
 
 class Plain:
@@ -527,9 +518,6 @@ def make_optimizer(program: UserProgram, params: Any, sgd: Callable[..., Any], a
     return sgd(params, lr=0.05, momentum=0.9) if program.optimizer == "sgd" else adamw(params, lr=0.01, eps=EPS)
 
 
-# ------------------------------------------------------------ a sharded module
-
-
 class Module(Plain):
     """The same program over a sharded module, by one rank."""
 
@@ -589,9 +577,6 @@ class Module(Plain):
                 self.seen += [mine[name] for name, _ in self.model.named_parameters()]
             case _:
                 super().do(statement)
-
-
-# ------------------------------------------------------------ functions
 
 
 class Functions:
@@ -713,9 +698,6 @@ def cut(statements: tuple[Statement, ...]) -> list[tuple[Statement, ...]]:
             found.append(tuple(part))
             part = []
     return found + ([tuple(part)] if part else [])
-
-
-# ------------------------------------------------------------ comparing
 
 
 def check(program: UserProgram, *, functions: bool, watched: bool = False) -> list[str]:

@@ -327,8 +327,6 @@ def test_as_torch_refuses_parameters_of_a_sharded_module_outside_of_it(comm, str
         assert as_torch(lambda w: w + 0)(model.weight).shape == (4, 4)
 
 
-# ---------------------------------------------------------------- as the function of a unit
-
 jax_block = as_torch(lambda p, x: x + p["gain"] * (jnp.tanh((x * p["s"]) @ p["w"]) @ p["v"] + p["b"]) * p["t"])
 
 

@@ -312,9 +312,6 @@ def _quantizer_of_recipe(recipe: Any) -> Any:
     return RecipeState.create(recipe, mode="forward", num_quantizers=3).make_quantizers()[1]
 
 
-# ------------------------------------------------------------ values of bytes
-
-
 def _float8_values(part: LeafPart) -> torch.Tensor:
     return part.planes[0].view(torch.float8_e4m3fn).float()
 

@@ -98,9 +98,6 @@ def test_who_waits_for_a_rank_that_went_elsewhere_hears_of_it(way):
             assert ("no reason" if way == "fails" else "ranks take part in different collectives") in text
 
 
-# Without processes
-
-
 class Table:
     """A board that ranks in one process share."""
 

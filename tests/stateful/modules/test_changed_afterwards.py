@@ -13,8 +13,6 @@ from tests.as_torch import DIM, Block, Part, make, same_as_torch
 from tests.ranks import on_ranks
 from tests.scheduling import DP, every
 
-# Hooks
-
 
 def old_weight_norm(module):
     nn.utils.weight_norm(module)
@@ -82,9 +80,6 @@ def backward_hooks(model):
 def test_hooks_of_units_read_parameters(register, when, strategy):
     nothing = lambda model: None  # noqa: E731
     same_as_torch(strategy, *((register, nothing) if when == "before" else (nothing, register)))
-
-
-# What is put in afterwards
 
 
 def head(model):

@@ -36,9 +36,6 @@ def test_as_the_module_alone(strategy, kind):
     close([sum(column) / mesh.size for column in zip(*(losses for losses, *_ in found))], losses)
 
 
-# What torch's users write
-
-
 OPTIMIZERS = {
     "SGD": (torch.optim.SGD, {"momentum": 0.9, "nesterov": True}),
     "Adam": (torch.optim.Adam, {"amsgrad": True}),
@@ -159,9 +156,6 @@ def test_blocks_are_gathered_while_the_ones_before_compute(kind):
     waits = {op.after[0]: op.at for op in schedule.ops if op.kind == "wait" and op.after}
     assert len(gathers) >= 3
     assert all(waits[schedule.ops.index(op)] > op.at for op in gathers)
-
-
-# Crossing over
 
 
 @pytest.mark.parametrize("strategy", ["zero1", "zero3"])

@@ -17,9 +17,6 @@ from tests.scheduling import DP, STRATEGIES, assert_same
 ONE = fs.Mesh({"dp": 1})
 
 
-# Forwards whose backward does not come
-
-
 def unsharded(model, optimizer):
     with model.unsharded():
         return {name: p.detach().clone() for name, p in model.named_parameters()}
@@ -95,9 +92,6 @@ def test_gradients_are_not_given_up(comm):
     unsharded(model, optimizer)
 
 
-# Parameters
-
-
 def test_complex_parameters_are_refused_by_name():
     class Phases(nn.Module):
         def __init__(self):
@@ -139,9 +133,6 @@ def test_frozen_parameters_that_are_rounded_say_so(comm, strategy):
         assert_same(dict(exact.full_parameters()), {name: expected[name] for name in dict(exact.full_parameters())})
 
 
-# Optimizers
-
-
 @pytest.mark.parametrize("way", ["all", "some", "groups"])
 def test_an_optimizer_of_before_refuses_to_step(way):
     net = modules.make()
@@ -157,9 +148,6 @@ def test_an_optimizer_of_before_refuses_to_step(way):
         optimizer.step()
     other.step()
     fs.ShardedOptimizer(model.parameters(), torch.optim.SGD, lr=0.1).step()
-
-
-# Errors in the words of modules
 
 
 @each_strategy
@@ -214,9 +202,6 @@ def test_a_backward_inside_of_a_forward_does_not_end_the_microbatch():
             descend(model(torch.ones(2, 3)).sum(), optimizer)
 
     modules.assert_trains_as_alone("zero3", steps, Net, optimizer=torch.optim.SGD, settings={"lr": 0.1}, units=["a"])
-
-
-# Parameters that are not the ones that were sharded
 
 
 def called_with_others(model):

@@ -117,9 +117,6 @@ def test_accumulated_microbatches_count_together():
     modules.assert_trains_as_alone("zero3", steps, Choosy, units=[Choosy.Fork, Block])
 
 
-# ---------------------------------------------------------------- torch.autograd.grad
-
-
 def mean_gradients(comm, strategy, kind="plain"):
     """By autograd.grad, and by backward."""
     model, optimizer = wrap(comm, strategy, kind)

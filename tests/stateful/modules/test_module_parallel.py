@@ -64,9 +64,6 @@ def make(kind=Dense, *args):
     return modules.seeded(lambda: kind(*args))
 
 
-# ---------------------------------------------------------------- experts
-
-
 class Experts(nn.Module):
     """``count`` of the experts, from ``first`` on."""
 
@@ -272,9 +269,6 @@ def test_experts_on_the_meta_device_are_drawn_for_each_coordinate():
     assert not torch.equal(small[0]["1.weight"], small[1]["1.weight"])
     for rank in range(4):
         assert_same(large[rank], small[rank % 2])
-
-
-# ---------------------------------------------------------------- tensor parallelism
 
 
 def tensor_parallel(model, mesh):

@@ -187,9 +187,6 @@ def test_many_exchanges_of_the_state_leave_no_trace(comm):
     assert {label for labels in optimizer._labels for label in labels.values()} == {0}
 
 
-# What is refused
-
-
 def change(state, name, **new):
     return {**state, "state": {**state["state"], name: {**state["state"][name], **new}}}
 

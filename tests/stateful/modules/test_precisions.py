@@ -189,9 +189,6 @@ def test_the_function_of_a_module_casts_as_the_module_does(comm):
         assert_same(fn(params, batch, comm=comm), expected)
 
 
-# What is cast
-
-
 @dataclass(frozen=True)
 class Frozen:
     """With a field that the constructor does not take."""
@@ -252,9 +249,6 @@ def test_other_containers_with_tensors_to_cast_are_refused(value, request):
     with pytest.raises(TreeError, match=rf"has to cast tensors to torch.bfloat16 in a {name}. Use pytrees"):
         cast_tensors({"a": value}, LOW)
     assert cast_tensors(value, HIGH) is value
-
-
-# What is refused
 
 
 def test_values_that_are_no_precision():

@@ -93,9 +93,6 @@ def trained(model):
     return dict(model.full_parameters(trained=True))
 
 
-# Across meshes
-
-
 @every(16, there=WORLDS, kind=KINDS, shard=({}, {"precision": MIXED}), here=("zero3", "ddp"))
 def test_training_goes_on_across_worlds(here, there, kind, shard):
     """Saved in one world, loaded in another one, saved there, loaded in the first: the bits of an uninterrupted run."""
@@ -231,9 +228,6 @@ def test_hooks_of_torch_are_asked(comm):
     with pytest.raises(TreeError, match=r'Missing key\(s\) in state_dict: "embed.weight"'):
         model.load_state_dict({name: x for name, x in state.items() if name != "embed.weight"})
     assert all(x is y for x, y in zip(model.parameters(), own, strict=True))
-
-
-# What is refused
 
 
 def without(state, name):

@@ -31,9 +31,6 @@ PLACES = {
 }
 
 
-# ---------------------------------------------------------------- a mixture of experts, and the same on one rank
-
-
 def draw(*shape, seed):
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)) * 0.4
 
@@ -165,9 +162,6 @@ def test_processes_give_the_same_bits():
         assert_same(real, fake)
 
 
-# ---------------------------------------------------------------- laws
-
-
 @every(2, name=["ddp", "zero3", "hsdp", "hfsdp", "mixed"], scheduled=[False, True])
 def test_a_tree_that_varies_is_as_many_trainings_as_there_are_coordinates(name, scheduled):
     """All units vary along one axis, and the optimizer looks at no other rank: coordinates know nothing of each other."""
@@ -270,9 +264,6 @@ def test_norm_counts_each_value_once(comm):
     layout = fs.plan(params, comm.mesh, {"own": fs.zero3("dp").varying("ep"), "shared": fs.ddp("dp", "ep")}, units="*")
     tree = fs.shard(params, layout, comm)
     assert [fs.optim.global_norm(tree, comm=comm, deterministic=d).item() for d in (False, True)] == [pytest.approx(8**0.5)] * 2
-
-
-# ---------------------------------------------------------------- the strategy
 
 
 def test_placements():

@@ -31,8 +31,6 @@ from tests.scheduling import (
 )
 from tests.stateful.runtime.test_scheduler_rest import explicit, in_arena
 
-# Parameters that look like those of before
-
 
 def blind(monkeypatch):
     """Have all tensors be at one address, and of one version."""
@@ -98,9 +96,6 @@ def test_nor_by_a_function_that_follows_no_plan(monkeypatch):
     run_both(program)
 
 
-# Lifetimes
-
-
 def gone(storage):
     """Whether memory is given back: at once, or when a thread that has sent from it is over with that."""
     return any(storage.expired() or time.sleep(0.01) for _ in range(2000))
@@ -139,9 +134,6 @@ def test_gradients_outlive_their_scheduler(strategy, again):
     assert results == [(True, True)] * len(results)
 
 
-# A gradient that is the parameter
-
-
 class Itself(torch.autograd.Function):
     """``(w * x).sum(0)``, whose gradient by ``w`` is taken to be ``w``: the very tensor, which is in the arena."""
 
@@ -176,9 +168,6 @@ def test_a_gradient_that_is_the_parameter(strategy, case):
 
     program = training(loss, strategy, 4, microbatches=microbatches, donate=False)
     assert run_both(program, mesh_of(strategy))[1][0].num_unscheduled_calls == 1
-
-
-# Windows
 
 
 def test_a_window_is_the_same_bytes():

@@ -143,9 +143,6 @@ def test_main_copies_of_a_module_stay_where_it_shows_them(comm):
     assert not any(isinstance(node.lazy, OffloadedBuffers) for node in fs.layouts.units_of(model.train_state.main))
 
 
-# ------------------------------------------------------------ bytes
-
-
 class Seen(NamedTuple):
     """What was there after each step."""
 
@@ -274,9 +271,6 @@ def test_what_is_not_sharded_and_what_has_no_state_stays(comm):
     assert state.opt.count == 3
 
 
-# ------------------------------------------------------------ elsewhere
-
-
 @on_ranks(DP)
 def test_a_state_goes_on_without_the_scheduler_and_comes_back(comm):
     tx = fs.optim.adamw(1e-2)
@@ -368,9 +362,6 @@ def test_what_keeps_its_own_state_or_addresses_is_refused(comm):
     state = make_state(comm, "ddp")
     with pytest.raises(ScheduleError, match="leave out offload=True"):
         _check_capturable(torch.device("cuda"), fs.SchedulePolicy(offload=True, gather_at_start=False), state, 3)
-
-
-# ------------------------------------------------------------ streams
 
 
 @every(2, strategy=("ddp", "zero1", "zero2", "zero3"), precision=PRECISIONS, donate=[False, True])

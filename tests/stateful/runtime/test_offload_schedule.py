@@ -19,8 +19,6 @@ from tests.ranks import on_ranks
 from tests.scheduling import DP, assert_same, make_state, my_batches
 from tests.stateful.runtime.test_offload import held, steps
 
-# ------------------------------------------------------------ the schedule
-
 
 @pytest.fixture
 def schedule():
@@ -105,9 +103,6 @@ def test_a_step_that_leaves_its_schedule_offloads_too(comm):
         kinds.append(scheduled.status().kind)
         assert all(isinstance(node.lazy, OffloadedBuffers) for node in held(ours) if any(map(len, node.buffers)))
     assert kinds[:3] == ["recorded", "planned", "left"]
-
-
-# ------------------------------------------------------------ time
 
 
 def test_copies_take_the_time_of_their_bytes_and_run_into_the_next_step(schedule):

@@ -105,9 +105,6 @@ def test_ranks_with_others_are_checked_each_by_itself():
         assert {entry.lane for entry in report.log if isinstance(entry, Access)} == {"compute", "gather", "reduce"}
 
 
-# ------------------------------------------------------------ what is left out is found
-
-
 @pytest.mark.parametrize(
     ("name", "precision"),
     [
@@ -202,9 +199,6 @@ def test_every_kind_of_wait_is_needed_by_some_configuration():
     looks = {f"compute joins all of reduce at {at}" for at in ("microbatch_end", "reduce")}
     first_step = {"compute joins all of gather at update", "compute joins op of an earlier plan at reduce"}
     assert issued - needed == looks | first_step
-
-
-# ------------------------------------------------------------ the report
 
 
 def scheduler_on_streams(**policy):

@@ -22,8 +22,6 @@ from tests.scheduling import (
 )
 from tests.stateful.runtime.test_scheduler_rest import late
 
-# Off the plan
-
 
 def departing(state, batch, comm):
     """Off the plan in the forward (by ``order``), in the backward (``early``), or right after it (``extra``)."""
@@ -95,9 +93,6 @@ def test_a_departure_with_a_unit_that_nobody_uses(strategy):
         return seen, full_params(state, run.comm)
 
     run_both(program, mesh_of(strategy), also=[late])
-
-
-# A backward after the gradients were handed out
 
 
 def looking_back(state, batch, comm, *, unit):

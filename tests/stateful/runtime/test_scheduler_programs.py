@@ -31,9 +31,6 @@ from tests.scheduling import (
 each_strategy = pytest.mark.parametrize("strategy", ["zero3", "hfsdp", pytest.param("zero2", marks=pytest.mark.deep)])
 
 
-# Orders
-
-
 ORDERS = {
     "turned round": ([(0, 1, 2), (2, 1, 0)], 2),
     "early exit": ([(0, 1, 2), (0,)], 2),
@@ -85,9 +82,6 @@ def test_any_orders_under_any_policy(data):
         frozen=data.draw(st.lists(st.sampled_from(["embed", "layers.0", "layers.1.w", "head.b"]), max_size=2, unique=True)),
     )
     run_both(program, STRATEGIES[strategy][0], policy=policy)
-
-
-# Uses
 
 
 def nested(p, x, inner, comm):
@@ -231,9 +225,6 @@ def mixture(x, layers, batch, comm):
 @each_strategy
 def test_a_rank_without_tokens_skips(strategy):
     run_both(training(mixture, strategy, microbatches=2), mesh_of(strategy))
-
-
-# Autograd
 
 
 def checkpointed(x, layers, batch, comm, *, use_reentrant):

@@ -60,9 +60,6 @@ def late(scheduler):
     scheduler.executor.transport = Late(scheduler.comm)
 
 
-# A caller who keeps what a step has handed out
-
-
 def explicit(state, batch, comm, *, loss=loss_fn, donate=False, between=lambda params, batch, comm: None):
     """A step that returns its gradients, as they rest and as the optimizer has them."""
     value, grads = fs.value_and_grad(loss)(state.params, batch, comm=comm)
@@ -137,9 +134,6 @@ def test_a_view_of_a_gradient_that_is_held_beyond_its_step_is_refused():
     assert all(len(kept) == 3 for kept in simulate(DP, partial(rank_fn, keep_gradients=True)))
 
 
-# Several value_and_grad in one function
-
-
 def mixing(state, batch, comm, *, drop=False, second=loss_fn):
     """The first gradients are used after the second were made; perhaps some were made in between that nobody keeps."""
     flipped = {**batch, "x": batch["x"].flip(0)}
@@ -200,9 +194,6 @@ def test_a_unit_that_only_the_second_of_two_losses_uses(strategy, reduced):
     run_both(program, mesh_of(strategy), also=[late])
 
 
-# Between value_and_grad and update
-
-
 SCORED = [("ddp", True), ("zero1", False), ("zero2", True), ("zero3", False)]
 
 
@@ -230,9 +221,6 @@ def scored(run, strategy, *, keep, microbatches=1):
 def test_a_forward_between_value_and_grad_and_update(strategy, keep, microbatches, policy):
     program = partial(scored, strategy=strategy, keep=keep, microbatches=microbatches)
     assert run_both(program, mesh_of(strategy), also=[late], **policy)[1][0].num_unscheduled_calls == 1
-
-
-# Gradients in memory of their own
 
 
 @every(9, strategy=STRATEGIES, microbatches=(1, 2))

@@ -35,9 +35,6 @@ each_strategy = pytest.mark.parametrize("strategy", ["zero1", "zero3", "hfsdp", 
 CARRIES = ({}, {"gather_at_start": False}, {"prefetch": 2})
 
 
-# Several functions, several trees
-
-
 @every(6, strategy=STRATEGIES, policy=CARRIES, mode=(torch.no_grad, torch.inference_mode))
 def test_evaluation_between_steps(strategy, policy, mode):
     """Its mode is entered inside of the function, or around it."""
@@ -181,9 +178,6 @@ def test_wrapped_functions_inside_of_each_other():
     assert [each.num_unscheduled_calls for each in scheduled] == [0, 0, 1]
 
 
-# The parts of a step, one by one
-
-
 @every(5, strategy=STRATEGIES, place=["first", "last", "all"])
 def test_gradients_changed_in_place_before_they_are_reduced(strategy, place):
     """What the schedule has reduced already, on its way, is then not what the caller wants."""
@@ -220,9 +214,6 @@ def test_gradients_without_an_update(strategy):
         return seen
 
     assert [each.num_unscheduled_calls for each in run_both(program, mesh_of(strategy))[1]] == [1, 1]
-
-
-# The state
 
 
 @each_strategy
@@ -362,9 +353,6 @@ def test_parameters_changed_within_a_step_are_refused():
 
     with pytest.raises(ScheduleError, match=r"'layers\.0' were changed in place between their gather and their use"):
         simulate(DP, rank_fn)
-
-
-# Failures
 
 
 @every(9, strategy=STRATEGIES, where=["forward", "backward", "loss"], when=[0, 2])

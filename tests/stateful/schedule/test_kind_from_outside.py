@@ -90,9 +90,6 @@ def refused(schedule, match):
         verify(schedule)
 
 
-# ------------------------------------------------------------ schedules
-
-
 def test_the_emitter_writes_them_behind_what_they_are_behind(found):
     schedule = compile_schedule(chain(3))
     for i in of(schedule, "wait"):
@@ -256,9 +253,6 @@ def test_whatever_changes_a_buffer_waits_for_an_op_that_reads_and_changes_the_bu
         refused(edit(schedule, reduce, after=alone), rf"op {reduce}, reduce .*may still be read by op {at}, scale")
 
 
-# ------------------------------------------------------------ predictions and pictures
-
-
 def test_they_take_the_time_of_their_cost(found):
     timeline = fs.inspect.predict(compile_schedule(chain(3)), HARDWARE)
     for kind in ("count", "checksum"):
@@ -286,9 +280,6 @@ def test_perfetto_shows_them(found, tmp_path):
     events = json.loads((tmp_path / "step.json").read_text())["traceEvents"]
     shown = Counter(event["name"] for event in events if event.get("cat") == "count")
     assert shown == Counter(f"count {timeline.schedule.ops[i].unit}" for i in of(timeline.schedule, "count"))
-
-
-# ------------------------------------------------------------ real steps
 
 
 @pytest.mark.parametrize("strategy", ["zero3", "hfsdp"])
@@ -363,9 +354,6 @@ def test_races_of_them_are_found(found):
     joins = {why for why in report.waits if why.startswith("compute joins checksum of")} - report.implied_waits()
     assert joins
     assert all(report.races_without(why) for why in joins), "a release is poison for who still reads"
-
-
-# ------------------------------------------------------------ behind each kind
 
 
 @pytest.mark.parametrize("kind", kinds_where())

@@ -308,9 +308,6 @@ def test_a_window_ends_with_the_step_and_not_before():
     assert not any(a.overlaps(b) for a in (*carried, *windows) for b in windows if a is not b)
 
 
-# What it costs to find a place
-
-
 @every(2, kind=["equal", "random"], microbatches=[4, 1])
 def test_comparisons_of_one_arena_are_limited(kind, microbatches, monkeypatch):
     """A search begins within the limit, and is over after 1.5 placements for each buffer and some."""

@@ -59,9 +59,6 @@ def moves_gradients(strategy):
     return bool(STRATEGIES[strategy][1].grads.sharded_axes)
 
 
-# Gathers
-
-
 @every(3, strategy=[name for name in STRATEGIES if moves_parameters(name)], prefetch=[1, 2, 3], microbatches=[1, 2])
 def test_gathers_are_under_way_while_the_units_before_compute(strategy, prefetch, microbatches):
     """None is issued when its unit is wanted: forward and backward, over turning points, from one step to the next."""
@@ -129,9 +126,6 @@ def test_no_more_units_are_resident_than_are_prefetched_and_in_use(strategy, pre
     assert most == (prefetch + 1 if moves_parameters(strategy) else 0)
 
 
-# Updated parameters
-
-
 @every(2, strategy=STRATEGIES, microbatches=[1, 2])
 def test_updated_parameters_are_waited_for_at_the_first_use_of_the_next_step(strategy, microbatches):
     schedule = recorded(strategy, microbatches)
@@ -159,9 +153,6 @@ def test_nothing_is_left_under_way_if_nothing_is_to_be_carried(strategy):
     tail = [(op.kind, op.phase) for op in schedule.ops[update + 1 :]]
     assert tail == ([("gather", "update")] * len(NAMES) + [("wait", "update")] * len(NAMES)) * (strategy != "zero3")
     assert not any(j > i for i, op in enumerate(schedule.ops) for j in op.after)
-
-
-# Reductions
 
 
 @each_number
@@ -219,9 +210,6 @@ def test_a_tied_unit_is_reduced_once(microbatches):
     assert positions(schedule, "reduce", "embed")[0] > positions(schedule, "cast", "embed")[1]
 
 
-# Axes of size 1
-
-
 @each_number
 @each_strategy
 def test_one_rank_moves_nothing(strategy, microbatches):
@@ -253,9 +241,6 @@ def test_an_axis_of_one_rank_moves_nothing(strategy, sizes):
 
     schedule = simulate(fs.Mesh(sizes), rank_fn)[0]
     assert {call.axis for call in schedule.calls()} == {axis for axis, n in sizes.items() if n > 1}
-
-
-# Memory of the example
 
 
 class Anywhere(GlooTransport):

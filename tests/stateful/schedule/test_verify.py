@@ -187,9 +187,6 @@ def test_where_a_gradient_rests_has_to_be_free():
     assert last == f"Add {free} to its `after`."
 
 
-# Whatever the program and the policy.
-
-
 @given(programs(), policies())
 def test_every_compiled_schedule_passes(program, policy):
     verify(compile_schedule(program, policy))
@@ -214,9 +211,6 @@ def test_gradients_at_rest_are_opened_once_by_the_first_op_that_feeds_them(progr
 def test_a_schedule_is_read_as_it_was_written(program, policy):
     schedule = compile_schedule(program, policy)
     assert Schedule.from_json(schedule.to_json()) == schedule
-
-
-# Ranks.
 
 
 @settings(max_examples=settings().max_examples // 2)

@@ -61,9 +61,6 @@ def assert_joined(schedule):
         assert not calls or together(schedule, kind, phase) > 1, (kind, phase)
 
 
-# ------------------------------------------------------------ collectives
-
-
 SIZES = ([5, 1, 8], [7], [4, 4], [1, 1, 1, 1])
 
 
@@ -104,9 +101,6 @@ def test_what_is_joined_has_the_bits_and_the_bytes_of_each_alone(comm, n, sizes,
     ]
     assert once.nbytes == each.nbytes
     assert once.num_calls * len(sizes) == each.num_calls
-
-
-# ------------------------------------------------------------ steps
 
 
 @every(9, strategy=STRATEGIES, microbatches=(1, 2), precision=PRECISIONS)
@@ -315,9 +309,6 @@ def test_a_schedule_of_units_with_other_dtypes_is_not_followed(comm):
         step(state, batch)
 
 
-# ------------------------------------------------------------ processes
-
-
 def in_processes(comm, strategies, worth):
     gloo._MIN_MESSAGE_NBYTES = worth
     found = {}
@@ -411,9 +402,6 @@ def test_a_trace_has_both_halves_of_an_all_reduce_and_what_an_update_waits_for()
     waited = [span for span in first.spans if span.kind == "wait" and span.op == update.op]
     assert sum(span.seconds for span in waited) >= 2 * LATE_S
     assert update.seconds < 2 * LATE_S
-
-
-# ------------------------------------------------------------ streams
 
 
 @every(6, microbatches=(1, 2), strategy=("hfsdp", "zero3", "zero1"), precision=PRECISIONS)
