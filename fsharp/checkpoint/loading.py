@@ -1,4 +1,4 @@
-"""Loading: each rank reads its own elements, whichever rank wrote them."""
+"""Loading: each rank reads its own elements, whichever rank wrote them. If one finds damage, all load an earlier checkpoint."""
 
 import json
 import logging
@@ -6,7 +6,7 @@ import os
 from bisect import bisect_left
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import optree
 import torch
@@ -24,13 +24,12 @@ from fsharp.checkpoint.entries import (
     load_into_object,
     tree_to_load_into,
 )
-from fsharp.checkpoint.fallback import load_or_collect_damage, set_aside_damaged
 from fsharp.checkpoint.formats.huggingface import is_huggingface_folder
 from fsharp.checkpoint.manifest import MANIFEST_NAME, Manifest
 from fsharp.checkpoint.matching import StoredNames, check_matches, first_error_rows, stored_names, without_ignored
 from fsharp.checkpoint.reading import BUFFER_NBYTES, NeededElements
 from fsharp.checkpoint.storage import absolute_path, storage_of
-from fsharp.errors import CheckpointError, problem
+from fsharp.errors import AgreementError, CheckpointError, CommError, problem
 from fsharp.functional.comm.agree import all_gather_texts, check_on_all_ranks
 from fsharp.functional.comm.protocol import Comm
 from fsharp.functional.comm.tree_names import with_new_tree_name
@@ -42,6 +41,7 @@ from fsharp.stateful.modules.parameter import ShardedTensor
 from fsharp.type_checks import options_checked
 
 _log = logging.getLogger("fsharp")
+T = TypeVar("T")
 
 
 @options_checked
@@ -352,3 +352,37 @@ def _fill_tree(
                 f"{found.path}: {owner!r:.200} and {alias!r:.200} are tied, and the checkpoint has different values for them, "
                 f"as {names.by_tensor[owner]!r:.200} and {source!r:.200}. Leave out one of these by ignore=, or untie them."
             )
+
+
+def load_or_collect_damage(load: Callable[[], T], damage: list[Any], comm: Comm) -> tuple[T | None, list[Any]]:
+    """Return the result of ``load`` and no damage; or, on all ranks, None and the damage that ranks have found.
+
+    All ranks call this function. ``load`` appends the damage that this rank finds to ``damage``, as values that JSON can hold,
+    and then fails on all ranks. If no rank has found damage, or a rank has failed for another reason, the error of ``load`` is
+    raised. Cost: that of ``load``, and one exchange if ``load`` fails.
+    """
+    try:
+        return load(), []
+    except CommError:
+        raise
+    except Exception as error:  # any kind: all ranks come here, and each reports its reason
+        own = error.__cause__ if isinstance(error, AgreementError) else error  # other ranks report their errors themselves
+        said = [json.loads(text) for text in all_gather_texts(json.dumps([own is not None and not damage, damage]), comm)]
+        found = [each for _, texts in said for each in texts]
+        if not found or any(has_failed_otherwise for has_failed_otherwise, _ in said):
+            raise
+        return None, found
+
+
+def set_aside_damaged(damaged: Mapping[str, str], used_instead: str, comm: Comm) -> None:
+    """On rank 0 rename damaged checkpoints, and log a warning for each. ``damaged`` has the error of each path."""
+    for path, text in damaged.items() if comm.rank == 0 else ():
+        _log.warning("%s is damaged, %s: %s Used instead: %s.", path, try_set_aside(path), text, used_instead)
+
+
+def try_set_aside(path: str) -> str:
+    """Rename a damaged folder or file; return a text with the new path, or with the reason why it keeps its name."""
+    try:
+        return f"set aside as {storage_of(path).set_aside(path)}"
+    except (CheckpointError, OSError) as error:
+        return f"and could not be renamed ({error})"

@@ -24,8 +24,13 @@ from fsharp.checkpoint.catalog import (
     save_time_after,
 )
 from fsharp.checkpoint.entries import TreeContents, contents_of, with_state_dicts
-from fsharp.checkpoint.fallback import load_or_collect_damage, set_aside_damaged, try_set_aside
-from fsharp.checkpoint.loading import load_checkpoint_at, load_with_reader
+from fsharp.checkpoint.loading import (
+    load_checkpoint_at,
+    load_or_collect_damage,
+    load_with_reader,
+    set_aside_damaged,
+    try_set_aside,
+)
 from fsharp.checkpoint.manifest import MANIFEST_NAME, FileRecord
 from fsharp.checkpoint.peers import (
     MESSAGE_NBYTES,

@@ -9,7 +9,7 @@ import torch
 
 from fsharp.errors import TreeError, problem
 from fsharp.functional.comm.agree import check_on_all_ranks
-from fsharp.functional.comm.exact_text import exact_text
+from fsharp.functional.comm.equal_values import exact_text
 from fsharp.functional.comm.protocol import Comm, Engine, reporting_format_errors
 from fsharp.functional.comm.residuals import zero_residuals
 from fsharp.functional.comm.tree_names import copy_tree_names, name_updated_units, with_new_tree_name

@@ -20,7 +20,6 @@
 from fsharp.functional.layout.sharded import tree_nbytes as tree_nbytes
 from fsharp.functional.reshard.reshard import reshard_nbytes as reshard_nbytes
 from fsharp.functional.traffic import step_traffic as step_traffic
-from fsharp.inspect.comparing import compare as compare
 from fsharp.inspect.drawing import draw as draw
 from fsharp.inspect.estimate import Hardware as Hardware
 from fsharp.inspect.estimate import predict as predict
@@ -29,6 +28,7 @@ from fsharp.inspect.shardings import LeafSharding as LeafSharding
 from fsharp.inspect.shardings import TreeSharding as TreeSharding
 from fsharp.inspect.shardings import draw_sharding as draw_sharding
 from fsharp.inspect.shardings import sharding as sharding
+from fsharp.inspect.tables import compare as compare
 from fsharp.inspect.tables import table as table
 from fsharp.inspect.trace_events import perfetto as perfetto
 from fsharp.planning.choice import Candidate as Candidate

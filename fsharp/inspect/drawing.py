@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 
 from fsharp.errors import ScheduleError, problem
 from fsharp.functional.layout.text import nbytes_text, seconds_text
-from fsharp.inspect.comparing import units_by_repeated_name
 from fsharp.inspect.estimate import Hardware, predict
+from fsharp.inspect.tables import units_by_repeated_name
 from fsharp.stateful.schedule.ops import OPS, STREAMS, Look, Stream, kinds_where
 from fsharp.stateful.schedule.schedule import Schedule
 from fsharp.stateful.timing.timeline import WAITING, Timeline, TimeSpan, total_length, union_of_intervals

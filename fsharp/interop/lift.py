@@ -30,18 +30,27 @@ from jax.extend.core import ClosedJaxpr, Literal
 
 from fsharp.errors import LayoutError, problem
 from fsharp.functional.comm.protocol import ReduceOp
-from fsharp.interop.primitives import (
-    CALL_PRIMITIVES,
-    ELEMENTWISE_PRIMITIVES,
-    REDUCTION_PRIMITIVES,
-    RESHAPING_PRIMITIVES,
-    SPLAT_PRIMITIVES,
-    dtype_limits,
-    is_combinable_over_ranks,
-    is_inner_product,
-    keeps_order,
-    reduces_all,
-)
+
+_ELEMENTWISE_PRIMITIVES = frozenset((
+    "abs", "acos", "acosh", "add", "add_any", "and", "asin", "asinh", "atan", "atan2", "atanh", "cbrt", "ceil", "clamp",
+    "conj", "convert_element_type", "copy", "copy_p", "cos", "cosh", "digamma", "div", "eq", "erf", "erf_inv", "erfc",
+    "exp", "exp2", "expm1", "floor", "ge", "gt", "igamma", "igammac", "imag", "integer_pow", "is_finite", "le", "lgamma",
+    "log", "log1p", "logistic", "lt", "max", "min", "mul", "ne", "neg", "nextafter", "not", "or", "pow", "real",
+    "reduce_precision", "rem", "round", "rsqrt", "select_n", "shift_left", "shift_right_arithmetic", "shift_right_logical",
+    "sign", "sin", "sinh", "sqrt", "square", "stop_gradient", "sub", "tan", "tanh", "xor",
+))  # fmt: skip
+_CALL_PRIMITIVES = frozenset(["jit", "closed_call", "core_call", "custom_jvp_call", "custom_vjp_call", "remat2", "checkpoint"])
+"""Primitives that run a jaxpr once, on their operands. Primitives that run one several times, as ``reduce``, are left out."""
+_RESHAPING_PRIMITIVES = frozenset(["broadcast_in_dim", "reshape", "squeeze", "expand_dims"])
+_SPLAT_PRIMITIVES = _RESHAPING_PRIMITIVES | {"transpose", "slice", "rev"}
+"""Primitives that turn an array of equal elements into an array of equal elements."""
+_REDUCTION_PRIMITIVES: dict[str, ReduceOp] = {
+    "reduce_sum": "sum",
+    "reduce_max": "max",
+    "reduce_min": "min",
+    "reduce_and": "min",
+    "reduce_or": "max",
+}
 
 
 class LeafPart(NamedTuple):
@@ -148,7 +157,7 @@ class ShardedJaxprRun:
         name, params = equation.primitive.name, equation.params
         if name == "cond":
             return self._run_cond(equation, values, at)
-        if name in CALL_PRIMITIVES:
+        if name in _CALL_PRIMITIVES:
             inner = params.get("jaxpr", params.get("call_jaxpr"))
             return self.run_jaxpr(inner if isinstance(inner, ClosedJaxpr) else ClosedJaxpr(inner, ()), values, at)
         if name == "optimization_barrier":
@@ -162,21 +171,21 @@ class ShardedJaxprRun:
             return self._without_leaves(equation, values)
         part, shapes = self.leaves[leaf], [var.aval.shape for var in equation.outvars]
         size = math.prod(shapes[0]) if shapes else None
-        if name in ELEMENTWISE_PRIMITIVES and size == math.prod(part.shape):  # else it is broadcast
+        if name in _ELEMENTWISE_PRIMITIVES and size == math.prod(part.shape):  # else it is broadcast
             result = _bind_equation(equation, [self.elements(value, leaf, shapes[0]) for value in values])
             return [ArrayShard(leaf, each, shape) for each, shape in zip(result, shapes, strict=True)]
-        if name in RESHAPING_PRIMITIVES and size == math.prod(values[0].shape) and keeps_order(name, params):
+        if name in _RESHAPING_PRIMITIVES and size == math.prod(values[0].shape) and _keeps_order(name, params):
             return [ArrayShard(leaf, values[0].elements, shapes[0])]
         if (
-            name in REDUCTION_PRIMITIVES
-            and reduces_all(values[0].shape, params["axes"])
-            and is_combinable_over_ranks(name, values[0].elements.dtype)
+            name in _REDUCTION_PRIMITIVES
+            and _reduces_all(values[0].shape, params["axes"])
+            and _is_combinable_over_ranks(name, values[0].elements.dtype)
         ):
             return [self._reduce_over_ranks(name, leaf, values[0].elements, equation.outvars[0].aval, at)]
         if (
             name == "dot_general"
-            and is_inner_product(values, params)
-            and is_combinable_over_ranks(name, equation.outvars[0].aval.dtype)
+            and _is_inner_product(values, params)
+            and _is_combinable_over_ranks(name, equation.outvars[0].aval.dtype)
         ):
             out = equation.outvars[0].aval
             left, right = (self.elements(value, leaf, value.shape).astype(out.dtype) for value in values)
@@ -196,7 +205,7 @@ class ShardedJaxprRun:
             return value
         if not self.leaves[value.leaf].axes:
             return _whole_array(value)
-        if math.prod(value.shape) != 1 or not is_combinable_over_ranks("reduce_sum", value.elements.dtype):
+        if math.prod(value.shape) != 1 or not _is_combinable_over_ranks("reduce_sum", value.elements.dtype):
             return value
         out = ShapeDtypeStruct(value.shape, value.elements.dtype)
         return self._reduce_over_ranks("reduce_sum", value.leaf, value.elements, out, at)
@@ -224,13 +233,13 @@ class ShardedJaxprRun:
         shapes = [var.aval.shape for var in equation.outvars]
         if name == "broadcast_in_dim" and jnp.ndim(_scalar_if_splat(values[0])) == 0:
             return [Splat(_scalar_if_splat(values[0]), shapes[0])]
-        if uniform and name in SPLAT_PRIMITIVES:
+        if uniform and name in _SPLAT_PRIMITIVES:
             return [Splat(values[0].scalar, shapes[0])]
-        if uniform and name in REDUCTION_PRIMITIVES:
+        if uniform and name in _REDUCTION_PRIMITIVES:
             scalar, count = values[0].scalar, math.prod(values[0].shape[axis] for axis in equation.params["axes"])
             result = (scalar * count).astype(scalar.dtype) if name == "reduce_sum" else scalar
             return [Splat(result, shapes[0]) if shapes[0] else result]
-        if uniform and name in ELEMENTWISE_PRIMITIVES and all(jnp.ndim(_scalar_if_splat(value)) == 0 for value in values):
+        if uniform and name in _ELEMENTWISE_PRIMITIVES and all(jnp.ndim(_scalar_if_splat(value)) == 0 for value in values):
             return [
                 Splat(each, shape)
                 for each, shape in zip(_bind_equation(equation, map(_scalar_if_splat, values)), shapes, strict=True)
@@ -239,7 +248,7 @@ class ShardedJaxprRun:
 
     def _reduce_over_ranks(self, name: str, leaf: int, elements: Any, out: Any, at: EquationKey) -> Any:
         """Return the reduction of all elements of a leaf, with the shape and dtype of ``out``; PENDING if not known yet."""
-        part, op = self.leaves[leaf], REDUCTION_PRIMITIVES[name]
+        part, op = self.leaves[leaf], _REDUCTION_PRIMITIVES[name]
         if part.is_varying:
             raise LayoutError(
                 f"from_optax(): the transformation reduces all elements of {part.path!r} ({name}), whose values "
@@ -249,7 +258,7 @@ class ShardedJaxprRun:
             if op == "sum":
                 here = jnp.sum(elements, dtype=out.dtype)
             else:
-                least, most = dtype_limits(elements.dtype)
+                least, most = _dtype_limits(elements.dtype)
                 here = jnp.max(elements, initial=least) if op == "max" else jnp.min(elements, initial=most)
             self.pending[at] = CrossRankReduction(op, part.axes), here
             return PENDING
@@ -310,3 +319,35 @@ def _whole_array(value: Any) -> Any:
     if isinstance(value, ArrayShard):
         return jnp.reshape(value.elements, value.shape)
     return jnp.full(value.shape, value.scalar) if isinstance(value, Splat) else value
+
+
+def _keeps_order(name: str, params: Mapping[str, Any]) -> bool:
+    """Return whether a primitive of ``_RESHAPING_PRIMITIVES`` keeps the order of elements."""
+    dims = params["broadcast_dimensions"] if name == "broadcast_in_dim" else ()
+    return list(dims) == sorted(dims) and not (name == "reshape" and params["dimensions"])
+
+
+def _reduces_all(shape: Sequence[int], axes: Sequence[int]) -> bool:
+    """Return whether a reduction along the dims ``axes`` reduces all elements."""
+    return all(size == 1 or axis in axes for axis, size in enumerate(shape))
+
+
+def _is_combinable_over_ranks(name: str, dtype: Any) -> bool:
+    """Return whether a collective can combine a reduction's results: not of bitwise ``and`` and ``or``, or complex numbers."""
+    return bool(dtype == jnp.bool_ if name in ("reduce_and", "reduce_or") else not jnp.issubdtype(dtype, jnp.complexfloating))
+
+
+def _is_inner_product(values: Sequence[Any], params: Mapping[str, Any]) -> bool:
+    """Return whether a dot_general contracts all dims of two operands of the same shape, in the same order."""
+    (left, right), batch = params["dimension_numbers"]
+    is_alike = values[0].shape == values[1].shape
+    return is_alike and tuple(left) == tuple(right) and len(left) == len(values[0].shape) and not any(map(tuple, batch))
+
+
+def _dtype_limits(dtype: Any) -> tuple[Any, Any]:
+    """Return the smallest and the largest value of a dtype."""
+    if dtype == jnp.bool_:
+        return False, True
+    if jnp.issubdtype(dtype, jnp.integer):
+        return jnp.iinfo(dtype).min, jnp.iinfo(dtype).max
+    return -jnp.inf, jnp.inf

@@ -13,7 +13,7 @@ import torch
 
 from fsharp.errors import TreeError, problem
 from fsharp.functional.comm.agree import check_on_all_ranks
-from fsharp.functional.comm.exact_text import exact_text
+from fsharp.functional.comm.equal_values import exact_text
 from fsharp.functional.comm.protocol import Comm
 from fsharp.functional.layout.sharded import register_static, units_of
 from fsharp.functional.optim.base import Transform

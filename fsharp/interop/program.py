@@ -18,7 +18,7 @@ import torch
 from jax.extend.core import ClosedJaxpr, Jaxpr
 
 from fsharp.errors import TreeError, problem
-from fsharp.functional.comm.exact_text import exact_text
+from fsharp.functional.comm.equal_values import exact_text
 from fsharp.functional.comm.protocol import Comm
 from fsharp.functional.layout.sharded import Sharded, map_units, units_of
 from fsharp.functional.layout.unit_layout import Leaf

@@ -6,8 +6,8 @@ from dataclasses import replace
 import pytest
 
 from fsharp.errors import ScheduleError
-from fsharp.inspect.comparing import compare
 from fsharp.inspect.estimate import predict
+from fsharp.inspect.tables import compare
 from fsharp.stateful.schedule.compile import compile_schedule
 from fsharp.stateful.schedule.policy import SchedulePolicy
 from fsharp.stateful.schedule.schedule import Op

@@ -16,7 +16,7 @@ import torch
 
 from fsharp.errors import OptionError, TreeError, problem
 from fsharp.functional.comm.agree import check_on_all_ranks
-from fsharp.functional.comm.exact_text import exact_text
+from fsharp.functional.comm.equal_values import exact_text
 from fsharp.functional.comm.protocol import Comm, SingleComm
 from fsharp.functional.layout.sharded import Sharded, check_not_encoded, is_sharded, units_of
 from fsharp.functional.optim.probe import trial_fingerprint

@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from fsharp.errors import LayoutError, PatternError, problem
-from fsharp.functional.comm.exact_text import exact_text
+from fsharp.functional.comm.equal_values import exact_text
 from fsharp.functional.comm.protocol import Comm
 from fsharp.functional.layout.sharded import Sharded, map_units, merge, units_of
 from fsharp.functional.optim.base import (

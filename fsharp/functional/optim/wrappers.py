@@ -9,7 +9,7 @@ import torch
 
 from fsharp.errors import LayoutError
 from fsharp.functional.comm.agree import agree, check_on_all_ranks, max_over_ranks
-from fsharp.functional.comm.exact_text import exact_text
+from fsharp.functional.comm.equal_values import exact_text
 from fsharp.functional.comm.protocol import Comm
 from fsharp.functional.layout.sharded import Sharded, map_units, units_of
 from fsharp.functional.optim.base import (

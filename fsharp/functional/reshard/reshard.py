@@ -18,9 +18,8 @@ from fsharp.functional.layout.layout import Layout
 from fsharp.functional.layout.sharded import Sharded, check_not_lent, decode_tree, is_sharded, units_of
 from fsharp.functional.layout.text import unit_fields
 from fsharp.functional.layout.unit_layout import UnitLayout
-from fsharp.functional.reshard.move import move_state_tree
+from fsharp.functional.reshard.move import RankMap, move_state_tree, pieces_between
 from fsharp.functional.reshard.outline import on_meta, outline_from_bytes, outline_to_bytes
-from fsharp.functional.reshard.pieces import RankMap, pieces_between
 from fsharp.functional.reshard.state_trees import StatePlace, StateTree, check_state_tree, find_state_trees, replace_state_trees
 from fsharp.functional.state import TrainState
 from fsharp.type_checks import options_checked_on_failure

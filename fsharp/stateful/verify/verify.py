@@ -11,9 +11,8 @@ from fsharp.stateful.schedule.ops import OPS, PARAMS, OpSpec, expected_phases_te
 from fsharp.stateful.schedule.program import UnitFacts
 from fsharp.stateful.schedule.schedule import VECTOR_NBYTES, Op, Schedule, bucketed_ops, coalescing_key
 from fsharp.stateful.verify.check import UNDO_REMEDY, HappensBefore, ScheduleCheck, op_error
-from fsharp.stateful.verify.derived import DerivedBufferCheck
 from fsharp.stateful.verify.gradients import GradientCheck
-from fsharp.stateful.verify.memory import MemoryCheck, OffloadedStateCheck, PolicyLimitsCheck
+from fsharp.stateful.verify.memory import DerivedBufferCheck, MemoryCheck, OffloadedStateCheck, PolicyLimitsCheck
 from fsharp.stateful.verify.parameters import ParameterCheck
 from fsharp.type_checks import options_checked
 

@@ -12,7 +12,7 @@ import torch
 import fsharp as fs
 from fsharp.errors import FsharpError, ScheduleError
 from fsharp.functional.layout.sharded import trainable
-from fsharp.inspect.comparing import compare
+from fsharp.inspect.tables import compare
 from fsharp.stateful.schedule.compile import compile_schedule
 from fsharp.stateful.schedule.schedule import bucketed_ops
 from fsharp.stateful.transport import gloo

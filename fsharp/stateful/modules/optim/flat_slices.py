@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from fsharp.functional.comm.exact_text import exact_text
+from fsharp.functional.comm.equal_values import exact_text
 from fsharp.functional.formats.format import dtype_name
 from fsharp.functional.layout.sharded import Sharded, units_of
 from fsharp.stateful.modules.parameter import ShardedTensor

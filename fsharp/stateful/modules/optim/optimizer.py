@@ -16,8 +16,7 @@ from torch import nn
 
 from fsharp.errors import ScheduleError, TreeError
 from fsharp.functional.comm.agree import check_on_all_ranks
-from fsharp.functional.comm.equal_values import check_same_on_ranks
-from fsharp.functional.comm.exact_text import exact_text
+from fsharp.functional.comm.equal_values import check_same_on_ranks, exact_text
 from fsharp.functional.comm.protocol import Comm
 from fsharp.functional.layout.sharded import units_by_name, units_of
 from fsharp.functional.optim.base import Transform, as_transform

@@ -11,8 +11,7 @@ import torch
 
 from fsharp.errors import AgreementError, TreeError, problem
 from fsharp.functional.comm.agree import all_gather_texts, check_on_all_ranks
-from fsharp.functional.comm.equal_values import broadcast_from_rank, tensor_digest
-from fsharp.functional.comm.exact_text import exact_text
+from fsharp.functional.comm.equal_values import broadcast_from_rank, exact_text, tensor_digest
 from fsharp.functional.comm.protocol import Comm
 from fsharp.functional.formats.format import dtype_name, tensor_text
 from fsharp.functional.layout.sharded import check_not_donated, is_sharded, units_of
