@@ -27,7 +27,7 @@ _REASON = (
 
 
 def skip_frame(function: Callable[..., Any]) -> None:
-    """Have ``torch.compile`` skip this function, but still compile the functions that it calls."""
+    """Change ``function`` so that ``torch.compile`` runs it as plain Python, but still compiles the functions that it calls."""
     set_code_exec_strategy(function.__code__, _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.DEFAULT))
 
 

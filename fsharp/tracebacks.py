@@ -114,7 +114,7 @@ def hide_frames(error: Exception) -> None:
 def traceback_text(error: BaseException) -> str:
     """Return the text of an error and its traceback, to send to other ranks.
 
-    :data:`HINT` is left out, as the errors that other ranks raise with this text have the hint themselves.
+    :data:`HINT`, the line about hidden frames, is left out: the errors that other ranks raise with this text have their own.
     """
     if isinstance(error, Exception):
         _remove_library_frames(error)

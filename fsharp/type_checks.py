@@ -146,9 +146,10 @@ def options_checked(target: F) -> F:
 
 
 def options_checked_on_failure(target: F) -> F:
-    """Wrap a function, or a class: if a call fails, :func:`check_failed_call` looks for an argument of the wrong type.
+    """Wrap a function or a class: a call that fails because an argument has the wrong type raises an OptionError.
 
-    For functions that check some arguments by themselves, with one error for all ranks.
+    For functions that compare some arguments between ranks: a check before the call could raise on one rank alone. See
+    :func:`check_failed_call`.
     """
 
     def after(fn: Any, args: Any, kwargs: Any) -> Any:

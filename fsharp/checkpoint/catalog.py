@@ -76,7 +76,7 @@ def time_in_save_id(save_id: str) -> float | None:
 
 
 def save_time_of(path: str) -> float:
-    """Return the time of a checkpoint's save, from its name or its manifest; -inf if neither has a time."""
+    """Return the time of the save at ``path``, in seconds since 1970: from the folder's name, else the manifest; else -inf."""
     match = _FOLDER_PATTERN.fullmatch(path.rpartition("/")[2])
     created = time_in_save_id(match["save_id"]) if match else None
     try:
@@ -92,7 +92,7 @@ def step_in_folder_name(name: str) -> int:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A complete checkpoint at ``path``, with a manifest and files of the right sizes; or files of another library."""
+    """A complete checkpoint at ``path``: with a manifest, and files of the right sizes. Or files of another library."""
 
     path: str
 
@@ -111,19 +111,19 @@ class Checkpoint:
 
     @cached_property
     def folder(self) -> str:
-        """The folder of this checkpoint's files: its path; for a single file of another library, the folder of the file."""
+        """The folder with this checkpoint's files: ``path``, or the folder of a single file of another library."""
         is_foreign = any(file.digest is None for file in self.summary.files)
         is_file = is_foreign and huggingface.is_file(storage_of(self.path), self.path)
         return self.path.rpartition("/")[0] if is_file else self.path
 
     @cached_property
     def reader(self) -> Reader:
-        """The reader of this checkpoint's files, which opens each file once."""
+        """The :class:`Reader` of this checkpoint's files, which opens each file once."""
         return Reader(self.folder, self.manifest)
 
     @cached_property
     def summary(self) -> CheckpointSummary:
-        """The fields that describe the checkpoint as a whole. A manifest that this process has read is not parsed again."""
+        """The :class:`CheckpointSummary`. A manifest that this process has parsed before is not parsed again."""
         storage = storage_of(self.path)
         try:
             key = xxhash.xxh3_128_hexdigest(read_index_file(storage, self.path, MANIFEST_NAME))
@@ -150,7 +150,7 @@ class Checkpoint:
 
     @property
     def names(self) -> list[str]:
-        """Names of the saved tensors, in order."""
+        """Names of the saved tensors in alphabetical order, tied ones under each of their names."""
         return sorted([*self.manifest.tensors, *self.manifest.aliases])
 
     def _repr_html_(self) -> str:
@@ -211,7 +211,7 @@ def _open_complete(folder: str) -> Checkpoint:
 
 
 def complete_sibling_hint(folder: str) -> str:
-    """Return text for an error about an incomplete checkpoint: the name of a complete one in the same folder, if any."""
+    """Return text for an error that names a complete checkpoint beside the incomplete ``folder``; empty if there is none."""
     root, _, name = folder.rpartition("/")
     for other in folder_names_newest_first(root) if _FOLDER_PATTERN.fullmatch(name) else ():
         if other != name:
@@ -223,18 +223,18 @@ def complete_sibling_hint(folder: str) -> str:
 
 
 def folder_names_newest_first(root: str) -> list[str]:
-    """Return the names of checkpoints' folders, complete or not, the last saved one first."""
+    """Return the names of the checkpoint folders in ``root``, complete or not, in order of their saves, the newest first."""
     found = [name for name in storage_of(root).list_names(root) if _FOLDER_PATTERN.fullmatch(name)]
     return sorted(found, key=lambda name: (save_time_of(f"{root}/{name}"), step_in_folder_name(name), name), reverse=True)
 
 
 def has_checkpoints(root: str) -> bool:
-    """Return whether there is a checkpoint under ``root``, readable or not. A folder without a manifest is not a checkpoint."""
+    """Return whether a folder under ``root`` has a manifest. Interrupted saves have none; the checkpoint may be damaged."""
     return any(_folders_with_manifest(root))
 
 
 def opening_errors(root: str) -> list[str]:
-    """Return an error message for each checkpoint under ``root`` that cannot be opened. Ignores folders without a manifest."""
+    """Return an error message for each folder under ``root`` that has a manifest and cannot be opened as a checkpoint."""
     found = []
     for path in _folders_with_manifest(root):
         try:
@@ -261,14 +261,14 @@ def checkpoints(root: str | os.PathLike[str]) -> list[Checkpoint]:
 
 
 def iter_complete_checkpoints(folder: str) -> Iterator[Checkpoint]:
-    """Yield complete checkpoints, each opened when it is asked for: see :func:`checkpoints`."""
+    """Yield the complete checkpoints in ``folder``, the newest first. Each is opened when it is asked for."""
     for name in folder_names_newest_first(folder):
         if (found := open_if_complete(f"{folder}/{name}")) is not None:
             yield found
 
 
 def open_if_complete(path: str) -> Checkpoint | None:
-    """Return the checkpoint at a path; None, and a warning, if it is incomplete."""
+    """Return the checkpoint at ``path``. If it is incomplete, return None and log a warning."""
     try:
         return _open_complete(path)
     except CheckpointError as error:
@@ -294,7 +294,7 @@ def latest(root: str | os.PathLike[str]) -> Checkpoint | None:
 
 
 def newest_except(root: str, damaged: Collection[str]) -> Checkpoint | None:
-    """Return the newest complete checkpoint whose path is not in ``damaged``; None if there is none. See :func:`latest`."""
+    """Return the newest complete checkpoint under ``root`` whose path is not in ``damaged``; None if there is none."""
     if not damaged:
         return latest(root)
     return next((each for each in iter_complete_checkpoints(root) if each.path not in damaged), None)
@@ -346,7 +346,7 @@ def remove_incomplete(root: str | os.PathLike[str]) -> list[str]:
 
 
 def _files_belong_to_save(storage: Storage, folder: str, save_id: str) -> bool:
-    """Return whether each file in a folder begins like a file of this save; files may be cut off anywhere."""
+    """Return whether each file in ``folder`` begins like a file of the save ``save_id``; files may be cut off anywhere."""
     for name in storage.list_names(folder):
         if name == MANIFEST_NAME:
             skipped, start = 0, MANIFEST_FIRST_BYTES

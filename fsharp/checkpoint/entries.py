@@ -35,7 +35,7 @@ _MIN_WRITE_NBYTES = 1 << 16
 
 
 class Piece(NamedTuple):
-    """Elements ``[first, last)`` of a flattened tensor, which ``num_replicas`` ranks hold; ``replica`` numbers these ranks."""
+    """Elements ``[first, last)`` of a flattened tensor on one rank, which is replica ``replica`` of ``num_replicas`` ranks."""
 
     first: int
     last: int
@@ -60,27 +60,27 @@ class PerRankBuffers:
         self.module = module
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state dict of the module, with its buffers as :class:`PerRank`."""
+        """Return the module's state dict, with each buffer (``register_buffer``) in a :class:`PerRank`."""
         found, own = self.module.state_dict(), dict(self.module.named_buffers(remove_duplicate=False))
         return {name: PerRank(value) if name in own else value for name, value in found.items()}
 
     @api_boundary
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load a state dict into the module."""
+        """Load a state dict of :meth:`state_dict` into the module."""
         self.module.load_state_dict({name: x.value if isinstance(x, PerRank) else x for name, x in state.items()})
 
 
 @dataclass(eq=False)
 class TensorEntry:
-    """A tensor of a tree, with the elements of it that each rank holds.
+    """A tensor of a tree, and the elements of it that each rank holds.
 
     Attributes:
         name: keys of the tree and of the leaf, joined by dots; the same for any units.
         shape: shape of the whole tensor. If the tensor varies along axes, all ranks' tensors are concatenated along dim 0.
-        piece: function from a rank to the elements that the rank holds.
+        piece: function from a rank to the :class:`Piece` that the rank holds.
         local: the elements of this rank, 1-D.
         is_replicated: whether every rank should hold equal values, which only a comparison of values can confirm.
-        is_group_scalar: whether the value is one number for all leaves of a group, in the same memory.
+        is_group_scalar: whether the value is one number for all leaves of a buffer, such as a step count.
     """
 
     name: str
@@ -97,7 +97,7 @@ class TensorEntry:
         return math.prod(self.shape)
 
     def range_written_by(self, rank: int) -> tuple[int, int]:
-        """Return the range ``(first, last)`` of elements that a rank writes: replicas share the work."""
+        """Return the range ``(first, last)`` of elements that ``rank`` writes. Ranks with equal elements divide the writing."""
         piece = self.piece(rank)
         size = piece.last - piece.first
         writers = max(1, min(piece.num_replicas, size * self.dtype.itemsize // _MIN_WRITE_NBYTES))
@@ -127,18 +127,18 @@ class TreeContents:
     settings: dict[str, None] = field(default_factory=dict)
 
     def texts_to_compare(self) -> dict[str, str]:
-        """Return, by name, the texts that have to be equal on all ranks."""
+        """Return, by name, the texts that ranks compare: names, dtypes and shapes of tensors, and layouts."""
         tensors = (f"{entry.name}: {tensor_text(entry)}" for entry in self.entries.values())
         return {"tensors": "\n".join(tensors), "layouts": "\n".join(self.layouts)}
 
     def release(self) -> None:
-        """Release the memory of all tensors; names, shapes and dtypes stay."""
+        """Release the memory of all tensors, once it is no longer needed; names, shapes and dtypes stay."""
         none = torch.empty(0, device="cpu")
         self.entries = {name: replace(entry, local=none) for name, entry in self.entries.items()}
 
 
 def contents_of(where: str, tree: Any, comm: Comm) -> TreeContents:
-    """Return the contents of a tree that these ranks hold. Raises TreeError for a leaf that cannot be saved; names the leaf."""
+    """Return the tensors and values of ``tree``, of which this rank has a part. TreeError for a leaf that cannot be saved."""
     found, parts, held = TreeContents({}, {}, {}, []), dict[int, str](), dict[Any, dict[str, _PiecesOfLeaf]]()
     for segments, entries, leaf in leaves_with_path(tree):
         if is_sharded(leaf):
@@ -177,19 +177,19 @@ def apply_rename(where: str, name: str, rename: Callable[[str], str] | None) -> 
 
 
 def has_state_dict(leaf: Any) -> bool:
-    """Return whether an object is saved as its ``state_dict()``."""
+    """Return whether ``leaf`` is an object that a checkpoint saves as its ``state_dict()``."""
     return callable(getattr(leaf, "state_dict", None)) and callable(getattr(leaf, "load_state_dict", None))
 
 
 def with_state_dicts(tree: Any) -> Any:
-    """Return a tree in which the ``state_dict()`` of each object is in place of the object."""
+    """Return ``tree`` with the ``state_dict()`` of each object that has one in place of the object."""
     return optree.tree_map(
         lambda leaf: counters_to_dicts(leaf.state_dict()) if has_state_dict(leaf) else leaf, tree, is_leaf=is_checkpoint_leaf
     )
 
 
 def leaf_names(tree: Any) -> Iterator[str]:
-    """Yield names of leaves and of leaves of state dicts. An object with ``state_template``, whose state grows, is one leaf."""
+    """Yield the names of the leaves of ``tree``, with those of state dicts. An optimizer is one leaf, as its state grows."""
     for path, _, leaf in leaves_with_path(tree):
         is_known = has_state_dict(leaf) and not hasattr(leaf, "state_template")
         for under, _, _ in leaves_with_path(counters_to_dicts(leaf.state_dict())) if is_known else [((), (), None)]:
@@ -197,12 +197,12 @@ def leaf_names(tree: Any) -> Iterator[str]:
 
 
 def counters_to_dicts(state: Any) -> Any:
-    """Return a state with a dict in place of each Counter, such as the milestones of torch's MultiStepLR."""
+    """Return ``state`` with a dict in place of each ``collections.Counter``, as in torch's MultiStepLR."""
     return optree.tree_map(lambda x: dict(x) if isinstance(x, Counter) else x, state, is_leaf=is_checkpoint_leaf)
 
 
 def load_into_object(owner: Any, state: Any) -> Any:
-    """Call ``owner.load_state_dict(state)``, and return the owner. Dicts saved in place of Counters become Counters again."""
+    """Call ``owner.load_state_dict(state)``, with a Counter again where the owner has one. Return ``owner``."""
     if not hasattr(owner, "state_template"):  # a Counter has other keys before its first count
         was = owner.state_dict()
         state = optree.tree_map(
@@ -213,11 +213,11 @@ def load_into_object(owner: Any, state: Any) -> Any:
 
 
 def tree_to_load_into(tree: Any, has: Callable[[str], bool], shape_of: Callable[[str], tuple[int, ...] | None]) -> Any:
-    """Return a tree to read a checkpoint into: each object is replaced by its ``state_dict()``, and each part has new memory.
+    """Return a tree like ``tree`` to read a checkpoint into, with state dicts in place of objects, and new memory for shards.
 
-    An object whose state grows in its first step, such as an optimizer, is replaced by ``state_template(has)``. ``has`` says
-    whether the checkpoint has something under a key path. ``shape_of`` returns the shape of a tensor in the checkpoint: the
-    extra state of a module, which is 1-D, gets this shape.
+    An object whose state grows in its first step, such as an optimizer, is replaced by its ``state_template(has)``; ``has``
+    tells whether the checkpoint has something under a key path. A module's extra state, which is 1-D, gets the shape in the
+    checkpoint, which ``shape_of`` returns.
     """
     copies = dict[int, tuple[ShardedTensor, torch.Tensor]]()  # with the tensor, which keeps its address from being reused
 
@@ -243,18 +243,18 @@ def tree_to_load_into(tree: Any, has: Callable[[str], bool], shape_of: Callable[
 
 
 def _resized_extra_state(name: str, value: Any, shape: tuple[int, ...] | None) -> Any:
-    """Return a value of a module's state dict; in place of extra state return memory of the size in the checkpoint."""
+    """Return ``value`` of a module's state dict. For extra state return memory of ``shape``, its shape in the checkpoint."""
     is_extra = name.rpartition(".")[2] == "_extra_state" and isinstance(value, torch.Tensor) and value.dtype is torch.uint8
     return value.new_empty(shape) if is_extra and shape is not None and len(shape) == value.ndim == 1 else value
 
 
 def is_checkpoint_leaf(leaf: Any) -> bool:
-    """Return whether a walk over the entries of a tree stops at ``leaf``: a Sharded, a PerRank or a MadeBy."""
+    """Return whether a checkpoint treats ``leaf`` as a leaf of the tree, though it is a pytree node."""
     return is_sharded(leaf) or isinstance(leaf, PerRank | MadeBy)
 
 
 class LeafWithPath(NamedTuple):
-    """A leaf and its path: with names of named tuples' fields in ``names``, and numbers in ``entries``, as plan() has them."""
+    """A leaf with its path: in ``names`` with the field names of named tuples, in ``entries`` with numbers, as in plan()."""
 
     names: tuple[str, ...]
     entries: tuple[str, ...]
@@ -316,7 +316,7 @@ def _add_unit_entries(
 def _sharded_tensor_entry(
     where: str, found: TreeContents, name: str, part: ShardedTensor, comm: Comm, known: "dict[Any, dict[str, _PiecesOfLeaf]]"
 ) -> TensorEntry:
-    """Return the entry of a leaf of a module's or an optimizer's state dict. ``known`` caches :func:`_leaf_pieces_by_path`."""
+    """Return the entry of ``part``, a ShardedTensor in a state dict. ``known`` caches :func:`_leaf_pieces_by_path`."""
     unit, leaf, place = part.unit, part.leaf, part.place
     if unit.mesh != comm.mesh or part.rank != comm.rank:
         raise TreeError(
@@ -334,7 +334,7 @@ def _sharded_tensor_entry(
 
 
 def is_group_scalar(buffer: torch.Tensor, unit: UnitLayout, group: int, place: Place) -> bool:
-    """Return whether a buffer is one number for a whole group, such as a step count. Each leaf saves the number."""
+    """Return whether ``buffer`` is one number for all leaves of a group, such as a step count. Each leaf saves the number."""
     if buffer.numel() != 1 or unit.local_size(group, place) != 1:
         return buffer.numel() == 1
     dtypes = unit.groups[group].dtypes
@@ -343,13 +343,13 @@ def is_group_scalar(buffer: torch.Tensor, unit: UnitLayout, group: int, place: P
 
 @lru_cache(maxsize=1 << 14)
 def _layout_text(unit: UnitLayout, place: Place) -> str:
-    """Return a text, for ranks to compare, that says which rank holds which elements of a unit."""
+    """Return a text that says which rank holds which elements of a unit at ``place``, for ranks to compare."""
     parts = [f"{group.num_parts} x {group.capacity}" for group in unit.groups]
     return f"{place}; {parts}, leaves at {[leaf.offset for leaf in unit.leaves]}"
 
 
 class _PiecesOfLeaf(NamedTuple):
-    """The pieces of one leaf: its whole shape, the piece of each rank, and where this rank's piece is in this rank's buffer."""
+    """The :class:`Piece` of a leaf on each rank, the leaf's whole shape, and its range in this rank's buffer."""
 
     shape: tuple[int, ...]
     piece: Callable[[int], Piece]
@@ -359,7 +359,7 @@ class _PiecesOfLeaf(NamedTuple):
 
 @lru_cache(maxsize=1 << 14)
 def _leaf_pieces_by_path(unit: UnitLayout, place: Place, rank: int) -> dict[str, _PiecesOfLeaf]:
-    """Return a :class:`_PiecesOfLeaf` for each leaf that a unit stores, by path."""
+    """Return, by path, a :class:`_PiecesOfLeaf` for each leaf that a unit stores; tied leaves have none."""
     mesh = unit.mesh
     varying = [axis for axis in mesh.names if axis in place.varying_axes]
     copies = [axis for axis in mesh.names if axis not in place.sharded_axes and axis not in varying]

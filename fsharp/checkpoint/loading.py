@@ -113,7 +113,7 @@ def load(
 
 
 def load_checkpoint_and_tree(where: str | os.PathLike[str], like: Any, *, comm: Comm, **options: Any) -> tuple[Checkpoint, Any]:
-    """Load as :func:`load` does; return the checkpoint that was loaded, and the tree."""
+    """Load as :func:`load` does, and return the checkpoint that was loaded, and the tree."""
     given, damaged = absolute_path(where), dict[str, str]()
     while True:
         (path, is_asked_for), damage = _choose_path(given, comm, damaged), list[str]()
@@ -130,7 +130,7 @@ def load_checkpoint_and_tree(where: str | os.PathLike[str], like: Any, *, comm: 
 def load_checkpoint_at(
     path: str, like: Any, damage: list[str], *, comm: Comm, buffer_nbytes: int = BUFFER_NBYTES, **options: Any
 ) -> tuple[Checkpoint, Any]:
-    """Load the checkpoint at ``path`` as :func:`load_with_reader` does; append the damage that this rank finds."""
+    """Load the checkpoint at ``path`` as :func:`load_with_reader` does; first append the damage found here to ``damage``."""
     seen = list[Checkpoint]()
 
     def opened() -> Checkpoint:
@@ -166,10 +166,10 @@ def load_with_reader(
     strict: bool = True,
     donate: bool = False,
 ) -> Any:
-    """Load as :func:`load` does, from any source of bytes.
+    """Load as :func:`load` does, with bytes from any source, and return the tree.
 
-    ``read`` fills the tensors of this rank; all ranks call it together, unless a rank has failed before. ``opened`` returns the
-    checkpoint, of which the manifest alone is used. ``where`` is a text that ranks compare, such as the given path.
+    ``read(checkpoint, needs)`` fills the tensors of this rank. All ranks call it together, unless a rank has failed before.
+    ``opened`` returns the checkpoint, for its manifest. ``where`` is a text that ranks compare, such as the given path.
     """
     prefix = f"{subtree}." if subtree else ""
 
@@ -235,10 +235,10 @@ def load_with_reader(
 
 
 def _choose_path(path: str, comm: Comm, damaged: Mapping[str, str]) -> tuple[str, bool]:
-    """Return the path of the checkpoint to load, and whether it is ``path`` itself.
+    """Return the path of the checkpoint to load, and whether it is ``path`` itself. Rank 0 chooses for all ranks.
 
-    Else it is the newest one below ``path`` that is not in ``damaged``. Rank 0 chooses. Raises CheckpointError on all ranks if
-    all checkpoints below ``path`` are damaged.
+    If ``path`` is a root, this is the newest checkpoint below it that is not in ``damaged``, errors by path. Raises
+    CheckpointError on all ranks if all checkpoints below ``path`` are damaged.
     """
     answer: dict[str, Any] = {}
     if comm.rank == 0:
@@ -277,11 +277,15 @@ def _tree_to_fill(
     donate: bool,
     kept: Collection[str],
 ) -> Any:
-    """Return the tree to fill: memory for tensors, and values from the manifest; leaves in ``kept`` are as in ``template``."""
+    """Return a tree like ``template`` to read into: tensors without values, and all other values from ``manifest``.
+
+    ``stored`` returns a leaf's name in the checkpoint. Leaves named in ``kept``, and with ``donate`` all memory, are
+    ``template``'s.
+    """
     taken = dict[int, list[tuple[int, int]]]()
 
     def is_free(x: torch.Tensor) -> bool:
-        """Return whether no other leaf is read into the memory of ``x``, as an average may share memory with parameters."""
+        """Return whether ``x`` shares no memory with a leaf before it, as an average may with parameters; take its memory."""
         begin, end = x.data_ptr(), x.data_ptr() + x.nbytes
         before = taken.setdefault(x.untyped_storage().data_ptr(), [])
         i = bisect_left(before, (begin, begin))
@@ -321,7 +325,7 @@ def _fill_tree(
     read: Callable[[Checkpoint, list[NeededElements]], None],
     kept: Collection[str],
 ) -> None:
-    """Fill the tensors of a tree; CheckpointError for damage, and for different values of tied leaves or a shared number."""
+    """Read the tensors of a tree, but those in ``kept``. CheckpointError for damage, and if values of tied leaves differ."""
     needs, numbers, again = list[NeededElements](), list[tuple[TensorEntry, torch.Tensor]](), list[torch.Tensor]()
     for name, entry in into.entries.items():
         if name in kept:
@@ -355,11 +359,11 @@ def _fill_tree(
 
 
 def load_or_collect_damage(load: Callable[[], T], damage: list[Any], comm: Comm) -> tuple[T | None, list[Any]]:
-    """Return the result of ``load`` and no damage; or, on all ranks, None and the damage that ranks have found.
+    """Return ``(load(), [])``; or if ranks find damage, ``(None, damage)`` on all ranks, with the damage of all of them.
 
-    All ranks call this function. ``load`` appends the damage that this rank finds to ``damage``, as values that JSON can hold,
-    and then fails on all ranks. If no rank has found damage, or a rank has failed for another reason, the error of ``load`` is
-    raised. Cost: that of ``load``, and one exchange if ``load`` fails.
+    All ranks call this function. ``load`` appends what this rank finds to ``damage``, as values that JSON can hold, and then
+    fails on all ranks. If no rank has found damage, or a rank has failed for another reason, the error of ``load`` is raised.
+    Cost: that of ``load``, and one exchange if ``load`` fails.
     """
     try:
         return load(), []
@@ -375,13 +379,13 @@ def load_or_collect_damage(load: Callable[[], T], damage: list[Any], comm: Comm)
 
 
 def set_aside_damaged(damaged: Mapping[str, str], used_instead: str, comm: Comm) -> None:
-    """On rank 0 rename damaged checkpoints, and log a warning for each. ``damaged`` has the error of each path."""
+    """Rename damaged checkpoints, on rank 0, and warn of each. ``damaged``: error by path. ``used_instead``: another path."""
     for path, text in damaged.items() if comm.rank == 0 else ():
         _log.warning("%s is damaged, %s: %s Used instead: %s.", path, try_set_aside(path), text, used_instead)
 
 
 def try_set_aside(path: str) -> str:
-    """Rename a damaged folder or file; return a text with the new path, or with the reason why it keeps its name."""
+    """Rename a damaged folder or file. Return text with the new path, or why it could not be renamed."""
     try:
         return f"set aside as {storage_of(path).set_aside(path)}"
     except (CheckpointError, OSError) as error:

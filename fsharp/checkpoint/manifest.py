@@ -26,7 +26,7 @@ _FILE_NAME_PATTERN = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,199}")
 
 
 class Chunk(NamedTuple):
-    """Elements ``[first, last)`` of a flattened tensor, and the number of the file that holds them."""
+    """The elements ``[first, last)`` of a flattened tensor, which are in file number ``file`` of the checkpoint."""
 
     file: int
     first: int
@@ -66,8 +66,8 @@ class Manifest:
         mesh: axes of the mesh that saved the checkpoint, with their sizes.
         versions: versions of the packages that wrote the checkpoint.
         metric: score of the checkpoint, lower is better; None if none was given.
-        files: in order of rank.
-        aliases: for the name of each tied leaf the name of the leaf that stores its value.
+        files: the files, in order of the ranks that wrote them.
+        aliases: by name of a tied leaf, the name of the leaf that stores its value.
         values: numbers, strings and booleans by name.
         objects: results of :func:`structure_of` by name, for values that torch.distributed.checkpoint keeps as one object each.
     """
@@ -115,7 +115,7 @@ class Manifest:
 
     @staticmethod
     def from_json(where: str, data: bytes) -> "Manifest":
-        """Return the manifest in the bytes of the file ``where``; CheckpointError if they are damaged or of another version."""
+        """Return the manifest in ``data``, the bytes of the file ``where``; CheckpointError for damage or another version."""
         try:
             body = parse_json(data)
             if not isinstance(body, dict) or body.get("format") != MANIFEST_FORMAT:
@@ -186,7 +186,7 @@ def structure_of(value: Any) -> Any:
 
 
 def rebuild_from_structure(name: str, structure: Any, value: Callable[[str], Any]) -> Any:
-    """Return the value ``name`` of a :func:`structure_of`. ``value`` returns the number, text or boolean at a dotted name."""
+    """Return the value ``name`` from its :func:`structure_of`. ``value(n)`` returns the number, text or boolean ``n``."""
     if structure is None:
         return None
     if structure == 0:
@@ -217,7 +217,7 @@ def _check_chunks_tile_tensor(where: str, name: str, tensor: TensorRecord, files
 
 
 def json_round_trip(value: Any) -> Any:
-    """Return a value as JSON reads it back: keys become strings, tuples lists. Raises TypeError or ValueError otherwise."""
+    """Return ``value`` as JSON reads it back: keys become strings, tuples lists. Else TypeError or ValueError."""
     return json.loads(json.dumps(value), object_pairs_hook=refuse_repeated_names)
 
 
@@ -232,7 +232,7 @@ def _checked_count(value: Any) -> int:
 
 
 def checked_shape(sizes: Any) -> tuple[int, ...]:
-    """Return sizes as the shape of a tensor. Raises ValueError if they cannot be a shape."""
+    """Return ``sizes``, from a file, as the shape of a tensor. Raises ValueError if they cannot be a shape."""
     shape = tuple(map(_checked_count, sizes))
     if len(shape) > _MAX_DIMS or math.prod(size or 1 for size in shape) >= 1 << 62:
         raise ValueError(f"{sizes!r:.80} is no shape")
@@ -246,7 +246,7 @@ def _checked_time(value: Any) -> float:
 
 
 def checked_file_name(value: Any) -> str:
-    """Return a file's name. Raises ValueError for anything else, such as a path into another folder."""
+    """Return ``value`` if it is a file's name. Raises ValueError otherwise, such as for a path into another folder."""
     if not isinstance(value, str) or not _FILE_NAME_PATTERN.fullmatch(value):
         raise ValueError(f"{value!r:.80} is no plain file name")
     return value

@@ -45,7 +45,7 @@ class StoredNames(NamedTuple):
 
 
 def stored_names(manifest: Manifest, wanted: TreeContents, stored: Callable[[str], str]) -> StoredNames:
-    """Return the name in the checkpoint of each tensor of a tree; of a tied tensor, any of its names that is there."""
+    """Return the name in the checkpoint, by ``stored``, of each tensor of a tree; of a tied tensor any name that is there."""
     names = {name: [name] for name in wanted.entries}
     for alias, owner in wanted.aliases.items():
         names[owner].append(alias)
@@ -70,9 +70,9 @@ def check_matches(
     cast: bool,
     strict: bool,
 ) -> tuple[set[str], list[tuple[str, str]]]:
-    """Raise one TreeError for all differences between a tree and a checkpoint.
+    """Raise one TreeError for all differences between a tree, ``wanted``, and the checkpoint at ``path``.
 
-    Return the names of leaves that keep their given values, and rows of a warning about the differences that are no error.
+    Return the names of leaves that keep their given values; and for a warning, rows about differences that are no errors.
     """
     rows, kept, passed = list[tuple[str, str]](), set[str](), list[tuple[str, str]]()
 
@@ -121,7 +121,7 @@ def check_matches(
 
 
 def _can_cast(stored: torch.dtype, wanted: torch.dtype) -> bool:
-    """Whether values of one dtype are at most rounded in another: no fraction is cut off, and no integer wraps."""
+    """Return whether a cast rounds values at most: it cuts off no fraction, and no integer wraps."""
     if not torch.can_cast(stored, wanted):
         return False
     if wanted.is_floating_point or wanted.is_complex or stored == torch.bool:
@@ -131,7 +131,7 @@ def _can_cast(stored: torch.dtype, wanted: torch.dtype) -> bool:
 
 
 def first_error_rows(rows: list[tuple[str, str]]) -> list[tuple[str, str]]:
-    """Return the first rows of an error message, and their number. Names that differ only in numbers share a row."""
+    """Return the first of ``rows`` for an error, and how many more there are. Names that differ only in numbers share a row."""
     alike: dict[tuple[str, str], list[str]] = {}
     for name, text in rows:
         pattern = ".".join("*" if part.isdigit() else part for part in name.split("."))
@@ -145,7 +145,7 @@ def first_error_rows(rows: list[tuple[str, str]]) -> list[tuple[str, str]]:
 
 
 def _type_to_match(value: Value) -> type | None:
-    """Return the type of a value; one type for all numbers, as a learning rate of 1 may be 0.9 after a step."""
+    """Return the type that two values have to share. All numbers have one type, as a learning rate of 1 may become 0.9."""
     if isinstance(value, bool | str):
         return bool if isinstance(value, bool) else str
     return None if value is None else float

@@ -51,13 +51,13 @@ def _blaming_damage_on(rank: int, file: str) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class HeldSave:
-    """A save in memory of the hosts of a job.
+    """A save that hosts of the job hold in memory, each of them some of its files.
 
     Attributes:
         name: name of its folder on every host.
         num_files: number of its files.
         manifest_nbytes: size of its manifest, which every host with a file of the save has.
-        hosts: for the first rank of each host, the size of the header of each file there, by number of the file.
+        hosts: for each host, by its first rank, the size of the header of each file there, by number of the file.
     """
 
     name: str
@@ -73,7 +73,7 @@ class HeldSave:
         return sorted(set(range(self.num_files)).difference(*self.hosts.values()))
 
     def rank_to_fetch_from(self, file: int | None, rank: int, domain_size: int) -> int:
-        """Return the rank from which ``rank`` fetches a file; None means the manifest. Fetches spread over all holders."""
+        """Return the rank from which ``rank`` fetches a file, or the manifest for None. Hosts with the file share the work."""
         firsts = [first for first, heads in self.hosts.items() if file is None or file in heads]
         return firsts[rank // domain_size % len(firsts)] + rank % domain_size
 
@@ -83,10 +83,10 @@ CopyKey = tuple[str, int, str]
 
 
 def held_saves(folder: str, comm: Comm, domain_size: int, damaged: Collection[CopyKey] = ()) -> list[HeldSave]:
-    """Return the saves of which at least one host holds a file, equal on all ranks.
+    """Return the saves that hosts hold in memory, equal on all ranks, even if some of their files are lost.
 
-    ``domain_size`` consecutive ranks share a host, and so a folder. Copies in ``damaged`` do not count. Nor do files and
-    manifests of the wrong size, which are logged.
+    ``folder`` is on each host, with ``domain_size`` consecutive ranks. Copies in ``damaged`` do not count. Files and manifests
+    of the wrong size do not count either, and are logged.
     """
     mine = check_on_all_ranks(
         "restore()", comm, lambda: describe_saves_held_here(folder) if comm.rank % domain_size == 0 else []
@@ -104,7 +104,7 @@ def held_saves(folder: str, comm: Comm, domain_size: int, damaged: Collection[Co
 
 
 def describe_saves_held_here(folder: str) -> list[list[Any]]:
-    """Return each save in a folder: name, step, time, number of files, size of the manifest, and sizes of headers by file."""
+    """Return rows about the saves in ``folder``: name, step, time, number of files, size of the manifest, sizes of headers."""
     saves = []
     for name in folder_names_newest_first(folder):
         path = f"{folder}/{name}"
@@ -128,13 +128,13 @@ def describe_saves_held_here(folder: str) -> list[list[Any]]:
 
 
 class DeferredError:
-    """The first error of a rank, kept while the rank takes part in an exchange, so that no other rank waits without end."""
+    """Keeps the first error of this rank until the end of an exchange, so that no other rank waits for it without end."""
 
     def __init__(self) -> None:
         self._error: Exception | None = None
 
     def run(self, do: Callable[..., Any], *args: Any) -> Any:
-        """Return the result of ``do``; None if ``do`` fails, or if there was an error before."""
+        """Return ``do(*args)``. If it fails, keep the error, and return None; after an error ``do`` is not called."""
         if self._error is None:
             try:
                 return do(*args)
@@ -143,13 +143,13 @@ class DeferredError:
         return None
 
     def raise_if_failed(self) -> None:
-        """Raise the first error, if there is one."""
+        """Raise the error that :meth:`run` has kept, if there is one."""
         if self._error is not None:
             raise self._error
 
 
 def shift_over_ranks(send: torch.Tensor, nbytes: int, shift: int, comm: Comm, *, label: str) -> torch.Tensor:
-    """Send 1-D uint8 to rank ``r + shift``, and return ``nbytes`` bytes from rank ``r - shift``. All ranks call it."""
+    """Send 1-D uint8 to the rank ``shift`` further, and return ``nbytes`` from the rank ``shift`` before. All ranks call it."""
     n = comm.mesh.size
     to, source = [0] * n, [0] * n
     to[(comm.rank + shift) % n], source[(comm.rank - shift) % n] = len(send), nbytes
@@ -157,7 +157,7 @@ def shift_over_ranks(send: torch.Tensor, nbytes: int, shift: int, comm: Comm, *,
 
 
 class ReadRequest(NamedTuple):
-    """A request to the rank ``holder`` for bytes of a file. ``on_received`` is called with the bytes."""
+    """A request to rank ``holder`` for ``nbytes`` bytes of a file. ``on_received`` is called with the bytes."""
 
     holder: int
     file: str
@@ -167,7 +167,7 @@ class ReadRequest(NamedTuple):
 
 
 def _requests_to_fill(holder: int, file: str, start: int, into: bytearray) -> list[ReadRequest]:
-    """Return the requests that fill ``into`` with the bytes of ``file`` from byte ``start`` on."""
+    """Return requests to rank ``holder`` that fill ``into`` with the bytes of ``file`` from byte ``start`` on."""
     view = memoryview(into)
 
     def one(first: int) -> ReadRequest:
@@ -182,7 +182,7 @@ def _requests_to_fill(holder: int, file: str, start: int, into: bytearray) -> li
 
 
 def exchange_requested_bytes(folder: str, wanted: Sequence[ReadRequest], comm: Comm, deferred: DeferredError) -> None:
-    """Fetch bytes from other hosts, and serve the requests of other ranks. All ranks call this function.
+    """Make the requests ``wanted``, and answer those of other ranks. All ranks call this function.
 
     ``folder`` is that of the save on this host. ``deferred`` keeps the first error; the rank still takes part to the end. Cost:
     one ``all_reduce``, and a round for each distance ``holder - rank`` in a request. A round sends the sizes of requests, the
@@ -218,7 +218,7 @@ def exchange_requested_bytes(folder: str, wanted: Sequence[ReadRequest], comm: C
 
 
 def _read_requested(rank: int, folder: str, asked: ReadRequest, into: memoryview) -> None:
-    """Read the bytes that another rank has requested from ``rank``. Refuses a path outside of the save's folder."""
+    """Read what another rank has requested of ``rank`` into ``into``. A path outside of the save's ``folder`` is an error."""
     with _blaming_damage_on(rank, checked_file_name(asked.file)):
         _local_storage.read(f"{folder}/{asked.file}", asked.start, into)
 
@@ -232,7 +232,7 @@ def _shift_text_over_ranks(text: str, comm: Comm, shift: int) -> str:
 
 
 class _FetchedHeaders:
-    """The headers and tables of digests that were fetched from other hosts, to read like files. ``parts``: by path."""
+    """Headers and tables of digests from other hosts, to read like files. ``parts``: their bytes by path."""
 
     def __init__(self) -> None:
         self.parts: dict[str, tuple[int, bytearray, bytearray]] = {}
@@ -249,7 +249,7 @@ class _FetchedHeaders:
 
 
 def fetch_manifest(folder: str, save: HeldSave, comm: Comm, domain_size: int) -> Manifest:
-    """Return the manifest of a save, from this host or another one. All ranks call this function."""
+    """Return the manifest of a save in hosts' memory: from ``folder`` here, else from another host. All ranks call this."""
     has_it = comm.rank - comm.rank % domain_size in save.hosts
     deferred, data = DeferredError(), bytearray(0 if has_it else save.manifest_nbytes)
     holder = save.rank_to_fetch_from(None, comm.rank, domain_size)
@@ -267,10 +267,11 @@ def fetch_manifest(folder: str, save: HeldSave, comm: Comm, domain_size: int) ->
 def read_from_hosts(
     folder: str, save: HeldSave, manifest: Manifest, needs: Sequence[NeededElements], comm: Comm, domain_size: int
 ) -> None:
-    """Read elements of a save into their targets, from files on this host or on other hosts. All ranks call this function.
+    """Read the elements ``needs`` of ``save`` into their targets, from files on this host or on other hosts.
 
-    ``folder`` is that of the save on this host. Raises DamagedCopy, on this rank alone, for missing or damaged bytes. Cost:
-    each rank receives the blocks that it needs and its host lacks, and the headers and digests of their files.
+    All ranks call this function. ``folder`` is that of the save on this host, which has ``domain_size`` ranks. Raises
+    DamagedCopy, on this rank alone, for missing or damaged bytes. Cost: each rank receives the blocks that it needs and its
+    host lacks, and the headers and digests of their files.
     """
     here = save.hosts.get(comm.rank - comm.rank % domain_size, {})
     parts, deferred, fetched = needed_elements_by_file(manifest, needs), DeferredError(), _FetchedHeaders()

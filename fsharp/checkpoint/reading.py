@@ -26,7 +26,7 @@ BUFFER_NBYTES = 4 << 20  # the default: bytes stay in the processor's cache whil
 
 
 class NeededElements(NamedTuple):
-    """Elements ``[first, last)`` of a tensor that a rank needs. ``target`` receives them: 1-D, of any device and dtype."""
+    """The elements ``[first, last)`` of tensor ``name`` that a rank needs, in ``target``: 1-D, of any device and dtype."""
 
     name: str
     first: int
@@ -35,7 +35,7 @@ class NeededElements(NamedTuple):
 
 
 class FileRange(NamedTuple):
-    """Elements that lie next to each other in a file: begin and end in bytes behind the header, dtype, and target tensor."""
+    """Elements next to each other in a file: ``begin`` and ``end`` in bytes after the header, dtype, and target tensor."""
 
     begin: int
     end: int
@@ -44,7 +44,7 @@ class FileRange(NamedTuple):
 
 
 class CoalescedRead(NamedTuple):
-    """Bytes of a file to read at once. ``parts``: triples of begin and end of bytes, and the FileRange to which they belong."""
+    """Bytes of a file to read at once, for several ranges. ``parts``: triples ``(begin, end, FileRange)`` in bytes."""
 
     start: int
     nbytes: int
@@ -52,7 +52,7 @@ class CoalescedRead(NamedTuple):
 
 
 class Reader:
-    """A reader of one checkpoint that opens each file once, and keeps its header and its digests: 0.2 % of its size."""
+    """Reads elements of one checkpoint. Opens each file once, and keeps its header and its digests: 0.2 % of its size."""
 
     def __init__(self, folder: str, manifest: Manifest) -> None:
         self._folder, self._manifest, self._storage = folder, manifest, storage_of(folder)
@@ -60,7 +60,7 @@ class Reader:
 
     @torch.no_grad()
     def read(self, needs: Iterable[NeededElements], *, buffer_nbytes: int = BUFFER_NBYTES) -> None:
-        """Read elements into their targets, through a buffer of at least one block; CheckpointError, which names the file."""
+        """Read ``needs`` into their targets, through a buffer of at least one block. CheckpointError names a damaged file."""
         for number, parts in needed_elements_by_file(self._manifest, needs).items():
             file = self._files.get(number)
             if file is None:
@@ -73,7 +73,7 @@ class Reader:
 def needed_elements_by_file(
     manifest: Manifest, needs: Iterable[NeededElements]
 ) -> dict[int, list[tuple[Chunk, NeededElements]]]:
-    """Return, by number of a file, the chunks that have needed elements, each with these elements."""
+    """Return, by file number, the chunks with needed elements, each with those of its elements that are needed."""
     found: dict[int, list[tuple[Chunk, NeededElements]]] = {}
     for need in needs:
         for chunk in manifest.tensors[need.name].chunks:
@@ -95,7 +95,7 @@ def check_file_size(storage: Readable, path: str, nbytes: int) -> None:
 
 
 class ShardFileReader:
-    """A reader of parts of rank ``number``'s file; CheckpointError if its size or digest is not that of the manifest."""
+    """Reads parts of the file of rank ``number``. CheckpointError if its size or digest differs from the manifest."""
 
     def __init__(self, storage: Readable, folder: str, record: FileRecord, number: int, save_id: str) -> None:
         self.path, self._storage, self._number = f"{folder}/{record.name}", storage, number
@@ -121,7 +121,7 @@ class ShardFileReader:
         self._end = size - length - len(table)
 
     def chunk_begin(self, name: str, dtype: torch.dtype, chunk: Chunk) -> int:
-        """Return where a chunk begins, in bytes behind the header; CheckpointError if there is none of this size and dtype."""
+        """Return where a chunk of tensor ``name`` begins, in bytes after the header. CheckpointError if the file lacks it."""
         found = self._extents.get(name)
         expected = dtype if dtype in SAFETENSORS_DTYPES or not self._table else torch.uint8
         if found is not None and self._table and found.begin % dtype.itemsize:
@@ -132,7 +132,7 @@ class ShardFileReader:
         return found.begin
 
     def ranges_of(self, manifest: Manifest, parts: Iterable[tuple[Chunk, NeededElements]]) -> list[FileRange]:
-        """Return the ranges of the file that hold needed elements, in order. Raises the errors of :meth:`chunk_begin`."""
+        """Return the ranges of the file with ``parts``, needed elements of chunks, in order. Errors as :meth:`chunk_begin`."""
         found = []
         for chunk, part in parts:
             dtype = manifest.tensors[part.name].dtype
@@ -146,7 +146,7 @@ class ShardFileReader:
         return bytes(data)
 
     def read(self, ranges: Sequence[FileRange], buffer_nbytes: int) -> None:
-        """Fill targets with ranges of the file, which are in order of their first byte and do not overlap."""
+        """Read ``ranges``, in order of their first byte and without overlaps, into their targets."""
         reads = self.coalesced_reads(ranges, buffer_nbytes)
         whole = torch.empty(max((each.nbytes for each in reads), default=0), dtype=torch.uint8, device="cpu")
         for each in reads:
@@ -155,7 +155,7 @@ class ShardFileReader:
             self.fill_targets(each, buffer)
 
     def coalesced_reads(self, ranges: Sequence[FileRange], buffer_nbytes: int) -> list[CoalescedRead]:
-        """Return reads of whole blocks, of at most ``buffer_nbytes``, for ranges in order that do not overlap."""
+        """Return reads of whole blocks, of at most ``buffer_nbytes``, that cover ``ranges``: in order, without overlaps."""
         block, most = BLOCK_NBYTES if self._table else 1, max(BLOCK_NBYTES, buffer_nbytes // BLOCK_NBYTES * BLOCK_NBYTES)
         found, start, stop = list[CoalescedRead](), 0, 0
         for file_range in ranges:
@@ -172,7 +172,7 @@ class ShardFileReader:
         return found
 
     def fill_targets(self, read: CoalescedRead, buffer: torch.Tensor) -> None:
-        """Fill targets with the bytes of a read. Raises CheckpointError if the bytes are damaged."""
+        """Fill the targets of ``read`` from ``buffer``, its bytes. Raises CheckpointError if a digest differs."""
         start = read.start - self._data
         if self._table and (wrong := self._damaged_block_starts(start, bytes_of(buffer))):
             raise CheckpointError(self.damage_text(wrong))
@@ -184,14 +184,14 @@ class ShardFileReader:
             file_range.target[first:last].copy_(data.view(file_range.dtype))
 
     def _damaged_block_starts(self, start: int, view: memoryview) -> list[int]:
-        """Return the first byte of each block whose digest differs from the table."""
+        """Return the first byte of each block whose digest differs from the table. ``view``: blocks from byte ``start`` on."""
         found, expected = block_digests(view), self._table[start // BLOCK_NBYTES * 8 :]
         if expected.startswith(found):
             return []
         return [start + i * BLOCK_NBYTES // 8 for i in range(0, len(found), 8) if found[i : i + 8] != expected[i : i + 8]]
 
     def damage_text(self, blocks: Sequence[int]) -> str:
-        """Return the text of an error about damaged blocks, given by their first bytes in order."""
+        """Return the text of an error that names the tensors in damaged blocks. ``blocks``: their first bytes, in order."""
 
         def is_damaged(extent: TensorExtent) -> bool:
             first = bisect_right(blocks, extent.begin - BLOCK_NBYTES)

@@ -204,7 +204,7 @@ class Replicas(BackgroundSaver):
 
     @api_boundary
     def refresh_nbytes(self, tree: Any) -> RefreshNbytes:
-        """Return the exact bytes that a refresh of a tree sends and keeps. Needs no other rank."""
+        """Return the exact bytes that this rank would send and keep in :meth:`refresh` of ``tree``. Needs no other rank."""
         return self._refresh_nbytes_of(contents_of("refresh_nbytes()", with_state_dicts(tree), self._comm))
 
     def _refresh_nbytes_of(self, contents: TreeContents) -> RefreshNbytes:
@@ -216,7 +216,7 @@ class Replicas(BackgroundSaver):
 
     @property
     def _ranks_with_files_here(self) -> list[int]:
-        """The ranks whose files are on this host."""
+        """The ranks whose files this host keeps: its own ranks, and those whose copies it holds."""
         first, n = self._comm.rank // self._domain_size * self._domain_size, self._comm.mesh.size
         own = range(first, first + self._domain_size)
         return [(rank - j * self._domain_size) % n for j in range(self._copies + 1) for rank in own]
@@ -268,7 +268,7 @@ class Replicas(BackgroundSaver):
             self._begin_save(snapshot, self._write_to_hosts)
 
     def _write_to_hosts(self, snapshot: Snapshot) -> None:
-        """Write files, then manifests on all hosts, then remove the previous save, so that one save is always whole."""
+        """Write files on all hosts, then manifests, and remove the previous save last, so that one save is always whole."""
         staged, own = _local_storage.staging_path(snapshot.folder), self._own
 
         def stage() -> None:
@@ -363,9 +363,9 @@ class Replicas(BackgroundSaver):
     def restore_checkpoint_and_tree(
         self, like: Any, *, subtree: str = "", cast: bool = False, donate: bool = False
     ) -> tuple[Checkpoint, Any]:
-        """Restore as :meth:`restore` does; return the checkpoint, with its step and config, and the tree.
+        """Restore as :meth:`restore` does, and return the checkpoint, with its step and config, and the tree.
 
-        The path of the checkpoint is below ``root`` for values from disk, else below the folder of the hosts.
+        For values from disk the checkpoint's path is below ``root``, else below the folder of the hosts.
         """
         on_disk, copies = dict[str, str](), dict[CopyKey, str]()
         while True:
@@ -387,7 +387,7 @@ class Replicas(BackgroundSaver):
     def _load_save(
         self, found: "HeldSave | _DiskCheckpoint", like: Any, damage: list[Any], **how: Any
     ) -> tuple[Checkpoint, Any]:
-        """Load a save from hosts or from disk; append the damage that this rank finds."""
+        """Load the save ``found``. If it is damaged, all ranks raise; this rank first appends its damage to ``damage``."""
         if not isinstance(found, HeldSave):
             return load_checkpoint_at(found.path, like, damage, comm=self._comm, where=found.path, **how)
         folder, own = f"{self._folder}/{found.name}", self._own
@@ -418,7 +418,7 @@ class Replicas(BackgroundSaver):
     def _find_newest(
         self, on_disk: Mapping[str, str] | None = None, copies: Mapping[CopyKey, str] | None = None
     ) -> HeldSave | _DiskCheckpoint | None:
-        """Return the newest complete save that is not known to be damaged; equal on all ranks. None if nothing was saved."""
+        """Return the newest complete save, equal on all ranks; None without one. ``on_disk``, ``copies``: known damage."""
         self.wait()
         on_disk, copies = on_disk or {}, copies or {}
         saves = held_saves(self._folder, self._own, self._domain_size, copies)
@@ -443,7 +443,7 @@ class Replicas(BackgroundSaver):
         return found
 
     def _refuse_to_begin_anew(self, damaged_on_disk: Mapping[str, str]) -> None:
-        """Raise a CheckpointError, on all ranks, if there are saves in memory of hosts or on disk that cannot be opened."""
+        """Raise a CheckpointError on all ranks if there are saves, in memory of hosts or on disk, but none can be opened."""
 
         def unreadable_here() -> list[str]:
             in_memory = opening_errors(self._folder) if self._claim is not None else []
@@ -456,7 +456,7 @@ class Replicas(BackgroundSaver):
             raise CheckpointError(f"restore(): no save can be read. To begin anew, remove these folders.\n{texts}")
 
     def _newest_on_disk(self, damaged: Collection[str]) -> "_DiskCheckpoint | None":
-        """Return the newest checkpoint that rank 0 sees under ``root`` and that is not in ``damaged``."""
+        """Return the newest checkpoint under ``root`` that is not in ``damaged``, as rank 0 sees it; None if there is none."""
         if self._root is None:
             return None
         root = self._root

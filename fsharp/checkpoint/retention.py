@@ -47,7 +47,7 @@ class Retention(NamedTuple):
     keep_hours: float | None = None
 
     def check_options(self, where: str) -> None:
-        """Raise a CheckpointError for options that would keep no checkpoint, or have no meaning."""
+        """Raise a CheckpointError for options that would keep no checkpoint, or make no sense."""
         if self.keep < 1 or self.best < 0:
             raise CheckpointError(
                 f"{where}: keep is {self.keep}, expected at least 1: the only checkpoint is never removed; best is "
@@ -59,7 +59,7 @@ class Retention(NamedTuple):
                 raise CheckpointError(f"{where}: {name} is {value!r}, expected a number above 0, or None.")
 
     def _step_and_hour_intervals(self, root: str, name: str) -> set[tuple[str, int]]:
-        """Return the interval of steps and the interval of hours to which a checkpoint belongs."""
+        """Return the intervals, of steps and of hours, to which the checkpoint folder ``name`` belongs."""
         found = set()
         if self.keep_steps is not None:
             found.add(("steps", math.ceil(step_in_folder_name(name) / self.keep_steps)))
@@ -69,7 +69,7 @@ class Retention(NamedTuple):
         return found
 
     def prune(self, root: str) -> list[str]:
-        """Remove checkpoints: see :func:`prune`."""
+        """Remove checkpoints under ``root`` by these options, and return their paths: see :func:`prune`."""
         names = folder_names_newest_first(root)
         periods = {name: self._step_and_hour_intervals(root, name) for name in names}
         sizes = Counter(period for found in periods.values() for period in found)

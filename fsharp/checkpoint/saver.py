@@ -40,9 +40,9 @@ os.register_at_fork(after_in_child=_busy_savers.clear)  # a child has no threads
 
 
 class BackgroundSaver:
-    """Base class of Saver and Replicas, which copy values to host memory and save the copies in a thread during training.
+    """Base class of Saver and Replicas, which copy values to host memory, and write the copies in a thread during training.
 
-    ``own`` is a Comm of the same ranks for the thread alone. ``in_thread=False`` saves in the caller's thread.
+    ``own`` is a Comm of the same ranks, for the thread alone. ``in_thread=False`` writes in the caller's thread.
     """
 
     def __init__(self, comm: Comm, own: Comm, name: str, *, in_thread: bool) -> None:
@@ -56,7 +56,7 @@ class BackgroundSaver:
         setup_recording.record_for_replay(self._begin_generation)
 
     def _begin_generation(self) -> None:
-        """Begin as a new one does, with a restarted rank: forget the save that was under way, which has ended."""
+        """Begin a new generation of the job: forget the save under way, as a restarted rank knows of none."""
         self._forget_save()
 
     def _begin_save(self, snapshot: Snapshot, job: Callable[[Snapshot], Any]) -> None:
@@ -75,7 +75,7 @@ class BackgroundSaver:
 
     @torch.inference_mode(False)  # tensors made in inference mode could not be written to outside of it
     def _copy_to_host(self, snapshot: Snapshot) -> list[torch.Tensor]:
-        """Return copies of the values in host memory. The memory of the last save is reused."""
+        """Return copies of the values of ``snapshot`` in host memory, which the next save overwrites."""
         values, devices = list(snapshot.values), {x.device for x in snapshot.values if x.device.type != "cpu"}
         if snapshot.tensors != self._staged_as:
             is_pinned = bool(devices)
@@ -89,14 +89,14 @@ class BackgroundSaver:
 
     @property
     def is_busy(self) -> bool:
-        """Whether a save is still under way on this rank. It may end at different times on different ranks."""
+        """Whether a save is under way on this rank. Ranks may end a save at different times."""
         return self._under_way is not None and not self._under_way.is_done()
 
     @api_boundary
     def check(self) -> None:
         """Raise the error of the previous save, if it has failed. Cost: none.
 
-        Ranks may see the error at different times. The next call that waits raises the error again, on all ranks.
+        Ranks may see the error at different times. The next call that waits for a save raises the error again, on all ranks.
         """
         if self._under_way is not None and self._under_way.error is not None:
             raise self._save_error(self._under_way.error) from self._under_way.error
@@ -258,7 +258,7 @@ class Saver(BackgroundSaver):
 
 
 def _prepare_root(root: str) -> None:
-    """Remove interrupted saves, and try to write, to find an error before the first save."""
+    """Remove interrupted saves under ``root``, and try to write there, so that an error shows before the first save."""
     remove_incomplete(root)
     storage, trial = storage_of(root), f"{root}/{folder_name(0, secrets.token_hex(8))}"
     storage.make_staging_folder(trial)
@@ -266,7 +266,7 @@ def _prepare_root(root: str) -> None:
 
 
 def _wait_for_all_saves() -> None:
-    """Wait for all saves under way. The next call of each Saver raises its error."""
+    """Wait for the saves of all Savers. An error is kept for the next call of its Saver."""
     for each in list(_busy_savers):
         if each._under_way is not None:
             each._under_way.is_done(within_s=threading.TIMEOUT_MAX)

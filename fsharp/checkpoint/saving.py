@@ -39,14 +39,14 @@ _SPARE_NBYTES = 1 << 20  # for the manifest and headers
 
 @dataclass
 class Snapshot:
-    """One save, on which all ranks have agreed.
+    """The values of one save, and where they go. All ranks have agreed on it.
 
     Attributes:
         save_id: hexadecimal digits, the same on all ranks; what :func:`new_save_id` returns, or 16 that have no time.
         folder: path of the checkpoint once it is complete.
         tensors: the tensors that this rank writes, in order.
         values: elements of ``tensors``, in memory that must not change before the write.
-        failure: why this rank has no values, found after ranks have agreed; writing raises it on all of them.
+        failure: why this rank has no values, found after ranks have agreed; the write raises it on all ranks.
     """
 
     contents: TreeContents
@@ -103,7 +103,7 @@ def save(
 def stage_snapshot(
     root: str | os.PathLike[str], tree: Any, *, step: int, comm: Comm, config: Any, metric: float | None
 ) -> Snapshot:
-    """Return the tensors and values to save, once all ranks agree and rank 0 has made a folder with room. See :func:`save`."""
+    """Return what :func:`save` is to write, once all ranks agree, and rank 0 has made a folder on a disk with enough room."""
     where, draw, folder = absolute_path(root), bytes(16), ""
 
     def stage(contents: TreeContents) -> None:
@@ -142,10 +142,10 @@ def take_snapshot(
     prepare: Callable[[TreeContents], None],
     shared_root: bool = True,
 ) -> Snapshot:
-    """Return the tensors and values to save, once all ranks agree.
+    """Return what a save is to write, once all ranks agree.
 
-    ``where`` is the name of the calling function, for messages. ``prepare`` is called with the contents before ranks compare
-    them, and ``save_id`` afterwards. ``shared_root``: whether ``root`` is one folder that all ranks see.
+    ``where``: the calling function, for errors. ``prepare`` is called with the contents before ranks compare them, and
+    ``save_id`` afterwards. ``shared_root``: whether ``root`` is one folder that all ranks see.
     """
     has_objects = any(has_state_dict(leaf) for leaf in optree.tree_leaves(tree, is_leaf=is_checkpoint_leaf))
     states = check_on_all_ranks(where, comm, lambda: with_state_dicts(tree)) if has_objects else tree
@@ -193,7 +193,7 @@ def take_snapshot(
 
 
 def checked_config(where: str, step: Any, config: Any) -> Any:
-    """Return the config as JSON reads it back. Raises CheckpointError if JSON cannot, or if the step is no number."""
+    """Return ``config`` as JSON reads it back. CheckpointError if JSON cannot hold it, or ``step`` is no number from 0."""
     if isinstance(step, bool) or not isinstance(step, int) or step < 0:
         raise CheckpointError(f"{where}: step is {step!r}, expected a whole number from 0.")
     try:
@@ -203,7 +203,7 @@ def checked_config(where: str, step: Any, config: Any) -> Any:
 
 
 def _structures_by_name(tree: Any) -> dict[str, Any]:
-    """Return, by name, the structure of each None, and of each list or tuple of values, which DCP keeps as one object."""
+    """Return, by name, the :func:`structure_of` each None, list or tuple of values that DCP keeps as one object."""
 
     def is_value(x: Any) -> bool:
         return all(map(is_value, x)) if type(x) in (list, tuple) else isinstance(x, bool | int | float | str | None)
@@ -215,7 +215,7 @@ def _structures_by_name(tree: Any) -> dict[str, Any]:
 
 
 def tensors_written_by(contents: TreeContents, rank: int) -> list[tuple[TensorEntry, StoredTensor]]:
-    """Return the tensors that a rank writes, in the order in which it writes them."""
+    """Return the tensors that ``rank`` writes, in the order of its file, each with its entry."""
     found = []
     for entry in contents.entries.values():
         first, last = entry.range_written_by(rank)
@@ -226,14 +226,14 @@ def tensors_written_by(contents: TreeContents, rank: int) -> list[tuple[TensorEn
 
 
 def check_free_space(root: str, nbytes: int) -> None:
-    """Raise an error if a checkpoint of ``nbytes`` does not fit the free space."""
+    """Raise a CheckpointError if a checkpoint of ``nbytes`` bytes does not fit the free space under ``root``."""
     free, need = storage_of(root).free_nbytes(root), nbytes + _SPARE_NBYTES
     if free is not None and need > free:
         raise CheckpointError(f"{root}: {free:,} bytes are free, and this checkpoint takes {need:,}. Nothing was written.")
 
 
 def name_path_in_errors(path: str, write: Callable[[], T]) -> T:
-    """Return the result of ``write``. An error of the file system becomes a CheckpointError that names ``path``."""
+    """Return ``write()``. An error of the file system becomes a CheckpointError that names ``path``."""
     try:
         return write()
     except FileNotFoundError as error:
@@ -246,7 +246,7 @@ def name_path_in_errors(path: str, write: Callable[[], T]) -> T:
 
 
 def write_snapshot(snapshot: Snapshot, comm: Comm) -> Checkpoint:
-    """Write a checkpoint on all ranks: see :func:`save`."""
+    """Write a snapshot as a checkpoint, and return the checkpoint. All ranks call this function; see :func:`save`."""
     staged = storage_of(snapshot.folder).staging_path(snapshot.folder)
     is_published = False
 
@@ -272,7 +272,7 @@ def write_snapshot(snapshot: Snapshot, comm: Comm) -> Checkpoint:
 
 
 def write_shard_file(snapshot: Snapshot, staged: str, comm: Comm, where: str = "save()") -> list[FileRecord]:
-    """Write this rank's file into a folder, and read it back; return the records of all ranks' files, in order of rank."""
+    """Write this rank's file into the folder ``staged``, and read it back. Return the records of all ranks' files, in order."""
     path = f"{staged}/{shard_file_name(comm.rank)}"
 
     def write() -> FileRecord:
@@ -293,7 +293,7 @@ def write_shard_file(snapshot: Snapshot, staged: str, comm: Comm, where: str = "
 
 
 def verify_written_file(staged: str, record: FileRecord, rank: int, save_id: str) -> None:
-    """Read a rank's file back. Raises CheckpointError if a block differs from its digest."""
+    """Read back the file that ``record`` describes. CheckpointError if a block differs from its digest."""
     if wrong := ShardFileReader(storage_of(staged), staged, record, rank, save_id).find_damaged_block_starts():
         raise CheckpointError(f"{staged}/{record.name}: {len(wrong)} blocks do not read back as they were written.")
 
@@ -301,7 +301,7 @@ def verify_written_file(staged: str, record: FileRecord, rank: int, save_id: str
 def write_manifest_and_publish(
     snapshot: Snapshot, staged: str, records: Sequence[FileRecord], manifest: Manifest, *, rank: int
 ) -> None:
-    """Write the manifest, and publish the folder; CheckpointError if rank ``rank`` does not see all bytes of the files."""
+    """Write the manifest into ``staged``, and publish the folder. CheckpointError if this rank sees a file cut off."""
     storage = storage_of(snapshot.folder)
     for record in records:
         found = storage.nbytes(f"{staged}/{record.name}")
@@ -315,7 +315,7 @@ def write_manifest_and_publish(
 
 
 def remove_staged(folder: str) -> None:
-    """Remove a staged folder, or log a warning: the caller is about to raise the error of the save."""
+    """Remove the staged folder of ``folder`` after a failed save. An error is logged, as the caller raises that of the save."""
     storage = storage_of(folder)
     try:
         storage.remove(storage.staging_path(folder))
@@ -329,12 +329,12 @@ def shard_file_name(rank: int) -> str:
 
 
 def header_metadata(save_id: str, rank: int) -> dict[str, str]:
-    """Return the metadata in the header of a rank's file."""
+    """Return the metadata for the header of a rank's file."""
     return {"save_id": save_id, "rank": str(rank)}
 
 
 def manifest_of_snapshot(snapshot: Snapshot, records: Sequence[FileRecord], mesh: Mesh, created: float) -> Manifest:
-    """Return the manifest of all ranks' tensors, which follow from the layouts."""
+    """Return the manifest of a snapshot, with all ranks' tensors, which follow from layouts. ``records``: the files."""
     tensors = {}
     for entry in snapshot.contents.entries.values():
         chunks = (Chunk(rank, *entry.range_written_by(rank)) for rank in range(mesh.size))

@@ -39,7 +39,7 @@ SAVABLE_DTYPES = SAFETENSORS_DTYPES | {
 
 
 class StoredTensor(NamedTuple):
-    """A run of elements of a tensor, to write to a file. ``shape`` is 1-D, or the shape of the whole tensor."""
+    """Elements of a tensor to write to a file. ``shape`` is that of the whole tensor, or 1-D for a run of its elements."""
 
     name: str
     dtype: torch.dtype
@@ -55,7 +55,7 @@ S = TypeVar("S", bound=Any)
 
 
 def batches_by_nbytes(items: Iterable[S], max_nbytes: int) -> list[list[S]]:
-    """Group items, by their ``nbytes`` and in order, into batches of at most ``max_nbytes``; a larger item is alone."""
+    """Cut ``items`` into batches of at most ``max_nbytes``, in order, by their ``nbytes``. A larger item is alone."""
     found: list[list[S]] = []
     size = 0
     for item in items:
@@ -68,7 +68,7 @@ def batches_by_nbytes(items: Iterable[S], max_nbytes: int) -> list[list[S]]:
 
 
 class TensorExtent(NamedTuple):
-    """The place of a tensor in a file: its dtype, its begin and end in bytes behind the header, and its shape."""
+    """Where a tensor is in a file: its dtype, its begin and end in bytes after the header, and its shape."""
 
     dtype: torch.dtype
     begin: int
@@ -83,7 +83,7 @@ def check_reserved_names(where: str, names: Iterable[str]) -> None:
 
 
 def encode_header(tensors: Sequence[StoredTensor], metadata: Mapping[str, str], *, with_digests: bool = True) -> bytes:
-    """Return length field and header of a file with these tensors in this order, followed by the table of digests."""
+    """Return length field and header of a file with ``tensors`` in this order, and with the table of digests after them."""
     described: dict[str, Any] = {METADATA_NAME: dict(metadata)}
     end = 0
     for tensor in tensors:
@@ -100,7 +100,7 @@ def encode_header(tensors: Sequence[StoredTensor], metadata: Mapping[str, str], 
 
 
 def header_prefix(metadata: Mapping[str, str]) -> bytes:
-    """Return the bytes after the length field with which each header begins whose first metadata are ``metadata``."""
+    """Return the bytes with which headers begin, after the length field, whose metadata begin with ``metadata``."""
     return json.dumps({METADATA_NAME: dict(metadata)}, separators=(",", ":"))[:-2].encode()
 
 
@@ -111,12 +111,12 @@ def file_nbytes(tensors: Sequence[StoredTensor], metadata: Mapping[str, str]) ->
 
 
 def in_write_order(tensors: Iterable[StoredTensor]) -> list[StoredTensor]:
-    """Return tensors as they are written: wide elements first, so that each element is aligned to its size."""
+    """Return ``tensors`` in the order of a file: wide elements first, so that each element is aligned to its size."""
     return sorted(tensors, key=lambda tensor: -tensor.dtype.itemsize)
 
 
 def write_file(write: Callable[[memoryview], None], header: bytes, data: Iterator[torch.Tensor]) -> str:
-    """Write a header, and tensors in its order, each of which may be freed before the next; return the file's digest."""
+    """Write a header, the tensors ``data`` in its order, each of which may be freed at once, and digests. Return the digest."""
     digests = _BlockDigests()
     write(memoryview(header))
     for tensor in data:
@@ -136,7 +136,7 @@ def file_digest(header: bytes, table: bytes) -> str:
 
 
 class _BlockDigests:
-    """Digests of the blocks of a stream of bytes."""
+    """Computes the digest of each block of a stream of bytes."""
 
     def __init__(self) -> None:
         self._done, self._rest = bytearray(), bytearray()
@@ -152,12 +152,12 @@ class _BlockDigests:
         self._rest += view[end:]
 
     def table(self) -> bytes:
-        """Return all digests; the last block may be short."""
+        """Return the digests of all blocks so far; the last block may be short."""
         return bytes(self._done + block_digests(self._rest))
 
 
 def block_digests(view: memoryview | bytearray) -> bytes:
-    """Return the digest of each block from the first byte on; the last block may be short."""
+    """Return the digests of the blocks in ``view``, joined; the last block may be short."""
     digest = xxhash.xxh3_64_digest
     return b"".join([digest(view[start : start + BLOCK_NBYTES]) for start in range(0, len(view), BLOCK_NBYTES)])
 
@@ -171,7 +171,7 @@ def bytes_of(tensor: torch.Tensor) -> memoryview:
 
 
 def parse_header(where: str, header: bytes, nbytes: int) -> tuple[dict[str, TensorExtent], dict[str, str]]:
-    """Return tensors and metadata in the header of a file; CheckpointError if it is none, or tensors do not tile the file."""
+    """Return tensors and metadata in a file's header. CheckpointError if it is damaged, or tensors do not tile ``nbytes``."""
     try:
         described = parse_json(header[8:])
         metadata = {str(k): str(v) for k, v in (described.pop(METADATA_NAME, None) or {}).items()}
@@ -220,7 +220,7 @@ def parse_json(data: bytes) -> Any:
 
 
 def refuse_repeated_names(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
-    """Return a JSON object from its pairs, for ``json.loads``. Two values of one name are an error."""
+    """Return a JSON object from its pairs, for ``json.loads``. Raises ValueError if a name has two values."""
     found: dict[str, Any] = {}
     for name, value in pairs:
         if name in found:
@@ -230,7 +230,7 @@ def refuse_repeated_names(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def header_nbytes(where: str, head: bytes, nbytes: int) -> int:
-    """Return the bytes of length field and header, from a file's first 8 bytes; CheckpointError if they are too many."""
+    """Return the bytes of length field and header, from the first 8 bytes of a file. CheckpointError for a wrong length."""
     length = struct.unpack("<Q", head)[0] if len(head) == 8 else -1
     if not 2 <= length <= min(_MAX_HEADER_NBYTES, nbytes - 8):
         raise CheckpointError(f"{where}: this is not a safetensors file: its header would have {length:,} bytes.")

@@ -23,13 +23,13 @@ DAMAGED_SUFFIX = ".damaged"
 
 
 class Readable(Protocol):
-    """Protocol of a source from which files are read."""
+    """Protocol of what files can be read from: a :class:`Storage`, or files fetched from other hosts."""
 
     def nbytes(self, path: str) -> int:
         """Return the size of a file. Raises FileNotFoundError, or CheckpointError if it is no plain file or not accessible."""
 
     def read(self, path: str, start: int, into: memoryview) -> None:
-        """Fill memory with the bytes of a file from ``start`` on. Raises CheckpointError if a byte cannot be read."""
+        """Fill ``into`` with the bytes of a file from byte ``start`` on. Raises CheckpointError if a byte cannot be read."""
 
 
 def absolute_path(path: str | os.PathLike[str]) -> str:
@@ -39,7 +39,7 @@ def absolute_path(path: str | os.PathLike[str]) -> str:
 
 
 def storage_of(path: str) -> "Storage":
-    """Return the storage of a path, or of a URL such as ``s3://bucket/run``. Raises CheckpointError for an unknown URL."""
+    """Return the :class:`Storage` for a path, or a URL such as ``s3://bucket/run``. CheckpointError for an unknown URL."""
     if "://" not in path:
         return LocalStorage()
     try:
@@ -76,13 +76,13 @@ def _file_sizes(storage: "Storage", folder: str) -> Iterator[int]:
 
 
 class LocalStorage:
-    """A file system: files are collected under another name, and a folder is published by renaming it.
+    """The file system: files of a save are collected in a staging folder, which is published by a rename.
 
     A folder is *published* once it has all of its files. No file in a published folder changes.
     """
 
     def list_names(self, folder: str) -> list[str]:
-        """Return the names in a folder, in order; none if there is no folder."""
+        """Return the names in ``folder``, in order; none if there is no such folder."""
         try:
             return sorted(os.listdir(folder))
         except (FileNotFoundError, NotADirectoryError):
@@ -91,18 +91,18 @@ class LocalStorage:
             raise CheckpointError(f"{folder}: cannot be read: {error.strerror}.") from error
 
     def staging_path(self, folder: str) -> str:
-        """Return the path of the folder in which the files of ``folder`` are collected."""
+        """Return the path of the staging folder, in which the files of ``folder`` are collected."""
         parent, name = os.path.split(folder)
         return os.path.join(parent, f".{name}.partial")
 
     def make_staging_folder(self, folder: str) -> None:
-        """Make the folder in which the files of ``folder`` are collected."""
+        """Make the staging folder of ``folder``, and missing parents."""
         _make_folders(os.path.dirname(folder))
         os.mkdir(self.staging_path(folder))
 
     @contextmanager
     def append_to_new_file(self, path: str) -> Iterator[WriteFunction]:
-        """Return a context that yields a function which appends to a new file. At its end the bytes are synced."""
+        """Return a context that makes a new file, and yields a function that appends bytes. At its end the bytes are synced."""
         file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
         try:
 
@@ -116,7 +116,7 @@ class LocalStorage:
             os.close(file)
 
     def publish(self, staged: str, folder: str) -> None:
-        """Rename a staged folder to its final path."""
+        """Rename the staging folder ``staged`` to ``folder``, its final path."""
         _sync_folder(staged)
         os.rename(staged, folder)
         _sync_folder(os.path.dirname(folder))
@@ -133,7 +133,7 @@ class LocalStorage:
         return found.st_size
 
     def resolve_links(self, folder: str, name: str) -> str:
-        """Return the path, relative to a folder, of the file that a name in the folder stands for."""
+        """Return the path, relative to ``folder``, of the file that ``name`` in it is or links to."""
         return os.path.relpath(os.path.realpath(os.path.join(folder, name)), os.path.realpath(folder))
 
     def read(self, path: str, start: int, into: memoryview) -> None:
@@ -151,7 +151,7 @@ class LocalStorage:
             raise CheckpointError(f"{path}: cannot be read: {error.strerror}.") from error
 
     def remove(self, folder: str) -> None:
-        """Remove a folder, if it exists. No reader ever finds a checkpoint with only some of its files."""
+        """Remove ``folder``, if it exists. No reader ever finds a checkpoint with only some of its files."""
         parent, name = os.path.split(folder)
         gone = folder if name.endswith(REMOVED_SUFFIX) else os.path.join(parent, f".{name.lstrip('.')}{REMOVED_SUFFIX}")
         try:
@@ -204,10 +204,10 @@ def _sync_folder(folder: str) -> None:
 
 
 class FolderClaim:
-    """An exclusive claim of a folder, until this process ends or closes the claim.
+    """An exclusive claim of a folder by this process, until the process ends or closes the claim.
 
-    Makes the folder if there is none, and writes ``token`` into a file in the folder, for other processes to read. Raises
-    CheckpointError if the folder is claimed already.
+    Makes the folder if there is none. Writes ``token`` into a file in it, so that other processes can tell who has the claim.
+    Raises CheckpointError if the folder is claimed already.
     """
 
     _claimed: ClassVar[set[str]] = set()
@@ -245,16 +245,16 @@ class FolderClaim:
 
     @property
     def is_closed(self) -> bool:
-        """Whether others may claim the folder."""
+        """Whether the claim is released, so that another process may claim the folder."""
         return not self._end.alive
 
     def close(self) -> None:
-        """Release the claim."""
+        """Release the claim of the folder."""
         self._end()
 
 
 class ObjectStore:
-    """An object store of fsspec, which cannot rename: a folder is published when its last file, the manifest, is there."""
+    """An object store of fsspec, which cannot rename. A folder is published once its last file, the manifest, is there."""
 
     def __init__(self, files: Any) -> None:
         self._files = files
@@ -282,7 +282,7 @@ class ObjectStore:
             yield write
 
     def publish(self, staged: str, folder: str) -> None:
-        """Do nothing, as files are written to their final path."""
+        """Do nothing, as files are written under their final path, and the manifest last."""
 
     def nbytes(self, path: str) -> int:
         self._files.invalidate_cache()

@@ -68,7 +68,7 @@ def show(path: str, /) -> str:
 
 
 def verify_checkpoints(paths: tuple[str, ...], /) -> str:
-    """Read every byte of checkpoints, and compare the bytes with their digests. Report the intact checkpoints.
+    """Read every byte of checkpoints, and compare the bytes with their digests. Print the intact ones; fail at a damaged one.
 
     Args:
         paths: the checkpoints.

@@ -90,7 +90,7 @@ def add_differences(params: Any, gathered: Any, *, rank: int) -> Any:
 def add_encoded_difference(
     unit: UnitLayout, group: int, params: torch.Tensor, encoded: torch.Tensor, rank: int
 ) -> torch.Tensor:
-    """Return ``params``, a buffer of ``rank`` at rest, plus the decoded difference. Padding is unchanged."""
+    """Return ``params``, a buffer of ``rank`` at rest, plus the encoded difference of an update. Padding is unchanged."""
     form, main = unit.update_format(group), unit.groups[group].dtypes.main
     assert form is not None
     difference = form.load(encoded, unit.groups[group].capacity, main, partial(unit.error_facts, group))

@@ -79,7 +79,7 @@ def _scale_agreement_calls(layout: Layout) -> Iterator[Call]:
 
 
 def gather_calls(unit: UnitLayout, group: int, source: Place, target: Place) -> Counter[Call]:
-    """Return the collectives in which :func:`~fsharp.gather` moves one group from ``source`` to ``target``."""
+    """Return the collectives in which :func:`~fsharp.gather` moves one group's buffer from ``source`` to ``target``."""
     sharded = [axis for axis in reversed(source.order) if source[axis] is Shard and target[axis] is Replicate]
     axes = [axis for axis in sharded if unit.mesh.axis_size(axis) > 1]
     return Counter(calls_to_gather_buffer(unit, unit.gathered_part_nbytes(group, source), axes))

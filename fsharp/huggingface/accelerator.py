@@ -42,7 +42,7 @@ class Accelerator(accelerate.Accelerator):
     For sharded modules these methods differ from accelerate's:
 
     - ``prepare`` returns the module itself, without ``DistributedDataParallel``.
-    - ``accumulate`` and ``no_sync`` keep gradients on the rank until the last microbatch.
+    - ``accumulate`` and ``no_sync`` add gradients up, and leave the reduction to the optimizer to the last microbatch.
     - ``clip_grad_norm_`` takes all parameters of one prepared module, and clips by the norm over all ranks.
     - ``get_state_dict`` returns whole tensors on rank 0, and an empty dict on other ranks. All ranks have to call it.
     - ``save_state`` and ``load_state`` use :func:`fsharp.checkpoint.save` and :func:`~fsharp.checkpoint.load`, so another
@@ -73,7 +73,7 @@ class Accelerator(accelerate.Accelerator):
         return super().prepare_optimizer(optimizer, False if isinstance(optimizer, ShardedOptimizer) else device_placement)
 
     def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
-        """Return a context in which gradients stay on the rank: ``model.accumulate()`` of a sharded module."""
+        """Return a context in which gradients only accumulate: ``model.accumulate()`` of a sharded module."""
         return model.accumulate() if isinstance(model, ShardedModule) else super().no_sync(model)
 
     def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> Any:
@@ -99,7 +99,7 @@ class Accelerator(accelerate.Accelerator):
         return super().clip_grad_value_(parameters, clip_value)
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> Any:
-        """Return the whole tensors of a sharded module on rank 0, and an empty dict on other ranks."""
+        """Return whole tensors of a sharded module on rank 0, and an empty dict on other ranks. All ranks call this method."""
         return model.full_state_dict() if isinstance(model, ShardedModule) else super().get_state_dict(model, unwrap)
 
     def save_state(self, output_dir: str | None = None, safe_serialization: bool = True, **options: Any) -> Any:
@@ -130,7 +130,7 @@ class Accelerator(accelerate.Accelerator):
                 handle.remove()
 
     def _sharded_tree_and_comm(self) -> tuple[dict[str, Any], Any]:
-        """Return the sharded modules and optimizers as a tree, and the ranks of the first module; None if there is none."""
+        """Return the sharded modules and optimizers, as a tree, and the Comm of the first module; None without a module."""
         models = [each for each in self._models if isinstance(each, ShardedModule)]
         optimizers = [each.optimizer for each in self._optimizers if isinstance(each.optimizer, ShardedOptimizer)]
         return {"models": models, "optimizers": optimizers}, models[0].comm if models else None

@@ -376,9 +376,9 @@ class _Simulation:
         self.handed_on = sorted(waited_for | {i for i, op in enumerate(self.ops) if op.spec.frees == STATE})
 
     def simulate_step(self, carried: Mapping[int, Interval]) -> tuple[Timeline, dict[int, Interval]]:
-        """Return the timeline of a step; and start and end of the ops that it hands on, relative to the step's end.
+        """Return the timeline of a step, and start and end of its carried ops: gathers for the next step, by position.
 
-        ``carried``: start and end, in this step's time, of the ops that the previous step has handed on.
+        These times are relative to the end of the step. ``carried`` has those of the previous step, in this step's time.
         """
         free = dict.fromkeys(STREAMS, 0.0)
         sent = 0.0  # when the last collective has ended

@@ -434,7 +434,7 @@ def _nonnegative_least_squares(matrix: torch.Tensor, target: torch.Tensor) -> to
 
 
 def compute_times_with_gaps(alone: Trace) -> dict[str, tuple[float, float]]:
-    """Return the seconds of compute of a trace, with the host's time between ops shared out among them."""
+    """Return ``(forward, backward)`` seconds by unit of ``alone``, a trace of one rank; the host's gaps are shared out."""
     rates = []
     for (start, stop), rows in alone.ended_steps():
         worked_s = sum(span.seconds for span in self_times(rows) if span.stream == "compute" and span.kind != WAITING)

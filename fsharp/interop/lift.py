@@ -69,7 +69,7 @@ class LeafPart(NamedTuple):
 
 
 class ArrayShard(NamedTuple):
-    """This rank's ``elements``, 1-D, of an array that is cut like a leaf, or is of any size if the leaf is whole here."""
+    """This rank's ``elements``, 1-D, of an array that is cut like a leaf, or of any size on a rank with the whole leaf."""
 
     leaf: int
     elements: Any

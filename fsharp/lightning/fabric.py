@@ -39,7 +39,7 @@ class Strategy(DDPStrategy):
         fabric.save("last.ckpt", {"model": model, "optimizer": optimizer})
 
     Arguments are those of ``DDPStrategy``. ``setup`` returns the sharded module without ``DistributedDataParallel``.
-    ``no_backward_sync`` keeps gradients on the rank. ``save`` writes one file with whole tensors, gathered by rank 0;
+    ``no_backward_sync`` only adds gradients up. ``save`` writes one file with whole tensors, gathered by rank 0;
     ``load`` reads the file on every rank, under any strategy and number of ranks. A module that is not sharded is trained as by
     ``DDPStrategy``.
 
@@ -89,13 +89,13 @@ class Strategy(DDPStrategy):
 
 
 class _Accumulation(_BackwardSyncControl):
-    """Keeps gradients of sharded modules on the rank. ``other`` handles other modules."""
+    """Lets gradients of sharded modules only accumulate: see ``model.accumulate()``. ``other`` handles other modules."""
 
     def __init__(self, other: _BackwardSyncControl) -> None:
         self._other = other
 
     def no_backward_sync(self, module: nn.Module, enabled: bool) -> AbstractContextManager[Any]:
-        """Return a context in which gradients stay on the rank, if ``enabled``."""
+        """Return a context in which gradients only accumulate, if ``enabled``."""
         if not sharded_modules_in(module):
             return self._other.no_backward_sync(module, enabled)
         return accumulating(module) if enabled else nullcontext()

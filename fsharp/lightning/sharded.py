@@ -42,7 +42,7 @@ def check_optimizers(where: str, optimizers: Iterable[Optimizer]) -> None:
 
 @contextmanager
 def accumulating(module: nn.Module) -> Iterator[None]:
-    """Keep gradients of sharded modules on the rank, in this context."""
+    """Let gradients of the sharded modules in ``module`` only accumulate, in this context."""
     with ExitStack() as stack:
         for each in sharded_modules_in(module).values():
             stack.enter_context(each.accumulate())

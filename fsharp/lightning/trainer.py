@@ -73,7 +73,7 @@ class Strategy(DDPStrategy):
 
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:
-        """Keep gradients on the rank, in this context."""
+        """Let gradients only accumulate, in this context."""
         with accumulating(self._pl_module) if sharded_modules_in(self._pl_module) else super().block_backward_sync():
             yield
 

@@ -257,7 +257,7 @@ class TuneRequest:
         return result
 
     def _units_to_recompute(self, costs: Costs) -> dict[str, tuple[str, ...]]:
-        """Return sets of units to recompute, by name. By default none, and all innermost calls if this saves memory."""
+        """Return sets of units to recompute, by name: by default an empty set, and all innermost calls if this saves memory."""
         if self.remat is None:
             every = tuple(sorted({name for call in costs.calls() if not call.inner for name in call.units}))
             saves = 0 < costs.activation_nbytes(every) < costs.activation_nbytes(())

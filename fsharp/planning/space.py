@@ -38,7 +38,7 @@ class LayoutOption:
     Attributes:
         name: name in tables.
         layout: the layout.
-        cost_key: names of its choice of units and of its format.
+        cost_key: key of its measured costs: name of the choice of units, and name of the choice of precision.
         made_by: arguments of :func:`~fsharp.plan`: mesh, strategy, units and precision; empty for a layout that was passed.
     """
 

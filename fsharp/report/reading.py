@@ -44,7 +44,7 @@ class RunLog:
     num_cut: int = 0
 
     def add_line(self, line: bytes) -> None:
-        """Add a line of the file, or count it as cut."""
+        """Add a line of the log's file. A line that cannot be read, as a kill has cut it off, only counts in ``num_cut``."""
         try:
             row = json.loads(line, parse_int=_finite_or_text, parse_float=_finite_or_text, parse_constant=_finite_or_text)
             step, time = int(row.pop("step")), float(row.pop("time"))

@@ -139,7 +139,7 @@ def _is_nonfinite(x: Any) -> torch.Tensor:
 
 
 def _in_computable_dtype(x: torch.Tensor) -> torch.Tensor:
-    """Return the elements in a dtype with which torch can compute: float8 and complex32 are cast."""
+    """Return the elements of ``x``; float8 as float32, complex32 as complex64, and of a sparse tensor only its values."""
     if x.layout is not torch.strided:
         x = x._values() if x.layout is torch.sparse_coo else x.values()
     if x.dtype is torch.complex32:

@@ -127,7 +127,7 @@ class RunCheckpoints:
         self.has_values = True
 
     def begin_save(self, tree: Any, *, step: int) -> None:
-        """Begin a checkpoint on disk."""
+        """Begin to save ``tree`` on disk, in the background. The caller may change it once this call returns."""
         self._saver.save(tree, step=step)
         self.saved = self.newest = step
 

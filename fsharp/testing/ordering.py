@@ -231,10 +231,9 @@ class _RaceDetector:
 
 
 class ReplayResult(NamedTuple):
-    """The result of :func:`replay`.
+    """The result of :func:`replay`: ``races``, pairs of accesses without an order, each once.
 
-    ``races``: each pair of accesses once. ``learned``: positions of the waits that changed a lane's clock; earlier waits imply
-    all other waits.
+    ``learned``: positions of the waits that added an order. All other waits are redundant.
     """
 
     races: list[Race]

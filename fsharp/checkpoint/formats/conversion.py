@@ -32,10 +32,11 @@ def write_converted(
     config: Any,
     objects: Mapping[str, Any] | None = None,
 ) -> Checkpoint:
-    """Write a checkpoint under ``root`` from the tensors and the values of another library's checkpoint.
+    """Write a checkpoint under ``root`` from the tensors and the values of another library's checkpoint, and return it.
 
-    ``read`` yields the elements of the given tensors, one tensor after another. ``config`` is checked already. Raises
-    CheckpointError, which begins with ``where``, if a tensor and a value have one name; no folder is left behind.
+    ``read`` yields the elements of the given tensors, one tensor after another. ``config`` has passed ``checked_config()``.
+    ``objects`` is that of :class:`~fsharp.checkpoint.manifest.Manifest`. Raises CheckpointError, which begins with ``where``,
+    if a tensor and a value have one name; no folder is left behind.
     """
     if twice := entries.keys() & values.keys():
         raise CheckpointError(f"{where}: a tensor and a value would both have the name {min(twice)!r}.")

@@ -75,7 +75,7 @@ def _unpickle_archive(file: IO[bytes], size: int, bytes_in: Callable[[int, int],
 
 
 class _StorageFile(io.RawIOBase):
-    """A file object over a file of a storage, for ``zipfile``."""
+    """A file object for ``zipfile`` over a file on a disk or in an object store."""
 
     def __init__(self, storage: Readable, path: str, size: int) -> None:
         self._storage, self._path, self._size, self._at = storage, path, size, 0
@@ -127,7 +127,7 @@ class _ArchiveUnpickler(pickle.Unpickler):
 def _rebuild_tensor(
     elements: torch.Tensor, first: int, shape: Sequence[int], strides: Sequence[int], *rest: Any
 ) -> torch.Tensor:
-    """Return a tensor of a record's elements, for ``_rebuild_tensor_v2`` of torch, and ``_v3``, which has a dtype besides."""
+    """Return a tensor as torch's ``_rebuild_tensor_v2`` and ``_v3`` do; ``rest`` may have a dtype, but no hooks or metadata."""
     _, _, *more = rest  # requires_grad and hooks
     dtype, *metadata = more if more and isinstance(more[0], torch.dtype) else (None, *more)
     if any(metadata):

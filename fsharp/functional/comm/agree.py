@@ -17,7 +17,7 @@ _MAX_SHOWN_CHARACTERS = 160
 
 
 def all_gather_fixed_size(data: bytes, comm: Comm) -> list[bytes]:
-    """Return every rank's bytes, of equal length, in order of rank. Cost: one small collective for each axis."""
+    """Return ``data`` of every rank, in order of rank; all have one length. Cost: one small collective for each axis."""
     x = torch.tensor(list(data), dtype=torch.uint8, device=comm.device)
     for axis, size in reversed(comm.mesh.axes):
         x = comm.all_gather(x, axis) if size > 1 else x.unsqueeze(0)
@@ -25,7 +25,7 @@ def all_gather_fixed_size(data: bytes, comm: Comm) -> list[bytes]:
 
 
 def all_gather_texts(text: str, comm: Comm) -> list[str]:
-    """Return every rank's text, in order of rank. Cost: two collectives for each axis, the first of 8 bytes."""
+    """Return ``text`` of every rank, in order of rank. Cost: two collectives for each axis, the first of 8 bytes."""
     body = text.encode()
     lengths = [int.from_bytes(length, "little") for length in all_gather_fixed_size(len(body).to_bytes(8, "little"), comm)]
     if not any(lengths):
@@ -35,7 +35,7 @@ def all_gather_texts(text: str, comm: Comm) -> list[str]:
 
 
 def max_over_ranks(x: torch.Tensor, comm: Comm, *, label: str = "") -> torch.Tensor:
-    """Return the largest value that any rank has, element by element. Cost: one collective for each axis."""
+    """Return the elementwise maximum of ``x`` over all ranks of the mesh. Cost: one collective for each axis."""
     for axis, size in comm.mesh.axes:
         if size > 1:
             x = comm.all_reduce(x, axis, op="max", label=label)
@@ -93,7 +93,7 @@ def _compare_fields(where: str, fields: Mapping[str, str], comm: Comm, failure: 
 def check_on_all_ranks(
     where: str, comm: Comm, check: Callable[[], T], fields: Callable[[T], Mapping[str, str]] = lambda _: {}
 ) -> T:
-    """Return the result of ``check``. If ``check`` raises on any rank, or ``fields`` of the results differ, all ranks raise.
+    """Return ``check()``, unless it raises on a rank, or ``fields`` of the result differ between ranks: then all ranks raise.
 
     A rank whose ``check`` raises an error raises this error. All other ranks raise an :class:`AgreementError` with the text of
     this error.
@@ -117,7 +117,7 @@ def check_on_all_ranks(
 
 
 def _without_shared_lines(values: Mapping[str, list[int]]) -> dict[str, list[int]]:
-    """Return each text with its ranks, without the lines that all texts share."""
+    """Return texts with their ranks, where each text is shortened to what differs from the other texts."""
     lines = {text: text.split("\n") for text in values}
     shared = set.intersection(*(set(each) for each in lines.values()))
     rests = {text: "; ".join(line for line in lines[text] if line not in shared) or "(nothing more)" for text in values}

@@ -141,11 +141,12 @@ def reduce_scatter_encoded(
     residual_and_noise: ResidualAndNoise = ResidualAndNoise(),
     padding: Sequence[slice] = (),
 ) -> torch.Tensor:
-    """Sum ``x``, ``[..., n * c]``, over ranks, and return this rank's part, ``[..., c]``. Summands travel encoded in ``wire``.
+    """Sum ``x``, ``[..., n * c]``, over the ``n`` ranks of an axis, and return this rank's part, ``[..., c]``.
 
-    ``c`` is a multiple of ``wire.block``. Each rank adds decoded summands in the dtype of ``x``, in order of rank. ``facts`` is
-    for errors of the format. With ``residual_and_noise``, the encoding errors of earlier summands, which are added, and random
-    numbers, ``x`` is 1-D. ``padding`` has the runs of the result to set to zero.
+    Summands travel encoded in ``wire``, and ``c`` is a multiple of ``wire.block``. Each rank adds decoded summands in the dtype
+    of ``x``, in order of rank. ``residual_and_noise``, for a 1-D ``x``, has the encoding errors of earlier summands, to add,
+    and random numbers. ``padding`` has the runs of the result to set to zero. ``facts`` returns facts for an error of the
+    format.
 
     Gradient: :func:`all_gather_last`, as if nothing were rounded. Cost: each rank sends ``n - 1`` encoded parts.
     """

@@ -37,11 +37,11 @@ def tensor_digest(tensor: torch.Tensor) -> bytes:
 
 
 def exact_text(value: Any) -> str:
-    """Return the text of a setting. Texts are equal if and only if settings are equal in every bit.
+    """Return the text of a setting, for ranks to compare. The texts of two arrays are equal only if all their bits are.
 
-    An array of at most 8 elements is written out, a larger one by its digest, and any other object by its repr, without
-    addresses of functions, as these differ between processes. Arrays are found in dictionaries, sequences, sets, dataclasses
-    and ``functools.partial``.
+    An array of at most 8 elements is written out, a larger one by its digest. Arrays are found in dictionaries, sequences,
+    sets, dataclasses and ``functools.partial``. Any other object is its repr, without addresses, which differ between
+    processes.
     """
     if isinstance(value, torch.Tensor):
         kind = f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
@@ -74,10 +74,11 @@ def check_same_on_ranks(
     remedy: str,
     varying: Mapping[str, tuple[str, ...]] | None = None,
 ) -> None:
-    """Raise an AgreementError on all ranks, which names tensors and ranks, if tensors differ between ranks.
+    """Raise an AgreementError on all ranks, which names tensors and ranks, if ``tensors`` differ between ranks.
 
-    ``varying`` has, by path, the axes along which values may differ. ``remedy`` is for the message. Cost: a pass over tensors
-    that several ranks have, and a collective of 8 bytes for each axis; if any differ or vary, another one of 8 bytes for each.
+    ``varying``: by path, the axes along which a tensor may differ. ``remedy``: last line of the error. Cost: a pass over
+    tensors that several ranks have, and a collective of 8 bytes for each axis; if tensors differ or vary, one of 8 bytes for
+    each.
     """
     axes, varying = [axis for axis, size in comm.mesh.axes if size > 1], varying or {}
     shared = {path: tensor for path, tensor in tensors.items() if not {*axes} <= {*varying.get(path, ())}}
@@ -112,10 +113,10 @@ def _differing_ranks_text(digests: list[bytes], mesh: Mesh, varying_axes: tuple[
 
 
 def broadcast_from_rank(tensor: torch.Tensor, source: int, comm: Comm, *, varying: tuple[str, ...] = ()) -> torch.Tensor:
-    """Return the tensor of rank ``source``, to the bit. Tensors of other ranks are not read, and may be on the meta device.
+    """Return ``tensor`` of rank ``source``, to the bit. Other ranks give shape and dtype, perhaps on the meta device.
 
-    Bytes are summed over ranks as integers, and all ranks but one add zero. Along ``varying`` axes the source has the
-    coordinates of the rank that receives. Cost: the result, and an ``all_reduce`` of it for each axis, 4 MiB at a time.
+    Along an axis in ``varying`` each rank gets the tensor of the rank with its own coordinate. Bytes are summed as integers, to
+    which all ranks but one add zero. Cost: the result, and an ``all_reduce`` of it for each axis, 4 MiB at a time.
     """
     axes = [axis for axis, size in comm.mesh.axes if size > 1 and axis not in varying]
     if not axes:
@@ -136,7 +137,7 @@ def broadcast_from_rank(tensor: torch.Tensor, source: int, comm: Comm, *, varyin
 
 
 def _as_word_matrix(piece: torch.Tensor) -> torch.Tensor:
-    """Return words of 32 bits as rows of int64, with zeros at the end of the last row."""
+    """Return bytes as 32-bit words in a matrix of int64, with zeros at the end of the last row."""
     if piece.storage_offset() % 4 or len(piece) % 4:
         piece = torch.nn.functional.pad(piece, (0, -len(piece) % 4))
     if piece.storage_offset() % 4:

@@ -47,7 +47,7 @@ class KeyStore(Protocol):
 
 
 class Announcement(NamedTuple):
-    """The newest generation, why it has begun, and why no rank is restarted any more: None while ranks are."""
+    """The newest generation, ``why`` it has begun, and why ranks are no longer restarted: None while they are."""
 
     number: int
     why: str
@@ -55,34 +55,34 @@ class Announcement(NamedTuple):
 
 
 def shorten_error(text: str) -> str:
-    """Return the text of an error without its middle if it is long: the store refuses values of several MiB."""
+    """Return the text of an error, without its middle if it is long, as the store refuses values of several MiB."""
     half = _MAX_ERROR_CHARS // 2
     return text if len(text) <= _MAX_ERROR_CHARS else f"{text[:half]}\n[...]\n{text[-half:]}"
 
 
 def announce_generation(store: KeyStore, number: int, why: str) -> None:
-    """Announce a new generation."""
+    """Announce generation ``number`` to all ranks; ``why`` says what ended the one before. The launcher calls this function."""
     store.set("news", json.dumps([number, why]))
 
 
 def end_restarts(store: KeyStore, reason: str) -> str:
-    """Say that no rank is restarted any more. Return the reason that all ranks see: the first one that a rank has given."""
+    """Announce that ranks are no longer restarted. Return the first ``reason`` of any rank, which all ranks report."""
     return store.compare_set("end", "", reason).decode()
 
 
 def why_restarts_ended(store: KeyStore) -> str | None:
-    """Return why no rank is restarted any more; None while ranks are."""
+    """Return why ranks are no longer restarted; None while they are."""
     return store.get("end").decode() if store.check(["end"]) else None
 
 
 class Membership:
-    """One rank's membership in its job's generations. ``number``: the one that the rank has joined, or is about to join."""
+    """One rank's membership in the generations of its job. ``number``: the generation that the rank is in, or joins next."""
 
     def __init__(self, store: KeyStore, rank: int, size: int, number: int) -> None:
         self._store, self._rank, self._size, self.number = store, rank, size, number
 
     def read_announcement(self) -> Announcement:
-        """Return the newest announcement."""
+        """Return the newest :class:`Announcement`. A launcher that does not answer counts as the end of restarts."""
         try:
             number, why = json.loads(self._store.get("news"))
             return Announcement(number, why, why_restarts_ended(self._store))
@@ -90,12 +90,12 @@ class Membership:
             return Announcement(self.number, "", f"the launcher, which hosts the job's store, does not answer: {error}")
 
     def why_generation_ended(self) -> str | None:
-        """Return why this rank's generation is over; None while it is not."""
+        """Return why the generation of this rank has ended; None while it goes on."""
         announcement = self.read_announcement()
         return announcement.why_restarts_ended or (announcement.why if announcement.number > self.number else None)
 
     def wait_for_all_ranks(self, limit_s: float) -> None:
-        """Wait until all ranks are about to join this generation; CommError if it is over, or ranks do not come in time."""
+        """Wait until all ranks are ready to join this generation. CommError if it ends first, or after ``limit_s`` seconds."""
         self._store.set(f"here/{self.number}/{self._rank}", "")
         deadline = time.monotonic() + limit_s
         while missing := [r for r in range(self._size) if not self._store.check([f"here/{self.number}/{r}"])]:
@@ -108,14 +108,16 @@ class Membership:
             time.sleep(_POLL_INTERVAL_S)
 
     def announce_can_rejoin(self, *, can: bool) -> None:
-        """Say whether this rank can join later generations without a restart."""
+        """Tell the launcher whether this rank can join later generations without a restart of its process."""
         self._store.set(f"can rejoin/{self._rank}", str(self.number) if can else "")
 
     def wait_for_next_generation(self, kind: StopKind, error: Exception, limit_s: float) -> Announcement:
-        """Say that this rank has stopped, wait until the launcher announces the next generation, and return the announcement.
+        """Announce that this rank has stopped, wait for the launcher's next generation, and return its announcement.
 
-        Raises ``error`` if it is this rank's own, so that the process is restarted; or if all ranks have stopped, and all or
-        none by errors of their own, as a restart would not help. Raises a CommError if no rank is restarted any more.
+        ``kind``: ``"own"`` if this rank raised ``error`` itself, ``"heard"`` if another rank's failure ended its collective.
+        ``limit_s``: how long the launcher waits for other ranks to stop. Raises ``error`` if it is this rank's own, or if all
+        ranks have stopped for the same ``kind`` of reason, as a restart would not help. Raises a CommError if ranks are no
+        longer restarted.
         """
         self._store.set(f"stopped/{self.number}/{self._rank}", json.dumps([kind, limit_s]))
         while True:
@@ -137,19 +139,19 @@ class Membership:
 
 
 def stopped_ranks(store: KeyStore, number: int, size: int) -> dict[int, tuple[StopKind, float]]:
-    """Return the ranks that have stopped in a generation: by rank, how it has stopped, and its time limit in seconds."""
+    """Return, by rank, ``(kind, limit_s)`` of :meth:`Membership.wait_for_next_generation` in generation ``number``."""
     keys = {rank: f"stopped/{number}/{rank}" for rank in range(size)}
     return {rank: tuple(json.loads(store.get(key))) for rank, key in keys.items() if store.check([key])}
 
 
 def can_rejoin(store: KeyStore, rank: int) -> bool:
-    """Return whether the process of a rank can join later generations without a restart."""
+    """Return whether a rank can join later generations without a restart of its process."""
     key = f"can rejoin/{rank}"
     return store.check([key]) and store.get(key) != b""
 
 
 def announce_process_ended(store: KeyStore, rank: int) -> None:
-    """Say that the process of a rank has ended."""
+    """Record that the process of a rank has ended, so that the rank cannot rejoin. The launcher calls this function."""
     store.set(f"can rejoin/{rank}", "")
 
 
@@ -158,7 +160,7 @@ membership: Membership | None = None
 
 
 def begin_membership(make_store: Callable[[], KeyStore]) -> Membership | None:
-    """Return this process's membership in the generations of its job; None if no launcher would restart a rank."""
+    """Return the :class:`Membership` of this process, made on the first call; None if no launcher would restart a rank."""
     global membership
     if membership is None and (number := os.environ.get(GENERATION_VARIABLE)) is not None:
         membership = Membership(make_store(), int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), int(number))
@@ -166,5 +168,5 @@ def begin_membership(make_store: Callable[[], KeyStore]) -> Membership | None:
 
 
 def why_generation_ended() -> str | None:
-    """Return why this process's generation is over; None while it is not, or if no launcher would restart a rank."""
+    """Return why the generation of this process has ended; None while it goes on, or without a launcher that restarts ranks."""
     return None if membership is None else membership.why_generation_ended()

@@ -35,10 +35,10 @@ _GIVE_UP_CHECK_INTERVAL_S = 0.5
 
 
 def run_within(limit_s: float, job: Callable[[], T], *, why_give_up: Callable[[], str | None] = lambda: None) -> T:
-    """Run a job that queries the store in a new thread, and return its result. Raises TimeoutError if the job does not end.
+    """Return the result of ``job``, which queries the job's store in a new thread. TimeoutError if the job takes too long.
 
-    The job has ``limit_s`` seconds, for which the store waits for other ranks, and two more. A reason from ``why_give_up`` is
-    raised as a CommError; the job then goes on by itself.
+    ``limit_s`` limits the store's own waits for ranks; ``job`` may take two seconds more. If ``why_give_up`` returns a text, a
+    CommError with this text is raised, and the thread runs on until ``job`` ends.
     """
     worker, done, deadline = Worker("job"), Outcome(), time.monotonic() + limit_s + _STORE_TIMEOUT_S
     worker.submit(job, done)
@@ -51,14 +51,14 @@ def run_within(limit_s: float, job: Callable[[], T], *, why_give_up: Callable[[]
 
 
 class _StoreThread:
-    """A thread that sends queries to the store one after another, until a query gets no answer."""
+    """A thread that sends queries to the job's store. While a query has no answer, no further query is sent."""
 
     def __init__(self) -> None:
         self._lock, self._worker, self._last = threading.Lock(), Worker("store"), Outcome()
         self._last.wake_waiters()
 
     def query(self, query: Callable[[], T], default: T) -> tuple[T, str]:
-        """Return the answer and an empty text; or ``default``, and why this or an earlier query has no answer."""
+        """Return ``(query(), "")``; or ``(default, why)`` if this query or an earlier one got no answer."""
         with self._lock:
             if not self._last.is_done():
                 return default, "does not answer"
@@ -73,11 +73,11 @@ class _StoreThread:
 
 
 def join_job_of_environment(backend: str, timeout: timedelta | None) -> None:
-    """Join the job that the environment describes, under keys in the store that no earlier attempt has used.
+    """Join the job that the environment variables describe, under keys in the job's store that no earlier attempt has used.
 
-    Attempts of torchrun share a store, in which gloo would find addresses of ended processes. The caller limits the time by
-    :func:`run_within`, as torch starts its own limit again with each retry to reach the store. ``timeout`` is the argument of
-    ``init_process_group``. Raises CommError if other processes have not joined by then.
+    All attempts of torchrun share a store, and gloo would find the addresses of ended processes there. ``timeout`` is the
+    argument of ``init_process_group``. Raises CommError if other processes have not joined by then. Call it in
+    :func:`run_within`: torch's own limit begins anew whenever it tries to reach the store.
     """
     limit = timeout or dist.default_pg_timeout
     store, rank, world_size = next(rendezvous("env://", timeout=limit))
@@ -93,7 +93,7 @@ def join_job_of_environment(backend: str, timeout: timedelta | None) -> None:
 
 
 def join_job(mesh: Mesh, kind: str, world_size: int, timeout: timedelta | None, limit_s: float) -> DeviceMesh:
-    """Join the job, if this process has not joined it yet, and return the DeviceMesh of all its processes."""
+    """Join the job within ``limit_s`` seconds, unless this process has joined it before. Return the DeviceMesh of all ranks."""
 
     def mesh_of_all() -> DeviceMesh:
         if kind == "cuda":  # each thread has a current device of its own
@@ -132,10 +132,10 @@ def _check_same_mesh(mesh: Mesh, kind: str, world_size: int) -> None:
 
 
 def choose_attempt_name(store: Store, rank: int, world_size: int, limit_s: float) -> str:
-    """Return a name for this attempt to run the job, the same on all ranks.
+    """Return a name for this attempt to run the job: the same on all ranks, and another one after a restart.
 
-    Variables of the environment have no such name, as each node counts its own restarts. So each rank writes a new mark. Rank 0
-    writes the list of all marks again and again, until each rank has found its own mark there. The name is rank 0's mark.
+    The environment has no such name, as each node counts its own restarts. So each rank writes a random mark to the store. Rank
+    0 writes the list of all marks again and again, until each rank has found its own mark there. The name is rank 0's mark.
     """
     mark, deadline = uuid.uuid4().hex, time.monotonic() + limit_s
     store.set(f"fsharp/mark/{rank}", mark)
@@ -159,7 +159,7 @@ _MAX_STORED_CHARACTERS = 1 << 20
 
 
 class StoreStatusBoard:
-    """A :class:`~fsharp.functional.comm.watch.StatusBoard` in the job's store; its name is the same on all ranks."""
+    """The :class:`~fsharp.functional.comm.watch.StatusBoard` in the job's store. Its keys begin with its name."""
 
     def __init__(self, name: str) -> None:
         self._store, self.why_no_answer = PrefixStore(f"fsharp/watch/{name}", _get_default_store()), ""
@@ -173,7 +173,7 @@ class StoreStatusBoard:
         return self._query(lambda: self._store.get(key).decode() if self._store.check([key]) else None, None)
 
     def write_if_absent(self, key: str, text: str) -> str:
-        """Write a text if the key has none. Return the text that the key then has."""
+        """Write ``text`` if the key has no text. Return the key's text afterwards, which may be another rank's."""
         return self._query(lambda: bytes(self._store.compare_set(key, "", _storable_text(text))).decode(), text)
 
     def _query(self, query: Callable[[], T], default: T) -> T:
@@ -183,7 +183,7 @@ class StoreStatusBoard:
 
 
 def _storable_text(text: str) -> str:
-    """Return a text that the store accepts: cut to its limit, with ``?`` for characters that cannot be encoded."""
+    """Return ``text`` as the store accepts it: cut to the longest allowed, with ``?`` for characters that cannot be encoded."""
     return text[:_MAX_STORED_CHARACTERS].encode(errors="replace").decode()
 
 
@@ -261,7 +261,7 @@ def new_group_of(ranks: Sequence[int], limit_s: float, device: torch.device, *, 
 
 
 def reset_job_store() -> None:
-    """Begin with the store of another job: with a new thread for queries, and without groups made so far."""
+    """Forget the job that this process has left, before it joins the next one: use a new thread for queries."""
     global _store_thread
     _store_thread = _StoreThread()
     _num_groups_made.clear()

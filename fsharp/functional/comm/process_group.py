@@ -88,7 +88,7 @@ class ProcessGroupComm:
         self._begin_generation(device_mesh)
 
     def _begin_generation(self, device_mesh: DeviceMesh) -> None:
-        """Begin, or go on in a new generation of the job, with the groups of a DeviceMesh.
+        """Use the process groups of ``device_mesh``: at the start, and again in each new generation of the job.
 
         Comms that share the groups of this Comm use the new groups as well.
         """
@@ -109,7 +109,7 @@ class ProcessGroupComm:
 
     @api_boundary
     def group(self, axis: str) -> dist.ProcessGroup:
-        """Return the process group along ``axis``. After an abort all ranks have to call this method, for a new group."""
+        """Return the process group along ``axis``. After an abort this makes a new group, so all ranks have to call it."""
         self.mesh.index(axis)
         group = self._groups[axis]
         if group is None:
@@ -124,24 +124,24 @@ class ProcessGroupComm:
         return job_store.new_group_of(ranks, self.limit_s, self.device, is_nccl=self.is_nccl)
 
     def point_to_point(self, group: dist.ProcessGroup, axis: str | None, call: WatchedCall) -> "PointToPoint":
-        """Return sends and receives of a call in a group along an axis, or of all ranks for None."""
+        """Return the sends and receives of ``call`` in ``group``: the ranks along ``axis``, or all ranks for None."""
         return PointToPoint(group, tuple(range(self.mesh.size)) if axis is None else self.mesh.group(axis, self.rank), call)
 
     def with_own_numbering(self) -> "ProcessGroupComm":
-        """Return a Comm of these ranks with its own numbering of collectives. All ranks have to call this method."""
+        """Return a Comm in the same process groups that counts its own collectives. All ranks have to call this method."""
         other = copy.copy(self)
         setup_recording.run_and_record(lambda: other._share_groups_of(self))
         return other
 
     def _share_groups_of(self, other: "ProcessGroupComm") -> None:
-        """Use the groups of another Comm, with a numbering of collectives of this Comm's own."""
+        """Use the process groups of ``other``, and number the collectives of this Comm from zero."""
         self._groups, self._whole = other._groups, other._whole
         self._start_watch()
         if self.is_nccl:  # in the same groups, which it ends if it fails
             self.watch.aborts.append(weakref.WeakMethod(self.abort))
 
     def use_own_groups(self) -> None:
-        """Replace the process groups by new ones that this Comm alone uses. All ranks have to call this method."""
+        """Replace the process groups by new ones for this Comm alone. All ranks have to call this method."""
 
         def make() -> None:
             self._groups = {axis: self.new_group(axis) if size > 1 else self._groups.get(axis) for axis, size in self.mesh.axes}
@@ -182,7 +182,7 @@ class ProcessGroupComm:
 
     @torch.no_grad()
     def all_gather(self, x: torch.Tensor, axis: str, *, label: str = "") -> torch.Tensor:
-        """Return a tensor ``[n, *x.shape]`` with ``x`` of all ranks, in order of coordinate. Any dtype: bytes travel."""
+        """Return ``x`` of all ``n`` ranks of the axis as ``[n, *x.shape]``, in order of coordinate. Any dtype: bytes travel."""
         try:  # not @api_boundary, which is a frame more in each collective
             n = self.mesh.axis_size(axis)
             out = x.new_empty((n, *x.shape))
@@ -199,7 +199,7 @@ class ProcessGroupComm:
 
     @torch.no_grad()
     def reduce_scatter(self, x: torch.Tensor, axis: str, *, dtype: torch.dtype | None = None, label: str = "") -> torch.Tensor:
-        """Return the sum over ranks of ``x[c]`` in ``dtype``, where ``c`` is this rank's coordinate along the axis."""
+        """Return the sum over ranks of ``x[c]`` in ``dtype``; ``c`` is this rank's coordinate, and ``x`` is ``[n, *s]``."""
         try:
             dtype = dtype or x.dtype
             if not self._rank_order:
@@ -239,7 +239,7 @@ class ProcessGroupComm:
     def all_to_all(
         self, x: torch.Tensor, send: Sequence[int], receive: Sequence[int], *, axis: str | None = None, label: str = ""
     ) -> torch.Tensor:
-        """Send the next ``send[r]`` elements of ``x`` to each rank ``r``; return ``receive[r]`` elements from each."""
+        """Send the next ``send[r]`` elements of ``x`` to each rank ``r``, and return ``receive[r]`` elements from each."""
         try:
             out = x.new_empty(sum(receive))
             width = x.element_size()
@@ -257,7 +257,7 @@ class ProcessGroupComm:
             raise
 
     def _group_of_all_ranks(self) -> dist.ProcessGroup:
-        """Return a group of all ranks of the mesh: that of an axis with all ranks, or one made on first use."""
+        """Return a process group of all ranks of the mesh: that of an axis with all ranks, else a group made on first use."""
         axis = next((name for name, size in self.mesh.axes if size == self.mesh.size), None)
         if axis is not None:
             return self.group(axis)
@@ -266,7 +266,7 @@ class ProcessGroupComm:
         return self._whole
 
     def _exchange_rows(self, x: torch.Tensor, axis: str, text: str) -> torch.Tensor:
-        """Return ``out``, where ``out[r]`` is ``x[c]`` of rank ``r``, and ``c`` is this rank's coordinate."""
+        """Send row ``r`` of ``x`` to rank ``r`` of the axis. Return the rows received, in order of coordinate."""
         out = torch.empty_like(x, memory_format=torch.contiguous_format)
         self._send_and_receive(list(as_bytes(x).view(len(x), -1)), list(as_bytes(out).view(len(x), -1)), axis, text)
         return out
@@ -274,7 +274,7 @@ class ProcessGroupComm:
     def _send_and_receive_in_setup(
         self, send: Sequence[torch.Tensor], receive: Sequence[torch.Tensor], axis: str | None, text: str
     ) -> None:
-        """Run :meth:`_send_and_receive`, and record the call with copies of what is sent, as the caller may change it."""
+        """Run :meth:`_send_and_receive`, and record it for a replay with copies of ``send``, which the caller may overwrite."""
         copies = {id(x): x.clone() for x in send}
         kept, into = [copies[id(x)] for x in send], [(x.numel(), x.device) for x in receive]
 
@@ -287,10 +287,10 @@ class ProcessGroupComm:
     def _send_and_receive(
         self, send: Sequence[torch.Tensor], receive: Sequence[torch.Tensor], axis: str | None, text: str
     ) -> None:
-        """Send ``send[r]`` to each rank ``r`` along an axis (None: of the mesh), and fill ``receive[r]`` with its message.
+        """Send ``send[r]`` to each rank ``r`` along ``axis`` (None: of the mesh), and fill ``receive[r]`` with its message.
 
-        Empty tensors are not sent. gloo's all_gather copies through internal buffers: for 16 MB this exchange took 0.75 (2
-        ranks) and 0.6 (4 ranks) of its time.
+        ``text`` is the label of the collective. Empty tensors are not sent. gloo's all_gather copies through internal buffers:
+        for 16 MB this exchange took 0.75 (2 ranks) and 0.6 (4 ranks) of its time.
         """
         if setup_recording.would_record:
             self._send_and_receive_in_setup(send, receive, axis, text)
@@ -318,24 +318,24 @@ class ProcessGroupComm:
 
 
 class PointToPoint(NamedTuple):
-    """Sends and receives of one collective between ranks of a group. ``ranks`` are the numbers of these ranks in the mesh."""
+    """The sends and receives of the collective ``call`` in a process group. ``ranks``: its ranks, by number in the mesh."""
 
     group: dist.ProcessGroup
     ranks: tuple[int, ...]
     call: WatchedCall
 
     def send(self, x: torch.Tensor, to: int) -> tuple[int, Any]:
-        """Begin to send a message to a rank of the group. Return a handle for :meth:`wait`."""
+        """Begin to send ``x`` to rank ``to`` of the group. Return a handle for :meth:`wait`."""
         self.call.set_awaited_rank(self.ranks[to])
         return to, self.group.send([x], to, self.call.tag)
 
     def receive(self, x: torch.Tensor, source: int) -> tuple[int, Any]:
-        """Begin to receive a message from a rank of the group. Return a handle for :meth:`wait`."""
+        """Begin to receive into ``x`` from rank ``source`` of the group. Return a handle for :meth:`wait`."""
         self.call.set_awaited_rank(self.ranks[source])
         return source, self.group.recv([x], source, self.call.tag)
 
     def wait(self, posted: Sequence[tuple[int, Any]]) -> None:
-        """Block until messages have been sent and received."""
+        """Block until the messages of these handles have been sent and received."""
         for rank, work in posted:
             self.call.set_awaited_rank(self.ranks[rank])
             work.wait()
@@ -361,7 +361,7 @@ def abort_groups(groups: Sequence[dist.ProcessGroup], *, is_nccl: bool) -> None:
 
 
 def _label_text(op: str, x: torch.Tensor, axis: str, label: str) -> str:
-    """Return the text that ranks compare before messages. It has sizes, as a message of an unexpected size ends a process."""
+    """Return the label that ranks compare before messages, with sizes: an unexpected size would end the process in gloo."""
     return f"{label or _DEFAULT_LABEL}: {op} along {axis!r} of {tensor_text(x)}"
 
 
@@ -446,10 +446,10 @@ def _destroy_groups() -> None:
 
 
 def leave_generation(why: str) -> None:
-    """End all collectives under way, wait for saves in the background, and destroy the job's process groups.
+    """Leave the job's present generation: end collectives with the error ``why``, finish saves, and destroy process groups.
 
-    Afterwards :meth:`~fsharp.functional.comm.setup_recording.SetupRecording.replay` joins the next generation of the job, in
-    which the Comms of the setup have new groups.
+    Afterwards :meth:`~fsharp.functional.comm.setup_recording.SetupRecording.replay` joins the next generation, in which the
+    Comms of the setup have new groups.
     """
     error = CommError(why)
     for statuses in list(_status_exchange_by_ranks.values()):
@@ -463,7 +463,7 @@ def leave_generation(why: str) -> None:
 
 
 def _announce_departure(error: BaseException | None) -> None:
-    """Tell other ranks that this rank takes part in no further collective."""
+    """Tell other ranks that this rank leaves the job, with ``error`` or normally, and takes part in no further collective."""
     exchanges = list(_status_exchange_by_ranks.values())
     _status_exchange_by_ranks.clear()
     if not exchanges or not dist.is_initialized():

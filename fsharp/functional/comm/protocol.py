@@ -45,13 +45,13 @@ class Comm(Protocol):
         """Device of the tensors that collectives take."""
 
     def all_gather(self, x: torch.Tensor, axis: str, *, label: str = "") -> torch.Tensor:
-        """Return a tensor ``[n, *x.shape]`` with ``x`` of all ``n`` ranks, in order of coordinate. Any dtype; bits are kept."""
+        """Return ``x`` of all ``n`` ranks of the axis, ``[n, *x.shape]``, in order of coordinate. Any dtype; bits are kept."""
 
     def reduce_scatter(self, x: torch.Tensor, axis: str, *, dtype: torch.dtype | None = None, label: str = "") -> torch.Tensor:
         """Return the sum over ranks of ``x[c]`` in ``dtype``; ``c`` is this rank's coordinate, and ``x`` is ``[n, *s]``."""
 
     def all_reduce(self, x: torch.Tensor, axis: str, *, op: ReduceOp = "sum", label: str = "") -> torch.Tensor:
-        """Return the elementwise sum, maximum or minimum over ranks of ``x``, with equal bits on every rank."""
+        """Return the elementwise sum, maximum or minimum of ``x`` over the ranks of the axis, with equal bits on every rank."""
 
     def all_to_all(
         self, x: torch.Tensor, send: Sequence[int], receive: Sequence[int], *, axis: str | None = None, label: str = ""
@@ -71,9 +71,9 @@ class Comm(Protocol):
 
 
 class Engine(ABC):
-    """A :class:`Comm` that also decides when data move and where they are. Pure functions pass whole calls to it.
+    """A :class:`Comm` that also decides when data move and where they are, such as a Scheduler.
 
-    The results have the bits of the pure functions. Nodes are :class:`~fsharp.Sharded`.
+    Pure functions pass whole calls to it. The results have the bits of the pure functions. Nodes are :class:`~fsharp.Sharded`.
     """
 
     @abstractmethod
@@ -82,34 +82,31 @@ class Engine(ABC):
 
     @abstractmethod
     def can_run_forward(self, units: Any) -> bool:
-        """Return whether :meth:`run_forward` can take these units; if not, ``forward`` works as with any Comm."""
+        """Return whether :meth:`run_forward` can take these units; if not, ``fs.forward`` uses the engine as a plain Comm."""
 
     @abstractmethod
     def run_forward(self, fn: Callable[..., Any], units: Any, args: Any, kwargs: Any) -> Any:
-        """Run :func:`~fsharp.forward` of a function on ``(units, ties)``."""
+        """Run :func:`~fsharp.forward` of ``fn`` with ``units``, the pair ``(units, ties)``."""
 
     @abstractmethod
     def run_value_and_grad(
         self, loss_fn: Callable[..., Any], params: Any, microbatches: list[Any], residuals: Any
     ) -> tuple[Any, Any]:
-        """Run :func:`~fsharp.value_and_grad` over the microbatches of a batch. Residuals are overwritten."""
+        """Run :func:`~fsharp.value_and_grad` over the microbatches of a batch. ``residuals`` are overwritten."""
 
     @abstractmethod
     def run_reduce_scatter(self, tree: Any, to: Any, residuals: Any) -> Any:
-        """Return the result of :func:`~fsharp.reduce_scatter`, which may still be under way. Residuals are overwritten."""
+        """Run :func:`~fsharp.reduce_scatter` of ``tree``. The result may still be under way. ``residuals`` are overwritten."""
 
     @abstractmethod
     def begin_state_fetch(self, state: Any, params: Any, grads: Any, *, donate: bool) -> Any:
-        """Begin :func:`~fsharp.update`: return the main copies and optimizer state for the transformation, on the device.
-
-        ``state`` is the pair ``(main, opt)`` of a TrainState. From host memory it is fetched; a read of the result waits.
-        """
+        """Begin :func:`~fsharp.update`: return ``state``, the pair ``(main, opt)``, on the device; a read waits for it."""
 
     @abstractmethod
     def run_update_gather(self, new: Any, params: Any, state: Any, *, donate: bool) -> tuple[Any, Any]:
-        """Run the last part of :func:`~fsharp.update`: gather the updated parameters ``new`` to the place of ``params``.
+        """End :func:`~fsharp.update`: gather the updated parameters ``new`` to the place of ``params``.
 
-        Return these parameters, and ``state``, the pair ``(main, opt)``, in the memory in which a TrainState holds it.
+        Return these parameters; and ``state``, the pair ``(main, opt)``, in the memory in which a TrainState keeps it.
         """
 
 
@@ -186,10 +183,10 @@ def innermost_comm(comm: Comm) -> Comm:
 
 @contextmanager
 def reporting_format_errors(comm: Comm, where: str) -> Iterator[None]:
-    """Return a context that reports an error of a format on this rank to other ranks, which would wait without end.
+    """Return a context for code that encodes or decodes. A FormatError in it is reported to all other ranks, and raised here.
 
-    Other ranks raise the error at their next collective, even if the caller catches it here. No Comm of these ranks can be used
-    afterwards, nor a later one. An Engine ends its own collectives alone.
+    Without the report they would wait for this rank without end. They raise the error at their next collective, even if the
+    caller catches it here. No Comm of these ranks can be used afterwards. An Engine ends only its own collectives.
 
     Every function with a Comm encodes and decodes in this context, or in
     :func:`~fsharp.functional.comm.agree.check_on_all_ranks`.
@@ -210,7 +207,7 @@ _count_lock = Lock()
 
 
 class DelegatingComm:
-    """Base class of Comms that pass each call on, to the Comm and with the label that :meth:`_comm_and_label` returns."""
+    """Base class of Comms that change the label, or the Comm, of each collective: :meth:`_comm_and_label` returns both."""
 
     def _comm_and_label(
         self, label: str, op: str, axis: str | None, x: torch.Tensor, send: Sequence[int] = ()
@@ -218,24 +215,24 @@ class DelegatingComm:
         raise NotImplementedError
 
     def all_gather(self, x: torch.Tensor, axis: str, *, label: str = "") -> torch.Tensor:
-        """Pass the call on."""
+        """Call ``all_gather`` of the Comm that :meth:`_comm_and_label` returns."""
         comm, label = self._comm_and_label(label, "all_gather", axis, x)
         return comm.all_gather(x, axis, label=label)
 
     def reduce_scatter(self, x: torch.Tensor, axis: str, *, dtype: torch.dtype | None = None, label: str = "") -> torch.Tensor:
-        """Pass the call on."""
+        """Call ``reduce_scatter`` of the Comm that :meth:`_comm_and_label` returns."""
         comm, label = self._comm_and_label(label, "reduce_scatter", axis, x)
         return comm.reduce_scatter(x, axis, dtype=dtype, label=label)
 
     def all_reduce(self, x: torch.Tensor, axis: str, *, op: ReduceOp = "sum", label: str = "") -> torch.Tensor:
-        """Pass the call on."""
+        """Call ``all_reduce`` of the Comm that :meth:`_comm_and_label` returns."""
         comm, label = self._comm_and_label(label, "all_reduce", axis, x)
         return comm.all_reduce(x, axis, op=op, label=label)
 
     def all_to_all(
         self, x: torch.Tensor, send: Sequence[int], receive: Sequence[int], *, axis: str | None = None, label: str = ""
     ) -> torch.Tensor:
-        """Pass the call on."""
+        """Call ``all_to_all`` of the Comm that :meth:`_comm_and_label` returns."""
         comm, label = self._comm_and_label(label, "all_to_all", axis, x, send)
         return comm.all_to_all(x, send, receive, axis=axis, label=label)
 
@@ -243,7 +240,7 @@ class DelegatingComm:
 @options_checked
 @dataclass
 class CountingComm(DelegatingComm, _InnerCommMixin):
-    """A Comm that passes every call on to another Comm, and counts calls and bytes.
+    """A Comm that calls the collectives of another Comm, and counts calls and bytes.
 
     Attributes:
         inner: the Comm that runs the calls.
@@ -298,7 +295,7 @@ class LabelPrefixComm(DelegatingComm, _InnerCommMixin):
 
 
 def sum_in_rank_order(parts: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return ``((parts[0] + parts[1]) + parts[2]) + ...`` in ``dtype``."""
+    """Return the sum ``((parts[0] + parts[1]) + parts[2]) + ...`` in ``dtype``; ``parts`` has one entry for each rank."""
     result = parts[0].to(dtype, copy=True)
     for part in parts[1:]:
         result += part

@@ -26,7 +26,7 @@ from fsharp.functional.layout.unit_layout import UnitLayout
 
 
 class PerRank(NamedTuple):
-    """A wrapper of a tensor, or tree of tensors, that differs between ranks, such as the state of a random generator.
+    """A mark on a tensor, or tree of tensors, whose values differ between ranks, such as the state of a random generator.
 
     Shapes are equal on all ranks. Checkpoints save the values of all ranks.
     """
@@ -41,7 +41,7 @@ ResidualViews = Mapping[str, Mapping[int, ResidualsByAxis]]
 
 
 def zero_residuals(units: Iterable[UnitLayout], device: torch.device) -> PerRank | None:
-    """Return residuals of zeros for the units with feedback; None if there are no such units."""
+    """Return residuals of zeros for units whose gradients are encoded with error feedback; None without such units."""
     found = {}
     for unit in units:
         if residual_sizes(unit):
@@ -54,10 +54,10 @@ def zero_residuals(units: Iterable[UnitLayout], device: torch.device) -> PerRank
 def prepare_residuals(
     where: str, residuals: Any, units: Iterable[UnitLayout], *, donate: bool, step: int | None, rank: int
 ) -> tuple[PerRank | None, ResidualViews]:
-    """Return residuals of ``units`` that this call may overwrite, and views of them with random numbers of stochastic rounding.
+    """Return residuals of ``units`` that the caller may overwrite; and by unit, views of them with random numbers for rounding.
 
-    Without ``donate`` they are copies. Raises TreeError for missing residuals, those of other units, and a ``step`` that is no
-    integer of at least 0, or is missing where a format rounds stochastically.
+    They are copies unless ``donate``. Raises TreeError for missing residuals or those of other units, and for a ``step``, the
+    seed of stochastic rounding, that is missing or no integer of at least 0.
     """
     units = [unit for unit in units if unit.has_any_format and (residual_sizes(unit) or has_stochastic_wire(unit))]
     if step is not None and (type(step) is not int or step < 0):
@@ -115,7 +115,7 @@ def _residual_views(
 
 
 def _tensor_specs(unit: UnitLayout) -> list[tuple[int, int, torch.dtype]]:
-    """Return group, number of elements and dtype of each tensor of a unit's residuals."""
+    """Return ``(group, number of elements, dtype)`` of each tensor of a unit's residuals."""
     return [(g, sum(sizes.values()), unit.groups[g].dtypes.accumulate) for g, sizes in residual_sizes(unit).items()]
 
 

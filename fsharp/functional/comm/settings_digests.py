@@ -10,7 +10,7 @@ _text_by_digest: dict[str, str] = {}
 
 
 def settings_digest(text: str, earlier_digest: str = "") -> str:
-    """Return a digest of settings, lines ``name=value``, after earlier ones; keep them for :func:`settings_by_digest`."""
+    """Return a digest of ``text``, lines ``name=value``, after ``earlier_digest``; keep it for :func:`settings_by_digest`."""
     found = f"{zlib.crc32(text.encode(), int(earlier_digest or '0', 16)):08x}"
     _text_by_digest.pop(found, None)
     _text_by_digest[found] = text
@@ -20,7 +20,7 @@ def settings_digest(text: str, earlier_digest: str = "") -> str:
 
 
 class SettingsHistory:
-    """Settings that have to be equal on all ranks: a digest of those up to the last step, and the settings since then."""
+    """A digest, for labels of collectives, of all settings so far, which have to be equal on all ranks."""
 
     def __init__(self) -> None:
         self._earlier, self._lines = "", list[str]()
@@ -33,32 +33,32 @@ class SettingsHistory:
 
     @property
     def text(self) -> str:
-        """The digest and the later settings, a field in each line as ``name=value``."""
+        """The digest of all settings before the last :meth:`begin_step`, and later settings, as lines ``name=value``."""
         return "\n".join([f"history={self._earlier}", *self._lines])
 
     def add_settings(self, text: str) -> None:
-        """Add settings, a field in each line as ``name=value``."""
+        """Add settings, as lines ``name=value``."""
         self._lines.append(text)
 
     def begin_step(self) -> None:
-        """Begin a step: all settings so far enter the digest."""
+        """Begin a step: from now on the settings so far count as earlier ones, of which only the digest is kept."""
         self._before = self._earlier, self._lines
         self._earlier, self._lines = self.digest, []
 
     def undo_begin_step(self) -> None:
-        """Undo :meth:`begin_step`, and keep the settings added since then."""
+        """Undo the last :meth:`begin_step`, for a step that has failed. Settings added since then are kept."""
         self._earlier, lines = self._before
         self._lines = lines + self._lines
 
 
 def settings_by_digest(labels: Iterable[str]) -> dict[str, str]:
-    """Return the settings behind the digests in ``labels``, by digest, as far as this process knows them."""
+    """Return, for each digest in the labels of collectives, the text of its settings, if this process has the text."""
     found = dict.fromkeys(each for label in labels for each in re.findall(r"\b[0-9a-f]{8}\b", label))
     return {each: _text_by_digest[each] for each in found if each in _text_by_digest}
 
 
 def differing_settings(labels: Mapping[int, str], known: Mapping[str, str]) -> list[tuple[str, str]]:
-    """Return the settings that not all ranks share, as a row for each rank. ``labels`` is by rank, ``known`` by digest."""
+    """Return rows ``("rank 3 has", settings)`` of what ranks do not share. ``labels``: by rank; ``known``: texts by digest."""
     lines = {}
     for rank, label in labels.items():
         texts = [text for each, text in known.items() if each in label]

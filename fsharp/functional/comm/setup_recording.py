@@ -15,11 +15,11 @@ _MOST_CALLS, _MOST_NBYTES = 10_000, 256 << 20
 
 
 class SetupRecording:
-    """A record of calls, from :meth:`start` to :meth:`end`.
+    """The calls of a program's setup, from :meth:`start` to :meth:`end`, which :meth:`replay` makes again.
 
     Attributes:
         is_recording: whether the setup is under way.
-        obstacle: what cannot be made again, for which the record was given up; empty if it was not.
+        obstacle: the call that cannot be made again, for which the record was discarded; empty if there is none.
     """
 
     def __init__(self) -> None:
@@ -29,16 +29,16 @@ class SetupRecording:
 
     @property
     def would_record(self) -> bool:
-        """Whether a call made now would be recorded: the setup is under way, and no recorded call is."""
+        """Whether :meth:`run_and_record` would record a call now: in the setup, and not inside of a recorded call."""
         return self.is_recording and not self._depth
 
     def start(self) -> None:
-        """Begin to record the calls of this thread, unless the record has begun or has ended before."""
+        """Begin to record the calls of this thread. A second call does nothing."""
         if not self._thread:
             self.is_recording, self._thread = True, threading.get_ident()
 
     def end(self) -> None:
-        """End the record: the setup is over."""
+        """End the record, as the setup is over and steps begin."""
         self.is_recording = False
 
     def _discard(self, obstacle: str) -> None:
@@ -48,9 +48,9 @@ class SetupRecording:
             self._calls.clear()
 
     def run_and_record(self, call: Callable[[], T], replay: Callable[[], Any] | None = None, *, nbytes: int = 0) -> T:
-        """Make a call, and record it, unless it is part of a recorded call. Return its result.
+        """Return ``call()``, and record it for :meth:`replay`, unless it is inside of a recorded call.
 
-        :meth:`replay` makes the call again; or ``replay`` in place of it, which keeps ``nbytes`` bytes.
+        A replay calls ``replay`` in place of ``call``, if it is given. ``nbytes``: bytes that ``replay`` keeps until then.
         """
         if not self.is_recording:
             return call()
@@ -71,11 +71,11 @@ class SetupRecording:
             self._depth -= 1
 
     def record_for_replay(self, call: Callable[[], Any]) -> None:
-        """Record a call that is not made now: :meth:`replay` makes it, at this point of the setup."""
+        """Record ``call`` without a call of it now: :meth:`replay` makes it at this point of the setup."""
         self.run_and_record(lambda: None, replay=call)
 
     def give_up(self, obstacle: str) -> None:
-        """Discard the record, as ``obstacle`` cannot be made again, unless it is part of a recorded call."""
+        """Discard the record, as ``obstacle`` cannot be made again. Inside of a recorded call nothing happens."""
         if not self._depth:
             self._discard(obstacle)
 

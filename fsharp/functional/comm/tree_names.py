@@ -17,7 +17,7 @@ from fsharp.functional.tree.tree_name import UNNAMED_TREE, TreeName
 
 @dataclass
 class TreeNameCounters:
-    """Counters for names of trees in labels.
+    """Counters from which the names of trees in labels of collectives are made, equal on all ranks.
 
     Attributes:
         num_trees: number of trees that ranks have made together so far; a tree's number is counted from 1.
@@ -28,16 +28,16 @@ class TreeNameCounters:
     gathered: Counter[tuple[str, tuple[str, ...], str]] = field(default_factory=Counter)
 
     def next_tree_number(self) -> str:
-        """Return the number of a new tree."""
+        """Count a new tree, and return its number as text."""
         self.num_trees += 1
         return str(self.num_trees)
 
     def copy(self) -> "TreeNameCounters":
-        """Return counters with the same numbers, which count on by themselves."""
+        """Return a copy, which counts on by itself."""
         return TreeNameCounters(self.num_trees, Counter(self.gathered))
 
     def set_from(self, other: "TreeNameCounters") -> None:
-        """Go back, or forward, to the numbers of other counters."""
+        """Set the counters to those of ``other``, such as an earlier copy after a failed step."""
         self.num_trees, self.gathered = other.num_trees, Counter(other.gathered)
 
 
@@ -47,7 +47,7 @@ def tree_name_counters_of(comm: Comm) -> TreeNameCounters | None:
 
 
 def with_new_tree_name(tree: Any, comm: Comm) -> Any:
-    """Give a tree that all ranks have made together a new name, and return it. Units with equal paths get different names."""
+    """Name the nodes of ``tree``, which all ranks have made together, as a new tree, and return ``tree``."""
     counts = tree_name_counters_of(comm)
     if counts is not None:
         numbers = defaultdict[int, str](counts.next_tree_number)
@@ -59,22 +59,23 @@ def with_new_tree_name(tree: Any, comm: Comm) -> Any:
 
 
 def name_updated_units(new: Iterable[Sharded], old: Iterable[Sharded]) -> None:
-    """Name the units ``new``, which an update has made of the corresponding units ``old``."""
+    """Name the nodes ``new`` in place. An update has made each of them from the node of ``old`` at the same position."""
     for after, before in zip(new, old, strict=True):
         after.tree_name = before.tree_name.after_update()
 
 
 def copy_tree_names(new: Iterable[Sharded], old: Iterable[Sharded]) -> None:
-    """Give units the names of the corresponding units of another tree."""
+    """Give each node of ``new`` the tree name of the node of ``old`` at the same position."""
     for after, before in zip(new, old, strict=True):
         after.tree_name = before.tree_name
 
 
 def tree_label_prefix(node: Sharded, comm: Comm, target: Place | None = None) -> str:
-    """Return the name of a unit's tree as the beginning of a label; empty if the Comm compares no labels.
+    """Return the name of a node's tree as the beginning of a label; empty if the Comm compares no labels.
 
-    If the name does not identify the tree, a number is added. It counts trees of this name in the order in which the unit is
-    first gathered along these axes. A move that sends nothing does not count, as one rank alone may make it.
+    If the name does not identify the tree, a number is added. It counts the trees of this name whose unit was gathered before
+    along the same axes. ``target``: the place to which the node moves; None gathers it in full. A move without a collective
+    does not count, as one rank alone may make it.
     """
     counts = tree_name_counters_of(comm)
     if counts is None:

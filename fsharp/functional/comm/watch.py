@@ -41,7 +41,7 @@ _ALL_FAILED_KEY = "all failed"
 
 
 class StatusBoard(Protocol):
-    """A store of texts by key that all ranks can read. No method fails, or waits for more than some seconds."""
+    """A store of texts by key that all ranks read and write. A method never fails, and waits for at most some seconds."""
 
     why_no_answer: str
     """Why the last query has no answer; empty if there is an answer."""
@@ -53,15 +53,15 @@ class StatusBoard(Protocol):
         """Return the text of a key; None if there is none."""
 
     def write_if_absent(self, key: str, text: str) -> str:
-        """Write a text if the key has none. Return the text that the key then has."""
+        """Write ``text`` if the key has no text. Return the key's text afterwards, which may be another rank's."""
 
 
 class WatchedCall:
-    """A collective in which this rank takes part.
+    """One collective of a :class:`CommWatch`, in which this rank takes part.
 
     Attributes:
         label: what the collective is for.
-        number: number of earlier collectives; equal on all ranks.
+        number: number of earlier collectives of the watch; equal on all ranks.
         tag: tag of the collective's messages, 31 bits.
         peer: the rank whose message this rank waits for; None if there is none.
     """
@@ -76,11 +76,11 @@ class WatchedCall:
         self._warned = False
 
     def set_awaited_rank(self, rank: int) -> None:
-        """Record that this rank waits for a message of the rank ``rank``."""
+        """Record that this rank waits for a message of rank ``rank``."""
         self.peer = rank
 
     def check_can_end(self) -> None:
-        """Raise an error if the collective cannot end: see :meth:`CommWatch.compare_statuses`; or if the limit has passed."""
+        """Raise the error of :meth:`CommWatch.compare_statuses`, or a CommError after the time limit. Called twice a second."""
         now = time.monotonic()
         self._since = now if self._since is None else self._since
         waited_s = now - self._since
@@ -99,7 +99,7 @@ class WatchedCall:
         self._watch.statuses.waited_s += seconds
 
     def explain_connection_error(self, error: BaseException) -> Exception:
-        """Return the error of a failed connection, with the reason from the other rank's status if there is one."""
+        """Return the error to raise for a broken connection: from the other rank's status, else a CommError with ``error``."""
         deadline = time.monotonic() + 1.0
         while time.monotonic() < deadline:
             try:
@@ -114,12 +114,12 @@ class WatchedCall:
 
 
 class StatusExchange:
-    """The statuses (:class:`RankStatus`) that ranks write for each other on a board, shared by Comms of equal ranks.
+    """The statuses (:class:`RankStatus`) that ranks write for each other on ``board``. All Comms of the same ranks share it.
 
     Attributes:
         waited_s: seconds for which this process's main thread has waited for collectives.
         last: the label of the last collective that this rank has begun.
-        error: why no Comm of these ranks can be used any more, if this rank has failed for all of them.
+        error: the error after which no Comm of these ranks can be used; None if this rank has reported none.
     """
 
     def __init__(self, rank: int, size: int, board: StatusBoard) -> None:
@@ -133,7 +133,7 @@ class StatusExchange:
         self._begun: dict[str, int] = {}  # by name of a watch, a closed one included: other ranks may still wait
 
     def exchange_statuses(self, status: "RankStatus", peer: int | None) -> list[int]:
-        """Write this rank's status, read the statuses of some ranks, ``peer`` among them, and return these ranks."""
+        """Write ``status`` of this rank, and read those of some ranks, with ``peer``, into ``seen``. Return the ranks read."""
         self._write_status(status)
         others = [rank for rank in range(self.size) if rank != self.rank]
         chosen = {
@@ -150,18 +150,18 @@ class StatusExchange:
         return list(found)
 
     def is_waiting(self, rank: int) -> bool:
-        """Return whether a rank has written a status within two seconds; else it computes, has stopped, or is out of reach."""
+        """Return whether a rank waits in a collective: its last status is less than two seconds old."""
         return time.monotonic() - self._heard_s.get(rank, -_STATUS_EXPIRES_AFTER_S) < _STATUS_EXPIRES_AFTER_S
 
     def write_last_status(self, error: BaseException | None) -> None:
-        """Write the last status, for ranks that will wait for this rank: it ends, with ``error`` or without an error."""
+        """Write this rank's last status as it leaves the job, with ``error`` or normally, for ranks that wait for it later."""
         why = f"its last collective was {self.last!r}" if self.last else "after no collective yet"
         if error is not None:
             why += f", and it left with the error below.\n{traceback_text(error)[-_MAX_TRACEBACK_CHARACTERS:]}"
         self._write_status(RankStatus(0, "", 0, [], self.begun_calls_by_watch(), why))
 
     def report_failure(self, error: BaseException, where: str) -> None:
-        """Tell other ranks that this rank has failed. No Comm of these ranks can be used afterwards, now or later."""
+        """Tell other ranks that ``error`` was raised here, in ``where``. All Comms of these ranks then refuse collectives."""
         if self.error is None:
             text = self.failure_text(error, where, self.last)
             self.error = AgreementError(self.board.write_if_absent(_ALL_FAILED_KEY, text))
@@ -169,16 +169,16 @@ class StatusExchange:
             watch.report_failure(error, where)
 
     def failure_text(self, error: BaseException, where: str, last: str) -> str:
-        """Return the error that other ranks raise: this rank has failed in ``where``, after ``last``, with this traceback."""
+        """Return the error for other ranks: this rank failed in ``where``, after the collective ``last``, with a traceback."""
         trace = traceback_text(error)[-_MAX_TRACEBACK_CHARACTERS:]
         return f"rank {self.rank} of {self.size} failed in {where}, after {last or 'no collective yet'!r}; it says:\n{trace}"
 
     def begun_calls_by_watch(self) -> dict[str, int]:
-        """Return the number of calls that this rank has begun, by name of a watch."""
+        """Return the number of collectives that this rank has begun, by name of their watch."""
         return self._begun | {name: watch.count for name, watch in list(self.watches.items())}
 
     def record_begun_calls(self, name: str, count: int, label: str) -> None:
-        """Record that this rank has begun ``count`` calls of a watch, and the label of the last one."""
+        """Record that this rank has begun ``count`` collectives of the watch ``name``, the last one with ``label``."""
         if threading.current_thread() is threading.main_thread():  # not a save in the background
             self.last = label
         self._begun.pop(name, None)
@@ -192,16 +192,16 @@ class StatusExchange:
 
 
 class RankStatus(NamedTuple):
-    """A rank's status for other ranks: the collective for which the rank waits, or how the rank has left the job.
+    """A rank's status for other ranks: the collective in which the rank waits, or how it has left the job.
 
     Attributes:
         num_written: number of statuses that the rank has written; grows while the rank waits.
-        watch: name of the :class:`CommWatch` in whose call the rank waits.
-        number: number of this call.
-        labels: labels of the last calls of this watch, up to the last one begun.
-        counts: number of calls that the rank has begun, by name of a watch.
+        watch: name of the :class:`CommWatch` of the collective in which the rank waits.
+        number: number of this collective.
+        labels: labels of the last collectives that the rank has begun in this watch.
+        counts: number of collectives that the rank has begun, by name of a watch.
         departure: how the rank has left the job, such as after which collective; empty while the rank is in the job.
-        settings: the settings behind the digests in ``labels``, by digest.
+        settings: by digest, the text of the settings whose digests are in ``labels``.
     """
 
     num_written: int
@@ -214,10 +214,10 @@ class RankStatus(NamedTuple):
 
 
 class CommWatch:
-    """The collectives of one Comm, whose ``name`` is the same on all ranks, as one rank sees them.
+    """Watches the collectives of one Comm, for this rank. ``name`` is the same on all ranks.
 
     Attributes:
-        board: where the error of the Comm is written once it has failed.
+        board: where ranks write and read the error of the Comm.
         limit_s: seconds that a rank waits for others.
         error: the error that all further collectives raise; None until a collective has failed.
         aborts: methods that end all collectives under way.
@@ -235,29 +235,29 @@ class CommWatch:
         statuses.watches[name] = self
 
     def raise_if_failed(self) -> None:
-        """Raise the error of the Comm, if it has failed."""
+        """Raise the Comm's error, if a collective has failed."""
         if self.error is not None:
             raise self.error.with_traceback(None)  # without the frames of an earlier raise
 
     def end_all_calls(self, error: Exception) -> None:
-        """End all collectives under way, and refuse further calls, on this rank alone."""
+        """End all collectives under way on this rank, and refuse further ones, with ``error``."""
         self.is_over.set()
         self._fail_with(error)
 
     def _failure_text(self) -> str | None:
-        """Return why this Comm, or all Comms of these ranks, have failed on another rank; None if they have not."""
+        """Return why another rank has ended the use of this Comm, or of all Comms of its ranks; None if none has."""
         for board, key in ((self.board, "failed"), (self.statuses.board, _ALL_FAILED_KEY)):
             if (text := board.read(key)) is not None:
                 return text
         return generations.why_generation_ended()
 
     def start_failure_monitor(self, every_s: float) -> None:
-        """Start a thread that looks whether another rank has failed, and then ends all collectives under way on a device."""
+        """Start a thread that looks every ``every_s`` seconds whether another rank has failed, and ends collectives if so."""
         arguments = weakref.ref(self), self.is_over, every_s
         threading.Thread(target=_monitor_failures, args=arguments, name="fsharp failure monitor", daemon=True).start()
 
     def begin_call(self, label: str) -> WatchedCall:
-        """Return the call of a collective that this rank begins."""
+        """Count a collective that this rank begins, and return it."""
         self.raise_if_failed()
         if setup_recording.is_recording:
             setup_recording.give_up(f"the collective {label!r} of a step")
@@ -268,10 +268,10 @@ class CommWatch:
         return call
 
     def compare_statuses(self, call: WatchedCall, *, is_connection_lost: bool = False) -> str:
-        """Exchange statuses with other ranks; return a text about the ranks that have not begun the collective.
+        """Exchange statuses with other ranks, and return a text about the ranks that have not begun the collective ``call``.
 
         Raises an AgreementError if another rank has failed or is in another collective. Raises a CommError if a rank has left
-        the job before this collective, or ``call.peer`` has left it and ``is_connection_lost``.
+        the job before this collective. With ``is_connection_lost`` it also raises one if ``call.peer`` has left the job at all.
         """
         if self.error is not None:
             raise self.error
@@ -325,7 +325,7 @@ class CommWatch:
             raise self.refuse_further_calls(AgreementError, text, is_whole=True)
 
     def refuse_further_calls(self, error_type: type[Exception], text: str, *, is_whole: bool = False) -> Exception:
-        """Make all further collectives on all ranks raise an error; return this error, whose text is equal on all ranks."""
+        """Make all ranks refuse further collectives of this Comm with one error, the first rank's, and return the error."""
         text = text if is_whole else f"rank {self.statuses.rank} of {self.statuses.size} {text}"
         first = self.board.write_if_absent("failed", text)
         return self._fail_with(error_type(text) if first == text else AgreementError(first))
@@ -338,7 +338,7 @@ class CommWatch:
         return error
 
     def report_failure(self, error: BaseException, where: str) -> None:
-        """Tell other ranks that this rank has failed, unless ``error`` is one that the watch itself has raised."""
+        """Tell other ranks that ``error`` was raised here, in ``where``. Nothing happens for the watch's own error."""
         if error is self.error:
             return
         known = self.error
@@ -376,7 +376,7 @@ def _labels_by_number(count: int, labels: Sequence[str]) -> dict[int, str]:
 def _label_difference_text(
     first: int | None, labels_by_rank: Mapping[int, Mapping[int, str]], settings: Mapping[str, str] | None = None
 ) -> str:
-    """Return an error about labels by rank and number. ``first``: number of the first difference; None in different Comms."""
+    """Return an error about different labels, by rank and number. ``first``: their first such number; None in two Comms."""
     places = {rank: max(labels) if first is None else first for rank, labels in sorted(labels_by_rank.items())}
     here = {rank: labels_by_rank[rank][place] for rank, place in places.items()}
     rows = [(f"rank {rank}", label) for rank, label in here.items()]

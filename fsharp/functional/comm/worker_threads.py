@@ -27,11 +27,11 @@ class Worker:
         self._queue: SimpleQueue[tuple[Job, Outcome] | None] | None = None
 
     def submit(self, job: Job, outcome: "Outcome") -> None:
-        """Run a job after all earlier jobs. The job is released before its outcome lands."""
+        """Run ``job`` in the thread after all earlier jobs, for ``outcome``. ``job`` is freed before waiting callers wake."""
         self.start_thread().put((job, outcome))
 
     def start_thread(self) -> "SimpleQueue[tuple[Job, Outcome] | None]":
-        """Start the thread, unless it runs already. Return the queue from which it takes jobs."""
+        """Start the thread if it does not run yet. Return the queue from which it takes jobs."""
         if self._queue is None:
             queue: SimpleQueue[tuple[Job, Outcome] | None] = SimpleQueue()
             thread = threading.Thread(target=_run_jobs, args=(queue,), name=f"fsharp {self.name}", daemon=True)
@@ -64,7 +64,7 @@ def _run_jobs(queue: "SimpleQueue[tuple[Job, Outcome] | None]") -> None:
 
 
 class Outcome:
-    """The result of a worker's job, which one caller can take, or its error, which each caller gets."""
+    """The result of a job that a :class:`Worker` runs, which one caller can take; or its error, which every caller gets."""
 
     __slots__ = ("_error", "_has_landed", "_result", "_under_way")
 
@@ -76,7 +76,7 @@ class Outcome:
         self._result: Any = None
 
     def run(self, job: Job) -> None:
-        """Run the job, and keep its result or error. A call of :meth:`wake_waiters` has to follow."""
+        """Run ``job``, and keep its result or error. The worker then calls :meth:`wake_waiters`."""
         try:
             self._result = job()
         except Exception as error:
@@ -99,7 +99,7 @@ class Outcome:
         return self._error if self.is_done() else None
 
     def take_result(self) -> Any:
-        """Block until the job is done. Return its result, which only the first caller gets."""
+        """Block until the job is done. Return its result to the first caller and None to later ones, or raise its error."""
         self.is_done(-1)
         if self._error is not None:
             raise self._error
@@ -108,10 +108,9 @@ class Outcome:
 
 
 class CollectiveOutcome(Outcome):
-    """The outcome of a collective that a worker runs. ``call`` is the collective, for statuses and errors.
+    """The outcome of ``call``, a collective that a worker runs; or of its first half, if ``second`` is that of the second half.
 
-    ``second`` is the second half of the collective, which begins after this half; None if there is no second half.
-    ``landed_s`` is the end of this half, on the clock of ``time.perf_counter``; None until then.
+    ``landed_s``: end of this half, on the clock of ``time.perf_counter``; None until then.
     """
 
     __slots__ = ("call", "landed_s", "second")
@@ -123,7 +122,7 @@ class CollectiveOutcome(Outcome):
 
     @property
     def done_at_s(self) -> float | None:
-        """End of the whole collective, on the clock of ``time.perf_counter``; None until then."""
+        """End of the whole collective, both halves, on the clock of ``time.perf_counter``; None until then."""
         return self.landed_s if self.second is None else self.second.done_at_s
 
     def wake_waiters(self) -> None:
@@ -132,7 +131,7 @@ class CollectiveOutcome(Outcome):
         super().wake_waiters()
 
     def wait(self) -> Any:
-        """Block until the collective is done. Return its result, which only the first caller gets, or raise its error."""
+        """Block until the collective is done. Return its result to the first caller, None to later ones, or raise its error."""
         since = time.perf_counter()
         while not self.is_done(_POLL_INTERVAL_S):
             self.call.check_can_end()

@@ -28,14 +28,14 @@ def _register_scaled_format(
     to_codes: ElementwiseFn,
     to_numbers: ElementwiseFn,
 ) -> Format:
-    """Return a registered format whose numbers are stored in ``dtype``.
+    """Return a registered format that stores numbers in ``dtype``, with scales for whole leaves or rows.
 
-    ``num_scales`` returns the number of a leaf's scales; each scale is for equally many consecutive elements. ``to_codes``
-    makes stored numbers of float32 numbers, whose finite magnitudes are at most ``largest``; ``to_numbers`` is its inverse.
+    ``num_scales`` returns the number of scales of a leaf from its shape; each is for equally many consecutive elements.
+    ``to_codes`` turns float32 numbers, at most ``largest`` if finite, into stored numbers. ``to_numbers`` is its inverse.
     """
 
     def rows(part: LeafPart) -> torch.Tensor:
-        """Return, for each element of a part, the index of its scale."""
+        """Return, for each element of a part, the index of the element's scale among the leaf's scales."""
         per_scale = max(prod(part.shape) // max(num_scales(part.shape), 1), 1)
         return torch.arange(part.first, part.last, device=part.scales.device) // per_scale
 
@@ -66,7 +66,7 @@ def _register_scaled_format(
 
 
 def _round_up_to_16_bits(scales: torch.Tensor) -> torch.Tensor:
-    """Return positive float32 numbers, rounded up to 16 significant bits; 1 in place of 0."""
+    """Return positive float32 ``scales``, rounded up to 16 significant bits. A scale of 0 becomes 1."""
     least = torch.finfo(torch.float32).tiny
     scales = torch.where(scales == 0, 1.0, scales).clamp_(min=least)
     return (scales.view(torch.int32) + 0xFF & ~0xFF).view(torch.float32)

@@ -90,17 +90,18 @@ class LeafPart:
 
 @dataclass(frozen=True, slots=True)
 class EncodedTensorClass:
-    """A tensor class with which functions compute on encoded leaves, without decoding, such as TransformerEngine's.
+    """A tensor class, such as TransformerEngine's, with which functions compute on encoded leaves without decoding them.
 
-    A tensor of this class wraps inner tensors (torch's ``__tensor_flatten__``) that lie in the leaf's memory. A release of
-    this memory empties the inner tensors, for all aliases of the wrapper. Once the memory is filled again with equal bytes,
-    the inner tensors get it back.
+    A tensor of this class wraps inner tensors (torch's ``__tensor_flatten__``) that lie in the leaf's memory. When this memory
+    is released, the inner tensors are empty, for all aliases of the wrapper. Once it is filled again with equal bytes, the
+    inner tensors get it back.
 
     Attributes:
-        make_tensor: function from a whole leaf to a tensor in the leaf's memory, whose inner tensors are no views
-            (:func:`non_view_alias`).
-        compute_derived: function of the tensor, called once its memory is filled, in a forward or a backward.
-        drop_derived: function of the tensor that drops values derived from its bytes, called before its memory is released.
+        make_tensor: function from a whole leaf to a tensor of the class. Its inner tensors lie in the leaf's memory, and are no
+            views (:func:`non_view_alias`).
+        compute_derived: function of the tensor that computes values derived from its bytes, such as a transpose. Called in a
+            forward or backward, once the memory is filled.
+        drop_derived: function of the tensor that frees these derived values. Called before the memory is released.
     """
 
     make_tensor: Callable[[LeafPart], torch.Tensor]
@@ -216,11 +217,11 @@ class Format:
     def store(
         self, values: torch.Tensor, part_size: int, facts: ErrorFacts = tuple, noise: NoiseFn | None = None
     ) -> torch.Tensor:
-        """Encode 1-D values, in parts of ``part_size`` values, and return the stored buffer.
+        """Encode 1-D ``values``, in parts of ``part_size`` values, and return the stored buffer. ``facts`` are for errors.
 
         Raises:
             FormatError: ``encode`` raises an error, or returns planes that do not match the format; the format rounds
-                stochastically, and ``noise`` is None. The message has the facts.
+                stochastically, and ``noise`` is None.
         """
         if self.is_plain:
             return values.to(self.dtype)
@@ -244,7 +245,7 @@ class Format:
 
     @api_boundary
     def load(self, stored: torch.Tensor, part_size: int, dtype: torch.dtype, facts: ErrorFacts = tuple) -> torch.Tensor:
-        """Decode a buffer from :meth:`store`, and return 1-D values in ``dtype``.
+        """Decode ``stored``, a buffer from :meth:`store` with the same ``part_size``, and return 1-D values in ``dtype``.
 
         Raises:
             FormatError: ``decode`` raises an error, or does not return one floating-point number for each value. The message
@@ -271,16 +272,16 @@ class Format:
         facts: ErrorFacts = tuple,
         noise: NoiseFn | None = None,
     ) -> torch.Tensor:
-        """Add a residual to the leading values of a gradient, encode the sum, and return the stored buffer.
+        """Encode a gradient plus its residual, and return the stored buffer. The encoding error becomes the new residual.
 
-        The residual is overwritten with the encoding error. The error of an infinity or NaN counts as zero, so that one
-        gradient with an infinity does not make all later gradients infinite. To a gradient of zeros nothing is added, and its
-        residual is kept: some strategies send zeros where a step has no gradient, and others send nothing.
+        The error of an infinity or NaN counts as zero, so that one gradient with an infinity does not make all later gradients
+        infinite. A gradient of zeros is encoded without the residual, which is kept: some strategies send zeros where a step
+        has no gradient, and others send nothing.
 
         Args:
             values: the gradient, 1-D.
             part_size: number of values in a part, as for :meth:`store`.
-            residual: encoding errors of earlier calls, 1-D, for the first ``len(residual)`` values; overwritten. None adds
+            residual: encoding errors of earlier gradients, 1-D, for the first ``len(residual)`` values; overwritten. None adds
                 nothing.
             facts: facts for errors, as for :meth:`store`.
             noise: random numbers for stochastic rounding, as for :meth:`store`.
@@ -299,11 +300,11 @@ class Format:
         return stored
 
     def padded_part_size(self, num_values: int, num_parts: int) -> int:
-        """Return the number of values in a part if ``num_values`` are cut into ``num_parts`` equal parts of whole blocks."""
+        """Return the size of a part, with padding, if ``num_values`` are cut into ``num_parts`` equal parts of whole blocks."""
         return -(-num_values // (num_parts * self.block)) * self.block
 
     def sum(self, stored: torch.Tensor, part_size: int, dtype: torch.dtype, facts: ErrorFacts = tuple) -> torch.Tensor:
-        """Decode stored parts of ``part_size`` values each, and return their sum in ``dtype``, added in stored order."""
+        """Decode ``stored``, parts of ``part_size`` values, and return the sum of the parts in ``dtype``, added in order."""
         first, *others = stored.view(-1, self.size(part_size)).unbind()
         total = self.load(first, part_size, dtype, facts).to(dtype, copy=True)
         for each in others:
@@ -311,7 +312,7 @@ class Format:
         return total
 
     def _call_codec(self, name: str, fn: Callable[[], T], facts: ErrorFacts) -> T:
-        """Return ``fn()``; an error of ``fn`` becomes a FormatError with its text and the facts."""
+        """Return ``fn()``, where ``fn`` calls the codec function ``name``. Its errors become a FormatError with ``facts``."""
         try:
             return fn()
         except FsharpError:  # from ``agree``
@@ -324,15 +325,15 @@ class Format:
 
     @property
     def leaf_alignment(self) -> int:
-        """Leaves begin at multiples of this number of elements, so that no number of a plane belongs to two leaves."""
+        """Number of elements at whose multiples leaves begin in a buffer, so that two leaves share no number of a plane."""
         if self.leaves is None:
             return 1
         return math.lcm(*[self.block // math.gcd(self.block, plane.per_block) for plane in self.planes])
 
     def plane_slice(self, plane: Plane, first: int, last: int) -> slice:
-        """Return the slice of a plane's numbers that encode the values ``[first, last)`` of a leaf.
+        """Return the slice of the numbers of ``plane`` that encode the values ``[first, last)`` of a leaf.
 
-        ``first`` is a multiple of :attr:`leaf_alignment`; ``last`` is rounded up to a multiple.
+        ``first`` is a multiple of :attr:`leaf_alignment`; ``last`` is rounded up to one.
         """
         step = self.leaf_alignment
         assert first % step == 0, f"{self}: values from {first} on begin within a number"
@@ -340,7 +341,7 @@ class Format:
 
     @api_boundary
     def encode_leaves(self, parts: Sequence[LeafPart], agree: AgreeMax, facts: ErrorFacts) -> None:
-        """Encode whole leaves, each into the memory of its part.
+        """Encode whole leaves, of which this rank has ``parts``, each into the memory of its part. All ranks call it together.
 
         Raises:
             FormatError: ``encode`` raises an error. Errors of ``agree`` are raised as they are.
@@ -353,7 +354,7 @@ class Format:
 
     @api_boundary
     def decode_part(self, part: LeafPart, facts: ErrorFacts = tuple) -> torch.Tensor:
-        """Decode a part of a leaf, and return its elements, 1-D. ``facts`` are for errors.
+        """Return the decoded elements of a leaf's part, 1-D and floating-point. ``facts`` returns facts for an error.
 
         Raises:
             FormatError: ``decode`` raises an error, or does not return one floating-point number for each element.
@@ -375,10 +376,7 @@ class Format:
         return [column.view(-1).view(plane.dtype) for plane, column in zip(self.planes, columns, strict=True)]
 
     def plane_columns(self, stored: torch.Tensor, part_size: int) -> list[torch.Tensor]:
-        """Return the bytes of each plane in stored parts of ``part_size`` values, as views.
-
-        ``stored`` has a row for each part. So has each view, with the bytes of its plane alone.
-        """
+        """Return, for each plane, views of its bytes in ``stored``, which has a row for each part of ``part_size`` values."""
         found, start = [], 0
         for nbytes in self.plane_nbytes(part_size):
             found.append(stored[:, start : start + nbytes])
@@ -387,7 +385,7 @@ class Format:
 
 
 def non_view_alias(x: torch.Tensor) -> torch.Tensor:
-    """Return a tensor in the memory of ``x`` that is no view: set to other memory, it no longer keeps this memory alive."""
+    """Return a tensor in the memory of ``x`` that ``set_`` can move to other memory. A view would keep this memory alive."""
     return torch.empty(0, dtype=x.dtype, device=x.device).set_(x.untyped_storage(), x.storage_offset(), x.shape, x.stride())
 
 
@@ -397,7 +395,7 @@ def align_nbytes(nbytes: int) -> int:
 
 
 def _dtypes_and_shapes(planes: Any) -> Any:
-    """Return the dtype and shape of each tensor in a list or tuple; any other object is returned unchanged."""
+    """Return dtype and shape of each tensor in ``planes``, for an error. Anything but a list of tensors is left as it is."""
     if not isinstance(planes, list | tuple) or not all(isinstance(x, torch.Tensor) for x in planes):
         return planes
     return [(x.dtype, tuple(x.shape)) for x in planes]
@@ -422,7 +420,7 @@ _format_by_name: dict[str, Format] = {}
 
 @options_checked_on_failure
 def register_format(format: Format) -> Format:
-    """Register a format by its name, so that layouts and checkpoints can be read, and return the format.
+    """Register a format under its name, by which layouts and checkpoints find it when they are read. Return the format.
 
     Raises:
         LayoutError: a dtype, another format, or a format with other functions has this name already.
@@ -438,7 +436,7 @@ def register_format(format: Format) -> Format:
 
 
 def format_named(name: str) -> Format:
-    """Return the plain format of a dtype, or a registered format, by its name; LayoutError if there is none."""
+    """Return the plain format of the dtype ``name``, or the registered format ``name``; LayoutError if there is neither."""
     if isinstance(dtype := getattr(torch, name, None), torch.dtype):
         return plain_format(dtype)
     if name not in _format_by_name:

@@ -40,12 +40,12 @@ PRE, POST = "fsdp_pre_all_gather", "fsdp_post_all_gather"
 
 
 def has_hooks(tensor: Any) -> bool:
-    """Return whether a tensor has FSDP2's hooks. TransformerEngine's, with a protocol of their own, do not count."""
+    """Return whether a tensor has FSDP2's hooks. TransformerEngine's tensors do not count, as they have another protocol."""
     return not te.is_quantized(tensor) and (hasattr(tensor, PRE) or hasattr(tensor, POST))
 
 
 def plain_value(parameter: torch.Tensor) -> torch.Tensor:
-    """Return a parameter's value, detached, as a tensor without hooks and not of TransformerEngine's class."""
+    """Return a parameter's value, detached, as a plain tensor: without FSDP2's hooks or TransformerEngine's class."""
     if not has_hooks(parameter):
         return te.plain_value(parameter)
     value: torch.Tensor = getattr(parameter, _inner_attribute_name(parameter))
@@ -53,7 +53,7 @@ def plain_value(parameter: torch.Tensor) -> torch.Tensor:
 
 
 def hooked_parameters(module: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Return the parameters of a module that have hooks, by path. Raises OptionError for hooks that are not supported."""
+    """Return a module's parameters with FSDP2's hooks, by path. Raises OptionError for hooks that fsharp does not support."""
     found: dict[str, torch.Tensor] = {}
     for path, parameter in module.named_parameters(remove_duplicate=False):
         inside = getattr(parameter, "_local_tensor", parameter)
@@ -79,9 +79,9 @@ def hooked_parameters(module: torch.nn.Module) -> dict[str, torch.Tensor]:
 def format_of_hooked_parameter(
     parameter: torch.Tensor, compute: torch.dtype, main: torch.dtype, device: torch.device, policy: Any
 ) -> Format:
-    """Return the format in which a parameter with hooks rests and is gathered. Raises OptionError for unsupported hooks.
+    """Return the format in which a parameter with FSDP2's hooks rests and is gathered. OptionError for unsupported hooks.
 
-    The hooks encode a main copy in ``main`` on ``device``. Functions use the parameter in ``compute``, the hooks'
+    The hooks encode a main copy of dtype ``main`` on ``device``. Functions use the parameter in ``compute``, the hooks'
     ``param_dtype``. ``policy`` is FSDP2's MixedPrecisionPolicy with the same ``compute``, for hooks that take one.
 
     Cost: calls of the hooks for the whole parameter and for one row, and the memory of their results.
@@ -108,11 +108,11 @@ _formats_by_label: dict[str, list[tuple["_GatherHooks", Format]]] = {}
 
 
 class _PreHookResult(NamedTuple):
-    """The result of ``fsdp_pre_all_gather`` for one rank's rows of a parameter.
+    """The result of ``fsdp_pre_all_gather``, the first hook, for one rank's rows of a parameter.
 
     Attributes:
         inputs: tensors that are gathered.
-        tensors: tensors in the metadata.
+        tensors: tensors in the metadata: the scales.
         other_metadata: the metadata without its tensors.
         unknown_maximum: the tensor whose maximum over ranks the hook asks for; None if all maxima are known.
         known_maxima: shape and dtype of each maximum that the hook was given.
@@ -126,9 +126,9 @@ class _PreHookResult(NamedTuple):
 
 
 class _GatherHooks:
-    """The hooks of all parameters of one class with equal settings, as functions of a :class:`LeafCodec`.
+    """The hooks of all parameters of one class with equal settings, as the functions of a :class:`LeafCodec`.
 
-    ``like``: one of these parameters. For all other arguments see :func:`format_of_hooked_parameter`.
+    ``like`` is one of these parameters. The other arguments are those of :func:`format_of_hooked_parameter`.
     """
 
     def __init__(self, like: Any, compute: torch.dtype, main: torch.dtype, device: torch.device, policy: Any) -> None:
@@ -145,7 +145,7 @@ class _GatherHooks:
 
     @torch.no_grad()
     def _call_pre_hook(self, values: torch.Tensor, known: Sequence[torch.Tensor]) -> _PreHookResult:
-        """Return the result of the first hook for rows of a main copy, given the maxima over ranks ``known`` so far."""
+        """Call the first hook for ``values``, rows of a main copy. ``known``: the maxima over ranks that it has asked for."""
         wrapped, given, unknown = self._wrap_values(values), iter(known), list[torch.Tensor]()
 
         def take_maximum(numbers: torch.Tensor) -> None:
@@ -180,7 +180,7 @@ class _GatherHooks:
         return _PreHookResult(inputs, tensors, rest, unknown[0] if unknown else None, [(x.shape, x.dtype) for x in known])
 
     def _trial_result(self, shape: Shape) -> _PreHookResult:
-        """Return the result of the first hook for a tensor of ones. Its tensors to gather are on the meta device."""
+        """Return the first hook's result for a tensor of ones, with the tensors to gather on the meta device, to read sizes."""
         if shape not in self._result_by_shape:
             values, known = torch.ones(shape, dtype=self._main, device=self.device), list[torch.Tensor]()
             made = self._call_pre_hook(values, known)
@@ -199,8 +199,8 @@ class _GatherHooks:
     def planes_and_block(self, shape: Shape) -> tuple[tuple[Plane, ...], int]:
         """Return the planes and the block of the format for a parameter of this shape.
 
-        Each tensor that the first hook returns for gathers is a plane. Raises OptionError if these tensors are not proportional
-        to the number of rows, or the maxima or the metadata depend on it.
+        Each tensor that the first hook gives to the gather is a plane. Raises OptionError if the sizes of these tensors are not
+        proportional to the number of rows, or if the maxima or the metadata depend on it.
         """
         whole, row = self._trial_result(shape), self._trial_result((1, *shape[1:]))
         rows, size = max(shape[0], 1), max(prod(shape[1:]), 1)
@@ -218,15 +218,15 @@ class _GatherHooks:
         return tuple([Plane(x.dtype, n * block // size) for x, n in zip(row.inputs, counts)]), block
 
     def scales_nbytes(self, shape: Shape) -> int:
-        """Return the bytes of the tensors in a leaf's metadata."""
+        """Return the bytes of a leaf's scales: the tensors in the metadata that the first hook returns."""
         return sum(align_nbytes(x.nbytes) for x in self._trial_result(shape).tensors)
 
     def sizes_of_maxima(self, shape: Shape) -> list[tuple[int, torch.dtype]]:
-        """Return the number of elements and the dtype of each maximum of a leaf."""
+        """Return ``(number of elements, dtype)`` of each maximum over ranks that the first hook takes for a leaf."""
         return [(size.numel(), dtype) for size, dtype in self._trial_result(shape).known_maxima]
 
     def encode(self, parts: Sequence[LeafPart], agree: AgreeMax) -> None:
-        """Encode this rank's rows of each leaf; the hook gets a row of zeros if this rank has none."""
+        """Encode this rank's rows of each leaf by the first hook; a rank without rows of a leaf encodes a row of zeros."""
         rows = [self._rows_of_part(part) for part in parts]
         known: list[list[torch.Tensor]] = [[] for _ in parts]
         while True:
@@ -255,7 +255,7 @@ class _GatherHooks:
         return part.values.view(-1, *part.shape[1:])
 
     def _check_metadata(self, part: LeafPart, expected: _PreHookResult, found: _PreHookResult) -> None:
-        """Raise an OptionError if the hook's metadata beside tensors depends on values: ``expected`` is its result for ones."""
+        """Raise an OptionError if metadata other than tensors depend on values. ``expected``: the hook's result for ones."""
         try:
             is_same = bool(expected.other_metadata == found.other_metadata)
         except Exception:  # of any kind: the objects' own comparison
@@ -275,7 +275,7 @@ class _GatherHooks:
         return found
 
     def make_tensor(self, part: LeafPart) -> torch.Tensor:
-        """Return the module's tensor: the result of the second hook for a whole leaf."""
+        """Return the tensor that the module computes with: the result of the second hook for a whole leaf."""
         found = self._call_post_hook(part, part.shape)
         places = [plane.untyped_storage().data_ptr() for plane in part.planes]
         if type(found) is torch.Tensor and found.untyped_storage().data_ptr() in places:
@@ -297,13 +297,13 @@ class _GatherHooks:
         return tensor
 
     def check_post_hook(self, shape: Shape) -> None:
-        """Call the second hook once, without values, so that its errors are raised before the first gather."""
+        """Call the second hook once, on zeros, so that its errors are raised before the first gather."""
         planes = tuple([torch.zeros(x.numel(), dtype=x.dtype, device=self.device) for x in self._trial_result(shape).inputs])
         scales = torch.zeros(self.scales_nbytes(shape), dtype=torch.uint8, device=self.device)
         self.make_tensor(LeafPart("", shape, self._compute, 0, prod(shape), planes, scales))
 
     def decode(self, part: LeafPart) -> torch.Tensor:
-        """Return the values of the second hook's result for the rows of a part; OptionError if they cannot be decoded."""
+        """Return the values of the tensor that the second hook makes of a part's rows. OptionError for an unknown class."""
         if part.first == part.last:
             return torch.empty(0, dtype=self._compute, device=part.scales.device)
         tensor: Any = self._call_post_hook(part, ((part.last - part.first) // max(prod(part.shape[1:]), 1), *part.shape[1:]))
@@ -328,7 +328,7 @@ _MAX_MAXIMA = 8
 
 
 class _RestrictedHookArgument:
-    """An argument of a hook that has ``methods`` and no other attributes."""
+    """An argument for a hook that has only ``methods``; any other attribute raises an error."""
 
     def __init__(self, hook: str, argument: str, methods: Mapping[str, Any]) -> None:
         self.__dict__.update(_hook=hook, _argument=argument, **methods)
@@ -338,7 +338,7 @@ class _RestrictedHookArgument:
 
 
 def _inner_attribute_name(parameter: Any, who: str = "a parameter") -> str:
-    """Return the name of the one attribute in which a parameter with hooks has its values. ``who`` begins the error message."""
+    """Return the name of the attribute in which a parameter with hooks has its values. ``who`` begins an error."""
     inner = list(parameter.__tensor_flatten__()[0]) if is_traceable_wrapper_subclass(parameter) else []
     value = getattr(parameter, inner[0]) if len(inner) == 1 else None
     if not isinstance(value, torch.Tensor) or value.shape != parameter.shape or not value.is_floating_point():
@@ -350,6 +350,6 @@ def _inner_attribute_name(parameter: Any, who: str = "a parameter") -> str:
 
 
 def _wait_for_collective(x: torch.Tensor) -> torch.Tensor:
-    """Return the result of a functional collective, after a wait if it is under way."""
+    """Return ``x``, or its value after a wait, if ``x`` is the AsyncCollectiveTensor of a functional collective."""
     wait = getattr(x, "wait", None)
     return wait() if wait is not None and type(x).__name__ == "AsyncCollectiveTensor" else x

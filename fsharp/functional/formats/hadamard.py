@@ -90,7 +90,7 @@ def _make_hadamard_format(
 
 
 def _map_rows(values: torch.Tensor, size: int, fn: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
-    """Return ``fn`` of the values as rows of ``size``, in float32. Each call gets as many rows as fit a cache."""
+    """Return ``fn`` of ``values`` as rows of ``size``, in float32. Each call of ``fn`` gets as many rows as fit a cache."""
     out = torch.empty(values.shape, dtype=torch.float32, device=values.device)
     piece = max(num_blocks_at_once(values) * BLOCK // size, 1)
     for rows, its_out in zip(values.view(-1, size).split(piece), out.view(-1, size).split(piece), strict=True):
@@ -112,7 +112,7 @@ def _hadamard_transform(rows: torch.Tensor, *, factor: float) -> torch.Tensor:
 
 
 def _inverse_hadamard_transform(rows: torch.Tensor) -> torch.Tensor:
-    """Return the Hadamard transform of each row, in which rounding makes no finite number infinite."""
+    """Return the Hadamard transform of each row, which undoes the encoder's. Finite sums are clamped: none becomes infinite."""
     size = rows.shape[1]
     found = _hadamard_transform(rows, factor=1 / size)
     if not is_true_without_sync((found.abs() <= LARGEST_FLOAT32 / size).all()):  # False for NaN

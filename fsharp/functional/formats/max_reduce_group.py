@@ -12,9 +12,9 @@ _group_numbers = count()
 
 
 class MaxReduceGroup(torch.distributed.ProcessGroup):
-    """A group of one rank, whose all-reduce takes maxima over the ranks of a layout, by ``agree``.
+    """A process group of one rank, whose all-reduce calls ``agree``, a maximum over the ranks of a layout.
 
-    torch's functional collectives find the group by its name inside of a ``with`` block.
+    For other libraries' code: torch's functional collectives find the group by its name inside of a ``with`` block.
     """
 
     def __init__(self, agree: AgreeMax) -> None:
@@ -35,7 +35,7 @@ class MaxReduceGroup(torch.distributed.ProcessGroup):
         return str(self._name)
 
     def allreduce(self, tensors: Any, options: Any = None) -> Any:  # type: ignore[override]
-        """Replace each number of the tensors by the largest over ranks. Raises OptionError for another reduction."""
+        """Replace each number in ``tensors`` by its maximum over ranks. Raises OptionError for another reduction."""
         if options is not None and options.reduceOp != torch.distributed.ReduceOp.MAX:
             raise OptionError("a reduction over ranks that is not MAX: scales of whole leaves are agreed on by maxima alone.")
         for tensor in tensors:

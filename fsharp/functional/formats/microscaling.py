@@ -44,11 +44,11 @@ def _register_block_format(
     largest: float = 0.0,
     packed: bool = False,
 ) -> Format:
-    """Return a registered format whose codes stand for numbers up to ``largest``, by default ``limit``.
+    """Return a registered format of blocks, whose codes stand for numbers up to ``largest``, by default ``limit``.
 
-    ``to_codes`` makes codes in uint8 of numbers, which are at most ``limit``, the largest magnitude that rounds to a code, or
-    the next float32; it may overwrite the numbers. ``to_numbers`` is its inverse. ``packed``: codes are below 16, and a byte
-    holds two.
+    ``to_codes`` turns float32 numbers into codes in uint8, and may overwrite them. The numbers are at most the next float32
+    after ``limit``, the largest magnitude that rounds to a code. ``to_numbers`` is its inverse. ``packed``: codes are below 16,
+    and a byte holds two.
     """
     per_block, largest = BLOCK // 2 if packed else BLOCK, largest or limit
 
@@ -107,7 +107,7 @@ def num_blocks_at_once(values: torch.Tensor) -> int:
 
 
 def is_true_without_sync(x: torch.Tensor) -> bool:
-    """Return whether a boolean tensor is true and on the CPU; False on another device, for which the host does not wait."""
+    """Return whether a boolean CPU tensor is true. For a tensor on another device return False: reading it would block."""
     return x.device.type == "cpu" and bool(x)
 
 
@@ -118,13 +118,13 @@ def power_of_two(exponent: torch.Tensor) -> torch.Tensor:
 
 
 def codes_of_nonfinite(blocks: torch.Tensor) -> torch.Tensor:
-    """Return the codes of values in blocks with an infinity or NaN: one for each of inf, -inf and NaN, and 0 for others."""
+    """Return codes of values in blocks with an infinity or NaN: one each for inf, -inf and NaN, and 0 for finite values."""
     special = _INFINITY * (blocks == torch.inf) + _MINUS_INFINITY * (blocks == -torch.inf) + _NAN * blocks.isnan()
     return special.to(torch.uint8)
 
 
 def write_nonfinite_(values: torch.Tensor, codes: torch.Tensor, is_nonfinite_block: torch.Tensor) -> None:
-    """Overwrite the values of the blocks ``is_nonfinite_block``, which contain an infinity or NaN, by inf, -inf, NaN and 0."""
+    """Overwrite the blocks of ``values`` in ``is_nonfinite_block`` by inf, -inf, NaN and 0: see :func:`codes_of_nonfinite`."""
     values.masked_fill_(is_nonfinite_block, 0.0).masked_fill_(is_nonfinite_block & (codes == _INFINITY), torch.inf)
     values.masked_fill_(is_nonfinite_block & (codes == _MINUS_INFINITY), -torch.inf)
     values.masked_fill_(is_nonfinite_block & (codes == _NAN), torch.nan)
@@ -147,7 +147,7 @@ def _round_to_integers(numbers: torch.Tensor, noise: torch.Tensor) -> torch.Tens
 
 
 def _rounding_to_floats(mantissa_bits: int, min_exponent: int) -> StochasticRounding:
-    """Return the rounding to floats with ``mantissa_bits``, whose least normal number is ``2**min_exponent``."""
+    """Return the stochastic rounding to floats of ``mantissa_bits``, whose smallest normal number is ``2**min_exponent``."""
 
     def rounding(numbers: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
         power = numbers.abs().clamp_(min=2.0**min_exponent).view(torch.int32).bitwise_and_(0x7F800000).view(torch.float32)
@@ -178,7 +178,7 @@ def encode_e2m1(numbers: torch.Tensor) -> torch.Tensor:
 
 
 def decode_e2m1(codes: torch.Tensor) -> torch.Tensor:
-    """Return the numbers of codes below 16. A float16 has its bits in the same order, with a bias larger by 14."""
+    """Return the numbers of codes below 16. The bits of a code are those of a float16, whose exponent bias is larger by 14."""
     signed = codes.view(torch.int8) << 4  # the bits of the code are first in the byte
     bits = signed.to(torch.int16) << 5 & ~0x7000
     return bits.view(torch.float16).float().mul_(1 << 14)

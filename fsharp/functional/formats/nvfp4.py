@@ -54,7 +54,7 @@ def _encode(parts: Sequence[LeafPart], agree: AgreeMax) -> None:
 
 
 def _values_in_blocks(part: LeafPart) -> torch.Tensor:
-    """Return the values of a part as rows, one block in each row; the last row is padded with zeros."""
+    """Return the values of a part as a matrix with a block in each row; the last row is padded with zeros."""
     assert part.values is not None
     values, missing = part.values.float(), (part.first - part.last) % BLOCK
     return (torch.nn.functional.pad(values, (0, missing)) if missing else values).view(-1, BLOCK)

@@ -83,7 +83,7 @@ def _make_stochastic_format(format: Format, rounded: object, seed: int) -> Forma
 
 
 def _round_to_bfloat16(values: torch.Tensor, uniform: torch.Tensor) -> Sequence[torch.Tensor]:
-    """Round to bfloat16 stochastically: add random bits to the low bits of float32, and cut off the low bits."""
+    """Round to bfloat16 stochastically: add ``uniform`` to the low bits of float32, and cut these bits off."""
     largest = torch.finfo(torch.bfloat16).max
     single = values.float()
     bits = single.clamp(-largest, largest).view(torch.int32) + (uniform * (1 << _NOISE_BITS)).int()
@@ -101,8 +101,8 @@ LeafRun = tuple[int, int, str, int]
 def make_noise_fn(kind: str, step: int, number: int, runs: Iterable[LeafRun]) -> NoiseFn:
     """Return a function that makes the random numbers for a buffer's values. See [Note: random numbers].
 
-    ``kind`` is that of the values, such as ``"gradient"``, and ``number`` the number of earlier encodings of these values in
-    the step. ``runs`` are the runs of leaves in the buffer; padding gets the number 0.5.
+    ``kind`` is that of the values, such as ``"gradient"``. ``number`` counts the earlier encodings of these values in the step.
+    ``runs`` are the runs of leaves in the buffer; padding gets the number 0.5.
     """
     held = list(runs)
 
@@ -120,7 +120,7 @@ def make_noise_fn(kind: str, step: int, number: int, runs: Iterable[LeafRun]) ->
 
 
 def _fill_with_noise(out: torch.Tensor, key: int, first: int) -> None:
-    """Fill a tensor with random numbers of SplitMix64 (Steele et al., 2014) for ``key``, from position ``first`` on."""
+    """Fill ``out`` with the random numbers of SplitMix64 (Steele et al., 2014) for ``key``, from number ``first`` on."""
     state = torch.arange(first + 1, first + 1 + len(out), dtype=torch.int64, device=out.device)
     state.mul_(_as_signed_int64(0x9E3779B97F4A7C15)).add_(key)
     for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
@@ -130,7 +130,7 @@ def _fill_with_noise(out: torch.Tensor, key: int, first: int) -> None:
 
 
 def _logical_shift_right(x: torch.Tensor, by: int) -> torch.Tensor:
-    """Return int64 shifted right by ``by`` bits, with zeros as new bits, whatever the sign."""
+    """Return int64 ``x`` shifted right by ``by`` bits, with zeros as new bits also for negative numbers."""
     return (x >> by).bitwise_and_((1 << (64 - by)) - 1)
 
 

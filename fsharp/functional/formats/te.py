@@ -86,16 +86,16 @@ def weight_format(recipe: Any) -> Format:
 
 
 def is_quantized(tensor: Any) -> bool:
-    """Return whether a tensor is quantized by TransformerEngine, as parameters of ``te.quantized_model_init()`` are."""
+    """Return whether a tensor has a quantized class of TransformerEngine, as after ``te.quantized_model_init()``."""
     return any(
         cls.__name__ == "QuantizedTensor" and cls.__module__.startswith("transformer_engine.") for cls in type(tensor).__mro__
     )
 
 
 def plain_value(parameter: torch.Tensor) -> torch.Tensor:
-    """Return a parameter's value, detached, without a class of TransformerEngine.
+    """Return a parameter's value, detached, as a plain tensor without a class of TransformerEngine.
 
-    A quantized parameter has its value from before the quantization, if ``preserve_high_precision_init_val=True`` has kept it,
+    For a quantized parameter this is the value before quantization, if ``preserve_high_precision_init_val=True`` has kept it;
     else the value that its bytes encode.
     """
     if not is_quantized(parameter):
@@ -107,7 +107,7 @@ def plain_value(parameter: torch.Tensor) -> torch.Tensor:
 
 
 def formats_of_module(module: torch.nn.Module) -> dict[str, tuple[Format, torch.dtype]]:
-    """Return format and dtype of each quantized parameter of a module, by path. An OptionError names the parameter."""
+    """Return ``(format, dtype)`` of each quantized parameter of a module, by path. OptionError for an unknown quantizer."""
     found, scales = {}, ModuleScales()
     for path, parameter in module.named_parameters(remove_duplicate=False):
         if is_quantized(parameter):
@@ -124,7 +124,7 @@ def formats_of_module(module: torch.nn.Module) -> dict[str, tuple[Format, torch.
 
 
 def _delayed_scaling_format(module: torch.nn.Module, path: str, parameter: Any, scales: ModuleScales) -> Format:
-    """Return the format of a weight in delayed scaling, and add its scale to ``scales``."""
+    """Return the format of a module's weight at ``path`` under delayed scaling, and add the weight to ``scales``."""
     if not parameter.requires_grad:
         raise OptionError(
             "it is frozen under DelayedScaling, and its bytes have the scale of the time of their cast. Make its module under "
@@ -140,7 +140,7 @@ def _delayed_scaling_format(module: torch.nn.Module, path: str, parameter: Any, 
 
 
 def format_of_quantizer(quantizer: Any) -> Format:
-    """Return the format of a quantizer's tensors. Raises OptionError if these depend on more than main copies."""
+    """Return the format of the tensors that a quantizer makes. OptionError if their bytes depend on more than main copies."""
     kind = KIND_BY_QUANTIZER_CLASS.get(type(quantizer).__name__)
     if kind is None:
         raise OptionError(
@@ -187,14 +187,14 @@ def _format_of_kind(
 
 
 class _QuantizerCodec:
-    """The functions of a :class:`LeafCodec` by which one quantizer encodes leaves. ``scales``: those that a module keeps."""
+    """The functions of a :class:`LeafCodec` that encode by one quantizer; in delayed scaling with a module's ``scales``."""
 
     def __init__(self, kind: QuantizerKind, quantizer: Any, scales: ModuleScales | None = None) -> None:
         self._kind, self._quantizer, self._scales = kind, quantizer, scales
         self._known: dict[Shape, dict[str, tuple[Shape, torch.dtype]]] = {}
 
     def scale_specs(self, shape: Shape) -> dict[str, tuple[Shape, torch.dtype]]:
-        """Return shape and dtype of each tensor with scales of a leaf of ``shape``, by attribute of the leaf's tensor."""
+        """Return ``(shape, dtype)`` of each tensor of scales of a leaf, by its attribute in TransformerEngine's tensor."""
         if shape not in self._known:
             try:
                 specs = self._quantizer.inner_tensor_specs(shape)
@@ -212,7 +212,7 @@ class _QuantizerCodec:
         return sum(align_nbytes(prod(size) * dtype.itemsize) for size, dtype in self.scale_specs(shape).values())
 
     def scales_in(self, part: LeafPart) -> dict[str, torch.Tensor]:
-        """Return the tensors with scales of a leaf, by attribute, as views of the leaf's memory."""
+        """Return the tensors of a leaf's scales, views of ``part.scales``, by their attribute in TransformerEngine's tensor."""
         found, start = {}, 0
         for name, (size, dtype) in self.scale_specs(part.shape).items():
             nbytes = prod(size) * dtype.itemsize
@@ -221,7 +221,7 @@ class _QuantizerCodec:
         return found
 
     def make_tensor(self, part: LeafPart) -> torch.Tensor:
-        """Return TransformerEngine's tensor in the memory of a whole leaf."""
+        """Return TransformerEngine's tensor of a whole leaf, with inner tensors in the leaf's memory."""
         size = self._plane_shape(part.shape)
         inner = {name: plane.view(size) for name, plane in zip(self._kind.planes, part.planes, strict=True)}
         inner |= self.scales_in(part)
@@ -230,30 +230,30 @@ class _QuantizerCodec:
         return tensor
 
     def _tensor_without_values(self, part: LeafPart) -> Any:
-        """Return TransformerEngine's tensor of a whole leaf, with the leaf's scales, and without memory for values."""
+        """Return TransformerEngine's tensor of a whole leaf with its scales alone; no memory is allocated for values."""
         none = torch.zeros((), dtype=torch.uint8, device=part.scales.device).expand(self._plane_shape(part.shape))
         return self._tensor_of(part, dict.fromkeys(self._kind.planes, none) | self.scales_in(part))
 
     def _tensor_of(self, part: LeafPart, inner: dict[str, torch.Tensor]) -> Any:
-        """Return TransformerEngine's tensor of a whole leaf with these inner tensors, by attribute."""
+        """Return TransformerEngine's tensor of a whole leaf. ``inner``: its inner tensors, by attribute."""
         about = self._quantizer.create_metadata(part.shape, dtype=part.dtype)
         if self._scales is not None:
             about["nontensor_kwargs"]["quantizer"] = self._scales.quantizer(part.path)
         return about["cls"].__tensor_unflatten__(inner, about, part.shape, None)
 
     def _plane_shape(self, shape: Shape) -> Shape:
-        """Return the shape of the plane of a leaf of ``shape``."""
+        """Return the shape of the plane that stores a leaf of ``shape``."""
         return (*shape[:-1], shape[-1] // self._kind.values_per_byte)
 
     def compute_derived_in_backward(self, tensor: Any) -> None:
-        """In a backward, compute the derived attributes that the backward reads."""
+        """In a backward, compute the attributes derived from a tensor's bytes that the backward reads, such as a transpose."""
         if torch._C._current_graph_task_id() != -1:
             from transformer_engine.pytorch.tensor.utils import post_all_gather_processing
 
             post_all_gather_processing(tensor)
 
     def drop_derived(self, tensor: Any) -> None:
-        """Remove all derived attributes from a tensor."""
+        """Free all attributes that are derived from a tensor's bytes."""
         for name in self._kind.derived:
             setattr(tensor, name, None)
         if hasattr(tensor, "_transpose_invalid"):
@@ -282,18 +282,18 @@ class _QuantizerCodec:
                     plane.copy_(made)
 
     def _as_rows_to_cast(self, x: Any) -> torch.Tensor:
-        """Return values or bytes as short rows where the kernel also transposes them, in tiles, as it does before Blackwell."""
+        """Return ``x`` as short rows for the kernel that also transposes its tiles, as before Blackwell; else ``x`` itself."""
         rows: torch.Tensor = x.view(-1, gcd(len(x), _MAX_ROW_VALUES)) if self._kind.name == "float8_current" else x
         return rows
 
     def _cast_output(self, part: LeafPart, memory: Sequence[torch.Tensor]) -> Any:
-        """Return the output argument with which TransformerEngine writes the bytes of a part to ``memory``."""
+        """Return the ``out`` argument with which TransformerEngine casts a part into ``memory``."""
         if self._kind.name == "float8_current":
             return self._quantizer.create_tensor_from_data(self._as_rows_to_cast(memory[0]), part.dtype)
         return memory if len(memory) > 1 else memory[0]
 
     def _memory_to_encode_into(self, part: LeafPart) -> Sequence[torch.Tensor]:
-        """Return memory for a part's bytes. The kernel of block scaling writes all rows of the blocks that a part touches."""
+        """Return memory for a part's bytes: its planes, or views of larger memory, as block scaling writes whole blocks."""
         if self._kind.name != "float8_block" or part.first == part.last:
             return part.planes
         blocks = _BLOCK_ROWS * part.shape[-1]

@@ -20,13 +20,13 @@ NUMBERS_PER_WEIGHT = 3
 
 
 class ModuleScales:
-    """Scales and histories of a module's weights by path, looked up at each use, as TransformerEngine replaces its tensors."""
+    """The scales and histories that modules keep for their weights, looked up at each use: TransformerEngine replaces them."""
 
     def __init__(self) -> None:
         self._places: dict[str, tuple[weakref.ref[torch.nn.Module], int]] = {}
 
     def add(self, path: str, module: torch.nn.Module, name: str) -> None:
-        """Add a weight: the parameter ``name`` of a module, which has to say where it keeps the scale of the weight."""
+        """Add the weight ``module.<name>``, at ``path``. OptionError if ``module.param_init_meta`` does not know its scale."""
         about: Any = getattr(module, "param_init_meta", {}).get(name)
         if about is None or about.fp8_meta_index is None:
             raise OptionError(
@@ -36,7 +36,7 @@ class ModuleScales:
         self._places[path] = weakref.ref(module), about.fp8_meta_index
 
     def quantizer(self, path: str) -> Any:
-        """Return a quantizer with a weight's scale and the newest entry of its history, both as views."""
+        """Return a quantizer for the weight at ``path``. Its scale and newest maximum are views of the module's."""
         ref, index = self._places[path]
         module: Any = ref()
         if module is None:
@@ -48,10 +48,10 @@ class ModuleScales:
 
     @contextmanager
     def comparing_scales(self, paths: Sequence[str], agree: AgreeMax) -> Iterator[AgreeMax]:
-        """Yield a function like ``agree``, for the weights at ``paths``, that also compares their scales between ranks.
+        """Yield a function that does as ``agree`` does, and also compares the scales of the weights at ``paths`` between ranks.
 
-        If scales of a weight differ, all ranks raise an AgreementError, which names the weight, at the end of the context. (In
-        the function itself torch's ``all_reduce`` would hide the error.)
+        If the scales of a weight differ, all ranks raise an AgreementError at the end of the context, which names the weight.
+        (In the function itself torch's ``all_reduce`` would hide the error.)
         """
         scales = torch.cat([self.quantizer(path).scale.view(1) for path in paths])
         largest = [torch.cat([scales, -scales])]
@@ -72,7 +72,7 @@ class ModuleScales:
 
     @contextmanager
     def restoring_maxima(self) -> Iterator[None]:
-        """Return a context that restores the newest entries of all histories at its end, after casts."""
+        """Return a context for casts that must not count: at its end the newest entries of all histories are as before."""
         newest = [self.quantizer(path).amax for path in self._places]
         before = [x.clone() for x in newest]
         try:
@@ -84,6 +84,6 @@ class ModuleScales:
 
 @dataclass(frozen=True, slots=True)
 class ModuleFormat(Format):
-    """A format whose ``scales`` one module keeps. Formats of two modules differ, and have the same name."""
+    """A format with ``scales`` that one module keeps. Formats of two modules are not equal, though they have one name."""
 
     scales: ModuleScales = field(repr=False, default_factory=ModuleScales)

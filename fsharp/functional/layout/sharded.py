@@ -52,8 +52,8 @@ class Sharded:
     Buffers may have leading dims, such as a batch dim of ``vmap``.
 
     Args:
-        buffers: a 1-D tensor of ``unit.local_size(group, place)`` elements for each group in ``groups``; or a
-            :class:`LazyBuffers`, which a Scheduler fills later.
+        buffers: for each group in ``groups``, leaves with equal dtypes and label, a 1-D tensor of ``unit.local_size(group,
+            place)`` elements; or a :class:`LazyBuffers`, which a Scheduler fills later.
         unit: the layout of the unit.
         place: where the buffers rest.
         groups: indices of the groups in ``buffers``; None means all. Gradients and optimizer state have trainable groups only.

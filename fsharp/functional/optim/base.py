@@ -73,7 +73,7 @@ class Transform:
 
 
 def _extra_arguments_of(*functions: Callable[..., Any]) -> frozenset[str] | None:
-    """Return the names of the extra arguments of some functions; None if one of them takes any name."""
+    """Return the names of the extra arguments that ``functions`` take; None if one of them takes any name."""
     names = set[str]()
     for fn in functions:
         parameters = inspect.signature(fn).parameters.values()
@@ -84,7 +84,7 @@ def _extra_arguments_of(*functions: Callable[..., Any]) -> frozenset[str] | None
 
 
 def known_extra_arguments(*transforms: Transform) -> frozenset[str] | None:
-    """Return the names of the extra arguments of some transformations; None if one of them takes any name."""
+    """Return the names of the extra arguments that some transformations use; None if one of them takes any name."""
     known = [tx.extra for tx in transforms if tx.extra is not None]
     return frozenset[str]().union(*known) if len(known) == len(transforms) else None
 
@@ -99,7 +99,7 @@ def check_extra_arguments(tx: Transform, extra: Mapping[str, Any]) -> None:
 
 
 def _dropping_unknown_keywords(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a wrapper of ``fn`` that drops keywords without a parameter in ``fn``."""
+    """Return ``fn``, wrapped so that a call drops keywords that are no parameters of ``fn``."""
     kinds = {name: parameter.kind for name, parameter in inspect.signature(fn).parameters.items()}
     if inspect.Parameter.VAR_KEYWORD in kinds.values():
         return fn
@@ -112,7 +112,7 @@ def _dropping_unknown_keywords(fn: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def as_transform(tx: Any) -> Transform:
-    """Return a Transform: the argument itself, or one of an ``(init, update)`` pair, which is tried first."""
+    """Return ``tx`` if it is a Transform, else a Transform made of the ``(init, update)`` pair, whose ``init`` tries it."""
     if isinstance(tx, Transform):
         return tx
     if type(tx).__module__.startswith("optax."):
@@ -152,7 +152,7 @@ def as_transform(tx: Any) -> Transform:
 
 
 class LeafListAsTree(NamedTuple):
-    """A list in the state of a pair with a tensor for each leaf of the parameters, stored as a tree like the parameters."""
+    """A list in the state of another library's pair, with a tensor for each leaf, stored as a tree like the parameters."""
 
     leaves: Any
 
@@ -176,7 +176,7 @@ def _unflatten_leaf_lists(state: Any, params: Any) -> Any:
 def apply_transform(
     tx: Transform, grads: Any, state: Any, params: Any, *, comm: Comm, donate: bool = False, **extra: Any
 ) -> tuple[Any, Any]:
-    """Return new parameters and state by ``tx.apply`` if there is one, else by adding updates."""
+    """Return new parameters and state: by ``tx.apply`` if there is one, else by ``tx.update`` and addition of the updates."""
     if tx.apply is not None:
         return tx.apply(grads, state, params, comm=comm, donate=donate, **extra)
     updates, state = tx.update(grads, state, params, comm=comm, **extra)
@@ -190,10 +190,10 @@ InnerUpdate = Callable[[Transform, Any, Any, Any], tuple[Any, Any]]
 def wrapper_update_and_apply(
     step: Callable[[InnerUpdate, Any, Any, Any, Comm, bool | None], Any],
 ) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """Return the functions ``update`` and ``apply`` of a wrapper of transformations, made of one function ``step``.
+    """Return ``(update, apply)`` of a wrapper of transformations, both made of one function ``step``.
 
-    ``step(inner, grads, state, params, comm, donate)`` calls ``inner`` for the wrapped transformations. It returns updates if
-    ``donate`` is None, else new parameters; and a state.
+    ``step(inner, grads, state, params, comm, donate)`` returns updates and state if ``donate`` is None, else parameters and
+    state. It calls ``inner(tx, grads, state, params)`` for a wrapped transformation ``tx``.
     """
 
     def update(grads: Any, state: Any, params: Any, *, comm: Comm, **extra: Any) -> Any:
@@ -209,13 +209,13 @@ def wrapper_update_and_apply(
 
 
 def apply_updates(params: Any, updates: Any, *, donate: bool = False) -> Any:
-    """Return ``params + updates``, in the dtype of the parameters."""
+    """Return ``params + updates``, in the dtype of the parameters; with ``donate`` in their memory."""
     return optree.tree_map(lambda p, u: (p.add_(u) if donate else p + u).to(p.dtype), params, updates)
 
 
 @api_boundary
 def chain(*transforms: Any) -> Transform:
-    """Return a transformation that applies several in order: each one gets the updates of the previous one as its gradients.
+    """Return a transformation that runs several in order: each one takes the updates of the one before as its gradients.
 
     >>> import fsharp as fs
     >>> tx = fs.optim.chain(fs.optim.clip_by_global_norm(1.0), fs.optim.adamw(1e-3))
@@ -244,7 +244,7 @@ def chain(*transforms: Any) -> Transform:
 
 
 def wrapper_name(outer: str, *inner: str) -> str:
-    """Return the name of a wrapper of transformations; empty if one of them has no name."""
+    """Return the name of a wrapper ``outer`` of the transformations ``inner``; empty if one of them has no name."""
     return f"{outer}({', '.join(inner)})" if all(inner) else ""
 
 
@@ -262,7 +262,7 @@ def settings_text(tx: Transform) -> str:
 
 
 def exact_texts(**values: Any) -> dict[str, str]:
-    """Return settings by name, as texts that ranks compare."""
+    """Return settings by name, each as the text that ranks compare."""
     return {name: exact_text(value) for name, value in values.items()}
 
 
@@ -272,12 +272,12 @@ def leaf_paths(params: Any) -> list[str]:
 
 
 def value_per_leaf(where: str, params: Any, rules: Any) -> dict[str, Any]:
-    """Return a value by path for each leaf in the groups of ``params``, as :func:`value_by_path` does."""
+    """Return, by path, the value that ``rules`` give to each leaf of ``params``: see :func:`value_by_path`."""
     return value_by_path(where, rules, leaf_paths(params))
 
 
 def check_gradients(where: str, grads: Any, params: Any) -> None:
-    """Raise a TreeError for the first gradient whose unit, place, groups, sizes or dtypes differ from the parameters'."""
+    """Raise a TreeError for the first unit whose gradients do not fit its parameters in place, groups, sizes or dtypes."""
     (ours, structure), (theirs, expected) = (optree.tree_flatten(tree, is_leaf=is_sharded) for tree in (grads, params))
     if structure != expected:
         raise TreeError(
@@ -294,7 +294,7 @@ def check_gradients(where: str, grads: Any, params: Any) -> None:
 
 
 def _gradient_mismatches(grads: Sharded, params: Sharded) -> Iterator[tuple[str, Any, Any]]:
-    """Yield the differences between a unit's gradients and its parameters, as triples of property, value and expected value."""
+    """Yield ``(property, value, expected value)`` where a unit's gradients do not fit its parameters."""
     if grads.unit is not params.unit and grads.unit != params.unit:
         yield (
             "layout of unit",
@@ -314,7 +314,7 @@ def _gradient_mismatches(grads: Sharded, params: Sharded) -> Iterator[tuple[str,
 
 
 def check_reduced(where: str, grads: Sharded) -> None:
-    """Raise a TreeError if ``grads`` are gradients of gathered parameters, which are not summed over ranks yet."""
+    """Raise a TreeError if ``grads`` are not summed over ranks, being gradients with respect to gathered parameters."""
     if grads.is_gathered:
         raise TreeError(
             f"{where}: the gradient of unit {grads.unit.display_name} is this rank's summand, as it is with respect to "

@@ -46,7 +46,7 @@ class MomentumState(NamedTuple):
 
 
 def schedule_value(schedule: ScalarOrSchedule, count: Any) -> Any:
-    """Return the value of a schedule after ``count`` updates: a float; for a tensor ``count`` what the schedule returns."""
+    """Return the value of a schedule after ``count`` updates: a float, or for a tensor ``count`` the schedule's own result."""
     value = schedule(count) if callable(schedule) else schedule
     return value if callable(schedule) and isinstance(count, torch.Tensor) else float(value)
 
@@ -256,10 +256,10 @@ def _in_place_transform(
     *,
     is_decoupled: bool = True,
 ) -> Transform:
-    """Return a transformation made of a step that changes parameters in place.
+    """Return a transformation made of ``step``, a fused kernel that changes parameters in place.
 
-    ``update`` runs the step on parameters of zeros, as a difference of parameters would lose digits. Decoupled weight decay
-    times the learning rate is added to the update; other weight decay is added to the gradients.
+    ``update`` runs ``step`` on parameters of zeros: a difference of parameters would lose digits. Decoupled weight decay times
+    the learning rate is added to the update; other weight decay is added to the gradients.
     """
 
     def apply(grads: Any, state: Any, params: Any, *, comm: Comm, donate: bool) -> tuple[Any, Any]:
@@ -280,7 +280,7 @@ def _in_place_transform(
 
 
 def add_scaled_parameters_(tree: Any, params: Any, factor: Any, rank: int, lr_scale: PerPath, weight_decay: PerPath) -> Any:
-    """Add ``factor * lr_scale * weight_decay`` times the parameters to a tree, in place, and return the tree."""
+    """Add ``factor * lr_scale * weight_decay * params`` to ``tree`` in place, and return ``tree``."""
 
     def kernel(lists: Sequence[list[torch.Tensor]], scale: float, decay: float) -> None:
         for x, p in zip(*lists, strict=True):
@@ -297,10 +297,10 @@ def _copy_unless_donated(donate: bool, *trees: Any) -> list[Any]:
 def _for_each_run(
     kernel: Callable[..., None], trees: tuple[Any, ...], rank: int, lr_scale: PerPath, weight_decay: PerPath
 ) -> None:
-    """Call ``kernel(lists, scale, decay)`` once for each pair of hyper-parameters, on the runs of buffers with this pair.
+    """Call ``kernel(lists, scale, decay)`` for each pair of hyper-parameters, on the runs of buffers that have this pair.
 
-    ``trees`` are parameters, gradients and state; all but the second are overwritten. Raises TreeError if sizes of buffers
-    differ: torch's fused kernels would read and write beyond them.
+    ``lists`` has a list of runs for each of ``trees``: parameters, gradients, state. All but gradients are overwritten. Raises
+    TreeError if sizes of buffers differ: torch's fused kernels would read and write beyond them.
     """
     of_trees = [units_of(tree) for tree in trees]
     expected, *others = (
@@ -337,7 +337,7 @@ def _for_each_run(
 
 
 def _hyperparameter_runs(node: Sharded, group: int, rank: int, tables: Mapping[str, Mapping[str, float]]) -> list[Any]:
-    """Return rows ``((scale, decay), start, stop)`` that tile a buffer; padding belongs to the run before it."""
+    """Return rows ``((scale, decay), start, stop)`` that cover a buffer with padding, from ``tables`` of values by path."""
     starts: list[tuple[tuple[float, float], int]] = []
     for span in node.unit.leaf_spans(group, node.place, rank):
         path = node.unit.path_in_tree(span.leaf)
@@ -349,7 +349,7 @@ def _hyperparameter_runs(node: Sharded, group: int, rank: int, tables: Mapping[s
 
 
 def _run_in_whole_vectors(kernel: Callable[[Sequence[list[torch.Tensor]]], None], lists: list[list[torch.Tensor]]) -> None:
-    """Run an in-place kernel, on a CPU on whole SIMD vectors alone; see [Note: whole vectors]."""
+    """Run an in-place kernel on ``lists``; on a CPU on whole SIMD vectors alone, see [Note: whole vectors]."""
     vector = _VECTOR_NBYTES // lists[0][0].itemsize
     rests = [x.numel() % vector for x in lists[0]]
     if lists[0][0].device.type != "cpu" or not any(rests):

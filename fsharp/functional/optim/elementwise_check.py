@@ -15,7 +15,7 @@ from fsharp.type_checks import options_checked
 
 
 class CheckedState(NamedTuple):
-    """State of :func:`with_elementwise_check`: number of updates that were compared, and state of the wrapped pair."""
+    """State of :func:`with_elementwise_check`: number of updates compared so far, and state of the wrapped pair."""
 
     num_checked: int
     inner_state: Any
@@ -87,7 +87,7 @@ def _check_same_updates(where: str, expected: Any, found: Any) -> None:
 
 
 def _tree_of_whole_trainable_leaves(tree: Any, comm: Comm) -> Any:
-    """Gather shards to a tree of whole leaves, without frozen and tied ones. A 0-D buffer is each leaf of its group."""
+    """Gather shards to a tree of whole leaves, without frozen and tied ones. A 0-D buffer becomes each leaf of its group."""
 
     def subtree(node: Sharded) -> Any:
         found = {}

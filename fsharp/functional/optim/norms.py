@@ -69,7 +69,7 @@ def _float64_norm(tree: Any, comm: Comm, deterministic: bool) -> torch.Tensor:
 
 
 def _values_without_padding(node: Sharded, rank: int) -> Iterator[torch.Tensor]:
-    """Yield the values of each buffer; of decoded parameters without padding, which formats may decode as any number."""
+    """Yield the values of each buffer of ``node``; decoded ones without padding, which may decode to any number."""
     for g, buffer, values in zip(node.groups, node.buffers, node.decoded_buffers(rank), strict=True):
         if values is buffer and not (node.is_gathered and node.unit.has_stored_formats):
             yield values
@@ -84,7 +84,7 @@ def _sum_over_axes(x: torch.Tensor, axes: Iterable[str], comm: Comm) -> torch.Te
 
 
 def _exact_norm(by_axes: dict[tuple[str, ...], list[torch.Tensor]], comm: Comm) -> torch.Tensor:
-    """Return the norm by addition of integers, whose result does not depend on order and grouping."""
+    """Return the 2-norm, added as integers, so that its bits depend on no order. ``by_axes``: buffers by axes to sum over."""
     most = torch.zeros(1, dtype=torch.float64, device=comm.device)
     for buffers in by_axes.values():
         for buffer in buffers:

@@ -157,7 +157,7 @@ def masked(inner: Any, mask: Any) -> Transform:
 
 
 def _selected_or_zero(flags: Mapping[str, bool], selected: Any, others: Any | None, rank: int) -> Any:
-    """Return a tree with the leaves of ``selected`` whose flag is set; the rest are those of ``others``, or zeros for None."""
+    """Return a tree with the leaves of ``selected`` whose flag is set. Other leaves are those of ``others``, or zeros."""
 
     def one(chosen_: Sharded, other: Sharded) -> Sharded:
         out = chosen_.replace([b.clone() for b in chosen_.buffers])

@@ -26,11 +26,11 @@ Vectors = list[torch.Tensor]
 
 
 def trial_fingerprint(where: str, init: Init, update: Update, params: Any) -> str:
-    """Run a pair on small tensors, and return a fingerprint of its updates for ranks to compare.
+    """Try an ``(init, update)`` pair on small tensors, and return a fingerprint of its updates, for ranks to compare.
 
     The fingerprint is the sum of magnitudes, in four digits. Of ``params`` only structure, layout, dtypes and device are read.
-    ``where`` is the pair, for messages. Raises TreeError if updates depend on how ``params`` join and cut leaves, change from
-    run to run, or cannot be computed.
+    ``where`` names the pair in errors. Raises TreeError if updates depend on how buffers join and cut leaves, change from run
+    to run, or cannot be computed.
 
     Cost: about ten updates of a tree whose dims are at most 3. Torch's global random generators are left as they were.
     """
@@ -74,7 +74,7 @@ def _trial_error(where: str, on: str, error: Exception) -> TreeError:
 
 
 class _TrialGroup(NamedTuple):
-    """The leaves of a group in a :class:`_Trial`: units, paths within the units, shapes and sizes."""
+    """The leaves of one flat buffer in a :class:`_Trial`: their keys, paths, shapes and sizes."""
 
     keys: list[tuple[str, str]]
     paths: list[str]
@@ -83,10 +83,10 @@ class _TrialGroup(NamedTuple):
 
 
 class _Trial:
-    """A trial of a pair: some updates of a small tree with the structure of a tree of shards.
+    """A trial of an ``(init, update)`` pair: some updates of small tensors, in the structure of a user's tree of shards.
 
     Attributes:
-        pieces: range over the pieces into which flat buffers are cut, as between ranks; one if buffers are replicated.
+        pieces: indices of the pieces into which flat buffers are cut, as between ranks; one piece if buffers are replicated.
         cuda_devices: CUDA devices of the buffers.
     """
 
@@ -117,9 +117,9 @@ class _Trial:
                 break
 
     def run(self, init: Init, update: Update, piece: int | None = None, num_steps: int | None = None) -> list[Vectors]:
-        """Return the updates of each step: of whole leaves, or of a piece of the flat buffers.
+        """Return the updates of each step: of whole leaves if ``piece`` is None, else of this piece of the flat buffers.
 
-        If only the last step raises an error, the earlier updates are returned: a pair may refuse a NaN.
+        If only the last step raises an error, the earlier updates are returned, as a pair may refuse its NaN.
         """
         params = self._tree_of_vectors(self._start, piece)
         state, result = init(params), list[Vectors]()
@@ -138,7 +138,7 @@ class _Trial:
     def first_differing_path(
         self, expected: Sequence[Vectors], found: Sequence[Vectors], piece: int | None = None
     ) -> str | None:
-        """Return the path of the first leaf with other updates in ``found`` than in ``expected``; None if there is none."""
+        """Return the path of the first leaf that ``piece`` updates in another way than whole leaves, ``expected``, or None."""
         for step, same in zip(expected, found, strict=True):
             for group, x, y in zip(self._groups, step, same, strict=True):
                 wrong = torch.zeros(len(x), dtype=torch.bool, device=x.device)
@@ -153,7 +153,7 @@ class _Trial:
         return vector if piece is None else vector[size * piece : size * (piece + 1)]
 
     def _tree_of_vectors(self, vectors: Vectors, piece: int | None) -> Any:
-        """Return a tree like the user's (``piece`` is None), or a tree of shards with padding."""
+        """Return flat ``vectors`` as a tree of whole leaves if ``piece`` is None, else as this piece's shards, with padding."""
         if piece is not None:
             flat = (
                 torch.cat([part := self._part_of_vector(x, piece), x.new_zeros(1 + len(x) // len(self.pieces) - len(part))])

@@ -110,8 +110,8 @@ class MultiStepsState(NamedTuple):
 def MultiSteps(opt: Any, every_k_schedule: int | Callable[[int], int], use_grad_mean: bool = True) -> Transform:
     """Wrap an optimizer so that it accumulates the gradients of ``k`` steps, and updates parameters in every ``k``-th step.
 
-    Each step reduces its gradients over ranks, and counts with equal weight. ``value_and_grad(..., microbatches=k)``
-    accumulates within one step, reduces once, and weighs uneven batches by their tokens.
+    Each step reduces its gradients over ranks, and has equal weight, whatever the number of its tokens. ``value_and_grad(...,
+    microbatches=k)`` accumulates within one step, reduces once, and weighs uneven batches by their tokens.
 
     Args:
         opt: the optimizer: an ``(init, update)`` pair.
@@ -119,8 +119,8 @@ def MultiSteps(opt: Any, every_k_schedule: int | Callable[[int], int], use_grad_
         use_grad_mean: take the mean of the gradients; False takes their sum.
 
     Returns:
-        A transformation with :class:`MultiStepsState`; in optax it is an object with methods. The last step made an update if
-        ``state.mini_step == 0``. For optax's ``should_skip_update_fn`` wrap the result in :func:`apply_if_finite`.
+        A transformation with :class:`MultiStepsState`, where optax returns an object with methods. The last step made an update
+            if ``state.mini_step == 0``. For optax's ``should_skip_update_fn`` wrap the result in :func:`apply_if_finite`.
 
     Raises:
         LayoutError: ``k`` is no positive whole number.
@@ -176,10 +176,10 @@ _SkipUpdate = Callable[[Any], tuple[Any, Any]]  # (inner state) -> update that c
 def _conditional_transform(
     name: str, inner: Transform, init: Any, step: Callable[..., Any], config: dict[str, Any]
 ) -> Transform:
-    """Return a wrapper of ``inner``. Its function ``step`` decides in each step whether to run or to skip the inner update.
+    """Return a wrapper of ``inner`` that updates by ``inner``, or skips the update, as the function ``step`` decides.
 
     ``step(grads, state, run, skip, comm, donate)`` calls ``run(gradients, inner state)``, which updates by ``inner``, or
-    ``skip(inner state)``, which changes nothing. It returns the first result of the call, and the wrapper's new state.
+    ``skip(inner state)``, which changes nothing. It returns the first result of this call, and the wrapper's new state.
     """
 
     def either(run: InnerUpdate, grads: Any, state: Any, params: Any, comm: Comm, donate: bool | None) -> Any:

@@ -24,7 +24,7 @@ from fsharp.functional.reshard.state_trees import StateTree
 
 @dataclass(frozen=True)
 class RankMap:
-    """The old and the new mesh, and their ranks: ``old_ranks[r]`` is the Comm's rank that is rank ``r`` of the old mesh."""
+    """The old and the new mesh, and their ranks: rank ``r`` of the old mesh is rank ``old_ranks[r]`` of the Comm."""
 
     old_mesh: Mesh
     new_mesh: Mesh
@@ -32,10 +32,10 @@ class RankMap:
     new_ranks: tuple[int, ...]
 
     def is_source_for(self, source: int, target: int, place: Place) -> bool:
-        """Return whether ``target``, a rank of the new mesh, takes values in ``place`` from ``source``, a rank of the old mesh.
+        """Return whether rank ``target`` of the new mesh takes values in ``place`` from rank ``source`` of the old mesh.
 
-        If several old ranks have the values, the target takes them from itself if it is one of them. Else its number chooses
-        the source, so that new ranks do not all take from one rank.
+        If several old ranks have the values, the target takes its own, if it has them. Else the target's number chooses the
+        source, so that new ranks do not all take from one rank.
         """
         mesh, rank = self.old_mesh, self.new_ranks[target]
         near = self.old_ranks.index(rank) if rank in self.old_ranks else target % mesh.size
@@ -45,11 +45,10 @@ class RankMap:
 
 
 class MovedPiece(NamedTuple):
-    """A run of ``numel`` elements of one leaf that moves from one buffer to another.
+    """A run of ``numel`` elements of one leaf, which moves from an old buffer to a new one.
 
-    ``node`` is the index of the old unit's node in the state tree. ``buffer`` and ``start`` are indices of the old buffer in
-    this node, and of the first element in the buffer; ``new_buffer`` and ``new_start`` are those in the new node. ``itemsize``
-    is the bytes of an element on the wire.
+    The old buffer is number ``buffer`` of the node number ``node`` of the state tree. The run begins there at ``start``, and at
+    ``new_start`` in buffer ``new_buffer`` of the new node. ``itemsize``: bytes of an element on the wire.
     """
 
     node: int
@@ -67,7 +66,10 @@ class MovedPiece(NamedTuple):
 
 
 def pieces_between(state_tree: StateTree, unit: UnitLayout, ranks: RankMap, source: int, target: int) -> Iterator[MovedPiece]:
-    """Yield the pieces of a new unit that rank ``target`` of the Comm takes from rank ``source``, or from itself."""
+    """Yield the pieces of ``unit``, a unit of the new layout, that rank ``target`` takes from rank ``source``.
+
+    Both are ranks of the Comm, and may be the same rank.
+    """
     if source not in ranks.old_ranks or target not in ranks.new_ranks:
         return
     source, target = ranks.old_ranks.index(source), ranks.new_ranks.index(target)  # numbers in the old and the new mesh
@@ -91,7 +93,7 @@ def pieces_between(state_tree: StateTree, unit: UnitLayout, ranks: RankMap, sour
 
 
 def cut_into_rounds(pieces: Iterable[MovedPiece], max_nbytes: int) -> list[list[MovedPiece]]:
-    """Return the pieces as rounds, in order. Pieces are cut so that a round has at most ``max_nbytes`` bytes."""
+    """Return ``pieces`` as rounds of at most ``max_nbytes`` bytes, in order. A piece that does not fit is cut."""
     rounds: list[list[MovedPiece]] = []
     left_nbytes = 0
     for piece in pieces:
@@ -116,9 +118,9 @@ def move_state_tree(
     max_nbytes: int,
     donate: bool,
 ) -> list[Sharded]:
-    """Return a state tree's nodes in a new layout, in order of the layout's units; without buffers outside of the new mesh.
+    """Move a state tree to ``layout``. Return its new nodes, in order of the layout's units; without buffers off the new mesh.
 
-    ``old_buffers`` has this rank's old buffers for each node; outside of the old mesh its lists are empty. A rank sends at most
+    ``old_buffers`` has this rank's buffers of each old node; its lists are empty off the old mesh. A rank sends at most
     ``max_nbytes`` bytes to another rank at a time. With ``donate`` buffers are removed from ``old_buffers`` once all of their
     leaves have moved.
     """
@@ -182,7 +184,7 @@ def _pack_pieces(
     dtypes: Sequence[torch.dtype],
     device: torch.device,
 ) -> torch.Tensor:
-    """Return the pieces for all ranks as one buffer of bytes, in order of rank. Memory: the buffer and one piece."""
+    """Return the pieces to send, by receiver, as one buffer of bytes, in order of rank. Memory: the buffer and one piece."""
     x = torch.empty(sum(piece.nbytes for each in send for piece in each), dtype=torch.uint8, device=device)
     end = 0
     for each in send:

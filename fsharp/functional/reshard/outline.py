@@ -24,10 +24,11 @@ _LISTS: dict[str, type] = {"list": list, "tuple": tuple}
 
 
 def outline_to_bytes(tree: Any) -> bytes:
-    """Return the outline of a tree: the length of a JSON text, the text, and the elements of tensors outside of Sharded.
+    """Return the outline of a tree as bytes, for ranks that join: its structure and small tensors, without sharded buffers.
 
-    The tree is made of dict, OrderedDict, list, tuple, namedtuple and None, with :class:`~fsharp.Sharded`, tensors, numbers,
-    strings and booleans as leaves. Raises TreeError for another container or leaf; names its path and type.
+    The bytes are the length of a JSON text, the text, and the elements of tensors outside of Sharded. The tree is made of dict,
+    OrderedDict, list, tuple, namedtuple and None, with :class:`~fsharp.Sharded`, tensors, numbers, strings and booleans as
+    leaves. Raises TreeError for another container or leaf, with its path and type.
     """
     units: dict[UnitLayout, int] = {}
     tensors: list[torch.Tensor] = []
@@ -64,7 +65,7 @@ def outline_to_bytes(tree: Any) -> bytes:
 
 
 def outline_from_bytes(data: bytes, device: torch.device) -> Any:
-    """Return the tree of an outline, with buffers on the meta device; TreeError for unknown namedtuples and for other bytes."""
+    """Return the tree of :func:`outline_to_bytes`, with sharded buffers on meta. TreeError for unknown namedtuples or bytes."""
     try:
         end = 8 + int.from_bytes(data[:8], "little")
         text = json.loads(data[8:end])

@@ -145,7 +145,7 @@ def reshard(
 
 
 def _with_residuals(tree: Any, residuals: Any) -> Any:
-    """Return the tree with ``residuals``, the encoding errors of earlier gradients, in each TrainState of the tree."""
+    """Return ``tree`` with ``residuals``, the encoding errors of earlier gradients, in each TrainState; None removes them."""
 
     def one(node: Any) -> Any:
         return node._replace(residuals=residuals) if isinstance(node, TrainState) else node
@@ -154,7 +154,7 @@ def _with_residuals(tree: Any, residuals: Any) -> Any:
 
 
 def _in_resting_format(state_tree: StateTree, nodes: list[Sharded], layout: Layout, comm: Comm) -> list[Sharded]:
-    """Return new nodes of parameters as the new layout stores them: encoded if it has a format, else in the compute dtype."""
+    """Return moved nodes of parameters as ``layout`` stores them: encoded if it has a format, else in the compute dtype."""
 
     def one(unit: UnitLayout, group: int, buffer: torch.Tensor) -> torch.Tensor:
         new = unit.groups[group]
@@ -239,7 +239,7 @@ def _check_arguments(
 
 
 def _share_outline(tree: Any, has_tree: Sequence[bool], comm: Comm) -> Any:
-    """Return this rank's tree. A rank without a tree gets the tree of the first rank that has one, on the meta device."""
+    """Return ``tree``; on a rank that has none, the outline of the first tree in ``has_tree``, with buffers on meta."""
     first = has_tree.index(True)
     data = check_on_all_ranks("reshard()", comm, lambda: outline_to_bytes(tree) if comm.rank == first else b"")
     sizes = [int.from_bytes(each, "little") for each in all_gather_fixed_size(len(data).to_bytes(8, "little"), comm)]

@@ -21,7 +21,7 @@ Path = tuple[str, ...]
 
 
 class LeafPosition(NamedTuple):
-    """A leaf of the old layout, with the index of its node in the state tree, and of its buffer in the node."""
+    """Where a state tree holds a leaf: number of the node in the tree, number of the buffer in the node, and the old leaf."""
 
     node: int
     buffer: int
@@ -30,7 +30,7 @@ class LeafPosition(NamedTuple):
 
 @dataclass(frozen=True)
 class StateTree:
-    """A subtree of a state with one value for each parameter, such as the parameters themselves, or a moment.
+    """A subtree of a state with one value for each parameter element: the parameters themselves, or one moment.
 
     Attributes:
         path: path of the state tree in the state.
@@ -48,7 +48,7 @@ class StateTree:
 
     @cached_property
     def position_by_path(self) -> dict[str, LeafPosition]:
-        """The position of each leaf in the state tree, by path of the leaf; tied leaves are left out."""
+        """The :class:`LeafPosition` of each leaf, by path of the leaf; tied leaves are left out."""
         return {
             node.unit.path_in_tree(leaf): LeafPosition(n, i, leaf)
             for n, node in enumerate(self.nodes)
@@ -57,22 +57,22 @@ class StateTree:
         }
 
     def groups_in(self, unit: UnitLayout) -> tuple[int, ...]:
-        """Return the indices of the groups of ``unit``, a unit of the new layout, whose leaves the state tree holds."""
+        """Return the groups of ``unit``, a unit of the new layout, whose leaves the state tree holds, by index."""
         return tuple(g for g in unit.all_groups if unit.path_in_tree(unit.leaves_of_group(g)[0]) in self.position_by_path)
 
     def place_in(self, unit: UnitLayout) -> Place:
-        """Return the place of the state tree in ``unit``, a unit of the new layout."""
+        """Return the place in which the state tree's buffers for ``unit``, a unit of the new layout, will rest."""
         return unit.strategy.params if self.kind == "params" else unit.strategy.optim
 
     def dtype_in(self, unit: UnitLayout, group: int) -> torch.dtype:
-        """Return the dtype of the state tree's buffer for a group of ``unit``, a unit of the new layout."""
+        """Return the dtype in which elements move to a group of ``unit``, a unit of the new layout."""
         if self.is_cast:
             dtypes = unit.groups[group].dtypes
             return dtypes.compute if dtypes.format is None else dtypes.main  # to encode from
         return self.source_dtype(unit.path_in_tree(unit.leaves_of_group(group)[0]))
 
     def source_dtype(self, path: str) -> torch.dtype:
-        """Return the dtype of the old buffer that holds a leaf."""
+        """Return the dtype of the old buffer that holds the leaf at ``path``."""
         position = self.position_by_path[path]
         return self.nodes[position.node].raw_buffers[position.buffer].dtype  # type: ignore[no-any-return]
 
@@ -81,10 +81,11 @@ class StateTree:
 
 
 def find_state_trees(tree: Any, kind: StatePlace, *, cast: bool = False) -> list[StateTree]:
-    """Return the state trees in a user's tree, in tree order. ``kind`` and ``cast`` are for those outside of a TrainState.
+    """Return the state trees in a user's tree, in tree order.
 
-    The path of a state tree is the beginning of its nodes' paths, without the paths of their units. Raises TreeError if there
-    is no node, a node is not at the path of its unit, or a state tree has another leaf in it.
+    ``kind`` and ``cast`` are the attributes of state trees outside of a TrainState. The path of a state tree is the beginning
+    of its nodes' paths, without the paths of their units. Raises TreeError if there is no node, a node is not at the path of
+    its unit, or a state tree has another leaf in it.
     """
     found: dict[Path, list[Sharded]] = {}
     facts: dict[Path, tuple[str, StatePlace, bool]] = {}
@@ -120,7 +121,7 @@ def _misplaced_error(what: str, path: Path, node: Sharded | None = None) -> Tree
 
 
 def replace_state_trees(tree: Any, new: Mapping[Path, Any], path: Path = ()) -> Any:
-    """Return ``tree``, which is at ``path``, with ``new[path]`` in place of the state tree at each path in ``new``."""
+    """Return ``tree`` with ``new[p]`` in place of the state tree at each path ``p``. ``path``: path of ``tree`` itself."""
     if path in new:
         return new[path]
     if optree.tree_is_leaf(tree):
@@ -132,7 +133,7 @@ def replace_state_trees(tree: Any, new: Mapping[Path, Any], path: Path = ()) -> 
 
 
 def check_state_tree(state_tree: StateTree, layout: Layout) -> None:
-    """Raise a TreeError if ranks have different values or a unit is donated, and a LayoutError for another layout."""
+    """Raise a TreeError if a unit is donated, partial or gathered, and a LayoutError if ``layout`` has other leaves."""
     for node in state_tree.nodes:
         _check_at_rest(state_tree, node)
     old = {path: facts for node in state_tree.nodes for path, facts in _leaf_facts(state_tree, node.unit)}
@@ -178,7 +179,7 @@ def _check_at_rest(state_tree: StateTree, node: Sharded) -> None:
 
 
 def _leaf_facts(state_tree: StateTree, unit: UnitLayout) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield each leaf's path and the facts that have to be equal in the old and the new layout."""
+    """Yield the path of each leaf of ``unit``, and the facts that have to be equal in the old and the new layout."""
     for leaf in unit.leaves:
         facts: dict[str, Any] = {"shape": list(leaf.shape), "dtype": dtype_name(leaf.dtype)}
         facts["tied to"] = repr(".".join(filter(None, leaf.tied_to))) if leaf.tied_to else "nothing"

@@ -124,7 +124,7 @@ def matches_self_or_ancestor(pattern: str, path: str) -> bool:
 
 
 def as_patterns(patterns: str | Sequence[str] | None) -> tuple[str, ...]:
-    """Return one pattern or several, as a tuple."""
+    """Return one pattern or several as a tuple; None gives an empty tuple."""
     return () if patterns is None else (patterns,) if isinstance(patterns, str) else tuple(patterns)
 
 

@@ -39,7 +39,7 @@ class TreeName:
         return f"tree {self.tree} at update {self.num_updates}{''.join(changes)}" if self.tree else ""
 
     def after_update(self) -> "TreeName":
-        """Return the name for the result of an update of these values, and count the update in ``num_successors``."""
+        """Return the name of the tree that an update of this tree makes. A second update of this tree makes another name."""
         if not self.tree:
             return UNNAMED_TREE
         self.num_successors += 1

@@ -223,9 +223,9 @@ class ModuleCallState:
         self._functional_calls = [*alive, (numbers, weakref.ref(source))] if made else alive
 
     def source_of_running_node(self) -> ParameterSource | None:
-        """Return the parameters of the functional call that made the running autograd node; None if no call made it.
+        """Return the parameters of the ``model.functional()`` call that made the running autograd node; None if no call did.
 
-        In a backward a checkpoint may call modules again, and needs these parameters.
+        ``torch.utils.checkpoint`` may call modules again in a backward, which then use these parameters.
         """
         node = torch._C._current_autograd_node()
         number = -1 if node is None else node._sequence_nr()
@@ -252,7 +252,7 @@ class ModuleCall:
 
     @uncompiled
     def compute_with_param_trees(self, source: ParameterSource, trees: list[Any], *_: Any) -> list[torch.Tensor]:
-        """Call :meth:`compute` with the leaves of trees of full parameters, one for each unit."""
+        """Call :meth:`compute` with the leaves of ``trees``, the full parameters of each unit, as ``fs.forward`` calls it."""
         return self.compute(source, list(map(optree.tree_leaves, trees)))
 
     @uncompiled

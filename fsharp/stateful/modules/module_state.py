@@ -71,7 +71,7 @@ class ModuleState:
         self.record_version_counters()
 
     def zero_residuals(self) -> None:
-        """Fill residuals with zeros in place: encoding errors of earlier gradients do not fit the gradients to come."""
+        """Set the encoding errors of earlier gradients to zero, in place, as they have another scale than later gradients."""
         if self.train_state.residuals is not None:
             for tensors in self.train_state.residuals.value.values():
                 torch._foreach_zero_(tensors)

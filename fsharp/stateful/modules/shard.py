@@ -35,7 +35,7 @@ from fsharp.stateful.modules.parameter import ShardedParameter
 from fsharp.stateful.modules.selection import Units, chosen_modules, methods_by_module, module_groups, units_by_module
 from fsharp.stateful.modules.session import Session, install_gathering_subclass
 from fsharp.stateful.modules.te import check_te_gradients, preserving_amax_histories, use_text_extra_state
-from fsharp.stateful.modules.torch_tools.refusals import check_shardable, patch_torch_wrappers
+from fsharp.stateful.modules.torch_tools.refusals import check_shardable, refuse_torch_wrappers
 from fsharp.stateful.modules.values.casts import casts_by_path
 from fsharp.stateful.modules.values.side_outputs import check_no_stored_parameters
 from fsharp.stateful.runtime.scheduler import Scheduler
@@ -167,7 +167,7 @@ def shard_module(
         policy = replace(policy, together=(*policy.together, *named_groups))
     scheduler = Scheduler(comm, policy=policy)
     session = Session(module, layout, list(chosen), state, scheduler, casts, specs)
-    patch_torch_wrappers(ShardedParameter)
+    refuse_torch_wrappers(ShardedParameter)
     for parameter in module.parameters():
         parameter.__dict__["_fsharp_replaced"] = True
     session.install_parts()

@@ -179,10 +179,11 @@ class UnitUse:
         self._full = None
 
     def pack_saved_parameters(self, out: Any, first: int, fill_buffer: Callable[[], UnshardedBuffer]) -> None:
-        """Let autograd keep rebuilds in place of saved views of this use's parameters, unless these are in the arena.
+        """Let autograd keep rebuilds in place of views of this use's parameters that it has saved.
 
-        This replaces tensors saved by nodes of the graph of ``out`` whose sequence number is at least ``first``.
-        ``fill_buffer`` returns the buffer of the parameters, and gathers released parameters again.
+        So the parameters' memory can be released before the backward. The arena needs none: the schedule fills the same
+        addresses again. Only tensors are replaced that nodes of the graph of ``out`` have saved, from sequence number ``first``
+        on. ``fill_buffer`` returns the buffer of the parameters, and gathers released parameters again.
         """
         if self.unsharded is None or self.unsharded.where is not None:
             return
@@ -250,6 +251,6 @@ class UsesUnderWay:
         return any(use.unsharded is unsharded for each in (self.forward, self.backward) for use in each)
 
     def mark_recomputed_as_held(self) -> None:
-        """Count the recomputed units as held, at the end of a microbatch or step."""
+        """Move all of ``recomputed`` to ``held``, at the end of a microbatch: a caller still holds parameters."""
         self.held |= self.recomputed
         self.recomputed.clear()

@@ -169,7 +169,7 @@ class Scheduler(DelegatingComm, ScheduledEngine):
             self.executor.set_label_names(step=f"{self._now.title}{self._history_suffix}")
 
     def reset_history(self) -> None:
-        """Remove earlier steps and settings from labels, after all ranks have loaded the same values."""
+        """Forget earlier steps and settings, which labels of collectives have, once all ranks have loaded the same values."""
         self._history, self.num_updates = SettingsHistory(), 0
         for scheduled in self._functions:
             scheduled.restart_call_count()

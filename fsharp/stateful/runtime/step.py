@@ -186,7 +186,7 @@ class Step:
             self._begin_use_backward(use)
 
     def _call_on_backward(self, gathered: Sequence[str]) -> None:
-        """Call the hook of :meth:`set_on_backward`. Raise an error if the step is over, as its parameters are released."""
+        """Call the hook of :meth:`set_on_backward`. Raise an error if the step is over: units ``gathered`` are released."""
         if self._on_backward is not None:
             self._on_backward()
         if self.is_over:

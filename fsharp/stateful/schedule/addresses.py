@@ -31,7 +31,7 @@ _FIT_RANKS: tuple[FitRank, ...] = (
 
 @dataclass(frozen=True, slots=True)
 class ArenaItem:
-    """A buffer that keeps one address.
+    """A buffer that keeps one address in the arena.
 
     Attributes:
         nbytes: size of the buffer, a multiple of the alignment.
@@ -43,7 +43,7 @@ class ArenaItem:
 
 
 def lower_bound(items: Sequence[ArenaItem]) -> int:
-    """Return the largest number of bytes that are live at one position."""
+    """Return the largest number of bytes that are live at one position: no arena can be smaller."""
     changes = sorted(change for item in items for a, b in item.spans for change in ((a, item.nbytes), (b + 1, -item.nbytes)))
     most = live = 0
     for _, nbytes in changes:  # at one position ends sort before starts
@@ -105,7 +105,7 @@ class _AddressSearch:
         self.num_compared = 0
 
     def find_addresses(self, order: Sequence[int], fit: FitRank, target: int) -> list[int] | None:
-        """Return the first byte of each item in an arena of ``target`` bytes; None if a search in this order fails."""
+        """Return the first byte of each item in an arena of ``target`` bytes, placed in this ``order``; None if it fails."""
         if self.num_compared > _MAX_COMPARISONS:
             return None
         placed: list[tuple[int, int, int]] = []  # starts, stops and lifetimes, in order of addresses
@@ -127,7 +127,7 @@ class _AddressSearch:
         return None
 
     def _free_addresses(self, i: int, placed: Sequence[tuple[int, int, int]], fit: FitRank, target: int) -> list[int]:
-        """Return both ends of each gap that is large enough for an item, the best end last."""
+        """Return the addresses at both ends of each gap between ``placed`` items that holds item ``i``, the best one last."""
         size, lifetime, top, found = self.items[i].nbytes, self.lifetimes[i], 0, set[tuple[int, int]]()
         self.num_compared += len(placed)
         for start, stop, other in (*placed, (target, target + 1, lifetime)):
@@ -139,7 +139,7 @@ class _AddressSearch:
         return [at for _, at in sorted(found, reverse=True)]
 
     def orders(self) -> Iterator[list[int]]:
-        """Yield orders of the items: by their beginning, by their duration, by their end, and by the bytes that they meet."""
+        """Yield orders in which to place the items: by beginning, by duration, by end, and by bytes that are live with them."""
         items, every = self.items, range(len(self.items))
         first, last = ([item.spans[k][k] if item.spans else 0 for item in items] for k in (0, -1))
         duration = [sum(stop - start for start, stop in item.spans) for item in items]
@@ -151,7 +151,7 @@ class _AddressSearch:
                 yield self._overlap_order(seed)
 
     def _overlap_order(self, seed: int) -> list[int]:
-        """Return an order from ``seed`` on. Next comes the item that is live with most bytes so far (maximum cardinality)."""
+        """Return an order that begins with item ``seed``. Next is the item that shares positions with most bytes so far."""
         lifetimes, met, order = self.lifetimes, dict.fromkeys(range(len(self.items)), 0), list[int]()
         self.num_compared += len(self.items) ** 2 // 2
         while met:
@@ -168,7 +168,7 @@ T = TypeVar("T")
 
 
 class ByteRanges(Generic[T]):
-    """A map from disjoint runs of bytes to values. A call is logarithmic in the runs, and linear in overlapping runs."""
+    """A map from disjoint runs of bytes to values. Calls are logarithmic in the runs, and linear in overlapping ones."""
 
     def __init__(self) -> None:
         self._starts: list[int] = []

@@ -55,7 +55,7 @@ PlacedOps = tuple[list[Op], int, int]
 
 
 def _emit_and_place(program: Program, policy: SchedulePolicy, max_final_reductions: int, *, sum_late: bool) -> PlacedOps:
-    """Return placed ops. Units stay resident from forward to backward as far as ``policy.release`` allows.
+    """Return the ops of a schedule, with addresses. Units stay from forward to backward as far as ``policy.release`` allows.
 
     ``max_final_reductions``: most reductions to the optimizer's place under way at once. ``sum_late``: see ``policy.sum_late``.
     """
@@ -88,7 +88,7 @@ ItemsByBuffer = dict[BufferKey, ArenaItem]
 
 
 def place_buffers(unplaced: Sequence[UnplacedOp], program: Program, *, max_nbytes: int | None = None) -> PlacedOps | None:
-    """Return ops with addresses and with the ops for which they wait; None if no arena of ``max_nbytes`` bytes is found."""
+    """Return ``unplaced`` ops with addresses and with the ops that they wait for; None if no arena of ``max_nbytes`` fits."""
     position = {id(op): i for i, op in enumerate(op for op in unplaced if op.marked_op is None)}
     if _open_gradients_early(unplaced, items := _arena_items(unplaced, program)):
         items = _arena_items(unplaced, program)
@@ -115,7 +115,7 @@ def place_buffers(unplaced: Sequence[UnplacedOp], program: Program, *, max_nbyte
 
 
 def _open_gradients_early(unplaced: Sequence[UnplacedOp], items: Mapping[BufferKey, ArenaItem]) -> bool:
-    """Let reductions write directly to gradients at rest if this takes no more memory. Return whether one does."""
+    """Let reductions write directly to gradients at rest, where this needs no larger arena. Return whether one does."""
     change = [0] * (len(unplaced) + 1)
     for item in items.values():
         for first, last in item.spans:
@@ -137,7 +137,7 @@ def _open_gradients_early(unplaced: Sequence[UnplacedOp], items: Mapping[BufferK
 
 
 def _arena_items(unplaced: Sequence[UnplacedOp], program: Program) -> ItemsByBuffer:
-    """Return each buffer's size and live spans. A buffer that a step hands to the next step is live at both ends of a step."""
+    """Return size and live spans of each buffer. What a step leaves for the next one is live at both ends of a step."""
     spans: dict[BufferKey, list[tuple[int, int]]] = {}
     since: dict[BufferKey, int] = {}
     for i, op in enumerate(unplaced):

@@ -18,7 +18,7 @@ _MIN_BUCKETS = 4  # least number of buckets
 
 
 def bucket_limit_nbytes(sent: Iterable[int]) -> int:
-    """Return the most bytes that a rank sends in one bucket, from the bytes of each unit. See [Note: buckets pay]."""
+    """Return the most bytes that a rank sends in one bucket. ``sent``: bytes of each unit. See [Note: buckets pay]."""
     return min(_MAX_BUCKET_NBYTES, sum(sent) // _MIN_BUCKETS)
 
 
@@ -35,10 +35,10 @@ def group_into_buckets(
     max_nbytes: int,
     groups: Mapping[str, int] = {},
 ) -> BucketOfUnit:
-    """Return buckets of neighbouring units with equal coalescing keys, for which a rank sends at most ``max_nbytes`` bytes.
+    """Return buckets of neighbouring units with equal ``coalescing_keys``: a rank sends at most ``max_nbytes`` for a bucket.
 
-    A unit that sends nothing, or has the key None, is alone. Units of a group in ``groups`` are joined without a limit of
-    bytes, and only with units of the same group.
+    ``sent``: bytes that a rank sends for a unit. A unit that sends nothing, or has the key None, is alone. Units with one
+    number in ``groups`` are joined without a limit of bytes, and with no others.
     """
     found: list[list[str]] = []
     last, filled = "", 0

@@ -13,7 +13,7 @@ from fsharp.stateful.schedule.unplaced import OpList, UnplacedOp
 
 
 class BucketsByCollective:
-    """The buckets of units, for each kind of collective: gathers, reductions, final reductions, gathers after the update."""
+    """The buckets into which units are joined, for each of four collectives: see the fields."""
 
     def __init__(self, program: Program, policy: SchedulePolicy) -> None:
         self._policy, self._facts, names = policy, program.facts, [unit.name for unit in program.units]

@@ -49,13 +49,13 @@ class GradientOps:
         self._opened: set[str] = set()  # units whose gradient has its memory at rest
 
     def begin_microbatch(self, casts: Counter[str], *, is_last: bool) -> None:
-        """Begin a microbatch with ``casts`` gradients of each unit. In the last one gradients go to the optimizer's place."""
+        """Begin a microbatch with ``casts[unit]`` gradients of each unit. In the last one they go to the optimizer's place."""
         self._expected_casts, self._missing_casts, self._casts = casts, Counter(casts), {}
         facts = self._ops.facts.items() if is_last else ()
         self._is_incomplete = {unit: True for unit, each in facts if FINAL_REDUCE.has_ops_for(each) and each.trainable}
 
     def emit_cast(self, event: Event, at: int) -> None:
-        """Emit the cast of a unit's gradient at the end of a backward. After the last cast of a bucket, emit its reduction."""
+        """Emit the cast of a unit's gradient at ``event``, the end of a backward; with a bucket's last cast, the reduction."""
         if not event.has_gradient:
             return
         unit, has_memory, is_first = event.unit, CAST.nbytes(self._ops.facts[event.unit]) > 0, event.unit not in self._casts
@@ -70,14 +70,14 @@ class GradientOps:
             self._emit_reduction(bucket, at)
 
     def end_microbatch(self, at: int) -> None:
-        """End a microbatch: add the results of its reductions, and begin all reductions to the optimizer's place."""
+        """End a microbatch at event ``at``: add what its reductions sum, and begin all reductions to the optimizer's place."""
         while any(ops[0].phase == "backward" for ops in self._under_way):
             self._end_oldest_reductions(at)
         for unit in [unit for unit, is_waiting in self._is_incomplete.items() if is_waiting]:
             self._emit_final_reduction_if_ready(unit, at)
 
     def end_all_reductions(self, at: int) -> None:
-        """Add the results of all reductions that are under way."""
+        """End all reductions under way: add their results to the gradients."""
         while self._under_way:
             self._end_oldest_reductions(at)
 
@@ -97,7 +97,7 @@ class GradientOps:
         self._emit_final_reduction_if_ready(unit, at)
 
     def _emit_final_reduction_if_ready(self, unit: str, at: int) -> None:
-        """Record that a unit's gradient can go to the optimizer's place. Reduce a bucket once all of its units are ready."""
+        """Record that a unit's gradient is complete. If those of its bucket are, reduce them to the optimizer's place."""
         if not self._is_incomplete.get(unit):
             return
         self._is_incomplete[unit] = False
@@ -113,7 +113,7 @@ class GradientOps:
     def _emit_encodes(
         self, spec: OpSpec, units: Sequence[str], at: int, after: dict[str, UnplacedOps]
     ) -> dict[str, UnplacedOps]:
-        """Emit the encodes of units whose gradients travel encoded. Return, by unit, the ops that a reduction waits for."""
+        """Emit the encodes of units whose gradients travel encoded. Return, by unit, the ops that its reduction waits for."""
         [phase] = spec.phases
         for unit in units:
             if spec.has_ops_for(self._ops.facts[unit]):
@@ -121,14 +121,14 @@ class GradientOps:
         return after
 
     def _open_resting_gradient(self, unit: str) -> BufferKey | None:
-        """Return the buffer of a unit's gradient at rest, for the first op that writes there; None for later ops."""
+        """Return the buffer of a unit's gradient at rest for the first op that writes there; None for later ops."""
         if not self._ops.facts[unit].rest or unit in self._opened:
             return None
         self._opened.add(unit)
         return REST, unit
 
     def _begin_reduction(self, ops: list[UnplacedOp]) -> None:
-        """Count the reductions of a bucket as under way. Unless sums are added late, emit the ops that add the sums."""
+        """Count the reductions ``ops`` of a bucket as under way. Unless sums are late, emit the ops that add the results."""
         if self._sum_late:
             self._under_way.append(ops)
             return
@@ -140,12 +140,12 @@ class GradientOps:
         self._emit_ready_final_reductions(sums)
 
     def _limit_reductions(self, at: int, spec: OpSpec) -> None:
-        """End reductions of this kind, the oldest first, until there is room for one more."""
+        """End the oldest reductions of the kind ``spec`` until there is room for one more."""
         while sum(ops[0].phase in spec.phases for ops in self._under_way) >= self._most[spec]:
             self._end_oldest_reductions(at)
 
     def _end_oldest_reductions(self, at: int) -> None:
-        """Add the results of the oldest bucket of reductions under way, and free its memory."""
+        """End the oldest reductions under way: add their results to the gradients, and free their memory."""
         ops = self._under_way.pop(0)
         if ops[0].spec in (ACCUMULATE, FINAL_ACCUMULATE):
             for op in ops:
@@ -154,7 +154,7 @@ class GradientOps:
             self._emit_ready_final_reductions(self._emit_sums(ops, at, is_last=True))
 
     def _emit_sums(self, ops: Sequence[UnplacedOp], at: int, *, is_last: bool) -> list[UnplacedOp]:
-        """Emit the ops that add results of reductions to gradients. ``is_last``: whether these ops free the results' memory."""
+        """Emit the ops that add the results of the reductions ``ops`` to gradients. ``is_last``: they also free the results."""
         sums = []
         for op in ops:
             decode, spec = (DECODE_SUM, ACCUMULATE) if op.spec is REDUCE else (FINAL_DECODE_SUM, FINAL_ACCUMULATE)

@@ -22,7 +22,7 @@ from fsharp.stateful.schedule.unplaced import OpList, UnplacedOp
 
 
 class ParameterOps:
-    """Emits the ops of parameters and of updates.
+    """Emits the ops that gather, wait for and release parameters, and the ops of updates.
 
     ``gathers``: buckets of units that are gathered in one collective. ``update_gathers``: buckets for the gathers of updated
     parameters. ``kept_uses``: uses whose parameters stay from their forward to the end of their backward.
@@ -80,13 +80,13 @@ class ParameterOps:
         self._ops.add_op(COMPUTE, unit, phase, at, use=event.use)
 
     def _emit_update_wait(self, unit: str, at: int) -> None:
-        """Emit the wait for the gather of a unit's parameters after the previous step's update, once in a step."""
+        """Emit the wait for the gather of a unit that the previous step's update has begun, once in a step."""
         if self._carries and UPDATE_WAIT.has_ops_for(self._ops.facts[unit]) and unit not in self._waited_updates:
             self._waited_updates.add(unit)
             self._arriving.append(self._ops.add_op(UPDATE_WAIT, unit, "update", at))
 
     def emit_fetch(self, unit: str, at: int) -> None:
-        """Emit the copy of a unit's state to the device."""
+        """Emit the copy of a unit's optimizer state from host memory to the device."""
         self._fetched.append(self._ops.add_op(FETCH, unit, "update", at, after=self._ops.last_on_stream("compute")))
 
     def emit_update(self, at: int, *, is_last: bool) -> None:

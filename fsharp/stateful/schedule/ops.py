@@ -96,24 +96,24 @@ BUFFERS = {
 
 @dataclass(frozen=True, slots=True, eq=False)
 class OpSpec:
-    """The properties of ops of one kind in some phases. Buffers are keys of :data:`BUFFERS`, and belong to the op's unit.
+    """The properties of the ops of one kind, in some phases of a step. A buffer is a key of :data:`BUFFERS`, of the op's unit.
 
     Attributes:
         kind: name of the kind.
         phases: phases of a step with such ops.
         stream: stream on which the ops run.
-        when: fields of :class:`UnitFacts`: a unit has such ops if one of these fields is not empty. ``()``: every unit may.
-        events: kinds of events of the program at which exactly one such op begins. ``()``: no such rule.
-        behind: kind of ops: such an op is emitted behind each of them. Empty: the emitter decides.
+        when: names of fields of :class:`UnitFacts`. A unit has such ops if one of these fields is not empty; ``()``: always.
+        events: kinds of events at which exactly one such op is issued, as the program says; ``()``: the compiler decides.
+        behind: a kind of op. One op of this kind follows each op of that kind; empty: the emitter decides.
         reads: buffers that have to be filled before the op.
         joins: buffer whose fill the op waits for, so that compute may use the buffer afterwards.
         fills: buffer that is filled when the op ends.
         changes: buffer that the op changes in place.
         frees: buffer that is free after the op.
-        opens: whether the op may be the first to write a gradient at rest.
-        calls: field of :class:`UnitFacts` with the op's collectives.
-        codes: field of :class:`UnitFacts` with the encoded bytes that the op encodes or decodes itself; see [Note: codecs].
-        casts: field of :class:`UnitFacts` with the bytes that the op casts as it adds them.
+        opens: whether the op may be the first to write a gradient at rest; later ones add to it.
+        calls: name of the field of :class:`UnitFacts` with the op's collectives.
+        codes: name of the field with the encoded bytes that the op encodes or decodes itself; see [Note: codecs].
+        casts: name of the field with the bytes that the op casts as it adds them.
         cost: the quantity on which the op's time depends.
         may_wait: whether the host may block in the op.
         look: name and colour in pictures.
@@ -140,35 +140,35 @@ class OpSpec:
 
     @property
     def has_unit(self) -> bool:
-        """Whether each op of this kind belongs to a unit."""
+        """Whether each op of this kind belongs to a unit. The optimizer's update, for example, does not."""
         leaders = [each for each in OPS.values() if each.kind == self.behind]
         return not any(event in EVENTS_WITHOUT_UNIT for event in self.events) and all(each.has_unit for each in leaders)
 
     def has_ops_for(self, facts: UnitFacts) -> bool:
-        """Return whether a unit has ops of this kind."""
+        """Return whether the unit with ``facts`` has ops of this kind."""
         return not self.when or any(getattr(facts, name) for name in self.when)
 
     def collectives(self, facts: UnitFacts) -> tuple[Call, ...]:
-        """Return the collectives of a unit's op of this kind."""
+        """Return the collectives of an op of this kind, for the unit with ``facts``."""
         return getattr(facts, self.calls) if self.calls else ()
 
     def coded_nbytes(self, facts: UnitFacts) -> int:
-        """Return the encoded bytes that an op of this kind encodes or decodes, for a unit."""
+        """Return the encoded bytes that an op of this kind encodes or decodes, for the unit with ``facts``."""
         return getattr(facts, self.codes) if self.codes else 0
 
     def cast_nbytes(self, facts: UnitFacts) -> int:
-        """Return the bytes that an op of this kind casts as it adds them, for a unit."""
+        """Return the bytes that an op of this kind casts as it adds them, for the unit with ``facts``."""
         return getattr(facts, self.casts) if self.casts else 0
 
     @property
     @cache  # noqa: B019  # records live as long as the process
     def memory_buffer_kind(self) -> str:
-        """The kind of buffer in ``memory`` of an op of this kind; empty if the op has no memory."""
+        """The kind of buffer whose address ops of this kind have in ``Op.memory``; empty if they have none."""
         used = (each for each in (self.frees, self.changes, self.fills) if each)
         return next((each for each in used if BUFFERS[each].size_fact and not BUFFERS[each].is_opened), "")
 
     def nbytes(self, facts: UnitFacts) -> int:
-        """Return the bytes of ``memory`` of a unit's op of this kind."""
+        """Return the bytes of ``Op.memory`` of an op of this kind, for the unit with ``facts``."""
         return buffer_nbytes(self.memory_buffer_kind, facts) if self.memory_buffer_kind else 0
 
     def filled_buffer(self, facts: UnitFacts) -> str:
@@ -287,7 +287,7 @@ def declare_op(spec: OpSpec) -> None:
 
 
 def _describe_unknown_name(spec: OpSpec) -> str:
-    """Return text about the first field that is empty but required, or has an unknown name; empty if all fields are right."""
+    """Return text about the first field of ``spec`` that is empty or names nothing known; empty if all are right."""
     for field in ("kind", "phases"):
         if not getattr(spec, field):
             return f"{field} is {getattr(spec, field)!r}, expected a value that is not empty"

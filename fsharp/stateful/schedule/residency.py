@@ -11,14 +11,14 @@ _START_KINDS = ("forward", "backward")
 
 
 class ResidencyChange(NamedTuple):
-    """Buckets that are released at an event, and buckets that are gathered, in the order in which they are needed."""
+    """The buckets to release at an event, and those to gather, in the order in which they are needed."""
 
     released: tuple[Bucket, ...]
     gathered: tuple[Bucket, ...]
 
 
 class Residency(NamedTuple):
-    """The plan of which buckets of units are resident at each event. A bucket is units that are gathered in one collective.
+    """The plan of which buckets of units are resident, that is gathered in full, at each event.
 
     Attributes:
         changes: for each event, the buckets to release and to gather.
@@ -34,13 +34,13 @@ def plan_residency(
 ) -> Residency:
     """Return the plan of which buckets are resident, that is gathered, at each event.
 
-    There is room for one bucket in use, and for the next ``policy.prefetch`` different buckets that the program uses before its
-    parameters are updated. While no bucket is in use, this room keeps a resident bucket that will be used again.
+    The limit is one bucket in use, and the next ``policy.prefetch`` different buckets that the program uses before the next
+    update. While no bucket is in use, a resident bucket that will be used again takes the place of the one in use.
 
-    Buckets of the uses around the innermost use need no room: a root that is always in use would leave none for prefetch.
-    Neither do buckets of ``kept_uses``, from their forward to the end of their backward.
+    Two kinds of buckets do not count. Those of the uses around the innermost one would leave no room for prefetch, as the root
+    is always in use. Those of ``kept_uses`` stay from their forward to the end of their backward.
 
-    ``carried``: buckets that the previous step may have gathered.
+    ``buckets``: bucket by unit. ``carried``: buckets that the previous step may have gathered.
     """
     events = program.events
     in_use, staying = _buckets_in_use(events, buckets), _staying_buckets(events, buckets, frozenset(kept_uses))
@@ -80,7 +80,7 @@ def plan_residency(
 def _staying_buckets(
     events: Sequence[Event], buckets: BucketOfUnit, kept_uses: Collection[int]
 ) -> list[tuple[Mapping[Bucket, int], tuple[Bucket, ...]]]:
-    """Return for each event the buckets that ``kept_uses`` keep resident, and the bucket whose last kept use ends there."""
+    """Return, for each event, the buckets that ``kept_uses`` keep resident, and the bucket whose last kept use ends there."""
     ends = {event.use: i for i, event in enumerate(events) if event.kind == "backward_end" and event.use in kept_uses}
     counts: Mapping[Bucket, int] = {}  # by bucket, number of uses that keep the bucket
     result = []
@@ -102,7 +102,7 @@ def _wanted_buckets(
     in_use: Sequence[tuple[Bucket, ...]],
     staying: Sequence[tuple[Mapping[Bucket, int], tuple[Bucket, ...]]],
 ) -> list[tuple[Bucket, ...] | None]:
-    """Return the buckets to hold at each start of a forward or backward, without buckets that stay; None for other events."""
+    """Return, at each start of a forward or backward, the buckets in use and ahead within the limit; None at other events."""
     upcoming = _upcoming_buckets(events, buckets, policy.prefetch + 1 + max(map(len, in_use), default=0))
     wanted: list[tuple[Bucket, ...] | None] = []
     before: tuple[Bucket, ...] = ()
@@ -124,7 +124,7 @@ def _wanted_buckets(
 
 
 def _next_needed_buckets(events: Sequence[Event], wanted: Sequence[tuple[Bucket, ...] | None]) -> list[tuple[Bucket, ...]]:
-    """Return for each event the buckets that the next forward or backward needs; none if an update comes first."""
+    """Return, for each event, the buckets in ``wanted`` for the next forward or backward; none if an update comes first."""
     after: list[tuple[Bucket, ...]] = []
     following: tuple[Bucket, ...] = ()
     for event, here in zip(reversed(events), reversed(wanted), strict=True):
@@ -164,7 +164,7 @@ def _buckets_in_use(events: Sequence[Event], buckets: BucketOfUnit) -> list[tupl
 
 
 def _upcoming_buckets(events: Sequence[Event], buckets: BucketOfUnit, limit: int) -> list[tuple[Bucket, ...]]:
-    """Return for each event the next ``limit`` different buckets that have a use after the event and before the next update."""
+    """Return, for each event, the next ``limit`` different buckets that are used after it, before the next update."""
     result: list[tuple[Bucket, ...]] = []
     ahead: tuple[Bucket, ...] = ()
     for event in reversed(events):

@@ -145,7 +145,7 @@ class Schedule:
         return replace(self, ops=tuple(ops))
 
     def lines(self) -> list[str]:
-        """Return one line for each op."""
+        """Return the schedule as text, a line for each op."""
         return [str(op) for op in self.ops]
 
     def diff(self, other: "Schedule") -> str:
@@ -201,7 +201,7 @@ def bucketed_ops(ops: Sequence[Op]) -> list[tuple[Op, ...]]:
 
 
 class BufferLifetime(NamedTuple):
-    """A live span of a buffer: positions of the ops that fill and free the buffer (None: in another step), and its bytes."""
+    """A live span of a buffer: positions of the ops that fill and free it (None: an op of another step), and its bytes."""
 
     fill: int | None
     free: int | None
@@ -209,7 +209,7 @@ class BufferLifetime(NamedTuple):
 
 
 def buffer_lifetimes(ops: Sequence[Op]) -> Iterator[BufferLifetime]:
-    """Yield each live span of each buffer."""
+    """Yield the live spans of all buffers in the arena, for pictures and sums of memory."""
     live: dict[tuple[str, str], tuple[int, int]] = {}
     for i, op in enumerate(ops):
         if op.opens is not None:
@@ -249,7 +249,7 @@ def sent_nbytes_by_axis(calls: Iterable[Call]) -> Counter[tuple[str, str]]:
 
 
 def coalescing_key(spec: OpSpec, facts: UnitFacts) -> tuple[object, ...] | None:
-    """Return the coalescing key of an op: dtypes, collectives and axes, equal in a bucket. None: the op joins no bucket."""
+    """Return what has to be equal for ops to share a bucket: dtypes, collectives and axes. None: the op joins no bucket."""
     stages = tuple(dict.fromkeys((call.op, call.axis) for call in spec.collectives(facts)))
     return (facts.wire, *stages) if stages and facts.wire is not None else None
 

@@ -15,7 +15,7 @@ BufferKey = tuple[str, str]
 
 @dataclass(eq=False)
 class UnplacedOp:
-    """An op whose buffer has no address yet; or a mark: the position up to which an earlier op's buffer stays reserved.
+    """An op whose buffer has no address yet; or a mark, up to which the buffer of an earlier op stays reserved.
 
     Attributes:
         at: position of the op's event.
@@ -54,7 +54,7 @@ class UnplacedOp:
 
 
 class OpList:
-    """The ops emitted so far, in the order of issue."""
+    """The ops emitted so far, in the order in which the host issues them."""
 
     def __init__(self, program: Program) -> None:
         self.facts = program.facts
@@ -63,7 +63,7 @@ class OpList:
         self._readers: dict[BufferKey, list[UnplacedOp]] = {}  # ops that have read a buffer since its last change
 
     def add_op(self, spec: OpSpec, unit: str, phase: Phase, at: int, **fields: Any) -> UnplacedOp:
-        """Add an op, and the ops behind it by :func:`specs_behind`, as a decode is behind a wait. Return the first op."""
+        """Add an op of the kind ``spec``, and the ops behind it, as a decode is behind a wait. Return the first op."""
         op = self._append_op(spec, unit, phase, at, **fields)
         self._add_ops_behind(op)
         return op
@@ -71,7 +71,7 @@ class OpList:
     def add_bucket(
         self, spec: OpSpec, units: Sequence[str], phase: Phase, at: int, after: Mapping[str, tuple[UnplacedOp, ...]] = {}
     ) -> list[UnplacedOp]:
-        """Add an op for each unit, all in one bucket, and then the ops behind these ops. Return the first ops."""
+        """Add an op for each unit, all in one bucket, and then the ops behind them. Return the former."""
         bucket = next(self._numbers) if len(units) > 1 else -1
         ops = [self._append_op(spec, unit, phase, at, after=after.get(unit, ()), bucket=bucket) for unit in units]
         for op in ops:
@@ -120,5 +120,5 @@ class OpList:
 
 
 def specs_behind(spec: OpSpec, phase: Phase) -> list[OpSpec]:
-    """Return the kinds of ops that are emitted behind each op of a kind, in a phase."""
+    """Return the kinds of ops whose :attr:`OpSpec.behind` is this kind, in a phase: one follows each op of it."""
     return [each for (_, when), each in OPS.items() if when == phase and each.behind == spec.kind]

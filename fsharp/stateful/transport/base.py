@@ -27,7 +27,7 @@ GroupKind = Literal["gather", "reduce"]
 
 
 class Work:
-    """A collective under way. Several threads may wait for it: the first completes it.
+    """A collective under way. Several threads may wait for it; the first that waits completes it.
 
     Args:
         then: function that waits for the collective and completes it. Its result is the result of the Work, unless ``result``
@@ -72,9 +72,10 @@ class Summand(NamedTuple):
 
 
 class Transport(ABC):
-    """Asynchronous collectives along an axis of a :class:`~fsharp.Comm`, with the bits of the Comm.
+    """Asynchronous collectives along an axis of a :class:`~fsharp.Comm`, whose results have the bits of the Comm's.
 
-    Several buffers of one dtype in one call are one collective: packed, unless :meth:`should_pack` returns False.
+    Several buffers of one dtype in one call are one collective: packed, unless :meth:`should_pack` returns False. A ``label``
+    says what a call is for, as in :class:`~fsharp.Comm`.
     """
 
     is_async = False
@@ -142,16 +143,16 @@ class Transport(ABC):
         return [self._chain_work(work, lambda _: _copy_all(outs, there))] * len(xs)
 
     def should_pack(self, op: str, xs: Sequence[torch.Tensor], n: int) -> bool:
-        """Return whether to pack several buffers, each sent in ``n`` parts. All ranks return the same."""
+        """Return whether to pack the buffers ``xs``, each sent in ``n`` parts, for the collective ``op``. All ranks agree."""
         return True
 
     @abstractmethod
     def gather_each(self, xs: Sequence[torch.Tensor], outs: Sequence[torch.Tensor], axis: str, label: str) -> Work:
-        """Run :meth:`gather` without packing. Each of ``xs`` may be this rank's part of its ``out``."""
+        """Run :meth:`gather` without packing. A buffer in ``xs`` may be this rank's part of its buffer in ``outs``."""
 
     @abstractmethod
     def reduce_scatter_each(self, summands: Sequence[Summand], axis: str, dtype: torch.dtype, label: str) -> list[Work]:
-        """Run :meth:`reduce_scatter` without packing. Without ``out`` the buffer may be overwritten."""
+        """Run :meth:`reduce_scatter` without packing. A summand without ``out`` may be overwritten."""
 
     @abstractmethod
     def all_reduce_each(self, summands: Sequence[Summand], axis: str, label: str) -> list[Work]:
@@ -173,11 +174,12 @@ class Transport(ABC):
         *,
         label: str = "",
     ) -> list[Work]:
-        """Begin a :meth:`reduce_scatter` of encoded parts, by one all_to_all. The first wait decodes and adds the parts.
+        """Begin a :meth:`reduce_scatter` of encoded parts, by one all_to_all. The first wait for a result decodes and adds all.
 
-        A summand's ``out`` has room for a padded part; without ``out`` the sum replaces the first part of ``x``. For each
-        summand, ``encoded`` is ``x`` encoded, with a row for each receiver; ``padding`` has runs of the sum that belong to no
-        leaf and become zero; ``facts`` are for errors of the format.
+        ``n`` ranks are on the axis, and ``wire`` is the format. ``out`` of a summand has room for a padded part; without
+        ``out`` the sum replaces the first part of ``x``. For each summand, ``encoded`` is ``x`` encoded, with a row for each
+        receiver. ``padding`` has runs of the sum that belong to no leaf, and become zero. ``facts`` are for errors of the
+        format.
         """
         xs = [each.x for each in summands]
         parts = [wire.padded_part_size(len(x), n) for x in xs]
@@ -203,7 +205,7 @@ class Transport(ABC):
     def gather_without_padding(
         self, xs: Sequence[torch.Tensor], outs: Sequence[torch.Tensor], axis: str, n: int, label: str
     ) -> Work:
-        """Gather every rank's ``xs[i]`` into ``outs[i]``, in one all_gather, and leave out padding at the end."""
+        """Gather every rank's ``xs[i]`` into ``outs[i]``, in one all_gather, without padding beyond the end of ``outs[i]``."""
         rooms = [out if len(out) == n * len(x) else out.new_empty(n * len(x)) for x, out in zip(xs, outs, strict=True)]
         parts = [room if room is out else room[: len(out)] for out, room in zip(outs, rooms, strict=True)]
         return self._chain_work(self.gather(xs, rooms, axis, label), lambda _: _copy_all(outs, parts))
@@ -227,20 +229,20 @@ class Transport(ABC):
         return work
 
     def scratch_nbytes(self, op: str, axis: str, numel: int, itemsize: int, *, sums_into_out: bool = False) -> int:
-        """Return the bytes of scratch for a reduce_scatter or all_reduce. ``sums_into_out``: ``out`` has the dtype of ``x``."""
+        """Return the bytes of :attr:`Summand.scratch` for ``op``. ``sums_into_out``: ``out`` has the dtype of ``x``."""
         return 0
 
     def observe_collectives(self, on_collective: Callable[[CollectiveOutcome], None] | None) -> None:
-        """Call ``on_collective`` with each later collective that runs in a thread of its own; None ends the calls."""
+        """Call ``on_collective`` for each later collective that a thread of the transport runs; None ends this."""
 
     def allocate_arena(self, nbytes: int, memory_kind: str) -> torch.Tensor:
-        """Return ``nbytes`` of memory on the device, of a kind that ``SchedulePolicy.arena_memory`` names, as bytes."""
+        """Return ``uint8[nbytes]`` on the device for an arena. ``memory_kind``: see ``SchedulePolicy.arena_memory``."""
         assert memory_kind == "allocator", f"{type(self).__name__} has no {memory_kind} memory"
         return torch.empty(nbytes, dtype=torch.uint8, device=self.comm.device)
 
 
 def _copy_all(outs: Sequence[torch.Tensor], xs: Sequence[torch.Tensor]) -> None:
-    """Copy ``xs`` to ``outs`` without a change of version counters, as a message would."""
+    """Copy each of ``xs`` into the tensor of ``outs``, without a new version counter, as a message leaves it."""
     pairs = [(out, x) for out, x in zip(outs, xs, strict=True) if out is not x]
     if pairs:
         with _unsafe_preserve_version_counter(tuple([out for out, _ in pairs if not out.is_inference()])):
@@ -248,14 +250,14 @@ def _copy_all(outs: Sequence[torch.Tensor], xs: Sequence[torch.Tensor]) -> None:
 
 
 class ProcessGroups:
-    """The process groups of a scheduler: separate ones for gathers and for reductions, or the groups of the Comm."""
+    """The process groups of a transport: those of its Comm, or separate ones for gathers and for reductions."""
 
     def __init__(self, comm: ProcessGroupComm, *, separate: bool) -> None:
         self.comm, self.separate = comm, separate
         self._made: dict[tuple[GroupKind, str], dist.ProcessGroup] = {}
 
     def make_groups(self) -> None:
-        """Make the groups along all axes. All ranks have to call this method; a rank alone waits up to the time limit."""
+        """Make the separate groups along all axes now. All ranks call this method; a rank alone waits up to the time limit."""
         if self.separate:
             self.comm.watch.aborts.append(WeakMethod(self.abort))
             for axis, size in self.comm.mesh.axes:
@@ -263,11 +265,11 @@ class ProcessGroups:
                     self(kind, axis)
 
     def begin_generation(self) -> None:
-        """Begin as new, without groups, in a new generation of the job."""
+        """Forget the groups of the last generation of the job, which have ended."""
         self._made.clear()
 
     def __call__(self, kind: GroupKind, axis: str) -> dist.ProcessGroup:
-        """Return the group along an axis for one kind of collective. Raise an error if another rank has failed."""
+        """Return the group along ``axis`` for collectives of one ``kind``. Raise an error if another rank has failed."""
         self.comm.watch.raise_if_failed()
         if not self.separate:
             return self.comm.group(axis)

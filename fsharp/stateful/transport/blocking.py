@@ -14,7 +14,7 @@ class BlockingTransport(Transport):
     """
 
     def gather_each(self, xs: Sequence[torch.Tensor], outs: Sequence[torch.Tensor], axis: str, label: str) -> Work:
-        """Gather a buffer over the Comm."""
+        """Gather a buffer by the Comm's all_gather."""
         outs[0].copy_(self.comm.all_gather(xs[0], axis, label=label).view(-1))
         return Work()
 
@@ -25,7 +25,7 @@ class BlockingTransport(Transport):
         return [Work(result=result if out is None else out.copy_(result))]
 
     def all_reduce_each(self, summands: Sequence[Summand], axis: str, label: str) -> list[Work]:
-        """Sum a summand over ranks, by the Comm. If it travels in another dtype than its sum, by two collectives."""
+        """Sum a summand over ranks, by an all_reduce; if the sum has another dtype, by a reduce_scatter and an all_gather."""
         x, out = summands[0].x, summands[0].required_out
         if x.dtype == out.dtype:
             out.copy_(self.comm.all_reduce(x, axis, label=label))
@@ -37,7 +37,7 @@ class BlockingTransport(Transport):
         return [Work()]
 
     def all_to_all(self, x: torch.Tensor, out: torch.Tensor, axis: str, label: str) -> Work:
-        """Exchange parts over the Comm."""
+        """Exchange parts by the Comm's all_to_all."""
         n = self.comm.mesh.axis_size(axis)
         sizes = [len(x) // n] * n
         out.copy_(self.comm.all_to_all(x, sizes, sizes, axis=axis, label=label))

@@ -31,7 +31,7 @@ PartsOfBuffers = Sequence[Sequence[torch.Tensor]]
 
 
 class GlooTransport(Transport):
-    """A Transport over gloo: each rank sends every other rank its part, and adds the parts that arrive, asynchronously."""
+    """A Transport over gloo, asynchronous: each rank sends each other rank its part, and adds the parts that arrive."""
 
     is_async = True
     comm: ProcessGroupComm
@@ -43,15 +43,15 @@ class GlooTransport(Transport):
         self._crew = {kind: Worker(kind) for kind in ("posts", "gather", "reduce", "share")}
 
     def observe_collectives(self, on_collective: Callable[[CollectiveOutcome], None] | None) -> None:
-        """Call ``on_collective`` with each later collective; None ends the calls."""
+        """Call ``on_collective`` for each later collective; None ends this."""
         self._on_collective = on_collective
 
     def should_pack(self, op: str, xs: Sequence[torch.Tensor], n: int) -> bool:
-        """Return whether parts of buffers are too small for messages of their own."""
+        """Return whether parts of the buffers are too small for messages of their own, or the collective is an all_reduce."""
         return op == "all_reduce" or sum([x.nbytes for x in xs]) < _MIN_MESSAGE_NBYTES * n * len(xs)
 
     def gather_each(self, xs: Sequence[torch.Tensor], outs: Sequence[torch.Tensor], axis: str, label: str) -> Work:
-        """Gather by messages directly into ``outs``."""
+        """Gather by messages that arrive directly in ``outs``."""
         n, mine = self._size_and_coord(axis)
         rows = [list(out.view(n, -1)) for out in outs]
         for x, row in zip(xs, rows, strict=True):
@@ -73,7 +73,7 @@ class GlooTransport(Transport):
         return [Work(work.wait, out) for out in outs]
 
     def all_reduce_each(self, summands: Sequence[Summand], axis: str, label: str) -> list[Work]:
-        """Reduce each rank's part, then gather the parts; the last parts may be shorter."""
+        """Sum this rank's part over ranks, then gather the sums of all parts. The last parts may be shorter."""
         x, out = summands[0].x, summands[0].required_out
         first = self._announce(label, "all_reduce", [x], axis)
         n, mine = self._size_and_coord(axis)
@@ -93,7 +93,7 @@ class GlooTransport(Transport):
         return self._exchange_parts("reduce", [parts], [results], mine, self._announce(label, "all_to_all", [x], axis))
 
     def _announce(self, label: str, op: str, xs: Sequence[torch.Tensor], axis: str) -> PointToPoint:
-        """Tell other ranks which collective this rank begins now. Return the messages of the collective."""
+        """Begin a collective of ``xs``, under a label that ranks compare if they wait. Return its sends and receives."""
         sizes = "+".join([str(len(x)) for x in xs])
         call = self.comm.watch.begin_call(f"{label}: {op} along {axis} of {sizes} {dtype_name(xs[0].dtype)}")
         return self.comm.point_to_point(self.groups("gather" if op == "all_gather" else "reduce", axis), axis, call)
@@ -107,9 +107,10 @@ class GlooTransport(Transport):
         messages: PointToPoint,
         outcome: CollectiveOutcome | None = None,
     ) -> Work:
-        """Send to every other rank its part of each row in ``send``, and receive its parts into the rows of ``receive``.
+        """Send to every other rank its part of each row in ``send``, and receive that rank's part of each row in ``receive``.
 
-        ``mine`` is this rank's coordinate along the axis. ``kind`` names the worker that waits for the messages.
+        ``mine``: this rank's coordinate along the axis. ``kind``: name of the worker that waits for the messages. ``outcome``:
+        that of the collective, if it exists already.
         """
 
         def post() -> list[Any]:
@@ -131,9 +132,10 @@ class GlooTransport(Transport):
         then: Callable[[], Any] = lambda: None,
         second_outcome: CollectiveOutcome | None = None,
     ) -> Work:
-        """Sum this rank's part of each row over ranks, into the row's ``out``.
+        """Sum part ``mine``, this rank's, of each buffer over ranks, into the buffer of ``outs``.
 
-        ``then`` is called at the end, and may begin the second half of the collective, whose outcome is ``second_outcome``.
+        ``rows`` has the parts of each buffer. For an all_reduce ``then`` is called at the end; it begins the gather of the
+        sums, whose outcome is ``second_outcome``.
         """
         n = len(rows[0])
         partners = list(_exchange_rounds(mine, n))
@@ -174,7 +176,7 @@ class GlooTransport(Transport):
     def _post_and_finish(
         self, kind: str, post: Callable[[], Any], finish: Callable[[Any], Any], outcome: CollectiveOutcome
     ) -> Work:
-        """Run a collective on two workers: the first posts the messages, the second waits for them and completes the result."""
+        """Run a collective on two workers: one posts its messages by ``post``, the other, ``kind``, waits by ``finish``."""
         poster, finisher = self._crew["posts"], self._crew[kind]
         if self._on_collective is not None and kind != "share":  # the first half reports the second half too
             self._on_collective(outcome)
@@ -191,20 +193,20 @@ class GlooTransport(Transport):
         return Work(then=outcome.wait)
 
     def scratch_nbytes(self, op: str, axis: str, numel: int, itemsize: int, *, sums_into_out: bool = False) -> int:
-        """Return the bytes of two chunks from each other rank, or of the whole part if it is no larger than a chunk."""
+        """Return the bytes of scratch: for each other rank two chunks, or a whole part if it is no larger than a chunk."""
         n = self.comm.mesh.axis_size(axis)
         part, chunk = -(-numel // n), _CHUNK_NBYTES // itemsize
         return (part if part <= chunk else 2 * chunk) * (n - 1) * itemsize
 
 
 def _exchange_rounds(mine: int, n: int) -> Iterator[tuple[int, int]]:
-    """Yield for each round ``(receiver, sender)``: the coordinates to which rank ``mine`` sends, and from which it receives."""
+    """Yield ``(receiver, sender)`` for each round: whom rank ``mine`` of ``n`` sends to, and whom it receives from."""
     for shift in range(1, n):
         yield (mine + shift) % n, (mine - shift) % n
 
 
 def add_summands(summands: Sequence[torch.Tensor], out: torch.Tensor) -> None:
-    """Write ``((s0 + s1) + s2) + ...`` to ``out``, in its dtype. ``out`` may be one of the summands."""
+    """Write the sum ``((s0 + s1) + s2) + ...`` of ``summands`` to ``out``, in its dtype. ``out`` may be one of them."""
     if summands[0].dtype == out.dtype and len(summands) == 2:
         torch.add(summands[0], summands[1], out=out)
         return

@@ -16,19 +16,19 @@ _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sc
 
 
 class NcclTransport(Transport):
-    """A Transport of a device backend's collectives, on the current stream. The backend sums in the dtype of its input."""
+    """A Transport of a device backend's collectives, on the current stream. The backend adds in the dtype of its input."""
 
     comm: ProcessGroupComm
     groups: ProcessGroups
     _registered: "RegisteredMemory | None" = None
 
     def gather_each(self, xs: Sequence[torch.Tensor], outs: Sequence[torch.Tensor], axis: str, label: str) -> Work:
-        """Gather, in place if ``x`` is part of ``out``."""
+        """Gather by the backend; in place if ``xs[0]`` is part of ``outs[0]``."""
         _all_gather(outs[0].view(torch.uint8), xs[0].view(torch.uint8), group=self.groups("gather", axis))
         return Work()
 
     def reduce_scatter_each(self, summands: Sequence[Summand], axis: str, dtype: torch.dtype, label: str) -> list[Work]:
-        """Sum by the backend, and cast sums to ``dtype``."""
+        """Sum by the backend in the dtype of ``x``, and cast the sum to ``dtype``."""
         x, out = summands[0].x, summands[0].out
         n, mine = self._size_and_coord(axis)
         part = x.view(n, -1)[mine]
@@ -39,7 +39,7 @@ class NcclTransport(Transport):
         return [Work(result=out if target is out else out.copy_(target))]
 
     def all_reduce_each(self, summands: Sequence[Summand], axis: str, label: str) -> list[Work]:
-        """Sum by the backend, and cast sums to the dtype of ``out``."""
+        """Sum by the backend in the dtype of ``x``, and cast the sum to the dtype of ``out``."""
         x, out = summands[0].x, summands[0].required_out
         target = out if out.dtype == x.dtype else summands[0].scratch.view(x.dtype)[: len(x)]
         dist.all_reduce(target.copy_(x), group=self.groups("reduce", axis))
@@ -48,7 +48,7 @@ class NcclTransport(Transport):
         return [Work()]
 
     def all_to_all(self, x: torch.Tensor, out: torch.Tensor, axis: str, label: str) -> Work:
-        """Exchange equal parts, viewed as bytes, by an all_to_all."""
+        """Exchange equal parts by the backend, viewed as bytes."""
         dist.all_to_all_single(out.view(torch.uint8), x.view(torch.uint8), group=self.groups("reduce", axis))
         return Work()
 
@@ -57,7 +57,7 @@ class NcclTransport(Transport):
         return numel * itemsize if op == "all_reduce" and not sums_into_out else 0
 
     def allocate_arena(self, nbytes: int, memory_kind: str) -> torch.Tensor:
-        """Return memory on the device. Registered memory is known to the communicators of all axes."""
+        """Return ``uint8[nbytes]`` on the device: torch's memory, or memory that the communicators of all axes know."""
         if memory_kind == "allocator":
             return super().allocate_arena(nbytes, memory_kind)
         if self._registered is None:

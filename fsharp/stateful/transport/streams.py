@@ -13,13 +13,13 @@ _NO_CONTEXT = nullcontext()
 
 
 class Lanes:
-    """The lanes of a host without streams. The methods do nothing: the host orders ops by its waits for collectives."""
+    """The lanes of a host without streams: no method does anything, as waits of the host for collectives order the ops."""
 
     _recorder: Any = None  # a ``Recorder`` of fsharp.stateful.runtime, which imports this file
     has_streams = False
 
     def set_recorder(self, recorder: Any) -> None:
-        """Record when later ops run on lanes, in ``recorder``; None ends the records."""
+        """Record in ``recorder`` when later ops run on lanes; None ends the record."""
         self._recorder = recorder
 
     def current_stream(self) -> Hashable:
@@ -29,29 +29,30 @@ class Lanes:
     def on_lane(
         self, name: str, op: OpKey | None = None, after: Sequence[OpKey] = (), *, after_compute: bool = True
     ) -> AbstractContextManager:
-        """Return a context whose work runs on the lane ``"gather"``, ``"reduce"`` or ``"host"``, after the ops ``after``.
+        """Return a context whose work runs on the lane ``"gather"``, ``"reduce"`` or ``"host"``, behind the ops ``after``.
 
-        With ``after_compute`` the work also waits for all work of compute so far. ``op``: key of the work, for later waits.
+        With ``after_compute`` the work is also behind all work of compute so far. ``op``: key by which later ops wait for the
+        work.
         """
         return _NO_CONTEXT
 
     def stream_wait_ops(self, after: Sequence[OpKey]) -> None:
-        """Make compute wait for ops on other lanes."""
+        """Make the current stream wait for the ops ``after`` on other lanes."""
 
     def stream_wait_lanes(self, *names: str) -> None:
-        """Make compute wait for all work on the lanes of these names."""
+        """Make the current stream wait for all work so far on the named lanes."""
 
     def synchronize_op(self, op: OpKey) -> None:
         """Block the host until an op is over."""
 
     def record_stream(self, x: torch.Tensor) -> None:
-        """Keep the memory of a freed tensor until all work so far of the current lane is over (``record_stream``)."""
+        """Keep the memory of ``x``, if it is freed, until the work so far on the current lane is over (``record_stream``)."""
 
     def drop_events_when_collected(self, owner: Any, number: int) -> None:
-        """Drop the events of ops whose keys begin with ``number`` once the ops' source ``owner`` is garbage-collected."""
+        """Drop the events of ops whose keys begin with ``number`` once ``owner``, which issues them, is garbage-collected."""
 
     def drop_all_events(self) -> None:
-        """Drop all events of lanes. Their work has to be over, or to belong to a captured graph."""
+        """Drop the events of all ops. Their work has to be over, or to belong to a captured CUDA graph."""
 
 
 class DeviceLanes(Lanes):
@@ -77,7 +78,7 @@ class DeviceLanes(Lanes):
     def on_lane(
         self, name: str, op: OpKey | None = None, after: Sequence[OpKey] = (), *, after_compute: bool = True
     ) -> Iterator[Any]:
-        """Run an op on the lane's stream, after the given ops, and with ``after_compute`` after all work of compute so far."""
+        """Run a context's work on the lane's stream, behind the ops ``after``: see :meth:`Lanes.on_lane`."""
         if name not in self.streams:
             # Collectives have priority, as their small kernels would queue behind kernels of compute.
             self.streams[name] = torch.Stream(self.device, priority=0 if name == "host" else -1)
@@ -95,14 +96,14 @@ class DeviceLanes(Lanes):
                 self._events.setdefault(op[0], {})[op[1]] = stream.record_event()
 
     def stream_wait_ops(self, after: Sequence[OpKey]) -> None:
-        """Make the current stream wait for the events of these ops."""
+        """Make the current stream wait for the events of the ops ``after``."""
         for number, i in after:
             event = self._events.get(number, {}).get(i)
             if event is not None:
                 torch.accelerator.current_stream(self.device).wait_event(event)
 
     def stream_wait_lanes(self, *names: str) -> None:
-        """Make the current stream wait for lanes that have had work. A wait for any other lane would add it to a CUDA graph."""
+        """Make the current stream wait for those lanes that had work. A wait for an idle lane would add it to a CUDA graph."""
         for lane in names:
             if lane in self._given:
                 torch.accelerator.current_stream(self.device).wait_stream(self.streams[lane])
@@ -114,11 +115,11 @@ class DeviceLanes(Lanes):
             each.synchronize()
 
     def drop_events_when_collected(self, owner: Any, number: int) -> None:
-        """Drop the events with ``number`` once ``owner`` is garbage-collected: each eager step makes a new owner."""
+        """Drop the events with ``number`` once ``owner`` is garbage-collected: each step without a schedule has a new owner."""
         weakref.finalize(owner, self._events.pop, number, None).atexit = False
 
     def drop_all_events(self) -> None:
-        """Drop all events, and the names of lanes that had work."""
+        """Drop the events of all ops, and forget which lanes had work, so that nothing waits for it any more."""
         self._events.clear()
         self._given.clear()
 
@@ -129,5 +130,5 @@ class DeviceLanes(Lanes):
 
 
 def lanes_for(device: torch.device) -> Lanes:
-    """Return the lanes for the device of the buffers: streams, or on a CPU lanes that do nothing."""
+    """Return the lanes of a device: streams, or on a CPU lanes that do nothing."""
     return Lanes() if device.type == "cpu" else DeviceLanes(device)

@@ -18,7 +18,7 @@ from fsharp.stateful.units.full import FlatSizes
 
 
 class ChainStage(NamedTuple):
-    """A collective of a chain, along an axis of ``n`` ranks.
+    """A collective of a :class:`ReductionChain`, along an axis of ``n`` ranks.
 
     Attributes:
         op: ``"reduce_scatter"`` or ``"all_reduce"``; for encoded summands ``"all_to_all"`` or ``"all_gather"``.
@@ -38,7 +38,7 @@ class ChainStage(NamedTuple):
 
 
 class CodecBytes(NamedTuple):
-    """The encoded bytes of a chain, by when they are coded: before the first collective, between two, or after the last."""
+    """Encoded bytes of a chain: encoded before its first collective, recoded between two, and decoded after its last."""
 
     before: int = 0
     between: int = 0
@@ -84,7 +84,7 @@ class ReductionChain:
         self.casts_first, self.casts_last = self.first != dtypes.accumulate, last != dtypes.accumulate
 
     def _add_stages(self, op: str, axis: str, n: int) -> None:
-        """Add a collective to the chain; or the collectives that take its place, if its summands travel encoded."""
+        """Add the collective ``op`` to the chain; or the collectives that take its place, if its summands travel encoded."""
         wire, size = self.dtypes.wire_format_along(axis), self.stages[-1].out if self.stages else self.size
         accumulate, dtype = self.dtypes.accumulate, self.dtypes.collective_dtype_along(axis)
         if wire.is_plain or n == 1:  # along one rank nothing travels
@@ -97,11 +97,11 @@ class ReductionChain:
             self.stages.append(ChainStage("all_gather", axis, n, part, size, accumulate, is_summed=False))
 
     def calls(self) -> tuple[Call, ...]:
-        """Return the collectives, with the bytes that each sends."""
+        """Return the chain's collectives, with the bytes that this rank sends in each."""
         return tuple(calls_to_reduce_group(self.dtypes, [(each.op, each.axis, each.n, each.out) for each in self.stages]))
 
     def scratch_sizes(self) -> FlatSizes:
-        """Return the memory that the chain needs: scratch of each stage, and buffers between stages."""
+        """Return ``(number of elements, dtype)`` of each tensor that the chain needs: scratch, and buffers between stages."""
         result, accumulate = list[tuple[int, torch.dtype]](), self.dtypes.accumulate
         for i, stage in enumerate(self.stages):
             following = self.stages[i + 1].dtype if i < len(self.stages) - 1 else None
@@ -115,7 +115,7 @@ class ReductionChain:
         return result
 
     def codec_bytes(self) -> CodecBytes:
-        """Return the encoded bytes of the chain. Bytes between two collectives are coded in :func:`reduce_along`."""
+        """Return the encoded bytes of the chain. Those between two collectives are coded in :func:`reduce_along`."""
         found, last = [0, 0, 0], len(self.stages) - 1
         for k, stage in enumerate(self.stages):
             if stage.op == "all_to_all":
@@ -126,14 +126,14 @@ class ReductionChain:
         return CodecBytes(*found)
 
     def cast_nbytes(self) -> int:
-        """Return the bytes of the summands that have another dtype than their sum, over all stages."""
+        """Return the bytes of summands that are cast as they are added, as the sum has another dtype. For estimates of time."""
         cast = [each for each in self.stages if each.is_summed and each.dtype != self.dtypes.accumulate]
         return sum(each.size * each.dtype.itemsize for each in cast)
 
     def encode(self, x: torch.Tensor, residuals: Mapping[str, ResidualAndNoise], stage: int = 0) -> torch.Tensor | None:
-        """Return a buffer encoded for a stage; None if the stage sends plain buffers. Residuals are overwritten.
+        """Return ``x`` encoded for stage number ``stage``; None if this stage sends plain buffers. Residuals are overwritten.
 
-        The result has a row for each receiver, in whole blocks of the wire's format. The buffer's end is padded.
+        The result has a row for each receiver, in whole blocks of the wire's format; the end of ``x`` is padded.
         """
         if not self.size or not self.stages or self.stages[stage].op != "all_to_all":
             return None
@@ -145,7 +145,7 @@ class ReductionChain:
 
 
 class ChainInput(NamedTuple):
-    """A buffer to reduce by a chain.
+    """A buffer to reduce by a :class:`ReductionChain`.
 
     Attributes:
         x: the buffer, in the dtype ``chain.first``.

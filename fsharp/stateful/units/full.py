@@ -23,7 +23,7 @@ from fsharp.stateful.units.handed_out import HandedOutLeaf
 
 
 class LeavesAndPadding(NamedTuple):
-    """Leaves as views of flat buffers, and the parts of the buffers that belong to no leaf."""
+    """Leaves as views of flat buffers, and views of the padding: runs of the buffers that belong to no leaf."""
 
     leaves: list[torch.Tensor]
     padding: list[torch.Tensor]
@@ -46,7 +46,7 @@ class LeafTable:
         self._is_untied = len(self.stored) == len(unit.leaves)
 
     def build_subtree(self, own: Sequence[torch.Tensor], stored: Mapping[str, "StoredLeaves"]) -> Any:
-        """Return the unit's subtree. ``own``: its stored leaves. ``stored``: by name, stored leaves of all units of the call.
+        """Return the unit's subtree of ``own``, its stored leaves. ``stored``: by name, those of all units of the call.
 
         Raises:
             TreeError: a leaf is tied to a leaf of a unit that is not in the call.
@@ -72,7 +72,7 @@ class LeafTable:
         return [flats[leaf.group][leaf.offset : leaf.offset + leaf.numel].view(leaf.shape) for leaf in leaves]
 
     def trained_leaves(self, flats: Mapping[int, torch.Tensor]) -> "LeavesAndPadding":
-        """Return the trained leaves in full flat buffers, by group, and the parts of the buffers that belong to no leaf."""
+        """Return views of the trained leaves in ``flats``, full flat buffers by group, and of the padding."""
         padding = [flat[gap] for group, flat in flats.items() for gap in padding_in_run(self.unit, group, 0, len(flat))]
         return LeavesAndPadding(self.leaf_views(flats, [self.stored[i] for i in self.trainable]), padding)
 
@@ -95,7 +95,7 @@ RELEASED_VERSION = 2**31
 
 
 class FullUnit:
-    """The full parameters of a unit at one address. ``has_classes``: whether leaves have a tensor class of their own.
+    """The full parameters of a unit at one address, and the leaves that functions get of them.
 
     Args:
         unit: the layout.
@@ -129,7 +129,7 @@ class FullUnit:
         self._version = 0
 
     def decode(self, rank: int) -> None:
-        """Decode the gathered groups whose format is not plain, into the memory from which functions read parameters."""
+        """Decode the gathered buffers whose format is not plain, into ``flats``, from which functions read parameters."""
         unit = self.leaf_table.unit
         for g, flat, data in zip(unit.all_groups, self.flats, self.gathered, strict=True):
             if g not in unit.tensor_classes and data is not flat:
@@ -151,20 +151,20 @@ class FullUnit:
 
     @property
     def storage(self) -> torch.UntypedStorage:
-        """The one storage of all leaves of a buffer that was gathered."""
+        """The one ``UntypedStorage`` of all leaves of a unit that was gathered."""
         scales = [part.scales for _, part in self._classed.values()]
         return (scales or self.flats)[0].untyped_storage()
 
     @torch.inference_mode(False)  # the memory of inference tensors cannot be taken later
     def new_leaf_tensor(self, position: int) -> torch.Tensor:
-        """Return a new tensor for the stored leaf at a position, in the leaf's own tensor class."""
+        """Return a new tensor for the stored leaf number ``position``, in the leaf's own tensor class."""
         cls, part = self._classed[position]
         tensor = cls.make_tensor(part)
         self._handed_out.append(HandedOutLeaf(tensor, part.path, cls, self.storage.data_ptr()))
         return tensor
 
     def register_alias(self, tensor: torch.Tensor) -> None:
-        """Register another alias of a leaf, so that :meth:`take_memory_from_leaves` takes the memory from the alias as well."""
+        """Register an alias of a leaf, so that :meth:`take_memory_from_leaves` also takes the alias's memory."""
         if any(each.is_for_tensor(tensor) for each in self._handed_out):
             return
         plain = [leaf.path for i, leaf in enumerate(self.leaf_table.stored) if i not in self._classed]
@@ -173,24 +173,24 @@ class FullUnit:
         self._handed_out.append(HandedOutLeaf(tensor, path, None, self.storage.data_ptr()))
 
     def has_handed_out(self, tensor: torch.Tensor) -> bool:
-        """Return whether a tensor is a handed-out leaf with a tensor class of its own, or an alias of such a leaf."""
+        """Return whether ``tensor`` is a leaf with a tensor class of its own that was handed out, or an alias of one."""
         return self.has_classes and any(each.owns_memory_of(tensor) for each in self._handed_out)
 
     def take_memory_from_leaves(self) -> list[HandedOutLeaf]:
-        """Take the memory from all handed-out leaves, and return the leaves that callers still hold."""
+        """Take the memory from all leaves that were handed out. Return those that callers still hold."""
         alive, self._handed_out = [each for each in self._handed_out if each.is_alive], []
         for each in alive:
             each.take_memory()
         return alive
 
     def adopt_leaves(self, handed_out: list[HandedOutLeaf]) -> None:
-        """Give this memory to leaves that were handed out with the same values at another address."""
+        """Give leaves this unit's memory. They were handed out with the same values at another address."""
         self._handed_out = handed_out
         for each in handed_out:
             each.give_memory(self.storage)
 
     def version_counters(self) -> list[int]:
-        """Return version counters: of each plain group's leaves, then of handed-out leaves with a tensor class of their own."""
+        """Return version counters that show writes to leaves: one for each plain group, and for each leaf of another class."""
         found = list(map(_version_of, self._aliases))
         return [*found, *(each.version for each in self._handed_out)] if self._classed else found
 
@@ -215,7 +215,7 @@ class FullUnit:
             self._version = version
 
     def give_memory_to_leaves(self) -> None:
-        """Give the filled memory back to leaves with a tensor class of their own."""
+        """Give the memory, now filled, back to leaves with a tensor class of their own."""
         for each in self._handed_out:
             each.give_memory(self.storage)
             each.recompute_derived_data()
@@ -226,7 +226,7 @@ FlatSizes = Sequence[tuple[int, torch.dtype]]
 
 
 def carve_tensors(memory: torch.Tensor, sizes: FlatSizes) -> list[torch.Tensor]:
-    """Return flat tensors as views of a run of bytes, one after another, each on an aligned boundary."""
+    """Return flat tensors of ``sizes`` as views of ``memory``, bytes, one after another on aligned boundaries."""
     result, start = [], 0
     for numel, dtype in sizes:
         piece = memory[start : start + numel * dtype.itemsize]
@@ -240,17 +240,17 @@ ALIGNMENT = 128
 
 
 def aligned(nbytes: int) -> int:
-    """Return ``nbytes`` rounded up to the alignment."""
+    """Return ``nbytes`` rounded up to :data:`ALIGNMENT`."""
     return -(-nbytes // ALIGNMENT) * ALIGNMENT
 
 
 def sizes_nbytes(sizes: FlatSizes) -> int:
-    """Return the bytes of memory for the pieces, each on an aligned boundary."""
+    """Return the bytes that :func:`carve_tensors` needs for tensors of ``sizes``."""
     return sum(aligned(numel * dtype.itemsize) for numel, dtype in sizes)
 
 
 def full_sizes(unit: UnitLayout) -> list[tuple[int, torch.dtype]]:
-    """Return number of elements and dtype of each group's full buffer, from which functions read parameters."""
+    """Return ``(number of elements, dtype)`` of each group's full buffer, from which functions read parameters."""
     return [
         (group.size, group.dtypes.compute) if i not in unit.tensor_classes else (encoded_nbytes(unit, i), torch.uint8)
         for i, group in enumerate(unit.groups)
@@ -258,7 +258,7 @@ def full_sizes(unit: UnitLayout) -> list[tuple[int, torch.dtype]]:
 
 
 def encoded_nbytes(unit: UnitLayout, group: int) -> int:
-    """Return the bytes of the arrays that a group's format stores; 0 if functions read the gathered array itself."""
+    """Return the bytes of a group's planes, copied together for functions; 0 if functions read the gathered buffer itself."""
     form, size, capacity = (of := unit.groups[group]).dtypes.stored_format, of.size, of.capacity
     nbytes = form.plane_nbytes(size)
     is_in_place = len(nbytes) == 1 and form.size(capacity) * of.num_parts == nbytes[0]
@@ -266,18 +266,18 @@ def encoded_nbytes(unit: UnitLayout, group: int) -> int:
 
 
 def encoded_full_sizes(unit: UnitLayout) -> list[tuple[int, torch.dtype]]:
-    """Return number of elements and dtype of each group's full buffer as gathered, for groups whose format is not plain."""
+    """Return ``(number of elements, dtype)`` of the full gathered buffer of each group whose format is not plain."""
     formats = [group.dtypes.format for group in unit.groups]
     return [(unit.stored_size(i, unit.strategy.full), each.dtype) for i, each in enumerate(formats) if each is not None]
 
 
 def full_nbytes(unit: UnitLayout) -> int:
-    """Return the bytes of a unit's full parameters, stored and decoded, each group on an aligned boundary."""
+    """Return the bytes of a unit's full parameters, as gathered and as decoded, each buffer on an aligned boundary."""
     return sizes_nbytes([*full_sizes(unit), *encoded_full_sizes(unit)])
 
 
 def gather_outputs(buffer: torch.Tensor, unit: UnitLayout, axes: Sequence[str], rank: int) -> list[torch.Tensor]:
-    """Return the buffer that each gather along ``axes`` fills: the last fills the whole buffer, earlier ones parts of it."""
+    """Return the part of ``buffer`` that each gather along ``axes`` fills. The last gather fills the whole buffer."""
     outs = [buffer]
     for axis in reversed(axes[1:]):
         part = len(outs[0]) // unit.mesh.axis_size(axis)

@@ -16,7 +16,7 @@ from fsharp.stateful.units.route import GradientRoute, Grads, OutgoingBlock
 
 
 class GradientPhase(IntEnum):
-    """The phases of a gradient in a step."""
+    """Where the gradient of a unit is on its way in a step."""
 
     NONE = auto()
     COLLECTING = auto()
@@ -41,7 +41,7 @@ class UnitGradient:
     """The gradient of one unit in the step that is under way.
 
     Attributes:
-        route: stages and memory, which are equal in every step.
+        route: collectives and sizes of buffers, which are equal in every step.
         rest: the buffers in which the gradient rests between microbatches.
         num_added: number of microbatches whose gradients were added at rest.
         reached: a bit for each leaf: whether a backward of this step has reached the leaf on this rank.
@@ -78,7 +78,7 @@ class UnitGradient:
         self._is_open = False
 
     def begin(self, arena_rest: RestingGradient | None) -> None:
-        """Begin a new gradient once the old one is reduced. ``arena_rest``: memory of the schedule for :meth:`open_memory`."""
+        """Begin a new gradient, once the old one is reduced. ``arena_rest``: where it rests after :meth:`open_memory`."""
         if self.is_under_way:
             self.wait()
         if self.rest.handed_out:
@@ -95,13 +95,13 @@ class UnitGradient:
         self._works.clear()
 
     def open_memory(self) -> None:
-        """Let the gradient rest in the schedule's memory, in the arena, from now on in this step."""
+        """Let the gradient rest in the arena from now on in this step, where the schedule has memory for it."""
         assert not self.num_added, f"{self.route.unit.name}: a gradient is at rest before its memory is opened"
         if self._arena_rest is not None:
             self.rest, self._is_open = self._arena_rest, True
 
     def try_leave_arena(self) -> bool:
-        """Move the gradient out of the arena, into memory of its own. Return False if a caller's view prevents this."""
+        """Move the gradient from the arena to memory of its own. Return False if a view that a caller holds prevents this."""
         self._arena_rest, self._is_open = None, False
         if self.rest.in_arena:
             if not self.rest.move_to(self._own):
@@ -110,7 +110,7 @@ class UnitGradient:
         return True
 
     def drop_arena_memory(self) -> None:
-        """Leave memory of the arena, which is replaced. Tensors that callers hold move out of it."""
+        """Stop using memory of the arena, which is about to be replaced. Tensors that callers hold are moved out of it."""
         self.copy_out_held_tensors()
         self.rest, self._arena_rest, self._is_open = self._own, None, False
 
@@ -129,13 +129,13 @@ class UnitGradient:
                 )
 
     def abandon(self, raise_on_read: Callable[[], None]) -> None:
-        """Abandon work under way after an error. Later reads call ``raise_on_read``. Late collectives keep their memory."""
+        """Abandon reductions under way after an error. Late ones keep their memory. Later reads call ``raise_on_read``."""
         self._deferred = raise_on_read if self.is_under_way else None
         self._works, self.block = [], None
         self.rest = self._own
 
     def ignore_leaves(self, paths: Collection[str]) -> None:
-        """Treat later gradients of the leaves at these paths in the user's tree as zero."""
+        """Treat later gradients of the leaves at ``paths``, paths in the user's tree, as zero."""
         self._ignored.clear()
         if paths:
             leaves = enumerate(self.route.leaves)
@@ -149,14 +149,14 @@ class UnitGradient:
         return self._residuals.get(group, {})
 
     def collect_in(self, block: OutgoingBlock) -> None:
-        """Collect this microbatch's gradient in ``block`` from now on. Copy what was collected elsewhere to ``block``."""
+        """Collect this microbatch's gradient in ``block`` from now on. What another block has collected is copied to it."""
         if self.block is not None:
             for target, source in zip(block.collected, self.block.collected, strict=True):
                 target.copy_(source)
         self.block = block
 
     def cast(self, grads: Grads, block: OutgoingBlock | None, *, is_first: bool) -> None:
-        """Write a use's gradients to a block, or to the gradient at rest. ``is_first``: it is the microbatch's first write."""
+        """Write a use's gradients to ``block``, else to the gradient at rest. ``is_first``: not added to earlier gradients."""
         if self._ignored:
             grads = [None if i in self._ignored else grad for i, grad in enumerate(grads)]
         given = [grad for grad in grads if grad is not None]
@@ -195,12 +195,12 @@ class UnitGradient:
         )
 
     def encode(self, chains: Sequence[ReductionChain], buffers: Sequence[torch.Tensor]) -> None:
-        """Encode ``buffers`` for the reductions by ``chains``, if the first stages of the chains send encoded parts."""
+        """Encode ``buffers``, one for each of ``chains``, if the first stage of the chain sends encoded parts."""
         pairs = zip(chains, buffers, strict=True)
         self._encoded = [chain.encode(x, self._residuals_of(chain.group)) for chain, x in pairs]
 
     def encode_resting(self) -> None:
-        """Encode the gradient at rest, for :meth:`final_reduction_inputs`."""
+        """Encode the gradient at rest for its reduction to the optimizer's place: see :meth:`final_reduction_inputs`."""
         self.wait()
         self.zero_if_missing()
         self.encode(self.route.final_chains, self.rest.tensors)
@@ -210,7 +210,7 @@ class UnitGradient:
         return found
 
     def reduction_inputs(self, block: OutgoingBlock, *, into_rest: bool) -> list[ChainInput]:
-        """Return the chain inputs that reduce a microbatch's gradient in ``block``, one for each group.
+        """Return the inputs of ``reduce_along()`` for the gradient that a microbatch has collected in ``block``.
 
         With ``into_rest`` the sums go to the gradient at rest, else to memory of the block.
         """
@@ -225,18 +225,18 @@ class UnitGradient:
         return inputs
 
     def keep_works(self, works: list[Work]) -> list[Work]:
-        """Keep the first of ``works``: they reduce this gradient. Return the rest, which reduce other gradients."""
+        """Keep those of ``works`` that reduce this gradient, the first ones. Return the others, of other units."""
         count = len(self.route.chains)
         self._works += works[:count]
         return works[count:]
 
     def wait_and_decode(self) -> None:
-        """Wait for the collectives of the reduction under way. The wait decodes parts that travel encoded, and adds them."""
+        """Wait for the collectives of the reduction under way, and decode and add what has travelled encoded."""
         for work in self._works:
             work.wait()
 
     def accumulate(self, block: OutgoingBlock) -> None:
-        """Wait for the sum of a microbatch, and add it to the gradient at rest, unless the reduction has written there."""
+        """Wait for the sum of a microbatch, and add it to the gradient at rest, unless the reduction wrote it there."""
         self._enter_phase(GradientPhase.RESTING)
         targets, works, self.block = self.rest.tensors, self._works, None
         for i, target in enumerate(targets):
@@ -260,10 +260,10 @@ class UnitGradient:
                 buffer.zero_()
 
     def resume_accumulation(self, factor: int) -> None:
-        """Let another backward pass of the same step add to the gradient, after the mean gradients were handed out.
+        """Let another backward pass of this step add to the gradient, after the mean gradients were handed out.
 
-        The gradient at the optimizer's place is then out of date: the next reduction computes it again from the gradient at
-        rest. A gradient that rests at the optimizer's place is multiplied by ``factor``, by which the mean was divided.
+        A gradient that rests in the optimizer's place is multiplied by ``factor``, by which the mean was divided. Any other is
+        still at rest, and the next reduction computes its sum in the optimizer's place again.
         """
         self.wait()
         if self.final is None:
@@ -272,7 +272,7 @@ class UnitGradient:
             self._enter_phase(GradientPhase.RESTING)
 
     def add_flat_gradients(self, grads: Grads) -> None:
-        """Add gradients of parameters that the loss gathered by ``gather()``: flat buffers at rest, or None for zero."""
+        """Add ``grads``, flat buffers in the place of gradients at rest, or None for zero. They come from ``fs.gather()``."""
         self.wait()
         self.zero_if_missing()
         self._enter_phase(GradientPhase.RESTING)
@@ -283,7 +283,7 @@ class UnitGradient:
                 buffer.add_(grad)
 
     def final_reduction_inputs(self, blocks: list[list[torch.Tensor]]) -> list[ChainInput]:
-        """Return the chain inputs that reduce the gradient at rest to the optimizer's place. The gradient at rest is kept."""
+        """Return the inputs of ``reduce_along()`` from the gradient at rest, which is kept, to the optimizer's place."""
         self.wait()
         self.zero_if_missing()
         self._enter_phase(GradientPhase.FINISHING)
@@ -300,13 +300,13 @@ class UnitGradient:
         ]
 
     def end_final_reduction(self) -> None:
-        """Wait for the reductions of :meth:`final_reduction_inputs`. Afterwards the memory of their inputs is free."""
+        """Wait for the reductions to the optimizer's place. The memory of their inputs is then free."""
         for _ in self.route.final_chains:
             self._works.pop(0).wait()
         self._enter_phase(GradientPhase.FINISHED)
 
     def defer_reduction_end(self, end: Callable[[], None]) -> None:
-        """Postpone ``end``, which ends a reduction, to the next :meth:`wait`."""
+        """Postpone ``end``, a function that ends a reduction, to the next :meth:`wait`."""
         self.wait()
         self._deferred, self.is_under_way = end, True
 

@@ -11,11 +11,11 @@ from fsharp.functional.release import inner_tensors
 
 
 class HandedOutLeaf:
-    """A leaf, or an alias, that loses its memory at a release and gets it back when the unit is gathered again.
+    """A leaf that callers hold, or an alias. It is empty after a release, and gets memory again when its unit is gathered.
 
     Args:
         cls: the leaf's tensor class, if it has a class of its own.
-        address: address of the leaf's storage.
+        address: address of the leaf's ``UntypedStorage``.
     """
 
     __slots__ = ("_address", "_cls", "_inner", "_path", "_tensor")
@@ -52,7 +52,7 @@ class HandedOutLeaf:
 
     @torch.no_grad()
     def take_memory(self) -> None:
-        """Take the memory from the leaf."""
+        """Make the leaf empty: any function of it raises an error."""
         if self._cls is not None and (tensor := self._tensor()) is not None:
             self._cls.drop_derived(tensor)
         for ref, *_ in self._inner:
@@ -62,14 +62,14 @@ class HandedOutLeaf:
 
     @torch.no_grad()
     def give_memory(self, storage: torch.UntypedStorage) -> None:
-        """Give the leaf memory at its old position in ``storage``, which may be filled later."""
+        """Give the leaf memory in ``storage``, at the same offset as before. It may be filled later."""
         for ref, *where in self._inner:
             if (inner := ref()) is not None:
                 inner.__class__ = torch.Tensor
                 inner.set_(storage, *where)
 
     def recompute_derived_data(self) -> None:
-        """Recompute the data that a tensor subclass derives from its values for the backward, after the memory was filled."""
+        """Recompute what a tensor class derives from its bytes, such as a transpose, after the memory was filled."""
         if self._cls is not None and (tensor := self._tensor()) is not None:
             self._cls.compute_derived(tensor)
 

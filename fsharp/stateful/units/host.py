@@ -15,7 +15,7 @@ from fsharp.stateful.units.pending import FutureBuffers
 
 
 class OffloadedBuffers(FutureBuffers):
-    """Tensors in host memory that are filled once ``move`` is over."""
+    """Tensors in host memory. A read waits for the copy ``move``, which fills them."""
 
     def __init__(self, raw: list[Any], move: "HostCopies") -> None:
         super().__init__(raw, move.wait)
@@ -23,7 +23,7 @@ class OffloadedBuffers(FutureBuffers):
 
 
 class HostCopies:
-    """The copies of one unit between host memory and the device, before an update or after it.
+    """Copies of one unit's state between host memory and the device, before an update or after it.
 
     Attributes:
         copies: target and source of each tensor.
@@ -42,7 +42,7 @@ class HostCopies:
             self.copies.append((target, source))
 
     def run_copies(self, lanes: Lanes, op: OpKey) -> int:
-        """Copy all tensors on the current lane, as op ``op``, and return the number of bytes."""
+        """Make all copies on the current lane, as the op with key ``op``. Return the bytes copied."""
         nbytes = 0
         for target, source in self.copies:
             target.copy_(source, non_blocking=True)
@@ -60,19 +60,19 @@ class HostCopies:
 
 
 class MovedState(NamedTuple):
-    """A state in new memory, and by unit the copies that fill the memory."""
+    """A state in new memory, and by unit the :class:`HostCopies` that fill the memory."""
 
     tree: Any
     copies: Mapping[str, HostCopies]
 
 
 class StateOffload:
-    """Copies the offloaded state of one update to the device before it, and to the host after it. Each tensor is copied once.
+    """Moves state to the device before an update, and back to host memory after it. Each tensor is copied once.
 
     Args:
         keys: by name, the keys of the state's units.
-        grads: gradients. Tensors that share memory with gradients are not copied, as the memory is reused in the next step.
-        donate: whether host memory may be reused after its fetch.
+        grads: gradients. State that shares memory with them is not copied, as the memory is reused in the next step.
+        donate: whether host memory may be reused once its values are on the device.
     """
 
     def __init__(self, keys: Mapping[str, str], grads: Any, lanes: Lanes, device: torch.device, *, donate: bool) -> None:
@@ -80,9 +80,9 @@ class StateOffload:
         self._spare: dict[tuple[torch.Size, torch.dtype], list[torch.Tensor]] = {}
 
     def move_state(self, tree: Any, params: Any, *, to_host: bool) -> "MovedState":
-        """Return a state in memory of the device, or of the host, and the copies that fill this memory.
+        """Return the state ``tree`` in memory of the device, or of the host, and the copies that fill this memory.
 
-        Tensors that share memory with ``params`` (after an update, the new parameters) are not copied, as a copy would free no
+        Tensors that share memory with ``params``, after an update the new parameters, are not copied: this would free no
         memory.
         """
         moves, moved, stays = dict[str, HostCopies](), dict[int, torch.Tensor](), _storage_addresses((params, self._grads))
@@ -118,7 +118,7 @@ class StateOffload:
         return torch.empty(x.shape, dtype=x.dtype, device=self._device) if is_away else x
 
     def _host_memory_for(self, x: torch.Tensor) -> torch.Tensor:
-        """Return host memory for a copy of ``x``: memory from which this update has fetched, or new memory."""
+        """Return host memory for a copy of ``x``: memory that this update has fetched from, or new memory."""
         spare = self._spare.get((x.shape, x.dtype))
         return spare.pop(0) if spare else torch.empty(x.shape, dtype=x.dtype, pin_memory=self._device.type != "cpu")
 

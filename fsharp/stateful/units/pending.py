@@ -33,12 +33,12 @@ class FutureBuffers(LazyBuffers):
         return self.raw
 
     def with_aliases(self, buffers: Sequence[Any]) -> "FutureBuffers":
-        """Return FutureBuffers of ``buffers``, which are other tensors with the same memory. Their readers wait as well."""
+        """Return FutureBuffers of ``buffers``, other tensors in the same memory. Their readers wait for the same fill."""
         return FutureBuffers(buffers, self.wait, self._gathered_on)
 
 
 def with_future_buffers(node: Sharded, fill: Callable[[], Any], lanes: Lanes | None = None) -> Sharded:
-    """Return a node whose buffers are filled once ``fill`` has returned; the first reader of a buffer calls ``fill``."""
+    """Return ``node`` with buffers that ``fill`` fills. The first reader of a buffer calls ``fill``."""
     return node.with_buffers(FutureBuffers(node.raw_buffers, fill, lanes), reduction=node.reduction)
 
 

@@ -13,7 +13,7 @@ _address_of = torch.Tensor.data_ptr
 
 
 class UnitRegistry:
-    """The units of all trees that a scheduler has seen.
+    """The units of all trees that a scheduler has seen. A node is one tree's :class:`~fsharp.Sharded`; it is bound to its unit.
 
     Attributes:
         units: units by key. A key is the unit's path, with a number if several trees have a unit of this path.
@@ -31,13 +31,13 @@ class UnitRegistry:
             unit.begin_step()
 
     def unbind_nodes(self) -> None:
-        """Unbind all units from their nodes, for calls outside of a step, which do not use a schedule's memory."""
+        """Unbind all units from their nodes, before calls outside of a step, which use no memory of a schedule."""
         self._by_memory.clear()
         for unit in self.units.values():
             unit.bind_node(None)
 
     def bind_unbound_node(self, key: str, node: Sharded) -> None:
-        """Bind a node to the unit with the key ``key``, if the unit exists and the node has no unit yet."""
+        """Bind ``node`` to the unit ``key``, if there is such a unit with this layout, and the node is not bound yet."""
         known = self.units.get(key)
         if known is None or (node.unit is not known.layout and node.unit != known.layout):
             return
@@ -45,18 +45,18 @@ class UnitRegistry:
             known.bind_node(node)
 
     def bind_node(self, unit: UnitState, node: Sharded, *, replaced: Sharded | None = None) -> None:
-        """Bind a node to a unit. The node ``replaced`` is unbound, and gets another unit when it is used again."""
+        """Bind ``node`` to ``unit``. The node ``replaced`` is unbound, and gets another unit if it is used again."""
         if replaced is not None:
             self._by_memory.pop(_memory_key(replaced), None)
         self._by_memory[_memory_key(node)] = unit
         unit.bind_node(node)
 
     def find_unit(self, node: Sharded) -> UnitState | None:
-        """Return the unit of a node in this step; None if it has no unit yet."""
+        """Return the unit to which ``node`` is bound in this step; None if it is not bound."""
         return self._by_memory.get((node.unit.name, *map(_address_of, node.raw_buffers)))  # _memory_key(), inlined
 
     def bind_or_make_unit(self, node: Sharded) -> UnitState:
-        """Bind a node to a unit of an earlier step, or to a new unit, and return the unit."""
+        """Bind ``node`` to a unit of its path and layout that no node of this step has, or to a new unit. Return the unit."""
         name, taken = node.name or "(root)", {unit.key for unit in self._by_memory.values()}
         keys = (f"{name}#{number}" if number else name for number in count())
         key = next(k for k in keys if k not in taken and (k not in self.units or self.units[k].layout == node.unit))

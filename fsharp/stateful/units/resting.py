@@ -13,8 +13,8 @@ from fsharp.stateful.units.full import FlatSizes, LeafTable, LeavesAndPadding, c
 class RestingGradient:
     """The flat buffers of a gradient at rest, one for each group: in the arena, or in memory of their own, allocated on use.
 
-    Callers get tensors in a second storage over the same bytes, whose reference count says whether callers hold tensors. If
-    they do, the next step takes new memory, and tensors in the arena are copied to other memory.
+    Callers get tensors in a second ``UntypedStorage`` over the same bytes. Its reference count tells whether callers hold
+    tensors. If they do, the next step takes new memory, and tensors in the arena are copied out.
 
     Attributes:
         nbytes: bytes of the flat buffers of all groups.
@@ -47,13 +47,13 @@ class RestingGradient:
         return self._tensors
 
     def trained_leaves(self, table: LeafTable, groups: Sequence[int]) -> LeavesAndPadding:
-        """Return the trained leaves in the buffers, for gradients that rest in full, and the padding between them."""
+        """Return views of the trained leaves, and of the padding, in the buffers of a gradient that rests in full."""
         if self._leaves is None:
             self._leaves = table.trained_leaves(dict(zip(groups, self.tensors, strict=True)))
         return self._leaves
 
     def hand_out(self) -> list[torch.Tensor]:
-        """Return the buffers as tensors for a caller, and record them in ``handed_out``."""
+        """Return the buffers as tensors for a caller, and record the tensors in ``handed_out``."""
         if self._views is None:
             with torch.inference_mode(False):
                 _ = self.tensors
@@ -70,10 +70,9 @@ class RestingGradient:
         return tensors
 
     def move_to(self, other: "RestingGradient") -> bool:
-        """Move values, and the tensors that callers hold, to the memory of ``other``. Return False if a caller holds a view.
+        """Move the values, and the tensors that callers hold, to the memory of ``other``. A write to them changes ``other``.
 
-        A view of such a tensor cannot be moved, and then nothing is moved. Else the tensors that callers hold are still the
-        gradient at rest: a write to them changes the gradient.
+        If a caller holds a view of such a tensor, which cannot be moved, nothing is moved, and the result is False.
         """
         held = [
             (tensor, i)
@@ -99,17 +98,17 @@ class RestingGradient:
         return not self.is_held
 
     def _count_references(self) -> int:
-        """Return how many references the storage of the views has; 0 if there is none."""
+        """Return the number of references to the ``UntypedStorage`` of the views; 0 if there are no views."""
         return 0 if self._storage is None else int(torch._C._storage_Use_Count(self._storage._cdata))
 
     @property
     def is_held(self) -> bool:
-        """Whether a caller holds one of the tensors."""
+        """Whether a caller holds one of the tensors of :meth:`hand_out`, or a view of one."""
         return self._storage is not None and torch._C._storage_Use_Count(self._storage._cdata) != self._alone
 
 
 def view_in_new_storage(memory: torch.Tensor) -> torch.Tensor:
-    """Return a view of ``memory`` in a storage of its own, whose count of references tells whether callers hold views."""
+    """Return a view of ``memory`` in a new ``UntypedStorage``, whose reference count tells whether callers hold views of it."""
     if memory.device.type == "cuda":
         return torch.as_tensor(_CudaArrayInterface(memory), device=memory.device)
     array: Any = (ctypes.c_uint8 * len(memory)).from_address(memory.data_ptr())
@@ -118,7 +117,7 @@ def view_in_new_storage(memory: torch.Tensor) -> torch.Tensor:
 
 
 class _CudaArrayInterface:
-    """Device memory with the CUDA array interface."""
+    """Device memory as an object with the CUDA array interface, from which torch makes a tensor in a new storage."""
 
     def __init__(self, memory: torch.Tensor) -> None:
         self.memory = memory

@@ -16,7 +16,7 @@ Grads = Sequence[torch.Tensor | None]
 
 
 class OutgoingBlock(NamedTuple):
-    """Views of the memory in which a unit's gradient is collected, and from which it is sent.
+    """The buffers of a unit's gradient on the way out, in one run of memory: there it is collected, and sent to be reduced.
 
     Attributes:
         leaves: aliases of the trained leaves in the memory.
@@ -36,7 +36,7 @@ class OutgoingBlock(NamedTuple):
 
 
 class GradientRoute:
-    """The collectives of a unit's gradient, and the sizes of their buffers, which are equal in every step.
+    """The collectives of a unit's gradient from a backward to the optimizer's place, and the sizes of their buffers.
 
     Args:
         trivial: whether collectives run along axes of one rank too.
@@ -64,12 +64,12 @@ class GradientRoute:
         self.has_final_reduction = bool(once) and any(chain.size for chain in self.final_chains)
 
     def buffer_sizes(self, place: Place) -> FlatSizes:
-        """Return number of elements and dtype of each group's buffer in a place."""
+        """Return ``(number of elements, dtype)`` of each group's gradient in ``place``."""
         unit = self.unit
         return [(unit.local_size(g, place), unit.groups[g].dtypes.accumulate) for g in unit.trainable_groups]
 
     def resting_gradient(self, arena_bytes: torch.Tensor | None = None) -> RestingGradient:
-        """Return the buffers of the gradient at rest: in ``arena_bytes``, bytes of the arena, or in memory of their own."""
+        """Return the buffers of the gradient at rest, in ``arena_bytes``, bytes of the arena; for None in their own memory."""
         return RestingGradient(self.buffer_sizes(self.unit.strategy.grads), self.device, arena_bytes)
 
     def outgoing_block_nbytes(self, *, several_uses: bool, several_microbatches: bool) -> int:
@@ -79,7 +79,7 @@ class GradientRoute:
         return sum(sizes_nbytes(self._outgoing_sizes(chain, several_uses)) for chain in self.chains)
 
     def _outgoing_sizes(self, chain: ReductionChain, several_uses: bool) -> FlatSizes:
-        """Return sizes and dtypes of one group's tensors in a block: collected, sent, scratch, received."""
+        """Return ``(number of elements, dtype)`` of one group's tensors in a block: collected, sent, scratch, received."""
         if not self.has_reduction:
             return [(chain.size, chain.dtypes.accumulate)]
         collected: FlatSizes = [(chain.size, chain.dtypes.accumulate)] if chain.casts_first and several_uses else []
@@ -87,17 +87,17 @@ class GradientRoute:
         return [*collected, (chain.size, chain.first), *chain.scratch_sizes(), *received]
 
     def final_block_nbytes(self) -> int:
-        """Return the bytes of the block for the reduction to the optimizer's place."""
+        """Return the bytes of :meth:`final_block`, for the reduction to the optimizer's place."""
         return sum(map(sizes_nbytes, self._final_block_sizes()))
 
     def _final_block_sizes(self) -> list[FlatSizes]:
-        """Return, for each group, sizes and dtypes of the buffer to send and of the scratch of its reduction."""
+        """Return, for each group, ``(number of elements, dtype)`` of the buffer to send and of the scratch of its reduction."""
         if not self.has_final_reduction:
             return [[] for _ in self.final_chains]
         return [[(chain.size if chain.casts_first else 0, chain.first), *chain.scratch_sizes()] for chain in self.final_chains]
 
     def outgoing_block(self, memory: torch.Tensor, *, several_uses: bool) -> OutgoingBlock:
-        """Return views of a run of :meth:`outgoing_block_nbytes` bytes."""
+        """Cut ``memory``, of :meth:`outgoing_block_nbytes`, into the buffers of a block. ``several_uses``: as there."""
         collected: list[torch.Tensor] = []
         sent: list[torch.Tensor] = []
         received: list[torch.Tensor | None] = []
@@ -110,11 +110,11 @@ class GradientRoute:
         return OutgoingBlock(leaves, padding, collected, sent, rows, received)
 
     def final_block(self, memory: torch.Tensor) -> list[list[torch.Tensor]]:
-        """Return views of a run of :meth:`final_block_nbytes` bytes: for each group the sent buffer and the scratch."""
+        """Cut ``memory``, of :meth:`final_block_nbytes`, into the buffer to send and the scratch of each group."""
         return _carve_rows(memory, self._final_block_sizes())
 
 
 def _carve_rows(memory: torch.Tensor, rows: Sequence[FlatSizes]) -> list[list[torch.Tensor]]:
-    """Return the tensors of each row, one row after another in a run of bytes."""
+    """Cut ``memory`` into tensors of the sizes in ``rows``, one row after another. Return the tensors of each row."""
     tensors = iter(carve_tensors(memory, [piece for row in rows for piece in row]))
     return [[next(tensors) for _ in row] for row in rows]

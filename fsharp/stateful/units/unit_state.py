@@ -104,14 +104,14 @@ class UnitState:
         self.node, self.tree_label = node, None
 
     def find_tree_label(self, comm: Comm) -> str:
-        """Return ``tree_label``, and find it first if it is None."""
+        """Return the name of the tree of ``node``, with which labels of collectives begin. No collective."""
         if self.tree_label is None:
             self.tree_label = "" if self.node is None else tree_label_prefix(self.node, comm)
         return self.tree_label
 
     @torch.inference_mode(False)  # the result is kept, and may be trained later
     def full_unit_at_rest(self) -> FullUnit:
-        """Return the full parameters of a unit that rests in full, without a gather. Wait until its buffers are filled."""
+        """Return the full parameters of a unit that rests in full, which needs no gather. Wait until its buffers are filled."""
         assert self.node is not None
         buffers = self.node.buffers
         if self.layout.tensor_classes:
@@ -142,7 +142,7 @@ class UnitState:
             self.gradient.close_memory()
 
     def begin_gradient(self, transport: Transport, arena_rest: RestingGradient | None) -> None:
-        """Begin a new gradient, if the unit is trained. ``arena_rest``: memory of the schedule for the gradient at rest."""
+        """Begin a new gradient, if the unit is trained. ``arena_rest``: memory in the arena for the gradient at rest."""
         if not self.layout.trainable_groups:
             return
         if self.gradient is None:

@@ -29,7 +29,7 @@ _VERSIONS_PER_FILL = 1024
 
 
 def buffers_stamp(node: Sharded) -> Stamp:
-    """Return the identities and version counters of a node's buffers."""
+    """Return the addresses and version counters of a node's buffers: they tell whether its values have changed."""
     found = []
     for b in node.raw_buffers:  # faster than a comprehension
         found.append((b.data_ptr(), 0 if b.is_inference() else b._version))
@@ -84,20 +84,20 @@ class UnshardedBuffer:
         self._outs = [gather_outputs(flat, layout, self.axes, self._comm.rank) for flat in moving]
 
     def decode(self) -> None:
-        """Decode the gathered groups whose format is not plain. The buffer has to be filled."""
+        """Decode the gathered buffers whose format is not plain. All gathers have to be over."""
         self.is_encoded = False
         assert self.full is not None
         self.full.decode(self._comm.rank)
 
     def renew_version(self, step: int) -> None:
-        """Set new version counters in step number ``step``, with the same data: autograd refuses earlier steps' backwards."""
+        """Set new version counters for step number ``step``, with equal data: autograd refuses backwards of earlier steps."""
         self._leaves_without_memory = []
         self._step, self._version = step, (self._version + _VERSIONS_PER_FILL) % RELEASED_VERSION
         if self.full is not None and self.where is not None:
             self.full.set_version(self._version)
 
     def begin_fill(self, node: Sharded, step: int) -> list[GatherInput]:
-        """Begin to fill the buffer from a node in step number ``step``: return the inputs of the gathers that fill it."""
+        """Begin to fill the buffer from ``node`` in step number ``step``. Return the inputs of ``gather_along()`` for it."""
         if self.where is None:
             with torch.inference_mode(False):
                 self._carve_memory(torch.empty(full_nbytes(self._layout), dtype=torch.uint8, device=self._comm.device))
@@ -128,7 +128,7 @@ class UnshardedBuffer:
         self.works.clear()
 
     def is_filled_from(self, stamp: Stamp) -> bool:
-        """Return whether gathers fill, or have filled, the buffer from the tensors with the stamp ``stamp``."""
+        """Return whether the buffer holds, or gathers fill it with, the values of the node with the stamp ``stamp``."""
         return self.filled_from == stamp and not (self.is_carried and any(map(StorageWeakRef.expired, self._sources)))
 
     def carry_to_next_step(self, node: Sharded | None) -> None:

@@ -15,7 +15,7 @@ from fsharp.stateful.units.unit_state import UnitState
 
 
 class EncodedDifference(NamedTuple):
-    """An encoded difference that is being gathered: its group, the parameters to which it is added, and its memory."""
+    """An encoded difference under way in a gather: its group, the parameters to which it will be added, and its memory."""
 
     group: int
     params: torch.Tensor
@@ -68,7 +68,7 @@ class UpdateGather:
         self.node = old.replace(buffers)
 
     def wait(self) -> None:
-        """Block until all parts have been gathered, and add differences."""
+        """Block until all parts have been gathered, and add the differences to the parameters."""
         for work in self.works:
             work.wait()
         self.works.clear()

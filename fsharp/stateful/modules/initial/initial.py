@@ -106,7 +106,7 @@ def check_rank(where: str, rank: Any, comm: Comm) -> None:
 
 
 def _synced_shards(module: nn.Module, layout: Layout, comm: Comm, source: int) -> Any:
-    """Return this rank's part of the parameters of rank ``source``, sent a unit at a time. Copy the rank's buffers too."""
+    """Return this rank's part of rank ``source``'s parameters, and give the module's own buffers that rank's values."""
     nodes = []
     for unit in layout.units:
         own, varying = [leaf for leaf in unit.leaves if not leaf.tied_to], unit.strategy.full.varying_axes

@@ -16,7 +16,7 @@ from fsharp.stateful.modules.te import preserving_amax_histories
 
 @contextmanager
 def using_averaged_parameters(session: Session, opt_state: Any) -> Iterator[None]:
-    """Copy the averages in an optimizer's state into the module's parameters; restore the parameters at the context's end."""
+    """In this context a module has the averages in ``opt_state`` as its parameters. At the end it has its own ones again."""
     averages, state = _average_buffers(opt_state), session.state
     if session.is_averaged:
         raise ScheduleError("averaged(): the call is inside of another averaged().")

@@ -14,7 +14,7 @@ from fsharp.stateful.modules.parameter import ShardedTensor
 
 
 class FlatSlice(NamedTuple):
-    """The elements from ``start`` to ``stop`` of this rank's buffer of a group of leaves.
+    """A range of this rank's flat buffer, from ``start`` to ``stop``, that a torch optimizer updates as one parameter.
 
     ``leaves``: for each leaf in the range its path, first element and end, counted from ``start``. ``shape``: the shape of the
     only leaf, for an optimizer that updates whole leaves; else None.
@@ -28,7 +28,7 @@ class FlatSlice(NamedTuple):
     shape: tuple[int, ...] | None = None
 
     def view_in(self, nodes: Mapping[str, Sharded]) -> torch.Tensor:
-        """Return the slice as a view of its buffer. ``nodes``: nodes by name of the unit."""
+        """Return the slice as a view of its buffer in ``nodes``, which are by name of their unit."""
         node = nodes[self.unit]
         buffer: torch.Tensor = node.buffers[node.groups.index(self.group)]
         found = buffer.detach()[self.start : self.stop]
@@ -36,9 +36,9 @@ class FlatSlice(NamedTuple):
 
 
 def cut_by_labels(tree: Any, labels: Mapping[str, Hashable], *, rank: int, by_leaf: bool) -> Iterator[FlatSlice]:
-    """Yield a slice for each run of neighbouring leaves with equal labels. Leaves without a label are left out.
+    """Yield a slice for each run of neighbouring leaves with equal ``labels``, by path. A leaf without a label is in no slice.
 
-    With ``by_leaf`` yield each leaf by itself, in its shape; buffers then have to hold whole leaves.
+    With ``by_leaf`` each leaf is a slice, in its shape; the buffers of ``rank`` then have to hold whole leaves.
     """
     for node in units_of(tree):
         for group in node.groups:
@@ -52,9 +52,9 @@ def cut_by_labels(tree: Any, labels: Mapping[str, Hashable], *, rank: int, by_le
 
 
 def state_of_leaf(state: Mapping[str, Any], of: torch.Tensor, first: int, last: int, like: ShardedTensor) -> dict[str, Any]:
-    """Return one leaf's state from the ``state`` of a slice ``of``. The leaf is the slice's elements ``first`` to ``last``.
+    """Return one leaf's state from the state of a slice ``of``, whose elements ``first`` to ``last`` are the leaf.
 
-    State with a value for each element becomes a part that is cut as ``like``, in the same memory.
+    State with a value for each element becomes a ShardedTensor that is cut as ``like``, in the same memory.
     """
 
     def cut(value: Any) -> Any:
@@ -65,7 +65,7 @@ def state_of_leaf(state: Mapping[str, Any], of: torch.Tensor, first: int, last: 
 
 
 def join_state(flat_slice: FlatSlice, states: Mapping[str, Mapping[str, Any]], like: torch.Tensor) -> dict[str, Any]:
-    """Join the states of leaves into the state of their slice, in new memory. Padding is zero."""
+    """Return the state of a slice of shape ``like``, joined from its leaves' ``states``, in new memory. Padding is zero."""
     parts = [states.get(path, {}) for path, _, _ in flat_slice.leaves]
     joined: dict[str, Any] = {}
     for key, value in parts[0].items():
@@ -79,6 +79,6 @@ def join_state(flat_slice: FlatSlice, states: Mapping[str, Mapping[str, Any]], l
 
 
 def state_join_key(state: Mapping[str, Any]) -> Hashable:
-    """Return a key of a leaf's state. :func:`join_state` can join states with equal keys."""
+    """Return a key of a leaf's state. :func:`join_state` can join the states of leaves that have equal keys."""
     rows = sorted(state.items())
     return tuple((key, dtype_name(x.dtype) if isinstance(x, ShardedTensor) else exact_text(x)) for key, x in rows)

@@ -135,7 +135,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             mine.update({name: value for name, value in theirs.items() if name != "params"})
 
     def _probe_update_scopes(self, optimizer: type[torch.optim.Optimizer], check_steps: int) -> list[UpdateScope]:
-        """Return the scope of the update in each parameter group. Raise an error if ranks lack inputs of the update."""
+        """Return the :class:`UpdateScope` of ``optimizer`` in each parameter group. Error if ranks lack an update's inputs."""
         trained = [[p for p in group["params"] if p.is_trained] for group in self.param_groups]
         found = []
         for group, mine in zip(self.param_groups, trained, strict=True):
@@ -162,7 +162,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         return scopes
 
     def _cut_into_slices(self) -> list[list[nn.Parameter]]:
-        """Cut flat buffers into slices. Return the slices as parameters, a list for each group of the inner optimizer."""
+        """Cut flat buffers into slices by the labels of leaves. Return the slices as parameters, a list for each group."""
         tree, self._generation = self.session.state.main_parameters(), self.session.state.num_replacements
         nodes, rank, groups = units_by_name(tree), self.session.scheduler.rank, []
         self._slices: dict[nn.Parameter, FlatSlice] = {}
@@ -173,7 +173,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         return list(map(list, groups))
 
     def _recut_by_labels(self, labels: Sequence[Mapping[str, Hashable]], states: Mapping[str, Mapping[str, Any]]) -> None:
-        """Cut buffers into new slices by the labels of leaves, and join the states of the leaves of each slice."""
+        """Cut buffers into new slices by the ``labels`` of leaves in each group, and join ``states`` of a slice's leaves."""
         known: dict[Hashable, int] = {}
         self._labels = [{path: known.setdefault(new, len(known)) for path, new in each.items()} for each in labels]
         for group, parameters in zip(self.inner.param_groups, self._cut_into_slices(), strict=True):
@@ -219,7 +219,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     @api_boundary
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Raise an error: pass all groups to ``ShardedOptimizer()``."""
+        """Raise an error, as groups cannot be added later: pass all of them to ``ShardedOptimizer()``."""
         if self._is_made:
             raise TreeError("add_param_group(): groups cannot be added later: pass all groups to ShardedOptimizer().")
         super().add_param_group(param_group)
@@ -294,7 +294,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             raise TreeError("optimizer.state cannot be replaced: load_state_dict() loads the result of state_dict().")
 
     def _state_of(self, path: str) -> dict[str, Any]:
-        """Return the state of one parameter by name, such as ``"exp_avg"``, as parts of this rank."""
+        """Return the state of the parameter at ``path``, by name such as ``"exp_avg"``: this rank's part where it has dims."""
         like = self.session.parameters[path]
         for parameter, flat_slice in self._slices.items():
             for name, first, last in flat_slice.leaves:
@@ -355,12 +355,12 @@ class ShardedOptimizer(torch.optim.Optimizer):
         return [{**group, "params": [p.path for p in group["params"]]} for group in self.param_groups]
 
     def _parameters_with_state(self) -> dict[str, ShardedTensor]:
-        """Return by path the parameters that may have state: trained parameters of these groups that have elements."""
+        """Return, by path, this optimizer's parameters that may have state: trained ones with at least one element."""
         mine = {p.path for group in self.param_groups for p in group["params"]}
         return {path: p for path, p in self.session.parameters.items() if path in mine and p.is_trained and p.leaf.numel}
 
     def _fresh_state(self, path: str, groups: list[dict[str, Any]]) -> dict[str, Any]:
-        """Return the inner optimizer's initial state of a parameter. ``groups``: the parameter groups, with their options."""
+        """Return the state with which the inner optimizer begins for the parameter at ``path``. ``groups``: with options."""
         index = next(i for i, labels in enumerate(self._labels) if path in labels)
         parameter = self.session.parameters[path]
         mine = parameter.local
@@ -380,18 +380,18 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     @api_boundary
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load a state dict from :meth:`state_dict` on the same rank and layout. All ranks have to call this method.
+        """Load a state dict from :meth:`state_dict`. All ranks have to call this method.
 
-        Values are copied. Of whole tensors in place of parts each rank takes its part. A parameter without state in the dict
-        has no state afterwards. Options of parameter groups, such as learning rates, come from the dict.
+        Values are copied. A whole tensor may stand in place of a ShardedTensor: each rank takes its part. A parameter without
+        state in the dict has no state afterwards. Options of parameter groups, such as learning rates, come from the dict.
 
         Raises:
             TreeError: the dict has groups of other parameters, state of another class, rank or layout, or other shapes or
                 dtypes. All ranks raise, before anything has changed.
             AgreementError: ranks pass different values for elements that they share. All ranks raise.
 
-        Cost: the memory of the state, a pass over elements that several ranks hold, and one step of a class of
-        torch.optim on copies of parameters.
+        Cost: the memory of the state, a pass over elements that several ranks hold, and one step of a class of torch.optim on
+        copies of parameters.
         """
         where, comm = "load_state_dict()", self.session.scheduler
 
@@ -420,10 +420,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     @api_boundary
     def full_state_dict(self, *, rank: int | None = 0) -> dict[str, Any]:
-        """Return :meth:`state_dict` with whole tensors in host memory, on one rank; an empty dict on other ranks.
+        """Return :meth:`state_dict` with whole tensors in host memory on rank ``rank``, and an empty dict on other ranks.
 
-        ``rank=None`` returns the dict on all ranks. Errors are those of :meth:`state_dict` and ``model.full_state_dict()``. For
-        an ``(init, update)`` pair this method raises a TreeError.
+        ``rank=None`` returns the dict on all ranks, which all call this method. Errors are those of :meth:`state_dict` and
+        ``model.full_state_dict()``. For an ``(init, update)`` pair this method raises a TreeError.
 
         Cost: a gather of all state. Memory: a copy of this rank's state, and one full unit of one kind of state.
         """

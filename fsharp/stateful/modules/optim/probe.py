@@ -23,7 +23,7 @@ _generator_lock = threading.RLock()  # ranks that are threads share the generato
 
 
 class UpdateScope(IntEnum):
-    """The inputs of an element's update: the element itself, its whole parameter, or all parameters."""
+    """What the update of one element depends on: this element alone, its whole parameter, or all parameters."""
 
     ELEMENT = 0
     """The element alone: buffers may be cut and joined anywhere."""
@@ -41,7 +41,7 @@ def probe_update_scope(
     choices: Sequence[Sequence[Sequence[int]]] = (_TRIAL_SHAPES, _TRIAL_MATRICES),  # some take matrices alone
     num_steps: int = _NUM_TRIAL_STEPS,
 ) -> UpdateScope:
-    """Return the scope of an optimizer's update, with these options of a parameter group, found by a trial.
+    """Return the :class:`UpdateScope` of an optimizer with ``options`` of a parameter group, found by a trial.
 
     The optimizer makes steps on random tensors, with the first shapes in ``choices`` that it accepts. It updates all tensors
     together, each tensor alone, and flat pieces that cross the bounds of tensors. If two trials have equal updates, the update
@@ -85,9 +85,9 @@ def probe_update_scope(
 def fresh_state(
     optimizer: type[torch.optim.Optimizer], options: Mapping[str, Any], defaults: Mapping[str, Any], like: torch.Tensor
 ) -> dict[str, Any]:
-    """Return the state that an optimizer would begin with for a parameter, with ``"step"`` 0.
+    """Return the state with which an optimizer begins for the parameter ``like``, with ``"step"`` 0.
 
-    A step on a copy of the parameter, with zero gradient, makes the state. Memory: four times the parameter's, and the state.
+    A step with zero gradient, on a copy of the parameter, makes the state. Memory: four times the parameter's, and the state.
     """
     parameter = torch.nn.Parameter(like.detach().clone())
     parameter.grad = torch.zeros_like(parameter)
@@ -119,7 +119,7 @@ def _new_optimizer(
 def _random_parameters_and_gradients(
     shapes: Iterable[Sequence[int]], num_steps: int, device: torch.device
 ) -> list[torch.Tensor]:
-    """Return for each shape a parameter and its gradients, stacked: ``[1 + num_steps, *shape]``."""
+    """Return, for each shape, a random parameter and its gradients, stacked: ``[1 + num_steps, *shape]``."""
     generator = torch.Generator().manual_seed(0)
     scales = torch.tensor([1.0, *(10.0 ** (i % 3 - 1) for i in range(num_steps))])  # some optimizers clip large gradients
     drawn = [torch.randn(1 + num_steps, *shape, generator=generator) for shape in shapes]
@@ -130,7 +130,7 @@ def _random_parameters_and_gradients(
 def _run_trial(
     make_optimizer: Callable[[list[Any]], torch.optim.Optimizer], trial: Sequence[torch.Tensor]
 ) -> tuple[list[torch.Tensor], bool]:
-    """Run a trial. Return each parameter's update, flattened; and whether a state has another shape than its parameter."""
+    """Run an optimizer on ``trial``. Return flat updates, and whether some state has another shape than its parameter."""
     parameters = [torch.nn.Parameter(x[0].clone()) for x in trial]
     made = make_optimizer(list(parameters))
     for group in made.param_groups:  # with a learning rate of zero all updates would be equal

@@ -23,7 +23,7 @@ StatesByPath = dict[str, dict[str, Any]]
 
 
 class StateByParameter(Mapping[ShardedTensor, Mapping[str, Any]]):
-    """A read-only mapping from the parameters at ``paths`` to their states. A lookup calls ``state_of``."""
+    """A read-only mapping from the parameters at ``paths`` to their states, which ``state_of(path)`` returns."""
 
     def __init__(
         self, state_of: Callable[[str], dict[str, Any]], paths: Container[str], parameters: Mapping[str, ShardedTensor]
@@ -50,11 +50,11 @@ class StateByParameter(Mapping[ShardedTensor, Mapping[str, Any]]):
 
 
 def fill_in_missing_states(states: StatesByPath, parameters: Mapping[str, ShardedTensor], comm: Comm) -> StatesByPath:
-    """Return ``states``, completed so that all ranks have the same names of state, for state dicts.
+    """Return ``states`` with what this rank lacks, so that all ranks have the same names of state in a state dict.
 
-    A rank without elements of a parameter gets empty parts, and takes state that is not elementwise from another rank.
-    Ranks whose parameters differ, such as experts, keep their own states. A state that is no tensor, number, string or None is
-    a TreeError; different kinds of state for one parameter are an AgreementError.
+    For a parameter without elements on this rank, elementwise state is an empty ShardedTensor, and other state is that of
+    another rank. Ranks whose parameters differ, such as experts, keep their own states. A state that is no tensor, number,
+    string or None is a TreeError; different kinds of state for one parameter are an AgreementError.
     """
 
     def described() -> str:
@@ -99,7 +99,7 @@ def _kind_of_state(where: str, path: str, key: str, value: Any) -> list[Any]:
 
 
 def _own_or_from_rank(kind: list[Any], value: Any, like: ShardedTensor, source: int, comm: Comm) -> Any:
-    """Return ``value``; if this rank holds no element and ``value`` is None, an empty part, or the value of rank ``source``."""
+    """Return ``value``; or for None, on a rank without elements of ``like``, an empty part, or the value of rank ``source``."""
     what, *rest = kind
     if what == "value":
         return rest[0]
@@ -118,10 +118,10 @@ def _own_or_from_rank(kind: list[Any], value: Any, like: ShardedTensor, source: 
 def check_param_groups(
     state_dict: Any, own: list[dict[str, Any]], *, options: Iterable[str], trained: Container[str] | None
 ) -> None:
-    """Raise an error if the parameter groups of a state dict differ from an optimizer's parameter groups.
+    """Raise an error if the parameter groups of a state dict differ from ``own``, the optimizer's.
 
-    ``own``: the optimizer's groups. ``options``: names of options that each group needs. ``trained``: names of parameters that
-    may have a state; None if the keys of the state are not names of parameters.
+    ``options``: names of options that each group needs. ``trained``: names of parameters that may have a state; None if the
+    keys of the state are not names of parameters.
     """
     if not isinstance(state_dict, Mapping) or not {"state", "param_groups"} <= state_dict.keys():
         raise TreeError("load_state_dict(): expected a dict with 'state' and 'param_groups', as state_dict() gives it.")
@@ -154,9 +154,9 @@ ComparedTensors = dict[str, tuple[torch.Tensor, tuple[str, ...]]]
 def states_from_state_dict(
     given: Mapping[str, Mapping[str, Any]], parameters: Mapping[str, ShardedTensor], fresh: Callable[[str], Mapping[str, Any]]
 ) -> tuple[StatesByPath, ComparedTensors]:
-    """Return the states in a state dict, with whole tensors cut to this rank's parts; and tensors that ranks compare.
+    """Return the states ``given`` in a state dict, with this rank's part of whole tensors; and digests for ranks to compare.
 
-    ``fresh`` returns the fresh state of a parameter. A state that differs from it in names, dtypes or shapes is an error.
+    It is an error if a state differs from ``fresh(path)``, the one with which an optimizer begins, in names, dtypes or shapes.
     """
     states: StatesByPath = {}
     compared: ComparedTensors = {}
@@ -204,9 +204,9 @@ def _checked_state(path: str, given: Mapping[str, Any], wanted: Mapping[str, Any
 
 
 def transform_state_from_state_dict(given: Any, own: Any, rank: int) -> tuple[Any, ComparedTensors]:
-    """Return a copy of ``given``, the state of an ``(init, update)`` pair; and tensors that ranks compare.
+    """Return a copy of ``given``, the state of an ``(init, update)`` pair for ``rank``; and digests for ranks to compare.
 
-    A state that differs from the current state ``own`` in structure, layout, shapes or dtypes, or was donated, is an error.
+    It is an error if ``given`` was donated, or differs from the current state ``own`` in structure, layout, shapes or dtypes.
     """
     check_not_donated("load_state_dict()", units_of(given))
     remedy = "Load what state_dict() gave on the same mesh, strategy and units, with the same transformation."

@@ -53,11 +53,12 @@ class ShardedTensor(torch.Tensor):
         path: name of the parameter in its module.
         unit: layout of the unit that stores the tensor; ``unit.run_of_leaf(leaf, place, rank)`` is the range of elements on any
             rank.
-        leaf: leaf of that unit. For a DTensor that other axes shard, ``leaf`` and ``flat_range`` are those of the local tensor.
+        leaf: leaf of that unit. For a DTensor that other axes shard, ``leaf`` and :attr:`flat_range` are those of the local
+            tensor.
         place: a placement for each mesh axis: where the tensor rests.
         rank: rank that holds this part.
         spec: spec of a DTensor; None for a plain tensor.
-        owner: weak reference to the Session of the module.
+        owner: weak reference to the module's Session, which holds its state and runs its steps.
     """
 
     path: str
@@ -290,7 +291,7 @@ def _is_unchanged_by_to(part: ShardedTensor, applied: torch.Tensor) -> bool:
 
 
 def _is_in_forward(part: ShardedTensor) -> bool:
-    """Return whether a call of the part's module is under way. The code that runs is then not of the part's unit."""
+    """Return whether a call of the part's module is under way: by code of another unit, as the own unit has full parameters."""
     owner = part.owner()
     return owner is not None and owner.calls.source is not None
 
@@ -374,7 +375,7 @@ def _reduce_parts(name: str, tensors: Sequence[torch.Tensor], reduction: Reducti
 def _elementwise(
     func: Callable[..., Any], name: str, args: Sequence[Any], kwargs: Mapping[str, Any], rows: Sequence[Sequence[Any]]
 ) -> Any:
-    """Call an elementwise function on this rank's elements. Return parts, or the argument that was changed in place."""
+    """Call an elementwise function on this rank's elements. ``rows``: the tensors of each result, several in ``_foreach_*``."""
     likes = [next((x for x in row if isinstance(x, ShardedTensor) and not x.is_whole), None) for row in rows]
     for row, like in zip(rows, likes, strict=True):
         if like is None:

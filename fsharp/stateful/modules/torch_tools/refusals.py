@@ -104,10 +104,10 @@ def check_shardable(module: nn.Module, sharded: type[nn.Parameter]) -> None:
 
 
 @cache
-def patch_torch_wrappers(sharded: type[nn.Parameter]) -> None:
-    """Make wrappers such as DistributedDataParallel raise an error for sharded modules.
+def refuse_torch_wrappers(sharded: type[nn.Parameter]) -> None:
+    """Let torch's hooks refuse sharded modules in wrappers such as DistributedDataParallel.
 
-    Optimizers of torch then raise an error for parameters that :func:`~fsharp.shard_module` has replaced.
+    They also refuse a step of an optimizer of parameters that :func:`~fsharp.shard_module` has replaced.
     """
     register_module_module_registration_hook(partial(_check_wrapper, sharded))
     register_optimizer_step_pre_hook(_check_optimizer_is_current)

@@ -14,17 +14,17 @@ T = TypeVar("T")
 
 
 class CastDtypes(NamedTuple):
-    """The dtypes to which a module's floating-point inputs and outputs are cast; None means no cast."""
+    """The dtypes to which a module casts its floating-point inputs and outputs; None means no cast."""
 
     inputs: torch.dtype | None
     outputs: torch.dtype | None
 
 
 def casts_by_path(rules: Mapping[str, Precision], chosen: Iterable[str], leaves: Collection[str]) -> dict[str, CastDtypes]:
-    """Return, by path, the casts of the root and of each chosen module whose precision asks for casts.
+    """Return, by path, the casts of the root and of each module in ``chosen`` whose precision asks for casts.
 
-    A module has the precision of the last rule whose pattern selects its path. It is an error if no parameter in the module
-    has this precision.
+    The precision of a module is the last rule whose pattern selects its path. ``leaves``: paths of all parameters. It is an
+    error if no parameter inside of a module has the module's precision.
     """
     of_leaf = value_by_path("shard_module(precision=...)", rules, leaves := list(leaves), default=Precision())
     casts = {}
@@ -43,7 +43,7 @@ def casts_by_path(rules: Mapping[str, Precision], chosen: Iterable[str], leaves:
 
 
 def cast_tensors(value: T, dtype: torch.dtype | None) -> T:
-    """Return a value with its floating-point tensors cast to ``dtype``, or the value itself if ``dtype`` is None.
+    """Return ``value`` with its floating-point tensors cast to ``dtype``; for None ``value`` itself.
 
     Tensors are found in torch's pytrees and in dataclasses, of which new ones are made. An object without a tensor to cast is
     kept, so its owner sees what the module writes to it. A tensor to cast in any other container, such as a set, is an error.

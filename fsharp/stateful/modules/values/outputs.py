@@ -24,7 +24,7 @@ _LAZY_TYPES = (types.GeneratorType, types.CoroutineType, types.AsyncGeneratorTyp
 
 @lru_cache(maxsize=1024)  # a search meets hundreds of objects of a few classes; a program may make classes without end
 def _traversal_of_class(cls: type) -> Literal["tensor", "lazy", "opaque", "open"]:
-    """Return how a search for tensors treats objects of a class. Only ``"open"`` objects are searched."""
+    """Return what objects of a class are to a search: tensors, lazily computed, without tensors, or searched (``"open"``)."""
     if issubclass(cls, torch.Tensor):
         return "tensor"
     if issubclass(cls, _LAZY_TYPES):
@@ -65,10 +65,10 @@ def tensors_in(value: Any, given_by: str | None = None) -> list[torch.Tensor]:
 def map_tensors(
     value: Any, change: Callable[[Any], Any], error_start: str, *, kinds: type = object, in_place: bool = False
 ) -> Any:
-    """Return a value with ``change(tensor)`` in place of each tensor; the same object if no tensor changes.
+    """Return ``value`` with ``change(tensor)`` in place of each tensor in it; ``value`` itself if no tensor changes.
 
     Tensors are found in torch's pytrees and in dataclasses. With ``in_place`` lists, dicts and dataclasses are changed, not
-    copied. A tensor to change in any other object of the classes ``kinds`` is an error, which begins with ``error_start``.
+    copied. A tensor to change in any other instance of ``kinds`` is an error, which begins with ``error_start``.
     """
     if isinstance(value, torch.Tensor):
         return change(value)
@@ -106,14 +106,14 @@ def map_tensors(
 
 
 def replace_tensors(value: Any, old: Sequence[torch.Tensor], new: Sequence[torch.Tensor], path: str) -> Any:
-    """Return ``value`` with the tensors ``old`` replaced by ``new``, in place if possible, by :func:`map_tensors`."""
+    """Return ``value`` with the tensors ``old`` replaced by ``new``, in place if possible. ``path``: the module, for errors."""
     by_id = {id(a): b for a, b in zip(old, new, strict=True) if a is not b}
     what = f"module {path or 'the root'!r} returns or keeps a parameter, or a tensor that has to be replaced by another,"
     return map_tensors(value, lambda x: by_id.get(id(x), x), what, in_place=True) if by_id else value
 
 
 def views_of_parameters(parameters: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Return the tensors that share memory with parameters; none under torch.func, which keeps the parameters alive."""
+    """Return the tensors that share memory with ``parameters``; none under torch.func, which keeps the parameters alive."""
     if not tensors or torch._C._are_functorch_transforms_active():
         return []
     mine = set[int]().union(*map(_storage_addresses, parameters))
@@ -121,7 +121,7 @@ def views_of_parameters(parameters: Sequence[torch.Tensor], tensors: Sequence[to
 
 
 def _storage_addresses(x: torch.Tensor) -> list[int]:
-    """Return the addresses of the storages of a tensor, or of a wrapper's inner tensors. Empty tensors are left out."""
+    """Return the address of the ``UntypedStorage`` of a tensor, or of each inner tensor of a wrapper, unless it is empty."""
     found = []
     for each in (x,) if type(x) is torch.Tensor else inner_tensors(x):
         if each.numel() and not each.is_meta:
@@ -130,7 +130,7 @@ def _storage_addresses(x: torch.Tensor) -> list[int]:
 
 
 def connect_to_inputs(tensors: Sequence[torch.Tensor], inputs: Sequence[Any]) -> list[torch.Tensor]:
-    """Return the tensors with a graph that leads to all ``inputs``, so that a backward also reaches unused inputs."""
+    """Return ``tensors``, linked to all ``inputs`` in autograd's graph, so that a backward also reaches unused inputs."""
     result, moved = list(tensors), [i for i, x in enumerate(tensors) if x.is_floating_point() or x.is_complex()]
     reached = [x for x in inputs if isinstance(x, torch.Tensor) and x.requires_grad]
     if moved and reached and torch.is_grad_enabled() and not torch._C._are_functorch_transforms_active():

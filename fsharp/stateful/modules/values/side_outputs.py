@@ -19,17 +19,18 @@ _CONTAINERS = frozenset({list, dict, set, tuple, deque, OrderedDict, defaultdict
 
 
 class SideOutputs:
-    """The tensors that modules store during a call: in their attributes and buffers, and in containers among the arguments.
+    """Finds the tensors that modules store during a call, besides their results: a backward may begin at them, as at outputs.
 
-    Containers are lists, dicts, sets and tuples. Modules of torch.nn and TransformerEngine are skipped: they store no tensors
-    for the backward. Attributes of other objects, and variables of hooks, are not searched.
+    They are in attributes and buffers of the modules, and in lists, dicts, sets and tuples among the arguments. Modules of
+    torch.nn and TransformerEngine are skipped: they store no tensors for the backward. Attributes of other objects, and
+    variables of hooks, are not searched.
     """
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
         self._modules = [weakref.ref(each) for each in modules if not type(each).__module__.startswith(_WITHOUT_SIDE_OUTPUTS)]
 
     def find_tensors(self, arguments: Sequence[Any]) -> dict[int, torch.Tensor]:
-        """Return the tensors in the modules and in containers among ``arguments``, by id."""
+        """Return the tensors that the modules, and containers among ``arguments``, hold now, by id."""
         values = [value for value in arguments if type(value) in _CONTAINERS and value]
         for places, name in self._dict_entries_with_tensors():
             values.append(places[name])
@@ -38,9 +39,10 @@ class SideOutputs:
     def new_side_outputs(
         self, before: dict[int, torch.Tensor], arguments: Sequence[Any], parameters: Sequence[torch.Tensor], path: str
     ) -> list[torch.Tensor]:
-        """Return the tensors with a ``grad_fn`` that modules and containers among ``arguments`` have stored since ``before``.
+        """Return the tensors with a ``grad_fn`` that the call of the module at ``path`` has stored.
 
-        ``before`` has the tensors that were there earlier, by id. Stored views of ``parameters`` are replaced by copies.
+        ``before`` has the tensors of :meth:`find_tensors` before the call. Stored views of ``parameters`` are first replaced by
+        copies, as the parameters' memory is released.
         """
         new = [x for i, x in self.find_tensors(arguments).items() if i not in before]
         if views := views_of_parameters(parameters, new):
@@ -51,7 +53,7 @@ class SideOutputs:
     def replace_stored(
         self, arguments: Sequence[Any], old: Sequence[torch.Tensor], new: Sequence[torch.Tensor], path: str
     ) -> None:
-        """Put the tensors ``new`` where modules or containers among ``arguments`` hold the tensors ``old``."""
+        """Replace the tensors ``old`` by ``new`` where modules, or containers among ``arguments``, hold them."""
         for value in arguments:
             if type(value) in _CONTAINERS:
                 replace_tensors(value, old, new, path)
@@ -59,7 +61,7 @@ class SideOutputs:
             places[name] = replace_tensors(places[name], old, new, path)
 
     def _dict_entries_with_tensors(self) -> list[tuple[dict[str, Any], str]]:
-        """Return pairs of a dict and a key under which the dict holds a tensor, or a container that may hold tensors."""
+        """Return ``(dict, key)`` of each module attribute or buffer that is a tensor, or a container that may hold tensors."""
         found = []
         for reference in self._modules:
             if (module := reference()) is not None:
@@ -77,7 +79,7 @@ def _dict_entries_in(module: nn.Module, without: Collection[str | None]) -> list
 
 
 def check_no_stored_parameters(module: nn.Module) -> None:
-    """Raise an error if an attribute or buffer holds a parameter or a view of one, or a parameter has hooks."""
+    """Raise an error if a module's attribute or buffer holds a parameter or a view of one, or a parameter has hooks."""
     extents = [(name, extent) for name, p in module.named_parameters() for extent in _byte_ranges(p)]
     for path, each in module.named_modules():
         # weight_norm, spectral_norm and prune have hooks that compute these attributes anew in each forward.
@@ -101,7 +103,7 @@ def check_no_stored_parameters(module: nn.Module) -> None:
 
 
 def _byte_ranges(x: torch.Tensor) -> Iterator[tuple[int, int]]:
-    """Yield the range of addresses of a tensor's bytes; for a wrapper, the range of each inner tensor."""
+    """Yield the range of addresses of a tensor's bytes, or of those of each inner tensor of a wrapper."""
     for each in inner_tensors(x.detach()):
         if each.numel() and not each.is_meta:
             last = sum((size - 1) * stride for size, stride in zip(each.shape, each.stride(), strict=True))
