@@ -75,7 +75,7 @@ def encode_differences(updated: Any, params: Any, *, step: int, rank: int) -> An
 
 
 def add_differences(params: Any, gathered: Any, *, rank: int) -> Any:
-    """Return ``gathered`` with new parameters in place of encoded differences: old parameters plus the decoded difference."""
+    """Return ``gathered`` with new parameters in place of encoded differences: those of ``params`` plus the difference."""
 
     def one(node: Sharded, before: Sharded) -> Sharded:
         unit, held = node.unit, dict(zip(before.groups, before.buffers, strict=True))
@@ -100,7 +100,7 @@ def add_encoded_difference(
 
 
 def encode_by_block(tree: Any, like: Any = None) -> Any:
-    """Encode the groups whose format encodes blocks by themselves; with ``like``, only the groups that are encoded there."""
+    """Encode the groups whose format encodes blocks by themselves; with ``like``, a tree, only groups that it has encoded."""
 
     def one(node: Sharded, groups: Sequence[int]) -> Sharded:
         rows = zip(node.groups, node.buffers, strict=True)

@@ -112,7 +112,7 @@ def gather(tree: Tree, *, comm: Comm, to: PlaceName = "full") -> Tree:
 
 
 def _buffers_without_scales(node: Sharded) -> Sequence[torch.Tensor]:
-    """Return the buffers of a node without the scales at their ends, which are equal on all ranks and need not travel."""
+    """Return a node's buffers without the scales at their ends. Scales are equal on all ranks, and need not travel."""
     unit, rows = node.unit, zip(node.groups, node.buffers, strict=True)
     if not unit.has_leaf_formats:
         return node.buffers
@@ -289,7 +289,7 @@ def reduce_partial_sums(
 
 
 def units_on_mesh_of(where: str, tree: Any, comm: Comm) -> list[Sharded]:
-    """Return the units' nodes; TreeError if there are none or one is donated, MeshError if one is on another mesh."""
+    """Return the nodes in ``tree``. TreeError if there are none or one is donated, MeshError if one is on another mesh."""
     nodes = units_of(tree)
     if not nodes:
         if not optree.tree_leaves(tree):

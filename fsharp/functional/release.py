@@ -43,7 +43,7 @@ class _SavedBuffers:
 
 
 def release_saved(out: Any, sharded: Any, gathered: Any, sequence_nr: int, comm: Comm) -> None:
-    """Release what autograd has saved of the units ``gathered``, for a call since ``sequence_nr`` that has returned ``out``."""
+    """Release the parameters ``gathered`` that autograd has saved since ``sequence_nr`` in a call that returned ``out``."""
     nodes = units_of(sharded)
     if any(is_batched(buffer) for node in nodes for buffer in node.buffers):
         return  # vmap over parameters, which cannot be gathered again after vmap
@@ -102,7 +102,7 @@ def in_place_change_check(nodes: Sequence[Sharded]) -> Callable[[], None]:
 
 
 def saved_tensors(roots: set[Any], sequence_nr: int) -> Iterator[Any]:
-    """Yield the tensors that nodes of :func:`_graph_nodes_since` have saved, except for tensors with hooks of their own."""
+    """Yield the tensors that autograd has saved in nodes of :func:`_graph_nodes_since`, but for those with own hooks."""
     for node in _graph_nodes_since(roots, sequence_nr):
         kind: Any = type(node)
         for name in _saved_attribute_names(kind):

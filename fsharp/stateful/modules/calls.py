@@ -69,7 +69,7 @@ class ParameterEntries:
                 )
 
     def replacements_by_path(self, full: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Return by path the tensors that a caller has put in place of full parameters."""
+        """Return, by path, the tensors that a caller has put in place of ``full``, the full parameters by path."""
         found = {}
         for i, parameters, name in self._entries:
             path, mine = self.stored[i], local_tensor(parameters[name])
@@ -82,7 +82,7 @@ class ParameterEntries:
         return found
 
     def swap_in(self, tensors: Sequence[Any]) -> list[Any]:
-        """Put tensors into the entries, one for each leaf. Return the tensors that were there."""
+        """Put ``tensors``, one for each leaf, into the entries. Return the tensors that were there."""
         before = list(tensors)
         for i, parameters, name in self._entries:
             before[i] = parameters[name]
@@ -95,7 +95,7 @@ class ParameterEntries:
 
 @contextmanager
 def replacing_buffers_by_copies(root: nn.Module) -> Iterator[list[tuple[torch.Tensor, torch.Tensor]]]:
-    """Replace all buffers by copies in this context. Yield pairs of a buffer and its copy. A shared buffer has one copy."""
+    """Replace all buffers (``register_buffer``) of a module by copies in this context. Yield pairs of a buffer and its copy."""
     before = [(module, dict(module._buffers)) for module in root.modules() if module._buffers]
     copies = {id(b): (b, b.clone()) for _, buffers in before for b in buffers.values() if b is not None}
     try:
@@ -127,7 +127,7 @@ def check_no_added_parameters(module: nn.Module, path: str) -> None:
 
 
 class ParameterSource:
-    """The parameters with which modules compute: a tree's nodes by name of the unit, and the Comm that gathers the nodes."""
+    """The parameters with which modules compute: the nodes of a tree, by name of the unit, and the Comm that gathers them."""
 
     def __init__(self, tree: Any, comm: Comm) -> None:
         self.nodes, self.comm = units_by_name(tree), comm
@@ -150,7 +150,7 @@ class GatheredModule(NamedTuple):
 
 
 class ModuleCallState:
-    """State that calls of a module share: entries and specs of parameters, gathered modules by path, the source in use."""
+    """State that all calls of a module share: entries and specs of parameters, gathered modules by path, the source in use."""
 
     def __init__(
         self,

@@ -33,7 +33,7 @@ class MeanGradients:
         self.drop_gradients()
 
     def drop_gradients(self) -> None:
-        """Drop the gradients. Move each part that a caller still holds, with its values, to memory of its own."""
+        """Drop the gradients. A part that a caller still holds moves, with its values, to memory of its own."""
         parts = [weakref.ref(part) for part in self._parts.values()]
         self.tree: Any = None
         self.missing: set[str] = set()

@@ -41,14 +41,14 @@ class ModuleState:
         self.record_version_counters()
 
     def record_version_counters(self) -> None:
-        """Record the version counters of all buffers, to notice later writes."""
+        """Record the version counters of all buffers of parameters, to notice later writes."""
         trees = ("params", self.train_state.params), ("main", self.train_state.main)
         nodes = [(kind, node) for kind, tree in trees for node in units_of(tree)]
         self._buffers = [(kind, n.name, g, b) for kind, n in nodes for g, b in zip(n.groups, n.raw_buffers, strict=True)]
         self._recorded = self._version_counters()
 
     def fill_buffers(self, targets: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> None:
-        """Copy values into ``targets``, which are buffers of this state. All ranks have to call this method."""
+        """Copy ``values`` into ``targets``, buffers of parameters or of state. All ranks have to call this method."""
         with torch.no_grad():
             for target, value in zip(targets, values, strict=True):
                 target.copy_(value)

@@ -87,7 +87,7 @@ class ModuleStep:
         self._units = self.scheduler.begin_gradients_of_tree(state.params)
 
     def propagate_main_writes(self) -> None:
-        """Copy the user's writes into parameters at rest, and let a step under way gather the new values."""
+        """Copy the user's writes to main parameters into parameters at rest. A step under way gathers the new values."""
         if self.state.propagate_main_writes() and self.open_step is not None:
             self.open_step.leave_schedule()  # a schedule would use parameters that it has gathered before the write
 

@@ -168,7 +168,7 @@ class Session:
         return self.scheduler.comm_with_history_labels
 
     def wait_before_write(self) -> None:
-        """Wait for gathers under way, which read parameters for the next step, or write updated parameters."""
+        """Wait for gathers under way, before a write: they read parameters for the next step, or write updated parameters."""
         for node in units_of(self.state.train_state.params):
             with suppress(FsharpError):  # a failed gather is over, and the next use of its parameters raises its error
                 _ = node.buffers
@@ -210,8 +210,8 @@ class Session:
     ) -> tuple[torch.Tensor | None, ...]:
         """Run ``torch.autograd.grad``. Gradients of parameters are means over ranks, as parts.
 
-        Afterwards ``.grad`` is None, and backwards of other forwards still work. Options that need a graph of the backward,
-        parameters of several modules, and a step that has gradients are errors.
+        Afterwards ``.grad`` is None, and backwards of other forwards still work. It is an error to pass options that need a
+        graph of the backward, or parameters of several modules. It is an error too if the step has gradients.
         """
         if options.get("create_graph") or options.get("is_grads_batched"):
             raise ScheduleError(
@@ -273,7 +273,7 @@ class Session:
         self.state.copy_to_resting_parameters()
 
     def install_parts(self) -> None:
-        """Put this rank's parts in place of the module's parameters."""
+        """Put this rank's parts, as ShardedParameters, in place of the module's parameters."""
         self.parameters.clear()
         rank, trained, specs = self.scheduler.rank, units_by_name(self.state.main_parameters()), self.calls.dtensor_specs
         for node in units_of(self.state.train_state.params):

@@ -15,10 +15,10 @@ from fsharp.stateful.units.unsharded import buffers_stamp
 
 
 class Arena:
-    """The memory that all schedules share, as large as the largest schedule needs.
+    """The memory that all schedules of a scheduler share, as large as the largest schedule needs.
 
     Attributes:
-        memory: uint8[bytes].
+        memory: ``uint8[nbytes]``.
         schedule: the schedule that owns the memory now.
     """
 

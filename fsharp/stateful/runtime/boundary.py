@@ -55,7 +55,7 @@ _RECEIVER_NODE: type = _GradientReceiver._backward_cls
 
 
 def find_unit_use(leaf: torch.Tensor) -> "UnitUse | None":
-    """Return the use that has handed out a leaf with a gradient; None for any other tensor."""
+    """Return the use that has handed out ``leaf``, if the leaf has a gradient; None for any other tensor."""
     return getattr(leaf.grad_fn, "use", None) if isinstance(leaf.grad_fn, _RECEIVER_NODE) else None
 
 
@@ -234,7 +234,7 @@ class UsesUnderWay:
         pending: by unit, number of uses in this microbatch whose gradient is still missing.
         awaited: uses whose backward may come; autograd's graph keeps them alive.
         held: units whose parameters a caller holds after their use. Their step gets no schedule, as that reuses memory.
-        recomputed: units that a checkpoint has used again and a caller holds, without a backward since then.
+        recomputed: units that ``torch.utils.checkpoint`` has used again, and a caller holds, without a backward since then.
     """
 
     def __init__(self) -> None:

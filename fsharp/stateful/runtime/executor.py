@@ -137,7 +137,7 @@ class Executor:
         self.action_of(bound)()
 
     def action_on_lane(self, bound: BoundOp, start: Action, *, after_compute: bool = True) -> Action:
-        """Return an action that runs ``start`` on the op's lane after ``bound.after``; ``after_compute``: after compute too."""
+        """Return an action that runs ``start`` on the op's lane, behind ``bound.after`` and, if ``after_compute``, compute."""
         lanes, stream, key, after = self.lanes, bound.spec.stream, bound.key, bound.after
 
         def action() -> None:

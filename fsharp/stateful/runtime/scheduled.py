@@ -72,7 +72,7 @@ class RecordedPrograms:
         return self._schedules.get(last) if last is not None and self.num_left < _MAX_LEFT_CALLS else None
 
     def pin_schedule(self, schedule: Schedule) -> None:
-        """Follow this schedule from now on."""
+        """Follow ``schedule``, which the user has chosen, from now on."""
         self.pinned = schedule
         self.bound.clear()
 
@@ -255,7 +255,7 @@ class FunctionRegistry:
         return scheduled
 
     def record_last_called(self, scheduled: ScheduledFunction) -> None:
-        """Record a call of ``scheduled``; and of the function called before, that ``scheduled`` was called next."""
+        """Record a call of ``scheduled``, as the one that follows the last call of another function."""
         if (last := self._last()) is not None:
             last.record_next_called(scheduled)
         self._last = weakref.ref(scheduled)

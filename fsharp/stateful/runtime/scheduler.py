@@ -352,7 +352,7 @@ class Scheduler(DelegatingComm, ScheduledEngine):
         return schedule
 
     def unit_of(self, node: Sharded) -> UnitState:
-        """Return the unit of a node; a new unit if there is none yet."""
+        """Return the unit to which ``node`` is bound in this step; bind the node first if it is new."""
         unit = self.registry.find_unit(node)
         if unit is None:
             unit = self.registry.bind_or_make_unit(node)

@@ -16,7 +16,7 @@ from fsharp.functional.comm.protocol import Comm, ReduceOp
 
 @dataclass(frozen=True)
 class DTensorSpec:
-    """The mesh, placements, whole shape and stride of a DTensor."""
+    """What makes a DTensor of a rank's local tensor: mesh, placements, whole shape and stride."""
 
     mesh: DeviceMesh
     placements: tuple[Placement, ...]
@@ -72,7 +72,7 @@ def local_tensor(x: Any) -> Any:
 
 
 def max_flag_over_ranks(flag: torch.Tensor, specs: Mapping[str, DTensorSpec], comm: Comm) -> torch.Tensor:
-    """Return the largest ``flag`` of all ranks, also along the axes of DTensors."""
+    """Return the elementwise maximum of ``flag`` over all ranks, also along the mesh axes of the DTensors in ``specs``."""
     flag = max_over_ranks(flag, comm)
     for mesh in dict.fromkeys(spec.mesh for spec in specs.values()):  # not a set: ranks need the same order
         flag = DTensor.from_local(flag, mesh, [Partial("max")] * mesh.ndim, run_check=False).full_tensor()

@@ -180,7 +180,7 @@ class ShardedTensor(torch.Tensor):
 
     @property
     def _differing_axes(self) -> tuple[str, ...]:
-        """The axes along which ranks have different elements."""
+        """The mesh axes along which ranks have different elements, or different tensors: a reduction runs along these."""
         return tuple(a for a in self.place.sharded_axes + self.place.varying_axes if self.unit.mesh.axis_size(a) > 1)
 
     @property
@@ -326,7 +326,7 @@ def _check_no_autograd(name: str, rows: Sequence[Sequence[Any]], cut: Sequence[S
 
 
 def _with_full_parameters(x: Any) -> Any:
-    """Return an argument with whole parameters in place of parts whose unit runs backward: a checkpoint recomputes there."""
+    """Return ``x`` with whole parameters in place of parts whose unit runs backward: ``torch.utils.checkpoint`` recomputes."""
     if isinstance(x, ShardedTensor) and isinstance(x, nn.Parameter):
         owner = x.owner()
         whole = None if owner is None else owner.full_parameter_in_backward(x)
@@ -397,7 +397,7 @@ def _elementwise(
 
 
 def _own_elements(x: Any, likes: Sequence[ShardedTensor | None]) -> Any:
-    """Return this rank's elements of an argument, cut like ``likes[0]``. Items of a list are cut like ``likes``, in turn."""
+    """Return this rank's elements of an argument, cut like ``likes[0]``; of a list, those of each item, cut like ``likes``."""
     like = likes[0]
     if isinstance(x, list | tuple):
         return type(x)(_own_elements(each, [like]) for each, like in zip(x, cycle(likes), strict=False))
