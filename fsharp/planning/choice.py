@@ -59,7 +59,7 @@ class Candidate:
 
     @property
     def simplicity(self) -> tuple[int, int]:
-        """Numbers of departures: those of ``remat``, ``formats`` and ``state on the host``, and others."""
+        """Numbers of departures from the defaults: costly ones (``remat``, ``formats``, ``state on the host``), and others."""
         costly = sum(each in _COSTLY for each in self.departures)
         return costly, len(self.departures) - costly
 
@@ -81,7 +81,7 @@ class StepArguments:
     activation_nbytes: int
 
     def schedule(self, layout: Layout, policy: SchedulePolicy) -> Schedule:
-        """Return the schedule of a step."""
+        """Return the schedule of a step with these arguments, under a layout and a policy: see :func:`plan_step`."""
         return plan_step(
             layout,
             policy,
@@ -93,7 +93,7 @@ class StepArguments:
         )
 
     def predict(self, schedule: Schedule, layout: Layout) -> Timeline:
-        """Return the predicted step of one rank. ``update_s`` is scaled to the part of the parameters that a rank updates."""
+        """Return the predicted step of one rank. ``update_s`` is scaled to the share of the parameters that a rank updates."""
         return predict(schedule, replace(self.hardware, update_s=updated_share(layout) * self.hardware.update_s))
 
     def nbytes_at_rest(self, layout: Layout) -> dict[str, int]:

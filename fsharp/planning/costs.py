@@ -17,7 +17,7 @@ Activations = float | tuple[float, float]
 
 
 class KeptBytes(NamedTuple):
-    """The bytes that a use of units keeps for its backward.
+    """The bytes that one use of units keeps from its forward to its backward.
 
     Attributes:
         use: the use.
@@ -68,7 +68,7 @@ class Costs(NamedTuple):
         return [each for outer in self.kept for each in outer.walk()]
 
     def activation_nbytes(self, recomputed: Collection[str]) -> float:
-        """Return the largest sum of kept bytes, with ``recomputed`` units one at a time; nan if their bytes are unknown."""
+        """Return the most bytes of activations at one time, with ``recomputed`` units one at a time; nan if unknown."""
         kept, largest, todo = 0.0, 0.0, list(self.kept)
         while todo:
             call = todo.pop()

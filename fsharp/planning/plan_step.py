@@ -137,7 +137,7 @@ def _unit_names(use: Use) -> Iterator[str]:
 
 
 def _make_unit_state(layout: Layout, name: str, transport: Transport, buffers: int | None) -> UnitState:
-    """Return the state of a unit in training. ``buffers``: number of buffers of optimizer state in host memory, if any."""
+    """Return the state of unit ``name`` in training. ``buffers``: offloaded values of optimizer state by parameter, or None."""
     unit = UnitState(name or ROOT, layout[name], trivial=False)
     unit.begin_gradient(transport, None)
     if buffers is not None:
@@ -149,7 +149,7 @@ def _make_unit_state(layout: Layout, name: str, transport: Transport, buffers: i
 def _microbatch_events(
     uses: Sequence[Use], trained: Collection[str], recomputed: Collection[str], numbers: Iterator[int]
 ) -> list[Event]:
-    """Return the forwards of uses, then the backwards in reverse order, until the first use of a trained unit."""
+    """Return the forwards of ``uses``, then the backwards in reverse order, up to the first use of a trained unit."""
     events: list[Event] = []
 
     def add_forward(use: Use) -> _ForwardDone:

@@ -47,7 +47,7 @@ HardwareSource = Hardware | str | Callable[[Layout], Hardware]
 
 
 class SearchSpace(NamedTuple):
-    """The layouts to try; and by :data:`CostKey` the calls that a trial has recorded, and their costs before a measurement."""
+    """The layouts to try; and by :data:`CostKey`, the calls that a trial has recorded, and their costs before measurement."""
 
     options: list[LayoutOption]
     calls: dict[CostKey, list[UnitCall]]
@@ -82,7 +82,7 @@ class TuneRequest:
 
     @property
     def tokens(self) -> float | None:
-        """The batch, if it is a number."""
+        """The batch, if it is given as a number of tokens; else None."""
         return self.batch if isinstance(self.batch, int | float) and not isinstance(self.batch, bool) else None
 
     def space(self) -> SearchSpace:
@@ -237,7 +237,7 @@ class TuneRequest:
             call.set_measured(forward_s, backward_s, max(rank[i][2] for rank in everyones))
 
     def combinations(self, space: SearchSpace, costs: Mapping[CostKey, Costs]) -> list[Combination]:
-        """Return all combinations of layouts, policies and recomputations."""
+        """Return all combinations of layout, policy and recomputation that are to be predicted."""
         result = []
         machines = {option: self._hardware_of(option.layout, costs[option.cost_key]) for option in space.options}
         recomputed = {cost_key: self._units_to_recompute(each) for cost_key, each in costs.items()}
@@ -297,7 +297,7 @@ class TuneRequest:
         return texts
 
     def hardware_texts(self, combinations: Sequence[Combination]) -> dict[str, str]:
-        """Return the hardware of all layouts as text."""
+        """Return the hardware of all layouts as text, for ranks to compare."""
         machines = {each.option.name: (each.option.layout, each.arguments.hardware) for each in combinations}
         return {"hardware": "\n".join(f"{name}: {_hardware_text(*each)}" for name, each in machines.items())}
 

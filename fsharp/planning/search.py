@@ -91,7 +91,7 @@ def search_candidates(
 
 
 def _schedule_key(combination: Combination) -> object:
-    """Return a key that is equal for combinations with equal schedules. Without gathers some policies give one schedule."""
+    """Return a key that combinations with equal schedules share. Without gathers several policies give one schedule."""
     policy = combination.policy
     is_gathered = any(unit.strategy.params.sharded_axes for unit in combination.option.layout.units)
     if not is_gathered and not policy.offload:

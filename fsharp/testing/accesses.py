@@ -39,7 +39,7 @@ def byte_spans(x: torch.Tensor) -> tuple[ByteSpan, ...]:
 
 
 class _SchemaEffects(NamedTuple):
-    """The effects of an operator on its arguments, according to its schema."""
+    """What an operator does to its arguments, by its schema: whether it touches data, and which arguments it writes."""
 
     touches: bool  # whether the operator reads or writes data: a view does not
     written: frozenset[str]  # names of the arguments that are written
@@ -66,7 +66,7 @@ def _strided_tensors(value: Any) -> Iterator[torch.Tensor]:
 
 
 class LiveStorages:
-    """All living storages, each with the lane that allocated it. ``log`` gets a :class:`Free` when a storage is freed."""
+    """All living ``UntypedStorage``, each with the lane that allocated it. ``log`` gets a :class:`Free` when one is freed."""
 
     def __init__(self, log: list[LogEntry]) -> None:
         self._log = log

@@ -96,7 +96,7 @@ def assert_equivalent(
 
 
 def _summation_order(mesh: Mesh, strategy: Strategy, microbatches: int) -> Any:
-    """Return a key that strategies share if they add gradients in the same order."""
+    """Return a key that two strategies share if, on ``mesh``, they add gradients in the same order."""
     if microbatches == 1 and len(mesh.axes) == 1:
         return None
     if microbatches == 1:

@@ -29,7 +29,7 @@ class ByteSpan(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)  # two accesses of equal content are different accesses
 class Access:
-    """The accesses of one torch op.
+    """The bytes that one torch op reads and writes.
 
     ``during``: the work of the lane that ran the op. ``forgets``: storages that the op allocated; earlier accesses to their
     addresses no longer count.
@@ -48,7 +48,7 @@ class Access:
 
 @dataclass(frozen=True, slots=True)
 class RecordEvent:
-    """The record of an event on a lane, under a key for waits."""
+    """The record of an event on a lane, under the key by which a :class:`Wait` names it."""
 
     lane: str
     key: object
@@ -68,7 +68,7 @@ class Wait:
 
 @dataclass(frozen=True, slots=True)
 class Free:
-    """The end of a storage. ``lane``: the lane that allocated it; None if the allocation was not logged."""
+    """The release of a storage's memory. ``lane``: the lane that allocated it; None if the allocation was not logged."""
 
     lane: str | None
     span: ByteSpan
@@ -158,7 +158,7 @@ class _RaceDetector:
         return self.clocks.setdefault(lane, {})
 
     def wait(self, wait: Wait) -> bool:
-        """Update the clock of the waiting lane. Return whether the clock has changed."""
+        """Update the clock of the waiting lane. Return whether the wait has added an order."""
         other = self.clock(wait.of) if isinstance(wait.of, str) else self.marks.get(wait.of, {})
         mine, learned = self.clock(wait.lane), False
         for lane, tick in other.items():
@@ -241,7 +241,7 @@ class ReplayResult(NamedTuple):
 
 
 def replay(log: Log, *, without: Collection[int] = ()) -> ReplayResult:
-    """Return the races in a log, which is in the order of issue, without the entries at the positions ``without``."""
+    """Return the races in a log of ops and waits, in order of issue, without the entries at the positions ``without``."""
     state, learned = _RaceDetector(), set()
     for i, entry in enumerate(log):
         if i in without:

@@ -74,7 +74,7 @@ def _run_ranks(launcher: "_Launcher", mesh: Mesh, fn: Callable[[Comm], R], timeo
 
 
 class _Launcher:
-    """The process from which ranks are forked; see [Note: launcher]. The process first runs the code ``first``."""
+    """The process from which ranks are forked; see [Note: launcher]. It first runs the code ``first``."""
 
     def __init__(self, first: str = "") -> None:
         self._first = first

@@ -88,7 +88,7 @@ class VirtualLanes(Lanes):
             self.lane, self._during = before
 
     def stream_wait_ops(self, after: Sequence[OpKey]) -> None:
-        """Make the current lane wait for ops of other lanes."""
+        """Make the current lane wait for the ops ``after``, which are on other lanes."""
         for key in after:
             if key in self._marks:
                 self.log.append(Wait(self.lane, key, f"{self.lane} joins {self.describe(key)} at {self.here()}"))
@@ -103,7 +103,7 @@ class VirtualLanes(Lanes):
         self.stream_wait_ops([op])
 
     def record_stream(self, x: torch.Tensor) -> None:
-        """Let no allocation reuse a tensor's memory before all ops so far on the current lane are finished."""
+        """Let no allocation reuse the memory of ``x`` before all ops so far on the current lane are finished."""
         self.log.append(RecordStream(self.lane, x.untyped_storage().data_ptr()))
 
     @contextmanager

@@ -143,7 +143,7 @@ class ThreadComm:
 
     @api_boundary
     def reduce_scatter(self, x: torch.Tensor, axis: str, *, dtype: torch.dtype | None = None, label: str = "") -> torch.Tensor:
-        """Return the sum over ranks of ``x[own coordinate]``, added in order of rank."""
+        """Return the sum over ranks of ``x[c]``, added in order of rank; ``c`` is this rank's coordinate along the axis."""
         mine = self.mesh.coord(axis, self.rank)
         parts = [other[mine] for other in self._meet("reduce_scatter", axis, x, label)]
         return sum_in_rank_order(torch.stack(parts), dtype or x.dtype)
@@ -191,7 +191,7 @@ class ThreadComm:
 
 
 class CollectiveFacts(NamedTuple):
-    """The facts of one rank's call of a collective. All ranks of a group have to make calls with equal facts."""
+    """What ranks have to agree on in a collective: all ranks of a group make calls with equal facts."""
 
     op: str
     axis: str
@@ -340,7 +340,7 @@ class _World:
         )
 
     def _settle_calls(self) -> None:
-        """Complete or fail every call whose outcome is known."""
+        """Complete each call of a collective for which all ranks have come, and fail each call that cannot be completed."""
         self._last_change = time.monotonic()
         for rank, call in enumerate(self._calls):
             if call is not None and not call.done():
