@@ -379,7 +379,7 @@ def load_or_collect_damage(load: Callable[[], T], damage: list[Any], comm: Comm)
 
 
 def set_aside_damaged(damaged: Mapping[str, str], used_instead: str, comm: Comm) -> None:
-    """Rename damaged checkpoints, on rank 0, and warn of each. ``damaged``: error by path. ``used_instead``: another path."""
+    """Rename damaged checkpoints, on rank 0, and warn of each. ``damaged``: error by path. ``used_instead``: for the text."""
     for path, text in damaged.items() if comm.rank == 0 else ():
         _log.warning("%s is damaged, %s: %s Used instead: %s.", path, try_set_aside(path), text, used_instead)
 

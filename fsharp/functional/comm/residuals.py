@@ -26,7 +26,7 @@ from fsharp.functional.layout.unit_layout import UnitLayout
 
 
 class PerRank(NamedTuple):
-    """A mark on a tensor, or tree of tensors, whose values differ between ranks, such as the state of a random generator.
+    """A wrapper of a tensor, or tree of tensors, whose values differ between ranks, such as the state of a random generator.
 
     Shapes are equal on all ranks. Checkpoints save the values of all ranks.
     """

@@ -294,7 +294,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             raise TreeError("optimizer.state cannot be replaced: load_state_dict() loads the result of state_dict().")
 
     def _state_of(self, path: str) -> dict[str, Any]:
-        """Return the state of the parameter at ``path``, by name such as ``"exp_avg"``: this rank's part where it has dims."""
+        """Return the state of the parameter at ``path`` by name, such as ``"exp_avg"``: as parts, where it is elementwise."""
         like = self.session.parameters[path]
         for parameter, flat_slice in self._slices.items():
             for name, first, last in flat_slice.leaves:
@@ -360,7 +360,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         return {path: p for path, p in self.session.parameters.items() if path in mine and p.is_trained and p.leaf.numel}
 
     def _fresh_state(self, path: str, groups: list[dict[str, Any]]) -> dict[str, Any]:
-        """Return the state with which the inner optimizer begins for the parameter at ``path``. ``groups``: with options."""
+        """Return the inner optimizer's first state for the parameter at ``path``. ``groups``: parameter groups with options."""
         index = next(i for i, labels in enumerate(self._labels) if path in labels)
         parameter = self.session.parameters[path]
         mine = parameter.local
