@@ -58,6 +58,12 @@ def test_a_folder_without_checkpoints(tmp_path, capsys):
         assert (status, "mistyped' is not a folder" in err) == (2, True)
 
 
+def test_a_checkpoint_in_place_of_its_folder(root, capsys):
+    for command in (["list"], ["prune", "--keep", 1]):
+        status, _, err = run(capsys, "ckpt", command[0], path_of(root, 1), *command[1:])
+        assert (status, "is a checkpoint. Pass the folder that holds the checkpoints" in err) == (2, True)
+
+
 def test_an_object_store_is_listed_by_its_url(tmp_path, capsys):
     fs.checkpoint.save(f"local://{tmp_path}", {"x": torch.ones(2)}, comm=fs.SingleComm(), step=4)
     status, lines, _ = run(capsys, "ckpt", "list", f"local://{tmp_path}")
@@ -462,6 +468,10 @@ def test_units_are_in_the_order_in_which_the_tree_has_them():
         (["tune", "gpt-2", "--tokens", "0"], 2, "tokens is 0"),
         (["tune", "gpt-2", "--rows", "-1"], 2, "rows is -1"),
         (["tune", "gpt-2", "--mesh", "0"], 1, "mesh is 0"),
+        (["tune", "gpt-2", "--mesh", "²"], 2, "mesh is '²'"),
+        (["schedule", "gpt-2", "--draw", "step.drawing"], 1, "path is 'step.drawing': Format 'drawing' is not supported"),
+        (["plan", "tests.test_cli:without_shapes"], 2, "cannot be made: ValueError: Attempted to use an uninitialized"),
+        (["ckpt", "verify"], 2, "got no checkpoint"),
         (["tune", "gpt-2", "--efficiency", "1.5"], 2, "efficiency is 1.5"),
         (["tune", "gpt-2", "--hardware", "absent.json"], 2, "hardware is 'absent.json', expected a file that fsharp calibrate"),
     ],
@@ -483,6 +493,10 @@ class Partly(torch.nn.Module):
 
 def no_parameters():
     return torch.nn.ReLU()
+
+
+def without_shapes():
+    return torch.nn.LazyLinear(2)
 
 
 def needs_an_argument(size):

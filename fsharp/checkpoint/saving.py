@@ -194,8 +194,8 @@ def take_snapshot(
 
 def checked_config(where: str, step: Any, config: Any) -> Any:
     """Return ``config`` as JSON reads it back. CheckpointError if JSON cannot hold it, or ``step`` is no int from 0 on."""
-    if isinstance(step, bool) or not isinstance(step, int) or step < 0:
-        raise CheckpointError(f"{where}: step is {step!r}, expected a whole number from 0.")
+    if isinstance(step, bool) or not isinstance(step, int) or not 0 <= step < 1 << 62:
+        raise CheckpointError(f"{where}: step is {step!r}, expected a whole number from 0, below 2**62.")
     try:
         return json_round_trip(config)
     except (TypeError, ValueError, RecursionError) as error:

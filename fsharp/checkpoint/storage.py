@@ -239,7 +239,7 @@ class FolderClaim:
         The owner itself must not call this method: closing a file releases the process's locks on the file.
         """
         data = bytearray(size)
-        with suppress(FileNotFoundError):
+        with suppress(CheckpointError):  # there is no such folder here, or none with a claim: no token is zeros
             LocalStorage().read(f"{folder}/{_CLAIM_FILE}", 0, memoryview(data))
         return bytes(data)
 

@@ -10,7 +10,8 @@ import torch
 
 from fsharp.checkpoint import checkpoints, export_safetensors, from_dcp, open_checkpoint, prune, to_dcp, verify
 from fsharp.checkpoint.catalog import opening_errors
-from fsharp.checkpoint.storage import absolute_path
+from fsharp.checkpoint.manifest import MANIFEST_NAME
+from fsharp.checkpoint.storage import absolute_path, storage_of
 from fsharp.cli.models import parse_dtype
 from fsharp.errors import OptionError
 from fsharp.functional.formats.format import dtype_name
@@ -41,6 +42,8 @@ def list_checkpoints(root: str, /) -> str:
 def _check_folder(command: str, root: str) -> None:
     if "://" not in root and not os.path.isdir(root):
         raise OptionError(f"{command}: {root!r} is not a folder. Pass the folder of the checkpoints.")
+    if MANIFEST_NAME in storage_of(root).list_names(root):
+        raise OptionError(f"{command}: {root!r} is a checkpoint. Pass the folder that holds the checkpoints.")
 
 
 def show(path: str, /) -> str:
@@ -73,6 +76,8 @@ def verify_checkpoints(paths: tuple[str, ...], /) -> str:
     Args:
         paths: the checkpoints.
     """
+    if not paths:
+        raise OptionError("ckpt verify: got no checkpoint. Pass the path of one or more.")
     return "\n".join(f"{verify(path)!r} is intact" for path in paths)
 
 

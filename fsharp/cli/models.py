@@ -102,12 +102,13 @@ def find_model(model: str) -> ModelParams:
         return ModelParams(optree.tree_map(partial(torch.empty, device="meta"), shapes, is_leaf=lambda x: isinstance(x, tuple)))
     try:
         found = _import_or_build_model(model)
+        leaves = list(found.parameters()) if isinstance(found, torch.nn.Module) else optree.tree_leaves(found)
+        has_parameters = any(isinstance(leaf, torch.Tensor) and leaf.numel() for leaf in leaves)
     except FsharpError:
         raise
     except Exception as error:  # of the user's code, or of transformers
         raise OptionError(f"plan: {model!r} cannot be made: {type(error).__name__}: {error}") from error
-    leaves = list(found.parameters()) if isinstance(found, torch.nn.Module) else optree.tree_leaves(found)
-    if not any(isinstance(leaf, torch.Tensor) and leaf.numel() for leaf in leaves):
+    if not has_parameters:
         raise OptionError(f"plan: {model!r} has no parameters.")
     if not isinstance(found, torch.nn.Module):
         return ModelParams(found)

@@ -207,7 +207,7 @@ def tune(
         raise OptionError(f"tune: rows is {rows}, expected at least 0.")
     _check_speed("tune", tokens, efficiency)
     tree, frozen = find_model(model)
-    meshes = int(mesh) if mesh.isdigit() else parse_mesh("tune", mesh)
+    meshes = int(mesh) if mesh.isdecimal() else parse_mesh("tune", mesh)
     choice = choose(
         tree,
         lambda layout: _find_hardware("tune", layout, gpu, hardware, tokens, efficiency),

@@ -77,7 +77,16 @@ def forward(
     ties = (*owners, *units_of(gathered))
     before = _buffer_versions(ties)
     trees = map_units(lambda node: node.tree(ties) if is_sharded(node) else node, gathered)
-    out = call_compiled_like_caller(fn, trees, *args, **kwargs)
+    try:
+        out = call_compiled_like_caller(fn, trees, *args, **kwargs)
+    except RuntimeError as error:
+        if " is a view and " not in str(error):
+            raise
+        names = " and ".join(repr(node.name) for node in units_of(gathered))
+        raise TreeError(
+            f"forward(): {str(error).partition('. ')[0]}. Parameters of unit {names} are such views, and the function must not "
+            "write to them. Return new values, or write to a clone. nn.Embedding(max_norm=) writes, too."
+        ) from error
     for node, old, new in zip(ties, before, _buffer_versions(ties), strict=False):
         if old != new:
             raise in_place_write_error(node.name)

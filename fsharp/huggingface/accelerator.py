@@ -9,10 +9,11 @@ import accelerate
 from torch import nn
 
 from fsharp.checkpoint import load, prune, save
-from fsharp.errors import OptionError, problem
+from fsharp.errors import CheckpointError, OptionError, problem
 from fsharp.stateful.modules.module import ShardedModule
 from fsharp.stateful.modules.optim.optimizer import ShardedOptimizer
 from fsharp.stateful.modules.parameter import ShardedParameter
+from fsharp.stateful.modules.session import session_of_module
 
 SHARDED_FOLDER = "fsharp"
 """Folder, within the folder of ``save_state()``, that holds sharded modules and their optimizers."""
@@ -50,7 +51,9 @@ class Accelerator(accelerate.Accelerator):
 
     Raises:
         OptionError: ``mixed_precision`` is set for a sharded module, which takes a :class:`~fsharp.Precision` instead;
-            ``clip_grad_norm_`` gets a part of a module's parameters; ``clip_grad_value_`` gets sharded parameters.
+            ``clip_grad_norm_`` gets a part of a module's parameters; ``clip_grad_value_`` gets sharded parameters; or
+            ``save_state`` and ``load_state`` have the optimizer of a module that was not prepared.
+        CheckpointError: ``load_state`` finds sharded modules in the folder, and none was prepared.
     """
 
     _models: list[Any]
@@ -104,9 +107,9 @@ class Accelerator(accelerate.Accelerator):
 
     def save_state(self, output_dir: str | None = None, safe_serialization: bool = True, **options: Any) -> Any:
         """Save sharded modules and optimizers into ``output_dir/fsharp``, and the rest as accelerate does."""
+        tree, comm = self._sharded_tree_and_comm()
         with self._hiding_sharded():
             folder = super().save_state(output_dir, safe_serialization, **options)
-        tree, comm = self._sharded_tree_and_comm()
         if comm is not None:
             root = os.path.join(folder, SHARDED_FOLDER)
             save(root, tree, step=self.step, comm=comm)
@@ -119,8 +122,13 @@ class Accelerator(accelerate.Accelerator):
         tree, comm = self._sharded_tree_and_comm()
 
         def load_sharded(_: Any, folder: str) -> None:
+            root = os.path.join(folder, SHARDED_FOLDER)
             if comm is not None:
-                load(os.path.join(folder, SHARDED_FOLDER), tree, comm=comm)
+                load(root, tree, comm=comm)
+            elif os.path.isdir(root):
+                what = f"{folder!r} has the state of sharded modules, and none was prepared."
+                remedy = 'Pass modules of fs.shard_module(model, strategy=fs.ddp("dp")) to prepare().'
+                raise CheckpointError(problem("Accelerator.load_state()", what, remedy=remedy))
 
         with self._hiding_sharded():
             handle = self.register_load_state_pre_hook(load_sharded)  # accelerate chooses the folder
@@ -133,6 +141,9 @@ class Accelerator(accelerate.Accelerator):
         """Return the sharded modules and optimizers, as a tree, and the Comm of the first module; None without a module."""
         models = [each for each in self._models if isinstance(each, ShardedModule)]
         optimizers = [each.optimizer for each in self._optimizers if isinstance(each.optimizer, ShardedOptimizer)]
+        if any(each.session not in map(session_of_module, models) for each in optimizers):
+            what = "the optimizer of a sharded module was prepared, and the module was not."
+            raise OptionError(problem("Accelerator", what, remedy="Pass both to prepare(), so that both are saved and loaded."))
         return {"models": models, "optimizers": optimizers}, models[0].comm if models else None
 
     @contextmanager

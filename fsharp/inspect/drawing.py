@@ -47,8 +47,8 @@ def draw(
         measured: a second timeline, drawn beneath the first one on a common axis.
 
     Raises:
-        ScheduleError: matplotlib is missing; ``hardware`` is given for a timeline; or ``measured`` is given for a schedule
-            without ``hardware``.
+        ScheduleError: matplotlib is missing, or does not know the suffix; ``hardware`` is given for a timeline; or ``measured``
+            is given for a schedule without ``hardware``.
     """
     try:
         from matplotlib.figure import Figure
@@ -76,7 +76,10 @@ def draw(
         _draw_lanes(axes, each, lanes, style)
     _draw_memory(all_axes[-1], timelines, names, style)
     _draw_legend(figure, all_axes[-1], has_times, has_codes=any(coded))
-    figure.savefig(path)
+    try:
+        figure.savefig(path)
+    except ValueError as error:  # an unknown suffix
+        raise ScheduleError(f"draw(): path is {str(path)!r}: {error}.") from error
 
 
 def timeline_in_order(schedule: Schedule) -> Timeline:

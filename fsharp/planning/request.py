@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import optree
 import torch
 
-from fsharp.errors import ScheduleError, problem
+from fsharp.errors import OptionError, ScheduleError, problem
 from fsharp.functional.comm.agree import all_gather_texts, check_on_all_ranks
 from fsharp.functional.comm.protocol import Comm, SingleComm
 from fsharp.functional.formats.format import tensor_text
@@ -75,7 +75,7 @@ class TuneRequest:
     microbatches: int
     optimizer_buffers: int
     backend: Backend
-    device: torch.device | None
+    device: torch.device | str | None
     comm: Comm | None
     tolerance: float
     effort: float
@@ -85,6 +85,17 @@ class TuneRequest:
         """The batch, if it is given as a number of tokens; else None."""
         return self.batch if isinstance(self.batch, int | float) and not isinstance(self.batch, bool) else None
 
+    @property
+    def measured_on(self) -> torch.device | None:
+        """The device of the measurement, if there is one."""
+        try:
+            found = None if self.device is None else torch.device(self.device)
+        except RuntimeError:
+            found = torch.device("meta")
+        if found is not None and found.type == "meta":
+            raise OptionError(f"tune(): device is {self.device!r}, expected a device that computes, such as 'cpu' or 'cuda'.")
+        return found
+
     def space(self) -> SearchSpace:
         """Return the layouts to try, with their costs. Trials run on meta tensors."""
         self._check_arguments()
@@ -93,6 +104,7 @@ class TuneRequest:
         return self._space_of_model(model_of(self.model, self.frozen))
 
     def _check_arguments(self) -> None:
+        _ = self.measured_on
         if not self.budget > 0 or self.optimizer_buffers < 0 or not self.policies:
             got = f"a budget of {self.budget!r}, {self.optimizer_buffers!r} optimizer buffers and {len(self.policies)} policies"
             raise ScheduleError(problem("tune()", f"got {got}, expected more than 0, at least 0, and at least one policy."))
@@ -217,11 +229,12 @@ class TuneRequest:
 
     def costs(self, space: SearchSpace) -> dict[CostKey, Costs]:
         """Return the costs of units. With ``device`` they are measured: over ranks the median seconds and the largest bytes."""
-        if self.device is None:
+        device = self.measured_on
+        if device is None:
             return space.costs
         for each in space.calls.values():
-            self._measure_calls(each, self.device)
-        source = f"measured on {self.device}, one call of each kind of unit"
+            self._measure_calls(each, device)
+        source = f"measured on {device}, one call of each kind of unit"
         return self._costs_with_given_activations(
             {cost_key: costs_of_calls(calls, source) for cost_key, calls in space.calls.items()}, space.options
         )
@@ -283,7 +296,7 @@ class TuneRequest:
         """Return the arguments as texts. The texts of two ranks are equal if the arguments are equal."""
         settings = ("budget", "policies", "remat", "microbatches", "optimizer_buffers", "backend", "tolerance", "effort")
         texts = {name: _argument_text(getattr(self, name)) for name in settings}
-        texts["device"] = "" if self.device is None else self.device.type
+        texts["device"] = "" if self.measured_on is None else self.measured_on.type
         leaves = [(unit.name, leaf) for unit in space.options[0].layout.units for leaf in unit.leaves]
         texts["model"] = "\n".join(f"{'.'.join(filter(None, (name, leaf.path)))}: {tensor_text(leaf)}" for name, leaf in leaves)
         batch = optree.tree_leaves(self.batch)

@@ -123,6 +123,7 @@ def tune(
     Raises:
         ScheduleError: no candidate fits into the budget, and the message names the smallest; meshes have different numbers of
             ranks; an argument is missing, or has no use; the trial of ``loss_fn`` or of the module fails.
+        OptionError: there is no such device, or it computes nothing.
         PatternError: a pattern matches no unit.
         AgreementError: ranks pass different arguments. All ranks raise.
 
@@ -147,7 +148,7 @@ def tune(
         microbatches=microbatches,
         optimizer_buffers=optimizer_buffers,
         backend=backend,
-        device=None if device is None else torch.device(device),
+        device=device,
         comm=comm,
         tolerance=tolerance,
         effort=effort,

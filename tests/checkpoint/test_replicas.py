@@ -198,6 +198,8 @@ def test_hosts_of_several_ranks_and_other_meshes(tmp_path):
             (AgreementError, CheckpointError), match=r"rank 1 does not see .*host-1 of rank 0.*domain_size is 2"
         ):
             fs.checkpoint.Replicas(host(tmp_path, comm.rank), comm, domain_size=2)
+        with pytest.raises((AgreementError, CheckpointError), match=r"rank 1 does not see .*absent-1 of rank 0.*was removed"):
+            fs.checkpoint.Replicas(host(tmp_path, f"absent-{comm.rank}"), comm, domain_size=2)
         with pytest.raises((AgreementError, CheckpointError), match=r"host-0: in use. Each run, and each host of it"):
             fs.checkpoint.Replicas(host(tmp_path, comm.rank // 2), comm, domain_size=1)
 

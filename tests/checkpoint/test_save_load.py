@@ -479,6 +479,7 @@ def test_what_cannot_be_saved(tmp_path, tree, match):
             "JSON cannot hold the config",
         ),
         (lambda comm, root: fs.checkpoint.save(root, {"x": 1}, step=-1, comm=comm), "step is -1"),
+        (lambda comm, root: fs.checkpoint.save(root, {"x": 1}, step=1 << 62, comm=comm), r"expected .* below 2\*\*62"),
     ],
 )
 def test_ranks_that_differ_save_nothing(tmp_path, save, match):

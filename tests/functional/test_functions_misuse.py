@@ -1,5 +1,7 @@
 """Gradients divided twice or never, states donated or of another optimizer: refused by name, before anything is sent."""
 
+from functools import partial
+
 import pytest
 import torch
 
@@ -132,3 +134,29 @@ def test_parameters_changed_between_forward_and_backward(comm, release):
             fs.value_and_grad(loss)(params, x, comm=comm)
     else:
         fs.value_and_grad(loss)(params, x, comm=comm)  # what was gathered is another tensor
+
+
+@pytest.mark.parametrize("under_no_grad", [False, True])
+@pytest.mark.parametrize("strategy", [fs.ddp, fs.zero3])
+def test_a_function_that_writes_to_one_of_several_parameters(strategy, under_no_grad):
+    """torch refuses the write to a view of a buffer, as other parameters are views of it: the error names the unit."""
+
+    def writes(p, x):
+        x = torch.tanh(x @ p["first"])
+        with torch.set_grad_enabled(not under_no_grad):
+            p["second"].mul_(2.0)
+        return x @ p["second"]
+
+    def use(comm):
+        tree = {"layer": {"first": torch.eye(4), "second": torch.eye(4)}}
+        params = fs.shard(tree, fs.plan(tree, DP, strategy("dp"), units="layer"), comm)
+
+        def loss(fn, params, x, comm):
+            return fs.forward(fn, params["layer"], x, comm=comm).sum()
+
+        with pytest.raises(TreeError, match=r"modified inplace. Parameters of unit 'layer' are such views, and the function must"):
+            fs.value_and_grad(partial(loss, writes))(params, torch.ones(2, 4), comm=comm)
+        with pytest.raises(RuntimeError, match="shapes"):
+            fs.value_and_grad(partial(loss, lambda p, x: x @ p["first"]))(params, torch.ones(2, 3), comm=comm)
+
+    simulate(DP, use)

@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 import fsharp as fs
-from fsharp.errors import OptionError
+from fsharp.errors import CheckpointError, OptionError
 from fsharp.huggingface.accelerator import Accelerator
 from fsharp.testing import processes
 
@@ -149,3 +149,23 @@ def test_what_would_be_wrong_is_refused():
     [texts] = processes(fs.Mesh({"dp": 1}), refusals)
     assert "expected all parameters of one prepared module, got 1 other parameters" in texts[0]
     assert "clipped only by their norm" in texts[1]
+
+
+def half_prepared(folder, comm):
+    as_torchrun(comm)
+    model = fs.shard_module(Net(), strategy=fs.zero3("dp"), units="layers.*")
+    both, optimizer_alone, plain_one = (Accelerator(cpu=True) for _ in range(3))
+    _, optimizer = both.prepare(model, fs.ShardedOptimizer(model.parameters(), torch.optim.AdamW, lr=1e-2))
+    optimizer_alone.prepare(optimizer.optimizer)
+    plain_one.prepare(Net())
+    both.save_state(f"{folder}/both")
+    for call in (optimizer_alone.save_state, optimizer_alone.load_state):
+        with pytest.raises(OptionError, match="the optimizer of a sharded module was prepared, and the module was not"):
+            call(f"{folder}/both")
+    with pytest.raises(CheckpointError, match="both' has the state of sharded modules, and none was prepared"):
+        plain_one.load_state(f"{folder}/both")
+
+
+def test_a_state_is_not_saved_or_loaded_in_part(tmp_path):
+    """Not a word was said of the optimizer that was left out, and it began anew."""
+    processes(fs.Mesh({"dp": 1}), partial(half_prepared, str(tmp_path)))

@@ -336,6 +336,8 @@ def reading(params, batch, comm):
         ({"batch": 64}, ScheduleError, "loss_fn= is for a tree of tensors, with batch= of tensors"),
         ({"batch": 0, "loss_fn": None}, ScheduleError, "batch is 0 tokens"),
         ({"batch": None, "loss_fn": None, "device": "cpu"}, ScheduleError, "device= measures what a trial runs"),
+        ({"device": "banana"}, OptionError, "device is 'banana', expected a device that computes, such as 'cpu'"),
+        ({"device": torch.device("meta")}, OptionError, r"device is device\(type='meta'\), expected a device that computes"),
         ({"batch": None, "loss_fn": None, "hardware": "H100"}, ScheduleError, "hardware 'H100' needs batch="),
         ({"hardware": "V100"}, ScheduleError, "hardware is 'V100', expected a Hardware, or one of A100"),
         ({"hardware": lambda layout: None}, ScheduleError, "a function that returned None"),
