@@ -9,6 +9,7 @@ import sys
 import optree
 import pytest
 import torch
+from safetensors.torch import save_file
 
 import fsharp as fs
 from fsharp.cli import main, plans
@@ -429,6 +430,32 @@ def test_a_reader_that_stops_ends_the_command_quietly():
     ran = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True, timeout=300, check=False)
     os.close(writer)
     assert (ran.returncode, ran.stderr) == (1, "")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "environment", "stdout", "status", "out", "err"),
+    [
+        (["plan", "gpt-2"], {}, "/dev/full", 1, "", "error: [Errno 28] No space left on device\n"),
+        (["plan", "tests.test_cli:interrupted"], {}, "", 130, "", ""),
+        (["ckpt", "show", "ä.safetensors"], {"PYTHONIOENCODING": "ascii"}, "", 0, "\\xe4  float32  [2]", ""),
+    ],
+    ids=["full disk", "Ctrl-C", "a terminal without the letter"],
+)
+def test_what_ends_a_command_shows_no_traceback(arguments, environment, stdout, status, out, err, tmp_path):
+    save_file({"ä": torch.ones(2)}, tmp_path / "ä.safetensors")
+    arguments = [str(tmp_path / x) if x == "ä.safetensors" else x for x in arguments]
+    command = [sys.executable, "-c", f"from fsharp.cli import main; raise SystemExit(main({arguments!r}))"]
+    file = os.open(stdout, os.O_WRONLY) if stdout else subprocess.PIPE
+    environment = os.environ | {"PYTHONUTF8": "1"} | environment
+    ran = subprocess.run(command, env=environment, stdout=file, stderr=subprocess.PIPE, text=True, timeout=300, check=False)
+    if stdout:
+        os.close(file)
+    assert (ran.returncode, ran.stderr) == (status, err)
+    assert out in (ran.stdout or "")
+
+
+def interrupted():
+    raise KeyboardInterrupt
 
 
 def test_a_machine_gives_seconds_of_units():

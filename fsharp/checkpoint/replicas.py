@@ -177,8 +177,8 @@ class Replicas(BackgroundSaver):
             first = comm.rank // size * size
             if self._claim is None and FolderClaim.read_token(self._folder, _TOKEN_NBYTES) != tokens[first]:
                 raise CheckpointError(
-                    f"Replicas(): rank {comm.rank} does not see {self._folder} of rank {first}: they are on different hosts, were "
-                    f"given different folders, or the folder was removed while rank {first} holds it. domain_size is {size}."
+                    f"Replicas(): rank {comm.rank} does not see {self._folder} of rank {first}: they are on different hosts, "
+                    f"were given different folders, or the folder was removed while rank {first} runs. domain_size is {size}."
                 )
 
         try:

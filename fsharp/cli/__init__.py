@@ -37,7 +37,7 @@ CHECKPOINTS: dict[str, Callable[..., str]] = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command, print its text, and return the exit status: 1 for an error, 2 for a bad command line."""
+    """Run the command, print its text, and return the exit status: 1 for an error, 2 for bad arguments, 130 after Ctrl-C."""
     try:
         import tyro
     except ImportError:
@@ -58,10 +58,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (FsharpError, ImportError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2 if isinstance(error, OptionError | PatternError) else 1
+    except KeyboardInterrupt:
+        return 130
     if text:
+        encoding = sys.stdout.encoding or "utf-8"
         try:
-            print(text, flush=True)
-        except BrokenPipeError:  # a reader such as head has stopped reading
+            print(text.encode(encoding, "backslashreplace").decode(encoding), flush=True)
+        except OSError as error:
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # python flushes stdout at its exit
+            if not isinstance(error, BrokenPipeError):  # a reader such as head has stopped reading
+                print(f"error: {error}", file=sys.stderr)
             return 1
     return 0

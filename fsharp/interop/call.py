@@ -78,7 +78,8 @@ class _TensorFunction:
         given: Any = (args, keywords)
         leaves, spec = optree.tree_flatten(given)
         constants = tuple(_TENSOR_PLACEHOLDER if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves)
-        key = spec, constants, tuple(map(type, constants))
+        # Programs of 1, 1.0 and True differ, and those of 0.0 and -0.0.
+        key = spec, constants, tuple(repr(x) if isinstance(x, float | complex) else type(x) for x in constants)
         try:
             program = self._programs.get(key)
         except TypeError:  # a constant cannot be hashed

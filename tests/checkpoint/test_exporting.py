@@ -1,11 +1,13 @@
 """Exported folders, against what transformers, safetensors and Orbax make of them."""
 
 import json
+import math
 import shutil
 
 import pytest
 import torch
 from safetensors import safe_open
+from safetensors.torch import load_file
 
 import fsharp as fs
 from fsharp.checkpoint.entries import PerRank
@@ -126,6 +128,9 @@ def test_what_is_refused_leaves_nothing(tmp_path):
     fails("'a' and 'c' would both have the name 'x'", rename=lambda name: "x")
     fails("dtype is int8, expected one of floating point", dtype=torch.int8)
     fails("there is no checkpoint here", where=tmp_path / "none")
+    large = fs.checkpoint.save(tmp_path / "root", {"a": torch.tensor([1.0, 1e6])}, step=2, comm=COMM)
+    for dtype in (torch.float16, torch.float8_e4m3fn, torch.float8_e5m2):
+        fails("'a' has values that are too large for float", where=large, dtype=dtype)
     plain = fs.checkpoint.save(tmp_path / "root", {"a": tree["a"]}, step=1, comm=COMM)
     with open(f"{plain.path}/rank-00000.safetensors", "r+b") as file:
         file.seek(2000)
@@ -196,3 +201,12 @@ def test_what_is_read_grows_with_the_checkpoint_and_not_with_its_square(tmp_path
     assert many <= 4 * few
     assert many_nbytes <= 4.2 * few_nbytes
     assert many_nbytes < 2 * 160 * 64 * 64 * 4
+
+
+def test_infinities_and_values_that_a_dtype_holds_are_exported(tmp_path):
+    tree = {"a": {"x": torch.tensor([-math.inf, math.nan, 65504.0])}, "b": {"x": torch.tensor([3e38, 1e-9]).bfloat16()}}
+    found = fs.checkpoint.save(tmp_path / "root", tree, step=0, comm=COMM)
+    for name, dtype in (("a", torch.float16), ("b", torch.float32)):
+        fs.checkpoint.export_safetensors(found, tmp_path / name, subtree=name, dtype=dtype)
+        value = load_file(tmp_path / name / "model.safetensors")["x"]
+        torch.testing.assert_close(value, tree[name]["x"].to(dtype), rtol=0, atol=0, equal_nan=True)

@@ -129,6 +129,8 @@ def test_as_torch_compiles_for_each_constant_and_not_for_each_call():
     x = torch.full((4,), 3.0)
     assert [fn(x, n)[0].item() for n in (2, 3, 2, 3, 2.0, True)] == [9, 27, 9, 27, 9, 3]
     assert traced == [2, 3, 2.0, True]
+    sign = as_torch(jnp.copysign)
+    assert [sign(torch.ones(1), zero).item() for zero in (0.0, -0.0, 0.0)] == [1, -1, 1]
 
 
 def test_as_torch_returns_memory_of_its_own():

@@ -20,7 +20,7 @@ from fsharp.checkpoint.shard_file import (
     in_write_order,
 )
 from fsharp.checkpoint.storage import absolute_path, storage_of
-from fsharp.errors import CheckpointError
+from fsharp.errors import CheckpointError, problem
 from fsharp.functional.formats.format import dtype_name
 from fsharp.type_checks import options_checked
 
@@ -51,7 +51,7 @@ def export_safetensors(
 
     Raises:
         CheckpointError: the folder exists, there is nothing to write, safetensors does not know a dtype, two tensors have one
-            name, or the checkpoint is damaged. No file is left.
+            name, a value is too large for ``dtype``, or the checkpoint is damaged. No file is left.
 
     Cost: reads each header and every tensor that is written, and checks their digests. Memory: one tensor and its rounded
     copy; and the headers and digests of all files, which are 0.2 % of the files.
@@ -80,8 +80,12 @@ def export_safetensors(
             with storage.append_to_new_file(f"{staged}/{file}") as out:
                 out(memoryview(encode_header(tensors, {"format": "pt"}, with_digests=False)))
                 for tensor in tensors:
-                    value = found.tensor(names[tensor.name]).to(tensor.dtype)
-                    out(bytes_of(value))
+                    value = found.tensor(names[tensor.name])
+                    rounded = value.to(tensor.dtype)
+                    if rounded is not value and _is_too_large(value, rounded):
+                        what = f"{names[tensor.name]!r} has values that are too large for {dtype_name(tensor.dtype)}."
+                        raise CheckpointError(problem(where, what, remedy="Choose a wider dtype, such as bfloat16."))
+                    out(bytes_of(rounded))
         if len(files) > 1:
             index = {
                 "metadata": {"total_size": sum(tensor.nbytes for tensor in described)},
@@ -89,6 +93,12 @@ def export_safetensors(
             }
             with storage.append_to_new_file(f"{staged}/{INDEX_FILE}") as out:
                 out(memoryview(json.dumps(index, indent=2, sort_keys=True).encode()))
+
+
+def _is_too_large(value: torch.Tensor, rounded: torch.Tensor) -> bool:
+    """Return whether a value became infinite or, in formats of 8 bits, the largest one."""
+    wide = value if value.dtype == torch.float64 else value.float()  # whose dtype holds the limit
+    return bool(((wide.abs() > torch.finfo(rounded.dtype).max) & (rounded.to(wide.dtype) != wide)).any())
 
 
 def stored_name_by_new_name(

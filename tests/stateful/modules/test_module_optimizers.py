@@ -259,3 +259,15 @@ def test_leaves_without_a_gradient_are_left_alone():
             descend(model(torch.linspace(0, 1, 12).view(3, 4), which), optimizer)
 
     modules.assert_trains_as_alone("ddp", steps, Two, optimizer=Lamb, settings={})
+
+
+def test_options_in_the_group_of_a_pair_are_refused():
+    """The pair does not read them: a learning rate that was set there changed nothing."""
+    model = fs.shard_module(modules.make(), mesh=fs.SingleComm())
+    optimizer = fs.ShardedOptimizer(model.parameters(), fs.optim.adamw(0.1))
+    with pytest.raises(TreeError, match=r"param_groups\[0\]\['lr'\]: an \(init, update\) pair has no options there"):
+        torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    optimizer.step()
+    optimizer.param_groups[0]["lr"] = 0.0
+    with pytest.raises(TreeError, match=r"param_groups\[0\]\['lr'\].* Pass a schedule, such as fs\.optim\.adamw\("):
+        optimizer.step()

@@ -47,7 +47,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
     """An optimizer of a ShardedModule's parameters, with state that is sharded by the module's strategy.
 
     Learning rate schedulers and trainers can use it as a ``torch.optim.Optimizer``: ``param_groups`` hold the module's
-    parameters, and options that are set there take effect.
+    parameters, and options that are set there take effect. An ``(init, update)`` pair has no options there, and to set or read
+    one is an error.
 
     An optimizer class is tried on small random tensors first, to find out which inputs an update depends on:
 
@@ -109,6 +110,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
                     "ShardedOptimizer(): an (init, update) pair needs all trained parameters of the module. Freeze some before "
                     "shard_module(), or use labels and fs.optim.partition()."
                 )
+            self.param_groups = [_GroupWithoutOptions(group) for group in self.param_groups]
             state = self._tx.init(self.session.state.main_parameters(), comm=self.session.scheduler)
             made_by = MadeBy(self._tx.name)  # as in later states, so that their checkpoints load into this state
             self.session.state.train_state = self.session.state.train_state._replace(opt=state, made_by=made_by)
@@ -201,6 +203,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         tx = self._tx or Transform(lambda params: None, self._update_by_inner, {}, self._update_by_inner)  # not kept: a cycle
+        if self._tx is not None and (unread := sorted(self.param_groups[0].keys() - {"params"})):
+            raise _option_error(unread[0])
         if self._tx is not None and (paused := self.session.paused & self.session.step.means.missing):
             tx = without_updates(tx, paused)
         if self.session.step.updated_by not in (None, id(self)):
@@ -478,3 +482,17 @@ def _options_text(options: Mapping[str, Any]) -> str:
 
 def _options_text_by_group(groups: Iterable[Mapping[str, Any]]) -> dict[str, str]:
     return {f"group {i}": _options_text(group) for i, group in enumerate(groups)}
+
+
+class _GroupWithoutOptions(dict[str, Any]):
+    """The parameters of an ``(init, update)`` pair as a group of torch.optim. To read an option is an error."""
+
+    def __missing__(self, key: str) -> Any:
+        raise _option_error(key)
+
+
+def _option_error(key: str) -> TreeError:
+    return TreeError(
+        f"ShardedOptimizer: param_groups[0][{key!r}]: an (init, update) pair has no options there. Pass a schedule, such as "
+        f"fs.optim.adamw(fs.optim.cosine_decay_schedule(3e-4, 1000)), or set numbers of fs.optim.inject_hyperparams."
+    )
