@@ -15,7 +15,7 @@ from fsharp.checkpoint.entries import TensorEntry, Value
 from fsharp.checkpoint.formats.conversion import whole_entry, write_converted
 from fsharp.checkpoint.formats.exporting import stored_name_by_new_name
 from fsharp.checkpoint.saving import checked_config
-from fsharp.checkpoint.shard_file import StoredTensor, batches_by_nbytes
+from fsharp.checkpoint.shard_file import SAVABLE_DTYPES, StoredTensor, batches_by_nbytes
 from fsharp.errors import CheckpointError
 from fsharp.functional.formats.format import dtype_name
 from fsharp.functional.tree.paths import as_patterns, select_paths
@@ -218,7 +218,7 @@ def _stack_layers(path: str, layers: Any, dim: int) -> Any:
 
 def _torch_dtype(folder: str, name: str, dtype: Any) -> torch.dtype:
     found = getattr(torch, str(dtype), None)
-    if not isinstance(found, torch.dtype):
+    if not isinstance(found, torch.dtype) or found not in SAVABLE_DTYPES:
         raise CheckpointError(f"{folder}: {name!r} is {dtype}, which torch does not have. ignore={name!r} leaves it out.")
     return found
 

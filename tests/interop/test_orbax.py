@@ -89,6 +89,9 @@ def test_what_is_refused_leaves_nothing(tmp_path):
     with pytest.raises(CheckpointError, match=r"none: Orbax says"):
         from_orbax(tmp_path / "none", tmp_path / "ours")
     ocp.save(tmp_path / "theirs", {"w": np.ones(3, jnp.float4_e2m1fn)})
+    ocp.save(tmp_path / "four bits", {"w": jnp.ones(4, jnp.int4)})  # a name that torch has, without memory
+    with pytest.raises(CheckpointError, match=r"'w' is int4, which torch does not have"):
+        from_orbax(tmp_path / "four bits", tmp_path / "ours")
     with pytest.raises(CheckpointError, match=r"'w' is float4_e2m1fn, which torch does not have. ignore='w' leaves it out"):
         from_orbax(tmp_path / "theirs", tmp_path / "ours")
     assert not (tmp_path / "ours").exists()
