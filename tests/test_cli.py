@@ -437,7 +437,7 @@ def test_a_reader_that_stops_ends_the_command_quietly():
     [
         (["plan", "gpt-2"], {}, "/dev/full", 1, "", "error: [Errno 28] No space left on device\n"),
         (["plan", "tests.test_cli:interrupted"], {}, "", 130, "", ""),
-        (["ckpt", "show", "ä.safetensors"], {"PYTHONIOENCODING": "ascii"}, "", 0, "\\xe4  float32  [2]", ""),
+        (["ckpt", "show", "ä.safetensors"], {"PYTHONIOENCODING": "ascii"}, "", 0, "\\xe4       float32  [2]", ""),
     ],
     ids=["full disk", "Ctrl-C", "a terminal without the letter"],
 )
