@@ -78,6 +78,7 @@ def launch(fn: Callable[..., R], nproc: int, *args: Any, restarts: int = 0) -> l
             _write_call(Path(folder), fn, args)
             Restarter(Path(folder), _SPARE_RANK_CODE, nproc, restarts).run()
             return _read_results(Path(folder), nproc)
+    from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import elastic_launch
 
@@ -90,6 +91,10 @@ def launch(fn: Callable[..., R], nproc: int, *args: Any, restarts: int = 0) -> l
         except ChildFailedError as error:
             rank, account = _first_failure(Path(folder), error.failures)
             raise CommError(f"launch(): rank {rank} of {nproc} failed: {account}") from None
+        except SignalException as error:
+            if error.sigval == signal.SIGINT:
+                raise KeyboardInterrupt from None
+            raise
         finally:
             logging.disable(disabled)
         return _read_results(Path(folder), nproc)

@@ -3,6 +3,8 @@
 import atexit
 import os
 import signal
+import subprocess
+import sys
 import time
 
 import pytest
@@ -63,3 +65,29 @@ def test_one_process_is_this_one(monkeypatch):
     assert fs.launch(os.getpid, 8) == [os.getpid()]
     with pytest.raises(OptionError, match="nproc is 0, expected 1 or more"):
         fs.launch(os.getpid, 0)
+
+
+_WAITING = """
+import time
+from pathlib import Path
+import fsharp as fs
+
+def wait(path):
+    Path(path).touch()
+    time.sleep(100)
+
+fs.launch(wait, 2, {path!r})
+"""
+
+
+def test_ctrl_c_is_a_keyboard_interrupt(tmp_path):
+    begun = tmp_path / "begun"
+    command = [sys.executable, "-c", _WAITING.format(path=str(begun))]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as run:
+        while not begun.exists() and run.poll() is None:
+            time.sleep(0.05)
+        run.send_signal(signal.SIGINT)
+        _, said = run.communicate(timeout=60)
+    assert said.endswith("KeyboardInterrupt\n")
+    assert "SignalException" not in said
+    assert run.returncode == -signal.SIGINT

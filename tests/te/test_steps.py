@@ -129,6 +129,15 @@ def test_every_case_under_every_strategy_has_the_bits_of_the_whole_model():
     assert on_ranks({"dp": 2}, differences, cases=CASES) == [[], []]
 
 
+@pytest.mark.parametrize("how", ["te", "torch"])
+@pytest.mark.parametrize("quantized", [True, False])
+def test_a_checkpoint_of_a_part_of_a_unit_is_refused(how, quantized):
+    """Its recomputation has parts in place of weights: gradients were wrong by factors of thousands."""
+    case = Case(THREE, units=("layers.0",), how=how, quantized=quantized)
+    with pytest.raises(fs.errors.TreeError, match=r"Linear: parameter 'layers\.2\.weight' is a part here, .* whole weight"):
+        train_alone(case, RECIPES["current"], steps=[0])
+
+
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_a_weight_that_is_used_when_it_is_released_is_refused(recipe):
     case = Case(lambda: [linear(), Door("unseen"), linear()], units=("layers.*",), loss=loss_with_weight)

@@ -34,7 +34,12 @@ from fsharp.stateful.modules.module import ShardedModule
 from fsharp.stateful.modules.parameter import ShardedParameter
 from fsharp.stateful.modules.selection import Units, chosen_modules, methods_by_module, module_groups, units_by_module
 from fsharp.stateful.modules.session import Session, install_gathering_subclass
-from fsharp.stateful.modules.te import check_te_gradients, preserving_amax_histories, use_text_extra_state
+from fsharp.stateful.modules.te import (
+    check_te_gradients,
+    preserving_amax_histories,
+    refuse_calls_outside_of_forwards,
+    use_text_extra_state,
+)
 from fsharp.stateful.modules.torch_tools.refusals import check_shardable, refuse_torch_wrappers
 from fsharp.stateful.modules.values.casts import casts_by_path
 from fsharp.stateful.modules.values.side_outputs import check_no_stored_parameters
@@ -172,6 +177,7 @@ def shard_module(
         parameter.__dict__["_fsharp_replaced"] = True
     session.install_parts()
     use_text_extra_state(module)
+    refuse_calls_outside_of_forwards(module)
     for path in session.calls.gathered_modules:
         mixins = (ShardedModule,) if not path else ()
         install_gathering_subclass(module.get_submodule(path), session, path, entries[path], mixins)

@@ -19,6 +19,7 @@ from torch import nn
 from fsharp.errors import OptionError, TreeError
 from fsharp.functional.formats.te_delayed import ModuleFormat
 from fsharp.functional.layout.layout import Layout
+from fsharp.stateful.modules.parameter import ShardedParameter
 from fsharp.stateful.runtime.boundary import find_unit_use
 
 _TEXT_FORMAT = "delayed scaling, 1"
@@ -72,6 +73,28 @@ def lending_gradient_memory(weights: Sequence[tuple[str, torch.Tensor]]) -> Iter
     finally:
         for _, weight in weights:
             weight.__dict__.pop("get_main_grad", None)  # a reference cycle with the weight
+
+
+def refuse_calls_outside_of_forwards(module: nn.Module) -> None:
+    """Make modules of TransformerEngine raise an error if they are called while their parameters are parts.
+
+    A checkpoint of a part of a unit makes such a call when it recomputes. TransformerEngine would cast the part as if it were a
+    weight that is not quantized, and its own checkpoint would then give the backward other tensors than those of the forward.
+    """
+    for each in module.modules():
+        if any(cls.__module__.startswith("transformer_engine.") for cls in type(each).__mro__):
+            each.register_forward_pre_hook(_check_no_parts)
+
+
+def _check_no_parts(module: nn.Module, _: Any) -> None:
+    for name, parameter in module._parameters.items():
+        if isinstance(parameter, ShardedParameter):
+            kind = type(module).__name__
+            raise TreeError(
+                f"{kind}: parameter {parameter.path!r} is a part here, and TransformerEngine needs the whole {name}. A "
+                f"checkpoint has to be of units, or of modules that contain units: make {kind}, or the module in the "
+                "checkpoint, one of the units. Elsewhere call the sharded module itself."
+            )
 
 
 def use_text_extra_state(module: nn.Module) -> None:
