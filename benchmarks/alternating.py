@@ -13,8 +13,7 @@ import torch
 import torch.distributed as dist
 
 import fsharp as fs
-from benchmarks import contenders as c
-from benchmarks import gpt
+from benchmarks import contenders as c, gpt
 from benchmarks.options import Options
 from benchmarks.steps import interleaved, over_ranks, shape_of
 

@@ -11,8 +11,7 @@ from types import FrameType
 from typing import Any
 
 import fsharp as fs
-from benchmarks import contenders as c
-from benchmarks import gpt
+from benchmarks import contenders as c, gpt
 from benchmarks.options import Options
 
 _WARMUP = 4  # steps until a schedule is followed and caches are full

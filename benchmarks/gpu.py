@@ -26,8 +26,7 @@ import tyro
 from rich.console import Console
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from benchmarks import contenders as c
-from benchmarks import llama
+from benchmarks import contenders as c, llama
 from benchmarks.gpu_contenders import OURS, WARMUP, Row, Trains, Unavailable, rows
 from benchmarks.gpu_page import compare, summary, tables
 from benchmarks.overlap import GATHER, REDUCE, overlap

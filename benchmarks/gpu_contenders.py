@@ -16,8 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import fsharp as fs
-from benchmarks import contenders as c
-from benchmarks import llama
+from benchmarks import contenders as c, llama
 from benchmarks.gpu_page import BASE, COMPILED, COMPILED_BASE, FP8, FP8_BASE, GRAPH, MODULE, OURS
 from fsharp.testing import DebugPolicy
 

@@ -10,8 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 import fsharp as fs
-from benchmarks import contenders as c
-from benchmarks import gpt
+from benchmarks import contenders as c, gpt
 from benchmarks.options import Options
 from benchmarks.steps import compare_losses, interleaved
 from fsharp.testing import DebugPolicy

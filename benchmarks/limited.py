@@ -24,8 +24,7 @@ import torch.distributed as dist
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import fsharp as fs
-from benchmarks import contenders as c
-from benchmarks import gpt
+from benchmarks import contenders as c, gpt
 from benchmarks.codecs import BF16, CODECS, EXACT, FSDP2
 from benchmarks.stats import Rounds, ratio, times
 from benchmarks.steps import LossMismatch, in_turns, over_ranks

@@ -16,8 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import fsharp as fs
-from benchmarks import contenders as c
-from benchmarks import gpt
+from benchmarks import contenders as c, gpt
 from benchmarks.options import Options
 
 STEPS = 6

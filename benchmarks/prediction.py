@@ -18,8 +18,7 @@ from typing import Any
 import torch.distributed as dist
 
 import fsharp as fs
-from benchmarks import contenders as c
-from benchmarks import gpt
+from benchmarks import contenders as c, gpt
 from benchmarks.options import Options
 from benchmarks.stats import ratio, times
 from benchmarks.steps import in_turns, over_ranks, shape_of

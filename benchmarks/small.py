@@ -5,8 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 import fsharp as fs
-from benchmarks import contenders as c
-from benchmarks import gpt
+from benchmarks import contenders as c, gpt
 from benchmarks.options import Options
 from benchmarks.steps import race, shape_of
 

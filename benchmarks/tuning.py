@@ -29,11 +29,9 @@ import torch.distributed as dist
 from scipy.stats import spearmanr
 
 import fsharp as fs
-from benchmarks import contenders as c
-from benchmarks import gpt
+from benchmarks import contenders as c, gpt
 from benchmarks.options import Options
-from benchmarks.prediction import ALONE, FITTED, scaled
-from benchmarks.prediction import shapes as predicted_shapes
+from benchmarks.prediction import ALONE, FITTED, scaled, shapes as predicted_shapes
 from benchmarks.stats import times
 from benchmarks.steps import in_turns, over_ranks
 from fsharp.planning.choice import rank_candidates

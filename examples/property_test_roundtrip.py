@@ -5,8 +5,7 @@
 
 import optree
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 import fsharp as fs
 from fsharp.testing import generate, simulate

@@ -34,58 +34,48 @@ Glossary
     trial       a run on small or meta tensors: of a transformation (:func:`init_state` tests it), or of units (:func:`tune`).
 """
 
-from fsharp import checkpoint as checkpoint
-from fsharp import collectives as collectives
-from fsharp import errors as errors
-from fsharp import formats as formats
-from fsharp import init as init
-from fsharp import inspect as inspect
-from fsharp import layouts as layouts
-from fsharp import modules as modules
-from fsharp import optim as optim
-from fsharp import resilience as resilience
-from fsharp import schedules as schedules
-from fsharp import te as te
-from fsharp import testing as testing
-from fsharp.functional.comm.process_group import ProcessGroupComm as ProcessGroupComm
-from fsharp.functional.comm.process_group import connect as connect
-from fsharp.functional.comm.process_group import destroy as destroy
-from fsharp.functional.comm.protocol import Comm as Comm
-from fsharp.functional.comm.protocol import SingleComm as SingleComm
-from fsharp.functional.forward import dummy_forward as dummy_forward
-from fsharp.functional.forward import forward as forward
+from fsharp import (
+    checkpoint as checkpoint,
+    collectives as collectives,
+    errors as errors,
+    formats as formats,
+    init as init,
+    inspect as inspect,
+    layouts as layouts,
+    modules as modules,
+    optim as optim,
+    resilience as resilience,
+    schedules as schedules,
+    te as te,
+    testing as testing,
+)
+from fsharp.functional.comm.process_group import ProcessGroupComm as ProcessGroupComm, connect as connect, destroy as destroy
+from fsharp.functional.comm.protocol import Comm as Comm, SingleComm as SingleComm
+from fsharp.functional.forward import dummy_forward as dummy_forward, forward as forward
 from fsharp.functional.layout.layout import Layout as Layout
 from fsharp.functional.layout.mesh import Mesh as Mesh
-from fsharp.functional.layout.placement import P as P
-from fsharp.functional.layout.placement import Strategy as Strategy
-from fsharp.functional.layout.placement import ddp as ddp
-from fsharp.functional.layout.placement import hfsdp as hfsdp
-from fsharp.functional.layout.placement import hsdp as hsdp
-from fsharp.functional.layout.placement import zero1 as zero1
-from fsharp.functional.layout.placement import zero2 as zero2
-from fsharp.functional.layout.placement import zero3 as zero3
+from fsharp.functional.layout.placement import (
+    P as P,
+    Strategy as Strategy,
+    ddp as ddp,
+    hfsdp as hfsdp,
+    hsdp as hsdp,
+    zero1 as zero1,
+    zero2 as zero2,
+    zero3 as zero3,
+)
 from fsharp.functional.layout.plan import plan as plan
 from fsharp.functional.layout.precision import Precision as Precision
-from fsharp.functional.layout.sharded import Sharded as Sharded
-from fsharp.functional.layout.sharded import trainable as trainable
-from fsharp.functional.layout.slicing import shard_for as shard_for
-from fsharp.functional.layout.slicing import unshard as unshard
-from fsharp.functional.loss import Loss as Loss
-from fsharp.functional.loss import Metrics as Metrics
-from fsharp.functional.loss import average as average
+from fsharp.functional.layout.sharded import Sharded as Sharded, trainable as trainable
+from fsharp.functional.layout.slicing import shard_for as shard_for, unshard as unshard
+from fsharp.functional.loss import Loss as Loss, Metrics as Metrics, average as average
 from fsharp.functional.make_functional import make_functional as make_functional
-from fsharp.functional.materialize import full_tree as full_tree
-from fsharp.functional.materialize import init_params as init_params
-from fsharp.functional.materialize import shard as shard
-from fsharp.functional.moves import gather as gather
-from fsharp.functional.moves import reduce_scatter as reduce_scatter
+from fsharp.functional.materialize import full_tree as full_tree, init_params as init_params, shard as shard
+from fsharp.functional.moves import gather as gather, reduce_scatter as reduce_scatter
 from fsharp.functional.per_sample import per_sample_norms as per_sample_norms
 from fsharp.functional.reshard.reshard import reshard as reshard
-from fsharp.functional.state import TrainState as TrainState
-from fsharp.functional.state import init_state as init_state
-from fsharp.functional.state import update as update
-from fsharp.functional.train import train_step as train_step
-from fsharp.functional.train import value_and_grad as value_and_grad
+from fsharp.functional.state import TrainState as TrainState, init_state as init_state, update as update
+from fsharp.functional.train import train_step as train_step, value_and_grad as value_and_grad
 from fsharp.planning.tune import tune as tune
 from fsharp.resilience.launching import launch as launch
 from fsharp.stateful.modules.module import ShardedModule as ShardedModule

@@ -2,8 +2,7 @@
 
 from fsharp.functional.comm import collectives
 from fsharp.functional.comm.agree import agree as agree
-from fsharp.functional.comm.protocol import Call as Call
-from fsharp.functional.comm.protocol import CountingComm as CountingComm
+from fsharp.functional.comm.protocol import Call as Call, CountingComm as CountingComm
 from fsharp.type_checks import options_checked_on_failure as _explained
 
 # Within the library these are called without a frame that explains arguments.

@@ -1,4 +1,3 @@
 """Tensor classes of sharded modules: their parameters outside of a forward, and tensors in their state dicts."""
 
-from fsharp.stateful.modules.parameter import ShardedParameter as ShardedParameter
-from fsharp.stateful.modules.parameter import ShardedTensor as ShardedTensor
+from fsharp.stateful.modules.parameter import ShardedParameter as ShardedParameter, ShardedTensor as ShardedTensor

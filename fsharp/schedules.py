@@ -1,13 +1,9 @@
 """Programs and schedules as data, and the functions that compile, verify and follow schedules."""
 
-from fsharp.planning.plan_step import Use as Use
-from fsharp.planning.plan_step import plan_step as plan_step
+from fsharp.planning.plan_step import Use as Use, plan_step as plan_step
 from fsharp.stateful.runtime.graphs import CapturedStep as CapturedStep
 from fsharp.stateful.runtime.scheduled import ScheduledFunction as ScheduledFunction
 from fsharp.stateful.schedule.compile import compile_schedule as compile_schedule
-from fsharp.stateful.schedule.program import Event as Event
-from fsharp.stateful.schedule.program import Program as Program
-from fsharp.stateful.schedule.program import UnitFacts as UnitFacts
+from fsharp.stateful.schedule.program import Event as Event, Program as Program, UnitFacts as UnitFacts
 from fsharp.stateful.schedule.schedule import Schedule as Schedule
-from fsharp.stateful.verify.verify import verify as verify
-from fsharp.stateful.verify.verify import verify_ranks as verify_ranks
+from fsharp.stateful.verify.verify import verify as verify, verify_ranks as verify_ranks

@@ -22,6 +22,7 @@ from benchmarks import (
     calls,
     checkpoint,
     codecs,
+    contenders as c,
     gpt,
     gpu,
     gpu_contenders,
@@ -40,7 +41,6 @@ from benchmarks import (
     units,
     wire,
 )
-from benchmarks import contenders as c
 from benchmarks.options import Options, parse
 from benchmarks.overlap import GATHER, REDUCE, common, length, merged, overlap
 from benchmarks.record import Record
@@ -48,8 +48,7 @@ from benchmarks.training import Training
 from fsharp.testing import DebugPolicy, processes, simulate
 from tests import gpt_like
 from tests.te_cpu import ranks
-from tests.virtual_device import accelerator as accelerator
-from tests.virtual_device import comm as comm
+from tests.virtual_device import accelerator as accelerator, comm as comm
 
 ROOT = Path(__file__).parents[1]
 TINY = gpt.Shape(vocab=16, dim=16, layers=2, heads=2, time=8, batch=2)

@@ -7,8 +7,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from hypothesis import given, reject, settings
-from hypothesis import strategies as st
+from hypothesis import given, reject, settings, strategies as st
 
 from tests import doors
 from tests.doors import KEPT, PATHS, RETURNED, SINKS, UNITS, WAYS, WHATS, WRAPS, Door, Model, Ran, judge, run, run_plain

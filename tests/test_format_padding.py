@@ -6,8 +6,7 @@ from functools import partial
 import optree
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from torch import nn
 
 import fsharp as fs

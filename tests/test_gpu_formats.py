@@ -11,9 +11,7 @@ from fsharp.functional.formats.stochastic import make_noise_fn
 from fsharp.testing import DebugPolicy, processes, simulate
 from tests.gpt_like import loss_fn, make_params
 from tests.scheduling import STRATEGIES, assert_same, make_state, make_tx, my_batches
-from tests.virtual_device import SIDES
-from tests.virtual_device import accelerator as accelerator
-from tests.virtual_device import gpu as gpu
+from tests.virtual_device import SIDES, accelerator as accelerator, gpu as gpu
 
 MXINT4, MXINT8 = fs.formats.mxint4, fs.formats.mxint8
 BY_BLOCK = [MXINT8, MXINT4, fs.formats.mxfp8, fs.formats.mxfp8_e5m2, fs.formats.mxfp4, fs.formats.hadamard(MXINT4)]

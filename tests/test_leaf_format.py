@@ -4,8 +4,7 @@ import math
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 import fsharp as fs
 from fsharp.functional.formats.format import Format, LeafCodec, Plane, register_format

@@ -5,8 +5,7 @@ from itertools import pairwise
 import optree
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 import fsharp as fs
 from fsharp.errors import FsharpError, ScheduleError, TreeError

@@ -1,18 +1,17 @@
 """Checkpoints that do not depend on a strategy: each one loads under any strategy, mesh and number of ranks, to the bit."""
 
-from fsharp.checkpoint.catalog import Checkpoint as Checkpoint
-from fsharp.checkpoint.catalog import checkpoints as checkpoints
-from fsharp.checkpoint.catalog import latest as latest
-from fsharp.checkpoint.catalog import open_checkpoint as open_checkpoint
-from fsharp.checkpoint.catalog import verify as verify
-from fsharp.checkpoint.entries import PerRank as PerRank
-from fsharp.checkpoint.entries import PerRankBuffers as PerRankBuffers
-from fsharp.checkpoint.formats.dcp import from_dcp as from_dcp
-from fsharp.checkpoint.formats.dcp import to_dcp as to_dcp
+from fsharp.checkpoint.catalog import (
+    Checkpoint as Checkpoint,
+    checkpoints as checkpoints,
+    latest as latest,
+    open_checkpoint as open_checkpoint,
+    verify as verify,
+)
+from fsharp.checkpoint.entries import PerRank as PerRank, PerRankBuffers as PerRankBuffers
+from fsharp.checkpoint.formats.dcp import from_dcp as from_dcp, to_dcp as to_dcp
 from fsharp.checkpoint.formats.exporting import export_safetensors as export_safetensors
 from fsharp.checkpoint.loading import load as load
-from fsharp.checkpoint.replicas import RefreshNbytes as RefreshNbytes
-from fsharp.checkpoint.replicas import Replicas as Replicas
+from fsharp.checkpoint.replicas import RefreshNbytes as RefreshNbytes, Replicas as Replicas
 from fsharp.checkpoint.retention import prune as prune
 from fsharp.checkpoint.saver import Saver as Saver
 from fsharp.checkpoint.saving import save as save

@@ -19,8 +19,7 @@ from fsharp.inspect.presets import EFFICIENCY, GPUS, axes_by_link
 from fsharp.inspect.tables import table
 from fsharp.planning.plan_step import plan_step
 from fsharp.planning.space import FLAT_STRATEGIES, HYBRID_STRATEGIES, order_of_use, repeated_units
-from fsharp.planning.tune import POLICIES
-from fsharp.planning.tune import tune as choose
+from fsharp.planning.tune import POLICIES, tune as choose
 
 DEFAULT_GPU = "H100"
 

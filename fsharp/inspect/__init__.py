@@ -21,20 +21,18 @@ from fsharp.functional.layout.sharded import tree_nbytes as tree_nbytes
 from fsharp.functional.reshard.reshard import reshard_nbytes as reshard_nbytes
 from fsharp.functional.traffic import step_traffic as step_traffic
 from fsharp.inspect.drawing import draw as draw
-from fsharp.inspect.estimate import Hardware as Hardware
-from fsharp.inspect.estimate import predict as predict
+from fsharp.inspect.estimate import Hardware as Hardware, predict as predict
 from fsharp.inspect.measuring import measure as measure
-from fsharp.inspect.shardings import LeafSharding as LeafSharding
-from fsharp.inspect.shardings import TreeSharding as TreeSharding
-from fsharp.inspect.shardings import draw_sharding as draw_sharding
-from fsharp.inspect.shardings import sharding as sharding
-from fsharp.inspect.tables import compare as compare
-from fsharp.inspect.tables import table as table
+from fsharp.inspect.shardings import (
+    LeafSharding as LeafSharding,
+    TreeSharding as TreeSharding,
+    draw_sharding as draw_sharding,
+    sharding as sharding,
+)
+from fsharp.inspect.tables import compare as compare, table as table
 from fsharp.inspect.trace_events import perfetto as perfetto
-from fsharp.planning.choice import Candidate as Candidate
-from fsharp.planning.choice import Choice as Choice
+from fsharp.planning.choice import Candidate as Candidate, Choice as Choice
 from fsharp.report.page import report as report
 from fsharp.report.step import step_page as step_page
-from fsharp.stateful.timing.timeline import Timeline as Timeline
-from fsharp.stateful.timing.timeline import TimeSpan as TimeSpan
+from fsharp.stateful.timing.timeline import Timeline as Timeline, TimeSpan as TimeSpan
 from fsharp.stateful.timing.trace import Trace as Trace

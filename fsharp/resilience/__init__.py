@@ -12,20 +12,18 @@
 Each of the names below also works without a Run.
 """
 
-from fsharp.report.logs import JsonlLogger as JsonlLogger
-from fsharp.report.logs import Logger as Logger
-from fsharp.report.logs import TensorBoardLogger as TensorBoardLogger
-from fsharp.report.logs import WandbLogger as WandbLogger
+from fsharp.report.logs import (
+    JsonlLogger as JsonlLogger,
+    Logger as Logger,
+    TensorBoardLogger as TensorBoardLogger,
+    WandbLogger as WandbLogger,
+)
 from fsharp.resilience.failures import reported_failures as reported_failures
-from fsharp.resilience.finite import NonFinite as NonFinite
-from fsharp.resilience.finite import find_nonfinite as find_nonfinite
+from fsharp.resilience.finite import NonFinite as NonFinite, find_nonfinite as find_nonfinite
 from fsharp.resilience.per_rank_state import PerRankState as PerRankState
-from fsharp.resilience.preemption import EXIT_PREEMPTED as EXIT_PREEMPTED
-from fsharp.resilience.preemption import Preemption as Preemption
-from fsharp.resilience.randomness import fold_in as fold_in
-from fsharp.resilience.randomness import seeded as seeded
+from fsharp.resilience.preemption import EXIT_PREEMPTED as EXIT_PREEMPTED, Preemption as Preemption
+from fsharp.resilience.randomness import fold_in as fold_in, seeded as seeded
 from fsharp.resilience.run import Run as Run
 from fsharp.resilience.sampler import IndexSampler as IndexSampler
 from fsharp.resilience.start import agree_at_start as agree_at_start
-from fsharp.resilience.stragglers import StepTimes as StepTimes
-from fsharp.resilience.stragglers import StragglerDetector as StragglerDetector
+from fsharp.resilience.stragglers import StepTimes as StepTimes, StragglerDetector as StragglerDetector

@@ -2,10 +2,7 @@
 
 from fsharp.functional.remat import checking_remat as checking_remat
 from fsharp.stateful.schedule.policy import DebugPolicy as DebugPolicy
-from fsharp.testing.equivalence import Tolerance as Tolerance
-from fsharp.testing.equivalence import assert_equivalent as assert_equivalent
+from fsharp.testing.equivalence import Tolerance as Tolerance, assert_equivalent as assert_equivalent
 from fsharp.testing.processes import processes as processes
-from fsharp.testing.races import RaceError as RaceError
-from fsharp.testing.races import RaceReport as RaceReport
-from fsharp.testing.races import checking_races as checking_races
+from fsharp.testing.races import RaceError as RaceError, RaceReport as RaceReport, checking_races as checking_races
 from fsharp.testing.simulated_ranks import simulate as simulate

@@ -12,8 +12,7 @@ from torch import nn
 import fsharp as fs
 from fsharp.errors import AgreementError, CheckpointError, TreeError
 from fsharp.testing import simulate
-from tests.interop.worlds import grads_at
-from tests.interop.worlds import params as make_params
+from tests.interop.worlds import grads_at, params as make_params
 
 COMM = fs.SingleComm()
 

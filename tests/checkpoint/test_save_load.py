@@ -7,8 +7,7 @@ from functools import partial
 import optree
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 import fsharp as fs
 from fsharp.checkpoint.reading import Reader

@@ -6,9 +6,7 @@ import torch
 
 import fsharp as fs
 from tests.gpt_like import loss_fn, make_batches, make_params
-from tests.virtual_device import accelerator as accelerator
-from tests.virtual_device import comm as comm
-from tests.virtual_device import gpu as gpu
+from tests.virtual_device import accelerator as accelerator, comm as comm, gpu as gpu
 
 MESH = fs.Mesh({"dp": 1})
 TX = fs.optim.chain(

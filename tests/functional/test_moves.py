@@ -3,8 +3,7 @@ from collections import Counter
 import optree
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 import fsharp as fs
 from fsharp.functional.layout.sharded import resolve_place

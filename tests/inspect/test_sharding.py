@@ -5,8 +5,7 @@ import math
 import optree
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 import fsharp as fs
 from fsharp.errors import LayoutError, MeshError

@@ -4,8 +4,7 @@ import math
 from dataclasses import replace
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from fsharp.errors import PatternError, ScheduleError
 from fsharp.functional.comm.protocol import Call

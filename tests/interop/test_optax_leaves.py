@@ -7,8 +7,7 @@ import numpy as np
 import optax
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from jax import lax
 
 import fsharp as fs

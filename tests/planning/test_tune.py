@@ -8,15 +8,13 @@ from itertools import product
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 import fsharp as fs
 from fsharp.errors import LayoutError, PatternError, ScheduleError
 from fsharp.functional.layout.sharded import tree_nbytes
 from fsharp.planning.choice import Candidate, rank_candidates
-from fsharp.planning.tune import POLICIES as TRIED
-from fsharp.planning.tune import TOLERANCE
+from fsharp.planning.tune import POLICIES as TRIED, TOLERANCE
 from fsharp.schedules import plan_step
 from fsharp.testing import DebugPolicy, processes
 from tests.gpt_like import block, cross_entropy, embed, head, loss_fn, make_batches, make_params

@@ -21,8 +21,7 @@ from fsharp.functional.release import inner_tensors
 from fsharp.stateful.transport import nccl
 from fsharp.stateful.transport.streams import DeviceLanes
 from fsharp.testing import DebugPolicy
-from tests.te.test_fused_gradients import SOME as fused_cases
-from tests.te.test_fused_gradients import fused
+from tests.te.test_fused_gradients import SOME as fused_cases, fused
 from tests.te.test_steps import MODULES, THREE, TWO, UNEVEN
 from tests.te.training import (
     ABOUT,

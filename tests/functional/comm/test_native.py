@@ -13,8 +13,7 @@ from fsharp.functional.comm.watch import CommWatch, StatusExchange
 from fsharp.stateful.transport.base import ProcessGroups, Summand
 from fsharp.stateful.transport.nccl import NcclTransport
 from tests.functional.comm.test_watch import Table
-from tests.virtual_device import accelerator as accelerator
-from tests.virtual_device import virtual_nccl
+from tests.virtual_device import accelerator as accelerator, virtual_nccl
 
 
 class Group:

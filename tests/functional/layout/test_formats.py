@@ -4,8 +4,7 @@ import math
 
 import pytest
 import torch
-from hypothesis import example, given
-from hypothesis import strategies as st
+from hypothesis import example, given, strategies as st
 
 import fsharp as fs
 from fsharp.formats import mxfp4, mxfp8, mxfp8_e5m2, mxint4, mxint8, nvfp4

@@ -4,8 +4,7 @@ import math
 
 import pytest
 import torch
-from hypothesis import example, given
-from hypothesis import strategies as st
+from hypothesis import example, given, strategies as st
 
 import fsharp as fs
 from fsharp.errors import FsharpError, LayoutError

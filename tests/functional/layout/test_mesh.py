@@ -2,8 +2,7 @@ import math
 import re
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 import fsharp as fs
 from fsharp.errors import MeshError

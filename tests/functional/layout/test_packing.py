@@ -3,8 +3,7 @@ from itertools import count, pairwise
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 import fsharp as fs
 from fsharp.functional.layout.packing import pack

@@ -2,8 +2,7 @@ import re
 from itertools import product
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 import fsharp as fs
 from fsharp import Strategy

@@ -1,8 +1,7 @@
 import optree
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from torch.utils import _pytree as torch_pytree
 
 import fsharp as fs

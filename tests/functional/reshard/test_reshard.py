@@ -8,8 +8,7 @@ import optree
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from torch.distributed.device_mesh import DeviceMesh
 
 import fsharp as fs

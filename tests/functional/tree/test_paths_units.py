@@ -5,8 +5,7 @@ from collections import OrderedDict
 import optree
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from fsharp.errors import PatternError
 from fsharp.functional.tree.paths import (

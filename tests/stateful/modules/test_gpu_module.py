@@ -7,8 +7,7 @@ from fsharp.testing import DebugPolicy
 from tests import modules
 from tests.modules import Block, descend
 from tests.scheduling import every
-from tests.virtual_device import accelerator as accelerator
-from tests.virtual_device import comm as comm
+from tests.virtual_device import accelerator as accelerator, comm as comm
 
 ADAMW = {"lr": 1e-2, "weight_decay": 0.1}
 

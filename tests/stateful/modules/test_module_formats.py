@@ -7,8 +7,7 @@ from itertools import product
 import optree
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from torch import nn
 
 import fsharp as fs

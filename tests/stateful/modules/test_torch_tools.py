@@ -7,8 +7,7 @@ import pickle
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from torch import nn
 from torch.distributed.checkpoint import state_dict as torch_state_dict
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard

@@ -11,9 +11,7 @@ from fsharp.errors import OptionError, ScheduleError
 from fsharp.testing import DebugPolicy
 from tests.gpt_like import loss_fn
 from tests.stateful.runtime.test_gpu_scheduler import batches, start
-from tests.virtual_device import accelerator as accelerator
-from tests.virtual_device import comm as comm
-from tests.virtual_device import virtual_nccl
+from tests.virtual_device import accelerator as accelerator, comm as comm, virtual_nccl
 
 
 def losses(comm, memory, count=4, **options):

@@ -9,8 +9,7 @@ from fsharp.testing import DebugPolicy
 from tests.gpt_like import loss_fn
 from tests.scheduling import every
 from tests.stateful.runtime.test_gpu_scheduler import batches, start
-from tests.virtual_device import accelerator as accelerator
-from tests.virtual_device import comm as comm
+from tests.virtual_device import accelerator as accelerator, comm as comm
 
 BF16 = fs.Precision(compute=torch.bfloat16, main=torch.float32)
 BLOCK = 512  # bytes, of which torch's allocator makes what it hands out

@@ -9,8 +9,7 @@ import fsharp as fs
 from fsharp.testing import DebugPolicy
 from tests.gpt_like import loss_fn, make_batches, make_params
 from tests.scheduling import every
-from tests.virtual_device import accelerator as accelerator
-from tests.virtual_device import comm as comm
+from tests.virtual_device import accelerator as accelerator, comm as comm
 
 MESH = fs.Mesh({"dp": 1})
 

@@ -8,8 +8,7 @@ from fsharp.testing import DebugPolicy, simulate
 from tests import modules
 from tests.gpt_like import loss_fn, make_batches, make_params
 from tests.scheduling import STRATEGIES, every
-from tests.virtual_device import CUDA
-from tests.virtual_device import accelerator as accelerator
+from tests.virtual_device import CUDA, accelerator as accelerator
 
 RATE = fs.optim.warmup_cosine_decay_schedule(0.0, 1e-2, 2, 20)
 ADAMW = fs.optim.adamw(RATE, weight_decay={"**": 0.1, "**.b": 0.0})

@@ -35,8 +35,7 @@ from tests.scheduling import (
     my_batches,
     train,
 )
-from tests.stateful.runtime.test_races import train as train_on_streams
-from tests.stateful.runtime.test_races import train_module as train_module_on_streams
+from tests.stateful.runtime.test_races import train as train_on_streams, train_module as train_module_on_streams
 
 PRECISIONS = {"fp32": fs.Precision(), "bf16": fs.Precision(compute=torch.bfloat16, main=torch.float32)}
 

@@ -4,8 +4,7 @@ from functools import partial
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from torch.utils.checkpoint import checkpoint
 
 import fsharp as fs
