@@ -21,13 +21,10 @@ from tests.scheduling import (
     my_batches,
     train,
 )
-from tests.test_feedback import WIRES
-from tests.test_feedback import of as fed_back
+from tests.test_feedback import WIRES, of as fed_back
 from tests.test_format import HALVES, PLAIN, STORED
-from tests.test_leaf_format import BUILT_IN, BY_LEAF
-from tests.test_leaf_format import STORED as STORED_BY_LEAF
-from tests.test_update_format import MXINT4, MXINT8
-from tests.test_update_format import of as updated
+from tests.test_leaf_format import BUILT_IN, BY_LEAF, STORED as STORED_BY_LEAF
+from tests.test_update_format import MXINT4, MXINT8, of as updated
 from tests.test_wire_format import LOSSLESS, ROUNDED
 
 DTYPES = {"compute": torch.bfloat16, "main": torch.float32}
@@ -140,20 +137,17 @@ WATCHED = [
 
 
 @every(2, donate=[True, False], case=WATCHED)
-def test_schedules_are_free_of_races(donate, case):
+@on_ranks(lambda case: STRATEGIES[case[1]][0])
+def test_schedules_are_free_of_races(comm, donate, case):
     name, strategy = case
-    mesh, how = STRATEGIES[strategy]
-
-    def rank_fn(comm):
-        scheduler = fs.Scheduler(comm, policy=DebugPolicy(sum_late=False))
-        state = make_state(comm, how, precision=ROUNDING[name])
-        step = scheduler(fs.train_step(loss_fn, make_tx(), donate=donate))
-        with checking_races(scheduler) as report:
-            for batch in my_batches(comm, 4):
-                state, _ = step(state, batch)
-        assert report.num_ops
-
-    simulate(mesh, rank_fn)
+    how = STRATEGIES[strategy][1]
+    scheduler = fs.Scheduler(comm, policy=DebugPolicy(sum_late=False))
+    state = make_state(comm, how, precision=ROUNDING[name])
+    step = scheduler(fs.train_step(loss_fn, make_tx(), donate=donate))
+    with checking_races(scheduler) as report:
+        for batch in my_batches(comm, 4):
+            state, _ = step(state, batch)
+    assert report.num_ops
 
 
 @pytest.mark.parametrize(

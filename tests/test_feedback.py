@@ -6,8 +6,7 @@ from itertools import pairwise
 import optree
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 import fsharp as fs
 from fsharp.errors import LayoutError, OptionError, ScheduleError, TreeError
@@ -166,20 +165,17 @@ PATHS |= {strategy: (strategy, "mxint4") for strategy in FLAT}
 
 
 @every(len(PATHS), path=PATHS, policy=POLICIES, microbatches=[1, 2], donate=[True, False])
-def test_training_has_the_same_bits_on_every_path(path, policy, microbatches, donate):
+@on_ranks(lambda path: STRATEGIES[PATHS[path][0]][0])
+def test_training_has_the_same_bits_on_every_path(comm, path, policy, microbatches, donate):
     strategy, wire = PATHS[path]
     stored = {"stored": fs.formats.mxint8} if policy == "buckets" else {}
-
-    def rank_fn(comm):
-        ways = {"microbatches": microbatches, "precision": of(WIRES[wire], **stored), "steps": 4}
-        blocking = run(comm, strategy, donate=not donate, **ways)
-        assert_same(run(comm, strategy, POLICIES[policy], donate=donate, **ways), blocking)
-        without = run(comm, strategy, microbatches=microbatches, precision=of(WIRES[wire], False, **stored), steps=3)
-        assert without[2] is None
-        assert blocking[0][:1] == without[0][:1]
-        assert blocking[0][:3] != without[0]
-
-    simulate(STRATEGIES[strategy][0], rank_fn)
+    ways = {"microbatches": microbatches, "precision": of(WIRES[wire], **stored), "steps": 4}
+    blocking = run(comm, strategy, donate=not donate, **ways)
+    assert_same(run(comm, strategy, POLICIES[policy], donate=donate, **ways), blocking)
+    without = run(comm, strategy, microbatches=microbatches, precision=of(WIRES[wire], False, **stored), steps=3)
+    assert without[2] is None
+    assert blocking[0][:1] == without[0][:1]
+    assert blocking[0][:3] != without[0]
 
 
 @on_ranks(DP)

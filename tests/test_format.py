@@ -7,8 +7,7 @@ import re
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 import fsharp as fs
 from fsharp.errors import AgreementError, LayoutError, TreeError
@@ -85,19 +84,16 @@ def test_blocks_are_encoded_by_themselves(parts, blocks, seed):
 
 
 @pytest.mark.parametrize("strategy", ["zero1", "zero3", "hfsdp"])
-def test_a_format_of_blocks_in_some_units(strategy):
+@on_ranks(mesh_of)
+def test_a_format_of_blocks_in_some_units(comm, strategy):
     precision = {"**": fs.Precision(), "layers.*": fs.Precision(stored=BLOCKS), "layers.1.*": fs.Precision(stored=HALVES)}
     layout = make_layout(*STRATEGIES[strategy], precision=precision)
     assert all(group.capacity % group.dtypes.stored_format.block == 0 for unit in layout.units for group in unit.groups)
-
-    def rank_fn(comm):
-        blocking = train(comm, strategy, microbatches=2, precision=precision)
-        assert_same_training(train(comm, strategy, {"bucket_nbytes": 2000}, microbatches=2, precision=precision), blocking)
-        plain_losses = train(comm, strategy, microbatches=2).losses
-        assert blocking.losses != plain_losses
-        assert all(abs(a - b) < 0.1 * abs(b) for a, b in zip(blocking.losses, plain_losses, strict=True))
-
-    simulate(STRATEGIES[strategy][0], rank_fn)
+    blocking = train(comm, strategy, microbatches=2, precision=precision)
+    assert_same_training(train(comm, strategy, {"bucket_nbytes": 2000}, microbatches=2, precision=precision), blocking)
+    plain_losses = train(comm, strategy, microbatches=2).losses
+    assert blocking.losses != plain_losses
+    assert all(abs(a - b) < 0.1 * abs(b) for a, b in zip(blocking.losses, plain_losses, strict=True))
 
 
 def test_plain_formats_are_the_dtypes():
@@ -254,24 +250,21 @@ def of_bits(planes):
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero3"])
-def test_a_format_of_one_plane_in_the_dtype_of_values(strategy, tmp_path):
+@on_ranks(mesh_of)
+def test_a_format_of_one_plane_in_the_dtype_of_values(comm, strategy, tmp_path):
     """Whether a buffer is stored does not depend on the dtype of its planes: here the main copy's, and the opposite numbers."""
     opposite = Format("opposite", (Plane(torch.float32),), lambda values: [-values.float()], lambda planes: -planes[0])
     stored, plain_format = fs.Precision(stored=opposite), fs.Precision()
-
-    def rank_fn(comm):
-        for policy in (None, {}):
-            assert_same_training(
-                train(comm, strategy, policy, precision=stored), train(comm, strategy, policy, precision=plain_format)
-            )
-        state = make_state(comm, strategy, precision=stored)
-        assert_same(fs.full_tree(state.params, comm=comm), fs.full_tree(make_state(comm, strategy).params, comm=comm))
-        fs.checkpoint.save(str(tmp_path), state, step=1, comm=comm)
-        like = make_state(comm, strategy, params=make_params(5, layers=3), precision=stored)
-        loaded = fs.checkpoint.load(str(tmp_path), like, comm=comm)
-        assert_same(fs.full_tree(loaded.main, comm=comm), fs.full_tree(state.main, comm=comm))
-
-    simulate(STRATEGIES[strategy][0], rank_fn)
+    for policy in (None, {}):
+        assert_same_training(
+            train(comm, strategy, policy, precision=stored), train(comm, strategy, policy, precision=plain_format)
+        )
+    state = make_state(comm, strategy, precision=stored)
+    assert_same(fs.full_tree(state.params, comm=comm), fs.full_tree(make_state(comm, strategy).params, comm=comm))
+    fs.checkpoint.save(str(tmp_path), state, step=1, comm=comm)
+    like = make_state(comm, strategy, params=make_params(5, layers=3), precision=stored)
+    loaded = fs.checkpoint.load(str(tmp_path), like, comm=comm)
+    assert_same(fs.full_tree(loaded.main, comm=comm), fs.full_tree(state.main, comm=comm))
 
 
 def test_values_do_not_share_memory_with_what_is_stored():

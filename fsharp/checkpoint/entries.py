@@ -253,22 +253,14 @@ def is_checkpoint_leaf(leaf: Any) -> bool:
     return is_sharded(leaf) or isinstance(leaf, PerRank | MadeBy)
 
 
-class LeafWithPath(NamedTuple):
-    """A leaf with its path: in ``names`` with the field names of named tuples, in ``entries`` with numbers, as in plan()."""
-
-    names: tuple[str, ...]
-    entries: tuple[str, ...]
-    leaf: Any
-
-
 def leaves_with_path(
     tree: Any, is_leaf: Callable[[Any], bool] = is_checkpoint_leaf, *, none_is_leaf: bool = False
-) -> Iterator[LeafWithPath]:
-    """Yield the leaves of a tree with their paths."""
+) -> Iterator[tuple[tuple[str, ...], tuple[str, ...], Any]]:
+    """Yield each leaf after its path: with the field names of named tuples, and with numbers, as in plan()."""
     accessors, leaves, _ = optree.tree_flatten_with_accessor(tree, is_leaf=is_leaf, none_is_leaf=none_is_leaf)
     for accessor, leaf in zip(accessors, leaves, strict=True):
         named = tuple(str(getattr(each, "field", None) or each.entry) for each in accessor)
-        yield LeafWithPath(named, tuple(str(each.entry) for each in accessor), leaf)
+        yield named, tuple(str(each.entry) for each in accessor), leaf
 
 
 def _add_unit_entries(

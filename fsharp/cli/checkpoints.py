@@ -14,7 +14,7 @@ from fsharp.checkpoint.manifest import MANIFEST_NAME
 from fsharp.checkpoint.storage import absolute_path, storage_of
 from fsharp.cli.models import parse_dtype
 from fsharp.errors import OptionError
-from fsharp.functional.formats.format import dtype_name
+from fsharp.functional.formats.format import as_bytes, dtype_name
 from fsharp.functional.layout.text import align_columns, nbytes_text
 
 _NO_STACKS: Mapping[str, int] = MappingProxyType({})
@@ -99,7 +99,7 @@ def diff(first: str, second: str, /, *, values: bool = True) -> str:
         if (a.dtype, a.shape) != (b.dtype, b.shape):
             shapes = (f"{dtype_name(x.dtype)}{list(x.shape)}" for x in (a, b))
             lines.append(f"~ {name}: {' -> '.join(shapes)}")
-        elif values and not _is_same(x := one.tensor(name), y := other.tensor(name)):
+        elif values and not torch.equal(as_bytes(x := one.tensor(name)), as_bytes(y := other.tensor(name))):
             lines.append(f"~ {name}: the largest difference is {_largest_difference(x, y):.3g}")
     # Texts are compared, as a NaN differs from itself, and True equals 1.
     was, now = ({name: repr(value) for name, value in each.manifest.values.items()} for each in (one, other))
@@ -107,10 +107,6 @@ def diff(first: str, second: str, /, *, values: bool = True) -> str:
     lines += [f"+ {name}" for name in sorted(now.keys() - was.keys())]
     lines += [f"~ {name}: {was[name]} -> {now[name]}" for name in sorted(was.keys() & now.keys()) if was[name] != now[name]]
     return "\n".join(lines or ["no difference"])
-
-
-def _is_same(x: torch.Tensor, y: torch.Tensor) -> bool:
-    return torch.equal(*(each.contiguous().view(-1).view(torch.uint8) for each in (x, y)))
 
 
 def _largest_difference(x: torch.Tensor, y: torch.Tensor) -> float:

@@ -87,7 +87,8 @@ def calibrate(file: str, /, *, mesh: str = "dp=2", steps: int = 20, dtype: str =
     found = fsharp.launch(_measure_machine, axes.size, axes.axes, steps, dtype)[0]
     if not is_writer:
         return ""
-    Path(file).write_text(_machine_to_json(found))
+    hardware = json.loads(found.hardware.to_json())
+    Path(file).write_text(json.dumps({"flops": found.flops, "dtype": found.dtype, "hardware": hardware}, indent=1) + "\n")
     return _machine_text(found, axes, file, steps)
 
 
@@ -146,11 +147,6 @@ def _machine_text(found: Machine, mesh: Mesh, file: str, steps: int) -> str:
         what = f"the bandwidth of {' and of '.join(unknown)} could not be told from the latency, and counts as infinite"
         lines.append(f"warning: {what}: repeat with more steps, such as --steps {5 * steps}")
     return "\n".join(lines)
-
-
-def _machine_to_json(machine: Machine) -> str:
-    hardware = json.loads(machine.hardware.to_json())
-    return json.dumps({"flops": machine.flops, "dtype": machine.dtype, "hardware": hardware}, indent=1) + "\n"
 
 
 def read_machine(where: str, file: str) -> Machine:

@@ -56,7 +56,7 @@ def draw(
         raise ScheduleError("draw(): matplotlib is missing: pip install 'fsharp[train]', or matplotlib alone.") from error
     if isinstance(what, Timeline) and hardware:
         raise ScheduleError("draw(): hardware is for a schedule; this is a timeline, which has its times.")
-    timeline = what if isinstance(what, Timeline) else predict(what, hardware) if hardware else timeline_in_order(what)
+    timeline = as_timeline(what, hardware)
     has_times = isinstance(what, Timeline) or hardware is not None
     if measured and not has_times:
         facts = [("drawn", "ops in their order"), ("measured", f"a step of {seconds_text(measured.step_s)}")]
@@ -80,6 +80,11 @@ def draw(
         figure.savefig(path)
     except ValueError as error:  # an unknown suffix
         raise ScheduleError(f"draw(): path is {str(path)!r}: {error}.") from error
+
+
+def as_timeline(step: Schedule | Timeline, hardware: Hardware | None) -> Timeline:
+    """Return the timeline of a step: of a schedule on ``hardware``, or without hardware of its ops in their order."""
+    return step if isinstance(step, Timeline) else predict(step, hardware) if hardware else timeline_in_order(step)
 
 
 def timeline_in_order(schedule: Schedule) -> Timeline:

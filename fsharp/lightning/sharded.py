@@ -54,7 +54,7 @@ def full_state_dict(module: nn.Module) -> dict[str, Any]:
     sharded = sharded_modules_in(module)
     found = {} if "" in sharded else _entries_outside(module.state_dict(), sharded)
     for path, each in sharded.items():
-        found |= {_join_path(path, name): value for name, value in each.full_state_dict().items()}
+        found |= {f"{path}.{name}" if path else name: value for name, value in each.full_state_dict().items()}
     return found
 
 
@@ -76,7 +76,3 @@ def load_state_dict(module: nn.Module, state_dict: Mapping[str, Any], *, strict:
 def _entries_outside(state_dict: Mapping[str, Any], paths: Iterable[str]) -> dict[str, Any]:
     prefixes = tuple(f"{path}." for path in paths)
     return {name: value for name, value in state_dict.items() if not name.startswith(prefixes)}
-
-
-def _join_path(path: str, name: str) -> str:
-    return f"{path}.{name}" if path else name

@@ -9,8 +9,8 @@ from typing import Any
 
 from fsharp.errors import ScheduleError, problem
 from fsharp.functional.layout.text import NOTEBOOK_HTML_BY_CLASS, nbytes_text, seconds_text
-from fsharp.inspect.drawing import timeline_in_order
-from fsharp.inspect.estimate import Hardware, predict
+from fsharp.inspect.drawing import as_timeline, timeline_in_order
+from fsharp.inspect.estimate import Hardware
 from fsharp.report.values import timeline_rows
 from fsharp.stateful.schedule.ops import STREAMS
 from fsharp.stateful.schedule.schedule import Schedule
@@ -62,13 +62,7 @@ def step_page(
             ("with times", ", ".join(each for each in named if each not in schedules)),
         ]
         raise ScheduleError(problem(_WHERE, "schedules without hardware have no times to compare.", facts, "Pass hardware=."))
-    return _timelines_page({name: _as_timeline(each, hardware) for name, each in named.items()}, title, has_times=has_times)
-
-
-def _as_timeline(step: Schedule | Timeline, hardware: Hardware | None) -> Timeline:
-    if isinstance(step, Timeline):
-        return step
-    return predict(step, hardware) if hardware else timeline_in_order(step)
+    return _timelines_page({name: as_timeline(each, hardware) for name, each in named.items()}, title, has_times=has_times)
 
 
 def _timelines_page(timelines: Mapping[str, Timeline], title: str, *, has_times: bool, is_small: bool = False) -> str:

@@ -8,7 +8,6 @@ from torch import nn
 
 import fsharp as fs
 from fsharp.errors import ScheduleError, TreeError
-from fsharp.testing import simulate
 from tests import modules
 from tests.modules import Block, descend, each_strategy, train, values, wrap
 from tests.ranks import on_ranks
@@ -229,19 +228,17 @@ def turned_into_a_tensor(model):
     "change", [called_with_others, given_another, without_one, tied_afterwards, turned_into_a_tensor], ids=lambda f: f.__name__
 )
 @each_strategy
-def test_a_parameter_that_was_replaced_is_not_ignored(strategy, change):
-    def rank_fn(comm):
-        model, _ = wrap(comm, strategy)
+@on_ranks(DP)
+def test_a_parameter_that_was_replaced_is_not_ignored(comm, strategy, change):
+    model, _ = wrap(comm, strategy)
 
-        def change_and_call():
-            with torch.no_grad():
-                change(model)
-                model(torch.zeros(2, dtype=torch.int64))
+    def change_and_call():
+        with torch.no_grad():
+            change(model)
+            model(torch.zeros(2, dtype=torch.int64))
 
-        with pytest.raises(TreeError, match=r"parameter '.*' was removed or replaced .*unsharded\(write=True\)"):
-            change_and_call()
-
-    simulate(DP, rank_fn)
+    with pytest.raises(TreeError, match=r"parameter '.*' was removed or replaced .*unsharded\(write=True\)"):
+        change_and_call()
 
 
 class Keeps(nn.Module):

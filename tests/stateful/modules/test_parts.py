@@ -62,23 +62,20 @@ REDUCTIONS = {
 
 
 @every(3, strategy=STRATEGIES, ranks=(1, 2, 3))
-def test_reductions_are_those_of_the_whole(strategy, ranks):
+@on_ranks(lambda ranks: MESHES[ranks])
+@torch.no_grad()
+def test_reductions_are_those_of_the_whole(comm, strategy, ranks):
     """Of parameters and gradients, leaves of which most ranks have nothing included; on every rank the same."""
-
-    @torch.no_grad()
-    def rank_fn(comm):
-        with torch.enable_grad():
-            model, _, plain = with_gradients(comm, strategy)
-        mine, theirs = dict(model.named_parameters()), dict(plain.named_parameters())
-        for path in ("embed.weight", "layers.0.gain", "layers.1.up.weight", "layers.2.norm.bias"):
-            for reduce in REDUCTIONS.values():
-                close(reduce(mine[path]), reduce(theirs[path].detach()))
-                close(reduce(mine[path].grad), reduce(theirs[path].grad))
-        mine["embed.weight"].grad.data.fill_(torch.nan)
-        assert mine["embed.weight"].grad.max().isnan()
-        assert mine["embed.weight"].grad.norm(torch.inf).isnan()
-
-    simulate(MESHES[ranks], rank_fn)
+    with torch.enable_grad():
+        model, _, plain = with_gradients(comm, strategy)
+    mine, theirs = dict(model.named_parameters()), dict(plain.named_parameters())
+    for path in ("embed.weight", "layers.0.gain", "layers.1.up.weight", "layers.2.norm.bias"):
+        for reduce in REDUCTIONS.values():
+            close(reduce(mine[path]), reduce(theirs[path].detach()))
+            close(reduce(mine[path].grad), reduce(theirs[path].grad))
+    mine["embed.weight"].grad.data.fill_(torch.nan)
+    assert mine["embed.weight"].grad.max().isnan()
+    assert mine["embed.weight"].grad.norm(torch.inf).isnan()
 
 
 WRITES = {

@@ -11,8 +11,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 import fsharp as fs
 from fsharp.stateful.units import unsharded as copies
-from fsharp.stateful.units.resting import RestingGradient
-from fsharp.stateful.units.resting import view_in_new_storage as window_on
+from fsharp.stateful.units.resting import RestingGradient, view_in_new_storage as window_on
 from fsharp.testing import DebugPolicy, simulate
 from tests.gpt_like import block, logits, loss_fn, make_params, through
 from tests.scheduling import (
@@ -39,23 +38,30 @@ def blind(monkeypatch):
         monkeypatch.setattr(f"fsharp.stateful.runtime.{module}.buffers_stamp", copies.buffers_stamp)
 
 
-@every(2, strategy=["zero3", "hfsdp", "zero3x2"], policy=[{}, {"prefetch": 2}])
-def test_what_was_gathered_of_parameters_that_are_gone_is_not_used(strategy, policy, monkeypatch):
-    """Others have got their addresses, and versions count from 0: only that the memory was given up tells them apart."""
-    blind(monkeypatch)
+def starting_again(strategy, follows_plan=True):
+    """A program that gives up its parameters twice, and goes on with others."""
 
     def program(run):
-        state, step, losses = make_state(run.comm, strategy), run.wrap(fs.train_step(loss_fn, make_tx())), []
+        state, step, seen = make_state(run.comm, strategy), run.wrap(fs.train_step(loss_fn, make_tx())), []
         for i, batch in enumerate(my_batches(run.comm, 6)):
             state, metrics = step(state, batch)
-            losses.append(metrics.loss)
+            seen.append(metrics.loss)
             del metrics
             if i in (1, 3):
                 del state
                 state = make_state(run.comm, strategy, params=make_params(i))
-        return losses, full_params(state, run.comm)
+                if not follows_plan:
+                    seen.append(evaluate(state.params, batch, run.engine))
+        return seen, full_params(state, run.comm)
 
-    run_both(program, mesh_of(strategy), **policy)
+    return program
+
+
+@every(2, strategy=["zero3", "hfsdp", "zero3x2"], policy=[{}, {"prefetch": 2}])
+def test_what_was_gathered_of_parameters_that_are_gone_is_not_used(strategy, policy, monkeypatch):
+    """Others have got their addresses, and versions count from 0: only that the memory was given up tells them apart."""
+    blind(monkeypatch)
+    run_both(starting_again(strategy), mesh_of(strategy), **policy)
 
 
 def test_nor_where_the_parameters_are_no_argument(monkeypatch):
@@ -81,19 +87,7 @@ def test_nor_where_the_parameters_are_no_argument(monkeypatch):
 
 def test_nor_by_a_function_that_follows_no_plan(monkeypatch):
     blind(monkeypatch)
-
-    def program(run):
-        state, step, seen = make_state(run.comm, "zero3"), run.wrap(fs.train_step(loss_fn, make_tx())), []
-        for i, batch in enumerate(my_batches(run.comm, 5)):
-            state, metrics = step(state, batch)
-            del metrics
-            if i in (1, 3):
-                del state
-                state = make_state(run.comm, "zero3", params=make_params(i))
-                seen.append(evaluate(state.params, batch, run.engine))
-        return seen, full_params(state, run.comm)
-
-    run_both(program)
+    run_both(starting_again("zero3", follows_plan=False))
 
 
 def gone(storage):
