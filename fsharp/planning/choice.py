@@ -36,7 +36,7 @@ class Candidate:
         remat: name of the set of units whose activations are recomputed.
         step_s: predicted seconds of a step; infinite if parameters, optimizer state and activations alone exceed the budget.
         memory: predicted bytes of one rank by kind: ``params``, ``main``, ``optimizer``, ``residuals``, ``arena``,
-            ``activations``.
+            ``gradients`` (outside of the arena), ``activations``.
         peak_nbytes: the largest sum of these bytes at any one time.
         sent_nbytes: bytes that one rank sends in a step, without collectives in the loss.
         lost: why another candidate was chosen; empty for the chosen one.
@@ -96,24 +96,35 @@ class StepArguments:
         """Return the predicted step of one rank. ``update_s`` is scaled to the share of the parameters that a rank updates."""
         return predict(schedule, replace(self.hardware, update_s=updated_share(layout) * self.hardware.update_s))
 
-    def nbytes_at_rest(self, layout: Layout) -> dict[str, int]:
-        """Return the bytes of a rank by kind, with an empty arena."""
-        return {
+    def memory(self, layout: Layout, policy: SchedulePolicy, *, arena: int) -> tuple[dict[str, int], int]:
+        """Return the bytes of a rank by kind, and the most bytes that a rank needs at one time.
+
+        Offloaded state is on the device in the update only, when no activations exist. Gradients outside of the arena come as
+        activations go; with several microbatches they stay for the next forward.
+        """
+        at_rest = layout.nbytes("grads") if policy.keep_gradients else 0
+        kinds = {
             "params": layout.nbytes("params"),
             "main": layout.nbytes("main"),
             "optimizer": self.optimizer_buffers * layout.nbytes("optim"),
             "residuals": layout.nbytes("residuals"),
-            "arena": 0,
+            "arena": arena,
+            "gradients": at_rest + final_gradient_nbytes(layout),
             "activations": self.activation_nbytes,
         }
+        state, activations = kinds["main"] + kinds["optimizer"], kinds["activations"]
+        if self.microbatches == 1:
+            activations = max(activations - at_rest, 0)
+        work = max(state, activations) if policy.offload else state + activations
+        return kinds, kinds["params"] + kinds["residuals"] + arena + kinds["gradients"] + work
 
     def predict_candidate(self, layout: Layout, policy: SchedulePolicy, names: tuple[str, str, str]) -> Candidate:
         """Return the prediction for a layout and a policy. ``names``: the names of layout, policy and remat."""
         schedule = self.schedule(layout, policy)
-        memory = {**self.nbytes_at_rest(layout), "arena": schedule.arena}
+        memory, peak_nbytes = self.memory(layout, policy, arena=schedule.arena)
         sent = sum(call.nbytes * count for call, count in schedule.calls().items())
         seconds, departures = self.predict(schedule, layout).step_s, self.departures(layout, policy)
-        return Candidate(*names, seconds, memory, peak_nbytes(memory, policy), sent, departures=departures)
+        return Candidate(*names, seconds, memory, peak_nbytes, sent, departures=departures)
 
     def departures(self, layout: Layout, policy: SchedulePolicy) -> tuple[str, ...]:
         """Return what differs from the defaults, as :attr:`Candidate.departures` lists it."""
@@ -124,11 +135,14 @@ class StepArguments:
         return (*["remat"] * bool(self.remat), *["formats"] * has_formats, *on_host, *changed)
 
 
-def peak_nbytes(memory: Mapping[str, int], policy: SchedulePolicy) -> int:
-    """Return the most bytes that a rank needs at one time. No activations exist in the update, which offloaded state is for."""
-    state = memory["main"] + memory["optimizer"]
-    work = max(state, memory["activations"]) if policy.offload else state + memory["activations"]
-    return memory["params"] + memory["residuals"] + memory["arena"] + work
+def final_gradient_nbytes(layout: Layout) -> int:
+    """Return the bytes of a rank's gradients at the optimizer's place, where gradients rest at another place."""
+    units = [unit for unit in layout.units if unit.strategy.grads != unit.strategy.optim]
+    return sum(
+        unit.local_size(i, unit.strategy.optim) * unit.groups[i].dtypes.accumulate.itemsize
+        for unit in units
+        for i in unit.trainable_groups
+    )
 
 
 def rank_candidates(candidates: Sequence[Candidate], budget: float, tolerance: float) -> tuple[Candidate, ...]:

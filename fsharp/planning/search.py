@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from fsharp.functional.layout.layout import Layout
 from fsharp.functional.traffic import step_traffic
 from fsharp.inspect.estimate import compute_times
-from fsharp.planning.choice import Candidate, StepArguments, peak_nbytes
+from fsharp.planning.choice import Candidate, StepArguments
 from fsharp.planning.plan_step import ROOT
 from fsharp.planning.space import LayoutOption, updated_share
 from fsharp.stateful.schedule.policy import SchedulePolicy
@@ -37,8 +37,7 @@ class Combination:
 
     def lower_bound_candidate(self, step_s: float) -> Candidate:
         """Return a candidate whose step takes at least ``step_s`` seconds. Its memory has no arena."""
-        memory = self.arguments.nbytes_at_rest(self.option.layout)
-        nbytes = peak_nbytes(memory, self.policy)
+        memory, nbytes = self.arguments.memory(self.option.layout, self.policy, arena=0)
         return Candidate(*self.names, step_s, memory, nbytes, 0, is_bound=True, departures=self.departures)
 
 

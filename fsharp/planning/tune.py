@@ -31,6 +31,7 @@ POLICIES: Mapping[str, SchedulePolicy] = {
     "no buckets": SchedulePolicy(bucket_nbytes=0),
     "buckets of 25 MB": SchedulePolicy(bucket_nbytes=25_000_000),
     "least memory": SchedulePolicy(prefetch=0, release="forward", bucket_nbytes=0),
+    "separate gradients": SchedulePolicy(keep_gradients=True),
     "state on the host": SchedulePolicy(offload=True),
 }
 """The policies that :func:`tune` tries by default."""

@@ -1,5 +1,6 @@
 """plan_step gives the schedule that a scheduler follows; tune chooses the fastest candidate that fits into memory."""
 
+import gc
 import json
 import math
 from dataclasses import asdict, fields, replace
@@ -11,6 +12,7 @@ import torch
 from hypothesis import given, settings, strategies as st
 
 import fsharp as fs
+from benchmarks.memory import StorageTracker
 from fsharp.errors import LayoutError, PatternError, ScheduleError
 from fsharp.functional.layout.sharded import tree_nbytes
 from fsharp.planning.choice import Candidate, rank_candidates
@@ -171,6 +173,8 @@ HARDWARE = fs.inspect.Hardware(
     update_s=1e-3,
 )
 NAMES = ("ddp", "zero1", "zero2", "zero3")
+REDUCED_ONCE_A_STEP = ("ddp", "zero1", "hsdp", "hfsdp")
+"""Strategies whose gradients at the optimizer's place have memory of their own."""
 LAYOUTS = {name: fs.plan(make_params(), fs.Mesh({"dp": 4}), STRATEGIES[name][1], units="layers.*") for name in NAMES} | {
     name: fs.plan(make_params(), HYBRID, STRATEGIES[name][1], units="layers.*") for name in ("hsdp", "hfsdp")
 }
@@ -204,8 +208,12 @@ def test_the_choice_is_the_simplest_of_the_fastest_candidates_that_fit(budget, a
         for how, policy in TRIED.items():
             arena, seconds = arena_and_seconds(name, how, microbatches)
             state, kept = layout.nbytes("main") + 2 * layout.nbytes("optim"), activations * len(layout.units)
+            gradients = layout.nbytes("grads") if policy.keep_gradients else 0
+            if microbatches == 1:  # gradients take memory as activations are freed
+                kept = max(kept - gradients, 0)
             work = max(state, kept) if policy.offload else state + kept
-            peak = layout.nbytes("params") + arena + work
+            final = layout.nbytes("optim") if name in REDUCED_ONCE_A_STEP else 0
+            peak = layout.nbytes("params") + arena + gradients + final + work
             if peak <= budget:
                 found[name, how] = seconds, (*changes(policy), peak)
     if not found:
@@ -297,6 +305,59 @@ def test_activations_are_by_unit_and_offloaded_state_makes_room_for_them():
     assert {x.memory["activations"] for x in found.values()} == {10_000}
     state = found["state on the host"].memory["main"] + found["state on the host"].memory["optimizer"]
     assert found["prefetch 1"].peak_nbytes - found["state on the host"].peak_nbytes == state > 0
+
+
+def square_layers(params, x, comm):
+    for weight in params["layers"]:
+        x = fs.forward(lambda w, x: torch.tanh(x @ w), weight, x, comm=comm)
+    return x.square().mean()
+
+
+def test_predicted_memory_is_what_is_alive_after_a_step():
+    """Arena and gradients stay until the next step, activations do not."""
+    cases = [(name, keep) for name in NAMES for keep in (False, True)]
+    shapes, tx = {"layers": [torch.empty(512, 512, device="meta") for _ in range(4)]}, fs.optim.adamw(1e-2)
+
+    def layout_and_policy(name, keep):
+        layout = fs.plan(shapes, DP, STRATEGIES[name][1], units="layers.*")
+        return layout, fs.SchedulePolicy(keep_gradients=keep, bucket_nbytes=0)
+
+    def alive(comm, name, keep):
+        layout, policy = layout_and_policy(name, keep)
+        with StorageTracker() as tracker:
+            params, x = {"layers": [0.01 * torch.ones(512, 512) for _ in range(4)]}, torch.ones(8, 512)
+            state = fs.init_state(tx, fs.shard(params, layout, comm, place="optim"), comm=comm)
+            step = fs.Scheduler(comm, policy=policy)(fs.train_step(square_layers, tx, donate=True))
+            for _ in range(4):
+                state, _ = step(state, x)
+            assert step.status().kind == "planned"
+            state.params["layers"][0].buffers  # noqa: B018  # waits until nothing is under way
+            del params, x
+            gc.collect()
+            return tracker.nbytes()
+
+    found = processes(DP, lambda comm: [alive(comm, *case) for case in cases])
+    options = {"budget": 1e9, "activations": 0.0, "backend": "gloo", "effort": math.inf}
+    for case, *alive_nbytes in zip(cases, *found, strict=True):
+        layout, policy = layout_and_policy(*case)
+        predicted = fs.tune({"": layout}, replace(HARDWARE, compute=(1.0, 1.0)), policies={"": policy}, **options).candidates[0]
+        assert [predicted.peak_nbytes] * DP.size == pytest.approx(alive_nbytes, rel=0.005), (case, predicted.memory)
+
+
+@pytest.mark.parametrize("microbatches", [1, 2])
+def test_gradients_outside_of_the_arena_take_memory_as_activations_are_freed(microbatches):
+    policies = {"in": fs.SchedulePolicy(), "out": fs.SchedulePolicy(keep_gradients=True)}
+    options = {"activations": {"layers.*": 5_000}, "order": ORDER, "budget": 1e6, "microbatches": microbatches}
+    for name in ("zero1", "zero3"):
+        layout = LAYOUTS[name]
+        choice = fs.tune({name: layout}, HARDWARE, policies=policies, effort=math.inf, **options)
+        inside, outside = (choice.pick(name, each).candidates[0] for each in policies)
+        final = layout.nbytes("optim") if name in REDUCED_ONCE_A_STEP else 0
+        assert inside.memory["gradients"] == final
+        assert outside.memory["gradients"] == final + layout.nbytes("grads")
+        assert inside.peak_nbytes == sum(inside.memory.values())
+        shared = min(layout.nbytes("grads"), 10_000) if microbatches == 1 else 0
+        assert outside.peak_nbytes == sum(outside.memory.values()) - shared
 
 
 def test_what_cannot_be_compared_is_refused():

@@ -83,8 +83,7 @@ class UnitGradient:
             self.wait()
         if self.rest.handed_out:
             self.copy_out_held_tensors()
-        if arena_rest is not None or self._own.is_held:  # memory that the schedule replaces, or that callers hold
-            self._own.release()
+        self._own.release()
         if self.final is not None and self.final.is_held:
             self.final.release()
         self.rest, self._arena_rest = arena_rest if self._is_open and arena_rest is not None else self._own, arena_rest
@@ -173,6 +172,8 @@ class UnitGradient:
         else:
             self._enter_phase(GradientPhase.COLLECTING)
             self.block, leaves, padding = block, block.leaves, block.padding
+            if self._arena_rest is None:
+                _ = self.rest.tensors  # allocated from the memory pool of the compute stream
         targets, empty = leaves, padding
         if len(given) < len(leaves):
             rows = list(zip(leaves, grads, strict=True))

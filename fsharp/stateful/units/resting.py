@@ -42,7 +42,7 @@ class RestingGradient:
         if self._tensors is None:
             with torch.inference_mode(False):
                 if self._memory is None:
-                    self._memory = torch.zeros(self.nbytes, dtype=torch.uint8, device=self.device)
+                    self._memory = torch.empty(self.nbytes, dtype=torch.uint8, device=self.device)
                 self._tensors = carve_tensors(self._memory, self.sizes)
         return self._tensors
 

@@ -4,8 +4,10 @@ from functools import partial
 
 import optree
 import pytest
+import torch
 
 import fsharp as fs
+from benchmarks.memory import StorageTracker
 from fsharp.errors import ScheduleError
 from fsharp.stateful.transport.base import Work
 from fsharp.stateful.transport.blocking import BlockingTransport
@@ -247,3 +249,28 @@ def test_keep_gradients(strategy, microbatches):
         assert {facts.rest for facts in schedule.program.units} == {0}
         assert not any(op.opens for op in schedule.ops)
         assert any(op.opens for op in planned_there.ops)
+
+@pytest.mark.parametrize("strategy", [fs.zero1, fs.zero3])
+def test_gradients_of_their_own_take_no_memory_while_activations_do(strategy):
+    """A step whose activations are larger than its gradients: the arena is there all the time, other memory comes and goes."""
+    params = {"layers": [0.01 * torch.ones(64, 64) for _ in range(6)]}
+    comm = fs.SingleComm(fs.Mesh({"dp": 1}))
+    layout = fs.plan(params, comm.mesh, strategy("dp"), units="layers.*")
+
+    def loss_fn(params, x, comm):
+        for weight in params["layers"]:
+            x = fs.forward(lambda w, x: torch.tanh(x @ w), weight, x, comm=comm)
+        return x.square().mean()
+
+    def peak_nbytes(keep):
+        state = fs.init_state(make_tx(), fs.shard(params, layout, comm, place="optim"), comm=comm, donate=True)
+        scheduler = fs.Scheduler(comm, policy=DebugPolicy(trivial_axes=True, keep_gradients=keep))
+        step = scheduler(fs.train_step(loss_fn, make_tx(), donate=True))
+        with StorageTracker() as tracker:
+            for _ in range(5):
+                tracker.peak_nbytes = 0
+                state, _ = step(state, torch.ones(1024, 64))
+        assert step.status().kind == "planned"
+        return tracker.peak_nbytes
+
+    assert peak_nbytes(False) - peak_nbytes(True) >= 0.6 * layout.nbytes("grads")
