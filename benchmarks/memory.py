@@ -18,8 +18,10 @@ from torch.utils._pytree import tree_leaves
 import fsharp as fs
 from benchmarks import contenders as c, gpt
 from benchmarks.options import Options
+from benchmarks.steps import shape_of
 
 STEPS = 6
+SEPARATE = "fsharp zero3, separate gradients"
 
 
 class StorageTracker(TorchDispatchMode):
@@ -90,6 +92,7 @@ def everyone(shape: gpt.Shape, comm: fs.Comm, nproc: int) -> dict[str, Callable[
         "fsharp zero1": ours("fsharp zero1", fs.zero1("dp"), scheduled),
         "fsharp zero2": ours("fsharp zero2", fs.zero2("dp"), scheduled),
         "fsharp zero3": ours("fsharp zero3", fs.zero3("dp"), scheduled),
+        SEPARATE: ours(SEPARATE, fs.zero3("dp"), fs.SchedulePolicy(keep_gradients=True)),
         "fsharp zero3, blocking": ours("fsharp zero3, blocking", fs.zero3("dp"), None),
     }
 
@@ -128,24 +131,21 @@ def thin(options: Options) -> gpt.Shape:
 
 
 def measure(options: Options, comm: fs.Comm, say: Callable[[str], None]) -> dict[str, Any]:
-    """The part ``memory``: this rank's, the largest of which counts."""
-    shape = thin(options)
-    batches = gpt.batches(shape, comm.rank)
-    result = {}
+    """The part ``memory``: this rank's, the largest of which counts; of the thin model, and of the model of the steps."""
+    shape, full = thin(options), shape_of(options)
+    result: dict[str, Any] = {"num_params": sum(p.numel() for p in gpt.build(shape).parameters())}
     gc.collect()
     gc.freeze()  # what is alive now stays: no need to look at it each time
-    for name, build in everyone(shape, comm, options.nproc).items():
-        say(name)
-        result[name] = track(build, batches)
-        gc.collect()
+    for key, each in (("by_rank", shape), ("by_rank_with_activations", full)):
+        batches, mine = gpt.batches(each, comm.rank), {}
+        for name, build in everyone(each, comm, options.nproc).items():
+            say(f"{name}, {each.batch * each.time} tokens")
+            mine[name] = track(build, batches)
+            gc.collect()
+        result[key] = [None] * options.nproc
+        torch.distributed.all_gather_object(result[key], mine)
     gc.unfreeze()
-    everyones: list[Any] = [None] * options.nproc
-    torch.distributed.all_gather_object(everyones, result)
-    return {
-        "num_params": sum(p.numel() for p in gpt.build(shape).parameters()),
-        "by_rank": everyones,
-        "largest": largest(everyones),
-    }
+    return result | {"largest": largest(result["by_rank"]), "with_activations": largest(result["by_rank_with_activations"])}
 
 
 def largest(by_rank: list[dict[str, dict[str, int]]]) -> dict[str, dict[str, int]]:

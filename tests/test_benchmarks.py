@@ -755,6 +755,7 @@ def test_the_figures_are_those_of_the_rounds():
     saves = {f"{name}, {kind}": x for name, each in times.items() for kind, x in zip(kinds, each, strict=True)}
     saves |= {"plain copy": 0.4, "hashing": 0.4}
     peaks = {"FSDP2": 100, "FSDP2, embedding and head apart": 80, "fsharp zero3": 60}
+    later = {"FSDP2": 100, "FSDP2, embedding and head apart": 110, "fsharp zero3": 120, memory.SEPARATE: 105}
     parts = {
         "steps": {"rounds": rounds},
         "small": {name: {"rounds": [{"fsharp zero3": x, "DDP": 2.0}]} for name, x in (("narrow", 2.5), ("tiny", 3.0))},
@@ -765,14 +766,16 @@ def test_the_figures_are_those_of_the_rounds():
         "compile": {"compile_s": 1.5, "verify_s": 0.25},
         "host": {"step": {"added": [{"FSDP2": 10.0, "fsharp zero3": 3.0}]}},
         "calls": {"calls": {"FSDP2": 900.0, "fsharp zero3": 150.0, "fsharp zero3, module": 310.0}},
-        "memory": {"largest": {name: {"peak": x} for name, x in peaks.items()}},
+        "memory": {
+            key: {name: {"peak": x} for name, x in each.items()} for key, each in (("largest", peaks), ("with_activations", later))
+        },
         "checkpoint": {
             "places": {"memory": {"rounds": [saves]}, "disk": {"rounds": []}},
             "rss": {"fsharp": {"async, first": 30}, "DCP": {"async, first": 20}},
         },
     }
     expected = [0.25, 0.5, 1.5, 0.3, 1.2, 1.25, 1.5, 1.2, 1.25, 0.07, 0.02, 0.93, 0.92, 1.75, 0.3, 150.0, 310.0, 900.0, 0.75]
-    expected += [0.8, 0.5, 0.25, 0.6, 1.25, 0.1, 1.5]
+    expected += [1.2, 1.05, 0.8, 0.5, 0.25, 0.6, 1.25, 0.1, 1.5]
     assert report.summary(parts) == dict(zip(report.MEANING, expected, strict=True))
     assert report.summary({"steps": parts["steps"]}).keys() < report.MEANING.keys()
 

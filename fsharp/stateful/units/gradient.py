@@ -172,7 +172,7 @@ class UnitGradient:
         else:
             self._enter_phase(GradientPhase.COLLECTING)
             self.block, leaves, padding = block, block.leaves, block.padding
-            if self._arena_rest is None:
+            if self._arena_rest is None and self.route.device.type != "cpu":
                 _ = self.rest.tensors  # allocated from the memory pool of the compute stream
         targets, empty = leaves, padding
         if len(given) < len(leaves):
