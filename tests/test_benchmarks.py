@@ -767,7 +767,8 @@ def test_the_figures_are_those_of_the_rounds():
         "host": {"step": {"added": [{"FSDP2": 10.0, "fsharp zero3": 3.0}]}},
         "calls": {"calls": {"FSDP2": 900.0, "fsharp zero3": 150.0, "fsharp zero3, module": 310.0}},
         "memory": {
-            key: {name: {"peak": x} for name, x in each.items()} for key, each in (("largest", peaks), ("with_activations", later))
+            "largest": {name: {"peak": x} for name, x in peaks.items()},
+            "with_activations": {name: {"peak": x} for name, x in later.items()},
         },
         "checkpoint": {
             "places": {"memory": {"rounds": [saves]}, "disk": {"rounds": []}},

@@ -126,8 +126,8 @@ def schedule(
         compute: dtype of the parameters in use.
         main: dtype of the parameters that the optimizer updates.
         policy: prefetch 1, prefetch 2 or no prefetch (units gathered ahead); gathered once or gathered twice (a unit in a
-            step); no buckets or buckets of 25 MB (units in one collective); least memory; separate gradients (outside of the arena);
-            or state on the host.
+            step); no buckets or buckets of 25 MB (units in one collective); least memory; separate gradients (outside of the
+            arena); or state on the host.
         microbatches: number of microbatches of a step.
         gpu: A100, H100, H200 or B200; H100 by default.
         hardware: file that fsharp calibrate has written, in place of a GPU.
