@@ -250,6 +250,7 @@ def test_keep_gradients(strategy, microbatches):
         assert not any(op.opens for op in schedule.ops)
         assert any(op.opens for op in planned_there.ops)
 
+
 @pytest.mark.parametrize("strategy", [fs.zero1, fs.zero3])
 def test_gradients_of_their_own_take_no_memory_while_activations_do(strategy):
     """A step whose activations are larger than its gradients: the arena is there all the time, other memory comes and goes."""
