@@ -50,9 +50,10 @@ class Accelerator(accelerate.Accelerator):
       number of ranks or another strategy can load. All ranks have to call them.
 
     Raises:
-        OptionError: ``mixed_precision`` is set for a sharded module, which takes a :class:`~fsharp.Precision` instead;
-            ``clip_grad_norm_`` gets a part of a module's parameters; ``clip_grad_value_`` gets sharded parameters; or
-            ``save_state`` and ``load_state`` have the optimizer of a module that was not prepared.
+        OptionError: ``mixed_precision`` is set for a sharded module, which takes a :class:`~fsharp.Precision` instead; sharded
+            parameters are in an optimizer of torch; ``clip_grad_norm_`` gets a part of a module's parameters;
+            ``clip_grad_value_`` gets sharded parameters; or ``save_state`` and ``load_state`` have the optimizer of a module
+            that was not prepared.
         CheckpointError: ``load_state`` finds sharded modules in the folder, and none was prepared.
     """
 
@@ -73,6 +74,14 @@ class Accelerator(accelerate.Accelerator):
 
     def prepare_optimizer(self, optimizer: Any, device_placement: bool | None = None) -> Any:
         """Wrap an optimizer as accelerate does. The state of a ShardedOptimizer is not moved."""
+        inner = getattr(optimizer, "optimizer", optimizer)  # of one that was prepared before
+        if not isinstance(inner, ShardedOptimizer) and any(
+            isinstance(each, ShardedParameter) for group in inner.param_groups for each in group["params"]
+        ):
+            kind = type(inner).__name__
+            what = f"expected a ShardedOptimizer for sharded parameters, got a {kind}, whose state could not be loaded again."
+            remedy = f"Write fs.ShardedOptimizer(parameters, {kind}, ...)."
+            raise OptionError(problem("Accelerator.prepare()", what, remedy=remedy))
         return super().prepare_optimizer(optimizer, False if isinstance(optimizer, ShardedOptimizer) else device_placement)
 
     def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:

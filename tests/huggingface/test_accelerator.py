@@ -135,6 +135,7 @@ def refusals(comm):
     for call in (
         lambda: accelerator.clip_grad_norm_(list(model.parameters())[:1], 1.0),
         lambda: accelerator.clip_grad_value_(model.parameters(), 1.0),
+        lambda: accelerator.prepare(torch.optim.AdamW(model.parameters())),
     ):
         with pytest.raises(OptionError) as error:
             call()
@@ -149,6 +150,7 @@ def test_what_would_be_wrong_is_refused():
     [texts] = processes(fs.Mesh({"dp": 1}), refusals)
     assert "expected all parameters of one prepared module, got 1 other parameters" in texts[0]
     assert "clipped only by their norm" in texts[1]
+    assert "expected a ShardedOptimizer for sharded parameters, got a AdamW" in texts[2]
 
 
 def half_prepared(folder, comm):
