@@ -271,3 +271,20 @@ def test_options_in_the_group_of_a_pair_are_refused():
     optimizer.param_groups[0]["lr"] = 0.0
     with pytest.raises(TreeError, match=r"param_groups\[0\]\['lr'\].* Pass a schedule, such as fs\.optim\.adamw\("):
         optimizer.step()
+
+
+@pytest.mark.parametrize("change", ["parameter added", "parameter removed", "group added"])
+def test_changed_groups_are_refused(change):
+    """A parameter that was put into a group stayed as it was."""
+    model = fs.shard_module(modules.make(), mesh=fs.SingleComm())
+    *others, last = model.parameters()
+    optimizer = fs.ShardedOptimizer(others, torch.optim.SGD, lr=0.1)
+    optimizer.step()
+    if change == "group added":
+        optimizer.param_groups.append({**optimizer.param_groups[0], "params": [last]})
+    elif change == "parameter added":
+        optimizer.param_groups[0]["params"].append(last)
+    else:
+        optimizer.param_groups[0]["params"].pop()
+    with pytest.raises(TreeError, match=r"param_groups cannot change: pass all groups to ShardedOptimizer"):
+        optimizer.step()

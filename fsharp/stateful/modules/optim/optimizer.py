@@ -114,6 +114,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             state = self._tx.init(self.session.state.main_parameters(), comm=self.session.scheduler)
             made_by = MadeBy(self._tx.name)  # as in later states, so that their checkpoints load into this state
             self.session.state.train_state = self.session.state.train_state._replace(opt=state, made_by=made_by)
+        self._num_parameters = self._count_parameters()
         self._is_made = True
 
     def _make_inner_from_class(
@@ -203,6 +204,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         tx = self._tx or Transform(lambda params: None, self._update_by_inner, {}, self._update_by_inner)  # not kept: a cycle
+        if self._count_parameters() != self._num_parameters:
+            raise TreeError(
+                "step(): param_groups cannot change: pass all groups to ShardedOptimizer(), with all their parameters."
+            )
         if self._tx is not None and (unread := sorted(self.param_groups[0].keys() - {"params"})):
             raise _option_error(unread[0])
         if self._tx is not None and (paused := self.session.paused & self.session.step.means.missing):
@@ -227,6 +232,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
         if self._is_made:
             raise TreeError("add_param_group(): groups cannot be added later: pass all groups to ShardedOptimizer().")
         super().add_param_group(param_group)
+
+    def _count_parameters(self) -> list[int]:
+        return [len(group["params"]) for group in self.param_groups]
 
     def _update_by_inner(self, grads: Any, state: Any, params: Any, *, comm: Comm, donate: bool) -> tuple[Any, Any]:
         if self._generation != self.session.state.num_replacements:
