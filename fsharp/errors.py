@@ -35,7 +35,7 @@ class FormatError(LayoutError):
 
 
 class TreeError(FsharpError, TypeError):
-    """A tree has an unexpected structure, leaf, dtype or place."""
+    """A tree has an unexpected structure, leaf or dtype, or its tensors are in an unexpected place, such as gathered."""
 
 
 class LossError(FsharpError, TypeError):

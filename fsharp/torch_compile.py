@@ -89,7 +89,7 @@ skip_frame(call_compiled_like_caller)
 
 @contextmanager
 def without_compiling() -> Iterator[None]:
-    """Return a context in which :func:`call_compiled_like_caller` calls the user's functions without compiling them."""
+    """Return a context in which :func:`call_compiled_like_caller` compiles nothing, as in a forward with recomputation."""
     token = _compiler.set(None)
     try:
         yield

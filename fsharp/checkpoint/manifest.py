@@ -186,7 +186,10 @@ def structure_of(value: Any) -> Any:
 
 
 def rebuild_from_structure(name: str, structure: Any, value: Callable[[str], Any]) -> Any:
-    """Return the value ``name`` from its :func:`structure_of`. ``value(n)`` returns the number, text or boolean ``n``."""
+    """Return the nested value stored under ``name``, rebuilt from ``structure``, the result of :func:`structure_of` for it.
+
+    ``value`` is a function from the name of a stored leaf, such as ``"a.0.b"``, to this number, text or boolean.
+    """
     if structure is None:
         return None
     if structure == 0:

@@ -131,7 +131,10 @@ def _can_cast(stored: torch.dtype, wanted: torch.dtype) -> bool:
 
 
 def first_error_rows(rows: list[tuple[str, str]]) -> list[tuple[str, str]]:
-    """Return the first of ``rows`` for an error, and how many more there are. Names that differ only in numbers share a row."""
+    """Shorten the rows ``(name, problem)`` of an error: keep the first ones, and count the others in a last row.
+
+    Names that differ only in numbers, and have the same problem, share a row.
+    """
     alike: dict[tuple[str, str], list[str]] = {}
     for name, text in rows:
         pattern = ".".join("*" if part.isdigit() else part for part in name.split("."))

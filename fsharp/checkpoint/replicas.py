@@ -469,7 +469,7 @@ class Replicas(BackgroundSaver):
 
     @api_boundary
     def close(self) -> None:
-        """Wait for the refresh under way, raise its error if it has failed, and release the folder. Files stay."""
+        """Wait until the copies under way are made, raise the error if one has failed, and unlock the folder. Files stay."""
         try:
             super().close()
         finally:

@@ -86,7 +86,7 @@ def diff(first: str, second: str, /, *, values: bool = True) -> str:
 
     Args:
         first: a checkpoint.
-        second: another one.
+        second: the checkpoint to compare with the first one.
         values: compare the values of tensors; each is read whole.
     """
     one, other = open_checkpoint(first), open_checkpoint(second)
@@ -118,7 +118,7 @@ def _largest_difference(x: torch.Tensor, y: torch.Tensor) -> float:
 
 
 def prune_checkpoints(root: str, /, *, keep: int, best: int = 0, keep_steps: int | None = None) -> str:
-    """Remove old checkpoints.
+    """Remove the checkpoints of a folder that no option keeps.
 
     Args:
         root: folder of the checkpoints.

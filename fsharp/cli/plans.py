@@ -115,8 +115,8 @@ def schedule(
 ) -> str:
     """Predict the time of a training step, on GPUs or on a measured machine, and show the schedule of its ops.
 
-    The GPUs are those of fs.inspect.Hardware.preset: hosts of 8 GPUs, joined by InfiniBand. Only products with parameters are
-    timed.
+    The GPUs are those of fs.inspect.Hardware.preset: hosts of 8 GPUs, joined by InfiniBand. Only matrix products with
+    parameters take time: neither attention between tokens nor elementwise functions do.
 
     Args:
         model: as for fsharp plan.
@@ -180,11 +180,11 @@ def tune(
 ) -> str:
     """Predict steps under many strategies, meshes, units and policies, and show the fastest that fits into memory first.
 
-    Costs of units are estimated from shapes: each matrix multiplies the vectors of all tokens, and keeps these vectors.
+    Costs are estimated from shapes: each matrix is multiplied with the vectors of all tokens, kept for the backward.
 
     Args:
         model: as for fsharp plan.
-        mesh: sizes of the axes, the outermost first; or a number of ranks, to try one axis, and hosts of up to 8 ranks times
+        mesh: sizes of the axes, the outermost first; or a number of ranks, to try meshes of one axis, and of two: hosts times
             ranks of a host. Each 8 ranks in order share a host.
         units: pattern of the subtrees to gather one by one; by default each repeated layer, each part of such a layer, and the
             whole model are tried.

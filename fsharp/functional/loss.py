@@ -90,7 +90,7 @@ def value_text(x: Any) -> str:
 
 
 def check_depends_on_parameters(loss: Loss, *, has_sinks: bool, where: str = "value_and_grad()") -> None:
-    """Raise a LossError if a loss depends on no trainable parameter."""
+    """Raise a LossError if a loss depends on no trainable parameter. ``has_sinks``: whether any parameter is trainable."""
     if not has_sinks or not loss.sum.requires_grad:
         why = "no parameter reaches it. Use parameters by fs.forward() or fs.gather() in the loss function"
         why = why if has_sinks else "every parameter is frozen. Leave some of them out of plan(frozen=...)"

@@ -32,7 +32,7 @@ class SinkLedger:
         self._handles: dict[int, torch.Tensor] = {}
 
     def add_buffers(self, buffers: Sequence[torch.Tensor], sinks: tuple[torch.Tensor, ...]) -> None:
-        """Add buffers to the ledger, with the sinks of their trainable groups."""
+        """Record that gradients of ``buffers``, those of a node, go to ``sinks``, one for each trainable group of the node."""
         self._sinks[tuple(map(id, buffers))] = (buffers, sinks)
 
     def find_sinks(self, buffers: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
@@ -158,7 +158,11 @@ class _AttachHandle(torch.autograd.Function):
 
 
 def _as_summands(x: torch.Tensor, source: Place, target: Place, comm: Comm) -> torch.Tensor:
-    """Return a shared gradient as summands: one rank keeps the gradient, all other ranks have zeros."""
+    """Return ``x`` without the elements that other ranks have as well, so that a later sum over ranks counts each once.
+
+    Along an axis where ``target`` is partial, a replicated ``x`` becomes zeros on all ranks but the first, and a rank's part
+    of a sharded ``x`` is padded with zeros.
+    """
     for axis in reversed(source.order):
         n, at = comm.mesh.axis_size(axis), comm.mesh.coord(axis, comm.rank)
         if source[axis] is Replicate and target[axis] is Partial and at:

@@ -43,7 +43,7 @@ class Accelerator(accelerate.Accelerator):
     For sharded modules these methods differ from accelerate's:
 
     - ``prepare`` returns the module itself, without ``DistributedDataParallel``.
-    - ``accumulate`` and ``no_sync`` add gradients up, and leave the reduction to the optimizer to the last microbatch.
+    - ``accumulate`` and ``no_sync`` add gradients up. Only the last microbatch reduces the sums for the optimizer.
     - ``clip_grad_norm_`` takes all parameters of one prepared module, and clips by the norm over all ranks.
     - ``get_state_dict`` returns whole tensors on rank 0, and an empty dict on other ranks. All ranks have to call it.
     - ``save_state`` and ``load_state`` use :func:`fsharp.checkpoint.save` and :func:`~fsharp.checkpoint.load`, so another

@@ -68,8 +68,8 @@ class Hardware:
         memory_bandwidth: bytes per second of ops that work in memory: casts and additions of gradients, and copies in place of
             collectives along axes of one rank.
         codec_bandwidth: encoded bytes per second that are encoded or decoded, in ops of their own or between two collectives.
-        cast_bandwidth: bytes per second of gradients that are cast as they are added, over gloo: summands that travel in
-            another plain dtype than that of sums, such as bfloat16. :meth:`fit` finds it in a trace of units of both kinds.
+        cast_bandwidth: bytes per second of gradients that gloo casts as it adds them: summands that travel in another plain
+            dtype than the sums have, such as bfloat16. :meth:`fit` needs a trace of units with such gradients and without.
         host_bandwidth: bytes per second of offloaded state between host memory and device, one way. The default is that of PCIe
             5.0 with 16 lanes.
         update_s: seconds of the optimizer step.
@@ -271,7 +271,7 @@ class Hardware:
 
     @property
     def speeds(self) -> tuple[float, float]:
-        """The parts of full speed, from 0 to 1, that the host and the collectives keep while both work."""
+        """The fractions of full speed that the host and the collectives keep while both work."""
         return 1 - self.contention * (1 - self.host_share), 1 - self.contention * self.host_share
 
     def collective_s(self, calls: Iterable[Call]) -> float:
@@ -448,7 +448,7 @@ class _Simulation:
 
 
 def _delayed_time(start: float, seconds: float, speed: float, at: float) -> float:
-    """Return when an event due at ``at`` happens, if from ``start`` on collectives have ``speed`` for ``seconds``, then 1."""
+    """Return when an event, at full speed due at ``at``, happens if the speed is ``speed`` for ``seconds`` from ``start``."""
     ahead = at - start
     if ahead <= 0:
         return at

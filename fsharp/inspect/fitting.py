@@ -134,8 +134,8 @@ def _fit_issue_cost(
 ) -> dict[str, float]:
     """Return the seconds of the issue of a collective, and the bytes per second by which it grows.
 
-    ``issuing``: seconds in each step of the stretches in which these collectives were issued, by their first ops. Casts in them
-    run at ``memory_bandwidth``. Errors count relative to the seconds.
+    ``issuing``: by the first ops of the collectives issued in one stretch of time, the seconds of this stretch in each step.
+    Casts in a stretch run at ``memory_bandwidth``. Errors count relative to the seconds.
     """
     if not issuing:
         return {"issue_s": 0.0, "issue_bandwidth": math.inf}
@@ -333,7 +333,8 @@ def _fit_points(
 
     The latency passes from the issue on. A collective that has queued for longer than its latency counts without its time in
     the queue, and without latency. Any other collective counts from its issue. Without a known ``latency`` only collectives
-    that have not queued count from their issue. Of each op only steps on the side of most of its steps count.
+    that have not queued count from their issue. If a collective queued for longer than its latency in most steps, only these
+    steps count; else only the other steps.
     """
     facts, ops = schedule.program.facts, schedule.ops
     alike: dict[tuple[tuple[tuple[Link, int], ...], int, int], list[float]] = {}
@@ -434,7 +435,7 @@ def _nonnegative_least_squares(matrix: torch.Tensor, target: torch.Tensor) -> to
 
 
 def compute_times_with_gaps(alone: Trace) -> dict[str, tuple[float, float]]:
-    """Return ``(forward, backward)`` seconds by unit of ``alone``, a trace of one rank; the host's gaps are shared out."""
+    """Return ``(forward, backward)`` seconds by unit of ``alone``, a trace of one rank, scaled to fill the gaps between ops."""
     rates = []
     for (start, stop), rows in alone.ended_steps():
         worked_s = sum(span.seconds for span in self_times(rows) if span.stream == "compute" and span.kind != WAITING)

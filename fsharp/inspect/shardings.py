@@ -51,7 +51,7 @@ class LeafSharding:
 
     @property
     def mesh(self) -> Mesh:
-        """The ranks."""
+        """The mesh of the layout."""
         return self.unit.mesh
 
     @property
@@ -107,7 +107,7 @@ class LeafSharding:
 
     @property
     def _part_range(self) -> range:
-        """The parts of the buffer with elements of the leaf."""
+        """Numbers of the parts of the buffer that have elements of the leaf."""
         if self.leaf.numel == 0:
             return range(0)
         return range(self.leaf.offset // self._part_size, (self.leaf.offset + self.leaf.numel - 1) // self._part_size + 1)
@@ -177,7 +177,7 @@ class TreeSharding:
 
     Attributes:
         layout: layout of the tree.
-        place: ``"params"``, ``"grads"``, ``"optim"``, ``"full"``, or a :class:`~fsharp.layouts.Place`.
+        place: what is shown: ``"params"``, ``"grads"``, ``"optim"``, ``"full"``, or a :class:`~fsharp.layouts.Place`.
     """
 
     layout: Layout

@@ -167,7 +167,7 @@ def shardings(layout: Layout, place: PlaceName = "params", *, devices: Sequence[
 
     Args:
         layout: made by :func:`~fsharp.plan`.
-        place: a place of its units, by name or as a :class:`~fsharp.layouts.Place`.
+        place: ``"params"``, ``"grads"``, ``"optim"``, ``"full"``, or a :class:`~fsharp.layouts.Place`.
         devices: the device of each rank, as for :func:`to_jax`; a LayoutError if there are fewer than ranks.
     """
     mesh, _ = _jax_mesh_and_devices(layout, devices)

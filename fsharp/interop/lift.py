@@ -211,7 +211,10 @@ class ShardedJaxprRun:
         return self._reduce_over_ranks("reduce_sum", value.leaf, value.elements, out, at)
 
     def _leaf_of(self, name: str, values: Sequence[Any]) -> int | None:
-        """Return the leaf of which the values are parts; None if they are parts of no leaf."""
+        """Return the number of the leaf that has the operands ``values`` of the primitive ``name``; None if no leaf has them.
+
+        Raises LayoutError for operands of two leaves.
+        """
         found = {value.leaf for value in values if isinstance(value, ArrayShard)}
         if len(found) > 1:
             first, second = (self.leaves[leaf] for leaf in sorted(found)[:2])
@@ -315,7 +318,7 @@ def _scalar_if_splat(value: Any) -> Any:
 
 
 def _whole_array(value: Any) -> Any:
-    """Return the array itself, if this rank has all of it."""
+    """Return a value of which this rank has all elements as an array of its shape."""
     if isinstance(value, ArrayShard):
         return jnp.reshape(value.elements, value.shape)
     return jnp.full(value.shape, value.scalar) if isinstance(value, Splat) else value

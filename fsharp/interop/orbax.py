@@ -60,11 +60,11 @@ def from_orbax(
         unstack: paths of subtrees whose leaves hold all layers, as ``lax.scan`` takes them, each with the dim that counts
             layers. With ``{"params.layers": 0}`` a leaf ``params.layers.w`` of shape ``[8, 4, 3]`` becomes the tensors
             ``params.layers.0.w`` to ``params.layers.7.w`` of shape ``[4, 3]``, so that a unit can be a layer.
-        config: kept in the manifest.
+        config: config of the new checkpoint, a value that JSON can hold.
 
     Raises:
         CheckpointError: Orbax cannot read the folder, or a leaf is neither a number, a text, nor an array of a dtype that torch
-            has; or ``unstack`` names no subtree, or leaves with other numbers of layers. No checkpoint is left behind.
+            has; or ``unstack`` names no subtree, or leaves that differ in the number of layers. No checkpoint is left.
         PatternError: a pattern matches nothing.
 
     Cost: reads the folder, and writes as :func:`fsharp.checkpoint.save` does. Memory: 1 GiB, or one leaf and a slice of it if
@@ -128,8 +128,8 @@ def to_orbax(
             ``lax.scan`` takes them: ``{"layers": 0}``, the inverse of ``unstack`` of :func:`from_orbax`.
 
     Raises:
-        CheckpointError: the folder exists, there is nothing to write, the checkpoint is damaged, or a tensor has no elements,
-            which Orbax refuses, or a dtype that numpy does not have; or ``stack`` names no list, or layers that differ.
+        CheckpointError: the folder exists, there is nothing to write, or the checkpoint is damaged; a tensor has no elements,
+            which Orbax refuses, or a dtype that numpy lacks; ``stack`` names no list of layers, or layers that differ.
 
     Cost: reads the tensors, and checks their digests. Memory: all of these tensors, which Orbax takes as one tree. Ranks that
     hold shards as arrays of JAX (:func:`fsharp.interop.jax.to_jax`) can instead save their own parts by Orbax.

@@ -116,7 +116,7 @@ class TracedTransformation:
         return hashlib.sha256(self.text.encode()).hexdigest()[:16]
 
     def leaf_ranges_of_rank(self, params: Any, rank: int) -> RankLeafRanges:
-        """Return a rank's part of the tree."""
+        """Return which elements of each leaf ``rank`` has, and where they are in the flat buffers of ``params``."""
         rows: dict[LeafName, tuple[Any, ...]] = {}
         sizes: list[int] = []
         for node in units_of(params):
@@ -197,7 +197,7 @@ class CompiledTransformation:
         self._lock = threading.Lock()
 
     def init(self, params: Any, comm: Comm) -> tuple[list[Any], list[Any]]:
-        """Return the trees of buffers of a new state, and the arrays of the state that are in no tree."""
+        """Return a new state in two lists: state trees, as trees of buffers, and all other arrays, such as a count."""
         flats, plain = self._run_in_rounds("init", [_buffers_as_arrays(params)], [], comm)
         return [_tree_like(params, each) for each in flats], plain
 

@@ -71,7 +71,7 @@ class Strategy(DDPStrategy):
         return optimizer
 
     def get_module_state_dict(self, module: nn.Module) -> dict[str, Any]:
-        """Return whole tensors of a sharded module on rank 0, and an empty dict on other ranks."""
+        """Return the state dict, with whole tensors of sharded modules on rank 0, and no entries of them on other ranks."""
         return full_state_dict(module) if sharded_modules_in(module) else super().get_module_state_dict(module)
 
     def load_module_state_dict(self, module: nn.Module, state_dict: dict[str, Any], strict: bool = True) -> None:

@@ -19,7 +19,7 @@ def sharded_modules_in(module: nn.Module) -> dict[str, ShardedModule]:
 
 
 def check_module(where: str, module: nn.Module, precision: str) -> None:
-    """Raise an OptionError if a module with sharded modules has other trained parameters, or a precision of Lightning."""
+    """Raise an OptionError if trained parameters are outside of sharded modules, or ``precision`` is not ``"32-true"``."""
     if precision != "32-true":
         what = f"precision is {precision!r}, and the module is sharded."
         remedy = "Pass precision=fs.Precision(compute=torch.bfloat16, main=torch.float32) to shard_module()."
@@ -50,7 +50,7 @@ def accumulating(module: nn.Module) -> Iterator[None]:
 
 
 def full_state_dict(module: nn.Module) -> dict[str, Any]:
-    """Return the state dict of a module with whole tensors on rank 0. All ranks have to call this function."""
+    """Return the whole state dict on rank 0; elsewhere only entries outside of sharded modules. All ranks have to call."""
     sharded = sharded_modules_in(module)
     found = {} if "" in sharded else _entries_outside(module.state_dict(), sharded)
     for path, each in sharded.items():

@@ -78,7 +78,7 @@ class Strategy(DDPStrategy):
             yield
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """Return whole tensors of the module on rank 0."""
+        """Return the module's state dict, with whole tensors of sharded modules on rank 0, and no entries of them elsewhere."""
         return (
             full_state_dict(self._pl_module) if sharded_modules_in(self._pl_module) else super().lightning_module_state_dict()
         )

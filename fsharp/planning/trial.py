@@ -69,7 +69,7 @@ class UnitCall:
         self.kept_nbytes += nbytes
 
     def add_forward(self, flops: float, input_nbytes: int) -> None:
-        """Count the FLOPs of a forward, inner calls included, and the bytes of its arguments."""
+        """Add a forward. ``flops`` includes inner calls, which are subtracted. ``input_nbytes``: bytes of the arguments."""
         self.flops += flops - sum(each.flops for inner in self.inner for each in inner.walk())
         self.input_nbytes += input_nbytes
 

@@ -107,7 +107,7 @@ def _chart_data(values: dict[int, float]) -> dict[str, Any]:
 
 
 def _thin_rows(rows: list[tuple[int, Any]], height: Callable[[Any], float]) -> tuple[list[tuple[int, Any]], int]:
-    """Return some ``MAX_POINTS`` rows, and ``every``: of each run of ``every`` rows the least and the greatest are kept."""
+    """Return about ``MAX_POINTS`` rows, and ``every``: of each ``every`` rows those with least and greatest ``height`` stay."""
     if len(rows) <= MAX_POINTS:
         return rows, 1
     every = -(-2 * len(rows) // MAX_POINTS)
@@ -123,7 +123,7 @@ def _evenly_spaced_rows(rows: list[Any], most: int) -> list[Any]:
 
 
 def comparison_rows(timelines: dict[str, dict[str, Any]]) -> list[list[Any]]:
-    """Return rows ``[what, predicted, measured]`` in seconds, from the timelines of these names; ``[]`` if one is missing."""
+    """Return rows ``[what, predicted, measured]`` in seconds, from the timelines of these two names; none if one is missing."""
     if not {"predicted", "measured"} <= timelines.keys():
         return []
     both = timelines["predicted"], timelines["measured"]

@@ -26,7 +26,7 @@ _MAX_SHOWN_CHARS = 4000
 @options_checked
 @api_context
 def reported_failures(comm: Comm, where: Callable[[], str]) -> Iterator[None]:
-    """Report an error that leaves this context to all ranks, so that the error of the rank that failed first is printed once.
+    """Tell all ranks of an error that this context raises, so that the error of the rank that failed first is printed once.
 
     The other ranks raise an AgreementError with this rank's traceback, as soon as they wait for the rank. If the errors end the
     processes, each of the other ranks prints one line. Then the rank that failed first prints its traceback, with its number,
@@ -86,7 +86,7 @@ class _ReportingExcepthook:
         self._comm = self.error = None
 
     def tell_other_ranks(self, error: BaseException, where: str) -> None:
-        """Tell other ranks of an error, unless the error came from another rank."""
+        """Tell other ranks of an error in ``where``, such as ``"step 7"``, unless the error came from another rank."""
         heard = {id(watch.error) for watch in list(self.statuses.watches.values()) if watch.error is not None}
         self.is_from_this_rank = not any(id(each) in heard for each in error_chain(error))
         self.error = error

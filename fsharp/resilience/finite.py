@@ -41,10 +41,12 @@ class NonFinite(NamedTuple):
 
 
 class SkippedSteps:
-    """The steps that a run leaves out because of an infinity or NaN, and the limit ``most`` of their number.
+    """The limit ``most`` on steps that a run leaves out because of an infinity or NaN, and the numbers of these steps.
 
-    The limit counts steps in a row with the policy ``"skip"``, and in the whole run with ``"roll back"``, which alone has
-    numbers of left out steps in ``steps``.
+    With the policy ``"skip"`` the limit counts steps in a row, with ``"roll back"`` all left-out steps of the run.
+
+    Attributes:
+        steps: numbers of the left-out steps, which a run that rolled back does not make again; ``"skip"`` adds none.
     """
 
     def __init__(self, policy: str, most: int) -> None:
@@ -57,11 +59,11 @@ class SkippedSteps:
         self._in_row = 0
 
     def restore(self, steps: Iterable[int]) -> None:
-        """Go on from a checkpoint of a run that has left out these steps."""
+        """Replace the left-out steps by ``steps``, those of a checkpoint from which the run continues."""
         self.steps[:], self._in_row = steps, 0
 
     def record_nonfinite_step(self, description: str) -> None:
-        """Record that a step was not finite, with words for an error. Raise NonFiniteError unless the policy leaves it out."""
+        """Count a step that was not finite. Raise NonFiniteError if the policy or the limit forbids to leave the step out."""
         self._in_row += 1
         if self.policy == "raise":
             raise NonFiniteError(

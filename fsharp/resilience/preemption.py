@@ -63,8 +63,8 @@ class Preemption:
     def agreed(self, step: int = 0) -> bool:
         """Return whether any rank has received a signal, equal on all ranks. All ranks have to call this method.
 
-        Ranks exchange their signals in steps that ``every`` divides; in other steps the result is False. Calls in different
-        steps are an AgreementError. Cost: one ``all_reduce`` of 4 bytes for each axis, for which the host waits.
+        Ranks exchange their signals in steps that ``every`` divides; in other steps the result is False. If ranks pass
+        different steps, all raise AgreementError. Cost: one ``all_reduce`` of 4 bytes for each axis, for which the host waits.
         """
         if step % self.every:
             return False

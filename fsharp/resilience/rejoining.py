@@ -33,7 +33,7 @@ def membership_of(comm: Comm) -> tuple[ProcessGroupComm, generations.Membership]
 
 
 class Rejoining:
-    """Joins this rank to later generations of its job. All ranks make this object at the end of their setup.
+    """Joins this rank to the next generation of its job after another rank was lost. All ranks make it at their setup's end.
 
     Raises a RunError, on all ranks, if the setup cannot be repeated with a restarted rank.
     """
@@ -70,7 +70,10 @@ class Rejoining:
         return news.why
 
     def wait_for_next_generation(self, error: Exception, where: str) -> None:
-        """Tell other ranks of an error, and wait for the next generation; raise an error if a restart would not help."""
+        """Tell other ranks of ``error``, raised in ``where``, and wait for the next generation.
+
+        Raises ``error`` if this rank caused it, or a restart would not help, and CommError if ranks are no longer restarted.
+        """
         heard = any(isinstance(each, CommError | AgreementError) for each in error_chain(error))
         self._comm.watch.statuses.report_failure(error, where)
         self._news = self._member.wait_for_next_generation("heard" if heard else "own", error, self._comm.limit_s)

@@ -85,7 +85,7 @@ class Restarter:
             raise CommError(f"launch(): {why}")
 
     def _handle_ended_processes(self) -> None:
-        """Handle processes that have ended or hang, once."""
+        """Find processes that have ended. Begin a new generation if one was lost. Start a spare process if there is none."""
         codes = {rank: process.poll() for rank, process in self._running.items()}
         ended = {rank: code for rank, code in codes.items() if code is not None}
         for rank in ended:

@@ -75,9 +75,9 @@ class Run:
         keep_steps: length of an interval of steps. The last checkpoint of each interval is kept as well: with 1000 the last one
             of steps 1 to 1000, and so on; see :func:`fsharp.checkpoint.prune`.
         keep_hours: length of an interval of hours. The last checkpoint of each interval is kept as well.
-        replicas: keep the tree in memory of hosts as well, and restore it from there or from disk, whichever is newer. Their
-            ``root`` has to be the run's. Close them after the run: ``with Replicas(...) as hosts, Run(..., replicas=hosts)``.
-        refresh_every: number of steps between two refreshes of ``replicas``.
+        replicas: keeps the tree in memory of hosts as well; the run restores the newer of this copy and the checkpoint.
+            Its ``root`` has to be the run's. Close it after the run: ``with Replicas(...) as hosts, Run(..., replicas=hosts)``.
+        refresh_every: number of steps between two copies to ``replicas``.
         config: settings that decide the results, a value that JSON can hold. Different configs on ranks are an error. If a run
             continues with another config, the log lists the changes.
         files: source files that have to be equal on all ranks.
@@ -160,7 +160,7 @@ class Run:
 
     @property
     def skipped(self) -> list[int]:
-        """Steps that ``"roll back"`` leaves out."""
+        """Numbers of the steps that were not finite, and are left out after a return to a checkpoint (``"roll back"``)."""
         return self._skipped_steps.steps
 
     @api_boundary

@@ -71,7 +71,10 @@ class RunCheckpoints:
             raise RunError(problem("Run", what, facts, remedy))
 
     def describe_unsaved(self, tree: Any) -> str:
-        """Return text about a module's state that is in no state dict, and that this tree lacks; empty if it lacks nothing."""
+        """Return a warning if ``tree`` lacks the residuals or the step that a module's gradient formats need; else ``""``.
+
+        A state dict of a module has neither, so the user saves them in the tree.
+        """
         leaves = optree.tree_leaves(tree, is_leaf=is_checkpoint_leaf)
         modules = [leaf.module if isinstance(leaf, PerRankBuffers) else leaf for leaf in leaves]
         states = [each.train_state for each in modules if isinstance(each, ShardedModule)]
@@ -113,11 +116,11 @@ class RunCheckpoints:
         return found, loaded
 
     def begin_generation(self) -> None:
-        """Begin as in a new process, where there is no checkpoint yet."""
+        """Forget the checkpoints of the generation before, as a new process would, before the newest one is loaded."""
         self.saved = self.newest = self._loaded = -1
 
     def save_initial(self, tree: Any) -> None:
-        """Keep a tree as that of step 0, in memory of hosts or else on disk, and wait until it is kept."""
+        """Save the tree of step 0, in memory of hosts if the run has replicas, else on disk, and wait until it is saved."""
         if self.replicas is None:
             self.begin_save(tree, step=0)
             self._saver.wait()
@@ -143,7 +146,7 @@ class RunCheckpoints:
         return self._saver.saved if self._saver.saved >= 0 else self._loaded
 
     def raise_if_failed(self) -> None:
-        """Raise the error of a failed save or refresh."""
+        """Raise the error of a save, or of a copy to memory of hosts, that has failed in the background."""
         self._saver.check()
         if self.replicas is not None:
             self.replicas.check()

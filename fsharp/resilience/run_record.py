@@ -46,7 +46,7 @@ class RunRecord:
         self.stragglers = None if is_nccl else StragglerDetector(comm, every=every)
 
     def log(self, step: int, values: Mapping[str, Any]) -> None:
-        """Pass values to the loggers."""
+        """Pass the values of a step to the loggers. Ranks other than 0 have no loggers."""
         for logger in self._loggers:
             logger.log(step, values)
 

@@ -107,7 +107,7 @@ class IndexSampler:
             )
 
     def _samples_between(self, first: int, last: int) -> torch.Tensor:
-        """Return samples ``first`` to ``last`` of the sequence of all epochs."""
+        """Return the indices at positions ``[first, last)`` of the endless sequence of epochs."""
         found = []
         while first < last:
             epoch, start = divmod(first, self.num_samples)

@@ -24,6 +24,7 @@ class StepTimes(NamedTuple):
     """Times of all ranks, from one exchange.
 
     Attributes:
+        step: the number that ranks passed to :meth:`StragglerDetector.end_step`.
         own_s: for each rank, the median over the last steps of the seconds in which it did not wait for other ranks.
         error_s: for each rank, the standard error of this median.
     """

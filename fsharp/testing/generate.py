@@ -154,9 +154,9 @@ def layouts(
     mesh: st.SearchStrategy[Mesh] | None = None,
     precision: st.SearchStrategy[Precision] | None = None,
 ) -> Layout:
-    """Return a strategy for layouts of a tree: with any mesh, strategy and units, and with atoms, labels and frozen leaves.
+    """Return a hypothesis strategy for layouts of a tree: any mesh, strategy, units, atoms, labels and frozen leaves.
 
-    ``mesh`` and ``precision`` are strategies to draw from. Without ``precision`` leaves keep their dtypes.
+    ``mesh`` and ``precision`` are hypothesis strategies. Without ``precision`` leaves keep their dtypes.
     """
     ranks = draw(meshes() if mesh is None else mesh)
     paths, leaves, _ = flatten_with_paths(tree)

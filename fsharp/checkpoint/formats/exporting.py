@@ -104,7 +104,10 @@ def _is_too_large(value: torch.Tensor, rounded: torch.Tensor) -> bool:
 def stored_name_by_new_name(
     where: str, found: Checkpoint, subtree: str, rename: Callable[[str], str] | None, *, aliases: bool
 ) -> dict[str, str]:
-    """Return the stored names of tensors below a subtree by new name; CheckpointError if there are none, or one name twice."""
+    """Return, by the new name that ``rename`` gives, the stored name of each tensor below a subtree.
+
+    ``aliases``: also list a tied tensor under its other names. CheckpointError if there is no tensor, or a new name twice.
+    """
     prefix = f"{subtree}." if subtree else ""
     result: dict[str, str] = {}
     for stored in (*found.manifest.tensors, *(found.manifest.aliases if aliases else ())):

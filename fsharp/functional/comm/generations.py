@@ -82,7 +82,7 @@ class Membership:
         self._store, self._rank, self._size, self.number = store, rank, size, number
 
     def read_announcement(self) -> Announcement:
-        """Return the newest :class:`Announcement`. A launcher that does not answer counts as the end of restarts."""
+        """Return the launcher's newest announcement of a generation. If the launcher does not answer, restarts have ended."""
         try:
             number, why = json.loads(self._store.get("news"))
             return Announcement(number, why, why_restarts_ended(self._store))

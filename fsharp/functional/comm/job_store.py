@@ -261,7 +261,7 @@ def new_group_of(ranks: Sequence[int], limit_s: float, device: torch.device, *, 
 
 
 def reset_job_store() -> None:
-    """Forget the job that this process has left, before it joins the next one: use a new thread for queries."""
+    """Prepare to join the next generation: make a new thread for store queries, as the old one may hang; count groups anew."""
     global _store_thread
     _store_thread = _StoreThread()
     _num_groups_made.clear()

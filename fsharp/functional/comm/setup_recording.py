@@ -15,11 +15,11 @@ _MOST_CALLS, _MOST_NBYTES = 10_000, 256 << 20
 
 
 class SetupRecording:
-    """The calls of a program's setup, from :meth:`start` to :meth:`end`, which :meth:`replay` makes again.
+    """A record of this rank's collective calls before training, which it repeats with each rank that is restarted later.
 
     Attributes:
         is_recording: whether the setup is under way.
-        obstacle: the call that cannot be made again, for which the record was discarded; empty if there is none.
+        obstacle: a call that cannot be repeated, after which the record was discarded; empty if there was none.
     """
 
     def __init__(self) -> None:

@@ -218,7 +218,7 @@ class _GatherHooks:
         return tuple([Plane(x.dtype, n * block // size) for x, n in zip(row.inputs, counts)]), block
 
     def scales_nbytes(self, shape: Shape) -> int:
-        """Return the bytes of a leaf's scales: the tensors in the metadata that the first hook returns."""
+        """Return the bytes of a leaf's scales: the tensors in the metadata that ``fsdp_pre_all_gather`` returns."""
         return sum(align_nbytes(x.nbytes) for x in self._trial_result(shape).tensors)
 
     def sizes_of_maxima(self, shape: Shape) -> list[tuple[int, torch.dtype]]:
@@ -226,7 +226,10 @@ class _GatherHooks:
         return [(size.numel(), dtype) for size, dtype in self._trial_result(shape).known_maxima]
 
     def encode(self, parts: Sequence[LeafPart], agree: AgreeMax) -> None:
-        """Encode this rank's rows of each leaf by the first hook; a rank without rows of a leaf encodes a row of zeros."""
+        """Encode this rank's rows of each leaf by the leaf's ``fsdp_pre_all_gather``; without rows of a leaf, a row of zeros.
+
+        ``agree`` replaces numbers, such as the largest element, by their maximum over ranks.
+        """
         rows = [self._rows_of_part(part) for part in parts]
         known: list[list[torch.Tensor]] = [[] for _ in parts]
         while True:

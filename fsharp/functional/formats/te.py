@@ -187,7 +187,7 @@ def _format_of_kind(
 
 
 class _QuantizerCodec:
-    """The functions of a :class:`LeafCodec` that encode by one quantizer; in delayed scaling with a module's ``scales``."""
+    """Encodes and decodes leaves by one quantizer, for a :class:`LeafCodec`. Delayed scaling takes a module's ``scales``."""
 
     def __init__(self, kind: QuantizerKind, quantizer: Any, scales: ModuleScales | None = None) -> None:
         self._kind, self._quantizer, self._scales = kind, quantizer, scales

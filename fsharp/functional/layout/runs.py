@@ -54,7 +54,10 @@ def has_stochastic_wire(unit: UnitLayout) -> bool:
 
 
 def padding_in_decoded_sums(unit: UnitLayout, group: int, axis: str, rank: int, places: tuple[Place, Place]) -> list[slice]:
-    """Return the padding in the sums that a rank decodes along an axis. ``places`` is as for :func:`encoded_runs`."""
+    """Return the padding in a rank's result of the op decode_sum, which decodes and adds the parts exchanged along ``axis``.
+
+    ``places``: those from and to which the gradient is reduced.
+    """
     _, _, start, size = next(run for run in encoded_runs(unit, group, rank, places) if run.axis == axis)
     part = unit.groups[group].dtypes.wire_format_along(axis).padded_part_size(size, unit.mesh.axis_size(axis))
     return padding_in_run(unit, group, start + unit.mesh.coord(axis, rank) * part, part)

@@ -22,7 +22,7 @@ VERSION = 1
 
 
 def layout_to_json(mesh: Mesh, units: Sequence[UnitLayout], spec: optree.PyTreeSpec) -> str:
-    """Return a layout as JSON; LayoutError for other containers than JSON can name, and for a tree that nests too deeply."""
+    """Return a layout as JSON. LayoutError if the tree has containers of a class that JSON cannot name, or nests too deeply."""
     try:
         return json.dumps(
             {

@@ -239,7 +239,10 @@ def _check_arguments(
 
 
 def _share_outline(tree: Any, has_tree: Sequence[bool], comm: Comm) -> Any:
-    """Return ``tree``; on a rank that has none, the outline of the first tree in ``has_tree``, with buffers on meta."""
+    """Return ``tree``; on a rank without a tree, the outline that the first rank with a tree sends, with buffers on meta.
+
+    ``has_tree``: for each rank, whether it has a tree.
+    """
     first = has_tree.index(True)
     data = check_on_all_ranks("reshard()", comm, lambda: outline_to_bytes(tree) if comm.rank == first else b"")
     sizes = [int.from_bytes(each, "little") for each in all_gather_fixed_size(len(data).to_bytes(8, "little"), comm)]

@@ -138,7 +138,10 @@ def no_match_error(where: str, pattern: str, paths: Sequence[str]) -> PatternErr
 
 
 def select_paths(where: str, patterns: Patterns, paths: Sequence[str]) -> frozenset[str]:
-    """Return the paths selected by any of the patterns; PatternError if a pattern selects nothing, or has no boolean."""
+    """Return the paths that any of the patterns selects; in a mapping to booleans, the last matching pattern decides.
+
+    PatternError if a pattern selects nothing, or its value in the mapping is not a boolean.
+    """
     if not isinstance(patterns, Mapping):
         if callable(patterns):
             return frozenset(filter(patterns, paths))

@@ -32,7 +32,7 @@ class TreeName:
 
     @property
     def text(self) -> str:
-        """The name as text; empty for a tree that not all ranks have made together."""
+        """The name as text; empty for a tree that was not made by a call that all ranks made."""
         changes = [
             f", {what} {times}x" for what, times in (("replaced", self.num_replaced), ("mapped", self.num_mapped)) if times
         ]

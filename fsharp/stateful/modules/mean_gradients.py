@@ -45,7 +45,10 @@ class MeanGradients:
                 part.move_to_new_memory()
 
     def set_from_sums(self, sums: Any, missing: set[str]) -> None:
-        """Turn sums over ranks into the mean gradients: divide the buffers of ``sums`` in place by the number of ranks."""
+        """Turn ``sums`` over ranks into the mean gradients: divide the buffers in place by the number of ranks.
+
+        ``missing``: paths of parameters for which no rank has a gradient.
+        """
         self.tree, self.missing, self._parts, self.edits = sums, missing, {}, []
         torch._foreach_div_(self.buffers, self._comm.mesh.size)
         for node in units_of(sums) if missing else ():

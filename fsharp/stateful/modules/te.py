@@ -46,7 +46,7 @@ def check_te_gradients(module: nn.Module) -> None:
 
 
 def scale_indices_of_fused_weights(module: Any) -> dict[str, int]:
-    """Return weights whose gradient a module writes by itself: by name, TransformerEngine's index of the scale."""
+    """Return, for each weight whose gradient the module writes by itself, the index of its FP8 scale, by the weight's name."""
     records = module.param_init_meta if getattr(module, "fuse_wgrad_accumulation", False) else {}
     return {name: record.fp8_meta_index for name, record in records.items() if record.fp8_meta_index is not None}
 

@@ -205,7 +205,10 @@ class EagerOps:
     def _accumulate(
         self, spec: OpSpec, unit: UnitState, *, after: int | None = None, block: OutgoingBlock | None = None
     ) -> Iterator[BoundOp]:
-        """Yield the ops that add the result of the reduction ``after``, and decode it before if its parts are encoded."""
+        """Yield the op that adds a reduction's result to the gradient, after a decode_sum if the result is in encoded parts.
+
+        ``after``: number of the reduction's op. ``block``: the memory of the reduction.
+        """
         decode = ops.DECODE_SUM if spec is ops.ACCUMULATE else ops.FINAL_DECODE_SUM
         [phase] = spec.phases
         if decode.has_ops_for(self._assumed_facts(unit)):

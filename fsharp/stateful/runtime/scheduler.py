@@ -176,12 +176,12 @@ class Scheduler(DelegatingComm, ScheduledEngine):
 
     @property
     def settings(self) -> str:
-        """The digest of settings up to the last step, and the settings since then, as lines ``name=value``."""
+        """All settings so far, for ranks to compare: a digest of those before the last step, then lines ``name=value``."""
         return self._history.text
 
     @property
     def comm_with_history_labels(self) -> Comm:
-        """A Comm for collectives outside of steps, such as the sum of a part. Its labels have the digest of all settings."""
+        """A Comm for collectives outside of steps, such as ``part.sum()``. Its labels have a digest of all settings so far."""
         return self if self._now is not None else LabelPrefixComm(self, f"after history {self._history.digest or 'none'}: ")
 
     @property

@@ -31,8 +31,8 @@ class GradientOps:
         reduces: buckets for the reductions of a microbatch.
         finishes: buckets for the reductions to the optimizer's place.
         max_final_reductions: most reductions to the optimizer's place that are under way at once.
-        sum_late: whether to add a reduction's result only when other ops need its memory. If False, the result is added at
-            once, and its memory stays reserved until other ops need it.
+        sum_late: whether to add a reduction's result only when the limit on reductions under way, or the microbatch's end,
+            demands this. If False, the result is added at once, and the memory is kept equally long.
     """
 
     def __init__(

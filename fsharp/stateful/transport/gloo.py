@@ -93,7 +93,7 @@ class GlooTransport(Transport):
         return self._exchange_parts("reduce", [parts], [results], mine, self._announce(label, "all_to_all", [x], axis))
 
     def _announce(self, label: str, op: str, xs: Sequence[torch.Tensor], axis: str) -> PointToPoint:
-        """Begin a collective of ``xs``, under a label that ranks compare if they wait. Return its sends and receives."""
+        """Begin a collective of ``xs``. Return its sends and receives. If a rank waits for another, both compare ``label``."""
         sizes = "+".join([str(len(x)) for x in xs])
         call = self.comm.watch.begin_call(f"{label}: {op} along {axis} of {sizes} {dtype_name(xs[0].dtype)}")
         return self.comm.point_to_point(self.groups("gather" if op == "all_gather" else "reduce", axis), axis, call)

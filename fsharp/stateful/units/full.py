@@ -215,7 +215,7 @@ class FullUnit:
             self._version = version
 
     def give_memory_to_leaves(self) -> None:
-        """Give the memory, now filled, back to leaves with a tensor class of their own."""
+        """After a gather, attach the filled memory to leaves of tensor classes, such as FP8 weights, and derive their data."""
         for each in self._handed_out:
             each.give_memory(self.storage)
             each.recompute_derived_data()

@@ -74,7 +74,7 @@ class HappensBefore:
 
 
 def op_error(i: int, op: Op, what: str, expected: str, remedy: str = UNDO_REMEDY) -> ScheduleError:
-    """Return an error about one op."""
+    """Return an error about op ``i``: what it does or is (``what``), what was ``expected``, and the remedy."""
     return ScheduleError(problem(f"verify(): op {i}, {op}", what, [("unit", op.unit or "-"), ("expected", expected)], remedy))
 
 
@@ -86,14 +86,14 @@ class ScheduleCheck:
         self.events, self.facts = schedule.program.events, schedule.program.facts
 
     def check_op(self, i: int, op: Op, spec: OpSpec) -> None:
-        """Check the next op, whose record is ``spec``, against all earlier ops."""
+        """Check ``op``, at position ``i`` and of the kind ``spec``, against all earlier ops."""
         raise NotImplementedError
 
     def check_end(self) -> None:
         """Check the conditions that hold after the last op."""
 
     def check_is_before(self, j: int | None, i: int, what: str) -> None:
-        """Raise an error if neither a stream nor ``after`` orders op ``i`` after op ``j``. If ``j`` is None, do nothing."""
+        """Raise an error, which begins with ``what``, unless a stream or ``after`` orders op ``i`` after op ``j``, if any."""
         if j is not None and not self.order.is_before(j, i):
             j %= len(self.order.ops)
             what = f"{what} op {j}, {self.order.ops[j]}: nothing orders op {i} after op {j}."

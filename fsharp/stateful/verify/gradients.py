@@ -72,7 +72,10 @@ class GradientCheck(ScheduleCheck):
             self.waiting[op.unit] = i
 
     def _record_gradient_change(self, i: int, op: Op, must_follow: Sequence[tuple[OpSpec, str, int]]) -> None:
-        """Record a change of a unit's gradient. Raise an error if it was sent before, as by an op of ``must_follow``."""
+        """Record that op ``i`` changes its unit's gradient. Raise an error if the gradient was sent to be reduced before.
+
+        ``must_follow``: keys of ``done`` of the ops that send the unreduced gradient, which this change has to precede.
+        """
         sent = [(spec, op.unit, bisect_left(self.asked, op.at)) for spec in self.takers[FINISHING] if REST in spec.reads]
         for done in (*must_follow, *sent):
             if done in self.done:

@@ -200,7 +200,7 @@ def _bucket_name(op: Op) -> str:
 
 
 class DerivedBufferCheck(ScheduleCheck):
-    """Check that buffers with a source (``BufferKind.source``) are filled before each read, and again after a change of it."""
+    """Check that buffers with a source (``BufferKind.source``) are filled before each read, also after the source changed."""
 
     def __init__(self, schedule: Schedule, order: HappensBefore) -> None:
         super().__init__(schedule, order)
@@ -209,7 +209,7 @@ class DerivedBufferCheck(ScheduleCheck):
         self.filled: dict[BufferKey, int] = {}  # the op that has filled a buffer
 
     def check_op(self, i: int, op: Op, spec: OpSpec) -> None:
-        """Record which of these buffers are filled. Raise an error if an op reads one that is empty or out of date."""
+        """Record which buffers with a source are filled. Raise an error if an op reads one that is empty or out of date."""
         facts = self.facts[op.unit]
         for buffer in [each for each in spec.reads if each in self.sources]:
             if any(maker.has_ops_for(facts) for maker in self.makers[buffer]):

@@ -115,7 +115,7 @@ def _check_each_op(schedule: Schedule) -> None:
 
 
 def _check_bucket(i: int, ops: Sequence[Op], facts: Mapping[str, UnitFacts], *, is_new: bool) -> None:
-    """Check that the ops of a bucket are neighbours, at one event, with equal collectives, and do not wait for each other."""
+    """Check that op ``i`` is next to the earlier ops of its bucket, at their event, with equal collectives, and awaits none."""
     op, before = ops[i], ops[i - 1] if i else None
     mine = coalescing_key(op.spec, facts[op.unit])
     if mine is None:

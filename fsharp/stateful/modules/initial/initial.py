@@ -136,8 +136,8 @@ class Initializers:
     """Runs the initializers of submodules on the CPU, each for the submodule's own parameters and buffers on the meta device.
 
     A module with ``_reset_parameters()`` and no ``reset_parameters()``, such as ``nn.MultiheadAttention``, is initialized
-    together with its submodules, as this method changes their parameters. Random numbers depend on the key, the submodule's
-    path, and the rank's coordinates along axes on which the submodule's parameters vary.
+    together with its submodules, as this method changes their parameters. Random numbers depend on the random ``key``,
+    the submodule's path, and the rank's coordinates along axes on which the submodule's parameters vary.
     """
 
     def __init__(self, module: nn.Module, layout: Layout, comm: Comm, key: int, initialize: Initializer | None) -> None:
@@ -205,7 +205,10 @@ class Initializers:
     def _value_after_initializer(
         self, path: str, meta: torch.Tensor, filled: torch.Tensor, new: torch.Tensor | None
     ) -> torch.Tensor:
-        """Return the value of ``meta`` after its initializer, which has filled ``filled`` in place, or put ``new`` there."""
+        """Return the value of the tensor ``meta`` after the initializer of its module, given ``filled`` in place of ``meta``.
+
+        ``new``: the tensor that the module has afterwards: ``filled``, or one that replaced it. TreeError for another shape.
+        """
         if new is None or (new.shape, new.dtype) != (meta.shape, meta.dtype):
             raise TreeError(
                 f"shard_module(): {path!r} is {tensor_text(meta)}, and its initializer has replaced it by "

@@ -138,7 +138,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
             mine.update({name: value for name, value in theirs.items() if name != "params"})
 
     def _probe_update_scopes(self, optimizer: type[torch.optim.Optimizer], check_steps: int) -> list[UpdateScope]:
-        """Return the :class:`UpdateScope` of ``optimizer`` in each parameter group. Error if ranks lack an update's inputs."""
+        """Return the :class:`UpdateScope` of ``optimizer`` in each parameter group, found by trials.
+
+        TreeError if an update needs elements that other ranks hold. ``check_steps``: steps of a second trial, at the shapes of
+        the parameters; 0 for none.
+        """
         trained = [[p for p in group["params"] if p.is_trained] for group in self.param_groups]
         found = []
         for group, mine in zip(self.param_groups, trained, strict=True):
@@ -165,7 +169,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         return scopes
 
     def _cut_into_slices(self) -> list[list[nn.Parameter]]:
-        """Cut flat buffers into slices by the labels of leaves. Return the slices as parameters, a list for each group."""
+        """Return, for each parameter group, the slices of flat buffers that hold the group's leaves, as new parameters."""
         tree, self._generation = self.session.state.main_parameters(), self.session.state.num_replacements
         nodes, rank, groups = units_by_name(tree), self.session.scheduler.rank, []
         self._slices: dict[nn.Parameter, FlatSlice] = {}

@@ -85,7 +85,7 @@ class ShardedTensor(torch.Tensor):
 
     @property
     def attributes(self) -> dict[str, Any]:
-        """The attributes of this part that the class lists, as a dict."""
+        """The annotated attributes of the class (``path``, ``unit`` and so on) as a dict, for :meth:`from_attributes`."""
         return {name: getattr(self, name) for name in ShardedTensor.__annotations__}
 
     @property
@@ -291,7 +291,7 @@ def _is_unchanged_by_to(part: ShardedTensor, applied: torch.Tensor) -> bool:
 
 
 def _is_in_forward(part: ShardedTensor) -> bool:
-    """Return whether a call of the part's module is under way: by code of another unit, as the own unit has full parameters."""
+    """Return whether a forward of the part's module is under way. Its own code sees full parameters, so other code asks."""
     owner = part.owner()
     return owner is not None and owner.calls.source is not None
 

@@ -75,7 +75,7 @@ _WRAPPERS = (DataParallel, DistributedDataParallel, FullyShardedDataParallel)
 
 
 def check_shardable(module: nn.Module, sharded: type[nn.Parameter]) -> None:
-    """Raise an error if DDP or FSDP manages a module's parameters, or a parameter is no plain dense tensor."""
+    """Raise a TreeError if DDP or FSDP manages parameters, or a parameter is sharded, sparse, lazy, or of an unknown class."""
     for path, each in module.named_modules():
         if isinstance(each, (*_WRAPPERS, FSDPModule)):
             wrapped = isinstance(each, _WRAPPERS)
