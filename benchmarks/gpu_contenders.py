@@ -18,6 +18,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 import fsharp as fs
 from benchmarks import contenders as c, llama
 from benchmarks.gpu_page import BASE, COMPILED, COMPILED_BASE, FP8, FP8_BASE, GRAPH, MODULE, OURS
+from benchmarks.memory import SEPARATE
 from fsharp.testing import DebugPolicy
 
 SKIPPED, FP8_ALONE = "fsharp zero3, axis skipped", "FP8, not sharded"
@@ -76,6 +77,7 @@ def rows(shape: llama.Shape, mesh: DeviceMesh, batch: c.Batch) -> list[Row]:
         Row(NEWER, lambda: _newer(_fsdp2(NEWER, build(), mesh)), is_profiled=True),
         Row(OURS, lambda: ours(OURS), is_profiled=True),
         Row(SKIPPED, lambda: ours(SKIPPED, policy=fs.SchedulePolicy())),
+        Row(SEPARATE, lambda: ours(SEPARATE, policy=DebugPolicy(trivial_axes=True, keep_gradients=True))),
         Row(MODULE, lambda: _sharded(MODULE, build(), mesh, [llama.Block]), is_profiled=True),
         Row(MEGATRON, lambda: _megatron(build(dtype=half))),
         Row(FP8_ALONE, lambda: QuantizedContender(FP8_ALONE, _quantized(shape, kind)), FP8_ALONE),

@@ -24,7 +24,11 @@ def batches(count):
     return [{k: v.cuda() for k, v in batch.items()} for batch in make_batches(count, 32)]
 
 
-@every(6, strategy=(fs.zero3, fs.zero1, fs.zero2, fs.ddp), options=({}, {"prefetch": 2}, {"bucket_nbytes": 0}))
+@every(
+    6,
+    strategy=(fs.zero3, fs.zero1, fs.zero2, fs.ddp),
+    options=({}, {"prefetch": 2}, {"bucket_nbytes": 0}, {"keep_gradients": True}),
+)
 def test_scheduled_steps_have_the_bits_of_blocking_ones(comm, strategy, options):
     tx = fs.optim.adamw(1e-2)
     step = fs.train_step(loss_fn, tx, microbatches=2, donate=True)
@@ -42,15 +46,23 @@ def mean_loss(params, batch, comm):
     return loss_fn(params, batch, comm).sum / 32
 
 
-@every(6, strategy=(fs.zero3, fs.zero2, fs.ddp), loss=(mean_loss, loss_fn), apart=(True, False), compute=(None, torch.bfloat16))
-def test_a_captured_step_replays_with_the_losses_of_an_eager_one(comm, strategy, loss, apart, compute):
+@every(
+    6,
+    strategy=(fs.zero3, fs.zero2, fs.ddp),
+    loss=(mean_loss, loss_fn),
+    apart=(True, False),
+    compute=(None, torch.bfloat16),
+    keep=(False, True),
+)
+def test_a_captured_step_replays_with_the_losses_of_an_eager_one(comm, strategy, loss, apart, compute, keep):
     """``apart``: without a process group, and so without any collective. ``compute``: parameters are cast from main copies."""
     comm = fs.SingleComm(MESH, device="cuda:0") if apart else comm
     tx = fs.optim.adamw(fs.optim.warmup_cosine_decay_schedule(0.0, 1e-2, 3, 20), capturable=True)
     precision = fs.Precision(compute=compute, main=compute and torch.float32)
     step = fs.train_step(loss, tx, donate=True)
     data = batches(6)
-    scheduled = fs.Scheduler(comm, policy=DebugPolicy(trivial_axes=not apart, gather_at_start=False))(step)
+    policy = DebugPolicy(trivial_axes=not apart, gather_at_start=False, keep_gradients=keep)
+    scheduled = fs.Scheduler(comm, policy=policy)(step)
     captured = fs.schedules.CapturedStep(scheduled, start(comm, strategy, tx, precision), data[0], warmup=3)
     state = start(comm, strategy, tx, precision)
     for _ in range(3):
