@@ -3,8 +3,12 @@
 import json
 import math
 import os
+import re
+import resource
 import subprocess
 import sys
+from importlib import metadata
+from types import SimpleNamespace
 
 import optree
 import pytest
@@ -545,13 +549,62 @@ def test_plan_says_what_is_wrong_with_a_configuration(text, tmp_path, capsys):
     assert "Nope" in err or "cannot be made" in err
 
 
-def test_doctor(capsys):
+QUANTIZED = ("FP8 of TransformerEngine", "MXFP8 and NVFP4 of TransformerEngine")
+
+
+def doctors_sections(capsys):
+    """The rows that the doctor prints, by section."""
     status, lines, _ = run(capsys, "doctor")
-    found = dict(line.split(maxsplit=1) for line in lines)
     assert status == 0
-    assert found["torch"] == torch.__version__
-    assert found["fsharp"] == fs.__version__
-    assert "gloo" in found["backends"]
+    titles = [i for i, line in enumerate(lines) if line and not line.startswith(" ")]
+    parts = [lines[i:j] for i, j in zip(titles, [*titles[1:], len(lines)], strict=True)]
+    return {title: dict(re.split(r"  +", row.strip(), maxsplit=1) for row in rows if row) for title, *rows in parts}
+
+
+def test_doctor_on_a_machine_without_gpus(capsys, monkeypatch):
+    def version(name):
+        if name == "jax":
+            raise metadata.PackageNotFoundError(name)
+        return metadata.version(name)
+
+    monkeypatch.setattr("fsharp.cli.diagnosis.version", version)
+    monkeypatch.setattr(torch, "get_device_module", lambda kind: SimpleNamespace(device_count=lambda: 0))
+    found = doctors_sections(capsys)
+    assert list(found) == ["versions", "hardware", "limits", "what works here"]
+    assert (found["versions"]["torch"], found["versions"]["fsharp"]) == (torch.__version__, fs.__version__)
+    assert (found["versions"]["optax"], found["versions"]["jax"]) == (metadata.version("optax"), "not installed")
+    assert found["hardware"]["GPUs"] == "none"
+    assert found["limits"]["open files"] == str(resource.getrlimit(resource.RLIMIT_NOFILE)[0])
+    works = found["what works here"]
+    assert works["ranks on CPUs, over gloo"] == "yes"
+    assert works["ranks on GPUs, over NCCL"] == works["FP8 of TransformerEngine"] == "no: needs a GPU"
+    assert works["optax and JAX"] == "no: needs pip install 'fsharp[jax]'"
+
+
+@pytest.mark.parametrize(
+    ("nccl", "capability", "missing"),
+    [
+        ((2, 18), (8, 0), {'arena_memory="registered"', 'arena_memory="symmetric"', *QUANTIZED}),
+        ((2, 21), (9, 0), {'arena_memory="symmetric"', QUANTIZED[1]}),
+        ((2, 28), (10, 0), set()),
+        ((), (9, 0), {"ranks on GPUs, over NCCL", 'arena_memory="registered"', 'arena_memory="symmetric"', QUANTIZED[1]}),
+    ],
+)
+def test_doctor_on_a_machine_with_two_gpus(nccl, capability, missing, capsys, monkeypatch):
+    cuda = SimpleNamespace(
+        device_count=lambda: 2,
+        get_device_name=lambda i: "NVIDIA H100",
+        get_device_properties=lambda i: SimpleNamespace(total_memory=80 << 30),
+        get_device_capability=lambda i: capability,
+        can_device_access_peer=lambda i, j: i < j,
+    )
+    monkeypatch.setattr(torch, "get_device_module", lambda kind: cuda)
+    monkeypatch.setattr("fsharp.cli.diagnosis._nccl_version", lambda: nccl)
+    found = doctors_sections(capsys)
+    text = f"NVIDIA H100, 80.00 GiB, compute capability {capability[0]}.{capability[1]}"
+    assert [found["hardware"][f"GPU {i}"] for i in range(2)] == [text] * 2
+    assert found["hardware"]["links of GPUs"] == "1 of 2 pairs read each other's memory"
+    assert {feature for feature, text in found["what works here"].items() if text != "yes"} == missing
 
 
 @pytest.mark.parametrize("argv", [[], ["ckpt"], ["ckpt", "lst"], ["ckpt", "prune", "x"], ["doctor", "--fix"]])

@@ -9,9 +9,10 @@ from collections.abc import Callable, Sequence
 from typing import Annotated, Any, Union
 
 from fsharp.cli.checkpoints import convert, diff, export, list_checkpoints, prune_checkpoints, show, verify_checkpoints
+from fsharp.cli.diagnosis import doctor
 from fsharp.cli.machine import calibrate
 from fsharp.cli.plans import plan, schedule, tune
-from fsharp.cli.reports import doctor, report
+from fsharp.cli.reports import report
 from fsharp.errors import FsharpError, OptionError, PatternError
 
 _ABOUT = (
