@@ -63,6 +63,13 @@ def test_a_folder_without_checkpoints(tmp_path, capsys):
         assert (status, "mistyped' is not a folder" in err) == (2, True)
 
 
+def test_a_checkpoint_that_is_removed_meanwhile_is_not_listed(root, capsys, monkeypatch):
+    found = fs.checkpoint.checkpoints(root)
+    monkeypatch.setattr("fsharp.cli.checkpoints.checkpoints", lambda _: [fs.checkpoint.Checkpoint(f"{root}/gone"), *found])
+    status, lines, err = run(capsys, "ckpt", "list", root)
+    assert (status, [line.split()[0] for line in lines[1:]], err) == (0, ["3", "2", "1"], "")
+
+
 def test_a_checkpoint_in_place_of_its_folder(root, capsys):
     for command in (["list"], ["prune", "--keep", 1]):
         status, _, err = run(capsys, "ckpt", command[0], path_of(root, 1), *command[1:])

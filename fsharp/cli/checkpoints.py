@@ -13,7 +13,7 @@ from fsharp.checkpoint.catalog import opening_errors
 from fsharp.checkpoint.manifest import MANIFEST_NAME
 from fsharp.checkpoint.storage import absolute_path, storage_of
 from fsharp.cli.models import parse_dtype
-from fsharp.errors import OptionError
+from fsharp.errors import CheckpointError, OptionError
 from fsharp.functional.formats.format import as_bytes, dtype_name
 from fsharp.functional.layout.text import align_columns, nbytes_text
 
@@ -29,7 +29,10 @@ def list_checkpoints(root: str, /) -> str:
     _check_folder("ckpt list", root)
     rows = [("step", "saved, UTC", "ranks", "tensors", "bytes", "metric", "path")]
     for each in checkpoints(root):
-        made = each.manifest
+        try:
+            made = each.manifest
+        except CheckpointError:  # another process has removed it since
+            continue
         when = datetime.fromtimestamp(made.created, UTC).strftime("%Y-%m-%d %H:%M:%S")
         metric = "" if made.metric is None else f"{made.metric:g}"
         rows.append(
