@@ -65,7 +65,7 @@ class RunLog:
                 self.saved.append(value)  # recorded by a later step if the save took longer
             elif name == "own_s" and isinstance(value, list) and value and all(isinstance(x, int | float) for x in value):
                 self.own_s[step] = value
-            elif isinstance(value, dict) and value.keys() == TIMELINE_KEYS and value["timeline"] == list(SPAN_FIELDS):
+            elif _is_timeline(value):
                 self.timelines[name] = value
             elif isinstance(value, dict) and value.keys() == LAYOUT_KEYS:
                 self.layout = value
@@ -101,6 +101,19 @@ def read_log(folder: Path) -> RunLog:
     if not (log.series or log.events or log.starts or log.timelines):
         raise OptionError(f"report: {str(path)!r} has no line that can be read, expected lines of a JsonlLogger.")
     return log
+
+
+def _is_timeline(value: Any) -> bool:
+    if not isinstance(value, dict) or value.keys() != TIMELINE_KEYS or value["timeline"] != list(SPAN_FIELDS):
+        return False
+    first = SPAN_FIELDS.index("start_s")
+    try:
+        numbers = [value["step_s"], value["exposed_s"], *(x for span in value["spans"] for x in span[first : first + 2])]
+        return all(len(span) == len(SPAN_FIELDS) for span in value["spans"]) and all(
+            isinstance(x, int | float) for x in numbers
+        )
+    except (TypeError, KeyError):  # the spans are no lists
+        return False
 
 
 def _named_numbers(name: str, value: Any) -> Iterator[tuple[str, float]]:

@@ -53,6 +53,17 @@ def test_steps_that_are_made_again_count_once(run_dir):
     assert sorted(log.timelines) == ["measured", "predicted"]
 
 
+@pytest.mark.parametrize(
+    "spans", [3, None, {"0": 1}, [1], ["ten letters"], [[0] * 9], [[0, "", "", "", "", "now", 1, 0, 0, 0]]]
+)
+def test_a_timeline_whose_spans_are_none_leaves_the_page_whole(run_dir, spans):
+    timeline = read_log(run_dir).timelines["measured"]
+    with (run_dir / "log.jsonl").open("a") as file:
+        file.write(json.dumps({"step": 8, "time": 1.0, "measured": timeline | {"spans": spans}}) + "\n")
+    assert read_log(run_dir).timelines["measured"] == timeline
+    fs.inspect.report(run_dir)
+
+
 def test_the_page_shows_a_run(run_dir):
     path = fs.inspect.report(run_dir)
     assert path == str(run_dir / "report.html")
