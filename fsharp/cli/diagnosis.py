@@ -110,7 +110,8 @@ def _features() -> Iterator[Row]:
 
 def _nccl_version() -> tuple[int, ...]:
     """Return the version of NCCL that torch was built with; empty without NCCL."""
-    return tuple(torch.cuda.nccl.version()) if torch.distributed.is_nccl_available() else ()
+    cuda: Any = torch.get_device_module("cuda")
+    return tuple(cuda.nccl.version()) if torch.distributed.is_nccl_available() else ()
 
 
 def _version(package: str) -> str:
