@@ -104,7 +104,7 @@ def _check_output(file: str) -> None:
 
 
 def _measure_machine(axes: tuple[tuple[str, int], ...], steps: int, dtype: str) -> Machine:
-    """Return the speeds of the machine, equal on all ranks. Each process runs this function."""
+    """Return the machine's speeds, equal on all ranks, from ``steps`` steps, and products in ``dtype``. All ranks call this."""
     comm = connect(Mesh(list(axes)))
     chosen = dtype or ("float32" if comm.device.type == "cpu" else "bfloat16")
     size = 1024 if comm.device.type == "cpu" else 8192

@@ -90,7 +90,7 @@ def _layout_text(layout: Layout, optimizer_buffers: int, microbatches: int) -> s
 
 
 def _nbytes_at_rest(layout: Layout, optimizer_buffers: int) -> dict[str, int]:
-    """Return the bytes that a rank stores between steps, as params, main, grads and optimizer."""
+    """Return the bytes that a rank stores between steps under ``layout``, by kind: params, main, grads and optimizer."""
     kinds = {"params": layout.nbytes("params"), "main": layout.nbytes("main"), "grads": layout.nbytes("grads")}
     return kinds | {"optimizer": optimizer_buffers * layout.nbytes("optim")}
 
@@ -252,7 +252,7 @@ def _check_speed(where: str, tokens: int, efficiency: float | None) -> None:
 
 
 def _find_hardware(where: str, layout: Layout, gpu: str, hardware: str, tokens: int, efficiency: float | None) -> Hardware:
-    """Return the hardware of a file, or the preset of a GPU. In a preset each 8 ranks in order share a host."""
+    """Return the hardware in the file ``hardware``, or the preset of ``gpu``, where each 8 ranks in order share a host."""
     _check_speed(where, tokens, efficiency)
     if hardware:
         if gpu:

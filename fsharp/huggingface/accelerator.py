@@ -89,7 +89,7 @@ class Accelerator(accelerate.Accelerator):
         return model.accumulate() if isinstance(model, ShardedModule) else super().no_sync(model)
 
     def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> Any:
-        """Clip gradients by their norm over all ranks, and return the norm."""
+        """Clip gradients by their norm over all ranks, and return the norm. Sharded parameters have to be all of one module."""
         parameters = [parameters] if isinstance(parameters, nn.Parameter) else list(parameters)
         if not any(isinstance(each, ShardedParameter) for each in parameters):
             return super().clip_grad_norm_(parameters, max_norm, norm_type)
@@ -127,7 +127,7 @@ class Accelerator(accelerate.Accelerator):
         return folder
 
     def load_state(self, input_dir: str | None = None, load_kwargs: Any = None, **options: Any) -> None:
-        """Load a folder that :meth:`save_state` has written, under any strategy and number of ranks."""
+        """Load the folder ``input_dir`` of :meth:`save_state`; strategy and number of ranks may differ."""
         tree, comm = self._sharded_tree_and_comm()
 
         def load_sharded(_: Any, folder: str) -> None:

@@ -88,7 +88,7 @@ def as_timeline(step: Schedule | Timeline, hardware: Hardware | None) -> Timelin
 
 
 def timeline_in_order(schedule: Schedule) -> Timeline:
-    """Return a timeline of the ops in their order, one second each. A collective reaches to the op that waits for it."""
+    """Return a timeline of a schedule without times: one second an op. A collective reaches to the op that waits for it."""
     ops, spans = schedule.ops, []
     until: dict[int, int] = {}
     for i, op in [*enumerate(ops), *((len(ops) + i, op) for i, op in enumerate(ops))]:
@@ -240,7 +240,7 @@ def _phase_spans(timeline: Timeline) -> Iterator[tuple[float, float, str, str]]:
 
 
 def _boxes_to_draw(timeline: Timeline) -> Iterator[TimeSpan]:
-    """Yield the spans to draw, cut to the step. Units that share a collective have equal parts of its width."""
+    """Yield the spans to draw, cut to the step. A collective that units share is cut into equal parts, one for each unit."""
     same: dict[tuple[Stream, float, float], list[TimeSpan]] = {}
     for span in timeline.spans:
         if span.seconds > 0:

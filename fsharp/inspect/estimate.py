@@ -337,7 +337,7 @@ def predict(schedule: Schedule, hardware: Hardware) -> Timeline:
 
 
 def compute_times(hardware: Hardware, units: Sequence[str]) -> dict[str, tuple[float, float]]:
-    """Return the seconds ``(forward, backward)`` of units; ScheduleError if they are no such pair."""
+    """Return seconds ``(forward, backward)`` of each unit, from ``hardware.compute``; ScheduleError if it has no such pairs."""
     times = value_by_path("Hardware.compute", hardware.compute, units) if units else {}
     for unit, pair in times.items():
         if not (isinstance(pair, tuple) and len(pair) == 2 and all(0 <= each < math.inf for each in pair)):

@@ -116,7 +116,7 @@ def fit_speeds(
 
 
 def sent_nbytes_of_issue(op: Op, facts: UnitFacts) -> int:
-    """Return the bytes that make the issue of a collective slower: the bytes that are sent.
+    """Return the bytes that make the issue of the collective of ``op`` slower: the bytes that are sent.
 
     A gather copies the rank's own part into the arena, and a reduction posts a message for each chunk. A gather of updated
     parameters copies nothing.
@@ -132,7 +132,7 @@ def cast_nbytes_of_issue(op: Op, facts: UnitFacts) -> int:
 def _fit_issue_cost(
     schedule: Schedule, issuing: Mapping[tuple[int, ...], Sequence[float]], memory_bandwidth: float
 ) -> dict[str, float]:
-    """Return the seconds of the issue of a collective, and the bytes per second by which it grows.
+    """Return ``issue_s``, the seconds to issue a collective, and ``issue_bandwidth``, the bytes per second that add to them.
 
     ``issuing``: by the first ops of the collectives issued in one stretch of time, the seconds of this stretch in each step.
     Casts in a stretch run at ``memory_bandwidth``. Errors count relative to the seconds.
@@ -184,7 +184,7 @@ def fit_host_share(trace: Trace, schedule: Schedule, alone: Mapping[str, tuple[f
 
 
 def memory_traffic_nbytes(ops: Sequence[Op], facts: Mapping[str, UnitFacts]) -> int:
-    """Return the bytes in memory with which ops work: of each op its part of the arena, else its inputs, else its output.
+    """Return the bytes that ops read or write: of each op its memory in the arena, else its inputs, else its output.
 
     Of a cast these are the bytes of the gradient, and of an accumulate those of the gradient at rest, without scratch.
     """
@@ -329,7 +329,7 @@ class _FitPoint(NamedTuple):
 def _fit_points(
     schedule: Schedule, taken: Mapping[int, Sequence[tuple[float, float]]], latency: Mapping[Link, float] | None
 ) -> list[_FitPoint]:
-    """Return points from ``(seconds in the queue, seconds after the queue)`` of each collective, by its first op.
+    """Return points to fit. ``taken``: by a collective's first op, ``(seconds in the queue, seconds after it)`` in each step.
 
     The latency passes from the issue on. A collective that has queued for longer than its latency counts without its time in
     the queue, and without latency. Any other collective counts from its issue. Without a known ``latency`` only collectives
@@ -422,7 +422,7 @@ def _rate(byte_s: float) -> float:
 
 
 def _nonnegative_least_squares(matrix: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    """Return a least-squares solution. Columns are left out, as zeros, while noise makes their values negative."""
+    """Return ``x >= 0`` with ``matrix @ x`` near ``target``, by least squares; columns of negative values are left out."""
     kept = torch.ones(matrix.shape[1], dtype=torch.bool)
     result = torch.zeros(matrix.shape[1], dtype=torch.float64)
     while kept.any():

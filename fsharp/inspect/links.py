@@ -14,12 +14,12 @@ a number is a ``reduce_scatter``."""
 
 
 def scaled_by_link(value: PerLink, rate: float) -> PerLink:
-    """Return the numbers times ``rate``."""
+    """Return ``value``, one number or a table, with each number multiplied by ``rate``."""
     return {link: rate * each for link, each in value.items()} if isinstance(value, Mapping) else rate * value
 
 
 def value_of_link(value: PerLink, link: Link, name: str) -> float:
-    """Return the number of a link; ScheduleError, which calls the numbers ``name``, if its axis has none."""
+    """Return the number of a link in ``value``, a table called ``name``; ScheduleError if the link's axis has none."""
     if not isinstance(value, Mapping):
         return value
     if link in value:

@@ -130,7 +130,7 @@ def _argument_text(value: Any) -> str:
 
 
 def _median(values: list[Any]) -> Any:
-    """Return the median of numbers, or of each number of tables with equal keys."""
+    """Return the median of ``values``: of numbers, or, for tables with equal keys, a table of medians."""
     if not isinstance(values[0], dict):
         return median(values)
     return {link: median(table[link] for table in values) for link in values[0]}

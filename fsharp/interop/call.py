@@ -167,7 +167,7 @@ class _VjpResiduals:
 
 
 def _in_torch_convention(vjp: Any, cotangents: Any) -> Any:
-    """Return gradients in torch's convention: for complex numbers the conjugates of JAX's gradients."""
+    """Return ``vjp(cotangents)`` in torch's convention, where complex gradients are the conjugates of JAX's."""
     return jax.tree.map(jnp.conj, vjp(jax.tree.map(jnp.conj, cotangents)))
 
 
@@ -193,7 +193,7 @@ class _CompiledFunction:
         return jax.tree.unflatten(record.structure, out)
 
     def run(self, record: _CallRecord, tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-        """Return the results, each in new memory."""
+        """Run the program on ``tensors``. Return the results' leaves in new memory; ``record`` gets what the backward needs."""
         refuse_proxy_tracing("as_torch()")
         check_not_forked("as_torch()")
         arrays = [as_jax_array(x) for x in tensors]
@@ -213,7 +213,7 @@ class _CompiledFunction:
     def pull_back(
         self, residuals: _VjpResiduals, arguments: Sequence[Any], arrays: Sequence[Any], cotangents: Sequence[Any]
     ) -> list[torch.Tensor]:
-        """Return the gradients of the wanted arguments. ``arrays`` are what autograd has kept of ``residuals.arrays``."""
+        """Return gradients of the wanted arguments, from those of the results. ``arrays``: ``residuals.arrays`` as tensors."""
         rest = iter([x if y is None else as_jax_array(y) for x, y in zip(residuals.arrays, arrays, strict=True)])
         given = [as_jax_array(x) for x in arguments]
         leaves = [next(rest) if number is None else given[number] for number in residuals.numbers]
@@ -240,7 +240,7 @@ class _CompiledFunction:
         return self._derived_function("tangents", moved, fn)
 
     def vmap_function(self, dims: tuple[int | None, ...]) -> "_CompiledFunction":
-        """Return this program under ``jax.vmap``. ``dims[i]``: batch dim of argument ``i``, or None. Results have it at 0."""
+        """Return this program under ``jax.vmap``. ``dims[i]``: batch dim of argument ``i``, or None; 0 for all results."""
         return self._derived_function("batched", dims, jax.vmap(self._fn, in_axes=dims))
 
     def _derived_function(self, kind: str, key: Any, fn: Callable[..., Any]) -> "_CompiledFunction":

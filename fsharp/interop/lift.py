@@ -114,7 +114,10 @@ class ShardedJaxprRun:
         self.pending: dict[EquationKey, tuple[CrossRankReduction, Any]] = {}
 
     def run_jaxpr(self, closed: ClosedJaxpr, args: Sequence[Any], at: EquationKey = ()) -> list[Any]:
-        """Return the results of a jaxpr. Raise LayoutError if an equation needs elements of a leaf that other ranks hold."""
+        """Run the jaxpr ``closed``, which the equation at ``at`` contains, on ``args``, and return the results.
+
+        LayoutError if an equation needs elements of a leaf that other ranks hold.
+        """
         values: dict[Any, Any] = dict(zip(closed.jaxpr.constvars, closed.consts, strict=True))
         values.update(zip(closed.jaxpr.invars, args, strict=True))
 
@@ -127,7 +130,7 @@ class ShardedJaxprRun:
         return [read(atom) for atom in closed.jaxpr.outvars]
 
     def elements(self, value: Any, leaf: int, shape: Sequence[int]) -> Any:
-        """Return this rank's elements of an array that has, or is broadcast to, the size of a leaf."""
+        """Return this rank's elements, 1-D, of ``value`` broadcast to ``shape``, which has the size of leaf number ``leaf``."""
         part, size = self.leaves[leaf], math.prod(shape)
         first, last = (part.first, part.last) if part.axes else (0, size)
         if isinstance(value, ArrayShard) and math.prod(value.shape) == size:
@@ -200,7 +203,7 @@ class ShardedJaxprRun:
         raise self._cut_leaf_error(name, leaf)
 
     def _as_replicated_if_possible(self, value: Any, at: EquationKey) -> Any:
-        """Return a part as an array that all ranks have, if its leaf is whole or has one element; else return ``value``."""
+        """Return a part of an uncut leaf, or of one element, as an array that all ranks have; any other ``value`` as it is."""
         if not isinstance(value, ArrayShard) or self.leaves[value.leaf].is_varying:
             return value
         if not self.leaves[value.leaf].axes:
@@ -223,7 +226,7 @@ class ShardedJaxprRun:
         return next(iter(found), None)
 
     def _other_ranks_error(self, what: str, part: LeafPart) -> LayoutError:
-        """Return the error for elements of a leaf that are on other ranks, or differ between ranks."""
+        """Return the error about ``what``, which needs elements of a leaf that other ranks hold, or that differ there."""
         why, remedy = "of which ranks have leaves of their own", "Use a transformation that looks at each leaf by itself"
         if not part.is_varying:
             why = "which are on different ranks"
@@ -250,7 +253,7 @@ class ShardedJaxprRun:
         return _bind_equation(equation, [_whole_array(value) for value in values])
 
     def _reduce_over_ranks(self, name: str, leaf: int, elements: Any, out: Any, at: EquationKey) -> Any:
-        """Return the reduction of all elements of a leaf, with the shape and dtype of ``out``; PENDING if not known yet."""
+        """Return reduction ``name`` of a leaf over ranks, shaped and typed as ``out``; PENDING if ``known`` lacks ``at``."""
         part, op = self.leaves[leaf], _REDUCTION_PRIMITIVES[name]
         if part.is_varying:
             raise LayoutError(
@@ -336,7 +339,7 @@ def _reduces_all(shape: Sequence[int], axes: Sequence[int]) -> bool:
 
 
 def _is_combinable_over_ranks(name: str, dtype: Any) -> bool:
-    """Return whether a collective can combine a reduction's results: not of bitwise ``and`` and ``or``, or complex numbers."""
+    """Return whether a collective can combine results of reduction ``name``: no bitwise ``and`` or ``or``, no complex dtype."""
     return bool(dtype == jnp.bool_ if name in ("reduce_and", "reduce_or") else not jnp.issubdtype(dtype, jnp.complexfloating))
 
 

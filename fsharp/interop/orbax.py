@@ -174,7 +174,7 @@ def _call_orbax(folder: str, call: Callable[[], Any]) -> Any:
 
 
 def _sources(where: str, shapes: Mapping[str, tuple[int, ...]], unstack: Mapping[str, int]) -> dict[str, _Source]:
-    """Return the source of each tensor to write, by its name, given the shapes of the leaves."""
+    """Return, by name, the source of each tensor to write, given the shapes of the leaves, and the subtrees to ``unstack``."""
     found = dict[str, _Source]()
     first_leaf = dict[str, str]()
     for name, shape in shapes.items():

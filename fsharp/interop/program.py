@@ -136,7 +136,7 @@ class TracedTransformation:
         return RankLeafRanges(tuple(parts), tuple(places), tuple(dtypes), tuple(sizes))
 
     def _find_state_positions(self, leaf_ranges: RankLeafRanges) -> tuple[list[tuple[int, int] | None], list[Any]]:
-        """Return ``positions``, and the dtype of each tree of buffers."""
+        """Return ``positions``, and the dtype of each tree of buffers, found by trials on the leaves of one rank."""
         parts, count, behind = leaf_ranges.parts, len(self.names), len(self.names) + len(self.state)
         owners: list[int | None] = [None] * len(self.state)
 
@@ -180,7 +180,7 @@ class TracedTransformation:
         return positions, [dtype for dtype, _ in trees]
 
     def in_stored_form(self, lifted: ShardedJaxprRun, out: Sequence[Any], owners: Sequence[int | None]) -> list[Any]:
-        """Return the results of ``init`` or ``step`` as they are stored: see :meth:`ShardedJaxprRun.in_stored_form`."""
+        """Return the results ``out`` of the run ``lifted`` as they are stored. ``owners``: leaf of each array of the state."""
         updates = range(len(out) - len(self.state))
         wanted: list[tuple[int | None, str]] = [(i, f"the update of {lifted.leaves[i].path!r}") for i in updates]
         wanted += zip(owners, self.paths, strict=True)
@@ -204,7 +204,7 @@ class CompiledTransformation:
     def update(
         self, grads: Any, buffers: Sequence[Any], params: Any, plain: Sequence[Any], extra: Sequence[Any], comm: Comm
     ) -> tuple[Any, list[Any], list[Any]]:
-        """Return the updates, and the new state as :meth:`init` does."""
+        """Return the updates, and the new state as :meth:`init` does. ``buffers`` and ``plain``: the old state in this form."""
         # A scheduler reuses the memory of gradients after the step, while JAX may still hold it.
         grads = map_units(lambda node: node.replace([buffer.clone() for buffer in node.buffers]), grads)
         flats = [_buffers_as_arrays(grads), _buffers_as_arrays(params), *map(_buffers_as_arrays, buffers)]
@@ -212,7 +212,7 @@ class CompiledTransformation:
         return _tree_like(grads, updates), [_tree_like(params, each) for each in after], new
 
     def _run_in_rounds(self, kind: str, flats: Sequence[Sequence[Any]], plain: Sequence[Any], comm: Comm) -> Any:
-        """Return the results of ``init`` or ``step``: run it, make its pending reductions, and repeat until none is pending."""
+        """Return the results of ``kind``: run the jaxpr, make pending reductions, and repeat until no reduction is pending."""
         known: dict[EquationKey, Any] = {}
         device = next((x.device for arrays in flats for x in arrays if x.size), None)
         while True:
@@ -277,7 +277,7 @@ class CompiledTransformation:
         return [self._flat_buffers(tree, dtype, lifted) for tree, dtype in zip([*updates, *trees], dtypes, strict=True)], plain
 
     def _flat_buffers(self, values: Mapping[int, Any], dtype: Any, lifted: ShardedJaxprRun) -> list[Any]:
-        """Return flat buffers with the values of each leaf, and zeros elsewhere."""
+        """Return flat buffers with ``values``, by leaf, and zeros elsewhere. ``dtype``: None means that of the values."""
         pieces: list[list[tuple[int, Any]]] = [[] for _ in self._sizes]
         for leaf, value in values.items():
             elements = lifted.elements(value, leaf, self._parts[leaf].shape)
@@ -311,7 +311,7 @@ def _named_leaves(node: Sharded) -> Any:
 
 
 def _trace_to_jaxpr(remedy: str, fn: Any, *args: Any) -> Any:
-    """Return the jaxpr of a function of optax, and the shapes of its results."""
+    """Return the jaxpr of optax's ``fn``, and the shapes of its results. ``remedy`` is for the TreeError if ``fn`` fails."""
     try:
         return jax.make_jaxpr(fn, return_shape=True)(*args)
     except (TypeError, ValueError) as error:
@@ -362,7 +362,7 @@ def _tree_like(tree: Any, arrays: Sequence[Any]) -> Any:
 def _reduce_pending(
     pending: Mapping[EquationKey, CrossRankReduction], values: Sequence[Any], comm: Comm
 ) -> dict[EquationKey, Any]:
-    """Return the results of pending reductions over ranks, by one collective for all reductions along the same axes."""
+    """Return results of the reductions, to which this rank adds ``values``. Equal kinds along equal axes share a collective."""
     by_reduction: dict[CrossRankReduction, list[tuple[EquationKey, Any]]] = {}
     for (key, reduction), value in zip(pending.items(), values, strict=True):
         by_reduction.setdefault(reduction, []).append((key, value))

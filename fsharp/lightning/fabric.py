@@ -54,7 +54,7 @@ class Strategy(DDPStrategy):
         self._backward_sync_control = _Accumulation(self._backward_sync_control)
 
     def module_to_device(self, module: nn.Module) -> None:
-        """Leave a sharded module where it is."""
+        """Move a module to the device. A module with sharded modules stays where it is."""
         if not sharded_modules_in(module):
             super().module_to_device(module)
 
@@ -95,7 +95,7 @@ class _Accumulation(_BackwardSyncControl):
         self._other = other
 
     def no_backward_sync(self, module: nn.Module, enabled: bool) -> AbstractContextManager[Any]:
-        """Return a context in which gradients only accumulate, if ``enabled``."""
+        """Return a context in which gradients of ``module`` only accumulate, if ``enabled``."""
         if not sharded_modules_in(module):
             return self._other.no_backward_sync(module, enabled)
         return accumulating(module) if enabled else nullcontext()

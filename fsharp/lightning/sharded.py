@@ -59,7 +59,7 @@ def full_state_dict(module: nn.Module) -> dict[str, Any]:
 
 
 def load_state_dict(module: nn.Module, state_dict: Mapping[str, Any], *, strict: bool) -> None:
-    """Load whole tensors into a module. All ranks pass the same tensors."""
+    """Load a state dict of whole tensors, equal on all ranks. RuntimeError if ``strict`` and keys are missing or unexpected."""
     sharded = sharded_modules_in(module)
     if "" in sharded:
         module.load_state_dict(state_dict, strict=strict)

@@ -53,7 +53,7 @@ class JsonlLogger:
 
     @api_boundary
     def log(self, step: int, values: Mapping[str, Any]) -> None:
-        """Append a line. OptionError if JSON cannot hold a value, OSError if the file cannot be written."""
+        """Append a line with the step and the values. OptionError if JSON cannot hold a value, OSError if writing fails."""
         check_names("log()", values, _LINE_NAMES)
         plain = _nonfinite_as_text(plain_values(values))
         line = json.dumps({"step": step, "time": time.time(), **plain}, allow_nan=False).encode() + b"\n"
@@ -135,7 +135,7 @@ def _flat_values(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[
 
 
 def check_names(where: str, values: Mapping[str, Any], taken: tuple[str, ...]) -> None:
-    """Raise an OptionError if a value has one of the names that are taken."""
+    """Raise an OptionError if a value has a name in ``taken``."""
     for name in taken:
         if name in values:
             raise OptionError(f"{where}: the name {name!r} is taken, expected names other than {', '.join(taken)}.")

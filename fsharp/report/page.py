@@ -48,7 +48,7 @@ def report(run_dir: str | os.PathLike[str], path: str | os.PathLike[str] | None 
 
 
 def log_page(log: RunLog, *, title: str) -> str:
-    """Return the page of a log as HTML."""
+    """Return the page of a run's log as HTML, with ``title`` as heading."""
     sections = "".join(f'<section id="{name}"></section>\n' for name in SECTIONS)
     return html_page(
         title, f"<header><h1>{html.escape(title)}</h1></header>\n<main>\n{sections}</main>", page_data(log, title), "page.js"
@@ -82,7 +82,7 @@ def page_data(log: RunLog, title: str) -> dict[str, Any]:
 
 
 def _sorted_series(log: RunLog) -> list[tuple[str, dict[int, float]]]:
-    """Return the series: the losses first, then throughputs, then all others by name."""
+    """Return the log's series, each by name: losses first, then throughputs, then all others."""
 
     def key(item: tuple[str, Any]) -> tuple[int, str]:
         name = item[0]

@@ -103,7 +103,7 @@ def _timeline_in_notebook(timeline: Timeline) -> str:
 
 
 def _notebook_html(about: str, timeline: Timeline, *, has_times: bool) -> str:
-    """Return a line of text and the picture, in a frame of its own: its names and styles meet none of the notebook's."""
+    """Return the line ``about``, and the picture in a frame of its own; of more than :data:`MAX_OPS` ops only a hint."""
     if len(timeline.schedule.ops) > MAX_OPS:
         remedy = "It has too many ops to be drawn here: write <code>fs.inspect.step_page()</code> to a file."
         return f"<p>{html.escape(about)}. {remedy}</p>"

@@ -159,7 +159,7 @@ def _write_error_file(error: Exception, raised_at: float, *, is_from_this_rank: 
     """Write the file from which torchrun reads this rank's error, as torchrun's ErrorHandler does.
 
     torchrun reports the error with the earliest time, in whole seconds, as the root cause. So an error about another rank
-    (``is_from_this_rank`` is False) is dated one second later.
+    (``is_from_this_rank`` is False) is dated one second after ``raised_at``.
     """
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if path is None:

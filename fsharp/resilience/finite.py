@@ -63,7 +63,7 @@ class SkippedSteps:
         self.steps[:], self._in_row = steps, 0
 
     def record_nonfinite_step(self, description: str) -> None:
-        """Count a step that was not finite. Raise NonFiniteError if the policy or the limit forbids to leave the step out."""
+        """Count a step that was not finite. Raise NonFiniteError, with ``description``, if policy or limit forbid this."""
         self._in_row += 1
         if self.policy == "raise":
             raise NonFiniteError(
@@ -150,7 +150,7 @@ def _in_computable_dtype(x: torch.Tensor) -> torch.Tensor:
 
 
 def _paths_and_leaves(tree: Any) -> Iterator[tuple[tuple[str, ...], Any]]:
-    """Yield pairs of a path and a leaf: a Sharded, a tensor, or a number that may be infinite."""
+    """Yield pairs of a path in ``tree`` and a leaf: a Sharded, a tensor, or a number that may be infinite."""
     for path, _, leaf in leaves_with_path(with_state_dicts(tree)):
         for under, _, held in leaves_with_path(leaf.value) if isinstance(leaf, PerRank) else [((), (), leaf)]:
             if is_sharded(held) or isinstance(held, Number | torch.Tensor):
@@ -163,7 +163,7 @@ def _paths_and_leaves(tree: Any) -> Iterator[tuple[tuple[str, ...], Any]]:
 
 
 def _first_nonfinite_leaf(path: tuple[str, ...], held: Any, rank: int) -> tuple[int, str] | None:
-    """Return index and path of the first leaf with an infinity or NaN in a Sharded or tensor; None if there is none."""
+    """Return index and path of the first leaf of ``held``, at ``path``, with an infinity or NaN on this rank; else None."""
     if not isinstance(held, Sharded):
         return (0, join_path(path)) if bool(_is_nonfinite(held)) else None
     local = held.local_leaves(rank)

@@ -142,7 +142,7 @@ def _restored_signal_handlers() -> Iterator[None]:
 
 
 def _first_failure(folder: Path, failures: Mapping[int, Any]) -> tuple[int, str]:
-    """Return the rank that failed first, and its traceback or exit status.
+    """Return the rank that failed first, and its traceback or exit status, from the error files in ``folder`` and ``failures``.
 
     The first failure is taken from the first of these kinds that there is: errors of ranks themselves, processes that ended
     without an error, errors about other ranks, processes that torch's agent has ended. The agent's times are whole seconds.
@@ -177,7 +177,7 @@ def run_rank(folder: str) -> None:
 
 
 def _become_rank_when_told(folder: str) -> None:
-    """Read the environment of a rank from standard input, and run this rank in this process."""
+    """Wait for the environment of a rank on standard input, and run this rank by :func:`run_rank`. For a spare process."""
     launcher = os.getppid()
     if environment := sys.stdin.read():
         threading.Thread(target=_exit_after_launcher, args=(launcher,), daemon=True).start()
@@ -186,7 +186,7 @@ def _become_rank_when_told(folder: str) -> None:
 
 
 def _exit_after_launcher(launcher: int) -> None:
-    """End this process soon after the launcher has ended: without it no rank hears of other ranks, and none is restarted."""
+    """End this process soon after the launcher has ended: without a launcher no rank hears of others, and none is restarted."""
     while os.getppid() == launcher:
         time.sleep(1.0)
     print("launch(): the process that started the ranks has ended, so this rank ends as well.", file=sys.stderr, flush=True)

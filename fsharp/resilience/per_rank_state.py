@@ -63,7 +63,7 @@ class PerRankState:
         return {"state": PerRank(torch.frombuffer(bytearray(whole.ljust(self.nbytes, b"\0")), dtype=torch.uint8))}
 
     def state_template(self, is_saved: Callable[[str], bool] = lambda name: True) -> dict[str, Any]:
-        """Return zeros, into which a checkpoint is loaded. The object's ``state_dict()`` is not called."""
+        """Return zeros, into which a checkpoint is loaded; ``is_saved`` is not used, nor is the object's ``state_dict()``."""
         return {"state": PerRank(torch.zeros(self.nbytes, dtype=torch.uint8))}
 
     @api_boundary

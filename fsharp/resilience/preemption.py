@@ -73,7 +73,7 @@ class Preemption:
         return bool(max_over_ranks(flag, LabelPrefixComm(self.comm, f"whether to stop after step {step}: ")).item())
 
     def notice(self, number: int = signal.SIGTERM) -> None:
-        """Record a signal from another source, such as a cloud's metadata server."""
+        """Record signal ``number``, which another source announces, such as a cloud's metadata server."""
         self.received = signal.Signals(number)
 
     def _handle_signal(self, number: int, frame: FrameType | None) -> None:

@@ -19,7 +19,7 @@ from fsharp.stateful.modules.parameter import ShardedTensor
 
 
 def membership_of(comm: Comm) -> tuple[ProcessGroupComm, generations.Membership]:
-    """Return the innermost Comm, and this rank's membership in generations of the job. Raise a RunError if it has none."""
+    """Return the innermost Comm, and this rank's membership in a job with restarts. RunError without one, or over NCCL."""
     inner, member = innermost_comm(comm), generations.membership
     if not isinstance(inner, ProcessGroupComm) or member is None:
         raise RunError(
@@ -60,7 +60,7 @@ class Rejoining:
         self._member.announce_can_rejoin(can=True)
 
     def rejoin(self) -> str:
-        """Join the generation that :meth:`wait_for_next_generation` has awaited, and return why it began, or ``""``."""
+        """Join the generation for which :meth:`wait_for_next_generation` waited. Return why it began, or ``""`` for none."""
         news, self._news = self._news, None
         if news is None:
             return ""

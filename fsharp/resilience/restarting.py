@@ -35,13 +35,13 @@ _SIGNAL_MESSAGE = "A signal has come: no process is restarted. Start the program
 _LOOK_EVERY_S, _ASK_EVERY_S = 0.02, 0.5
 """Seconds between two looks at the processes, and between two looks at what ranks have written to the store."""
 _END_TIMEOUT_S = 10.0
-"""Seconds in which processes may end by themselves after the Restarter has stopped to restart them."""
+"""Seconds in which processes may end by themselves once no process is restarted any more."""
 _SPARE_DELAY_S = 2.0
 """Seconds from a restart to the start of the next spare process: ranks that recover need the processors first."""
 
 
 class Restarter:
-    """Runs the call in ``folder`` in ``nproc`` processes, and restarts those that end early, for ``restarts`` more generations.
+    """Runs the call in ``folder`` in ``nproc`` processes, and restarts those that end early, at most ``restarts`` times.
 
     Processes leave results and errors in the folder. ``program`` is the Python code of a process, whose argument is the folder.
     It reads the environment of a rank, in JSON, from standard input, and then runs the rank. A spare process, which has

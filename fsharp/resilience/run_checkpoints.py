@@ -22,7 +22,7 @@ class RunCheckpoints:
 
     Attributes:
         saved: step of the newest checkpoint on disk that this run has begun to write, or has loaded; -1 if there is none.
-        newest: step of the newest checkpoint on disk or in memory of hosts, also if its save has only begun, or -1.
+        newest: step of the newest checkpoint on disk or in memory of hosts, even if only begun; -1 if there is none.
         is_elastic: whether the run may return to an earlier step at any time, so that the tree of step 0 is kept as well.
         has_values: whether a load has begun, or the tree of step 0 is kept: the caller's tree is no longer needed.
     """
@@ -97,12 +97,12 @@ class RunCheckpoints:
         return (self.replicas is not None and self.replicas.latest() is not None) or self.has_any_in(self.root)
 
     def has_any_in(self, root: str) -> bool:
-        """Return whether rank 0 sees a checkpoint in a folder. Other ranks may see an older state of a folder on a network."""
+        """Return whether rank 0 sees a checkpoint in the folder ``root``. On a network other ranks may see an older state."""
         found = check_on_all_ranks("Run", self._comm, lambda: self._comm.rank == 0 and has_checkpoints(root))
         return bool(all_gather_texts("yes" if found else "", self._comm)[0])
 
     def load_newest_from(self, root: str, like: Any) -> tuple[Checkpoint, Any]:
-        """Load the newest undamaged checkpoint of a folder into a tree like ``like``, whose tensors are overwritten.
+        """Load the newest undamaged checkpoint of the folder ``root`` into a tree like ``like``, whose tensors are overwritten.
 
         For the run's own folder, saves in memory of hosts count as well. Return the checkpoint and the tree.
         """
@@ -130,12 +130,12 @@ class RunCheckpoints:
         self.has_values = True
 
     def begin_save(self, tree: Any, *, step: int) -> None:
-        """Begin to save ``tree`` on disk, in the background. The caller may change it once this call returns."""
+        """Begin to save the tree after ``step`` steps on disk, in the background. The caller may change ``tree`` afterwards."""
         self._saver.save(tree, step=step)
         self.saved = self.newest = step
 
     def begin_refresh(self, tree: Any, *, step: int) -> None:
-        """Begin to copy a tree to memory of hosts."""
+        """Begin to copy the tree after ``step`` steps to memory of hosts, in the background."""
         assert self.replicas is not None
         self.replicas.refresh(tree, step=step, config=self._config)
         self.newest = step

@@ -51,7 +51,7 @@ class RunRecord:
             logger.log(step, values)
 
     def warn(self, step: int, text: str) -> None:
-        """Write a warning to the log of the process, and to the loggers as an event."""
+        """Write ``text`` as a warning to the log of rank 0, and as an event of step ``step`` to its loggers."""
         if self._comm.rank == 0:
             _log.warning("%s", text)
         self.log(step, {"event": text})
@@ -71,7 +71,7 @@ class RunRecord:
             _log.warning("a logger could not record the end of the run: %s: %s", type(failure).__name__, failure)
 
     def start(self, step: int, tree: Any, **about: Any) -> None:
-        """Record that the run begins or continues: settings, versions, this machine, and the layout of the tree's units."""
+        """Record that the run begins or continues at ``step``: ``about``, versions, this machine, and the tree's layout."""
         if not self._loggers:
             return
         device = self._comm.device
@@ -93,7 +93,7 @@ class RunRecord:
             self.stragglers.start()
 
     def end_step(self, step: int, *, is_last: bool) -> None:
-        """Record the throughput once a second, and ranks that have become slow. ``step`` is the number of finished steps."""
+        """Record ranks that have become slow, and once a second, or if ``is_last``, throughput. ``step``: finished steps."""
         if self.stragglers is not None:
             known, times = self.stragglers.stragglers, self.stragglers.times
             before = times[-1] if times else None

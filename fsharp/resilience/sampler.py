@@ -79,7 +79,8 @@ class IndexSampler:
     def batches(self, start: int = 0, *, rank: int = 0, num_ranks: int = 1) -> Iterator[list[int]]:
         """Yield a rank's indices of step ``start`` and all later steps, without end: a ``batch_sampler`` for a ``DataLoader``.
 
-        After a Run has rolled back, make a new iterator: the earlier one does not leave out steps.
+        ``rank`` and ``num_ranks`` are as for :meth:`indices`. After a Run has rolled back, make a new iterator: the earlier
+        one does not leave out steps.
         """
         step = start
         while True:

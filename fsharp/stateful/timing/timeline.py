@@ -98,7 +98,7 @@ class Timeline:
         return max(nbytes for _, nbytes in self.memory)
 
     def seconds(self, *kinds: str, unit: str | None = None, phase: Phase | None = None) -> float:
-        """Return the seconds of the spans of ``kinds``. A collective of several units counts once; with ``unit`` in full."""
+        """Return the seconds of spans of ``kinds``, and of one unit or phase if given. Units in one collective count once."""
         chosen = [s for s in self.spans if s.kind in kinds and unit in (None, s.unit) and phase in (None, s.phase)]
         if unit is not None:
             return sum((span.seconds for span in chosen), 0.0)

@@ -35,7 +35,7 @@ class Trace:
         stop_s: float,
         step: int | None = None,
     ) -> None:
-        """Record that an op ran, by its position in the schedule.
+        """Record that op ``op_index`` of the schedule ran from ``start_s`` to ``stop_s``, in seconds of one clock.
 
         The kind ``"wait"`` is time in which the compute stream, or the host, waited before the op. ``step`` is the number of
         the step that issued the op; None means the last step that has begun.
@@ -45,12 +45,12 @@ class Trace:
         self.rows.append((op_index, kind, unit, phase, stream, start_s, stop_s, step))
 
     def begin_step(self, start_s: float) -> int:
-        """Record that a step begins, and return its number. Ops recorded from now on belong to this step."""
+        """Record that a step begins at ``start_s``, and return its number. Ops recorded from now on belong to this step."""
         self.steps.append((start_s, math.nan))
         return len(self.steps) - 1
 
     def end_step(self, stop_s: float) -> None:
-        """Record that the step has ended. Ops for which only the next step waits may be recorded after this call."""
+        """Record that the step ended at ``stop_s``. Ops for which only the next step waits may be recorded after this call."""
         self.steps[-1] = self.steps[-1][0], stop_s
 
     @api_boundary

@@ -107,7 +107,7 @@ class GradientCheck(ScheduleCheck):
         return [each for each in self.takers.get(spec.frees, ()) if each.calls]
 
     def _missing_text(self, op: Op, spec: OpSpec, key: tuple[str, int]) -> str:
-        """Return an error text if ``op`` sends or frees a gradient that is incomplete or not expected; else an empty text."""
+        """Return an error text if ``op`` sends or frees the gradient ``key`` incomplete or unexpectedly; else ``""``."""
         facts, finish = self.facts[op.unit], spec in self.takers[FINISHING]
         if not facts.trainable:
             return "is about a frozen unit, which has no gradient"

@@ -115,7 +115,10 @@ def _check_each_op(schedule: Schedule) -> None:
 
 
 def _check_bucket(i: int, ops: Sequence[Op], facts: Mapping[str, UnitFacts], *, is_new: bool) -> None:
-    """Check that op ``i`` is next to the earlier ops of its bucket, at their event, with equal collectives, and awaits none."""
+    """Check that op ``i`` is next to the earlier ops of its bucket, at their event, with equal collectives.
+
+    No op of a bucket may wait for another one. ``is_new``: op ``i`` is the bucket's first.
+    """
     op, before = ops[i], ops[i - 1] if i else None
     mine = coalescing_key(op.spec, facts[op.unit])
     if mine is None:
