@@ -210,8 +210,8 @@ class Hardware:
         previous collective on its stream ends. Axes whose bytes are proportional get one number. If some gradients travel in
         the dtype of their sums and others do not, the fit finds ``cast_bandwidth`` as well. Seconds in which host and
         collectives slow each other down are multiplied by the speed that ``contention`` leaves. With ``alone`` and contention,
-        seconds of collectives still contain some in which other ranks computed on the same cores, or waited. So all latencies
-        and bandwidths are multiplied by one factor, with which the prediction for the traced step is as long as the step was.
+        seconds of collectives still contain some in which other ranks computed on the same cores, or waited. So the seconds of
+        all collectives are multiplied by one factor, with which the prediction for the traced step is as long as the step.
 
         Times of compute and of the update are those of the measured model. For another model replace them, by estimates or by
         :meth:`Trace.compute_times` of a run in one process: ``dataclasses.replace(hardware, compute=..., update_s=...)``.

@@ -57,9 +57,9 @@ class Run:
     A step has to be a function of the state and its own number. :class:`~fsharp.resilience.IndexSampler` chooses the samples of
     a step by its number, and :func:`~fsharp.resilience.seeded` the random numbers. A crash, a kill or a preemption may end the
     run. Started again with the same number of ranks, the run ends with the bits of a run without interruption.
-    ``torchrun --max-restarts`` starts it again. With another number of ranks the run continues with the same batches.
+    ``torchrun --max-restarts`` starts the run again. With another number of ranks the run continues with the same batches.
 
-    At the start ranks compare config, tree and code (:func:`agree_at_start`). All ranks raise an error of one rank, and it is
+    At the start ranks compare config, tree and code (:func:`agree_at_start`). An error of one rank is raised on all ranks, and
     printed once (:func:`reported_failures`). After SIGTERM all ranks save at the end of the step, and exit with
     :data:`EXIT_PREEMPTED`; :class:`Preemption` describes what torchrun then does. A warning names slow ranks
     (:class:`StragglerDetector`). If ranks leave the loop after different steps, the error has the step of each rank.
@@ -67,9 +67,8 @@ class Run:
     Args:
         root: folder of the run's checkpoints, which hold the tree of :meth:`resume` under the name ``tree``.
         comm: the ranks; of a scheduler pass ``scheduler.comm``. Over NCCL slow ranks are not looked for.
-        total: number of steps. You can set ``run.total`` before :meth:`end_step`, to one value on all ranks; a run that is
-            started again begins with ``total``, and so do all ranks under ``elastic`` when one is restarted. The run saves
-            after the last step.
+        total: number of steps, after which the run saves. You can set ``run.total`` before :meth:`end_step`, to one value on
+            all ranks. When the run, or under ``elastic`` a rank, is started again, ``run.total`` is the argument again.
         save_every: number of steps between two checkpoints.
         keep: number of newest checkpoints to keep.
         keep_steps: length of an interval of steps. The last checkpoint of each interval is kept as well: with 1000 the last one
@@ -83,13 +82,13 @@ class Run:
         files: source files that have to be equal on all ranks.
         on_nonfinite: what to do after a step with ``nonfinite``: see :meth:`end_step`.
         max_nonfinite: most steps that may be left out: in a row with ``"skip"``, in all with ``"roll back"``.
-        save_nonfinite: save trees that hold an infinity or NaN. If False, they are an error, and the previous checkpoint stays.
+        save_nonfinite: save trees that hold an infinity or NaN. If False, such a tree is not saved, but an error.
         signals: signals after which the run saves and exits.
         agree_every: number of steps between two exchanges of signals. Times of steps are exchanged a tenth as often.
         background: write checkpoints while training continues.
         loggers: where rank 0 records values of :meth:`log`, throughput, slow ranks, restarts and faults. None means the file
             ``log.jsonl`` in ``root``, from which ``fsharp report`` makes a page; nothing if ``root`` is a URL.
-        elastic: keep the other ranks running if one is killed, fails or hangs: see :meth:`train`.
+        elastic: keep the other ranks running if a rank is killed, fails or hangs: see :meth:`train`.
 
     Attributes:
         step: number of the next step, which is the number of finished and left-out steps.
