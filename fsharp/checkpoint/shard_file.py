@@ -68,7 +68,7 @@ def batches_by_nbytes(items: Iterable[S], max_nbytes: int) -> list[list[S]]:
 
 
 class TensorExtent(NamedTuple):
-    """Where a tensor is in a file: its dtype, its begin and end in bytes after the header, and its shape."""
+    """A tensor in a file: its dtype and shape, and its first byte and its end, counted from the end of the header."""
 
     dtype: torch.dtype
     begin: int

@@ -19,7 +19,7 @@ _OPTIMIZER_FILE = "optimizer.pt"
 
 
 class ResumeWithThisTrainer:
-    """What the file ``optimizer.pt`` holds for a sharded optimizer, whose state is in the folder ``fsharp`` instead.
+    """The content of ``optimizer.pt`` for a sharded optimizer. The optimizer's state is in the folder ``fsharp`` instead.
 
     transformers' own Trainer loads the file by ``torch.load(weights_only=True)``, which raises an error that names this class.
     Without the file, transformers' Trainer would silently begin with a new optimizer.

@@ -39,7 +39,7 @@ def byte_spans(x: torch.Tensor) -> tuple[ByteSpan, ...]:
 
 
 class _SchemaEffects(NamedTuple):
-    """What an operator does to its arguments, by its schema: whether it touches data, and which arguments it writes."""
+    """The effects of an operator by its schema: whether it touches data, and which arguments it writes."""
 
     touches: bool  # whether the operator reads or writes data: a view does not
     written: frozenset[str]  # names of the arguments that are written

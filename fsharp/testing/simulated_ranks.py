@@ -191,7 +191,7 @@ class ThreadComm:
 
 
 class CollectiveFacts(NamedTuple):
-    """What ranks have to agree on in a collective: all ranks of a group make calls with equal facts."""
+    """The facts of a collective call that have to be equal on all ranks of its group."""
 
     op: str
     axis: str

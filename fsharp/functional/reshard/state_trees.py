@@ -21,7 +21,7 @@ Path = tuple[str, ...]
 
 
 class LeafPosition(NamedTuple):
-    """Where a state tree holds a leaf: number of the node in the tree, number of the buffer in the node, and the old leaf."""
+    """The position of a leaf in a state tree: number of the node, number of the buffer in the node, and the old leaf."""
 
     node: int
     buffer: int

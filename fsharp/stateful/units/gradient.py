@@ -16,7 +16,7 @@ from fsharp.stateful.units.route import GradientRoute, Grads, OutgoingBlock
 
 
 class GradientPhase(IntEnum):
-    """Where the gradient of a unit is on its way in a step."""
+    """The phases of a unit's gradient in a step, from no gradient to the reduced gradient at the optimizer's place."""
 
     NONE = auto()
     COLLECTING = auto()

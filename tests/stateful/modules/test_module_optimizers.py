@@ -273,7 +273,7 @@ def test_options_in_the_group_of_a_pair_are_refused():
         optimizer.step()
 
 
-@pytest.mark.parametrize("change", ["parameter added", "parameter removed", "group added"])
+@pytest.mark.parametrize("change", ["parameter added", "parameter removed", "parameter replaced", "group added"])
 def test_changed_groups_are_refused(change):
     """A parameter that was put into a group stayed as it was."""
     model = fs.shard_module(modules.make(), mesh=fs.SingleComm())
@@ -284,6 +284,8 @@ def test_changed_groups_are_refused(change):
         optimizer.param_groups.append({**optimizer.param_groups[0], "params": [last]})
     elif change == "parameter added":
         optimizer.param_groups[0]["params"].append(last)
+    elif change == "parameter replaced":
+        optimizer.param_groups[0]["params"][0] = last
     else:
         optimizer.param_groups[0]["params"].pop()
     with pytest.raises(TreeError, match=r"param_groups cannot change: pass all groups to ShardedOptimizer"):

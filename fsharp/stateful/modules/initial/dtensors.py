@@ -16,7 +16,7 @@ from fsharp.functional.comm.protocol import Comm, ReduceOp
 
 @dataclass(frozen=True)
 class DTensorSpec:
-    """What makes a DTensor of a rank's local tensor: mesh, placements, whole shape and stride."""
+    """The mesh, placements, whole shape and stride with which a rank's local tensor becomes a DTensor."""
 
     mesh: DeviceMesh
     placements: tuple[Placement, ...]

@@ -16,7 +16,7 @@ from torch import nn
 
 from fsharp.errors import ScheduleError, TreeError
 from fsharp.functional.comm.agree import check_on_all_ranks
-from fsharp.functional.comm.equal_values import check_same_on_ranks, exact_text
+from fsharp.functional.comm.equal_values import check_same_on_ranks
 from fsharp.functional.comm.protocol import Comm
 from fsharp.functional.layout.sharded import units_by_name, units_of
 from fsharp.functional.optim.base import Transform, as_transform
@@ -25,6 +25,7 @@ from fsharp.functional.optim.wrappers import without_updates
 from fsharp.functional.state import MadeBy
 from fsharp.stateful.modules.optim.averaged import using_averaged_parameters
 from fsharp.stateful.modules.optim.flat_slices import FlatSlice, cut_by_labels, join_state, state_join_key, state_of_leaf
+from fsharp.stateful.modules.optim.groups import GroupWithoutOptions, group_members, group_texts, option_error, options_text
 from fsharp.stateful.modules.optim.probe import UpdateScope, fresh_state, probe_update_scope
 from fsharp.stateful.modules.optim.states import (
     StateByParameter,
@@ -110,11 +111,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
                     "ShardedOptimizer(): an (init, update) pair needs all trained parameters of the module. Freeze some before "
                     "shard_module(), or use labels and fs.optim.partition()."
                 )
-            self.param_groups = [_GroupWithoutOptions(group) for group in self.param_groups]
+            self.param_groups = [GroupWithoutOptions(group) for group in self.param_groups]
             state = self._tx.init(self.session.state.main_parameters(), comm=self.session.scheduler)
             made_by = MadeBy(self._tx.name)  # as in later states, so that their checkpoints load into this state
             self.session.state.train_state = self.session.state.train_state._replace(opt=state, made_by=made_by)
-        self._num_parameters = self._count_parameters()
+        self._members = group_members(self.param_groups)
         self._is_made = True
 
     def _make_inner_from_class(
@@ -127,8 +128,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
             )
         self._defaults = defaults
         self._labels: Sequence[Mapping[str, Hashable]] = [{p.path: 0 for p in each["params"]} for each in self.param_groups]
-        fields = {"class": optimizer.__qualname__, "defaults": _options_text(defaults)}
-        fields |= _options_text_by_group([{**group, "params": sorted(group["params"])} for group in self._groups_with_paths()])
+        fields = {"class": optimizer.__qualname__, "defaults": options_text(defaults)}
+        fields |= group_texts([{**group, "params": sorted(group["params"])} for group in self._groups_with_paths()])
         check = partial(self._probe_update_scopes, optimizer, check_steps)
         self._scopes = check_on_all_ranks("ShardedOptimizer()", self.session.scheduler, check, lambda _: fields)
         rows = zip(self.param_groups, self._cut_into_slices(), strict=True)
@@ -208,12 +209,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         tx = self._tx or Transform(lambda params: None, self._update_by_inner, {}, self._update_by_inner)  # not kept: a cycle
-        if self._count_parameters() != self._num_parameters:
-            raise TreeError(
-                "step(): param_groups cannot change: pass all groups to ShardedOptimizer(), with all their parameters."
-            )
+        if group_members(self.param_groups) != self._members:
+            raise TreeError("step(): param_groups cannot change: pass all groups to ShardedOptimizer(), with all parameters.")
         if self._tx is not None and (unread := sorted(self.param_groups[0].keys() - {"params"})):
-            raise _option_error(unread[0])
+            raise option_error(unread[0])
         if self._tx is not None and (paused := self.session.paused & self.session.step.means.missing):
             tx = without_updates(tx, paused)
         if self.session.step.updated_by not in (None, id(self)):
@@ -227,7 +226,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             for key, x in sorted(group.items())
             if key != "params" and all(t.device.type == "cpu" for t in optree.tree_leaves(x) if isinstance(t, torch.Tensor))
         }
-        self.session.step.update(tx, _options_text(hosted), optimizer_id=id(self))
+        self.session.step.update(tx, options_text(hosted), optimizer_id=id(self))
         return loss
 
     @api_boundary
@@ -236,9 +235,6 @@ class ShardedOptimizer(torch.optim.Optimizer):
         if self._is_made:
             raise TreeError("add_param_group(): groups cannot be added later: pass all groups to ShardedOptimizer().")
         super().add_param_group(param_group)
-
-    def _count_parameters(self) -> list[int]:
-        return [len(group["params"]) for group in self.param_groups]
 
     def _update_by_inner(self, grads: Any, state: Any, params: Any, *, comm: Comm, donate: bool) -> tuple[Any, Any]:
         if self._generation != self.session.state.num_replacements:
@@ -421,7 +417,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             fresh = partial(self._fresh_state, groups=state_dict["param_groups"])
             return states_from_state_dict(state_dict["state"], self._parameters_with_state(), fresh)
 
-        states, compared = check_on_all_ranks(where, comm, check, lambda _: _options_text_by_group(state_dict["param_groups"]))
+        states, compared = check_on_all_ranks(where, comm, check, lambda _: group_texts(state_dict["param_groups"]))
         values, varying = ({name: each[i] for name, each in compared.items()} for i in (0, 1))
         check_same_on_ranks(where, values, comm, remedy=SAME_VALUES_REMEDY, varying=varying)
         for group, loaded in zip(self.param_groups, state_dict["param_groups"], strict=True):
@@ -486,25 +482,3 @@ def _session_of_parameters(params: list[Any]) -> Session:
     if others or not isinstance(first, Session):
         raise TreeError("ShardedOptimizer(): got parameters of several modules. Make one optimizer for each module.")
     return first
-
-
-def _options_text(options: Mapping[str, Any]) -> str:
-    return "\n".join(f"{name}={exact_text(value)}" for name, value in options.items())
-
-
-def _options_text_by_group(groups: Iterable[Mapping[str, Any]]) -> dict[str, str]:
-    return {f"group {i}": _options_text(group) for i, group in enumerate(groups)}
-
-
-class _GroupWithoutOptions(dict[str, Any]):
-    """The parameters of an ``(init, update)`` pair as a group of torch.optim. To read an option is an error."""
-
-    def __missing__(self, key: str) -> Any:
-        raise _option_error(key)
-
-
-def _option_error(key: str) -> TreeError:
-    return TreeError(
-        f"ShardedOptimizer: param_groups[0][{key!r}]: an (init, update) pair has no options there. Pass a schedule, such as "
-        f"fs.optim.adamw(fs.optim.cosine_decay_schedule(3e-4, 1000)), or set numbers of fs.optim.inject_hyperparams."
-    )

@@ -23,7 +23,7 @@ _generator_lock = threading.RLock()  # ranks that are threads share the generato
 
 
 class UpdateScope(IntEnum):
-    """What the update of one element depends on: this element alone, its whole parameter, or all parameters."""
+    """The elements on which the update of one element depends: this element, its whole parameter, or all parameters."""
 
     ELEMENT = 0
     """The element alone: buffers may be cut and joined anywhere."""
