@@ -31,7 +31,7 @@ class LayoutError(FsharpError, ValueError):
 
 
 class FormatError(LayoutError):
-    """The ``encode`` or ``decode`` of a format raised an error, or returned tensors that do not match the format's planes."""
+    """A format's ``encode`` or ``decode`` raised an error, or returned other arrays than the format declares (its planes)."""
 
 
 class TreeError(FsharpError, TypeError):

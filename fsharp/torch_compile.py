@@ -18,7 +18,7 @@ from fsharp.type_checks import check_failed_call
 F = TypeVar("F", bound=Callable[..., Any])
 
 _compiler: ContextVar[Any] = ContextVar("compiler", default=None)
-"""The frame evaluation callback that was on when the innermost function of :func:`uncompiled` was called; None if none was."""
+"""torch.compile's callback at the innermost call of a function that :func:`uncompiled` has returned; None if it was off."""
 
 _REASON = (
     "fsharp gathers and releases parameters between graphs. Leave out fullgraph=True, or compile what computes within a unit: "
@@ -43,7 +43,8 @@ def _end_uncompiled(token: Token[Any]) -> None:
 def uncompiled(function: F) -> F:
     """Return a function that torch.compile does not compile: a graph ends before each call, and another begins after it.
 
-    The function is a boundary of tracebacks. If it fails with an argument of the wrong type, the error names the argument.
+    Tracebacks of its errors leave out the library's frames. If the function fails with an argument of the wrong type, the error
+    names the argument.
     """
 
     @functools.wraps(function)
@@ -71,7 +72,7 @@ def uncompiled(function: F) -> F:
 
 
 def call_compiled_like_caller(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Call the user's ``function``. Compile it if compiled code has called the innermost function of :func:`uncompiled`."""
+    """Call ``function``, which is the user's. If compiled code has called this library, ``function`` is compiled as well."""
     compiler = _compiler.get()
     if compiler is None:
         return function(*args, **kwargs)

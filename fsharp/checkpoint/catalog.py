@@ -92,7 +92,10 @@ def step_in_folder_name(name: str) -> int:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A complete checkpoint at ``path``: with a manifest, and files of the right sizes. Or files of another library."""
+    """A complete checkpoint at ``path``: a folder in which all files of its manifest have the right sizes.
+
+    Files of other libraries, such as those of ``save_pretrained()``, are a checkpoint too, and have no manifest.
+    """
 
     path: str
 

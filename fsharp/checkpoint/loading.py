@@ -277,10 +277,10 @@ def _tree_to_fill(
     donate: bool,
     kept: Collection[str],
 ) -> Any:
-    """Return a tree like ``template`` to read into: tensors without values, and all other values from ``manifest``.
+    """Return a tree like ``template`` with tensors to fill from a checkpoint, and with all other values from ``manifest``.
 
-    ``stored`` returns a leaf's name in the checkpoint. Leaves named in ``kept``, and with ``donate`` all memory, are
-    ``template``'s.
+    ``stored``: function from a leaf's name to its name in the checkpoint. ``donate``: let the tensors take the memory of those
+    in ``template``, in place of new memory. ``kept``: names of the leaves that stay those of ``template``.
     """
     taken = dict[int, list[tuple[int, int]]]()
 

@@ -228,9 +228,9 @@ class Replicas(BackgroundSaver):
 
     @api_boundary
     def refresh(self, tree: Any, *, step: int, config: Any = None) -> None:
-        """Replace the kept tree by ``tree``, once the previous refresh has ended.
+        """Replace the tree that hosts keep in memory by ``tree``, once the previous refresh has ended.
 
-        The caller may change or donate the tree as soon as this call returns.
+        The caller may change the tree, or donate it to a step, as soon as this call returns.
 
         Args:
             tree: the tree, as for :func:`~fsharp.checkpoint.save`.
@@ -238,8 +238,8 @@ class Replicas(BackgroundSaver):
             config: config of the run, a value that JSON can hold; equal on all ranks.
 
         Raises:
-            CheckpointError: the previous refresh has failed, for example because a host had no room. The kept tree stays. All
-                ranks raise.
+            CheckpointError: the previous refresh has failed, for example because a host had no room. Hosts still keep the tree
+                of the refresh before. All ranks raise.
             TreeError: a leaf cannot be saved.
             AgreementError: ranks have different trees or values.
 

@@ -42,7 +42,8 @@ os.register_at_fork(after_in_child=_busy_savers.clear)  # a child has no threads
 class BackgroundSaver:
     """Base class of Saver and Replicas, which copy values to host memory, and write the copies in a thread during training.
 
-    ``own`` is a Comm of the same ranks, for the thread alone. ``in_thread=False`` writes in the caller's thread.
+    ``own``: a second Comm of the ranks of ``comm``, which the thread alone uses. ``in_thread=False``: write in the caller's
+    thread.
     """
 
     def __init__(self, comm: Comm, own: Comm, name: str, *, in_thread: bool) -> None:
@@ -56,7 +57,7 @@ class BackgroundSaver:
         setup_recording.record_for_replay(self._begin_generation)
 
     def _begin_generation(self) -> None:
-        """Begin a new generation of the job: forget the save under way, as a restarted rank knows of none."""
+        """Begin a new generation of the job: drop the save under way, of which a restarted rank does not know."""
         self._forget_save()
 
     def _begin_save(self, snapshot: Snapshot, job: Callable[[Snapshot], Any]) -> None:

@@ -74,7 +74,7 @@ def show(path: str, /) -> str:
 
 
 def verify_checkpoints(paths: tuple[str, ...], /) -> str:
-    """Read every byte of checkpoints, and compare the bytes with their digests. Print the intact ones; fail at a damaged one.
+    """Read every byte of checkpoints, and compare the bytes with their digests. Print the intact ones; fail if one is damaged.
 
     Args:
         paths: the checkpoints.
@@ -113,7 +113,7 @@ def diff(first: str, second: str, /, *, values: bool = True) -> str:
 
 
 def _largest_difference(x: torch.Tensor, y: torch.Tensor) -> float:
-    """Return the largest difference between elements of two tensors, of which equal infinities and two NaNs have none."""
+    """Return the largest difference between elements of two tensors; 0 between equal infinities, and between two NaNs."""
     dtype = torch.complex128 if x.is_complex() else torch.float64
     x, y = x.to(dtype), y.to(dtype)
     is_same = (x == y) | (x.isnan() & y.isnan())

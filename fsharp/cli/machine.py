@@ -49,10 +49,11 @@ class Machine(NamedTuple):
         return sorted({axis for _, axis in self.hardware.bandwidth}) if isinstance(self.hardware.bandwidth, dict) else []
 
     def hardware_of(self, layout: Layout, *, tokens: float, efficiency: float) -> Hardware:
-        """Return the hardware with the seconds that each unit of a layout computes.
+        """Return ``self.hardware`` with the compute seconds of each unit of a layout.
 
         The forward of a unit with ``n`` parameters makes ``2 * n * tokens`` operations, and the backward twice as many, at
-        ``efficiency * flops`` operations per second. The optimizer is Adam on float32, bound by memory bandwidth.
+        ``efficiency * flops`` operations per second (``self.flops``). The optimizer is Adam on float32, bound by memory
+        bandwidth.
         """
         used = {unit.name or "(root)": sum(group.used for group in unit.groups) for unit in layout.units}
         forward = {unit: 2 * n * tokens / (efficiency * self.flops) for unit, n in used.items()}
@@ -104,7 +105,7 @@ def _check_output(file: str) -> None:
 
 
 def _measure_machine(axes: tuple[tuple[str, int], ...], steps: int, dtype: str) -> Machine:
-    """Return the machine's speeds, equal on all ranks, from ``steps`` steps, and products in ``dtype``. All ranks call this."""
+    """Measure ``steps`` steps, and products in ``dtype``. Return the speeds, equal on all ranks. All ranks call this."""
     comm = connect(Mesh(list(axes)))
     chosen = dtype or ("float32" if comm.device.type == "cpu" else "bfloat16")
     size = 1024 if comm.device.type == "cpu" else 8192

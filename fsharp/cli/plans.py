@@ -90,7 +90,10 @@ def _layout_text(layout: Layout, optimizer_buffers: int, microbatches: int) -> s
 
 
 def _nbytes_at_rest(layout: Layout, optimizer_buffers: int) -> dict[str, int]:
-    """Return the bytes that a rank stores between steps under ``layout``, by kind: params, main, grads and optimizer."""
+    """Return the bytes that a rank stores between steps, of parameters, main copies, gradients and optimizer state.
+
+    ``optimizer_buffers``: values of optimizer state for each parameter, such as 2 for Adam.
+    """
     kinds = {"params": layout.nbytes("params"), "main": layout.nbytes("main"), "grads": layout.nbytes("grads")}
     return kinds | {"optimizer": optimizer_buffers * layout.nbytes("optim")}
 
@@ -120,14 +123,15 @@ def schedule(
 
     Args:
         model: as for fsharp plan.
-        mesh: sizes of the axes, the outermost first: dp=8, or outer=2,inner=8. Each 8 ranks in order share a host.
+        mesh: sizes of the axes, the outermost first: dp=8, or outer=2,inner=8. Every 8 consecutive ranks share a host.
         strategy: one of ddp, zero1, zero2, zero3, hsdp and hfsdp.
         units: pattern of the subtrees to gather one by one; by default each repeated layer is a unit.
         compute: dtype of the parameters in use.
         main: dtype of the parameters that the optimizer updates.
-        policy: prefetch 1, prefetch 2 or no prefetch (units gathered ahead); gathered once or gathered twice (a unit in a
-            step); no buckets or buckets of 25 MB (units in one collective); least memory; separate gradients (outside of the
-            arena); or state on the host.
+        policy: one of these names. "prefetch 1", "prefetch 2" or "no prefetch": how many units are gathered ahead. "gathered
+            once" or "gathered twice": how often a unit is gathered in a step. "no buckets" or "buckets of 25 MB": whether
+            units share a collective. "least memory": no prefetch, gathered twice, no buckets. "separate gradients": each
+            gradient has memory of its own. "state on the host": optimizer state rests in host memory.
         microbatches: number of microbatches of a step.
         gpu: A100, H100, H200 or B200; H100 by default.
         hardware: file that fsharp calibrate has written, in place of a GPU.
@@ -180,19 +184,20 @@ def tune(
 ) -> str:
     """Predict steps under many strategies, meshes, units and policies, and show the fastest that fits into memory first.
 
-    Costs are estimated from shapes: each matrix is multiplied with the vectors of all tokens, kept for the backward.
+    Costs are estimated from shapes: each matrix is multiplied with a vector of each token, and the vectors are kept for the
+    backward.
 
     Args:
         model: as for fsharp plan.
         mesh: sizes of the axes, the outermost first; or a number of ranks, to try meshes of one axis, and of two: hosts times
-            ranks of a host. Each 8 ranks in order share a host.
+            ranks of a host. Every 8 consecutive ranks share a host.
         units: pattern of the subtrees to gather one by one; by default each repeated layer, each part of such a layer, and the
             whole model are tried.
         compute: dtype of the parameters in use.
         main: dtype of the parameters that the optimizer updates.
         budget: most GB that one rank may use.
         activations: GB that each unit keeps from its forward to its backward, in place of the estimate. Then each repeated
-            layer is a unit, and recomputation is not tried, as it is unknown what it would keep.
+            layer is a unit, and recomputation is not tried, as nobody knows what a recomputed unit would keep.
         microbatches: number of microbatches of a step.
         optimizer_buffers: values of optimizer state for each parameter: 2 for Adam, 1 for momentum.
         gpu: A100, H100, H200 or B200; H100 by default.
@@ -231,7 +236,7 @@ def tune(
 def _plan_layouts(
     where: str, model: str, mesh: str, strategy: str, units: str, compute: str, main: str
 ) -> tuple[Any, Mesh, dict[str, Layout]]:
-    """Return the parameters of a model, the mesh, and a layout for each strategy, or for ``strategy`` alone."""
+    """Return a model's parameters, the mesh, and layouts by strategy: only for ``strategy``, or if it is empty for all."""
     axes = parse_mesh(where, mesh)
     makers = {**FLAT_STRATEGIES, **(HYBRID_STRATEGIES if len(axes.names) == 2 else {})}
     named = {name: make(*axes.names) for name, make in makers.items()}
@@ -252,7 +257,7 @@ def _check_speed(where: str, tokens: int, efficiency: float | None) -> None:
 
 
 def _find_hardware(where: str, layout: Layout, gpu: str, hardware: str, tokens: int, efficiency: float | None) -> Hardware:
-    """Return the hardware in the file ``hardware``, or the preset of ``gpu``, where each 8 ranks in order share a host."""
+    """Return the hardware in the file ``hardware``, or if this text is empty the preset of ``gpu``, with 8 ranks on a host."""
     _check_speed(where, tokens, efficiency)
     if hardware:
         if gpu:

@@ -32,8 +32,8 @@ def check_remat_argument(remat: Remat) -> None:
 def run_with_recomputation(run: Callable[..., Any], fn: Callable[..., Any], args: Any, kwargs: Any, remat: Remat) -> Any:
     """Return ``run(fn, args, kwargs)``. A backward that needs activations calls ``run`` again, with the same random numbers.
 
-    ``run`` calls ``fn``, and may gather units, the second time in another way. A write to a tensor in ``args`` or ``kwargs``
-    before the backward is an error of autograd.
+    ``run`` gathers units and calls ``fn``. The gathers of its second call may run other torch ops than those of the first. A
+    write to a tensor in ``args`` or ``kwargs`` before the backward is an error of autograd.
     """
     whole: Any = (args, kwargs)
     leaves, spec = optree.tree_flatten(whole, is_leaf=is_sharded)

@@ -141,7 +141,7 @@ class _MakeHandle(torch.autograd.Function):
 
 
 class _AttachHandle(torch.autograd.Function):
-    """An autograd function that returns a full buffer, whose gradient goes to a handle."""
+    """An autograd function that returns the gathered buffer ``full``. Its gradient goes to ``handle``: see SinkLedger."""
 
     @staticmethod
     def forward(full: torch.Tensor, handle: torch.Tensor) -> torch.Tensor:

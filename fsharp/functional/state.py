@@ -107,7 +107,7 @@ def init_state(tx: Any, sharded: Any, *, comm: Comm, donate: bool = False) -> Tr
     main = trainable(gather(start, comm=comm, to="optim"))
 
     def unsliced(node: Sharded) -> Sharded:
-        """Return a node whose buffers are no slices of larger ones."""
+        """Return the node with a copy of each buffer that is a slice of larger memory, so that this memory can be freed."""
         return node.with_buffers([b.clone() if b.untyped_storage().nbytes() > b.nbytes else b for b in node.buffers])
 
     copies = map_units(unsliced, _select_groups_with_main_copy(main))

@@ -33,8 +33,8 @@ def step_traffic(
         microbatches: number of microbatches of the step.
         release: argument ``release`` of :func:`~fsharp.forward`.
         forward_only: names of frozen units through which no gradient flows, such as units before the first trainable one.
-        uses: number of uses of a unit by :func:`~fsharp.forward`, also as one of ``ties``; for units that ``loss_fn`` does not
-            use exactly once.
+        uses: by name of a unit, how many calls of :func:`~fsharp.forward` in a microbatch use the unit, as their unit or as one
+            of ``ties``. Units that are not named have one such call.
 
     Returns:
         A Counter of :class:`~fsharp.collectives.Call`.

@@ -89,7 +89,10 @@ class Accelerator(accelerate.Accelerator):
         return model.accumulate() if isinstance(model, ShardedModule) else super().no_sync(model)
 
     def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> Any:
-        """Clip gradients by their norm over all ranks, and return the norm. Sharded parameters have to be all of one module."""
+        """Clip gradients by their norm over all ranks, and return the norm.
+
+        If there are sharded parameters, pass all trained parameters of one sharded module, and no others.
+        """
         parameters = [parameters] if isinstance(parameters, nn.Parameter) else list(parameters)
         if not any(isinstance(each, ShardedParameter) for each in parameters):
             return super().clip_grad_norm_(parameters, max_norm, norm_type)

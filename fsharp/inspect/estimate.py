@@ -249,7 +249,7 @@ class Hardware:
         return replace(fitted, **own)
 
     def _with_slower_links(self, factor: float) -> "Hardware":
-        """Return hardware whose collectives, and casts in their sums, take ``factor`` times as long."""
+        """Return hardware on which collectives take ``factor`` times as long, and so do gloo's casts as it adds summands."""
         latency, bandwidth = scaled_by_link(self.latency, factor), scaled_by_link(self.bandwidth, 1 / factor)
         return replace(self, latency=latency, bandwidth=bandwidth, cast_bandwidth=self.cast_bandwidth / factor)
 
@@ -311,9 +311,9 @@ class Hardware:
 
 @options_checked
 def predict(schedule: Schedule, hardware: Hardware) -> Timeline:
-    """Simulate steps that follow a schedule on a machine, and return when each op runs, once steps repeat.
+    """Simulate steps that follow a schedule on a machine, until a step is like the previous one. Return when its ops run.
 
-    [Note: what the simulation knows] lists the assumptions.
+    The assumptions are in [Note: what the simulation knows], at the beginning of this module.
 
     Raises:
         ScheduleError: an op waits for an op that does not exist, or an axis has no bandwidth.

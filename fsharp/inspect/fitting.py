@@ -184,9 +184,11 @@ def fit_host_share(trace: Trace, schedule: Schedule, alone: Mapping[str, tuple[f
 
 
 def memory_traffic_nbytes(ops: Sequence[Op], facts: Mapping[str, UnitFacts]) -> int:
-    """Return the bytes that ops read or write: of each op its memory in the arena, else its inputs, else its output.
+    """Return the bytes of memory that ops read or write, as far as schedules know them.
 
-    Of a cast these are the bytes of the gradient, and of an accumulate those of the gradient at rest, without scratch.
+    - A ``cast`` counts the gradient, if its size is known.
+    - An ``accumulate`` counts the gradient to which it adds, or if that is not in the arena the bytes that its reduction sends.
+    - Any other op counts its memory in the arena. An op without such memory counts its inputs, or without inputs its output.
     """
     total = 0
     for op in ops:

@@ -130,7 +130,10 @@ class ShardedJaxprRun:
         return [read(atom) for atom in closed.jaxpr.outvars]
 
     def elements(self, value: Any, leaf: int, shape: Sequence[int]) -> Any:
-        """Return this rank's elements, 1-D, of ``value`` broadcast to ``shape``, which has the size of leaf number ``leaf``."""
+        """Return, 1-D, the elements of ``value`` that stand where this rank has elements of leaf number ``leaf``.
+
+        ``shape``: the shape to which ``value`` is broadcast, with as many elements as the leaf.
+        """
         part, size = self.leaves[leaf], math.prod(shape)
         first, last = (part.first, part.last) if part.axes else (0, size)
         if isinstance(value, ArrayShard) and math.prod(value.shape) == size:
@@ -203,7 +206,10 @@ class ShardedJaxprRun:
         raise self._cut_leaf_error(name, leaf)
 
     def _as_replicated_if_possible(self, value: Any, at: EquationKey) -> Any:
-        """Return a part of an uncut leaf, or of one element, as an array that all ranks have; any other ``value`` as it is."""
+        """Return ``value`` as an array that all ranks have, if no axis cuts its leaf, or if it has one element; else ``value``.
+
+        ``at``: key of the reduction over ranks that a value of one element needs.
+        """
         if not isinstance(value, ArrayShard) or self.leaves[value.leaf].is_varying:
             return value
         if not self.leaves[value.leaf].axes:

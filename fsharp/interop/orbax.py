@@ -124,8 +124,9 @@ def to_orbax(
         subtree: the subtree to write, such as ``"params"`` of a TrainState. Numbers and texts are left out.
         rename: returns Orbax's name for a name below ``subtree``. A dot in a name means a dict within a dict; a dict whose keys
             are 0, 1 and so on becomes a list.
-        stack: paths of lists of layers, in Orbax's names, each with the dim at which the leaves of all layers are stacked, as
-            ``lax.scan`` takes them: ``{"layers": 0}``, the inverse of ``unstack`` of :func:`from_orbax`.
+        stack: lists of layers whose leaves are to be stacked: by path, in Orbax's names, the dim that then counts layers. With
+            ``{"layers": 0}`` the leaves ``layers.0.w`` to ``layers.7.w`` become one leaf ``layers.w``, as ``lax.scan`` takes
+            it. This is the inverse of ``unstack`` of :func:`from_orbax`.
 
     Raises:
         CheckpointError: the folder exists, there is nothing to write, or the checkpoint is damaged; a tensor has no elements,

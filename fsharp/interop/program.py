@@ -136,7 +136,10 @@ class TracedTransformation:
         return RankLeafRanges(tuple(parts), tuple(places), tuple(dtypes), tuple(sizes))
 
     def _find_state_positions(self, leaf_ranges: RankLeafRanges) -> tuple[list[tuple[int, int] | None], list[Any]]:
-        """Return ``positions``, and the dtype of each tree of buffers, found by trials on the leaves of one rank."""
+        """Find by trials, on the leaves of one rank, where the arrays of the state are stored.
+
+        Return :attr:`positions`; and dtypes of the trees of buffers, each of which stores one array for each leaf.
+        """
         parts, count, behind = leaf_ranges.parts, len(self.names), len(self.names) + len(self.state)
         owners: list[int | None] = [None] * len(self.state)
 

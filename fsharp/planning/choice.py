@@ -317,10 +317,10 @@ class Choice:
     @classmethod
     @api_boundary
     def from_json(cls, text: str) -> "Choice":
-        """Return the choice of a text of :meth:`to_json`. If the policy was edited, the choice has a new prediction.
+        """Return the choice that :meth:`to_json` has written. If you have edited the text's policy, it is predicted again.
 
         Raises:
-            ScheduleError: the text is no choice, or the edited step does not fit into the budget.
+            ScheduleError: the text is no choice, or under the edited policy the step does not fit into the budget.
         """
         try:
             body = json.loads(text)

@@ -68,7 +68,10 @@ class Costs(NamedTuple):
         return [each for outer in self.kept for each in outer.walk()]
 
     def activation_nbytes(self, recomputed: Collection[str]) -> float:
-        """Return the most bytes of activations at one time, with ``recomputed`` units one at a time; nan if unknown."""
+        """Return the most bytes of activations at one time; nan if unknown.
+
+        Units in ``recomputed`` keep only their inputs. Their activations are recomputed for one unit at a time.
+        """
         kept, largest, todo = 0.0, 0.0, list(self.kept)
         while todo:
             call = todo.pop()

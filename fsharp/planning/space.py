@@ -97,9 +97,10 @@ def repeated_units(paths: Sequence[str]) -> list[str]:
 
 
 def units_to_try(model: Model, *, has_loss_fn: bool) -> dict[str, UnitPatterns]:
-    """Return choices of units by name: repeated layers; parts of these layers; one unit.
+    """Return ways to cut a model into units, by name: repeated layers; parts of these layers; the whole model as one unit.
 
-    ``has_loss_fn``: whether the user's loss function decides which subtrees it gathers. Then one unit is not tried.
+    ``has_loss_fn``: whether the user's loss function decides which subtrees it gathers. Then the whole model as one unit is
+    tried only if there are no repeated layers.
     """
     paths, _, _ = flatten_with_paths(model.tree)
     layers = repeated_units(paths)

@@ -232,10 +232,10 @@ def record_calls_of_module(
 
 
 def measure_calls(calls: Sequence[UnitCall], device: torch.device) -> int:
-    """Run one call of each kind on a device, and set seconds and kept bytes of all calls of the kind.
+    """Measure calls on a device, and set the seconds and the kept bytes of each. Return the number of kinds of calls.
 
-    Calls with inner calls are not run. Calls of one kind run one function, on tensors of equal shapes and dtypes. Return the
-    number of kinds.
+    Calls of one kind run one function, on tensors of equal shapes and dtypes: only one of them is measured, some times. A call
+    that contains other calls is not measured.
     """
     kinds: dict[Any, list[UnitCall]] = {}
     for call in (each for outer in calls for each in outer.walk() if not each.inner):

@@ -107,7 +107,10 @@ def _chart_data(values: dict[int, float]) -> dict[str, Any]:
 
 
 def _thin_rows(rows: list[tuple[int, Any]], height: Callable[[Any], float]) -> tuple[list[tuple[int, Any]], int]:
-    """Return about ``MAX_POINTS`` rows, and ``every``: of each ``every`` rows those with least and greatest ``height`` stay."""
+    """Return about ``MAX_POINTS`` of the rows, and a number of rows ``n``.
+
+    Of each ``n`` consecutive rows, the row with the least and the row with the greatest ``height`` are kept.
+    """
     if len(rows) <= MAX_POINTS:
         return rows, 1
     every = -(-2 * len(rows) // MAX_POINTS)

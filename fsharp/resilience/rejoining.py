@@ -19,7 +19,10 @@ from fsharp.stateful.modules.parameter import ShardedTensor
 
 
 def membership_of(comm: Comm) -> tuple[ProcessGroupComm, generations.Membership]:
-    """Return the innermost Comm, and this rank's membership in a job with restarts. RunError without one, or over NCCL."""
+    """Return the Comm inside of wrappers, and this rank's membership in a job whose launcher restarts single ranks.
+
+    Raises a RunError if no launcher would restart a rank, or over NCCL.
+    """
     inner, member = innermost_comm(comm), generations.membership
     if not isinstance(inner, ProcessGroupComm) or member is None:
         raise RunError(
@@ -84,9 +87,10 @@ class Rejoining:
 
 
 def meta_copy(tree: Any) -> Any:
-    """Return a copy of a tree on the meta device, to load into. Objects with a state, such as modules, are not copied.
+    """Return a copy of a tree on the meta device, into which a checkpoint can be loaded. Modules and the like are not copied.
 
-    Raises a RunError for a PerRankState, as a loop over its object would not return to an earlier step.
+    Raises a RunError for a PerRankState: when the tree goes back to an earlier step, an iterator over the wrapped data loader
+    would not go back.
     """
 
     def on_meta(x: Any) -> Any:

@@ -89,7 +89,7 @@ def precisions() -> st.SearchStrategy[Precision]:
 
 @st.composite
 def tensors(draw: st.DrawFn, *, dtypes: Sequence[torch.dtype] = DTYPES, max_dims: int = 3) -> torch.Tensor:
-    """Return a strategy for small tensors of integers, with dims of size 0, 1 and primes, in any layout of memory."""
+    """Return a Hypothesis strategy for small tensors of integers, with dims of size 0, 1 and primes, in any memory layout."""
     shape = draw(st.lists(st.sampled_from(_DIM_SIZES), max_size=max_dims))
     while len(shape) > 1 and torch.Size(shape).numel() > 200:
         shape.pop()
@@ -115,7 +115,7 @@ def integers_like(like: torch.Tensor, seed: int) -> torch.Tensor:
 
 @st.composite
 def trees(draw: st.DrawFn, *, dtypes: Sequence[torch.dtype] = DTYPES, max_leaves: int = 8, ties: bool = True) -> Any:
-    """Return a strategy for nested dicts, lists and tuples of :func:`tensors`, with empty containers, None and tied leaves."""
+    """Return a Hypothesis strategy for nested dicts, lists and tuples of tensors, some empty, with None and tied leaves."""
     keys = st.sampled_from(["w", "b", "scale", "layers", "0", "10"])
     shapes: st.SearchStrategy[Any] = st.recursive(
         st.sampled_from([0, 0, 0, 0, None]),

@@ -223,7 +223,10 @@ class _RaceDetector:
                     self.freed.setdefault(free.lane, []).append((each, ByteSpan(a, b, free.span.base)))
 
     def report_reuse(self, owner: str) -> None:
-        """Record races of an allocation of ``owner`` with accesses to its freed memory that may still be under way."""
+        """Record races between an allocation on lane ``owner`` and accesses to the freed memory that it may get.
+
+        Such an access is a race if it may still be under way.
+        """
         clock = self.clock(owner)
         for seen, span in self.freed.pop(owner, ()):
             if clock.get(seen.access.lane, 0) < seen.tick:

@@ -157,10 +157,10 @@ class RaceReport:
         return replay(self.log, without=positions).races
 
     def unneeded_waits(self) -> list[UnneededWait]:
-        """Return the waits of which any one could be left out without a race.
+        """Return the waits that are not needed: there would be no race if one of them were left out.
 
-        Without two of them there may be a race, if both order the same accesses. Cost: :meth:`races_without` for each wait that
-        is not implied: seconds for small models.
+        If two of them order the same accesses, one of the two has to stay. Cost: that of :meth:`races_without` for each wait
+        outside of :meth:`implied_waits`: seconds for small models.
         """
         implied = self.implied_waits()
         unneeded = [(why, times) for why, times in self.waits.items() if why in implied or not self.races_without(why)]

@@ -54,16 +54,16 @@ def to_dcp(
 ) -> None:
     """Convert a checkpoint to the format of torch.distributed.checkpoint (DCP), for ``dcp.load()`` on any mesh.
 
+    Call this function in one process; it needs no process group. Tied leaves are written under each of their names. Numbers,
+    texts, None, and lists and tuples of these are written as objects, as DCP writes those of a ``state_dict``. If the
+    checkpoint was saved from ``{"model": model, "optim": optimizer}``, a module and its ShardedOptimizer, FSDP2 can load both
+    into its own module and optimizer, by ``get_state_dict()``, ``dcp.load()`` and ``set_state_dict()``.
+
     Args:
         checkpoint: the checkpoint, or its path.
         folder: path of a new folder, which appears when all of it is written.
         subtree: part of the checkpoint to convert; all by default.
         rename: function from a name below ``subtree`` to the key in DCP: ``lambda name: f"model.{name}"``.
-
-    Call this function in one process; it needs no process group. Tied leaves are written under each of their names. Numbers,
-    texts, None, and lists and tuples of these are written as objects, as DCP writes those of a ``state_dict``. So FSDP2's
-    ``get_state_dict()``, ``dcp.load()`` and ``set_state_dict()`` load a module and its ShardedOptimizer, saved as ``{"model":
-    model, "optim": optimizer}``.
 
     Raises:
         CheckpointError: the folder exists or is a URL, there is nothing to write, two tensors have one name, or the checkpoint
@@ -103,7 +103,10 @@ def to_dcp(
 
 
 def _lazy_save_planner(found: Checkpoint, names: Mapping[str, str], values: Mapping[str, Any]) -> "SavePlanner":
-    """Return a save planner for DCP's writer, which reads each chunk when the writer asks for it."""
+    """Return a save planner of DCP that reads a tensor from ``found`` in chunks of rows, each when DCP's writer asks for it.
+
+    ``names``: by key in DCP, the name of a tensor in ``found``. ``values``: by key in DCP, the objects to write.
+    """
     from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
     from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
     from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
@@ -144,7 +147,7 @@ def _lazy_save_planner(found: Checkpoint, names: Mapping[str, str], values: Mapp
 
 
 def _chunk_row_ranges(shape: tuple[int, ...], dtype: torch.dtype) -> list[tuple[int, int]]:
-    """Return the first row and the end of each chunk of a tensor."""
+    """Return ``(first row, row after the last)`` of each chunk of a tensor."""
     if not shape or not shape[0]:
         return [(0, 0 if shape else 1)]
     row_nbytes = torch.Size(shape[1:]).numel() * dtype.itemsize
@@ -166,7 +169,7 @@ def from_dcp(
     Names are the keys of DCP, such as ``model.layers.0.weight``. Numbers, texts and booleans become values. A value in a list
     or tuple gets the name of the list, a dot and its index. Call this function in one process; it needs no process group.
 
-    Pickles are read by unpicklers that know no classes but those of DCP and of plain tensors, so no code in the folder runs. No
+    Pickles are read by unpicklers that know only the classes of DCP and of plain tensors, so no code in the folder runs. No
     tensor larger than the folder's files is allocated.
 
     Args:
@@ -181,7 +184,8 @@ def from_dcp(
             left.
         PatternError: a pattern matches nothing.
 
-    Cost: reads the whole folder, and writes as much as :func:`~fsharp.checkpoint.save` does. Memory: a tensor and a chunk.
+    Cost: reads the whole folder, and writes as much as :func:`~fsharp.checkpoint.save` does. Memory: a
+    tensor, and a chunk of it as DCP has stored it.
     """
     source = os.fspath(folder).rstrip("/")
     storage = storage_of(source)
@@ -261,7 +265,7 @@ def _check_sizes_fit_files(storage: Storage, folder: str, metadata: Any, entries
 
 
 def _load_item(storage: Storage, folder: str, metadata: Any, name: str, offsets: torch.Size | None) -> Any:
-    """Return the object under a key of DCP; if the object is a tensor, return its chunk at ``offsets``."""
+    """Return the object under a key of DCP; of a tensor, the chunk whose first element is at ``offsets``."""
     from torch.distributed.checkpoint.metadata import MetadataIndex
 
     info = (metadata.storage_data or {}).get(MetadataIndex(name, offsets))
@@ -310,7 +314,7 @@ def _assemble_tensor(storage: Storage, folder: str, metadata: Any, tensor: Store
 
 
 def _values_by_name(name: str, found: Any) -> dict[str, Value]:
-    """Return the numbers, texts and booleans in an object by name."""
+    """Return the numbers, texts and booleans in an object, by name. Items of lists and dicts have dotted names."""
     paths, leaves, _ = optree.tree_flatten_with_path(found)
     result = dict[str, Value]()
     for path, leaf in zip(paths, leaves, strict=True):

@@ -43,8 +43,8 @@ def export_safetensors(
     Args:
         checkpoint: the checkpoint, or its path.
         folder: path of a new folder, or a URL of fsspec. The folder appears when all of it is written.
-        subtree: part of the checkpoint to export, such as ``"params"`` of a TrainState. As in ``save_pretrained()`` numbers and
-            texts are left out, and of tied leaves all names but one.
+        subtree: part of the checkpoint to export, such as ``"params"`` of a TrainState. As ``save_pretrained()`` does, the
+            function leaves out numbers and texts, and writes a tied tensor under only one of its names.
         rename: function from a name below ``subtree`` to the name in the files.
         dtype: dtype to which floating-point tensors are rounded, such as ``torch.bfloat16``; None keeps their dtypes.
         max_file_nbytes: most bytes of tensors in a file; a larger tensor is alone in its file.
@@ -96,7 +96,7 @@ def export_safetensors(
 
 
 def _is_too_large(value: torch.Tensor, rounded: torch.Tensor) -> bool:
-    """Return whether a value became infinite or, in formats of 8 bits, the largest one."""
+    """Return whether rounding has made a value infinite or, in dtypes of 8 bits, has cut it to the largest number."""
     wide = value if value.dtype == torch.float64 else value.float()  # whose dtype holds the limit
     return bool(((wide.abs() > torch.finfo(rounded.dtype).max) & (rounded.to(wide.dtype) != wide)).any())
 
@@ -104,9 +104,10 @@ def _is_too_large(value: torch.Tensor, rounded: torch.Tensor) -> bool:
 def stored_name_by_new_name(
     where: str, found: Checkpoint, subtree: str, rename: Callable[[str], str] | None, *, aliases: bool
 ) -> dict[str, str]:
-    """Return, by the new name that ``rename`` gives, the stored name of each tensor below a subtree.
+    """Return a dict from new names to stored names, of the tensors below a subtree.
 
-    ``aliases``: also list a tied tensor under its other names. CheckpointError if there is no tensor, or a new name twice.
+    ``rename``: function from a name below the subtree to the new name. ``aliases``: also list a tied tensor under its other
+    names. Raises CheckpointError if there is no tensor, or if two tensors get one new name.
     """
     prefix = f"{subtree}." if subtree else ""
     result: dict[str, str] = {}
@@ -123,7 +124,10 @@ def stored_name_by_new_name(
 
 @contextmanager
 def write_folder_atomically(where: str, path: str | os.PathLike[str]) -> Iterator[str]:
-    """Yield a temporary folder, which becomes ``path`` at the end; CheckpointError if it cannot, or ``path`` is not empty."""
+    """Yield a temporary folder, which is renamed to ``path`` at the end.
+
+    Raises CheckpointError if ``path`` is not empty, or if a folder cannot be written.
+    """
     folder = absolute_path(path)
     storage = storage_of(folder)
     if storage.list_names(folder):

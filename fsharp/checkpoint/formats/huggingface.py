@@ -27,7 +27,7 @@ _INDEX_SUFFIXES = (".safetensors.index.json", ".bin.index.json")
 
 
 class FileDescription(NamedTuple):
-    """The tensors and values in another library's file; offsets of tensors count from byte ``start``."""
+    """The tensors and values in another library's file. Offsets of tensors are counted from byte ``start`` of the file."""
 
     header: bytes
     start: int
@@ -97,7 +97,7 @@ def huggingface_manifest(storage: Storage, path: str) -> Manifest:
 
 
 def _read_index(storage: Storage, folder: str, name: str) -> dict[str, str]:
-    """Return the name of the file that holds a tensor, for each tensor in an index."""
+    """Return, for each tensor in an index, the name of the file that holds the tensor."""
     data = read_index_file(storage, folder, name)
     try:
         return {str(tensor): checked_file_name(file) for tensor, file in parse_json(data)["weight_map"].items()}
@@ -137,7 +137,7 @@ def describe_file(storage: Readable, path: str) -> FileDescription:
 
 
 def _describe_archive(storage: Readable, path: str, size: int) -> FileDescription:
-    """Return the contents of a file of ``torch.save``; names are keys joined by dots."""
+    """Return the contents of a file of ``torch.save``. A tensor's name is its dict keys, joined by dots."""
     remedy = "Save tensors, numbers and texts alone, as by torch.save(model.state_dict(), path)."
     try:
         data, tree = torch_archive.load_archive_on_meta(storage, path)

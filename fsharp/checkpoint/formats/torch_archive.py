@@ -98,7 +98,10 @@ class _StorageFile(io.RawIOBase):
 
 
 class _ArchiveUnpickler(pickle.Unpickler):
-    """An unpickler that makes tensors of an archive's records, and knows no other names than those in ``_KNOWN_GLOBALS``."""
+    """An unpickler that builds tensors from an archive's records. It finds dtypes, and the names in ``_KNOWN_GLOBALS`` alone.
+
+    ``elements``: function from the key of a record to its bytes.
+    """
 
     def __init__(self, data: bytes, elements: Callable[[str], torch.Tensor]) -> None:
         super().__init__(io.BytesIO(data))
@@ -127,7 +130,10 @@ class _ArchiveUnpickler(pickle.Unpickler):
 def _rebuild_tensor(
     elements: torch.Tensor, first: int, shape: Sequence[int], strides: Sequence[int], *rest: Any
 ) -> torch.Tensor:
-    """Return a tensor as torch's ``_rebuild_tensor_v2`` and ``_v3`` do; ``rest`` may have a dtype, but no hooks or metadata."""
+    """Return a tensor as torch's ``_rebuild_tensor_v2`` and ``_v3`` do. ``first``: its storage offset.
+
+    ``rest``: ``requires_grad`` and hooks, which are ignored; then perhaps a dtype, and metadata, which are an error.
+    """
     _, _, *more = rest  # requires_grad and hooks
     dtype, *metadata = more if more and isinstance(more[0], torch.dtype) else (None, *more)
     if any(metadata):

@@ -17,7 +17,7 @@ _MAX_SHOWN_CHARACTERS = 160
 
 
 def all_gather_fixed_size(data: bytes, comm: Comm) -> list[bytes]:
-    """Return ``data`` of every rank, in order of rank; all have one length. Cost: one small collective for each axis."""
+    """Return the ``data`` of every rank, in order of rank. All have one length. Cost: one small collective for each axis."""
     x = torch.tensor(list(data), dtype=torch.uint8, device=comm.device)
     for axis, size in reversed(comm.mesh.axes):
         x = comm.all_gather(x, axis) if size > 1 else x.unsqueeze(0)
@@ -25,7 +25,7 @@ def all_gather_fixed_size(data: bytes, comm: Comm) -> list[bytes]:
 
 
 def all_gather_texts(text: str, comm: Comm) -> list[str]:
-    """Return ``text`` of every rank, in order of rank. Cost: two collectives for each axis, the first of 8 bytes."""
+    """Return the ``text`` of every rank, in order of rank. Cost: two collectives for each axis, the first of 8 bytes."""
     body = text.encode()
     lengths = [int.from_bytes(length, "little") for length in all_gather_fixed_size(len(body).to_bytes(8, "little"), comm)]
     if not any(lengths):
@@ -117,7 +117,7 @@ def check_on_all_ranks(
 
 
 def _without_shared_lines(values: Mapping[str, list[int]]) -> dict[str, list[int]]:
-    """Return texts with their ranks, where each text is shortened to what differs from the other texts."""
+    """Return ``values``, a dict from a text to its ranks, with each text shortened to what not all texts have."""
     lines = {text: text.split("\n") for text in values}
     shared = set.intersection(*(set(each) for each in lines.values()))
     rests = {text: "; ".join(line for line in lines[text] if line not in shared) or "(nothing more)" for text in values}

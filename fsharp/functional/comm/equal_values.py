@@ -113,10 +113,12 @@ def _differing_ranks_text(digests: list[bytes], mesh: Mesh, varying_axes: tuple[
 
 
 def broadcast_from_rank(tensor: torch.Tensor, source: int, comm: Comm, *, varying: tuple[str, ...] = ()) -> torch.Tensor:
-    """Return ``tensor`` of rank ``source``, to the bit. Other ranks give shape and dtype, perhaps on the meta device.
+    """Return rank ``source``'s tensor on all ranks, with all its bits. Other ranks pass a tensor of its shape and dtype.
 
-    Along an axis in ``varying`` each rank gets the tensor of the rank with its own coordinate. Bytes are summed as integers, to
-    which all ranks but one add zero. Cost: the result, and an ``all_reduce`` of it for each axis, 4 MiB at a time.
+    That tensor may be on the meta device. ``varying``: axes along which ranks keep different tensors. Each rank then gets the
+    tensor of the rank that has its own coordinate along these axes, and ``source``'s along all others. Bytes are summed as
+    integers, to which all ranks but one add zero. Cost: the result, and an ``all_reduce`` of it for each other axis, 4 MiB at a
+    time.
     """
     axes = [axis for axis, size in comm.mesh.axes if size > 1 and axis not in varying]
     if not axes:

@@ -11,7 +11,7 @@ key                   value
 ``end``               why no rank is restarted any more; the first text counts, of a rank or of the launcher
 ``can rejoin/r``      a generation: rank ``r`` runs steps, and can join later generations without a restart
 ``here/g/r``          rank ``r`` is about to join generation ``g``
-``stopped/g/r``       rank ``r`` has stopped in generation ``g``; by an error of its ``own``, or ``heard``
+``stopped/g/r``       rank ``r`` has stopped in generation ``g``: by its ``own`` error, or one that it has ``heard`` of
 ====================  =======================================================================================
 """
 
@@ -47,7 +47,13 @@ class KeyStore(Protocol):
 
 
 class Announcement(NamedTuple):
-    """The newest generation, ``why`` it has begun, and why ranks are no longer restarted: None while they are."""
+    """What the launcher says of the newest generation of a job.
+
+    Attributes:
+        number: number of the generation.
+        why: why the generation has begun.
+        why_restarts_ended: why the launcher restarts no more ranks; None if it still does.
+    """
 
     number: int
     why: str
@@ -66,12 +72,12 @@ def announce_generation(store: KeyStore, number: int, why: str) -> None:
 
 
 def end_restarts(store: KeyStore, reason: str) -> str:
-    """Announce that ranks are no longer restarted. Return the first ``reason`` of any rank, which all ranks report."""
+    """Announce that no rank is restarted from now on. Return the first ``reason`` that was given, which all ranks report."""
     return store.compare_set("end", "", reason).decode()
 
 
 def why_restarts_ended(store: KeyStore) -> str | None:
-    """Return why ranks are no longer restarted; None while they are."""
+    """Return why the launcher restarts no more ranks; None if it still does."""
     return store.get("end").decode() if store.check(["end"]) else None
 
 
@@ -95,7 +101,7 @@ class Membership:
         return announcement.why_restarts_ended or (announcement.why if announcement.number > self.number else None)
 
     def wait_for_all_ranks(self, limit_s: float) -> None:
-        """Wait until all ranks are ready to join this generation. CommError if it ends first, or after ``limit_s`` seconds."""
+        """Wait until all ranks are ready to join. CommError if this generation ends meanwhile, or after ``limit_s`` seconds."""
         self._store.set(f"here/{self.number}/{self._rank}", "")
         deadline = time.monotonic() + limit_s
         while missing := [r for r in range(self._size) if not self._store.check([f"here/{self.number}/{r}"])]:

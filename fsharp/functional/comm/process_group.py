@@ -36,7 +36,7 @@ _UNUSED_TAG = 0
 _FAILURE_CHECK_INTERVAL_S = 1.0
 """Seconds between two checks whether another rank has failed, where collectives run on a device."""
 _MAX_ONE_ROUND_NBYTES = 4096
-"""Most bytes that a rank sends in an all-reduce of one round, which gathers all summands, instead of two."""
+"""Most bytes that a rank sends in an all-reduce of one round: each rank gathers all summands. Larger ones take two rounds."""
 _LEAVES_WITHIN_S, _END_WITHIN_S = 30.0, 2.0
 """Most seconds that rank 0, which may host the job's store, waits for other ranks to leave: normally, and after an error."""
 _DEFAULT_LABEL = "a call of the Comm"
@@ -48,7 +48,7 @@ class ProcessGroupComm:
     """A Comm with blocking collectives over the process groups of a :class:`torch.distributed.device_mesh.DeviceMesh`.
 
     Sums are taken in order of rank: each rank receives its part from all other ranks, and adds the parts. So bits do not depend
-    on how a buffer is cut. As many bytes are sent as in a ring, faster than by gloo's own reductions.
+    on how a buffer is cut. This sends as many bytes as a ring does, and is faster than gloo's own reductions.
 
     Args:
         device_mesh: a mesh with dim names, of all ranks of the job or of some, such as ``world_mesh["dp"]``. Rank numbers, in
@@ -318,7 +318,7 @@ class ProcessGroupComm:
 
 
 class PointToPoint(NamedTuple):
-    """The sends and receives of the collective ``call`` in a process group. ``ranks``: its ranks, by number in the mesh."""
+    """The messages of the collective ``call`` in a process group. ``ranks``: the group's ranks, by number in the mesh."""
 
     group: dist.ProcessGroup
     ranks: tuple[int, ...]

@@ -45,7 +45,7 @@ class Comm(Protocol):
         """Device of the tensors that collectives take."""
 
     def all_gather(self, x: torch.Tensor, axis: str, *, label: str = "") -> torch.Tensor:
-        """Return ``x`` of all ``n`` ranks of the axis, ``[n, *x.shape]``, in order of coordinate. Any dtype; bits are kept."""
+        """Return ``x`` of all ``n`` ranks of the axis as ``[n, *x.shape]``, in order of coordinate. Any dtype: bytes travel."""
 
     def reduce_scatter(self, x: torch.Tensor, axis: str, *, dtype: torch.dtype | None = None, label: str = "") -> torch.Tensor:
         """Return the sum over ranks of ``x[c]`` in ``dtype``; ``c`` is this rank's coordinate, and ``x`` is ``[n, *s]``."""
@@ -73,12 +73,12 @@ class Comm(Protocol):
 class Engine(ABC):
     """A :class:`Comm` that also decides when data move and where they are, such as a Scheduler.
 
-    Pure functions pass whole calls to it. The results have the bits of the pure functions. Nodes are :class:`~fsharp.Sharded`.
+    Pure functions such as ``forward`` pass their whole call to it. Results have the same bits as without an Engine.
     """
 
     @abstractmethod
     def report_failure(self, error: Exception, where: str) -> None:
-        """Tell other ranks that this rank has failed in ``where``, so that none waits for a collective of this engine."""
+        """Tell other ranks that this rank has failed in ``where``, so that no rank waits for a collective of this engine."""
 
     @abstractmethod
     def can_run_forward(self, units: Any) -> bool:
@@ -186,7 +186,8 @@ def reporting_format_errors(comm: Comm, where: str) -> Iterator[None]:
     """Return a context for code that encodes or decodes. A FormatError in it is reported to all other ranks, and raised here.
 
     Without the report they would wait for this rank without end. They raise the error at their next collective, even if the
-    caller catches it here. No Comm of these ranks can be used afterwards. An Engine ends only its own collectives.
+    caller catches it here. Afterwards no Comm of these ranks can be used; but if ``comm`` is an :class:`Engine` such as a
+    scheduler, only this Engine ends.
 
     Every function with a Comm encodes and decodes in this context, or in
     :func:`~fsharp.functional.comm.agree.check_on_all_ranks`.
@@ -207,7 +208,7 @@ _count_lock = Lock()
 
 
 class DelegatingComm:
-    """Base class of Comms that change the label, or the Comm, of each collective: :meth:`_comm_and_label` returns both."""
+    """Base class of Comms that pass each collective to another Comm: :meth:`_comm_and_label` returns it, and the label."""
 
     def _comm_and_label(
         self, label: str, op: str, axis: str | None, x: torch.Tensor, send: Sequence[int] = ()

@@ -56,8 +56,8 @@ def prepare_residuals(
 ) -> tuple[PerRank | None, ResidualViews]:
     """Return residuals of ``units`` that the caller may overwrite; and by unit, views of them with random numbers for rounding.
 
-    They are copies unless ``donate``. Raises TreeError for missing residuals or those of other units, and for a ``step``, the
-    seed of stochastic rounding, that is missing or no integer of at least 0.
+    The residuals are copies unless ``donate``. Raises TreeError if residuals are missing or of other units, or if ``step``, the
+    seed of stochastic rounding, is missing or no integer of at least 0.
     """
     units = [unit for unit in units if unit.has_any_format and (residual_sizes(unit) or has_stochastic_wire(unit))]
     if step is not None and (type(step) is not int or step < 0):

@@ -1,4 +1,4 @@
-"""Digests of settings, for labels of collectives. If labels of ranks differ, the error shows the settings by digest."""
+"""Digests of settings in labels of collectives, which ranks compare. If labels differ, the error shows the settings."""
 
 import re
 import zlib
@@ -6,11 +6,11 @@ from collections.abc import Iterable, Mapping
 
 _MAX_KEPT_TEXTS = 1024
 _text_by_digest: dict[str, str] = {}
-"""Settings in labels of this process, by digest. Simulated ranks share this table, as they are threads."""
+"""By digest, the settings from which it was made. Simulated ranks share this table, as they are threads."""
 
 
 def settings_digest(text: str, earlier_digest: str = "") -> str:
-    """Return a digest of ``text``, lines ``name=value``, after ``earlier_digest``; keep it for :func:`settings_by_digest`."""
+    """Return a digest of ``earlier_digest`` and ``text``, lines ``name=value``. :func:`settings_by_digest` finds the text."""
     found = f"{zlib.crc32(text.encode(), int(earlier_digest or '0', 16)):08x}"
     _text_by_digest.pop(found, None)
     _text_by_digest[found] = text
@@ -46,19 +46,22 @@ class SettingsHistory:
         self._earlier, self._lines = self.digest, []
 
     def undo_begin_step(self) -> None:
-        """Undo the last :meth:`begin_step`, for a step that has failed. Settings added since then are kept."""
+        """Undo the last :meth:`begin_step`, as the step has used no collective. Settings added since then are kept."""
         self._earlier, lines = self._before
         self._lines = lines + self._lines
 
 
 def settings_by_digest(labels: Iterable[str]) -> dict[str, str]:
-    """Return, for each digest in the labels of collectives, the text of its settings, if this process has the text."""
+    """Return the texts from which the digests in ``labels`` were made, by digest, as far as this process has kept them."""
     found = dict.fromkeys(each for label in labels for each in re.findall(r"\b[0-9a-f]{8}\b", label))
     return {each: _text_by_digest[each] for each in found if each in _text_by_digest}
 
 
 def differing_settings(labels: Mapping[int, str], known: Mapping[str, str]) -> list[tuple[str, str]]:
-    """Return rows ``("rank 3 has", settings)`` of what ranks do not share. ``labels``: by rank; ``known``: texts by digest."""
+    """Return a row ``("rank 3 has", settings)`` for each rank, with the settings that not all ranks have.
+
+    ``labels``: label of each rank. ``known``: from :func:`settings_by_digest`.
+    """
     lines = {}
     for rank, label in labels.items():
         texts = [text for each, text in known.items() if each in label]

@@ -33,7 +33,7 @@ class SetupRecording:
         return self.is_recording and not self._depth
 
     def start(self) -> None:
-        """Begin to record the calls of this thread. A second call does nothing."""
+        """Begin to record this thread's calls in which all ranks take part. A second call of this method does nothing."""
         if not self._thread:
             self.is_recording, self._thread = True, threading.get_ident()
 
@@ -71,7 +71,7 @@ class SetupRecording:
             self._depth -= 1
 
     def record_for_replay(self, call: Callable[[], Any]) -> None:
-        """Record ``call`` without a call of it now: :meth:`replay` makes it at this point of the setup."""
+        """Record ``call``, and do not call it now: :meth:`replay` calls it at this point of the setup."""
         self.run_and_record(lambda: None, replay=call)
 
     def give_up(self, obstacle: str) -> None:

@@ -21,7 +21,7 @@ class TreeNameCounters:
 
     Attributes:
         num_trees: number of trees that ranks have made together so far; a tree's number is counted from 1.
-        gathered: for names that do not identify a tree: number of gathered trees by text of the name, axes and unit.
+        gathered: for a name that several trees have: number of these trees that were gathered so far, by name, axes and unit.
     """
 
     num_trees: int = 0
@@ -73,9 +73,9 @@ def copy_tree_names(new: Iterable[Sharded], old: Iterable[Sharded]) -> None:
 def tree_label_prefix(node: Sharded, comm: Comm, target: Place | None = None) -> str:
     """Return the name of a node's tree as the beginning of a label; empty if the Comm compares no labels.
 
-    If the name does not identify the tree, a number is added. It counts the trees of this name whose unit was gathered before
-    along the same axes. ``target``: the place to which the node moves; None gathers it in full. A move without a collective
-    does not count, as one rank alone may make it.
+    If several trees can have this name, a number is added. The first such tree whose unit is gathered along these axes gets 1,
+    the second 2. A move without a collective does not count, as one rank alone may make it. ``target``: the place to which the
+    node moves; None gathers it in full.
     """
     counts = tree_name_counters_of(comm)
     if counts is None:

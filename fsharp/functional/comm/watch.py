@@ -29,7 +29,7 @@ _MAX_KEPT_LABELS = 64
 _MAX_KEPT_WATCHES = 100
 _MAX_LABELS_WITH_SETTINGS = 8
 _NUM_LABELS_AROUND = 2
-"""Labels before and after a difference."""
+"""Number of labels that an error shows before and after a difference."""
 _MAX_STATUSES_READ_AT_ONCE = 16
 """Most statuses that a waiting rank reads at once; of a large mesh it reads other statuses each time."""
 _STATUS_EXPIRES_AFTER_S = 2.0
@@ -376,7 +376,11 @@ def _labels_by_number(count: int, labels: Sequence[str]) -> dict[int, str]:
 def _label_difference_text(
     first: int | None, labels_by_rank: Mapping[int, Mapping[int, str]], settings: Mapping[str, str] | None = None
 ) -> str:
-    """Return an error about different labels, by rank and number. ``first``: their first such number; None in two Comms."""
+    """Return the text of an error: ranks are in collectives with different labels.
+
+    ``labels_by_rank``: by rank, labels by number of the collective. ``first``: the first number at which labels differ; None if
+    ranks are in collectives of two Comms.
+    """
     places = {rank: max(labels) if first is None else first for rank, labels in sorted(labels_by_rank.items())}
     here = {rank: labels_by_rank[rank][place] for rank, place in places.items()}
     rows = [(f"rank {rank}", label) for rank, label in here.items()]

@@ -27,7 +27,7 @@ class Worker:
         self._queue: SimpleQueue[tuple[Job, Outcome] | None] | None = None
 
     def submit(self, job: Job, outcome: "Outcome") -> None:
-        """Run ``job`` in the thread after all earlier jobs, for ``outcome``. ``job`` is freed before waiting callers wake."""
+        """Run ``job`` in the thread after all earlier jobs, and set ``outcome``. Waiting callers wake once ``job`` is freed."""
         self.start_thread().put((job, outcome))
 
     def start_thread(self) -> "SimpleQueue[tuple[Job, Outcome] | None]":
@@ -108,9 +108,10 @@ class Outcome:
 
 
 class CollectiveOutcome(Outcome):
-    """The outcome of ``call``, a collective that a worker runs; or of its first half, if ``second`` is that of the second half.
+    """The outcome of a collective (``call``) that a worker runs. A collective in two halves has two outcomes.
 
-    ``landed_s``: end of this half, on the clock of ``time.perf_counter``; None until then.
+    ``second``: on the outcome of a first half, that of the second half. ``landed_s``: time at which this half ended, by
+    ``time.perf_counter``; None until then.
     """
 
     __slots__ = ("call", "landed_s", "second")
@@ -122,7 +123,7 @@ class CollectiveOutcome(Outcome):
 
     @property
     def done_at_s(self) -> float | None:
-        """End of the whole collective, both halves, on the clock of ``time.perf_counter``; None until then."""
+        """Time at which the whole collective ended, both halves, by ``time.perf_counter``; None until then."""
         return self.landed_s if self.second is None else self.second.done_at_s
 
     def wake_waiters(self) -> None:

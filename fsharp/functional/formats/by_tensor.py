@@ -17,7 +17,7 @@ ElementwiseFn = Callable[[torch.Tensor], torch.Tensor]
 
 _LARGEST_FLOAT32 = torch.finfo(torch.float32).max
 _PART_ALIGNMENT = 16
-"""Parts of buffers are multiples of so many values, and bytes, so that bytes of several parts have no gaps."""
+"""The values of each part of a buffer, of a byte each, are a multiple of this number, so that parts follow without gaps."""
 
 
 def _register_scaled_format(

@@ -114,17 +114,20 @@ class EncodedTensorClass:
 class LeafCodec:
     """Functions that encode whole leaves with scales on which all ranks agree, such as one scale for each tensor or row.
 
-    Encoding makes equal scales on every rank, so scales do not travel. Each rank keeps the scales of whole leaves at the end
-    of its buffer.
+    A scale depends on the largest element of the whole leaf, of which a rank has only a part. So ranks take maxima together,
+    and each makes equal scales from these: scales do not travel. A rank keeps the scales of whole leaves at the end of its
+    buffer.
 
     Args:
         scales_nbytes: function from the shape of a leaf to the bytes of the leaf's scales.
-        agreed: function from the shape of a leaf to a list of ``(count, dtype)``, one for each call of ``agree``: the numbers
-            of this leaf in the call.
+        agreed: function from the shape of a leaf to a list of ``(count, dtype)``: for each call of ``agree``, how many numbers
+            belong to this leaf. ``[(1, torch.float32)]`` is one call, with one maximum of the leaf.
         encode: function ``(parts, agree)`` that fills ``planes`` and ``scales`` of each part. ``parts`` has one LeafPart for
-            each leaf, in the same order on all ranks. Every rank calls ``agree(tensor)`` once for each entry of ``agreed``.
+            each leaf, in the same order on all ranks. ``agree(tensor)`` replaces each number of a tensor by its maximum over
+            ranks, in place. Each call has the numbers of all leaves, and all ranks make equally many calls.
         decode: function from a LeafPart to its elements, 1-D and floating-point.
-        tensors: the tensor class that functions get under a scheduler; None means decoded values.
+        tensors: class of the tensors in which the user's functions get whole leaves under a scheduler. None: they get decoded
+            values.
     """
 
     scales_nbytes: Callable[[Shape], int]

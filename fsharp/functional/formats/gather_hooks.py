@@ -200,7 +200,7 @@ class _GatherHooks:
         """Return the planes and the block of the format for a parameter of this shape.
 
         Each tensor that the first hook gives to the gather is a plane. Raises OptionError if the sizes of these tensors are not
-        proportional to the number of rows, or if the maxima or the metadata depend on it.
+        proportional to the number of rows, or if the maxima or the metadata depend on the number of rows.
         """
         whole, row = self._trial_result(shape), self._trial_result((1, *shape[1:]))
         rows, size = max(shape[0], 1), max(prod(shape[1:]), 1)
@@ -226,7 +226,7 @@ class _GatherHooks:
         return [(size.numel(), dtype) for size, dtype in self._trial_result(shape).known_maxima]
 
     def encode(self, parts: Sequence[LeafPart], agree: AgreeMax) -> None:
-        """Encode this rank's rows of each leaf by the leaf's ``fsdp_pre_all_gather``; without rows of a leaf, a row of zeros.
+        """Encode this rank's rows of each leaf by ``fsdp_pre_all_gather``; a rank without rows encodes a row of zeros.
 
         ``agree`` replaces numbers, such as the largest element, by their maximum over ranks.
         """
@@ -331,7 +331,7 @@ _MAX_MAXIMA = 8
 
 
 class _RestrictedHookArgument:
-    """An argument for a hook that has only ``methods``; any other attribute raises an error."""
+    """An object to pass to a hook. It has only the methods in ``methods``: reading another attribute raises an error."""
 
     def __init__(self, hook: str, argument: str, methods: Mapping[str, Any]) -> None:
         self.__dict__.update(_hook=hook, _argument=argument, **methods)

@@ -47,8 +47,8 @@ def _register_block_format(
     """Return a registered format of blocks, whose codes stand for numbers up to ``largest``, by default ``limit``.
 
     ``to_codes`` turns float32 numbers into codes in uint8, and may overwrite them. The numbers are at most the next float32
-    after ``limit``, the largest magnitude that rounds to a code. ``to_numbers`` is its inverse. ``packed``: codes are below 16,
-    and a byte holds two.
+    after ``limit``, the largest magnitude that rounds to a code. ``to_numbers`` is the inverse of ``to_codes``. ``packed``:
+    codes are below 16, and a byte holds two.
     """
     per_block, largest = BLOCK // 2 if packed else BLOCK, largest or limit
 

@@ -31,8 +31,9 @@ def stochastic(format: Format | torch.dtype, seed: int = 0) -> Format:
     """Return a format that rounds stochastically where ``format`` rounds to the nearest code. For gradients and updates.
 
     A value between two neighbouring codes becomes the upper or the lower code. The probability is such that the expected
-    decoded value equals the value. Values that a code stands for exactly stay as they are. So small gradients are not rounded
-    to zero for ever, without memory for residuals. The error of one value may be twice that of rounding to the nearest.
+    decoded value equals the value. A value that has a code of its own stays as it is. So small gradients are not rounded to
+    zero in every step, and no memory for residuals is needed. The error of one value may be twice that of rounding to the
+    nearest code.
 
     >>> import fsharp as fs
     >>> fs.formats.stochastic(fs.formats.mxint4).name, fs.formats.stochastic(torch.bfloat16, seed=7).name
@@ -47,10 +48,21 @@ def stochastic(format: Format | torch.dtype, seed: int = 0) -> Format:
     Returns:
         A registered format with the planes of ``format``. Equal arguments return one format.
 
-    The error of a value is less than the distance between the codes below and above the value: 2/127 of the largest magnitude
-    of the block for ``mxint8``, 2/7 for ``mxint4``; 1/8 of the value or 1/114,000 of the largest magnitude for ``mxfp8``, 1/4
-    or 1/1,800,000,000 for ``mxfp8_e5m2``, 1/2 or 1/6 for ``mxfp4``; 1/128 of the value for ``torch.bfloat16``. The expected
-    error is at most ``2**-16`` of this distance.
+    The error of a value is less than the distance between the codes below and above the value. This distance is a part of the
+    value, or of the largest magnitude in the block, whichever is larger:
+
+    ==================  ============  ================================
+    ``format``          of the value  of the block's largest magnitude
+    ==================  ============  ================================
+    ``mxint8``          0             2/127
+    ``mxint4``          0             2/7
+    ``mxfp8``           1/8           1/114,000
+    ``mxfp8_e5m2``      1/4           1/1,800,000,000
+    ``mxfp4``           1/2           1/6
+    ``torch.bfloat16``  1/128         0
+    ==================  ============  ================================
+
+    The expected error is at most ``2**-16`` of this distance.
 
     ``Precision(wire=...)`` and ``Precision(update=...)`` take such formats, ``stored=`` refuses them. ``fs.train_step`` passes
     the number of the step; a step of your own passes ``step=state.step`` to the function of ``value_and_grad`` and to
@@ -101,7 +113,7 @@ LeafRun = tuple[int, int, str, int]
 def make_noise_fn(kind: str, step: int, number: int, runs: Iterable[LeafRun]) -> NoiseFn:
     """Return a function that makes the random numbers for a buffer's values. See [Note: random numbers].
 
-    ``kind`` is that of the values, such as ``"gradient"``. ``number`` counts the earlier encodings of these values in the step.
+    ``kind``: what the values are, such as ``"gradient"``. ``number`` counts the earlier encodings of these values in the step.
     ``runs`` are the runs of leaves in the buffer; padding gets the number 0.5.
     """
     held = list(runs)

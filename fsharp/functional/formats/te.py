@@ -33,9 +33,9 @@ from fsharp.functional.formats.te_delayed import NUMBERS_PER_WEIGHT, ModuleForma
 from fsharp.tracebacks import api_boundary
 
 _PART_ALIGNMENT = 32
-"""Parts of buffers are multiples of so many values, so that bytes of several parts have no gaps."""
+"""The number of values in each part of a buffer is a multiple of this number, so that parts follow without gaps."""
 _BLOCK_ROWS = 128
-"""Rows of a block of block scaling."""
+"""Number of rows of a block, in block scaling."""
 _MAX_ROW_VALUES = 128
 """Most values in a row that is cast with one scale."""
 
@@ -46,8 +46,8 @@ class QuantizerKind:
 
     Attributes:
         name: part of the names of formats.
-        planes: attributes of a tensor with bytes of values, which are gathered.
-        derived: attributes of a tensor that TransformerEngine computes from those in ``planes``.
+        planes: attributes of TransformerEngine's tensor with the bytes of values. These bytes are gathered.
+        derived: attributes of the tensor that TransformerEngine computes from those in ``planes``, such as a transpose.
         agreed: function ``(shape, shapes of scales by attribute)`` that returns the number of elements and the dtype of each
             maximum over ranks.
         decode: function ``(part, scales by attribute)`` that returns values, 1-D, float32.
@@ -287,7 +287,7 @@ class _QuantizerCodec:
         return rows
 
     def _cast_output(self, part: LeafPart, memory: Sequence[torch.Tensor]) -> Any:
-        """Return the ``out`` argument with which TransformerEngine casts a part into ``memory``."""
+        """Return the argument ``out`` for TransformerEngine's cast of a part. ``memory``: a tensor to fill for each plane."""
         if self._kind.name == "float8_current":
             return self._quantizer.create_tensor_from_data(self._as_rows_to_cast(memory[0]), part.dtype)
         return memory if len(memory) > 1 else memory[0]

@@ -20,7 +20,10 @@ NUMBERS_PER_WEIGHT = 3
 
 
 class ModuleScales:
-    """The scales and histories that modules keep for their weights, looked up at each use: TransformerEngine replaces them."""
+    """The scales and histories of maxima that modules keep for their weights.
+
+    They are looked up in the module at each use, as TransformerEngine may put other tensors in their place.
+    """
 
     def __init__(self) -> None:
         self._places: dict[str, tuple[weakref.ref[torch.nn.Module], int]] = {}

@@ -152,7 +152,11 @@ class Sharded:
         ledger: Any = None,
         reduction: Literal["sum", "mean"] | None = None,
     ) -> "Sharded":
-        """Return a node with new tensors of equal values in place of all or some of this node's buffers."""
+        """Return a node with ``buffers`` that hold the same values as this node's: the name of the tree stays.
+
+        ``groups``: index of the group of each buffer; by default the groups of this node. ``ledger`` and ``reduction``: as for
+        the class; they are not copied from this node.
+        """
         return Sharded(
             buffers,
             self.unit,

@@ -128,7 +128,10 @@ def unshard(shards: Sequence[Any], *, rank: int = 0) -> Any:
 
 
 def as_user_tree(full: Any) -> Any:
-    """Return a tree of full :class:`Sharded` as the user's tree, ties between units resolved."""
+    """Return the user's tree of whole tensors, from a tree of :class:`Sharded` that are gathered in full.
+
+    A leaf that is tied to a leaf of another unit becomes the same tensor.
+    """
     nodes = units_of(full)
     return map_units(lambda node: node.tree(ties=nodes) if is_sharded(node) else node, full)
 

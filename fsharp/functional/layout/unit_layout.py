@@ -150,7 +150,7 @@ class UnitLayout:
 
     @cached_property
     def groups_with_main_copy(self) -> tuple[int, ...]:
-        """Indices of the trainable groups that have a main copy."""
+        """Indices of the trainable groups that have a main copy: parameters in the dtype of the optimizer."""
         return tuple(i for i in self.trainable_groups if self.groups[i].dtypes.has_main_copy)
 
     @cached_property
@@ -223,7 +223,7 @@ class UnitLayout:
         return self.groups[group].dtypes.update if travels else None
 
     def update_nbytes(self, group: int) -> int:
-        """Return the bytes of one rank's part of a group in the gather of updated parameters."""
+        """Return the bytes that one rank gives to the gather of updated parameters: its part of a group, or a change."""
         form = self.update_format(group)
         if form is None:
             return self.gathered_part_nbytes(group, self.strategy.optim)

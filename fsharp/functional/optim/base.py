@@ -112,7 +112,10 @@ def _dropping_unknown_keywords(fn: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def as_transform(tx: Any) -> Transform:
-    """Return ``tx`` if it is a Transform, else a Transform made of the ``(init, update)`` pair, whose ``init`` tries it."""
+    """Return ``tx`` if it is a Transform, else a Transform made from the ``(init, update)`` pair ``tx``.
+
+    The Transform's ``init`` first tests on small tensors whether the pair may update shards.
+    """
     if isinstance(tx, Transform):
         return tx
     if type(tx).__module__.startswith("optax."):

@@ -119,7 +119,8 @@ class _Trial:
     def run(self, init: Init, update: Update, piece: int | None = None, num_steps: int | None = None) -> list[Vectors]:
         """Return the updates of each step: of whole leaves if ``piece`` is None, else of this piece of the flat buffers.
 
-        The last step's gradients hold a NaN. A pair may refuse the NaN: if this step raises an error, it is left out.
+        ``num_steps``: None makes all steps, the last with a NaN in its gradients. If ``update`` raises an error in that step,
+        as it may refuse a NaN, the step is left out.
         """
         params = self._tree_of_vectors(self._start, piece)
         state, result = init(params), list[Vectors]()

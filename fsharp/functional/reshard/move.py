@@ -47,8 +47,14 @@ class RankMap:
 class MovedPiece(NamedTuple):
     """A run of ``numel`` elements of one leaf, which moves from an old buffer to a new one.
 
-    The old buffer is number ``buffer`` of the node number ``node`` of the state tree. The run begins there at ``start``, and at
-    ``new_start`` in buffer ``new_buffer`` of the new node. ``itemsize``: bytes of an element on the wire.
+    Attributes:
+        node: index of the old node in the state tree.
+        buffer: index of the old buffer in that node.
+        start: index of the run's first element in the old buffer.
+        new_buffer: index of the new buffer in the new node.
+        new_start: index of the run's first element in the new buffer.
+        numel: number of elements.
+        itemsize: bytes of an element on the wire.
     """
 
     node: int
@@ -66,9 +72,9 @@ class MovedPiece(NamedTuple):
 
 
 def pieces_between(state_tree: StateTree, unit: UnitLayout, ranks: RankMap, source: int, target: int) -> Iterator[MovedPiece]:
-    """Yield the pieces of ``unit``, a unit of the new layout, that rank ``target`` takes from rank ``source``.
+    """Yield the pieces of a unit that rank ``target`` takes from rank ``source``. ``unit`` is of the new layout.
 
-    Both are ranks of the Comm, and may be the same rank.
+    Source and target are ranks of the Comm, and may be the same rank.
     """
     if source not in ranks.old_ranks or target not in ranks.new_ranks:
         return

@@ -57,15 +57,15 @@ class StateTree:
         }
 
     def groups_in(self, unit: UnitLayout) -> tuple[int, ...]:
-        """Return the groups of ``unit``, a unit of the new layout, whose leaves the state tree holds, by index."""
+        """Return the indices of the groups whose leaves this state tree holds. ``unit``: their unit in the new layout."""
         return tuple(g for g in unit.all_groups if unit.path_in_tree(unit.leaves_of_group(g)[0]) in self.position_by_path)
 
     def place_in(self, unit: UnitLayout) -> Place:
-        """Return the place in which the state tree's buffers for ``unit``, a unit of the new layout, will rest."""
+        """Return the place in which buffers of this state tree will rest in the new layout. ``unit``: a unit of that layout."""
         return unit.strategy.params if self.kind == "params" else unit.strategy.optim
 
     def dtype_in(self, unit: UnitLayout, group: int) -> torch.dtype:
-        """Return the dtype in which elements move to a group of ``unit``, a unit of the new layout."""
+        """Return the dtype in which elements move to a group. ``unit``: the group's unit in the new layout."""
         if self.is_cast:
             dtypes = unit.groups[group].dtypes
             return dtypes.compute if dtypes.format is None else dtypes.main  # to encode from

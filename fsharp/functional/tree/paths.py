@@ -155,9 +155,11 @@ def select_paths(where: str, patterns: Patterns, paths: Sequence[str]) -> frozen
 def value_by_path(
     where: str, rules: T | Mapping[str, T] | Callable[[str], T], paths: Sequence[str], default: T | None = None
 ) -> dict[str, T]:
-    """Return a value for each path, from one value, a function of the path, or values by pattern; the last match counts.
+    """Return a value for each path. ``rules``: one value for all paths, a function of the path, or values by pattern.
 
-    Raises PatternError if a pattern selects nothing; or if no pattern selects some path, and there is no default.
+    A pattern selects the paths that it matches, and all paths below them. If several patterns select a path, the last counts.
+    ``default``: value of a path that no pattern selects. Raises PatternError if a pattern selects nothing, or if a path has no
+    value.
     """
     if isinstance(rules, Mapping):
         result: dict[str, T] = {} if default is None else dict.fromkeys(paths, default)

@@ -8,19 +8,19 @@ class TreeName:
     """The name of the tree to which a unit's values belong, for labels of collectives.
 
     Ranks compare labels, so an error says that ranks gather different trees, such as parameters before and after an update. A
-    tree made from another has a name made from its name.
+    name says from which tree this tree was made, and how: ``tree 1 at update 3, replaced 1x, mapped 2x``.
 
     All names compare equal and have one hash, as pytrees of different names could not be mapped together otherwise.
 
     Attributes:
-        tree: number of a tree that all ranks have made together; empty if there is no such tree. A second update of one state
-            of tree ``"1"`` makes tree ``"1.2"``.
-        num_updates: number of updates between that tree and these values.
-        num_replaced: number of calls of :meth:`~fsharp.Sharded.replace` between that tree and these values.
-        num_mapped: number of pytree mappings between that tree and these values.
-        num_successors: number of updates made from these values.
-        number_by_axes: numbers that tell trees of equal text apart, such as mapped copies of tree 1. For the axes of a gather:
-            the number of this tree in the order of first gathers along these axes, from 1.
+        tree: number of the first tree, which all ranks have made together; empty if there is no such tree. The first update of
+            a state of tree ``"1"`` is tree ``"1"`` too. A second update of the same state is tree ``"1.2"``.
+        num_updates: number of updates between the first tree and this one.
+        num_replaced: number of calls of :meth:`~fsharp.Sharded.replace` between the first tree and this one.
+        num_mapped: number of pytree mappings between the first tree and this one.
+        num_successors: number of updates that were made from this tree.
+        number_by_axes: numbers that tell trees with equal texts apart, such as two mapped copies of tree 1. For the axes of a
+            gather: 1 for the first such tree that was gathered along these axes, 2 for the second, and so on.
     """
 
     tree: str = ""
@@ -32,7 +32,7 @@ class TreeName:
 
     @property
     def text(self) -> str:
-        """The name as text; empty for a tree that was not made by a call that all ranks made."""
+        """The name as text; empty if there is no first tree, which all ranks have made together."""
         changes = [
             f", {what} {times}x" for what, times in (("replaced", self.num_replaced), ("mapped", self.num_mapped)) if times
         ]

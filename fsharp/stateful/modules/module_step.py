@@ -26,12 +26,12 @@ from fsharp.tracebacks import api_boundary
 class ModuleStep:
     """One training step of a module, composed of the user's calls: forwards, backwards, an optimizer's step.
 
-    The first forward that may have a backward opens a step, a microbatch ends with a backward pass, and an update closes it.
+    The first forward that may have a backward opens a step, each backward pass ends a microbatch, and an update ends the step.
 
     Attributes:
-        scheduled: the training step, with its schedule and trace.
-        is_accumulating: whether a backward keeps its gradients at rest, without the reduction to the optimizer.
-        has_feedback: whether gradients are reduced with the residuals of the train state.
+        scheduled: the function without content whose calls are the training steps; it has their schedule and trace.
+        is_accumulating: whether a backward only adds its gradients to earlier ones, without the reduction to the optimizer.
+        has_feedback: whether reductions add the encoding errors of earlier gradients, the residuals of ``state.train_state``.
         updated_by: identity of the optimizer that made the last step; None after the next forward.
         used_gradients: paths of parameters whose gradient an optimizer has used, and the user has not set to None since then.
         params: the parameters that forwards of this step differentiate; None outside of a step.

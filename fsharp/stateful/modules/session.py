@@ -163,7 +163,7 @@ class Session:
 
     @property
     def parts_comm(self) -> Comm:
-        """The Comm for collectives of torch functions of parts, such as ``part.sum()``."""
+        """The Comm for the collectives of a torch function on sharded tensors, such as ``parameter.grad.sum()``."""
         self.step.reopen_scheduler()
         return self.scheduler.comm_with_history_labels
 
@@ -208,10 +208,10 @@ class Session:
         materialize_grads: bool = False,
         **options: Any,
     ) -> tuple[torch.Tensor | None, ...]:
-        """Run ``torch.autograd.grad``. Gradients of parameters are means over ranks, as parts.
+        """Run ``torch.autograd.grad``. The gradient of a parameter is the mean over ranks, sharded as the parameter is.
 
-        Afterwards ``.grad`` is None, and backwards of other forwards still work. It is an error to pass options that need a
-        graph of the backward, or parameters of several modules. It is an error too if the step has gradients.
+        Afterwards ``.grad`` is None, and backwards of other forwards still work. Errors: ``create_graph=True`` or
+        ``is_grads_batched=True``; parameters of several modules; gradients of an earlier backward in this step.
         """
         if options.get("create_graph") or options.get("is_grads_batched"):
             raise ScheduleError(

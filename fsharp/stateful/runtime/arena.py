@@ -1,4 +1,4 @@
-"""Arena: the memory of schedules, which one schedule at a time owns."""
+"""Arena: the memory of a scheduler's schedules. One schedule at a time owns it."""
 
 from collections.abc import Iterable
 
@@ -29,10 +29,10 @@ class Arena:
 
     @torch.inference_mode(False)  # the memory outlives an evaluation
     def bind_next_schedule(self, scheduled: ScheduledFunction, functions: Iterable[ScheduledFunction]) -> BoundSchedule | None:
-        """Give the memory to the schedule of a function's next step, and return the schedule; None if none fits the step.
+        """Give the arena to the schedule of a function's next step. Return this schedule; None if no schedule fits the step.
 
-        Raises:
-            ScheduleError: the user has chosen a schedule by ``follow()``, and it does not fit.
+        ScheduleError if a schedule that the user has chosen by ``follow()`` does not fit. ``functions``: all functions of the
+        scheduler. If the arena has to grow, they drop the schedules bound to the old memory.
         """
         units, schedule = self._registry.units, scheduled.schedule
         bound = scheduled.programs.bound.get(id(schedule))
@@ -66,7 +66,7 @@ class Arena:
         return bound
 
     def _release_schedule(self) -> None:
-        """Release the parameters of the schedule that owns the memory, so that another schedule can own the memory."""
+        """Release the parameters in the arena, so that another schedule can own the arena."""
         if self.schedule is not None:
             self._executor.lanes.stream_wait_lanes("gather", "reduce")
             for unsharded in self.schedule.unsharded_by_unit.values():
@@ -74,13 +74,13 @@ class Arena:
         self.schedule = None
 
     def abandon_gathers(self) -> None:
-        """Abandon gathers into the arena that are under way, as they may never end."""
+        """Abandon the gathers under way into the arena, as they may never end."""
         if self.schedule is not None:
             for unsharded in self.schedule.unsharded_by_unit.values():
                 unsharded.abandon_gathers()
 
     def use_carried_gathers(self, schedule: BoundSchedule) -> None:
-        """At the start of a step, use the units that the previous step has gathered, and gather the missing units."""
+        """At the start of a step, use the units that the previous step gathered for it, and gather those that are missing."""
         for bound in schedule.carried:
             units = [each.unit for each in bound.bucket_members if each.unit is not None]
             found = [(schedule.unsharded_by_unit[unit.key], unit.node) for unit in units]

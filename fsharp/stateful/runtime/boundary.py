@@ -112,7 +112,8 @@ class UnitUse:
     Args:
         number: number of uses that have begun before in the step.
         parent: the use inside of which this use begins; None if there is none.
-        unsharded: the buffer of the unit's full parameters; None if the unit rests in full.
+        unsharded: the buffer of the unit's gathered parameters; None if the unit is never gathered.
+        full: the unit's full parameters, which this use hands to the function as leaves.
 
     Attributes:
         leaves: the tensors for the function; None once the function has taken them.
@@ -173,7 +174,7 @@ class UnitUse:
         return found
 
     def check_leaves_unwritten(self) -> None:
-        """Raise an error if the function has written to a leaf, as writes to gathered parameters would be lost."""
+        """Raise an error if the function has written to a leaf: the write to gathered parameters would be lost."""
         if self._full is not None and self._full.is_written_since(self._versions):
             raise in_place_write_error(self.unit.key)
         self._full = None
@@ -181,9 +182,9 @@ class UnitUse:
     def pack_saved_parameters(self, out: Any, first: int, fill_buffer: Callable[[], UnshardedBuffer]) -> None:
         """Let autograd keep rebuilds in place of views of this use's parameters that it has saved.
 
-        So the parameters' memory can be released before the backward. The arena needs none: the schedule fills the same
-        addresses again. Only tensors are replaced that nodes of the graph of ``out`` have saved, from sequence number ``first``
-        on. ``fill_buffer`` returns the buffer of the parameters, and gathers released parameters again.
+        So memory can be released before the backward. Views in the arena stay: a schedule fills the same addresses again. Only
+        nodes of the graph of ``out`` from sequence number ``first`` on are searched. ``fill_buffer`` returns the buffer of the
+        parameters, and gathers them again if they were released.
         """
         if self.unsharded is None or self.unsharded.where is not None:
             return
@@ -232,9 +233,9 @@ class UsesUnderWay:
         forward: uses whose function is being called, the innermost last.
         backward: uses whose backward has begun, the innermost last.
         pending: by unit, number of uses in this microbatch whose gradient is still missing.
-        awaited: uses whose backward may come; autograd's graph keeps them alive.
-        held: units whose parameters a caller holds after their use. Their step gets no schedule, as that reuses memory.
-        recomputed: units that ``torch.utils.checkpoint`` has used again, and a caller holds, without a backward since then.
+        awaited: uses whose backward may come, by weak references: autograd's graph keeps these uses alive.
+        held: units whose parameters a caller holds after their use. The step gets no schedule, which would reuse the memory.
+        recomputed: as ``held``, of units used in a backward: ``torch.utils.checkpoint`` may hold them until their backward.
     """
 
     def __init__(self) -> None:
@@ -251,6 +252,6 @@ class UsesUnderWay:
         return any(use.unsharded is unsharded for each in (self.forward, self.backward) for use in each)
 
     def mark_recomputed_as_held(self) -> None:
-        """Move all of ``recomputed`` to ``held``, at the end of a microbatch: a caller still holds parameters."""
+        """Move all of ``recomputed`` to ``held``, as a microbatch ends and a caller still holds their parameters."""
         self.held |= self.recomputed
         self.recomputed.clear()

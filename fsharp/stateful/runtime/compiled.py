@@ -21,17 +21,17 @@ _schedule_numbers = count()
 
 
 class BoundSchedule:
-    """A schedule bound to units and to an ``arena`` of at least ``schedule.arena`` bytes.
+    """A schedule bound to units and to an ``arena`` of at least ``schedule.arena`` bytes: its ops have their tensors.
 
     Attributes:
-        microbatches_before_reduce: numbers of the microbatches after which gradients go to the optimizer's place.
-        unsharded_by_unit: by unit, the memory of its full parameters.
-        resting_gradients: by unit, the memory of its gradient at rest, in use from the op that opens it.
+        microbatches_before_reduce: numbers of the microbatches at whose end gradients are reduced to the optimizer's place.
+        unsharded_by_unit: by unit, the buffer of its full parameters.
+        resting_gradients: by unit, the memory of its gradient at rest, in use from the op that first writes there.
         ops: by event, the first op of each bucket, without ``carried``.
         bound: by event, pairs of an op in ``ops`` and its action.
         actions: by event, the actions in ``bound`` that do something.
-        carried: gathers for the next step at the end of a step, if the next step follows the same schedule.
-        stranded: memory of gradients that stay in the arena after a step has left this schedule, as callers have views of them.
+        carried: gathers at the end of a step for the next step, which the next step uses if it follows the same schedule.
+        stranded: by unit, memory in the arena that a gradient keeps after a step has left this schedule, as callers view it.
         number: number of this object, in keys of ops.
     """
 
@@ -60,7 +60,7 @@ class BoundSchedule:
         self.bind_ops(executor)
 
     def bind_ops(self, executor: Executor) -> None:
-        """Bind all ops to an executor and its current lanes."""
+        """Make the actions that run the ops, with an executor and its current lanes (streams)."""
         self.bound = [[(bound, executor.action_of(bound)) for bound in each] for each in self.ops]
         self.actions = [[action for _, action in each if action is not do_nothing] for each in self.bound]
 
@@ -111,7 +111,7 @@ class BoundSchedule:
         return self.units.items() <= units.items()
 
     def clone_gradients_in_arena(self, grads: Grads) -> Grads:
-        """Return the gradients of a use; as copies if one is in memory of the arena, which is released before the cast."""
+        """Return the gradients of a use; copies if one is in the arena, whose memory is released before gradients are cast."""
         first, last = self._span
         for grad in grads:
             if grad is not None and first <= grad.data_ptr() < last:
@@ -119,7 +119,7 @@ class BoundSchedule:
         return grads
 
     def leave_arena(self, is_in_use: Callable[[UnshardedBuffer], bool]) -> None:
-        """Leave this schedule during a step. Backwards keep the memory of their forwards; new uses get memory of their own."""
+        """Leave this schedule in a step. In the arena stay buffers in use, and gradients of which a caller has a view."""
         self.stranded = {}
         for unsharded in self.unsharded_by_unit.values():
             unsharded.wait()
@@ -135,8 +135,8 @@ class BoundSchedule:
 def describe_first_mismatch(schedule: Schedule, units: dict[str, UnitState]) -> str:
     """Return text about the first fact in a schedule that does not hold for ``units``; empty if the units can follow it.
 
-    Outgoing blocks may be larger than necessary, and gradients may rest in the arena or beside it: neither is a mismatch.
-    :meth:`~fsharp.stateful.runtime.step.Step.gather_updates` compares bytes in host memory, which are known later.
+    Memory of outgoing gradients may be larger than necessary, and gradients may rest in the arena or beside it: neither is a
+    mismatch. Bytes in host memory are known later: :meth:`~fsharp.stateful.runtime.step.Step.gather_updates` compares them.
     """
     gradients = count_gradients(schedule.program.events)
     for facts in schedule.program.units:

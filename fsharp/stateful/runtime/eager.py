@@ -1,7 +1,7 @@
-"""EagerOps: emit ops event by event, for steps without a schedule. No prefetch; one reduction at a time.
+"""EagerOps: emit ops event by event, for steps without a schedule, without prefetch, and with one reduction at a time.
 
-Each buffer has memory of its own, which is freed with its last reference. The emitted ops form a schedule, for inspection and
-verification; its addresses stand for these buffers.
+Each buffer has memory of its own, which is freed with its last reference. The emitted ops form a schedule to print and verify.
+The addresses in that schedule stand for these buffers.
 """
 
 from collections.abc import Callable, Collection, Container, Iterable, Iterator
@@ -21,7 +21,7 @@ from fsharp.stateful.schedule.ops import REST, OpSpec, Phase, buffer_nbytes
 from fsharp.stateful.schedule.policy import SchedulePolicy
 from fsharp.stateful.schedule.program import Event, Program, UnitFacts
 from fsharp.stateful.schedule.schedule import Memory, Op, Schedule, buffer_lifetimes
-from fsharp.stateful.schedule.unplaced import BufferKey, specs_behind
+from fsharp.stateful.schedule.unplaced import BufferKey, following_specs
 from fsharp.stateful.units.full import aligned
 from fsharp.stateful.units.gradient import GradientPhase, UnitGradient
 from fsharp.stateful.units.route import OutgoingBlock
@@ -79,7 +79,7 @@ class EagerOps:
         *,
         has_pending: bool,
     ) -> Iterator[BoundOp]:
-        """Yield the ops at an event, without the ops behind them. The caller runs each op before it requests the next one.
+        """Yield the ops at an event, without the ops that follow these. The caller runs each op before it asks for the next.
 
         ``forward_buffer``: in a backward, the buffer in which the forward had its parameters. ``has_pending``: whether
         gradients of other uses of the unit are still missing in this microbatch.
@@ -114,16 +114,16 @@ class EagerOps:
                 yield self._emit_op(ops.UPDATE, None, "update", after=self._last.get("reduce"))
                 yield from self.ops_after_update(units)
 
-    def with_ops_behind(self, bound_ops: Iterable[BoundOp]) -> Iterator[BoundOp]:
-        """Yield ops, each with the ops behind it. The caller runs each op before it requests the next one."""
+    def with_following_ops(self, bound_ops: Iterable[BoundOp]) -> Iterator[BoundOp]:
+        """Yield ops, and after each the ops that follow it. The caller runs each op before it asks for the next."""
         for bound in bound_ops:
             op, number, unit = bound.op, bound.key[1], bound.unit
             yield bound
             del bound  # the last reference to memory that the op has freed
-            for spec in specs_behind(op.spec, op.phase):
+            for spec in following_specs(op.spec, op.phase):
                 if spec.has_ops_for(self._assumed_facts(unit) if unit is not None else UnitFacts("")):
                     after = None if spec.stream == op.stream else number
-                    yield from self.with_ops_behind([self._emit_op(spec, unit, op.phase, use=op.use, after=after)])
+                    yield from self.with_following_ops([self._emit_op(spec, unit, op.phase, use=op.use, after=after)])
 
     def _gather_unit(self, unit: UnitState, phase: Phase, forward_buffer: UnshardedBuffer | None) -> Iterator[BoundOp]:
         """Yield the ops that gather a unit's parameters; in a backward into the buffer of the forward."""
@@ -205,7 +205,7 @@ class EagerOps:
     def _accumulate(
         self, spec: OpSpec, unit: UnitState, *, after: int | None = None, block: OutgoingBlock | None = None
     ) -> Iterator[BoundOp]:
-        """Yield the op that adds a reduction's result to the gradient, after a decode_sum if the result is in encoded parts.
+        """Yield the op that adds a reduction's result to the gradient; before it a ``decode_sum`` if encoded parts arrive.
 
         ``after``: number of the reduction's op. ``block``: the memory of the reduction.
         """
@@ -222,7 +222,7 @@ class EagerOps:
         self._joined.add(last)
 
     def ops_of_final_reduction(self, units: Units) -> Iterator[BoundOp]:
-        """Yield the ops that bring gradients to the optimizer's place."""
+        """Yield the ops that reduce gradients to the optimizer's place, where the update runs."""
         for unit in units:
             route = unit.trained_gradient.route
             pieces = route.final_block(self._allocate(route.final_block_nbytes()))
@@ -246,8 +246,8 @@ class EagerOps:
     ) -> BoundOp:
         """Emit an op. Its memory is that of ``unsharded`` in the arena of a schedule that was left, or memory of its own.
 
-        On another stream than compute the op waits for all work of compute so far, or for the op ``after``. ``bound``: fields
-        of :class:`BoundOp`, and ``opens`` of :class:`Op`.
+        On another stream than compute the op waits for the op ``after``, or if that is None for all work of compute so far.
+        ``bound``: fields of :class:`BoundOp`, and ``opens`` of :class:`Op`.
         """
         stream, opens = spec.stream, bound.pop("opens", None)
         memory = bound["unsharded"].where if "unsharded" in bound else None
@@ -278,7 +278,7 @@ class EagerOps:
         return self._addresses[buffer, unit.key]
 
     def _assumed_facts(self, unit: UnitState, *, trained: bool = True, updated: bool = True) -> UnitFacts:
-        """Return the facts of a unit for several uses and microbatches, as their numbers are not known before the step ends."""
+        """Return the facts of a unit for several uses and microbatches: how many there are is known only when the step ends."""
         return unit.facts(trained=trained, updated=updated, several_uses=True, several_microbatches=True)
 
     def as_schedule(

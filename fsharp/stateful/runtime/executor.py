@@ -30,7 +30,7 @@ class Executor:
 
     Args:
         comm: the ranks, for the names of trees in labels.
-        own: a Comm of the same ranks with a separate count of collectives.
+        own: a Comm of the same ranks that counts its collectives separately.
         separate_groups: whether gathers and reductions have process groups of their own.
 
     Attributes:
@@ -38,12 +38,12 @@ class Executor:
         step_name: name of the step under way, for labels of collectives; empty outside of steps.
         microbatch_name: name of the microbatch under way, for labels of collectives.
         incoming: gradients of the use whose backward has just ended.
-        update_gathers: by unit, the gather of updated parameters under way.
-        host_copies: by unit, copies of state between device and host memory.
-        copied_units: keys of all units in ``host_copies``, before ops removed units from there.
+        update_gathers: by unit, the gather of updated parameters that an op has to begin.
+        host_copies: by unit, the copies of state between device and host memory that an op has to begin.
+        copied_units: keys of all units that :meth:`set_host_copies` got; ops remove units from ``host_copies``.
         fetched: keys of the fetch ops that have run in this step.
         host_nbytes: bytes copied from and to host memory in this step.
-        reducing: gradients whose reduction is under way, each with the op that began it.
+        reducing: by unit and record of the op, the op that began a reduction under way.
     """
 
     def __init__(self, transport: Transport, lanes: Lanes, comm: Comm, own: Comm, *, separate_groups: bool) -> None:
@@ -52,7 +52,7 @@ class Executor:
         self.begin_generation()
 
     def begin_generation(self) -> None:
-        """Return to the state of a new executor, in a new generation of the job."""
+        """Return to the state of a new executor, in a new generation of the job (after restarts of ranks)."""
         self.is_connected, self.number = False, 0
         if self.transport.groups is not None:
             self.transport.groups.begin_generation()
@@ -74,7 +74,7 @@ class Executor:
         self.is_connected = True
 
     def begin_step(self, name: str) -> None:
-        """Begin a step with this name in labels. No work of the previous step may be under way."""
+        """Begin a step with this name in labels. Of the previous step only gathers for this step may be under way."""
         self.number += 1
         self.step_name, self.microbatch_name = name, "microbatch 0"
         self.incoming: Grads | None = None
@@ -137,7 +137,7 @@ class Executor:
         self.action_of(bound)()
 
     def action_on_lane(self, bound: BoundOp, start: Action, *, after_compute: bool = True) -> Action:
-        """Return an action that runs ``start`` on the op's lane, behind ``bound.after`` and, if ``after_compute``, compute."""
+        """Return an action that runs ``start`` on the op's lane, after the ops ``bound.after`` and, if asked, after compute."""
         lanes, stream, key, after = self.lanes, bound.spec.stream, bound.key, bound.after
 
         def action() -> None:

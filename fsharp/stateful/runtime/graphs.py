@@ -88,7 +88,7 @@ class CapturedStep:
 
 
 def _copy_params_into(made: Any, held: list[Any]) -> Any:
-    """Copy the parameters ``made`` to the memory ``held``, unless they are there already. Return them in this memory."""
+    """Copy the parameters ``made`` into the tensors ``held``, unless they are there already. Return the tree of ``held``."""
     leaves, spec = optree.tree_flatten(made)
     with torch.no_grad():
         for x, new in zip(held, leaves, strict=True):

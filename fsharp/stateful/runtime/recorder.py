@@ -44,7 +44,7 @@ class TraceRecorder:
         return event
 
     def begin_step(self) -> None:
-        """Begin a step: drop the measurements of the previous step."""
+        """Begin to measure a step. Drop the compute ops of an earlier step that have not ended."""
         self._open.clear()
         self._start = self._last = self.mark_time()
         self._waited_before = self._waited_s()
@@ -95,7 +95,7 @@ class TraceRecorder:
         self._rows.append((bound, is_wait or bound.spec.may_wait, start, stop, list(outcomes), self._step))
 
     def end_step(self) -> None:
-        """End a step, and add its measurements to the trace. Measurements of ops under way are added in a later step."""
+        """End a step, and add its measurements to the trace. An op that is still under way is added when a later step ends."""
         ended = self.mark_time()
         if self.has_streams:
             torch.accelerator.synchronize(self.device)

@@ -30,8 +30,8 @@ class RecordedPrograms:
     """The recorded programs and schedules of one function.
 
     A new program is compiled. After several calls in a row that have left their schedule, a program is compiled only when it
-    occurs again. The predicted next program is the program that followed the last two programs when they last
-    occurred; if they did not occur before, the last program.
+    occurs again. The predicted next program is the one that followed the last two programs when these occurred before, or else
+    the last program again.
 
     Attributes:
         bound: schedules that are bound to the current arena, by id of the schedule.
@@ -82,7 +82,7 @@ class RecordedPrograms:
         self.num_left = 0
 
     def record_unscheduled_call(self, program: Program, compile_: Callable[[Program], Schedule | None], *, left: bool) -> None:
-        """Record the program of a call that had no schedule, or has ``left`` its schedule, and compile it by ``compile_``."""
+        """Record the program of a call that had no schedule, or has ``left`` it. Compile the program if it is new."""
         self.pinned = None
         self.num_unscheduled_calls += 1
         self.num_left = self.num_left + 1 if left else self.num_left
@@ -142,7 +142,7 @@ class ScheduledFunction:
         self.begin_generation()
 
     def begin_generation(self) -> None:
-        """Return to the state of a new function: no programs, schedules and calls."""
+        """Go back to the state of a new function: no programs, schedules and calls."""
         self.programs, self.num_calls = RecordedPrograms(), 0
         self.next_called: Callable[[], ScheduledFunction | None] = lambda: None
         self._emitted: Callable[[], Schedule] | None = None
@@ -186,7 +186,7 @@ class ScheduledFunction:
         return f"{self.name} #{self.num_calls - 1}"
 
     def record_call(self, kind: str, why: str, emitted: Callable[[], Schedule] | None = None) -> None:
-        """Record the :meth:`status` of a call, and a function that returns the ops of a call without a schedule."""
+        """Record the :meth:`status` of a call, and ``emitted``, which returns the ops of a call without a schedule."""
         if kind == "local":  # one rank alone may have made the call
             self.num_calls -= 1
         else:
@@ -194,7 +194,7 @@ class ScheduledFunction:
         self._status = CallStatus(kind, why, len(self.programs), self._status.num_left + 1 if kind == "left" else 0)
 
     def record_next_called(self, following: "ScheduledFunction") -> None:
-        """Record which function was called next. If it is another one, a step's end gathers no units for the next step."""
+        """Record which function was called next. If it is another function, a step's end gathers nothing for the next step."""
         self.next_called = weakref.ref(following)
 
     def restart_call_count(self) -> None:
@@ -212,13 +212,13 @@ class ScheduledFunction:
         setup_recording.run_and_record(lambda: self.programs.pin_schedule(schedule))
 
     def start_trace(self) -> Trace:
-        """Begin to measure steps that follow the schedule, and return the trace that collects them."""
+        """Begin to measure the steps that follow a schedule, and return the trace that collects the measurements."""
         trace = Trace()
         self.recorder = TraceRecorder(trace, self.scheduler.device, self.scheduler.executor.waited_s)
         return trace
 
     def nodes_by_unit(self, args: Any) -> dict[str, Sharded]:
-        """Return the nodes among the arguments, by unit, at the positions that earlier calls have recorded."""
+        """Return, by unit, the nodes (``Sharded``) at the positions among the arguments that earlier calls have recorded."""
         self._nodes = units_of(args)
         return {key: self._nodes[i] for key, i in self._positions.items() if i < len(self._nodes)}
 
@@ -255,13 +255,13 @@ class FunctionRegistry:
         return scheduled
 
     def record_last_called(self, scheduled: ScheduledFunction) -> None:
-        """Record a call of ``scheduled``, as the one that follows the last call of another function."""
+        """Record a call of ``scheduled``, also as the call that came next after the last call of a function."""
         if (last := self._last()) is not None:
             last.record_next_called(scheduled)
         self._last = weakref.ref(scheduled)
 
     def begin_generation(self) -> None:
-        """Return all functions to the state of new functions."""
+        """Put all functions back into the state of new functions, for a new generation of the job (after restarts of ranks)."""
         self._last = lambda: None
         for scheduled in self._alive:
             scheduled.begin_generation()

@@ -44,7 +44,7 @@ class StepUnderWay(NamedTuple):
     """The step under way, with its function and its thread.
 
     Attributes:
-        title: name of the step in labels of collectives, without the digest of earlier steps' settings.
+        title: name of the step in labels of collectives, without the digest of earlier settings.
     """
 
     step: Step
@@ -105,7 +105,7 @@ class Scheduler(DelegatingComm, ScheduledEngine):
         setup_recording.record_for_replay(partial(self._begin_generation, self.own, self.executor))
 
     def _begin_generation(self, own: Comm, executor: Executor) -> None:
-        """Return to the state of a new scheduler in a new generation of the job: no schedules, and the Comm of the setup."""
+        """Go back to the state of a new scheduler, for a new generation of the job: no schedules, and the Comm of the setup."""
         self._closed, self._history = None, SettingsHistory()
         self.own, self.executor = own, executor
         executor.begin_generation()
@@ -146,7 +146,7 @@ class Scheduler(DelegatingComm, ScheduledEngine):
 
     @property
     def tree_name_counters(self) -> TreeNameCounters | None:
-        """Counters of tree names of the wrapped Comm."""
+        """The wrapped Comm's counters, from which trees get their names in labels; None for a Comm without labels."""
         return tree_name_counters_of(self.comm)
 
     all_gather, reduce_scatter = api_boundary(DelegatingComm.all_gather), api_boundary(DelegatingComm.reduce_scatter)
@@ -169,14 +169,14 @@ class Scheduler(DelegatingComm, ScheduledEngine):
             self.executor.set_label_names(step=f"{self._now.title}{self._history_suffix}")
 
     def reset_history(self) -> None:
-        """Forget earlier steps and settings, which labels of collectives have, once all ranks have loaded the same values."""
+        """Drop earlier steps and settings from labels of collectives, once all ranks have loaded the same values."""
         self._history, self.num_updates = SettingsHistory(), 0
         for scheduled in self._functions:
             scheduled.restart_call_count()
 
     @property
     def settings(self) -> str:
-        """All settings so far, for ranks to compare: a digest of those before the last step, then lines ``name=value``."""
+        """All settings so far, for ranks to compare: a digest of older ones, then lines ``name=value``."""
         return self._history.text
 
     @property

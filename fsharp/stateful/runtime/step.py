@@ -89,9 +89,9 @@ class Step:
         self._run_ops(eager.ops_at_event(at, event, unit, unsharded, units, has_pending=has_pending))
 
     def _run_ops(self, bound_ops: Iterable[BoundOp]) -> None:
-        """Run ops of the source ``EagerOps`` and the ops behind them, each before the next one is emitted."""
+        """Run ops of the source ``EagerOps`` and the ops that follow these, each before the next one is emitted."""
         assert self.eager is not None
-        for bound in self.eager.with_ops_behind(bound_ops):
+        for bound in self.eager.with_following_ops(bound_ops):
             self.executor.run_op(bound)
             del bound  # releases memory for the next op
 
@@ -186,7 +186,7 @@ class Step:
             self._begin_use_backward(use)
 
     def _call_on_backward(self, gathered: Sequence[str]) -> None:
-        """Call the hook of :meth:`set_on_backward`. Raise an error if the step is over: units ``gathered`` are released."""
+        """Call the hook of :meth:`set_on_backward`. Raise an error if the step is over: the units ``gathered`` are released."""
         if self._on_backward is not None:
             self._on_backward()
         if self.is_over:
@@ -240,7 +240,7 @@ class Step:
         self.executor.set_incoming_gradients(None)
 
     def begin_backward_pass(self, *, is_last: bool) -> None:
-        """Begin a backward pass. ``is_last``: whether it is the last pass before gradients go to the optimizer's place."""
+        """Begin a backward pass. ``is_last``: whether gradients are reduced to the optimizer's place after this pass."""
         number = self.num_microbatches
         if not is_last and self.schedule is not None and number in self.schedule.microbatches_before_reduce:
             self.leave_schedule()  # the schedule would reduce gradients for the optimizer in this pass
@@ -267,7 +267,7 @@ class Step:
         self.uses.pending.clear()
 
     def begin_gradients(self, units: Sequence[UnitState]) -> None:
-        """Begin new gradients of ``units``, in the schedule's memory, after reductions of the old gradients have ended."""
+        """Begin new gradients of ``units``, in the schedule's memory. Reductions of the old gradients are ended first."""
         if {unit.key for unit in units} & {key for key, _ in self.executor.reducing}:
             self.leave_schedule()
         schedule, transport = self.schedule if self.eager is None else None, self.executor.transport
@@ -276,7 +276,7 @@ class Step:
         self.trained.update(dict.fromkeys([unit.key for unit in units if unit.gradient is not None]))
 
     def record_unscheduled_reduction(self) -> None:
-        """Record that all ranks reduce gradients outside of the schedule."""
+        """Record that all ranks now reduce gradients outside of the schedule."""
         self._end_passed_backwards(None)
         self._run_event("move")
 
@@ -302,7 +302,7 @@ class Step:
         self.executor.lanes.stream_wait_ops(self.executor.fetched[-1:])  # the last op of the lane ends after all others
 
     def gather_updates(self, update_gathers: Sequence[UpdateGather], host_copies: Mapping[str, HostCopies]) -> None:
-        """Gather updated parameters to their place, and copy offloaded optimizer state to host memory."""
+        """Gather updated parameters to where they rest, and copy offloaded optimizer state to host memory."""
         self._end_passed_backwards(None)
         for unit in self.units.values():
             if unit.gradient is not None and unit.gradient.is_under_way:
@@ -333,7 +333,7 @@ class Step:
         self.is_over = True
 
     def abandon(self) -> None:
-        """End the step after an error, without a wait for work under way. A later backward of this step raises an error."""
+        """End the step after an error, and wait for no work under way. A later backward of this step raises an error."""
         self.is_over = True
 
     def set_on_backward(self, hook: Callable[[], None]) -> None:

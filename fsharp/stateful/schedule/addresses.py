@@ -14,15 +14,15 @@ from itertools import product
 from typing import Generic, TypeVar
 
 _ARENA_SLACKS = (0.0, 0.01, 0.02, 0.035, 0.05, 0.075, 0.1, 0.15, 0.25)
-"""Sizes of arenas in which addresses are searched, as the part by which they exceed the lower bound."""
+"""Sizes of arenas in which addresses are searched, as the fraction by which a size exceeds the lower bound."""
 _MAX_COMPARISONS = 2_000_000
 """Comparisons of two buffers for one arena, about a fifth of a second. One order is tried even if it takes more."""
 _MAX_SPARE_PLACEMENTS = 300
 """Placements in one search, besides 1.5 for each buffer."""
 
-FitRank = Callable[[int, int, int], int]
-"""A rank of addresses at which a buffer fits: from bytes below the buffer, bytes left in the gap, bytes above the buffer."""
-_FIT_RANKS: tuple[FitRank, ...] = (
+AddressScore = Callable[[int, int, int], int]
+"""The score of an address for a buffer, from the bytes below it, left in its gap, and above it. The least score is best."""
+_ADDRESS_SCORES: tuple[AddressScore, ...] = (
     lambda at, spare, above: spare,
     lambda at, spare, above: min(at, above),
     lambda at, spare, above: at,
@@ -69,22 +69,22 @@ def assign_addresses(items: Sequence[ArenaItem], *, max_nbytes: int | None = Non
     search, best, orders = _AddressSearch(items), list[int](), list[list[int]]()
     if max_nbytes is not None:
         target = max_nbytes // grain * grain
-        found = (search.find_addresses(order, fit, target) for order in search.orders() for fit in _FIT_RANKS)
+        found = (search.find_addresses(order, score, target) for order in search.orders() for score in _ADDRESS_SCORES)
         return next(filter(None, found), None)
     arena = total = sum(item.nbytes for item in items)
     for order in search.orders():
-        starts = search.find_addresses(order, _FIT_RANKS[0], total)
+        starts = search.find_addresses(order, _ADDRESS_SCORES[0], total)
         if starts is None:
             break
         nbytes = max(start + item.nbytes for start, item in zip(starts, items, strict=True))
         if not best or nbytes < arena:
             best, arena = starts, nbytes
         orders.append(order)
-    for slack, order, fit in product(_ARENA_SLACKS, orders, _FIT_RANKS):
+    for slack, order, score in product(_ARENA_SLACKS, orders, _ADDRESS_SCORES):
         target = least + int(slack * least) // grain * grain
         if target >= arena:
             break
-        starts = search.find_addresses(order, fit, target)
+        starts = search.find_addresses(order, score, target)
         if starts is not None:
             return starts
     return best
@@ -104,15 +104,15 @@ class _AddressSearch:
         self.lifetimes = [sum((1 << stop) - (1 << start) for start, stop in each) for each in bits]
         self.num_compared = 0
 
-    def find_addresses(self, order: Sequence[int], fit: FitRank, target: int) -> list[int] | None:
-        """Return the first byte of each item in an arena of ``target`` bytes, placed in this ``order``; None if it fails."""
+    def find_addresses(self, order: Sequence[int], score: AddressScore, arena_nbytes: int) -> list[int] | None:
+        """Return the first byte of each item, placed in this ``order`` where ``score`` is least; None if it fails."""
         if self.num_compared > _MAX_COMPARISONS:
             return None
         placed: list[tuple[int, int, int]] = []  # starts, stops and lifetimes, in order of addresses
         path: list[tuple[int, int, int]] = []  # the same, in order of placement
         untried: list[list[int]] = []  # addresses that are left to try: for each item in ``path``, and for the next item
         for _ in range(_MAX_SPARE_PLACEMENTS + 3 * len(order) // 2):
-            untried.append(self._free_addresses(order[len(path)], placed, fit, target))
+            untried.append(self._free_addresses(order[len(path)], placed, score, arena_nbytes))
             while not untried[-1]:
                 untried.pop()
                 if not path:
@@ -126,15 +126,15 @@ class _AddressSearch:
                 return [starts[i] for i in range(len(order))]
         return None
 
-    def _free_addresses(self, i: int, placed: Sequence[tuple[int, int, int]], fit: FitRank, target: int) -> list[int]:
-        """Return the addresses at both ends of each gap between ``placed`` items that holds item ``i``, the best one last."""
+    def _free_addresses(self, i: int, placed: Sequence[tuple[int, int, int]], score: AddressScore, limit: int) -> list[int]:
+        """Return the addresses for item ``i`` at both ends of each gap in which it fits, the one with the least score last."""
         size, lifetime, top, found = self.items[i].nbytes, self.lifetimes[i], 0, set[tuple[int, int]]()
         self.num_compared += len(placed)
-        for start, stop, other in (*placed, (target, target + 1, lifetime)):
+        for start, stop, other in (*placed, (limit, limit + 1, lifetime)):
             if stop > top and other & lifetime:
                 spare = start - top - size
                 if spare >= 0:
-                    found |= {(fit(at, spare, target - at - size), at) for at in (top, top + spare)}
+                    found |= {(score(at, spare, limit - at - size), at) for at in (top, top + spare)}
                 top = stop
         return [at for _, at in sorted(found, reverse=True)]
 
@@ -168,7 +168,7 @@ T = TypeVar("T")
 
 
 class ByteRanges(Generic[T]):
-    """A map from disjoint runs of bytes to values. Calls are logarithmic in the runs, and linear in overlapping ones."""
+    """A map from disjoint runs of bytes to values. Cost of a call: logarithmic in all runs, linear in those that overlap."""
 
     def __init__(self) -> None:
         self._starts: list[int] = []

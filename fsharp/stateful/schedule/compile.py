@@ -115,7 +115,7 @@ def place_buffers(unplaced: Sequence[UnplacedOp], program: Program, *, max_nbyte
 
 
 def _open_gradients_early(unplaced: Sequence[UnplacedOp], items: Mapping[BufferKey, ArenaItem]) -> bool:
-    """Let reductions write directly to gradients at rest, where this needs no larger arena. Return whether one does."""
+    """Let reductions write directly to gradients at rest, where this needs no larger arena. Return whether any does."""
     change = [0] * (len(unplaced) + 1)
     for item in items.values():
         for first, last in item.spans:
@@ -137,7 +137,7 @@ def _open_gradients_early(unplaced: Sequence[UnplacedOp], items: Mapping[BufferK
 
 
 def _arena_items(unplaced: Sequence[UnplacedOp], program: Program) -> ItemsByBuffer:
-    """Return size and live spans of each buffer. What a step leaves for the next one is live at both ends of a step."""
+    """Return the size and live spans of each buffer. A buffer that the next step uses is live at both ends of a step."""
     spans: dict[BufferKey, list[tuple[int, int]]] = {}
     since: dict[BufferKey, int] = {}
     for i, op in enumerate(unplaced):

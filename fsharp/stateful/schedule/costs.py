@@ -25,7 +25,7 @@ def bucket_limit_nbytes(sent: Iterable[int]) -> int:
 Bucket = tuple[str, ...]
 """Names of the units that share one collective, in order."""
 BucketOfUnit = Mapping[str, Bucket]
-"""By unit, its bucket."""
+"""The bucket of each unit, by the unit's name."""
 
 
 def group_into_buckets(
@@ -37,8 +37,8 @@ def group_into_buckets(
 ) -> BucketOfUnit:
     """Return buckets of neighbouring units with equal ``coalescing_keys``: a rank sends at most ``max_nbytes`` for a bucket.
 
-    ``sent``: bytes that a rank sends for a unit. A unit that sends nothing, or has the key None, is alone. Units with one
-    number in ``groups`` are joined without a limit of bytes, and with no others.
+    ``sent``: by unit, the bytes that a rank sends. A unit that sends nothing, or has the key None, is alone. ``groups``: by
+    unit, a number. Units with equal numbers are joined whatever their bytes, and with no other units.
     """
     found: list[list[str]] = []
     last, filled = "", 0

@@ -78,7 +78,7 @@ def emit_ops(
 
 
 def _units_in_gradient_order(program: Program) -> list[str]:
-    """Return units in the order in which their gradients are complete, each in the first microbatch with its gradient."""
+    """Return units in the order in which their gradients are complete, in the first microbatch with a gradient of the unit."""
     here, result = dict[str, None](), dict[str, None]()
     for event in program.events:
         if event.kind == "microbatch_end":

@@ -25,14 +25,14 @@ UnplacedOps = tuple[UnplacedOp, ...]
 
 
 class GradientOps:
-    """Emits the ops of gradients. Units of a bucket are reduced in one collective, once all their gradients are complete.
+    """Emits the ops of gradients, at the event with position ``at``. Complete gradients of a bucket share one collective.
 
     Args:
         reduces: buckets for the reductions of a microbatch.
-        finishes: buckets for the reductions to the optimizer's place.
+        finishes: buckets for the reductions to the optimizer's place, where a rank holds its shard for the update.
         max_final_reductions: most reductions to the optimizer's place that are under way at once.
-        sum_late: whether to add a reduction's result only when the limit on reductions under way, or the microbatch's end,
-            demands this. If False, the result is added at once, and the memory is kept equally long.
+        sum_late: add a reduction's result only when the limit on reductions under way, or the end of the microbatch, demands
+            it. If False, the result is added at once, and the reduction's memory is kept equally long.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class GradientOps:
         self._opened: set[str] = set()  # units whose gradient has its memory at rest
 
     def begin_microbatch(self, casts: Counter[str], *, is_last: bool) -> None:
-        """Begin a microbatch with ``casts[unit]`` gradients of each unit. In the last one they go to the optimizer's place."""
+        """Begin a microbatch. ``casts``: number of gradients by unit. ``is_last``: then reduce to the optimizer's place."""
         self._expected_casts, self._missing_casts, self._casts = casts, Counter(casts), {}
         facts = self._ops.facts.items() if is_last else ()
         self._is_incomplete = {unit: True for unit, each in facts if FINAL_REDUCE.has_ops_for(each) and each.trainable}
@@ -70,7 +70,7 @@ class GradientOps:
             self._emit_reduction(bucket, at)
 
     def end_microbatch(self, at: int) -> None:
-        """End a microbatch at event ``at``: add what its reductions sum, and begin all reductions to the optimizer's place."""
+        """End a microbatch: add the results of its reductions, and begin all reductions to the optimizer's place."""
         while any(ops[0].phase == "backward" for ops in self._under_way):
             self._end_oldest_reductions(at)
         for unit in [unit for unit, is_waiting in self._is_incomplete.items() if is_waiting]:
@@ -97,7 +97,7 @@ class GradientOps:
         self._emit_final_reduction_if_ready(unit, at)
 
     def _emit_final_reduction_if_ready(self, unit: str, at: int) -> None:
-        """Record that a unit's gradient is complete. If those of its bucket are, reduce them to the optimizer's place."""
+        """Record that a unit's gradient is complete. If all of its bucket are, reduce them to the optimizer's place."""
         if not self._is_incomplete.get(unit):
             return
         self._is_incomplete[unit] = False
@@ -113,7 +113,7 @@ class GradientOps:
     def _emit_encodes(
         self, spec: OpSpec, units: Sequence[str], at: int, after: dict[str, UnplacedOps]
     ) -> dict[str, UnplacedOps]:
-        """Emit the encodes of units whose gradients travel encoded. Return, by unit, the ops that its reduction waits for."""
+        """Emit the encodes of units whose gradients travel encoded. Return, by unit, the ops for which its reduction waits."""
         [phase] = spec.phases
         for unit in units:
             if spec.has_ops_for(self._ops.facts[unit]):
@@ -121,7 +121,7 @@ class GradientOps:
         return after
 
     def _open_resting_gradient(self, unit: str) -> BufferKey | None:
-        """Return the buffer of a unit's gradient at rest for the first op that writes there; None for later ops."""
+        """Return the buffer of a unit's gradient at rest, on the first call in a step; None later, or if it has 0 bytes."""
         if not self._ops.facts[unit].rest or unit in self._opened:
             return None
         self._opened.add(unit)
@@ -154,7 +154,7 @@ class GradientOps:
             self._emit_ready_final_reductions(self._emit_sums(ops, at, is_last=True))
 
     def _emit_sums(self, ops: Sequence[UnplacedOp], at: int, *, is_last: bool) -> list[UnplacedOp]:
-        """Emit the ops that add the results of the reductions ``ops`` to gradients. ``is_last``: they also free the results."""
+        """Emit the ops that add the results of reductions (``ops``) to gradients, and with ``is_last`` free the results."""
         sums = []
         for op in ops:
             decode, spec = (DECODE_SUM, ACCUMULATE) if op.spec is REDUCE else (FINAL_DECODE_SUM, FINAL_ACCUMULATE)
@@ -175,7 +175,7 @@ class GradientOps:
 
 
 def microbatches_before_reduce(events: Sequence[Event]) -> set[int]:
-    """Return the numbers of the microbatches that a ``reduce`` event follows: there gradients go to the optimizer's place."""
+    """Return the numbers of microbatches at whose end gradients are reduced to the optimizer's place (a ``reduce`` event)."""
     number, result = 0, set()
     for event in events:
         if event.kind == "microbatch_end":

@@ -24,8 +24,8 @@ from fsharp.stateful.schedule.unplaced import OpList, UnplacedOp
 class ParameterOps:
     """Emits the ops that gather, wait for and release parameters, and the ops of updates.
 
-    ``gathers``: buckets of units that are gathered in one collective. ``update_gathers``: buckets for the gathers of updated
-    parameters. ``kept_uses``: uses whose parameters stay from their forward to the end of their backward.
+    ``gathers``: buckets for the gathers before uses. ``update_gathers``: buckets for the gathers of updated parameters.
+    ``kept_uses``: uses whose parameters stay until their backward has ended. ``at``: position of the event that issues an op.
     """
 
     def __init__(
@@ -80,7 +80,7 @@ class ParameterOps:
         self._ops.add_op(COMPUTE, unit, phase, at, use=event.use)
 
     def _emit_update_wait(self, unit: str, at: int) -> None:
-        """Emit the wait for the gather of a unit that the previous step's update has begun, once in a step."""
+        """Emit the wait for the gather of a unit's updated parameters, which the previous step has begun; once in a step."""
         if self._carries and UPDATE_WAIT.has_ops_for(self._ops.facts[unit]) and unit not in self._waited_updates:
             self._waited_updates.add(unit)
             self._arriving.append(self._ops.add_op(UPDATE_WAIT, unit, "update", at))

@@ -6,7 +6,7 @@ have finished; the host waits for nothing else.
 
 - ``gather``: copy full parameters into ``memory``; in phase ``update``: updated parameters to where they rest.
 - ``wait``: the compute stream (on CPUs the host) waits for a gather.
-- ``decode``: decode gathered parameters behind their ``wait``, if their format is not plain.
+- ``decode``: decode gathered parameters after their ``wait``, if their format is not plain.
 - ``compute``: run the caller's own code, from entering the unit to the next op on this stream.
 - ``release``: free the ``memory`` of a gathered unit.
 - ``cast``: write gradients of a use, when its backward ends, to ``memory`` (the first use copies, later uses add), or where
@@ -24,9 +24,9 @@ ops encode and decode as well, for reasons in docs/design.md, "Ops of codecs"; f
 
 [Note: a new kind]
 A new kind is a record here, given to :func:`declare_op`, and a function in ``BIND`` of :mod:`fsharp.stateful.runtime.executor`.
-A record with ``behind`` is emitted behind each op of the kind ``behind``; the emitter needs code for any other record. An op
-that changes or frees a buffer waits for the ops on other streams that read the buffer. Gathers for the next step are the last
-ops of a step, and have no ops behind them: ``behind="gather"`` needs ``SchedulePolicy(gather_at_start=False)``.
+An op whose record has ``follows`` is emitted after each op of that kind. Any other record needs code in the emitter. An op that
+changes or frees a buffer waits for the ops on other streams that read the buffer. Gathers for the next step are the last ops of
+a step, and no ops follow them: ``follows="gather"`` needs ``SchedulePolicy(gather_at_start=False)``.
 """
 
 from collections.abc import Callable, Sequence
@@ -102,17 +102,17 @@ class OpSpec:
         kind: name of the kind.
         phases: phases of a step with such ops.
         stream: stream on which the ops run.
-        when: names of fields of :class:`UnitFacts`. A unit has such ops if one of these fields is not empty; ``()``: always.
-        events: kinds of events at which exactly one such op is issued, as the program says; ``()``: the compiler decides.
-        behind: a kind of op. One op of this kind follows each op of that kind; empty: the emitter decides.
+        when: names of fields of :class:`UnitFacts`. A unit has such ops if one of these fields is not empty, or ``when`` is.
+        events: kinds of events at each of which exactly one such op is issued; ``()``: the compiler decides.
+        follows: another kind. An op of this record is issued after each op of kind ``follows``; empty: the emitter decides.
         reads: buffers that have to be filled before the op.
-        joins: buffer whose fill the op waits for, so that compute may use the buffer afterwards.
+        joins: buffer that is being filled. The op waits until it is filled, so that compute may use the buffer afterwards.
         fills: buffer that is filled when the op ends.
         changes: buffer that the op changes in place.
         frees: buffer that is free after the op.
         opens: whether the op may be the first to write a gradient at rest; later ones add to it.
         calls: name of the field of :class:`UnitFacts` with the op's collectives.
-        codes: name of the field with the encoded bytes that the op encodes or decodes itself; see [Note: codecs].
+        codes: name of the field with the bytes that the op itself encodes or decodes; see [Note: codecs].
         casts: name of the field with the bytes that the op casts as it adds them.
         cost: the quantity on which the op's time depends.
         may_wait: whether the host may block in the op.
@@ -124,7 +124,7 @@ class OpSpec:
     stream: Stream = "compute"
     when: tuple[str, ...] = ()
     events: tuple[EventKind, ...] = ()
-    behind: str = ""
+    follows: str = ""
     reads: tuple[str, ...] = ()
     joins: str = ""
     fills: str = ""
@@ -141,7 +141,7 @@ class OpSpec:
     @property
     def has_unit(self) -> bool:
         """Whether each op of this kind belongs to a unit. The optimizer's update, for example, does not."""
-        leaders = [each for each in OPS.values() if each.kind == self.behind]
+        leaders = [each for each in OPS.values() if each.kind == self.follows]
         return not any(event in EVENTS_WITHOUT_UNIT for event in self.events) and all(each.has_unit for each in leaders)
 
     def has_ops_for(self, facts: UnitFacts) -> bool:
@@ -201,7 +201,7 @@ DECODE = OpSpec(
     "decode",
     _USE_PHASES,
     when=("decoded",),
-    behind="wait",
+    follows="wait",
     reads=(PARAMS,),
     fills=DECODED,
     codes="decoded",
@@ -293,7 +293,7 @@ def _describe_unknown_name(spec: OpSpec) -> str:
             return f"{field} is {getattr(spec, field)!r}, expected a value that is not empty"
     facts = {each.name: each.type for each in fields(UnitFacts)}
     leaders = [kind for kind in kinds_where() if kind != spec.kind and all((kind, phase) in OPS for phase in spec.phases)]
-    known: dict[str, Sequence[str]] = {"when": [*facts], "behind": leaders}
+    known: dict[str, Sequence[str]] = {"when": [*facts], "follows": leaders}
     known["calls"] = [name for name in facts if facts[name] == tuple[Call, ...]]
     known["codes"] = known["casts"] = [name for name in facts if facts[name] is int]
     known |= dict.fromkeys(("reads", "joins", "fills", "changes", "frees"), (*BUFFERS,))
@@ -301,7 +301,7 @@ def _describe_unknown_name(spec: OpSpec) -> str:
         value = getattr(spec, field)
         allowed = (*names, "") if isinstance(value, str) else names
         if {*([value] if isinstance(value, str) else value)} - {*allowed}:
-            why = ": another kind, with ops in all of its phases" if field == "behind" else ""
+            why = ": another kind, with ops in all of its phases" if field == "follows" else ""
             return f"{field} is {value!r}, expected {' or '.join(map(repr, allowed))}{why}"
     return ""
 

@@ -36,7 +36,7 @@ class UnitFacts:
         host: bytes of optimizer state and main copies in host memory between updates; 0 without offload.
         wire: dtypes or formats that the unit's collectives carry. Units with equal texts may share a collective; a unit with
             None shares none.
-        decoded: encoded bytes that are decoded behind a gather. This field and the fields below are 0 for plain formats.
+        decoded: encoded bytes that are decoded after a gather. This field and the fields below are 0 for plain formats.
         reduce_encoded: encoded bytes of the first collective of a microbatch's reduction, encoded before it.
         reduce_recoded: encoded bytes that a microbatch's reduction decodes and encodes between two collectives.
         reduce_decoded: encoded bytes that arrive in the last collective of a microbatch's reduction, decoded after it.

@@ -34,20 +34,20 @@ def plan_residency(
 ) -> Residency:
     """Return the plan of which buckets are resident, that is gathered, at each event.
 
-    The limit is one bucket in use, and the next ``policy.prefetch`` different buckets that the program uses before the next
-    update. While no bucket is in use, a resident bucket that will be used again takes the place of the one in use.
+    At most ``policy.prefetch + 1`` buckets are resident: the one in use, and the next different buckets that the program uses
+    before the next update. While no bucket is in use, one more bucket may stay that is resident and used again.
 
-    Two kinds of buckets do not count. Those of the uses around the innermost one would leave no room for prefetch, as the root
-    is always in use. Those of ``kept_uses`` stay from their forward to the end of their backward.
+    Two kinds of buckets do not count. Uses nest, as the root is always in use: only the innermost use counts, or there would be
+    no room for prefetch. Buckets of ``kept_uses`` stay from their forward to the end of their backward.
 
     ``buckets``: bucket by unit. ``carried``: buckets that the previous step may have gathered.
     """
     events = program.events
     in_use, staying = _buckets_in_use(events, buckets), _staying_buckets(events, buckets, frozenset(kept_uses))
-    wanted = _wanted_buckets(events, policy, buckets, in_use, staying)
+    wanted = _buckets_at_starts(events, policy, buckets, in_use, staying)
     after = _next_needed_buckets(events, wanted)
     held: dict[Bucket, None] = {}
-    near: tuple[Bucket, ...] = ()  # buckets in use or ahead at the previous event
+    near: tuple[Bucket, ...] = ()  # buckets to be resident at the previous event
     updated: tuple[Bucket, ...] = ()  # buckets that stay, and have to be gathered again after an update
     result = []
     for i, event in enumerate(events):
@@ -80,7 +80,7 @@ def plan_residency(
 def _staying_buckets(
     events: Sequence[Event], buckets: BucketOfUnit, kept_uses: Collection[int]
 ) -> list[tuple[Mapping[Bucket, int], tuple[Bucket, ...]]]:
-    """Return, for each event, the buckets that ``kept_uses`` keep resident, and the bucket whose last kept use ends there."""
+    """Return, for each event, the buckets that ``kept_uses`` keep resident, and the bucket whose last kept use ends then."""
     ends = {event.use: i for i, event in enumerate(events) if event.kind == "backward_end" and event.use in kept_uses}
     counts: Mapping[Bucket, int] = {}  # by bucket, number of uses that keep the bucket
     result = []
@@ -95,14 +95,14 @@ def _staying_buckets(
     return result
 
 
-def _wanted_buckets(
+def _buckets_at_starts(
     events: Sequence[Event],
     policy: SchedulePolicy,
     buckets: BucketOfUnit,
-    in_use: Sequence[tuple[Bucket, ...]],
-    staying: Sequence[tuple[Mapping[Bucket, int], tuple[Bucket, ...]]],
+    in_use: Sequence[tuple[Bucket, ...]],  # from _buckets_in_use
+    staying: Sequence[tuple[Mapping[Bucket, int], tuple[Bucket, ...]]],  # from _staying_buckets
 ) -> list[tuple[Bucket, ...] | None]:
-    """Return, at each start of a forward or backward, the buckets in use and ahead within the limit; None at other events."""
+    """Return, for each start of a forward or backward, the buckets that should be resident; None for any other event."""
     upcoming = _upcoming_buckets(events, buckets, policy.prefetch + 1 + max(map(len, in_use), default=0))
     wanted: list[tuple[Bucket, ...] | None] = []
     before: tuple[Bucket, ...] = ()
@@ -141,7 +141,7 @@ def first_buckets(program: Program, policy: SchedulePolicy, buckets: BucketOfUni
 
 
 def uses_in_backward_order(program: Program, buckets: BucketOfUnit) -> list[list[int]]:
-    """Return for each microbatch the uses of gathered units whose backward is in it, in order of the backwards."""
+    """Return, for each microbatch, the uses of gathered units whose backward is in the microbatch, in order of backwards."""
     result: list[list[int]] = [[]]
     for event in program.events:
         if event.kind == "microbatch_end":
@@ -152,6 +152,7 @@ def uses_in_backward_order(program: Program, buckets: BucketOfUnit) -> list[list
 
 
 def _buckets_in_use(events: Sequence[Event], buckets: BucketOfUnit) -> list[tuple[Bucket, ...]]:
+    """Return, for each event, the buckets of the uses that have begun and not ended, the innermost use first."""
     open_: list[str] = []
     result = []
     for event in events:

@@ -137,7 +137,7 @@ class Schedule:
 
     @property
     def slots(self) -> dict[str, Memory]:
-        """Memory of each unit's full parameters, by name; one address for the whole step."""
+        """Memory of each unit's full parameters, by name of the unit: one address for the whole step."""
         return {op.unit: op.memory for op in self.ops if op.memory and op.spec.fills == PARAMS}
 
     def replace_ops(self, ops: "tuple[Op, ...] | list[Op]") -> "Schedule":
@@ -201,7 +201,7 @@ def bucketed_ops(ops: Sequence[Op]) -> list[tuple[Op, ...]]:
 
 
 class BufferLifetime(NamedTuple):
-    """A live span of a buffer: positions of the ops that fill and free it (None: an op of another step), and its bytes."""
+    """A live span of a buffer: positions of the ops that fill and free it (None: no op of this step), and its bytes."""
 
     fill: int | None
     free: int | None
@@ -228,7 +228,7 @@ def buffer_lifetimes(ops: Sequence[Op]) -> Iterator[BufferLifetime]:
 
 
 def bucket_calls(issued: Sequence[Op], facts: Mapping[str, UnitFacts]) -> tuple[Call, ...]:
-    """Return the collectives of a bucket, or of an op in no bucket: of each kind one along each axis, with all bytes.
+    """Return the collectives of a bucket (one of each kind along each axis, for all its units), or of an op in no bucket.
 
     >>> units = {name: UnitFacts(name, 64, gather=(Call("all_gather", "dp", 32),)) for name in "ab"}
     >>> bucket_calls([Op("gather", name, "forward", 0, bucket=7) for name in "ab"], units)

@@ -18,7 +18,7 @@ class UnplacedOp:
     """An op whose buffer has no address yet; or a mark, up to which the buffer of an earlier op stays reserved.
 
     Attributes:
-        at: position of the op's event.
+        at: position of the program's event at which the host issues the op.
         fills: whether the op is the first to use its buffer.
         frees: whether the op, or mark, is the last to use its buffer.
         use: number of the unit's use; -1 for an op without a use.
@@ -54,28 +54,28 @@ class UnplacedOp:
 
 
 class OpList:
-    """The ops emitted so far, in the order in which the host issues them."""
+    """The ops emitted so far, in the order in which the host issues them. ``at``: see :class:`UnplacedOp`."""
 
     def __init__(self, program: Program) -> None:
         self.facts = program.facts
         self.ops: list[UnplacedOp] = []
-        self._numbers, self._behind = count(), cache(specs_behind)
+        self._numbers, self._following_specs = count(), cache(following_specs)
         self._readers: dict[BufferKey, list[UnplacedOp]] = {}  # ops that have read a buffer since its last change
 
     def add_op(self, spec: OpSpec, unit: str, phase: Phase, at: int, **fields: Any) -> UnplacedOp:
-        """Add an op of the kind ``spec``, and the ops behind it, as a decode is behind a wait. Return the first op."""
+        """Add an op of the kind ``spec``, then the ops that follow it, such as a decode after a wait. Return the first op."""
         op = self._append_op(spec, unit, phase, at, **fields)
-        self._add_ops_behind(op)
+        self._add_following_ops(op)
         return op
 
     def add_bucket(
         self, spec: OpSpec, units: Sequence[str], phase: Phase, at: int, after: Mapping[str, tuple[UnplacedOp, ...]] = {}
     ) -> list[UnplacedOp]:
-        """Add an op for each unit, all in one bucket, and then the ops behind them. Return the former."""
+        """Add a bucket: an op for each unit. Then add the ops that follow it. Return the bucket's ops. ``after``: by unit."""
         bucket = next(self._numbers) if len(units) > 1 else -1
         ops = [self._append_op(spec, unit, phase, at, after=after.get(unit, ()), bucket=bucket) for unit in units]
         for op in ops:
-            self._add_ops_behind(op)
+            self._add_following_ops(op)
         return ops
 
     def _append_op(
@@ -89,7 +89,7 @@ class OpList:
         is_last_user: bool = True,
         **fields: Any,
     ) -> UnplacedOp:
-        """Append an op. It is the first user of a buffer that its kind fills, and the last of a buffer that its kind frees."""
+        """Append an op. By default its buffer begins to live with it if its kind fills it, and ends if its kind frees it."""
         facts = self.facts[unit]
         if spec.nbytes(facts):
             readers = self._readers.pop((spec.memory_buffer_kind, unit), ())
@@ -105,8 +105,8 @@ class OpList:
         self.ops.append(op)
         return op
 
-    def _add_ops_behind(self, op: UnplacedOp) -> None:
-        for spec in self._behind(op.spec, op.phase):
+    def _add_following_ops(self, op: UnplacedOp) -> None:
+        for spec in self._following_specs(op.spec, op.phase):
             if spec.has_ops_for(self.facts[op.unit]):
                 self.add_op(spec, op.unit, op.phase, op.at, use=op.use, after=() if spec.stream == op.spec.stream else (op,))
 
@@ -119,6 +119,6 @@ class OpList:
         return next(((op,) for op in reversed(self.ops) if op.spec.stream == stream and op.marked_op is None), ())
 
 
-def specs_behind(spec: OpSpec, phase: Phase) -> list[OpSpec]:
-    """Return the kinds of ops whose :attr:`OpSpec.behind` is this kind, in a phase: one follows each op of it."""
-    return [each for (_, when), each in OPS.items() if when == phase and each.behind == spec.kind]
+def following_specs(spec: OpSpec, phase: Phase) -> list[OpSpec]:
+    """Return the records of the ops that follow each op of ``spec`` in a phase: see :attr:`OpSpec.follows`."""
+    return [each for (_, when), each in OPS.items() if when == phase and each.follows == spec.kind]

@@ -14,7 +14,7 @@ class BlockingTransport(Transport):
     """
 
     def gather_each(self, xs: Sequence[torch.Tensor], outs: Sequence[torch.Tensor], axis: str, label: str) -> Work:
-        """Gather a buffer by the Comm's all_gather."""
+        """Gather a buffer by the Comm's all_gather: each list has one tensor."""
         outs[0].copy_(self.comm.all_gather(xs[0], axis, label=label).view(-1))
         return Work()
 
@@ -37,7 +37,7 @@ class BlockingTransport(Transport):
         return [Work()]
 
     def all_to_all(self, x: torch.Tensor, out: torch.Tensor, axis: str, label: str) -> Work:
-        """Exchange parts by the Comm's all_to_all."""
+        """Exchange equal parts of ``x``, one for each rank, by the Comm's all_to_all."""
         n = self.comm.mesh.axis_size(axis)
         sizes = [len(x) // n] * n
         out.copy_(self.comm.all_to_all(x, sizes, sizes, axis=axis, label=label))

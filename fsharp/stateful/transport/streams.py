@@ -19,7 +19,7 @@ class Lanes:
     has_streams = False
 
     def set_recorder(self, recorder: Any) -> None:
-        """Record in ``recorder`` when later ops run on lanes; None ends the record."""
+        """Let ``recorder`` measure when later ops run on lanes; None ends the measurement."""
         self._recorder = recorder
 
     def current_stream(self) -> Hashable:
@@ -29,10 +29,9 @@ class Lanes:
     def on_lane(
         self, name: str, op: OpKey | None = None, after: Sequence[OpKey] = (), *, after_compute: bool = True
     ) -> AbstractContextManager:
-        """Return a context whose work runs on the lane ``"gather"``, ``"reduce"`` or ``"host"``, behind the ops ``after``.
+        """Return a context whose work runs on the lane ``"gather"``, ``"reduce"`` or ``"host"``, after the ops ``after``.
 
-        With ``after_compute`` the work is also behind all work of compute so far. ``op``: key by which later ops wait for the
-        work.
+        With ``after_compute`` the work also waits for all work of compute so far. ``op``: key by which later ops wait for it.
         """
         return _NO_CONTEXT
 
@@ -46,7 +45,7 @@ class Lanes:
         """Block the host until an op is over."""
 
     def record_stream(self, x: torch.Tensor) -> None:
-        """Keep the memory of ``x``, if it is freed, until the work so far on the current lane is over (``record_stream``)."""
+        """If ``x`` is freed, let its memory be reused only when the work so far on the current lane is over."""
 
     def drop_events_when_collected(self, owner: Any, number: int) -> None:
         """Drop the events of ops whose keys begin with ``number`` once ``owner``, which issues them, is garbage-collected."""
@@ -78,7 +77,7 @@ class DeviceLanes(Lanes):
     def on_lane(
         self, name: str, op: OpKey | None = None, after: Sequence[OpKey] = (), *, after_compute: bool = True
     ) -> Iterator[Any]:
-        """Run a context's work on the lane's stream, behind the ops ``after``: see :meth:`Lanes.on_lane`."""
+        """Run a context's work on the lane's stream, after the ops ``after``: see :meth:`Lanes.on_lane`."""
         if name not in self.streams:
             # Collectives have priority, as their small kernels would queue behind kernels of compute.
             self.streams[name] = torch.Stream(self.device, priority=0 if name == "host" else -1)
@@ -115,11 +114,11 @@ class DeviceLanes(Lanes):
             each.synchronize()
 
     def drop_events_when_collected(self, owner: Any, number: int) -> None:
-        """Drop the events with ``number`` once ``owner`` is garbage-collected: each step without a schedule has a new owner."""
+        """Drop the events of ops whose keys begin with ``number``, once ``owner`` is garbage-collected."""
         weakref.finalize(owner, self._events.pop, number, None).atexit = False
 
     def drop_all_events(self) -> None:
-        """Drop the events of all ops, and forget which lanes had work, so that nothing waits for it any more."""
+        """Drop the events of all ops, and the record of lanes that had work, so that nothing waits for this work any more."""
         self._events.clear()
         self._given.clear()
 

@@ -9,7 +9,7 @@ from fsharp.stateful.transport.streams import Lanes
 
 
 class FutureBuffers(LazyBuffers):
-    """Tensors that are filled once ``fill`` has returned. The first reader calls ``fill``, once.
+    """Tensors that are filled when ``fill`` returns. The first reader calls ``fill``, and later readers do not.
 
     If gathers on ``lanes`` fill the tensors, each stream that reads the tensors waits for these gathers.
     """

@@ -56,7 +56,7 @@ class UnitRegistry:
         return self._by_memory.get((node.unit.name, *map(_address_of, node.raw_buffers)))  # _memory_key(), inlined
 
     def bind_or_make_unit(self, node: Sharded) -> UnitState:
-        """Bind ``node`` to a unit of its path and layout that no node of this step has, or to a new unit. Return the unit."""
+        """Bind ``node`` to a unit of its path and layout that is free in this step, or to a new unit. Return the unit."""
         name, taken = node.name or "(root)", {unit.key for unit in self._by_memory.values()}
         keys = (f"{name}#{number}" if number else name for number in count())
         key = next(k for k in keys if k not in taken and (k not in self.units or self.units[k].layout == node.unit))
@@ -66,7 +66,7 @@ class UnitRegistry:
         return self.units[key]
 
     def remove_unused(self, used: Container[str]) -> None:
-        """Remove units that are not in ``used`` and have no node in this step."""
+        """Remove units whose key is not in ``used``, unless a node of this step is bound to them."""
         now = {unit.key for unit in self._by_memory.values()}
         self.units = {key: unit for key, unit in self.units.items() if key in used or key in now}
 

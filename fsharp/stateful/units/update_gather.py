@@ -23,17 +23,17 @@ class EncodedDifference(NamedTuple):
 
 
 class UpdateGather:
-    """The gather of one unit's updated parameters. This rank's own part is in place already.
+    """The gather of one unit's updated parameters, from the shards that ranks have updated to where parameters rest.
 
     Args:
-        old: the parameters before the update, at rest.
-        new: trained groups at the optimizer's place, as they travel: in the dtype at rest, or encoded.
-        donate: whether the buffers of ``old`` may be filled.
+        old: the parameters before the update.
+        new: this rank's updated shards of trained groups, in the dtype in which parameters rest; or encoded differences.
+        donate: whether the gathers may fill the buffers of ``old``; if False, they fill new buffers.
 
     Attributes:
-        gather_inputs: parts that travel, each with the buffers that its gathers fill.
+        gather_inputs: for each buffer that travels, this rank's part, and the outputs of the gathers, one axis after another.
         works: the Works of the gathers that have begun, for which :meth:`wait` waits.
-        differences: differences to add after the gathers.
+        differences: encoded differences, to be added to the parameters once they are gathered.
     """
 
     def __init__(self, unit: UnitState, old: Sharded, new: Sharded, *, rank: int, donate: bool) -> None:

@@ -39,7 +39,7 @@ class GradientCheck(ScheduleCheck):
         self.last: int | None = None  # the last op that took a gradient out of a buffer
 
     def check_op(self, i: int, op: Op, spec: OpSpec) -> None:
-        """Record where each gradient is on its way to the optimizer's place. Raise an error if the op is out of order."""
+        """Record which ops each gradient has passed. Raise an error if the op is out of order."""
         if spec.fills == OUTGOING:
             self._check_cast(i, op)
         elif any(spec in takers for takers in self.takers.values()):
@@ -71,13 +71,13 @@ class GradientCheck(ScheduleCheck):
         if any(spec.has_ops_for(self.facts[op.unit]) for spec in self.takers[OUTGOING]):
             self.waiting[op.unit] = i
 
-    def _record_gradient_change(self, i: int, op: Op, must_follow: Sequence[tuple[OpSpec, str, int]]) -> None:
+    def _record_gradient_change(self, i: int, op: Op, senders: Sequence[tuple[OpSpec, str, int]]) -> None:
         """Record that op ``i`` changes its unit's gradient. Raise an error if the gradient was sent to be reduced before.
 
-        ``must_follow``: keys of ``done`` of the ops that send the unreduced gradient, which this change has to precede.
+        ``senders``: ops that send the unreduced gradient, as keys of ``self.done``. None of them may come before op ``i``.
         """
         sent = [(spec, op.unit, bisect_left(self.asked, op.at)) for spec in self.takers[FINISHING] if REST in spec.reads]
-        for done in (*must_follow, *sent):
+        for done in (*senders, *sent):
             if done in self.done:
                 at = self.done[done]
                 what = f"comes after op {at}, {self.order.ops[at]}, which has sent the gradient without it."
@@ -103,11 +103,11 @@ class GradientCheck(ScheduleCheck):
             self.waiting.pop(op.unit, None)
 
     def _reductions_before(self, spec: OpSpec) -> list[OpSpec]:
-        """Return the kinds of reductions whose sum is in the buffer that an op of the kind ``spec`` frees."""
+        """Return the records of the reductions whose sum is in the buffer that an op of the kind ``spec`` frees."""
         return [each for each in self.takers.get(spec.frees, ()) if each.calls]
 
     def _missing_text(self, op: Op, spec: OpSpec, key: tuple[str, int]) -> str:
-        """Return an error text if ``op`` sends or frees the gradient ``key`` incomplete or unexpectedly; else ``""``."""
+        """Return an error text if ``op`` sends or frees a gradient that is not complete or not due; else ``""``."""
         facts, finish = self.facts[op.unit], spec in self.takers[FINISHING]
         if not facts.trainable:
             return "is about a frozen unit, which has no gradient"

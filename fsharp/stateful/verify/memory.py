@@ -200,7 +200,7 @@ def _bucket_name(op: Op) -> str:
 
 
 class DerivedBufferCheck(ScheduleCheck):
-    """Check that buffers with a source (``BufferKind.source``) are filled before each read, also after the source changed."""
+    """Check that a buffer with a source (``BufferKind.source``) is filled before each read, and again if its source changed."""
 
     def __init__(self, schedule: Schedule, order: HappensBefore) -> None:
         super().__init__(schedule, order)

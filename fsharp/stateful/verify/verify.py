@@ -19,11 +19,10 @@ from fsharp.type_checks import options_checked
 
 @options_checked
 def verify(schedule: Schedule) -> None:
-    """Check that steps that follow a schedule compute what its program says, and never overwrite memory in use.
+    """Check that a schedule does all that its program (``schedule.program``) asks, and never overwrites memory in use.
 
     An op happens before another op if it is earlier on its stream, or if a chain of ``after`` orders the two. The order of
-    issue does not count. At the start of a step the previous step is over, except for gathers that it leaves under way at its
-    end.
+    issue does not count. At the start of a step the previous step is over, except for the gathers after its last update.
 
     Raises:
         ScheduleError: data are used before they are ready, memory is overwritten while in use or never freed, a gradient is

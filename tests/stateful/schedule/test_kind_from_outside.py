@@ -32,9 +32,9 @@ from tests.test_format import HALVES
 
 STEP = ("forward", "backward")
 CODED = kinds_where(lambda spec: spec.cost == "code")
-COUNT = OpSpec(kind="count", phases=STEP, when=("gathered",), behind="wait", reads=(PARAMS,), cost="memory", look="dark")
+COUNT = OpSpec(kind="count", phases=STEP, when=("gathered",), follows="wait", reads=(PARAMS,), cost="memory", look="dark")
 """Counts elements of full parameters, on the compute stream."""
-SUM = OpSpec(kind="checksum", phases=STEP, stream="gather", behind="count", reads=(PARAMS,), cost="memory")
+SUM = OpSpec(kind="checksum", phases=STEP, stream="gather", follows="count", reads=(PARAMS,), cost="memory")
 """Adds them up, on another stream than the one that releases them."""
 
 
@@ -138,7 +138,7 @@ def test_the_verifier_refuses_a_release_that_does_not_wait_for_a_reader_on_anoth
 
 
 def test_the_verifier_follows_what_is_read_of_gradients():
-    with declared(replace(SUM, kind="norm", phases=("backward",), behind="cast", reads=(OUTGOING,)), None):
+    with declared(replace(SUM, kind="norm", phases=("backward",), follows="cast", reads=(OUTGOING,)), None):
         schedule = compile_schedule(chain(2))
         verify(schedule)
         [norm, *_] = of(schedule, "norm")
@@ -151,7 +151,7 @@ def test_the_verifier_follows_what_is_read_of_gradients():
 
 
 def test_the_verifier_refuses_an_update_of_what_another_stream_still_reads():
-    with declared(replace(SUM, kind="copy", stream="host", behind="compute", reads=(RESTING,)), None):
+    with declared(replace(SUM, kind="copy", stream="host", follows="compute", reads=(RESTING,)), None):
         schedule = compile_schedule(chain(2))
         [update], copies = of(schedule, "update"), of(schedule, "copy")
         refused(schedule, rf"op {update}, update .*changes what may still be read by op {copies[-1]}, copy u0 backward")
@@ -172,10 +172,10 @@ def test_the_verifier_refuses_an_update_of_what_another_stream_still_reads():
         ({"when": ("",)}, "'name' or 'gathered' or"),
         ({"when": "gathered"}, "a tuple of a str"),
         ({"events": ("forwrad",)}, "a tuple of 'forward' or 'forward_end' or"),
-        ({"behind": "wiat"}, "'gather' or 'wait' or"),
-        ({"behind": "count"}, "'gather' or 'wait' or"),
+        ({"follows": "wiat"}, "'gather' or 'wait' or"),
+        ({"follows": "count"}, "'gather' or 'wait' or"),
         (
-            {"behind": "cast"},
+            {"follows": "cast"},
             "'gather' or 'wait' or 'decode' or 'compute' or 'release' or '': another kind, with ops in all of its phases",
         ),
         ({"reads": ("parms",)}, "'resting' or 'params' or"),
@@ -205,7 +205,7 @@ def test_a_record_with_a_wrong_field_is_refused(wrong, expected):
 
 def test_phases_that_a_kind_has_are_refused():
     with pytest.raises(ScheduleError, match=r"ops of kind 'gather' in phase 'forward' already.*another kind, or other phases"):
-        declare_op(replace(COUNT, kind="gather", behind="wait"))
+        declare_op(replace(COUNT, kind="gather", follows="wait"))
 
 
 @pytest.mark.parametrize("bind", [..., None, lambda executor, bound: None], ids=["no row", "None", "returns None"])
@@ -236,14 +236,14 @@ def test_a_schedule_with_a_kind_that_is_not_declared_is_refused_by_name(found):
 
 def test_an_op_may_change_what_it_reads():
     scale = replace(COUNT, kind="scale", changes=PARAMS)
-    with declared(scale, None), declared(replace(SUM, behind="scale"), None):
+    with declared(scale, None), declared(replace(SUM, follows="scale"), None):
         schedule = compile_schedule(chain(2))
         verify(schedule)
         assert of(schedule, "scale")
 
 
 def test_whatever_changes_a_buffer_waits_for_an_op_that_reads_and_changes_the_buffer():
-    scale = replace(SUM, kind="scale", phases=("backward",), behind="cast", reads=(OUTGOING,), changes=OUTGOING)
+    scale = replace(SUM, kind="scale", phases=("backward",), follows="cast", reads=(OUTGOING,), changes=OUTGOING)
     with declared(scale, None):
         schedule = compile_schedule(chain(2))
         verify(schedule)
@@ -368,7 +368,7 @@ def test_there_may_be_one_behind_each_kind(kind):
     policy = {"bucket_nbytes": 2000, "gather_at_start": False, "offload": True}
     options = {"steps": 3, "precision": fs.Precision(stored=HALVES, wire=HALVES)} if kind in CODED else {"steps": 3}
     expected = simulate(HYBRID, lambda comm: train(comm, "late", policy, **options))
-    with declared(OpSpec(kind="probe", phases=phases, behind=kind), bind):
+    with declared(OpSpec(kind="probe", phases=phases, follows=kind), bind):
         found = simulate(HYBRID, lambda comm: train(comm, "late", policy, **options))
         schedule = found[0].schedule
         for ours, theirs in zip(found, expected, strict=True):

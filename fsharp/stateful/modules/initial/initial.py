@@ -106,7 +106,7 @@ def check_rank(where: str, rank: Any, comm: Comm) -> None:
 
 
 def _synced_shards(module: nn.Module, layout: Layout, comm: Comm, source: int) -> Any:
-    """Return this rank's part of rank ``source``'s parameters, and give the module's own buffers that rank's values."""
+    """Return this rank's shards of the parameters of rank ``source``, and copy that rank's values to the module's buffers."""
     nodes = []
     for unit in layout.units:
         own, varying = [leaf for leaf in unit.leaves if not leaf.tied_to], unit.strategy.full.varying_axes
@@ -133,7 +133,7 @@ def _parameter_value(module: nn.Module, unit: UnitLayout, leaf: Leaf) -> torch.T
 
 
 class Initializers:
-    """Runs the initializers of submodules on the CPU, each for the submodule's own parameters and buffers on the meta device.
+    """Runs the initializers of submodules. Each gives values to its submodule's own meta parameters and buffers, on the CPU.
 
     A module with ``_reset_parameters()`` and no ``reset_parameters()``, such as ``nn.MultiheadAttention``, is initialized
     together with its submodules, as this method changes their parameters. Random numbers depend on the random ``key``,
@@ -205,9 +205,9 @@ class Initializers:
     def _value_after_initializer(
         self, path: str, meta: torch.Tensor, filled: torch.Tensor, new: torch.Tensor | None
     ) -> torch.Tensor:
-        """Return the value of the tensor ``meta`` after the initializer of its module, given ``filled`` in place of ``meta``.
+        """Return the value that an initializer has given to a tensor. The module had ``filled`` in place of ``meta`` meanwhile.
 
-        ``new``: the tensor that the module has afterwards: ``filled``, or one that replaced it. TreeError for another shape.
+        ``new``: the module's tensor afterwards: ``filled``, or a replacement. TreeError if ``meta`` has another shape or dtype.
         """
         if new is None or (new.shape, new.dtype) != (meta.shape, meta.dtype):
             raise TreeError(

@@ -28,7 +28,7 @@ class FlatSlice(NamedTuple):
     shape: tuple[int, ...] | None = None
 
     def view_in(self, nodes: Mapping[str, Sharded]) -> torch.Tensor:
-        """Return the slice as a view of its buffer in ``nodes``, which are by name of their unit."""
+        """Return the slice as a view of its buffer in ``nodes``, a mapping from unit names to nodes."""
         node = nodes[self.unit]
         buffer: torch.Tensor = node.buffers[node.groups.index(self.group)]
         found = buffer.detach()[self.start : self.stop]
@@ -36,9 +36,9 @@ class FlatSlice(NamedTuple):
 
 
 def cut_by_labels(tree: Any, labels: Mapping[str, Hashable], *, rank: int, by_leaf: bool) -> Iterator[FlatSlice]:
-    """Yield a slice for each run of neighbouring leaves with equal ``labels``, by path. A leaf without a label is in no slice.
+    """Cut the flat buffers of ``rank`` in slices, one for each run of neighbouring leaves with equal labels.
 
-    With ``by_leaf`` each leaf is a slice, in its shape; the buffers of ``rank`` then have to hold whole leaves.
+    ``labels``: by path of a leaf; a leaf without a label is in no slice. ``by_leaf``: each leaf, which is whole, is a slice.
     """
     for node in units_of(tree):
         for group in node.groups:
@@ -52,9 +52,9 @@ def cut_by_labels(tree: Any, labels: Mapping[str, Hashable], *, rank: int, by_le
 
 
 def state_of_leaf(state: Mapping[str, Any], of: torch.Tensor, first: int, last: int, like: ShardedTensor) -> dict[str, Any]:
-    """Return one leaf's state from the state of a slice ``of``, whose elements ``first`` to ``last`` are the leaf.
+    """Return one leaf's state from the state of a slice. The leaf is ``of.flatten()[first:last]``, with ``of`` the slice.
 
-    State with a value for each element becomes a ShardedTensor that is cut as ``like``, in the same memory.
+    State with a value for each element becomes a ShardedTensor, cut like the parameter ``like``, in the same memory.
     """
 
     def cut(value: Any) -> Any:
@@ -65,7 +65,7 @@ def state_of_leaf(state: Mapping[str, Any], of: torch.Tensor, first: int, last: 
 
 
 def join_state(flat_slice: FlatSlice, states: Mapping[str, Mapping[str, Any]], like: torch.Tensor) -> dict[str, Any]:
-    """Return the state of a slice of shape ``like``, joined from its leaves' ``states``, in new memory. Padding is zero."""
+    """Return the optimizer state of a slice, in new memory, from ``states`` of its leaves. ``like``: the slice's parameter."""
     parts = [states.get(path, {}) for path, _, _ in flat_slice.leaves]
     joined: dict[str, Any] = {}
     for key, value in parts[0].items():

@@ -90,7 +90,7 @@ class ShardedTensor(torch.Tensor):
 
     @property
     def _dtensor_key(self) -> tuple[Any, ...] | None:
-        """Mesh and placements of the parameter's DTensor, if its mesh shards the parameter too; else None."""
+        """Mesh and placements of the DTensor that the parameter was before; None if it was none, or not sharded."""
         return (self.spec.mesh, self.spec.placements) if self.spec is not None and self.spec.is_sharded else None
 
     @property
@@ -305,7 +305,7 @@ def _user_and_remedy(part: ShardedTensor, usual_remedy: str) -> tuple[str, str]:
 
 
 def _check_no_autograd(name: str, rows: Sequence[Sequence[Any]], cut: Sequence[ShardedTensor]) -> None:
-    """Raise an error if a tensor in ``rows`` requires a gradient, as autograd does not record functions of parts."""
+    """Raise an error if a tensor in ``rows`` needs a gradient: autograd records no functions of sharded tensors (``cut``)."""
     for x in (x for row in rows for x in row if isinstance(x, torch.Tensor) and x.requires_grad):
         if isinstance(x, ShardedTensor):
             by, remedy = _user_and_remedy(
@@ -397,7 +397,7 @@ def _elementwise(
 
 
 def _own_elements(x: Any, likes: Sequence[ShardedTensor | None]) -> Any:
-    """Return this rank's elements of an argument, cut like ``likes[0]``; of a list, those of each item, cut like ``likes``."""
+    """Return this rank's elements of a tensor, cut like ``likes[0]``; in a list each one like its own of ``likes``."""
     like = likes[0]
     if isinstance(x, list | tuple):
         return type(x)(_own_elements(each, [like]) for each, like in zip(x, cycle(likes), strict=False))

@@ -75,7 +75,7 @@ _WRAPPERS = (DataParallel, DistributedDataParallel, FullyShardedDataParallel)
 
 
 def check_shardable(module: nn.Module, sharded: type[nn.Parameter]) -> None:
-    """Raise a TreeError if DDP or FSDP manages parameters, or a parameter is sharded, sparse, lazy, or of an unknown class."""
+    """Raise a TreeError if DDP or FSDP manages parameters, or a parameter cannot be sharded, such as a sparse or lazy one."""
     for path, each in module.named_modules():
         if isinstance(each, (*_WRAPPERS, FSDPModule)):
             wrapped = isinstance(each, _WRAPPERS)
@@ -105,9 +105,9 @@ def check_shardable(module: nn.Module, sharded: type[nn.Parameter]) -> None:
 
 @cache
 def refuse_torch_wrappers(sharded: type[nn.Parameter]) -> None:
-    """Let torch's hooks refuse sharded modules in wrappers such as DistributedDataParallel.
+    """Register a global hook of torch that raises an error if DDP, FSDP or DataParallel wraps a sharded module.
 
-    They also refuse a step of an optimizer of parameters that :func:`~fsharp.shard_module` has replaced.
+    Another hook raises if an optimizer of parameters that :func:`~fsharp.shard_module` has replaced makes a step.
     """
     register_module_module_registration_hook(partial(_check_wrapper, sharded))
     register_optimizer_step_pre_hook(_check_optimizer_is_current)
