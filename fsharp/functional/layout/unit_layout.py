@@ -223,7 +223,7 @@ class UnitLayout:
         return self.groups[group].dtypes.update if travels else None
 
     def update_nbytes(self, group: int) -> int:
-        """Return the bytes that one rank gives to the gather of updated parameters: its part of a group, or a change."""
+        """Return the bytes of a rank's input to the gather of updated parameters: its part of a group, or an encoded change."""
         form = self.update_format(group)
         if form is None:
             return self.gathered_part_nbytes(group, self.strategy.optim)

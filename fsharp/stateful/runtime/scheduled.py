@@ -55,7 +55,7 @@ class RecordedPrograms:
 
     @property
     def schedules(self) -> list[Schedule]:
-        """All compiled schedules."""
+        """All compiled schedules, and the one that the user has chosen."""
         return [*self._schedules.values(), *([self.pinned] if self.pinned is not None else [])]
 
     @property
@@ -117,7 +117,7 @@ class CallStatus(NamedTuple):
             call followed its schedule to the end. ``"left"``: an event of the call was not in its schedule.
             ``"local"``: the call used no collective, so there is nothing to schedule.
         why: the reason, in words.
-        num_programs: number of different programs in all calls so far.
+        num_programs: number of different programs for which the function has schedules.
         num_left: number of consecutive calls that have left their schedule.
     """
 
@@ -128,7 +128,7 @@ class CallStatus(NamedTuple):
 
 
 class ScheduledFunction:
-    """The function that ``scheduler(fn)`` returns. It calls ``fn`` without the argument ``comm``, and follows a schedule.
+    """The function that ``scheduler(fn)`` returns: ``fn`` without its argument ``comm``. Its calls follow schedules.
 
     Attributes:
         num_calls: number of calls, for labels of collectives.
@@ -255,7 +255,7 @@ class FunctionRegistry:
         return scheduled
 
     def record_last_called(self, scheduled: ScheduledFunction) -> None:
-        """Record a call of ``scheduled``, also as the call that came next after the last call of a function."""
+        """Record that ``scheduled`` was called. The function that was called before also records it, as the next one."""
         if (last := self._last()) is not None:
             last.record_next_called(scheduled)
         self._last = weakref.ref(scheduled)

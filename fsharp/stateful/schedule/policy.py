@@ -10,7 +10,7 @@ from fsharp.type_checks import check_fields
 ArenaMemory = Literal["allocator", "registered", "symmetric"]
 
 MAX_REDUCTIONS, MAX_FINAL_REDUCTIONS = 1, 3
-"""Most reductions under way at once: of a microbatch, each with a block as large as a gradient; to the optimizer's place."""
+"""Most reductions under way at once: of a microbatch, each in memory as large as a gradient; and to the optimizer's place."""
 
 
 @api_boundary

@@ -71,7 +71,7 @@ class OpList:
     def add_bucket(
         self, spec: OpSpec, units: Sequence[str], phase: Phase, at: int, after: Mapping[str, tuple[UnplacedOp, ...]] = {}
     ) -> list[UnplacedOp]:
-        """Add a bucket: an op for each unit. Then add the ops that follow it. Return the bucket's ops. ``after``: by unit."""
+        """Add a bucket, an op for each unit, then the ops that follow it. Return the bucket's ops. ``after``: waits by unit."""
         bucket = next(self._numbers) if len(units) > 1 else -1
         ops = [self._append_op(spec, unit, phase, at, after=after.get(unit, ()), bucket=bucket) for unit in units]
         for op in ops:
@@ -89,7 +89,7 @@ class OpList:
         is_last_user: bool = True,
         **fields: Any,
     ) -> UnplacedOp:
-        """Append an op. By default its buffer begins to live with it if its kind fills it, and ends if its kind frees it."""
+        """Append an op: by default the first user of its buffer if its kind fills it, and the last if its kind frees it."""
         facts = self.facts[unit]
         if spec.nbytes(facts):
             readers = self._readers.pop((spec.memory_buffer_kind, unit), ())
