@@ -138,7 +138,7 @@ class TracedTransformation:
     def _find_state_positions(self, leaf_ranges: RankLeafRanges) -> tuple[list[tuple[int, int] | None], list[Any]]:
         """Find by trials, on the leaves of one rank, where the arrays of the state are stored.
 
-        Return :attr:`positions`; and dtypes of the trees of buffers, each of which stores one array for each leaf.
+        Return ``self.positions``; and dtypes of the trees of buffers, each of which stores one array for each leaf.
         """
         parts, count, behind = leaf_ranges.parts, len(self.names), len(self.names) + len(self.state)
         owners: list[int | None] = [None] * len(self.state)
