@@ -265,7 +265,7 @@ class ProcessGroups:
                     self(kind, axis)
 
     def begin_generation(self) -> None:
-        """Forget the groups of the last generation of the job, which have ended."""
+        """Drop the groups of the last generation of the job, which have ended."""
         self._made.clear()
 
     def __call__(self, kind: GroupKind, axis: str) -> dist.ProcessGroup:

@@ -13,7 +13,7 @@ _NO_CONTEXT = nullcontext()
 
 
 class Lanes:
-    """The lanes of a host without streams: no method does anything, as waits of the host for collectives order the ops."""
+    """The lanes of a host without streams. They order nothing, as the host's own waits for collectives order the ops."""
 
     _recorder: Any = None  # a ``Recorder`` of fsharp.stateful.runtime, which imports this file
     has_streams = False

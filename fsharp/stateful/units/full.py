@@ -46,7 +46,7 @@ class LeafTable:
         self._is_untied = len(self.stored) == len(unit.leaves)
 
     def build_subtree(self, own: Sequence[torch.Tensor], stored: Mapping[str, "StoredLeaves"]) -> Any:
-        """Return the unit's subtree of ``own``, its stored leaves. ``stored``: by name, those of all units of the call.
+        """Return the unit's subtree. ``own``: the leaves that it stores. ``stored``: by name, those of all units of the call.
 
         Raises:
             TreeError: a leaf is tied to a leaf of a unit that is not in the call.
@@ -72,7 +72,7 @@ class LeafTable:
         return [flats[leaf.group][leaf.offset : leaf.offset + leaf.numel].view(leaf.shape) for leaf in leaves]
 
     def trained_leaves(self, flats: Mapping[int, torch.Tensor]) -> "LeavesAndPadding":
-        """Return views of the trained leaves in ``flats``, full flat buffers by group, and of the padding."""
+        """Return views of the trained leaves, and of the padding, in ``flats``: full flat buffers by group."""
         padding = [flat[gap] for group, flat in flats.items() for gap in padding_in_run(self.unit, group, 0, len(flat))]
         return LeavesAndPadding(self.leaf_views(flats, [self.stored[i] for i in self.trainable]), padding)
 
@@ -99,7 +99,7 @@ class FullUnit:
 
     Args:
         unit: the layout.
-        flats: for each group the full buffer that functions use, of :func:`full_sizes`.
+        flats: for each group the full buffer that functions use, with the sizes of :func:`full_sizes`.
         gathered: for each group the full buffer as gathered; ``flats`` themselves if all formats are plain.
     """
 
@@ -226,7 +226,7 @@ FlatSizes = Sequence[tuple[int, torch.dtype]]
 
 
 def carve_tensors(memory: torch.Tensor, sizes: FlatSizes) -> list[torch.Tensor]:
-    """Return flat tensors of ``sizes`` as views of ``memory``, bytes, one after another on aligned boundaries."""
+    """Cut ``memory``, a tensor of bytes, into flat tensors of ``sizes``, one after another on aligned boundaries."""
     result, start = [], 0
     for numel, dtype in sizes:
         piece = memory[start : start + numel * dtype.itemsize]

@@ -82,8 +82,8 @@ class StateOffload:
     def move_state(self, tree: Any, params: Any, *, to_host: bool) -> "MovedState":
         """Return the state ``tree`` in memory of the device, or of the host, and the copies that fill this memory.
 
-        Not copied are tensors that share memory with ``params``, after an update the new parameters, or with gradients: a copy
-        would free no memory.
+        Tensors that share memory with gradients, or with ``params`` (after an update the new parameters), are not copied, as a
+        copy would free no memory.
         """
         moves, moved, stays = dict[str, HostCopies](), dict[int, torch.Tensor](), _storage_addresses((params, self._grads))
 

@@ -29,7 +29,7 @@ class UnitState:
         key: name of the unit in programs.
         leaf_table: table of the unit's leaves.
         axes: axes along which the unit is gathered before a use; empty if the unit rests in full, or has no elements.
-        update_axes: axes along which updated parameters are gathered to their place.
+        update_axes: axes along which updated parameters are gathered to where they rest.
         node: the unit's parameters in this step; None before their first use.
         tree_label: name of the tree of ``node``, with which labels of gathers begin; None before the first gather.
         host_nbytes: bytes of the unit's state that the last update of this step has copied to host memory.

@@ -90,7 +90,7 @@ class UnshardedBuffer:
         self.full.decode(self._comm.rank)
 
     def renew_version(self, step: int) -> None:
-        """Set new version counters for step number ``step``, with equal data: autograd refuses backwards of earlier steps."""
+        """Set the version counters of step number ``step``, so that autograd refuses backwards of earlier steps."""
         self._leaves_without_memory = []
         self._step, self._version = step, (self._version + _VERSIONS_PER_FILL) % RELEASED_VERSION
         if self.full is not None and self.where is not None:
