@@ -94,7 +94,7 @@ def step_in_folder_name(name: str) -> int:
 class Checkpoint:
     """A complete checkpoint at ``path``: a folder in which all files of its manifest have the right sizes.
 
-    Files of other libraries, such as those of ``save_pretrained()``, are a checkpoint too, and have no manifest.
+    Files of other libraries, such as those of ``save_pretrained()``, are a checkpoint too. Their manifest is made from headers.
     """
 
     path: str

@@ -256,7 +256,7 @@ def is_checkpoint_leaf(leaf: Any) -> bool:
 def leaves_with_path(
     tree: Any, is_leaf: Callable[[Any], bool] = is_checkpoint_leaf, *, none_is_leaf: bool = False
 ) -> Iterator[tuple[tuple[str, ...], tuple[str, ...], Any]]:
-    """Yield each leaf after its path: with the field names of named tuples, and with numbers, as in plan()."""
+    """Yield ``(path, path as in plan(), leaf)``. The first path has the names of a named tuple's fields, the second numbers."""
     accessors, leaves, _ = optree.tree_flatten_with_accessor(tree, is_leaf=is_leaf, none_is_leaf=none_is_leaf)
     for accessor, leaf in zip(accessors, leaves, strict=True):
         named = tuple(str(getattr(each, "field", None) or each.entry) for each in accessor)

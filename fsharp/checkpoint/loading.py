@@ -130,7 +130,7 @@ def load_checkpoint_and_tree(where: str | os.PathLike[str], like: Any, *, comm: 
 def load_checkpoint_at(
     path: str, like: Any, damage: list[str], *, comm: Comm, buffer_nbytes: int = BUFFER_NBYTES, **options: Any
 ) -> tuple[Checkpoint, Any]:
-    """Load the checkpoint at ``path`` as :func:`load_with_reader` does; first append the damage found here to ``damage``."""
+    """Load the checkpoint at ``path`` as :func:`load_with_reader` does. Damage that this rank finds is added to ``damage``."""
     seen = list[Checkpoint]()
 
     def opened() -> Checkpoint:
@@ -237,7 +237,7 @@ def load_with_reader(
 def _choose_path(path: str, comm: Comm, damaged: Mapping[str, str]) -> tuple[str, bool]:
     """Return the path of the checkpoint to load, and whether it is ``path`` itself. Rank 0 chooses for all ranks.
 
-    If ``path`` is a root, this is the newest checkpoint below it that is not in ``damaged``, errors by path. Raises
+    If ``path`` is a root, this is the newest checkpoint below it that is not in ``damaged``, a dict of errors by path. Raises
     CheckpointError on all ranks if all checkpoints below ``path`` are damaged.
     """
     answer: dict[str, Any] = {}
@@ -285,7 +285,7 @@ def _tree_to_fill(
     taken = dict[int, list[tuple[int, int]]]()
 
     def is_free(x: torch.Tensor) -> bool:
-        """Return whether ``x`` shares no memory with a leaf before it, as an average may with parameters; take its memory."""
+        """Return whether ``x`` shares no memory with an earlier leaf, as an average may with parameters; record its memory."""
         begin, end = x.data_ptr(), x.data_ptr() + x.nbytes
         before = taken.setdefault(x.untyped_storage().data_ptr(), [])
         i = bisect_left(before, (begin, begin))
@@ -379,7 +379,7 @@ def load_or_collect_damage(load: Callable[[], T], damage: list[Any], comm: Comm)
 
 
 def set_aside_damaged(damaged: Mapping[str, str], used_instead: str, comm: Comm) -> None:
-    """Rename damaged checkpoints, on rank 0, and warn of each. ``damaged``: error by path. ``used_instead``: for the text."""
+    """Rename damaged checkpoints, on rank 0, and warn of each: with its error in ``damaged``, and what is ``used_instead``."""
     for path, text in damaged.items() if comm.rank == 0 else ():
         _log.warning("%s is damaged, %s: %s Used instead: %s.", path, try_set_aside(path), text, used_instead)
 

@@ -220,7 +220,7 @@ def _check_chunks_tile_tensor(where: str, name: str, tensor: TensorRecord, files
 
 
 def json_round_trip(value: Any) -> Any:
-    """Return ``value`` as JSON reads it back: keys become strings, tuples lists. Else TypeError or ValueError."""
+    """Return ``value`` as JSON reads it back: keys become strings, tuples lists. TypeError or ValueError if JSON cannot."""
     return json.loads(json.dumps(value), object_pairs_hook=refuse_repeated_names)
 
 

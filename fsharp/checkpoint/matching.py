@@ -45,7 +45,10 @@ class StoredNames(NamedTuple):
 
 
 def stored_names(manifest: Manifest, wanted: TreeContents, stored: Callable[[str], str]) -> StoredNames:
-    """Return the name in the checkpoint, by ``stored``, of each tensor of a tree; of a tied tensor any name that is there."""
+    """Return the names in the checkpoint of the tensors of a tree; of a tied tensor, any of its names that is there.
+
+    ``stored``: function from the name of a leaf to its name in the checkpoint.
+    """
     names = {name: [name] for name in wanted.entries}
     for alias, owner in wanted.aliases.items():
         names[owner].append(alias)

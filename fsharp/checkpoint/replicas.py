@@ -418,7 +418,10 @@ class Replicas(BackgroundSaver):
     def _find_newest(
         self, on_disk: Mapping[str, str] | None = None, copies: Mapping[CopyKey, str] | None = None
     ) -> HeldSave | _DiskCheckpoint | None:
-        """Return the newest complete save, equal on all ranks; None without one. ``on_disk``, ``copies``: known damage."""
+        """Return the newest complete save, equal on all ranks; None if there is none.
+
+        ``on_disk`` and ``copies``: errors of damaged checkpoints, by path, and of damaged copies.
+        """
         self.wait()
         on_disk, copies = on_disk or {}, copies or {}
         saves = held_saves(self._folder, self._own, self._domain_size, copies)

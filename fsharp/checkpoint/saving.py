@@ -315,7 +315,7 @@ def write_manifest_and_publish(
 
 
 def remove_staged(folder: str) -> None:
-    """Remove the staged folder of ``folder`` after a failed save. An error is logged, as the caller raises that of the save."""
+    """Remove the staged folder of ``folder`` after a failed save. An error is only logged: the caller raises the save's."""
     storage = storage_of(folder)
     try:
         storage.remove(storage.staging_path(folder))

@@ -100,7 +100,7 @@ def encode_header(tensors: Sequence[StoredTensor], metadata: Mapping[str, str], 
 
 
 def header_prefix(metadata: Mapping[str, str]) -> bytes:
-    """Return the bytes with which headers begin, after the length field, whose metadata begin with ``metadata``."""
+    """Return the first bytes, after the length field, of every header whose metadata begin with ``metadata``."""
     return json.dumps({METADATA_NAME: dict(metadata)}, separators=(",", ":"))[:-2].encode()
 
 
@@ -116,7 +116,10 @@ def in_write_order(tensors: Iterable[StoredTensor]) -> list[StoredTensor]:
 
 
 def write_file(write: Callable[[memoryview], None], header: bytes, data: Iterator[torch.Tensor]) -> str:
-    """Write a header, the tensors ``data`` in its order, each of which may be freed at once, and digests. Return the digest."""
+    """Write a header, then the tensors ``data`` in the header's order, then their digests. Return the digest of the file.
+
+    Each tensor may be freed once it is written.
+    """
     digests = _BlockDigests()
     write(memoryview(header))
     for tensor in data:

@@ -102,7 +102,7 @@ def in_place_change_check(nodes: Sequence[Sharded]) -> Callable[[], None]:
 
 
 def saved_tensors(roots: set[Any], sequence_nr: int) -> Iterator[Any]:
-    """Yield the tensors that autograd has saved in nodes of :func:`_graph_nodes_since`, but for those with own hooks."""
+    """Yield the tensors that autograd has saved in nodes of :func:`_graph_nodes_since`, except tensors with own hooks."""
     for node in _graph_nodes_since(roots, sequence_nr):
         kind: Any = type(node)
         for name in _saved_attribute_names(kind):

@@ -106,7 +106,7 @@ def reduce_calls(unit: UnitLayout, group: int, source: Place, target: Place) -> 
 
 
 def calls_to_reduce_group(dtypes: Dtypes, stages: Iterable[tuple[str, str, int, int]]) -> Iterator[Call]:
-    """Yield the collectives of a reduction. A stage is their kind, axis, number of ranks, and number of resulting elements."""
+    """Yield the collectives of a reduction. ``stages``: of each the kind, axis, number of ranks, and elements of the result."""
     for op, axis, n, out in stages:
         if not out:
             continue

@@ -136,7 +136,7 @@ class StepArguments:
 
 
 def final_gradient_nbytes(layout: Layout) -> int:
-    """Return the bytes of a rank's gradients at the optimizer's place, where gradients rest at another place."""
+    """Return the bytes of a rank's gradients at the optimizer's place, of units whose gradients rest at another place."""
     units = [unit for unit in layout.units if unit.strategy.grads != unit.strategy.optim]
     return sum(
         unit.local_size(i, unit.strategy.optim) * unit.groups[i].dtypes.accumulate.itemsize

@@ -12,7 +12,7 @@ from fsharp.functional.formats.format import Format, dtype_name, plain_format
 from fsharp.tracebacks import api_boundary
 
 FEEDBACK_NAME = "feedback:"
-"""The last of :attr:`Dtypes.names` with error feedback."""
+"""The last text in :attr:`Dtypes.names` of a group with error feedback."""
 Wire = torch.dtype | Format | None
 """How gradients travel; None: in the dtype in which parameters are used."""
 
@@ -195,7 +195,7 @@ class Dtypes:
         return self.to_texts(lambda each: each.name)
 
     def to_texts(self, text: Callable[[Format], str]) -> list[str]:
-        """Return the settings in a fixed order, each format as ``text(format)``, for ranks to compare as ``str(format)``.
+        """Return the settings in a fixed order. ``text``: function from a format to its text; ranks compare ``str(format)``.
 
         The order: the four dtypes, the format at rest, the wires by axis, the format of updates, and feedback.
         """

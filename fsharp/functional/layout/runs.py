@@ -20,7 +20,7 @@ class EncodedRun(NamedTuple):
 def encoded_runs(unit: UnitLayout, group: int, rank: int, places: tuple[Place, Place] | None = None) -> Iterator[EncodedRun]:
     """Yield the run of a group's gradient that a rank encodes, for each axis with a format, in order of the reductions.
 
-    ``places`` are those from and to which the gradient is reduced. None: from its summands to the optimizer's place.
+    ``places``: where the gradient is before the reduction, and afterwards. None: ranks' summands, and the optimizer's place.
     """
     (source, target), number = places or (unit.strategy.full.dual, unit.strategy.optim), 0
     dtypes = unit.groups[group].dtypes
@@ -56,7 +56,7 @@ def has_stochastic_wire(unit: UnitLayout) -> bool:
 def padding_in_decoded_sums(unit: UnitLayout, group: int, axis: str, rank: int, places: tuple[Place, Place]) -> list[slice]:
     """Return the padding in a rank's result of the op decode_sum, which decodes and adds the parts exchanged along ``axis``.
 
-    ``places``: those from and to which the gradient is reduced.
+    ``places``: where the gradient is before the reduction, and afterwards.
     """
     _, _, start, size = next(run for run in encoded_runs(unit, group, rank, places) if run.axis == axis)
     part = unit.groups[group].dtypes.wire_format_along(axis).padded_part_size(size, unit.mesh.axis_size(axis))

@@ -372,7 +372,7 @@ def mark_donated(nodes: Iterable[Sharded], new: Iterable[Sharded] = ()) -> None:
 
 
 def map_units(fn: Callable[..., Any], tree: Any, *rest: Any) -> Any:
-    """Return ``tree`` with ``fn(node, *others)`` in place of each :class:`Sharded`; ``others`` are those in ``rest``."""
+    """Return ``tree`` with ``fn(node, *others)`` for each :class:`Sharded`; ``others``: the nodes in its place in ``rest``."""
     try:
         return optree.tree_map(fn, tree, *rest, is_leaf=is_sharded)
     except Exception as error:

@@ -35,7 +35,7 @@ def unit_fields(units: Sequence[UnitLayout]) -> dict[str, str]:
 
 
 def units_rows(units: Sequence[UnitLayout]) -> list[tuple[str, ...]]:
-    """Return head and rows of a table of units. Consecutive units that differ in a number in their name alone share a row."""
+    """Return head and rows of a table of units. Consecutive units that differ only in a number in their names share a row."""
     rows: list[tuple[str, ...]] = [("unit", "leaves", "buffers", "elements", "padding", "strategy P/G/O", "params/rank")]
     for name, alike in runs_of_alike_units(units):
         first = alike[0]
@@ -91,7 +91,7 @@ def table_html(title: str, rows: Sequence[Sequence[str]], right: Collection[int]
 
 
 def runs_of_alike_units(units: Sequence[UnitLayout]) -> Iterator[tuple[str, list[UnitLayout]]]:
-    """Yield runs of consecutive units that differ in a number in their name alone, each with a name: ``layers.* x12``."""
+    """Yield runs of consecutive units that differ only in a number in their names. A run has a name: ``layers.* x12``."""
     for (pattern, *_), run in groupby(units, lambda u: (re.sub(r"\d+", "*", u.name), u.leaves, u.groups, u.strategy)):
         alike = list(run)
         yield f"{pattern} x{len(alike)}" if len(alike) > 1 else alike[0].name or "(whole tree)", alike
