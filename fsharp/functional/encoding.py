@@ -100,7 +100,7 @@ def add_encoded_difference(
 
 
 def encode_by_block(tree: Any, like: Any = None) -> Any:
-    """Encode the groups whose format encodes blocks by themselves. ``like``: a tree; encode only groups that are encoded there."""
+    """Encode the groups whose format encodes blocks by themselves. ``like``: a tree; encode only groups that it has encoded."""
 
     def one(node: Sharded, groups: Sequence[int]) -> Sharded:
         rows = zip(node.groups, node.buffers, strict=True)
