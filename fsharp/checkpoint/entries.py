@@ -138,7 +138,7 @@ class TreeContents:
 
 
 def contents_of(where: str, tree: Any, comm: Comm) -> TreeContents:
-    """Return the tensors and values of ``tree``, of which this rank has a part. TreeError for a leaf that cannot be saved."""
+    """Return the tensors and values of a tree. This rank has a part of it. TreeError for a leaf that cannot be saved."""
     found, parts, held = TreeContents({}, {}, {}, []), dict[int, str](), dict[Any, dict[str, _PiecesOfLeaf]]()
     for segments, entries, leaf in leaves_with_path(tree):
         if is_sharded(leaf):
@@ -189,7 +189,7 @@ def with_state_dicts(tree: Any) -> Any:
 
 
 def leaf_names(tree: Any) -> Iterator[str]:
-    """Yield the names of the leaves of ``tree``, with those of state dicts. An optimizer is one leaf, as its state grows."""
+    """Yield the names of the leaves of a tree and of its objects' state dicts. An optimizer is one leaf, as its state grows."""
     for path, _, leaf in leaves_with_path(tree):
         is_known = has_state_dict(leaf) and not hasattr(leaf, "state_template")
         for under, _, _ in leaves_with_path(counters_to_dicts(leaf.state_dict())) if is_known else [((), (), None)]:

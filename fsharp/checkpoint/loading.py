@@ -325,7 +325,7 @@ def _fill_tree(
     read: Callable[[Checkpoint, list[NeededElements]], None],
     kept: Collection[str],
 ) -> None:
-    """Read the tensors of a tree, but those in ``kept``. CheckpointError for damage, and if values of tied leaves differ."""
+    """Read the tensors of a tree, except those in ``kept``. CheckpointError for damage, or if values of tied leaves differ."""
     needs, numbers, again = list[NeededElements](), list[tuple[TensorEntry, torch.Tensor]](), list[torch.Tensor]()
     for name, entry in into.entries.items():
         if name in kept:

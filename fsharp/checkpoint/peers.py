@@ -182,7 +182,7 @@ def _requests_to_fill(holder: int, file: str, start: int, into: bytearray) -> li
 
 
 def exchange_requested_bytes(folder: str, wanted: Sequence[ReadRequest], comm: Comm, deferred: DeferredError) -> None:
-    """Make the requests ``wanted``, and answer those of other ranks. All ranks call this function.
+    """Make the requests ``wanted``, and answer the requests of other ranks. All ranks call this function.
 
     ``folder`` is that of the save on this host. ``deferred`` keeps the first error; the rank still takes part to the end. Cost:
     one ``all_reduce``, and a round for each distance ``holder - rank`` in a request. A round sends the sizes of requests, the
@@ -249,7 +249,7 @@ class _FetchedHeaders:
 
 
 def fetch_manifest(folder: str, save: HeldSave, comm: Comm, domain_size: int) -> Manifest:
-    """Return the manifest of a save in hosts' memory: from ``folder`` here, else from another host. All ranks call this."""
+    """Return the manifest of a save in hosts' memory, from ``folder`` on this host or from another. All ranks call this."""
     has_it = comm.rank - comm.rank % domain_size in save.hosts
     deferred, data = DeferredError(), bytearray(0 if has_it else save.manifest_nbytes)
     holder = save.rank_to_fetch_from(None, comm.rank, domain_size)

@@ -73,7 +73,7 @@ class Reader:
 def needed_elements_by_file(
     manifest: Manifest, needs: Iterable[NeededElements]
 ) -> dict[int, list[tuple[Chunk, NeededElements]]]:
-    """Return, by file number, the chunks with needed elements, each with those of its elements that are needed."""
+    """Return, by file number, pairs of a chunk and the elements in it that are needed."""
     found: dict[int, list[tuple[Chunk, NeededElements]]] = {}
     for need in needs:
         for chunk in manifest.tensors[need.name].chunks:

@@ -80,7 +80,7 @@ DeepSeek-V3, without its multi-token prediction and its routing biases."""
 
 
 class ModelParams(NamedTuple):
-    """The parameters of a model, as a tree of tensors on the meta device, and the paths of those that are not trained."""
+    """The parameters of a model, as a tree of tensors on the meta device, and the paths of the parameters that are frozen."""
 
     params: Any
     frozen: tuple[str, ...] = ()

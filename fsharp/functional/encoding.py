@@ -75,7 +75,7 @@ def encode_differences(updated: Any, params: Any, *, step: int, rank: int) -> An
 
 
 def add_differences(params: Any, gathered: Any, *, rank: int) -> Any:
-    """Return ``gathered`` with new parameters in place of encoded differences: those of ``params`` plus the difference."""
+    """Return ``gathered`` with new parameters in place of encoded differences: ``params`` plus the decoded differences."""
 
     def one(node: Sharded, before: Sharded) -> Sharded:
         unit, held = node.unit, dict(zip(before.groups, before.buffers, strict=True))

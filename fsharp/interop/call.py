@@ -213,7 +213,7 @@ class _CompiledFunction:
     def pull_back(
         self, residuals: _VjpResiduals, arguments: Sequence[Any], arrays: Sequence[Any], cotangents: Sequence[Any]
     ) -> list[torch.Tensor]:
-        """Return gradients of the wanted arguments, from those of the results. ``arrays``: ``residuals.arrays`` as tensors."""
+        """Return gradients of the wanted arguments, from gradients of results. ``arrays``: ``residuals.arrays`` as tensors."""
         rest = iter([x if y is None else as_jax_array(y) for x, y in zip(residuals.arrays, arrays, strict=True)])
         given = [as_jax_array(x) for x in arguments]
         leaves = [next(rest) if number is None else given[number] for number in residuals.numbers]

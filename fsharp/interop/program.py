@@ -280,7 +280,7 @@ class CompiledTransformation:
         return [self._flat_buffers(tree, dtype, lifted) for tree, dtype in zip([*updates, *trees], dtypes, strict=True)], plain
 
     def _flat_buffers(self, values: Mapping[int, Any], dtype: Any, lifted: ShardedJaxprRun) -> list[Any]:
-        """Return flat buffers with ``values``, by leaf, and zeros elsewhere. ``dtype``: None means that of the values."""
+        """Return flat buffers with ``values``, by leaf, and zeros elsewhere. ``dtype``: None means the dtype of the values."""
         pieces: list[list[tuple[int, Any]]] = [[] for _ in self._sizes]
         for leaf, value in values.items():
             elements = lifted.elements(value, leaf, self._parts[leaf].shape)

@@ -75,7 +75,7 @@ class Strategy(DDPStrategy):
         return full_state_dict(module) if sharded_modules_in(module) else super().get_module_state_dict(module)
 
     def load_module_state_dict(self, module: nn.Module, state_dict: dict[str, Any], strict: bool = True) -> None:
-        """Load whole tensors, of which each rank keeps its part."""
+        """Load whole tensors into the module. Each rank keeps its part of them."""
         if sharded_modules_in(module):
             load_state_dict(module, state_dict, strict=strict)
         else:

@@ -84,7 +84,7 @@ class Strategy(DDPStrategy):
         )
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """Load whole tensors, of which each rank keeps its part."""
+        """Load whole tensors into the module. Each rank keeps its part of them."""
         if sharded_modules_in(self._pl_module):
             load_state_dict(self._pl_module, checkpoint["state_dict"], strict=strict)
         else:
@@ -96,7 +96,7 @@ class Strategy(DDPStrategy):
         return inner.full_state_dict() if isinstance(inner, ShardedOptimizer) else super().optimizer_state(inner)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """Load whole tensors, of which each rank keeps its part."""
+        """Load whole tensors into the optimizers. Each rank keeps its part of them."""
         if not sharded_modules_in(self._pl_module):
             super().load_optimizer_state_dict(checkpoint)
             return

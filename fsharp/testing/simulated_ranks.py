@@ -278,7 +278,7 @@ class _World:
     # ------------------------------------------------------------ called by simulate()
 
     def wait_for_all(self) -> None:
-        """Wait until every rank has ended, or for twice ``timeout`` without progress: the others get a CommError as result."""
+        """Wait until every rank has ended, or for twice ``timeout`` without progress: then late ranks get a CommError."""
         with self._lock:
             while not all(self._ended):
                 left = self._last_change + 2 * self.timeout - time.monotonic()

@@ -101,7 +101,7 @@ def check_same_on_ranks(
 
 
 def _differing_ranks_text(digests: list[bytes], mesh: Mesh, varying_axes: tuple[str, ...]) -> str | None:
-    """Return a text with the ranks whose digest is not that of the first rank in their group; None if there are none."""
+    """Return a text with the ranks whose digest differs from that of the first rank in their group; None if none differs."""
     firsts: dict[int, int] = {}
     others: dict[int, list[int]] = {}
     for rank, each in enumerate(digests):

@@ -174,5 +174,5 @@ def begin_membership(make_store: Callable[[], KeyStore]) -> Membership | None:
 
 
 def why_generation_ended() -> str | None:
-    """Return why the generation of this process has ended; None while it goes on, or without a launcher that restarts ranks."""
+    """Return why the generation of this process has ended; None while it goes on, or if no launcher restarts ranks."""
     return None if membership is None else membership.why_generation_ended()

@@ -257,7 +257,7 @@ class ProcessGroupComm:
             raise
 
     def _group_of_all_ranks(self) -> dist.ProcessGroup:
-        """Return a process group of all ranks of the mesh: that of an axis with all ranks, else a group made on first use."""
+        """Return a process group of all ranks of the mesh: the group of an axis with all ranks, or one made on first use."""
         axis = next((name for name, size in self.mesh.axes if size == self.mesh.size), None)
         if axis is not None:
             return self.group(axis)

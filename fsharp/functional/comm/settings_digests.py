@@ -41,7 +41,7 @@ class SettingsHistory:
         self._lines.append(text)
 
     def begin_step(self) -> None:
-        """Begin a step: from now on the settings so far count as earlier ones, of which only the digest is kept."""
+        """Begin a step: from now on only a digest of all settings so far is kept."""
         self._before = self._earlier, self._lines
         self._earlier, self._lines = self.digest, []
 

@@ -99,7 +99,7 @@ class WatchedCall:
         self._watch.statuses.waited_s += seconds
 
     def explain_connection_error(self, error: BaseException) -> Exception:
-        """Return the error to raise for a broken connection: from the other rank's status, else a CommError with ``error``."""
+        """Return the error to raise for a broken connection: what the other rank's status says, or CommError with ``error``."""
         deadline = time.monotonic() + 1.0
         while time.monotonic() < deadline:
             try:
@@ -133,7 +133,7 @@ class StatusExchange:
         self._begun: dict[str, int] = {}  # by name of a watch, a closed one included: other ranks may still wait
 
     def exchange_statuses(self, status: "RankStatus", peer: int | None) -> list[int]:
-        """Write ``status`` of this rank, and read those of some ranks, with ``peer``, into ``seen``. Return the ranks read."""
+        """Write ``status`` of this rank, and read those of ``peer`` and some other ranks into ``seen``. Return these ranks."""
         self._write_status(status)
         others = [rank for rank in range(self.size) if rank != self.rank]
         chosen = {

@@ -344,7 +344,7 @@ class Format:
 
     @api_boundary
     def encode_leaves(self, parts: Sequence[LeafPart], agree: AgreeMax, facts: ErrorFacts) -> None:
-        """Encode whole leaves, of which this rank has ``parts``, each into the memory of its part. All ranks call it together.
+        """Encode whole leaves: each rank encodes its ``parts`` into the memory of the parts. All ranks call this together.
 
         Raises:
             FormatError: ``encode`` raises an error. Errors of ``agree`` are raised as they are.

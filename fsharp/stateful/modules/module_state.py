@@ -89,7 +89,7 @@ class ModuleState:
             self.is_written = False
 
     def adopt_state(self, state: TrainState) -> None:
-        """Make ``state`` the module's own. Raise a TreeError if its layout, places or dtypes are not those of the module."""
+        """Make ``state`` the module's own. Raise a TreeError if its layout, places or dtypes differ from the module's."""
         state = state._replace(main=tree_to_device(state.main, self._comm.device))
         pairs = ("params", state.params, self.train_state.params), ("main", state.main, self.train_state.main)
         for kind, tree, mine in pairs:

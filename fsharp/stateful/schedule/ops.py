@@ -102,7 +102,7 @@ class OpSpec:
         kind: name of the kind.
         phases: phases of a step with such ops.
         stream: stream on which the ops run.
-        when: names of fields of :class:`UnitFacts`. A unit has such ops if one of these fields is not empty, or ``when`` is.
+        when: names of fields of :class:`UnitFacts`. A unit has such ops if one of these is not empty; ``()``: every unit has.
         events: kinds of events at each of which exactly one such op is issued; ``()``: the compiler decides.
         follows: another kind. An op of this record is issued after each op of kind ``follows``; empty: the emitter decides.
         reads: buffers that have to be filled before the op.
