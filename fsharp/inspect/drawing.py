@@ -264,7 +264,7 @@ def _pack_into_rows(boxes: list[TimeSpan]) -> list[list[TimeSpan]]:
 
 
 def _unit_colours(schedule: Schedule) -> dict[str, Colour]:
-    """Return the colours of units: units that differ in a number are along a ramp, others have colours of their own."""
+    """Return the colours of units. Units whose names differ only in a number get neighbouring colours of one ramp."""
     from matplotlib import colormaps
     from matplotlib.colors import to_rgb
 

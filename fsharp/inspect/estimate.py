@@ -378,7 +378,8 @@ class _Simulation:
     def simulate_step(self, carried: Mapping[int, Interval]) -> tuple[Timeline, dict[int, Interval]]:
         """Return the timeline of a step, and start and end of its carried ops: gathers for the next step, by position.
 
-        These times are relative to the end of the step. ``carried`` has those of the previous step, in this step's time.
+        These times are relative to the end of the step. ``carried``: start and end of the previous step's carried ops, relative
+        to the beginning of this step.
         """
         free = dict.fromkeys(STREAMS, 0.0)
         sent = 0.0  # when the last collective has ended
@@ -448,7 +449,7 @@ class _Simulation:
 
 
 def _delayed_time(start: float, seconds: float, speed: float, at: float) -> float:
-    """Return when an event, at full speed due at ``at``, happens if the speed is ``speed`` for ``seconds`` from ``start``."""
+    """Return when an event happens that is due at ``at``, if from ``start`` on the speed is ``speed`` for some ``seconds``."""
     ahead = at - start
     if ahead <= 0:
         return at

@@ -125,7 +125,7 @@ def sent_nbytes_of_issue(op: Op, facts: UnitFacts) -> int:
 
 
 def cast_nbytes_of_issue(op: Op, facts: UnitFacts) -> int:
-    """Return the bytes that the issue of a collective casts: those of a gradient at rest that travels in another dtype."""
+    """Return the bytes that a host casts as it issues the collective of ``op``: a gradient that travels in another dtype."""
     return op.spec.cast_nbytes(facts) if op.spec is FINAL_REDUCE else 0
 
 

@@ -60,7 +60,7 @@ GPUS = {
 def axes_by_link(mesh: Mesh, per_host: int = 8) -> dict[str, Any]:
     """Return the axes of a mesh by the links that they use, as options of :meth:`~fsharp.inspect.Hardware.preset`.
 
-    Each ``per_host`` ranks in a row share a host.
+    Every ``per_host`` consecutive ranks share a host.
 
     >>> axes_by_link(Mesh({"a": 3, "b": 4, "c": 4}))
     {'within': ['c'], 'across': ['a'], 'spanning': ['b']}

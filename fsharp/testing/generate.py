@@ -48,7 +48,7 @@ class Case(NamedTuple):
 
 
 def meshes(*, max_ranks: int = 16) -> st.SearchStrategy[Mesh]:
-    """Return a strategy for meshes of at most ``max_ranks`` ranks, with the axis ``dp``, or axes ``outer`` and ``inner``."""
+    """Return a Hypothesis strategy for meshes of at most ``max_ranks`` ranks: axis ``dp``, or ``outer`` and ``inner``."""
     # Hypothesis favours the first choices: two axes, and more ranks than one.
     sizes = sorted(range(1, max_ranks + 1), key=lambda n: n == 1)
     grids = [Mesh({"outer": m, "inner": n}) for m, n in product(sizes, sizes) if m * n <= max_ranks]
@@ -67,17 +67,17 @@ def legal_strategies(mesh: Mesh) -> list[Strategy]:
 
 
 def strategies(mesh: Mesh) -> st.SearchStrategy[Strategy]:
-    """Return a strategy for the legal sharding strategies on ``mesh``."""
+    """Return a Hypothesis strategy for the legal sharding strategies on ``mesh``."""
     return st.sampled_from(legal_strategies(mesh))
 
 
 def atoms() -> st.SearchStrategy[Atom]:
-    """Return a strategy for atoms: elements, blocks of one to three rows, and whole tensors."""
+    """Return a Hypothesis strategy for atoms: elements, blocks of one to three rows, and whole tensors."""
     return st.one_of(st.just(Element()), st.builds(Rows, st.integers(1, 3)), st.just(Whole()))
 
 
 def precisions() -> st.SearchStrategy[Precision]:
-    """Return a strategy for precisions: the leaf's own dtypes; with a main copy; with a wire narrower than the sum."""
+    """Return a Hypothesis strategy for precisions: the leaf's dtypes; with a main copy; with a wire narrower than the sum."""
     return st.sampled_from(
         [
             Precision(),
@@ -134,7 +134,7 @@ def trees(draw: st.DrawFn, *, dtypes: Sequence[torch.dtype] = DTYPES, max_leaves
 
 @st.composite
 def unit_patterns(draw: st.DrawFn, tree: Any) -> str | list[str] | None:
-    """Return a strategy for legal unit patterns of a tree: None, every key at the root, or some disjoint subtrees."""
+    """Return a Hypothesis strategy for legal unit patterns of a tree: None, each key at the root, or disjoint subtrees."""
     paths, _, _ = flatten_with_paths(tree)
     if paths == ("",):
         return None
@@ -154,9 +154,9 @@ def layouts(
     mesh: st.SearchStrategy[Mesh] | None = None,
     precision: st.SearchStrategy[Precision] | None = None,
 ) -> Layout:
-    """Return a hypothesis strategy for layouts of a tree: any mesh, strategy, units, atoms, labels and frozen leaves.
+    """Return a Hypothesis strategy for layouts of a tree: any mesh, strategy, units, atoms, labels and frozen leaves.
 
-    ``mesh`` and ``precision`` are hypothesis strategies. Without ``precision`` leaves keep their dtypes.
+    ``mesh`` and ``precision`` are Hypothesis strategies. Without ``precision`` leaves keep their dtypes.
     """
     ranks = draw(meshes() if mesh is None else mesh)
     paths, leaves, _ = flatten_with_paths(tree)
@@ -187,6 +187,6 @@ def cases(
     max_ranks: int = 16,
     precision: st.SearchStrategy[Precision] | None = None,
 ) -> Case:
-    """Return a strategy for a :class:`Case`: a tree, and a layout of this tree."""
+    """Return a Hypothesis strategy for a :class:`Case`: a tree, and a layout of this tree."""
     tree = draw(trees(dtypes=dtypes))
     return Case(tree, draw(layouts(tree, mesh=meshes(max_ranks=max_ranks), precision=precision)))

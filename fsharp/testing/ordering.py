@@ -6,7 +6,7 @@ Two accesses to one byte, of which at least one is a write, are a race if the la
 access.
 
 Memory belongs to the lane that allocated it, as in torch's caching allocators. Once memory is freed, the next allocation of the
-same lane may reuse it. The allocator orders this allocation only behind ops of the lane itself, so the lane's clock has to have
+same lane may reuse it. The allocator orders this allocation only after ops of the lane itself, so the lane's clock has to have
 counted the accesses of other lanes.
 """
 

@@ -124,11 +124,11 @@ def move_state_tree(
     max_nbytes: int,
     donate: bool,
 ) -> list[Sharded]:
-    """Move a state tree to ``layout``. Return its new nodes, in order of the layout's units; without buffers off the new mesh.
+    """Move a state tree to ``layout``. Return its new nodes, in order of the layout's units.
 
-    ``old_buffers`` has this rank's buffers of each old node; its lists are empty off the old mesh. A rank sends at most
-    ``max_nbytes`` bytes to another rank at a time. With ``donate`` buffers are removed from ``old_buffers`` once all of their
-    leaves have moved.
+    Ranks outside of the new mesh get nodes without buffers. ``old_buffers``: for each old node, this rank's buffers; none on
+    ranks outside of the old mesh. A rank sends at most ``max_nbytes`` bytes to another rank at a time. With ``donate`` buffers
+    are removed from ``old_buffers`` once all of their leaves have moved.
     """
     me, everyone = comm.rank, range(comm.mesh.size)
     device = next((buffer.device for buffers in old_buffers for buffer in buffers), comm.device)
