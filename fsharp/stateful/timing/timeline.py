@@ -23,7 +23,7 @@ class TimeSpan(NamedTuple):
         phase: phase of the op.
         stream: stream on which the op ran. On a synchronous host all ops but collectives run on ``compute``.
         start_s: start, in seconds from the beginning of the step.
-        stop_s: end, in seconds from the beginning of the step; after the step's end for some ops on which the next step waits.
+        stop_s: end, in seconds from the beginning of the step; after the step's end for some ops for which the next step waits.
     """
 
     op: int

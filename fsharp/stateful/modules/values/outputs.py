@@ -68,7 +68,7 @@ def map_tensors(
     """Return ``value`` with ``change(tensor)`` in place of each tensor in it; ``value`` itself if no tensor changes.
 
     Tensors are found in torch's pytrees and in dataclasses. With ``in_place`` lists, dicts and dataclasses are changed, not
-    copied. A tensor to change in another object of a class ``kinds`` is an error. Its text begins with ``error_start``.
+    copied. A tensor to change in any other object of class ``kinds`` is an error, which begins with ``error_start``.
     """
     if isinstance(value, torch.Tensor):
         return change(value)
