@@ -54,7 +54,7 @@ def train_step(
 
     @uncompiled
     def step(state: TrainState, batch: Any, comm: Comm) -> tuple[TrainState, Any]:
-        grad_fn = value_and_grad(loss_fn, microbatches=microbatches, has_aux=has_aux)
+        grad_fn = _make_grad_fn(loss_fn, microbatches, has_aux=has_aux, sum_in_place=True)
         if state.residuals is None:
             value, grads = grad_fn(state.params, batch, comm=comm, step=state.step)
             grads = reduce_scatter(grads, comm=comm, step=state.step)  # where gradients rest -> where the optimizer wants them
@@ -105,6 +105,15 @@ def value_and_grad(loss_fn: LossFn, *, microbatches: int = 1, has_aux: bool = Fa
     As in ``Tensor.backward``, tensors with ``requires_grad`` that are no parameters get their gradient added to ``.grad``.
     There is no ``argnums``: for the gradient of a tensor of the batch, call its ``requires_grad_()``, and read its ``.grad``.
     """
+    return _make_grad_fn(loss_fn, microbatches, has_aux=has_aux, sum_in_place=False)
+
+
+def _make_grad_fn(loss_fn: LossFn, microbatches: int, *, has_aux: bool, sum_in_place: bool) -> Callable[..., Any]:
+    """Return the function of :func:`value_and_grad`.
+
+    With ``sum_in_place`` an :class:`Engine` may write the sums over ranks to the memory of the gradients that the function
+    returns, even before :func:`reduce_scatter` asks for these sums.
+    """
     if not isinstance(microbatches, int) or microbatches < 1:
         raise LossError(f"value_and_grad(): microbatches is {microbatches!r}, expected an integer of at least 1.")
 
@@ -119,7 +128,7 @@ def value_and_grad(loss_fn: LossFn, *, microbatches: int = 1, has_aux: bool = Fa
         aux: list[Any] = []
         fn = _keeping_aux(loss_fn, aux, params) if has_aux else loss_fn
         if isinstance(comm, Engine):
-            total, grads = comm.run_value_and_grad(fn, params, parts, views)
+            total, grads = comm.run_value_and_grad(fn, params, parts, views, sum_in_place=sum_in_place)
         else:
             total, grads = _value_and_grad_of_microbatch(fn, params, parts[0], comm, views)
             for part in parts[1:]:

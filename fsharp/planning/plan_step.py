@@ -139,7 +139,7 @@ def _unit_names(use: Use) -> Iterator[str]:
 def _make_unit_state(layout: Layout, name: str, transport: Transport, buffers: int | None) -> UnitState:
     """Return the state of unit ``name`` in training. ``buffers``: offloaded values of optimizer state by parameter, or None."""
     unit = UnitState(name or ROOT, layout[name], trivial=False)
-    unit.begin_gradient(transport, None)
+    unit.begin_gradient(transport, None, sum_in_place=True)
     if buffers is not None:
         alone = Layout(layout.mesh, (layout[name],), layout.spec)
         unit.set_offloaded_nbytes(alone.nbytes("main") + buffers * alone.nbytes("optim"))

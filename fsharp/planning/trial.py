@@ -153,7 +153,9 @@ class _TrialEngine(SingleComm, Engine):
     def report_failure(self, error: Exception, where: str) -> None:
         raise error
 
-    def run_value_and_grad(self, loss_fn: Any, params: Any, microbatches: list[Any], residuals: Any) -> tuple[Any, Any]:
+    def run_value_and_grad(
+        self, loss_fn: Any, params: Any, microbatches: list[Any], residuals: Any, *, sum_in_place: bool
+    ) -> tuple[Any, Any]:
         raise _not_in_loss_error("value_and_grad")
 
     def run_reduce_scatter(self, tree: Any, to: Any, residuals: Any) -> Any:

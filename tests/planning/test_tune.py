@@ -173,7 +173,7 @@ HARDWARE = fs.inspect.Hardware(
     update_s=1e-3,
 )
 NAMES = ("ddp", "zero1", "zero2", "zero3")
-REDUCED_ONCE_A_STEP = ("ddp", "zero1", "hsdp", "hfsdp")
+REDUCED_IN_MEMORY_OF_ITS_OWN = ("zero1", "hfsdp")
 """Strategies whose gradients at the optimizer's place have memory of their own."""
 LAYOUTS = {name: fs.plan(make_params(), fs.Mesh({"dp": 4}), STRATEGIES[name][1], units="layers.*") for name in NAMES} | {
     name: fs.plan(make_params(), HYBRID, STRATEGIES[name][1], units="layers.*") for name in ("hsdp", "hfsdp")
@@ -212,7 +212,7 @@ def test_the_choice_is_the_simplest_of_the_fastest_candidates_that_fit(budget, a
             if microbatches == 1:  # gradients take memory as activations are freed
                 kept = max(kept - gradients, 0)
             work = max(state, kept) if policy.offload else state + kept
-            final = layout.nbytes("optim") if name in REDUCED_ONCE_A_STEP else 0
+            final = layout.nbytes("optim") if name in REDUCED_IN_MEMORY_OF_ITS_OWN else 0
             peak = layout.nbytes("params") + arena + gradients + final + work
             if peak <= budget:
                 found[name, how] = seconds, (*changes(policy), peak)
@@ -352,7 +352,7 @@ def test_gradients_outside_of_the_arena_take_memory_as_activations_are_freed(mic
         layout = LAYOUTS[name]
         choice = fs.tune({name: layout}, HARDWARE, policies=policies, effort=math.inf, **options)
         inside, outside = (choice.pick(name, each).candidates[0] for each in policies)
-        final = layout.nbytes("optim") if name in REDUCED_ONCE_A_STEP else 0
+        final = layout.nbytes("optim") if name in REDUCED_IN_MEMORY_OF_ITS_OWN else 0
         assert inside.memory["gradients"] == final
         assert outside.memory["gradients"] == final + layout.nbytes("grads")
         assert inside.peak_nbytes == sum(inside.memory.values())

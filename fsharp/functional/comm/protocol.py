@@ -90,9 +90,13 @@ class Engine(ABC):
 
     @abstractmethod
     def run_value_and_grad(
-        self, loss_fn: Callable[..., Any], params: Any, microbatches: list[Any], residuals: Any
+        self, loss_fn: Callable[..., Any], params: Any, microbatches: list[Any], residuals: Any, *, sum_in_place: bool
     ) -> tuple[Any, Any]:
-        """Run :func:`~fsharp.value_and_grad` over the microbatches of a batch. ``residuals`` are overwritten."""
+        """Run :func:`~fsharp.value_and_grad` over the microbatches of a batch. ``residuals`` are overwritten.
+
+        With ``sum_in_place`` the caller passes the gradients to :func:`~fsharp.reduce_scatter` without reading them, so their
+        sums over ranks may take their memory.
+        """
 
     @abstractmethod
     def run_reduce_scatter(self, tree: Any, to: Any, residuals: Any) -> Any:

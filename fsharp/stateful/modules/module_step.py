@@ -84,7 +84,7 @@ class ModuleStep:
         units = [node.unit for node in units_of(state.params)]
         rank = self.scheduler.rank
         _, self._residuals = prepare_residuals("backward()", state.residuals, units, donate=True, step=state.step, rank=rank)
-        self._units = self.scheduler.begin_gradients_of_tree(state.params)
+        self._units = self.scheduler.begin_gradients_of_tree(state.params, {}, sum_in_place=True)
 
     def propagate_main_writes(self) -> None:
         """Copy the user's writes to main parameters into parameters at rest. A step under way gathers the new values."""

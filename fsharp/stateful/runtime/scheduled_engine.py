@@ -6,7 +6,6 @@ The source of a step's ops decides when data move, and in which memory.
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from operator import attrgetter, is_
-from types import MappingProxyType
 from typing import Any, Literal
 
 import optree
@@ -182,10 +181,10 @@ class ScheduledEngine(Engine):
         return out
 
     def run_value_and_grad(
-        self, loss_fn: Callable[..., Any], params: Any, microbatches: list[Any], residuals: ResidualViews
+        self, loss_fn: Callable[..., Any], params: Any, microbatches: list[Any], residuals: ResidualViews, *, sum_in_place: bool
     ) -> tuple[Loss, Any]:
         """Run forward and backward of each microbatch. Return the summed loss, and the gradients at rest."""
-        units = self.begin_gradients_of_tree(params, residuals)
+        units = self.begin_gradients_of_tree(params, residuals, sum_in_place=sum_in_place)
         total: Loss | None = None
         for number, part in enumerate(microbatches, 1):
             with torch.enable_grad():
@@ -200,11 +199,11 @@ class ScheduledEngine(Engine):
         assert total is not None
         return total, self.hand_out_gradients(units, params, reduction="sum")
 
-    def begin_gradients_of_tree(self, params: Any, residuals: ResidualViews = MappingProxyType({})) -> list[UnitState]:
+    def begin_gradients_of_tree(self, params: Any, residuals: ResidualViews, *, sum_in_place: bool) -> list[UnitState]:
         """Begin the gradients of ``params`` anew, and return the units of ``params``. Gradients of other units are kept."""
         step, self._handed_out = self.current_step(), HandedOutGradients()
         units = [self.unit_of(node) for node in units_of(params)]
-        step.begin_gradients(units)
+        step.begin_gradients(units, sum_in_place=sum_in_place)
         if residuals:
             _pass_residuals(units, residuals)
         return units
@@ -324,11 +323,9 @@ def _build_full_tree(sharded: Any, uses: Sequence[UnitUse], num_ties: int, *, as
 def _reduced_gradient(node: Sharded, gradient: UnitGradient | None, to: PlaceName) -> Sharded:
     """Return the reduced gradient of a unit in the place ``to``. ``node``: the gradient that was handed out."""
     place = resolve_place(node.unit, to)
-    if gradient is None or gradient.final is None:
-        same = Sharded(node.raw_buffers, node.unit, place, node.groups, reduction=node.reduction)
-        return with_future_buffers(same, node.lazy.wait) if node.lazy is not None else same
-    result = Sharded(gradient.final.hand_out(), node.unit, place, node.groups, reduction=node.reduction)
-    return with_future_buffers(result, gradient.wait) if gradient.is_under_way else result
+    buffers = node.raw_buffers if gradient is None or gradient.final is None else gradient.final.hand_out()
+    result = Sharded(buffers, node.unit, place, node.groups, reduction=node.reduction)
+    return with_future_buffers(result, gradient.wait) if gradient is not None and gradient.is_under_way else result
 
 
 def _clone_parameter_views(out: Any, uses: Sequence[UnitUse]) -> Any:

@@ -266,13 +266,13 @@ class Step:
         self.executor.set_label_names(microbatch=f"microbatch {self.num_microbatches}")
         self.uses.pending.clear()
 
-    def begin_gradients(self, units: Sequence[UnitState]) -> None:
+    def begin_gradients(self, units: Sequence[UnitState], *, sum_in_place: bool) -> None:
         """Begin new gradients of ``units``, in the schedule's memory. Reductions of the old gradients are ended first."""
         if {unit.key for unit in units} & {key for key, _ in self.executor.reducing}:
             self.leave_schedule()
-        schedule, transport = self.schedule if self.eager is None else None, self.executor.transport
+        in_arena = self.schedule.resting_gradients if self.schedule is not None and self.eager is None else {}
         for unit in units:
-            unit.begin_gradient(transport, None if schedule is None else schedule.resting_gradients.get(unit.key))
+            unit.begin_gradient(self.executor.transport, in_arena.get(unit.key), sum_in_place=sum_in_place)
         self.trained.update(dict.fromkeys([unit.key for unit in units if unit.gradient is not None]))
 
     def record_unscheduled_reduction(self) -> None:

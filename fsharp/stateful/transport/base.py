@@ -66,7 +66,7 @@ class Summand(NamedTuple):
 
     @property
     def required_out(self) -> torch.Tensor:
-        """``out`` of a summand of an all_reduce, which is never None."""
+        """``out`` of a summand of an all_reduce, which is never None, and may be ``x``."""
         assert self.out is not None, "an all_reduce needs a place for its result"
         return self.out
 
@@ -156,7 +156,7 @@ class Transport(ABC):
 
     @abstractmethod
     def all_reduce_each(self, summands: Sequence[Summand], axis: str, label: str) -> list[Work]:
-        """Run :meth:`all_reduce` without packing. The ``out`` of a summand shares no memory with its ``x``."""
+        """Run :meth:`all_reduce` without packing."""
 
     @abstractmethod
     def all_to_all(self, x: torch.Tensor, out: torch.Tensor, axis: str, label: str) -> Work:

@@ -43,6 +43,7 @@ class UnitGradient:
     Attributes:
         route: collectives and sizes of buffers, which are equal in every step.
         rest: the buffers in which the gradient rests between microbatches.
+        final: the buffers of the sums at the optimizer's place; None if the sums take the memory of the gradient at rest.
         num_added: number of microbatches whose gradients were added at rest.
         reached: a bit for each leaf: whether a backward of this step has reached the leaf on this rank.
         block: the memory in which this microbatch's gradient is collected; None if it is added to the gradient at rest.
@@ -52,9 +53,8 @@ class UnitGradient:
     def __init__(self, unit: UnitLayout, transport: Transport, device: torch.device, *, trivial: bool = False) -> None:
         self.route = GradientRoute(unit, transport, device, trivial=trivial)
         self._own = self.rest = self.route.resting_gradient()
-        self.final = (
-            RestingGradient(self.route.buffer_sizes(unit.strategy.optim), device) if self.route.has_final_reduction else None
-        )
+        sizes = self.route.buffer_sizes(unit.strategy.optim)
+        self._own_final = self.final = RestingGradient(sizes, device) if self.route.has_final_reduction else None
         self.phase = GradientPhase.NONE
         self.num_added = self.reached = 0
         self.block: OutgoingBlock | None = None
@@ -77,15 +77,19 @@ class UnitGradient:
         """Let the next gradient rest outside of the arena until :meth:`open_memory`."""
         self._is_open = False
 
-    def begin(self, arena_rest: RestingGradient | None) -> None:
-        """Begin a new gradient, once the old one is reduced. ``arena_rest``: where it rests after :meth:`open_memory`."""
+    def begin(self, arena_rest: RestingGradient | None, *, sum_in_place: bool) -> None:
+        """Begin a new gradient, once the old one is reduced. ``arena_rest``: where it rests after :meth:`open_memory`.
+
+        ``sum_in_place``: whether the sum at the optimizer's place may overwrite the gradient at rest, as nobody reads that one.
+        """
         if self.is_under_way:
             self.wait()
         if self.rest.handed_out:
             self.copy_out_held_tensors()
         self._own.release()
-        if self.final is not None and self.final.is_held:
-            self.final.release()
+        self.final = None if sum_in_place and self.route.can_sum_in_place else self._own_final
+        if self._own_final is not None and (self.final is None or self.final.is_held):
+            self._own_final.release()
         self.rest, self._arena_rest = arena_rest if self._is_open and arena_rest is not None else self._own, arena_rest
         if self.route.device.type != "cpu" and self.final is not None:
             _ = self.final.tensors  # allocated from the memory pool of the compute stream
@@ -159,9 +163,12 @@ class UnitGradient:
         if self._ignored:
             grads = [None if i in self._ignored else grad for i, grad in enumerate(grads)]
         given = [grad for grad in grads if grad is not None]
-        for grad in given:
-            if grad.layout is not torch.strided:
-                raise self._sparse_gradient_error(grads)
+        for leaf, grad in zip(self.route.leaves, grads, strict=True):
+            if grad is not None and grad.layout is not torch.strided:
+                raise TreeError(
+                    f"unit {self.route.unit.display_name}: the gradient of leaf {leaf.path!r} is {grad.layout}, expected a "
+                    "dense gradient. Pass sparse=False to the embedding."
+                )
         if self.is_under_way:
             self.wait()
         if block is None:
@@ -186,14 +193,6 @@ class UnitGradient:
             torch._foreach_zero_(empty)
         if given:
             (torch._foreach_copy_ if is_first else torch._foreach_add_)(targets, given)
-
-    def _sparse_gradient_error(self, grads: Grads) -> TreeError:
-        rows = zip(self.route.leaves, grads, strict=True)
-        where, kind = next((leaf, x.layout) for leaf, x in rows if x is not None and x.layout is not torch.strided)
-        return TreeError(
-            f"unit {self.route.unit.display_name}: the gradient of leaf {where.path!r} is {kind}, expected a dense gradient. "
-            "Pass sparse=False to the embedding."
-        )
 
     def encode(self, chains: Sequence[ReductionChain], buffers: Sequence[torch.Tensor]) -> None:
         """Encode ``buffers``, one for each of ``chains``, if the first stage of the chain sends encoded parts."""
@@ -263,13 +262,15 @@ class UnitGradient:
     def resume_accumulation(self, factor: int) -> None:
         """Let another backward pass of this step add to the gradient, after the mean gradients were handed out.
 
-        A gradient that rests in the optimizer's place is multiplied by ``factor``, by which the mean was divided. Any other is
-        still at rest, and the next reduction computes its sum in the optimizer's place again.
+        A sum that took the memory of the gradient at rest is multiplied by ``factor``, by which the mean was divided. If the
+        next reduction adds over ranks again, the sum stays on the first of these ranks, and the others begin with zeros.
         """
         self.wait()
         if self.final is None:
             torch._foreach_mul_(self.rest.tensors, factor)
-        elif self.phase is GradientPhase.FINISHED:
+            if not self.route.is_on_first_rank:
+                torch._foreach_zero_(self.rest.tensors)
+        if self.phase is GradientPhase.FINISHED:
             self._enter_phase(GradientPhase.RESTING)
 
     def add_flat_gradients(self, grads: Grads) -> None:
@@ -284,15 +285,14 @@ class UnitGradient:
                 buffer.add_(grad)
 
     def final_reduction_inputs(self, blocks: list[list[torch.Tensor]]) -> list[ChainInput]:
-        """Return the inputs of ``reduce_along()`` from the gradient at rest, which is kept, to the optimizer's place."""
+        """Return the inputs of ``reduce_along()`` from the gradient at rest to the optimizer's place."""
         self.wait()
         self.zero_if_missing()
         self._enter_phase(GradientPhase.FINISHING)
-        assert self.final is not None
-        if self.final.is_held:
+        if self.final is not None and self.final.is_held:
             self.final.release()
-        chains = self.route.final_chains
-        rows = zip(chains, self.rest.tensors, self.final.tensors, blocks, self._take_encoded(chains), strict=True)
+        chains, targets = self.route.final_chains, (self.final or self.rest).tensors
+        rows = zip(chains, self.rest.tensors, targets, blocks, self._take_encoded(chains), strict=True)
         return [
             ChainInput(
                 chain, sent.copy_(source) if len(sent) else source, target, scratch, self._residuals_of(chain.group), encoded

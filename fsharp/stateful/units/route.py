@@ -45,6 +45,7 @@ class GradientRoute:
         leaves: leaves with a gradient, in tree order.
         has_reduction: whether the gradient is reduced after each microbatch.
         has_final_reduction: whether the gradient is reduced once a step, from the place of gradients to the optimizer's place.
+        can_sum_in_place: whether this reduction can write sums to the memory of their summands.
     """
 
     def __init__(self, unit: UnitLayout, transport: Transport, device: torch.device, *, trivial: bool = False) -> None:
@@ -62,6 +63,13 @@ class GradientRoute:
         ]
         self.has_reduction = bool(each) and any(chain.size for chain in self.chains)
         self.has_final_reduction = bool(once) and any(chain.size for chain in self.final_chains)
+        self.can_sum_in_place = all(stage.op == "all_reduce" for chain in self.final_chains for stage in chain.stages)
+
+    @property
+    def is_on_first_rank(self) -> bool:
+        """Whether this rank is the first of those whose gradients the final reduction adds."""
+        stages = [(chain.transport.comm.rank, stage.axis) for chain in self.final_chains for stage in chain.stages]
+        return not any(self.unit.mesh.coord(axis, rank) for rank, axis in stages)
 
     def buffer_sizes(self, place: Place) -> FlatSizes:
         """Return ``(number of elements, dtype)`` of each group's gradient in ``place``."""

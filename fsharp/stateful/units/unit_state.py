@@ -141,14 +141,14 @@ class UnitState:
         if self.gradient is not None:
             self.gradient.close_memory()
 
-    def begin_gradient(self, transport: Transport, arena_rest: RestingGradient | None) -> None:
-        """Begin a new gradient, if the unit is trained. ``arena_rest``: memory in the arena for the gradient at rest."""
+    def begin_gradient(self, transport: Transport, arena_rest: RestingGradient | None, *, sum_in_place: bool) -> None:
+        """Begin a new gradient, if the unit is trained: see :meth:`UnitGradient.begin`."""
         if not self.layout.trainable_groups:
             return
         if self.gradient is None:
             device = self.node.raw_buffers[0].device if self.node else torch.device("cpu")
             self.gradient = UnitGradient(self.layout, transport, device, trivial=self.trivial)
-        self.gradient.begin(arena_rest)
+        self.gradient.begin(arena_rest, sum_in_place=sum_in_place)
 
     def set_offloaded_nbytes(self, nbytes: int) -> None:
         """Set how many bytes of the unit's state an update copies to host memory."""

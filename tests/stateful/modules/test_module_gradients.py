@@ -1,5 +1,6 @@
 """Gradients of a module that are not simply there: parameters without one, and torch.autograd.grad."""
 
+import math
 from contextlib import nullcontext
 
 import pytest
@@ -62,6 +63,36 @@ def sharded(comm, strategy, cls=torch.optim.AdamW, **options):
     model, units = modules.seeded(Choosy), [Choosy.Fork, Block]
     model = fs.shard_module(model, mesh=comm, strategy=strategy, units=units, policy=DebugPolicy(poison=True))
     return model, fs.ShardedOptimizer(model.parameters(), cls, **(options or ADAMW))
+
+
+@every(3, strategy=STRATEGIES, passes=[["both", "left"], ["left", "left", "right"], ["right", "", "right"]])
+def test_backwards_one_after_another_add_up(strategy, passes):
+    """Each backward but the first adds to gradients that are summed over ranks. Units that it does not reach keep theirs."""
+
+    def steps(model, optimizer, data):
+        for x, y in data:
+            for branch in passes:
+                loss = model(x, y, branch, with_block=True) if branch else model.block(torch.ones(len(x), DIM)).square().mean()
+                loss.backward()
+                assert model.block.gain.grad is not None
+            optimizer.step()
+            optimizer.zero_grad()
+
+    options = {"optimizer": torch.optim.SGD, "settings": {"lr": 0.1}, "count": 5}
+    modules.assert_trains_as_alone(strategy, steps, Choosy, units=[Choosy.Fork, Block], **options)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@on_ranks(mesh_of)
+def test_an_infinite_gradient_stays_infinite_in_later_backwards(comm, strategy):
+    model = modules.seeded(lambda: nn.Linear(3, 4, bias=False))
+    nn.init.zeros_(model.weight)
+    model = fs.shard_module(model, mesh=comm, strategy=STRATEGIES[strategy][1])
+    optimizer = fs.ShardedOptimizer(model.parameters(), torch.optim.SGD, lr=1.0)
+    for _ in range(2):
+        model(torch.tensor([math.inf if comm.rank == 1 else 1.0, 2.0, 3.0])).sum().backward()
+    optimizer.step()
+    assert torch.equal(values(model)["weight"], torch.tensor([-math.inf, -4.0, -6.0]).expand(4, 3))
 
 
 @every(8, optimizer=OPTIMIZERS, plan=PLANS, strategy=("ddp", "zero2", "zero3", "hfsdp"))

@@ -72,6 +72,28 @@ def explicit(state, batch, comm, *, loss=loss_fn, donate=False, between=lambda p
 
 
 @every(
+    9, strategy=STRATEGIES, policy=[{}, {"gather_at_start": False}, {"sum_late": False}, {"keep_gradients": True}], turn=[1, 2]
+)
+def test_train_steps_may_overwrite_gradients_at_rest_and_a_step_that_returns_them_may_not(strategy, policy, turn):
+    """One scheduler has both, in turns. Under ddp and hsdp sums take the memory of gradients that nobody reads."""
+
+    def program(run):
+        state, seen, kept = make_state(run.comm, strategy), [], []
+        returning, training = run.wrap(explicit), run.wrap(fs.train_step(loss_fn, make_tx(), microbatches=2))
+        for i, batch in enumerate(my_batches(run.comm, 9)):
+            if i // turn % 2:
+                state, loss, *grads = returning(state, batch)
+                seen.append([loss, *(copied(each) for each in grads)])
+                kept.append(grads)
+            else:
+                state, metrics = training(state, batch)
+                seen.append(metrics.loss)
+        return seen, [[copied(each) for each in grads] for grads in kept], full_params(state, run.comm)
+
+    run_both(program, mesh_of(strategy), **policy)
+
+
+@every(
     9,
     strategy=STRATEGIES,
     policy=[{}, {"gather_at_start": False}, {"sum_late": False}, {"keep_gradients": True}],

@@ -43,17 +43,17 @@ def test_sizes_around_chunks(n):
         exchange.groups.make_groups()
         mine = comm.rank
         for part in PARTS:
-            for way in ("out", "in place", "all_reduce", "gather"):
-                numel = max(part * n - (way == "all_reduce" and part > 1), 0)  # one that the ranks do not divide
+            for way in ("out", "in place", "all_reduce", "all_reduce in place", "gather"):
+                numel = max(part * n - (way.startswith("all_reduce") and part > 1), 0)  # one that the ranks do not divide
                 total, x = summed(comm, numel, noise), noise(mine, numel)
-                op = "all_reduce" if way == "all_reduce" else "reduce_scatter"
+                op = "all_reduce" if way.startswith("all_reduce") else "reduce_scatter"
                 nbytes = exchange.scratch_nbytes(op, "dp", numel, 4, sums_into_out=way != "in place")
                 scratch = torch.full((nbytes,), 0xFF, dtype=torch.uint8)
                 if way == "gather":
                     got, expected = torch.empty(numel), torch.cat([noise(r, part) for r in range(n)])
                     exchange.gather([noise(mine, part)], [got], "dp", "").wait()
-                elif way == "all_reduce":
-                    got, expected = torch.empty(numel), total
+                elif op == "all_reduce":
+                    got, expected = torch.empty(numel) if way == "all_reduce" else x, total
                     exchange.all_reduce([Summand(x, got, scratch)], "dp", n)[0].wait()
                 else:
                     out = torch.empty(part) if way == "out" else None
@@ -94,14 +94,14 @@ def test_buffers_that_go_together(n, wire):
             exchange.gather(*gathered, "dp", "").wait()
             expected = [torch.cat([make(r, part) for r in range(n)]) for part in parts]
             wrong += [(parts, "gather")] * (not all(map(torch.equal, gathered[1], expected)))
-            for way in ("out", "in place", "all_reduce"):
+            for way in ("out", "in place", "all_reduce", *["all_reduce in place"] * (wire == torch.float32)):
                 xs, sums_into_out = [make(mine, n * part) for part in parts], way != "in place" and wire == torch.float32
-                op = "all_reduce" if way == "all_reduce" else "reduce_scatter"
+                op = "all_reduce" if way.startswith("all_reduce") else "reduce_scatter"
                 nbytes = [exchange.scratch_nbytes(op, "dp", len(x), x.itemsize, sums_into_out=sums_into_out) for x in xs]
                 scratch = [torch.full((each,), 0xFF, dtype=torch.uint8) for each in nbytes]
                 total = [summands(n * part) for part in parts]
-                if way == "all_reduce":
-                    outs = [torch.empty(n * part) for part in parts]
+                if op == "all_reduce":
+                    outs = [torch.empty(n * part) for part in parts] if way == "all_reduce" else xs
                     for work in exchange.all_reduce(list(map(Summand, xs, outs, scratch)), "dp", n):
                         work.wait()
                     wrong += [(parts, way)] * (not all(map(torch.equal, outs, total)))
@@ -113,7 +113,7 @@ def test_buffers_that_go_together(n, wire):
             counts.append(comm.watch.count - before)
         return wrong, counts
 
-    calls = 5  # an all_reduce gathers its sums by a call of its own
+    calls = 7 if wire == torch.float32 else 5  # an all_reduce gathers its sums by a call of its own
     assert processes(fs.Mesh({"dp": n}), rank_fn) == [([], [calls] * len(TOGETHER))] * n
 
 
