@@ -322,7 +322,7 @@ class Run:
         return tree
 
     def _reset_for_reload(self, why: str, total: int) -> None:
-        """Return to the state of a new process, whose number of steps is ``total``, and record why. A load follows."""
+        """Go back to the state of a new process, whose number of steps is ``total``, and record why. A load follows."""
         self._record.warn(self.step, f"after {self.step} steps: {why}")
         self.step, self.total, self._phase = 0, total, "between steps"
         self._skipped_steps.restore([])

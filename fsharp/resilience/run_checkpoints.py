@@ -116,7 +116,7 @@ class RunCheckpoints:
         return found, loaded
 
     def begin_generation(self) -> None:
-        """Forget the checkpoints of the generation before, as a new process would, before the newest one is loaded."""
+        """Drop the record of earlier checkpoints, as a new process has none. A load of the newest one follows."""
         self.saved = self.newest = self._loaded = -1
 
     def save_initial(self, tree: Any) -> None:

@@ -317,7 +317,7 @@ def _gradient_mismatches(grads: Sharded, params: Sharded) -> Iterator[tuple[str,
 
 
 def check_reduced(where: str, grads: Sharded) -> None:
-    """Raise a TreeError if ``grads`` are not summed over ranks, being gradients with respect to gathered parameters."""
+    """Raise a TreeError if ``grads`` are gradients with respect to gathered parameters, which are not summed over ranks."""
     if grads.is_gathered:
         raise TreeError(
             f"{where}: the gradient of unit {grads.unit.display_name} is this rank's summand, as it is with respect to "

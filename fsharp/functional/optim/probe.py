@@ -1,4 +1,4 @@
-"""A trial whether a pair of another library makes equal updates of flat shards and of the user's tree.
+"""Test by a trial whether a pair of another library makes equal updates of flat shards and of the user's tree.
 
 Flat buffers join leaves, and are cut between ranks. A rule that treats each element by itself is right. A rule that uses
 other elements, such as a norm, would silently compute something else. So a pair is run on a small tree of the user's structure,
@@ -139,7 +139,7 @@ class _Trial:
     def first_differing_path(
         self, expected: Sequence[Vectors], found: Sequence[Vectors], piece: int | None = None
     ) -> str | None:
-        """Return the path of the first leaf that ``piece`` updates in another way than whole leaves, ``expected``, or None."""
+        """Return the path of the first leaf whose updates ``found``, of ``piece``, are not as ``expected``; None if all are."""
         for step, same in zip(expected, found, strict=True):
             for group, x, y in zip(self._groups, step, same, strict=True):
                 wrong = torch.zeros(len(x), dtype=torch.bool, device=x.device)

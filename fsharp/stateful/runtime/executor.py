@@ -52,7 +52,7 @@ class Executor:
         self.begin_generation()
 
     def begin_generation(self) -> None:
-        """Return to the state of a new executor, in a new generation of the job (after restarts of ranks)."""
+        """Go back to the state of a new executor, for a new generation of the job (after restarts of ranks)."""
         self.is_connected, self.number = False, 0
         if self.transport.groups is not None:
             self.transport.groups.begin_generation()
