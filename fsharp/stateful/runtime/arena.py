@@ -31,8 +31,7 @@ class Arena:
     def bind_next_schedule(self, scheduled: ScheduledFunction, functions: Iterable[ScheduledFunction]) -> BoundSchedule | None:
         """Give the arena to the schedule of a function's next step. Return this schedule; None if no schedule fits the step.
 
-        ScheduleError if a schedule that the user has chosen by ``follow()`` does not fit. ``functions``: all functions of the
-        scheduler. If the arena has to grow, they drop the schedules bound to the old memory.
+        ``functions``: all functions; if the arena grows, they drop schedules bound to it. ScheduleError: see ``follow()``.
         """
         units, schedule = self._registry.units, scheduled.schedule
         bound = scheduled.programs.bound.get(id(schedule))
