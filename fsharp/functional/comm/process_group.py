@@ -33,6 +33,8 @@ from fsharp.type_checks import options_checked
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 _UNUSED_TAG = 0
 """A tag that no message has."""
+_FOREVER = timedelta(days=3650)
+"""A limit of a wait for a message. A wait of torch that ends at its limit closes all connections of its process group."""
 _FAILURE_CHECK_INTERVAL_S = 1.0
 """Seconds between two checks whether another rank has failed, where collectives run on a device."""
 _MAX_ONE_ROUND_NBYTES = 4096
@@ -335,10 +337,13 @@ class PointToPoint(NamedTuple):
         return source, self.group.recv([x], source, self.call.tag)
 
     def wait(self, posted: Sequence[tuple[int, Any]]) -> None:
-        """Block until the messages of these handles have been sent and received."""
+        """Block until the messages of these handles have been sent and received; :class:`CollectiveOutcome` has the limit.
+
+        After an error a message may never come, and later collectives of other Comms use the same process group.
+        """
         for rank, work in posted:
             self.call.set_awaited_rank(self.ranks[rank])
-            work.wait()
+            work.wait(_FOREVER)
 
 
 def abort_groups(groups: Sequence[dist.ProcessGroup], *, is_nccl: bool) -> None:

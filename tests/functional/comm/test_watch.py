@@ -3,10 +3,13 @@
 import re
 import threading
 import time
+from datetime import timedelta
 
 import optree
 import pytest
 import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
 import fsharp as fs
 from fsharp.errors import AgreementError, CommError, ScheduleError
@@ -96,6 +99,24 @@ def test_who_waits_for_a_rank_that_went_elsewhere_hears_of_it(way):
         assert kind == ("ZeroDivisionError" if way == "fails" and rank == 0 else "AgreementError"), text
         if kind == "AgreementError":
             assert ("no reason" if way == "fails" else "ranks take part in different collectives") in text
+
+
+def test_at_its_time_limit_an_abandoned_collective_ends_no_other_one():
+    """gloo would close the connections of the process group, which other Comms share."""
+
+    def rank_fn(comm):
+        group = dist.new_group(timeout=timedelta(seconds=2))
+        comm = fs.ProcessGroupComm(DeviceMesh.from_group(group, "cpu", mesh=[0, 1], mesh_dim_names=("dp",)))
+        other = comm.with_own_numbering()
+        if comm.rank == 0:
+            other.watch.report_failure(ValueError("a bad batch"), "a step")
+        else:
+            with pytest.raises(AgreementError, match="a bad batch"):
+                other.all_gather(torch.ones(1), "dp")
+        time.sleep(3)
+        return comm.all_gather(torch.tensor(comm.rank), "dp").tolist()
+
+    assert processes(DP, rank_fn) == [[0, 1]] * 2
 
 
 class Table:
