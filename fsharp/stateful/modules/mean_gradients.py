@@ -112,12 +112,16 @@ class MeanGradients:
                 self._parts |= {name: ShardedTensor.from_local(data, self._parameters[name]) for name, _, data in held}
         return self._parts.get(path)
 
-    def drop_part(self, part: ShardedTensor) -> None:
-        """Drop the gradient of one parameter: fill this rank's ``part`` with zeros, and count the parameter as missing."""
-        part.local.zero_()
-        self.missing.add(part.path)
-        if not part.place.varying_axes:
-            self.edits.append(f"without {part.path}")
+    def drop_part(self, path: str) -> None:
+        """Fill the gradient of one parameter with zeros, as missing. A part that a caller holds keeps its values elsewhere."""
+        reference, data = weakref.ref(self._parts[path]), self._parts[path].local
+        varying = self._parts.pop(path).place.varying_axes
+        if (held := reference()) is not None:
+            held.move_to_new_memory()
+        data.zero_()
+        self.missing.add(path)
+        if not varying:
+            self.edits.append(f"without {path}")
 
     @property
     def paths_with_gradient(self) -> frozenset[str]:

@@ -270,10 +270,9 @@ class ModuleStep:
 
     def drop_gradient(self, path: str) -> None:
         """Drop the gradient of one parameter. When all are dropped, the step has no gradients."""
-        part = self.gradient_part(path)
         self.used_gradients.discard(path)
-        if part is not None:
-            self.means.drop_part(part)
+        if self.gradient_part(path) is not None:
+            self.means.drop_part(path)
             if not self.means.paths_with_gradient:
                 self.drop_gradients()
 
