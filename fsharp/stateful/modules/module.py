@@ -161,7 +161,7 @@ class ShardedModule(nn.Module):
         _warn_of_rounded_frozen("unsharded()", session.parameters.values())
         session.step.discard_forwards("unsharded()")
         session.state.propagate_main_writes()
-        parts = gather_whole_tensors(session.parameters.values(), session.scheduler.comm_with_history_labels)
+        parts = gather_whole_tensors(session.parameters.values(), session.open_scheduler.comm_outside_steps)
         full = {part.path: value for part, value in parts}
         shown = zip(full, as_dtensors(full, full.values(), session.calls.dtensor_specs), strict=True)
         parameters = {path: nn.Parameter(x.detach(), x.is_floating_point()) for path, x in shown}
@@ -257,7 +257,7 @@ class ShardedModule(nn.Module):
         if session.is_unsharded:
             raise ScheduleError(f"{where}: inside of unsharded(). Call it outside, or take state_dict(), which is whole here.")
         found: dict[str, Any] = super().state_dict()
-        return found if replace_parts_by_whole(where, [found], rank, session.scheduler.comm_with_history_labels) else {}
+        return found if replace_parts_by_whole(where, [found], rank, session.open_scheduler.comm_outside_steps) else {}
 
     @api_boundary
     def load_full_state_dict(self, state_dict: Mapping[str, Any] | None, *, rank: int = 0, strict: bool = True) -> Any:
@@ -281,9 +281,9 @@ class ShardedModule(nn.Module):
 
         Cost: two ``all_reduce`` of each tensor's bytes along each axis. Memory: a copy of this rank's parts, and one tensor.
         """
-        where, own = "load_full_state_dict()", self.state_dict()
+        where, own, comm = "load_full_state_dict()", self.state_dict(), session_of_module(self).open_scheduler
         like = {(name,): part for name, part in own.items() if isinstance(part, ShardedTensor)}
-        return self.load_state_dict(scatter_from_rank(where, state_dict, rank, session_of_module(self).scheduler, like), strict)
+        return self.load_state_dict(scatter_from_rank(where, state_dict, rank, comm, like), strict)
 
     def _fqn_modifiers(self) -> dict[str, str]:
         """Raise an error: functions of torch.distributed.checkpoint.state_dict, which call this method, do not work here."""
@@ -306,7 +306,7 @@ class ShardedModule(nn.Module):
         chosen = [p for p in session.parameters.values() if id(p) in names and (p.is_trained or not trained)]
         _warn_of_rounded_frozen("full_parameters()", chosen)
         session.state.propagate_main_writes()
-        for part, value in gather_whole_tensors(chosen, session.scheduler.comm_with_history_labels):
+        for part, value in gather_whole_tensors(chosen, session.open_scheduler.comm_outside_steps):
             yield names[id(part)], value.clone() if part.spec is None else part.spec.as_dtensor(value).full_tensor()
 
 

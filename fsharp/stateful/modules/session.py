@@ -14,7 +14,6 @@ import torch
 from torch import nn
 
 from fsharp.errors import FsharpError, LayoutError, ScheduleError, TreeError
-from fsharp.functional.comm.protocol import Comm
 from fsharp.functional.comm.tree_names import with_new_tree_name
 from fsharp.functional.forward import forward
 from fsharp.functional.layout.layout import Layout
@@ -162,10 +161,10 @@ class Session:
             with_new_tree_name((self.state.train_state.params, self.state.train_state.main), self.scheduler)
 
     @property
-    def parts_comm(self) -> Comm:
-        """The Comm for the collectives of a torch function on sharded tensors, such as ``parameter.grad.sum()``."""
+    def open_scheduler(self) -> Scheduler:
+        """The scheduler, which is opened again if an error has closed it. All ranks read this property."""
         self.step.reopen_scheduler()
-        return self.scheduler.comm_with_history_labels
+        return self.scheduler
 
     def wait_before_write(self) -> None:
         """Wait for gathers under way, before a write: they read parameters for the next step, or write updated parameters."""

@@ -180,14 +180,13 @@ class Scheduler(DelegatingComm, ScheduledEngine):
         return self._history.text
 
     @property
-    def comm_with_history_labels(self) -> Comm:
+    def comm_outside_steps(self) -> Comm:
         """A Comm for collectives outside of steps, such as ``part.sum()``. Its labels have a digest of all settings so far."""
         return self if self._now is not None else LabelPrefixComm(self, f"after history {self._history.digest or 'none'}: ")
 
     @property
     def _history_suffix(self) -> str:
-        digest = self._history.digest
-        return f" of history {digest}" if digest else ""
+        return f" of history {self._history.digest}" if self._history.digest else ""
 
     def __call__(self, fn: Callable[..., Any]) -> ScheduledFunction:
         """Return a function that calls ``fn`` with this scheduler as its argument ``comm``, and follows a schedule."""

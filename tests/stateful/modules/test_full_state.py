@@ -1,5 +1,7 @@
 """State dicts that are whole on one rank: gathered there a unit at a time, and spread from there; or refused on all ranks."""
 
+import copy
+
 import pytest
 import torch
 from torch import nn
@@ -167,3 +169,27 @@ def test_a_pair_is_refused_with_the_line_to_write_instead(comm):
     train(model, optimizer, batches(comm, 1))
     mu = fs.full_tree(optimizer.state_dict()["state"], comm=model.comm).mu
     assert mu["embed"]["weight"].shape == modules.make().embed.weight.shape
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero3"])
+@on_ranks(DP)
+def test_after_an_error_a_module_can_be_read_and_loaded_at_once(comm, strategy):
+    """Its scheduler, which the error has closed, is opened again, whichever call comes first."""
+    model, optimizer = wrap(comm, strategy)
+    train(model, optimizer, batches(comm, 2))
+    saved = copy.deepcopy((model.full_state_dict(rank=None), optimizer.full_state_dict(rank=None), optimizer.state_dict()))
+    calls = (
+        lambda: dict(model.full_parameters()),
+        model.full_state_dict,
+        optimizer.state_dict,
+        optimizer.full_state_dict,
+        lambda: optimizer.load_state_dict(saved[2]),
+        lambda: model.load_full_state_dict(saved[0] if comm.rank == 0 else None),
+        lambda: optimizer.load_full_state_dict(saved[1] if comm.rank == 0 else None),
+        lambda: fs.ShardedOptimizer(model.parameters(), fs.optim.sgd(0.1)),
+    )
+    for call in calls:
+        with pytest.raises(IndexError, match="out of range"):
+            model(torch.tensor([99]))
+        call()
+    assert all(torch.equal(found, saved[0][name]) for name, found in values(model).items())
