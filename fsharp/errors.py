@@ -43,7 +43,13 @@ class LossError(FsharpError, TypeError):
 
 
 class AgreementError(FsharpError, RuntimeError):
-    """Ranks got different trees, layouts or settings. Every rank raises this error, with the same text."""
+    """Ranks got different trees, layouts or settings. Every rank raises this error, with the same text.
+
+    Attributes:
+        is_own: whether the reason is an error of this rank alone, which is the ``__cause__``.
+    """
+
+    is_own = False
 
 
 class CommError(FsharpError, RuntimeError):

@@ -93,6 +93,10 @@ class BackgroundSaver:
         """Whether a save is under way on this rank. Ranks may end a save at different times."""
         return self._under_way is not None and not self._under_way.is_done()
 
+    def failure(self, within_s: float) -> BaseException | None:
+        """Return the error of the save under way, for whose end this call waits at most ``within_s`` seconds; else None."""
+        return self._under_way.error if self._under_way is not None and self._under_way.is_done(within_s) else None
+
     @api_boundary
     def check(self) -> None:
         """Raise the error of the previous save, if it has failed. Cost: none.

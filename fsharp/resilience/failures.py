@@ -10,7 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 
-from fsharp.errors import CommError
+from fsharp.errors import AgreementError, CommError
 from fsharp.functional.comm.process_group import ProcessGroupComm
 from fsharp.functional.comm.protocol import Comm, innermost_comm
 from fsharp.functional.comm.watch import StatusExchange
@@ -140,6 +140,12 @@ def error_chain(error: BaseException | None) -> Iterator[BaseException]:
         yield error
         seen.add(id(error))
         error = error.__cause__ or error.__context__
+
+
+def is_own_failure(error: BaseException) -> bool:
+    """Return whether ``error`` began on this rank. An error that all ranks found together, or heard of, did not."""
+    found = [each for each in error_chain(error) if isinstance(each, CommError | AgreementError)]
+    return not found or any(isinstance(each, AgreementError) and each.is_own for each in found)
 
 
 def _error_text(error: BaseException) -> str:

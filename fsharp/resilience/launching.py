@@ -18,9 +18,10 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import cloudpickle
 
-from fsharp.errors import AgreementError, CommError, OptionError
+from fsharp.errors import CommError, OptionError
 from fsharp.functional.comm.agree import ranks_text
 from fsharp.functional.comm.process_group import destroy
+from fsharp.resilience.failures import is_own_failure
 from fsharp.resilience.restarting import Restarter
 from fsharp.type_checks import options_checked
 
@@ -168,7 +169,7 @@ def run_rank(folder: str) -> None:
             fn, args = pickle.load(call)
         Path(folder, f"result-{rank}").write_bytes(cloudpickle.dumps(fn(*args)))
     except Exception as error:
-        whose = "heard" if isinstance(error, CommError | AgreementError) else "own"
+        whose = "own" if is_own_failure(error) else "heard"
         text = f"{type(error).__name__}: {error}\n{traceback.format_exc().rstrip()}"
         Path(folder, f"{whose}-error-{rank}").write_text(text, "utf-8", "backslashreplace")  # before destroy() tells others
         raise

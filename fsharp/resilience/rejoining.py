@@ -6,14 +6,13 @@ import optree
 import torch
 
 from fsharp.checkpoint.entries import PerRank, is_checkpoint_leaf
-from fsharp.errors import AgreementError, CommError, RunError
+from fsharp.errors import RunError
 from fsharp.functional.comm import generations
 from fsharp.functional.comm.agree import check_on_all_ranks
 from fsharp.functional.comm.process_group import ProcessGroupComm, leave_generation
 from fsharp.functional.comm.protocol import Comm, innermost_comm
 from fsharp.functional.comm.setup_recording import setup_recording
 from fsharp.functional.layout.sharded import is_sharded
-from fsharp.resilience.failures import error_chain
 from fsharp.resilience.per_rank_state import PerRankState
 from fsharp.stateful.modules.parameter import ShardedTensor
 
@@ -74,14 +73,14 @@ class Rejoining:
         self._comm.tree_name_counters.set_from(self._counts)
         return news.why
 
-    def wait_for_next_generation(self, error: Exception, where: str) -> None:
+    def wait_for_next_generation(self, error: Exception, where: str, *, is_own: bool) -> None:
         """Tell other ranks of ``error``, raised in ``where``, and wait for the next generation.
 
-        Raises ``error`` if this rank caused it, or a restart would not help, and CommError if ranks are no longer restarted.
+        Raises ``error`` if it ``is_own``, caused by this rank alone, or if a restart would not help. Raises CommError if ranks
+        are no longer restarted.
         """
-        heard = any(isinstance(each, CommError | AgreementError) for each in error_chain(error))
         self._comm.watch.statuses.report_failure(error, where)
-        self._news = self._member.wait_for_next_generation("heard" if heard else "own", error, self._comm.limit_s)
+        self._news = self._member.wait_for_next_generation("own" if is_own else "heard", error, self._comm.limit_s)
 
     def stop_rejoining(self) -> None:
         """Tell the launcher that this rank joins no later generations: a restart of another rank restarts this rank too."""

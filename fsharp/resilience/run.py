@@ -22,7 +22,7 @@ from fsharp.functional.comm.agree import agree, check_on_all_ranks
 from fsharp.functional.comm.protocol import Comm, Engine, LabelPrefixComm
 from fsharp.functional.comm.setup_recording import setup_recording
 from fsharp.report.logs import RUN_NAMES, Logger, check_names
-from fsharp.resilience.failures import reported_failures
+from fsharp.resilience.failures import is_own_failure, reported_failures
 from fsharp.resilience.finite import NonFinite, SkippedSteps, find_nonfinite
 from fsharp.resilience.preemption import EXIT_PREEMPTED, Preemption
 from fsharp.resilience.rejoining import Rejoining, membership_of, meta_copy
@@ -314,7 +314,8 @@ class Run:
                 rejoining.stop_rejoining()
                 return trained
             except Exception as error:
-                rejoining.wait_for_next_generation(error, f"step {self.step}")
+                is_own = is_own_failure(error) or self._checkpoints.has_own_failure()
+                rejoining.wait_for_next_generation(error, f"step {self.step}", is_own=is_own)
 
     def _train(self, step: Callable[[Any, int], Any], tree: Any) -> Any:
         for number in self._steps():

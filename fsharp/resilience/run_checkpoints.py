@@ -9,12 +9,17 @@ from fsharp.checkpoint import Checkpoint, PerRankBuffers, Replicas, Saver
 from fsharp.checkpoint.catalog import has_checkpoints
 from fsharp.checkpoint.entries import PerRank, is_checkpoint_leaf, leaf_names
 from fsharp.checkpoint.loading import load_checkpoint_and_tree
+from fsharp.checkpoint.saver import BackgroundSaver
 from fsharp.errors import RunError, problem
 from fsharp.functional.comm.agree import all_gather_texts, check_on_all_ranks
 from fsharp.functional.comm.protocol import Comm
 from fsharp.functional.layout.runs import has_stochastic_wire
 from fsharp.functional.layout.sharded import units_of
+from fsharp.resilience.failures import is_own_failure
 from fsharp.stateful.modules.module import ShardedModule
+
+_LEARNS_WITHIN_S = 1.0
+"""Seconds in which the thread of a save that fails on all ranks has the error, once another rank has raised the error."""
 
 
 class RunCheckpoints:
@@ -150,6 +155,11 @@ class RunCheckpoints:
         self._saver.check()
         if self.replicas is not None:
             self.replicas.check()
+
+    def has_own_failure(self) -> bool:
+        """Return whether a save in the background has failed because of this rank. Another rank may raise its error first."""
+        savers: list[BackgroundSaver] = [self._saver, *([] if self.replicas is None else [self.replicas])]
+        return any(is_own_failure(error) for each in savers if (error := each.failure(_LEARNS_WITHIN_S)) is not None)
 
     def wait_for_save(self) -> None:
         """Wait for the checkpoint that is being written."""

@@ -95,8 +95,8 @@ def check_on_all_ranks(
 ) -> T:
     """Return ``check()``, unless it raises on a rank, or ``fields`` of the result differ between ranks: then all ranks raise.
 
-    A rank whose ``check`` raises an error raises this error. All other ranks raise an :class:`AgreementError` with the text of
-    this error.
+    If ``check`` raises on all ranks, each raises its error. Otherwise all raise an :class:`AgreementError` with the text of the
+    first error. On a rank whose ``check`` has raised, it ``is_own``, with the rank's error as its cause.
     """
     error: Exception | None = None
     result: T | None = None
@@ -112,6 +112,7 @@ def check_on_all_ranks(
         agree(where, {}, comm, failure=str(error) or repr(error))
     except AgreementError as seen:
         if "failed on every rank" not in str(seen):
+            seen.is_own = True
             raise seen from error
     raise error
 
