@@ -475,7 +475,7 @@ class Plain:
                 self.saved = copy.deepcopy((self.model.state_dict(), self.optimizer.state_dict()))
             case Load() if self.saved:
                 self.model.load_state_dict(self.saved[0])
-                self.optimizer.load_state_dict(self.saved[1])
+                self.optimizer.load_state_dict(copy.deepcopy(self.saved[1]))  # torch takes its tensors as they are
             case Write():
                 with torch.no_grad():
                     for parameter in self.model.cells[statement.cell].parameters():
