@@ -86,10 +86,11 @@ class ModelParams(NamedTuple):
     frozen: tuple[str, ...] = ()
 
 
-def find_model(model: str) -> ModelParams:
+def find_model(where: str, model: str) -> ModelParams:
     """Return the parameters of a model.
 
     Args:
+        where: name of the command, for the message of an error.
         model: a name in :data:`ARCHITECTURES`; a configuration of Hugging Face, as a folder with a ``config.json`` or as the
             file; or ``module:path`` of a tree of tensors, of an ``nn.Module``, or of a function without arguments that returns
             one of these.
@@ -101,48 +102,48 @@ def find_model(model: str) -> ModelParams:
         shapes: Any = ARCHITECTURES[model]()
         return ModelParams(optree.tree_map(partial(torch.empty, device="meta"), shapes, is_leaf=lambda x: isinstance(x, tuple)))
     try:
-        found = _import_or_build_model(model)
+        found = _import_or_build_model(where, model)
         leaves = list(found.parameters()) if isinstance(found, torch.nn.Module) else optree.tree_leaves(found)
         has_parameters = any(isinstance(leaf, torch.Tensor) and leaf.numel() for leaf in leaves)
     except FsharpError:
         raise
     except Exception as error:  # of the user's code, or of transformers
-        raise OptionError(f"plan: {model!r} cannot be made: {type(error).__name__}: {error}") from error
+        raise OptionError(f"{where}: {model!r} cannot be made: {type(error).__name__}: {error}") from error
     if not has_parameters:
-        raise OptionError(f"plan: {model!r} has no parameters.")
+        raise OptionError(f"{where}: {model!r} has no parameters.")
     if not isinstance(found, torch.nn.Module):
         return ModelParams(found)
     frozen = tuple([name for name, parameter in found.named_parameters() if not parameter.requires_grad])
     return ModelParams(make_functional(found)[1], frozen)
 
 
-def _import_or_build_model(model: str) -> Any:
+def _import_or_build_model(where: str, model: str) -> Any:
     path = Path(model)
     path = path / "config.json" if path.is_dir() else path
     if path.is_file():
-        return _model_of_config(json.loads(path.read_text()))
+        return _model_of_config(where, json.loads(path.read_text()))
     module, colon, name = model.partition(":")
     if not colon:
         known = ", ".join(ARCHITECTURES)
         what = f"there is no model {model!r}."
-        raise OptionError(problem("plan", what, remedy=f"Pass one of {known}; the path of a config.json; or module:path."))
+        raise OptionError(problem(where, what, remedy=f"Pass one of {known}; the path of a config.json; or module:path."))
     sys.path.insert(0, "")
     found: Any = importlib.import_module(module)
     for part in name.split("."):
         if not hasattr(found, part):
-            raise OptionError(f"plan: module {module!r} has no {name!r}.")
+            raise OptionError(f"{where}: module {module!r} has no {name!r}.")
         found = getattr(found, part)
     with torch.device("meta"):
         return found if isinstance(found, torch.nn.Module) or not callable(found) else found()
 
 
-def _model_of_config(config: dict[str, Any]) -> Any:
+def _model_of_config(where: str, config: dict[str, Any]) -> Any:
     import transformers
 
     [name] = config.get("architectures") or [""]
     kind = getattr(transformers, name, None)
     if name and kind is None:
-        raise OptionError(f"plan: transformers has no architecture {name!r}.")
+        raise OptionError(f"{where}: transformers has no architecture {name!r}.")
     made = transformers.AutoConfig.for_model(**config)
     with torch.device("meta"):
         return kind(made) if kind else transformers.AutoModelForCausalLM.from_config(made)

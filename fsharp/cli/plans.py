@@ -211,7 +211,7 @@ def tune(
     if rows < 0:
         raise OptionError(f"tune: rows is {rows}, expected at least 0.")
     _check_speed("tune", tokens, efficiency)
-    tree, frozen = find_model(model)
+    tree, frozen = find_model("tune", model)
     meshes = int(mesh) if mesh.isdecimal() else parse_mesh("tune", mesh)
     choice = choose(
         tree,
@@ -242,7 +242,7 @@ def _plan_layouts(
     named = {name: make(*axes.names) for name, make in makers.items()}
     if strategy and strategy not in named:
         raise OptionError(f"{where}: strategy is {strategy!r}; {axes} has {', '.join(named)}.")
-    tree, frozen = find_model(model)
+    tree, frozen = find_model(where, model)
     patterns = [units] if units else repeated_units(list(flatten_with_paths(tree)[0])) or None
     dtypes = Precision(compute=parse_dtype(f"{where}: compute", compute), main=parse_dtype(f"{where}: main", main))
     chosen = [strategy] if strategy else list(named)
