@@ -342,7 +342,9 @@ def test_schedule_and_tune_predict_for_a_measured_machine(measured, capsys):
     assert status == 0
     assert str(file) in lines[0]
     precision = fs.Precision(compute=torch.bfloat16, main=torch.float32)
-    layout = fs.plan(find_model("plan", "gpt-2").params, fs.Mesh({"dp": 4}), fs.zero3("dp"), units="layers.*", precision=precision)
+    layout = fs.plan(
+        find_model("plan", "gpt-2").params, fs.Mesh({"dp": 4}), fs.zero3("dp"), units="layers.*", precision=precision
+    )
     hardware = machine.hardware_of(layout, tokens=512, efficiency=1.0)
     n = sum(group.used for group in layout["layers.0"].groups)
     assert hardware.compute["layers.0"] == (2 * n * 512 / machine.flops, 4 * n * 512 / machine.flops)
@@ -469,6 +471,12 @@ def interrupted():
     raise KeyboardInterrupt
 
 
+def test_python_runs_the_package_as_the_command():
+    ran = subprocess.run([sys.executable, "-m", "fsharp", "plan", "nothing"], capture_output=True, text=True, check=False)
+    assert ran.returncode == 2
+    assert ran.stderr.startswith("error: plan: there is no model 'nothing'")
+
+
 def test_a_machine_gives_seconds_of_units():
     layout = fs.plan(make_params(), fs.Mesh({"dp": 2}), fs.zero3("dp"), units="layers.*")
     hardware = fs.inspect.Hardware(compute=(0.0, 0.0), bandwidth={("all_gather", "dp"): 1e9}, memory_bandwidth=2e9)
@@ -490,6 +498,8 @@ def test_units_are_in_the_order_in_which_the_tree_has_them():
         (["plan", "no_such_package:model"], 2, "no_such_package"),
         (["plan", "tests.gpt_like:absent"], 2, "has no 'absent'"),
         (["plan", "tests.test_cli:no_parameters"], 2, "has no parameters"),
+        (["tune", "nothing"], 2, "tune: there is no model 'nothing'"),
+        (["schedule", "tests.test_cli:needs_an_argument"], 2, "schedule: 'tests.test_cli:needs_an_argument' cannot be made"),
         (["plan", "tests.test_cli:needs_an_argument"], 2, "cannot be made: TypeError"),
         (["plan", "gpt-2", "--mesh", "8"], 2, "mesh is '8'"),
         (["plan", "gpt-2", "--mesh", "dp=0"], 2, "mesh is 'dp=0'"),

@@ -3,7 +3,7 @@
 import os
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any
+from typing import Any, NoReturn
 
 import accelerate
 from torch import nn
@@ -14,9 +14,17 @@ from fsharp.stateful.modules.module import ShardedModule
 from fsharp.stateful.modules.optim.optimizer import ShardedOptimizer
 from fsharp.stateful.modules.parameter import ShardedParameter
 from fsharp.stateful.modules.session import session_of_module
+from fsharp.tracebacks import api_boundary
 
 SHARDED_FOLDER = "fsharp"
 """Folder, within the folder of ``save_state()``, that holds sharded modules and their optimizers."""
+
+
+@api_boundary
+def _refuse_no_sync() -> NoReturn:
+    what = "ranks share the parameters of a sharded module, so accelerate's LocalSGD cannot train them apart."
+    remedy = "LocalSGD takes modules that are not sharded. To accumulate, write `with accelerator.accumulate(model):`."
+    raise OptionError(problem("no_sync()", what, remedy=remedy))
 
 
 class Accelerator(accelerate.Accelerator):
@@ -52,8 +60,8 @@ class Accelerator(accelerate.Accelerator):
     Raises:
         OptionError: ``mixed_precision`` is set for a sharded module, which takes a :class:`~fsharp.Precision` instead; sharded
             parameters are in an optimizer of torch; ``clip_grad_norm_`` gets a part of a module's parameters;
-            ``clip_grad_value_`` gets sharded parameters; or ``save_state`` and ``load_state`` have the optimizer of a module
-            that was not prepared.
+            ``clip_grad_value_`` gets sharded parameters; accelerate's ``LocalSGD`` gets a sharded module; or ``save_state`` and
+            ``load_state`` have the optimizer of a module that was not prepared.
         CheckpointError: ``load_state`` finds sharded modules in the folder, and none was prepared.
     """
 
@@ -70,6 +78,7 @@ class Accelerator(accelerate.Accelerator):
             raise OptionError(problem("Accelerator.prepare()", what, remedy=remedy))
         if not any(each is model for each in self._models):
             self._models.append(model)
+            model.__dict__["no_sync"] = _refuse_no_sync  # accelerate's LocalSGD calls it, beside the Accelerator
         return model
 
     def prepare_optimizer(self, optimizer: Any, device_placement: bool | None = None) -> Any:

@@ -24,7 +24,7 @@ class StepTimes(NamedTuple):
     """Times of all ranks, from one exchange.
 
     Attributes:
-        step: the number that ranks passed to :meth:`StragglerDetector.end_step`.
+        step: the number of finished steps, which ranks passed to :meth:`StragglerDetector.end_step`.
         own_s: for each rank, the median over the last steps of the seconds in which it did not wait for other ranks.
         error_s: for each rank, the standard error of this median.
     """
@@ -83,7 +83,7 @@ class StragglerDetector:
 
     @api_boundary
     def end_step(self, step: int) -> None:
-        """End step number ``step``, and begin the next step. All ranks have to call this method, with the same number."""
+        """End a step, and begin the next one. All ranks have to call this method. ``step``: the number of finished steps."""
         now = self._clock_without_waits()
         self._own_s.append(now - self._since)
         if len(self._own_s) == self.every:

@@ -6,6 +6,7 @@ from functools import partial
 import accelerate
 import pytest
 import torch
+from accelerate.local_sgd import LocalSGD
 from torch import nn
 from torch.utils.data import DataLoader
 
@@ -131,8 +132,11 @@ def refusals(comm):
     accelerator = Accelerator(cpu=True)
     model = fs.shard_module(Net(), strategy=fs.zero3("dp"), units="layers.*")
     accelerator.prepare(model)
+    local = LocalSGD(accelerator, model, local_sgd_steps=2)
+    local.enabled, local.model = True, model  # as on several ranks
     texts = []
     for call in (
+        local.__enter__,
         lambda: accelerator.clip_grad_norm_(list(model.parameters())[:1], 1.0),
         lambda: accelerator.clip_grad_value_(model.parameters(), 1.0),
         lambda: accelerator.prepare(torch.optim.AdamW(model.parameters())),
@@ -148,9 +152,10 @@ def refusals(comm):
 
 def test_what_would_be_wrong_is_refused():
     [texts] = processes(fs.Mesh({"dp": 1}), refusals)
-    assert "expected all parameters of one prepared module, got 1 other parameters" in texts[0]
-    assert "clipped only by their norm" in texts[1]
-    assert "expected a ShardedOptimizer for sharded parameters, got a AdamW" in texts[2]
+    assert "ranks share the parameters of a sharded module, so accelerate's LocalSGD cannot train them apart" in texts[0]
+    assert "expected all parameters of one prepared module, got 1 other parameters" in texts[1]
+    assert "clipped only by their norm" in texts[2]
+    assert "expected a ShardedOptimizer for sharded parameters, got a AdamW" in texts[3]
 
 
 def half_prepared(folder, comm):

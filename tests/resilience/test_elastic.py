@@ -17,6 +17,7 @@ import pytest
 import torch
 
 import fsharp as fs
+from fsharp.checkpoint import loading, saving
 from fsharp.errors import CommError, OptionError, RunError
 from fsharp.functional.comm import generations
 from fsharp.functional.comm.generations import GENERATION_VARIABLE
@@ -139,6 +140,52 @@ def _lengthen_once(root):
 @pytest.mark.timeout(120)
 def test_after_a_restart_all_ranks_have_the_total_that_the_run_was_given(tmp_path):
     assert fs.launch(_lengthen_once, 2, tmp_path, restarts=1) == [0 + 1 + 2 + 3] * 2
+
+
+def _fail_once(root, where, background):
+    """Sum the numbers of steps. Rank 1 alone fails once, to write its file of the save of step 2, or to read in a load."""
+    comm = fs.connect(fs.Mesh({"dp": 2}), device_type="cpu")
+
+    def fail(begin, times):
+        def call(*args):
+            times.append(1)
+            if comm.rank == 1 and len(times) == 2 and not (root / "failed").exists():
+                (root / "failed").touch()
+                raise OSError("no room on this host")
+            return begin(*args)
+
+        return call
+
+    owner, name = (saving, "encode_header") if where == "save" else (loading, "_fill_tree")
+    setattr(owner, name, fail(getattr(owner, name), [] if where == "save" else [1]))
+    with Run(root / "disk", comm=comm, total=5, save_every=2, background=background, elastic=True) as run:
+
+        def step(tree, number):
+            if where == "load" and number == 3 and comm.rank == 0 and not (root / "killed").exists():
+                (root / "killed").touch()
+                os.kill(os.getpid(), signal.SIGKILL)
+            time.sleep(0.2)  # for the save in the background
+            return run.end_step({"x": comm.all_reduce(tree["x"], "dp", op="max") + number})
+
+        tree = run.train(step, {"x": torch.zeros(())})
+    return tree["x"].item(), len((root / f"lives-{comm.rank}").read_text())
+
+
+def _fail_once_and_count(root, where, background):
+    note = root / f"lives-{os.environ['RANK']}"
+    note.write_text((note.read_text() if note.exists() else "") + "x")
+    return _fail_once(root, where, background)
+
+
+@pytest.mark.deep
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize(("where", "background"), [("save", True), ("save", False), ("load", True)])
+def test_a_rank_whose_save_or_load_fails_on_it_alone_is_restarted(tmp_path, where, background):
+    """All ranks raise this error, and the rank that caused it is restarted, also if another one raises it first."""
+    (first, lives), (second, lives_of_1) = fs.launch(_fail_once_and_count, 2, tmp_path, where, background, restarts=3)
+    assert first == second == 0 + 1 + 2 + 3 + 4
+    assert (tmp_path / "failed").exists()
+    assert (lives, lives_of_1) == (2 if where == "load" else 1, 2)
 
 
 @pytest.mark.deep

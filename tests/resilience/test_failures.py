@@ -17,10 +17,11 @@ import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 import fsharp as fs
-from fsharp.errors import CommError
+from fsharp.errors import AgreementError, CheckpointError, CommError
+from fsharp.functional.comm.agree import agree, check_on_all_ranks
 from fsharp.resilience import EXIT_PREEMPTED, Run
-from fsharp.resilience.failures import reported_failures
-from fsharp.testing import processes
+from fsharp.resilience.failures import is_own_failure, reported_failures
+from fsharp.testing import processes, simulate
 from tests.resilience.test_run import X, make_state, train_step
 
 DP2, DP3 = fs.Mesh({"dp": 2}), fs.Mesh({"dp": 3})
@@ -237,3 +238,22 @@ def test_threads_that_start_in_a_run_keep_neither_its_comm_nor_the_values_of_a_h
 
     threads = []
     processes(DP2, rank_fn)
+
+
+def test_an_error_that_all_ranks_raise_is_own_on_the_rank_that_caused_it():
+    """Also under another error, such as that of the next save. What all ranks find, or hear of, is nobody's own."""
+
+    def rank_fn(comm):
+        def check():
+            if comm.rank == 1:
+                raise OSError("no room on this host")
+
+        with pytest.raises(AgreementError, match="failed on rank 1; rank 1 says:\nno room on this host") as caught:
+            check_on_all_ranks("save()", comm, check)
+        later = CheckpointError("the save that was under way has failed")
+        later.__cause__ = caught.value
+        with pytest.raises(AgreementError, match="different values") as differing:
+            agree("Run()", {"total": str(comm.rank)}, comm)
+        return [is_own_failure(each) for each in (caught.value, later, differing.value, CommError("lost"), ValueError("own"))]
+
+    assert simulate(DP2, rank_fn) == [[False, False, False, False, True], [True, True, False, False, True]]

@@ -85,7 +85,9 @@ class StateOffload:
         Tensors that share memory with gradients, or with ``params`` (after an update the new parameters), are not copied, as a
         copy would free no memory.
         """
-        moves, moved, stays = dict[str, HostCopies](), dict[int, torch.Tensor](), _storage_addresses((params, self._grads))
+        moves, moved = dict[str, HostCopies](), dict[int, torch.Tensor]()
+        kept = [x for node in units_of((params, self._grads)) for x in node.raw_buffers if isinstance(x, torch.Tensor)]
+        stays = {x.untyped_storage().data_ptr() for x in kept}
 
         def one(node: Any) -> Any:
             if not is_sharded(node) or node.name not in self._keys:
@@ -121,8 +123,3 @@ class StateOffload:
         """Return host memory for a copy of ``x``: memory that this update has fetched from, or new memory."""
         spare = self._spare.get((x.shape, x.dtype))
         return spare.pop(0) if spare else torch.empty(x.shape, dtype=x.dtype, pin_memory=self._device.type != "cpu")
-
-
-def _storage_addresses(tree: Any) -> set[int]:
-    tensors = (x for node in units_of(tree) for x in node.raw_buffers if isinstance(x, torch.Tensor))
-    return {x.untyped_storage().data_ptr() for x in tensors}

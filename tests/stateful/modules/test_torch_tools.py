@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from hypothesis import given, strategies as st
+from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.distributed.checkpoint import state_dict as torch_state_dict
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
@@ -182,6 +183,23 @@ def test_a_part_that_is_computed_with_names_who_does_it_and_one_remedy(comm, nam
     model(x, y)["loss"].backward()
     with pytest.raises(LayoutError, match=match):
         act(model)
+
+
+@pytest.mark.parametrize("change", [lambda part: part, torch.clone], ids=["parts", "copies"])
+@pytest.mark.parametrize("strategy", ["zero1", "zero3"])
+@on_ranks(DP)
+def test_safetensors_writes_no_parts(comm, tmp_path_factory, strategy, change):
+    """It would read a whole tensor from the address of a part, and what lies behind it in memory."""
+    model, _ = wrap(comm, strategy)
+    found = {name: change(x) for name, x in model.state_dict().items()}
+    file = tmp_path_factory.mktemp("files") / "model.safetensors"
+    with pytest.raises(
+        LayoutError, match=r"is sharded: .* of safetensors would take for the whole tensor\. Save whole tensors"
+    ):
+        save_file(found, file)
+    save_file(model.full_state_dict(rank=None), file)
+    assert_same(load_file(file), model.full_state_dict(rank=None))
+    assert all(isinstance(x.data_ptr(), int) for x in found.values())
 
 
 class Regularized(nn.Module):

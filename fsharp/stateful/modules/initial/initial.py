@@ -58,14 +58,7 @@ def settings_of_initial_values(
 
 
 def initial_parameters(
-    module: nn.Module,
-    tree: Any,
-    layout: Layout,
-    comm: Comm,
-    *,
-    key: int,
-    initialize: Initializer | None,
-    sync_from: int | None,
+    module: nn.Module, tree: Any, layout: Layout, comm: Comm, *, key: int, initialize: Initializer | None, sync_from: int | None
 ) -> Any:
     """Return this rank's part of a module's initial parameters, in the optimizer's place. Fill the module's meta buffers.
 

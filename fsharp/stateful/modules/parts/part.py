@@ -204,6 +204,8 @@ class ShardedTensor(torch.Tensor):
         if name in _SHAPE_FUNCTIONS and isinstance(args[0], ShardedTensor):
             return func(torch.empty(args[0].full_shape, device="meta"), *args[1:], **kwargs)
         is_harmless = name not in _COMPUTED_ATTRIBUTES if is_attribute else name in _METADATA_FUNCTIONS
+        if name == "data_ptr":  # safetensors would read the shape of the whole tensor from there, beyond the part's memory
+            is_harmless = running_torch_tool_and_remedy("")[0] != " of safetensors"
         if in_backward() and (not is_harmless or name == "dtype"):  # a checkpoint has to see the dtype of its forward
             args, kwargs = _with_full_parameters(args), {key: _with_full_parameters(x) for key, x in kwargs.items()}
         if name == "_has_compatible_shallow_copy_type" and isinstance(args[0], ShardedTensor):

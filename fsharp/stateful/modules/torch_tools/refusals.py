@@ -41,7 +41,7 @@ _TORCH_TOOLS: list[TorchTool] = [
         "torch.distributed.checkpoint",
         "Save by dcp.save({'model': model.state_dict()}), fs.checkpoint.save(), or whole tensors from model.full_state_dict().",
     ),
-    ("safetensors.", "safetensors", "Save whole tensors: model.full_state_dict()."),
+    ("safetensors.", "safetensors", "Save whole tensors: model.full_state_dict(), as state_dict= of save_pretrained()."),
     (
         "torch.nn.modules.",
         "a module in the model that is called by itself",
