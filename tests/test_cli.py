@@ -624,6 +624,19 @@ def test_doctor_on_a_machine_with_two_gpus(nccl, capability, missing, capsys, mo
     assert {feature for feature, text in found["what works here"].items() if text != "yes"} == missing
 
 
+def test_doctor_on_a_machine_whose_gpu_does_not_work(capsys, monkeypatch):
+    """The driver counts GPUs without an error, and fails at the first use of one."""
+
+    def get_device_capability(i):
+        raise RuntimeError("CUDA error: system not yet initialized\nCompile with TORCH_USE_CUDA_DSA")
+
+    cuda = SimpleNamespace(device_count=lambda: 1, get_device_capability=get_device_capability)
+    monkeypatch.setattr(torch, "get_device_module", lambda kind: cuda)
+    found = doctors_sections(capsys)
+    assert found["hardware"]["GPU 0"] == "does not work: CUDA error: system not yet initialized"
+    assert found["what works here"]["streams, CUDA graphs, pinned memory"] == "no: needs a GPU"
+
+
 @pytest.mark.parametrize("argv", [[], ["ckpt"], ["ckpt", "lst"], ["ckpt", "prune", "x"], ["doctor", "--fix"]])
 def test_a_wrong_command_line_has_status_2(argv, capsys):
     with pytest.raises(SystemExit) as exit_:

@@ -55,14 +55,16 @@ def _hardware() -> Iterator[Row]:
     yield "processors", f"{len(os.sched_getaffinity(0))} of {os.cpu_count()}"
     yield "memory", nbytes_text(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
     cuda: Any = torch.get_device_module("cuda")
-    count = cuda.device_count()
-    if not count:
+    gpus = _gpus()
+    if not gpus:
         yield "GPUs", "none"
-    for i in range(count):
-        major, minor = cuda.get_device_capability(i)
+    for i, gpu in enumerate(gpus):
+        if isinstance(gpu, str):
+            yield f"GPU {i}", f"does not work: {gpu}"
+            continue
         memory = nbytes_text(cuda.get_device_properties(i).total_memory)
-        yield f"GPU {i}", f"{cuda.get_device_name(i)}, {memory}, compute capability {major}.{minor}"
-    pairs = list(permutations(range(count), 2))
+        yield f"GPU {i}", f"{cuda.get_device_name(i)}, {memory}, compute capability {gpu[0]}.{gpu[1]}"
+    pairs = list(permutations([i for i, gpu in enumerate(gpus) if not isinstance(gpu, str)], 2))
     if pairs:
         near = sum(cuda.can_device_access_peer(i, j) for i, j in pairs)
         yield "links of GPUs", f"{near} of {len(pairs)} pairs read each other's memory"
@@ -86,8 +88,7 @@ def _limits() -> Iterator[Row]:
 
 def _features() -> Iterator[Row]:
     """Yield each feature with ``yes``, or with ``no`` and what it needs."""
-    cuda: Any = torch.get_device_module("cuda")
-    capability = max((cuda.get_device_capability(i) for i in range(cuda.device_count())), default=(0, 0))
+    capability = max((gpu for gpu in _gpus() if not isinstance(gpu, str)), default=(0, 0))
     no_gpu, nccl = "" if capability[0] else "a GPU", _nccl_version()
     no_nccl = no_gpu or ("" if nccl else "a torch with NCCL")
     release = tuple(int(part) for part in torch.__version__.split(".")[:2])
@@ -106,6 +107,19 @@ def _features() -> Iterator[Row]:
     for feature, (extra, packages) in EXTRAS.items():
         needs[feature] = "" if all(map(_version, packages)) else f"pip install 'fsharp[{extra}]'"
     yield from ((feature, f"no: needs {need}" if need else "yes") for feature, need in needs.items())
+
+
+def _gpus() -> list[tuple[int, int] | str]:
+    """Return the compute capability of each GPU; of a GPU that does not work, the error of its driver."""
+    cuda: Any = torch.get_device_module("cuda")
+    found: list[tuple[int, int] | str] = []
+    for i in range(cuda.device_count()):
+        try:
+            major, minor = cuda.get_device_capability(i)
+            found.append((major, minor))
+        except RuntimeError as error:
+            found.append(str(error).partition("\n")[0])
+    return found
 
 
 def _nccl_version() -> tuple[int, ...]:

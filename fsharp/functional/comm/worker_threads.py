@@ -79,7 +79,7 @@ class Outcome:
         """Run ``job``, and keep its result or error. The worker then calls :meth:`wake_waiters`."""
         try:
             self._result = job()
-        except Exception as error:
+        except BaseException as error:  # sys.exit() as well: it would end the thread, and waiting callers would wait on
             self._error = error
 
     def wake_waiters(self) -> None:

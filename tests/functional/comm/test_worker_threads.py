@@ -3,7 +3,9 @@
 import subprocess
 import sys
 
-from fsharp.functional.comm.worker_threads import Outcome
+import pytest
+
+from fsharp.functional.comm.worker_threads import Outcome, Worker
 
 HANDS_ON = """
 import time
@@ -29,3 +31,13 @@ def test_one_who_was_interrupted_while_it_waited_keeps_nobody_waiting():
     assert outcome.is_done()
     assert outcome.is_done(-1)
     assert outcome.take_result() is None
+
+
+def test_a_job_that_leaves_its_thread_ends_neither_the_thread_nor_the_wait():
+    worker, outcomes = Worker("jobs"), [Outcome(), Outcome()]
+    worker.submit(lambda: sys.exit(3), outcomes[0])
+    worker.submit(lambda: "the next one", outcomes[1])
+    assert outcomes[0].is_done(30)
+    with pytest.raises(SystemExit, match="3"):
+        outcomes[0].take_result()
+    assert outcomes[1].take_result() == "the next one"

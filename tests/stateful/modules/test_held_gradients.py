@@ -124,7 +124,7 @@ def test_gradients_that_are_held_keep_no_memory_of_the_module(comm, strategy):
 @each_strategy
 @pytest.mark.parametrize("view", [lambda p: p.grad.local[1:], lambda p: p.grad.detach().local], ids=["rows", "detached"])
 def test_views_keep_their_values_or_are_refused(strategy, view):
-    """Gradients that rest in the arena end with their step, and a view cannot be moved."""
+    """Gradients that rest in the arena end with their step, and a view cannot be moved. Under ``ddp`` the sums rest there."""
 
     def rank_fn(comm):
         held = []
@@ -136,7 +136,7 @@ def test_views_keep_their_values_or_are_refused(strategy, view):
         steps(comm, strategy, look)
         return [torch.equal(part.local, was) and torch.equal(seen, old) for part, seen, was, old in held]
 
-    if strategy in ("ddp", "zero1"):
+    if strategy == "zero1":
         assert simulate(DP, rank_fn) == [[True] * 6] * 2
         return
     with pytest.raises(ScheduleError, match=r"a view of the gradient of unit 'layers\.1' is held beyond its step"):
