@@ -44,8 +44,9 @@ class TraceRecorder:
         return event
 
     def begin_step(self) -> None:
-        """Begin to measure a step. Drop the compute ops of an earlier step that have not ended."""
+        """Begin to measure a step. Drop what was measured of an earlier step that has left its schedule."""
         self._open.clear()
+        self._rows = [row for row in self._rows if row[-1] < len(self.trace.steps)]
         self._start = self._last = self.mark_time()
         self._waited_before = self._waited_s()
         self._step = len(self.trace.steps)

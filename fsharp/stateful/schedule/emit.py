@@ -27,10 +27,12 @@ class BucketsByCollective:
     def _group_units(self, spec: OpSpec, order: Iterable[str], units: Iterable[str]) -> BucketOfUnit:
         facts, wanted = self._facts, dict.fromkeys(units)
         order = [unit for unit in dict.fromkeys([*order, *wanted]) if unit in wanted]
-        sent = {unit: sum(call.nbytes for call in spec.collectives(facts[unit])) for unit in order}
+        calls = {unit: spec.collectives(facts[unit]) for unit in order}
+        sent = {unit: sum(call.nbytes for call in mine) for unit, mine in calls.items()}
         most = self._policy.bucket_nbytes
         if most is None:
-            most = bucket_limit_nbytes(sent.values())
+            messages = [sum(2 if call.op == "all_reduce" else 1 for call in mine) for mine in calls.values()]
+            most = bucket_limit_nbytes(sent.values(), num_messages=max(messages, default=1))
         groups = {unit: i for i, group in enumerate(self._policy.together) for unit in group}
         return group_into_buckets(order, sent, {unit: coalescing_key(spec, facts[unit]) for unit in order}, most, groups)
 

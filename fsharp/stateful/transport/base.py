@@ -136,7 +136,7 @@ class Transport(ABC):
         if len(xs) == 1 or not self.should_pack("all_reduce", xs, n):
             return self.all_reduce_each(summands, axis, label)
         packed = xs[0].new_zeros(sum(sizes))
-        summed = outs[0].new_empty(len(packed))
+        summed = packed if wire == wide else outs[0].new_empty(len(packed))
         here, there = ([part[: len(x)] for x, part in zip(xs, each.split(sizes), strict=True)] for each in (packed, summed))
         _copy_all(here, xs)
         [work] = self.all_reduce_each([self._packed_summand("all_reduce", axis, packed, summed)], axis, label)

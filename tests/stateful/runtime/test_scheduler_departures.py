@@ -7,7 +7,9 @@ import torch
 
 import fsharp as fs
 from tests.gpt_like import block, loss_fn, make_params, through
+from tests.ranks import on_ranks
 from tests.scheduling import (
+    DP,
     HYBRID,
     buffers,
     copied,
@@ -135,3 +137,15 @@ def test_a_late_backward_that_was_recorded_is_planned(unit):
 
 def test_a_late_backward_where_gradients_are_reduced_once_a_step():
     run_both(partial(look_back, unit=2, late=range(4), strategy="hsdp"), HYBRID)
+
+
+@pytest.mark.parametrize("departure", DEPARTURES)
+@on_ranks(DP)
+def test_a_step_that_leaves_its_schedule_is_not_in_the_trace(comm, departure):
+    state, step = make_state(comm, "zero3"), fs.Scheduler(comm)(departing)
+    for i, batch in enumerate(my_batches(comm, 7)):
+        if i == 3:
+            trace = step.start_trace()
+        state, *_ = step(state, {**batch, "order": (0, 1, 2), **(DEPARTURES[departure] if i == 4 else {})})
+    before, after = (len(rows) for _, rows in trace.ended_steps())
+    assert after in (before, before - 1)  # the gather that the step before begins is not measured
