@@ -18,7 +18,7 @@ from fsharp.functional.layout.sharded import units_of
 from fsharp.resilience.failures import is_own_failure
 from fsharp.stateful.modules.module import ShardedModule
 
-_LEARNS_WITHIN_S = 1.0
+_LEARNS_WITHIN_S = 0.3
 """Seconds in which the thread of a save that fails on all ranks has the error, once another rank has raised the error."""
 
 
