@@ -47,8 +47,8 @@ class GlooTransport(Transport):
         self._on_collective = on_collective
 
     def should_pack(self, op: str, xs: Sequence[torch.Tensor], n: int) -> bool:
-        """Return whether parts of the buffers are too small for messages of their own, or the collective is an all_reduce."""
-        return op == "all_reduce" or sum([x.nbytes for x in xs]) < _MIN_MESSAGE_NBYTES * n * len(xs)
+        """Return whether parts of the buffers are too small for messages of their own."""
+        return sum([x.nbytes for x in xs]) < _MIN_MESSAGE_NBYTES * n * len(xs)
 
     def gather_each(self, xs: Sequence[torch.Tensor], outs: Sequence[torch.Tensor], axis: str, label: str) -> Work:
         """Gather by messages that arrive directly in ``outs``."""
@@ -73,17 +73,16 @@ class GlooTransport(Transport):
         return [Work(work.wait, out) for out in outs]
 
     def all_reduce_each(self, summands: Sequence[Summand], axis: str, label: str) -> list[Work]:
-        """Sum this rank's part over ranks, then gather the sums of all parts. The last parts may be shorter."""
-        x, out = summands[0].x, summands[0].required_out
-        first = self._announce(label, "all_reduce", [x], axis)
+        """Sum this rank's part of each buffer over ranks, then gather the sums of all parts. Parts may differ by 1 element."""
+        xs, outs = [each.x for each in summands], [each.required_out for each in summands]
+        first = self._announce(label, "all_reduce", xs, axis)
         n, mine = self._size_and_coord(axis)
-        size = -(-len(x) // n)
-        parts, results = ([each[size * r : size * (r + 1)] for r in range(n)] for each in (x, out))
-        second = self._announce(label, "all_gather of sums", [x], axis)  # here, as all ranks begin calls in one order
+        parts, results = ([x.tensor_split(n) for x in each] for each in (xs, outs))
+        second = self._announce(label, "all_gather of sums", xs, axis)  # here, as all ranks begin calls in one order
         sums = CollectiveOutcome(second.call)
-        share = partial(self._exchange_parts, "share", [[results[mine]] * n], [results], mine, second, sums)
-        summed = self._exchange_and_sum_parts([parts], [results[mine]], mine, summands, first, share, sums)
-        return [Work(lambda: summed.wait().wait())]
+        share = partial(self._exchange_parts, "share", [[row[mine]] * n for row in results], results, mine, second, sums)
+        summed = self._exchange_and_sum_parts(parts, [row[mine] for row in results], mine, summands, first, share, sums)
+        return [Work(lambda: summed.wait().wait())] * len(xs)
 
     def all_to_all(self, x: torch.Tensor, out: torch.Tensor, axis: str, label: str) -> Work:
         """Exchange parts by messages, directly into ``out``."""
