@@ -56,7 +56,7 @@ def test_a_rank_that_stops_is_named_within_the_limit(seed, way, tmp_path):
     victim, ends = hit(tmp_path, signal.SIGSTOP, seed=seed, way=way, limit_s=LIMIT_S)
     for end in ends:
         named = (
-            rf"with rank {victim} in |ranks \[{victim}\] have not come|which rank {victim} of the job hosts .* does not answer"
+            rf"(with|for) rank {victim} in |rank {victim} did not come|which rank {victim} of the job hosts .* does not answer"
         )
         assert re.search(named, end.text), end.text
 
