@@ -20,7 +20,8 @@ Glossary
     use         one call of a function on a unit, with the backward of this call.
     program     the order in which a step uses units (:class:`~fsharp.schedules.Program`).
     schedule    when each unit moves, on which stream and in which memory (:class:`~fsharp.schedules.Schedule`).
-    slot        the address of a unit's full parameters while the unit is resident.
+    arena       the memory in which a schedule gives addresses to the buffers of a step.
+    slot        the address in the arena of a unit's full parameters while the unit is resident.
     policy      what the compiler of schedules may choose (:class:`SchedulePolicy`).
     main copy   the parameters in the optimizer's dtype (master weights), kept where optimizer state rests.
     state tree  a subtree of a training state with a Sharded for each unit: parameters, main copies, or one moment of Adam.

@@ -60,9 +60,10 @@ def api_boundary(target: F) -> F:
 
 
 def api_context(function: Callable[P, Iterator[T]]) -> Callable[P, AbstractContextManager[T]]:
-    """Return a context manager like ``contextmanager(function)``, whose enter and exit are boundaries.
+    """Return a function that makes context managers, as ``contextmanager(function)`` does. Their enter and exit are boundaries.
 
-    Errors of the ``with`` block itself keep all frames.
+    An error that enter or exit raises loses the library's frames, as in :func:`api_boundary`. An error of the ``with`` block
+    keeps its frames.
     """
     make = contextmanager(function)
 

@@ -72,10 +72,13 @@ def load(
 
     Args:
         where: a checkpoint, or its path; the root of several checkpoints, to load the newest undamaged one; or a file or folder
-            of another library. Under a root, damaged checkpoints are renamed to end in ``.damaged``, with a warning for each.
-            Other libraries: a folder of Hugging Face (safetensors, else ``pytorch_model.bin``, with or without an index), or a
-            file of safetensors or ``torch.save``. The file of ``torch.save`` has tensors, numbers and texts in dicts, lists and
-            tuples; keys are joined by dots: for ``{"model": model.state_dict()}`` pass ``subtree="model"``.
+            of another library.
+
+            - Under a root, incomplete checkpoints are skipped. A newer checkpoint than the loaded one, whose tensors turned out
+              to be damaged, is renamed to end in ``.damaged``. The log has a warning for each.
+            - Of another library: a folder of Hugging Face (safetensors, else ``pytorch_model.bin``, with or without an index),
+              or a file of safetensors or ``torch.save``. The file of ``torch.save`` has tensors, numbers and texts in dicts,
+              lists and tuples. Keys are joined by dots: for ``{"model": model.state_dict()}`` pass ``subtree="model"``.
         like: a tree with the names, shapes, dtypes and places to load. The values do not matter; tensors may be on the meta
             device. An object with ``load_state_dict()`` loads the names of its ``state_dict()``, and is returned. So a plain
             optimizer of torch has to make a step before (a ShardedOptimizer need not).
@@ -84,8 +87,8 @@ def load(
         rename: function from a name in ``like`` to the name in the checkpoint, below ``subtree``:
             ``lambda name: f"model.{name}"``.
         ignore: patterns of names in the checkpoint, below ``subtree``, to treat as missing. Each pattern has to match a name.
-        cast: convert values whose dtype differs, but never fractions to integers, complex numbers to real ones, or integers to
-            a dtype that cannot hold all values of theirs. If False, another dtype is an error.
+        cast: convert values whose dtype differs; if False, another dtype is an error. Three casts are always errors: fractions
+            to integers, complex numbers to real ones, and integers to an integer dtype with a smaller range.
         strict: False keeps the values in ``like`` for leaves that the checkpoint lacks, and skips names that only the
             checkpoint has. A warning lists both. Different shapes and dtypes are still errors, and so is a checkpoint without
             any leaf of ``like``.
@@ -97,8 +100,8 @@ def load(
         The tree with the loaded values. Padding is zero.
 
     Raises:
-        CheckpointError: there is no checkpoint; or the given one, or each one under the root, is incomplete or damaged. The
-            message names the file and the tensors, and nothing is renamed. Or the checkpoint has different values for two tied
+        CheckpointError: there is no checkpoint; or the given one is incomplete or damaged; or all under the root are, and then
+            none is renamed. The message names the file and the tensors. Or the checkpoint has different values for two tied
             leaves of ``like``; the message names both. All ranks raise.
         TreeError: names, shapes or dtypes differ between tree and checkpoint. A tied leaf needs a value under one of its names.
             All ranks raise.

@@ -73,7 +73,10 @@ class HeldSave:
         return sorted(set(range(self.num_files)).difference(*self.hosts.values()))
 
     def rank_to_fetch_from(self, file: int | None, rank: int, domain_size: int) -> int:
-        """Return the rank from which ``rank`` fetches a file, or the manifest for None. Hosts with the file share the work."""
+        """Return the rank from which ``rank`` fetches file number ``file``, or the manifest if ``file`` is None.
+
+        Hosts with the file share the work. ``domain_size``: number of consecutive ranks on a host.
+        """
         firsts = [first for first, heads in self.hosts.items() if file is None or file in heads]
         return firsts[rank // domain_size % len(firsts)] + rank % domain_size
 

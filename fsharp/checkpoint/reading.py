@@ -44,7 +44,11 @@ class FileRange(NamedTuple):
 
 
 class CoalescedRead(NamedTuple):
-    """Bytes of a file to read at once, for several ranges. ``parts``: triples ``(begin, end, FileRange)`` in bytes."""
+    """One read of a file, which serves several ranges: ``nbytes`` bytes, from byte ``start`` of the file on.
+
+    ``parts``: a triple ``(begin, end, range)`` for each range that the read serves, or a part of it. ``begin`` and ``end`` are
+    bytes after the header, as in ``range``.
+    """
 
     start: int
     nbytes: int

@@ -228,9 +228,10 @@ class Replicas(BackgroundSaver):
 
     @api_boundary
     def refresh(self, tree: Any, *, step: int, config: Any = None) -> None:
-        """Replace the tree that hosts keep in memory by ``tree``, once the previous refresh has ended.
+        """Copy ``tree``, and begin to store the copy in the memory of hosts, in place of the tree that they keep there.
 
-        The caller may change the tree, or donate it to a step, as soon as this call returns.
+        The call first blocks until the previous refresh has ended. Then it copies the tree, and a thread stores the copy. The
+        caller may change ``tree``, or donate it to a step, as soon as the call returns.
 
         Args:
             tree: the tree, as for :func:`~fsharp.checkpoint.save`.
@@ -239,12 +240,12 @@ class Replicas(BackgroundSaver):
 
         Raises:
             CheckpointError: the previous refresh has failed, for example because a host had no room. Hosts still keep the tree
-                of the refresh before. All ranks raise.
+                of the last refresh that succeeded. All ranks raise.
             TreeError: a leaf cannot be saved.
             AgreementError: ranks have different trees or values.
 
-        Cost: see :meth:`refresh_nbytes`. The call makes a copy, and one collective of 40 bytes for each axis. A thread does the
-        rest, in its own process groups, in pieces of 4 MiB.
+        Cost: see :meth:`refresh_nbytes`. The call itself makes the copy, and one collective of 40 bytes for each axis. The
+        thread sends pieces of 4 MiB, in process groups of its own.
         """
 
         def check_open(contents: TreeContents) -> None:

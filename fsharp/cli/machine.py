@@ -105,7 +105,10 @@ def _check_output(file: str) -> None:
 
 
 def _measure_machine(axes: tuple[tuple[str, int], ...], steps: int, dtype: str) -> Machine:
-    """Measure ``steps`` steps, and products in ``dtype``. Return the speeds, equal on all ranks. All ranks call this."""
+    """Time ``steps`` steps of a small model, products of large matrices in ``dtype``, and copies of memory.
+
+    Return the machine's speeds, which are the same on all ranks. All ranks call this function.
+    """
     comm = connect(Mesh(list(axes)))
     chosen = dtype or ("float32" if comm.device.type == "cpu" else "bfloat16")
     size = 1024 if comm.device.type == "cpu" else 8192

@@ -236,7 +236,10 @@ def tune(
 def _plan_layouts(
     where: str, model: str, mesh: str, strategy: str, units: str, compute: str, main: str
 ) -> tuple[Any, Mesh, dict[str, Layout]]:
-    """Return a model's parameters, the mesh, and layouts by strategy: only for ``strategy``, or if it is empty for all."""
+    """Return a model's parameters, the mesh, and the layout for each strategy, by name.
+
+    There is only the layout for ``strategy``; if ``strategy`` is empty, there are layouts for all strategies.
+    """
     axes = parse_mesh(where, mesh)
     makers = {**FLAT_STRATEGIES, **(HYBRID_STRATEGIES if len(axes.names) == 2 else {})}
     named = {name: make(*axes.names) for name, make in makers.items()}
@@ -257,7 +260,7 @@ def _check_speed(where: str, tokens: int, efficiency: float | None) -> None:
 
 
 def _find_hardware(where: str, layout: Layout, gpu: str, hardware: str, tokens: int, efficiency: float | None) -> Hardware:
-    """Return the hardware in the file ``hardware``, or if this text is empty the preset of ``gpu``, with 8 ranks on a host."""
+    """Return the hardware in the file ``hardware``; if ``hardware`` is empty, the preset of ``gpu`` with 8 ranks on a host."""
     _check_speed(where, tokens, efficiency)
     if hardware:
         if gpu:

@@ -131,7 +131,10 @@ def _graph_nodes_since(roots: set[Any], sequence_nr: int) -> Iterator[Any]:
 
 
 def is_plain_strided(x: torch.Tensor) -> bool:
-    """Return whether a tensor's values are exactly its memory: no conjugate or negative view, and not without memory."""
+    """Return whether a strided tensor's memory holds its values as they are.
+
+    A conjugate or negative view changes what it reads, and torch's zero tensors have no memory: for these return False.
+    """
     return x.layout is torch.strided and not (x._is_zerotensor() or x.is_conj() or x.is_neg())
 
 

@@ -79,8 +79,8 @@ def init_state(tx: Any, sharded: Any, *, comm: Comm, donate: bool = False) -> Tr
 
     Raises:
         TreeError: ``sharded`` is no tree of Sharded, or has the ``compute`` dtype where a main copy needs the ``main`` dtype.
-            Or parameters are cut, and ``tx``, from another library, does not update each element by itself (a trial on small
-            tensors tells).
+            Or parameters are cut, and ``tx``, from another library, does not update each element by itself. It is tried on
+            small tensors to find this out.
         AgreementError: ranks have different layouts or optimizers.
 
     Cost: for parameters made with ``place="optim"`` one gather; otherwise none. For another library's pair about ten updates of

@@ -290,7 +290,10 @@ class Hardware:
         return sum(value_of_link(self.latency, half, "latency") for half in halves)
 
     def _seconds_per_byte(self, link: Link) -> float:
-        """Return the seconds of one byte over a link: the mean over :meth:`_component_links` of the link."""
+        """Return the seconds that each sent byte takes over a link.
+
+        This is the mean over the :meth:`_component_links` of the link, as each of them sends an equal share of the bytes.
+        """
         halves = self._component_links(link)
         return sum(1 / value_of_link(self.bandwidth, half, "bandwidth") for half in halves) / len(halves)
 

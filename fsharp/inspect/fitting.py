@@ -116,10 +116,10 @@ def fit_speeds(
 
 
 def sent_nbytes_of_issue(op: Op, facts: UnitFacts) -> int:
-    """Return the bytes that make the issue of the collective of ``op`` slower: the bytes that are sent.
+    """Return the bytes with which the host's time to issue the collective of ``op`` grows: the bytes that are sent.
 
-    A gather copies the rank's own part into the arena, and a reduction posts a message for each chunk. A gather of updated
-    parameters copies nothing.
+    To issue a gather, the host copies the rank's own part into the arena. To issue a reduction, it posts a message for each
+    chunk. For a gather of updated parameters the host copies nothing, and the result is 0.
     """
     return 0 if op.spec is UPDATE_GATHER else sum(call.nbytes for call in op.spec.collectives(facts))
 
@@ -132,10 +132,12 @@ def cast_nbytes_of_issue(op: Op, facts: UnitFacts) -> int:
 def _fit_issue_cost(
     schedule: Schedule, issuing: Mapping[tuple[int, ...], Sequence[float]], memory_bandwidth: float
 ) -> dict[str, float]:
-    """Return ``issue_s``, the seconds to issue a collective, and ``issue_bandwidth``, the bytes per second that add to them.
+    """Fit what it costs the host to issue a collective: ``issue_s`` seconds, and its bytes at ``issue_bandwidth``.
 
-    ``issuing``: by the first ops of the collectives issued in one stretch of time, the seconds of this stretch in each step.
-    Casts in a stretch run at ``memory_bandwidth``. Errors count relative to the seconds.
+    The bytes are those of :func:`sent_nbytes_of_issue`; ``issue_bandwidth`` is in bytes per second. ``issuing`` has an item for
+    each gap between ops of the host in which it issues collectives. The key: the first op of each collective in the gap. The
+    value: the seconds of the gap in each step. The casts in a gap, at ``memory_bandwidth``, are subtracted. The fit takes least
+    squares of relative errors.
     """
     if not issuing:
         return {"issue_s": 0.0, "issue_bandwidth": math.inf}
@@ -229,7 +231,10 @@ def _host_bandwidth(schedule: Schedule, rows: Iterable[TraceRow]) -> float:
 
 
 def _codec_bandwidth(schedule: Schedule, rows: Iterable[TraceRow], in_flight: "_IntervalUnion", host_speed: float) -> float:
-    """Return encoded bytes per second of the ops that encode or decode and do not wait, over all steps, at full speed."""
+    """Return the encoded bytes per second of ops that encode or decode, over all steps; ops that may wait are left out.
+
+    Seconds are those of a host at full speed: in ``in_flight``, while collectives are under way, it runs at ``host_speed``.
+    """
     seconds, coded, facts = 0.0, 0, schedule.program.facts
     for i, kind, _, _, _, start, stop, _ in rows:
         op = schedule.ops[i]

@@ -48,8 +48,8 @@ def as_torch(fn: Callable[..., Any]) -> Callable[..., Any]:
 
     Cost: one copy of each argument whose address is no multiple of 64 bytes (most leaves of a unit, which are views of a
     buffer); the host waits for XLA. JAX keeps residuals for the backward in memory of its own, fewer with ``jax.checkpoint`` in
-    ``fn``. Autograd keeps the arguments, so a unit's parameters are released after the forward, as with a torch function.
-    Higher derivatives compute the function again.
+    ``fn``. Autograd saves the arguments as for a torch function. So a unit's parameters among them are released after the
+    forward, and gathered again for the backward. Higher derivatives compute the function again.
     """
     return _TensorFunction(fn)
 

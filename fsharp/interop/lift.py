@@ -259,7 +259,10 @@ class ShardedJaxprRun:
         return _bind_equation(equation, [_whole_array(value) for value in values])
 
     def _reduce_over_ranks(self, name: str, leaf: int, elements: Any, out: Any, at: EquationKey) -> Any:
-        """Return reduction ``name`` of a leaf over ranks, shaped and typed as ``out``; PENDING if ``known`` lacks ``at``."""
+        """Return the reduction ``name``, such as ``"reduce_sum"``, of a leaf over ranks, shaped and typed as ``out``.
+
+        If ``self.known`` has no result for the equation ``at``, add the reduction to ``self.pending``, and return PENDING.
+        """
         part, op = self.leaves[leaf], _REDUCTION_PRIMITIVES[name]
         if part.is_varying:
             raise LayoutError(

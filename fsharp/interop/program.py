@@ -57,12 +57,14 @@ class RankLeafRanges(NamedTuple):
 class TracedTransformation:
     """The jaxprs of a transformation for trees of one layout, the same on all ranks.
 
-    ``tx`` takes extra arguments, of which ``extra`` has shapes and dtypes by name.
+    ``extra``: shape and dtype of each extra argument of the update of ``tx``, by name.
 
     Attributes:
-        state: shape and dtype of each array of the state, in JAX's order; ``paths`` has its path.
-        positions: where each array of the state is stored. For an array with a value for each element of a leaf, such as a
-            moment: the number of the leaf, and of the tree of buffers that stores the array. For other arrays None.
+        state: shape and dtype of each array of the state, in JAX's order.
+        paths: path of each array of the state, for errors.
+        positions: where each array of the state is stored. An array with a value for each element of a leaf, such as a moment,
+            has a pair: the number of this leaf, and the number of the tree of buffers that stores the array. Other arrays have
+            None.
         unused: names of extra arguments that the update does not use.
 
     Raises:
@@ -138,7 +140,7 @@ class TracedTransformation:
     def _find_state_positions(self, leaf_ranges: RankLeafRanges) -> tuple[list[tuple[int, int] | None], list[Any]]:
         """Find by trials, on the leaves of one rank, where the arrays of the state are stored.
 
-        Return ``self.positions``; and dtypes of the trees of buffers, each of which stores one array for each leaf.
+        Return :attr:`positions`, and the dtype of each tree of buffers. A tree of buffers stores at most one array of a leaf.
         """
         parts, count, behind = leaf_ranges.parts, len(self.names), len(self.names) + len(self.state)
         owners: list[int | None] = [None] * len(self.state)
@@ -215,7 +217,11 @@ class CompiledTransformation:
         return _tree_like(grads, updates), [_tree_like(params, each) for each in after], new
 
     def _run_in_rounds(self, kind: str, flats: Sequence[Sequence[Any]], plain: Sequence[Any], comm: Comm) -> Any:
-        """Return the results of ``kind``: run the jaxpr, make pending reductions, and repeat until no reduction is pending."""
+        """Return the results of the jaxpr of ``kind``, ``"init"`` or ``"update"``.
+
+        A run stops at reductions whose results are not known yet. Ranks compute these reductions together, and the jaxpr runs
+        again with the results, until all are known.
+        """
         known: dict[EquationKey, Any] = {}
         device = next((x.device for arrays in flats for x in arrays if x.size), None)
         while True:

@@ -30,7 +30,7 @@ class RunLog:
         own_s: rows ``(step, seconds of each rank)``, without waits for other ranks.
         timelines: the newest timelines, by name.
         layout: the newest layout.
-        num_cut: number of lines that could not be read, as a killed process leaves one.
+        num_cut: number of lines that could not be read. A killed process may leave one, which is cut off.
     """
 
     series: dict[str, dict[int, float]] = field(default_factory=dict)

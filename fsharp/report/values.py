@@ -19,7 +19,7 @@ LAYOUT_KEYS = frozenset(("layout", "ranks", "num_params", "nbytes", "rows"))
 
 
 def timeline_rows(timeline: Timeline) -> dict[str, Any]:
-    """Return a timeline as plain values: rows of spans, the curve of live bytes, and sums."""
+    """Return a timeline as plain values: rows of spans, the curve of live bytes, seconds of the step, and peak memory."""
     schedule = timeline.schedule
     facts = schedule.program.facts
     spans = []

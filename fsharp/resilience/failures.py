@@ -79,8 +79,8 @@ class _ReportingExcepthook:
     def remove(self) -> None:
         """Restore the earlier excepthook.
 
-        A thread keeps the excepthook of its start until its Thread object is released, which may be while the interpreter
-        ends. Were a process group released then, the process would abort, so this hook forgets its Comm and its error.
+        A thread holds on to the excepthook that was set when the thread started. It may do so until the interpreter ends. A
+        process group that is released as late as that aborts the process. So this hook releases its Comm and its error now.
         """
         sys.excepthook = self.before
         self._comm = self.error = None

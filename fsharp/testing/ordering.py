@@ -158,7 +158,7 @@ class _RaceDetector:
         return self.clocks.setdefault(lane, {})
 
     def wait(self, wait: Wait) -> bool:
-        """Update the clock of the waiting lane. Return whether the wait has added an order."""
+        """Update the clock of the waiting lane. Return whether the wait orders work that was not ordered before."""
         other = self.clock(wait.of) if isinstance(wait.of, str) else self.marks.get(wait.of, {})
         mine, learned = self.clock(wait.lane), False
         for lane, tick in other.items():

@@ -69,7 +69,10 @@ class VirtualLanes(Lanes):
     def on_lane(
         self, name: str, op: OpKey | None = None, after: Sequence[OpKey] = (), *, after_compute: bool = True
     ) -> Iterator[None]:
-        """Log the ops in this context on a lane, after the ops ``after``, and with ``after_compute`` after the current lane."""
+        """Log the ops in this context on lane ``name``.
+
+        The lane waits for the ops in ``after`` first; with ``after_compute`` it also waits for the current lane.
+        """
         during = f"{name} on demand at {self.here()}" if op is None else self.describe(op)
         if after_compute:
             self.log.append(Wait(name, self.lane, f"{name} waits for {self.lane} before {during}"))

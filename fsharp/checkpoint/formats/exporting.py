@@ -50,8 +50,8 @@ def export_safetensors(
         max_file_nbytes: most bytes of tensors in a file; a larger tensor is alone in its file.
 
     Raises:
-        CheckpointError: the folder exists, there is nothing to write, safetensors does not know a dtype, two tensors have one
-            name, a value is too large for ``dtype``, or the checkpoint is damaged. No file is left.
+        CheckpointError: the folder exists, there is nothing to write, safetensors does not know a dtype, two tensors have the
+            same name, a value is too large for ``dtype``, or the checkpoint is damaged. No file is left.
 
     Cost: reads each header and every tensor that is written, and checks their digests. Memory: one tensor and its rounded
     copy; and the headers and digests of all files, which are 0.2 % of the files.

@@ -118,7 +118,10 @@ def _record_and_description(storage: Storage, folder: str, name: str) -> tuple[F
 
 
 def describe_file(storage: Readable, path: str) -> FileDescription:
-    """Return the contents of a file of safetensors or ``torch.save``, by its first bytes; CheckpointError if it is neither."""
+    """Recognize a file of safetensors or ``torch.save`` by its first bytes, and return the names and offsets of its tensors.
+
+    CheckpointError if the file is neither.
+    """
     size = storage.nbytes(path)
     head = bytearray(min(16, size))
     storage.read(path, 0, memoryview(head))

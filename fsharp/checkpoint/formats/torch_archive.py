@@ -39,8 +39,9 @@ def load_archive(data: bytes | bytearray) -> Any:
 def load_archive_on_meta(storage: Readable, path: str) -> tuple[bytes, Any]:
     """Return the pickle of an archive, and the object in it, with tensors on the meta device.
 
-    A tensor's first element is in the file at byte ``storage_offset() * itemsize``. Raises as :func:`load_archive` does. Cost:
-    reads the list of records, the pickle, and 30 bytes before each record of a tensor.
+    The storage of each tensor stands for the whole file: a tensor's first element is at byte ``storage_offset() * itemsize``
+    of the file. Raises as :func:`load_archive` does. Cost: reads the list of records, the pickle, and the header of each
+    tensor's record, which has 30 bytes.
     """
     size = storage.nbytes(path)
     whole = torch.empty(size, dtype=torch.uint8, device="meta")

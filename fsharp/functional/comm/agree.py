@@ -95,8 +95,9 @@ def check_on_all_ranks(
 ) -> T:
     """Return ``check()``, unless it raises on a rank, or ``fields`` of the result differ between ranks: then all ranks raise.
 
-    If ``check`` raises on all ranks, each raises its error. Otherwise all raise an :class:`AgreementError` with the text of the
-    first error. On a rank whose ``check`` has raised, it ``is_own``, with the rank's error as its cause.
+    If ``check`` raises on all ranks, each rank raises its own error. Otherwise all ranks raise an :class:`AgreementError` with
+    the text of the first error. On a rank whose ``check`` has raised, this AgreementError has ``is_own=True``, and the rank's
+    own error as its cause.
     """
     error: Exception | None = None
     result: T | None = None

@@ -108,10 +108,12 @@ class Outcome:
 
 
 class CollectiveOutcome(Outcome):
-    """The outcome of a collective (``call``) that a worker runs. A collective in two halves has two outcomes.
+    """The outcome of a collective that a worker runs, or of one half of it: a collective in two halves has two outcomes.
 
-    ``second``: on the outcome of a first half, that of the second half. ``landed_s``: time at which this half ended, by
-    ``time.perf_counter``; None until then.
+    Attributes:
+        call: the collective.
+        second: the outcome of the second half, if this is the outcome of a first half; else None.
+        landed_s: time at which the collective, or its half, ended, by ``time.perf_counter``; None until then.
     """
 
     __slots__ = ("call", "landed_s", "second")

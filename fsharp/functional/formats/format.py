@@ -252,7 +252,7 @@ class Format:
 
         Raises:
             FormatError: ``decode`` raises an error, or does not return one floating-point number for each value. The message
-                has the facts.
+                has ``facts``.
         """
         if self.is_plain:
             return stored

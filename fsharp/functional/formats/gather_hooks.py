@@ -126,9 +126,10 @@ class _PreHookResult(NamedTuple):
 
 
 class _GatherHooks:
-    """The hooks of all parameters of one class with equal settings, as the functions of a :class:`LeafCodec`.
+    """FSDP2's hooks ``fsdp_pre_all_gather`` and ``fsdp_post_all_gather`` of a tensor class, as functions of a LeafCodec.
 
-    ``like`` is one of these parameters. The other arguments are those of :func:`format_of_hooked_parameter`.
+    One object serves all parameters of the class that have the same settings. ``like`` is one of these parameters. The other
+    arguments are those of :func:`format_of_hooked_parameter`.
     """
 
     def __init__(self, like: Any, compute: torch.dtype, main: torch.dtype, device: torch.device, policy: Any) -> None:
@@ -180,7 +181,10 @@ class _GatherHooks:
         return _PreHookResult(inputs, tensors, rest, unknown[0] if unknown else None, [(x.shape, x.dtype) for x in known])
 
     def _trial_result(self, shape: Shape) -> _PreHookResult:
-        """Return the first hook's result for a tensor of ones, with the tensors to gather on the meta device, to read sizes."""
+        """Return the result of the first hook, ``fsdp_pre_all_gather``, for a tensor of ones, from which sizes are read.
+
+        The tensors that would be gathered are on the meta device.
+        """
         if shape not in self._result_by_shape:
             values, known = torch.ones(shape, dtype=self._main, device=self.device), list[torch.Tensor]()
             made = self._call_pre_hook(values, known)

@@ -89,8 +89,9 @@ def _why_illegal(rule: AxisRule) -> str | None:
 class Place:
     """The placement of one kind of tensor on each mesh axis.
 
-    Axes that shard cut a flat buffer one after another, in ``order``. So one rank's parts under two places of a strategy nest.
-    A move between two places takes at most one collective for each axis, and no transpose.
+    Axes that shard cut a flat buffer one after another, in ``order``, which is the same for all places of a strategy. So what a
+    rank holds in one of these places contains what the rank holds in another, or is contained in it. A move between two of
+    these places takes at most one collective for each axis, and leaves the elements of the flat buffer in their order.
 
     Args:
         order: all axes of the mesh. The first axis that shards cuts the buffer into the largest parts.

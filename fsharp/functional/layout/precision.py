@@ -111,7 +111,7 @@ class Precision:
                 )
 
     def resolve(self, dtype: torch.dtype) -> "Dtypes":
-        """Return the four dtypes of a parameter that the user holds in ``dtype``."""
+        """Return the dtypes and formats of a parameter that the user holds in ``dtype``. Integers keep their dtype."""
         if not dtype.is_floating_point:
             return Dtypes(dtype, dtype, plain_format(dtype), dtype)
         compute, main = self.compute or dtype, self.main or dtype
@@ -197,7 +197,8 @@ class Dtypes:
     def to_texts(self, text: Callable[[Format], str]) -> list[str]:
         """Return the settings in a fixed order. ``text``: function from a format to its text; ranks compare ``str(format)``.
 
-        The order: the four dtypes, the format at rest, the wires by axis, the format of updates, and feedback.
+        The order: ``compute``, ``main``, ``wire``, ``accumulate``, the format at rest, the wires by axis, the format of
+        updates, and feedback.
         """
         listed = [dtype_name(self.compute), dtype_name(self.main), text(self.wire), dtype_name(self.accumulate)]
         if self.format is not None or self.wires or self.update is not None or self.feedback:

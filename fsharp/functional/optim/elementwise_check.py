@@ -87,7 +87,10 @@ def _check_same_updates(where: str, expected: Any, found: Any) -> None:
 
 
 def _tree_of_whole_trainable_leaves(tree: Any, comm: Comm) -> Any:
-    """Gather shards to a tree of whole leaves, without frozen and tied ones. A 0-D buffer becomes each leaf of its group."""
+    """Gather shards to a tree of whole leaves, without frozen and tied ones.
+
+    In a group whose buffer is 0-D, one number for the whole group, each leaf is a copy of this number.
+    """
 
     def subtree(node: Sharded) -> Any:
         found = {}

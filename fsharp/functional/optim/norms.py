@@ -69,7 +69,10 @@ def _float64_norm(tree: Any, comm: Comm, deterministic: bool) -> torch.Tensor:
 
 
 def _values_without_padding(node: Sharded, rank: int) -> Iterator[torch.Tensor]:
-    """Yield the values of each buffer of a node. Decoded values are without padding, which may decode to any number."""
+    """Yield the values of each buffer of a node. Decoded values come without their padding, which may be any number.
+
+    The padding of other buffers is zero, and is part of the values.
+    """
     for g, buffer, values in zip(node.groups, node.buffers, node.decoded_buffers(rank), strict=True):
         if values is buffer and not (node.is_gathered and node.unit.has_stored_formats):
             yield values

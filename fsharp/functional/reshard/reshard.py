@@ -183,7 +183,7 @@ def reshard_nbytes(
     place: StatePlace = "params",
     cast: bool = False,
 ) -> int:
-    """Return the exact number of bytes that one rank sends to other ranks in :func:`reshard`, without a collective.
+    """Compute, without a collective, the exact number of bytes that one rank sends to other ranks in :func:`reshard`.
 
     Args:
         tree: the tree of any rank.

@@ -13,14 +13,14 @@ class TreeName:
     All names compare equal and have one hash, as pytrees of different names could not be mapped together otherwise.
 
     Attributes:
-        tree: number of the first tree, which all ranks have made together; empty if there is no such tree. The first update of
-            a state of tree ``"1"`` is tree ``"1"`` too. A second update of the same state is tree ``"1.2"``.
+        tree: number of the first tree, as text; empty if not all ranks have made the first tree together. The first update of
+            tree ``"1"`` makes another tree ``"1"``. A second update of the same tree makes a branch, tree ``"1.2"``.
         num_updates: number of updates between the first tree and this one.
         num_replaced: number of calls of :meth:`~fsharp.Sharded.replace` between the first tree and this one.
         num_mapped: number of pytree mappings between the first tree and this one.
         num_successors: number of updates that were made from this tree.
         number_by_axes: numbers that tell trees with equal texts apart, such as two mapped copies of tree 1. For the axes of a
-            gather: 1 for the first such tree that was gathered along these axes, 2 for the second, and so on.
+            gather: 1 for the first tree of this text that was gathered along these axes, 2 for the second, and so on.
     """
 
     tree: str = ""
@@ -32,7 +32,7 @@ class TreeName:
 
     @property
     def text(self) -> str:
-        """The name as text; empty if there is no first tree, which all ranks have made together."""
+        """The name as text; empty if not all ranks have made the first tree together."""
         changes = [
             f", {what} {times}x" for what, times in (("replaced", self.num_replaced), ("mapped", self.num_mapped)) if times
         ]

@@ -54,7 +54,7 @@ _LEAF = optree.treespec_leaf()
 
 
 def cut_into_units(tree: Any, names: frozenset[str]) -> UnitPartition:
-    """Cut ``tree`` at the subtrees with these paths; subtrees without leaves stay where they are."""
+    """Cut ``tree`` at the subtrees whose paths are in ``names``. Subtrees without leaves stay where they are."""
     # optree's is_leaf sees a node and not its path: find the nodes by walking down one level at a time.
     found: list[tuple[str, Any]] = []
 

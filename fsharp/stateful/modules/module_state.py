@@ -121,7 +121,7 @@ class ModuleState:
         return is_written
 
     def were_main_parameters_written(self) -> bool:
-        """Return whether main parameters were written to since counters were recorded. Any other write is an error."""
+        """Return whether main parameters were written to since the last record. ScheduleError for a write to their copies."""
         now = self._version_counters()
         if now == self._recorded:
             return False

@@ -82,8 +82,7 @@ def shard_module(
     All ranks have to make the same calls of the module, in the same order.
 
     Args:
-        module: the module, with equal values on every rank, or on the meta device. Tied parameters stay tied, frozen ones stay
-            frozen.
+        module: the module, with equal values on every rank, or on the meta device. Tied or frozen parameters stay so.
         mesh: the ranks: a DeviceMesh with dim names, a :class:`~fsharp.Mesh` that all processes form, or a
             :class:`~fsharp.Comm`; None means all processes, along one axis ``"dp"``. After tensor parallelism by
             ``parallelize_module`` pass the other axes, such as ``device_mesh["dp"]``: DTensors are sharded over these as well.

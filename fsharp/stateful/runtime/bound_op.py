@@ -28,8 +28,8 @@ class BoundOp:
         block: the memory in which a gradient is collected, and from which it is sent.
         final_block: memory for the reduction to the optimizer's place.
         is_first: for a cast: whether it is the unit's first cast in its microbatch.
-        may_run_late: for a sum or an accumulate: whether a host without streams runs the op late, when its result is read.
-        gradients_to_wait_for: gradients whose late reductions use the memory that this op fills. So they have to end before.
+        may_run_late: for a decode_sum or accumulate: whether a host without streams runs the op late, when its result is read.
+        gradients_to_wait_for: gradients whose late ops may still use the memory that this op fills. This op waits for them.
         other_members: for the first op of a bucket: the other ops of the bucket, which run together with the first op.
     """
 

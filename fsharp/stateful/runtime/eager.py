@@ -41,7 +41,7 @@ class EagerOps:
         left_at: text about the event that the schedule did not contain.
 
     Attributes:
-        unsharded_by_unit: by unit, the last memory of its full parameters.
+        unsharded_by_unit: by unit, the newest memory of its full parameters.
     """
 
     def __init__(

@@ -59,11 +59,10 @@ class BufferKind:
         description: the contents, in words for errors.
         size_fact: field of :class:`UnitFacts` with the buffer's bytes in the arena; empty if the buffer is not in the arena.
         is_pinned: whether the buffer keeps one address for a whole step, as tensors saved by autograd point there.
-        is_opened: whether an op has the address in ``opens``, not in ``memory``. Such a buffer is live to the step's end.
-        source: another buffer, from which an op fills this buffer. If the source is changed, filled or freed, this buffer
-            becomes empty. An empty text means no source.
-        is_consumed: whether the buffer is filled and read at one event, so that it is always empty when a step leaves its
-            schedule.
+        is_opened: whether the address is in an op's ``opens``, not in ``memory``. Such a buffer is live to the step's end.
+        source: another buffer, from which an op fills this buffer. If the source is changed, filled or freed, this buffer is
+            out of date and counts as empty. An empty text means no source.
+        is_consumed: whether the buffer is filled and read at one event. Then it is empty whenever a step leaves its schedule.
     """
 
     description: str

@@ -25,8 +25,7 @@ class UnitFacts:
         name: path of the unit; in a second tree with a unit of this path, ``#1`` follows the path.
         gathered: bytes of the unit's full parameters in the arena; 0 if parameters are stored in full, so never gathered.
         outgoing: bytes of the gradient that is reduced after every microbatch; 0 if there is no such reduction.
-        finishing: bytes of the gradient that is reduced once a step to the shards that the optimizer updates; 0 if there is no
-            such reduction.
+        finishing: bytes of the gradient that is reduced once a step to the shards that the optimizer updates; 0 if none is.
         trainable: whether the unit has gradients.
         gather: collectives of one gather of parameters.
         reduce: collectives of the reduction after a microbatch.

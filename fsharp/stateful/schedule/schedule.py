@@ -59,12 +59,11 @@ class Op:
         phase: part of the step: ``forward``, ``backward``, ``finish`` (reductions once a step) or ``update``.
         use: number of the unit's use; -1 for an op without a use.
         stream: stream on which the op runs.
-        memory: bytes of the arena that the op fills, reads or frees; None if its parameters or gradients are at rest.
-        opens: bytes of the arena where the unit's gradient rests from this op to the end of the step; None if this is not the
-            first op that writes there. A reduction writes its result to ``opens``, or without ``opens`` to ``memory``.
+        memory: range of the arena that the op fills, reads or frees; None if its parameters or gradients are at rest.
+        opens: range of the arena where the unit's gradient rests from this op to the end of the step; None if this is not the
+            first op that writes there. A reduction with ``opens`` writes its result there, any other one to ``memory``.
         at: position of the program's event at which the host issues the op.
-        after: positions of ops that must be over before this op starts. A position after the op's own is an op of the previous
-            step.
+        after: positions of ops that must be over before this op starts; positions after its own are of the previous step.
         bucket: neighbouring ops of one kind with the same number share one collective; -1 shares none.
     """
 

@@ -49,7 +49,10 @@ class UnplacedOp:
         self.after = ops
 
     def open_resting_gradient(self, buffer: BufferKey | None, *, reduction: "UnplacedOp | None" = None) -> None:
-        """Make this op the first to write to the gradient at rest ``buffer``, or not the first if ``buffer`` is None."""
+        """Record that this op is the first to write to ``buffer``, a gradient at rest; or with None, that it is not the first.
+
+        ``reduction``: as in :class:`UnplacedOp`.
+        """
         self.opens, self.reduction = buffer, reduction
 
 

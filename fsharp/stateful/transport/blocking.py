@@ -19,7 +19,7 @@ class BlockingTransport(Transport):
         return Work()
 
     def reduce_scatter_each(self, summands: Sequence[Summand], axis: str, dtype: torch.dtype, label: str) -> list[Work]:
-        """Sum this rank's part of a summand over ranks, by the Comm."""
+        """Sum this rank's part of each summand over ranks, by the Comm."""
         x, out = summands[0].x, summands[0].out
         result = self.comm.reduce_scatter(x.view(self.comm.mesh.axis_size(axis), -1), axis, dtype=dtype, label=label)
         return [Work(result=result if out is None else out.copy_(result))]

@@ -62,7 +62,7 @@ class GlooTransport(Transport):
         )
 
     def reduce_scatter_each(self, summands: Sequence[Summand], axis: str, dtype: torch.dtype, label: str) -> list[Work]:
-        """Sum by messages. Without ``out`` the sum replaces this rank's part, if the part has the dtype of the sum."""
+        """Sum by messages. Without ``out`` the sum replaces this rank's part; a sum of another dtype is in new memory."""
         n, mine = self._size_and_coord(axis)
         rows, outs = [list(each.x.view(n, -1)) for each in summands], []
         for each, row in zip(summands, rows, strict=True):
@@ -175,7 +175,7 @@ class GlooTransport(Transport):
     def _post_and_finish(
         self, kind: str, post: Callable[[], Any], finish: Callable[[Any], Any], outcome: CollectiveOutcome
     ) -> Work:
-        """Run a collective on two workers: one posts its messages by ``post``, the other, ``kind``, waits by ``finish``."""
+        """Run a collective in two workers: one calls ``post``, to send; then worker ``kind`` calls ``finish``, to wait."""
         poster, finisher = self._crew["posts"], self._crew[kind]
         if self._on_collective is not None and kind != "share":  # the first half reports the second half too
             self._on_collective(outcome)

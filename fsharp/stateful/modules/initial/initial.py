@@ -198,9 +198,10 @@ class Initializers:
     def _value_after_initializer(
         self, path: str, meta: torch.Tensor, filled: torch.Tensor, new: torch.Tensor | None
     ) -> torch.Tensor:
-        """Return the value that an initializer has given to a tensor. The module had ``filled`` in place of ``meta`` meanwhile.
+        """Return the value that an initializer has given to the tensor ``meta`` of its module.
 
-        ``new``: the module's tensor afterwards: ``filled``, or a replacement. TreeError if ``meta`` has another shape or dtype.
+        The module had the tensor ``filled`` instead as the initializer ran, and has ``new`` afterwards: ``filled``, or another
+        tensor. TreeError if ``new`` is None, or has another shape or dtype than ``meta``.
         """
         if new is None or (new.shape, new.dtype) != (meta.shape, meta.dtype):
             raise TreeError(
@@ -225,7 +226,7 @@ def _unfilled_error(module: nn.Module, paths: Iterable[str]) -> TreeError:
 
 
 def _memory_to_fill(tensor: torch.Tensor) -> torch.Tensor:
-    """Return CPU memory for an initializer to fill: a copy of ``tensor``, or for a meta tensor marks (NaN, or a byte)."""
+    """Return CPU memory for an initializer to fill: a copy of a tensor; for a meta tensor, all NaN, or integers 0x55."""
     mark = torch.nan if tensor.is_floating_point() or tensor.is_complex() else _UNWRITTEN_BYTE
     if tensor.is_meta:
         room = torch.full(tensor.shape, mark, dtype=tensor.dtype, device="cpu")
@@ -235,7 +236,10 @@ def _memory_to_fill(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _is_unfilled(x: torch.Tensor) -> bool:
-    """Return whether an element still has the mark of :func:`_memory_to_fill`; for integers, whether all elements have it."""
+    """Return whether an initializer has left ``x`` unfilled: any element is NaN.
+
+    An integer may be 0x55 by itself: integers are unfilled if all are 0x55, and no function has written to ``x``.
+    """
     if x.is_floating_point() or x.is_complex():
         return bool((x.float() if x.is_floating_point() else x).isnan().any())
     marked = x == torch.tensor(_UNWRITTEN_BYTE, dtype=x.dtype)

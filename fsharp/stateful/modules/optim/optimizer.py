@@ -48,19 +48,19 @@ class ShardedOptimizer(torch.optim.Optimizer):
     """An optimizer of a ShardedModule's parameters, with state that is sharded by the module's strategy.
 
     Learning rate schedulers and trainers can use it as a ``torch.optim.Optimizer``: ``param_groups`` hold the module's
-    parameters, and options that are set there take effect. An ``(init, update)`` pair has no options there, and to set or read
-    one is an error.
+    parameters, and options set there take effect. With an ``(init, update)`` pair, it is an error to set or read one there.
 
     An optimizer class is tried on small random tensors first, to find out which inputs an update depends on:
 
     - A class that updates each element by itself, such as AdamW, gets flat buffers, which may be cut anywhere.
     - A class that uses a parameter's shape or norm, such as Adafactor, Muon or LAMB, gets whole parameters in their shapes.
       Each parameter has to be whole on the ranks that hold it: by a strategy that replicates optimizer state (``ddp``), or by
-      the atom :class:`~fsharp.layouts.Whole`. A class that is not torch's own gets whole parameters if ranks have them whole.
+      the atom :class:`~fsharp.layouts.Whole`.
     - A class that uses all parameters together needs all of them on every rank.
+    - If ranks hold all parameters of a group whole, a class that is not torch's own gets whole parameters in any case.
 
-    The trial has 8 steps, and tensors of at most 24 elements. Other behaviour at other sizes or in later steps is not noticed.
-    ``check_steps=1`` adds a trial step at the sizes of the parameters.
+    The trial makes 8 steps on each of 8 small sets of tensors. Other behaviour at other sizes or in later steps is not noticed.
+    ``check_steps=1`` adds a trial of one step at the sizes of the parameters.
 
     Args:
         params: ``model.parameters()``, or groups of parameters with their own options, as in torch.optim.
@@ -79,7 +79,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             parameters are cut; or the class cannot be tried. All ranks raise.
         ScheduleError: the optimizer is a class, and the module's policy has ``offload=True``.
 
-    Cost: for a class, some 60 steps on at most 77 elements for each group of parameters (20 ms).
+    Cost: for a class, the trial: up to 64 steps, each on at most 71 elements, for each group of parameters (20 ms).
     """
 
     def __init__(
@@ -268,9 +268,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
             with optimizer.averaged(), torch.no_grad():
                 loss = model(**batch).loss
 
-        All ranks have to enter the context. In it forwards, ``full_parameters()``, ``unsharded()`` and ``functional()`` use the
-        averages that :func:`~fsharp.optim.with_ema` keeps. Parameters without an average keep their values. At the end all
-        parameters have their own values again, to the bit.
+        All ranks have to enter the context. Forwards in the context use the averages that :func:`~fsharp.optim.with_ema` keeps;
+        so do ``full_parameters()``, ``unsharded()`` and ``functional()``. Parameters without an average keep their values. At
+        the end all parameters have their own values again, to the bit.
 
         Raises:
             TreeError: the optimizer keeps no averages, or several averages of one parameter.

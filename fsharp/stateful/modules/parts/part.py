@@ -51,8 +51,7 @@ class ShardedTensor(torch.Tensor):
 
     Attributes:
         path: name of the parameter in its module.
-        unit: layout of the unit that stores the tensor; ``unit.run_of_leaf(leaf, place, rank)`` is the range of elements on any
-            rank.
+        unit: layout of the unit that stores the tensor; ``unit.run_of_leaf(leaf, place, rank)`` is any rank's range of it.
         leaf: leaf of that unit. For a DTensor that other axes shard, ``leaf`` and :attr:`flat_range` are those of the local
             tensor.
         place: a placement for each mesh axis: where the tensor rests.
@@ -293,13 +292,13 @@ def _is_unchanged_by_to(part: ShardedTensor, applied: torch.Tensor) -> bool:
 
 
 def _is_in_forward(part: ShardedTensor) -> bool:
-    """Return whether a forward of the part's module is under way. Its own code sees full parameters, so other code asks."""
+    """Return whether a forward of the part's module is under way. The code of its unit sees a full parameter, not the part."""
     owner = part.owner()
     return owner is not None and owner.calls.source is not None
 
 
 def _user_and_remedy(part: ShardedTensor, usual_remedy: str) -> tuple[str, str]:
-    """Return two texts for an error: whose function uses the part, and the remedy. See running_torch_tool_and_remedy()."""
+    """Return two texts for an error: the part's user, such as ``" of FSDP"`` or ``" in the code of ..."``, and the remedy."""
     if not _is_in_forward(part):
         return running_torch_tool_and_remedy(usual_remedy)
     remedy = "Choose as a unit the module whose code uses it, in place of the module that holds it: fs.shard_module(units=...)."
@@ -377,7 +376,7 @@ def _reduce_parts(name: str, tensors: Sequence[torch.Tensor], reduction: Reducti
 def _elementwise(
     func: Callable[..., Any], name: str, args: Sequence[Any], kwargs: Mapping[str, Any], rows: Sequence[Sequence[Any]]
 ) -> Any:
-    """Call an elementwise function on this rank's elements. ``rows``: the tensors of each result, several in ``_foreach_*``."""
+    """Call an elementwise function on this rank's elements. ``rows``: for each result, the arguments from which it is made."""
     likes = [next((x for x in row if isinstance(x, ShardedTensor) and not x.is_whole), None) for row in rows]
     for row, like in zip(rows, likes, strict=True):
         if like is None:

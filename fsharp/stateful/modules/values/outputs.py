@@ -67,8 +67,9 @@ def map_tensors(
 ) -> Any:
     """Return ``value`` with ``change(tensor)`` in place of each tensor in it; ``value`` itself if no tensor changes.
 
-    Tensors are found in torch's pytrees and in dataclasses. With ``in_place`` lists, dicts and dataclasses are changed, not
-    copied. A tensor to change in any other object of class ``kinds`` is an error, which begins with ``error_start``.
+    Tensors are found in torch's pytrees and in dataclasses. With ``in_place``, lists, dicts and dataclasses are changed, not
+    copied. Other objects stay as they are. If one is an instance of ``kinds``, and a tensor in it would have to change, a
+    TreeError is raised, which begins with ``error_start``.
     """
     if isinstance(value, torch.Tensor):
         return change(value)
