@@ -140,7 +140,7 @@ class TracedTransformation:
     def _find_state_positions(self, leaf_ranges: RankLeafRanges) -> tuple[list[tuple[int, int] | None], list[Any]]:
         """Find by trials, on the leaves of one rank, where the arrays of the state are stored.
 
-        Return :attr:`positions`, and the dtype of each tree of buffers. A tree of buffers stores at most one array of a leaf.
+        Return ``self.positions``, and the dtype of each tree of buffers. A tree of buffers stores at most one array of a leaf.
         """
         parts, count, behind = leaf_ranges.parts, len(self.names), len(self.names) + len(self.state)
         owners: list[int | None] = [None] * len(self.state)
