@@ -282,8 +282,8 @@ def _tree_to_fill(
 ) -> Any:
     """Return a tree like ``template`` with tensors to fill from a checkpoint, and with all other values from ``manifest``.
 
-    ``stored``: function from a leaf's name to its name in the checkpoint. ``donate``: let the tensors take the memory of those
-    in ``template``, in place of new memory. ``kept``: names of the leaves that stay those of ``template``.
+    ``stored``: function from a leaf's name to its name in the checkpoint. ``donate``: let the tensors take the memory of
+    ``template``'s tensors, in place of new memory. ``kept``: names of the leaves that keep the values of ``template``.
     """
     taken = dict[int, list[tuple[int, int]]]()
 
@@ -362,11 +362,11 @@ def _fill_tree(
 
 
 def load_or_collect_damage(load: Callable[[], T], damage: list[Any], comm: Comm) -> tuple[T | None, list[Any]]:
-    """Return ``(load(), [])``; or if ranks find damage, ``(None, damage)`` on all ranks, with the damage of all of them.
+    """Return ``(load(), [])``. If any rank finds damage, return ``(None, damage)`` on all ranks, with what each rank has found.
 
     All ranks call this function. ``load`` appends what this rank finds to ``damage``, as values that JSON can hold, and then
     fails on all ranks. If no rank has found damage, or a rank has failed for another reason, the error of ``load`` is raised.
-    Cost: that of ``load``, and one exchange if ``load`` fails.
+    Cost: the cost of ``load``, and one exchange if ``load`` fails.
     """
     try:
         return load(), []

@@ -51,13 +51,13 @@ def _blaming_damage_on(rank: int, file: str) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class HeldSave:
-    """A save that hosts of the job hold in memory, each of them some of its files.
+    """A save that hosts of the job hold in memory. Each host holds some of its files.
 
     Attributes:
         name: name of its folder on every host.
         num_files: number of its files.
         manifest_nbytes: size of its manifest, which every host with a file of the save has.
-        hosts: for each host, by its first rank, the size of the header of each file there, by number of the file.
+        hosts: for each host (the key is its first rank) a dict of its files, from the file's number to the size of its header.
     """
 
     name: str
@@ -187,9 +187,9 @@ def _requests_to_fill(holder: int, file: str, start: int, into: bytearray) -> li
 def exchange_requested_bytes(folder: str, wanted: Sequence[ReadRequest], comm: Comm, deferred: DeferredError) -> None:
     """Make the requests ``wanted``, and answer the requests of other ranks. All ranks call this function.
 
-    ``folder`` is that of the save on this host. ``deferred`` keeps the first error; the rank still takes part to the end. Cost:
-    one ``all_reduce``, and a round for each distance ``holder - rank`` in a request. A round sends the sizes of requests, the
-    requests, and then the requested bytes, in pieces. Memory: two pieces.
+    ``folder`` is the folder of the save on this host. ``deferred`` keeps the first error; the rank still takes part to the end.
+    Cost: one ``all_reduce``, and a round for each distance ``holder - rank`` in a request. A round sends the sizes of requests,
+    the requests, and then the requested bytes, in pieces. Memory: two pieces.
     """
     n = comm.mesh.size
     if n == 1:
@@ -272,7 +272,7 @@ def read_from_hosts(
 ) -> None:
     """Read the elements ``needs`` of ``save`` into their targets, from files on this host or on other hosts.
 
-    All ranks call this function. ``folder`` is that of the save on this host, which has ``domain_size`` ranks. Raises
+    All ranks call this function. ``folder`` is the folder of the save on this host, which has ``domain_size`` ranks. Raises
     DamagedCopy, on this rank alone, for missing or damaged bytes. Cost: each rank receives the blocks that it needs and its
     host lacks, and the headers and digests of their files.
     """

@@ -421,7 +421,7 @@ class Replicas(BackgroundSaver):
     ) -> HeldSave | _DiskCheckpoint | None:
         """Return the newest complete save, equal on all ranks; None if there is none.
 
-        ``on_disk`` and ``copies``: errors of damaged checkpoints, by path, and of damaged copies.
+        Damaged saves do not count: ``on_disk`` has the errors of damaged checkpoints, ``copies`` those of damaged copies.
         """
         self.wait()
         on_disk, copies = on_disk or {}, copies or {}

@@ -84,7 +84,7 @@ def init_state(tx: Any, sharded: Any, *, comm: Comm, donate: bool = False) -> Tr
         AgreementError: ranks have different layouts or optimizers.
 
     Cost: for parameters made with ``place="optim"`` one gather; otherwise none. For another library's pair about ten updates of
-    as many small tensors as there are leaves.
+    small tensors, one for each leaf.
     """
     tx = as_transform(tx)
 

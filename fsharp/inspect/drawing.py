@@ -83,7 +83,7 @@ def draw(
 
 
 def as_timeline(step: Schedule | Timeline, hardware: Hardware | None) -> Timeline:
-    """Return the timeline of a step: of a schedule on ``hardware``, or without hardware of its ops in their order."""
+    """Return the timeline of a step: of a schedule on ``hardware``; if ``hardware`` is None, of its ops in their order."""
     return step if isinstance(step, Timeline) else predict(step, hardware) if hardware else timeline_in_order(step)
 
 

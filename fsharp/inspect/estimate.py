@@ -76,9 +76,10 @@ class Hardware:
         synchronous_host: the host computes by itself, as on a CPU; False means that the host queues work on streams.
         contention: how much collectives and a synchronous host slow each other down, from 0 (separate cores) to 1 (one core).
         host_share: the host's share, from 0 to 1, of the core for which it contends. While both work, the host has
-            ``1 - contention * (1 - host_share)`` of its speed, and collectives have ``1 - contention * host_share`` of theirs.
+            ``1 - contention * (1 - host_share)`` of its full speed, and collectives ``1 - contention * host_share`` of theirs.
         issue_s: seconds of a synchronous host to issue one collective of few bytes.
-        issue_bandwidth: sent bytes per second by which an issue takes longer: the host copies its own part, or posts messages.
+        issue_bandwidth: sent bytes per second at which the host issues a collective, after ``issue_s``: it copies its own part
+            or posts messages.
 
     Raises:
         ScheduleError: a number is out of range.
@@ -379,10 +380,11 @@ class _Simulation:
         self.handed_on = sorted(waited_for | {i for i, op in enumerate(self.ops) if op.spec.frees == STATE})
 
     def simulate_step(self, carried: Mapping[int, Interval]) -> tuple[Timeline, dict[int, Interval]]:
-        """Return the timeline of a step, and start and end of its carried ops: gathers for the next step, by position.
+        """Return the timeline of a step, and the start and end of each of its carried ops, by position of the op.
 
-        These times are relative to the end of the step. ``carried``: start and end of the previous step's carried ops, relative
-        to the beginning of this step.
+        Carried ops are ops for which the next step waits, such as its first gathers, and copies of optimizer state to host
+        memory. Their times are relative to the end of the step. ``carried``: start and end of the previous step's carried ops,
+        relative to the beginning of this step.
         """
         free = dict.fromkeys(STREAMS, 0.0)
         sent = 0.0  # when the last collective has ended

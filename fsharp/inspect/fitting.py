@@ -189,8 +189,8 @@ def memory_traffic_nbytes(ops: Sequence[Op], facts: Mapping[str, UnitFacts]) -> 
     """Return the bytes of memory that ops read or write, as far as schedules know them.
 
     - A ``cast`` counts the gradient, if its size is known.
-    - An ``accumulate`` counts the gradient to which it adds, or if that is not in the arena the bytes that its reduction sends.
-    - Any other op counts its memory in the arena. An op without such memory counts its inputs, or without inputs its output.
+    - An ``accumulate`` counts the gradient to which it adds; if that is not in the arena, the bytes that its reduction sends.
+    - Any other op counts its memory in the arena. An op without such memory counts its inputs; if it has none, its output.
     """
     total = 0
     for op in ops:
@@ -336,7 +336,7 @@ class _FitPoint(NamedTuple):
 def _fit_points(
     schedule: Schedule, taken: Mapping[int, Sequence[tuple[float, float]]], latency: Mapping[Link, float] | None
 ) -> list[_FitPoint]:
-    """Return points to fit. ``taken``: by a collective's first op, ``(seconds in the queue, seconds after it)`` in each step.
+    """Return points to fit. ``taken``: ``(seconds in the queue, seconds after it)`` in each step, by a collective's first op.
 
     The latency passes from the issue on. A collective that has queued for longer than its latency counts without its time in
     the queue, and without latency. Any other collective counts from its issue. Without a known ``latency`` only collectives

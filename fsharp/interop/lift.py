@@ -206,9 +206,10 @@ class ShardedJaxprRun:
         raise self._cut_leaf_error(name, leaf)
 
     def _as_replicated_if_possible(self, value: Any, at: EquationKey) -> Any:
-        """Return ``value`` as an array that all ranks have, if no axis cuts its leaf, or if it has one element; else ``value``.
+        """Return ``value`` as an array that all ranks have, where this is possible; else return ``value``.
 
-        ``at``: key of the reduction over ranks that a value of one element needs.
+        It is possible if the leaf does not differ between ranks, and is not cut, or ``value`` has one element. ``at``: key of
+        the reduction over ranks that a value of one element needs. Until its result is known, return PENDING.
         """
         if not isinstance(value, ArrayShard) or self.leaves[value.leaf].is_varying:
             return value

@@ -36,7 +36,7 @@ def write_converted(
 
     ``read`` yields the elements of the given tensors, one tensor after another. ``config`` has passed ``checked_config()``.
     ``objects``: the attribute of :class:`~fsharp.checkpoint.manifest.Manifest`. Raises CheckpointError, which begins with
-    ``where``, if a tensor and a value have one name. Then no folder is left.
+    ``where``, if a tensor and a value have the same name. Then no folder is left.
     """
     if twice := entries.keys() & values.keys():
         raise CheckpointError(f"{where}: a tensor and a value would both have the name {min(twice)!r}.")

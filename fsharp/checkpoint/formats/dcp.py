@@ -105,7 +105,7 @@ def to_dcp(
 def _lazy_save_planner(found: Checkpoint, names: Mapping[str, str], values: Mapping[str, Any]) -> "SavePlanner":
     """Return a save planner of DCP that reads a tensor from ``found`` in chunks of rows, each when DCP's writer asks for it.
 
-    ``names``: by key in DCP, the name of a tensor in ``found``. ``values``: by key in DCP, the objects to write.
+    ``names``: for each key in DCP, the name of a tensor in ``found``. ``values``: the objects to write, by key in DCP.
     """
     from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
     from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties

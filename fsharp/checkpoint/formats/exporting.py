@@ -107,7 +107,7 @@ def stored_name_by_new_name(
     """Return a dict from new names to stored names, of the tensors below a subtree.
 
     ``rename``: function from a name below the subtree to the new name. ``aliases``: also list a tied tensor under its other
-    names. Raises CheckpointError if there is no tensor, or if two tensors get one new name.
+    names. Raises CheckpointError if there is no tensor, or if two tensors get the same new name.
     """
     prefix = f"{subtree}." if subtree else ""
     result: dict[str, str] = {}

@@ -87,6 +87,6 @@ class ModuleScales:
 
 @dataclass(frozen=True, slots=True)
 class ModuleFormat(Format):
-    """A format with ``scales`` that one module keeps. Formats of two modules are not equal, though they have one name."""
+    """A format with ``scales`` that one module keeps. Formats of two modules are not equal, even with one name."""
 
     scales: ModuleScales = field(repr=False, default_factory=ModuleScales)

@@ -155,7 +155,8 @@ class Strategy:
     Place(b:Shard, a:Partial)
 
     Raises:
-        StrategyError: placements are illegal on an axis, or do not nest across axes; the message says why.
+        StrategyError: placements are illegal on an axis; or parameters are sharded on an axis on which gradients are not, and
+            gradients on another on which parameters are not.
     """
 
     rules: tuple[tuple[str, AxisRule], ...]

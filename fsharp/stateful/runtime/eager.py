@@ -244,9 +244,9 @@ class EagerOps:
     def _emit_op(
         self, spec: OpSpec, unit: UnitState | None, phase: Phase, *, use: int = -1, after: int | None = None, **bound: Any
     ) -> BoundOp:
-        """Emit an op. Its memory is that of ``unsharded`` in the arena of a schedule that was left, or memory of its own.
+        """Emit an op. Its memory is the memory of ``unsharded``, in the arena of a schedule that was left, or its own.
 
-        On another stream than compute the op waits for the op ``after``, or if that is None for all work of compute so far.
+        On another stream than compute, the op waits for op ``after``; if ``after`` is None, for all work of compute so far.
         ``bound``: fields of :class:`BoundOp`, and ``opens`` of :class:`Op`.
         """
         stream, opens = spec.stream, bound.pop("opens", None)

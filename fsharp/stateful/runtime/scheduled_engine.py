@@ -228,7 +228,7 @@ class ScheduledEngine(Engine):
         return map_units(lambda node: handed_out.hand_out_gradient(node, next(position), reduction), params)
 
     def run_reduce_scatter(self, tree: Any, to: PlaceName, residuals: ResidualViews) -> Any:
-        """Return gradients in the place ``to``: by the schedule if :meth:`run_value_and_grad` returned them, else at once."""
+        """Return gradients in the place ``to``: by the schedule if they came from :meth:`run_value_and_grad`, else at once."""
         nodes, step = units_of(tree), self.current_step()
         if not self._handed_out.are_same_gradients(nodes, to):
             if residuals:

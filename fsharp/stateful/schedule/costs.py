@@ -38,8 +38,8 @@ def group_into_buckets(
 ) -> BucketOfUnit:
     """Return buckets of neighbouring units with equal ``coalescing_keys``: a rank sends at most ``max_nbytes`` for a bucket.
 
-    ``sent``: by unit, the bytes that a rank sends. A unit that sends nothing, or has the key None, is alone. ``groups``: by
-    unit, a number. Units with equal numbers are joined whatever their bytes, and with no other units.
+    ``sent``: the bytes that a rank sends, by unit. A unit that sends nothing, or has the key None, is alone. ``groups``:
+    numbers by unit. Units with equal numbers are joined whatever their bytes, and with no other units.
     """
     found: list[list[str]] = []
     last, filled = "", 0

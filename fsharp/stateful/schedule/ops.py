@@ -102,7 +102,7 @@ class OpSpec:
         phases: phases of a step with such ops.
         stream: stream on which the ops run.
         when: names of fields of :class:`UnitFacts`. A unit has such ops if one of these is not empty; ``()``: every unit has.
-        events: kinds of events at each of which exactly one such op is issued; ``()``: the compiler decides.
+        events: kinds of events. At each event of these kinds one such op is issued; ``()``: the compiler decides.
         follows: another kind. An op of this record is issued after each op of kind ``follows``; empty: the emitter decides.
         reads: buffers that have to be filled before the op.
         joins: buffer that is being filled. The op waits until it is filled, so that compute may use the buffer afterwards.

@@ -32,9 +32,9 @@ class SchedulePolicy:
         together: tuples of names of units. Units of one tuple that follow each other share one collective, whatever its size,
             and no other unit joins it. ``shard_module`` adds the groups of its argument ``units``.
         keep_gradients: give each unit's gradient at rest its own memory, from the unit's first backward in a step to the
-            beginning of the next step. This takes less memory than the arena where activations take more than gradients, as
-            activations are freed meanwhile. If False, gradients rest in the arena, in memory that other units use earlier in
-            the step. At the end of a step gradients that a caller still holds are copied out.
+            beginning of the next step. This takes less memory than the arena where activations take more than gradients, as a
+            backward frees activations as it makes gradients. If False, gradients rest in the arena, in memory that other units
+            use earlier in the step. At the end of a step gradients that a caller still holds are copied out.
         offload: keep optimizer state and main copies in host memory between updates, pinned if the device is a GPU. They are
             copied to the device before an update and back after it: twice their bytes in a step. Of a module only optimizer
             state is offloaded, as main copies are the parameters that the module shows.

@@ -109,7 +109,7 @@ class GlooTransport(Transport):
         """Send to every other rank its part of each row in ``send``, and receive that rank's part of each row in ``receive``.
 
         ``mine``: this rank's coordinate along the axis. ``kind``: name of the worker that waits for the messages. ``outcome``:
-        that of the collective, if it exists already.
+        the outcome of the collective, if it exists already.
         """
 
         def post() -> list[Any]:

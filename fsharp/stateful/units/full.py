@@ -46,7 +46,7 @@ class LeafTable:
         self._is_untied = len(self.stored) == len(unit.leaves)
 
     def build_subtree(self, own: Sequence[torch.Tensor], stored: Mapping[str, "StoredLeaves"]) -> Any:
-        """Return the unit's subtree. ``own``: the leaves that it stores. ``stored``: by name, those of all units of the call.
+        """Return the unit's subtree. ``own``: the leaves that it stores. ``stored``: those of all units of the call, by name.
 
         Raises:
             TreeError: a leaf is tied to a leaf of a unit that is not in the call.
