@@ -29,6 +29,7 @@ Glossary
     host        a machine with some of the ranks; *host memory* is the memory of its CPUs.
     generation  a job between two restarts of ranks: other ranks stay and join the next one (``launch(restarts=)``).
     lane        ops that run one after another, beside the ops of other lanes: a stream, or what stands for it on a CPU.
+    issue       of an op or collective: the host starts it, or queues it on a stream.
     bucket      neighbouring units that move in one collective. Their ops share its number.
     facts       what a schedule is compiled from: sizes and collectives of a unit (:class:`~fsharp.schedules.UnitFacts`).
     piece       the elements of a flattened tensor that one rank holds, in a checkpoint; a *chunk* is those in one file.

@@ -41,7 +41,7 @@ def _end_uncompiled(token: Token[Any]) -> None:
 
 
 def uncompiled(function: F) -> F:
-    """Return ``function`` as torch.compile does not compile it: a graph ends before each call, and another begins after it.
+    """Wrap ``function`` so that torch.compile does not compile it: a graph ends before each call, and another begins after it.
 
     Tracebacks of its errors leave out the library's frames. If the function fails with an argument of the wrong type, the error
     names the argument.

@@ -131,7 +131,7 @@ def _graph_nodes_since(roots: set[Any], sequence_nr: int) -> Iterator[Any]:
 
 
 def is_plain_strided(x: torch.Tensor) -> bool:
-    """Return whether a strided tensor's memory holds its values as they are.
+    """Return whether a tensor is strided, and its memory holds its values as they are.
 
     A conjugate or negative view changes what it reads, and torch's zero tensors have no memory: for these return False.
     """

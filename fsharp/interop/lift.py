@@ -208,8 +208,8 @@ class ShardedJaxprRun:
     def _as_replicated_if_possible(self, value: Any, at: EquationKey) -> Any:
         """Return ``value`` as an array that all ranks have, where this is possible; else return ``value``.
 
-        It is possible if the leaf does not differ between ranks, and is not cut, or ``value`` has one element. ``at``: key of
-        the reduction over ranks that a value of one element needs. Until its result is known, return PENDING.
+        It is possible if the leaf does not differ between ranks, and either no axis cuts it or ``value`` has one element.
+        ``at``: key of the reduction over ranks that a value of one element needs. Until its result is known, return PENDING.
         """
         if not isinstance(value, ArrayShard) or self.leaves[value.leaf].is_varying:
             return value

@@ -61,7 +61,7 @@ class TracedTransformation:
 
     Attributes:
         state: shape and dtype of each array of the state, in JAX's order.
-        paths: path of each array of the state, for errors.
+        paths: path of each array of the state.
         positions: where each array of the state is stored. An array with a value for each element of a leaf, such as a moment,
             has a pair: the number of this leaf, and the number of the tree of buffers that stores the array. Other arrays have
             None.

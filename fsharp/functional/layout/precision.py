@@ -111,7 +111,10 @@ class Precision:
                 )
 
     def resolve(self, dtype: torch.dtype) -> "Dtypes":
-        """Return the dtypes and formats of a parameter that the user holds in ``dtype``. Integers keep their dtype."""
+        """Return the dtypes and formats of a parameter that the user holds in ``dtype``.
+
+        If ``dtype`` is not floating-point, all of them are ``dtype``.
+        """
         if not dtype.is_floating_point:
             return Dtypes(dtype, dtype, plain_format(dtype), dtype)
         compute, main = self.compute or dtype, self.main or dtype
