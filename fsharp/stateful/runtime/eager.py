@@ -153,7 +153,7 @@ class EagerOps:
             if memory.overlaps(unsharded.where):
                 raise ScheduleError(
                     f"the backward of unit {unit.key!r} needs memory that now holds the gradient of {name!r}, of which there "
-                    f"are views. Run the backward of {unit.key!r} earlier, or pass keep_gradients=True to the Scheduler."
+                    f"are views. Run the backward of {unit.key!r} earlier, or take policy=SchedulePolicy(keep_gradients=True)."
                 )
         for name, other in self._left_schedule.unsharded_by_unit.items():
             shares_bytes = other.where is not None and other.where.overlaps(unsharded.where)

@@ -128,7 +128,7 @@ class UnitGradient:
             if self.rest.is_held:
                 raise ScheduleError(
                     f"a view of the gradient of unit {self.route.unit.display_name} is held beyond its step, which reuses the "
-                    "memory. Hold the gradient itself or a clone, or pass keep_gradients=True to the Scheduler."
+                    "memory. Hold the gradient itself or a clone, or take policy=SchedulePolicy(keep_gradients=True)."
                 )
 
     def abandon(self, raise_on_read: Callable[[], None]) -> None:
