@@ -4,22 +4,23 @@
 One collective of two units saves a latency. It costs overlap, as the first unit arrives only with the second; and memory, as
 both are live from then on. A collective whose bytes take ``k`` latencies gains at most a part ``1 / (k + 1)`` of its time. So
 neighbours are joined while their bytes take at most five latencies, and are at most a quarter of the bytes of all units. Then a
-model is never resident in full to save a few messages, and there is something left to overlap. An all_reduce, and collectives
-along two axes, are two messages, one after the other: a bucket may have twice the bytes.
+model is never resident in full to save a few messages. A unit that takes more than two latencies stays alone. An all_reduce is
+two messages, one after the other, as are collectives along two axes: twice the bytes are allowed.
 
-Measured over gloo on two and four ranks, steps of zero3 and zero1 of 24 blocks of 308 thousand parameters, and of 12 blocks of
-788 thousand: with buckets of up to 4 MB a step took 0 to 10 % less time than with 2 MB, and with 5 MB 5 to 12 % less.
+Measured over gloo on two and four ranks, zero3 and zero1, with 24 blocks of 308 thousand parameters and 12 of 788 thousand: a
+step took 0 to 10 % less time with buckets of up to 4 MB than with 2 MB, and 5 to 12 % less with 5 MB.
 """
 
 from collections.abc import Hashable, Iterable, Mapping
 
 _MAX_BUCKET_NBYTES = 5_000_000  # sent in five latencies: 1 ms at 1 GB/s, as over gloo; 20 us at 50 GB/s, as over NCCL
+_MAX_JOINED_NBYTES = 2_000_000  # of each unit in a bucket
 _MIN_BUCKETS = 4  # least number of buckets
 
 
-def bucket_limit_nbytes(sent: Iterable[int], *, num_messages: int = 1) -> int:
-    """Return the most bytes of a bucket that travels in ``num_messages``, of units that send ``sent``: [Note: buckets pay]."""
-    return min(num_messages * _MAX_BUCKET_NBYTES, sum(sent) // _MIN_BUCKETS)
+def bucket_limits(sent: Iterable[int], *, num_messages: int = 1) -> tuple[int, int]:
+    """Return the most bytes of a bucket that travels in ``num_messages``, and of a unit in it. See [Note: buckets pay]."""
+    return min(num_messages * _MAX_BUCKET_NBYTES, sum(sent) // _MIN_BUCKETS), num_messages * _MAX_JOINED_NBYTES
 
 
 Bucket = tuple[str, ...]
@@ -33,19 +34,20 @@ def group_into_buckets(
     sent: Mapping[str, int],
     coalescing_keys: Mapping[str, Hashable],
     max_nbytes: int,
+    max_unit_nbytes: int,
     groups: Mapping[str, int] = {},
 ) -> BucketOfUnit:
     """Return buckets of neighbouring units with equal ``coalescing_keys``: a rank sends at most ``max_nbytes`` for a bucket.
 
-    ``sent``: the bytes that a rank sends, by unit. A unit that sends nothing, or has the key None, is alone. ``groups``:
-    numbers by unit. Units with equal numbers are joined whatever their bytes, and with no other units.
+    ``sent``: the bytes that a rank sends, by unit. A unit that sends nothing or over ``max_unit_nbytes``, or has the key None,
+    is alone. ``groups``: numbers by unit. Units with equal numbers are joined whatever their bytes, and with no other units.
     """
     found: list[list[str]] = []
     last, filled = "", 0
     for unit in dict.fromkeys(order):
         joins = last and sent[unit] and coalescing_keys[unit] is not None and coalescing_keys[unit] == coalescing_keys[last]
-        group = groups.get(unit)
-        if joins and group == groups.get(last) and (group is not None or filled + sent[unit] <= max_nbytes):
+        group, fits = groups.get(unit), filled + sent[unit] <= max_nbytes and sent[unit] <= max_unit_nbytes
+        if joins and group == groups.get(last) and (group is not None or (fits and sent[last] <= max_unit_nbytes)):
             found[-1].append(unit)
             filled += sent[unit]
         else:

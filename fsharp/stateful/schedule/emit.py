@@ -2,7 +2,7 @@
 
 from collections.abc import Collection, Iterable
 
-from fsharp.stateful.schedule.costs import BucketOfUnit, bucket_limit_nbytes, group_into_buckets
+from fsharp.stateful.schedule.costs import BucketOfUnit, bucket_limits, group_into_buckets
 from fsharp.stateful.schedule.emit_gradients import GradientOps, microbatches_before_reduce
 from fsharp.stateful.schedule.emit_parameters import ParameterOps
 from fsharp.stateful.schedule.ops import FINAL_REDUCE, GATHER, REDUCE, UPDATE_GATHER, OpSpec, Phase
@@ -27,14 +27,13 @@ class BucketsByCollective:
     def _group_units(self, spec: OpSpec, order: Iterable[str], units: Iterable[str]) -> BucketOfUnit:
         facts, wanted = self._facts, dict.fromkeys(units)
         order = [unit for unit in dict.fromkeys([*order, *wanted]) if unit in wanted]
-        calls = {unit: spec.collectives(facts[unit]) for unit in order}
-        sent = {unit: sum(call.nbytes for call in mine) for unit, mine in calls.items()}
-        most = self._policy.bucket_nbytes
-        if most is None:
-            messages = [sum(2 if call.op == "all_reduce" else 1 for call in mine) for mine in calls.values()]
-            most = bucket_limit_nbytes(sent.values(), num_messages=max(messages, default=1))
+        sent = {unit: sum(call.nbytes for call in spec.collectives(facts[unit])) for unit in order}
+        calls = max([spec.collectives(facts[unit]) for unit in order], key=len, default=())
+        num_messages, given = sum(2 if call.op == "all_reduce" else 1 for call in calls), self._policy.bucket_nbytes
+        limits = (given, given) if given is not None else bucket_limits(sent.values(), num_messages=num_messages)
         groups = {unit: i for i, group in enumerate(self._policy.together) for unit in group}
-        return group_into_buckets(order, sent, {unit: coalescing_key(spec, facts[unit]) for unit in order}, most, groups)
+        keys = {unit: coalescing_key(spec, facts[unit]) for unit in order}
+        return group_into_buckets(order, sent, keys, *limits, groups)
 
 
 def emit_ops(
