@@ -152,7 +152,7 @@ def _sums_gradients_in_place(unit: UnitLayout) -> bool:
     rest, optim = unit.strategy.grads, unit.strategy.optim
     return all(
         unit.local_size(i, rest) == unit.local_size(i, optim)
-        and not any(call.op == "all_to_all" for call in reduce_calls(unit, i, rest, optim))
+        and all(call.op == "all_reduce" for call in reduce_calls(unit, i, rest, optim))  # others send rounded summands
         for i in unit.trainable_groups
     )
 

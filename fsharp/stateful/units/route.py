@@ -45,7 +45,7 @@ class GradientRoute:
         leaves: leaves with a gradient, in tree order.
         has_reduction: whether the gradient is reduced after each microbatch.
         has_final_reduction: whether the gradient is reduced once a step, from the place of gradients to the optimizer's place.
-        can_sum_in_place: whether this reduction can write sums to the memory of their summands.
+        can_sum_in_place: whether this reduction can write sums to the memory of their summands, which travel unrounded.
     """
 
     def __init__(self, unit: UnitLayout, transport: Transport, device: torch.device, *, trivial: bool = False) -> None:
@@ -63,7 +63,8 @@ class GradientRoute:
         ]
         self.has_reduction = bool(each) and any(chain.size for chain in self.chains)
         self.has_final_reduction = bool(once) and any(chain.size for chain in self.final_chains)
-        self.can_sum_in_place = all(stage.op == "all_reduce" for chain in self.final_chains for stage in chain.stages)
+        stages = [(stage, chain) for chain in self.final_chains for stage in chain.stages]
+        self.can_sum_in_place = all(stage.op == "all_reduce" and not chain.casts_first for stage, chain in stages)
 
     @property
     def is_on_first_rank(self) -> bool:
