@@ -47,7 +47,7 @@ class KeyStore(Protocol):
 
 
 class Announcement(NamedTuple):
-    """What the launcher says of the newest generation of a job.
+    """The launcher's message to all ranks about the newest generation of a job.
 
     Attributes:
         number: number of the generation.
