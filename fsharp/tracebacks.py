@@ -31,9 +31,10 @@ _HIDDEN_MODULES = ("torch.nn.modules.module", "torch.optim.optimizer")
 
 
 def api_boundary(target: F) -> F:
-    """Return a function as a boundary: its errors show no frames of this library (:func:`hide_frames`).
+    """Return ``target``, wrapped so that errors leave it without frames of this library (:func:`hide_frames`): a boundary.
 
-    ``target`` may also be a generator function; or a class, whose ``__init__`` becomes a boundary.
+    ``target`` is a function or a generator function. It may also be a class: then its ``__init__`` is wrapped, and the class
+    itself is returned.
     """
     function: Any = target
     if isinstance(target, type):
@@ -105,7 +106,8 @@ def call_hook(hook: Callable[..., T], *args: Any) -> T:
 def hide_frames(error: Exception) -> None:
     """Remove frames of this library from the traceback of an error and of its causes. A note says how to see all frames.
 
-    Call this function in an ``except`` block that raises the error again. Nested boundaries give the result of the outermost.
+    Call this function in an ``except`` block that raises the error again. If several boundaries are nested, the traceback is
+    the same as with the outermost boundary alone.
     """
     if _remove_library_frames(error) and HINT not in getattr(error, "__notes__", ()):
         with suppress(Exception):  # some errors cannot be written to
@@ -115,7 +117,8 @@ def hide_frames(error: Exception) -> None:
 def traceback_text(error: BaseException) -> str:
     """Return the text of an error and its traceback, to send to other ranks.
 
-    :data:`HINT`, the line about hidden frames, is left out: the errors that other ranks raise with this text have their own.
+    The text lacks :data:`HINT`, the line about hidden frames: an error that another rank raises with this text gets that line
+    itself.
     """
     if isinstance(error, Exception):
         _remove_library_frames(error)

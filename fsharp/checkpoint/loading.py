@@ -362,10 +362,12 @@ def _fill_tree(
 
 
 def load_or_collect_damage(load: Callable[[], T], damage: list[Any], comm: Comm) -> tuple[T | None, list[Any]]:
-    """Return ``(load(), [])``. If any rank finds damage, return ``(None, damage)`` on all ranks, with what each rank has found.
+    """Return ``(load(), [])``; or, if ``load`` fails for damage, ``(None, found)`` with the damage that all ranks have found.
 
-    All ranks call this function. ``load`` appends what this rank finds to ``damage``, as values that JSON can hold, and then
-    fails on all ranks. If no rank has found damage, or a rank has failed for another reason, the error of ``load`` is raised.
+    All ranks call this function. ``load`` appends the damage that this rank finds to the list ``damage``, as values that JSON
+    can hold. Then it fails on all ranks. If no rank has found damage, or if ``load`` fails on some rank for another reason, its
+    error is raised.
+
     Cost: the cost of ``load``, and one exchange if ``load`` fails.
     """
     try:
@@ -382,7 +384,7 @@ def load_or_collect_damage(load: Callable[[], T], damage: list[Any], comm: Comm)
 
 
 def set_aside_damaged(damaged: Mapping[str, str], used_instead: str, comm: Comm) -> None:
-    """Rename damaged checkpoints, on rank 0, and warn of each: with its error in ``damaged``, and what is ``used_instead``."""
+    """Rename damaged checkpoints, on rank 0. Warn of each, with its error in ``damaged``, and say what is ``used_instead``."""
     for path, text in damaged.items() if comm.rank == 0 else ():
         _log.warning("%s is damaged, %s: %s Used instead: %s.", path, try_set_aside(path), text, used_instead)
 

@@ -57,7 +57,7 @@ class BackgroundSaver:
         setup_recording.record_for_replay(self._begin_generation)
 
     def _begin_generation(self) -> None:
-        """Begin a new generation of the job: drop the save under way, of which a restarted rank does not know."""
+        """Begin a new generation of the job: abandon the save under way, of which a restarted rank does not know."""
         self._forget_save()
 
     def _begin_save(self, snapshot: Snapshot, job: Callable[[Snapshot], Any]) -> None:
@@ -94,7 +94,7 @@ class BackgroundSaver:
         return self._under_way is not None and not self._under_way.is_done()
 
     def failure(self, within_s: float) -> BaseException | None:
-        """Return the error of the save under way, for whose end this call waits at most ``within_s`` seconds; else None."""
+        """Return the error of the save under way, or None if there is none. Wait for its end, at most ``within_s`` seconds."""
         return self._under_way.error if self._under_way is not None and self._under_way.is_done(within_s) else None
 
     @api_boundary

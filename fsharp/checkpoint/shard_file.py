@@ -83,7 +83,7 @@ def check_reserved_names(where: str, names: Iterable[str]) -> None:
 
 
 def encode_header(tensors: Sequence[StoredTensor], metadata: Mapping[str, str], *, with_digests: bool = True) -> bytes:
-    """Return length field and header of a file with ``tensors`` in this order, and with the table of digests after them."""
+    """Return the length field and the header of a file that holds ``tensors`` in this order, then the table of digests."""
     described: dict[str, Any] = {METADATA_NAME: dict(metadata)}
     end = 0
     for tensor in tensors:
@@ -134,7 +134,7 @@ def write_file(write: Callable[[memoryview], None], header: bytes, data: Iterato
 
 
 def file_digest(header: bytes, table: bytes) -> str:
-    """Return the XXH3-128 of header and table, in hexadecimal digits."""
+    """Return the XXH3-128 of a file's header and of its table of digests, in hexadecimal digits."""
     return xxhash.xxh3_128_hexdigest(header + table)
 
 
@@ -174,7 +174,11 @@ def bytes_of(tensor: torch.Tensor) -> memoryview:
 
 
 def parse_header(where: str, header: bytes, nbytes: int) -> tuple[dict[str, TensorExtent], dict[str, str]]:
-    """Return tensors and metadata in a file's header. CheckpointError if it is damaged, or tensors do not tile ``nbytes``."""
+    """Return tensors and metadata in the ``header`` of a file of ``nbytes`` bytes.
+
+    Raises CheckpointError if the header is damaged, if there is a gap or an overlap between tensors, or if the file has another
+    size than the header says.
+    """
     try:
         described = parse_json(header[8:])
         metadata = {str(k): str(v) for k, v in (described.pop(METADATA_NAME, None) or {}).items()}
@@ -233,7 +237,10 @@ def refuse_repeated_names(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def header_nbytes(where: str, head: bytes, nbytes: int) -> int:
-    """Return the bytes of length field and header, from the first 8 bytes of a file. CheckpointError for a wrong length."""
+    """Return the size of length field and header, from ``head``, the first 8 bytes of a file of ``nbytes`` bytes.
+
+    Raises CheckpointError if the length is wrong.
+    """
     length = struct.unpack("<Q", head)[0] if len(head) == 8 else -1
     if not 2 <= length <= min(_MAX_HEADER_NBYTES, nbytes - 8):
         raise CheckpointError(f"{where}: this is not a safetensors file: its header would have {length:,} bytes.")

@@ -120,7 +120,7 @@ class _SquareLedger(SinkLedger):
     """A SinkLedger that adds the squares of arriving gradients for each sample, and does not keep the gradients.
 
     A handle, which stands for a gathered buffer in autograd, has a row for each sample here. ``squares`` are the sums so far,
-    in float64. ``level`` is the vmap level of the vmap over samples.
+    in float64. ``level`` is the number of the vmap over samples among nested torch.func transforms.
     """
 
     def __init__(self, squares: torch.Tensor) -> None:
@@ -128,7 +128,7 @@ class _SquareLedger(SinkLedger):
         self.squares, self.level = squares, 0
 
     def record_vmap_level(self) -> None:
-        """Record the level of the vmap over samples: to be called in the function that vmap maps, before it uses parameters."""
+        """Record the level of the vmap over samples. Call this in the function that vmap maps, before it uses parameters."""
         self.level = _functorch.current_level()
 
     def _attach_handle(self, full: torch.Tensor, handle: torch.Tensor) -> torch.Tensor:

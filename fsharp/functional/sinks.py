@@ -32,15 +32,15 @@ class SinkLedger:
         self._handles: dict[int, torch.Tensor] = {}
 
     def add_buffers(self, buffers: Sequence[torch.Tensor], sinks: tuple[torch.Tensor, ...]) -> None:
-        """Record that gradients of ``buffers``, those of a node, go to ``sinks``, one for each trainable group of the node."""
+        """Record that the gradients of a node's ``buffers`` go to ``sinks``, one for each trainable group of the node."""
         self._sinks[tuple(map(id, buffers))] = (buffers, sinks)
 
     def find_sinks(self, buffers: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-        """Return the sinks of exactly these tensors; none for other tensors, such as results computed from them."""
+        """Return the sinks of these very tensors; an empty tuple for other tensors, such as results computed from buffers."""
         return self._sinks.get(tuple(map(id, buffers)), ((), ()))[1]
 
     def residuals(self, unit: UnitLayout, group: int) -> ResidualsByAxis:
-        """Return the residuals of a group."""
+        """Return the residuals of a group, the encoding errors of its earlier gradients."""
         return self._residuals.get(unit.name, {}).get(group, {})
 
     def attach_to_graph(self, node: Sharded, full: Sequence[torch.Tensor], comm: Comm) -> list[torch.Tensor]:
@@ -158,10 +158,11 @@ class _AttachHandle(torch.autograd.Function):
 
 
 def _as_summands(x: torch.Tensor, source: Place, target: Place, comm: Comm) -> torch.Tensor:
-    """Return ``x`` without the elements that other ranks have as well, so that a later sum over ranks counts each once.
+    """Return this rank's summand of ``x``, a gradient in the place ``source``: a sum over ranks counts no element twice.
 
-    Along an axis where ``target`` is partial, a replicated ``x`` becomes zeros on all ranks but the first, and a rank's part
-    of a sharded ``x`` is padded with zeros.
+    Along an axis where ``target`` is partial, a replicated ``x`` becomes zeros on all ranks but the first, and a sharded ``x``
+    gets zeros in place of other ranks' elements. Along an axis where ``target`` is sharded, a rank takes its part of a
+    replicated ``x``.
     """
     for axis in reversed(source.order):
         n, at = comm.mesh.axis_size(axis), comm.mesh.coord(axis, comm.rank)

@@ -145,7 +145,10 @@ def _make_grad_fn(loss_fn: LossFn, microbatches: int, *, has_aux: bool, sum_in_p
 
 
 def _keeping_aux(loss_fn: LossFn, kept: list[Any], params: Any) -> LossFn:
-    """Return a loss function that returns the loss alone, and keeps ``aux``, detached. Parameters in ``aux`` are copied."""
+    """Return a loss function that returns the loss alone, and appends ``aux`` to ``kept``.
+
+    Tensors in ``aux`` are detached. Tensors that share memory with ``params`` are copied.
+    """
     places = {b.untyped_storage().data_ptr() for node in units_of(params) for b in node.raw_buffers if b.numel()}
 
     def keep(x: Any) -> Any:

@@ -82,7 +82,10 @@ class Accelerator(accelerate.Accelerator):
         return model
 
     def prepare_optimizer(self, optimizer: Any, device_placement: bool | None = None) -> Any:
-        """Wrap an optimizer as accelerate does. The state of a ShardedOptimizer is not moved."""
+        """Wrap an optimizer as accelerate does. A ShardedOptimizer's state stays on its device.
+
+        Raises OptionError for an optimizer of torch with sharded parameters.
+        """
         inner = getattr(optimizer, "optimizer", optimizer)  # of one that was prepared before
         if not isinstance(inner, ShardedOptimizer) and any(
             isinstance(each, ShardedParameter) for group in inner.param_groups for each in group["params"]
@@ -100,7 +103,8 @@ class Accelerator(accelerate.Accelerator):
     def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> Any:
         """Clip gradients by their norm over all ranks, and return the norm.
 
-        If there are sharded parameters, pass all trained parameters of one sharded module, and no others.
+        If a parameter is sharded, pass all trained parameters of one prepared module, and no parameters of other modules.
+        Otherwise OptionError is raised.
         """
         parameters = [parameters] if isinstance(parameters, nn.Parameter) else list(parameters)
         if not any(isinstance(each, ShardedParameter) for each in parameters):
@@ -139,7 +143,7 @@ class Accelerator(accelerate.Accelerator):
         return folder
 
     def load_state(self, input_dir: str | None = None, load_kwargs: Any = None, **options: Any) -> None:
-        """Load the folder ``input_dir`` of :meth:`save_state`; strategy and number of ranks may differ."""
+        """Load the folder ``input_dir``, which :meth:`save_state` wrote, also under another strategy and number of ranks."""
         tree, comm = self._sharded_tree_and_comm()
 
         def load_sharded(_: Any, folder: str) -> None:
@@ -159,7 +163,10 @@ class Accelerator(accelerate.Accelerator):
                 handle.remove()
 
     def _sharded_tree_and_comm(self) -> tuple[dict[str, Any], Any]:
-        """Return the sharded modules and optimizers, as a tree, and the Comm of the first module; None without a module."""
+        """Return the sharded modules and optimizers, as a tree, and the Comm of the first module; None without a module.
+
+        Raises OptionError if an optimizer was prepared without its module.
+        """
         models = [each for each in self._models if isinstance(each, ShardedModule)]
         optimizers = [each.optimizer for each in self._optimizers if isinstance(each.optimizer, ShardedOptimizer)]
         if any(each.session not in map(session_of_module, models) for each in optimizers):
@@ -169,7 +176,7 @@ class Accelerator(accelerate.Accelerator):
 
     @contextmanager
     def _hiding_sharded(self) -> Iterator[None]:
-        """Hide sharded modules and optimizers from accelerate in this context."""
+        """Hide sharded modules and optimizers from accelerate in this context, as it would save or load them as plain ones."""
         models, optimizers = self._models, self._optimizers
         self._models = [each for each in models if not isinstance(each, ShardedModule)]
         self._optimizers = [each for each in optimizers if not isinstance(each.optimizer, ShardedOptimizer)]

@@ -205,14 +205,20 @@ class Hardware:
     ) -> "Hardware":
         """Return the speeds of a machine from measured steps.
 
-        Latency and bandwidth of each ``(collective, axis)`` come from a least-squares fit of seconds against bytes. The fit
-        uses the median over steps of each collective, then the median over collectives with equal bytes. Errors are relative to
-        a collective's seconds, or to the mean of all collectives, whichever is more. The seconds of a collective begin when the
-        previous collective on its stream ends. Axes whose bytes are proportional get one number. If some gradients travel in
-        the dtype of their sums and others do not, the fit finds ``cast_bandwidth`` as well. Seconds in which host and
-        collectives slow each other down are multiplied by the speed that ``contention`` leaves. With ``alone`` and contention,
-        seconds of collectives still contain some in which other ranks computed on the same cores, or waited. So the seconds of
-        all collectives are multiplied by one factor, with which the prediction for the traced step is as long as the step.
+        Latency and bandwidth of each ``(collective, axis)`` come from a least-squares fit of seconds against bytes:
+
+        - A collective takes the median of its seconds over all steps. Its seconds begin when the previous collective on its
+          stream ends. Collectives with equal bytes take the median of their medians.
+        - Errors are relative: each is divided by the seconds of its collective, or by the mean seconds of all collectives if
+          the mean is larger.
+        - If the trace cannot tell the axes apart, all axes get the same numbers. One reason is that the bytes along two axes
+          are proportional.
+        - If some gradients travel in the dtype of their sums and others do not, the fit finds ``cast_bandwidth`` as well.
+
+        ``contention`` says how far host and collectives slow each other down. A second in which both work counts for less: as
+        the part of a second that the same work takes at full speed. On shared cores a collective also waits while other ranks
+        compute. With ``alone`` and ``contention``, all collectives are therefore scaled by one factor. The factor is chosen
+        so that the predicted step is as long as the traced step.
 
         Times of compute and of the update are those of the measured model. For another model replace them, by estimates or by
         :meth:`Trace.compute_times` of a run in one process: ``dataclasses.replace(hardware, compute=..., update_s=...)``.
@@ -250,7 +256,7 @@ class Hardware:
         return replace(fitted, **own)
 
     def _with_slower_links(self, factor: float) -> "Hardware":
-        """Return hardware on which collectives take ``factor`` times as long, and so do gloo's casts as it adds summands."""
+        """Return hardware whose collectives, and whose casts of summands by gloo, take ``factor`` times as long."""
         latency, bandwidth = scaled_by_link(self.latency, factor), scaled_by_link(self.bandwidth, 1 / factor)
         return replace(self, latency=latency, bandwidth=bandwidth, cast_bandwidth=self.cast_bandwidth / factor)
 

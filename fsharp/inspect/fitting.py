@@ -320,10 +320,14 @@ def _collective_timestamps(schedule: Schedule, rows: Iterable[TraceRow]) -> dict
 
 
 class _FitPoint(NamedTuple):
-    """Collectives that send the same bytes over each link; their median seconds, and their number ``weight``.
+    """One point of the fit: the collectives that send the same bytes over each link.
 
-    ``cast`` has the bytes that they cast as they add them. ``latencies`` is 1 if the seconds contain the latency, 0 if the
-    latency was over before the queue was free.
+    Attributes:
+        sent: bytes that one of the collectives sends, by link.
+        cast: bytes that one of them casts as it adds summands.
+        latencies: 1 if ``seconds`` contain the latency; 0 if the latency had passed in the queue.
+        seconds: median seconds of the collectives.
+        weight: number of the collectives.
     """
 
     sent: dict[Link, int]
@@ -336,12 +340,16 @@ class _FitPoint(NamedTuple):
 def _fit_points(
     schedule: Schedule, taken: Mapping[int, Sequence[tuple[float, float]]], latency: Mapping[Link, float] | None
 ) -> list[_FitPoint]:
-    """Return points to fit. ``taken``: ``(seconds in the queue, seconds after it)`` in each step, by a collective's first op.
+    """Return the points of the fit, one for all collectives that send the same bytes.
 
-    The latency passes from the issue on. A collective that has queued for longer than its latency counts without its time in
-    the queue, and without latency. Any other collective counts from its issue. Without a known ``latency`` only collectives
-    that have not queued count from their issue. If a collective queued for longer than its latency in most steps, only these
-    steps count; else only the other steps.
+    ``taken``: by a collective's first op, ``(seconds in the queue, seconds after it)`` in each step. ``latency``: seconds by
+    link; None if they are not known yet, which counts as 0.
+
+    The latency of a collective passes from its issue on, also while the collective is in the queue. So there are two kinds of
+    steps. The kind of most steps counts, and the steps of the other kind are left out:
+
+    - The collective queued for longer than its latency: its seconds are those after the queue, and contain no latency.
+    - It did not: its seconds are those since its issue, and contain the latency.
     """
     facts, ops = schedule.program.facts, schedule.ops
     alike: dict[tuple[tuple[tuple[Link, int], ...], int, int], list[float]] = {}

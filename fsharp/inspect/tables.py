@@ -57,7 +57,7 @@ def table(schedule: Schedule) -> str:
 
 @options_checked
 def compare(predicted: Timeline, measured: Timeline) -> str:
-    """Return a table of predicted and measured seconds: of the step, of each kind of op, and of each unit.
+    """Return a table of a predicted and a measured step: seconds, overlap and peak of the arena; then each kind of op and unit.
 
     Units whose names differ only in a number share a row, with the sum of their seconds.
     """

@@ -55,7 +55,7 @@ def as_torch(fn: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class _TensorFunction:
-    """A JAX function of tensors, with its compiled programs. A pickle holds only the function."""
+    """A JAX function of tensors, with its compiled programs. A pickle holds only the function, or its name in its module."""
 
     def __init__(self, fn: Callable[..., Any]) -> None:
         update_wrapper(self, fn)
@@ -240,7 +240,7 @@ class _CompiledFunction:
         return self._derived_function("tangents", moved, fn)
 
     def vmap_function(self, dims: tuple[int | None, ...]) -> "_CompiledFunction":
-        """Return this program under ``jax.vmap``. ``dims[i]``: batch dim of argument ``i``, or None; 0 for all results."""
+        """Return this program under ``jax.vmap``. ``dims[i]``: batch dim of argument ``i``, or None. It is 0 in results."""
         return self._derived_function("batched", dims, jax.vmap(self._fn, in_axes=dims))
 
     def _derived_function(self, kind: str, key: Any, fn: Callable[..., Any]) -> "_CompiledFunction":

@@ -130,7 +130,7 @@ class ShardedJaxprRun:
         return [read(atom) for atom in closed.jaxpr.outvars]
 
     def elements(self, value: Any, leaf: int, shape: Sequence[int]) -> Any:
-        """Return, 1-D, the elements of ``value`` that stand where this rank has elements of leaf number ``leaf``.
+        """Return, 1-D, the elements of ``value`` at the positions at which this rank has elements of leaf number ``leaf``.
 
         ``shape``: the shape to which ``value`` is broadcast, with as many elements as the leaf.
         """
@@ -349,7 +349,10 @@ def _reduces_all(shape: Sequence[int], axes: Sequence[int]) -> bool:
 
 
 def _is_combinable_over_ranks(name: str, dtype: Any) -> bool:
-    """Return whether a collective can combine results of reduction ``name``: no bitwise ``and`` or ``or``, no complex dtype."""
+    """Return whether a collective can combine the results of reduction ``name``.
+
+    It cannot for complex dtypes, and for ``and`` or ``or`` of the bits of integers.
+    """
     return bool(dtype == jnp.bool_ if name in ("reduce_and", "reduce_or") else not jnp.issubdtype(dtype, jnp.complexfloating))
 
 

@@ -50,7 +50,7 @@ def accumulating(module: nn.Module) -> Iterator[None]:
 
 
 def full_state_dict(module: nn.Module) -> dict[str, Any]:
-    """Return the whole state dict on rank 0; elsewhere only entries outside of sharded modules. All ranks have to call."""
+    """Return the whole state dict on rank 0; elsewhere only entries outside of sharded modules. All ranks have to call this."""
     sharded = sharded_modules_in(module)
     found = {} if "" in sharded else _entries_outside(module.state_dict(), sharded)
     for path, each in sharded.items():
@@ -59,7 +59,11 @@ def full_state_dict(module: nn.Module) -> dict[str, Any]:
 
 
 def load_state_dict(module: nn.Module, state_dict: Mapping[str, Any], *, strict: bool) -> None:
-    """Load a state dict of whole tensors, equal on all ranks. RuntimeError if ``strict`` and keys are missing or unexpected."""
+    """Load a state dict of whole tensors, equal on all ranks.
+
+    Raises an error if ``strict`` and keys are missing or unexpected: TreeError for keys of a sharded module, RuntimeError for
+    other keys.
+    """
     sharded = sharded_modules_in(module)
     if "" in sharded:
         module.load_state_dict(state_dict, strict=strict)

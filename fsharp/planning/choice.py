@@ -241,7 +241,7 @@ class Choice:
 
     @api_boundary
     def pick(self, layout: str, policy: str, remat: str = "") -> "Choice":
-        """Return a Choice in which another candidate is chosen, by the names in its row: it is the first row of the new table.
+        """Return a Choice in which another candidate is chosen, which has these names in its row of the table.
 
         Raises:
             ScheduleError: there is no such candidate, it does not fit into the budget, or the choice was read from JSON.

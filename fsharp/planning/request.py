@@ -228,7 +228,10 @@ class TuneRequest:
         }
 
     def costs(self, space: SearchSpace) -> dict[CostKey, Costs]:
-        """Return the costs of units. With ``device`` they are measured: over ranks the median seconds and the largest bytes."""
+        """Return the costs of units by key.
+
+        With ``device`` the costs are measured on all ranks: seconds are the median over ranks, and bytes the maximum.
+        """
         device = self.measured_on
         if device is None:
             return space.costs
@@ -270,7 +273,7 @@ class TuneRequest:
         return result
 
     def _units_to_recompute(self, costs: Costs) -> dict[str, tuple[str, ...]]:
-        """Return sets of units to recompute, by name: by default an empty set, and all innermost calls if this saves memory."""
+        """Return sets of units to recompute, by name. By default: no unit; and all innermost calls, if this saves memory."""
         if self.remat is None:
             every = tuple(sorted({name for call in costs.calls() if not call.inner for name in call.units}))
             saves = 0 < costs.activation_nbytes(every) < costs.activation_nbytes(())

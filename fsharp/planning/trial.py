@@ -38,12 +38,13 @@ class UnitCall:
     """One call that uses units, in a trial.
 
     Attributes:
-        units: names of the units, owners of tied leaves first.
+        units: names of the units that the call uses; units that own tied leaves come before units that share them.
         run: the called function, which takes ``operands`` or other tensors.
         operands: parameters and arguments, with tensors on the meta device.
         inner: the calls inside of this call.
-        flops: FLOPs of the forward, without inner calls.
-        kept_nbytes: bytes that autograd keeps for the backward, without parameters, inner calls, and tensors of earlier calls.
+        flops: FLOPs of the forward, without those of inner calls.
+        kept_nbytes: bytes that autograd keeps for the backward. Parameters, inner calls, and tensors that an earlier call keeps
+            do not count.
         input_nbytes: bytes of the tensors in the arguments, which a recomputation needs.
         forward_s: measured seconds of the forward; nan without a measurement.
         backward_s: measured seconds of the backward.
@@ -100,14 +101,14 @@ class _CallRecorder:
 
     @contextmanager
     def recording(self) -> Iterator[None]:
-        """Record in this context."""
+        """Count FLOPs, and the bytes that autograd keeps, in this context. Calls can be recorded only here."""
         with saved_tensors_hooks(self._count_kept, lambda x: x), self._flops:
             self._hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
             yield
 
     @contextmanager
     def record_call(self, call: UnitCall, inputs: Any) -> Iterator[None]:
-        """Record a call around what runs in this context."""
+        """Record ``call``, whose function runs in this context, with the bytes of its ``inputs``."""
         if torch._C._autograd._top_saved_tensors_default_hooks(False) != self._hooks:
             what = f"unit {call.units[-1] or '(root)'!r} is used in a checkpoint, or by forward(remat=)."
             raise ScheduleError(problem("tune()", what, remedy="Leave it out: tune() itself tries recomputation."))
@@ -175,7 +176,7 @@ def _not_in_loss_error(name: str) -> ScheduleError:
 def record_calls_of_loss(
     loss_fn: Callable[..., Any], tree: Any, layout: Layout, batch: Any, *, microbatches: int
 ) -> list[UnitCall]:
-    """Return the calls of ``loss_fn(params, batch, comm)`` on meta tensors. ``layout`` is for one rank of a mesh."""
+    """Return the calls of ``loss_fn(params, batch, comm)`` on meta tensors. ``layout``: of ``tree``, on a mesh of one rank."""
     given = to_meta(batch)
     part = split_batch(given, microbatches)[0] if microbatches > 1 else given
     recorder = _CallRecorder(_tensor_leaves(part))

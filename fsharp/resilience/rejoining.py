@@ -18,9 +18,9 @@ from fsharp.stateful.modules.parameter import ShardedTensor
 
 
 def membership_of(comm: Comm) -> tuple[ProcessGroupComm, generations.Membership]:
-    """Return the Comm inside of wrappers, and this rank's membership in a job whose launcher restarts single ranks.
+    """Return the ProcessGroupComm inside of ``comm``, and this rank's membership in a job whose launcher restarts single ranks.
 
-    Raises a RunError if no launcher would restart a rank, or over NCCL.
+    Raises a RunError if no launcher would restart a rank, or if the Comm is not over gloo.
     """
     inner, member = innermost_comm(comm), generations.membership
     if not isinstance(inner, ProcessGroupComm) or member is None:
@@ -76,8 +76,8 @@ class Rejoining:
     def wait_for_next_generation(self, error: Exception, where: str, *, is_own: bool) -> None:
         """Tell other ranks of ``error``, raised in ``where``, and wait for the next generation.
 
-        Raises ``error`` if it ``is_own``, caused by this rank alone, or if a restart would not help. Raises CommError if ranks
-        are no longer restarted.
+        Raises ``error`` if it ``is_own``, which means that this rank alone caused it, or if a restart would not help. Raises
+        CommError if ranks are no longer restarted.
         """
         self._comm.watch.statuses.report_failure(error, where)
         self._news = self._member.wait_for_next_generation("own" if is_own else "heard", error, self._comm.limit_s)

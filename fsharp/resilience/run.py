@@ -406,10 +406,14 @@ class Run:
 
     @api_boundary
     def exit_if_preempted(self, tree: Any) -> None:
-        """Save and exit if a signal has come, as :meth:`end_step` does. For evaluations, or between :meth:`resume` and a step.
+        """Save ``tree`` and exit if a signal has come, as :meth:`end_step` does.
 
-        All ranks have to call this method. ``tree`` is the tree after the last step, which is saved. The call raises SystemExit
-        if some rank has received a signal, and RunError before :meth:`resume`.
+        Call this method in places without :meth:`end_step`, such as an evaluation. ``tree`` is the tree after the last step.
+        All ranks have to call this method.
+
+        Raises:
+            SystemExit: some rank has received a signal, and the tree is saved.
+            RunError: the call is before :meth:`resume`.
         """
         if self._phase == "new":
             raise RunError("Run.exit_if_preempted(): call resume(tree) first: the tree is not the newest of the run before.")

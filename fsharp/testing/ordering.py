@@ -223,9 +223,9 @@ class _RaceDetector:
                     self.freed.setdefault(free.lane, []).append((each, ByteSpan(a, b, free.span.base)))
 
     def report_reuse(self, owner: str) -> None:
-        """Record races between an allocation on lane ``owner`` and accesses to the freed memory that it may get.
+        """Record races of an allocation on lane ``owner`` with accesses to freed memory that the allocation may get.
 
-        Such an access is a race if it may still be under way.
+        An access is a race if it may still be under way.
         """
         clock = self.clock(owner)
         for seen, span in self.freed.pop(owner, ()):

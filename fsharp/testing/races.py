@@ -30,10 +30,13 @@ class RaceError(FsharpError, AssertionError):
 
 
 class UnneededWait(NamedTuple):
-    """A wait without which, alone, the checked steps would have no race.
+    """A wait that may be left out: without it, and with all other waits, the checked steps have no race.
 
-    ``is_implied``: whether earlier waits of the lane had already waited for the same work. If False, no two accesses need the
-    wait. ``times``: how often the wait was issued.
+    Attributes:
+        why: the wait in words, a key of :attr:`RaceReport.waits`.
+        is_implied: whether earlier waits of the lane had already waited for the same work. If False, no two accesses need the
+            wait.
+        times: how often the wait was issued.
     """
 
     why: str
@@ -97,7 +100,7 @@ class VirtualLanes(Lanes):
                 self.log.append(Wait(self.lane, key, f"{self.lane} joins {self.describe(key)} at {self.here()}"))
 
     def stream_wait_lanes(self, *names: str) -> None:
-        """Make the current lane wait for all ops issued so far on the lanes of these names."""
+        """Make the current lane wait for all ops issued so far on the lanes ``names``."""
         for lane in filter(self._given.__contains__, names):
             self.log.append(Wait(self.lane, lane, f"{self.lane} joins all of {lane} at {self.here()}"))
 

@@ -66,8 +66,8 @@ def to_dcp(
         rename: function from a name below ``subtree`` to the key in DCP: ``lambda name: f"model.{name}"``.
 
     Raises:
-        CheckpointError: the folder exists or is a URL, there is nothing to write, two tensors have the same name, or the
-            checkpoint is damaged. No file is left.
+        CheckpointError: the folder is not empty or is a URL, there is no tensor to write, two tensors or values get the same
+            name, or the checkpoint is damaged. No file is left.
 
     Cost: reads each header and every tensor that is written, and checks their digests. Memory: a chunk of 64 MiB, or one row
     if a row is larger; headers and digests of all files, 0.2 % of the files.

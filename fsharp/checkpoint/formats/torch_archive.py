@@ -99,7 +99,7 @@ class _StorageFile(io.RawIOBase):
 
 
 class _ArchiveUnpickler(pickle.Unpickler):
-    """An unpickler that builds tensors from an archive's records. It finds dtypes, and the names in ``_KNOWN_GLOBALS`` alone.
+    """An unpickler that builds tensors from an archive's records. A pickle may name only dtypes and ``_KNOWN_GLOBALS``.
 
     ``elements``: function from the key of a record to its bytes.
     """
@@ -133,7 +133,7 @@ def _rebuild_tensor(
 ) -> torch.Tensor:
     """Return a tensor as torch's ``_rebuild_tensor_v2`` and ``_v3`` do. ``first``: its storage offset.
 
-    ``rest``: ``requires_grad`` and hooks, which are ignored; then perhaps a dtype, and metadata, which are an error.
+    ``rest``: ``requires_grad`` and hooks, which are ignored. A dtype and metadata may follow, as in ``_v3``: they are an error.
     """
     _, _, *more = rest  # requires_grad and hooks
     dtype, *metadata = more if more and isinstance(more[0], torch.dtype) else (None, *more)

@@ -119,7 +119,7 @@ def check_on_all_ranks(
 
 
 def _without_shared_lines(values: Mapping[str, list[int]]) -> dict[str, list[int]]:
-    """Return ``values``, a dict from a text to its ranks, with each text shortened to what not all texts have."""
+    """Return ``values``, ranks by text, with shorter texts: without the lines that all texts share, and cut if still long."""
     lines = {text: text.split("\n") for text in values}
     shared = set.intersection(*(set(each) for each in lines.values()))
     rests = {text: "; ".join(line for line in lines[text] if line not in shared) or "(nothing more)" for text in values}

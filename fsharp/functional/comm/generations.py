@@ -118,12 +118,13 @@ class Membership:
         self._store.set(f"can rejoin/{self._rank}", str(self.number) if can else "")
 
     def wait_for_next_generation(self, kind: StopKind, error: Exception, limit_s: float) -> Announcement:
-        """Announce that this rank has stopped, wait for the launcher's next generation, and return its announcement.
+        """Announce that this rank has stopped, wait for the launcher to announce the next generation, and return that message.
 
-        ``kind``: ``"own"`` if this rank raised ``error`` itself, ``"heard"`` if another rank's failure ended its collective.
-        ``limit_s``: how long the launcher waits for other ranks to stop. Raises ``error`` if it is this rank's own, or if all
-        ranks have stopped for the same ``kind`` of reason, as a restart would not help. Raises a CommError if ranks are no
-        longer restarted.
+        ``kind`` is ``"own"`` if this rank raised ``error`` itself, and ``"heard"`` if the failure of another rank ended its
+        collective. ``limit_s``: seconds for which the launcher waits until other ranks have stopped.
+
+        Raises ``error`` if ``kind`` is ``"own"``: a new process then takes the rank's place. Also raises ``error`` if all ranks
+        have stopped with the same ``kind``, as a restart would not help. Raises a CommError if ranks are no longer restarted.
         """
         self._store.set(f"stopped/{self.number}/{self._rank}", json.dumps([kind, limit_s]))
         while True:

@@ -187,7 +187,7 @@ def _format_of_kind(
 
 
 class _QuantizerCodec:
-    """Encodes and decodes leaves by one quantizer, for a :class:`LeafCodec`. Delayed scaling takes a module's ``scales``."""
+    """Encodes and decodes leaves by one quantizer, for a :class:`LeafCodec`. ``scales``: a module's, for delayed scaling."""
 
     def __init__(self, kind: QuantizerKind, quantizer: Any, scales: ModuleScales | None = None) -> None:
         self._kind, self._quantizer, self._scales = kind, quantizer, scales
@@ -246,7 +246,7 @@ class _QuantizerCodec:
         return (*shape[:-1], shape[-1] // self._kind.values_per_byte)
 
     def compute_derived_in_backward(self, tensor: Any) -> None:
-        """In a backward, compute the attributes derived from a tensor's bytes that the backward reads, such as a transpose."""
+        """If a backward is running, compute the derived attributes of a tensor that the backward reads, such as a transpose."""
         if torch._C._current_graph_task_id() != -1:
             from transformer_engine.pytorch.tensor.utils import post_all_gather_processing
 
@@ -282,7 +282,7 @@ class _QuantizerCodec:
                     plane.copy_(made)
 
     def _as_rows_to_cast(self, x: Any) -> torch.Tensor:
-        """Return ``x`` as short rows for the kernel that also transposes its tiles, as before Blackwell; else ``x`` itself."""
+        """Return ``x`` as rows for the kernel of current scaling, which also transposes tiles; else ``x`` itself."""
         rows: torch.Tensor = x.view(-1, gcd(len(x), _MAX_ROW_VALUES)) if self._kind.name == "float8_current" else x
         return rows
 
@@ -293,7 +293,7 @@ class _QuantizerCodec:
         return memory if len(memory) > 1 else memory[0]
 
     def _memory_to_encode_into(self, part: LeafPart) -> Sequence[torch.Tensor]:
-        """Return memory for a part's bytes: its planes, or views of larger memory, as block scaling writes whole blocks."""
+        """Return memory for a part's bytes: its planes; or views of larger memory if the kernel writes blocks of rows."""
         if self._kind.name != "float8_block" or part.first == part.last:
             return part.planes
         blocks = _BLOCK_ROWS * part.shape[-1]

@@ -32,10 +32,11 @@ class RankMap:
     new_ranks: tuple[int, ...]
 
     def is_source_for(self, source: int, target: int, place: Place) -> bool:
-        """Return whether rank ``target`` of the new mesh takes values in ``place`` from rank ``source`` of the old mesh.
+        """Return whether rank ``target`` of the new mesh takes elements from rank ``source`` of the old mesh.
 
-        If several old ranks have the values, the target takes its own, if it has them. Else the target's number chooses the
-        source, so that new ranks do not all take from one rank.
+        ``place``: where the elements rest on the old mesh. Along replicated axes several old ranks hold equal elements. If the
+        target was in the old mesh, it takes from its own replica. Otherwise its number chooses the replica, so that new ranks
+        do not all take from one rank. Along varying axes the target takes from its own coordinate.
         """
         mesh, rank = self.old_mesh, self.new_ranks[target]
         near = self.old_ranks.index(rank) if rank in self.old_ranks else target % mesh.size
@@ -99,7 +100,7 @@ def pieces_between(state_tree: StateTree, unit: UnitLayout, ranks: RankMap, sour
 
 
 def cut_into_rounds(pieces: Iterable[MovedPiece], max_nbytes: int) -> list[list[MovedPiece]]:
-    """Return ``pieces`` as rounds of at most ``max_nbytes`` bytes, in order. A piece that does not fit is cut."""
+    """Return ``pieces`` as rounds of at most ``max_nbytes`` bytes, in order. A piece that does not fit into a round is cut."""
     rounds: list[list[MovedPiece]] = []
     left_nbytes = 0
     for piece in pieces:
@@ -127,8 +128,8 @@ def move_state_tree(
     """Move a state tree to ``layout``. Return its new nodes, in order of the layout's units.
 
     Ranks outside of the new mesh get nodes without buffers. ``old_buffers``: for each old node, this rank's buffers; none on
-    ranks outside of the old mesh. A rank sends at most ``max_nbytes`` bytes to another rank at a time. With ``donate`` buffers
-    are removed from ``old_buffers`` once all of their leaves have moved.
+    ranks outside of the old mesh. A rank sends at most ``max_nbytes`` bytes to another rank at a time. With ``donate`` a node's
+    buffers are removed from ``old_buffers`` once all leaves of the node have moved.
     """
     me, everyone = comm.rank, range(comm.mesh.size)
     device = next((buffer.device for buffers in old_buffers for buffer in buffers), comm.device)
@@ -190,7 +191,10 @@ def _pack_pieces(
     dtypes: Sequence[torch.dtype],
     device: torch.device,
 ) -> torch.Tensor:
-    """Return the pieces to send, by receiver, as one buffer of bytes, in order of rank. Memory: the buffer and one piece."""
+    """Return the bytes of all pieces to send as one buffer, receiver after receiver. Memory: the buffer and one piece.
+
+    ``send``: by receiver, in order of rank, the pieces. ``dtypes``: for each new buffer, the dtype in which its pieces travel.
+    """
     x = torch.empty(sum(piece.nbytes for each in send for piece in each), dtype=torch.uint8, device=device)
     end = 0
     for each in send:

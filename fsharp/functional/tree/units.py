@@ -21,8 +21,8 @@ def unit_by_path(paths: Sequence[str], patterns: str | Sequence[str] | None) -> 
     """Return the unit of every leaf path.
 
     A subtree that a pattern matches is a unit. So is each of the largest subtrees without a match. Without patterns the whole
-    tree is one unit, named ``""``. Raises PatternError for a pattern that matches nothing, and for two patterns that match one
-    subtree, or subtrees of which one contains the other.
+    tree is one unit, named ``""``. Raises PatternError for a pattern that matches nothing, if two patterns match one subtree,
+    or if a matching subtree lies inside of another one.
 
     >>> unit_by_path(["embed.w", "layers.0.w", "layers.1.w", "norm"], "layers.*")
     {'embed.w': 'embed', 'layers.0.w': 'layers.0', 'layers.1.w': 'layers.1', 'norm': 'norm'}

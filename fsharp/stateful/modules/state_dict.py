@@ -43,7 +43,7 @@ class _LoadPlaceholder(ShardedTensor):
 
 
 def check_no_dtensors(where: str, session: Session) -> None:
-    """Raise an error if a parameter is a DTensor sharded on other axes: a rank's elements are no run of the whole tensor."""
+    """Raise an error if a parameter is a sharded DTensor, of which a rank's elements are not one run of the whole tensor."""
     for path, spec in session.calls.dtensor_specs.items():
         if spec.is_sharded:
             raise TreeError(
@@ -144,7 +144,7 @@ def replace_parts_by_whole(
 ) -> bool:
     """Replace the parts in dicts by whole tensors in host memory, on ``rank``, or on all ranks if ``rank`` is None.
 
-    Return whether this rank has whole tensors. All ranks have the same keys. Other tensors become copies in host memory.
+    Return whether this rank has whole tensors now. All ranks pass the same keys. Other tensors become copies in host memory.
     ``kind_of`` returns the kind of a key's value, such as ``"exp_avg"``: a parameter may have a value of each kind.
     """
     dicts = list(dicts)
@@ -204,7 +204,7 @@ def gather_whole_tensors(parts: Iterable[ShardedTensor], comm: Comm) -> Iterator
 
 
 def scatter_from_rank(where: str, given: Any, rank: int, comm: Comm, like: Mapping[Any, ShardedTensor]) -> Any:
-    """Return on all ranks the state dict ``given`` on ``rank``, with each rank's own parts in place of whole tensors.
+    """Return on all ranks the state dict ``given`` of rank ``rank``, with each rank's own parts in place of whole tensors.
 
     ``like``: by the first one or two keys of a tensor, a part with the elements that this rank takes. A tensor whose keys are
     not in ``like`` stays whole on each rank.

@@ -28,7 +28,7 @@ _FP8_META_NUMBERS = ("num_gemms", "fp8_max_fwd", "fp8_max_bwd")
 
 
 def check_te_gradients(module: nn.Module) -> None:
-    """Raise an error if a submodule computes gradients of weights in a way that fsharp cannot use."""
+    """Raise an error if a submodule delays or accumulates gradients of weights in a way that fsharp cannot use."""
     for path, each in module.named_modules():
         store = getattr(each, "wgrad_store", None)
         if store is not None and store.delay_wgrad_compute():
@@ -53,7 +53,7 @@ def scale_indices_of_fused_weights(module: Any) -> dict[str, int]:
 
 @contextmanager
 def lending_gradient_memory(weights: Sequence[tuple[str, torch.Tensor]]) -> Iterator[None]:
-    """Let TransformerEngine get memory for gradients of ``weights``, pairs of path and weight, in this context.
+    """Lend TransformerEngine memory for the gradients of ``weights``, pairs of path and weight, in this context.
 
     ``grad_added_to_main_grad`` is not set: with it TransformerEngine would also return a gradient that was never written.
     """
@@ -78,8 +78,8 @@ def lending_gradient_memory(weights: Sequence[tuple[str, torch.Tensor]]) -> Iter
 def refuse_calls_outside_of_forwards(module: nn.Module) -> None:
     """Make modules of TransformerEngine raise an error if they are called while their parameters are parts.
 
-    A checkpoint of a part of a unit makes such a call when it recomputes. TransformerEngine would cast the part as if it were a
-    weight that is not quantized, and its own checkpoint would then give the backward other tensors than those of the forward.
+    Activation checkpointing of a piece of a unit makes such a call in the backward, to recompute. TransformerEngine would take
+    a part for a whole weight that is not quantized, and its own checkpoint would give the backward wrong tensors.
     """
     for each in module.modules():
         if any(cls.__module__.startswith("transformer_engine.") for cls in type(each).__mro__):

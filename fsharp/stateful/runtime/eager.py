@@ -115,7 +115,7 @@ class EagerOps:
                 yield from self.ops_after_update(units)
 
     def with_following_ops(self, bound_ops: Iterable[BoundOp]) -> Iterator[BoundOp]:
-        """Yield ops, and after each the ops that follow it. The caller runs each op before it asks for the next."""
+        """Yield each op, then the ops that :func:`following_specs` lists. The caller runs an op before it asks for the next."""
         for bound in bound_ops:
             op, number, unit = bound.op, bound.key[1], bound.unit
             yield bound
@@ -205,7 +205,7 @@ class EagerOps:
     def _accumulate(
         self, spec: OpSpec, unit: UnitState, *, after: int | None = None, block: OutgoingBlock | None = None
     ) -> Iterator[BoundOp]:
-        """Yield the op that adds a reduction's result to the gradient; before it a ``decode_sum`` if encoded parts arrive.
+        """Yield the op that adds a reduction's result to the gradient; if encoded parts arrive, first a ``decode_sum``.
 
         ``after``: number of the reduction's op. ``block``: the memory of the reduction.
         """

@@ -142,7 +142,7 @@ class ScheduledFunction:
         self.begin_generation()
 
     def begin_generation(self) -> None:
-        """Go back to the state of a new function: no programs, schedules and calls."""
+        """Go back to the state of a new function, without programs, schedules and calls."""
         self.programs, self.num_calls = RecordedPrograms(), 0
         self.next_called: Callable[[], ScheduledFunction | None] = lambda: None
         self._emitted: Callable[[], Schedule] | None = None
@@ -186,7 +186,7 @@ class ScheduledFunction:
         return f"{self.name} #{self.num_calls - 1}"
 
     def record_call(self, kind: str, why: str, emitted: Callable[[], Schedule] | None = None) -> None:
-        """Record the :meth:`status` of a call, and ``emitted``, which returns the ops of a call without a schedule."""
+        """Record how a call went, for :meth:`status`. ``emitted`` returns the ops of a call without a schedule."""
         if kind == "local":  # one rank alone may have made the call
             self.num_calls -= 1
         else:

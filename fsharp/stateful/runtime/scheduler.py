@@ -105,7 +105,7 @@ class Scheduler(DelegatingComm, ScheduledEngine):
         setup_recording.record_for_replay(partial(self._begin_generation, self.own, self.executor))
 
     def _begin_generation(self, own: Comm, executor: Executor) -> None:
-        """Go back to the state of a new scheduler, for a new generation of the job: no schedules, and the Comm of the setup."""
+        """Reset the scheduler for a new generation of the job: no schedules, but ``own`` and ``executor`` of the setup."""
         self._closed, self._history = None, SettingsHistory()
         self.own, self.executor = own, executor
         executor.begin_generation()

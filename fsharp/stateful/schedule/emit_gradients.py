@@ -28,11 +28,11 @@ class GradientOps:
     """Emits the ops of gradients, at the event with position ``at``. Complete gradients of a bucket share one collective.
 
     Args:
-        reduces: buckets for the reductions of a microbatch.
-        finishes: buckets for the reductions to the optimizer's place, where a rank holds its shard for the update.
+        reduces: for each unit, the bucket that is reduced together in a microbatch.
+        finishes: for each unit, the bucket that is reduced together to the optimizer's place.
         max_final_reductions: most reductions to the optimizer's place that are under way at once.
-        sum_late: add a reduction's result only when the limit on reductions under way, or the end of the microbatch, demands
-            it. If False, the result is added at once, and the reduction's memory is kept equally long.
+        sum_late: add a reduction's result only when there are too many reductions under way, or at the end of the microbatch.
+            If False, add it at once; the memory of the reduction is kept until then all the same.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class GradientOps:
         self._opened: set[str] = set()  # units whose gradient has its memory at rest
 
     def begin_microbatch(self, casts: Counter[str], *, is_last: bool) -> None:
-        """Begin a microbatch. ``casts``: number of gradients by unit. ``is_last``: then reduce to the optimizer's place."""
+        """Begin a microbatch. ``casts``: number of gradients by unit. ``is_last``: also reduce to the optimizer's place."""
         self._expected_casts, self._missing_casts, self._casts = casts, Counter(casts), {}
         facts = self._ops.facts.items() if is_last else ()
         self._is_incomplete = {unit: True for unit, each in facts if FINAL_REDUCE.has_ops_for(each) and each.trainable}

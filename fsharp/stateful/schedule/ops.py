@@ -265,7 +265,7 @@ def kinds_where(chosen: Callable[[OpSpec], bool] = lambda spec: True) -> tuple[s
 
 
 def expected_phases_text(kind: str) -> str:
-    """Return text for an error: the phases in which a kind has ops, or the advice to declare the kind."""
+    """Return text for an error: the phases in which ops of a kind may be; for an unknown kind, how to declare it."""
     phases = [phase for each, phase in OPS if each == kind]
     return " or ".join(map(repr, phases)) or f"a kind that is declared: give `declare_op()` the OpSpec of {kind!r} first"
 

@@ -14,18 +14,18 @@ class BlockingTransport(Transport):
     """
 
     def gather_each(self, xs: Sequence[torch.Tensor], outs: Sequence[torch.Tensor], axis: str, label: str) -> Work:
-        """Gather a buffer by the Comm's all_gather: each list has one tensor."""
+        """Gather the one buffer in ``xs`` into the one in ``outs``, by the Comm's all_gather."""
         outs[0].copy_(self.comm.all_gather(xs[0], axis, label=label).view(-1))
         return Work()
 
     def reduce_scatter_each(self, summands: Sequence[Summand], axis: str, dtype: torch.dtype, label: str) -> list[Work]:
-        """Sum this rank's part of each summand over ranks, by the Comm."""
+        """Sum this rank's part of the one summand over ranks, by the Comm's reduce_scatter."""
         x, out = summands[0].x, summands[0].out
         result = self.comm.reduce_scatter(x.view(self.comm.mesh.axis_size(axis), -1), axis, dtype=dtype, label=label)
         return [Work(result=result if out is None else out.copy_(result))]
 
     def all_reduce_each(self, summands: Sequence[Summand], axis: str, label: str) -> list[Work]:
-        """Sum a summand over ranks, by an all_reduce; if the sum has another dtype, by a reduce_scatter and an all_gather."""
+        """Sum the one summand over ranks, by an all_reduce; into another dtype, by a reduce_scatter and an all_gather."""
         x, out = summands[0].x, summands[0].required_out
         if x.dtype == out.dtype:
             out.copy_(self.comm.all_reduce(x, axis, label=label))

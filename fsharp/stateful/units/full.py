@@ -184,13 +184,13 @@ class FullUnit:
         return alive
 
     def adopt_leaves(self, handed_out: list[HandedOutLeaf]) -> None:
-        """Give leaves this unit's memory. They were handed out with the same values at another address."""
+        """Give this unit's memory to leaves that were handed out with the same values at another address."""
         self._handed_out = handed_out
         for each in handed_out:
             each.give_memory(self.storage)
 
     def version_counters(self) -> list[int]:
-        """Return version counters that show writes to leaves: one for each plain group, and for each leaf of another class."""
+        """Return version counters that writes to leaves change: one for each plain group, and for each other leaf in use."""
         found = list(map(_version_of, self._aliases))
         return [*found, *(each.version for each in self._handed_out)] if self._classed else found
 

@@ -29,7 +29,7 @@ _VERSIONS_PER_FILL = 1024
 
 
 def buffers_stamp(node: Sharded) -> Stamp:
-    """Return the addresses and version counters of a node's buffers: they tell whether its values have changed."""
+    """Return the addresses and version counters of a node's buffers. They differ once the node's values have changed."""
     found = []
     for b in node.raw_buffers:  # faster than a comprehension
         found.append((b.data_ptr(), 0 if b.is_inference() else b._version))
@@ -132,7 +132,7 @@ class UnshardedBuffer:
         return self.filled_from == stamp and not (self.is_carried and any(map(StorageWeakRef.expired, self._sources)))
 
     def carry_to_next_step(self, node: Sharded | None) -> None:
-        """Keep the buffer filled for the next step, unless source tensors are freed before: their addresses may be reused."""
+        """Keep the buffer for the next step while ``node``'s buffers live. Later a new tensor may get their addresses."""
         if node is not None:
             self._sources, self.is_carried = [StorageWeakRef(x.untyped_storage()) for x in node.raw_buffers], True
 

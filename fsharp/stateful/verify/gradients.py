@@ -103,7 +103,7 @@ class GradientCheck(ScheduleCheck):
             self.waiting.pop(op.unit, None)
 
     def _reductions_before(self, spec: OpSpec) -> list[OpSpec]:
-        """Return the records of the reductions whose sum is in the buffer that an op of the kind ``spec`` frees."""
+        """Return the kinds of reductions whose buffer ops of the kind ``spec`` free: they have to come before these ops."""
         return [each for each in self.takers.get(spec.frees, ()) if each.calls]
 
     def _missing_text(self, op: Op, spec: OpSpec, key: tuple[str, int]) -> str:

@@ -100,7 +100,7 @@ class MemoryCheck(ScheduleCheck):
             raise op_error(i, op, what, "memory in its `opens`, or in the `opens` of an earlier op")
 
     def _check_reads(self, i: int, op: Op, spec: OpSpec) -> None:
-        """Raise an error if an op reads an empty buffer. ``GradientCheck`` checks gradients at rest."""
+        """Raise an error if a buffer that an op reads is empty or still changes. ``GradientCheck`` checks gradients at rest."""
         facts = self.facts[op.unit]
         for buffer in [each for each in spec.reads if not BUFFERS[each].is_opened and buffer_nbytes(each, facts)]:
             key, description = (buffer, op.unit), BUFFERS[buffer].description

@@ -158,7 +158,7 @@ class Initializers:
         return (self._parameters if isinstance(given, nn.Parameter) else self._buffers)[id(given)]
 
     def _is_initialized_with_submodules(self, path: str) -> bool:
-        """Return whether a module is initialized together with all of its submodules."""
+        """Return whether the initializer of the module at ``path`` also initializes the module's submodules."""
         module = self._module.get_submodule(path)
         public, private = (hasattr(module, name) for name in ("reset_parameters", "_reset_parameters"))
         own = [*module._parameters.values(), *module._buffers.values()]
@@ -198,10 +198,10 @@ class Initializers:
     def _value_after_initializer(
         self, path: str, meta: torch.Tensor, filled: torch.Tensor, new: torch.Tensor | None
     ) -> torch.Tensor:
-        """Return the value that an initializer has given to the tensor ``meta`` of its module.
+        """Return the value that an initializer has given to ``meta``, a meta tensor of its module; note if it is unfilled.
 
-        The module had the tensor ``filled`` instead as the initializer ran, and has ``new`` afterwards: ``filled``, or another
-        tensor. TreeError if ``new`` is None, or has another shape or dtype than ``meta``.
+        ``filled``: the tensor that stood in for ``meta`` while the initializer ran. ``new``: the tensor that the module has
+        afterwards: ``filled``, or another one. TreeError if ``new`` is None, or has another shape or dtype than ``meta``.
         """
         if new is None or (new.shape, new.dtype) != (meta.shape, meta.dtype):
             raise TreeError(
@@ -236,10 +236,7 @@ def _memory_to_fill(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _is_unfilled(x: torch.Tensor) -> bool:
-    """Return whether an initializer has left ``x`` unfilled: any element is NaN.
-
-    An integer may be 0x55 by itself: integers are unfilled if all are 0x55, and no function has written to ``x``.
-    """
+    """Return whether ``x`` is unfilled: a floating-point tensor has a NaN; integers are all 0x55, and were never written."""
     if x.is_floating_point() or x.is_complex():
         return bool((x.float() if x.is_floating_point() else x).isnan().any())
     marked = x == torch.tensor(_UNWRITTEN_BYTE, dtype=x.dtype)

@@ -201,8 +201,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
         Raises:
             LossError: all backward passes so far were inside of ``accumulate()``.
-            ScheduleError: this is a second step after a backward, without :meth:`zero_grad` between the steps; or parameters
-                were changed in a way that the module does not allow.
+            ScheduleError: another step after a backward, of this or another optimizer, without :meth:`zero_grad` before it; or
+                parameters were changed in a way that the module does not allow.
+            TreeError: ``param_groups`` has other groups or parameters than before.
         """
         loss = None
         if closure is not None:
@@ -348,13 +349,14 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     @api_boundary
     def state_template(self, is_saved: Callable[[str], bool] = lambda name: True) -> dict[str, Any]:
-        """Return a state dict with fresh state for all trained parameters, into which a checkpoint can be loaded.
+        """Return a state dict with fresh state for trained parameters, into which a checkpoint can be loaded.
 
         Call this method before the first step, when :meth:`state_dict` is still empty. The optimizer does not change: its class
-        makes a step with zero gradients on copies of parameters. ``"step"`` is 0. ``is_saved(path)`` says whether the
-        checkpoint has values under a key path such as ``"state.layers.0.weight"``.
+        makes a step with zero gradients on copies of parameters. ``"step"`` is 0. Parameters get a state if ``is_saved(path)``
+        is True for their key path, such as ``"state.layers.0.weight"``. Of a pair this is :meth:`state_dict`, which is not
+        empty.
 
-        Cost: no collective. Memory: the state, and one parameter.
+        Cost: no collective. Memory: the state, and four times one parameter.
         """
         check_no_dtensors("state_template()", self.session)
         if self.inner is None:

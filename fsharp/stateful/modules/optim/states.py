@@ -50,7 +50,7 @@ class StateByParameter(Mapping[ShardedTensor, Mapping[str, Any]]):
 
 
 def fill_in_missing_states(states: StatesByPath, parameters: Mapping[str, ShardedTensor], comm: Comm) -> StatesByPath:
-    """Return ``states`` with what this rank lacks, so that all ranks have the same names of state in a state dict.
+    """Return ``states`` with the states that this rank lacks, so that all ranks have the same names of state in a state dict.
 
     For a parameter without elements on this rank, elementwise state is an empty ShardedTensor, and other state is that of
     another rank. Ranks whose parameters differ, such as experts, keep their own states. A state that is no tensor, number,
@@ -99,7 +99,7 @@ def _kind_of_state(where: str, path: str, key: str, value: Any) -> list[Any]:
 
 
 def _own_or_from_rank(kind: list[Any], value: Any, like: ShardedTensor, source: int, comm: Comm) -> Any:
-    """Return ``value``; or for None, on a rank without elements of ``like``, an empty part, or the value of rank ``source``."""
+    """Return ``value``; if it is None, the state that rank ``source`` has, or an empty part of an elementwise state."""
     what, *rest = kind
     if what == "value":
         return rest[0]

@@ -89,7 +89,7 @@ class ShardedTensor(torch.Tensor):
 
     @property
     def _dtensor_key(self) -> tuple[Any, ...] | None:
-        """Mesh and placements of the DTensor that the parameter was before; None if it was none, or not sharded."""
+        """Mesh and placements of the sharded DTensor that the parameter was before; None if it was not one."""
         return (self.spec.mesh, self.spec.placements) if self.spec is not None and self.spec.is_sharded else None
 
     @property
@@ -282,7 +282,7 @@ def _is_whole_on_every_rank(unit: UnitLayout, place: Place, spec: DTensorSpec | 
 
 
 def _is_unchanged_by_to(part: ShardedTensor, applied: torch.Tensor) -> bool:
-    """Return True if a module's ``to()`` leaves a part unchanged. A change of dtype or device is an error."""
+    """Return True if ``applied``, what a module's ``to()`` makes of ``part``, has its dtype and device; else raise an error."""
     if (applied.dtype, applied.device) != (part.dtype, part.device):
         raise TreeError(
             f"a sharded module cannot be moved or cast: unit {part.unit.display_name}, {part.path!r} is {part.dtype} on "
@@ -298,7 +298,7 @@ def _is_in_forward(part: ShardedTensor) -> bool:
 
 
 def _user_and_remedy(part: ShardedTensor, usual_remedy: str) -> tuple[str, str]:
-    """Return two texts for an error: the part's user, such as ``" of FSDP"`` or ``" in the code of ..."``, and the remedy."""
+    """Return two texts for an error: which code uses the part, such as ``" of FSDP"``, and the remedy."""
     if not _is_in_forward(part):
         return running_torch_tool_and_remedy(usual_remedy)
     remedy = "Choose as a unit the module whose code uses it, in place of the module that holds it: fs.shard_module(units=...)."
@@ -306,7 +306,7 @@ def _user_and_remedy(part: ShardedTensor, usual_remedy: str) -> tuple[str, str]:
 
 
 def _check_no_autograd(name: str, rows: Sequence[Sequence[Any]], cut: Sequence[ShardedTensor]) -> None:
-    """Raise an error if a tensor in ``rows`` needs a gradient: autograd records no functions of sharded tensors (``cut``)."""
+    """Raise an error if a tensor in ``rows`` requires a gradient, and is a part, or is used together with the parts ``cut``."""
     for x in (x for row in rows for x in row if isinstance(x, torch.Tensor) and x.requires_grad):
         if isinstance(x, ShardedTensor):
             by, remedy = _user_and_remedy(
@@ -327,7 +327,7 @@ def _check_no_autograd(name: str, rows: Sequence[Sequence[Any]], cut: Sequence[S
 
 
 def _with_full_parameters(x: Any) -> Any:
-    """Return ``x`` with whole parameters in place of parts whose unit runs backward: ``torch.utils.checkpoint`` recomputes."""
+    """Return ``x`` with full parameters for those parts that ``torch.utils.checkpoint`` recomputes with, in a backward."""
     if isinstance(x, ShardedTensor) and isinstance(x, nn.Parameter):
         owner = x.owner()
         whole = None if owner is None else owner.full_parameter_in_backward(x)
@@ -398,7 +398,7 @@ def _elementwise(
 
 
 def _own_elements(x: Any, likes: Sequence[ShardedTensor | None]) -> Any:
-    """Return this rank's elements of a tensor, cut like ``likes[0]``; in a list each one like its own of ``likes``."""
+    """Return this rank's elements of a tensor, cut like ``likes[0]``. In a list, tensor ``i`` is cut like ``likes[i]``."""
     like = likes[0]
     if isinstance(x, list | tuple):
         return type(x)(_own_elements(each, [like]) for each, like in zip(x, cycle(likes), strict=False))
