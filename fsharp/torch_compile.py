@@ -90,7 +90,7 @@ skip_frame(call_compiled_like_caller)
 
 @contextmanager
 def without_compiling() -> Iterator[None]:
-    """Return a context in which :func:`call_compiled_like_caller` compiles nothing, as in a forward with recomputation."""
+    """Return a context in which :func:`call_compiled_like_caller` compiles nothing. Forwards with recomputation use it."""
     token = _compiler.set(None)
     try:
         yield

@@ -148,8 +148,8 @@ def options_checked(target: F) -> F:
 def options_checked_on_failure(target: F) -> F:
     """Wrap a function or a class: a call that fails because an argument has the wrong type raises an OptionError.
 
-    For functions that compare some arguments between ranks: a check before the call could raise on one rank alone. See
-    :func:`check_failed_call`.
+    The types are checked after a failure, and not before the call (:func:`check_failed_call`). Functions that compare arguments
+    between ranks need this: a check before the call could raise on one rank alone.
     """
 
     def after(fn: Any, args: Any, kwargs: Any) -> Any:

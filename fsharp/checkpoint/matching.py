@@ -45,7 +45,7 @@ class StoredNames(NamedTuple):
 
 
 def stored_names(manifest: Manifest, wanted: TreeContents, stored: Callable[[str], str]) -> StoredNames:
-    """Return the names in the checkpoint of the tensors of a tree; of a tied tensor, any of its names that is there.
+    """Return the name of each tensor of a tree in the checkpoint. A tied tensor takes the first of its names that is there.
 
     ``stored``: function from the name of a leaf to its name in the checkpoint.
     """

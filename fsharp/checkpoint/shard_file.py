@@ -211,8 +211,9 @@ _FREE_BRACKETS = 1 << 14
 def parse_json(data: bytes) -> Any:
     """Parse a JSON text from an untrusted source, and return its value.
 
-    Raises ValueError if the text is not JSON, has a name twice in an object, or has more than one bracket in six bytes: an
-    empty list takes 40 times its bytes in memory. Raises RecursionError if the value nests too deeply.
+    Raises ValueError if the text is not JSON, or has a name twice in an object. Also raises ValueError if more than a sixth of
+    the bytes are brackets, as an empty list takes 40 times its bytes in memory. Raises RecursionError if the value nests too
+    deeply.
     """
     brackets = data.count(b"[") + data.count(b"{")
     if brackets > _FREE_BRACKETS + len(data) // _BRACKETS_PER_BYTE:

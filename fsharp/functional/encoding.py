@@ -100,7 +100,10 @@ def add_encoded_difference(
 
 
 def encode_by_block(tree: Any, like: Any = None) -> Any:
-    """Encode the groups whose format encodes blocks by themselves. ``like``: a tree; encode only groups that it has encoded."""
+    """Encode the groups whose format encodes block by block; return all other groups unchanged.
+
+    ``like``: a tree of the same structure; a group is encoded only if it is encoded in ``like``.
+    """
 
     def one(node: Sharded, groups: Sequence[int]) -> Sharded:
         rows = zip(node.groups, node.buffers, strict=True)

@@ -102,7 +102,10 @@ def in_place_change_check(nodes: Sequence[Sharded]) -> Callable[[], None]:
 
 
 def saved_tensors(roots: set[Any], sequence_nr: int) -> Iterator[Any]:
-    """Yield the tensors that autograd has saved in nodes of :func:`_graph_nodes_since`, except tensors with own hooks."""
+    """Yield autograd's SavedTensor of each tensor that the nodes of :func:`_graph_nodes_since` have saved.
+
+    A SavedTensor that has hooks already is left out.
+    """
     for node in _graph_nodes_since(roots, sequence_nr):
         kind: Any = type(node)
         for name in _saved_attribute_names(kind):
@@ -119,7 +122,7 @@ def tensors_kept_on_ctx(roots: set[Any], sequence_nr: int) -> Iterator[torch.Ten
 
 
 def _graph_nodes_since(roots: set[Any], sequence_nr: int) -> Iterator[Any]:
-    """Yield the nodes that were made since autograd's ``sequence_nr`` and lead to ``roots``."""
+    """Yield ``roots``, and the nodes of autograd's graph below them that were made at ``sequence_nr`` or later."""
     seen, stack = set(roots), list(roots)
     while stack:
         node = stack.pop()
@@ -133,7 +136,8 @@ def _graph_nodes_since(roots: set[Any], sequence_nr: int) -> Iterator[Any]:
 def is_plain_strided(x: torch.Tensor) -> bool:
     """Return whether a tensor is strided, and its memory holds its values as they are.
 
-    A conjugate or negative view changes what it reads, and torch's zero tensors have no memory: for these return False.
+    The result is False for conjugate and negative views, which change the values that they read, and for torch's zero tensors,
+    which have no memory.
     """
     return x.layout is torch.strided and not (x._is_zerotensor() or x.is_conj() or x.is_neg())
 

@@ -221,7 +221,7 @@ def _select_groups_with_main_copy(tree: Any) -> Any:
 
 
 def _copy_groups_without_main(node: Sharded, main_copies: Sharded) -> Sharded:
-    """Return ``node``, with a copy of each group that sends differences and whose main copy is missing in ``main_copies``.
+    """Return ``node`` with copies of groups whose updates travel as differences and have no main copy in ``main_copies``.
 
     Main copies are missing in a state that was resharded from a layout without them. Without a copy, an update in place would
     change the parameters from which the difference is taken.

@@ -106,7 +106,11 @@ def reduce_calls(unit: UnitLayout, group: int, source: Place, target: Place) -> 
 
 
 def calls_to_reduce_group(dtypes: Dtypes, stages: Iterable[tuple[str, str, int, int]]) -> Iterator[Call]:
-    """Yield the collectives of a reduction. ``stages``: of each the kind, axis, number of ranks, and elements of the result."""
+    """Yield the collectives of a reduction.
+
+    ``stages``: of each collective ``(kind, axis, number of ranks, elements of the result)``. A sum in another dtype than the
+    data travel in turns an ``all_reduce`` into two collectives.
+    """
     for op, axis, n, out in stages:
         if not out:
             continue

@@ -16,7 +16,7 @@ def is_transformed() -> bool:
 
 
 def is_transformed_beyond_vmap() -> bool:
-    """Return whether a transform other than vmap is active, whose tensors autograd saves in place of the plain ones."""
+    """Return whether a transform other than vmap is active: autograd then saves the transform's tensors, not the plain ones."""
     if not is_transformed():
         return False
     stack = _functorch.get_interpreter_stack() or ()

@@ -88,7 +88,11 @@ def as_timeline(step: Schedule | Timeline, hardware: Hardware | None) -> Timelin
 
 
 def timeline_in_order(schedule: Schedule) -> Timeline:
-    """Return a timeline of a schedule without times: one second an op. A collective reaches to the op that waits for it."""
+    """Return a timeline for a schedule without times: op ``i`` starts at second ``i``.
+
+    An op of compute lasts until the next one on its stream, and a collective until the op that waits for it. Any other op lasts
+    one second.
+    """
     ops, spans = schedule.ops, []
     until: dict[int, int] = {}
     for i, op in [*enumerate(ops), *((len(ops) + i, op) for i, op in enumerate(ops))]:

@@ -233,7 +233,8 @@ def _host_bandwidth(schedule: Schedule, rows: Iterable[TraceRow]) -> float:
 def _codec_bandwidth(schedule: Schedule, rows: Iterable[TraceRow], in_flight: "_IntervalUnion", host_speed: float) -> float:
     """Return the encoded bytes per second of ops that encode or decode, over all steps; ops that may wait are left out.
 
-    Seconds are those of a host at full speed: in ``in_flight``, while collectives are under way, it runs at ``host_speed``.
+    The seconds are those that the ops would take at full speed. While collectives are under way (``in_flight``), the host runs
+    at ``host_speed``, a part of full speed.
     """
     seconds, coded, facts = 0.0, 0, schedule.program.facts
     for i, kind, _, _, _, start, stop, _ in rows:

@@ -11,7 +11,10 @@ from fsharp.type_checks import short_repr
 
 
 def fields_to_json(fields: Mapping[str, Any]) -> str:
-    """Return a Hardware's fields as JSON: infinity is null, a table a list of rows. ScheduleError if one is a function."""
+    """Return a Hardware's fields as JSON. ScheduleError if ``compute`` is a function.
+
+    In JSON null stands for infinity, and a list of rows for a table.
+    """
     if callable(fields["compute"]):
         remedy = "Pass a dict of seconds by pattern, or a pair for all units."
         raise ScheduleError(problem("Hardware.to_json()", "compute is a function, which JSON cannot hold.", remedy=remedy))

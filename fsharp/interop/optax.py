@@ -70,7 +70,7 @@ def from_optax(tx: Any) -> Transform:
             transformation, is missing, or is a function, such as ``value_fn``.
         AgreementError: transformations, extra arguments, or numbers in the state differ between ranks.
 
-    Cost: for norms one ``all_reduce`` of 8 bytes for each leaf; one collective of 40 bytes for each axis, to compare
+    Cost: for norms one ``all_reduce`` with 8 bytes for each leaf; one collective of 40 bytes for each axis, to compare
     transformations and numbers. State without a value for each element of a parameter is whole on each rank, and hashed in each
     update. XLA compiles once for a rank's part of the leaves; simulated ranks with the same part share a compilation. Gradients
     are copied; other tensors go to JAX and back without a copy, if their address is a multiple of 64 bytes.

@@ -302,7 +302,7 @@ class CompiledTransformation:
 
 
 class _ZeroReductionResults(dict[EquationKey, Any]):
-    """A dict with the result zero for every reduction over ranks, for a trial run of a jaxpr without communication."""
+    """A dict with the result zero for each reduction over ranks, for a trial run of a jaxpr without communication."""
 
     def __contains__(self, key: object) -> bool:
         return True

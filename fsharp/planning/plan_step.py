@@ -102,7 +102,10 @@ ROOT = "(root)"
 
 
 def uses_in_order(layout: Layout, order: Sequence[str | Use]) -> tuple[Use, ...]:
-    """Return the uses of units in a microbatch, in order. Raise a LayoutError if ``order`` lacks a unit with elements."""
+    """Return the uses of units in a microbatch, in order.
+
+    Raises a LayoutError if ``order`` lacks a unit with elements, selects a unit twice, or names an unknown unit.
+    """
     names = [unit.name for unit in layout.units if unit.groups or unit.tie_owners]
     patterns = [each for each in order if not isinstance(each, Use)]
     selected = {each: {each} if each in names else select_paths("plan_step()", (each,), names) for each in patterns}

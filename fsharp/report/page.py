@@ -37,7 +37,7 @@ def report(run_dir: str | os.PathLike[str], path: str | os.PathLike[str] | None 
         path: path of the file; ``report.html`` in ``run_dir`` by default.
 
     Raises:
-        OptionError: there is no log in the folder.
+        OptionError: there is no log in the folder, or it has no line that can be read.
         OSError: the file cannot be written.
     """
     folder = Path(run_dir)

@@ -27,7 +27,7 @@ class RunLog:
         events: rows ``(step, time, text)``.
         starts: rows ``(step, time, about)`` for each time that the run was started: settings, versions and machine.
         saved: steps after which a checkpoint was saved.
-        own_s: rows ``(step, seconds of each rank)``, without waits for other ranks.
+        own_s: seconds of each rank, without waits for other ranks, by step.
         timelines: the newest timelines, by name.
         layout: the newest layout.
         num_cut: number of lines that could not be read. A killed process may leave one, which is cut off.

@@ -19,7 +19,10 @@ _OPS_WITHOUT_ACCESS = frozenset(
 
 
 def byte_spans(x: torch.Tensor) -> tuple[ByteSpan, ...]:
-    """Return the runs of bytes that a strided tensor occupies, in order of address."""
+    """Return the runs of bytes that a strided tensor occupies, in order of address.
+
+    A tensor with more than ``_MAX_SPANS`` runs gets one run, from its first byte to its last.
+    """
     if not x.numel():
         return ()
     start, base, run = x.data_ptr(), x.untyped_storage().data_ptr(), x.element_size()

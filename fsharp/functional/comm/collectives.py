@@ -35,15 +35,15 @@ from fsharp.tracebacks import api_boundary
 
 @dataclass(frozen=True, eq=False)
 class _Collective:
-    """A collective with its arguments, for :class:`_DifferentiableCollective`.
+    """A collective with its arguments, for :class:`_DifferentiableCollective`. Tensors ``[..., c]`` may have any dims.
 
     Attributes:
-        call: the method of the Comm.
-        primitive: the primitive of this module that makes this collective; vmap calls it again.
-        transpose: the primitive that is its transpose.
-        to_argument: function from ``[..., c]`` to the argument of the method.
-        from_result: function from the result of the method to ``[..., c]``; None if they are equal.
-        jvp: the primitive for tangents; None means ``primitive``.
+        call: the method of the Comm, such as ``Comm.all_gather``.
+        primitive: the function of this module that makes this collective; vmap calls it again, with one more dim.
+        transpose: the function of this module that is its transpose, for the backward.
+        to_argument: function from the tensor, ``[..., c]``, to the argument of ``call``.
+        from_result: function from the result of ``call`` to the tensor that is returned; None if they are the same.
+        jvp: the function of this module for tangents; None means ``primitive``.
     """
 
     call: Callable[[torch.Tensor], torch.Tensor]

@@ -245,7 +245,7 @@ class CommWatch:
         self._fail_with(error)
 
     def _failure_text(self) -> str | None:
-        """Return why another rank has ended the use of this Comm, or of all Comms of its ranks; None if none has."""
+        """Return why collectives cannot go on: the failure of another rank, or the end of the job's generation; else None."""
         for board, key in ((self.board, "failed"), (self.statuses.board, _ALL_FAILED_KEY)):
             if (text := board.read(key)) is not None:
                 return text

@@ -126,9 +126,10 @@ def _next_possible_capacity(capacity: int, items: Sequence[tuple[int, int, int]]
 def _search_capacity(
     order: Sequence[tuple[int, int, int]], capacity: int, step: int, num_parts: int, total: int
 ) -> tuple[dict[int, int], int]:
-    """Return offsets of leaves and a capacity of ``capacity`` or more, found in growing strides and then by bisection.
+    """Return offsets of leaves, and a capacity of ``capacity`` or more into which they fit.
 
-    The search ends, as all leaves fit into a part of ``total`` elements.
+    The search first raises the capacity in growing strides, and then bisects. It ends, as all leaves fit into a part of
+    ``total`` elements. ``order`` is as in :func:`_first_fit_offsets`.
     """
     tried = capacity - step
     while (offsets := _first_fit_offsets(order, capacity, num_parts)) is None:
@@ -144,7 +145,10 @@ def _search_capacity(
 
 
 def _first_fit_offsets(order: Sequence[tuple[int, int, int]], capacity: int, num_parts: int) -> dict[int, int] | None:
-    """Return the first legal free offset of each leaf; None if a leaf has no legal offset."""
+    """Return the offset of each leaf, the first that is free and legal, by index of the leaf; None if a leaf finds none.
+
+    ``order``: for each leaf ``(elements of an atom, elements of the leaf, index)``, in the order of placement.
+    """
     free = [(0, capacity * num_parts)]
     offsets = {}
     for atom, size, index in order:

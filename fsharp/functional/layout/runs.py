@@ -81,7 +81,8 @@ def padding_in_run(unit: UnitLayout, group: int, start: int, size: int) -> list[
 def leaves_in_run(unit: UnitLayout, group: int, start: int, size: int, rank: int) -> Iterator[tuple[int, int, str, int]]:
     """Yield, for each leaf in a run of a group's buffer: begin and end in the run, path, and index of its first element.
 
-    If the unit varies along axes, the index counts in the concatenation of all ranks' leaves, as in checkpoints.
+    If the unit varies along axes, a checkpoint holds the leaves of all ranks one after another, as one tensor. The index is
+    then the index in that tensor.
     """
     before = unit.mesh.index_along(unit.varying_axes, rank)
     for leaf in unit.leaves_of_group(group):

@@ -84,7 +84,7 @@ def _extra_arguments_of(*functions: Callable[..., Any]) -> frozenset[str] | None
 
 
 def known_extra_arguments(*transforms: Transform) -> frozenset[str] | None:
-    """Return the names of the extra arguments that some transformations use; None if one of them takes any name."""
+    """Return the names of the extra arguments that any of ``transforms`` uses; None if one of them takes any name."""
     known = [tx.extra for tx in transforms if tx.extra is not None]
     return frozenset[str]().union(*known) if len(known) == len(transforms) else None
 

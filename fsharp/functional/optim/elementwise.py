@@ -258,8 +258,9 @@ def _in_place_transform(
 ) -> Transform:
     """Return a transformation made of ``step``, a fused kernel that changes parameters in place.
 
-    ``update`` runs ``step`` on parameters of zeros: a difference of parameters would lose digits. Decoupled weight decay times
-    the learning rate is added to the update; other weight decay is added to the gradients.
+    ``update`` runs ``step`` on zeros in place of the parameters, and returns what becomes of the zeros. A difference of new and
+    old parameters would lose digits. Decoupled weight decay times the learning rate is added to the update; other weight decay
+    is added to the gradients.
     """
 
     def apply(grads: Any, state: Any, params: Any, *, comm: Comm, donate: bool) -> tuple[Any, Any]:

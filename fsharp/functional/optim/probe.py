@@ -119,8 +119,8 @@ class _Trial:
     def run(self, init: Init, update: Update, piece: int | None = None, num_steps: int | None = None) -> list[Vectors]:
         """Return the updates of each step: of whole leaves if ``piece`` is None, else of this piece of the flat buffers.
 
-        ``num_steps``: None makes all steps, the last with a NaN in its gradients. If ``update`` raises an error in that step,
-        as it may refuse a NaN, the step is left out.
+        ``num_steps``: number of steps. None makes all steps, the last one with a NaN in its gradients. If ``update`` refuses
+        the NaN by an error, the last step is left out.
         """
         params = self._tree_of_vectors(self._start, piece)
         state, result = init(params), list[Vectors]()
@@ -139,7 +139,10 @@ class _Trial:
     def first_differing_path(
         self, expected: Sequence[Vectors], found: Sequence[Vectors], piece: int | None = None
     ) -> str | None:
-        """Return the path of the first leaf whose updates ``found``, of ``piece``, are not as ``expected``; None if all are."""
+        """Return the path of the first leaf whose updates differ between ``expected`` and ``found``; None if none does.
+
+        ``piece``: the piece of the flat buffers of which ``found`` has the updates; None if these are of whole leaves.
+        """
         for step, same in zip(expected, found, strict=True):
             for group, x, y in zip(self._groups, step, same, strict=True):
                 wrong = torch.zeros(len(x), dtype=torch.bool, device=x.device)
@@ -154,7 +157,7 @@ class _Trial:
         return vector if piece is None else vector[size * piece : size * (piece + 1)]
 
     def _tree_of_vectors(self, vectors: Vectors, piece: int | None) -> Any:
-        """Return flat ``vectors`` as a tree of whole leaves if ``piece`` is None, else as this piece's shards, with padding."""
+        """Return ``vectors``, one for each group, as a tree: of whole leaves, or of the padded shards number ``piece``."""
         if piece is not None:
             flat = (
                 torch.cat([part := self._part_of_vector(x, piece), x.new_zeros(1 + len(x) // len(self.pieces) - len(part))])

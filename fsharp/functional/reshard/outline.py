@@ -65,7 +65,10 @@ def outline_to_bytes(tree: Any) -> bytes:
 
 
 def outline_from_bytes(data: bytes, device: torch.device) -> Any:
-    """Return the tree of :func:`outline_to_bytes`, with sharded buffers on meta. TreeError for unknown namedtuples or bytes."""
+    """Return the tree from the bytes of :func:`outline_to_bytes`, with sharded buffers on the meta device.
+
+    Raises TreeError if the bytes are damaged, or name a class that this process cannot find.
+    """
     try:
         end = 8 + int.from_bytes(data[:8], "little")
         text = json.loads(data[8:end])

@@ -133,7 +133,7 @@ def replace_state_trees(tree: Any, new: Mapping[Path, Any], path: Path = ()) -> 
 
 
 def check_state_tree(state_tree: StateTree, layout: Layout) -> None:
-    """Raise a TreeError if a unit is donated, partial or gathered, and a LayoutError if ``layout`` has other leaves."""
+    """Raise a TreeError if a unit is donated, partial or gathered; a LayoutError if ``layout`` has other leaves or groups."""
     for node in state_tree.nodes:
         _check_at_rest(state_tree, node)
     old = {path: facts for node in state_tree.nodes for path, facts in _leaf_facts(state_tree, node.unit)}

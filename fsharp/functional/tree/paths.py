@@ -138,9 +138,10 @@ def no_match_error(where: str, pattern: str, paths: Sequence[str]) -> PatternErr
 
 
 def select_paths(where: str, patterns: Patterns, paths: Sequence[str]) -> frozenset[str]:
-    """Return the paths that any of the patterns selects; in a mapping to booleans, the last matching pattern decides.
+    """Return the paths that ``patterns`` select: a pattern, several, a predicate on the path, or a mapping to booleans.
 
-    PatternError if a pattern selects nothing, or its value in the mapping is not a boolean.
+    A path is selected if a pattern or the predicate matches it. In a mapping, the last pattern that matches a path decides.
+    Raises PatternError if a pattern selects nothing, or its value in the mapping is not a boolean.
     """
     if not isinstance(patterns, Mapping):
         if callable(patterns):

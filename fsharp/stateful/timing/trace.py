@@ -91,7 +91,7 @@ class Trace:
         return median_times_by_unit(times)
 
     def update_time(self) -> float:
-        """Return the median seconds of the optimizer step, without waits, for ``Hardware(update_s=...)``; or 0."""
+        """Return the median seconds of the optimizer step, without waits, for ``Hardware(update_s=...)``; 0 without updates."""
         updates = kinds_where(lambda spec: spec.cost == "update")
         return median(sum(span.seconds for span in self_times(rows) if span.kind in updates) for _, rows in self.ended_steps())
 

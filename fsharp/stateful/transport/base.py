@@ -205,7 +205,7 @@ class Transport(ABC):
     def gather_without_padding(
         self, xs: Sequence[torch.Tensor], outs: Sequence[torch.Tensor], axis: str, n: int, label: str
     ) -> Work:
-        """Gather every rank's ``xs[i]`` into ``outs[i]``, in one all_gather, without padding beyond the end of ``outs[i]``."""
+        """Gather every rank's ``xs[i]`` into ``outs[i]``, in one all_gather; drop padding beyond the end of ``outs[i]``."""
         rooms = [out if len(out) == n * len(x) else out.new_empty(n * len(x)) for x, out in zip(xs, outs, strict=True)]
         parts = [room if room is out else room[: len(out)] for out, room in zip(outs, rooms, strict=True)]
         return self._chain_work(self.gather(xs, rooms, axis, label), lambda _: _copy_all(outs, parts))

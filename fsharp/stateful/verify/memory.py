@@ -54,7 +54,7 @@ class OffloadedStateCheck(ScheduleCheck):
             raise op_error(j, self.order.ops[j], what, f"an offload of {unit!r} after the update")
 
     def check_end(self) -> None:
-        """Check that all state is back in host memory."""
+        """Check that all state is back in host memory, and that each fetch was followed by an update."""
         self._check_offloaded()
         for unit, j in self.fetched.items():
             what = f"no update follows for which {unit!r} is fetched."

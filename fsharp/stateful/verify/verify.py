@@ -77,7 +77,7 @@ def _collective_texts(schedule: Schedule) -> list[str]:
 
 
 def _check_each_op(schedule: Schedule) -> None:
-    """Check unit, stream, position and size of each op, and that ops with :attr:`OpSpec.events` begin at these events."""
+    """Check the arena's size; each op's unit, stream, position and size; and the events of ops with :attr:`OpSpec.events`."""
     arena, budget = schedule.arena, schedule.policy.memory_budget
     facts, events = schedule.program.facts, schedule.program.events
     what = "larger than the memory budget" if budget is not None and arena > budget else ""

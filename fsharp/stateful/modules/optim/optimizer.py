@@ -181,7 +181,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         return list(map(list, groups))
 
     def _recut_by_labels(self, labels: Sequence[Mapping[str, Hashable]], states: Mapping[str, Mapping[str, Any]]) -> None:
-        """Cut buffers into new slices by the ``labels`` of leaves in each group, and join ``states`` of a slice's leaves."""
+        """Cut buffers into new slices of leaves with equal ``labels`` in a group, and join the ``states`` of such leaves."""
         known: dict[Hashable, int] = {}
         self._labels = [{path: known.setdefault(new, len(known)) for path, new in each.items()} for each in labels]
         for group, parameters in zip(self.inner.param_groups, self._cut_into_slices(), strict=True):
@@ -353,8 +353,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
         Call this method before the first step, when :meth:`state_dict` is still empty. The optimizer does not change: its class
         makes a step with zero gradients on copies of parameters. ``"step"`` is 0. Parameters get a state if ``is_saved(path)``
-        is True for their key path, such as ``"state.layers.0.weight"``. Of a pair this is :meth:`state_dict`, which is not
-        empty.
+        is True for their key path, such as ``"state.layers.0.weight"``. For an ``(init, update)`` pair the result is
+        :meth:`state_dict`.
 
         Cost: no collective. Memory: the state, and four times one parameter.
         """
