@@ -19,11 +19,11 @@ class StrategyError(FsharpError, ValueError):
 
 
 class OptionError(FsharpError, TypeError):
-    """An option has a value of the wrong type, or a word that is not among the choices."""
+    """An option has a value of the wrong type, or a value that is not possible here, such as an unknown word."""
 
 
 class PatternError(FsharpError, ValueError):
-    """A key-path pattern matches nothing, or two patterns overlap."""
+    """Key-path patterns do not fit the paths: a pattern matches nothing, two patterns overlap, or no pattern matches a path."""
 
 
 class LayoutError(FsharpError, ValueError):
@@ -39,11 +39,11 @@ class TreeError(FsharpError, TypeError):
 
 
 class LossError(FsharpError, TypeError):
-    """A loss is neither a scalar mean nor a ``(sum, weight)`` pair, or depends on no parameter."""
+    """A loss is no scalar mean or ``(sum, weight)`` pair, depends on no parameter, or its batch or gradients cannot be used."""
 
 
 class AgreementError(FsharpError, RuntimeError):
-    """Ranks got different trees, layouts or settings. Every rank raises this error, with the same text.
+    """Ranks got different trees, layouts or settings, and all raise this error with the same text; or another rank has failed.
 
     Attributes:
         is_own: whether the reason is an error of this rank alone, which is the ``__cause__``.
@@ -53,7 +53,7 @@ class AgreementError(FsharpError, RuntimeError):
 
 
 class CommError(FsharpError, RuntimeError):
-    """Ranks called different collectives, or a rank did not call a collective in which other ranks wait."""
+    """Ranks called different collectives, a rank did not come to a collective or to the job, or a process ended early."""
 
 
 class CheckpointError(FsharpError, RuntimeError):
@@ -61,7 +61,7 @@ class CheckpointError(FsharpError, RuntimeError):
 
 
 class ScheduleError(FsharpError, ValueError):
-    """A program, policy or schedule would use memory or gradients wrongly, or does not fit the step."""
+    """A program, policy or schedule is wrong or does not fit the step, or a call comes at the wrong time of a step."""
 
 
 class RunError(FsharpError, ValueError):

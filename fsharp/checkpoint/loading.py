@@ -100,16 +100,16 @@ def load(
         The tree with the loaded values. Padding is zero.
 
     Raises:
-        CheckpointError: there is no checkpoint; or the given one is incomplete or damaged; or all under the root are, and then
-            none is renamed. The message names the file and the tensors. Or the checkpoint has different values for two tied
-            leaves of ``like``; the message names both. All ranks raise.
+        CheckpointError: there is no checkpoint; the given one is incomplete or damaged; or all checkpoints under the root are,
+            and then none is renamed. The message names the file and the tensors. Or the checkpoint has different values
+            for two tied leaves of ``like``, which the message names. All ranks raise.
         TreeError: names, shapes or dtypes differ between tree and checkpoint. A tied leaf needs a value under one of its names.
             All ranks raise.
         PatternError: a pattern of ``ignore`` matches nothing.
         AgreementError: ranks have different arguments, or another rank has failed.
 
-    Cost: a rank reads its own elements, in blocks of 4 KiB, and headers, and compares them with digests. For each axis two
-    collectives of 40 bytes, and two in which rank 0 sends the path. Memory: the loaded values, and ``buffer_nbytes``.
+    Cost: a rank reads headers, and the blocks of 4 KiB that hold its elements, and compares both with digests. For each axis
+    two collectives of 40 bytes, and two more in which rank 0 sends the path. Memory: the loaded values, and ``buffer_nbytes``.
     """
     how = {"subtree": subtree, "rename": rename, "ignore": ignore, "cast": cast, "strict": strict, "donate": donate}
     return load_checkpoint_and_tree(where, like, comm=comm, buffer_nbytes=buffer_nbytes, **how)[1]

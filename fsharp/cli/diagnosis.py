@@ -110,7 +110,7 @@ def _features() -> Iterator[Row]:
 
 
 def _gpus() -> list[tuple[int, int] | str]:
-    """Return the compute capability of each GPU; of a GPU that does not work, the error of its driver."""
+    """Return the compute capability of each GPU, or the error of its driver for a GPU that does not work."""
     cuda: Any = torch.get_device_module("cuda")
     found: list[tuple[int, int] | str] = []
     for i in range(cuda.device_count()):

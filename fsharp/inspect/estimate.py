@@ -460,7 +460,10 @@ class _Simulation:
 
 
 def _delayed_time(start: float, seconds: float, speed: float, at: float) -> float:
-    """Return when an event happens that is due at ``at``, if from ``start`` on the speed is ``speed`` for some ``seconds``."""
+    """Return when an event happens that is due at ``at`` at full speed.
+
+    From ``start`` on, the speed is ``speed``, a part of full speed, for ``seconds`` seconds.
+    """
     ahead = at - start
     if ahead <= 0:
         return at

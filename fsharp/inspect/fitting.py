@@ -116,7 +116,7 @@ def fit_speeds(
 
 
 def sent_nbytes_of_issue(op: Op, facts: UnitFacts) -> int:
-    """Return the bytes with which the host's time to issue the collective of ``op`` grows: the bytes that are sent.
+    """Return the sent bytes with which the host's time to issue the collective of ``op`` grows.
 
     To issue a gather, the host copies the rank's own part into the arena. To issue a reduction, it posts a message for each
     chunk. For a gather of updated parameters the host copies nothing, and the result is 0.

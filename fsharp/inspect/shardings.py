@@ -273,12 +273,12 @@ def sharding(layout: Layout, place: PlaceName = "params") -> TreeSharding:
 
 @lru_cache(maxsize=64)
 def _part_of_each_rank(mesh: Mesh, place: Place) -> torch.Tensor:
-    """Return the number of the part of a buffer that each rank holds, int64[ranks]."""
+    """Return, as int64[ranks], which part of a buffer each rank holds: the number of the part."""
     return torch.tensor([mesh.index_along(place.sharded_axes, rank) for rank in range(mesh.size)])
 
 
 def _ranks_text(chosen: torch.Tensor) -> str:
-    """``rank 3``, ``ranks 0 to 2, 5 to 7`` or ``ranks 0, 4, ..., 60 (16 in all)`` from a mask of ranks, bool[ranks]."""
+    """Return ranks in a mask, bool[ranks], as text: ``rank 3``, ``ranks 0 to 2, 5`` or ``ranks 0, 4, ..., 60 (16 in all)``."""
     ranks = chosen.nonzero().flatten().tolist()
     runs = [[rank for _, rank in run] for _, run in groupby(enumerate(ranks), lambda pair: pair[1] - pair[0])]
     texts = [f"{run[0]:,} to {run[-1]:,}" if len(run) > 2 else ", ".join(f"{rank:,}" for rank in run) for run in runs]

@@ -84,7 +84,7 @@ class Strategy(DDPStrategy):
         )
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """Load whole tensors into the module. Each rank keeps its part of them."""
+        """Load a checkpoint's whole tensors into the module. Each rank keeps its own part of them."""
         if sharded_modules_in(self._pl_module):
             load_state_dict(self._pl_module, checkpoint["state_dict"], strict=strict)
         else:

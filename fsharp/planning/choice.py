@@ -101,8 +101,8 @@ class StepArguments:
     def memory(self, layout: Layout, policy: SchedulePolicy, *, arena: int) -> tuple[dict[str, int], int]:
         """Return the bytes of a rank by kind, and the most bytes that a rank needs at one time.
 
-        Offloaded state is on the device in the update only, when no activations exist. Gradients outside of the arena come as
-        activations go; with several microbatches they stay for the next forward.
+        Offloaded state is on the device in the update only, when no activations exist. Outside of the arena gradients take
+        memory as activations release memory. With several microbatches gradients stay for the next forward.
         """
         at_rest = layout.nbytes("grads") if policy.keep_gradients else 0
         kinds = {
@@ -158,7 +158,7 @@ def _sums_gradients_in_place(unit: UnitLayout) -> bool:
 
 
 def rank_candidates(candidates: Sequence[Candidate], budget: float, tolerance: float) -> tuple[Candidate, ...]:
-    """Return the chosen candidate, then the others: those that fit first, by their seconds. Each has the reason why it lost.
+    """Return the chosen candidate, then the others: first those that fit, by their seconds. Each has the reason why it lost.
 
     Candidates that are slower than the fastest by at most the part ``tolerance`` of its seconds count as equally fast. Of these
     the one with the fewest departures from the defaults is chosen, and of equally simple ones the one with the least memory.

@@ -32,7 +32,7 @@ class Combination:
 
     @property
     def departures(self) -> tuple[str, ...]:
-        """Words for what the combination changes from the defaults, such as recomputation, formats and fields of the policy."""
+        """Words for what the combination has other than the defaults, such as recomputation or a field of the policy."""
         return self.arguments.departures(self.option.layout, self.policy)
 
     def lower_bound_candidate(self, step_s: float) -> Candidate:

@@ -237,8 +237,8 @@ def record_calls_of_module(
 def measure_calls(calls: Sequence[UnitCall], device: torch.device) -> int:
     """Measure calls on a device, and set the seconds and the kept bytes of each. Return the number of kinds of calls.
 
-    Calls of one kind run one function, on tensors of equal shapes and dtypes: only one of them is measured, some times. A call
-    that contains other calls is not measured.
+    Calls of one kind run one function, on tensors of equal shapes and dtypes. Of each kind one call is measured, a few times. A
+    call that contains other calls is not measured.
     """
     kinds: dict[Any, list[UnitCall]] = {}
     for call in (each for outer in calls for each in outer.walk() if not each.inner):

@@ -41,7 +41,7 @@ class NonFinite(NamedTuple):
 
 
 class SkippedSteps:
-    """The limit ``most`` on steps that a run leaves out because of an infinity or NaN, and the numbers of these steps.
+    """The limit ``most`` of steps that a run may leave out because of an infinity or NaN, and the numbers of these steps.
 
     With the policy ``"skip"`` the limit counts steps in a row, with ``"roll back"`` all left-out steps of the run.
 

@@ -394,8 +394,8 @@ class Run:
 
         Raises:
             RunError: before :meth:`resume`.
-            OptionError: the run itself records under one of the names, such as ``step`` or ``event``; or a logger cannot record
-                a value: rank 0 raises this error, and so all ranks do.
+            OptionError: the run itself records under one of the names, such as ``step`` or ``event``. Or a logger cannot record
+                a value: rank 0 raises this error, which ends the run on all ranks.
 
         Cost: reading a tensor waits for its device. Nothing is sent.
         """

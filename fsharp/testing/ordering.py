@@ -31,8 +31,8 @@ class ByteSpan(NamedTuple):
 class Access:
     """The bytes that one torch op reads and writes.
 
-    ``during``: the work of the lane that ran the op. ``forgets``: storages that the op allocated; earlier accesses to their
-    addresses no longer count.
+    ``during``: the work of the lane that ran the op. ``forgets``: storages that the op allocated; accesses to their addresses
+    before the op no longer count.
     """
 
     lane: str
@@ -234,9 +234,11 @@ class _RaceDetector:
 
 
 class ReplayResult(NamedTuple):
-    """The result of :func:`replay`: ``races``, pairs of accesses without an order, each once.
+    """The result of :func:`replay`.
 
-    ``learned``: positions of the waits that added an order. All other waits are redundant.
+    Attributes:
+        races: pairs of accesses that nothing orders, each once.
+        learned: positions of the waits that added an order. All other waits are redundant.
     """
 
     races: list[Race]
@@ -244,7 +246,7 @@ class ReplayResult(NamedTuple):
 
 
 def replay(log: Log, *, without: Collection[int] = ()) -> ReplayResult:
-    """Return the races in a log of ops and waits, in order of issue, without the entries at the positions ``without``."""
+    """Replay ``log``, ops and waits in order of issue, without the entries at positions in ``without``. Return its races."""
     state, learned = _RaceDetector(), set()
     for i, entry in enumerate(log):
         if i in without:

@@ -83,7 +83,7 @@ class _Launcher:
         self.drop_without_ending()
 
     def drop_without_ending(self) -> None:
-        """Drop the launcher's process without ending it, as in a forked process, whose parent owns the launcher."""
+        """Drop the launcher's process without ending it. A forked process does this, as its parent owns the launcher."""
         self._lock = threading.Lock()
         self._server: subprocess.Popen[str] | None = None
 

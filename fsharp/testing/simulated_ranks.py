@@ -170,7 +170,7 @@ class ThreadComm:
         return torch.cat(parts)
 
     def pause(self) -> None:
-        """Pass the turn to the rank that the seed chooses. Without a seed do nothing."""
+        """Pass the turn to the rank that the seed chooses. Without a seed this does nothing."""
         self._world.pause(self.rank)
 
     def die(self) -> NoReturn:

@@ -50,7 +50,7 @@ def export_safetensors(
         max_file_nbytes: most bytes of tensors in a file; a larger tensor is alone in its file.
 
     Raises:
-        CheckpointError: the folder exists, there is nothing to write, safetensors does not know a dtype, two tensors have the
+        CheckpointError: the folder is not empty, there is nothing to write, safetensors lacks a dtype, two tensors have the
             same name, a value is too large for ``dtype``, or the checkpoint is damaged. No file is left.
 
     Cost: reads each header and every tensor that is written, and checks their digests. Memory: one tensor and its rounded
@@ -124,7 +124,7 @@ def stored_name_by_new_name(
 
 @contextmanager
 def write_folder_atomically(where: str, path: str | os.PathLike[str]) -> Iterator[str]:
-    """Yield a temporary folder, which is renamed to ``path`` at the end.
+    """Yield a temporary folder, which is renamed to ``path`` at the end; after an error it is removed.
 
     Raises CheckpointError if ``path`` is not empty, or if a folder cannot be written.
     """

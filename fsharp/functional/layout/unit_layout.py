@@ -261,9 +261,9 @@ class UnitLayout:
     ) -> Iterator[tuple[int, LeafPart]]:
         """Yield the parts of leaves that ``rank`` holds in ``place``, for a group whose format encodes whole leaves.
 
-        Before each part is the index of its first element in the buffer. A leaf in several parts of the buffer is yielded
-        several times. A leaf of which this rank holds nothing is yielded once, as an empty part. ``stored`` is the buffer
-        without scales. ``values`` are the values to encode, one for each element; None to decode.
+        Items are pairs ``(index, part)``, with the index of the part's first element in the buffer. A leaf in several parts of
+        the buffer is yielded several times. A leaf of which this rank holds nothing is yielded once, as an empty part.
+        ``stored`` is the buffer without scales. ``values`` are the values to encode, one for each element; None to decode.
         """
         form, capacity = self.groups[group].dtypes.stored_format, self.groups[group].capacity
         assert form.leaves is not None

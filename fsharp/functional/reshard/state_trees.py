@@ -83,9 +83,9 @@ class StateTree:
 def find_state_trees(tree: Any, kind: StatePlace, *, cast: bool = False) -> list[StateTree]:
     """Return the state trees in a user's tree, in tree order.
 
-    ``kind`` and ``cast`` are the attributes of state trees outside of a TrainState. The path of a state tree is the beginning
-    of its nodes' paths, without the paths of their units. Raises TreeError if there is no node, a node is not at the path of
-    its unit, or a state tree has another leaf in it.
+    ``kind`` and ``cast`` become attributes of the state trees outside of a TrainState. A node's path is the path of its state
+    tree and then the path of its unit. Raises TreeError if there is no node, a node is not at the path of its unit, or a state
+    tree has another leaf in it.
     """
     found: dict[Path, list[Sharded]] = {}
     facts: dict[Path, tuple[str, StatePlace, bool]] = {}

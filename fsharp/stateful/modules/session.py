@@ -209,8 +209,8 @@ class Session:
     ) -> tuple[torch.Tensor | None, ...]:
         """Run ``torch.autograd.grad``. The gradient of a parameter is the mean over ranks, sharded as the parameter is.
 
-        Afterwards ``.grad`` is None, and backwards of other forwards still work. Errors: ``create_graph=True`` or
-        ``is_grads_batched=True``; parameters of several modules; gradients of an earlier backward in this step.
+        Afterwards ``.grad`` is None, and backwards of other forwards still work. It is an error to pass ``create_graph=True``,
+        ``is_grads_batched=True`` or parameters of several modules, or to call this after another backward of the step.
         """
         if options.get("create_graph") or options.get("is_grads_batched"):
             raise ScheduleError(

@@ -244,7 +244,7 @@ class EagerOps:
     def _emit_op(
         self, spec: OpSpec, unit: UnitState | None, phase: Phase, *, use: int = -1, after: int | None = None, **bound: Any
     ) -> BoundOp:
-        """Emit an op. Its memory is the memory of ``unsharded``, in the arena of a schedule that was left, or its own.
+        """Emit an op. Its memory is that of ``unsharded`` in a left schedule's arena, else its buffer's own in this step.
 
         On another stream than compute, the op waits for op ``after``; if ``after`` is None, for all work of compute so far.
         ``bound``: fields of :class:`BoundOp`, and ``opens`` of :class:`Op`.
@@ -278,7 +278,7 @@ class EagerOps:
         return self._addresses[buffer, unit.key]
 
     def _assumed_facts(self, unit: UnitState, *, trained: bool = True, updated: bool = True) -> UnitFacts:
-        """Return the facts of a unit for several uses and microbatches: how many there are is known only when the step ends."""
+        """Return the facts of a unit as for several uses and microbatches: their number is known only when the step ends."""
         return unit.facts(trained=trained, updated=updated, several_uses=True, several_microbatches=True)
 
     def as_schedule(

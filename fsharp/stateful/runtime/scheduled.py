@@ -194,7 +194,7 @@ class ScheduledFunction:
         self._status = CallStatus(kind, why, len(self.programs), self._status.num_left + 1 if kind == "left" else 0)
 
     def record_next_called(self, following: "ScheduledFunction") -> None:
-        """Record which function was called next. If it is another function, a step's end gathers nothing for the next step."""
+        """Record which function was called next. If it is another one, the end of a step gathers nothing for the next step."""
         self.next_called = weakref.ref(following)
 
     def restart_call_count(self) -> None:

@@ -56,7 +56,7 @@ class Step:
 
     @property
     def has_no_collectives(self) -> bool:
-        """Whether this step has used no collective: it has forwards alone, of units that rest in full."""
+        """Whether this step has used no collective: it has only forwards of units that rest in full."""
         kinds = {event.kind for event in self.events} <= {"forward", "forward_end"}
         return kinds and not any(self.units[event.unit].axes for event in self.events)
 

@@ -18,7 +18,7 @@ class ResidencyChange(NamedTuple):
 
 
 class Residency(NamedTuple):
-    """The plan of which buckets of units are resident, that is gathered in full, at each event.
+    """The plan of which buckets of units are resident at each event: a bucket is resident while it is gathered in full.
 
     Attributes:
         changes: for each event, the buckets to release and to gather.
@@ -35,7 +35,7 @@ def plan_residency(
     """Return the plan of which buckets are resident, that is gathered, at each event.
 
     At most ``policy.prefetch + 1`` buckets are resident: the one in use, and the next different buckets that the program uses
-    before the next update. While no bucket is in use, a resident bucket that will be used again may stay in its place.
+    before the next update. While no bucket is in use, one resident bucket that will be used again may stay instead.
 
     Two kinds of buckets do not count. Uses nest, as the root is always in use: only the innermost use counts, or there would be
     no room for prefetch. Buckets of ``kept_uses`` stay from their forward to the end of their backward.

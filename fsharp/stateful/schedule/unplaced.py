@@ -49,7 +49,7 @@ class UnplacedOp:
         self.after = ops
 
     def open_resting_gradient(self, buffer: BufferKey | None, *, reduction: "UnplacedOp | None" = None) -> None:
-        """Record that this op is the first to write to ``buffer``, a gradient at rest; or with None, that it is not the first.
+        """Record that this op is the first to write to ``buffer``, a gradient at rest; None records that it is not the first.
 
         ``reduction``: as in :class:`UnplacedOp`.
         """

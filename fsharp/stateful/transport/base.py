@@ -233,7 +233,7 @@ class Transport(ABC):
         return 0
 
     def observe_collectives(self, on_collective: Callable[[CollectiveOutcome], None] | None) -> None:
-        """Call ``on_collective`` for each later collective that a thread of the transport runs; None ends this."""
+        """Call ``on_collective`` for each later collective that a thread of the transport runs. None ends these calls."""
 
     def allocate_arena(self, nbytes: int, memory_kind: str) -> torch.Tensor:
         """Return ``uint8[nbytes]`` on the device for an arena. ``memory_kind``: see ``SchedulePolicy.arena_memory``."""

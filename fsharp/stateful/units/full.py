@@ -215,7 +215,7 @@ class FullUnit:
             self._version = version
 
     def give_memory_to_leaves(self) -> None:
-        """Give gathered memory to leaves of tensor classes, such as FP8 weights, and recompute what they derive from it."""
+        """Give gathered memory to leaves of tensor classes, such as FP8 weights, and recompute data that they derive."""
         for each in self._handed_out:
             each.give_memory(self.storage)
             each.recompute_derived_data()

@@ -80,7 +80,7 @@ class UnitGradient:
     def begin(self, arena_rest: RestingGradient | None, *, sum_in_place: bool) -> None:
         """Begin a new gradient, once the old one is reduced. ``arena_rest``: where it rests after :meth:`open_memory`.
 
-        ``sum_in_place``: whether the sum at the optimizer's place may overwrite the gradient at rest, as nobody reads that one.
+        ``sum_in_place``: whether the sum at the optimizer's place may overwrite the gradient at rest, which nobody reads then.
         """
         if self.is_under_way:
             self.wait()
@@ -132,7 +132,7 @@ class UnitGradient:
                 )
 
     def abandon(self, raise_on_read: Callable[[], None]) -> None:
-        """Abandon reductions under way after an error. Late ones keep their memory. Later reads call ``raise_on_read``."""
+        """Abandon reductions under way after an error; late ones keep their memory. Later reads call ``raise_on_read``."""
         self._deferred = raise_on_read if self.is_under_way else None
         self._works, self.block = [], None
         self.rest = self._own
@@ -152,14 +152,14 @@ class UnitGradient:
         return self._residuals.get(group, {})
 
     def collect_in(self, block: OutgoingBlock) -> None:
-        """Collect this microbatch's gradient in ``block`` from now on. What another block has collected is copied to it."""
+        """Collect this microbatch's gradient in ``block`` from now on. Copy the gradients that another block has collected."""
         if self.block is not None:
             for target, source in zip(block.collected, self.block.collected, strict=True):
                 target.copy_(source)
         self.block = block
 
     def cast(self, grads: Grads, block: OutgoingBlock | None, *, is_first: bool) -> None:
-        """Write a use's gradients to ``block``, else to the gradient at rest. ``is_first``: not added to earlier gradients."""
+        """Write a use's gradients to ``block``; for None to the gradient at rest. ``is_first``: overwrite the block's."""
         if self._ignored:
             grads = [None if i in self._ignored else grad for i, grad in enumerate(grads)]
         given = [grad for grad in grads if grad is not None]
@@ -225,13 +225,13 @@ class UnitGradient:
         return inputs
 
     def keep_works(self, works: list[Work]) -> list[Work]:
-        """Keep those of ``works`` that reduce this gradient, the first ones. Return the others, of other units."""
+        """Keep the first of ``works``, which reduce this gradient. Return the rest, which belong to other units."""
         count = len(self.route.chains)
         self._works += works[:count]
         return works[count:]
 
     def wait_and_decode(self) -> None:
-        """Wait for the collectives of the reduction under way, and decode and add what has travelled encoded."""
+        """Wait for the collectives of the reduction under way, which decode and add parts that travelled encoded."""
         for work in self._works:
             work.wait()
 

@@ -45,7 +45,7 @@ class GradientRoute:
         leaves: leaves with a gradient, in tree order.
         has_reduction: whether the gradient is reduced after each microbatch.
         has_final_reduction: whether the gradient is reduced once a step, from the place of gradients to the optimizer's place.
-        can_sum_in_place: whether this reduction can write sums to the memory of their summands, which travel unrounded.
+        can_sum_in_place: whether this reduction can write sums over its summands: by all_reduces, without a cast before.
     """
 
     def __init__(self, unit: UnitLayout, transport: Transport, device: torch.device, *, trivial: bool = False) -> None:
@@ -106,7 +106,7 @@ class GradientRoute:
         return [[(chain.size if chain.casts_first else 0, chain.first), *chain.scratch_sizes()] for chain in self.final_chains]
 
     def outgoing_block(self, memory: torch.Tensor, *, several_uses: bool) -> OutgoingBlock:
-        """Cut ``memory``, of :meth:`outgoing_block_nbytes`, into the buffers of a block. ``several_uses``: as there."""
+        """Cut ``memory``, of :meth:`outgoing_block_nbytes` with the same ``several_uses``, into the buffers of a block."""
         collected: list[torch.Tensor] = []
         sent: list[torch.Tensor] = []
         received: list[torch.Tensor | None] = []

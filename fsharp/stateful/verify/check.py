@@ -93,7 +93,7 @@ class ScheduleCheck:
         """Check the conditions that hold after the last op."""
 
     def check_is_before(self, j: int | None, i: int, what: str) -> None:
-        """Raise an error, which begins with ``what``, unless op ``i`` starts after the end of op ``j``. For None do nothing."""
+        """Raise an error, which begins with ``what``, unless op ``i`` starts after the end of op ``j``, or ``j`` is None."""
         if j is not None and not self.order.is_before(j, i):
             j %= len(self.order.ops)
             what = f"{what} op {j}, {self.order.ops[j]}: nothing orders op {i} after op {j}."

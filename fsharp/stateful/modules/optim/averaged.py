@@ -16,7 +16,7 @@ from fsharp.stateful.modules.te import preserving_amax_histories
 
 @contextmanager
 def using_averaged_parameters(session: Session, opt_state: Any) -> Iterator[None]:
-    """In this context a module has the averages in ``opt_state`` as its parameters. At the end it has its own ones again."""
+    """Put the averages in ``opt_state`` in place of a module's parameters in this context, and restore these at its end."""
     averages, state = _average_buffers(opt_state), session.state
     if session.is_averaged:
         raise ScheduleError("averaged(): the call is inside of another averaged().")

@@ -8,14 +8,14 @@ from fsharp.functional.comm.equal_values import exact_text
 
 
 class GroupWithoutOptions(dict[str, Any]):
-    """The parameter group of an optimizer that is an ``(init, update)`` pair. It has no options: to read one is an error."""
+    """The parameter group of an optimizer that is an ``(init, update)`` pair. Reading an option of the group is an error."""
 
     def __missing__(self, key: str) -> Any:
         raise option_error(key)
 
 
 def option_error(key: str) -> TreeError:
-    """Return the error for reading or setting an option, such as ``lr``, of an ``(init, update)`` pair: it has none there."""
+    """Return the error for reading or setting an option, such as ``lr``, in the group of an ``(init, update)`` pair."""
     return TreeError(
         f"ShardedOptimizer: param_groups[0][{key!r}]: an (init, update) pair has no options there. Pass a schedule, such as "
         f"fs.optim.adamw(fs.optim.cosine_decay_schedule(3e-4, 1000)), or set numbers of fs.optim.inject_hyperparams."

@@ -48,7 +48,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
     """An optimizer of a ShardedModule's parameters, with state that is sharded by the module's strategy.
 
     Learning rate schedulers and trainers can use it as a ``torch.optim.Optimizer``: ``param_groups`` hold the module's
-    parameters, and options set there take effect. With an ``(init, update)`` pair, it is an error to set or read one there.
+    parameters, and options set there take effect. Setting or reading options of an ``(init, update)`` pair there is an error.
 
     An optimizer class is tried on small random tensors first, to find out which inputs an update depends on:
 

@@ -24,7 +24,7 @@ _LAZY_TYPES = (types.GeneratorType, types.CoroutineType, types.AsyncGeneratorTyp
 
 @lru_cache(maxsize=1024)  # a search meets hundreds of objects of a few classes; a program may make classes without end
 def _traversal_of_class(cls: type) -> Literal["tensor", "lazy", "opaque", "open"]:
-    """Return what objects of a class are to a search: tensors, lazily computed, without tensors, or searched (``"open"``)."""
+    """Return how a search treats objects of a class: as tensors, lazy iterators, without tensors, or to be searched."""
     if issubclass(cls, torch.Tensor):
         return "tensor"
     if issubclass(cls, _LAZY_TYPES):

@@ -21,9 +21,9 @@ _CONTAINERS = frozenset({list, dict, set, tuple, deque, OrderedDict, defaultdict
 class SideOutputs:
     """Finds the tensors that modules store during a call, besides their results: a backward may begin at them, as at outputs.
 
-    They are in attributes and buffers of the modules, and in lists, dicts, sets and tuples among the arguments. Modules of
-    torch.nn and TransformerEngine are skipped: they store no tensors for the backward. Attributes of other objects, and
-    variables of hooks, are not searched.
+    Modules store such tensors in their attributes and buffers, and in lists, dicts, sets and tuples among the arguments.
+    Modules of torch.nn and TransformerEngine are skipped: they store no tensors for the backward. Attributes of other objects,
+    and variables of hooks, are not searched.
     """
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
