@@ -306,7 +306,7 @@ def _darker(colour: Colour) -> Colour:
 
 
 def _look_of(span: TimeSpan) -> Look:
-    """Return how a span is drawn: hatched if compute waits, whatever the span's op."""
+    """Return how a span is drawn: hatched if compute waits; else as its kind of op is drawn."""
     return "hatched" if span.kind == WAITING else OPS[span.kind, span.phase].look
 
 

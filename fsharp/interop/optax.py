@@ -170,7 +170,7 @@ class _ShardedTransformation:
     def _trace_transformation(
         self, params: Any, rank: int, extra: Mapping[str, Any], *, is_first: bool
     ) -> TracedTransformation:
-        """Trace the transformation for one rank's part of ``params``, without the argument ``value`` if none is taken.
+        """Trace the transformation for one rank's part of ``params``. If it takes no argument ``value``, ``value`` is left out.
 
         With ``is_first`` the extra arguments of updates are not known yet, and zeros take the place of missing ones.
         """

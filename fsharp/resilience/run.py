@@ -219,7 +219,7 @@ class Run:
                 if it has no checkpoint yet, and saves that tree among its own checkpoints.
 
         Raises:
-            RunError: ``other`` has no checkpoint.
+            RunError: ``other`` has no checkpoint; or the run is elastic, and :meth:`train` resumes it.
             AgreementError: ranks have different trees.
             TreeError: the checkpoint is of another tree.
             CheckpointError: all checkpoints are damaged.

@@ -50,7 +50,8 @@ class SetupRecording:
     def run_and_record(self, call: Callable[[], T], replay: Callable[[], Any] | None = None, *, nbytes: int = 0) -> T:
         """Return ``call()``, and record it for :meth:`replay`, unless it is inside of a recorded call.
 
-        A replay calls ``replay`` in place of ``call``, if it is given. ``nbytes``: bytes that ``replay`` keeps until then.
+        A replay calls ``replay`` in place of ``call``, if it is given. ``nbytes``: bytes that ``replay`` keeps until then. A
+        call in another thread discards the record, and so does a call too many: then nothing can be replayed.
         """
         if not self.is_recording:
             return call()

@@ -87,7 +87,7 @@ class ShardedModule(nn.Module):
 
     @uncompiled
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Release all gradients. A forward whose backward has not run yet stays valid. ``set_to_none=False`` is an error."""
+        """Release all gradients. A forward whose backward is to come stays valid. ``set_to_none=False`` is an error."""
         session_of_module(self).step.drop_gradients(set_to_none=set_to_none)
 
     def functional(self) -> tuple[Callable[..., Any], Any]:

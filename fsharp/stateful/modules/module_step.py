@@ -222,7 +222,7 @@ class ModuleStep:
         )
 
     def drop_gradients(self, *, set_to_none: bool = True) -> None:
-        """Drop the gradients, unless a backward is under way. A forward whose backward has not run yet stays valid."""
+        """Drop the gradients; during a backward this is an error. A forward whose backward has not run yet stays valid."""
         if not set_to_none:
             raise ScheduleError(
                 "zero_grad(set_to_none=False): gradients have no memory between steps, so the gradient of a parameter that the "

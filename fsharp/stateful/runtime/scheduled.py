@@ -82,7 +82,7 @@ class RecordedPrograms:
         self.num_left = 0
 
     def record_unscheduled_call(self, program: Program, compile_: Callable[[Program], Schedule | None], *, left: bool) -> None:
-        """Record the program of a call that had no schedule, or has ``left`` it. Compile the program if it is new."""
+        """Record the program of a call that had no schedule, or has ``left`` it. Compile it by the rule of this class."""
         self.pinned = None
         self.num_unscheduled_calls += 1
         self.num_left = self.num_left + 1 if left else self.num_left

@@ -256,7 +256,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     @uncompiled
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Release the gradients of all parameters of the module. A forward whose backward has not run yet stays valid."""
+        """Release all gradients. A forward whose backward is to come stays valid. ``set_to_none=False`` is an error."""
         self.session.step.drop_gradients(set_to_none=set_to_none)
 
     @api_context
