@@ -141,8 +141,7 @@ class _SquareLedger(SinkLedger):
         def add(gradient: torch.Tensor) -> None:
             squares.add_(torch.linalg.vector_norm(gradient, dim=-1, dtype=torch.float64).square())
 
-        out: torch.Tensor = _MakeHandle.apply(sink, (len(squares), unit.groups[group].size), add)
-        return out
+        return _MakeHandle.apply(sink, (len(squares), unit.groups[group].size), add)  # type: ignore[no-any-return]
 
 
 def _batch_size(leaves: list[Any]) -> int:

@@ -55,16 +55,14 @@ class SinkLedger:
         return [self._attach_handle(x.detach(), handles[g]) if g in handles else x for g, x in pairs]
 
     def _attach_handle(self, full: torch.Tensor, handle: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = _AttachHandle.apply(full, handle)
-        return out
+        return _AttachHandle.apply(full, handle)  # type: ignore[no-any-return]
 
     def _new_handle(self, sink: torch.Tensor, unit: UnitLayout, group: int, comm: Comm) -> torch.Tensor:
         source, target, residuals = unit.strategy.full.dual, unit.strategy.grads, self.residuals(unit, group)
         reduce = partial(
             reduce_partial_sums, unit=unit, group=group, source=source, target=target, comm=comm, residuals=residuals
         )
-        out: torch.Tensor = _MakeHandle.apply(sink, (unit.groups[group].size,), reduce)
-        return out
+        return _MakeHandle.apply(sink, (unit.groups[group].size,), reduce)  # type: ignore[no-any-return]
 
 
 def with_sinks(params: Any, ledger: SinkLedger | None = None) -> Any:

@@ -12,7 +12,7 @@ from fsharp.functional.comm.agree import check_on_all_ranks
 from fsharp.functional.comm.equal_values import exact_text
 from fsharp.functional.comm.protocol import Comm, Engine, reporting_format_errors
 from fsharp.functional.comm.residuals import zero_residuals
-from fsharp.functional.comm.tree_names import copy_tree_names, name_updated_units, with_new_tree_name
+from fsharp.functional.comm.tree_names import copy_tree_names, with_new_tree_name
 from fsharp.functional.encoding import add_differences, encode_at_rest, encode_differences
 from fsharp.functional.layout.sharded import (
     Sharded,
@@ -190,7 +190,8 @@ def update(tx: Any, grads: Any, state: TrainState, *, comm: Comm, donate: bool =
             new = encode_differences(new, resting, step=state.step, rank=comm.rank)
         sent = encode_at_rest(new, comm)
         fresh = units_of(sent)
-        name_updated_units(fresh, before)
+        for after, node in zip(fresh, before, strict=True):
+            after.tree_name = node.tree_name.after_update()
         if isinstance(comm, Engine):
             params, (main, opt) = comm.run_update_gather(sent, state.params, (main, opt), donate=donate)
         else:

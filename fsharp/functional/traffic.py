@@ -1,7 +1,7 @@
 """The collectives of a step and their bytes, computed from a layout before anything runs."""
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from types import MappingProxyType
 
 import torch
@@ -21,7 +21,6 @@ def step_traffic(
     *,
     microbatches: int = 1,
     release: bool = True,
-    forward_only: Collection[str] = (),
     uses: Mapping[str, int] = MappingProxyType({}),
 ) -> Counter[Call]:
     """Predict the collectives of one :func:`~fsharp.train_step` on one rank: each call, the bytes that it sends, and how often.
@@ -32,7 +31,6 @@ def step_traffic(
         layout: layout of the parameters.
         microbatches: number of microbatches of the step.
         release: argument ``release`` of :func:`~fsharp.forward`.
-        forward_only: names of frozen units through which no gradient flows, such as units before the first trainable one.
         uses: by name of a unit, how many calls of :func:`~fsharp.forward` in a microbatch use the unit, as their unit or as one
             of ``ties``. Units that are not named have one such call.
 
@@ -43,7 +41,7 @@ def step_traffic(
     for unit in layout.units:
         strategy = unit.strategy
         is_gathered = any(unit.mesh.axis_size(axis) > 1 for axis in strategy.params.sharded_axes)
-        gathers = 2 if release and is_gathered and unit.name not in forward_only else 1
+        gathers = 2 if release and is_gathered else 1
         times = microbatches * uses.get(unit.name, 1)
         for group in unit.all_groups:
             gathered = gather_calls(unit, group, strategy.params, strategy.full)

@@ -36,7 +36,7 @@ from fsharp.inspect.fitting import (
 )
 from fsharp.inspect.hardware_json import fields_from_json, fields_to_json
 from fsharp.inspect.links import Link, PerLink, scaled_by_link, value_of_link
-from fsharp.inspect.presets import ADAM_NBYTES, EFFICIENCY, GPUS, NETWORK_LATENCY_S, NVLINK_LATENCY_S
+from fsharp.inspect.presets import ADAM_NBYTES, EFFICIENCY, GPUS, NETWORK_LATENCY_S, NVLINK_LATENCY_S, RANKS_OF_A_HOST
 from fsharp.stateful.schedule.ops import STATE, STREAMS, Stream
 from fsharp.stateful.schedule.program import UnitFacts
 from fsharp.stateful.schedule.schedule import Op, Schedule, bucket_ranges, sent_nbytes_by_axis
@@ -181,7 +181,7 @@ class Hardware:
         links = [
             (within, gpu.nvlink, NVLINK_LATENCY_S),
             (across, gpu.network, NETWORK_LATENCY_S),
-            (spanning, min(gpu.nvlink, gpu.network * gpu.per_host), NETWORK_LATENCY_S),
+            (spanning, min(gpu.nvlink, gpu.network * RANKS_OF_A_HOST), NETWORK_LATENCY_S),
         ]
         return cls(
             compute={unit: (seconds, (3 if recompute else 2) * seconds) for unit, seconds in forward.items()},

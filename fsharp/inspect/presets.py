@@ -24,6 +24,8 @@ NVLINK_LATENCY_S, NETWORK_LATENCY_S = 2e-5, 4e-5
 """Assumed seconds of a collective that do not depend on its bytes: between the GPUs of one host, and between hosts."""
 EFFICIENCY = 0.4
 """Assumed part, from 0 to 1, of the peak FLOP/s that a model reaches while it computes."""
+RANKS_OF_A_HOST = 8
+"""Assumed number of GPUs of a host, each of them a rank."""
 ADAM_NBYTES = 28
 """Bytes that a step of Adam reads and writes for each parameter: float32 parameter, two averages (both ways) and gradient."""
 
@@ -37,7 +39,6 @@ class GPU(NamedTuple):
         nvlink: bytes per second to other GPUs of the host, one way.
         network: bytes per second of the GPU's own link to other hosts, one way.
         pcie: bytes per second between host memory and the GPU, one way.
-        per_host: number of GPUs of a host.
     """
 
     flops: float
@@ -45,7 +46,6 @@ class GPU(NamedTuple):
     nvlink: float
     network: float
     pcie: float
-    per_host: int = 8
 
 
 GPUS = {
@@ -57,10 +57,10 @@ GPUS = {
 """GPUs by name. [Note: data sheets] has the source of each number."""
 
 
-def axes_by_link(mesh: Mesh, per_host: int = 8) -> dict[str, Any]:
+def axes_by_link(mesh: Mesh) -> dict[str, Any]:
     """Return the axes of a mesh by the links that they use, as options of :meth:`~fsharp.inspect.Hardware.preset`.
 
-    Every ``per_host`` consecutive ranks share a host.
+    Every :data:`RANKS_OF_A_HOST` consecutive ranks share a host.
 
     >>> axes_by_link(Mesh({"a": 3, "b": 4, "c": 4}))
     {'within': ['c'], 'across': ['a'], 'spanning': ['b']}
@@ -68,6 +68,7 @@ def axes_by_link(mesh: Mesh, per_host: int = 8) -> dict[str, Any]:
     links: dict[str, list[str]] = {"within": [], "across": [], "spanning": []}
     inner = 1
     for axis, size in reversed(mesh.axes):
-        links["within" if inner * size <= per_host else "across" if inner >= per_host else "spanning"].append(axis)
+        kind = "within" if inner * size <= RANKS_OF_A_HOST else "across" if inner >= RANKS_OF_A_HOST else "spanning"
+        links[kind].append(axis)
         inner *= size
     return links

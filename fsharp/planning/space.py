@@ -16,6 +16,7 @@ from fsharp.functional.layout.plan import plan
 from fsharp.functional.layout.precision import Precision, Precisions
 from fsharp.functional.make_functional import parameter_tree
 from fsharp.functional.tree.paths import Patterns, flatten_with_paths, innermost_prefix, matches, parent_by_path
+from fsharp.inspect.presets import RANKS_OF_A_HOST
 
 Strategies = Mapping[str, Strategy | Callable[..., Strategy]]
 """Strategies by name; or functions that return the strategy for the axes of a mesh, such as :func:`~fsharp.zero3`."""
@@ -26,7 +27,6 @@ HYBRID_STRATEGIES: Mapping[str, Callable[..., Strategy]] = {"hsdp": hsdp, "hfsdp
 UnitPatterns = str | Sequence[str] | None
 CostKey = tuple[str, str]
 """The name of a choice of units, and the name of a format: layouts with equal names have equal costs of units."""
-RANKS_OF_A_HOST = 8
 MOST_UNITS = 200
 """Most parts of repeated layers that are tried as units."""
 

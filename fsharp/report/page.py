@@ -11,7 +11,6 @@ from fsharp.report.reading import RunLog, read_log
 from fsharp.report.step import html_page
 from fsharp.stateful.schedule.ops import STREAMS
 from fsharp.stateful.timing.timeline import WAITING
-from fsharp.tracebacks import api_boundary
 from fsharp.type_checks import options_checked
 
 SECTIONS = ("summary", "values", "step", "compared", "layout", "ranks", "events", "environment")
@@ -24,7 +23,6 @@ MAX_EVENTS = 1000
 """Most events in the page's list, which has the newest."""
 
 
-@api_boundary
 @options_checked
 def report(run_dir: str | os.PathLike[str], path: str | os.PathLike[str] | None = None) -> str:
     """Write one HTML file about a run, and return its path. The file needs no network and no other file.

@@ -15,7 +15,6 @@ from fsharp.report.values import timeline_rows
 from fsharp.stateful.schedule.ops import STREAMS
 from fsharp.stateful.schedule.schedule import Schedule
 from fsharp.stateful.timing.timeline import WAITING, Timeline
-from fsharp.tracebacks import api_boundary
 from fsharp.type_checks import options_checked, short_repr
 
 MAX_OPS = 2000
@@ -23,7 +22,6 @@ MAX_OPS = 2000
 _WHERE = "step_page()"
 
 
-@api_boundary
 @options_checked
 def step_page(
     steps: Schedule | Timeline | Mapping[str, Schedule | Timeline], *, hardware: Hardware | None = None, title: str = "A step"

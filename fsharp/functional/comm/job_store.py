@@ -252,8 +252,7 @@ def new_group_of(ranks: Sequence[int], limit_s: float, device: torch.device, *, 
     if gloo is None:  # torch names a group by its ranks and by the number of groups of this rank
         while len(_world.pg_names) < most:
             dist.new_group([mine], use_local_synchronization=True)
-        made: dist.ProcessGroup = dist.new_group(list(ranks), timeout=limit, use_local_synchronization=True)
-        return made
+        return dist.new_group(list(ranks), timeout=limit, use_local_synchronization=True)  # type: ignore[no-any-return]
     group = dist.ProcessGroup(store, ranks.index(mine), len(ranks))
     for kind in dict.fromkeys(("cpu", device.type)):
         group._register_backend(torch.device(kind), dist.ProcessGroup.BackendType.GLOO, gloo)

@@ -58,12 +58,6 @@ def with_new_tree_name(tree: Any, comm: Comm) -> Any:
     return tree
 
 
-def name_updated_units(new: Iterable[Sharded], old: Iterable[Sharded]) -> None:
-    """Name the nodes ``new`` in place. An update has made each of them from the node of ``old`` at the same position."""
-    for after, before in zip(new, old, strict=True):
-        after.tree_name = before.tree_name.after_update()
-
-
 def copy_tree_names(new: Iterable[Sharded], old: Iterable[Sharded]) -> None:
     """Give each node of ``new`` the tree name of the node of ``old`` at the same position."""
     for after, before in zip(new, old, strict=True):

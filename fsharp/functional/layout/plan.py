@@ -136,11 +136,12 @@ def _unit_layout(
     groups, offsets = [], {}
     for dtypes, trainable, label in keys:
         mine = [(path, t) for path, t in stored if rules[path][:3] == (dtypes, trainable, label)]
-        sizes = tuple(t.numel() for _, t in mine)
-        atoms = [rules[path][3].size(tuple(t.shape)) for path, t in mine]
-        packing = pack(*_aligned_sizes_and_atoms(sizes, atoms, dtypes.stored_format.leaf_alignment), num_parts, dtypes.block)
+        step = dtypes.stored_format.leaf_alignment  # leaves begin, and are cut, at multiples of this number of elements
+        sizes = tuple(-(-t.numel() // step) * step for _, t in mine)
+        atoms = [math.lcm(rules[path][3].size(tuple(t.shape)), step) for path, t in mine]
+        packing = pack(sizes, tuple(map(min, atoms, sizes)), num_parts, dtypes.block)
         offsets.update({path: offset for (path, _), offset in zip(mine, packing.offsets)})
-        groups.append(Group(dtypes, trainable, label, num_parts, packing.capacity, sum(sizes)))
+        groups.append(Group(dtypes, trainable, label, num_parts, packing.capacity, sum(t.numel() for _, t in mine)))
     leaves = []
     for path, tensor in members:
         owner = ties.get(path)
@@ -156,12 +157,6 @@ def _unit_layout(
             )
         )
     return UnitLayout(name, mesh, strategy, tuple(leaves), tuple(groups), optree.tree_structure(subtree))
-
-
-def _aligned_sizes_and_atoms(sizes: Sequence[int], atoms: Sequence[int], step: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return sizes and atoms of leaves that begin, and are cut, at multiples of ``step`` elements."""
-    sizes = [-(-size // step) * step for size in sizes]
-    return tuple(sizes), tuple([min(math.lcm(atom, step), size) for atom, size in zip(atoms, sizes, strict=True)])
 
 
 def _precision_by_path(precision: Precisions, paths: Sequence[str]) -> dict[str, Precision]:

@@ -13,7 +13,7 @@ from fsharp.functional.formats.format import dtype_name
 from fsharp.functional.layout.placement import Place
 from fsharp.functional.layout.unit_layout import UnitLayout
 from fsharp.functional.tree.tree_name import UNNAMED_TREE, TreeName
-from fsharp.tracebacks import api_boundary, hide_frames
+from fsharp.tracebacks import api_boundary
 
 PlaceName = str | Place
 """``"params"``, ``"grads"``, ``"optim"``, ``"full"``, or a :class:`Place` of the unit's strategy."""
@@ -340,13 +340,10 @@ is_sharded: Callable[[Any], bool] = Sharded.__instancecheck__
 """Return whether a node of a tree is a :class:`Sharded`. As fast as ``isinstance``, as it is called for every node."""
 
 
+@api_boundary
 def units_of(tree: Any) -> list[Sharded]:
     """Return a list of all :class:`Sharded` nodes in a tree, in tree order."""
-    try:
-        return [leaf for leaf in optree.tree_leaves(tree, is_leaf=is_sharded) if is_sharded(leaf)]
-    except Exception as error:
-        hide_frames(error)
-        raise
+    return [leaf for leaf in optree.tree_leaves(tree, is_leaf=is_sharded) if is_sharded(leaf)]
 
 
 def units_by_name(tree: Any) -> dict[str, Sharded]:
@@ -371,13 +368,10 @@ def mark_donated(nodes: Iterable[Sharded], new: Iterable[Sharded] = ()) -> None:
         node.is_donated = id(node) not in kept
 
 
+@api_boundary
 def map_units(fn: Callable[..., Any], tree: Any, *rest: Any) -> Any:
     """Return ``tree`` with ``fn(node, *others)`` for each :class:`Sharded`; ``others``: the nodes in its place in ``rest``."""
-    try:
-        return optree.tree_map(fn, tree, *rest, is_leaf=is_sharded)
-    except Exception as error:
-        hide_frames(error)
-        raise
+    return optree.tree_map(fn, tree, *rest, is_leaf=is_sharded)
 
 
 def resolve_place(unit: UnitLayout, place: PlaceName) -> Place:

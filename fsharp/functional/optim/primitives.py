@@ -53,16 +53,12 @@ def scale_by_schedule(step_size_fn: Callable[[int], float]) -> Transform:
 
 
 @options_checked
-def scale_by_learning_rate(learning_rate: ScalarOrSchedule, *, flip_sign: bool = True) -> Transform:
-    """Return a transformation that multiplies updates by ``-learning_rate``, a number or a schedule.
-
-    With ``flip_sign=False`` the factor is ``learning_rate``.
-    """
-    sign = -1 if flip_sign else 1
+def scale_by_learning_rate(learning_rate: ScalarOrSchedule) -> Transform:
+    """Return a transformation that multiplies updates by ``-learning_rate``, a number or a schedule."""
     if not callable(learning_rate):
-        return scale(sign * learning_rate)
-    tx = scale_by_schedule(lambda count: sign * learning_rate(count))
-    config = {"scale_by_learning_rate": exact_texts(learning_rate=learning_rate, flip_sign=flip_sign)}
+        return scale(-learning_rate)
+    tx = scale_by_schedule(lambda count: -learning_rate(count))
+    config = {"scale_by_learning_rate": exact_texts(learning_rate=learning_rate)}
     return replace(tx, config=config)
 
 

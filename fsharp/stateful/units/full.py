@@ -10,7 +10,7 @@ another version counter.
 from collections.abc import Mapping, Sequence
 from functools import cache
 from operator import attrgetter
-from typing import Any, NamedTuple
+from typing import Any
 
 import optree
 import torch
@@ -21,12 +21,8 @@ from fsharp.functional.layout.runs import padding_in_run
 from fsharp.functional.layout.unit_layout import Leaf, UnitLayout
 from fsharp.stateful.units.handed_out import HandedOutLeaf
 
-
-class LeavesAndPadding(NamedTuple):
-    """Leaves as views of flat buffers, and views of the padding: runs of the buffers that belong to no leaf."""
-
-    leaves: list[torch.Tensor]
-    padding: list[torch.Tensor]
+LeavesAndPadding = tuple[list[torch.Tensor], list[torch.Tensor]]
+"""Leaves as views of flat buffers, and views of the padding: runs of the buffers that belong to no leaf."""
 
 
 class LeafTable:
@@ -71,10 +67,10 @@ class LeafTable:
                 )
         return [flats[leaf.group][leaf.offset : leaf.offset + leaf.numel].view(leaf.shape) for leaf in leaves]
 
-    def trained_leaves(self, flats: Mapping[int, torch.Tensor]) -> "LeavesAndPadding":
+    def trained_leaves(self, flats: Mapping[int, torch.Tensor]) -> LeavesAndPadding:
         """Return views of the trained leaves, and of the padding, in ``flats``: full flat buffers by group."""
         padding = [flat[gap] for group, flat in flats.items() for gap in padding_in_run(self.unit, group, 0, len(flat))]
-        return LeavesAndPadding(self.leaf_views(flats, [self.stored[i] for i in self.trainable]), padding)
+        return self.leaf_views(flats, [self.stored[i] for i in self.trainable]), padding
 
 
 StoredLeaves = tuple[LeafTable, Sequence[torch.Tensor]]

@@ -5,7 +5,7 @@ update. On a CPU, too, tensors that rest in host memory are :class:`OffloadedBuf
 """
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -59,13 +59,6 @@ class HostCopies:
             self.lanes.synchronize_op(self._began)
 
 
-class MovedState(NamedTuple):
-    """A state in new memory, and by unit the :class:`HostCopies` that fill the memory."""
-
-    tree: Any
-    copies: Mapping[str, HostCopies]
-
-
 class StateOffload:
     """Moves state to the device before an update, and back to host memory after it. Each tensor is copied once.
 
@@ -79,7 +72,7 @@ class StateOffload:
         self._keys, self._grads, self._lanes, self._device, self._donate = keys, grads, lanes, device, donate
         self._spare: dict[tuple[torch.Size, torch.dtype], list[torch.Tensor]] = {}
 
-    def move_state(self, tree: Any, params: Any, *, to_host: bool) -> "MovedState":
+    def move_state(self, tree: Any, params: Any, *, to_host: bool) -> tuple[Any, dict[str, HostCopies]]:
         """Return the state ``tree`` in memory of the device, or of the host, and the copies that fill this memory.
 
         Tensors that share memory with gradients, or with ``params`` (after an update the new parameters), are not copied, as a
@@ -110,7 +103,7 @@ class StateOffload:
             held = OffloadedBuffers(buffers, moves[self._keys[node.name]]) if to_host else buffers
             return node.with_buffers(held, reduction=node.reduction)
 
-        return MovedState(map_units(one, tree), moves)
+        return map_units(one, tree), moves
 
     def _device_memory_for(self, x: torch.Tensor, *, is_offloaded: bool) -> torch.Tensor:
         """Return memory on the device for a copy of ``x``; ``x`` itself if it is there already."""

@@ -79,5 +79,4 @@ class GradScaler(torch.amp.GradScaler):
         if found:
             optimizer.session.step.drop_gradients_as_used()
             return None
-        result: float | None = optimizer.step(*args, **kwargs)
-        return result
+        return optimizer.step(*args, **kwargs)  # type: ignore[no-any-return]
