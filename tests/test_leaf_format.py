@@ -185,3 +185,22 @@ def test_a_reshard_to_other_ranks_is_refused_before_anything_moves(comm, donate)
     with pytest.raises(fs.errors.LayoutError, match="to other ranks go by a checkpoint"):
         fs.reshard(state, layouts[1], comm=comm, donate=donate)
     torch.testing.assert_close(fs.full_tree(state.params, comm=comm)["x"], params["x"], rtol=1e-4, atol=0)
+
+
+@pytest.mark.parametrize("form", BUILT_IN, ids=str)
+def test_a_state_of_later_ranks_is_resharded_to_all(form):
+    """The numbers of ranks in the old mesh are not those in the Comm: here ranks 1 and 2 are its ranks 0 and 1."""
+    x, precision = torch.randn(5, 8, generator=torch.Generator().manual_seed(0)), fs.Precision(stored=form)
+    old, new = (fs.plan({"x": x}, fs.Mesh({"dp": n}), fs.zero3("dp"), precision=precision) for n in (2, 3))
+
+    def make(comm):
+        state = fs.init_state(fs.optim.sgd(0.1), fs.shard({"x": x}, old, comm, place="optim"), comm=comm)
+        return state, fs.full_tree(state.params, comm=comm)["x"].clone()
+
+    made = simulate(old.mesh, make)
+
+    def move(comm):
+        moved = fs.reshard(made[comm.rank - 1][0] if comm.rank else None, new, comm=comm)
+        return fs.full_tree(moved.params, comm=comm)["x"].clone()
+
+    assert all(torch.equal(found, made[0][1]) for found in simulate(new.mesh, move))

@@ -85,7 +85,8 @@ def reshard(
     """
     where = "reshard()"
     has_tree = [flag == b"\1" for flag in all_gather_fixed_size(b"\0" if tree is None else b"\1", comm)]
-    given, tree = tree, check_on_all_ranks(where, comm, lambda: decode_tree(_with_residuals(tree, None), comm.rank))
+    rank_of_old = sum(has_tree[: comm.rank])  # the ranks with a tree form the old mesh, in rising order
+    given, tree = tree, check_on_all_ranks(where, comm, lambda: decode_tree(_with_residuals(tree, None), rank_of_old))
     if any(has_tree) and not all(has_tree):
         tree = _share_outline(tree, has_tree, comm)
 
