@@ -204,3 +204,14 @@ def test_a_state_of_later_ranks_is_resharded_to_all(form):
         return fs.full_tree(moved.params, comm=comm)["x"].clone()
 
     assert all(torch.equal(found, made[0][1]) for found in simulate(new.mesh, move))
+
+
+@pytest.mark.parametrize("form", BUILT_IN, ids=str)
+@on_ranks(fs.Mesh({"dp": 2}))
+def test_a_unit_with_empty_leaves_alone(comm, form):
+    params = {"empty": {"x": torch.ones(0, 3)}, "full": {"x": torch.ones(4, 8)}}
+    layout = fs.plan(params, comm.mesh, fs.zero3("dp"), units="*", precision=fs.Precision(stored=form))
+    state = fs.init_state(fs.optim.sgd(0.1), fs.shard(params, layout, comm, place="optim"), comm=comm)
+    whole = fs.full_tree(state.params, comm=comm)
+    assert whole["empty"]["x"].shape == (0, 3)
+    torch.testing.assert_close(whole["full"]["x"], params["full"]["x"], rtol=0.21, atol=0)

@@ -269,6 +269,7 @@ class UnitLayout:
         assert form.leaves is not None
         rows = [*stored.view(-1, form.size(capacity))] if stored.numel() else [stored]
         parts = [form.planes_of(row, capacity if len(row) else 0) for row in rows]
+        step = capacity or 1  # there is no capacity if all leaves are empty
         spans = {span.leaf.path: span for span in self.leaf_spans(group, place, rank)}
         end = 0
         for leaf in self.leaves_of_group(group):
@@ -276,9 +277,9 @@ class UnitLayout:
             end = begin + align_nbytes(size)
             about = self.path_in_tree(leaf), leaf.shape, self.groups[group].dtypes.compute
             span = spans.get(leaf.path, Span(leaf, 0, 0, 0, 0))
-            for start in (span.start, *range((span.start // capacity + 1) * capacity, span.stop, capacity)):
-                part, low = divmod(start, capacity)
-                stop = min(span.stop, start - low + capacity)
+            for start in (span.start, *range((span.start // step + 1) * step, span.stop, step)):
+                part, low = divmod(start, step)
+                stop = min(span.stop, start - low + step)
                 where = [form.plane_slice(plane, low, low + stop - start) for plane in form.planes]
                 held = tuple([plane[each] for plane, each in zip(parts[part], where, strict=True)])
                 first = span.first + start - span.start
