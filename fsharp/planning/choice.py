@@ -12,7 +12,6 @@ from fsharp.errors import OptionError, ScheduleError, problem
 from fsharp.functional.layout.layout import Layout
 from fsharp.functional.layout.text import align_columns, nbytes_text, table_html
 from fsharp.functional.layout.unit_layout import UnitLayout
-from fsharp.functional.traffic import reduce_calls
 from fsharp.inspect.drawing import draw
 from fsharp.inspect.estimate import Hardware, predict
 from fsharp.planning.plan_step import Use, plan_step
@@ -142,17 +141,7 @@ def final_gradient_nbytes(layout: Layout) -> int:
     return sum(
         unit.local_size(i, unit.strategy.optim) * unit.groups[i].dtypes.accumulate.itemsize
         for unit in layout.units
-        if not _sums_gradients_in_place(unit)
-        for i in unit.trainable_groups
-    )
-
-
-def _sums_gradients_in_place(unit: UnitLayout) -> bool:
-    """Return whether a train step writes sums at the optimizer's place to the memory of gradients at rest."""
-    rest, optim = unit.strategy.grads, unit.strategy.optim
-    return all(
-        unit.local_size(i, rest) == unit.local_size(i, optim)
-        and all(call.op == "all_reduce" for call in reduce_calls(unit, i, rest, optim))  # others send rounded summands
+        if any(unit.local_size(i, unit.strategy.grads) != unit.local_size(i, unit.strategy.optim) for i in unit.trainable_groups)
         for i in unit.trainable_groups
     )
 

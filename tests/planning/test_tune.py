@@ -315,8 +315,8 @@ def square_layers(params, x, comm):
 
 def test_predicted_memory_is_what_is_alive_after_a_step():
     """Arena and gradients stay until the next step, activations do not."""
-    rounding = fs.Precision(wire=torch.bfloat16)  # sums of rounded gradients have memory of their own
-    cases = [*((name, keep, fs.Precision()) for name in NAMES for keep in (False, True)), ("ddp", False, rounding)]
+    cases = [*((name, keep, fs.Precision()) for name in NAMES for keep in (False, True))]
+    cases += [("ddp", False, fs.Precision(wire=wire)) for wire in (torch.bfloat16, fs.formats.mxint8)]
     shapes, tx = {"layers": [torch.empty(512, 512, device="meta") for _ in range(4)]}, fs.optim.adamw(1e-2)
 
     def layout_and_policy(name, keep, precision):

@@ -44,6 +44,7 @@ class UnitGradient:
         route: collectives and sizes of buffers, which are equal in every step.
         rest: the buffers in which the gradient rests between microbatches.
         final: the buffers of the sums at the optimizer's place; None if the sums take the memory of the gradient at rest.
+        earlier_sums: sums of an earlier reduction of this step, to add to the sums of the next one; often empty.
         num_added: number of microbatches whose gradients were added at rest.
         reached: a bit for each leaf: whether a backward of this step has reached the leaf on this rank.
         block: the memory in which this microbatch's gradient is collected; None if it is added to the gradient at rest.
@@ -56,6 +57,7 @@ class UnitGradient:
         sizes = self.route.buffer_sizes(unit.strategy.optim)
         self._own_final = self.final = RestingGradient(sizes, device) if self.route.has_final_reduction else None
         self.phase = GradientPhase.NONE
+        self.earlier_sums: list[torch.Tensor] = []
         self.num_added = self.reached = 0
         self.block: OutgoingBlock | None = None
         self._arena_rest: RestingGradient | None = None
@@ -95,6 +97,7 @@ class UnitGradient:
             _ = self.final.tensors  # allocated from the memory pool of the compute stream
         self.phase, self.block = GradientPhase.NONE, None
         self.num_added = self.reached = 0
+        self.earlier_sums.clear()
         self._works.clear()
 
     def open_memory(self) -> None:
@@ -262,13 +265,14 @@ class UnitGradient:
     def resume_accumulation(self, factor: int) -> None:
         """Let another backward pass of this step add to the gradient, after the mean gradients were handed out.
 
-        A sum that took the memory of the gradient at rest is multiplied by ``factor``, by which the mean was divided. If the
-        next reduction adds over ranks again, the sum stays on the first of these ranks, and the others begin with zeros.
+        Sums that took the memory of the gradient at rest are multiplied by ``factor``, by which the mean was divided. If the
+        next reduction adds over ranks, the sums wait for it in memory of their own, and the gradient at rest begins with zeros.
         """
         self.wait()
         if self.final is None:
             torch._foreach_mul_(self.rest.tensors, factor)
-            if not self.route.is_on_first_rank:
+            if self.route.has_final_reduction:
+                self.earlier_sums = [buffer.clone() for buffer in self.rest.tensors]
                 torch._foreach_zero_(self.rest.tensors)
         if self.phase is GradientPhase.FINISHED:
             self._enter_phase(GradientPhase.RESTING)
@@ -304,6 +308,9 @@ class UnitGradient:
         """Wait for the reductions to the optimizer's place. The memory of their inputs is then free."""
         for _ in self.route.final_chains:
             self._works.pop(0).wait()
+        if self.earlier_sums:
+            torch._foreach_add_(self.rest.tensors, self.earlier_sums)
+            self.earlier_sums = []
         self._enter_phase(GradientPhase.FINISHED)
 
     def defer_reduction_end(self, end: Callable[[], None]) -> None:

@@ -45,7 +45,7 @@ class GradientRoute:
         leaves: leaves with a gradient, in tree order.
         has_reduction: whether the gradient is reduced after each microbatch.
         has_final_reduction: whether the gradient is reduced once a step, from the place of gradients to the optimizer's place.
-        can_sum_in_place: whether this reduction can write sums over its summands: by all_reduces, without a cast before.
+        can_sum_in_place: whether this reduction can write sums to the memory of their summands, as both have equal sizes.
     """
 
     def __init__(self, unit: UnitLayout, transport: Transport, device: torch.device, *, trivial: bool = False) -> None:
@@ -63,14 +63,7 @@ class GradientRoute:
         ]
         self.has_reduction = bool(each) and any(chain.size for chain in self.chains)
         self.has_final_reduction = bool(once) and any(chain.size for chain in self.final_chains)
-        stages = [(stage, chain) for chain in self.final_chains for stage in chain.stages]
-        self.can_sum_in_place = all(stage.op == "all_reduce" and not chain.casts_first for stage, chain in stages)
-
-    @property
-    def is_on_first_rank(self) -> bool:
-        """Whether this rank is the first of those whose gradients the final reduction adds."""
-        stages = [(chain.transport.comm.rank, stage.axis) for chain in self.final_chains for stage in chain.stages]
-        return not any(self.unit.mesh.coord(axis, rank) for rank, axis in stages)
+        self.can_sum_in_place = self.buffer_sizes(rest) == self.buffer_sizes(end)
 
     def buffer_sizes(self, place: Place) -> FlatSizes:
         """Return ``(number of elements, dtype)`` of each group's gradient in ``place``."""

@@ -95,6 +95,22 @@ def test_an_infinite_gradient_stays_infinite_in_later_backwards(comm, strategy):
     assert torch.equal(values(model)["weight"], torch.tensor([-math.inf, -4.0, -6.0]).expand(4, 3))
 
 
+@pytest.mark.parametrize("wire", [torch.bfloat16, fs.formats.mxint8], ids=str)
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@on_ranks(mesh_of)
+def test_sums_are_not_rounded_again_by_later_backwards(comm, strategy, wire):
+    """The wire holds the gradients of two ranks, 1 and 256, but not their sum. Gradients of later backwards are zero."""
+    model = modules.seeded(lambda: nn.Linear(1, 1, bias=False))
+    nn.init.zeros_(model.weight)
+    precision, last = fs.Precision(wire=wire), comm.mesh.size - 1
+    model = fs.shard_module(model, mesh=comm, strategy=STRATEGIES[strategy][1], precision=precision)
+    optimizer = fs.ShardedOptimizer(model.parameters(), torch.optim.SGD, lr=1.0)
+    for x in ({0: 1.0, last: 256.0}.get(comm.rank, 0.0), 0.0, 0.0):
+        model(torch.tensor([x])).sum().backward()
+    optimizer.step()
+    assert values(model)["weight"].item() == -257 / comm.mesh.size
+
+
 @every(8, optimizer=OPTIMIZERS, plan=PLANS, strategy=("ddp", "zero2", "zero3", "hfsdp"))
 def test_parameters_without_a_gradient_are_left_alone(strategy, plan, optimizer):
     """Neither decay nor momentum moves them, and their steps are not counted; as in torch."""
