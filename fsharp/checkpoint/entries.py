@@ -96,6 +96,10 @@ class TensorEntry:
         """Number of elements of the whole tensor."""
         return math.prod(self.shape)
 
+    def release(self) -> None:
+        """Release the memory of this rank's elements."""
+        self.local = torch.empty(0, dtype=self.dtype, device="cpu")
+
     def range_written_by(self, rank: int) -> tuple[int, int]:
         """Return the range ``(first, last)`` of elements that ``rank`` writes. Ranks with equal elements divide the writing."""
         piece = self.piece(rank)
@@ -133,8 +137,8 @@ class TreeContents:
 
     def release(self) -> None:
         """Release the memory of all tensors, once it is no longer needed; names, shapes and dtypes stay."""
-        none = torch.empty(0, device="cpu")
-        self.entries = {name: replace(entry, local=none) for name, entry in self.entries.items()}
+        for entry in self.entries.values():
+            entry.release()
 
 
 def contents_of(where: str, tree: Any, comm: Comm) -> TreeContents:

@@ -87,8 +87,9 @@ def load(
         rename: function from a name in ``like`` to the name in the checkpoint, below ``subtree``:
             ``lambda name: f"model.{name}"``.
         ignore: patterns of names in the checkpoint, below ``subtree``, to treat as missing. Each pattern has to match a name.
-        cast: convert values whose dtype differs; if False, another dtype is an error. Three casts are always errors: fractions
-            to integers, complex numbers to real ones, and integers to an integer dtype with a smaller range.
+        cast: convert values whose dtype differs; if False, another dtype is an error. Four casts are always errors: fractions
+            to integers, complex numbers to real ones, integers to an integer dtype with a smaller range, and finite values that
+            would be infinite.
         strict: False keeps the values in ``like`` for leaves that the checkpoint lacks, and skips names that only the
             checkpoint has. A warning lists both. Different shapes and dtypes are still errors, and so is a checkpoint without
             any leaf of ``like``.
@@ -103,8 +104,8 @@ def load(
         CheckpointError: there is no checkpoint; the given one is incomplete or damaged; or all checkpoints under the root are,
             and then none is renamed. The message names the file and the tensors. Or the checkpoint has different values
             for two tied leaves of ``like``, which the message names. All ranks raise.
-        TreeError: names, shapes or dtypes differ between tree and checkpoint. A tied leaf needs a value under one of its names.
-            All ranks raise.
+        TreeError: names, shapes or dtypes differ between tree and checkpoint; or ``cast`` would make a finite value infinite. A
+            tied leaf needs a value under one of its names. All ranks raise.
         PatternError: a pattern of ``ignore`` matches nothing.
         AgreementError: ranks have different arguments, or another rank has failed.
 

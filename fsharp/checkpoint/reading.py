@@ -20,7 +20,7 @@ from fsharp.checkpoint.shard_file import (
     parse_header,
 )
 from fsharp.checkpoint.storage import Readable, storage_of
-from fsharp.errors import CheckpointError
+from fsharp.errors import CheckpointError, TreeError
 
 BUFFER_NBYTES = 4 << 20  # the default: bytes stay in the processor's cache while they are compared and copied
 
@@ -35,12 +35,13 @@ class NeededElements(NamedTuple):
 
 
 class FileRange(NamedTuple):
-    """Elements next to each other in a file: ``begin`` and ``end`` in bytes after the header, dtype, and target tensor."""
+    """Elements of tensor ``name``, next to each other in a file: ``begin`` and ``end`` in bytes after the header, and dtype."""
 
     begin: int
     end: int
     dtype: torch.dtype
     target: torch.Tensor
+    name: str
 
 
 class CoalescedRead(NamedTuple):
@@ -141,7 +142,7 @@ class ShardFileReader:
         for chunk, part in parts:
             dtype = manifest.tensors[part.name].dtype
             begin = self.chunk_begin(part.name, dtype, chunk) + (part.first - chunk.first) * dtype.itemsize
-            found.append(FileRange(begin, begin + (part.last - part.first) * dtype.itemsize, dtype, part.target))
+            found.append(FileRange(begin, begin + (part.last - part.first) * dtype.itemsize, dtype, part.target, part.name))
         return sorted(found, key=lambda file_range: file_range.begin)
 
     def _read_bytes(self, start: int, size: int) -> bytes:
@@ -176,7 +177,10 @@ class ShardFileReader:
         return found
 
     def fill_targets(self, read: CoalescedRead, buffer: torch.Tensor) -> None:
-        """Fill the targets of ``read`` from ``buffer``, its bytes. Raises CheckpointError if a digest differs."""
+        """Fill the targets of ``read`` from ``buffer``, its bytes. Raises CheckpointError if a digest differs.
+
+        TreeError if a finite value is infinite in the dtype of its target.
+        """
         start = read.start - self._data
         if self._table and (wrong := self._damaged_block_starts(start, bytes_of(buffer))):
             raise CheckpointError(self.damage_text(wrong))
@@ -185,7 +189,10 @@ class ShardFileReader:
             if data.storage_offset() % file_range.dtype.itemsize:
                 data = data.clone()  # in a file of another library elements may begin at any byte
             first, last = ((x - file_range.begin) // file_range.dtype.itemsize for x in (begin, stop))
-            file_range.target[first:last].copy_(data.view(file_range.dtype))
+            target, values = file_range.target, data.view(file_range.dtype)
+            if target.dtype != values.dtype:
+                values = _cast(values, target.dtype, file_range.name)
+            target[first:last].copy_(values)
 
     def _damaged_block_starts(self, start: int, view: memoryview) -> list[int]:
         """Return the first byte of each block whose digest differs from the table. ``view``: blocks from byte ``start`` on."""
@@ -217,6 +224,19 @@ class ShardFileReader:
             self._storage.read(self.path, self._data + start, view)
             wrong += self._damaged_block_starts(start, view)
         return wrong
+
+
+def _cast(values: torch.Tensor, dtype: torch.dtype, name: str) -> torch.Tensor:
+    """Return ``values`` of tensor ``name`` in another dtype. TreeError if a finite value becomes infinite."""
+    result = values.to(dtype)
+    if (lost := result.isinf()).any():
+        lost &= ~values.to(torch.complex128 if values.is_complex() else torch.float64).isinf()
+        if lost.any():
+            raise TreeError(
+                f"load(): {name!r:.200} has {values[lost][0].item()!r} as {values.dtype}, which is infinite as {dtype}. "
+                "Load the tensor in a dtype with a larger range."
+            )
+    return result
 
 
 def digest_table_nbytes(size: int) -> int:

@@ -11,7 +11,6 @@ from typing import Any
 from fsharp.errors import OptionError, ScheduleError, problem
 from fsharp.functional.layout.layout import Layout
 from fsharp.functional.layout.text import align_columns, nbytes_text, table_html
-from fsharp.functional.layout.unit_layout import UnitLayout
 from fsharp.inspect.drawing import draw
 from fsharp.inspect.estimate import Hardware, predict
 from fsharp.planning.plan_step import Use, plan_step
@@ -141,7 +140,9 @@ def final_gradient_nbytes(layout: Layout) -> int:
     return sum(
         unit.local_size(i, unit.strategy.optim) * unit.groups[i].dtypes.accumulate.itemsize
         for unit in layout.units
-        if any(unit.local_size(i, unit.strategy.grads) != unit.local_size(i, unit.strategy.optim) for i in unit.trainable_groups)
+        if any(
+            unit.local_size(i, unit.strategy.grads) != unit.local_size(i, unit.strategy.optim) for i in unit.trainable_groups
+        )
         for i in unit.trainable_groups
     )
 

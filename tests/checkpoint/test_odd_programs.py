@@ -2,6 +2,7 @@
 
 import enum
 import logging
+import re
 
 import optree
 import pytest
@@ -227,6 +228,42 @@ def test_an_integer_is_cast_to_a_dtype_that_holds_all_values_of_its_own(tmp_path
     else:
         with pytest.raises(fs.errors.TreeError, match="in the checkpoint; expected"):
             load(tmp_path, like, cast=True)
+
+
+@pytest.mark.parametrize(
+    ("large", "stored", "wanted"),
+    [
+        (70_000.0, torch.float32, torch.float16),
+        (-70_000, torch.int64, torch.float16),
+        (3.4e38, torch.float32, torch.bfloat16),
+        (1e300, torch.float64, torch.float32),
+        (1e300j, torch.complex128, torch.complex64),
+    ],
+)
+@pytest.mark.parametrize("donate", [False, True])
+def test_a_finite_value_is_not_cast_to_an_infinite_one(tmp_path, large, stored, wanted, donate):
+    """One rank alone reads the large value. Infinite values stay infinite."""
+    infinite = [float("inf"), float("nan"), -float("inf")] if stored.is_floating_point else [1, 2, 3]
+    mesh, values = fs.Mesh({"dp": 2}), torch.tensor([*infinite, 5, 6, large], dtype=stored).view(6, 1)
+
+    def rank_fn(comm):
+        def sharded(rows):
+            return fs.shard({"x": rows}, fs.plan({"x": rows}, mesh, fs.zero3("dp")), comm)
+
+        def loaded(count):
+            like = sharded(torch.zeros(count, 1, dtype=wanted))
+            return fs.checkpoint.load(tmp_path / str(count), like, comm=comm, cast=True, donate=donate)
+
+        for count in (5, 6):
+            fs.checkpoint.save(tmp_path / str(count), sharded(values[:count]), step=1, comm=comm)
+        whole = fs.full_tree(loaded(5), comm=comm)["x"]
+        assert torch.equal(whole.nan_to_num(7), values[:5].to(wanted).nan_to_num(7))
+        with pytest.raises((fs.errors.TreeError, fs.errors.AgreementError)) as caught:
+            loaded(6)
+        return f"{caught.value}"
+
+    for text in simulate(mesh, rank_fn):
+        assert re.search(rf"'x' has .* as {stored}, which is infinite as {wanted}", text)
 
 
 def test_a_tensor_without_values_is_named(tmp_path):
