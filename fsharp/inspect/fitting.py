@@ -231,17 +231,18 @@ def _host_bandwidth(schedule: Schedule, rows: Iterable[TraceRow]) -> float:
 
 
 def _codec_bandwidth(schedule: Schedule, rows: Iterable[TraceRow], in_flight: "_IntervalUnion", host_speed: float) -> float:
-    """Return the encoded bytes per second of ops that encode or decode, over all steps; ops that may wait are left out.
+    """Return the encoded bytes per second of ops that encode or decode; ops that may wait are left out.
 
-    The seconds are those that the ops would take at full speed. While collectives are under way (``in_flight``), the host runs
-    at ``host_speed``, a part of full speed.
+    An op's seconds are the median over steps of the seconds at full speed. While collectives are under way (``in_flight``), the
+    host runs at ``host_speed``, a part of full speed.
     """
-    seconds, coded, facts = 0.0, 0, schedule.program.facts
+    taken: dict[int, list[float]] = {}
     for i, kind, _, _, _, start, stop, _ in rows:
         op = schedule.ops[i]
         if kind == op.kind and op.spec.cost == "code" and not op.spec.may_wait:
-            seconds += in_flight.full_speed_length((start, stop), host_speed)
-            coded += op.spec.coded_nbytes(facts[op.unit])
+            taken.setdefault(i, []).append(in_flight.full_speed_length((start, stop), host_speed))
+    coded = sum(schedule.ops[i].spec.coded_nbytes(schedule.program.facts[schedule.ops[i].unit]) for i in taken)
+    seconds = sum(map(median, taken.values()))
     return coded / seconds if seconds and coded else math.inf
 
 
