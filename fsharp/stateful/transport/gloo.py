@@ -9,13 +9,13 @@ memory. Buffers of one collective travel as a message each, all under one tag, u
 than messages.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 
-from fsharp.functional.comm.process_group import PointToPoint, ProcessGroupComm
+from fsharp.functional.comm.process_group import PartsOfBuffers, PointToPoint, ProcessGroupComm, exchange_rounds
 from fsharp.functional.comm.protocol import CountingComm
 from fsharp.functional.comm.worker_threads import CollectiveOutcome, Outcome, Worker
 from fsharp.functional.formats.format import dtype_name
@@ -25,9 +25,6 @@ _CHUNK_NBYTES = 1 << 20
 """Bytes of a chunk."""
 _MIN_MESSAGE_NBYTES = 1 << 17
 """Bytes of a part for which packing costs as much as a message, while ranks compute."""
-
-PartsOfBuffers = Sequence[Sequence[torch.Tensor]]
-"""For each buffer, the parts of all ranks."""
 
 
 class GlooTransport(Transport):
@@ -111,14 +108,7 @@ class GlooTransport(Transport):
         ``mine``: this rank's coordinate along the axis. ``kind``: name of the worker that waits for the messages. ``outcome``:
         the outcome of the collective, if it exists already.
         """
-
-        def post() -> list[Any]:
-            posted = []
-            for to, source in _exchange_rounds(mine, len(send[0])):
-                posted += [messages.receive(row[source], source) for row in receive if row[source].numel()]
-                posted += [messages.send(row[to], to) for row in send if row[to].numel()]
-            return posted
-
+        post = partial(messages.exchange, send, receive, mine)
         return self._post_and_finish(kind, post, messages.wait, outcome or CollectiveOutcome(messages.call))
 
     def _exchange_and_sum_parts(
@@ -137,7 +127,7 @@ class GlooTransport(Transport):
         sums, whose outcome is ``second_outcome``.
         """
         n = len(rows[0])
-        partners = list(_exchange_rounds(mine, n))
+        partners = list(exchange_rounds(mine, n))
         pairs = [(parts[mine], out) for parts, out in zip(rows, outs, strict=True) if len(out)]
         numel = _CHUNK_NBYTES // rows[0][0].element_size()
         chunks = [chunk for x, out in pairs for chunk in zip(x.split(numel), out.split(numel), strict=True)]
@@ -196,12 +186,6 @@ class GlooTransport(Transport):
         n = self.comm.mesh.axis_size(axis)
         part, chunk = -(-numel // n), _CHUNK_NBYTES // itemsize
         return (part if part <= chunk else 2 * chunk) * (n - 1) * itemsize
-
-
-def _exchange_rounds(mine: int, n: int) -> Iterator[tuple[int, int]]:
-    """Yield ``(receiver, sender)`` for each round: whom rank ``mine`` of ``n`` sends to, and whom it receives from."""
-    for shift in range(1, n):
-        yield (mine + shift) % n, (mine - shift) % n
 
 
 def add_summands(summands: Sequence[torch.Tensor], out: torch.Tensor) -> None:
