@@ -62,6 +62,7 @@ class ReductionChain:
         first: the dtype of the first stage's input; the accumulation dtype if there are no stages.
         casts_first: whether the input has another dtype than the result.
         casts_last: whether the input of the last stage has another dtype than the result.
+        rounds_gradients: whether a gradient is rounded to the accumulation dtype, before it is added or sent.
     """
 
     def __init__(
@@ -82,6 +83,7 @@ class ReductionChain:
             self._add_stages(op, axis, unit.mesh.axis_size(axis))
         self.first, last = (self.stages[0].dtype, self.stages[-1].dtype) if self.stages else (dtypes.accumulate,) * 2
         self.casts_first, self.casts_last = self.first != dtypes.accumulate, last != dtypes.accumulate
+        self.rounds_gradients = torch.promote_types(dtypes.compute, dtypes.accumulate) != dtypes.accumulate
 
     def _add_stages(self, op: str, axis: str, n: int) -> None:
         """Add the collective ``op`` to the chain; or the collectives that take its place, if its summands travel encoded."""

@@ -194,6 +194,8 @@ class UnitGradient:
             self.reached = (1 << len(leaves)) - 1
         if is_first and empty:
             torch._foreach_zero_(empty)
+        if not is_first and any(chain.rounds_gradients for chain in self.route.chains):
+            given = [grad.to(target.dtype) for grad, target in zip(given, targets, strict=True)]
         if given:
             (torch._foreach_copy_ if is_first else torch._foreach_add_)(targets, given)
 

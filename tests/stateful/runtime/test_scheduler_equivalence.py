@@ -1,7 +1,7 @@
 """Whatever the strategy, policy and precision: a scheduler gives the bits of the blocking path, with the traffic it planned."""
 
 from collections import Counter
-from functools import cache
+from functools import cache, partial
 from itertools import product
 from typing import NamedTuple
 
@@ -71,6 +71,19 @@ def test_same_bits_as_the_blocking_path(strategy, policy, microbatches, precisio
         assert_same_training(got, expected)
         assert got.num_unscheduled_calls == 1
     assert len({got.schedule.to_json() for got in found}) == 1
+
+
+@every(2, strategy=["ddp", "zero2", "zero3", "hfsdp"], microbatches=[1, 2], wire=[None, torch.float16])
+def test_each_gradient_is_rounded_to_a_narrower_dtype_of_the_sum(strategy, microbatches, wire):
+    """Before it is sent or added, as on the blocking path, and not when its sum is."""
+    precision = fs.Precision(accumulate=torch.bfloat16, wire=wire)
+
+    def run(comm, policy):
+        return train(comm, strategy, policy, microbatches=microbatches, precision=precision)
+
+    expected, found = (simulate(STRATEGIES[strategy][0], partial(run, policy=policy)) for policy in (None, {}))
+    for got, want in zip(found, expected, strict=True):
+        assert_same_training(got, want)
 
 
 # What a step sends, and the memory that it uses, are what its schedule says.
