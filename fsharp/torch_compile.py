@@ -32,11 +32,11 @@ def skip_frame(function: Callable[..., Any]) -> None:
 
 
 # Functions, as cloudpickle sends what :func:`uncompiled` returns by value, and cannot send a ContextVar.
-def _begin_uncompiled(compiler: Any) -> Token[Any]:
+def _set_compiler(compiler: Any) -> Token[Any]:
     return _compiler.set(compiler)
 
 
-def _end_uncompiled(token: Token[Any]) -> None:
+def _reset_compiler(token: Token[Any]) -> None:
     _compiler.reset(token)
 
 
@@ -50,7 +50,7 @@ def uncompiled(function: F) -> F:
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
         compiler = set_eval_frame(None)
-        token = None if compiler is None else _begin_uncompiled(compiler)
+        token = None if compiler is None else _set_compiler(compiler)
         try:
             try:
                 return function(*args, **kwargs)
@@ -62,7 +62,7 @@ def uncompiled(function: F) -> F:
             raise
         finally:
             if token is not None:
-                _end_uncompiled(token)
+                _reset_compiler(token)
                 set_eval_frame(compiler)
 
     skip_frame(call)

@@ -61,9 +61,9 @@ def api_boundary(target: F) -> F:
 
 
 def api_context(function: Callable[P, Iterator[T]]) -> Callable[P, AbstractContextManager[T]]:
-    """Return a function that makes context managers, as ``contextmanager(function)`` does. Their enter and exit are boundaries.
+    """Return a function that makes context managers, as ``contextmanager(function)`` does.
 
-    An error that enter or exit raises loses the library's frames, as in :func:`api_boundary`. An error of the ``with`` block
+    Errors of the enter and of the exit lose the library's frames, as in :func:`api_boundary`. An error of the ``with`` block
     keeps its frames.
     """
     make = contextmanager(function)
@@ -92,7 +92,7 @@ class _BoundaryContext(AbstractContextManager[T], ContextDecorator, Generic[T]):
 
 
 def call_hook(hook: Callable[..., T], *args: Any) -> T:
-    """Return ``hook(*args)``. Errors of the hook cross a boundary.
+    """Return ``hook(*args)``. Errors of the hook lose the library's frames, as in :func:`api_boundary`.
 
     Register ``partial(call_hook, hook)``, which costs less to make than ``api_boundary(hook)``.
     """

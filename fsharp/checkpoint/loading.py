@@ -33,7 +33,7 @@ from fsharp.errors import AgreementError, CheckpointError, CommError, problem
 from fsharp.functional.comm.agree import all_gather_texts, check_on_all_ranks
 from fsharp.functional.comm.protocol import Comm
 from fsharp.functional.comm.tree_names import with_new_tree_name
-from fsharp.functional.encoding import encode_by_block, encode_by_leaf
+from fsharp.functional.encoding import encode_block_format_groups, encode_leaf_format_groups
 from fsharp.functional.layout.sharded import check_not_lent, decode_tree, is_sharded, mark_donated, units_of
 from fsharp.functional.state import MadeBy, TrainState
 from fsharp.functional.tree.paths import as_patterns, self_and_ancestors
@@ -221,18 +221,18 @@ def load_with_reader(
         for name, value in kept.items():
             into.entries[name].local.copy_(value)
         _fill_tree(found, into, names, comm.rank, read, kept)
-        return encode_by_block(tree, resting)
+        return encode_block_format_groups(tree, resting)
 
-    tree = encode_by_leaf(check_on_all_ranks("load()", comm, fill), comm, resting)
+    tree = encode_leaf_format_groups(check_on_all_ranks("load()", comm, fill), comm, resting)
     with_new_tree_name(tree, comm)
 
-    def handed_back(leaf: Any, loaded: Any) -> Any:
+    def into_object(leaf: Any, loaded: Any) -> Any:
         return load_into_object(leaf, loaded) if has_state_dict(leaf) else loaded
 
     try:
         if not any(has_state_dict(leaf) for leaf in optree.tree_leaves(like, is_leaf=is_checkpoint_leaf)):
             return tree
-        return check_on_all_ranks("load()", comm, lambda: optree.tree_map(handed_back, like, tree, is_leaf=is_checkpoint_leaf))
+        return check_on_all_ranks("load()", comm, lambda: optree.tree_map(into_object, like, tree, is_leaf=is_checkpoint_leaf))
     finally:
         if donate:  # not before: an optimizer in the tree may read parameters of a train state beside it
             mark_donated(units_of(like))

@@ -130,7 +130,7 @@ def describe_saves_held_here(folder: str) -> list[list[Any]]:
     return saves
 
 
-class DeferredError:
+class FirstErrorKeeper:
     """Keeps the first error of this rank until the end of an exchange, so that no other rank waits for it without end."""
 
     def __init__(self) -> None:
@@ -152,7 +152,10 @@ class DeferredError:
 
 
 def shift_over_ranks(send: torch.Tensor, nbytes: int, shift: int, comm: Comm, *, label: str) -> torch.Tensor:
-    """Send 1-D uint8 to the rank ``shift`` further, and return ``nbytes`` from the rank ``shift`` before. All ranks call it."""
+    """Send ``send``, 1-D uint8, to the rank that is ``shift`` ranks further, and return the ``nbytes`` bytes that arrive.
+
+    All ranks call this function. The first rank follows the last one.
+    """
     n = comm.mesh.size
     to, source = [0] * n, [0] * n
     to[(comm.rank + shift) % n], source[(comm.rank - shift) % n] = len(send), nbytes
@@ -184,10 +187,10 @@ def _requests_to_fill(holder: int, file: str, start: int, into: bytearray) -> li
     return [one(first) for first in range(0, len(into), MESSAGE_NBYTES)]
 
 
-def exchange_requested_bytes(folder: str, wanted: Sequence[ReadRequest], comm: Comm, deferred: DeferredError) -> None:
+def exchange_requested_bytes(folder: str, wanted: Sequence[ReadRequest], comm: Comm, keeper: FirstErrorKeeper) -> None:
     """Make the requests ``wanted``, and answer the requests of other ranks. All ranks call this function.
 
-    ``folder`` is the folder of the save on this host. ``deferred`` keeps the first error; the rank still takes part to the end.
+    ``folder`` is the folder of the save on this host. ``keeper`` keeps the first error; the rank still takes part to the end.
     Cost: one ``all_reduce``, and a round for each distance ``holder - rank`` in a request. A round sends the sizes of requests,
     the requests, and then the requested bytes, in pieces. Memory: two pieces.
     """
@@ -209,14 +212,14 @@ def exchange_requested_bytes(folder: str, wanted: Sequence[ReadRequest], comm: C
             send, end = outgoing[:0], 0
             for each in theirs[i] if i < len(theirs) else ():
                 part = outgoing[end : end + each.nbytes]
-                deferred.run(_read_requested, comm.rank, folder, each, bytes_of(part))
+                keeper.run(_read_requested, comm.rank, folder, each, bytes_of(part))
                 end += each.nbytes
                 send = outgoing[:end]
             batch = asked[shift][i] if i < len(asked[shift]) else []
             receive = shift_over_ranks(send, sum(each.nbytes for each in batch), shift, comm, label="restore()")
             end = 0
             for each in batch:
-                deferred.run(each.on_received, receive[end : end + each.nbytes])
+                keeper.run(each.on_received, receive[end : end + each.nbytes])
                 end += each.nbytes
 
 
@@ -254,12 +257,12 @@ class _FetchedHeaders:
 def fetch_manifest(folder: str, save: HeldSave, comm: Comm, domain_size: int) -> Manifest:
     """Return the manifest of a save in hosts' memory, from ``folder`` on this host or from another. All ranks call this."""
     has_it = comm.rank - comm.rank % domain_size in save.hosts
-    deferred, data = DeferredError(), bytearray(0 if has_it else save.manifest_nbytes)
+    keeper, data = FirstErrorKeeper(), bytearray(0 if has_it else save.manifest_nbytes)
     holder = save.rank_to_fetch_from(None, comm.rank, domain_size)
-    exchange_requested_bytes(folder, _requests_to_fill(holder, MANIFEST_NAME, 0, data), comm, deferred)
+    exchange_requested_bytes(folder, _requests_to_fill(holder, MANIFEST_NAME, 0, data), comm, keeper)
 
     def made() -> Manifest:
-        deferred.raise_if_failed()
+        keeper.raise_if_failed()
         with _blaming_damage_on(comm.rank if has_it else holder, MANIFEST_NAME):
             return Checkpoint(folder).manifest if has_it else Manifest.from_json(f"{save.name}/{MANIFEST_NAME}", bytes(data))
 
@@ -277,7 +280,7 @@ def read_from_hosts(
     host lacks, and the headers and digests of their files.
     """
     here = save.hosts.get(comm.rank - comm.rank % domain_size, {})
-    parts, deferred, fetched = needed_elements_by_file(manifest, needs), DeferredError(), _FetchedHeaders()
+    parts, keeper, fetched = needed_elements_by_file(manifest, needs), FirstErrorKeeper(), _FetchedHeaders()
     away = {number: save.rank_to_fetch_from(number, comm.rank, domain_size) for number in parts if number not in here}
 
     def ask_heads() -> list[ReadRequest]:
@@ -302,9 +305,9 @@ def read_from_hosts(
                 asked.append(ReadRequest(holder, record.name, read.start, read.nbytes, on_received))
         return asked
 
-    exchange_requested_bytes(folder, deferred.run(ask_heads) or [], comm, deferred)
-    exchange_requested_bytes(folder, deferred.run(ask_elements) or [], comm, deferred)
-    deferred.raise_if_failed()
+    exchange_requested_bytes(folder, keeper.run(ask_heads) or [], comm, keeper)
+    exchange_requested_bytes(folder, keeper.run(ask_elements) or [], comm, keeper)
+    keeper.raise_if_failed()
     for number in parts.keys() & here.keys():
         with _blaming_damage_on(comm.rank, manifest.files[number].name):
             file = ShardFileReader(_local_storage, folder, manifest.files[number], number, manifest.save_id)

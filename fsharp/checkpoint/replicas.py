@@ -36,7 +36,7 @@ from fsharp.checkpoint.peers import (
     MESSAGE_NBYTES,
     CopyKey,
     DamagedCopy,
-    DeferredError,
+    FirstErrorKeeper,
     HeldSave,
     describe_saves_held_here,
     fetch_manifest,
@@ -272,7 +272,7 @@ class Replicas(BackgroundSaver):
         """Write files on all hosts, then manifests, and remove the previous save last, so that one save is always whole."""
         staged, own = _local_storage.staging_path(snapshot.folder), self._own
 
-        def stage() -> None:
+        def make_folder() -> None:
             if self._claim is not None:
                 check_free_space(self._folder, self._refresh_nbytes_of(snapshot.contents).held)
                 name_path_in_errors(snapshot.folder, lambda: _local_storage.make_staging_folder(snapshot.folder))
@@ -293,7 +293,7 @@ class Replicas(BackgroundSaver):
                     _local_storage.remove(path)
 
         try:
-            check_on_all_ranks("refresh()", own, stage)
+            check_on_all_ranks("refresh()", own, make_folder)
             records = write_shard_file(snapshot, staged, own, "refresh()")
             self._send_copies(snapshot, staged, records)
             now = struct.pack("<d", save_time_after(self._created))
@@ -306,22 +306,22 @@ class Replicas(BackgroundSaver):
             raise
 
     def _send_copies(self, snapshot: Snapshot, staged: str, records: Sequence[FileRecord]) -> None:
-        own, deferred = self._own, DeferredError()
+        own, keeper = self._own, FirstErrorKeeper()
         for j in range(1, self._copies + 1):
             shift = j * self._domain_size
             source = (own.rank - shift) % own.mesh.size
             mine, theirs = records[own.rank], records[source]
             outgoing = torch.empty(MESSAGE_NBYTES, dtype=torch.uint8, device="cpu")
             with ExitStack() as stack:
-                out = deferred.run(stack.enter_context, _local_storage.append_to_new_file(f"{staged}/{theirs.name}"))
+                out = keeper.run(stack.enter_context, _local_storage.append_to_new_file(f"{staged}/{theirs.name}"))
                 for start in range(0, max(record.nbytes for record in records), MESSAGE_NBYTES):
                     send, due = outgoing[: max(mine.nbytes - start, 0)], max(min(theirs.nbytes - start, MESSAGE_NBYTES), 0)
-                    deferred.run(_local_storage.read, f"{staged}/{mine.name}", start, bytes_of(send))
+                    keeper.run(_local_storage.read, f"{staged}/{mine.name}", start, bytes_of(send))
                     receive = shift_over_ranks(send, due, shift, own, label=f"refresh() of step {snapshot.step}")
-                    deferred.run(out, bytes_of(receive))
-                deferred.run(stack.close)
-            deferred.run(verify_written_file, staged, theirs, source, snapshot.save_id)
-        check_on_all_ranks("refresh()", own, lambda: name_path_in_errors(staged, deferred.raise_if_failed))
+                    keeper.run(out, bytes_of(receive))
+                keeper.run(stack.close)
+            keeper.run(verify_written_file, staged, theirs, source, snapshot.save_id)
+        check_on_all_ranks("refresh()", own, lambda: name_path_in_errors(staged, keeper.raise_if_failed))
 
     @api_boundary
     def latest(self) -> int | None:

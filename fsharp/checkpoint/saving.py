@@ -39,10 +39,11 @@ _SPARE_NBYTES = 1 << 20  # for the manifest and headers
 
 @dataclass
 class Snapshot:
-    """The values of one save, and where they go. All ranks have agreed on it.
+    """The values of one save, and the folder to which they are written. All ranks have agreed on the save.
 
     Attributes:
-        save_id: hexadecimal digits, the same on all ranks; what :func:`new_save_id` returns, or 16 that have no time.
+        save_id: hexadecimal digits that name the save, the same on all ranks. Copies in memory of hosts have 16 digits without
+            a time; other saves have the digits that :func:`new_save_id` returns.
         folder: path of the checkpoint once it is complete.
         tensors: the tensors that this rank writes, in order.
         values: elements of ``tensors``, in memory that must not change before the write.

@@ -188,7 +188,7 @@ def convert(
         root: folder of checkpoints, in which the new one is made.
         of: dcp is torch.distributed.checkpoint, orbax is of JAX.
         step: number of the step, for the name of the new checkpoint.
-        unstack: subtrees whose leaves hold all layers, as lax.scan takes them, each with the dim that counts layers: with
+        unstack: subtrees whose leaves hold all layers, as lax.scan takes them, each with the dim that counts layers. With
             --unstack params.layers 0 each layer gets tensors of its own; for orbax alone.
     """
     if unstack and of != "orbax":

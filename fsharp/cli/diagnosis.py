@@ -69,10 +69,10 @@ def _hardware() -> Iterator[Row]:
         near = sum(cuda.can_device_access_peer(i, j) for i, j in pairs)
         yield "links of GPUs", f"{near} of {len(pairs)} pairs read each other's memory"
     for port in sorted(Path("/sys/class/infiniband").glob("*/ports/*")):
-        yield f"InfiniBand {port.parts[-3]}", f"{_text(port / 'rate')}, {_text(port / 'state')}"
+        yield f"InfiniBand {port.parts[-3]}", f"{_kernel_file_text(port / 'rate')}, {_kernel_file_text(port / 'state')}"
     for interface in sorted(Path("/sys/class/net").glob("*")):
-        if _text(interface / "operstate") == "up":
-            speed = _text(interface / "speed")
+        if _kernel_file_text(interface / "operstate") == "up":
+            speed = _kernel_file_text(interface / "speed")
             yield f"network {interface.name}", f"{speed} Mbit/s" if speed.isdecimal() else "up, of unknown speed"
 
 
@@ -81,7 +81,7 @@ def _limits() -> Iterator[Row]:
     locked = _limit(resource.RLIMIT_MEMLOCK)
     yield "locked memory", f"{nbytes_text(int(locked))} (InfiniBand needs unlimited)" if locked.isdecimal() else locked
     yield "processes", _limit(resource.RLIMIT_NPROC)
-    yield "threads", _text(Path("/proc/sys/kernel/threads-max")) or "unknown"
+    yield "threads", _kernel_file_text(Path("/proc/sys/kernel/threads-max")) or "unknown"
     if Path("/dev/shm").exists():
         yield "shared memory", f"{nbytes_text(shutil.disk_usage('/dev/shm').free)} free in /dev/shm"
 
@@ -141,7 +141,7 @@ def _limit(kind: int) -> str:
     return "unlimited" if soft == resource.RLIM_INFINITY else str(soft)
 
 
-def _text(path: Path) -> str:
+def _kernel_file_text(path: Path) -> str:
     """Return the text of a file of the kernel; empty if the file cannot be read."""
     try:
         return path.read_text().strip()

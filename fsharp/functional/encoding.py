@@ -40,8 +40,8 @@ def encode_at_rest(tree: Any, comm: Comm) -> Any:
     if not any(node.unit.has_stored_formats for node in units_of(tree)):
         return tree
     with reporting_format_errors(comm, "the encoding of updated parameters"):
-        tree = encode_by_block(tree)
-    return encode_by_leaf(tree, comm)
+        tree = encode_block_format_groups(tree)
+    return encode_leaf_format_groups(tree, comm)
 
 
 def _is_unchanged_at_rest(node: Sharded) -> bool:
@@ -99,7 +99,7 @@ def add_encoded_difference(
     return (params.to(main) + difference).to(params.dtype)
 
 
-def encode_by_block(tree: Any, like: Any = None) -> Any:
+def encode_block_format_groups(tree: Any, like: Any = None) -> Any:
     """Encode the groups whose format encodes block by block; return all other groups unchanged.
 
     ``like``: a tree of the same structure; a group is encoded only if it is encoded in ``like``.
@@ -115,11 +115,13 @@ def encode_by_block(tree: Any, like: Any = None) -> Any:
     return _map_encoded_groups(one, tree, like, by_leaf=False)
 
 
-def encode_by_leaf(tree: Any, comm: Comm, like: Any = None) -> Any:
+def encode_leaf_format_groups(tree: Any, comm: Comm, like: Any = None) -> Any:
     """Encode the groups whose format encodes whole leaves; return all other groups unchanged. All ranks call this function.
 
-    ``like`` is as for :func:`encode_by_block`. Cost: an ``all_reduce`` of the maxima of leaves for each format and each axis
-    that shards optimizer state. Values are encoded in the optimizer's place, and gathered from there to their own place.
+    ``like`` is as for :func:`encode_block_format_groups`. Values are encoded in the optimizer's place, and
+    gathered from there to their own place.
+
+    Cost: an ``all_reduce`` of the maxima of leaves for each format and each axis that shards optimizer state.
     """
     jobs: dict[tuple[Format, tuple[str, ...]], tuple[str, list[LeafPart], list[str]]] = {}
 

@@ -81,12 +81,15 @@ def fit_speeds(
         updates.append(updated_s)
     waits = _IntervalUnion(waiting)
 
-    def alone(start: float, stop: float) -> float:
+    def seconds_if_alone(start: float, stop: float) -> float:
         return (stop - start) * sending_speed + waits.length_between(start, stop) * (1 - sending_speed)
 
     taken_alone = {
         op: [
-            (alone(each.issued_s, each.start_s) if overlaps_latency else 0.0, alone(each.start_s, each.stop_s))
+            (
+                seconds_if_alone(each.issued_s, each.start_s) if overlaps_latency else 0.0,
+                seconds_if_alone(each.start_s, each.stop_s),
+            )
             for each in per_step
         ]
         for op, per_step in flights.items()
@@ -132,12 +135,12 @@ def cast_nbytes_of_issue(op: Op, facts: UnitFacts) -> int:
 def _fit_issue_cost(
     schedule: Schedule, issuing: Mapping[tuple[int, ...], Sequence[float]], memory_bandwidth: float
 ) -> dict[str, float]:
-    """Fit what it costs the host to issue a collective: ``issue_s`` seconds, and its bytes at ``issue_bandwidth``.
+    """Return how long the host takes to issue a collective: ``issue_s`` seconds, and its bytes at ``issue_bandwidth``.
 
-    The bytes are those of :func:`sent_nbytes_of_issue`; ``issue_bandwidth`` is in bytes per second. ``issuing`` has an item for
-    each gap between ops of the host in which it issues collectives. The key: the first op of each collective in the gap. The
-    value: the seconds of the gap in each step. The casts in a gap, at ``memory_bandwidth``, are subtracted. The fit takes least
-    squares of relative errors.
+    The bytes are those of :func:`sent_nbytes_of_issue`; ``issue_bandwidth`` is in bytes per second. The host issues collectives
+    in gaps between its other ops. ``issuing`` has, for each such gap, its seconds in each step. The key of a gap is a tuple:
+    the number of the first op of each collective that the host issues there. Seconds of casts in a gap, at
+    ``memory_bandwidth``, are subtracted. The fit minimizes squares of relative errors.
     """
     if not issuing:
         return {"issue_s": 0.0, "issue_bandwidth": math.inf}

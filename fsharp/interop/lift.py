@@ -233,7 +233,7 @@ class ShardedJaxprRun:
         return next(iter(found), None)
 
     def _other_ranks_error(self, what: str, part: LeafPart) -> LayoutError:
-        """Return the error about ``what``, which needs elements of a leaf that other ranks hold, or that differ there."""
+        """Return the error that ``what`` needs elements that are on several ranks, or leaves of which each rank has its own."""
         why, remedy = "of which ranks have leaves of their own", "Use a transformation that looks at each leaf by itself"
         if not part.is_varying:
             why = "which are on different ranks"

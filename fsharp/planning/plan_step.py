@@ -179,7 +179,13 @@ def _microbatch_events(
 
 
 class _ForwardDone(NamedTuple):
-    """A use whose forward is over: the key and the number of each of its units, and the uses inside."""
+    """A use whose forward is over.
+
+    Attributes:
+        use: the use.
+        keys: for each of its units, the unit's name in events, and the number of this use in events.
+        inner: the uses inside of this use.
+    """
 
     use: Use
     keys: list[tuple[str, int]]

@@ -101,7 +101,7 @@ def _timeline_in_notebook(timeline: Timeline) -> str:
 
 
 def _notebook_html(about: str, timeline: Timeline, *, has_times: bool) -> str:
-    """Return the line ``about``, and the picture in a frame of its own; of more than :data:`MAX_OPS` ops only a hint."""
+    """Return the line ``about`` and the picture, as HTML. With more than :data:`MAX_OPS` ops a hint replaces the picture."""
     if len(timeline.schedule.ops) > MAX_OPS:
         remedy = "It has too many ops to be drawn here: write <code>fs.inspect.step_page()</code> to a file."
         return f"<p>{html.escape(about)}. {remedy}</p>"

@@ -102,7 +102,7 @@ class LiveStorages:
             self._sorted.remove(span)
             self._log.append(Free(lane, span))
 
-    def close(self) -> None:
+    def stop_logging_frees(self) -> None:
         """Stop logging frees."""
         for finalizer in self._finalizers.values():
             finalizer.detach()
@@ -143,6 +143,6 @@ class AccessLoggingMode(TorchDispatchMode):
             self._log.append(Access(lane, name, during, tuple(reads), tuple(writes), tuple(made)))
         return result
 
-    def close(self) -> None:
+    def stop_logging_frees(self) -> None:
         """Stop logging frees."""
-        self._storages.close()
+        self._storages.stop_logging_frees()

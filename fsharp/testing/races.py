@@ -120,7 +120,7 @@ class VirtualLanes(Lanes):
             with mode:
                 yield
         finally:
-            mode.close()
+            mode.stop_logging_frees()
 
 
 class RaceReport:

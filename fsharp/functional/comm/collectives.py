@@ -188,7 +188,10 @@ _TRANSPOSE = {"each": "sum", "sum": "each", "share": "summand", "summand": "shar
 
 
 def pcast(x: torch.Tensor, comm: Comm, axis: str, kind: str) -> torch.Tensor:
-    """Turn a value that ranks share into each rank's own, or back; see [Note: resting and gathered] in ``moves``.
+    """Convert ``x`` from a shared value to own values of ranks along ``axis``, or back. ``kind`` chooses a row of the table.
+
+    A *shared* value is the same on all ranks, and so is its gradient. An *own* value belongs to one rank, and its gradient is a
+    summand: see [Note: resting and gathered] in ``moves``. The transpose is the kind that computes the gradient.
 
     =========  ===========  =================================================  ==========
     kind       from, to     computes                                           transpose

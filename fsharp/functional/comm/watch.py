@@ -325,7 +325,11 @@ class CommWatch:
             raise self.refuse_further_calls(AgreementError, text, is_whole=True)
 
     def refuse_further_calls(self, error_type: type[Exception], text: str, *, is_whole: bool = False) -> Exception:
-        """Make all ranks refuse further collectives of this Comm with one error, the first rank's, and return the error."""
+        """Make this Comm refuse further collectives, on all ranks, and return the error for this rank to raise.
+
+        If several ranks call this method, all ranks raise the text of the first one. ``text`` follows words such as
+        ``rank 0 of 4``; with ``is_whole`` it is the whole text.
+        """
         text = text if is_whole else f"rank {self.statuses.rank} of {self.statuses.size} {text}"
         first = self.board.write_if_absent("failed", text)
         return self._fail_with(error_type(text) if first == text else AgreementError(first))

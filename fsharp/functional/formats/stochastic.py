@@ -41,8 +41,9 @@ def stochastic(format: Format | torch.dtype, seed: int = 0) -> Format:
     >>> wire = fs.Precision(wire={"outer": fs.formats.stochastic(fs.formats.mxint4), "inner": torch.bfloat16})
 
     Args:
-        format: a format with a function ``rounded``, as ``fs.formats.mxint8``, ``mxint4``, ``mxfp8``, ``mxfp8_e5m2``, ``mxfp4``
-            and formats that :func:`~fsharp.formats.hadamard` makes of these have one; or ``torch.bfloat16``.
+        format: ``torch.bfloat16``, or a format with a function ``rounded``. The formats ``mxint8``, ``mxint4``, ``mxfp8``,
+            ``mxfp8_e5m2`` and ``mxfp4`` of ``fs.formats`` have this function. So do the formats that
+            :func:`~fsharp.formats.hadamard` makes of them.
         seed: runs with equal seeds have equal bits. The seed is part of the format's name, which ranks compare.
 
     Returns:

@@ -11,7 +11,10 @@ from fsharp.functional.layout.unit_layout import Group, Leaf, UnitLayout
 
 
 def unit_fields(units: Sequence[UnitLayout]) -> dict[str, str]:
-    """Return descriptions of units by field, one line for each leaf or unit, so that an error can show lines that differ."""
+    """Return properties of units, such as shapes and atoms, as texts by name of the property, for ranks to compare.
+
+    A text has a line for each leaf or unit. So an error can show the lines that differ between ranks.
+    """
 
     def leaves(show: Callable[[UnitLayout, Leaf], object]) -> str:
         return "\n".join(f"{unit.path_in_tree(leaf)}: {show(unit, leaf)}" for unit in units for leaf in unit.leaves)

@@ -129,7 +129,7 @@ def as_transform(tx: Any) -> Transform:
     pure = {"inplace": False} if "inplace" in keywords else {}
     known = _dropping_unknown_keywords(update)
 
-    def tried(grads: Any, state: Any, params: Any, **extra: Any) -> tuple[Any, Any]:
+    def call_update(grads: Any, state: Any, params: Any, **extra: Any) -> tuple[Any, Any]:
         if "params" in keywords:
             return cast(tuple[Any, Any], known(grads, state, params=params, **pure, **extra))
         return cast(tuple[Any, Any], known(grads, state, params, **pure, **extra))
@@ -137,7 +137,7 @@ def as_transform(tx: Any) -> Transform:
     def begin(params: Any, /, *, comm: Comm | None = None) -> Any:
         named = update if hasattr(update, "__qualname__") else type(update)  # its repr would have an address
         where = f"pair {named.__module__}.{named.__qualname__}".replace(".<locals>", "")
-        trial = partial(trial_fingerprint, where, init, tried, params)
+        trial = partial(trial_fingerprint, where, init, call_update, params)
         check_on_all_ranks(where, comm or SingleComm(), trial, lambda size: {"updates of small tensors": size})
         return _unflatten_leaf_lists(init(params), params)
 
@@ -147,7 +147,7 @@ def as_transform(tx: Any) -> Transform:
             state,
             is_leaf=lambda node: isinstance(node, LeafListAsTree),
         )
-        updates, new = tried(grads, flat, params, **extra)
+        updates, new = call_update(grads, flat, params, **extra)
         return updates, _unflatten_leaf_lists(new, params)
 
     kind = type(tx).__qualname__
@@ -155,7 +155,7 @@ def as_transform(tx: Any) -> Transform:
 
 
 class LeafListAsTree(NamedTuple):
-    """A list in the state of another library's pair, with a tensor for each leaf, stored as a tree like the parameters."""
+    """A list in the state of an ``(init, update)`` pair, with a tensor for each leaf; stored like a tree of parameters."""
 
     leaves: Any
 

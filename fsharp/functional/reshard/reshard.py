@@ -12,7 +12,7 @@ from fsharp.functional.comm.agree import all_gather_fixed_size, check_on_all_ran
 from fsharp.functional.comm.protocol import Comm
 from fsharp.functional.comm.residuals import zero_residuals
 from fsharp.functional.comm.tree_names import with_new_tree_name
-from fsharp.functional.encoding import encode_by_block, encode_by_leaf
+from fsharp.functional.encoding import encode_block_format_groups, encode_leaf_format_groups
 from fsharp.functional.formats.format import dtype_name
 from fsharp.functional.layout.layout import Layout
 from fsharp.functional.layout.sharded import Sharded, check_not_lent, decode_tree, is_sharded, units_of
@@ -169,8 +169,8 @@ def _in_resting_format(state_tree: StateTree, nodes: list[Sharded], layout: Layo
     values = [node.with_buffers([one(node.unit, *row) for row in pairs]) for node, pairs in rows]
     if not any(unit.has_stored_formats for unit in layout.units):
         return values
-    encoded = check_on_all_ranks("reshard()", comm, lambda: encode_by_block(values))
-    return encode_by_leaf(encoded, comm)  # type: ignore[no-any-return]
+    encoded = check_on_all_ranks("reshard()", comm, lambda: encode_block_format_groups(values))
+    return encode_leaf_format_groups(encoded, comm)  # type: ignore[no-any-return]
 
 
 @options_checked_on_failure

@@ -29,10 +29,10 @@ class ModuleStep:
     The first forward that may have a backward opens a step, each backward pass ends a microbatch, and an update ends the step.
 
     Attributes:
-        scheduled: the function without content whose calls are the training steps; it has their schedule and trace.
+        scheduled: stands for training steps in the scheduler, and is never called; it has their schedule and trace.
         is_accumulating: whether a backward only adds its gradients to earlier ones, without the reduction to the optimizer.
         has_feedback: whether reductions add the encoding errors of earlier gradients, the residuals of ``state.train_state``.
-        updated_by: identity of the optimizer that made the last step; None after the next forward.
+        updated_by: ``id`` of the optimizer that has made a step since the last forward; None if none has.
         used_gradients: paths of parameters whose gradient an optimizer has used, and the user has not set to None since then.
         params: the parameters that forwards of this step differentiate; None outside of a step.
         open_step: the step under way; None outside of a step.

@@ -173,11 +173,10 @@ class Session:
                 _ = node.buffers
         self.scheduler.lanes.stream_wait_lanes("gather")
 
-    def record_write(self, part: ShardedTensor, what: str) -> None:
-        """Record that a function has changed a part in place.
+    def add_write_to_labels(self, part: ShardedTensor, what: str) -> None:
+        """Make labels of later collectives contain ``what``, a write in place to a part, if it is a parameter or a gradient.
 
-        If the part is a parameter or a gradient, labels of later collectives contain ``what``. So a change that only some
-        ranks make is an error.
+        So a write that only some ranks make is an error.
         """
         memory = part.untyped_storage().data_ptr()
         gradient, parameter = self.step.means.gradient_part(part.path), self.parameters[part.path]

@@ -42,7 +42,7 @@ from fsharp.stateful.modules.te import (
 )
 from fsharp.stateful.modules.torch_tools.refusals import check_shardable, refuse_torch_wrappers
 from fsharp.stateful.modules.values.casts import casts_by_path
-from fsharp.stateful.modules.values.side_outputs import check_no_stored_parameters
+from fsharp.stateful.modules.values.side_outputs import check_parameters_replaceable
 from fsharp.stateful.runtime.scheduler import Scheduler
 from fsharp.stateful.schedule.policy import SchedulePolicy
 from fsharp.type_checks import options_checked
@@ -136,7 +136,7 @@ def shard_module(
                 f"shard_module(): methods of ShardedModule would hide {', '.join(hidden)} of {type(module).__name__}. Rename "
                 "these attributes."
             )
-        check_no_stored_parameters(module)
+        check_parameters_replaceable(module)
         check_precisions("shard_module()", precision)
         rules = {"**": precision} if isinstance(precision, Precision) else precision
         dtypes = {pattern: each.without_module_options for pattern, each in rules.items()}

@@ -79,7 +79,7 @@ class EagerOps:
         *,
         has_pending: bool,
     ) -> Iterator[BoundOp]:
-        """Yield the ops at an event, without the ops that follow these. The caller runs each op before it asks for the next.
+        """Yield the ops at an event, without those that :meth:`with_following_ops` adds. The caller runs each before the next.
 
         ``forward_buffer``: in a backward, the buffer in which the forward had its parameters. ``has_pending``: whether
         gradients of other uses of the unit are still missing in this microbatch.
@@ -137,12 +137,12 @@ class EagerOps:
         if not is_filled:
             if unsharded.filled_from is not None:
                 yield self._emit_op(ops.RELEASE, unit, phase, unsharded=unsharded)
-            yield from self._release_overlaps_in_left_arena(unsharded, unit)
+            yield from self._release_overlaps_in_arena_of_left_schedule(unsharded, unit)
             yield self._emit_op(ops.GATHER, unit, phase, unsharded=unsharded)
         if unsharded.works or unsharded.is_encoded or not is_filled:
             yield self._emit_op(ops.WAIT, unit, phase, unsharded=unsharded, after=self._last.get("gather"))
 
-    def _release_overlaps_in_left_arena(self, unsharded: UnshardedBuffer, unit: UnitState) -> Iterator[BoundOp]:
+    def _release_overlaps_in_arena_of_left_schedule(self, unsharded: UnshardedBuffer, unit: UnitState) -> Iterator[BoundOp]:
         """Yield ops that release buffers which overlap ``unsharded``, in the arena of the schedule that was left.
 
         Raises ScheduleError if a buffer is in use, or callers have views of a gradient there.

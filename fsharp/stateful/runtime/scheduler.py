@@ -153,7 +153,7 @@ class Scheduler(DelegatingComm, ScheduledEngine):
     all_reduce, all_to_all = api_boundary(DelegatingComm.all_reduce), api_boundary(DelegatingComm.all_to_all)
 
     def _comm_and_label(self, label: str, *call: Any) -> tuple[Comm, str]:
-        """Return the Comm and the label for an unscheduled collective. Raise an error if the scheduler is closed."""
+        """Return the Comm for a user's own collective, and ``label`` with the step. Raise an error after the close."""
         self._check_open_on_this_rank()
         self.executor.make_process_groups()
         return self.own, self.executor.with_step_prefix(label or "a call of the Comm")

@@ -151,7 +151,7 @@ class _AddressSearch:
                 yield self._overlap_order(seed)
 
     def _overlap_order(self, seed: int) -> list[int]:
-        """Return an order that begins with item ``seed``. Next is the item that shares positions with most bytes so far."""
+        """Return an order from item ``seed`` on. Next is the item that is live together with most bytes of earlier items."""
         lifetimes, met, order = self.lifetimes, dict.fromkeys(range(len(self.items)), 0), list[int]()
         self.num_compared += len(self.items) ** 2 // 2
         while met:

@@ -87,7 +87,7 @@ class GradientOps:
         if REDUCE.has_ops_for(facts):
             self._limit_reductions(at, REDUCE)
             after = self._emit_encodes(ENCODE, units, at, {unit: (casts[unit],) for unit in units})
-            self._begin_reduction(self._ops.add_bucket(REDUCE, units, "backward", at, after=after))
+            self._add_reductions_under_way(self._ops.add_bucket(REDUCE, units, "backward", at, after=after))
             return
         [unit] = units
         self._last_write[unit] = casts[unit]
@@ -108,7 +108,7 @@ class GradientOps:
         after = self._emit_encodes(
             FINAL_ENCODE, units, at, {unit: (self._last_write[unit],) for unit in units if unit in self._last_write}
         )
-        self._begin_reduction(self._ops.add_bucket(FINAL_REDUCE, units, "finish", at, after=after))
+        self._add_reductions_under_way(self._ops.add_bucket(FINAL_REDUCE, units, "finish", at, after=after))
 
     def _emit_encodes(
         self, spec: OpSpec, units: Sequence[str], at: int, after: dict[str, UnplacedOps]
@@ -127,7 +127,7 @@ class GradientOps:
         self._opened.add(unit)
         return REST, unit
 
-    def _begin_reduction(self, ops: list[UnplacedOp]) -> None:
+    def _add_reductions_under_way(self, ops: list[UnplacedOp]) -> None:
         """Count the reductions ``ops`` of a bucket as under way. Unless sums are late, emit the ops that add the results."""
         if self._sum_late:
             self._under_way.append(ops)

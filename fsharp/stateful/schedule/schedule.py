@@ -126,7 +126,7 @@ class Schedule:
     def calls(self) -> Counter[Call]:
         """Return how often one rank issues each collective in a step; collectives of the caller's own are not counted."""
         facts = self.program.facts
-        return Counter(call for issued in bucketed_ops(self.ops) for call in bucket_calls(issued, facts))
+        return Counter(call for issued in bucketed_ops(self.ops) for call in collectives_of_bucket(issued, facts))
 
     @property
     def host_nbytes(self) -> int:
@@ -226,11 +226,11 @@ def buffer_lifetimes(ops: Sequence[Op]) -> Iterator[BufferLifetime]:
         yield BufferLifetime(fill, None, nbytes)
 
 
-def bucket_calls(issued: Sequence[Op], facts: Mapping[str, UnitFacts]) -> tuple[Call, ...]:
+def collectives_of_bucket(issued: Sequence[Op], facts: Mapping[str, UnitFacts]) -> tuple[Call, ...]:
     """Return the collectives of a bucket (one of each kind along each axis, for all its units), or of an op in no bucket.
 
     >>> units = {name: UnitFacts(name, 64, gather=(Call("all_gather", "dp", 32),)) for name in "ab"}
-    >>> bucket_calls([Op("gather", name, "forward", 0, bucket=7) for name in "ab"], units)
+    >>> collectives_of_bucket([Op("gather", name, "forward", 0, bucket=7) for name in "ab"], units)
     (Call(op='all_gather', axis='dp', nbytes=64),)
     """
     calls = [call for op in issued for call in op.spec.collectives(facts[op.unit])]

@@ -117,7 +117,7 @@ class ReductionChain:
         return result
 
     def codec_bytes(self) -> CodecBytes:
-        """Return the encoded bytes of the chain. Those between two collectives are coded in :func:`reduce_along`."""
+        """Return the encoded bytes of the chain, for estimates. :func:`reduce_along` recodes those between collectives."""
         found, last = [0, 0, 0], len(self.stages) - 1
         for k, stage in enumerate(self.stages):
             if stage.op == "all_to_all":

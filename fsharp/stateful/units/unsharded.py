@@ -132,7 +132,7 @@ class UnshardedBuffer:
         return self.filled_from == stamp and not (self.is_carried and any(map(StorageWeakRef.expired, self._sources)))
 
     def carry_to_next_step(self, node: Sharded | None) -> None:
-        """Keep the buffer for the next step while ``node``'s buffers live. Later a new tensor may get their addresses."""
+        """Keep the buffer for the next step. It is valid while ``node``'s buffers live: later their addresses may be reused."""
         if node is not None:
             self._sources, self.is_carried = [StorageWeakRef(x.untyped_storage()) for x in node.raw_buffers], True
 

@@ -226,7 +226,7 @@ def _unfilled_error(module: nn.Module, paths: Iterable[str]) -> TreeError:
 
 
 def _memory_to_fill(tensor: torch.Tensor) -> torch.Tensor:
-    """Return CPU memory for an initializer to fill: a copy of a tensor; for a meta tensor, all NaN, or integers 0x55."""
+    """Return CPU memory for an initializer to fill: a copy, or for a meta tensor NaN or 0x55, which mean unfilled."""
     mark = torch.nan if tensor.is_floating_point() or tensor.is_complex() else _UNWRITTEN_BYTE
     if tensor.is_meta:
         room = torch.full(tensor.shape, mark, dtype=tensor.dtype, device="cpu")

@@ -25,7 +25,7 @@ from fsharp.functional.optim.wrappers import without_updates
 from fsharp.functional.state import MadeBy
 from fsharp.stateful.modules.optim.averaged import using_averaged_parameters
 from fsharp.stateful.modules.optim.flat_slices import FlatSlice, cut_by_labels, join_state, state_join_key, state_of_leaf
-from fsharp.stateful.modules.optim.groups import GroupWithoutOptions, group_members, group_texts, option_error, options_text
+from fsharp.stateful.modules.optim.groups import GroupWithoutOptions, group_texts, option_error, options_text, parameter_ids
 from fsharp.stateful.modules.optim.probe import UpdateScope, fresh_state, probe_update_scope
 from fsharp.stateful.modules.optim.states import (
     StateByParameter,
@@ -115,7 +115,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             state = self._tx.init(self.session.state.main_parameters(), comm=self.session.open_scheduler)
             made_by = MadeBy(self._tx.name)  # as in later states, so that their checkpoints load into this state
             self.session.state.train_state = self.session.state.train_state._replace(opt=state, made_by=made_by)
-        self._members = group_members(self.param_groups)
+        self._members = parameter_ids(self.param_groups)
         self._is_made = True
 
     def _make_inner_from_class(
@@ -210,7 +210,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         tx = self._tx or Transform(lambda params: None, self._update_by_inner, {}, self._update_by_inner)  # not kept: a cycle
-        if group_members(self.param_groups) != self._members:
+        if parameter_ids(self.param_groups) != self._members:
             raise TreeError("step(): param_groups cannot change: pass all groups to ShardedOptimizer(), with all parameters.")
         if self._tx is not None and (unread := sorted(self.param_groups[0].keys() - {"params"})):
             raise option_error(unread[0])

@@ -154,9 +154,9 @@ ComparedTensors = dict[str, tuple[torch.Tensor, tuple[str, ...]]]
 def states_from_state_dict(
     given: Mapping[str, Mapping[str, Any]], parameters: Mapping[str, ShardedTensor], fresh: Callable[[str], Mapping[str, Any]]
 ) -> tuple[StatesByPath, ComparedTensors]:
-    """Return the states ``given`` in a state dict, with this rank's part of whole tensors; and digests for ranks to compare.
+    """Return the states ``given``, with this rank's parts in place of whole tensors; and digests for ranks to compare.
 
-    It is an error if a state differs from ``fresh(path)``, the one with which an optimizer begins, in names, dtypes or shapes.
+    Raise an error if names, dtypes or shapes differ from those of ``fresh(path)``, the state with which an optimizer begins.
     """
     states: StatesByPath = {}
     compared: ComparedTensors = {}
@@ -206,7 +206,7 @@ def _checked_state(path: str, given: Mapping[str, Any], wanted: Mapping[str, Any
 def transform_state_from_state_dict(given: Any, own: Any, rank: int) -> tuple[Any, ComparedTensors]:
     """Return a copy of ``given``, the state of an ``(init, update)`` pair for ``rank``; and digests for ranks to compare.
 
-    It is an error if ``given`` was donated, or differs from the current state ``own`` in structure, layout, shapes or dtypes.
+    Raise an error if ``given`` was donated, or its structure, layout, shapes or dtypes differ from those of the state ``own``.
     """
     check_not_donated("load_state_dict()", units_of(given))
     remedy = "Load what state_dict() gave on the same mesh, strategy and units, with the same transformation."

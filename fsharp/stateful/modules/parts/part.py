@@ -88,7 +88,7 @@ class ShardedTensor(torch.Tensor):
         return {name: getattr(self, name) for name in ShardedTensor.__annotations__}
 
     @property
-    def _dtensor_key(self) -> tuple[Any, ...] | None:
+    def _dtensor_sharding(self) -> tuple[Any, ...] | None:
         """Mesh and placements of the sharded DTensor that the parameter was before; None if it was not one."""
         return (self.spec.mesh, self.spec.placements) if self.spec is not None and self.spec.is_sharded else None
 
@@ -105,8 +105,8 @@ class ShardedTensor(torch.Tensor):
     @property
     def is_cut(self) -> bool:
         """Whether at least one rank holds only a part of the tensor's elements: more than none, but not all."""
-        size, first = self.unit.local_size(self.leaf.group, self.place), self.leaf.offset
-        return self._dtensor_key is not None or (self.leaf.numel > 0 and first // size != (first + self.leaf.numel - 1) // size)
+        size, first, n = self.unit.local_size(self.leaf.group, self.place), self.leaf.offset, self.leaf.numel
+        return self._dtensor_sharding is not None or (n > 0 and first // size != (first + n - 1) // size)
 
     @property
     def flat_range(self) -> tuple[int, int]:
@@ -188,7 +188,7 @@ class ShardedTensor(torch.Tensor):
         if self.is_whole:
             return self.full_shape, None
         leaf, size = self.leaf, self.unit.local_size(self.leaf.group, self.place)
-        return self.full_shape, self.unit.mesh, self.place.sharded_axes, leaf.shape, leaf.offset, size, self._dtensor_key
+        return self.full_shape, self.unit.mesh, self.place.sharded_axes, leaf.shape, leaf.offset, size, self._dtensor_sharding
 
     @classmethod
     @api_boundary
@@ -208,7 +208,7 @@ class ShardedTensor(torch.Tensor):
         if in_backward() and (not is_harmless or name == "dtype"):  # a checkpoint has to see the dtype of its forward
             args, kwargs = _with_full_parameters(args), {key: _with_full_parameters(x) for key, x in kwargs.items()}
         if name == "_has_compatible_shallow_copy_type" and isinstance(args[0], ShardedTensor):
-            return _is_unchanged_by_to(*args)
+            return _check_unchanged_by_to(*args)
         if (name == "detach" and isinstance(args[0], ShardedTensor)) or (
             name in COPYING_FUNCTIONS and type(args[0]) is ShardedTensor
         ):
@@ -250,7 +250,7 @@ class ShardedTensor(torch.Tensor):
             for first, *others in rows:
                 if isinstance(first, ShardedTensor) and (owner := first.owner()) is not None:
                     numbers = [x for x in others if isinstance(x, bool | int | float)]
-                    owner.record_write(first, f"{name} {numbers}")
+                    owner.add_write_to_labels(first, f"{name} {numbers}")
         return result
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
@@ -281,8 +281,8 @@ def _is_whole_on_every_rank(unit: UnitLayout, place: Place, spec: DTensorSpec | 
     return (spec is None or not spec.is_sharded) and all(unit.mesh.axis_size(axis) == 1 for axis in place.sharded_axes)
 
 
-def _is_unchanged_by_to(part: ShardedTensor, applied: torch.Tensor) -> bool:
-    """Return True if ``applied``, what a module's ``to()`` makes of ``part``, has its dtype and device; else raise an error."""
+def _check_unchanged_by_to(part: ShardedTensor, applied: torch.Tensor) -> bool:
+    """Return True, or raise an error if ``applied``, which ``to()`` has made of ``part``, has another dtype or device."""
     if (applied.dtype, applied.device) != (part.dtype, part.device):
         raise TreeError(
             f"a sharded module cannot be moved or cast: unit {part.unit.display_name}, {part.path!r} is {part.dtype} on "
@@ -346,7 +346,7 @@ def _reduce_parts(name: str, tensors: Sequence[torch.Tensor], reduction: Reducti
     alike: dict[Any, list[int]] = {}
     for i, x in enumerate(tensors):
         if isinstance(x, ShardedTensor):
-            alike.setdefault((x._differing_axes, x._dtensor_key), []).append(i)
+            alike.setdefault((x._differing_axes, x._dtensor_sharding), []).append(i)
         else:
             found[i] = reduction.finish(reduction.local(x), x.numel())
     for (axes, is_dtensor), rows in alike.items():
@@ -386,7 +386,7 @@ def _elementwise(
         for x in row:
             if x is like or not isinstance(x, torch.Tensor):
                 continue
-            is_plain_whole = x.dim() == 0 or (x.shape == like.full_shape and like._dtensor_key is None)
+            is_plain_whole = x.dim() == 0 or (x.shape == like.full_shape and like._dtensor_sharding is None)
             if x._sharding_key != like._sharding_key if isinstance(x, ShardedTensor) else not is_plain_whole:
                 raise LayoutError(_mismatch_message(like, x, name))
     out = func(*[_own_elements(x, likes) for x in args], **{key: _own_elements(x, likes) for key, x in kwargs.items()})

@@ -78,7 +78,7 @@ def _dict_entries_in(module: nn.Module, without: Collection[str | None]) -> list
     return found
 
 
-def check_no_stored_parameters(module: nn.Module) -> None:
+def check_parameters_replaceable(module: nn.Module) -> None:
     """Raise an error if a module's attribute or buffer holds a parameter or a view of one, or a parameter has hooks."""
     extents = [(name, extent) for name, p in module.named_parameters() for extent in _byte_ranges(p)]
     for path, each in module.named_modules():
