@@ -284,3 +284,19 @@ def test_refused(comm, act):
         model.head.weight.grad * scale
     with pytest.raises(FsharpError, match=r"'head\.weight' is used by norm\(\) outside of the forward.*torch\.no_grad"):
         model.head.weight.norm()
+
+
+@on_ranks(MESHES[2])
+def test_sums_of_frozen_complex_and_integer_parameters(comm):
+    """A sum keeps the imaginary part, and casts elements before it adds them; integers have no norm, as in torch."""
+    whole = {"z": torch.tensor([[0.5 + 2j, 0.3], [1 - 1.25j, 0.7j]]), "i": torch.arange(-3, 4)}
+    module = nn.Module()
+    module.w = nn.Parameter(torch.ones(4))
+    for name, x in whole.items():
+        setattr(module, name, nn.Parameter(x.clone(), requires_grad=False))
+    module = fs.shard_module(module, mesh=comm, strategy=fs.zero3("dp"))
+    for name, x in whole.items():
+        for dtype in (None, torch.bool, torch.complex64):
+            close(getattr(module, name).sum(dtype=dtype), x.sum(dtype=dtype))
+    with pytest.raises(LayoutError, match="'i' is sharded"):
+        torch.linalg.vector_norm(module.i, 1)

@@ -48,12 +48,12 @@ class Reduction(NamedTuple):
 
 
 def _wide_dtype(dtype: torch.dtype) -> torch.dtype:
-    return torch.float64 if dtype.is_floating_point else torch.int64
+    return torch.complex128 if dtype.is_complex else torch.float64 if dtype.is_floating_point else torch.int64
 
 
 def _sum_reduction(x: torch.Tensor, *, dtype: torch.dtype | None = None) -> Reduction:
-    of = dtype or (x.dtype if x.dtype.is_floating_point else torch.int64)
-    return Reduction(lambda x: x.sum(dtype=_wide_dtype(of)), "sum", lambda total, _: total.to(of))
+    of = dtype or (x.dtype if x.is_floating_point() or x.is_complex() else torch.int64)
+    return Reduction(lambda x: x.to(of).sum(dtype=_wide_dtype(of)), "sum", lambda total, _: total.to(of))
 
 
 def _mean_reduction(x: torch.Tensor, *, dtype: torch.dtype | None = None) -> Reduction:
@@ -79,8 +79,8 @@ def _max_or_min_reduction(of: torch.dtype, op: ReduceOp) -> Reduction:
 def _norm_reduction(
     x: torch.Tensor, ord: float = 2, dim: None = None, keepdim: bool = False, *, dtype: torch.dtype | None = None
 ) -> Reduction:
-    if dim is not None or keepdim or not isinstance(ord, int | float):
-        raise TypeError("of all elements alone")
+    if dim is not None or keepdim or not isinstance(ord, int | float) or not (x.is_floating_point() or x.is_complex()):
+        raise TypeError("of all elements, which are no integers, alone")
     of = dtype or x.dtype.to_real()
     if math.isinf(ord):
         found = _max_or_min_reduction(of, "max" if ord > 0 else "min")
