@@ -2,6 +2,17 @@
 
 Names, order of arguments and defaults are those of optax. This module holds transformations that have a fused kernel or need
 the mesh, and their building blocks. For any other transformation of optax use ``fs.optim.from_optax(optax.x(...))``.
+
+- Optimizers: adam, adamw, lion, muon, sgd.
+- To combine and wrap them: chain, masked, multi_transform (also named partition), MultiSteps, apply_if_finite,
+  inject_hyperparams, with_ema, with_elementwise_check; Transform, the class of all of these.
+- Parts of a chain: add_decayed_weights, clip_by_global_norm, ema, identity, scale, scale_by_adam, scale_by_learning_rate,
+  scale_by_schedule, trace.
+- Schedules of a learning rate: constant_schedule, cosine_decay_schedule, join_schedules, linear_schedule,
+  warmup_cosine_decay_schedule.
+- A function: global_norm, of a tree over all ranks.
+
+``help(fs.optim.adamw)`` describes one of them.
 """
 
 from fsharp.functional.optim.base import Transform as Transform, chain as chain

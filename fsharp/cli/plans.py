@@ -153,7 +153,7 @@ def schedule(
         ("time of a step", f"{1e3 * timeline.step_s:.1f} ms"),
         ("compute waits", f"{1e3 * timeline.exposed_s:.1f} ms"),
         ("collectives beside compute", f"{timeline.overlap:.0%}"),
-        ("tokens per second and GPU", f"{microbatches * tokens / timeline.step_s:,.0f}"),
+        ("tokens per second and rank", f"{microbatches * tokens / timeline.step_s:,.0f}"),
         ("arena of a rank", nbytes_text(planned.arena)),
         ("sent by a rank", nbytes_text(sum(call.nbytes * count for call, count in calls.items()))),
         ("collectives", str(calls.total())),

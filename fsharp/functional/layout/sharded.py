@@ -1,7 +1,7 @@
 """Sharded: the pytree node in place of a unit's subtree, and trees of such nodes."""
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, NoReturn
 from weakref import WeakValueDictionary
 
 import optree
@@ -143,6 +143,24 @@ class Sharded:
     def name(self) -> str:
         """Path of the unit."""
         return self.unit.name
+
+    def __getitem__(self, key: object) -> NoReturn:
+        self._refuse_use(f"got [{key!r}]")
+
+    def __matmul__(self, other: object) -> NoReturn:
+        self._refuse_use("got a product")
+
+    __rmatmul__ = __matmul__
+
+    def _refuse_use(self, what: str) -> NoReturn:
+        remedy = "Compute with it in a function: fs.forward(fn, unit, ..., comm=comm) calls fn with the unit's whole tensors."
+        remedy += " Outside of a step fs.full_tree(tree, comm=comm) returns them."
+        paths = [leaf.path for leaf in self.unit.leaves]
+        facts = [("leaves", ", ".join(path or "a tensor" for path in paths[:8]) + (", ..." if paths[8:] else ""))]
+        where = f"unit {self.unit.display_name}"
+        raise TreeError(
+            problem(where, f"{what}, but a unit at rest is one node, a Sharded with this rank's part.", facts, remedy)
+        )
 
     def with_buffers(
         self,

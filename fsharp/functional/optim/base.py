@@ -32,6 +32,9 @@ class Transform:
     All trees hold trainable groups in the place of optimizer state. Gradients have the ``accumulate`` dtype, parameters the
     ``main`` dtype. A function that has no argument ``comm``, or lacks an extra argument, is called without it.
 
+    Leaves of the trees are flat parts of this rank. A rule that looks at more than each element alone, such as a norm, has to
+    reduce over ranks with ``comm``: nothing tests a Transform. Pass a bare pair ``(init, update)`` to have its rule tested.
+
     Attributes:
         init: function ``init(params, comm=...) -> state``.
         update: function ``update(grads, state, params, comm=..., **extra) -> (updates, state)``. Updates are added to

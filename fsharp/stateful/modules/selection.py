@@ -34,11 +34,11 @@ def chosen_modules(module: nn.Module, units: Units | Sequence[Units]) -> dict[st
         else:
             hits = {path for path, each in every.items() if rule(path, each)}
         if not hits:
-            kinds = ", ".join(sorted({type(each).__name__ for each in every.values()})[:12])
+            kinds = ", ".join(sorted({type(each).__name__ for each in every.values()})[:12]) or "none"
             name = rule.__name__ if hasattr(rule, "__name__") else repr(rule)
             raise PatternError(
                 f"shard_module(units=...): {name} matches no module of {type(module).__name__}. Classes of modules in it: "
-                f"{kinds}; paths: {', '.join(list(every)[:8])}."
+                f"{kinds}; paths: {', '.join(list(every)[:8]) or 'none'}."
             )
         found |= hits
     chosen = {path: each for path, each in every.items() if path in found}

@@ -169,3 +169,16 @@ def test_any_nested_place_of_the_strategy_is_a_place():
     parts = [fs.shard_for(tree, layout, rank, place=place) for rank in range(4)]
     assert [p.buffers[0].tolist() for p in parts] == [[0, 1, 2, 3]] * 2 + [[4, 5, 6, 0]] * 2
     assert_same_trees(fs.unshard(parts), tree)
+
+
+def test_a_unit_used_outside_of_a_forward_names_its_leaves_and_the_remedy():
+    tree = {"a": {"w": torch.ones(4, 4), "b": torch.ones(4)}, "head": torch.ones(4, 4)}
+    layout = fs.plan(tree, fs.Mesh({"dp": 1}), fs.zero3("dp"), units=["a", "head"])
+    shards = fs.shard_for(tree, layout, 0)
+    with pytest.raises(
+        TreeError, match=r"(?s)unit 'a': got \['w'\].* leaves  b, w\n.*fs\.forward\(fn, unit, \.\.\., comm=comm\)"
+    ):
+        shards["a"]["w"]
+    for product in (lambda: torch.ones(2, 4) @ shards["head"], lambda: shards["head"] @ torch.ones(4)):
+        with pytest.raises(TreeError, match=r"unit 'head': got a product.*\n  leaves  a tensor\n"):
+            product()

@@ -1,5 +1,7 @@
 """partition and masked: labels of plan or by path, and leaves that are frozen, empty or scalars."""
 
+import re
+
 import optree
 import pytest
 import torch
@@ -83,3 +85,8 @@ def test_a_state_by_other_labels_is_refused(made, used):
     grads = fs.shard(TREE, layout, comm, place="optim")
     with pytest.raises(TreeError, match=r"another transformation(?s:.*)partition by param_labels\(w=adamw, rest=sgd with mom"):
         fs.update(second, grads, state, comm=comm)
+
+
+def test_the_docstring_of_fs_optim_lists_all_public_names():
+    public = {name for name in vars(fs.optim) if not name.startswith("_")}
+    assert public <= set(re.findall(r"\w+", fs.optim.__doc__ or ""))
