@@ -87,9 +87,9 @@ def load(
         rename: function from a name in ``like`` to the name in the checkpoint, below ``subtree``:
             ``lambda name: f"model.{name}"``.
         ignore: patterns of names in the checkpoint, below ``subtree``, to treat as missing. Each pattern has to match a name.
-        cast: convert values whose dtype differs; if False, another dtype is an error. Four casts are always errors: fractions
-            to integers, complex numbers to real ones, integers to an integer dtype with a smaller range, and finite values that
-            would be infinite.
+        cast: convert values whose dtype differs; if False, another dtype is an error. Five casts are always errors: fractions
+            to integers, complex numbers to real ones, integers to an integer dtype with a smaller range, anything to float8,
+            and finite values that would be infinite.
         strict: False keeps the values in ``like`` for leaves that the checkpoint lacks, and skips names that only the
             checkpoint has. A warning lists both. Different shapes and dtypes are still errors, and so is a checkpoint without
             any leaf of ``like``.

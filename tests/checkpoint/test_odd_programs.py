@@ -218,9 +218,11 @@ def test_a_fraction_is_not_cast_to_an_integer(tmp_path):
         (torch.bool, torch.uint8, True),
         (torch.uint8, torch.bool, False),
         (torch.int64, torch.float32, True),
+        (torch.float32, torch.float8_e4m3fn, False),
+        (torch.float8_e4m3fn, torch.float32, True),
     ],
 )
-def test_an_integer_is_cast_to_a_dtype_that_holds_all_values_of_its_own(tmp_path, stored, wanted, fits):
+def test_values_are_cast_to_a_dtype_that_holds_all_values_of_their_own(tmp_path, stored, wanted, fits):
     save(tmp_path, {"x": torch.tensor([1, 0]).to(stored)})
     like = {"x": torch.zeros(2, dtype=wanted)}
     if fits:
