@@ -96,7 +96,8 @@ def test_show(root, capsys):
 def test_verify_names_the_damaged_tensor(root, capsys):
     first, second = path_of(root, 1), path_of(root, 2)
     assert run(capsys, "ckpt", "verify", first, second)[1] == [
-        f"{fs.checkpoint.open_checkpoint(x)!r} is intact" for x in (first, second)
+        f"{x.path} is intact: step {x.step}, {len(x.names)} tensors, {x.manifest.nbytes:,} bytes"
+        for x in map(fs.checkpoint.open_checkpoint, (first, second))
     ]
     [file] = (root / second).glob("*.safetensors")
     data = bytearray(file.read_bytes())
@@ -271,22 +272,23 @@ def test_schedule_predicts_what_the_library_predicts(capsys, tmp_path):
     timeline = fs.inspect.predict(planned, hardware)
     found = dict(line.rsplit("  ", 1) for line in lines[2:9])
     assert {key.strip(): value.strip() for key, value in found.items()}["time of a step"] == f"{1e3 * timeline.step_s:.1f} ms"
-    assert "\n".join(lines[10:]) == fs.inspect.table(planned)
+    assert "\n".join(lines[10:-1]) == fs.inspect.table(planned)
+    assert lines[-1] == f"wrote {tmp_path / 'a.svg'}"
     assert (tmp_path / "a.svg").stat().st_size > 1000
 
 
 def test_tune_lists_every_strategy_under_every_policy(capsys, tmp_path):
     file = tmp_path / "choice.json"
     argv = ["tune", "tests.gpt_like:make_params", "--mesh", "outer=2,inner=4", "--budget", "10", "--units", "layers.*"]
-    status, lines, _ = run(capsys, *argv, "--rows", "0", "--json", file)
-    assert status == 0
+    status, [*lines, written], _ = run(capsys, *argv, "--rows", "0", "--json", file)
+    assert (status, written) == (0, f"wrote {file}")
     assert lines[1].endswith("chosen")
     assert lines[-1] == "activations: estimated from shapes"
     assert len(lines[1:-1]) == 6 * len(POLICIES) * 2
     choice = fs.inspect.Choice.from_json(file.read_text())
     assert choice.table().splitlines() == lines
     status, short, _ = run(capsys, *argv, "--rows", "3", "--draw", tmp_path / "step.svg")
-    assert short == [*lines[:4], f"... and {len(lines) - 5} more", lines[-1]]
+    assert short == [*lines[:4], f"... and {len(lines) - 5} more", lines[-1], f"wrote {tmp_path / 'step.svg'}"]
     assert (tmp_path / "step.svg").stat().st_size > 1000
     status, lines, _ = run(capsys, "tune", "gpt-2", "--mesh", "4", "--tokens", "128", "--rows", "0")
     assert status == 0

@@ -159,7 +159,8 @@ def schedule(
         ("collectives", str(calls.total())),
     ]
     about = f"{layout.num_params:,} parameters on {axes} of {hardware or gpu or DEFAULT_GPU}, {strategy}, {policy}"
-    return "\n".join([about, "", *align_columns(rows, right={1}), *(["", table(planned)] if ops else [])])
+    shown = [about, "", *align_columns(rows, right={1}), *(["", table(planned)] if ops else [])]
+    return "\n".join([*shown, *_written_lines(draw)])
 
 
 def tune(
@@ -230,7 +231,12 @@ def tune(
         Path(json).write_text(choice.to_json())
     if draw:
         choice.draw(draw)
-    return choice.table(rows or None)
+    return "\n".join([choice.table(rows or None), *_written_lines(json, draw)])
+
+
+def _written_lines(*paths: str) -> list[str]:
+    """Return a line for each file that a command has written. Empty paths, of files that were not asked for, have none."""
+    return [f"wrote {path}" for path in paths if path]
 
 
 def _plan_layouts(

@@ -300,7 +300,7 @@ def test_nothing_in_a_folder_is_run(tmp_path):
         written(tmp_path / "c", {"x": torch.device("cpu")}),
         "'x' cannot be read: .*asks for torch.device, .*ignore= leaves it out",
     )
-    fails(tmp_path / "none", r"no checkpoint of torch.distributed.checkpoint: it has no .metadata")
+    fails(tmp_path / "none", r"none: no folder, or no checkpoint of torch.distributed.checkpoint, which has a file .metadata")
 
 
 def test_damaged_folders(tmp_path):

@@ -230,7 +230,7 @@ def _read_metadata(storage: Storage, folder: str) -> Any:
         data = read_index_file(storage, folder, _METADATA_FILE, _ALLOWED_EXTRA_NBYTES)
     except FileNotFoundError as error:
         raise CheckpointError(
-            f"{folder}: no checkpoint of torch.distributed.checkpoint: it has no {_METADATA_FILE}."
+            f"{folder}: no folder, or no checkpoint of torch.distributed.checkpoint, which has a file {_METADATA_FILE}."
         ) from error
     try:
         found = _MetadataUnpickler(io.BytesIO(data)).load()

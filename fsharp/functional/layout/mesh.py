@@ -115,7 +115,10 @@ class Mesh:
         """Raise a MeshError if the number of processes differs from the number of ranks in this mesh."""
         if world_size != self.size:
             facts = [("axes", " x ".join(f"{name}={size}" for name, size in self.axes) or "none")]
-            remedy = f"Start {self.size} processes, or choose axis sizes whose product is {world_size}."
+            remedy = (
+                f"Start {self.size} processes, by torchrun --nproc-per-node {self.size} or fs.launch(fn, {self.size}), or choose "
+                f"axis sizes whose product is {world_size}."
+            )
             what = f"{world_size} processes cannot form {self}, which has {self.size} ranks."
             raise MeshError(problem("Mesh", what, facts, remedy))
 
