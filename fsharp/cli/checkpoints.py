@@ -82,9 +82,7 @@ def verify_checkpoints(paths: tuple[str, ...], /) -> str:
     if not paths:
         raise OptionError("ckpt verify: got no checkpoint. Pass the path of one or more.")
     found = map(verify, paths)
-    return "\n".join(
-        f"{x.path} is intact: step {x.step}, {len(x.names)} tensors, {x.manifest.nbytes:,} bytes" for x in found
-    )
+    return "\n".join(f"{x.path} is intact: step {x.step}, {len(x.names)} tensors, {x.manifest.nbytes:,} bytes" for x in found)
 
 
 def diff(first: str, second: str, /, *, values: bool = True) -> str:

@@ -116,8 +116,8 @@ class Mesh:
         if world_size != self.size:
             facts = [("axes", " x ".join(f"{name}={size}" for name, size in self.axes) or "none")]
             remedy = (
-                f"Start {self.size} processes, by torchrun --nproc-per-node {self.size} or fs.launch(fn, {self.size}), or choose "
-                f"axis sizes whose product is {world_size}."
+                f"Start {self.size} processes, by torchrun --nproc-per-node {self.size} or fs.launch(fn, {self.size}), or "
+                f"choose axis sizes whose product is {world_size}."
             )
             what = f"{world_size} processes cannot form {self}, which has {self.size} ranks."
             raise MeshError(problem("Mesh", what, facts, remedy))
