@@ -44,7 +44,6 @@ class UnitGradient:
         route: collectives and sizes of buffers, which are equal in every step.
         rest: the buffers in which the gradient rests between microbatches.
         final: the buffers of the sums at the optimizer's place; None if the sums take the memory of the gradient at rest.
-        earlier_sums: sums of an earlier reduction of this step, to add to the sums of the next one; often empty.
         num_added: number of microbatches whose gradients were added at rest.
         reached: a bit for each leaf: whether a backward of this step has reached the leaf on this rank.
         block: the memory in which this microbatch's gradient is collected; None if it is added to the gradient at rest.
@@ -57,7 +56,7 @@ class UnitGradient:
         sizes = self.route.buffer_sizes(unit.strategy.optim)
         self._own_final = self.final = RestingGradient(sizes, device) if self.route.has_final_reduction else None
         self.phase = GradientPhase.NONE
-        self.earlier_sums: list[torch.Tensor] = []
+        self._earlier_sums: list[torch.Tensor] = []  # to add to the next sums; kept, as another stream may still read them
         self.num_added = self.reached = 0
         self.block: OutgoingBlock | None = None
         self._arena_rest: RestingGradient | None = None
@@ -97,7 +96,7 @@ class UnitGradient:
             _ = self.final.tensors  # allocated from the memory pool of the compute stream
         self.phase, self.block = GradientPhase.NONE, None
         self.num_added = self.reached = 0
-        self.earlier_sums.clear()
+        self._earlier_sums.clear()
         self._works.clear()
 
     def open_memory(self) -> None:
@@ -274,7 +273,7 @@ class UnitGradient:
         if self.final is None:
             torch._foreach_mul_(self.rest.tensors, factor)
             if self.route.has_final_reduction:
-                self.earlier_sums = [buffer.clone() for buffer in self.rest.tensors]
+                self._earlier_sums = [buffer.clone() for buffer in self.rest.tensors]
                 torch._foreach_zero_(self.rest.tensors)
         if self.phase is GradientPhase.FINISHED:
             self._enter_phase(GradientPhase.RESTING)
@@ -310,9 +309,8 @@ class UnitGradient:
         """Wait for the reductions to the optimizer's place. The memory of their inputs is then free."""
         for _ in self.route.final_chains:
             self._works.pop(0).wait()
-        if self.earlier_sums:
-            torch._foreach_add_(self.rest.tensors, self.earlier_sums)
-            self.earlier_sums = []
+        if self._earlier_sums:
+            torch._foreach_add_(self.rest.tensors, self._earlier_sums)
         self._enter_phase(GradientPhase.FINISHED)
 
     def defer_reduction_end(self, end: Callable[[], None]) -> None:

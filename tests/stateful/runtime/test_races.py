@@ -2,6 +2,7 @@
 
 import itertools
 import re
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -35,7 +36,7 @@ def train(name, *, precision="fp32", microbatches=1, steps=3, donate=True, loss=
     return report
 
 
-def train_module(name, *, precision="fp32", microbatches=1, steps=3, tx=None, **policy):
+def train_module(name, *, precision="fp32", microbatches=1, steps=3, tx=None, accumulate=True, **policy):
     strategy = STRATEGIES[name]
     comm = fs.SingleComm(fs.Mesh({axis: 1 for axis, _ in strategy.rules}))
     policy = DebugPolicy(sum_late=False, trivial_axes=True, **policy)
@@ -47,7 +48,7 @@ def train_module(name, *, precision="fp32", microbatches=1, steps=3, tx=None, **
     with checking_races(model) as report:
         for batch in my_batches(comm, steps):
             parts = list(zip(batch["x"].chunk(microbatches), batch["y"].chunk(microbatches), strict=True))
-            with model.accumulate():
+            with model.accumulate() if accumulate else nullcontext():
                 for x, y in parts[:-1]:
                     model(x, y)["loss"].backward()
             descend(model(*parts[-1])["loss"], optimizer)
@@ -76,6 +77,13 @@ def test_steps_are_free_of_races(train, name, precision, microbatches, prefetch)
     lanes = {entry.lane for entry in report.log if isinstance(entry, Access)}
     expected = {"reduce"} if name == "ddp" else {"gather", "reduce"}
     assert lanes == {"compute", *expected}
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_backwards_after_a_reduction_are_free_of_races(name, precision):
+    """Sums of the first backward wait for the sums of the next one, which are added on the stream of reductions."""
+    assert train_module(name, precision=precision, microbatches=3, accumulate=False).races == []
 
 
 @pytest.mark.parametrize(
