@@ -7,10 +7,10 @@ from types import MappingProxyType
 import torch
 
 from fsharp.functional.comm.protocol import Call, sent_nbytes
-from fsharp.functional.formats.format import Format, plain_format
 from fsharp.functional.layout.layout import Layout
-from fsharp.functional.layout.placement import Partial, Place, Replicate, Shard
+from fsharp.functional.layout.placement import Place, Replicate, Shard
 from fsharp.functional.layout.precision import Dtypes
+from fsharp.functional.layout.runs import ReductionStage, reduction_stages
 from fsharp.functional.layout.unit_layout import UnitLayout
 from fsharp.type_checks import options_checked
 
@@ -93,37 +93,17 @@ def calls_to_gather_buffer(unit: UnitLayout, nbytes: int, axes: Iterable[str]) -
 
 def reduce_calls(unit: UnitLayout, group: int, source: Place, target: Place) -> Counter[Call]:
     """Return the collectives in which :func:`~fsharp.reduce_scatter` moves one group from ``source`` to ``target``."""
-    size, stages = unit.local_size(group, source), []
-    partial = [axis for axis in source.order if source[axis] is Partial and unit.mesh.axis_size(axis) > 1]
-    for axis in [axis for axis in partial if target[axis] is Shard]:
-        n = unit.mesh.axis_size(axis)
-        size //= n
-        stages.append(("reduce_scatter", axis, n, size))
-    stages += [("all_reduce", axis, unit.mesh.axis_size(axis), size) for axis in partial if target[axis] is Replicate]
-    return Counter(calls_to_reduce_group(unit.groups[group].dtypes, stages))
+    return Counter(calls_of_stages(unit.groups[group].dtypes, reduction_stages(unit, group, source, target)))
 
 
-def calls_to_reduce_group(dtypes: Dtypes, stages: Iterable[tuple[str, str, int, int]]) -> Iterator[Call]:
-    """Yield the collectives of a reduction.
-
-    ``stages``: of each collective ``(kind, axis, number of ranks, elements of the result)``. A sum in another dtype than the
-    data travel in turns an ``all_reduce`` into two collectives.
-    """
-    for op, axis, n, out in stages:
-        if not out:
-            continue
-        wire = dtypes.wire_format_along(axis)
-        if op in ("reduce_scatter", "all_to_all"):
-            yield _summing_call(wire, axis, out, n)
-            continue
-        part = wire.padded_part_size(out, n)
-        if op == "all_reduce" and n > 1 and wire != plain_format(dtypes.accumulate):
-            yield _summing_call(wire, axis, part, n)
-            op = "all_gather"
-        yield Call(op, axis, sent_nbytes(op, part * dtypes.accumulate.itemsize, n))
-
-
-def _summing_call(wire: Format, axis: str, part: int, n: int) -> Call:
-    """Return the collective that sums values over ``n`` ranks: each rank gets ``part`` sums. Values travel in ``wire``."""
-    op = "reduce_scatter" if wire.is_plain else "all_to_all"
-    return Call(op, axis, sent_nbytes(op, wire.size(part) * wire.dtype.itemsize, n))
+def calls_of_stages(dtypes: Dtypes, stages: Iterable[ReductionStage]) -> Iterator[Call]:
+    """Yield the collectives of a reduction. An ``all_reduce`` into another dtype than the input's is two collectives."""
+    for op, axis, n, size, out, dtype in stages:
+        wire, part = dtypes.wire_format_along(axis), -(-size // n)
+        if op == "all_to_all":
+            yield Call(op, axis, sent_nbytes(op, wire.size(out) * wire.dtype.itemsize, n))
+        elif op == "all_reduce" and dtype != dtypes.accumulate:
+            yield Call("reduce_scatter", axis, sent_nbytes("reduce_scatter", part * dtype.itemsize, n))
+            yield Call("all_gather", axis, sent_nbytes("all_gather", part * dtypes.accumulate.itemsize, n))
+        elif op != "slice":
+            yield Call(op, axis, sent_nbytes(op, (size if op == "all_gather" else part) * dtype.itemsize, n))

@@ -1,11 +1,58 @@
-"""Runs of elements in a group's buffer: their leaves, their padding, and the runs of a gradient that a rank encodes."""
+"""The stages of a reduction; and runs of elements in a buffer: leaves, padding, and what a rank encodes of a gradient."""
 
 from collections.abc import Iterator, Mapping
 from functools import lru_cache
 from typing import NamedTuple
 
-from fsharp.functional.layout.placement import Partial, Place, Shard
+import torch
+
+from fsharp.functional.layout.placement import Place, Replicate, Shard
 from fsharp.functional.layout.unit_layout import UnitLayout
+
+
+class ReductionStage(NamedTuple):
+    """A step of a reduction along an axis of ``n`` ranks.
+
+    Attributes:
+        op: the collective; or ``"slice"``, which sends nothing: each rank takes its part of a replicated value.
+        size: number of elements of the input.
+        out: number of elements of the output.
+        dtype: dtype of the input of a collective.
+    """
+
+    op: str
+    axis: str
+    n: int
+    size: int
+    out: int
+    dtype: torch.dtype
+
+
+def reduction_stages(
+    unit: UnitLayout, group: int, source: Place, target: Place, *, trivial: bool = False
+) -> Iterator[ReductionStage]:
+    """Yield the stages that reduce a group's gradient from ``source`` to ``target``; none for a group without elements.
+
+    Data travel in the wire's format; results have the accumulation dtype. If parts travel encoded, an ``all_to_all`` takes the
+    place of a ``reduce_scatter``: each rank decodes and adds the parts that it receives. An ``all_to_all`` and an
+    ``all_gather`` of the sums take the place of an ``all_reduce``.
+
+    ``trivial``: whether collectives run along axes of one rank too. There nothing is cast or encoded.
+    """
+    dtypes, size = unit.groups[group].dtypes, unit.local_size(group, source)
+    moved = [axis for axis in source.order if size and source[axis] is not target[axis]]
+    axes = [axis for axis in moved if trivial or unit.mesh.axis_size(axis) > 1]
+    for axis in sorted(axes, key=lambda axis: target[axis] is not Shard):  # an all_reduce of a part sends less
+        n, wire, is_cut = unit.mesh.axis_size(axis), dtypes.wire_format_along(axis), target[axis] is Shard
+        if source[axis] is Replicate:
+            steps = [("slice", size // n)]
+        elif wire.is_plain or n == 1:
+            steps = [("reduce_scatter", size // n) if is_cut else ("all_reduce", size)]
+        else:
+            steps = [("all_to_all", wire.padded_part_size(size, n)), *([] if is_cut else [("all_gather", size)])]
+        for op, out in steps:
+            yield ReductionStage(op, axis, n, size, out, dtypes.collective_dtype_along(axis) if n > 1 else dtypes.accumulate)
+            size = out
 
 
 class EncodedRun(NamedTuple):
@@ -22,17 +69,14 @@ def encoded_runs(unit: UnitLayout, group: int, rank: int, places: tuple[Place, P
 
     ``places``: where the gradient is before the reduction, and afterwards. None: ranks' summands, and the optimizer's place.
     """
-    (source, target), number = places or (unit.strategy.full.dual, unit.strategy.optim), 0
-    dtypes = unit.groups[group].dtypes
-    start, size = unit.local_start(group, source, rank), unit.local_size(group, source)
-    axes = [axis for axis in source.order if source[axis] is not Shard and unit.mesh.axis_size(axis) > 1]
-    for axis in sorted(axes, key=lambda axis: target[axis] is not Shard):  # as reduce_partial_sums() has them
-        if source[axis] is Partial and size and not dtypes.wire_format_along(axis).is_plain:
-            yield EncodedRun(axis, number, start, size)
+    source, target = places or (unit.strategy.full.dual, unit.strategy.optim)
+    start, number = unit.local_start(group, source, rank), 0
+    for stage in reduction_stages(unit, group, source, target):
+        if stage.op == "all_to_all":
+            yield EncodedRun(stage.axis, number, start, stage.size)
             number += 1
-        if target[axis] is Shard:
-            size //= unit.mesh.axis_size(axis)
-            start += unit.mesh.coord(axis, rank) * size
+        if target[stage.axis] is Shard:
+            start += unit.mesh.coord(stage.axis, rank) * stage.out
 
 
 @lru_cache(maxsize=1 << 12)

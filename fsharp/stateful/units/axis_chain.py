@@ -10,31 +10,11 @@ import torch
 from fsharp.functional.comm.protocol import Call
 from fsharp.functional.formats.format import ResidualAndNoise
 from fsharp.functional.layout.placement import Place
-from fsharp.functional.layout.runs import padding_in_decoded_sums
+from fsharp.functional.layout.runs import padding_in_decoded_sums, reduction_stages
 from fsharp.functional.layout.unit_layout import UnitLayout
-from fsharp.functional.traffic import calls_to_reduce_group
+from fsharp.functional.traffic import calls_of_stages
 from fsharp.stateful.transport.base import Summand, Transport, Work
 from fsharp.stateful.units.full import FlatSizes
-
-
-class ChainStage(NamedTuple):
-    """A collective of a :class:`ReductionChain`, along an axis of ``n`` ranks.
-
-    Attributes:
-        op: ``"reduce_scatter"`` or ``"all_reduce"``; for encoded summands ``"all_to_all"`` or ``"all_gather"``.
-        size: number of elements of the input.
-        out: number of elements of the output.
-        dtype: dtype of the input.
-        is_summed: whether the transport adds the input without decoding.
-    """
-
-    op: str
-    axis: str
-    n: int
-    size: int
-    out: int
-    dtype: torch.dtype
-    is_summed: bool
 
 
 class CodecBytes(NamedTuple):
@@ -48,12 +28,7 @@ class CodecBytes(NamedTuple):
 class ReductionChain:
     """A chain of collectives that reduces a group's gradient from one place to another, stage by stage.
 
-    Data travel in the wire's format; results have the accumulation dtype. On a host without streams every stage but the last
-    blocks. If parts travel encoded, an ``all_to_all`` takes the place of a ``reduce_scatter``: each rank decodes and adds the
-    parts that it receives. An ``all_to_all`` and an ``all_gather`` of the sums take the place of an ``all_reduce``.
-
-    Args:
-        collectives: pairs of kind and axis, for plain summands.
+    The stages are those of :func:`reduction_stages`. On a host without streams every stage but the last blocks.
 
     Attributes:
         places: the places of the gradient before and after.
@@ -71,36 +46,21 @@ class ReductionChain:
         unit: UnitLayout,
         group: int,
         places: tuple[Place, Place],
-        collectives: Sequence[tuple[str, str]],
         *,
+        trivial: bool,
         always_has_out: bool = False,
     ) -> None:
         self.transport, self.unit, self.group, self.places, self.always_has_out = transport, unit, group, places, always_has_out
         self.size = unit.local_size(group, places[0])
         self.dtypes = dtypes = unit.groups[group].dtypes
-        self.stages: list[ChainStage] = []
-        for op, axis in collectives:
-            self._add_stages(op, axis, unit.mesh.axis_size(axis))
+        self.stages = list(reduction_stages(unit, group, *places, trivial=trivial))
         self.first, last = (self.stages[0].dtype, self.stages[-1].dtype) if self.stages else (dtypes.accumulate,) * 2
         self.casts_first, self.casts_last = self.first != dtypes.accumulate, last != dtypes.accumulate
         self.rounds_gradients = torch.promote_types(dtypes.compute, dtypes.accumulate) != dtypes.accumulate
 
-    def _add_stages(self, op: str, axis: str, n: int) -> None:
-        """Add the collective ``op`` to the chain; or the collectives that take its place, if its summands travel encoded."""
-        wire, size = self.dtypes.wire_format_along(axis), self.stages[-1].out if self.stages else self.size
-        accumulate, dtype = self.dtypes.accumulate, self.dtypes.collective_dtype_along(axis)
-        if wire.is_plain or n == 1:  # along one rank nothing travels
-            out = size // n if op == "reduce_scatter" else size
-            self.stages.append(ChainStage(op, axis, n, size, out, dtype if n > 1 else accumulate, is_summed=True))
-            return
-        part = wire.padded_part_size(size, n)
-        self.stages.append(ChainStage("all_to_all", axis, n, size, part, dtype, is_summed=False))
-        if op == "all_reduce":
-            self.stages.append(ChainStage("all_gather", axis, n, part, size, accumulate, is_summed=False))
-
     def calls(self) -> tuple[Call, ...]:
         """Return the chain's collectives, with the bytes that this rank sends in each."""
-        return tuple(calls_to_reduce_group(self.dtypes, [(each.op, each.axis, each.n, each.out) for each in self.stages]))
+        return tuple(calls_of_stages(self.dtypes, self.stages))
 
     def scratch_sizes(self) -> FlatSizes:
         """Return ``(number of elements, dtype)`` of each tensor that the chain needs: scratch, and buffers between stages."""
@@ -110,7 +70,7 @@ class ReductionChain:
             itemsize = stage.dtype.itemsize
             into_out = stage.dtype == accumulate and (self.always_has_out or following is not None)
             nbytes = self.transport.scratch_nbytes(stage.op, stage.axis, stage.size, itemsize, sums_into_out=into_out)
-            result.append((nbytes if stage.is_summed else 0, torch.uint8))
+            result.append((0 if stage.op in ("all_to_all", "all_gather") else nbytes, torch.uint8))
             if following is not None:
                 result.append((stage.out, accumulate))
                 result.append((stage.out if following != accumulate else 0, following))
@@ -129,7 +89,7 @@ class ReductionChain:
 
     def cast_nbytes(self) -> int:
         """Return the bytes of summands that are cast as they are added, as the sum has another dtype. For estimates of time."""
-        cast = [each for each in self.stages if each.is_summed and each.dtype != self.dtypes.accumulate]
+        cast = [each for each in self.stages if each.dtype != self.dtypes.accumulate]
         return sum(each.size * each.dtype.itemsize for each in cast)
 
     def encode(self, x: torch.Tensor, residuals: Mapping[str, ResidualAndNoise], stage: int = 0) -> torch.Tensor | None:
@@ -137,7 +97,7 @@ class ReductionChain:
 
         The result has a row for each receiver, in whole blocks of the wire's format; the end of ``x`` is padded.
         """
-        if not self.size or not self.stages or self.stages[stage].op != "all_to_all":
+        if not self.stages or self.stages[stage].op != "all_to_all":
             return None
         axis, n = self.stages[stage].axis, self.stages[stage].n
         wire, carried = self.dtypes.wire_format_along(axis), residuals.get(axis, ResidualAndNoise())

@@ -1,11 +1,12 @@
 """GradientRoute: the collectives of a unit's gradient from a backward to the optimizer's place, and their buffers."""
 
 from collections.abc import Sequence
+from functools import partial
 from typing import NamedTuple
 
 import torch
 
-from fsharp.functional.layout.placement import Partial, Place, Replicate, Shard
+from fsharp.functional.layout.placement import Place
 from fsharp.functional.layout.unit_layout import UnitLayout
 from fsharp.stateful.transport.base import Transport
 from fsharp.stateful.units.axis_chain import ReductionChain
@@ -53,16 +54,11 @@ class GradientRoute:
         self.leaf_table = leaf_table(unit)
         self.leaves = [self.leaf_table.stored[i] for i in self.leaf_table.trainable]
         whole, rest, end = unit.strategy.full.dual, unit.strategy.grads, unit.strategy.optim
-        axes = [a for a in unit.strategy.order if trivial or unit.mesh.axis_size(a) > 1]
-        each = [("reduce_scatter", a) for a in axes if whole[a] is Partial and rest[a] is Shard]
-        once = [("reduce_scatter", a) for a in axes if rest[a] is Partial and end[a] is Shard]
-        once += [("all_reduce", a) for a in axes if rest[a] is Partial and end[a] is Replicate]
-        self.chains = [ReductionChain(transport, unit, g, (whole, rest), each) for g in unit.trainable_groups]
-        self.final_chains = [
-            ReductionChain(transport, unit, g, (rest, end), once, always_has_out=True) for g in unit.trainable_groups
-        ]
-        self.has_reduction = bool(each) and any(chain.size for chain in self.chains)
-        self.has_final_reduction = bool(once) and any(chain.size for chain in self.final_chains)
+        chain = partial(ReductionChain, transport, unit, trivial=trivial)
+        self.chains = [chain(g, (whole, rest)) for g in unit.trainable_groups]
+        self.final_chains = [chain(g, (rest, end), always_has_out=True) for g in unit.trainable_groups]
+        self.has_reduction = any(each.stages for each in self.chains)
+        self.has_final_reduction = any(each.stages for each in self.final_chains)
         self.can_sum_in_place = self.buffer_sizes(rest) == self.buffer_sizes(end)
 
     def buffer_sizes(self, place: Place) -> FlatSizes:
