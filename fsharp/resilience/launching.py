@@ -4,6 +4,7 @@ import json
 import logging
 import os
 import pickle
+import shutil
 import signal
 import sys
 import tempfile
@@ -12,7 +13,7 @@ import time
 import traceback
 import uuid
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -30,9 +31,11 @@ if TYPE_CHECKING:
 
 R = TypeVar("R")
 
-_RANK_CODE = f"import sys; from {__name__} import run_rank; run_rank(sys.argv[1])"
+_RANK_CODE = f"import sys; from {__name__} import run_rank; run_rank(sys.argv[1], int(sys.argv[2]))"
 """The program of each process. With ``-m`` Python would warn: the package has imported this file before the file is run."""
-_SPARE_RANK_CODE = f"import sys; from {__name__} import _become_rank_when_told; _become_rank_when_told(sys.argv[1])"
+_SPARE_RANK_CODE = (
+    f"import sys; from {__name__} import _become_rank_when_told; _become_rank_when_told(sys.argv[1], int(sys.argv[2]))"
+)
 """The program of a process that imports this library first, and then waits for its rank."""
 
 
@@ -41,7 +44,8 @@ def launch(fn: Callable[..., R], nproc: int, *args: Any, restarts: int = 0) -> l
     """Run ``fn(*args)`` in ``nproc`` processes of this machine, and return the results in order of rank.
 
     Each process has the environment that torchrun sets, so :func:`~fsharp.connect` finds the other ranks. In a script that
-    torchrun has started, each process runs ``fn`` itself. With ``nproc=1`` and no restarts this process runs ``fn``.
+    torchrun has started, each process runs ``fn`` itself. With ``nproc=1`` and no restarts this process runs ``fn``. The
+    processes end soon after this process, even if it is killed.
 
     With ``restarts`` a process that is killed, fails or hangs is restarted. Other processes keep running if they are in
     :meth:`Run.train <fsharp.resilience.Run.train>` of a ``Run(elastic=True)``, which then continues from its newest save.
@@ -88,7 +92,7 @@ def launch(fn: Callable[..., R], nproc: int, *args: Any, restarts: int = 0) -> l
     with tempfile.TemporaryDirectory(prefix="fsharp-") as folder, _restored_signal_handlers():
         _write_call(Path(folder), fn, args)
         try:
-            elastic_launch(local_launch_config(nproc), sys.executable)("-u", "-c", _RANK_CODE, folder)
+            elastic_launch(local_launch_config(nproc), sys.executable)("-u", "-c", _RANK_CODE, folder, str(os.getpid()))
         except ChildFailedError as error:
             rank, account = _first_failure(Path(folder), error.failures)
             raise CommError(f"launch(): rank {rank} of {nproc} failed: {account}") from None
@@ -160,8 +164,12 @@ def _first_failure(folder: Path, failures: Mapping[int, Any]) -> tuple[int, str]
     return [*own, *(each for each in silent if each not in by_agent), *heard, *by_agent][0]
 
 
-def run_rank(folder: str) -> None:
-    """Call the function that :func:`launch` has stored in a folder, and store its result or error in the folder."""
+def run_rank(folder: str, launcher: int) -> None:
+    """Call the function that :func:`launch` has stored in a folder, and store its result or error in the folder.
+
+    ``launcher``: id of the process that called :func:`launch`. This process ends soon after the launcher.
+    """
+    threading.Thread(target=_exit_after_launcher, args=(folder, launcher), daemon=True).start()
     rank = os.environ["RANK"]
     try:
         with Path(folder, "call").open("rb") as call:
@@ -177,18 +185,22 @@ def run_rank(folder: str) -> None:
         destroy()
 
 
-def _become_rank_when_told(folder: str) -> None:
+def _become_rank_when_told(folder: str, launcher: int) -> None:
     """Wait for the environment of a rank on standard input, and run this rank by :func:`run_rank`. For a spare process."""
-    launcher = os.getppid()
     if environment := sys.stdin.read():
-        threading.Thread(target=_exit_after_launcher, args=(launcher,), daemon=True).start()
         os.environ.update(json.loads(environment))
-        run_rank(folder)
+        run_rank(folder, launcher)
 
 
-def _exit_after_launcher(launcher: int) -> None:
-    """End this process soon after the launcher has ended: without a launcher no rank hears of others, and none is restarted."""
+def _exit_after_launcher(folder: str, launcher: int) -> None:
+    """End this process soon after the launcher has ended, and remove the launcher's ``folder``.
+
+    The launcher's program, started again, would save beside this process. The launcher may have ended before this process has
+    imported this library, so ``launcher`` is the id that the launcher itself has passed.
+    """
     while os.getppid() == launcher:
         time.sleep(1.0)
-    print("launch(): the process that started the ranks has ended, so this rank ends as well.", file=sys.stderr, flush=True)
+    with suppress(OSError):  # whoever read this process's output may have ended as well
+        print("launch(): the process that started the ranks has ended, so this rank ends as well.", file=sys.stderr, flush=True)
+    shutil.rmtree(folder, ignore_errors=True)
     os._exit(1)

@@ -4,6 +4,7 @@ The Restarter hosts the job's store, in which it announces generations: see :mod
 """
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -43,13 +44,13 @@ _SPARE_DELAY_S = 2.0
 class Restarter:
     """Runs the call in ``folder`` in ``nproc`` processes, and restarts those that end early, at most ``restarts`` times.
 
-    Processes leave results and errors in the folder. ``program`` is the Python code of a process, whose argument is the folder.
-    It reads the environment of a rank, in JSON, from standard input, and then runs the rank. A spare process, which has
-    imported this library already, replaces a process that ended.
+    Processes leave results and errors in the folder. ``program`` is the Python code of a process, whose arguments are the
+    folder and the id of this process. It reads the environment of a rank, in JSON, from standard input, and then runs the rank.
+    A spare process, which has imported this library already, replaces a process that ended.
     """
 
     def __init__(self, folder: Path, program: str, nproc: int, restarts: int) -> None:
-        self._command = [sys.executable, "-u", "-c", program, str(folder)]
+        self._command = [sys.executable, "-u", "-c", program, str(folder), str(os.getpid())]
         self._folder, self._nproc, self._restarts = folder, nproc, restarts
         server = dist.TCPStore("localhost", 0, None, True, wait_for_workers=False)  # type: ignore[attr-defined]
         self._port, self._store = server.port, PrefixStore("fsharp/generations", server)

@@ -5,8 +5,6 @@ import random
 import re
 import signal
 import statistics
-import subprocess
-import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -232,35 +230,6 @@ def test_a_new_process_that_never_comes(tmp_path):
 def test_a_process_that_ends_with_status_0_and_no_result_is_lost():
     with pytest.raises(CommError, match=r"rank [01] ended with exit status 0, without a result(.|\n)*outside of the steps"):
         fs.launch(lambda: os._exit(0), 2, restarts=1)
-
-
-@pytest.mark.timeout(120)
-def test_ranks_end_with_a_launcher_that_is_killed(tmp_path):
-    program = f"""
-import os, time
-from pathlib import Path
-import fsharp as fs
-
-def main():
-    Path({str(tmp_path)!r}, os.environ["RANK"]).write_text(str(os.getpid()))
-    time.sleep(100)
-
-fs.launch(main, 2, restarts=1)
-"""
-    launcher = subprocess.Popen([sys.executable, "-c", program], stderr=subprocess.DEVNULL)
-    files = [tmp_path / str(rank) for rank in range(2)]
-    wait_until(lambda: all(file.exists() and file.read_text() for file in files))
-    launcher.kill()
-    launcher.wait()
-    wait_until(lambda: not any(Path(f"/proc/{file.read_text()}").exists() for file in files))
-
-
-def wait_until(condition):
-    """Wait for a condition, for at most 40 seconds."""
-    deadline = time.monotonic() + 40
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
 
 
 def test_train_without_elastic_is_resume_and_steps(tmp_path):

@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -76,13 +77,13 @@ def wait(path):
     Path(path).touch()
     time.sleep(100)
 
-fs.launch(wait, 2, {path!r})
+fs.launch(wait, 2, {path!r}, restarts={restarts})
 """
 
 
 def test_ctrl_c_is_a_keyboard_interrupt(tmp_path):
     begun = tmp_path / "begun"
-    command = [sys.executable, "-c", _WAITING.format(path=str(begun))]
+    command = [sys.executable, "-c", _WAITING.format(path=str(begun), restarts=0)]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as run:
         while not begun.exists() and run.poll() is None:
             time.sleep(0.05)
@@ -91,3 +92,32 @@ def test_ctrl_c_is_a_keyboard_interrupt(tmp_path):
     assert said.endswith("KeyboardInterrupt\n")
     assert "SignalException" not in said
     assert run.returncode == -signal.SIGINT
+
+
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize(
+    ("moment", "restarts"),
+    [("at once", 1), ("later", 0), *(pytest.param(*case, marks=pytest.mark.deep) for case in (("at once", 0), ("later", 1)))],
+)
+def test_ranks_end_with_a_launcher_that_is_killed(tmp_path, restarts, moment):
+    """At once: the ranks have not imported the library yet. Nobody reads what they say at their end."""
+    begun = tmp_path / "begun"
+    command = [sys.executable, "-c", _WAITING.format(path=str(begun), restarts=restarts)]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, env={**os.environ, "TMPDIR": str(tmp_path)}) as run:
+        wait_until(lambda: len(children_of(run.pid)) >= 2 and (moment == "at once" or begun.exists()))
+        ranks = children_of(run.pid)
+        run.kill()
+    wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in ranks))
+    assert list(tmp_path.glob("fsharp-*")) == []
+
+
+def children_of(pid):
+    return [int(each) for task in Path(f"/proc/{pid}/task").iterdir() for each in (task / "children").read_text().split()]
+
+
+def wait_until(condition):
+    """Wait for a condition, for at most 90 seconds."""
+    deadline = time.monotonic() + 90
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
