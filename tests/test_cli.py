@@ -103,10 +103,12 @@ def test_verify_names_the_damaged_tensor(root, capsys):
     data = bytearray(file.read_bytes())
     data[-3] ^= 1
     file.write_bytes(data)
-    status, lines, err = run(capsys, "ckpt", "verify", first, second)
+    third = path_of(root, 3)
+    os.remove(f"{third}/rank-00000.safetensors")
+    status, lines, err = run(capsys, "ckpt", "verify", third, second, first)
     assert (status, lines) == (1, [])
     assert err.startswith("error: ")
-    assert "damaged" in err, err
+    assert re.search(f"{third}.*: missing(.|\n)*{second}.*is damaged(.|\n)*{first} is intact", err), err
 
 
 def test_diff(root, capsys):

@@ -348,6 +348,17 @@ def remove_incomplete(root: str | os.PathLike[str]) -> list[str]:
     return gone
 
 
+def finish_removals(root: str) -> list[str]:
+    """Remove the folders that interrupted removals have left under ``root``, and return their paths."""
+    storage, gone = storage_of(root), []
+    for name in storage.list_names(root):
+        found, path = _LEFTOVER_FOLDER_PATTERN.fullmatch(name), f"{root}/{name}"
+        if found and name.endswith(REMOVED_SUFFIX) and _files_belong_to_save(storage, path, found["save_id"]):
+            storage.remove(path)
+            gone.append(path)
+    return gone
+
+
 def _files_belong_to_save(storage: Storage, folder: str, save_id: str) -> bool:
     """Return whether each file in ``folder`` begins like a file of the save ``save_id``; files may be cut off anywhere."""
     for name in storage.list_names(folder):

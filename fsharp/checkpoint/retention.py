@@ -1,16 +1,27 @@
 """Retention: which checkpoints are kept, and the removal of all others."""
 
+import logging
 import math
 import os
 from collections import Counter
+from collections.abc import Collection, Sequence
 from heapq import nsmallest
 from typing import NamedTuple
 
-from fsharp.checkpoint.catalog import folder_names_newest_first, open_if_complete, save_time_of, step_in_folder_name
+from fsharp.checkpoint.catalog import (
+    finish_removals,
+    folder_names_newest_first,
+    iter_complete_checkpoints,
+    open_if_complete,
+    save_time_of,
+    step_in_folder_name,
+    verify,
+)
 from fsharp.checkpoint.storage import absolute_path, storage_of
-from fsharp.errors import CheckpointError
+from fsharp.errors import CheckpointError, problem
 from fsharp.type_checks import options_checked
 
+_log = logging.getLogger("fsharp")
 _HOUR_S = 3600
 
 
@@ -18,7 +29,10 @@ _HOUR_S = 3600
 def prune(
     root: str | os.PathLike[str], *, keep: int, best: int = 0, keep_steps: int | None = None, keep_hours: float | None = None
 ) -> list[str]:
-    """Remove old checkpoints under ``root``, and return their paths. Incomplete checkpoints are left alone.
+    """Remove old checkpoints under ``root``, and what interrupted removals have left. Return the paths of all that is removed.
+
+    Incomplete checkpoints, and those to which a link in ``root`` points, are left alone. Before anything is removed, the newest
+    checkpoint is compared with its digests; if it is damaged, the next one that stays. So at least one that stays is intact.
 
     Args:
         root: folder of the checkpoints.
@@ -29,13 +43,49 @@ def prune(
         keep_hours: length of an interval in hours, counted from 1970: of each interval the last checkpoint is kept as well.
 
     Raises:
-        CheckpointError: an argument keeps nothing, such as ``keep=0`` or ``keep_steps=0``.
+        CheckpointError: an argument keeps nothing, such as ``keep=0`` or ``keep_steps=0``; or all checkpoints that would stay
+            are damaged. Nothing is removed.
 
-    Cost: lists the root, and opens the newest and the removed checkpoints; with ``best`` all of them.
+    Cost: lists the root, and opens the newest and the removed checkpoints; with ``best`` all of them. If anything is to be
+    removed, reads a whole checkpoint.
     """
     retention = Retention(keep, best, keep_steps, keep_hours)
     retention.check_options("prune()")
-    return retention.prune(absolute_path(root))
+    folder = absolute_path(root)
+    old = retention.old_checkpoints(folder)
+    _check_one_stays_intact(folder, old)
+    return [*finish_removals(folder), *_remove(old)]
+
+
+def _check_one_stays_intact(root: str, old: Collection[str]) -> None:
+    """Raise a CheckpointError if ``old`` are to be removed, and no other checkpoint under ``root`` is intact."""
+    damage = list[str]()
+    for found in iter_complete_checkpoints(root) if old else ():
+        if found.path not in old:
+            try:
+                verify(found.path)
+                for text in damage:
+                    _log.warning("%s", text)
+                return
+            except CheckpointError as error:
+                damage.append(str(error))
+    if old:
+        remedy = "Remove the damaged ones by hand, or load, which sets them aside; then prune again."
+        what = "nothing is removed: all checkpoints that would stay are damaged."
+        raise CheckpointError(problem(f"prune() of {root}", what, [("damaged", each) for each in damage], remedy))
+
+
+def _names_with_links(root: str) -> set[str]:
+    """Return the names in ``root`` to which other names in ``root`` link."""
+    storage = storage_of(root)
+    targets = ((name, storage.resolve_links(root, name)) for name in storage.list_names(root))
+    return {target for name, target in targets if target != name}
+
+
+def _remove(paths: Sequence[str]) -> list[str]:
+    for path in paths:
+        storage_of(path).remove(path)
+    return list(paths)
 
 
 class Retention(NamedTuple):
@@ -68,12 +118,17 @@ class Retention(NamedTuple):
             found.add(("hours", math.floor(created / (self.keep_hours * _HOUR_S)) if math.isfinite(created) else 0))
         return found
 
-    def prune(self, root: str) -> list[str]:
-        """Remove checkpoints under ``root`` by these options, and return their paths: see :func:`prune`."""
+    def remove_old(self, root: str) -> None:
+        """Remove old checkpoints under ``root`` by these options. The newest one was compared with its digests a moment ago."""
+        _remove(self.old_checkpoints(root))
+
+    def old_checkpoints(self, root: str) -> list[str]:
+        """Return the paths of the checkpoints under ``root`` that neither these options nor links keep, the oldest first."""
         names = folder_names_newest_first(root)
         periods = {name: self._step_and_hour_intervals(root, name) for name in names}
         sizes = Counter(period for found in periods.values() for period in found)
         stay, gone, seen = self._best_of(root, names), list[str](), set[tuple[str, int]]()
+        linked = _names_with_links(root)
         num_newest = 0
         for name in names:
             path, new = f"{root}/{name}", periods[name] - seen
@@ -87,10 +142,8 @@ class Retention(NamedTuple):
             if num_newest < self.keep or new:
                 num_newest += 1
                 seen |= new
-            else:
+            elif name not in linked:
                 gone.append(path)
-        for path in reversed(gone):
-            storage_of(path).remove(path)
         return [*reversed(gone)]
 
     def _best_of(self, root: str, names: list[str]) -> set[str]:

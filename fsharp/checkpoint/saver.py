@@ -256,7 +256,7 @@ class Saver(BackgroundSaver):
                         f"{self._root}: {path} was saved after the last save of this Saver, by another job or by save(): "
                         "nothing is removed. Give each its own root."
                     )
-            self._retention.prune(self._root)
+            self._retention.remove_old(self._root)
 
         check_on_all_ranks("Saver", self._own, forget_old)
         return made

@@ -74,15 +74,23 @@ def show(path: str, /) -> str:
 
 
 def verify_checkpoints(paths: tuple[str, ...], /) -> str:
-    """Read every byte of checkpoints, and compare the bytes with their digests. Print the intact ones; fail if one is damaged.
+    """Read every byte of checkpoints, and compare the bytes with their digests. Name the intact ones, and all damaged files.
 
     Args:
         paths: the checkpoints.
     """
     if not paths:
         raise OptionError("ckpt verify: got no checkpoint. Pass the path of one or more.")
-    found = map(verify, paths)
-    return "\n".join(f"{x.path} is intact: step {x.step}, {len(x.names)} tensors, {x.manifest.nbytes:,} bytes" for x in found)
+    intact, damaged = [], []
+    for path in paths:
+        try:
+            x = verify(path)
+            intact.append(f"{x.path} is intact: step {x.step}, {len(x.names)} tensors, {x.manifest.nbytes:,} bytes")
+        except CheckpointError as error:
+            damaged.append(str(error))
+    if damaged:
+        raise CheckpointError("\n".join([*damaged, *intact]))
+    return "\n".join(intact)
 
 
 def diff(first: str, second: str, /, *, values: bool = True) -> str:
@@ -122,7 +130,7 @@ def _largest_difference(x: torch.Tensor, y: torch.Tensor) -> float:
 
 
 def prune_checkpoints(root: str, /, *, keep: int, best: int = 0, keep_steps: int | None = None) -> str:
-    """Remove the checkpoints of a folder that no option keeps.
+    """Remove the checkpoints of a folder that no option keeps, once one that stays is found to be intact.
 
     Args:
         root: folder of the checkpoints.

@@ -1,12 +1,13 @@
 """Which checkpoints stay, by number, step, time and metric."""
 
 import os
+from pathlib import Path
 
 import pytest
 import torch
 
 import fsharp as fs
-from fsharp.checkpoint import catalog
+from fsharp.checkpoint import catalog, storage
 from fsharp.checkpoint.manifest import MANIFEST_NAME
 from fsharp.errors import CheckpointError
 
@@ -23,6 +24,14 @@ def clock(monkeypatch):
 
 def save(root, step, **options):
     return fs.checkpoint.save(root, {"x": torch.ones(3)}, step=step, comm=COMM, **options)
+
+
+def interrupt(*_):
+    raise KeyboardInterrupt
+
+
+def step_of(path):
+    return catalog.step_in_folder_name(Path(path).name)
 
 
 def steps(root):
@@ -81,6 +90,56 @@ def test_what_stays_is_not_opened_again(tmp_path, monkeypatch):
     monkeypatch.setattr(catalog, "_open_complete", lambda path: [opened.append(path), real(path)][1])
     assert fs.checkpoint.prune(tmp_path, keep=2, keep_steps=10) == []
     assert len(opened) == 2
+
+
+def flip_a_bit(checkpoint):
+    file = Path(checkpoint.path) / "rank-00000.safetensors"
+    data = bytearray(file.read_bytes())
+    data[-9] ^= 1
+    file.write_bytes(data)
+
+
+def test_a_prune_leaves_one_that_is_intact_or_removes_nothing(tmp_path, caplog):
+    """Sizes are right, and a bit is not: it shows only when the bytes are read."""
+    for step in (1, 2, 3):
+        newest = save(tmp_path, step)
+    flip_a_bit(newest)
+    with pytest.raises(
+        CheckpointError, match=r"all checkpoints that would stay are damaged(.|\n)*step 2.*is complete(.|\n)*by hand"
+    ):
+        fs.checkpoint.prune(tmp_path, keep=1)
+    assert steps(tmp_path) == [1, 2, 3]
+    assert [step_of(path) for path in fs.checkpoint.prune(tmp_path, keep=2)] == [1]
+    assert "blocks of 4,096 bytes are damaged" in caplog.text
+    assert steps(tmp_path) == [2, 3]
+    assert fs.checkpoint.load(tmp_path, {"x": torch.zeros(3)}, comm=COMM)["x"].tolist() == [1, 1, 1]
+
+
+def test_a_checkpoint_to_which_a_link_points_stays(tmp_path):
+    """The link may be named ``best``, or as the newest checkpoint: without what it points to nothing would be left."""
+    paths = [save(tmp_path, step).path for step in (1, 2, 3)]
+    (tmp_path / "best").symlink_to(Path(paths[1]).name)
+    newest = tmp_path / catalog.folder_name(9, catalog.new_save_id(str(tmp_path)))
+    newest.symlink_to(paths[0])
+    assert fs.checkpoint.prune(tmp_path, keep=1) == [paths[2]]
+    assert steps(tmp_path) == [1, 1, 2]
+    (tmp_path / "best").unlink()
+    assert fs.checkpoint.prune(tmp_path, keep=1) == [paths[1]]
+    assert steps(tmp_path) == [1, 1]
+
+
+def test_what_an_interrupted_removal_has_left_is_removed_by_the_next_prune(tmp_path, monkeypatch):
+    for step in (1, 2):
+        save(tmp_path, step)
+    with monkeypatch.context() as patch:
+        patch.setattr(storage.shutil, "rmtree", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            fs.checkpoint.prune(tmp_path, keep=1)
+    (tmp_path / ".step-0000000009-0123456789abcdef.removed").mkdir()
+    (tmp_path / ".step-0000000009-0123456789abcdef.removed/notes.txt").touch()
+    [left] = [path for path in tmp_path.iterdir() if path.name.startswith(".step-0000000001-")]
+    assert fs.checkpoint.prune(tmp_path, keep=1) == [str(left)]
+    assert sorted(each.name[:17] for each in tmp_path.iterdir()) == [".step-0000000009-", "step-0000000002-4"]
 
 
 @pytest.mark.parametrize("options", [{"keep_steps": 0}, {"keep_hours": -1.0}, {"keep_hours": float("nan")}])

@@ -325,7 +325,7 @@ def test_old_checkpoints_that_cannot_be_removed_are_an_error_on_all_ranks(tmp_pa
         def fail(self, root):
             raise CheckpointError("cannot be removed")
 
-        saver.Retention.prune = fail
+        saver.Retention.remove_old = fail
         made = saver.Saver(root, comm)
         made.save(sharded(comm), step=0)
         try:
