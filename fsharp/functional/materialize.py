@@ -52,7 +52,7 @@ def shard(params: Any, layout: Layout, comm: Comm, *, place: PlaceName = "params
 
     def check() -> None:
         _check_mesh("shard()", layout, comm)
-        check_tree("shard()", params, layout)
+        check_tree(params, layout)
 
     check_on_all_ranks("shard()", comm, check, lambda _: {**unit_fields(layout.units), "check_values": repr(check_values)})
     if check_values:

@@ -179,11 +179,11 @@ def reduce_scatter(
         raise TreeError("reduce_scatter(): residuals under a torch.func transform: encoding errors are not differentiated.")
     units = [node.unit for node in nodes]
     own, views = prepare_residuals("reduce_scatter()", residuals, units, donate=donate, step=step, rank=comm.rank)
-    moved = reduce_scatter_unchecked(tree, nodes, to, comm, views)
+    moved = reduce_scatter_unchecked(tree, to, comm, views)
     return moved if own is None else (moved, own)
 
 
-def reduce_scatter_unchecked(tree: Any, nodes: Sequence[Sharded], to: PlaceName, comm: Comm, residuals: ResidualViews) -> Any:
+def reduce_scatter_unchecked(tree: Any, to: PlaceName, comm: Comm, residuals: ResidualViews) -> Any:
     """Run :func:`reduce_scatter` without its checks. Residuals are overwritten."""
     if isinstance(comm, Engine):
         return comm.run_reduce_scatter(tree, to, residuals)

@@ -47,7 +47,7 @@ def shard_for(params: Any, layout: Layout, rank: int, *, place: PlaceName = "par
     Raises:
         TreeError: the tree differs from the tree that was planned; the message lists the differences.
     """
-    check_tree("shard()", params, layout)
+    check_tree(params, layout)
     sections = cut_into_units(params, frozenset(unit.name for unit in layout.units))
     nodes = []
     for unit, subtree in zip(layout.units, sections.subtrees, strict=True):
@@ -136,7 +136,7 @@ def as_user_tree(full: Any) -> Any:
     return map_units(lambda node: node.tree(ties=nodes) if is_sharded(node) else node, full)
 
 
-def check_tree(where: str, params: Any, layout: Layout) -> None:
+def check_tree(params: Any, layout: Layout) -> None:
     """Raise a TreeError, which names up to eight differences, if a tree is not the tree for which ``layout`` was planned."""
     paths, leaves, _ = flatten_with_paths(params)
     planned = {unit.path_in_tree(leaf): leaf for unit in layout.units for leaf in unit.leaves}
@@ -158,13 +158,12 @@ def check_tree(where: str, params: Any, layout: Layout) -> None:
             rows += [(repr(path), f"on {device}, expected all leaves on one device") for device, path in devices.items()]
     if rows:
         more = f"and {len(rows) - 8} more. " if len(rows) > 8 else ""
-        raise TreeError(
-            problem(where, "the tree is not the one that was planned.", sorted(rows)[:8], f"{more}Call plan() with this tree.")
-        )
+        what, remedy = "the tree is not the one that was planned.", f"{more}Call plan() with this tree."
+        raise TreeError(problem("shard()", what, sorted(rows)[:8], remedy))
     structure = optree.tree_unflatten(layout.spec, [optree.tree_unflatten(u.spec, [0] * len(u.leaves)) for u in layout.units])
     if optree.tree_structure(structure) != optree.tree_structure(params):
         raise TreeError(
-            f"{where}: the tree has other containers than the planned tree: got {optree.tree_structure(params)}, expected "
+            f"shard(): the tree has other containers than the planned tree: got {optree.tree_structure(params)}, expected "
             f"{optree.tree_structure(structure)}."
         )
 

@@ -229,12 +229,12 @@ class ScheduledEngine(Engine):
 
     def run_reduce_scatter(self, tree: Any, to: PlaceName, residuals: ResidualViews) -> Any:
         """Return gradients in the place ``to``: by the schedule if they came from :meth:`run_value_and_grad`, else at once."""
-        nodes, step = units_of(tree), self.current_step()
-        if not self._handed_out.are_same_gradients(nodes, to):
+        step = self.current_step()
+        if not self._handed_out.are_same_gradients(units_of(tree), to):
             if residuals:
                 self._handed_out.check_none_reduced_with_feedback()
             step.record_unscheduled_reduction()
-            return moves.reduce_scatter_unchecked(tree, nodes, to, self.own, residuals)
+            return moves.reduce_scatter_unchecked(tree, to, self.own, residuals)
         units, self._handed_out = self._handed_out.units, HandedOutGradients()
         if residuals:
             _pass_residuals(units, residuals)

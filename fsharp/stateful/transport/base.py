@@ -87,7 +87,7 @@ class Transport(ABC):
     def gather(self, xs: Sequence[torch.Tensor], outs: Sequence[torch.Tensor], axis: str, label: str) -> Work:
         """Gather every rank's ``xs[i]`` of ``c[i]`` elements into ``outs[i]`` of ``n * c[i]``, in one all_gather."""
         self._count_call("all_gather", axis, sum([x.nbytes for x in xs]))
-        if len(xs) == 1 or not self.should_pack("all_gather", xs, 1):
+        if len(xs) == 1 or not self.should_pack(xs, 1):
             return self.gather_each(xs, outs, axis, label)
         sizes = [x.numel() for x in xs]
         n = outs[0].numel() // sizes[0]
@@ -109,7 +109,7 @@ class Transport(ABC):
         xs = [each.x for each in summands]
         if self.counters:
             self._count_call("reduce_scatter", axis, sum([x.nbytes for x in xs]) // n)
-        if len(xs) == 1 or not self.should_pack("reduce_scatter", xs, n):
+        if len(xs) == 1 or not self.should_pack(xs, n):
             return self.reduce_scatter_each(summands, axis, dtype, label)
         packed = torch.cat([x.view(n, -1) for x in xs], 1).view(-1)
         summed = packed.new_empty(len(packed) // n, dtype=dtype)
@@ -133,7 +133,7 @@ class Transport(ABC):
         # If the data travel in another dtype, an all_reduce is two collectives.
         for op, dtype in [("all_reduce", wire)] if wire == wide else [("reduce_scatter", wire), ("all_gather", wide)]:
             self._count_call(op, axis, sum(sizes) // n * dtype.itemsize)
-        if len(xs) == 1 or not self.should_pack("all_reduce", xs, n):
+        if len(xs) == 1 or not self.should_pack(xs, n):
             return self.all_reduce_each(summands, axis, label)
         packed = xs[0].new_zeros(sum(sizes))
         summed = packed if wire == wide else outs[0].new_empty(len(packed))
@@ -142,8 +142,8 @@ class Transport(ABC):
         [work] = self.all_reduce_each([self._packed_summand("all_reduce", axis, packed, summed)], axis, label)
         return [self._chain_work(work, lambda _: _copy_all(outs, there))] * len(xs)
 
-    def should_pack(self, op: str, xs: Sequence[torch.Tensor], n: int) -> bool:
-        """Return whether to pack the buffers ``xs``, each sent in ``n`` parts, for the collective ``op``. All ranks agree."""
+    def should_pack(self, xs: Sequence[torch.Tensor], n: int) -> bool:
+        """Return whether to pack the buffers ``xs``, each sent in ``n`` parts. All ranks agree."""
         return True
 
     @abstractmethod

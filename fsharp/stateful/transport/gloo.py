@@ -43,7 +43,7 @@ class GlooTransport(Transport):
         """Call ``on_collective`` for each later collective; None ends this."""
         self._on_collective = on_collective
 
-    def should_pack(self, op: str, xs: Sequence[torch.Tensor], n: int) -> bool:
+    def should_pack(self, xs: Sequence[torch.Tensor], n: int) -> bool:
         """Return whether parts of the buffers are too small for messages of their own."""
         return sum([x.nbytes for x in xs]) < _MIN_MESSAGE_NBYTES * n * len(xs)
 
