@@ -1,7 +1,6 @@
 """from_optax: run the jaxpr of an optax transformation on each rank's elements."""
 
 import re
-import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -92,7 +91,6 @@ class _ShardedTransformation:
         self._traced: dict[Any, TracedTransformation] = {}
         self._programs: dict[Any, CompiledTransformation] = {}  # by rank
         self._shared: dict[Any, CompiledTransformation] = {}  # by layout and a rank's part of the leaves
-        self._lock = threading.RLock()  # simulated ranks are threads
 
     def __reduce__(self) -> Any:
         return _ShardedTransformation, (self._given,)
@@ -158,14 +156,13 @@ class _ShardedTransformation:
         nodes = units_of(params)
         sizes = tuple((name, jnp.shape(x), str(jnp.result_type(x))) for name, x in sorted(extra.items()))
         key = tuple((node.unit, node.place, node.groups) for node in nodes), sizes
-        with self._lock:
-            if key not in self._traced:
-                self._traced[key] = self._trace_transformation(params, rank, extra, is_first=is_first)
-            if (key, rank) not in self._programs:
-                local = self._traced[key].leaf_ranges_of_rank(params, rank)
-                shared = self._shared.setdefault((key, local), CompiledTransformation(self._traced[key], local))
-                self._programs[key, rank] = shared
-            return self._programs[key, rank]
+        if key not in self._traced:
+            self._traced[key] = self._trace_transformation(params, rank, extra, is_first=is_first)
+        if (key, rank) not in self._programs:
+            local = self._traced[key].leaf_ranges_of_rank(params, rank)
+            shared = self._shared.setdefault((key, local), CompiledTransformation(self._traced[key], local))
+            self._programs[key, rank] = shared
+        return self._programs[key, rank]
 
     def _trace_transformation(
         self, params: Any, rank: int, extra: Mapping[str, Any], *, is_first: bool

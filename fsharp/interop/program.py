@@ -3,7 +3,6 @@
 import hashlib
 import math
 import re
-import threading
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -199,7 +198,6 @@ class CompiledTransformation:
         self.traced = traced
         self._parts, self._places, _, self._sizes = leaf_ranges
         self._compiled: dict[Any, tuple[Any, dict[EquationKey, CrossRankReduction]]] = {}
-        self._lock = threading.Lock()
 
     def init(self, params: Any, comm: Comm) -> tuple[list[Any], list[Any]]:
         """Return a new state in two lists: state trees, as trees of buffers, and all other arrays, such as a count."""
@@ -228,13 +226,12 @@ class CompiledTransformation:
             keys = tuple(sorted(known))
             args = flats, plain, [known[key] for key in keys]
             with jax.default_device(device):  # for results that depend on no argument, such as the zeros of a new state
-                with self._lock:  # only the first of several threads compiles
-                    if (kind, keys) not in self._compiled:
-                        pending: dict[EquationKey, CrossRankReduction] = {}
-                        compiled = jax.jit(partial(self._run_jaxpr, kind, keys, pending))
-                        compiled(*args)  # compiles, and fills ``pending``
-                        self._compiled[kind, keys] = compiled, pending
-                    compiled, pending = self._compiled[kind, keys]
+                if (kind, keys) not in self._compiled:
+                    pending: dict[EquationKey, CrossRankReduction] = {}
+                    compiled = jax.jit(partial(self._run_jaxpr, kind, keys, pending))
+                    compiled(*args)  # compiles, and fills ``pending``
+                    self._compiled[kind, keys] = compiled, pending
+                compiled, pending = self._compiled[kind, keys]
                 result = jax.block_until_ready(compiled(*args))
             if not pending:
                 return result

@@ -1,6 +1,5 @@
 """This rank's part of a module's initial values: cut from the module's or one rank's values, or made by initializers."""
 
-import threading
 from collections.abc import Callable, Iterable
 from itertools import chain
 from typing import Any
@@ -28,7 +27,6 @@ _SAME_SEED_REMEDY = (
 )
 Initializer = Callable[[nn.Module], None]
 _UNWRITTEN_BYTE = 0x55  # the value of integers that were not written
-_generator_lock = threading.Lock()  # ranks that are threads share the generator
 
 
 def settings_of_initial_values(
@@ -176,7 +174,7 @@ class Initializers:
         try:
             for *_, places, key, old in rows:
                 places[key] = rooms[id(old)]
-            with _generator_lock, torch.random.fork_rng([]), torch.no_grad():
+            with torch.random.fork_rng([]), torch.no_grad():
                 for name, each in reversed(members.items()):  # submodules come first
                     mine = [full for full, owner, *_, old in rows if owner == name and old.is_meta]
                     if mine:

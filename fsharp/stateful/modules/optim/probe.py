@@ -2,9 +2,8 @@
 
 import copy
 import inspect
-import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from enum import IntEnum
 from functools import partial
 from typing import Any
@@ -19,7 +18,6 @@ _TRIAL_SHAPES = ((4, 6), (5,), (3, 2, 4), (6, 3))
 _TRIAL_MATRICES = ((4, 6), (6, 3), (5, 5))
 _NUM_TRIAL_STEPS = 8  # some optimizers update differently in every fifth step
 _TRIAL_LR = 1e-2
-_generator_lock = threading.RLock()  # ranks that are threads share the generator
 
 
 class UpdateScope(IntEnum):
@@ -100,10 +98,8 @@ def fresh_state(
     return state
 
 
-@contextmanager
-def _preserving_generator_state(device: torch.device) -> Iterator[None]:
-    with _generator_lock, torch.random.fork_rng([device.index or 0] if device.type == "cuda" else []):
-        yield
+def _preserving_generator_state(device: torch.device) -> AbstractContextManager[None]:
+    return torch.random.fork_rng([device.index or 0] if device.type == "cuda" else [])
 
 
 def _new_optimizer(
