@@ -1,6 +1,6 @@
 """ReductionChain: the collectives, along one axis after another, that reduce a flat gradient from one place to the next."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from types import MappingProxyType
 from typing import NamedTuple
@@ -15,14 +15,6 @@ from fsharp.functional.layout.unit_layout import UnitLayout
 from fsharp.functional.traffic import calls_of_stages
 from fsharp.stateful.transport.base import Summand, Transport, Work
 from fsharp.stateful.units.full import FlatSizes
-
-
-class CodecBytes(NamedTuple):
-    """Encoded bytes of a chain: encoded before its first collective, recoded between two, and decoded after its last."""
-
-    before: int = 0
-    between: int = 0
-    after: int = 0
 
 
 class ReductionChain:
@@ -76,17 +68,6 @@ class ReductionChain:
                 result.append((stage.out if following != accumulate else 0, following))
         return result
 
-    def codec_bytes(self) -> CodecBytes:
-        """Return the encoded bytes of the chain, for estimates. :func:`reduce_along` recodes those between collectives."""
-        found, last = [0, 0, 0], len(self.stages) - 1
-        for k, stage in enumerate(self.stages):
-            if stage.op == "all_to_all":
-                wire = self.dtypes.wire_format_along(stage.axis)
-                nbytes = stage.n * wire.size(stage.out) * wire.dtype.itemsize
-                found[0 if k == 0 else 1] += nbytes
-                found[2 if k == last else 1] += nbytes
-        return CodecBytes(*found)
-
     def cast_nbytes(self) -> int:
         """Return the bytes of summands that are cast as they are added, as the sum has another dtype. For estimates of time."""
         cast = [each for each in self.stages if each.dtype != self.dtypes.accumulate]
@@ -104,6 +85,19 @@ class ReductionChain:
         part, facts = wire.padded_part_size(len(x), n), partial(self.unit.error_facts, self.group, axis)
         padded = torch.nn.functional.pad(x, (0, n * part - len(x)))
         return wire.store_summand(padded, part, carried.residual, facts, carried.noise).view(n, -1)
+
+
+def coded_nbytes(chains: Iterable[ReductionChain]) -> tuple[int, int, int]:
+    """Return the bytes that chains encode before their first collective, recode between two, and decode after their last."""
+    found = [0, 0, 0]
+    for chain in chains:
+        for k, stage in enumerate(chain.stages):
+            if stage.op == "all_to_all":
+                wire = chain.dtypes.wire_format_along(stage.axis)
+                nbytes = stage.n * wire.size(stage.out) * wire.dtype.itemsize
+                found[0 if k == 0 else 1] += nbytes
+                found[2 if k == len(chain.stages) - 1 else 1] += nbytes
+    return found[0], found[1], found[2]
 
 
 class ChainInput(NamedTuple):

@@ -16,7 +16,7 @@ from fsharp.functional.layout.unit_layout import UnitLayout
 from fsharp.functional.traffic import calls_to_gather_buffer
 from fsharp.stateful.schedule.program import UnitFacts
 from fsharp.stateful.transport.base import Transport
-from fsharp.stateful.units.axis_chain import CodecBytes, ReductionChain
+from fsharp.stateful.units.axis_chain import coded_nbytes
 from fsharp.stateful.units.full import FullUnit, encoded_full_sizes, full_nbytes, full_sizes, leaf_table
 from fsharp.stateful.units.gradient import UnitGradient
 from fsharp.stateful.units.resting import RestingGradient
@@ -79,7 +79,8 @@ class UnitState:
         if not trained or self.gradient is None:
             return facts
         route = self.gradient.route
-        reduced, finished = _total_codec_bytes(route.chains), _total_codec_bytes(route.final_chains)
+        encoded, recoded, decoded = coded_nbytes(route.chains)
+        final_encoded, final_recoded, final_decoded = coded_nbytes(route.final_chains)
         return replace(
             facts,
             outgoing=route.outgoing_block_nbytes(several_uses=several_uses, several_microbatches=several_microbatches),
@@ -88,12 +89,12 @@ class UnitState:
             trainable=True,
             reduce=tuple(chain(*(each.calls() for each in route.chains))),
             finish=tuple(chain(*(each.calls() for each in route.final_chains))),
-            reduce_encoded=reduced.before,
-            reduce_recoded=reduced.between,
-            reduce_decoded=reduced.after,
-            finish_encoded=finished.before,
-            finish_recoded=finished.between,
-            finish_decoded=finished.after,
+            reduce_encoded=encoded,
+            reduce_recoded=recoded,
+            reduce_decoded=decoded,
+            finish_encoded=final_encoded,
+            finish_recoded=final_recoded,
+            finish_decoded=final_decoded,
             gradient=sum(each.size * each.first.itemsize for each in route.chains),
             reduce_cast=sum(each.cast_nbytes() for each in route.chains),
             finish_cast=sum(each.cast_nbytes() for each in route.final_chains),
@@ -158,7 +159,3 @@ class UnitState:
         """Drop the references to the node, and to tensors of parameters at rest."""
         self.bind_node(None)
         self._at_rest = None
-
-
-def _total_codec_bytes(chains: Iterable[ReductionChain]) -> CodecBytes:
-    return CodecBytes(*map(sum, zip(*[each.codec_bytes() for each in chains], strict=True)))
