@@ -17,25 +17,14 @@ class ResidencyChange(NamedTuple):
     gathered: tuple[Bucket, ...]
 
 
-class Residency(NamedTuple):
-    """The plan of which buckets of units are resident at each event: a bucket is resident while it is gathered in full.
-
-    Attributes:
-        changes: for each event, the buckets to release and to gather.
-        carried: buckets that the first event needs, and that the previous step has gathered.
-    """
-
-    changes: list[ResidencyChange]
-    carried: tuple[Bucket, ...]
-
-
 def plan_residency(
     program: Program, policy: SchedulePolicy, buckets: BucketOfUnit, kept_uses: Collection[int], carried: Sequence[Bucket]
-) -> Residency:
-    """Return the plan of which buckets are resident, that is gathered, at each event.
+) -> tuple[list[ResidencyChange], tuple[Bucket, ...]]:
+    """Return, for each event, the buckets to release and to gather; and the buckets of ``carried`` that the first event needs.
 
-    At most ``policy.prefetch + 1`` buckets are resident: the one in use, and the next different buckets that the program uses
-    before the next update. While no bucket is in use, one resident bucket that will be used again may stay instead.
+    A bucket is *resident* while it is gathered in full. At most ``policy.prefetch + 1`` buckets are resident: the one in use,
+    and the next different buckets that the program uses before the next update. While no bucket is in use, one resident bucket
+    that will be used again may stay instead.
 
     Two kinds of buckets do not count. Uses nest, as the root is always in use: only the innermost use counts, or there would be
     no room for prefetch. Buckets of ``kept_uses`` stay from their forward to the end of their backward.
@@ -74,7 +63,7 @@ def plan_residency(
         held.update(dict.fromkeys(gathered))
         result.append(ResidencyChange(tuple(dict.fromkeys(released)), gathered))
         near = here
-    return Residency(result, tuple(carried) if events else ())
+    return result, tuple(carried) if events else ()
 
 
 def _staying_buckets(
