@@ -101,7 +101,7 @@ def calls_of_stages(dtypes: Dtypes, stages: Iterable[ReductionStage]) -> Iterato
     for op, axis, n, size, out, dtype in stages:
         wire, part = dtypes.wire_format_along(axis), -(-size // n)
         if op == "all_to_all":
-            yield Call(op, axis, sent_nbytes(op, wire.size(out) * wire.dtype.itemsize, n))
+            yield Call(op, axis, sent_nbytes(op, wire.size(out) * wire.stored_dtype.itemsize, n))
         elif op == "all_reduce" and dtype != dtypes.accumulate:
             yield Call("reduce_scatter", axis, sent_nbytes("reduce_scatter", part * dtype.itemsize, n))
             yield Call("all_gather", axis, sent_nbytes("all_gather", part * dtypes.accumulate.itemsize, n))

@@ -204,12 +204,12 @@ class Format:
         return self.encode is _encode_plain
 
     @property
-    def dtype(self) -> torch.dtype:
+    def stored_dtype(self) -> torch.dtype:
         """The dtype of a stored buffer: the values' dtype for a plain format, else ``torch.uint8``."""
         return self.planes[0].dtype if self.is_plain else torch.uint8
 
     def size(self, num_values: int) -> int:
-        """Return the number of elements of :attr:`dtype` that store ``num_values``, a multiple of :attr:`block`."""
+        """Return the number of elements of :attr:`stored_dtype` that store ``num_values``, a multiple of :attr:`block`."""
         return num_values if self.is_plain else sum(map(align_nbytes, self.plane_nbytes(num_values)))
 
     def plane_nbytes(self, num_values: int) -> list[int]:
@@ -227,7 +227,7 @@ class Format:
                 stochastically, and ``noise`` is None.
         """
         if self.is_plain:
-            return values.to(self.dtype)
+            return values.to(self.stored_dtype)
         num_parts = values.numel() // part_size if part_size else 0
         stored = values.new_zeros((num_parts, self.size(part_size)), dtype=torch.uint8)
         if not stored.numel():

@@ -85,7 +85,7 @@ class Precision:
             )
         dtypes: dict[str, Any] = {name: getattr(self, name) for name in ("compute", "main", "accumulate", "output")}
         if self.update is not None and self.update.is_plain:
-            dtypes["update"] = self.update.dtype
+            dtypes["update"] = self.update.stored_dtype
         wires = self.wire.items() if isinstance(self.wire, Mapping) else [("", self.wire)]
         for axis, wire in wires:
             if isinstance(wire, Format) and wire.leaves is not None:
@@ -94,7 +94,7 @@ class Precision:
                     "of parameters, for stored=. Gradients travel in formats of blocks, such as fs.formats.mxfp4."
                 )
             if not isinstance(wire, Format) or wire.is_plain:
-                dtypes[f"wire[{axis!r}]" if axis else "wire"] = wire.dtype if isinstance(wire, Format) else wire
+                dtypes[f"wire[{axis!r}]" if axis else "wire"] = wire.stored_dtype if isinstance(wire, Format) else wire
         if self.feedback and all(not isinstance(wire, Format) or wire.is_plain for _, wire in wires):
             raise LayoutError(
                 f"Precision(): feedback is True, and wire is {self.wire!r}, with no format whose loss would be fed back. Pass "
@@ -180,7 +180,7 @@ class Dtypes:
     def collective_dtype_along(self, axis: str) -> torch.dtype:
         """Return the dtype of gradients before a collective along an axis: a plain wire's, or ``accumulate`` to encode."""
         wire = self.wire_format_along(axis)
-        return wire.dtype if wire.is_plain else self.accumulate
+        return wire.stored_dtype if wire.is_plain else self.accumulate
 
     def has_feedback(self, axis: str) -> bool:
         """Return whether the error of a gradient's format along an axis is added to the next gradient."""

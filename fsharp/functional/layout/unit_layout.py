@@ -89,7 +89,7 @@ class Group:
 
     def is_encoded(self, buffer: torch.Tensor) -> bool:
         """Return whether a buffer holds parameters that a format has encoded."""
-        return self.dtypes.format is not None and buffer.dtype == self.dtypes.format.dtype
+        return self.dtypes.format is not None and buffer.dtype == self.dtypes.format.stored_dtype
 
     def encode_values(self, values: torch.Tensor, facts: ErrorFacts) -> torch.Tensor:
         """Return the stored form of the values of whole parts. A format encodes values in the main dtype."""
@@ -205,11 +205,11 @@ class UnitLayout:
 
     def gathered_part_nbytes(self, group: int, place: Place) -> int:
         """Return the bytes of a group's parameters that one rank sends in a gather from ``place``."""
-        return self.gathered_part_size(group, place) * self.groups[group].dtypes.stored_format.dtype.itemsize
+        return self.gathered_part_size(group, place) * self.groups[group].dtypes.stored_format.stored_dtype.itemsize
 
     def stored_nbytes(self, group: int, place: Place) -> int:
         """Return the bytes of the buffer in which one rank holds a group's parameters in ``place``."""
-        return self.stored_size(group, place) * self.groups[group].dtypes.stored_format.dtype.itemsize
+        return self.stored_size(group, place) * self.groups[group].dtypes.stored_format.stored_dtype.itemsize
 
     @cached_property
     def update_axes(self) -> tuple[str, ...]:
@@ -227,7 +227,7 @@ class UnitLayout:
         form = self.update_format(group)
         if form is None:
             return self.gathered_part_nbytes(group, self.strategy.optim)
-        return form.size(self.groups[group].capacity) * form.dtype.itemsize
+        return form.size(self.groups[group].capacity) * form.stored_dtype.itemsize
 
     @cached_property
     def has_stochastic_updates(self) -> bool:

@@ -94,7 +94,7 @@ def coded_nbytes(chains: Iterable[ReductionChain]) -> tuple[int, int, int]:
         for k, stage in enumerate(chain.stages):
             if stage.op == "all_to_all":
                 wire = chain.dtypes.wire_format_along(stage.axis)
-                nbytes = stage.n * wire.size(stage.out) * wire.dtype.itemsize
+                nbytes = stage.n * wire.size(stage.out) * wire.stored_dtype.itemsize
                 found[0 if k == 0 else 1] += nbytes
                 found[2 if k == len(chain.stages) - 1 else 1] += nbytes
     return found[0], found[1], found[2]

@@ -264,7 +264,7 @@ def encoded_nbytes(unit: UnitLayout, group: int) -> int:
 def encoded_full_sizes(unit: UnitLayout) -> list[tuple[int, torch.dtype]]:
     """Return ``(number of elements, dtype)`` of the full gathered buffer of each group whose format is not plain."""
     formats = [group.dtypes.format for group in unit.groups]
-    return [(unit.stored_size(i, unit.strategy.full), each.dtype) for i, each in enumerate(formats) if each is not None]
+    return [(unit.stored_size(i, unit.strategy.full), each.stored_dtype) for i, each in enumerate(formats) if each is not None]
 
 
 def full_nbytes(unit: UnitLayout) -> int:
