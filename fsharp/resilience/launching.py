@@ -24,6 +24,7 @@ from fsharp.functional.comm.agree import ranks_text
 from fsharp.functional.comm.process_group import destroy
 from fsharp.resilience.failures import is_own_failure
 from fsharp.resilience.restarting import Restarter
+from fsharp.tracebacks import hide_frames
 from fsharp.type_checks import options_checked
 
 if TYPE_CHECKING:
@@ -94,8 +95,9 @@ def launch(fn: Callable[..., R], nproc: int, *args: Any, restarts: int = 0) -> l
         try:
             elastic_launch(local_launch_config(nproc), sys.executable)("-u", "-c", _RANK_CODE, folder, str(os.getpid()))
         except ChildFailedError as error:
-            rank, account = _first_failure(Path(folder), error.failures)
-            raise CommError(f"launch(): rank {rank} of {nproc} failed: {account}") from None
+            (rank, account), *others = _failures_in_order(Path(folder), error.failures)
+            lines = "".join(f"\nrank {other}: {text.splitlines()[0]}" for other, text in others)
+            raise CommError(f"launch(): rank {rank} of {nproc} failed: {account}{lines}") from None
         except SignalException as error:
             if error.sigval == signal.SIGINT:
                 raise KeyboardInterrupt from None
@@ -146,10 +148,10 @@ def _restored_signal_handlers() -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def _first_failure(folder: Path, failures: Mapping[int, Any]) -> tuple[int, str]:
-    """Return the rank that failed first, and its traceback or exit status, from the error files in ``folder`` and ``failures``.
+def _failures_in_order(folder: Path, failures: Mapping[int, Any]) -> list[tuple[int, str]]:
+    """Return each failed rank with its traceback or exit status, from the error files in ``folder`` and ``failures``.
 
-    The first failure is taken from the first of these kinds that there is: errors of ranks themselves, processes that ended
+    The first failure is the first in the list. The kinds are in this order: errors of ranks themselves, processes that ended
     without an error, errors about other ranks, processes that torch's agent has ended. The agent's times are whole seconds.
     """
 
@@ -161,13 +163,14 @@ def _first_failure(folder: Path, failures: Mapping[int, Any]) -> tuple[int, str]
     endings = {rank: f"exit status {e.exitcode}" if e.exitcode > 0 else str(e.message) for rank, e in failures.items()}
     silent = [(rank, ending) for rank, ending in endings.items() if rank not in dict(own + heard)]
     by_agent = [each for each in silent if failures[each[0]].exitcode == -signal.SIGTERM]
-    return [*own, *(each for each in silent if each not in by_agent), *heard, *by_agent][0]
+    return [*own, *(each for each in silent if each not in by_agent), *heard, *by_agent]
 
 
-def run_rank(folder: str, launcher: int) -> None:
+def run_rank(folder: str, launcher: int, *, prints_error: bool = False) -> None:
     """Call the function that :func:`launch` has stored in a folder, and store its result or error in the folder.
 
-    ``launcher``: id of the process that called :func:`launch`. This process ends soon after the launcher.
+    ``launcher``: id of the process that called :func:`launch`. This process ends soon after the launcher. ``prints_error``:
+    print the traceback of an error as well. Otherwise only the error of the launcher has it.
     """
     threading.Thread(target=_exit_after_launcher, args=(folder, launcher), daemon=True).start()
     rank = os.environ["RANK"]
@@ -177,10 +180,14 @@ def run_rank(folder: str, launcher: int) -> None:
             fn, args = pickle.load(call)
         Path(folder, f"result-{rank}").write_bytes(cloudpickle.dumps(fn(*args)))
     except Exception as error:
+        hide_frames(error)
         whose = "own" if is_own_failure(error) else "heard"
-        text = f"{type(error).__name__}: {error}\n{traceback.format_exc().rstrip()}"
+        text = f"{type(error).__name__}: {error}".splitlines()[0] + f"\n{traceback.format_exc().rstrip()}"
         Path(folder, f"{whose}-error-{rank}").write_text(text, "utf-8", "backslashreplace")  # before destroy() tells others
-        raise
+        if prints_error:
+            raise
+        destroy()  # tells other ranks of this error, and not of the SystemExit
+        sys.exit(1)
     finally:
         destroy()
 
@@ -189,7 +196,7 @@ def _become_rank_when_told(folder: str, launcher: int) -> None:
     """Wait for the environment of a rank on standard input, and run this rank by :func:`run_rank`. For a spare process."""
     if environment := sys.stdin.read():
         os.environ.update(json.loads(environment))
-        run_rank(folder, launcher)
+        run_rank(folder, launcher, prints_error=True)  # the launcher goes on
 
 
 def _exit_after_launcher(folder: str, launcher: int) -> None:

@@ -2,6 +2,7 @@
 
 import atexit
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -43,7 +44,7 @@ def test_results_come_in_order_of_rank_closures_and_steps_travel_and_no_process_
 @pytest.mark.parametrize(
     "how", ["raises and ends last", *(pytest.param(how, marks=pytest.mark.deep) for how in ("raises", "exits"))]
 )
-def test_a_rank_that_fails_is_named_and_the_others_end(how):
+def test_a_rank_that_fails_is_named_and_the_others_end(how, capfd):
     def rank_fn():
         comm = fs.connect(fs.Mesh({"dp": 2}))
         if comm.rank == 1:
@@ -56,8 +57,14 @@ def test_a_rank_that_fails_is_named_and_the_others_end(how):
 
     ending = "exit status 3" if how == "exits" else "ValueError: no such thing.*in rank_fn"
     expected = f"(?s)rank 1 of 2 failed: {ending}"
-    with pytest.raises(CommError, match=expected):
+    with pytest.raises(CommError, match=expected) as caught:
         fs.launch(rank_fn, 2)
+    text = str(caught.value)
+    assert text.count("in rank_fn") == text.count("Traceback") == (how != "exits"), text
+    assert re.search(r"\nrank 0: [^\n]+$", text), text
+    if how == "raises and ends last":
+        assert "\nrank 0: CommError: fsharp: rank 1 has left the job" in text
+    assert capfd.readouterr() == ("", "")
 
 
 def test_one_process_is_this_one(monkeypatch):
