@@ -226,6 +226,10 @@ def test_an_example_that_fails_says_why_once(tmp_path: Path) -> None:
     assert done.stderr.count("Traceback") == 1
 
 
+def test_an_example_runs_by_its_name_too() -> None:
+    assert "Train a CNN" in output(sys.executable, "-m", "examples.train_cnn", "--help")
+
+
 @pytest.mark.deep
 def test_nothing_is_started_on_a_bad_option() -> None:
     done = start(sys.executable, "examples/train_cnn.py", "--strategy", "zero4")
