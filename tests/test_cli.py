@@ -151,9 +151,21 @@ def test_prune(root, capsys):
     first, second = path_of(root, 1), path_of(root, 2)
     assert run(capsys, "ckpt", "prune", root, "--keep", 1)[1] == [f"removed {first}", f"removed {second}"]
     assert run(capsys, "ckpt", "prune", root, "--keep", 1)[1] == ["nothing to remove"]
-    status, _, err = run(capsys, "ckpt", "prune", root, "--keep", 0)
-    assert status == 1
-    assert "keep" in err
+    for numbers, what in (
+        (["--keep", 0], "keep is 0, expected at least 1"),
+        (["--keep", 1, "--best", -1], "best is -1, expected at least 0"),
+        (["--keep", 1, "--keep-steps", 0], "keep_steps is 0, expected at least 1"),
+    ):
+        assert run(capsys, "ckpt", "prune", root, *numbers) == (2, [], f"error: ckpt prune: {what}.\n")
+
+
+def test_folders_and_trees_that_python_cannot_follow_are_one_line(root, capsys, monkeypatch):
+    def fail(*_, **__):
+        raise RecursionError("maximum recursion depth exceeded")  # as shutil.rmtree of a thousand nested folders
+
+    monkeypatch.setattr("fsharp.cli.checkpoints.prune", fail)
+    status, lines, err = run(capsys, "ckpt", "prune", root, "--keep", 1)
+    assert (status, lines, err) == (1, [], "error: a tree or a folder nests more levels than Python can follow.\n")
 
 
 @pytest.mark.parametrize("kind", ["safetensors", "dcp", "orbax"])
@@ -398,6 +410,7 @@ def test_a_file_that_calibrate_has_not_written_is_refused(text, tmp_path, capsys
         (["--mesh", "dp=1"], "expected at least 2 ranks"),
         (["--mesh", "2"], "calibrate: mesh is '2', expected sizes of axes"),
         (["--steps", "0"], "steps is 0, expected at least 1"),
+        (["--mesh", "dp=1000000000"], "the number of ranks is 1,000,000,000, expected 2 to 1,024"),
         (["--dtype", "b16"], "dtype is 'b16'"),
     ],
 )
@@ -510,8 +523,8 @@ def test_units_are_in_the_order_in_which_the_tree_has_them():
         (["plan", "gpt-2", "--strategy", "hsdp"], 2, "strategy is 'hsdp'; Mesh(dp=8) has ddp, zero1, zero2, zero3."),
         (["plan", "gpt-2", "--compute", "bf16"], 2, "compute is 'bf16'"),
         (["plan", "gpt-2", "--units", "blocks.*"], 2, "blocks.*"),
-        (["plan", "gpt-2", "--microbatches", "0"], 2, "got 0 microbatches"),
-        (["plan", "gpt-2", "--optimizer-buffers", "-1"], 2, "and -1 buffers"),
+        (["plan", "gpt-2", "--microbatches", "0"], 2, "plan: microbatches is 0, expected at least 1."),
+        (["plan", "gpt-2", "--optimizer-buffers", "-1"], 2, "optimizer_buffers is -1, expected at least 0."),
         (["ckpt", "show", "nowhere"], 1, "nowhere"),
         (["schedule", "gpt-2", "--policy", "prefetch"], 2, "policy is 'prefetch', expected one of 'prefetch 1'"),
         (["schedule", "gpt-2", "--strategy", "hsdp"], 2, "strategy is 'hsdp'"),
@@ -519,7 +532,15 @@ def test_units_are_in_the_order_in_which_the_tree_has_them():
         (["tune", "gpt-2", "--gpu", "V100"], 2, "'V100'"),
         (["tune", "gpt-2", "--tokens", "0"], 2, "tokens is 0"),
         (["tune", "gpt-2", "--rows", "-1"], 2, "rows is -1"),
-        (["tune", "gpt-2", "--mesh", "0"], 1, "mesh is 0"),
+        (["tune", "gpt-2", "--mesh", "0"], 2, "mesh is 0, expected 1 to 1,000,000."),
+        (["tune", "gpt-2", "--mesh", "1000000000"], 2, "mesh is 1,000,000,000"),
+        (["tune", "gpt-2", "--budget", "0"], 2, "budget is 0.0"),
+        (["tune", "gpt-2", "--budget", "nan"], 2, "budget is nan"),
+        (["tune", "gpt-2", "--activations", "inf"], 2, "activations is inf"),
+        (["tune", "gpt-2", "--optimizer-buffers", "-1"], 2, "optimizer_buffers is -1"),
+        (["tune", "gpt-2", "--microbatches", "1000000000"], 2, "tune: microbatches is 1,000,000,000, expected 1 to 337: "),
+        (["schedule", "gpt-2", "--microbatches", "1000000000"], 2, "expected 1 to 3,378: a prediction takes longer with each"),
+        (["schedule", "gpt-2", "--microbatches", "0"], 2, "schedule: microbatches is 0, expected 1 to 3,378"),
         (["tune", "gpt-2", "--mesh", "²"], 2, "mesh is '²'"),
         (["schedule", "gpt-2", "--draw", "step.drawing"], 1, "path is 'step.drawing': Format 'drawing' is not supported"),
         (["plan", "tests.test_cli:without_shapes"], 2, "cannot be made: ValueError: Attempted to use an uninitialized"),

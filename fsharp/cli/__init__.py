@@ -59,6 +59,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (FsharpError, ImportError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2 if isinstance(error, OptionError | PatternError) else 1
+    except RecursionError:
+        print("error: a tree or a folder nests more levels than Python can follow.", file=sys.stderr)
+        return 1
     except KeyboardInterrupt:
         return 130
     if text:

@@ -13,6 +13,7 @@ from fsharp.checkpoint.catalog import opening_errors
 from fsharp.checkpoint.manifest import MANIFEST_NAME
 from fsharp.checkpoint.storage import absolute_path, storage_of
 from fsharp.cli.models import parse_dtype
+from fsharp.cli.numbers import check_number
 from fsharp.errors import CheckpointError, OptionError
 from fsharp.functional.formats.format import as_bytes, dtype_name
 from fsharp.functional.layout.text import align_columns, nbytes_text
@@ -139,6 +140,9 @@ def prune_checkpoints(root: str, /, *, keep: int, best: int = 0, keep_steps: int
         keep_steps: keep the last checkpoint of each interval of so many steps as well.
     """
     _check_folder("ckpt prune", root)
+    check_number("ckpt prune: keep", keep, 1)
+    check_number("ckpt prune: best", best, 0)
+    check_number("ckpt prune: keep_steps", 1 if keep_steps is None else keep_steps, 1)
     removed = prune(root, keep=keep, best=best, keep_steps=keep_steps)
     return "\n".join(f"removed {path}" for path in removed) or "nothing to remove"
 

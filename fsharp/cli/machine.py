@@ -14,6 +14,7 @@ import torch
 
 import fsharp
 from fsharp.cli.models import parse_dtype
+from fsharp.cli.numbers import check_number
 from fsharp.errors import OptionError, ScheduleError
 from fsharp.functional.comm.agree import all_gather_texts
 from fsharp.functional.comm.process_group import connect
@@ -25,7 +26,7 @@ from fsharp.inspect.estimate import Hardware
 from fsharp.inspect.measuring import measure
 from fsharp.inspect.presets import ADAM_NBYTES
 
-_NUM_ROUNDS = 5
+_NUM_ROUNDS, _MOST_RANKS = 5, 1024
 _COPIED_NBYTES = 1 << 26
 """Bytes of the tensor whose copies are timed."""
 
@@ -76,10 +77,11 @@ def calibrate(file: str, /, *, mesh: str = "dp=2", steps: int = 20, dtype: str =
         dtype: dtype of the matrices whose products are timed; by default bfloat16 on GPUs, and float32 on CPUs.
     """
     axes = parse_mesh("calibrate", mesh)
-    if steps < 1:
-        raise OptionError(f"calibrate: steps is {steps}, expected at least 1.")
+    check_number("calibrate: steps", steps, 1)
     if axes.size < 2:
         raise OptionError(f"calibrate: mesh is {mesh!r}, expected at least 2 ranks: one rank sends nothing.")
+    if "RANK" not in os.environ:
+        check_number("calibrate: the number of ranks", axes.size, 2, _MOST_RANKS, why="each is a process of this machine")
     if dtype:
         parse_dtype("calibrate: dtype", dtype)
     is_writer = os.environ.get("RANK", "0") == "0"

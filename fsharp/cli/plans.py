@@ -5,6 +5,7 @@ from typing import Any
 
 from fsharp.cli.machine import parse_mesh, read_machine
 from fsharp.cli.models import find_model, parse_dtype
+from fsharp.cli.numbers import check_number
 from fsharp.errors import OptionError
 from fsharp.functional.layout.layout import Layout
 from fsharp.functional.layout.mesh import Mesh
@@ -52,8 +53,8 @@ def plan(
         optimizer_buffers: values of optimizer state for each parameter: 2 for Adam, 1 for momentum.
         microbatches: number of microbatches of a step.
     """
-    if microbatches < 1 or optimizer_buffers < 0:
-        raise OptionError(f"plan: got {microbatches} microbatches and {optimizer_buffers} buffers, expected at least 1 and 0.")
+    check_number("plan: microbatches", microbatches, 1)
+    check_number("plan: optimizer_buffers", optimizer_buffers, 0)
     _, axes, layouts = _plan_layouts("plan", model, mesh, strategy, units, compute, main)
     if strategy:
         return _layout_text(layouts[strategy], optimizer_buffers, microbatches)
@@ -143,6 +144,7 @@ def schedule(
     if policy not in POLICIES:
         raise OptionError(f"schedule: policy is {policy!r}, expected one of {', '.join(map(repr, POLICIES))}.")
     tree, axes, layouts = _plan_layouts("schedule", model, mesh, strategy, units, compute, main)
+    _check_microbatches("schedule", tree, microbatches, 500_000)
     layout = layouts[strategy]
     planned = plan_step(layout, POLICIES[policy], order=order_of_use(tree, layout), microbatches=microbatches)
     timeline = predict(planned, _find_hardware("schedule", layout, gpu, hardware, tokens, efficiency))
@@ -209,11 +211,16 @@ def tune(
         json: path of a file to write, such as choice.json: the choice and all rows, for fs.inspect.Choice.from_json.
         draw: path of a picture of the predicted step, such as step.png; needs matplotlib.
     """
-    if rows < 0:
-        raise OptionError(f"tune: rows is {rows}, expected at least 0.")
+    check_number("tune: rows", rows, 0)
+    check_number("tune: budget", budget, 1e-9)
+    check_number("tune: activations", activations, 0, 1_000_000_000)
+    check_number("tune: optimizer_buffers", optimizer_buffers, 0)
     _check_speed("tune", tokens, efficiency)
-    tree, frozen = find_model("tune", model)
     meshes = int(mesh) if mesh.isdecimal() else parse_mesh("tune", mesh)
+    if isinstance(meshes, int):
+        check_number("tune: mesh", meshes, 1, 1_000_000)
+    tree, frozen = find_model("tune", model)
+    _check_microbatches("tune", tree, microbatches, 50_000)
     choice = choose(
         tree,
         lambda layout: _find_hardware("tune", layout, gpu, hardware, tokens, efficiency),
@@ -257,6 +264,13 @@ def _plan_layouts(
     chosen = [strategy] if strategy else list(named)
     options: dict[str, Any] = {"units": patterns, "frozen": frozen, "precision": dtypes}
     return tree, axes, {name: make_plan(tree, axes, named[name], **options) for name in chosen}
+
+
+def _check_microbatches(where: str, tree: Any, microbatches: int, most_tensors: int) -> None:
+    """Raise an OptionError if all microbatches together use more than ``most_tensors`` parameters, and so need minutes."""
+    count = len(flatten_with_paths(tree)[0])
+    why = f"a prediction takes longer with each, and the model has {count:,} tensors"
+    check_number(f"{where}: microbatches", microbatches, 1, max(1, most_tensors // count), why=why)
 
 
 def _check_speed(where: str, tokens: int, efficiency: float | None) -> None:

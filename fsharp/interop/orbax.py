@@ -23,6 +23,8 @@ from fsharp.tracebacks import api_boundary
 
 _READ_NBYTES = 1 << 30  # bytes to read in one call of Orbax, which reads its metadata again in each call
 _NO_STACKS: Mapping[str, int] = MappingProxyType({})
+_MOST_LEVELS = 300
+"""Most levels of a tree that is written: Orbax can write 400, and then cannot read them."""
 
 
 class _Source(NamedTuple):
@@ -130,7 +132,8 @@ def to_orbax(
 
     Raises:
         CheckpointError: the folder exists, there is nothing to write, or the checkpoint is damaged; a tensor has no elements,
-            which Orbax refuses, or a dtype that numpy lacks; ``stack`` names no list of layers, or layers that differ.
+            which Orbax refuses, or a dtype that numpy lacks; ``stack`` names no list of layers, or layers that differ; a name
+            has more than 300 dots.
 
     Cost: reads the tensors, and checks their digests. Memory: all of these tensors, which Orbax takes as one tree. Ranks that
     hold shards as arrays of JAX (:func:`fsharp.interop.jax.to_jax`) can instead save their own parts by Orbax.
@@ -145,6 +148,11 @@ def to_orbax(
     if empty := [name for name, stored in names.items() if 0 in found.manifest.tensors[stored].shape]:
         raise CheckpointError(
             f"to_orbax(): {empty[0]!r} has no elements, and Orbax saves no such array. Leave it out by subtree=."
+        )
+    if deep := [name for name in names if name.count(".") > _MOST_LEVELS]:
+        raise CheckpointError(
+            f"to_orbax(): '{deep[0]:.40}... nests {deep[0].count('.'):,} levels, of which Orbax can read {_MOST_LEVELS}. Give "
+            "shorter names by rename=."
         )
     for name, stored in names.items():
         array = _as_array(name, found.tensor(stored))

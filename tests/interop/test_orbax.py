@@ -101,6 +101,8 @@ def test_what_is_refused_leaves_nothing(tmp_path):
         to_orbax(made, tmp_path / "out", subtree="full", rename=lambda name: {"a": "a", "b": "a.b"}[name])
     with pytest.raises(CheckpointError, match=r"'e' has no elements, and Orbax saves no such array"):
         to_orbax(made, tmp_path / "out")
+    with pytest.raises(CheckpointError, match=r"'a\.x\.x.*\.\.\. nests 301 levels, of which Orbax can read 300"):
+        to_orbax(made, tmp_path / "out", subtree="full", rename=lambda name: name + 301 * ".x")
     assert not (tmp_path / "out").exists()
     with pytest.raises(CheckpointError, match=r"theirs exists already"):
         to_orbax(made, tmp_path / "theirs")

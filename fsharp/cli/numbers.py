@@ -1,0 +1,15 @@
+"""Checks of the numbers that options of the command have."""
+
+import math
+
+from fsharp.errors import OptionError
+
+
+def check_number(option: str, value: float, least: float, most: float = math.inf, *, why: str = "") -> None:
+    """Raise an OptionError, which names the option, if a number is less than ``least``, more than ``most``, or NaN.
+
+    ``why``: the reason for ``most``, for the message.
+    """
+    if not least <= value <= most:
+        expected = f"at least {least:,}" if math.isinf(most) else f"{least:,} to {most:,}"
+        raise OptionError(f"{option} is {value:,}, expected {expected}{f': {why}' * bool(why)}.")
