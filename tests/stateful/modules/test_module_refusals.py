@@ -21,6 +21,15 @@ from tests.scheduling import DP
             lambda m, x: setattr(m.head.weight, "data", torch.zeros(11, 6)),
             r"'head\.weight' rests in memory of its ShardedModule",
         ),
+        (
+            lambda m, x: m.head.weight.set_(torch.zeros(11, 6)),
+            r"'head\.weight' .*: set_\(\) and swap_tensors\(\) cannot replace its data",
+        ),
+        (lambda m, x: m.head.weight.t_(), r"'head\.weight' .*: t_\(\) cannot "),
+        (
+            lambda m, x: torch.utils.swap_tensors(m.head.weight, m.embed.weight),
+            r"'head\.weight' .*: set_\(\) and swap_tensors\(\) cannot replace its data",
+        ),
         (lambda m, x: setattr(m.head.weight, "grad", torch.zeros(3)), r"'head\.weight': the module stores the gradient"),
         (lambda m, x: m.half(), r"cannot be moved or cast: unit .* is torch\.float32 on cpu, asked for torch\.float16"),
         (lambda m, x: m.to("meta"), r"asked for torch\.float32 on meta"),
@@ -103,6 +112,8 @@ def test_what_is_derived_from_a_part_is_one(comm):
             lambda p: p.view(-1),
             lambda p: torch.stack([p, p]),
             lambda p: p.normal_(),
+            lambda p: p.norm(dtype=torch.int64),
+            torch.where,
             torch.Tensor.tolist,
         ):
             with torch.no_grad(), pytest.raises(LayoutError, match=r"'head.weight' is sharded: this rank holds \d+ of the"):
@@ -110,6 +121,21 @@ def test_what_is_derived_from_a_part_is_one(comm):
     whole = fs.shard_module(modules.make(), mesh=comm, strategy=fs.ddp("dp")).head.weight
     with torch.no_grad():
         assert torch.equal(whole.detach().T.sum(), modules.make().head.weight.sum())
+
+
+@on_ranks(DP)
+def test_errors_of_torch_name_the_part(comm):
+    weight = refused(comm, "zero3")[0].head.weight
+    held = r" of 'head.weight', of which this rank holds \d+ of the 66 elements of \[11, 6\] as one dimension: "
+    for use, words in (
+        (lambda: torch.ones(11, 6).masked_fill(torch.ones(11, 6).bool(), value=weight), "masked_fill_ only supports a 0-dim"),
+        (lambda: weight.to(memory_format=torch.channels_last), "required rank 4"),
+        (lambda: weight.detach().clone(memory_format=torch.channels_last), "required rank 4"),
+    ):
+        with torch.no_grad(), pytest.raises(LayoutError, match=held + words):
+            use()
+    with torch.no_grad(), pytest.raises(TypeError, match="unsupported operand"):
+        weight **= "x"
 
 
 @on_ranks(DP)

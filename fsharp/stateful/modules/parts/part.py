@@ -2,8 +2,9 @@
 
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from itertools import cycle
-from typing import Any, Self
+from typing import Any, NoReturn, Self
 
 import torch
 from torch import nn
@@ -30,6 +31,8 @@ _METADATA_FUNCTIONS = {"data_ptr", "element_size", "get_device", "is_complex", "
 _METADATA_FUNCTIONS |= {"is_inference", "is_pinned", "is_shared", "requires_grad_", "storage_offset", "untyped_storage"}
 _METADATA_FUNCTIONS |= {"__dir__", "__hash__"}
 _COMPUTED_ATTRIBUTES = {"T", "mT", "H", "mH", "real", "imag"}  # attributes that are not metadata
+_RESHAPING_FUNCTIONS = {"as_strided_", "resize_", "resize_as_", "share_memory_", "squeeze_", "swapaxes_", "swapdims_"}
+_RESHAPING_FUNCTIONS |= {"t_", "transpose_", "unsqueeze_"}
 _SHAPE_FUNCTIONS = {"shape", "ndim", "size", "dim", "numel", "nelement", "stride", "__len__"}  # of the whole tensor
 
 
@@ -169,13 +172,20 @@ class ShardedTensor(torch.Tensor):
     def data(self, value: torch.Tensor) -> None:
         if isinstance(value, ShardedTensor) and value.dtype == self.dtype and value.local.data_ptr() == self.local.data_ptr():
             return  # the module is there already
+        self._refuse_other_memory("its data cannot be replaced")
+
+    @api_boundary
+    def _use_count(self, *args: Any, **options: Any) -> NoReturn:
+        """Raise an error: the module would not notice other memory. ``torch.utils.swap_tensors`` calls ``_use_count()``."""
+        self._refuse_other_memory("set_() and swap_tensors() cannot replace its data")
+
+    set_ = _use_count
+
+    def _refuse_other_memory(self, what: str) -> NoReturn:
         _, remedy = running_torch_tool_and_remedy(
             "Write a parameter in `with model.unsharded(write=True):`, and a gradient by `p.grad.copy_(...)`."
         )
-        raise TreeError(
-            f"{self.path!r} rests in memory of its ShardedModule, in a planned dtype and shape: its data cannot be replaced. "
-            f"{remedy}"
-        )
+        raise TreeError(f"{self.path!r} rests in memory of its ShardedModule, in a planned dtype and shape: {what}. {remedy}")
 
     @property
     def _differing_axes(self) -> tuple[str, ...]:
@@ -200,19 +210,22 @@ class ShardedTensor(torch.Tensor):
         is_attribute = name == "__get__"
         if is_attribute:
             name = getattr(func.__self__, "__name__", "")  # type: ignore[attr-defined]
+        if name == "where" and len(args) + len(kwargs) == 1:  # returns indices, as nonzero() does
+            name = "nonzero"
         if name in _SHAPE_FUNCTIONS and isinstance(args[0], ShardedTensor):
             return func(torch.empty(args[0].full_shape, device="meta"), *args[1:], **kwargs)
         is_harmless = name not in _COMPUTED_ATTRIBUTES if is_attribute else name in _METADATA_FUNCTIONS
         if name == "data_ptr":  # safetensors would read the shape of the whole tensor from there, beyond the part's memory
             is_harmless = running_torch_tool_and_remedy("")[0] != " of safetensors"
+        if name in _RESHAPING_FUNCTIONS and isinstance(args[0], ShardedTensor):
+            args[0]._refuse_other_memory(f"{name}() cannot change it")
         if in_backward() and (not is_harmless or name == "dtype"):  # a checkpoint has to see the dtype of its forward
             args, kwargs = _with_full_parameters(args), {key: _with_full_parameters(x) for key, x in kwargs.items()}
         if name == "_has_compatible_shallow_copy_type" and isinstance(args[0], ShardedTensor):
             return _check_unchanged_by_to(*args)
-        if (name == "detach" and isinstance(args[0], ShardedTensor)) or (
-            name in COPYING_FUNCTIONS and type(args[0]) is ShardedTensor
-        ):
-            return ShardedTensor.from_local(getattr(args[0].local, name)(*args[1:], **kwargs), args[0])
+        if name == "detach" or (name in COPYING_FUNCTIONS and type(args[0]) is ShardedTensor):
+            copy = partial(getattr(args[0].local, name), *args[1:], **kwargs)
+            return ShardedTensor.from_local(_call_on_elements(copy, name, args[0]), args[0])
         if is_harmless:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
@@ -389,12 +402,24 @@ def _elementwise(
             is_plain_whole = x.dim() == 0 or (x.shape == like.full_shape and like._dtensor_sharding is None)
             if x._sharding_key != like._sharding_key if isinstance(x, ShardedTensor) else not is_plain_whole:
                 raise LayoutError(_mismatch_message(like, x, name))
-    out = func(*[_own_elements(x, likes) for x in args], **{key: _own_elements(x, likes) for key, x in kwargs.items()})
-    if is_in_place(name):
-        return None if out is None else args[0]
+    call = partial(func, *[_own_elements(x, likes) for x in args], **{k: _own_elements(x, likes) for k, x in kwargs.items()})
+    out = _call_on_elements(call, name, next(like for like in likes if like is not None))
+    if is_in_place(name) or out is NotImplemented:
+        return args[0] if isinstance(out, torch.Tensor) else out
     if isinstance(out, torch.Tensor):
         return out if likes[0] is None else ShardedTensor.from_local(out, likes[0])
     return type(out)(x if like is None else ShardedTensor.from_local(x, like) for x, like in zip(out, likes, strict=True))
+
+
+def _call_on_elements(call: Callable[[], Any], name: str, part: ShardedTensor) -> Any:
+    """Return ``call()``, which calls a function of torch with this rank's elements of a part. Errors of torch name the part."""
+    try:
+        return call()
+    except RuntimeError as error:
+        if part.is_whole or type(error) is not RuntimeError:  # such as torch.OutOfMemoryError
+            raise
+        text = f"{name}() of {part.path!r}, of which this rank holds {_elements_text(part)} as one dimension: {error}"
+        raise LayoutError(f"{text.rstrip('.')}. Parameters are whole inside of `with model.unsharded():`.") from error
 
 
 def _own_elements(x: Any, likes: Sequence[ShardedTensor | None]) -> Any:

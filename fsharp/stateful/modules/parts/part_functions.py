@@ -79,9 +79,10 @@ def _max_or_min_reduction(of: torch.dtype, op: ReduceOp) -> Reduction:
 def _norm_reduction(
     x: torch.Tensor, ord: float = 2, dim: None = None, keepdim: bool = False, *, dtype: torch.dtype | None = None
 ) -> Reduction:
-    if dim is not None or keepdim or not isinstance(ord, int | float) or not (x.is_floating_point() or x.is_complex()):
-        raise TypeError("of all elements, which are no integers, alone")
     of = dtype or x.dtype.to_real()
+    is_exact = not all(each.is_floating_point or each.is_complex for each in (x.dtype, of))
+    if dim is not None or keepdim or not isinstance(ord, int | float) or is_exact:
+        raise TypeError("of all elements, which are no integers, alone")
     if math.isinf(ord):
         found = _max_or_min_reduction(of, "max" if ord > 0 else "min")
         return Reduction(lambda x: found.local(x.abs()).clamp(min=0), found.op, found.finish)  # the norm of no elements is 0
