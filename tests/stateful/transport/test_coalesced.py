@@ -401,7 +401,7 @@ def test_a_trace_has_both_halves_of_an_all_reduce_and_what_an_update_waits_for()
     (update,) = [span for span in first.spans if span.kind == "update"]
     waited = [span for span in first.spans if span.kind == "wait" and span.op == update.op]
     assert sum(span.seconds for span in waited) >= 2 * LATE_S
-    assert update.seconds < 2 * LATE_S
+    assert max(span.stop_s for span in waited) <= update.start_s  # no wait counts as time of the update
 
 
 @every(6, microbatches=(1, 2), strategy=("hfsdp", "zero3", "zero1"), precision=PRECISIONS)
