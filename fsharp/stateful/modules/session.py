@@ -319,7 +319,18 @@ def session_of_module(module: nn.Module) -> Session:
 def _gathering_subclass(base: type[nn.Module], names: tuple[str, ...], mixins: tuple[type, ...]) -> type[nn.Module]:
     about = {"__module__": base.__module__, "__qualname__": base.__qualname__, "__doc__": base.__doc__}
     entries = {name: _gathering_method(base, name) for name in names} | {"__reduce_ex__": _refuse_copy}
+    entries["extra_repr"] = _extra_repr_method(base)
     return type(base.__name__, (*mixins, base), {**entries, **about})
+
+
+def _extra_repr_method(base: type[nn.Module]) -> Callable[[Any], str]:
+    def extra_repr(self: Any) -> str:
+        session, path = self.__dict__["_fsharp"]
+        plans = dict.fromkeys(session.layout[name].strategy for name in session.calls.gathered_modules[path].units)
+        units = [f"unit(parameters {each.params}; optimizer {each.optim})" for each in plans]
+        return ", ".join(filter(None, [base.extra_repr(self), *units]))
+
+    return extra_repr
 
 
 @api_boundary

@@ -251,3 +251,22 @@ def test_it_goes_when_nobody_has_it(kind):
             gc.enable()
 
     assert simulate(fs.Mesh({"dp": 1}), rank_fn) == [[False] * 4]
+
+
+def test_a_printed_module_shows_its_units():
+    def rank_fn(comm):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Sequential(nn.Linear(4, 4), nn.ReLU()), nn.LayerNorm(4))
+        return repr(fs.shard_module(model, mesh=comm, strategy=fs.hsdp("outer", "inner"), units=["0.0"])).splitlines()
+
+    unit = "unit(parameters inner:Shard, outer:Replicate; optimizer inner:Shard, outer:Replicate)"
+    assert simulate(fs.Mesh({"outer": 2, "inner": 2}), rank_fn)[0] == [
+        "Sequential(",
+        f"  {unit}",
+        "  (0): Sequential(",
+        f"    (0): Linear(in_features=4, out_features=4, bias=True, {unit})",
+        "    (1): ReLU()",
+        "  )",
+        "  (1): LayerNorm((4,), eps=1e-05, elementwise_affine=True, bias=True)",
+        ")",
+    ]
