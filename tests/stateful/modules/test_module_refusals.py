@@ -139,6 +139,19 @@ def test_errors_of_torch_name_the_part(comm):
 
 
 @on_ranks(DP)
+def test_functions_take_a_part_by_keyword_and_return_the_list_that_they_change(comm):
+    model, *_ = refused(comm, "zero3")
+    part = model.head.weight.detach()
+    assert torch.sum(input=part) == part.sum()
+    chosen = torch.where(condition=part == part, input=part, other=0.0)
+    for found in (torch.clone(input=part), torch.detach(input=part), chosen):
+        assert type(found) is fs.modules.ShardedTensor
+        assert torch.equal(found.local, part.local)
+    changed = [part]
+    assert torch._foreach_mul_(changed, 0.5) in (None, changed)
+
+
+@on_ranks(DP)
 def test_changes_behind_its_back(comm):
     """Of what follows a copy in another dtype."""
     model = fs.shard_module(

@@ -207,6 +207,8 @@ class ShardedTensor(torch.Tensor):
     ) -> Any:
         name = getattr(func, "__name__", "")
         kwargs = {key: value for key, value in (kwargs or {}).items() if key != "out" or value is not None}
+        if not args and (first := next((key for key in ("condition", "self", "input") if key in kwargs), "")):
+            args = (kwargs.pop(first),)
         is_attribute = name == "__get__"
         if is_attribute:
             name = getattr(func.__self__, "__name__", "")  # type: ignore[attr-defined]
@@ -405,7 +407,7 @@ def _elementwise(
     call = partial(func, *[_own_elements(x, likes) for x in args], **{k: _own_elements(x, likes) for k, x in kwargs.items()})
     out = _call_on_elements(call, name, next(like for like in likes if like is not None))
     if is_in_place(name) or out is NotImplemented:
-        return args[0] if isinstance(out, torch.Tensor) else out
+        return out if out is None or out is NotImplemented else args[0]
     if isinstance(out, torch.Tensor):
         return out if likes[0] is None else ShardedTensor.from_local(out, likes[0])
     return type(out)(x if like is None else ShardedTensor.from_local(x, like) for x, like in zip(out, likes, strict=True))
