@@ -24,7 +24,7 @@ from fsharp.functional.comm.agree import ranks_text
 from fsharp.functional.comm.process_group import destroy
 from fsharp.resilience.failures import is_own_failure
 from fsharp.resilience.restarting import Restarter
-from fsharp.tracebacks import hide_frames
+from fsharp.tracebacks import api_boundary, hide_frames
 from fsharp.type_checks import options_checked
 
 if TYPE_CHECKING:
@@ -170,7 +170,8 @@ def run_rank(folder: str, launcher: int, *, prints_error: bool = False) -> None:
     """Call the function that :func:`launch` has stored in a folder, and store its result or error in the folder.
 
     ``launcher``: id of the process that called :func:`launch`. This process ends soon after the launcher. ``prints_error``:
-    print the traceback of an error as well. Otherwise only the error of the launcher has it.
+    print the traceback of this rank's own error, or one line for an error of another rank. Otherwise only the error of the
+    launcher has these texts.
     """
     threading.Thread(target=_exit_after_launcher, args=(folder, launcher), daemon=True).start()
     rank = os.environ["RANK"]
@@ -184,14 +185,17 @@ def run_rank(folder: str, launcher: int, *, prints_error: bool = False) -> None:
         whose = "own" if is_own_failure(error) else "heard"
         text = f"{type(error).__name__}: {error}".splitlines()[0] + f"\n{traceback.format_exc().rstrip()}"
         Path(folder, f"{whose}-error-{rank}").write_text(text, "utf-8", "backslashreplace")  # before destroy() tells others
-        if prints_error:
+        if prints_error and whose == "own":
             raise
+        if prints_error:
+            print(f"launch(): rank {rank} ends because of another rank: {text.splitlines()[0]}", file=sys.stderr, flush=True)
         destroy()  # tells other ranks of this error, and not of the SystemExit
         sys.exit(1)
     finally:
         destroy()
 
 
+@api_boundary
 def _become_rank_when_told(folder: str, launcher: int) -> None:
     """Wait for the environment of a rank on standard input, and run this rank by :func:`run_rank`. For a spare process."""
     if environment := sys.stdin.read():

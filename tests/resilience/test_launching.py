@@ -67,6 +67,20 @@ def test_a_rank_that_fails_is_named_and_the_others_end(how, capfd):
     assert capfd.readouterr() == ("", "")
 
 
+def test_with_restarts_a_rank_prints_its_own_error_alone(capfd):
+    def rank_fn():
+        comm = fs.connect(fs.Mesh({"dp": 2}))
+        if comm.rank == 1:
+            raise ValueError("no such thing")
+        comm.all_reduce(torch.ones(1), "dp")
+
+    with pytest.raises(CommError, match="ValueError: no such thing"):
+        fs.launch(rank_fn, 2, restarts=1)
+    _, err = capfd.readouterr()
+    assert err.count("Traceback") == 1, err
+    assert "launch(): rank 0 ends because of another rank: CommError: fsharp: rank 1 has left the job" in err
+
+
 def test_one_process_is_this_one(monkeypatch):
     assert fs.launch(os.getpid, 1) == [os.getpid()]
     monkeypatch.setenv("RANK", "0")  # as under torchrun
