@@ -545,6 +545,7 @@ def test_units_are_in_the_order_in_which_the_tree_has_them():
         (["schedule", "gpt-2", "--draw", "step.drawing"], 1, "path is 'step.drawing': Format 'drawing' is not supported"),
         (["plan", "tests.test_cli:without_shapes"], 2, "cannot be made: ValueError: Attempted to use an uninitialized"),
         (["ckpt", "verify"], 2, "got no checkpoint"),
+        (["ckpt", "convert", "nowhere", "out", "--step", "-1"], 2, "ckpt convert: step is -1, expected 0 to"),
         (["tune", "gpt-2", "--efficiency", "1.5"], 2, "efficiency is 1.5"),
         (["tune", "gpt-2", "--hardware", "absent.json"], 2, "hardware is 'absent.json', expected a file that fsharp calibrate"),
     ],

@@ -206,6 +206,7 @@ def convert(
     """
     if unstack and of != "orbax":
         raise OptionError(f"ckpt convert: unstack is {dict(unstack)!r}, which is for orbax alone.")
+    check_number("ckpt convert: step", step, 0, 2**62 - 1)
     if of == "dcp":
         return f"wrote {from_dcp(folder, root, step=step).path}"
     from fsharp.interop.orbax import from_orbax
