@@ -248,9 +248,12 @@ def opening_errors(root: str) -> list[str]:
 
 
 def _folders_with_manifest(root: str) -> Iterator[str]:
-    for name in folder_names_newest_first(root):
-        if MANIFEST_NAME in storage_of(root).list_names(f"{root}/{name}"):
-            yield f"{root}/{name}"
+    looked_at = set[str]()
+    while names := [x for x in folder_names_newest_first(root) if x not in looked_at]:  # another process may save meanwhile
+        looked_at.update(names)
+        for name in names:
+            if MANIFEST_NAME in storage_of(root).list_names(f"{root}/{name}"):
+                yield f"{root}/{name}"
 
 
 @options_checked
@@ -264,10 +267,17 @@ def checkpoints(root: str | os.PathLike[str]) -> list[Checkpoint]:
 
 
 def iter_complete_checkpoints(folder: str) -> Iterator[Checkpoint]:
-    """Yield the complete checkpoints in ``folder``, the newest first. Each is opened when it is asked for."""
-    for name in folder_names_newest_first(folder):
-        if (found := open_if_complete(f"{folder}/{name}")) is not None:
-            yield found
+    """Yield the complete checkpoints in ``folder``, the newest first. Each is opened when it is asked for.
+
+    Another process may save and remove checkpoints meanwhile. So if none is complete, the folder is listed again.
+    """
+    looked_at, is_one_complete = set[str](), False
+    while not is_one_complete and (names := [x for x in folder_names_newest_first(folder) if x not in looked_at]):
+        looked_at.update(names)
+        for name in names:
+            if (found := open_if_complete(f"{folder}/{name}")) is not None:
+                is_one_complete = True
+                yield found
 
 
 def open_if_complete(path: str) -> Checkpoint | None:

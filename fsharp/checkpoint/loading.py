@@ -140,6 +140,7 @@ def load_checkpoint_at(
     def opened() -> Checkpoint:
         try:
             seen.append(open_checkpoint(path))
+            _ = seen[0].manifest  # read now: another process may remove the checkpoint
         except CheckpointError as error:
             damage.append(str(error))
             raise

@@ -53,26 +53,32 @@ def prune(
     retention.check_options("prune()")
     folder = absolute_path(root)
     old = retention.old_checkpoints(folder)
-    _check_one_stays_intact(folder, old)
+    while old and not _is_one_intact(folder, old):  # another process has removed what would stay
+        old = retention.old_checkpoints(folder)
     return [*finish_removals(folder), *_remove(old)]
 
 
-def _check_one_stays_intact(root: str, old: Collection[str]) -> None:
-    """Raise a CheckpointError if ``old`` are to be removed, and no other checkpoint under ``root`` is intact."""
-    damage = list[str]()
-    for found in iter_complete_checkpoints(root) if old else ():
+def _is_one_intact(root: str, old: Collection[str]) -> bool:
+    """Return whether a checkpoint under ``root`` that is not in ``old`` is intact. Raise a CheckpointError if all are damaged.
+
+    The result is False if another process has removed checkpoints meanwhile.
+    """
+    damage = dict[str, str]()
+    for found in iter_complete_checkpoints(root):
         if found.path not in old:
             try:
                 verify(found.path)
-                for text in damage:
-                    _log.warning("%s", text)
-                return
             except CheckpointError as error:
-                damage.append(str(error))
-    if old:
-        remedy = "Remove the damaged ones by hand, or load, which sets them aside; then prune again."
+                damage[found.path] = str(error)
+                continue
+            for text in damage.values():
+                _log.warning("%s", text)
+            return True
+    if damage and all(storage_of(path).list_names(path) for path in damage):
         what = "nothing is removed: all checkpoints that would stay are damaged."
-        raise CheckpointError(problem(f"prune() of {root}", what, [("damaged", each) for each in damage], remedy))
+        remedy = "Remove the damaged ones by hand, or load, which sets them aside; then prune again."
+        raise CheckpointError(problem(f"prune() of {root}", what, [("damaged", each) for each in damage.values()], remedy))
+    return False
 
 
 def _names_with_links(root: str) -> set[str]:

@@ -53,6 +53,24 @@ def test_what_is_incomplete_is_left_out_and_said(tmp_path, caplog):
     assert "step-0000000006-0123456789abcdef is incomplete, using step 1" in said
 
 
+@pytest.mark.parametrize("act", [fs.checkpoint.latest, fs.checkpoint.checkpoints, catalog.has_checkpoints])
+def test_a_save_that_takes_the_place_of_all_others_while_they_are_looked_at_is_found(tmp_path, monkeypatch, act):
+    """A Saver with keep=1 removes the only checkpoint that a reader has listed, once the next one is complete."""
+    save(tmp_path, 1)
+    real, num_listed = catalog.folder_names_newest_first, 0
+
+    def list_names(root):
+        nonlocal num_listed
+        names, num_listed = real(root), num_listed + 1
+        if num_listed == 1:
+            save(tmp_path, 2)
+            fs.checkpoint.prune(tmp_path, keep=1)
+        return names
+
+    monkeypatch.setattr(catalog, "folder_names_newest_first", list_names)
+    assert act(str(tmp_path))
+
+
 def test_a_package_that_is_not_installed_saves(tmp_path, monkeypatch):
     def missing(name):
         raise importlib.metadata.PackageNotFoundError(name)

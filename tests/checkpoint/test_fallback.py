@@ -2,12 +2,14 @@
 
 import logging
 import os
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
 
 import fsharp as fs
+from fsharp.checkpoint import loading
 from fsharp.checkpoint.manifest import MANIFEST_NAME
 from fsharp.checkpoint.storage import LocalStorage
 from fsharp.errors import CheckpointError, FsharpError, TreeError
@@ -84,6 +86,22 @@ def test_a_file_that_disappears_after_the_look_counts_as_damage(tmp_path, monkey
     monkeypatch.setattr(LocalStorage, "read", failing)
     assert loaded(tmp_path) == 1
     assert sorted(name for name in os.listdir(tmp_path)) == [os.path.basename(first), os.path.basename(second) + ".damaged"]
+
+
+def test_a_checkpoint_that_another_process_removes_once_it_is_open_counts_as_damaged(tmp_path, monkeypatch):
+    """Its summary is known, so it was opened without its manifest."""
+    _, second = saved(tmp_path, [1, 2])
+    fs.checkpoint.latest(tmp_path)
+    real = loading.open_checkpoint
+
+    def open_and_remove(path):
+        found = real(path)
+        if path == second:
+            shutil.rmtree(path, ignore_errors=True)
+        return found
+
+    monkeypatch.setattr(loading, "open_checkpoint", open_and_remove)
+    assert loaded(tmp_path) == 1
 
 
 def test_if_all_are_damaged_nothing_is_renamed_and_all_are_named(tmp_path):

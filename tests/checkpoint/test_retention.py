@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import fsharp as fs
-from fsharp.checkpoint import catalog, storage
+from fsharp.checkpoint import catalog, retention, storage
 from fsharp.checkpoint.manifest import MANIFEST_NAME
 from fsharp.errors import CheckpointError
 
@@ -113,6 +113,25 @@ def test_a_prune_leaves_one_that_is_intact_or_removes_nothing(tmp_path, caplog):
     assert "blocks of 4,096 bytes are damaged" in caplog.text
     assert steps(tmp_path) == [2, 3]
     assert fs.checkpoint.load(tmp_path, {"x": torch.zeros(3)}, comm=COMM)["x"].tolist() == [1, 1, 1]
+
+
+def test_a_prune_looks_again_if_what_would_stay_is_removed_meanwhile(tmp_path, monkeypatch):
+    """As by a Saver with keep=1, which has saved since."""
+    for step in (1, 2):
+        save(tmp_path, step)
+    real, num_seen = retention.verify, 0
+
+    def verify(path):
+        nonlocal num_seen
+        num_seen += 1
+        if num_seen == 1:
+            save(tmp_path, 3)
+            storage.storage_of(path).remove(path)
+        return real(path)
+
+    monkeypatch.setattr(retention, "verify", verify)
+    assert [step_of(path) for path in fs.checkpoint.prune(tmp_path, keep=1)] == [1]
+    assert steps(tmp_path) == [3]
 
 
 def test_a_checkpoint_to_which_a_link_points_stays(tmp_path):
