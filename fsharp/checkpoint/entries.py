@@ -81,6 +81,7 @@ class TensorEntry:
         local: the elements of this rank, 1-D.
         is_replicated: whether every rank should hold equal values, which only a comparison of values can confirm.
         is_group_scalar: whether the value is one number for all leaves of a buffer, such as a step count.
+        is_per_rank: whether each rank has a value of its own: a :class:`PerRank`, whose dim 0 counts ranks.
     """
 
     name: str
@@ -90,6 +91,7 @@ class TensorEntry:
     local: torch.Tensor
     is_replicated: bool = False
     is_group_scalar: bool = False
+    is_per_rank: bool = False
 
     @property
     def numel(self) -> int:
@@ -385,7 +387,8 @@ def _per_rank_entry(where: str, name: str, tensor: Any, comm: Comm) -> TensorEnt
     if not isinstance(tensor, torch.Tensor):
         raise TreeError(f"{where}: {name!r} is {type(tensor).__name__} {tensor!r:.60}: PerRank is for tensors.")
     n, local = tensor.numel(), _flat_elements(where, name, tensor)
-    return TensorEntry(name, tensor.dtype, (comm.mesh.size, *tensor.shape), lambda rank: Piece(rank * n, (rank + 1) * n), local)
+    shape = (comm.mesh.size, *tensor.shape)
+    return TensorEntry(name, tensor.dtype, shape, lambda rank: Piece(rank * n, (rank + 1) * n), local, is_per_rank=True)
 
 
 def _flat_elements(where: str, name: str, tensor: torch.Tensor) -> torch.Tensor:

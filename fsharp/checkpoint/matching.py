@@ -100,7 +100,9 @@ def check_matches(
             continue
         is_right = record.dtype == entry.dtype or (cast and _can_cast(record.dtype, entry.dtype))
         if record.shape != entry.shape or not is_right:
-            rows.append((name, f"{tensor_text(record)} in the checkpoint; expected {tensor_text(entry)}"))
+            is_of_others = entry.is_per_rank and record.shape[1:] == entry.shape[1:]
+            why = f": a value of each rank, so load on {record.shape[0]} ranks, or without this leaf" if is_of_others else ""
+            rows.append((name, f"{tensor_text(record)} in the checkpoint; expected {tensor_text(entry)}{why}"))
     for name, value in wanted.values.items():
         there = manifest.values.get(stored(name))
         if not is_new(name, stored(name)) and _type_to_match(there) is not _type_to_match(value):

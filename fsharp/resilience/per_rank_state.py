@@ -6,10 +6,10 @@ from typing import Any
 
 import torch
 
-from fsharp.checkpoint.entries import PerRank
+from fsharp.checkpoint.entries import PerRank, has_state_dict
 from fsharp.errors import TreeError, problem
 from fsharp.tracebacks import api_boundary
-from fsharp.type_checks import options_checked
+from fsharp.type_checks import options_checked, short_repr
 
 _LENGTH_NBYTES = 8
 """Bytes that hold the length of a state."""
@@ -38,13 +38,18 @@ class PerRankState:
         nbytes: bytes of each rank in a checkpoint, equal on all ranks. The state has to fit.
 
     Raises:
-        TreeError: a state is larger than ``nbytes``, or holds an object that ``weights_only=True`` does not load. All ranks
-            raise.
+        TreeError: ``owner`` lacks these methods. Or a state is larger than ``nbytes``, or holds an object that
+            ``weights_only=True`` does not load; then all ranks raise.
 
     Cost: ``nbytes`` of each rank in a checkpoint.
     """
 
     def __init__(self, owner: Any, *, nbytes: int = 1 << 16) -> None:
+        if not has_state_dict(owner):
+            what = f"owner is {short_repr(owner)}, expected an object with state_dict() and load_state_dict()."
+            raise TreeError(
+                problem("PerRankState()", what, remedy="A DataLoader has none; torchdata's StatefulDataLoader does.")
+            )
         self.owner, self.nbytes = owner, nbytes
 
     @api_boundary

@@ -103,5 +103,14 @@ def test_a_state_that_cannot_be_saved_is_refused_on_all_ranks(comm, state, messa
 def test_another_number_of_ranks_is_refused(tmp_path):
     save = lambda comm: fs.checkpoint.save(tmp_path, {"own": fs.resilience.PerRankState(Owner({}))}, step=1, comm=comm)  # noqa: E731
     simulate(fs.Mesh({"dp": 2}), save)
-    with pytest.raises(TreeError, match="own"):
+    with pytest.raises(
+        TreeError, match=r"'own.state'  uint8\[2, 65536\] in the checkpoint.*so load on 2 ranks, or without this leaf"
+    ):
         fs.checkpoint.load(tmp_path, {"own": fs.resilience.PerRankState(Owner({}))}, comm=fs.SingleComm())
+
+
+def test_an_object_without_a_state_is_refused_at_once():
+    with pytest.raises(
+        TreeError, match=r"owner is .*DataLoader.*, expected an object with state_dict\(\)(.|\n)*StatefulDataLoader"
+    ):
+        fs.resilience.PerRankState(torch.utils.data.DataLoader([1, 2]))
