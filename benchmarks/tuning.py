@@ -96,11 +96,8 @@ def measure(options: Options, comm: fs.Comm, say: Callable[[str], None]) -> dict
             ALONE, case.shape, fs.SingleComm(), fs.zero3("dp"), fs.SchedulePolicy(), microbatches=case.microbatches
         )
         trace = alone.scheduled.start_trace()
-        as_long = replace(
-            options, rounds=max(options.rounds * 4 // (2 + comm.mesh.size), 2)
-        )  # with more processes fewer rounds
         everyone = {each.name: each for each in (alone, *found.values())}
-        rounds = over_ranks(in_turns(everyone, case.shape, as_long, partial(_say, say, name))[0])[1]
+        rounds = over_ranks(in_turns(everyone, case.shape, options, partial(_say, say, name))[0])[1]
         own = replace(links, compute=trace.compute_times(), update_s=trace.update_time())
         hardware = scaled(own, alone.scheduled.schedule, times(rounds, ALONE).median)
         candidates: dict[Key, fs.inspect.Candidate] = {}
