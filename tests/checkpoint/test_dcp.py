@@ -1,6 +1,7 @@
 """Checkpoints of torch.distributed.checkpoint, both ways, against DCP itself and FSDP2 in processes."""
 
 import io
+import os
 import pickle
 import shutil
 import zipfile
@@ -18,6 +19,7 @@ from fsharp.checkpoint.formats.torch_archive import load_archive
 from fsharp.errors import CheckpointError, PatternError, TreeError
 from fsharp.testing import processes, simulate
 from tests.checkpoint.models import nested, planned, whole
+from tests.faults.disk import can_mount, mounted
 from tests.modules import descend
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
@@ -470,3 +472,14 @@ def test_lists_tuples_and_none_of_a_tree_that_fsharp_saves(tmp_path):
 
     with pytest.raises(fs.errors.AgreementError, match=r"y: \{\"tuple\": \[null\]\}"):
         simulate(MESH, save)
+
+
+def test_a_full_disk_is_named_and_no_file_is_left(tmp_path):
+    """torch.save then raises an error of its own, about positions in its archive."""
+    if not can_mount():
+        pytest.skip("needs to mount a file system")
+    found = fs.checkpoint.save(tmp_path / "a", {"x": torch.ones(200_000)}, step=1, comm=fs.SingleComm())
+    with mounted(tmp_path, "size=400k") as small:
+        with pytest.raises(CheckpointError, match=r"to_dcp\(\): .*/out cannot be written: No space left on device"):
+            fs.checkpoint.to_dcp(found, small / "out")
+        assert os.listdir(small) == []

@@ -144,6 +144,7 @@ def write_folder_atomically(where: str, path: str | os.PathLike[str]) -> Iterato
         storage.publish(staged, folder)
     except BaseException as error:
         storage.remove(staged)
-        if isinstance(error, OSError):
-            raise CheckpointError(f"{where}: {folder} cannot be written: {error.strerror or error}.") from error
+        reason = error if isinstance(error, OSError) else error.__context__  # torch.save raises an error of its own after one
+        if isinstance(reason, OSError):
+            raise CheckpointError(f"{where}: {folder} cannot be written: {reason.strerror or reason}.") from error
         raise
