@@ -225,7 +225,9 @@ class ShardedTensor(torch.Tensor):
             args, kwargs = _with_full_parameters(args), {key: _with_full_parameters(x) for key, x in kwargs.items()}
         if name == "_has_compatible_shallow_copy_type" and isinstance(args[0], ShardedTensor):
             return _check_unchanged_by_to(*args)
-        if name == "detach" or (name in COPYING_FUNCTIONS and type(args[0]) is ShardedTensor):
+        if (name == "detach" and isinstance(args[0], ShardedTensor)) or (
+            name in COPYING_FUNCTIONS and type(args[0]) is ShardedTensor
+        ):
             copy = partial(getattr(args[0].local, name), *args[1:], **kwargs)
             return ShardedTensor.from_local(_call_on_elements(copy, name, args[0]), args[0])
         if is_harmless:
