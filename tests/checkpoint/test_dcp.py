@@ -15,11 +15,12 @@ from torch import nn
 
 import fsharp as fs
 from fsharp.checkpoint.formats import dcp as ours
+from fsharp.checkpoint.formats.exporting import write_folder_atomically
 from fsharp.checkpoint.formats.torch_archive import load_archive
 from fsharp.errors import CheckpointError, PatternError, TreeError
 from fsharp.testing import processes, simulate
 from tests.checkpoint.models import nested, planned, whole
-from tests.faults.disk import can_mount, mounted
+from tests.faults.disk import mounted, mounts
 from tests.modules import descend
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
@@ -474,12 +475,23 @@ def test_lists_tuples_and_none_of_a_tree_that_fsharp_saves(tmp_path):
         simulate(MESH, save)
 
 
+@mounts
 def test_a_full_disk_is_named_and_no_file_is_left(tmp_path):
     """torch.save then raises an error of its own, about positions in its archive."""
-    if not can_mount():
-        pytest.skip("needs to mount a file system")
     found = fs.checkpoint.save(tmp_path / "a", {"x": torch.ones(200_000)}, step=1, comm=fs.SingleComm())
     with mounted(tmp_path, "size=400k") as small:
         with pytest.raises(CheckpointError, match=r"to_dcp\(\): .*/out cannot be written: No space left on device"):
             fs.checkpoint.to_dcp(found, small / "out")
         assert os.listdir(small) == []
+
+
+def test_an_export_inside_of_a_handler_of_an_os_error_has_its_own_error(tmp_path):
+    def export():
+        with write_folder_atomically("to_dcp()", tmp_path / "out"):
+            raise TreeError("of the export")
+
+    try:
+        raise OSError("of something else")
+    except OSError:
+        with pytest.raises(TreeError, match="of the export"):
+            export()

@@ -21,13 +21,12 @@ from fsharp.errors import CheckpointError, CommError
 from fsharp.functional.comm.worker_threads import Outcome
 from fsharp.testing import processes, simulate
 from tests.faults.damage import rank_files, signed
-from tests.faults.disk import can_mount, mounted
+from tests.faults.disk import mounted, mounts
 from tests.faults.hostile import FILE, vouching_for
 from tests.faults.kills import DiesAt
 from tests.faults.trees import ONE, latest_step, left_behind, save, step_in, tree_of
 
 TWO = fs.Mesh({"dp": 2})
-mounts = pytest.mark.skipif(not can_mount(), reason="mounts file systems, which only root can")
 
 
 def steps(root):

@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import pytest
+
 import fsharp as fs
 from fsharp.checkpoint import saving
 from fsharp.checkpoint.shard_file import write_file
@@ -24,6 +26,9 @@ ROWS = 40_000
 
 def can_mount() -> bool:
     return os.geteuid() == 0 and subprocess.run(["unshare", "--mount", "true"], capture_output=True).returncode == 0
+
+
+mounts = pytest.mark.skipif(not can_mount(), reason="mounts file systems, which only root can")
 
 
 @contextmanager

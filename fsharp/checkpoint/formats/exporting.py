@@ -144,7 +144,8 @@ def write_folder_atomically(where: str, path: str | os.PathLike[str]) -> Iterato
         storage.publish(staged, folder)
     except BaseException as error:
         storage.remove(staged)
-        reason = error if isinstance(error, OSError) else error.__context__  # torch.save raises an error of its own after one
+        # torch.save raises an error of its own after an OSError.
+        reason = error.__context__ if type(error) is RuntimeError else error
         if isinstance(reason, OSError):
             raise CheckpointError(f"{where}: {folder} cannot be written: {reason.strerror or reason}.") from error
         raise
