@@ -10,7 +10,6 @@ import optree
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from fsharp.errors import OptionError, TreeError
 from fsharp.functional.comm.agree import check_on_all_ranks
@@ -193,6 +192,8 @@ def _add_tensor_class_formats(
         own = _last_match(precisions, path, Precision())
         found[path] = replace(own, compute=own.compute or dtype, main=own.main or torch.float32, stored=own.stored or form)
     if hooked := hooked_parameters(module):
+        from torch.distributed.fsdp import MixedPrecisionPolicy
+
         atoms = dict(atoms) if isinstance(atoms, Mapping) else {"**": atoms}
     for path, parameter in hooked.items():
         own = _last_match(precisions, path, Precision())

@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as torch_pytree
 
 from fsharp.errors import ScheduleError, TreeError, problem
@@ -22,6 +21,7 @@ from fsharp.stateful.modules.calls import replacing_buffers_by_copies
 from fsharp.stateful.modules.initial.initial import check_rank
 from fsharp.stateful.modules.parameter import ShardedTensor, iter_local_leaves
 from fsharp.stateful.modules.session import Session
+from fsharp.stateful.modules.torch_tools.lazy_classes import is_dtensor
 
 SAME_VALUES_REMEDY = "Load the same values on all ranks."
 
@@ -122,8 +122,8 @@ def local_part(name: str, value: torch.Tensor, like: ShardedTensor, *, dtypes: S
             what = "is a part of another rank or layout"
         got = f"elements {list(value.flat_range)} of {got}"
         got += f" in unit {value.unit.display_name}, {value.place}, as rank {value.rank} of {value.unit.mesh} holds them"
-    elif isinstance(value, DTensor) or value.is_meta or value.layout is not torch.strided:
-        kind = "DTensor" if isinstance(value, DTensor) else f"tensor on the {value.device} device, {value.layout}"
+    elif is_dtensor(value) or value.is_meta or value.layout is not torch.strided:
+        kind = "DTensor" if is_dtensor(value) else f"tensor on the {value.device} device, {value.layout}"
         what, got = "is no plain tensor with values", f"a {kind}"
     elif value.shape != like.full_shape:
         what = "has another shape"
@@ -247,7 +247,7 @@ def _pack_state_dict(where: str, given: Mapping[str, Any]) -> bytes:
     def outline(path: Any, value: Any) -> Any:
         if not isinstance(value, torch.Tensor):
             return value
-        if isinstance(value, ShardedTensor | DTensor) or value.is_meta or value.layout is not torch.strided:
+        if isinstance(value, ShardedTensor) or is_dtensor(value) or value.is_meta or value.layout is not torch.strided:
             name = ".".join(str(getattr(each, "key", getattr(each, "idx", ""))) for each in path)
             raise TreeError(
                 f"{where}: {name!r} is a {type(value).__name__} {tensor_text(value)} on {value.device}, expected a whole "

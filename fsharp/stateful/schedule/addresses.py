@@ -10,6 +10,7 @@ import math
 from bisect import bisect_left, bisect_right, insort
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import product
 from typing import Generic, TypeVar
 
@@ -52,10 +53,11 @@ def lower_bound(items: Sequence[ArenaItem]) -> int:
     return most
 
 
-def assign_addresses(items: Sequence[ArenaItem], *, max_nbytes: int | None = None) -> list[int] | None:
+@lru_cache(maxsize=64)  # simulated ranks compile the same program, and candidates of tune often do
+def assign_addresses(items: tuple[ArenaItem, ...], *, max_nbytes: int | None = None) -> tuple[int, ...] | None:
     """Return the first byte of each item, such that items that are live at one position share no byte.
 
-    Starts are multiples of the greatest common divisor of all sizes. Equal lists of items get equal addresses.
+    Starts are multiples of the greatest common divisor of all sizes. Equal items get equal addresses.
 
     Args:
         items: the buffers to place.
@@ -65,12 +67,13 @@ def assign_addresses(items: Sequence[ArenaItem], *, max_nbytes: int | None = Non
     """
     least, grain = lower_bound(items), math.gcd(*(item.nbytes for item in items)) or 1
     if not items or (max_nbytes is not None and least > max_nbytes):
-        return None if items else []
-    search, best, orders = _AddressSearch(items), list[int](), list[list[int]]()
+        return None if items else ()
+    search, orders = _AddressSearch(items), list[list[int]]()
     if max_nbytes is not None:
         target = max_nbytes // grain * grain
         found = (search.find_addresses(order, score, target) for order in search.orders() for score in _ADDRESS_SCORES)
         return next(filter(None, found), None)
+    best: tuple[int, ...] = ()
     arena = total = sum(item.nbytes for item in items)
     for order in search.orders():
         starts = search.find_addresses(order, _ADDRESS_SCORES[0], total)
@@ -104,7 +107,7 @@ class _AddressSearch:
         self.lifetimes = [sum((1 << stop) - (1 << start) for start, stop in each) for each in bits]
         self.num_compared = 0
 
-    def find_addresses(self, order: Sequence[int], score: AddressScore, arena_nbytes: int) -> list[int] | None:
+    def find_addresses(self, order: Sequence[int], score: AddressScore, arena_nbytes: int) -> tuple[int, ...] | None:
         """Return the first byte of each item, placed in this ``order`` where ``score`` is least; None if it fails."""
         if self.num_compared > _MAX_COMPARISONS:
             return None
@@ -123,7 +126,7 @@ class _AddressSearch:
             insort(placed, path[-1])
             if len(path) == len(order):
                 starts = dict(zip(order, [start for start, _, _ in path], strict=True))
-                return [starts[i] for i in range(len(order))]
+                return tuple(starts[i] for i in range(len(order)))
         return None
 
     def _free_addresses(self, i: int, placed: Sequence[tuple[int, int, int]], score: AddressScore, limit: int) -> list[int]:

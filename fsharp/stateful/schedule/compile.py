@@ -92,7 +92,7 @@ def place_buffers(unplaced: Sequence[UnplacedOp], program: Program, *, max_nbyte
     position = {id(op): i for i, op in enumerate(op for op in unplaced if op.marked_op is None)}
     if _open_gradients_early(unplaced, items := _arena_items(unplaced, program)):
         items = _arena_items(unplaced, program)
-    starts = assign_addresses(list(items.values()), max_nbytes=max_nbytes)
+    starts = assign_addresses(tuple(items.values()), max_nbytes=max_nbytes)
     if starts is None:
         return None
     where = {buffer: Memory(start, item.nbytes) for (buffer, item), start in zip(items.items(), starts, strict=True)}

@@ -2,16 +2,19 @@
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
 from fsharp.errors import MeshError, TreeError
 from fsharp.functional.comm.agree import max_over_ranks
 from fsharp.functional.comm.protocol import Comm, ReduceOp
+from fsharp.stateful.modules.torch_tools.lazy_classes import is_dtensor
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import Placement
 
 
 @dataclass(frozen=True)
@@ -19,7 +22,7 @@ class DTensorSpec:
     """The mesh, placements, whole shape and stride with which a rank's local tensor becomes a DTensor."""
 
     mesh: DeviceMesh
-    placements: tuple[Placement, ...]
+    placements: "tuple[Placement, ...]"
     shape: torch.Size
     stride: tuple[int, ...]
 
@@ -30,10 +33,14 @@ class DTensorSpec:
 
     def as_dtensor(self, local: torch.Tensor) -> Any:
         """Return the DTensor of which this rank has ``local``. Differentiable: the gradient has the same placements."""
+        from torch.distributed.tensor import DTensor
+
         return DTensor.from_local(local, self.mesh, self.placements, run_check=False, shape=self.shape, stride=self.stride)
 
     def reduce_over_ranks(self, x: torch.Tensor, op: ReduceOp) -> torch.Tensor:
         """Return the elementwise sum, maximum or minimum of ``x`` over the DTensor's ranks; NaN if one rank has NaN."""
+        from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+
         other = Partial() if op == "sum" else Shard(0)
         kinds = [Replicate() if p.is_replicate() else other for p in self.placements]
         rows: torch.Tensor = DTensor.from_local(x.unsqueeze(0), self.mesh, kinds, run_check=False).full_tensor()
@@ -45,7 +52,7 @@ def dtensor_specs(module: nn.Module, comm: Comm) -> dict[str, DTensorSpec]:
     ours = set(getattr(comm, "ranks", range(comm.mesh.size)))
     found: dict[str, DTensorSpec] = {}
     for path, parameter in module.named_parameters(remove_duplicate=False):
-        if not isinstance(parameter, DTensor):
+        if not is_dtensor(parameter):
             continue
         mesh, placements = parameter.device_mesh, tuple(parameter.placements)
         if any(p.is_partial() for p in placements) or parameter.is_meta:
@@ -68,12 +75,14 @@ def as_dtensors(paths: Iterable[str], leaves: Iterable[torch.Tensor], specs: Map
 
 def local_tensor(x: Any) -> Any:
     """Return the local tensor of a DTensor, and any other tensor itself."""
-    return x.to_local() if isinstance(x, DTensor) else x
+    return x.to_local() if is_dtensor(x) else x
 
 
 def max_flag_over_ranks(flag: torch.Tensor, specs: Mapping[str, DTensorSpec], comm: Comm) -> torch.Tensor:
     """Return the elementwise maximum of ``flag`` over all ranks, also along the mesh axes of the DTensors in ``specs``."""
     flag = max_over_ranks(flag, comm)
     for mesh in dict.fromkeys(spec.mesh for spec in specs.values()):  # not a set: ranks need the same order
+        from torch.distributed.tensor import DTensor, Partial
+
         flag = DTensor.from_local(flag, mesh, [Partial("max")] * mesh.ndim, run_check=False).full_tensor()
     return flag

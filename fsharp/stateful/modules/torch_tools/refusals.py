@@ -6,8 +6,6 @@ from traceback import walk_stack
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
-from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import register_module_module_registration_hook
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.nn.parameter import UninitializedParameter
@@ -17,6 +15,7 @@ from fsharp.errors import TreeError
 from fsharp.functional.formats.format import dtype_name
 from fsharp.functional.formats.gather_hooks import has_hooks
 from fsharp.functional.formats.te import is_quantized
+from fsharp.stateful.modules.torch_tools.lazy_classes import is_dtensor, is_instance
 from fsharp.stateful.runtime.boundary import in_backward
 from fsharp.tracebacks import api_boundary
 
@@ -71,21 +70,23 @@ def running_torch_tool_and_remedy(usual_remedy: str) -> tuple[str, str]:
     return ("", usual_remedy) if found is None else (f" of {found[1]}", found[2])
 
 
-_WRAPPERS = (DataParallel, DistributedDataParallel, FullyShardedDataParallel)
+def _is_wrapper(x: object) -> bool:
+    """Return whether ``x`` is a module of torch that wraps the user's module and manages its parameters."""
+    fsdp = is_instance(x, "torch.distributed.fsdp", "FullyShardedDataParallel")
+    return fsdp or isinstance(x, DataParallel | DistributedDataParallel)
 
 
 def check_shardable(module: nn.Module, sharded: type[nn.Parameter]) -> None:
     """Raise a TreeError if DDP or FSDP manages parameters, or a parameter cannot be sharded, such as a sparse or lazy one."""
     for path, each in module.named_modules():
-        if isinstance(each, (*_WRAPPERS, FSDPModule)):
-            wrapped = isinstance(each, _WRAPPERS)
+        if (wrapped := _is_wrapper(each)) or is_instance(each, "torch.distributed.fsdp", "FSDPModule"):
             remedy = "Pass the module that it wraps, model.module" if wrapped else "Leave out fully_shard()"
             raise TreeError(
                 f"shard_module(): {path or 'the root'!r} is a {type(each).__name__}{', made by fully_shard()' * (not wrapped)}"
                 f", which manages parameters by itself. {remedy}: strategy=fs.ddp(...) replicates, fs.zero3(...) shards."
             )
     for path, parameter in module.named_parameters(remove_duplicate=False):
-        why, is_known = "", isinstance(parameter, DTensor) or is_quantized(parameter) or has_hooks(parameter)
+        why, is_known = "", is_dtensor(parameter) or is_quantized(parameter) or has_hooks(parameter)
         if isinstance(parameter, sharded):
             why = "belongs to a ShardedModule already. Shard the whole model once, and name the modules in it by units=."
         elif isinstance(parameter, UninitializedParameter):
@@ -121,7 +122,7 @@ def _check_optimizer_is_current(optimizer: torch.optim.Optimizer, *_: object) ->
 
 
 def _check_wrapper(sharded: type[nn.Parameter], module: nn.Module, name: str, submodule: nn.Module | None) -> None:
-    if not isinstance(module, _WRAPPERS) or submodule is None:
+    if submodule is None or not _is_wrapper(module):
         return
     path = next((path for path, p in submodule.named_parameters() if isinstance(p, sharded)), None)
     if path is not None:
