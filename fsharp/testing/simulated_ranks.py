@@ -16,7 +16,6 @@ import random
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future
 from contextlib import contextmanager
 from typing import Any, Literal, NamedTuple, NoReturn, TypeVar, overload
 
@@ -205,12 +204,12 @@ class CollectiveFacts(NamedTuple):
         return f"{text} for {self.label!r}" if self.label else text
 
 
-class _CollectiveCall(Future[list[Any]]):
+class _CollectiveCall:
     """A rank's call of a collective, under way until it has the tensors of all ranks or an error."""
 
     def __init__(self, group: tuple[int, ...], facts: CollectiveFacts, number: int, x: Any) -> None:
-        super().__init__()
         self.group, self.facts, self.number, self.x = group, facts, number, x
+        self.outcome: list[Any] | CommError | None = None  # the tensors of all ranks, in order of coordinate, or an error
 
 
 class _World:
@@ -252,11 +251,14 @@ class _World:
             call = self._calls[rank] = _CollectiveCall(group, facts, self._num_calls[rank], x)
             self._num_calls[rank] += 1
             self._settle_calls()
-            if self._turn == rank and (self._random is not None or not call.done()):
+            if self._turn == rank and (self._random is not None or call.outcome is None):
                 self._pass_turn()
             self._await_turn(rank)
             self._calls[rank], self._last[rank] = None, facts
-            return call.result(timeout=0)
+            assert call.outcome is not None, "only a rank whose call has ended gets the turn"
+            if isinstance(call.outcome, CommError):
+                raise call.outcome
+            return call.outcome
 
     def kill(self, rank: int, how: str) -> NoReturn:
         with self._lock:
@@ -330,7 +332,7 @@ class _World:
 
     def _late_text(self, rank: int, waited_s: float) -> str:
         call = self._calls[rank]
-        if call is None or call.done():
+        if call is None or call.outcome is not None:
             return self._text_with_states(
                 rank, f"rank {self._turn} has had the turn for {self.timeout:g} s; rank {rank} waits for it."
             )
@@ -343,7 +345,7 @@ class _World:
         """Complete each call of a collective for which all ranks have come, and fail each call that cannot be completed."""
         self._last_change = time.monotonic()
         for rank, call in enumerate(self._calls):
-            if call is not None and not call.done():
+            if call is not None and call.outcome is None:
                 self._settle_group(rank, call)
         living = [r for r, how in enumerate(self._ended) if how is None]
         if living and all(map(self._is_waiting, living)):
@@ -351,21 +353,21 @@ class _World:
             what = f"{ranks_text(stalled)} did not come" if stalled else "every rank waits, and no call can end"
             text = self._text_with_states(None, f"{what}.")
             for call in filter(None, [self._calls[r] for r in living]):
-                call.set_exception(CommError(text))
+                call.outcome = CommError(text)
 
     def _is_waiting(self, rank: int) -> bool:
         call = self._calls[rank]
-        return call is not None and not call.done()
+        return call is not None and call.outcome is None
 
     def _settle_group(self, rank: int, call: _CollectiveCall) -> None:
         gone = [r for r in call.group if self._ended[r] not in (None, "has stalled")]
         if gone:
             are = "are" if len(gone) > 1 else "is"
             what = f"{ranks_text(gone)} {are} gone; {call.facts}, number {call.number} of rank {rank}"
-            call.set_exception(CommError(self._text_with_states(rank, f"{what}, cannot end.")))
+            call.outcome = CommError(self._text_with_states(rank, f"{what}, cannot end."))
             return
-        here = [each for r in call.group if (each := self._calls[r]) is not None and not each.done()]
-        calls = [each for each in here if each.group == call.group]
+        here = [each for r in call.group if (each := self._calls[r]) is not None]
+        calls = [each for each in here if each.outcome is None and each.group == call.group]
         if len(calls) < len(call.group):
             return
         if len({each.facts for each in calls}) > 1:
@@ -374,11 +376,11 @@ class _World:
             rows += differing_settings(labels, settings_by_digest(labels.values()))
             text = problem("simulate()", "ranks called different collectives.", rows)
             for each in calls:
-                each.set_exception(CommError(text))
+                each.outcome = CommError(text)
             return
         parts = [each.x for each in calls]
         for each in calls:
-            each.set_result(parts)
+            each.outcome = parts
 
     def _text_with_states(self, rank: int | None, what: str) -> str:
         """Return an error text with the state of every rank; of many ranks, only of ranks in the collective of ``rank``."""
