@@ -87,6 +87,7 @@ UNEVEN = {
     "ranks without a part of the unit": Case(lambda: other(64, 64, 64, bias=False), options=WHOLE, shape=(TOKENS, 64)),
 }
 CASES = MODULES | STEPS | DOORS | UNEVEN
+IN_GROUPS = pytest.mark.parametrize("cases", [MODULES, STEPS, DOORS, UNEVEN], ids=["modules", "steps", "doors", "parts"])
 SHARDED = [fs.zero3("dp"), fs.hsdp("outer", "inner"), fs.zero3("outer", "inner")]
 
 
@@ -102,14 +103,16 @@ def test_training_under_zero3_has_the_bits_of_the_whole_model():
 
 
 @pytest.mark.deep
-def test_training_under_every_recipe_has_the_bits_of_the_whole_model():
-    assert on_ranks({"dp": 2}, differences, cases=CASES, strategies=SHARDED) == [[], []]
+@IN_GROUPS
+def test_training_under_every_recipe_has_the_bits_of_the_whole_model(cases):
+    assert on_ranks({"dp": 2}, differences, cases=cases, strategies=SHARDED) == [[], []]
 
 
 @pytest.mark.deep
+@IN_GROUPS
 @pytest.mark.parametrize("sizes", [{"dp": 3}, {"dp": 5}, {"outer": 2, "inner": 2}], ids=str)
-def test_training_on_more_ranks_has_the_bits_of_the_whole_model(sizes):
-    found = on_ranks(sizes, differences, cases=CASES, strategies=SHARDED)
+def test_training_on_more_ranks_has_the_bits_of_the_whole_model(sizes, cases):
+    found = on_ranks(sizes, differences, cases=cases, strategies=SHARDED)
     assert found == [[]] * len(found)
 
 
@@ -125,8 +128,9 @@ def test_training_under_every_strategy_has_the_bits_of_the_whole_model(sizes, na
 
 
 @pytest.mark.deep
-def test_every_case_under_every_strategy_has_the_bits_of_the_whole_model():
-    assert on_ranks({"dp": 2}, differences, cases=CASES) == [[], []]
+@IN_GROUPS
+def test_every_case_under_every_strategy_has_the_bits_of_the_whole_model(cases):
+    assert on_ranks({"dp": 2}, differences, cases=cases) == [[], []]
 
 
 @pytest.mark.parametrize("how", ["te", "torch"])
