@@ -105,7 +105,7 @@ def test_at_its_time_limit_an_abandoned_collective_ends_no_other_one():
     """gloo would close the connections of the process group, which other Comms share."""
 
     def rank_fn(comm):
-        group = dist.new_group(timeout=timedelta(seconds=2))
+        group = dist.new_group(timeout=timedelta(seconds=5))
         comm = fs.ProcessGroupComm(DeviceMesh.from_group(group, "cpu", mesh=[0, 1], mesh_dim_names=("dp",)))
         other = comm.with_own_numbering()
         if comm.rank == 0:
