@@ -209,7 +209,11 @@ class _CollectiveCall:
 
     def __init__(self, group: tuple[int, ...], facts: CollectiveFacts, number: int, x: Any) -> None:
         self.group, self.facts, self.number, self.x = group, facts, number, x
-        self.outcome: list[Any] | CommError | None = None  # the tensors of all ranks, in order of coordinate, or an error
+        self.outcome: list[Any] | CommError | None = None
+
+    def settle(self, outcome: list[Any] | CommError) -> None:
+        """End the call with the tensors of all ranks, in order of coordinate, or with an error."""
+        self.outcome = outcome
 
 
 class _World:
@@ -353,7 +357,7 @@ class _World:
             what = f"{ranks_text(stalled)} did not come" if stalled else "every rank waits, and no call can end"
             text = self._text_with_states(None, f"{what}.")
             for call in filter(None, [self._calls[r] for r in living]):
-                call.outcome = CommError(text)
+                call.settle(CommError(text))
 
     def _is_waiting(self, rank: int) -> bool:
         call = self._calls[rank]
@@ -364,23 +368,20 @@ class _World:
         if gone:
             are = "are" if len(gone) > 1 else "is"
             what = f"{ranks_text(gone)} {are} gone; {call.facts}, number {call.number} of rank {rank}"
-            call.outcome = CommError(self._text_with_states(rank, f"{what}, cannot end."))
+            call.settle(CommError(self._text_with_states(rank, f"{what}, cannot end.")))
             return
         here = [each for r in call.group if (each := self._calls[r]) is not None]
         calls = [each for each in here if each.outcome is None and each.group == call.group]
         if len(calls) < len(call.group):
             return
+        outcome: list[Any] | CommError = [each.x for each in calls]
         if len({each.facts for each in calls}) > 1:
             labels = {r: str(each.facts) for r, each in zip(call.group, calls, strict=True)}
             rows = [(f"rank {r}", label) for r, label in labels.items()]
             rows += differing_settings(labels, settings_by_digest(labels.values()))
-            text = problem("simulate()", "ranks called different collectives.", rows)
-            for each in calls:
-                each.outcome = CommError(text)
-            return
-        parts = [each.x for each in calls]
+            outcome = CommError(problem("simulate()", "ranks called different collectives.", rows))
         for each in calls:
-            each.outcome = parts
+            each.settle(outcome)
 
     def _text_with_states(self, rank: int | None, what: str) -> str:
         """Return an error text with the state of every rank; of many ranks, only of ranks in the collective of ``rank``."""
