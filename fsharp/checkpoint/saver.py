@@ -58,7 +58,7 @@ class BackgroundSaver:
 
     def _begin_generation(self) -> None:
         """Begin a new generation of the job: abandon the save under way, of which a restarted rank does not know."""
-        self._forget_save()
+        self._release_save()
 
     def _begin_save(self, snapshot: Snapshot, job: Callable[[Snapshot], Any]) -> None:
         if self._worker is None:
@@ -116,9 +116,9 @@ class BackgroundSaver:
                 if self._under_way is not None:
                     self._under_way.take_result()
             except Exception as error:
-                self._forget_save()
+                self._release_save()
                 raise self._save_error(error) from error
-            self._forget_save()  # not after an interrupt: the save goes on, and reads the memory that the next one overwrites
+            self._release_save()  # an interrupted wait keeps it: the thread still reads this memory
 
     def _refuse_forked_process(self) -> None:
         if self._worker is not None and os.getpid() != self._pid:  # a fork copies no thread
@@ -130,7 +130,7 @@ class BackgroundSaver:
     def _save_error(self, error: BaseException) -> CheckpointError:
         return CheckpointError(f"the {self._name} that was under way has failed: {error}")
 
-    def _forget_save(self) -> None:
+    def _release_save(self) -> None:
         self._under_way = None
         _busy_savers.discard(self)
 
@@ -244,7 +244,7 @@ class Saver(BackgroundSaver):
         made, since = write_snapshot(snapshot, self._own), self._saved_at
         self.saved = made.step
 
-        def forget_old() -> None:
+        def remove_old() -> None:
             if self._own.rank != 0:
                 return
             self._saved_at = save_time_of(made.path)
@@ -258,7 +258,7 @@ class Saver(BackgroundSaver):
                     )
             self._retention.remove_old(self._root)
 
-        check_on_all_ranks("Saver", self._own, forget_old)
+        check_on_all_ranks("Saver", self._own, remove_old)
         return made
 
 

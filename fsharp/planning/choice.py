@@ -58,8 +58,8 @@ class Candidate:
     departures: tuple[str, ...] = ()
 
     @property
-    def simplicity(self) -> tuple[int, int]:
-        """Numbers of departures from the defaults: costly ones (``remat``, ``formats``, ``state on the host``), and others."""
+    def complexity(self) -> tuple[int, int]:
+        """Number of costly departures from the defaults (``remat``, ``formats``, ``state on the host``), and of all others."""
         costly = sum(each in _COSTLY for each in self.departures)
         return costly, len(self.departures) - costly
 
@@ -68,8 +68,11 @@ class Candidate:
 class StepArguments:
     """The arguments with which :func:`plan_step` and :func:`predict` are called, beside layout and policy.
 
-    ``uses`` are those of a microbatch. ``remat`` has names in programs. The ``update_s`` of ``hardware`` is for all parameters
-    on one rank. ``optimizer_buffers`` is the number of values of optimizer state for each parameter.
+    Attributes:
+        uses: uses of units in a microbatch.
+        remat: names, in programs, of the units that are recomputed.
+        hardware: the machine. Its ``update_s`` is for all parameters on one rank.
+        optimizer_buffers: number of values of optimizer state for each parameter.
     """
 
     uses: tuple[Use, ...]
@@ -156,7 +159,7 @@ def rank_candidates(candidates: Sequence[Candidate], budget: float, tolerance: f
     ranked = sorted(candidates, key=lambda x: (x.peak_nbytes > budget, x.is_bound, x.step_s, x.peak_nbytes))
     limit = (1 + tolerance) * ranked[0].step_s
     equal = [x for x in ranked if x.peak_nbytes <= budget and not x.is_bound and x.step_s <= limit]
-    best = min(equal, key=lambda x: (x.simplicity, x.peak_nbytes), default=ranked[0])
+    best = min(equal, key=lambda x: (x.complexity, x.peak_nbytes), default=ranked[0])
     return replace(best, lost=""), *(replace(x, lost=_why_lost(x, best, budget)) for x in ranked if x is not best)
 
 
@@ -168,7 +171,7 @@ def _why_lost(candidate: Candidate, best: Candidate, budget: float) -> str:
     if candidate.step_s > best.step_s:
         return f"{'at least ' * candidate.is_bound}{candidate.step_s / best.step_s - 1:.1%} slower"
     text = f"{1 - candidate.step_s / best.step_s:.1%} faster" if candidate.step_s < best.step_s else "as fast"
-    if candidate.simplicity > best.simplicity:
+    if candidate.complexity > best.complexity:
         further = [each for each in candidate.departures if each not in best.departures]
         return f"{text}, not as simple: {', '.join(further)}"
     return f"{text}, with more memory" if candidate.peak_nbytes > best.peak_nbytes else text

@@ -179,7 +179,7 @@ class Run:
                 "elastic": kept.is_elastic,
             }
             if not kept.is_elastic:
-                setup_recording.give_up("a Run without elastic=True")
+                setup_recording.abandon("a Run without elastic=True")
             agree_at_start({"Run()": arguments, **self.config}, comm=self.comm, files=self._files)
             stack.enter_context(self.preemption)
             stack.enter_context(self._checkpoints.open_saver())
@@ -323,7 +323,7 @@ class Run:
         return tree
 
     def _reset_for_reload(self, why: str, total: int) -> None:
-        """Go back to the state of a new process, whose number of steps is ``total``, and record why. A load follows."""
+        """Reset this Run to a new one of ``total`` steps, before the newest save is loaded. Record the reason ``why``."""
         self._record.warn(self.step, f"after {self.step} steps: {why}")
         self.step, self.total, self._phase = 0, total, "between steps"
         self._skipped_steps.restore([])

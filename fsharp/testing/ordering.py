@@ -31,8 +31,8 @@ class ByteSpan(NamedTuple):
 class Access:
     """The bytes that one torch op reads and writes.
 
-    ``during``: the work of the lane that ran the op. ``forgets``: storages that the op allocated; accesses to their addresses
-    before the op no longer count.
+    ``during``: the work of the lane that ran the op. ``allocates``: storages that the op allocated; earlier accesses to their
+    addresses do not count.
     """
 
     lane: str
@@ -40,7 +40,7 @@ class Access:
     during: object
     reads: tuple[ByteSpan, ...] = ()
     writes: tuple[ByteSpan, ...] = ()
-    forgets: tuple[ByteSpan, ...] = ()
+    allocates: tuple[ByteSpan, ...] = ()
 
     def __str__(self) -> str:
         return f"{self.op} on {self.lane}, {self.during}"
@@ -149,7 +149,8 @@ class _RaceDetector:
         self.clocks: dict[str, Clock] = {}
         self.marks: dict[object, Clock] = {}
         self.bytes = _ShadowMemory()
-        self.kept: dict[tuple[int, str], int] = {}  # by storage and lane: number of the last op that the allocator waits for
+        # By storage and lane, the number of the last op for which the allocator waits, because of record_stream().
+        self.recorded_streams: dict[tuple[int, str], int] = {}
         # By owner, accesses of other lanes to freed memory that the owner's clock had not counted.
         self.freed: dict[str, list[tuple[_NumberedAccess, ByteSpan]]] = {}
         self.races: dict[tuple[Access, Access | None], Race] = {}
@@ -170,10 +171,10 @@ class _RaceDetector:
         clock = self.clock(access.lane)
         clock[access.lane] = clock.get(access.lane, 0) + 1
         seen = _NumberedAccess(access, clock[access.lane])
-        for span in access.forgets:
+        for span in access.allocates:
             self.bytes.take_entries(span.start, span.stop)
-            self.kept = {key: tick for key, tick in self.kept.items() if key[0] != span.base}
-        if access.forgets and self.freed.get(access.lane):
+            self.recorded_streams = {key: tick for key, tick in self.recorded_streams.items() if key[0] != span.base}
+        if access.allocates and self.freed.get(access.lane):
             self.report_reuse(access.lane)
         for span in access.reads:
             self.read(span, seen, clock)
@@ -218,7 +219,7 @@ class _RaceDetector:
         clock = self.clock(free.lane)
         for a, b, (write, reads) in gone:
             for each in (*reads, *([write] if write is not None else ())):
-                known = max(clock.get(each.access.lane, 0), self.kept.get((free.span.base, each.access.lane), 0))
+                known = max(clock.get(each.access.lane, 0), self.recorded_streams.get((free.span.base, each.access.lane), 0))
                 if each.access.lane != free.lane and known < each.tick:
                     self.freed.setdefault(free.lane, []).append((each, ByteSpan(a, b, free.span.base)))
 
@@ -259,7 +260,7 @@ def replay(log: Log, *, without: Collection[int] = ()) -> ReplayResult:
         elif isinstance(entry, RecordEvent):
             state.marks[entry.key] = dict(state.clock(entry.lane))
         elif isinstance(entry, RecordStream):
-            state.kept[entry.base, entry.lane] = state.clock(entry.lane).get(entry.lane, 0)
+            state.recorded_streams[entry.base, entry.lane] = state.clock(entry.lane).get(entry.lane, 0)
         else:
             state.free(entry)
     return ReplayResult(list(state.races.values()), learned)

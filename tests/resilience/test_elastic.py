@@ -327,11 +327,11 @@ def test_calls_of_a_setup_are_made_again_without_those_that_are_part_of_others()
     calls.start()
     assert calls.run_and_record(lambda: calls.run_and_record(lambda: made.append("inner")) or "outer") == "outer"
     calls.run_and_record(lambda: made.append("first"), replay=lambda: made.append("again"))
-    calls.run_and_record(lambda: calls.give_up("a part"))
+    calls.run_and_record(lambda: calls.abandon("a part"))
     assert calls.obstacle == ""
     calls.end()
     calls.run_and_record(lambda: made.append("after"))
-    calls.give_up("a step")
+    calls.abandon("a step")
     calls.replay()
     assert made == ["before", "inner", "first", "after", "inner", "again"]
     assert calls.obstacle == "", "the setup was over"
@@ -361,9 +361,9 @@ def test_a_module_returns_to_the_number_of_the_step_with_which_a_new_process_beg
     assert model.train_state.step == first
 
 
-def test_a_record_is_given_up_for_what_cannot_be_made_again_and_for_its_size():
-    for give_up, why in (
-        (lambda calls: calls.give_up("a step"), "a step"),
+def test_a_record_is_abandoned_for_what_cannot_be_made_again_and_for_its_size():
+    for abandon, why in (
+        (lambda calls: calls.abandon("a step"), "a step"),
         (lambda calls: calls.run_and_record(lambda: None, nbytes=1 << 28), ""),
         (lambda calls: calls.run_and_record(lambda: None, nbytes=(1 << 28) + 1), "more than 10,000 calls, or 256 MiB,"),
         (lambda calls: [calls.run_and_record(lambda: None) for _ in range(9_999)], ""),
@@ -372,7 +372,7 @@ def test_a_record_is_given_up_for_what_cannot_be_made_again_and_for_its_size():
         made, calls = [], SetupRecording()
         calls.start()
         calls.run_and_record(lambda made=made: made.append(1))
-        give_up(calls)
+        abandon(calls)
         calls.replay()
         assert (calls.obstacle, calls.is_recording, len(made)) == (why, not why, 1 + (not why))
 

@@ -80,7 +80,7 @@ class ProcessGroupComm:
             )
         self.rank = self.ranks.index(dist.get_rank())
         self.tree_name_counters = _tree_name_counters[self.ranks]
-        setup_recording.give_up("a ProcessGroupComm of process groups that connect() has not made")
+        setup_recording.abandon("a ProcessGroupComm of process groups that connect() has not made")
         self._groups = dict[str, dist.ProcessGroup | None]()
         kind, first = device_mesh.device_type, device_mesh.get_group(names[0])
         self.device = torch.device(kind, torch.accelerator.current_device_index()) if kind == "cuda" else torch.device(kind)
@@ -121,7 +121,7 @@ class ProcessGroupComm:
     @api_boundary
     def new_group(self, axis: str) -> dist.ProcessGroup:
         """Return a new process group along ``axis``. All ranks of the mesh have to call this method."""
-        setup_recording.give_up("a call of new_group()")
+        setup_recording.abandon("a call of new_group()")
         ranks = [self.ranks[rank] for rank in self.mesh.group(axis, self.rank)]
         return job_store.new_group_of(ranks, self.limit_s, self.device, is_nccl=self.is_nccl)
 

@@ -15,11 +15,11 @@ _MOST_CALLS, _MOST_NBYTES = 10_000, 256 << 20
 
 
 class SetupRecording:
-    """A record of this rank's collective calls before training, which it repeats with each rank that is restarted later.
+    """A record of this rank's collective calls before training. With each restarted rank this rank makes the calls again.
 
     Attributes:
         is_recording: whether the setup is under way.
-        obstacle: a call that cannot be repeated, after which the record was discarded; empty if there was none.
+        obstacle: a call that cannot be repeated, after which the record was abandoned; empty if there was none.
     """
 
     def __init__(self) -> None:
@@ -41,8 +41,8 @@ class SetupRecording:
         """End the record, as the setup is over and steps begin."""
         self.is_recording = False
 
-    def _discard(self, obstacle: str) -> None:
-        """Discard the record, if the setup is under way. ``obstacle`` says what cannot be made again."""
+    def _abandon_recording(self, obstacle: str) -> None:
+        """Abandon the record, if the setup is under way. ``obstacle`` says what cannot be made again."""
         if self.is_recording:
             self.is_recording, self.obstacle = False, obstacle
             self._calls.clear()
@@ -51,18 +51,18 @@ class SetupRecording:
         """Return ``call()``, and record it for :meth:`replay`, unless it is inside of a recorded call.
 
         A replay calls ``replay`` in place of ``call``, if it is given. ``nbytes``: bytes that ``replay`` keeps until then. A
-        call in another thread discards the record, and so does a call too many: then nothing can be replayed.
+        call in another thread abandons the record, and so does a call too many: then nothing can be replayed.
         """
         if not self.is_recording:
             return call()
         if threading.get_ident() != self._thread:
-            self._discard("a collective of a thread, such as that of a save in the background,")
+            self._abandon_recording("a collective of a thread, such as that of a save in the background,")
             return call()
         if self._depth:
             return call()
         self._nbytes += nbytes
         if self._nbytes > _MOST_NBYTES or len(self._calls) >= _MOST_CALLS:  # a program that never begins an elastic run
-            self._discard(f"more than {_MOST_CALLS:,} calls, or {_MOST_NBYTES >> 20} MiB,")
+            self._abandon_recording(f"more than {_MOST_CALLS:,} calls, or {_MOST_NBYTES >> 20} MiB,")
             return call()
         self._calls.append(replay or call)
         self._depth += 1
@@ -75,10 +75,10 @@ class SetupRecording:
         """Record ``call``, and do not call it now: :meth:`replay` calls it at this point of the setup."""
         self.run_and_record(lambda: None, replay=call)
 
-    def give_up(self, obstacle: str) -> None:
-        """Discard the record, as ``obstacle`` cannot be made again. Inside of a recorded call nothing happens."""
+    def abandon(self, obstacle: str) -> None:
+        """Abandon the record, as ``obstacle`` cannot be made again. Inside of a recorded call nothing happens."""
         if not self._depth:
-            self._discard(obstacle)
+            self._abandon_recording(obstacle)
 
     def replay(self) -> None:
         """Make all recorded calls again, in order."""

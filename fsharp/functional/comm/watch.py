@@ -260,7 +260,7 @@ class CommWatch:
         """Count a collective that this rank begins, and return it."""
         self.raise_if_failed()
         if setup_recording.is_recording:
-            setup_recording.give_up(f"the collective {label!r} of a step")
+            setup_recording.abandon(f"the collective {label!r} of a step")
         call = WatchedCall(self, label, self.count)
         self.count += 1
         self.statuses.record_begun_calls(self.name, self.count, label)

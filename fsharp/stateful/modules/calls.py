@@ -44,7 +44,7 @@ class ParameterEntries:
         self._paths, self.stored = list(map(unit.path_in_tree, unit.leaves)), list(map(unit.path_of_stored_leaf, unit.leaves))
         self._present = present
         entries: dict[tuple[int, str], tuple[int, dict[str, Any], str]] = {}  # a module may have several paths
-        packed: dict[int, weakref.ref[nn.Module]] = {}
+        with_flat_weights: dict[int, weakref.ref[nn.Module]] = {}
         self.fused: list[int] = []
         for i, path in enumerate(self._paths):
             parent, _, name = path.rpartition(".")
@@ -53,9 +53,9 @@ class ParameterEntries:
             if name in scale_indices_of_fused_weights(owner):
                 self.fused.append(i)
             if hasattr(owner, "_flat_weights_names"):
-                packed[id(owner)] = weakref.ref(owner)
+                with_flat_weights[id(owner)] = weakref.ref(owner)
         self._entries = list(entries.values())
-        self._packed = list(packed.values())  # recurrent modules, which also keep a list of their parameters
+        self._with_flat_weights = list(with_flat_weights.values())  # recurrent modules: they keep a list of their parameters
 
     def check_not_replaced(self) -> None:
         """Raise an error if the user has replaced a parameter, as a forward would ignore the new one."""
@@ -87,7 +87,7 @@ class ParameterEntries:
         for i, parameters, name in self._entries:
             before[i] = parameters[name]
             parameters[name] = self._present[id(parameters), name] = tensors[i]
-        for reference in self._packed:
+        for reference in self._with_flat_weights:
             owner: Any = reference()
             owner.__dict__["_flat_weights"] = [getattr(owner, name, None) for name in owner._flat_weights_names]
         return before

@@ -150,7 +150,7 @@ class ShardedModule(nn.Module):
         """Make all parameters whole tensors in this context, on every rank. All ranks have to enter the context.
 
         Trained parameters have the optimizer's dtype, frozen ones the dtype in which they rest. With ``write=True`` writes to
-        parameters last; all ranks have to write equal values. A forward whose backward has not run yet is discarded: its graph
+        parameters last; all ranks have to write equal values. A forward whose backward has not run yet is abandoned: its graph
         can no longer run backward.
 
         Cost: a gather of all units, and the memory of the whole model; with ``write`` a second gather, of written parameters.
@@ -159,9 +159,9 @@ class ShardedModule(nn.Module):
         if write and session.is_averaged:
             raise ScheduleError("unsharded(write=True): inside of averaged(), whose end would discard the writes.")
         _warn_of_rounded_frozen("unsharded()", session.parameters.values())
-        session.step.discard_forwards("unsharded()")
+        session.step.abandon_forwards("unsharded()")
         session.state.propagate_main_writes()
-        parts = gather_whole_tensors(session.parameters.values(), session.open_scheduler.comm_outside_steps)
+        parts = gather_whole_tensors(session.parameters.values(), session.reopened_scheduler.comm_outside_steps)
         full = {part.path: value for part, value in parts}
         shown = zip(full, as_dtensors(full, full.values(), session.calls.dtensor_specs), strict=True)
         parameters = {path: nn.Parameter(x.detach(), x.is_floating_point()) for path, x in shown}
@@ -257,7 +257,7 @@ class ShardedModule(nn.Module):
         if session.is_unsharded:
             raise ScheduleError(f"{where}: inside of unsharded(). Call it outside, or take state_dict(), which is whole here.")
         found: dict[str, Any] = super().state_dict()
-        return found if replace_parts_by_whole(where, [found], rank, session.open_scheduler.comm_outside_steps) else {}
+        return found if replace_parts_by_whole(where, [found], rank, session.reopened_scheduler.comm_outside_steps) else {}
 
     @api_boundary
     def load_full_state_dict(self, state_dict: Mapping[str, Any] | None, *, rank: int = 0, strict: bool = True) -> Any:
@@ -281,7 +281,7 @@ class ShardedModule(nn.Module):
 
         Cost: two ``all_reduce`` of each tensor's bytes along each axis. Memory: a copy of this rank's parts, and one tensor.
         """
-        where, own, comm = "load_full_state_dict()", self.state_dict(), session_of_module(self).open_scheduler
+        where, own, comm = "load_full_state_dict()", self.state_dict(), session_of_module(self).reopened_scheduler
         like = {(name,): part for name, part in own.items() if isinstance(part, ShardedTensor)}
         return self.load_state_dict(scatter_from_rank(where, state_dict, rank, comm, like), strict)
 
@@ -306,7 +306,7 @@ class ShardedModule(nn.Module):
         chosen = [p for p in session.parameters.values() if id(p) in names and (p.is_trained or not trained)]
         _warn_of_rounded_frozen("full_parameters()", chosen)
         session.state.propagate_main_writes()
-        for part, value in gather_whole_tensors(chosen, session.open_scheduler.comm_outside_steps):
+        for part, value in gather_whole_tensors(chosen, session.reopened_scheduler.comm_outside_steps):
             yield names[id(part)], value.clone() if part.spec is None else part.spec.as_dtensor(value).full_tensor()
 
 

@@ -276,7 +276,7 @@ class ModuleStep:
             if not self.means.paths_with_gradient:
                 self.drop_gradients()
 
-    def discard_forwards(self, where: str) -> None:
+    def abandon_forwards(self, where: str) -> None:
         """End a step that has only forwards, on all ranks. Raise an error that names ``where`` if the step has gradients."""
         self.reopen_scheduler()
         step = self.open_step
@@ -288,12 +288,12 @@ class ModuleStep:
                 "or zero_grad(), or before the first backward."
             )
         self._close_step(step)
-        step.set_on_backward(partial(_refuse_discarded_backward, where))
+        step.set_on_backward(partial(_refuse_abandoned_backward, where))
 
 
-def _refuse_discarded_backward(where: str) -> None:
+def _refuse_abandoned_backward(where: str) -> None:
     raise ScheduleError(
-        f"backward() was called for a forward that {where} had discarded, as its backward had not run. Call backward() before "
+        f"backward() was called for a forward that {where} had abandoned, as its backward had not run. Call backward() before "
         f"{where}, or call the model again after {where}."
     )
 

@@ -161,7 +161,7 @@ class Session:
             with_new_tree_name((self.state.train_state.params, self.state.train_state.main), self.scheduler)
 
     @property
-    def open_scheduler(self) -> Scheduler:
+    def reopened_scheduler(self) -> Scheduler:
         """The scheduler, which is opened again if an error has closed it. All ranks read this property."""
         self.step.reopen_scheduler()
         return self.scheduler
@@ -257,7 +257,7 @@ class Session:
 
     def adopt_state(self, state: TrainState) -> None:
         """Train ``state``, which has the same layout, from now on. Raise an error while a step is under way."""
-        self.step.discard_forwards("train_state")
+        self.step.abandon_forwards("train_state")
         if self.is_averaged:
             raise ScheduleError("train_state: set inside of averaged(), whose end restores the earlier parameters.")
         self.state.adopt_state(state)

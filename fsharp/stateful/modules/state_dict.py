@@ -56,7 +56,7 @@ def check_no_dtensors(where: str, session: Session) -> None:
 def load_state_dict_into_parts(session: Session, module: nn.Module, load: Callable[[], Any]) -> Any:
     """Load a state dict into a sharded module. ``load`` calls torch's ``load_state_dict`` with the user's arguments."""
     where, comm = "load_state_dict()", session.scheduler
-    session.step.discard_forwards(where)
+    session.step.abandon_forwards(where)
     given: dict[str, torch.Tensor] = {}  # values for parameters, by path
     parts: dict[str, ShardedTensor] = {}  # by path, this rank's part of the value
     written: list[tuple[torch.Tensor, torch.Tensor]] = []  # buffers, each with its new value

@@ -179,11 +179,11 @@ class UnitUse:
             raise in_place_write_error(self.unit.key)
         self._full = None
 
-    def pack_saved_parameters(self, out: Any, first: int, fill_buffer: Callable[[], UnshardedBuffer]) -> None:
+    def pack_saved_parameters(self, out: Any, sequence_nr: int, fill_buffer: Callable[[], UnshardedBuffer]) -> None:
         """Let autograd keep rebuilds in place of views of this use's parameters that it has saved.
 
         So memory can be released before the backward. Views in the arena stay: a schedule fills the same addresses again. Only
-        nodes of the graph of ``out`` from sequence number ``first`` on are searched. ``fill_buffer`` returns the buffer of the
+        nodes of the graph of ``out`` from ``sequence_nr`` on are searched. ``fill_buffer`` returns the buffer of the
         parameters, and gathers them again if they were released.
         """
         if self.unsharded is None or self.unsharded.where is not None:
@@ -193,7 +193,7 @@ class UnitUse:
         place, full = self.unsharded.memory.untyped_storage().data_ptr(), self.unsharded.full
         leaves = [out] if isinstance(out, torch.Tensor) else optree.tree_leaves(out)
         roots = {x.grad_fn for x in leaves if isinstance(x, torch.Tensor) and x.grad_fn is not None}
-        roots = {root for root in roots if is_node_since(root, first)}
+        roots = {root for root in roots if is_node_since(root, sequence_nr)}
 
         def is_here(x: torch.Tensor) -> bool:
             return is_plain_strided(x) and x.untyped_storage().data_ptr() == place
@@ -203,10 +203,10 @@ class UnitUse:
             assert memory is not None
             return rebuild if isinstance(rebuild, torch.Tensor) else rebuild(memory)
 
-        for x in tensors_kept_on_ctx(roots, first):  # TransformerEngine keeps weights there
+        for x in tensors_kept_on_ctx(roots, sequence_nr):  # TransformerEngine keeps weights there
             if type(x) is torch.Tensor and is_here(x):
                 full.register_alias(x)
-        for raw in saved_tensors(roots, first):
+        for raw in saved_tensors(roots, sequence_nr):
             x = raw.data
             rebuild: RebuildView | None = None
             if full.has_handed_out(x):  # a leaf loses its memory at the release, and gets it back

@@ -21,7 +21,7 @@ class BucketsByCollective:
         done = _units_in_gradient_order(program)
         self.gathers = self._group_units(GATHER, used, [u.name for u in program.units if u.gathered])
         self.reduces = self._group_units(REDUCE, done, names)
-        self.finishes = self._group_units(FINAL_REDUCE, done, names)
+        self.final_reduces = self._group_units(FINAL_REDUCE, done, names)
         self.update_gathers = self._group_units(UPDATE_GATHER, [event.unit for event in program.events if event.unit], names)
 
     def _group_units(self, spec: OpSpec, order: Iterable[str], units: Iterable[str]) -> BucketOfUnit:
@@ -48,7 +48,7 @@ def emit_ops(
     """Return the ops of a step in the order of issue. Parameters of uses in ``kept_uses`` stay from forward to backward."""
     ops, microbatch = OpList(program), 0
     parameters = ParameterOps(ops, program, policy, buckets.gathers, buckets.update_gathers, kept_uses)
-    gradients = GradientOps(ops, buckets.reduces, buckets.finishes, max_final_reductions, sum_late=sum_late)
+    gradients = GradientOps(ops, buckets.reduces, buckets.final_reduces, max_final_reductions, sum_late=sum_late)
     casts, last = count_gradients(program.events), microbatches_before_reduce(program.events)
     gradients.begin_microbatch(casts[0], is_last=0 in last)
     for i, event in enumerate(program.events):

@@ -28,17 +28,17 @@ class GradientOps:
     """Emits the ops of gradients, at the event with position ``at``. Complete gradients of a bucket share one collective.
 
     Args:
-        reduces: for each unit, the bucket that is reduced together in a microbatch.
-        finishes: for each unit, the bucket that is reduced together to the optimizer's place.
+        buckets: for each unit, the bucket that is reduced together in a microbatch.
+        final_buckets: for each unit, the bucket that is reduced together to the optimizer's place.
         max_final_reductions: most reductions to the optimizer's place that are under way at once.
         sum_late: add a reduction's result only when there are too many reductions under way, or at the end of the microbatch.
             If False, add it at once; the memory of the reduction is kept until then all the same.
     """
 
     def __init__(
-        self, ops: OpList, reduces: BucketOfUnit, finishes: BucketOfUnit, max_final_reductions: int, *, sum_late: bool
+        self, ops: OpList, buckets: BucketOfUnit, final_buckets: BucketOfUnit, max_final_reductions: int, *, sum_late: bool
     ) -> None:
-        self._ops, self._reduces, self._finishes, self._sum_late = ops, reduces, finishes, sum_late
+        self._ops, self._buckets, self._final_buckets, self._sum_late = ops, buckets, final_buckets, sum_late
         self._most = {REDUCE: MAX_REDUCTIONS, FINAL_REDUCE: max_final_reductions}
         self._expected_casts = Counter[str]()  # by unit, casts in this microbatch
         self._missing_casts = Counter[str]()  # by unit, casts that are still to come
@@ -59,7 +59,7 @@ class GradientOps:
         if not event.has_gradient:
             return
         unit, has_memory, is_first = event.unit, CAST.nbytes(self._ops.facts[event.unit]) > 0, event.unit not in self._casts
-        bucket = [each for each in self._reduces[unit] if self._expected_casts[each]]
+        bucket = [each for each in self._buckets[unit] if self._expected_casts[each]]
         if is_first and has_memory and all(each == unit or each in self._casts for each in bucket):
             # With this op each unit of the bucket has begun its casts: make room for the bucket's reduction.
             self._limit_reductions(at, REDUCE)
@@ -97,11 +97,11 @@ class GradientOps:
         self._emit_final_reduction_if_ready(unit, at)
 
     def _emit_final_reduction_if_ready(self, unit: str, at: int) -> None:
-        """Record that a unit's gradient is complete. If all of its bucket are, reduce them to the optimizer's place."""
+        """Record that a unit's gradient is complete. If its bucket is complete, emit the final reduction of the bucket."""
         if not self._is_incomplete.get(unit):
             return
         self._is_incomplete[unit] = False
-        units = [each for each in self._finishes[unit] if each in self._is_incomplete]
+        units = [each for each in self._final_buckets[unit] if each in self._is_incomplete]
         if any(self._is_incomplete[each] for each in units):
             return
         self._limit_reductions(at, FINAL_REDUCE)

@@ -66,7 +66,7 @@ def test_a_backward_that_comes_after_all_is_refused(comm, strategy):
     loss = model(x, y)["loss"]
     with model.unsharded():
         pass
-    with pytest.raises(ScheduleError, match=r"for a forward that unsharded\(\) had discarded.*call the model again"):
+    with pytest.raises(ScheduleError, match=r"for a forward that unsharded\(\) had abandoned.*call the model again"):
         loss.backward()
     train(model, optimizer, [(x, y)])
     expected, other = wrap(comm, strategy)

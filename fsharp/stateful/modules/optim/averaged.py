@@ -20,7 +20,7 @@ def using_averaged_parameters(session: Session, opt_state: Any) -> Iterator[None
     averages, state = _average_buffers(opt_state), session.state
     if session.is_averaged:
         raise ScheduleError("averaged(): the call is inside of another averaged().")
-    session.step.discard_forwards("averaged()")
+    session.step.abandon_forwards("averaged()")
     state.propagate_main_writes()
     copies = units_of(state.main_parameters())
     shown = {(node.name, g): x for node in copies for g, x in zip(node.groups, node.buffers, strict=True)}

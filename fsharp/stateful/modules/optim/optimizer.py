@@ -112,10 +112,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
                     "shard_module(), or use labels and fs.optim.partition()."
                 )
             self.param_groups = [GroupWithoutOptions(group) for group in self.param_groups]
-            state = self._tx.init(self.session.state.main_parameters(), comm=self.session.open_scheduler)
+            state = self._tx.init(self.session.state.main_parameters(), comm=self.session.reopened_scheduler)
             made_by = MadeBy(self._tx.name)  # as in later states, so that their checkpoints load into this state
             self.session.state.train_state = self.session.state.train_state._replace(opt=state, made_by=made_by)
-        self._members = parameter_ids(self.param_groups)
+        self._parameter_ids = parameter_ids(self.param_groups)
         self._is_made = True
 
     def _make_inner_from_class(
@@ -131,7 +131,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         fields = {"class": optimizer.__qualname__, "defaults": options_text(defaults)}
         fields |= group_texts([{**group, "params": sorted(group["params"])} for group in self._groups_with_paths()])
         check = partial(self._probe_update_scopes, optimizer, check_steps)
-        self._scopes = check_on_all_ranks("ShardedOptimizer()", self.session.open_scheduler, check, lambda _: fields)
+        self._scopes = check_on_all_ranks("ShardedOptimizer()", self.session.reopened_scheduler, check, lambda _: fields)
         rows = zip(self.param_groups, self._cut_into_slices(), strict=True)
         self.inner = optimizer([{**group, "params": parameters} for group, parameters in rows], **defaults)
         self.defaults = self.inner.defaults
@@ -210,7 +210,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         tx = self._tx or Transform(lambda params: None, self._update_by_inner, {}, self._update_by_inner)  # not kept: a cycle
-        if parameter_ids(self.param_groups) != self._members:
+        if parameter_ids(self.param_groups) != self._parameter_ids:
             raise TreeError("step(): param_groups cannot change: pass all groups to ShardedOptimizer(), with all parameters.")
         if self._tx is not None and (unread := sorted(self.param_groups[0].keys() - {"params"})):
             raise option_error(unread[0])
@@ -341,7 +341,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         if self.inner is not None:
             # Copied for each leaf: leaves of a slice share the tensor "step", which torch would increment once for each leaf.
             mine = {path: copy.deepcopy(state) for path, state in self._states_by_path().items()}
-            states = fill_in_missing_states(mine, self._parameters_with_state(), self.session.open_scheduler)
+            states = fill_in_missing_states(mine, self._parameters_with_state(), self.session.reopened_scheduler)
             return {"state": states, "param_groups": self._groups_with_paths()}
         for node in units_of(self.session.state.train_state.opt):
             node.rank = self.session.scheduler.rank
@@ -407,7 +407,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         Cost: the memory of the state, a pass over elements that several ranks hold, and one step of a class of torch.optim on
         copies of parameters.
         """
-        where, comm = "load_state_dict()", self.session.open_scheduler
+        where, comm = "load_state_dict()", self.session.reopened_scheduler
 
         def check() -> tuple[Any, Any]:
             check_no_dtensors(where, self.session)
@@ -441,7 +441,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
         Cost: a gather of all state. Memory: a copy of this rank's state, and one full unit of one kind of state.
         """
-        where, comm = "full_state_dict()", self.session.open_scheduler.comm_outside_steps
+        where, comm = "full_state_dict()", self.session.reopened_scheduler.comm_outside_steps
         self._check_is_of_class(where)
         found = self.state_dict()
         return found if replace_parts_by_whole(where, found["state"].values(), rank, comm, kind_of=lambda key: key) else {}
@@ -459,7 +459,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._check_is_of_class(where)
         # Every rank keeps a tensor without dims whole.
         like = {("state", path): part for path, part in self._parameters_with_state().items() if part.full_shape}
-        self.load_state_dict(scatter_from_rank(where, state_dict, rank, self.session.open_scheduler, like))
+        self.load_state_dict(scatter_from_rank(where, state_dict, rank, self.session.reopened_scheduler, like))
 
     def _check_is_of_class(self, where: str) -> None:
         if self.inner is None:
