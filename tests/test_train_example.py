@@ -93,15 +93,9 @@ def test_a_run_that_is_interrupted_has_the_bits_of_one_that_is_not(
 
 
 @pytest.mark.deep
-def test_zero1_learns_the_same_bits(zero3: dict[str, object], tmp_path: Path) -> None:
-    zero1 = train(tmp_path, "--strategy", "zero1")
-    assert zero1["val_bits_per_byte"] == zero3["val_bits_per_byte"]
-    assert zero1["bytes_at_rest"] > zero3["bytes_at_rest"]
-
-
-@pytest.mark.deep
 @pytest.mark.parametrize(
-    ("strategy", "nproc"), [("ddp", 2), ("zero2", 2), ("hsdp", 4), ("hfsdp", 4), ("hfsdp", 2), ("zero3", 1), ("ddp", 1)]
+    ("strategy", "nproc"),
+    [("ddp", 2), ("zero1", 2), ("zero2", 2), ("hsdp", 4), ("hfsdp", 4), ("hfsdp", 2), ("zero3", 1), ("ddp", 1)],
 )
 def test_every_strategy_learns_the_same(zero3: dict[str, object], tmp_path: Path, strategy: str, nproc: int) -> None:
     result = train(tmp_path, "--strategy", strategy, "--nproc", str(nproc))
@@ -109,6 +103,7 @@ def test_every_strategy_learns_the_same(zero3: dict[str, object], tmp_path: Path
     assert result["bytes_at_rest"] == result["bytes_at_rest_predicted"]
     if nproc == 2:
         assert result["val_bits_per_byte"] == zero3["val_bits_per_byte"]
+        assert result["bytes_at_rest"] > zero3["bytes_at_rest"]
     else:  # the same batch, but sums of other parts
         assert result["val_bits_per_byte"] == pytest.approx(zero3["val_bits_per_byte"], abs=1e-4)
 

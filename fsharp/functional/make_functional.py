@@ -9,7 +9,7 @@ from torch import nn
 
 from fsharp.errors import TreeError
 from fsharp.functional.formats.gather_hooks import has_hooks, plain_value
-from fsharp.functional.tree.paths import flatten_with_paths
+from fsharp.functional.tree.paths import flatten_with_paths, nested_dicts
 from fsharp.type_checks import options_checked
 
 
@@ -56,14 +56,8 @@ def make_functional(module: nn.Module) -> tuple[Callable[..., Any], dict[str, An
 
 def parameter_tree(where: str, module: nn.Module) -> dict[str, Any]:
     """Return a module's parameters, detached, as nested dicts along the dots of their names; TreeError if there are none."""
-    tree: dict[str, Any] = {}
-    values: dict[int, torch.Tensor] = {}  # one for tied parameters
-    for name, parameter in module.named_parameters(remove_duplicate=False):
-        *parents, last = name.split(".")
-        node = tree
-        for parent in parents:
-            node = node.setdefault(parent, {})
-        node[last] = values.setdefault(id(parameter), plain_value(parameter))
-    if not tree:
+    named = list(module.named_parameters(remove_duplicate=False))
+    if not named:
         raise TreeError(f"{where}: {type(module).__name__} has no parameters.")
-    return tree
+    values = {id(parameter): plain_value(parameter) for _, parameter in named}  # one for tied parameters
+    return nested_dicts({tuple(name.split(".")): values[id(parameter)] for name, parameter in named})

@@ -11,11 +11,12 @@ import torch
 from jax.tree_util import GetAttrKey
 
 from fsharp.errors import TreeError
+from fsharp.functional.tree.paths import nested_dicts
 from fsharp.interop.arrays import as_jax_array, as_torch_tensor, check_not_forked
 from fsharp.interop.call import as_torch
 from fsharp.tracebacks import api_boundary
 
-ParameterName = tuple[Any, ...]  # of a parameter: fields, keys and indices
+ParameterName = tuple[Any, ...]  # fields, keys and indices
 
 
 @api_boundary
@@ -97,20 +98,11 @@ def to_tensors(tree: Any) -> Any:
     ``Variable`` of NNX) becomes its value. Other leaves are left out. Without arrays of floating dtype a TreeError is raised.
     """
     check_not_forked("to_tensors()")
-    result: dict[Any, Any] = {}
-    for name, leaf in _leaves_by_name(tree).items():
-        if not _is_parameter(leaf):
-            continue
-        tensor = as_torch_tensor(jnp.array(leaf, copy=True))
-        if not name:
-            return tensor
-        node = result
-        for key in name[:-1]:
-            node = node.setdefault(key, {})
-        node[name[-1]] = tensor
-    if not result:
+    arrays = {name: leaf for name, leaf in _leaves_by_name(tree).items() if _is_parameter(leaf)}
+    if not arrays:
         raise TreeError(f"to_tensors(): a {type(tree).__name__} without arrays of floating dtype.")
-    return result
+    tensors = {name: as_torch_tensor(jnp.array(leaf, copy=True)) for name, leaf in arrays.items()}
+    return tensors[()] if () in tensors else nested_dicts(tensors)
 
 
 @api_boundary

@@ -3,6 +3,7 @@
 import torch
 
 import fsharp as fs
+from fsharp.functional.tree.paths import nested_dicts
 
 MESH = fs.Mesh({"dp": 2})
 TOKENS = torch.arange(24).view(2, 12) % 50
@@ -35,14 +36,7 @@ def logits(model):
 
 def nested(tensors):
     """Tensors by dotted name as a nested tree."""
-    tree = {}
-    for name, value in tensors.items():
-        *above, last = name.split(".")
-        node = tree
-        for key in above:
-            node = node.setdefault(key, {})
-        node[last] = value
-    return tree
+    return nested_dicts({tuple(name.split(".")): value for name, value in tensors.items()})
 
 
 def shapes(model, dtype=None):

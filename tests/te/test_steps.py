@@ -104,12 +104,6 @@ def test_training_under_zero3_has_the_bits_of_the_whole_model():
 
 @pytest.mark.deep
 @IN_GROUPS
-def test_training_under_every_recipe_has_the_bits_of_the_whole_model(cases):
-    assert on_ranks({"dp": 2}, differences, cases=cases, strategies=SHARDED) == [[], []]
-
-
-@pytest.mark.deep
-@IN_GROUPS
 @pytest.mark.parametrize("sizes", [{"dp": 3}, {"dp": 5}, {"outer": 2, "inner": 2}], ids=str)
 def test_training_on_more_ranks_has_the_bits_of_the_whole_model(sizes, cases):
     found = on_ranks(sizes, differences, cases=cases, strategies=SHARDED)

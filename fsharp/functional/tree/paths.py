@@ -41,6 +41,17 @@ def flatten_with_paths(tree: Any) -> tuple[tuple[str, ...], list[Any], optree.Py
     return dotted, leaves, spec
 
 
+def nested_dicts(by_path: Mapping[tuple[Any, ...], Any]) -> dict[Any, Any]:
+    """Return nested dicts of the values in ``by_path``, whose keys are key paths."""
+    tree: dict[Any, Any] = {}
+    for path, value in by_path.items():
+        node = tree
+        for key in path[:-1]:
+            node = node.setdefault(key, {})
+        node[path[-1]] = value
+    return tree
+
+
 _PATTERN_TOKEN = re.compile(r"\[(!?)([^\]]+)\]|.", re.DOTALL)
 
 

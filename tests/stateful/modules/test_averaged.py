@@ -5,7 +5,7 @@ import torch
 
 import fsharp as fs
 from fsharp.errors import ScheduleError, TreeError
-from fsharp.functional.tree.paths import flatten_with_paths
+from fsharp.functional.tree.paths import flatten_with_paths, nested_dicts
 from tests import modules
 from tests.modules import descend, values, wrap
 from tests.ranks import on_ranks
@@ -49,7 +49,13 @@ def functional(comm, strategy, tx, finite, **options):
     """The same training as a pure function: parameters and averages in full, and the number of steps left out."""
     model, _ = wrap(comm, strategy, **options)
     call, params = model.functional()
-    state = fs.init_state(tx, fs.shard(tree_of(values(model)), model.layout, comm, place="optim"), comm=comm)
+    state = fs.init_state(
+        tx,
+        fs.shard(
+            nested_dicts({tuple(name.split(".")): x for name, x in values(model).items()}), model.layout, comm, place="optim"
+        ),
+        comm=comm,
+    )
     del params
 
     def loss_fn(params, batch, comm):
@@ -62,18 +68,6 @@ def functional(comm, strategy, tx, finite, **options):
         name: dict(zip(*flatten_with_paths(fs.full_tree(tree, comm=comm))[:2]))
         for name, tree in {"params": state.params, "ema": found(state.opt)[0]}.items()
     }, found(state.opt)[1]
-
-
-def tree_of(named):
-    """Nested dicts along the dots."""
-    tree = {}
-    for name, value in named.items():
-        *parents, last = name.split(".")
-        node = tree
-        for parent in parents:
-            node = node.setdefault(parent, {})
-        node[last] = value
-    return tree
 
 
 def found(opt):
