@@ -153,7 +153,7 @@ class Checkpoint:
 
     @property
     def names(self) -> list[str]:
-        """Names of the saved tensors in alphabetical order, tied ones under each of their names."""
+        """Names of the saved tensors in alphabetical order. A tied tensor has several names."""
         return sorted([*self.manifest.tensors, *self.manifest.aliases])
 
     def _repr_html_(self) -> str:
@@ -267,7 +267,7 @@ def checkpoints(root: str | os.PathLike[str]) -> list[Checkpoint]:
 
 
 def iter_complete_checkpoints(folder: str) -> Iterator[Checkpoint]:
-    """Yield the complete checkpoints in ``folder``, the newest first. Each is opened when it is asked for.
+    """Yield the complete checkpoints in ``folder``, the newest first. Each checkpoint is opened when the caller asks for it.
 
     Another process may save and remove checkpoints meanwhile. So if none is complete, the folder is listed again.
     """

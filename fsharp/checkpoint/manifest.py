@@ -188,7 +188,7 @@ def structure_of(value: Any) -> Any:
 def rebuild_from_structure(name: str, structure: Any, value: Callable[[str], Any]) -> Any:
     """Return the nested value stored under ``name``, rebuilt from ``structure``, the result of :func:`structure_of` for it.
 
-    ``value`` is a function from the name of a stored leaf, such as ``"a.0.b"``, to this number, text or boolean.
+    ``value`` is a function from the name of a stored leaf, such as ``"a.0.b"``, to its number, text or boolean.
     """
     if structure is None:
         return None

@@ -75,7 +75,7 @@ def check_matches(
 ) -> tuple[set[str], list[tuple[str, str]]]:
     """Raise one TreeError for all differences between a tree, ``wanted``, and the checkpoint at ``path``.
 
-    Return the names of leaves that keep their given values; and for a warning, rows about differences that are no errors.
+    Return the names of leaves that keep their given values, and rows for a warning: differences that are no errors.
     """
     rows, kept, passed = list[tuple[str, str]](), set[str](), list[tuple[str, str]]()
 

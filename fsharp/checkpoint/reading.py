@@ -22,7 +22,7 @@ from fsharp.checkpoint.shard_file import (
 from fsharp.checkpoint.storage import Readable, storage_of
 from fsharp.errors import CheckpointError, TreeError
 
-BUFFER_NBYTES = 4 << 20  # the default: bytes stay in the processor's cache while they are compared and copied
+BUFFER_NBYTES = 4 << 20  # small enough for the processor's cache, in which bytes are compared and copied
 
 
 class NeededElements(NamedTuple):

@@ -23,7 +23,7 @@ DAMAGED_SUFFIX = ".damaged"
 
 
 class Readable(Protocol):
-    """Protocol of what files can be read from: a :class:`Storage`, or files fetched from other hosts."""
+    """Protocol of a source of files: a :class:`Storage`, or files fetched from other hosts."""
 
     def nbytes(self, path: str) -> int:
         """Return the size of a file. Raises FileNotFoundError, or CheckpointError if it is no plain file or not accessible."""
@@ -239,7 +239,7 @@ class FolderClaim:
         The owner itself must not call this method: closing a file releases the process's locks on the file.
         """
         data = bytearray(size)
-        with suppress(CheckpointError):  # there is no such folder here, or none with a claim: no token is zeros
+        with suppress(CheckpointError):  # without the folder, or without a claim of it, the result is zeros
             LocalStorage().read(f"{folder}/{_CLAIM_FILE}", 0, memoryview(data))
         return bytes(data)
 

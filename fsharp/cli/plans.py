@@ -251,7 +251,7 @@ def _plan_layouts(
 ) -> tuple[Any, Mesh, dict[str, Layout]]:
     """Return a model's parameters, the mesh, and the layout for each strategy, by name.
 
-    There is only the layout for ``strategy``; if ``strategy`` is empty, there are layouts for all strategies.
+    If ``strategy`` is empty, there is a layout for each strategy that fits the mesh; else only that of ``strategy``.
     """
     axes = parse_mesh(where, mesh)
     makers = {**FLAT_STRATEGIES, **(HYBRID_STRATEGIES if len(axes.names) == 2 else {})}

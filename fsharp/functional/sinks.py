@@ -118,8 +118,9 @@ def _gradient_at_rest(x: torch.Tensor, node: Sharded, group: int, comm: Comm) ->
 class _MakeHandle(torch.autograd.Function):
     """An autograd function that returns a handle (see :class:`SinkLedger`). Its backward is ``deliver``.
 
-    ``deliver`` reduces the gradient of the handle over ranks, and returns the gradient of the sink. Without handles a gradient
-    would get the dtype and place of its parameter: sums in bfloat16, and under ZeRO-2 all full gradients at once.
+    ``deliver`` reduces the gradient of the handle over ranks, and returns the gradient of the sink. Without handles
+    autograd would sum gradients in the dtype and place of their parameters: in bfloat16, and under ZeRO-2 with all full
+    gradients in memory at once.
     """
 
     @staticmethod

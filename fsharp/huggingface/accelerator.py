@@ -78,7 +78,7 @@ class Accelerator(accelerate.Accelerator):
             raise OptionError(problem("Accelerator.prepare()", what, remedy=remedy))
         if not any(each is model for each in self._models):
             self._models.append(model)
-            model.__dict__["no_sync"] = _refuse_no_sync  # accelerate's LocalSGD calls it, beside the Accelerator
+            model.__dict__["no_sync"] = _refuse_no_sync  # LocalSGD of accelerate calls no_sync of the module
         return model
 
     def prepare_optimizer(self, optimizer: Any, device_placement: bool | None = None) -> Any:

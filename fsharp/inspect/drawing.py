@@ -111,7 +111,7 @@ def timeline_in_order(schedule: Schedule) -> Timeline:
 class _DrawingStyle(NamedTuple):
     colours: dict[str, Colour]  # of units
     longest: float  # the last value on the x axis: seconds, or a number of ops
-    per_inch: float  # values of the x axis per inch
+    per_inch: float  # seconds or ops on an inch of the x axis
     has_times: bool  # whether the x axis has seconds
     coded: Sequence[int]  # bytes that each op encodes or decodes
 

@@ -101,7 +101,7 @@ def fit_speeds(
     codec_bandwidth = _codec_bandwidth(schedule, rows, in_flight, host_speed)
     for run in bucket_ranges(schedule.ops):
         coded = sum(schedule.ops[i].spec.coded_nbytes(facts[schedule.ops[i].unit]) for i in run)
-        if coded and run[0] in taken_alone:  # it decodes and encodes between two collectives, which took the rest of its time
+        if coded and run[0] in taken_alone:  # the op also decodes and encodes between its two collectives
             own_s = coded / codec_bandwidth
             taken_alone[run[0]] = [(queued, max(after - own_s, 0.0)) for queued, after in taken_alone[run[0]]]
     links, cast_bandwidth = _fit_links(schedule, taken_alone)
@@ -184,7 +184,7 @@ def fit_host_share(trace: Trace, schedule: Schedule, alone: Mapping[str, tuple[f
         return 0.5
     rates.sort()
     until = list(accumulate(covered for _, covered in rates))
-    rate, _ = rates[bisect_left(until, until[-1] / 2)]  # the median, weighted by the time together with collectives
+    rate, _ = rates[bisect_left(until, until[-1] / 2)]  # the median, weighted by seconds beside collectives
     return min(max(rate, 0.0), 1.0)
 
 

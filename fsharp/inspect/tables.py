@@ -57,8 +57,9 @@ def table(schedule: Schedule) -> str:
 
 @options_checked
 def compare(predicted: Timeline, measured: Timeline) -> str:
-    """Return a table of a predicted and a measured step: seconds, overlap and peak of the arena; then each kind of op and unit.
+    """Return a table that compares a predicted with a measured step.
 
+    The first rows are seconds, overlap and the peak of the arena. Then follow the seconds of each kind of op, and of each unit.
     Units whose names differ only in a number share a row, with the sum of their seconds.
     """
     both = predicted, measured

@@ -231,7 +231,10 @@ class _CompiledFunction:
         return self._derived_function("gradients", wanted, fn)
 
     def jvp_function(self, moved: tuple[bool, ...]) -> "_CompiledFunction":
-        """Return the compiled JVP: from arguments, and tangents of arguments with a True in ``moved``, to results' tangents."""
+        """Return the compiled JVP, a function that returns the tangents of the results.
+
+        It takes all arguments, and then a tangent for each argument that has a True in ``moved``.
+        """
 
         def fn(*arrays: Any) -> Any:
             of_moved, chosen = self._function_of_chosen(moved, arrays)
@@ -240,7 +243,7 @@ class _CompiledFunction:
         return self._derived_function("tangents", moved, fn)
 
     def vmap_function(self, dims: tuple[int | None, ...]) -> "_CompiledFunction":
-        """Return this program under ``jax.vmap``. ``dims[i]``: batch dim of argument ``i``, or None. It is 0 in results."""
+        """Return this program under ``jax.vmap``. ``dims[i]``: batch dim of argument ``i``, or None. That of results is 0."""
         return self._derived_function("batched", dims, jax.vmap(self._fn, in_axes=dims))
 
     def _derived_function(self, kind: str, key: Any, fn: Callable[..., Any]) -> "_CompiledFunction":

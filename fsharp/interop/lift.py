@@ -177,7 +177,7 @@ class ShardedJaxprRun:
             return self._without_leaves(equation, values)
         part, shapes = self.leaves[leaf], [var.aval.shape for var in equation.outvars]
         size = math.prod(shapes[0]) if shapes else None
-        if name in _ELEMENTWISE_PRIMITIVES and size == math.prod(part.shape):  # else it is broadcast
+        if name in _ELEMENTWISE_PRIMITIVES and size == math.prod(part.shape):  # else a result is broadcast
             result = _bind_equation(equation, [self.elements(value, leaf, shapes[0]) for value in values])
             return [ArrayShard(leaf, each, shape) for each, shape in zip(result, shapes, strict=True)]
         if name in _RESHAPING_PRIMITIVES and size == math.prod(values[0].shape) and _keeps_order(name, params):

@@ -65,7 +65,7 @@ def search_candidates(
         if key not in least:
             least[key] = least_seconds(each.option.layout, each.arguments, is_one_group=is_one_group)
         waiting.append((least[key], policies[each.names[1]], each))
-    # The first policy of all layouts whose bounds are equal up to 0.1 % comes before the second.
+    # Bounds that differ by less than 0.1 % count as equal. Among equal ones earlier policies come first, of all layouts.
     waiting.sort(key=lambda row: (round(math.log(row[0] or 1e-12), 3), row[1]))
     best, spent = math.inf, 0
     same: dict[object, Candidate] = {}

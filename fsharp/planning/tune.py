@@ -155,7 +155,7 @@ def tune(
         effort=effort,
     )
     ranks = comm or SingleComm()
-    # A failure or difference of one rank is an error on all ranks, before and after their joint measurement.
+    # Ranks agree before and after they measure together: if one rank fails or differs, all ranks raise an error.
     space = check_on_all_ranks("tune()", ranks, request.space, request.comparison_texts)
     costs = request.costs(space)
     combinations = check_on_all_ranks("tune()", ranks, lambda: request.combinations(space, costs), request.hardware_texts)

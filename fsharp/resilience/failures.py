@@ -45,7 +45,7 @@ def reported_failures(comm: Comm, where: Callable[[], str]) -> Iterator[None]:
         return
     earlier = sys.excepthook
     if isinstance(earlier, _ReportingExcepthook) and earlier.error is not None:
-        earlier.remove()  # its error was handled: this program goes on
+        earlier.remove()  # the program has handled the earlier error, and goes on
     hook = _ReportingExcepthook(found, sys.excepthook)
     sys.excepthook = hook
     try:

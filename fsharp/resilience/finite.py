@@ -63,7 +63,7 @@ class SkippedSteps:
         self.steps[:], self._in_row = steps, 0
 
     def record_nonfinite_step(self, description: str) -> None:
-        """Count a step that was not finite. Raise NonFiniteError, with ``description``, if policy or limit forbid this."""
+        """Count a step that was not finite. Raise NonFiniteError, with ``description``, unless the policy continues the run."""
         self._in_row += 1
         if self.policy == "raise":
             raise NonFiniteError(

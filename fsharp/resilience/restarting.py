@@ -95,7 +95,7 @@ class Restarter:
         self._done += done
         self._preempted += [rank for rank, code in ended.items() if code == EXIT_PREEMPTED]
         lost = {rank: code for rank, code in ended.items() if rank not in done and code != EXIT_PREEMPTED}
-        if self._preempted and not self._running:  # not earlier, as the others still save for the job
+        if self._preempted and not self._running:  # not earlier: other ranks may still save
             end_restarts(
                 self._store, f"{ranks_text(self._preempted)} ended with exit status {EXIT_PREEMPTED}. {_SIGNAL_MESSAGE}"
             )

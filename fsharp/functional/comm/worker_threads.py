@@ -27,7 +27,7 @@ class Worker:
         self._queue: SimpleQueue[tuple[Job, Outcome] | None] | None = None
 
     def submit(self, job: Job, outcome: "Outcome") -> None:
-        """Run ``job`` in the thread after all earlier jobs, and set ``outcome``. Waiting callers wake once ``job`` is freed."""
+        """Run ``job`` in the thread after all earlier jobs. Callers that wait for ``outcome`` wake when ``job`` is freed."""
         self.start_thread().put((job, outcome))
 
     def start_thread(self) -> "SimpleQueue[tuple[Job, Outcome] | None]":

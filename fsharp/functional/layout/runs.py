@@ -67,7 +67,7 @@ class EncodedRun(NamedTuple):
 def encoded_runs(unit: UnitLayout, group: int, rank: int, places: tuple[Place, Place] | None = None) -> Iterator[EncodedRun]:
     """Yield the run of a group's gradient that a rank encodes, for each axis with a format, in order of the reductions.
 
-    ``places``: where the gradient is before the reduction, and afterwards. None: ranks' summands, and the optimizer's place.
+    ``places``: the gradient's places before and after the reduction; by default that of summands, and the optimizer's.
     """
     source, target = places or (unit.strategy.full.dual, unit.strategy.optim)
     start, number = unit.local_start(group, source, rank), 0

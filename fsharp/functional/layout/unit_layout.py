@@ -92,7 +92,7 @@ class Group:
         return self.dtypes.format is not None and buffer.dtype == self.dtypes.format.stored_dtype
 
     def encode_values(self, values: torch.Tensor, facts: ErrorFacts) -> torch.Tensor:
-        """Return the stored form of the values of whole parts. A format encodes values in the main dtype."""
+        """Return what a buffer stores for ``values``, which are whole parts. A format encodes them in the main dtype."""
         values = values if self.dtypes.format is None else values.to(self.dtypes.main)
         return self.dtypes.stored_format.store(values, self.capacity, facts)
 

@@ -37,7 +37,7 @@ class ModuleState:
         The earlier writes may be those of an update that an error has ended on this rank alone.
         """
         self.is_written, self.loaded = False, set[str]()
-        self.train_state = self.train_state._replace(step=self._first_step)  # no state dict has the step
+        self.train_state = self.train_state._replace(step=self._first_step)  # a load of state dicts does not set the step
         self.record_version_counters()
 
     def record_version_counters(self) -> None:

@@ -31,7 +31,7 @@ class Arena:
     def bind_next_schedule(self, scheduled: ScheduledFunction, functions: Iterable[ScheduledFunction]) -> BoundSchedule | None:
         """Give the arena to the schedule of a function's next step. Return this schedule; None if no schedule fits the step.
 
-        ``functions``: all functions; if the arena grows, they drop schedules bound to it. ScheduleError: see ``follow()``.
+        ``functions``: all functions; if the arena grows, their schedules are unbound. ScheduleError: see ``follow()``.
         """
         units, schedule = self._registry.units, scheduled.schedule
         bound = scheduled.programs.bound.get(id(schedule))

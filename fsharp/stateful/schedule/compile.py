@@ -1,4 +1,4 @@
-"""compile_schedule: decide when the data of a program's units move, and in which memory."""
+"""compile_schedule: decide when a step gathers and reduces the data of its units, and at which addresses of the arena."""
 
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence

@@ -13,8 +13,8 @@ step took 0 to 10 % less time with buckets of up to 4 MB than with 2 MB, and 5 t
 
 from collections.abc import Hashable, Iterable, Mapping
 
-_MAX_BUCKET_NBYTES = 5_000_000  # sent in five latencies: 1 ms at 1 GB/s, as over gloo; 20 us at 50 GB/s, as over NCCL
-_MAX_JOINED_NBYTES = 2_000_000  # of each unit in a bucket
+_MAX_BUCKET_NBYTES = 5_000_000  # of a bucket, sent in five latencies: 1 ms at 1 GB/s, as gloo; 20 us at 50 GB/s, as NCCL
+_MAX_JOINED_NBYTES = 2_000_000  # of a unit that shares a bucket
 _MIN_BUCKETS = 4  # least number of buckets
 
 

@@ -242,7 +242,7 @@ class Transport(ABC):
 
 
 def _copy_all(outs: Sequence[torch.Tensor], xs: Sequence[torch.Tensor]) -> None:
-    """Copy each of ``xs`` into the tensor of ``outs``, without a new version counter, as a message leaves it."""
+    """Copy each of ``xs`` into the tensor of ``outs``. As in a collective, version counters do not change."""
     pairs = [(out, x) for out, x in zip(outs, xs, strict=True) if out is not x]
     if pairs:
         with _unsafe_preserve_version_counter(tuple([out for out, _ in pairs if not out.is_inference()])):
