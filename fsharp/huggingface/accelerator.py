@@ -6,6 +6,7 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import Any, NoReturn
 
 import accelerate
+from accelerate.utils import DynamoBackend
 from torch import nn
 
 from fsharp.checkpoint import load, prune, save
@@ -25,6 +26,11 @@ def _refuse_no_sync() -> NoReturn:
     what = "ranks share the parameters of a sharded module, so accelerate's LocalSGD cannot train them apart."
     remedy = "LocalSGD takes modules that are not sharded. To accumulate, write `with accelerator.accumulate(model):`."
     raise OptionError(problem("no_sync()", what, remedy=remedy))
+
+
+def contains_sharded_module(model: nn.Module) -> bool:
+    """Return whether ``model`` is a sharded module or contains one, such as a module of ``torch.compile`` does."""
+    return any(isinstance(each, ShardedModule) for each in model.modules())
 
 
 class Accelerator(accelerate.Accelerator):
@@ -50,7 +56,7 @@ class Accelerator(accelerate.Accelerator):
 
     For sharded modules these methods differ from accelerate's:
 
-    - ``prepare`` returns the module itself, without ``DistributedDataParallel``.
+    - ``prepare`` returns the module itself, without ``DistributedDataParallel``. ``dynamo_backend`` compiles it in place.
     - ``accumulate`` and ``no_sync`` add gradients up. Only the last microbatch reduces the sums for the optimizer.
     - ``clip_grad_norm_`` takes all parameters of one prepared module, and clips by the norm over all ranks.
     - ``get_state_dict`` returns whole tensors on rank 0, and an empty dict on other ranks. All ranks have to call it.
@@ -60,8 +66,9 @@ class Accelerator(accelerate.Accelerator):
     Raises:
         OptionError: ``mixed_precision`` is set for a sharded module, which takes a :class:`~fsharp.Precision` instead; sharded
             parameters are in an optimizer of torch; ``clip_grad_norm_`` gets a part of a module's parameters;
-            ``clip_grad_value_`` gets sharded parameters; accelerate's ``LocalSGD`` gets a sharded module; or ``save_state`` and
-            ``load_state`` have the optimizer of a module that was not prepared.
+            ``clip_grad_value_`` gets sharded parameters; a module to prepare contains a sharded module; accelerate's
+            ``LocalSGD`` gets a sharded module; or ``save_state`` and ``load_state`` have the optimizer of a module that was not
+            prepared.
         CheckpointError: ``load_state`` finds sharded modules in the folder, and none was prepared.
     """
 
@@ -69,8 +76,15 @@ class Accelerator(accelerate.Accelerator):
     _optimizers: list[Any]
 
     def prepare_model(self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False) -> Any:
-        """Return a sharded module as it is. Other modules are prepared by accelerate."""
+        """Return a sharded module itself, compiled in place if accelerate is to compile. Prepare other modules as accelerate.
+
+        Raises OptionError for another module that contains a sharded module.
+        """
         if not isinstance(model, ShardedModule):
+            if contains_sharded_module(model):
+                what = f"expected a module of fs.shard_module, got a {type(model).__name__} that contains one."
+                remedy = "Pass the sharded module itself. In place of torch.compile(model) write model.compile()."
+                raise OptionError(problem("Accelerator.prepare()", what, remedy=remedy))
             return super().prepare_model(model, device_placement, evaluation_mode)
         if self.state.mixed_precision != "no":
             what = f"mixed_precision is {self.state.mixed_precision!r}, and the module is sharded."
@@ -79,6 +93,8 @@ class Accelerator(accelerate.Accelerator):
         if not any(each is model for each in self._models):
             self._models.append(model)
             model.__dict__["no_sync"] = _refuse_no_sync  # LocalSGD of accelerate calls no_sync of the module
+            if self.state.dynamo_plugin.backend != DynamoBackend.NO:
+                model.compile(**self.state.dynamo_plugin.to_kwargs())  # in place, so that it stays a sharded module
         return model
 
     def prepare_optimizer(self, optimizer: Any, device_placement: bool | None = None) -> Any:

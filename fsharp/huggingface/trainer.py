@@ -8,7 +8,7 @@ import transformers
 
 from fsharp.checkpoint import load, prune, save
 from fsharp.errors import CheckpointError, problem
-from fsharp.huggingface.accelerator import SHARDED_FOLDER, Accelerator
+from fsharp.huggingface.accelerator import SHARDED_FOLDER, Accelerator, contains_sharded_module
 from fsharp.stateful.modules.module import ShardedModule
 from fsharp.stateful.modules.optim.optimizer import ShardedOptimizer
 
@@ -59,7 +59,7 @@ class Trainer(transformers.Trainer):
         self.accelerator.__class__ = Accelerator  # a subclass without attributes of its own
 
     def _move_model_to_device(self, model: Any, device: torch.device) -> None:
-        if not isinstance(model, ShardedModule):
+        if not contains_sharded_module(model):
             super()._move_model_to_device(model, device)
 
     def create_optimizer(self, model: Any = None) -> Any:

@@ -140,6 +140,7 @@ def refusals(comm):
         lambda: accelerator.clip_grad_norm_(list(model.parameters())[:1], 1.0),
         lambda: accelerator.clip_grad_value_(model.parameters(), 1.0),
         lambda: accelerator.prepare(torch.optim.AdamW(model.parameters())),
+        lambda: accelerator.prepare(torch.compile(model)),
     ):
         with pytest.raises(OptionError) as error:
             call()
@@ -156,6 +157,23 @@ def test_what_would_be_wrong_is_refused():
     assert "expected all parameters of one prepared module, got 1 other parameters" in texts[1]
     assert "clipped only by their norm" in texts[2]
     assert "expected a ShardedOptimizer for sharded parameters, got a AdamW" in texts[3]
+    assert "expected a module of fs.shard_module, got a OptimizedModule that contains one" in texts[4]
+
+
+def compiled(comm):
+    as_torchrun(comm)
+    accelerator = Accelerator(cpu=True, dynamo_backend="eager")
+    model = fs.shard_module(Net(), strategy=fs.zero3("dp"))
+    assert accelerator.prepare(model) is model
+    batch = torch.utils.data.default_collate(data()[:4])
+    accelerator.backward(model(**batch))
+    return torch._dynamo.utils.counters["stats"]["unique_graphs"]
+
+
+def test_a_dynamo_backend_compiles_a_sharded_module():
+    """It was ignored without a word."""
+    [num_graphs] = processes(fs.Mesh({"dp": 1}), compiled)
+    assert num_graphs
 
 
 def half_prepared(folder, comm):
