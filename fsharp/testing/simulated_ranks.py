@@ -374,14 +374,14 @@ class _World:
         calls = [each for each in here if each.outcome is None and each.group == call.group]
         if len(calls) < len(call.group):
             return
-        outcome: list[Any] | CommError = [each.x for each in calls]
+        parts, text = [each.x for each in calls], ""
         if len({each.facts for each in calls}) > 1:
             labels = {r: str(each.facts) for r, each in zip(call.group, calls, strict=True)}
             rows = [(f"rank {r}", label) for r, label in labels.items()]
             rows += differing_settings(labels, settings_by_digest(labels.values()))
-            outcome = CommError(problem("simulate()", "ranks called different collectives.", rows))
+            text = problem("simulate()", "ranks called different collectives.", rows)
         for each in calls:
-            each.settle(outcome)
+            each.settle(CommError(text) if text else parts)  # an error of its own for each rank, which notes the rank
 
     def _text_with_states(self, rank: int | None, what: str) -> str:
         """Return an error text with the state of every rank; of many ranks, only of ranks in the collective of ``rank``."""

@@ -65,6 +65,12 @@ def test_a_seed_does_not_change_values():
     assert [simulate(GRID, rank_fn, seed=seed) for seed in range(5)] == [expected] * 5
 
 
+def test_each_rank_has_an_error_of_its_own_if_calls_differ():
+    errors = simulate(DP3, lambda comm: comm.all_gather(torch.ones(1 + comm.rank), "dp"), outcomes=True)
+    notes = [[f"raised by rank {rank} of Mesh(dp=3) in simulate()"] for rank in range(3)]
+    assert [error.__notes__ for error in errors] == notes
+
+
 @pytest.mark.parametrize("seed", [None, 0, 7])
 def test_outcomes_are_each_ranks_own(seed):
     def rank_fn(comm):
