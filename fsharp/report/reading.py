@@ -87,7 +87,7 @@ def read_log(folder: Path) -> RunLog:
     """Return the log of the run in a folder, or in its subfolder ``checkpoints``.
 
     Raises:
-        OptionError: there is no log, or it has no line that can be read.
+        OptionError: there is no log, or it has no line with something to show.
     """
     paths = [each / LOG_FILE for each in (folder, folder / "checkpoints")]
     path = next((each for each in paths if each.is_file()), None)
@@ -98,8 +98,9 @@ def read_log(folder: Path) -> RunLog:
     with path.open("rb") as file:
         for line in file:
             log.add_line(line)
-    if not (log.series or log.events or log.starts or log.timelines):
-        raise OptionError(f"report: {str(path)!r} has no line that can be read, expected lines of a JsonlLogger.")
+    if not (log.series or log.events or log.starts or log.timelines or log.layout or log.own_s):
+        what = f"report: {str(path)!r} has no line that can be read as numbers, an event, a timeline or a layout"
+        raise OptionError(f"{what}, expected lines of a JsonlLogger.")
     return log
 
 

@@ -214,6 +214,14 @@ def test_engines_agree(run_dir):
     assert all("6 of 12 steps" in page and "rank 1 is a &lt;i&gt;straggler" in page for page in pages)
 
 
+def test_a_log_with_a_layout_alone_has_a_page(tmp_path):
+    """Its line was called one that cannot be read."""
+    layout, _ = timelines()
+    fs.resilience.JsonlLogger(tmp_path / "log.jsonl").log(0, {"layout": layout})
+    context, _ = opened(Path(fs.inspect.report(tmp_path)).read_text())
+    assert re.search("12,?288 parameters on Mesh", html_of(context, "layout"))
+
+
 @pytest.mark.parametrize(
     ("content", "words"),
     [(None, "expected the folder of a run, with a file log.jsonl"), ("[1]\n{}\n", "has no line that can be read")],
