@@ -51,9 +51,9 @@ def host(root, number):
     return f"{root}/host-{number}"
 
 
-def keep(comm, *, root, mesh_strategy=fs.zero3, copies=1, steps=1):
+def keep(comm, *, root, copies=1, steps=1):
     """Ranks that are hosts of their own keep a state after some steps of training."""
-    state = state_of(comm, mesh_strategy(*comm.mesh.names))
+    state = state_of(comm, fs.zero3(*comm.mesh.names))
     with fs.checkpoint.Replicas(host(root, comm.rank), comm, copies=copies) as replicas:
         for step in range(1, steps + 1):
             state = trained(state, comm, [step]) if comm.mesh.names == ("dp",) else state

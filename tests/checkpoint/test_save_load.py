@@ -40,8 +40,8 @@ def layout_of(world, params=None, precision=MIXED, **options):
     return fs.plan(params or make_params(), mesh, strategy, units=units, precision=precision, **options)
 
 
-def state_of(layout, comm, tx, *, params=None, **options):
-    return fs.init_state(tx, fs.shard(params or make_params(), layout, comm, place="optim"), comm=comm, **options)
+def state_of(layout, comm, tx):
+    return fs.init_state(tx, fs.shard(make_params(), layout, comm, place="optim"), comm=comm)
 
 
 def updated(state, layout, comm, tx, steps):

@@ -24,10 +24,10 @@ def hybrid_runs(outer, inner):
     return {name: (mesh, strategy) for name, (_, strategy) in ON_TWO_AXES.items()}
 
 
-def equivalent(runs, *, run=simulate, steps=10, microbatches=1, tx=None, **options):
+def equivalent(runs, *, steps=10, microbatches=1, tx=None, **options):
     return assert_equivalent(
         loss_fn, tx or make_tx(), make_params(), make_batches(steps, 48), runs=runs, units="layers.*",
-        microbatches=microbatches, run=run, **options,
+        microbatches=microbatches, **options,
     )  # fmt: skip
 
 
@@ -69,14 +69,14 @@ def test_hybrid_meshes_in_processes_have_the_bits_of_simulated_ones(microbatches
         assert_same(real[0][name], fake[0][name])
 
 
-def train_all(runs, comm, microbatches, steps=3):
+def train_all(runs, comm, microbatches):
     out = {}
     for name, (mesh, strategy) in runs.items():
         tx = make_tx()
         layout = fs.plan(make_params(), mesh, strategy, units="layers.*")
         state = fs.init_state(tx, fs.shard(make_params(), layout, comm), comm=comm)
         step = fs.train_step(loss_fn, tx, microbatches=microbatches, donate=True)
-        for batch in make_batches(steps, 32):
+        for batch in make_batches(3, 32):
             state, _ = step(state, {k: v.chunk(mesh.size)[comm.rank] for k, v in batch.items()}, comm)
         out[name] = fs.full_tree(state.params, comm=comm)
     return out

@@ -1,6 +1,7 @@
 """Views of shardings: what they say of each rank is what shard_for() puts there."""
 
 import math
+from functools import partial
 
 import optree
 import pytest
@@ -83,12 +84,9 @@ def test_blocks_of_a_leaf_in_the_middle_of_a_buffer():
     assert (three.spec, [three.elements(rank) for rank in range(3)]) == (None, [(0, 2), (2, 5), (5, 6)])
 
 
-def gpt(width=64):
-    def empty(*shape):
-        return torch.empty(shape, device="meta")
-
-    layers = [{"w": empty(width, width), "b": empty(width)} for _ in range(2)]
-    return {"embed": empty(4 * width, width), "layers": layers, "scale": empty()}
+def gpt():
+    empty = partial(torch.empty, device="meta")
+    return {"embed": empty(256, 64), "layers": [{"w": empty(64, 64), "b": empty(64)} for _ in range(2)], "scale": empty(())}
 
 
 A_TREE = """\

@@ -39,12 +39,12 @@ class Block(nn.Module):
 class Tied(nn.Module):
     """Tied embeddings, buffers, and units within the root."""
 
-    def __init__(self, dim=8, layers=3, *, recomputes=False):
+    def __init__(self, *, recomputes=False):
         super().__init__()
         self.recomputes = recomputes
-        self.embed = nn.Embedding(16, dim)
-        self.layers = nn.ModuleList(Block(dim) for _ in range(layers))
-        self.head = nn.Linear(dim, 16, bias=False)
+        self.embed = nn.Embedding(16, 8)
+        self.layers = nn.ModuleList(Block(8) for _ in range(3))
+        self.head = nn.Linear(8, 16, bias=False)
         self.head.weight = self.embed.weight
 
     def forward(self, tokens):

@@ -171,13 +171,13 @@ def test_a_tree_that_nests_deeply():
         layout.to_json()
 
 
-def llama(d, f, num_layers, kv=8 * 128):
+def llama(d, f, num_layers):
     """Shapes of a Llama of this width, and of this width of its feed-forward layers."""
 
     def empty(*shape):
         return torch.empty(shape, device="meta", dtype=torch.bfloat16)
 
-    shapes = {"wq": (d, d), "wk": (d, kv), "wv": (d, kv), "wo": (d, d), "w1": (d, f), "w2": (f, d), "w3": (d, f)}
+    shapes = {"wq": (d, d), "wk": (d, 1024), "wv": (d, 1024), "wo": (d, d), "w1": (d, f), "w2": (f, d), "w3": (d, f)}
     shapes |= {"attn_norm": (d,), "mlp_norm": (d,)}
     layers = [{name: empty(*shape) for name, shape in shapes.items()} for _ in range(num_layers)]
     return {"embed": empty(128256, d), "layers": layers, "norm": empty(d), "head": empty(d, 128256)}

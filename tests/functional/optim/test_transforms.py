@@ -40,10 +40,10 @@ def run(
     return simulate(mesh, rank_fn)[0]
 
 
-def run_torch(make_optimizer, steps=5):
+def run_torch(make_optimizer):
     params = optree.tree_map(lambda t: t.requires_grad_(), draw(0))
     optimizer = make_optimizer(params)
-    for i in range(steps):
+    for i in range(5):
         for p, g in zip(optree.tree_leaves(params), optree.tree_leaves(draw(100 + i)), strict=True):
             p.grad = g
         optimizer.step()

@@ -291,11 +291,11 @@ def my_batches(comm, steps):
     return [(x.chunk(2)[at], y.chunk(2)[at]) for x, y in modules.batches(None, steps)]
 
 
-def alone(kind=Dense, *args, clip=None, steps=4):
+def alone(kind=Dense, *args, clip=None):
     model = make(kind, *args)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
     norms = []
-    for x, y in modules.batches(None, steps):
+    for x, y in modules.batches(None, 4):
         model(x, y)["loss"].backward()
         if clip:
             norms.append(nn.utils.clip_grad_norm_(model.parameters(), clip))

@@ -36,7 +36,7 @@ def train(name, *, precision="fp32", microbatches=1, steps=3, donate=True, loss=
     return report
 
 
-def train_module(name, *, precision="fp32", microbatches=1, steps=3, tx=None, accumulate=True, **policy):
+def train_module(name, *, precision="fp32", microbatches=1, accumulate=True, **policy):
     strategy = STRATEGIES[name]
     comm = fs.SingleComm(fs.Mesh({axis: 1 for axis, _ in strategy.rules}))
     policy = DebugPolicy(sum_late=False, trivial_axes=True, **policy)
@@ -44,9 +44,9 @@ def train_module(name, *, precision="fp32", microbatches=1, steps=3, tx=None, ac
     model = fs.shard_module(
         Net(3), mesh=comm, strategy=strategy, units="layers.*", precision=PRECISIONS[precision], policy=policy
     )
-    optimizer = fs.ShardedOptimizer(model.parameters(), *([tx] if tx else [torch.optim.AdamW]), **({} if tx else {"lr": 1e-2}))
+    optimizer = fs.ShardedOptimizer(model.parameters(), torch.optim.AdamW, lr=1e-2)
     with checking_races(model) as report:
-        for batch in my_batches(comm, steps):
+        for batch in my_batches(comm, 3):
             parts = list(zip(batch["x"].chunk(microbatches), batch["y"].chunk(microbatches), strict=True))
             with model.accumulate() if accumulate else nullcontext():
                 for x, y in parts[:-1]:

@@ -179,9 +179,9 @@ def test_what_there_is_room_for_takes_no_more_memory_and_no_more_gathers(program
     assert num_gathers(room) <= num_gathers(forward)
 
 
-def blocks(count, num_microbatches=1, *, rest=True):
+def blocks(count, num_microbatches=1):
     """``count`` equal units, used one after another; a gradient at rest takes half of what its unit takes."""
-    facts = UnitFacts("", 128, 128, trainable=True, gather=(GATHER,), reduce=(REDUCE,), rest=64 * rest)
+    facts = UnitFacts("", 128, 128, trainable=True, gather=(GATHER,), reduce=(REDUCE,), rest=64)
     return in_a_row([replace(facts, name=f"u{i}") for i in range(count)], num_microbatches)
 
 
