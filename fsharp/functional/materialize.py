@@ -160,7 +160,7 @@ def init_params(
 
         with reporting_format_errors(comm, "init_params()"):
             nodes.append(build_shard(unit, resolve_place(unit, place), comm.rank, draw, main=place == "optim"))
-    return with_new_tree_name(optree.tree_unflatten(layout.spec, nodes), comm)
+    return with_new_tree_name(optree.tree_unflatten(layout.structure, nodes), comm)
 
 
 def mesh_independent_seed(key: int, path: str, unit: UnitLayout | None, rank: int) -> int:

@@ -176,7 +176,7 @@ def shardings(layout: Layout, place: PlaceName = "params", *, devices: Sequence[
         node = Sharded([None] * len(unit.groups), unit, resolve_place(unit, place))
         return node.replace([_global_shape_and_sharding(node, i, mesh)[1] for i in range(len(unit.groups))])
 
-    return optree.tree_unflatten(layout.spec, [one(unit) for unit in layout.units])
+    return optree.tree_unflatten(layout.structure, [one(unit) for unit in layout.units])
 
 
 @api_boundary
@@ -190,7 +190,7 @@ def unflatten(tree: Any) -> Any:
 
     def one(node: Sharded) -> Any:
         leaves = [views[leaf.tied_to or (node.name, leaf.path)] for leaf in node.unit.leaves]
-        return optree.tree_unflatten(node.unit.spec, leaves)
+        return optree.tree_unflatten(node.unit.structure, leaves)
 
     return map_units(one, tree)
 

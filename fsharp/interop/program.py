@@ -313,7 +313,7 @@ def _named_leaves(node: Sharded) -> Any:
         is_here = leaf.tied_to is None and leaf.group in node.groups
         return LeafName(node.name, leaf.path) if is_here else optax.MaskedNode()
 
-    return optree.tree_unflatten(node.unit.spec, [name(leaf) for leaf in node.unit.leaves])
+    return optree.tree_unflatten(node.unit.structure, [name(leaf) for leaf in node.unit.leaves])
 
 
 def _trace_to_jaxpr(remedy: str, fn: Any, *args: Any) -> Any:

@@ -144,7 +144,7 @@ def _make_unit_state(layout: Layout, name: str, transport: Transport, buffers: i
     unit = UnitState(name or ROOT, layout[name], trivial=False)
     unit.begin_gradient(transport, None, sum_in_place=True)
     if buffers is not None:
-        alone = Layout(layout.mesh, (layout[name],), layout.spec)
+        alone = Layout(layout.mesh, (layout[name],), layout.structure)
         unit.set_offloaded_nbytes(alone.nbytes("main") + buffers * alone.nbytes("optim"))
     return unit
 

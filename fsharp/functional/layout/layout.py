@@ -28,12 +28,12 @@ class Layout:
     Attributes:
         mesh: the mesh.
         units: layouts of the units, in tree order.
-        spec: structure of the user's tree above the units.
+        structure: tree structure of the user's tree above the units.
     """
 
     mesh: Mesh
     units: tuple[UnitLayout, ...]
-    spec: optree.PyTreeSpec
+    structure: optree.PyTreeSpec
 
     @cached_property
     def _by_name(self) -> dict[str, UnitLayout]:
@@ -99,7 +99,7 @@ class Layout:
 
     def to_json(self) -> str:
         """Return the layout as JSON; :meth:`from_json` is the inverse."""
-        return layout_to_json(self.mesh, self.units, self.spec)
+        return layout_to_json(self.mesh, self.units, self.structure)
 
     @staticmethod
     @api_boundary

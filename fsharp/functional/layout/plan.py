@@ -117,7 +117,7 @@ def plan(
     for name, subtree in zip(sections.names, sections.subtrees, strict=True):
         built.append(_unit_layout(name, subtree, of_unit[name], mesh, strategies[name], rules, ties, unit_of))
     _check_update_formats(built, precision_of, {path for path, rule in rules.items() if rule[1]})
-    return Layout(mesh, tuple(built), sections.spec)
+    return Layout(mesh, tuple(built), sections.structure)
 
 
 def _unit_layout(

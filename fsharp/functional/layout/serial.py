@@ -59,7 +59,7 @@ def unit_to_json(unit: UnitLayout) -> dict[str, Any]:
     return {
         "name": unit.name,
         "strategy": {axis: [r.params.value, r.grads.value, r.optim.value] for axis, r in unit.strategy.rules},
-        "spec": _treespec_to_json(unit.spec),
+        "spec": _treespec_to_json(unit.structure),
         "leaves": [
             [leaf.path, leaf.shape, dtype_name(leaf.dtype), _atom_to_json(leaf.atom), leaf.group, leaf.offset, leaf.tied_to]
             for leaf in unit.leaves

@@ -53,7 +53,7 @@ def shard_for(params: Any, layout: Layout, rank: int, *, place: PlaceName = "par
     for unit, subtree in zip(layout.units, sections.subtrees, strict=True):
         tensors = dict(zip(unit.leaves, optree.tree_leaves(subtree), strict=True))
         nodes.append(build_shard(unit, resolve_place(unit, place), rank, tensors.__getitem__, main=place == "optim"))
-    return optree.tree_unflatten(layout.spec, nodes)
+    return optree.tree_unflatten(layout.structure, nodes)
 
 
 def build_shard(
@@ -160,7 +160,9 @@ def check_tree(params: Any, layout: Layout) -> None:
         more = f"and {len(rows) - 8} more. " if len(rows) > 8 else ""
         what, remedy = "the tree is not the one that was planned.", f"{more}Call plan() with this tree."
         raise TreeError(problem("shard()", what, sorted(rows)[:8], remedy))
-    structure = optree.tree_unflatten(layout.spec, [optree.tree_unflatten(u.spec, [0] * len(u.leaves)) for u in layout.units])
+    structure = optree.tree_unflatten(
+        layout.structure, [optree.tree_unflatten(u.structure, [0] * len(u.leaves)) for u in layout.units]
+    )
     if optree.tree_structure(structure) != optree.tree_structure(params):
         raise TreeError(
             f"shard(): the tree has other containers than the planned tree: got {optree.tree_structure(params)}, expected "

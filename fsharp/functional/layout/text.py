@@ -33,7 +33,7 @@ def unit_fields(units: Sequence[UnitLayout]) -> dict[str, str]:
         "labels": leaves(lambda u, leaf: u.groups[leaf.group].label if leaf.group >= 0 else "tied"),
         "ties": leaves(lambda _, leaf: leaf.tied_to),
         "precision": leaves(lambda u, leaf: "/".join(u.groups[leaf.group].dtypes.to_texts(str)) if leaf.group >= 0 else "tied"),
-        "containers": groups(lambda u: u.spec),
+        "containers": groups(lambda u: u.structure),
     }
 
 

@@ -117,7 +117,7 @@ class UnitLayout:
         strategy: where parameters, gradients and optimizer state of the unit rest.
         leaves: leaves of the unit, in tree order.
         groups: groups of leaves, each with one flat buffer.
-        spec: structure of the unit's subtree.
+        structure: tree structure of the unit's subtree.
     """
 
     name: str
@@ -125,11 +125,11 @@ class UnitLayout:
     strategy: Strategy
     leaves: tuple[Leaf, ...]
     groups: tuple[Group, ...]
-    spec: optree.PyTreeSpec
+    structure: optree.PyTreeSpec
 
     @cached_property
     def _hash(self) -> int:
-        return hash((self.name, self.mesh, self.strategy, self.leaves, self.groups, self.spec))
+        return hash((self.name, self.mesh, self.strategy, self.leaves, self.groups, self.structure))
 
     def __hash__(self) -> int:
         return self._hash
@@ -373,7 +373,7 @@ class UnitLayout:
                 what = f"{self.path_in_tree(leaf)!r} is tied to a leaf of a unit that this call was not given."
                 raise TreeError(problem(where, what, facts, remedy))
             found.append(leaves[owner][path])
-        return optree.tree_unflatten(self.spec, found)
+        return optree.tree_unflatten(self.structure, found)
 
     def local_start(self, group: int, place: Place, rank: int) -> int:
         """Return the first element of the group's buffer that ``rank`` holds in ``place``."""

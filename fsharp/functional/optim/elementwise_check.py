@@ -101,6 +101,6 @@ def _tree_of_whole_trainable_leaves(tree: Any, comm: Comm) -> Any:
             for leaf in node.unit.leaves_of_group(group):
                 cut = buffer[leaf.offset : leaf.offset + leaf.numel].view(leaf.shape) if buffer.dim() else buffer
                 found[leaf.path] = cut.clone()
-        return optree.tree_unflatten(node.unit.spec, [found.get(leaf.path, ()) for leaf in node.unit.leaves])
+        return optree.tree_unflatten(node.unit.structure, [found.get(leaf.path, ()) for leaf in node.unit.leaves])
 
     return map_units(subtree, tree) if units_of(tree) else tree

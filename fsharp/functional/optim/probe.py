@@ -170,7 +170,9 @@ class _Trial:
                 leaves[key] = x.clone().view(shape)
 
         def subtree(node: Sharded) -> Any:  # without frozen leaves and leaves that are tied to another leaf
-            return optree.tree_unflatten(node.unit.spec, [leaves.get((node.name, leaf.path), ()) for leaf in node.unit.leaves])
+            return optree.tree_unflatten(
+                node.unit.structure, [leaves.get((node.name, leaf.path), ()) for leaf in node.unit.leaves]
+            )
 
         return map_units(subtree, self._like)
 

@@ -138,7 +138,7 @@ def reshard(
             nodes = move_state_tree(state_tree, held, layout, route, comm, max_nbytes=max_nbytes, donate=donate)
             if state_tree.kind == "params":
                 nodes = _in_resting_format(state_tree, nodes, layout, comm)
-            new[state_tree.path] = optree.tree_unflatten(layout.spec, nodes)
+            new[state_tree.path] = optree.tree_unflatten(layout.structure, nodes)
     for new_tree in new.values():
         with_new_tree_name(new_tree, comm)
     zeros = zero_residuals(layout.units, comm.device)

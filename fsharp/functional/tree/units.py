@@ -14,7 +14,7 @@ class UnitPartition(NamedTuple):
 
     names: tuple[str, ...]
     subtrees: tuple[Any, ...]
-    spec: optree.PyTreeSpec
+    structure: optree.PyTreeSpec
 
 
 def unit_by_path(paths: Sequence[str], patterns: str | Sequence[str] | None) -> dict[str, str]:

@@ -48,7 +48,7 @@ class LeafTable:
             TreeError: a leaf is tied to a leaf of a unit that is not in the call.
         """
         if self._is_untied:
-            return self.unit.spec.unflatten(own)
+            return self.unit.structure.unflatten(own)
         by_path = {name: dict(zip(table.position_by_path, tensors, strict=True)) for name, (table, tensors) in stored.items()}
         by_path[self.unit.name] = dict(zip(self.position_by_path, own, strict=True))
         return self.unit.build_subtree("forward()", by_path)

@@ -151,7 +151,7 @@ def test_units_partition_the_leaves(data):
         assert name in self_and_ancestors(path)
     again = [leaf for subtree in parts.subtrees for leaf in optree.tree_leaves(subtree)]
     assert [id(leaf) for leaf in again] == [id(leaf) for leaf in leaves], "in tree order, each once"
-    rebuilt = optree.tree_unflatten(parts.spec, parts.subtrees)
+    rebuilt = optree.tree_unflatten(parts.structure, parts.subtrees)
     assert optree.tree_structure(rebuilt) == spec
     for name, subtree in zip(parts.names, parts.subtrees, strict=True):
         assert cut_into_units(tree, frozenset(parts.names)).subtrees[parts.names.index(name)] is subtree
@@ -161,7 +161,7 @@ def test_empty_containers_stay_where_they_are():
     tree = OrderedDict(b=[torch.ones(1), None, {}], a=(), c=None)
     parts = cut(tree, "b.*")
     assert parts.names == ("b.0",)
-    rebuilt = optree.tree_unflatten(parts.spec, parts.subtrees)
+    rebuilt = optree.tree_unflatten(parts.structure, parts.subtrees)
     assert optree.tree_structure(rebuilt) == optree.tree_structure(tree)
     assert cut({}, None).names == ()
 

@@ -213,7 +213,7 @@ def test_traffic_is_predicted_to_the_byte(comm, name):
 
     fs.train_step(loss, tx)(state, batch, counting)
     assert counting.calls == fs.inspect.step_traffic(layout)
-    own = fs.Layout(layout.mesh, tuple(unit for unit in layout.units if unit.strategy == sparse), layout.spec)
+    own = fs.Layout(layout.mesh, tuple(unit for unit in layout.units if unit.strategy == sparse), layout.structure)
     assert {call.axis for call in fs.inspect.step_traffic(own) if call.nbytes != 2 * 8} == {"dp"}  # 16 bytes: the loss
 
 

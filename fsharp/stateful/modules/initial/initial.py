@@ -87,7 +87,7 @@ def initial_parameters(
         raise _unfilled_error(module, sorted(unfilled))
     for path, value in made.items():
         _replace_buffer(module, path, value)
-    return optree.tree_unflatten(layout.spec, nodes)
+    return optree.tree_unflatten(layout.structure, nodes)
 
 
 def check_rank(where: str, rank: Any, comm: Comm) -> None:
@@ -111,7 +111,7 @@ def _synced_shards(module: nn.Module, layout: Layout, comm: Comm, source: int) -
             _replace_buffer(module, path, new.setdefault(id(buffer), value))
         else:
             mine.copy_(value)
-    return optree.tree_unflatten(layout.spec, nodes)
+    return optree.tree_unflatten(layout.structure, nodes)
 
 
 def _replace_buffer(module: nn.Module, path: str, value: torch.Tensor) -> None:
