@@ -5,12 +5,14 @@ from contextlib import contextmanager
 from typing import Any
 
 import lightning.pytorch as pl
+from lightning.pytorch.callbacks import StochasticWeightAveraging
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.strategies.ddp import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import nn
 from torch.optim import Optimizer
 
+from fsharp.errors import OptionError, problem
 from fsharp.lightning.sharded import (
     accumulating,
     check_module,
@@ -47,8 +49,8 @@ class Strategy(DDPStrategy):
     modules is trained as by ``DDPStrategy``.
 
     Raises:
-        OptionError: ``precision=`` of the Trainer with a sharded module, a trained parameter outside of sharded modules, or an
-            optimizer of torch with sharded parameters.
+        OptionError: ``precision=`` of the Trainer with a sharded module, a trained parameter outside of sharded modules, an
+            optimizer of torch with sharded parameters, or the callback ``StochasticWeightAveraging``.
     """
 
     lr_scheduler_configs: Any
@@ -66,6 +68,10 @@ class Strategy(DDPStrategy):
         assert self.accelerator is not None
         self.accelerator.setup(trainer)
         check_module("Trainer", self._pl_module, self.precision_plugin.precision)
+        if any(isinstance(each, StochasticWeightAveraging) for each in trainer.callbacks):  # type: ignore[attr-defined]
+            what = "StochasticWeightAveraging copies the module before it is sharded, and would average nothing."
+            remedy = "Train by fs.optim.with_ema(...), and evaluate within optimizer.averaged()."
+            raise OptionError(problem("Trainer", what, remedy=remedy))
         if trainer.state.fn == TrainerFn.FITTING:
             self.setup_optimizers(trainer)
             check_optimizers("Trainer", self.optimizers)

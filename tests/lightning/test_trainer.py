@@ -52,7 +52,7 @@ def made(strategy, **options):
     return Task()
 
 
-def run(trainer_strategy, strategy, folder, *, resume=None, **options):
+def run(trainer_strategy, strategy, folder, *, resume=None, more=(), **options):
     import lightning.pytorch as pl
     from lightning.pytorch.callbacks import ModelCheckpoint
 
@@ -67,7 +67,7 @@ def run(trainer_strategy, strategy, folder, *, resume=None, **options):
         enable_progress_bar=False,
         enable_model_summary=False,
         default_root_dir=folder,
-        callbacks=[ModelCheckpoint(folder, save_top_k=-1, filename="{epoch}")],
+        callbacks=[ModelCheckpoint(folder, save_top_k=-1, filename="{epoch}"), *more],
         **options,
     )
     task = made(strategy)
@@ -82,6 +82,8 @@ def state_of(folder):
 
 
 def on_two_ranks(folder, comm):
+    from lightning.pytorch.callbacks import StochasticWeightAveraging
+
     from fsharp.lightning.trainer import Strategy
 
     as_torchrun(comm)
@@ -95,6 +97,9 @@ def on_two_ranks(folder, comm):
     with pytest.raises(OptionError) as error:
         run(Strategy(), fs.zero3("dp"), f"{folder}/refused", precision="bf16-mixed")
     found["refused"] = str(error.value)
+    with pytest.raises(OptionError) as error:
+        run(Strategy(), fs.zero3("dp"), f"{folder}/refused", more=[StochasticWeightAveraging(1e-2)])
+    found["refused callback"] = str(error.value)
     return found
 
 
@@ -123,3 +128,8 @@ def test_gradients_stay_on_the_rank_until_the_last_microbatch(found):
 
 def test_a_precision_of_the_trainer_is_refused(found):
     assert "precision is 'bf16-mixed', and the module is sharded" in found[0]["refused"]
+
+
+def test_stochastic_weight_averaging_is_refused(found):
+    """It averaged nothing, without a word."""
+    assert "StochasticWeightAveraging copies the module before it is sharded" in found[0]["refused callback"]
