@@ -36,7 +36,7 @@ def train(name, *, precision="fp32", microbatches=1, steps=3, donate=True, loss=
     return report
 
 
-def train_module(name, *, precision="fp32", microbatches=1, accumulate=True, **policy):
+def train_module(name, *, precision="fp32", microbatches=1, tx=None, accumulate=True, **policy):
     strategy = STRATEGIES[name]
     comm = fs.SingleComm(fs.Mesh({axis: 1 for axis, _ in strategy.rules}))
     policy = DebugPolicy(sum_late=False, trivial_axes=True, **policy)
@@ -44,7 +44,7 @@ def train_module(name, *, precision="fp32", microbatches=1, accumulate=True, **p
     model = fs.shard_module(
         Net(3), mesh=comm, strategy=strategy, units="layers.*", precision=PRECISIONS[precision], policy=policy
     )
-    optimizer = fs.ShardedOptimizer(model.parameters(), torch.optim.AdamW, lr=1e-2)
+    optimizer = fs.ShardedOptimizer(model.parameters(), *([tx] if tx else [torch.optim.AdamW]), **({} if tx else {"lr": 1e-2}))
     with checking_races(model) as report:
         for batch in my_batches(comm, 3):
             parts = list(zip(batch["x"].chunk(microbatches), batch["y"].chunk(microbatches), strict=True))
