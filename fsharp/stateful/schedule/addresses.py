@@ -102,8 +102,10 @@ class _AddressSearch:
 
     def __init__(self, items: Sequence[ArenaItem]) -> None:
         self.items = items
-        begins = sorted({first for item in items for first, _ in item.spans})  # spans meet where one of them begins
-        bits = [[(bisect_left(begins, a), bisect_right(begins, b)) for a, b in item.spans] for item in items]
+        begins = sorted({first for item in items for first, _ in item.spans})
+        # Two spans overlap if both contain the last begin up to one of their ends.
+        meets = sorted({begins[bisect_right(begins, last) - 1] for item in items for _, last in item.spans})
+        bits = [[(bisect_left(meets, a), bisect_right(meets, b)) for a, b in item.spans] for item in items]
         self.lifetimes = [sum((1 << stop) - (1 << start) for start, stop in each) for each in bits]
         self.num_compared = 0
 
