@@ -13,6 +13,7 @@ import subprocess
 import sys
 import textwrap
 import time
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -104,22 +105,34 @@ def ended(jobs):
 
 
 def start(folder, commands):
-    return [
-        subprocess.Popen(command, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-        for command in commands
-    ]
+    options = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "start_new_session": True}
+    return [subprocess.Popen(command, cwd=folder, **options) for command in commands]
+
+
+@contextmanager
+def killed_at_the_end():
+    """Kill all processes of these jobs in the end, which a test that fails would leave."""
+    jobs = []
+    try:
+        yield jobs
+    finally:
+        for job in jobs:
+            if job.poll() is None:
+                os.killpg(job.pid, signal.SIGKILL)
 
 
 def check_interrupted_and_continued(folder, commands, signalled):
     """Start ``commands``, send a SIGTERM to job ``signalled``, start them again: every step is made once, in order."""
-    jobs = start(folder, commands)
-    wait_until_it_trains(folder, jobs)
-    jobs[signalled].send_signal(signal.SIGTERM)
-    assert all(ended(jobs)), "an interrupted job has not succeeded"
-    before = steps(folder)
-    assert len(before) < TOTAL
-    assert ended(start(folder, commands)) == [0] * len(commands)
-    assert steps(folder) == [(step, step) for step in range(TOTAL)], "no step is lost, and none is made twice"
+    with killed_at_the_end() as started:
+        started += (jobs := start(folder, commands))
+        wait_until_it_trains(folder, jobs)
+        jobs[signalled].send_signal(signal.SIGTERM)
+        assert all(ended(jobs)), "an interrupted job has not succeeded"
+        before = steps(folder)
+        assert len(before) < TOTAL
+        started += (jobs := start(folder, commands))
+        assert ended(jobs) == [0] * len(commands)
+        assert steps(folder) == [(step, step) for step in range(TOTAL)], "no step is lost, and none is made twice"
 
 
 def test_two_hosts(folder):
