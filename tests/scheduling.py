@@ -3,7 +3,7 @@
 from collections import Counter
 from dataclasses import fields
 from functools import partial
-from itertools import product
+from itertools import combinations, product
 from typing import Any, NamedTuple
 
 import optree
@@ -63,15 +63,27 @@ PRECISIONS = {
 
 
 def every(n, /, **values):
-    """Parametrize by every ``n``-th combination, in diagonals; ``make test-all`` has the others as well.
+    """Parametrize by one of ``n`` combinations; ``make test-all`` has the others as well.
 
-    Combinations of all but the first are numbered, and each has those of the first whose index fits that number. So with an
-    ``n`` that is no larger than the number of the first, each combination of the others is there.
+    They are chosen one by one: next comes the combination with most values that none before it has, and among those the one
+    with most new pairs of values. So every value is there where enough are chosen, and then every pair. Among equals those in
+    diagonals come first.
     """
-    first, *others = (list(each) for each in values.values())
-    cases = []
-    for (i, value), (number, rest) in product(enumerate(first), enumerate(product(*others))):
-        cases.append(pytest.param(value, *rest, marks=[pytest.mark.deep] * ((i + number) % n > 0)))
+    columns = [list(each) for each in values.values()]
+    table = [(i, *rest) for i in range(len(columns[0])) for rest in product(*(range(len(each)) for each in columns[1:]))]
+    width = len(table) // len(columns[0])
+    diagonals = {row: (row[0] + number % width) % n for number, row in enumerate(table)}
+    order = sorted(table, key=diagonals.__getitem__)
+    chosen, seen = set(), set()
+    while len(chosen) < len(table) / n:
+        facts = {row: (set(enumerate(row)) - seen, set(combinations(enumerate(row), 2)) - seen) for row in order}
+        best = max((row for row in order if row not in chosen), key=lambda row: tuple(map(len, facts[row])))
+        chosen.add(best)
+        seen |= set.union(*facts[best])
+    cases = [
+        pytest.param(*(column[i] for column, i in zip(columns, row)), marks=[pytest.mark.deep] * (row not in chosen))
+        for row in table
+    ]
     return pytest.mark.parametrize(list(values), cases)
 
 
@@ -202,14 +214,14 @@ class Program:
         return self.scheduler or self.comm
 
 
-def run_both(program, mesh=DP, *, compare=assert_same, policy=None, also=(), **options):
+def run_both(program, mesh=DP, *, compare=assert_same, policy=None, change=lambda scheduler: None, **options):
     """``program(Program)`` by the blocking path and by a scheduler, on every rank.
 
     What it returns, a tree of tensors and numbers, has to be the same. Returns that, of rank 0, and its scheduled functions.
-    ``also``: functions, each of which changes a scheduler that the program is run by once more.
+    ``change``: is made to the scheduler.
     """
 
-    def scheduled(comm, change):
+    def scheduled(comm):
         settings = {field.name: getattr(policy, field.name) for field in fields(policy)} if policy else options
         scheduler = fs.Scheduler(comm, policy=DebugPolicy(**{"poison": True, **settings}))
         change(scheduler)
@@ -217,11 +229,10 @@ def run_both(program, mesh=DP, *, compare=assert_same, policy=None, also=(), **o
         return program(here), here.scheduled
 
     expected = simulate(mesh, lambda comm: program(Program(comm)))
-    results = [simulate(mesh, partial(scheduled, change=change)) for change in (lambda scheduler: None, *also)]
-    for found in results:
-        for want, (got, _) in zip(expected, found, strict=True):
-            compare(got, want)
-    return results[0][0]
+    found = simulate(mesh, scheduled)
+    for want, (got, _) in zip(expected, found, strict=True):
+        compare(got, want)
+    return found[0]
 
 
 def assert_close(a: Any, b: Any) -> None:

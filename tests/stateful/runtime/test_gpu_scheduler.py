@@ -25,7 +25,7 @@ def batches(count):
 
 
 @every(
-    6,
+    8,
     strategy=(fs.zero3, fs.zero1, fs.zero2, fs.ddp),
     options=({}, {"prefetch": 2}, {"bucket_nbytes": 0}, {"keep_gradients": True}),
 )
@@ -47,7 +47,7 @@ def mean_loss(params, batch, comm):
 
 
 @every(
-    6,
+    7,
     strategy=(fs.zero3, fs.zero2, fs.ddp),
     loss=(mean_loss, loss_fn),
     apart=(True, False),

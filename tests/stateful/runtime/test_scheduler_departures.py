@@ -22,7 +22,7 @@ from tests.scheduling import (
     my_batches,
     run_both,
 )
-from tests.stateful.runtime.test_scheduler_rest import late
+from tests.stateful.runtime.test_scheduler_rest import ARRIVALS
 
 
 def departing(state, batch, comm):
@@ -68,33 +68,39 @@ DEPARTED = dict(zip(list(DEPARTURES)[::2], ["zero1", "zero3"] * 3, strict=True))
 def off_the_plan(run, strategy, departure, keep):
     """Once, in the middle of training."""
     state, step, seen = make_state(run.comm, strategy), run.wrap(departing), []
-    for i, batch in enumerate(my_batches(run.comm, 6)):
-        state, *rest = step(state, {**batch, "order": (0, 1, 2), **(DEPARTURES[departure] if i == 3 else {})})
+    for i, batch in enumerate(my_batches(run.comm, 5)):
+        state, *rest = step(state, {**batch, "order": (0, 1, 2), **(DEPARTURES[departure] if i == 2 else {})})
         seen.append([rest[0], *map(buffers if keep else copied, rest[1:])])
         del rest
     return seen, full_params(state, run.comm)
 
 
-@every(11, departure=DEPARTURES, strategy=("zero3", "hsdp", "ddp", "zero1", "hfsdp", "mixed"), keep=(False, True))
-def test_a_step_that_leaves_the_plan(strategy, departure, keep):
+@every(
+    24,
+    departure=DEPARTURES,
+    strategy=("zero3", "hsdp", "ddp", "zero1", "hfsdp", "mixed"),
+    keep=(False, True),
+    arrival=ARRIVALS,
+)
+def test_a_step_that_leaves_the_plan(strategy, departure, keep, arrival):
     """What it had handed out before or hands out after that stays as well."""
     program = partial(off_the_plan, strategy=strategy, departure=departure, keep=keep)
-    assert run_both(program, mesh_of(strategy), also=[late])[1][0].num_unscheduled_calls == 3
+    assert run_both(program, mesh_of(strategy), change=ARRIVALS[arrival])[1][0].num_unscheduled_calls == 3
 
 
-@pytest.mark.parametrize("strategy", ["zero3", "hsdp", "ddp"])
-def test_a_departure_with_a_unit_that_nobody_uses(strategy):
+@every(2, strategy=["zero3", "hsdp", "ddp"], arrival=ARRIVALS)
+def test_a_departure_with_a_unit_that_nobody_uses(strategy, arrival):
     """Its gradient, zero, is on its way to the optimizer all the same."""
 
     def program(run):
         state, step, seen = make_state(run.comm, strategy), run.wrap(departing), []
-        for i, batch in enumerate(my_batches(run.comm, 5)):
-            state, *rest = step(state, {**batch, "order": (0, 1), "extra": i == 3})
+        for i, batch in enumerate(my_batches(run.comm, 4)):
+            state, *rest = step(state, {**batch, "order": (0, 1), "extra": i == 2})
             seen.append([rest[0], *map(copied, rest[1:])])
             del rest
         return seen, full_params(state, run.comm)
 
-    run_both(program, mesh_of(strategy), also=[late])
+    run_both(program, mesh_of(strategy), change=ARRIVALS[arrival])
 
 
 def looking_back(state, batch, comm, *, unit):

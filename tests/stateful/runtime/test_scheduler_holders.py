@@ -4,7 +4,7 @@ import copy
 import pickle
 import threading
 import time
-from functools import partial
+from functools import cache, partial
 
 import optree
 import pytest
@@ -51,7 +51,7 @@ def test_old_parameters_are_used_after_an_update(strategy, way):
 
         state, out = make_state(run.comm, strategy), []
         call = run.wrap(fn) if way == "wrapped" else lambda state, batch: fn(state, batch, run.engine)
-        for batch in my_batches(run.comm, 4):
+        for batch in my_batches(run.comm, 3):
             state, *scores = call(state, batch)
             out.append(scores)
         return out
@@ -112,9 +112,14 @@ def test_a_backward_after_the_end_does_not_touch_what_was_handed_out(comm):
     assert_same(before, buffers(grads))
 
 
-@pytest.mark.parametrize("way", [copy.deepcopy, lambda state: pickle.loads(pickle.dumps(state))], ids=["deepcopy", "pickle"])
-def test_a_state_is_copied_right_after_a_step(way):
-    def rank_fn(comm):
+COPIES = {"deepcopy": copy.deepcopy, "pickle": lambda state: pickle.loads(pickle.dumps(state))}
+
+
+@cache
+def copied_right_after_steps():
+    """Which buffers of copies are those of the state, by the way in which it was copied; in one start of the processes."""
+
+    def compared(comm, way):
         state = make_state(comm, "zero1")
         call = fs.Scheduler(comm)(fs.train_step(loss_fn, make_tx()))
         equal = []
@@ -123,9 +128,14 @@ def test_a_state_is_copied_right_after_a_step(way):
             equal += [torch.equal(a, b) for a, b in zip(buffers(way(state.params)), buffers(state.params), strict=True)]
         return equal
 
-    for equal in processes(DP, rank_fn):
-        assert all(equal)
-        assert len(equal) >= 15
+    return processes(DP, lambda comm: {name: compared(comm, way) for name, way in COPIES.items()})
+
+
+@pytest.mark.parametrize("way", COPIES)
+def test_a_state_is_copied_right_after_a_step(way):
+    for found in copied_right_after_steps():
+        assert all(found[way])
+        assert len(found[way]) >= 15
 
 
 def late_flights(monkeypatch, is_late, wait):
@@ -194,9 +204,9 @@ def test_two_schedulers_on_one_comm_do_not_take_each_others_messages(policy):
                 calls = [partial(step, comm=comm)] * 2
                 if is_scheduled:
                     calls = [fs.Scheduler(comm, **policy)(step) for _ in states]
-                for i, batch in enumerate(my_batches(comm, 8)):
+                for i, batch in enumerate(my_batches(comm, 6)):
                     for k in range(2):
-                        late[:] = [1] if is_scheduled and i > 3 and k == 0 else []
+                        late[:] = [1] if is_scheduled and i > 2 and k == 0 else []
                         states[k], metrics = calls[k](states[k], batch)
                         losses.append(float(metrics.loss))
                 out.append(losses)
@@ -321,7 +331,7 @@ def test_units_that_are_used_outside_of_a_function_take_no_memory_of_its_schedul
     def program(run):
         state = make_state(run.comm, strategy, params=make_params(layers=6))
         step, out, x = run.wrap(fs.train_step(loss_fn, make_tx(), donate=True)), [], torch.ones(3, 6)
-        for batch in my_batches(run.comm, 6):
+        for batch in my_batches(run.comm, 4):
             state, metrics = step(state, batch)
             out.append(metrics.loss.clone())
             out += [fs.forward(block, layer, x, comm=run.engine).clone() for layer in state.params["layers"][first:]]

@@ -153,7 +153,7 @@ USES = {
 
 
 @every(
-    7,
+    14,
     use=USES,
     microbatches=[1, 2],
     strategy=["zero3", "hfsdp"],

@@ -130,7 +130,7 @@ FOUND = {
 
 
 @ignored
-@every(3, strategy=["zero3", "hfsdp", "zero2"], name=FOUND, microbatches=[1, 2])
+@every(6, strategy=["zero3", "hfsdp", "zero2"], name=FOUND, microbatches=[1, 2])
 def test_losses_that_were_found_once(name, strategy, microbatches):
     run([[USE[0], FOUND[name]]], [0] * 3, strategy, microbatches=microbatches)
 

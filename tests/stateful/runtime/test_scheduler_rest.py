@@ -62,6 +62,9 @@ def late(scheduler):
     scheduler.executor.transport = Late(scheduler.comm)
 
 
+ARRIVALS = {"at once": lambda scheduler: None, "late": late}
+
+
 def explicit(state, batch, comm, *, loss=loss_fn, donate=False, between=lambda params, batch, comm: None):
     """A step that returns its gradients, as they rest and as the optimizer has them."""
     value, grads = fs.value_and_grad(loss)(state.params, batch, comm=comm)
@@ -72,7 +75,7 @@ def explicit(state, batch, comm, *, loss=loss_fn, donate=False, between=lambda p
 
 
 @every(
-    9, strategy=STRATEGIES, policy=[{}, {"gather_at_start": False}, {"sum_late": False}, {"keep_gradients": True}], turn=[1, 2]
+    8, strategy=STRATEGIES, policy=[{}, {"gather_at_start": False}, {"sum_late": False}, {"keep_gradients": True}], turn=[1, 2]
 )
 def test_train_steps_may_overwrite_gradients_at_rest_and_a_step_that_returns_them_may_not(strategy, policy, turn):
     """One scheduler has both, in turns. Under ddp and hsdp sums take the memory of gradients that nobody reads."""
@@ -80,7 +83,7 @@ def test_train_steps_may_overwrite_gradients_at_rest_and_a_step_that_returns_the
     def program(run):
         state, seen, kept = make_state(run.comm, strategy), [], []
         returning, training = run.wrap(explicit), run.wrap(fs.train_step(loss_fn, make_tx(), microbatches=2))
-        for i, batch in enumerate(my_batches(run.comm, 9)):
+        for i, batch in enumerate(my_batches(run.comm, 5 + turn)):
             if i // turn % 2:
                 state, loss, *grads = returning(state, batch)
                 seen.append([loss, *(copied(each) for each in grads)])
@@ -94,7 +97,7 @@ def test_train_steps_may_overwrite_gradients_at_rest_and_a_step_that_returns_the
 
 
 @every(
-    9,
+    12,
     strategy=STRATEGIES,
     policy=[{}, {"gather_at_start": False}, {"sum_late": False}, {"keep_gradients": True}],
     which=["rest", "final", "one buffer"],
@@ -104,7 +107,7 @@ def test_gradients_stay_what_they_are_for_as_long_as_they_are_kept(strategy, pol
 
     def program(run):
         state, step, seen, kept = make_state(run.comm, strategy), run.wrap(explicit), [], []
-        for i, batch in enumerate(my_batches(run.comm, 8)):
+        for i, batch in enumerate(my_batches(run.comm, 7)):
             state, loss, grads, reduced = step(state, batch)
             mine = {"rest": buffers(grads), "final": buffers(reduced), "one buffer": buffers(grads)[:1]}[which]
             seen.append([loss, *(x.clone() for x in mine)])
@@ -170,13 +173,13 @@ def mixing(state, batch, comm, *, drop=False, second=loss_fn):
     return fs.update(make_tx(), averaged, state, comm=comm), metrics.loss, first, others
 
 
-@every(9, strategy=STRATEGIES, drop=(False, True), kept=("both", "the first alone"))
-def test_gradients_of_two_losses(strategy, drop, kept):
+@every(18, strategy=STRATEGIES, drop=(False, True), kept=("both", "the first alone"), arrival=ARRIVALS)
+def test_gradients_of_two_losses(strategy, drop, kept, arrival):
     """Within a step, where the first of them are in the arena, and kept beyond it."""
 
     def program(run):
         state, step, seen = make_state(run.comm, strategy), run.wrap(partial(mixing, drop=drop)), []
-        for i, batch in enumerate(my_batches(run.comm, 6)):
+        for i, batch in enumerate(my_batches(run.comm, 5)):
             state, loss, *grads = step(state, batch)
             if kept != "both":
                 del grads[1:]
@@ -184,7 +187,7 @@ def test_gradients_of_two_losses(strategy, drop, kept):
             del grads
         return seen, full_params(state, run.comm)
 
-    run_both(program, mesh_of(strategy), also=[late])
+    run_both(program, mesh_of(strategy), change=ARRIVALS[arrival])
 
 
 def partly(which):
@@ -193,8 +196,8 @@ def partly(which):
     return lambda params, batch, comm: in_order(params, {**batch, "order": which}, comm)
 
 
-@every(6, strategy=STRATEGIES, reduced=(False, True))
-def test_a_unit_that_only_the_second_of_two_losses_uses(strategy, reduced):
+@every(9, strategy=STRATEGIES, reduced=(False, True), arrival=ARRIVALS)
+def test_a_unit_that_only_the_second_of_two_losses_uses(strategy, reduced, arrival):
     """Its gradient is zero in the first, when nothing says yet where it will rest."""
 
     def step(state, batch, comm):
@@ -215,7 +218,7 @@ def test_a_unit_that_only_the_second_of_two_losses_uses(strategy, reduced):
             del grads
         return seen, full_params(state, run.comm)
 
-    run_both(program, mesh_of(strategy), also=[late])
+    run_both(program, mesh_of(strategy), change=ARRIVALS[arrival])
 
 
 SCORED = [("ddp", True), ("zero1", False), ("zero2", True), ("zero3", False)]
@@ -234,17 +237,17 @@ def step_with_score(state, batch, comm, *, microbatches=1):
 def scored(run, strategy, *, keep, microbatches=1):
     state, seen = make_state(run.comm, strategy), []
     step = run.wrap(partial(step_with_score, microbatches=microbatches))
-    for batch in my_batches(run.comm, 5):
+    for batch in my_batches(run.comm, 4):
         state, *rest = step(state, batch)
         seen.append([rest[0], *map(buffers if keep else copied, rest[1:])])
         del rest
     return seen, full_params(state, run.comm)
 
 
-@every(9, strategy=STRATEGIES, keep=(False, True), microbatches=(1, 2), policy=({}, {"prefetch": 2}))
-def test_a_forward_between_value_and_grad_and_update(strategy, keep, microbatches, policy):
+@every(16, strategy=STRATEGIES, keep=(False, True), microbatches=(1, 2), policy=({}, {"prefetch": 2}), arrival=ARRIVALS)
+def test_a_forward_between_value_and_grad_and_update(strategy, keep, microbatches, policy, arrival):
     program = partial(scored, strategy=strategy, keep=keep, microbatches=microbatches)
-    assert run_both(program, mesh_of(strategy), also=[late], **policy)[1][0].num_unscheduled_calls == 1
+    assert run_both(program, mesh_of(strategy), change=ARRIVALS[arrival], **policy)[1][0].num_unscheduled_calls == 1
 
 
 @every(9, strategy=STRATEGIES, microbatches=(1, 2))
