@@ -4,6 +4,7 @@ Nothing is lost by it, so every path has to give the bits of the plain format, a
 """
 
 import re
+from functools import cache
 
 import pytest
 import torch
@@ -89,9 +90,10 @@ def test_a_format_of_blocks_in_some_units(comm, strategy):
     precision = {"**": fs.Precision(), "layers.*": fs.Precision(stored=BLOCKS), "layers.1.*": fs.Precision(stored=HALVES)}
     layout = make_layout(*STRATEGIES[strategy], precision=precision)
     assert all(group.capacity % group.dtypes.stored_format.block == 0 for unit in layout.units for group in unit.groups)
-    blocking = train(comm, strategy, microbatches=2, precision=precision)
-    assert_same_training(train(comm, strategy, {"bucket_nbytes": 2000}, microbatches=2, precision=precision), blocking)
-    plain_losses = train(comm, strategy, microbatches=2).losses
+    ways = {"steps": 3, "microbatches": 2}
+    blocking = train(comm, strategy, precision=precision, **ways)
+    assert_same_training(train(comm, strategy, {"bucket_nbytes": 2000}, precision=precision, **ways), blocking)
+    plain_losses = train(comm, strategy, **ways).losses
     assert blocking.losses != plain_losses
     assert all(abs(a - b) < 0.1 * abs(b) for a, b in zip(blocking.losses, plain_losses, strict=True))
 
@@ -104,27 +106,30 @@ def test_plain_formats_are_the_dtypes():
     assert not HALVES.is_plain
 
 
+@cache
+def schedule_without_races(precision, strategy, picture=None):
+    """Of a step that is watched, traced, and drawn if there is a ``picture`` to write."""
+    scheduler = fs.Scheduler(fs.SingleComm(fs.Mesh({"dp": 1})), policy=DebugPolicy(trivial_axes=True, sum_late=False))
+    state = make_state(scheduler.comm, getattr(fs, strategy)("dp"), precision=precision)
+    step = scheduler(fs.train_step(loss_fn, make_tx(), donate=True))
+    batches = my_batches(scheduler.comm, 4)
+    with checking_races(scheduler) as report:
+        for batch in batches[:3]:
+            state, _ = step(state, batch)
+    assert report.num_ops
+    trace = step.start_trace()
+    step(state, batches[3])
+    if picture is not None:
+        fs.inspect.draw(step.schedule, str(picture))
+    assert trace.steps
+    return step.schedule
+
+
 @either
 @pytest.mark.parametrize("strategy", ["zero1", "zero3"])
 def test_schedules_are_drawn_estimated_traced_and_free_of_races(stored, strategy, tmp_path):
-    mesh = fs.Mesh({"dp": 1})
-
-    def found(precision):
-        scheduler = fs.Scheduler(fs.SingleComm(mesh), policy=DebugPolicy(trivial_axes=True, sum_late=False))
-        state = make_state(scheduler.comm, getattr(fs, strategy)("dp"), precision=precision)
-        step = scheduler(fs.train_step(loss_fn, make_tx(), donate=True))
-        batches = my_batches(scheduler.comm, 5)
-        with checking_races(scheduler) as report:
-            for batch in batches[:4]:
-                state, _ = step(state, batch)
-        assert report.num_ops
-        trace = step.start_trace()
-        step(state, batches[4])
-        fs.inspect.draw(step.schedule, str(tmp_path / "schedule.png"))
-        assert trace.steps
-        return step.schedule
-
-    ours, theirs = found(stored), found(PLAIN)
+    ours = schedule_without_races(stored, strategy, tmp_path / "schedule.png")
+    theirs = schedule_without_races(PLAIN, strategy)
     # Under zero1 parameters rest whole, and are decoded outside of the arena.
     assert (ours.arena > theirs.arena) is (strategy == "zero3")
     if stored is STORED:  # scales take room, with which other orders are best
@@ -257,7 +262,8 @@ def test_a_format_of_one_plane_in_the_dtype_of_values(comm, strategy, tmp_path):
     stored, plain_format = fs.Precision(stored=opposite), fs.Precision()
     for policy in (None, {}):
         assert_same_training(
-            train(comm, strategy, policy, precision=stored), train(comm, strategy, policy, precision=plain_format)
+            train(comm, strategy, policy, steps=3, precision=stored),
+            train(comm, strategy, policy, steps=3, precision=plain_format),
         )
     state = make_state(comm, strategy, precision=stored)
     assert_same(fs.full_tree(state.params, comm=comm), fs.full_tree(make_state(comm, strategy).params, comm=comm))

@@ -79,8 +79,7 @@ def check_named(text, what, strategy):
     assert re.search(rf"gradients +along axis '({axes})'" if kind == "wire" else over, text), text
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("what", WHAT)
+@every(2, what=WHAT, way=WAYS)
 def test_unit_leaves_axis_and_format_are_named(what, way):
     strategy = "hfsdp"
 

@@ -48,16 +48,17 @@ def of(update, compute=None, **rest):
     return fs.Precision(compute=compute, main=torch.float32, update=update, **rest)
 
 
-@every(24, strategy=WIDER, policy=POLICIES, update=FORMATS, compute=[None, torch.bfloat16], donate=[True, False])
+@every(64, strategy=WIDER, policy=POLICIES, update=FORMATS, compute=[None, torch.bfloat16], donate=[True, False])
 @on_ranks(lambda strategy: WIDER[strategy][0])
 def test_training_has_the_same_bits_on_every_path(comm, strategy, policy, update, compute, donate):
+    ways = {"steps": 3, "microbatches": 2}
     precision = of(FORMATS[update], compute)
-    blocking = train(comm, strategy, microbatches=2, precision=precision, donate=not donate)
-    scheduled = train(comm, strategy, POLICIES[policy], microbatches=2, precision=precision, donate=donate)
+    blocking = train(comm, strategy, precision=precision, donate=not donate, **ways)
+    scheduled = train(comm, strategy, POLICIES[policy], precision=precision, donate=donate, **ways)
     assert_same_training(scheduled, blocking)
     assert scheduled.num_unscheduled_calls == 1
     fs.schedules.verify(scheduled.schedule)
-    exact = train(comm, strategy, microbatches=2, precision=of(None, compute))
+    exact = train(comm, strategy, precision=of(None, compute), **ways)
     assert any(not torch.equal(a, b) for a, b in zip(blocking.params, exact.params, strict=True))
 
 
@@ -77,18 +78,17 @@ def distance(a, b):
     return max(float((x.float() - y).abs().max()) for x, y in zip(optree.tree_leaves(a), optree.tree_leaves(b), strict=True))
 
 
-@pytest.mark.parametrize("strategy", ["zero1", "hfsdp"])
-@pytest.mark.parametrize(("update", "bits"), [(MXINT4, 7), (MXINT8, 127)], ids=["mxint4", "mxint8"])
-def test_the_error_is_that_of_one_difference_and_does_not_grow(strategy, update, bits):
+@every(2, strategy=["zero1", "hfsdp"], update=["mxint4", "mxint8"])
+def test_the_error_is_that_of_one_difference_and_does_not_grow(strategy, update):
     """A difference is the last change of a main copy and the error before: both at most this large, and so is the error."""
-    rate = 1e-2
+    rate, bits = 1e-2, {"mxint4": 7, "mxint8": 127}[update]
 
     def rank_fn(comm):
         tx = fs.optim.adamw(rate, weight_decay=0.0)
-        state = make_state(comm, strategy, tx=tx, precision=of(update))
+        state = make_state(comm, strategy, tx=tx, precision=of(FORMATS[update]))
         step = fs.train_step(loss_fn, tx, donate=True)
         main, found = fs.full_tree(state.main, comm=comm), []
-        for batch in my_batches(comm, 20):
+        for batch in my_batches(comm, 12):
             before = optree.tree_map(torch.clone, main)
             state, _ = step(state, batch, comm)
             main = fs.full_tree(state.main, comm=comm)
@@ -107,7 +107,7 @@ def test_the_error_is_that_of_one_difference_and_does_not_grow(strategy, update,
             assert_same(at_rest, results[0][1])
 
 
-@every(4, strategy=WIDER, microbatches=[1, 3], update=FORMATS)
+@every(8, strategy=WIDER, microbatches=[1, 3], update=FORMATS)
 def test_a_step_makes_the_predicted_calls(strategy, microbatches, update):
     assert_as_predicted(strategy, microbatches, of(FORMATS[update], torch.bfloat16))
 
@@ -199,8 +199,7 @@ def test_what_is_not_finite_arrives_as_such(comm, bad, policy):
     assert not torch.isfinite(fs.full_tree(state.params, comm=comm)["embed"].flatten()[3])
 
 
-@pytest.mark.parametrize("donate", [False, True])
-@pytest.mark.parametrize("after", ["zero1", "zero2", "hfsdp"])
+@every(2, after=["zero1", "zero2", "hfsdp"], donate=[False, True])
 def test_a_resumed_run_has_the_bits_of_one_that_went_on(after, donate, tmp_path):
     """Checkpoints have parameters beside main copies, in coordinates of whole tensors."""
     step = fs.train_step(loss_fn, make_tx())

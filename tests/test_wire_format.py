@@ -13,6 +13,7 @@ from fsharp.formats import stochastic
 from fsharp.functional.comm.collectives import reduce_scatter_encoded
 from fsharp.functional.formats.format import Format, Plane, plain_format
 from fsharp.testing import simulate
+from tests.gpt_like import make_params
 from tests.ranks import on_ranks
 from tests.scheduling import ON_TWO_AXES, STRATEGIES, assert_same_training, every, make_layout, mesh_of, train
 from tests.stateful.runtime.test_scheduler_equivalence import assert_as_predicted
@@ -33,10 +34,10 @@ RANDOM = stochastic(fs.formats.mxint4)
 @every(7, strategy=STRATEGIES, policy=[name for name in POLICIES if name != "blocking"])
 @on_ranks(mesh_of)
 def test_rounded_gradients_have_the_same_bits_on_every_path(comm, strategy, policy):
-    blocking = train(comm, strategy, microbatches=2, precision=ROUNDED)
-    scheduled = train(comm, strategy, POLICIES[policy], microbatches=2, precision=ROUNDED)
+    blocking = train(comm, strategy, steps=3, microbatches=2, precision=ROUNDED)
+    scheduled = train(comm, strategy, POLICIES[policy], steps=3, microbatches=2, precision=ROUNDED)
     assert_same_training(scheduled, blocking)
-    exact = train(comm, strategy, microbatches=2)
+    exact = train(comm, strategy, steps=3, microbatches=2)
     assert blocking.losses != exact.losses
     torch.testing.assert_close(blocking.losses, exact.losses, rtol=0.05, atol=0.05)
 
@@ -45,7 +46,8 @@ def test_rounded_gradients_have_the_same_bits_on_every_path(comm, strategy, poli
 @on_ranks(STRATEGIES["ddp"][0])
 def test_strategies_have_the_same_bits(comm, wire):
     """Leaves are cut between elements, so blocks lie at the same places wherever gradients and updates rest."""
-    found = [train(comm, strategy, precision=fs.Precision(wire=wire)) for strategy in ("ddp", "zero1", "zero2", "zero3")]
+    precision = fs.Precision(wire=wire)
+    found = [train(comm, strategy, steps=3, precision=precision) for strategy in ("ddp", "zero1", "zero2", "zero3")]
     for each in found[1:]:
         assert_same_training(each, found[0])
 
@@ -146,17 +148,16 @@ BY_AXIS = {
 }
 
 
-@every(11, strategy=ON_TWO_AXES, wire=BY_AXIS, compute=[None, torch.bfloat16])
-def test_a_wire_for_each_axis(strategy, wire, compute):
+@every(20, strategy=ON_TWO_AXES, wire=BY_AXIS, compute=[None, torch.bfloat16], policy=["default", "buckets"])
+def test_a_wire_for_each_axis(strategy, wire, compute, policy):
     mesh, how = STRATEGIES[strategy]
     precision = fs.Precision(compute=compute, main=torch.float32, wire=BY_AXIS[wire])
     layout = make_layout(mesh, how, precision=precision)
     assert fs.Layout.from_json(layout.to_json()) == layout
 
     def rank_fn(comm):
-        blocking = train(comm, strategy, microbatches=2, precision=precision)
-        for policy in ({}, POLICIES["buckets"]):
-            assert_same_training(train(comm, strategy, policy, microbatches=2, precision=precision), blocking)
+        ways = {"params": make_params(layers=2), "steps": 3, "microbatches": 2, "precision": precision}
+        assert_same_training(train(comm, strategy, POLICIES[policy], **ways), train(comm, strategy, **ways))
 
     simulate(mesh, rank_fn)
     assert_as_predicted(strategy, 2, precision)
