@@ -92,9 +92,9 @@ SHARDED = [fs.zero3("dp"), fs.hsdp("outer", "inner"), fs.zero3("outer", "inner")
 
 
 def differences_of_few(comm):
-    """Every case under one recipe; under another, with bytes for each direction and nothing derived, modules and parts."""
+    """Every case under one recipe; under another, with bytes for each direction and nothing derived, modules and few others."""
     first, second = FEW
-    few = MODULES | UNEVEN | {name: (STEPS | DOORS)[name] for name in ("microbatches", "layers used twice", "unseen, computed")}
+    few = MODULES | {name: CASES[name] for name in ("microbatches", "unseen, computed", "ranks without a part of a leaf")}
     return differences(comm, CASES, [first], SHARDED) + differences(comm, few, [second], SHARDED)
 
 
