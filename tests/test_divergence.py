@@ -19,8 +19,12 @@ FOUND_ONCE = (898, 2404, 5132)
 """A rank that accumulates where others do not, and whose schedule reduces what is only a part."""
 
 
+OF_EACH_KIND = {(scenario(seed).kind, scenario(seed).way): seed for seed in reversed(range(300))}.values()
+"""The first seed of each kind in each way in which it comes."""
+
+
 @pytest.mark.parametrize(
-    "seed", [*range(100), *(pytest.param(n, marks=pytest.mark.deep) for n in range(100, 300)), *FOUND_ONCE]
+    "seed", [*(pytest.param(n, marks=[pytest.mark.deep] * (n not in OF_EACH_KIND)) for n in range(300)), *FOUND_ONCE]
 )
 def test_divergence(seed):
     check(scenario(seed))
@@ -66,7 +70,7 @@ def test_divergence_in_processes(kind, way):
 
 
 def test_a_seed_replays_exactly():
-    for seed in range(10):
+    for seed in range(5):
         first, second = run(scenario(seed)), run(scenario(seed))
         for a, b in zip(first, second, strict=True):
             assert str(a.error) == str(b.error)

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given, seed, settings
 
+from tests.scheduling import every
 from tests.user_programs import (
     Backward,
     Clip,
@@ -43,8 +44,7 @@ def test_each_refusal_is_a_known_limit():
     assert [words for words in REFUSALS.values() if words not in limits] == []
 
 
-SEEDS = [0, 1, *(pytest.param(n, marks=pytest.mark.deep) for n in range(2, 24))]
-FEW = [0, *(pytest.param(n, marks=pytest.mark.deep) for n in range(1, 24))]
+SEEDS = [0, *(pytest.param(n, marks=pytest.mark.deep) for n in range(1, 24))]
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*rest rounded in float32:UserWarning"),  # frozen parameters beside main copies
     pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step:UserWarning"),  # a scaler with nothing to step
@@ -70,8 +70,7 @@ def test_programs(functions, number):
     run()
 
 
-@each_way
-@pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero2", "zero3"])
+@every(2, strategy=["ddp", "zero1", "zero2", "zero3"], functions=[False, True])
 def test_backward_passes_over_different_units(functions, strategy):
     passes = [Forward((1,)), Backward(), Forward((0,)), Backward(), Forward((1, 0)), Backward()]
     for order in (passes, passes[2:], passes[4:] + passes[:2]):
@@ -127,7 +126,7 @@ DIFFERENT = "ranks called different collectives|ranks were given different value
 
 
 @each_way
-@pytest.mark.parametrize("number", FEW)
+@pytest.mark.parametrize("number", SEEDS)
 @pytest.mark.timeout(900)
 def test_a_rank_that_evaluates_in_another_order(functions, number):
     """One rank alone swaps two evaluations, of parameters and of their averages: its own values, or an error on all ranks."""
@@ -142,7 +141,7 @@ def test_a_rank_that_evaluates_in_another_order(functions, number):
 
 
 @each_way
-@pytest.mark.parametrize("number", FEW)
+@pytest.mark.parametrize("number", SEEDS)
 @pytest.mark.timeout(900)
 def test_programs_on_virtual_streams(functions, number):
     """The collectives of one rank as copies on streams of their own, which a race checker watches."""
