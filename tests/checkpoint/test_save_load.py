@@ -90,7 +90,7 @@ def assert_moves(root, old, new):
     assert all(same(a, b) for each in loaded for a, b in zip(saved[0], each, strict=True)), (old, new)
 
 
-@every(4, old=WORLDS, new=WORLDS)
+@every(7, old=WORLDS, new=WORLDS)
 def test_a_trained_state_of_any_world_loads_into_any_other(tmp_path, old, new):
     assert_moves(tmp_path, old, new)
 

@@ -6,7 +6,7 @@ import torch
 
 import fsharp as fs
 
-STEPS = 20
+STEPS = 10
 WORLDS = {
     "one rank": (fs.Mesh({"dp": 1}), fs.zero3("dp")),
     "zero1 on 3": (fs.Mesh({"dp": 3}), fs.zero1("dp")),
