@@ -304,7 +304,7 @@ def test_tune_lists_every_strategy_under_every_policy(capsys, tmp_path):
     status, short, _ = run(capsys, *argv, "--rows", "3", "--draw", tmp_path / "step.svg")
     assert short == [*lines[:4], f"... and {len(lines) - 5} more", lines[-1], f"wrote {tmp_path / 'step.svg'}"]
     assert (tmp_path / "step.svg").stat().st_size > 1000
-    status, lines, _ = run(capsys, "tune", "gpt-2", "--mesh", "4", "--tokens", "128", "--rows", "0")
+    status, lines, _ = run(capsys, "tune", "tests.gpt_like:make_params", "--mesh", "4", "--rows", "0")
     assert status == 0
     assert any("outer=2,inner=2" in line for line in lines)
     status, _, err = run(capsys, "tune", "tests.gpt_like:make_params", "--budget", "1e-7")

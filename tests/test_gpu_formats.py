@@ -39,7 +39,7 @@ CHOSEN = [
     ("buckets", "stochastic", "zero1"),
     ("offload", "stochastic differences", "zero1"),
     ("offload", "by tensor", "zero3"),
-    ("default", "nvfp4", "hsdp"),
+    ("default", "nvfp4", "zero3"),
     ("default", "differences", "zero1"),
 ]
 """Each precision once, and each policy and strategy."""

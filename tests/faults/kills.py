@@ -90,13 +90,13 @@ def over_an_older_one(folder: Path, short: bool) -> Outcome:
     save(root, step)
     for victim in range(TWO.size):
         calls = calls_of_a_save(folder, TWO, victim)
-        for at in range(victim, calls, 9 if short else 1):
+        for at in range(victim, calls, 14 if short else 1):
             assert killed_in_a_save(root, step + 1, mesh=TWO, victim=victim, at=at) == -1
             found = latest_step(root)  # asserts that its bytes are right and of one save
             lost += found not in (step, step + 1)
             step, kills = found or step, kills + 1
     clean(root)
-    for seed in range(3 if short else 150):
+    for seed in range(2 if short else 150):
         more = killed_at_random(new_root(folder), seed)
         lost, kills = lost + more, kills + 1
     return Outcome(f"{kills} kills, {lost} lost, none mixed", kills=kills, lost=lost)

@@ -156,10 +156,6 @@ def test_all_dimensions_are_tried():
         assert any(part in name for name in names), part
     assert {x.policy for x in found.candidates} == set(POLICIES)
     assert {x.remat for x in found.candidates} == {"", "all"}
-    assert (
-        found.candidates
-        == fs.tune(make_params(), "H100", budget=1e9, batch=64, mesh=4, formats=formats, effort=math.inf).candidates
-    )
     sent = {x.layout: x.sent_nbytes for x in found.candidates}
     assert sent["zero1, dp=4, layers.*, 4 bits"] < sent["zero1, dp=4, layers.*, float32"]
     assert found.activations == "estimated from shapes"
@@ -174,7 +170,8 @@ def test_the_estimated_input_of_a_recomputed_layer_is_as_wide_as_the_model_whate
 
 
 def test_the_effort_bounds_what_is_simulated_and_the_table_says_so():
-    found = fs.tune(make_params(), "H100", budget=1e9, batch=64, mesh=4, effort=1)
+    found, again = (fs.tune(make_params(), "H100", budget=1e9, batch=64, mesh=4, effort=1) for _ in range(2))
+    assert again.candidates == found.candidates
     simulated = [x for x in found.candidates if not x.is_bound]
     assert len({x.layout for x in simulated}) == 1
     texts = [x.lost for x in found.candidates if x.is_bound]
@@ -241,7 +238,7 @@ class Odd(nn.Module):
 
 
 ODD = {
-    "200 tiny units": ([nn.Linear(1, 1) for _ in range(200)], 1),
+    "40 tiny units": ([nn.Linear(1, 1) for _ in range(40)], 1),
     "1,000 tiny units": ([nn.Linear(1, 1) for _ in range(1000)], 1),
     "one giant leaf": ([nn.Linear(3000, 3000, bias=False)], 3000),
     "parts without parameters": ([nn.Linear(4, 4), nn.Dropout(), nn.ReLU(), nn.BatchNorm1d(4)] * 2, 4),
