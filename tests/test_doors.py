@@ -12,7 +12,7 @@ from hypothesis import given, reject, settings, strategies as st
 from tests import doors
 from tests.doors import KEPT, PATHS, RETURNED, SINKS, UNITS, WAYS, WHATS, WRAPS, Door, Model, Ran, judge, run, run_plain
 
-EXAMPLES = 20 if settings.default.max_examples <= 60 else 1000
+EXAMPLES = 12 if settings.default.max_examples <= 60 else 1000
 LAST = UNITS - 1
 
 OF_WEIGHTS = ("weight", "transposed weight", "row of a weight", "detached weight", "function of a weight")

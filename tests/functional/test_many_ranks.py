@@ -76,15 +76,17 @@ CODED = fs.Precision(compute=torch.bfloat16, main=torch.float32, stored=fs.forma
 TWO = {"outer": 2048, "inner": 8}
 
 
-@pytest.mark.parametrize("precision", [PLAIN, CODED], ids=["plain", "stored mxint8, wire mxint4"])
 @pytest.mark.parametrize(
-    ("sizes", "strategy"),
+    ("sizes", "strategy", "precision"),
     [
-        (TWO, fs.hsdp("outer", "inner")),
-        (TWO, fs.hfsdp("outer", "inner")),
-        pytest.param({"dp": 16384}, fs.zero3("dp"), marks=pytest.mark.deep),
+        (TWO, fs.hsdp("outer", "inner"), PLAIN),
+        (TWO, fs.hfsdp("outer", "inner"), CODED),
+        pytest.param(TWO, fs.hsdp("outer", "inner"), CODED, marks=pytest.mark.deep),
+        pytest.param(TWO, fs.hfsdp("outer", "inner"), PLAIN, marks=pytest.mark.deep),
+        pytest.param({"dp": 16384}, fs.zero3("dp"), PLAIN, marks=pytest.mark.deep),
+        pytest.param({"dp": 16384}, fs.zero3("dp"), CODED, marks=pytest.mark.deep),
     ],
-    ids=str,
+    ids=["hsdp", "hfsdp, coded", "hsdp, coded", "hfsdp", "zero3", "zero3, coded"],
 )
 def test_a_step_of_one_of_16384_ranks_makes_the_predicted_calls(sizes, strategy, precision):
     mesh = fs.Mesh(sizes)

@@ -1,9 +1,9 @@
 """Every module under every recipe: forward and backward run, and are as far from full precision as the format lets expect."""
 
-import pytest
 import torch
 
 from tests import te_cpu
+from tests.scheduling import every
 from tests.te_cpu.recipes import CAPABILITY, distance, make_recipe, random, run
 
 MODULES = {
@@ -34,12 +34,9 @@ def test_linear_in_float32_has_the_bits_of_torch(hopper):
     assert torch.equal(linear.bias.grad, expected.bias.grad)
 
 
-@pytest.mark.parametrize("module", MODULES)
-@pytest.mark.parametrize(
-    ("recipe", "capability"), [*CAPABILITY.items(), *((name, (10, 0)) for name in ("delayed", "current", "block"))]
-)
-def test_module_under_recipe(module, recipe, capability):
-    te = te_cpu.load()
+@every(2, module=MODULES, case=[*CAPABILITY.items(), *((name, (10, 0)) for name in ("delayed", "current", "block"))])
+def test_module_under_recipe(module, case):
+    te, (recipe, capability) = te_cpu.load(), case
     with te_cpu.architecture(*capability):
         torch.manual_seed(0)
         built = MODULES[module](te)

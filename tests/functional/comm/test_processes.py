@@ -280,7 +280,7 @@ def test_connections_end_with_their_scheduler():
         for make in (partial(use, fails=False), partial(use, fails=True), module):
             make()
             before = descriptors()
-            for _ in range(4):
+            for _ in range(2):
                 make()
             found.append(descriptors(before) - before)
         return found

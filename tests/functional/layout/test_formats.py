@@ -11,6 +11,7 @@ from fsharp.formats import mxfp4, mxfp8, mxfp8_e5m2, mxint4, mxint8, nvfp4
 from fsharp.functional.formats import microscaling
 from fsharp.testing import simulate
 from tests.ranks import on_ranks
+from tests.scheduling import every
 from tests.virtual_device import VirtualDevice
 
 FORMATS = [mxfp8, mxfp8_e5m2, mxint8, mxint4, mxfp4]
@@ -72,8 +73,7 @@ def test_every_code_comes_back(wire):
             assert torch.equal(wire.load(wire.store(x, BLOCK), BLOCK, torch.float32), x)
 
 
-@pytest.mark.parametrize("wire", FORMATS, ids=lambda wire: wire.name)
-@pytest.mark.parametrize("special", [None, 0, 70_000, 270_000], ids=["finite", "first block", "later block", "later piece"])
+@every(2, wire=FORMATS, special=[None, 0, 70_000, 270_000])
 def test_buffers_longer_than_a_cache_have_the_bits_of_their_parts(wire, special):
     """A CPU encodes and decodes as many blocks at once as its cache has room for."""
     part, n = 32 * BLOCK, 300

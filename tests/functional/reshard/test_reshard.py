@@ -19,6 +19,7 @@ from fsharp.functional.state import MadeBy
 from fsharp.testing import processes, simulate
 from fsharp.testing.generate import layouts, meshes, precisions, trees
 from tests.gpt_like import make_batches, make_params, plain_logits
+from tests.scheduling import every
 
 MESH = fs.Mesh({"dp": 4})
 GRID = fs.Mesh({"outer": 2, "inner": 2})
@@ -149,33 +150,39 @@ def untrained(layout):
     return simulate(layout.mesh, lambda comm: trained(layout, comm, steps=0))
 
 
-@pytest.mark.parametrize("source", NAMED)
-def test_reshard_of_a_state_between_strategies(source):
-    """Whole states with main copies, frozen and tied leaves, whole matrices and two optimizers, to each named strategy."""
-    labels = {"**": "default", "**.w": "matrix"}
-    old = plan_of(source, "layers.*", precision=MIXED, labels=labels)
-    states = simulate(old.mesh, lambda comm: trained(old, comm))
+LABELS = {"**": "default", "**.w": "matrix"}
+
+
+@cache
+def trained_under(source):
+    old = plan_of(source, "layers.*", precision=MIXED, labels=LABELS)
+    return simulate(old.mesh, lambda comm: trained(old, comm))
+
+
+@every(2, source=NAMED, target=NAMED)
+def test_reshard_of_a_state_between_strategies(source, target):
+    """Whole states with main copies, frozen and tied leaves, whole matrices and two optimizers."""
+    states = trained_under(source)
     slots = [lambda s: s.params, lambda s: s.main, lambda s: s.opt.inner_states["default"].ema]
     slots += [lambda s: s.opt.inner_states["default"].inner_state.nu, lambda s: s.opt.inner_states["matrix"].mu]
     expected = [values(map(slot, states)) for slot in slots]
-    for target in NAMED:
-        new = plan_of(target, None, precision=MIXED, labels=labels, atoms=ATOMS)
+    new = plan_of(target, None, precision=MIXED, labels=LABELS, atoms=ATOMS)
 
-        def rank_fn(comm, new=new):
-            counting = fs.collectives.CountingComm(comm)
-            moved = fs.reshard(states[comm.rank], new, comm=counting, buffer_nbytes=500)
-            assert sent(counting) == fs.inspect.reshard_nbytes(states[comm.rank], new, comm.rank)
-            return moved
+    def rank_fn(comm):
+        counting = fs.collectives.CountingComm(comm)
+        moved = fs.reshard(states[comm.rank], new, comm=counting, buffer_nbytes=500)
+        assert sent(counting) == fs.inspect.reshard_nbytes(states[comm.rank], new, comm.rank)
+        return moved
 
-        moved = simulate(MESH, rank_fn)
-        for state, like in zip(moved, untrained(new), strict=True):
-            assert optree.tree_structure(state) == optree.tree_structure(like)
-            assert state.step == 1
-            assert state.opt.inner_states["default"].inner_state.count == 1
-        for slot, want in zip(slots, expected, strict=True):
-            got = values(map(slot, moved))
-            assert got.keys() == want.keys()
-            assert all(torch.equal(got[path], want[path]) and got[path].dtype == want[path].dtype for path in want)
+    moved = simulate(MESH, rank_fn)
+    for state, like in zip(moved, untrained(new), strict=True):
+        assert optree.tree_structure(state) == optree.tree_structure(like)
+        assert state.step == 1
+        assert state.opt.inner_states["default"].inner_state.count == 1
+    for slot, want in zip(slots, expected, strict=True):
+        got = values(map(slot, moved))
+        assert got.keys() == want.keys()
+        assert all(torch.equal(got[path], want[path]) and got[path].dtype == want[path].dtype for path in want)
 
 
 @pytest.mark.parametrize("options", [None, {}, {"offload": True}], ids=["blocking", "scheduled", "offloaded"])
