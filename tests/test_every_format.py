@@ -110,18 +110,30 @@ ROUNDING = {
     "feedback": fed_back(),
     "feedback in two formats": fed_back(WIRES["two formats"]),
 }
-IN_PROCESSES = [("wire", "zero1"), ("update", "zero1"), ("feedback", "zero3"), ("feedback in two formats", "hsdp")]
-MORE = [("wire", "ddp"), ("wire", "zero3"), ("wire", "hfsdp"), ("update", "hfsdp")]
-MORE += [("feedback", "ddp"), ("feedback", "zero1"), ("feedback", "zero2")]
+IN_PROCESSES = {
+    "wire": ("zero1", "ddp", "zero3", "hfsdp"),
+    "update": ("zero1", "hfsdp"),
+    "feedback": ("zero3", "ddp", "zero1", "zero2"),
+    "feedback in two formats": ("hsdp",),
+}
+"""Strategies for each; of all but the first ``make test-all`` alone."""
 
 
-@pytest.mark.parametrize(("name", "strategy"), [*IN_PROCESSES, *(pytest.param(*each, marks=pytest.mark.deep) for each in MORE)])
-def test_processes_have_the_bits_of_simulated_ranks(name, strategy):
+@pytest.mark.parametrize(
+    ("name", "strategy", "policy"),
+    [
+        pytest.param(name, strategy, policy, marks=[pytest.mark.deep] * (i > 0 or (k + number) % 2))
+        for number, (name, strategies) in enumerate(IN_PROCESSES.items())
+        for i, strategy in enumerate(strategies)
+        for k, policy in enumerate(["default", "buckets"])
+    ],
+)
+def test_processes_have_the_bits_of_simulated_ranks(name, strategy, policy):
     mesh, _ = STRATEGIES[strategy]
 
     def rank_fn(comm):
         ways = {"params": make_params(layers=2), "steps": 3, "microbatches": 2, "precision": ROUNDING[name]}
-        return [train(comm, strategy, policy, **ways)[:2] for policy in (None, {}, POLICIES["buckets"])]
+        return [train(comm, strategy, each, **ways)[:2] for each in (None, POLICIES[policy])]
 
     for found, want in zip(processes(mesh, rank_fn), simulate(mesh, rank_fn), strict=True):
         assert_same(found, want)

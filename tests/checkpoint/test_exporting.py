@@ -15,6 +15,7 @@ from fsharp.checkpoint.storage import LocalStorage
 from fsharp.errors import CheckpointError
 from fsharp.testing import simulate
 from tests.checkpoint.models import MESH, gpt2, llama, logits, nested, parameters, shapes
+from tests.scheduling import every
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 COMM = fs.SingleComm()
@@ -46,8 +47,7 @@ def read(folder):
     return found
 
 
-@pytest.mark.parametrize("build", [llama, gpt2])
-@pytest.mark.parametrize("most", [20_000, 5_000_000_000])
+@every(2, build=[llama, gpt2], most=[20_000, 5_000_000_000])
 def test_from_pretrained_gives_the_logits_of_the_model(tmp_path, build, most):
     model, folder = build(), tmp_path / "out"
     fs.checkpoint.export_safetensors(saved(tmp_path, model), folder, subtree="params", max_file_nbytes=most)

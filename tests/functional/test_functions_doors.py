@@ -253,7 +253,7 @@ def plain_gradients(program, n, tree):
     return loss.detach(), optree.tree_map(lambda t: torch.zeros_like(t) if t.grad is None else t.grad, leaves)
 
 
-@every(2, name=PROGRAMS, n=[2, 3, 1])
+@every(3, name=PROGRAMS, n=[2, 3, 1])
 def test_gradients_are_those_of_plain_torch_and_the_same_bits_under_every_strategy(name, n):
     tree = make_tree()
     expected = plain_gradients(PROGRAMS[name], n, tree)
