@@ -105,6 +105,25 @@ def test_as_torch_refuses_to_be_traced():
         fn(mode.from_tensor(x))
 
 
+# Dynamo hides this warning of its own by not showing it, which does nothing where warnings are errors.
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
+@pytest.mark.parametrize("what", ["function", "loss"])
+def test_as_torch_within_what_torch_compiles(what):
+    """The function of JAX is not traced: graphs end there."""
+    torch._dynamo.reset()
+    fn, comm = as_torch(lambda w, x: jnp.tanh(x @ w)), fs.SingleComm()
+    w, x = torch.eye(4) / 2, torch.arange(8.0).view(2, 4)
+
+    def gradient(change):
+        if what == "function":
+            return f.grad(change(lambda w: (fn(w * 2, x + 1) * 2).sum()))(w)
+        params = fs.shard(w, fs.plan(w, comm.mesh, fs.zero3("dp")), comm)
+        loss = change(lambda params, x, comm: fs.forward(fn, params, x, comm=comm).square().sum() * 2)
+        return fs.full_tree(fs.value_and_grad(loss)(params, x, comm=comm)[1], comm=comm)
+
+    assert torch.equal(gradient(lambda fn: torch.compile(fn, backend="aot_eager")), gradient(lambda fn: fn))
+
+
 def test_as_torch_gives_gradients_to_those_that_want_them():
     p, x = arguments()
     fn = as_torch(jax_fn)
