@@ -1,5 +1,6 @@
 """The benchmark's own machinery, on tiny sizes. Speed is measured in benchmarks/, never here."""
 
+import gc
 import gzip
 import json
 import os
@@ -54,6 +55,12 @@ ROOT = Path(__file__).parents[1]
 TINY = gpt.Shape(vocab=16, dim=16, layers=2, heads=2, time=8, batch=2)
 MB = 1_000_000
 LLAMA = llama.Shape(vocab=32, dim=32, hidden=64, layers=2, heads=2, time=16, batch=2)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def frozen():
+    """Let collections of benchmarks not look at the libraries that are imported by now, which takes a tenth of a second."""
+    gc.freeze()
 
 
 SMALL_OPTIONS = Options(
