@@ -76,7 +76,7 @@ def backward_hooks(model):
         layer.register_full_backward_hook(watched)
 
 
-@every(2, strategy=["ddp", "zero2", "zero3"], when=["before", "after"], register=[hooks, backward_hooks])
+@every(4, strategy=["ddp", "zero2", "zero3"], when=["before", "after"], register=[hooks, backward_hooks])
 def test_hooks_of_units_read_parameters(register, when, strategy):
     nothing = lambda model: None  # noqa: E731
     same_as_torch(strategy, *((register, nothing) if when == "before" else (nothing, register)))

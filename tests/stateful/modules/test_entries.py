@@ -87,10 +87,10 @@ def sharded(comm, strategy, **options):
     return model, fs.ShardedOptimizer(model.parameters(), torch.optim.AdamW, **STEP)
 
 
-@every(3, way=WAYS, strategy=STRATEGIES)
+@every(4, way=WAYS, strategy=STRATEGIES)
 def test_as_the_module_alone(strategy, way):
     steps = partial(train, way=way)
-    for step in modules.assert_trains_as_alone(strategy, steps, Coder, settings=STEP, units=[Block], methods=METHODS):
+    for step in modules.assert_trains_as_alone(strategy, steps, Coder, settings=STEP, count=3, units=[Block], methods=METHODS):
         assert step.num_unscheduled_calls == 1
 
 
@@ -169,7 +169,7 @@ class Passes(Net):
         return self.hidden(self.embed(x)) if y is None else F.cross_entropy(self.head(x), y)
 
 
-@every(2, strategy=STRATEGIES)
+@every(3, strategy=STRATEGIES)
 def test_a_root_that_returns_what_a_unit_returns(strategy):
     """A backward comes to the unit before it comes to the root around it."""
 

@@ -19,7 +19,7 @@ WORLDS = {name: STRATEGIES[name] for name in ("ddp", "zero1", "zero3", "hsdp")}
 MIXED = fs.Precision(compute=torch.bfloat16, main=torch.float32)
 
 
-@every(5, name=WORLDS, precision=[fs.Precision(), MIXED], kind=["plain", "tied", "frozen"])
+@every(6, name=WORLDS, precision=[fs.Precision(), MIXED], kind=["plain", "tied", "frozen"])
 def test_training_goes_on_from_what_one_rank_has(name, precision, kind):
     mesh, strategy = WORLDS[name]
 

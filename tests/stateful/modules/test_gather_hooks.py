@@ -232,14 +232,17 @@ def check(results, expected):
 CASES = [("scaled", Weight), ("scaled", NewWeight), ("by row", NewWeight), ("half", Weight)]
 
 
-@pytest.mark.parametrize("diagonal", [0, pytest.param(1, marks=pytest.mark.deep)])
+@pytest.mark.parametrize("diagonal", [0, *(pytest.param(n, marks=pytest.mark.deep) for n in range(1, 4))])
 @pytest.mark.parametrize("sizes", [{"dp": 2}, {"outer": 2, "inner": 2}], ids=str)
 def test_every_strategy_has_the_bits_of_the_whole_model(sizes, diagonal):
     mesh = fs.Mesh(sizes)
     of_two = [fs.hsdp("outer", "inner"), fs.hfsdp("outer", "inner")]
     strategies = of_two if len(sizes) == 2 else [fs.zero3("dp"), fs.zero2("dp"), fs.zero1("dp"), fs.ddp("dp")]
     chosen = [
-        (case, strategy) for i, case in enumerate(CASES) for j, strategy in enumerate(strategies) if (i + j) % 2 == diagonal
+        (case, strategy)
+        for i, case in enumerate(CASES)
+        for j, strategy in enumerate(strategies)
+        if (i + len(CASES) // len(strategies) * j) % len(CASES) == diagonal
     ]
     runs = [(*case, strategy) for case, strategy in chosen]
     found = fs.testing.processes(mesh, lambda comm: [train(comm, kind, each, cls=cls) for kind, cls, each in runs])

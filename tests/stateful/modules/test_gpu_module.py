@@ -21,7 +21,7 @@ def train(model, optimizer, data):
         descend(model(x, y)["loss"], optimizer)
 
 
-@every(8, strategy=(fs.zero3, fs.zero1, fs.zero2, fs.ddp), kind=modules.KINDS)
+@every(10, strategy=(fs.zero3, fs.zero1, fs.zero2, fs.ddp), kind=modules.KINDS)
 def test_as_the_module_alone(comm, strategy, kind):
     alone = modules.make(kind).cuda()
     train(alone, torch.optim.AdamW(alone.parameters(), **ADAMW), batches(5))

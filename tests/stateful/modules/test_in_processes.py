@@ -14,7 +14,7 @@ from tests.stateful.modules import test_averaged, test_entries, test_meta, test_
 
 def steps(comm, strategy):
     model, optimizer = modules.wrap(comm, strategy)
-    return modules.train(model, optimizer, modules.batches(comm, 4), parts=2), modules.values(model)
+    return modules.train(model, optimizer, modules.batches(comm, 3), parts=2), modules.values(model)
 
 
 def entries(comm, strategy):
@@ -32,12 +32,10 @@ def values_of_one_rank(comm):
 
 PROGRAMS = {
     "steps": lambda comm: [steps(comm, strategy) for strategy in ("ddp", "zero1", "zero3")],
-    "entries": lambda comm: [entries(comm, strategy) for strategy in ("zero1", "zero3")],
-    "averages": lambda comm: [test_averaged.looked_at(comm, strategy) for strategy in ("zero1", "zero3")],
+    "entries": lambda comm: entries(comm, "zero1"),
+    "averages": lambda comm: test_averaged.looked_at(comm, "zero3"),
     "torch.autograd.grad": lambda comm: test_module_gradients.mean_gradients(comm, "zero3"),
-    "an infinity on one rank": lambda comm: [
-        test_scaler.infinite_on_one_rank(comm, strategy) for strategy in ("ddp", "zero1", "zero3")
-    ],
+    "an infinity on one rank": lambda comm: [test_scaler.infinite_on_one_rank(comm, strategy) for strategy in ("ddp", "zero1")],
     "values of the meta device": lambda comm: test_meta.everything(comm, fs.zero3("dp"), "layers.*"),
     "values of one rank": values_of_one_rank,
 }

@@ -9,7 +9,7 @@ from fsharp.errors import AgreementError, TreeError
 from fsharp.testing import simulate
 from tests.modules import values
 from tests.ranks import on_ranks
-from tests.scheduling import assert_same
+from tests.scheduling import assert_same, every
 
 DIM = 8
 
@@ -106,9 +106,10 @@ def made(**options):
     return found
 
 
-@pytest.mark.parametrize("units", UNITS)
-@pytest.mark.parametrize(("size", "strategy"), [(2, "zero1"), (2, "zero3"), (4, "zero3"), (3, "ddp")])
-def test_the_same_values_on_any_mesh(size, strategy, units):
+@every(2, units=UNITS, mesh=[(2, "zero1"), (2, "zero3"), (4, "zero3"), (3, "ddp")])
+def test_the_same_values_on_any_mesh(mesh, units):
+    size, strategy = mesh
+
     def rank_fn(comm):
         return everything(comm, getattr(fs, strategy)("dp"), UNITS[units])
 

@@ -46,8 +46,7 @@ OPTIMIZERS = {
 }
 
 
-@pytest.mark.parametrize("strategy", ["zero1", "zero3"])
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@every(2, name=OPTIMIZERS, strategy=["zero1", "zero3"])
 def test_optimizers_with_groups_and_a_schedule(name, strategy):
     kind, options = OPTIMIZERS[name]
 

@@ -9,7 +9,7 @@ from fsharp.testing import DebugPolicy, simulate
 from tests import modules
 from tests.modules import Block, close, refused, train, values, wrap
 from tests.ranks import on_ranks
-from tests.scheduling import DP, assert_same
+from tests.scheduling import DP, assert_same, every
 
 
 class Fails(torch.autograd.Function):
@@ -45,8 +45,7 @@ def in_a_hook(model, optimizer, x, y):
     handle.remove()
 
 
-@pytest.mark.parametrize("error", [in_a_forward, in_a_backward, in_a_hook], ids=lambda f: f.__name__)
-@pytest.mark.parametrize("strategy", ["ddp", "zero3"])
+@every(2, error=[in_a_forward, in_a_backward, in_a_hook], strategy=["ddp", "zero3"])
 @on_ranks(DP)
 def test_after_an_error_all_is_as_if_nothing_had_been(comm, strategy, error):
     """With the next zero_grad(), in a first step and in one that follows a schedule."""

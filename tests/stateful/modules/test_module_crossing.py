@@ -30,7 +30,7 @@ def pointers(tree):
     return {leaf.data_ptr() for leaf in optree.tree_leaves(tree) if isinstance(leaf, torch.Tensor) and leaf.numel()}
 
 
-@every(3, strategy=FLAT, precision=(fs.Precision(), MIXED), scheduled=(False, True), parts=(1, 2))
+@every(6, strategy=FLAT, precision=(fs.Precision(), MIXED), scheduled=(False, True), parts=(1, 2))
 @on_ranks(DP)
 def test_there_and_back_is_the_same_training(comm, strategy, precision, scheduled, parts):
     """Two steps as a module, two as functions, two as a module: the bits of six steps, of some microbatches each."""
@@ -107,8 +107,7 @@ def test_a_state_that_was_donated_and_not_given_back_is_refused(comm, grad):
     model(*batch)
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "zero2", "zero3", "hsdp"])
-@pytest.mark.parametrize("scheduled", [False, True])
+@every(2, strategy=["ddp", "zero2", "zero3", "hsdp"], scheduled=[False, True])
 def test_sharpness_aware_minimization_is_that_of_plain_torch(strategy, scheduled):
     """Two gradients a step, the second where the first leads to: a module's step has one, its function as many as one likes."""
     mesh, place = STRATEGIES[strategy]

@@ -172,7 +172,7 @@ def test_a_weight_in_an_object_of_another_class_is_refused(comm, name):
         model(torch.ones(2, 4))
 
 
-@every(4, view=VIEWS, way=["returned", "attribute", "list of its own", "list it was given", "dict", "buffer"])
+@every(6, view=VIEWS, way=["returned", "attribute", "list of its own", "list it was given", "dict", "buffer"])
 def test_views_of_a_weight(way, view):
     """Returned, or left elsewhere and used by another unit and in the loss."""
 

@@ -11,7 +11,7 @@ from fsharp.errors import ScheduleError, TreeError
 from tests import modules
 from tests.modules import Block, descend, each_strategy, train, values, wrap
 from tests.ranks import on_ranks
-from tests.scheduling import DP, STRATEGIES, assert_same
+from tests.scheduling import DP, FLAT, STRATEGIES, assert_same, every
 
 ONE = fs.Mesh({"dp": 1})
 
@@ -36,8 +36,7 @@ def averaged(model, optimizer):
         model(torch.zeros(2, dtype=torch.int64))
 
 
-@pytest.mark.parametrize("way", [unsharded, written, adopted, averaged], ids=lambda way: way.__name__)
-@each_strategy
+@every(4, way=[unsharded, written, adopted, averaged], strategy=FLAT)
 @on_ranks(DP)
 def test_a_forward_for_a_metric_is_in_nobodys_way(comm, way, strategy):
     """Without torch.no_grad(), in the first step and in one that follows a plan; what it returned may still be there."""

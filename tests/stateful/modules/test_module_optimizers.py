@@ -142,8 +142,7 @@ def test_whole_leaves_in_their_shape(case, where):
             torch.testing.assert_close(mine, expected, rtol=1e-3, atol=1e-4)
 
 
-@pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("strategy", ["zero1", "zero3", "hsdp"])
+@every(3, case=CASES, strategy=["zero1", "zero3", "hsdp"])
 def test_refused_where_leaves_are_cut(case, strategy):
     cls, options, params = CASES[case]
     mesh, strategy = STRATEGIES[strategy]

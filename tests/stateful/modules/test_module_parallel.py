@@ -17,6 +17,7 @@ from tests.modules import close
 from tests.scheduling import assert_same, every
 
 DIM, HIDDEN, VOCAB, EXPERTS = 6, 8, 11, 4
+STEPS = 3
 GRID = fs.Mesh({"dp": 2, "tp": 2})
 
 
@@ -125,7 +126,7 @@ def mixture(comm, name):
         units=[Moe, Experts],
         policy=DebugPolicy(poison=True),
     )
-    return model, modules.batches(comm, 4, size=8 // comm.mesh.size)
+    return model, modules.batches(comm, STEPS, size=8 // comm.mesh.size)
 
 
 @every(2, name=PLACES)
@@ -193,8 +194,7 @@ USED = {
 }
 
 
-@pytest.mark.parametrize("sparse", ["zero3", "ddp", "zero1"])
-@pytest.mark.parametrize("plan", USED)
+@every(2, plan=USED, sparse=["zero3", "ddp", "zero1"])
 def test_experts_without_tokens(plan, sparse):
     """Nobody waits for them, and an optimizer of torch leaves them alone, each by itself."""
     adamw = {"lr": 0.05, "weight_decay": 0.1}
@@ -295,7 +295,7 @@ def alone(kind=Dense, *args, clip=None):
     model = make(kind, *args)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
     norms = []
-    for x, y in modules.batches(None, 4):
+    for x, y in modules.batches(None, STEPS):
         model(x, y)["loss"].backward()
         if clip:
             norms.append(nn.utils.clip_grad_norm_(model.parameters(), clip))
@@ -326,7 +326,7 @@ def sharded_over_the_other_axis(comm, kinds=KINDS):
     result = {}
     for name, checkpointed in kinds:
         model = wrapped(comm, getattr(fs, name)("dp"), checkpointed)
-        norms = run(model, my_batches(comm, 4), clip=0.2)
+        norms = run(model, my_batches(comm, STEPS), clip=0.2)
         result[name, checkpointed] = dict(model.full_parameters()), norms, model.scheduled_step.num_unscheduled_calls
     return result, model.layers[0].up.weight.local.numel(), list(model.layers[0].up.weight.full_shape)
 
@@ -421,7 +421,7 @@ def test_dtensors_under_hybrid_strategies():
     def rank_fn(comm):
         grid = init_device_mesh("cpu", comm.mesh.shape, mesh_dim_names=comm.mesh.names)
         at = 2 * comm.mesh.coord("outer", comm.rank) + comm.mesh.coord("inner", comm.rank)
-        data = [(x.chunk(4)[at], y.chunk(4)[at]) for x, y in modules.batches(None, 4)]
+        data = [(x.chunk(4)[at], y.chunk(4)[at]) for x, y in modules.batches(None, STEPS)]
         result = {}
         for name in ("hsdp", "hfsdp", "zero3"):
             strategy = getattr(fs, name)("outer", "inner")

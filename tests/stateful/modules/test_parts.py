@@ -121,7 +121,7 @@ def test_writes_are_seen(comm, strategy, ranks, write):
 WAYS = ("torch", "foreach", "in two", "model", "value")
 
 
-@every(19, strategy=STRATEGIES, ranks=(1, 2, 3), norm_type=(2.0, 1.0, torch.inf, 3), way=WAYS)
+@every(24, strategy=STRATEGIES, ranks=(1, 2, 3), norm_type=(2.0, 1.0, torch.inf, 3), way=WAYS)
 @on_ranks(lambda ranks: MESHES[ranks])
 def test_clipping(comm, strategy, ranks, norm_type, way):
     """By torch's functions and by the module's own: the gradients and norms of plain torch."""
@@ -193,7 +193,7 @@ def test_options_of_clipping_are_those_of_torch():
     assert [(p.name, p.default) for p in mine] == [(p.name, p.default) for p in theirs]
 
 
-@every(3, strategy=STRATEGIES, way=("lerp_", "foreach", "mul_ and add_", "copy_", "shadow"))
+@every(4, strategy=STRATEGIES, way=("lerp_", "foreach", "mul_ and add_", "copy_", "shadow"))
 def test_a_teacher_follows(strategy, way):
     """Another module of the same layout, or clones of the parameters."""
 

@@ -87,14 +87,13 @@ def compare(strategy, ranks, change, *, optimizer="AdamW", kind="plain", steps=6
     return found
 
 
-@every(10, strategy=STRATEGIES, ranks=(1, 2, 3), change=TOGGLES, optimizer=OPTIMIZERS)
+@every(12, strategy=STRATEGIES, ranks=(1, 2, 3), change=TOGGLES, optimizer=OPTIMIZERS)
 def test_as_plain_torch(strategy, ranks, change, optimizer):
     """Parameters, and which gradients there are, after steps in which parameters are paused and go on."""
     compare(strategy, ranks, TOGGLES[change], optimizer=optimizer)
 
 
-@pytest.mark.parametrize("strategy", ["zero1", "zero3"])
-@pytest.mark.parametrize("kind", ["tied", "checkpointed", "checkpointed, reentrant"])
+@every(2, kind=["tied", "checkpointed", "checkpointed, reentrant"], strategy=["zero1", "zero3"])
 def test_other_modules(strategy, kind):
     compare(strategy, 2, lambda model, i: toggle(i % 2 == 0, model.head, model.layers[0]), kind=kind)
 

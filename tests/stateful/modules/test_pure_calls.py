@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 import fsharp as fs
 from fsharp.errors import ScheduleError, TreeError
 from tests.ranks import on_ranks
-from tests.scheduling import DP, FLAT, assert_same
+from tests.scheduling import DP, FLAT, assert_same, every
 
 
 class Block(nn.Module):
@@ -54,9 +54,7 @@ def leaves(tree, comm):
     return [leaf.clone() for leaf in optree.tree_leaves(fs.full_tree(tree, comm=comm))]
 
 
-@pytest.mark.parametrize("is_scheduled", [False, True], ids=["blocking", "scheduled"])
-@pytest.mark.parametrize("keep", KEEPS)
-@pytest.mark.parametrize("strategy", ["ddp", "zero3"])
+@every(2, strategy=["ddp", "zero3"], keep=KEEPS, is_scheduled=[False, True])
 @on_ranks(DP)
 def test_training_has_the_bits_of_calls_without_checkpoints(comm, strategy, keep, is_scheduled):
     """Also after the first update, when the module's own parameters are others."""

@@ -101,8 +101,7 @@ LAST = {
 }
 
 
-@pytest.mark.parametrize("last", LAST)
-@pytest.mark.parametrize("what", ["another rate", "a write"])
+@every(2, last=LAST, what=["another rate", "a write"])
 def test_the_last_step_of_one_rank_is_noticed_by_what_follows(last, what, tmp_path):
     """The rate is as before again when ranks compare their options."""
 

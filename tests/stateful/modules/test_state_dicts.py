@@ -93,7 +93,7 @@ def trained(model):
     return dict(model.full_parameters(trained=True))
 
 
-@every(16, there=WORLDS, kind=KINDS, shard=({}, {"precision": MIXED}), here=("zero3", "ddp"))
+@every(24, there=WORLDS, kind=KINDS, shard=({}, {"precision": MIXED}), here=("zero3", "ddp"))
 def test_training_goes_on_across_worlds(here, there, kind, shard):
     """Saved in one world, loaded in another one, saved there, loaded in the first: the bits of an uninterrupted run."""
     mesh, saved = WORLDS[here][0], {}

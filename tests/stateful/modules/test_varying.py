@@ -134,11 +134,16 @@ def assert_close(tree, other):
     torch.testing.assert_close(optree.tree_leaves(tree), optree.tree_leaves(other), rtol=1e-4, atol=1e-6)
 
 
+@cache
+def blocking(name, microbatches=1):
+    return simulate(MESH, lambda comm: train(comm, PLACES[name], microbatches=microbatches))
+
+
 @pytest.mark.parametrize("name", PLACES)
 def test_experts_on_their_own_axis_train_as_on_one_rank(name):
     """Gradients have one scale, the norm counts every expert once, and the clipping (which always bites) is the same."""
     losses, tree = reference()
-    results = simulate(MESH, lambda comm: train(comm, PLACES[name]))
+    results = blocking(name)
     for each, _ in results:
         torch.testing.assert_close(each, losses, rtol=1e-5, atol=0.0)  # computed in float32
     assert_close(joined(results), tree)
@@ -148,10 +153,8 @@ def test_experts_on_their_own_axis_train_as_on_one_rank(name):
 
 @every(2, name=PLACES, microbatches=(1, 2))
 def test_a_scheduler_gives_the_same_bits(name, microbatches):
-    def rank_fn(scheduled):
-        return lambda comm: train(comm, PLACES[name], scheduled=scheduled, microbatches=microbatches)
-
-    assert_same(simulate(MESH, rank_fn(True)), simulate(MESH, rank_fn(False)))
+    found = simulate(MESH, lambda comm: train(comm, PLACES[name], scheduled=True, microbatches=microbatches))
+    assert_same(found, blocking(name, microbatches))
 
 
 def test_processes_give_the_same_bits():

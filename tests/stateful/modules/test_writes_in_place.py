@@ -36,7 +36,7 @@ def evaluated(model, x, y):
 WRITES = {"doubled": doubled, "biases zeroed": biases_zeroed}
 
 
-@every(3, strategy=STRATEGIES, write=WRITES, precision=(fs.Precision(), MIXED), trained=(False, True))
+@every(6, strategy=STRATEGIES, write=WRITES, precision=(fs.Precision(), MIXED), trained=(False, True))
 def test_evaluations_see_writes(strategy, write, precision, trained):
     """As plain torch does; before and after training steps."""
 
