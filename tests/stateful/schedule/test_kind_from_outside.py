@@ -6,6 +6,7 @@ import re
 from collections import Counter
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import cache
 from typing import NamedTuple
 
 import pytest
@@ -356,6 +357,18 @@ def test_races_of_them_are_found(found):
     assert all(report.races_without(why) for why in joins), "a release is poison for who still reads"
 
 
+@cache
+def trained_without_probes(is_coded):
+    return simulate(HYBRID, lambda comm: train(comm, "late", PROBED, **options_of(is_coded)))
+
+
+PROBED = {"bucket_nbytes": 2000, "gather_at_start": False, "offload": True}
+
+
+def options_of(is_coded):
+    return {"steps": 3, **({"precision": fs.Precision(stored=HALVES, wire=HALVES)} if is_coded else {})}
+
+
 @pytest.mark.parametrize("kind", kinds_where())
 def test_there_may_be_one_behind_each_kind(kind):
     """Also behind those that are one collective; and behind all that steps without a schedule make up."""
@@ -365,11 +378,9 @@ def test_there_may_be_one_behind_each_kind(kind):
     def bind(executor, bound):
         return lambda: calls.update([executor.comm.rank])
 
-    policy = {"bucket_nbytes": 2000, "gather_at_start": False, "offload": True}
-    options = {"steps": 3, "precision": fs.Precision(stored=HALVES, wire=HALVES)} if kind in CODED else {"steps": 3}
-    expected = simulate(HYBRID, lambda comm: train(comm, "late", policy, **options))
+    expected = trained_without_probes(kind in CODED)
     with declared(OpSpec(kind="probe", phases=phases, follows=kind), bind):
-        found = simulate(HYBRID, lambda comm: train(comm, "late", policy, **options))
+        found = simulate(HYBRID, lambda comm: train(comm, "late", PROBED, **options_of(kind in CODED)))
         schedule = found[0].schedule
         for ours, theirs in zip(found, expected, strict=True):
             assert_same_training(ours, theirs)

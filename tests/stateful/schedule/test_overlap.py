@@ -59,7 +59,7 @@ def moves_gradients(strategy):
     return bool(STRATEGIES[strategy][1].grads.sharded_axes)
 
 
-@every(3, strategy=[name for name in STRATEGIES if moves_parameters(name)], prefetch=[1, 2, 3], microbatches=[1, 2])
+@every(5, strategy=[name for name in STRATEGIES if moves_parameters(name)], prefetch=[1, 2, 3], microbatches=[1, 2])
 def test_gathers_are_under_way_while_the_units_before_compute(strategy, prefetch, microbatches):
     """None is issued when its unit is wanted: forward and backward, over turning points, from one step to the next."""
     schedule = recorded(strategy, microbatches, prefetch=prefetch)
@@ -82,7 +82,7 @@ def test_without_prefetch_they_are_not():
     assert late == [*NAMES[1:], *NAMES[-2::-1]]
 
 
-@every(2, prefetch=[0, 1, 2], strategy=["zero3", "hfsdp", "zero3x2"], microbatches=[1, 2])
+@every(4, prefetch=[0, 1, 2], strategy=["zero3", "hfsdp", "zero3x2"], microbatches=[1, 2])
 def test_resident_units_are_not_gathered_again(strategy, prefetch, microbatches):
     """Units around a turning point, as many as there are buffers, go both ways in one piece."""
     found = gathers(recorded(strategy, microbatches, prefetch=prefetch, release="forward"))
@@ -92,8 +92,7 @@ def test_resident_units_are_not_gathered_again(strategy, prefetch, microbatches)
     assert found == expected
 
 
-@pytest.mark.parametrize("prefetch", [0, 1, 2])
-@pytest.mark.parametrize("strategy", ["zero3", "hfsdp"])
+@every(2, strategy=["zero3", "hfsdp"], prefetch=[0, 1, 2])
 def test_more_units_stay_in_the_memory_that_gradients_will_take(strategy, prefetch):
     """The last of the forward, each gathered once; in no more memory."""
     room, forward = (recorded(strategy, prefetch=prefetch, release=release) for release in ("room", "forward"))
@@ -111,7 +110,7 @@ def test_units_kept_for_the_backward_are_gathered_once(microbatches):
     assert found == expected
 
 
-@every(2, strategy=STRATEGIES, prefetch=[0, 1, 2])
+@every(3, strategy=STRATEGIES, prefetch=[0, 1, 2])
 def test_no_more_units_are_resident_than_are_prefetched_and_in_use(strategy, prefetch):
     schedule = recorded(strategy, 2, prefetch=prefetch)
     update = positions(schedule, "update")[-1]
@@ -155,8 +154,7 @@ def test_nothing_is_left_under_way_if_nothing_is_to_be_carried(strategy):
     assert not any(j > i for i, op in enumerate(schedule.ops) for j in op.after)
 
 
-@each_number
-@pytest.mark.parametrize("strategy", [name for name in STRATEGIES if moves_gradients(name)])
+@every(2, strategy=[name for name in STRATEGIES if moves_gradients(name)], microbatches=[1, 2])
 def test_reductions_run_beneath_the_next_backward(strategy, microbatches):
     """Begun when the gradient is there; added, and waited for, after one more backward."""
     schedule = recorded(strategy, microbatches)
@@ -210,8 +208,7 @@ def test_a_tied_unit_is_reduced_once(microbatches):
     assert positions(schedule, "reduce", "embed")[0] > positions(schedule, "cast", "embed")[1]
 
 
-@each_number
-@each_strategy
+@every(2, strategy=STRATEGIES, microbatches=[1, 2])
 def test_one_rank_moves_nothing(strategy, microbatches):
     mesh = fs.Mesh(dict.fromkeys(STRATEGIES[strategy][0].names, 1))
 
@@ -279,7 +276,7 @@ VOCABULARIES = [256, 1000, 8192, 50257]
 OVER_BOUND = {"late": 1.1}  # where gradients rest in a size that no unit in full has
 
 
-@every(3, strategy=STRATEGIES, size=SIZES)
+@every(4, strategy=STRATEGIES, size=SIZES)
 def test_the_arena_of_the_example_is_what_is_live_at_once(strategy, size, monkeypatch):
     for vocab in VOCABULARIES if size != "384 x 48" else (256, 50257):
         for microbatches, nbytes, prefetch in ((1, 4, 1), (2, 2, 2)):

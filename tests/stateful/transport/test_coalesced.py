@@ -103,10 +103,11 @@ def test_what_is_joined_has_the_bits_and_the_bytes_of_each_alone(comm, n, sizes,
     assert once.num_calls * len(sizes) == each.num_calls
 
 
-@every(9, strategy=STRATEGIES, microbatches=(1, 2), precision=PRECISIONS)
+@every(12, strategy=STRATEGIES, microbatches=(1, 2), precision=PRECISIONS)
 @on_ranks(mesh_of)
 def test_same_bits_as_the_blocking_path_and_the_calls_that_were_planned(comm, strategy, microbatches, precision):
     options = {"microbatches": microbatches, "precision": PRECISIONS[precision], "params": make_params(layers=LAYERS)}
+    options["steps"] = 3
     found = train(comm, strategy, JOINED, **options)
     assert_joined(found.schedule)
     assert_same_training(found, train(comm, strategy, **options))
@@ -147,7 +148,7 @@ ORDERS = {
 }
 
 
-@every(4, donate=(False, True), order=ORDERS, strategy=("zero1", "zero2", "zero3", "hfsdp"))
+@every(8, donate=(False, True), order=ORDERS, strategy=("zero1", "zero2", "zero3", "hfsdp"))
 def test_a_step_that_leaves_its_schedule(order, strategy, donate):
     changes, params = lambda i: {"order": ORDERS[order][i]}, make_params(layers=LAYERS)
     program = training(in_order, strategy, 4, changes, tx=fs.optim.adamw(1e-2), donate=donate, params=params)
@@ -164,7 +165,7 @@ def cut(x, layers, batch, comm):
     return x
 
 
-@every(4, strategy=("zero1", "zero2", "zero3"), policy=({}, {"sum_late": False}))
+@every(6, strategy=("zero1", "zero2", "zero3"), policy=({}, {"sum_late": False}))
 def test_a_backward_that_leaves_while_buckets_are_reduced(strategy, policy):
     """What is under way is finished, what of a bucket was collected is reduced by itself, and the rest is zero."""
 
@@ -313,7 +314,7 @@ def in_processes(comm, strategies, worth):
     gloo._MIN_MESSAGE_NBYTES = worth
     found = {}
     for strategy in strategies:
-        options = {"microbatches": 2, "params": make_params(layers=LAYERS)}
+        options = {"microbatches": 2, "params": make_params(layers=LAYERS), "steps": 3}
         trained = train(comm, strategy, JOINED, **options)
         assert_joined(trained.schedule)
         alone = train(comm, strategy, {"bucket_nbytes": 0}, **options)
@@ -333,7 +334,7 @@ def test_processes(strategies, worth):
     mesh = mesh_of(strategies[0])
 
     def blocking(comm):
-        options = {"microbatches": 2, "params": make_params(layers=LAYERS)}
+        options = {"microbatches": 2, "params": make_params(layers=LAYERS), "steps": 3}
         return {strategy: train(comm, strategy, **options) for strategy in strategies}
 
     expected = simulate(mesh, blocking)

@@ -1,5 +1,7 @@
 """Collectives by sends and receives: every size around the chunks, from and to any memory."""
 
+from functools import lru_cache
+
 import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
@@ -22,6 +24,7 @@ def summed(comm, numel, make):
     return total
 
 
+@lru_cache(maxsize=16)  # of one size from and to each rank, in several ways
 def noise(rank, numel):
     return torch.randn(numel, generator=torch.Generator().manual_seed(rank))
 
@@ -45,7 +48,7 @@ def test_sizes_around_chunks(n):
         for part in PARTS:
             for way in ("out", "in place", "all_reduce", "all_reduce in place", "gather"):
                 numel = max(part * n - (way.startswith("all_reduce") and part > 1), 0)  # one that the ranks do not divide
-                total, x = summed(comm, numel, noise), noise(mine, numel)
+                total, x = summed(comm, numel, noise), noise(mine, numel).clone()
                 op = "all_reduce" if way.startswith("all_reduce") else "reduce_scatter"
                 nbytes = exchange.scratch_nbytes(op, "dp", numel, 4, sums_into_out=way != "in place")
                 scratch = torch.full((nbytes,), 0xFF, dtype=torch.uint8)
@@ -83,7 +86,7 @@ def test_buffers_that_go_together(n, wire):
         exchange.groups.make_groups()
 
         def make(rank, numel):
-            return noise(rank, numel).to(wire)
+            return noise(rank, numel).to(wire, copy=True)
 
         def summands(numel):
             return summed(comm, numel, lambda rank, size: make(rank, size).float())
@@ -122,7 +125,7 @@ def test_gradients_that_one_rank_keeps(strategy):
     """Its next ones rest elsewhere; what ranks send each other, here in parts of more than a chunk, has to be the same."""
 
     def rank_fn(comm):
-        width = 1200
+        width = 800
         params = {"layers": [{"w": torch.randn(width, width, generator=torch.Generator().manual_seed(i))} for i in range(4)]}
 
         def loss(params, batch, comm):
