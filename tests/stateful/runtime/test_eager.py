@@ -24,7 +24,7 @@ def emitted(comm, strategy, *, microbatches=1, precision=fs.Precision(), **polic
 
 
 @every(
-    6,
+    8,
     strategy=STRATEGIES,
     microbatches=[1, 2],
     precision=[fs.Precision(), fs.Precision(compute=torch.bfloat16, main=torch.float32)],

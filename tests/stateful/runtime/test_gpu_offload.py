@@ -19,7 +19,7 @@ def held(state):
     return [b for node in fs.layouts.units_of((state.main, state.opt)) for b in node.buffers if b.numel()]
 
 
-@every(8, strategy=(fs.zero3, fs.zero1, fs.zero2, fs.ddp), precision=(BF16, fs.Precision()), donate=(True, False))
+@every(16, strategy=(fs.zero3, fs.zero1, fs.zero2, fs.ddp), precision=(BF16, fs.Precision()), donate=(True, False))
 def test_the_same_bits_from_pinned_memory(comm, strategy, precision, donate):
     tx = fs.optim.chain(fs.optim.clip_by_global_norm(1.0), fs.optim.adamw(1e-2))
     step = fs.train_step(loss_fn, tx, microbatches=2, donate=donate)

@@ -47,7 +47,7 @@ def mean_loss(params, batch, comm):
 
 
 @every(
-    7,
+    12,
     strategy=(fs.zero3, fs.zero2, fs.ddp),
     loss=(mean_loss, loss_fn),
     apart=(True, False),

@@ -108,7 +108,7 @@ def train_module(comm, strategy, precision, tx, *, offload):
 MODULE_RULES = [fs.optim.adamw(1e-2), fs.optim.sgd(1e-2, momentum=0.9), fs.optim.with_ema(fs.optim.adamw(1e-2), decay=0.5)]
 
 
-@every(3, strategy=FLAT, precision=PRECISIONS, tx=MODULE_RULES)
+@every(5, strategy=FLAT, precision=PRECISIONS, tx=MODULE_RULES)
 def test_modules_have_the_same_bits(strategy, precision, tx):
     """Parameters, whole and as parts, the optimizer's state, averages, and what a state dict brings back."""
 
@@ -363,7 +363,7 @@ def test_what_keeps_its_own_state_or_addresses_is_refused(comm):
         _check_capturable(torch.device("cuda"), fs.SchedulePolicy(offload=True, gather_at_start=False), state, 3)
 
 
-@every(2, strategy=("ddp", "zero1", "zero2", "zero3"), precision=PRECISIONS, donate=[False, True])
+@every(4, strategy=("ddp", "zero1", "zero2", "zero3"), precision=PRECISIONS, donate=[False, True])
 def test_steps_are_free_of_races_and_no_wait_of_theirs_can_go(strategy, precision, donate):
     report = train_on_streams(strategy, precision=precision, donate=donate, steps=4, offload=True)
     assert report.races == []

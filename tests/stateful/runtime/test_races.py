@@ -79,8 +79,7 @@ def test_steps_are_free_of_races(train, name, precision, microbatches, prefetch)
     assert lanes == {"compute", *expected}
 
 
-@pytest.mark.parametrize("precision", PRECISIONS)
-@pytest.mark.parametrize("name", STRATEGIES)
+@scheduling.every(2, name=STRATEGIES, precision=PRECISIONS)
 def test_backwards_after_a_reduction_are_free_of_races(name, precision):
     """Sums of the first backward wait for the sums of the next one, which are added on the stream of reductions."""
     assert train_module(name, precision=precision, microbatches=3, accumulate=False).races == []

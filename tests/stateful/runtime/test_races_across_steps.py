@@ -3,13 +3,12 @@
 from functools import partial
 
 import optree
-import pytest
 import torch
 
 import fsharp as fs
 from fsharp.testing import DebugPolicy, checking_races
 from tests.gpt_like import loss_fn, make_params
-from tests.scheduling import STRATEGIES, buffers, make_state, my_batches
+from tests.scheduling import STRATEGIES, buffers, every, make_state, my_batches
 
 TX = fs.optim.adamw(1e-2)
 
@@ -101,8 +100,7 @@ PROGRAMS = {
 }
 
 
-@pytest.mark.parametrize("name", ["zero1", "zero3", "hfsdp"])
-@pytest.mark.parametrize("program", PROGRAMS)
+@every(2, program=PROGRAMS, name=["zero1", "zero3", "hfsdp"])
 def test_there_is_no_race(program, name):
     scheduler = on_streams(name)
     state = make_state(scheduler.comm, name, tx=TX)

@@ -175,13 +175,13 @@ def assert_as_predicted(strategy, microbatches, precision):
     return expected
 
 
-@every(4, microbatches=(1, 2), precision=("float32", "float32 wire"), strategy=STRATEGIES)
+@every(6, microbatches=(1, 2), precision=("float32", "float32 wire"), strategy=STRATEGIES)
 @on_ranks(mesh_of)
 def test_traffic_and_memory_are_those_planned(comm, strategy, precision, microbatches):
     assert_as_planned(measure(comm, strategy, microbatches, precision), comm.mesh)
 
 
-@every(2, strategy=STRATEGIES, microbatches=[1, 3])
+@every(3, strategy=STRATEGIES, microbatches=[1, 3])
 def test_with_one_buffer_only_the_turning_points_save_a_gather(strategy, microbatches):
     """The unit that a forward ends with begins the backward, and the one that a backward ends with the next forward."""
     mesh = STRATEGIES[strategy][0]

@@ -324,7 +324,7 @@ def test_buffers_that_are_not_contiguous(strategy):
     assert simulate(DP, rank_fn) == [True, True]
 
 
-@every(2, strategy=["zero1", "zero3", "hfsdp"], first=[0, 3, 5])
+@every(3, strategy=["zero1", "zero3", "hfsdp"], first=[0, 3, 5])
 def test_units_that_are_used_outside_of_a_function_take_no_memory_of_its_schedule(strategy, first):
     """Where there is what the next step has gathered ahead."""
 
@@ -437,8 +437,7 @@ def test_a_function_that_writes_to_its_parameters_is_refused(comm, strategy, eng
         call(state, my_batches(comm, 1)[0] | {"writes": True})
 
 
-@pytest.mark.parametrize("late", [range(5), (3, 5)], ids=["always", "now and then"])
-@pytest.mark.parametrize("strategy", ["zero2", "zero3"])
+@every(2, strategy=["zero2", "zero3"], late=[range(5), (3, 5)])
 def test_a_checkpoint_that_computes_again_with_another_unit(strategy, late):
     """Python's closures are bound late: what the blocking path makes of it, planned steps before it or not."""
 

@@ -237,7 +237,7 @@ def checkpointed(x, layers, batch, comm, *, use_reentrant):
 
 
 @every(
-    4, use_reentrant=[False, True], policy=[{}, {"prefetch": 2}, {"release": "backward"}], strategy=["zero3", "hfsdp", "zero2"]
+    6, use_reentrant=[False, True], policy=[{}, {"prefetch": 2}, {"release": "backward"}], strategy=["zero3", "hfsdp", "zero2"]
 )
 def test_activation_checkpointing(use_reentrant, policy, strategy):
     """Compared with no checkpointing: the blocking path cannot be run inside of a reentrant backward."""

@@ -75,7 +75,7 @@ def explicit(state, batch, comm, *, loss=loss_fn, donate=False, between=lambda p
 
 
 @every(
-    8, strategy=STRATEGIES, policy=[{}, {"gather_at_start": False}, {"sum_late": False}, {"keep_gradients": True}], turn=[1, 2]
+    16, strategy=STRATEGIES, policy=[{}, {"gather_at_start": False}, {"sum_late": False}, {"keep_gradients": True}], turn=[1, 2]
 )
 def test_train_steps_may_overwrite_gradients_at_rest_and_a_step_that_returns_them_may_not(strategy, policy, turn):
     """One scheduler has both, in turns. Under ddp and hsdp sums take the memory of gradients that nobody reads."""
@@ -97,7 +97,7 @@ def test_train_steps_may_overwrite_gradients_at_rest_and_a_step_that_returns_the
 
 
 @every(
-    12,
+    15,
     strategy=STRATEGIES,
     policy=[{}, {"gather_at_start": False}, {"sum_late": False}, {"keep_gradients": True}],
     which=["rest", "final", "one buffer"],
@@ -244,7 +244,7 @@ def scored(run, strategy, *, keep, microbatches=1):
     return seen, full_params(state, run.comm)
 
 
-@every(16, strategy=STRATEGIES, keep=(False, True), microbatches=(1, 2), policy=({}, {"prefetch": 2}), arrival=ARRIVALS)
+@every(32, strategy=STRATEGIES, keep=(False, True), microbatches=(1, 2), policy=({}, {"prefetch": 2}), arrival=ARRIVALS)
 def test_a_forward_between_value_and_grad_and_update(strategy, keep, microbatches, policy, arrival):
     program = partial(scored, strategy=strategy, keep=keep, microbatches=microbatches)
     assert run_both(program, mesh_of(strategy), change=ARRIVALS[arrival], **policy)[1][0].num_unscheduled_calls == 1

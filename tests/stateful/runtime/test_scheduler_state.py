@@ -35,7 +35,7 @@ each_strategy = pytest.mark.parametrize("strategy", ["zero1", "zero3", "hfsdp", 
 CARRIES = ({}, {"gather_at_start": False}, {"prefetch": 2})
 
 
-@every(6, strategy=STRATEGIES, policy=CARRIES, mode=(torch.no_grad, torch.inference_mode))
+@every(9, strategy=STRATEGIES, policy=CARRIES, mode=(torch.no_grad, torch.inference_mode))
 def test_evaluation_between_steps(strategy, policy, mode):
     """Its mode is entered inside of the function, or around it."""
 
@@ -62,7 +62,7 @@ def distill(student, teacher, batch, comm):
     return F.cross_entropy(logits(student, batch["x"], comm), target)
 
 
-@every(6, strategy=STRATEGIES, way=["argument", "closed over"], other=[2, 3])
+@every(9, strategy=STRATEGIES, way=["argument", "closed over"], other=[2, 3])
 def test_a_teacher(strategy, way, other):
     """Units of two trees have the same names; they are told apart, whether they are arguments or not."""
 
@@ -178,7 +178,7 @@ def test_wrapped_functions_inside_of_each_other():
     assert [each.num_unscheduled_calls for each in scheduled] == [0, 0, 1]
 
 
-@every(6, strategy=STRATEGIES, place=["first", "last", "all"])
+@every(9, strategy=STRATEGIES, place=["first", "last", "all"])
 def test_gradients_changed_in_place_before_they_are_reduced(strategy, place):
     """What the schedule has reduced already, on its way, is then not what the caller wants."""
 
@@ -228,7 +228,7 @@ def test_a_state_that_is_not_donated_stays(strategy):
     run_both(program, mesh_of(strategy))
 
 
-@every(4, strategy=STRATEGIES, donate=[False, True])
+@every(6, strategy=STRATEGIES, donate=[False, True])
 def test_parameters_read_right_after_the_step(strategy, donate):
     """While they are on their way from the optimizer's place to where they rest."""
 
@@ -246,7 +246,7 @@ def test_parameters_read_right_after_the_step(strategy, donate):
     run_both(program, mesh_of(strategy))
 
 
-@every(12, strategy=STRATEGIES, policy=CARRIES, way=("in place", "new", "other", "step back"))
+@every(18, strategy=STRATEGIES, policy=CARRIES, way=("in place", "new", "other", "step back"))
 def test_parameters_changed_between_steps(strategy, policy, way):
     """What the step before has gathered ahead is stale then."""
 
@@ -355,7 +355,7 @@ def test_parameters_changed_within_a_step_are_refused():
         simulate(DP, rank_fn)
 
 
-@every(9, strategy=STRATEGIES, where=["forward", "backward", "loss"], when=[0, 1])
+@every(14, strategy=STRATEGIES, where=["forward", "backward", "loss"], when=[0, 1])
 def test_after_a_function_has_raised_training_goes_on_with_a_new_scheduler(strategy, where, when):
     """On all ranks alike, in the first step or in one that follows the plan; the old one says that it is closed."""
 

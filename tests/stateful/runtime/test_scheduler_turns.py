@@ -12,7 +12,7 @@ from tests.gpt_like import block, embed, head, loss_fn
 from tests.ranks import on_ranks
 from tests.scheduling import DP, make_state, make_tx, my_batches
 
-CALLS = 6
+CALLS = 5
 OF_THE_STEP = Counter({Call("all_reduce", "dp", 16): 2, Call("all_reduce", "dp", 32): 1})
 """Of the loss, and of the norm of two groups."""
 
