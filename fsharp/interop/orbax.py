@@ -131,9 +131,9 @@ def to_orbax(
             it. This is the inverse of ``unstack`` of :func:`from_orbax`.
 
     Raises:
-        CheckpointError: the folder exists, there is nothing to write, or the checkpoint is damaged; a tensor has no elements,
-            which Orbax refuses, or a dtype that numpy lacks; ``stack`` names no list of layers, or layers that differ; a name
-            has more than 300 dots.
+        CheckpointError: the folder exists, or its path has a wildcard or a backslash; there is nothing to write, or the
+            checkpoint is damaged; a tensor has no elements, which Orbax refuses, or a dtype that numpy lacks; ``stack`` names
+            no list of layers, or layers that differ; a name has more than 300 dots.
 
     Cost: reads the tensors, and checks their digests. Memory: all of these tensors, which Orbax takes as one tree. Ranks that
     hold shards as arrays of JAX (:func:`fsharp.interop.jax.to_jax`) can instead save their own parts by Orbax.
@@ -142,6 +142,11 @@ def to_orbax(
     found, target = open_checkpoint(checkpoint), os.path.abspath(folder)
     if os.path.exists(target):
         raise CheckpointError(f"to_orbax(): {target} exists already: choose another folder, or remove it.")
+    if special := [character for character in target if character in "*?[\\"]:
+        raise CheckpointError(
+            f"to_orbax(): {target} has {special[0]!r}. Orbax takes paths for patterns of file names, and would write a "
+            "checkpoint without arrays there. Choose another folder."
+        )
     tree: dict[str, Any] = {}
     names = stored_name_by_new_name("to_orbax()", found, subtree, rename, aliases=True)
     names = {name: found.manifest.aliases.get(stored, stored) for name, stored in names.items()}
@@ -171,7 +176,8 @@ def to_orbax(
             parent = parent.get(key) if isinstance(parent, dict) else None
         layers = parent.get(last) if isinstance(parent, dict) else None
         parent[last] = _stack_layers(path, layers, dim)
-    _call_orbax(target, lambda: ocp.save(target, _dicts_as_lists(tree)))
+    is_one_array = list(names) == [""]
+    _call_orbax(target, lambda: ocp.save(target, tree[""] if is_one_array else _dicts_as_lists(tree)))
 
 
 def _call_orbax(folder: str, call: Callable[[], Any]) -> Any:

@@ -80,6 +80,14 @@ def test_orbax_loads_what_is_written(tmp_path):
     assert_is_tree(fs.checkpoint.load(from_orbax(tmp_path / "theirs", tmp_path / "again").path, zeros(), comm=COMM))
 
 
+def test_one_array_stays_one_array(tmp_path):
+    ocp.save(tmp_path / "first", jnp.arange(3))
+    made = from_orbax(tmp_path / "first", tmp_path / "ours")
+    assert fs.checkpoint.load(made, torch.zeros(3, dtype=torch.int32), comm=COMM).tolist() == [0, 1, 2]
+    to_orbax(made, tmp_path / "again")
+    assert ocp.load(tmp_path / "again").tolist() == [0, 1, 2]
+
+
 def _saved(tmp_path):
     ocp.save(tmp_path / "first", TREE)
     return from_orbax(tmp_path / "first", tmp_path / "start").path
@@ -103,6 +111,9 @@ def test_what_is_refused_leaves_nothing(tmp_path):
         to_orbax(made, tmp_path / "out")
     with pytest.raises(CheckpointError, match=r"'a\.x\.x.*\.\.\. nests 301 levels, of which Orbax can read 300"):
         to_orbax(made, tmp_path / "out", subtree="full", rename=lambda name: name + 301 * ".x")
+    for name, special in {"out/lr[1e-3]": r"'\['", "out/a\\b": r"'\\\\'", "out/a*": r"'\*'", "out/a?": r"'\?'"}.items():
+        with pytest.raises(CheckpointError, match=rf"has {special}. Orbax takes paths for patterns"):
+            to_orbax(made, tmp_path / name, subtree="full")
     assert not (tmp_path / "out").exists()
     with pytest.raises(CheckpointError, match=r"theirs exists already"):
         to_orbax(made, tmp_path / "theirs")
