@@ -66,7 +66,7 @@ def infinite_on_one_rank(comm, strategy, zero="after"):
     return scales, values(model), values(expected)
 
 
-@every(3, strategy=STRATEGIES, zero=("after", "before"))
+@every(2, strategy=STRATEGIES, zero=("after", "before"))
 @on_ranks(mesh_of)
 def test_an_infinity_on_one_rank_is_left_out_on_all(comm, strategy, zero):
     scales, mine, expected = infinite_on_one_rank(comm, strategy, zero)
