@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -23,6 +24,8 @@ from fsharp.tracebacks import api_boundary
 
 _READ_NBYTES = 1 << 30  # bytes to read in one call of Orbax, which reads its metadata again in each call
 _NO_STACKS: Mapping[str, int] = MappingProxyType({})
+_METADATA_FILE = "_CHECKPOINT_METADATA"
+"""A file that Orbax writes into the folder of each checkpoint."""
 _MOST_LEVELS = 300
 """Most levels of a tree that is written: Orbax can write 400, and then cannot read them."""
 
@@ -52,10 +55,12 @@ def from_orbax(
     """Convert an Orbax checkpoint of a pytree to a checkpoint under ``root``, which :func:`fsharp.checkpoint.load` reads.
 
     Names are the keys, fields and indices of the pytree, joined by dots: ``params.layers.0.w``. Numbers and texts become
-    values.
+    values. If the checkpoint has several pytrees, as ``Composite`` and ``ocp.save_checkpointables`` make them, names begin with
+    the name of the pytree. What else ``Composite`` saves, such as JSON, is left out.
 
     Args:
-        folder: the folder that ``ocp.save`` or ``StandardCheckpointer().save`` has written.
+        folder: the folder that ``ocp.save`` or ``StandardCheckpointer().save`` has written; the folder of a step of a
+            ``CheckpointManager``.
         root: folder of checkpoints, as of :func:`fsharp.checkpoint.save`.
         step: number of the step, in the checkpoint's name.
         ignore: patterns of names to leave out; each has to match a name.
@@ -75,11 +80,10 @@ def from_orbax(
     """
     source, where = os.path.abspath(folder), "from_orbax()"
     config = checked_config(where, step, config)
-    tree = _call_orbax(source, lambda: ocp.metadata(source).metadata)
-    if tree is None:
-        raise CheckpointError(f"{source}: Orbax finds no metadata in this folder; its log has the reason.")
-    paths, structure = jax.tree_util.tree_flatten_with_path(tree)
-    leaves = {jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in paths}
+    trees = _metadata_by_item(source)
+    first_key = 1 if len(trees) == 1 else 0
+    paths, structure = jax.tree_util.tree_flatten_with_path(trees)
+    leaves = {jax.tree_util.keystr(path[first_key:], simple=True, separator="."): leaf for path, leaf in paths}
     if len(leaves) != len(paths):
         raise CheckpointError(f"{source}: two leaves have the same name, such as the keys 'a.b' and 'b' within 'a'.")
     left = select_paths("from_orbax(ignore=)", as_patterns(ignore), list(leaves))
@@ -93,7 +97,7 @@ def from_orbax(
 
     def load(names: set[str]) -> dict[str, Any]:
         asked = [ocp.PLACEHOLDER if name not in names else _empty_like(leaf) for name, leaf in leaves.items()]
-        found = _call_orbax(source, lambda: ocp.load(source, jax.tree.unflatten(structure, asked)))
+        found = {item: _load_item(source, item, tree) for item, tree in jax.tree.unflatten(structure, asked).items()}
         return {name: leaf for name, leaf in zip(leaves, jax.tree.leaves(found), strict=True) if name in names}
 
     def read(tensors: list[StoredTensor]) -> Iterator[torch.Tensor]:
@@ -178,6 +182,29 @@ def to_orbax(
         parent[last] = _stack_layers(path, layers, dim)
     is_one_array = list(names) == [""]
     _call_orbax(target, lambda: ocp.save(target, tree[""] if is_one_array else _dicts_as_lists(tree)))
+
+
+def _metadata_by_item(folder: str) -> dict[str, Any]:
+    """Return the metadata of each pytree in a checkpoint, by the name that Orbax loads it by."""
+    with suppress(Exception):  # the pytree has no name, or there is no checkpoint, as Orbax says below
+        found = ocp.checkpointables_metadata(folder).metadata
+        if trees := {item: tree for item, tree in found.items() if tree is not None}:
+            return trees
+    names = os.listdir(folder) if os.path.isdir(folder) else []
+    inside = [name for name in names if os.path.exists(f"{folder}/{name}/{_METADATA_FILE}")]
+    if inside and _METADATA_FILE not in names:
+        newest = max(inside, key=lambda name: (len(name), name))
+        raise CheckpointError(f"{folder}: there is no checkpoint here. There are some in it, such as {folder}/{newest}.")
+    tree = _call_orbax(folder, lambda: ocp.metadata(folder).metadata)
+    if tree is None:
+        raise CheckpointError(f"{folder}: Orbax finds no metadata in this folder; its log has the reason.")
+    return {"AUTO": tree}  # Orbax's default
+
+
+def _load_item(folder: str, item: str, tree: Any) -> Any:
+    if all(leaf is ocp.PLACEHOLDER for leaf in jax.tree.leaves(tree)):
+        return tree
+    return _call_orbax(folder, lambda: ocp.load(folder, tree, checkpointable_name=item))
 
 
 def _call_orbax(folder: str, call: Callable[[], Any]) -> Any:

@@ -80,6 +80,36 @@ def test_orbax_loads_what_is_written(tmp_path):
     assert_is_tree(fs.checkpoint.load(from_orbax(tmp_path / "theirs", tmp_path / "again").path, zeros(), comm=COMM))
 
 
+def test_all_pytrees_of_a_checkpoint_are_converted(tmp_path, monkeypatch):
+    """Those of a CheckpointManager's step, and of save_checkpointables. JSON is left out."""
+    monkeypatch.setattr("fsharp.interop.orbax._READ_NBYTES", 16)
+    params, opt = {"w": jnp.arange(6.0).reshape(2, 3)}, {"mu": {"w": jnp.ones((2, 3))}, "count": jnp.int32(4), "name": "adam"}
+    save = ocp_0.args.StandardSave
+    with ocp_0.CheckpointManager(tmp_path / "steps") as manager:
+        for step in (9, 10):
+            items = {"params": save(params), "opt": save({**opt, "name": 1}), "meta": ocp_0.args.JsonSave({"a": 1})}
+            manager.save(step, args=ocp_0.args.Composite(**items))
+        manager.wait_until_finished()
+    ocp.save_checkpointables(tmp_path / "theirs", {"params": params, "opt": opt})
+    for folder, name in [("steps/10", 1), ("theirs", "adam")]:
+        found = from_orbax(tmp_path / folder, tmp_path / "ours")
+        assert found.names == ["opt.count", "opt.mu.w", "params.w"]
+        assert dict(found.manifest.values) == {"opt.name": name}
+        assert found.tensor("params.w").tolist() == [[0, 1, 2], [3, 4, 5]]
+        like = {"count": torch.zeros((), dtype=torch.int32), "mu": {"w": torch.zeros(2, 3)}, "name": name}
+        assert fs.checkpoint.load(found, like, comm=COMM, subtree="opt")["count"] == 4
+    with pytest.raises(CheckpointError, match=r"steps: there is no checkpoint here. There are some in it, .*/steps/10\."):
+        from_orbax(tmp_path / "steps", tmp_path / "ours")
+
+
+def test_json_beside_a_pytree_is_left_out(tmp_path):
+    with ocp_0.CheckpointManager(tmp_path / "steps") as manager:
+        items = {"meta": ocp_0.args.JsonSave({"a": 1}), "weights": ocp_0.args.StandardSave({"w": jnp.ones(2)})}
+        manager.save(3, args=ocp_0.args.Composite(**items))
+        manager.wait_until_finished()
+    assert from_orbax(tmp_path / "steps/3", tmp_path / "ours").names == ["w"]
+
+
 def test_one_array_stays_one_array(tmp_path):
     ocp.save(tmp_path / "first", jnp.arange(3))
     made = from_orbax(tmp_path / "first", tmp_path / "ours")
@@ -140,9 +170,9 @@ def test_layers_that_lax_scan_takes_become_units_and_go_back(tmp_path, monkeypat
     ocp.save(tmp_path / "theirs", tree)
     asked, load = [], ocp.load
 
-    def recording_load(path, target):
+    def recording_load(path, target, **options):
         asked.extend(name for name, leaf in _named(target).items() if leaf is not ocp.PLACEHOLDER)
-        return load(path, target)
+        return load(path, target, **options)
 
     monkeypatch.setattr(orbax, "_READ_NBYTES", 200)  # a slice of a leaf or two
     monkeypatch.setattr(orbax.ocp, "load", recording_load)
