@@ -59,8 +59,14 @@ LLAMA = llama.Shape(vocab=32, dim=32, hidden=64, layers=2, heads=2, time=16, bat
 
 @pytest.fixture(autouse=True, scope="module")
 def frozen():
-    """Let collections of benchmarks not look at the libraries that are imported by now, which takes a tenth of a second."""
+    """Let collections not look at the libraries that are imported by now, here and in later tests: it takes a tenth of a second.
+
+    Benchmarks end with gc.unfreeze().
+    """
     gc.freeze()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(gc, "unfreeze", lambda: None)
+        yield
 
 
 SMALL_OPTIONS = Options(

@@ -87,15 +87,15 @@ def test_codes_are_those_of_the_cpu(gpu, form):
 
 
 def trained(comm, strategy, policy, precision):
-    """Losses, parameters and residuals of four steps by a scheduler; by the blocking path where ``policy`` is None."""
-    params = optree.tree_map(torch.Tensor.cuda, make_params(layers=3))
+    """Losses, parameters and residuals of three steps by a scheduler; by the blocking path where ``policy`` is None."""
+    params = optree.tree_map(torch.Tensor.cuda, make_params(layers=2))
     state = make_state(comm, strategy, params=params, precision=precision)
     step = fs.train_step(loss_fn, make_tx(), microbatches=2, donate=True)
     call = partial(step, comm=comm)
     if policy is not None:
         call = fs.Scheduler(comm, policy=DebugPolicy(poison=True, **policy))(step)
     losses = []
-    for batch in my_batches(comm, 4):
+    for batch in my_batches(comm, 3):
         state, metrics = call(state, optree.tree_map(torch.Tensor.cuda, batch))
         losses.append(metrics.loss.cpu())
     if policy is not None:
