@@ -1,6 +1,7 @@
 """Random programs and policies: units that nest, come back, are skipped, frozen or recomputed, in several microbatches."""
 
 from dataclasses import dataclass
+from functools import cache
 from itertools import count
 
 from hypothesis import strategies as st
@@ -12,23 +13,25 @@ from fsharp.stateful.schedule.program import Event, Program, UnitFacts
 GATHER, REDUCE = Call("all_gather", "dp", 64), Call("reduce_scatter", "dp", 64)
 FINAL_REDUCE, UPDATE_GATHER = Call("all_reduce", "outer", 32), Call("all_gather", "outer", 32)
 ALIGN = 64
+# Strategies that a draw makes anew take longer than the draw: these are made once.
+NBYTES = st.integers(1, 12).map(lambda n: n * ALIGN)
+RARELY_ZERO, SOMETIMES_ZERO, OFTEN_ZERO = (st.one_of(st.just(0), *[NBYTES] * n) for n in (3, 2, 1))
 
 
 @st.composite
 def unit_facts(draw, name):
     """Facts that a layout can have: what does not move has no bytes to move and no collectives; axes of size 1 have none."""
-    nbytes = st.integers(1, 12).map(lambda n: n * ALIGN)
-    gathered = draw(st.one_of(st.just(0), nbytes, nbytes, nbytes))
+    gathered = draw(RARELY_ZERO)
     gather = draw(st.sampled_from([(GATHER,), (GATHER,), ()])) if gathered else ()
     coded = dict.fromkeys(["decoded"], draw(st.sampled_from([0, 0, 8])) if gathered else 0)
     if not draw(st.sampled_from([True, True, True, False])):
         return UnitFacts(name, gathered, trainable=False, gather=gather, **coded)
-    outgoing = draw(st.one_of(st.just(0), nbytes, nbytes))
+    outgoing = draw(SOMETIMES_ZERO)
     reduce = draw(st.sampled_from([(REDUCE,), (REDUCE, FINAL_REDUCE), ()])) if outgoing else ()
     finish, update_gather = draw(st.sampled_from([(), (FINAL_REDUCE,)])), draw(st.sampled_from([(), (UPDATE_GATHER,)]))
-    finishing = draw(st.one_of(st.just(0), nbytes)) if finish else 0
-    rest = draw(st.one_of(st.just(0), nbytes, nbytes))
-    host = draw(st.sampled_from([0, 0, 1])) * draw(nbytes)
+    finishing = draw(OFTEN_ZERO) if finish else 0
+    rest = draw(SOMETIMES_ZERO)
+    host = draw(st.sampled_from([0, 0, 1])) * draw(NBYTES)
     for move, calls in {"reduce": reduce, "finish": finish}.items():
         coded |= {f"{move}_{how}": draw(st.sampled_from([0, 0, 8])) * bool(calls) for how in ("encoded", "recoded", "decoded")}
     return UnitFacts(name, gathered, outgoing, finishing, True, gather, reduce, finish, update_gather, rest, host, **coded)
@@ -47,6 +50,7 @@ class Use:
     way: str
 
 
+@cache
 def uses(names, depth=2):
     """A few uses one after another."""
     inner = uses(names, depth - 1) if depth else st.just(())
@@ -91,7 +95,7 @@ class _Writer:
 @st.composite
 def programs(draw, max_units=5, **fixed):
     """A program. ``fixed``: fields that each of its units is to have."""
-    names = [f"u{i}" for i in range(draw(st.integers(1, max_units)))]
+    names = tuple(f"u{i}" for i in range(draw(st.integers(1, max_units))))
     units = [draw(unit_facts(name)) for name in names]
     units = [UnitFacts(**{**{k: getattr(u, k) for k in UnitFacts.__slots__}, **fixed}) for u in units]
     writer = _Writer()

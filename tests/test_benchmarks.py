@@ -59,9 +59,9 @@ LLAMA = llama.Shape(vocab=32, dim=32, hidden=64, layers=2, heads=2, time=16, bat
 
 @pytest.fixture(autouse=True, scope="module")
 def frozen():
-    """Let collections not look at the libraries that are imported by now, here and in later tests: it takes a tenth of a second.
+    """Let collections not look at the libraries that are imported by now, here and in later tests.
 
-    Benchmarks end with gc.unfreeze().
+    Each took a tenth of a second, as benchmarks end with gc.unfreeze().
     """
     gc.freeze()
     with pytest.MonkeyPatch.context() as patch:
