@@ -135,10 +135,13 @@ def test_diff(root, capsys):
 
 def test_diff_of_values_that_are_not_finite_missing_or_of_another_type(tmp_path, capsys):
     nan, inf = math.nan, math.inf
+    seeds = torch.tensor([2**62, -(2**63), 5])
     first = {"t": torch.tensor([nan, -inf, 1.0]), "same": torch.tensor([nan]), "loss": nan, "gone": 3, "flag": True}
     second = {"t": torch.tensor([nan, -inf, 3.0]), "same": torch.tensor([nan]), "loss": nan, "new": "x", "flag": 1}
+    first["seeds"], second["seeds"] = seeds, seeds + torch.tensor([1, 2, 0])
     paths = [fs.checkpoint.save(tmp_path, x, step=1, comm=fs.SingleComm()).path for x in (first, second)]
     assert run(capsys, "ckpt", "diff", *paths)[1] == [
+        "~ seeds: the largest difference is 2",
         "~ t: the largest difference is 2",
         "- gone",
         "+ new",

@@ -124,6 +124,9 @@ def diff(first: str, second: str, /, *, values: bool = True) -> str:
 
 def _largest_difference(x: torch.Tensor, y: torch.Tensor) -> float:
     """Return the largest difference between elements of two tensors; 0 between equal infinities, and between two NaNs."""
+    if x.dtype == torch.int64:  # in two halves, as float64 has 53 bits
+        high, low = (x >> 32) - (y >> 32), (x & 0xFFFFFFFF) - (y & 0xFFFFFFFF)
+        return (high.double() * 2**32 + low.double()).abs().max().item()
     dtype = torch.complex128 if x.is_complex() else torch.float64
     x, y = x.to(dtype), y.to(dtype)
     is_same = (x == y) | (x.isnan() & y.isnan())
