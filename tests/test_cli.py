@@ -150,6 +150,19 @@ def test_diff_of_values_that_are_not_finite_missing_or_of_another_type(tmp_path,
     assert run(capsys, "ckpt", "diff", paths[0], paths[0])[1] == ["no difference"]
 
 
+def test_control_characters_in_names_are_printed_as_escapes(tmp_path, capsys):
+    """A terminal would obey them: a name could hide what a checkpoint has."""
+    name = "w\x1b[2J\x9b1A\r\x7f"
+    first, second = (
+        fs.checkpoint.save(tmp_path, {name: torch.full([2], x)}, step=1, comm=fs.SingleComm()).path for x in (1.0, 2.0)
+    )
+    for argv in (["show", first], ["diff", first, second], ["show", tmp_path / name]):
+        _, out, err = run(capsys, "ckpt", *argv)
+        said = "\n".join([*out, *([err] if isinstance(err, str) else err)])
+        assert r"w\x1b[2J\x9b1A\r\x7f" in said, said
+        assert not re.search(r"[\x00-\x09\x0b-\x1f\x7f-\x9f]", said)
+
+
 def test_prune(root, capsys):
     first, second = path_of(root, 1), path_of(root, 2)
     assert run(capsys, "ckpt", "prune", root, "--keep", 1)[1] == [f"removed {first}", f"removed {second}"]

@@ -4,9 +4,10 @@ The command needs tyro (``pip install 'fsharp[cli]'``), and no process group.
 """
 
 import os
+import re
 import sys
 from collections.abc import Callable, Sequence
-from typing import Annotated, Any, Union
+from typing import Annotated, Any, TextIO, Union
 
 from fsharp.cli.checkpoints import convert, diff, export, list_checkpoints, prune_checkpoints, show, verify_checkpoints
 from fsharp.cli.diagnosis import doctor
@@ -57,7 +58,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         text = tyro.cli(choice({**COMMANDS, "ckpt": ckpt}), prog="fsharp", description=_ABOUT, args=argv)
     except (FsharpError, ImportError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
+        _print(f"error: {error}", sys.stderr)
         return 2 if isinstance(error, OptionError | PatternError) else 1
     except RecursionError:
         print("error: a tree or a folder nests more levels than Python can follow.", file=sys.stderr)
@@ -65,12 +66,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return 130
     if text:
-        encoding = sys.stdout.encoding or "utf-8"
         try:
-            print(text.encode(encoding, "backslashreplace").decode(encoding), flush=True)
+            _print(text, sys.stdout)
         except OSError as error:
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # python flushes stdout at its exit
             if not isinstance(error, BrokenPipeError):  # a reader such as head has stopped reading
                 print(f"error: {error}", file=sys.stderr)
             return 1
     return 0
+
+
+def _print(text: str, file: TextIO) -> None:
+    """Print text. Escapes stand for control characters, which a terminal would obey, and for what the encoding lacks.
+
+    Names in a checkpoint may have any characters.
+    """
+    encoding = file.encoding or "utf-8"
+    text = re.sub(r"[\x00-\x09\x0b-\x1f\x7f-\x9f]", lambda found: found[0].encode("unicode_escape").decode(), text)
+    print(text.encode(encoding, "backslashreplace").decode(encoding), file=file, flush=True)
