@@ -83,8 +83,8 @@ def assign_addresses(items: tuple[ArenaItem, ...], *, max_nbytes: int | None = N
         if not best or nbytes < arena:
             best, arena = starts, nbytes
         orders.append(order)
-    for slack, order, score in product(_ARENA_SLACKS, orders, _ADDRESS_SCORES):
-        target = least + int(slack * least) // grain * grain
+    targets = sorted({least + int(slack * least) // grain * grain for slack in _ARENA_SLACKS})
+    for target, order, score in product(targets, orders, _ADDRESS_SCORES):
         if target >= arena:
             break
         starts = search.find_addresses(order, score, target)
