@@ -1,5 +1,6 @@
 """launch: run a function in several processes of this machine, from a script or a notebook."""
 
+import gc
 import json
 import logging
 import os
@@ -88,7 +89,7 @@ def launch(fn: Callable[..., R], nproc: int, *args: Any, restarts: int = 0) -> l
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import elastic_launch
 
-    disabled = logging.root.manager.disable
+    disabled, is_interrupted = logging.root.manager.disable, False
     logging.disable(logging.CRITICAL)  # torch's agent logs a failure, and so does the error below
     with tempfile.TemporaryDirectory(prefix="fsharp-") as folder, _restored_signal_handlers():
         _write_call(Path(folder), fn, args)
@@ -99,11 +100,14 @@ def launch(fn: Callable[..., R], nproc: int, *args: Any, restarts: int = 0) -> l
             lines = "".join(f"\nrank {other}: {text.splitlines()[0]}" for other, text in others)
             raise CommError(f"launch(): rank {rank} of {nproc} failed: {account}{lines}") from None
         except SignalException as error:
-            if error.sigval == signal.SIGINT:
-                raise KeyboardInterrupt from None
-            raise
+            if error.sigval != signal.SIGINT:
+                raise
+            is_interrupted = True
         finally:
             logging.disable(disabled)
+        if is_interrupted:
+            gc.collect()  # ends the thread of torch's rendezvous: one that is alive at the end of Python may abort the process
+            raise KeyboardInterrupt
         return _read_results(Path(folder), nproc)
 
 

@@ -90,6 +90,7 @@ def test_one_process_is_this_one(monkeypatch):
 
 
 _WAITING = """
+import threading
 import time
 from pathlib import Path
 import fsharp as fs
@@ -98,7 +99,10 @@ def wait(path):
     Path(path).touch()
     time.sleep(100)
 
-fs.launch(wait, 2, {path!r}, restarts={restarts})
+try:
+    fs.launch(wait, 2, {path!r}, restarts={restarts})
+finally:
+    assert threading.active_count() == 1, "a thread that waits in C++ as Python ends may abort the process"
 """
 
 
