@@ -186,10 +186,14 @@ def to_orbax(
 
 def _metadata_by_item(folder: str) -> dict[str, Any]:
     """Return the metadata of each pytree in a checkpoint, by the name that Orbax loads it by."""
-    with suppress(Exception):  # the pytree has no name, or there is no checkpoint, as Orbax says below
-        found = ocp.checkpointables_metadata(folder).metadata
-        if trees := {item: tree for item, tree in found.items() if tree is not None}:
-            return trees
+
+    def items() -> Any:
+        with suppress(ocp.errors.InvalidLayoutError):  # the pytree has no name, or there is no checkpoint, as Orbax says below
+            return ocp.checkpointables_metadata(folder).metadata
+        return {}
+
+    if trees := {item: tree for item, tree in _call_orbax(folder, items).items() if tree is not None}:
+        return trees
     names = os.listdir(folder) if os.path.isdir(folder) else []
     inside = [name for name in names if os.path.exists(f"{folder}/{name}/{_METADATA_FILE}")]
     if inside and _METADATA_FILE not in names:

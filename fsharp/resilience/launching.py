@@ -89,7 +89,7 @@ def launch(fn: Callable[..., R], nproc: int, *args: Any, restarts: int = 0) -> l
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import elastic_launch
 
-    disabled, is_interrupted = logging.root.manager.disable, False
+    disabled, signalled = logging.root.manager.disable, None
     logging.disable(logging.CRITICAL)  # torch's agent logs a failure, and so does the error below
     with tempfile.TemporaryDirectory(prefix="fsharp-") as folder, _restored_signal_handlers():
         _write_call(Path(folder), fn, args)
@@ -100,14 +100,13 @@ def launch(fn: Callable[..., R], nproc: int, *args: Any, restarts: int = 0) -> l
             lines = "".join(f"\nrank {other}: {text.splitlines()[0]}" for other, text in others)
             raise CommError(f"launch(): rank {rank} of {nproc} failed: {account}{lines}") from None
         except SignalException as error:
-            if error.sigval != signal.SIGINT:
-                raise
-            is_interrupted = True
+            is_ctrl_c = error.sigval == signal.SIGINT
+            signalled = KeyboardInterrupt() if is_ctrl_c else SignalException(str(error), error.sigval)
         finally:
             logging.disable(disabled)
-        if is_interrupted:
-            gc.collect()  # ends the thread of torch's rendezvous: one that is alive at the end of Python may abort the process
-            raise KeyboardInterrupt
+        if signalled is not None:  # without the frames of torch's error, which keep its rendezvous alive
+            gc.collect()  # ends the thread of the rendezvous: one that is alive at the end of Python may abort the process
+            raise signalled
         return _read_results(Path(folder), nproc)
 
 

@@ -106,17 +106,21 @@ finally:
 """
 
 
-def test_ctrl_c_is_a_keyboard_interrupt(tmp_path):
+@pytest.mark.parametrize(
+    ("number", "last", "status"),
+    [(signal.SIGINT, "KeyboardInterrupt", -signal.SIGINT), (signal.SIGTERM, r".*SignalException: .*got signal: 15", 1)],
+)
+def test_ctrl_c_is_a_keyboard_interrupt_and_another_signal_an_error_of_torch(number, last, status, tmp_path):
     begun = tmp_path / "begun"
     command = [sys.executable, "-c", _WAITING.format(path=str(begun), restarts=0)]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as run:
         while not begun.exists() and run.poll() is None:
             time.sleep(0.05)
-        run.send_signal(signal.SIGINT)
+        run.send_signal(number)
         _, said = run.communicate(timeout=60)
-    assert said.endswith("KeyboardInterrupt\n")
-    assert "SignalException" not in said
-    assert run.returncode == -signal.SIGINT
+    assert re.fullmatch(last, said.splitlines()[-1]), said
+    assert ("SignalException" in said) == (number == signal.SIGTERM)
+    assert run.returncode == status
 
 
 @pytest.mark.timeout(240)

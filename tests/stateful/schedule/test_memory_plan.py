@@ -316,7 +316,7 @@ def test_comparisons_of_one_arena_are_limited(kind, microbatches, monkeypatch):
         return find(search, *args)
 
     monkeypatch.setattr(arena._AddressSearch, "find_addresses", watched)
-    for number in (20, 400):
+    for number in (20, 200, 400):
         compile_schedule(program_of(sizes_of(number, kind), microbatches), SchedulePolicy(bucket_nbytes=0))
     most = max(len(each.items) for each in finders)
     assert most == 1200
