@@ -19,7 +19,14 @@ from fsharp.checkpoint.formats import huggingface
 from fsharp.checkpoint.manifest import MANIFEST_FIRST_BYTES, MANIFEST_NAME, FileRecord, Manifest
 from fsharp.checkpoint.reading import NeededElements, Reader, check_file_size, describe_damaged_files
 from fsharp.checkpoint.shard_file import header_prefix
-from fsharp.checkpoint.storage import REMOVED_SUFFIX, Storage, absolute_path, read_index_file, storage_of
+from fsharp.checkpoint.storage import (
+    REMOVED_SUFFIX,
+    Storage,
+    absolute_path,
+    raise_if_unreadable,
+    read_index_file,
+    storage_of,
+)
 from fsharp.errors import CheckpointError
 from fsharp.functional.formats.format import dtype_name
 from fsharp.functional.layout.text import nbytes_text, table_html
@@ -266,25 +273,31 @@ def checkpoints(root: str | os.PathLike[str]) -> list[Checkpoint]:
     return list(iter_complete_checkpoints(absolute_path(root)))
 
 
-def iter_complete_checkpoints(folder: str) -> Iterator[Checkpoint]:
+def iter_complete_checkpoints(folder: str, *, skips_unreadable: bool = True) -> Iterator[Checkpoint]:
     """Yield the complete checkpoints in ``folder``, the newest first. Each checkpoint is opened when the caller asks for it.
 
-    Another process may save and remove checkpoints meanwhile. So if none is complete, the folder is listed again.
+    Another process may save and remove checkpoints meanwhile. So if none is complete, the folder is listed again. A checkpoint
+    that the file system refuses to read is left out or, without ``skips_unreadable``, a CheckpointError.
     """
     looked_at, is_one_complete = set[str](), False
     while not is_one_complete and (names := [x for x in folder_names_newest_first(folder) if x not in looked_at]):
         looked_at.update(names)
         for name in names:
-            if (found := open_if_complete(f"{folder}/{name}")) is not None:
+            if (found := open_if_complete(f"{folder}/{name}", skips_unreadable=skips_unreadable)) is not None:
                 is_one_complete = True
                 yield found
 
 
-def open_if_complete(path: str) -> Checkpoint | None:
-    """Return the checkpoint at ``path``. If it is incomplete, return None and log a warning."""
+def open_if_complete(path: str, *, skips_unreadable: bool = True) -> Checkpoint | None:
+    """Return the checkpoint at ``path``. If it is incomplete, return None and log a warning.
+
+    So too if the file system refuses to read the checkpoint; without ``skips_unreadable`` this is a CheckpointError.
+    """
     try:
         return _open_complete(path)
     except CheckpointError as error:
+        if not skips_unreadable:
+            raise_if_unreadable(error)
         _log.warning("left out: %s", error)
         return None
 
@@ -295,9 +308,12 @@ def latest(root: str | os.PathLike[str]) -> Checkpoint | None:
 
     Interrupted saves, and checkpoints with missing or short files, are skipped, with a warning in the log. Tensors are not
     read: for damage inside of files see :func:`verify`.
+
+    Raises:
+        CheckpointError: the file system refuses to read the newest checkpoint, for example for lack of permission.
     """
     folder = absolute_path(root)
-    newest = next(iter_complete_checkpoints(folder), None)
+    newest = next(iter_complete_checkpoints(folder, skips_unreadable=False), None)
     for name in storage_of(folder).list_names(folder):
         match = _STAGING_FOLDER_PATTERN.fullmatch(name)
         if match and (newest is None or int(match[2]) > newest.step):
@@ -310,7 +326,8 @@ def newest_except(root: str, damaged: Collection[str]) -> Checkpoint | None:
     """Return the newest complete checkpoint under ``root`` whose path is not in ``damaged``; None if there is none."""
     if not damaged:
         return latest(root)
-    return next((each for each in iter_complete_checkpoints(root) if each.path not in damaged), None)
+    found = iter_complete_checkpoints(root, skips_unreadable=False)
+    return next((each for each in found if each.path not in damaged), None)
 
 
 @options_checked

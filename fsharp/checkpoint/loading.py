@@ -11,7 +11,14 @@ from typing import Any, TypeVar
 import optree
 import torch
 
-from fsharp.checkpoint.catalog import Checkpoint, complete_sibling_hint, newest_except, open_checkpoint, opening_errors
+from fsharp.checkpoint.catalog import (
+    Checkpoint,
+    complete_sibling_hint,
+    newest_except,
+    open_checkpoint,
+    open_if_complete,
+    opening_errors,
+)
 from fsharp.checkpoint.entries import (
     PerRank,
     TensorEntry,
@@ -28,7 +35,7 @@ from fsharp.checkpoint.formats.huggingface import is_huggingface_folder
 from fsharp.checkpoint.manifest import MANIFEST_NAME, Manifest
 from fsharp.checkpoint.matching import StoredNames, check_matches, first_error_rows, stored_names, without_ignored
 from fsharp.checkpoint.reading import BUFFER_NBYTES, NeededElements
-from fsharp.checkpoint.storage import absolute_path, storage_of
+from fsharp.checkpoint.storage import absolute_path, os_error_behind, storage_of
 from fsharp.errors import AgreementError, CheckpointError, CommError, problem
 from fsharp.functional.comm.agree import all_gather_texts, check_on_all_ranks
 from fsharp.functional.comm.protocol import Comm
@@ -75,7 +82,8 @@ def load(
             of another library.
 
             - Under a root, incomplete checkpoints are skipped. A newer checkpoint than the loaded one, whose tensors turned out
-              to be damaged, is renamed to end in ``.damaged``. The log has a warning for each.
+              to be damaged, is renamed to end in ``.damaged``. The log has a warning for each. A checkpoint that one rank
+              cannot read, as it lacks a permission or a mount, is an error that names this rank.
             - Of another library: a folder of Hugging Face (safetensors, else ``pytorch_model.bin``, with or without an index),
               or a file of safetensors or ``torch.save``. The file of ``torch.save`` has tensors, numbers and texts in dicts,
               lists and tuples. Keys are joined by dots: for ``{"model": model.state_dict()}`` pass ``subtree="model"``.
@@ -124,33 +132,34 @@ def load_checkpoint_and_tree(where: str | os.PathLike[str], like: Any, *, comm: 
         load_it = partial(load_checkpoint_at, path, like, damage, comm=comm, where=given, **options)
         if is_asked_for:
             return load_it()
-        loaded, texts = load_or_collect_damage(load_it, damage, comm)
+        loaded, texts = load_or_collect_damage(load_it, damage, comm, path)
         if loaded is not None:
             set_aside_damaged(damaged, path, comm)
             return loaded
-        damaged[path] = texts[0]
+        if texts:
+            damaged[path] = texts[0]
 
 
 def load_checkpoint_at(
     path: str, like: Any, damage: list[str], *, comm: Comm, buffer_nbytes: int = BUFFER_NBYTES, **options: Any
 ) -> tuple[Checkpoint, Any]:
-    """Load the checkpoint at ``path`` as :func:`load_with_reader` does. Damage that this rank finds is added to ``damage``."""
+    """Load the checkpoint at ``path`` as :func:`load_with_reader` does. Damage that this rank finds is added to ``damage``.
+
+    What a rank cannot open or read is no damage: rank 0 has just opened the checkpoint, so this rank sees it differently.
+    """
     seen = list[Checkpoint]()
 
     def opened() -> Checkpoint:
-        try:
-            seen.append(open_checkpoint(path))
-            _ = seen[0].manifest  # read now: another process may remove the checkpoint
-        except CheckpointError as error:
-            damage.append(str(error))
-            raise
+        seen.append(open_checkpoint(path))
+        _ = seen[0].manifest  # read now: another process may remove the checkpoint
         return seen[0]
 
     def read(found: Checkpoint, needs: list[NeededElements]) -> None:
         try:
             found.reader.read(needs, buffer_nbytes=buffer_nbytes)
         except CheckpointError as error:
-            damage.append(str(error))
+            if os_error_behind(error) is None:
+                damage.append(str(error))
             raise CheckpointError(f"{error}{complete_sibling_hint(found.path)}") from error
 
     tree = load_with_reader(read, opened, like, comm=comm, **options)
@@ -258,7 +267,7 @@ def _choose_path(path: str, comm: Comm, damaged: Mapping[str, str]) -> tuple[str
             answer = {"error": str(error)}
     said = json.loads(all_gather_texts(json.dumps(answer), comm)[0])
     if "error" in said:
-        raise CheckpointError(f"load(): {said['error']}")
+        raise CheckpointError(f"load(): rank 0 says: {said['error']}")
     return str(said["path"]), bool(said["is_asked_for"])
 
 
@@ -363,12 +372,14 @@ def _fill_tree(
             )
 
 
-def load_or_collect_damage(load: Callable[[], T], damage: list[Any], comm: Comm) -> tuple[T | None, list[Any]]:
+def load_or_collect_damage(
+    load: Callable[[], T], damage: list[Any], comm: Comm, path: str | None
+) -> tuple[T | None, list[Any]]:
     """Return ``(load(), [])``; or, if ``load`` fails for damage, ``(None, found)`` with the damage that all ranks have found.
 
     All ranks call this function. ``load`` appends the damage that this rank finds to the list ``damage``, as values that JSON
     can hold. Then it fails on all ranks. If no rank has found damage, or if ``load`` fails on some rank for another reason, its
-    error is raised.
+    error is raised. But if rank 0 finds that another process has removed the checkpoint at ``path``, return ``(None, [])``.
 
     Cost: the cost of ``load``, and one exchange if ``load`` fails.
     """
@@ -378,9 +389,13 @@ def load_or_collect_damage(load: Callable[[], T], damage: list[Any], comm: Comm)
         raise
     except Exception as error:  # any kind: all ranks come here, and each reports its reason
         own = error.__cause__ if isinstance(error, AgreementError) else error  # other ranks report their errors themselves
-        said = [json.loads(text) for text in all_gather_texts(json.dumps([own is not None and not damage, damage]), comm)]
-        found = [each for _, texts in said for each in texts]
-        if not found or any(has_failed_otherwise for has_failed_otherwise, _ in said):
+        is_removed = comm.rank == 0 and path is not None and open_if_complete(path) is None
+        mine = json.dumps([own is not None and not damage, damage, is_removed])
+        said = [json.loads(text) for text in all_gather_texts(mine, comm)]
+        found = [each for _, texts, _ in said for each in texts]
+        if said[0][2]:
+            return None, []
+        if not found or any(has_failed_otherwise for has_failed_otherwise, _, _ in said):
             raise
         return None, found
 

@@ -21,7 +21,7 @@ from fsharp.checkpoint.reading import (
 )
 from fsharp.checkpoint.saving import shard_file_name
 from fsharp.checkpoint.shard_file import batches_by_nbytes, bytes_of, header_nbytes
-from fsharp.checkpoint.storage import LocalStorage
+from fsharp.checkpoint.storage import LocalStorage, os_error_behind, raise_if_unreadable
 from fsharp.errors import CheckpointError
 from fsharp.functional.comm.agree import all_gather_texts, check_on_all_ranks
 from fsharp.functional.comm.protocol import Comm
@@ -33,7 +33,7 @@ _local_storage = LocalStorage()
 
 
 class DamagedCopy(CheckpointError):
-    """The copy of ``file`` on the host of ``rank`` is damaged or cannot be read."""
+    """The copy of ``file`` on the host of ``rank`` is damaged."""
 
     def __init__(self, text: str, rank: int, file: str) -> None:
         super().__init__(text)
@@ -42,10 +42,12 @@ class DamagedCopy(CheckpointError):
 
 @contextmanager
 def _blaming_damage_on(rank: int, file: str) -> Iterator[None]:
-    """Turn a CheckpointError that is raised in this context into a :class:`DamagedCopy` of ``file`` on the host of ``rank``."""
+    """Turn a CheckpointError of damage, raised in this context, into a :class:`DamagedCopy` of ``file`` on ``rank``'s host."""
     try:
         yield
     except CheckpointError as error:
+        if os_error_behind(error) is not None:
+            raise
         raise DamagedCopy(str(error), rank, file) from error
 
 
@@ -114,6 +116,7 @@ def describe_saves_held_here(folder: str) -> list[list[Any]]:
         try:
             manifest, manifest_nbytes = Checkpoint(path).manifest, _local_storage.nbytes(f"{path}/{MANIFEST_NAME}")
         except CheckpointError as error:
+            raise_if_unreadable(error)
             _log.warning("left out: %s", error)
             continue
         heads, there = {}, set(_local_storage.list_names(path))
@@ -125,6 +128,7 @@ def describe_saves_held_here(folder: str) -> list[list[Any]]:
                     _local_storage.read(file, 0, memoryview(first))
                     heads[number] = header_nbytes(file, bytes(first), record.nbytes)
                 except CheckpointError as error:
+                    raise_if_unreadable(error)
                     _log.warning("left out: %s", error)
         saves.append([name, manifest.step, manifest.created, len(manifest.files), manifest_nbytes, heads])
     return saves

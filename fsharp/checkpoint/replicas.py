@@ -375,14 +375,15 @@ class Replicas(BackgroundSaver):
                 nothing = f"restore(): no host holds anything in {self._folder}; root is {self._root!r}."
                 raise CheckpointError("\n".join([nothing, *on_disk.values()]))
             how = {"subtree": subtree, "cast": cast, "donate": donate}
-            loaded, said = load_or_collect_damage(partial(self._load_save, found, like, damage, **how), damage, self._comm)
+            load_it, path = partial(self._load_save, found, like, damage, **how), getattr(found, "path", None)
+            loaded, said = load_or_collect_damage(load_it, damage, self._comm, path)
             if loaded is not None:
                 where = "on hosts" if isinstance(found, HeldSave) else "on disk"
                 self._set_aside(on_disk, copies, f"what was saved of step {found.step} {where}")
                 return loaded
             if isinstance(found, HeldSave):
                 copies |= {(found.name, rank // self._domain_size * self._domain_size, file): text for text, rank, file in said}
-            else:
+            elif said:
                 on_disk[found.path] = said[0]
 
     def _load_save(

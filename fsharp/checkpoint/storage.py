@@ -50,6 +50,17 @@ def storage_of(path: str) -> "Storage":
         raise CheckpointError(f"{path}: {error}") from error
 
 
+def os_error_behind(error: BaseException | None) -> OSError | None:
+    """Return the OSError that is a cause of ``error``, or None. Such an error proves no damage: a byte was not seen."""
+    return error if error is None or isinstance(error, OSError) else os_error_behind(error.__cause__)
+
+
+def raise_if_unreadable(error: CheckpointError) -> None:
+    """Raise ``error`` if the file system has refused to read a file or folder. One that is missing is no such case."""
+    if not isinstance(os_error_behind(error), FileNotFoundError | None):
+        raise error
+
+
 def read_index_file(storage: "Storage", folder: str, name: str, allowed_extra_nbytes: int = 16 << 20) -> bytes:
     """Return the bytes of a file that describes the other files in its folder.
 

@@ -1,8 +1,11 @@
 """From a damaged checkpoint all ranks go back to the one before, and what is damaged is set aside with a warning."""
 
+import errno
 import logging
 import os
+import re
 import shutil
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -12,8 +15,9 @@ import fsharp as fs
 from fsharp.checkpoint import loading
 from fsharp.checkpoint.manifest import MANIFEST_NAME
 from fsharp.checkpoint.storage import LocalStorage
-from fsharp.errors import CheckpointError, FsharpError, TreeError
-from fsharp.testing import simulate
+from fsharp.errors import AgreementError, CheckpointError, FsharpError, TreeError
+from fsharp.testing import processes, simulate
+from tests.checkpoint.refusing import refusing
 
 TWO = fs.Mesh({"dp": 2})
 ONE = fs.SingleComm()
@@ -74,18 +78,48 @@ def test_damage_that_one_rank_sees_sends_all_of_them_back(tmp_path, caplog, rank
     assert os.path.exists(f"{paths[3]}.damaged")
 
 
-def test_a_file_that_disappears_after_the_look_counts_as_damage(tmp_path, monkeypatch):
-    first, second = saved(tmp_path, [1, 2])
-    read = LocalStorage.read
+def test_what_one_rank_alone_cannot_read_is_an_error_of_all_ranks_and_no_damage(tmp_path):
+    """Permission, a stale handle, a disk that fails, and a mount that this host lacks prove nothing against the bytes."""
+    root = str(tmp_path)
+    paths = saved(root, [1, 2])
+    codes = (errno.EACCES, errno.ESTALE, errno.EIO, errno.ENOENT)
+    parts = ("step-0000000002", "rank-00001")
+    cases = [(rank, code, part) for rank in (0, 1) for code in codes for part in parts if (rank, code) != (0, errno.ENOENT)]
 
-    def failing(self, path, start, into):
-        if path == f"{second}/rank-00001.safetensors":
-            raise CheckpointError(f"{path}: cannot be read: Input/output error.")
-        read(self, path, start, into)
+    def run(comm):
+        said = []
+        for rank, code, part in cases:
+            with refusing(code, part) if comm.rank == rank else nullcontext():
+                try:
+                    said.append(f"loaded {fs.checkpoint.load(root, tree_of(comm, 0), comm=comm)['n']}")
+                except (CheckpointError, AgreementError) as error:
+                    said.append(str(error))
+        return said
 
-    monkeypatch.setattr(LocalStorage, "read", failing)
-    assert loaded(tmp_path) == 1
-    assert sorted(name for name in os.listdir(tmp_path)) == [os.path.basename(first), os.path.basename(second) + ".damaged"]
+    mine, others = processes(TWO, run)
+    for (rank, code, part), text, other in zip(cases, mine, others, strict=True):
+        assert text == other, "all ranks raise alike"
+        assert f"rank {rank} says:" in text
+        assert re.search(f"{paths[1]}.*({os.strerror(code)}|there is no checkpoint here|missing)", text), (code, part, text)
+    assert sorted(os.listdir(root)) == sorted(map(os.path.basename, paths))
+
+
+def test_an_older_checkpoint_that_cannot_be_read_stops_no_load_and_no_saver(tmp_path, caplog):
+    [first] = saved(tmp_path, [1])
+    with fs.checkpoint.Saver(tmp_path, ONE, keep=1) as saver, refusing(errno.EACCES, os.path.basename(first)):
+        saver.save(tree_of(ONE, 2), step=2)
+        saver.wait()
+        assert fs.checkpoint.latest(tmp_path).step == 2
+        with caplog.at_level(logging.WARNING, "fsharp"):
+            assert [found.step for found in fs.checkpoint.checkpoints(tmp_path)] == [2]
+    assert "manifest.json: cannot be read: Permission denied" in caplog.text
+    assert os.path.exists(first)
+
+
+def test_the_newest_checkpoint_that_cannot_be_read_is_not_passed_over(tmp_path):
+    saved(tmp_path, [1, 2])
+    with refusing(errno.ESTALE, "step-0000000002"), pytest.raises(CheckpointError, match=r"step-0000000002.*Stale file handle"):
+        fs.checkpoint.latest(tmp_path)
 
 
 def test_a_checkpoint_that_another_process_removes_once_it_is_open_counts_as_damaged(tmp_path, monkeypatch):

@@ -1,10 +1,12 @@
 """Replicas: hosts may lose their memory, jobs may change their size, and what is restored is what was kept, to the bit."""
 
+import errno
 import itertools
 import logging
 import os
 import shutil
 import signal
+from contextlib import nullcontext
 from functools import partial
 
 import optree
@@ -16,6 +18,7 @@ from fsharp.checkpoint import replicas as replicas_module
 from fsharp.checkpoint.manifest import MANIFEST_NAME
 from fsharp.errors import AgreementError, CheckpointError, CommError
 from fsharp.testing import processes, simulate
+from tests.checkpoint.refusing import refusing
 from tests.gpt_like import loss_fn, make_batches, make_params
 
 FOUR, THREE = fs.Mesh({"dp": 4}), fs.Mesh({"dp": 3})
@@ -405,6 +408,26 @@ def test_damage_is_named_with_its_host(tmp_path):
             assert "damaged" in text
         assert "blocks of 4,096 bytes are damaged" in said[3]
         assert "files of ranks [1] of 4 are on no host" in said[1]
+
+
+def test_a_copy_that_its_host_cannot_read_is_an_error_of_all_ranks_and_no_damage(tmp_path):
+    root = str(tmp_path)
+    (_, kept) = processes(fs.Mesh({"dp": 2}), partial(keep, root=root))
+
+    def restart(comm):
+        said = []
+        for part in ("rank-00000", MANIFEST_NAME):
+            broken = refusing(errno.EIO, part) if comm.rank == 1 else nullcontext()
+            with broken, pytest.raises((CheckpointError, AgreementError)) as caught:
+                restored(comm, host(root, comm.rank), fs.zero3("dp"))
+            said.append(str(caught.value))
+        assert same(whole(restored(comm, host(root, comm.rank), fs.zero3("dp")), comm), kept)
+        return said
+
+    for said in processes(fs.Mesh({"dp": 2}), restart):
+        for text, part in zip(said, ("rank-00000.safetensors", MANIFEST_NAME), strict=True):
+            assert "rank 1 says:" in text
+            assert f"{part}: cannot be read: Input/output error" in text
 
 
 def test_a_good_copy_of_another_host_is_used_and_then_what_is_on_disk(tmp_path):
