@@ -5,6 +5,7 @@ communication which elements each other rank holds and writes.
 """
 
 import math
+import re
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
@@ -30,6 +31,7 @@ from fsharp.tracebacks import api_boundary
 from fsharp.type_checks import options_checked
 
 Value = bool | int | float | str | None
+_SURROGATE_PATTERN = re.compile("[\ud800-\udfff]")
 _MIN_WRITE_NBYTES = 1 << 16
 """Least bytes that a replica writes of a tensor; fewer replicas divide a small tensor."""
 
@@ -263,10 +265,21 @@ def leaves_with_path(
     tree: Any, is_leaf: Callable[[Any], bool] = is_checkpoint_leaf, *, none_is_leaf: bool = False
 ) -> Iterator[tuple[tuple[str, ...], tuple[str, ...], Any]]:
     """Yield ``(path, path as in plan(), leaf)``. The first path has the names of a named tuple's fields, the second numbers."""
-    accessors, leaves, _ = optree.tree_flatten_with_accessor(tree, is_leaf=is_leaf, none_is_leaf=none_is_leaf)
+    try:
+        accessors, leaves, _ = optree.tree_flatten_with_accessor(tree, is_leaf=is_leaf, none_is_leaf=none_is_leaf)
+    except RecursionError as error:
+        raise nests_too_deeply() from error
     for accessor, leaf in zip(accessors, leaves, strict=True):
         named = tuple(str(getattr(each, "field", None) or each.entry) for each in accessor)
         yield named, tuple(str(each.entry) for each in accessor), leaf
+
+
+def nests_too_deeply() -> TreeError:
+    """Return the error for a tree that nests more deeply than optree or Python can follow."""
+    return TreeError(
+        f"the tree nests too deeply for a checkpoint: expected fewer than {optree.MAX_RECURSION_DEPTH:,} levels, or fewer than "
+        "400 in lists of numbers. Keep the links of a chain side by side in one list."
+    )
 
 
 def _add_unit_entries(
@@ -403,6 +416,8 @@ def _add_entry(where: str, found: TreeContents, entry: TensorEntry) -> None:
     _check_new_name(where, found, entry.name)
     if entry.dtype not in SAVABLE_DTYPES:
         raise TreeError(f"{where}: {entry.name!r} has dtype {entry.dtype}, which cannot be in a checkpoint.")
+    if _SURROGATE_PATTERN.search(entry.name):
+        raise TreeError(f"{where}: {entry.name!r} has half of a surrogate pair, which UTF-8 cannot hold: rename the key.")
     found.entries[entry.name] = entry
 
 

@@ -196,9 +196,10 @@ def rebuild_from_structure(name: str, structure: Any, value: Callable[[str], Any
         return value(name)
     tagged: dict[str, Any] = {"list": structure} if isinstance(structure, list) else structure
     [(kind, parts)] = tagged.items()
+    prefix = f"{name}." if name else ""  # the whole tree has no name
     if kind == "dict":
-        return {key: rebuild_from_structure(f"{name}.{key}", each, value) for key, each in parts.items()}
-    made = [rebuild_from_structure(f"{name}.{i}", each, value) for i, each in enumerate(parts)]
+        return {key: rebuild_from_structure(f"{prefix}{key}", each, value) for key, each in parts.items()}
+    made = [rebuild_from_structure(f"{prefix}{i}", each, value) for i, each in enumerate(parts)]
     return tuple(made) if kind == "tuple" else made
 
 

@@ -4,6 +4,7 @@ import json
 import logging
 import os
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -20,6 +21,7 @@ from fsharp.checkpoint.entries import (
     has_state_dict,
     is_checkpoint_leaf,
     leaves_with_path,
+    nests_too_deeply,
     with_state_dicts,
 )
 from fsharp.checkpoint.manifest import MANIFEST_NAME, Chunk, FileRecord, Manifest, TensorRecord, json_round_trip, structure_of
@@ -148,7 +150,9 @@ def take_snapshot(
     ``where``: the calling function, for errors. ``prepare`` is called with the contents before ranks compare them, and
     ``save_id`` afterwards. ``shared_root``: whether ``root`` is one folder that all ranks see.
     """
-    has_objects = any(has_state_dict(leaf) for leaf in optree.tree_leaves(tree, is_leaf=is_checkpoint_leaf))
+    has_objects = False
+    with suppress(RecursionError):  # contents_of() refuses such a tree on all ranks
+        has_objects = any(has_state_dict(leaf) for leaf in optree.tree_leaves(tree, is_leaf=is_checkpoint_leaf))
     states = check_on_all_ranks(where, comm, lambda: with_state_dicts(tree)) if has_objects else tree
 
     def check() -> TreeContents:
@@ -212,7 +216,10 @@ def _structures_by_name(tree: Any) -> dict[str, Any]:
     found = leaves_with_path(
         tree, lambda x: is_checkpoint_leaf(x) or (type(x) in (list, tuple) and is_value(x)), none_is_leaf=True
     )
-    return {".".join(path): structure_of(x) for path, _, x in found if x is None or type(x) in (list, tuple)}
+    try:
+        return {".".join(path): structure_of(x) for path, _, x in found if x is None or type(x) in (list, tuple)}
+    except RecursionError as error:
+        raise nests_too_deeply() from error
 
 
 def tensors_written_by(contents: TreeContents, rank: int) -> list[tuple[TensorEntry, StoredTensor]]:

@@ -292,6 +292,58 @@ def test_names_that_the_format_has_taken(tmp_path):
         fs.checkpoint.from_dcp(tmp_path / "dcp", tmp_path / "b", config=object())
 
 
+def nested(levels, leaf, *, lists=False):
+    for _ in range(levels):
+        leaf = [leaf] if lists else {"a": leaf}
+    return leaf
+
+
+TOO_DEEP = [nested(1200, torch.ones(2)), nested(1200, 3, lists=True), nested(700, 3, lists=True)]
+
+
+@pytest.mark.parametrize("deep", TOO_DEEP, ids=["dicts", "lists", "lists that optree can follow"])
+def test_a_tree_that_nests_too_deeply_is_refused_on_all_ranks(tmp_path, deep):
+    with pytest.raises(TreeError, match=r"nests too deeply.*expected fewer than 1,000 levels"):
+        save(tmp_path, deep)
+
+    def one_alone(comm):
+        with pytest.raises(
+            (TreeError, AgreementError), match=r"(?s)rank 1.*nests too deeply.*expected fewer than 1,000 levels"
+        ):
+            fs.checkpoint.save(tmp_path, deep if comm.rank else torch.ones(2), step=0, comm=comm)
+
+    simulate(fs.Mesh({"dp": 2}), one_alone)
+    save(tmp_path, torch.ones(2))
+    with pytest.raises(TreeError, match="nests too deeply" if deep is not TOO_DEEP[2] else "differences"):
+        load(tmp_path, deep)
+    assert len(fs.checkpoint.checkpoints(tmp_path)) == len(list(tmp_path.iterdir())) == 1
+
+
+def test_a_tree_that_is_one_list_of_numbers_or_nests_deeply(tmp_path):
+    for tree, like in (
+        ([1, 2.5], [0, 0.0]),
+        ((1, [True]), (0, [False])),
+        (nested(390, 3, lists=True), nested(390, 0, lists=True)),
+    ):
+        save(tmp_path, tree)
+        assert load(tmp_path, like) == tree
+    save(tmp_path, nested(990, torch.ones(2)))
+    assert optree.tree_leaves(load(tmp_path, nested(990, torch.zeros(2))))[0].tolist() == [1.0, 1.0]
+
+
+@pytest.mark.parametrize("of", ["shards", "tensors", "one rank"])
+def test_a_name_that_utf8_cannot_hold_is_refused_before_anything_is_written(tmp_path, of):
+    def run(comm):
+        tree = {"layer": {"x" if of == "one rank" and comm.rank == 0 else "a\udc80": torch.ones(4)}}
+        given = fs.shard(tree, fs.plan(tree, comm.mesh, fs.zero3("dp")), comm) if of == "shards" else tree
+        expected = r"'layer\.a\\udc80' has half of a surrogate pair.*rename the key"
+        with pytest.raises((TreeError, AgreementError), match=expected):
+            fs.checkpoint.save(tmp_path, given, step=0, comm=comm)
+
+    simulate(fs.Mesh({"dp": 2}), run)
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_a_save_to_an_object_store_does_not_warn_of_itself(caplog):
     with caplog.at_level(logging.WARNING, "fsharp"):
         for _ in range(2):
