@@ -19,6 +19,8 @@ from fsharp.type_checks import options_checked, short_repr
 
 LOG_FILE = "log.jsonl"
 """Name of the file that a run writes, in the folder of its checkpoints."""
+STEP_LIMIT = 2**53
+"""From here on a double, as browsers have, does not hold every whole number."""
 _LINE_NAMES = ("step", "time")
 RUN_NAMES = (*_LINE_NAMES, "start", "event", "saved", "own_s", "steps_per_s")
 """Names under which a run itself records. A user's values need other names."""
@@ -53,8 +55,13 @@ class JsonlLogger:
 
     @api_boundary
     def log(self, step: int, values: Mapping[str, Any]) -> None:
-        """Append a line with the step and the values. OptionError if JSON cannot hold a value, OSError if writing fails."""
+        """Append a line with the step and the values. OptionError if JSON cannot hold a value, OSError if writing fails.
+
+        A step from 2**53 on is an OptionError: a reader that keeps numbers as doubles would take it for another step.
+        """
         check_names("log()", values, _LINE_NAMES)
+        if type(step) is not int or abs(step) >= STEP_LIMIT:
+            raise OptionError(f"log(): step is {short_repr(step)}, expected a whole number below 2**53.")
         plain = _nonfinite_as_text(plain_values(values))
         line = json.dumps({"step": step, "time": time.time(), **plain}, allow_nan=False).encode() + b"\n"
         self.path.parent.mkdir(parents=True, exist_ok=True)

@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from fsharp.errors import OptionError
-from fsharp.report.logs import LOG_FILE
+from fsharp.report.logs import LOG_FILE, STEP_LIMIT
 from fsharp.report.values import LAYOUT_KEYS, SPAN_FIELDS, TIMELINE_KEYS
 
 _NONFINITE_NAMES = ("nan", "inf", "-inf")
-_MOST_STEPS, _LAST_TIME = 2**53, 4e12  # the limits of a browser's exact integers and dates
+_LAST_TIME = 4e12  # the limit of a browser's dates
 
 
 @dataclass
@@ -48,7 +48,7 @@ class RunLog:
         try:
             row = json.loads(line, parse_int=_finite_or_text, parse_float=_finite_or_text, parse_constant=_finite_or_text)
             step, time = int(row.pop("step")), float(row.pop("time"))
-            is_valid = abs(step) < _MOST_STEPS and 0 <= time < _LAST_TIME
+            is_valid = abs(step) < STEP_LIMIT and 0 <= time < _LAST_TIME
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
             is_valid = False
         if not is_valid:

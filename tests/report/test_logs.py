@@ -15,6 +15,7 @@ import fsharp as fs
 from fsharp.checkpoint import saver
 from fsharp.checkpoint.saving import write_snapshot
 from fsharp.errors import FsharpError
+from fsharp.report.reading import read_log
 from fsharp.testing import processes
 
 
@@ -73,6 +74,15 @@ def test_a_value_that_json_cannot_hold_is_named(value, tmp_path):
     with pytest.raises(FsharpError, match=r"log\(\): 'norm(\.a)?' is .*, expected a number, a tensor with one element"):
         fs.resilience.JsonlLogger(tmp_path / "log.jsonl").log(0, {"norm": value})
     assert not (tmp_path / "log.jsonl").exists()
+
+
+@pytest.mark.parametrize("step", [2**53, -(2**53), 10**400, 1.5, "1", True])
+def test_a_step_that_readers_with_doubles_would_take_for_another_is_refused(step, tmp_path):
+    logger = fs.resilience.JsonlLogger(tmp_path / "log.jsonl")
+    with pytest.raises(FsharpError, match=r"log\(\): step is .*, expected a whole number below 2\*\*53"):
+        logger.log(step, {"loss": 1.0})
+    logger.log(2**53 - 1, {"loss": 1.0})
+    assert read_log(tmp_path).series == {"loss": {2**53 - 1: 1.0}}
 
 
 def test_tensorboard_gets_scalars_and_texts(tmp_path):
