@@ -3,7 +3,7 @@
 import hashlib
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any, NamedTuple
@@ -84,7 +84,9 @@ class TracedTransformation:
             jax.tree.unflatten(self.structure, [jax.ShapeDtypeStruct(part.shape, dtypes[i]) for part, dtypes in rows])
             for i in (0, 1)
         )
-        self.init, state = _trace_to_jaxpr("", tx.init, main)
+        named = {part.path: x for part, x in zip(leaf_ranges.parts, jax.tree.leaves(main), strict=True)}
+        refused = partial(_leaves_refused_alone, tx, named)
+        self.init, state = _trace_to_jaxpr("", refused, tx.init, main)
         with_paths, self.state_structure = jax.tree_util.tree_flatten_with_path(state)
         self.paths, self.state = [f"state{jax.tree_util.keystr(path)}" for path, _ in with_paths], [x for _, x in with_paths]
         self.extra = sorted(extra)
@@ -93,7 +95,7 @@ class TracedTransformation:
             return tx.update(grads, state, params, **dict(zip(self.extra, more, strict=True)))
 
         self.step, (updates, after) = _trace_to_jaxpr(
-            _EXTRA_ARGUMENTS_REMEDY, step, accumulate, state, main, [extra[name] for name in self.extra]
+            _EXTRA_ARGUMENTS_REMEDY, refused, step, accumulate, state, main, [extra[name] for name in self.extra]
         )
         if jax.tree.structure(after) != self.state_structure or jax.tree.structure(updates) != self.structure:
             raise TreeError(
@@ -316,13 +318,30 @@ def _named_leaves(node: Sharded) -> Any:
     return optree.tree_unflatten(node.unit.structure, [name(leaf) for leaf in node.unit.leaves])
 
 
-def _trace_to_jaxpr(remedy: str, fn: Any, *args: Any) -> Any:
-    """Return the jaxpr of optax's ``fn``, and the shapes of its results. ``remedy`` is for the TreeError if ``fn`` fails."""
+def _trace_to_jaxpr(remedy: str, refused: Callable[[], str], fn: Any, *args: Any) -> Any:
+    """Return the jaxpr of optax's ``fn``, and the shapes of its results.
+
+    If ``fn`` fails, raise a TreeError. ``remedy`` is for errors of arguments; for other errors ``refused`` returns the leaves.
+    """
     try:
         return jax.make_jaxpr(fn, return_shape=True)(*args)
-    except (TypeError, ValueError) as error:
-        what = f"the transformation raises a {type(error).__name__}: {error}"
-        raise TreeError(problem("from_optax()", what, remedy=remedy)) from error
+    except Exception as error:
+        what = f"the transformation raises {type(error).__name__}: {error}"
+        if isinstance(error, TypeError | ValueError):
+            raise TreeError(problem("from_optax()", what, remedy=remedy)) from error
+        remedy = "It fails without fsharp as well, under jax.jit. optax.partition() gives such leaves another transformation."
+        raise TreeError(problem("from_optax()", what, [("for", refused())], remedy)) from error
+
+
+def _leaves_refused_alone(tx: Any, named: Mapping[str, Any]) -> str:
+    """Return text with the leaves, given as shapes by name, for which ``tx`` fails if a leaf is the whole tree."""
+    found = []
+    for name, x in named.items():
+        try:
+            jax.eval_shape(lambda p: tx.update(p, tx.init(p), p), x)
+        except Exception:
+            found.append(f"{name!r:.80}: {x.dtype}{list(x.shape)}")
+    return ", ".join(found[:4]) + (f" and {len(found) - 4} more" if len(found) > 4 else "") or "unknown"
 
 
 _EXTRA_ARGUMENTS_REMEDY = (
