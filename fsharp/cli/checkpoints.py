@@ -197,7 +197,8 @@ def convert(
 ) -> str:
     """Convert a checkpoint of another library into a checkpoint of fsharp.
 
-    fsharp loads safetensors, and files of torch.save, without conversion.
+    fsharp loads safetensors, and files of torch.save, without conversion. Tensors of dcp are compared with the checksums that
+    torch writes beside them, unless it was told to write none. Names and shapes have no checksums.
 
     Args:
         folder: folder of the other library's checkpoint.

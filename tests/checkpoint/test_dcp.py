@@ -4,6 +4,7 @@ import io
 import os
 import pickle
 import shutil
+import struct
 import zipfile
 from collections import OrderedDict
 
@@ -335,6 +336,7 @@ def test_damaged_folders(tmp_path):
 
     fails(lambda f: (f / "__0_0.distcp").unlink(), "names missing or impossible files: .*__0_0.distcp")
     fails(lambda f: (f / "__0_0.distcp").write_bytes(b"x" * 900), "'w' cannot be read")
+    fails(lambda f: changed(f, lambda m: vars(m).pop("state_dict_metadata")), "Metadata, expected DCP's Metadata")
     fails(lambda f: changed(f, lambda m: chunks(m).clear()), "chunks of 'w' leave 6 of its elements out")
     fails(lambda f: changed(f, lambda m: chunks(m).append(chunks(m)[0])), r"chunks of 'w' do not tile it: \(2, 3\) at \(0, 0\)")
     fails(lambda f: changed(f, longer), r"chunks of 'w' do not tile it: \(3, 3\) at \(0, 0\) of \(2, 3\)")
@@ -407,6 +409,37 @@ def rewritten(data, change=None, compress=zipfile.ZIP_STORED):
 def test_archives_that_declare_more_than_they_hold(data, match):
     with pytest.raises((ValueError, zipfile.BadZipFile), match=match):
         load_archive(data())
+
+
+def test_flipped_bits_of_tensors_and_values_are_seen(tmp_path):
+    tree = {"w": torch.arange(3000.0), "n": 12345, "text": "abcdefgh"}
+    [file] = [path for path in written(tmp_path / "dcp", tree).iterdir() if path.suffix == ".distcp"]
+    data = file.read_bytes()
+    for name, needle in (
+        ("w", struct.pack("<2f", 1700.0, 1701.0)),
+        ("n", struct.pack("<cH", b"M", 12345)),
+        ("text", b"abcdefgh"),
+    ):
+        at = data.index(needle) + len(needle) - 1
+        file.write_bytes(data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :])
+        with pytest.raises(CheckpointError, match=f"'{name}' cannot be read: .*(checksum|CRC-32)"):
+            fs.checkpoint.from_dcp(tmp_path / "dcp", tmp_path / "root")
+        assert not (tmp_path / "root").exists() or not list((tmp_path / "root").iterdir())
+    file.write_bytes(data)
+    assert fs.checkpoint.from_dcp(tmp_path / "dcp", tmp_path / "root").manifest.values == {"n": 12345, "text": "abcdefgh"}
+
+
+def test_what_torch_wrote_without_checksums_is_read(tmp_path):
+    torch.serialization.set_crc32_options(False)
+    try:
+        torch.save({"w": torch.arange(5.0)}, tmp_path / "a.pt")
+        written(tmp_path / "dcp", {"w": torch.arange(5.0), "n": 3})
+    finally:
+        torch.serialization.set_crc32_options(True)
+    assert fs.checkpoint.load(tmp_path / "a.pt", {"w": torch.zeros(5)}, comm=COMM)["w"].tolist() == [0, 1, 2, 3, 4]
+    found = fs.checkpoint.from_dcp(tmp_path / "dcp", tmp_path / "root")
+    assert found.tensor("w").tolist() == [0, 1, 2, 3, 4]
+    assert found.manifest.values == {"n": 3}
 
 
 def test_what_to_dcp_refuses(tmp_path):

@@ -273,7 +273,9 @@ def test_an_error_of_optax_itself_names_the_leaf(comm):
     params = {"w": torch.ones(4, 3), "block": {"scale": torch.ones(())}}
     plain = optax.sm3(0.1)
     arrays = jax.tree.map(lambda x: jnp.ones(x.shape), params)
-    with pytest.raises(IndexError, match="out of range"):  # so the remedy is true; once optax has mended it, take another transformation here
+    with pytest.raises(
+        IndexError, match="out of range"
+    ):  # so the remedy is true; once optax has mended it, take another transformation here
         plain.update(arrays, plain.init(arrays), arrays)
     shards = fs.shard(params, fs.plan(params, comm.mesh, fs.ddp("dp")), comm, place="optim")
     expected = r"raises IndexError: .*\n  for  'block\.scale': float32\[\]\nIt fails without fsharp as well"

@@ -170,7 +170,9 @@ def from_dcp(
     or tuple gets the name of the list, a dot and its index. Call this function in one process; it needs no process group.
 
     Pickles are read by unpicklers that know only the classes of DCP and of plain tensors, so no code in the folder runs. No
-    tensor larger than the folder's files is allocated.
+    tensor larger than the folder's files is allocated. Tensors and values are compared with the CRC-32 that torch writes beside
+    them. DCP's ``.metadata``, with names and shapes, has no checksum, nor has what was written after
+    ``torch.serialization.set_crc32_options(False)``.
 
     Args:
         folder: folder of DCP: a path, or a URL of fsspec.
@@ -236,7 +238,7 @@ def _read_metadata(storage: Storage, folder: str) -> Any:
         found = _MetadataUnpickler(io.BytesIO(data)).load()
     except Exception as error:  # of any kind: bytes of a pickle may say anything
         raise CheckpointError(f"{where}: cannot be read: {type(error).__name__} {error}.") from error
-    if not isinstance(found, Metadata) or not isinstance(found.state_dict_metadata, dict):
+    if not isinstance(found, Metadata) or not isinstance(getattr(found, "state_dict_metadata", None), dict):
         raise CheckpointError(f"{where}: {type(found).__name__}, expected DCP's Metadata.")
     return found
 

@@ -9,6 +9,7 @@ import math
 import pickle
 import struct
 import zipfile
+import zlib
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import IO, Any
@@ -25,12 +26,15 @@ _LOCAL_HEADER_NBYTES = 30
 def load_archive(data: bytes | bytearray) -> Any:
     """Return the object in an archive of ``torch.save``: values and tensors in dicts, lists and tuples.
 
-    ``data`` is all bytes of the archive. Raises ValueError for an object of another class, compressed or overlapping records,
-    or a tensor that is longer than its bytes. A damaged pickle may raise any error. Memory: twice the size of ``data``.
+    ``data`` is all bytes of the archive. Raises ValueError for an object of another class, compressed or overlapping records, a
+    tensor that is longer than its bytes, or bytes that differ from their checksum. A damaged pickle may raise any error.
+    Memory: twice the size of ``data``.
     """
 
-    def bytes_in(begin: int, end: int) -> torch.Tensor:
+    def bytes_in(begin: int, end: int, crc: int | None) -> torch.Tensor:
         part = bytearray(data[begin:end])
+        if crc is not None and zlib.crc32(part) != crc:
+            raise ValueError(f"the {len(part):,} bytes of a tensor are damaged: they differ from their checksum")
         return torch.frombuffer(part, dtype=torch.uint8) if part else torch.empty(0, dtype=torch.uint8, device="cpu")
 
     return _unpickle_archive(io.BytesIO(data), len(data), bytes_in)[1]
@@ -45,14 +49,18 @@ def load_archive_on_meta(storage: Readable, path: str) -> tuple[bytes, Any]:
     """
     size = storage.nbytes(path)
     whole = torch.empty(size, dtype=torch.uint8, device="meta")
-    return _unpickle_archive(io.BufferedReader(_StorageFile(storage, path, size)), size, lambda begin, end: whole[begin:end])
+    return _unpickle_archive(io.BufferedReader(_StorageFile(storage, path, size)), size, lambda begin, end, _: whole[begin:end])
 
 
-def _unpickle_archive(file: IO[bytes], size: int, bytes_in: Callable[[int, int], torch.Tensor]) -> tuple[bytes, Any]:
+def _unpickle_archive(
+    file: IO[bytes], size: int, bytes_in: Callable[[int, int, int | None], torch.Tensor]
+) -> tuple[bytes, Any]:
     with zipfile.ZipFile(file) as archive:
         records = archive.infolist()
         if any(record.compress_type != zipfile.ZIP_STORED for record in records):
             raise ValueError("its records are compressed, which torch.save does not do")
+        for record in records:  # torch.save may leave checksums out, and then writes 0; zipfile compares none with None
+            record.CRC = record.CRC or None  # type: ignore[assignment]
         nbytes = sum(record.file_size for record in records)
         if nbytes > size:
             raise ValueError("its records overlap")
@@ -70,7 +78,7 @@ def _unpickle_archive(file: IO[bytes], size: int, bytes_in: Callable[[int, int],
             begin += sum(struct.unpack_from("<HH", file.read(_LOCAL_HEADER_NBYTES), 26))  # sizes of name and padding
             if begin + record.file_size > size:
                 raise ValueError(f"record {key!r:.80} ends behind the end of the file")
-            return bytes_in(begin, begin + record.file_size)
+            return bytes_in(begin, begin + record.file_size, record.CRC)
 
         return data, _ArchiveUnpickler(data, elements).load()
 
