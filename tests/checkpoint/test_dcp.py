@@ -422,7 +422,7 @@ def test_flipped_bits_of_tensors_and_values_are_seen(tmp_path):
     ):
         at = data.index(needle) + len(needle) - 1
         file.write_bytes(data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :])
-        with pytest.raises(CheckpointError, match=f"'{name}' cannot be read: .*(checksum|CRC-32)"):
+        with pytest.raises(CheckpointError, match=f"'{name}' cannot be read: .*checksum"):
             fs.checkpoint.from_dcp(tmp_path / "dcp", tmp_path / "root")
         assert not (tmp_path / "root").exists() or not list((tmp_path / "root").iterdir())
     file.write_bytes(data)

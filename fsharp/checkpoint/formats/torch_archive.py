@@ -31,10 +31,9 @@ def load_archive(data: bytes | bytearray) -> Any:
     Memory: twice the size of ``data``.
     """
 
-    def bytes_in(begin: int, end: int, crc: int | None) -> torch.Tensor:
-        part = bytearray(data[begin:end])
-        if crc is not None and zlib.crc32(part) != crc:
-            raise ValueError(f"the {len(part):,} bytes of a tensor are damaged: they differ from their checksum")
+    def bytes_in(begin: int, record: zipfile.ZipInfo) -> torch.Tensor:
+        part = bytearray(data[begin : begin + record.file_size])
+        _check_crc(record, part)
         return torch.frombuffer(part, dtype=torch.uint8) if part else torch.empty(0, dtype=torch.uint8, device="cpu")
 
     return _unpickle_archive(io.BytesIO(data), len(data), bytes_in)[1]
@@ -49,37 +48,52 @@ def load_archive_on_meta(storage: Readable, path: str) -> tuple[bytes, Any]:
     """
     size = storage.nbytes(path)
     whole = torch.empty(size, dtype=torch.uint8, device="meta")
-    return _unpickle_archive(io.BufferedReader(_StorageFile(storage, path, size)), size, lambda begin, end, _: whole[begin:end])
+    return _unpickle_archive(
+        io.BufferedReader(_StorageFile(storage, path, size)), size, lambda begin, x: whole[begin : begin + x.file_size]
+    )
+
+
+def _check_crc(record: zipfile.ZipInfo, data: bytes | bytearray) -> None:
+    """Raise a ValueError if ``data`` differs from the checksum of ``record``. A zero is no checksum: torch may leave it out."""
+    if record.CRC and zlib.crc32(data) != record.CRC:
+        raise ValueError(f"record {record.filename!r:.80} is damaged: its bytes differ from their checksum")
 
 
 def _unpickle_archive(
-    file: IO[bytes], size: int, bytes_in: Callable[[int, int, int | None], torch.Tensor]
+    file: IO[bytes], size: int, bytes_in: Callable[[int, zipfile.ZipInfo], torch.Tensor]
 ) -> tuple[bytes, Any]:
     with zipfile.ZipFile(file) as archive:
         records = archive.infolist()
         if any(record.compress_type != zipfile.ZIP_STORED for record in records):
             raise ValueError("its records are compressed, which torch.save does not do")
-        for record in records:  # torch.save may leave checksums out, and then writes 0; zipfile compares none with None
-            record.CRC = record.CRC or None  # type: ignore[assignment]
         nbytes = sum(record.file_size for record in records)
         if nbytes > size:
             raise ValueError("its records overlap")
         (found,) = [record for record in records if record.filename.endswith("/data.pkl")]
         if found.file_size > nbytes - found.file_size + _SPARE_NBYTES:
             raise ValueError(f"its pickle of {found.file_size:,} bytes is larger than all that it describes")
-        folder, data = found.filename.removesuffix("data.pkl"), archive.read(found)
-        if f"{folder}byteorder" in archive.namelist() and archive.read(f"{folder}byteorder") != b"little":
-            raise ValueError("its elements have the other byte order")
+
+        def begin_of(record: zipfile.ZipInfo) -> int:
+            file.seek(record.header_offset)
+            sizes = struct.unpack_from("<HH", file.read(_LOCAL_HEADER_NBYTES), 26)  # of name and padding
+            begin: int = record.header_offset + _LOCAL_HEADER_NBYTES + sum(sizes)
+            if begin + record.file_size > size:
+                raise ValueError(f"record {record.filename!r:.80} ends behind the end of the file")
+            return begin
+
+        def read(record: zipfile.ZipInfo) -> bytes:
+            file.seek(begin_of(record))
+            data = file.read(record.file_size)
+            _check_crc(record, data)
+            return data
 
         def elements(key: str) -> torch.Tensor:
             record = archive.getinfo(f"{folder}data/{key}")
-            file.seek(record.header_offset)
-            begin = record.header_offset + _LOCAL_HEADER_NBYTES
-            begin += sum(struct.unpack_from("<HH", file.read(_LOCAL_HEADER_NBYTES), 26))  # sizes of name and padding
-            if begin + record.file_size > size:
-                raise ValueError(f"record {key!r:.80} ends behind the end of the file")
-            return bytes_in(begin, begin + record.file_size, record.CRC)
+            return bytes_in(begin_of(record), record)
 
+        folder, data = found.filename.removesuffix("data.pkl"), read(found)
+        if f"{folder}byteorder" in archive.namelist() and read(archive.getinfo(f"{folder}byteorder")) != b"little":
+            raise ValueError("its elements have the other byte order")
         return data, _ArchiveUnpickler(data, elements).load()
 
 
