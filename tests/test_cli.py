@@ -320,7 +320,7 @@ def test_tune_lists_every_strategy_under_every_policy(capsys, tmp_path):
     status, short, _ = run(capsys, *argv, "--rows", "3", "--draw", tmp_path / "step.svg")
     assert short == [*lines[:4], f"... and {len(lines) - 5} more", lines[-1], f"wrote {tmp_path / 'step.svg'}"]
     assert (tmp_path / "step.svg").stat().st_size > 1000
-    status, lines, _ = run(capsys, "tune", "tests.gpt_like:make_params", "--mesh", "4", "--rows", "0")
+    status, lines, _ = run(capsys, *argv[:2], "--mesh", "4", "--rows", "0", "--units", "layers.*")
     assert status == 0
     assert any("outer=2,inner=2" in line for line in lines)
     status, _, err = run(capsys, "tune", "tests.gpt_like:make_params", "--budget", "1e-7")
@@ -385,7 +385,8 @@ def test_schedule_and_tune_predict_for_a_measured_machine(measured, capsys):
     found = dict(line.rsplit("  ", 1) for line in lines[2:])
     step_s = fs.inspect.predict(planned, hardware).step_s
     assert {key.strip(): value.strip() for key, value in found.items()}["time of a step"] == f"{1e3 * step_s:.1f} ms"
-    assert run(capsys, "tune", "gpt-2", "--mesh", "dp=4", "--hardware", file)[0] == 0
+    small = ("tests.gpt_like:make_params", "--units", "layers.*")
+    assert run(capsys, "tune", *small, "--mesh", "dp=4", "--hardware", file)[0] == 0
 
 
 @pytest.mark.parametrize(
@@ -469,39 +470,55 @@ def test_rank_0_of_calibrate_alone_writes_and_warns_of_an_unknown_bandwidth(rank
         assert not lines
 
 
-def test_a_reader_that_stops_ends_the_command_quietly():
+ENDS = {
+    "a reader that stops": (["plan", "gpt-2", "--mesh", "dp=2"], "", 1, "", ""),
+    "full disk": (["plan", "gpt-2"], "/dev/full", 1, "", "error: [Errno 28] No space left on device\n"),
+    "Ctrl-C": (["plan", "interrupting:model"], "out", 130, "", ""),
+    "a terminal without the letter": (["ckpt", "show", "ä.safetensors"], "out", 0, "\\xe4       float32  [2]", ""),
+}
+"""By what ends a command: its arguments, its standard output, its status, and what it prints on both streams."""
+COMMANDS = """
+import json, os, sys
+from fsharp.cli import main
+
+sys.stdout.reconfigure(encoding="ascii")
+for number, (arguments, stdout) in enumerate(json.loads(sys.argv[1])):
+    if (process := os.fork()) == 0:
+        os.dup2(os.open(stdout, os.O_WRONLY | os.O_CREAT) if stdout else int(sys.argv[2]), 1)
+        os.dup2(os.open(f"err-{number}", os.O_WRONLY | os.O_CREAT), 2)
+        raise SystemExit(main(arguments))
+    print(os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]), file=sys.stderr)
+"""
+
+
+@pytest.fixture(scope="module")
+def ended(folder):
+    """The statuses of the commands in ENDS, forked from one interpreter, which end as interpreters do."""
+    save_file({"ä": torch.ones(2)}, folder / "ä.safetensors")
+    (folder / "interrupting.py").write_text("raise KeyboardInterrupt")
     reader, writer = os.pipe()
     os.close(reader)
-    command = [sys.executable, "-c", "from fsharp.cli import main; raise SystemExit(main(['plan', 'gpt-2', '--mesh', 'dp=2']))"]
-    ran = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True, timeout=300, check=False)
+    given = json.dumps(
+        [
+            (arguments, out and (out if os.path.isabs(out) else f"{out}-{i}"))
+            for i, (arguments, out, *_) in enumerate(ENDS.values())
+        ]
+    )
+    command = [sys.executable, "-c", COMMANDS, given, str(writer)]
+    environment = os.environ | {"PYTHONUTF8": "1", "PYTHONPATH": os.getcwd()}
+    options = {"cwd": folder, "env": environment, "pass_fds": [writer], "capture_output": True, "text": True}
+    ran = subprocess.run(command, timeout=300, check=False, **options)
     os.close(writer)
-    assert (ran.returncode, ran.stderr) == (1, "")
+    assert ran.returncode == 0, ran.stderr
+    return [int(line) for line in ran.stderr.split()]
 
 
-@pytest.mark.parametrize(
-    ("arguments", "environment", "stdout", "status", "out", "err"),
-    [
-        (["plan", "gpt-2"], {}, "/dev/full", 1, "", "error: [Errno 28] No space left on device\n"),
-        (["plan", "tests.test_cli:interrupted"], {}, "", 130, "", ""),
-        (["ckpt", "show", "ä.safetensors"], {"PYTHONIOENCODING": "ascii"}, "", 0, "\\xe4       float32  [2]", ""),
-    ],
-    ids=["full disk", "Ctrl-C", "a terminal without the letter"],
-)
-def test_what_ends_a_command_shows_no_traceback(arguments, environment, stdout, status, out, err, tmp_path):
-    save_file({"ä": torch.ones(2)}, tmp_path / "ä.safetensors")
-    arguments = [str(tmp_path / x) if x == "ä.safetensors" else x for x in arguments]
-    command = [sys.executable, "-c", f"from fsharp.cli import main; raise SystemExit(main({arguments!r}))"]
-    file = os.open(stdout, os.O_WRONLY) if stdout else subprocess.PIPE
-    environment = os.environ | {"PYTHONUTF8": "1"} | environment
-    ran = subprocess.run(command, env=environment, stdout=file, stderr=subprocess.PIPE, text=True, timeout=300, check=False)
-    if stdout:
-        os.close(file)
-    assert (ran.returncode, ran.stderr) == (status, err)
-    assert out in (ran.stdout or "")
-
-
-def interrupted():
-    raise KeyboardInterrupt
+@pytest.mark.parametrize("name", ENDS)
+def test_what_ends_a_command_shows_no_traceback(name, ended, folder):
+    number, (_, stdout, status, out, err) = list(ENDS).index(name), ENDS[name]
+    assert ended[number] == status
+    assert (folder / f"err-{number}").read_text() == err
+    assert out in ((folder / f"out-{number}").read_text() if stdout == "out" else "")
 
 
 def test_python_runs_the_package_as_the_command():

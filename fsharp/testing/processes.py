@@ -6,6 +6,7 @@ this process.
 """
 
 import atexit
+import gc
 import json
 import multiprocessing
 import os
@@ -124,6 +125,7 @@ _launcher = _Launcher()
 
 def _serve_requests() -> None:
     """Serve requests to run ranks, one in each line of standard input, until standard input ends."""
+    gc.freeze()  # ranks share what is imported: else each collection in a rank would look at all of it, and copy its pages
     for line in sys.stdin:
         folder, size, timeout = json.loads(line)
         print(json.dumps(_fork_ranks(Path(folder), size, timeout)), flush=True)

@@ -199,7 +199,7 @@ def changes(policy):
     return policy.offload, len(changed - {"offload"})
 
 
-@settings(max_examples=settings.default.max_examples // 4)
+@settings(max_examples=settings.default.max_examples // 6)
 @given(budget=st.integers(2_000, 7_000), activations=st.integers(0, 500), microbatches=st.integers(1, 2))
 def test_the_choice_is_the_simplest_of_the_fastest_candidates_that_fit(budget, activations, microbatches):
     options = {"order": ORDER, "microbatches": microbatches}
