@@ -425,3 +425,27 @@ def test_parameters_are_not_loaded_beside_main_copies_that_stay(comm, new, tmp_p
     params = fs.checkpoint.load(str(tmp_path), params, comm=comm, subtree="params")
     state = fs.init_state(make_tx(), params, comm=comm)
     assert_same(fs.full_tree(state.main, comm=comm), fs.full_tree(saved.params, comm=comm))
+
+
+@pytest.mark.parametrize("new", [STORED, PLAIN], ids=["stored", "bfloat16"])
+@on_ranks(STRATEGIES["zero3"][0])
+def test_between_states_with_and_without_main_copies_the_remedy_of_the_error_loads_every_bit(comm, new, tmp_path):
+    plain, mixed = make_state(comm, "zero3"), make_state(comm, "zero1", params=make_params(5, layers=3), precision=new)
+    fs.checkpoint.save(str(tmp_path / "plain"), plain, step=1, comm=comm)
+    fs.checkpoint.save(str(tmp_path / "mixed"), mixed, step=1, comm=comm)
+    to_main = {"rename": lambda name: re.sub("^main", "params", name), "cast": True}
+    with pytest.raises(
+        TreeError, match=r"copies are made from parameters by rename=lambda name: re.sub\('\^main', 'params', name"
+    ):
+        fs.checkpoint.load(str(tmp_path / "plain"), mixed, comm=comm)
+    read = fs.checkpoint.load(str(tmp_path / "plain"), mixed, comm=comm, **to_main)
+    assert_same(fs.full_tree(read.main, comm=comm), fs.full_tree(plain.params, comm=comm))
+    expected = make_state(comm, "zero1", params=fs.full_tree(plain.params, comm=comm), precision=new)
+    assert_same(fs.full_tree(read.params, comm=comm), fs.full_tree(expected.params, comm=comm))
+    from_main = {"rename": lambda name: re.sub("^params", "main", name), "ignore": "params.**"}
+    with pytest.raises(
+        TreeError, match=r"made from main copies by rename=lambda name: re.sub\('\^params', 'main', .*ignore='params"
+    ):
+        fs.checkpoint.load(str(tmp_path / "mixed"), plain, comm=comm)
+    read = fs.checkpoint.load(str(tmp_path / "mixed"), plain, comm=comm, **from_main)
+    assert_same(fs.full_tree(read.params, comm=comm), fs.full_tree(mixed.main, comm=comm))

@@ -33,7 +33,14 @@ from fsharp.checkpoint.entries import (
 )
 from fsharp.checkpoint.formats.huggingface import is_huggingface_folder
 from fsharp.checkpoint.manifest import MANIFEST_NAME, Manifest
-from fsharp.checkpoint.matching import StoredNames, check_matches, first_error_rows, stored_names, without_ignored
+from fsharp.checkpoint.matching import (
+    MAIN_FROM_PARAMS,
+    StoredNames,
+    check_matches,
+    first_error_rows,
+    stored_names,
+    without_ignored,
+)
 from fsharp.checkpoint.reading import BUFFER_NBYTES, NeededElements
 from fsharp.checkpoint.storage import absolute_path, os_error_behind, storage_of
 from fsharp.errors import AgreementError, CheckpointError, CommError, problem
@@ -277,8 +284,7 @@ def _refuse_stale_main_copies(path: str, left_out: Collection[str], wanted: Coll
         if name.startswith("main.") and parameter in wanted and parameter not in left_out:
             raise CheckpointError(
                 f"load() of {path}: {parameter!r} is in the checkpoint and its main copy is not. The next update would "
-                "overwrite the parameter from the old main copy. Load parameters alone, with subtree='params', into a tree at "
-                "the optimizer's place, and pass this tree to init_state()."
+                f"overwrite the parameter from the old main copy.{MAIN_FROM_PARAMS}"
             )
 
 

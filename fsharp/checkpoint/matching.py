@@ -13,6 +13,11 @@ from fsharp.functional.formats.format import tensor_text
 from fsharp.functional.tree.paths import select_paths
 
 _MAX_SHOWN_ROWS = 12
+MAIN_FROM_PARAMS = " Main copies are made from parameters by rename=lambda name: re.sub('^main', 'params', name), cast=True."
+PARAMS_FROM_MAIN = (
+    " Parameters are made from main copies by rename=lambda name: re.sub('^params', 'main', name), ignore='params.**', and "
+    "cast=True if they have a narrower dtype."
+)
 
 
 def _stored_name(manifest: Manifest, name: str) -> str:
@@ -119,6 +124,10 @@ def check_matches(
             "Build the tree as it was when it was saved; subtree= loads a part of it, rename= and ignore= are for other names, "
             "cast=True converts dtypes, strict=False keeps values of new leaves."
         )
+        for name in (name for name, _ in rows if name.startswith("main.")):
+            if (name in wanted.entries) != (stored(name) in manifest.tensors):
+                remedy += PARAMS_FROM_MAIN if stored(name) in manifest.tensors else MAIN_FROM_PARAMS
+                break
         raise TreeError(
             problem("load()", f"{path} is not of this tree: {len(rows)} differences.", first_error_rows(rows), remedy)
         )
