@@ -219,7 +219,8 @@ class Run:
                 if it has no checkpoint yet, and saves that tree among its own checkpoints.
 
         Raises:
-            RunError: ``other`` has no checkpoint; or the run is elastic, and :meth:`train` resumes it.
+            RunError: ``other`` has no checkpoint; rank 0 sees no checkpoint where another rank sees one; or the run is elastic,
+                and :meth:`train` resumes it.
             AgreementError: ranks have different trees.
             TreeError: the checkpoint is of another tree.
             CheckpointError: all checkpoints are damaged.

@@ -11,7 +11,7 @@ from fsharp.checkpoint.entries import PerRank, is_checkpoint_leaf, leaf_names
 from fsharp.checkpoint.loading import load_checkpoint_and_tree
 from fsharp.checkpoint.saver import BackgroundSaver
 from fsharp.errors import RunError, problem
-from fsharp.functional.comm.agree import all_gather_texts, check_on_all_ranks
+from fsharp.functional.comm.agree import all_gather_texts, check_on_all_ranks, ranks_text
 from fsharp.functional.comm.protocol import Comm
 from fsharp.functional.layout.runs import has_stochastic_wire
 from fsharp.functional.layout.sharded import units_of
@@ -102,9 +102,18 @@ class RunCheckpoints:
         return (self.replicas is not None and self.replicas.latest() is not None) or self.has_any_in(self.root)
 
     def has_any_in(self, root: str) -> bool:
-        """Return whether rank 0 sees a checkpoint in the folder ``root``. On a network other ranks may see an older state."""
-        found = check_on_all_ranks("Run", self._comm, lambda: self._comm.rank == 0 and has_checkpoints(root))
-        return bool(all_gather_texts("yes" if found else "", self._comm)[0])
+        """Return whether rank 0 sees a checkpoint in the folder ``root``. RunError if only other ranks see one.
+
+        On a network other ranks may see an older state, without the newest checkpoints.
+        """
+        found = check_on_all_ranks("Run", self._comm, lambda: has_checkpoints(root))
+        texts = all_gather_texts("yes" if found else "", self._comm)
+        if not texts[0] and (others := [rank for rank, text in enumerate(texts) if text]):
+            raise RunError(
+                f"Run: rank 0 sees no checkpoint in {root}, and {ranks_text(others)} does: mount the folder on all hosts, or "
+                "remove its checkpoints to begin anew."
+            )
+        return bool(texts[0])
 
     def load_newest_from(self, root: str, like: Any) -> tuple[Checkpoint, Any]:
         """Load the newest undamaged checkpoint of the folder ``root`` into a tree like ``like``, whose tensors are overwritten.

@@ -2,6 +2,7 @@
 
 import logging
 import math
+import threading
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 
 import fsharp as fs
 from fsharp.errors import AgreementError, CheckpointError, CommError, NonFiniteError, RunError, TreeError
-from fsharp.resilience import EXIT_PREEMPTED, IndexSampler, NonFinite, Run, find_nonfinite
+from fsharp.resilience import EXIT_PREEMPTED, IndexSampler, NonFinite, Run, find_nonfinite, run_checkpoints
 from fsharp.testing import simulate
 from tests.ranks import on_ranks
 
@@ -176,6 +177,20 @@ def test_a_run_does_not_begin_anew_because_its_checkpoints_are_damaged(tmp_path)
     Path(fs.checkpoint.latest(tmp_path).path, "manifest.json").write_text("{}")
     with pytest.raises(CheckpointError, match=r"(?s)no checkpoint can be read.*not the manifest of a checkpoint"):
         simulate(DP2, lambda comm: train(comm, tmp_path))
+
+
+def test_a_run_does_not_begin_anew_because_the_host_of_rank_0_lacks_the_mount(tmp_path, monkeypatch):
+    simulate(DP2, lambda comm: train(comm, tmp_path, until=5))
+    here, look = threading.local(), run_checkpoints.has_checkpoints
+    monkeypatch.setattr(run_checkpoints, "has_checkpoints", lambda root: here.rank != 0 and look(root))
+
+    def rank_fn(comm):
+        here.rank = comm.rank
+        with pytest.raises(RunError, match=f"rank 0 sees no checkpoint in {tmp_path}, and rank 1 does: mount the folder"):
+            train(comm, tmp_path)
+
+    simulate(DP2, rank_fn)
+    assert len(fs.checkpoint.checkpoints(tmp_path)) == 1
 
 
 def test_raise_names_the_step_the_rank_and_the_leaf(tmp_path):
