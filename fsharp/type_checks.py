@@ -131,6 +131,15 @@ def _parameters(fn: Callable[..., Any]) -> tuple[list[str], str, dict[str, tuple
 _POSITIONAL_KINDS = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 
 
+def keep_signature(function: F) -> F:
+    """Store the signature of ``function`` where ``inspect.signature`` finds it, and return ``function``.
+
+    ``torch.autograd.Function.apply`` asks for the signature of ``forward`` in each call, and to make it takes half of the call.
+    """
+    function.__dict__["__signature__"] = inspect.signature(function)
+    return function
+
+
 def options_checked(target: F) -> F:
     """Wrap a function, or a class: a call with arguments that do not fit the annotations raises an error.
 

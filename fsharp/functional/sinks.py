@@ -15,6 +15,7 @@ from fsharp.functional.layout.sharded import Sharded, map_units
 from fsharp.functional.layout.unit_layout import UnitLayout
 from fsharp.functional.moves import reduce_partial_sums
 from fsharp.tracebacks import api_boundary
+from fsharp.type_checks import keep_signature
 
 
 class SinkLedger:
@@ -124,6 +125,7 @@ class _MakeHandle(torch.autograd.Function):
     """
 
     @staticmethod
+    @keep_signature
     def forward(sink: torch.Tensor, shape: Sequence[int], deliver: Callable[[torch.Tensor], Any]) -> torch.Tensor:
         return sink.new_zeros(()).expand(shape)
 
@@ -143,6 +145,7 @@ class _AttachHandle(torch.autograd.Function):
     """An autograd function that returns the gathered buffer ``full``. Its gradient goes to ``handle``: see SinkLedger."""
 
     @staticmethod
+    @keep_signature
     def forward(full: torch.Tensor, handle: torch.Tensor) -> torch.Tensor:
         return full.view_as(full)
 
