@@ -87,6 +87,13 @@ def every(n, /, **values):
     return pytest.mark.parametrize(list(values), cases)
 
 
+def turned(values, first):
+    """Return the names ``values`` from ``first`` on, then the others: so tests of one file have different ones by default."""
+    names = list(values)
+    at = names.index(first)
+    return [*names[at:], *names[:at]]
+
+
 def mesh_of(strategy):
     return STRATEGIES[strategy][0]
 

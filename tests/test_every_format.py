@@ -20,6 +20,7 @@ from tests.scheduling import (
     mesh_of,
     my_batches,
     train,
+    turned,
 )
 from tests.test_feedback import WIRES, of as fed_back
 from tests.test_format import HALVES, PLAIN, STORED
@@ -44,7 +45,7 @@ POLICIES = {
 }
 
 
-@every(20, strategy=STRATEGIES, policy=POLICIES, name=EXACT)
+@every(36, strategy=turned(STRATEGIES, "zero3"), policy=POLICIES, name=EXACT)
 @on_ranks(mesh_of)
 def test_training_has_the_bits_of_bfloat16(comm, strategy, policy, name):
     ways = {"params": make_params(layers=2), "steps": 3, "microbatches": 2}

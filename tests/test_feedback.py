@@ -27,6 +27,7 @@ from tests.scheduling import (
     make_state,
     make_tx,
     my_batches,
+    turned,
 )
 from tests.stateful.runtime.test_scheduler_equivalence import assert_as_predicted
 from tests.test_format import BLOCKS
@@ -277,7 +278,7 @@ def test_a_quadratic_problem_is_solved_where_it_stalls_without(strategy, wire):
         assert with_feedback < 0.2
 
 
-@every(4, strategy=STRATEGIES, microbatches=[1, 3])
+@every(6, strategy=turned(STRATEGIES, "zero2"), microbatches=[1, 3])
 def test_nothing_more_travels(strategy, microbatches):
     assert_as_predicted(strategy, microbatches, of())
     layouts = [make_layout(*STRATEGIES[strategy], precision=of(feedback=each)) for each in (True, False)]

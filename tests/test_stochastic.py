@@ -27,6 +27,7 @@ from tests.scheduling import (
     mesh_of,
     my_batches,
     train,
+    turned,
 )
 
 MXINT4, MXINT8 = fs.formats.mxint4, fs.formats.mxint8
@@ -145,7 +146,7 @@ def test_random_numbers_are_uniform_and_of_their_own():
     assert abs(neighbours) < 5 / 256
 
 
-@every(9, strategy=STRATEGIES, policy=POLICIES, wire=["one", "two levels"])
+@every(18, strategy=turned(STRATEGIES, "zero3"), policy=POLICIES, wire=["one", "two levels"])
 @on_ranks(mesh_of)
 def test_paths_have_the_same_bits(comm, strategy, policy, wire):
     mesh = STRATEGIES[strategy][0]

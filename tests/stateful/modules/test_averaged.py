@@ -121,7 +121,10 @@ def looked_at(comm, strategy, **options):
 
 @pytest.mark.filterwarnings("ignore:.*frozen parameters such as:UserWarning")
 @every(
-    6, strategy=("ddp", "zero1", "zero2", "zero3", "hfsdp"), kind=("plain", "tied", "frozen"), precision=(fs.Precision(), MIXED)
+    10,
+    strategy=("zero3", "hfsdp", "zero1", "zero2", "ddp"),
+    kind=("plain", "tied", "frozen"),
+    precision=(fs.Precision(), MIXED),
 )
 @on_ranks(mesh_of)
 def test_a_forward_with_averages(comm, strategy, kind, precision):

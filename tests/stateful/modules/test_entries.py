@@ -13,7 +13,7 @@ from fsharp.testing import DebugPolicy
 from tests import modules
 from tests.modules import Block, Net, close, descend, values, wrap
 from tests.ranks import on_ranks
-from tests.scheduling import DP, STRATEGIES, assert_same, every
+from tests.scheduling import DP, STRATEGIES, assert_same, every, turned
 
 STEP = {"lr": 1e-2}
 
@@ -87,7 +87,7 @@ def sharded(comm, strategy, **options):
     return model, fs.ShardedOptimizer(model.parameters(), torch.optim.AdamW, **STEP)
 
 
-@every(4, way=WAYS, strategy=STRATEGIES)
+@every(7, way=WAYS, strategy=turned(STRATEGIES, "zero3"))
 def test_as_the_module_alone(strategy, way):
     steps = partial(train, way=way)
     for step in modules.assert_trains_as_alone(strategy, steps, Coder, settings=STEP, count=3, units=[Block], methods=METHODS):

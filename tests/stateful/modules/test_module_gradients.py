@@ -14,7 +14,7 @@ from fsharp.testing import DebugPolicy
 from tests import modules
 from tests.modules import ADAMW, DIM, VOCAB, Block, descend, each_strategy, values, wrap
 from tests.ranks import on_ranks
-from tests.scheduling import DP, FLAT, STRATEGIES, assert_same, every, mesh_of
+from tests.scheduling import DP, FLAT, STRATEGIES, assert_same, every, mesh_of, turned
 
 
 class Choosy(nn.Module):
@@ -65,7 +65,7 @@ def sharded(comm, strategy, cls=torch.optim.AdamW, **options):
     return model, fs.ShardedOptimizer(model.parameters(), cls, **(options or ADAMW))
 
 
-@every(5, strategy=STRATEGIES, passes=[["both", "left"], ["left", "left", "right"], ["right", "", "right"]])
+@every(9, strategy=turned(STRATEGIES, "zero3"), passes=[["both", "left"], ["left", "left", "right"], ["right", "", "right"]])
 def test_backwards_one_after_another_add_up(strategy, passes):
     """Each backward but the first adds to gradients that are summed over ranks. Units that it does not reach keep theirs."""
 

@@ -76,7 +76,7 @@ def off_the_plan(run, strategy, departure, keep):
 
 
 @every(
-    24,
+    33,
     departure=DEPARTURES,
     strategy=("zero3", "hsdp", "ddp", "zero1", "hfsdp", "mixed"),
     keep=(False, True),

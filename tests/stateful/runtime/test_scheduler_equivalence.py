@@ -74,7 +74,7 @@ def test_same_bits_as_the_blocking_path(strategy, policy, microbatches, precisio
     assert len({got.schedule.to_json() for got in found}) == 1
 
 
-@every(2, strategy=["ddp", "zero2", "zero3", "hfsdp"], microbatches=[1, 2], wire=[torch.float16, None])
+@every(4, strategy=["ddp", "zero2", "zero3", "hfsdp"], microbatches=[2, 1], wire=[None, torch.float16])
 def test_each_gradient_is_rounded_to_a_narrower_dtype_of_the_sum(strategy, microbatches, wire):
     """Before it is sent or added, as on the blocking path, and not when its sum is."""
     precision = fs.Precision(accumulate=torch.bfloat16, wire=wire)

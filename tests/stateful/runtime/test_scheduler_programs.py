@@ -64,7 +64,7 @@ def test_an_order_that_changes_within_a_step():
         assert step.num_unscheduled_calls == 4
 
 
-@settings(max_examples=10 if settings.default.max_examples <= 60 else 200)
+@settings(max_examples=7 if settings.default.max_examples <= 60 else 200)
 @given(st.data())
 def test_any_orders_under_any_policy(data):
     strategy = data.draw(st.sampled_from(sorted(STRATEGIES)))
@@ -153,7 +153,7 @@ USES = {
 
 
 @every(
-    14,
+    20,
     use=USES,
     microbatches=[1, 2],
     strategy=["zero3", "hfsdp"],

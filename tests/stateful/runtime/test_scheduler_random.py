@@ -15,7 +15,7 @@ from tests.gpt_like import block, embed, head
 from tests.random_programs import policies
 from tests.scheduling import STRATEGIES, assert_close, every, full_params, make_state, my_batches, run_both
 
-EXAMPLES = 10 if settings.default.max_examples <= 60 else 300
+EXAMPLES = 7 if settings.default.max_examples <= 60 else 300
 
 
 @dataclass(frozen=True)

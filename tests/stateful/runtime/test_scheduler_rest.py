@@ -28,6 +28,7 @@ from tests.scheduling import (
     mesh_of,
     my_batches,
     run_both,
+    turned,
 )
 
 
@@ -97,8 +98,8 @@ def test_train_steps_may_overwrite_gradients_at_rest_and_a_step_that_returns_the
 
 
 @every(
-    15,
-    strategy=STRATEGIES,
+    27,
+    strategy=turned(STRATEGIES, "zero3"),
     policy=[{}, {"gather_at_start": False}, {"sum_late": False}, {"keep_gradients": True}],
     which=["rest", "final", "one buffer"],
 )
@@ -196,7 +197,7 @@ def partly(which):
     return lambda params, batch, comm: in_order(params, {**batch, "order": which}, comm)
 
 
-@every(9, strategy=STRATEGIES, reduced=(False, True), arrival=ARRIVALS)
+@every(18, strategy=turned(STRATEGIES, "zero2"), reduced=(False, True), arrival=ARRIVALS)
 def test_a_unit_that_only_the_second_of_two_losses_uses(strategy, reduced, arrival):
     """Its gradient is zero in the first, when nothing says yet where it will rest."""
 
@@ -244,7 +245,14 @@ def scored(run, strategy, *, keep, microbatches=1):
     return seen, full_params(state, run.comm)
 
 
-@every(32, strategy=STRATEGIES, keep=(False, True), microbatches=(1, 2), policy=({}, {"prefetch": 2}), arrival=ARRIVALS)
+@every(
+    48,
+    strategy=turned(STRATEGIES, "hfsdp"),
+    keep=(False, True),
+    microbatches=(1, 2),
+    policy=({}, {"prefetch": 2}),
+    arrival=turned(ARRIVALS, "late"),
+)
 def test_a_forward_between_value_and_grad_and_update(strategy, keep, microbatches, policy, arrival):
     program = partial(scored, strategy=strategy, keep=keep, microbatches=microbatches)
     assert run_both(program, mesh_of(strategy), change=ARRIVALS[arrival], **policy)[1][0].num_unscheduled_calls == 1

@@ -28,6 +28,7 @@ from tests.scheduling import (
     my_batches,
     run_both,
     training,
+    turned,
 )
 
 DEEP = [pytest.param(name, marks=pytest.mark.deep) for name in ("ddp", "zero2", "hsdp", "zero3x2", "mixed", "late")]
@@ -35,7 +36,7 @@ each_strategy = pytest.mark.parametrize("strategy", ["zero1", "zero3", "hfsdp", 
 CARRIES = ({}, {"gather_at_start": False}, {"prefetch": 2})
 
 
-@every(9, strategy=STRATEGIES, policy=CARRIES, mode=(torch.no_grad, torch.inference_mode))
+@every(18, strategy=turned(STRATEGIES, "zero3"), policy=CARRIES, mode=(torch.no_grad, torch.inference_mode))
 def test_evaluation_between_steps(strategy, policy, mode):
     """Its mode is entered inside of the function, or around it."""
 
@@ -62,7 +63,7 @@ def distill(student, teacher, batch, comm):
     return F.cross_entropy(logits(student, batch["x"], comm), target)
 
 
-@every(9, strategy=STRATEGIES, way=["argument", "closed over"], other=[2, 3])
+@every(18, strategy=turned(STRATEGIES, "zero2"), way=["argument", "closed over"], other=[2, 3])
 def test_a_teacher(strategy, way, other):
     """Units of two trees have the same names; they are told apart, whether they are arguments or not."""
 
@@ -246,7 +247,7 @@ def test_parameters_read_right_after_the_step(strategy, donate):
     run_both(program, mesh_of(strategy))
 
 
-@every(18, strategy=STRATEGIES, policy=CARRIES, way=("in place", "new", "other", "step back"))
+@every(27, strategy=turned(STRATEGIES, "hfsdp"), policy=CARRIES, way=("in place", "new", "other", "step back"))
 def test_parameters_changed_between_steps(strategy, policy, way):
     """What the step before has gathered ahead is stale then."""
 

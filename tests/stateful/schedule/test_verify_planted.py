@@ -281,7 +281,7 @@ def test_a_gather_that_nobody_waits_for_is_over_before_its_memory_serves_others(
 
 
 @pytest.mark.parametrize("plant", PLANTED, ids=lambda plant: plant.__name__)
-@settings(max_examples=max(10, settings().max_examples // 4))
+@settings(max_examples=max(6, settings().max_examples // 4))
 @given(data=st.data())
 def test_planted_faults_are_found(plant, data):
     match, facts, policy = PLANTED[plant]

@@ -38,6 +38,7 @@ from tests.scheduling import (
     run_both,
     train,
     training,
+    turned,
 )
 from tests.stateful.runtime.test_scheduler_equivalence import assert_as_planned, measure, of_the_loss
 
@@ -103,7 +104,7 @@ def test_what_is_joined_has_the_bits_and_the_bytes_of_each_alone(comm, n, sizes,
     assert once.num_calls * len(sizes) == each.num_calls
 
 
-@every(9, strategy=STRATEGIES, microbatches=(1, 2), precision=PRECISIONS)
+@every(14, strategy=turned(STRATEGIES, "mixed"), microbatches=(1, 2), precision=PRECISIONS)
 @on_ranks(mesh_of)
 def test_same_bits_as_the_blocking_path_and_the_calls_that_were_planned(comm, strategy, microbatches, precision):
     options = {"microbatches": microbatches, "precision": PRECISIONS[precision], "params": make_params(layers=LAYERS)}
