@@ -270,8 +270,8 @@ def _choose_path(path: str, comm: Comm, damaged: Mapping[str, str]) -> tuple[str
             if newest is None and not is_one and (unreadable := [*damaged.values(), *opening_errors(path)]):
                 raise CheckpointError(f"{path}: no checkpoint can be read.\n" + "\n".join(unreadable))
             answer = {"path": path if newest is None else newest.path, "is_asked_for": newest is None}
-        except (CheckpointError, OSError) as error:
-            answer = {"error": str(error)}
+        except Exception as error:  # of any kind: object stores have their own
+            answer = {"error": str(error) or repr(error)}
     said = json.loads(all_gather_texts(json.dumps(answer), comm)[0])
     if "error" in said:
         raise CheckpointError(f"load(): rank 0 says: {said['error']}")
@@ -395,8 +395,7 @@ def load_or_collect_damage(
         raise
     except Exception as error:  # any kind: all ranks come here, and each reports its reason
         own = error.__cause__ if isinstance(error, AgreementError) else error  # other ranks report their errors themselves
-        is_removed = comm.rank == 0 and path is not None and open_if_complete(path) is None
-        mine = json.dumps([own is not None and not damage, damage, is_removed])
+        mine = json.dumps([own is not None and not damage, damage, comm.rank == 0 and path is not None and _is_removed(path)])
         said = [json.loads(text) for text in all_gather_texts(mine, comm)]
         found = [each for _, texts, _ in said for each in texts]
         if said[0][2]:
@@ -404,6 +403,13 @@ def load_or_collect_damage(
         if not found or any(has_failed_otherwise for has_failed_otherwise, _, _ in said):
             raise
         return None, found
+
+
+def _is_removed(path: str) -> bool:
+    try:
+        return open_if_complete(path) is None
+    except Exception:  # of an object store, whose files cannot be looked at
+        return False
 
 
 def set_aside_damaged(damaged: Mapping[str, str], used_instead: str, comm: Comm) -> None:
@@ -416,5 +422,5 @@ def try_set_aside(path: str) -> str:
     """Rename a damaged folder or file. Return text with the new path, or why it could not be renamed."""
     try:
         return f"set aside as {storage_of(path).set_aside(path)}"
-    except (CheckpointError, OSError) as error:
+    except Exception as error:  # of any kind: object stores have their own, and the values are loaded
         return f"and could not be renamed ({error})"

@@ -27,7 +27,7 @@ from fsharp.checkpoint.entries import (
 from fsharp.checkpoint.manifest import MANIFEST_NAME, Chunk, FileRecord, Manifest, TensorRecord, json_round_trip, structure_of
 from fsharp.checkpoint.reading import ShardFileReader
 from fsharp.checkpoint.shard_file import StoredTensor, bytes_of, check_reserved_names, encode_header, in_write_order, write_file
-from fsharp.checkpoint.storage import absolute_path, storage_of
+from fsharp.checkpoint.storage import absolute_path, os_error_behind, storage_of
 from fsharp.errors import CheckpointError, TreeError
 from fsharp.functional.comm.agree import all_gather_fixed_size, check_on_all_ranks
 from fsharp.functional.comm.protocol import Comm
@@ -244,12 +244,15 @@ def name_path_in_errors(path: str, write: Callable[[], T]) -> T:
     """Return ``write()``. An error of the file system becomes a CheckpointError that names ``path``."""
     try:
         return write()
-    except FileNotFoundError as error:
-        raise CheckpointError(
-            f"{path}: cannot be written: {error.strerror}. Either it was removed, or this rank does not see the folder that "
-            "rank 0 has made: root has to be in a file system that all ranks share."
-        ) from error
-    except OSError as error:
+    except (OSError, CheckpointError) as error:
+        cause = os_error_behind(error)
+        if isinstance(cause, FileNotFoundError):
+            raise CheckpointError(
+                f"{path}: cannot be written: {cause.strerror}. Either it was removed, as by another job that saves there, or "
+                "this rank does not see the folder that rank 0 has made: root has to be in a file system that all ranks share."
+            ) from error
+        if isinstance(error, CheckpointError):
+            raise
         raise CheckpointError(f"{path}: cannot be written: {error.strerror or error}.") from error
 
 

@@ -190,6 +190,38 @@ def test_what_cannot_be_renamed_is_said(tmp_path, caplog, monkeypatch):
     assert "and could not be renamed ([Errno 1] Operation not permitted)" in caplog.text
 
 
+class TokenExpiredError(Exception):
+    """An error of an object store, which is no OSError."""
+
+
+def test_an_error_of_rank_0_in_the_choice_of_a_checkpoint_is_one_of_all_ranks(tmp_path, monkeypatch):
+    saved(tmp_path, [1])
+
+    def refuse(*_):
+        raise TokenExpiredError("the token has expired")
+
+    monkeypatch.setattr(loading, "newest_except", refuse)
+
+    def run(comm):
+        with pytest.raises(CheckpointError, match="rank 0 says: the token has expired"):
+            fs.checkpoint.load(tmp_path, tree_of(comm, 0), comm=comm)
+
+    simulate(TWO, run)
+
+
+def test_an_error_after_damage_or_in_the_renaming_leaves_no_rank_alone(tmp_path, monkeypatch, caplog):
+    _, second = saved(tmp_path, [1, 2])
+    flip(f"{second}/rank-00001.safetensors")
+
+    def refuse(*_):
+        raise TokenExpiredError("the token has expired")
+
+    monkeypatch.setattr(loading, "open_if_complete", refuse)
+    monkeypatch.setattr(LocalStorage, "set_aside", refuse)
+    assert loaded(tmp_path) == 1
+    assert "and could not be renamed (the token has expired)" in caplog.text
+
+
 def test_in_an_object_store_too(tmp_path):
     import fsspec
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import fsharp as fs
-from fsharp.checkpoint import saver as saver_module
+from fsharp.checkpoint import saver as saver_module, saving
 from fsharp.errors import AgreementError, CheckpointError
 from fsharp.testing import processes, simulate
 
@@ -167,6 +167,23 @@ def test_two_that_save_into_one_folder_hear_of_it_and_remove_nothing(tmp_path):
     with pytest.raises(CheckpointError, match=rf"{kept.path} was saved after the last save of this Saver"):
         first.wait()
     assert [c.step for c in fs.checkpoint.checkpoints(tmp_path)] == [2, 1]
+
+
+@pytest.mark.parametrize("before", ["write_file", "encode_header", "verify_written_file", "manifest_of_snapshot", "Checkpoint"])
+def test_a_save_whose_folder_another_job_removes_says_what_may_have_happened(tmp_path, monkeypatch, before):
+    real = getattr(saving, before)
+
+    def remove_and_go_on(*args):
+        fs.checkpoint.catalog.remove_incomplete(tmp_path)  # as another job's Saver does when it begins
+        return real(*args)
+
+    monkeypatch.setattr(saving, before, remove_and_go_on)
+    with pytest.raises(
+        CheckpointError, match=r"(?s)step-0000000001-.*No such file.*removed, as by another job that saves there"
+    ):
+        fs.checkpoint.save(tmp_path, TREE, step=1, comm=fs.SingleComm())
+    monkeypatch.undo()
+    assert fs.checkpoint.checkpoints(tmp_path) == []
 
 
 def test_one_that_is_done_stands_in_nobodys_way(tmp_path):
