@@ -1,7 +1,7 @@
 """How good :func:`fs.tune`'s choice is: every candidate is predicted, and measured.
 
-The speeds of collectives and of the codec are those of ``fs.inspect.measure``, as a user would take them. The times of compute
-and update come from a step of each case without communication.
+The speeds of collectives and of the codec are those of ``fs.inspect.measure``, as a user would take them. The times of compute,
+recomputation and update come from two steps of each case without communication, with and without recomputation.
 
 Candidates are all strategies under all policies; under the first policy also with recomputed activations, and with gradients
 that travel in 8 bits.
@@ -32,7 +32,7 @@ import fsharp as fs
 from benchmarks import contenders as c, gpt
 from benchmarks.options import Options
 from benchmarks.prediction import ALONE, FITTED, scaled, shapes as predicted_shapes
-from benchmarks.stats import times
+from benchmarks.stats import ratio, times
 from benchmarks.steps import in_turns, over_ranks
 from fsharp.planning.choice import rank_candidates
 from fsharp.planning.tune import TOLERANCE
@@ -47,6 +47,7 @@ POLICIES = {
 }
 FIRST = "prefetch 1"
 RECOMPUTED = "recomputed"
+AGAIN = f"{ALONE}, {RECOMPUTED}"
 FORMATS = {"": fs.Precision(), "8-bit gradients": fs.Precision(wire=fs.formats.mxint8)}
 UNITS = "layers.*"
 ORDER = ("embed", UNITS, "head")
@@ -96,10 +97,14 @@ def measure(options: Options, comm: fs.Comm, say: Callable[[str], None]) -> dict
             ALONE, case.shape, fs.SingleComm(), fs.zero3("dp"), fs.SchedulePolicy(), microbatches=case.microbatches
         )
         trace = alone.scheduled.start_trace()
-        everyone = {each.name: each for each in (alone, *found.values())}
+        again = c.sharded(
+            AGAIN, case.shape, fs.SingleComm(), fs.zero3("dp"), fs.SchedulePolicy(), microbatches=case.microbatches, remat=True
+        )
+        everyone = {each.name: each for each in (alone, again, *found.values())}
         rounds = over_ranks(in_turns(everyone, case.shape, options, partial(_say, say, name))[0])[1]
         own = replace(links, compute=trace.compute_times(), update_s=trace.update_time())
         hardware = scaled(own, alone.scheduled.schedule, times(rounds, ALONE).median)
+        hardware = replace(hardware, compute=_with_recomputation(hardware.compute, rounds, case.microbatches))
         candidates: dict[Key, fs.inspect.Candidate] = {}
         for chosen, policies, remat in (
             (plain, POLICIES, {"": ()}),
@@ -180,6 +185,13 @@ def _contender(name: str, case: Case, comm: fs.Comm, layout: str, policy: str, r
     strategy, _, form = layout.partition(", ")
     options = {"microbatches": case.microbatches, "precision": FORMATS[form], "remat": bool(remat)}
     return c.sharded(name, case.shape, comm, STRATEGIES[strategy], POLICIES[policy], **options)
+
+
+def _with_recomputation(compute: Any, rounds: Sequence[Mapping[str, float]], microbatches: int) -> dict[str, Any]:
+    """Add what recomputation costs without communication, by unit in proportion to its forward."""
+    added_s = times(rounds, ALONE).median * (ratio(rounds, AGAIN, ALONE).median - 1) / microbatches
+    part = max(added_s, 0.0) / sum(forward_s for forward_s, _ in compute.values())
+    return {unit: (forward_s, backward_s, part * forward_s) for unit, (forward_s, backward_s) in compute.items()}
 
 
 def _say(say: Callable[[str], None], name: str, text: str) -> None:

@@ -32,6 +32,7 @@ from fsharp.inspect.fitting import (
     fit_speeds,
     memory_traffic_nbytes,
     noop_accumulates,
+    recomputing_uses,
     sent_nbytes_of_issue,
 )
 from fsharp.inspect.hardware_json import fields_from_json, fields_to_json
@@ -49,8 +50,10 @@ _MAX_STEPS = 16
 _OVER_AT_START = 0.0, 0.0
 """Start and end of an op of the previous step that was not handed on: both are over when the step begins."""
 
-ComputeTimes = tuple[float, float] | Mapping[str, tuple[float, float]] | Callable[[str], tuple[float, float]]
-"""Seconds of a unit's forward and of its backward: for all units, by key-path pattern, or as a function of the name."""
+UnitSeconds = tuple[float, float] | tuple[float, float, float]
+"""Seconds of a unit's forward and of its backward, and by how many seconds its recomputation lengthens the backward."""
+ComputeTimes = UnitSeconds | Mapping[str, UnitSeconds] | Callable[[str], UnitSeconds]
+"""Seconds of units: for all units, by key-path pattern, or as a function of the name."""
 
 
 @options_checked
@@ -62,7 +65,8 @@ class Hardware:
         compute: seconds ``(forward, backward)`` of each unit, without nested units, by key-path pattern, such as
             ``{"**": (1e-3, 2e-3), "head": (4e-3, 8e-3)}``; the last match counts. :meth:`Trace.compute_times` and :meth:`fit`
             return measured seconds. An estimate for ``n`` parameters, ``t`` tokens and a device of ``f`` FLOP/s is
-            ``(2 * n * t / f, 4 * n * t / f)``.
+            ``(2 * n * t / f, 4 * n * t / f)``. A third number is the seconds by which recomputation of the unit lengthens its
+            backward; without it, as many as the forward takes.
         bandwidth: bytes per second that a rank sends: one number, numbers by axis, or numbers by ``(collective, axis)``.
         latency: seconds of a collective that do not depend on its bytes: one number, or numbers as for ``bandwidth``.
         memory_bandwidth: bytes per second of ops that work in memory: casts and additions of gradients, and copies in place of
@@ -346,14 +350,17 @@ def predict(schedule: Schedule, hardware: Hardware) -> Timeline:
     return timeline
 
 
-def compute_times(hardware: Hardware, units: Sequence[str]) -> dict[str, tuple[float, float]]:
-    """Return seconds ``(forward, backward)`` of each unit, from ``hardware.compute``; ScheduleError if it has no such pairs."""
+def compute_times(hardware: Hardware, units: Sequence[str]) -> dict[str, tuple[float, float, float]]:
+    """Return seconds ``(forward, backward, recomputation)`` of each unit, from ``hardware.compute``; else a ScheduleError."""
     times = value_by_path("Hardware.compute", hardware.compute, units) if units else {}
-    for unit, pair in times.items():
-        if not (isinstance(pair, tuple) and len(pair) == 2 and all(0 <= each < math.inf for each in pair)):
-            what = f"Hardware.compute of unit {unit!r} is {pair!r}, expected seconds (forward, backward) of at least 0."
+    for unit, given in times.items():
+        if not (isinstance(given, tuple) and len(given) in (2, 3) and all(0 <= each < math.inf for each in given)):
+            what = (
+                f"Hardware.compute of unit {unit!r} is {given!r}, expected seconds (forward, backward), or (forward, backward, "
+                "recomputation), of at least 0."
+            )
             raise ScheduleError(problem("predict()", what))
-    return times
+    return {unit: (given[0], given[1], given[-1] if len(given) == 3 else given[0]) for unit, given in times.items()}
 
 
 class _Simulation:
@@ -369,7 +376,7 @@ class _Simulation:
         times = compute_times(hardware, entered)
         facts = schedule.program.facts
         self.issues = []
-        noops = noop_accumulates(self.ops)
+        noops, recomputed = noop_accumulates(self.ops), recomputing_uses(schedule.program)
         for run in bucket_ranges(self.ops):
             ops = [self.ops[i] for i in run]
             sent = (
@@ -380,7 +387,10 @@ class _Simulation:
             latency_s = hardware.latency_s(sent) if self.is_synchronous else 0.0
             longer_s = sum(sent_nbytes_of_issue(op, facts[op.unit]) for op in ops) / hardware.issue_bandwidth
             longer_s += sum(cast_nbytes_of_issue(op, facts[op.unit]) for op in ops) / hardware.memory_bandwidth
-            seconds = 0.0 if run[0] in noops else _op_seconds(ops, facts, hardware, times)
+            if ops[0].spec.cost == "compute":
+                seconds = times[ops[0].unit][1 if ops[0].phase == "backward" else 2 * (ops[0].use in recomputed)]
+            else:
+                seconds = 0.0 if run[0] in noops else _op_seconds(ops, facts, hardware)
             self.issues.append((run, seconds, latency_s, hardware.issue_s + longer_s))
         waited_for = {j for i, op in enumerate(self.ops) for j in op.after if j >= i}
         self.handed_on = sorted(waited_for | {i for i, op in enumerate(self.ops) if op.spec.frees == STATE})
@@ -470,24 +480,19 @@ def _delayed_time(start: float, seconds: float, speed: float, at: float) -> floa
     return start + ahead / speed if ahead <= speed * seconds else at + (1 - speed) * seconds
 
 
-def _op_seconds(
-    ops: Sequence[Op], facts: Mapping[str, UnitFacts], hardware: Hardware, times: Mapping[str, tuple[float, float]]
-) -> float:
-    phase, unit = ops[0].phase, ops[0].unit
+def _op_seconds(ops: Sequence[Op], facts: Mapping[str, UnitFacts], hardware: Hardware) -> float:
     coded_s = sum(op.spec.coded_nbytes(facts[op.unit]) for op in ops) / hardware.codec_bandwidth
     coded_s += sum(op.spec.cast_nbytes(facts[op.unit]) for op in ops) / hardware.cast_bandwidth
     match ops[0].spec.cost:
         case "":
             return 0.0
-        case "compute":
-            return times[unit][phase == "backward"]
         case "update":
             return hardware.update_s
         case "copy":
-            return facts[unit].host / hardware.host_bandwidth
+            return facts[ops[0].unit].host / hardware.host_bandwidth
         case "code":
             return coded_s
-        case "send" | "memory":  # without collectives the op only copies in memory
+        case _:  # "send" or "memory": without collectives the op only copies in memory
             of = [(op, facts[op.unit]) for op in ops]
             calls = [call for op, mine in of for call in op.spec.collectives(mine)]
             own_s = 0.0 if calls else memory_traffic_nbytes(ops, facts) / hardware.memory_bandwidth

@@ -22,7 +22,7 @@ from fsharp.stateful.schedule.ops import (
     buffer_nbytes,
     kinds_where,
 )
-from fsharp.stateful.schedule.program import UnitFacts
+from fsharp.stateful.schedule.program import Program, UnitFacts
 from fsharp.stateful.schedule.schedule import Op, Schedule, bucket_ranges, sent_nbytes_by_axis
 from fsharp.stateful.timing.timeline import WAITING, Interval, TimeSpan, kinds_with_collectives, union_of_intervals
 from fsharp.stateful.timing.trace import Trace, TraceRow, check_rows, median_times_by_unit, self_times
@@ -219,6 +219,16 @@ def noop_accumulates(ops: Sequence[Op]) -> set[int]:
         elif op.spec is ACCUMULATE and op.unit in direct:
             direct.discard(op.unit)
             found.add(i)
+    return found
+
+
+def recomputing_uses(program: Program) -> set[int]:
+    """Return the numbers of the uses whose forward recomputes a unit: it follows a backward of the same microbatch."""
+    found, is_backward = set[int](), False
+    for event in program.events:
+        if event.kind == "forward" and is_backward:
+            found.add(event.use)
+        is_backward = event.kind == "backward" or (is_backward and event.kind != "microbatch_end")
     return found
 
 

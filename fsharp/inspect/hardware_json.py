@@ -3,11 +3,12 @@
 import json
 import math
 from collections.abc import Callable, Mapping
-from operator import itemgetter
 from typing import Any
 
 from fsharp.errors import ScheduleError, problem
 from fsharp.type_checks import short_repr
+
+_SECONDS = "forward", "backward", "recomputation"
 
 
 def fields_to_json(fields: Mapping[str, Any]) -> str:
@@ -25,7 +26,7 @@ def _value_to_json(value: Any) -> Any:
     if isinstance(value, Mapping):
         return [[*(key if isinstance(key, tuple) else (key,)), _value_to_json(each)] for key, each in value.items()]
     if isinstance(value, tuple):
-        return {"forward": value[0], "backward": value[1]}
+        return dict(zip(_SECONDS, value, strict=False))
     return None if value == math.inf else value
 
 
@@ -48,7 +49,7 @@ def fields_from_json(text: str, known: Mapping[str, Any]) -> dict[str, Any]:
     result = {}
     for name, value in rows.items():
         try:
-            result[name] = _value_from_json(value, itemgetter("forward", "backward") if name == "compute" else _parse_number)
+            result[name] = _value_from_json(value, _parse_seconds if name == "compute" else _parse_number)
         except (TypeError, ValueError, KeyError, IndexError) as error:
             raise wrong(f"{name} is {short_repr(value)}, expected {'seconds' if name == 'compute' else 'numbers'}.") from error
     return result
@@ -58,6 +59,10 @@ def _value_from_json(value: Any, parse: Callable[[Any], Any]) -> Any:
     if isinstance(value, list):
         return {(row[0] if len(row) == 2 else (row[0], row[1])): parse(row[-1]) for row in value}
     return parse(value)
+
+
+def _parse_seconds(value: Mapping[str, float]) -> tuple[float, ...]:
+    return tuple(value[name] for name in _SECONDS[: 2 + ("recomputation" in value)])
 
 
 def _parse_number(value: Any) -> Any:

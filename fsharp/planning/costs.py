@@ -49,13 +49,13 @@ class Costs(NamedTuple):
     Attributes:
         kept: the bytes that each use of units keeps, in order of the uses.
         flops: FLOPs of the forward, by name of the unit in programs; empty if unknown.
-        seconds: measured seconds ``(forward, backward)`` by name of the unit; empty if unknown.
+        seconds: measured seconds ``(forward, backward, recomputation)`` by name of the unit; empty if unknown.
         source: source of the numbers, in words.
     """
 
     kept: tuple[KeptBytes, ...]
     flops: Mapping[str, float]
-    seconds: Mapping[str, tuple[float, float]]
+    seconds: Mapping[str, tuple[float, float, float]]
     source: str
 
     @property
@@ -131,16 +131,17 @@ def costs_of_calls(calls: Sequence[UnitCall], source: str) -> Costs:
     """Return the costs of units from the calls of a trial. FLOPs and seconds of a call count for its last unit."""
     every = [each for outer in calls for each in outer.walk()]
     flops: dict[str, list[float]] = {}
-    seconds: dict[str, list[tuple[float, float]]] = {}
+    seconds: dict[str, list[tuple[float, float, float]]] = {}
     rates = [3 * each.flops / (each.forward_s + each.backward_s) for each in every if each.forward_s > 0 and each.flops]
     for call in every:
-        spent = call.forward_s, call.backward_s
+        spent = call.forward_s, call.backward_s, call.recompute_s
         if math.isnan(call.forward_s):  # a call with inner calls is not measured: assume the mean rate of the others
-            spent = (call.flops / mean(rates), 2 * call.flops / mean(rates)) if rates else (0.0, 0.0)
+            forward_s = call.flops / mean(rates) if rates else 0.0
+            spent = forward_s, 2 * forward_s, forward_s
         for name in call.units:
             is_last = name == call.units[-1]
             flops.setdefault(name or ROOT, []).append(call.flops * is_last)
-            seconds.setdefault(name or ROOT, []).append(spent if is_last else (0.0, 0.0))
+            seconds.setdefault(name or ROOT, []).append(spent if is_last else (0.0, 0.0, 0.0))
 
     def of(call: UnitCall) -> KeptBytes:
         return KeptBytes(call.use, call.kept_nbytes, call.input_nbytes, tuple(map(of, call.inner)))
@@ -149,6 +150,10 @@ def costs_of_calls(calls: Sequence[UnitCall], source: str) -> Costs:
     return Costs(
         tuple(map(of, calls)),
         {name: mean(each) for name, each in flops.items()},
-        {name: (mean(x for x, _ in each), mean(x for _, x in each)) for name, each in seconds.items()} if measured else {},
+        {name: _means(each) for name, each in seconds.items()} if measured else {},
         source,
     )
+
+
+def _means(rows: Sequence[tuple[float, float, float]]) -> tuple[float, float, float]:
+    return mean(x for x, _, _ in rows), mean(x for _, x, _ in rows), mean(x for _, _, x in rows)

@@ -244,13 +244,14 @@ class TuneRequest:
 
     def _measure_calls(self, calls: Sequence[UnitCall], device: torch.device) -> None:
         comm = self.comm or SingleComm()
-        check_on_all_ranks("tune(device=)", comm, lambda: measure_calls(calls, device))
+        remat = self.remat is None or any(self.remat.values())
+        check_on_all_ranks("tune(device=)", comm, lambda: measure_calls(calls, device, remat=remat))
         mine = [call for outer in calls for call in outer.walk() if not call.inner]
-        rows = [[call.forward_s, call.backward_s, call.kept_nbytes] for call in mine]
+        rows = [[call.forward_s, call.backward_s, call.recompute_s, call.kept_nbytes] for call in mine]
         everyones = [json.loads(text) for text in all_gather_texts(json.dumps(rows), comm)]
         for i, call in enumerate(mine):
-            forward_s, backward_s = (median(rank[i][k] for rank in everyones) for k in (0, 1))
-            call.set_measured(forward_s, backward_s, max(rank[i][2] for rank in everyones))
+            seconds = [median(rank[i][k] for rank in everyones) for k in range(3)]
+            call.set_measured(*seconds, kept_nbytes=max(rank[i][3] for rank in everyones))
 
     def combinations(self, space: SearchSpace, costs: Mapping[CostKey, Costs]) -> list[Combination]:
         """Return all combinations of layout, policy and recomputation that are to be predicted."""

@@ -112,9 +112,9 @@ def least_seconds(layout: Layout, arguments: StepArguments, *, is_one_group: boo
         again = inside or any((name or ROOT) in arguments.remat for name in use.units)
         todo += [(each, again) for each in use.inner]
         for name in use.units:
-            forward_s, backward_s = times[name or ROOT]
+            forward_s, backward_s, recompute_s = times[name or ROOT]
             is_trained = bool(layout[name].trainable_groups)
-            computed += forward_s + (backward_s + forward_s * again) * is_trained
+            computed += forward_s + (backward_s + recompute_s * again) * is_trained
     computed = arguments.microbatches * computed + updated_share(layout) * hardware.update_s
     sent: dict[bool, float] = {}
     for call, number in step_traffic(layout, microbatches=arguments.microbatches, release=False).items():

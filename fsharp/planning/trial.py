@@ -17,6 +17,7 @@ import optree
 import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 from fsharp.errors import FsharpError, ScheduleError, problem
@@ -48,6 +49,7 @@ class UnitCall:
         input_nbytes: bytes of the tensors in the arguments, which a recomputation needs.
         forward_s: measured seconds of the forward; nan without a measurement.
         backward_s: measured seconds of the backward.
+        recompute_s: measured seconds by which forward and backward take longer if a checkpoint recomputes the call.
     """
 
     units: tuple[str, ...]
@@ -59,6 +61,7 @@ class UnitCall:
     input_nbytes: int = 0
     forward_s: float = float("nan")
     backward_s: float = float("nan")
+    recompute_s: float = float("nan")
 
     @property
     def use(self) -> Use:
@@ -74,9 +77,9 @@ class UnitCall:
         self.flops += flops - sum(each.flops for inner in self.inner for each in inner.walk())
         self.input_nbytes += input_nbytes
 
-    def set_measured(self, forward_s: float, backward_s: float, kept_nbytes: int) -> None:
+    def set_measured(self, forward_s: float, backward_s: float, recompute_s: float, *, kept_nbytes: int) -> None:
         """Set the values that a run on a device has measured."""
-        self.forward_s, self.backward_s, self.kept_nbytes = forward_s, backward_s, kept_nbytes
+        self.forward_s, self.backward_s, self.recompute_s, self.kept_nbytes = forward_s, backward_s, recompute_s, kept_nbytes
 
     def walk(self) -> Iterator["UnitCall"]:
         """Yield this call and all calls inside."""
@@ -234,40 +237,60 @@ def record_calls_of_module(
     return recorder.calls
 
 
-def measure_calls(calls: Sequence[UnitCall], device: torch.device) -> int:
+def measure_calls(calls: Sequence[UnitCall], device: torch.device, *, remat: bool = True) -> int:
     """Measure calls on a device, and set the seconds and the kept bytes of each. Return the number of kinds of calls.
 
     Calls of one kind run one function, on tensors of equal shapes and dtypes. Of each kind one call is measured, a few times. A
-    call that contains other calls is not measured.
+    call that contains other calls is not measured. Without ``remat`` recomputation is not measured, and counts as a forward.
     """
     kinds: dict[Any, list[UnitCall]] = {}
     for call in (each for outer in calls for each in outer.walk() if not each.inner):
         kinds.setdefault(_call_kind(call), []).append(call)
     for alike in kinds.values():
         with _explain_errors(f"of unit {alike[0].units[-1] or ROOT!r} on {device}", _HOLDS_TENSORS_REMEDY):
-            found = [_measure_call(alike[0], device) for _ in range(_NUM_MEASUREMENTS + 1)][1:]
+            kept_nbytes = _kept_nbytes(alike[0], device)
+            forward_s, backward_s = _median_seconds(alike[0], alike[0].run, device)
+            recompute_s = forward_s
+            if remat:
+                recomputed = partial(checkpoint, alike[0].run, use_reentrant=False)
+                recompute_s = max(sum(_median_seconds(alike[0], recomputed, device)) - forward_s - backward_s, 0.0)
         for call in alike:
-            call.set_measured(median(row[0] for row in found), median(row[1] for row in found), found[0][2])
+            call.set_measured(forward_s, backward_s, recompute_s, kept_nbytes=kept_nbytes)
     return len(kinds)
 
 
-def _measure_call(call: UnitCall, device: torch.device) -> tuple[float, float, int]:
-    """Return seconds of a call's forward and of its backward on a device, and the bytes that are kept in between."""
-    generator = torch.Generator().manual_seed(0)
-    params, args, kwargs = optree.tree_map(partial(_materialize_meta, device=device, generator=generator), call.operands)
+def _kept_nbytes(call: UnitCall, device: torch.device) -> int:
+    """Return the bytes that are kept between a call's forward and its backward on a device."""
+    params, args, kwargs = _materialize(call, device)
     recorder = _CallRecorder(_tensor_leaves(params))
     recorder._open.append(kept := UnitCall((), call.run, ()))
-    _synchronize(device)
-    began = time.perf_counter()
     with saved_tensors_hooks(recorder._count_kept, lambda x: x):
-        out = call.run(params, *args, **kwargs)
-    _synchronize(device)
-    middle = time.perf_counter()
-    results = [x for x in _tensor_leaves(out) if x.requires_grad]
-    if results:
-        torch.autograd.backward(results, [torch.ones_like(x) for x in results])
-    _synchronize(device)
-    return middle - began, time.perf_counter() - middle, kept.kept_nbytes
+        call.run(params, *args, **kwargs)
+    return kept.kept_nbytes
+
+
+def _median_seconds(call: UnitCall, run: Callable[..., Any], device: torch.device) -> tuple[float, float]:
+    """Return median seconds of the forward of ``run``, with the operands of a call, and of its backward on a device."""
+    found = []
+    for _ in range(_NUM_MEASUREMENTS):
+        params, args, kwargs = _materialize(call, device)
+        _synchronize(device)
+        began = time.perf_counter()
+        out = run(params, *args, **kwargs)
+        _synchronize(device)
+        middle = time.perf_counter()
+        results = [x for x in _tensor_leaves(out) if x.requires_grad]
+        if results:
+            torch.autograd.backward(results, [torch.ones_like(x) for x in results])
+        _synchronize(device)
+        found.append((middle - began, time.perf_counter() - middle))
+    return median(x for x, _ in found), median(x for _, x in found)
+
+
+def _materialize(call: UnitCall, device: torch.device) -> Any:
+    """Return the operands of a call with random values on a device."""
+    generator = torch.Generator().manual_seed(0)
+    return optree.tree_map(partial(_materialize_meta, device=device, generator=generator), call.operands)
 
 
 def _synchronize(device: torch.device) -> None:

@@ -15,7 +15,9 @@ import fsharp as fs
 from benchmarks.memory import StorageTracker
 from fsharp.errors import LayoutError, PatternError, ScheduleError
 from fsharp.functional.layout.sharded import tree_nbytes
-from fsharp.planning.choice import Candidate, rank_candidates
+from fsharp.planning.choice import Candidate, StepArguments, rank_candidates
+from fsharp.planning.plan_step import uses_in_order
+from fsharp.planning.search import least_seconds
 from fsharp.planning.tune import POLICIES as TRIED, TOLERANCE
 from fsharp.schedules import plan_step
 from fsharp.testing import DebugPolicy, processes
@@ -23,6 +25,7 @@ from tests.gpt_like import block, cross_entropy, embed, head, loss_fn, make_batc
 from tests.scheduling import DP, HYBRID, POLICIES, PRECISIONS, STRATEGIES
 
 ORDER = ("embed", "layers.*", "head")
+LAYERS = ("layers.0", "layers.1")
 FROZEN = {
     "nothing": (),
     "embed": ("embed",),
@@ -154,6 +157,19 @@ def difference(planned, followed):
     if planned.program != followed.program:
         return [str(each.program.events) + "\n" + str(each.program.units) for each in (planned, followed)]
     return [fs.inspect.table(each) for each in (planned, followed)]
+
+
+@pytest.mark.parametrize("microbatches", [1, 2])
+@pytest.mark.parametrize(("remat", "number"), [((), 0), (LAYERS, 2), (("embed", *LAYERS, "head"), 4)])
+def test_recomputation_takes_the_third_number_of_seconds_or_as_long_as_the_forward(remat, number, microbatches):
+    layout = fs.plan(make_params(), fs.Mesh({"dp": 1}), fs.zero3("dp"), units=["embed", "layers.*", "head"])
+    for compute, again_s in (((1.0, 2.0), 1.0), ((1.0, 2.0, 5.0), 5.0), ((1.0, 2.0, 0.0), 0.0)):
+        hardware = fs.inspect.Hardware(compute=compute, bandwidth=math.inf)
+        arguments = StepArguments(uses_in_order(layout, ORDER), remat, hardware, microbatches, 2, "gloo", 0)
+        expected = microbatches * (4 * (1.0 + 2.0) + number * again_s)
+        assert arguments.predict(arguments.schedule(layout, fs.SchedulePolicy()), layout).step_s == pytest.approx(expected)
+        assert least_seconds(layout, arguments, is_one_group=False) == pytest.approx(expected, rel=1e-5)
+        assert fs.inspect.Hardware.from_json(hardware.to_json()) == hardware
 
 
 def test_steps_that_no_layout_has_are_refused():
@@ -384,7 +400,8 @@ def test_what_cannot_be_compared_is_refused():
         ({"activations": {"layers.*": -1.0}}, "activations of unit 'layers.0' are -1.0 bytes"),
         ({"activations": float("nan")}, "are nan bytes"),
         ({"compute": {"**": (-1.0, 2.0)}}, r"compute of unit '.*' is \(-1.0, 2.0\)"),
-        ({"compute": {"**": (1.0, 2.0, 3.0)}}, "expected seconds"),
+        ({"compute": {"**": (1.0, 2.0, 3.0, 4.0)}}, "expected seconds"),
+        ({"compute": {"**": (1.0, 2.0, -1.0)}}, r"is \(1.0, 2.0, -1.0\), expected seconds"),
         ({"compute": {"**": 1.0}}, "is 1.0, expected seconds"),
     ],
 )

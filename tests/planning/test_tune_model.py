@@ -146,6 +146,30 @@ def test_recomputation_keeps_what_a_unit_is_given_and_computes_its_forward_again
     assert tight.candidates[0].remat == "all"
 
 
+def test_a_trial_measures_by_how_much_recomputation_lengthens_a_step(monkeypatch):
+    """On a clock that only the function turns: by 1 s each time that it runs, and 2 s more if a checkpoint records it again."""
+    now = [0.0]
+    monkeypatch.setattr("fsharp.planning.trial.time", SimpleNamespace(perf_counter=lambda: now[0]))
+
+    def layer(weight, x):
+        if x.device.type != "meta":
+            now[0] += 1.0
+        return torch.tanh(x @ weight)
+
+    def loss_fn(params, batch, comm):
+        for weight in params["layers"]:
+            batch = fs.forward(layer, weight, batch, comm=comm)
+        return batch.sum()
+
+    params = {"layers": [torch.eye(4) for _ in range(3)]}
+    choice = {"budget": 1e9, "batch": torch.ones(2, 4), "loss_fn": loss_fn, "mesh": fs.Mesh({"dp": 1}), "units": "layers.*"}
+    seconds = {
+        again: fs.tune(params, SLOW, **choice, remat={"": "layers.*" if again else ()}, device="cpu").timeline.step_s
+        for again in (False, True)
+    }
+    assert seconds == {False: pytest.approx(3 + SLOW.update_s), True: pytest.approx(6 + SLOW.update_s)}
+
+
 def test_all_dimensions_are_tried():
     formats = {"float32": fs.Precision(), "4 bits": fs.Precision(wire=fs.formats.mxint4)}
     found = fs.tune(make_params(), "H100", budget=1e9, batch=64, mesh=4, formats=formats, effort=300)
