@@ -228,24 +228,25 @@ class Replicas(BackgroundSaver):
 
     @api_boundary
     def refresh(self, tree: Any, *, step: int, config: Any = None) -> None:
-        """Copy ``tree``, and begin to store the copy in the memory of hosts, in place of the tree that they keep there.
+        """Copy ``tree``, and begin to store the copy in the memory of hosts. All ranks call this method.
 
         The call first blocks until the previous refresh has ended. Then it copies the tree, and a thread stores the copy. The
-        caller may change ``tree``, or donate it to a step, as soon as the call returns.
+        caller may change ``tree``, or donate it to a step, as soon as the call returns. Hosts keep the previous tree until the
+        new one is complete.
 
         Args:
             tree: the tree, as for :func:`~fsharp.checkpoint.save`.
             step: number of the step.
-            config: config of the run, a value that JSON can hold; equal on all ranks.
+            config: config of the run, a JSON-serializable value; equal on all ranks.
 
         Raises:
-            CheckpointError: the previous refresh has failed, for example because a host had no room. Hosts still keep the tree
-                of the last refresh that succeeded. All ranks raise.
+            CheckpointError: the previous refresh has failed, for example because a host had no room. This call stores nothing.
+                Hosts still keep the tree of the last refresh that succeeded. All ranks raise.
             TreeError: a leaf cannot be saved.
-            AgreementError: ranks have different trees or values.
+            AgreementError: ranks have trees of different structure, or different values of ``step`` or ``config``.
 
         Cost: see :meth:`refresh_nbytes`. The call itself makes the copy, and one collective of 40 bytes for each axis. The
-        thread sends pieces of 4 MiB, in process groups of its own.
+        thread sends pieces of 4 MiB, in process groups that it alone uses.
         """
 
         def check_open(contents: TreeContents) -> None:

@@ -195,10 +195,10 @@ def convert(
     step: int = 0,
     unstack: Mapping[str, int] = _NO_STACKS,
 ) -> str:
-    """Convert a checkpoint of another library into a checkpoint of fsharp.
+    """Convert a DCP or Orbax checkpoint to an fsharp checkpoint.
 
-    fsharp loads safetensors, and files of torch.save, without conversion. Tensors of dcp are compared with the checksums that
-    torch writes beside them, unless it was told to write none. Names and shapes have no checksums.
+    Safetensors files, and files of torch.save, need no conversion: fsharp loads them as they are. Tensors of dcp are compared
+    with the checksums that torch writes beside them, unless it was told to write none. Names and shapes have no checksums.
 
     Args:
         folder: folder of the other library's checkpoint.

@@ -261,9 +261,10 @@ class _CompiledFunction:
         return out, _VjpResiduals(own, structure, numbers)
 
     def _function_of_chosen(self, which: tuple[bool, ...], arrays: Sequence[Any]) -> tuple[Callable[..., Any], list[Any]]:
-        """Return the program as a function of the arguments whose flag in ``which`` is True, and these arguments.
+        """Return ``(function, arguments)``: the arguments that ``which`` flags, and the program as a function of them.
 
-        The function returns its differentiable results, and all results as ``aux`` of ``jax.vjp``.
+        The other arguments keep their values. The function is for ``jax.vjp(..., has_aux=True)``: it returns the program's
+        differentiable results, and all of its results.
         """
 
         def fn(*chosen: Any) -> Any:

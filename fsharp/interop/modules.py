@@ -91,11 +91,16 @@ def _make_linen_functional(model: Any, variables: Any) -> tuple[Callable[..., An
 
 @api_boundary
 def to_tensors(tree: Any) -> Any:
-    """Return the parameters in a pytree of JAX, as a tree that can be planned and sharded.
+    """Return the parameters of a JAX pytree as nested dicts of torch tensors, which can be planned and sharded.
 
-    ``tree`` is any pytree of JAX, such as a module of Equinox, a state of NNX, or a restored checkpoint with arrays of numpy.
-    The result has dicts by field, key or index, with copies of all arrays of floating dtype. A box around one value (a
-    ``Variable`` of NNX) becomes its value. Other leaves are left out. Without arrays of floating dtype a TreeError is raised.
+    ``tree`` is any JAX pytree, such as an Equinox module, an NNX state, or a restored checkpoint with NumPy arrays. The keys of
+    the dicts are names of fields, keys and indices. A box around one value (an NNX ``Variable``) becomes its value. Parameters
+    are the arrays of floating dtype; other leaves, such as integers and random keys, are left out.
+
+    Raises:
+        TreeError: the tree has no array of floating dtype.
+
+    Cost: a copy of each parameter.
     """
     check_not_forked("to_tensors()")
     arrays = {name: leaf for name, leaf in _leaves_by_name(tree).items() if _is_parameter(leaf)}

@@ -167,9 +167,10 @@ class _ShardedTransformation:
     def _trace_transformation(
         self, params: Any, rank: int, extra: Mapping[str, Any], *, is_first: bool
     ) -> TracedTransformation:
-        """Trace the transformation for one rank's part of ``params``. If it takes no argument ``value``, ``value`` is left out.
+        """Trace the transformation for the part of ``params`` on ``rank``.
 
-        With ``is_first`` the extra arguments of updates are not known yet, and zeros take the place of missing ones.
+        ``value``, the loss, is passed only if the transformation's ``update()`` takes it. If ``is_first``, the extra arguments
+        of ``update()`` are not known yet, and zeros take the place of those that it requires.
         """
         try:
             return TracedTransformation(self._tx, params, rank, extra)

@@ -249,13 +249,13 @@ class Choice:
 
     @api_boundary
     def edit(self, **changes: Any) -> "Choice":
-        """Return a new choice whose policy has changed fields, such as ``prefetch=3``, with a new prediction.
+        """Return a copy of this choice with other values of fields of its policy, such as ``prefetch=3``, predicted anew.
 
         >>> choice.edit(prefetch=3, release="backward").candidates[0].step_s  # doctest: +SKIP
 
         Raises:
-            ScheduleError: the edited step does not fit into the budget, or a field is out of range.
-            OptionError: a field is unknown, or has a wrong type.
+            ScheduleError: the edited step does not fit into the budget of :func:`~fsharp.tune`, or a value is out of range.
+            OptionError: a field is unknown, or a value has a wrong type.
         """
         if unknown := sorted(changes.keys() - (known := [field.name for field in fields(self.policy)])):
             rows = [("unknown", ", ".join(unknown)), ("known", ", ".join(known))]

@@ -55,7 +55,7 @@ class RunLog:
             self.num_cut += 1
             return
         if isinstance(row.get("start"), dict):
-            self._remove_from(step)
+            self._remove_steps_from(step)
         for name, value in row.items():
             if name == "start" and isinstance(value, dict):
                 self.starts.append((step, time, value))
@@ -74,7 +74,7 @@ class RunLog:
                     self.series.setdefault(label, {})[step] = number
                     self.times[step] = time
 
-    def _remove_from(self, step: int) -> None:
+    def _remove_steps_from(self, step: int) -> None:
         """Remove what the log has about steps from ``step`` on, which the run makes again: values and later checkpoints."""
         kept: list[dict[int, Any]] = [*self.series.values(), self.times, self.own_s]
         for values in kept:

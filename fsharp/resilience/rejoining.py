@@ -74,10 +74,11 @@ class Rejoining:
         return news.why
 
     def wait_for_next_generation(self, error: Exception, where: str, *, is_own: bool) -> None:
-        """Tell other ranks of ``error``, raised in ``where``, and wait for the next generation.
+        """Tell other ranks of ``error``, and wait for the next generation: the ranks after a restart.
 
-        Raises ``error`` if it ``is_own``, which means that this rank alone caused it, or if a restart would not help. Raises
-        CommError if ranks are no longer restarted.
+        ``where`` is the place of the error, in words. ``is_own`` says that the error began on this rank, and did not come from
+        another one. Then, or if a restart would not help, ``error`` is raised here once others know it. CommError is raised if
+        ranks are no longer restarted.
         """
         self._comm.watch.statuses.report_failure(error, where)
         self._news = self._member.wait_for_next_generation("own" if is_own else "heard", error, self._comm.limit_s)

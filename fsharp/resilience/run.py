@@ -345,16 +345,16 @@ class Run:
         """End a step: save if it is time, exit after a signal, and return the tree for the next step.
 
         Args:
-            tree: the tree after the step, with the leaves of the tree in :meth:`resume`.
-            nonfinite: the result of :func:`find_nonfinite`; None if all was finite. If it is not None, the step must not have
-                updated the tree. With ``on_nonfinite="raise"`` the call then raises NonFiniteError. With ``"skip"`` the run
-                continues with ``tree``. With ``"roll back"`` it continues from the last checkpoint, and leaves this step out.
+            tree: the tree after the step. It needs the leaves of the tree that was passed to :meth:`resume`.
+            nonfinite: the result of :func:`find_nonfinite`; None if all was finite. If it is not None, pass the tree from
+                before the step. ``on_nonfinite`` of the run says what follows: ``"raise"`` raises NonFiniteError, ``"skip"``
+                continues with ``tree``, ``"roll back"`` continues from the last checkpoint and later leaves this step out.
 
         Raises:
-            RunError: the tree has other leaves than the tree in :meth:`resume`.
-            NonFiniteError: the step is not finite and may not be left out, or the tree to save is not finite.
-            CheckpointError: a save has failed.
-            SystemExit: a signal has come, and the tree is saved. The code is :data:`EXIT_PREEMPTED`.
+            RunError: the leaves of the tree differ from those of the tree that was passed to :meth:`resume`.
+            NonFiniteError: the step is not finite and ``on_nonfinite`` does not let it pass, or the tree to save is not finite.
+            CheckpointError: a save has failed, now or in the background since the last call.
+            SystemExit: a signal has come, and the tree has been saved. The code is :data:`EXIT_PREEMPTED`.
         """
         if self._phase != "in a step":
             raise RunError("Run.end_step(): no step is under way: call it once in each step of `for step in run.steps()`.")

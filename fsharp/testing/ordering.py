@@ -238,12 +238,12 @@ class ReplayResult(NamedTuple):
     """The result of :func:`replay`.
 
     Attributes:
-        races: pairs of accesses that nothing orders, each once.
-        learned: positions of the waits that added an order. All other waits are redundant.
+        races: pairs of accesses to one memory that nothing orders, one of them a write. Each pair is listed once.
+        useful_waits: indices, in the log, of the waits that added an order. The other waits added nothing in this replay.
     """
 
     races: list[Race]
-    learned: set[int]
+    useful_waits: set[int]
 
 
 def replay(log: Log, *, without: Collection[int] = ()) -> ReplayResult:

@@ -174,8 +174,8 @@ class RaceReport:
 
     def implied_waits(self) -> set[str]:
         """Return the waits that never changed the order, as earlier waits of the lane had waited for the same work."""
-        learned = {str(self.log[i]) for i in self._verdict.learned}
-        return set(self.waits) - learned
+        useful = {str(self.log[i]) for i in self._verdict.useful_waits}
+        return set(self.waits) - useful
 
     def describe(self, race: Race) -> list[tuple[str, object]]:
         """Return a race as rows for an error message: pairs of a name and a value."""

@@ -54,23 +54,25 @@ def to_dcp(
 ) -> None:
     """Convert a checkpoint to the format of torch.distributed.checkpoint (DCP), for ``dcp.load()`` on any mesh.
 
-    Call this function in one process; it needs no process group. Tied leaves are written under each of their names. Numbers,
-    texts, None, and lists and tuples of these are written as objects, as DCP writes those of a ``state_dict``. If the
-    checkpoint was saved from ``{"model": model, "optim": optimizer}``, a module and its ShardedOptimizer, FSDP2 can load both
-    into its own module and optimizer, by ``get_state_dict()``, ``dcp.load()`` and ``set_state_dict()``.
+    Call this function in one process only. It needs no process group. Tied leaves are written under each of their names.
+    Numbers, strings, None, and lists and tuples of these are written as DCP's pickled objects.
+
+    A checkpoint of ``{"model": model, "optim": optimizer}``, a module and its ShardedOptimizer, gets the keys that FSDP2
+    expects. There ``get_state_dict()``, ``dcp.load()`` and ``set_state_dict()`` load it into a module and its optimizer.
 
     Args:
         checkpoint: the checkpoint, or its path.
-        folder: path of a new folder, which appears when all of it is written.
-        subtree: part of the checkpoint to convert; all by default.
-        rename: function from a name below ``subtree`` to the key in DCP: ``lambda name: f"model.{name}"``.
+        folder: path of a folder that does not exist or is empty. It gets its name once all of it is written.
+        subtree: path of the subtree to convert, such as ``"model"``; the whole checkpoint by default.
+        rename: function from a leaf's name below ``subtree`` to its key in DCP, such as ``lambda name: f"model.{name}"``. By
+            default the key is the name.
 
     Raises:
         CheckpointError: the folder is not empty or is a URL, there is no tensor to write, two tensors or values get the same
-            name, or the checkpoint is damaged. No file is left.
+            name, or the checkpoint is damaged. No file of this call is left.
 
     Cost: reads each header and every tensor that is written, and checks their digests. Memory: a chunk of 64 MiB, or one row
-    if a row is larger; headers and digests of all files, 0.2 % of the files.
+    if a row is larger; and the headers and digests of all files, which are 0.2 % of the checkpoint.
     Source: https://docs.pytorch.org/docs/stable/distributed.checkpoint.html
     """
     from torch.distributed.checkpoint.filesystem import FileSystemWriter

@@ -79,12 +79,21 @@ def hooked_parameters(module: torch.nn.Module) -> dict[str, torch.Tensor]:
 def format_of_hooked_parameter(
     parameter: torch.Tensor, compute: torch.dtype, main: torch.dtype, device: torch.device, policy: Any
 ) -> Format:
-    """Return the format in which a parameter with FSDP2's hooks rests and is gathered. OptionError for unsupported hooks.
+    """Return the format in which a parameter whose class has FSDP2's hooks is stored and gathered.
 
-    The hooks encode a main copy of dtype ``main`` on ``device``. Functions use the parameter in ``compute``, the hooks'
-    ``param_dtype``. ``policy`` is FSDP2's MixedPrecisionPolicy with the same ``compute``, for hooks that take one.
+    The hooks are ``fsdp_pre_all_gather`` and ``fsdp_post_all_gather``.
 
-    Cost: calls of the hooks for the whole parameter and for one row, and the memory of their results.
+    Args:
+        parameter: the parameter.
+        compute: dtype in which the model uses the parameter: the ``param_dtype`` of the second hook.
+        main: dtype of the main copy that the first hook gets.
+        device: device of the main copy.
+        policy: FSDP2's MixedPrecisionPolicy with ``param_dtype=compute``, for a first hook that takes one.
+
+    Raises:
+        OptionError: the hooks are not supported.
+
+    Cost: a trial call of the hooks for the whole parameter and one for a row, and the memory of their results.
     """
     hooks = _GatherHooks(parameter, compute, main, device, policy)
     planes, block = hooks.planes_and_block(tuple(parameter.shape))

@@ -179,7 +179,7 @@ def _format_of_kind(
         lambda shape: kind.agreed(shape, {name: size for name, (size, _) in tensors.scale_specs(shape).items()}),
         tensors.encode,
         lambda part: kind.decode(part, tensors.scales_in(part)),
-        EncodedTensorClass(tensors.make_tensor, tensors.compute_derived_in_backward, tensors.drop_derived),
+        EncodedTensorClass(tensors.make_tensor, tensors.derive_if_in_backward, tensors.drop_derived),
     )
     name = f"te_{kind.name}_{sha256(settings.encode()).hexdigest()[:6]}"
     plane = Plane(torch.uint8, _PART_ALIGNMENT // kind.values_per_byte)
@@ -226,7 +226,7 @@ class _QuantizerCodec:
         inner = {name: plane.view(size) for name, plane in zip(self._kind.planes, part.planes, strict=True)}
         inner |= self.scales_in(part)
         tensor: torch.Tensor = self._tensor_of(part, {name: non_view_alias(x) for name, x in inner.items()})
-        self.compute_derived_in_backward(tensor)
+        self.derive_if_in_backward(tensor)
         return tensor
 
     def _tensor_without_values(self, part: LeafPart) -> Any:
@@ -245,7 +245,7 @@ class _QuantizerCodec:
         """Return the shape of the plane that stores a leaf of ``shape``."""
         return (*shape[:-1], shape[-1] // self._kind.values_per_byte)
 
-    def compute_derived_in_backward(self, tensor: Any) -> None:
+    def derive_if_in_backward(self, tensor: Any) -> None:
         """If a backward is running, compute the derived attributes of a tensor that the backward reads, such as a transpose."""
         if torch._C._current_graph_task_id() != -1:
             from transformer_engine.pytorch.tensor.utils import post_all_gather_processing

@@ -77,16 +77,19 @@ class Packing:
 
 @lru_cache(maxsize=4096)
 def pack(sizes: tuple[int, ...], atoms: tuple[int, ...], num_parts: int, block: int = 1) -> Packing:
-    """Place leaves of ``sizes`` elements, cut at multiples of ``atoms`` only, in parts of the least capacity found.
+    """Lay out leaves of ``sizes`` elements over ``num_parts`` parts of equal capacity, and make the capacity small.
 
-    Leaves with larger atoms are placed first, each at the first legal offset; leaves of equal atoms keep their order. A part
-    has whole blocks of ``block`` elements. If all atoms are one element, the capacity is ``ceil(total / num_parts)``, in whole
-    blocks. Else it is the least capacity that admits this order, or a capacity close to it after 2,048 candidates. The cost
-    grows with the number of leaves, not with ``num_parts``.
+    The end of a part may cut leaf ``i`` only at a multiple of ``atoms[i]`` elements from the leaf's start. The capacity is a
+    multiple of ``block`` elements. Offsets count elements from the start of the first part.
+
+    Leaves with larger atoms are placed first, those of equal atoms in their order, each at the first offset that is free and
+    cuts no atom. If all atoms are one element, the capacity is ``ceil(total / num_parts)``, in whole blocks. Otherwise it is
+    the least one with which this placement succeeds; if 2,048 fail, a bisection finds a larger one. The cost grows with the
+    number of leaves, not with ``num_parts``.
 
     >>> pack((10, 6), (1, 1), 4)
     Packing(offsets=(0, 10), capacity=4)
-    >>> pack((10, 6), (5, 6), 3)                      # rows of 5, and one whole leaf of 6
+    >>> pack((10, 6), (5, 6), 3)                      # rows of 5, and one whole leaf of 6; element 6 stays free
     Packing(offsets=(7, 0), capacity=6)
     """
     items = [(atom, size, i) for i, (size, atom) in enumerate(zip(sizes, atoms, strict=True)) if size]

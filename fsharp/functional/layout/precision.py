@@ -198,10 +198,11 @@ class Dtypes:
         return self.to_texts(lambda each: each.name)
 
     def to_texts(self, text: Callable[[Format], str]) -> list[str]:
-        """Return the settings in a fixed order. ``text``: function from a format to its text; ranks compare ``str(format)``.
+        """Return these precision settings as texts in a fixed order.
 
-        The order: ``compute``, ``main``, ``wire``, ``accumulate``, the format at rest, the wires by axis, the format of
-        updates, and feedback.
+        The order is that of the fields ``compute``, ``main``, ``wire``, ``accumulate``, ``format``, ``wires`` (a text for each
+        axis), ``update`` and ``feedback``. The last four are left out where they are not set. ``text`` returns the text of a
+        format; ranks compare the texts with ``text=str``.
         """
         listed = [dtype_name(self.compute), dtype_name(self.main), text(self.wire), dtype_name(self.accumulate)]
         if self.format is not None or self.wires or self.update is not None or self.feedback:

@@ -34,9 +34,10 @@ class RankMap:
     def is_source_for(self, source: int, target: int, place: Place) -> bool:
         """Return whether rank ``target`` of the new mesh takes elements from rank ``source`` of the old mesh.
 
-        ``place``: where the elements rest on the old mesh. Along replicated axes several old ranks hold equal elements. If the
-        target was in the old mesh, it takes from its own replica. Otherwise its number chooses the replica, so that new ranks
-        do not all take from one rank. Along varying axes the target takes from its own coordinate.
+        ``place``: where the elements are stored on the old mesh. Along replicated axes several old ranks hold equal elements.
+        A target that was in the old mesh takes them from the rank with the coordinate that it had there. Any other target takes
+        them from the coordinate of old rank ``target % size``, so that ranks that join do not all take from one rank. Along
+        varying axes, where each rank has other values, the source needs the coordinate that the target has on the new mesh.
         """
         mesh, rank = self.old_mesh, self.new_ranks[target]
         near = self.old_ranks.index(rank) if rank in self.old_ranks else target % mesh.size

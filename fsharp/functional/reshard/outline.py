@@ -65,9 +65,9 @@ def outline_to_bytes(tree: Any) -> bytes:
 
 
 def outline_from_bytes(data: bytes, device: torch.device) -> Any:
-    """Return the tree from the bytes of :func:`outline_to_bytes`, with sharded buffers on the meta device.
+    """Return the tree that :func:`outline_to_bytes` wrote. Its sharded buffers are on the meta device, without data.
 
-    Raises TreeError if the bytes are damaged, or name a class that this process cannot find.
+    Raises TreeError if the bytes are damaged, or name a class whose module this process has not imported.
     """
     try:
         end = 8 + int.from_bytes(data[:8], "little")

@@ -94,7 +94,7 @@ def matches(pattern: str, path: str) -> bool:
 
 
 def self_and_ancestors(path: str) -> Iterator[str]:
-    """Yield the path itself and every prefix of it, longest first; the root, ``""``, comes last.
+    """Yield ``path``, then each of its ancestors, up to the root ``""``.
 
     >>> list(self_and_ancestors("layers.0.w"))
     ['layers.0.w', 'layers.0', 'layers', '']

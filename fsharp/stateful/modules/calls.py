@@ -193,8 +193,8 @@ class ModuleCallState:
     ) -> Iterator[None]:
         """Let modules read their parameters from ``source``, or from ``parameters``, in this context.
 
-        ``entries`` says, for each unit, where modules hold its parameters. ``parameters`` has, for each unit, the tensors to
-        put there, in the order of its leaves. Methods of ``module`` run without another gather: its units are gathered.
+        For each unit ``entries`` says where modules hold its parameters, and ``parameters`` has the tensors to put there, in
+        the order of the unit's leaves. The units of ``module`` are gathered already, so methods of ``module`` gather nothing.
         """
         before, self.source = self.source, source
         replaced_tensors = list(map(ParameterEntries.swap_in, entries, parameters))

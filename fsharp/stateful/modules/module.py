@@ -297,9 +297,9 @@ class ShardedModule(nn.Module):
     def full_parameters(self, *, trained: bool = False) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield pairs of a parameter's name and its whole value, unit by unit. All ranks have to iterate to the end.
 
-        Trained parameters have the optimizer's dtype. Frozen ones have the dtype in which they rest, ``precision.compute``; a
-        warning says if this dtype has rounded them. ``trained=True`` omits frozen parameters, for example to export adapters.
-        The caller may keep the tensors. Memory: one unit.
+        Trained parameters have the dtype ``precision.main``. Frozen ones have the dtype ``precision.compute``; a warning says
+        if sharding has rounded them to it. ``trained=True`` omits frozen parameters, for example to export adapters. The caller
+        may keep the tensors. Memory beside those that are kept: one unit.
         """
         session = session_of_module(self)
         names = {id(p): name for name, p in self.named_parameters()}

@@ -5,7 +5,8 @@ from typing import Any
 import optree
 import torch
 
-from fsharp.errors import ScheduleError
+from fsharp.errors import ScheduleError, problem
+from fsharp.functional.formats.format import tensor_text
 from fsharp.functional.layout.runs import has_stochastic_wire
 from fsharp.functional.layout.sharded import units_of
 from fsharp.functional.loss import Metrics
@@ -18,24 +19,23 @@ from fsharp.type_checks import options_checked
 
 @options_checked
 class CapturedStep:
-    """A scheduled training step as one CUDA graph, captured once and replayed: forward, backward, reductions and update.
+    """A scheduled training step (forward, backward, reductions, update), captured once as a CUDA graph and then replayed.
 
     A graph needs fixed addresses. So the step has to update its state in place (``donate=True``), and the scheduler must leave
-    no collective under way between steps (``gather_at_start=False``).
+    no collective in flight between steps (``gather_at_start=False``). All ranks make the object together.
 
     Args:
         scheduled: the step: ``scheduler(train_step(loss_fn, tx, donate=True))``.
-        state: the first state. The captured step owns its memory from now on.
-        batch: an example batch; later batches need equal structure, shapes and dtypes.
-        warmup: number of steps before the capture, at least 2. These steps train on ``batch``, and the first of them records
-            the schedule.
+        state: the first state. The captured step takes over its memory: do not use it afterwards.
+        batch: a batch to train on. Later batches need its structure, shapes, dtypes, and values other than tensors.
+        warmup: number of training steps on ``batch`` before the capture, at least 2. The first of them records the schedule.
 
     Attributes:
-        state: the state after the last replay.
+        state: the state after the warmup and all replays. The next replay overwrites its tensors.
 
     Raises:
-        ScheduleError: the device is no CUDA device; the policy has ``gather_at_start`` or ``offload``; or the optimizer state
-            has a Python number, such as a step count, which a graph could not change.
+        ScheduleError: the device is not a CUDA device; the policy has ``gather_at_start`` or ``offload``; or the optimizer
+            state has a Python number, such as a step count: a graph would repeat the captured number.
 
     Source: torch.cuda.CUDAGraph.
     """
@@ -73,18 +73,32 @@ class CapturedStep:
         """Run one step on ``batch``, and return its metrics. The next call overwrites the returned tensors.
 
         Raises:
-            ScheduleError: the batch has other shapes than the captured batch, or the scheduler is closed.
+            ScheduleError: the batch differs from the captured one in structure, in a shape or dtype, or in a value that is no
+                tensor, which a graph would repeat; or the scheduler is closed.
             AgreementError: another rank has failed.
         """
         self._scheduled.scheduler.check_open()
-        for held, new in zip(optree.tree_leaves(self._batch), optree.tree_leaves(batch), strict=True):
-            if isinstance(held, torch.Tensor):
-                if held.shape != new.shape:
-                    raise ScheduleError(f"the batch has a tensor of shape {list(new.shape)}, captured with {list(held.shape)}.")
-                held.copy_(new, non_blocking=True)
+        for held, new in pairs_to_copy(self._batch, batch):
+            held.copy_(new, non_blocking=True)
         self._graph.replay()
         self.state = self.state._replace(step=self.state.step + 1)
         return self._metrics
+
+
+def pairs_to_copy(captured: Any, batch: Any) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Return pairs of a captured tensor and its new value. ScheduleError if the batch differs in anything but these values."""
+    paths, leaves, spec = optree.tree_flatten_with_path(captured)
+    new, new_spec = optree.tree_flatten(batch)
+    if spec != new_spec:
+        raise ScheduleError(f"CapturedStep: the batch has the structure {new_spec}, captured with {spec}.")
+    for path, held, given in zip(paths, leaves, new, strict=True):
+        texts = [tensor_text(x) if isinstance(x, torch.Tensor) else repr(x) for x in (given, held)]
+        is_known = isinstance(given, torch.Tensor | bool | int | float | str)
+        if not (held is given or (is_known and texts[0] == texts[1])):
+            what = f"leaf {'.'.join(map(str, path))!r} of the batch is {texts[0]:.200}, captured as {texts[1]:.200}."
+            remedy = "A graph repeats all but the values of tensors: pass what changes as a tensor."
+            raise ScheduleError(problem("CapturedStep", what, remedy=remedy))
+    return [pair for pair in zip(leaves, new, strict=True) if isinstance(pair[0], torch.Tensor)]
 
 
 def _copy_params_into(made: Any, held: list[Any]) -> Any:

@@ -45,11 +45,11 @@ Interval = tuple[float, float]
 
 @dataclass(frozen=True, slots=True)
 class Timeline:
-    """The times at which the ops of a step ran, measured or predicted. The step repeats.
+    """The times at which the ops of a step ran, measured or predicted. All steps are taken to be alike.
 
     Attributes:
         schedule: the schedule that the step follows.
-        spans: spans of the ops, in order of their starts.
+        spans: when each op ran, in order of the starts.
         step_s: seconds from the beginning of a step to the beginning of the next step.
     """
 
