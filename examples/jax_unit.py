@@ -1,4 +1,4 @@
-"""Modules of JAX as units of a torch program, sharded and scheduled as any other, and their weights brought back.
+"""JAX modules as units of a torch program, sharded and scheduled as any other, and their weights brought back.
 
 python examples/jax_unit.py                                 two processes
 torchrun --nproc-per-node 4 examples/jax_unit.py

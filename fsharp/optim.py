@@ -1,7 +1,7 @@
 """Optimizers over sharded trees, as pairs of pure functions ``(init, update)``, and transformations to chain them with.
 
 Names, order of arguments and defaults are those of optax. This module holds transformations that have a fused kernel or need
-the mesh, and their building blocks. For any other transformation of optax use ``fs.optim.from_optax(optax.x(...))``.
+the mesh, and their building blocks. For any other optax transformation use ``fs.optim.from_optax(optax.x(...))``.
 
 - Optimizers: adam, adamw, lion, muon, sgd.
 - To combine and wrap them: chain, masked, multi_transform (also named partition), MultiSteps, apply_if_finite,

@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, settings
 import fsharp as fs
 from fsharp.testing.processes import _Launcher, processes
 
-# Ranks are forked from a process that has imported what tests import, and what optimizers of torch import when they are made:
+# Ranks are forked from a process that has imported what tests import, and what torch optimizers import when they are made:
 # else each rank takes more than half a second to do so.
 sys.modules[_Launcher.__module__]._launcher = _Launcher(
     "import hypothesis.strategies, pytest, torch._dynamo, torch.distributed.checkpoint"

@@ -310,7 +310,7 @@ def test_documents_name_files_that_there_are(path):
 
 
 def test_the_import_takes_little_more_than_that_of_torch():
-    """Modules of torch that take long are imported where they are used: DTensor's alone take half as long as torch."""
+    """Torch modules that take long are imported where they are used: DTensor's alone take half as long as torch."""
     slow = {"torch.distributed.tensor", "torch.distributed.fsdp", "torch.distributed.checkpoint", "torch._dynamo", "sympy"}
     code = "import sys, torch; before = set(sys.modules); import fsharp; print(*sorted(set(sys.modules) - before))"
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100, check=True)

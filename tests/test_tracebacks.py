@@ -152,7 +152,7 @@ USERS = {
         lambda: (lambda model: (model.register_forward_hook(broken), model(torch.ones(1, 2))))(module()),
         ["<lambda>", "broken"],
     ),
-    "a layer of torch": (
+    "a torch layer": (
         lambda: fs.shard_module(nn.Sequential(nn.Linear(2, 3)), mesh=ONE.mesh, strategy=fs.zero3("dp"))(torch.ones(1, 4)),
         [
             "torch.nn.modules.container.forward",  # its calls are torch's own, as without this library

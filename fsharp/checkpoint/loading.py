@@ -96,7 +96,7 @@ def load(
               lists and tuples. Keys are joined by dots: for ``{"model": model.state_dict()}`` pass ``subtree="model"``.
         like: a tree with the names, shapes, dtypes and places to load. The values do not matter; tensors may be on the meta
             device. An object with ``load_state_dict()`` loads the names of its ``state_dict()``, and is returned. So a plain
-            optimizer of torch has to make a step before (a ShardedOptimizer need not).
+            torch optimizer has to make a step before (a ShardedOptimizer need not).
         comm: the ranks.
         subtree: load this part of the checkpoint alone: ``subtree="params"`` with parameters for ``like``.
         rename: function from a name in ``like`` to the name in the checkpoint, below ``subtree``:

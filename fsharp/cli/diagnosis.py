@@ -17,8 +17,8 @@ from fsharp.functional.layout.text import align_columns, nbytes_text
 
 EXTRAS = {
     "optax and JAX": ("jax", ("jax", "optax")),
-    "checkpoints of Orbax": ("orbax", ("orbax-checkpoint",)),
-    "optimizers of TorchOpt": ("torchopt", ("torchopt",)),
+    "Orbax checkpoints": ("orbax", ("orbax-checkpoint",)),
+    "TorchOpt optimizers": ("torchopt", ("torchopt",)),
     "accelerate and transformers' Trainer": ("huggingface", ("accelerate", "transformers")),
     "Lightning": ("lightning", ("lightning",)),
     "pictures": ("train", ("matplotlib",)),

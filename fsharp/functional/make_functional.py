@@ -37,7 +37,7 @@ def make_functional(module: nn.Module) -> tuple[Callable[..., Any], dict[str, An
     for name, parameter in module.named_parameters():
         if has_hooks(parameter):
             raise TreeError(
-                f"make_functional(): parameter {name!r} is a {type(parameter).__name__} with hooks of FSDP2, which functions "
+                f"make_functional(): parameter {name!r} is a {type(parameter).__name__} with FSDP2 hooks, which functions "
                 "do not call. Pass the module to shard_module()."
             )
     params = parameter_tree("make_functional()", module)

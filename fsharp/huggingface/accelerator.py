@@ -65,7 +65,7 @@ class Accelerator(accelerate.Accelerator):
 
     Raises:
         OptionError: ``mixed_precision`` is set for a sharded module, which takes a :class:`~fsharp.Precision` instead; sharded
-            parameters are in an optimizer of torch; ``clip_grad_norm_`` gets a part of a module's parameters;
+            parameters are in a torch optimizer; ``clip_grad_norm_`` gets a part of a module's parameters;
             ``clip_grad_value_`` gets sharded parameters; a module to prepare contains a sharded module; accelerate's
             ``LocalSGD`` gets a sharded module; or ``save_state`` and ``load_state`` have the optimizer of a module that was not
             prepared.
@@ -100,7 +100,7 @@ class Accelerator(accelerate.Accelerator):
     def prepare_optimizer(self, optimizer: Any, device_placement: bool | None = None) -> Any:
         """Wrap an optimizer as accelerate does. A ShardedOptimizer's state stays on its device.
 
-        Raises OptionError for an optimizer of torch with sharded parameters.
+        Raises OptionError for an torch optimizer with sharded parameters.
         """
         inner = getattr(optimizer, "optimizer", optimizer)  # of one that was prepared before
         if not isinstance(inner, ShardedOptimizer) and any(

@@ -55,7 +55,7 @@ def to_jax(tree: Any, layout: Layout, *, devices: Sequence[Any] | None = None) -
     Returns:
         The tree with arrays: for each group of a unit an array of shape ``[size]`` under the ``NamedSharding`` that
         :func:`shardings` returns, with a leading dim for each axis along which ranks have values of their own. A Sharded is a
-        pytree node of JAX too, and :func:`unflatten` returns the leaves in their shapes. Leaves that are no Sharded, such as
+        JAX pytree node too, and :func:`unflatten` returns the leaves in their shapes. Leaves that are no Sharded, such as
         step counts, are unchanged.
 
     Raises:
@@ -236,5 +236,5 @@ def _check_units(where: str, tree: Any, layout: Layout, kind: type) -> None:
             is_deleted = isinstance(buffer, jax.Array) and buffer.is_deleted()
             if is_deleted or not isinstance(buffer, kind):
                 found = "a deleted array: it was donated" if is_deleted else f"a {type(buffer).__name__}"
-                expected = "tensors" if kind is torch.Tensor else "arrays of JAX, as to_jax() makes them"
+                expected = "tensors" if kind is torch.Tensor else "JAX arrays, as to_jax() makes them"
                 raise TreeError(f"{where}: unit {node.unit.display_name} has {found}, expected {expected}.")

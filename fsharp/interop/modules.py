@@ -112,11 +112,11 @@ def to_tensors(tree: Any) -> Any:
 
 @api_boundary
 def to_arrays(tree: Any, like: Any) -> Any:
-    """Return a pytree of JAX with the parameters of a tree: the inverse of :func:`to_tensors`.
+    """Return a JAX pytree with the parameters of a tree: the inverse of :func:`to_tensors`.
 
     Args:
         tree: a tree of :func:`to_tensors`, for example the result of :func:`fsharp.full_tree` after training.
-        like: a pytree of JAX with the structure of the argument of ``to_tensors``; for NNX the state, for ``nnx.update(model,
+        like: a JAX pytree with the structure of the argument of ``to_tensors``; for NNX the state, for ``nnx.update(model,
             to_arrays(params, like=nnx.state(model, nnx.Param)))``.
 
     Returns:

@@ -25,7 +25,7 @@ class OptaxState(NamedTuple):
     """State of :func:`from_optax`.
 
     Attributes:
-        optax: the state of optax, with tensors in place of numbers, and a :class:`BufferPlaceholder` in place of each array
+        optax: the optax state, with tensors in place of numbers, and a :class:`BufferPlaceholder` in place of each array
             with a value for each element of a parameter.
         buffers: trees like the parameters, at the optimizer's place, with the elements of these arrays.
     """
@@ -83,7 +83,7 @@ def from_optax(tx: Any) -> Transform:
 
 
 class _ShardedTransformation:
-    """A transformation of optax on shards, with its compiled programs. A pickle holds only the transformation."""
+    """An optax transformation on shards, with its compiled programs. A pickle holds only the transformation."""
 
     def __init__(self, tx: Any) -> None:
         self._given, self._tx = tx, optax.with_extra_args_support(tx)
@@ -115,7 +115,7 @@ class _ShardedTransformation:
             if unknown := [name for name in program.traced.unused if name != "value"]:  # train_step always passes value
                 raise _unknown_argument_error(unknown[0])
             if missing := [name for name in program.traced.extra if name not in given]:
-                raise TreeError(f"update(): the transformation of optax needs {missing[0]}: fs.update(..., {missing[0]}=...).")
+                raise TreeError(f"update(): the optax transformation needs {missing[0]}: fs.update(..., {missing[0]}=...).")
             return program, _arrays_outside_buffers(program.traced, state), {name: given[name] for name in program.traced.extra}
 
         def fields(found: tuple[CompiledTransformation, list[Any], dict[str, Any]]) -> dict[str, str]:
@@ -143,7 +143,7 @@ class _ShardedTransformation:
             try:
                 found[name] = jnp.asarray(_tensor_to_numpy(x))
             except (TypeError, ValueError) as error:
-                what = f"{name}={x!r:.60} is passed to a transformation of optax, which is run on shards."
+                what = f"{name}={x!r:.60} is passed to an optax transformation, which is run on shards."
                 facts = [("expected", "a number or an array"), ("got", type(x).__name__)]
                 remedy = "A function of whole parameters cannot be called on shards: use options that do not call one, as "
                 remedy += "optax.lbfgs(linesearch=None) and optax.contrib.sam(opaque_mode=False) do."
@@ -190,7 +190,7 @@ class _ShardedTransformation:
 
 def _unknown_argument_error(name: str) -> TreeError:
     return TreeError(
-        f"update(): got {name}=..., which the transformation of optax does not use. Check the spelling, or leave {name} out."
+        f"update(): got {name}=..., which the optax transformation does not use. Check the spelling, or leave {name} out."
     )
 
 

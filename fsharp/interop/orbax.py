@@ -1,4 +1,4 @@
-"""Conversions from and to checkpoints of Orbax, each by one process without a process group."""
+"""Conversions from and to Orbax checkpoints, each by one process without a process group."""
 
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -140,7 +140,7 @@ def to_orbax(
             no list of layers, or layers that differ; a name has more than 300 dots.
 
     Cost: reads the tensors, and checks their digests. Memory: all of these tensors, which Orbax takes as one tree. Ranks that
-    hold shards as arrays of JAX (:func:`fsharp.interop.jax.to_jax`) can instead save their own parts by Orbax.
+    hold shards as JAX arrays (:func:`fsharp.interop.jax.to_jax`) can instead save their own parts by Orbax.
     Source: https://orbax.readthedocs.io
     """
     found, target = open_checkpoint(checkpoint), os.path.abspath(folder)

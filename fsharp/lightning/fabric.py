@@ -45,7 +45,7 @@ class Strategy(DDPStrategy):
 
     Raises:
         OptionError: ``precision=`` of Fabric with a sharded module, a trained parameter outside of sharded modules, or an
-            optimizer of torch with sharded parameters.
+            torch optimizer with sharded parameters.
     """
 
     def __init__(self, *args: Any, **options: Any) -> None:
@@ -66,7 +66,7 @@ class Strategy(DDPStrategy):
         return module
 
     def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
-        """Return the optimizer. An optimizer of torch with sharded parameters is an OptionError."""
+        """Return the optimizer. A torch optimizer with sharded parameters is an OptionError."""
         check_optimizers("Fabric.setup()", [optimizer])
         return optimizer
 

@@ -1,4 +1,4 @@
-"""Sharded modules within a module of Lightning, and their state as whole tensors."""
+"""Sharded modules within a Lightning module, and their state as whole tensors."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -31,7 +31,7 @@ def check_module(where: str, module: nn.Module, precision: str) -> None:
 
 
 def check_optimizers(where: str, optimizers: Iterable[Optimizer]) -> None:
-    """Raise an OptionError if an optimizer of torch has sharded parameters."""
+    """Raise an OptionError if a torch optimizer has sharded parameters."""
     for optimizer in optimizers:
         parameters = [each for group in optimizer.param_groups for each in group["params"]]
         if not isinstance(optimizer, ShardedOptimizer) and any(isinstance(each, ShardedParameter) for each in parameters):

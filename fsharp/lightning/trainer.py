@@ -49,8 +49,8 @@ class Strategy(DDPStrategy):
     modules is trained as by ``DDPStrategy``.
 
     Raises:
-        OptionError: ``precision=`` of the Trainer with a sharded module, a trained parameter outside of sharded modules, an
-            optimizer of torch with sharded parameters, or the callback ``StochasticWeightAveraging``.
+        OptionError: ``precision=`` of the Trainer with a sharded module, a trained parameter outside of sharded modules, a
+            torch optimizer with sharded parameters, or the callback ``StochasticWeightAveraging``.
     """
 
     lr_scheduler_configs: Any

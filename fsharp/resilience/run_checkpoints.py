@@ -70,7 +70,7 @@ class RunCheckpoints:
             facts = [(name, "gone" if name in self._names else "new") for name in changed[:8]]
             remedy = (
                 "Begin with a tree that has all later leaves: a number in place of None, lists of their final lengths, a step "
-                "of a plain optimizer of torch before resume()."
+                "of a plain torch optimizer before resume()."
             )
             what = "the tree has other leaves than the tree given to resume(), so a restart could not load it."
             raise RunError(problem("Run", what, facts, remedy))

@@ -242,7 +242,7 @@ def checking_races(engine: Scheduler | ShardedModule) -> Iterator[RaceReport]:
         ScheduleError: the scheduler does not follow the schedule of a device with streams, or its collectives run in other
             threads, as over gloo.
 
-    Cost: about 50 microseconds, and some memory, for each op of torch: check a few steps, not an epoch.
+    Cost: about 50 microseconds, and some memory, for each torch op: check a few steps, not an epoch.
     """
     scheduler = session_of_module(engine).scheduler if isinstance(engine, ShardedModule) else engine
     _check_can_simulate(scheduler)

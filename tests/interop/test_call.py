@@ -1,4 +1,4 @@
-"""as_torch: functions of JAX as functions of tensors, beside the same function in torch."""
+"""as_torch: JAX functions as functions of tensors, beside the same function in torch."""
 
 import gc
 import time
@@ -109,7 +109,7 @@ def test_as_torch_refuses_to_be_traced():
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
 @pytest.mark.parametrize("what", ["function", "loss"])
 def test_as_torch_within_what_torch_compiles(what):
-    """The function of JAX is not traced: graphs end there."""
+    """The JAX function is not traced: graphs end there."""
     torch._dynamo.reset()
     fn, comm = as_torch(lambda w, x: jnp.tanh(x @ w)), fs.SingleComm()
     w, x = torch.eye(4) / 2, torch.arange(8.0).view(2, 4)

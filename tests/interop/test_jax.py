@@ -158,7 +158,7 @@ def test_update_refuses_to_donate_what_jax_reads():
     step = {donate: fs.train_step(gpt_like.loss_fn, tx, donate=donate) for donate in (False, True)}
     (batch,) = gpt_like.make_batches(1, 8)
     before = [x.sum().item() for x in jax.tree.leaves(arrays)]
-    with pytest.raises(TreeError, match=r"arrays of JAX have the memory of unit 'embed'.*donate=True"):
+    with pytest.raises(TreeError, match=r"JAX arrays have the memory of unit 'embed'.*donate=True"):
         step[True](state, batch, comm)
     new, _ = step[False](state, batch, comm)
     assert [x.sum().item() for x in jax.tree.leaves(arrays)] == before
@@ -220,7 +220,7 @@ def test_average_refuses_to_donate_what_jax_reads():
     loss, grads = fs.value_and_grad(gpt_like.loss_fn)(fs.shard(gpt_like.make_params(), layout, comm), batch, comm=comm)
     arrays = to_jax(grads, layout)
     before = [x.sum().item() for x in jax.tree.leaves(arrays)]
-    with pytest.raises(TreeError, match=r"average\(\): arrays of JAX have the memory of unit 'embed'"):
+    with pytest.raises(TreeError, match=r"average\(\): JAX arrays have the memory of unit 'embed'"):
         fs.average(loss, grads, comm=comm, donate=True)
     fs.average(loss, grads, comm=comm)
     assert [x.sum().item() for x in jax.tree.leaves(arrays)] == before
@@ -232,7 +232,7 @@ def test_a_checkpoint_is_not_read_into_what_jax_reads(tmp_path):
     fs.checkpoint.save(tmp_path, params, step=0, comm=comm)
     arrays = to_jax(params, layout)
     before = [x.sum().item() for x in jax.tree.leaves(arrays)]
-    with pytest.raises(TreeError, match=r"load\(\): arrays of JAX have the memory of unit 'embed'"):
+    with pytest.raises(TreeError, match=r"load\(\): JAX arrays have the memory of unit 'embed'"):
         fs.checkpoint.load(tmp_path, params, comm=comm, donate=True)
     assert [x.sum().item() for x in jax.tree.leaves(arrays)] == before
 
@@ -260,7 +260,7 @@ def test_to_jax_refuses():
         to_jax([shifted, *trees[1:]], layout)
     with pytest.raises(TreeError, match=r"to_jax\(\): unit 'embed' has a ArrayImpl, expected tensors"):
         to_jax([to_jax(trees, layout)] * 3, layout)
-    with pytest.raises(TreeError, match=r"from_jax\(\): unit 'embed' has a Tensor, expected arrays of JAX"):
+    with pytest.raises(TreeError, match=r"from_jax\(\): unit 'embed' has a Tensor, expected JAX arrays"):
         from_jax(trees[0], layout)
     with pytest.raises(TreeError, match=r"a Tensor of layout torch\.strided on device meta has no memory"):
         to_jax([optree.tree_map(lambda x: x.to("meta"), tree) for tree in trees], layout)

@@ -1,4 +1,4 @@
-"""What ranks compare of a transformation of optax, and which extra arguments of an update reach it."""
+"""What ranks compare of an optax transformation, and which extra arguments of an update reach it."""
 
 import inspect
 from functools import partial
@@ -165,7 +165,7 @@ def test_options_that_a_chain_wants_reach_it_and_others_are_named(comm):
     state, grads = begin(comm, tx)
     new = fs.update(tx, grads, state, comm=comm, value=1.0, temperature=torch.tensor(2.0))
     torch.testing.assert_close(fs.full_tree(new.params, comm=comm)["w"], 3 * TREE["w"])
-    with pytest.raises(TreeError, match=r"got temprature=\.\.\., which the transformation of optax does not use"):
+    with pytest.raises(TreeError, match=r"got temprature=\.\.\., which the optax transformation does not use"):
         fs.update(tx, grads, state, comm=comm, temperature=2.0, temprature=3.0)
     with pytest.raises(TreeError, match=r"needs temperature: fs\.update\(\.\.\., temperature=\.\.\.\)"):
         fs.update(tx, grads, state, comm=comm, value=1.0)

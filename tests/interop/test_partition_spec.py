@@ -34,9 +34,9 @@ def test_what_only_jax_has_is_refused():
 
 SHAPES = {"embed": (6, 4), "layers": [{"w": (4, 4), "b": (4,)}, {"w": (4, 4), "b": (4,)}]}
 DESCRIBED = {
-    "arrays of JAX": lambda shape: jnp.zeros(shape, jnp.bfloat16),
+    "JAX arrays": lambda shape: jnp.zeros(shape, jnp.bfloat16),
     "ShapeDtypeStruct": lambda shape: jax.ShapeDtypeStruct(shape, jnp.bfloat16),
-    "arrays of numpy": lambda shape: np.zeros(shape, jnp.bfloat16),
+    "NumPy arrays": lambda shape: np.zeros(shape, jnp.bfloat16),
 }
 
 

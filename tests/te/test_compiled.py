@@ -26,7 +26,7 @@ from tests.te.training import (
 
 
 class Block(nn.Module):
-    """Modules of TransformerEngine, with functions of torch between them."""
+    """TransformerEngine modules, with torch functions between them."""
 
     def __init__(self):
         super().__init__()
@@ -72,7 +72,7 @@ MORE = [("blocks before", "mxfp8"), *((way, name) for way in ("blocks after", "a
     ("way", "name"), [("blocks before", "current"), *(pytest.param(*each, marks=pytest.mark.deep) for each in MORE)]
 )
 def test_a_compiled_unit_has_the_same_bits(way, name):
-    """Its functions of torch are compiled, and TransformerEngine's modules run as they are."""
+    """Its torch functions are compiled, and TransformerEngine's modules run as they are."""
     for far, num_graph_breaks, kind in on_ranks({"dp": 2}, partial(compiled, way=way, name=name)):
         assert far == [0.0] * 3
         assert num_graph_breaks

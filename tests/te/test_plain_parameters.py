@@ -1,4 +1,4 @@
-"""Modules of TransformerEngine with plain bfloat16 parameters, which each forward casts: the bits of the whole model."""
+"""TransformerEngine modules with plain bfloat16 parameters, which each forward casts: the bits of the whole model."""
 
 import pytest
 import torch

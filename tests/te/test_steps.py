@@ -1,4 +1,4 @@
-"""Steps of modules of TransformerEngine that do more than a forward and a backward have the bits of the whole model."""
+"""Steps of TransformerEngine modules that do more than a forward and a backward have the bits of the whole model."""
 
 from itertools import pairwise
 

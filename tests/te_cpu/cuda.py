@@ -1,4 +1,4 @@
-"""Stand in for ``torch.cuda`` in the modules of TransformerEngine: one device, which is the CPU, without streams."""
+"""Stand in for ``torch.cuda`` in the TransformerEngine modules: one device, which is the CPU, without streams."""
 
 import contextlib
 import sys

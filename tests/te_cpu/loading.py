@@ -141,7 +141,7 @@ class Finder(importlib.abc.MetaPathFinder):
 
 
 class Loader(importlib.machinery.SourceFileLoader):
-    """Loads one module of TransformerEngine from its source, rewritten; never from the bytecode of the installed package."""
+    """Loads one TransformerEngine module from its source, rewritten; never from the bytecode of the installed package."""
 
     def get_code(self, fullname):
         path = self.get_filename(fullname)

@@ -1,6 +1,6 @@
 """Arithmetic of casts: scales from the largest magnitude ("amax") of a tensor or block, and values to FP8 and FP4 and back.
 
-Each function rounds where the kernels of TransformerEngine round. Values are float32 matrices unless a line says otherwise.
+Each function rounds where the TransformerEngine kernels round. Values are float32 matrices unless a line says otherwise.
 """
 
 import torch

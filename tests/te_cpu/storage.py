@@ -1,4 +1,4 @@
-"""Quantized tensors of TransformerEngine: their buffers are allocated here, and read as the GPU would read them.
+"""Quantized TransformerEngine tensors: their buffers are allocated here, and read as the GPU would read them.
 
 A tensor may hold its values twice: by rows, and by columns for matrix products along its other dimension. The columns are a
 copy, which goes stale if the rows alone are written. So each reader says which of the two it reads.

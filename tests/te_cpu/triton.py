@@ -1,4 +1,4 @@
-"""Stand in for Triton: kernels of TransformerEngine can be defined, and raise when they are launched."""
+"""Stand in for Triton: TransformerEngine kernels can be defined, and raise when they are launched."""
 
 from .registry import NotModelled
 

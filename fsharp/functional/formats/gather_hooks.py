@@ -59,7 +59,7 @@ def hooked_parameters(module: torch.nn.Module) -> dict[str, torch.Tensor]:
         inside = getattr(parameter, "_local_tensor", parameter)
         if not has_hooks(inside):
             continue
-        name = f"parameter {path!r} is a {type(inside).__name__} with hooks of FSDP2"
+        name = f"parameter {path!r} is a {type(inside).__name__} with FSDP2 hooks"
         if inside is not parameter:
             raise OptionError(f"{name} in a {type(parameter).__name__}. Shard it over one mesh, or keep it a plain parameter.")
         if missing := next((hook for hook in (PRE, POST) if not hasattr(parameter, hook)), None):

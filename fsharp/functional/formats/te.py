@@ -86,7 +86,7 @@ def weight_format(recipe: Any) -> Format:
 
 
 def is_quantized(tensor: Any) -> bool:
-    """Return whether a tensor has a quantized class of TransformerEngine, as after ``te.quantized_model_init()``."""
+    """Return whether a tensor has a quantized TransformerEngine class, as after ``te.quantized_model_init()``."""
     return any(
         cls.__name__ == "QuantizedTensor" and cls.__module__.startswith("transformer_engine.") for cls in type(tensor).__mro__
     )

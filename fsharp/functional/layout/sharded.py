@@ -342,7 +342,7 @@ def check_not_lent(where: str, nodes: Iterable[Sharded]) -> None:
     for node in nodes:
         if any(buffer.numel() and buffer.data_ptr() in _LOAN_BY_ADDRESS for buffer in node.buffers):
             raise TreeError(
-                f"{where}: arrays of JAX have the memory of unit {node.unit.display_name}, which JAX takes for constant. Leave "
+                f"{where}: JAX arrays have the memory of unit {node.unit.display_name}, which JAX takes for constant. Leave "
                 "out donate=True, delete these arrays, or convert a copy: optree.tree_map(torch.clone, tree)."
             )
 

@@ -1,7 +1,7 @@
 """Schedules with the names, arguments and values of optax: functions of the number of updates so far.
 
 A schedule is an object whose repr shows its numbers, so that ranks can compare them. It takes a number, or a scalar tensor from
-:func:`~fsharp.optim.adamw` with ``capturable=True``. Schedules of optax work as well. They take only numbers, and ranks compare
+:func:`~fsharp.optim.adamw` with ``capturable=True``. Optax schedules work as well. They take only numbers, and ranks compare
 only their names.
 """
 

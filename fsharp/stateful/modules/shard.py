@@ -199,12 +199,12 @@ def _add_tensor_class_formats(
         own = _last_match(precisions, path, Precision())
         if own.stored is not None:
             raise OptionError(
-                f"parameter {path!r} is a {type(parameter).__name__} with hooks of FSDP2, which encode it, and has "
+                f"parameter {path!r} is a {type(parameter).__name__} with FSDP2 hooks, which encode it, and has "
                 f"stored={own.stored.name!r}. Leave stored out by another pattern, or make it a plain parameter."
             )
         if comm.mesh.size > 1 and not torch.distributed.is_initialized():
             raise OptionError(
-                f"parameter {path!r} has hooks of FSDP2, which reduce over ranks only where torch.distributed is initialized: "
+                f"parameter {path!r} has FSDP2 hooks, which reduce over ranks only where torch.distributed is initialized: "
                 "expected ranks that are processes."
             )
         compute, main = own.compute or parameter.dtype, own.main or parameter.dtype

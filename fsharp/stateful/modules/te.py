@@ -1,4 +1,4 @@
-"""Modules of TransformerEngine: gradients that they write into memory themselves, and scales that they keep as state.
+"""TransformerEngine modules: gradients that they write into memory themselves, and scales that they keep as state.
 
 With ``fuse_wgrad_accumulation=True`` a module asks the weight for memory in a backward, writes the gradient there, and returns
 no gradient to autograd. Each use gets new memory. When the backward of the weight's unit ends, this memory is the gradient.
@@ -76,7 +76,7 @@ def lending_gradient_memory(weights: Sequence[tuple[str, torch.Tensor]]) -> Iter
 
 
 def refuse_calls_outside_of_forwards(module: nn.Module) -> None:
-    """Make modules of TransformerEngine raise an error if they are called while their parameters are parts.
+    """Make TransformerEngine modules raise an error if they are called while their parameters are parts.
 
     Activation checkpointing of a piece of a unit makes such a call in the backward, to recompute. TransformerEngine would take
     a part for a whole weight that is not quantized, and its own checkpoint would give the backward wrong tensors.
@@ -98,7 +98,7 @@ def _check_no_parts(module: nn.Module, _: Any) -> None:
 
 
 def use_text_extra_state(module: nn.Module) -> None:
-    """Make modules of TransformerEngine return their extra state as text, and accept such text as well as pickles."""
+    """Make TransformerEngine modules return their extra state as text, and accept such text as well as pickles."""
     for each in module.modules():
         if any(cls.__name__ == "TransformerEngineBaseModule" for cls in type(each).__mro__):
             ref = weakref.ref(each)

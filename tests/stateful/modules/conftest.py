@@ -10,7 +10,7 @@ _FOUND = {}
 
 @pytest.fixture(scope="module", autouse=True)
 def trials():
-    """Make each trial once: a class of torch with the same plain options comes to the same in each test."""
+    """Make each trial once: a torch class with the same plain options comes to the same in each test."""
     probe = optimizer.probe_update_scope
 
     def probe_once(cls, options, defaults, *args):

@@ -196,7 +196,7 @@ USED = {
 
 @every(2, plan=USED, sparse=["zero3", "ddp", "zero1"])
 def test_experts_without_tokens(plan, sparse):
-    """Nobody waits for them, and an optimizer of torch leaves them alone, each by itself."""
+    """Nobody waits for them, and an torch optimizer leaves them alone, each by itself."""
     adamw = {"lr": 0.05, "weight_decay": 0.1}
 
     def data(steps):

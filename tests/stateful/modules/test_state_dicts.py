@@ -77,7 +77,7 @@ def load(model, optimizer, saved):
 
 
 def plain(kind, saved, cls=torch.optim.AdamW, **options):
-    """The unsharded module, and its optimizer of torch, with what was saved."""
+    """The unsharded module, and its torch optimizer, with what was saved."""
     model, saved = modules.make(kind), copy.deepcopy(saved)  # torch goes on in the tensors that it loads
     model.load_state_dict(saved["model"])
     optimizer = cls(model.parameters(), **options)

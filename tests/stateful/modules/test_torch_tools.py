@@ -40,7 +40,7 @@ def plain_pair():
 
 
 def refusals(comm):
-    """What each tool of torch says of a sharded module, whole or cut on a rank."""
+    """What each torch tool says of a sharded module, whole or cut on a rank."""
     cut, whole = (fs.shard_module(plain_pair(), mesh=comm, strategy=s("dp"), sync_from=0) for s in (fs.zero3, fs.ddp))
     full = torch_state_dict.StateDictOptions(full_state_dict=True, cpu_offload=True)
     cpu = torch.device("cpu")
@@ -89,7 +89,7 @@ EXPECTED = {
 
 @pytest.mark.filterwarnings("ignore:.*load in a single process")
 def test_with_processes(tmp_path):
-    """A checkpoint of DCP by two ranks is read under another strategy, and by one process; no refused wrapper waits."""
+    """A DCP checkpoint by two ranks is read under another strategy, and by one process; no refused wrapper waits."""
 
     def rank_fn(comm):
         model, optimizer = wrap(comm, "zero3")

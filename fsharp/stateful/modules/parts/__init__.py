@@ -1,1 +1,1 @@
-"""This rank's part of a tensor, and the functions of torch that compute with parts."""
+"""This rank's part of a tensor, and the torch functions that compute with parts."""

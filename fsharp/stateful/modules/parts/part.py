@@ -416,7 +416,7 @@ def _elementwise(
 
 
 def _call_on_elements(call: Callable[[], Any], name: str, part: ShardedTensor) -> Any:
-    """Return ``call()``, which calls a function of torch with this rank's elements of a part. Errors of torch name the part."""
+    """Return ``call()``, which calls a torch function with this rank's elements of a part. Torch errors name the part."""
     try:
         return call()
     except RuntimeError as error:

@@ -71,7 +71,7 @@ def running_torch_tool_and_remedy(usual_remedy: str) -> tuple[str, str]:
 
 
 def _is_wrapper(x: object) -> bool:
-    """Return whether ``x`` is a module of torch that wraps the user's module and manages its parameters."""
+    """Return whether ``x`` is a torch module that wraps the user's module and manages its parameters."""
     fsdp = is_instance(x, "torch.distributed.fsdp", "FullyShardedDataParallel")
     return fsdp or isinstance(x, DataParallel | DistributedDataParallel)
 
