@@ -32,7 +32,7 @@ def make_functional(module: nn.Module) -> tuple[Callable[..., Any], dict[str, An
         ``fn``: writes to buffers in a forward are discarded.
 
     Raises:
-        TreeError: the module has no parameters, or a parameter whose class has hooks of FSDP2.
+        TreeError: the module has no parameters, or a parameter whose class has FSDP2 hooks.
     """
     for name, parameter in module.named_parameters():
         if has_hooks(parameter):

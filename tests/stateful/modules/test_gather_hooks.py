@@ -289,7 +289,7 @@ def test_what_cannot_be_done_is_refused_by_name():
         Quantized.fsdp_pre_all_gather = Quantized.fsdp_post_all_gather = None
         model[1].weight = nn.Parameter(Quantized(torch.ones(8, 24, dtype=torch.int8), torch.ones(()), torch.float32))
 
-    refused(freeze, r"'0\.weight' is a Weight with hooks of FSDP2 and requires no gradient")
+    refused(freeze, r"'0\.weight' is a Weight with FSDP2 hooks and requires no gradient")
     try:
         refused(already_quantized, r"'1\.weight' is a Quantized .* Its class keeps data_, scale by __tensor_flatten__")
     finally:
