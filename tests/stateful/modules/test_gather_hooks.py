@@ -302,9 +302,9 @@ def test_what_cannot_be_done_is_refused_by_name():
     refused(nothing, r"'1\.weight': Weight\.fsdp_pre_all_gather returns metadata \(0\.\d+,\) beside tensors", wrong="a number")
     refused(nothing, r"Weight\.fsdp_post_all_gather returned torch\.float64\[24, 16\]", wrong="dtype")
     stored = fs.Precision(compute=torch.bfloat16, main=torch.float32, stored=fs.formats.mxint8)
-    refused(nothing, r"'0\.weight' is a Weight with hooks .* has stored='mxint8'", precision=stored)
-    refused(nothing, r"'1\.weight' is a Weight with hooks .* has stored='mxint8'", precision={"**": PRECISION, "1": stored})
-    with pytest.raises(fs.errors.TreeError, match=r"make_functional\(\): parameter '0\.weight' is a Weight with hooks"):
+    refused(nothing, r"'0\.weight' is a Weight with FSDP2 hooks.* has stored='mxint8'", precision=stored)
+    refused(nothing, r"'1\.weight' is a Weight with .* has stored='mxint8'", precision={"**": PRECISION, "1": stored})
+    with pytest.raises(fs.errors.TreeError, match=r"parameter '0\.weight' is a Weight with FSDP2 hooks"):
         fs.make_functional(make("scaled"))
 
 
