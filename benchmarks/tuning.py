@@ -26,7 +26,6 @@ from statistics import median
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
-from scipy.stats import spearmanr
 
 import fsharp as fs
 from benchmarks import contenders as c, gpt
@@ -144,6 +143,8 @@ def distinct(schedules: Mapping[Key, fs.schedules.Schedule]) -> list[Key]:
 
 def judged(predicted: Mapping[Key, float], rounds: Sequence[Mapping[str, float]], *, choice: Key) -> dict[str, Any]:
     """Return predicted and measured seconds, the choice first and then by prediction, and the figures of [Note: noise]."""
+    from scipy.stats import spearmanr  # which takes most of a second, also where nothing is compared
+
     measured = {key: _seconds(rounds, key) for key in predicted}
     halves = [[_seconds(rounds[i::2], key) for key in predicted] for i in range(2)]
     noise = median(abs(a - b) / (a + b) * 2 for a, b in zip(*halves, strict=True))
