@@ -237,7 +237,7 @@ def record_calls_of_module(
     return recorder.calls
 
 
-def measure_calls(calls: Sequence[UnitCall], device: torch.device, *, remat: bool = True) -> int:
+def measure_calls(calls: Sequence[UnitCall], device: torch.device, *, remat: bool) -> int:
     """Measure calls on a device, and set the seconds and the kept bytes of each. Return the number of kinds of calls.
 
     Calls of one kind run one function, on tensors of equal shapes and dtypes. Of each kind one call is measured, a few times. A

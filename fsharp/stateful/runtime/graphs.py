@@ -19,7 +19,7 @@ from fsharp.type_checks import options_checked
 
 @options_checked
 class CapturedStep:
-    """A scheduled training step (forward, backward, reductions, update), captured once as a CUDA graph and then replayed.
+    """A scheduled training step (forward, backward, reductions, update): a torch.cuda.CUDAGraph, captured once and replayed.
 
     A graph needs fixed addresses. So the step has to update its state in place (``donate=True``), and the scheduler must leave
     no collective in flight between steps (``gather_at_start=False``). All ranks make the object together.
@@ -36,8 +36,6 @@ class CapturedStep:
     Raises:
         ScheduleError: the device is not a CUDA device; the policy has ``gather_at_start`` or ``offload``; or the optimizer
             state has a Python number, such as a step count: a graph would repeat the captured number.
-
-    Source: torch.cuda.CUDAGraph.
     """
 
     def __init__(self, scheduled: ScheduledFunction, state: TrainState, batch: Any, *, warmup: int = 3) -> None:
@@ -74,11 +72,16 @@ class CapturedStep:
 
         Raises:
             ScheduleError: the batch differs from the captured one in structure, in a shape or dtype, or in a value that is no
-                tensor, which a graph would repeat; or the scheduler is closed.
+                tensor, which a graph would repeat: then no rank can go on. Or the scheduler is closed.
             AgreementError: another rank has failed.
         """
         self._scheduled.scheduler.check_open()
-        for held, new in pairs_to_copy(self._batch, batch):
+        try:
+            pairs = pairs_to_copy(self._batch, batch)
+        except ScheduleError as error:
+            self._scheduled.scheduler.close_after_error(error)  # other ranks may have replayed the step
+            raise
+        for held, new in pairs:
             held.copy_(new, non_blocking=True)
         self._graph.replay()
         self.state = self.state._replace(step=self.state.step + 1)
@@ -93,11 +96,9 @@ def pairs_to_copy(captured: Any, batch: Any) -> list[tuple[torch.Tensor, torch.T
         raise ScheduleError(f"CapturedStep: the batch has the structure {new_spec}, captured with {spec}.")
     for path, held, given in zip(paths, leaves, new, strict=True):
         texts = [tensor_text(x) if isinstance(x, torch.Tensor) else repr(x) for x in (given, held)]
-        is_known = isinstance(given, torch.Tensor | bool | int | float | str)
-        if not (held is given or (is_known and texts[0] == texts[1])):
+        if not (held is given or (isinstance(given, torch.Tensor | bool | int | float | str) and texts[0] == texts[1])):
             what = f"leaf {'.'.join(map(str, path))!r} of the batch is {texts[0]:.200}, captured as {texts[1]:.200}."
-            remedy = "A graph repeats all but the values of tensors: pass what changes as a tensor."
-            raise ScheduleError(problem("CapturedStep", what, remedy=remedy))
+            raise ScheduleError(problem("CapturedStep", what, remedy="A graph repeats it: pass what changes as a tensor."))
     return [pair for pair in zip(leaves, new, strict=True) if isinstance(pair[0], torch.Tensor)]
 
 

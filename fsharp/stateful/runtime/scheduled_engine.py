@@ -102,6 +102,7 @@ class ScheduledEngine(Engine):
     registry: UnitRegistry
     num_updates: int
     check_open: Callable[[], None]
+    close_after_error: Callable[[BaseException], None]
     call_scheduled: Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
     current_step: Callable[[], Step]
     unit_of: Callable[[Sharded], UnitState]

@@ -1,11 +1,18 @@
 """CUDA graphs, as far as they need no GPU: the batches that a captured step takes."""
 
+import time
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
 
-from fsharp.errors import ScheduleError
-from fsharp.stateful.runtime.graphs import pairs_to_copy
+import fsharp as fs
+from fsharp.errors import AgreementError, ScheduleError
+from fsharp.functional.comm.protocol import innermost_comm
+from fsharp.stateful.runtime.graphs import CapturedStep, pairs_to_copy
+from fsharp.testing import processes
+from tests.scheduling import DP
 
 KEPT = np.zeros(3)
 CAPTURED = {"x": torch.zeros(2, 3), "scale": 0.5, "more": (torch.zeros(4, dtype=torch.int64), None, "text", KEPT)}
@@ -36,3 +43,33 @@ def test_a_captured_step_takes_new_values_of_all_tensors():
 def test_a_captured_step_refuses_what_its_graph_would_not_see(change, match):
     with pytest.raises(ScheduleError, match=match):
         pairs_to_copy(CAPTURED, CAPTURED | change)
+
+
+def test_all_ranks_hear_of_a_batch_that_one_rank_refuses():
+    def rank_fn(comm):
+        scheduler = fs.Scheduler(comm)
+        innermost_comm(scheduler.own).watch.start_failure_monitor(0.05)  # as over NCCL
+        captured = CapturedStep.__new__(CapturedStep)  # to capture takes a GPU
+        captured._scheduled, captured._batch = SimpleNamespace(scheduler=scheduler), {"x": torch.zeros(2)}
+        captured._graph, captured._metrics = SimpleNamespace(replay=lambda: None), None
+        captured.state = fs.TrainState(0, None, None, None)
+        captured({"x": torch.ones(2)})
+        assert captured.state.step == 1
+        assert captured._batch["x"].tolist() == [1.0, 1.0]
+        if comm.rank == 1:
+            with pytest.raises(ScheduleError, match=r"leaf 'x' of the batch is float32\[3\]"):
+                captured({"x": torch.ones(3)})
+            with pytest.raises(ScheduleError, match="closed by an earlier error"):
+                captured({"x": torch.ones(2)})
+            return True
+        with pytest.raises(AgreementError, match=r"leaf 'x' of the batch is float32\[3\]"):
+            _call_for(captured, {"x": torch.ones(2)}, seconds=30)
+        return True
+
+    assert processes(DP, rank_fn) == [True, True]
+
+
+def _call_for(captured, batch, seconds):
+    until = time.monotonic() + seconds
+    while time.monotonic() < until:
+        captured(batch)
