@@ -23,14 +23,17 @@ from fsharp.type_checks import short_repr
 
 _log = logging.getLogger("fsharp")
 _RATE_INTERVAL_S = 1.0
-"""Least seconds between two records of the throughput."""
+"""Smallest number of seconds between two records of the throughput."""
 
 
 class RunRecord:
     """The record of a run, which rank 0 passes to loggers. The other ranks only take part in the search for slow ranks.
 
-    Without ``loggers`` values go to a file in ``root``, unless ``root`` is a URL. Ranks exchange their times once in ``every``
-    steps. ``stragglers`` is the detector of slow ranks; None over NCCL.
+    With ``loggers=None`` rank 0 writes values to the file ``log.jsonl`` in the folder ``root``; if ``root`` is a URL, values
+    are not recorded. Ranks exchange their times every ``every`` steps. A logger without a method ``log`` is a RunError.
+
+    Attributes:
+        stragglers: the detector of slow ranks; None over NCCL.
     """
 
     def __init__(self, root: str, comm: Comm, loggers: Sequence[Logger] | None, *, every: int) -> None:
@@ -57,14 +60,19 @@ class RunRecord:
         self.log(step, {"event": text})
 
     def log_newest_complete_save(self, step: int, complete: int) -> None:
-        """Record the newest complete checkpoint, if it is new. ``step`` is the number of finished steps."""
+        """Record a complete checkpoint, unless it was the last one recorded.
+
+        Args:
+            step: number of finished steps.
+            complete: step of the newest complete checkpoint; -1 if there is none.
+        """
         if complete != self._saved:
             self._saved = complete
             self.log(max(step - 1, 0), {"saved": complete})  # wandb refuses a step before the newest one
 
     @contextmanager
     def failures_as_warnings(self) -> Iterator[None]:
-        """Log a warning if a logger fails in this context, so that the run's error is raised, and not the logger's."""
+        """Turn errors of loggers in this context into warnings: the run ends with an error, which a logger must not replace."""
         try:
             yield
         except Exception as failure:
@@ -93,7 +101,10 @@ class RunRecord:
             self.stragglers.start()
 
     def end_step(self, step: int, *, is_last: bool) -> None:
-        """Record ranks that have become slow, and once a second, or if ``is_last``, throughput. ``step``: finished steps."""
+        """Record the times of ranks and new slow ranks, if ranks exchange times after this step; and the throughput.
+
+        Throughput is recorded at most once a second, and after the last step. ``step``: number of finished steps.
+        """
         if self.stragglers is not None:
             known, times = self.stragglers.stragglers, self.stragglers.times
             before = times[-1] if times else None

@@ -13,7 +13,7 @@ from fsharp.type_checks import options_checked_on_failure
 
 @options_checked_on_failure
 class IndexSampler:
-    """A sampler that chooses the samples of a step by its number. Each epoch has all samples, in a new order.
+    """A sampler that computes the samples of a step from the number of the step. Each epoch has all samples, in a new order.
 
     The samples of step ``s`` depend on the arguments and on ``s`` alone. So a run that starts again at any step, on any number
     of ranks, takes the samples that it would have taken without the restart. A step may reach into the next epoch, so all steps
@@ -34,7 +34,7 @@ class IndexSampler:
             has to be a ``(sum, weight)`` pair, as a mean would give the samples of smaller parts more weight.
 
     Raises:
-        RunError: a number is no positive integer, or the seed is no integer.
+        RunError: ``num_samples`` or ``batch_size`` is not a positive integer, or ``seed`` is not an integer.
 
     Cost: 8 bytes for each sample, for each of the two epochs used last, and a ``randperm`` at the first use of an epoch.
     """
@@ -79,8 +79,8 @@ class IndexSampler:
     def batches(self, start: int = 0, *, rank: int = 0, num_ranks: int = 1) -> Iterator[list[int]]:
         """Yield a rank's indices of step ``start`` and all later steps, without end: a ``batch_sampler`` for a ``DataLoader``.
 
-        ``rank`` and ``num_ranks`` are as for :meth:`indices`. After a Run has rolled back, make a new iterator: the earlier
-        one does not leave out steps.
+        ``rank`` and ``num_ranks`` are as for :meth:`indices`. The iterator does not follow a Run that rolls back: make a new
+        one from the Run's step after the roll back, and again after the step that the Run leaves out.
         """
         step = start
         while True:
@@ -97,7 +97,7 @@ class IndexSampler:
 
     @api_boundary
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Raise a RunError if the state is of a sampler with another order of samples. Nothing is loaded."""
+        """Raise a RunError if ``state`` is from a sampler with another order of samples. Nothing is loaded."""
         mine = self.state_dict()
         other = [name for name in mine if state.get(name) != mine[name]]
         rows = [f"{name} was {state.get(name)!r}, here it is {mine[name]!r}" for name in other]

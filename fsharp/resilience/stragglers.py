@@ -40,21 +40,21 @@ class StragglerDetector:
 
     Ranks wait for each other in every step, so a step takes equally long on all of them. The *own* time of a rank is its step
     time without waits for collectives: compute, data loading, Python. Every few steps ranks exchange the medians of their own
-    times. A rank is slow if its own time is more than ``ratio`` times the lower median of all ranks, and two standard errors
-    above the median. A rank that is slow in two exchanges in a row is a straggler, and rank 0 logs a warning. Own times of
-    simulated ranks are not known.
+    times. A rank is slow if its median is more than ``ratio`` times the lower median of all ranks. The difference also has to
+    be more than two of its standard errors. A rank that is slow in two exchanges in a row is a straggler, and rank 0 logs a
+    warning. Waits of simulated ranks are not measured: the own time of such a rank is its whole step time.
 
     Args:
         comm: the ranks.
         every: number of steps between two exchanges; equal on all ranks.
-        ratio: factor over the median from which a rank is slow.
+        ratio: a rank is slow if its own time is more than ``ratio`` times the lower median; a number above 1.
 
     Attributes:
         times: the last 1,000 exchanges.
-        stragglers: stragglers of the last exchange: a dict from rank to its own time, in multiples of the median.
+        stragglers: stragglers of the last exchange: a dict from rank to its own time, in multiples of the lower median.
 
     Raises:
-        RunError: ``every`` is no positive integer, or ``ratio`` is not above 1.
+        RunError: ``every`` is not a positive integer, or ``ratio`` is not above 1.
         CommError: the Comm is over NCCL, where the device waits, and not the process.
 
     Cost: every ``every`` steps one ``all_gather`` of 16 bytes for each axis.

@@ -127,7 +127,7 @@ def check_no_added_parameters(module: nn.Module, path: str) -> None:
 
 
 class ParameterSource:
-    """The parameters with which modules compute: the nodes of a tree, by name of the unit, and the Comm that gathers them."""
+    """A source of parameters for modules: each unit's node (``Sharded``) by unit name, and the Comm that gathers the nodes."""
 
     def __init__(self, tree: Any, comm: Comm) -> None:
         self.nodes, self.comm = units_by_name(tree), comm
@@ -252,12 +252,12 @@ class ModuleCall:
 
     @uncompiled
     def compute_with_param_trees(self, source: ParameterSource, trees: list[Any], *_: Any) -> list[torch.Tensor]:
-        """Call :meth:`compute` with the leaves of ``trees``, the full parameters of each unit, as ``fs.forward`` calls it."""
+        """Return :meth:`compute` of ``trees``, a tree of full parameters for each unit: ``fs.forward`` calls this method."""
         return self.compute(source, list(map(optree.tree_leaves, trees)))
 
     @uncompiled
     def compute(self, source: ParameterSource, full: list[list[torch.Tensor]], *_: Any) -> list[torch.Tensor]:
-        """Call ``fn`` with the leaves ``full`` of each unit as parameters. Return the tensors that ``fn`` returns or stores."""
+        """Call ``fn`` with the leaves ``full`` as parameters. Return the tensors in its result, and then its side outputs."""
         calls, path, gathered, passed = self.calls, self.path, self.gathered, self._arguments
         before = gathered.side_outputs.find_tensors(passed)
         if calls.paused:

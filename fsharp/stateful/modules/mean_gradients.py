@@ -1,4 +1,4 @@
-"""MeanGradients: the mean gradients of a module's parameters, in the optimizer's place."""
+"""MeanGradients: the mean gradients of a module's parameters, sharded for the optimizer."""
 
 import weakref
 from collections import OrderedDict
@@ -113,7 +113,7 @@ class MeanGradients:
         return self._parts.get(path)
 
     def drop_part(self, path: str) -> None:
-        """Fill the gradient of one parameter with zeros, as missing. A part that a caller holds keeps its values elsewhere."""
+        """Zero a parameter's gradient, and record it as missing. A part that a caller holds keeps its values, in new memory."""
         reference, data = weakref.ref(self._parts[path]), self._parts[path].local
         varying = self._parts.pop(path).place.varying_axes
         if (held := reference()) is not None:
@@ -137,10 +137,11 @@ class MeanGradients:
 
 
 def unused_parameters(units: Sequence[UnitState], comm: Comm, paused: Collection[str]) -> set[str]:
-    """Return paths of trained, unpaused parameters of these units that have no gradient on any rank.
+    """Return the paths of trained parameters of ``units`` that have no gradient on any rank, such as paused parameters.
 
-    Ranks agree along the axes on which a unit does not vary, by an ``all_reduce`` of one byte for each parameter and axis. The
-    host of a rank that lacks a gradient waits for the result. A rank that has all gradients knows the result.
+    Ranks agree by an ``all_reduce`` of one byte for each parameter and axis; axes on which a unit varies are left out. If this
+    rank lacks a gradient, its CPU waits for the result. If not, the result is empty, and the CPU does not wait. ``paused``:
+    paths of paused parameters. The label of the ``all_reduce`` has their number and one path, so that ranks compare them.
     """
     missing: set[str] = set()
     label = f"which gradients there are, with {len(paused)} parameters paused, such as {min(paused)!r}" if paused else ""

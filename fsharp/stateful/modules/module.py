@@ -33,8 +33,8 @@ class ShardedModule(nn.Module):
     """A module after :func:`~fsharp.shard_module`: parameters, gradients and optimizer state are sharded over ranks.
 
     The module keeps its class, attributes, methods, hooks, buffers, and names of parameters. Outside of forwards a parameter is
-    this rank's part (:class:`~fsharp.modules.ShardedParameter`), in the dtype and place of the optimizer. All ranks have to
-    call the same methods in the same order.
+    this rank's part (:class:`~fsharp.modules.ShardedParameter`). A trained parameter is sharded as its optimizer state is, and
+    has the optimizer's dtype. All ranks have to call the same methods in the same order.
     """
 
     @api_boundary
@@ -208,14 +208,14 @@ class ShardedModule(nn.Module):
 
         Args:
             state_dict: values by torch's names: this rank's parts, from :meth:`state_dict` under the same layout, or whole
-                tensors, of which each rank takes its part. The dtype is the parameter's dtype, now or before
-                :func:`~fsharp.shard_module`.
+                tensors, of which each rank takes its part. A value has the parameter's present dtype, or the dtype that the
+                parameter had before :func:`~fsharp.shard_module`.
             strict: raise an error for names that are missing or unknown.
             assign: as in torch, but only inside of :meth:`unsharded`.
 
         Raises:
             TreeError: names, shapes or dtypes differ, a part is of another rank or layout, or a value is a DTensor. All ranks
-                    raise, before anything but the extra state of modules has changed.
+                raise. Then parameters and buffers are unchanged; only extra state of modules may have changed.
             AgreementError: ranks pass different values for elements that they share. All ranks raise.
             ScheduleError: a step is under way, or the call is inside of ``averaged()``.
 
@@ -297,9 +297,9 @@ class ShardedModule(nn.Module):
     def full_parameters(self, *, trained: bool = False) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield pairs of a parameter's name and its whole value, unit by unit. All ranks have to iterate to the end.
 
-        Trained parameters have the dtype ``precision.main``. Frozen ones have the dtype ``precision.compute``; a warning says
-        if sharding has rounded them to it. ``trained=True`` omits frozen parameters, for example to export adapters. The caller
-        may keep the tensors. Memory beside those that are kept: one unit.
+        Trained parameters have the dtype ``precision.main``. Frozen ones have the dtype ``precision.compute``. If sharding
+        has rounded frozen parameters, a warning is issued. ``trained=True`` omits frozen parameters, for example to export
+        adapters. The caller may keep the tensors. Memory: one full unit, and the tensors that the caller keeps.
         """
         session = session_of_module(self)
         names = {id(p): name for name, p in self.named_parameters()}

@@ -55,7 +55,7 @@ class ModuleState:
         self.record_version_counters()
 
     def main_parameters(self) -> Any:
-        """Return trainable parameters at the optimizer's place: main copies, or parameters that have no main copy."""
+        """Return the trained parameters, sharded for the optimizer: main copies, and parameters that have no main copy."""
         with torch.no_grad():
             return merge(gather(trainable(self.train_state.params), comm=self._comm, to="optim"), self.train_state.main)
 
@@ -77,13 +77,13 @@ class ModuleState:
                 torch._foreach_zero_(tensors)
 
     def renew_residuals(self) -> None:
-        """Begin from new residuals of zeros, after a load. The earlier tensors may be in the tree that was loaded."""
+        """After a load, replace the residuals by new zeros. The old tensors stay as they are: a loaded tree may hold them."""
         if self.train_state.residuals is not None:
             units = [node.unit for node in units_of(self.train_state.params)]
             self.train_state = self.train_state._replace(residuals=zero_residuals(units, self._comm.device))
 
     def add_writes_to_settings(self, add_settings: Callable[[str], None]) -> None:
-        """Pass a text about writes to parameters since the last step to ``add_settings``, for ranks to compare."""
+        """If the user has written to parameters since the last step, pass ``add_settings`` a text that says so."""
         if self.is_written:
             add_settings("parameters written in place=True")
             self.is_written = False
@@ -121,7 +121,10 @@ class ModuleState:
         return is_written
 
     def were_main_parameters_written(self) -> bool:
-        """Return whether main parameters were written to since the last record. ScheduleError for a write to their copies."""
+        """Return whether main parameters were written since the last :meth:`record_version_counters`, and record a write.
+
+        Raise a ScheduleError if parameters at rest were written that are copies of main parameters in another dtype.
+        """
         now = self._version_counters()
         if now == self._recorded:
             return False

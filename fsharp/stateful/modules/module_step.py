@@ -48,7 +48,7 @@ class ModuleStep:
         setup_recording.record_for_replay(self._begin_generation)
 
     def _begin_generation(self) -> None:
-        """Reset to no step and no gradients: at first, and in a new generation of the job, where all ranks load the module."""
+        """Drop the step and all gradients: in the constructor, and in a new generation of the job, where ranks load the module."""
         self.is_accumulating = self._is_discarding = False
         self.updated_by: int | None = None
         self.used_gradients: set[str] = set()
@@ -171,7 +171,7 @@ class ModuleStep:
         return any(unit.gradient is not None and unit.gradient.has_received for unit in self._units)
 
     def update(self, tx: Any, settings: str, *, optimizer_id: int) -> None:
-        """Update parameters by a transformation of the gradients, if there are gradients. Ranks compare ``settings``."""
+        """Update parameters by ``tx``, an ``(init, update)`` pair, if there are gradients. Ranks compare ``settings``, a text."""
         if self.checked_gradients("step()") is None:
             return
         step = self.open_step
@@ -189,7 +189,12 @@ class ModuleStep:
         self.state.loaded.clear()
 
     def checked_gradients(self, where: str) -> Any:
-        """Return the mean gradients, or None. Raise an error that names ``where`` if they are incomplete, lost or used up."""
+        """Return the mean gradients; None if there are none. Errors name ``where``.
+
+        Raises:
+            LossError: an earlier error has discarded the gradients, or all backward passes were inside of ``accumulate()``.
+            ScheduleError: a step of an optimizer has used the gradients.
+        """
         self.reopen_scheduler()
         if self._lost:
             raise LossError(
@@ -206,7 +211,7 @@ class ModuleStep:
         return self.means.tree
 
     def check_can_unscale(self) -> None:
-        """Raise an error for ``unscale_()`` if the module has feedback, and set residuals to zero, as they are scaled too."""
+        """Raise an error if the module has feedback. First set residuals to zero, as they have the loss scale too."""
         if self.has_feedback:
             self.state.zero_residuals()
             raise ScheduleError(

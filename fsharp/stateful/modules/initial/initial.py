@@ -34,7 +34,7 @@ def settings_of_initial_values(
 ) -> dict[str, str]:
     """Return the settings of a module's initial values, as texts by name, for ranks to compare.
 
-    Raise an error if ``sync_from`` is no rank, or if it is this rank and a tensor is on the meta device.
+    Raise an error if ``sync_from`` is not a rank of ``comm``, or if it is this rank and a tensor is on the meta device.
     """
     tensors = chain(module.named_parameters(remove_duplicate=False), module.named_buffers(remove_duplicate=False))
     meta = [path for path, tensor in tensors if tensor.is_meta]
@@ -58,7 +58,7 @@ def settings_of_initial_values(
 def initial_parameters(
     module: nn.Module, tree: Any, layout: Layout, comm: Comm, *, key: int, initialize: Initializer | None, sync_from: int | None
 ) -> Any:
-    """Return this rank's part of a module's initial parameters, in the optimizer's place. Fill the module's meta buffers.
+    """Return this rank's part of a module's initial parameters, sharded for the optimizer. Fill the module's meta buffers.
 
     Arguments are those of :func:`~fsharp.shard_module`. Memory: this rank's parts, and one submodule or unit in full.
     """

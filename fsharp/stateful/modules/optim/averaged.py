@@ -1,4 +1,4 @@
-"""averaged: put the averages in an optimizer's state in place of a module's parameters."""
+"""averaged: replace a module's parameters by the averages in an optimizer's state, in a context."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,7 +16,7 @@ from fsharp.stateful.modules.te import preserving_amax_histories
 
 @contextmanager
 def using_averaged_parameters(session: Session, opt_state: Any) -> Iterator[None]:
-    """Put the averages in ``opt_state`` in place of a module's parameters in this context, and restore these at its end."""
+    """In this context, replace a module's parameters by the averages in ``opt_state``. At the end restore the parameters."""
     averages, state = _average_buffers(opt_state), session.state
     if session.is_averaged:
         raise ScheduleError("averaged(): the call is inside of another averaged().")

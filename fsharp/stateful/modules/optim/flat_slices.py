@@ -36,10 +36,10 @@ class FlatSlice(NamedTuple):
 
 
 def cut_by_labels(tree: Any, labels: Mapping[str, Hashable], *, rank: int, by_leaf: bool) -> Iterator[FlatSlice]:
-    """Cut the flat buffers of ``rank`` in slices, one for each run of neighbouring leaves with equal labels.
+    """Cut the flat buffers of ``rank`` into slices, one for each run of neighbouring leaves with equal labels. Yield them.
 
-    ``labels``: by path of a leaf; a leaf without a label is in no slice. ``by_leaf``: each leaf
-    gets a slice of its own, in the leaf's shape; the caller knows that no leaf is cut.
+    ``labels``: by path of a leaf; a leaf without a label is in no slice. With ``by_leaf`` each leaf gets a slice of its own, in
+    the leaf's shape. Then no leaf may be cut between ranks.
     """
     for node in units_of(tree):
         for group in node.groups:

@@ -181,7 +181,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         return list(map(list, groups))
 
     def _recut_by_labels(self, labels: Sequence[Mapping[str, Hashable]], states: Mapping[str, Mapping[str, Any]]) -> None:
-        """Cut buffers into new slices of leaves with equal ``labels`` in a group, and join the ``states`` of such leaves."""
+        """Cut each parameter group's buffers into slices of leaves with equal ``labels``, and join their ``states``."""
         known: dict[Hashable, int] = {}
         self._labels = [{path: known.setdefault(new, len(known)) for path, new in each.items()} for each in labels]
         for group, parameters in zip(self.inner.param_groups, self._cut_into_slices(), strict=True):
@@ -200,9 +200,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
         called once, and its result is returned.
 
         Raises:
-            LossError: all backward passes so far were inside of ``accumulate()``.
-            ScheduleError: another step after a backward, of this or another optimizer, without :meth:`zero_grad` before it; or
-                parameters were changed in a way that the module does not allow.
+            LossError: all backward passes so far were inside of ``accumulate()``, or an error has discarded the gradients.
+            ScheduleError: :meth:`zero_grad` was not called after the previous step; another optimizer has made a step since the
+                last forward; or parameters were changed in a way that the module does not allow.
             TreeError: ``param_groups`` has other groups or parameters than before.
         """
         loss = None
@@ -332,7 +332,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         overwrites it.
 
         Raises:
-            TreeError: a parameter is a DTensor that is sharded on other axes; a state is no tensor, number, string or None.
+            TreeError: a parameter is a DTensor that is sharded on other axes; a state is not a tensor, number, string or None.
 
         Cost: for a class, the memory of the state, and for each axis two collectives of a few bytes for each parameter. State
         without a value for each element, such as row statistics, is copied to all ranks.
@@ -436,8 +436,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def full_state_dict(self, *, rank: int | None = 0) -> dict[str, Any]:
         """Return :meth:`state_dict` with whole tensors in host memory on rank ``rank``, and an empty dict on other ranks.
 
-        ``rank=None`` returns the dict on all ranks, which all call this method. Errors are those of :meth:`state_dict` and
-        ``model.full_state_dict()``. For an ``(init, update)`` pair this method raises a TreeError.
+        All ranks have to call this method. With ``rank=None`` all of them get the dict. Errors are those of :meth:`state_dict`
+        and ``model.full_state_dict()``. For an ``(init, update)`` pair this method raises a TreeError.
 
         Cost: a gather of all state. Memory: a copy of this rank's state, and one full unit of one kind of state.
         """

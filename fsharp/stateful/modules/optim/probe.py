@@ -39,12 +39,13 @@ def probe_update_scope(
     choices: Sequence[Sequence[Sequence[int]]] = (_TRIAL_SHAPES, _TRIAL_MATRICES),  # some take matrices alone
     num_steps: int = _NUM_TRIAL_STEPS,
 ) -> UpdateScope:
-    """Return the :class:`UpdateScope` of an optimizer with ``options`` of a parameter group, found by a trial.
+    """Return the :class:`UpdateScope` of an optimizer with ``options`` of a parameter group, found by trials.
 
-    The optimizer makes steps on random tensors, with the first shapes in ``choices`` that it accepts. It updates all tensors
-    together, each tensor alone, and flat pieces that cross the bounds of tensors. If two trials have equal updates, the update
-    of an element depends only on elements of the smaller trial. An optimizer whose state has tensors of other shapes than the
-    parameter's, such as row statistics, needs whole parameters.
+    The trials make ``num_steps`` steps on random tensors, with the first list of shapes in ``choices`` that the optimizer
+    accepts. They update all tensors together, each tensor alone, and flat pieces that cross the bounds of tensors. If updates
+    together and alone differ, the scope is ``EVERYTHING``. If all updates are equal, it is ``ELEMENT``, else ``PARAMETER``. If
+    state has tensors of other shapes than the parameter's, such as row statistics, it is at least ``PARAMETER``. TreeError: no
+    list of shapes is accepted, or ``step()`` needs a closure.
     """
     closure = inspect.signature(optimizer.step).parameters.get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty:

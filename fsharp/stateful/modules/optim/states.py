@@ -53,8 +53,8 @@ def fill_in_missing_states(states: StatesByPath, parameters: Mapping[str, Sharde
     """Return ``states`` with the states that this rank lacks, so that all ranks have the same names of state in a state dict.
 
     For a parameter without elements on this rank, elementwise state is an empty ShardedTensor, and other state is that of
-    another rank. Ranks whose parameters differ, such as experts, keep their own states. A state that is no tensor, number,
-    string or None is a TreeError; different kinds of state for one parameter are an AgreementError.
+    another rank. Ranks whose parameters differ, such as experts, keep their own states. A state that is not a tensor, number,
+    string or None is a TreeError. Different kinds of state for one parameter are an AgreementError.
     """
 
     def described() -> str:
@@ -99,7 +99,7 @@ def _kind_of_state(where: str, path: str, key: str, value: Any) -> list[Any]:
 
 
 def _own_or_from_rank(kind: list[Any], value: Any, like: ShardedTensor, source: int, comm: Comm) -> Any:
-    """Return ``value``; if it is None, the state that rank ``source`` has, or an empty part of an elementwise state."""
+    """Return ``value``; if it is None, an empty part for elementwise state, else the state of rank ``source``. A collective."""
     what, *rest = kind
     if what == "value":
         return rest[0]
