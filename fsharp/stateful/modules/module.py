@@ -121,7 +121,7 @@ class ShardedModule(nn.Module):
 
         Raises:
             TreeError: the new state has another layout, place or dtype.
-            ScheduleError: the state is set while a step is under way.
+            ScheduleError: the state is set while a step has gradients, or inside of ``averaged()``.
         """
         return session_of_module(self).state.train_state
 
@@ -217,7 +217,7 @@ class ShardedModule(nn.Module):
             TreeError: names, shapes or dtypes differ, a part is of another rank or layout, or a value is a DTensor. All ranks
                 raise. Then parameters and buffers are unchanged; only extra state of modules may have changed.
             AgreementError: ranks pass different values for elements that they share. All ranks raise.
-            ScheduleError: a step is under way, or the call is inside of ``averaged()``.
+            ScheduleError: a step has gradients, or the call is inside of ``averaged()``.
 
         Cost: a pass over elements that several ranks hold, and a gather of updated parameters. Memory: the resting parameters
         of one unit.

@@ -48,7 +48,7 @@ class ModuleStep:
         setup_recording.record_for_replay(self._begin_generation)
 
     def _begin_generation(self) -> None:
-        """Drop the step and all gradients: in the constructor, and in a new generation of the job, where ranks load the module."""
+        """Drop the step and all gradients: when made, and in a new generation of the job, where all ranks load the module."""
         self.is_accumulating = self._is_discarding = False
         self.updated_by: int | None = None
         self.used_gradients: set[str] = set()
@@ -171,7 +171,7 @@ class ModuleStep:
         return any(unit.gradient is not None and unit.gradient.has_received for unit in self._units)
 
     def update(self, tx: Any, settings: str, *, optimizer_id: int) -> None:
-        """Update parameters by ``tx``, an ``(init, update)`` pair, if there are gradients. Ranks compare ``settings``, a text."""
+        """If there are gradients, update parameters by ``tx``, an ``(init, update)`` pair. Ranks compare ``settings``."""
         if self.checked_gradients("step()") is None:
             return
         step = self.open_step

@@ -17,7 +17,7 @@ __all__ = ["ShardedTensor", "ShardedParameter", "iter_local_leaves"]
 
 
 class ShardedParameter(ShardedTensor, nn.Parameter):
-    """This rank's part of a module's parameter, in the dtype and place of the optimizer.
+    """This rank's part of a module's parameter. A trained parameter is sharded for the optimizer, in the optimizer's dtype.
 
     Attributes:
         is_trained: whether the parameter required a gradient when its module was sharded: it has gradients and optimizer state.
@@ -50,7 +50,7 @@ class ShardedParameter(ShardedTensor, nn.Parameter):
 
     @api_boundary
     def requires_grad_(self, requires_grad: bool = True) -> "ShardedParameter":
-        """Pause the training of this parameter (False), or resume it (True). All ranks have to make the call.
+        """Pause the training of this parameter (False), or resume it (True). All ranks have to call this method.
 
         A paused parameter gets no gradient in a backward, and an optimizer does not update it. A parameter that was frozen when
         its module was sharded cannot be trained: True is an error.

@@ -149,7 +149,7 @@ class Session:
     def mark_loaded(self, kind: Literal["parameters", "optimizer"]) -> None:
         """Record that all ranks have loaded all ``"parameters"`` or all ``"optimizer"`` state.
 
-        After both loads values do not depend on earlier steps. So the history of steps, which ranks compare, is reset: ranks
+        Once both are loaded, no value depends on earlier steps. Then the history of steps, which ranks compare, is reset: ranks
         whose steps differed before an error can continue together.
         """
         self.state.loaded.add(kind)
@@ -162,7 +162,7 @@ class Session:
 
     @property
     def reopened_scheduler(self) -> Scheduler:
-        """The scheduler, which is opened again if an error has closed it. All ranks read this property."""
+        """The scheduler. If an error has closed it, the read reopens it first: all ranks have to read this property."""
         self.step.reopen_scheduler()
         return self.scheduler
 
@@ -174,9 +174,9 @@ class Session:
         self.scheduler.lanes.stream_wait_lanes("gather")
 
     def add_write_to_labels(self, part: ShardedTensor, what: str) -> None:
-        """Make labels of later collectives contain ``what``, a write in place to a part, if it is a parameter or a gradient.
+        """If ``part`` is a parameter or a gradient, add ``what``, text about a write to it, to labels of later collectives.
 
-        So a write that only some ranks make is an error.
+        Ranks compare labels, so a write that only some ranks make raises an error.
         """
         memory = part.untyped_storage().data_ptr()
         gradient, parameter = self.step.means.gradient_part(part.path), self.parameters[part.path]
@@ -256,7 +256,7 @@ class Session:
         return self.calls.reading_from(self.calls.source, list(self.calls.entries.values()), self._leaf_values_by_unit(by_path))
 
     def adopt_state(self, state: TrainState) -> None:
-        """Train ``state``, which has the same layout, from now on. Raise an error while a step is under way."""
+        """Train ``state``, which has the same layout, from now on. Raise an error while a step has gradients."""
         self.step.abandon_forwards("train_state")
         if self.is_averaged:
             raise ScheduleError("train_state: set inside of averaged(), whose end restores the earlier parameters.")

@@ -105,16 +105,16 @@ def shard_module(
             For a model of transformers pass ``model._init_weights``.
         sync_from: rank whose parameters and buffers all ranks take. Other ranks may pass a module on the meta device. None
             means that ranks compare their parameters, and raise an error if they differ.
-        atoms: as for :func:`~fsharp.plan`; None means the atoms that classes of parameters need, and else elements.
+        atoms: as for :func:`~fsharp.plan`; None means single elements, or the atom that a parameter's tensor class needs.
         labels: as for :func:`~fsharp.plan`.
 
     Returns:
         The module that was passed.
 
     Raises:
-        PatternError: ``units`` matches no module, or no unit has one of ``methods``.
+        PatternError: ``units`` matches no module, or one without parameters; or no unit has one of ``methods``.
         OptionError: an option has a wrong type, such as a pattern without a Precision.
-        LayoutError: no parameter of a unit has the precision of the unit's inputs and outputs.
+        LayoutError: the last pattern that matches a unit's path gives a precision that none of the unit's parameters has.
         TreeError: the module has no parameters; a parameter is of a subclass of nn.Parameter, is sparse, or is complex and
             requires a gradient; the module is wrapped by DDP, FSDP or fully_shard(); nothing initializes a tensor on the meta
             device.

@@ -43,7 +43,7 @@ class _LoadPlaceholder(ShardedTensor):
 
 
 def check_no_dtensors(where: str, session: Session) -> None:
-    """Raise an error if a parameter is a sharded DTensor, of which a rank's elements are not one run of the whole tensor."""
+    """Raise an error if a parameter is a sharded DTensor: a rank may hold several separate runs of the whole tensor."""
     for path, spec in session.calls.dtensor_specs.items():
         if spec.is_sharded:
             raise TreeError(
@@ -206,8 +206,8 @@ def gather_whole_tensors(parts: Iterable[ShardedTensor], comm: Comm) -> Iterator
 def scatter_from_rank(where: str, given: Any, rank: int, comm: Comm, like: Mapping[Any, ShardedTensor]) -> Any:
     """Return on all ranks the state dict ``given`` of rank ``rank``, with each rank's own parts in place of whole tensors.
 
-    ``like``: by the first one or two keys of a tensor, a part with the elements that this rank takes. A tensor whose keys are
-    not in ``like`` stays whole on each rank.
+    ``like``: this rank's parts, by a tuple of the first one or two keys on the path to a tensor in ``given``: the result is cut
+    like the part. A tensor whose keys are not in ``like`` stays whole on each rank.
     """
 
     def check() -> bytes:

@@ -29,9 +29,10 @@ class Arena:
 
     @torch.inference_mode(False)  # the memory outlives an evaluation
     def bind_next_schedule(self, scheduled: ScheduledFunction, functions: Iterable[ScheduledFunction]) -> BoundSchedule | None:
-        """Give the arena to the schedule of a function's next step. Return this schedule; None if no schedule fits the step.
+        """Give the arena to the schedule of a function's next step. Return this schedule; None if there is none that fits.
 
-        ``functions``: all functions; if the arena grows, their schedules are unbound. ScheduleError: see ``follow()``.
+        ``functions``: all functions that use the arena; if it grows, their schedules are unbound. ScheduleError: the schedule
+        that the user has passed to ``follow()`` does not fit the units.
         """
         units, schedule = self._registry.units, scheduled.schedule
         bound = scheduled.programs.bound.get(id(schedule))

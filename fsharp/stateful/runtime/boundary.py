@@ -24,8 +24,8 @@ ReceiveGradients = Callable[[Sequence[torch.Tensor | None]], None]
 class _GradientReceiver(torch.autograd.Function):
     """An autograd function: its outputs are leaves, and its backward hands the leaves' gradients to the scheduler.
 
-    Autograd runs nodes in the reverse order of their making, and makes this node before all nodes of the function. So when
-    this node runs, the whole backward of the use is over, and no backward of earlier uses has begun.
+    Autograd makes this node before the nodes of the function that uses the leaves, and runs nodes in reverse order. So when
+    this node runs, the whole backward of this use of the unit is over, and no backward of earlier uses has begun.
     """
 
     @staticmethod
@@ -55,7 +55,7 @@ _RECEIVER_NODE: type = _GradientReceiver._backward_cls
 
 
 def find_unit_use(leaf: torch.Tensor) -> "UnitUse | None":
-    """Return the use that has handed out ``leaf``, if the leaf has a gradient; None for any other tensor."""
+    """Return the use that has handed out ``leaf``, if the leaf requires a gradient; None for any other tensor."""
     return getattr(leaf.grad_fn, "use", None) if isinstance(leaf.grad_fn, _RECEIVER_NODE) else None
 
 
@@ -86,7 +86,7 @@ def _make_view_rebuild(x: torch.Tensor) -> RebuildView:
 
 
 def _inner_plain_tensors(x: Any) -> dict[str, torch.Tensor] | None:
-    """Return the inner tensors of a wrapper by attribute; None if ``x`` is no wrapper, or has tensors that are not plain."""
+    """Return the inner tensors of a wrapper by attribute; None if ``x`` is not a wrapper, or has tensors that are not plain."""
     if not is_traceable_wrapper_subclass(x):
         return None
     inner = {name: getattr(x, name) for name in x.__tensor_flatten__()[0]}
@@ -162,7 +162,7 @@ class UnitUse:
         return memory
 
     def add_written_gradients(self, grads: Sequence[torch.Tensor | None]) -> Sequence[torch.Tensor | None]:
-        """Return gradients of the leaves, plus the gradients that modules have written by themselves since the last call."""
+        """Return ``grads`` plus, leaf by leaf, gradients that modules have written by themselves since the last call."""
         if not self._written:
             return grads
         found, written = list(grads), self._written
@@ -180,7 +180,7 @@ class UnitUse:
         self._full = None
 
     def pack_saved_parameters(self, out: Any, sequence_nr: int, fill_buffer: Callable[[], UnshardedBuffer]) -> None:
-        """Let autograd keep rebuilds in place of views of this use's parameters that it has saved.
+        """Replace the views of this use's parameters that autograd has saved by functions that rebuild them in the backward.
 
         So memory can be released before the backward. Views in the arena stay: a schedule fills the same addresses again. Only
         nodes of the graph of ``out`` from ``sequence_nr`` on are searched. ``fill_buffer`` returns the buffer of the
@@ -235,7 +235,7 @@ class UsesUnderWay:
         pending: by unit, number of uses in this microbatch whose gradient is still missing.
         awaited: uses whose backward may come, by weak references: autograd's graph keeps these uses alive.
         held: units whose parameters a caller holds after their use. The step gets no schedule, which would reuse the memory.
-        recomputed: as ``held``, of units used in a backward: ``torch.utils.checkpoint`` may hold them until their backward.
+        recomputed: as ``held``, for units used in a backward: a checkpoint may hold parameters until the unit's own backward.
     """
 
     def __init__(self) -> None:

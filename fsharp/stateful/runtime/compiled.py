@@ -27,11 +27,11 @@ class BoundSchedule:
         microbatches_before_reduce: numbers of the microbatches at whose end gradients are reduced to the optimizer's place.
         unsharded_by_unit: by unit, the buffer of its full parameters.
         resting_gradients: by unit, the memory of its gradient at rest, in use from the op that first writes there.
-        ops: by event, the first op of each bucket, without ``carried``.
+        ops: by event, the first op of each bucket, without the ops in ``carried``.
         bound: by event, pairs of an op in ``ops`` and its action.
         actions: by event, the actions in ``bound`` that do something.
         carried: gathers at the end of a step for the next step, which the next step uses if it follows the same schedule.
-        stranded: by unit, memory in the arena that a gradient keeps after a step has left this schedule, as callers view it.
+        stranded: by unit, arena memory that its gradient keeps after a step has left this schedule, as a caller holds a view.
         number: number of this object, in keys of ops.
     """
 
@@ -111,7 +111,7 @@ class BoundSchedule:
         return self.units.items() <= units.items()
 
     def clone_gradients_in_arena(self, grads: Grads) -> Grads:
-        """Return the gradients of a use; copies if one is in the arena, whose memory is released before gradients are cast."""
+        """Return the gradients of a use; copies of all if one is in the arena, whose memory is released before they are cast."""
         first, last = self._span
         for grad in grads:
             if grad is not None and first <= grad.data_ptr() < last:
@@ -119,7 +119,7 @@ class BoundSchedule:
         return grads
 
     def leave_arena(self, is_in_use: Callable[[UnshardedBuffer], bool]) -> None:
-        """Leave this schedule in a step. In the arena stay buffers in use, and gradients of which a caller has a view."""
+        """Stop following this schedule within a step. Buffers in use, and gradients that callers view, remain in the arena."""
         self.stranded = {}
         for unsharded in self.unsharded_by_unit.values():
             unsharded.wait()

@@ -244,10 +244,10 @@ class EagerOps:
     def _emit_op(
         self, spec: OpSpec, unit: UnitState | None, phase: Phase, *, use: int = -1, after: int | None = None, **bound: Any
     ) -> BoundOp:
-        """Emit an op. Its memory is that of ``unsharded`` in a left schedule's arena, else its buffer's own in this step.
+        """Emit an op, at the address of ``unsharded`` in the arena of a schedule that was left, or else of this step's schedule.
 
         On another stream than compute, the op waits for op ``after``; if ``after`` is None, for all work of compute so far.
-        ``bound``: fields of :class:`BoundOp`, and ``opens`` of :class:`Op`.
+        ``bound``: fields of :class:`BoundOp`, such as ``unsharded``, and ``opens`` of :class:`Op`.
         """
         stream, opens = spec.stream, bound.pop("opens", None)
         memory = bound["unsharded"].where if "unsharded" in bound else None
@@ -278,7 +278,7 @@ class EagerOps:
         return self._addresses[buffer, unit.key]
 
     def _assumed_facts(self, unit: UnitState, *, trained: bool = True, updated: bool = True) -> UnitFacts:
-        """Return the facts of a unit as for several uses and microbatches: their number is known only when the step ends."""
+        """Return a unit's facts for several uses and microbatches. The numbers of both are known only when the step ends."""
         return unit.facts(trained=trained, updated=updated, several_uses=True, several_microbatches=True)
 
     def as_schedule(

@@ -22,7 +22,7 @@ class CapturedStep:
     """A scheduled training step (forward, backward, reductions, update): a torch.cuda.CUDAGraph, captured once and replayed.
 
     A graph needs fixed addresses. So the step has to update its state in place (``donate=True``), and the scheduler must leave
-    no collective in flight between steps (``gather_at_start=False``). All ranks make the object together.
+    no collective in flight between steps (``gather_at_start=False``). All ranks have to make the object together.
 
     Args:
         scheduled: the step: ``scheduler(train_step(loss_fn, tx, donate=True))``.
@@ -71,8 +71,8 @@ class CapturedStep:
         """Run one step on ``batch``, and return its metrics. The next call overwrites the returned tensors.
 
         Raises:
-            ScheduleError: the batch differs from the captured one in structure, in a shape or dtype, or in a value that is no
-                tensor, which a graph would repeat: then no rank can go on. Or the scheduler is closed.
+            ScheduleError: the scheduler is closed. Or the batch differs from the captured one in structure, shape, dtype, or a
+                value other than a tensor, which the graph would repeat; this error closes the scheduler on all ranks.
             AgreementError: another rank has failed.
         """
         self._scheduled.scheduler.check_open()

@@ -29,9 +29,9 @@ _MAX_LEFT_CALLS = 3
 class RecordedPrograms:
     """The recorded programs and schedules of one function.
 
-    A new program is compiled. After several calls in a row that have left their schedule, a program is compiled only when it
-    occurs again. The predicted next program is the one that followed the last two programs when these occurred before, or else
-    the last program again.
+    A new program is compiled. After three calls in a row that have left their schedule, a program is compiled only when it
+    occurs again. The next program is predicted from the last two programs. If these two occurred before, the program that
+    followed then is expected. If not, the last program is expected again, unless three calls in a row have left schedules.
 
     Attributes:
         bound: schedules that are bound to the current arena, by id of the schedule.
@@ -203,10 +203,10 @@ class ScheduledFunction:
 
     @api_boundary
     def follow(self, schedule: Schedule) -> None:
-        """Follow this schedule from the next call on, such as an edited one. Pass an equal schedule on every rank.
+        """Follow ``schedule``, such as an edited :attr:`schedule`, from the next call on. Pass an equal schedule on every rank.
 
         Raises:
-            ScheduleError: the schedule would use memory or gradients wrongly. If it has unknown units, the next call raises.
+            ScheduleError: ``schedule`` uses memory or gradients wrongly. If it does not fit the units, the next call raises.
         """
         verify(schedule)
         setup_recording.run_and_record(lambda: self.programs.pin_schedule(schedule))
@@ -247,7 +247,7 @@ class FunctionRegistry:
         return iter(self._alive)
 
     def wrap(self, scheduler: ScheduledEngine, fn: Callable[..., Any], name: str) -> ScheduledFunction:
-        """Return a scheduled function with a unique name. All ranks wrap functions in the same order."""
+        """Return a scheduled function with a unique name. All ranks have to wrap their functions in the same order."""
         self._names[name] += 1
         number = self._names[name]
         scheduled = ScheduledFunction(scheduler, fn, f"{name} ({number})" if number > 1 else name)
@@ -255,7 +255,7 @@ class FunctionRegistry:
         return scheduled
 
     def record_last_called(self, scheduled: ScheduledFunction) -> None:
-        """Record that ``scheduled`` was called. The function that was called before also records it, as the next one."""
+        """Record that ``scheduled`` was called last, and tell the function that was called before which one came next."""
         if (last := self._last()) is not None:
             last.record_next_called(scheduled)
         self._last = weakref.ref(scheduled)

@@ -61,7 +61,7 @@ class HandedOutGradients:
         return with_future_buffers(result, gradient.wait) if gradient.is_under_way else result
 
     def check_none_reduced_with_feedback(self) -> None:
-        """Raise an error if the schedule has sent a gradient with residuals, as the caller now reduces other gradients."""
+        """Raise an error if a gradient was already reduced with feedback: another reduction would read changed residuals."""
         for unit in self.units:
             if unit.gradient is not None and unit.gradient.phase >= GradientPhase.FINISHING and residual_sizes(unit.layout):
                 raise ScheduleError(
@@ -134,10 +134,10 @@ class ScheduledEngine(Engine):
         self.offloads_main = False
 
     def can_run_forward(self, units: Any) -> bool:
-        """Return whether the engine can run a forward of ``units``, a pair of nodes and ties.
+        """Return whether the engine can run a forward of ``units``, a pair ``(nodes, ties)``.
 
-        The result is False under ``torch.func``, and if a buffer itself requires a gradient. It is also False under ``make_fx``
-        and for donated nodes, so that ``forward`` raises its own error.
+        The result is False under ``torch.func``, and if a node's buffer itself requires a gradient. It is also False under
+        ``make_fx`` and for donated nodes, for which ``fs.forward`` then raises an error.
         """
         if torch._C._are_functorch_transforms_active():
             return False
@@ -229,7 +229,7 @@ class ScheduledEngine(Engine):
         return map_units(lambda node: handed_out.hand_out_gradient(node, next(position), reduction), params)
 
     def run_reduce_scatter(self, tree: Any, to: PlaceName, residuals: ResidualViews) -> Any:
-        """Return gradients in the place ``to``: by the schedule if they came from :meth:`run_value_and_grad`, else at once."""
+        """Return gradients reduced to the place ``to``: by the schedule if it handed them out, else by blocking collectives."""
         step = self.current_step()
         if not self._handed_out.are_same_gradients(units_of(tree), to):
             if residuals:
@@ -261,7 +261,7 @@ class ScheduledEngine(Engine):
         return main, opt
 
     def run_update_gather(self, new: Any, params: Any, state: Any, *, donate: bool) -> tuple[Any, Any]:
-        """Begin to gather updated parameters, and to copy state to host memory. Return both: a read of a buffer waits."""
+        """Begin to gather updated parameters and copy state to the host. Return ``(params, state)``: a read of a buffer waits."""
         step, lanes, rank = self.current_step(), self.lanes, self.rank
         update_gathers: list[UpdateGather] = []
 

@@ -63,7 +63,7 @@ class StepUnderWay(NamedTuple):
 
 @options_checked
 class Scheduler(DelegatingComm, ScheduledEngine):
-    """A Comm that runs training steps by a schedule: it overlaps gathers and reductions with compute, and keeps all bits.
+    """A Comm that runs training steps by a schedule: collectives overlap compute, and results have the same bits.
 
     ``scheduler(step)`` wraps a function that has an argument ``comm``. The first call of the wrapped function records the order
     in which the function uses units. From this order a schedule is compiled and verified. Later calls follow the schedule.
@@ -73,8 +73,8 @@ class Scheduler(DelegatingComm, ScheduledEngine):
     >>> scheduler(lambda x, comm: x + comm.mesh.size)(1)
     2
 
-    An error in a wrapped function closes the scheduler, and all other ranks raise an error as well. A new scheduler of the same
-    Comm works.
+    An error in a wrapped function closes the scheduler, and all other ranks raise an error as well. To go on, make a new
+    scheduler of the same Comm.
 
     Args:
         comm: the ranks. Collectives run in threads over gloo, on streams over NCCL, and block over any other Comm.
@@ -105,7 +105,7 @@ class Scheduler(DelegatingComm, ScheduledEngine):
         setup_recording.record_for_replay(partial(self._begin_generation, self.own, self.executor))
 
     def _begin_generation(self, own: Comm, executor: Executor) -> None:
-        """Reset the scheduler for a new generation of the job: no schedules, but ``own`` and ``executor`` of the setup."""
+        """Drop all schedules and steps for a new generation of the job, and use ``own`` and ``executor`` of the constructor."""
         self._closed, self._history = None, SettingsHistory()
         self.own, self.executor = own, executor
         executor.begin_generation()

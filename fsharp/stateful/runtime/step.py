@@ -333,7 +333,7 @@ class Step:
         self.is_over = True
 
     def abandon(self) -> None:
-        """End the step after an error, and wait for no work under way. A later backward of this step raises an error."""
+        """End the step after an error, without waiting for work under way. A later backward of this step raises an error."""
         self.is_over = True
 
     def set_on_backward(self, hook: Callable[[], None]) -> None:

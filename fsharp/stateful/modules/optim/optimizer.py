@@ -275,7 +275,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
         Raises:
             TreeError: the optimizer keeps no averages, or several averages of one parameter.
-            ScheduleError: a step is under way. In the context: a forward is not under ``torch.no_grad()``, or
+            ScheduleError: a step has gradients. In the context: a forward is not under ``torch.no_grad()``, or
                 ``unsharded(write=True)`` is called.
 
         Cost: a copy of this rank's parts, and one gather of parameters.

@@ -40,10 +40,10 @@ class ShardedTensor(torch.Tensor):
     """A tensor that is sharded over ranks: it has the shape of the whole tensor, and this rank's elements.
 
     ``shape``, ``ndim`` and ``numel()`` are those of the whole tensor. :attr:`local` is a plain tensor with this rank's
-    elements. Functions of sharded tensors (called parts here) work as follows:
+    elements. Below, a sharded tensor is called a *part*. torch functions of parts work as follows:
 
     - Elementwise functions, in place or not, return a part. Other arguments are numbers, tensors without dims, parts that are
-      cut alike, or a whole tensor on every rank. Of a whole tensor each rank takes its own elements.
+      cut alike, or a whole tensor on every rank. Each rank uses the elements of a whole tensor that match its part.
     - Sums, means, extremes and norms of all elements are those of the whole tensor. All ranks have to call them: they use a
       small collective for each axis that cuts the tensor. If ranks along an axis have different parameters, the result is over
       the parameters of all ranks.
@@ -82,7 +82,7 @@ class ShardedTensor(torch.Tensor):
 
     @staticmethod
     def from_local(data: torch.Tensor, like: "ShardedTensor") -> "ShardedTensor":
-        """Return the part of which this rank has the elements ``data``, sharded as ``like`` is."""
+        """Return a part that is sharded as ``like`` is, with this rank's elements ``data``."""
         return ShardedTensor.from_attributes(data, like.attributes)
 
     @property
@@ -299,7 +299,7 @@ def _is_whole_on_every_rank(unit: UnitLayout, place: Place, spec: DTensorSpec | 
 
 
 def _check_unchanged_by_to(part: ShardedTensor, applied: torch.Tensor) -> bool:
-    """Return True, or raise an error if ``applied``, which ``to()`` has made of ``part``, has another dtype or device."""
+    """Return True. Raise an error if ``applied``, the result of ``part.to(...)``, has another dtype or device than ``part``."""
     if (applied.dtype, applied.device) != (part.dtype, part.device):
         raise TreeError(
             f"a sharded module cannot be moved or cast: unit {part.unit.display_name}, {part.path!r} is {part.dtype} on "
@@ -323,7 +323,7 @@ def _user_and_remedy(part: ShardedTensor, usual_remedy: str) -> tuple[str, str]:
 
 
 def _check_no_autograd(name: str, rows: Sequence[Sequence[Any]], cut: Sequence[ShardedTensor]) -> None:
-    """Raise an error if a tensor in ``rows`` requires a gradient, and is a part, or is used together with the parts ``cut``."""
+    """Raise an error if a tensor in ``rows`` that requires a gradient is a part, or is used together with parts (``cut``)."""
     for x in (x for row in rows for x in row if isinstance(x, torch.Tensor) and x.requires_grad):
         if isinstance(x, ShardedTensor):
             by, remedy = _user_and_remedy(
@@ -344,7 +344,7 @@ def _check_no_autograd(name: str, rows: Sequence[Sequence[Any]], cut: Sequence[S
 
 
 def _with_full_parameters(x: Any) -> Any:
-    """Return ``x`` with full parameters for those parts that ``torch.utils.checkpoint`` recomputes with, in a backward."""
+    """Return ``x`` with full parameters in place of parts whose unit is in its backward, where a checkpoint recomputes."""
     if isinstance(x, ShardedTensor) and isinstance(x, nn.Parameter):
         owner = x.owner()
         whole = None if owner is None else owner.full_parameter_in_backward(x)

@@ -24,7 +24,7 @@ _LAZY_TYPES = (types.GeneratorType, types.CoroutineType, types.AsyncGeneratorTyp
 
 @lru_cache(maxsize=1024)  # a search meets hundreds of objects of a few classes; a program may make classes without end
 def _traversal_of_class(cls: type) -> Literal["tensor", "lazy", "opaque", "open"]:
-    """Return how a search treats objects of a class: as tensors, lazy iterators, without tensors, or to be searched."""
+    """Return the kind of a class in a search: a tensor, a lazy iterator, opaque (without tensors), or open (to be searched)."""
     if issubclass(cls, torch.Tensor):
         return "tensor"
     if issubclass(cls, _LAZY_TYPES):
@@ -122,7 +122,7 @@ def views_of_parameters(parameters: Sequence[torch.Tensor], tensors: Sequence[to
 
 
 def _storage_addresses(x: torch.Tensor) -> list[int]:
-    """Return the address of the ``UntypedStorage`` of a tensor, or of each inner tensor of a wrapper, unless it is empty."""
+    """Return the addresses of the storages of a tensor, or of a wrapper's inner tensors; none for empty and meta tensors."""
     found = []
     for each in (x,) if type(x) is torch.Tensor else inner_tensors(x):
         if each.numel() and not each.is_meta:

@@ -79,7 +79,7 @@ def _dict_entries_in(module: nn.Module, without: Collection[str | None]) -> list
 
 
 def check_parameters_replaceable(module: nn.Module) -> None:
-    """Raise an error if a module's attribute or buffer holds a parameter or a view of one, or a parameter has hooks."""
+    """Raise an error if a parameter has hooks, or if a buffer or unregistered attribute holds a parameter or a view of one."""
     extents = [(name, extent) for name, p in module.named_parameters() for extent in _byte_ranges(p)]
     for path, each in module.named_modules():
         # weight_norm, spectral_norm and prune have hooks that compute these attributes anew in each forward.
