@@ -21,7 +21,7 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 HINT = "fsharp's own frames are left out of this traceback. Set FSHARP_TRACEBACK=full to see them."
-"""The note of an error whose traceback has lost frames."""
+"""The note of an error from whose traceback frames were removed."""
 _HIDDEN_PACKAGES = sys.stdlib_module_names | {"optree", "torch"}
 """Packages whose frames are left out of tracebacks below a frame of this library."""
 _SHOWN_MODULES = ("torch.nn.", "torch.optim.")
@@ -31,7 +31,7 @@ _HIDDEN_MODULES = ("torch.nn.modules.module", "torch.optim.optimizer")
 
 
 def api_boundary(target: F) -> F:
-    """Return ``target``, wrapped so that errors leave it without frames of this library (:func:`hide_frames`): a boundary.
+    """Return ``target``, wrapped so that tracebacks of its errors have no frames of this library (:func:`hide_frames`).
 
     ``target`` is a function or a generator function. It may also be a class: then its ``__init__`` is wrapped, and the class
     itself is returned.
@@ -63,8 +63,8 @@ def api_boundary(target: F) -> F:
 def api_context(function: Callable[P, Iterator[T]]) -> Callable[P, AbstractContextManager[T]]:
     """Return a function that makes context managers, as ``contextmanager(function)`` does.
 
-    Errors of the enter and of the exit lose the library's frames, as in :func:`api_boundary`. An error of the ``with`` block
-    keeps its frames.
+    If entering or leaving the context raises an error, its traceback has no frames of this library, as in
+    :func:`api_boundary`. An error of the ``with`` block keeps its frames.
     """
     make = contextmanager(function)
 
@@ -92,7 +92,7 @@ class _BoundaryContext(AbstractContextManager[T], ContextDecorator, Generic[T]):
 
 
 def call_hook(hook: Callable[..., T], *args: Any) -> T:
-    """Return ``hook(*args)``. Errors of the hook lose the library's frames, as in :func:`api_boundary`.
+    """Return ``hook(*args)``. Tracebacks of the hook's errors have no frames of this library, as in :func:`api_boundary`.
 
     Register ``partial(call_hook, hook)``, which costs less to make than ``api_boundary(hook)``.
     """

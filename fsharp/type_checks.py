@@ -134,7 +134,8 @@ _POSITIONAL_KINDS = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITI
 def keep_signature(function: F) -> F:
     """Store the signature of ``function`` where ``inspect.signature`` finds it, and return ``function``.
 
-    ``torch.autograd.Function.apply`` asks for the signature of ``forward`` in each call, and to make it takes half of the call.
+    ``torch.autograd.Function.apply`` asks for the signature of ``forward`` in each call. Without this function, making the
+    signature takes half of the time of the call.
     """
     function.__dict__["__signature__"] = inspect.signature(function)
     return function
@@ -174,7 +175,7 @@ def options_checked_on_failure(target: F) -> F:
 def check_failed_call(error: Exception, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Raise an OptionError if the call ``fn(*args, **kwargs)``, which raised ``error``, has an argument of the wrong type.
 
-    Return if all arguments fit, or if ``error`` is another error of this library, which explains itself. For functions that a
+    Do nothing if all arguments fit, or if ``error`` is an error of this library other than an OptionError. For functions that a
     step calls often: arguments are checked only after a failure.
 
     Raises:

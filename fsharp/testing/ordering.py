@@ -224,9 +224,9 @@ class _RaceDetector:
                     self.freed.setdefault(free.lane, []).append((each, ByteSpan(a, b, free.span.base)))
 
     def report_reuse(self, owner: str) -> None:
-        """Record races of an allocation on lane ``owner`` with accesses to freed memory that the allocation may get.
+        """Record the races of an allocation on lane ``owner``, which may reuse memory that the lane has freed.
 
-        An access is a race if it may still be under way.
+        Each access of another lane to such memory is a race, if the access may still be under way.
         """
         clock = self.clock(owner)
         for seen, span in self.freed.pop(owner, ()):
@@ -247,7 +247,7 @@ class ReplayResult(NamedTuple):
 
 
 def replay(log: Log, *, without: Collection[int] = ()) -> ReplayResult:
-    """Replay ``log``, ops and waits in order of issue, without the entries at positions in ``without``. Return its races."""
+    """Replay ``log`` without the entries at the positions ``without``. Return races, and waits that added an order."""
     state, learned = _RaceDetector(), set()
     for i, entry in enumerate(log):
         if i in without:

@@ -163,10 +163,10 @@ class RaceReport:
         return replay(self.log, without=positions).races
 
     def unneeded_waits(self) -> list[UnneededWait]:
-        """Return the waits that are not needed: there would be no race if one of them were left out.
+        """Return the waits that are not needed: without any one of them, and with all others, there would be no race.
 
-        If two of them order the same accesses, one of the two has to stay. Cost: that of :meth:`races_without` for each wait
-        outside of :meth:`implied_waits`: seconds for small models.
+        If two of these waits order the same accesses, one of the two has to stay. Cost: that of :meth:`races_without` for each
+        wait outside of :meth:`implied_waits`: seconds for small models.
         """
         implied = self.implied_waits()
         unneeded = [(why, times) for why, times in self.waits.items() if why in implied or not self.races_without(why)]
@@ -229,8 +229,9 @@ def checking_races(engine: Scheduler | ShardedModule) -> Iterator[RaceReport]:
     []
 
     Args:
-        engine: a scheduler on a CPU, or a module with such a scheduler. Its policy needs ``DebugPolicy(sum_late=False)``, as a
-            device with streams has. On a mesh of one rank also pass ``trivial_axes=True``, so that collectives run, as copies.
+        engine: a scheduler on a CPU, or a module with such a scheduler. Its policy has to be a
+            ``DebugPolicy(sum_late=False)``, whose schedules are those of a device with streams. On a mesh of one rank also pass
+            ``trivial_axes=True``: collectives are then issued, and copy their input.
             On several ranks call ``checking_races`` in each rank of :func:`~fsharp.testing.simulate`.
 
     Returns:

@@ -384,7 +384,10 @@ class _World:
             each.settle(CommError(text) if text else parts)  # an error of its own for each rank, which notes the rank
 
     def _text_with_states(self, rank: int | None, what: str) -> str:
-        """Return an error text with the state of every rank; of many ranks, only of ranks in the collective of ``rank``."""
+        """Return an error text with ``what`` and the state of each rank.
+
+        Of more than 16 ranks at most 16 are shown: ranks of the collective that ``rank`` has called, if it waits in one.
+        """
         shown: Sequence[int] = range(self.mesh.size)
         if self.mesh.size > _MAX_SHOWN_RANKS:
             call = None if rank is None else self._calls[rank]

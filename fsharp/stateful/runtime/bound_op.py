@@ -26,7 +26,7 @@ class BoundOp:
         after: keys of the ops on other lanes for which this op waits. The first op of a bucket has the keys of all members.
         unsharded: the buffer of the unit's full parameters.
         block: the memory in which a gradient is collected, and from which it is sent.
-        final_block: memory for the reduction to the optimizer's place.
+        final_block: memory for the reduction to the optimizer's shards.
         is_first: for a cast: whether it is the unit's first cast in its microbatch.
         may_run_late: for a decode_sum or accumulate: whether a host without streams runs the op late, when its result is read.
         gradients_to_wait_for: gradients whose late ops may still use the memory that this op fills. This op waits for them.

@@ -24,7 +24,7 @@ class BoundSchedule:
     """A schedule bound to units and to an ``arena`` of at least ``schedule.arena`` bytes: its ops have their tensors.
 
     Attributes:
-        microbatches_before_reduce: numbers of the microbatches at whose end gradients are reduced to the optimizer's place.
+        microbatches_before_reduce: numbers of the microbatches at whose end gradients are reduced to the optimizer's shards.
         unsharded_by_unit: by unit, the buffer of its full parameters.
         resting_gradients: by unit, the memory of its gradient at rest, in use from the op that first writes there.
         ops: by event, the first op of each bucket, without the ops in ``carried``.
@@ -111,7 +111,7 @@ class BoundSchedule:
         return self.units.items() <= units.items()
 
     def clone_gradients_in_arena(self, grads: Grads) -> Grads:
-        """Return the gradients of a use; copies of all if one is in the arena, whose memory is released before they are cast."""
+        """Return a use's gradients; copies of all if one is in the arena, as its memory is released before the cast."""
         first, last = self._span
         for grad in grads:
             if grad is not None and first <= grad.data_ptr() < last:

@@ -222,7 +222,7 @@ class EagerOps:
         self._joined.add(last)
 
     def ops_of_final_reduction(self, units: Units) -> Iterator[BoundOp]:
-        """Yield the ops that reduce gradients to the optimizer's place, where the update runs."""
+        """Yield the ops that reduce gradients to the optimizer's shards, with which the update runs."""
         for unit in units:
             route = unit.trained_gradient.route
             pieces = route.final_block(self._allocate(route.final_block_nbytes()))
@@ -244,7 +244,7 @@ class EagerOps:
     def _emit_op(
         self, spec: OpSpec, unit: UnitState | None, phase: Phase, *, use: int = -1, after: int | None = None, **bound: Any
     ) -> BoundOp:
-        """Emit an op, at the address of ``unsharded`` in the arena of a schedule that was left, or else of this step's schedule.
+        """Emit an op. Its address is that of ``unsharded`` in the arena of the schedule that was left, or else a new one.
 
         On another stream than compute, the op waits for op ``after``; if ``after`` is None, for all work of compute so far.
         ``bound``: fields of :class:`BoundOp`, such as ``unsharded``, and ``opens`` of :class:`Op`.

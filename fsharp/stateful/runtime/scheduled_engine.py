@@ -261,7 +261,7 @@ class ScheduledEngine(Engine):
         return main, opt
 
     def run_update_gather(self, new: Any, params: Any, state: Any, *, donate: bool) -> tuple[Any, Any]:
-        """Begin to gather updated parameters and copy state to the host. Return ``(params, state)``: a read of a buffer waits."""
+        """Begin to gather updated parameters, and to copy state to the host. Return both at once: reads of their buffers wait."""
         step, lanes, rank = self.current_step(), self.lanes, self.rank
         update_gathers: list[UpdateGather] = []
 

@@ -240,7 +240,7 @@ class Step:
         self.executor.set_incoming_gradients(None)
 
     def begin_backward_pass(self, *, is_last: bool) -> None:
-        """Begin a backward pass. ``is_last``: whether gradients are reduced to the optimizer's place after this pass."""
+        """Begin a backward pass. ``is_last``: whether gradients are reduced to the optimizer's shards after this pass."""
         number = self.num_microbatches
         if not is_last and self.schedule is not None and number in self.schedule.microbatches_before_reduce:
             self.leave_schedule()  # the schedule would reduce gradients for the optimizer in this pass
@@ -281,7 +281,7 @@ class Step:
         self._run_event("move")
 
     def reduce_to_optimizer(self, units: Sequence[UnitState], *, wait: bool) -> None:
-        """Reduce gradients to the optimizer's place. Without ``wait`` a later read of a gradient waits for its reduction."""
+        """Reduce gradients to the optimizer's shards. Without ``wait`` a later read of a gradient waits for its reduction."""
         self._end_passed_backwards(None)
         unfinished = [unit for unit in units if _needs_final_reduction(unit)]
         self._run_event("reduce", units=unfinished)

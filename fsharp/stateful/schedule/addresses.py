@@ -61,9 +61,9 @@ def assign_addresses(items: tuple[ArenaItem, ...], *, max_nbytes: int | None = N
 
     Args:
         items: the buffers to place.
-        max_nbytes: limit of the arena. The result is None if no placement within the limit is found soon.
+        max_nbytes: limit of the arena. The result is None if the search ends before it finds addresses within the limit.
 
-    Cost: at most ``_MAX_COMPARISONS`` comparisons of two buffers, or quadratic in the number of items.
+    Cost: about ``_MAX_COMPARISONS`` comparisons of two buffers, or those of one order, quadratic in the number of items.
     """
     least, grain = lower_bound(items), math.gcd(*(item.nbytes for item in items)) or 1
     if not items or (max_nbytes is not None and least > max_nbytes):
@@ -110,7 +110,11 @@ class _AddressSearch:
         self.num_compared = 0
 
     def find_addresses(self, order: Sequence[int], score: AddressScore, arena_nbytes: int) -> tuple[int, ...] | None:
-        """Return the first byte of each item, placed in this ``order`` where ``score`` is least; None if it fails."""
+        """Return an address for each item in an arena of ``arena_nbytes``; None if the search fails or takes too long.
+
+        Items are placed in ``order``, each at the free address with the least ``score``, or at another one if later items do
+        not fit then.
+        """
         if self.num_compared > _MAX_COMPARISONS:
             return None
         placed: list[tuple[int, int, int]] = []  # starts, stops and lifetimes, in order of addresses
@@ -132,7 +136,7 @@ class _AddressSearch:
         return None
 
     def _free_addresses(self, i: int, placed: Sequence[tuple[int, int, int]], score: AddressScore, limit: int) -> list[int]:
-        """Return the addresses for item ``i`` at both ends of each gap in which it fits, the one with the least score last."""
+        """Return addresses for item ``i``, at both ends of each gap in which it fits. The one with the least score is last."""
         size, lifetime, top, found = self.items[i].nbytes, self.lifetimes[i], 0, set[tuple[int, int]]()
         self.num_compared += len(placed)
         for start, stop, other in (*placed, (limit, limit + 1, lifetime)):
@@ -156,7 +160,7 @@ class _AddressSearch:
                 yield self._overlap_order(seed)
 
     def _overlap_order(self, seed: int) -> list[int]:
-        """Return an order from item ``seed`` on. Next is the item that is live together with most bytes of earlier items."""
+        """Return an order from item ``seed`` on. Each next item is live together with the most bytes of earlier ones."""
         lifetimes, met, order = self.lifetimes, dict.fromkeys(range(len(self.items)), 0), list[int]()
         self.num_compared += len(self.items) ** 2 // 2
         while met:

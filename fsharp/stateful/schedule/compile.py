@@ -51,13 +51,13 @@ def compile_schedule(program: Program, policy: SchedulePolicy = SchedulePolicy()
 
 
 PlacedOps = tuple[list[Op], int, int]
-"""Ops with addresses, bytes of the arena, and the most bytes that are live at one op."""
+"""Ops with addresses, bytes of the arena, and the largest number of bytes that are live at one op."""
 
 
 def _emit_and_place(program: Program, policy: SchedulePolicy, max_final_reductions: int, *, sum_late: bool) -> PlacedOps:
     """Return the ops of a schedule, with addresses. Units stay from forward to backward as far as ``policy.release`` allows.
 
-    ``max_final_reductions``: most reductions to the optimizer's place under way at once. ``sum_late``: see ``policy.sum_late``.
+    ``max_final_reductions`` and ``sum_late`` are as for :class:`~fsharp.stateful.schedule.emit_gradients.GradientOps`.
     """
     buckets = BucketsByCollective(program, policy)
     first, *later = uses_in_backward_order(program, buckets.gathers)

@@ -19,7 +19,7 @@ _MIN_BUCKETS = 4  # least number of buckets
 
 
 def bucket_limits(sent: Iterable[int], *, num_messages: int = 1) -> tuple[int, int]:
-    """Return the most bytes of a bucket that travels in ``num_messages``, and of a unit in it. See [Note: buckets pay]."""
+    """Return two limits in bytes, for buckets that travel in ``num_messages``: of a bucket, and of a unit that may join one."""
     return min(num_messages * _MAX_BUCKET_NBYTES, sum(sent) // _MIN_BUCKETS), num_messages * _MAX_JOINED_NBYTES
 
 

@@ -1,4 +1,4 @@
-"""Emit the ops that collect, reduce and add gradients, and send them to the optimizer's place."""
+"""Emit the ops that collect, reduce and add gradients, and send them to the optimizer's shards."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -29,10 +29,10 @@ class GradientOps:
 
     Args:
         buckets: for each unit, the bucket that is reduced together in a microbatch.
-        final_buckets: for each unit, the bucket that is reduced together to the optimizer's place.
-        max_final_reductions: most reductions to the optimizer's place that are under way at once.
+        final_buckets: for each unit, the bucket that is reduced together to the optimizer's shards.
+        max_final_reductions: limit of reductions to the optimizer's shards that are under way at once.
         sum_late: add a reduction's result only when there are too many reductions under way, or at the end of the microbatch.
-            If False, add it at once; the memory of the reduction is kept until then all the same.
+            If False, add it at once; the memory of the reduction stays reserved until the same moment.
     """
 
     def __init__(
@@ -49,13 +49,13 @@ class GradientOps:
         self._opened: set[str] = set()  # units whose gradient has its memory at rest
 
     def begin_microbatch(self, casts: Counter[str], *, is_last: bool) -> None:
-        """Begin a microbatch. ``casts``: number of gradients by unit. ``is_last``: also reduce to the optimizer's place."""
+        """Begin a microbatch. ``casts``: number of gradients by unit. ``is_last``: also reduce to the optimizer's shards."""
         self._expected_casts, self._missing_casts, self._casts = casts, Counter(casts), {}
         facts = self._ops.facts.items() if is_last else ()
         self._is_incomplete = {unit: True for unit, each in facts if FINAL_REDUCE.has_ops_for(each) and each.trainable}
 
     def emit_cast(self, event: Event, at: int) -> None:
-        """Emit the cast of a unit's gradient at ``event``, the end of a backward; with a bucket's last cast, the reduction."""
+        """Emit the cast of a gradient at ``event``, the end of a backward. After a bucket's last cast, emit the reduction."""
         if not event.has_gradient:
             return
         unit, has_memory, is_first = event.unit, CAST.nbytes(self._ops.facts[event.unit]) > 0, event.unit not in self._casts
@@ -70,7 +70,7 @@ class GradientOps:
             self._emit_reduction(bucket, at)
 
     def end_microbatch(self, at: int) -> None:
-        """End a microbatch: add the results of its reductions, and begin all reductions to the optimizer's place."""
+        """End a microbatch: add the results of its reductions, and begin all reductions to the optimizer's shards."""
         while any(ops[0].phase == "backward" for ops in self._under_way):
             self._end_oldest_reductions(at)
         for unit in [unit for unit, is_waiting in self._is_incomplete.items() if is_waiting]:
@@ -175,7 +175,7 @@ class GradientOps:
 
 
 def microbatches_before_reduce(events: Sequence[Event]) -> set[int]:
-    """Return the numbers of microbatches at whose end gradients are reduced to the optimizer's place (a ``reduce`` event)."""
+    """Return the numbers of microbatches at whose end gradients are reduced to the optimizer's shards (a ``reduce`` event)."""
     number, result = 0, set()
     for event in events:
         if event.kind == "microbatch_end":

@@ -12,7 +12,7 @@ have finished; the host waits for nothing else.
 - ``cast``: write gradients of a use, when its backward ends, to ``memory`` (the first use copies, later uses add), or where
   gradients rest.
 - ``encode``: encode a gradient for the first collective of its reduction, if this collective sends a format that is not plain.
-- ``reduce``: begin to reduce the gradient of a microbatch, from ``memory``; in phase ``finish``: to the optimizer's place.
+- ``reduce``: begin to reduce the gradient of a microbatch, from ``memory``; in phase ``finish``: to the optimizer's shards.
 - ``decode_sum``: decode the parts that arrive in the last collective of a reduction, and add them in order of rank.
 - ``accumulate``: add the result of the reduction (or ``memory`` itself) to the gradient at rest, and free ``memory``.
 - ``fetch``, ``offload``: copy a unit's optimizer state and main copies from host memory to the device, and back.

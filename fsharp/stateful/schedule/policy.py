@@ -10,7 +10,7 @@ from fsharp.type_checks import check_fields
 ArenaMemory = Literal["allocator", "registered", "symmetric"]
 
 MAX_REDUCTIONS, MAX_FINAL_REDUCTIONS = 1, 3
-"""Most reductions under way at once: of a microbatch, each in memory as large as a gradient; and to the optimizer's place."""
+"""Limits of reductions under way at once: of microbatches, each in memory as large as a gradient; and of final reductions."""
 
 
 @api_boundary
@@ -24,29 +24,29 @@ class SchedulePolicy:
             backward. ``"backward"`` keeps units until their backward is done: one gather less for each unit, at the memory of
             all units. ``"room"`` keeps the last units of the forward, as many as fit into the memory that ``"forward"`` takes
             anyway for gradients, and at most 2 % more. With several microbatches ``"room"`` means ``"forward"``.
-        bucket_nbytes: most bytes that a rank sends in one collective for several units. Units that follow each other share one
-            collective for their parameters, their gradients, or their updated parameters. 0 gives each unit its own
-            collectives. None joins units of at most 2 MB, up to 5 MB and up to a quarter of the bytes of all units. Units with
-            different dtypes share no collective. Buckets are packed in memory beside the arena. Over gloo buffers of 128 KiB
-            and more travel unpacked, as separate messages.
+        bucket_nbytes: limit of the bytes that a rank sends in one collective for several units. Units that follow each other
+            share one collective for their parameters, their gradients, or their updated parameters. 0 gives each unit its own
+            collectives. None joins units of up to 2 MB each in buckets of up to 5 MB, and up to a quarter of the bytes of all
+            units. Units with different dtypes share no collective. Buckets are packed in memory beside the arena. Over gloo
+            buffers of 128 KiB and more travel unpacked, as separate messages.
         together: tuples of names of units. Units of one tuple that follow each other share one collective, whatever its size,
             and no other unit joins it. ``shard_module`` adds the groups of its argument ``units``.
         keep_gradients: give each unit's gradient at rest its own memory, from the unit's first backward in a step to the
-            beginning of the next step. This takes less memory than the arena where activations take more than gradients, as a
-            backward frees activations as it makes gradients. If False, gradients rest in the arena, in memory that other units
+            beginning of the next step. This lowers the peak if activations take more memory than gradients: a backward frees
+            activations while it allocates gradients. If False, gradients rest in the arena, in memory that other units
             use earlier in the step. At the end of a step gradients that a caller still holds are copied out.
         offload: keep optimizer state and main copies in host memory between updates, pinned if the device is a GPU. They are
             copied to the device before an update and back after it: twice their bytes in a step. Of a module only optimizer
             state is offloaded, as main copies are the parameters that the module shows.
-        memory_budget: most bytes that the arena may take. To fit, the compiler lowers buckets, then prefetch, then the number
-            of reductions under way. Packed buckets do not count: pass ``bucket_nbytes=0`` if every byte counts.
+        memory_budget: limit of the bytes of the arena. To fit, the compiler gives up buckets, then lowers prefetch, then the
+            number of reductions under way. Packed buckets do not count: pass ``bucket_nbytes=0`` if every byte counts.
         gather_at_start: issue the first gathers of the next step at the end of a step. False ends a step with no collective
             under way, which a CUDA graph of a step needs.
         separate_groups: use different process groups for gathers and for reductions, so that neither waits for the other. None
             means True over gloo and False over NCCL. Two NCCL communicators can deadlock on a device that runs one
             communication kernel at a time: two ranks run kernels of different communicators, and wait for ever. True helps
             steps that are bound by the network, on devices that run two such kernels at a time.
-        arena_memory: which memory the arena is, over NCCL. ``"allocator"`` takes it from torch's allocator. ``"registered"``
+        arena_memory: the source of the arena over NCCL. ``"allocator"`` takes it from torch's allocator. ``"registered"``
             takes it from NCCL's allocator, and registers it with the communicators as a user buffer: NCCL may then skip copies
             through buffers of its own. ``"symmetric"`` registers symmetric windows, which NCCL's kernels for symmetric memory
             and copy engines need.
@@ -67,7 +67,7 @@ class SchedulePolicy:
     separate_groups: bool | None = None
     arena_memory: ArenaMemory = "allocator"
 
-    # Defaults of the fields of DebugPolicy. Without annotations they are no fields here.
+    # Defaults of the fields of DebugPolicy. Without annotations they are not fields here.
     poison = False
     trivial_axes = False
     sum_late: ClassVar[bool | None] = None

@@ -35,17 +35,17 @@ class UnitFacts:
         host: bytes of optimizer state and main copies in host memory between updates; 0 without offload.
         wire: dtypes or formats that the unit's collectives carry. Units with equal texts may share a collective; a unit with
             None shares none.
-        decoded: encoded bytes that are decoded after a gather. This field and the fields below are 0 for plain formats.
-        reduce_encoded: encoded bytes of the first collective of a microbatch's reduction, encoded before it.
-        reduce_recoded: encoded bytes that a microbatch's reduction decodes and encodes between two collectives.
-        reduce_decoded: encoded bytes that arrive in the last collective of a microbatch's reduction, decoded after it.
+        decoded: bytes of encoded data that are decoded after a gather. This field and the fields below are 0 for plain formats.
+        reduce_encoded: bytes of encoded data that is made before the first collective of a microbatch's reduction.
+        reduce_recoded: bytes of encoded data that is decoded and encoded again between two collectives of this reduction.
+        reduce_decoded: bytes of encoded data that is decoded after the last collective of this reduction.
         finish_encoded: as ``reduce_encoded``, of the reduction once a step.
         finish_recoded: as ``reduce_recoded``, of the reduction once a step.
         finish_decoded: as ``reduce_decoded``, of the reduction once a step.
         update_coded: encoded bytes of the differences by which an update changes parameters.
         gradient: bytes of the unit's gradient before any reduction, in the dtype in which it is collected; 0 if unknown.
-        reduce_cast: bytes of summands in another plain dtype than that of sums, in the reduction of a microbatch. gloo casts
-            them as it adds them.
+        reduce_cast: bytes of summands that a microbatch's reduction sends, without encoding, in another dtype than that of the
+            sums. gloo casts such summands as it adds them.
         finish_cast: as ``reduce_cast``, of the reduction once a step.
     """
 
@@ -80,7 +80,7 @@ class Event(NamedTuple):
     Attributes:
         kind: ``forward`` and ``forward_end`` enclose a use of a unit. ``backward`` and ``backward_end`` enclose the backward of
             this use. ``microbatch_end`` is the end of a backward pass. ``reduce`` is the reduction of gradients to the
-            optimizer's place. ``fetch`` copies a unit's optimizer state to the device, for the next ``update``. ``update`` is
+            optimizer's shards. ``fetch`` copies a unit's optimizer state to the device, for the next ``update``. ``update`` is
             the optimizer step. ``move`` is a reduction outside of schedules, such as of another tree.
         unit: name of the unit; empty for a kind without a unit.
         use: number of the use within the step, counted from 0 in the order of ``forward``; -1 for a kind without a use.

@@ -23,11 +23,11 @@ def plan_residency(
     """Return, for each event, the buckets to release and to gather; and the buckets of ``carried`` that the first event needs.
 
     A bucket is *resident* while it is gathered in full. At most ``policy.prefetch + 1`` buckets are resident: the one in use,
-    and the next different buckets that the program uses before the next update. While no bucket is in use, one resident bucket
-    that will be used again may stay instead.
+    and the next different buckets that the program uses before the next update. While no bucket is in use, one more bucket that
+    is resident and will be used again may stay.
 
-    Two kinds of buckets do not count. Uses nest, as the root is always in use: only the innermost use counts, or there would be
-    no room for prefetch. Buckets of ``kept_uses`` stay from their forward to the end of their backward.
+    Two kinds of buckets do not count in this limit. First, buckets of all uses but the innermost one: the root is in use during
+    all other uses, and would leave no room for prefetch. Second, buckets of ``kept_uses``, from forward to end of backward.
 
     ``buckets``: bucket by unit. ``carried``: buckets that the previous step may have gathered.
     """

@@ -167,7 +167,7 @@ class Schedule:
         """Return the schedule that :meth:`to_json` wrote.
 
         Raises:
-            ScheduleError: the text is no schedule, or has ops of an undeclared kind.
+            ScheduleError: the text is not a schedule, or has ops of an undeclared kind.
         """
         try:
             data = json.loads(text)

@@ -23,7 +23,7 @@ class TimeSpan(NamedTuple):
         phase: phase of the op.
         stream: stream on which the op ran. On a synchronous host all ops but collectives run on ``compute``.
         start_s: start, in seconds from the beginning of the step.
-        stop_s: end, in seconds from the beginning of the step; after the step's end for some ops for which the next step waits.
+        stop_s: end, in seconds from the beginning of the step. An op for which the next step waits may end after ``step_s``.
     """
 
     op: int
@@ -98,7 +98,7 @@ class Timeline:
         return max(nbytes for _, nbytes in self.memory)
 
     def seconds(self, *kinds: str, unit: str | None = None, phase: Phase | None = None) -> float:
-        """Return the seconds of spans of ``kinds``, and of one unit or phase if given. Units in one collective count once."""
+        """Return the total seconds of spans of ``kinds``; if given, of one unit or phase. A shared collective counts once."""
         chosen = [s for s in self.spans if s.kind in kinds and unit in (None, s.unit) and phase in (None, s.phase)]
         if unit is not None:
             return sum((span.seconds for span in chosen), 0.0)

@@ -41,7 +41,7 @@ class Work:
         self._then, self._result, self._lock = then, result, Lock()
 
     def wait(self) -> Any:
-        """Block until the collective is done, and return its result. A failed collective raises its error again."""
+        """Block until the collective is done, and return its result. After a failure each call raises its error."""
         if self._then is not None:
             with self._lock:
                 if self._then is not None:
@@ -72,7 +72,7 @@ class Summand(NamedTuple):
 
 
 class Transport(ABC):
-    """Asynchronous collectives along an axis of a :class:`~fsharp.Comm`, whose results have the bits of the Comm's.
+    """Asynchronous collectives along one axis of a :class:`~fsharp.Comm`. Results have the same bits as those of the Comm.
 
     Several buffers of one dtype in one call are one collective: packed, unless :meth:`should_pack` returns False. A ``label``
     says what a call is for, as in :class:`~fsharp.Comm`.
@@ -143,7 +143,7 @@ class Transport(ABC):
         return [self._chain_work(work, lambda _: _copy_all(outs, there))] * len(xs)
 
     def should_pack(self, xs: Sequence[torch.Tensor], n: int) -> bool:
-        """Return whether to pack the buffers ``xs``, each sent in ``n`` parts. All ranks agree."""
+        """Return whether to pack the buffers ``xs``, each sent in ``n`` parts. The result depends on sizes alone."""
         return True
 
     @abstractmethod
@@ -174,12 +174,12 @@ class Transport(ABC):
         *,
         label: str = "",
     ) -> list[Work]:
-        """Begin a :meth:`reduce_scatter` of encoded parts, by one all_to_all. The first wait for a result decodes and adds all.
+        """Begin a :meth:`reduce_scatter` of encoded parts, by one all_to_all.
 
         ``n`` ranks are on the axis, and ``wire`` is the format. ``out`` of a summand has room for a padded part; without
-        ``out`` the sum replaces the first part of ``x``. For each summand, ``encoded`` is ``x`` encoded, with a row for each
-        receiver. ``padding`` has runs of the sum that belong to no leaf, and become zero. ``facts`` are for errors of the
-        format.
+        ``out`` the sum replaces the first part of ``x``. The other arguments have an item for each summand. ``encoded``: ``x``
+        encoded, with a row for each receiver. ``padding``: runs of the sum that belong to no leaf, and are set to zero.
+        ``facts``: a function that returns facts for a FormatError. The first wait for any result decodes and adds all parts.
         """
         xs = [each.x for each in summands]
         parts = [wire.padded_part_size(len(x), n) for x in xs]
@@ -257,7 +257,7 @@ class ProcessGroups:
         self._made: dict[tuple[GroupKind, str], dist.ProcessGroup] = {}
 
     def make_groups(self) -> None:
-        """Make the separate groups along all axes now. All ranks call this method; a rank alone waits up to the time limit."""
+        """Make the separate groups along all axes now. All ranks have to do so: each waits for the others."""
         if self.separate:
             self.comm.watch.aborts.append(WeakMethod(self.abort))
             for axis, size in self.comm.mesh.axes:

@@ -182,7 +182,7 @@ class GlooTransport(Transport):
         return Work(then=outcome.wait)
 
     def scratch_nbytes(self, op: str, axis: str, numel: int, itemsize: int, *, sums_into_out: bool = False) -> int:
-        """Return the bytes of scratch: for each other rank a part of the buffer, or two chunks if a chunk is smaller."""
+        """Return the bytes of scratch: for each other rank a part of the buffer, or two chunks if a part exceeds a chunk."""
         n = self.comm.mesh.axis_size(axis)
         part, chunk = -(-numel // n), _CHUNK_NBYTES // itemsize
         return (part if part <= chunk else 2 * chunk) * (n - 1) * itemsize

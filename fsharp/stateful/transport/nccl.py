@@ -74,7 +74,7 @@ class RegisteredMemory:
     Args:
         comm: the ranks.
         groups: process groups of these ranks over NCCL. Each communicator is made first, by an ``all_reduce`` of 4 bytes.
-        is_symmetric: register symmetric windows. All ranks then allocate equally often, and equally many bytes.
+        is_symmetric: register symmetric windows. All ranks then have to make the same calls of :meth:`allocate`.
     """
 
     def __init__(self, comm: ProcessGroupComm, groups: Sequence[dist.ProcessGroup], *, is_symmetric: bool) -> None:

@@ -58,7 +58,7 @@ class DeviceLanes(Lanes):
     """The lanes of one scheduler on an accelerator: streams, ordered by events. The host does not wait for the lanes.
 
     Most memory on a lane belongs to the scheduler and outlives the lane's work. A user may free other memory, such as optimizer
-    state, under work of a lane. :meth:`record_stream` makes the allocator wait for the lane before such memory is reused.
+    state, while a lane uses it. :meth:`record_stream` makes the allocator wait for the lane before such memory is reused.
     """
 
     def __init__(self, device: torch.device) -> None:

@@ -20,10 +20,10 @@ from fsharp.stateful.units.full import FlatSizes
 class ReductionChain:
     """A chain of collectives that reduces a group's gradient from one place to another, stage by stage.
 
-    The stages are those of :func:`reduction_stages`. On a host without streams every stage but the last blocks.
+    The stages are those of :func:`reduction_stages`. On a host without streams, all stages are blocking, except the last.
 
     Attributes:
-        places: the places of the gradient before and after.
+        places: the places of the gradient before the first stage and after the last.
         size: number of elements of the gradient in the first place.
         always_has_out: whether each :class:`ChainInput` has memory for the result.
         first: the dtype of the first stage's input; the accumulation dtype if there are no stages.
@@ -178,8 +178,8 @@ def gather_along(
 ) -> list[Work]:
     """Begin to gather buffers along one axis after another. The buffers are filled once the returned Works are done.
 
-    With ``coalesced`` all buffers share collectives; their dtypes have to be equal. On a host without streams all collectives
-    but the last block.
+    With ``coalesced`` all buffers share collectives; their dtypes have to be equal. On a host without streams, all
+    collectives are blocking, except the last.
     """
     together = [(inputs, label)] if coalesced and inputs else [([each], f"{label} group {i}") for i, each in enumerate(inputs)]
     works = []

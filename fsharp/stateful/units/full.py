@@ -173,14 +173,14 @@ class FullUnit:
         return self.has_classes and any(each.owns_memory_of(tensor) for each in self._handed_out)
 
     def take_memory_from_leaves(self) -> list[HandedOutLeaf]:
-        """Take the memory from all leaves that were handed out. Return those that callers still hold."""
+        """Make the handed-out leaves that callers still hold empty, so that memory can be released. Return these leaves."""
         alive, self._handed_out = [each for each in self._handed_out if each.is_alive], []
         for each in alive:
             each.take_memory()
         return alive
 
     def adopt_leaves(self, handed_out: list[HandedOutLeaf]) -> None:
-        """Give this unit's memory to leaves that were handed out with the same values at another address."""
+        """Give this unit's memory to ``handed_out``: leaves that had the same values in other memory, which was released."""
         self._handed_out = handed_out
         for each in handed_out:
             each.give_memory(self.storage)
@@ -254,7 +254,7 @@ def full_sizes(unit: UnitLayout) -> list[tuple[int, torch.dtype]]:
 
 
 def encoded_nbytes(unit: UnitLayout, group: int) -> int:
-    """Return the bytes of a group's planes, copied together for functions; 0 if functions read the gathered buffer itself."""
+    """Return the bytes of copies of a group's planes (encoded data) for functions; 0 if these read the gathered buffer."""
     form, size, capacity = (of := unit.groups[group]).dtypes.stored_format, of.size, of.capacity
     nbytes = form.plane_nbytes(size)
     is_in_place = len(nbytes) == 1 and form.size(capacity) * of.num_parts == nbytes[0]

@@ -1,4 +1,4 @@
-"""UnitGradient: the gradient of one unit in a step, from its backward to the optimizer's place."""
+"""UnitGradient: the gradient of one unit in a step, from its backward to the optimizer's shards."""
 
 import gc
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -16,7 +16,7 @@ from fsharp.stateful.units.route import GradientRoute, Grads, OutgoingBlock
 
 
 class GradientPhase(IntEnum):
-    """The phases of a unit's gradient in a step, from no gradient to the reduced gradient at the optimizer's place."""
+    """The phases of a unit's gradient in a step, from no gradient to the reduced gradient in the optimizer's shards."""
 
     NONE = auto()
     COLLECTING = auto()
@@ -43,7 +43,7 @@ class UnitGradient:
     Attributes:
         route: collectives and sizes of buffers, which are equal in every step.
         rest: the buffers in which the gradient rests between microbatches.
-        final: the buffers of the sums at the optimizer's place; None if the sums take the memory of the gradient at rest.
+        final: the buffers of the sums for the optimizer; None if the sums take the memory of the gradient at rest.
         num_added: number of microbatches whose gradients were added at rest.
         reached: a bit for each leaf: whether a backward of this step has reached the leaf on this rank.
         block: the memory in which this microbatch's gradient is collected; None if it is added to the gradient at rest.
@@ -79,9 +79,9 @@ class UnitGradient:
         self._is_open = False
 
     def begin(self, arena_rest: RestingGradient | None, *, sum_in_place: bool) -> None:
-        """Begin a new gradient, once the old one is reduced. ``arena_rest``: where it rests after :meth:`open_memory`.
+        """Wait for reductions of the old gradient. Begin a new one, which rests in ``arena_rest`` after :meth:`open_memory`.
 
-        ``sum_in_place``: whether the sum at the optimizer's place may overwrite the gradient at rest, which nobody reads then.
+        ``sum_in_place``: whether the final sum may overwrite the gradient at rest, as nobody will read this gradient any more.
         """
         if self.is_under_way:
             self.wait()
@@ -161,7 +161,7 @@ class UnitGradient:
         self.block = block
 
     def cast(self, grads: Grads, block: OutgoingBlock | None, *, is_first: bool) -> None:
-        """Write a use's gradients to ``block``; for None to the gradient at rest. ``is_first``: overwrite the block's."""
+        """Add a use's gradients to ``block``, or with ``is_first`` overwrite it. For None add to the gradient at rest."""
         if self._ignored:
             grads = [None if i in self._ignored else grad for i, grad in enumerate(grads)]
         given = [grad for grad in grads if grad is not None]
@@ -204,7 +204,7 @@ class UnitGradient:
         self._encoded = [chain.encode(x, self._residuals_of(chain.group)) for chain, x in pairs]
 
     def encode_resting(self) -> None:
-        """Encode the gradient at rest for its reduction to the optimizer's place: see :meth:`final_reduction_inputs`."""
+        """Encode the gradient at rest for its reduction to the optimizer's shards: see :meth:`final_reduction_inputs`."""
         self.wait()
         self.zero_if_missing()
         self.encode(self.route.final_chains, self.rest.tensors)
@@ -229,7 +229,7 @@ class UnitGradient:
         return inputs
 
     def keep_works(self, works: list[Work]) -> list[Work]:
-        """Keep the first of ``works``, which reduce this gradient. Return the rest, which belong to other units."""
+        """Keep the first Works in ``works``, one for each group of this gradient. Return the rest, for other units."""
         count = len(self.route.chains)
         self._works += works[:count]
         return works[count:]
@@ -266,8 +266,8 @@ class UnitGradient:
     def resume_accumulation(self, factor: int) -> None:
         """Let another backward pass of this step add to the gradient, after the mean gradients were handed out.
 
-        Sums that took the memory of the gradient at rest are multiplied by ``factor``, by which the mean was divided. If the
-        next reduction adds over ranks, the sums wait for it in memory of their own, and the gradient at rest begins with zeros.
+        If the sums took the memory of the gradient at rest, they are multiplied by ``factor``, by which they were divided. If
+        another final reduction follows, they move to new memory until then, and the gradient at rest begins with zeros.
         """
         self.wait()
         if self.final is None:
@@ -279,7 +279,7 @@ class UnitGradient:
             self._enter_phase(GradientPhase.RESTING)
 
     def add_flat_gradients(self, grads: Grads) -> None:
-        """Add ``grads``, flat buffers in the place of gradients at rest, or None for zero. They come from ``fs.gather()``."""
+        """Add ``grads`` of ``fs.gather()`` to the gradient at rest: for each group a flat buffer of the same size, or None."""
         self.wait()
         self.zero_if_missing()
         self._enter_phase(GradientPhase.RESTING)
@@ -290,7 +290,7 @@ class UnitGradient:
                 buffer.add_(grad)
 
     def final_reduction_inputs(self, blocks: list[list[torch.Tensor]]) -> list[ChainInput]:
-        """Return the inputs of ``reduce_along()`` from the gradient at rest to the optimizer's place."""
+        """Return the inputs of ``reduce_along()`` from the gradient at rest to the optimizer's shards."""
         self.wait()
         self.zero_if_missing()
         self._enter_phase(GradientPhase.FINISHING)
@@ -306,7 +306,7 @@ class UnitGradient:
         ]
 
     def end_final_reduction(self) -> None:
-        """Wait for the reductions to the optimizer's place. The memory of their inputs is then free."""
+        """Wait for the reductions to the optimizer's shards. The memory of their inputs is then free."""
         for _ in self.route.final_chains:
             self._works.pop(0).wait()
         if self._earlier_sums:

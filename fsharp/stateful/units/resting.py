@@ -47,7 +47,7 @@ class RestingGradient:
         return self._tensors
 
     def trained_leaves(self, table: LeafTable, groups: Sequence[int]) -> LeavesAndPadding:
-        """Return views of trained leaves and of padding, if each rank holds all elements. ``groups``: group of each buffer."""
+        """Return views of trained leaves, and of padding. Ranks have to hold all elements. ``groups``: group of each buffer."""
         if self._leaves is None:
             self._leaves = table.trained_leaves(dict(zip(groups, self.tensors, strict=True)))
         return self._leaves

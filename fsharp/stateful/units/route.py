@@ -1,4 +1,4 @@
-"""GradientRoute: the collectives of a unit's gradient from a backward to the optimizer's place, and their buffers."""
+"""GradientRoute: the collectives of a unit's gradient from a backward to the optimizer's shards, and their buffers."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -37,7 +37,7 @@ class OutgoingBlock(NamedTuple):
 
 
 class GradientRoute:
-    """The collectives of a unit's gradient from a backward to the optimizer's place, and the sizes of their buffers.
+    """The collectives of a unit's gradient from a backward to the optimizer's shards, and the sizes of their buffers.
 
     Args:
         trivial: whether collectives run along axes of one rank too.
@@ -45,7 +45,7 @@ class GradientRoute:
     Attributes:
         leaves: leaves with a gradient, in tree order.
         has_reduction: whether the gradient is reduced after each microbatch.
-        has_final_reduction: whether the gradient is reduced once a step, from the place of gradients to the optimizer's place.
+        has_final_reduction: whether the gradient is reduced once a step, from the place of gradients to the optimizer's shards.
         can_sum_in_place: whether this reduction can write sums to the memory of their summands, as both have equal sizes.
     """
 
@@ -85,7 +85,7 @@ class GradientRoute:
         return [*collected, (chain.size, chain.first), *chain.scratch_sizes(), *received]
 
     def final_block_nbytes(self) -> int:
-        """Return the bytes of :meth:`final_block`, for the reduction to the optimizer's place."""
+        """Return the bytes of :meth:`final_block`, for the reduction to the optimizer's shards."""
         return sum(map(sizes_nbytes, self._final_block_sizes()))
 
     def _final_block_sizes(self) -> list[FlatSizes]:

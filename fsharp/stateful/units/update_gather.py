@@ -1,4 +1,4 @@
-"""UpdateGather: gather updated parameters, or encoded differences, from the optimizer's place to where parameters rest."""
+"""UpdateGather: gather updated parameters, or encoded differences, from the optimizer's shards to where parameters rest."""
 
 import math
 from typing import NamedTuple

@@ -11,7 +11,7 @@ from fsharp.stateful.verify.check import HappensBefore, ScheduleCheck, op_error
 
 
 class GradientCheck(ScheduleCheck):
-    """Check that each gradient is collected, reduced, added and sent to the optimizer's place once, in this order."""
+    """Check that each gradient is collected, reduced, added and sent to the optimizer's shards once, in this order."""
 
     def __init__(self, schedule: Schedule, order: HappensBefore) -> None:
         super().__init__(schedule, order)
@@ -72,9 +72,9 @@ class GradientCheck(ScheduleCheck):
             self.waiting[op.unit] = i
 
     def _record_gradient_change(self, i: int, op: Op, senders: Sequence[tuple[OpSpec, str, int]]) -> None:
-        """Record that op ``i`` changes its unit's gradient. Raise an error if the gradient was sent to be reduced before.
+        """Record that op ``i`` changes its unit's gradient. Raise an error if an earlier op has sent this gradient.
 
-        ``senders``: ops that send the unreduced gradient, as keys of ``self.done``. None of them may come before op ``i``.
+        ``senders``: keys in ``self.done`` of ops that send the unreduced gradient: they have to come after op ``i``.
         """
         sent = [(spec, op.unit, bisect_left(self.asked, op.at)) for spec in self.takers[FINISHING] if REST in spec.reads]
         for done in (*senders, *sent):
@@ -103,7 +103,7 @@ class GradientCheck(ScheduleCheck):
             self.waiting.pop(op.unit, None)
 
     def _reductions_before(self, spec: OpSpec) -> list[OpSpec]:
-        """Return the kinds of reductions whose buffer ops of the kind ``spec`` free: they have to come before these ops."""
+        """Return the kinds of reductions that read the buffer which an op of kind ``spec`` frees: they have to come first."""
         return [each for each in self.takers.get(spec.frees, ()) if each.calls]
 
     def _missing_text(self, op: Op, spec: OpSpec, key: tuple[str, int]) -> str:
