@@ -80,7 +80,7 @@ class Preemption:
         if os.getpid() == self._pid:
             self.notice(number)
             return
-        signal.signal(number, self._before.get(signal.Signals(number)) or signal.SIG_DFL)  # a forked child is no rank
+        signal.signal(number, self._before.get(signal.Signals(number)) or signal.SIG_DFL)  # a forked child is not a rank
         signal.raise_signal(number)
 
     @api_boundary

@@ -219,8 +219,7 @@ class ShardedModule(nn.Module):
             AgreementError: ranks pass different values for elements that they share. All ranks raise.
             ScheduleError: a step has gradients, or the call is inside of ``averaged()``.
 
-        Cost: a pass over elements that several ranks hold, and a gather of updated parameters. Memory: the resting parameters
-        of one unit.
+        Cost: a pass over elements that several ranks hold, and a gather of updated parameters. Memory: one unit at rest.
         """
         session = session_of_module(self)
         load = partial(super().load_state_dict, state_dict, strict=strict, assign=assign)

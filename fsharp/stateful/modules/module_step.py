@@ -191,9 +191,8 @@ class ModuleStep:
     def checked_gradients(self, where: str) -> Any:
         """Return the mean gradients; None if there are none. Errors name ``where``.
 
-        Raises:
-            LossError: an earlier error has discarded the gradients, or all backward passes were inside of ``accumulate()``.
-            ScheduleError: a step of an optimizer has used the gradients.
+        Raise a LossError if an earlier error has discarded the gradients, or all backward passes were inside of
+        ``accumulate()``. Raise a ScheduleError if a step of an optimizer has used the gradients.
         """
         self.reopen_scheduler()
         if self._lost:

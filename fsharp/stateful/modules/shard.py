@@ -116,8 +116,7 @@ def shard_module(
         OptionError: an option has a wrong type, such as a pattern without a Precision.
         LayoutError: the last pattern that matches a unit's path gives a precision that none of the unit's parameters has.
         TreeError: the module has no parameters; a parameter is of a subclass of nn.Parameter, is sparse, or is complex and
-            requires a gradient; the module is wrapped by DDP, FSDP or fully_shard(); nothing initializes a tensor on the meta
-            device.
+            requires a gradient; the module is wrapped by DDP, FSDP or fully_shard(); nothing initializes a meta tensor.
         MeshError: the mesh lacks this process, or parameters are distributed over it already.
         AgreementError: ranks differ in module, units, strategy, precision, or values of parameters. All ranks raise.
 

@@ -210,10 +210,7 @@ class ScheduledEngine(Engine):
         return units
 
     def end_microbatch(self, units: Sequence[UnitState], params_with_sinks: Any) -> None:
-        """End a microbatch after its backward.
-
-        ``params_with_sinks``: the parameters of ``units`` in the microbatch, with the sinks that hold their gradients.
-        """
+        """End a microbatch after its backward. ``params_with_sinks``: its parameters, with sinks that hold their gradients."""
         found = zip(units, units_of(params_with_sinks), strict=True)
         self.current_step().end_microbatch([(unit, take_gradients(node, self)) for unit, node in found])  # type: ignore[arg-type]
 
@@ -261,7 +258,7 @@ class ScheduledEngine(Engine):
         return main, opt
 
     def run_update_gather(self, new: Any, params: Any, state: Any, *, donate: bool) -> tuple[Any, Any]:
-        """Begin to gather updated parameters, and to copy state to the host. Return both at once: reads of their buffers wait."""
+        """Begin to gather updated parameters and copy state to the host. Return both at once: reads of their buffers wait."""
         step, lanes, rank = self.current_step(), self.lanes, self.rank
         update_gathers: list[UpdateGather] = []
 

@@ -41,11 +41,7 @@ from fsharp.type_checks import options_checked
 
 
 class StepUnderWay(NamedTuple):
-    """The step under way, with its function and its thread.
-
-    Attributes:
-        title: name of the step in labels of collectives, without the digest of earlier settings.
-    """
+    """The step under way, with its function and thread. ``title``: its name in labels, without the digest of settings."""
 
     step: Step
     scheduled: ScheduledFunction

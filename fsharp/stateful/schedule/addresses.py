@@ -112,8 +112,7 @@ class _AddressSearch:
     def find_addresses(self, order: Sequence[int], score: AddressScore, arena_nbytes: int) -> tuple[int, ...] | None:
         """Return an address for each item in an arena of ``arena_nbytes``; None if the search fails or takes too long.
 
-        Items are placed in ``order``, each at the free address with the least ``score``, or at another one if later items do
-        not fit then.
+        Items are placed in ``order`` where ``score`` is least; if later items do not fit then, other addresses are tried.
         """
         if self.num_compared > _MAX_COMPARISONS:
             return None

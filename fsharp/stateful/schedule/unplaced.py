@@ -49,10 +49,7 @@ class UnplacedOp:
         self.after = ops
 
     def open_resting_gradient(self, buffer: BufferKey | None, *, reduction: "UnplacedOp | None" = None) -> None:
-        """Record that this op is the first to write to ``buffer``, a gradient at rest; None records that it is not the first.
-
-        ``reduction``: as in :class:`UnplacedOp`.
-        """
+        """Set ``opens`` to ``buffer``: a gradient at rest to which this op writes first, or None. Set ``reduction`` as well."""
         self.opens, self.reduction = buffer, reduction
 
 

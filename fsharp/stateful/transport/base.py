@@ -103,8 +103,7 @@ class Transport(ABC):
         """Sum this rank's part of each buffer over the ``n`` ranks along an axis, in ``dtype``, in one reduce_scatter.
 
         Returns:
-            A Work for each summand. Its result is the sum: ``out``, or a tensor that is valid until a write to ``x`` or
-            ``scratch``.
+            A Work for each summand. Its result, the sum, is ``out``, or is valid until ``x`` or ``scratch`` is written.
         """
         xs = [each.x for each in summands]
         if self.counters:

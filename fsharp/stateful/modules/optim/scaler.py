@@ -26,11 +26,10 @@ class GradScaler(torch.amp.GradScaler):
         optimizer.zero_grad()
 
     If gradients of one rank hold an infinity or NaN, all ranks skip the step and lower the scale. A skipped step releases the
-    gradients. With ``accumulate()`` call these methods once, after the last backward. Other optimizers work as with torch's
-    class.
+    gradients. With ``accumulate()`` call these methods once, after the last backward. Other optimizers work as in torch.
 
     Raises:
-        ScheduleError: there are no gradients to unscale; the module has ``Precision(feedback=True)``.
+        ScheduleError: there are no gradients to unscale, or the module has ``Precision(feedback=True)``.
         LossError: all backward passes so far were inside of ``accumulate()``, or an error has discarded the gradients.
         AgreementError: ranks have unscaled by different scales. All ranks raise, in ``step``.
 
