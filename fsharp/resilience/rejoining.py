@@ -37,7 +37,7 @@ def membership_of(comm: Comm) -> tuple[ProcessGroupComm, generations.Membership]
 class Rejoining:
     """Joins this rank to the next generation of its job after another rank was lost.
 
-    All ranks make a Rejoining at the end of their setup.
+    All ranks have to make a Rejoining at the end of their setup.
 
     Raises a RunError, on all ranks, if the setup cannot be repeated with a restarted rank.
     """

@@ -81,7 +81,7 @@ class Run:
             continues with another config, the log lists the changes.
         files: source files that have to be equal on all ranks.
         on_nonfinite: what to do after a step with ``nonfinite``: see :meth:`end_step`.
-        max_nonfinite: most steps that may be left out: in a row with ``"skip"``, in all with ``"roll back"``.
+        max_nonfinite: largest number of steps that may be left out: in a row with ``"skip"``, in all with ``"roll back"``.
         save_nonfinite: save trees that hold an infinity or NaN. If False, such a tree is not saved, but an error.
         signals: signals after which the run saves and exits.
         agree_every: number of steps between two exchanges of signals. Times of steps are exchanged a tenth as often.

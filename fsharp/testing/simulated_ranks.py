@@ -33,7 +33,7 @@ from fsharp.tracebacks import api_boundary
 from fsharp.type_checks import options_checked
 
 R = TypeVar("R")
-_MAX_SHOWN_RANKS = 16  # most ranks that an error describes
+_MAX_SHOWN_RANKS = 16  # largest number of ranks that an error describes
 
 
 @overload

@@ -144,7 +144,7 @@ def replace_parts_by_whole(
 ) -> bool:
     """Replace the parts in dicts by whole tensors in host memory, on ``rank``, or on all ranks if ``rank`` is None.
 
-    Return whether this rank has whole tensors now. All ranks pass the same keys. Other tensors become copies in host memory.
+    Return whether this rank has whole tensors now. All ranks have to pass the same keys. Other tensors are copied to host memory.
     ``kind_of`` returns the kind of a key's value, such as ``"exp_avg"``: a parameter may have a value of each kind.
     """
     dicts = list(dicts)

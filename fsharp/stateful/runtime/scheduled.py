@@ -19,9 +19,9 @@ from fsharp.torch_compile import uncompiled
 from fsharp.tracebacks import api_boundary
 
 _MAX_SEEN_PROGRAMS = 256
-"""Most programs to remember without a schedule."""
+"""Largest number of programs to remember without a schedule."""
 _MAX_COMPILED_SCHEDULES = 16
-"""Most schedules to keep, each with views of the arena."""
+"""Largest number of schedules to keep, each with views of the arena."""
 _MAX_LEFT_CALLS = 3
 """Number of calls in a row that leave their schedule, after which calls follow no schedule until a program occurs again."""
 

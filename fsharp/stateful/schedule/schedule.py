@@ -102,7 +102,7 @@ class Schedule:
         policy: the policy under which it was compiled.
         ops: ops, in the order in which the host issues them.
         arena: bytes of the arena, the memory in which all buffers of a step have addresses.
-        bound: most bytes that are live at once: a lower bound of the arena.
+        bound: largest number of bytes that are live at once: a lower bound of the arena.
     """
 
     program: Program
