@@ -79,8 +79,8 @@ class IndexSampler:
     def batches(self, start: int = 0, *, rank: int = 0, num_ranks: int = 1) -> Iterator[list[int]]:
         """Yield a rank's indices of step ``start`` and all later steps, without end: a ``batch_sampler`` for a ``DataLoader``.
 
-        ``rank`` and ``num_ranks`` are as for :meth:`indices`. The iterator does not follow a Run that rolls back: make a new
-        one from the Run's step after the roll back, and again after the step that the Run leaves out.
+        ``rank`` and ``num_ranks`` are as for :meth:`indices`. The iterator does not follow a Run that rolls back. Make a new
+        one from the Run's step after a roll back, and again after a step that the Run leaves out.
         """
         step = start
         while True:

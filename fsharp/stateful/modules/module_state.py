@@ -123,7 +123,7 @@ class ModuleState:
     def were_main_parameters_written(self) -> bool:
         """Return whether main parameters were written since the last :meth:`record_version_counters`, and record a write.
 
-        Raise a ScheduleError if parameters at rest were written that are copies of main parameters in another dtype.
+        Raise a ScheduleError if the user wrote to parameters at rest that are copies of main parameters.
         """
         now = self._version_counters()
         if now == self._recorded:

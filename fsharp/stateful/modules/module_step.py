@@ -48,7 +48,7 @@ class ModuleStep:
         setup_recording.record_for_replay(self._begin_generation)
 
     def _begin_generation(self) -> None:
-        """Drop the step and all gradients: when made, and in a new generation of the job, where all ranks load the module."""
+        """Drop the step and all gradients: for the constructor, and for a new generation, where all ranks load the module."""
         self.is_accumulating = self._is_discarding = False
         self.updated_by: int | None = None
         self.used_gradients: set[str] = set()

@@ -144,7 +144,7 @@ def replace_parts_by_whole(
 ) -> bool:
     """Replace the parts in dicts by whole tensors in host memory, on ``rank``, or on all ranks if ``rank`` is None.
 
-    Return whether this rank has whole tensors now. All ranks have to pass the same keys. Other tensors are copied to host memory.
+    Return whether this rank has whole tensors now. All ranks have to pass equal keys. Other tensors are copied to host memory.
     ``kind_of`` returns the kind of a key's value, such as ``"exp_avg"``: a parameter may have a value of each kind.
     """
     dicts = list(dicts)
@@ -206,8 +206,8 @@ def gather_whole_tensors(parts: Iterable[ShardedTensor], comm: Comm) -> Iterator
 def scatter_from_rank(where: str, given: Any, rank: int, comm: Comm, like: Mapping[Any, ShardedTensor]) -> Any:
     """Return on all ranks the state dict ``given`` of rank ``rank``, with each rank's own parts in place of whole tensors.
 
-    ``like``: this rank's parts, by a tuple of the first one or two keys on the path to a tensor in ``given``: the result is cut
-    like the part. A tensor whose keys are not in ``like`` stays whole on each rank.
+    ``like``: this rank's parts, by tuples of the first one or two keys of a tensor in ``given``. The tensor is cut like the
+    part. A tensor whose keys are not in ``like`` stays whole on each rank.
     """
 
     def check() -> bytes:

@@ -26,9 +26,9 @@ class SchedulePolicy:
             anyway for gradients, and at most 2 % more. With several microbatches ``"room"`` means ``"forward"``.
         bucket_nbytes: limit of the bytes that a rank sends in one collective for several units. Units that follow each other
             share one collective for their parameters, their gradients, or their updated parameters. 0 gives each unit its own
-            collectives. None joins units of up to 2 MB each in buckets of up to 5 MB, and up to a quarter of the bytes of all
-            units. Units with different dtypes share no collective. Buckets are packed in memory beside the arena. Over gloo
-            buffers of 128 KiB and more travel unpacked, as separate messages.
+            collectives. None joins units of up to 2 MB in buckets of up to 5 MB, and up to a quarter of all bytes. Units with
+            different dtypes share no collective. Buckets are packed in memory beside the arena. Over gloo buffers of 128 KiB
+            and more travel unpacked, as separate messages.
         together: tuples of names of units. Units of one tuple that follow each other share one collective, whatever its size,
             and no other unit joins it. ``shard_module`` adds the groups of its argument ``units``.
         keep_gradients: give each unit's gradient at rest its own memory, from the unit's first backward in a step to the
