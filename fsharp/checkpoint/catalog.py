@@ -121,7 +121,7 @@ class Checkpoint:
 
     @cached_property
     def folder(self) -> str:
-        """The folder with this checkpoint's files: ``path``, or the folder of a single file of another library."""
+        """The folder with this checkpoint's files: ``path``, or its parent if ``path`` is a single file of another library."""
         is_foreign = any(file.digest is None for file in self.summary.files)
         is_file = is_foreign and huggingface.is_file(storage_of(self.path), self.path)
         return self.path.rpartition("/")[0] if is_file else self.path
@@ -239,7 +239,10 @@ def folder_names_newest_first(root: str) -> list[str]:
 
 
 def has_checkpoints(root: str) -> bool:
-    """Return whether a folder under ``root`` has a manifest. Interrupted saves have none; the checkpoint may be damaged."""
+    """Return whether any checkpoint folder under ``root`` has a manifest, which an interrupted save does not leave.
+
+    Other files are not looked at, so the checkpoint may be incomplete or damaged.
+    """
     return any(_folders_with_manifest(root))
 
 
@@ -276,8 +279,9 @@ def checkpoints(root: str | os.PathLike[str]) -> list[Checkpoint]:
 def iter_complete_checkpoints(folder: str, *, skips_unreadable: bool = True) -> Iterator[Checkpoint]:
     """Yield the complete checkpoints in ``folder``, the newest first. Each checkpoint is opened when the caller asks for it.
 
-    Another process may save and remove checkpoints meanwhile. So if none is complete, the folder is listed again. A checkpoint
-    that the file system refuses to read is left out or, without ``skips_unreadable``, a CheckpointError.
+    An incomplete checkpoint is skipped, with a warning in the log. So is a checkpoint that the file system refuses to read;
+    with ``skips_unreadable=False`` this raises a CheckpointError instead. Another process may save and remove checkpoints
+    meanwhile. So if no listed checkpoint is complete, ``folder`` is listed again, until a listing has no new name.
     """
     looked_at, is_one_complete = set[str](), False
     while not is_one_complete and (names := [x for x in folder_names_newest_first(folder) if x not in looked_at]):
@@ -289,9 +293,10 @@ def iter_complete_checkpoints(folder: str, *, skips_unreadable: bool = True) -> 
 
 
 def open_if_complete(path: str, *, skips_unreadable: bool = True) -> Checkpoint | None:
-    """Return the checkpoint at ``path``. If it is incomplete, return None and log a warning.
+    """Return the checkpoint at ``path``. If it is incomplete or its manifest is damaged, return None and log a warning.
 
-    So too if the file system refuses to read the checkpoint; without ``skips_unreadable`` this is a CheckpointError.
+    If the file system refuses to read the checkpoint, also return None and log a warning; with ``skips_unreadable=False``
+    raise a CheckpointError instead.
     """
     try:
         return _open_complete(path)
@@ -352,8 +357,8 @@ def verify(path: str | os.PathLike[str]) -> Checkpoint:
 def remove_incomplete(root: str | os.PathLike[str]) -> list[str]:
     """Remove the folders of interrupted saves, and return their paths. No other job may save under this root.
 
-    A folder is removed if all files in it are from the save that its name says; files may be cut off anywhere. A folder with
-    any other file stays, and a warning names the folder.
+    A folder is removed only if each file in it belongs to the save that the folder is named after. A file that was cut off
+    still belongs to this save. A folder with any other file stays, and a warning names the folder.
     """
     folder = absolute_path(root)
     storage, gone = storage_of(folder), []
@@ -387,7 +392,7 @@ def finish_removals(root: str) -> list[str]:
 
 
 def _files_belong_to_save(storage: Storage, folder: str, save_id: str) -> bool:
-    """Return whether each file in ``folder`` begins like a file of the save ``save_id``; files may be cut off anywhere."""
+    """Return whether each file in ``folder`` begins like a file of the save ``save_id``, as far as the file is long."""
     for name in storage.list_names(folder):
         if name == MANIFEST_NAME:
             skipped, start = 0, MANIFEST_FIRST_BYTES

@@ -37,7 +37,10 @@ _MIN_WRITE_NBYTES = 1 << 16
 
 
 class Piece(NamedTuple):
-    """Elements ``[first, last)`` of a flattened tensor on one rank, which is replica ``replica`` of ``num_replicas`` ranks."""
+    """The elements ``[first, last)`` of a flattened tensor, which one rank holds.
+
+    ``num_replicas`` ranks hold these elements; this rank is number ``replica`` of them, counted from 0.
+    """
 
     first: int
     last: int
@@ -77,8 +80,8 @@ class TensorEntry:
     """A tensor of a tree, and the elements of it that each rank holds.
 
     Attributes:
-        name: keys of the tree and of the leaf, joined by dots; the same for any units.
-        shape: shape of the whole tensor. If the tensor varies along axes, all ranks' tensors are concatenated along dim 0.
+        name: keys on the path to the leaf in the saved tree, joined by dots. It does not depend on the units of the tree.
+        shape: shape of the whole tensor. If ranks along an axis have different tensors (Vary), dim 0 concatenates them.
         piece: function from a rank to the :class:`Piece` that the rank holds.
         local: the elements of this rank, 1-D.
         is_replicated: whether every rank should hold equal values, which only a comparison of values can confirm.
@@ -124,7 +127,7 @@ class TreeContents:
         aliases: for the name of each tied leaf the name of the leaf that stores its value.
         layouts: for each Sharded a line of text that says which rank holds which of its elements.
         objects: see :class:`~fsharp.checkpoint.manifest.Manifest`.
-        settings: changes of the modules in the tree, which have to be equal on all ranks.
+        settings: for each ShardedModule in the tree a text with the settings that it was given so far, equal on all ranks.
     """
 
     entries: dict[str, TensorEntry]
@@ -146,7 +149,10 @@ class TreeContents:
 
 
 def contents_of(where: str, tree: Any, comm: Comm) -> TreeContents:
-    """Return the tensors and values of a tree. This rank has a part of it. TreeError for a leaf that cannot be saved."""
+    """Return the :class:`TreeContents` of a tree, of which this rank holds a part.
+
+    Raises TreeError for a leaf that cannot be saved, or if two leaves have one name. ``where`` names the caller in errors.
+    """
     found, parts, held = TreeContents({}, {}, {}, []), dict[int, str](), dict[Any, dict[str, _PiecesOfLeaf]]()
     for segments, entries, leaf in leaves_with_path(tree):
         if is_sharded(leaf):
@@ -177,7 +183,7 @@ def contents_of(where: str, tree: Any, comm: Comm) -> TreeContents:
 
 
 def apply_rename(where: str, name: str, rename: Callable[[str], str] | None) -> str:
-    """Return ``rename(name)``. Raises TreeError if the result is no text."""
+    """Return ``rename(name)``; ``name`` if ``rename`` is None. Raises TreeError if the result is not a string."""
     new = name if rename is None else rename(name)
     if not isinstance(new, str):
         raise TreeError(f"{where}: rename returned {new!r:.60} for {name!r}, expected a name.")
@@ -190,7 +196,7 @@ def has_state_dict(leaf: Any) -> bool:
 
 
 def with_state_dicts(tree: Any) -> Any:
-    """Return ``tree`` with the ``state_dict()`` of each object that has one in place of the object."""
+    """Return ``tree``, in which each object with a ``state_dict()`` is replaced by this state dict."""
     return optree.tree_map(
         lambda leaf: counters_to_dicts(leaf.state_dict()) if has_state_dict(leaf) else leaf, tree, is_leaf=is_checkpoint_leaf
     )
@@ -210,7 +216,10 @@ def counters_to_dicts(state: Any) -> Any:
 
 
 def load_into_object(owner: Any, state: Any) -> Any:
-    """Call ``owner.load_state_dict(state)``, with a Counter again where the owner has one. Return ``owner``."""
+    """Call ``owner.load_state_dict(state)``, and return ``owner``.
+
+    Where the state dict of ``owner`` has a ``collections.Counter``, the dict in ``state`` is first made a Counter again.
+    """
     if not hasattr(owner, "state_template"):  # a Counter has other keys before its first count
         was = owner.state_dict()
         state = optree.tree_map(
@@ -221,11 +230,13 @@ def load_into_object(owner: Any, state: Any) -> Any:
 
 
 def tree_to_load_into(tree: Any, has: Callable[[str], bool], shape_of: Callable[[str], tuple[int, ...] | None]) -> Any:
-    """Return a tree like ``tree`` to read a checkpoint into, with state dicts in place of objects, and new memory for shards.
+    """Return a tree for the values of a checkpoint: like ``tree``, with state dicts in place of objects.
 
-    An object whose state grows in its first step, such as an optimizer, is replaced by its ``state_template(has)``; ``has``
-    tells whether the checkpoint has something under a key path. A module's extra state, which is 1-D, gets the shape in the
-    checkpoint, which ``shape_of`` returns.
+    Each ShardedTensor is cloned. An object whose state grows in its first step, such as an optimizer, is replaced by its
+    ``state_template(has)``. A module's extra state, which is 1-D, gets the shape that it has in the checkpoint.
+
+    ``has(name)`` returns whether the checkpoint has a tensor or value with this dotted name, or below it. ``shape_of(name)``
+    returns the shape of a tensor in the checkpoint, or None if there is no such tensor.
     """
     copies = dict[int, tuple[ShardedTensor, torch.Tensor]]()  # with the tensor, which keeps its address from being reused
 
@@ -251,7 +262,7 @@ def tree_to_load_into(tree: Any, has: Callable[[str], bool], shape_of: Callable[
 
 
 def _resized_extra_state(name: str, value: Any, shape: tuple[int, ...] | None) -> Any:
-    """Return ``value`` of a module's state dict. For extra state return memory of ``shape``, its shape in the checkpoint."""
+    """Return ``value`` of a module's state dict; for extra state, new memory of ``shape``, its shape in the checkpoint."""
     is_extra = name.rpartition(".")[2] == "_extra_state" and isinstance(value, torch.Tensor) and value.dtype is torch.uint8
     return value.new_empty(shape) if is_extra and shape is not None and len(shape) == value.ndim == 1 else value
 

@@ -88,15 +88,15 @@ def load(
         where: a checkpoint, or its path; the root of several checkpoints, to load the newest undamaged one; or a file or folder
             of another library.
 
-            - Under a root, incomplete checkpoints are skipped. A newer checkpoint than the loaded one, whose tensors turned out
-              to be damaged, is renamed to end in ``.damaged``. The log has a warning for each. A checkpoint that one rank
-              cannot read, as it lacks a permission or a mount, is an error that names this rank.
+            - Under a root, incomplete checkpoints are skipped, with a warning in the log. If the tensors of a checkpoint turn
+              out to be damaged, the next older one is loaded. The damaged checkpoint is then renamed to end in ``.damaged``,
+              with a warning. If a rank cannot read a checkpoint, for lack of a permission or a mount, an error names this rank.
             - Of another library: a folder of Hugging Face (safetensors, else ``pytorch_model.bin``, with or without an index),
               or a file of safetensors or ``torch.save``. The file of ``torch.save`` has tensors, numbers and texts in dicts,
               lists and tuples. Keys are joined by dots: for ``{"model": model.state_dict()}`` pass ``subtree="model"``.
         like: a tree with the names, shapes, dtypes and places to load. The values do not matter; tensors may be on the meta
             device. An object with ``load_state_dict()`` loads the names of its ``state_dict()``, and is returned. So a plain
-            torch optimizer has to make a step before (a ShardedOptimizer need not).
+            torch optimizer has to make a step before this call; a ShardedOptimizer need not.
         comm: the ranks.
         subtree: load this part of the checkpoint alone: ``subtree="params"`` with parameters for ``like``.
         rename: function from a name in ``like`` to the name in the checkpoint, below ``subtree``:
@@ -116,16 +116,18 @@ def load(
         The tree with the loaded values. Padding is zero.
 
     Raises:
-        CheckpointError: there is no checkpoint; the given one is incomplete or damaged; or all checkpoints under the root are,
-            and then none is renamed. The message names the file and the tensors. Or the checkpoint has different values
-            for two tied leaves of ``like``, which the message names. All ranks raise.
+        CheckpointError: there is no checkpoint; the given checkpoint is incomplete or damaged; or all checkpoints under the
+            root are incomplete or damaged, and then none is renamed. The message names the file and the tensors. This error is
+            also raised if the checkpoint has different values for two leaves of ``like`` that are tied, or whose unit keeps one
+            number for both. The message names the leaves. All ranks raise.
         TreeError: names, shapes or dtypes differ between tree and checkpoint; or ``cast`` would make a finite value infinite. A
             tied leaf needs a value under one of its names. All ranks raise.
-        PatternError: a pattern of ``ignore`` matches nothing.
+        PatternError: a pattern of ``ignore`` matches no name.
         AgreementError: ranks have different arguments, or another rank has failed.
 
-    Cost: a rank reads headers, and the blocks of 4 KiB that hold its elements, and compares both with digests. For each axis
-    two collectives of 40 bytes, and two more in which rank 0 sends the path. Memory: the loaded values, and ``buffer_nbytes``.
+    Cost: a rank reads headers, and the blocks of 4 KiB that hold its elements, and compares headers and blocks with digests.
+    There are two collectives of 40 bytes for each axis, and two more in which rank 0 sends the path. Memory: the loaded values,
+    and ``buffer_nbytes``.
     """
     how = {"subtree": subtree, "rename": rename, "ignore": ignore, "cast": cast, "strict": strict, "donate": donate}
     return load_checkpoint_and_tree(where, like, comm=comm, buffer_nbytes=buffer_nbytes, **how)[1]
@@ -150,9 +152,11 @@ def load_checkpoint_and_tree(where: str | os.PathLike[str], like: Any, *, comm: 
 def load_checkpoint_at(
     path: str, like: Any, damage: list[str], *, comm: Comm, buffer_nbytes: int = BUFFER_NBYTES, **options: Any
 ) -> tuple[Checkpoint, Any]:
-    """Load the checkpoint at ``path`` as :func:`load_with_reader` does. Damage that this rank finds is added to ``damage``.
+    """Load the checkpoint at ``path`` as :func:`load_with_reader` does, and return the checkpoint and the tree.
 
-    What a rank cannot open or read is no damage: rank 0 has just opened the checkpoint, so this rank sees it differently.
+    If this rank finds damage while it reads tensors, it appends the text of the error to ``damage``, and raises the error. If
+    this rank cannot open or read a file, it raises an error too, but this is not counted as damage. For rank 0 has opened the
+    checkpoint a moment before, so the cause is on this rank's host, such as a missing mount.
     """
     seen = list[Checkpoint]()
 
@@ -189,8 +193,9 @@ def load_with_reader(
 ) -> Any:
     """Load as :func:`load` does, with bytes from any source, and return the tree.
 
-    ``read(checkpoint, needs)`` fills the tensors of this rank. All ranks call it together, unless a rank has failed before.
-    ``opened`` returns the checkpoint, for its manifest. ``where`` is a text that ranks compare, such as the given path.
+    ``opened()`` returns the checkpoint, whose manifest says what there is to load. ``read(checkpoint, needs)`` fills the
+    tensors of this rank; all ranks call ``read``, or none does, as a rank has failed before. ``where`` is a text that has to be
+    equal on all ranks, such as the given path.
     """
     prefix = f"{subtree}." if subtree else ""
 
@@ -305,7 +310,10 @@ def _tree_to_fill(
     taken = dict[int, list[tuple[int, int]]]()
 
     def is_free(x: torch.Tensor) -> bool:
-        """Return whether ``x`` shares no memory with an earlier leaf, as an average may with parameters; record its memory."""
+        """If the memory of ``x`` does not overlap that of an earlier leaf, record it and return True.
+
+        Leaves may overlap: an average of parameters, for example, may be the parameters themselves.
+        """
         begin, end = x.data_ptr(), x.data_ptr() + x.nbytes
         before = taken.setdefault(x.untyped_storage().data_ptr(), [])
         i = bisect_left(before, (begin, begin))
@@ -345,7 +353,11 @@ def _fill_tree(
     read: Callable[[Checkpoint, list[NeededElements]], None],
     kept: Collection[str],
 ) -> None:
-    """Read the tensors of a tree, except those in ``kept``. CheckpointError for damage, or if values of tied leaves differ."""
+    """Read the tensors of a tree, except those in ``kept``.
+
+    Raises CheckpointError for damage, or if the checkpoint has different values for tied leaves, or for leaves whose unit keeps
+    one number for all of them.
+    """
     needs, numbers, again = list[NeededElements](), list[tuple[TensorEntry, torch.Tensor]](), list[torch.Tensor]()
     for name, entry in into.entries.items():
         if name in kept:
@@ -381,11 +393,16 @@ def _fill_tree(
 def load_or_collect_damage(
     load: Callable[[], T], damage: list[Any], comm: Comm, path: str | None
 ) -> tuple[T | None, list[Any]]:
-    """Return ``(load(), [])``; or, if ``load`` fails for damage, ``(None, found)`` with the damage that all ranks have found.
+    """Call ``load``, which loads the checkpoint at ``path``, and return its result, or the damage that ranks have found.
 
-    All ranks call this function. ``load`` appends the damage that this rank finds to the list ``damage``, as values that JSON
-    can hold. Then it fails on all ranks. If no rank has found damage, or if ``load`` fails on some rank for another reason, its
-    error is raised. But if rank 0 finds that another process has removed the checkpoint at ``path``, return ``(None, [])``.
+    All ranks call this function, and ``load`` fails on all ranks or on none. If this rank finds damage, ``load`` appends it to
+    the list ``damage``, as values that JSON can hold, before it fails. There are four cases:
+
+    - ``load`` succeeds: return ``(load(), [])``.
+    - ``load`` fails, and rank 0 finds that another process has removed the checkpoint: return ``(None, [])``.
+    - ``load`` fails, ranks have found damage, and no rank has failed for another reason: return ``(None, found)``, where
+      ``found`` is the damage of all ranks.
+    - Otherwise each rank raises the error of its ``load``. A CommError is raised at once.
 
     Cost: the cost of ``load``, and one exchange if ``load`` fails.
     """
@@ -413,7 +430,10 @@ def _is_removed(path: str) -> bool:
 
 
 def set_aside_damaged(damaged: Mapping[str, str], used_instead: str, comm: Comm) -> None:
-    """Rename damaged checkpoints, on rank 0. Warn of each, with its error in ``damaged``, and say what is ``used_instead``."""
+    """Rename the checkpoints in ``damaged``, a dict of errors by path, and log a warning for each. Only rank 0 does so.
+
+    A warning has the error, and ``used_instead``: a text that names what is loaded instead.
+    """
     for path, text in damaged.items() if comm.rank == 0 else ():
         _log.warning("%s is damaged, %s: %s Used instead: %s.", path, try_set_aside(path), text, used_instead)
 

@@ -62,14 +62,15 @@ class Manifest:
     Attributes:
         save_id: id of the save; equal in all files of the checkpoint.
         step: number of the step that was saved.
-        created: time in seconds since 1970, later than the time of all other checkpoints under the root.
+        created: time of the save in seconds since 1970, later than the times of all earlier saves under the root.
         mesh: axes of the mesh that saved the checkpoint, with their sizes.
         versions: versions of the packages that wrote the checkpoint.
         metric: score of the checkpoint, lower is better; None if none was given.
         files: the files, in order of the ranks that wrote them.
         aliases: by name of a tied leaf, the name of the leaf that stores its value.
         values: numbers, strings and booleans by name.
-        objects: results of :func:`structure_of` by name, for values that torch.distributed.checkpoint keeps as one object each.
+        objects: by name, the result of :func:`structure_of` for each list, tuple, dict or None in the saved tree that
+            :func:`~fsharp.checkpoint.to_dcp` writes as one object.
     """
 
     save_id: str
@@ -172,9 +173,10 @@ def _manifest_from_body(body: dict[str, Any]) -> Manifest:
 
 
 def structure_of(value: Any) -> Any:
-    """Return the nesting of lists, tuples, dicts and None in a value, as JSON can hold it, with 0 for each other leaf.
+    """Return the structure of a nested value, as JSON can hold it.
 
-    A tuple becomes ``{"tuple": [...]}``, and a dict ``{"dict": {...}}``.
+    A list becomes a list of structures, a tuple ``{"tuple": [...]}``, and a dict ``{"dict": {...}}``. None stays None, and any
+    other leaf becomes 0.
     """
     if isinstance(value, tuple):
         return {"tuple": [structure_of(each) for each in value]}
@@ -221,7 +223,10 @@ def _check_chunks_tile_tensor(where: str, name: str, tensor: TensorRecord, files
 
 
 def json_round_trip(value: Any) -> Any:
-    """Return ``value`` as JSON reads it back: keys become strings, tuples lists. TypeError or ValueError if JSON cannot."""
+    """Return ``value`` as JSON reads it back: keys become strings, and tuples become lists.
+
+    Raises TypeError or ValueError if JSON cannot hold ``value``, or if two keys become equal.
+    """
     return json.loads(json.dumps(value), object_pairs_hook=refuse_repeated_names)
 
 
@@ -250,7 +255,7 @@ def _checked_time(value: Any) -> float:
 
 
 def checked_file_name(value: Any) -> str:
-    """Return ``value`` if it is a file's name. Raises ValueError otherwise, such as for a path into another folder."""
+    """Return ``value`` if it is the name of a file. Raises ValueError otherwise, such as for a path into another folder."""
     if not isinstance(value, str) or not _FILE_NAME_PATTERN.fullmatch(value):
         raise ValueError(f"{value!r:.80} is no plain file name")
     return value

@@ -50,9 +50,10 @@ class StoredNames(NamedTuple):
 
 
 def stored_names(manifest: Manifest, wanted: TreeContents, stored: Callable[[str], str]) -> StoredNames:
-    """Return the name of each tensor of a tree in the checkpoint. A tied tensor takes the first of its names that is there.
+    """Return the names under which a checkpoint stores the tensors of a tree.
 
-    ``stored``: function from the name of a leaf to its name in the checkpoint.
+    A tied tensor has several names in the tree, and is read under the first of them that the checkpoint has. ``stored``:
+    function from the name of a leaf in the tree to its name in the checkpoint.
     """
     names = {name: [name] for name in wanted.entries}
     for alias, owner in wanted.aliases.items():
@@ -78,9 +79,10 @@ def check_matches(
     cast: bool,
     strict: bool,
 ) -> tuple[set[str], list[tuple[str, str]]]:
-    """Raise one TreeError for all differences between a tree, ``wanted``, and the checkpoint at ``path``.
+    """Compare the tree ``wanted`` with the checkpoint at ``path``. Raise one TreeError that lists all errors.
 
-    Return the names of leaves that keep their given values, and rows for a warning: differences that are no errors.
+    Return the names of leaves that keep their given values, as the checkpoint lacks them; and rows for a warning about
+    differences that are not errors. With ``strict`` both are empty.
     """
     rows, kept, passed = list[tuple[str, str]](), set[str](), list[tuple[str, str]]()
 
@@ -135,7 +137,10 @@ def check_matches(
 
 
 def _can_cast(stored: torch.dtype, wanted: torch.dtype) -> bool:
-    """Return whether a cast rounds values at most: it cuts off no fraction, and no integer wraps."""
+    """Return whether a cast is allowed. It may round values, but not drop fractions or imaginary parts, or let integers wrap.
+
+    No cast to a float8 dtype is allowed.
+    """
     is_float8 = wanted.is_floating_point and wanted.itemsize == 1  # without scales, small values become zero
     if is_float8 or not torch.can_cast(stored, wanted):
         return False

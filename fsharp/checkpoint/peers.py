@@ -53,12 +53,12 @@ def _blaming_damage_on(rank: int, file: str) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class HeldSave:
-    """A save that hosts of the job hold in memory. Each host holds some of its files.
+    """A save that hosts of the job hold in memory. Each host holds some of the save's files.
 
     Attributes:
-        name: name of its folder on every host.
-        num_files: number of its files.
-        manifest_nbytes: size of its manifest, which every host with a file of the save has.
+        name: name of the save's folder on every host.
+        num_files: number of the save's files.
+        manifest_nbytes: size of the save's manifest, which every host with a file of the save has.
         hosts: for each host (the key is its first rank) a dict of its files, from the file's number to the size of its header.
     """
 
@@ -135,7 +135,10 @@ def describe_saves_held_here(folder: str) -> list[list[Any]]:
 
 
 class FirstErrorKeeper:
-    """Keeps the first error of this rank until the end of an exchange, so that no other rank waits for it without end."""
+    """Keeps the first error of this rank until the end of an exchange.
+
+    Until then this rank takes part in the exchange, so that no other rank waits for this rank forever.
+    """
 
     def __init__(self) -> None:
         self._error: Exception | None = None
@@ -195,8 +198,10 @@ def exchange_requested_bytes(folder: str, wanted: Sequence[ReadRequest], comm: C
     """Make the requests ``wanted``, and answer the requests of other ranks. All ranks call this function.
 
     ``folder`` is the folder of the save on this host. ``keeper`` keeps the first error; the rank still takes part to the end.
-    Cost: one ``all_reduce``, and a round for each distance ``holder - rank`` in a request. A round sends the sizes of requests,
-    the requests, and then the requested bytes, in pieces. Memory: two pieces.
+
+    Cost: one ``all_reduce``, and one round for each distance ``holder - rank``, modulo the number of ranks, that occurs in a
+    request of any rank. A round sends the sizes of requests, the requests, and then the requested bytes, in pieces of 4 MiB.
+    Memory: two pieces.
     """
     n = comm.mesh.size
     if n == 1:
@@ -228,7 +233,10 @@ def exchange_requested_bytes(folder: str, wanted: Sequence[ReadRequest], comm: C
 
 
 def _read_requested(rank: int, folder: str, asked: ReadRequest, into: memoryview) -> None:
-    """Read what another rank has requested of ``rank`` into ``into``. A path outside of the save's ``folder`` is an error."""
+    """Fill ``into`` with the bytes of the file in ``folder`` that ``asked``, a request of another rank to ``rank``, names.
+
+    Raises ValueError if ``asked`` names a path outside of ``folder``, and DamagedCopy if bytes are missing.
+    """
     with _blaming_damage_on(rank, checked_file_name(asked.file)):
         _local_storage.read(f"{folder}/{asked.file}", asked.start, into)
 
@@ -242,7 +250,10 @@ def _shift_text_over_ranks(text: str, comm: Comm, shift: int) -> str:
 
 
 class _FetchedHeaders:
-    """Headers and tables of digests from other hosts, to read like files. ``parts``: their bytes by path."""
+    """A :class:`~fsharp.checkpoint.storage.Readable` over headers and tables of digests that were fetched from other hosts.
+
+    ``parts``: by path of a file, the file's size, the bytes of its header, and the bytes of its table of digests.
+    """
 
     def __init__(self) -> None:
         self.parts: dict[str, tuple[int, bytearray, bytearray]] = {}

@@ -57,7 +57,7 @@ class CoalescedRead(NamedTuple):
 
 
 class Reader:
-    """Reads elements of one checkpoint. Opens each file once, and keeps its header and its digests: 0.2 % of its size."""
+    """Reads elements of one checkpoint. Opens each file once, and keeps the header and digests: 0.2 % of the file's size."""
 
     def __init__(self, folder: str, manifest: Manifest) -> None:
         self._folder, self._manifest, self._storage = folder, manifest, storage_of(folder)
@@ -100,7 +100,7 @@ def check_file_size(storage: Readable, path: str, nbytes: int) -> None:
 
 
 class ShardFileReader:
-    """Reads parts of the file of rank ``number``. CheckpointError if its size or digest differs from the manifest."""
+    """Reads parts of the file of rank ``number``. CheckpointError if the file's size or digest differs from ``record``."""
 
     def __init__(self, storage: Readable, folder: str, record: FileRecord, number: int, save_id: str) -> None:
         self.path, self._storage, self._number = f"{folder}/{record.name}", storage, number
@@ -137,7 +137,10 @@ class ShardFileReader:
         return found.begin
 
     def ranges_of(self, manifest: Manifest, parts: Iterable[tuple[Chunk, NeededElements]]) -> list[FileRange]:
-        """Return the ranges of the file with ``parts``, needed elements of chunks, in order. Errors as :meth:`chunk_begin`."""
+        """Return where in the file each of ``parts`` is, in order of the first byte. Raises as :meth:`chunk_begin` does.
+
+        ``parts``: pairs of a chunk in this file and the elements of the chunk that are needed.
+        """
         found = []
         for chunk, part in parts:
             dtype = manifest.tensors[part.name].dtype
@@ -177,9 +180,9 @@ class ShardFileReader:
         return found
 
     def fill_targets(self, read: CoalescedRead, buffer: torch.Tensor) -> None:
-        """Fill the targets of ``read`` from ``buffer``, its bytes. Raises CheckpointError if a digest differs.
+        """Fill the targets of ``read`` from ``buffer``, which has the bytes that were read.
 
-        TreeError if a finite value is infinite in the dtype of its target.
+        Raises CheckpointError if a digest differs, and TreeError if a finite value is infinite in the dtype of its target.
         """
         start = read.start - self._data
         if self._table and (wrong := self._damaged_block_starts(start, bytes_of(buffer))):

@@ -118,10 +118,10 @@ class Replicas(BackgroundSaver):
     ...         replicas.latest(), replicas.restore({"w": torch.zeros(3)})
     (7, {'w': tensor([0., 1., 2.])})
 
-    A folder in memory, such as /dev/shm, outlives processes. Each rank writes a file into the folder of its host, and sends
-    the file to the ranks ``domain_size``, ``2 * domain_size``, ... further. So any ``copies`` hosts may lose their memory; the
-    next refresh makes the copies again. The previous save is removed once all hosts hold the new one. Errors in the background
-    are raised as in :class:`~fsharp.checkpoint.Saver`.
+    A folder in memory, such as /dev/shm, outlives processes. Each rank writes a file into the folder of its host. It also sends
+    the file to one rank of each of the next ``copies`` hosts. So the state survives if at most ``copies`` hosts lose their
+    memory, and the next refresh makes the lost copies again. The previous save is removed once all hosts hold the new one.
+    Errors in the background are raised as in :class:`~fsharp.checkpoint.Saver`.
 
     Args:
         folder: folder on this rank's host, equal for all ranks of a host. Only this run, and its restarts, may use it.
@@ -339,10 +339,12 @@ class Replicas(BackgroundSaver):
     def restore(self, like: Any, *, subtree: str = "", cast: bool = False, donate: bool = False) -> Any:
         """Return a tree like ``like`` with the values of the last save, under any strategy and number of ranks.
 
-        All ranks have to call this method. Values come from memory of hosts. If the newest checkpoint under ``root`` was saved
-        later, or more than ``copies`` hosts have lost their memory, it is loaded, with a warning. In place of a damaged copy
-        another host's copy is read, or else the previous save. Damaged files and checkpoints are renamed to end in
-        ``.damaged``, with a warning for each.
+        All ranks have to call this method. Values come from memory of hosts, or from the newest checkpoint under ``root`` if
+        this checkpoint was saved later. A save in memory is incomplete if more than ``copies`` hosts have lost their memory.
+        The newest complete save is then loaded instead, from memory or ``root``, and a warning names newer incomplete saves.
+
+        In place of a damaged copy another host's copy is read. If there is none, the previous save is loaded. Damaged files and
+        checkpoints are renamed to end in ``.damaged``, with a warning for each.
 
         Args:
             like: a tree with names, shapes, dtypes and places, as for :func:`~fsharp.checkpoint.load`.
@@ -367,7 +369,7 @@ class Replicas(BackgroundSaver):
     ) -> tuple[Checkpoint, Any]:
         """Restore as :meth:`restore` does, and return the checkpoint, with its step and config, and the tree.
 
-        For values from disk the checkpoint's path is below ``root``, else below the folder of the hosts.
+        The path of the checkpoint is below ``root`` if values came from disk, and otherwise below the folder of the hosts.
         """
         on_disk, copies = dict[str, str](), dict[CopyKey, str]()
         while True:

@@ -29,10 +29,11 @@ _HOUR_S = 3600
 def prune(
     root: str | os.PathLike[str], *, keep: int, best: int = 0, keep_steps: int | None = None, keep_hours: float | None = None
 ) -> list[str]:
-    """Remove old checkpoints under ``root``, and what interrupted removals have left. Return the paths of all that is removed.
+    """Remove old checkpoints under ``root``, and folders that interrupted removals have left. Return all removed paths.
 
-    Incomplete checkpoints, and those to which a link in ``root`` points, are left alone. Before anything is removed, the newest
-    checkpoint is compared with its digests; if it is damaged, the next one that stays. So at least one that stays is intact.
+    Incomplete checkpoints, and checkpoints to which a link in ``root`` points, are not removed. Before a checkpoint is removed,
+    the newest checkpoint is compared with its digests. If it is damaged, the next newest of the checkpoints to keep is
+    compared, and so on, until one is intact. So at least one intact checkpoint is kept.
 
     Args:
         root: folder of the checkpoints.
@@ -43,8 +44,8 @@ def prune(
         keep_hours: length of an interval in hours, counted from 1970: of each interval the last checkpoint is kept as well.
 
     Raises:
-        CheckpointError: an argument keeps nothing, such as ``keep=0`` or ``keep_steps=0``; or all checkpoints that would stay
-            are damaged. Nothing is removed.
+        CheckpointError: an argument keeps nothing, such as ``keep=0`` or ``keep_steps=0``; or all checkpoints to keep are
+            damaged. Nothing is removed.
 
     Cost: lists the root, and opens the newest and the removed checkpoints; with ``best`` all of them. If anything is to be
     removed, reads a whole checkpoint.
@@ -59,9 +60,10 @@ def prune(
 
 
 def _is_one_intact(root: str, old: Collection[str]) -> bool:
-    """Return whether a checkpoint under ``root`` that is not in ``old`` is intact. Raise a CheckpointError if all are damaged.
+    """Return True if at least one checkpoint under ``root`` that is not in ``old`` is intact.
 
-    The result is False if another process has removed checkpoints meanwhile.
+    If all of them are damaged, raise a CheckpointError. But return False if there is none, or if another process has removed
+    one of them meanwhile.
     """
     damage = dict[str, str]()
     for found in iter_complete_checkpoints(root):
@@ -125,7 +127,10 @@ class Retention(NamedTuple):
         return found
 
     def remove_old(self, root: str) -> None:
-        """Remove old checkpoints under ``root`` by these options. The newest one was compared with its digests a moment ago."""
+        """Remove the checkpoints under ``root`` that these options do not keep, without the comparison of :func:`prune`.
+
+        The caller has just written the newest checkpoint, and compared it with its digests.
+        """
         _remove(self.old_checkpoints(root))
 
     def old_checkpoints(self, root: str) -> list[str]:

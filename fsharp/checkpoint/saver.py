@@ -57,7 +57,7 @@ class BackgroundSaver:
         setup_recording.record_for_replay(self._begin_generation)
 
     def _begin_generation(self) -> None:
-        """Begin a new generation of the job: abandon the save under way, of which a restarted rank does not know."""
+        """Abandon the save under way, as a new generation of the job begins: a restarted rank cannot take part in the save."""
         self._release_save()
 
     def _begin_save(self, snapshot: Snapshot, job: Callable[[Snapshot], Any]) -> None:
@@ -165,8 +165,9 @@ class Saver(BackgroundSaver):
                 saver.check()  # raises the error of a failed save
 
     A rank copies its elements to host memory, which the next save uses again. A thread writes the copies, with collectives in
-    its own process groups. If a save fails, the next :meth:`save`, :meth:`check` or :meth:`close` raises the error on all
-    ranks. A process that ends without one of these calls prints the error, and exits with status 1.
+    its own process groups. If a save fails, the next :meth:`save` or :meth:`close` raises the error on all ranks. Before that,
+    :meth:`check` raises the error on each rank that knows of it. A process that ends without :meth:`save` or :meth:`close`
+    prints the error, and exits with status 1.
 
     Args:
         root: folder of the checkpoints, for this Saver alone: a save by another program is an error. Folders of interrupted
@@ -175,7 +176,8 @@ class Saver(BackgroundSaver):
         keep: number of newest checkpoints to keep; for ``best``, ``keep_steps`` and ``keep_hours`` see
             :func:`~fsharp.checkpoint.prune`.
         config: config of the run; see :func:`save`.
-        background: False writes before :meth:`save` returns, and so does a Comm without process groups (simulated ranks).
+        background: False means that :meth:`save` returns once the checkpoint is written. This is always so for several ranks
+            without process groups (simulated ranks).
 
     Attributes:
         saved: step of the newest complete checkpoint that this Saver has written; -1 if there is none.

@@ -49,7 +49,8 @@ class Snapshot:
         folder: path of the checkpoint once it is complete.
         tensors: the tensors that this rank writes, in order.
         values: elements of ``tensors``, in memory that must not change before the write.
-        failure: why this rank has no values, found after ranks have agreed; the write raises it on all ranks.
+        failure: the error that kept this rank from copying its values after ranks had agreed, or None. All ranks raise it in
+            the write.
     """
 
     contents: TreeContents
@@ -106,7 +107,10 @@ def save(
 def stage_snapshot(
     root: str | os.PathLike[str], tree: Any, *, step: int, comm: Comm, config: Any, metric: float | None
 ) -> Snapshot:
-    """Return what :func:`save` is to write, once all ranks agree, and rank 0 has made a folder on a disk with enough room."""
+    """Return the :class:`Snapshot` that :func:`save` is to write, once all ranks agree. Rank 0 makes the staging folder.
+
+    Raises CheckpointError if there is not enough room. After an error there is no staging folder.
+    """
     where, draw, folder = absolute_path(root), bytes(16), ""
 
     def stage(contents: TreeContents) -> None:
@@ -147,8 +151,8 @@ def take_snapshot(
 ) -> Snapshot:
     """Return what a save is to write, once all ranks agree.
 
-    ``where``: the calling function, for errors. ``prepare`` is called with the contents before ranks compare them, and
-    ``save_id`` afterwards. ``shared_root``: whether ``root`` is one folder that all ranks see.
+    ``where``: the calling function, for errors. ``prepare(contents)`` is called before ranks compare contents. ``save_id()`` is
+    called once ranks agree, and returns the id of the save. ``shared_root``: whether ``root`` is one folder that all ranks see.
     """
     has_objects = False
     with suppress(RecursionError):  # contents_of() refuses such a tree on all ranks
@@ -198,7 +202,10 @@ def take_snapshot(
 
 
 def checked_config(where: str, step: Any, config: Any) -> Any:
-    """Return ``config`` as JSON reads it back. CheckpointError if JSON cannot hold it, or ``step`` is no int from 0 on."""
+    """Return ``config`` as JSON reads it back.
+
+    Raises CheckpointError if JSON cannot hold ``config``, or if ``step`` is not an int from 0 to ``2**62 - 1``.
+    """
     if isinstance(step, bool) or not isinstance(step, int) or not 0 <= step < 1 << 62:
         raise CheckpointError(f"{where}: step is {step!r}, expected a whole number from 0, below 2**62.")
     try:
@@ -208,7 +215,10 @@ def checked_config(where: str, step: Any, config: Any) -> Any:
 
 
 def _structures_by_name(tree: Any) -> dict[str, Any]:
-    """Return, by name, the :func:`structure_of` each None, list or tuple of values that DCP keeps as one object."""
+    """Return, by name, the result of :func:`structure_of` for each leaf that torch.distributed.checkpoint stores as an object.
+
+    Such a leaf is None, or a list or tuple with only numbers, strings, booleans and None at any depth.
+    """
 
     def is_value(x: Any) -> bool:
         return all(map(is_value, x)) if type(x) in (list, tuple) else isinstance(x, bool | int | float | str | None)
@@ -312,7 +322,11 @@ def verify_written_file(staged: str, record: FileRecord, rank: int, save_id: str
 def write_manifest_and_publish(
     snapshot: Snapshot, staged: str, records: Sequence[FileRecord], manifest: Manifest, *, rank: int
 ) -> None:
-    """Write the manifest into ``staged``, and publish the folder. CheckpointError if this rank sees a file cut off."""
+    """Write the manifest into ``staged``, and publish the folder.
+
+    Raises CheckpointError, and does not publish, if this rank sees a file in ``records`` with another size, or reads back
+    another manifest. ``rank``: this rank.
+    """
     storage = storage_of(snapshot.folder)
     for record in records:
         found = storage.nbytes(f"{staged}/{record.name}")
@@ -326,7 +340,10 @@ def write_manifest_and_publish(
 
 
 def remove_staged(folder: str) -> None:
-    """Remove the staged folder of ``folder`` after a failed save. An error is only logged: the caller raises the save's."""
+    """Remove the staging folder of ``folder`` after a failed save.
+
+    An error of the removal is only logged, as the caller is about to raise the error of the save.
+    """
     storage = storage_of(folder)
     try:
         storage.remove(storage.staging_path(folder))

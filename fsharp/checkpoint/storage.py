@@ -26,7 +26,7 @@ class Readable(Protocol):
     """Protocol of a source of files: a :class:`Storage`, or files fetched from other hosts."""
 
     def nbytes(self, path: str) -> int:
-        """Return the size of a file. Raises FileNotFoundError, or CheckpointError if it is no plain file or not accessible."""
+        """Return the size of a file. Raises FileNotFoundError, or CheckpointError if it is not a plain and accessible file."""
 
     def read(self, path: str, start: int, into: memoryview) -> None:
         """Fill ``into`` with the bytes of a file from byte ``start`` on. Raises CheckpointError if a byte cannot be read."""
@@ -51,12 +51,15 @@ def storage_of(path: str) -> "Storage":
 
 
 def os_error_behind(error: BaseException | None) -> OSError | None:
-    """Return the OSError that is a cause of ``error``, or None. Such an error proves no damage: a byte was not seen."""
+    """Return the OSError that is ``error`` or a cause of it; None if there is none.
+
+    An OSError does not prove that a file is damaged, as the bytes could not be read.
+    """
     return error if error is None or isinstance(error, OSError) else os_error_behind(error.__cause__)
 
 
 def raise_if_unreadable(error: CheckpointError) -> None:
-    """Raise ``error`` if the file system has refused to read a file or folder. One that is missing is no such case."""
+    """Raise ``error`` if its cause is that the file system refused to read a file or folder. A missing file is not refused."""
     if not isinstance(os_error_behind(error), FileNotFoundError | None):
         raise error
 
@@ -144,7 +147,10 @@ class LocalStorage:
         return found.st_size
 
     def resolve_links(self, folder: str, name: str) -> str:
-        """Return the path, relative to ``folder``, of the file that ``name`` in it is or links to."""
+        """Follow links from the file ``name`` in ``folder``, and return the path of the final file relative to ``folder``.
+
+        If the file is not a link, return ``name``.
+        """
         return os.path.relpath(os.path.realpath(os.path.join(folder, name)), os.path.realpath(folder))
 
     def read(self, path: str, start: int, into: memoryview) -> None:
@@ -217,8 +223,8 @@ def _sync_folder(folder: str) -> None:
 class FolderClaim:
     """An exclusive claim of a folder by this process, until the process ends or closes the claim.
 
-    Makes the folder if there is none. Writes ``token`` into a file in it, so that other processes can tell who has the claim.
-    Raises CheckpointError if the folder is claimed already.
+    Makes the folder if there is none. Writes ``token`` into a file in the folder, so that other processes can tell who has the
+    claim. Raises CheckpointError if the folder is claimed already.
     """
 
     _claimed: ClassVar[set[str]] = set()

@@ -41,7 +41,7 @@ _METADATA_CLASSES = {
     "pathlib": {"PosixPath"},
     "collections": {"OrderedDict"},
 }  # fmt: skip
-"""Names of all classes in DCP's metadata, besides dtypes."""
+"""Names of all classes in DCP's metadata, except dtypes."""
 
 
 @options_checked
@@ -58,11 +58,13 @@ def to_dcp(
     Numbers, strings, None, and lists and tuples of these are written as DCP's pickled objects.
 
     A checkpoint of ``{"model": model, "optim": optimizer}``, a module and its ShardedOptimizer, gets the keys that FSDP2
-    expects. There ``get_state_dict()``, ``dcp.load()`` and ``set_state_dict()`` load it into a module and its optimizer.
+    expects. In a program with FSDP2, ``get_state_dict()``, ``dcp.load()`` and ``set_state_dict()`` load the folder into a
+    module and its optimizer.
 
     Args:
         checkpoint: the checkpoint, or its path.
-        folder: path of a folder that does not exist or is empty. It gets its name once all of it is written.
+        folder: path of a folder that does not exist or is empty. Files are written into a temporary folder, which is renamed to
+            this path at the end.
         subtree: path of the subtree to convert, such as ``"model"``; the whole checkpoint by default.
         rename: function from a leaf's name below ``subtree`` to its key in DCP, such as ``lambda name: f"model.{name}"``. By
             default the key is the name.
@@ -105,7 +107,7 @@ def to_dcp(
 
 
 def _lazy_save_planner(found: Checkpoint, names: Mapping[str, str], values: Mapping[str, Any]) -> "SavePlanner":
-    """Return a save planner of DCP that reads a tensor from ``found`` in chunks of rows, each when DCP's writer asks for it.
+    """Return a save planner of DCP, which reads a chunk of rows from ``found`` when DCP's writer asks for this chunk.
 
     ``names``: for each key in DCP, the name of a tensor in ``found``. ``values``: the objects to write, by key in DCP.
     """
@@ -173,23 +175,23 @@ def from_dcp(
 
     Pickles are read by unpicklers that know only the classes of DCP and of plain tensors, so no code in the folder runs. No
     tensor larger than the folder's files is allocated. Tensors and values are compared with the CRC-32 that torch writes beside
-    them. DCP's ``.metadata``, with names and shapes, has no checksum, nor has what was written after
-    ``torch.serialization.set_crc32_options(False)``.
+    them. There is no checksum of DCP's ``.metadata``, which has names and shapes. A folder that was written after
+    ``torch.serialization.set_crc32_options(False)`` has no checksums at all.
 
     Args:
         folder: folder of DCP: a path, or a URL of fsspec.
         root: folder of checkpoints, as for :func:`~fsharp.checkpoint.save`.
         step: number of the step, for the checkpoint's name.
-        ignore: patterns of keys to leave out; each has to match a key.
+        ignore: patterns of keys to leave out. Each pattern has to match a key.
         config: config of the new checkpoint, a value that JSON can hold.
 
     Raises:
-        CheckpointError: the folder is damaged, is not of DCP, or has an object other than a number, text or boolean. No file is
-            left.
-        PatternError: a pattern matches nothing.
+        CheckpointError: the folder is damaged, is not of DCP, or has an object other than a tensor, number, text or boolean. No
+            file is left.
+        PatternError: a pattern matches no key.
 
-    Cost: reads the whole folder, and writes as much as :func:`~fsharp.checkpoint.save` does. Memory: a
-    tensor, and a chunk of it as DCP has stored it.
+    Cost: reads the whole folder, and writes as much as :func:`~fsharp.checkpoint.save` does. Memory: one tensor, and a chunk of
+    this tensor as DCP has stored it.
     """
     source = os.fspath(folder).rstrip("/")
     storage = storage_of(source)
@@ -269,7 +271,7 @@ def _check_sizes_fit_files(storage: Storage, folder: str, metadata: Any, entries
 
 
 def _load_item(storage: Storage, folder: str, metadata: Any, name: str, offsets: torch.Size | None) -> Any:
-    """Return the object under a key of DCP; of a tensor, the chunk whose first element is at ``offsets``."""
+    """Return the object under a key of DCP. If it is a tensor, return the chunk whose first element is at ``offsets``."""
     from torch.distributed.checkpoint.metadata import MetadataIndex
 
     info = (metadata.storage_data or {}).get(MetadataIndex(name, offsets))

@@ -40,11 +40,13 @@ def load_archive(data: bytes | bytearray) -> Any:
 
 
 def load_archive_on_meta(storage: Readable, path: str) -> tuple[bytes, Any]:
-    """Return the pickle of an archive, and the object in it, with tensors on the meta device.
+    """Return the bytes of an archive's pickle, and the object in the archive, with tensors on the meta device.
 
-    The storage of each tensor stands for the whole file: a tensor's first element is at byte ``storage_offset() * itemsize``
-    of the file. Raises as :func:`load_archive` does. Cost: reads the list of records, the pickle, and the header of each
-    tensor's record, which has 30 bytes.
+    The storage of each tensor has the size of the file, and stands for it. So the first element of a tensor is at byte
+    ``storage_offset() * itemsize`` of the file. Raises as :func:`load_archive` does, except that no elements are read and
+    compared with checksums.
+
+    Cost: reads the list of records, the pickle, and the header of each tensor's record; a header has 30 bytes.
     """
     size = storage.nbytes(path)
     whole = torch.empty(size, dtype=torch.uint8, device="meta")
@@ -54,7 +56,10 @@ def load_archive_on_meta(storage: Readable, path: str) -> tuple[bytes, Any]:
 
 
 def _check_crc(record: zipfile.ZipInfo, data: bytes | bytearray) -> None:
-    """Raise a ValueError if ``data`` differs from the checksum of ``record``. A zero is no checksum: torch may leave it out."""
+    """Raise a ValueError if ``data`` differs from the checksum of ``record``.
+
+    A checksum of 0 means that torch was told to compute none. Then nothing is compared.
+    """
     if record.CRC and zlib.crc32(data) != record.CRC:
         raise ValueError(f"record {record.filename!r:.80} is damaged: its bytes differ from their checksum")
 
