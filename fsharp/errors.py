@@ -39,7 +39,10 @@ class TreeError(FsharpError, TypeError):
 
 
 class LossError(FsharpError, TypeError):
-    """A loss is no scalar mean or ``(sum, weight)`` pair, depends on no parameter, or its batch or gradients cannot be used."""
+    """A loss is neither a scalar mean nor a ``(sum, weight)`` pair, or depends on no trainable parameter.
+
+    Or a batch cannot be split into microbatches or samples, or the gradients of a step are lost or not complete.
+    """
 
 
 class AgreementError(FsharpError, RuntimeError):

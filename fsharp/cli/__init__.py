@@ -77,9 +77,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _print(text: str, file: TextIO) -> None:
-    """Print text. Escapes stand for control characters, which a terminal would obey, and for what the encoding lacks.
+    """Print text. Control characters, and characters that the encoding of ``file`` lacks, are printed as escapes.
 
-    Names in a checkpoint may have any characters.
+    Names in a checkpoint may have any characters, and a terminal would obey control characters.
     """
     encoding = file.encoding or "utf-8"
     text = re.sub(r"[\x00-\x09\x0b-\x1f\x7f-\x9f]", lambda found: found[0].encode("unicode_escape").decode(), text)

@@ -198,7 +198,7 @@ def convert(
     """Convert a DCP or Orbax checkpoint to an fsharp checkpoint.
 
     Safetensors files, and files of torch.save, need no conversion: fsharp loads them as they are. Tensors of dcp are compared
-    with the checksums that torch writes beside them, unless it was told to write none. Names and shapes have no checksums.
+    with the checksums that torch writes beside them, unless torch was told to write none. Names and shapes have no checksums.
 
     Args:
         folder: folder of the other library's checkpoint.

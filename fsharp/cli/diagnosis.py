@@ -1,4 +1,4 @@
-"""The subcommand ``doctor``: what this machine has, and what of fsharp works on it."""
+"""The subcommand ``doctor``: what this machine has, and which parts of fsharp work on it."""
 
 import os
 import platform
@@ -33,7 +33,7 @@ Row = tuple[str, str]
 
 
 def doctor() -> str:
-    """Show versions, processors, GPUs, links and limits of this machine, and what of fsharp works here and what does not."""
+    """Show versions, processors, GPUs, links and limits of this machine, and which parts of fsharp work on it."""
     sections = {"versions": _versions(), "hardware": _hardware(), "limits": _limits(), "what works here": _features()}
     lines: list[str] = []
     for title, rows in sections.items():

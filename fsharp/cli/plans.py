@@ -39,7 +39,7 @@ def plan(
 ) -> str:
     """Show the bytes that each strategy keeps on one rank, and what the rank sends in a training step.
 
-    Activations, and full parameters of units in use, take memory besides.
+    The bytes include neither activations nor full parameters of units in use.
 
     Args:
         model: a named architecture (gpt-2, gpt-2-xl, llama-3-8b, llama-3-70b, llama-3-405b, mixtral-8x7b, deepseek-v3); the
@@ -187,8 +187,8 @@ def tune(
 ) -> str:
     """Predict steps under many strategies, meshes, units and policies, and show the fastest that fits into memory first.
 
-    Costs are estimated from shapes: each matrix is multiplied with a vector of each token, and the vectors are kept for the
-    backward.
+    Time and activations are estimated from shapes. The estimate assumes that each matrix is multiplied with one vector for each
+    token, and that these vectors are kept for the backward.
 
     Args:
         model: as for fsharp plan.
@@ -200,7 +200,7 @@ def tune(
         main: dtype of the parameters that the optimizer updates.
         budget: most GB that one rank may use.
         activations: GB that each unit keeps from its forward to its backward, in place of the estimate. Then each repeated
-            layer is a unit, and recomputation is not tried, as nobody knows what a recomputed unit would keep.
+            layer is a unit. Recomputation is not tried, as this number does not say what a recomputed unit would keep.
         microbatches: number of microbatches of a step.
         optimizer_buffers: values of optimizer state for each parameter: 2 for Adam, 1 for momentum.
         gpu: A100, H100, H200 or B200; H100 by default.
@@ -251,7 +251,7 @@ def _plan_layouts(
 ) -> tuple[Any, Mesh, dict[str, Layout]]:
     """Return a model's parameters, the mesh, and the layout for each strategy, by name.
 
-    If ``strategy`` is empty, there is a layout for each strategy that fits the mesh; else only that of ``strategy``.
+    If ``strategy`` is empty, there is a layout for each strategy that fits the mesh; else only the layout for ``strategy``.
     """
     axes = parse_mesh(where, mesh)
     makers = {**FLAT_STRATEGIES, **(HYBRID_STRATEGIES if len(axes.names) == 2 else {})}
@@ -267,7 +267,10 @@ def _plan_layouts(
 
 
 def _check_microbatches(where: str, tree: Any, microbatches: int, most_tensors: int) -> None:
-    """Raise an OptionError if all microbatches together use more than ``most_tensors`` parameters, and so need minutes."""
+    """Raise an OptionError if ``microbatches`` times the number of parameter tensors is more than ``most_tensors``.
+
+    Their prediction would take minutes. A single microbatch is always allowed.
+    """
     count = len(flatten_with_paths(tree)[0])
     why = f"a prediction takes longer with each, and the model has {count:,} tensors"
     check_number(f"{where}: microbatches", microbatches, 1, max(1, most_tensors // count), why=why)

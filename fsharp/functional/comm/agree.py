@@ -93,7 +93,7 @@ def _compare_fields(where: str, fields: Mapping[str, str], comm: Comm, failure: 
 def check_on_all_ranks(
     where: str, comm: Comm, check: Callable[[], T], fields: Callable[[T], Mapping[str, str]] = lambda _: {}
 ) -> T:
-    """Return ``check()``, unless it raises on a rank, or ``fields`` of the result differ between ranks: then all ranks raise.
+    """Return ``check()``. If it raises on a rank, or ``fields`` of the result differ between ranks, all ranks raise.
 
     If ``check`` raises on all ranks, each rank raises its own error. Otherwise all ranks raise an :class:`AgreementError` with
     the text of the first error. On a rank whose ``check`` has raised, this AgreementError has ``is_own=True``, and the rank's
@@ -119,7 +119,11 @@ def check_on_all_ranks(
 
 
 def _without_shared_lines(values: Mapping[str, list[int]]) -> dict[str, list[int]]:
-    """Return ``values``, ranks by text, with shorter texts: without the lines that all texts share, and cut if still long."""
+    """Return ``values``, a dict from a text to the ranks that have it, with shorter texts.
+
+    Lines that all texts share are left out. Texts that are then longer than 160 characters are cut to an excerpt, which has the
+    first difference.
+    """
     lines = {text: text.split("\n") for text in values}
     shared = set.intersection(*(set(each) for each in lines.values()))
     rests = {text: "; ".join(line for line in lines[text] if line not in shared) or "(nothing more)" for text in values}

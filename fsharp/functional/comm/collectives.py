@@ -145,10 +145,17 @@ def reduce_scatter_encoded(
 ) -> torch.Tensor:
     """Sum ``x``, ``[..., n * c]``, over the ``n`` ranks of an axis, and return this rank's part, ``[..., c]``.
 
-    Summands travel encoded in ``wire``, and ``c`` is a multiple of ``wire.block``. Each rank adds decoded summands in the dtype
-    of ``x``, in order of rank. ``residual_and_noise``, for a 1-D ``x``, has the encoding errors of earlier summands, to add,
-    and random numbers. ``padding`` has the runs of the result to set to zero. ``facts`` returns facts for an error of the
-    format.
+    Summands travel encoded in ``wire``. Each rank adds decoded summands in the dtype of ``x``, in order of rank.
+
+    Args:
+        x: the summands; ``c`` is a multiple of ``wire.block``.
+        comm: the ranks.
+        axis: the mesh axis along which to sum.
+        wire: the format in which summands travel.
+        facts: function that returns facts for the message of a FormatError.
+        residual_and_noise: encoding errors of earlier summands, which are added to ``x`` before encoding and then overwritten;
+            and random numbers for stochastic rounding. A residual is only for a 1-D ``x``.
+        padding: slices of the last dim of the result that are set to zero.
 
     Gradient: :func:`all_gather_last`, as if nothing were rounded. Cost: each rank sends ``n - 1`` encoded parts.
     """
@@ -190,10 +197,11 @@ _TRANSPOSE = {"each": "sum", "sum": "each", "share": "summand", "summand": "shar
 
 
 def pcast(x: torch.Tensor, comm: Comm, axis: str, kind: str) -> torch.Tensor:
-    """Convert ``x`` from a shared value to own values of ranks along ``axis``, or back. ``kind`` chooses a row of the table.
+    """Convert ``x`` along ``axis`` from a value that ranks share to a value of each rank's own, or back.
 
-    A *shared* value is the same on all ranks, and so is its gradient. An *own* value belongs to one rank, and its gradient is a
-    summand: see [Note: resting and gathered] in ``moves``. The transpose is the kind that computes the gradient.
+    ``kind`` is a row of the table below. All ranks have equal copies of a *shared* value, and of its gradient. An *own* value
+    belongs to one rank; its gradient on this rank is a summand, to be added to those of other ranks. See [Note: resting and
+    gathered] in ``fsharp.functional.moves``. The gradient of a conversion is computed by the kind in the column ``transpose``.
 
     =========  ===========  =================================================  ==========
     kind       from, to     computes                                           transpose

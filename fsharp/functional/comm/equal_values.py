@@ -24,9 +24,10 @@ _MAX_WRITTEN_ELEMENTS = 8
 def tensor_digest(tensor: torch.Tensor) -> bytes:
     """Return eight bytes that depend on every bit of a tensor of any dtype, and on the order of its elements.
 
-    Words of 32 bits are multiplied by random odd numbers of 64 bits and added, modulo ``2**64``, which is exact on any device.
-    Different tensors have equal sums with a probability of at most ``2**-31``. Sums of 16 KiB are hashed. (torch.hash_tensor
-    does not see the order of elements, nor an even number of equal elements.)
+    Each run of 16 KiB gives a sum: its words of 32 bits are multiplied by random odd numbers of 64 bits and added, modulo
+    ``2**64``, which is exact on any device. Different runs have equal sums with a probability of at most ``2**-31``. All sums
+    are then hashed to eight bytes. (torch.hash_tensor does not see the order of elements, nor an even number of equal
+    elements.)
 
     Cost: one pass over the tensor, and a few MiB.
     """
@@ -74,11 +75,12 @@ def check_same_on_ranks(
     remedy: str,
     varying: Mapping[str, tuple[str, ...]] | None = None,
 ) -> None:
-    """Raise an AgreementError on all ranks, which names tensors and ranks, if ``tensors`` differ between ranks.
+    """Raise an AgreementError on all ranks if ``tensors`` differ between ranks. The error names the tensors and the ranks.
 
-    ``varying``: by path, the axes along which a tensor may differ. ``remedy``: last line of the error. Cost: a pass over
-    tensors that several ranks have, and a collective of 8 bytes for each axis; if tensors differ or vary, one of 8 bytes for
-    each.
+    ``varying``: by path, the axes along which a tensor may differ. ``remedy``: last line of the error.
+
+    Cost: one pass over the tensors, without those that may differ along all axes, and one collective of 8 bytes for each axis.
+    If digests differ, there is one more collective for each axis, of 8 bytes for each tensor.
     """
     axes, varying = [axis for axis, size in comm.mesh.axes if size > 1], varying or {}
     shared = {path: tensor for path, tensor in tensors.items() if not {*axes} <= {*varying.get(path, ())}}
@@ -101,7 +103,7 @@ def check_same_on_ranks(
 
 
 def _differing_ranks_text(digests: list[bytes], mesh: Mesh, varying_axes: tuple[str, ...]) -> str | None:
-    """Return a text with the ranks whose digest differs from that of the first rank in their group; None if none differs."""
+    """Return a text with the ranks whose digest differs from the digest of the first rank in their group; None if none does."""
     firsts: dict[int, int] = {}
     others: dict[int, list[int]] = {}
     for rank, each in enumerate(digests):
@@ -113,12 +115,14 @@ def _differing_ranks_text(digests: list[bytes], mesh: Mesh, varying_axes: tuple[
 
 
 def broadcast_from_rank(tensor: torch.Tensor, source: int, comm: Comm, *, varying: tuple[str, ...] = ()) -> torch.Tensor:
-    """Return rank ``source``'s tensor on all ranks, with all its bits. Other ranks pass a tensor of its shape and dtype.
+    """Return rank ``source``'s ``tensor`` on all ranks, with all its bits.
 
-    That tensor may be on the meta device. ``varying``: axes along which ranks keep different tensors. Each rank then gets the
-    tensor of the rank that has its own coordinate along these axes, and ``source``'s along all others. Bytes are summed as
-    integers, to which all ranks but one add zero. Cost: the result, and an ``all_reduce`` of it for each other axis, 4 MiB at a
-    time.
+    Other ranks pass a tensor of the same shape and dtype, which may be on the meta device. ``varying``: axes along which ranks
+    keep different tensors. A rank then gets the tensor of a rank that has the same coordinates along ``varying`` as itself, and
+    the same coordinates along all other axes as ``source``.
+
+    Bytes are summed as integers, to which all ranks but one add zero. Cost: memory for the result, and one ``all_reduce`` of
+    the result, in pieces of 4 MiB, for each axis that is not in ``varying``.
     """
     axes = [axis for axis, size in comm.mesh.axes if size > 1 and axis not in varying]
     if not axes:

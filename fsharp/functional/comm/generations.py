@@ -118,13 +118,14 @@ class Membership:
         self._store.set(f"can rejoin/{self._rank}", str(self.number) if can else "")
 
     def wait_for_next_generation(self, kind: StopKind, error: Exception, limit_s: float) -> Announcement:
-        """Announce that this rank has stopped, wait for the launcher to announce the next generation, and return that message.
+        """Announce that this rank has stopped, and wait until the launcher announces the next generation.
 
         ``kind`` is ``"own"`` if this rank raised ``error`` itself, and ``"heard"`` if the failure of another rank ended its
-        collective. ``limit_s``: seconds for which the launcher waits until other ranks have stopped.
+        collective. ``limit_s``: seconds that other ranks have to stop as well, before the launcher kills them.
 
-        Raises ``error`` if ``kind`` is ``"own"``: a new process then takes the rank's place. Also raises ``error`` if all ranks
-        have stopped with the same ``kind``, as a restart would not help. Raises a CommError if ranks are no longer restarted.
+        With ``"heard"`` return the announcement. With ``"own"`` raise ``error``, so that this process ends and a new process
+        takes the rank's place. Also raise ``error`` if all ranks have stopped with the same ``kind``, as a restart would not
+        help. Raise a CommError if ranks are no longer restarted.
         """
         self._store.set(f"stopped/{self.number}/{self._rank}", json.dumps([kind, limit_s]))
         while True:

@@ -35,10 +35,11 @@ _GIVE_UP_CHECK_INTERVAL_S = 0.5
 
 
 def run_within(limit_s: float, job: Callable[[], T], *, why_give_up: Callable[[], str | None] = lambda: None) -> T:
-    """Return the result of ``job``, which queries the job's store in a new thread. TimeoutError if the job takes too long.
+    """Call ``job``, which queries the job's store, in a new thread, and return its result.
 
-    ``limit_s`` limits the store's own waits for ranks; ``job`` may take two seconds more. If ``why_give_up`` returns a text, a
-    CommError with this text is raised, and the thread runs on until ``job`` ends.
+    Raises TimeoutError if ``job`` takes more than ``limit_s + 2`` seconds: the waits in ``job`` end after ``limit_s``, and the
+    store may take two seconds to answer. ``why_give_up()`` is called every half second. If it returns a text, a CommError with
+    this text is raised. After both errors the thread runs on until ``job`` ends.
     """
     worker, done, deadline = Worker("job"), Outcome(), time.monotonic() + limit_s + _STORE_TIMEOUT_S
     worker.submit(job, done)
@@ -76,8 +77,8 @@ def join_job_of_environment(backend: str, timeout: timedelta | None) -> None:
     """Join the job that the environment variables describe, under keys in the job's store that no earlier attempt has used.
 
     All attempts of torchrun share a store, and gloo would find the addresses of ended processes there. ``timeout`` is the
-    argument of ``init_process_group``. Raises CommError if other processes have not joined by then. Call it in
-    :func:`run_within`: torch's own limit begins anew whenever it tries to reach the store.
+    argument of ``init_process_group``. Raises CommError if other processes have not joined within this time. Call this function
+    by :func:`run_within`, as torch's own limit begins anew whenever torch tries to reach the store.
     """
     limit = timeout or dist.default_pg_timeout
     store, rank, world_size = next(rendezvous("env://", timeout=limit))

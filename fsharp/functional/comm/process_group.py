@@ -49,11 +49,11 @@ _REDUCE_OPS = {"max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN, "sum": dist.R
 class ProcessGroupComm:
     """A Comm with blocking collectives over the process groups of a :class:`torch.distributed.device_mesh.DeviceMesh`.
 
-    Sums are taken in order of rank: each rank receives its part from all other ranks, and adds the parts. So bits do not depend
-    on how a buffer is cut. This sends as many bytes as a ring does, and is faster than gloo's own reductions.
+    Each rank receives the summands of its part from all other ranks, and adds them in order of rank. So the bits of a sum do
+    not depend on how a buffer is cut. This sends as many bytes as a ring does, and is faster than gloo's own reductions.
 
     Args:
-        device_mesh: a mesh with dim names, of all ranks of the job or of some, such as ``world_mesh["dp"]``. Rank numbers, in
+        device_mesh: a mesh with dim names, of all or some ranks of the job, such as ``world_mesh["dp"]``. Rank numbers, in
             errors as well, are numbers in this mesh.
         rank_order: False leaves sums to the backend (NCCL: faster, can use SHARP, order of summation unspecified). None means
             False for NCCL and True for other backends.
@@ -126,7 +126,7 @@ class ProcessGroupComm:
         return job_store.new_group_of(ranks, self.limit_s, self.device, is_nccl=self.is_nccl)
 
     def point_to_point(self, group: dist.ProcessGroup, axis: str | None, call: WatchedCall) -> "PointToPoint":
-        """Return the sends and receives of ``call`` in ``group``: the ranks along ``axis``, or all ranks for None."""
+        """Return the messages of ``call`` in ``group``, the process group along ``axis``, or of all ranks if that is None."""
         return PointToPoint(group, tuple(range(self.mesh.size)) if axis is None else self.mesh.group(axis, self.rank), call)
 
     def with_own_numbering(self) -> "ProcessGroupComm":
@@ -184,7 +184,7 @@ class ProcessGroupComm:
 
     @torch.no_grad()
     def all_gather(self, x: torch.Tensor, axis: str, *, label: str = "") -> torch.Tensor:
-        """Return ``x`` of all ``n`` ranks of the axis as ``[n, *x.shape]``, in order of coordinate. Any dtype: bytes travel."""
+        """Return ``x`` of all ``n`` ranks of the axis as ``[n, *x.shape]``, in order of coordinate. Any dtype can be sent."""
         try:  # not @api_boundary, which is a frame more in each collective
             n = self.mesh.axis_size(axis)
             out = x.new_empty((n, *x.shape))
@@ -201,7 +201,7 @@ class ProcessGroupComm:
 
     @torch.no_grad()
     def reduce_scatter(self, x: torch.Tensor, axis: str, *, dtype: torch.dtype | None = None, label: str = "") -> torch.Tensor:
-        """Return the sum over ranks of ``x[c]`` in ``dtype``; ``c`` is this rank's coordinate, and ``x`` is ``[n, *s]``."""
+        """Return the sum of row ``c`` of all ranks' ``x``, ``[n, *s]``, in ``dtype``; ``c`` is this rank's coordinate."""
         try:
             dtype = dtype or x.dtype
             if not self._rank_order:
@@ -331,7 +331,7 @@ class PointToPoint(NamedTuple):
         return source, self.group.recv([x], source, self.call.tag)
 
     def exchange(self, send: PartsOfBuffers, receive: PartsOfBuffers, mine: int) -> list[tuple[int, Any]]:
-        """Begin to exchange parts with all ranks of the group but ``mine``, this rank. Return handles for :meth:`wait`."""
+        """Begin to exchange parts with all ranks of the group except ``mine``, this rank. Return handles for :meth:`wait`."""
         posted = []
         for to, source in exchange_rounds(mine, len(send[0])):
             # Receives first: gloo announces a receive on the same connection, behind the data under way.
@@ -340,9 +340,9 @@ class PointToPoint(NamedTuple):
         return posted
 
     def wait(self, posted: Sequence[tuple[int, Any]]) -> None:
-        """Block until the messages of these handles have been sent and received; :class:`CollectiveOutcome` has the limit.
+        """Block until the messages of these handles have been sent and received. Only :class:`CollectiveOutcome` has a limit.
 
-        After an error a message may never come, and later collectives of other Comms use the same process group.
+        After an error of the collective this may block forever: a limit here would close connections that other Comms use.
         """
         for rank, work in posted:
             self.call.set_awaited_rank(self.ranks[rank])
@@ -358,8 +358,8 @@ def exchange_rounds(mine: int, n: int) -> Iterator[tuple[int, int]]:
 def abort_groups(groups: Sequence[dist.ProcessGroup], *, is_nccl: bool) -> None:
     """End all collectives under way in some process groups with an error.
 
-    Over gloo a receive that times out closes the connections. Over NCCL all communicators are aborted together, as an abort may
-    wait for kernels of another communicator.
+    Over gloo this begins a receive with a limit of 1 ms: at its end gloo closes the connections. Over NCCL all communicators
+    are aborted together, as an abort may wait for kernels of another communicator.
     """
     if is_nccl and groups:
         backend: Any = groups[0]._get_backend(torch.device("cuda"))
@@ -439,11 +439,11 @@ def connect(mesh: Mesh, *, device_type: str | None = None, timeout: timedelta | 
 def destroy() -> None:
     """Leave the job and destroy its process groups, after checkpoint saves in the background are done.
 
-    Without a job the call does nothing. Ranks that wait for this rank, now or later, raise a :class:`CommError` with its last
-    step, and after an error with its traceback. At exit the interpreter does the same.
+    Without a job the call does nothing. Ranks that wait for this rank, now or later, raise a :class:`CommError`. It names the
+    last collective of this rank, and has a traceback if this rank leaves because of an error. So do they if this process exits.
 
     Cost: rank 0, which hosts the job's store unless torchrun does, waits for the other ranks to leave: for at most 30 seconds,
-    or the job's time limit if that is shorter.
+    2 seconds after an error, or the job's time limit if that is shorter.
     """
     for finish in callbacks_before_leaving:
         finish()
@@ -492,7 +492,7 @@ def _announce_departure(error: BaseException | None) -> None:
 
 os.register_at_fork(
     after_in_child=_status_exchange_by_ranks.clear
-)  # a forked child is no rank, and must not leave in the name of one
+)  # a forked child is not a rank, and must not leave in the name of one
 
 
 @atexit.register  # registered after the handler of worker_threads, so called before it: threads still run

@@ -45,10 +45,14 @@ class Comm(Protocol):
         """Device of the tensors that collectives take."""
 
     def all_gather(self, x: torch.Tensor, axis: str, *, label: str = "") -> torch.Tensor:
-        """Return ``x`` of all ``n`` ranks of the axis as ``[n, *x.shape]``, in order of coordinate. Any dtype: bytes travel."""
+        """Return ``x`` of all ``n`` ranks of the axis as ``[n, *x.shape]``, in order of coordinate. Any dtype can be sent."""
 
     def reduce_scatter(self, x: torch.Tensor, axis: str, *, dtype: torch.dtype | None = None, label: str = "") -> torch.Tensor:
-        """Return the sum over ranks of ``x[c]`` in ``dtype``; ``c`` is this rank's coordinate, and ``x`` is ``[n, *s]``."""
+        """Sum over the ``n`` ranks of the axis, and return this rank's part of the sum.
+
+        On each rank ``x`` has shape ``[n, *s]``. The result is the sum of ``x[c]`` of all these ranks, where ``c`` is the
+        coordinate of this rank. It has shape ``s`` and dtype ``dtype``, by default the dtype of ``x``.
+        """
 
     def all_reduce(self, x: torch.Tensor, axis: str, *, op: ReduceOp = "sum", label: str = "") -> torch.Tensor:
         """Return the elementwise sum, maximum or minimum of ``x`` over the ranks of the axis, with equal bits on every rank."""
@@ -61,7 +65,8 @@ class Comm(Protocol):
         Args:
             x: a 1-D tensor; the first ``send[0]`` elements go to rank 0, the next ``send[1]`` to rank 1, and so on.
             send: number of elements for each rank; the sum is the size of ``x``.
-            receive: number of elements from each rank; equals the number that this rank sends.
+            receive: number of elements from each rank. ``receive[r]`` equals the number that rank ``r`` sends to this rank: the
+                entry for this rank in ``send`` of rank ``r``.
             axis: exchange between ranks along this axis, in order of coordinate; None means all ranks of the mesh.
             label: what the call is for.
 
@@ -71,9 +76,10 @@ class Comm(Protocol):
 
 
 class Engine(ABC):
-    """A :class:`Comm` that also decides when data move and where they are, such as a Scheduler.
+    """A :class:`Comm` that also decides when data move and in which memory, such as a Scheduler.
 
-    Pure functions such as ``forward`` pass their whole call to it. Results have the same bits as without an Engine.
+    If a pure function such as ``forward`` gets an Engine as its Comm, it passes its whole call to the Engine. Results have the
+    same bits as with any other Comm.
     """
 
     @abstractmethod
@@ -94,8 +100,8 @@ class Engine(ABC):
     ) -> tuple[Any, Any]:
         """Run :func:`~fsharp.value_and_grad` over the microbatches of a batch. ``residuals`` are overwritten.
 
-        With ``sum_in_place`` the caller passes the gradients to :func:`~fsharp.reduce_scatter` without reading them, so their
-        sums over ranks may take their memory.
+        With ``sum_in_place`` the caller passes the gradients to :func:`~fsharp.reduce_scatter` without reading them. So the
+        engine may overwrite the gradients with their sums over ranks.
         """
 
     @abstractmethod
@@ -104,7 +110,11 @@ class Engine(ABC):
 
     @abstractmethod
     def begin_state_fetch(self, state: Any, params: Any, grads: Any, *, donate: bool) -> Any:
-        """Begin :func:`~fsharp.update`: return ``state``, the pair ``(main, opt)``, on the device; a read waits for it."""
+        """Begin :func:`~fsharp.update`: return ``state``, the pair ``(main, opt)``, on the device.
+
+        The copy from host memory may still be under way: a read of a tensor of the result waits for it. ``params`` and
+        ``grads`` are the arguments of the update. ``donate``: whether the update may overwrite ``state``.
+        """
 
     @abstractmethod
     def run_update_gather(self, new: Any, params: Any, state: Any, *, donate: bool) -> tuple[Any, Any]:
@@ -163,8 +173,8 @@ class Call(NamedTuple):
 def sent_nbytes(op: str, part_nbytes: int, n: int) -> int:
     """Return the bytes that one rank of ``n`` sends in the bandwidth-optimal algorithm (ring or direct exchange).
 
-    ``part_nbytes`` is the input of an all_gather, the output of a reduce_scatter in the dtype that travels, or the part
-    ``ceil(numel / n)`` of an all_reduce.
+    ``part_nbytes`` is the size in bytes of the input of an all_gather; of the output of a reduce_scatter, in the dtype that
+    travels; of ``ceil(numel / n)`` elements of an all_reduce; or of what one receiver gets in an all_to_all of equal parts.
     """
     return (n - 1) * part_nbytes * (2 if op == "all_reduce" else 1)
 
@@ -189,9 +199,9 @@ def innermost_comm(comm: Comm) -> Comm:
 def reporting_format_errors(comm: Comm, where: str) -> Iterator[None]:
     """Return a context for code that encodes or decodes. A FormatError in it is reported to all other ranks, and raised here.
 
-    Without the report they would wait for this rank without end. They raise the error at their next collective, even if the
-    caller catches it here. Afterwards no Comm of these ranks can be used; but if ``comm`` is an :class:`Engine` such as a
-    scheduler, only this Engine ends.
+    The other ranks raise the error at their next collective, even if the caller on this rank catches the error. Without the
+    report the other ranks would wait for this rank forever. Afterwards no Comm of these ranks can be used. But if ``comm`` is
+    an :class:`Engine` such as a scheduler, only this Engine cannot be used any more.
 
     Every function with a Comm encodes and decodes in this context, or in
     :func:`~fsharp.functional.comm.agree.check_on_all_ranks`.
@@ -212,7 +222,11 @@ _count_lock = Lock()
 
 
 class DelegatingComm:
-    """Base class of Comms that pass each collective to another Comm: :meth:`_comm_and_label` returns it, and the label."""
+    """Base class of Comms that pass each collective to another Comm.
+
+    A subclass implements ``_comm_and_label(label, op, axis, x, send)``, called before each collective. This method returns the
+    Comm that runs the collective, and the label to pass to that Comm.
+    """
 
     def _comm_and_label(
         self, label: str, op: str, axis: str | None, x: torch.Tensor, send: Sequence[int] = ()

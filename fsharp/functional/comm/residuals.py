@@ -54,10 +54,13 @@ def zero_residuals(units: Iterable[UnitLayout], device: torch.device) -> PerRank
 def prepare_residuals(
     where: str, residuals: Any, units: Iterable[UnitLayout], *, donate: bool, step: int | None, rank: int
 ) -> tuple[PerRank | None, ResidualViews]:
-    """Return residuals of ``units`` that the caller may overwrite; and by unit, views of them with random numbers for rounding.
+    """Return the residuals of ``units`` for the caller to overwrite, and for each unit the inputs of its encodings.
 
-    The residuals are copies unless ``donate``. Raises TreeError if residuals are missing or of other units, or if ``step``, the
-    seed of stochastic rounding, is missing or no integer of at least 0.
+    The residuals are copies of ``residuals``, or with ``donate`` the same tensors; None if ``residuals`` is None. The inputs
+    are a :data:`ResidualViews`: for each axis a view of the returned residuals, and random numbers for stochastic rounding.
+
+    Raises TreeError if residuals are missing or belong to other units. Also if ``step``, the seed of stochastic rounding, is
+    missing where it is needed, or is not an integer of at least 0.
     """
     units = [unit for unit in units if unit.has_any_format and (residual_sizes(unit) or has_stochastic_wire(unit))]
     if step is not None and (type(step) is not int or step < 0):

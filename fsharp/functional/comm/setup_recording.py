@@ -15,7 +15,9 @@ _MOST_CALLS, _MOST_NBYTES = 10_000, 256 << 20
 
 
 class SetupRecording:
-    """A record of this rank's collective calls before training. With each restarted rank this rank makes the calls again.
+    """A record of the collective calls that this rank makes in the setup, before the first step of training.
+
+    Whenever another rank was restarted, and runs its program from the beginning, this rank makes the recorded calls again.
 
     Attributes:
         is_recording: whether the setup is under way.
@@ -48,10 +50,11 @@ class SetupRecording:
             self._calls.clear()
 
     def run_and_record(self, call: Callable[[], T], replay: Callable[[], Any] | None = None, *, nbytes: int = 0) -> T:
-        """Return ``call()``, and record it for :meth:`replay`, unless it is inside of a recorded call.
+        """Return ``call()``, and record ``call`` for :meth:`replay`, unless this method was called inside of a recorded call.
 
-        A replay calls ``replay`` in place of ``call``, if it is given. ``nbytes``: bytes that ``replay`` keeps until then. A
-        call in another thread abandons the record, and so does a call too many: then nothing can be replayed.
+        ``replay``: function that a replay calls in place of ``call``; by default ``call``. ``nbytes``: bytes that ``replay``
+        keeps in memory. A call in another thread abandons the record. So does a call after which the record would have more
+        than 10,000 calls or 256 MiB. Then nothing can be replayed.
         """
         if not self.is_recording:
             return call()

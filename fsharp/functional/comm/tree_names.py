@@ -21,7 +21,8 @@ class TreeNameCounters:
 
     Attributes:
         num_trees: number of trees that ranks have made together so far; a tree's number is counted from 1.
-        gathered: for a name that several trees have: number of these trees that were gathered so far, by name, axes and unit.
+        gathered: by name of a tree, axes and name of a unit, the number of trees of this name whose unit was gathered along
+            these axes so far. Only names that several trees can have are counted.
     """
 
     num_trees: int = 0
@@ -67,9 +68,9 @@ def copy_tree_names(new: Iterable[Sharded], old: Iterable[Sharded]) -> None:
 def tree_label_prefix(node: Sharded, comm: Comm, target: Place | None = None) -> str:
     """Return the name of a node's tree as the beginning of a label; empty if the Comm compares no labels.
 
-    If several trees can have this name, a number is added. The first such tree whose unit is gathered along these axes gets 1,
-    the second 2. A move without a collective does not count, as one rank alone may make it. ``target``: the place to which the
-    node moves; None gathers it in full.
+    ``target``: the place to which the node moves; None means that the node is gathered in full. If several trees can have the
+    name, a number is added. Of these trees, the first whose unit is gathered along the axes of this move gets 1, the second 2.
+    A move without a collective does not count, as one rank alone may make the move.
     """
     counts = tree_name_counters_of(comm)
     if counts is None:

@@ -133,7 +133,10 @@ class StatusExchange:
         self._begun: dict[str, int] = {}  # by name of a watch, a closed one included: other ranks may still wait
 
     def exchange_statuses(self, status: "RankStatus", peer: int | None) -> list[int]:
-        """Write ``status`` of this rank, and read those of ``peer`` and some other ranks into ``seen``. Return these ranks."""
+        """Write ``status`` of this rank, and read the statuses of ``peer`` and of up to 16 other ranks into ``self.seen``.
+
+        Return the ranks whose statuses were read. Each call reads the next ranks, so that all ranks have their turn.
+        """
         self._write_status(status)
         others = [rank for rank in range(self.size) if rank != self.rank]
         chosen = {
@@ -270,8 +273,8 @@ class CommWatch:
     def compare_statuses(self, call: WatchedCall, *, is_connection_lost: bool = False) -> str:
         """Exchange statuses with other ranks, and return a text about the ranks that have not begun the collective ``call``.
 
-        Raises an AgreementError if another rank has failed or is in another collective. Raises a CommError if a rank has left
-        the job before this collective. With ``is_connection_lost`` it also raises one if ``call.peer`` has left the job at all.
+        Raises an AgreementError if another rank has failed, or takes part in another collective. Raises a CommError if a rank
+        has left the job before ``call``; with ``is_connection_lost`` also if ``call.peer`` has left after ``call``.
         """
         if self.error is not None:
             raise self.error
@@ -327,8 +330,8 @@ class CommWatch:
     def refuse_further_calls(self, error_type: type[Exception], text: str, *, is_whole: bool = False) -> Exception:
         """Make this Comm refuse further collectives, on all ranks, and return the error for this rank to raise.
 
-        If several ranks call this method, all ranks raise the text of the first one. ``text`` follows words such as
-        ``rank 0 of 4``; with ``is_whole`` it is the whole text.
+        If several ranks call this method, all ranks raise an error with the text of the first call. ``text`` is put after words
+        such as ``rank 0 of 4``, to make the text of the error. With ``is_whole`` it is the whole text.
         """
         text = text if is_whole else f"rank {self.statuses.rank} of {self.statuses.size} {text}"
         first = self.board.write_if_absent("failed", text)
@@ -380,7 +383,7 @@ def _labels_by_number(count: int, labels: Sequence[str]) -> dict[int, str]:
 def _label_difference_text(
     first: int | None, labels_by_rank: Mapping[int, Mapping[int, str]], settings: Mapping[str, str] | None = None
 ) -> str:
-    """Return the text of an error: ranks are in collectives with different labels.
+    """Return the text of the error that ranks are in collectives with different labels.
 
     ``labels_by_rank``: by rank, labels by number of the collective. ``first``: the first number at which labels differ; None if
     ranks are in collectives of two Comms.

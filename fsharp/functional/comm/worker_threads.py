@@ -27,7 +27,10 @@ class Worker:
         self._queue: SimpleQueue[tuple[Job, Outcome] | None] | None = None
 
     def submit(self, job: Job, outcome: "Outcome") -> None:
-        """Run ``job`` in the thread after all earlier jobs. Callers that wait for ``outcome`` wake when ``job`` is freed."""
+        """Run ``job`` in the thread after all earlier jobs.
+
+        Callers that wait for ``outcome`` wake once ``job`` has run, and the thread has dropped its reference to ``job``.
+        """
         self.start_thread().put((job, outcome))
 
     def start_thread(self) -> "SimpleQueue[tuple[Job, Outcome] | None]":
