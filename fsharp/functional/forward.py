@@ -36,15 +36,15 @@ def forward(
             of units.
         args: more arguments for ``fn``: pytrees; tensors in them are differentiated.
         comm: the ranks.
-        ties: units that store leaves to which leaves of this unit are tied.
+        ties: the other units that store the values of tied leaves of this unit.
         release: release gathered parameters when ``fn`` returns, and gather them again in the backward. False keeps the
-            parameters until the backward: one gather less, and the memory of a full unit more. Without effect if nothing is
-            gathered, with ``remat``, and under ``torch.func`` transforms other than ``vmap``.
+            parameters until the backward, which saves one gather, and takes the memory of a full unit. Without effect if
+            nothing is gathered, with ``remat``, and under ``torch.func`` transforms other than ``vmap``.
         remat: recompute activations in the backward, as ``jax.checkpoint`` does. ``fn`` is called twice, with equal random
             numbers from the global generator and from generators in ``args``. True recomputes all activations. A policy
             ``(ctx, op, *args, **kwargs) -> CheckpointPolicy``, or a list of ops whose results are kept, chooses activations, as
-            in ``torch.utils.checkpoint.create_selective_checkpoint_contexts``; the backward then runs once only. Without effect
-            under ``torch.func`` transforms.
+            in ``torch.utils.checkpoint.create_selective_checkpoint_contexts``. With a policy or a list, the backward of a call
+            can run only once. Without effect under ``torch.func`` transforms.
         kwargs: more arguments for ``fn``.
 
     Returns:

@@ -53,8 +53,8 @@ class Metrics(NamedTuple):
 def as_loss(value: Any, where: str = "value_and_grad()") -> Loss:
     """Return the result of a loss function as a sum and a weight.
 
-    Raises LossError unless the value is a scalar mean, or a pair of a scalar and its weight. A floating-point weight has to be
-    in a :class:`Loss`: in a plain pair it may be a metric.
+    Raises LossError unless the value is a scalar mean, or a pair of a scalar and its weight. In a plain pair the weight has to
+    be a number or an integer tensor, as a floating-point tensor could be a metric. In a :class:`Loss` it may be either.
     """
     is_pair = isinstance(value, tuple) and len(value) == 2
     total, weight = value if is_pair else (value, 1.0)

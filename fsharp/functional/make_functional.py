@@ -27,12 +27,12 @@ def make_functional(module: nn.Module) -> tuple[Callable[..., Any], dict[str, An
         module: the module. It is not changed; ``params`` shares the memory of its parameters.
 
     Returns:
-        ``fn``, which calls the module with ``params`` in place of the module's parameters; and ``params``, nested dicts whose
-        levels are the dots in the parameters' names. A tied parameter is one tensor at several paths. Buffers are constants of
-        ``fn``: writes to buffers in a forward are discarded.
+        ``fn``, which calls the module with ``params`` in place of the module's parameters; and ``params``, nested dicts with
+        one more level for each dot in a parameter's name. A tied parameter is one tensor at several paths. Buffers are
+        constants of ``fn``: writes to buffers in a forward are discarded.
 
     Raises:
-        TreeError: the module has no parameters, or a parameter whose class has FSDP2 hooks.
+        TreeError: the module has no parameters, or it has a parameter whose class has FSDP2 hooks.
     """
     for name, parameter in module.named_parameters():
         if has_hooks(parameter):
@@ -55,7 +55,7 @@ def make_functional(module: nn.Module) -> tuple[Callable[..., Any], dict[str, An
 
 
 def parameter_tree(where: str, module: nn.Module) -> dict[str, Any]:
-    """Return a module's parameters, detached, as nested dicts along the dots of their names; TreeError if there are none."""
+    """Return a module's parameters, detached, as nested dicts with a level for each part of a name. TreeError if none exist."""
     named = list(module.named_parameters(remove_duplicate=False))
     if not named:
         raise TreeError(f"{where}: {type(module).__name__} has no parameters.")

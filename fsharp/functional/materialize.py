@@ -76,8 +76,8 @@ def full_tree(tree: Any, *, comm: Comm) -> Any:
         comm: the ranks.
 
     Returns:
-        The tree of whole tensors, in the dtypes of the shards; tensors share no memory with ``tree``. Of a leaf that differs
-        between the ranks along an axis, each rank gets its own tensor.
+        The tree of whole tensors, in the dtypes of the shards. These tensors share no memory with ``tree``. If a leaf varies
+        along an axis, each rank gets the tensor for its own coordinate along this axis.
 
     Raises:
         TreeError: a unit is a partial sum.
@@ -189,11 +189,11 @@ def uniform(low: float = 0.0, high: float = 1.0) -> Initializer:
 
 @options_checked
 def zeros(t: torch.Tensor, g: torch.Generator) -> torch.Tensor:
-    """Fill a leaf with zeros: an initializer."""
+    """Fill ``t`` with zeros in place, and return ``t``. This function is itself an initializer; it does not use ``g``."""
     return t.zero_()
 
 
 @options_checked
 def ones(t: torch.Tensor, g: torch.Generator) -> torch.Tensor:
-    """Fill a leaf with ones: an initializer."""
+    """Fill ``t`` with ones in place, and return ``t``. This function is itself an initializer; it does not use ``g``."""
     return t.fill_(1)

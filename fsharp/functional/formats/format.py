@@ -92,13 +92,13 @@ class LeafPart:
 class EncodedTensorClass:
     """A tensor class, such as TransformerEngine's, with which functions compute on encoded leaves without decoding them.
 
-    A tensor of this class wraps inner tensors (torch's ``__tensor_flatten__``) that lie in the leaf's memory. When this memory
-    is released, the inner tensors are empty, for all aliases of the wrapper. Once it is filled again with equal bytes, the
-    inner tensors get it back.
+    A tensor of this class wraps inner tensors (torch's ``__tensor_flatten__``) that lie in the leaf's memory. While this memory
+    is released, the inner tensors are empty, also in all aliases of the wrapper. Once the memory is filled again with equal
+    bytes, the inner tensors lie in it again.
 
     Attributes:
-        make_tensor: function from a whole leaf to a tensor of the class. Its inner tensors lie in the leaf's memory, and are no
-            views (:func:`non_view_alias`).
+        make_tensor: function from a whole leaf to a tensor of the class. The inner tensors use the leaf's memory, but must not
+            be views of it, as views keep memory alive: see :func:`non_view_alias`.
         compute_derived: function of the tensor that computes values derived from its bytes, such as a transpose. Called in a
             forward or backward, once the memory is filled.
         drop_derived: function of the tensor that frees these derived values. Called before the memory is released.
@@ -114,14 +114,15 @@ class EncodedTensorClass:
 class LeafCodec:
     """Functions that encode whole leaves with scales on which all ranks agree, such as one scale for each tensor or row.
 
-    A scale depends on the largest element of the whole leaf, of which a rank has only a part. So ranks take maxima together,
-    and each makes equal scales from these: scales do not travel. A rank keeps the scales of whole leaves at the end of its
-    buffer.
+    A scale depends on the largest element of the whole leaf, of which a rank has only a part. So ranks compute the maximum over
+    all ranks together, and every rank makes the same scales from it. Scales are never sent. A rank keeps the scales of whole
+    leaves at the end of its buffer.
 
     Args:
         scales_nbytes: function from the shape of a leaf to the bytes of the leaf's scales.
-        agreed: function from the shape of a leaf to a list of ``(count, dtype)``: for each call of ``agree``, how many numbers
-            belong to this leaf. ``[(1, torch.float32)]`` is one call, with one maximum of the leaf.
+        agreed: function from the shape of a leaf to a list with one pair ``(count, dtype)`` for each call of ``agree`` in
+            ``encode``. ``count``: how many numbers of the call belong to this leaf. ``[(1, torch.float32)]`` means one call,
+            with one number for the leaf.
         encode: function ``(parts, agree)`` that fills ``planes`` and ``scales`` of each part. ``parts`` has one LeafPart for
             each leaf, in the same order on all ranks. ``agree(tensor)`` replaces each number of a tensor by its maximum over
             ranks, in place. Each call has the numbers of all leaves, and all ranks make equally many calls.
@@ -166,7 +167,7 @@ class Format:
         seed: seed of a format of :func:`~fsharp.formats.stochastic`, whose ``encode`` takes ``uniform`` as well.
 
     Raises:
-        LayoutError: there are no planes, the block is less than 1, or the name is no identifier.
+        LayoutError: there are no planes, the block is less than 1, or the name is not a Python identifier.
     """
 
     name: str
@@ -328,7 +329,10 @@ class Format:
 
     @property
     def leaf_alignment(self) -> int:
-        """Number of elements at whose multiples leaves begin in a buffer, so that two leaves share no number of a plane."""
+        """The alignment of leaves in a buffer, in elements: each leaf begins at a multiple of this number.
+
+        So no number of a plane encodes elements of two leaves.
+        """
         if self.leaves is None:
             return 1
         return math.lcm(*[self.block // math.gcd(self.block, plane.per_block) for plane in self.planes])
@@ -336,7 +340,7 @@ class Format:
     def plane_slice(self, plane: Plane, first: int, last: int) -> slice:
         """Return the slice of the numbers of ``plane`` that encode the values ``[first, last)`` of a leaf.
 
-        ``first`` is a multiple of :attr:`leaf_alignment`; ``last`` is rounded up to one.
+        ``first`` has to be a multiple of :attr:`leaf_alignment`. ``last`` is rounded up to such a multiple.
         """
         step = self.leaf_alignment
         assert first % step == 0, f"{self}: values from {first} on begin within a number"

@@ -46,7 +46,7 @@ def hadamard(format: Format, size: int = 32) -> Format:
     the same bytes again.
 
     Raises:
-        LayoutError: ``format`` encodes whole leaves or is plain, or ``size`` is no power of two.
+        LayoutError: ``format`` encodes whole leaves or is plain, or ``size`` is not a power of two from 2 on.
 
     Source: QuaRot, https://arxiv.org/abs/2404.00456, and SDP4Bit, https://arxiv.org/abs/2410.15526, for gradients.
     """
@@ -91,7 +91,10 @@ def _make_hadamard_format(
 
 
 def _map_rows(values: torch.Tensor, size: int, fn: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
-    """Return ``fn`` of ``values`` as rows of ``size``, in float32. Each call of ``fn`` gets as many rows as fit a cache."""
+    """Apply ``fn`` to ``values`` as rows of ``size`` values each. Return the results in float32, in the shape of ``values``.
+
+    Each call of ``fn`` gets as many rows as fit a cache.
+    """
     out = torch.empty(values.shape, dtype=torch.float32, device=values.device)
     piece = max(num_blocks_at_once(values) * BLOCK // size, 1)
     for rows, its_out in zip(values.view(-1, size).split(piece), out.view(-1, size).split(piece), strict=True):
@@ -113,7 +116,7 @@ def _hadamard_transform(rows: torch.Tensor, *, factor: float) -> torch.Tensor:
 
 
 def _inverse_hadamard_transform(rows: torch.Tensor) -> torch.Tensor:
-    """Return the Hadamard transform of each row, which undoes the encoder's. Finite sums are clamped: none becomes infinite."""
+    """Return the Hadamard transform of each row, the inverse of the encoder's. Finite sums are clamped, not infinite."""
     size = rows.shape[1]
     found = _hadamard_transform(rows, factor=1 / size)
     if not is_true_without_sync((found.abs() <= LARGEST_FLOAT32 / size).all()):  # False for NaN

@@ -44,11 +44,12 @@ def _register_block_format(
     largest: float = 0.0,
     packed: bool = False,
 ) -> Format:
-    """Return a registered format of blocks, whose codes stand for numbers up to ``largest``, by default ``limit``.
+    """Return a registered format of blocks.
 
-    ``to_codes`` turns float32 numbers into codes in uint8, and may overwrite them. The numbers are at most the next float32
-    after ``limit``, the largest magnitude that rounds to a code. ``to_numbers`` is the inverse of ``to_codes``. ``packed``:
-    codes are below 16, and a byte holds two.
+    ``limit``: the largest magnitude that still rounds to a code. ``largest``: the largest number for which a code stands; by
+    default ``limit``. ``to_codes`` turns float32 numbers into codes in uint8, and may overwrite the numbers, whose magnitudes
+    are at most the next float32 above ``limit``. ``to_numbers`` is the inverse of ``to_codes``. ``rounding``: see
+    :data:`StochasticRounding`. ``packed``: codes are below 16, and a byte holds two.
     """
     per_block, largest = BLOCK // 2 if packed else BLOCK, largest or limit
 
@@ -246,7 +247,7 @@ mxint4 = _register_block_format(
     _round_to_integers,
     packed=True,
 )
-"""Integers from -7 to 7 with a scale for each block of 32 values: 17 bytes for 32 values. No format of the OCP.
+"""Integers from -7 to 7 with a scale for each block of 32 values: 17 bytes for 32 values. This is not a format of the OCP.
 
 The error is at most 1/7 of the largest magnitude of the block. For gradients, where errors of many ranks average
 out, and for updates of parameters, where errors do not accumulate.

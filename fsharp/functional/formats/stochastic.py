@@ -49,8 +49,9 @@ def stochastic(format: Format | torch.dtype, seed: int = 0) -> Format:
     Returns:
         A registered format with the planes of ``format``. Equal arguments return one format.
 
-    The error of a value is less than the distance between the codes below and above the value. This distance is a part of the
-    value, or of the largest magnitude in the block, whichever is larger:
+    The error of a value is less than the distance between the codes below and above the value. This distance is at most a
+    fraction of the value, or a fraction of the largest magnitude in the block, whichever is larger. The table has both
+    fractions:
 
     ==================  ============  ================================
     ``format``          of the value  of the block's largest magnitude
@@ -67,12 +68,12 @@ def stochastic(format: Format | torch.dtype, seed: int = 0) -> Format:
 
     ``Precision(wire=...)`` and ``Precision(update=...)`` take such formats, ``stored=`` refuses them. ``fs.train_step`` passes
     the number of the step; a step of your own passes ``step=state.step`` to the function of ``value_and_grad`` and to
-    ``reduce_scatter``. CUDA graphs and transforms of ``torch.func`` have no such number, and refuse the format.
+    ``reduce_scatter``. CUDA graphs and transforms of ``torch.func`` do not know the number, and refuse the format.
 
     Cost: some ten integer operations a value.
 
     Raises:
-        LayoutError: ``format`` does not round, or has no stochastic rounding, or has a seed already; ``seed`` is negative.
+        LayoutError: ``format`` does not round, has no function ``rounded``, or has a seed already; or ``seed`` is negative.
 
     Source: Gupta et al., Deep Learning with Limited Numerical Precision, arXiv 1502.02551.
     """

@@ -282,7 +282,7 @@ class _QuantizerCodec:
                     plane.copy_(made)
 
     def _as_rows_to_cast(self, x: Any) -> torch.Tensor:
-        """Return ``x`` as rows for the kernel of current scaling, which also transposes tiles; else ``x`` itself."""
+        """For current scaling return ``x`` as rows, as the kernel also transposes tiles. For other recipes return ``x``."""
         rows: torch.Tensor = x.view(-1, gcd(len(x), _MAX_ROW_VALUES)) if self._kind.name == "float8_current" else x
         return rows
 

@@ -19,10 +19,13 @@ _NUM_EXHAUSTIVE_TRIES = 2048
 
 @dataclass(frozen=True, slots=True)
 class Element:
-    """An atom of one element: a rank boundary may cut a leaf anywhere. Padding is less than one element for each rank."""
+    """An atom of one element: a rank boundary may cut a leaf anywhere.
+
+    If no format has blocks, the padding of a buffer has fewer elements than there are parts.
+    """
 
     def size(self, shape: tuple[int, ...]) -> int:
-        """Return the elements in one atom of a leaf of this shape."""
+        """Return the number of elements in one atom of a leaf of this shape: 1."""
         return 1
 
     def __str__(self) -> str:
@@ -45,7 +48,7 @@ class Rows:
             raise LayoutError(f"Rows(): n is {self.n!r}, expected an integer of at least 1.")
 
     def size(self, shape: tuple[int, ...]) -> int:
-        """Return the elements in one atom of a leaf of this shape."""
+        """Return the number of elements in one atom of a leaf of this shape: in ``n`` rows, or in all if it has fewer."""
         return min(self.n, shape[0] or 1) * math.prod(shape[1:]) if shape else 1
 
     def __str__(self) -> str:
@@ -57,7 +60,7 @@ class Whole:
     """An atom of the whole leaf: one rank holds all elements, for an optimizer that needs whole matrices, such as Muon."""
 
     def size(self, shape: tuple[int, ...]) -> int:
-        """Return the elements in one atom of a leaf of this shape."""
+        """Return the number of elements in one atom of a leaf of this shape: all its elements."""
         return math.prod(shape)
 
     def __str__(self) -> str:
@@ -82,10 +85,10 @@ def pack(sizes: tuple[int, ...], atoms: tuple[int, ...], num_parts: int, block: 
     The end of a part may cut leaf ``i`` only at a multiple of ``atoms[i]`` elements from the leaf's start. The capacity is a
     multiple of ``block`` elements. Offsets count elements from the start of the first part.
 
-    Leaves with larger atoms are placed first, those of equal atoms in their order, each at the first offset that is free and
-    cuts no atom. If all atoms are one element, the capacity is ``ceil(total / num_parts)``, in whole blocks. Otherwise it is
-    the least one with which this placement succeeds; if 2,048 fail, a bisection finds a larger one. The cost grows with the
-    number of leaves, not with ``num_parts``.
+    Leaves with larger atoms are placed first, and leaves with equal atoms in their order. Each leaf gets the first free offset
+    at which no atom is cut. If all atoms are one element, the capacity is ``ceil(total / num_parts)``, in whole blocks.
+    Otherwise it is the least capacity with which this placement succeeds. But after 2,048 failures a bisection finds a larger
+    capacity, which need not be the least. The cost grows with the number of leaves, not with ``num_parts``.
 
     >>> pack((10, 6), (1, 1), 4)
     Packing(offsets=(0, 10), capacity=4)
@@ -112,9 +115,10 @@ def pack(sizes: tuple[int, ...], atoms: tuple[int, ...], num_parts: int, block: 
 
 
 def _next_possible_capacity(capacity: int, items: Sequence[tuple[int, int, int]], step: int) -> int:
-    """Return the least capacity, ``capacity`` or more, that is a multiple of the atom of every leaf longer than two parts.
+    """Return the least possible capacity that is at least ``capacity``, and a multiple of ``step``.
 
-    Two part boundaries lie inside of such a leaf, whatever its offset. So a part between them holds whole atoms.
+    Inside of a leaf that is longer than two parts lie two part boundaries, whatever the leaf's offset. The part between them
+    holds whole atoms of the leaf. So a possible capacity is a multiple of the atom of every such leaf.
     """
     while True:
         long = [(atom, size) for atom, size, _ in items if size > 2 * capacity]

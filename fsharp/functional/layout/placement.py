@@ -89,9 +89,9 @@ def _why_illegal(rule: AxisRule) -> str | None:
 class Place:
     """The placement of one kind of tensor on each mesh axis.
 
-    Axes that shard cut a flat buffer one after another, in ``order``, which is the same for all places of a strategy. So what a
-    rank holds in one of these places contains what the rank holds in another, or is contained in it. A move between two of
-    these places takes at most one collective for each axis, and leaves the elements of the flat buffer in their order.
+    A flat buffer is cut along the axes with ``Shard``, one axis after another, in ``order``. All places of a strategy have the
+    same ``order``. So of any two of these places, one has all the elements that a rank holds in the other. A move between these
+    places takes at most one collective for each axis, and leaves the elements of the flat buffer in their order.
 
     Args:
         order: all axes of the mesh. The first axis that shards cuts the buffer into the largest parts.
@@ -155,8 +155,8 @@ class Strategy:
     Place(b:Shard, a:Partial)
 
     Raises:
-        StrategyError: placements are illegal on an axis; or parameters are sharded on an axis on which gradients are not, and
-            gradients on another on which parameters are not.
+        StrategyError: placements are illegal on an axis; or one axis shards parameters but not gradients, while another axis
+            shards gradients but not parameters.
     """
 
     rules: tuple[tuple[str, AxisRule], ...]
@@ -169,7 +169,7 @@ class Strategy:
     optim: Place = field(init=False, repr=False, compare=False)
     """Where optimizer state, main copies and finished gradients rest."""
     full: Place = field(init=False, repr=False, compare=False)
-    """The place in which functions use parameters: ``Replicate`` on every axis, but for axes with ``Vary``."""
+    """The place in which functions use parameters: ``Replicate`` on every axis, except on axes with ``Vary``."""
 
     @options_checked_on_failure
     def __init__(self, rules: Mapping[str, AxisRule]) -> None:

@@ -51,9 +51,8 @@ def plan(
         strategy: a strategy, a partition spec, a dict of these by pattern, or a tree of these that is a prefix of ``params``.
             All leaves of a unit need the same strategy.
         units: patterns of subtrees; each match is one unit, gathered and released as one. The rest of the tree is cut into the
-            largest subtrees without a match, and each of these is a unit. None makes the whole tree one unit.
-        frozen: patterns of leaves without gradients and optimizer state. Leaves with another dtype than a floating-point one
-            are always frozen.
+            largest subtrees that contain no match, and each of these is a unit. None makes the whole tree one unit.
+        frozen: patterns of leaves without gradients and optimizer state. Leaves of other than floating-point dtypes are frozen.
         atoms: the atom of all leaves, or atoms by pattern. A leaf that a partition spec cuts has at least the atom ``Rows(1)``.
         labels: labels by which :func:`~fsharp.optim.partition` selects an optimizer: one label, or labels by pattern.
         precision: dtypes of parameters, main copies and gradients: one :class:`Precision`, or precisions by pattern.
@@ -66,9 +65,10 @@ def plan(
         PatternError: a pattern matches nothing, or patterns of units overlap.
         StrategyError: the axes of a strategy are not the axes of the mesh, or a partition spec has an unknown axis.
         LayoutError: leaves are different views of one storage; tied leaves have different rules; leaves of one unit have
-            different strategies; a partition spec does not fit the shape of a leaf; a precision casts inputs or outputs, which
-            only modules have; a precision has a format of updates, and no updates travel; a trained leaf is
-            ``torch.float8_*``.
+            different strategies; a partition spec does not fit the shape of a leaf; a precision has ``output`` or
+            ``cast_inputs``, which are for modules; a precision has ``update``, and no axis shards optimizer state while it
+            replicates parameters, or no leaf of this precision is trained; a precision has both ``update`` and ``stored``; a
+            precision has a wire along an unknown axis; a trained leaf is ``torch.float8_*``.
         OptionError: an option has a wrong type.
 
     Cost: no tensor is read or allocated. Time grows with the number of leaves, and not with the number of ranks.

@@ -41,8 +41,9 @@ class Precision:
             errors do not accumulate. ``update`` and ``stored`` exclude each other.
         feedback: whether the encoding error of ``wire`` is added to the next gradient (error feedback). Each rank keeps its
             errors in ``TrainState.residuals``: for each axis with a format, one value in ``accumulate`` for each value that the
-            rank encodes along the axis. If the first axis of a reduction has a format, residuals take 4 bytes a parameter on
-            each rank, under any strategy. A module has them in ``train_state``.
+            rank encodes along the axis. Along the first axis of a reduction each rank encodes whole gradients. If this axis has
+            a format, each rank keeps a value for every parameter of the model, under any strategy: 4 bytes in float32. The
+            residuals of a module are in ``train_state``.
             Sources: Seide et al., 2014 (1-bit SGD); Karimireddy et al., arXiv 1901.09847.
         output: the dtype to which floating-point outputs of a module are cast; ``None`` means no cast. For
             :func:`~fsharp.shard_module` alone.
@@ -178,7 +179,10 @@ class Dtypes:
         return dict(self.wires).get(axis, self.wire)
 
     def collective_dtype_along(self, axis: str) -> torch.dtype:
-        """Return the dtype of gradients before a collective along an axis: a plain wire's, or ``accumulate`` to encode."""
+        """Return the dtype that gradients have before a collective along an axis.
+
+        This is the dtype of a plain wire. If the wire has a format, it is ``accumulate``, from which the format encodes.
+        """
         wire = self.wire_format_along(axis)
         return wire.stored_dtype if wire.is_plain else self.accumulate
 

@@ -56,7 +56,10 @@ def reduction_stages(
 
 
 class EncodedRun(NamedTuple):
-    """Elements ``[start, start + size)`` of a gradient that a rank encodes along an axis, after ``number`` other encodings."""
+    """Elements ``[start, start + size)`` of a group's buffer, whose gradient a rank encodes for a collective along ``axis``.
+
+    ``number``: number of earlier encodings of this gradient in the same reduction, along other axes.
+    """
 
     axis: str
     number: int
@@ -67,7 +70,8 @@ class EncodedRun(NamedTuple):
 def encoded_runs(unit: UnitLayout, group: int, rank: int, places: tuple[Place, Place] | None = None) -> Iterator[EncodedRun]:
     """Yield the run of a group's gradient that a rank encodes, for each axis with a format, in order of the reductions.
 
-    ``places``: the gradient's places before and after the reduction; by default that of summands, and the optimizer's.
+    ``places``: the gradient's places before and after the reduction. By default these are the place of gradients that are not
+    summed over any axis yet, and the optimizer's place.
     """
     source, target = places or (unit.strategy.full.dual, unit.strategy.optim)
     start, number = unit.local_start(group, source, rank), 0
@@ -81,7 +85,10 @@ def encoded_runs(unit: UnitLayout, group: int, rank: int, places: tuple[Place, P
 
 @lru_cache(maxsize=1 << 12)
 def residual_sizes(unit: UnitLayout) -> Mapping[int, Mapping[str, int]]:
-    """Return the number of values that a rank encodes with feedback, by group with feedback and axis in reduction order."""
+    """Return a dict from the index of a group to a dict from an axis to the number of values that a rank encodes with feedback.
+
+    Groups and axes without feedback are left out. Axes are in the order of the reduction.
+    """
     found = {}
     for g in unit.trainable_groups:
         runs = encoded_runs(unit, g, 0)

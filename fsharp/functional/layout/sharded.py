@@ -20,7 +20,10 @@ PlaceName = str | Place
 
 
 class ShardedContext(NamedTuple):
-    """The static, hashable part of a :class:`Sharded`. ``ledger`` is compared by identity, and all TreeNames are equal."""
+    """The static, hashable part of a :class:`Sharded`. Equal contexts have the same object as ``ledger``.
+
+    Two contexts that differ only in ``tree_name`` are equal, as all TreeNames compare equal.
+    """
 
     unit: UnitLayout
     place: Place
@@ -52,13 +55,13 @@ class Sharded:
     Buffers may have leading dims, such as a batch dim of ``vmap``.
 
     Args:
-        buffers: for each group in ``groups``, leaves with equal dtypes and label, a 1-D tensor of ``unit.local_size(group,
-            place)`` elements; or a :class:`LazyBuffers`, which a Scheduler fills later.
+        buffers: one 1-D tensor for each group in ``groups``, with ``unit.local_size(group, place)`` elements, or encoded in
+            ``unit.stored_size(group, place)`` numbers. Or a :class:`LazyBuffers`, which a Scheduler fills later.
         unit: the layout of the unit.
         place: where the buffers rest.
         groups: indices of the groups in ``buffers``; None means all. Gradients and optimizer state have trainable groups only.
-        is_gathered: whether :func:`~fsharp.gather` to ``"full"`` made the buffers. Each rank then computes with its copies
-            alone, so a gradient with respect to the buffers is this rank's summand.
+        is_gathered: whether :func:`~fsharp.gather` to ``"full"`` made the buffers. A gradient with respect to such buffers is
+            the summand of this rank alone, not yet added to the summands of other ranks.
         ledger: the record of :func:`~fsharp.value_and_grad` that collects gradients of the buffers; None outside of a loss.
         reduction: ``"sum"`` for gradients from ``value_and_grad``, ``"mean"`` for gradients from ``average``, else None.
         tree_name: name of the tree to which the buffers belong, for labels of collectives.
@@ -272,7 +275,7 @@ def flatten_node(node: Sharded) -> tuple[tuple[Any, ...], ShardedContext]:
 
 
 def unflatten_node(context: ShardedContext, children: Any) -> Sharded:
-    """Return the inverse of :func:`flatten_node`."""
+    """Return the node with this context and these children: the inverse of :func:`flatten_node`."""
     unit, place, groups, is_gathered, ledger, name = context
     mapped = TreeName(name.tree, name.num_updates, name.num_replaced, name.num_mapped + 1) if name.tree else UNNAMED_TREE
     return Sharded(tuple(children), unit, place, groups, is_gathered=is_gathered, ledger=ledger, tree_name=mapped)
@@ -327,7 +330,10 @@ _LOAN_BY_ADDRESS: WeakValueDictionary[int, Any] = WeakValueDictionary()
 
 
 class _LoanToken:
-    """An object that lives as long as any user of the same lent memory."""
+    """An object that all holders of the same lent memory share, so that it lives until the last holder is freed.
+
+    Memory is lent while another library, such as JAX, treats it as constant.
+    """
 
 
 def mark_lent(address: int, holder: Any) -> None:
@@ -388,7 +394,10 @@ def mark_donated(nodes: Iterable[Sharded], new: Iterable[Sharded] = ()) -> None:
 
 @api_boundary
 def map_units(fn: Callable[..., Any], tree: Any, *rest: Any) -> Any:
-    """Return ``tree`` with ``fn(node, *others)`` for each :class:`Sharded`; ``others``: the nodes in its place in ``rest``."""
+    """Return ``tree`` with each :class:`Sharded` replaced by ``fn(node, *others)``.
+
+    ``others`` are the nodes at the same position in the trees of ``rest``.
+    """
     return optree.tree_map(fn, tree, *rest, is_leaf=is_sharded)
 
 

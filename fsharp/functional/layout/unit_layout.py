@@ -92,7 +92,10 @@ class Group:
         return self.dtypes.format is not None and buffer.dtype == self.dtypes.format.stored_dtype
 
     def encode_values(self, values: torch.Tensor, facts: ErrorFacts) -> torch.Tensor:
-        """Return what a buffer stores for ``values``, which are whole parts. A format encodes them in the main dtype."""
+        """Return the stored form of ``values``, whose number is a multiple of :attr:`capacity`.
+
+        If the group has a format, ``values`` are cast to the main dtype and encoded; if not, they are cast to the compute one.
+        """
         values = values if self.dtypes.format is None else values.to(self.dtypes.main)
         return self.dtypes.stored_format.store(values, self.capacity, facts)
 
@@ -316,7 +319,7 @@ class UnitLayout:
         Decoded values have the dtype in which functions use them, or with ``main`` the dtype of the main copy, unrounded.
 
         Raises:
-            TreeError: the buffer has neither one number for each element nor what the format stores.
+            TreeError: the size of the buffer fits neither plain values, nor values that the format has encoded.
         """
         dtypes, size = self.groups[group].dtypes, self.local_size(group, place)
         if dtypes.format is None:
@@ -362,7 +365,7 @@ class UnitLayout:
         """Return the unit's subtree, made of ``leaves`` by unit and path.
 
         Raises:
-            TreeError: a leaf is tied to a leaf of a unit that ``leaves`` lacks.
+            TreeError: a leaf is tied to a leaf of another unit, and ``leaves`` lacks this unit.
         """
         found = []
         for leaf in self.leaves:
