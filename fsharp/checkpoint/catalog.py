@@ -239,9 +239,9 @@ def folder_names_newest_first(root: str) -> list[str]:
 
 
 def has_checkpoints(root: str) -> bool:
-    """Return whether any checkpoint folder under ``root`` has a manifest, which an interrupted save does not leave.
+    """Return whether any checkpoint folder under ``root`` has a manifest. An interrupted save leaves a folder without one.
 
-    Other files are not looked at, so the checkpoint may be incomplete or damaged.
+    No other file is looked at, so the checkpoint may be incomplete or damaged.
     """
     return any(_folders_with_manifest(root))
 

@@ -80,8 +80,8 @@ class TensorEntry:
     """A tensor of a tree, and the elements of it that each rank holds.
 
     Attributes:
-        name: keys on the path to the leaf in the saved tree, joined by dots. It does not depend on the units of the tree.
-        shape: shape of the whole tensor. If ranks along an axis have different tensors (Vary), dim 0 concatenates them.
+        name: keys on the path to the leaf in the saved tree, joined by dots. The name does not depend on units.
+        shape: shape of the whole tensor. If ranks along an axis hold different tensors, these are concatenated along dim 0.
         piece: function from a rank to the :class:`Piece` that the rank holds.
         local: the elements of this rank, 1-D.
         is_replicated: whether every rank should hold equal values, which only a comparison of values can confirm.

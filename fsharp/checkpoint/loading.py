@@ -117,9 +117,9 @@ def load(
 
     Raises:
         CheckpointError: there is no checkpoint; the given checkpoint is incomplete or damaged; or all checkpoints under the
-            root are incomplete or damaged, and then none is renamed. The message names the file and the tensors. This error is
-            also raised if the checkpoint has different values for two leaves of ``like`` that are tied, or whose unit keeps one
-            number for both. The message names the leaves. All ranks raise.
+            root are incomplete or damaged, and then none is renamed. The message names the file and the tensors. Or the
+            checkpoint has different values for two tied leaves of ``like``, or for leaves for which a unit keeps one number.
+            The message names the leaves. All ranks raise.
         TreeError: names, shapes or dtypes differ between tree and checkpoint; or ``cast`` would make a finite value infinite. A
             tied leaf needs a value under one of its names. All ranks raise.
         PatternError: a pattern of ``ignore`` matches no name.
@@ -310,9 +310,9 @@ def _tree_to_fill(
     taken = dict[int, list[tuple[int, int]]]()
 
     def is_free(x: torch.Tensor) -> bool:
-        """If the memory of ``x`` does not overlap that of an earlier leaf, record it and return True.
+        """Return whether the memory of ``x`` overlaps the memory of no earlier leaf. If so, record this memory.
 
-        Leaves may overlap: an average of parameters, for example, may be the parameters themselves.
+        An average of parameters, for example, may have the memory of the parameters.
         """
         begin, end = x.data_ptr(), x.data_ptr() + x.nbytes
         before = taken.setdefault(x.untyped_storage().data_ptr(), [])
@@ -355,8 +355,8 @@ def _fill_tree(
 ) -> None:
     """Read the tensors of a tree, except those in ``kept``.
 
-    Raises CheckpointError for damage, or if the checkpoint has different values for tied leaves, or for leaves whose unit keeps
-    one number for all of them.
+    Raises CheckpointError for damage. Also if the checkpoint has different values for tied leaves, or for leaves for which a
+    unit keeps one number.
     """
     needs, numbers, again = list[NeededElements](), list[tuple[TensorEntry, torch.Tensor]](), list[torch.Tensor]()
     for name, entry in into.entries.items():
@@ -400,8 +400,8 @@ def load_or_collect_damage(
 
     - ``load`` succeeds: return ``(load(), [])``.
     - ``load`` fails, and rank 0 finds that another process has removed the checkpoint: return ``(None, [])``.
-    - ``load`` fails, ranks have found damage, and no rank has failed for another reason: return ``(None, found)``, where
-      ``found`` is the damage of all ranks.
+    - ``load`` fails, ranks have found damage, and no rank has failed for another reason: return ``(None, found)``. ``found`` is
+      the damage of all ranks.
     - Otherwise each rank raises the error of its ``load``. A CommError is raised at once.
 
     Cost: the cost of ``load``, and one exchange if ``load`` fails.

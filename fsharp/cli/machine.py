@@ -156,7 +156,7 @@ def _machine_text(found: Machine, mesh: Mesh, file: str, steps: int) -> str:
 
 
 def read_machine(where: str, file: str) -> Machine:
-    """Return the machine in a file that :func:`calibrate` has written. Raises OptionError for any other path."""
+    """Return the machine in a file that :func:`calibrate` has written. OptionError for a missing or any other file."""
     expected = "expected a file that fsharp calibrate has written"
     try:
         found = json.loads(Path(file).read_text())

@@ -24,10 +24,9 @@ _MAX_WRITTEN_ELEMENTS = 8
 def tensor_digest(tensor: torch.Tensor) -> bytes:
     """Return eight bytes that depend on every bit of a tensor of any dtype, and on the order of its elements.
 
-    Each run of 16 KiB gives a sum: its words of 32 bits are multiplied by random odd numbers of 64 bits and added, modulo
-    ``2**64``, which is exact on any device. Different runs have equal sums with a probability of at most ``2**-31``. All sums
-    are then hashed to eight bytes. (torch.hash_tensor does not see the order of elements, nor an even number of equal
-    elements.)
+    Each run of 16 KiB gives a sum: words of 32 bits are multiplied by random odd numbers of 64 bits and added. This is modulo
+    ``2**64``, and exact on any device. Different runs have equal sums with a probability of at most ``2**-31``. All sums are
+    hashed to eight bytes. (torch.hash_tensor sees neither the order of elements nor an even number of equal elements.)
 
     Cost: one pass over the tensor, and a few MiB.
     """
@@ -118,8 +117,8 @@ def broadcast_from_rank(tensor: torch.Tensor, source: int, comm: Comm, *, varyin
     """Return rank ``source``'s ``tensor`` on all ranks, with all its bits.
 
     Other ranks pass a tensor of the same shape and dtype, which may be on the meta device. ``varying``: axes along which ranks
-    keep different tensors. A rank then gets the tensor of a rank that has the same coordinates along ``varying`` as itself, and
-    the same coordinates along all other axes as ``source``.
+    keep different tensors. Each rank then receives from the rank with its own coordinates along ``varying``, and with the
+    coordinates of ``source`` along all other axes.
 
     Bytes are summed as integers, to which all ranks but one add zero. Cost: memory for the result, and one ``all_reduce`` of
     the result, in pieces of 4 MiB, for each axis that is not in ``varying``.

@@ -47,7 +47,7 @@ class KeyStore(Protocol):
 
 
 class Announcement(NamedTuple):
-    """The launcher's message to all ranks about the newest generation of a job.
+    """The launcher's message to all ranks about the newest generation of a job, which begins when ranks are restarted.
 
     Attributes:
         number: number of the generation.

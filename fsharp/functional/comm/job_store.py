@@ -37,9 +37,9 @@ _GIVE_UP_CHECK_INTERVAL_S = 0.5
 def run_within(limit_s: float, job: Callable[[], T], *, why_give_up: Callable[[], str | None] = lambda: None) -> T:
     """Call ``job``, which queries the job's store, in a new thread, and return its result.
 
-    Raises TimeoutError if ``job`` takes more than ``limit_s + 2`` seconds: the waits in ``job`` end after ``limit_s``, and the
-    store may take two seconds to answer. ``why_give_up()`` is called every half second. If it returns a text, a CommError with
-    this text is raised. After both errors the thread runs on until ``job`` ends.
+    Waits in ``job`` are expected to end after ``limit_s`` seconds, and the store may take two seconds to answer. Raises
+    TimeoutError if ``job`` takes longer than both. ``why_give_up()`` is called every half second. If it returns a text, a
+    CommError with this text is raised. After either error the thread runs on until ``job`` ends.
     """
     worker, done, deadline = Worker("job"), Outcome(), time.monotonic() + limit_s + _STORE_TIMEOUT_S
     worker.submit(job, done)

@@ -126,7 +126,7 @@ class ProcessGroupComm:
         return job_store.new_group_of(ranks, self.limit_s, self.device, is_nccl=self.is_nccl)
 
     def point_to_point(self, group: dist.ProcessGroup, axis: str | None, call: WatchedCall) -> "PointToPoint":
-        """Return the messages of ``call`` in ``group``, the process group along ``axis``, or of all ranks if that is None."""
+        """Return the messages of ``call`` in ``group``: the process group along ``axis``, or of all ranks for ``axis=None``."""
         return PointToPoint(group, tuple(range(self.mesh.size)) if axis is None else self.mesh.group(axis, self.rank), call)
 
     def with_own_numbering(self) -> "ProcessGroupComm":
@@ -442,8 +442,8 @@ def destroy() -> None:
     Without a job the call does nothing. Ranks that wait for this rank, now or later, raise a :class:`CommError`. It names the
     last collective of this rank, and has a traceback if this rank leaves because of an error. So do they if this process exits.
 
-    Cost: rank 0, which hosts the job's store unless torchrun does, waits for the other ranks to leave: for at most 30 seconds,
-    2 seconds after an error, or the job's time limit if that is shorter.
+    Cost: rank 0, which hosts the job's store unless torchrun does, waits for the other ranks to leave. It waits for at most 30
+    seconds, or 2 seconds after an error, and never longer than the job's time limit.
     """
     for finish in callbacks_before_leaving:
         finish()

@@ -21,8 +21,8 @@ class TreeNameCounters:
 
     Attributes:
         num_trees: number of trees that ranks have made together so far; a tree's number is counted from 1.
-        gathered: by name of a tree, axes and name of a unit, the number of trees of this name whose unit was gathered along
-            these axes so far. Only names that several trees can have are counted.
+        gathered: number of trees whose unit was gathered so far, by ``(name of the tree, axes, name of the unit)``. Only trees
+            whose name several trees can have are counted.
     """
 
     num_trees: int = 0

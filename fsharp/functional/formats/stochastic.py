@@ -50,8 +50,7 @@ def stochastic(format: Format | torch.dtype, seed: int = 0) -> Format:
         A registered format with the planes of ``format``. Equal arguments return one format.
 
     The error of a value is less than the distance between the codes below and above the value. This distance is at most a
-    fraction of the value, or a fraction of the largest magnitude in the block, whichever is larger. The table has both
-    fractions:
+    fraction of the value, or a fraction of the largest magnitude in the block, whichever is larger:
 
     ==================  ============  ================================
     ``format``          of the value  of the block's largest magnitude

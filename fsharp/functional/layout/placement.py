@@ -90,8 +90,8 @@ class Place:
     """The placement of one kind of tensor on each mesh axis.
 
     A flat buffer is cut along the axes with ``Shard``, one axis after another, in ``order``. All places of a strategy have the
-    same ``order``. So of any two of these places, one has all the elements that a rank holds in the other. A move between these
-    places takes at most one collective for each axis, and leaves the elements of the flat buffer in their order.
+    same ``order``. So of two such places, one gives each rank all the elements that the rank holds in the other. A move between
+    two of these places takes at most one collective for each axis, and leaves the elements of the flat buffer in their order.
 
     Args:
         order: all axes of the mesh. The first axis that shards cuts the buffer into the largest parts.

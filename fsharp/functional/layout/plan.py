@@ -65,10 +65,10 @@ def plan(
         PatternError: a pattern matches nothing, or patterns of units overlap.
         StrategyError: the axes of a strategy are not the axes of the mesh, or a partition spec has an unknown axis.
         LayoutError: leaves are different views of one storage; tied leaves have different rules; leaves of one unit have
-            different strategies; a partition spec does not fit the shape of a leaf; a precision has ``output`` or
-            ``cast_inputs``, which are for modules; a precision has ``update``, and no axis shards optimizer state while it
-            replicates parameters, or no leaf of this precision is trained; a precision has both ``update`` and ``stored``; a
-            precision has a wire along an unknown axis; a trained leaf is ``torch.float8_*``.
+            different strategies; a partition spec does not fit the shape of a leaf; a precision sets ``output`` or
+            ``cast_inputs``, which are for modules; a precision sets ``update``, but no axis shards optimizer state and
+            replicates parameters, or no leaf of this precision is trained; a precision sets both ``update`` and ``stored``; a
+            precision sets a wire along an unknown axis; a trained leaf is ``torch.float8_*``.
         OptionError: an option has a wrong type.
 
     Cost: no tensor is read or allocated. Time grows with the number of leaves, and not with the number of ranks.

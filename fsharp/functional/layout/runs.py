@@ -85,7 +85,7 @@ def encoded_runs(unit: UnitLayout, group: int, rank: int, places: tuple[Place, P
 
 @lru_cache(maxsize=1 << 12)
 def residual_sizes(unit: UnitLayout) -> Mapping[int, Mapping[str, int]]:
-    """Return a dict from the index of a group to a dict from an axis to the number of values that a rank encodes with feedback.
+    """Return how many values a rank encodes with feedback: by index of the group, and then by axis.
 
     Groups and axes without feedback are left out. Axes are in the order of the reduction.
     """
