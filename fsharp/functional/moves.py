@@ -14,9 +14,9 @@ partial         replicate   ``all_reduce``
 Finer axes are gathered first and reduced last. So as many bytes are sent as by one collective over all ranks.
 
 [Note: resting and gathered]
-Copies of a value are of two kinds, which differ in their gradients alone. Copies at **rest** are one value that ranks share
+Copies of a value are of two kinds, which differ only in their gradients. Copies at **rest** are one value that ranks share
 (JAX: invariant). Ranks share its gradient as well: the sum over ranks. **Gathered** copies, as functions see them, belong to
-each rank (JAX: varying): each rank has a summand of the gradient. So ``gather`` to ``"full"`` transposes to a
+each rank (JAX: varying): each rank has its own summand of the gradient. So ``gather`` to ``"full"`` transposes to a
 ``reduce_scatter`` along axes that shard, and to an ``all_reduce`` along axes that replicate. ``torch.func.grad`` gives the same
 gradients of parameters at rest under every strategy.
 """
@@ -164,14 +164,15 @@ def reduce_scatter(
         residuals for the next step.
 
     Raises:
-        TreeError: the move would need a gather, or would turn values into partial sums; the tree has no unit; residuals are
-            missing, of another layout, or passed under a ``torch.func`` transform; a format that rounds stochastically has no
-            ``step``.
+        TreeError: the move would need a gather along an axis, or ``to`` is partial along an axis along which the tree is not;
+            the tree has no unit; residuals are missing, of another layout, or passed under a ``torch.func`` transform; a format
+            rounds stochastically, and ``step`` is missing.
         MeshError: ``comm`` is on another mesh than the tree.
 
-    Cost: along an axis of ``n`` ranks a rank sends ``(n - 1) / n`` of the bytes of the buffer in the ``wire`` dtype; twice as
-    much for an ``all_reduce``. Except for NCCL's own reductions, sums are taken in order of rank.
-    Gradient: :func:`gather`.
+    Cost: along an axis of ``n`` ranks a rank sends ``(n - 1) / n`` of the bytes of the buffer in the ``wire`` dtype. If ``to``
+    is replicated along the axis, the rank also sends ``(n - 1) / n`` of the bytes of the sums in the ``accumulate`` dtype.
+    Except for NCCL's own reductions, sums are taken in order of rank.
+    Gradient: the gradient with respect to ``tree`` is the gradient with respect to the result, moved by :func:`gather`.
     """
     nodes = units_on_mesh_of("reduce_scatter()", tree, comm)
     check_not_encoded("reduce_scatter()", nodes)
@@ -184,7 +185,7 @@ def reduce_scatter(
 
 
 def reduce_scatter_unchecked(tree: Any, to: PlaceName, comm: Comm, residuals: ResidualViews) -> Any:
-    """Run :func:`reduce_scatter` without its checks. Residuals are overwritten."""
+    """Run :func:`reduce_scatter` without its checks. ``residuals`` are overwritten."""
     if isinstance(comm, Engine):
         return comm.run_reduce_scatter(tree, to, residuals)
 
@@ -223,8 +224,9 @@ def move_values(
 ) -> torch.Tensor:
     """Move one buffer from the place ``source`` to the place ``target``, neither of which holds partial sums.
 
-    ``was_gathered`` says whether ``x`` is a gathered copy, and ``is_gathered`` whether the result is one. The gradient of a
-    gathered copy is a summand on each rank; the gradient of a buffer at rest is the sum: see [Note: resting and gathered].
+    ``was_gathered``: whether ``x`` is a gathered copy. ``is_gathered``: whether the result is a gathered copy. Both change only
+    the gradients: with respect to a gathered copy, each rank has its own summand of the gradient. With respect to a buffer at
+    rest, all ranks share the sum of the summands. See [Note: resting and gathered].
     """
     followed = x.requires_grad or (is_transformed() and x.is_floating_point())
     for axis in reversed(source.order):
@@ -289,7 +291,14 @@ def reduce_partial_sums(
 
 
 def units_on_mesh_of(where: str, tree: Any, comm: Comm) -> list[Sharded]:
-    """Return the nodes in ``tree``. TreeError if there are none or one is donated, MeshError if one is on another mesh."""
+    """Return the :class:`Sharded` nodes in ``tree``, in tree order. Check that they can be used with ``comm``.
+
+    ``where``: name of the calling function, for messages.
+
+    Raises:
+        TreeError: the tree has no node; or a node was donated, so that a newer state uses its memory.
+        MeshError: a node is on another mesh than ``comm``.
+    """
     nodes = units_of(tree)
     if not nodes:
         if not optree.tree_leaves(tree):

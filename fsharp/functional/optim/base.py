@@ -29,24 +29,26 @@ from fsharp.tracebacks import api_boundary
 class Transform:
     """A gradient transformation (an optimizer or a part of one) as pure functions that know the ranks.
 
-    All trees hold trainable groups in the place of optimizer state. Gradients have the ``accumulate`` dtype, parameters the
-    ``main`` dtype. A function that has no argument ``comm``, or lacks an extra argument, is called without it.
+    All trees contain only trainable groups, and rest in the place ``"optim"``. Gradients have the ``accumulate`` dtype,
+    parameters the ``main`` dtype. A keyword that is not an argument of a function, such as ``comm``, is not passed to the
+    function.
 
-    Leaves of the trees are flat parts of this rank. A rule that looks at more than each element alone, such as a norm, has to
-    reduce over ranks with ``comm``: nothing tests a Transform. Pass a bare pair ``(init, update)`` to have its rule tested.
+    Leaves of the trees are flat shards of this rank. A rule that uses other elements than the one to update, such as a norm,
+    has to reduce over ranks with ``comm``. Whether it does is not tested for a Transform. The rule of a bare pair ``(init,
+    update)`` is tested.
 
     Attributes:
         init: function ``init(params, comm=...) -> state``.
         update: function ``update(grads, state, params, comm=..., **extra) -> (updates, state)``. Updates are added to
             parameters.
-        config: settings that have to be equal on all ranks, by name.
+        config: dict from names to settings, which have to be equal on all ranks.
         apply: function ``apply(grads, state, params, comm=..., donate=..., **extra) -> (params, state)`` that returns new
-            parameters, for optimizers with a fused kernel. With ``donate`` it may overwrite its arguments. None means that
-            updates are added.
+            parameters, for optimizers with a fused kernel. With ``donate`` it may overwrite its arguments. If ``apply`` is
+            None, the updates that ``update`` returns are added to the parameters.
         name: name of the transformation. :func:`~fsharp.update` refuses state of another name; an empty name takes any state.
-        extra: names of extra arguments that ``update`` and ``apply`` use, such as ``value``, the loss; others are refused. None
-            reads the names from the signatures; a signature with ``**extra`` takes any name. A wrapper with ``**extra`` passes
-            the ``extra`` of its inner transformation.
+        extra: names of extra arguments that ``update`` and ``apply`` use, such as ``value``, the loss; others are refused. If
+            None, the names are read from the signatures; a signature with ``**extra`` takes any name. A wrapper with
+            ``**extra`` passes the ``extra`` of its inner transformation.
     """
 
     init: Callable[..., Any]
@@ -102,7 +104,7 @@ def check_extra_arguments(tx: Transform, extra: Mapping[str, Any]) -> None:
 
 
 def _dropping_unknown_keywords(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """Return ``fn``, wrapped so that a call drops keywords that are no parameters of ``fn``."""
+    """Return ``fn``, wrapped so that a call drops keywords that are not parameters of ``fn``."""
     kinds = {name: parameter.kind for name, parameter in inspect.signature(fn).parameters.items()}
     if inspect.Parameter.VAR_KEYWORD in kinds.values():
         return fn
@@ -158,7 +160,14 @@ def as_transform(tx: Any) -> Transform:
 
 
 class LeafListAsTree(NamedTuple):
-    """A list in the state of an ``(init, update)`` pair, with a tensor for each leaf; stored like a tree of parameters."""
+    """Tensors from a list in the state of an ``(init, update)`` pair, in a tree with the structure of the parameters.
+
+    :func:`as_transform` replaces a list by this node if the list has one tensor for each buffer of the parameters. The tensor
+    is a scalar, or has the buffer's shape. So the tensors are saved and resharded as those of the parameters.
+
+    Attributes:
+        leaves: a tree like the parameters, with the tensors of the list as buffers.
+    """
 
     leaves: Any
 
@@ -196,10 +205,11 @@ InnerUpdate = Callable[[Transform, Any, Any, Any], tuple[Any, Any]]
 def wrapper_update_and_apply(
     step: Callable[[InnerUpdate, Any, Any, Any, Comm, bool | None], Any],
 ) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """Return ``(update, apply)`` of a wrapper of transformations, both made of one function ``step``.
+    """Return the functions ``update`` and ``apply`` of a transformation that wraps others. Both call the function ``step``.
 
-    ``step(inner, grads, state, params, comm, donate)`` returns updates and state if ``donate`` is None, else parameters and
-    state. It calls ``inner(tx, grads, state, params)`` for a wrapped transformation ``tx``.
+    ``step(inner, grads, state, params, comm, donate)`` returns ``(updates, state)`` if ``donate`` is None, as in a call of
+    ``update``. Otherwise it returns ``(new parameters, state)``. To run a wrapped transformation ``tx``, ``step`` calls its
+    argument ``inner(tx, grads, state, params)``, which returns the same kind of pair for ``tx``.
     """
 
     def update(grads: Any, state: Any, params: Any, *, comm: Comm, **extra: Any) -> Any:
@@ -283,7 +293,11 @@ def value_per_leaf(where: str, params: Any, rules: Any) -> dict[str, Any]:
 
 
 def check_gradients(where: str, grads: Any, params: Any) -> None:
-    """Raise a TreeError for the first unit whose gradients do not fit its parameters in place, groups, sizes or dtypes."""
+    """Raise a TreeError unless the gradients fit the parameters.
+
+    The trees need equal structures. In each unit, gradients have to be summed over ranks, and need the layout, place, groups
+    and sizes of the parameters, and the ``accumulate`` dtype. The error is about the first unit that differs.
+    """
     (ours, structure), (theirs, expected) = (optree.tree_flatten(tree, is_leaf=is_sharded) for tree in (grads, params))
     if structure != expected:
         raise TreeError(

@@ -2,7 +2,7 @@
 
 [Note: whole vectors]
 torch's fused CPU kernels compute the last elements of a tensor, which do not fill a SIMD vector, by scalar code. This code may
-round differently. The end of a buffer depends on the sharding. So kernels here get whole vectors alone: remainders are copied
+round differently. The end of a buffer depends on the sharding. So kernels here get only whole vectors: remainders are copied
 to a padded scratch tensor. Then an element's update depends on the element alone.
 """
 
@@ -258,9 +258,10 @@ def _in_place_transform(
 ) -> Transform:
     """Return a transformation made of ``step``, a fused kernel that changes parameters in place.
 
-    ``update`` runs ``step`` on zeros in place of the parameters, and returns what becomes of the zeros. A difference of new and
-    old parameters would lose digits. Decoupled weight decay times the learning rate is added to the update; other weight decay
-    is added to the gradients.
+    ``apply`` runs ``step`` on the parameters. ``update`` runs ``step`` on zeros instead, and returns the changed zeros as
+    updates: new parameters minus old parameters would lose digits. ``update`` treats weight decay outside of ``step``.
+    Decoupled decay subtracts learning rate times decay times parameters from the updates; other decay adds decay times
+    parameters to the gradients.
     """
 
     def apply(grads: Any, state: Any, params: Any, *, comm: Comm, donate: bool) -> tuple[Any, Any]:
@@ -298,10 +299,14 @@ def _copy_unless_donated(donate: bool, *trees: Any) -> list[Any]:
 def _for_each_run(
     kernel: Callable[..., None], trees: tuple[Any, ...], rank: int, lr_scale: PerPath, weight_decay: PerPath
 ) -> None:
-    """Call ``kernel(lists, scale, decay)`` for each pair of hyper-parameters, on the runs of buffers that have this pair.
+    """Call ``kernel(lists, scale, decay)`` once or more for each pair of a learning rate's scale and a weight decay.
 
-    ``lists`` has a list of runs for each of ``trees``: parameters, gradients, state. All but gradients are overwritten. Raises
-    TreeError if sizes of buffers differ: torch's fused kernels would read and write beyond them.
+    ``trees``: parameters, gradients, and trees of state. A run is a slice of a buffer in which all elements have the same pair.
+    ``lists[i]`` are the runs of ``trees[i]`` with the pair, in one dtype of parameters. The kernel overwrites all runs but
+    those of gradients.
+
+    Raises a TreeError if the trees differ in units, places, groups or sizes: torch's kernels would read and write beyond
+    buffers.
     """
     of_trees = [units_of(tree) for tree in trees]
     expected, *others = (
@@ -338,7 +343,10 @@ def _for_each_run(
 
 
 def _hyperparameter_runs(node: Sharded, group: int, rank: int, tables: Mapping[str, Mapping[str, float]]) -> list[Any]:
-    """Return rows ``((scale, decay), start, stop)`` that cover a buffer with padding, from ``tables`` of values by path."""
+    """Return rows ``((scale, decay), start, stop)`` that cover a buffer with its padding.
+
+    ``tables`` has two dicts from paths to values, by the keys ``"lr_scale"`` and ``"weight_decay"``.
+    """
     starts: list[tuple[tuple[float, float], int]] = []
     for span in node.unit.leaf_spans(group, node.place, rank):
         path = node.unit.path_in_tree(span.leaf)
@@ -350,7 +358,11 @@ def _hyperparameter_runs(node: Sharded, group: int, rank: int, tables: Mapping[s
 
 
 def _run_in_whole_vectors(kernel: Callable[[Sequence[list[torch.Tensor]]], None], lists: list[list[torch.Tensor]]) -> None:
-    """Run an in-place kernel on ``lists``; on a CPU on whole SIMD vectors alone, see [Note: whole vectors]."""
+    """Run an in-place kernel on ``lists``. On a CPU the kernel only gets whole SIMD vectors: see [Note: whole vectors].
+
+    The remaining elements at the ends of tensors are copied to one padded tensor for each list. The kernel runs on this tensor
+    too, and the results are copied back, except for ``lists[1]``, the gradients.
+    """
     vector = _VECTOR_NBYTES // lists[0][0].itemsize
     rests = [x.numel() % vector for x in lists[0]]
     if lists[0][0].device.type != "cpu" or not any(rests):

@@ -40,7 +40,7 @@ def with_elementwise_check(inner: Any, *, steps: int = 1) -> Transform:
         steps: number of updates to compare.
 
     Raises:
-        OptionError: ``inner`` is a Transform, or ``steps`` is no int.
+        OptionError: ``inner`` is a Transform, or ``steps`` is not an int.
         TreeError: in an update, on all ranks: the two updates or states differ. The message names the leaf.
 
     Cost: in the first ``steps`` updates each rank gathers and holds whole gradients, parameters and state. Later updates cost

@@ -25,8 +25,9 @@ class InjectHyperparamsState(NamedTuple):
 
     Attributes:
         count: number of updates.
-        hyperparams: numbers by name. You can set a number without a schedule, to an equal value on all ranks:
-            ``state.opt.hyperparams["learning_rate"] = 1e-4``. The number of a schedule is its value in the last update.
+        hyperparams: dict from names of hyper-parameters to numbers. You can set a number that has no schedule, to an equal
+            value on all ranks: ``state.opt.hyperparams["learning_rate"] = 1e-4``. For a schedule the dict has the value of the
+            last update.
         inner_state: state of the transformation that the factory returns.
     """
 
@@ -42,8 +43,9 @@ def inject_hyperparams(inner_factory: Callable[..., Any], static_args: str | Ite
     >>> import fsharp as fs
     >>> tx = fs.optim.inject_hyperparams(fs.optim.adamw)(learning_rate=3e-4, weight_decay=0.1)
 
-    A number can be set between steps. A function is a schedule: each update calls it with the number of updates so far, and
-    overwrites its number in the state, as in optax. Any other argument is passed to the factory.
+    You can set a hyper-parameter that is a number between steps. A hyper-parameter that is a function is a schedule. Each
+    update calls the schedule with the count of updates so far, and writes the result to the state, as in optax. Arguments of
+    other types are passed to the factory unchanged.
 
     Args:
         inner_factory: function with named arguments that returns an ``(init, update)`` pair, such as ``fs.optim.adamw``.
@@ -54,8 +56,8 @@ def inject_hyperparams(inner_factory: Callable[..., Any], static_args: str | Ite
         A function with the arguments of ``inner_factory``. It returns a transformation with :class:`InjectHyperparamsState`.
 
     Raises:
-        TreeError: the factory lacks an argument of ``static_args``, or takes an argument without a name. In ``update``: a
-            hyper-parameter is missing, unknown or no number.
+        TreeError: the factory lacks an argument of ``static_args``, or has ``*args``, ``**kwargs`` or a positional-only
+            argument. In ``update``: a hyper-parameter is missing, unknown or not a number.
         AgreementError: in ``update``, on all ranks: a hyper-parameter has different numbers on different ranks.
 
     Cost: in each update ranks compare the numbers, by a collective of 40 bytes for each axis, and the factory is called once.

@@ -62,8 +62,8 @@ def muon(
     ``m <- beta * m + (1 - beta) * g``, ``p <- p - lr * (scale(shape) * orthogonalize(m') + wd * p)``. In update ``t`` ``m'`` is
     ``m / (1 - beta^t)``, or with ``nesterov`` ``beta * m / (1 - beta^(t + 1)) + (1 - beta) * g / (1 - beta^t)``.
 
-    Matrices are ``[out, in]`` as in torch; in optax and Flax they are ``[in, out]``. So transposed matrices get the transposed
-    results of optax.
+    Matrices are ``[out, in]`` as in torch; in optax and Flax they are ``[in, out]``. So the update of a matrix here is the
+    transpose of the update that optax computes for the transposed matrix.
 
     Args:
         learning_rate: a number, or a schedule.
@@ -82,8 +82,9 @@ def muon(
         A transformation with :class:`MomentumState`. Memory: one value of state for each parameter.
 
     Raises:
-        LayoutError: in ``init``: a leaf is no matrix, or may be cut. Plan matrices with ``atoms=Whole()``. Give other leaves
-            another label, and another optimizer by :func:`~fsharp.optim.partition`; ``optax.contrib.muon`` uses AdamW.
+        LayoutError: in ``init``: a leaf is not a matrix; or its unit is sharded, and its atom is not ``Whole()``. Plan matrices
+            with ``atoms=Whole()``. Give other leaves another label, and another optimizer by :func:`~fsharp.optim.partition`;
+            ``optax.contrib.muon`` uses AdamW.
 
     Cost: no communication: each rank orthogonalizes the matrices that it holds.
 

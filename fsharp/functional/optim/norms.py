@@ -30,8 +30,8 @@ def global_norm(tree: Any, *, comm: Comm, deterministic: bool = False) -> torch.
             result then do not depend on mesh, strategy or layout.
 
     Returns:
-        A scalar with equal bits on every rank: float64 if an element is float64, else float32. It is infinite or NaN if an
-        element is.
+        A scalar with equal bits on every rank: float64 if a buffer is float64 or complex128, else float32. The scalar is
+        infinite or NaN if an element is.
 
     Cost: one ``all_reduce`` of 8 bytes for each axis along which the tree is sharded or varies. With ``deterministic`` two, of
     8 and 24 bytes, and about six passes over the elements in place of one. Not differentiable.
@@ -69,9 +69,10 @@ def _float64_norm(tree: Any, comm: Comm, deterministic: bool) -> torch.Tensor:
 
 
 def _values_without_padding(node: Sharded, rank: int) -> Iterator[torch.Tensor]:
-    """Yield the values of each buffer of a node. Decoded values come without their padding, which may be any number.
+    """Yield the elements of a node's buffers on this rank, as 1-D tensors.
 
-    The padding of other buffers is zero, and is part of the values.
+    A buffer that was never encoded is yielded whole: its padding is zero, and does not change a norm. The padding of a decoded
+    buffer may have any value. So of such a buffer only the slices that belong to leaves are yielded.
     """
     for g, buffer, values in zip(node.groups, node.buffers, node.decoded_buffers(rank), strict=True):
         if values is buffer and not (node.is_gathered and node.unit.has_stored_formats):
@@ -87,7 +88,11 @@ def _sum_over_axes(x: torch.Tensor, axes: Iterable[str], comm: Comm) -> torch.Te
 
 
 def _exact_norm(by_axes: dict[tuple[str, ...], list[torch.Tensor]], comm: Comm) -> torch.Tensor:
-    """Return the 2-norm, added as integers, so that its bits depend on no order. ``by_axes``: buffers by axes to sum over."""
+    """Return the 2-norm of all elements over all ranks, a float64 scalar; infinity if an element is infinite or NaN.
+
+    Squares are rounded to integers and summed as integers, so the bits of the norm do not depend on the order of summation.
+    ``by_axes``: dict from mesh axes to this rank's buffers whose sums of squares are added over these axes.
+    """
     most = torch.zeros(1, dtype=torch.float64, device=comm.device)
     for buffers in by_axes.values():
         for buffer in buffers:

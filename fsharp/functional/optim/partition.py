@@ -38,15 +38,16 @@ def partition(
 
     Args:
         transforms: an ``(init, update)`` pair for each label.
-        param_labels: None uses the labels from :func:`~fsharp.plan`. Or labels by path pattern, of which the last match counts;
-            or a function from a leaf's path to a label. Functions for optax get the tree, and do not work here.
+        param_labels: None uses the labels from :func:`~fsharp.plan`. A dict has labels by path pattern; the last match counts.
+            A function takes a leaf's path and returns the label. A function that optax would call with the whole tree does not
+            work here.
 
     Returns:
         A transformation with :class:`PartitionState`.
 
     Raises:
         LayoutError: in ``init``: a label has no transformation.
-        PatternError: in ``init``: a pattern matches no leaf, no pattern matches a leaf, or a label is no string.
+        PatternError: in ``init``: a pattern matches no leaf, no pattern matches a leaf, or a label is not a string.
 
     Cost: with labels from ``plan`` each transformation has state for its own leaves alone. With ``param_labels`` each has state
     for all leaves, and gets zeros as gradients of the other leaves: one more pass over the gradients.
@@ -121,8 +122,8 @@ def masked(inner: Any, mask: Any) -> Transform:
 
     Args:
         inner: an ``(init, update)`` pair. It gets zeros as gradients of the other leaves.
-        mask: patterns of leaf paths, a dict from pattern to bool, or a function from a path to bool. Functions for optax get
-            the tree, and do not work here.
+        mask: patterns of leaf paths, a dict from pattern to bool, or a function from a path to bool. A function that optax
+            would call with the whole tree does not work here.
 
     Returns:
         A transformation with :class:`MaskedState`.

@@ -64,7 +64,7 @@ def scale_by_learning_rate(learning_rate: ScalarOrSchedule) -> Transform:
 
 @options_checked
 def scale_by_adam(b1: float = 0.9, b2: float = 0.999, eps: float = 1e-8) -> Transform:
-    """Return a transformation of gradients to Adam's direction ``m' / (sqrt(v') + eps)``, without learning rate and sign.
+    """Return a transformation that replaces gradients by ``m' / (sqrt(v') + eps)``: Adam's update before ``-learning_rate``.
 
     Kernel and state are those of :func:`~fsharp.optim.adamw`. For ``eps_root``, ``mu_dtype`` and ``nesterov`` of optax use
     ``fs.optim.from_optax(optax.scale_by_adam(...))``.

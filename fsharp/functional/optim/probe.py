@@ -157,7 +157,11 @@ class _Trial:
         return vector if piece is None else vector[size * piece : size * (piece + 1)]
 
     def _tree_of_vectors(self, vectors: Vectors, piece: int | None) -> Any:
-        """Return ``vectors``, one for each group, as a tree: of whole leaves, or of the padded shards number ``piece``."""
+        """Return ``vectors``, one for each group, as a tree like the user's.
+
+        If ``piece`` is None, the tree has whole leaves. Otherwise it has, for each group, the shard with the index ``piece``,
+        with zeros as padding at its end.
+        """
         if piece is not None:
             flat = (
                 torch.cat([part := self._part_of_vector(x, piece), x.new_zeros(1 + len(x) // len(self.pieces) - len(part))])

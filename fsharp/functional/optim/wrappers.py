@@ -120,10 +120,10 @@ def MultiSteps(opt: Any, every_k_schedule: int | Callable[[int], int], use_grad_
 
     Returns:
         A transformation with :class:`MultiStepsState`, where optax returns an object with methods. The last step made an update
-            if ``state.mini_step == 0``. For optax's ``should_skip_update_fn`` wrap the result in :func:`apply_if_finite`.
+        if ``state.mini_step == 0``. For optax's ``should_skip_update_fn`` wrap the result in :func:`apply_if_finite`.
 
     Raises:
-        LayoutError: ``k`` is no positive whole number.
+        LayoutError: ``k`` is not a positive whole number.
         AgreementError: in ``update``, on all ranks: ranks have a different ``k``, or have accumulated different numbers of
             gradients.
 
@@ -178,8 +178,9 @@ def _conditional_transform(
 ) -> Transform:
     """Return a wrapper of ``inner`` that updates by ``inner``, or skips the update, as the function ``step`` decides.
 
-    ``step(grads, state, run, skip, comm, donate)`` calls ``run(gradients, inner state)``, which updates by ``inner``, or
-    ``skip(inner state)``, which changes nothing. It returns the first result of this call, and the wrapper's new state.
+    ``step(grads, state, run, skip, comm, donate)`` calls either ``run(gradients, inner state)``, which updates by ``inner``, or
+    ``skip(inner state)``, which changes nothing. Both return ``(updates or new parameters, new inner state)``. ``step`` returns
+    the first item unchanged, and the new state of the wrapper, which contains the new inner state.
     """
 
     def either(run: InnerUpdate, grads: Any, state: Any, params: Any, comm: Comm, donate: bool | None) -> Any:
