@@ -35,9 +35,9 @@ def per_sample_norms(
     so that the rank takes part in the gathers.
 
     Args:
-        loss_fn: a loss function, as for :func:`~fsharp.value_and_grad`. ``torch.vmap`` over samples calls it once, with batches
-            of one sample: dim 0 of every tensor has size 1. If it returns ``(sum, weight)``, the gradient is that of ``sum``.
-            It has to use parameters through ``forward`` or ``gather``.
+        loss_fn: a loss function, as for :func:`~fsharp.value_and_grad`. It is called once for each chunk, under ``torch.vmap``
+            over the samples. It sees a batch of one sample: dim 0 of every tensor has size 1. If it returns ``(sum, weight)``,
+            the gradient is that of ``sum``. It has to use parameters only through ``forward`` or ``gather``.
         chunk_size: number of samples in one chunk, as in ``torch.vmap``; None means all. All ranks make as many chunks as the
             rank with the most samples.
         randomness: ``"error"`` refuses random operations, ``"same"`` and ``"different"`` draw equal or different numbers for
@@ -48,9 +48,9 @@ def per_sample_norms(
 
     Raises:
         LayoutError: a unit varies along an axis, so that a sample's gradient is spread over several ranks.
-        LossError: tensors of the batch differ in the size of dim 0; the loss is neither a mean nor ``(sum, weight)``, or
-            depends on no parameter; the loss uses parameters in another way, such as under ``torch.func.grad``; the call is
-            under a transform.
+        LossError: the batch has no tensor, or its tensors differ in the size of dim 0; the loss is neither a mean nor ``(sum,
+            weight)``, or does not depend on a parameter; ``loss_fn`` uses parameters other than through ``forward`` or
+            ``gather``, or under ``torch.func.grad``; ``per_sample_norms`` is called under a ``torch.func`` transform.
         TreeError: ``params`` has no unit.
         MeshError: ``comm`` is on another mesh than ``params``.
 
@@ -117,10 +117,13 @@ def _norms_of_chunk(loss_fn: LossFn, params: Any, leaves: list[Any], spec: Any, 
 
 
 class _SquareLedger(SinkLedger):
-    """A SinkLedger that adds the squares of arriving gradients for each sample, and does not keep the gradients.
+    """A SinkLedger that adds up the squares of arriving gradients for each sample, and does not keep the gradients.
 
-    A handle, which stands for a gathered buffer in autograd, has a row for each sample here. ``squares`` are the sums so far,
-    in float64. ``level`` is the number of the vmap over samples among nested torch.func transforms.
+    A handle of this class has the shape ``[samples, size of the full buffer]``: see :class:`SinkLedger`.
+
+    Attributes:
+        squares: sum of squares of each sample so far, in float64.
+        level: nesting level of the vmap over samples, among the torch.func transforms that are active.
     """
 
     def __init__(self, squares: torch.Tensor) -> None:

@@ -22,7 +22,7 @@ from fsharp.functional.transforms import is_batched, without_vmap
 from fsharp.tracebacks import api_boundary, call_hook
 
 SavedView = tuple[int, torch.Size, tuple[int, ...], int]
-"""A view of a gathered buffer: the number of the buffer, and size, strides and offset of the view."""
+"""A view of a gathered buffer: the index of the buffer, and size, strides and offset of the view."""
 
 
 class _SavedBuffers:
@@ -43,7 +43,17 @@ class _SavedBuffers:
 
 
 def release_saved(out: Any, sharded: Any, gathered: Any, sequence_nr: int, comm: Comm) -> None:
-    """Release the parameters ``gathered`` that autograd has saved since ``sequence_nr`` in a call that returned ``out``."""
+    """Release the gathered parameters that autograd has saved for the backward of a call. The backward gathers them again.
+
+    Args:
+        out: the result of the call.
+        sharded: the units before they were gathered. A backward gathers these.
+        gathered: the full units that the call has used. Buffers that share memory with ``sharded`` are not released.
+        sequence_nr: autograd's sequence number at the start of the call. Older nodes of the graph are not changed.
+        comm: the ranks.
+
+    Under a vmap over parameters nothing is released.
+    """
     nodes = units_of(sharded)
     if any(is_batched(buffer) for node in nodes for buffer in node.buffers):
         return  # vmap over parameters, which cannot be gathered again after vmap
@@ -67,7 +77,11 @@ def release_saved(out: Any, sharded: Any, gathered: Any, sequence_nr: int, comm:
     held_ref = weakref.ref(saved)  # the hooks do not keep the buffers alive
 
     def come(_: Any) -> None:
-        """Gather once in each backward, whether autograd has saved parameters or not, as this may differ between ranks."""
+        """Gather the parameters once in each backward, before it passes an output of the call.
+
+        Ranks may differ in whether autograd has saved parameters, and all ranks have to take part in the gather. So this hook
+        gathers even if this rank has saved nothing.
+        """
         nonlocal last
         if last != (task := torch._C._current_graph_task_id()):
             last, buffers = task, regather()
@@ -154,7 +168,10 @@ def inner_tensors(x: torch.Tensor) -> list[torch.Tensor]:
 
 
 def unaliased_clone(x: torch.Tensor) -> torch.Tensor:
-    """Return a differentiable clone that shares no memory with a tensor, where a wrapper's own clone may share memory."""
+    """Return a differentiable clone that shares no memory with ``x``.
+
+    If ``x`` is a wrapper such as a DTensor, ``x.clone()`` may keep inner tensors of ``x``. These are cloned here.
+    """
     clone: Any = x.clone()
     if is_traceable_wrapper_subclass(clone):
         for name in clone.__tensor_flatten__()[0]:

@@ -67,7 +67,10 @@ class SinkLedger:
 
 
 def with_sinks(params: Any, ledger: SinkLedger | None = None) -> Any:
-    """Return parameters with equal values, and with sinks and one ledger that collect their gradients in one microbatch."""
+    """Return ``params`` with the same values, detached from earlier graphs, and with a new sink for each trainable group.
+
+    The sinks are recorded in ``ledger``, by default a new one. The gradients of one microbatch then arrive at the sinks.
+    """
     ledger = SinkLedger() if ledger is None else ledger
     zero = cache(lambda dtype, device: torch.zeros((), dtype=dtype, device=device))
 
@@ -90,10 +93,13 @@ def with_sinks(params: Any, ledger: SinkLedger | None = None) -> Any:
 
 
 def take_gradients(node: Sharded, comm: Comm) -> list[torch.Tensor | None]:
-    """Return the gradient of each trainable group of a node, and remove it from the node; None for a group without a gradient.
+    """Return the gradient of each trainable group of a node, and remove the gradients from the node.
 
-    Backward passes leave gradients at the node's sinks. If the loss was computed from the node's buffers themselves, and not
-    from gathered buffers, gradients are left in ``buffer.grad``: they are moved to the place of gradients, and added.
+    The list has None for a group without a gradient. Gradients are in the place in which gradients rest.
+
+    Backward passes leave gradients of gathered buffers at the node's sinks. If the loss has used the node's own buffers,
+    gradients are in ``buffer.grad`` as well. This function moves them to the place of gradients, and adds them to those of the
+    sinks.
     """
     held = dict(zip(node.groups, node.raw_buffers, strict=True))
     result = []
@@ -142,7 +148,7 @@ class _MakeHandle(torch.autograd.Function):
 
 
 class _AttachHandle(torch.autograd.Function):
-    """An autograd function that returns the gathered buffer ``full``. Its gradient goes to ``handle``: see SinkLedger."""
+    """An autograd function that returns the gathered buffer ``full``. The gradient goes to ``handle``: see SinkLedger."""
 
     @staticmethod
     @keep_signature
@@ -160,7 +166,7 @@ class _AttachHandle(torch.autograd.Function):
 
 
 def _as_summands(x: torch.Tensor, source: Place, target: Place, comm: Comm) -> torch.Tensor:
-    """Return this rank's summand of ``x``, a gradient in the place ``source``: a sum over ranks counts no element twice.
+    """Return what this rank adds to a sum over ranks for ``x``, a gradient in the place ``source``. Each element counts once.
 
     Along an axis where ``target`` is partial, a replicated ``x`` becomes zeros on all ranks but the first, and a sharded ``x``
     gets zeros in place of other ranks' elements. Along an axis where ``target`` is sharded, a rank takes its part of a

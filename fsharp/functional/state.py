@@ -72,15 +72,15 @@ def init_state(tx: Any, sharded: Any, *, comm: Comm, donate: bool = False) -> Tr
 
     Args:
         tx: the optimizer: an ``(init, update)`` pair such as :func:`~fsharp.optim.adamw` returns.
-        sharded: parameters from :func:`~fsharp.shard` or :func:`~fsharp.init_params`. If ``Precision`` gives parameters a main
-            copy, make them with ``place="optim"``.
+        sharded: parameters from :func:`~fsharp.shard` or :func:`~fsharp.init_params`. If ``Precision`` gives groups a main
+            copy, call that function with ``place="optim"``, which keeps the ``main`` dtype.
         comm: the ranks.
         donate: use the memory of ``sharded`` for the state. If False, buffers are copied.
 
     Raises:
-        TreeError: ``sharded`` is no tree of Sharded, or has the ``compute`` dtype where a main copy needs the ``main`` dtype.
-            Or parameters are cut, and ``tx``, from another library, does not update each element by itself. It is tried on
-            small tensors to find this out.
+        TreeError: ``sharded`` is not a tree of Sharded, or has the ``compute`` dtype where a main copy needs the ``main``
+            dtype. Or ``tx`` is a pair whose updates depend on how buffers join and cut leaves. A trial on small tensors finds
+            this out.
         AgreementError: ranks have different layouts or optimizers.
 
     Cost: for parameters made with ``place="optim"`` one gather; otherwise none. For another library's pair about ten updates of
@@ -222,10 +222,11 @@ def _select_groups_with_main_copy(tree: Any) -> Any:
 
 
 def _copy_groups_without_main(node: Sharded, main_copies: Sharded) -> Sharded:
-    """Return ``node`` with copies of groups whose updates travel as differences and have no main copy in ``main_copies``.
+    """Return ``node`` with cloned buffers in groups whose main copies are missing.
 
-    Main copies are missing in a state that was resharded from a layout without them. Without a copy, an update in place would
-    change the parameters from which the difference is taken.
+    Such a group is not in ``main_copies``, and has a ``Precision(update=...)``: its updates travel as differences of new and
+    old parameters. The state was resharded from a layout without main copies. If the update overwrote the node's own buffer,
+    the old parameters would be lost before the difference is taken.
     """
     missing = [g for g in node.groups if g not in main_copies.groups and node.unit.groups[g].dtypes.update is not None]
     if not missing:

@@ -31,8 +31,8 @@ def step_traffic(
         layout: layout of the parameters.
         microbatches: number of microbatches of the step.
         release: argument ``release`` of :func:`~fsharp.forward`.
-        uses: by name of a unit, how many calls of :func:`~fsharp.forward` in a microbatch use the unit, as their unit or as one
-            of ``ties``. Units that are not named have one such call.
+        uses: dict from the name of a unit to the number of calls of :func:`~fsharp.forward`, in a microbatch, that use the unit
+            as their tree or in ``ties``. For a unit that is not in the dict the number is 1.
 
     Returns:
         A Counter of :class:`~fsharp.collectives.Call`.
@@ -60,7 +60,7 @@ def step_traffic(
 
 
 def _scale_agreement_calls(layout: Layout) -> Iterator[Call]:
-    """Yield the collectives in which an update agrees on scales of whole leaves."""
+    """Yield the collectives in which ranks agree, in an update, on scales of formats that encode whole leaves."""
     numbers: Counter[tuple[str, tuple[str, ...], int, torch.dtype]] = Counter()
     for unit in layout.units:
         axes = tuple([axis for axis in unit.strategy.optim.sharded_axes if unit.mesh.axis_size(axis) > 1])
@@ -97,7 +97,11 @@ def reduce_calls(unit: UnitLayout, group: int, source: Place, target: Place) -> 
 
 
 def calls_of_stages(dtypes: Dtypes, stages: Iterable[ReductionStage]) -> Iterator[Call]:
-    """Yield the collectives of a reduction. An ``all_reduce`` into another dtype than the input's is two collectives."""
+    """Yield the collectives of a reduction of one group with ``dtypes``, which runs in ``stages``.
+
+    An ``all_reduce`` whose input is not in the ``accumulate`` dtype is a ``reduce_scatter`` in the input's dtype, and an
+    ``all_gather`` in the ``accumulate`` dtype.
+    """
     for op, axis, n, size, out, dtype in stages:
         wire, part = dtypes.wire_format_along(axis), -(-size // n)
         if op == "all_to_all":

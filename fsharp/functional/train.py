@@ -102,7 +102,7 @@ def value_and_grad(loss_fn: LossFn, *, microbatches: int = 1, has_aux: bool = Fa
         TreeError: residuals are missing, or of another layout; a format that rounds stochastically has no ``step``.
 
     Cost: under ``zero3`` two gathers and one reduction for each unit and microbatch. Memory: one full unit beside the shards.
-    As in ``Tensor.backward``, tensors with ``requires_grad`` that are no parameters get their gradient added to ``.grad``.
+    As in ``Tensor.backward``, tensors with ``requires_grad`` that are not parameters get their gradient added to ``.grad``.
     There is no ``argnums``: for the gradient of a tensor of the batch, call its ``requires_grad_()``, and read its ``.grad``.
     """
     return _make_grad_fn(loss_fn, microbatches, has_aux=has_aux, sum_in_place=False)

@@ -301,9 +301,9 @@ def _for_each_run(
 ) -> None:
     """Call ``kernel(lists, scale, decay)`` once or more for each pair of a learning rate's scale and a weight decay.
 
-    ``trees``: parameters, gradients, and trees of state. A run is a slice of a buffer in which all elements have the same pair.
-    ``lists[i]`` are the runs of ``trees[i]`` with the pair, in one dtype of parameters. The kernel overwrites all runs but
-    those of gradients.
+    ``trees``: first what changes, such as parameters; then gradients; then trees of state. A run is a slice of a buffer in
+    which all elements have the same pair. ``lists[i]`` are the runs of ``trees[i]`` with the pair, in one dtype. The kernel may
+    overwrite all runs except for ``lists[1]``.
 
     Raises a TreeError if the trees differ in units, places, groups or sizes: torch's kernels would read and write beyond
     buffers.

@@ -38,9 +38,9 @@ def partition(
 
     Args:
         transforms: an ``(init, update)`` pair for each label.
-        param_labels: None uses the labels from :func:`~fsharp.plan`. A dict has labels by path pattern; the last match counts.
-            A function takes a leaf's path and returns the label. A function that optax would call with the whole tree does not
-            work here.
+        param_labels: None uses the labels from :func:`~fsharp.plan`. A string is the label of all leaves. A dict has labels by
+            path pattern; the last match counts. A function takes a leaf's path and returns the label. A function that optax
+            would call with the whole tree does not work here.
 
     Returns:
         A transformation with :class:`PartitionState`.

@@ -32,12 +32,15 @@ class RankMap:
     new_ranks: tuple[int, ...]
 
     def is_source_for(self, source: int, target: int, place: Place) -> bool:
-        """Return whether rank ``target`` of the new mesh takes elements from rank ``source`` of the old mesh.
+        """Return whether rank ``target`` of the new mesh may take elements from rank ``source`` of the old mesh.
 
-        ``place``: where the elements are stored on the old mesh. Along replicated axes several old ranks hold equal elements.
-        A target that was in the old mesh takes them from the rank with the coordinate that it had there. Any other target takes
-        them from the coordinate of old rank ``target % size``, so that ranks that join do not all take from one rank. Along
-        varying axes, where each rank has other values, the source needs the coordinate that the target has on the new mesh.
+        ``place``: the place of the elements on the old mesh. The answer depends on replicated and varying axes.
+
+        - Along a replicated axis, old ranks have equal elements. A target that was a rank of the old mesh takes from sources
+          with the coordinate that the target had there. Any other target takes from sources with the coordinate of old rank
+          ``target % number of old ranks``. So ranks that join do not all take from one rank.
+        - Along a varying axis, old ranks have different values. The source must have the coordinate that the target has on the
+          new mesh.
         """
         mesh, rank = self.old_mesh, self.new_ranks[target]
         near = self.old_ranks.index(rank) if rank in self.old_ranks else target % mesh.size

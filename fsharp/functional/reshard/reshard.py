@@ -50,22 +50,22 @@ def reshard(
     >>> fs.reshard(state, fs.plan(params, comm.mesh, fs.ddp("dp"), units="*"), comm=comm)["b"]
     Sharded('b', dp:Replicate, float32[3] of 3)
 
-    Each rank receives the elements that it lacks under the new layout, and no others.
+    Each rank receives only the elements that the rank needs under the new layout and does not have.
 
     Args:
         tree: a :class:`~fsharp.TrainState`, or a pytree of trees of :class:`~fsharp.Sharded`. Other leaves are kept. The ranks
-            that pass a tree form the old mesh, in rising order; all other ranks pass None.
+            of ``comm`` that pass a tree form the old mesh, ordered by rank. All other ranks pass None.
         layout: the new layout, from :func:`~fsharp.plan` for a tree with equal leaves; the same on all ranks.
         comm: a Comm with all ranks of the old and the new mesh, on one of these meshes or on a third one.
-        ranks: the ranks of ``comm`` that form the new mesh, in rising order; None means the first ones.
+        ranks: the ranks of ``comm`` that form the new mesh, in rising order. None means the first ranks of ``comm``.
         place: ``"params"`` or ``"optim"``: where trees outside of a TrainState rest afterwards. In a TrainState parameters rest
             as ``"params"``, main copies and optimizer state as ``"optim"``; residuals of gradients become zeros.
         cast: with ``place="params"``, cast trees outside of a TrainState to the ``compute`` dtype of ``layout``. If False,
             buffers keep their dtype, and a layout with another ``compute`` dtype is an error.
         donate: release old buffers unit by unit. ``tree`` cannot be used afterwards, and is lost if an error occurs while data
             move.
-        buffer_nbytes: most bytes in use at once beside old and new shards. In messages to each of ``n - 1`` other ranks are at
-            most ``buffer_nbytes // (2 * n - 1)`` bytes at a time.
+        buffer_nbytes: upper bound of the memory for messages, which is in use beside old and new shards. If ``comm`` has ``n``
+            ranks, a message has at most ``buffer_nbytes // (2 * n - 1)`` bytes.
 
     Returns:
         The tree with a :class:`~fsharp.Sharded` for each unit of ``layout``; None on ranks outside of the new mesh. Buffers are

@@ -83,9 +83,11 @@ class StateTree:
 def find_state_trees(tree: Any, kind: StatePlace, *, cast: bool = False) -> list[StateTree]:
     """Return the state trees in a user's tree, in tree order.
 
-    ``kind`` and ``cast`` become attributes of the state trees outside of a TrainState. A node's path is the path of its state
-    tree and then the path of its unit. Raises TreeError if there is no node, a node is not at the path of its unit, or a state
-    tree has another leaf in it.
+    A TrainState's ``params`` get the kind ``"params"``, its other fields ``"optim"``, and both ``is_cast=False``. A state tree
+    outside of a TrainState gets the arguments: ``kind``, and ``cast`` as ``is_cast``.
+
+    The path of a node is the path of its state tree, followed by the path of its unit. Raises a TreeError if there is no node,
+    a node is not at this path, or a state tree has another leaf in it.
     """
     found: dict[Path, list[Sharded]] = {}
     facts: dict[Path, tuple[str, StatePlace, bool]] = {}
@@ -179,7 +181,11 @@ def _check_at_rest(state_tree: StateTree, node: Sharded) -> None:
 
 
 def _leaf_facts(state_tree: StateTree, unit: UnitLayout) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield the path of each leaf of ``unit``, and the facts that have to be equal in the old and the new layout."""
+    """Yield ``(path, facts)`` for each leaf of ``unit``: a dict of what has to be equal in the old and the new layout.
+
+    Facts are the shape, dtype, tie and varying axes of the leaf. The kind and ``is_cast`` of ``state_tree`` decide whether the
+    group's dtypes, format and label are facts too.
+    """
     for leaf in unit.leaves:
         facts: dict[str, Any] = {"shape": list(leaf.shape), "dtype": dtype_name(leaf.dtype)}
         facts["tied to"] = repr(".".join(filter(None, leaf.tied_to))) if leaf.tied_to else "nothing"

@@ -10,17 +10,17 @@ class TreeName:
     Ranks compare labels, so an error says that ranks gather different trees, such as parameters before and after an update. A
     name says from which tree this tree was made, and how: ``tree 1 at update 3, replaced 1x, mapped 2x``.
 
-    All names compare equal and have one hash, as pytrees of different names could not be mapped together otherwise.
+    All names compare equal and have one hash: a pytree map over two trees refuses trees whose names are not equal.
 
     Attributes:
-        tree: number of the first tree, as text; empty if not all ranks have made the first tree together. The first update of
-            tree ``"1"`` makes another tree ``"1"``. A second update of the same tree makes a branch, tree ``"1.2"``.
+        tree: number of the first tree, as text; empty if not all ranks have made the first tree together. The first update of a
+            tree keeps the number ``"1"``. A second update of the same tree makes a branch, with the number ``"1.2"``.
         num_updates: number of updates between the first tree and this one.
         num_replaced: number of calls of :meth:`~fsharp.Sharded.replace` between the first tree and this one.
         num_mapped: number of pytree mappings between the first tree and this one.
         num_successors: number of updates that were made from this tree.
-        number_by_axes: numbers that tell trees with equal texts apart, such as two mapped copies of tree 1. For the axes of a
-            gather: 1 for the first tree of this text that was gathered along these axes, 2 for the second, and so on.
+        number_by_axes: dict from the axes of a gather to a number, which tells trees with equal texts apart, such as two mapped
+            copies of tree 1. The first tree with a text that is gathered along the axes has 1, the second 2, and so on.
     """
 
     tree: str = ""
