@@ -29,7 +29,7 @@ def _refuse_no_sync() -> NoReturn:
 
 
 def contains_sharded_module(model: nn.Module) -> bool:
-    """Return whether ``model`` is a sharded module or contains one, such as a module of ``torch.compile`` does."""
+    """Return whether ``model`` is a sharded module or contains one, as the result of ``torch.compile(sharded)`` does."""
     return any(isinstance(each, ShardedModule) for each in model.modules())
 
 
@@ -76,9 +76,10 @@ class Accelerator(accelerate.Accelerator):
     _optimizers: list[Any]
 
     def prepare_model(self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False) -> Any:
-        """Return a sharded module itself, compiled in place if accelerate is to compile. Prepare other modules as accelerate.
+        """Return a sharded module itself. Prepare any other module as accelerate does.
 
-        Raises OptionError for another module that contains a sharded module.
+        If accelerate has a ``dynamo_backend``, the sharded module is compiled in place. Raises OptionError for another module
+        that contains a sharded module, and for a sharded module if ``mixed_precision`` is set.
         """
         if not isinstance(model, ShardedModule):
             if contains_sharded_module(model):
@@ -98,9 +99,9 @@ class Accelerator(accelerate.Accelerator):
         return model
 
     def prepare_optimizer(self, optimizer: Any, device_placement: bool | None = None) -> Any:
-        """Wrap an optimizer as accelerate does. A ShardedOptimizer's state stays on its device.
+        """Wrap an optimizer as accelerate does. The state of a ShardedOptimizer is not moved to another device.
 
-        Raises OptionError for an torch optimizer with sharded parameters.
+        Raises OptionError for a torch optimizer with sharded parameters.
         """
         inner = getattr(optimizer, "optimizer", optimizer)  # of one that was prepared before
         if not isinstance(inner, ShardedOptimizer) and any(
@@ -113,7 +114,7 @@ class Accelerator(accelerate.Accelerator):
         return super().prepare_optimizer(optimizer, False if isinstance(optimizer, ShardedOptimizer) else device_placement)
 
     def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
-        """Return a context in which gradients only accumulate: ``model.accumulate()`` of a sharded module."""
+        """Return a context in which backward passes add gradients up, and do not reduce them for the optimizer."""
         return model.accumulate() if isinstance(model, ShardedModule) else super().no_sync(model)
 
     def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> Any:

@@ -83,7 +83,10 @@ def draw(
 
 
 def as_timeline(step: Schedule | Timeline, hardware: Hardware | None) -> Timeline:
-    """Return the timeline of a step: of a schedule on ``hardware``; if ``hardware`` is None, of its ops in their order."""
+    """Return ``step`` if it is a timeline. Otherwise predict the timeline of the schedule ``step`` on ``hardware``.
+
+    If ``hardware`` is None, the timeline is :func:`timeline_in_order`: it shows the order of ops, and no times.
+    """
     return step if isinstance(step, Timeline) else predict(step, hardware) if hardware else timeline_in_order(step)
 
 

@@ -62,28 +62,28 @@ class Hardware:
     """Speeds of a machine, from which :func:`predict` computes the time of a step.
 
     Args:
-        compute: seconds ``(forward, backward)`` of each unit, without nested units, by key-path pattern, such as
+        compute: seconds ``(forward, backward)`` of each unit, without its nested units, by key-path pattern, such as
             ``{"**": (1e-3, 2e-3), "head": (4e-3, 8e-3)}``; the last match counts. :meth:`Trace.compute_times` and :meth:`fit`
             return measured seconds. An estimate for ``n`` parameters, ``t`` tokens and a device of ``f`` FLOP/s is
             ``(2 * n * t / f, 4 * n * t / f)``. A third number is the seconds by which recomputation of the unit lengthens its
-            backward; without it, as many as the forward takes.
+            backward; by default the forward's.
         bandwidth: bytes per second that a rank sends: one number, numbers by axis, or numbers by ``(collective, axis)``.
         latency: seconds of a collective that do not depend on its bytes: one number, or numbers as for ``bandwidth``.
         memory_bandwidth: bytes per second of ops that work in memory: casts and additions of gradients, and copies in place of
             collectives along axes of one rank.
         codec_bandwidth: encoded bytes per second that are encoded or decoded, in ops of their own or between two collectives.
-        cast_bandwidth: bytes per second of gradients that gloo casts as it adds them: summands that travel in another plain
-            dtype than the sums have, such as bfloat16. :meth:`fit` needs a trace of units with such gradients and without.
+        cast_bandwidth: bytes per second of gradients that gloo casts while it adds them: they travel in a plain dtype, such as
+            bfloat16, and their sums have another. :meth:`fit` needs a trace of units with such gradients and without.
         host_bandwidth: bytes per second of offloaded state between host memory and device, one way. The default is that of PCIe
             5.0 with 16 lanes.
         update_s: seconds of the optimizer step.
         synchronous_host: the host computes by itself, as on a CPU; False means that the host queues work on streams.
         contention: how much collectives and a synchronous host slow each other down, from 0 (separate cores) to 1 (one core).
-        host_share: the host's share, from 0 to 1, of the core for which it contends. While both work, the host has
+        host_share: the host's share, from 0 to 1, of a core that it shares with collectives. While both work, the host has
             ``1 - contention * (1 - host_share)`` of its full speed, and collectives ``1 - contention * host_share`` of theirs.
         issue_s: seconds of a synchronous host to issue one collective of few bytes.
-        issue_bandwidth: sent bytes per second at which the host issues a collective, after ``issue_s``: it copies its own part
-            or posts messages.
+        issue_bandwidth: sent bytes per second at which the host issues a collective, in addition to ``issue_s``: a synchronous
+            host copies its own part or posts messages.
 
     Raises:
         ScheduleError: a number is out of range.
@@ -152,8 +152,8 @@ class Hardware:
                 InfiniBand link for each GPU (200 Gb/s for A100, 400 Gb/s for the others).
             layout: layout of the model.
             tokens: number of tokens of one rank in a microbatch.
-            efficiency: part of the peak FLOP/s that the model reaches while it computes. Dense transformers reach 0.3 to 0.6.
-            link_efficiency: part of the bandwidths of links that collectives reach.
+            efficiency: fraction of the peak FLOP/s that the model reaches while it computes: 0.3 to 0.6 for dense transformers.
+            link_efficiency: fraction of the bandwidths of NVLink and the network that collectives reach.
             recompute: whether the backward computes the forward again.
             within: mesh axes along which all ranks are on one host.
             across: mesh axes along which each rank is on a host of its own, and uses its own network link.
@@ -163,7 +163,7 @@ class Hardware:
             The hardware. ``update_s`` is the time to update all parameters on one rank, as :func:`~fsharp.tune` expects.
 
         Raises:
-            ScheduleError: there is no such GPU, or a number is out of range.
+            ScheduleError: ``name`` is not one of these GPUs, an axis of the mesh is not named, or a number is out of range.
             OptionError: an argument has a wrong type.
         """
         gpu = GPUS.get(name)
@@ -211,18 +211,18 @@ class Hardware:
 
         Latency and bandwidth of each ``(collective, axis)`` come from a least-squares fit of seconds against bytes:
 
-        - A collective takes the median of its seconds over all steps. Its seconds begin when the previous collective on its
-          stream ends. Collectives with equal bytes take the median of their medians.
+        - The time of a collective is its median over all steps. In a step it begins when the previous collective on the stream
+          ends. For collectives that send equally many bytes, the median of these medians is used.
         - Errors are relative: each is divided by the seconds of its collective, or by the mean seconds of all collectives if
           the mean is larger.
         - If the trace cannot tell the axes apart, all axes get the same numbers. One reason is that the bytes along two axes
           are proportional.
         - If some gradients travel in the dtype of their sums and others do not, the fit finds ``cast_bandwidth`` as well.
 
-        ``contention`` says how far host and collectives slow each other down. A second in which both work counts for less: as
-        the part of a second that the same work takes at full speed. On shared cores a collective also waits while other ranks
-        compute. With ``alone`` and ``contention``, all collectives are therefore scaled by one factor. The factor is chosen
-        so that the predicted step is as long as the traced step.
+        ``contention`` says how far host and collectives slow each other down. Measured time in which both work is replaced by
+        the time that the same work would take at full speed. On shared cores a collective also waits while other ranks compute.
+        With ``alone`` and ``contention``, all collectives are therefore scaled by one factor. The factor is chosen so that the
+        predicted step is as long as the traced step.
 
         Times of compute and of the update are those of the measured model. For another model replace them, by estimates or by
         :meth:`Trace.compute_times` of a run in one process: ``dataclasses.replace(hardware, compute=..., update_s=...)``.
@@ -272,7 +272,7 @@ class Hardware:
     @classmethod
     @api_boundary
     def from_json(cls, text: str) -> "Hardware":
-        """Return the hardware that :meth:`to_json` wrote as text; ScheduleError if the text is no hardware.
+        """Return the hardware that :meth:`to_json` wrote as text; ScheduleError if the text is not such JSON.
 
         >>> hardware = Hardware(compute=(1.0, 2.0), bandwidth={("all_gather", "dp"): 1e9, "pp": 2e9})
         >>> Hardware.from_json(hardware.to_json()) == hardware
@@ -296,14 +296,14 @@ class Hardware:
         return self.latency_s(sent) + sum(nbytes * self._seconds_per_byte(link) for link, nbytes in sent.items())
 
     def latency_s(self, links: Iterable[Link]) -> float:
-        """Return the seconds of a collective that do not depend on its bytes, over all of its links in sequence."""
+        """Return the sum of the latencies, in seconds, of ``links``: pairs of a collective and an axis."""
         halves = [half for link in links for half in self._component_links(link)]
         return sum(value_of_link(self.latency, half, "latency") for half in halves)
 
     def _seconds_per_byte(self, link: Link) -> float:
-        """Return the seconds that each sent byte takes over a link.
+        """Return the seconds for each byte that a rank sends in the collective of ``link``, along its axis.
 
-        This is the mean over the :meth:`_component_links` of the link, as each of them sends an equal share of the bytes.
+        This is the mean over the :meth:`_component_links` of ``link``, as each of them sends an equal share of the bytes.
         """
         halves = self._component_links(link)
         return sum(1 / value_of_link(self.bandwidth, half, "bandwidth") for half in halves) / len(halves)
@@ -325,7 +325,7 @@ class Hardware:
 
 @options_checked
 def predict(schedule: Schedule, hardware: Hardware) -> Timeline:
-    """Simulate steps that follow a schedule on a machine, until a step is like the previous one. Return when its ops run.
+    """Simulate steps of a schedule on a machine until a step is like the previous one. Return the timeline of the last step.
 
     The assumptions are in [Note: what the simulation knows], at the beginning of this module.
 
@@ -470,9 +470,9 @@ class _Simulation:
 
 
 def _delayed_time(start: float, seconds: float, speed: float, at: float) -> float:
-    """Return when an event happens that is due at ``at`` at full speed.
+    """Return the time of an event that would happen at the time ``at`` if all work ran at full speed. Times are in seconds.
 
-    From ``start`` on, the speed is ``speed``, a part of full speed, for ``seconds`` seconds.
+    From the time ``start`` on, for ``seconds`` seconds, work runs at the fraction ``speed`` of full speed.
     """
     ahead = at - start
     if ahead <= 0:

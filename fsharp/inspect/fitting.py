@@ -35,10 +35,10 @@ _BISECTIONS = 24
 def fit_speeds(
     trace: Trace, schedule: Schedule, *, host_speed: float, sending_speed: float, overlaps_latency: bool
 ) -> dict[str, Any]:
-    """Return the fields of a :class:`~fsharp.inspect.Hardware` that can be computed from a trace of a schedule.
+    """Return the fields of a :class:`~fsharp.inspect.Hardware` that a trace of a schedule determines, by name.
 
-    The host and a collective slow each other down while both work: to the parts ``host_speed`` and ``sending_speed`` of full
-    speed. ``overlaps_latency``: whether the latency of a collective passes while earlier collectives are under way.
+    While both work, the host runs at the fraction ``host_speed`` of its full speed, and a collective at the fraction
+    ``sending_speed``. ``overlaps_latency``: whether the latency of a collective passes while earlier collectives are under way.
     """
     steps = trace.ended_steps()
     rows = [row for _, rows in steps for row in rows]
@@ -119,28 +119,29 @@ def fit_speeds(
 
 
 def sent_nbytes_of_issue(op: Op, facts: UnitFacts) -> int:
-    """Return the sent bytes with which the host's time to issue the collective of ``op`` grows.
+    """Return the bytes on which the host's time to issue the collective of ``op`` depends: see ``Hardware.issue_bandwidth``.
 
-    To issue a gather, the host copies the rank's own part into the arena. To issue a reduction, it posts a message for each
-    chunk. For a gather of updated parameters the host copies nothing, and the result is 0.
+    To issue a gather, the host copies the rank's own part into the arena. To issue a reduction, the host posts a message for
+    each chunk. For a gather of updated parameters the host copies nothing, and the result is 0.
     """
     return 0 if op.spec is UPDATE_GATHER else sum(call.nbytes for call in op.spec.collectives(facts))
 
 
 def cast_nbytes_of_issue(op: Op, facts: UnitFacts) -> int:
-    """Return the bytes that a host casts as it issues the collective of ``op``: a gradient that travels in another dtype."""
+    """Return the bytes that a host casts while it issues the collective of ``op``; 0 unless ``op`` is a final reduction."""
     return op.spec.cast_nbytes(facts) if op.spec is FINAL_REDUCE else 0
 
 
 def _fit_issue_cost(
     schedule: Schedule, issuing: Mapping[tuple[int, ...], Sequence[float]], memory_bandwidth: float
 ) -> dict[str, float]:
-    """Return how long the host takes to issue a collective: ``issue_s`` seconds, and its bytes at ``issue_bandwidth``.
+    """Return the fields ``issue_s`` and ``issue_bandwidth`` of a Hardware.
 
-    The bytes are those of :func:`sent_nbytes_of_issue`; ``issue_bandwidth`` is in bytes per second. The host issues collectives
-    in gaps between its other ops. ``issuing`` has, for each such gap, its seconds in each step. The key of a gap is a tuple:
-    the number of the first op of each collective that the host issues there. Seconds of casts in a gap, at
-    ``memory_bandwidth``, are subtracted. The fit minimizes squares of relative errors.
+    The host takes ``issue_s + nbytes / issue_bandwidth`` seconds to issue a collective; ``nbytes`` is
+    :func:`sent_nbytes_of_issue`. The host issues collectives in gaps between its other ops. ``issuing`` is a dict with an item
+    for each gap. The key is a tuple: for each collective that the host issues in the gap, the index of the collective's first
+    op. The value has the gap's seconds in each step. The seconds of casts in a gap, at ``memory_bandwidth``, are subtracted.
+    The fit minimizes squares of relative errors.
     """
     if not issuing:
         return {"issue_s": 0.0, "issue_bandwidth": math.inf}
@@ -160,10 +161,10 @@ def _fit_issue_cost(
 
 
 def fit_host_share(trace: Trace, schedule: Schedule, alone: Mapping[str, tuple[float, float]]) -> float:
-    """Return the part, from 0 to 1, of its full speed that the host keeps while collectives are under way.
+    """Return the fraction, from 0 to 1, of its full speed that the host keeps while collectives are under way.
 
-    ``alone``: seconds ``(forward, backward)`` of each unit in a run that sends nothing. Only ops count that run together with
-    collectives for more than half of their time; without such ops the result is 1/2.
+    ``alone``: seconds ``(forward, backward)`` of each unit in a run that sends nothing. Only ops of which more than half runs
+    together with collectives are used; without such ops the result is 1/2.
     """
     steps = trace.ended_steps()
     flights = _collective_timestamps(schedule, [row for _, rows in steps for row in rows])
@@ -211,7 +212,7 @@ def memory_traffic_nbytes(ops: Sequence[Op], facts: Mapping[str, UnitFacts]) -> 
 
 
 def noop_accumulates(ops: Sequence[Op]) -> set[int]:
-    """Return the positions of the accumulates whose reduction has written its sum to the gradient at rest."""
+    """Return the positions of ``accumulate`` ops that do nothing: their reduction has written to the gradient at rest."""
     found, direct = set[int](), set[str]()
     for i, op in enumerate(ops):
         if op.spec is REDUCE:
@@ -223,7 +224,7 @@ def noop_accumulates(ops: Sequence[Op]) -> set[int]:
 
 
 def recomputing_uses(program: Program) -> set[int]:
-    """Return the numbers of the uses whose forward recomputes a unit: it follows a backward of the same microbatch."""
+    """Return the uses (``event.use``) whose forward recomputes: a backward of the same microbatch comes before it."""
     found, is_backward = set[int](), False
     for event in program.events:
         if event.kind == "forward" and is_backward:
@@ -244,10 +245,10 @@ def _host_bandwidth(schedule: Schedule, rows: Iterable[TraceRow]) -> float:
 
 
 def _codec_bandwidth(schedule: Schedule, rows: Iterable[TraceRow], in_flight: "_IntervalUnion", host_speed: float) -> float:
-    """Return the encoded bytes per second of ops that encode or decode; ops that may wait are left out.
+    """Return the encoded bytes per second of ops that encode or decode. Ops that may wait are not measured.
 
     An op's seconds are the median over steps of the seconds at full speed. While collectives are under way (``in_flight``), the
-    host runs at ``host_speed``, a part of full speed.
+    host runs at ``host_speed``, a fraction of full speed.
     """
     taken: dict[int, list[float]] = {}
     for i, kind, _, _, _, start, stop, _ in rows:
@@ -260,7 +261,7 @@ def _codec_bandwidth(schedule: Schedule, rows: Iterable[TraceRow], in_flight: "_
 
 
 class _IntervalUnion:
-    """A union of intervals of time, with the length of any part of the union."""
+    """A union of intervals of time, and the length of what it has in common with any interval."""
 
     def __init__(self, intervals: Iterable[Interval]) -> None:
         self.parts = union_of_intervals(intervals)
@@ -277,7 +278,10 @@ class _IntervalUnion:
         return self.length_before(stop) - self.length_before(start)
 
     def full_speed_length(self, span: TimeSpan | Interval, speed: float) -> float:
-        """Return the length that a span would have at full speed, if it ran at ``speed`` in the union."""
+        """Return the seconds that the work in ``span`` would take at full speed.
+
+        In the union the work ran at ``speed``, a fraction of full speed. Outside of the union it ran at full speed.
+        """
         start, stop = (span.start_s, span.stop_s) if isinstance(span, TimeSpan) else span
         return stop - start - (1 - speed) * self.length_between(start, stop)
 
@@ -335,11 +339,11 @@ def _collective_timestamps(schedule: Schedule, rows: Iterable[TraceRow]) -> dict
 
 
 class _FitPoint(NamedTuple):
-    """One point of the fit: the collectives that send the same bytes over each link.
+    """One point of the fit: the collectives that send equally many bytes over each link.
 
     Attributes:
-        sent: bytes that one of the collectives sends, by link.
-        cast: bytes that one of them casts as it adds summands.
+        sent: bytes that each of the collectives sends, by link.
+        cast: bytes that each of the collectives casts while it adds summands.
         latencies: 1 if ``seconds`` contain the latency; 0 if the latency had passed in the queue.
         seconds: median seconds of the collectives.
         weight: number of the collectives.
@@ -355,16 +359,16 @@ class _FitPoint(NamedTuple):
 def _fit_points(
     schedule: Schedule, taken: Mapping[int, Sequence[tuple[float, float]]], latency: Mapping[Link, float] | None
 ) -> list[_FitPoint]:
-    """Return the points of the fit, one for all collectives that send the same bytes.
+    """Return the points of the fit, one for all collectives that send equally many bytes over each link.
 
-    ``taken``: by a collective's first op, ``(seconds in the queue, seconds after it)`` in each step. ``latency``: seconds by
-    link; None if they are not known yet, which counts as 0.
+    ``taken``: dict from a collective's first op to pairs ``(seconds in the queue, seconds after the queue)``, one for each
+    step. ``latency``: seconds by link; None if they are not known yet, which counts as 0.
 
     The latency of a collective passes from its issue on, also while the collective is in the queue. So there are two kinds of
-    steps. The kind of most steps counts, and the steps of the other kind are left out:
+    steps. For each collective only the steps of the more frequent kind are used:
 
-    - The collective queued for longer than its latency: its seconds are those after the queue, and contain no latency.
-    - It did not: its seconds are those since its issue, and contain the latency.
+    - The collective queued for longer than its latency. Its seconds are those after the queue, and contain no latency.
+    - The collective did not queue for longer than its latency. Its seconds are those since its issue, and contain the latency.
     """
     facts, ops = schedule.program.facts, schedule.ops
     alike: dict[tuple[tuple[tuple[Link, int], ...], int, int], list[float]] = {}
@@ -452,7 +456,10 @@ def _rate(byte_s: float) -> float:
 
 
 def _nonnegative_least_squares(matrix: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    """Return ``x >= 0`` with ``matrix @ x`` near ``target``, by least squares; columns of negative values are left out."""
+    """Return ``x >= 0`` with ``matrix @ x`` near ``target``, by least squares.
+
+    As long as the solution has negative elements, the smallest is set to 0, and the rest is solved again.
+    """
     kept = torch.ones(matrix.shape[1], dtype=torch.bool)
     result = torch.zeros(matrix.shape[1], dtype=torch.float64)
     while kept.any():

@@ -59,7 +59,7 @@ def measure(
 
     Raises:
         ScheduleError: ``steps`` is less than 1, or a number is out of range.
-        AgreementError: ranks pass different arguments, other than functions as ``compute``. All ranks raise.
+        AgreementError: ranks pass different arguments. All ranks raise. Functions in ``compute`` are not compared.
 
     Cost: memory for 32 MiB of parameters and their gradients; ``2 * (steps + 3)`` steps.
     """

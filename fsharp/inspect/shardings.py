@@ -29,7 +29,7 @@ _WIDTH_IN, _ROW_IN, _DPI = 13.0, 0.3, 150
 _MAX_RANKS = 64
 _MAX_NAMES = 18
 _GROUP_GAP = 0.02
-"""Gap between the buffers of two groups, as a part of the whole width."""
+"""Gap between the buffers of two groups, as a fraction of the whole width."""
 _INK, _PADDING = "#222222", "#dddddd"
 
 
@@ -87,7 +87,7 @@ class LeafSharding:
         """Return ``(first, last)``: ``rank`` holds ``leaf.flatten()[first:last]``; ``(0, 0)`` if it holds no element.
 
         Raises:
-            MeshError: there is no such rank.
+            MeshError: the mesh has no rank with this number.
         """
         return self.unit.run_of_leaf(self.leaf, self.place, rank)
 
@@ -107,7 +107,7 @@ class LeafSharding:
 
     @property
     def _part_range(self) -> range:
-        """Numbers of the parts of the buffer that have elements of the leaf."""
+        """Indices of the parts of the buffer that contain elements of the leaf. A part is what one rank holds."""
         if self.leaf.numel == 0:
             return range(0)
         return range(self.leaf.offset // self._part_size, (self.leaf.offset + self.leaf.numel - 1) // self._part_size + 1)
@@ -227,7 +227,7 @@ class TreeSharding:
         )
 
     def _named_rows(self) -> Iterator[tuple[str, LeafSharding | None]]:
-        """Yield rows of the table: titles of units with several leaves, and leaves. Equal units in a row are shown once."""
+        """Yield rows of the table: titles of units with several leaves, and leaves. Consecutive equal units are shown once."""
         for title, alike in runs_of_alike_units(self.layout.units):
             unit = alike[0]
             if len(unit.leaves) > 1 or unit.leaves[0].path:
@@ -262,7 +262,7 @@ def sharding(layout: Layout, place: PlaceName = "params") -> TreeSharding:
         columns.
 
     Raises:
-        LayoutError: ``layout`` is no Layout, the place is unknown, or the tree has no leaf at a path.
+        LayoutError: ``layout`` is not a Layout, the place is unknown, or the tree has no leaf at a path.
 
     Cost: time grows with the number of leaves; for texts also with the number of ranks.
     """
@@ -273,7 +273,7 @@ def sharding(layout: Layout, place: PlaceName = "params") -> TreeSharding:
 
 @lru_cache(maxsize=64)
 def _part_of_each_rank(mesh: Mesh, place: Place) -> torch.Tensor:
-    """Return, as int64[ranks], which part of a buffer each rank holds: the number of the part."""
+    """Return, as int64[ranks], the index of the part of a buffer that each rank holds."""
     return torch.tensor([mesh.index_along(place.sharded_axes, rank) for rank in range(mesh.size)])
 
 
@@ -306,8 +306,8 @@ def draw_sharding(layout: Layout, path: str | PathLike[str], *, unit: str | None
         unit: name of the unit; None means the unit with most parameters.
 
     Raises:
-        LayoutError: there is no such unit, the unit has no parameters, the mesh has more than 64 ranks, or matplotlib is
-            missing.
+        LayoutError: the layout has no unit of this name, the unit has no parameters, the mesh has more than 64 ranks, or
+            matplotlib is missing.
     """
     try:
         from matplotlib.figure import Figure

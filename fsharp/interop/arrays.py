@@ -38,9 +38,12 @@ def check_not_forked(where: str) -> None:
 def as_jax_array(x: torch.Tensor) -> Any:
     """Return a tensor as a JAX array: in the same memory if its address is a multiple of 64 bytes, else a copy.
 
-    Do not write to the tensor while JAX has the array, as JAX assumes that arrays are constant. Integers of 64 bits are copied
-    to 32 bits, unless ``jax_enable_x64`` is set. A TreeError says that JAX would change the values, that the tensor is not one
-    block of memory (a DTensor, a sparse tensor), or that the process was forked (:func:`check_not_forked`).
+    Do not write to the tensor while JAX has the array, as JAX assumes that arrays are constant. Unless ``jax_enable_x64`` is
+    set, integers of 64 bits are copied to 32 bits.
+
+    Raises a TreeError if JAX would change the values (a float64, or an integer that needs 64 bits, without ``jax_enable_x64``)
+    or has no such dtype; if the tensor is not one block of memory (a DTensor, a sparse tensor); or in a forked process, see
+    :func:`check_not_forked`.
     """
     check_not_forked("a tensor for JAX")
     if x._is_zerotensor():  # a zero tangent of forward mode

@@ -44,10 +44,10 @@ def as_torch(fn: Callable[..., Any]) -> Callable[..., Any]:
     Raises:
         TreeError: when called. An argument has a dtype that JAX would change (float64, unless ``jax_enable_x64`` is set), is an
             integer of more than 32 bits, an array or a random key, is of a class unknown to optree, or is a tensor without
-            memory of its own, such as a DTensor. A result is no array or number. Or the process was forked from one that had
-            used JAX: XLA would wait without end.
+            memory of its own, such as a DTensor. A result is not an array or a number. Or the process was forked from one that
+            had used JAX: XLA would wait without end.
 
-    Cost: one copy of each argument whose address is no multiple of 64 bytes (most leaves of a unit, which are views of a
+    Cost: one copy of each argument whose address is not a multiple of 64 bytes (most leaves of a unit, which are views of a
     buffer); the host waits for XLA. JAX keeps residuals for the backward in memory of its own, fewer with ``jax.checkpoint`` in
     ``fn``. Autograd saves the arguments as for a torch function. So a unit's parameters among them are released after the
     forward, and gathered again for the backward. Higher derivatives compute the function again.
@@ -159,7 +159,7 @@ class _VjpResiduals:
     Attributes:
         arrays: the leaves; None in place of a leaf that is an argument of the call, which autograd keeps as a tensor.
         vjp: the tree structure of ``vjp``.
-        numbers: for each leaf the index of the argument that it is; None if it is no argument.
+        numbers: for each leaf the index of the argument that the leaf is; None if the leaf is not an argument.
     """
 
     arrays: list[Any]

@@ -55,12 +55,12 @@ def to_jax(tree: Any, layout: Layout, *, devices: Sequence[Any] | None = None) -
     Returns:
         The tree with arrays: for each group of a unit an array of shape ``[size]`` under the ``NamedSharding`` that
         :func:`shardings` returns, with a leading dim for each axis along which ranks have values of their own. A Sharded is a
-        JAX pytree node too, and :func:`unflatten` returns the leaves in their shapes. Leaves that are no Sharded, such as
+        JAX pytree node too, and :func:`unflatten` returns the leaves in their shapes. Leaves that are not a Sharded, such as
         step counts, are unchanged.
 
     Raises:
         TreeError: the number of trees is not the number of this process's ranks; a unit is not of the layout, or holds partial
-            sums; JAX would copy a buffer, whose address is no multiple of 64 bytes, or would change a dtype.
+            sums; JAX would copy a buffer, whose address is not a multiple of 64 bytes, or would change a dtype.
         LayoutError: there are fewer devices than ranks, or no device of this process.
 
     Cost: none. JAX assumes that the memory is constant: while JAX has the arrays you must not write to the tensors, and

@@ -69,7 +69,16 @@ class LeafPart(NamedTuple):
 
 
 class ArrayShard(NamedTuple):
-    """This rank's ``elements``, 1-D, of an array that is cut like a leaf, or of any size on a rank with the whole leaf."""
+    """This rank's part of an array that is computed from a leaf.
+
+    If the leaf is cut between ranks, the array has as many elements as the leaf, and is cut like the leaf. If this rank has the
+    whole leaf, it has the whole array, which may have any shape.
+
+    Attributes:
+        leaf: index of the leaf.
+        elements: the elements that this rank has, 1-D.
+        shape: shape of the whole array.
+    """
 
     leaf: int
     elements: Any
@@ -130,9 +139,9 @@ class ShardedJaxprRun:
         return [read(atom) for atom in closed.jaxpr.outvars]
 
     def elements(self, value: Any, leaf: int, shape: Sequence[int]) -> Any:
-        """Return, 1-D, the elements of ``value`` at the positions at which this rank has elements of leaf number ``leaf``.
+        """Return, 1-D, the elements of ``value`` at the positions where this rank has elements of a leaf.
 
-        ``shape``: the shape to which ``value`` is broadcast, with as many elements as the leaf.
+        ``leaf``: index of the leaf. ``shape``: the shape to which ``value`` is broadcast, with as many elements as the leaf.
         """
         part, size = self.leaves[leaf], math.prod(shape)
         first, last = (part.first, part.last) if part.axes else (0, size)
@@ -221,9 +230,9 @@ class ShardedJaxprRun:
         return self._reduce_over_ranks("reduce_sum", value.leaf, value.elements, out, at)
 
     def _leaf_of(self, name: str, values: Sequence[Any]) -> int | None:
-        """Return the number of the leaf that has the operands ``values`` of the primitive ``name``; None if no leaf has them.
+        """Return the index of the leaf from which the operands ``values`` are computed; None if they depend on no leaf.
 
-        Raises LayoutError for operands of two leaves.
+        ``name``: name of the primitive, for messages. Raises a LayoutError if operands are computed from two leaves.
         """
         found = {value.leaf for value in values if isinstance(value, ArrayShard)}
         if len(found) > 1:
@@ -233,7 +242,10 @@ class ShardedJaxprRun:
         return next(iter(found), None)
 
     def _other_ranks_error(self, what: str, part: LeafPart) -> LayoutError:
-        """Return the error that ``what`` needs elements that are on several ranks, or leaves of which each rank has its own."""
+        """Return the error about a computation ``what`` that needs elements which this rank does not have.
+
+        The elements of ``part`` are on several ranks; or, if ``part.is_varying``, each rank has a leaf with values of its own.
+        """
         why, remedy = "of which ranks have leaves of their own", "Use a transformation that looks at each leaf by itself"
         if not part.is_varying:
             why = "which are on different ranks"

@@ -38,8 +38,8 @@ def make_functional(model: Any, variables: Any = None) -> tuple[Callable[..., An
         ``jax.random.key`` makes the key. A new seed needs no compilation.
 
     Raises:
-        TreeError: ``model`` is no such module, or is a module of Linen without ``variables``. When ``fn`` is called: a module
-            of NNX changes its variables, such as statistics or counters of random numbers; the new values would be lost.
+        TreeError: ``model`` is not such a module, or is a module of Linen without ``variables``. When ``fn`` is called: a
+            module of NNX changes its variables, such as statistics or counters of random numbers; the new values would be lost.
     """
     if _is_from_package(model, "flax.linen"):
         return _make_linen_functional(model, variables)

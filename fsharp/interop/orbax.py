@@ -54,18 +54,18 @@ def from_orbax(
 ) -> Checkpoint:
     """Convert an Orbax checkpoint of a pytree to a checkpoint under ``root``, which :func:`fsharp.checkpoint.load` reads.
 
-    Names are the keys, fields and indices of the pytree, joined by dots: ``params.layers.0.w``. Numbers and texts become
-    values. If the checkpoint has several pytrees, as ``Composite`` and ``ocp.save_checkpointables`` make them, names begin with
-    the name of the pytree. What else ``Composite`` saves, such as JSON, is left out.
+    Names are the keys, fields and indices of the pytree, joined by dots: ``params.layers.0.w``. Numbers and texts are stored as
+    they are, not as tensors. If the checkpoint has several pytrees, as ``Composite`` and ``ocp.save_checkpointables`` make
+    them, names begin with the name of the pytree. What else ``Composite`` saves, such as JSON, is left out.
 
     Args:
-        folder: the folder that ``ocp.save`` or ``StandardCheckpointer().save`` has written; the folder of a step of a
-            ``CheckpointManager``.
-        root: folder of checkpoints, as of :func:`fsharp.checkpoint.save`.
+        folder: the folder that ``ocp.save`` or ``StandardCheckpointer().save`` has written, or the folder of one step that a
+            ``CheckpointManager`` has written.
+        root: folder of the new checkpoint, as for :func:`fsharp.checkpoint.save`.
         step: number of the step, in the checkpoint's name.
         ignore: patterns of names to leave out; each has to match a name.
-        unstack: paths of subtrees whose leaves hold all layers, as ``lax.scan`` takes them, each with the dim that counts
-            layers. With ``{"params.layers": 0}`` a leaf ``params.layers.w`` of shape ``[8, 4, 3]`` becomes the tensors
+        unstack: dict from the path of a subtree whose leaves hold all layers, as ``lax.scan`` takes them, to the dim that
+            counts layers. With ``{"params.layers": 0}`` a leaf ``params.layers.w`` of shape ``[8, 4, 3]`` becomes the tensors
             ``params.layers.0.w`` to ``params.layers.7.w`` of shape ``[4, 3]``, so that a unit can be a layer.
         config: config of the new checkpoint, a value that JSON can hold.
 
@@ -130,9 +130,9 @@ def to_orbax(
         subtree: the subtree to write, such as ``"params"`` of a TrainState. Numbers and texts are left out.
         rename: returns Orbax's name for a name below ``subtree``. A dot in a name means a dict within a dict; a dict whose keys
             are 0, 1 and so on becomes a list.
-        stack: lists of layers whose leaves are to be stacked: by path, in Orbax's names, the dim that then counts layers. With
-            ``{"layers": 0}`` the leaves ``layers.0.w`` to ``layers.7.w`` become one leaf ``layers.w``, as ``lax.scan`` takes
-            it. This is the inverse of ``unstack`` of :func:`from_orbax`.
+        stack: dict from the path of a list of layers, in names after ``rename``, to the dim along which leaves of the layers
+            are stacked. With ``{"layers": 0}`` the leaves ``layers.0.w`` to ``layers.7.w`` become one leaf ``layers.w``, as
+            ``lax.scan`` takes it. This is the inverse of ``unstack`` of :func:`from_orbax`.
 
     Raises:
         CheckpointError: the folder exists, or its path has a wildcard or a backslash; there is nothing to write, or the

@@ -34,7 +34,7 @@ class LeafName:
 
 
 class BufferRange(NamedTuple):
-    """The position of this rank's elements of a leaf: elements ``[start, stop)`` of the flat buffer number ``buffer``."""
+    """The position of this rank's elements of a leaf: elements ``[start, stop)`` of the flat buffer with index ``buffer``."""
 
     buffer: int
     start: int
@@ -62,7 +62,7 @@ class TracedTransformation:
         state: shape and dtype of each array of the state, in JAX's order.
         paths: path of each array of the state.
         positions: where each array of the state is stored. An array with a value for each element of a leaf, such as a moment,
-            has a pair: the number of this leaf, and the number of the tree of buffers that stores the array. Other arrays have
+            has a pair: the index of this leaf, and the index of the tree of buffers that stores the array. Other arrays have
             None.
         unused: names of extra arguments that the update does not use.
 
@@ -186,7 +186,13 @@ class TracedTransformation:
         return positions, [dtype for dtype, _ in trees]
 
     def in_stored_form(self, lifted: ShardedJaxprRun, out: Sequence[Any], owners: Sequence[int | None]) -> list[Any]:
-        """Return the results ``out`` of the run ``lifted`` as they are stored. ``owners``: leaf of each array of the state."""
+        """Return the results ``out`` of the run ``lifted`` in the form in which they are stored.
+
+        ``out`` has the updates, if any, and then the arrays of the state. ``owners`` has, for each array of the state, the
+        index of the leaf like whose elements the array is stored; None for an array that each rank stores whole.
+
+        Raises a LayoutError if a result is computed from elements of another leaf.
+        """
         updates = range(len(out) - len(self.state))
         wanted: list[tuple[int | None, str]] = [(i, f"the update of {lifted.leaves[i].path!r}") for i in updates]
         wanted += zip(owners, self.paths, strict=True)
@@ -319,9 +325,10 @@ def _named_leaves(node: Sharded) -> Any:
 
 
 def _trace_to_jaxpr(remedy: str, refused: Callable[[], str], fn: Any, *args: Any) -> Any:
-    """Return the jaxpr of optax's ``fn``, and the shapes of its results.
+    """Return the jaxpr of ``fn``, a function of optax, with ``args``, and the shapes and dtypes of the results.
 
-    If ``fn`` fails, raise a TreeError. ``remedy`` is for errors of arguments; for other errors ``refused`` returns the leaves.
+    If ``fn`` fails, raise a TreeError. After a TypeError or ValueError, its message ends with the text ``remedy``. After any
+    other error, its message has the text that ``refused()`` returns: the leaves that optax refuses.
     """
     try:
         return jax.make_jaxpr(fn, return_shape=True)(*args)
@@ -334,7 +341,10 @@ def _trace_to_jaxpr(remedy: str, refused: Callable[[], str], fn: Any, *args: Any
 
 
 def _leaves_refused_alone(tx: Any, named: Mapping[str, Any]) -> str:
-    """Return text with the leaves, given as shapes by name, for which ``tx`` fails if a leaf is the whole tree."""
+    """Try ``tx`` on each leaf alone, as if the leaf were the whole tree. Return, as text, the leaves for which ``tx`` fails.
+
+    ``named``: dict from the name of a leaf to its shape and dtype. The text names at most four leaves.
+    """
     found = []
     for name, x in named.items():
         try:

@@ -39,13 +39,13 @@ class Strategy(DDPStrategy):
         fabric.save("last.ckpt", {"model": model, "optimizer": optimizer})
 
     Arguments are those of ``DDPStrategy``. ``setup`` returns the sharded module without ``DistributedDataParallel``.
-    ``no_backward_sync`` only adds gradients up. ``save`` writes one file with whole tensors, gathered by rank 0;
-    ``load`` reads the file on every rank, under any strategy and number of ranks. A module that is not sharded is trained as by
-    ``DDPStrategy``.
+    ``no_backward_sync`` adds gradients up without reducing them for the optimizer. All ranks call ``save``: tensors are
+    gathered to rank 0, which writes one file with whole tensors. All ranks call ``load``, and each rank reads the file, under
+    any strategy and number of ranks. A module that is not sharded is trained as by ``DDPStrategy``.
 
     Raises:
-        OptionError: ``precision=`` of Fabric with a sharded module, a trained parameter outside of sharded modules, or an
-            torch optimizer with sharded parameters.
+        OptionError: ``precision=`` of Fabric with a sharded module, a trained parameter outside of sharded modules, or a torch
+            optimizer with sharded parameters.
     """
 
     def __init__(self, *args: Any, **options: Any) -> None:
@@ -89,13 +89,13 @@ class Strategy(DDPStrategy):
 
 
 class _Accumulation(_BackwardSyncControl):
-    """Lets gradients of sharded modules only accumulate: see ``model.accumulate()``. ``other`` handles other modules."""
+    """Makes sharded modules add gradients up, by ``model.accumulate()``. ``other`` handles other modules."""
 
     def __init__(self, other: _BackwardSyncControl) -> None:
         self._other = other
 
     def no_backward_sync(self, module: nn.Module, enabled: bool) -> AbstractContextManager[Any]:
-        """Return a context in which gradients of ``module`` only accumulate, if ``enabled``."""
+        """Return a context in which, if ``enabled``, gradients of ``module`` are added up and not reduced for the optimizer."""
         if not sharded_modules_in(module):
             return self._other.no_backward_sync(module, enabled)
         return accumulating(module) if enabled else nullcontext()

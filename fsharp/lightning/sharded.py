@@ -42,7 +42,7 @@ def check_optimizers(where: str, optimizers: Iterable[Optimizer]) -> None:
 
 @contextmanager
 def accumulating(module: nn.Module) -> Iterator[None]:
-    """Let gradients of the sharded modules in ``module`` only accumulate, in this context."""
+    """Return a context in which sharded modules in ``module`` add gradients up, and do not reduce them for the optimizer."""
     with ExitStack() as stack:
         for each in sharded_modules_in(module).values():
             stack.enter_context(each.accumulate())

@@ -44,9 +44,9 @@ class Strategy(DDPStrategy):
 
         Trainer(strategy=Strategy(), devices=8, gradient_clip_val=1.0).fit(Task(), loader, ckpt_path="last")
 
-    Arguments are those of ``DDPStrategy``. A checkpoint is one file with whole tensors, gathered by rank 0, as of
-    ``DDPStrategy``; every rank reads the file, under any strategy and number of ranks. A LightningModule without sharded
-    modules is trained as by ``DDPStrategy``.
+    Arguments are those of ``DDPStrategy``. A checkpoint is one file with whole tensors, as with ``DDPStrategy``. Rank 0 gathers
+    the tensors and writes the file. Every rank reads the file, under any strategy and number of ranks. A LightningModule
+    without sharded modules is trained as by ``DDPStrategy``.
 
     Raises:
         OptionError: ``precision=`` of the Trainer with a sharded module, a trained parameter outside of sharded modules, a
@@ -79,7 +79,7 @@ class Strategy(DDPStrategy):
 
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:
-        """Let gradients only accumulate, in this context."""
+        """Return a context in which backward passes add gradients up, and do not reduce them for the optimizer."""
         with accumulating(self._pl_module) if sharded_modules_in(self._pl_module) else super().block_backward_sync():
             yield
 
