@@ -39,9 +39,10 @@ class Candidate:
             ``gradients`` (outside of the arena), ``activations``.
         peak_nbytes: the largest sum of these bytes at any one time.
         sent_nbytes: bytes that one rank sends in a step, without collectives in the loss.
-        lost: why another candidate was chosen; empty for the chosen one.
-        is_bound: whether the step was not simulated, as it cannot be the fastest, or can hardly be. ``step_s`` is then a lower
-            bound, the time to compute or to send, and ``memory`` has no arena.
+        lost: why another candidate was chosen; empty for the chosen candidate.
+        is_bound: True if the step was not simulated: it exceeds the budget at rest, its lower bound is too slow, or the search
+            had used up its ``effort``. ``step_s`` is then the lower bound: the longer of the times to compute and to send.
+            ``memory`` then has an arena of 0 bytes.
         departures: what differs from the defaults: ``remat`` if units are recomputed; ``formats`` if the precision is not
             ``Precision()``; ``state on the host``; and other fields of the policy that differ from ``SchedulePolicy()``.
     """
@@ -59,7 +60,7 @@ class Candidate:
 
     @property
     def complexity(self) -> tuple[int, int]:
-        """Number of costly departures from the defaults (``remat``, ``formats``, ``state on the host``), and of all others."""
+        """Two numbers: the costly departures (``remat``, ``formats``, ``state on the host``), and all other departures."""
         costly = sum(each in _COSTLY for each in self.departures)
         return costly, len(self.departures) - costly
 
@@ -102,8 +103,9 @@ class StepArguments:
     def memory(self, layout: Layout, policy: SchedulePolicy, *, arena: int) -> tuple[dict[str, int], int]:
         """Return the bytes of a rank by kind, and the most bytes that a rank needs at one time.
 
-        Offloaded state is on the device in the update only, when no activations exist. Outside of the arena gradients take
-        memory as activations release memory. With several microbatches gradients stay for the next forward.
+        ``arena``: bytes of the schedule's arena. Offloaded state is on the device only in the update, when there are no
+        activations. Gradients at rest that are not in the arena grow while the backward releases activations. So with one
+        microbatch they need no memory beside activations. With several microbatches they also exist during the next forward.
         """
         at_rest = layout.nbytes("grads") if policy.keep_gradients else 0
         kinds = {
@@ -139,7 +141,10 @@ class StepArguments:
 
 
 def final_gradient_nbytes(layout: Layout) -> int:
-    """Return the bytes of a rank's sums of gradients at the optimizer's place that have memory of their own in a train step."""
+    """Return the bytes of one rank's gradients in the place ``"optim"`` that need memory beside the gradients at rest.
+
+    These are the gradients of units of which a rank holds different numbers of elements in ``"grads"`` and in ``"optim"``.
+    """
     return sum(
         unit.local_size(i, unit.strategy.optim) * unit.groups[i].dtypes.accumulate.itemsize
         for unit in layout.units
@@ -151,10 +156,12 @@ def final_gradient_nbytes(layout: Layout) -> int:
 
 
 def rank_candidates(candidates: Sequence[Candidate], budget: float, tolerance: float) -> tuple[Candidate, ...]:
-    """Return the chosen candidate, then the others: first those that fit, by their seconds. Each has the reason why it lost.
+    """Return the chosen candidate, and then all others, each with the reason why it lost.
 
-    Candidates that are slower than the fastest by at most the part ``tolerance`` of its seconds count as equally fast. Of these
-    the one with the fewest departures from the defaults is chosen, and of equally simple ones the one with the least memory.
+    Candidates whose step is slower than the fastest by at most the fraction ``tolerance`` count as equally fast. Of these the
+    candidate with the fewest departures from the defaults is chosen; of equally simple candidates, the one with the least
+    memory. The others are in this order: those that fit into ``budget``, simulated before not simulated, fast before slow. If
+    no candidate fits into the budget, the first of this order is chosen.
     """
     ranked = sorted(candidates, key=lambda x: (x.peak_nbytes > budget, x.is_bound, x.step_s, x.peak_nbytes))
     limit = (1 + tolerance) * ranked[0].step_s
@@ -191,8 +198,7 @@ class Choice:
         policy: the chosen policy.
         remat: names of the units whose activations are recomputed in the predicted step; ``(root)`` is the root unit. Call
             ``forward(remat=True)`` for these units, or wrap these modules in ``torch.utils.checkpoint``.
-        candidates: all candidates: the chosen one, then the others, those that fit into the budget first, in order of their
-            speed.
+        candidates: all candidates: the chosen one; then the others, those that fit into the budget first, fast before slow.
         budget: the most bytes that a rank may use.
         activations: source of the bytes of activations, in words, such as ``"estimated from shapes"``.
         made_by: arguments of :func:`~fsharp.plan` that make the layout: mesh, strategy, units and precision; empty if layouts
@@ -237,7 +243,8 @@ class Choice:
         """Return a Choice in which another candidate is chosen, which has these names in its row of the table.
 
         Raises:
-            ScheduleError: there is no such candidate, it does not fit into the budget, or the choice was read from JSON.
+            ScheduleError: no candidate has these names, the candidate does not fit into the budget, or the choice was read from
+                JSON.
         """
         found = self._others.get((layout, policy, remat))
         if found is None:
@@ -322,10 +329,10 @@ class Choice:
     @classmethod
     @api_boundary
     def from_json(cls, text: str) -> "Choice":
-        """Return the choice that :meth:`to_json` has written. If you have edited the text's policy, it is predicted again.
+        """Return the choice that :meth:`to_json` has written. The step under an edited policy is predicted again.
 
         Raises:
-            ScheduleError: the text is no choice, or under the edited policy the step does not fit into the budget.
+            ScheduleError: the text is not a choice, or under the edited policy the step does not fit into the budget.
         """
         try:
             body = json.loads(text)

@@ -33,11 +33,11 @@ class KeptBytes(NamedTuple):
 
     @property
     def units(self) -> list[str]:
-        """Names of the units in programs."""
+        """Names of the use's units, as in programs, where the name of the root unit is ``(root)``."""
         return [name or ROOT for name in self.use.units]
 
     def walk(self) -> "Iterator[KeptBytes]":
-        """Yield the bytes of this use and of all uses inside."""
+        """Yield this object, and the KeptBytes of all uses inside of this use."""
         yield self
         for each in self.inner:
             yield from each.walk()
@@ -48,8 +48,8 @@ class Costs(NamedTuple):
 
     Attributes:
         kept: the bytes that each use of units keeps, in order of the uses.
-        flops: FLOPs of the forward, by name of the unit in programs; empty if unknown.
-        seconds: measured seconds ``(forward, backward, recomputation)`` by name of the unit; empty if unknown.
+        flops: FLOPs of the forward of each unit, by name as in programs; empty if unknown.
+        seconds: measured seconds ``(forward, backward, recomputation)`` of each unit, by name as in programs; empty if unknown.
         source: source of the numbers, in words.
     """
 
@@ -64,7 +64,7 @@ class Costs(NamedTuple):
         return tuple(each.use for each in self.kept)
 
     def calls(self) -> list[KeptBytes]:
-        """Return the bytes of all uses, inner uses included."""
+        """Return the :class:`KeptBytes` of each use, inner uses included."""
         return [each for outer in self.kept for each in outer.walk()]
 
     def activation_nbytes(self, recomputed: Collection[str]) -> float:

@@ -152,7 +152,11 @@ def _make_unit_state(layout: Layout, name: str, transport: Transport, buffers: i
 def _microbatch_events(
     uses: Sequence[Use], trained: Collection[str], recomputed: Collection[str], numbers: Iterator[int]
 ) -> list[Event]:
-    """Return the forwards of ``uses``, then the backwards in reverse order, up to the first use of a trained unit."""
+    """Return the events of a microbatch: the forwards of ``uses``, then the backwards in reverse order.
+
+    There is no backward of uses before the first use with a unit in ``trained``. ``recomputed``: names, as in programs, of
+    units whose forward runs again in the backward. ``numbers``: yields a new number for each use of a unit.
+    """
     events: list[Event] = []
 
     def add_forward(use: Use) -> _ForwardDone:

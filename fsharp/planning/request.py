@@ -47,7 +47,13 @@ HardwareSource = Hardware | str | Callable[[Layout], Hardware]
 
 
 class SearchSpace(NamedTuple):
-    """The layouts to try; and by :data:`CostKey`, the calls that a trial has recorded, and their costs before measurement."""
+    """What :func:`~fsharp.tune` searches.
+
+    Attributes:
+        options: the layouts to try.
+        calls: dict from a :data:`CostKey` to the calls of units that a trial has recorded; empty without trials.
+        costs: dict from a :data:`CostKey` to the costs of units before a measurement.
+    """
 
     options: list[LayoutOption]
     calls: dict[CostKey, list[UnitCall]]
@@ -197,7 +203,7 @@ class TuneRequest:
             raise ScheduleError(f"tune(): {what}")
 
     def _choices_of_units(self, model: Model) -> Mapping[str, UnitPatterns]:
-        """Return the choices of units: only one if the seconds or the activations of units are given."""
+        """Return the choices of units: only one if ``activations``, or a Hardware without ``device``, is given."""
         if isinstance(self.units, Mapping):
             return self.units
         if self.units is not None:
@@ -274,7 +280,11 @@ class TuneRequest:
         return result
 
     def _units_to_recompute(self, costs: Costs) -> dict[str, tuple[str, ...]]:
-        """Return sets of units to recompute, by name. By default: no unit; and all innermost calls, if this saves memory."""
+        """Return a dict from the name of a choice of recomputation to the units that are recomputed.
+
+        If ``remat`` is None, the choice ``""`` recomputes no unit. The choice ``"all"`` recomputes the units of all innermost
+        calls, and is tried if it saves memory.
+        """
         if self.remat is None:
             every = tuple(sorted({name for call in costs.calls() if not call.inner for name in call.units}))
             saves = 0 < costs.activation_nbytes(every) < costs.activation_nbytes(())

@@ -32,7 +32,7 @@ class Combination:
 
     @property
     def departures(self) -> tuple[str, ...]:
-        """Words for what the combination has other than the defaults, such as recomputation or a field of the policy."""
+        """What differs from the defaults, as texts such as ``remat``: see :attr:`Candidate.departures`."""
         return self.arguments.departures(self.option.layout, self.policy)
 
     def lower_bound_candidate(self, step_s: float) -> Candidate:
@@ -46,9 +46,13 @@ def search_candidates(
 ) -> list[Candidate]:
     """Return a candidate for each combination, in order.
 
-    A step takes at least as long as its units compute, and as its collectives send. Combinations are simulated in order of this
-    lower bound. The search ends when the bound exceeds the fastest step that fits by more than the part ``tolerance``, or when
-    ``effort`` units have been simulated and a step fits. With an infinite effort all combinations that may fit are simulated.
+    The lower bound of a step is the longer of two times: the units' time to compute, and the collectives' time to send. A
+    combination that exceeds the budget at rest is not simulated. The others are simulated in order of their lower bounds.
+
+    The search ends when the bound exceeds the time of the fastest step that fits into the budget by more than the fraction
+    ``tolerance``. It also ends when a step fits and ``effort`` units have been simulated, counted once for each microbatch. If
+    ``effort`` is infinite, all combinations are simulated that do not exceed the budget at rest. Candidates that are not
+    simulated have ``is_bound=True``.
     """
     found: dict[CandidateNames, Candidate] = {}
     least: dict[tuple[LayoutOption, tuple[str, ...], bool], float] = {}

@@ -28,7 +28,7 @@ UnitPatterns = str | Sequence[str] | None
 CostKey = tuple[str, str]
 """The name of a choice of units, and the name of a format: layouts with equal names have equal costs of units."""
 MOST_UNITS = 200
-"""Most parts of repeated layers that are tried as units."""
+"""Largest number of parts of repeated layers that are tried as units."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -66,7 +66,10 @@ def model_of(model: Any, frozen: Patterns) -> Model:
 
 
 def meshes_to_try(mesh: int | Mesh | Sequence[Mesh]) -> tuple[Mesh, ...]:
-    """Return the meshes to try. A number of ranks gives one axis ``dp``, and pairs of axes that fit hosts of 8 ranks.
+    """Return the meshes to try. One mesh, or several meshes of one size, are returned as they are.
+
+    A number of ranks gives a mesh of one axis ``dp``, and each mesh of axes ``outer`` and ``inner`` that fits hosts of 8 ranks:
+    the inner size divides 8, or is a multiple of 8. Raises a ScheduleError for meshes of different sizes.
 
     >>> [str(mesh) for mesh in meshes_to_try(16)]
     ['Mesh(dp=16)', 'Mesh(outer=8, inner=2)', 'Mesh(outer=4, inner=4)', 'Mesh(outer=2, inner=8)']
@@ -112,7 +115,7 @@ def units_to_try(model: Model, *, has_loss_fn: bool) -> dict[str, UnitPatterns]:
             modules = {path for path, _ in model.module.named_modules()}
             around = [path for path in around if path in modules or path in paths]
         whole = [path for path in around if any(matches(pattern, path) for pattern in layers)]
-        if model.module is None or set(whole).isdisjoint(paths):  # a parameter is no module
+        if model.module is None or set(whole).isdisjoint(paths):  # a parameter is not a module
             found[", ".join(layers)] = layers if model.module is None else whole
         parts = [path for path in around if any(matches(f"{pattern}.*", path) for pattern in layers)]
         if 0 < len(parts) <= MOST_UNITS and (model.module is None or set(parts).isdisjoint(paths)):
@@ -156,7 +159,7 @@ def trial_layout(model: Model, mesh: Mesh, units: UnitPatterns, precision: Preci
 
 
 def updated_share(layout: Layout) -> float:
-    """Return the part of all trained elements, from 0 to 1, that one rank updates."""
+    """Return the fraction of all trained elements, from 0 to 1, that one rank updates."""
     everything = sum(group.used for unit in layout.units for group in unit.groups if group.trainable)
     return layout.nbytes("optim", torch.uint8) / everything if everything else 0.0
 

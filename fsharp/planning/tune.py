@@ -36,7 +36,7 @@ POLICIES: Mapping[str, SchedulePolicy] = {
 }
 """The policies that :func:`tune` tries by default."""
 TOLERANCE = 0.02
-"""The part of a step by which predictions for two candidates have to differ to count."""
+"""The fraction of a step by which predictions for two candidates have to differ to count."""
 
 
 @options_checked
@@ -67,9 +67,10 @@ def tune(
 ) -> Choice:
     """Return the fastest predicted step that fits into memory, over strategies, meshes, units, policies, remats and formats.
 
-    Candidates that are slower than the fastest by at most ``tolerance`` count as equally fast. Among these the choice has the
-    fewest of recomputation, formats (a precision other than ``Precision()``) and state on the host; then the fewest fields of
-    the policy that differ from ``SchedulePolicy()``; then the least memory.
+    Candidates that are slower than the fastest by at most ``tolerance`` count as equally fast. Of these the simplest is chosen,
+    with the fewest of three costly options: recomputation, a precision other than ``Precision()``, and state on the host. Of
+    equally simple ones, the policy with the fewest fields that differ from ``SchedulePolicy()`` is chosen; then the least
+    memory.
 
     >>> import torch, fsharp as fs
     >>> shapes = {"layers": [torch.empty(512, 512, device="meta") for _ in range(8)]}
@@ -88,18 +89,18 @@ def tune(
         batch: the input of one rank in a step, whose tensors may be on the meta device. For a module: a tuple of arguments, a
             mapping of keyword arguments, or one argument. For ``loss_fn``: the batch, which is split into microbatches. A
             number is the number of tokens of a rank in a microbatch.
-        mesh: a mesh, several meshes of one size, or a number of ranks. A number stands for an axis ``dp``, and for each pair
-            of axes ``outer`` and ``inner`` that fits hosts of 8 ranks, as far as a :class:`~fsharp.inspect.Hardware` has
-            their bandwidths. None takes the mesh of ``comm``.
+        mesh: a mesh, several meshes of one size, or a number of ranks. A number stands for an axis ``dp``, and for each pair of
+            axes ``outer`` and ``inner`` whose inner size divides 8 or is a multiple of 8, as for hosts of 8 ranks. If
+            ``hardware`` has bandwidths by axis, only meshes of these axes are tried. None takes the mesh of ``comm``.
         strategies: strategies by name, or functions of the axes that return a strategy. By default ``ddp``, ``zero1``,
             ``zero2``, ``zero3``, and on two axes ``hsdp`` and ``hfsdp``.
         units: patterns of units, as for :func:`~fsharp.plan`; or several choices by name. By default each repeated layer is a
-            unit. If neither the seconds of compute come from ``hardware`` nor bytes from ``activations``, each part of such a
-            layer, and the whole tree as one unit, are tried as well.
+            unit. Each part of such a layer, and without ``loss_fn`` the whole tree as one unit, are tried as well, except if
+            ``activations`` is given, or a :class:`~fsharp.inspect.Hardware` without ``device``.
         formats: precisions by name. By default only ``Precision()``, as other precisions change values.
         policies: policies by name.
-        remat: patterns of units whose activations are recomputed, by name. By default no units and all units, if the bytes
-            that a recomputed unit keeps are known.
+        remat: patterns of units whose activations are recomputed, by name. By default no units; and the units of all innermost
+            calls, if this saves memory. The bytes that a recomputed unit keeps have to be known.
         loss_fn: ``loss_fn(params, batch, comm)``, as for :func:`~fsharp.train_step`, without recomputation. The function runs
             once on meta tensors for each choice of units. This trial gives the order of units, and their FLOPs and bytes.
         frozen: patterns of leaves without gradients, for a tree of tensors.
@@ -112,10 +113,10 @@ def tune(
         device: device on which one call of each kind of unit runs. Its measured seconds replace the seconds in ``hardware``,
             and its measured bytes the estimated activations.
         comm: the ranks. If given, all ranks call this function, compare their arguments, and share their measurements.
-        tolerance: part of the fastest step within which candidates count as equally fast, about the error of a prediction. 0
-            makes the fastest candidate the choice.
-        effort: number of units in all simulated steps together. ``math.inf`` simulates every candidate that may fit, also
-            candidates that cannot be the fastest.
+        tolerance: fraction of the fastest step's time within which candidates count as equally fast. The default is about the
+            error of a prediction. With 0 the fastest candidate is chosen.
+        effort: number of units to simulate in all steps together, counted once for each microbatch. ``math.inf`` simulates
+            every candidate that may fit, also candidates that cannot be the fastest.
         progress: whether to show a bar on stderr after one second. None means yes on rank 0 if stderr is a terminal.
 
     Returns:
@@ -123,8 +124,9 @@ def tune(
 
     Raises:
         ScheduleError: no candidate fits into the budget, and the message names the smallest; meshes have different numbers of
-            ranks; an argument is missing, or has no use; the trial of ``loss_fn`` or of the module fails.
-        OptionError: there is no such device, or it computes nothing.
+            ranks; an argument is missing, is out of range, or does not fit the others; the trial of ``loss_fn`` or of the
+            module fails.
+        OptionError: ``device`` is not a device that computes; the meta device does not.
         PatternError: a pattern matches no unit.
         AgreementError: ranks pass different arguments. All ranks raise.
 

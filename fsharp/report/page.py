@@ -35,7 +35,7 @@ def report(run_dir: str | os.PathLike[str], path: str | os.PathLike[str] | None 
         path: path of the file; ``report.html`` in ``run_dir`` by default.
 
     Raises:
-        OptionError: there is no log in the folder, or it has no line with something to show.
+        OptionError: the folder has no log, or the log has no line with something to show.
         OSError: the file cannot be written.
     """
     folder = Path(run_dir)

@@ -44,7 +44,7 @@ class RunLog:
     num_cut: int = 0
 
     def add_line(self, line: bytes) -> None:
-        """Add a line of the log's file. A line that cannot be read, as a kill has cut it off, only counts in ``num_cut``."""
+        """Add a line of the log's file. If the line cannot be read, because a kill cut it off, count it in ``num_cut``."""
         try:
             row = json.loads(line, parse_int=_finite_or_text, parse_float=_finite_or_text, parse_constant=_finite_or_text)
             step, time = int(row.pop("step")), float(row.pop("time"))
@@ -87,7 +87,7 @@ def read_log(folder: Path) -> RunLog:
     """Return the log of the run in a folder, or in its subfolder ``checkpoints``.
 
     Raises:
-        OptionError: there is no log, or it has no line with something to show.
+        OptionError: the folder has no log, or the log has no line with something to show.
     """
     paths = [each / LOG_FILE for each in (folder, folder / "checkpoints")]
     path = next((each for each in paths if each.is_file()), None)
@@ -113,7 +113,7 @@ def _is_timeline(value: Any) -> bool:
         return all(len(span) == len(SPAN_FIELDS) for span in value["spans"]) and all(
             isinstance(x, int | float) for x in numbers
         )
-    except (TypeError, KeyError):  # the spans are no lists
+    except (TypeError, KeyError):  # the spans are not lists
         return False
 
 

@@ -26,16 +26,16 @@ _MAX_SHOWN_CHARS = 4000
 @options_checked
 @api_context
 def reported_failures(comm: Comm, where: Callable[[], str]) -> Iterator[None]:
-    """Tell all ranks of an error that this context raises, so that the error of the rank that failed first is printed once.
+    """Return a context that tells all ranks of an error in its body. The error of the rank that failed first is printed once.
 
-    The other ranks raise an AgreementError with this rank's traceback, as soon as they wait for the rank. If the errors end the
-    processes, each of the other ranks prints one line. Then the rank that failed first prints its traceback, with its number,
-    step and last collective. Under torchrun each rank writes its error file, as
+    Another rank raises an AgreementError, with the failed rank's traceback, as soon as a collective waits for the failed rank.
+    If the errors end the processes, each of the other ranks prints one line. Then the rank that failed first prints its
+    traceback, with its number, step and last collective. Under torchrun each rank writes its error file, as
     ``torch.distributed.elastic.multiprocessing.errors.record`` does, and torchrun reports the first error as the root cause.
 
     A killed rank reports nothing; the other ranks then print the collective in which they lost the rank. Without process groups
-    errors are not changed. Over NCCL waiting ranks do not get the errors of other ranks. After an error no rank can use the
-    Comm: to continue, a program has to leave the job by ``destroy()``, and call ``connect`` again.
+    this context does nothing. Over NCCL waiting ranks do not get the errors of other ranks. After an error no rank can use the
+    Comm: to continue, a program has to call :func:`~fsharp.destroy`, which leaves the job, and then :func:`~fsharp.connect`.
 
     ``where`` is a function that returns what this rank is doing, such as ``"step 7"``; it is called when an error is raised.
     """
@@ -77,10 +77,10 @@ class _ReportingExcepthook:
         return self._comm.watch.statuses
 
     def remove(self) -> None:
-        """Restore the earlier excepthook.
+        """Restore the earlier excepthook, and release this hook's Comm and error.
 
-        A thread holds on to the excepthook that was set when the thread started. It may do so until the interpreter ends. A
-        process group that is released as late as that aborts the process. So this hook releases its Comm and its error now.
+        Threads keep the excepthook that was set when they started, some of them until the interpreter ends. If the hook kept
+        the Comm, a process group would be released only then, which aborts the process.
         """
         sys.excepthook = self.before
         self._comm = self.error = None

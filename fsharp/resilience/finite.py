@@ -41,12 +41,14 @@ class NonFinite(NamedTuple):
 
 
 class SkippedSteps:
-    """The limit ``most`` of steps that a run may leave out because of an infinity or NaN, and the numbers of these steps.
+    """The steps that a run leaves out because of an infinity or NaN, and their limit ``most``.
 
-    With the policy ``"skip"`` the limit counts steps in a row, with ``"roll back"`` all left-out steps of the run.
+    With the policy ``"skip"`` the limit is for consecutive left-out steps; with ``"roll back"`` for all left-out steps of the
+    run. With ``"raise"`` no step may be left out.
 
     Attributes:
-        steps: numbers of the left-out steps, which a run that rolled back does not make again; ``"skip"`` adds none.
+        steps: numbers of the steps that a run leaves out after it has rolled back; ``"skip"`` adds none, as it repeats no
+            steps.
     """
 
     def __init__(self, policy: str, most: int) -> None:
@@ -55,11 +57,11 @@ class SkippedSteps:
         self._in_row = 0
 
     def record_finite_step(self) -> None:
-        """Record that a step had a finite loss and finite gradients, which ends a row of left-out steps."""
+        """Record that a step had a finite loss and finite gradients. Consecutive left-out steps are counted anew."""
         self._in_row = 0
 
     def restore(self, steps: Iterable[int]) -> None:
-        """Replace the left-out steps by ``steps``, those of a checkpoint from which the run continues."""
+        """Replace the left-out steps by ``steps``, the numbers in the checkpoint from which the run continues."""
         self.steps[:], self._in_row = steps, 0
 
     def record_nonfinite_step(self, description: str) -> None:

@@ -45,9 +45,10 @@ _SPARE_RANK_CODE = (
 def launch(fn: Callable[..., R], nproc: int, *args: Any, restarts: int = 0) -> list[R]:
     """Run ``fn(*args)`` in ``nproc`` processes of this machine, and return the results in order of rank.
 
-    Each process has the environment that torchrun sets, so :func:`~fsharp.connect` finds the other ranks. In a script that
-    torchrun has started, each process runs ``fn`` itself. With ``nproc=1`` and no restarts this process runs ``fn``. The
-    processes end soon after this process, even if it is killed.
+    Each process has the environment that torchrun sets, so :func:`~fsharp.connect` finds the other ranks. In a process that
+    torchrun or another ``launch`` has started, no processes are started and ``nproc`` is ignored: this process runs ``fn``, and
+    the list has only its result. With ``nproc=1`` and no restarts this process runs ``fn``. If this process ends or is killed,
+    the processes that it has started end soon afterwards.
 
     With ``restarts`` a process that is killed, fails or hangs is restarted. Other processes keep running if they are in
     :meth:`Run.train <fsharp.resilience.Run.train>` of a ``Run(elastic=True)``, which then continues from its newest save.
@@ -65,8 +66,8 @@ def launch(fn: Callable[..., R], nproc: int, *args: Any, restarts: int = 0) -> l
             restarted. Nor is any process once another one has returned from ``fn``.
 
     Raises:
-        OptionError: ``nproc`` is less than 1, or ``restarts`` less than 0; or a launcher has started this process, and
-            ``restarts`` is above 0.
+        OptionError: ``nproc`` is less than 1, or ``restarts`` less than 0; or ``restarts`` is above 0 in a process that
+            torchrun or ``launch`` has started.
         CommError: a process failed, and the other processes were ended. The message has the rank that failed first, and its
             traceback.
 
@@ -152,10 +153,11 @@ def _restored_signal_handlers() -> Iterator[None]:
 
 
 def _failures_in_order(folder: Path, failures: Mapping[int, Any]) -> list[tuple[int, str]]:
-    """Return each failed rank with its traceback or exit status, from the error files in ``folder`` and ``failures``.
+    """Return each failed rank with its traceback or exit status, the likely cause first.
 
-    The first failure is the first in the list. The kinds are in this order: errors of ranks themselves, processes that ended
-    without an error, errors about other ranks, processes that torch's agent has ended. The agent's times are whole seconds.
+    The order is: errors that began on the rank itself, processes that ended without an error, errors about other ranks,
+    processes that torch's agent has ended. Errors of one kind are ordered by the times of their files in ``folder``.
+    ``failures``: what torch's agent reports, by rank. Its times are whole seconds, too coarse for an order.
     """
 
     def noted(pattern: str) -> list[tuple[int, str]]:
@@ -209,8 +211,9 @@ def _become_rank_when_told(folder: str, launcher: int) -> None:
 def _exit_after_launcher(folder: str, launcher: int) -> None:
     """End this process soon after the launcher has ended, and remove the launcher's ``folder``.
 
-    The launcher's program, started again, would save beside this process. The launcher may have ended before this process has
-    imported this library, so ``launcher`` is the id that the launcher itself has passed.
+    Otherwise, if the user starts the program again, this process and the new ones would write checkpoints at the same time.
+    ``launcher``: process id, which the launcher itself has passed. The launcher may have ended before this process asks for its
+    parent.
     """
     while os.getppid() == launcher:
         time.sleep(1.0)

@@ -32,12 +32,13 @@ class Preemption:
                     fs.checkpoint.save(root, state, step=step + 1, comm=comm)
                     sys.exit(fs.resilience.EXIT_PREEMPTED)
 
-    In the context these signals are only recorded. The end of the context restores the earlier handlers, and raises a signal
-    again that :meth:`agreed` has not reported. After SIGTERM torchrun waits 30 seconds for its processes, and Slurm
-    waits for ``KillWait``. torchrun itself exits with 1, whatever the exit codes of its processes. If only some processes get
-    the signal, and restarts are left, torchrun starts all of them again at once. Forked processes end by these signals as
-    usual. If a cluster signals whole process groups, let the workers of a ``DataLoader`` ignore signals, by ``worker_init_fn``:
-    a step without its worker would raise an error before anything is saved.
+    In the context these signals are only recorded. The end of the context restores the earlier handlers. If the context ends
+    without an error, and :meth:`agreed` has not reported the received signal, the signal is raised again in this process. After
+    SIGTERM torchrun waits 30 seconds for its processes, and Slurm waits for ``KillWait``. torchrun itself exits with 1,
+    whatever the exit codes of its processes. If only some processes get the signal, and restarts are left, torchrun starts all
+    of them again at once. In a forked process these signals have the effect that they had before the context. If a cluster
+    signals all processes of a job, let the workers of a ``DataLoader`` ignore signals, by ``worker_init_fn``. Otherwise the
+    workers end, and the next batch raises an error before anything is saved.
 
     Args:
         comm: the ranks.

@@ -64,7 +64,10 @@ class Rejoining:
         self._member.announce_can_rejoin(can=True)
 
     def rejoin(self) -> str:
-        """Join the generation for which :meth:`wait_for_next_generation` waited. Return why it began, or ``""`` for none."""
+        """Join the generation that :meth:`wait_for_next_generation` has found, and return why that generation began.
+
+        Return ``""``, and do nothing, if this rank has not waited for a generation since the last call.
+        """
         news, self._news = self._news, None
         if news is None:
             return ""
@@ -74,11 +77,15 @@ class Rejoining:
         return news.why
 
     def wait_for_next_generation(self, error: Exception, where: str, *, is_own: bool) -> None:
-        """Tell other ranks of ``error``, and wait for the next generation: the ranks after a restart.
+        """Tell other ranks of ``error``, and wait for the next generation: the ranks after a restart. Then return.
 
-        ``where`` is the place of the error, in words. ``is_own`` says that the error began on this rank, and did not come from
-        another one. Then, or if a restart would not help, ``error`` is raised here once others know it. CommError is raised if
-        ranks are no longer restarted.
+        ``where``: what this rank was doing, in words. ``is_own``: whether the error began on this rank.
+
+        Raises:
+            Exception: ``error`` itself. If ``is_own``, as a new process takes this rank's place: once the next generation is
+                announced or all ranks have stopped. Otherwise, if all ranks have stopped because of errors from other ranks, so
+                that a restart would not help.
+            CommError: ranks are no longer restarted.
         """
         self._comm.watch.statuses.report_failure(error, where)
         self._news = self._member.wait_for_next_generation("own" if is_own else "heard", error, self._comm.limit_s)

@@ -44,9 +44,11 @@ _SPARE_DELAY_S = 2.0
 class Restarter:
     """Runs the call in ``folder`` in ``nproc`` processes, and restarts those that end early, at most ``restarts`` times.
 
-    Processes leave results and errors in the folder. ``program`` is the Python code of a process, whose arguments are the
-    folder and the id of this process. It reads the environment of a rank, in JSON, from standard input, and then runs the rank.
-    A spare process, which has imported this library already, replaces a process that ended.
+    A process ends early if it ends before the call has returned. Processes leave results and errors in the folder.
+
+    ``program`` is the Python code of each process. Its arguments are the folder and the id of the process with the Restarter.
+    The program reads the environment of a rank, in JSON, from standard input, and then runs the rank. A spare process, which
+    has imported this library already, replaces a process that ended early.
     """
 
     def __init__(self, folder: Path, program: str, nproc: int, restarts: int) -> None:

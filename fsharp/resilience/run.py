@@ -66,23 +66,25 @@ class Run:
 
     Args:
         root: folder of the run's checkpoints, which hold the tree of :meth:`resume` under the name ``tree``.
-        comm: the ranks; of a scheduler pass ``scheduler.comm``. Over NCCL slow ranks are not looked for.
+        comm: the ranks. If you have a scheduler, pass ``scheduler.comm``. Over NCCL slow ranks are not looked for.
         total: number of steps, after which the run saves. You can set ``run.total`` before :meth:`end_step`, to one value on
-            all ranks. When the run, or under ``elastic`` a rank, is started again, ``run.total`` is the argument again.
+            all ranks. After a restart of the run, or with ``elastic`` of a rank, ``run.total`` has the value of the argument.
         save_every: number of steps between two checkpoints.
         keep: number of newest checkpoints to keep.
-        keep_steps: length of an interval of steps. The last checkpoint of each interval is kept as well: with 1000 the last one
-            of steps 1 to 1000, and so on; see :func:`fsharp.checkpoint.prune`.
-        keep_hours: length of an interval of hours. The last checkpoint of each interval is kept as well.
-        replicas: keeps the tree in memory of hosts as well; the run restores the newer of this copy and the checkpoint.
-            Its ``root`` has to be the run's. Close it after the run: ``with Replicas(...) as hosts, Run(..., replicas=hosts)``.
+        keep_steps: number of steps in an interval. The last checkpoint of each interval is kept as well: with 1000 the last one
+            of steps 1 to 1000, the last one of steps 1001 to 2000, and so on; see :func:`fsharp.checkpoint.prune`.
+        keep_hours: number of hours in an interval. The last checkpoint of each interval is kept as well.
+        replicas: a :class:`~fsharp.checkpoint.Replicas` with the ``root`` of the run, which also keeps the tree in memory of
+            hosts. The run restores this copy or the newest checkpoint, whichever is newer. Close the replicas after the run:
+            ``with Replicas(...) as hosts, Run(..., replicas=hosts)``.
         refresh_every: number of steps between two copies to ``replicas``.
         config: settings that decide the results, a value that JSON can hold. Different configs on ranks are an error. If a run
             continues with another config, the log lists the changes.
         files: source files that have to be equal on all ranks.
         on_nonfinite: what to do after a step with ``nonfinite``: see :meth:`end_step`.
-        max_nonfinite: largest number of steps that may be left out: in a row with ``"skip"``, in all with ``"roll back"``.
-        save_nonfinite: save trees that hold an infinity or NaN. If False, such a tree is not saved, but an error.
+        max_nonfinite: largest number of steps that may be left out: consecutive steps with ``"skip"``, steps of the whole run
+            with ``"roll back"``.
+        save_nonfinite: save trees whose tensors hold an infinity or NaN. If False, saving such a tree raises NonFiniteError.
         signals: signals after which the run saves and exits.
         agree_every: number of steps between two exchanges of signals. Times of steps are exchanged a tenth as often.
         background: write checkpoints while training continues.
@@ -91,13 +93,14 @@ class Run:
         elastic: keep the other ranks running if a rank is killed, fails or hangs: see :meth:`train`.
 
     Attributes:
-        step: number of the next step, which is the number of finished and left-out steps.
+        step: number of the next step, which equals the count of finished and left-out steps.
 
     Raises:
         RunError: an argument is wrong, or methods are called in another order than above.
         AgreementError: ranks were started differently; at the beginning of the context, or in :meth:`resume`.
 
-    Cost of a step: an ``all_reduce`` of 4 bytes for each axis and, every tenth time, an ``all_gather`` of 16.
+    Cost for each axis: every ``agree_every`` steps an ``all_reduce`` of 4 bytes; a tenth as often an ``all_gather`` of 16
+    bytes.
     """
 
     def __init__(
@@ -283,8 +286,9 @@ class Run:
 
         With ``Run(elastic=True)`` a rank may be killed, fail or hang in this call. The launcher (:func:`fsharp.launch` with
         ``restarts``) restarts this rank. The other ranks abandon the step under way, and wait. The new process runs the program
-        up to this call, and the other ranks repeat the collectives of their setup with it. Then all ranks load the newest save,
-        in memory of hosts or on disk, and continue from its step, with the same bits.
+        from its beginning up to this call. Meanwhile the other ranks repeat only the collectives that they made before this
+        call; their programs do not run again. Then all ranks load the newest save, in memory of hosts or on disk, and continue
+        from its step, with the same bits.
 
         Args:
             step: function ``step(tree, number)`` that makes a step, and returns the result of :meth:`end_step`. The step may

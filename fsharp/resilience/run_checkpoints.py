@@ -29,7 +29,8 @@ class RunCheckpoints:
         saved: step of the newest checkpoint on disk that this run has begun to write, or has loaded; -1 if there is none.
         newest: step of the newest checkpoint on disk or in memory of hosts, even if only begun; -1 if there is none.
         is_elastic: whether the run may return to an earlier step at any time, so that the tree of step 0 is kept as well.
-        has_values: whether a load has begun, or the tree of step 0 is kept: the caller's tree is no longer needed.
+        has_values: whether the caller's tree must not be used any more: a load, which overwrites its tensors, has begun, or the
+            tree of step 0 has been saved.
     """
 
     def __init__(
@@ -130,7 +131,7 @@ class RunCheckpoints:
         return found, loaded
 
     def begin_generation(self) -> None:
-        """Drop the record of earlier checkpoints, as a new process has none. A load of the newest one follows."""
+        """Reset :attr:`saved` and :attr:`newest` to -1, as in a new process. The caller then loads the newest checkpoint."""
         self.saved = self.newest = self._loaded = -1
 
     def save_initial(self, tree: Any) -> None:
@@ -166,7 +167,11 @@ class RunCheckpoints:
             self.replicas.check()
 
     def has_own_failure(self) -> bool:
-        """Return whether a save in the background has failed because of this rank. Another rank may raise its error first."""
+        """Return whether a save in the background has failed because of an error that began on this rank.
+
+        Another rank may raise this error first. An error that this rank has caught may then come from the other rank, though
+        this rank is the cause.
+        """
         savers: list[BackgroundSaver] = [self._saver, *([] if self.replicas is None else [self.replicas])]
         return any(is_own_failure(error) for each in savers if (error := each.failure(_LEARNS_WITHIN_S)) is not None)
 

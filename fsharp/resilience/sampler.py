@@ -60,7 +60,7 @@ class IndexSampler:
             num_ranks: number of these ranks.
 
         Raises:
-            RunError: the step is negative, there is no such rank, or the ranks do not divide the batch (see ``uneven``).
+            RunError: the step is negative, ``rank`` is out of range, or the ranks do not divide the batch (see ``uneven``).
         """
         if step < 0 or not 0 <= rank < num_ranks:
             raise RunError(
