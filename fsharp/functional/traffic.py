@@ -31,8 +31,8 @@ def step_traffic(
         layout: layout of the parameters.
         microbatches: number of microbatches of the step.
         release: argument ``release`` of :func:`~fsharp.forward`.
-        uses: dict from the name of a unit to the number of calls of :func:`~fsharp.forward`, in a microbatch, that use the unit
-            as their tree or in ``ties``. For a unit that is not in the dict the number is 1.
+        uses: dict from the name of a unit to the number of calls of :func:`~fsharp.forward` that use the unit in a microbatch.
+            Calls with the unit in ``ties`` count. For a unit that is not in the dict the number is 1.
 
     Returns:
         A Counter of :class:`~fsharp.collectives.Call`.

@@ -89,14 +89,15 @@ def tune(
         batch: the input of one rank in a step, whose tensors may be on the meta device. For a module: a tuple of arguments, a
             mapping of keyword arguments, or one argument. For ``loss_fn``: the batch, which is split into microbatches. A
             number is the number of tokens of a rank in a microbatch.
-        mesh: a mesh, several meshes of one size, or a number of ranks. A number stands for an axis ``dp``, and for each pair of
-            axes ``outer`` and ``inner`` whose inner size divides 8 or is a multiple of 8, as for hosts of 8 ranks. If
-            ``hardware`` has bandwidths by axis, only meshes of these axes are tried. None takes the mesh of ``comm``.
+        mesh: a mesh, several meshes of one size, or a number of ranks. A number stands for a mesh of one axis ``dp``, and for
+            each mesh of axes ``outer`` and ``inner`` that fits hosts of 8 ranks. The inner size then divides 8, or is a
+            multiple of 8. If ``hardware`` has bandwidths by axis, only meshes of these axes are tried. None takes the mesh of
+            ``comm``.
         strategies: strategies by name, or functions of the axes that return a strategy. By default ``ddp``, ``zero1``,
             ``zero2``, ``zero3``, and on two axes ``hsdp`` and ``hfsdp``.
         units: patterns of units, as for :func:`~fsharp.plan`; or several choices by name. By default each repeated layer is a
-            unit. Each part of such a layer, and without ``loss_fn`` the whole tree as one unit, are tried as well, except if
-            ``activations`` is given, or a :class:`~fsharp.inspect.Hardware` without ``device``.
+            unit. Each part of such a layer is tried as well, and without ``loss_fn`` the whole tree as one unit. These are not
+            tried if ``activations`` is given, or a :class:`~fsharp.inspect.Hardware` without ``device``.
         formats: precisions by name. By default only ``Precision()``, as other precisions change values.
         policies: policies by name.
         remat: patterns of units whose activations are recomputed, by name. By default no units; and the units of all innermost
