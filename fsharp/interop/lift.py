@@ -230,9 +230,9 @@ class ShardedJaxprRun:
         return self._reduce_over_ranks("reduce_sum", value.leaf, value.elements, out, at)
 
     def _leaf_of(self, name: str, values: Sequence[Any]) -> int | None:
-        """Return the index of the leaf from which the operands ``values`` are computed; None if they depend on no leaf.
+        """Return the leaf index of the ArrayShards among the operands ``values``; None if no operand is an ArrayShard.
 
-        ``name``: name of the primitive, for messages. Raises a LayoutError if operands are computed from two leaves.
+        ``name``: name of the primitive, for messages. Raises a LayoutError for ArrayShards of two leaves.
         """
         found = {value.leaf for value in values if isinstance(value, ArrayShard)}
         if len(found) > 1:

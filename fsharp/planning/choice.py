@@ -40,9 +40,9 @@ class Candidate:
         peak_nbytes: the largest sum of these bytes at any one time.
         sent_nbytes: bytes that one rank sends in a step, without collectives in the loss.
         lost: why another candidate was chosen; empty for the chosen candidate.
-        is_bound: True if the step was not simulated: it exceeds the budget at rest, its lower bound is too slow, or the search
-            had used up its ``effort``. ``step_s`` is then the lower bound: the longer of the times to compute and to send.
-            ``memory`` then has an arena of 0 bytes.
+        is_bound: True if the step was not simulated: it exceeds the budget at rest, its lower bound is too long, or the search
+            had used up its ``effort``. ``step_s`` is then infinite or the lower bound, which is the longer of the times to
+            compute and to send. ``memory`` then has an arena of 0 bytes.
         departures: what differs from the defaults: ``remat`` if units are recomputed; ``formats`` if the precision is not
             ``Precision()``; ``state on the host``; and other fields of the policy that differ from ``SchedulePolicy()``.
     """

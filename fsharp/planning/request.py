@@ -203,7 +203,9 @@ class TuneRequest:
             raise ScheduleError(f"tune(): {what}")
 
     def _choices_of_units(self, model: Model) -> Mapping[str, UnitPatterns]:
-        """Return the choices of units: only one if ``activations``, or a Hardware without ``device``, is given."""
+        """Return the choices of units, by name: by default only one if ``activations``, or a Hardware without ``device``, is
+        given.
+        """
         if isinstance(self.units, Mapping):
             return self.units
         if self.units is not None:
