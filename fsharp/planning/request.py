@@ -203,8 +203,9 @@ class TuneRequest:
             raise ScheduleError(f"tune(): {what}")
 
     def _choices_of_units(self, model: Model) -> Mapping[str, UnitPatterns]:
-        """Return the choices of units, by name: by default only one if ``activations``, or a Hardware without ``device``, is
-        given.
+        """Return the choices of units, by name.
+
+        Without ``units`` there is only one choice if ``activations``, or a Hardware without ``device``, is given.
         """
         if isinstance(self.units, Mapping):
             return self.units

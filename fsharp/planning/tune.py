@@ -96,8 +96,8 @@ def tune(
         strategies: strategies by name, or functions of the axes that return a strategy. By default ``ddp``, ``zero1``,
             ``zero2``, ``zero3``, and on two axes ``hsdp`` and ``hfsdp``.
         units: patterns of units, as for :func:`~fsharp.plan`; or several choices by name. By default each repeated layer is a
-            unit. Each part of such a layer is tried as well, and without ``loss_fn`` the whole tree as one unit. These are not
-            tried if ``activations`` is given, or a :class:`~fsharp.inspect.Hardware` without ``device``.
+            unit. Each part of such a layer is tried as a unit as well, and without ``loss_fn`` the whole tree as one unit.
+            These are not tried if ``activations`` is given, or a :class:`~fsharp.inspect.Hardware` without ``device``.
         formats: precisions by name. By default only ``Precision()``, as other precisions change values.
         policies: policies by name.
         remat: patterns of units whose activations are recomputed, by name. By default no units; and the units of all innermost

@@ -29,7 +29,7 @@ class RunCheckpoints:
         saved: step of the newest checkpoint on disk that this run has begun to write, or has loaded; -1 if there is none.
         newest: step of the newest checkpoint on disk or in memory of hosts, even if only begun; -1 if there is none.
         is_elastic: whether the run may return to an earlier step at any time, so that the tree of step 0 is kept as well.
-        has_values: whether the caller's tree must not be used any more: a load, which overwrites its tensors, has begun, or the
+        has_values: whether the caller's tree is not needed any more: a load, which overwrites its tensors, has begun, or the
             tree of step 0 has been saved.
     """
 
