@@ -105,7 +105,8 @@ class StepArguments:
 
         ``arena``: bytes of the schedule's arena. Offloaded state is on the device only in the update, when there are no
         activations. Gradients at rest that are not in the arena grow while the backward releases activations. So with one
-        microbatch they need no memory beside activations. With several microbatches they also exist during the next forward.
+        microbatch they use the memory of released activations. With several microbatches they also exist during the next
+        forward.
         """
         at_rest = layout.nbytes("grads") if policy.keep_gradients else 0
         kinds = {

@@ -90,8 +90,8 @@ def _sum_over_axes(x: torch.Tensor, axes: Iterable[str], comm: Comm) -> torch.Te
 def _exact_norm(by_axes: dict[tuple[str, ...], list[torch.Tensor]], comm: Comm) -> torch.Tensor:
     """Return the 2-norm of all elements over all ranks, a float64 scalar; infinity if an element is infinite or NaN.
 
-    Squares are rounded to integers and summed as integers, so the bits of the norm do not depend on the order of summation.
-    ``by_axes``: dict from mesh axes to this rank's buffers whose sums of squares are added over these axes.
+    Squares are rounded down to integers and summed as integers, so the bits of the norm do not depend on the order of
+    summation. ``by_axes``: dict from mesh axes to this rank's buffers whose sums of squares are added over these axes.
     """
     most = torch.zeros(1, dtype=torch.float64, device=comm.device)
     for buffers in by_axes.values():
