@@ -131,7 +131,7 @@ class RunCheckpoints:
         return found, loaded
 
     def begin_generation(self) -> None:
-        """Reset :attr:`saved` and :attr:`newest` to -1, as in a new process. The caller then loads the newest checkpoint."""
+        """Reset ``saved`` and ``newest`` to -1, as in a new process. The caller then loads the newest checkpoint."""
         self.saved = self.newest = self._loaded = -1
 
     def save_initial(self, tree: Any) -> None:
