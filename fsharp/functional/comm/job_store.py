@@ -244,11 +244,16 @@ def new_group_of(ranks: Sequence[int], limit_s: float, device: torch.device, *, 
         raise CommError(
             f"rank {mine} of the job cannot reach the job's store to make process groups. Has the process that hosts it ended?"
         ) from error
-    except (dist.DistError, TimeoutError) as error:
+    except (RuntimeError, TimeoutError) as error:  # a store of files raises no DistError
+        if isinstance(error, CommError):
+            raise
         missing, _ = _store_thread.query(lambda: [rank for rank in ranks if not store.check([str(rank)])], list[int]())
+        what = f"process group number {number} of ranks {list(ranks)}"
+        if not missing:
+            raise CommError(f"rank {mine} of the job cannot make {what}: {error}") from error
         raise CommError(
-            f"rank {mine} of the job waited {limit_s:g} s for ranks {missing or list(ranks)} to make process groups, number "
-            f"{number} of these ranks. Does each of them make the same Comms, schedulers and modules, in the same order?"
+            f"rank {mine} of the job waited {limit_s:g} s for ranks {missing} to make {what}. "
+            "Does each of them make the same Comms, schedulers and modules, in the same order?"
         ) from error
     if gloo is None:  # torch names a group by its ranks and by the number of groups of this rank
         while len(_world.pg_names) < most:

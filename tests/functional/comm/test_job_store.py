@@ -7,11 +7,12 @@ from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 
 import pytest
+import torch
 import torch.distributed as dist
 
 import fsharp as fs
 from fsharp.errors import CommError, MeshError
-from fsharp.functional.comm.job_store import choose_attempt_name
+from fsharp.functional.comm.job_store import choose_attempt_name, new_group_of
 from fsharp.testing import processes
 
 
@@ -76,3 +77,23 @@ def test_a_timeout_is_for_who_joins_the_job(tmp_path):
         assert processes(fs.Mesh({"dp": 2}), rank_fn) == [50.0, 50.0]
     finally:
         del os.environ["TORCHELASTIC_USE_AGENT_STORE"]
+
+
+@pytest.mark.parametrize("absent", [True, False])
+def test_a_process_group_that_cannot_be_made_names_the_ranks_that_are_missing_or_the_error(absent):
+    def rank_fn(comm):
+        if comm.rank == 1 and absent:
+            return ""
+        if comm.rank == 1:
+            os.environ["GLOO_SOCKET_IFNAME"] = "none0"  # this rank reaches the store, and has no address for the others
+        with pytest.raises((CommError, RuntimeError)) as error:
+            new_group_of((0, 1), 1.0, torch.device("cpu"), is_nccl=False)
+        return str(error.value)
+
+    first, second = processes(fs.Mesh({"dp": 2}), rank_fn)
+    what = "process group number 1 of ranks [0, 1]"
+    if absent:
+        assert f"rank 0 of the job waited 1 s for ranks [1] to make {what}. Does each of them make" in first
+    else:
+        assert f"rank 0 of the job cannot make {what}: " in first
+        assert "none0" in second
