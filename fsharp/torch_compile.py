@@ -32,11 +32,11 @@ def skip_frame(function: Callable[..., Any]) -> None:
 
 
 # Functions, as cloudpickle sends what :func:`uncompiled` returns by value, and cannot send a ContextVar.
-def _set_compiler(compiler: Any) -> Token[Any]:
+def _set_caller_compiler(compiler: Any) -> Token[Any]:
     return _compiler.set(compiler)
 
 
-def _reset_compiler(token: Token[Any]) -> None:
+def _reset_caller_compiler(token: Token[Any]) -> None:
     _compiler.reset(token)
 
 
@@ -50,7 +50,7 @@ def uncompiled(function: F) -> F:
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
         compiler = set_eval_frame(None)
-        token = None if compiler is None else _set_compiler(compiler)
+        token = None if compiler is None else _set_caller_compiler(compiler)
         try:
             try:
                 return function(*args, **kwargs)
@@ -62,7 +62,7 @@ def uncompiled(function: F) -> F:
             raise
         finally:
             if token is not None:
-                _reset_compiler(token)
+                _reset_caller_compiler(token)
                 set_eval_frame(compiler)
 
     skip_frame(call)
@@ -89,7 +89,7 @@ skip_frame(call_compiled_like_caller)
 
 
 @contextmanager
-def without_compiling() -> Iterator[None]:
+def without_caller_compiler() -> Iterator[None]:
     """Return a context in which :func:`call_compiled_like_caller` compiles nothing. Forwards with recomputation use it."""
     token = _compiler.set(None)
     try:

@@ -22,7 +22,7 @@ class Wrong:
 RESULTS = {
     "Layout", "TrainState", "Loss", "Metrics", "ShardedModule", "ShardedTensor", "ShardedParameter", "ScheduledFunction",
     "Sharded", "Checkpoint", "PerRank", "RefreshNbytes", "Call", "LeafSharding", "TreeSharding", "Timeline", "TimeSpan",
-    "Place", "Placement", "Dtypes", "Group", "Leaf", "Span", "UnitLayout", "NonFinite", "StepTimes", "Event", "Program",
+    "Place", "Placement", "Dtypes", "Group", "Leaf", "Span", "UnitLayout", "NonFinite", "RankTimes", "Event", "Program",
     "UnitFacts", "Schedule", "RaceError", "RaceReport", "Candidate", "Choice", "Comm", "Transform",
 }  # fmt: skip
 """Public names that are no functions of users: what the library returns, and types of annotations."""

@@ -7,7 +7,7 @@ from fsharp.checkpoint.catalog import (
     open_checkpoint as open_checkpoint,
     verify as verify,
 )
-from fsharp.checkpoint.entries import PerRank as PerRank, PerRankBuffers as PerRankBuffers
+from fsharp.checkpoint.entries import PerRank as PerRank, WithPerRankBuffers as WithPerRankBuffers
 from fsharp.checkpoint.formats.dcp import from_dcp as from_dcp, to_dcp as to_dcp
 from fsharp.checkpoint.formats.exporting import export_safetensors as export_safetensors
 from fsharp.checkpoint.loading import load as load

@@ -49,12 +49,12 @@ class Piece(NamedTuple):
 
 
 @options_checked
-class PerRankBuffers:
+class WithPerRankBuffers:
     """A wrapper that saves a module whose buffers differ between ranks, such as the statistics of BatchNorm.
 
     ::
 
-        fs.checkpoint.save(root, {"model": PerRankBuffers(model), "optimizer": optimizer}, step=step, comm=comm)
+        fs.checkpoint.save(root, {"model": WithPerRankBuffers(model), "optimizer": optimizer}, step=step, comm=comm)
 
     Buffers of all ranks are saved (see :class:`PerRank`), so the module loads on the same number of ranks. To load on another
     number, first make the buffers equal, for example by a mean over ranks, and save the module itself. ``module`` is a
@@ -153,7 +153,7 @@ def contents_of(where: str, tree: Any, comm: Comm) -> TreeContents:
 
     Raises TreeError for a leaf that cannot be saved, or if two leaves have one name. ``where`` names the caller in errors.
     """
-    found, parts, held = TreeContents({}, {}, {}, []), dict[int, str](), dict[Any, dict[str, _PiecesOfLeaf]]()
+    found, parts, held = TreeContents({}, {}, {}, []), dict[int, str](), dict[Any, dict[str, _LeafOnRanks]]()
     for segments, entries, leaf in leaves_with_path(tree):
         if is_sharded(leaf):
             _add_unit_entries(where, found, segments, entries, leaf, comm)
@@ -279,13 +279,13 @@ def leaves_with_path(
     try:
         accessors, leaves, _ = optree.tree_flatten_with_accessor(tree, is_leaf=is_leaf, none_is_leaf=none_is_leaf)
     except RecursionError as error:
-        raise nests_too_deeply() from error
+        raise too_deep_error() from error
     for accessor, leaf in zip(accessors, leaves, strict=True):
         named = tuple(str(getattr(each, "field", None) or each.entry) for each in accessor)
         yield named, tuple(str(each.entry) for each in accessor), leaf
 
 
-def nests_too_deeply() -> TreeError:
+def too_deep_error() -> TreeError:
     """Return the error for a tree that nests more deeply than optree or Python can follow."""
     return TreeError(
         f"the tree nests too deeply for a checkpoint: expected fewer than {optree.MAX_RECURSION_DEPTH:,} levels, or fewer than "
@@ -314,12 +314,12 @@ def _add_unit_entries(
 
     found.layouts.append(f"{name('') or '(root)'}: {_layout_text(unit, node.place)}")
     held = dict(zip(node.groups, node.decoded_buffers(comm.rank, main=True), strict=True))
-    pieces = _leaf_pieces_by_path(unit, node.place, comm.rank)
+    pieces = _leaves_on_ranks_by_path(unit, node.place, comm.rank)
     sizes = {group: unit.local_size(group, node.place) for group in held}
     one_number = {group: is_group_scalar(buffer, unit, group, node.place) for group, buffer in held.items()}
     for leaf in unit.leaves:
         if leaf.tied_to is not None:
-            found.aliases[name(leaf.path)] = ".".join((*above, unit.path_of_stored_leaf(leaf)))
+            found.aliases[name(leaf.path)] = ".".join((*above, unit.path_of_tie_owner(leaf)))
         elif leaf.group in held:
             buffer = held[leaf.group]
             if one_number[leaf.group]:
@@ -336,9 +336,9 @@ def _add_unit_entries(
 
 
 def _sharded_tensor_entry(
-    where: str, found: TreeContents, name: str, part: ShardedTensor, comm: Comm, known: "dict[Any, dict[str, _PiecesOfLeaf]]"
+    where: str, found: TreeContents, name: str, part: ShardedTensor, comm: Comm, known: "dict[Any, dict[str, _LeafOnRanks]]"
 ) -> TensorEntry:
-    """Return the entry of ``part``, a ShardedTensor in a state dict. ``known`` caches :func:`_leaf_pieces_by_path`."""
+    """Return the entry of ``part``, a ShardedTensor in a state dict. ``known`` caches :func:`_leaves_on_ranks_by_path`."""
     unit, leaf, place = part.unit, part.leaf, part.place
     if unit.mesh != comm.mesh or part.rank != comm.rank:
         raise TreeError(
@@ -346,7 +346,7 @@ def _sharded_tensor_entry(
             f"{comm.mesh}. Pass the Comm of the module: comm=model.comm."
         )
     if (held := known.get((id(unit), place))) is None:
-        held = known[id(unit), place] = _leaf_pieces_by_path(unit, place, comm.rank)
+        held = known[id(unit), place] = _leaves_on_ranks_by_path(unit, place, comm.rank)
         found.layouts.append(f"unit {unit.display_name}: {_layout_text(unit, place)}")
     shape, piece, _, _ = held[leaf.path]
     found.layouts.append(f"{name}: in unit {unit.display_name}, {place}")
@@ -370,7 +370,7 @@ def _layout_text(unit: UnitLayout, place: Place) -> str:
     return f"{place}; {parts}, leaves at {[leaf.offset for leaf in unit.leaves]}"
 
 
-class _PiecesOfLeaf(NamedTuple):
+class _LeafOnRanks(NamedTuple):
     """The :class:`Piece` of a leaf on each rank, the leaf's whole shape, and its range in this rank's buffer."""
 
     shape: tuple[int, ...]
@@ -380,14 +380,14 @@ class _PiecesOfLeaf(NamedTuple):
 
 
 @lru_cache(maxsize=1 << 14)
-def _leaf_pieces_by_path(unit: UnitLayout, place: Place, rank: int) -> dict[str, _PiecesOfLeaf]:
-    """Return, by path, a :class:`_PiecesOfLeaf` for each leaf that a unit stores; tied leaves have none."""
+def _leaves_on_ranks_by_path(unit: UnitLayout, place: Place, rank: int) -> dict[str, _LeafOnRanks]:
+    """Return, by path, a :class:`_LeafOnRanks` for each leaf that a unit stores; tied leaves have none."""
     mesh = unit.mesh
     varying = [axis for axis in mesh.names if axis in place.varying_axes]
     copies = [axis for axis in mesh.names if axis not in place.sharded_axes and axis not in varying]
     num_kinds, num_copies = (math.prod(map(mesh.axis_size, axes)) for axes in (varying, copies))
 
-    def pieces_of(leaf: Leaf) -> _PiecesOfLeaf:
+    def pieces_of(leaf: Leaf) -> _LeafOnRanks:
         def piece(of: int) -> Piece:
             base, (first, last) = mesh.index_along(varying, of) * leaf.numel, unit.run_of_leaf(leaf, place, of)
             return Piece(base + first, base + last, mesh.index_along(copies, of), num_copies)
@@ -395,7 +395,7 @@ def _leaf_pieces_by_path(unit: UnitLayout, place: Place, rank: int) -> dict[str,
         mine, (first, last) = piece(rank), unit.run_of_leaf(leaf, place, rank)
         begin = first + leaf.offset - unit.local_start(leaf.group, place, rank) if first < last else 0
         shape = leaf.shape if not varying else (num_kinds * (leaf.shape[0] if leaf.shape else 1), *leaf.shape[1:])
-        return _PiecesOfLeaf(tuple(shape), lambda of: mine if of == rank else piece(of), begin, last - first)
+        return _LeafOnRanks(tuple(shape), lambda of: mine if of == rank else piece(of), begin, last - first)
 
     return {leaf.path: pieces_of(leaf) for leaf in unit.leaves if leaf.tied_to is None}
 

@@ -37,7 +37,7 @@ def without_ignored(manifest: Manifest, ignore: tuple[str, ...], subtree: str) -
     return replace(manifest, **kept)
 
 
-class StoredNames(NamedTuple):
+class StoredNamesOfTree(NamedTuple):
     """The names in a checkpoint from which the tensors of a tree are read.
 
     Attributes:
@@ -49,7 +49,7 @@ class StoredNames(NamedTuple):
     of_tied: list[tuple[str, str, str]]
 
 
-def stored_names(manifest: Manifest, wanted: TreeContents, stored: Callable[[str], str]) -> StoredNames:
+def stored_names_of_tree(manifest: Manifest, wanted: TreeContents, stored: Callable[[str], str]) -> StoredNamesOfTree:
     """Return the names under which a checkpoint stores the tensors of a tree.
 
     A tied tensor has several names in the tree, and is read under the first of them that the checkpoint has. ``stored``:
@@ -65,14 +65,14 @@ def stored_names(manifest: Manifest, wanted: TreeContents, stored: Callable[[str
         }
         of[owner], *more = [*reversed(there)] or [_stored_name(manifest, stored(owner))]
         others += [(owner, there[source], source) for source in more]
-    return StoredNames(of, others)
+    return StoredNamesOfTree(of, others)
 
 
 def check_matches(
     path: str,
     manifest: Manifest,
     wanted: TreeContents,
-    names: StoredNames,
+    names: StoredNamesOfTree,
     stored: Callable[[str], str],
     prefix: str,
     *,

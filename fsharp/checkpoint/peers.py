@@ -20,7 +20,7 @@ from fsharp.checkpoint.reading import (
     needed_elements_by_file,
 )
 from fsharp.checkpoint.saving import shard_file_name
-from fsharp.checkpoint.shard_file import batches_by_nbytes, bytes_of, header_nbytes
+from fsharp.checkpoint.shard_file import batches_by_nbytes, bytes_of, header_end
 from fsharp.checkpoint.storage import LocalStorage, os_error_behind, raise_if_unreadable
 from fsharp.errors import CheckpointError
 from fsharp.functional.comm.agree import all_gather_texts, check_on_all_ranks
@@ -93,9 +93,7 @@ def held_saves(folder: str, comm: Comm, domain_size: int, damaged: Collection[Co
     ``folder`` is on each host, with ``domain_size`` consecutive ranks. Copies in ``damaged`` do not count. Files and manifests
     of the wrong size do not count either, and are logged.
     """
-    mine = check_on_all_ranks(
-        "restore()", comm, lambda: describe_saves_held_here(folder) if comm.rank % domain_size == 0 else []
-    )
+    mine = check_on_all_ranks("restore()", comm, lambda: saves_held_here_rows(folder) if comm.rank % domain_size == 0 else [])
     found: dict[str, HeldSave] = {}
     for first, text in enumerate(all_gather_texts(json.dumps(mine), comm)):
         for name, step, created, num_files, manifest_nbytes, heads in json.loads(text):
@@ -108,7 +106,7 @@ def held_saves(folder: str, comm: Comm, domain_size: int, damaged: Collection[Co
     return list(found.values())
 
 
-def describe_saves_held_here(folder: str) -> list[list[Any]]:
+def saves_held_here_rows(folder: str) -> list[list[Any]]:
     """Return rows about the saves in ``folder``: name, step, time, number of files, size of the manifest, sizes of headers."""
     saves = []
     for name in folder_names_newest_first(folder):
@@ -126,7 +124,7 @@ def describe_saves_held_here(folder: str) -> list[list[Any]]:
                 try:
                     check_file_size(_local_storage, file, record.nbytes)
                     _local_storage.read(file, 0, memoryview(first))
-                    heads[number] = header_nbytes(file, bytes(first), record.nbytes)
+                    heads[number] = header_end(file, bytes(first), record.nbytes)
                 except CheckpointError as error:
                     raise_if_unreadable(error)
                     _log.warning("left out: %s", error)

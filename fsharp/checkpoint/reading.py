@@ -16,7 +16,7 @@ from fsharp.checkpoint.shard_file import (
     block_digests,
     bytes_of,
     file_digest,
-    header_nbytes,
+    header_end,
     parse_header,
 )
 from fsharp.checkpoint.storage import Readable, storage_of
@@ -110,7 +110,7 @@ class ShardFileReader:
             self._data, self._table, self._extents = described.start, b"", described.tensors
             self._end = size - described.start
             return
-        length = header_nbytes(self.path, self._read_bytes(0, min(8, size)), size)
+        length = header_end(self.path, self._read_bytes(0, min(8, size)), size)
         header = self._read_bytes(0, length)
         # Nothing in the header or the table, which is last in the file, is used before their digest is compared.
         end = size - digest_table_nbytes(size - length)

@@ -38,10 +38,10 @@ from fsharp.checkpoint.peers import (
     DamagedCopy,
     FirstErrorKeeper,
     HeldSave,
-    describe_saves_held_here,
     fetch_manifest,
     held_saves,
     read_from_hosts,
+    saves_held_here_rows,
     shift_over_ranks,
 )
 from fsharp.checkpoint.reading import NeededElements
@@ -57,7 +57,7 @@ from fsharp.checkpoint.saving import (
     tensors_written_by,
     verify_written_file,
     write_manifest_and_publish,
-    write_shard_file,
+    write_shard_files,
 )
 from fsharp.checkpoint.shard_file import bytes_of, file_nbytes
 from fsharp.checkpoint.storage import FolderClaim, LocalStorage, absolute_path
@@ -65,7 +65,7 @@ from fsharp.errors import AgreementError, CheckpointError, FsharpError, problem
 from fsharp.functional.comm.agree import all_gather_fixed_size, all_gather_texts, check_on_all_ranks
 from fsharp.functional.comm.process_group import ProcessGroupComm
 from fsharp.functional.comm.protocol import Comm, innermost_comm
-from fsharp.functional.comm.setup_recording import setup_recording
+from fsharp.functional.comm.restart_replay import restart_replay
 from fsharp.tracebacks import api_boundary
 from fsharp.type_checks import options_checked
 
@@ -171,7 +171,7 @@ class Replicas(BackgroundSaver):
             if comm.rank % size == 0:
                 self._claim = name_path_in_errors(self._folder, lambda: FolderClaim(self._folder, token))
                 remove_incomplete(self._folder)
-                self._created = max((created for _, _, created, *_ in describe_saves_held_here(self._folder)), default=0.0)
+                self._created = max((created for _, _, created, *_ in saves_held_here_rows(self._folder)), default=0.0)
 
         def check_reduced() -> None:
             first = comm.rank // size * size
@@ -185,7 +185,7 @@ class Replicas(BackgroundSaver):
             check_on_all_ranks(
                 "Replicas()", comm, check, lambda _: {"copies, domain_size": f"{copies}, {size}", "root": repr(self._root)}
             )
-            tokens = setup_recording.run_and_record(exchange_tokens)
+            tokens = restart_replay.run_and_record(exchange_tokens)
             check_on_all_ranks("Replicas()", comm, lambda: name_path_in_errors(self._folder, check_reduced))
             own = inner.host_comm(flat=True) if isinstance(inner, ProcessGroupComm) else comm
         except BaseException:
@@ -193,8 +193,8 @@ class Replicas(BackgroundSaver):
             raise
         super().__init__(comm, own, "refresh", in_thread=True)
 
-    def _begin_generation(self) -> None:
-        super()._begin_generation()
+    def _begin_job_generation(self) -> None:
+        super()._begin_job_generation()
         if self._claim is not None:
             remove_incomplete(self._folder)
 
@@ -295,7 +295,7 @@ class Replicas(BackgroundSaver):
 
         try:
             check_on_all_ranks("refresh()", own, make_folder)
-            records = write_shard_file(snapshot, staged, own, "refresh()")
+            records = write_shard_files(snapshot, staged, own, "refresh()")
             self._send_copies(snapshot, staged, records)
             now = struct.pack("<d", save_time_after(self._created))
             created = self._created = max(struct.unpack("<d", each)[0] for each in all_gather_fixed_size(now, own))

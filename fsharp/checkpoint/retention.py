@@ -83,7 +83,7 @@ def _is_one_intact(root: str, old: Collection[str]) -> bool:
     return False
 
 
-def _names_with_links(root: str) -> set[str]:
+def _link_targets(root: str) -> set[str]:
     """Return the names in ``root`` to which other names in ``root`` link."""
     storage = storage_of(root)
     targets = ((name, storage.resolve_links(root, name)) for name in storage.list_names(root))
@@ -138,8 +138,8 @@ class Retention(NamedTuple):
         names = folder_names_newest_first(root)
         periods = {name: self._step_and_hour_intervals(root, name) for name in names}
         sizes = Counter(period for found in periods.values() for period in found)
-        stay, gone, seen = self._best_of(root, names), list[str](), set[tuple[str, int]]()
-        linked = _names_with_links(root)
+        stay, gone, seen = self._paths_of_best(root, names), list[str](), set[tuple[str, int]]()
+        linked = _link_targets(root)
         num_newest = 0
         for name in names:
             path, new = f"{root}/{name}", periods[name] - seen
@@ -157,7 +157,7 @@ class Retention(NamedTuple):
                 gone.append(path)
         return [*reversed(gone)]
 
-    def _best_of(self, root: str, names: list[str]) -> set[str]:
+    def _paths_of_best(self, root: str, names: list[str]) -> set[str]:
         metrics = dict[str, float]()
         for each in filter(None, (open_if_complete(f"{root}/{name}") for name in names)) if self.best else ():
             if (metric := each.summary.metric) is not None and not math.isnan(metric):

@@ -23,14 +23,14 @@ from fsharp.checkpoint.catalog import (
     save_time_of,
 )
 from fsharp.checkpoint.retention import Retention
-from fsharp.checkpoint.saving import Snapshot, name_path_in_errors, stage_snapshot, write_snapshot
+from fsharp.checkpoint.saving import Snapshot, name_path_in_errors, prepare_snapshot, write_snapshot
 from fsharp.checkpoint.shard_file import StoredTensor
 from fsharp.checkpoint.storage import absolute_path, storage_of
 from fsharp.errors import CheckpointError
 from fsharp.functional.comm.agree import check_on_all_ranks
 from fsharp.functional.comm.process_group import ProcessGroupComm, callbacks_before_leaving
 from fsharp.functional.comm.protocol import Comm, innermost_comm
-from fsharp.functional.comm.setup_recording import setup_recording
+from fsharp.functional.comm.restart_replay import restart_replay
 from fsharp.functional.comm.worker_threads import Outcome, Worker
 from fsharp.tracebacks import api_boundary
 from fsharp.type_checks import options_checked
@@ -54,9 +54,9 @@ class BackgroundSaver:
         self._staged_as: list[StoredTensor] = []
         self._lock = threading.RLock()  # held by calls that several threads may make
         self._pid = os.getpid()
-        setup_recording.record_for_replay(self._begin_generation)
+        restart_replay.record_for_replay(self._begin_job_generation)
 
-    def _begin_generation(self) -> None:
+    def _begin_job_generation(self) -> None:
         """Abandon the save under way, as a new generation of the job begins: a restarted rank cannot take part in the save."""
         self._release_save()
 
@@ -216,8 +216,8 @@ class Saver(BackgroundSaver):
         own = inner.host_comm() if isinstance(inner, ProcessGroupComm) else comm
         super().__init__(comm, own, "save", in_thread=background and (own is not comm or comm.mesh.size == 1))
 
-    def _begin_generation(self) -> None:
-        super()._begin_generation()
+    def _begin_job_generation(self) -> None:
+        super()._begin_job_generation()
         self._saved_at = math.inf  # the save that was under way may be complete all the same
         if self._comm.rank == 0:
             name_path_in_errors(self._root, lambda: _prepare_root(self._root))
@@ -239,7 +239,7 @@ class Saver(BackgroundSaver):
         self._refuse_forked_process()
         with self._lock:
             self.wait()
-            snapshot = stage_snapshot(self._root, tree, step=step, comm=self._comm, config=self._config, metric=metric)
+            snapshot = prepare_snapshot(self._root, tree, step=step, comm=self._comm, config=self._config, metric=metric)
             self._begin_save(snapshot, self._write_checkpoint)
 
     def _write_checkpoint(self, snapshot: Snapshot) -> Checkpoint:

@@ -21,7 +21,7 @@ from fsharp.checkpoint.entries import (
     has_state_dict,
     is_checkpoint_leaf,
     leaves_with_path,
-    nests_too_deeply,
+    too_deep_error,
     with_state_dicts,
 )
 from fsharp.checkpoint.manifest import MANIFEST_NAME, Chunk, FileRecord, Manifest, TensorRecord, json_round_trip, structure_of
@@ -101,10 +101,10 @@ def save(
     Cost: a rank writes its elements and reads them back; ranks with equal elements divide the writing. For each axis three
     collectives of 40 bytes and two smaller ones. Memory: none, or on a GPU one tensor at a time on the host.
     """
-    return write_snapshot(stage_snapshot(root, tree, step=step, comm=comm, config=config, metric=metric), comm)
+    return write_snapshot(prepare_snapshot(root, tree, step=step, comm=comm, config=config, metric=metric), comm)
 
 
-def stage_snapshot(
+def prepare_snapshot(
     root: str | os.PathLike[str], tree: Any, *, step: int, comm: Comm, config: Any, metric: float | None
 ) -> Snapshot:
     """Return the :class:`Snapshot` that :func:`save` is to write, once all ranks agree. Rank 0 makes the staging folder.
@@ -188,7 +188,7 @@ def take_snapshot(
             "history of modules": "\n".join(contents.settings),
             "values": "\n".join(f"{name}: {value!r}" for name, value in contents.values.items()),
             "lists, tuples and None": "\n".join(f"{name}: {json.dumps(each)}" for name, each in contents.objects.items()),
-            "values of tensors, which PerRank() and, for buffers, PerRankBuffers() allow to differ": "\n".join(same),
+            "values of tensors, which PerRank() and, for buffers, WithPerRankBuffers() allow to differ": "\n".join(same),
         }
 
     contents = check_on_all_ranks(where, comm, check, fields)
@@ -229,7 +229,7 @@ def _structures_by_name(tree: Any) -> dict[str, Any]:
     try:
         return {".".join(path): structure_of(x) for path, _, x in found if x is None or type(x) in (list, tuple)}
     except RecursionError as error:
-        raise nests_too_deeply() from error
+        raise too_deep_error() from error
 
 
 def tensors_written_by(contents: TreeContents, rank: int) -> list[tuple[TensorEntry, StoredTensor]]:
@@ -281,7 +281,7 @@ def write_snapshot(snapshot: Snapshot, comm: Comm) -> Checkpoint:
         is_published = True
 
     try:
-        records = write_shard_file(snapshot, staged, comm)
+        records = write_shard_files(snapshot, staged, comm)
         check_on_all_ranks(
             "save()", comm, lambda: name_path_in_errors(snapshot.folder, lambda: commit(records)) if comm.rank == 0 else None
         )
@@ -292,7 +292,7 @@ def write_snapshot(snapshot: Snapshot, comm: Comm) -> Checkpoint:
     return Checkpoint(snapshot.folder)
 
 
-def write_shard_file(snapshot: Snapshot, staged: str, comm: Comm, where: str = "save()") -> list[FileRecord]:
+def write_shard_files(snapshot: Snapshot, staged: str, comm: Comm, where: str = "save()") -> list[FileRecord]:
     """Write this rank's file into the folder ``staged``, and read it back. Return the records of all ranks' files, in order."""
     path = f"{staged}/{shard_file_name(comm.rank)}"
 

@@ -237,7 +237,7 @@ def refuse_repeated_names(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
     return found
 
 
-def header_nbytes(where: str, head: bytes, nbytes: int) -> int:
+def header_end(where: str, head: bytes, nbytes: int) -> int:
     """Return the size of length field and header, from ``head``, the first 8 bytes of a file of ``nbytes`` bytes.
 
     Raises CheckpointError if the length is wrong.

@@ -55,7 +55,7 @@ def _hardware() -> Iterator[Row]:
     yield "processors", f"{len(os.sched_getaffinity(0))} of {os.cpu_count()}"
     yield "memory", nbytes_text(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
     cuda: Any = torch.get_device_module("cuda")
-    gpus = _gpus()
+    gpus = _gpu_capabilities()
     if not gpus:
         yield "GPUs", "none"
     for i, gpu in enumerate(gpus):
@@ -88,7 +88,7 @@ def _limits() -> Iterator[Row]:
 
 def _features() -> Iterator[Row]:
     """Yield each feature with ``yes``, or with ``no`` and what it needs."""
-    capability = max((gpu for gpu in _gpus() if not isinstance(gpu, str)), default=(0, 0))
+    capability = max((gpu for gpu in _gpu_capabilities() if not isinstance(gpu, str)), default=(0, 0))
     no_gpu, nccl = "" if capability[0] else "a GPU", _nccl_version()
     no_nccl = no_gpu or ("" if nccl else "a torch with NCCL")
     release = tuple(int(part) for part in torch.__version__.split(".")[:2])
@@ -109,7 +109,7 @@ def _features() -> Iterator[Row]:
     yield from ((feature, f"no: needs {need}" if need else "yes") for feature, need in needs.items())
 
 
-def _gpus() -> list[tuple[int, int] | str]:
+def _gpu_capabilities() -> list[tuple[int, int] | str]:
     """Return the compute capability of each GPU, or the error of its driver for a GPU that does not work."""
     cuda: Any = torch.get_device_module("cuda")
     found: list[tuple[int, int] | str] = []

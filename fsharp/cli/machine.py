@@ -92,7 +92,7 @@ def calibrate(file: str, /, *, mesh: str = "dp=2", steps: int = 20, dtype: str =
         return ""
     hardware = json.loads(found.hardware.to_json())
     Path(file).write_text(json.dumps({"flops": found.flops, "dtype": found.dtype, "hardware": hardware}, indent=1) + "\n")
-    return _machine_text(found, axes, file, steps)
+    return _speeds_text(found, axes, file, steps)
 
 
 def _check_output(file: str) -> None:
@@ -133,7 +133,7 @@ def _measure_seconds(work: Callable[[], torch.Tensor], comm: Comm) -> float:
     return median(float(text) for text in all_gather_texts(repr(median(found[1:])), comm))
 
 
-def _machine_text(found: Machine, mesh: Mesh, file: str, steps: int) -> str:
+def _speeds_text(found: Machine, mesh: Mesh, file: str, steps: int) -> str:
     hardware = found.hardware
     rows = [
         ("matrix products", f"{found.flops / 1e9:,.1f} GFLOP/s in {found.dtype}"),

@@ -147,7 +147,7 @@ def encode_leaf_format_groups(tree: Any, comm: Comm, like: Any = None) -> Any:
     for (form, axes), (label, parts, units) in jobs.items():
         about = [("units", first_few(units)), ("axes", first_few(axes))]
         with reporting_format_errors(comm, label):
-            form.encode_leaves(parts, partial(_max_over_axes, comm, axes, label), partial(list, about))
+            form.encode_leaves(parts, partial(_max_over_axes_, comm, axes, label), partial(list, about))
 
     def back(node: Any, done: Any) -> Any:
         return merge(node, gather(done, comm=comm, to=node.place)) if is_sharded(node) and done.groups else node
@@ -172,6 +172,6 @@ def _map_encoded_groups(fn: Any, tree: Any, like: Any, *, by_leaf: bool) -> Any:
     return map_units(one, tree) if like is None else map_units(one, tree, like)
 
 
-def _max_over_axes(comm: Comm, axes: Sequence[str], label: str, numbers: torch.Tensor) -> None:
+def _max_over_axes_(comm: Comm, axes: Sequence[str], label: str, numbers: torch.Tensor) -> None:
     for axis in axes:
         numbers.copy_(comm.all_reduce(numbers, axis, op="max", label=label))

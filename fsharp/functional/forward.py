@@ -13,7 +13,7 @@ from fsharp.functional.moves import gather, units_on_mesh_of
 from fsharp.functional.release import in_place_change_check, in_place_write_error, release_saved, version_of
 from fsharp.functional.remat import Remat, check_remat_argument, run_with_recomputation
 from fsharp.functional.transforms import is_transformed, is_transformed_beyond_vmap, refuse_proxy_tracing
-from fsharp.torch_compile import call_compiled_like_caller, uncompiled, without_compiling
+from fsharp.torch_compile import call_compiled_like_caller, uncompiled, without_caller_compiler
 from fsharp.tracebacks import api_boundary
 
 
@@ -105,7 +105,7 @@ def _forward_with_remat(fn: Any, units: Any, args: Any, kwargs: Any, comm: Comm,
         return forward(fn, sharded, *args, comm=comm, ties=ties, release=False, **kwargs)
 
     # torch compares the tensors that this run saves with those of the recomputation in the backward, which is not compiled.
-    with without_compiling():
+    with without_caller_compiler():
         return run_with_recomputation(run, fn, args, kwargs, remat)
 
 

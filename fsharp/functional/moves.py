@@ -108,7 +108,7 @@ def gather(tree: Tree, *, comm: Comm, to: PlaceName = "full") -> Tree:
         return Sharded(moved, sharded.unit, target, sharded.groups, is_gathered=whole)
 
     with reporting_format_errors(comm, "gather()"):
-        return optree.tree_map(one, tree_to_device(tree, comm.device), is_leaf=is_sharded)  # type: ignore[return-value]
+        return optree.tree_map(one, host_buffers_to_device(tree, comm.device), is_leaf=is_sharded)  # type: ignore[return-value]
 
 
 def _buffers_without_scales(node: Sharded) -> Sequence[torch.Tensor]:
@@ -205,7 +205,7 @@ def reduce_scatter_unchecked(tree: Any, to: PlaceName, comm: Comm, residuals: Re
     return map_units(lambda node: one(node) if is_sharded(node) else node, tree)
 
 
-def tree_to_device(tree: Any, device: torch.device) -> Any:
+def host_buffers_to_device(tree: Any, device: torch.device) -> Any:
     """Return the tree with buffers in host memory copied to the device. If the device is a CPU, return the tree itself."""
     if device.type == "cpu":
         return tree
@@ -261,7 +261,7 @@ def reduce_partial_sums(
     axes = [axis for axis in source.order if comm.mesh.axis_size(axis) > 1]  # axes of size 1 send and cast nothing
 
     def scattered(x: torch.Tensor, axis: str) -> torch.Tensor:
-        wire, x = dtypes.wire_format_along(axis), x.to(dtypes.collective_dtype_along(axis))
+        wire, x = dtypes.wire_format_along(axis), x.to(dtypes.reduction_input_dtype_along(axis))
         if wire.is_plain:
             return reduce_scatter_last(x, named, axis, dtype=dtypes.accumulate)
         assert axis in residuals or not dtypes.feedback or not x.numel(), "gradients with feedback are reduced with residuals"

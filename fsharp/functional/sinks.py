@@ -92,7 +92,7 @@ def with_sinks(params: Any, ledger: SinkLedger | None = None) -> Any:
     return map_units(one, params)
 
 
-def take_gradients(node: Sharded, comm: Comm) -> list[torch.Tensor | None]:
+def take_gradient_buffers(node: Sharded, comm: Comm) -> list[torch.Tensor | None]:
     """Return the gradient of each trainable group of a node, and remove the gradients from the node.
 
     The list has None for a group without a gradient. Gradients are in the place in which gradients rest.

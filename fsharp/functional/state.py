@@ -27,7 +27,7 @@ from fsharp.functional.layout.sharded import (
     units_of,
 )
 from fsharp.functional.layout.text import unit_fields
-from fsharp.functional.moves import gather, tree_to_device, units_on_mesh_of
+from fsharp.functional.moves import gather, host_buffers_to_device, units_on_mesh_of
 from fsharp.functional.optim.base import Transform, apply_transform, as_transform, check_extra_arguments, check_gradients
 from fsharp.torch_compile import uncompiled
 from fsharp.type_checks import options_checked
@@ -177,10 +177,10 @@ def update(tx: Any, grads: Any, state: TrainState, *, comm: Comm, donate: bool =
         held = state.main, state.opt
         if isinstance(comm, Engine):
             held = comm.begin_state_fetch(held, state.params, grads, donate=donate)
-        main, opt = tree_to_device(held, comm.device)
+        main, opt = host_buffers_to_device(held, comm.device)
         resting = gather(trainable(state.params), comm=comm, to="optim")
         has_copies = any(map(_with_main_copy, nodes)) or any(map(_groups_of, mains))
-        old = map_units(_copy_groups_without_main, merge(resting, main), main) if has_copies else resting
+        old = map_units(_clone_groups_without_main, merge(resting, main), main) if has_copies else resting
         check_gradients("update()", grads, old)
         new, opt = apply_transform(tx, grads, opt, old, comm=comm, donate=donate, **extra)
         if donate:
@@ -221,7 +221,7 @@ def _select_groups_with_main_copy(tree: Any) -> Any:
     return map_units(lambda node: node.select_groups(node.unit.groups_with_main_copy), tree)
 
 
-def _copy_groups_without_main(node: Sharded, main_copies: Sharded) -> Sharded:
+def _clone_groups_without_main(node: Sharded, main_copies: Sharded) -> Sharded:
     """Return ``node`` with cloned buffers in groups whose main copies are missing.
 
     Such a group is not in ``main_copies``, and has a ``Precision(update=...)``: its updates travel as differences of new and

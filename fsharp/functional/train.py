@@ -16,7 +16,7 @@ from fsharp.functional.loss import Loss, as_loss, average, check_depends_on_para
 from fsharp.functional.moves import reduce_scatter, units_on_mesh_of
 from fsharp.functional.optim.base import as_transform, settings_text
 from fsharp.functional.release import is_plain_strided
-from fsharp.functional.sinks import SinkLedger, take_gradients, with_sinks
+from fsharp.functional.sinks import SinkLedger, take_gradient_buffers, with_sinks
 from fsharp.functional.state import TrainState, update
 from fsharp.functional.transforms import check_untransformed
 from fsharp.torch_compile import call_compiled_like_caller, uncompiled
@@ -180,7 +180,7 @@ def _value_and_grad_of_microbatch(
         loss = as_loss(call_compiled_like_caller(loss_fn, probed, batch, comm))
         check_depends_on_parameters(loss, has_sinks=bool(sinks))
         torch.autograd.backward(loss.sum)  # grad() would not reach what reentrant checkpoints hide
-    found = [grad for node in nodes for grad in take_gradients(node, comm)]
+    found = [grad for node in nodes for grad in take_gradient_buffers(node, comm)]
     if all(g is None for g in found):
         raise LossError("value_and_grad(): the loss has no gradient, as it depends on no parameter. Were parameters detached?")
     flat = iter(_copy_shared_gradients(sinks, found))

@@ -22,7 +22,7 @@ SHARDED_FOLDER = "fsharp"
 
 
 @api_boundary
-def _refuse_no_sync() -> NoReturn:
+def _refuse_local_sgd() -> NoReturn:
     what = "ranks share the parameters of a sharded module, so accelerate's LocalSGD cannot train them apart."
     remedy = "LocalSGD takes modules that are not sharded. To accumulate, write `with accelerator.accumulate(model):`."
     raise OptionError(problem("no_sync()", what, remedy=remedy))
@@ -93,7 +93,7 @@ class Accelerator(accelerate.Accelerator):
             raise OptionError(problem("Accelerator.prepare()", what, remedy=remedy))
         if not any(each is model for each in self._models):
             self._models.append(model)
-            model.__dict__["no_sync"] = _refuse_no_sync  # LocalSGD of accelerate calls no_sync of the module
+            model.__dict__["no_sync"] = _refuse_local_sgd  # LocalSGD of accelerate calls no_sync of the module
             if self.state.dynamo_plugin.backend != DynamoBackend.NO:
                 model.compile(**self.state.dynamo_plugin.to_kwargs())  # in place, so that it stays a sharded module
         return model

@@ -32,15 +32,15 @@ from fsharp.inspect.fitting import (
     fit_speeds,
     memory_traffic_nbytes,
     noop_accumulates,
-    recomputing_uses,
     sent_nbytes_of_issue,
+    uses_that_recompute,
 )
 from fsharp.inspect.hardware_json import fields_from_json, fields_to_json
 from fsharp.inspect.links import Link, PerLink, scaled_by_link, value_of_link
 from fsharp.inspect.presets import ADAM_NBYTES, EFFICIENCY, GPUS, NETWORK_LATENCY_S, NVLINK_LATENCY_S, RANKS_OF_A_HOST
 from fsharp.stateful.schedule.ops import STATE, STREAMS, Stream
 from fsharp.stateful.schedule.program import UnitFacts
-from fsharp.stateful.schedule.schedule import Op, Schedule, bucket_ranges, sent_nbytes_by_axis
+from fsharp.stateful.schedule.schedule import Op, Schedule, bucket_ranges, sent_nbytes_by_op_and_axis
 from fsharp.stateful.timing.timeline import WAITING, Interval, Timeline, TimeSpan
 from fsharp.stateful.timing.trace import Trace
 from fsharp.tracebacks import api_boundary
@@ -292,23 +292,23 @@ class Hardware:
         >>> Hardware(compute=(1.0, 2.0), bandwidth=100.0, latency=0.25).collective_s(calls)
         2.0
         """
-        sent = sent_nbytes_by_axis(calls)
+        sent = sent_nbytes_by_op_and_axis(calls)
         return self.latency_s(sent) + sum(nbytes * self._seconds_per_byte(link) for link, nbytes in sent.items())
 
     def latency_s(self, links: Iterable[Link]) -> float:
         """Return the sum of the latencies, in seconds, of ``links``: pairs of a collective and an axis."""
-        halves = [half for link in links for half in self._component_links(link)]
+        halves = [half for link in links for half in self._decompose_collective(link)]
         return sum(value_of_link(self.latency, half, "latency") for half in halves)
 
     def _seconds_per_byte(self, link: Link) -> float:
         """Return the seconds for each byte that a rank sends in the collective of ``link``, along its axis.
 
-        This is the mean over the :meth:`_component_links` of ``link``, as each of them sends an equal share of the bytes.
+        This is the mean over the :meth:`_decompose_collective` of ``link``, as each of them sends an equal share of the bytes.
         """
-        halves = self._component_links(link)
+        halves = self._decompose_collective(link)
         return sum(1 / value_of_link(self.bandwidth, half, "bandwidth") for half in halves) / len(halves)
 
-    def _component_links(self, link: Link) -> tuple[Link, ...]:
+    def _decompose_collective(self, link: Link) -> tuple[Link, ...]:
         """Return the collectives whose times make up the time of ``link``.
 
         For an ``all_reduce`` without bandwidth and latency of its own, these are a reduce_scatter and an all_gather. For an
@@ -376,11 +376,11 @@ class _Simulation:
         times = compute_times(hardware, entered)
         facts = schedule.program.facts
         self.issues = []
-        noops, recomputed = noop_accumulates(self.ops), recomputing_uses(schedule.program)
+        noops, recomputed = noop_accumulates(self.ops), uses_that_recompute(schedule.program)
         for run in bucket_ranges(self.ops):
             ops = [self.ops[i] for i in run]
             sent = (
-                sent_nbytes_by_axis(call for op in ops for call in op.spec.collectives(facts[op.unit]))
+                sent_nbytes_by_op_and_axis(call for op in ops for call in op.spec.collectives(facts[op.unit]))
                 if ops[0].spec.cost == "send"
                 else {}
             )
@@ -390,7 +390,7 @@ class _Simulation:
             if ops[0].spec.cost == "compute":
                 seconds = times[ops[0].unit][1 if ops[0].phase == "backward" else 2 * (ops[0].use in recomputed)]
             else:
-                seconds = 0.0 if run[0] in noops else _op_seconds(ops, facts, hardware)
+                seconds = 0.0 if run[0] in noops else _bucket_seconds(ops, facts, hardware)
             self.issues.append((run, seconds, latency_s, hardware.issue_s + longer_s))
         waited_for = {j for i, op in enumerate(self.ops) for j in op.after if j >= i}
         self.handed_on = sorted(waited_for | {i for i, op in enumerate(self.ops) if op.spec.frees == STATE})
@@ -480,7 +480,7 @@ def _delayed_time(start: float, seconds: float, speed: float, at: float) -> floa
     return start + ahead / speed if ahead <= speed * seconds else at + (1 - speed) * seconds
 
 
-def _op_seconds(ops: Sequence[Op], facts: Mapping[str, UnitFacts], hardware: Hardware) -> float:
+def _bucket_seconds(ops: Sequence[Op], facts: Mapping[str, UnitFacts], hardware: Hardware) -> float:
     coded_s = sum(op.spec.coded_nbytes(facts[op.unit]) for op in ops) / hardware.codec_bandwidth
     coded_s += sum(op.spec.cast_nbytes(facts[op.unit]) for op in ops) / hardware.cast_bandwidth
     match ops[0].spec.cost:

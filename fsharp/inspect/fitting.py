@@ -23,9 +23,9 @@ from fsharp.stateful.schedule.ops import (
     kinds_where,
 )
 from fsharp.stateful.schedule.program import Program, UnitFacts
-from fsharp.stateful.schedule.schedule import Op, Schedule, bucket_ranges, sent_nbytes_by_axis
+from fsharp.stateful.schedule.schedule import Op, Schedule, bucket_ranges, sent_nbytes_by_op_and_axis
 from fsharp.stateful.timing.timeline import WAITING, Interval, TimeSpan, kinds_with_collectives, union_of_intervals
-from fsharp.stateful.timing.trace import Trace, TraceRow, check_rows, median_times_by_unit, self_times
+from fsharp.stateful.timing.trace import Trace, TraceRow, check_rows, median_times_by_unit, self_spans
 
 _MAX_FIT_ROUNDS = 8
 _MOST_FACTOR = 8.0
@@ -53,7 +53,7 @@ def fit_speeds(
     issuing: dict[tuple[int, ...], list[float]] = {}
     casts: dict[int, list[float]] = {}
     for (start, stop), mine in steps:
-        host = sorted((span for span in self_times(mine) if span.stream == "compute"), key=lambda span: span.start_s)
+        host = sorted((span for span in self_spans(mine) if span.stream == "compute"), key=lambda span: span.start_s)
         waiting += [(span.start_s, span.stop_s) for span in host if span.kind == WAITING]
         seconds: dict[tuple[int, str], float] = {}
         for span in host:
@@ -172,7 +172,7 @@ def fit_host_share(trace: Trace, schedule: Schedule, alone: Mapping[str, tuple[f
     rates = []
     for _, rows in steps:
         taken: dict[int, tuple[float, float]] = {}
-        for span in self_times(rows):
+        for span in self_spans(rows):
             if span.op >= 0 and span.kind == schedule.ops[span.op].kind and schedule.ops[span.op].spec.cost == "compute":
                 seconds, covered = taken.get(span.op, (0.0, 0.0))
                 taken[span.op] = seconds + span.seconds, covered + in_flight.length_between(span.start_s, span.stop_s)
@@ -223,7 +223,7 @@ def noop_accumulates(ops: Sequence[Op]) -> set[int]:
     return found
 
 
-def recomputing_uses(program: Program) -> set[int]:
+def uses_that_recompute(program: Program) -> set[int]:
     """Return the uses (``event.use``) whose forward recomputes: a backward of the same microbatch comes before it."""
     found, is_backward = set[int](), False
     for event in program.events:
@@ -241,7 +241,7 @@ def _host_bandwidth(schedule: Schedule, rows: Iterable[TraceRow]) -> float:
         if kind in copies:
             copied[step] = copied.get(step, 0.0) + stop - start
     seconds = median(copied.values()) if copied else 0.0
-    return schedule.host_nbytes / seconds if seconds else math.inf
+    return schedule.host_copy_nbytes / seconds if seconds else math.inf
 
 
 def _codec_bandwidth(schedule: Schedule, rows: Iterable[TraceRow], in_flight: "_IntervalUnion", host_speed: float) -> float:
@@ -373,7 +373,7 @@ def _fit_points(
     facts, ops = schedule.program.facts, schedule.ops
     alike: dict[tuple[tuple[tuple[Link, int], ...], int, int], list[float]] = {}
     for run in bucket_ranges(ops):
-        sent = sent_nbytes_by_axis(call for i in run for call in ops[i].spec.collectives(facts[ops[i].unit]))
+        sent = sent_nbytes_by_op_and_axis(call for i in run for call in ops[i].spec.collectives(facts[ops[i].unit]))
         if not sent or run[0] not in taken:
             continue
         mine = taken[run[0]]
@@ -475,7 +475,7 @@ def compute_times_with_gaps(alone: Trace) -> dict[str, tuple[float, float]]:
     """Return ``(forward, backward)`` seconds by unit of ``alone``, a trace of one rank, scaled to fill the gaps between ops."""
     rates = []
     for (start, stop), rows in alone.ended_steps():
-        worked_s = sum(span.seconds for span in self_times(rows) if span.stream == "compute" and span.kind != WAITING)
+        worked_s = sum(span.seconds for span in self_spans(rows) if span.stream == "compute" and span.kind != WAITING)
         rates.append((stop - start) / worked_s if worked_s else 1.0)
     rate = median(rates)
     return {unit: (rate * forward_s, rate * backward_s) for unit, (forward_s, backward_s) in alone.compute_times().items()}

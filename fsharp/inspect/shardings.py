@@ -62,7 +62,7 @@ class LeafSharding:
     @property
     def spec(self) -> P | None:
         """``P(axes)`` if each rank holds an equal block of rows, in order; ``P()`` if each rank holds the leaf; else None."""
-        if self.leaf.numel == 0 or self._differing_values_by_axis or not self.place.sharded_axes or not self.shape:
+        if self.leaf.numel == 0 or self._word_by_differing_axis or not self.place.sharded_axes or not self.shape:
             return P() if self.is_fully_replicated else None
         parts, numel, offset = self._num_parts, self.leaf.numel, self.leaf.offset
         # The first part ends after one block, and so does every other one if parts are as long as blocks.
@@ -80,7 +80,7 @@ class LeafSharding:
     @property
     def is_fully_replicated(self) -> bool:
         """Whether each rank holds the whole leaf, with equal values."""
-        return self.leaf.numel == 0 or (self._num_parts == 1 and not self._differing_values_by_axis)
+        return self.leaf.numel == 0 or (self._num_parts == 1 and not self._word_by_differing_axis)
 
     @api_boundary
     def elements(self, rank: int) -> tuple[int, int]:
@@ -92,7 +92,7 @@ class LeafSharding:
         return self.unit.run_of_leaf(self.leaf, self.place, rank)
 
     @property
-    def _differing_values_by_axis(self) -> dict[str, str]:
+    def _word_by_differing_axis(self) -> dict[str, str]:
         """The axes along which ranks have different values; for each axis a word for these values, such as "summands"."""
         found = dict.fromkeys(self.place.partial_axes, "summands") | dict.fromkeys(self.place.varying_axes, "own values")
         return {axis: what for axis, what in found.items() if self.mesh.axis_size(axis) > 1}
@@ -113,7 +113,7 @@ class LeafSharding:
         return range(self.leaf.offset // self._part_size, (self.leaf.offset + self.leaf.numel - 1) // self._part_size + 1)
 
     @property
-    def _mask_of_holding_ranks(self) -> torch.Tensor:
+    def _rank_holds_leaf(self) -> torch.Tensor:
         """For each rank whether it holds some of the leaf, bool[ranks]."""
         part = _part_of_each_rank(self.mesh, self.place)
         return (part >= self._part_range.start) & (part < self._part_range.stop)
@@ -141,12 +141,12 @@ class LeafSharding:
     def _notes(self) -> Iterator[str]:
         if self.path != self.unit.path_in_tree(self.leaf):
             yield f"tied to {self.unit.path_in_tree(self.leaf)!r}, where it is stored"
-        for axis, what in self._differing_values_by_axis.items():
+        for axis, what in self._word_by_differing_axis.items():
             yield f"each rank along {axis} has {'a summand' if what == 'summands' else 'values of its own'}"
         if self.leaf.numel == 0:
             yield "it has no elements"
-        elif not self._mask_of_holding_ranks.all():
-            yield f"nothing of it on {_ranks_text(~self._mask_of_holding_ranks)}"
+        elif not self._rank_holds_leaf.all():
+            yield f"nothing of it on {_ranks_text(~self._rank_holds_leaf)}"
 
     def __str__(self) -> str:
         parts = _part_of_each_rank(self.mesh, self.place)
@@ -210,8 +210,8 @@ class TreeSharding:
             if leaf is None:
                 rows.append((name, "", "", "", ""))
             else:
-                spec = str(leaf.spec) if leaf.spec is not None else next(iter(leaf._differing_values_by_axis.values()), "None")
-                holds = leaf._mask_of_holding_ranks.tensor_split(cells)
+                spec = str(leaf.spec) if leaf.spec is not None else next(iter(leaf._word_by_differing_axis.values()), "None")
+                holds = leaf._rank_holds_leaf.tensor_split(cells)
                 shown = "".join("█" if cell.any() else "·" for cell in holds)
                 rows.append((name, tensor_text(leaf.leaf), spec, leaf._shard_size_text, shown))
         room = _MAX_COLUMNS - sum(2 + max(map(len, column)) for column in [*zip(*rows, strict=True)][1:])

@@ -49,7 +49,11 @@ def table(schedule: Schedule) -> str:
             *align_columns(rows, right, lines_above={1}),
             f"{len(schedule.ops)} ops: " + ", ".join(f"{number[kind]} {kind}" for kind in kinds_where() if number[kind]),
             f"{calls_sent.total()} collectives, {nbytes_text(sent)} sent by each rank",
-            *([f"{nbytes_text(schedule.host_nbytes)} copied from host memory and to it"] if schedule.host_nbytes else []),
+            *(
+                [f"{nbytes_text(schedule.host_copy_nbytes)} copied from host memory and to it"]
+                if schedule.host_copy_nbytes
+                else []
+            ),
             f"arena {nbytes_text(schedule.arena)}, of which at most {nbytes_text(schedule.bound)} are live at once",
         ]
     )

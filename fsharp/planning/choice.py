@@ -115,7 +115,7 @@ class StepArguments:
             "optimizer": self.optimizer_buffers * layout.nbytes("optim"),
             "residuals": layout.nbytes("residuals"),
             "arena": arena,
-            "gradients": at_rest + final_gradient_nbytes(layout),
+            "gradients": at_rest + separate_sum_nbytes(layout),
             "activations": self.activation_nbytes,
         }
         state, activations = kinds["main"] + kinds["optimizer"], kinds["activations"]
@@ -141,7 +141,7 @@ class StepArguments:
         return (*["remat"] * bool(self.remat), *["formats"] * has_formats, *on_host, *changed)
 
 
-def final_gradient_nbytes(layout: Layout) -> int:
+def separate_sum_nbytes(layout: Layout) -> int:
     """Return the bytes of one rank's gradients in the place ``"optim"`` that need memory beside the gradients at rest.
 
     These are the gradients of units of which a rank holds different numbers of elements in ``"grads"`` and in ``"optim"``.

@@ -112,13 +112,13 @@ def estimated_costs(layout: Layout, order: Sequence[str | Use], tokens: float) -
     flops = {unit.name or ROOT: 2.0 * tokens * sum(group.used for group in unit.groups) for unit in layout.units}
 
     def of(use: Use) -> KeptBytes:
-        inputs = [tokens * each for name in use.units for each in _input_nbytes_per_token(layout[name])] or [0.0]
+        inputs = [tokens * each for name in use.units for each in _leaf_input_nbytes_per_token(layout[name])] or [0.0]
         return KeptBytes(use, sum(inputs), median_low(inputs))
 
     return Costs(tuple(map(of, uses_in_order(layout, order))), flops, {}, "estimated from shapes")
 
 
-def _input_nbytes_per_token(unit: UnitLayout) -> list[float]:
+def _leaf_input_nbytes_per_token(unit: UnitLayout) -> list[float]:
     """Return, for each stored leaf of a unit, the bytes of one token's input to the leaf."""
     return [
         math.prod(leaf.shape[:-2]) * leaf.shape[-1] * unit.groups[leaf.group].dtypes.compute.itemsize

@@ -46,7 +46,7 @@ HardwareSource = Hardware | str | Callable[[Layout], Hardware]
 """The hardware; or the name of a GPU, as for :meth:`Hardware.preset`; or a function that returns the hardware of a layout."""
 
 
-class SearchSpace(NamedTuple):
+class LayoutsToTry(NamedTuple):
     """What :func:`~fsharp.tune` searches.
 
     Attributes:
@@ -102,7 +102,7 @@ class TuneRequest:
             raise OptionError(f"tune(): device is {self.device!r}, expected a device that computes, such as 'cpu' or 'cuda'.")
         return found
 
-    def space(self) -> SearchSpace:
+    def space(self) -> LayoutsToTry:
         """Return the layouts to try, with their costs. Trials run on meta tensors."""
         self._check_arguments()
         if isinstance(self.model, Mapping) and all(isinstance(each, Layout) for each in self.model.values()):
@@ -127,7 +127,7 @@ class TuneRequest:
         if isinstance(self.hardware, str) and self.hardware not in GPUS:
             raise ScheduleError(f"tune(): hardware is {self.hardware!r}, expected a Hardware, or one of {', '.join(GPUS)}.")
 
-    def _space_of_layouts(self, layouts: Mapping[str, Layout]) -> SearchSpace:
+    def _space_of_layouts(self, layouts: Mapping[str, Layout]) -> LayoutsToTry:
         if len({layout.mesh.size for layout in layouts.values()}) != 1:
             found = ", ".join(f"{name}: {layout.mesh}" for name, layout in layouts.items()) or "no layout"
             raise ScheduleError(problem("tune()", f"expected layouts for one number of ranks, got {found}."))
@@ -139,11 +139,11 @@ class TuneRequest:
                 f"tune(): got hardware {self.hardware!r} with layouts, expected a Hardware, which has the seconds of units."
             )
         options = [LayoutOption(name, layout, (name, ""), {}) for name, layout in layouts.items()]
-        return SearchSpace(
+        return LayoutsToTry(
             options, {}, {each.cost_key: given_costs(each.layout, self.order, self.activations or 0.0) for each in options}
         )
 
-    def _space_of_model(self, model: Model) -> SearchSpace:
+    def _space_of_model(self, model: Model) -> LayoutsToTry:
         has_trial = self.batch is not None and self.tokens is None
         meshes = self._meshes_to_try()
         self._check_trial(model, has_trial=has_trial)
@@ -173,7 +173,7 @@ class TuneRequest:
                 costs[cost_key] = estimated_costs(alone, order, self.tokens)
             else:
                 costs[cost_key] = given_costs(alone, order, self.activations or 0.0)
-        return SearchSpace(options, calls, self._costs_with_given_activations(costs, options))
+        return LayoutsToTry(options, calls, self._costs_with_given_activations(costs, options))
 
     def _meshes_to_try(self) -> tuple[Mesh, ...]:
         if self.mesh is None and self.comm is None:
@@ -236,7 +236,7 @@ class TuneRequest:
             for cost_key, each in costs.items()
         }
 
-    def costs(self, space: SearchSpace) -> dict[CostKey, Costs]:
+    def costs(self, space: LayoutsToTry) -> dict[CostKey, Costs]:
         """Return the costs of units by key.
 
         With ``device`` the costs are measured on all ranks: seconds are the median over ranks, and bytes the maximum.
@@ -262,7 +262,7 @@ class TuneRequest:
             seconds = [median(rank[i][k] for rank in everyones) for k in range(3)]
             call.set_measured(*seconds, kept_nbytes=max(rank[i][3] for rank in everyones))
 
-    def combinations(self, space: SearchSpace, costs: Mapping[CostKey, Costs]) -> list[Combination]:
+    def combinations(self, space: LayoutsToTry, costs: Mapping[CostKey, Costs]) -> list[Combination]:
         """Return all combinations of layout, policy and recomputation that are to be predicted."""
         result = []
         machines = {option: self._hardware_of(option.layout, costs[option.cost_key]) for option in space.options}
@@ -309,10 +309,10 @@ class TuneRequest:
                 raise ScheduleError(f"tune(): hardware is a function that returned {found!r:.80}, expected a Hardware.")
         return replace(found, compute=dict(costs.seconds)) if costs.seconds else found
 
-    def comparison_texts(self, space: SearchSpace) -> dict[str, str]:
+    def comparison_texts(self, space: LayoutsToTry) -> dict[str, str]:
         """Return the arguments as texts. The texts of two ranks are equal if the arguments are equal."""
         settings = ("budget", "policies", "remat", "microbatches", "optimizer_buffers", "backend", "tolerance", "effort")
-        texts = {name: _argument_text(getattr(self, name)) for name in settings}
+        texts = {name: _comparison_text(getattr(self, name)) for name in settings}
         texts["device"] = "" if self.measured_on is None else self.measured_on.type
         leaves = [(unit.name, leaf) for unit in space.options[0].layout.units for leaf in unit.leaves]
         texts["model"] = "\n".join(f"{'.'.join(filter(None, (name, leaf.path)))}: {tensor_text(leaf)}" for name, leaf in leaves)
@@ -332,7 +332,7 @@ class TuneRequest:
         return {"hardware": "\n".join(f"{name}: {_hardware_text(*each)}" for name, each in machines.items())}
 
 
-def _argument_text(value: Any) -> str:
+def _comparison_text(value: Any) -> str:
     return "\n".join(f"{name}: {each}" for name, each in value.items()) if isinstance(value, Mapping) else repr(value)
 
 

@@ -160,19 +160,19 @@ class _TrialEngine(SingleComm, Engine):
     def run_value_and_grad(
         self, loss_fn: Any, params: Any, microbatches: list[Any], residuals: Any, *, sum_in_place: bool
     ) -> tuple[Any, Any]:
-        raise _not_in_loss_error("value_and_grad")
+        raise _called_in_loss_error("value_and_grad")
 
     def run_reduce_scatter(self, tree: Any, to: Any, residuals: Any) -> Any:
-        raise _not_in_loss_error("reduce_scatter")
+        raise _called_in_loss_error("reduce_scatter")
 
     def begin_state_fetch(self, state: Any, params: Any, grads: Any, *, donate: bool) -> Any:
-        raise _not_in_loss_error("update")
+        raise _called_in_loss_error("update")
 
     def run_update_gather(self, new: Any, params: Any, state: Any, *, donate: bool) -> tuple[Any, Any]:
-        raise _not_in_loss_error("update")
+        raise _called_in_loss_error("update")
 
 
-def _not_in_loss_error(name: str) -> ScheduleError:
+def _called_in_loss_error(name: str) -> ScheduleError:
     return ScheduleError(f"tune(): loss_fn calls {name}(). Pass the loss alone, as for fs.train_step.")
 
 
@@ -249,11 +249,11 @@ def measure_calls(calls: Sequence[UnitCall], device: torch.device, *, remat: boo
     for alike in kinds.values():
         with _explain_errors(f"of unit {alike[0].units[-1] or ROOT!r} on {device}", _HOLDS_TENSORS_REMEDY):
             kept_nbytes = _kept_nbytes(alike[0], device)
-            forward_s, backward_s = _median_seconds(alike[0], alike[0].run, device)
+            forward_s, backward_s = _median_forward_backward_s(alike[0], alike[0].run, device)
             recompute_s = forward_s
             if remat:
                 recomputed = partial(checkpoint, alike[0].run, use_reentrant=False)
-                recompute_s = max(sum(_median_seconds(alike[0], recomputed, device)) - forward_s - backward_s, 0.0)
+                recompute_s = max(sum(_median_forward_backward_s(alike[0], recomputed, device)) - forward_s - backward_s, 0.0)
         for call in alike:
             call.set_measured(forward_s, backward_s, recompute_s, kept_nbytes=kept_nbytes)
     return len(kinds)
@@ -269,7 +269,7 @@ def _kept_nbytes(call: UnitCall, device: torch.device) -> int:
     return kept.kept_nbytes
 
 
-def _median_seconds(call: UnitCall, run: Callable[..., Any], device: torch.device) -> tuple[float, float]:
+def _median_forward_backward_s(call: UnitCall, run: Callable[..., Any], device: torch.device) -> tuple[float, float]:
     """Return median seconds of the forward of ``run``, with the operands of a call, and of its backward on a device."""
     found = []
     for _ in range(_NUM_MEASUREMENTS):

@@ -93,7 +93,7 @@ class TensorBoardLogger:
     @api_boundary
     def log(self, step: int, values: Mapping[str, Any]) -> None:
         """Add each number to the writer as a scalar, and each other value as text."""
-        for name, value in _flat_values(plain_values(_without_tables(values))):
+        for name, value in _flat_values(plain_values(_without_timelines_layouts(values))):
             if isinstance(value, int | float):
                 self._writer.add_scalar(name, value, step)
             elif value is not None:
@@ -116,7 +116,7 @@ class WandbLogger:
     @api_boundary
     def log(self, step: int, values: Mapping[str, Any]) -> None:
         """Pass the values to the run."""
-        if found := dict(_flat_values(plain_values(_without_tables(values)))):
+        if found := dict(_flat_values(plain_values(_without_timelines_layouts(values)))):
             self._run.log(found, step=step)
 
 
@@ -126,7 +126,7 @@ def _check_methods(where: str, name: str, value: Any, *methods: str) -> None:
             raise OptionError(f"{where}: {name} is {short_repr(value)}, expected an object with a method {method!r}.")
 
 
-def _without_tables(values: Mapping[str, Any]) -> dict[str, Any]:
+def _without_timelines_layouts(values: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in values.items() if not isinstance(value, Timeline | Layout)}
 
 
@@ -154,10 +154,10 @@ def plain_values(values: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         OptionError: a value is of another kind.
     """
-    return {str(name): _plain_or_table(str(name), value) for name, value in values.items()}
+    return {str(name): _plain_or_rows(str(name), value) for name, value in values.items()}
 
 
-def _plain_or_table(name: str, value: Any) -> Any:
+def _plain_or_rows(name: str, value: Any) -> Any:
     if isinstance(value, Timeline):
         return timeline_rows(value)
     if isinstance(value, Layout):

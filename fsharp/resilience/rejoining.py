@@ -11,13 +11,13 @@ from fsharp.functional.comm import generations
 from fsharp.functional.comm.agree import check_on_all_ranks
 from fsharp.functional.comm.process_group import ProcessGroupComm, leave_generation
 from fsharp.functional.comm.protocol import Comm, innermost_comm
-from fsharp.functional.comm.setup_recording import setup_recording
+from fsharp.functional.comm.restart_replay import restart_replay
 from fsharp.functional.layout.sharded import is_sharded
 from fsharp.resilience.per_rank_state import PerRankState
 from fsharp.stateful.modules.parameter import ShardedTensor
 
 
-def membership_of(comm: Comm) -> tuple[ProcessGroupComm, generations.Membership]:
+def comm_and_membership(comm: Comm) -> tuple[ProcessGroupComm, generations.Membership]:
     """Return the ProcessGroupComm inside of ``comm``, and this rank's membership in a job whose launcher restarts single ranks.
 
     Raises a RunError if no launcher would restart a rank, or if the Comm is not over gloo.
@@ -43,22 +43,22 @@ class Rejoining:
     """
 
     def __init__(self, comm: Comm) -> None:
-        self._comm, self._member = membership_of(comm)
+        self._comm, self._member = comm_and_membership(comm)
 
         def check() -> None:
-            if setup_recording.obstacle:
+            if restart_replay.obstacle:
                 raise RunError(
                     "Run.train(): with elastic=True all collectives before train() are repeated with a restarted rank, and "
-                    f"{setup_recording.obstacle} cannot be repeated. Move it into a step, or behind train()."
+                    f"{restart_replay.obstacle} cannot be repeated. Move it into a step, or behind train()."
                 )
-            if not setup_recording.is_recording:
+            if not restart_replay.is_recording:
                 raise RunError(
                     "Run.train(): with elastic=True a process has one such run, after one connect(): a restarted rank runs the "
                     "program from the beginning, and would come to the earlier run first. Give each run its own fs.launch()."
                 )
 
         check_on_all_ranks("Run.train()", comm, check)
-        setup_recording.end()
+        restart_replay.end()
         self._counts = self._comm.tree_name_counters.copy()
         self._news: generations.Announcement | None = None
         self._member.announce_can_rejoin(can=True)
@@ -72,7 +72,7 @@ class Rejoining:
         if news is None:
             return ""
         leave_generation(news.why)
-        setup_recording.replay()
+        restart_replay.replay()
         self._comm.tree_name_counters.set_from(self._counts)
         return news.why
 
@@ -90,7 +90,7 @@ class Rejoining:
         self._comm.watch.statuses.report_failure(error, where)
         self._news = self._member.wait_for_next_generation("own" if is_own else "heard", error, self._comm.limit_s)
 
-    def stop_rejoining(self) -> None:
+    def announce_no_rejoin(self) -> None:
         """Tell the launcher that this rank joins no later generations: a restart of another rank restarts this rank too."""
         self._member.announce_can_rejoin(can=False)
 

@@ -20,12 +20,12 @@ from fsharp.checkpoint.storage import absolute_path
 from fsharp.errors import NonFiniteError, RunError
 from fsharp.functional.comm.agree import agree, check_on_all_ranks
 from fsharp.functional.comm.protocol import Comm, Engine, LabelPrefixComm
-from fsharp.functional.comm.setup_recording import setup_recording
+from fsharp.functional.comm.restart_replay import restart_replay
 from fsharp.report.logs import RUN_NAMES, Logger, check_names
 from fsharp.resilience.failures import is_own_failure, reported_failures
 from fsharp.resilience.finite import NonFinite, SkippedSteps, find_nonfinite
 from fsharp.resilience.preemption import EXIT_PREEMPTED, Preemption
-from fsharp.resilience.rejoining import Rejoining, membership_of, meta_copy
+from fsharp.resilience.rejoining import Rejoining, comm_and_membership, meta_copy
 from fsharp.resilience.run_checkpoints import RunCheckpoints
 from fsharp.resilience.run_record import RunRecord
 from fsharp.resilience.start import agree_at_start
@@ -138,7 +138,7 @@ class Run:
             )
         elastic = elastic and comm.mesh.size > 1
         if elastic:
-            membership_of(comm)
+            comm_and_membership(comm)
         self.comm, self.total = comm, total
         self._skipped_steps, self._save_nonfinite = SkippedSteps(on_nonfinite, max_nonfinite), save_nonfinite
         try:
@@ -182,7 +182,7 @@ class Run:
                 "elastic": kept.is_elastic,
             }
             if not kept.is_elastic:
-                setup_recording.abandon("a Run without elastic=True")
+                restart_replay.abandon("a Run without elastic=True")
             agree_at_start({"Run()": arguments, **self.config}, comm=self.comm, files=self._files)
             stack.enter_context(self.preemption)
             stack.enter_context(self._checkpoints.open_saver())
@@ -316,7 +316,7 @@ class Run:
                 given = meta_copy(like) if self._checkpoints.has_values else tree  # a load donates its tree
                 trained = self._train(step, self._resume_tree(given, other))
                 self._check_all_ranks_ended()
-                rejoining.stop_rejoining()
+                rejoining.announce_no_rejoin()
                 return trained
             except Exception as error:
                 is_own = is_own_failure(error) or self._checkpoints.has_own_failure()
@@ -332,7 +332,7 @@ class Run:
         self._record.warn(self.step, f"after {self.step} steps: {why}")
         self.step, self.total, self._phase = 0, total, "between steps"
         self._skipped_steps.restore([])
-        self._checkpoints.begin_generation()
+        self._checkpoints.begin_job_generation()
 
     def _steps(self) -> Iterator[int]:
         if self._phase == "new":

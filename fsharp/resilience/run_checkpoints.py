@@ -5,7 +5,7 @@ from typing import Any
 
 import optree
 
-from fsharp.checkpoint import Checkpoint, PerRankBuffers, Replicas, Saver
+from fsharp.checkpoint import Checkpoint, Replicas, Saver, WithPerRankBuffers
 from fsharp.checkpoint.catalog import has_checkpoints
 from fsharp.checkpoint.entries import PerRank, is_checkpoint_leaf, leaf_names
 from fsharp.checkpoint.loading import load_checkpoint_and_tree
@@ -82,7 +82,7 @@ class RunCheckpoints:
         A state dict of a module has neither, so the user saves them in the tree.
         """
         leaves = optree.tree_leaves(tree, is_leaf=is_checkpoint_leaf)
-        modules = [leaf.module if isinstance(leaf, PerRankBuffers) else leaf for leaf in leaves]
+        modules = [leaf.module if isinstance(leaf, WithPerRankBuffers) else leaf for leaf in leaves]
         states = [each.train_state for each in modules if isinstance(each, ShardedModule)]
         has_residuals = any(state.residuals is not None for state in states)
         is_stochastic = any(has_stochastic_wire(node.unit) for state in states for node in units_of(state.params))
@@ -130,7 +130,7 @@ class RunCheckpoints:
         self.saved = self._loaded = found.step if os.path.dirname(found.path) == self.root else -1
         return found, loaded
 
-    def begin_generation(self) -> None:
+    def begin_job_generation(self) -> None:
         """Reset ``saved`` and ``newest`` to -1, as in a new process. The caller then loads the newest checkpoint."""
         self.saved = self.newest = self._loaded = -1
 

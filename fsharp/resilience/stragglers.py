@@ -20,7 +20,7 @@ _MAX_STEPS_KEPT = 1000
 _MEDIAN_ERROR = 1.2533 * 1.4826  # of n normal samples: the median's standard error, over (median deviation / sqrt(n))
 
 
-class StepTimes(NamedTuple):
+class RankTimes(NamedTuple):
     """Times of all ranks, from one exchange.
 
     Attributes:
@@ -70,7 +70,7 @@ class StragglerDetector:
             raise CommError("StragglerDetector(): over NCCL devices wait for other ranks, and processes do not. Expected gloo.")
         self._waits_of = found if isinstance(found, ProcessGroupComm) else None
         self.comm, self.every, self.ratio = comm, every, ratio
-        self.times: deque[StepTimes] = deque(maxlen=_MAX_STEPS_KEPT)
+        self.times: deque[RankTimes] = deque(maxlen=_MAX_STEPS_KEPT)
         self.stragglers: dict[int, float] = {}
         self._suspects: set[int] = set()
         self._own_s: list[float] = []
@@ -93,11 +93,11 @@ class StragglerDetector:
             own_s, error_s = zip(
                 *(struct.unpack("<dd", x) for x in all_gather_fixed_size(struct.pack("<dd", own, error), named))
             )
-            self._find_stragglers(StepTimes(step, own_s, error_s))
+            self._update_stragglers(RankTimes(step, own_s, error_s))
             self._own_s.clear()
         self._since = self._clock_without_waits()
 
-    def _find_stragglers(self, times: StepTimes) -> None:
+    def _update_stragglers(self, times: RankTimes) -> None:
         usual = statistics.median_low(times.own_s)  # of two ranks the faster one, as a mean of both would hide the slow one
         usual_error = times.error_s[times.own_s.index(usual)]
         slow = {

@@ -18,7 +18,7 @@ from fsharp.functional.layout.layout import Layout
 from fsharp.functional.layout.mesh import Mesh
 from fsharp.functional.layout.packing import Atom, Element, Rows, Whole
 from fsharp.functional.layout.placement import AxisRule, Partial, Replicate, Shard, Strategy
-from fsharp.functional.layout.plan import find_ties, plan
+from fsharp.functional.layout.plan import find_tie_owners, plan
 from fsharp.functional.layout.precision import Precision
 from fsharp.functional.tree.paths import flatten_with_paths, self_and_ancestors
 
@@ -160,7 +160,7 @@ def layouts(
     """
     ranks = draw(meshes() if mesh is None else mesh)
     paths, leaves, _ = flatten_with_paths(tree)
-    owners = find_ties(paths, leaves)
+    owners = find_tie_owners(paths, leaves)
 
     def by_path(values: st.SearchStrategy[V]) -> dict[str, V]:
         drawn = {path: draw(values) for path in paths if path not in owners}

@@ -161,13 +161,13 @@ def test_a_step_goes_on_while_a_refresh_is_under_way(tmp_path):
     def run(comm):
         import threading
 
-        begin, write = threading.Event(), replicas_module.write_shard_file
+        begin, write = threading.Event(), replicas_module.write_shard_files
 
         def waiting(*args):
             assert begin.wait(60)
             return write(*args)
 
-        replicas_module.write_shard_file = waiting
+        replicas_module.write_shard_files = waiting
         state = state_of(comm, fs.zero3("dp"))
         expected = whole(state, comm)
         with fs.checkpoint.Replicas(host(root, comm.rank), comm, root=f"{root}/disk") as replicas:
@@ -227,7 +227,7 @@ def test_hosts_of_several_ranks_and_other_meshes(tmp_path):
 @pytest.mark.parametrize(
     ("moment", "steps"),
     [
-        pytest.param("write_shard_file", [1], marks=pytest.mark.deep),
+        pytest.param("write_shard_files", [1], marks=pytest.mark.deep),
         ("_send_copies", [1]),
         pytest.param("verify_written_file", [1], marks=pytest.mark.deep),
         ("write_manifest_and_publish", [1, 2]),  # 2 if all other hosts, which have all files of it, come as far

@@ -159,11 +159,11 @@ class Forged:
         return struct.pack("<Q", len(text)) + text + self.data[: self.header[DIGEST_TABLE_NAME]["data_offsets"][0]]
 
 
-def vouching_for(body: dict[str, Any], file: bytes, header_nbytes: int) -> dict[str, Any]:
+def vouching_for(body: dict[str, Any], file: bytes, header_end: int) -> dict[str, Any]:
     """A manifest that says of a file what its bytes are."""
-    size = len(file) - header_nbytes
+    size = len(file) - header_end
     table = 8 * -(-size // (BLOCK_NBYTES + 8))
-    digest = xxhash.xxh3_128_hexdigest(file[:header_nbytes] + file[len(file) - table :])
+    digest = xxhash.xxh3_128_hexdigest(file[:header_end] + file[len(file) - table :])
     return {**body, "files": [{"name": FILE, "nbytes": len(file), "xxh3_128": digest}]}
 
 

@@ -10,7 +10,7 @@ from hypothesis import given, strategies as st
 
 import fsharp as fs
 from fsharp.errors import LayoutError, MeshError
-from fsharp.functional.layout.plan import find_ties
+from fsharp.functional.layout.plan import find_tie_owners
 from fsharp.functional.tree.paths import flatten_with_paths
 from fsharp.testing.generate import cases
 
@@ -18,7 +18,7 @@ from fsharp.testing.generate import cases
 def numbered(tree):
     """The tree with another number, from 1 on, in each element, ties kept; and the first number of each path."""
     paths, leaves, spec = flatten_with_paths(tree)
-    owners, made, firsts, count = find_ties(paths, leaves), {}, {}, 1
+    owners, made, firsts, count = find_tie_owners(paths, leaves), {}, {}, 1
     for path, leaf in zip(paths, leaves):
         owner = owners.get(path, path)
         if owner == path:
@@ -59,11 +59,11 @@ def test_views_say_what_ranks_hold(case, place):
         numel = math.prod(leaf.shape)
         held = [[n - firsts[path] for n in numbers if 0 <= n - firsts[path] < numel] for numbers in on_rank]
         assert [list(range(*leaf.elements(rank))) for rank in range(mesh.size)] == held
-        is_whole = numel == 0 or (all(len(each) == numel for each in held) and not leaf._differing_values_by_axis)
+        is_whole = numel == 0 or (all(len(each) == numel for each in held) and not leaf._word_by_differing_axis)
         assert leaf.is_fully_replicated is is_whole
         if leaf.spec is None:
             assert not is_whole
-            assert leaf._differing_values_by_axis or not is_in_blocks(held, leaf.shape, mesh, leaf.place.sharded_axes)
+            assert leaf._word_by_differing_axis or not is_in_blocks(held, leaf.shape, mesh, leaf.place.sharded_axes)
             assert leaf.shard_shape is None
         elif leaf.spec.axes:
             assert is_in_blocks(held, leaf.shape, mesh, leaf.spec.axes)

@@ -18,7 +18,7 @@ from fsharp.checkpoint import loading, saving
 from fsharp.errors import CommError, OptionError, RunError
 from fsharp.functional.comm import generations
 from fsharp.functional.comm.generations import GENERATION_VARIABLE
-from fsharp.functional.comm.setup_recording import SetupRecording, setup_recording
+from fsharp.functional.comm.restart_replay import RestartReplay, restart_replay
 from fsharp.resilience import PerRankState, Run
 from fsharp.resilience.rejoining import meta_copy
 from fsharp.resilience.restarting import Restarter
@@ -322,7 +322,7 @@ def test_ranks_that_do_not_come_to_a_generation_are_named():
 
 
 def test_calls_of_a_setup_are_made_again_without_those_that_are_part_of_others():
-    made, calls = [], SetupRecording()
+    made, calls = [], RestartReplay()
     calls.run_and_record(lambda: made.append("before"))
     calls.start()
     assert calls.run_and_record(lambda: calls.run_and_record(lambda: made.append("inner")) or "outer") == "outer"
@@ -352,12 +352,12 @@ def test_a_module_returns_to_the_number_of_the_step_with_which_a_new_process_beg
     optimizer = fs.ShardedOptimizer(model.parameters(), torch.optim.SGD, lr=0.1)
     if first:
         with monkeypatch.context() as patch:
-            patch.setattr(setup_recording, "is_recording", True)
+            patch.setattr(restart_replay, "is_recording", True)
             model.train_state = model.train_state._replace(step=first)
     model(torch.ones(2, 3)).sum().backward()
     optimizer.step()
     model.train_state = model.train_state._replace(step=9)
-    session_of_module(model).step._begin_generation()
+    session_of_module(model).step._begin_job_generation()
     assert model.train_state.step == first
 
 
@@ -369,7 +369,7 @@ def test_a_record_is_abandoned_for_what_cannot_be_made_again_and_for_its_size():
         (lambda calls: [calls.run_and_record(lambda: None) for _ in range(9_999)], ""),
         (lambda calls: [calls.run_and_record(lambda: None) for _ in range(10_000)], "more than 10,000 calls, or 256 MiB,"),
     ):
-        made, calls = [], SetupRecording()
+        made, calls = [], RestartReplay()
         calls.start()
         calls.run_and_record(lambda made=made: made.append(1))
         abandon(calls)
@@ -378,7 +378,7 @@ def test_a_record_is_abandoned_for_what_cannot_be_made_again_and_for_its_size():
 
 
 def test_a_thread_that_takes_part_in_the_setup_is_an_obstacle():
-    calls = SetupRecording()
+    calls = RestartReplay()
     calls.start()
     thread = threading.Thread(target=calls.run_and_record, args=(lambda: None,))
     thread.start()

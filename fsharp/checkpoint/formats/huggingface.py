@@ -14,7 +14,7 @@ from fsharp.checkpoint.shard_file import (
     DIGEST_TABLE_NAME,
     SAVABLE_DTYPES,
     TensorExtent,
-    header_nbytes,
+    header_end,
     parse_header,
     parse_json,
 )
@@ -133,7 +133,7 @@ def describe_file(storage: Readable, path: str) -> FileDescription:
             "these, or the folder of a checkpoint. If torch before 1.6 saved the file, save it again: "
             "torch.save(torch.load(path, weights_only=True), path)."
         )
-    header = bytearray(header_nbytes(path, bytes(head[:8]), size))
+    header = bytearray(header_end(path, bytes(head[:8]), size))
     storage.read(path, 0, memoryview(header))
     found, _ = parse_header(path, bytes(header), size)
     return FileDescription(bytes(header), len(header), found, {})

@@ -9,7 +9,7 @@ import torch
 
 from fsharp.errors import AgreementError, problem
 from fsharp.functional.comm.protocol import Comm
-from fsharp.functional.comm.setup_recording import setup_recording
+from fsharp.functional.comm.restart_replay import restart_replay
 from fsharp.type_checks import options_checked
 
 T = TypeVar("T")
@@ -58,7 +58,7 @@ def agree(where: str, fields: Mapping[str, str], comm: Comm, *, failure: str | N
     Cost: one collective of 40 bytes for each axis; more if an error is raised.
     """
     if comm.mesh.size > 1:
-        setup_recording.run_and_record(
+        restart_replay.run_and_record(
             lambda: _compare_fields(where, fields, comm, failure), replay=lambda: _compare_fields(where, fields, comm, None)
         )
 

@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from fsharp.errors import CommError, MeshError
 from fsharp.functional.comm import generations, job_store
 from fsharp.functional.comm.protocol import Comm, ReduceOp, SingleComm, sum_in_rank_order
-from fsharp.functional.comm.setup_recording import setup_recording
+from fsharp.functional.comm.restart_replay import restart_replay
 from fsharp.functional.comm.tree_names import TreeNameCounters
 from fsharp.functional.comm.watch import CommWatch, StatusExchange, WatchedCall
 from fsharp.functional.comm.worker_threads import CollectiveOutcome, Worker
@@ -80,16 +80,16 @@ class ProcessGroupComm:
             )
         self.rank = self.ranks.index(dist.get_rank())
         self.tree_name_counters = _tree_name_counters[self.ranks]
-        setup_recording.abandon("a ProcessGroupComm of process groups that connect() has not made")
+        restart_replay.abandon("a ProcessGroupComm of process groups that connect() has not made")
         self._groups = dict[str, dist.ProcessGroup | None]()
         kind, first = device_mesh.device_type, device_mesh.get_group(names[0])
         self.device = torch.device(kind, torch.accelerator.current_device_index()) if kind == "cuda" else torch.device(kind)
         self.is_nccl = dist.get_backend(first) == "nccl"
         self._rank_order = not self.is_nccl if rank_order is None else rank_order
         self.limit_s = job_store.group_timeout_s(first, self.device)
-        self._begin_generation(device_mesh)
+        self._begin_job_generation(device_mesh)
 
-    def _begin_generation(self, device_mesh: DeviceMesh) -> None:
+    def _begin_job_generation(self, device_mesh: DeviceMesh) -> None:
         """Use the process groups of ``device_mesh``: at the start, and again in each new generation of the job.
 
         Comms that share the groups of this Comm use the new groups as well.
@@ -121,7 +121,7 @@ class ProcessGroupComm:
     @api_boundary
     def new_group(self, axis: str) -> dist.ProcessGroup:
         """Return a new process group along ``axis``. All ranks of the mesh have to call this method."""
-        setup_recording.abandon("a call of new_group()")
+        restart_replay.abandon("a call of new_group()")
         ranks = [self.ranks[rank] for rank in self.mesh.group(axis, self.rank)]
         return job_store.new_group_of(ranks, self.limit_s, self.device, is_nccl=self.is_nccl)
 
@@ -132,7 +132,7 @@ class ProcessGroupComm:
     def with_own_numbering(self) -> "ProcessGroupComm":
         """Return a Comm in the same process groups that counts its own collectives. All ranks have to call this method."""
         other = copy.copy(self)
-        setup_recording.run_and_record(lambda: other._share_groups_of(self))
+        restart_replay.run_and_record(lambda: other._share_groups_of(self))
         return other
 
     def _share_groups_of(self, other: "ProcessGroupComm") -> None:
@@ -150,7 +150,7 @@ class ProcessGroupComm:
             self._whole = None
             self.watch.aborts.append(weakref.WeakMethod(self.abort))
 
-        setup_recording.run_and_record(make)
+        restart_replay.run_and_record(make)
 
     def host_comm(self, *, flat: bool = False) -> "ProcessGroupComm":
         """Return a Comm of these ranks over gloo, for tensors in host memory. All ranks have to call this method.
@@ -167,7 +167,7 @@ class ProcessGroupComm:
             other._share_groups_of(self)
             other.use_own_groups()
 
-        setup_recording.run_and_record(start)
+        restart_replay.run_and_record(start)
         return other
 
     def abort(self) -> None:
@@ -284,7 +284,7 @@ class ProcessGroupComm:
             self._send_and_receive(kept, [torch.empty(n, dtype=torch.uint8, device=device) for n, device in into], axis, text)
 
         nbytes = sum(x.nbytes for x in copies.values())
-        setup_recording.run_and_record(lambda: self._send_and_receive(send, receive, axis, text), again, nbytes=nbytes)
+        restart_replay.run_and_record(lambda: self._send_and_receive(send, receive, axis, text), again, nbytes=nbytes)
 
     def _send_and_receive(
         self, send: Sequence[torch.Tensor], receive: Sequence[torch.Tensor], axis: str | None, text: str
@@ -294,7 +294,7 @@ class ProcessGroupComm:
         ``text`` is the label of the collective. gloo's all_gather copies through internal buffers. For 16 MB
         this exchange took 0.75 (2 ranks) and 0.6 (4 ranks) of the time of gloo's all_gather.
         """
-        if setup_recording.would_record:
+        if restart_replay.would_record:
             self._send_and_receive_in_setup(send, receive, axis, text)
             return
         outcome = CollectiveOutcome(self.watch.begin_call(text))
@@ -427,10 +427,10 @@ def connect(mesh: Mesh, *, device_type: str | None = None, timeout: timedelta | 
         return job_store.join_job(mesh, kind, world_size, timeout, limit_s)
 
     if generations.GENERATION_VARIABLE in os.environ:
-        setup_recording.start()
+        restart_replay.start()
     made = list[ProcessGroupComm]()
-    setup_recording.run_and_record(
-        lambda: made.append(ProcessGroupComm(device_mesh())), replay=lambda: made[0]._begin_generation(device_mesh())
+    restart_replay.run_and_record(
+        lambda: made.append(ProcessGroupComm(device_mesh())), replay=lambda: made[0]._begin_job_generation(device_mesh())
     )
     return made[0]
 
@@ -462,7 +462,7 @@ def _destroy_groups() -> None:
 def leave_generation(why: str) -> None:
     """Leave the job's present generation: end collectives with the error ``why``, finish saves, and destroy process groups.
 
-    Afterwards :meth:`~fsharp.functional.comm.setup_recording.SetupRecording.replay` joins the next generation, in which the
+    Afterwards :meth:`~fsharp.functional.comm.restart_replay.RestartReplay.replay` joins the next generation, in which the
     Comms of the setup have new groups.
     """
     error = CommError(why)

@@ -57,7 +57,7 @@ def settings_by_digest(labels: Iterable[str]) -> dict[str, str]:
     return {each: _text_by_digest[each] for each in found if each in _text_by_digest}
 
 
-def differing_settings(labels: Mapping[int, str], known: Mapping[str, str]) -> list[tuple[str, str]]:
+def differing_settings_rows(labels: Mapping[int, str], known: Mapping[str, str]) -> list[tuple[str, str]]:
     """Return a row ``("rank 3 has", settings)`` for each rank, with the settings that not all ranks have.
 
     ``labels``: label of each rank. ``known``: from :func:`settings_by_digest`.

@@ -20,8 +20,8 @@ from weakref import WeakMethod, WeakValueDictionary
 from fsharp.errors import AgreementError, CommError, problem
 from fsharp.functional.comm import generations
 from fsharp.functional.comm.agree import ranks_text
-from fsharp.functional.comm.settings_digests import differing_settings, settings_by_digest
-from fsharp.functional.comm.setup_recording import setup_recording
+from fsharp.functional.comm.restart_replay import restart_replay
+from fsharp.functional.comm.settings_digests import differing_settings_rows, settings_by_digest
 from fsharp.tracebacks import traceback_text
 
 _log = logging.getLogger("fsharp")
@@ -132,7 +132,7 @@ class StatusExchange:
         self._heard_s: dict[int, float] = {}  # time of the newest status of a rank
         self._begun: dict[str, int] = {}  # by name of a watch, a closed one included: other ranks may still wait
 
-    def exchange_statuses(self, status: "RankStatus", peer: int | None) -> list[int]:
+    def write_status_and_read_others(self, status: "RankStatus", peer: int | None) -> list[int]:
         """Write ``status`` of this rank, and read the statuses of ``peer`` and of up to 16 other ranks into ``self.seen``.
 
         Return the ranks whose statuses were read. Each call reads the next ranks, so that all ranks have their turn.
@@ -161,7 +161,7 @@ class StatusExchange:
         why = f"its last collective was {self.last!r}" if self.last else "after no collective yet"
         if error is not None:
             why += f", and it left with the error below.\n{traceback_text(error)[-_MAX_TRACEBACK_CHARACTERS:]}"
-        self._write_status(RankStatus(0, "", 0, [], self.begun_calls_by_watch(), why))
+        self._write_status(RankStatus(0, "", 0, [], self.num_begun_calls_by_watch(), why))
 
     def report_failure(self, error: BaseException, where: str) -> None:
         """Tell other ranks that ``error`` was raised here, in ``where``. All Comms of these ranks then refuse collectives."""
@@ -176,7 +176,7 @@ class StatusExchange:
         trace = traceback_text(error)[-_MAX_TRACEBACK_CHARACTERS:]
         return f"rank {self.rank} of {self.size} failed in {where}, after {last or 'no collective yet'!r}; it says:\n{trace}"
 
-    def begun_calls_by_watch(self) -> dict[str, int]:
+    def num_begun_calls_by_watch(self) -> dict[str, int]:
         """Return the number of collectives that this rank has begun, by name of their watch."""
         return self._begun | {name: watch.count for name, watch in list(self.watches.items())}
 
@@ -245,7 +245,7 @@ class CommWatch:
     def end_all_calls(self, error: Exception) -> None:
         """End all collectives under way on this rank, and refuse further ones, with ``error``."""
         self.is_over.set()
-        self._fail_with(error)
+        self._mark_failed_and_abort(error)
 
     def _failure_text(self) -> str | None:
         """Return why collectives cannot go on: the failure of another rank, or the end of the job's generation; else None."""
@@ -262,8 +262,8 @@ class CommWatch:
     def begin_call(self, label: str) -> WatchedCall:
         """Count a collective that this rank begins, and return it."""
         self.raise_if_failed()
-        if setup_recording.is_recording:
-            setup_recording.abandon(f"the collective {label!r} of a step")
+        if restart_replay.is_recording:
+            restart_replay.abandon(f"the collective {label!r} of a step")
         call = WatchedCall(self, label, self.count)
         self.count += 1
         self.statuses.record_begun_calls(self.name, self.count, label)
@@ -280,12 +280,12 @@ class CommWatch:
             raise self.error
         failed = self._failure_text()
         if failed is not None:
-            raise self._fail_with(AgreementError(failed))
+            raise self._mark_failed_and_abort(AgreementError(failed))
         settings = settings_by_digest(list(self._labels)[-_MAX_LABELS_WITH_SETTINGS:])
         mine = RankStatus(
-            0, self.name, call.number, list(self._labels), self.statuses.begun_calls_by_watch(), settings=settings
+            0, self.name, call.number, list(self._labels), self.statuses.num_begun_calls_by_watch(), settings=settings
         )
-        read = self.statuses.exchange_statuses(mine, call.peer)
+        read = self.statuses.write_status_and_read_others(mine, call.peer)
         for rank, status in self.statuses.seen.items():
             if status.departure and (not self._has_begun(call, rank) or (is_connection_lost and rank == call.peer)):
                 raise self.refuse_further_calls(CommError, _departure_text(call, rank, status), is_whole=True)
@@ -315,7 +315,7 @@ class CommWatch:
                     text = _label_difference_text(number, {self.statuses.rank: mine, rank: theirs}, known)
                     raise self.refuse_further_calls(AgreementError, text, is_whole=True)
             return
-        waits_for_me = self.statuses.begun_calls_by_watch().get(status.watch, 0) <= status.number
+        waits_for_me = self.statuses.num_begun_calls_by_watch().get(status.watch, 0) <= status.number
         if not (waits_for_me and not self._has_begun(call, rank)):
             self._blocked.pop(rank, None)
             return
@@ -335,9 +335,9 @@ class CommWatch:
         """
         text = text if is_whole else f"rank {self.statuses.rank} of {self.statuses.size} {text}"
         first = self.board.write_if_absent("failed", text)
-        return self._fail_with(error_type(text) if first == text else AgreementError(first))
+        return self._mark_failed_and_abort(error_type(text) if first == text else AgreementError(first))
 
-    def _fail_with(self, error: Exception) -> Exception:
+    def _mark_failed_and_abort(self, error: Exception) -> Exception:
         is_first, self.error = self.error is None, error
         for reference in self.aborts if is_first else ():
             if (abort := reference()) is not None:
@@ -361,7 +361,7 @@ def _monitor_failures(reference: "weakref.ref[CommWatch]", is_over: threading.Ev
         if watch is None or watch.error is not None:
             return
         if (failed := watch._failure_text()) is not None:
-            watch._fail_with(AgreementError(failed))
+            watch._mark_failed_and_abort(AgreementError(failed))
         del watch
 
 
@@ -391,7 +391,7 @@ def _label_difference_text(
     places = {rank: max(labels) if first is None else first for rank, labels in sorted(labels_by_rank.items())}
     here = {rank: labels_by_rank[rank][place] for rank, place in places.items()}
     rows = [(f"rank {rank}", label) for rank, label in here.items()]
-    rows += [] if first is None else differing_settings(here, settings or {})
+    rows += [] if first is None else differing_settings_rows(here, settings or {})
     around = [
         (f"rank {rank}, number {number}", labels_by_rank[rank][number])
         for rank, place in places.items()

@@ -105,7 +105,7 @@ def pack(sizes: tuple[int, ...], atoms: tuple[int, ...], num_parts: int, block: 
     capacity = max(-(-total // num_parts), largest)
     capacity = -(-capacity // step) * step
     for _ in range(_NUM_EXHAUSTIVE_TRIES):
-        capacity = _next_possible_capacity(capacity, items, step)
+        capacity = _least_possible_capacity(capacity, items, step)
         if (offsets := _first_fit_offsets(order, capacity, num_parts)) is not None:
             break
         capacity += step
@@ -114,7 +114,7 @@ def pack(sizes: tuple[int, ...], atoms: tuple[int, ...], num_parts: int, block: 
     return Packing(tuple(offsets.get(i, 0) for i in range(len(sizes))), capacity)
 
 
-def _next_possible_capacity(capacity: int, items: Sequence[tuple[int, int, int]], step: int) -> int:
+def _least_possible_capacity(capacity: int, items: Sequence[tuple[int, int, int]], step: int) -> int:
     """Return the least possible capacity that is at least ``capacity``, and a multiple of ``step``.
 
     Inside of a leaf that is longer than two parts lie two part boundaries, whatever the leaf's offset. The part between them

@@ -76,10 +76,10 @@ def plan(
     mesh = mesh if isinstance(mesh, Mesh) else Mesh(mesh)
     paths, given, _ = flatten_with_paths(params)
     leaves = [_leaf_as_tensor(path, leaf) for path, leaf in zip(paths, given)]
-    ties = find_ties(paths, leaves)
+    ties = find_tie_owners(paths, leaves)
     unit_of = unit_by_path(paths, units)
     names = tuple(dict.fromkeys(unit_of[path] for path in paths))
-    specs, strategies = _specs_and_strategies(strategy, mesh, paths, leaves, unit_of)
+    specs, strategies = _leaf_specs_and_unit_strategies(strategy, mesh, paths, leaves, unit_of)
     frozen_paths = select_paths("plan(frozen=...)", frozen, paths)
     no_cut: Atom = Element()
     atom_of: dict[str, Atom] = value_by_path("plan(atoms=...)", atoms, paths, default=no_cut)
@@ -211,7 +211,7 @@ def _is_strategy_or_spec(node: Any) -> bool:
     return isinstance(node, Strategy) or hasattr(node, "partitions")
 
 
-def _rules_by_path(rules: Any) -> Any:
+def _rules_by_path_or_pattern(rules: Any) -> Any:
     """Return rules by key path for a tree of rules; return one rule, or rules by pattern, unchanged."""
     paths, found, _ = optree.tree_flatten_with_path(rules, is_leaf=_is_strategy_or_spec)
     for rule in found:
@@ -225,11 +225,11 @@ def _rules_by_path(rules: Any) -> Any:
     return dict(zip(map(join_path, paths), found))
 
 
-def _specs_and_strategies(
+def _leaf_specs_and_unit_strategies(
     rules: Any, mesh: Mesh, paths: Sequence[str], leaves: Sequence[torch.Tensor], unit_of: Mapping[str, str]
 ) -> tuple[dict[str, P], dict[str, Strategy]]:
     """Return the partition specs by leaf, for leaves that have one, and the strategy of each unit."""
-    rules = _rules_by_path(rules)
+    rules = _rules_by_path_or_pattern(rules)
     rule_of: dict[str, Any] = value_by_path("plan(strategy=...)", rules, paths)
     specs: dict[str, P] = {}
     chosen_by: dict[str, tuple[str, Strategy]] = {}
@@ -265,7 +265,7 @@ def _leaf_as_tensor(path: str, leaf: Any) -> torch.Tensor:
     return leaf
 
 
-def find_ties(paths: Sequence[str], leaves: Sequence[torch.Tensor]) -> dict[str, str]:
+def find_tie_owners(paths: Sequence[str], leaves: Sequence[torch.Tensor]) -> dict[str, str]:
     """Return tied leaves, each with the earlier leaf of the same view; LayoutError for different views of one element."""
     ties: dict[str, str] = {}
     owners: dict[tuple[int, int], tuple[str, torch.Tensor]] = {}
@@ -276,7 +276,7 @@ def find_ties(paths: Sequence[str], leaves: Sequence[torch.Tensor]) -> dict[str,
         owner, other = owners.setdefault(place, (path, leaf))
         if owner == path:
             continue
-        if _view_key(leaf) != _view_key(other):
+        if _shape_strides_dtype(leaf) != _shape_strides_dtype(other):
             facts = [(f"{p!r}", _view_text(t)) for p, t in ((owner, other), (path, leaf))]
             remedy = "Tie leaves by using one tensor at both paths and taking the view in the function, or clone one."
             what = f"params[{owner!r}] and params[{path!r}] share storage but are different views of it."
@@ -290,7 +290,7 @@ def _view_text(tensor: torch.Tensor) -> str:
     return f"{tensor_text(tensor)}, strides {tensor.stride()}{marks}"
 
 
-def _view_key(tensor: torch.Tensor) -> tuple[Any, ...]:
+def _shape_strides_dtype(tensor: torch.Tensor) -> tuple[Any, ...]:
     return tensor.shape, tensor.stride(), tensor.dtype, tensor.is_conj(), tensor.is_neg()
 
 

@@ -178,7 +178,7 @@ class Dtypes:
         """Return the format of gradients in collectives along an axis."""
         return dict(self.wires).get(axis, self.wire)
 
-    def collective_dtype_along(self, axis: str) -> torch.dtype:
+    def reduction_input_dtype_along(self, axis: str) -> torch.dtype:
         """Return the dtype that gradients have before a collective along an axis.
 
         This is the dtype of a plain wire. If the wire has a format, it is ``accumulate``, from which the format encodes.

@@ -51,7 +51,9 @@ def reduction_stages(
         else:
             steps = [("all_to_all", wire.padded_part_size(size, n)), *([] if is_cut else [("all_gather", size)])]
         for op, out in steps:
-            yield ReductionStage(op, axis, n, size, out, dtypes.collective_dtype_along(axis) if n > 1 else dtypes.accumulate)
+            yield ReductionStage(
+                op, axis, n, size, out, dtypes.reduction_input_dtype_along(axis) if n > 1 else dtypes.accumulate
+            )
             size = out
 
 

@@ -12,7 +12,7 @@ from fsharp.errors import TreeError, problem
 from fsharp.functional.formats.format import as_bytes, tensor_text
 from fsharp.functional.layout.layout import Layout
 from fsharp.functional.layout.placement import Place
-from fsharp.functional.layout.plan import find_ties
+from fsharp.functional.layout.plan import find_tie_owners
 from fsharp.functional.layout.sharded import PlaceName, Sharded, flatten_node, is_sharded, map_units, resolve_place, units_of
 from fsharp.functional.layout.unit_layout import Leaf, UnitLayout
 from fsharp.functional.tree.paths import flatten_with_paths
@@ -178,11 +178,11 @@ def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 def _tie_problems(paths: Sequence[str], leaves: Sequence[torch.Tensor], layout: Layout) -> Iterator[tuple[str, str]]:
     by_path = dict(zip(paths, leaves))
-    found = find_ties(paths, leaves)
+    found = find_tie_owners(paths, leaves)
     for unit in layout.units:
         for leaf in unit.leaves:
             path = unit.path_in_tree(leaf)
-            owner = unit.path_of_stored_leaf(leaf) if leaf.tied_to else None
+            owner = unit.path_of_tie_owner(leaf) if leaf.tied_to else None
             if owner is None and path in found:
                 yield repr(path), f"tied to {found[path]!r}, but laid out on its own"
             elif owner and found.get(path) != owner and not _same_bits(by_path[path], by_path[owner]):

@@ -295,7 +295,7 @@ class UnitLayout:
         codecs = {i: group.dtypes.stored_format.leaves for i, group in enumerate(self.groups)}
         return {i: codec.tensors for i, codec in codecs.items() if codec is not None and codec.tensors is not None}
 
-    def whole_leaves(self, group: int, planes: Sequence[torch.Tensor], scales: torch.Tensor) -> dict[str, LeafPart]:
+    def whole_leaf_parts(self, group: int, planes: Sequence[torch.Tensor], scales: torch.Tensor) -> dict[str, LeafPart]:
         """Return each leaf of a group as a LeafPart with all elements, by path. The group's format encodes whole leaves.
 
         ``planes`` has one 1-D tensor for each plane of the format, with the numbers of the full buffer. ``scales`` has the
@@ -411,7 +411,7 @@ class UnitLayout:
         by_offset = sorted(self.leaves, key=lambda leaf: (leaf.offset, leaf.numel))
         return tuple(tuple(leaf for leaf in by_offset if leaf.group == i) for i in self.all_groups)
 
-    def path_of_stored_leaf(self, leaf: Leaf) -> str:
+    def path_of_tie_owner(self, leaf: Leaf) -> str:
         """Return the path in the user's tree of ``leaf``, or of the leaf to which ``leaf`` is tied."""
         return self.path_in_tree(leaf) if leaf.tied_to is None else ".".join(part for part in leaf.tied_to if part)
 

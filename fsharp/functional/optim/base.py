@@ -144,7 +144,7 @@ def as_transform(tx: Any) -> Transform:
         where = f"pair {named.__module__}.{named.__qualname__}".replace(".<locals>", "")
         trial = partial(trial_fingerprint, where, init, call_update, params)
         check_on_all_ranks(where, comm or SingleComm(), trial, lambda size: {"updates of small tensors": size})
-        return _unflatten_leaf_lists(init(params), params)
+        return _wrap_leaf_lists(init(params), params)
 
     def plain(grads: Any, state: Any, params: Any, **extra: Any) -> tuple[Any, Any]:
         flat = optree.tree_map(
@@ -153,7 +153,7 @@ def as_transform(tx: Any) -> Transform:
             is_leaf=lambda node: isinstance(node, LeafListAsTree),
         )
         updates, new = call_update(grads, flat, params, **extra)
-        return updates, _unflatten_leaf_lists(new, params)
+        return updates, _wrap_leaf_lists(new, params)
 
     kind = type(tx).__qualname__
     return Transform(begin, plain, {"pair": kind}, name="" if type(tx) is tuple else kind, extra=_extra_arguments_of(update))
@@ -172,7 +172,7 @@ class LeafListAsTree(NamedTuple):
     leaves: Any
 
 
-def _unflatten_leaf_lists(state: Any, params: Any) -> Any:
+def _wrap_leaf_lists(state: Any, params: Any) -> Any:
     leaves, structure = optree.tree_flatten(params)
 
     def is_one(node: Any) -> bool:

@@ -10,7 +10,7 @@ from fsharp.functional.comm.agree import check_on_all_ranks
 from fsharp.functional.comm.protocol import Comm
 from fsharp.functional.layout.sharded import Sharded, map_units, units_of
 from fsharp.functional.optim.base import Transform, as_transform, wrapper_name
-from fsharp.functional.optim.probe import are_close
+from fsharp.functional.optim.probe import isclose
 from fsharp.type_checks import options_checked
 
 
@@ -75,7 +75,7 @@ def _check_same_updates(where: str, expected: Any, found: Any) -> None:
     if spec != other:
         raise TreeError(f"{where}: the state of whole leaves is {spec}, and that of shards {other}.")
     for path, x, y in zip(paths, wanted, got, strict=True):
-        if isinstance(x, torch.Tensor) and not (x.shape == y.shape and bool(are_close(x, y.to(x.dtype)).all())):
+        if isinstance(x, torch.Tensor) and not (x.shape == y.shape and bool(isclose(x, y.to(x.dtype)).all())):
             off = f"{float((x - y).abs().max()):.3g}" if x.shape == y.shape else f"shapes {list(x.shape)} and {list(y.shape)}"
             facts = [("leaf", "/".join(map(str, path[1:]))), ("largest difference", off)]
             what = "the update" if path[0] == 0 else "the state"

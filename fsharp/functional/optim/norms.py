@@ -53,7 +53,7 @@ def _float64_norm(tree: Any, comm: Comm, deterministic: bool) -> torch.Tensor:
                     f"global_norm(): unit {node.unit.display_name} rests partial ({node.place}): sum it by reduce_scatter() "
                     "first."
                 )
-            held = [b.detach() for b in _values_without_padding(node, comm.rank) if b.numel()]
+            held = [b.detach() for b in _values_for_norm(node, comm.rank) if b.numel()]
             by_axes.setdefault(node.place.sharded_axes + node.place.varying_axes, []).extend(held)
     with torch.no_grad():
         if deterministic:
@@ -68,7 +68,7 @@ def _float64_norm(tree: Any, comm: Comm, deterministic: bool) -> torch.Tensor:
         return total.sqrt()
 
 
-def _values_without_padding(node: Sharded, rank: int) -> Iterator[torch.Tensor]:
+def _values_for_norm(node: Sharded, rank: int) -> Iterator[torch.Tensor]:
     """Yield the elements of a node's buffers on this rank, as 1-D tensors.
 
     A buffer that was never encoded is yielded whole: its padding is zero, and does not change a norm. The padding of a decoded

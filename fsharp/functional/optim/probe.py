@@ -146,7 +146,7 @@ class _Trial:
         for step, same in zip(expected, found, strict=True):
             for group, x, y in zip(self._groups, step, same, strict=True):
                 wrong = torch.zeros(len(x), dtype=torch.bool, device=x.device)
-                self._part_of_vector(wrong, piece).copy_(~are_close(self._part_of_vector(x, piece), y.to(x.dtype)))
+                self._part_of_vector(wrong, piece).copy_(~isclose(self._part_of_vector(x, piece), y.to(x.dtype)))
                 for path, elements in zip(group.paths, wrong.split(group.sizes), strict=True):
                     if elements.any():
                         return path
@@ -188,7 +188,7 @@ class _Trial:
         return [torch.cat([leaves[key].reshape(-1) for key in group.keys]) for group in self._groups]
 
 
-def are_close(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+def isclose(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     """Return, for each element, whether ``x`` and ``y`` differ by at most ``sqrt(eps)`` times the largest element of ``x``."""
     largest = float(x.abs().nan_to_num(0.0, 0.0, 0.0).max()) if x.numel() else 0.0
     return torch.isclose(x, y, rtol=0.0, atol=math.sqrt(torch.finfo(x.dtype).eps) * largest, equal_nan=True)

@@ -23,7 +23,7 @@ from fsharp.functional.reshard.state_trees import StateTree
 
 
 @dataclass(frozen=True)
-class RankMap:
+class OldAndNewRanks:
     """The old and the new mesh, and their ranks: rank ``r`` of the old mesh is rank ``old_ranks[r]`` of the Comm."""
 
     old_mesh: Mesh
@@ -76,7 +76,9 @@ class MovedPiece(NamedTuple):
         return self.numel * self.itemsize
 
 
-def pieces_between(state_tree: StateTree, unit: UnitLayout, ranks: RankMap, source: int, target: int) -> Iterator[MovedPiece]:
+def pieces_between(
+    state_tree: StateTree, unit: UnitLayout, ranks: OldAndNewRanks, source: int, target: int
+) -> Iterator[MovedPiece]:
     """Yield the pieces of a unit that rank ``target`` takes from rank ``source``. ``unit`` is of the new layout.
 
     Source and target are ranks of the Comm, and may be the same rank.
@@ -123,7 +125,7 @@ def move_state_tree(
     state_tree: StateTree,
     old_buffers: list[list[torch.Tensor]],
     layout: Layout,
-    ranks: RankMap,
+    ranks: OldAndNewRanks,
     comm: Comm,
     *,
     max_nbytes: int,

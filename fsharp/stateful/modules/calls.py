@@ -18,11 +18,11 @@ from fsharp.functional.layout.layout import Layout
 from fsharp.functional.layout.sharded import units_by_name
 from fsharp.functional.layout.unit_layout import UnitLayout
 from fsharp.functional.release import unaliased_clone
-from fsharp.functional.tree.paths import innermost_prefix, parent_by_path
+from fsharp.functional.tree.paths import innermost_prefix, parent_by_prefix
 from fsharp.stateful.modules.initial.dtensors import DTensorSpec, as_dtensors, local_tensor
 from fsharp.stateful.modules.parameter import ShardedParameter
 from fsharp.stateful.modules.selection import units_by_module
-from fsharp.stateful.modules.te import lending_gradient_memory, scale_indices_of_fused_weights
+from fsharp.stateful.modules.te import lending_gradient_memory, scale_indices_of_fused_wgrads
 from fsharp.stateful.modules.values.outputs import connect_to_inputs, replace_tensors, tensors_in, views_of_parameters
 from fsharp.stateful.modules.values.side_outputs import SideOutputs
 from fsharp.torch_compile import call_compiled_like_caller, uncompiled
@@ -41,7 +41,7 @@ class ParameterEntries:
     """
 
     def __init__(self, module: nn.Module, unit: UnitLayout, present: dict[tuple[int, str], Any]) -> None:
-        self._paths, self.stored = list(map(unit.path_in_tree, unit.leaves)), list(map(unit.path_of_stored_leaf, unit.leaves))
+        self._paths, self.stored = list(map(unit.path_in_tree, unit.leaves)), list(map(unit.path_of_tie_owner, unit.leaves))
         self._present = present
         entries: dict[tuple[int, str], tuple[int, dict[str, Any], str]] = {}  # a module may have several paths
         with_flat_weights: dict[int, weakref.ref[nn.Module]] = {}
@@ -50,7 +50,7 @@ class ParameterEntries:
             parent, _, name = path.rpartition(".")
             owner = module.get_submodule(parent)
             entries.setdefault((id(owner), name), (i, owner._parameters, name))
-            if name in scale_indices_of_fused_weights(owner):
+            if name in scale_indices_of_fused_wgrads(owner):
                 self.fused.append(i)
             if hasattr(owner, "_flat_weights_names"):
                 with_flat_weights[id(owner)] = weakref.ref(owner)
@@ -68,7 +68,7 @@ class ParameterEntries:
                     "`fn, params = model.functional()`."
                 )
 
-    def replacements_by_path(self, full: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    def user_replacements_by_path(self, full: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Return, by path, the tensors that a caller has put in place of ``full``, the full parameters by path."""
         found = {}
         for i, parameters, name in self._entries:
@@ -81,7 +81,7 @@ class ParameterEntries:
                 found[path] = mine
         return found
 
-    def swap_in(self, tensors: Sequence[Any]) -> list[Any]:
+    def exchange_tensors(self, tensors: Sequence[Any]) -> list[Any]:
         """Put ``tensors``, one for each leaf, into the entries. Return the tensors that were there."""
         before = list(tensors)
         for i, parameters, name in self._entries:
@@ -133,7 +133,7 @@ class ParameterSource:
         self.nodes, self.comm = units_by_name(tree), comm
 
 
-class GatheredModule(NamedTuple):
+class ModuleUnits(NamedTuple):
     """The root module, or a module that is gathered by itself, with its units and their entries.
 
     ``ties``: other units, which store tied leaves of this module's units. ``has_inner_modules``: whether inner modules are
@@ -167,9 +167,9 @@ class ModuleCallState:
         members: dict[str, list[nn.Module]] = {path: [] for path in by_path}
         for path, each in module.named_modules():
             members[innermost_prefix(path, by_path) or ""].append(each)
-        has_inner_modules = set(parent_by_path(by_path).values())
-        self.gathered_modules = {
-            path: GatheredModule(
+        has_inner_modules = set(parent_by_prefix(by_path).values())
+        self.units_by_module_path = {
+            path: ModuleUnits(
                 units=names,
                 entries=[self.entries[name] for name in names],
                 ties=sorted({tied for name in names for tied in layout[name].tie_owners} - set(names)),
@@ -197,7 +197,7 @@ class ModuleCallState:
         the order of the unit's leaves. The units of ``module`` are gathered already, so methods of ``module`` gather nothing.
         """
         before, self.source = self.source, source
-        replaced_tensors = list(map(ParameterEntries.swap_in, entries, parameters))
+        replaced_tensors = list(map(ParameterEntries.exchange_tensors, entries, parameters))
         if module is not None:
             module.__dict__["_fsharp_computes"] = True
         try:
@@ -206,7 +206,7 @@ class ModuleCallState:
             if module is not None:
                 module.__dict__["_fsharp_computes"] = False
             for of_unit, tensors in zip(reversed(entries), reversed(replaced_tensors), strict=True):
-                of_unit.swap_in(tensors)
+                of_unit.exchange_tensors(tensors)
             self.source = before
 
     def record_functional_call(self, source: ParameterSource, first_sequence_nr: int, out: Any) -> None:
@@ -245,7 +245,7 @@ class ModuleCall:
         self, calls: ModuleCallState, module: nn.Module, path: str, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: Any
     ) -> None:
         self.calls, self.module, self.path, self.fn, self.args, self.kwargs = calls, module, path, fn, args, kwargs
-        self.gathered, self.flat = calls.gathered_modules[path], flat_arguments(args, kwargs)
+        self.gathered, self.flat = calls.units_by_module_path[path], argument_leaves(args, kwargs)
         self.out: Any = None  # the result of fn
         self._given_away: list[torch.Tensor] = []
         self._arguments = [*args, *kwargs.values()]
@@ -288,7 +288,7 @@ class ModuleCall:
         return replace_tensors(self.out, self._given_away, tensors, self.path)
 
 
-def flat_arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+def argument_leaves(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
     """Return the leaves of the arguments of a call, as torch's pytrees count them."""
     flat = [*args, *kwargs.values()]
     for x in flat:

@@ -21,7 +21,7 @@ from fsharp.stateful.modules.state_dict import (
     check_no_dtensors,
     gather_whole_tensors,
     load_state_dict_into_parts,
-    replace_parts_by_whole,
+    make_parts_whole_,
     scatter_from_rank,
 )
 from fsharp.stateful.runtime.scheduled import ScheduledFunction
@@ -128,7 +128,7 @@ class ShardedModule(nn.Module):
     @train_state.setter
     @api_boundary
     def train_state(self, state: TrainState) -> None:
-        session_of_module(self).adopt_state(state)
+        session_of_module(self).replace_state(state)
 
     @property
     def layout(self) -> Layout:
@@ -177,7 +177,7 @@ class ShardedModule(nn.Module):
                         )
                 written = dict(full)
                 for entries in session.calls.entries.values() if write else ():
-                    written |= entries.replacements_by_path(full)
+                    written |= entries.user_replacements_by_path(full)
         finally:
             session.is_unsharded = False
         if write:
@@ -256,7 +256,7 @@ class ShardedModule(nn.Module):
         if session.is_unsharded:
             raise ScheduleError(f"{where}: inside of unsharded(). Call it outside, or take state_dict(), which is whole here.")
         found: dict[str, Any] = super().state_dict()
-        return found if replace_parts_by_whole(where, [found], rank, session.reopened_scheduler.comm_outside_steps) else {}
+        return found if make_parts_whole_(where, [found], rank, session.reopened_scheduler.comm_outside_steps) else {}
 
     @api_boundary
     def load_full_state_dict(self, state_dict: Mapping[str, Any] | None, *, rank: int = 0, strict: bool = True) -> Any:

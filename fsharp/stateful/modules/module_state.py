@@ -9,10 +9,10 @@ import torch
 from fsharp.errors import ScheduleError, TreeError
 from fsharp.functional.comm.protocol import Comm, LabelPrefixComm
 from fsharp.functional.comm.residuals import prepare_residuals, zero_residuals
-from fsharp.functional.comm.setup_recording import setup_recording
+from fsharp.functional.comm.restart_replay import restart_replay
 from fsharp.functional.encoding import encode_at_rest
 from fsharp.functional.layout.sharded import Sharded, merge, trainable, units_of
-from fsharp.functional.moves import gather, tree_to_device
+from fsharp.functional.moves import gather, host_buffers_to_device
 from fsharp.functional.state import TrainState
 
 
@@ -29,9 +29,9 @@ class ModuleState:
     def __init__(self, state: TrainState, comm: Comm) -> None:
         self.train_state, self._comm, self.num_replacements = state, comm, 0
         self._first_step = state.step  # the step with which a process begins that runs this program from the beginning
-        self.begin_generation()
+        self.begin_job_generation()
 
-    def begin_generation(self) -> None:
+    def begin_job_generation(self) -> None:
         """Ignore earlier writes and loads, as all ranks now load the whole state: a new generation of the job begins.
 
         The earlier writes may be those of an update that an error has ended on this rank alone.
@@ -82,15 +82,15 @@ class ModuleState:
             units = [node.unit for node in units_of(self.train_state.params)]
             self.train_state = self.train_state._replace(residuals=zero_residuals(units, self._comm.device))
 
-    def add_writes_to_settings(self, add_settings: Callable[[str], None]) -> None:
+    def pass_writes_to(self, add_settings: Callable[[str], None]) -> None:
         """If the user has written to parameters since the last step, pass ``add_settings`` a text that says so."""
         if self.is_written:
             add_settings("parameters written in place=True")
             self.is_written = False
 
-    def adopt_state(self, state: TrainState) -> None:
+    def replace_state(self, state: TrainState) -> None:
         """Make ``state`` the module's own. Raise a TreeError if its layout, places or dtypes differ from the module's."""
-        state = state._replace(main=tree_to_device(state.main, self._comm.device))
+        state = state._replace(main=host_buffers_to_device(state.main, self._comm.device))
         pairs = ("params", state.params, self.train_state.params), ("main", state.main, self.train_state.main)
         for kind, tree, mine in pairs:
             for new, old in zip_longest(units_of(tree), units_of(mine)):
@@ -109,7 +109,7 @@ class ModuleState:
         prepare_residuals("train_state", state.residuals, units, donate=True, step=state.step, rank=self._comm.rank)
         has_own = self.train_state.opt is not None  # else a torch.optim class keeps the optimizer's state
         self.train_state = state if has_own else state._replace(opt=None)
-        if setup_recording.is_recording:
+        if restart_replay.is_recording:
             self._first_step = state.step
         self.num_replacements += 1
         self.record_version_counters()

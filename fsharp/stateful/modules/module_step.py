@@ -10,7 +10,7 @@ import torch
 
 from fsharp.errors import LossError, ScheduleError
 from fsharp.functional.comm.residuals import ResidualViews, prepare_residuals
-from fsharp.functional.comm.setup_recording import setup_recording
+from fsharp.functional.comm.restart_replay import restart_replay
 from fsharp.functional.layout.sharded import units_of
 from fsharp.functional.sinks import SinkLedger, with_sinks
 from fsharp.functional.state import update
@@ -44,10 +44,10 @@ class ModuleStep:
         self.scheduled = scheduler.wrap(lambda: None, "training step")  # never called: the user's calls make its steps
         self.has_feedback = state.train_state.residuals is not None
         self.on_backward = partial(_begin_backward_of, weakref.ref(self))
-        self._begin_generation()
-        setup_recording.record_for_replay(self._begin_generation)
+        self._begin_job_generation()
+        restart_replay.record_for_replay(self._begin_job_generation)
 
-    def _begin_generation(self) -> None:
+    def _begin_job_generation(self) -> None:
         """Drop the step and all gradients: for the constructor, and for a new generation, where all ranks load the module."""
         self.is_accumulating = self._is_discarding = False
         self.updated_by: int | None = None
@@ -59,7 +59,7 @@ class ModuleStep:
         self._backward_id = -1  # id of the backward pass that is under way
         self._lost = False  # whether gradients were lost by an error that was not reported yet
         self.means.drop_gradients()
-        self.state.begin_generation()
+        self.state.begin_job_generation()
 
     @contextmanager
     def forward_context(self) -> Iterator[Any]:
@@ -67,7 +67,7 @@ class ModuleStep:
         self.reopen_scheduler()
         self.propagate_main_writes()
         if self.open_step is None:
-            self.state.add_writes_to_settings(self.scheduler.add_settings)
+            self.state.pass_writes_to(self.scheduler.add_settings)
             self.means.drop_gradients()
             self.updated_by = None
             self.open_step = self.scheduler.open_step(self.scheduled, self.state.train_state.params)
@@ -177,7 +177,7 @@ class ModuleStep:
         step = self.open_step
         assert step is not None
         self.state.were_main_parameters_written()
-        self.state.add_writes_to_settings(self.scheduler.add_settings)
+        self.state.pass_writes_to(self.scheduler.add_settings)
         self.scheduler.add_settings(f"{settings}\n{self.means.changes_text()}")
         with self._abandoning_on_error():
             self.state.train_state = update(tx, self.means.tree, self.state.train_state, comm=self.scheduler, donate=True)

@@ -146,7 +146,7 @@ class Session:
         release = not gathered.has_inner_modules
         return call.result_with_tensors(forward(compute, nodes, *call.flat, comm=source.comm, ties=ties, release=release))
 
-    def mark_loaded(self, kind: Literal["parameters", "optimizer"]) -> None:
+    def reset_history_if_all_loaded(self, kind: Literal["parameters", "optimizer"]) -> None:
         """Record that all ranks have loaded all ``"parameters"`` or all ``"optimizer"`` state.
 
         Once both are loaded, no value depends on earlier steps. Then the history of steps, which ranks compare, is reset: ranks
@@ -255,12 +255,12 @@ class Session:
         """Return a context in which the tensors ``by_path`` replace all parameters."""
         return self.calls.reading_from(self.calls.source, list(self.calls.entries.values()), self._leaf_values_by_unit(by_path))
 
-    def adopt_state(self, state: TrainState) -> None:
+    def replace_state(self, state: TrainState) -> None:
         """Train ``state``, which has the same layout, from now on. Raise an error while a step has gradients."""
         self.step.abandon_forwards("train_state")
         if self.is_averaged:
             raise ScheduleError("train_state: set inside of averaged(), whose end restores the earlier parameters.")
-        self.state.adopt_state(state)
+        self.state.replace_state(state)
         self.install_parts()
 
     def write_parameters(self, parts: Mapping[str, torch.Tensor]) -> None:
@@ -284,7 +284,7 @@ class Session:
                     self.parameters[path] = part
         self._trained = {path for path, each in self.parameters.items() if each.is_trained}
         for entries, owned in zip(self.calls.entries.values(), self._leaf_values_by_unit(self.parameters), strict=True):
-            entries.swap_in(owned)
+            entries.exchange_tensors(owned)
 
     def _leaf_values_by_unit(self, by_path: Mapping[str, T]) -> list[list[T]]:
         """Return for each unit the values of its leaves, from values by path. Tied leaves share a value."""
@@ -326,7 +326,7 @@ def _gathering_subclass(base: type[nn.Module], names: tuple[str, ...], mixins: t
 def _extra_repr_method(base: type[nn.Module]) -> Callable[[Any], str]:
     def extra_repr(self: Any) -> str:
         session, path = self.__dict__["_fsharp"]
-        plans = dict.fromkeys(session.layout[name].strategy for name in session.calls.gathered_modules[path].units)
+        plans = dict.fromkeys(session.layout[name].strategy for name in session.calls.units_by_module_path[path].units)
         units = [f"unit(parameters {each.params}; optimizer {each.optim})" for each in plans]
         return ", ".join(filter(None, [base.extra_repr(self), *units]))
 

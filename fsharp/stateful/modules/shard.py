@@ -26,7 +26,7 @@ from fsharp.functional.layout.text import unit_fields
 from fsharp.functional.make_functional import parameter_tree
 from fsharp.functional.optim.base import Transform
 from fsharp.functional.state import init_state
-from fsharp.functional.tree.paths import Patterns, matches_self_or_ancestor, parent_by_path
+from fsharp.functional.tree.paths import Patterns, matches_self_or_ancestor, parent_by_prefix
 from fsharp.stateful.modules.initial.dtensors import dtensor_specs, local_tensor
 from fsharp.stateful.modules.initial.initial import initial_parameters, settings_of_initial_values
 from fsharp.stateful.modules.module import ShardedModule
@@ -146,7 +146,7 @@ def shard_module(
         groups = module_groups(module, units or ())
         entries = methods_by_module(module, chosen, methods)
         trained = {path for path, each in module.named_parameters(remove_duplicate=False) if each.requires_grad}
-        around = set(parent_by_path(chosen).values())
+        around = set(parent_by_prefix(chosen).values())
         frozen: Patterns = lambda path: path not in trained  # noqa: E731
         where, named = strategy or zero3(*comm.mesh.names), [path for path in chosen if path not in around] or None
         layout = plan(tree, comm.mesh, where, units=named, frozen=frozen, atoms=cut, labels=labels, precision=dtypes)
@@ -175,7 +175,7 @@ def shard_module(
     session.install_parts()
     use_text_extra_state(module)
     refuse_calls_outside_of_forwards(module)
-    for path in session.calls.gathered_modules:
+    for path in session.calls.units_by_module_path:
         mixins = (ShardedModule,) if not path else ()
         install_gathering_subclass(module.get_submodule(path), session, path, entries[path], mixins)
     assert isinstance(module, ShardedModule)

@@ -84,7 +84,7 @@ def load_state_dict_into_parts(session: Session, module: nn.Module, load: Callab
                     f"{where}: {path!r} is tied, and its names have different values. Give all names the same value."
                 )
             given[path], parameter = each.given[0], session.parameters[path]
-            parts[path] = local_part(path, given[path], parameter, dtypes=(parameter.dtype, parameter.leaf.dtype))
+            parts[path] = own_part(path, given[path], parameter, dtypes=(parameter.dtype, parameter.leaf.dtype))
         written.extend((buffer, copy) for buffer, copy in buffers if copy._version)
         return result
 
@@ -104,11 +104,11 @@ def load_state_dict_into_parts(session: Session, module: nn.Module, load: Callab
             buffer.copy_(value)
     session.write_parameters({path: part.local for path, part in parts.items()})
     if all(path in given for path, parameter in session.parameters.items() if parameter.is_trained):
-        session.mark_loaded("parameters")
+        session.reset_history_if_all_loaded("parameters")
     return result
 
 
-def local_part(name: str, value: torch.Tensor, like: ShardedTensor, *, dtypes: Sequence[torch.dtype]) -> ShardedTensor:
+def own_part(name: str, value: torch.Tensor, like: ShardedTensor, *, dtypes: Sequence[torch.dtype]) -> ShardedTensor:
     """Return this rank's part of ``value``: a parameter, or optimizer state with the parameter's shape.
 
     ``value`` is a part of this rank and layout, or a whole tensor, in one of ``dtypes``. Any other value is a TreeError that
@@ -139,7 +139,7 @@ def local_part(name: str, value: torch.Tensor, like: ShardedTensor, *, dtypes: S
     return value if isinstance(value, ShardedTensor) else ShardedTensor.from_local(value.detach().reshape(-1)[first:last], like)
 
 
-def replace_parts_by_whole(
+def make_parts_whole_(
     where: str, dicts: Iterable[dict[str, Any]], rank: int | None, comm: Comm, *, kind_of: Callable[[str], str] = lambda key: ""
 ) -> bool:
     """Replace the parts in dicts by whole tensors in host memory, on ``rank``, or on all ranks if ``rank`` is None.

@@ -37,7 +37,7 @@ def check_te_gradients(module: nn.Module) -> None:
                 "which they are reduced. Make it with False."
             )
         if getattr(each, "fuse_wgrad_accumulation", False):
-            scales = scale_indices_of_fused_weights(each)
+            scales = scale_indices_of_fused_wgrads(each)
             if not scales or len(scales) > len(set(scales.values())):
                 raise OptionError(
                     f"module {path!r} has fuse_wgrad_accumulation=True, and no weight of its own, or a weight made of several "
@@ -45,7 +45,7 @@ def check_te_gradients(module: nn.Module) -> None:
                 )
 
 
-def scale_indices_of_fused_weights(module: Any) -> dict[str, int]:
+def scale_indices_of_fused_wgrads(module: Any) -> dict[str, int]:
     """Return, for each weight whose gradient the module writes by itself, the index of its FP8 scale, by the weight's name."""
     records = module.param_init_meta if getattr(module, "fuse_wgrad_accumulation", False) else {}
     return {name: record.fp8_meta_index for name, record in records.items() if record.fp8_meta_index is not None}

@@ -209,7 +209,7 @@ class UnitUse:
         for raw in saved_tensors(roots, sequence_nr):
             x = raw.data
             rebuild: RebuildView | None = None
-            if full.has_handed_out(x):  # a leaf loses its memory at the release, and gets it back
+            if full.has_handed_out_classed(x):  # a leaf loses its memory at the release, and gets it back
                 raw.register_hooks(torch.Tensor.detach, partial(call_hook, unpack))
             elif type(x) not in (torch.Tensor, torch.nn.Parameter):
                 inner = _inner_plain_tensors(x) if full.has_classes else None

@@ -8,7 +8,7 @@ import torch
 
 from fsharp.stateful.runtime.bound_op import BoundOp
 from fsharp.stateful.runtime.executor import Executor, do_nothing
-from fsharp.stateful.schedule.emit_gradients import microbatches_before_reduce
+from fsharp.stateful.schedule.emit_gradients import reducing_microbatches
 from fsharp.stateful.schedule.ops import FINISHING, OUTGOING, PARAMS
 from fsharp.stateful.schedule.program import Event, UnitFacts, count_gradients
 from fsharp.stateful.schedule.schedule import Memory, Schedule, bucket_ranges
@@ -24,7 +24,7 @@ class BoundSchedule:
     """A schedule bound to units and to an ``arena`` of at least ``schedule.arena`` bytes: its ops have their tensors.
 
     Attributes:
-        microbatches_before_reduce: numbers of the microbatches at whose end gradients are reduced to the optimizer's shards.
+        reducing_microbatches: numbers of the microbatches at whose end gradients are reduced to the optimizer's shards.
         unsharded_by_unit: by unit, the buffer of its full parameters.
         resting_gradients: by unit, the memory of its gradient at rest, in use from the op that first writes there.
         ops: by event, the first op of each bucket, without the ops in ``carried``.
@@ -39,7 +39,7 @@ class BoundSchedule:
         self.schedule, self.arena = schedule, arena
         self.units = {facts.name: units[facts.name] for facts in schedule.program.units}
         self.events: tuple[Event, ...] = schedule.program.events
-        self.microbatches_before_reduce = microbatches_before_reduce(self.events)
+        self.reducing_microbatches = reducing_microbatches(self.events)
         self._span = arena.data_ptr(), arena.data_ptr() + len(arena)
         self.number, self.stranded = next(_schedule_numbers), dict[str, Memory]()
         comm, poison = executor.comm, schedule.policy.poison
@@ -118,7 +118,7 @@ class BoundSchedule:
                 return [None if grad is None else grad.clone() for grad in grads]
         return grads
 
-    def leave_arena(self, is_in_use: Callable[[UnshardedBuffer], bool]) -> None:
+    def release_idle_buffers(self, is_in_use: Callable[[UnshardedBuffer], bool]) -> None:
         """Stop following this schedule within a step. Buffers in use, and gradients that callers view, remain in the arena."""
         self.stranded = {}
         for unsharded in self.unsharded_by_unit.values():

@@ -11,7 +11,7 @@ from fsharp.errors import FormatError, ScheduleError, problem
 from fsharp.functional.comm.agree import agree
 from fsharp.functional.comm.process_group import ProcessGroupComm
 from fsharp.functional.comm.protocol import Comm, innermost_comm
-from fsharp.functional.comm.setup_recording import setup_recording
+from fsharp.functional.comm.restart_replay import restart_replay
 from fsharp.stateful.runtime.bound_op import Action, BoundOp, ops_text
 from fsharp.stateful.schedule import ops
 from fsharp.stateful.schedule.ops import OpSpec
@@ -42,26 +42,26 @@ class Executor:
         host_copies: by unit, the copies of state between device and host memory that an op has to begin.
         copied_units: keys of all units that :meth:`set_host_copies` got; ops remove units from ``host_copies``.
         fetched: keys of the fetch ops that have run in this step.
-        host_nbytes: bytes copied from and to host memory in this step.
+        host_copy_nbytes: bytes copied from and to host memory in this step.
         reducing: by unit and record of the op, the op that began a reduction under way.
     """
 
     def __init__(self, transport: Transport, lanes: Lanes, comm: Comm, own: Comm, *, separate_groups: bool) -> None:
         self.transport, self.lanes, self.comm = transport, lanes, comm
         self._own, self._separate_groups = innermost_comm(own), separate_groups
-        self.begin_generation()
+        self.begin_job_generation()
 
-    def begin_generation(self) -> None:
+    def begin_job_generation(self) -> None:
         """Go back to the state of a new executor, for a new generation of the job (after restarts of ranks)."""
         self.is_connected, self.number = False, 0
         if self.transport.groups is not None:
-            self.transport.groups.begin_generation()
+            self.transport.groups.begin_job_generation()
         self.begin_step("")
 
     def make_process_groups(self) -> None:
         """Make the process groups before this rank's first collective, unless they exist already."""
         if not self.is_connected:
-            setup_recording.run_and_record(self._make_process_groups)
+            restart_replay.run_and_record(self._make_process_groups)
 
     def _make_process_groups(self) -> None:
         if isinstance(self._own, ProcessGroupComm):
@@ -82,7 +82,7 @@ class Executor:
         self.host_copies: dict[str, HostCopies] = {}
         self.copied_units: tuple[str, ...] = ()
         self.fetched: list[OpKey] = []
-        self.host_nbytes = 0
+        self.host_copy_nbytes = 0
         self.reducing: dict[tuple[str, OpSpec], BoundOp] = {}
 
     def set_label_names(self, *, step: str | None = None, microbatch: str | None = None) -> None:
@@ -113,9 +113,9 @@ class Executor:
         if bound.gradients_to_wait_for:
             action = partial(_run_each, [*(gradient.wait for gradient in bound.gradients_to_wait_for), action])
         encodes = any(each.unit is not None and each.unit.layout.has_any_format for each in bound.bucket_members)
-        return partial(self.run_and_report_failure, action) if encodes else action
+        return partial(self.run_reporting_format_errors, action) if encodes else action
 
-    def run_and_report_failure(self, action: Action) -> None:
+    def run_reporting_format_errors(self, action: Action) -> None:
         """Run ``action``. If an encoding or decoding in it raises a FormatError, tell other ranks."""
         try:
             action()
@@ -128,7 +128,7 @@ class Executor:
         if isinstance(self._own, ProcessGroupComm):
             self._own.watch.report_failure(error, self.step_name or where)
 
-    def waited_s(self) -> float:
+    def total_waited_s(self) -> float:
         """Return the seconds for which the main thread has waited for collectives so far."""
         return self._own.watch.statuses.waited_s if isinstance(self._own, ProcessGroupComm) else 0.0
 
@@ -167,7 +167,7 @@ class Executor:
 
     def begin_state_copies(self, bound: BoundOp) -> None:
         """Begin the copies of a unit's state, and count their bytes."""
-        self.host_nbytes += self.host_copies.pop(bound.op.unit).run_copies(self.lanes, bound.key)
+        self.host_copy_nbytes += self.host_copies.pop(bound.op.unit).run_copies(self.lanes, bound.key)
 
     def end_all_reductions(self) -> None:
         """Wait for all reductions under way, and add their results to the gradients."""
@@ -321,7 +321,7 @@ def _bind_cast(executor: Executor, bound: BoundOp) -> Action:
 
     def action() -> None:
         if opens:
-            gradient.open_memory()
+            gradient.open_arena_memory()
         assert executor.incoming is not None
         gradient.cast(executor.incoming, block, is_first=first)
 
@@ -354,11 +354,11 @@ def _bind_reduce(executor: Executor, bound: BoundOp) -> Action:
             else:
                 assert block is not None
                 if each.op.opens is not None:
-                    gradient.open_memory()
+                    gradient.open_arena_memory()
                 inputs += gradient.reduction_inputs(block, into_rest=each.op.opens is not None)
         works = reduce_along(inputs, transport, label=executor.label_of_units(units, what), coalesced=coalesced)
         for _, gradient, _ in members:
-            works = gradient.keep_works(works)
+            works = gradient.take_own_works(works)
 
     return executor.action_on_lane(bound, start)
 
@@ -378,7 +378,7 @@ def _bind_accumulate(executor: Executor, bound: BoundOp) -> Action:
     def action() -> None:
         executor.reducing.pop(reduction, None)
         if opens:
-            gradient.open_memory()
+            gradient.open_arena_memory()
         if waits_late:
             gradient.defer_reduction_end(end)
         else:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 from fsharp.errors import ScheduleError
-from fsharp.functional.comm.setup_recording import setup_recording
+from fsharp.functional.comm.restart_replay import restart_replay
 from fsharp.functional.layout.sharded import Sharded, units_of
 from fsharp.stateful.runtime.compiled import BoundSchedule
 from fsharp.stateful.runtime.recorder import TraceRecorder
@@ -139,9 +139,9 @@ class ScheduledFunction:
     def __init__(self, scheduler: ScheduledEngine, fn: Callable[..., Any], name: str) -> None:
         self.scheduler, self.fn, self.name = scheduler, fn, name
         self.recorder: TraceRecorder | None = None
-        self.begin_generation()
+        self.begin_job_generation()
 
-    def begin_generation(self) -> None:
+    def begin_job_generation(self) -> None:
         """Go back to the state of a new function, without programs, schedules and calls."""
         self.programs, self.num_calls = RecordedPrograms(), 0
         self.next_called: Callable[[], ScheduledFunction | None] = lambda: None
@@ -180,7 +180,7 @@ class ScheduledFunction:
             raise ScheduleError("emitted(): there is no call, or the last call had a schedule: read `schedule` instead.")
         return self._emitted()
 
-    def number_next_call(self) -> str:
+    def name_next_call(self) -> str:
         """Count a call, and return its name for labels."""
         self.num_calls += 1
         return f"{self.name} #{self.num_calls - 1}"
@@ -209,12 +209,12 @@ class ScheduledFunction:
             ScheduleError: ``schedule`` uses memory or gradients wrongly. If it does not fit the units, the next call raises.
         """
         verify(schedule)
-        setup_recording.run_and_record(lambda: self.programs.pin_schedule(schedule))
+        restart_replay.run_and_record(lambda: self.programs.pin_schedule(schedule))
 
     def start_trace(self) -> Trace:
         """Begin to measure the steps that follow a schedule, and return the trace that collects the measurements."""
         trace = Trace()
-        self.recorder = TraceRecorder(trace, self.scheduler.device, self.scheduler.executor.waited_s)
+        self.recorder = TraceRecorder(trace, self.scheduler.device, self.scheduler.executor.total_waited_s)
         return trace
 
     def nodes_by_unit(self, args: Any) -> dict[str, Sharded]:
@@ -260,13 +260,13 @@ class FunctionRegistry:
             last.record_next_called(scheduled)
         self._last = weakref.ref(scheduled)
 
-    def begin_generation(self) -> None:
+    def begin_job_generation(self) -> None:
         """Put all functions back into the state of new functions, for a new generation of the job (after restarts of ranks)."""
         self._last = lambda: None
         for scheduled in self._alive:
-            scheduled.begin_generation()
+            scheduled.begin_job_generation()
 
-    def reset_after_error(self) -> None:
+    def unbind_all_schedules(self) -> None:
         """Unbind all schedules, and drop the recorded order of calls."""
         self._last = lambda: None
         for scheduled in self._alive:

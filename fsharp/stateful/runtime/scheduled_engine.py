@@ -19,7 +19,7 @@ from fsharp.functional.layout.runs import residual_sizes
 from fsharp.functional.layout.sharded import PlaceName, Sharded, is_sharded, map_units, resolve_place, units_of
 from fsharp.functional.loss import Loss, as_loss, check_depends_on_parameters
 from fsharp.functional.release import inner_tensors, unaliased_clone
-from fsharp.functional.sinks import SinkLedger, take_gradients, with_sinks
+from fsharp.functional.sinks import SinkLedger, take_gradient_buffers, with_sinks
 from fsharp.stateful.runtime.boundary import UnitUse, register_prehooks
 from fsharp.stateful.runtime.executor import Executor
 from fsharp.stateful.runtime.step import Step
@@ -212,7 +212,7 @@ class ScheduledEngine(Engine):
     def end_microbatch(self, units: Sequence[UnitState], params_with_sinks: Any) -> None:
         """End a microbatch after its backward. ``params_with_sinks``: its parameters, with sinks that hold their gradients."""
         found = zip(units, units_of(params_with_sinks), strict=True)
-        self.current_step().end_microbatch([(unit, take_gradients(node, self)) for unit, node in found])  # type: ignore[arg-type]
+        self.current_step().end_microbatch([(unit, take_gradient_buffers(node, self)) for unit, node in found])  # type: ignore[arg-type]
 
     def hand_out_gradients(self, units: Sequence[UnitState], params: Any, *, reduction: Literal["sum"] | None = None) -> Any:
         """Return the gradients at rest of ``params``, as nodes with this ``reduction``. ``units``: the unit of each node."""
@@ -267,7 +267,7 @@ class ScheduledEngine(Engine):
             update_gather = UpdateGather(unit, old, fresh, rank=rank, donate=donate)
             node = update_gather.node
             if update_gather.gather_inputs:  # in a new node: update_gather.node would make a cycle that keeps its memory
-                node = with_future_buffers(node, partial(self.executor.run_and_report_failure, update_gather.wait), lanes)
+                node = with_future_buffers(node, partial(self.executor.run_reporting_format_errors, update_gather.wait), lanes)
             if not donate:
                 unit.drop_references()
             self.record_replaced(old, unit, node)

@@ -13,8 +13,8 @@ from fsharp.errors import CommError, ScheduleError
 from fsharp.functional.comm.agree import agree, all_gather_fixed_size
 from fsharp.functional.comm.process_group import ProcessGroupComm
 from fsharp.functional.comm.protocol import Comm, CountingComm, DelegatingComm, LabelPrefixComm, innermost_comm
+from fsharp.functional.comm.restart_replay import restart_replay
 from fsharp.functional.comm.settings_digests import SettingsHistory
-from fsharp.functional.comm.setup_recording import setup_recording
 from fsharp.functional.comm.tree_names import TreeNameCounters, tree_name_counters_of
 from fsharp.functional.layout.sharded import Sharded
 from fsharp.stateful.runtime.arena import Arena
@@ -96,19 +96,19 @@ class Scheduler(DelegatingComm, ScheduledEngine):
             )
         self._functions, self._history = FunctionRegistry(), SettingsHistory()
         self._closed: str | None = None
-        setup_recording.record_for_replay(lambda: self.close_after_error(CommError("a rank was restarted")))
-        self._make_executor(lanes_for(comm.device))
-        setup_recording.record_for_replay(partial(self._begin_generation, self.own, self.executor))
+        restart_replay.record_for_replay(lambda: self.close_after_error(CommError("a rank was restarted")))
+        self._renew_executor(lanes_for(comm.device))
+        restart_replay.record_for_replay(partial(self._begin_job_generation, self.own, self.executor))
 
-    def _begin_generation(self, own: Comm, executor: Executor) -> None:
+    def _begin_job_generation(self, own: Comm, executor: Executor) -> None:
         """Drop all schedules and steps for a new generation of the job, and use ``own`` and ``executor`` of the constructor."""
         self._closed, self._history = None, SettingsHistory()
         self.own, self.executor = own, executor
-        executor.begin_generation()
-        self._functions.begin_generation()
+        executor.begin_job_generation()
+        self._functions.begin_job_generation()
         self._reset_units()
 
-    def _make_executor(self, lanes: Lanes) -> None:
+    def _renew_executor(self, lanes: Lanes) -> None:
         self.own = _with_own_numbering(self.comm)
         separate_groups = bool(self.policy.separate_groups)
         transport = _transport_over(self.own, separate_groups=separate_groups)
@@ -126,8 +126,8 @@ class Scheduler(DelegatingComm, ScheduledEngine):
         """Open the scheduler again on all ranks after an error, with new process groups and the same schedules."""
         if self._closed is not None:
             self._closed = None
-            self._make_executor(self.lanes)
-            self._functions.reset_after_error()
+            self._renew_executor(self.lanes)
+            self._functions.unbind_all_schedules()
 
     def set_lanes(self, lanes: Lanes) -> None:
         """Run all later ops on these lanes."""
@@ -208,7 +208,7 @@ class Scheduler(DelegatingComm, ScheduledEngine):
         with self.closing_on_error():
             self._check_open_on_this_rank()
             self._history.begin_step()
-            title = f"{scheduled.number_next_call()} after {self.num_updates} updates"
+            title = f"{scheduled.name_next_call()} after {self.num_updates} updates"
             self.executor.begin_step(f"{title}{self._history_suffix}")
             self.registry.begin_step()
             for key, node in scheduled.nodes_by_unit(inputs).items():
@@ -293,7 +293,7 @@ class Scheduler(DelegatingComm, ScheduledEngine):
         for unit in self.units.values():
             if unit.gradient is not None:
                 unit.gradient.copy_out_held_tensors()
-        if step.has_no_collectives:  # one rank alone may run a local step, so no later label may depend on the step
+        if step.used_no_collectives:  # one rank alone may run a local step, so no later label may depend on the step
             self._history.undo_begin_step()
             scheduled.record_call("local", "nothing was gathered, reduced or updated, so there is nothing to schedule")
             return

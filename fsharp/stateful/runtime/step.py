@@ -55,7 +55,7 @@ class Step:
         self.num_microbatches, self.is_over = 0, False
 
     @property
-    def has_no_collectives(self) -> bool:
+    def used_no_collectives(self) -> bool:
         """Whether this step has used no collective: it has only forwards of units that rest in full."""
         kinds = {event.kind for event in self.events} <= {"forward", "forward_end"}
         return kinds and not any(self.units[event.unit].axes for event in self.events)
@@ -102,7 +102,7 @@ class Step:
         assert self.schedule is not None
         after = f"the end after {self.events[-1]}" if self.events else "an end"
         self.executor.end_all_reductions()
-        self.schedule.leave_arena(self.uses.is_buffer_in_use)
+        self.schedule.release_idle_buffers(self.uses.is_buffer_in_use)
         left_at = after if event is None else str(event)
         self.eager = EagerOps(self.executor, is_in_use=self.uses.is_buffer_in_use, left_schedule=self.schedule, left_at=left_at)
         return self.eager
@@ -242,7 +242,7 @@ class Step:
     def begin_backward_pass(self, *, is_last: bool) -> None:
         """Begin a backward pass. ``is_last``: whether gradients are reduced to the optimizer's shards after this pass."""
         number = self.num_microbatches
-        if not is_last and self.schedule is not None and number in self.schedule.microbatches_before_reduce:
+        if not is_last and self.schedule is not None and number in self.schedule.reducing_microbatches:
             self.leave_schedule()  # the schedule would reduce gradients for the optimizer in this pass
         self.executor.set_label_names(microbatch=f"microbatch {number}, the last" if is_last else f"microbatch {number}")
 

@@ -174,7 +174,7 @@ class GradientOps:
                 self._emit_final_reduction_if_ready(op.unit, op.at)
 
 
-def microbatches_before_reduce(events: Sequence[Event]) -> set[int]:
+def reducing_microbatches(events: Sequence[Event]) -> set[int]:
     """Return the numbers of microbatches at whose end gradients are reduced to the optimizer's shards (a ``reduce`` event)."""
     number, result = 0, set()
     for event in events:

@@ -129,7 +129,7 @@ class Schedule:
         return Counter(call for issued in bucketed_ops(self.ops) for call in collectives_of_bucket(issued, facts))
 
     @property
-    def host_nbytes(self) -> int:
+    def host_copy_nbytes(self) -> int:
         """Bytes that one rank copies from and to host memory in a step."""
         facts = self.program.facts
         return sum(facts[op.unit].host for op in self.ops if op.spec.cost == "copy")
@@ -236,10 +236,10 @@ def collectives_of_bucket(issued: Sequence[Op], facts: Mapping[str, UnitFacts]) 
     calls = [call for op in issued for call in op.spec.collectives(facts[op.unit])]
     if len(issued) == 1:
         return tuple(calls)
-    return tuple(Call(*link, nbytes) for link, nbytes in sent_nbytes_by_axis(calls).items())
+    return tuple(Call(*link, nbytes) for link, nbytes in sent_nbytes_by_op_and_axis(calls).items())
 
 
-def sent_nbytes_by_axis(calls: Iterable[Call]) -> Counter[tuple[str, str]]:
+def sent_nbytes_by_op_and_axis(calls: Iterable[Call]) -> Counter[tuple[str, str]]:
     """Return the bytes that collectives send, by kind of collective and mesh axis."""
     sent: Counter[tuple[str, str]] = Counter()
     for call in calls:

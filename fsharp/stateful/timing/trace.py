@@ -74,7 +74,7 @@ class Trace:
             raise ScheduleError(f"Trace.timeline(): step is {step}, and {len(steps)} steps have ended.")
         (start, stop), rows = steps[step]
         check_rows("Trace.timeline()", schedule, rows)
-        spans = (span._replace(start_s=span.start_s - start, stop_s=span.stop_s - start) for span in self_times(rows))
+        spans = (span._replace(start_s=span.start_s - start, stop_s=span.stop_s - start) for span in self_spans(rows))
         return Timeline(schedule, tuple(sorted(spans, key=lambda span: (span.start_s, span.op))), stop - start)
 
     def compute_times(self) -> dict[str, tuple[float, float]]:
@@ -83,7 +83,7 @@ class Trace:
         computing = kinds_where(lambda spec: spec.cost == "compute")
         for _, rows in self.ended_steps():
             own: dict[int, list[TimeSpan]] = {}
-            for span in self_times(rows):
+            for span in self_spans(rows):
                 if span.kind in computing:
                     own.setdefault(span.op, []).append(span)
             for spans in own.values():
@@ -93,7 +93,7 @@ class Trace:
     def update_time(self) -> float:
         """Return the median seconds of the optimizer step, without waits, for ``Hardware(update_s=...)``; 0 without updates."""
         updates = kinds_where(lambda spec: spec.cost == "update")
-        return median(sum(span.seconds for span in self_times(rows) if span.kind in updates) for _, rows in self.ended_steps())
+        return median(sum(span.seconds for span in self_spans(rows) if span.kind in updates) for _, rows in self.ended_steps())
 
     @api_boundary
     def ended_steps(self) -> list[tuple[tuple[float, float], list[TraceRow]]]:
@@ -139,7 +139,7 @@ def check_rows(where: str, schedule: Schedule, rows: Iterable[TraceRow]) -> None
             )
 
 
-def self_times(rows: Iterable[TraceRow]) -> list[TimeSpan]:
+def self_spans(rows: Iterable[TraceRow]) -> list[TimeSpan]:
     """Return the spans of measured rows. On the compute stream nested spans are cut out of the span around them."""
     every = [TimeSpan._make(row[:7]) for row in rows]
     result = [span for span in every if span.stream != "compute"]

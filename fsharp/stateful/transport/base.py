@@ -263,7 +263,7 @@ class ProcessGroups:
                 for kind in get_args(GroupKind) if size > 1 else ():
                     self(kind, axis)
 
-    def begin_generation(self) -> None:
+    def begin_job_generation(self) -> None:
         """Drop the groups of the last generation of the job, which have ended."""
         self._made.clear()
 

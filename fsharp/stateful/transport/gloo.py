@@ -55,7 +55,7 @@ class GlooTransport(Transport):
             if x.data_ptr() != row[mine].data_ptr():
                 row[mine].copy_(x)
         return self._exchange_parts(
-            "gather", [[row[mine]] * n for row in rows], rows, mine, self._begin_collective(label, "all_gather", xs, axis)
+            "gather", [[row[mine]] * n for row in rows], rows, mine, self._begin_messages(label, "all_gather", xs, axis)
         )
 
     def reduce_scatter_each(self, summands: Sequence[Summand], axis: str, dtype: torch.dtype, label: str) -> list[Work]:
@@ -65,17 +65,17 @@ class GlooTransport(Transport):
         for each, row in zip(summands, rows, strict=True):
             out = row[mine] if each.out is None else each.out
             outs.append(out if each.out is not None or out.dtype == dtype else torch.empty_like(out, dtype=dtype))
-        messages = self._begin_collective(label, "reduce_scatter", [each.x for each in summands], axis)
+        messages = self._begin_messages(label, "reduce_scatter", [each.x for each in summands], axis)
         work = self._exchange_and_sum_parts(rows, outs, mine, summands, messages)
         return [Work(work.wait, out) for out in outs]
 
     def all_reduce_each(self, summands: Sequence[Summand], axis: str, label: str) -> list[Work]:
         """Sum this rank's part of each buffer over ranks, then gather the sums of all parts. Parts may differ by 1 element."""
         xs, outs = [each.x for each in summands], [each.required_out for each in summands]
-        first = self._begin_collective(label, "all_reduce", xs, axis)
+        first = self._begin_messages(label, "all_reduce", xs, axis)
         n, mine = self._size_and_coord(axis)
         parts, results = ([x.tensor_split(n) for x in each] for each in (xs, outs))
-        second = self._begin_collective(label, "all_gather of sums", xs, axis)  # here, as all ranks begin calls in one order
+        second = self._begin_messages(label, "all_gather of sums", xs, axis)  # here, as all ranks begin calls in one order
         sums = CollectiveOutcome(second.call)
         share = partial(self._exchange_parts, "share", [[row[mine]] * n for row in results], results, mine, second, sums)
         summed = self._exchange_and_sum_parts(parts, [row[mine] for row in results], mine, summands, first, share, sums)
@@ -86,9 +86,9 @@ class GlooTransport(Transport):
         n, mine = self._size_and_coord(axis)
         parts, results = list(x.view(n, -1)), list(out.view(n, -1))
         results[mine].copy_(parts[mine])
-        return self._exchange_parts("reduce", [parts], [results], mine, self._begin_collective(label, "all_to_all", [x], axis))
+        return self._exchange_parts("reduce", [parts], [results], mine, self._begin_messages(label, "all_to_all", [x], axis))
 
-    def _begin_collective(self, label: str, op: str, xs: Sequence[torch.Tensor], axis: str) -> PointToPoint:
+    def _begin_messages(self, label: str, op: str, xs: Sequence[torch.Tensor], axis: str) -> PointToPoint:
         """Begin a collective of ``xs``. Return its sends and receives. If a rank waits for another, both compare ``label``."""
         sizes = "+".join([str(len(x)) for x in xs])
         call = self.comm.watch.begin_call(f"{label}: {op} along {axis} of {sizes} {dtype_name(xs[0].dtype)}")

@@ -87,7 +87,7 @@ class ReductionChain:
         return wire.store_summand(padded, part, carried.residual, facts, carried.noise).view(n, -1)
 
 
-def coded_nbytes(chains: Iterable[ReductionChain]) -> tuple[int, int, int]:
+def encode_recode_decode_nbytes(chains: Iterable[ReductionChain]) -> tuple[int, int, int]:
     """Return the bytes that chains encode before their first collective, recode between two, and decode after their last."""
     found = [0, 0, 0]
     for chain in chains:

@@ -112,7 +112,7 @@ class FullUnit:
                 )
             else:
                 planes = [unit.gathered_part(g, gathered[g]).view(form.planes[0].dtype)]
-            for path, part in unit.whole_leaves(g, planes, unit.scales_in(g, gathered[g])).items():
+            for path, part in unit.whole_leaf_parts(g, planes, unit.scales_in(g, gathered[g])).items():
                 classed[self.leaf_table.position_by_path[path]] = cls, part
         self.has_classes = bool(classed)
         self._classed = {position: classed[position] for position in sorted(classed)}
@@ -168,7 +168,7 @@ class FullUnit:
         path = paths.get(tensor.data_ptr(), self.leaf_table.unit.name)
         self._handed_out.append(HandedOutLeaf(tensor, path, None, self.storage.data_ptr()))
 
-    def has_handed_out(self, tensor: torch.Tensor) -> bool:
+    def has_handed_out_classed(self, tensor: torch.Tensor) -> bool:
         """Return whether ``tensor`` is a leaf with a tensor class of its own that was handed out, or an alias of one."""
         return self.has_classes and any(each.owns_memory_of(tensor) for each in self._handed_out)
 
@@ -248,12 +248,12 @@ def sizes_nbytes(sizes: FlatSizes) -> int:
 def full_sizes(unit: UnitLayout) -> list[tuple[int, torch.dtype]]:
     """Return ``(number of elements, dtype)`` of each group's full buffer, from which functions read parameters."""
     return [
-        (group.size, group.dtypes.compute) if i not in unit.tensor_classes else (encoded_nbytes(unit, i), torch.uint8)
+        (group.size, group.dtypes.compute) if i not in unit.tensor_classes else (plane_copy_nbytes(unit, i), torch.uint8)
         for i, group in enumerate(unit.groups)
     ]
 
 
-def encoded_nbytes(unit: UnitLayout, group: int) -> int:
+def plane_copy_nbytes(unit: UnitLayout, group: int) -> int:
     """Return the bytes of copies of a group's planes (encoded data) for functions; 0 if these read the gathered buffer."""
     form, size, capacity = (of := unit.groups[group]).dtypes.stored_format, of.size, of.capacity
     nbytes = form.plane_nbytes(size)

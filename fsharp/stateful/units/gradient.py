@@ -74,12 +74,12 @@ class UnitGradient:
         )
         self.phase = phase
 
-    def close_memory(self) -> None:
-        """Let the next gradient rest outside of the arena until :meth:`open_memory`."""
+    def close_arena_memory(self) -> None:
+        """Let the next gradient rest outside of the arena until :meth:`open_arena_memory`."""
         self._is_open = False
 
     def begin(self, arena_rest: RestingGradient | None, *, sum_in_place: bool) -> None:
-        """Wait for reductions of the old gradient. Begin a new one, which rests in ``arena_rest`` after :meth:`open_memory`.
+        """Wait for reductions of the old gradient. Begin a new one, in ``arena_rest`` after :meth:`open_arena_memory`.
 
         ``sum_in_place``: whether the final sum may overwrite the gradient at rest, as nobody will read this gradient any more.
         """
@@ -99,7 +99,7 @@ class UnitGradient:
         self._earlier_sums.clear()
         self._works.clear()
 
-    def open_memory(self) -> None:
+    def open_arena_memory(self) -> None:
         """Let the gradient rest in the arena from now on in this step, where the schedule has memory for it."""
         assert not self.num_added, f"{self.route.unit.name}: a gradient is at rest before its memory is opened"
         if self._arena_rest is not None:
@@ -228,7 +228,7 @@ class UnitGradient:
             inputs.append(ChainInput(chain, block.sent[i], out, block.scratch[i], self._residuals_of(chain.group), encoded[i]))
         return inputs
 
-    def keep_works(self, works: list[Work]) -> list[Work]:
+    def take_own_works(self, works: list[Work]) -> list[Work]:
         """Keep the first Works in ``works``, one for each group of this gradient. Return the rest, for other units."""
         count = len(self.route.chains)
         self._works += works[:count]

@@ -16,7 +16,7 @@ from fsharp.functional.layout.unit_layout import UnitLayout
 from fsharp.functional.traffic import calls_to_gather_buffer
 from fsharp.stateful.schedule.program import UnitFacts
 from fsharp.stateful.transport.base import Transport
-from fsharp.stateful.units.axis_chain import coded_nbytes
+from fsharp.stateful.units.axis_chain import encode_recode_decode_nbytes
 from fsharp.stateful.units.full import FullUnit, encoded_full_sizes, full_nbytes, full_sizes, leaf_table
 from fsharp.stateful.units.gradient import UnitGradient
 from fsharp.stateful.units.resting import RestingGradient
@@ -32,7 +32,7 @@ class UnitState:
         update_axes: axes along which updated parameters are gathered to where they rest.
         node: the unit's parameters in this step; None before their first use.
         tree_label: name of the tree of ``node``, with which labels of gathers begin; None before the first gather.
-        host_nbytes: bytes of the unit's state that the last update of this step has copied to host memory.
+        host_copy_nbytes: bytes of the unit's state that the last update of this step has copied to host memory.
     """
 
     def __init__(self, key: str, layout: UnitLayout, *, trivial: bool) -> None:
@@ -43,7 +43,7 @@ class UnitState:
         self.update_axes = self._communicating_axes(layout.update_axes)
         self.node: Sharded | None = None
         self.gradient: UnitGradient | None = None
-        self.host_nbytes = 0
+        self.host_copy_nbytes = 0
         self.tree_label: str | None = None
         self._at_rest: tuple[Any, FullUnit] | None = None
 
@@ -71,7 +71,7 @@ class UnitState:
             trainable=False,
             gather=tuple(chain(*gathers)),
             update_gather=tuple(chain(*updates)),
-            host=self.host_nbytes,
+            host=self.host_copy_nbytes,
             wire=" ".join(dtypes.pop().names) if len(dtypes) == 1 else None,
             decoded=sum(numel * dtype.itemsize for numel, dtype in encoded_full_sizes(layout)) if self.axes else 0,
             update_coded=sum(differences) * math.prod(map(layout.mesh.axis_size, self.update_axes)),
@@ -79,8 +79,8 @@ class UnitState:
         if not trained or self.gradient is None:
             return facts
         route = self.gradient.route
-        encoded, recoded, decoded = coded_nbytes(route.chains)
-        final_encoded, final_recoded, final_decoded = coded_nbytes(route.final_chains)
+        encoded, recoded, decoded = encode_recode_decode_nbytes(route.chains)
+        final_encoded, final_recoded, final_decoded = encode_recode_decode_nbytes(route.final_chains)
         return replace(
             facts,
             outgoing=route.outgoing_block_nbytes(several_uses=several_uses, several_microbatches=several_microbatches),
@@ -138,9 +138,9 @@ class UnitState:
     def begin_step(self) -> None:
         """Begin a step, without a node yet."""
         self.bind_node(None)
-        self.host_nbytes = 0
+        self.host_copy_nbytes = 0
         if self.gradient is not None:
-            self.gradient.close_memory()
+            self.gradient.close_arena_memory()
 
     def begin_gradient(self, transport: Transport, arena_rest: RestingGradient | None, *, sum_in_place: bool) -> None:
         """Begin a new gradient, if the unit is trained: see :meth:`UnitGradient.begin`."""
@@ -153,7 +153,7 @@ class UnitState:
 
     def set_offloaded_nbytes(self, nbytes: int) -> None:
         """Set how many bytes of the unit's state an update copies to host memory."""
-        self.host_nbytes = nbytes
+        self.host_copy_nbytes = nbytes
 
     def drop_references(self) -> None:
         """Drop the references to the node, and to tensors of parameters at rest."""

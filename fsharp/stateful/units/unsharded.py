@@ -149,7 +149,7 @@ class UnshardedBuffer:
             self._leaves_without_memory = self.full.take_memory_from_leaves()
             storage = StorageWeakRef(self.memory.untyped_storage())
             self.memory, self.full, self._outs = None, None, []
-            self.was_held = not _is_unreferenced(storage)
+            self.was_held = not _is_freed_soon(storage)
         else:
             self.full.set_version(RELEASED_VERSION)
             if self._poison:
@@ -163,7 +163,7 @@ class UnshardedBuffer:
             self.full.set_version(RELEASED_VERSION)
 
 
-def _is_unreferenced(storage: StorageWeakRef) -> bool:
+def _is_freed_soon(storage: StorageWeakRef) -> bool:
     """Return whether no reference to a storage is left. A thread that ends a collective has 5 ms to drop its reference."""
     for _ in range(5):
         if storage.expired():

@@ -78,7 +78,7 @@ class MemoryCheck(ScheduleCheck):
     def check_op(self, i: int, op: Op, spec: OpSpec) -> None:
         """Record the owner and the readers of each byte of the arena. Raise an error if two owners overlap in time."""
         self._check_reads(i, op, spec)
-        self._check_memory(i, op, spec)
+        self._check_buffer_use(i, op, spec)
         self._check_opens(i, op, spec)
 
     def _set_owner(self, i: int, key: BufferKey, memory: Memory | None) -> None:
@@ -109,7 +109,7 @@ class MemoryCheck(ScheduleCheck):
             self.check_is_before(self.changed[key], i, f"may read the {description} before the end of")
             self.readers.setdefault(key, []).append(i)
 
-    def _check_memory(self, i: int, op: Op, spec: OpSpec) -> None:
+    def _check_buffer_use(self, i: int, op: Op, spec: OpSpec) -> None:
         if op.memory is None:
             return
         fills, key = spec.fills == spec.memory_buffer_kind, (spec.memory_buffer_kind, op.unit)
@@ -160,7 +160,7 @@ class PolicyLimitsCheck(ScheduleCheck):
         self.num_events = 0  # events so far
         self.under_way: dict[str, dict[str, str]] = {OUTGOING: {}, FINISHING: {}}  # by unit, the group of its reduction
 
-    def _count_uses_until(self, at: int) -> None:
+    def _update_use_counts(self, at: int) -> None:
         for i, event in enumerate(self.events[self.num_events : at + 1], self.num_events):
             change = (event.kind in ("forward", "backward")) - (event.kind in ("forward_end", "backward_end"))
             self.in_use[event.unit] += change
@@ -172,7 +172,7 @@ class PolicyLimitsCheck(ScheduleCheck):
     def check_op(self, i: int, op: Op, spec: OpSpec) -> None:
         """Count resident units and reductions under way after the op. Raise an error if they exceed a limit."""
         if spec.fills == PARAMS:
-            self._count_uses_until(op.at)
+            self._update_use_counts(op.at)
             self.group_of[op.unit] = _bucket_name(op)
             if op.bucket in {each.bucket for each in self.order.ops[i + 1 : i + 2] if each.kind == op.kind} - {-1}:
                 return  # a bucket counts once all of its units are gathered, as any of them may be in use

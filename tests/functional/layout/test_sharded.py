@@ -6,7 +6,7 @@ from torch.utils import _pytree as torch_pytree
 
 import fsharp as fs
 from fsharp.errors import TreeError
-from fsharp.functional.layout.plan import find_ties
+from fsharp.functional.layout.plan import find_tie_owners
 from fsharp.functional.tree.paths import flatten_with_paths
 from fsharp.testing.generate import cases, precisions, trees
 
@@ -43,7 +43,7 @@ def test_unshard_is_the_inverse_of_shard_for_bit_for_bit(case, place):
     full = fs.unshard(shards)
     assert_same_trees(full, case.tree)
     leaves = optree.tree_leaves(full)
-    ties = find_ties(flatten_with_paths(case.tree)[0], optree.tree_leaves(case.tree))
+    ties = find_tie_owners(flatten_with_paths(case.tree)[0], optree.tree_leaves(case.tree))
     by_path = dict(zip(flatten_with_paths(full)[0], leaves, strict=True))
     assert all(by_path[path].data_ptr() == by_path[owner].data_ptr() for path, owner in ties.items()), "ties stay ties"
 

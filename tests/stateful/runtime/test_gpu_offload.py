@@ -33,7 +33,7 @@ def test_the_same_bits_from_pinned_memory(comm, strategy, precision, donate):
     assert scheduled.num_unscheduled_calls == 1
     assert all(b.device.type == "cpu" and b.is_pinned() for b in held(ours))
     assert "host" in scheduler.lanes.streams
-    assert scheduler.executor.host_nbytes == scheduled.schedule.host_nbytes == 2 * tree_nbytes(held(ours))
+    assert scheduler.executor.host_copy_nbytes == scheduled.schedule.host_copy_nbytes == 2 * tree_nbytes(held(ours))
     for a, b in zip(optree.tree_leaves(ours), optree.tree_leaves(theirs), strict=True):
         assert a == b if isinstance(a, int) else torch.equal(a.cpu(), b.cpu())
     full = fs.gather(ours.main, comm=comm)
@@ -82,7 +82,7 @@ def test_forward_and_backward_have_the_bytes_that_are_on_the_host(comm):
         for batch in batches(5):
             state = scheduled(state, batch)
         assert scheduled.num_unscheduled_calls == 1
-        return peaks[-1] - before, held(state), scheduled.schedule.host_nbytes // 2
+        return peaks[-1] - before, held(state), scheduled.schedule.host_copy_nbytes // 2
 
     plain, on_device, _ = peak(offload=False)
     num = len(on_device)

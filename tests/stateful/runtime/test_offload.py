@@ -13,7 +13,7 @@ import torch
 import fsharp as fs
 from fsharp.errors import ScheduleError
 from fsharp.functional.layout.sharded import tree_nbytes
-from fsharp.functional.moves import tree_to_device
+from fsharp.functional.moves import host_buffers_to_device
 from fsharp.stateful.runtime.graphs import _check_capturable
 from fsharp.stateful.transport.streams import Lanes
 from fsharp.stateful.units.host import OffloadedBuffers, StateOffload
@@ -81,7 +81,7 @@ def test_functions_have_the_same_bits(strategy, rule, precision, donate):
     for expected, found in both(strategy, precision, rule, donate):
         assert_same_training(found, expected)
         assert found.num_unscheduled_calls == 1
-        assert found.schedule.host_nbytes > 0
+        assert found.schedule.host_copy_nbytes > 0
 
 
 @pytest.mark.parametrize(("strategy", "precision", "rule"), [("zero1", "bf16", "muon"), ("zero3", "fp32", "chain")])
@@ -160,7 +160,7 @@ def steps(
     seen = Seen([], [], [], None)
     for batch in my_batches(comm, 4):
         state, _ = call(between(state), batch)
-        seen.copied.append(scheduler.executor.host_nbytes)
+        seen.copied.append(scheduler.executor.host_copy_nbytes)
         seen.states.append(state)
         seen.addresses.append([b.data_ptr() for node in held(state) for b in node.buffers if b.numel()])
     return seen._replace(schedule=call.schedule)
@@ -176,7 +176,7 @@ def test_bytes_copied_are_those_planned(comm, strategy, precision):
     copied, states, _, schedule = steps(comm, strategy, precision)
     nbytes = tree_nbytes([node.buffers for node in held(states[-1])])
     assert copied == [nbytes, 2 * nbytes, 2 * nbytes, 2 * nbytes], "the first step finds its state on the device"
-    assert schedule.host_nbytes == 2 * nbytes
+    assert schedule.host_copy_nbytes == 2 * nbytes
     assert sum(facts.host for facts in schedule.program.units) == nbytes
     assert all(isinstance(node.lazy, OffloadedBuffers) for node in held(states[-1]) if any(map(len, node.buffers)))
     assert not any(isinstance(node.lazy, OffloadedBuffers) for node in fs.layouts.units_of(states[-1].params))
@@ -198,7 +198,7 @@ def test_state_that_comes_on_the_device_is_right_in_a_planned_step(comm):
     plain, again = steps(comm, "zero2"), steps(comm, "zero2", between=restored)
     assert_same(optree.tree_leaves(again.states[-1]), optree.tree_leaves(plain.states[-1]))
     assert len(set(again.copied)) == 1, "down alone"
-    assert again.schedule.host_nbytes == 2 * again.copied[0]
+    assert again.schedule.host_copy_nbytes == 2 * again.copied[0]
 
 
 @on_ranks(DP)
@@ -218,7 +218,7 @@ def test_a_state_of_other_size_leaves_the_schedule_and_is_planned_for(comm):
     found = train(comm, "zero3", {"offload": True}, tx=tx, steps=6)
     assert_same_training(found, expected)
     assert found.num_unscheduled_calls <= 3
-    assert found.schedule.host_nbytes > 0
+    assert found.schedule.host_copy_nbytes > 0
 
 
 @on_ranks(DP)
@@ -237,7 +237,7 @@ def test_tensors_that_occur_twice_are_copied_once_and_stay_one(comm):
     seen = steps(comm, "zero3", "fp32", tx=tx)
     for a, b in zip(*(fs.layouts.units_of(seen.states[-1].opt[key]) for key in "ab"), strict=True):
         assert [x.data_ptr() for x in a.buffers] == [x.data_ptr() for x in b.buffers]
-    assert seen.schedule.host_nbytes == 2 * tree_nbytes(seen.states[-1].opt["a"])
+    assert seen.schedule.host_copy_nbytes == 2 * tree_nbytes(seen.states[-1].opt["a"])
 
 
 @pytest.mark.parametrize("kept", ["params", "grads"])
@@ -256,7 +256,7 @@ def test_state_that_is_parameters_or_gradients_stays_with_them(comm, kept):
     expected, found = (train(comm, "zero3", p, tx=tx, donate=False, steps=6) for p in (None, {"offload": True}))
     assert_same_training(found, expected)
     assert found.num_unscheduled_calls <= 2, "the state to start from is another's"
-    assert found.schedule.host_nbytes == 0
+    assert found.schedule.host_copy_nbytes == 0
 
 
 @on_ranks(DP)
@@ -265,7 +265,7 @@ def test_what_is_not_sharded_and_what_has_no_state_stays(comm):
     call = fs.Scheduler(comm, offload=True)(fs.train_step(loss_fn, fs.optim.sgd(0.1)))
     for batch in my_batches(comm, 3):
         state, _ = call(state, batch)
-    assert call.schedule.host_nbytes == 0
+    assert call.schedule.host_copy_nbytes == 0
     assert not any(op.stream == "host" for op in call.schedule.ops)
     assert state.opt.count == 3
 
@@ -317,8 +317,8 @@ def test_two_updates_in_a_step_each_move_their_own(comm):
     found = run(scheduled)
     assert_same(optree.tree_leaves(found), optree.tree_leaves(run(lambda *a: step(*a, comm))))
     assert scheduled.num_unscheduled_calls == 1
-    assert scheduler.executor.host_nbytes == scheduled.schedule.host_nbytes
-    assert scheduled.schedule.host_nbytes == 2 * sum(tree_nbytes([n.buffers for n in held(s)]) for s in found)
+    assert scheduler.executor.host_copy_nbytes == scheduled.schedule.host_copy_nbytes
+    assert scheduled.schedule.host_copy_nbytes == 2 * sum(tree_nbytes([n.buffers for n in held(s)]) for s in found)
 
 
 def test_host_memory_comes_to_the_device_where_it_is_used():
@@ -326,9 +326,9 @@ def test_host_memory_comes_to_the_device_where_it_is_used():
     meta = torch.device("meta")
     unit = fs.plan({"w": torch.zeros(8)}, fs.Mesh({"dp": 1}), fs.ddp("dp")).units[0]
     host, there = (fs.Sharded([torch.zeros(8, device=device)], unit, unit.strategy.optim) for device in ("cpu", meta))
-    first, second, count = tree_to_device((host, there, 3), meta)
+    first, second, count = host_buffers_to_device((host, there, 3), meta)
     assert (first.buffers[0].device, second, count) == (meta, there, 3)
-    assert tree_to_device(host, torch.device("cpu")) is host
+    assert host_buffers_to_device(host, torch.device("cpu")) is host
     assert fs.gather(host, comm=fs.SingleComm(device=meta)).buffers[0].device == meta
 
 

@@ -22,7 +22,7 @@ def option_error(key: str) -> TreeError:
     )
 
 
-def parameter_ids(groups: Iterable[Mapping[str, Any]]) -> list[list[int]]:
+def ids_by_group(groups: Iterable[Mapping[str, Any]]) -> list[list[int]]:
     """Return the ``id`` of each parameter, a list for each group."""
     return [list(map(id, group["params"])) for group in groups]
 

@@ -25,7 +25,7 @@ from fsharp.functional.optim.wrappers import without_updates
 from fsharp.functional.state import MadeBy
 from fsharp.stateful.modules.optim.averaged import using_averaged_parameters
 from fsharp.stateful.modules.optim.flat_slices import FlatSlice, cut_by_labels, join_state, state_join_key, state_of_leaf
-from fsharp.stateful.modules.optim.groups import GroupWithoutOptions, group_texts, option_error, options_text, parameter_ids
+from fsharp.stateful.modules.optim.groups import GroupWithoutOptions, group_texts, ids_by_group, option_error, options_text
 from fsharp.stateful.modules.optim.probe import UpdateScope, fresh_state, probe_update_scope
 from fsharp.stateful.modules.optim.states import (
     StateByParameter,
@@ -37,7 +37,7 @@ from fsharp.stateful.modules.optim.states import (
 )
 from fsharp.stateful.modules.parameter import ShardedParameter, ShardedTensor
 from fsharp.stateful.modules.session import Session
-from fsharp.stateful.modules.state_dict import SAME_VALUES_REMEDY, check_no_dtensors, replace_parts_by_whole, scatter_from_rank
+from fsharp.stateful.modules.state_dict import SAME_VALUES_REMEDY, check_no_dtensors, make_parts_whole_, scatter_from_rank
 from fsharp.torch_compile import uncompiled
 from fsharp.tracebacks import api_boundary, api_context
 from fsharp.type_checks import options_checked
@@ -115,7 +115,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             state = self._tx.init(self.session.state.main_parameters(), comm=self.session.reopened_scheduler)
             made_by = MadeBy(self._tx.name)  # as in later states, so that their checkpoints load into this state
             self.session.state.train_state = self.session.state.train_state._replace(opt=state, made_by=made_by)
-        self._parameter_ids = parameter_ids(self.param_groups)
+        self._parameter_ids = ids_by_group(self.param_groups)
         self._is_made = True
 
     def _make_inner_from_class(
@@ -154,7 +154,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         for scope, mine in zip(found, trained, strict=True):
             parts, what = [p for p in mine if p.is_cut], "whole parameters or their shapes, and ranks hold parts of"
             if UpdateScope.EVERYTHING in found:
-                scope, parts = UpdateScope.EVERYTHING, [p for p in mine if not p.is_whole or p.place.varying_axes]
+                scope, parts = UpdateScope.EVERYTHING, [p for p in mine if not p.is_whole_on_every_rank or p.place.varying_axes]
                 what = "several parameters at once, or draws random numbers, and other ranks hold parts of"
             elif scope is UpdateScope.ELEMENT and not parts and not optimizer.__module__.startswith("torch."):
                 scope = UpdateScope.PARAMETER  # the class may look at more than one element, at sizes that were not tried
@@ -210,7 +210,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         tx = self._tx or Transform(lambda params: None, self._update_by_inner, {}, self._update_by_inner)  # not kept: a cycle
-        if parameter_ids(self.param_groups) != self._parameter_ids:
+        if ids_by_group(self.param_groups) != self._parameter_ids:
             raise TreeError("step(): param_groups cannot change: pass all groups to ShardedOptimizer(), with all parameters.")
         if self._tx is not None and (unread := sorted(self.param_groups[0].keys() - {"params"})):
             raise option_error(unread[0])
@@ -341,7 +341,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         if self.inner is not None:
             # Copied for each leaf: leaves of a slice share the tensor "step", which torch would increment once for each leaf.
             mine = {path: copy.deepcopy(state) for path, state in self._states_by_path().items()}
-            states = fill_in_missing_states(mine, self._parameters_with_state(), self.session.reopened_scheduler)
+            states = fill_in_missing_states(mine, self._trained_by_path(), self.session.reopened_scheduler)
             return {"state": states, "param_groups": self._groups_with_paths()}
         for node in units_of(self.session.state.train_state.opt):
             node.rank = self.session.scheduler.rank
@@ -361,14 +361,14 @@ class ShardedOptimizer(torch.optim.Optimizer):
         check_no_dtensors("state_template()", self.session)
         if self.inner is None:
             return self.state_dict()
-        chosen = [path for path in self._parameters_with_state() if is_saved(f"state.{path}")]
+        chosen = [path for path in self._trained_by_path() if is_saved(f"state.{path}")]
         states = {path: self._fresh_state(path, self.param_groups) for path in chosen}
         return {"state": states, "param_groups": self._groups_with_paths()}
 
     def _groups_with_paths(self) -> list[dict[str, Any]]:
         return [{**group, "params": [p.path for p in group["params"]]} for group in self.param_groups]
 
-    def _parameters_with_state(self) -> dict[str, ShardedTensor]:
+    def _trained_by_path(self) -> dict[str, ShardedTensor]:
         """Return, by path, this optimizer's parameters that may have state: trained ones with at least one element."""
         mine = {p.path for group in self.param_groups for p in group["params"]}
         return {path: p for path, p in self.session.parameters.items() if path in mine and p.is_trained and p.leaf.numel}
@@ -417,7 +417,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             if self.inner is None:
                 return transform_state_from_state_dict(state_dict["state"], self.session.state.train_state.opt, comm.rank)
             fresh = partial(self._fresh_state, groups=state_dict["param_groups"])
-            return states_from_state_dict(state_dict["state"], self._parameters_with_state(), fresh)
+            return states_from_state_dict(state_dict["state"], self._trained_by_path(), fresh)
 
         states, compared = check_on_all_ranks(where, comm, check, lambda _: group_texts(state_dict["param_groups"]))
         values, varying = ({name: each[i] for name, each in compared.items()} for i in (0, 1))
@@ -430,7 +430,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             self._has_state = set(states)
             labels = [{path: state_join_key(states.get(path, {})) for path in each} for each in self._labels]
             self._recut_by_labels(labels, states)
-        self.session.mark_loaded("optimizer")
+        self.session.reset_history_if_all_loaded("optimizer")
 
     @api_boundary
     def full_state_dict(self, *, rank: int | None = 0) -> dict[str, Any]:
@@ -444,7 +444,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         where, comm = "full_state_dict()", self.session.reopened_scheduler.comm_outside_steps
         self._check_is_of_class(where)
         found = self.state_dict()
-        return found if replace_parts_by_whole(where, found["state"].values(), rank, comm, kind_of=lambda key: key) else {}
+        return found if make_parts_whole_(where, found["state"].values(), rank, comm, kind_of=lambda key: key) else {}
 
     @api_boundary
     def load_full_state_dict(self, state_dict: Mapping[str, Any] | None, *, rank: int = 0) -> None:
@@ -458,7 +458,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         where = "load_full_state_dict()"
         self._check_is_of_class(where)
         # Every rank keeps a tensor without dims whole.
-        like = {("state", path): part for path, part in self._parameters_with_state().items() if part.full_shape}
+        like = {("state", path): part for path, part in self._trained_by_path().items() if part.full_shape}
         self.load_state_dict(scatter_from_rank(where, state_dict, rank, self.session.reopened_scheduler, like))
 
     def _check_is_of_class(self, where: str) -> None:

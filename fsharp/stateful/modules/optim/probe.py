@@ -12,7 +12,7 @@ import torch
 from torch.utils import _pytree as torch_pytree
 
 from fsharp.errors import TreeError
-from fsharp.functional.optim.probe import are_close
+from fsharp.functional.optim.probe import isclose
 
 _TRIAL_SHAPES = ((4, 6), (5,), (3, 2, 4), (6, 3))
 _TRIAL_MATRICES = ((4, 6), (6, 3), (5, 5))
@@ -58,7 +58,7 @@ def probe_update_scope(
         for shapes in choices:
             trial = _random_parameters_and_gradients(shapes, num_steps, device)
             try:
-                together, has_other_shapes = _run_trial(make, trial)
+                together, has_other_shapes = _updates_in_trial(make, trial)
                 break
             except Exception as raised:
                 error = raised
@@ -68,16 +68,16 @@ def probe_update_scope(
                 f"ShardedOptimizer(): {optimizer.__name__} was tried on small dense parameters, to find out whether it can "
                 f"update parts of them, and raised {type(error).__name__}: {error}"
             ) from error
-        alone = [_run_trial(make, [each])[0][0] for each in trial]
-        if not all(are_close(x, y).all() for x, y in zip(together, alone, strict=True)):
+        alone = [_updates_in_trial(make, [each])[0][0] for each in trial]
+        if not all(isclose(x, y).all() for x, y in zip(together, alone, strict=True)):
             return UpdateScope.EVERYTHING
         elements = torch.cat([each.reshape(len(each), -1) for each in trial], 1)
         third = elements.shape[1] // 3
         try:
-            pieces = [_run_trial(make, [x])[0][0] for x in elements.tensor_split([third, third + 2], 1)]
+            pieces = [_updates_in_trial(make, [x])[0][0] for x in elements.tensor_split([third, third + 2], 1)]
         except Exception:  # the optimizer takes no vectors
             return UpdateScope.PARAMETER
-        is_same = bool(are_close(torch.cat(together), torch.cat(pieces)).all())
+        is_same = bool(isclose(torch.cat(together), torch.cat(pieces)).all())
         return UpdateScope.ELEMENT if is_same and not has_other_shapes else UpdateScope.PARAMETER
 
 
@@ -124,7 +124,7 @@ def _random_parameters_and_gradients(
 
 
 @torch.no_grad()
-def _run_trial(
+def _updates_in_trial(
     make_optimizer: Callable[[list[Any]], torch.optim.Optimizer], trial: Sequence[torch.Tensor]
 ) -> tuple[list[torch.Tensor], bool]:
     """Run an optimizer on ``trial``. Return flat updates, and whether some state has another shape than its parameter."""

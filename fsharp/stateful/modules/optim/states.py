@@ -16,7 +16,7 @@ from fsharp.functional.comm.protocol import Comm
 from fsharp.functional.formats.format import dtype_name, tensor_text
 from fsharp.functional.layout.sharded import check_not_donated, is_sharded, units_of
 from fsharp.stateful.modules.parameter import ShardedTensor
-from fsharp.stateful.modules.state_dict import local_part
+from fsharp.stateful.modules.state_dict import own_part
 
 StatesByPath = dict[str, dict[str, Any]]
 """State by path of the parameter and name: a :class:`~fsharp.modules.ShardedTensor` if it has a value for each element."""
@@ -192,7 +192,7 @@ def _checked_state(path: str, given: Mapping[str, Any], wanted: Mapping[str, Any
             key not in wanted and is_tensor and like.leaf.shape and value.shape == like.leaf.shape
         )  # fresh state may lack a name that a later step adds
         if is_elementwise:
-            found[key] = local_part(name, value, like, dtypes=[value.dtype if want is None else want.dtype])
+            found[key] = own_part(name, value, like, dtypes=[value.dtype if want is None else want.dtype])
         elif isinstance(want, torch.Tensor):
             if (value.dtype, value.shape) != (want.dtype, want.shape) or isinstance(value, ShardedTensor) or value.is_meta:
                 got, expected = (f"{type(x).__name__} {tensor_text(x)} on {x.device}" for x in (value, want))

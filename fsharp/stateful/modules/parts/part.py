@@ -91,7 +91,7 @@ class ShardedTensor(torch.Tensor):
         return {name: getattr(self, name) for name in ShardedTensor.__annotations__}
 
     @property
-    def _dtensor_sharding(self) -> tuple[Any, ...] | None:
+    def _old_dtensor_sharding(self) -> tuple[Any, ...] | None:
         """Mesh and placements of the sharded DTensor that the parameter was before; None if it was not one."""
         return (self.spec.mesh, self.spec.placements) if self.spec is not None and self.spec.is_sharded else None
 
@@ -101,7 +101,7 @@ class ShardedTensor(torch.Tensor):
         return torch.Size(self.leaf.shape) if self.spec is None else self.spec.shape
 
     @property
-    def is_whole(self) -> bool:
+    def is_whole_on_every_rank(self) -> bool:
         """Whether every rank holds the whole tensor."""
         return _is_whole_on_every_rank(self.unit, self.place, self.spec)
 
@@ -109,7 +109,7 @@ class ShardedTensor(torch.Tensor):
     def is_cut(self) -> bool:
         """Whether at least one rank holds only a part of the tensor's elements: more than none, but not all."""
         size, first, n = self.unit.local_size(self.leaf.group, self.place), self.leaf.offset, self.leaf.numel
-        return self._dtensor_sharding is not None or (n > 0 and first // size != (first + n - 1) // size)
+        return self._old_dtensor_sharding is not None or (n > 0 and first // size != (first + n - 1) // size)
 
     @property
     def flat_range(self) -> tuple[int, int]:
@@ -195,10 +195,11 @@ class ShardedTensor(torch.Tensor):
     @property
     def _sharding_key(self) -> tuple[Any, ...]:
         """A key that is equal for two parts if each rank holds the same range of elements of both."""
-        if self.is_whole:
+        if self.is_whole_on_every_rank:
             return self.full_shape, None
-        leaf, size = self.leaf, self.unit.local_size(self.leaf.group, self.place)
-        return self.full_shape, self.unit.mesh, self.place.sharded_axes, leaf.shape, leaf.offset, size, self._dtensor_sharding
+        leaf, place, old = self.leaf, self.place, self._old_dtensor_sharding
+        size = self.unit.local_size(leaf.group, place)
+        return self.full_shape, self.unit.mesh, place.sharded_axes, leaf.shape, leaf.offset, size, old
 
     @classmethod
     @api_boundary
@@ -222,20 +223,20 @@ class ShardedTensor(torch.Tensor):
         if name in _RESHAPING_FUNCTIONS and isinstance(args[0], ShardedTensor):
             args[0]._refuse_other_memory(f"{name}() cannot change it")
         if in_backward() and (not is_harmless or name == "dtype"):  # a checkpoint has to see the dtype of its forward
-            args, kwargs = _with_full_parameters(args), {key: _with_full_parameters(x) for key, x in kwargs.items()}
+            args, kwargs = _full_in_backward(args), {key: _full_in_backward(x) for key, x in kwargs.items()}
         if name == "_has_compatible_shallow_copy_type" and isinstance(args[0], ShardedTensor):
             return _check_unchanged_by_to(*args)
         if (name == "detach" and isinstance(args[0], ShardedTensor)) or (
             name in COPYING_FUNCTIONS and type(args[0]) is ShardedTensor
         ):
             copy = partial(getattr(args[0].local, name), *args[1:], **kwargs)
-            return ShardedTensor.from_local(_call_on_elements(copy, name, args[0]), args[0])
+            return ShardedTensor.from_local(_call_naming_part(copy, name, args[0]), args[0])
         if is_harmless:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
         rows = zip_arguments(name, args, kwargs)
         parts = [x for row in rows for x in row if isinstance(x, ShardedTensor)]
-        cut = [part for part in parts if not part.is_whole]
+        cut = [part for part in parts if not part.is_whole_on_every_rank]
         if name == "_amp_foreach_non_finite_check_and_unscale_" and parts and (owner := parts[0].owner()) is not None:
             owner.step.check_can_unscale()  # torch's own GradScaler calls this function
         reduction = reduction_of(name, args, kwargs) if any(part._differing_axes for part in parts) or cut else None
@@ -282,7 +283,7 @@ class ShardedTensor(torch.Tensor):
     @api_boundary
     def __reduce_ex__(self, protocol: Any) -> Any:
         varying = [axis for axis in self._differing_axes if axis in self.place.varying_axes]
-        if self.is_whole and not varying:
+        if self.is_whole_on_every_rank and not varying:
             return self.local.__reduce_ex__(protocol)
         own = f", and ranks along {varying} have values of their own" if varying else ""
         raise TreeError(
@@ -343,7 +344,7 @@ def _check_no_autograd(name: str, rows: Sequence[Sequence[Any]], cut: Sequence[S
             )
 
 
-def _with_full_parameters(x: Any) -> Any:
+def _full_in_backward(x: Any) -> Any:
     """Return ``x`` with full parameters in place of parts whose unit is in its backward, where a checkpoint recomputes."""
     if isinstance(x, ShardedTensor) and isinstance(x, nn.Parameter):
         owner = x.owner()
@@ -354,7 +355,7 @@ def _with_full_parameters(x: Any) -> Any:
                 "checkpoint, torch.compile(checkpoint_wrapper(module)), or choose the compiled module as the unit."
             )
         return x if whole is None else whole
-    return type(x)(map(_with_full_parameters, x)) if type(x) in (list, tuple) else x
+    return type(x)(map(_full_in_backward, x)) if type(x) in (list, tuple) else x
 
 
 def _reduce_parts(name: str, tensors: Sequence[torch.Tensor], reduction: Reduction) -> list[torch.Tensor]:
@@ -363,7 +364,7 @@ def _reduce_parts(name: str, tensors: Sequence[torch.Tensor], reduction: Reducti
     alike: dict[Any, list[int]] = {}
     for i, x in enumerate(tensors):
         if isinstance(x, ShardedTensor):
-            alike.setdefault((x._differing_axes, x._dtensor_sharding), []).append(i)
+            alike.setdefault((x._differing_axes, x._old_dtensor_sharding), []).append(i)
         else:
             found[i] = reduction.finish(reduction.local(x), x.numel())
     for (axes, is_dtensor), rows in alike.items():
@@ -394,7 +395,7 @@ def _elementwise(
     func: Callable[..., Any], name: str, args: Sequence[Any], kwargs: Mapping[str, Any], rows: Sequence[Sequence[Any]]
 ) -> Any:
     """Call an elementwise function on this rank's elements. ``rows``: for each result, the arguments from which it is made."""
-    likes = [next((x for x in row if isinstance(x, ShardedTensor) and not x.is_whole), None) for row in rows]
+    likes = [next((x for x in row if isinstance(x, ShardedTensor) and not x.is_whole_on_every_rank), None) for row in rows]
     for row, like in zip(rows, likes, strict=True):
         if like is None:
             continue
@@ -403,11 +404,11 @@ def _elementwise(
         for x in row:
             if x is like or not isinstance(x, torch.Tensor):
                 continue
-            is_plain_whole = x.dim() == 0 or (x.shape == like.full_shape and like._dtensor_sharding is None)
+            is_plain_whole = x.dim() == 0 or (x.shape == like.full_shape and like._old_dtensor_sharding is None)
             if x._sharding_key != like._sharding_key if isinstance(x, ShardedTensor) else not is_plain_whole:
                 raise LayoutError(_mismatch_message(like, x, name))
     call = partial(func, *[_own_elements(x, likes) for x in args], **{k: _own_elements(x, likes) for k, x in kwargs.items()})
-    out = _call_on_elements(call, name, next(like for like in likes if like is not None))
+    out = _call_naming_part(call, name, next(like for like in likes if like is not None))
     if is_in_place(name) or out is NotImplemented:
         return out if out is None or out is NotImplemented else args[0]
     if isinstance(out, torch.Tensor):
@@ -415,12 +416,12 @@ def _elementwise(
     return type(out)(x if like is None else ShardedTensor.from_local(x, like) for x, like in zip(out, likes, strict=True))
 
 
-def _call_on_elements(call: Callable[[], Any], name: str, part: ShardedTensor) -> Any:
+def _call_naming_part(call: Callable[[], Any], name: str, part: ShardedTensor) -> Any:
     """Return ``call()``, which calls a torch function with this rank's elements of a part. Torch errors name the part."""
     try:
         return call()
     except RuntimeError as error:
-        if part.is_whole or type(error) is not RuntimeError:  # such as torch.OutOfMemoryError
+        if part.is_whole_on_every_rank or type(error) is not RuntimeError:  # such as torch.OutOfMemoryError
             raise
         text = f"{name}() of {part.path!r}, of which this rank holds {_elements_text(part)} as one dimension: {error}"
         raise LayoutError(f"{text.rstrip('.')}. Parameters are whole inside of `with model.unsharded():`.") from error

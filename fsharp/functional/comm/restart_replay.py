@@ -1,4 +1,4 @@
-"""SetupRecording: a record of the calls of a program's setup in which all ranks take part.
+"""RestartReplay: a record of the calls of a program's setup in which all ranks take part.
 
 A restarted rank runs its program from the beginning. The other ranks do not run their programs again. So that the restarted
 rank gets its answers, they make the recorded calls again, in the same order: they join the job, make process groups, compare
@@ -14,7 +14,7 @@ T = TypeVar("T")
 _MOST_CALLS, _MOST_NBYTES = 10_000, 256 << 20
 
 
-class SetupRecording:
+class RestartReplay:
     """A record of the collective calls that this rank makes in the setup, before the first step of training.
 
     Whenever another rank was restarted, and runs its program from the beginning, this rank makes the recorded calls again.
@@ -89,5 +89,5 @@ class SetupRecording:
             call()
 
 
-setup_recording = SetupRecording()
+restart_replay = RestartReplay()
 """The calls of this process, recorded if a launcher would restart single ranks."""
