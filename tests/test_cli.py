@@ -355,7 +355,7 @@ def measured(tmp_path_factory):
 def test_calibrate_writes_what_it_prints(measured):
     file, text = measured
     machine = read_machine("test", str(file))
-    assert machine.axes == ["dp"]
+    assert machine.measured_axes == ["dp"]
     assert machine.dtype == "float32"
     assert f"{machine.flops / 1e9:,.1f} GFLOP/s in float32" in text
     links = {("all_gather", "dp"), ("all_to_all", "dp"), ("reduce_scatter", "dp")}

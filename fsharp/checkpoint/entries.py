@@ -313,7 +313,7 @@ def _add_unit_entries(
         return f"{root}.{below}" if root and below else root or below
 
     found.layouts.append(f"{name('') or '(root)'}: {_layout_text(unit, node.place)}")
-    held = dict(zip(node.groups, node.decoded_buffers(comm.rank, main=True), strict=True))
+    held = dict(zip(node.groups, node.decoded_buffers(comm.rank, in_main_dtype=True), strict=True))
     pieces = _leaves_on_ranks_by_path(unit, node.place, comm.rank)
     sizes = {group: unit.local_size(group, node.place) for group in held}
     one_number = {group: is_group_scalar(buffer, unit, group, node.place) for group, buffer in held.items()}

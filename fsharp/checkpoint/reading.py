@@ -242,10 +242,10 @@ def _cast(values: torch.Tensor, dtype: torch.dtype, name: str) -> torch.Tensor:
     return result
 
 
-def digest_table_nbytes(size: int) -> int:
-    """Return the bytes of a file's table of digests; ``size`` is the bytes of elements and table together."""
-    blocks = size // (BLOCK_NBYTES + 8)
-    return 8 * (blocks + (size - blocks * (BLOCK_NBYTES + 8) > 0))
+def digest_table_nbytes(nbytes_after_header: int) -> int:
+    """Return the bytes of a file's table of digests, from the bytes of elements and table together."""
+    blocks = nbytes_after_header // (BLOCK_NBYTES + 8)
+    return 8 * (blocks + (nbytes_after_header - blocks * (BLOCK_NBYTES + 8) > 0))
 
 
 def describe_damaged_files(folder: str, manifest: Manifest) -> list[str]:

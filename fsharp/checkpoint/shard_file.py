@@ -83,7 +83,7 @@ def check_reserved_names(where: str, names: Iterable[str]) -> None:
 
 
 def encode_header(tensors: Sequence[StoredTensor], metadata: Mapping[str, str], *, with_digests: bool = True) -> bytes:
-    """Return the length field and the header of a file that holds ``tensors`` in this order, then the table of digests."""
+    """Return a file's length field and header. The header describes ``tensors``, in this order, and the table of digests."""
     described: dict[str, Any] = {METADATA_NAME: dict(metadata)}
     end = 0
     for tensor in tensors:

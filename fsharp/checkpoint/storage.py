@@ -72,7 +72,7 @@ def read_index_file(storage: "Storage", folder: str, name: str, allowed_extra_nb
     """
     path = f"{folder}/{storage.resolve_links(folder, name)}"
     size = storage.nbytes(path)
-    most = size if size <= allowed_extra_nbytes else allowed_extra_nbytes + 2 * (sum(_folder_nbytes(storage, folder)) - size)
+    most = size if size <= allowed_extra_nbytes else allowed_extra_nbytes + 2 * (_folder_nbytes(storage, folder) - size)
     if size > most:
         raise CheckpointError(
             f"{folder}/{name}: {size:,} bytes, expected at most {most:,}: twice the size of the files that it describes, and "
@@ -83,10 +83,12 @@ def read_index_file(storage: "Storage", folder: str, name: str, allowed_extra_nb
     return bytes(data)
 
 
-def _folder_nbytes(storage: "Storage", folder: str) -> Iterator[int]:
+def _folder_nbytes(storage: "Storage", folder: str) -> int:
+    total = 0
     for name in storage.list_names(folder):
         with suppress(CheckpointError, FileNotFoundError):  # only plain files have a size
-            yield storage.nbytes(f"{folder}/{storage.resolve_links(folder, name)}")
+            total += storage.nbytes(f"{folder}/{storage.resolve_links(folder, name)}")
+    return total
 
 
 class LocalStorage:

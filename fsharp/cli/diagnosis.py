@@ -77,10 +77,10 @@ def _hardware() -> Iterator[Row]:
 
 
 def _limits() -> Iterator[Row]:
-    yield "open files", _limit(resource.RLIMIT_NOFILE)
-    locked = _limit(resource.RLIMIT_MEMLOCK)
+    yield "open files", _soft_limit(resource.RLIMIT_NOFILE)
+    locked = _soft_limit(resource.RLIMIT_MEMLOCK)
     yield "locked memory", f"{nbytes_text(int(locked))} (InfiniBand needs unlimited)" if locked.isdecimal() else locked
-    yield "processes", _limit(resource.RLIMIT_NPROC)
+    yield "processes", _soft_limit(resource.RLIMIT_NPROC)
     yield "threads", _kernel_file_text(Path("/proc/sys/kernel/threads-max")) or "unknown"
     if Path("/dev/shm").exists():
         yield "shared memory", f"{nbytes_text(shutil.disk_usage('/dev/shm').free)} free in /dev/shm"
@@ -136,7 +136,7 @@ def _version(package: str) -> str:
         return ""
 
 
-def _limit(kind: int) -> str:
+def _soft_limit(kind: int) -> str:
     soft, _ = resource.getrlimit(kind)
     return "unlimited" if soft == resource.RLIM_INFINITY else str(soft)
 

@@ -45,7 +45,7 @@ class Machine(NamedTuple):
     hardware: Hardware
 
     @property
-    def axes(self) -> list[str]:
+    def measured_axes(self) -> list[str]:
         """The mesh axes along which collectives were measured."""
         return sorted({axis for _, axis in self.hardware.bandwidth}) if isinstance(self.hardware.bandwidth, dict) else []
 

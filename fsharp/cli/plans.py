@@ -289,8 +289,8 @@ def _find_hardware(where: str, layout: Layout, gpu: str, hardware: str, tokens: 
         if gpu:
             raise OptionError(f"{where}: got gpu {gpu!r} and hardware {hardware!r}, expected one of them.")
         machine = read_machine(where, hardware)
-        if missing := [axis for axis, size in layout.mesh.axes if size > 1 and axis not in machine.axes]:
-            known = " and ".join(f"axis {axis!r}" for axis in machine.axes)
+        if missing := [axis for axis, size in layout.mesh.axes if size > 1 and axis not in machine.measured_axes]:
+            known = " and ".join(f"axis {axis!r}" for axis in machine.measured_axes)
             what = f"{hardware!r} has the speeds of {known}, expected axis {missing[0]!r} of {layout.mesh} as well"
             raise OptionError(f"{where}: {what}. Calibrate with this axis, or rename the axis of the mesh.")
         return machine.hardware_of(layout, tokens=tokens, efficiency=1.0 if efficiency is None else efficiency)

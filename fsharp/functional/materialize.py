@@ -159,7 +159,7 @@ def init_params(
             return value.to(target)
 
         with reporting_format_errors(comm, "init_params()"):
-            nodes.append(build_shard(unit, resolve_place(unit, place), comm.rank, draw, main=place == "optim"))
+            nodes.append(build_shard(unit, resolve_place(unit, place), comm.rank, draw, as_main_copies=place == "optim"))
     return with_new_tree_name(optree.tree_unflatten(layout.structure, nodes), comm)
 
 

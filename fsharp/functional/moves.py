@@ -184,10 +184,10 @@ def reduce_scatter(
     return moved if own is None else (moved, own)
 
 
-def reduce_scatter_unchecked(tree: Any, to: PlaceName, comm: Comm, residuals: ResidualViews) -> Any:
-    """Run :func:`reduce_scatter` without its checks. ``residuals`` are overwritten."""
+def reduce_scatter_unchecked(tree: Any, to: PlaceName, comm: Comm, donated_residuals: ResidualViews) -> Any:
+    """Run :func:`reduce_scatter` without its checks. ``donated_residuals`` are overwritten."""
     if isinstance(comm, Engine):
-        return comm.run_reduce_scatter(tree, to, residuals)
+        return comm.run_reduce_scatter(tree, to, donated_residuals)
 
     def one(sharded: Sharded) -> Sharded:
         target, place = resolve_place(sharded.unit, to), sharded.place.dual if sharded.is_gathered else sharded.place
@@ -198,7 +198,7 @@ def reduce_scatter_unchecked(tree: Any, to: PlaceName, comm: Comm, residuals: Re
                     "reduce_scatter()", sharded, target, "Use gather() for values that are not partial sums."
                 )
         named = LabelPrefixComm(comm, tree_label_prefix(sharded, comm, target))
-        pairs, lost = zip(sharded.groups, sharded.buffers, strict=True), residuals.get(sharded.name, {})
+        pairs, lost = zip(sharded.groups, sharded.buffers, strict=True), donated_residuals.get(sharded.name, {})
         moved = [reduce_partial_sums(x, sharded.unit, g, place, target, named, lost.get(g, {})) for g, x in pairs]
         return Sharded(moved, sharded.unit, target, sharded.groups, reduction=sharded.reduction)
 

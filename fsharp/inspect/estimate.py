@@ -246,7 +246,7 @@ class Hardware:
         host = cls(compute=(0.0, 0.0), bandwidth=math.inf, synchronous_host=synchronous_host, contention=contention)
         if alone is not None and contention:
             host = replace(host, host_share=fit_host_share(trace, schedule, alone.compute_times()))
-        host_speed, sending_speed = host.speeds
+        host_speed, sending_speed = host.contended_speeds
         found = fit_speeds(
             trace, schedule, host_speed=host_speed, sending_speed=sending_speed, overlaps_latency=synchronous_host
         )
@@ -281,7 +281,7 @@ class Hardware:
         return cls(**fields_from_json(text, {each.name: each for each in fields(cls)}))
 
     @property
-    def speeds(self) -> tuple[float, float]:
+    def contended_speeds(self) -> tuple[float, float]:
         """The fractions of full speed that the host and the collectives keep while both work."""
         return 1 - self.contention * (1 - self.host_share), 1 - self.contention * self.host_share
 
@@ -369,7 +369,7 @@ class _Simulation:
     def __init__(self, schedule: Schedule, hardware: Hardware) -> None:
         self.ops, self.schedule = schedule.ops, schedule
         self.is_synchronous = hardware.synchronous_host
-        self.host_speed, self.sending_speed = hardware.speeds
+        self.host_speed, self.sending_speed = hardware.contended_speeds
         on_host = [self.is_synchronous and op.spec.cost != "send" for op in self.ops]
         self.queues: list[Stream] = ["compute" if here else op.stream for op, here in zip(self.ops, on_host, strict=True)]
         entered = list(dict.fromkeys(op.unit for op in self.ops if op.spec.cost == "compute"))

@@ -53,7 +53,7 @@ _REDUCTION_PRIMITIVES: dict[str, ReduceOp] = {
 }
 
 
-class LeafPart(NamedTuple):
+class LeafRange(NamedTuple):
     """Elements ``[first, last)`` of a leaf, on one rank.
 
     ``axes``: mesh axes along which the leaf is cut; empty if the rank has the whole leaf. ``is_varying``: whether the leaf
@@ -118,7 +118,7 @@ class ShardedJaxprRun:
         pending: unfinished reductions that this run needs, each with this rank's summand.
     """
 
-    def __init__(self, leaves: Sequence[LeafPart], known: Mapping[EquationKey, Any]) -> None:
+    def __init__(self, leaves: Sequence[LeafRange], known: Mapping[EquationKey, Any]) -> None:
         self.leaves, self.known = leaves, known
         self.pending: dict[EquationKey, tuple[CrossRankReduction, Any]] = {}
 
@@ -241,7 +241,7 @@ class ShardedJaxprRun:
             raise self._other_ranks_error(what, second if second.axes or second.is_varying else first)
         return next(iter(found), None)
 
-    def _other_ranks_error(self, what: str, part: LeafPart) -> LayoutError:
+    def _other_ranks_error(self, what: str, part: LeafRange) -> LayoutError:
         """Return the error about a computation ``what`` that needs elements which this rank does not have.
 
         The elements of ``part`` are on several ranks; or, if ``part.is_varying``, each rank has a leaf with values of its own.

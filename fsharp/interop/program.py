@@ -22,7 +22,7 @@ from fsharp.functional.comm.protocol import Comm
 from fsharp.functional.layout.sharded import Sharded, map_units, units_of
 from fsharp.functional.layout.unit_layout import Leaf
 from fsharp.interop.arrays import as_jax_array, as_torch_tensor, jax_dtype
-from fsharp.interop.lift import PENDING, ArrayShard, CrossRankReduction, EquationKey, LeafPart, ShardedJaxprRun
+from fsharp.interop.lift import PENDING, ArrayShard, CrossRankReduction, EquationKey, LeafRange, ShardedJaxprRun
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +47,7 @@ class RankLeafRanges(NamedTuple):
     ``dtypes``: for each leaf the dtypes of the parameter and of the gradient.
     """
 
-    parts: tuple[LeafPart, ...]
+    parts: tuple[LeafRange, ...]
     places: tuple[BufferRange, ...]
     dtypes: tuple[tuple[Any, Any], ...]
     sizes: tuple[int, ...]
@@ -131,7 +131,7 @@ class TracedTransformation:
                 for leaf in node.unit.leaves_of_group(group):
                     start, stop, low, high = spans[leaf.path][1:] if leaf.path in spans else (0, 0, 0, 0)
                     axes = cut if leaf.numel else ()  # every rank has the whole of an empty leaf
-                    part = LeafPart(node.unit.path_in_tree(leaf), leaf.shape, low, high, axes, bool(node.place.varying_axes))
+                    part = LeafRange(node.unit.path_in_tree(leaf), leaf.shape, low, high, axes, bool(node.place.varying_axes))
                     rows[LeafName(node.name, leaf.path)] = part, BufferRange(len(sizes), start, stop), of_group
                 sizes.append(node.unit.local_size(group, node.place))
         found = [rows[name] for name in self.names]

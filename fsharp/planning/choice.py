@@ -100,10 +100,10 @@ class StepArguments:
         """Return the predicted step of one rank. ``update_s`` is scaled to the share of the parameters that a rank updates."""
         return predict(schedule, replace(self.hardware, update_s=updated_share(layout) * self.hardware.update_s))
 
-    def memory(self, layout: Layout, policy: SchedulePolicy, *, arena: int) -> tuple[dict[str, int], int]:
+    def memory_and_peak(self, layout: Layout, policy: SchedulePolicy, *, arena_nbytes: int) -> tuple[dict[str, int], int]:
         """Return the bytes of a rank by kind, and the most bytes that a rank needs at one time.
 
-        ``arena``: bytes of the schedule's arena. Offloaded state is on the device only in the update, when there are no
+        ``arena_nbytes``: bytes of the schedule's arena. Offloaded state is on the device only in the update, when there are no
         activations. Gradients at rest that are not in the arena grow while the backward releases activations. So with one
         microbatch they use the memory of released activations. With several microbatches they also exist during the next
         forward.
@@ -114,7 +114,7 @@ class StepArguments:
             "main": layout.nbytes("main"),
             "optimizer": self.optimizer_buffers * layout.nbytes("optim"),
             "residuals": layout.nbytes("residuals"),
-            "arena": arena,
+            "arena": arena_nbytes,
             "gradients": at_rest + separate_sum_nbytes(layout),
             "activations": self.activation_nbytes,
         }
@@ -122,12 +122,12 @@ class StepArguments:
         if self.microbatches == 1:
             activations = max(activations - at_rest, 0)
         work = max(state, activations) if policy.offload else state + activations
-        return kinds, kinds["params"] + kinds["residuals"] + arena + kinds["gradients"] + work
+        return kinds, kinds["params"] + kinds["residuals"] + arena_nbytes + kinds["gradients"] + work
 
     def predict_candidate(self, layout: Layout, policy: SchedulePolicy, names: tuple[str, str, str]) -> Candidate:
         """Return the prediction for a layout and a policy. ``names``: the names of layout, policy and remat."""
         schedule = self.schedule(layout, policy)
-        memory, peak_nbytes = self.memory(layout, policy, arena=schedule.arena)
+        memory, peak_nbytes = self.memory_and_peak(layout, policy, arena_nbytes=schedule.arena)
         sent = sum(call.nbytes * count for call, count in schedule.calls().items())
         seconds, departures = self.predict(schedule, layout).step_s, self.departures(layout, policy)
         return Candidate(*names, seconds, memory, peak_nbytes, sent, departures=departures)

@@ -63,7 +63,7 @@ class Costs(NamedTuple):
         """The uses of units, in order."""
         return tuple(each.use for each in self.kept)
 
-    def calls(self) -> list[KeptBytes]:
+    def all_kept(self) -> list[KeptBytes]:
         """Return the :class:`KeptBytes` of each use, inner uses included."""
         return [each for outer in self.kept for each in outer.walk()]
 

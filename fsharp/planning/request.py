@@ -102,7 +102,7 @@ class TuneRequest:
             raise OptionError(f"tune(): device is {self.device!r}, expected a device that computes, such as 'cpu' or 'cuda'.")
         return found
 
-    def space(self) -> LayoutsToTry:
+    def layouts_to_try(self) -> LayoutsToTry:
         """Return the layouts to try, with their costs. Trials run on meta tensors."""
         self._check_arguments()
         if isinstance(self.model, Mapping) and all(isinstance(each, Layout) for each in self.model.values()):
@@ -289,10 +289,10 @@ class TuneRequest:
         calls, and is tried if it saves memory.
         """
         if self.remat is None:
-            every = tuple(sorted({name for call in costs.calls() if not call.inner for name in call.units}))
+            every = tuple(sorted({name for call in costs.all_kept() if not call.inner for name in call.units}))
             saves = 0 < costs.activation_nbytes(every) < costs.activation_nbytes(())
             return {"": (), **({"all": every} if saves else {})}
-        known = sorted({name for call in costs.calls() for name in call.units})
+        known = sorted({name for call in costs.all_kept() for name in call.units})
         return {name: tuple(sorted(select_paths("tune(remat=)", patterns, known))) for name, patterns in self.remat.items()}
 
     def _hardware_of(self, layout: Layout, costs: Costs) -> Hardware:

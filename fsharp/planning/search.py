@@ -37,7 +37,7 @@ class Combination:
 
     def lower_bound_candidate(self, step_s: float) -> Candidate:
         """Return a candidate whose step takes at least ``step_s`` seconds. Its memory has no arena."""
-        memory, nbytes = self.arguments.memory(self.option.layout, self.policy, arena=0)
+        memory, nbytes = self.arguments.memory_and_peak(self.option.layout, self.policy, arena_nbytes=0)
         return Candidate(*self.names, step_s, memory, nbytes, 0, is_bound=True, departures=self.departures)
 
 

@@ -159,7 +159,7 @@ def tune(
     )
     ranks = comm or SingleComm()
     # Ranks agree before and after they measure together: if one rank fails or differs, all ranks raise an error.
-    space = check_on_all_ranks("tune()", ranks, request.space, request.comparison_texts)
+    space = check_on_all_ranks("tune()", ranks, request.layouts_to_try, request.comparison_texts)
     costs = request.costs(space)
     combinations = check_on_all_ranks("tune()", ranks, lambda: request.combinations(space, costs), request.hardware_texts)
     show = sys.stderr.isatty() and ranks.rank == 0 if progress is None else progress

@@ -177,7 +177,7 @@ class RaceReport:
         useful = {str(self.log[i]) for i in self._verdict.useful_waits}
         return set(self.waits) - useful
 
-    def describe(self, race: Race) -> list[tuple[str, object]]:
+    def race_rows(self, race: Race) -> list[tuple[str, object]]:
         """Return a race as rows for an error message: pairs of a name and a value."""
         if race.second is None:
             by = race.owner
@@ -192,7 +192,7 @@ class RaceReport:
     def __str__(self) -> str:
         if not self.races:
             return f"no race in {self.num_ops:,} ops and {sum(self.waits.values()):,} waits"
-        kinds = Counter(tuple((name, str(value)) for name, value in self.describe(race)) for race in self.races)
+        kinds = Counter(tuple((name, str(value)) for name, value in self.race_rows(race)) for race in self.races)
         details: list[tuple[str, object]] = []
         for rows, times in list(kinds.items())[:_MAX_SHOWN_RACES]:
             details += [*rows, ("times", times), ("", "")]

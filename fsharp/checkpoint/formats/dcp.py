@@ -319,9 +319,9 @@ def _assemble_tensor(storage: Storage, folder: str, metadata: Any, tensor: Store
     return whole
 
 
-def _values_by_name(name: str, found: Any) -> dict[str, Value]:
+def _values_by_name(name: str, value: Any) -> dict[str, Value]:
     """Return the numbers, texts and booleans in an object, by name. Items of lists and dicts have dotted names."""
-    paths, leaves, _ = optree.tree_flatten_with_path(found)
+    paths, leaves, _ = optree.tree_flatten_with_path(value)
     result = dict[str, Value]()
     for path, leaf in zip(paths, leaves, strict=True):
         own = ".".join(map(str, (name, *path)))

@@ -32,7 +32,7 @@ class SettingsHistory:
         return settings_digest("\n".join(self._lines), self._earlier) if self._lines else self._earlier
 
     @property
-    def text(self) -> str:
+    def text_to_compare(self) -> str:
         """The digest of all settings before the last :meth:`begin_step`, and later settings, as lines ``name=value``."""
         return "\n".join([f"history={self._earlier}", *self._lines])
 

@@ -119,17 +119,17 @@ class Sharded:
         """One tensor for each group in :attr:`groups`. Reading this attribute waits until the tensors are filled."""
         return self.raw_buffers if self.lazy is None else self.lazy.wait()
 
-    def decoded_buffers(self, rank: int = 0, *, main: bool = False) -> tuple[Any, ...]:
+    def decoded_buffers(self, rank: int = 0, *, in_main_dtype: bool = False) -> tuple[Any, ...]:
         """Return the buffers with one number for each element: parameters that a format has encoded are decoded.
 
         Args:
             rank: rank that holds the buffers; any rank for full parameters.
-            main: decode to the dtype of main copies, so that encoding the values again gives the same bytes.
+            in_main_dtype: decode to the dtype of main copies, so that encoding the values again gives the same bytes.
         """
         unit, rows = self.unit, zip(self.groups, self.buffers, strict=True)
         if not unit.has_stored_formats:
             return self.buffers
-        return tuple([unit.decoded_buffer(g, b, self.place, rank, main=main) for g, b in rows])
+        return tuple([unit.decoded_buffer(g, b, self.place, rank, in_main_dtype=in_main_dtype) for g, b in rows])
 
     @property
     def is_encoded(self) -> bool:
@@ -310,7 +310,9 @@ torch_pytree.register_pytree_node(
 def decode_tree(tree: Any, rank: int) -> Any:
     """Return the tree of a rank with stored parameters decoded into new tensors of the main dtype."""
     return map_units(
-        lambda node: node.with_buffers(node.decoded_buffers(rank, main=True)) if is_sharded(node) and node.is_encoded else node,
+        lambda node: (
+            node.with_buffers(node.decoded_buffers(rank, in_main_dtype=True)) if is_sharded(node) and node.is_encoded else node
+        ),
         tree,
     )
 

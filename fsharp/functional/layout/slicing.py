@@ -52,22 +52,22 @@ def shard_for(params: Any, layout: Layout, rank: int, *, place: PlaceName = "par
     nodes = []
     for unit, subtree in zip(layout.units, sections.subtrees, strict=True):
         tensors = dict(zip(unit.leaves, optree.tree_leaves(subtree), strict=True))
-        nodes.append(build_shard(unit, resolve_place(unit, place), rank, tensors.__getitem__, main=place == "optim"))
+        nodes.append(build_shard(unit, resolve_place(unit, place), rank, tensors.__getitem__, as_main_copies=place == "optim"))
     return optree.tree_unflatten(layout.structure, nodes)
 
 
 def build_shard(
-    unit: UnitLayout, place: Place, rank: int, leaf_value: Callable[[Leaf], torch.Tensor], *, main: bool = False
+    unit: UnitLayout, place: Place, rank: int, leaf_value: Callable[[Leaf], torch.Tensor], *, as_main_copies: bool = False
 ) -> Sharded:
     """Return a unit's node for one rank. Reads one leaf at a time, and only leaves of which the rank holds a part."""
-    if unit.has_leaf_formats and not main:
+    if unit.has_leaf_formats and not as_main_copies:
         raise TreeError(
             f"shard(): unit {unit.display_name} has a format that encodes whole leaves, on whose scales ranks agree. Make main "
             "copies with place='optim', and a state from them with init_state()."
         )
     buffers = []
     for i, group in enumerate(unit.groups):
-        dtype = group.dtypes.main if main or group.dtypes.format is not None else group.dtypes.compute
+        dtype = group.dtypes.main if as_main_copies or group.dtypes.format is not None else group.dtypes.compute
         buffer: torch.Tensor | None = None
         for span in unit.leaf_spans(i, place, rank):
             value = leaf_value(span.leaf)
@@ -83,7 +83,7 @@ def build_shard(
         if buffer is None:
             some = next((leaf_value(leaf) for leaf in unit.leaves_of_group(i)), torch.empty(0))
             buffer = torch.zeros(unit.local_size(i, place), dtype=dtype, device=some.device)
-        buffers.append(buffer if main else group.encode_values(buffer, partial(unit.error_facts, i)))
+        buffers.append(buffer if as_main_copies else group.encode_values(buffer, partial(unit.error_facts, i)))
     return Sharded(buffers, unit, place)
 
 

@@ -313,10 +313,12 @@ class UnitLayout:
         return found
 
     @api_boundary
-    def decoded_buffer(self, group: int, buffer: torch.Tensor, place: Place, rank: int, *, main: bool = False) -> torch.Tensor:
+    def decoded_buffer(
+        self, group: int, buffer: torch.Tensor, place: Place, rank: int, *, in_main_dtype: bool = False
+    ) -> torch.Tensor:
         """Return the values of a buffer of parameters: decoded if the group has a format, else the buffer itself.
 
-        Decoded values have the dtype in which functions use them, or with ``main`` the dtype of the main copy, unrounded.
+        Decoded values have the dtype in which functions use them; with ``in_main_dtype`` that of the main copy, unrounded.
 
         Raises:
             TreeError: the size of the buffer fits neither plain values, nor values that the format has encoded.
@@ -326,7 +328,7 @@ class UnitLayout:
             return buffer
         is_stored = self.groups[group].is_encoded(buffer)
         if is_stored and buffer.shape[-1] == self.stored_size(group, place):
-            dtype = dtypes.main if main else dtypes.compute
+            dtype = dtypes.main if in_main_dtype else dtypes.compute
             return self.decode_stored(group, buffer, self.scales_in(group, buffer), place, rank, dtype)
         if buffer.shape[-1] != size:
             raise TreeError(

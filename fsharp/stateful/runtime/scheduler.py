@@ -173,7 +173,7 @@ class Scheduler(DelegatingComm, ScheduledEngine):
     @property
     def settings(self) -> str:
         """All settings so far, for ranks to compare: a digest of older ones, then lines ``name=value``."""
-        return self._history.text
+        return self._history.text_to_compare
 
     @property
     def comm_outside_steps(self) -> Comm:

@@ -152,6 +152,6 @@ def union_of_intervals(intervals: Iterable[Interval]) -> list[Interval]:
     return result
 
 
-def total_length(intervals: Iterable[Interval]) -> float:
+def total_length(disjoint: Iterable[Interval]) -> float:
     """Return the length of disjoint intervals."""
-    return sum(stop - start for start, stop in intervals)
+    return sum(stop - start for start, stop in disjoint)

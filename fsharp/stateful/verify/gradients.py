@@ -71,13 +71,13 @@ class GradientCheck(ScheduleCheck):
         if any(spec.has_ops_for(self.facts[op.unit]) for spec in self.takers[OUTGOING]):
             self.waiting[op.unit] = i
 
-    def _record_gradient_change(self, i: int, op: Op, senders: Sequence[tuple[OpSpec, str, int]]) -> None:
+    def _record_gradient_change(self, i: int, op: Op, later_senders: Sequence[tuple[OpSpec, str, int]]) -> None:
         """Record that op ``i`` changes its unit's gradient. Raise an error if an earlier op has sent this gradient.
 
-        ``senders``: keys in ``self.done`` of ops that send the unreduced gradient: they have to come after op ``i``.
+        ``later_senders``: keys in ``self.done`` of ops that send the unreduced gradient: they have to come after op ``i``.
         """
         sent = [(spec, op.unit, bisect_left(self.asked, op.at)) for spec in self.takers[FINISHING] if REST in spec.reads]
-        for done in (*senders, *sent):
+        for done in (*later_senders, *sent):
             if done in self.done:
                 at = self.done[done]
                 what = f"comes after op {at}, {self.order.ops[at]}, which has sent the gradient without it."

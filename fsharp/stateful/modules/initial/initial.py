@@ -77,7 +77,7 @@ def initial_parameters(
         nodes = []
         for unit in layout.units:
             value = lambda leaf, unit=unit: makers.value(unit.path_in_tree(leaf))  # noqa: E731
-            nodes.append(build_shard(unit, resolve_place(unit, "optim"), comm.rank, value, main=True))
+            nodes.append(build_shard(unit, resolve_place(unit, "optim"), comm.rank, value, as_main_copies=True))
         buffers = module.named_buffers(remove_duplicate=False)
         return nodes, {path: makers.value(path) for path, buffer in buffers if buffer.is_meta}
 
@@ -102,7 +102,7 @@ def _synced_shards(module: nn.Module, layout: Layout, comm: Comm, source: int) -
     for unit in layout.units:
         own, varying = [leaf for leaf in unit.leaves if not leaf.tied_to], unit.strategy.full.varying_axes
         whole = {leaf: broadcast_from_rank(_parameter_value(module, unit, leaf), source, comm, varying=varying) for leaf in own}
-        nodes.append(build_shard(unit, resolve_place(unit, "optim"), comm.rank, whole.__getitem__, main=True))
+        nodes.append(build_shard(unit, resolve_place(unit, "optim"), comm.rank, whole.__getitem__, as_main_copies=True))
     new: dict[int, torch.Tensor] = {}
     for path, buffer in module.named_buffers(remove_duplicate=False):
         around, mine = layout.unit_around(path), local_tensor(buffer.detach())
