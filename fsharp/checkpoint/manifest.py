@@ -236,7 +236,7 @@ def _body_digest(body: Any) -> str:
 
 def _checked_count(value: Any) -> int:
     if type(value) is not int or not 0 <= value < 1 << 62:
-        raise ValueError(f"{value!r:.40} is no count")
+        raise ValueError(f"{value!r:.40} is not a count")
     return value
 
 
@@ -244,32 +244,32 @@ def checked_shape(sizes: Any) -> tuple[int, ...]:
     """Return ``sizes``, from a file, as the shape of a tensor. Raises ValueError if they cannot be a shape."""
     shape = tuple(map(_checked_count, sizes))
     if len(shape) > _MAX_DIMS or math.prod(size or 1 for size in shape) >= 1 << 62:
-        raise ValueError(f"{sizes!r:.80} is no shape")
+        raise ValueError(f"{sizes!r:.80} is not a shape")
     return shape
 
 
 def _checked_time(value: Any) -> float:
     if type(value) not in (int, float) or not math.isfinite(value):
-        raise ValueError(f"{value!r:.40} is no time")
+        raise ValueError(f"{value!r:.40} is not a time")
     return float(value)
 
 
 def checked_file_name(value: Any) -> str:
     """Return ``value`` if it is the name of a file. Raises ValueError otherwise, such as for a path into another folder."""
     if not isinstance(value, str) or not _FILE_NAME_PATTERN.fullmatch(value):
-        raise ValueError(f"{value!r:.80} is no plain file name")
+        raise ValueError(f"{value!r:.80} is not a plain file name")
     return value
 
 
 def _checked_hex(value: Any) -> str:
     if not isinstance(value, str) or not re.fullmatch("[0-9a-f]{8,64}", value):
-        raise ValueError(f"{value!r:.80} is no digest")
+        raise ValueError(f"{value!r:.80} is not a digest")
     return value
 
 
 def _dtype_by_name(name: Any) -> torch.dtype:
     if name not in _DTYPE_BY_NAME:
-        raise ValueError(f"{name!r:.40} is no dtype")
+        raise ValueError(f"{name!r:.40} is not a dtype")
     return _DTYPE_BY_NAME[name]
 
 
@@ -281,5 +281,5 @@ def _value_from_json(value: Any) -> Value:
     if isinstance(value, dict):
         return float.fromhex(value["float"])
     if not isinstance(value, bool | int | str):
-        raise ValueError(f"{value!r:.40} is no value")
+        raise ValueError(f"{value!r:.40} is not a value")
     return value

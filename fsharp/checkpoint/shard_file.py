@@ -186,7 +186,7 @@ def parse_header(where: str, header: bytes, nbytes: int) -> tuple[dict[str, Tens
         for name, each in described.items():
             (begin, end), shape = each["data_offsets"], [*each["shape"]]
             if any(type(x) is not int or x < 0 for x in (begin, end, *shape)):
-                raise ValueError(f"{name!r:.80} has an offset or size that is no count")
+                raise ValueError(f"{name!r:.80} has an offset or size that is not a count")
             dtype = _DTYPE_BY_NAME.get(each["dtype"])
             if dtype is not None and math.prod(shape) * dtype.itemsize != end - begin:
                 raise ValueError(f"{name!r:.80} takes {end - begin} bytes, which is not what {each['dtype']}{shape} takes")

@@ -100,7 +100,7 @@ def _global_buffer(nodes: Sequence[Sharded], i: int, mesh: Mesh, devices: Sequen
         if buffer.numel():
             if array.unsafe_buffer_pointer() != buffer.data_ptr():
                 raise TreeError(
-                    f"to_jax(): the address of a buffer of unit {node.unit.display_name} is no multiple of 64 bytes, so JAX "
+                    f"to_jax(): the address of a buffer of unit {node.unit.display_name} is not a multiple of 64 bytes, so JAX "
                     "would copy it. Convert an aligned copy: optree.tree_map(torch.clone, tree)."
                 )
             mark_lent(buffer.data_ptr(), holder)

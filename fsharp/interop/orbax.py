@@ -251,7 +251,7 @@ def _sources(where: str, shapes: Mapping[str, tuple[int, ...]], unstack: Mapping
 def _stack_layers(path: str, layers: Any, dim: int) -> Any:
     count = len(layers) if isinstance(layers, dict) else 0
     if not count or set(layers) != {str(i) for i in range(count)}:
-        raise CheckpointError(f"to_orbax(): stack names {path!r}, which is no list of layers in the checkpoint.")
+        raise CheckpointError(f"to_orbax(): stack names {path!r}, which is not a list of layers in the checkpoint.")
     parts = [layers[str(i)] for i in range(count)]
     kinds = [jax.tree.map(lambda array: f"{array.dtype} {list(array.shape)}", part) for part in parts]
     for i, kind in enumerate(kinds):

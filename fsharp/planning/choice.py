@@ -349,7 +349,7 @@ class Choice:
             layout = Layout.from_json(json.dumps(body["layout"]))
             found = cls(body["name"], layout, policy, remat, rows, body["budget"], body["activations"], {}, arguments)
         except (ValueError, TypeError, KeyError, AttributeError) as error:
-            what = f"the text is no choice: {type(error).__name__}: {error}."
+            what = f"the text is not a choice: {type(error).__name__}: {error}."
             raise ScheduleError(
                 problem("Choice.from_json()", what, remedy="Pass the text that Choice.to_json() has returned.")
             ) from error

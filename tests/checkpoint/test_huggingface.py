@@ -215,7 +215,7 @@ def test_damaged_folders(tmp_path):
     fails(lambda f: (f / first).write_bytes(b"<html>" * 40), r"not a safetensors file, .* it begins with b'<html>")
     fails(lambda f: (f / "model.safetensors.index.json").write_text("{"), "the index is damaged: JSONDecodeError")
     fails(lambda f: damage_index(f, lambda m: m.update({"more": first})), f"'more' is not in {first}, where")
-    fails(lambda f: damage_index(f, lambda m: m.update({"more": "../x"})), "'../x' is no plain file name")
+    fails(lambda f: damage_index(f, lambda m: m.update({"more": "../x"})), "'../x' is not a plain file name")
     fails(lambda f: (f / "b.safetensors.index.json").write_text("{}"), "2 indices, expected one: b.safetensors.index.json")
 
     def without_index(folder):

@@ -168,7 +168,7 @@ def vouching_for(body: dict[str, Any], file: bytes, header_end: int) -> dict[str
 
 
 def put_another_kind(path: Path, draw: random.Random) -> None:
-    """Something that is no plain file, or not the one that it was."""
+    """Something that is not a plain file, or not the one that it was."""
     data = path.read_bytes()
     path.unlink()
 

@@ -256,7 +256,7 @@ def test_to_jax_refuses():
     with pytest.raises(TreeError, match="JAX would make float64 narrower"):
         to_jax(shards(fs.plan(double, ONE, fs.zero3("dp")), double), fs.plan(double, ONE, fs.zero3("dp")))
     shifted = fs.layouts.map_units(lambda s: s.replace([torch.cat([b.new_zeros(1), b])[1:] for b in s.buffers]), trees[0])
-    with pytest.raises(TreeError, match="is no multiple of 64 bytes"):
+    with pytest.raises(TreeError, match="is not a multiple of 64 bytes"):
         to_jax([shifted, *trees[1:]], layout)
     with pytest.raises(TreeError, match=r"to_jax\(\): unit 'embed' has a ArrayImpl, expected tensors"):
         to_jax([to_jax(trees, layout)] * 3, layout)

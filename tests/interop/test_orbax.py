@@ -243,9 +243,9 @@ def test_subtrees_that_are_not_stacks_are_refused(tmp_path, tree, unstack, error
         ([{"w": torch.ones(2)}, {"w": torch.ones(2).half()}], {"a": 0}, r"layer 1 is {'w': 'float16 \[2\]'}"),
         ([{"w": torch.ones(2)}, {"v": torch.ones(2)}], {"a": 0}, r"layer 1 is {'v'"),
         ([{"w": torch.ones(2)}], {"a": 2}, r"stack={'a': 2} asks for a dim that not all leaves can have"),
-        ([{"w": torch.ones(2)}], {"a.0.w": 0}, r"stack names 'a.0.w', which is no list of layers"),
-        ([{"w": torch.ones(2)}], {"b.c": 0}, r"stack names 'b.c', which is no list of layers"),
-        ({"w": torch.ones(2)}, {"a": 0}, r"stack names 'a', which is no list of layers"),
+        ([{"w": torch.ones(2)}], {"a.0.w": 0}, r"stack names 'a.0.w', which is not a list of layers"),
+        ([{"w": torch.ones(2)}], {"b.c": 0}, r"stack names 'b.c', which is not a list of layers"),
+        ({"w": torch.ones(2)}, {"a": 0}, r"stack names 'a', which is not a list of layers"),
     ],
 )
 def test_layers_that_cannot_be_stacked_are_refused(tmp_path, tree, stack, error):

@@ -231,7 +231,7 @@ def test_a_choice_is_saved_edited_and_picked(tmp_path):
     body["remat"] = ["embed"]
     with pytest.raises(ScheduleError, match="remat was edited"):
         Choice.from_json(json.dumps(body))
-    with pytest.raises(ScheduleError, match="the text is no choice: KeyError: 'step'"):
+    with pytest.raises(ScheduleError, match="the text is not a choice: KeyError: 'step'"):
         Choice.from_json("{}")
     other = found.pick("ddp", "prefetch 1")
     assert (other.name, other.layout.units[0].strategy) == ("ddp", fs.ddp("dp"))

@@ -252,7 +252,7 @@ def _entry_from_metadata(folder: str, name: str, metadata: Any) -> TensorEntry:
         shape, dtype = checked_shape(metadata.size), metadata.properties.dtype
         return whole_entry(name, dtype, shape)
     except (TypeError, ValueError, AttributeError) as error:
-        raise CheckpointError(f"{folder}: {name!r:.200} is no tensor: {type(error).__name__} {error!s:.200}.") from error
+        raise CheckpointError(f"{folder}: {name!r:.200} is not a tensor: {type(error).__name__} {error!s:.200}.") from error
 
 
 def _check_sizes_fit_files(storage: Storage, folder: str, metadata: Any, entries: Mapping[str, TensorEntry]) -> None:

@@ -104,7 +104,7 @@ class Layout:
     @staticmethod
     @api_boundary
     def from_json(text: str) -> "Layout":
-        """Return the layout in a text of :meth:`to_json`; LayoutError if the text is no layout."""
+        """Return the layout in a text of :meth:`to_json`; LayoutError if the text is not a layout."""
         return Layout(*layout_from_json(text))
 
     def _repr_html_(self) -> str:

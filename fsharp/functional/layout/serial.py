@@ -177,5 +177,5 @@ def _example_tree(data: Any) -> Any:
         pairs = zip(data["keys"], children, strict=True)
         return dict(pairs) if kind == "dict" else collections.OrderedDict(pairs)
     if kind != "namedtuple":
-        raise LayoutError(f"{kind!r} is no kind of container.")
+        raise LayoutError(f"{kind!r} is not a kind of container.")
     return class_named(data["type"], optree.is_namedtuple_class)(*children)

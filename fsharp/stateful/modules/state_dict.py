@@ -124,7 +124,7 @@ def own_part(name: str, value: torch.Tensor, like: ShardedTensor, *, dtypes: Seq
         got += f" in unit {value.unit.display_name}, {value.place}, as rank {value.rank} of {value.unit.mesh} holds them"
     elif is_dtensor(value) or value.is_meta or value.layout is not torch.strided:
         kind = "DTensor" if is_dtensor(value) else f"tensor on the {value.device} device, {value.layout}"
-        what, got = "is no plain tensor with values", f"a {kind}"
+        what, got = "is not a plain tensor with values", f"a {kind}"
     elif value.shape != like.full_shape:
         what = "has another shape"
     if not what and value.dtype not in dtypes:

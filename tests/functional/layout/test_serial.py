@@ -80,7 +80,7 @@ def test_layouts_are_values_and_json_keeps_them(case):
             lambda d: d["units"][0].update(spec={"kind": "namedtuple", "type": "os:PathLike", "children": []}),
             "'os:PathLike' is not a class of the expected kind",
         ),
-        (lambda d: d["units"][0].update(spec={"kind": "set", "children": []}), "'set' is no kind of container"),
+        (lambda d: d["units"][0].update(spec={"kind": "set", "children": []}), "'set' is not a kind of container"),
         (lambda d: d.update(mesh=[["dp", 0]]), "axis 'dp' has size 0"),
         (lambda d: d["mesh"].__setitem__(0, ["dp", 4]), "not divided into 4 parts"),
         (lambda d: d["units"][0]["leaves"][0].__setitem__(5, -1), "'w' lies outside its buffer"),

@@ -244,7 +244,7 @@ WRONG = {
     ),
     "no values": (
         lambda d, comm: {**d, "head.bias": torch.ones(11, device="meta")},
-        r"'head.bias' is no plain tensor with values",
+        r"'head.bias' is not a plain tensor with values",
     ),
     "a buffer": (lambda d, comm: {**d, "calls": torch.ones(3)}, r"size mismatch for calls"),
     "a number": (lambda d, comm: {**d, "head.bias": 3}, r'parameter named "head.bias", expected torch.Tensor'),

@@ -82,7 +82,7 @@ def _norm_reduction(
     of = dtype or x.dtype.to_real()
     is_exact = not all(each.is_floating_point or each.is_complex for each in (x.dtype, of))
     if dim is not None or keepdim or not isinstance(ord, int | float) or is_exact:
-        raise TypeError("of all elements, which are no integers, alone")
+        raise TypeError("of all elements, which are not integers, alone")
     if math.isinf(ord):
         found = _max_or_min_reduction(of, "max" if ord > 0 else "min")
         return Reduction(lambda x: found.local(x.abs()).clamp(min=0), found.op, found.finish)  # the norm of no elements is 0
