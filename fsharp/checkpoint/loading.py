@@ -35,10 +35,10 @@ from fsharp.checkpoint.formats.huggingface import is_huggingface_folder
 from fsharp.checkpoint.manifest import MANIFEST_NAME, Manifest
 from fsharp.checkpoint.matching import (
     MAIN_FROM_PARAMS,
-    StoredNamesOfTree,
+    SourceNames,
     check_matches,
     first_error_rows,
-    stored_names_of_tree,
+    source_names,
     without_ignored,
 )
 from fsharp.checkpoint.reading import BUFFER_NBYTES, NeededElements
@@ -203,7 +203,7 @@ def load_with_reader(
         below = apply_rename("load()", name, rename)
         return prefix + below if below else subtree  # a subtree may be a leaf
 
-    def check() -> tuple[Checkpoint, Any, TreeContents, StoredNamesOfTree, Any]:
+    def check() -> tuple[Checkpoint, Any, TreeContents, SourceNames, Any]:
         found = opened()
         manifest = without_ignored(found.manifest, as_patterns(ignore), subtree)
         there = {prefix for name in (*manifest.tensors, *manifest.values) for prefix in self_and_ancestors(name)}
@@ -216,7 +216,7 @@ def load_with_reader(
         wanted = contents_of("load()", template, comm)
         if donate:
             check_not_lent("load()", units_of(template))
-        names = stored_names_of_tree(manifest, wanted, stored)
+        names = source_names(manifest, wanted, stored)
         left, tolerated = check_matches(found.path, manifest, wanted, names, stored, prefix, cast=cast, strict=strict)
         if isinstance(like, TrainState):
             _refuse_stale_main_copies(found.path, left, wanted.entries)
@@ -227,7 +227,7 @@ def load_with_reader(
         tree = _tree_to_fill(template, manifest, stored, comm.device, donate=donate, kept=left)
         return found, tree, contents_of("load()", tree, comm), names, resting
 
-    def fields(made: tuple[Checkpoint, Any, TreeContents, StoredNamesOfTree, Any]) -> dict[str, str]:
+    def fields(made: tuple[Checkpoint, Any, TreeContents, SourceNames, Any]) -> dict[str, str]:
         found, _, into, names, _ = made
         read_from = "\n".join(f"{name} from {source}" for name, source in names.by_tensor.items())
         how = {"where": where, "cast": repr(cast), "donate": repr(donate), "subtree": repr(subtree), "names": read_from}
@@ -348,7 +348,7 @@ def _tree_to_fill(
 def _fill_tree(
     found: Checkpoint,
     into: TreeContents,
-    names: StoredNamesOfTree,
+    names: SourceNames,
     rank: int,
     read: Callable[[Checkpoint, list[NeededElements]], None],
     kept: Collection[str],

@@ -37,7 +37,7 @@ def without_ignored(manifest: Manifest, ignore: tuple[str, ...], subtree: str) -
     return replace(manifest, **kept)
 
 
-class StoredNamesOfTree(NamedTuple):
+class SourceNames(NamedTuple):
     """The names in a checkpoint from which the tensors of a tree are read.
 
     Attributes:
@@ -49,7 +49,7 @@ class StoredNamesOfTree(NamedTuple):
     of_tied: list[tuple[str, str, str]]
 
 
-def stored_names_of_tree(manifest: Manifest, wanted: TreeContents, stored: Callable[[str], str]) -> StoredNamesOfTree:
+def source_names(manifest: Manifest, wanted: TreeContents, stored: Callable[[str], str]) -> SourceNames:
     """Return the names under which a checkpoint stores the tensors of a tree.
 
     A tied tensor has several names in the tree, and is read under the first of them that the checkpoint has. ``stored``:
@@ -65,14 +65,14 @@ def stored_names_of_tree(manifest: Manifest, wanted: TreeContents, stored: Calla
         }
         of[owner], *more = [*reversed(there)] or [_stored_name(manifest, stored(owner))]
         others += [(owner, there[source], source) for source in more]
-    return StoredNamesOfTree(of, others)
+    return SourceNames(of, others)
 
 
 def check_matches(
     path: str,
     manifest: Manifest,
     wanted: TreeContents,
-    names: StoredNamesOfTree,
+    names: SourceNames,
     stored: Callable[[str], str],
     prefix: str,
     *,

@@ -23,7 +23,7 @@ from fsharp.functional.reshard.state_trees import StateTree
 
 
 @dataclass(frozen=True)
-class OldAndNewRanks:
+class MeshChange:
     """The old and the new mesh, and their ranks: rank ``r`` of the old mesh is rank ``old_ranks[r]`` of the Comm."""
 
     old_mesh: Mesh
@@ -77,7 +77,7 @@ class MovedPiece(NamedTuple):
 
 
 def pieces_between(
-    state_tree: StateTree, unit: UnitLayout, ranks: OldAndNewRanks, source: int, target: int
+    state_tree: StateTree, unit: UnitLayout, ranks: MeshChange, source: int, target: int
 ) -> Iterator[MovedPiece]:
     """Yield the pieces of a unit that rank ``target`` takes from rank ``source``. ``unit`` is of the new layout.
 
@@ -125,7 +125,7 @@ def move_state_tree(
     state_tree: StateTree,
     old_buffers: list[list[torch.Tensor]],
     layout: Layout,
-    ranks: OldAndNewRanks,
+    ranks: MeshChange,
     comm: Comm,
     *,
     max_nbytes: int,

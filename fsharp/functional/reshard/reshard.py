@@ -18,7 +18,7 @@ from fsharp.functional.layout.layout import Layout
 from fsharp.functional.layout.sharded import Sharded, check_not_lent, decode_tree, is_sharded, units_of
 from fsharp.functional.layout.text import unit_fields
 from fsharp.functional.layout.unit_layout import UnitLayout
-from fsharp.functional.reshard.move import OldAndNewRanks, move_state_tree, pieces_between
+from fsharp.functional.reshard.move import MeshChange, move_state_tree, pieces_between
 from fsharp.functional.reshard.outline import on_meta, outline_from_bytes, outline_to_bytes
 from fsharp.functional.reshard.state_trees import StatePlace, StateTree, check_state_tree, find_state_trees, replace_state_trees
 from fsharp.functional.state import TrainState
@@ -90,7 +90,7 @@ def reshard(
     if any(has_tree) and not all(has_tree):
         tree = _share_outline(tree, has_tree, comm)
 
-    def check() -> tuple[list[StateTree], OldAndNewRanks]:
+    def check() -> tuple[list[StateTree], MeshChange]:
         state_trees, where_from = _checked_arguments(
             tree, layout, place, cast, [r for r, has in enumerate(has_tree) if has], ranks, comm
         )
@@ -108,7 +108,7 @@ def reshard(
             )
         return state_trees, where_from
 
-    def fields(found: tuple[list[StateTree], OldAndNewRanks]) -> Mapping[str, str]:
+    def fields(found: tuple[list[StateTree], MeshChange]) -> Mapping[str, str]:
         state_trees, route = found
         layouts = {tuple(node.unit for node in state_tree.nodes): state_tree for state_tree in state_trees}
         old = {
@@ -203,9 +203,7 @@ def reshard_nbytes(
     for state_tree in state_trees:
         check_state_tree(state_tree, layout)
     old_mesh = state_trees[0].nodes[0].unit.mesh
-    route = OldAndNewRanks(
-        old_mesh, layout.mesh, tuple(old_ranks or range(old_mesh.size)), tuple(ranks or range(layout.mesh.size))
-    )
+    route = MeshChange(old_mesh, layout.mesh, tuple(old_ranks or range(old_mesh.size)), tuple(ranks or range(layout.mesh.size)))
     return sum(
         piece.nbytes
         for state_tree in state_trees
@@ -218,7 +216,7 @@ def reshard_nbytes(
 
 def _checked_arguments(
     tree: Any, layout: Layout, place: StatePlace, cast: bool, old: list[int], ranks: Sequence[int] | None, comm: Comm
-) -> tuple[list[StateTree], OldAndNewRanks]:
+) -> tuple[list[StateTree], MeshChange]:
     if not isinstance(layout, Layout):
         raise LayoutError(f"reshard(): layout is {layout!r:.60}, expected a Layout by plan().")
     if place not in ("params", "optim"):
@@ -238,7 +236,7 @@ def _checked_arguments(
         facts = [("ranks", list(new)), ("new mesh", layout.mesh), ("comm", comm.mesh)]
         remedy = "Pass the ranks of comm that form the new mesh, in rising order."
         raise MeshError(problem("reshard()", "the ranks are not those of the new mesh.", facts, remedy))
-    return state_trees, OldAndNewRanks(meshes[0], layout.mesh, tuple(old), new)
+    return state_trees, MeshChange(meshes[0], layout.mesh, tuple(old), new)
 
 
 def _share_outline(tree: Any, has_tree: Sequence[bool], comm: Comm) -> Any:
