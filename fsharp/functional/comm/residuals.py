@@ -81,7 +81,7 @@ def _residuals_to_overwrite(where: str, residuals: Any, units: Sequence[UnitLayo
         if units:
             raise TreeError(
                 f"{where}: gradients of unit {units[0].display_name} travel with feedback, Precision(feedback=True), and there "
-                "are not residuals. Pass residuals=state.residuals, and keep those that are returned in the next state."
+                "are no residuals. Pass residuals=state.residuals, and keep those that are returned in the next state."
             )
         return None
     held = residuals.value if isinstance(residuals, PerRank) else None
