@@ -29,7 +29,7 @@ REFUSALS = {
     r"clip_grad_norm_\(\): there are no gradients": "`clip_grad_norm_()` is refused if no loss depends on a parameter",
     r"had been changed, as by clip_grad_norm_\(\)": "Do not change gradients between two backward passes of one step",
     r"forward that unsharded\(\) had abandoned": "a backward of such a forward is refused",
-    "The backward of its unit is not under way": "by a checkpoint of a part of a unit as well",
+    "The backward of its unit is not under way": "may come from a checkpoint of a part of a unit",
     r"unsharded\(\): a step is under way": "are refused between a backward and its update or `zero_grad()`",
     r"optimizer\.step\(\) has used up the gradients": "A step of a `ShardedOptimizer` releases the gradients",
     r"autograd\.grad\(\) with respect to .*: .*other backward": "it does not mix with backward passes that leave gradients",
