@@ -67,7 +67,8 @@ def stochastic(format: Format | torch.dtype, seed: int = 0) -> Format:
 
     ``Precision(wire=...)`` and ``Precision(update=...)`` take such formats, ``stored=`` refuses them. ``fs.train_step`` passes
     the number of the step; a step of your own passes ``step=state.step`` to the function of ``value_and_grad`` and to
-    ``reduce_scatter``. CUDA graphs and transforms of ``torch.func`` do not know the number, and refuse the format.
+    ``reduce_scatter``. A CUDA graph does not know the number, and refuses the format. Under transforms of ``torch.func``
+    gradients are summed without a format.
 
     Cost: some ten integer operations a value.
 
