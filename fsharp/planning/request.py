@@ -47,7 +47,7 @@ HardwareSource = Hardware | str | Callable[[Layout], Hardware]
 
 
 class LayoutsToTry(NamedTuple):
-    """What :func:`~fsharp.tune` searches.
+    """The layouts that :func:`~fsharp.tune` tries, and the costs of their units.
 
     Attributes:
         options: the layouts to try.
@@ -106,8 +106,8 @@ class TuneRequest:
         """Return the layouts to try, with their costs. Trials run on meta tensors."""
         self._check_arguments()
         if isinstance(self.model, Mapping) and all(isinstance(each, Layout) for each in self.model.values()):
-            return self._space_of_layouts(self.model)
-        return self._space_of_model(model_of(self.model, self.frozen))
+            return self._layouts_as_given(self.model)
+        return self._layouts_of_model(model_of(self.model, self.frozen))
 
     def _check_arguments(self) -> None:
         _ = self.measured_on
@@ -127,7 +127,7 @@ class TuneRequest:
         if isinstance(self.hardware, str) and self.hardware not in GPUS:
             raise ScheduleError(f"tune(): hardware is {self.hardware!r}, expected a Hardware, or one of {', '.join(GPUS)}.")
 
-    def _space_of_layouts(self, layouts: Mapping[str, Layout]) -> LayoutsToTry:
+    def _layouts_as_given(self, layouts: Mapping[str, Layout]) -> LayoutsToTry:
         if len({layout.mesh.size for layout in layouts.values()}) != 1:
             found = ", ".join(f"{name}: {layout.mesh}" for name, layout in layouts.items()) or "no layout"
             raise ScheduleError(problem("tune()", f"expected layouts for one number of ranks, got {found}."))
@@ -143,7 +143,7 @@ class TuneRequest:
             options, {}, {each.cost_key: given_costs(each.layout, self.order, self.activations or 0.0) for each in options}
         )
 
-    def _space_of_model(self, model: Model) -> LayoutsToTry:
+    def _layouts_of_model(self, model: Model) -> LayoutsToTry:
         has_trial = self.batch is not None and self.tokens is None
         meshes = self._meshes_to_try()
         self._check_trial(model, has_trial=has_trial)
@@ -236,19 +236,19 @@ class TuneRequest:
             for cost_key, each in costs.items()
         }
 
-    def costs(self, space: LayoutsToTry) -> dict[CostKey, Costs]:
+    def costs(self, to_try: LayoutsToTry) -> dict[CostKey, Costs]:
         """Return the costs of units by key.
 
         With ``device`` the costs are measured on all ranks: seconds are the median over ranks, and bytes the maximum.
         """
         device = self.measured_on
         if device is None:
-            return space.costs
-        for each in space.calls.values():
+            return to_try.costs
+        for each in to_try.calls.values():
             self._measure_calls(each, device)
         source = f"measured on {device}, one call of each kind of unit"
         return self._costs_with_given_activations(
-            {cost_key: costs_of_calls(calls, source) for cost_key, calls in space.calls.items()}, space.options
+            {cost_key: costs_of_calls(calls, source) for cost_key, calls in to_try.calls.items()}, to_try.options
         )
 
     def _measure_calls(self, calls: Sequence[UnitCall], device: torch.device) -> None:
@@ -262,12 +262,12 @@ class TuneRequest:
             seconds = [median(rank[i][k] for rank in everyones) for k in range(3)]
             call.set_measured(*seconds, kept_nbytes=max(rank[i][3] for rank in everyones))
 
-    def combinations(self, space: LayoutsToTry, costs: Mapping[CostKey, Costs]) -> list[Combination]:
+    def combinations(self, to_try: LayoutsToTry, costs: Mapping[CostKey, Costs]) -> list[Combination]:
         """Return all combinations of layout, policy and recomputation that are to be predicted."""
         result = []
-        machines = {option: self._hardware_of(option.layout, costs[option.cost_key]) for option in space.options}
+        machines = {option: self._hardware_of(option.layout, costs[option.cost_key]) for option in to_try.options}
         recomputed = {cost_key: self._units_to_recompute(each) for cost_key, each in costs.items()}
-        for option in space.options:
+        for option in to_try.options:
             mine = costs[option.cost_key]
             for again, names in recomputed[option.cost_key].items():
                 kept = mine.activation_nbytes(names)
@@ -309,20 +309,20 @@ class TuneRequest:
                 raise ScheduleError(f"tune(): hardware is a function that returned {found!r:.80}, expected a Hardware.")
         return replace(found, compute=dict(costs.seconds)) if costs.seconds else found
 
-    def comparison_texts(self, space: LayoutsToTry) -> dict[str, str]:
+    def comparison_texts(self, to_try: LayoutsToTry) -> dict[str, str]:
         """Return the arguments as texts. The texts of two ranks are equal if the arguments are equal."""
         settings = ("budget", "policies", "remat", "microbatches", "optimizer_buffers", "backend", "tolerance", "effort")
         texts = {name: _comparison_text(getattr(self, name)) for name in settings}
         texts["device"] = "" if self.measured_on is None else self.measured_on.type
-        leaves = [(unit.name, leaf) for unit in space.options[0].layout.units for leaf in unit.leaves]
+        leaves = [(unit.name, leaf) for unit in to_try.options[0].layout.units for leaf in unit.leaves]
         texts["model"] = "\n".join(f"{'.'.join(filter(None, (name, leaf.path)))}: {tensor_text(leaf)}" for name, leaf in leaves)
         batch = optree.tree_leaves(self.batch)
         texts["batch"] = "\n".join(map(_batch_leaf_text, batch))
         texts["layouts"] = "\n".join(
-            f"{option.name} on {option.layout.mesh}: {option.layout.digest}" for option in space.options
+            f"{option.name} on {option.layout.mesh}: {option.layout.digest}" for option in to_try.options
         )
         texts["costs of units"] = "\n".join(
-            f"{', '.join(filter(None, cost_key))}: {costs}" for cost_key, costs in space.costs.items()
+            f"{', '.join(filter(None, cost_key))}: {costs}" for cost_key, costs in to_try.costs.items()
         )
         return texts
 

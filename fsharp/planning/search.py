@@ -32,7 +32,7 @@ class Combination:
 
     @property
     def departures(self) -> tuple[str, ...]:
-        """What differs from the defaults, as texts such as ``remat``: see :attr:`Candidate.departures`."""
+        """Names of the choices that are not the defaults, such as ``remat``: see :attr:`Candidate.departures`."""
         return self.arguments.departures(self.option.layout, self.policy)
 
     def lower_bound_candidate(self, step_s: float) -> Candidate:

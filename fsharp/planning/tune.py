@@ -159,9 +159,9 @@ def tune(
     )
     ranks = comm or SingleComm()
     # Ranks agree before and after they measure together: if one rank fails or differs, all ranks raise an error.
-    space = check_on_all_ranks("tune()", ranks, request.layouts_to_try, request.comparison_texts)
-    costs = request.costs(space)
-    combinations = check_on_all_ranks("tune()", ranks, lambda: request.combinations(space, costs), request.hardware_texts)
+    to_try = check_on_all_ranks("tune()", ranks, request.layouts_to_try, request.comparison_texts)
+    costs = request.costs(to_try)
+    combinations = check_on_all_ranks("tune()", ranks, lambda: request.combinations(to_try, costs), request.hardware_texts)
     show = sys.stderr.isatty() and ranks.rank == 0 if progress is None else progress
     candidates = rank_candidates(
         search_candidates(combinations, budget, tolerance, effort=effort, show=show), budget, tolerance

@@ -77,7 +77,7 @@ class ModuleState:
                 torch._foreach_zero_(tensors)
 
     def renew_residuals(self) -> None:
-        """After a load, replace the residuals by new zeros. The old tensors stay as they are: a loaded tree may hold them."""
+        """Replace the residuals by new zeros, after a load. A loaded tree may hold the old tensors, which do not change."""
         if self.train_state.residuals is not None:
             units = [node.unit for node in units_of(self.train_state.params)]
             self.train_state = self.train_state._replace(residuals=zero_residuals(units, self._comm.device))
