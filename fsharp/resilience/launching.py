@@ -179,16 +179,21 @@ def run_rank(folder: str, launcher: int, *, prints_error: bool = False) -> None:
     launcher has these texts.
     """
     threading.Thread(target=_exit_after_launcher, args=(folder, launcher), daemon=True).start()
-    rank = os.environ["RANK"]
+    rank, process = os.environ["RANK"], os.getpid()
     try:
         with Path(folder, "call").open("rb") as call:
             sys.path[:] = pickle.load(call)
             fn, args = pickle.load(call)
-        Path(folder, f"result-{rank}").write_bytes(cloudpickle.dumps(fn(*args)))
+        result = fn(*args)
+        if os.getpid() == process:
+            Path(folder, f"result-{rank}").write_bytes(_pickled_result(result))
     except Exception as error:
+        if os.getpid() != process:
+            raise
         hide_frames(error)
         whose = "own" if is_own_failure(error) else "heard"
-        text = f"{type(error).__name__}: {error}".splitlines()[0] + f"\n{traceback.format_exc().rstrip()}"
+        shown = traceback.TracebackException(type(error), error, None)  # whose text exists also if __str__ raises an error
+        text = f"{type(error).__name__}: {shown}".splitlines()[0] + f"\n{traceback.format_exc().rstrip()}"
         Path(folder, f"{whose}-error-{rank}").write_text(text, "utf-8", "backslashreplace")  # before destroy() tells others
         if prints_error and whose == "own":
             raise
@@ -197,7 +202,18 @@ def run_rank(folder: str, launcher: int, *, prints_error: bool = False) -> None:
         destroy()  # tells other ranks of this error, and not of the SystemExit
         sys.exit(1)
     finally:
-        destroy()
+        if os.getpid() == process:  # a forked child that leaves the function is not a rank: its groups have no threads
+            destroy()
+
+
+def _pickled_result(result: Any) -> bytes:
+    try:
+        return cloudpickle.dumps(result)
+    except Exception as error:
+        raise OptionError(
+            f"launch(): the result of the function, of type {type(result).__name__}, cannot be pickled: {error}\n"
+            "Return values that can be pickled, such as numbers, strings, lists or CPU tensors."
+        ) from error
 
 
 @api_boundary

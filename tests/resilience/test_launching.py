@@ -67,6 +67,33 @@ def test_a_rank_that_fails_is_named_and_the_others_end(how, capfd):
     assert capfd.readouterr() == ("", "")
 
 
+def test_a_result_that_cannot_be_pickled_and_an_error_without_a_text_are_named():
+    class Silent(Exception):
+        def __str__(self):
+            raise RuntimeError("no text")
+
+    def fail():
+        raise Silent
+
+    with pytest.raises(CommError, match=r"(?s)the result of the function, of type generator, cannot be pickled.*Return values"):
+        fs.launch(lambda: (i for i in range(3)), 2)
+    with pytest.raises(CommError, match=r"(?s)of 2 failed: Silent: .*in fail"):
+        fs.launch(fail, 2)
+
+
+@pytest.mark.parametrize("leave", [lambda: sys.exit(0), lambda: None, lambda: 1 / 0])
+def test_a_forked_child_that_leaves_the_function_is_no_rank(leave):
+    def rank_fn():
+        comm = fs.connect(fs.Mesh({"dp": 2}))
+        comm.all_reduce(torch.ones(1), "dp")
+        if (child := os.fork()) == 0:
+            return leave()
+        os.waitpid(child, 0)
+        return comm.all_reduce(torch.ones(1), "dp").item()
+
+    assert fs.launch(rank_fn, 2) == [2.0, 2.0]
+
+
 def test_with_restarts_a_rank_prints_its_own_error_alone(capfd):
     def rank_fn():
         comm = fs.connect(fs.Mesh({"dp": 2}))
