@@ -90,9 +90,8 @@ def launch(fn: Callable[..., R], nproc: int, *args: Any, restarts: int = 0) -> l
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import elastic_launch
 
-    disabled, signalled = logging.root.manager.disable, None
-    logging.disable(logging.CRITICAL)  # torch's agent logs a failure, and so does the error below
-    with tempfile.TemporaryDirectory(prefix="fsharp-") as folder, _restored_signal_handlers():
+    signalled = None
+    with tempfile.TemporaryDirectory(prefix="fsharp-") as folder, _restored_signal_handlers(), _logging_disabled:
         _write_call(Path(folder), fn, args)
         try:
             elastic_launch(local_launch_config(nproc), sys.executable)("-u", "-c", _RANK_CODE, folder, str(os.getpid()))
@@ -103,12 +102,36 @@ def launch(fn: Callable[..., R], nproc: int, *args: Any, restarts: int = 0) -> l
         except SignalException as error:
             is_ctrl_c = error.sigval == signal.SIGINT
             signalled = KeyboardInterrupt() if is_ctrl_c else SignalException(str(error), error.sigval)
-        finally:
-            logging.disable(disabled)
         if signalled is not None:  # without the frames of torch's error, which keep its rendezvous alive
             gc.collect()  # ends the thread of the rendezvous: one that is alive at the end of Python may abort the process
             raise signalled
         return _read_results(Path(folder), nproc)
+
+
+class _LoggingDisabled:
+    """A context without messages of logging, as torch's agent logs failures that the error of :func:`launch` has.
+
+    Several threads may be in it: the last one that leaves restores what the first one found.
+    """
+
+    def __init__(self) -> None:
+        self._lock, self._num_inside, self._before = threading.Lock(), 0, 0
+
+    def __enter__(self) -> None:
+        with self._lock:
+            if not self._num_inside:
+                self._before = logging.root.manager.disable
+                logging.disable(logging.CRITICAL)
+            self._num_inside += 1
+
+    def __exit__(self, *_: object) -> None:
+        with self._lock:
+            self._num_inside -= 1
+            if not self._num_inside:
+                logging.disable(self._before)
+
+
+_logging_disabled = _LoggingDisabled()
 
 
 def _write_call(folder: Path, fn: Callable[..., Any], args: tuple[Any, ...]) -> None:

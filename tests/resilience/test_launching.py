@@ -1,11 +1,13 @@
 """launch: a function in processes of its own, its results, and what is said of one that fails."""
 
 import atexit
+import logging
 import os
 import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -92,6 +94,26 @@ def test_a_forked_child_that_leaves_the_function_is_no_rank(leave):
         return comm.all_reduce(torch.ones(1), "dp").item()
 
     assert fs.launch(rank_fn, 2) == [2.0, 2.0]
+
+
+def test_launches_of_several_threads_leave_logging_as_it_was(tmp_path):
+    """The second begins during the first, and ends after it."""
+
+    def wait_for(name):
+        (tmp_path / f"{name} waits").touch()
+        while not (tmp_path / name).exists():
+            time.sleep(0.01)
+
+    before = logging.root.manager.disable
+    threads = [threading.Thread(target=fs.launch, args=(wait_for, 2, name)) for name in ("first", "second")]
+    for thread, name in zip(threads, ("first", "second"), strict=True):
+        thread.start()
+        while not (tmp_path / f"{name} waits").exists():
+            time.sleep(0.01)
+    for thread, name in zip(threads, ("first", "second"), strict=True):
+        (tmp_path / name).touch()
+        thread.join()
+    assert logging.root.manager.disable == before
 
 
 def test_with_restarts_a_rank_prints_its_own_error_alone(capfd):
