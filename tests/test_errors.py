@@ -2,7 +2,9 @@
 
 import re
 from collections import OrderedDict
+from dataclasses import make_dataclass
 
+import numpy
 import pytest
 import torch
 
@@ -279,6 +281,16 @@ TRAIN = {
         lambda: loss_of(total, {"x": torch.ones(())}, 2),
         LossError,
         "shape [], and its dim 0 does not split into 2",
+    ),
+    "array in a batch": (
+        lambda: loss_of(total, {"x": torch.ones(4), "y": numpy.ones(4)}, 2),
+        LossError,
+        "the batch has a ndarray, which 2 microbatches cannot split",
+    ),
+    "tensor in a dataclass": (
+        lambda: loss_of(total, [make_dataclass("Batch", ["x"])({"x": torch.ones(4)})], 2),
+        LossError,
+        "the batch has a Batch, which 2 microbatches cannot split",
     ),
     "comm": (
         lambda: fs.value_and_grad(total)(part(), 0, comm=Loop()),

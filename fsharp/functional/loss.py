@@ -1,5 +1,7 @@
 """Losses as pairs of sum and weight, which are added over microbatches and ranks; gradients are divided once, at the end."""
 
+from collections.abc import Mapping
+from dataclasses import fields, is_dataclass
 from typing import Any, NamedTuple
 
 import optree
@@ -98,18 +100,39 @@ def check_depends_on_parameters(loss: Loss, *, has_sinks: bool, where: str = "va
 
 
 def split_batch(batch: Any, count: int) -> list[Any]:
-    """Return ``count`` batches with equal parts of each tensor along dim 0. Raises LossError if a tensor does not divide."""
+    """Return ``count`` batches with equal parts of each tensor along dim 0. Units and leaves of other kinds are in all batches.
+
+    Raises LossError if a tensor does not divide, or is in a leaf, in which it would not be found.
+    """
     if count == 1:
         return [batch]
-    leaves, spec = optree.tree_flatten(batch)
+    leaves, spec = optree.tree_flatten(batch, is_leaf=is_sharded)
     for leaf in leaves:
+        if not isinstance(leaf, torch.Tensor | Sharded) and _holds_arrays(leaf):
+            raise LossError(
+                f"value_and_grad(): the batch has a {type(leaf).__name__}, which {count} microbatches cannot split: each would "
+                "get all of it. Only tensors in pytrees are split: convert arrays to tensors, and register a class that holds "
+                "tensors by optree.register_pytree_node(), or pass its tensors in a dict."
+            )
         if isinstance(leaf, torch.Tensor) and (leaf.ndim == 0 or leaf.shape[0] % count):
             raise LossError(
                 f"value_and_grad(): a tensor of the batch has shape {list(leaf.shape)}, and its dim 0 does not split into "
                 f"{count} microbatches of equal size."
             )
     parts = [leaf.chunk(count) if isinstance(leaf, torch.Tensor) else [leaf] * count for leaf in leaves]
-    return [optree.tree_unflatten(spec, list(row)) for row in zip(*parts, strict=True)]
+    return [optree.tree_unflatten(spec, [part[i] for part in parts]) for i in range(count)]
+
+
+def _holds_arrays(leaf: Any) -> bool:
+    """Whether a leaf that is no tensor is an array with dims, or a dataclass or mapping with tensors or arrays in it."""
+    values: Any
+    if isinstance(leaf, Mapping):
+        values = list(leaf.values())
+    elif is_dataclass(leaf) and not isinstance(leaf, type):
+        values = [getattr(leaf, field.name, None) for field in fields(leaf)]
+    else:
+        return hasattr(leaf, "dtype") and len(getattr(leaf, "shape", ())) > 0
+    return any(isinstance(value, torch.Tensor) or _holds_arrays(value) for value in optree.tree_leaves(values))
 
 
 @uncompiled

@@ -91,14 +91,16 @@ def value_and_grad(loss_fn: LossFn, *, microbatches: int = 1, has_aux: bool = Fa
         loss_fn: ``loss_fn(params, batch, comm)`` returns a mean, which counts with weight 1 for each microbatch, or
             ``(sum, weight)``. With ``(sum, weight)`` the result does not depend on how tokens are spread over microbatches and
             ranks. Weights are not differentiated.
-        microbatches: number of equal parts into which every tensor of the batch is split along dim 0. Gradients of microbatches
-            are added in order: before the reduction over ranks if gradients rest partial, after it if they rest sharded.
+        microbatches: number of equal parts into which every tensor of the batch is split along dim 0. Units, such as those of a
+            teacher, and leaves of other kinds are in all parts. Gradients of microbatches are added in order: before the
+            reduction over ranks if gradients rest partial, after it if they rest sharded.
         has_aux: ``loss_fn`` returns ``(loss, aux)``, where ``aux`` is any pytree, and the result is ``((loss, aux), grads)``,
             as in JAX. Tensors in ``aux`` are detached. With several microbatches ``aux`` is a list with one entry for each.
 
     Raises:
-        LossError: the loss is neither a mean nor ``(sum, weight)``, or depends on no parameter; the batch does not divide; the
-            call is under a ``torch.func`` transform. ``loss_fn`` itself may use transforms.
+        LossError: the loss is neither a mean nor ``(sum, weight)``, or depends on no parameter; the batch does not divide, or
+            has arrays or tensors where they cannot be split, as in a dataclass that is not registered; the call is under a
+            ``torch.func`` transform. ``loss_fn`` itself may use transforms.
         TreeError: residuals are missing, or of another layout; a format that rounds stochastically has no ``step``.
 
     Cost: under ``zero3`` two gathers and one reduction for each unit and microbatch. Memory: one full unit beside the shards.

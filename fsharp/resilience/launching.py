@@ -135,7 +135,7 @@ _logging_disabled = _LoggingDisabled()
 
 
 def _write_call(folder: Path, fn: Callable[..., Any], args: tuple[Any, ...]) -> None:
-    Path(folder, "call").write_bytes(pickle.dumps(sys.path) + cloudpickle.dumps((fn, args)))
+    Path(folder, "call").write_bytes(pickle.dumps(sys.path) + _pickled("the function or an argument", (fn, args)))
 
 
 def _read_results(folder: Path, nproc: int) -> list[Any]:
@@ -209,7 +209,7 @@ def run_rank(folder: str, launcher: int, *, prints_error: bool = False) -> None:
             fn, args = pickle.load(call)
         result = fn(*args)
         if os.getpid() == process:
-            Path(folder, f"result-{rank}").write_bytes(_pickled_result(result))
+            Path(folder, f"result-{rank}").write_bytes(_pickled(f"the result, of type {type(result).__name__},", result))
     except Exception as error:
         if os.getpid() != process:
             raise
@@ -229,13 +229,13 @@ def run_rank(folder: str, launcher: int, *, prints_error: bool = False) -> None:
             destroy()
 
 
-def _pickled_result(result: Any) -> bytes:
+def _pickled(what: str, value: Any) -> bytes:
     try:
-        return cloudpickle.dumps(result)
+        return bytes(cloudpickle.dumps(value))
     except Exception as error:
         raise OptionError(
-            f"launch(): the result of the function, of type {type(result).__name__}, cannot be pickled: {error}\n"
-            "Return values that can be pickled, such as numbers, strings, lists or CPU tensors."
+            f"launch(): {what} cannot be pickled: {type(error).__name__}: {error}\n"
+            "Pass and return values that can be pickled, such as numbers, strings, lists or CPU tensors."
         ) from error
 
 

@@ -91,3 +91,35 @@ def test_parameters_in_aux_are_those_before_a_donated_update(comm, strategy, sch
         found.append((aux["b"], before))
     for aux, before in found:
         assert torch.equal(aux, before)
+
+
+@pytest.mark.parametrize("scheduled", [False, True])
+def test_microbatches_split_no_teacher_and_a_batch_may_have_no_tensor(scheduled):
+    tree = {"w": torch.arange(12.0).view(4, 3)}
+    layout, x = fs.plan(tree, DP, fs.zero3("dp")), torch.linspace(-1, 1, 32).view(8, 4)
+
+    def outputs(params, x, comm):
+        return fs.forward(lambda p, x: x @ p["w"], params, x, comm=comm)
+
+    def rank_fn(comm):
+        student, teacher = fs.shard(tree, layout, comm), fs.shard({"w": tree["w"].cos()}, layout, comm)
+
+        def split(params, batch, comm):
+            return (outputs(params, batch["x"], comm) - outputs(batch["teacher"], batch["x"], comm).detach()).square().sum(), 1
+
+        def unsplit(params, batch, comm):
+            return split(params, {"x": x[next(numbers) :: 2], "teacher": teacher}, comm)
+
+        def both(state, _, comm):
+            batch = {"x": x, "teacher": state[1]}
+            loss, _ = fs.value_and_grad(split, microbatches=2)(state[0], batch, comm=comm)
+            same, _ = fs.value_and_grad(unsplit, microbatches=2)(state[0], None, comm=comm)
+            return loss.sum, same.sum
+
+        numbers, state = iter(range(2)), (student, teacher)
+        return fs.Scheduler(comm)(both)(state, None) if scheduled else both(state, None, comm)
+
+    expected = (x @ tree["w"] - x @ tree["w"].cos()).square().sum()
+    for got in simulate(DP, rank_fn):
+        for value in got:
+            torch.testing.assert_close(value, expected, check_dtype=False)

@@ -77,8 +77,10 @@ def test_a_result_that_cannot_be_pickled_and_an_error_without_a_text_are_named()
     def fail():
         raise Silent
 
-    with pytest.raises(CommError, match=r"(?s)the result of the function, of type generator, cannot be pickled.*Return values"):
+    with pytest.raises(CommError, match=r"(?s)the result, of type generator, cannot be pickled.*Pass and return values"):
         fs.launch(lambda: (i for i in range(3)), 2)
+    with pytest.raises(OptionError, match=r"the function or an argument cannot be pickled: TypeError: .*lock"):
+        fs.launch(print, 2, threading.Lock())
     with pytest.raises(CommError, match=r"(?s)of 2 failed: Silent: .*in fail"):
         fs.launch(fail, 2)
 
