@@ -4,7 +4,7 @@ import logging
 import math
 import os
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable
 from heapq import nsmallest
 from typing import NamedTuple
 
@@ -56,7 +56,9 @@ def prune(
     old = retention.old_checkpoints(folder)
     while old and not _is_one_intact(folder, old):  # another process has removed what would stay
         old = retention.old_checkpoints(folder)
-    return [*finish_removals(folder), *_remove(old)]
+    finished = finish_removals(folder)
+    remove_checkpoints(old)
+    return finished + old
 
 
 def _is_one_intact(root: str, old: Collection[str]) -> bool:
@@ -90,10 +92,10 @@ def _link_targets(root: str) -> set[str]:
     return {target for name, target in targets if target != name}
 
 
-def _remove(paths: Sequence[str]) -> list[str]:
+def remove_checkpoints(paths: Iterable[str]) -> None:
+    """Remove the checkpoints at ``paths``, without the comparison of :func:`prune`."""
     for path in paths:
         storage_of(path).remove(path)
-    return list(paths)
 
 
 class Retention(NamedTuple):
@@ -125,13 +127,6 @@ class Retention(NamedTuple):
             created = save_time_of(f"{root}/{name}")
             found.add(("hours", math.floor(created / (self.keep_hours * _HOUR_S)) if math.isfinite(created) else 0))
         return found
-
-    def remove_old(self, root: str) -> None:
-        """Remove the checkpoints under ``root`` that these options do not keep, without the comparison of :func:`prune`.
-
-        The caller has just written the newest checkpoint, and compared it with its digests.
-        """
-        _remove(self.old_checkpoints(root))
 
     def old_checkpoints(self, root: str) -> list[str]:
         """Return the paths of the checkpoints under ``root`` that neither these options nor links keep, the oldest first."""

@@ -22,7 +22,7 @@ from fsharp.checkpoint.catalog import (
     remove_incomplete,
     save_time_of,
 )
-from fsharp.checkpoint.retention import Retention
+from fsharp.checkpoint.retention import Retention, remove_checkpoints
 from fsharp.checkpoint.saving import Snapshot, name_path_in_errors, prepare_snapshot, write_snapshot
 from fsharp.checkpoint.shard_file import StoredTensor
 from fsharp.checkpoint.storage import absolute_path, storage_of
@@ -258,7 +258,7 @@ class Saver(BackgroundSaver):
                         f"{self._root}: {path} was saved after the last save of this Saver, by another job or by save(): "
                         "nothing is removed. Give each its own root."
                     )
-            self._retention.remove_old(self._root)
+            remove_checkpoints(self._retention.old_checkpoints(self._root))  # the newest one was compared when it was written
 
         check_on_all_ranks("Saver", self._own, remove_old)
         return made

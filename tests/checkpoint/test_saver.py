@@ -339,10 +339,10 @@ def test_old_checkpoints_that_cannot_be_removed_are_an_error_on_all_ranks(tmp_pa
     def run(comm):
         from fsharp.checkpoint import saver
 
-        def fail(self, root):
+        def fail(paths):
             raise CheckpointError("cannot be removed")
 
-        saver.Retention.remove_old = fail
+        saver.remove_checkpoints = fail
         made = saver.Saver(root, comm)
         made.save(sharded(comm), step=0)
         try:
