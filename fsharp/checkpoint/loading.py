@@ -158,12 +158,11 @@ def load_checkpoint_at(
     this rank cannot open or read a file, it raises an error too, but this is not counted as damage. For rank 0 has opened the
     checkpoint a moment before, so the cause is on this rank's host, such as a missing mount.
     """
-    seen = list[Checkpoint]()
 
     def opened() -> Checkpoint:
-        seen.append(open_checkpoint(path))
-        _ = seen[0].manifest  # read now: another process may remove the checkpoint
-        return seen[0]
+        found = open_checkpoint(path)
+        _ = found.manifest  # read now: another process may remove the checkpoint
+        return found
 
     def read(found: Checkpoint, needs: list[NeededElements]) -> None:
         try:
@@ -173,8 +172,7 @@ def load_checkpoint_at(
                 damage.append(str(error))
             raise CheckpointError(f"{error}{complete_sibling_hint(found.path)}") from error
 
-    tree = load_with_reader(read, opened, like, comm=comm, **options)
-    return seen[0], tree
+    return load_with_reader(read, opened, like, comm=comm, **options)
 
 
 def load_with_reader(
@@ -190,8 +188,8 @@ def load_with_reader(
     cast: bool = False,
     strict: bool = True,
     donate: bool = False,
-) -> Any:
-    """Load as :func:`load` does, with bytes from any source, and return the tree.
+) -> tuple[Checkpoint, Any]:
+    """Load as :func:`load` does, with bytes from any source, and return the checkpoint and the tree.
 
     ``opened()`` returns the checkpoint, whose manifest says what there is to load. ``read(checkpoint, needs)`` fills the
     tensors of this rank; all ranks call ``read``, or none does, as a rank has failed before. ``where`` is a text that has to be
@@ -252,9 +250,11 @@ def load_with_reader(
         return load_into_object(leaf, loaded) if has_state_dict(leaf) else loaded
 
     try:
-        if not any(has_state_dict(leaf) for leaf in optree.tree_leaves(like, is_leaf=is_checkpoint_leaf)):
-            return tree
-        return check_on_all_ranks("load()", comm, lambda: optree.tree_map(into_object, like, tree, is_leaf=is_checkpoint_leaf))
+        if any(has_state_dict(leaf) for leaf in optree.tree_leaves(like, is_leaf=is_checkpoint_leaf)):
+            tree = check_on_all_ranks(
+                "load()", comm, lambda: optree.tree_map(into_object, like, tree, is_leaf=is_checkpoint_leaf)
+            )
+        return found, tree
     finally:
         if donate:  # not before: an optimizer in the tree may read parameters of a train state beside it
             mark_donated(units_of(like))

@@ -403,7 +403,7 @@ class Replicas(BackgroundSaver):
 
         try:
             vars(held)["manifest"] = fetch_manifest(folder, found, own, self._domain_size)  # this host may have no such folder
-            return held, load_with_reader(read, lambda: held, like, comm=self._comm, where=found.name, **how)
+            return load_with_reader(read, lambda: held, like, comm=self._comm, where=found.name, **how)
         except FsharpError as error:
             own_error = error.__cause__ if isinstance(error, AgreementError) else error
             if isinstance(own_error, DamagedCopy):
