@@ -146,7 +146,6 @@ class Replicas(BackgroundSaver):
     ) -> None:
         self._folder, self._copies, self._root = os.path.abspath(folder), copies, None if root is None else absolute_path(root)
         size = int(os.environ.get("LOCAL_WORLD_SIZE", "1")) if domain_size is None else domain_size
-        inner = innermost_comm(comm)
         self._domain_size, self._created, self._claim = size, 0.0, None
         token = secrets.token_bytes(_TOKEN_NBYTES)
 
@@ -156,7 +155,7 @@ class Replicas(BackgroundSaver):
             return tokens
 
         def check() -> None:
-            if not isinstance(inner, ProcessGroupComm) and comm.mesh.size > 1:
+            if not isinstance(innermost_comm(comm), ProcessGroupComm) and comm.mesh.size > 1:
                 raise CheckpointError(f"Replicas(): comm is {type(comm).__name__}, expected a Comm from connect().")
             if "://" in os.fspath(folder):
                 raise CheckpointError(f"Replicas(): {os.fspath(folder)!r} is a URL, expected a folder in this host's memory.")
@@ -187,11 +186,10 @@ class Replicas(BackgroundSaver):
             )
             tokens = restart_replay.run_and_record(exchange_tokens)
             check_on_all_ranks("Replicas()", comm, lambda: name_path_in_errors(self._folder, check_reduced))
-            own = inner.host_comm(flat=True) if isinstance(inner, ProcessGroupComm) else comm
+            super().__init__(comm, "refresh", flat=True)
         except BaseException:
             self._close_claim()
             raise
-        super().__init__(comm, own, "refresh", in_thread=True)
 
     def _begin_job_generation(self) -> None:
         super()._begin_job_generation()
@@ -332,7 +330,7 @@ class Replicas(BackgroundSaver):
             CheckpointError: every save in memory of hosts has lost files or is damaged, and there is no checkpoint on disk that
                 can be opened.
         """
-        found = self._find_newest()
+        found = self._find_newest({}, {})
         return None if found is None else found.step
 
     @api_boundary
@@ -420,15 +418,12 @@ class Replicas(BackgroundSaver):
                     "%s on the host of rank %d is damaged, %s: %s Used instead: %s.", path, first, what, text, used_instead
                 )
 
-    def _find_newest(
-        self, on_disk: Mapping[str, str] | None = None, copies: Mapping[CopyKey, str] | None = None
-    ) -> HeldSave | _DiskCheckpoint | None:
+    def _find_newest(self, on_disk: Mapping[str, str], copies: Mapping[CopyKey, str]) -> HeldSave | _DiskCheckpoint | None:
         """Return the newest complete save, equal on all ranks; None if there is none.
 
         Damaged saves do not count: ``on_disk`` has the errors of damaged checkpoints, ``copies`` those of damaged copies.
         """
         self.wait()
-        on_disk, copies = on_disk or {}, copies or {}
         saves = held_saves(self._folder, self._own, self._domain_size, copies)
         held = sorted(saves, key=lambda save: save.created, reverse=True)
         whole, disk = next((save for save in held if not save.missing_file_numbers), None), self._newest_on_disk(on_disk)

@@ -42,13 +42,15 @@ os.register_at_fork(after_in_child=_busy_savers.clear)  # a child has no threads
 class BackgroundSaver:
     """Base class of Saver and Replicas, which copy values to host memory, and write the copies in a thread during training.
 
-    ``own``: a second Comm of the ranks of ``comm``, which the thread alone uses. ``in_thread=False``: write in the caller's
-    thread.
+    The thread alone uses a second Comm of the ranks of ``comm``, with one axis if ``flat``. With ``background=False``, and for
+    several ranks without process groups, values are written in the caller's thread.
     """
 
-    def __init__(self, comm: Comm, own: Comm, name: str, *, in_thread: bool) -> None:
+    def __init__(self, comm: Comm, name: str, *, background: bool = True, flat: bool = False) -> None:
+        inner = innermost_comm(comm)
+        own = inner.host_comm(flat=flat) if isinstance(inner, ProcessGroupComm) else comm
         self._comm, self._own, self._name = comm, own, name
-        self._worker = Worker(name) if in_thread else None
+        self._worker = Worker(name) if background and (own is not comm or comm.mesh.size == 1) else None
         self._under_way: Outcome | None = None
         self._staged: list[torch.Tensor] = []
         self._staged_as: list[StoredTensor] = []
@@ -212,9 +214,7 @@ class Saver(BackgroundSaver):
 
         check_on_all_ranks("Saver()", comm, check, lambda _: {"root": self._root, "keep": repr(self._retention)})
         self.saved, self._saved_at = -1, math.inf
-        inner = innermost_comm(comm)
-        own = inner.host_comm() if isinstance(inner, ProcessGroupComm) else comm
-        super().__init__(comm, own, "save", in_thread=background and (own is not comm or comm.mesh.size == 1))
+        super().__init__(comm, "save", background=background)
 
     def _begin_job_generation(self) -> None:
         super()._begin_job_generation()
