@@ -93,7 +93,7 @@ class TensorBoardLogger:
     @api_boundary
     def log(self, step: int, values: Mapping[str, Any]) -> None:
         """Add each number to the writer as a scalar, and each other value as text."""
-        for name, value in _flat_values(plain_values(_without_timelines_layouts(values))):
+        for name, value in flat_values(plain_values(_without_timelines_layouts(values))):
             if isinstance(value, int | float):
                 self._writer.add_scalar(name, value, step)
             elif value is not None:
@@ -116,7 +116,7 @@ class WandbLogger:
     @api_boundary
     def log(self, step: int, values: Mapping[str, Any]) -> None:
         """Pass the values to the run."""
-        if found := dict(_flat_values(plain_values(_without_timelines_layouts(values)))):
+        if found := dict(flat_values(plain_values(_without_timelines_layouts(values)))):
             self._run.log(found, step=step)
 
 
@@ -130,13 +130,11 @@ def _without_timelines_layouts(values: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in values.items() if not isinstance(value, Timeline | Layout)}
 
 
-def _flat_values(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+def flat_values(values: dict[str, Any] | list[Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
     """Yield the values of nested dicts and lists, with names such as ``own_s/0``."""
-    for key, value in values.items():
+    for key, value in values.items() if isinstance(values, dict) else enumerate(values):
         if isinstance(value, dict | list):
-            yield from _flat_values(
-                value if isinstance(value, dict) else {str(i): x for i, x in enumerate(value)}, f"{prefix}{key}/"
-            )
+            yield from flat_values(value, f"{prefix}{key}/")
         else:
             yield f"{prefix}{key}", value
 

@@ -2,13 +2,12 @@
 
 import json
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from fsharp.errors import OptionError
-from fsharp.report.logs import LOG_FILE, STEP_LIMIT
+from fsharp.report.logs import LOG_FILE, STEP_LIMIT, flat_values
 from fsharp.report.values import LAYOUT_KEYS, SPAN_FIELDS, TIMELINE_KEYS
 
 _NONFINITE_NAMES = ("nan", "inf", "-inf")
@@ -70,9 +69,10 @@ class RunLog:
             elif isinstance(value, dict) and value.keys() == LAYOUT_KEYS:
                 self.layout = value
             else:
-                for label, number in _named_numbers(name, value):
-                    self.series.setdefault(label, {})[step] = number
-                    self.times[step] = time
+                for label, each in flat_values({name: value}):
+                    if isinstance(each, int | float) or each in _NONFINITE_NAMES:
+                        self.series.setdefault(label, {})[step] = float(each)
+                        self.times[step] = time
 
     def _remove_steps_from(self, step: int) -> None:
         """Remove what the log has about steps from ``step`` on, which the run makes again: values and later checkpoints."""
@@ -115,15 +115,6 @@ def _is_timeline(value: Any) -> bool:
         )
     except (TypeError, KeyError):  # the spans are not lists
         return False
-
-
-def _named_numbers(name: str, value: Any) -> Iterator[tuple[str, float]]:
-    """Yield the numbers of nested values, with names such as ``norms/head``."""
-    if isinstance(value, dict | list):
-        for key, each in value.items() if isinstance(value, dict) else enumerate(value):
-            yield from _named_numbers(f"{name}/{key}", each)
-    elif isinstance(value, int | float) or value in _NONFINITE_NAMES:
-        yield name, float(value)
 
 
 def _finite_or_text(text: str) -> float | str:
