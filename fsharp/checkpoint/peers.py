@@ -247,26 +247,6 @@ def _shift_text_over_ranks(text: str, comm: Comm, shift: int) -> str:
     return bytes(bytes_of(theirs)).decode()
 
 
-class _FetchedHeaders:
-    """A :class:`~fsharp.checkpoint.storage.Readable` over headers and tables of digests that were fetched from other hosts.
-
-    ``parts``: by path of a file, the file's size, the bytes of its header, and the bytes of its table of digests.
-    """
-
-    def __init__(self) -> None:
-        self.parts: dict[str, tuple[int, bytearray, bytearray]] = {}
-
-    def nbytes(self, path: str) -> int:
-        return self.parts[path][0]
-
-    def read(self, path: str, start: int, into: memoryview) -> None:
-        nbytes, head, table = self.parts[path]
-        first, data = (0, head) if start + len(into) <= len(head) else (nbytes - len(table), table)
-        if start < first:
-            raise CheckpointError(f"{path}: its header is damaged: it has another size than on the host that holds it.")
-        into[:] = memoryview(data)[start - first : start - first + len(into)]
-
-
 def fetch_manifest(folder: str, save: HeldSave, comm: Comm, domain_size: int) -> Manifest:
     """Return the manifest of a save in hosts' memory, from ``folder`` on this host or from another. All ranks call this."""
     has_it = comm.rank - comm.rank % domain_size in save.hosts
@@ -293,15 +273,16 @@ def read_from_hosts(
     host lacks, and the headers and digests of their files.
     """
     here = save.hosts.get(comm.rank - comm.rank % domain_size, {})
-    parts, keeper, fetched = needed_elements_by_file(manifest, needs), FirstErrorKeeper(), _FetchedHeaders()
+    parts, keeper = needed_elements_by_file(manifest, needs), FirstErrorKeeper()
     away = {number: save.rank_to_fetch_from(number, comm.rank, domain_size) for number in parts if number not in here}
+    fetched = dict[int, tuple[bytearray, bytearray]]()  # header and table of digests by number of the file
 
     def ask_heads() -> list[ReadRequest]:
         asked = []
         for number, holder in away.items():
             record, length = manifest.files[number], save.hosts[holder - holder % domain_size][number]
             head, table = bytearray(length), bytearray(digest_table_nbytes(record.nbytes - length))
-            fetched.parts[f"{_path_text(folder, holder)}/{record.name}"] = record.nbytes, head, table
+            fetched[number] = head, table
             asked += _requests_to_fill(holder, record.name, 0, head)
             asked += _requests_to_fill(holder, record.name, record.nbytes - len(table), table)
         return asked
@@ -311,7 +292,9 @@ def read_from_hosts(
         for number, holder in away.items():
             record = manifest.files[number]
             with _blaming_damage_on(holder, record.name):
-                file = ShardFileReader(fetched, _path_text(folder, holder), record, number, manifest.save_id)
+                head, table = map(bytes, fetched[number])
+                where = f"on the host of rank {holder}: {folder}"
+                file = ShardFileReader(_local_storage, where, record, number, manifest.save_id, fetched=(head, table))
                 reads = file.coalesced_reads(file.ranges_of(manifest, parts[number]), MESSAGE_NBYTES)
             for read in reads:
                 on_received = _blaming_damage_on(holder, record.name)(partial(file.fill_targets, read))
@@ -325,7 +308,3 @@ def read_from_hosts(
         with _blaming_damage_on(comm.rank, manifest.files[number].name):
             file = ShardFileReader(_local_storage, folder, manifest.files[number], number, manifest.save_id)
             file.read(file.ranges_of(manifest, parts[number]), MESSAGE_NBYTES)
-
-
-def _path_text(folder: str, holder: int) -> str:
-    return f"on the host of rank {holder}: {folder}"

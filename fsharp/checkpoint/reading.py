@@ -19,7 +19,7 @@ from fsharp.checkpoint.shard_file import (
     header_end,
     parse_header,
 )
-from fsharp.checkpoint.storage import Readable, storage_of
+from fsharp.checkpoint.storage import Storage, storage_of
 from fsharp.errors import CheckpointError, TreeError
 
 BUFFER_NBYTES = 4 << 20  # small enough for the processor's cache, in which bytes are compared and copied
@@ -89,7 +89,7 @@ def needed_elements_by_file(
     return dict(sorted(found.items()))
 
 
-def check_file_size(storage: Readable, path: str, nbytes: int) -> None:
+def check_file_size(storage: Storage, path: str, nbytes: int) -> None:
     """Raise a CheckpointError if a file is missing or does not have ``nbytes`` bytes."""
     try:
         size = storage.nbytes(path)
@@ -100,21 +100,36 @@ def check_file_size(storage: Readable, path: str, nbytes: int) -> None:
 
 
 class ShardFileReader:
-    """Reads parts of the file of rank ``number``. CheckpointError if the file's size or digest differs from ``record``."""
+    """Reads parts of the file of rank ``number``. CheckpointError if the file's size or digest differs from ``record``.
 
-    def __init__(self, storage: Readable, folder: str, record: FileRecord, number: int, save_id: str) -> None:
+    ``fetched``: header and table of digests of a file on another host, whose bytes the caller fetches as well.
+    """
+
+    def __init__(
+        self,
+        storage: Storage,
+        folder: str,
+        record: FileRecord,
+        number: int,
+        save_id: str,
+        fetched: tuple[bytes, bytes] | None = None,
+    ) -> None:
         self.path, self._storage, self._number = f"{folder}/{record.name}", storage, number
-        check_file_size(storage, self.path, size := record.nbytes)
+        size = record.nbytes
+        if fetched is None:
+            check_file_size(storage, self.path, size)
         if record.digest is None:
             described = describe_file(storage, self.path)
             self._data, self._table, self._extents = described.start, b"", described.tensors
             self._end = size - described.start
             return
-        length = header_end(self.path, self._read_bytes(0, min(8, size)), size)
-        header = self._read_bytes(0, length)
         # Nothing in the header or the table, which is last in the file, is used before their digest is compared.
-        end = size - digest_table_nbytes(size - length)
-        table = self._read_bytes(end, size - end)
+        if fetched is None:
+            length = header_end(self.path, self._read_bytes(0, min(8, size)), size)
+            table_nbytes = digest_table_nbytes(size - length)
+            fetched = self._read_bytes(0, length), self._read_bytes(size - table_nbytes, table_nbytes)
+        header, table = fetched
+        length, end = len(header), size - len(table)
         if file_digest(header, table) != record.digest:
             raise CheckpointError(f"{self.path}, written by rank {number}: the header or the table of digests is damaged.")
         found, metadata = parse_header(self.path, header, size)

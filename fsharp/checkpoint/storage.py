@@ -8,7 +8,7 @@ import stat
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 from fsharp.checkpoint.manifest import MANIFEST_NAME
 from fsharp.errors import CheckpointError
@@ -20,16 +20,6 @@ REMOVED_SUFFIX = ".removed"
 """Ending of the name of a folder that is being removed."""
 DAMAGED_SUFFIX = ".damaged"
 """Ending of the name of a folder or file that was set aside."""
-
-
-class Readable(Protocol):
-    """Protocol of a source of files: a :class:`Storage`, or files fetched from other hosts."""
-
-    def nbytes(self, path: str) -> int:
-        """Return the size of a file. Raises FileNotFoundError, or CheckpointError if it is not a plain and accessible file."""
-
-    def read(self, path: str, start: int, into: memoryview) -> None:
-        """Fill ``into`` with the bytes of a file from byte ``start`` on. Raises CheckpointError if a byte cannot be read."""
 
 
 def absolute_path(path: str | os.PathLike[str]) -> str:
@@ -138,6 +128,7 @@ class LocalStorage:
         _sync_folder(os.path.dirname(folder))
 
     def nbytes(self, path: str) -> int:
+        """Return the size of a file. Raises FileNotFoundError, or CheckpointError if it is not a plain and accessible file."""
         try:
             found = os.lstat(path)
         except (FileNotFoundError, NotADirectoryError) as error:
@@ -156,6 +147,7 @@ class LocalStorage:
         return os.path.relpath(os.path.realpath(os.path.join(folder, name)), os.path.realpath(folder))
 
     def read(self, path: str, start: int, into: memoryview) -> None:
+        """Fill ``into`` with the bytes of a file from byte ``start`` on. Raises CheckpointError if a byte cannot be read."""
         try:
             file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)  # a pipe must not block
             try:

@@ -18,7 +18,7 @@ from fsharp.checkpoint.shard_file import (
     parse_header,
     parse_json,
 )
-from fsharp.checkpoint.storage import Readable, Storage, read_index_file
+from fsharp.checkpoint.storage import Storage, read_index_file
 from fsharp.errors import CheckpointError
 
 INDEX_FILE = "model.safetensors.index.json"
@@ -117,7 +117,7 @@ def _record_and_description(storage: Storage, folder: str, name: str) -> tuple[F
     return FileRecord(path, size, None), found
 
 
-def describe_file(storage: Readable, path: str) -> FileDescription:
+def describe_file(storage: Storage, path: str) -> FileDescription:
     """Recognize a file of safetensors or ``torch.save`` by its first bytes, and return the names and offsets of its tensors.
 
     CheckpointError if the file is neither.
@@ -139,7 +139,7 @@ def describe_file(storage: Readable, path: str) -> FileDescription:
     return FileDescription(bytes(header), len(header), found, {})
 
 
-def _describe_archive(storage: Readable, path: str, size: int) -> FileDescription:
+def _describe_archive(storage: Storage, path: str, size: int) -> FileDescription:
     """Return the contents of a file of ``torch.save``. A tensor's name is its dict keys, joined by dots."""
     remedy = "Save tensors, numbers and texts alone, as by torch.save(model.state_dict(), path)."
     try:

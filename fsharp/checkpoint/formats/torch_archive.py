@@ -16,7 +16,7 @@ from typing import IO, Any
 
 import torch
 
-from fsharp.checkpoint.storage import Readable
+from fsharp.checkpoint.storage import Storage
 
 ZIP_FIRST_BYTES = b"PK\x03\x04"  # of every archive
 _SPARE_NBYTES = 1 << 20
@@ -39,7 +39,7 @@ def load_archive(data: bytes | bytearray) -> Any:
     return _unpickle_archive(io.BytesIO(data), len(data), bytes_in)[1]
 
 
-def load_archive_on_meta(storage: Readable, path: str) -> tuple[bytes, Any]:
+def load_archive_on_meta(storage: Storage, path: str) -> tuple[bytes, Any]:
     """Return the bytes of an archive's pickle, and the object in the archive, with tensors on the meta device.
 
     The storage of each tensor has the size of the file, and stands for it. So the first element of a tensor is at byte
@@ -105,7 +105,7 @@ def _unpickle_archive(
 class _StorageFile(io.RawIOBase):
     """A file object for ``zipfile`` over a file on a disk or in an object store."""
 
-    def __init__(self, storage: Readable, path: str, size: int) -> None:
+    def __init__(self, storage: Storage, path: str, size: int) -> None:
         self._storage, self._path, self._size, self._at = storage, path, size, 0
 
     def readable(self) -> bool:
