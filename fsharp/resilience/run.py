@@ -9,7 +9,7 @@ from contextlib import ExitStack
 from numbers import Number
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal, NoReturn, Self
+from typing import Any, Literal, NoReturn, Self, get_args
 
 import optree
 
@@ -35,7 +35,6 @@ from fsharp.type_checks import options_checked_on_failure
 
 _log = logging.getLogger("fsharp")
 OnNonFinite = Literal["raise", "skip", "roll back"]
-_NONFINITE_POLICIES = ("raise", "skip", "roll back")
 
 
 @options_checked_on_failure
@@ -132,10 +131,9 @@ class Run:
                 raise RunError(f"Run(): {name} is {value!r}, expected an integer of at least 1.")
         if isinstance(comm, Engine):
             raise RunError(f"Run(): comm is a {type(comm).__name__}; pass the Comm that it was made of: comm=scheduler.comm.")
-        if on_nonfinite not in _NONFINITE_POLICIES:
-            raise RunError(
-                f"Run(): on_nonfinite is {on_nonfinite!r}, expected one of {', '.join(map(repr, _NONFINITE_POLICIES))}."
-            )
+        if on_nonfinite not in get_args(OnNonFinite):
+            expected = ", ".join(map(repr, get_args(OnNonFinite)))
+            raise RunError(f"Run(): on_nonfinite is {on_nonfinite!r}, expected one of {expected}.")
         elastic = elastic and comm.mesh.size > 1
         if elastic:
             comm_and_membership(comm)
