@@ -6,14 +6,13 @@ import pickle
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-import optree
 import torch
 
 from fsharp.checkpoint.catalog import Checkpoint, open_checkpoint
 from fsharp.checkpoint.entries import TensorEntry, Value, apply_rename
 from fsharp.checkpoint.formats.conversion import whole_entry, write_converted
 from fsharp.checkpoint.formats.exporting import stored_name_by_new_name, write_folder_atomically
-from fsharp.checkpoint.formats.torch_archive import load_archive
+from fsharp.checkpoint.formats.torch_archive import load_archive, named_leaves
 from fsharp.checkpoint.manifest import checked_file_name, checked_shape, rebuild_from_structure, structure_of
 from fsharp.checkpoint.reading import NeededElements
 from fsharp.checkpoint.saving import checked_config
@@ -321,10 +320,8 @@ def _assemble_tensor(storage: Storage, folder: str, metadata: Any, tensor: Store
 
 def _values_by_name(name: str, value: Any) -> dict[str, Value]:
     """Return the numbers, texts and booleans in an object, by name. Items of lists and dicts have dotted names."""
-    paths, leaves, _ = optree.tree_flatten_with_path(value)
     result = dict[str, Value]()
-    for path, leaf in zip(paths, leaves, strict=True):
-        own = ".".join(map(str, (name, *path)))
+    for own, leaf in named_leaves(value, name):
         if not isinstance(leaf, bool | int | float | str):
             raise CheckpointError(
                 f"from_dcp(): {own!r} is {type(leaf).__name__} {leaf!r:.60}, expected a tensor, number, text or boolean. "

@@ -1,7 +1,7 @@
 """Files of other libraries, read as checkpoints: Hugging Face's folders, or one file, of safetensors or of ``torch.save``."""
 
 import re
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from itertools import islice
 from typing import Any, NamedTuple
 
@@ -145,7 +145,7 @@ def _describe_archive(storage: Storage, path: str, size: int) -> FileDescription
     try:
         data, tree = torch_archive.load_archive_on_meta(storage, path)
         # There is at least a byte for each leaf, else the pickle repeats leaves.
-        leaves = list(islice(_named_leaves(tree, ""), len(data)))
+        leaves = list(islice(torch_archive.named_leaves(tree), len(data)))
     except Exception as error:  # of any kind: bytes of a pickle may say anything
         what = f"{type(error).__name__} {str(error).splitlines()[0] if str(error) else ''}"
         raise CheckpointError(f"{path}: cannot be read: {what:.300}. {remedy}") from error
@@ -169,11 +169,3 @@ def _describe_archive(storage: Storage, path: str, size: int) -> FileDescription
             if begin + leaf.nbytes > size:
                 raise CheckpointError(f"{path}: {name!r:.200} ends behind the end of the file.")
     return found
-
-
-def _named_leaves(tree: Any, path: str) -> Iterator[tuple[str, Any]]:
-    if isinstance(tree, dict | list | tuple):
-        for key, value in tree.items() if isinstance(tree, dict) else enumerate(tree):
-            yield from _named_leaves(value, f"{path}.{key}" if path else str(key))
-    elif tree is not None:
-        yield path, tree
