@@ -362,9 +362,7 @@ class Replicas(BackgroundSaver):
         return self.restore_checkpoint_and_tree(like, subtree=subtree, cast=cast, donate=donate)[1]
 
     @api_boundary
-    def restore_checkpoint_and_tree(
-        self, like: Any, *, subtree: str = "", cast: bool = False, donate: bool = False
-    ) -> tuple[Checkpoint, Any]:
+    def restore_checkpoint_and_tree(self, like: Any, **options: Any) -> tuple[Checkpoint, Any]:
         """Restore as :meth:`restore` does, and return the checkpoint, with its step and config, and the tree.
 
         The path of the checkpoint is below ``root`` if values came from disk, and otherwise below the folder of the hosts.
@@ -375,8 +373,7 @@ class Replicas(BackgroundSaver):
             if found is None:
                 nothing = f"restore(): no host holds anything in {self._folder}; root is {self._root!r}."
                 raise CheckpointError("\n".join([nothing, *on_disk.values()]))
-            how = {"subtree": subtree, "cast": cast, "donate": donate}
-            load_it, path = partial(self._load_save, found, like, damage, **how), getattr(found, "path", None)
+            load_it, path = partial(self._load_save, found, like, damage, **options), getattr(found, "path", None)
             loaded, said = load_or_collect_damage(load_it, damage, self._comm, path)
             if loaded is not None:
                 where = "on hosts" if isinstance(found, HeldSave) else "on disk"
@@ -388,11 +385,11 @@ class Replicas(BackgroundSaver):
                 on_disk[found.path] = said[0]
 
     def _load_save(
-        self, found: "HeldSave | _DiskCheckpoint", like: Any, damage: list[Any], **how: Any
+        self, found: "HeldSave | _DiskCheckpoint", like: Any, damage: list[Any], **options: Any
     ) -> tuple[Checkpoint, Any]:
         """Load the save ``found``. If it is damaged, all ranks raise; this rank first appends its damage to ``damage``."""
         if not isinstance(found, HeldSave):
-            return load_checkpoint_at(found.path, like, damage, comm=self._comm, where=found.path, **how)
+            return load_checkpoint_at(found.path, like, damage, comm=self._comm, where=found.path, **options)
         folder, own = f"{self._folder}/{found.name}", self._own
         held = Checkpoint(folder)
 
@@ -401,7 +398,7 @@ class Replicas(BackgroundSaver):
 
         try:
             vars(held)["manifest"] = fetch_manifest(folder, found, own, self._domain_size)  # this host may have no such folder
-            return load_with_reader(read, lambda: held, like, comm=self._comm, where=found.name, **how)
+            return load_with_reader(read, lambda: held, like, comm=self._comm, where=found.name, **options)
         except FsharpError as error:
             own_error = error.__cause__ if isinstance(error, AgreementError) else error
             if isinstance(own_error, DamagedCopy):
