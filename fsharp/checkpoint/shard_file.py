@@ -115,7 +115,7 @@ def in_write_order(tensors: Iterable[StoredTensor]) -> list[StoredTensor]:
     return sorted(tensors, key=lambda tensor: -tensor.dtype.itemsize)
 
 
-def write_file(write: Callable[[memoryview], None], header: bytes, data: Iterator[torch.Tensor]) -> str:
+def write_file(write: Callable[[memoryview], object], header: bytes, data: Iterator[torch.Tensor]) -> str:
     """Write a header, then the tensors ``data`` in the header's order, then their digests. Return the digest of the file.
 
     Each tensor may be freed once it is written.

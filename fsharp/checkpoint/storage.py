@@ -14,7 +14,7 @@ from fsharp.checkpoint.manifest import MANIFEST_NAME
 from fsharp.errors import CheckpointError
 
 _log = logging.getLogger("fsharp")
-WriteFunction = Callable[[memoryview], None]
+WriteFunction = Callable[[memoryview], object]
 _CLAIM_FILE = "claim"
 REMOVED_SUFFIX = ".removed"
 """Ending of the name of a folder that is being removed."""
@@ -286,11 +286,7 @@ class ObjectStore:
     @contextmanager
     def append_to_new_file(self, path: str) -> Iterator[WriteFunction]:
         with self._files.open(path, "wb") as file:
-
-            def write(data: memoryview) -> None:
-                file.write(bytes(data))
-
-            yield write
+            yield lambda data: file.write(bytes(data))
 
     def publish(self, staged: str, folder: str) -> None:
         """Do nothing, as files are written under their final path, and the manifest last."""
