@@ -84,8 +84,7 @@ def time_in_save_id(save_id: str) -> float | None:
 
 def save_time_of(path: str) -> float:
     """Return the time of the save at ``path``, in seconds since 1970: from the folder's name, else the manifest; else -inf."""
-    match = _FOLDER_PATTERN.fullmatch(path.rpartition("/")[2])
-    created = time_in_save_id(match["save_id"]) if match else None
+    created = time_in_save_id(path.rpartition("-")[2])
     try:
         return Checkpoint(path).summary.created if created is None else created
     except CheckpointError:
