@@ -276,7 +276,7 @@ def test_plan_shows_the_collectives_of_a_strategy(capsys):
 def test_named_architectures_have_the_parameters_of_transformers_models(name, config, tmp_path):
     config = {"model_type": "llama", "vocab_size": 128256} | config if name.startswith("llama") else config
     (tmp_path / "config.json").write_text(json.dumps(config))
-    found = [sum(tensor.numel() for tensor in unique(find_model("plan", each).params)) for each in (name, str(tmp_path))]
+    found = [sum(tensor.numel() for tensor in unique(find_model("plan", each)[0])) for each in (name, str(tmp_path))]
     assert found[0] == found[1]
 
 
@@ -294,7 +294,7 @@ def test_schedule_predicts_what_the_library_predicts(capsys, tmp_path):
         capsys, "schedule", "gpt-2-xl", "--mesh", "dp=16", "--strategy", "zero2", "--ops", "--draw", tmp_path / "a.svg"
     )
     assert status == 0
-    tree = find_model("plan", "gpt-2-xl").params
+    tree = find_model("plan", "gpt-2-xl")[0]
     precision = fs.Precision(compute=torch.bfloat16, main=torch.float32)
     layout = fs.plan(tree, fs.Mesh({"dp": 16}), fs.zero2("dp"), units="layers.*", precision=precision)
     hardware = fs.inspect.Hardware.preset("H100", layout, tokens=8192, within=(), across=(), spanning=("dp",))
@@ -374,9 +374,7 @@ def test_schedule_and_tune_predict_for_a_measured_machine(measured, capsys):
     assert status == 0
     assert str(file) in lines[0]
     precision = fs.Precision(compute=torch.bfloat16, main=torch.float32)
-    layout = fs.plan(
-        find_model("plan", "gpt-2").params, fs.Mesh({"dp": 4}), fs.zero3("dp"), units="layers.*", precision=precision
-    )
+    layout = fs.plan(find_model("plan", "gpt-2")[0], fs.Mesh({"dp": 4}), fs.zero3("dp"), units="layers.*", precision=precision)
     hardware = machine.hardware_of(layout, tokens=512, efficiency=1.0)
     n = sum(group.used for group in layout["layers.0"].groups)
     assert hardware.compute["layers.0"] == (2 * n * 512 / machine.flops, 4 * n * 512 / machine.flops)

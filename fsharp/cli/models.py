@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import optree
 import torch
@@ -79,15 +79,8 @@ ARCHITECTURES: Mapping[str, Callable[[], Shapes]] = {
 DeepSeek-V3, without its multi-token prediction and its routing biases."""
 
 
-class ModelParams(NamedTuple):
-    """The parameters of a model, as a tree of tensors on the meta device, and the paths of the parameters that are frozen."""
-
-    params: Any
-    frozen: tuple[str, ...] = ()
-
-
-def find_model(where: str, model: str) -> ModelParams:
-    """Return the parameters of a model.
+def find_model(where: str, model: str) -> tuple[Any, tuple[str, ...]]:
+    """Return the parameters of a model, as a tree of tensors on the meta device, and the paths of frozen parameters.
 
     Args:
         where: name of the command, for the message of an error.
@@ -100,7 +93,7 @@ def find_model(where: str, model: str) -> ModelParams:
     """
     if model in ARCHITECTURES:
         shapes: Any = ARCHITECTURES[model]()
-        return ModelParams(optree.tree_map(partial(torch.empty, device="meta"), shapes, is_leaf=lambda x: isinstance(x, tuple)))
+        return optree.tree_map(partial(torch.empty, device="meta"), shapes, is_leaf=lambda x: isinstance(x, tuple)), ()
     try:
         found = _import_or_build_model(where, model)
         leaves = list(found.parameters()) if isinstance(found, torch.nn.Module) else optree.tree_leaves(found)
@@ -112,9 +105,9 @@ def find_model(where: str, model: str) -> ModelParams:
     if not has_parameters:
         raise OptionError(f"{where}: {model!r} has no parameters.")
     if not isinstance(found, torch.nn.Module):
-        return ModelParams(found)
+        return found, ()
     frozen = tuple([name for name, parameter in found.named_parameters() if not parameter.requires_grad])
-    return ModelParams(make_functional(found)[1], frozen)
+    return make_functional(found)[1], frozen
 
 
 def _import_or_build_model(where: str, model: str) -> Any:
