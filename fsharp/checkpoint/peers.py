@@ -99,15 +99,15 @@ def held_saves(folder: str, comm: Comm, domain_size: int, damaged: Collection[Co
         for name, step, created, num_files, manifest_nbytes, heads in json.loads(text):
             save = found.setdefault(name, HeldSave(name, step, created, num_files, manifest_nbytes, {}))
             if (name, first, MANIFEST_NAME) not in damaged:
-                there = {int(number): size for number, size in heads.items()}
-                save.hosts[first] = {
-                    no: size for no, size in there.items() if (name, first, shard_file_name(no)) not in damaged
-                }
+                save.hosts[first] = {no: size for no, size in heads if (name, first, shard_file_name(no)) not in damaged}
     return list(found.values())
 
 
 def saves_held_here_rows(folder: str) -> list[list[Any]]:
-    """Return rows about the saves in ``folder``: name, step, time, number of files, size of the manifest, sizes of headers."""
+    """Return rows about the saves in ``folder``: name, step, time, number of files, size of the manifest, and headers.
+
+    Headers are pairs ``(number of a file, size of its header)``.
+    """
     saves = []
     for name in folder_names_newest_first(folder):
         path = f"{folder}/{name}"
@@ -117,14 +117,14 @@ def saves_held_here_rows(folder: str) -> list[list[Any]]:
             raise_if_unreadable(error)
             _log.warning("left out: %s", error)
             continue
-        heads, there = {}, set(_local_storage.list_names(path))
+        heads, there = list[tuple[int, int]](), set(_local_storage.list_names(path))
         for number, record in enumerate(manifest.files):
             if record.name in there:
                 file, first = f"{path}/{record.name}", bytearray(8)
                 try:
                     check_file_size(_local_storage, file, record.nbytes)
                     _local_storage.read(file, 0, memoryview(first))
-                    heads[number] = header_end(file, bytes(first), record.nbytes)
+                    heads.append((number, header_end(file, bytes(first), record.nbytes)))
                 except CheckpointError as error:
                     raise_if_unreadable(error)
                     _log.warning("left out: %s", error)
