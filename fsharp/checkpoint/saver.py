@@ -15,7 +15,6 @@ from typing import Any, Self
 import torch
 
 from fsharp.checkpoint.catalog import (
-    Checkpoint,
     folder_name,
     folder_names_newest_first,
     open_if_complete,
@@ -242,7 +241,7 @@ class Saver(BackgroundSaver):
             snapshot = prepare_snapshot(self._root, tree, step=step, comm=self._comm, config=self._config, metric=metric)
             self._begin_save(snapshot, self._write_checkpoint)
 
-    def _write_checkpoint(self, snapshot: Snapshot) -> Checkpoint:
+    def _write_checkpoint(self, snapshot: Snapshot) -> None:
         made, since = write_snapshot(snapshot, self._own), self._saved_at
         self.saved = made.step
 
@@ -261,7 +260,6 @@ class Saver(BackgroundSaver):
             remove_checkpoints(self._retention.old_checkpoints(self._root))  # the newest one was compared when it was written
 
         check_on_all_ranks("Saver", self._own, remove_old)
-        return made
 
 
 def _prepare_root(root: str) -> None:
