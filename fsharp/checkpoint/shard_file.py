@@ -120,43 +120,29 @@ def write_file(write: Callable[[memoryview], object], header: bytes, data: Itera
 
     Each tensor may be freed once it is written.
     """
-    digests = _BlockDigests()
+    table, rest = bytearray(), bytearray()  # digests, and the bytes of the block that is not complete yet
     write(memoryview(header))
     for tensor in data:
         view = bytes_of(tensor)
         for start in range(0, len(view), _DIGEST_STEP_NBYTES):
             part = view[start : start + _DIGEST_STEP_NBYTES]
-            digests.update(part)
+            begin = min(-len(rest) % BLOCK_NBYTES, len(part))
+            rest += part[:begin]
+            if len(rest) == BLOCK_NBYTES:
+                table += block_digests(rest)
+                rest.clear()
+            end = begin + (len(part) - begin) // BLOCK_NBYTES * BLOCK_NBYTES
+            table += block_digests(part[begin:end])
+            rest += part[end:]
             write(part)
-    table = digests.table()
+    table += block_digests(rest)
     write(memoryview(table))
-    return file_digest(header, table)
+    return file_digest(header, bytes(table))
 
 
 def file_digest(header: bytes, table: bytes) -> str:
     """Return the XXH3-128 of a file's header and of its table of digests, in hexadecimal digits."""
     return xxhash.xxh3_128_hexdigest(header + table)
-
-
-class _BlockDigests:
-    """Computes the digest of each block of a stream of bytes."""
-
-    def __init__(self) -> None:
-        self._done, self._rest = bytearray(), bytearray()
-
-    def update(self, view: memoryview) -> None:
-        begin = min(-len(self._rest) % BLOCK_NBYTES, len(view))
-        self._rest += view[:begin]
-        if len(self._rest) == BLOCK_NBYTES:
-            self._done += block_digests(self._rest)
-            self._rest = bytearray()
-        end = begin + (len(view) - begin) // BLOCK_NBYTES * BLOCK_NBYTES
-        self._done += block_digests(view[begin:end])
-        self._rest += view[end:]
-
-    def table(self) -> bytes:
-        """Return the digests of all blocks so far; the last block may be short."""
-        return bytes(self._done + block_digests(self._rest))
 
 
 def block_digests(view: memoryview | bytearray) -> bytes:
