@@ -53,8 +53,6 @@ class Strategy(DDPStrategy):
             torch optimizer with sharded parameters, or the callback ``StochasticWeightAveraging``.
     """
 
-    lr_scheduler_configs: Any
-
     @property
     def _pl_module(self) -> nn.Module:
         assert self.lightning_module is not None
