@@ -1,11 +1,11 @@
 """RestingGradient: the flat buffers of a unit's gradient at rest, with a count of callers that hold them."""
 
-import ctypes
 import weakref
 from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch.utils.dlpack import from_dlpack
 
 from fsharp.stateful.units.full import FlatSizes, LeafTable, LeavesAndPadding, carve_tensors, sizes_nbytes
 
@@ -109,22 +109,4 @@ class RestingGradient:
 
 def view_in_new_storage(memory: torch.Tensor) -> torch.Tensor:
     """Return a view of ``memory`` in a new ``UntypedStorage``, whose reference count tells whether callers hold views of it."""
-    if memory.device.type == "cuda":
-        return torch.as_tensor(_CudaArrayInterface(memory), device=memory.device)
-    array: Any = (ctypes.c_uint8 * len(memory)).from_address(memory.data_ptr())
-    array.memory = memory
-    return torch.frombuffer(array, dtype=torch.uint8)
-
-
-class _CudaArrayInterface:
-    """Device memory as an object with the CUDA array interface, from which torch makes a tensor in a new storage."""
-
-    def __init__(self, memory: torch.Tensor) -> None:
-        self.memory = memory
-        self.__cuda_array_interface__ = {
-            "shape": (len(memory),),
-            "typestr": "|u1",
-            "data": (memory.data_ptr(), False),
-            "strides": None,
-            "version": 2,
-        }
+    return from_dlpack(torch._C._to_dlpack(memory))
