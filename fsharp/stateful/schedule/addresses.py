@@ -8,10 +8,10 @@ depth first in arenas that are as small as the bytes that are live at once, or a
 
 import math
 from bisect import bisect_left, bisect_right, insort
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import product
+from itertools import accumulate, product
 from typing import Generic, TypeVar
 
 _ARENA_SLACKS = (0.0, 0.01, 0.02, 0.035, 0.05, 0.075, 0.1, 0.15, 0.25)
@@ -43,14 +43,19 @@ class ArenaItem:
     spans: tuple[tuple[int, int], ...]
 
 
-def lower_bound(items: Sequence[ArenaItem]) -> int:
+def live_nbytes(items: Iterable[ArenaItem]) -> list[int]:
+    """Return the bytes that are live at each position, from 0 to the last position of any span."""
+    spans = [(first, last, item.nbytes) for item in items for first, last in item.spans]
+    change = [0] * (max((last for _, last, _ in spans), default=-1) + 2)
+    for first, last, nbytes in spans:
+        change[first] += nbytes
+        change[last + 1] -= nbytes
+    return list(accumulate(change))[:-1]
+
+
+def lower_bound(items: Iterable[ArenaItem]) -> int:
     """Return the largest number of bytes that are live at one position: no arena can be smaller."""
-    changes = sorted(change for item in items for a, b in item.spans for change in ((a, item.nbytes), (b + 1, -item.nbytes)))
-    most = live = 0
-    for _, nbytes in changes:  # at one position ends sort before starts
-        live += nbytes
-        most = max(most, live)
-    return most
+    return max(live_nbytes(items), default=0)
 
 
 @lru_cache(maxsize=64)  # simulated ranks compile the same program, and candidates of tune often do

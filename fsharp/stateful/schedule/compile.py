@@ -4,10 +4,10 @@ from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from itertools import accumulate, chain
+from itertools import chain
 
 from fsharp.errors import ScheduleError, problem
-from fsharp.stateful.schedule.addresses import ArenaItem, ByteRanges, assign_addresses, lower_bound
+from fsharp.stateful.schedule.addresses import ArenaItem, ByteRanges, assign_addresses, live_nbytes, lower_bound
 from fsharp.stateful.schedule.emit import BucketsByCollective, emit_ops
 from fsharp.stateful.schedule.ops import Stream, buffer_nbytes
 from fsharp.stateful.schedule.policy import MAX_FINAL_REDUCTIONS, SchedulePolicy
@@ -70,7 +70,7 @@ def _emit_and_place(program: Program, policy: SchedulePolicy, max_final_reductio
         # With several microbatches gradients already rest in the arena, and a unit has one address in all microbatches.
         return best
     # Uses nest: the use whose backward comes first had the last forward.
-    peak_live_nbytes = lambda n: lower_bound([*_arena_items(emit(first[:n]), program).values()])  # noqa: E731
+    peak_live_nbytes = lambda n: lower_bound(_arena_items(emit(first[:n]), program).values())  # noqa: E731
     number = bisect_right(range(1, len(first) + 1), best[2], key=peak_live_nbytes)
     fewer, limit, most = 1 + number // 32, best[1], max(best[1], best[2] + best[2] // 50)
     while number > 0:
@@ -82,9 +82,6 @@ def _emit_and_place(program: Program, policy: SchedulePolicy, max_final_reductio
         else:
             number, fewer = number - fewer, 2 * fewer
     return best
-
-
-ItemsByBuffer = dict[BufferKey, ArenaItem]
 
 
 def place_buffers(unplaced: Sequence[UnplacedOp], program: Program, *, max_nbytes: int | None = None) -> PlacedOps | None:
@@ -111,18 +108,13 @@ def place_buffers(unplaced: Sequence[UnplacedOp], program: Program, *, max_nbyte
         if op.buffer and op.frees:
             last, memory = op.marked_op or op, where[op.buffer]
             freed.set_value(memory.start, memory.stop, (last.spec.stream, position[id(last)]))
-    return ops, max((m.stop for m in where.values()), default=0), lower_bound(list(items.values()))
+    return ops, max((m.stop for m in where.values()), default=0), lower_bound(items.values())
 
 
 def _open_gradients_early(unplaced: Sequence[UnplacedOp], items: Mapping[BufferKey, ArenaItem]) -> bool:
     """Let reductions write directly to gradients at rest, where this needs no larger arena. Return whether any does."""
-    change = [0] * (len(unplaced) + 1)
-    for item in items.values():
-        for first, last in item.spans:
-            change[first] += item.nbytes
-            change[last + 1] -= item.nbytes
-    live = list(accumulate(change))
-    bound, position = max(live), {id(op): i for i, op in enumerate(unplaced)}
+    live = live_nbytes(items.values())
+    bound, position = max(live, default=0), {id(op): i for i, op in enumerate(unplaced)}
     found = False
     for i, op in enumerate(unplaced):
         if op.opens is None or op.reduction is None:
@@ -136,7 +128,7 @@ def _open_gradients_early(unplaced: Sequence[UnplacedOp], items: Mapping[BufferK
     return found
 
 
-def _arena_items(unplaced: Sequence[UnplacedOp], program: Program) -> ItemsByBuffer:
+def _arena_items(unplaced: Sequence[UnplacedOp], program: Program) -> dict[BufferKey, ArenaItem]:
     """Return the size and live spans of each buffer. A buffer that the next step uses is live at both ends of a step."""
     spans: dict[BufferKey, list[tuple[int, int]]] = {}
     since: dict[BufferKey, int] = {}

@@ -12,6 +12,7 @@ import json
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from itertools import groupby
 from typing import Any, NamedTuple
 
 from fsharp.errors import FsharpError, ScheduleError
@@ -183,15 +184,10 @@ class Schedule:
             raise ScheduleError(f"Schedule.from_json(): not a schedule: {why}") from error
 
 
-def bucket_ranges(ops: Sequence[Op]) -> list[range]:
+def bucket_ranges(ops: Sequence[Op]) -> list[list[int]]:
     """Return the positions of the ops of each bucket, in order. An op that is in no bucket is alone."""
-    found: list[range] = []
-    for i, op in enumerate(ops):
-        if i and op.bucket != -1 and (op.kind, op.bucket) == (ops[i - 1].kind, ops[i - 1].bucket):
-            found[-1] = range(found[-1].start, i + 1)
-        else:
-            found.append(range(i, i + 1))
-    return found
+    keys = [i if op.bucket == -1 else (op.kind, op.bucket) for i, op in enumerate(ops)]
+    return [list(run) for _, run in groupby(range(len(ops)), keys.__getitem__)]
 
 
 def bucketed_ops(ops: Sequence[Op]) -> list[tuple[Op, ...]]:
