@@ -30,7 +30,6 @@ class _LoadPlaceholder(ShardedTensor):
     """A placeholder for a parameter while torch loads a state dict: it keeps the values that torch copies into it."""
 
     given: list[torch.Tensor]
-    is_whole = False
 
     @classmethod
     def __torch_function__(
