@@ -180,6 +180,19 @@ def train(
     )
 
 
+def counting_host_copies(scheduler):
+    """Count the bytes of copies from and to host memory from now on. Return a function that returns those of this step."""
+    executor, by_step = scheduler.executor, Counter()
+    begin = executor.set_host_copies
+
+    def set_host_copies(host_copies, *update_gathers):
+        by_step[executor.number] += sum(source.nbytes for each in host_copies.values() for _, source in each.copies)
+        begin(host_copies, *update_gathers)
+
+    executor.set_host_copies = set_host_copies
+    return lambda: by_step[executor.number]
+
+
 def assert_same(a: Any, b: Any) -> None:
     """The same structure, and the same bits."""
     paths, ours, spec = optree.tree_flatten_with_path(a)

@@ -36,7 +36,7 @@ class Arena:
         """
         units, schedule = self._registry.units, scheduled.schedule
         bound = scheduled.programs.bound.get(id(schedule))
-        if schedule is not None and (bound is None or bound.schedule is not schedule or not bound.is_bound_to(units)):
+        if schedule is not None and (bound is None or not bound.is_bound_to(units)):
             bound = None
             why = describe_first_mismatch(schedule, units)
             if why and scheduled.programs.pinned is not None:
@@ -90,22 +90,23 @@ class Arena:
             else:
                 for unsharded, _ in found:
                     unsharded.release()
-                self._executor.run_op(bound)
+                self._executor.action_of(bound)()
 
     def gather_for_next_step(self, scheduled: ScheduledFunction, recorder: TraceRecorder | None) -> None:
         """At the end of a step, gather the first units of the function's next step."""
         bound = scheduled.programs.bound.get(id(scheduled.schedule))
-        if bound is None or not bound.carried or bound.arena is not self.memory or not bound.is_bound_to(self._registry.units):
+        if bound is None or not bound.carried or not bound.is_bound_to(self._registry.units):
             return
         if bound is not self.schedule:
             self._release_schedule()
             self.schedule, recorder = bound, None
         units = [each.unit for op in bound.carried for each in op.bucket_members if each.unit is not None]
         for op in bound.carried:
+            action = self._executor.action_of(op)
             if recorder is not None:
-                recorder.run_op(op, self._executor.action_of(op))
+                recorder.run_op(op, action)
             else:
-                self._executor.run_op(op)
+                action()
         for unit in units:
             bound.unsharded_by_unit[unit.key].carry_to_next_step(unit.node)
         if self._executor.lanes.has_streams:

@@ -42,7 +42,6 @@ class Executor:
         host_copies: by unit, the copies of state between device and host memory that an op has to begin.
         copied_units: keys of all units that :meth:`set_host_copies` got; ops remove units from ``host_copies``.
         fetched: keys of the fetch ops that have run in this step.
-        host_copy_nbytes: bytes copied from and to host memory in this step.
         reducing: by unit and record of the op, the op that began a reduction under way.
     """
 
@@ -82,7 +81,6 @@ class Executor:
         self.host_copies: dict[str, HostCopies] = {}
         self.copied_units: tuple[str, ...] = ()
         self.fetched: list[OpKey] = []
-        self.host_copy_nbytes = 0
         self.reducing: dict[tuple[str, OpSpec], BoundOp] = {}
 
     def set_label_names(self, *, step: str | None = None, microbatch: str | None = None) -> None:
@@ -132,10 +130,6 @@ class Executor:
         """Return the seconds for which the main thread has waited for collectives so far."""
         return self._own.watch.statuses.waited_s if isinstance(self._own, ProcessGroupComm) else 0.0
 
-    def run_op(self, bound: BoundOp) -> None:
-        """Look up the action of an op, and run the action."""
-        self.action_of(bound)()
-
     def action_on_lane(self, bound: BoundOp, start: Action, *, after_compute: bool = True) -> Action:
         """Return an action that runs ``start`` on the op's lane, after the ops ``bound.after`` and, if asked, after compute."""
         lanes, stream, key, after = self.lanes, bound.spec.stream, bound.key, bound.after
@@ -164,10 +158,6 @@ class Executor:
     def with_step_prefix(self, text: str) -> str:
         """Return ``text`` with the current step and microbatch as a prefix."""
         return f"{self.step_name}, {self.microbatch_name}: {text}" if self.step_name else text
-
-    def begin_state_copies(self, bound: BoundOp) -> None:
-        """Begin the copies of a unit's state, and count their bytes."""
-        self.host_copy_nbytes += self.host_copies.pop(bound.op.unit).run_copies(self.lanes, bound.key)
 
     def end_all_reductions(self) -> None:
         """Wait for all reductions under way, and add their results to the gradients."""
@@ -388,12 +378,13 @@ def _bind_accumulate(executor: Executor, bound: BoundOp) -> Action:
 
 
 def _bind_state_copy(executor: Executor, bound: BoundOp) -> Action:
-    on_lane = executor.action_on_lane(bound, partial(executor.begin_state_copies, bound))
+    unit = bound.op.unit
+    on_lane = executor.action_on_lane(bound, lambda: executor.host_copies.pop(unit).run_copies(executor.lanes, bound.key))
 
     def action() -> None:
-        copies = executor.host_copies.get(bound.op.unit)
+        copies = executor.host_copies.get(unit)
         if copies is None or not copies.copies:
-            executor.host_copies.pop(bound.op.unit, None)
+            executor.host_copies.pop(unit, None)
             return
         on_lane()
         if bound.spec is ops.FETCH:

@@ -92,7 +92,7 @@ class Step:
         """Run ops of the source ``EagerOps`` and the ops that follow these, each before the next one is emitted."""
         assert self.eager is not None
         for bound in self.eager.with_following_ops(bound_ops):
-            self.executor.run_op(bound)
+            self.executor.action_of(bound)()
             del bound  # releases memory for the next op
 
     def leave_schedule(self, event: Event | None = None) -> EagerOps:

@@ -41,17 +41,14 @@ class HostCopies:
         if target is not source:
             self.copies.append((target, source))
 
-    def run_copies(self, lanes: Lanes, op: OpKey) -> int:
-        """Make all copies on the current lane, as the op with key ``op``. Return the bytes copied."""
-        nbytes = 0
+    def run_copies(self, lanes: Lanes, op: OpKey) -> None:
+        """Make all copies on the current lane, as the op with key ``op``."""
         for target, source in self.copies:
             target.copy_(source, non_blocking=True)
-            nbytes += source.nbytes
             for x in (target, source):
                 lanes.record_stream(x)
         self.copies.clear()
         self.lanes, self._began = lanes, op
-        return nbytes
 
     def wait(self) -> None:
         """Block the host until all tensors are copied."""
