@@ -17,7 +17,7 @@ from fsharp.stateful.schedule.ops import (
 )
 from fsharp.stateful.schedule.policy import SchedulePolicy
 from fsharp.stateful.schedule.program import Event, Program
-from fsharp.stateful.schedule.residency import first_buckets, plan_residency
+from fsharp.stateful.schedule.residency import ResidencyChange, plan_residency
 from fsharp.stateful.schedule.unplaced import OpList, UnplacedOp
 
 
@@ -40,8 +40,12 @@ class ParameterOps:
         events = program.events
         self._ops, self._update_gathers = ops, update_gathers
         self._carries = bool(events) and events[-1].kind == "update" and policy.gather_at_start
-        first = first_buckets(program, policy, gathers) if self._carries else ()
-        self._changes, self._carried = plan_residency(program, policy, gathers, kept_uses, first)
+        self._changes = plan_residency(program, policy, gathers, kept_uses)
+        self._carried: tuple[Bucket, ...] = ()  # buckets that the previous step gathers: the first ones of the first event
+        if self._carries:
+            (released, gathered), num_carried = self._changes[0], max(policy.prefetch, 1)
+            self._carried = gathered[:num_carried]
+            self._changes[0] = ResidencyChange(released, gathered[num_carried:])
         self._gathers: dict[str, UnplacedOp] = {}  # gathers of resident units, by unit
         self._ready: set[str] = set()  # resident units that compute has waited for
         self._arriving: list[UnplacedOp] = []  # waits for gathers of the previous step

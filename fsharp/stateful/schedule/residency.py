@@ -18,9 +18,9 @@ class ResidencyChange(NamedTuple):
 
 
 def plan_residency(
-    program: Program, policy: SchedulePolicy, buckets: BucketOfUnit, kept_uses: Collection[int], carried: Sequence[Bucket]
-) -> tuple[list[ResidencyChange], tuple[Bucket, ...]]:
-    """Return, for each event, the buckets to release and to gather; and the buckets of ``carried`` that the first event needs.
+    program: Program, policy: SchedulePolicy, buckets: BucketOfUnit, kept_uses: Collection[int]
+) -> list[ResidencyChange]:
+    """Return, for each event, the buckets to release and to gather. ``buckets``: bucket by unit.
 
     A bucket is *resident* while it is gathered in full. At most ``policy.prefetch + 1`` buckets are resident: the one in use,
     and the next different buckets that the program uses before the next update. While no bucket is in use, one more bucket that
@@ -28,8 +28,6 @@ def plan_residency(
 
     Two kinds of buckets do not count in this limit. First, buckets of all uses but the innermost one: the root is in use during
     all other uses, and would leave no room for prefetch. Second, buckets of ``kept_uses``, from forward to end of backward.
-
-    ``buckets``: bucket by unit. ``carried``: buckets that the previous step may have gathered.
     """
     events = program.events
     in_use, staying = _buckets_in_use(events, buckets), _staying_buckets(events, buckets, frozenset(kept_uses))
@@ -54,16 +52,12 @@ def plan_residency(
         else:
             released = tuple(b for b in (*near, *ended) if b in held and b not in here and b not in stays)
             gathered, updated = tuple(dict.fromkeys(b for b in (*here, *updated) if b not in held)), ()
-        if i == 0:
-            carried = tuple(b for b in carried if b in gathered)
-            gathered = tuple(b for b in gathered if b not in carried)
-            held.update(dict.fromkeys(carried))
         for b in released:
             held.pop(b, None)
         held.update(dict.fromkeys(gathered))
         result.append(ResidencyChange(tuple(dict.fromkeys(released)), gathered))
         near = here
-    return result, tuple(carried) if events else ()
+    return result
 
 
 def _staying_buckets(
@@ -121,12 +115,6 @@ def _next_needed_buckets(events: Sequence[Event], wanted: Sequence[tuple[Bucket,
         following = here if here is not None else () if event.kind == "update" else following
     after.reverse()
     return after
-
-
-def first_buckets(program: Program, policy: SchedulePolicy, buckets: BucketOfUnit) -> tuple[Bucket, ...]:
-    """Return the buckets that a step needs first, to be gathered before the step begins."""
-    order = dict.fromkeys(buckets[e.unit] for e in program.events if e.kind in _START_KINDS and e.unit in buckets)
-    return tuple(order)[: max(policy.prefetch, 1)]
 
 
 def uses_in_backward_order(program: Program, buckets: BucketOfUnit) -> list[list[int]]:
