@@ -16,7 +16,7 @@ import optree
 import torch
 
 from fsharp.errors import TreeError
-from fsharp.functional.formats.format import EncodedTensorClass, LeafPart
+from fsharp.functional.formats.format import EncodedTensorClass, LeafPart, non_view_alias
 from fsharp.functional.layout.runs import padding_in_run
 from fsharp.functional.layout.unit_layout import Leaf, UnitLayout
 from fsharp.stateful.units.handed_out import HandedOutLeaf
@@ -80,12 +80,6 @@ leaf_table = cache(LeafTable)
 _version_of = attrgetter("_version")
 
 
-def make_alias(flat: torch.Tensor) -> torch.Tensor:
-    """Return a tensor with the memory of ``flat`` and a version counter of its own; see [Note: aliases]."""
-    empty = torch.empty(0, dtype=flat.dtype, device=flat.device)
-    return empty.set_(flat.untyped_storage(), flat.storage_offset(), flat.size(), flat.stride())
-
-
 RELEASED_VERSION = 2**31
 """The version counter of leaves whose memory was released."""
 
@@ -116,7 +110,7 @@ class FullUnit:
                 classed[self.leaf_table.position_by_path[path]] = cls, part
         self.has_classes = bool(classed)
         self._classed = {position: classed[position] for position in sorted(classed)}
-        plain = {g: make_alias(flat) for g, flat in enumerate(flats) if g not in unit.tensor_classes}
+        plain = {g: non_view_alias(flat) for g, flat in enumerate(flats) if g not in unit.tensor_classes}  # see [Note: aliases]
         self._aliases = tuple(plain.values())  # each with a version counter, which all leaves of the group share
         self._leaves = tuple(
             self.leaf_table.leaf_views(plain, [leaf for leaf in self.leaf_table.stored if leaf.group in plain])
