@@ -57,8 +57,8 @@ class Step:
     @property
     def used_no_collectives(self) -> bool:
         """Whether this step has used no collective: it has only forwards of units that rest in full."""
-        kinds = {event.kind for event in self.events} <= {"forward", "forward_end"}
-        return kinds and not any(self.units[event.unit].axes for event in self.events)
+        kinds = {event.kind for event in self.events}
+        return kinds <= {"forward", "forward_end"} and not any(self.units[event.unit].axes for event in self.events)
 
     def _run_event(
         self,

@@ -109,7 +109,7 @@ class FullUnit:
             for path, part in unit.whole_leaf_parts(g, planes, unit.scales_in(g, gathered[g])).items():
                 classed[self.leaf_table.position_by_path[path]] = cls, part
         self.has_classes = bool(classed)
-        self._classed = {position: classed[position] for position in sorted(classed)}
+        self._classed = dict(sorted(classed.items()))
         plain = {g: non_view_alias(flat) for g, flat in enumerate(flats) if g not in unit.tensor_classes}  # see [Note: aliases]
         self._aliases = tuple(plain.values())  # each with a version counter, which all leaves of the group share
         self._leaves = tuple(

@@ -7,10 +7,9 @@ if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
 
-def is_instance(x: object, module: str, *names: str) -> bool:
-    """Return whether ``x`` is an instance of one of these classes of a Python module, without importing the module."""
-    imported = sys.modules.get(module)  # a class has no instances before its module is imported
-    return isinstance(x, tuple(getattr(imported, name) for name in names if hasattr(imported, name)))
+def is_instance(x: object, module: str, name: str) -> bool:
+    """Return whether ``x`` is an instance of the class ``name`` of a Python module, without importing the module."""
+    return isinstance(x, getattr(sys.modules.get(module), name, ()))  # no class has instances before its module is imported
 
 
 def is_dtensor(x: object) -> "TypeGuard[DTensor]":
