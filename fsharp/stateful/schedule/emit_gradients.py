@@ -40,8 +40,7 @@ class GradientOps:
     ) -> None:
         self._ops, self._buckets, self._final_buckets, self._sum_late = ops, buckets, final_buckets, sum_late
         self._most = {REDUCE: MAX_REDUCTIONS, FINAL_REDUCE: max_final_reductions}
-        self._expected_casts = Counter[str]()  # by unit, casts in this microbatch
-        self._missing_casts = Counter[str]()  # by unit, casts that are still to come
+        self._missing_casts = Counter[str]()  # by unit with a gradient in this microbatch, casts that are still to come
         self._casts: dict[str, UnplacedOp] = {}  # by unit, the last cast in this microbatch so far
         self._is_incomplete: dict[str, bool] = {}  # by unit with a final reduction: whether its gradient is incomplete
         self._last_write: dict[str, UnplacedOp] = {}  # by unit, the last op that has written to its gradient at rest
@@ -50,7 +49,7 @@ class GradientOps:
 
     def begin_microbatch(self, casts: Counter[str], *, is_last: bool) -> None:
         """Begin a microbatch. ``casts``: number of gradients by unit. ``is_last``: also reduce to the optimizer's shards."""
-        self._expected_casts, self._missing_casts, self._casts = casts, Counter(casts), {}
+        self._missing_casts, self._casts = Counter(casts), {}
         facts = self._ops.facts.items() if is_last else ()
         self._is_incomplete = {unit: True for unit, each in facts if FINAL_REDUCE.has_ops_for(each) and each.trainable}
 
@@ -59,7 +58,7 @@ class GradientOps:
         if not event.has_gradient:
             return
         unit, has_memory, is_first = event.unit, CAST.nbytes(self._ops.facts[event.unit]) > 0, event.unit not in self._casts
-        bucket = [each for each in self._buckets[unit] if self._expected_casts[each]]
+        bucket = [each for each in self._buckets[unit] if each in self._missing_casts]
         if is_first and has_memory and all(each == unit or each in self._casts for each in bucket):
             # With this op each unit of the bucket has begun its casts: make room for the bucket's reduction.
             self._limit_reductions(at, REDUCE)
@@ -73,7 +72,7 @@ class GradientOps:
         """End a microbatch: add the results of its reductions, and begin all reductions to the optimizer's shards."""
         while any(ops[0].phase == "backward" for ops in self._under_way):
             self._end_oldest_reductions(at)
-        for unit in [unit for unit, is_waiting in self._is_incomplete.items() if is_waiting]:
+        for unit in self._is_incomplete:
             self._emit_final_reduction_if_ready(unit, at)
 
     def end_all_reductions(self, at: int) -> None:
