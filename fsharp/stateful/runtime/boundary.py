@@ -18,7 +18,7 @@ from fsharp.stateful.units.unit_state import UnitState
 from fsharp.stateful.units.unsharded import Stamp, UnshardedBuffer, buffers_stamp
 from fsharp.tracebacks import call_hook, hide_frames
 
-ReceiveGradients = Callable[[Sequence[torch.Tensor | None]], None]
+ReceiveGradients = Callable[["UnitUse", Sequence[torch.Tensor | None]], None]
 
 
 class _GradientReceiver(torch.autograd.Function):
@@ -41,7 +41,7 @@ class _GradientReceiver(torch.autograd.Function):
         try:
             if torch.is_grad_enabled():
                 raise create_graph_error()
-            ctx.receive(ctx.use.add_written_gradients(grads))
+            ctx.receive(ctx.use, ctx.use.add_written_gradients(grads))
         except Exception as error:
             hide_frames(error)
             raise
@@ -49,8 +49,8 @@ class _GradientReceiver(torch.autograd.Function):
 
 
 make_leaves_differentiable: Callable[..., tuple[torch.Tensor, ...]] = super(torch.autograd.Function, _GradientReceiver).apply
-"""Return leaves as outputs of one node, whose backward calls ``receive`` with their gradients, or None for a missing gradient.
-This is ``_GradientReceiver.apply`` without the overhead for transforms of torch.func, under which there are no boundaries."""
+"""Return leaves as outputs of one node, whose backward calls ``receive(use, grads)``. A missing gradient is None. This is
+``_GradientReceiver.apply`` without the overhead for transforms of torch.func, under which there are no boundaries."""
 _RECEIVER_NODE: type = _GradientReceiver._backward_cls
 
 

@@ -6,7 +6,6 @@ with the source ``EagerOps``.
 
 import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from functools import partial
 
 import torch
 
@@ -132,9 +131,7 @@ class Step:
             assert leaves is not None
             uses.pending[unit.key] = uses.pending.get(unit.key, 0) + 1
             uses.awaited.add(weakref.ref(use, uses.awaited.discard))
-            graph = make_leaves_differentiable(
-                use, partial(self._receive_use_gradients, use), [leaves[i] for i in chosen], *sinks
-            )
+            graph = make_leaves_differentiable(use, self._receive_use_gradients, [leaves[i] for i in chosen], *sinks)
             for i, leaf in zip(chosen, graph, strict=True):
                 leaves[i] = leaf
         return use
