@@ -1,7 +1,7 @@
 """Every input that the library refuses, and the words that name the value at fault."""
 
 import re
-from collections import OrderedDict
+from collections import OrderedDict, UserDict
 from dataclasses import make_dataclass
 
 import numpy
@@ -82,6 +82,12 @@ PLAN = {
     "malformed": (lambda: planned(frozen="[z-a]"), PatternError, "the pattern '[z-a]' is malformed"),
     "labels": (lambda: planned(labels={"x": "m"}), PatternError, "plan(labels=...): the pattern 'x' matches nothing"),
     "a number": (lambda: planned(tree={"a": {"eps": 1e-5}}), TreeError, "params['a.eps'] is not a tensor.\n  got  float 1e-05"),
+    "a container": (
+        lambda: planned(tree={"a": UserDict(w=SHARED)}),
+        TreeError,
+        "This class is no pytree. Pass a dict, list, tuple or namedtuple, or register the class by optree",
+    ),
+    "a module": (lambda: planned(tree=torch.nn.Linear(2, 2)), TreeError, "that fs.make_functional(module) returns"),
     "a sparse leaf": (
         lambda: planned(tree={"s": torch.eye(2).to_sparse()}),
         TreeError,

@@ -20,6 +20,7 @@ from fsharp.functional.layout.sharded import (
     not_sharded_error,
 )
 from fsharp.functional.optim.base import check_reduced
+from fsharp.functional.tree.paths import REGISTER
 from fsharp.torch_compile import uncompiled
 
 
@@ -111,8 +112,8 @@ def split_batch(batch: Any, count: int) -> list[Any]:
         if not isinstance(leaf, torch.Tensor | Sharded) and _holds_arrays(leaf):
             raise LossError(
                 f"value_and_grad(): the batch has a {type(leaf).__name__}, which {count} microbatches cannot split: each would "
-                "get all of it. Only tensors in pytrees are split: convert arrays to tensors, and register a class that holds "
-                "tensors by optree.register_pytree_node(), or pass its tensors in a dict."
+                "get all of it. Only tensors in pytrees are split. Convert arrays to tensors. Pass tensors of a class in a "
+                f"dict, or {REGISTER}"
             )
         if isinstance(leaf, torch.Tensor) and (leaf.ndim == 0 or leaf.shape[0] % count):
             raise LossError(

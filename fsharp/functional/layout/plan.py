@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import is_dataclass, replace
 from typing import Any
 
 import optree
@@ -16,7 +16,7 @@ from fsharp.functional.layout.packing import Atom, Element, Rows, Whole, pack
 from fsharp.functional.layout.placement import P, Strategy
 from fsharp.functional.layout.precision import Precision, Precisions, check_precisions, needs_quantization_scale
 from fsharp.functional.layout.unit_layout import Group, Leaf, UnitLayout
-from fsharp.functional.tree.paths import Patterns, flatten_with_paths, join_path, select_paths, value_by_path
+from fsharp.functional.tree.paths import REGISTER, Patterns, flatten_with_paths, join_path, select_paths, value_by_path
 from fsharp.functional.tree.units import cut_into_units, unit_by_path
 from fsharp.type_checks import options_checked
 
@@ -258,6 +258,10 @@ def _leaf_as_tensor(path: str, leaf: Any) -> torch.Tensor:
         if not isinstance(dtype, torch.dtype) or not hasattr(leaf, "shape"):
             facts = [("got", f"{type(leaf).__name__} {leaf!r:.60}")]
             remedy = "Keep configuration out of the tree: close over it, or pass it to the function as an argument."
+            if isinstance(leaf, torch.nn.Module):
+                remedy = "Pass the parameters that fs.make_functional(module) returns; or call fs.shard_module(module)."
+            elif (isinstance(leaf, Collection) and not isinstance(leaf, str | bytes)) or is_dataclass(leaf):
+                remedy = f"This class is no pytree. Pass a dict, list, tuple or namedtuple, or {REGISTER}"
             raise TreeError(problem("plan()", f"params[{path!r}] is not a tensor.", facts, remedy))
         return torch.empty(tuple(leaf.shape), dtype=dtype, device="meta")
     if leaf.layout is not torch.strided:

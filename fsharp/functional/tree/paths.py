@@ -18,6 +18,12 @@ T = TypeVar("T")
 Patterns = str | Sequence[str] | Mapping[str, bool] | Callable[[str], bool]
 """A pattern, several patterns, booleans by pattern (the last match counts), or a predicate on the path."""
 
+REGISTER = (
+    "register the class by optree.register_pytree_node(..., namespace=optree.registry.__GLOBAL_NAMESPACE): other namespaces of "
+    "optree are not looked at."
+)
+"""The remedy in errors about an object that holds tensors, and is no pytree."""
+
 
 def join_path(entries: Iterable[Any]) -> str:
     """Return the dotted form of a key path; the root is the empty string."""
