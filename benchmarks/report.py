@@ -22,66 +22,70 @@ from benchmarks.memory import SEPARATE
 from benchmarks.options import Options
 from benchmarks.stats import Rounds, Spread, paired, ratio, times
 
-TARGETS = {
-    "step_ratio_vs_fsdp2": 0.78,
-    "step_ratio_vs_ddp": 1.06,
-    "ddp_ratio_vs_ddp": 1.04,
-    "module_ratio_vs_fsdp2": 0.80,
-    "module_ratio_vs_functional": 1.05,
-    "narrow_ratio_vs_ddp": 1.08,
-    "tiny_ratio_vs_ddp": 1.5,
-    "alternating_ratio": 1.1,
-    "optax_ratio": 1.3,
-    "prediction_error": 0.12,
-    "tune_regret": 0.05,
-    "tune_rank_correlation": 0.9,
-    "tune_order_correlation": 0.9,
-    "compile_s_1000": 5.0,
-    "host_ratio_vs_fsdp2": 0.22,
-    "calls_per_unit": 200,
-    "module_calls_per_unit": 300,
-    "peak_ratio_vs_fsdp2": 1.0,
-    "save_ratio_vs_dcp": 1.0,
-    "load_ratio_vs_dcp": 1.0,
-    "stall_ratio_vs_dcp_async": 0.8,
-    "first_stall_ratio_vs_dcp_async": 0.8,
-    "copy_ratio": 1.1,
-    "hash_share": 0.15,
-    "save_memory_ratio_vs_dcp": 1.0,
+
+class Figure(NamedTuple):
+    """A number of the last line.
+
+    Attributes:
+        meaning: in the table.
+        target: the largest value that is wanted; a figure of a peer alone has none.
+        is_least: whether the target is the smallest value.
+    """
+
+    meaning: str
+    target: float | None = None
+    is_least: bool = False
+
+    def is_met(self, value: float) -> bool:
+        """Whether a value has reached the target, if there is one."""
+        if self.target is None:
+            return True
+        return value >= self.target if self.is_least else value <= self.target
+
+
+FIGURES = {
+    "step_ratio_vs_fsdp2": Figure("time of a step, zero3 to FSDP2", 0.78),
+    "step_ratio_vs_ddp": Figure("time of a step, zero3 to DDP", 1.06),
+    "ddp_ratio_vs_ddp": Figure("time of a step, ddp to DDP or zero1 to DDP, the larger", 1.04),
+    "module_ratio_vs_fsdp2": Figure("time of a step, zero3 of a module to FSDP2", 0.8),
+    "module_ratio_vs_functional": Figure("time of a step, zero3 of a module to zero3 of functions", 1.05),
+    "narrow_ratio_vs_ddp": Figure("time of a step with blocks of 0.3M parameters, zero3 to DDP", 1.08),
+    "tiny_ratio_vs_ddp": Figure("time of a step with blocks of 33k parameters, zero3 to DDP", 1.5),
+    "alternating_ratio": Figure(
+        "time of two programs in turns to that of the two run each for itself, the larger of two cases", 1.1
+    ),
+    "optax_ratio": Figure("time of a step, zero3 updated by optax's adamw to zero3 updated by fsharp's", 1.3),
+    "prediction_error": Figure(
+        "predicted to measured time of a step, the largest error of three shapes after a fit on a fourth", 0.12
+    ),
+    "tune_regret": Figure(
+        "by how much the choice of tune is slower than the fastest candidate, measured; the largest of eight cases", 0.05
+    ),
+    "tune_rank_correlation": Figure(
+        "of predicted and measured times of candidates, the smallest of eight cases; more is better", 0.9, is_least=True
+    ),
+    "tune_order_correlation": Figure(
+        "the same, over pairs of candidates whose measured times differ by more than twice the noise", 0.9, is_least=True
+    ),
+    "compile_s_1000": Figure("seconds to compile and verify a step of 1,000 units", 5.0),
+    "host_ratio_vs_fsdp2": Figure("host time added per unit, zero3 to FSDP2", 0.22),
+    "calls_per_unit": Figure("calls of Python functions a unit and step, zero3 of functions, the model's own included", 200),
+    "module_calls_per_unit": Figure("the same, zero3 of a module", 300),
+    "fsdp2_calls_per_unit": Figure("the same, FSDP2"),
+    "peak_ratio_vs_fsdp2": Figure("peak memory with hardly any activations, zero3 to FSDP2", 1.0),
+    "activation_peak_ratio_vs_fsdp2": Figure("peak memory with the activations of the steps above, zero3 to FSDP2"),
+    "separate_peak_ratio_vs_fsdp2": Figure("the same, zero3 with `keep_gradients=True`"),
+    "save_ratio_vs_dcp": Figure("time of a save, fsharp to DCP", 1.0),
+    "load_ratio_vs_dcp": Figure("time of a load, fsharp to DCP", 1.0),
+    "stall_ratio_vs_dcp_async": Figure(
+        "time until a save in the background returns, fsharp to DCP, from the second save on", 0.8
+    ),
+    "first_stall_ratio_vs_dcp_async": Figure("the same, of the first save", 0.8),
+    "copy_ratio": Figure("that time of fsharp, from the second save on, to a plain copy of the same bytes", 1.1),
+    "hash_share": Figure("time of digests of what a rank writes to that of a save", 0.15),
+    "save_memory_ratio_vs_dcp": Figure("memory that a save in the background takes, fsharp to DCP", 1.0),
 }
-"""What figures of the last line are meant to stay below; one that belongs to a peer alone has no target."""
-AT_LEAST = {"tune_rank_correlation", "tune_order_correlation"}
-"""Figures whose target is the smallest value."""
-MEANING = {
-    "step_ratio_vs_fsdp2": "time of a step, zero3 to FSDP2",
-    "step_ratio_vs_ddp": "time of a step, zero3 to DDP",
-    "ddp_ratio_vs_ddp": "time of a step, ddp to DDP or zero1 to DDP, the larger",
-    "module_ratio_vs_fsdp2": "time of a step, zero3 of a module to FSDP2",
-    "module_ratio_vs_functional": "time of a step, zero3 of a module to zero3 of functions",
-    "narrow_ratio_vs_ddp": "time of a step with blocks of 0.3M parameters, zero3 to DDP",
-    "tiny_ratio_vs_ddp": "time of a step with blocks of 33k parameters, zero3 to DDP",
-    "alternating_ratio": "time of two programs in turns to that of the two run each for itself, the larger of two cases",
-    "optax_ratio": "time of a step, zero3 updated by optax's adamw to zero3 updated by fsharp's",
-    "prediction_error": "predicted to measured time of a step, the largest error of three shapes after a fit on a fourth",
-    "tune_regret": "by how much the choice of tune is slower than the fastest candidate, measured; the largest of eight cases",
-    "tune_rank_correlation": "of predicted and measured times of candidates, the smallest of eight cases; more is better",
-    "tune_order_correlation": "the same, over pairs of candidates whose measured times differ by more than twice the noise",
-    "compile_s_1000": "seconds to compile and verify a step of 1,000 units",
-    "host_ratio_vs_fsdp2": "host time added per unit, zero3 to FSDP2",
-    "calls_per_unit": "calls of Python functions a unit and step, zero3 of functions, the model's own included",
-    "module_calls_per_unit": "the same, zero3 of a module",
-    "fsdp2_calls_per_unit": "the same, FSDP2",
-    "peak_ratio_vs_fsdp2": "peak memory with hardly any activations, zero3 to FSDP2",
-    "activation_peak_ratio_vs_fsdp2": "peak memory with the activations of the steps above, zero3 to FSDP2",
-    "separate_peak_ratio_vs_fsdp2": "the same, zero3 with `keep_gradients=True`",
-    "save_ratio_vs_dcp": "time of a save, fsharp to DCP",
-    "load_ratio_vs_dcp": "time of a load, fsharp to DCP",
-    "stall_ratio_vs_dcp_async": "time until a save in the background returns, fsharp to DCP, from the second save on",
-    "first_stall_ratio_vs_dcp_async": "the same, of the first save",
-    "copy_ratio": "that time of fsharp, from the second save on, to a plain copy of the same bytes",
-    "hash_share": "time of digests of what a rank writes to that of a save",
-    "save_memory_ratio_vs_dcp": "memory that a save in the background takes, fsharp to DCP",
-}
+"""The figures of the last line, in order."""
 FSDP2 = "FSDP2"
 FSDP2_PEAKS = (FSDP2, "FSDP2, embedding and head apart")
 """Two ways to cut the model for FSDP2; the one that needs less memory is the measure."""
@@ -208,23 +212,17 @@ def _lines(path: str) -> list[str]:
 
 def tables(parts: Mapping[str, Any]) -> list[Table]:
     """Everything that was measured, as text."""
-    result = [_targets(parts)]
-    if "steps" in parts:
-        result.append(_steps(parts["steps"]))
-    if "small" in parts:
-        result.append(_small(parts["small"]))
-    if "alternating" in parts:
-        result.append(_alternating(parts["alternating"]))
-    if "optax" in parts:
-        result.append(_optax(parts["optax"]))
-    if "prediction" in parts:
-        result.append(_prediction(parts["prediction"]))
-    if "tune" in parts:
-        result.append(_tune(parts["tune"]))
-    if "host" in parts:
-        result.append(_host(parts["host"]))
-    if "calls" in parts:
-        result.append(_calls(parts["calls"]))
+    of_part = {
+        "steps": _steps,
+        "small": _small,
+        "alternating": _alternating,
+        "optax": _optax,
+        "prediction": _prediction,
+        "tune": _tune,
+        "host": _host,
+        "calls": _calls,
+    }
+    result = [_targets(parts), *(make(parts[name]) for name, make in of_part.items() if name in parts)]
     if "memory" in parts:
         part, title = parts["memory"], f"Memory of a rank, {parts['memory']['num_params']:,} parameters"
         result.append(_memory(f"{title}, hardly any activations", part["largest"], parts.get("rss") or {}))
@@ -234,18 +232,13 @@ def tables(parts: Mapping[str, Any]) -> list[Table]:
     return result
 
 
-def is_met(name: str, value: float) -> bool:
-    """Whether a figure has reached its target."""
-    return value >= TARGETS[name] if name in AT_LEAST else value <= TARGETS[name]
-
-
 def _targets(parts: Mapping[str, Any]) -> Table:
     rows = []
     for name, value in summary(parts).items():
-        target = TARGETS.get(name)
-        bound = "at least" if name in AT_LEAST else "at most"
-        goal = ("", "") if target is None else (f"{bound} {target:.2f}", "yes" if is_met(name, value) else "no")
-        rows.append((f"`{name}`", MEANING[name], f"{value:.3f}", *goal))
+        figure = FIGURES[name]
+        bound = "at least" if figure.is_least else "at most"
+        goal = ("", "") if figure.target is None else (f"{bound} {figure.target:.2f}", "yes" if figure.is_met(value) else "no")
+        rows.append((f"`{name}`", figure.meaning, f"{value:.3f}", *goal))
     return Table("In short", ("figure", "what it is", "measured", "target", "met"), rows)
 
 
@@ -389,7 +382,8 @@ def report(options: Options, parts: dict[str, Any], *, seconds: float) -> None:
     where = environment(options)
     found = summary(parts)
     options.out.parent.mkdir(parents=True, exist_ok=True)
-    results = {"summary": found, "targets": TARGETS, "medians": medians(parts), **where, "seconds": round(seconds), **parts}
+    targets = {name: figure.target for name, figure in FIGURES.items()}
+    results = {"summary": found, "targets": targets, **where, "seconds": round(seconds), **parts}
     options.out.write_text(json.dumps(results, indent=1) + "\n")
     console = Console(highlight=False)
     if not console.is_terminal:
@@ -403,18 +397,6 @@ def report(options: Options, parts: dict[str, Any], *, seconds: float) -> None:
     else:
         console.print(f"written: {options.out}", soft_wrap=True, markup=False)
     print(json.dumps(found), flush=True)  # not through the console, which would wrap it
-
-
-def medians(parts: Mapping[str, Any]) -> dict[str, dict[str, float]]:
-    """Median seconds by part and contender."""
-    result = {}
-    kinds = {"steps": [("steps", "rounds")], "host": [("step", "rounds"), ("without_optimizer", "rounds")]}
-    for part, names in kinds.items():
-        for kind, key in names if part in parts else ():
-            rounds = parts[part][key] if kind == part else parts[part][kind][key]
-            label = part if kind == part else f"{part}, {kind}"
-            result[label] = {name: paired(rounds, lambda each, n=name: each[n]).median for name in rounds[0]}
-    return result
 
 
 def on_terminal(table: Table) -> RichTable:
@@ -440,9 +422,7 @@ def markdown(shown: Sequence[Table], found: Mapping[str, float], where: Mapping[
     for table in shown:
         lines += ["", *lines_of(table)]
     short = [
-        f"{name} ({found[name]:.3f}; {TARGETS[name]:.2f})"
-        for name in TARGETS
-        if name in found and not is_met(name, found[name])
+        f"{name} ({value:.3f}; {FIGURES[name].target:.2f})" for name, value in found.items() if not FIGURES[name].is_met(value)
     ]
     lines += ["", f"Short of its target: {'; '.join(short) or 'none'}."]
     return "\n".join(lines)
