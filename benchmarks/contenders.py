@@ -56,15 +56,20 @@ class ModuleContender:
         self.name, self.module, self.is_global, self.synced = name, module, False, synced
         self.optimizer = torch.optim.AdamW(module.parameters(), fused=True, **ADAMW)
 
+    def loss(self, batch: Batch) -> torch.Tensor:
+        """Run the forward."""
+        loss: torch.Tensor = self.module(batch["inputs"], batch["targets"])
+        return loss
+
     def step(self, batch: Batch) -> torch.Tensor:
-        loss = self.module(batch["inputs"], batch["targets"])
+        loss = self.loss(batch)
         loss.backward()
         self.optimizer.step()
         self.optimizer.zero_grad()
         return loss.detach()
 
     def gradients(self, batch: Batch) -> torch.Tensor:
-        loss = self.module(batch["inputs"], batch["targets"])
+        loss = self.loss(batch)
         loss.backward()
         self.optimizer.zero_grad()
         return loss.detach()
@@ -98,34 +103,16 @@ class ShardedContender(ModuleContender):
         return sum(x.nbytes for each in kept for x in each.values() if isinstance(x, torch.Tensor))
 
 
-class FunctionContender:
+class FunctionContender(ModuleContender):
     """The pure functions on ordinary tensors: what fsharp's host time is held against."""
 
-    is_global = False
-
     def __init__(self, name: str, shape: gpt.Shape) -> None:
-        self.name, self.heads = name, shape.heads
+        self.name, self.is_global, self.synced, self.heads = name, False, False, shape.heads
         self.params = optree.tree_map(lambda x: x.clone().requires_grad_(), gpt.tree_of(gpt.build(shape)))
         self.optimizer = torch.optim.AdamW(optree.tree_leaves(self.params), fused=True, **ADAMW)
 
-    def step(self, batch: Batch) -> torch.Tensor:
-        loss = gpt.plain_loss(self.params, batch, heads=self.heads)
-        loss.backward()
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-        return loss.detach()
-
-    def gradients(self, batch: Batch) -> torch.Tensor:
-        loss = gpt.plain_loss(self.params, batch, heads=self.heads)
-        loss.backward()
-        self.optimizer.zero_grad()
-        return loss.detach()
-
-    def settle(self) -> None:
-        pass
-
-    def optimizer_nbytes(self) -> int:
-        return sum(x.nbytes for entry in self.optimizer.state.values() for x in entry.values())
+    def loss(self, batch: Batch) -> torch.Tensor:
+        return gpt.plain_loss(self.params, batch, heads=self.heads)
 
 
 class FsharpContender:
