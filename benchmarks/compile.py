@@ -8,11 +8,16 @@ import json
 import random
 import sys
 import time
+from collections.abc import Callable
+from typing import Any
 
+import fsharp as fs
+from benchmarks.options import Options
 from fsharp.functional.comm.protocol import Call
 from fsharp.stateful.schedule.compile import compile_schedule
 from fsharp.stateful.schedule.policy import SchedulePolicy
 from fsharp.stateful.schedule.program import Event, Program, UnitFacts
+from fsharp.stateful.schedule.schedule import Schedule
 from fsharp.stateful.verify.verify import verify
 
 NUMBERS = (126, 250, 500, 1000)
@@ -48,13 +53,20 @@ def program_of(sizes: list[int], microbatches: int) -> Program:
     return Program(units, (*events, Event("reduce"), Event("update")))
 
 
-def measure(program: Program) -> tuple[float, float, float]:
-    """Seconds to compile and to verify, and the arena over what is live at once."""
-    start = time.process_time()
+def timed(program: Program) -> tuple[Schedule, float, float]:
+    """The schedule of a program, and seconds to compile and to verify it."""
+    began = time.process_time()
     schedule = compile_schedule(program, SchedulePolicy())
     compiled = time.process_time()
     verify(schedule)
-    return compiled - start, time.process_time() - compiled, schedule.arena / max(schedule.bound, 1)
+    return schedule, compiled - began, time.process_time() - compiled
+
+
+def measure(options: Options, comm: fs.Comm, say: Callable[[str], None]) -> dict[str, Any]:
+    """The part ``compile`` of ``make bench``: units of equal size and one microbatch."""
+    schedule, compile_s, verify_s = timed(program_of(sizes_of(options.compile_units, "equal"), 1))
+    say(f"{options.compile_units} units, {len(schedule.ops)} ops")
+    return {"units": options.compile_units, "ops": len(schedule.ops), "compile_s": compile_s, "verify_s": verify_s}
 
 
 def main() -> None:
@@ -64,9 +76,10 @@ def main() -> None:
     for number in NUMBERS:
         for kind in ("equal", "random"):
             for microbatches in (1, 4):
-                compiled, verified, over = measure(program_of(sizes_of(number, kind), microbatches))
-                worst[number] = max(worst.get(number, 0.0), compiled + verified)
-                print(f"{number:>6} {kind:<7} {microbatches:>12} {compiled:>10.2f} {verified:>9.2f} {over:>14.3f}", flush=True)
+                schedule, compile_s, verify_s = timed(program_of(sizes_of(number, kind), microbatches))
+                worst[number] = max(worst.get(number, 0.0), compile_s + verify_s)
+                over = schedule.arena / max(schedule.bound, 1)
+                print(f"{number:>6} {kind:<7} {microbatches:>12} {compile_s:>10.2f} {verify_s:>9.2f} {over:>14.3f}", flush=True)
     print(json.dumps({f"compile_s_{number}": round(seconds, 3) for number, seconds in worst.items()}))
 
 

@@ -12,7 +12,7 @@ from rich.console import Console
 from torch.distributed.elastic.multiprocessing.errors import record
 
 import fsharp as fs
-from benchmarks import alternating, calls, checkpoint, host, interop, memory, prediction, small, steps, tuning, units
+from benchmarks import alternating, calls, checkpoint, compile, host, interop, memory, prediction, small, steps, tuning
 from benchmarks.options import Options, parse
 
 
@@ -35,7 +35,7 @@ def run(part: str, options: Options, comm: fs.Comm) -> dict[str, Any]:
         "optax": interop.measure,
         "prediction": prediction.measure,
         "tune": tuning.measure,
-        "compile": units.measure,
+        "compile": compile.measure,
         "host": host.measure,
         "calls": calls.measure,
         "memory": memory.measure,

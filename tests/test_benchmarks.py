@@ -23,6 +23,7 @@ from benchmarks import (
     calls,
     checkpoint,
     codecs,
+    compile,
     contenders as c,
     gpt,
     gpu,
@@ -39,7 +40,6 @@ from benchmarks import (
     stats,
     steps,
     tuning,
-    units,
     wire,
 )
 from benchmarks.options import Options, parse
@@ -54,6 +54,7 @@ from tests.virtual_device import accelerator as accelerator, comm as comm
 ROOT = Path(__file__).parents[1]
 TINY = gpt.Shape(vocab=16, dim=16, layers=2, heads=2, time=8, batch=2)
 MB = 1_000_000
+THREE_UNITS = compile.program_of(compile.sizes_of(3, "equal"), 1)
 LLAMA = llama.Shape(vocab=32, dim=32, hidden=64, layers=2, heads=2, time=16, batch=2)
 
 
@@ -161,7 +162,7 @@ def of_the_gpu(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def parts(two_ranks, fsharp_alone):
-    compiled = units.measure(SMALL_OPTIONS, fs.SingleComm(), silent)
+    compiled = compile.measure(SMALL_OPTIONS, fs.SingleComm(), silent)
     hosts = in_a_group_of_one(lambda: host.measure(SMALL_OPTIONS, fs.SingleComm(), silent))
     made = {**two_ranks[0][1], **fsharp_alone[0], "compile": compiled, "host": hosts}
     made["checkpoint"]["rss"] = {name: {checkpoint.FIRST: MB} for name in (checkpoint.OURS, checkpoint.DCP)}
@@ -391,7 +392,7 @@ def test_predictions_are_judged_by_candidates_that_differ_by_more_than_noise():
 
 
 def test_equal_schedules_are_one_candidate():
-    schedule = fs.schedules.compile_schedule(units.program(3), fs.SchedulePolicy())
+    schedule = fs.schedules.compile_schedule(THREE_UNITS, fs.SchedulePolicy())
     other = schedule.replace_ops(schedule.ops[:-1])
     keys = [("zero3", policy, "") for policy in ("prefetch 1", "gathered once", "no buckets")]
     assert tuning.distinct(dict(zip(keys, (schedule, other, schedule), strict=True))) == keys[:2]
@@ -403,10 +404,11 @@ def test_the_table_of_published_runs_in_the_docs_is_what_is_predicted():
 
 
 def test_compute_is_scaled_to_the_step_without_communication():
-    schedule = fs.schedules.compile_schedule(units.program(3), fs.SchedulePolicy(gather_at_start=False))
+    schedule = fs.schedules.compile_schedule(THREE_UNITS, fs.SchedulePolicy(gather_at_start=False))
     alone = schedule.replace_ops([op for op in schedule.ops if op.kind in ("compute", "cast", "update")])
     alone = alone.replace_ops([replace(op, after=()) for op in alone.ops])
-    hardware = fs.inspect.Hardware(compute={"**": (1.0, 2.0)}, bandwidth=1.0, memory_bandwidth=2.0 * units.NBYTES, update_s=0.5)
+    memory_bandwidth = 2.0 * THREE_UNITS.units[0].outgoing
+    hardware = fs.inspect.Hardware(compute={"**": (1.0, 2.0)}, bandwidth=1.0, memory_bandwidth=memory_bandwidth, update_s=0.5)
     assert fs.inspect.predict(alone, hardware).step_s == 11.0
     found = prediction.scaled(hardware, alone, 22.0)
     assert fs.inspect.predict(alone, found).step_s == 22.0
@@ -414,7 +416,7 @@ def test_compute_is_scaled_to_the_step_without_communication():
 
 
 def test_the_thousand_units_are_those_of_zero3():
-    program = units.program(3)
+    program = THREE_UNITS
     recorded = simulate(fs.Mesh({"dp": 2}), partial(_recorded, layers=3))[0]
     ours, theirs = program.units[1], recorded.program.facts["layers.1"]
     assert [(call.op, call.axis) for call in ours.gather + ours.reduce] == [
