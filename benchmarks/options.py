@@ -78,25 +78,9 @@ def check(options: Options) -> None:
     Raises:
         ValueError: an option, or two that do not go together.
     """
-    for name in (
-        "launches",
-        "rounds",
-        "steps",
-        "warmup",
-        "host_rounds",
-        "dim",
-        "layers",
-        "heads",
-        "time",
-        "batch",
-        "host_layers",
-        "calls_layers",
-        "small_layers",
-        "compile_units",
-        "checkpoint_rounds",
-    ):
-        if getattr(options, name) < 1:
-            raise ValueError(f"--{name.replace('_', '-')} is {getattr(options, name)}, expected at least 1.")
+    for name, value in vars(options).items():
+        if isinstance(value, int) and value < 1:
+            raise ValueError(f"--{name.replace('_', '-')} is {value}, expected at least 1.")
     if options.nproc < 2:
         raise ValueError(f"--nproc is {options.nproc}, expected at least 2: one process has nobody to talk to.")
     if options.peers == "all" and find_spec("deepspeed") is None:
