@@ -1,9 +1,8 @@
 """Medians of what was measured in turns, and of the ratios within each turn. No torch."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from statistics import median
-from typing import Any
 
 Rounds = Sequence[Mapping[str, float]]
 """For each round, a number for each contender."""
@@ -16,9 +15,6 @@ class Spread:
     median: float
     least: float
     most: float
-
-    def as_dict(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 def spread(values: Sequence[float]) -> Spread:

@@ -36,7 +36,7 @@ import fsharp as fs
 from benchmarks import gpt, limited, wire_page
 from benchmarks.codecs import CODECS, EXACT, FSDP2
 from benchmarks.record import Record
-from benchmarks.report import machine
+from benchmarks.report import around, machine, on_terminal
 from benchmarks.training import HEADS, Training, train
 from fsharp.testing import processes
 
@@ -186,7 +186,7 @@ def figures(trained: Mapping[str, Any], network: Mapping[str, Any]) -> dict[str,
     good = [name for name in names if worst(name, "loss_ratio") <= GOOD]
     best = min(good, key=lambda name: worst(name, "bytes_ratio"))
     ratios = limited.ratios(network["rounds"]) if "rounds" in network else {}
-    fastest = min((ratios[name]["median"] for name in good if name in ratios), default=None)
+    fastest = min((ratios[name].median for name in good if name in ratios), default=None)
     found = {"best_bytes_ratio": worst(best, "bytes_ratio"), "loss_ratio": worst(best, "loss_ratio")}
     return {
         **{name: round(x, 4) for name, x in found.items()},
@@ -201,7 +201,7 @@ def main(options: Options) -> dict[str, float | None]:
         console = Console(stderr=True, highlight=False, width=140)
     say = partial(console.print, soft_wrap=True, markup=False)
     if options.docs:
-        wire_page.check(options.docs)  # raises now, and not at the end
+        around(options.docs, wire_page.MARKS)  # raises now, and not at the end
     here = machine(options)
     about = {name: here[name] for name in ("cpu", "versions")}
     path = ROOT / f"runs/bench-wire-{here['commit']}.jsonl"
@@ -210,7 +210,7 @@ def main(options: Options) -> dict[str, float | None]:
     record = Record(options.record or path, here["commit"])
     network = over_limited(options, record, about, say)
     if options.network_alone:
-        return {name: each["median"] for name, each in limited.ratios(network["rounds"]).items()} if "rounds" in network else {}
+        return {name: each.median for name, each in limited.ratios(network["rounds"]).items()} if "rounds" in network else {}
     trained = {
         str(nproc): losses_of(nproc, seeds, options, record, about, say)
         for nproc, seeds in zip(options.nproc, options.seeds, strict=True)
@@ -218,7 +218,7 @@ def main(options: Options) -> dict[str, float | None]:
     found = figures(trained, network)
     results = {"summary": found, **here, "commit": ", ".join(sorted(record.commits)), "trained": trained, "limited": network}
     for table in wire_page.tables(results):
-        console.print(wire_page.on_terminal(table))
+        console.print(on_terminal(table))
     if options.out:
         options.out.mkdir(parents=True, exist_ok=True)
         path = options.out / f"wire-{here['date'][:10]}.json"

@@ -6,7 +6,7 @@ from typing import Any
 
 from benchmarks.codecs import EXACT, FSDP2
 from benchmarks.limited import fastest_fsdp2, ratios
-from benchmarks.report import Table, around, lines_of, on_terminal, renew
+from benchmarks.report import Table, lines_of, ranged, renew
 from benchmarks.stats import ratio, times
 
 MARKS = "<!-- begin: written by make bench-wire -->", "<!-- end: written by make bench-wire -->"
@@ -14,12 +14,6 @@ PICTURE = "wire.png"
 MARKERS = {"zero3": "o", "zero2": "s"}
 COLORS = ("black", *(f"C{i}" for i in range(10)), "gold")
 """Of formats, in the order of the table."""
-__all__ = ["check", "on_terminal", "tables", "write"]
-
-
-def check(docs: Path) -> None:
-    """Raise ValueError if the page lacks the marks."""
-    around(docs, MARKS)
 
 
 def tables(results: Mapping[str, Any]) -> list[Table]:
@@ -38,9 +32,8 @@ def tables(results: Mapping[str, Any]) -> list[Table]:
         rows = []
         for name, of_fsdp2 in ratios(rounds).items():
             took, of_exact = times(rounds, name), ratio(rounds, name, EXACT)
-            spread = f"{of_fsdp2['median']:.3f} ({of_fsdp2['least']:.3f} to {of_fsdp2['most']:.3f})"
             both = f"{took.median * 1e3:.0f}", f"{network['busy_s'][name] * 1e3:.0f}"
-            rows.append((name, f"{network['sent_mb'][name]:.1f}", *both, spread, f"{of_exact.median:.3f}"))
+            rows.append((name, f"{network['sent_mb'][name]:.1f}", *both, ranged(of_fsdp2), f"{of_exact.median:.3f}"))
         head = ("format, strategy", "MB sent by a rank", "ms a step", "ms busy", "of FSDP2's", "of float32's")
         title = f"Steps at {options['rate_mbit']:,} Mbit/s; FSDP2's is that of '{fastest_fsdp2(rounds)}'"
         found.append(Table(title, head, rows))
