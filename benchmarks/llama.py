@@ -9,21 +9,16 @@ import torch.nn.functional as F
 from torch import nn
 
 import fsharp as fs
+from benchmarks import gpt
 
 Turns = tuple[torch.Tensor, torch.Tensor]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Shape:
-    """Sizes of a model and of a step."""
+class Shape(gpt.Shape):
+    """Sizes of a model and of a step. ``hidden``: width of the network in a block."""
 
-    vocab: int
-    dim: int
     hidden: int
-    layers: int
-    heads: int
-    time: int
-    batch: int
 
 
 LARGE = Shape(vocab=32_000, dim=2048, hidden=5632, layers=24, heads=16, time=2048, batch=4)
@@ -191,12 +186,6 @@ def step_flops(shape: Shape) -> float:
     return shape.batch * shape.time * 6.0 * (weights + shape.layers * shape.time * d)
 
 
-def batches(shape: Shape, *, device: str, count: int = 4) -> list[dict[str, torch.Tensor]]:
-    """Sequences that count in strides."""
-    generator = torch.Generator().manual_seed(1)
-    result = []
-    for _ in range(count):
-        start, stride = (torch.randint(1, shape.vocab, (shape.batch, 1), generator=generator) for _ in range(2))
-        tokens = ((start + stride * torch.arange(shape.time + 1)) % shape.vocab).to(device)
-        result.append({"inputs": tokens[:, :-1].contiguous(), "targets": tokens[:, 1:].contiguous()})
-    return result
+def batches(shape: Shape, *, device: str) -> list[dict[str, torch.Tensor]]:
+    """The sequences of :func:`benchmarks.gpt.batches`, on a device."""
+    return [{name: x.to(device) for name, x in batch.items()} for batch in gpt.batches(shape, 0, count=4)]

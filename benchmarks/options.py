@@ -78,11 +78,11 @@ def check(options: Options) -> None:
     Raises:
         ValueError: an option, or two that do not go together.
     """
+    if options.nproc < 2:
+        raise ValueError(f"--nproc is {options.nproc}, expected at least 2: one process has nobody to talk to.")
     for name, value in vars(options).items():
         if isinstance(value, int) and value < 1:
             raise ValueError(f"--{name.replace('_', '-')} is {value}, expected at least 1.")
-    if options.nproc < 2:
-        raise ValueError(f"--nproc is {options.nproc}, expected at least 2: one process has nobody to talk to.")
     if options.peers == "all" and find_spec("deepspeed") is None:
         raise ValueError("--peers all needs deepspeed, which PEERS=all make bench installs.")
     if options.dim % options.heads:
