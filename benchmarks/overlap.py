@@ -1,7 +1,5 @@
 """How many gathers and reductions overlap compute, from the trace of one training step.
 
-Works on the events of a trace file; no torch.
-
 The host marks what it issues for a gather or a reduction: fsharp by the benchmark's marks, FSDP2 by its own. Whatever the
 device runs is tied to the moment when the host issued it by a correlation id. So it does not matter on which stream a gather
 runs, or whether NCCL makes it a kernel or, at world size 1, a copy.
@@ -12,6 +10,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from fsharp.inspect.fitting import IntervalUnion
+from fsharp.stateful.timing.timeline import Interval, total_length, union_of_intervals
+
 GATHER, REDUCE = "fsharp: gather", "fsharp: reduce"
 """Names of the host's marks."""
 GATHERS = (GATHER, "FSDP::pre_forward", "FSDP::pre_backward", "FSDP::all_gather")
@@ -20,8 +21,6 @@ REDUCTIONS = (REDUCE, "FSDP::post_backward_reduce")
 _LAUNCHES = ("cuda_runtime", "cuda_driver")
 _DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
 _BACKWARD = "autograd::engine::evaluate_function"
-
-Interval = tuple[float, float]
 
 
 @dataclass(frozen=True)
@@ -69,56 +68,18 @@ def overlap(events: Iterable[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
             reduced.setdefault(reduction, []).append(interval)
         elif e["cat"] == "kernel":
             compute.append(interval)
-    busy = merged(compute)
+    busy = IntervalUnion(compute)
     begin, end = _backward(complete)
     rows: dict[str, list[list[Interval]]] = {"forward": [], "backward": [], "after": [], "reductions": list(reduced.values())}
     for mark, intervals in sorted(gathered.items()):
         issued = gathers[mark][0]
         rows["forward" if issued < begin else "backward" if issued < end else "after"].append(intervals)
-    return {name: asdict(_overlap([merged(x) for x in found], busy)) for name, found in rows.items()}
+    return {name: asdict(_overlap([union_of_intervals(x) for x in found], busy)) for name, found in rows.items()}
 
 
-def _overlap(found: Sequence[Sequence[Interval]], busy: Sequence[Interval]) -> Overlap:
-    hidden = [length(common(each, busy)) for each in found]
-    return Overlap(len(found), sum(x > 0 for x in hidden), sum(length(each) for each in found), sum(hidden))
-
-
-def merged(intervals: Iterable[Interval]) -> list[Interval]:
-    """The union, as intervals that do not touch, in order.
-
-    >>> merged([(5, 6), (0, 2), (1, 3)])
-    [(0, 3), (5, 6)]
-    """
-    result: list[Interval] = []
-    for start, stop in sorted(intervals):
-        if result and start <= result[-1][1]:
-            result[-1] = (result[-1][0], max(result[-1][1], stop))
-        else:
-            result.append((start, stop))
-    return result
-
-
-def common(a: Sequence[Interval], b: Sequence[Interval]) -> list[Interval]:
-    """The intersection of two unions as :func:`merged` gives them.
-
-    >>> common([(0, 4), (6, 9)], [(1, 2), (3, 7)])
-    [(1, 2), (3, 4), (6, 7)]
-    """
-    result, i, j = [], 0, 0
-    while i < len(a) and j < len(b):
-        start, stop = max(a[i][0], b[j][0]), min(a[i][1], b[j][1])
-        if start < stop:
-            result.append((start, stop))
-        if a[i][1] < b[j][1]:
-            i += 1
-        else:
-            j += 1
-    return result
-
-
-def length(intervals: Iterable[Interval]) -> float:
-    """Total length."""
-    return sum(stop - start for start, stop in intervals)
+def _overlap(found: Sequence[Sequence[Interval]], busy: IntervalUnion) -> Overlap:
+    hidden = [sum(busy.length_between(start, stop) for start, stop in each) for each in found]
+    return Overlap(len(found), sum(x > 0 for x in hidden), sum(map(total_length, found)), sum(hidden))
 
 
 def _marks(events: Iterable[Mapping[str, Any]], names: tuple[str, ...]) -> list[Interval]:

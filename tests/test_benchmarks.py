@@ -43,7 +43,7 @@ from benchmarks import (
     wire,
 )
 from benchmarks.options import Options, parse
-from benchmarks.overlap import GATHER, REDUCE, common, length, merged, overlap
+from benchmarks.overlap import GATHER, REDUCE, overlap
 from benchmarks.record import Record
 from benchmarks.training import Training
 from fsharp.testing import DebugPolicy, processes, simulate
@@ -538,13 +538,6 @@ def test_the_marks_of_fsdp2_count_once():
     found = overlap(events)
     assert found["forward"] == {"num": 1, "num_overlapping": 0, "us": 20.0, "hidden_us": 0.0}
     assert found["reductions"] == {"num": 1, "num_overlapping": 1, "us": 10.0, "hidden_us": 5.0}
-
-
-def test_unions_and_intersections():
-    assert merged([(0, 1), (1, 2), (4, 5), (4.5, 4.6)]) == [(0, 2), (4, 5)]
-    assert common([(0, 2), (4, 5)], [(1, 4.5)]) == [(1, 2), (4, 4.5)]
-    assert length([(1, 2), (4, 4.5)]) == 1.5
-    assert common([], [(0, 1)]) == []
 
 
 def test_a_profile_on_the_cpu_has_the_marks():

@@ -45,7 +45,7 @@ def fit_speeds(
     check_rows("Hardware.fit()", schedule, rows)
     _check_kinds_measured(schedule, rows)
     flights = _collective_timestamps(schedule, rows)
-    in_flight = _IntervalUnion((each.start_s, each.stop_s) for per_step in flights.values() for each in per_step)
+    in_flight = IntervalUnion((each.start_s, each.stop_s) for per_step in flights.values() for each in per_step)
     waiting: list[Interval] = []
     own: dict[tuple[str, Phase], list[float]] = {}
     updates: list[float] = []
@@ -79,7 +79,7 @@ def fit_speeds(
             elif op.spec.cost == "update":
                 updated_s += taken
         updates.append(updated_s)
-    waits = _IntervalUnion(waiting)
+    waits = IntervalUnion(waiting)
 
     def seconds_if_alone(start: float, stop: float) -> float:
         return (stop - start) * sending_speed + waits.length_between(start, stop) * (1 - sending_speed)
@@ -168,7 +168,7 @@ def fit_host_share(trace: Trace, schedule: Schedule, alone: Mapping[str, tuple[f
     """
     steps = trace.ended_steps()
     flights = _collective_timestamps(schedule, [row for _, rows in steps for row in rows])
-    in_flight = _IntervalUnion((each.start_s, each.stop_s) for per_step in flights.values() for each in per_step)
+    in_flight = IntervalUnion((each.start_s, each.stop_s) for per_step in flights.values() for each in per_step)
     rates = []
     for _, rows in steps:
         taken: dict[int, tuple[float, float]] = {}
@@ -244,7 +244,7 @@ def _host_bandwidth(schedule: Schedule, rows: Iterable[TraceRow]) -> float:
     return schedule.host_copy_nbytes / seconds if seconds else math.inf
 
 
-def _codec_bandwidth(schedule: Schedule, rows: Iterable[TraceRow], in_flight: "_IntervalUnion", host_speed: float) -> float:
+def _codec_bandwidth(schedule: Schedule, rows: Iterable[TraceRow], in_flight: "IntervalUnion", host_speed: float) -> float:
     """Return the encoded bytes per second of ops that encode or decode. Ops that may wait are not measured.
 
     An op's seconds are the median over steps of the seconds at full speed. While collectives are under way (``in_flight``), the
@@ -260,7 +260,7 @@ def _codec_bandwidth(schedule: Schedule, rows: Iterable[TraceRow], in_flight: "_
     return coded / seconds if seconds and coded else math.inf
 
 
-class _IntervalUnion:
+class IntervalUnion:
     """A union of intervals of time, and the length of what it has in common with any interval."""
 
     def __init__(self, intervals: Iterable[Interval]) -> None:
