@@ -8,7 +8,7 @@ between narrow and wide layers, scaled so that the step without communication co
 step from there too, divided by the ranks that share it.
 """
 
-import math
+import json
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -69,7 +69,7 @@ def measure(options: Options, comm: fs.Comm, say: Callable[[str], None]) -> dict
         "shapes": rows,
         "fitted": FITTED,
         "error": max(abs(row["error"]) for name, row in rows.items() if name != FITTED),
-        "hardware": described(hardware),
+        "hardware": json.loads(hardware.to_json()),
     }
 
 
@@ -104,19 +104,4 @@ def _row(rounds: list[dict[str, float]], predicted_s: float) -> dict[str, Any]:
         "measured_s": measured_s,
         "predicted_s": predicted_s,
         "error": predicted_s / measured_s - 1,
-    }
-
-
-def described(hardware: fs.inspect.Hardware) -> dict[str, Any]:
-    """The numbers that were found; None for a bandwidth without bound."""
-    latency, bandwidth = hardware.latency, hardware.bandwidth
-    assert not isinstance(latency, float)
-    assert not isinstance(bandwidth, float)
-    return {
-        "latency_s": {" ".join(link): seconds for link, seconds in latency.items()},
-        "bandwidth": {" ".join(link): rate if math.isfinite(rate) else None for link, rate in bandwidth.items()},
-        "contention": hardware.contention,
-        "host_share": hardware.host_share,
-        "issue_s": hardware.issue_s,
-        "issue_bandwidth": hardware.issue_bandwidth if math.isfinite(hardware.issue_bandwidth) else None,
     }

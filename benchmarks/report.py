@@ -162,11 +162,6 @@ def in_turns(rounds: Rounds) -> Spread:
     return paired(rounds, lambda each: each[TOGETHER] / (each[FIRST] + each[SECOND]))
 
 
-def environment(options: Options) -> dict[str, Any]:
-    """Where and with what this was measured."""
-    return machine(options, ("deepspeed",) if options.peers == "all" else ())
-
-
 def machine(options: Any, packages: Sequence[str] = ()) -> dict[str, Any]:
     """Date, commit, processor, and the versions of fsharp, torch and of other packages, beside the options of a dataclass."""
     cpu = next(
@@ -379,7 +374,7 @@ def ranged(x: Spread, scale: float = 1.0, form: str = "{:.3f}") -> str:
 
 def report(options: Options, parts: dict[str, Any], *, seconds: float) -> None:
     """Write the file, the docs and the terminal; the last line is JSON."""
-    where = environment(options)
+    where = machine(options, ("deepspeed",) if options.peers == "all" else ())
     found = summary(parts)
     options.out.parent.mkdir(parents=True, exist_ok=True)
     targets = {name: figure.target for name, figure in FIGURES.items()}

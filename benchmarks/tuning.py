@@ -20,7 +20,6 @@ pairs that no measurement tells apart). Equally fast candidates, whose order is 
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from itertools import combinations, product
 from statistics import median
 from typing import Any, NamedTuple
@@ -100,7 +99,8 @@ def measure(options: Options, comm: fs.Comm, say: Callable[[str], None]) -> dict
             AGAIN, case.shape, fs.SingleComm(), fs.zero3("dp"), fs.SchedulePolicy(), microbatches=case.microbatches, remat=True
         )
         everyone = {each.name: each for each in (alone, again, *found.values())}
-        rounds = over_ranks(in_turns(everyone, case.shape, options, partial(_say, say, name))[0])[1]
+        rounds, _ = in_turns(everyone, case.shape, options, lambda text, n=name: say(f"{n}, {text}"))
+        rounds = over_ranks(rounds)[1]
         own = replace(links, compute=trace.compute_times(), update_s=trace.update_time())
         hardware = scaled(own, alone.scheduled.schedule, times(rounds, ALONE).median)
         hardware = replace(hardware, compute=_with_recomputation(hardware.compute, rounds, case.microbatches))
@@ -193,10 +193,6 @@ def _with_recomputation(compute: Any, rounds: Sequence[Mapping[str, float]], mic
     added_s = times(rounds, ALONE).median * (ratio(rounds, AGAIN, ALONE).median - 1) / microbatches
     part = max(added_s, 0.0) / sum(forward_s for forward_s, _ in compute.values())
     return {unit: (forward_s, backward_s, part * forward_s) for unit, (forward_s, backward_s) in compute.items()}
-
-
-def _say(say: Callable[[str], None], name: str, text: str) -> None:
-    say(f"{name}, {text}")
 
 
 def _of_rank_0(found: Any) -> Any:

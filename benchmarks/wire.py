@@ -37,6 +37,7 @@ from benchmarks import gpt, limited, wire_page
 from benchmarks.codecs import CODECS, EXACT, FSDP2
 from benchmarks.record import Record
 from benchmarks.report import around, machine, on_terminal
+from benchmarks.steps import LossMismatch
 from benchmarks.training import HEADS, Training, train
 from fsharp.testing import processes
 
@@ -47,10 +48,6 @@ SHARED = 8
 RUN_S = 3600.0
 """Seconds until the ranks of a run are killed."""
 ROOT = Path(__file__).parents[1]
-
-
-class LossMismatch(ValueError):
-    """Two strategies under which the same formats train differently."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -231,5 +228,5 @@ def main(options: Options) -> dict[str, float | None]:
 if __name__ == "__main__":
     try:
         print(json.dumps(main(tyro.cli(Options, prog="python -m benchmarks.wire"))))
-    except (ValueError, limited.RanksFailed) as error:
+    except (ValueError, LossMismatch, limited.RanksFailed) as error:
         sys.exit(f"error: {error}")
