@@ -24,7 +24,7 @@ import fsharp as fs
 from benchmarks.memory import reset_high_water, status
 from benchmarks.options import Options
 from benchmarks.stats import Rounds, Spread, paired, ratio, spread, times, turn
-from benchmarks.steps import over_ranks
+from benchmarks.steps import gathered, over_ranks
 from fsharp.checkpoint import shard_file
 
 OURS, DCP, DCP_THREADS = "fsharp", "DCP", "DCP, 2 threads"
@@ -248,6 +248,5 @@ def measure_rss(options: Options, comm: fs.Comm, name: str) -> dict[str, Any]:
             reset_high_water()
             run()
             rises[kind] = status("VmHWM") - before
-    everyones: list[Any] = [None] * options.nproc
-    dist.all_gather_object(everyones, rises)
+    everyones = gathered(rises)
     return {name: {kind: max(each[kind] for each in everyones) for kind in rises}}

@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves
 import fsharp as fs
 from benchmarks import contenders as c, gpt
 from benchmarks.options import Options
-from benchmarks.steps import shape_of
+from benchmarks.steps import gathered, shape_of
 
 STEPS = 6
 SEPARATE = "fsharp zero3, separate gradients"
@@ -142,8 +142,7 @@ def measure(options: Options, comm: fs.Comm, say: Callable[[str], None]) -> dict
             say(f"{name}, {each.batch * each.time} tokens")
             mine[name] = track(build, batches)
             gc.collect()
-        result[key] = [None] * options.nproc
-        torch.distributed.all_gather_object(result[key], mine)
+        result[key] = gathered(mine)
     gc.unfreeze()
     return result | {"largest": largest(result["by_rank"]), "with_activations": largest(result["by_rank_with_activations"])}
 
@@ -172,10 +171,7 @@ def measure_rss(options: Options, comm: fs.Comm, name: str) -> dict[str, Any]:
     reset_high_water()
     for i in range(STEPS):
         contender.step(batches[i])
-    mine = {"rise": status("VmHWM") - before}
-    everyones: list[Any] = [None] * options.nproc
-    torch.distributed.all_gather_object(everyones, mine)
-    return {name: {"rise": max(each["rise"] for each in everyones)}}
+    return {name: {"rise": max(gathered(status("VmHWM") - before))}}
 
 
 def reset_high_water() -> None:

@@ -15,13 +15,11 @@ from dataclasses import replace
 from statistics import mean
 from typing import Any
 
-import torch.distributed as dist
-
 import fsharp as fs
 from benchmarks import contenders as c, gpt
 from benchmarks.options import Options
 from benchmarks.stats import ratio, times
-from benchmarks.steps import in_turns, over_ranks, shape_of
+from benchmarks.steps import gathered, in_turns, over_ranks, shape_of
 
 FITTED = "bound by communication"
 ALONE, TOGETHER = "without communication", "zero3"
@@ -93,11 +91,9 @@ def contention(nproc: int) -> float:
 
 def _row(rounds: list[dict[str, float]], predicted_s: float) -> dict[str, Any]:
     """What slows a round down slows both of its steps: so the measured time is that of the one by the ratio within rounds."""
-    everyones: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyones, predicted_s)
     alone_s = times(rounds, ALONE).median
     measured_s = alone_s * ratio(rounds, TOGETHER, ALONE).median
-    predicted_s = mean(everyones)
+    predicted_s = mean(gathered(predicted_s))
     return {
         "rounds": rounds,
         "alone_s": alone_s,

@@ -202,10 +202,16 @@ def race(
     }
 
 
+def gathered(mine: Any) -> list[Any]:
+    """What each rank has, in order of rank."""
+    everyones: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyones, mine)
+    return everyones
+
+
 def over_ranks(rounds: Sequence[dict[str, float]]) -> tuple[list[Any], list[dict[str, float]]]:
     """The rounds of every rank; and of the slowest, as a round is over when the last rank is."""
-    everyones: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyones, list(rounds))
+    everyones = gathered(list(rounds))
     return everyones, [{name: max(rank[i][name] for rank in everyones) for name in row} for i, row in enumerate(rounds)]
 
 
