@@ -19,13 +19,10 @@ _WARMUP = 4  # steps until a schedule is followed and caches are full
 
 def everyone(shape: gpt.Shape, comm: fs.Comm) -> list[c.Contender]:
     """All contenders, two of them without a library."""
-    from torch.distributed.device_mesh import init_device_mesh
-
-    mesh = init_device_mesh("cpu", (comm.mesh.size,), mesh_dim_names=("dp",))
     return [
         c.ModuleContender("module", gpt.build(shape), synced=False),
         c.FunctionContender("functions", shape),
-        c.fsdp2(shape, mesh),
+        c.fsdp2(shape),
         c.sharded("fsharp zero3", shape, comm, fs.zero3("dp"), fs.SchedulePolicy()),
         c.wrapped("fsharp zero3, module", shape, comm, fs.zero3("dp")),
     ]

@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 import optree
 import torch
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
@@ -221,7 +221,6 @@ def ddp(shape: gpt.Shape, *, name: str = "DDP", **options: Any) -> Contender:
 
 def fsdp2(
     shape: gpt.Shape,
-    mesh: DeviceMesh,
     *,
     name: str = "FSDP2",
     apart: bool = False,
@@ -229,11 +228,10 @@ def fsdp2(
     reduce_buffers: int | None = None,
     precision: MixedPrecisionPolicy = MixedPrecisionPolicy(),
 ) -> Contender:
-    """``fully_shard`` on every block and on the root.
+    """``fully_shard`` on every block and on the root, over all processes.
 
     Args:
         shape: of the model.
-        mesh: one axis.
         name: in tables.
         apart: embedding and head as groups of their own, as torchtitan does.
         eager: asynchronous gathers, each issued one block ahead: what FSDP2 has for overlap where there are no streams.
@@ -241,7 +239,7 @@ def fsdp2(
             torch 2.13 has added, and older ones lack.
         precision: dtypes of parameters in gathers and of gradients in reductions.
     """
-    module = gpt.build(shape)
+    module, mesh = gpt.build(shape), init_device_mesh("cpu", (torch.distributed.get_world_size(),))
     if apart:
         fully_shard([module.tokens, module.positions], mesh=mesh, mp_policy=precision)
         fully_shard([module.norm, module.head], mesh=mesh, mp_policy=precision, reshard_after_forward=False)

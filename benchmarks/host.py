@@ -26,9 +26,6 @@ BASE = {
 
 def everyone(shape: gpt.Shape, comm: fs.Comm) -> list[c.Contender]:
     """All contenders, two of them without a library."""
-    from torch.distributed.device_mesh import init_device_mesh
-
-    mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("dp",))
 
     def ours(name: str, policy: fs.SchedulePolicy | None) -> c.Contender:
         return c.sharded(name, shape, comm, fs.zero3("dp"), policy)
@@ -36,7 +33,7 @@ def everyone(shape: gpt.Shape, comm: fs.Comm) -> list[c.Contender]:
     return [
         c.ModuleContender("module", gpt.build(shape)),
         c.FunctionContender("functions", shape),
-        c.fsdp2(shape, mesh),
+        c.fsdp2(shape),
         ours("fsharp zero3", DebugPolicy(trivial_axes=True)),
         ours("fsharp zero3, axis skipped", fs.SchedulePolicy()),
         ours("fsharp zero3, blocking", None),

@@ -189,12 +189,12 @@ def _wait(ranks: Sequence[Any], logs: Sequence[Path], limit_s: float) -> None:
 
 def everyone(shape: gpt.Shape, comm: fs.Comm, names: Sequence[str]) -> list[c.Contender]:
     """Return the contenders: FSDP2 in its variants, with bfloat16 on the wire, and each codec."""
-    mesh, wire = dist.device_mesh.init_device_mesh("cpu", (comm.mesh.size,)), MixedPrecisionPolicy(BF16, BF16)
+    wire = MixedPrecisionPolicy(BF16, BF16)
     found: list[c.Contender] = [
         c.ModuleContender(ALONE, gpt.build(shape).to(BF16), synced=False),
-        c.fsdp2(shape, mesh, name=FSDP2, precision=wire),
-        c.fsdp2(shape, mesh, name=f"{FSDP2}, asynchronous", eager=True, precision=wire),
-        c.fsdp2(shape, mesh, name=f"{FSDP2}, asynchronous, own group", eager=True, reduce_buffers=3, precision=wire),
+        c.fsdp2(shape, name=FSDP2, precision=wire),
+        c.fsdp2(shape, name=f"{FSDP2}, asynchronous", eager=True, precision=wire),
+        c.fsdp2(shape, name=f"{FSDP2}, asynchronous, own group", eager=True, reduce_buffers=3, precision=wire),
     ]
     for name in names:
         strategy, precision = getattr(fs, CODECS[name].strategy)("dp"), CODECS[name].precision

@@ -74,11 +74,8 @@ class StorageTracker(TorchDispatchMode):
         self.peak_nbytes = max(self.peak_nbytes, self.nbytes())
 
 
-def everyone(shape: gpt.Shape, comm: fs.Comm, nproc: int) -> dict[str, Callable[[], c.Contender]]:
+def everyone(shape: gpt.Shape, comm: fs.Comm) -> dict[str, Callable[[], c.Contender]]:
     """What builds each contender."""
-    from torch.distributed.device_mesh import init_device_mesh
-
-    mesh = init_device_mesh("cpu", (nproc,), mesh_dim_names=("dp",))
 
     def ours(name: str, strategy: fs.Strategy, policy: fs.SchedulePolicy | None) -> Callable[[], c.Contender]:
         return lambda: c.sharded(name, shape, comm, strategy, policy)
@@ -86,8 +83,8 @@ def everyone(shape: gpt.Shape, comm: fs.Comm, nproc: int) -> dict[str, Callable[
     scheduled = fs.SchedulePolicy()
     return {
         "DDP": lambda: c.ddp(shape, gradient_as_bucket_view=True),
-        "FSDP2": lambda: c.fsdp2(shape, mesh),
-        "FSDP2, embedding and head apart": lambda: c.fsdp2(shape, mesh, apart=True),
+        "FSDP2": lambda: c.fsdp2(shape),
+        "FSDP2, embedding and head apart": lambda: c.fsdp2(shape, apart=True),
         "fsharp ddp": ours("fsharp ddp", fs.ddp("dp"), scheduled),
         "fsharp zero1": ours("fsharp zero1", fs.zero1("dp"), scheduled),
         "fsharp zero2": ours("fsharp zero2", fs.zero2("dp"), scheduled),
@@ -138,7 +135,7 @@ def measure(options: Options, comm: fs.Comm, say: Callable[[str], None]) -> dict
     gc.freeze()  # what is alive now stays: no need to look at it each time
     for key, each in (("by_rank", shape), ("by_rank_with_activations", full)):
         batches, mine = gpt.batches(each, comm.rank), {}
-        for name, build in everyone(each, comm, options.nproc).items():
+        for name, build in everyone(each, comm).items():
             say(f"{name}, {each.batch * each.time} tokens")
             mine[name] = track(build, batches)
             gc.collect()
@@ -160,13 +157,13 @@ def measure_rss(options: Options, comm: fs.Comm, name: str) -> dict[str, Any]:
     shape = thin(options)
     batches = gpt.batches(shape, comm.rank)
     tiny = gpt.Shape(vocab=8, dim=8, layers=1, heads=1, time=8, batch=1)
-    contender = everyone(tiny, comm, options.nproc)[name]()
+    contender = everyone(tiny, comm)[name]()
     for batch in gpt.batches(tiny, comm.rank)[:STEPS]:
         contender.step(batch)  # loads whatever code is loaded late
     del contender
     gc.collect()
     before = status("VmRSS")
-    contender = everyone(shape, comm, options.nproc)[name]()
+    contender = everyone(shape, comm)[name]()
     gc.collect()
     reset_high_water()
     for i in range(STEPS):

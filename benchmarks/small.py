@@ -23,5 +23,5 @@ def measure(options: Options, comm: fs.Comm, say: Callable[[str], None]) -> dict
             c.sharded("fsharp zero3", shape, comm, fs.zero3("dp"), fs.SchedulePolicy()),
         ]
         block = sum(p.numel() for p in gpt.Block(shape).parameters())
-        result[name] = race(found, shape, options, comm, lambda text, n=name: say(f"{n}, {text}")) | {"block_params": block}
+        result[name] = race(found, shape, options, lambda text, n=name: say(f"{n}, {text}")) | {"block_params": block}
     return result

@@ -27,9 +27,6 @@ class LossMismatch(Exception):
 
 def everyone(options: Options, shape: gpt.Shape, comm: fs.Comm) -> list[c.Contender]:
     """All contenders, in the order of the table."""
-    from torch.distributed.device_mesh import init_device_mesh
-
-    mesh = init_device_mesh("cpu", (options.nproc,), mesh_dim_names=("dp",))
     scheduled, blocking = fs.SchedulePolicy(), None
 
     def ours(name: str, strategy: fs.Strategy, policy: fs.SchedulePolicy | None) -> c.Contender:
@@ -38,9 +35,9 @@ def everyone(options: Options, shape: gpt.Shape, comm: fs.Comm) -> list[c.Conten
     result = [
         c.plain(shape),
         c.ddp(shape, gradient_as_bucket_view=True),
-        c.fsdp2(shape, mesh),
-        c.fsdp2(shape, mesh, name="FSDP2, asynchronous", eager=True),
-        c.fsdp2(shape, mesh, name="FSDP2, asynchronous, own group", eager=True, reduce_buffers=3),
+        c.fsdp2(shape),
+        c.fsdp2(shape, name="FSDP2, asynchronous", eager=True),
+        c.fsdp2(shape, name="FSDP2, asynchronous, own group", eager=True, reduce_buffers=3),
         ours("fsharp ddp", fs.ddp("dp"), scheduled),
         ours("fsharp zero1", fs.zero1("dp"), scheduled),
         ours("fsharp zero2", fs.zero2("dp"), scheduled),
@@ -170,19 +167,16 @@ def shape_of(options: Options) -> gpt.Shape:
 def measure(options: Options, comm: fs.Comm, say: Callable[[str], None]) -> dict[str, Any]:
     """The part ``steps``."""
     shape = shape_of(options)
-    return race(everyone(options, shape, comm), shape, options, comm, say)
+    return race(everyone(options, shape, comm), shape, options, say)
 
 
-def race(
-    found: Sequence[c.Contender], shape: gpt.Shape, options: Options, comm: fs.Comm, say: Callable[[str], None]
-) -> dict[str, Any]:
+def race(found: Sequence[c.Contender], shape: gpt.Shape, options: Options, say: Callable[[str], None]) -> dict[str, Any]:
     """Time contenders of one shape in turns, and hold their losses to each other's.
 
     Args:
         found: the contenders.
         shape: theirs.
         options: rounds, steps, warmup.
-        comm: the ranks.
         say: is told how far this is.
 
     Raises:
