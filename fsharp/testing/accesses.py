@@ -143,6 +143,6 @@ class AccessLoggingMode(TorchDispatchMode):
             self._log.append(Access(lane, name, during, tuple(reads), tuple(writes), tuple(made)))
         return result
 
-    def stop_logging_frees(self) -> None:
-        """Stop logging frees."""
+    def __exit__(self, *raised: Any) -> None:
+        super().__exit__(*raised)
         self._storages.stop_logging_frees()

@@ -112,15 +112,9 @@ class VirtualLanes(Lanes):
         """Let no allocation reuse the memory of ``x`` before all ops so far on the current lane are finished."""
         self.log.append(RecordStream(self.lane, x.untyped_storage().data_ptr()))
 
-    @contextmanager
-    def log_torch_ops(self) -> Iterator[None]:
-        """Log all torch ops of this thread in this context."""
-        mode = AccessLoggingMode(self.log, lambda: (self.lane, self._during or self.here()))
-        try:
-            with mode:
-                yield
-        finally:
-            mode.stop_logging_frees()
+    def log_torch_ops(self) -> AccessLoggingMode:
+        """Return a context in which all torch ops of this thread are logged."""
+        return AccessLoggingMode(self.log, lambda: (self.lane, self._during or self.here()))
 
 
 class RaceReport:
