@@ -1,7 +1,7 @@
 """Costs: FLOPs and seconds of the units of a layout, and the bytes that they keep from forward to backward."""
 
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from statistics import mean, median_low
 from typing import Any, NamedTuple
 
@@ -9,7 +9,7 @@ from fsharp.errors import ScheduleError, problem
 from fsharp.functional.layout.layout import Layout
 from fsharp.functional.layout.unit_layout import UnitLayout
 from fsharp.functional.tree.paths import value_by_path
-from fsharp.planning.plan_step import ROOT, Use, uses_in_order
+from fsharp.planning.plan_step import ROOT, Use, uses_in_order, with_inner
 from fsharp.planning.trial import UnitCall
 
 Activations = float | tuple[float, float]
@@ -36,12 +36,6 @@ class KeptBytes(NamedTuple):
         """Names of the use's units, as in programs, where the name of the root unit is ``(root)``."""
         return [name or ROOT for name in self.use.units]
 
-    def walk(self) -> "Iterator[KeptBytes]":
-        """Yield this object, and the KeptBytes of all uses inside of this use."""
-        yield self
-        for each in self.inner:
-            yield from each.walk()
-
 
 class Costs(NamedTuple):
     """FLOPs, seconds and kept bytes of the units of a layout in a microbatch.
@@ -63,10 +57,6 @@ class Costs(NamedTuple):
         """The uses of units, in order."""
         return tuple(each.use for each in self.kept)
 
-    def all_kept(self) -> list[KeptBytes]:
-        """Return the :class:`KeptBytes` of each use, inner uses included."""
-        return [each for outer in self.kept for each in outer.walk()]
-
     def activation_nbytes(self, recomputed: Collection[str]) -> float:
         """Return the most bytes of activations at one time; nan if unknown.
 
@@ -76,7 +66,8 @@ class Costs(NamedTuple):
         while todo:
             call = todo.pop()
             if recomputed and any(name in recomputed for name in call.units):
-                kept, largest = kept + call.input_nbytes, max(largest, sum(each.kept_nbytes for each in call.walk()))
+                kept += call.input_nbytes
+                largest = max(largest, sum(each.kept_nbytes for each in with_inner([call])))
             else:
                 kept += call.kept_nbytes
                 todo += call.inner
@@ -129,7 +120,7 @@ def _leaf_input_nbytes_per_token(unit: UnitLayout) -> list[float]:
 
 def costs_of_calls(calls: Sequence[UnitCall], source: str) -> Costs:
     """Return the costs of units from the calls of a trial. FLOPs and seconds of a call count for its last unit."""
-    every = [each for outer in calls for each in outer.walk()]
+    every = list(with_inner(calls))
     flops: dict[str, list[float]] = {}
     seconds: dict[str, list[tuple[float, float, float]]] = {}
     rates = [3 * each.flops / (each.forward_s + each.backward_s) for each in every if each.forward_s > 0 and each.flops]

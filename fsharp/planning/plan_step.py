@@ -1,10 +1,10 @@
 """plan_step: the schedule of a training step, from a layout alone, before any rank exists."""
 
 from collections import Counter
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import count
-from typing import Literal, NamedTuple, cast
+from typing import Any, Literal, NamedTuple, TypeVar, cast
 
 from fsharp.errors import LayoutError, problem
 from fsharp.functional.comm.process_group import ProcessGroupComm
@@ -21,6 +21,7 @@ from fsharp.stateful.units.unit_state import UnitState
 from fsharp.type_checks import options_checked
 
 Backend = Literal["nccl", "gloo"]
+T = TypeVar("T", bound=Any)
 
 
 @options_checked
@@ -81,7 +82,7 @@ def plan_step(
     kind: type[NcclTransport | GlooTransport] = NcclTransport if backend == "nccl" else GlooTransport
     transport = kind(cast(ProcessGroupComm, layout), groups=None)  # type: ignore[arg-type]
     uses = uses_in_order(layout, order)
-    times = Counter(name for use in uses for name in _unit_names(use))
+    times = Counter(name for use in with_inner(uses) for name in use.units)
     trained = {name for name in times if layout[name].trainable_groups}
     recomputed = select_paths("plan_step(remat=)", remat, [name or ROOT for name in times])
     units = {name: _make_unit_state(layout, name, transport, optimizer_buffers if policy.offload else None) for name in times}
@@ -121,7 +122,7 @@ def uses_in_order(layout: Layout, order: Sequence[str | Use]) -> tuple[Use, ...]
             continue
         mine = [name for name in names if name in selected[each]] if order else [each]
         uses += [Use((*sorted(layout[name].tie_owners), name)) for name in mine]
-    used = {name for use in uses for name in _unit_names(use)}
+    used = {name for use in with_inner(uses) for name in use.units}
     if unknown := sorted(used - {unit.name for unit in layout.units}):
         raise LayoutError(
             problem("plan_step()", f"order has unit {unknown[0]!r}, and the layout has none of this name.", facts)
@@ -132,11 +133,11 @@ def uses_in_order(layout: Layout, order: Sequence[str | Use]) -> tuple[Use, ...]
     return tuple(uses)
 
 
-def _unit_names(use: Use) -> Iterator[str]:
-    """Yield the units of a use and of the uses inside."""
-    yield from use.units
-    for each in use.inner:
-        yield from _unit_names(each)
+def with_inner(uses: Iterable[T]) -> Iterator[T]:
+    """Yield each of ``uses``, and after it the uses inside of it. Their class has an attribute ``inner`` as :class:`Use`."""
+    for use in uses:
+        yield use
+        yield from with_inner(use.inner)
 
 
 def _make_unit_state(layout: Layout, name: str, transport: Transport, buffers: int | None) -> UnitState:
@@ -176,7 +177,8 @@ def _microbatch_events(
             events.append(Event("backward_end", key, number, no_gradient=name not in trained))
 
     done = [add_forward(use) for use in uses]
-    first = next((i for i, use in enumerate(uses) if any(name in trained for name in _unit_names(use))), len(uses))
+    of_each = [{name for each in with_inner([use]) for name in each.units} for use in uses]
+    first = next((i for i, names in enumerate(of_each) if not names.isdisjoint(trained)), len(uses))
     for each in reversed(done[first:]):
         add_backward(each)
     return [*events, Event("microbatch_end")]

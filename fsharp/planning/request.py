@@ -23,7 +23,7 @@ from fsharp.inspect.estimate import Hardware
 from fsharp.inspect.presets import EFFICIENCY, GPUS, axes_by_link
 from fsharp.planning.choice import StepArguments
 from fsharp.planning.costs import Activations, Costs, costs_of_calls, estimated_costs, given_costs
-from fsharp.planning.plan_step import ROOT, Backend, Use
+from fsharp.planning.plan_step import ROOT, Backend, Use, with_inner
 from fsharp.planning.search import Combination
 from fsharp.planning.space import (
     CostKey,
@@ -162,7 +162,7 @@ class TuneRequest:
             order = self.order or order_of_use(model.tree, alone)
             if has_trial:
                 calls[cost_key] = self._run_trial(model, alone, patterns)
-                used = {name for outer in calls[cost_key] for call in outer.walk() for name in call.units}
+                used = {name for call in with_inner(calls[cost_key]) for name in call.units}
                 if unused := [unit.name for unit in alone.units if unit.groups and unit.name not in used]:
                     raise ScheduleError(
                         f"tune(): the trial used no parameter of unit {unused[0] or ROOT!r} ({len(unused)} units are unused). "
@@ -255,7 +255,7 @@ class TuneRequest:
         comm = self.comm or SingleComm()
         remat = self.remat is None or any(self.remat.values())
         check_on_all_ranks("tune(device=)", comm, lambda: measure_calls(calls, device, remat=remat))
-        mine = [call for outer in calls for call in outer.walk() if not call.inner]
+        mine = [call for call in with_inner(calls) if not call.inner]
         rows = [[call.forward_s, call.backward_s, call.recompute_s, call.kept_nbytes] for call in mine]
         everyones = [json.loads(text) for text in all_gather_texts(json.dumps(rows), comm)]
         for i, call in enumerate(mine):
@@ -289,10 +289,10 @@ class TuneRequest:
         calls, and is tried if it saves memory.
         """
         if self.remat is None:
-            every = tuple(sorted({name for call in costs.all_kept() if not call.inner for name in call.units}))
+            every = tuple(sorted({name for call in with_inner(costs.kept) if not call.inner for name in call.units}))
             saves = 0 < costs.activation_nbytes(every) < costs.activation_nbytes(())
             return {"": (), **({"all": every} if saves else {})}
-        known = sorted({name for call in costs.all_kept() for name in call.units})
+        known = sorted({name for call in with_inner(costs.kept) for name in call.units})
         return {name: tuple(sorted(select_paths("tune(remat=)", patterns, known))) for name, patterns in self.remat.items()}
 
     def _hardware_of(self, layout: Layout, costs: Costs) -> Hardware:
