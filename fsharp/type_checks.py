@@ -85,16 +85,6 @@ def describe_wrong_field(instance: Any) -> str:
     return ""
 
 
-def check_fields(instance: Any) -> None:
-    """Raise an error if a field of a dataclass does not fit its annotation.
-
-    Raises:
-        OptionError: names the first field that does not fit, its value, and what was expected.
-    """
-    if why := describe_wrong_field(instance):
-        raise OptionError(f"{type(instance).__name__}(): {why}.")
-
-
 def short_repr(value: Any) -> str:
     """Return the ``repr`` of a value for an error message, cut off if it is long."""
     text = repr(value)

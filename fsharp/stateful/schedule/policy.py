@@ -4,8 +4,7 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from fsharp.errors import ScheduleError
-from fsharp.tracebacks import api_boundary
-from fsharp.type_checks import check_fields
+from fsharp.type_checks import options_checked
 
 ArenaMemory = Literal["allocator", "registered", "symmetric"]
 
@@ -13,7 +12,7 @@ MAX_REDUCTIONS, MAX_FINAL_REDUCTIONS = 1, 3
 """Limits of reductions under way at once: of microbatches, each in memory as large as a gradient; and of final reductions."""
 
 
-@api_boundary
+@options_checked
 @dataclass(frozen=True, slots=True)
 class SchedulePolicy:
     """Options for the schedule of a training step: prefetch, buckets, memory budget, offload. They change no value.
@@ -73,13 +72,12 @@ class SchedulePolicy:
     sum_late: ClassVar[bool | None] = None
 
     def __post_init__(self) -> None:
-        check_fields(self)
         for name in ("prefetch", "bucket_nbytes"):
             if (getattr(self, name) or 0) < 0:
                 raise ScheduleError(f"SchedulePolicy(): {name} is {getattr(self, name)}, expected at least 0.")
 
 
-@api_boundary
+@options_checked
 @dataclass(frozen=True, slots=True)
 class DebugPolicy(SchedulePolicy):
     """A :class:`SchedulePolicy` with options for tests and benchmarks. The options cost time, and change no value.
