@@ -20,28 +20,10 @@ from benchmarks.steps import interleaved, over_ranks, shape_of
 TOGETHER, FIRST, SECOND = "in turns", "the first alone", "the second alone"
 
 
-class Trained:
-    """A model under zero3 that steps of one or more programs train in turns."""
-
-    def __init__(self, shape: gpt.Shape, comm: fs.Comm) -> None:
-        params = gpt.tree_of(gpt.build(shape))
-        layout = fs.plan(params, comm.mesh, fs.zero3("dp"), units="layers.*")
-        self.tx = c.adamw()
-        self.state = fs.init_state(self.tx, fs.shard(params, layout, comm, place="optim"), comm=comm, donate=True)
-
-    def step(self, scheduler: fs.Scheduler, loss_fn: Any) -> Callable[[c.Batch], torch.Tensor]:
-        """A step that this scheduler runs."""
-        scheduled = scheduler(fs.train_step(loss_fn, self.tx, donate=True))
-
-        def run(batch: Any) -> torch.Tensor:
-            self.state, metrics = scheduled(self.state, batch)
-            return metrics.loss
-
-        return run
-
-    def settle(self) -> None:
-        for node in fs.layouts.units_of(self.state.params):
-            _ = node.buffers
+def contender(shape: gpt.Shape, loss_fn: Any, comm: fs.Comm, scheduler: fs.Scheduler | None = None) -> c.FsharpContender:
+    """A model under zero3, on a scheduler of its own unless one is given."""
+    params, strategy, policy = gpt.tree_of(gpt.build(shape)), fs.zero3("dp"), fs.SchedulePolicy()
+    return c.FsharpContender("", params, loss_fn, comm, strategy, policy=policy, scheduler=scheduler)
 
 
 def supervised(params: Any, batch: Any, comm: fs.Comm, *, heads: int) -> torch.Tensor:
@@ -57,44 +39,42 @@ def supervised(params: Any, batch: Any, comm: fs.Comm, *, heads: int) -> torch.T
     return early + fs.forward(gpt.head, params["head"], x, batch["targets"], comm=comm)
 
 
-def two_models(shape: gpt.Shape, comm: fs.Comm) -> tuple[dict[str, Any], dict[str, list[Trained]]]:
+def two_models(shape: gpt.Shape, comm: fs.Comm) -> tuple[dict[str, Any], dict[str, list[c.FsharpContender]]]:
     """Steps by name, each of a pair, and the models that they train."""
-    loss_fn = partial(gpt.loss, heads=shape.heads)
+    loss_fn, one = partial(gpt.loss, heads=shape.heads), fs.Scheduler(comm)
     shapes = shape, replace(shape, layers=max(shape.layers // 2, 1))
-    models = [Trained(each, comm) for each in (*shapes, *shapes)]
-    one = fs.Scheduler(comm)
-    first, second = (model.step(one, loss_fn) for model in models[:2])
-    alone = [model.step(fs.Scheduler(comm), loss_fn) for model in models[2:]]
-    return _pairs(first, second, alone), {TOGETHER: models[:2], FIRST: models[2:3], SECOND: models[3:]}
+    both = [contender(each, loss_fn, comm, one) for each in shapes]
+    alone = [contender(each, loss_fn, comm) for each in shapes]
+    first, second = (each.step for each in both)
+    return _pairs(first, second, alone), {TOGETHER: both, FIRST: alone[:1], SECOND: alone[1:]}
 
 
-def two_losses(shape: gpt.Shape, comm: fs.Comm) -> tuple[dict[str, Any], dict[str, list[Trained]]]:
+def two_losses(shape: gpt.Shape, comm: fs.Comm) -> tuple[dict[str, Any], dict[str, list[c.FsharpContender]]]:
     """As :func:`two_models`, of one model and two losses."""
     losses = [partial(fn, heads=shape.heads) for fn in (gpt.loss, supervised)]
-    both, *others = (Trained(shape, comm) for _ in range(3))
     which = 0
 
     def in_turns(params: Any, batch: Any, comm: fs.Comm) -> torch.Tensor:
         return losses[which](params, batch, comm)
 
-    step = both.step(fs.Scheduler(comm), in_turns)
+    both = contender(shape, in_turns, comm)
+    alone = [contender(shape, loss_fn, comm) for loss_fn in losses]
 
     def choose(i: int, batch: c.Batch) -> torch.Tensor:
         nonlocal which
         which = i
-        return step(batch)
+        return both.step(batch)
 
-    alone = [model.step(fs.Scheduler(comm), loss) for model, loss in zip(others, losses, strict=True)]
     pairs = _pairs(partial(choose, 0), partial(choose, 1), alone)
-    return pairs, {TOGETHER: [both], FIRST: others[:1], SECOND: others[1:]}
+    return pairs, {TOGETHER: [both], FIRST: alone[:1], SECOND: alone[1:]}
 
 
-def _pairs(first: Any, second: Any, alone: list[Any]) -> dict[str, Any]:
+def _pairs(first: Any, second: Any, alone: list[c.FsharpContender]) -> dict[str, Any]:
     def in_turns(batch: c.Batch) -> torch.Tensor:
         first(batch)
         return second(batch)
 
-    return {TOGETHER: in_turns, FIRST: alone[0], SECOND: alone[1]}
+    return {TOGETHER: in_turns, FIRST: alone[0].step, SECOND: alone[1].step}
 
 
 def measure(options: Options, comm: fs.Comm, say: Callable[[str], None]) -> dict[str, Any]:
@@ -104,7 +84,7 @@ def measure(options: Options, comm: fs.Comm, say: Callable[[str], None]) -> dict
     for name, build in {"two models": two_models, "two losses": two_losses}.items():
         steps, models = build(shape, comm)
 
-        def settle(trained: list[Trained]) -> None:
+        def settle(trained: list[c.FsharpContender]) -> None:
             for model in trained:
                 model.settle()
 

@@ -125,6 +125,7 @@ class FsharpContender:
         comm: the ranks.
         strategy: where state rests.
         policy: None calls the step with ``comm`` itself, which blocks in every collective.
+        scheduler: runs the step, instead of a scheduler of its own.
         precision: dtypes.
         tx: the optimizer; None is :func:`adamw`.
         microbatches: into which the batch of a step is split.
@@ -141,6 +142,7 @@ class FsharpContender:
         strategy: fs.Strategy,
         *,
         policy: fs.SchedulePolicy | None,
+        scheduler: fs.Scheduler | None = None,
         precision: fs.Precision = fs.Precision(),
         tx: fs.optim.Transform | None = None,
         microbatches: int = 1,
@@ -154,16 +156,23 @@ class FsharpContender:
             loss, grads = fs.value_and_grad(loss_fn, microbatches=microbatches)(state.params, batch, comm=comm)
             return fs.average(loss, fs.reduce_scatter(grads, comm=comm), comm=comm, donate=True)[0]
 
-        self.scheduled: Any = scheduled(fs.train_step(loss_fn, tx, microbatches=microbatches, donate=True), comm, policy)
-        self._gradients = scheduled(gradients, comm, policy)
-        self.scheduler: fs.Scheduler | None = None if policy is None else self.scheduled.scheduler
+        if scheduler is None and policy is not None:
+            scheduler = fs.Scheduler(comm, policy=policy)
+        self.scheduler = scheduler
+
+        def run(step: Callable[..., Any]) -> Any:
+            return partial(step, comm=comm) if scheduler is None else scheduler(step)
+
+        self.scheduled: Any = run(fs.train_step(loss_fn, tx, microbatches=microbatches, donate=True))
+        self._gradients = run(gradients)
 
     def step(self, batch: Batch) -> torch.Tensor:
         self.state, metrics = self.scheduled(self.state, batch)
         return metrics.loss
 
     def gradients(self, batch: Batch) -> torch.Tensor:
-        return self._gradients(self.state, batch).loss
+        loss: torch.Tensor = self._gradients(self.state, batch).loss
+        return loss
 
     def settle(self) -> None:
         for node in fs.layouts.units_of(self.state.params):
@@ -177,11 +186,6 @@ def adamw(**options: Any) -> fs.optim.Transform:
     """What ``torch.optim.AdamW(fused=True, **ADAMW)`` does, over shards."""
     b1, b2 = ADAMW["betas"]
     return fs.optim.adamw(ADAMW["lr"], b1, b2, ADAMW["eps"], weight_decay=ADAMW["weight_decay"], **options)
-
-
-def scheduled(step: Callable[..., Any], comm: fs.Comm, policy: fs.SchedulePolicy | None) -> Callable[..., Any]:
-    """The step without its argument ``comm``: overlapped by a scheduler of its own, or blocking."""
-    return partial(step, comm=comm) if policy is None else fs.Scheduler(comm, policy=policy)(step)
 
 
 def sharded(

@@ -20,6 +20,7 @@ pairs that no measurement tells apart). Equally fast candidates, whose order is 
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import combinations, product
 from statistics import median
 from typing import Any, NamedTuple
@@ -91,13 +92,10 @@ def measure(options: Options, comm: fs.Comm, say: Callable[[str], None]) -> dict
         )
         keys += [(s, FIRST, RECOMPUTED) for s in plain] + [(s, FIRST, "") for s in layouts if s not in plain]
         found = {key: _contender(_text(key), case, comm, *key) for key in keys}
-        alone = c.sharded(
-            ALONE, case.shape, fs.SingleComm(), fs.zero3("dp"), fs.SchedulePolicy(), microbatches=case.microbatches
-        )
+        single = partial(c.sharded, shape=case.shape, comm=fs.SingleComm(), strategy=fs.zero3("dp"), policy=fs.SchedulePolicy())
+        alone = single(ALONE, microbatches=case.microbatches)
+        again = single(AGAIN, microbatches=case.microbatches, remat=True)
         trace = alone.scheduled.start_trace()
-        again = c.sharded(
-            AGAIN, case.shape, fs.SingleComm(), fs.zero3("dp"), fs.SchedulePolicy(), microbatches=case.microbatches, remat=True
-        )
         everyone = {each.name: each for each in (alone, again, *found.values())}
         rounds, _ = in_turns(everyone, case.shape, options, lambda text, n=name: say(f"{n}, {text}"))
         rounds = over_ranks(rounds)[1]
