@@ -59,7 +59,7 @@ def apply_if_finite(inner: Any, max_consecutive_errors: int) -> Transform:
     Cost: one pass over the gradients, and one ``all_reduce`` of 4 bytes for each axis, for which the host waits. Before a
     skipped update ranks compare their counts: 40 bytes for each axis.
     """
-    if isinstance(max_consecutive_errors, bool) or not isinstance(max_consecutive_errors, int) or max_consecutive_errors < 0:
+    if max_consecutive_errors < 0:
         raise LayoutError(
             f"apply_if_finite(): max_consecutive_errors is {max_consecutive_errors!r}, expected a whole number from 0."
         )
