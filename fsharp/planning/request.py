@@ -230,11 +230,11 @@ class TuneRequest:
         if self.activations is None:
             return dict(costs)
         layouts = {option.cost_key: option.layout for option in options}
-        given = {cost_key: given_costs(layouts[cost_key], each.uses, self.activations) for cost_key, each in costs.items()}
-        return {
-            cost_key: each._replace(kept=given[cost_key].kept, source=given[cost_key].source)
-            for cost_key, each in costs.items()
-        }
+        found = {}
+        for cost_key, each in costs.items():
+            given = given_costs(layouts[cost_key], each.uses, self.activations)
+            found[cost_key] = given._replace(flops=each.flops, seconds=each.seconds)
+        return found
 
     def costs(self, to_try: LayoutsToTry) -> dict[CostKey, Costs]:
         """Return the costs of units by key.

@@ -205,8 +205,12 @@ def record_calls_of_module(
 
     def enter(names: tuple[str, ...], each: nn.Module, args: Any, kwargs: Any) -> Any:
         first = next((p.dtype for p in each.parameters() if p.is_floating_point()), None)
+
+        def cast(x: Any) -> Any:
+            return x.to(first) if isinstance(x, torch.Tensor) and x.is_floating_point() and first is not None else x
+
         both: Any = args, kwargs
-        args, kwargs = optree.tree_map(partial(_cast_floats, dtype=first), both)
+        args, kwargs = optree.tree_map(cast, both)
         tensors = dict(each.named_parameters(remove_duplicate=False)) | dict(each.named_buffers(remove_duplicate=False))
         call = recorder.record_call(UnitCall(names, partial(_call_module, each), (tensors, args, kwargs)), (args, kwargs))
         call.__enter__()
@@ -284,22 +288,21 @@ def _median_forward_backward_s(call: UnitCall, run: Callable[..., Any], device: 
 def _materialize(call: UnitCall, device: torch.device) -> Any:
     """Return the operands of a call with random values on a device."""
     generator = torch.Generator().manual_seed(0)
-    return optree.tree_map(partial(_materialize_meta, device=device, generator=generator), call.operands)
+
+    def one(x: Any) -> Any:
+        if not isinstance(x, torch.Tensor):
+            return x
+        if not x.is_floating_point():  # zeros, as integers may be indices
+            return torch.zeros(x.shape, dtype=x.dtype, device=device)
+        filled = torch.randn(x.shape, generator=generator).mul_(0.02).to(device, x.dtype)
+        return filled.requires_grad_(x.requires_grad)
+
+    return optree.tree_map(one, call.operands)
 
 
 def _synchronize(device: torch.device) -> None:
     if device.type != "cpu":
         torch.get_device_module(device).synchronize(device)
-
-
-def _materialize_meta(x: Any, device: torch.device, generator: torch.Generator) -> Any:
-    """Return a tensor on a device for a meta tensor: random floats, or zeros of an integer dtype, which may be indices."""
-    if not isinstance(x, torch.Tensor):
-        return x
-    if not x.is_floating_point():
-        return torch.zeros(x.shape, dtype=x.dtype, device=device)
-    filled = torch.randn(x.shape, generator=generator).mul_(0.02).to(device, x.dtype)
-    return filled.requires_grad_(x.requires_grad)
 
 
 def _call_kind(call: UnitCall) -> Any:
@@ -354,10 +357,6 @@ def to_meta(tree: Any) -> Any:
         return storages[key]
 
     return optree.tree_map(one, tree)
-
-
-def _cast_floats(x: Any, dtype: torch.dtype | None) -> Any:
-    return x.to(dtype) if isinstance(x, torch.Tensor) and x.is_floating_point() and dtype is not None else x
 
 
 def _tensor_leaves(tree: Any) -> list[torch.Tensor]:
