@@ -57,7 +57,7 @@ class LeafRange(NamedTuple):
     """Elements ``[first, last)`` of a leaf, on one rank.
 
     ``axes``: mesh axes along which the leaf is cut; empty if the rank has the whole leaf. ``is_varying``: whether the leaf
-    differs between ranks along some axis.
+    differs between ranks along some axis. The elements rest in the flat buffer with index ``buffer``, from ``start`` on.
     """
 
     path: str
@@ -66,6 +66,8 @@ class LeafRange(NamedTuple):
     last: int
     axes: tuple[str, ...]
     is_varying: bool
+    buffer: int
+    start: int
 
 
 class ArrayShard(NamedTuple):

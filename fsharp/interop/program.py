@@ -33,22 +33,13 @@ class LeafName:
     path: str
 
 
-class BufferRange(NamedTuple):
-    """The position of this rank's elements of a leaf: elements ``[start, stop)`` of the flat buffer with index ``buffer``."""
-
-    buffer: int
-    start: int
-    stop: int
-
-
 class RankLeafRanges(NamedTuple):
-    """One rank's part of each leaf in JAX's order, the part's position in the flat buffers, and the sizes of these buffers.
+    """One rank's part of each leaf in JAX's order, and the sizes of the flat buffers.
 
     ``dtypes``: for each leaf the dtypes of the parameter and of the gradient.
     """
 
     parts: tuple[LeafRange, ...]
-    places: tuple[BufferRange, ...]
     dtypes: tuple[tuple[Any, Any], ...]
     sizes: tuple[int, ...]
 
@@ -129,14 +120,14 @@ class TracedTransformation:
                 stored = node.unit.groups[group].dtypes
                 of_group = jax_dtype(stored.main), jax_dtype(stored.accumulate)
                 for leaf in node.unit.leaves_of_group(group):
-                    start, stop, low, high = spans[leaf.path][1:] if leaf.path in spans else (0, 0, 0, 0)
+                    start, _, low, high = spans[leaf.path][1:] if leaf.path in spans else (0, 0, 0, 0)
                     axes = cut if leaf.numel else ()  # every rank has the whole of an empty leaf
-                    part = LeafRange(node.unit.path_in_tree(leaf), leaf.shape, low, high, axes, bool(node.place.varying_axes))
-                    rows[LeafName(node.name, leaf.path)] = part, BufferRange(len(sizes), start, stop), of_group
+                    path, is_varying = node.unit.path_in_tree(leaf), bool(node.place.varying_axes)
+                    part = LeafRange(path, leaf.shape, low, high, axes, is_varying, len(sizes), start)
+                    rows[LeafName(node.name, leaf.path)] = part, of_group
                 sizes.append(node.unit.local_size(group, node.place))
-        found = [rows[name] for name in self.names]
-        parts, places, dtypes = ([row[i] for row in found] for i in range(3))
-        return RankLeafRanges(tuple(parts), tuple(places), tuple(dtypes), tuple(sizes))
+        parts, dtypes = (tuple(rows[name][i] for name in self.names) for i in (0, 1))
+        return RankLeafRanges(parts, dtypes, tuple(sizes))
 
     def _find_state_positions(self, leaf_ranges: RankLeafRanges) -> tuple[list[tuple[int, int] | None], list[Any]]:
         """Find by trials, on the leaves of one rank, where the arrays of the state are stored.
@@ -204,7 +195,7 @@ class CompiledTransformation:
 
     def __init__(self, traced: TracedTransformation, leaf_ranges: RankLeafRanges) -> None:
         self.traced = traced
-        self._parts, self._places, _, self._sizes = leaf_ranges
+        self._parts, _, self._sizes = leaf_ranges
         self._compiled: dict[Any, tuple[Any, dict[EquationKey, CrossRankReduction]]] = {}
 
     def init(self, params: Any, comm: Comm) -> tuple[list[Any], list[Any]]:
@@ -265,8 +256,9 @@ class CompiledTransformation:
 
     def _jaxpr_args(self, kind: str, flats: Sequence[Sequence[Any]], plain: Sequence[Any]) -> list[Any]:
         def part(leaf: int, tree: Sequence[Any]) -> ArrayShard:
-            place = self._places[leaf]
-            return ArrayShard(leaf, tree[place.buffer][place.start : place.stop], self._parts[leaf].shape)
+            mine = self._parts[leaf]
+            elements = tree[mine.buffer][mine.start : mine.start + mine.last - mine.first]
+            return ArrayShard(leaf, elements, mine.shape)
 
         everything = range(len(self._parts))
         if kind == "init":
@@ -294,8 +286,8 @@ class CompiledTransformation:
         """Return flat buffers with ``values``, by leaf, and zeros elsewhere. ``dtype``: None means the dtype of the values."""
         pieces: list[list[tuple[int, Any]]] = [[] for _ in self._sizes]
         for leaf, value in values.items():
-            elements = lifted.elements(value, leaf, self._parts[leaf].shape)
-            pieces[self._places[leaf].buffer].append((self._places[leaf].start, elements))
+            mine = self._parts[leaf]
+            pieces[mine.buffer].append((mine.start, lifted.elements(value, leaf, mine.shape)))
         result = []
         for size, found in zip(self._sizes, pieces, strict=True):
             into = dtype or (found[0][1].dtype if found else jnp.float32)
