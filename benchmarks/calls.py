@@ -23,7 +23,7 @@ def everyone(shape: gpt.Shape, comm: fs.Comm) -> list[c.Contender]:
         c.ModuleContender("module", gpt.build(shape), synced=False),
         c.FunctionContender("functions", shape),
         c.fsdp2(shape),
-        c.sharded("fsharp zero3", shape, comm, fs.zero3("dp"), fs.SchedulePolicy()),
+        c.sharded("fsharp zero3", shape, comm, fs.zero3("dp")),
         c.wrapped("fsharp zero3, module", shape, comm, fs.zero3("dp")),
     ]
 

@@ -49,7 +49,7 @@ class ModuleContender:
     Args:
         name: in tables.
         module: called with inputs and targets, gives the loss.
-        synced: whether ranks train together.
+        synced: whether ranks train together. Otherwise every rank trains its own, and nothing is sent.
     """
 
     def __init__(self, name: str, module: torch.nn.Module, *, synced: bool = True) -> None:
@@ -193,7 +193,7 @@ def sharded(
     shape: gpt.Shape,
     comm: fs.Comm,
     strategy: fs.Strategy,
-    policy: fs.SchedulePolicy | None,
+    policy: fs.SchedulePolicy | None = fs.SchedulePolicy(),
     *,
     remat: bool = False,
     **options: Any,
@@ -213,14 +213,9 @@ def local(x: torch.Tensor) -> torch.Tensor:
     return x.to_local() if isinstance(x, torch.distributed.tensor.DTensor) else x
 
 
-def plain(shape: gpt.Shape) -> Contender:
-    """The module alone: every rank trains its own, and nothing is sent."""
-    return ModuleContender("no communication", gpt.build(shape), synced=False)
-
-
-def ddp(shape: gpt.Shape, *, name: str = "DDP", **options: Any) -> Contender:
+def ddp(shape: gpt.Shape) -> Contender:
     """``DistributedDataParallel``."""
-    return ModuleContender(name, DistributedDataParallel(gpt.build(shape), **options))
+    return ModuleContender("DDP", DistributedDataParallel(gpt.build(shape), gradient_as_bucket_view=True))
 
 
 def fsdp2(

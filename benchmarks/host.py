@@ -26,17 +26,14 @@ BASE = {
 
 def everyone(shape: gpt.Shape, comm: fs.Comm) -> list[c.Contender]:
     """All contenders, two of them without a library."""
-
-    def ours(name: str, policy: fs.SchedulePolicy | None) -> c.Contender:
-        return c.sharded(name, shape, comm, fs.zero3("dp"), policy)
-
+    zero3 = fs.zero3("dp")
     return [
         c.ModuleContender("module", gpt.build(shape)),
         c.FunctionContender("functions", shape),
         c.fsdp2(shape),
-        ours("fsharp zero3", DebugPolicy(trivial_axes=True)),
-        ours("fsharp zero3, axis skipped", fs.SchedulePolicy()),
-        ours("fsharp zero3, blocking", None),
+        c.sharded("fsharp zero3", shape, comm, zero3, DebugPolicy(trivial_axes=True)),
+        c.sharded("fsharp zero3, axis skipped", shape, comm, zero3),
+        c.sharded("fsharp zero3, blocking", shape, comm, zero3, None),
     ]
 
 

@@ -19,7 +19,7 @@ def measure(options: Options, comm: fs.Comm, say: Callable[[str], None]) -> dict
     b1, b2 = c.ADAMW["betas"]
     theirs = optax.adamw(c.ADAMW["lr"], b1, b2, c.ADAMW["eps"], weight_decay=c.ADAMW["weight_decay"])
     found = {
-        name: c.sharded(name, shape, comm, fs.zero3("dp"), fs.SchedulePolicy(), tx=tx)
+        name: c.sharded(name, shape, comm, fs.zero3("dp"), tx=tx)
         for name, tx in {OWN: c.adamw(), OPTAX: fs.optim.from_optax(theirs)}.items()
     }
     rounds, losses = in_turns(found, shape, options, say)

@@ -198,7 +198,7 @@ def everyone(shape: gpt.Shape, comm: fs.Comm, names: Sequence[str]) -> list[c.Co
     ]
     for name in names:
         strategy, precision = getattr(fs, CODECS[name].strategy)("dp"), CODECS[name].precision
-        found.append(c.sharded(name, shape, comm, strategy, fs.SchedulePolicy(), precision=precision))
+        found.append(c.sharded(name, shape, comm, strategy, precision=precision))
     return found
 
 

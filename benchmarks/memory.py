@@ -6,6 +6,7 @@ its storage lives and with the size that it has at the time. What is not: memory
 
 import gc
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from statistics import median_low as median
 from typing import Any
@@ -76,21 +77,17 @@ class StorageTracker(TorchDispatchMode):
 
 def everyone(shape: gpt.Shape, comm: fs.Comm) -> dict[str, Callable[[], c.Contender]]:
     """What builds each contender."""
-
-    def ours(name: str, strategy: fs.Strategy, policy: fs.SchedulePolicy | None) -> Callable[[], c.Contender]:
-        return lambda: c.sharded(name, shape, comm, strategy, policy)
-
-    scheduled = fs.SchedulePolicy()
+    ours = partial(c.sharded, "fsharp", shape, comm)
     return {
-        "DDP": lambda: c.ddp(shape, gradient_as_bucket_view=True),
-        "FSDP2": lambda: c.fsdp2(shape),
-        "FSDP2, embedding and head apart": lambda: c.fsdp2(shape, apart=True),
-        "fsharp ddp": ours("fsharp ddp", fs.ddp("dp"), scheduled),
-        "fsharp zero1": ours("fsharp zero1", fs.zero1("dp"), scheduled),
-        "fsharp zero2": ours("fsharp zero2", fs.zero2("dp"), scheduled),
-        "fsharp zero3": ours("fsharp zero3", fs.zero3("dp"), scheduled),
-        SEPARATE: ours(SEPARATE, fs.zero3("dp"), fs.SchedulePolicy(keep_gradients=True)),
-        "fsharp zero3, blocking": ours("fsharp zero3, blocking", fs.zero3("dp"), None),
+        "DDP": partial(c.ddp, shape),
+        "FSDP2": partial(c.fsdp2, shape),
+        "FSDP2, embedding and head apart": partial(c.fsdp2, shape, apart=True),
+        "fsharp ddp": partial(ours, fs.ddp("dp")),
+        "fsharp zero1": partial(ours, fs.zero1("dp")),
+        "fsharp zero2": partial(ours, fs.zero2("dp")),
+        "fsharp zero3": partial(ours, fs.zero3("dp")),
+        SEPARATE: partial(ours, fs.zero3("dp"), fs.SchedulePolicy(keep_gradients=True)),
+        "fsharp zero3, blocking": partial(ours, fs.zero3("dp"), None),
     }
 
 

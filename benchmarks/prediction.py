@@ -44,7 +44,7 @@ def measure(options: Options, comm: fs.Comm, say: Callable[[str], None]) -> dict
         apart = fs.SchedulePolicy(bucket_nbytes=0)  # collectives of different sizes tell the most
         policy = apart if name == FITTED else fs.SchedulePolicy()
         found = {
-            ALONE: c.sharded(ALONE, shape, fs.SingleComm(), fs.zero3("dp"), fs.SchedulePolicy()),
+            ALONE: c.sharded(ALONE, shape, fs.SingleComm(), fs.zero3("dp")),
             TOGETHER: c.sharded(TOGETHER, shape, comm, fs.zero3("dp"), policy),
         }
         traces = {key: each.scheduled.start_trace() for key, each in found.items()}

@@ -27,22 +27,17 @@ class LossMismatch(Exception):
 
 def everyone(options: Options, shape: gpt.Shape, comm: fs.Comm) -> list[c.Contender]:
     """All contenders, in the order of the table."""
-    scheduled, blocking = fs.SchedulePolicy(), None
-
-    def ours(name: str, strategy: fs.Strategy, policy: fs.SchedulePolicy | None) -> c.Contender:
-        return c.sharded(name, shape, comm, strategy, policy)
-
-    result = [
-        c.plain(shape),
-        c.ddp(shape, gradient_as_bucket_view=True),
+    result: list[c.Contender] = [
+        c.ModuleContender("no communication", gpt.build(shape), synced=False),
+        c.ddp(shape),
         c.fsdp2(shape),
         c.fsdp2(shape, name="FSDP2, asynchronous", eager=True),
         c.fsdp2(shape, name="FSDP2, asynchronous, own group", eager=True, reduce_buffers=3),
-        ours("fsharp ddp", fs.ddp("dp"), scheduled),
-        ours("fsharp zero1", fs.zero1("dp"), scheduled),
-        ours("fsharp zero2", fs.zero2("dp"), scheduled),
-        ours("fsharp zero3", fs.zero3("dp"), scheduled),
-        ours("fsharp zero3, blocking", fs.zero3("dp"), blocking),
+        c.sharded("fsharp ddp", shape, comm, fs.ddp("dp")),
+        c.sharded("fsharp zero1", shape, comm, fs.zero1("dp")),
+        c.sharded("fsharp zero2", shape, comm, fs.zero2("dp")),
+        c.sharded("fsharp zero3", shape, comm, fs.zero3("dp")),
+        c.sharded("fsharp zero3, blocking", shape, comm, fs.zero3("dp"), None),
         c.wrapped("fsharp zero3, module", shape, comm, fs.zero3("dp")),
     ]
     if options.peers == "all":

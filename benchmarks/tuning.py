@@ -92,7 +92,7 @@ def measure(options: Options, comm: fs.Comm, say: Callable[[str], None]) -> dict
         )
         keys += [(s, FIRST, RECOMPUTED) for s in plain] + [(s, FIRST, "") for s in layouts if s not in plain]
         found = {key: _contender(_text(key), case, comm, *key) for key in keys}
-        single = partial(c.sharded, shape=case.shape, comm=fs.SingleComm(), strategy=fs.zero3("dp"), policy=fs.SchedulePolicy())
+        single = partial(c.sharded, shape=case.shape, comm=fs.SingleComm(), strategy=fs.zero3("dp"))
         alone = single(ALONE, microbatches=case.microbatches)
         again = single(AGAIN, microbatches=case.microbatches, remat=True)
         trace = alone.scheduled.start_trace()
