@@ -26,7 +26,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 import fsharp as fs
 from benchmarks import contenders as c, gpt
 from benchmarks.codecs import BF16, CODECS, EXACT, FSDP2
-from benchmarks.stats import Rounds, Spread, ratio, times
+from benchmarks.stats import Rounds, Spread, best_fsdp2, ratio
 from benchmarks.steps import LossMismatch, in_turns, over_ranks
 
 TOOLS = ("ip", "tc", "nsenter", "unshare", "setpriv")
@@ -266,14 +266,9 @@ def _look(contender: c.Contender, batches: Sequence[c.Batch], device: str) -> tu
 # ---------------------------------------------------------------- figures
 
 
-def fastest_fsdp2(rounds: Rounds) -> str:
-    """Return the name of FSDP2's fastest variant, which is the measure."""
-    return min((name for name in rounds[0] if name.startswith(FSDP2)), key=lambda name: times(rounds, name).median)
-
-
 def ratios(rounds: Rounds) -> dict[str, Spread]:
     """Return, for each contender, its ratio to FSDP2's fastest variant within a round."""
-    peer = fastest_fsdp2(rounds)
+    peer = best_fsdp2(rounds)
     return {name: ratio(rounds, name, peer) for name in rounds[0]}
 
 

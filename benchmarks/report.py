@@ -20,7 +20,7 @@ from benchmarks.alternating import FIRST, SECOND, TOGETHER
 from benchmarks.interop import OPTAX, OWN
 from benchmarks.memory import SEPARATE
 from benchmarks.options import Options
-from benchmarks.stats import Rounds, Spread, paired, ratio, times
+from benchmarks.stats import FSDP2, Rounds, Spread, best_fsdp2, paired, ratio, times
 
 
 class Figure(NamedTuple):
@@ -86,7 +86,6 @@ FIGURES = {
     "save_memory_ratio_vs_dcp": Figure("memory that a save in the background takes, fsharp to DCP", 1.0),
 }
 """The figures of the last line, in order."""
-FSDP2 = "FSDP2"
 FSDP2_PEAKS = (FSDP2, "FSDP2, embedding and head apart")
 """Two ways to cut the model for FSDP2; the one that needs less memory is the measure."""
 MARKS = BEGIN, END = "<!-- begin: written by make bench -->", "<!-- end: written by make bench -->"
@@ -150,11 +149,6 @@ def peak_ratio(rows: Mapping[str, Any], name: str) -> float:
     """The peak of a contender to that of FSDP2."""
     least: float = min(rows[each]["peak"] for each in FSDP2_PEAKS)
     return rows[name]["peak"] / least
-
-
-def best_fsdp2(rounds: Rounds) -> str:
-    """The fastest of FSDP2's variants, which is the measure."""
-    return min((name for name in rounds[0] if name.startswith(FSDP2)), key=lambda name: times(rounds, name).median)
 
 
 def in_turns(rounds: Rounds) -> Spread:
