@@ -7,7 +7,6 @@ runs, or whether NCCL makes it a kernel or, at world size 1, a copy.
 
 from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
 from typing import Any
 
 from fsharp.inspect.fitting import IntervalUnion
@@ -23,28 +22,15 @@ _DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
 _BACKWARD = "autograd::engine::evaluate_function"
 
 
-@dataclass(frozen=True)
-class Overlap:
-    """Gathers or reductions, and how much of them ran beside compute.
-
-    Attributes:
-        num: those that ran on the device.
-        num_overlapping: those of them that ran while some kernel of the compute did.
-        us: time of all.
-        hidden_us: how much of that was beside compute.
-    """
-
-    num: int = 0
-    num_overlapping: int = 0
-    us: float = 0.0
-    hidden_us: float = 0.0
-
-
-def overlap(events: Iterable[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
+def overlap(events: Iterable[Mapping[str, Any]]) -> dict[str, dict[str, float]]:
     """Gathers by phase, ``forward``, ``backward``, and ``after`` it (for the next step); and all ``reductions``.
 
     Args:
         events: ``traceEvents`` of what ``torch.profiler`` exports, of one step.
+
+    Returns:
+        For each: ``num``, those that ran on the device; ``num_overlapping``, those of them that ran while some kernel of the
+        compute did; ``us``, time of all; and ``hidden_us``, how much of that was beside compute.
     """
     complete = [e for e in events if e.get("ph") == "X"]
     gathers, reductions = _marks(complete, GATHERS), _marks(complete, REDUCTIONS)
@@ -74,12 +60,17 @@ def overlap(events: Iterable[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
     for mark, intervals in sorted(gathered.items()):
         issued = gathers[mark][0]
         rows["forward" if issued < begin else "backward" if issued < end else "after"].append(intervals)
-    return {name: asdict(_overlap([union_of_intervals(x) for x in found], busy)) for name, found in rows.items()}
+    return {name: _overlap([union_of_intervals(x) for x in found], busy) for name, found in rows.items()}
 
 
-def _overlap(found: Sequence[Sequence[Interval]], busy: IntervalUnion) -> Overlap:
+def _overlap(found: Sequence[Sequence[Interval]], busy: IntervalUnion) -> dict[str, float]:
     hidden = [sum(busy.length_between(start, stop) for start, stop in each) for each in found]
-    return Overlap(len(found), sum(x > 0 for x in hidden), sum(map(total_length, found)), sum(hidden))
+    return {
+        "num": len(found),
+        "num_overlapping": sum(x > 0 for x in hidden),
+        "us": sum(map(total_length, found)),
+        "hidden_us": sum(hidden),
+    }
 
 
 def _marks(events: Iterable[Mapping[str, Any]], names: tuple[str, ...]) -> list[Interval]:
