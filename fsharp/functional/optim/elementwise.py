@@ -372,15 +372,13 @@ def _run_in_whole_vectors(kernel: Callable[[Sequence[list[torch.Tensor]]], None]
     bodies = [[x if cut == x.numel() else x[:cut] for x, cut in zip(column, cuts, strict=True) if cut] for column in lists]
     tails = [[x[cut:] for x, cut in zip(column, cuts, strict=True) if cut < x.numel()] for column in lists]
     scratch = []
-    for column in tails:
-        joined = torch.cat(column) if column else torch.empty(0)
+    for body, column in zip(bodies, tails, strict=True):
+        joined = torch.cat(column)
         scratch.append(torch.nn.functional.pad(joined, (0, -joined.numel() % vector)))
-    if tails[0]:
-        for body, extra in zip(bodies, scratch, strict=True):
-            body.append(extra)
+        body.append(scratch[-1])
     kernel(bodies)
     for k, column in enumerate(tails):
-        if column and k != 1:
+        if k != 1:
             sizes = [x.numel() for x in column]
             for x, piece in zip(column, scratch[k][: sum(sizes)].split(sizes), strict=True):
                 x.copy_(piece)
