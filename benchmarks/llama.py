@@ -10,6 +10,7 @@ from torch import nn
 
 import fsharp as fs
 from benchmarks import gpt
+from examples.gpt.model import rotary, rotate
 
 Turns = tuple[torch.Tensor, torch.Tensor]
 
@@ -123,20 +124,6 @@ def tree_of(module: Llama) -> dict[str, Any]:
         return {name: x.detach() for name, x in part.tree().items()}
 
     return {"embed": weights(module.embed), "layers": [weights(x) for x in module.layers], "head": weights(module.head)}
-
-
-def rotary(time: int, width: int, like: torch.Tensor) -> Turns:
-    """Cosine and sine of ``position * frequency``, each ``[time, width / 2]``."""
-    frequency = 10_000 ** -(torch.arange(0, width, 2, device=like.device) / width)
-    angles = torch.outer(torch.arange(time, device=like.device), frequency)
-    return angles.cos().to(like.dtype), angles.sin().to(like.dtype)
-
-
-def rotate(x: torch.Tensor, turns: Turns) -> torch.Tensor:
-    """Turn pairs of features by their position. Source: RoFormer, arXiv 2104.09864."""
-    cos, sin = turns
-    a, b = x.chunk(2, dim=-1)
-    return torch.cat([a * cos - b * sin, a * sin + b * cos], dim=-1)
 
 
 def embed(p: Mapping[str, torch.Tensor], inputs: torch.Tensor) -> torch.Tensor:
