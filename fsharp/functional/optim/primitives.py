@@ -22,13 +22,17 @@ from fsharp.type_checks import options_checked
 @api_boundary
 def identity() -> Transform:
     """Return a transformation that leaves updates unchanged."""
-    return _stateless_transform("identity", lambda updates: updates)
+    return Transform(lambda params: (), lambda updates, state, params: (updates, ()), {"identity": {}}, name="identity")
 
 
 @options_checked
 def scale(step_size: float) -> Transform:
     """Return a transformation that multiplies updates by ``step_size``."""
-    return _stateless_transform("scale", lambda updates: optree.tree_map(lambda u: u * step_size, updates), step_size=step_size)
+
+    def update(updates: Any, state: tuple[()], params: Any) -> tuple[Any, tuple[()]]:
+        return optree.tree_map(lambda u: u * step_size, updates), ()
+
+    return Transform(lambda params: (), update, {"scale": exact_texts(step_size=step_size)}, name="scale")
 
 
 class ScaleByScheduleState(NamedTuple):
@@ -117,9 +121,3 @@ def trace(decay: float, nesterov: bool = False) -> Transform:
 
     config = {"trace": exact_texts(decay=decay, nesterov=nesterov)}
     return Transform(lambda params: TraceState(optree.tree_map(torch.zeros_like, params)), update, config, name="trace")
-
-
-def _stateless_transform(name: str, fn: Callable[[Any], Any], **settings: Any) -> Transform:
-    return Transform(
-        lambda params: (), lambda updates, state, params: (fn(updates), ()), {name: exact_texts(**settings)}, name=name
-    )
