@@ -186,21 +186,18 @@ def unflatten(tree: Any) -> Any:
     ``tree`` is a pytree of whole :class:`~fsharp.Sharded` units. If leaves are tied to a unit, ``tree`` has this unit as well.
     XLA moves the data that a computation needs.
     """
-    views = {(node.name, path): leaf for node in units_of(tree) for path, leaf in _leaf_views(node).items()}
+    views = {
+        (node.name, leaf.path): x[..., leaf.offset : leaf.offset + leaf.numel].reshape(*x.shape[:-1], *leaf.shape)
+        for node in units_of(tree)
+        for group, x in zip(node.groups, node.buffers, strict=True)
+        for leaf in node.unit.leaves_of_group(group)
+    }
 
     def one(node: Sharded) -> Any:
         leaves = [views[leaf.tied_to or (node.name, leaf.path)] for leaf in node.unit.leaves]
         return optree.tree_unflatten(node.unit.structure, leaves)
 
     return map_units(one, tree)
-
-
-def _leaf_views(node: Sharded) -> dict[str, Any]:
-    return {
-        leaf.path: x[..., leaf.offset : leaf.offset + leaf.numel].reshape(*x.shape[:-1], *leaf.shape)
-        for group, x in zip(node.groups, node.buffers, strict=True)
-        for leaf in node.unit.leaves_of_group(group)
-    }
 
 
 def _jax_mesh_and_devices(layout: Layout, devices: Sequence[Any] | None) -> tuple[Mesh, list[Any]]:
