@@ -108,20 +108,20 @@ def uses_in_order(layout: Layout, order: Sequence[str | Use]) -> tuple[Use, ...]
     Raises a LayoutError if ``order`` lacks a unit with elements, selects a unit twice, or names an unknown unit.
     """
     names = [unit.name for unit in layout.units if unit.groups or unit.tie_owners]
-    patterns = [each for each in order if not isinstance(each, Use)]
-    selected = {each: {each} if each in names else select_paths("plan_step()", (each,), names) for each in patterns}
-    found = [name for each in patterns for name in names if name in selected[each]]
     facts = [("order", ", ".join(map(str, order)))]
-    if len(set(found)) < len(found):
-        twice = next(name for i, name in enumerate(found) if name in found[:i])
-        raise LayoutError(problem("plan_step()", f"order selects unit {twice!r} twice.", facts))
     uses: list[Use] = []
+    found: list[str] = []
     for each in order or names:
         if isinstance(each, Use):
             uses.append(each)
             continue
-        mine = [name for name in names if name in selected[each]] if order else [each]
+        selected = {each} if each in names else select_paths("plan_step()", (each,), names)
+        mine = [name for name in names if name in selected]
         uses += [Use((*sorted(layout[name].tie_owners), name)) for name in mine]
+        found += mine
+    if len(set(found)) < len(found):
+        twice = next(name for i, name in enumerate(found) if name in found[:i])
+        raise LayoutError(problem("plan_step()", f"order selects unit {twice!r} twice.", facts))
     used = {name for use in with_inner(uses) for name in use.units}
     if unknown := sorted(used - {unit.name for unit in layout.units}):
         raise LayoutError(
