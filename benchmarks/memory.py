@@ -20,6 +20,7 @@ import fsharp as fs
 from benchmarks import contenders as c, gpt
 from benchmarks.options import Options
 from benchmarks.steps import gathered, shape_of
+from fsharp.stateful.timing.timeline import Interval, total_length, union_of_intervals
 
 STEPS = 6
 SEPARATE = "fsharp zero3, separate gradients"
@@ -51,19 +52,15 @@ class StorageTracker(TorchDispatchMode):
 
     def nbytes(self) -> int:
         """Bytes that are alive now."""
-        runs = []
+        runs: list[Interval] = []
         for key, ref in list(self._known.items()):
             # Holding the weak reference keeps the address from being given to another storage.
             storage = torch.UntypedStorage._new_with_weak_ptr(ref.cdata)
             if storage is None:
                 del self._known[key]
             else:
-                runs.append((storage.data_ptr(), storage.nbytes()))
-        total = end = 0
-        for start, nbytes in sorted(runs):
-            total += max(start + nbytes - max(start, end), 0)
-            end = max(end, start + nbytes)
-        return total
+                runs.append((storage.data_ptr(), storage.data_ptr() + storage.nbytes()))
+        return int(total_length(union_of_intervals(runs)))
 
     def _look(self, tree: Any) -> None:
         for x in tree_leaves(tree):
