@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import cloudpickle
 
-from fsharp.errors import CommError, OptionError
+from fsharp.errors import CommError, MeshError, OptionError
 from fsharp.functional.comm.agree import ranks_text
 from fsharp.functional.comm.process_group import destroy
 from fsharp.resilience.failures import is_own_failure
@@ -80,7 +80,12 @@ def launch(fn: Callable[..., R], nproc: int, *args: Any, restarts: int = 0) -> l
             f"launch(): restarts is {restarts}, but another launcher, such as torchrun, has started this process."
         )
     if (nproc == 1 and not restarts) or "RANK" in os.environ:
-        return [fn(*args)]
+        try:
+            return [fn(*args)]
+        except MeshError as error:
+            if nproc > 1:
+                error.add_note("launch() has started no processes, as another launcher has set RANK. If none has, unset RANK.")
+            raise
     if restarts:
         with tempfile.TemporaryDirectory(prefix="fsharp-") as folder:
             _write_call(Path(folder), fn, args)

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import fsharp as fs
-from fsharp.errors import CommError, OptionError
+from fsharp.errors import CommError, MeshError, OptionError
 
 
 def test_results_come_in_order_of_rank_closures_and_steps_travel_and_no_process_prints(capfd):
@@ -130,6 +130,13 @@ def test_with_restarts_a_rank_prints_its_own_error_alone(capfd):
     _, err = capfd.readouterr()
     assert err.count("Traceback") == 1, err
     assert "launch(): rank 0 ends because of another rank: CommError: fsharp: rank 1 has left the job" in err
+
+
+def test_a_mesh_that_does_not_fit_a_rank_of_another_launcher_says_that_no_process_was_started(monkeypatch):
+    monkeypatch.setenv("RANK", "0")
+    with pytest.raises(MeshError, match="1 processes cannot form") as caught:
+        fs.launch(lambda: fs.Mesh({"dp": 2}).check_world_size(1), 2)
+    assert "launch() has started no processes" in caught.value.__notes__[0]
 
 
 def test_one_process_is_this_one(monkeypatch):
