@@ -262,7 +262,7 @@ def mark(transport: Any) -> None:
 def profile(contender: Any, batches: Sequence[c.Batch], device: Device, trace: Path | None = None) -> dict[str, Any]:
     """Trace one step, and count the gathers and reductions that overlap compute. The trace is written to ``trace``."""
     if hasattr(contender, "scheduler"):
-        mark(contender.scheduler.transport)
+        mark(contender.scheduler.engine.steps.executor.transport)
     for batch in batches:
         contender.step(batch)
     device.wait()

@@ -25,7 +25,7 @@ Glossary
     policy      what the compiler of schedules may choose (:class:`SchedulePolicy`).
     main copy   the parameters in the optimizer's dtype (master weights), kept where optimizer state rests.
     state tree  a subtree of a training state with a Sharded for each unit: parameters, main copies, or one moment of Adam.
-    engine      a Comm that takes whole calls of functions, and decides when data move and in which memory; a scheduler is one.
+    engine      takes whole calls of functions, and decides when data move and in which memory; a scheduler has one.
     host        a machine with some of the ranks; *host memory* is the memory of its CPUs.
     generation  a job between two restarts of ranks: other ranks stay and join the next one (``launch(restarts=)``).
     lane        ops that run one after another, beside the ops of other lanes: a stream, or what stands for it on a CPU.

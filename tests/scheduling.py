@@ -182,7 +182,7 @@ def train(
 
 def counting_host_copies(scheduler):
     """Count the bytes of copies from and to host memory from now on. Return a function that returns those of this step."""
-    executor, by_step = scheduler.executor, Counter()
+    executor, by_step = scheduler.engine.steps.executor, Counter()
     begin = executor.set_host_copies
 
     def set_host_copies(host_copies, *update_gathers):

@@ -544,7 +544,7 @@ def test_a_profile_on_the_cpu_has_the_marks():
     """The marks reach the trace; what the device does about them needs a device."""
     comm = fs.SingleComm()
     contender = c.sharded("", TINY, comm, fs.zero3("dp"), DebugPolicy(trivial_axes=True))
-    gpu.mark(contender.scheduler.transport)
+    gpu.mark(contender.scheduler.engine.steps.executor.transport)
     batches = gpt.batches(TINY, 0)
     for batch in batches[:3]:
         contender.step(batch)

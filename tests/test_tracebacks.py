@@ -27,7 +27,7 @@ from fsharp.errors import (
     ScheduleError,
     TreeError,
 )
-from fsharp.stateful.runtime.scheduled_engine import ScheduledEngine
+from fsharp.stateful.runtime.engine import ScheduledEngine
 from fsharp.testing import processes, simulate
 from fsharp.tracebacks import HINT, api_boundary, api_context
 from tests.test_architecture import PUBLIC

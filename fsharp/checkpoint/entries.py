@@ -351,7 +351,7 @@ def _sharded_tensor_entry(
     shape, piece, _, _ = held[leaf.path]
     found.layouts.append(f"{name}: in unit {unit.display_name}, {place}")
     if (module := part.owner()) is not None:
-        found.settings[module.scheduler.settings] = None
+        found.settings[module.scheduler.engine.steps.settings] = None
     return TensorEntry(name, part.dtype, shape, piece, part.local.view(-1))
 
 

@@ -7,7 +7,7 @@ import optree
 import torch
 
 from fsharp.errors import TreeError
-from fsharp.functional.comm.protocol import Comm, Engine
+from fsharp.functional.comm.protocol import Comm, engine_of
 from fsharp.functional.layout.sharded import Sharded, check_not_donated, is_sharded, map_units, units_of
 from fsharp.functional.moves import gather, units_on_mesh_of
 from fsharp.functional.release import in_place_change_check, in_place_write_error, release_saved, version_of
@@ -68,8 +68,8 @@ def forward(
         check_remat_argument(remat)
         if torch.is_grad_enabled() and not is_transformed():
             return _forward_with_remat(fn, units, args, kwargs, comm, remat)
-    if isinstance(comm, Engine) and comm.can_run_forward(units):
-        return comm.run_forward(fn, units, args, kwargs)
+    if (engine := engine_of(comm)) is not None and engine.can_run_forward(units):
+        return engine.run_forward(fn, units, args, kwargs)
     refuse_proxy_tracing("forward()")
     _check_no_tensor_classes(units)
     first = torch._C._autograd._get_sequence_nr()
@@ -98,7 +98,7 @@ def forward(
 def _forward_with_remat(fn: Any, units: Any, args: Any, kwargs: Any, comm: Comm, remat: Remat) -> Any:
     sharded, ties = units
     # An engine checks for changes by itself, and its buffers may not be filled yet.
-    check = in_place_change_check(units_of(units)) if not isinstance(comm, Engine) else lambda: None
+    check = in_place_change_check(units_of(units)) if engine_of(comm) is None else lambda: None
 
     def run(fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         check()

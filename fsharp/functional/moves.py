@@ -39,7 +39,7 @@ from fsharp.functional.comm.collectives import (
     reduce_scatter_encoded,
     reduce_scatter_last,
 )
-from fsharp.functional.comm.protocol import Comm, Engine, LabelPrefixComm, reporting_format_errors
+from fsharp.functional.comm.protocol import Comm, LabelPrefixComm, engine_of, reporting_format_errors
 from fsharp.functional.comm.residuals import PerRank, ResidualsByAxis, ResidualViews, prepare_residuals
 from fsharp.functional.comm.tree_names import tree_label_prefix
 from fsharp.functional.formats.format import ResidualAndNoise, plain_format
@@ -186,8 +186,8 @@ def reduce_scatter(
 
 def reduce_scatter_unchecked(tree: Any, to: PlaceName, comm: Comm, donated_residuals: ResidualViews) -> Any:
     """Run :func:`reduce_scatter` without its checks. ``donated_residuals`` are overwritten."""
-    if isinstance(comm, Engine):
-        return comm.run_reduce_scatter(tree, to, donated_residuals)
+    if (engine := engine_of(comm)) is not None:
+        return engine.run_reduce_scatter(tree, to, donated_residuals)
 
     def one(sharded: Sharded) -> Sharded:
         target, place = resolve_place(sharded.unit, to), sharded.place.dual if sharded.is_gathered else sharded.place

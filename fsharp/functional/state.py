@@ -10,7 +10,7 @@ import torch
 from fsharp.errors import TreeError, problem
 from fsharp.functional.comm.agree import check_on_all_ranks
 from fsharp.functional.comm.equal_values import exact_text
-from fsharp.functional.comm.protocol import Comm, Engine, reporting_format_errors
+from fsharp.functional.comm.protocol import Comm, engine_of, reporting_format_errors
 from fsharp.functional.comm.residuals import zero_residuals
 from fsharp.functional.comm.tree_names import copy_tree_names, with_new_tree_name
 from fsharp.functional.encoding import add_differences, encode_at_rest, encode_differences
@@ -174,9 +174,9 @@ def update(tx: Any, grads: Any, state: TrainState, *, comm: Comm, donate: bool =
                 "first: metrics, grads = average(loss, grads, comm=comm)."
             )
     with reporting_format_errors(comm, "update()"), torch.no_grad():
-        held = state.main, state.opt
-        if isinstance(comm, Engine):
-            held = comm.begin_state_fetch(held, state.params, grads, donate=donate)
+        held, engine = (state.main, state.opt), engine_of(comm)
+        if engine is not None:
+            held = engine.begin_state_fetch(held, state.params, grads, donate=donate)
         main, opt = host_buffers_to_device(held, comm.device)
         resting = gather(trainable(state.params), comm=comm, to="optim")
         has_copies = any(map(_with_main_copy, nodes)) or any(map(_groups_of, mains))
@@ -192,8 +192,8 @@ def update(tx: Any, grads: Any, state: TrainState, *, comm: Comm, donate: bool =
         fresh = units_of(sent)
         for after, node in zip(fresh, before, strict=True):
             after.tree_name = node.tree_name.after_update()
-        if isinstance(comm, Engine):
-            params, (main, opt) = comm.run_update_gather(sent, state.params, (main, opt), donate=donate)
+        if engine is not None:
+            params, (main, opt) = engine.run_update_gather(sent, state.params, (main, opt), donate=donate)
         else:
             moved = gather(sent, comm=comm, to="params")
             params = merge(state.params, add_differences(state.params, moved, rank=comm.rank))

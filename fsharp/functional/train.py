@@ -7,7 +7,7 @@ import optree
 import torch
 
 from fsharp.errors import LossError
-from fsharp.functional.comm.protocol import Comm, Engine, LabelPrefixComm
+from fsharp.functional.comm.protocol import Comm, LabelPrefixComm, engine_of
 from fsharp.functional.comm.residuals import PerRank, ResidualViews, prepare_residuals
 from fsharp.functional.comm.settings_digests import settings_digest
 from fsharp.functional.comm.tree_names import copy_tree_names
@@ -113,8 +113,8 @@ def value_and_grad(loss_fn: LossFn, *, microbatches: int = 1, has_aux: bool = Fa
 def _make_grad_fn(loss_fn: LossFn, microbatches: int, *, has_aux: bool, sum_in_place: bool) -> Callable[..., Any]:
     """Return the function of :func:`value_and_grad`.
 
-    With ``sum_in_place`` an :class:`Engine` may write the sums over ranks to the memory of the gradients that the function
-    returns, even before :func:`reduce_scatter` asks for these sums.
+    With ``sum_in_place`` the Engine of a scheduler may write the sums over ranks to the memory of the gradients that the
+    function returns, even before :func:`reduce_scatter` asks for these sums.
     """
     if not isinstance(microbatches, int) or microbatches < 1:
         raise LossError(f"value_and_grad(): microbatches is {microbatches!r}, expected an integer of at least 1.")
@@ -129,8 +129,8 @@ def _make_grad_fn(loss_fn: LossFn, microbatches: int, *, has_aux: bool, sum_in_p
         parts = split_batch(batch, microbatches)
         aux: list[Any] = []
         fn = _keeping_aux(loss_fn, aux, params) if has_aux else loss_fn
-        if isinstance(comm, Engine):
-            total, grads = comm.run_value_and_grad(fn, params, parts, views, sum_in_place=sum_in_place)
+        if (engine := engine_of(comm)) is not None:
+            total, grads = engine.run_value_and_grad(fn, params, parts, comm, views, sum_in_place=sum_in_place)
         else:
             total, grads = _value_and_grad_of_microbatch(fn, params, parts[0], comm, views)
             for part in parts[1:]:

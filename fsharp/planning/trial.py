@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 from fsharp.errors import FsharpError, ScheduleError, problem
-from fsharp.functional.comm.protocol import Engine, SingleComm
+from fsharp.functional.comm.protocol import Comm, Engine, SingleComm
 from fsharp.functional.layout.layout import Layout
 from fsharp.functional.layout.mesh import Mesh
 from fsharp.functional.layout.sharded import Sharded, units_of
@@ -127,11 +127,18 @@ class _CallRecorder:
         return x
 
 
-class _TrialEngine(SingleComm, Engine):
-    """An Engine of one rank that records calls of :func:`~fsharp.forward`, and runs their functions on meta tensors."""
+class _TrialComm(SingleComm):
+    """A Comm of one rank on the meta device, with an Engine that records calls."""
 
     def __init__(self, mesh: Mesh, recorder: _CallRecorder) -> None:
         super().__init__(mesh, device="meta")
+        self.engine = _TrialEngine(recorder)
+
+
+class _TrialEngine(Engine):
+    """An Engine that records calls of :func:`~fsharp.forward`, and runs their functions on meta tensors."""
+
+    def __init__(self, recorder: _CallRecorder) -> None:
         self._recorder = recorder
 
     def can_run_forward(self, units: Any) -> bool:
@@ -152,7 +159,7 @@ class _TrialEngine(SingleComm, Engine):
         raise error
 
     def run_value_and_grad(
-        self, loss_fn: Any, params: Any, microbatches: list[Any], residuals: Any, *, sum_in_place: bool
+        self, loss_fn: Any, params: Any, microbatches: list[Any], comm: Comm, residuals: Any, *, sum_in_place: bool
     ) -> tuple[Any, Any]:
         raise _called_in_loss_error("value_and_grad")
 
@@ -179,7 +186,7 @@ def record_calls_of_loss(
     recorder = _CallRecorder(_tensor_leaves(part))
     params = shard_for(to_meta(tree), layout, 0)
     with _explain_errors("on meta tensors", _READS_VALUES_REMEDY), recorder.recording():
-        loss_fn(params, part, _TrialEngine(layout.mesh, recorder))
+        loss_fn(params, part, _TrialComm(layout.mesh, recorder))
     return recorder.calls
 
 

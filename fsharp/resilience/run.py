@@ -19,7 +19,7 @@ from fsharp.checkpoint.manifest import json_round_trip
 from fsharp.checkpoint.storage import absolute_path
 from fsharp.errors import NonFiniteError, RunError
 from fsharp.functional.comm.agree import agree, check_on_all_ranks
-from fsharp.functional.comm.protocol import Comm, Engine, LabelPrefixComm
+from fsharp.functional.comm.protocol import Comm, LabelPrefixComm, engine_of
 from fsharp.functional.comm.restart_replay import restart_replay
 from fsharp.report.logs import RUN_NAMES, Logger, check_names
 from fsharp.resilience.failures import is_own_failure, reported_failures
@@ -129,7 +129,7 @@ class Run:
         for name, value in counts.items():
             if type(value) is not int or value < 1:
                 raise RunError(f"Run(): {name} is {value!r}, expected an integer of at least 1.")
-        if isinstance(comm, Engine):
+        if engine_of(comm) is not None:
             raise RunError(f"Run(): comm is a {type(comm).__name__}; pass the Comm that it was made of: comm=scheduler.comm.")
         if on_nonfinite not in get_args(OnNonFinite):
             expected = ", ".join(map(repr, get_args(OnNonFinite)))

@@ -11,6 +11,7 @@ from fsharp.errors import FsharpError, ScheduleError, problem
 from fsharp.stateful.modules.module import ShardedModule
 from fsharp.stateful.modules.session import session_of_module
 from fsharp.stateful.runtime.scheduler import Scheduler
+from fsharp.stateful.runtime.step_lifecycle import StepLifecycle
 from fsharp.stateful.transport.streams import Lanes, OpKey
 from fsharp.testing.accesses import AccessLoggingMode
 from fsharp.testing.ordering import Access, ByteSpan, LogEntry, Race, RecordEvent, RecordStream, ReplayResult, Wait, replay
@@ -241,15 +242,16 @@ def checking_races(engine: Scheduler | ShardedModule) -> Iterator[RaceReport]:
     """
     scheduler = session_of_module(engine).scheduler if isinstance(engine, ShardedModule) else engine
     _check_can_simulate(scheduler)
-    lanes = VirtualLanes(describe=lambda key: _op_text(scheduler, key), here=lambda: _point_of_step_text(scheduler))
-    report = RaceReport(lanes, lambda span: _memory_text(scheduler, span))
-    before = scheduler.lanes
-    scheduler.set_lanes(lanes)
+    steps = scheduler.engine.steps
+    lanes = VirtualLanes(describe=lambda key: _op_text(steps, key), here=lambda: _point_of_step_text(steps))
+    report = RaceReport(lanes, lambda span: _memory_text(steps, span))
+    before = steps.lanes
+    steps.set_lanes(lanes)
     try:
         with lanes.log_torch_ops():
             yield report
     finally:
-        scheduler.set_lanes(before)
+        steps.set_lanes(before)
     report.raise_if_races()
 
 
@@ -258,7 +260,7 @@ def _check_can_simulate(scheduler: Scheduler) -> None:
         raise ScheduleError(
             f"checking_races(): the scheduler is on {scheduler.device}, expected a CPU, where streams are virtual."
         )
-    if scheduler.transport.is_async:
+    if scheduler.engine.steps.executor.transport.is_async:
         raise ScheduleError(
             "checking_races(): collectives run in threads of their own, whose accesses are not logged. Use a SingleComm with "
             "DebugPolicy(trivial_axes=True), or ranks made by fsharp.testing.simulate()."
@@ -275,29 +277,29 @@ def _check_can_simulate(scheduler: Scheduler) -> None:
         )
 
 
-def _point_of_step_text(scheduler: Scheduler) -> str:
-    if scheduler._now is None:
+def _point_of_step_text(steps: StepLifecycle) -> str:
+    if steps.now is None:
         return "outside of a step"
-    step = scheduler._now.step
+    step = steps.now.step
     return str(step.events[-1]) if step.events else "start of the step"
 
 
-def _op_text(scheduler: Scheduler, key: OpKey) -> str:
+def _op_text(steps: StepLifecycle, key: OpKey) -> str:
     number, i = key
-    plan = scheduler.arena.schedule
+    plan = steps.arena.schedule
     if plan is None or plan.number != number:
         return f"op {i} of an earlier plan"
     op = plan.schedule.ops[i]
     return f"{op.kind} of {op.unit!r} for {op.phase} (op {i})"
 
 
-def _memory_text(scheduler: Scheduler, span: ByteSpan) -> str:
+def _memory_text(steps: StepLifecycle, span: ByteSpan) -> str:
     """Return in words where bytes are; in the arena, also the units that have memory there."""
-    first = scheduler.arena.memory.data_ptr()
+    first = steps.arena.memory.data_ptr()
     start, stop = span.start - first, span.stop - first
-    if start < 0 or stop > len(scheduler.arena.memory):
+    if start < 0 or stop > len(steps.arena.memory):
         return f"{span.start - span.base} to {span.stop - span.base} of a tensor's storage"
-    ops = scheduler.arena.schedule.schedule.ops if scheduler.arena.schedule is not None else ()
+    ops = steps.arena.schedule.schedule.ops if steps.arena.schedule is not None else ()
     memory = [(op.unit, m) for op in ops for m in (op.memory, op.opens) if m is not None]
     units = sorted({unit for unit, m in memory if m.start < stop and start < m.stop})
     return f"{start} to {stop} of the arena, memory of {', '.join(map(repr, units))}"

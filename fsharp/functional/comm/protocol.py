@@ -76,10 +76,10 @@ class Comm(Protocol):
 
 
 class Engine(ABC):
-    """A :class:`Comm` that also decides when data move and in which memory, such as a Scheduler.
+    """Decides when data move and in which memory, for a :class:`Comm` that has it as its attribute ``engine``.
 
-    If a pure function such as ``forward`` gets an Engine as its Comm, it passes its whole call to the Engine. Results have the
-    same bits as with any other Comm.
+    If a pure function such as ``forward`` gets such a Comm, as a Scheduler is one, it passes its whole call to the Engine.
+    Results have the same bits as with any other Comm.
     """
 
     @abstractmethod
@@ -96,7 +96,14 @@ class Engine(ABC):
 
     @abstractmethod
     def run_value_and_grad(
-        self, loss_fn: Callable[..., Any], params: Any, microbatches: list[Any], residuals: Any, *, sum_in_place: bool
+        self,
+        loss_fn: Callable[..., Any],
+        params: Any,
+        microbatches: list[Any],
+        comm: Comm,
+        residuals: Any,
+        *,
+        sum_in_place: bool,
     ) -> tuple[Any, Any]:
         """Run :func:`~fsharp.value_and_grad` over the microbatches of a batch. ``residuals`` are overwritten.
 
@@ -122,6 +129,11 @@ class Engine(ABC):
 
         Return these parameters; and ``state``, the pair ``(main, opt)``, in the memory in which a TrainState keeps it.
         """
+
+
+def engine_of(comm: Comm) -> Engine | None:
+    """Return the Engine of a Comm; None if the Comm has none."""
+    return getattr(comm, "engine", None)
 
 
 @options_checked
@@ -200,8 +212,8 @@ def reporting_format_errors(comm: Comm, where: str) -> Iterator[None]:
     """Return a context for code that encodes or decodes. A FormatError in it is reported to all other ranks, and raised here.
 
     The other ranks raise the error at their next collective, even if the caller on this rank catches the error. Without the
-    report the other ranks would wait for this rank forever. Afterwards no Comm of these ranks can be used. But if ``comm`` is
-    an :class:`Engine` such as a scheduler, only this Engine cannot be used any more.
+    report the other ranks would wait for this rank forever. Afterwards no Comm of these ranks can be used. But if ``comm`` has
+    an :class:`Engine`, as a scheduler has, only this Engine cannot be used any more.
 
     Every function with a Comm encodes and decodes in this context, or in
     :func:`~fsharp.functional.comm.agree.check_on_all_ranks`.
@@ -209,10 +221,9 @@ def reporting_format_errors(comm: Comm, where: str) -> Iterator[None]:
     try:
         yield
     except FormatError as error:
-        while (inner := getattr(comm, "inner", None)) is not None and not isinstance(comm, Engine):
-            comm = inner
-        if isinstance(comm, Engine):
-            comm.report_failure(error, where)
+        comm = innermost_comm(comm)
+        if (engine := engine_of(comm)) is not None:
+            engine.report_failure(error, where)
         elif (watch := getattr(comm, "watch", None)) is not None:
             watch.statuses.report_failure(error, where)
         raise

@@ -24,7 +24,7 @@ from fsharp.stateful.modules.state_dict import (
     make_parts_whole_,
     scatter_from_rank,
 )
-from fsharp.stateful.runtime.scheduled import ScheduledFunction
+from fsharp.stateful.runtime.scheduler import ScheduledCalls
 from fsharp.torch_compile import uncompiled
 from fsharp.tracebacks import api_boundary, api_context
 
@@ -141,8 +141,8 @@ class ShardedModule(nn.Module):
         return session_of_module(self).scheduler.comm
 
     @property
-    def scheduled_step(self) -> ScheduledFunction:
-        """The scheduled training step, for ``model.scheduled_step.schedule`` and ``model.scheduled_step.start_trace()``."""
+    def scheduled_step(self) -> ScheduledCalls:
+        """The training steps, for ``model.scheduled_step.schedule`` and ``model.scheduled_step.start_trace()``."""
         return session_of_module(self).step.scheduled
 
     @api_context
@@ -161,7 +161,7 @@ class ShardedModule(nn.Module):
         _warn_of_rounded_frozen("unsharded()", session.parameters.values())
         session.step.abandon_forwards("unsharded()")
         session.state.propagate_main_writes()
-        parts = gather_whole_tensors(session.parameters.values(), session.reopened_scheduler.comm_outside_steps)
+        parts = gather_whole_tensors(session.parameters.values(), session.comm_outside_steps)
         full = {part.path: value for part, value in parts}
         shown = zip(full, as_dtensors(full, full.values(), session.calls.dtensor_specs), strict=True)
         parameters = {path: nn.Parameter(x.detach(), x.is_floating_point()) for path, x in shown}
@@ -256,7 +256,7 @@ class ShardedModule(nn.Module):
         if session.is_unsharded:
             raise ScheduleError(f"{where}: inside of unsharded(). Call it outside, or take state_dict(), which is whole here.")
         found: dict[str, Any] = super().state_dict()
-        return found if make_parts_whole_(where, [found], rank, session.reopened_scheduler.comm_outside_steps) else {}
+        return found if make_parts_whole_(where, [found], rank, session.comm_outside_steps) else {}
 
     @api_boundary
     def load_full_state_dict(self, state_dict: Mapping[str, Any] | None, *, rank: int = 0, strict: bool = True) -> Any:
@@ -305,7 +305,7 @@ class ShardedModule(nn.Module):
         chosen = [p for p in session.parameters.values() if id(p) in names and (p.is_trained or not trained)]
         _warn_of_rounded_frozen("full_parameters()", chosen)
         session.state.propagate_main_writes()
-        for part, value in gather_whole_tensors(chosen, session.reopened_scheduler.comm_outside_steps):
+        for part, value in gather_whole_tensors(chosen, session.comm_outside_steps):
             yield names[id(part)], value.clone() if part.spec is None else part.spec.as_dtensor(value).full_tensor()
 
 

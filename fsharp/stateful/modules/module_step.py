@@ -17,7 +17,7 @@ from fsharp.functional.state import update
 from fsharp.stateful.modules.mean_gradients import MeanGradients, unused_parameters
 from fsharp.stateful.modules.module_state import ModuleState
 from fsharp.stateful.modules.parameter import ShardedTensor
-from fsharp.stateful.runtime.scheduler import Scheduler
+from fsharp.stateful.runtime.scheduler import ScheduledCalls, Scheduler
 from fsharp.stateful.runtime.step import Step
 from fsharp.stateful.units.unit_state import UnitState
 from fsharp.tracebacks import api_boundary
@@ -29,7 +29,7 @@ class ModuleStep:
     The first forward that may have a backward opens a step, each backward pass ends a microbatch, and an update ends the step.
 
     Attributes:
-        scheduled: stands for training steps in the scheduler, and is never called; it has their schedule and trace.
+        scheduled: the training steps under the scheduler, with their schedule and trace.
         is_accumulating: whether a backward only adds its gradients to earlier ones, without the reduction to the optimizer.
         has_feedback: whether reductions add the encoding errors of earlier gradients, the residuals of ``state.train_state``.
         updated_by: ``id`` of the optimizer that has made a step since the last forward; None if none has.
@@ -41,7 +41,8 @@ class ModuleStep:
 
     def __init__(self, state: ModuleState, means: MeanGradients, scheduler: Scheduler, paused: Collection[str]) -> None:
         self.state, self.means, self.scheduler, self._paused = state, means, scheduler, paused
-        self.scheduled = scheduler.wrap(lambda: None, "training step")  # never called: the user's calls make its steps
+        self._engine, self._steps = scheduler.engine, scheduler.engine.steps
+        self.scheduled = ScheduledCalls(scheduler, "training step")
         self.has_feedback = state.train_state.residuals is not None
         self.on_backward = partial(_begin_backward_of, weakref.ref(self))
         self._begin_job_generation()
@@ -67,10 +68,10 @@ class ModuleStep:
         self.reopen_scheduler()
         self.propagate_main_writes()
         if self.open_step is None:
-            self.state.pass_writes_to(self.scheduler.add_settings)
+            self.state.pass_writes_to(self._steps.add_settings)
             self.means.drop_gradients()
             self.updated_by = None
-            self.open_step = self.scheduler.open_step(self.scheduled, self.state.train_state.params)
+            self.open_step = self._steps.open_step(self.scheduled.record, self.state.train_state.params)
             self.open_step.set_on_backward(self.on_backward)
             with self._abandoning_on_error():
                 self._begin_gradients()
@@ -84,7 +85,7 @@ class ModuleStep:
         units = [node.unit for node in units_of(state.params)]
         rank = self.scheduler.rank
         _, self._residuals = prepare_residuals("backward()", state.residuals, units, donate=True, step=state.step, rank=rank)
-        self._units = self.scheduler.begin_gradients_of_tree(state.params, {}, sum_in_place=True)
+        self._units = self._engine.begin_gradients_of_tree(state.params, {}, sum_in_place=True)
 
     def propagate_main_writes(self) -> None:
         """Copy the user's writes to main parameters into parameters at rest. A step under way gathers the new values."""
@@ -100,7 +101,7 @@ class ModuleStep:
             with suppress(ScheduleError), self._abandoning_on_error():
                 raise ScheduleError("a backward pass of a module ended in an error")
         if self.open_step is None:
-            self.scheduler.reopen()
+            self._steps.reopen()
 
     @contextmanager
     def _abandoning_on_error(self) -> Iterator[None]:
@@ -108,7 +109,7 @@ class ModuleStep:
         step = self.open_step
         assert step is not None
         try:
-            with self.scheduler.closing_on_error(step):
+            with self._steps.closing_on_error(step):
                 yield
         except BaseException:
             if self.open_step is step:
@@ -119,7 +120,7 @@ class ModuleStep:
 
     def _close_step(self, step: Step) -> None:
         with self._abandoning_on_error():
-            self.scheduler.close_step(step)
+            self._steps.close_step(step)
         self.open_step = self.params = None
 
     def _begin_backward(self) -> None:
@@ -156,12 +157,12 @@ class ModuleStep:
         if step is None or step.uses.forward:  # a forward has called this backward, so the microbatch is not over
             return
         with self._abandoning_on_error():
-            self.scheduler.end_microbatch(self._units, self.params)
+            self._engine.end_microbatch(self._units, self.params, self.scheduler)
             if self.is_accumulating or not self.has_gradients:
                 return
             missing = unused_parameters(self._units, self.scheduler, self._paused)
-            grads = self.scheduler.hand_out_gradients(self._units, self.state.train_state.params)
-            self.means.set_from_sums(self.scheduler.run_reduce_scatter(grads, "optim", {}), missing)
+            grads = self._engine.hand_out_gradients(self._units, self.state.train_state.params)
+            self.means.set_from_sums(self._engine.run_reduce_scatter(grads, "optim", {}), missing)
             if not self._is_discarding:
                 self.means.call_hooks()
 
@@ -177,8 +178,8 @@ class ModuleStep:
         step = self.open_step
         assert step is not None
         self.state.were_main_parameters_written()
-        self.state.pass_writes_to(self.scheduler.add_settings)
-        self.scheduler.add_settings(f"{settings}\n{self.means.changes_text()}")
+        self.state.pass_writes_to(self._steps.add_settings)
+        self._steps.add_settings(f"{settings}\n{self.means.changes_text()}")
         with self._abandoning_on_error():
             self.state.train_state = update(tx, self.means.tree, self.state.train_state, comm=self.scheduler, donate=True)
             self.used_gradients = set(self.means.paths_with_gradient)

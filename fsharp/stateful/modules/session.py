@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from fsharp.errors import FsharpError, LayoutError, ScheduleError, TreeError
+from fsharp.functional.comm.protocol import Comm
 from fsharp.functional.comm.tree_names import with_new_tree_name
 from fsharp.functional.forward import forward
 from fsharp.functional.layout.layout import Layout
@@ -35,7 +36,7 @@ from fsharp.stateful.modules.torch_tools.refusals import NO_COPIES_MESSAGE
 from fsharp.stateful.modules.values.casts import CastDtypes, cast_tensors
 from fsharp.stateful.modules.values.outputs import tensors_in
 from fsharp.stateful.runtime.boundary import in_backward, register_prehooks
-from fsharp.stateful.runtime.scheduler import Scheduler
+from fsharp.stateful.runtime.scheduler import ScheduledFunction, Scheduler
 from fsharp.torch_compile import skip_frame, uncompiled
 from fsharp.tracebacks import api_boundary, hide_frames
 
@@ -65,7 +66,7 @@ class Session:
         specs: Mapping[str, DTensorSpec],
     ) -> None:
         self.layout, self.scheduler, self.casts = layout, scheduler, casts
-        scheduler.keep_main_copies_on_device()  # the module shows main copies
+        scheduler.engine.keep_main_copies_on_device()  # the module shows main copies
         self.state = ModuleState(state, scheduler)
         self.parameters: dict[str, ShardedParameter] = {}
         self.paused: set[str] = set()
@@ -74,7 +75,9 @@ class Session:
         self.step = ModuleStep(self.state, means, scheduler, self.paused)
         self._trained = set[str]()  # paths of trained parameters
         self.is_unsharded = self.is_averaged = False
-        self._evaluation = scheduler.wrap(lambda run, params, comm: run(ParameterSource(params, comm)), "evaluation")
+        self._evaluation = ScheduledFunction(
+            scheduler, lambda run, params, comm: run(ParameterSource(params, comm)), "evaluation"
+        )
 
     @uncompiled
     def call_module(
@@ -139,9 +142,10 @@ class Session:
             call.compute(source, [])
             return call.out
         units = nodes[0] if len(nodes) == 1 else nodes
-        if source.comm is self.scheduler and self.scheduler.can_run_forward((units, ties)):
+        engine = self.scheduler.engine
+        if source.comm is self.scheduler and engine.can_run_forward((units, ties)):
             compute = partial(call.compute, source)
-            return call.result_with_tensors(self.scheduler.run_forward(compute, (nodes, ties), call.flat, {}, as_leaves=True))
+            return call.result_with_tensors(engine.run_forward(compute, (nodes, ties), call.flat, {}, as_leaves=True))
         compute = partial(call.compute_with_param_trees, source)
         release = not gathered.has_inner_modules
         return call.result_with_tensors(forward(compute, nodes, *call.flat, comm=source.comm, ties=ties, release=release))
@@ -157,7 +161,7 @@ class Session:
             self.state.renew_residuals()
         if len(self.state.loaded) == 2:
             self.state.loaded.clear()
-            self.scheduler.reset_history()
+            self.scheduler.engine.steps.reset_history()
             with_new_tree_name((self.state.train_state.params, self.state.train_state.main), self.scheduler)
 
     @property
@@ -166,12 +170,20 @@ class Session:
         self.step.reopen_scheduler()
         return self.scheduler
 
+    @property
+    def comm_outside_steps(self) -> Comm:
+        """The Comm for collectives outside of steps, such as ``part.sum()``. All ranks have to read this property.
+
+        Its labels have a digest of all settings so far. Like :attr:`reopened_scheduler` it reopens the scheduler.
+        """
+        return self.scheduler.engine.steps.labelling_outside_steps(self.reopened_scheduler)
+
     def wait_before_write(self) -> None:
         """Wait for gathers under way, before a write: they read parameters for the next step, or write updated parameters."""
         for node in units_of(self.state.train_state.params):
             with suppress(FsharpError):  # a failed gather is over, and the next use of its parameters raises its error
                 _ = node.buffers
-        self.scheduler.lanes.stream_wait_lanes("gather")
+        self.scheduler.engine.steps.lanes.stream_wait_lanes("gather")
 
     def add_write_to_labels(self, part: ShardedTensor, what: str) -> None:
         """If ``part`` is a parameter or a gradient, add ``what``, text about a write to it, to labels of later collectives.
@@ -183,7 +195,7 @@ class Session:
         if gradient is not None and gradient.untyped_storage().data_ptr() == memory:
             self.step.means.edits.append(f"{what} {part.path}")
         elif parameter.untyped_storage().data_ptr() == memory:
-            self.scheduler.add_settings(f"{what} {part.path}")
+            self.scheduler.engine.steps.add_settings(f"{what} {part.path}")
 
     def full_parameter_in_backward(self, part: ShardedTensor) -> torch.Tensor | None:
         """Return the whole parameter while its unit's backward is under way, for activation checkpointing; else None."""

@@ -5,10 +5,10 @@ from collections.abc import Iterable
 import torch
 
 from fsharp.errors import ScheduleError
+from fsharp.stateful.runtime.call_record import CallRecord
 from fsharp.stateful.runtime.compiled import BoundSchedule, describe_first_mismatch
 from fsharp.stateful.runtime.executor import Executor
 from fsharp.stateful.runtime.recorder import TraceRecorder
-from fsharp.stateful.runtime.scheduled import ScheduledFunction
 from fsharp.stateful.schedule.policy import SchedulePolicy
 from fsharp.stateful.units.registry import UnitRegistry
 from fsharp.stateful.units.unsharded import buffers_stamp
@@ -28,18 +28,18 @@ class Arena:
         self.schedule: BoundSchedule | None = None
 
     @torch.inference_mode(False)  # the memory outlives an evaluation
-    def bind_next_schedule(self, scheduled: ScheduledFunction, functions: Iterable[ScheduledFunction]) -> BoundSchedule | None:
+    def bind_next_schedule(self, record: CallRecord, records: Iterable[CallRecord]) -> BoundSchedule | None:
         """Give the arena to the schedule of a function's next step. Return this schedule; None if there is none that fits.
 
-        ``functions``: all functions that use the arena; if it grows, their schedules are unbound. ScheduleError: the schedule
-        that the user has passed to ``follow()`` does not fit the units.
+        ``records``: those of all functions that use the arena; if it grows, their schedules are unbound. ScheduleError: the
+        schedule that the user has passed to ``follow()`` does not fit the units.
         """
-        units, schedule = self._registry.units, scheduled.schedule
-        bound = scheduled.programs.bound.get(id(schedule))
+        units, schedule = self._registry.units, record.programs.expected_schedule
+        bound = record.programs.bound.get(id(schedule))
         if schedule is not None and (bound is None or not bound.is_bound_to(units)):
             bound = None
             why = describe_first_mismatch(schedule, units)
-            if why and scheduled.programs.pinned is not None:
+            if why and record.programs.pinned is not None:
                 raise ScheduleError(
                     f"follow(): the schedule does not fit: {why}. Call the function once before, and follow a schedule of the "
                     "same trees, strategy and policy."
@@ -51,14 +51,14 @@ class Arena:
         if len(self.memory) < schedule.arena:
             self._release_schedule()
             self.memory = self._executor.transport.allocate_arena(schedule.arena, self._policy.arena_memory)
-            for each in functions:
+            for each in records:
                 each.programs.bound.clear()
             for unit in units.values():
                 if unit.gradient is not None:
                     unit.gradient.drop_arena_memory()
         if bound is None or bound.arena is not self.memory:
             bound = BoundSchedule(schedule, units, self.memory, self._executor)
-            scheduled.programs.bound[id(schedule)] = bound
+            record.programs.bound[id(schedule)] = bound
             self._executor.lanes.drop_events_when_collected(bound, bound.number)
         if self.schedule is not bound:
             self._release_schedule()
@@ -92,9 +92,9 @@ class Arena:
                     unsharded.release()
                 self._executor.action_of(bound)()
 
-    def gather_for_next_step(self, scheduled: ScheduledFunction, recorder: TraceRecorder | None) -> None:
+    def gather_for_next_step(self, record: CallRecord, recorder: TraceRecorder | None) -> None:
         """At the end of a step, gather the first units of the function's next step."""
-        bound = scheduled.programs.bound.get(id(scheduled.schedule))
+        bound = record.programs.bound.get(id(record.programs.expected_schedule))
         if bound is None or not bound.carried or not bound.is_bound_to(self._registry.units):
             return
         if bound is not self.schedule:

@@ -11,7 +11,7 @@ from fsharp.functional.layout.runs import has_stochastic_wire
 from fsharp.functional.layout.sharded import units_of
 from fsharp.functional.loss import Metrics
 from fsharp.functional.state import TrainState
-from fsharp.stateful.runtime.scheduled import ScheduledFunction
+from fsharp.stateful.runtime.scheduler import ScheduledFunction
 from fsharp.stateful.schedule.policy import SchedulePolicy
 from fsharp.tracebacks import api_boundary
 from fsharp.type_checks import options_checked
@@ -39,7 +39,7 @@ class CapturedStep:
     """
 
     def __init__(self, scheduled: ScheduledFunction, state: TrainState, batch: Any, *, warmup: int = 3) -> None:
-        scheduler = scheduled.scheduler
+        scheduler, lanes = scheduled.scheduler, scheduled.scheduler.engine.steps.lanes
         _check_capturable(scheduler.device, scheduler.policy, state, warmup)
         self._scheduled = scheduled  # keeps the memory in which the graph works
         self._batch = optree.tree_map(lambda x: x.clone() if isinstance(x, torch.Tensor) else x, batch)
@@ -51,14 +51,14 @@ class CapturedStep:
         torch.cuda.synchronize(scheduler.device)
         held, before = optree.tree_leaves(state.params), _tensor_addresses(state)
         self._graph = torch.cuda.CUDAGraph()
-        scheduler.lanes.drop_all_events()  # a capture may not wait for events outside, nor work outside for events of a capture
+        lanes.drop_all_events()  # a capture may not wait for events outside, nor work outside for events of a capture
         try:
             with torch.cuda.graph(self._graph):
                 state, metrics = scheduled(state, self._batch)
                 if optree.tree_leaves(state.main):
                     state = state._replace(params=_copy_params_into(state.params, held))
         finally:
-            scheduler.lanes.drop_all_events()
+            lanes.drop_all_events()
         self._metrics: Metrics = metrics
         if before != _tensor_addresses(state):
             raise ScheduleError(
@@ -75,11 +75,11 @@ class CapturedStep:
                 value other than a tensor, which the graph would repeat; this error closes the scheduler on all ranks.
             AgreementError: another rank has failed.
         """
-        self._scheduled.scheduler.check_open()
+        self._scheduled.scheduler.engine.steps.check_open()
         try:
             pairs = pairs_to_copy(self._batch, batch)
         except ScheduleError as error:
-            self._scheduled.scheduler.close_after_error(error)  # other ranks may have replayed the step
+            self._scheduled.scheduler.engine.steps.close_after_error(error)  # other ranks may have replayed the step
             raise
         for held, new in pairs:
             held.copy_(new, non_blocking=True)

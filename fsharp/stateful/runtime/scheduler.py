@@ -1,64 +1,29 @@
 """Scheduler: a Comm that runs pure functions by a schedule, with the same bits as any other Comm."""
 
-import copy
-import threading
-import weakref
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import asdict, replace
-from functools import partial
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
 
-from fsharp.errors import CommError, ScheduleError
-from fsharp.functional.comm.agree import agree, all_gather_fixed_size
+from fsharp.errors import ScheduleError
 from fsharp.functional.comm.process_group import ProcessGroupComm
-from fsharp.functional.comm.protocol import Comm, CountingComm, DelegatingComm, LabelPrefixComm, innermost_comm
+from fsharp.functional.comm.protocol import Comm, DelegatingComm, innermost_comm
 from fsharp.functional.comm.restart_replay import restart_replay
-from fsharp.functional.comm.settings_digests import SettingsHistory
 from fsharp.functional.comm.tree_names import TreeNameCounters, tree_name_counters_of
-from fsharp.functional.layout.sharded import Sharded
-from fsharp.stateful.runtime.arena import Arena
-from fsharp.stateful.runtime.boundary import in_backward
-from fsharp.stateful.runtime.executor import Executor
-from fsharp.stateful.runtime.scheduled import FunctionRegistry, ScheduledFunction
-from fsharp.stateful.runtime.scheduled_engine import HandedOutGradients, ScheduledEngine
-from fsharp.stateful.runtime.step import Step
-from fsharp.stateful.schedule.compile import compile_schedule
+from fsharp.stateful.runtime.call_record import CallStatus
+from fsharp.stateful.runtime.engine import ScheduledEngine
+from fsharp.stateful.runtime.recorder import TraceRecorder
+from fsharp.stateful.runtime.step_lifecycle import StepLifecycle
 from fsharp.stateful.schedule.policy import SchedulePolicy
-from fsharp.stateful.schedule.program import Program, count_gradients
 from fsharp.stateful.schedule.schedule import Schedule
-from fsharp.stateful.transport.base import ProcessGroups, Transport
-from fsharp.stateful.transport.blocking import BlockingTransport
-from fsharp.stateful.transport.gloo import GlooTransport
-from fsharp.stateful.transport.nccl import NcclTransport
-from fsharp.stateful.transport.streams import Lanes, lanes_for
-from fsharp.stateful.units.pending import is_pending
-from fsharp.stateful.units.registry import UnitRegistry
-from fsharp.stateful.units.unit_state import UnitState
+from fsharp.stateful.timing.trace import Trace
 from fsharp.stateful.verify.verify import verify
+from fsharp.torch_compile import uncompiled
 from fsharp.tracebacks import api_boundary
 from fsharp.type_checks import options_checked
 
 
-class StepUnderWay(NamedTuple):
-    """The step under way, with its function and thread. ``title``: its name in labels, without the digest of settings."""
-
-    step: Step
-    scheduled: ScheduledFunction
-    title: str
-    thread: int
-
-    def check_thread(self) -> None:
-        """Raise an error if this thread is not the step's thread."""
-        if threading.get_ident() != self.thread and not in_backward():
-            raise ScheduleError(
-                "Scheduler: a step is under way in another thread. Call all functions of a scheduler in one thread, or give "
-                "each thread a scheduler of its own."
-            )
-
-
 @options_checked
-class Scheduler(DelegatingComm, ScheduledEngine):
+class Scheduler(DelegatingComm):
     """A Comm that runs training steps by a schedule: collectives overlap compute, and results have the same bits.
 
     ``scheduler(step)`` wraps a function that has an argument ``comm``. The first call of the wrapped function records the order
@@ -77,6 +42,11 @@ class Scheduler(DelegatingComm, ScheduledEngine):
         policy: what the schedule may do, such as how far ahead it gathers; see :class:`SchedulePolicy`.
         options: fields of a :class:`SchedulePolicy`, in place of ``policy``.
 
+    Attributes:
+        comm: the Comm of the constructor; pass it to code whose collectives are not part of a step.
+        policy: the policy.
+        engine: runs the pure functions that get this scheduler as their Comm.
+
     Raises:
         ScheduleError: both ``policy`` and ``options`` are given, or a value is out of range.
     """
@@ -84,7 +54,7 @@ class Scheduler(DelegatingComm, ScheduledEngine):
     def __init__(self, comm: Comm, *, policy: SchedulePolicy | None = None, **options: Any) -> None:
         if policy is not None and options:
             raise ScheduleError(f"Scheduler(): got a policy and {sorted(options)}: pass one or the other.")
-        super().__init__(comm)
+        self.comm, self.mesh, self.rank, self.device = comm, comm.mesh, comm.rank, comm.device
         self.policy = policy or SchedulePolicy(**options)
         if self.policy.separate_groups is None:
             self.policy = replace(self.policy, separate_groups=comm.device.type == "cpu")
@@ -94,51 +64,11 @@ class Scheduler(DelegatingComm, ScheduledEngine):
                 f"Scheduler(): arena_memory is {self.policy.arena_memory!r}, which needs ranks over NCCL, got "
                 f"{type(inner).__name__} on {comm.device}. Pass arena_memory='allocator'."
             )
-        self._functions, self._history = FunctionRegistry(), SettingsHistory()
-        self._closed: str | None = None
-        restart_replay.record_for_replay(lambda: self.close_after_error(CommError("a rank was restarted")))
-        self._renew_executor(lanes_for(comm.device))
-        restart_replay.record_for_replay(partial(self._begin_job_generation, self.own, self.executor))
+        self.engine = ScheduledEngine(StepLifecycle(comm, self.policy))
 
-    def _begin_job_generation(self, own: Comm, executor: Executor) -> None:
-        """Drop all schedules and steps for a new generation of the job, and use ``own`` and ``executor`` of the constructor."""
-        self._closed, self._history = None, SettingsHistory()
-        self.own, self.executor = own, executor
-        executor.begin_job_generation()
-        self._functions.begin_job_generation()
-        self._reset_units()
-
-    def _renew_executor(self, lanes: Lanes) -> None:
-        self.own = _with_own_numbering(self.comm)
-        separate_groups = bool(self.policy.separate_groups)
-        transport = _transport_over(self.own, separate_groups=separate_groups)
-        self.executor = Executor(transport, lanes, self.comm, self.own, separate_groups=separate_groups)
-        self._reset_units()
-
-    def _reset_units(self) -> None:
-        self.registry = UnitRegistry(trivial=self.policy.trivial_axes)
-        self.arena = Arena(self.executor, self.registry, self.policy)
-        self._now: StepUnderWay | None = None
-        self._unscheduled_steps = weakref.WeakSet[Step]()  # a step for calls outside of scheduled functions
-        self.num_updates = 0
-
-    def reopen(self) -> None:
-        """Open the scheduler again on all ranks after an error, with new process groups and the same schedules."""
-        if self._closed is not None:
-            self._closed = None
-            self._renew_executor(self.lanes)
-            self._functions.unbind_all_schedules()
-
-    def set_lanes(self, lanes: Lanes) -> None:
-        """Run all later ops on these lanes."""
-        self.executor.set_lanes(lanes)
-        for scheduled in self._functions:
-            for compiled in scheduled.programs.bound.values():
-                compiled.bind_ops(self.executor)
-
-    def report_failure(self, error: Exception, where: str) -> None:
-        """Tell other ranks that this rank has failed. All later collectives of this scheduler then raise an error."""
-        self.executor.report_failure(error, where)
+    def __call__(self, fn: Callable[..., Any]) -> "ScheduledFunction":
+        """Return a function that calls ``fn`` with this scheduler as its argument ``comm``, and follows a schedule."""
+        return ScheduledFunction(self, fn, getattr(fn, "__qualname__", type(fn).__name__))
 
     @property
     def tree_name_counters(self) -> TreeNameCounters | None:
@@ -150,248 +80,81 @@ class Scheduler(DelegatingComm, ScheduledEngine):
 
     def _comm_and_label(self, label: str, *call: Any) -> tuple[Comm, str]:
         """Return the Comm for a user's own collective, and ``label`` with the step. Raise an error after the close."""
-        self._check_open_on_this_rank()
-        self.executor.make_process_groups()
-        return self.own, self.executor.with_step_prefix(label or "a call of the Comm")
+        steps = self.engine.steps
+        return steps.comm_for_users(), steps.executor.with_step_prefix(label or "a call of the Comm")
 
-    def add_settings(self, text: str) -> None:
-        """Add settings that have to be equal on all ranks, a field in each line.
 
-        Labels of later collectives have a digest of all settings. So if settings differ between ranks, a collective raises an
-        error that names the different settings.
-        """
-        self._history.add_settings(text)
-        if self._now is not None:
-            self.executor.set_label_names(step=f"{self._now.title}{self._history_suffix}")
+class ScheduledCalls:
+    """The calls of one function under a scheduler, or the training steps of one module: their schedules, and how calls went.
 
-    def reset_history(self) -> None:
-        """Drop earlier steps and settings from labels of collectives, once all ranks have loaded the same values."""
-        self._history, self.num_updates = SettingsHistory(), 0
-        for scheduled in self._functions:
-            scheduled.restart_call_count()
+    Attributes:
+        scheduler: the scheduler.
+        record: what the calls have done.
+    """
+
+    def __init__(self, scheduler: Scheduler, name: str) -> None:
+        self.scheduler, self.record = scheduler, scheduler.engine.steps.records.add_record(name)
 
     @property
-    def settings(self) -> str:
-        """All settings so far, for ranks to compare: a digest of older ones, then lines ``name=value``."""
-        return self._history.text_to_compare
+    def schedule(self) -> Schedule | None:
+        """The schedule that is predicted for the next call; None if there is none."""
+        return self.record.programs.expected_schedule
 
     @property
-    def comm_outside_steps(self) -> Comm:
-        """A Comm for collectives outside of steps, such as ``part.sum()``. Its labels have a digest of all settings so far."""
-        return self if self._now is not None else LabelPrefixComm(self, f"after history {self._history.digest or 'none'}: ")
+    def num_unscheduled_calls(self) -> int:
+        """Number of calls that did not follow a schedule to the end."""
+        return self.record.programs.num_unscheduled_calls
 
-    @property
-    def _history_suffix(self) -> str:
-        return f" of history {self._history.digest}" if self._history.digest else ""
-
-    def __call__(self, fn: Callable[..., Any]) -> ScheduledFunction:
-        """Return a function that calls ``fn`` with this scheduler as its argument ``comm``, and follows a schedule."""
-        return self.wrap(fn, getattr(fn, "__qualname__", type(fn).__name__))
-
-    def wrap(self, fn: Callable[..., Any], name: str) -> ScheduledFunction:
-        """Return ``scheduler(fn)``, with a name for labels of collectives. A second function of the same name gets a number."""
-        return self._functions.wrap(self, fn, name)
-
-    def call_scheduled(self, scheduled: ScheduledFunction, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Call a scheduled function. Inside of another scheduled function the call is part of that function's step."""
-        if self._now is not None:
-            self._now.check_thread()
-            return scheduled.fn(*args, comm=self, **kwargs)
-        step = self.open_step(scheduled, (args, kwargs))
-        with self.closing_on_error(step):
-            result = scheduled.fn(*args, comm=self, **kwargs)
-            self.close_step(step)
-        return result
-
-    def open_step(self, scheduled: ScheduledFunction, inputs: Any) -> Step:
-        """Begin a step of a scheduled function. All calls until :meth:`close_step` are part of the step."""
-        with self.closing_on_error():
-            self._check_open_on_this_rank()
-            self._history.begin_step()
-            title = f"{scheduled.name_next_call()} after {self.num_updates} updates"
-            self.executor.begin_step(f"{title}{self._history_suffix}")
-            self.registry.begin_step()
-            for key, node in scheduled.nodes_by_unit(inputs).items():
-                self.registry.bind_unbound_node(key, node)
-            schedule = self.arena.bind_next_schedule(scheduled, self._functions)
-            recorder = scheduled.recorder if schedule is not None else None
-            step = Step(self.executor, schedule, self.units, recorder)
-            self._now = StepUnderWay(step, scheduled, title, threading.get_ident())
-            self.lanes.set_recorder(recorder)
-            observer = None if recorder is None else lambda outcome: recorder.outcomes.append(outcome)  # the list is replaced
-            self.transport.observe_collectives(observer)
-            if recorder is not None:
-                recorder.begin_step()
-            if schedule is not None:
-                self.arena.use_carried_gathers(schedule)
-        return step
-
-    def close_step(self, step: Step) -> None:
-        """End the step, and record its program."""
-        step.end_step()
-        self._record_step_end(step)
-        if step.recorder is not None and step.eager is None:
-            step.recorder.end_step()
-        self._clear_step()
-
-    @contextmanager
-    def closing_on_error(self, step: Step | None = None) -> Iterator[None]:
-        """Close the scheduler on all ranks if an error leaves this context, and ``step`` is None or under way."""
-        try:
-            yield
-        except BaseException as error:
-            if step is None or (self._now is not None and self._now.step is step):
-                self.close_after_error(error)
-            raise
-
-    def close_after_error(self, error: BaseException) -> None:
-        """Close the scheduler after an error: abandon the step under way, and tell other ranks of the error."""
-        if self._closed is not None:
-            return
-        self._closed = f"{type(error).__name__}: {error}"
-        self.executor.report_failure(error, "a call outside of any step")
-        if self._now is not None:
-            self._now.step.abandon()
-        for unit in self.units.values():
-            unit.drop_references()
-            if unit.gradient is not None:
-                unit.gradient.abandon(self._check_open_on_this_rank)
-        self.arena.abandon_gathers()
-        self._clear_step()
+    def status(self) -> CallStatus:
+        """Return whether the last call was recorded, or followed or left its schedule, and the reason."""
+        return self.record.status
 
     @api_boundary
-    def check_open(self) -> None:
-        """Raise an error if this scheduler was closed by an error on this or another rank.
+    def emitted(self) -> Schedule:
+        """Return the ops of the last call, which had no schedule, as a Schedule to print, draw or verify.
 
         Raises:
-            ScheduleError: this scheduler is closed.
-            AgreementError: another rank has failed.
+            ScheduleError: the last call had a schedule, or there was no call.
         """
-        self._check_open_on_this_rank()
-        comm = innermost_comm(self.own)
-        if isinstance(comm, ProcessGroupComm):
-            comm.watch.raise_if_failed()
+        if self.record.emitted is None:
+            raise ScheduleError("emitted(): there is no call, or the last call had a schedule: read `schedule` instead.")
+        return self.record.emitted()
 
-    def _check_open_on_this_rank(self) -> None:
-        if self._closed is not None:
-            why = f"this scheduler was closed by an earlier error: {self._closed}"
-            raise ScheduleError(f"{why}\nMake a new scheduler: fs.Scheduler(comm) of the same Comm works.")
+    @api_boundary
+    def follow(self, schedule: Schedule) -> None:
+        """Follow ``schedule``, such as an edited :attr:`schedule`, from the next call on. Pass an equal schedule on every rank.
 
-    def _clear_step(self) -> None:
-        """Drop the references to the step under way and to its tensors."""
-        self._now = None
-        self._handed_out = HandedOutGradients()
-        self.registry.unbind_nodes()
-        self.executor.set_label_names(step="")
-        for scheduled in self._functions:
-            scheduled.drop_tensors()
-
-    def _record_step_end(self, step: Step) -> None:
-        """Record how a step went, for the schedule of later steps, and gather for the next step if its schedule says so."""
-        assert self._now is not None
-        scheduled = self._now.scheduled
-        for unit in self.units.values():
-            if unit.gradient is not None:
-                unit.gradient.copy_out_held_tensors()
-        if step.used_no_collectives:  # one rank alone may run a local step, so no later label may depend on the step
-            self._history.undo_begin_step()
-            scheduled.record_call("local", "nothing was gathered, reduced or updated, so there is nothing to schedule")
-            return
-        self._functions.record_last_called(scheduled)
-        if step.eager is None and step.schedule is not None:
-            scheduled.programs.record_scheduled_call(step.schedule.schedule.program)
-            scheduled.record_call("planned", "it has followed its schedule to the end")
-            if scheduled.next_called() in (None, scheduled):  # the next step of other functions may begin with any unit
-                self.arena.gather_for_next_step(scheduled, step.recorder if self.arena.schedule is step.schedule else None)
-        else:
-            self._record_unscheduled_step(scheduled, step)
-
-    def _record_unscheduled_step(self, scheduled: ScheduledFunction, step: Step) -> None:
-        """Record the program of a step that did not follow a schedule to the end."""
-        trained, updated = step.trained, step.updated
-        order = dict.fromkeys([e.unit for e in step.events if e.unit]) | trained | updated
-        gradients = count_gradients(step.events)
-        units, several = [], step.num_microbatches > 1
-        for k in order:
-            known = {"trained": k in trained, "updated": k in updated, "several_uses": any(each[k] > 1 for each in gradients)}
-            own = self.units[k].facts(**known, several_microbatches=several, keep_gradients=self.policy.keep_gradients)
-            units.append(own)
-        program = Program(tuple(units), tuple(step.events))
-        was_planned, held = step.schedule is not None, list(step.uses.held)
-        scheduled.programs.record_unscheduled_call(
-            program, partial(self._compile_on_all_ranks, has_held_parameters=bool(held)), left=was_planned
-        )
-        emitted: Callable[[], Schedule] | None = None
-        assert step.eager is not None
-        if not was_planned:
-            emitted = partial(
-                step.eager.as_schedule, dict(self.units), program.events, self.policy, trained=trained, updated=updated
-            )
-        why = f"its schedule did not have {step.eager.left_at} next" if was_planned else "no schedule was expected to fit"
-        if held:
-            why = f"a caller holds parameters of units {held} after their use, and a schedule would reuse their memory"
-        scheduled.record_call("left" if was_planned else "recorded", why, emitted)
-        schedules = [schedule for each in self._functions for schedule in each.programs.schedules]  # of all units in use
-        self.registry.remove_unused({facts.name for schedule in schedules for facts in schedule.program.units})
-
-    def _compile_on_all_ranks(self, program: Program, *, has_held_parameters: bool) -> Schedule | None:
-        """Return the schedule of a program, equal on all ranks; None if on any rank parameters are held after their use."""
-        self.executor.make_process_groups()
-        if b"1" in all_gather_fixed_size(b"1" if has_held_parameters else b"0", self.own):
-            return None
-        schedule = compile_schedule(program, self.policy, has_streams=self.device.type != "cpu")
+        Raises:
+            ScheduleError: ``schedule`` uses memory or gradients wrongly. If it does not fit the units, the next call raises.
+        """
         verify(schedule)
-        policy = "\n".join(f"{name}={value}" for name, value in asdict(self.policy).items())
-        fields = {"policy": policy, "schedule": "\n".join(schedule.lines())}
-        agree("Scheduler: the schedule of a step", fields, self.own)
-        return schedule
+        restart_replay.run_and_record(lambda: self.record.programs.pin_schedule(schedule))
 
-    def unit_of(self, node: Sharded) -> UnitState:
-        """Return the unit to which ``node`` is bound in this step; bind the node first if it is new."""
-        unit = self.registry.find_unit(node)
-        if unit is None:
-            unit = self.registry.bind_or_make_unit(node)
-            if self._now is not None:
-                self._now.scheduled.record_argument_position(unit.key, node)
-        if unit.node is None or (node.lazy is not None and is_pending(node)):
-            unit.bind_node(node)
-        return unit
-
-    def record_replaced(self, old: Sharded, unit: UnitState, new: Sharded) -> None:
-        """Record that the node ``new`` replaces ``old`` as the parameters of a unit."""
-        self.registry.bind_node(unit, new, replaced=old)
-
-    def current_step(self) -> Step:
-        """Return the step under way; outside of scheduled functions, a step that has no schedule and is not recorded."""
-        if (now := self._now) is not None:
-            if threading.get_ident() != now.thread:
-                now.check_thread()
-            return now.step
-        step = next(iter(self._unscheduled_steps), None)
-        if step is None:
-            self._check_open_on_this_rank()
-            self.registry.unbind_nodes()
-            step = Step(self.executor, None, self.units)
-            self._unscheduled_steps.add(step)
-        return step
+    def start_trace(self) -> Trace:
+        """Begin to measure the steps that follow a schedule, and return the trace that collects the measurements."""
+        trace, executor = Trace(), self.scheduler.engine.steps.executor
+        self.record.set_recorder(TraceRecorder(trace, self.scheduler.device, executor.total_waited_s))
+        return trace
 
 
-def _with_own_numbering(comm: Comm) -> Comm:
-    """Return a Comm of the same ranks with its own numbering of collectives."""
-    if isinstance(comm, CountingComm):
-        other = copy.copy(comm)  # shares the counter
-        other.inner = _with_own_numbering(comm.inner)
-        return other
-    return comm.with_own_numbering() if isinstance(comm, ProcessGroupComm) else comm
+class ScheduledFunction(ScheduledCalls):
+    """The function that ``scheduler(fn)`` returns: ``fn`` without its argument ``comm``. Its calls follow schedules."""
 
+    def __init__(self, scheduler: Scheduler, fn: Callable[..., Any], name: str) -> None:
+        super().__init__(scheduler, name)
+        self._fn = fn
 
-def _transport_over(comm: Comm, *, separate_groups: bool) -> Transport:
-    """Return the transport for a Comm. Gathers and reductions may have separate process groups."""
-    inner, counters = comm, list[CountingComm]()
-    while isinstance(inner, CountingComm):
-        counters.append(inner)
-        inner = inner.inner
-    if not isinstance(inner, ProcessGroupComm):
-        return BlockingTransport(comm)
-    kind = NcclTransport if inner.is_nccl else GlooTransport
-    return kind(inner, ProcessGroups(inner, separate=separate_groups), counters)
+    @uncompiled
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the function. The first call records the order of its units; later calls follow a schedule.
+
+        A call inside of another scheduled function of the same scheduler is part of that function's step.
+        """
+        steps = self.scheduler.engine.steps
+        if steps.is_step_under_way():
+            return self._fn(*args, comm=self.scheduler, **kwargs)
+        step = steps.open_step(self.record, (args, kwargs))
+        with steps.closing_on_error(step):
+            result = self._fn(*args, comm=self.scheduler, **kwargs)
+            steps.close_step(step)
+        return result

@@ -101,7 +101,11 @@ def test_one_communicator_over_nccl_and_two_groups_over_gloo(accelerator, monkey
         monkeypatch.setattr(comm, "new_group", made.append)
         scheduler = fs.Scheduler(comm)
         assert scheduler.policy.separate_groups is False
-        assert scheduler.transport.groups("gather", "dp") is scheduler.transport.groups("reduce", "dp") is comm.group("dp")
+        assert (
+            scheduler.engine.steps.executor.transport.groups("gather", "dp")
+            is scheduler.engine.steps.executor.transport.groups("reduce", "dp")
+            is comm.group("dp")
+        )
         assert not made
     assert fs.Scheduler(fs.SingleComm()).policy.separate_groups is True
     assert fs.SchedulePolicy().separate_groups is None

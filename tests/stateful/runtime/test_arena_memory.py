@@ -93,7 +93,7 @@ def test_steps_in_registered_memory_have_the_same_bits(comm, memory, request):
     expected, _ = losses(comm, "allocator")
     found, scheduler = losses(comm, memory)
     assert found == expected
-    scheduler.transport._registered.deregister()
+    scheduler.engine.steps.executor.transport._registered.deregister()
 
 
 def test_all_communicators_know_the_arena_once(backend, accelerator, monkeypatch, tmp_path):
@@ -101,10 +101,10 @@ def test_all_communicators_know_the_arena_once(backend, accelerator, monkeypatch
         _, scheduler = losses(comm, "symmetric")
         ((what, pool, is_symmetric),) = backend.notes
         assert (what, is_symmetric) == ("register", True)
-        assert pool.nbytes == len(scheduler.arena.memory) > 0
+        assert pool.nbytes == len(scheduler.engine.steps.arena.memory) > 0
         backend.notes.clear()
         device.syncs.clear()
-        scheduler.transport.allocate_arena(64, "symmetric")
+        scheduler.engine.steps.executor.transport.allocate_arena(64, "symmetric")
         assert [each[0] for each in backend.notes] == ["deregister", "register"], "the new arena takes the old one's place"
         assert backend.notes[0][1] is pool
         assert [each.what for each in device.syncs] == ["synchronize"], "the device may still use the old memory"
@@ -119,7 +119,7 @@ def test_after_an_error_nothing_is_asked_of_communicators_that_are_gone(backend,
     with virtual_nccl(monkeypatch, tmp_path) as comm, accelerator():
         _, scheduler = losses(comm, "registered")
         backend.notes.clear()
-        scheduler.own.watch.report_failure(ValueError("a batch of 0 tokens"), "a test")
+        scheduler.engine.steps.own.watch.report_failure(ValueError("a batch of 0 tokens"), "a test")
         fs.destroy()
         assert not backend.notes
 

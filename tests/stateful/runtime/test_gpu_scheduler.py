@@ -82,7 +82,7 @@ def test_deleting_the_scheduler_frees_its_memory(comm):
     scheduled = scheduler(fs.train_step(loss_fn, tx, donate=True))
     for batch in batches(3):
         state, metrics = scheduled(state, batch)
-    assert len(scheduler.arena.memory) == scheduled.schedule.arena > 0
+    assert len(scheduler.engine.steps.arena.memory) == scheduled.schedule.arena > 0
     torch.cuda.synchronize()
     del metrics, batch
     gc.disable()
@@ -100,7 +100,7 @@ def test_gathers_run_on_a_stream_of_their_own(comm):
     state = start(comm, fs.zero3, tx)
     for batch in batches(3):
         state, _ = scheduled(state, batch)
-    streams = scheduler.lanes.streams
+    streams = scheduler.engine.steps.lanes.streams
     assert set(streams) == {"gather", "reduce"}
     assert len({s.stream_id for s in streams.values()} | {torch.accelerator.current_stream().stream_id}) == 3
 

@@ -107,7 +107,7 @@ def outlive(comm, *, strategy="zero3", again):
             state, _, grads, reduced = step(state, batch)
         kept, held = buffers(grads), copied(grads)
         assert in_arena(scheduler, kept) == 0
-        arena = StorageWeakRef(scheduler.arena.memory.untyped_storage())
+        arena = StorageWeakRef(scheduler.engine.steps.arena.memory.untyped_storage())
         if again:  # the next step is elsewhere
             state, _, grads, reduced = step(state, my_batches(comm, 1)[0])
         del scheduler, step, grads, reduced

@@ -48,7 +48,7 @@ def test_a_captured_step_refuses_what_its_graph_would_not_see(change, match):
 def test_all_ranks_hear_of_a_batch_that_one_rank_refuses():
     def rank_fn(comm):
         scheduler = fs.Scheduler(comm)
-        innermost_comm(scheduler.own).watch.start_failure_monitor(0.05)  # as over NCCL
+        innermost_comm(scheduler.engine.steps.own).watch.start_failure_monitor(0.05)  # as over NCCL
         captured = CapturedStep.__new__(CapturedStep)  # to capture takes a GPU
         captured._scheduled, captured._batch = SimpleNamespace(scheduler=scheduler), {"x": torch.zeros(2)}
         captured._graph, captured._metrics = SimpleNamespace(replay=lambda: None), None

@@ -113,10 +113,10 @@ def test_what_ranks_compare_does_not_depend_on_evaluations_of_one_rank(last):
         state = fs.init_state(tx, fs.shard({"layers": [tree]}, layout, comm), comm=comm)
         step, evaluate = scheduler(fs.train_step(loss_fn, tx)), scheduler(loss_fn)
         for i in range(3):
-            scheduler.add_settings(f"a of step {i}")
+            scheduler.engine.steps.add_settings(f"a of step {i}")
             if comm.rank == 0:
                 evaluate(state.params, X)
-            scheduler.add_settings(last if comm.rank == 0 and i == 1 else "b")
+            scheduler.engine.steps.add_settings(last if comm.rank == 0 and i == 1 else "b")
             state, _ = step(state, X)
 
     if last == "b":

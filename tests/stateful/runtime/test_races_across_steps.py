@@ -55,19 +55,19 @@ def an_arena_that_grows(scheduler, large, batches):
     large, _ = steps[1](large, batches[0])
     for batch in batches:
         small, _ = steps[0](small, batch)
-    before = len(scheduler.arena.memory)
+    before = len(scheduler.engine.steps.arena.memory)
     steps[1](large, batches[0])
-    assert len(scheduler.arena.memory) > before
+    assert len(scheduler.engine.steps.arena.memory) > before
 
 
 def looked_at_by_several_streams(scheduler, state, batches):
     step = scheduler(fs.train_step(loss_fn, TX))
     for batch in batches:
         state, _ = step(state, batch)
-        with scheduler.lanes.on_lane("the user's"):
+        with scheduler.engine.steps.lanes.on_lane("the user's"):
             [buffer.sum() for buffer in buffers(state.params)]
         [buffer.sum() for buffer in buffers(state.params)]
-        scheduler.lanes.stream_wait_lanes("the user's")
+        scheduler.engine.steps.lanes.stream_wait_lanes("the user's")
 
 
 def replaced(scheduler, state, batches, *, donate=False):

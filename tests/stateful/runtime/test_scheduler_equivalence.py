@@ -139,7 +139,7 @@ def measure(comm, strategy, microbatches, precision="float32", **policy):
     counting, tx = fs.collectives.CountingComm(comm), fs.optim.adamw(1e-2)
     state = make_state(comm, strategy, tx=tx, precision=PRECISIONS.get(precision, precision))
     scheduler = fs.Scheduler(counting, policy=DebugPolicy(poison=True, **policy))
-    memory = WatchedMemory(scheduler.executor)
+    memory = WatchedMemory(scheduler.engine.steps.executor)
     step = scheduler(fs.train_step(loss_fn, tx, microbatches=microbatches, donate=True))
     for batch in my_batches(comm, 3, size=12):
         counting.calls.clear()

@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fsharp as fs
 from fsharp.errors import CommError, ScheduleError, TreeError
+from fsharp.stateful.runtime.engine import ScheduledEngine
 from fsharp.stateful.transport.base import Work
 from fsharp.stateful.transport.gloo import GlooTransport
 from fsharp.stateful.units.pending import is_pending
@@ -65,7 +66,7 @@ def test_a_scheduler_that_is_a_plain_comm_keeps_nothing_of_trees_that_are_gone(c
     for batch in my_batches(comm, 4):
         state, _ = fs.train_step(loss_fn, make_tx())(state, batch, scheduler)
         evaluate(state.params, batch, scheduler)
-    assert len(scheduler.units) == len(fs.layouts.units_of(state.params))
+    assert len(scheduler.engine.steps.units) == len(fs.layouts.units_of(state.params))
 
 
 @pytest.mark.parametrize("when", ["recorded", "planned"])
@@ -166,8 +167,10 @@ def test_two_threads_wait_for_parameters_that_are_on_their_way():
                 state, _ = call(state, batch)
             nodes = fs.layouts.units_of(state.params)
             [node.buffers for node in nodes]
-            update_gather = fs.Scheduler.run_update_gather
-            monkeypatch.setattr(fs.Scheduler, "run_update_gather", lambda *a, **k: (armed.append(1), update_gather(*a, **k))[1])
+            update_gather = ScheduledEngine.run_update_gather
+            monkeypatch.setattr(
+                ScheduledEngine, "run_update_gather", lambda *a, **k: (armed.append(1), update_gather(*a, **k))[1]
+            )
             state, _ = call(state, my_batches(comm, 1, seed=7)[0])
             node = fs.layouts.units_of(state.params)[0]
             was_arriving = is_pending(node)
@@ -285,7 +288,7 @@ def test_a_function_that_is_not_called_any_more_keeps_no_arena(comm):
     for dim in (16, 64):
         for batch in my_batches(comm, 3):
             states[dim], _ = steps[dim](states[dim], batch)
-        arenas.append(StorageWeakRef(scheduler.arena.memory.untyped_storage()))
+        arenas.append(StorageWeakRef(scheduler.engine.steps.arena.memory.untyped_storage()))
     assert [arena.expired() for arena in arenas] == [True, False]
     assert steps[16].schedule is not None
 

@@ -34,7 +34,10 @@ from tests.scheduling import (
 
 def in_arena(scheduler, tensors):
     """How many of them, which are not empty, are in the scheduler's arena."""
-    first, last = scheduler.arena.memory.data_ptr(), scheduler.arena.memory.data_ptr() + len(scheduler.arena.memory)
+    first, last = (
+        scheduler.engine.steps.arena.memory.data_ptr(),
+        scheduler.engine.steps.arena.memory.data_ptr() + len(scheduler.engine.steps.arena.memory),
+    )
     found = [first <= x.data_ptr() < last for x in tensors if x.numel()]
     assert found
     return sum(found)
@@ -60,7 +63,7 @@ class Late(BlockingTransport):
 
 def late(scheduler):
     """Have collectives be as late as may be."""
-    scheduler.executor.transport = Late(scheduler.comm)
+    scheduler.engine.steps.executor.transport = Late(scheduler.comm)
 
 
 ARRIVALS = {"at once": lambda scheduler: None, "late": late}
@@ -136,7 +139,7 @@ def test_what_leaves_a_step_is_not_in_the_arena(comm, strategy):
     for batch in my_batches(comm, 5):
         state, _, grads, _ = call(state, batch)
         after.append(in_arena(scheduler, buffers(grads)))
-        arenas.add(scheduler.arena.memory.data_ptr())
+        arenas.add(scheduler.engine.steps.arena.memory.data_ptr())
         del grads, _
     assert within == [0, 1, 1, 1, 1]
     assert after == [0] * 5

@@ -50,7 +50,7 @@ class FakeStream:
 def train(lanes, strategy, **policy):
     comm = fs.SingleComm(MESH)
     scheduler = fs.Scheduler(comm, policy=DebugPolicy(sum_late=False, trivial_axes=True, **policy))
-    scheduler.set_lanes(lanes)
+    scheduler.engine.steps.set_lanes(lanes)
     tx = fs.optim.adamw(1e-2)
     state, step = make_state(comm, strategy("dp"), tx=tx), scheduler(fs.train_step(loss_fn, tx, microbatches=2, donate=True))
     for batch in my_batches(comm, 3):
@@ -93,7 +93,7 @@ def test_events_go_with_the_step_that_made_them(monkeypatch):
     lanes = on_fake_streams(monkeypatch, [])
     comm = fs.SingleComm(MESH)
     scheduler = fs.Scheduler(comm, policy=DebugPolicy(sum_late=False, trivial_axes=True))
-    scheduler.set_lanes(lanes)
+    scheduler.engine.steps.set_lanes(lanes)
     tx = fs.optim.adamw(1e-2)
     state, step, held = make_state(comm, fs.zero3("dp"), tx=tx), fs.train_step(loss_fn, tx), []
     for batch in my_batches(comm, 4):

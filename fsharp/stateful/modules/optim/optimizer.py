@@ -441,7 +441,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
         Cost: a gather of all state. Memory: a copy of this rank's state, and one full unit of one kind of state.
         """
-        where, comm = "full_state_dict()", self.session.reopened_scheduler.comm_outside_steps
+        where, comm = "full_state_dict()", self.session.comm_outside_steps
         self._check_is_of_class(where)
         found = self.state_dict()
         return found if make_parts_whole_(where, found["state"].values(), rank, comm, kind_of=lambda key: key) else {}

@@ -377,7 +377,7 @@ def _reduce_parts(name: str, tensors: Sequence[torch.Tensor], reduction: Reducti
                 raise LayoutError(
                     f"{name}() of a part of {first.path!r}, whose ShardedModule was deleted: keep a reference to it."
                 )
-            comm, label = owner.reopened_scheduler.comm_outside_steps, f"{name}() of {first.path!r}{more}"
+            comm, label = owner.comm_outside_steps, f"{name}() of {first.path!r}{more}"
             if reduction.op == "sum":
                 value = comm.all_reduce(value, axis, label=label)
             else:  # a backend's maximum may lose a NaN

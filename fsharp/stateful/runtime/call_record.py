@@ -1,22 +1,15 @@
-"""ScheduledFunction: a function that a scheduler runs, with its recorded programs and a prediction of the next program."""
+"""CallRecord: the programs and schedules of one function's calls, a prediction of the next program, and how calls went."""
 
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
-from fsharp.errors import ScheduleError
-from fsharp.functional.comm.restart_replay import restart_replay
 from fsharp.functional.layout.sharded import Sharded, units_of
 from fsharp.stateful.runtime.compiled import BoundSchedule
 from fsharp.stateful.runtime.recorder import TraceRecorder
-from fsharp.stateful.runtime.scheduled_engine import ScheduledEngine
 from fsharp.stateful.schedule.program import Program
 from fsharp.stateful.schedule.schedule import Schedule
-from fsharp.stateful.timing.trace import Trace
-from fsharp.stateful.verify.verify import verify
-from fsharp.torch_compile import uncompiled
-from fsharp.tracebacks import api_boundary
 
 _MAX_SEEN_PROGRAMS = 256
 """Largest number of programs to remember without a schedule."""
@@ -127,58 +120,32 @@ class CallStatus(NamedTuple):
     num_left: int
 
 
-class ScheduledFunction:
-    """The function that ``scheduler(fn)`` returns: ``fn`` without its argument ``comm``. Its calls follow schedules.
+class CallRecord:
+    """The record of a scheduled function's calls, or of a module's training steps.
 
     Attributes:
+        name: name of the function, for labels.
+        programs: the recorded programs, and their schedules.
         num_calls: number of calls, for labels of collectives.
+        status: how the last call went.
+        emitted: returns the ops of the last call; None if the last call had a schedule, or there was no call.
         recorder: measures steps for a trace; None without a trace.
-        next_called: returns the scheduled function that was called next after this function's last call; None if there is none.
+        next_called: returns the record of the function that was called next after the last call; None if there is none.
     """
 
-    def __init__(self, scheduler: ScheduledEngine, fn: Callable[..., Any], name: str) -> None:
-        self.scheduler, self.fn, self.name = scheduler, fn, name
+    def __init__(self, name: str) -> None:
+        self.name = name
         self.recorder: TraceRecorder | None = None
         self.begin_job_generation()
 
     def begin_job_generation(self) -> None:
         """Go back to the state of a new function, without programs, schedules and calls."""
         self.programs, self.num_calls = RecordedPrograms(), 0
-        self.next_called: Callable[[], ScheduledFunction | None] = lambda: None
-        self._emitted: Callable[[], Schedule] | None = None
+        self.next_called: Callable[[], CallRecord | None] = lambda: None
+        self.emitted: Callable[[], Schedule] | None = None
         self._positions: dict[str, int] = {}
         self._nodes: list[Sharded] = []
-        self._status = CallStatus("new", "it has not been called", 0, 0)
-
-    @uncompiled
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the function. The first call records the order of its units; later calls follow a schedule."""
-        return self.scheduler.call_scheduled(self, args, kwargs)
-
-    @property
-    def schedule(self) -> Schedule | None:
-        """The schedule that is predicted for the next call; None if there is none."""
-        return self.programs.expected_schedule
-
-    @property
-    def num_unscheduled_calls(self) -> int:
-        """Number of calls that did not follow a schedule to the end."""
-        return self.programs.num_unscheduled_calls
-
-    def status(self) -> CallStatus:
-        """Return whether the last call was recorded, or followed or left its schedule, and the reason."""
-        return self._status
-
-    @api_boundary
-    def emitted(self) -> Schedule:
-        """Return the ops of the last call, which had no schedule, as a Schedule to print, draw or verify.
-
-        Raises:
-            ScheduleError: the last call had a schedule, or there was no call.
-        """
-        if self._emitted is None:
-            raise ScheduleError("emitted(): there is no call, or the last call had a schedule: read `schedule` instead.")
-        return self._emitted()
+        self.status = CallStatus("new", "it has not been called", 0, 0)
 
     def name_next_call(self) -> str:
         """Count a call, and return its name for labels."""
@@ -186,36 +153,24 @@ class ScheduledFunction:
         return f"{self.name} #{self.num_calls - 1}"
 
     def record_call(self, kind: str, why: str, emitted: Callable[[], Schedule] | None = None) -> None:
-        """Record how a call went, for :meth:`status`. ``emitted`` returns the ops of a call without a schedule."""
+        """Record how a call went. ``emitted`` returns the ops of a call without a schedule."""
         if kind == "local":  # one rank alone may have made the call
             self.num_calls -= 1
         else:
-            self._emitted = emitted
-        self._status = CallStatus(kind, why, len(self.programs), self._status.num_left + 1 if kind == "left" else 0)
+            self.emitted = emitted
+        self.status = CallStatus(kind, why, len(self.programs), self.status.num_left + 1 if kind == "left" else 0)
 
-    def record_next_called(self, following: "ScheduledFunction") -> None:
+    def set_recorder(self, recorder: TraceRecorder) -> None:
+        """Let ``recorder`` measure later calls that follow a schedule."""
+        self.recorder = recorder
+
+    def record_next_called(self, following: "CallRecord") -> None:
         """Record which function was called next. If it is another one, the end of a step gathers nothing for the next step."""
         self.next_called = weakref.ref(following)
 
     def restart_call_count(self) -> None:
         """Restart the count of calls in labels from 0."""
         self.num_calls = 0
-
-    @api_boundary
-    def follow(self, schedule: Schedule) -> None:
-        """Follow ``schedule``, such as an edited :attr:`schedule`, from the next call on. Pass an equal schedule on every rank.
-
-        Raises:
-            ScheduleError: ``schedule`` uses memory or gradients wrongly. If it does not fit the units, the next call raises.
-        """
-        verify(schedule)
-        restart_replay.run_and_record(lambda: self.programs.pin_schedule(schedule))
-
-    def start_trace(self) -> Trace:
-        """Begin to measure the steps that follow a schedule, and return the trace that collects the measurements."""
-        trace = Trace()
-        self.recorder = TraceRecorder(trace, self.scheduler.device, self.scheduler.executor.total_waited_s)
-        return trace
 
     def nodes_by_unit(self, args: Any) -> dict[str, Sharded]:
         """Return, by unit, the nodes (``Sharded``) at the positions among the arguments that earlier calls have recorded."""
@@ -235,39 +190,39 @@ class ScheduledFunction:
         self._nodes = []
 
 
-class FunctionRegistry:
-    """The scheduled functions of one scheduler, by weak references."""
+class CallRecords:
+    """The records of all functions of one scheduler, by weak references."""
 
     def __init__(self) -> None:
-        self._alive: weakref.WeakSet[ScheduledFunction] = weakref.WeakSet()
+        self._alive: weakref.WeakSet[CallRecord] = weakref.WeakSet()
         self._names: Counter[str] = Counter()
-        self._last: Callable[[], ScheduledFunction | None] = lambda: None
+        self._last: Callable[[], CallRecord | None] = lambda: None
 
-    def __iter__(self) -> Iterator[ScheduledFunction]:
+    def __iter__(self) -> Iterator[CallRecord]:
         return iter(self._alive)
 
-    def wrap(self, scheduler: ScheduledEngine, fn: Callable[..., Any], name: str) -> ScheduledFunction:
-        """Return a scheduled function with a unique name. All ranks have to wrap their functions in the same order."""
+    def add_record(self, name: str) -> CallRecord:
+        """Return the record of a new function, with a unique name. All ranks have to wrap their functions in the same order."""
         self._names[name] += 1
         number = self._names[name]
-        scheduled = ScheduledFunction(scheduler, fn, f"{name} ({number})" if number > 1 else name)
-        self._alive.add(scheduled)
-        return scheduled
+        record = CallRecord(f"{name} ({number})" if number > 1 else name)
+        self._alive.add(record)
+        return record
 
-    def record_last_called(self, scheduled: ScheduledFunction) -> None:
-        """Record that ``scheduled`` was called last, and tell the function that was called before which one came next."""
+    def record_last_called(self, record: CallRecord) -> None:
+        """Record that the function of ``record`` was called last, after the function of the record before."""
         if (last := self._last()) is not None:
-            last.record_next_called(scheduled)
-        self._last = weakref.ref(scheduled)
+            last.record_next_called(record)
+        self._last = weakref.ref(record)
 
     def begin_job_generation(self) -> None:
-        """Put all functions back into the state of new functions, for a new generation of the job (after restarts of ranks)."""
+        """Put all records back into the state of new records, for a new generation of the job (after restarts of ranks)."""
         self._last = lambda: None
-        for scheduled in self._alive:
-            scheduled.begin_job_generation()
+        for record in self._alive:
+            record.begin_job_generation()
 
     def unbind_all_schedules(self) -> None:
         """Unbind all schedules, and drop the recorded order of calls."""
         self._last = lambda: None
-        for scheduled in self._alive:
-            scheduled.programs.bound.clear()
+        for record in self._alive:
+            record.programs.bound.clear()

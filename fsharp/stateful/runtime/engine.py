@@ -11,25 +11,19 @@ from typing import Any, Literal
 import optree
 import torch
 
-from fsharp.errors import LossError, ScheduleError
+from fsharp.errors import LossError
 from fsharp.functional import moves
 from fsharp.functional.comm.protocol import Comm, Engine
 from fsharp.functional.comm.residuals import ResidualViews
-from fsharp.functional.layout.runs import residual_sizes
 from fsharp.functional.layout.sharded import PlaceName, Sharded, is_sharded, map_units, resolve_place, units_of
 from fsharp.functional.loss import Loss, as_loss, check_depends_on_parameters
 from fsharp.functional.release import inner_tensors, unaliased_clone
 from fsharp.functional.sinks import SinkLedger, take_gradient_buffers, with_sinks
 from fsharp.stateful.runtime.boundary import UnitUse, register_prehooks
-from fsharp.stateful.runtime.executor import Executor
-from fsharp.stateful.runtime.step import Step
-from fsharp.stateful.schedule.policy import SchedulePolicy
-from fsharp.stateful.transport.base import Transport
-from fsharp.stateful.transport.streams import Lanes
-from fsharp.stateful.units.gradient import GradientPhase, UnitGradient
+from fsharp.stateful.runtime.step_lifecycle import StepLifecycle
+from fsharp.stateful.units.gradient import UnitGradient
 from fsharp.stateful.units.host import HostCopies, StateOffload
 from fsharp.stateful.units.pending import with_future_buffers
-from fsharp.stateful.units.registry import UnitRegistry
 from fsharp.stateful.units.unit_state import UnitState
 from fsharp.stateful.units.update_gather import UpdateGather
 from fsharp.torch_compile import call_compiled_like_caller
@@ -37,97 +31,23 @@ from fsharp.torch_compile import call_compiled_like_caller
 _address_of, _version_of = torch.Tensor.data_ptr, attrgetter("_version")
 
 
-class HandedOutGradients:
-    """A record of the gradients that one ``value_and_grad`` has returned, by which ``reduce_scatter`` recognises them."""
-
-    def __init__(self) -> None:
-        self._rows: list[tuple[UnitState, list[torch.Tensor], list[int]]] = []
-
-    @property
-    def units(self) -> list[UnitState]:
-        """The units, in tree order."""
-        return [unit for unit, _, _ in self._rows]
-
-    def hand_out_gradient(self, node: Sharded, unit: UnitState, reduction: Literal["sum"] | None) -> Sharded:
-        """Return the gradient at rest of ``unit``, whose parameters are ``node``, and record the gradient as handed out."""
-        gradient = unit.gradient
-        if gradient is None:
-            return Sharded([], node.unit, node.unit.strategy.grads, (), reduction=reduction)
-        if gradient.phase is GradientPhase.NONE:
-            gradient.zero_if_missing()
-        tensors = gradient.rest.hand_out()
-        self._rows.append((unit, tensors, list(map(_version_of, tensors))))
-        result = Sharded(tensors, node.unit, node.unit.strategy.grads, node.unit.trainable_groups, reduction=reduction)
-        return with_future_buffers(result, gradient.wait) if gradient.is_under_way else result
-
-    def check_none_reduced_with_feedback(self) -> None:
-        """Raise an error if a gradient was already reduced with feedback: another reduction would read changed residuals."""
-        for unit in self.units:
-            if unit.gradient is not None and unit.gradient.phase >= GradientPhase.FINISHING and residual_sizes(unit.layout):
-                raise ScheduleError(
-                    f"reduce_scatter(): the gradient of unit {unit.key!r} was changed after the schedule had sent it with "
-                    "feedback. Make the same changes in each step, from the first step on."
-                )
-
-    def are_same_gradients(self, nodes: Sequence[Sharded], to: PlaceName) -> bool:
-        """Return whether ``nodes`` are the gradients that were handed out, all of them and unchanged."""
-        filled = [node for node in nodes if node.unit.trainable_groups]
-        if len(filled) != len(self._rows) or not filled:
-            return False
-        for node, (unit, tensors, versions) in zip(filled, self._rows, strict=True):
-            if node.unit is not unit.layout and node.unit != unit.layout:
-                return False
-            if to != "optim" and resolve_place(node.unit, to) != node.unit.strategy.optim:
-                return False
-            buffers = node.raw_buffers
-            if list(map(_address_of, buffers)) != list(map(_address_of, tensors)):
-                return False
-            is_sent = unit.gradient is not None and unit.gradient.route.has_final_reduction  # a later change would not be sent
-            if is_sent and list(map(_version_of, buffers)) != versions:
-                return False
-        return True
-
-
 class ScheduledEngine(Engine):
     """The Engine of all pure functions under a scheduler.
 
     Attributes:
-        num_updates: number of updates of parameters.
+        steps: opens and closes the steps in which functions run.
         offloads_main: whether ``offload`` takes main copies too, and not only optimizer state.
     """
 
-    own: Comm
-    policy: SchedulePolicy
-    executor: Executor
-    registry: UnitRegistry
-    num_updates: int
-    check_open: Callable[[], None]
-    close_after_error: Callable[[BaseException], None]
-    call_scheduled: Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
-    current_step: Callable[[], Step]
-    unit_of: Callable[[Sharded], UnitState]
-    record_replaced: Callable[[Sharded, UnitState, Sharded], None]
     offloads_main = True
-    _handed_out = HandedOutGradients()
     _offload: StateOffload | None = None
 
-    def __init__(self, comm: Comm) -> None:
-        self.comm, self.mesh, self.rank, self.device = comm, comm.mesh, comm.rank, comm.device
+    def __init__(self, steps: StepLifecycle) -> None:
+        self.steps = steps
 
-    @property
-    def transport(self) -> Transport:
-        """The transport of the schedules' collectives."""
-        return self.executor.transport
-
-    @property
-    def lanes(self) -> Lanes:
-        """The streams beside compute."""
-        return self.executor.lanes
-
-    @property
-    def units(self) -> dict[str, UnitState]:
-        """The states of all used units, by key."""
-        return self.registry.units
+    def report_failure(self, error: Exception, where: str) -> None:
+        """Tell other ranks that this rank has failed. All later collectives of the scheduler then raise an error."""
+        self.steps.executor.report_failure(error, where)
 
     def keep_main_copies_on_device(self) -> None:
         """Keep main copies on the device from now on, even with ``offload``."""
@@ -160,11 +80,11 @@ class ScheduledEngine(Engine):
         """
         sharded, ties = units
         nodes = sharded if as_leaves else [sharded] if isinstance(sharded, Sharded) else units_of(sharded)
-        step, first = self.current_step(), torch._C._autograd._get_sequence_nr()
+        step, first = self.steps.current_step(), torch._C._autograd._get_sequence_nr()
         uses: list[UnitUse] = []
         try:
             for node in (*ties, *nodes):
-                uses.append(step.begin_use(node, self.unit_of(node)))
+                uses.append(step.begin_use(node, self.steps.unit_of(node)))
             out = call_compiled_like_caller(
                 fn, _build_full_tree(sharded, uses, len(ties), as_leaves=as_leaves), *args, **kwargs
             )  # not referenced here, so only the function keeps the leaves alive
@@ -182,7 +102,14 @@ class ScheduledEngine(Engine):
         return out
 
     def run_value_and_grad(
-        self, loss_fn: Callable[..., Any], params: Any, microbatches: list[Any], residuals: ResidualViews, *, sum_in_place: bool
+        self,
+        loss_fn: Callable[..., Any],
+        params: Any,
+        microbatches: list[Any],
+        comm: Comm,
+        residuals: ResidualViews,
+        *,
+        sum_in_place: bool,
     ) -> tuple[Loss, Any]:
         """Run forward and backward of each microbatch. Return the summed loss, and the gradients at rest."""
         units = self.begin_gradients_of_tree(params, residuals, sum_in_place=sum_in_place)
@@ -190,53 +117,55 @@ class ScheduledEngine(Engine):
         for number, part in enumerate(microbatches, 1):
             with torch.enable_grad():
                 params_with_sinks = with_sinks(params, SinkLedger(residuals))
-                loss = as_loss(call_compiled_like_caller(loss_fn, params_with_sinks, part, self))
+                loss = as_loss(call_compiled_like_caller(loss_fn, params_with_sinks, part, comm))
                 check_depends_on_parameters(loss, has_sinks=any(unit.layout.trainable_groups for unit in units))
                 new = Loss(loss.sum.detach().double(), loss.weight.detach().double())
                 total = new if total is None else Loss(total.sum + new.sum, total.weight + new.weight)
-                self.current_step().begin_backward_pass(is_last=number == len(microbatches))
+                self.steps.current_step().begin_backward_pass(is_last=number == len(microbatches))
                 torch.autograd.backward(loss.sum)
-            self.end_microbatch(units, params_with_sinks)
+            self.end_microbatch(units, params_with_sinks, comm)
         assert total is not None
         return total, self.hand_out_gradients(units, params, reduction="sum")
 
     def begin_gradients_of_tree(self, params: Any, residuals: ResidualViews, *, sum_in_place: bool) -> list[UnitState]:
         """Begin the gradients of ``params`` anew, and return the units of ``params``. Gradients of other units are kept."""
-        step, self._handed_out = self.current_step(), HandedOutGradients()
-        units = [self.unit_of(node) for node in units_of(params)]
+        step = self.steps.current_step()
+        self.steps.handed_out.clear()
+        units = [self.steps.unit_of(node) for node in units_of(params)]
         step.begin_gradients(units, sum_in_place=sum_in_place)
         if residuals:
             _pass_residuals(units, residuals)
         return units
 
-    def end_microbatch(self, units: Sequence[UnitState], params_with_sinks: Any) -> None:
+    def end_microbatch(self, units: Sequence[UnitState], params_with_sinks: Any, comm: Comm) -> None:
         """End a microbatch after its backward. ``params_with_sinks``: its parameters, with sinks that hold their gradients."""
         found = zip(units, units_of(params_with_sinks), strict=True)
-        self.current_step().end_microbatch([(unit, take_gradient_buffers(node, self)) for unit, node in found])  # type: ignore[arg-type]
+        self.steps.current_step().end_microbatch([(unit, take_gradient_buffers(node, comm)) for unit, node in found])
 
     def hand_out_gradients(self, units: Sequence[UnitState], params: Any, *, reduction: Literal["sum"] | None = None) -> Any:
         """Return the gradients at rest of ``params``, as nodes with this ``reduction``. ``units``: the unit of each node."""
-        self.lanes.stream_wait_lanes("reduce")
+        self.steps.lanes.stream_wait_lanes("reduce")
         if not any(unit.gradient is not None and unit.gradient.has_received for unit in units):
             raise LossError(
                 "value_and_grad(): the loss has no gradient, as it depends on no parameter. Were parameters detached?"
             )
-        self._handed_out = handed_out = HandedOutGradients()
-        position = iter(units)
+        handed_out, position = self.steps.handed_out, iter(units)
+        handed_out.clear()
         return map_units(lambda node: handed_out.hand_out_gradient(node, next(position), reduction), params)
 
     def run_reduce_scatter(self, tree: Any, to: PlaceName, residuals: ResidualViews) -> Any:
         """Return gradients reduced to the place ``to``: by the schedule if it handed them out, else by blocking collectives."""
-        step = self.current_step()
-        if not self._handed_out.are_same_gradients(units_of(tree), to):
+        step, handed_out = self.steps.current_step(), self.steps.handed_out
+        if not handed_out.are_same_gradients(units_of(tree), to):
             if residuals:
-                self._handed_out.check_none_reduced_with_feedback()
+                handed_out.check_none_reduced_with_feedback()
             step.record_unscheduled_reduction()
-            return moves.reduce_scatter_unchecked(tree, to, self.own, residuals)
-        units, self._handed_out = self._handed_out.units, HandedOutGradients()
+            return moves.reduce_scatter_unchecked(tree, to, self.steps.own, residuals)
+        units = handed_out.units
+        handed_out.clear()
         if residuals:
             _pass_residuals(units, residuals)
-        step.reduce_to_optimizer(units, wait=not self.transport.is_async)
+        step.reduce_to_optimizer(units, wait=not self.steps.executor.transport.is_async)
         if residuals:
             _pass_residuals(units, {})
         position = iter(units)
@@ -247,30 +176,32 @@ class ScheduledEngine(Engine):
     def begin_state_fetch(self, state: Any, params: Any, grads: Any, *, donate: bool) -> Any:
         """Begin to copy offloaded state from host memory to the device, and return ``(main, opt)`` on the device."""
         self._offload = None
-        if not self.policy.offload:
+        if not self.steps.policy.offload:
             return state
-        keys = {node.name: self.unit_of(node).key for node in reversed(units_of(params))}
-        self._offload = StateOffload(keys, grads, self.lanes, self.device, donate=donate)
+        keys = {node.name: self.steps.unit_of(node).key for node in reversed(units_of(params))}
+        self._offload = StateOffload(keys, grads, self.steps.lanes, self.steps.comm.device, donate=donate)
         (main, opt), host_copies = self._offload.move_state(
             state, params if self.offloads_main else (params, state[0]), to_host=False
         )
-        self.current_step().fetch_state(host_copies)
+        self.steps.current_step().fetch_state(host_copies)
         return main, opt
 
     def run_update_gather(self, new: Any, params: Any, state: Any, *, donate: bool) -> tuple[Any, Any]:
         """Begin to gather updated parameters and copy state to the host. Return both at once: reads of their buffers wait."""
-        step, lanes, rank = self.current_step(), self.lanes, self.rank
+        step, lanes, rank = self.steps.current_step(), self.steps.lanes, self.steps.comm.rank
         update_gathers: list[UpdateGather] = []
 
         def begin(old: Sharded, fresh: Sharded) -> Sharded:
-            unit = self.unit_of(old)
+            unit = self.steps.unit_of(old)
             update_gather = UpdateGather(unit, old, fresh, rank=rank, donate=donate)
             node = update_gather.node
             if update_gather.gather_inputs:  # in a new node: update_gather.node would make a cycle that keeps its memory
-                node = with_future_buffers(node, partial(self.executor.run_reporting_format_errors, update_gather.wait), lanes)
+                node = with_future_buffers(
+                    node, partial(self.steps.executor.run_reporting_format_errors, update_gather.wait), lanes
+                )
             if not donate:
                 unit.drop_references()
-            self.record_replaced(old, unit, node)
+            self.steps.record_replaced(old, unit, node)
             update_gathers.append(update_gather)
             return node
 
@@ -281,7 +212,7 @@ class ScheduledEngine(Engine):
             state, host_copies = self._offload.move_state(state, staying, to_host=True)
             self._offload = None
         step.gather_updates(update_gathers, host_copies)
-        self.num_updates += 1
+        self.steps.count_update()
         return resting, state
 
 

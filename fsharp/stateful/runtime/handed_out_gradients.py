@@ -1,0 +1,71 @@
+"""HandedOutGradients: the gradients that a step has returned to its function, which may pass them on to a reduction."""
+
+from collections.abc import Sequence
+from operator import attrgetter
+from typing import Literal
+
+import torch
+
+from fsharp.errors import ScheduleError
+from fsharp.functional.layout.runs import residual_sizes
+from fsharp.functional.layout.sharded import PlaceName, Sharded, resolve_place
+from fsharp.stateful.units.gradient import GradientPhase
+from fsharp.stateful.units.pending import with_future_buffers
+from fsharp.stateful.units.unit_state import UnitState
+
+_address_of, _version_of = torch.Tensor.data_ptr, attrgetter("_version")
+
+
+class HandedOutGradients:
+    """A record of the gradients that the last ``value_and_grad`` has returned, by which ``reduce_scatter`` recognises them."""
+
+    def __init__(self) -> None:
+        self.clear()
+
+    def clear(self) -> None:
+        """Drop the record, and its references to gradients."""
+        self._rows: list[tuple[UnitState, list[torch.Tensor], list[int]]] = []
+
+    @property
+    def units(self) -> list[UnitState]:
+        """The units, in tree order."""
+        return [unit for unit, _, _ in self._rows]
+
+    def hand_out_gradient(self, node: Sharded, unit: UnitState, reduction: Literal["sum"] | None) -> Sharded:
+        """Return the gradient at rest of ``unit``, whose parameters are ``node``, and record the gradient as handed out."""
+        gradient = unit.gradient
+        if gradient is None:
+            return Sharded([], node.unit, node.unit.strategy.grads, (), reduction=reduction)
+        if gradient.phase is GradientPhase.NONE:
+            gradient.zero_if_missing()
+        tensors = gradient.rest.hand_out()
+        self._rows.append((unit, tensors, list(map(_version_of, tensors))))
+        result = Sharded(tensors, node.unit, node.unit.strategy.grads, node.unit.trainable_groups, reduction=reduction)
+        return with_future_buffers(result, gradient.wait) if gradient.is_under_way else result
+
+    def check_none_reduced_with_feedback(self) -> None:
+        """Raise an error if a gradient was already reduced with feedback: another reduction would read changed residuals."""
+        for unit in self.units:
+            if unit.gradient is not None and unit.gradient.phase >= GradientPhase.FINISHING and residual_sizes(unit.layout):
+                raise ScheduleError(
+                    f"reduce_scatter(): the gradient of unit {unit.key!r} was changed after the schedule had sent it with "
+                    "feedback. Make the same changes in each step, from the first step on."
+                )
+
+    def are_same_gradients(self, nodes: Sequence[Sharded], to: PlaceName) -> bool:
+        """Return whether ``nodes`` are the gradients that were handed out, all of them and unchanged."""
+        filled = [node for node in nodes if node.unit.trainable_groups]
+        if len(filled) != len(self._rows) or not filled:
+            return False
+        for node, (unit, tensors, versions) in zip(filled, self._rows, strict=True):
+            if node.unit is not unit.layout and node.unit != unit.layout:
+                return False
+            if to != "optim" and resolve_place(node.unit, to) != node.unit.strategy.optim:
+                return False
+            buffers = node.raw_buffers
+            if list(map(_address_of, buffers)) != list(map(_address_of, tensors)):
+                return False
+            is_sent = unit.gradient is not None and unit.gradient.route.has_final_reduction  # a later change would not be sent
+            if is_sent and list(map(_version_of, buffers)) != versions:
+                return False
+        return True

@@ -1,0 +1,363 @@
+"""StepLifecycle: opens, records and closes the steps of one scheduler, and owns what outlives a step."""
+
+import copy
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from functools import partial
+from typing import Any, NamedTuple
+
+from fsharp.errors import CommError, ScheduleError
+from fsharp.functional.comm.agree import agree, all_gather_fixed_size
+from fsharp.functional.comm.process_group import ProcessGroupComm
+from fsharp.functional.comm.protocol import Comm, CountingComm, LabelPrefixComm, innermost_comm
+from fsharp.functional.comm.restart_replay import restart_replay
+from fsharp.functional.comm.settings_digests import SettingsHistory
+from fsharp.functional.layout.sharded import Sharded
+from fsharp.stateful.runtime.arena import Arena
+from fsharp.stateful.runtime.boundary import in_backward
+from fsharp.stateful.runtime.call_record import CallRecord, CallRecords
+from fsharp.stateful.runtime.executor import Executor
+from fsharp.stateful.runtime.handed_out_gradients import HandedOutGradients
+from fsharp.stateful.runtime.step import Step
+from fsharp.stateful.schedule.compile import compile_schedule
+from fsharp.stateful.schedule.policy import SchedulePolicy
+from fsharp.stateful.schedule.program import Program, count_gradients
+from fsharp.stateful.schedule.schedule import Schedule
+from fsharp.stateful.transport.base import ProcessGroups, Transport
+from fsharp.stateful.transport.blocking import BlockingTransport
+from fsharp.stateful.transport.gloo import GlooTransport
+from fsharp.stateful.transport.nccl import NcclTransport
+from fsharp.stateful.transport.streams import Lanes, lanes_for
+from fsharp.stateful.units.pending import is_pending
+from fsharp.stateful.units.registry import UnitRegistry
+from fsharp.stateful.units.unit_state import UnitState
+from fsharp.stateful.verify.verify import verify
+from fsharp.tracebacks import api_boundary
+
+
+class StepUnderWay(NamedTuple):
+    """The step under way, with its function and thread. ``title``: its name in labels, without the digest of settings."""
+
+    step: Step
+    record: CallRecord
+    title: str
+    thread: int
+
+    def check_thread(self) -> None:
+        """Raise an error if this thread is not the step's thread."""
+        if threading.get_ident() != self.thread and not in_backward():
+            raise ScheduleError(
+                "Scheduler: a step is under way in another thread. Call all functions of a scheduler in one thread, or give "
+                "each thread a scheduler of its own."
+            )
+
+
+class StepLifecycle:
+    """Opens, records and closes the steps of one scheduler, and owns what outlives a step: executor, units, memory, history.
+
+    Attributes:
+        own: the ranks, with a numbering of collectives of their own.
+        executor: runs the ops of steps.
+        registry: the units of all trees.
+        arena: the memory of schedules.
+        records: the records of all functions' calls.
+        handed_out: the gradients that the last ``value_and_grad`` of the step has returned.
+        num_updates: number of updates of parameters.
+        now: the step under way; None between steps.
+    """
+
+    def __init__(self, comm: Comm, policy: SchedulePolicy) -> None:
+        self.comm, self.policy = comm, policy
+        self.records, self._history = CallRecords(), SettingsHistory()
+        self._closed: str | None = None
+        restart_replay.record_for_replay(lambda: self.close_after_error(CommError("a rank was restarted")))
+        self._renew_executor(lanes_for(comm.device))
+        restart_replay.record_for_replay(partial(self._begin_job_generation, self.own, self.executor))
+
+    def _begin_job_generation(self, own: Comm, executor: Executor) -> None:
+        """Drop all schedules and steps for a new generation of the job, and use ``own`` and ``executor`` of the constructor."""
+        self._closed, self._history = None, SettingsHistory()
+        self.own, self.executor = own, executor
+        executor.begin_job_generation()
+        self.records.begin_job_generation()
+        self._reset_units()
+
+    def _renew_executor(self, lanes: Lanes) -> None:
+        self.own = _with_own_numbering(self.comm)
+        separate_groups = bool(self.policy.separate_groups)
+        transport = _transport_over(self.own, separate_groups=separate_groups)
+        self.executor = Executor(transport, lanes, self.comm, self.own, separate_groups=separate_groups)
+        self._reset_units()
+
+    def _reset_units(self) -> None:
+        self.registry = UnitRegistry(trivial=self.policy.trivial_axes)
+        self.arena = Arena(self.executor, self.registry, self.policy)
+        self.now: StepUnderWay | None = None
+        self._unscheduled_steps = weakref.WeakSet[Step]()  # a step for calls outside of scheduled functions
+        self.num_updates = 0
+        self.handed_out = HandedOutGradients()
+
+    @property
+    def lanes(self) -> Lanes:
+        """The streams beside compute."""
+        return self.executor.lanes
+
+    @property
+    def units(self) -> dict[str, UnitState]:
+        """The states of all used units, by key."""
+        return self.registry.units
+
+    def reopen(self) -> None:
+        """Open the scheduler again on all ranks after an error, with new process groups and the same schedules."""
+        if self._closed is not None:
+            self._closed = None
+            self._renew_executor(self.lanes)
+            self.records.unbind_all_schedules()
+
+    def set_lanes(self, lanes: Lanes) -> None:
+        """Run all later ops on these lanes."""
+        self.executor.set_lanes(lanes)
+        for record in self.records:
+            for compiled in record.programs.bound.values():
+                compiled.bind_ops(self.executor)
+
+    def comm_for_users(self) -> Comm:
+        """Return the Comm for a user's own collective. Raise an error after the close."""
+        self._check_open_on_this_rank()
+        self.executor.make_process_groups()
+        return self.own
+
+    def add_settings(self, text: str) -> None:
+        """Add settings that have to be equal on all ranks, a field in each line.
+
+        Labels of later collectives have a digest of all settings. So if settings differ between ranks, a collective raises an
+        error that names the different settings.
+        """
+        self._history.add_settings(text)
+        if self.now is not None:
+            self.executor.set_label_names(step=f"{self.now.title}{self._history_suffix}")
+
+    def reset_history(self) -> None:
+        """Drop earlier steps and settings from labels of collectives, once all ranks have loaded the same values."""
+        self._history, self.num_updates = SettingsHistory(), 0
+        for record in self.records:
+            record.restart_call_count()
+
+    @property
+    def settings(self) -> str:
+        """All settings so far, for ranks to compare: a digest of older ones, then lines ``name=value``."""
+        return self._history.text_to_compare
+
+    def labelling_outside_steps(self, comm: Comm) -> Comm:
+        """Return ``comm`` for collectives outside of steps: its labels then have a digest of all settings so far."""
+        return comm if self.now is not None else LabelPrefixComm(comm, f"after history {self._history.digest or 'none'}: ")
+
+    @property
+    def _history_suffix(self) -> str:
+        return f" of history {self._history.digest}" if self._history.digest else ""
+
+    def is_step_under_way(self) -> bool:
+        """Return whether a step is under way. Raise an error if it is under way in another thread."""
+        if self.now is not None:
+            self.now.check_thread()
+        return self.now is not None
+
+    def open_step(self, record: CallRecord, inputs: Any) -> Step:
+        """Begin a step of a scheduled function. All calls until :meth:`close_step` are part of the step."""
+        with self.closing_on_error():
+            self._check_open_on_this_rank()
+            self._history.begin_step()
+            title = f"{record.name_next_call()} after {self.num_updates} updates"
+            self.executor.begin_step(f"{title}{self._history_suffix}")
+            self.registry.begin_step()
+            for key, node in record.nodes_by_unit(inputs).items():
+                self.registry.bind_unbound_node(key, node)
+            schedule = self.arena.bind_next_schedule(record, self.records)
+            recorder = record.recorder if schedule is not None else None
+            step = Step(self.executor, schedule, self.units, recorder)
+            self.now = StepUnderWay(step, record, title, threading.get_ident())
+            self.lanes.set_recorder(recorder)
+            observer = None if recorder is None else lambda outcome: recorder.outcomes.append(outcome)  # the list is replaced
+            self.executor.transport.observe_collectives(observer)
+            if recorder is not None:
+                recorder.begin_step()
+            if schedule is not None:
+                self.arena.use_carried_gathers(schedule)
+        return step
+
+    def close_step(self, step: Step) -> None:
+        """End the step, and record its program."""
+        step.end_step()
+        self._record_step_end(step)
+        if step.recorder is not None and step.eager is None:
+            step.recorder.end_step()
+        self._clear_step()
+
+    @contextmanager
+    def closing_on_error(self, step: Step | None = None) -> Iterator[None]:
+        """Close the scheduler on all ranks if an error leaves this context, and ``step`` is None or under way."""
+        try:
+            yield
+        except BaseException as error:
+            if step is None or (self.now is not None and self.now.step is step):
+                self.close_after_error(error)
+            raise
+
+    def close_after_error(self, error: BaseException) -> None:
+        """Close the scheduler after an error: abandon the step under way, and tell other ranks of the error."""
+        if self._closed is not None:
+            return
+        self._closed = f"{type(error).__name__}: {error}"
+        self.executor.report_failure(error, "a call outside of any step")
+        if self.now is not None:
+            self.now.step.abandon()
+        for unit in self.units.values():
+            unit.drop_references()
+            if unit.gradient is not None:
+                unit.gradient.abandon(self._check_open_on_this_rank)
+        self.arena.abandon_gathers()
+        self._clear_step()
+
+    @api_boundary
+    def check_open(self) -> None:
+        """Raise an error if this scheduler was closed by an error on this or another rank.
+
+        Raises:
+            ScheduleError: this scheduler is closed.
+            AgreementError: another rank has failed.
+        """
+        self._check_open_on_this_rank()
+        comm = innermost_comm(self.own)
+        if isinstance(comm, ProcessGroupComm):
+            comm.watch.raise_if_failed()
+
+    def _check_open_on_this_rank(self) -> None:
+        if self._closed is not None:
+            why = f"this scheduler was closed by an earlier error: {self._closed}"
+            raise ScheduleError(f"{why}\nMake a new scheduler: fs.Scheduler(comm) of the same Comm works.")
+
+    def _clear_step(self) -> None:
+        """Drop the references to the step under way and to its tensors."""
+        self.now = None
+        self.handed_out.clear()
+        self.registry.unbind_nodes()
+        self.executor.set_label_names(step="")
+        for record in self.records:
+            record.drop_tensors()
+
+    def _record_step_end(self, step: Step) -> None:
+        """Record how a step went, for the schedule of later steps, and gather for the next step if its schedule says so."""
+        assert self.now is not None
+        record = self.now.record
+        for unit in self.units.values():
+            if unit.gradient is not None:
+                unit.gradient.copy_out_held_tensors()
+        if step.used_no_collectives:  # one rank alone may run a local step, so no later label may depend on the step
+            self._history.undo_begin_step()
+            record.record_call("local", "nothing was gathered, reduced or updated, so there is nothing to schedule")
+            return
+        self.records.record_last_called(record)
+        if step.eager is None and step.schedule is not None:
+            record.programs.record_scheduled_call(step.schedule.schedule.program)
+            record.record_call("planned", "it has followed its schedule to the end")
+            if record.next_called() in (None, record):  # the next step of other functions may begin with any unit
+                self.arena.gather_for_next_step(record, step.recorder if self.arena.schedule is step.schedule else None)
+        else:
+            self._record_unscheduled_step(record, step)
+
+    def _record_unscheduled_step(self, record: CallRecord, step: Step) -> None:
+        """Record the program of a step that did not follow a schedule to the end."""
+        trained, updated = step.trained, step.updated
+        order = dict.fromkeys([e.unit for e in step.events if e.unit]) | trained | updated
+        gradients = count_gradients(step.events)
+        units, several = [], step.num_microbatches > 1
+        for k in order:
+            known = {"trained": k in trained, "updated": k in updated, "several_uses": any(each[k] > 1 for each in gradients)}
+            own = self.units[k].facts(**known, several_microbatches=several, keep_gradients=self.policy.keep_gradients)
+            units.append(own)
+        program = Program(tuple(units), tuple(step.events))
+        was_planned, held = step.schedule is not None, list(step.uses.held)
+        record.programs.record_unscheduled_call(
+            program, partial(self._compile_on_all_ranks, has_held_parameters=bool(held)), left=was_planned
+        )
+        emitted: Callable[[], Schedule] | None = None
+        assert step.eager is not None
+        if not was_planned:
+            emitted = partial(
+                step.eager.as_schedule, dict(self.units), program.events, self.policy, trained=trained, updated=updated
+            )
+        why = f"its schedule did not have {step.eager.left_at} next" if was_planned else "no schedule was expected to fit"
+        if held:
+            why = f"a caller holds parameters of units {held} after their use, and a schedule would reuse their memory"
+        record.record_call("left" if was_planned else "recorded", why, emitted)
+        schedules = [schedule for each in self.records for schedule in each.programs.schedules]  # of all units in use
+        self.registry.remove_unused({facts.name for schedule in schedules for facts in schedule.program.units})
+
+    def _compile_on_all_ranks(self, program: Program, *, has_held_parameters: bool) -> Schedule | None:
+        """Return the schedule of a program, equal on all ranks; None if on any rank parameters are held after their use."""
+        self.executor.make_process_groups()
+        if b"1" in all_gather_fixed_size(b"1" if has_held_parameters else b"0", self.own):
+            return None
+        schedule = compile_schedule(program, self.policy, has_streams=self.comm.device.type != "cpu")
+        verify(schedule)
+        policy = "\n".join(f"{name}={value}" for name, value in asdict(self.policy).items())
+        fields = {"policy": policy, "schedule": "\n".join(schedule.lines())}
+        agree("Scheduler: the schedule of a step", fields, self.own)
+        return schedule
+
+    def count_update(self) -> None:
+        """Count an update of parameters."""
+        self.num_updates += 1
+
+    def unit_of(self, node: Sharded) -> UnitState:
+        """Return the unit to which ``node`` is bound in this step; bind the node first if it is new."""
+        unit = self.registry.find_unit(node)
+        if unit is None:
+            unit = self.registry.bind_or_make_unit(node)
+            if self.now is not None:
+                self.now.record.record_argument_position(unit.key, node)
+        if unit.node is None or (node.lazy is not None and is_pending(node)):
+            unit.bind_node(node)
+        return unit
+
+    def record_replaced(self, old: Sharded, unit: UnitState, new: Sharded) -> None:
+        """Record that the node ``new`` replaces ``old`` as the parameters of a unit."""
+        self.registry.bind_node(unit, new, replaced=old)
+
+    def current_step(self) -> Step:
+        """Return the step under way; outside of scheduled functions, a step that has no schedule and is not recorded."""
+        if (now := self.now) is not None:
+            if threading.get_ident() != now.thread:
+                now.check_thread()
+            return now.step
+        step = next(iter(self._unscheduled_steps), None)
+        if step is None:
+            self._check_open_on_this_rank()
+            self.registry.unbind_nodes()
+            step = Step(self.executor, None, self.units)
+            self._unscheduled_steps.add(step)
+        return step
+
+
+def _with_own_numbering(comm: Comm) -> Comm:
+    """Return a Comm of the same ranks with its own numbering of collectives."""
+    if isinstance(comm, CountingComm):
+        other = copy.copy(comm)  # shares the counter
+        other.inner = _with_own_numbering(comm.inner)
+        return other
+    return comm.with_own_numbering() if isinstance(comm, ProcessGroupComm) else comm
+
+
+def _transport_over(comm: Comm, *, separate_groups: bool) -> Transport:
+    """Return the transport for a Comm. Gathers and reductions may have separate process groups."""
+    inner, counters = comm, list[CountingComm]()
+    while isinstance(inner, CountingComm):
+        counters.append(inner)
+        inner = inner.inner
+    if not isinstance(inner, ProcessGroupComm):
+        return BlockingTransport(comm)
+    kind = NcclTransport if inner.is_nccl else GlooTransport
+    return kind(inner, ProcessGroups(inner, separate=separate_groups), counters)
