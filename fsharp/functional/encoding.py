@@ -20,6 +20,7 @@ from fsharp.functional.formats.format import Format, LeafPart, first_few
 from fsharp.functional.formats.stochastic import make_noise_fn
 from fsharp.functional.layout.runs import leaves_in_run, padding_in_run
 from fsharp.functional.layout.sharded import Sharded, is_sharded, map_units, merge, units_of
+from fsharp.functional.layout.stored import encode_values, gathered_part, is_encoded, leaf_parts, scales_in
 from fsharp.functional.layout.unit_layout import UnitLayout
 from fsharp.functional.moves import gather
 
@@ -108,9 +109,7 @@ def encode_block_format_groups(tree: Any, like: Any = None) -> Any:
     def one(node: Sharded, groups: Sequence[int]) -> Sharded:
         rows = zip(node.groups, node.buffers, strict=True)
         unit = node.unit
-        return node.with_buffers(
-            [unit.groups[g].encode_values(b, partial(unit.error_facts, g)) if g in groups else b for g, b in rows]
-        )
+        return node.with_buffers([encode_values(unit, g, b) if g in groups else b for g, b in rows])
 
     return _map_encoded_groups(one, tree, like, by_leaf=False)
 
@@ -132,8 +131,8 @@ def encode_leaf_format_groups(tree: Any, comm: Comm, like: Any = None) -> Any:
         for g, values in zip(cut.groups, cut.buffers, strict=True):
             dtypes = unit.groups[g].dtypes
             buffer = values.new_zeros(unit.stored_size(g, cut.place), dtype=torch.uint8)
-            data, scales = unit.gathered_part(g, buffer), unit.scales_in(g, buffer)
-            parts = unit.leaf_parts(g, cut.place, comm.rank, data, scales, values.to(dtypes.main))
+            data, scales = gathered_part(unit, g, buffer), scales_in(unit, g, buffer)
+            parts = leaf_parts(unit, g, cut.place, comm.rank, data, scales, values.to(dtypes.main))
             if (key := (dtypes.stored_format, axes)) not in jobs:
                 jobs[key] = f"{tree_label_prefix(cut, comm)}scales of {dtypes.stored_format.name}", [], []
             jobs[key][1].extend([part for _, part in parts])
@@ -163,10 +162,9 @@ def _map_encoded_groups(fn: Any, tree: Any, like: Any, *, by_leaf: bool) -> Any:
             return node
         groups = []
         for i, g in enumerate(node.groups):
-            group = node.unit.groups[g]
-            form = group.dtypes.format
+            form = node.unit.groups[g].dtypes.format
             if form is not None and (form.leaves is not None) == by_leaf:
-                groups += [g] * (other is None or group.is_encoded(other.raw_buffers[i]))
+                groups += [g] * (other is None or is_encoded(node.unit, g, other.raw_buffers[i]))
         return fn(node, groups)
 
     return map_units(one, tree) if like is None else map_units(one, tree, like)

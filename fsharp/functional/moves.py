@@ -55,6 +55,7 @@ from fsharp.functional.layout.sharded import (
     resolve_place,
     units_of,
 )
+from fsharp.functional.layout.stored import decode_stored, gathered_part, is_encoded, scales_in
 from fsharp.functional.layout.unit_layout import UnitLayout
 from fsharp.functional.transforms import is_transformed, is_transformed_beyond_vmap, refuse_proxy_tracing, vmap_disabled
 from fsharp.torch_compile import uncompiled
@@ -116,7 +117,7 @@ def _buffers_without_scales(node: Sharded) -> Sequence[torch.Tensor]:
     unit, rows = node.unit, zip(node.groups, node.buffers, strict=True)
     if not unit.has_leaf_formats:
         return node.buffers
-    return [unit.gathered_part(g, x) if unit.groups[g].is_encoded(x) else x for g, x in rows]
+    return [gathered_part(unit, g, x) if is_encoded(unit, g, x) else x for g, x in rows]
 
 
 def _add_scales_or_decode(
@@ -128,12 +129,12 @@ def _add_scales_or_decode(
         return moved
     found = []
     for g, old, new in zip(node.groups, node.buffers, moved, strict=True):
-        if not unit.groups[g].is_encoded(old):
+        if not is_encoded(unit, g, old):
             found.append(new)
         elif whole:
-            found.append(unit.decode_stored(g, new, unit.scales_in(g, old), target, comm.rank, unit.groups[g].dtypes.compute))
+            found.append(decode_stored(unit, g, new, scales_in(unit, g, old), target, comm.rank, unit.groups[g].dtypes.compute))
         else:
-            found.append(torch.cat([new, unit.scales_in(g, old)]) if unit.scales_nbytes(g) else new)
+            found.append(torch.cat([new, scales_in(unit, g, old)]) if unit.scales_nbytes[g] else new)
     return found
 
 

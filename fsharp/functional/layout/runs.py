@@ -106,6 +106,12 @@ def has_stochastic_wire(unit: UnitLayout) -> bool:
     return any(dtypes.wire_format_along(axis).seed is not None for dtypes, axis in rows)
 
 
+def has_stochastic_updates(unit: UnitLayout) -> bool:
+    """Return whether updates of some group are rounded stochastically."""
+    forms = [unit.update_format(g) for g in unit.trainable_groups]
+    return any(form is not None and form.seed is not None for form in forms)
+
+
 def padding_in_decoded_sums(unit: UnitLayout, group: int, axis: str, rank: int, places: tuple[Place, Place]) -> list[slice]:
     """Return the padding in a rank's result of the op decode_sum, which decodes and adds the parts exchanged along ``axis``.
 

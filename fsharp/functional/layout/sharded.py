@@ -1,6 +1,6 @@
 """Sharded: the pytree node in place of a unit's subtree, and trees of such nodes."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, NoReturn
 from weakref import WeakValueDictionary
 
@@ -11,6 +11,7 @@ from torch.utils import _pytree as torch_pytree
 from fsharp.errors import LayoutError, TreeError, problem
 from fsharp.functional.formats.format import dtype_name
 from fsharp.functional.layout.placement import Place
+from fsharp.functional.layout.stored import decoded_buffer, is_encoded
 from fsharp.functional.layout.unit_layout import UnitLayout
 from fsharp.functional.tree.tree_name import UNNAMED_TREE, TreeName
 from fsharp.tracebacks import api_boundary
@@ -129,13 +130,13 @@ class Sharded:
         unit, rows = self.unit, zip(self.groups, self.buffers, strict=True)
         if not unit.has_stored_formats:
             return self.buffers
-        return tuple([unit.decoded_buffer(g, b, self.place, rank, in_main_dtype=in_main_dtype) for g, b in rows])
+        return tuple([decoded_buffer(unit, g, b, self.place, rank, in_main_dtype=in_main_dtype) for g, b in rows])
 
     @property
     def is_encoded(self) -> bool:
         """Whether some buffers hold parameters that a format has encoded."""
         rows = zip(self.groups, self.raw_buffers, strict=True)
-        return self.unit.has_stored_formats and any(self.unit.groups[g].is_encoded(b) for g, b in rows)
+        return self.unit.has_stored_formats and any(is_encoded(self.unit, g, b) for g, b in rows)
 
     @property
     def sinks(self) -> tuple[torch.Tensor, ...]:
@@ -220,7 +221,7 @@ class Sharded:
         owners = {each.name: each for each in ties} | {self.name: self}
         names = dict.fromkeys([self.name, *(leaf.tied_to[0] for leaf in self.unit.leaves if leaf.tied_to is not None)])
         views = {name: owners[name]._leaf_views() for name in names if name in owners}  # in one order on all ranks
-        return self.unit.build_subtree("Sharded.tree()", views)
+        return build_subtree(self.unit, "Sharded.tree()", views)
 
     def _leaf_views(self) -> dict[str, torch.Tensor]:
         if self.place.sharded_axes or self.place.partial_axes or self.groups != self.unit.all_groups:
@@ -267,6 +268,25 @@ class Sharded:
             else:
                 shown.append(repr(buffer))
         return f"Sharded({self.name!r}, {self.place}, {'; '.join(shown) or 'empty'})"
+
+
+@api_boundary
+def build_subtree(unit: UnitLayout, where: str, leaves: Mapping[str, Mapping[str, Any]]) -> Any:
+    """Return the unit's subtree, made of ``leaves`` by unit and path.
+
+    Raises:
+        TreeError: a leaf is tied to a leaf of another unit, and ``leaves`` lacks this unit.
+    """
+    found = []
+    for leaf in unit.leaves:
+        owner, path = leaf.tied_to or (unit.name, leaf.path)
+        if owner not in leaves:
+            facts = [("tied to", f"{path!r} of unit {owner!r}")]
+            remedy = f"Pass that unit along: forward(fn, params[{unit.name!r}], ..., ties=[params[{owner!r}]])."
+            what = f"{unit.path_in_tree(leaf)!r} is tied to a leaf of a unit that this call was not given."
+            raise TreeError(problem(where, what, facts, remedy))
+        found.append(leaves[owner][path])
+    return optree.tree_unflatten(unit.structure, found)
 
 
 def flatten_node(node: Sharded) -> tuple[tuple[Any, ...], ShardedContext]:

@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
 from typing import Any
 
 import optree
@@ -14,6 +13,7 @@ from fsharp.functional.layout.layout import Layout
 from fsharp.functional.layout.placement import Place
 from fsharp.functional.layout.plan import find_tie_owners
 from fsharp.functional.layout.sharded import PlaceName, Sharded, flatten_node, is_sharded, map_units, resolve_place, units_of
+from fsharp.functional.layout.stored import encode_values
 from fsharp.functional.layout.unit_layout import Leaf, UnitLayout
 from fsharp.functional.tree.paths import flatten_with_paths
 from fsharp.functional.tree.units import cut_into_units
@@ -83,7 +83,7 @@ def build_shard(
         if buffer is None:
             some = next((leaf_value(leaf) for leaf in unit.leaves_of_group(i)), torch.empty(0))
             buffer = torch.zeros(unit.local_size(i, place), dtype=dtype, device=some.device)
-        buffers.append(buffer if as_main_copies else group.encode_values(buffer, partial(unit.error_facts, i)))
+        buffers.append(buffer if as_main_copies else encode_values(unit, i, buffer))
     return Sharded(buffers, unit, place)
 
 

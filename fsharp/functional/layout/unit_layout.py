@@ -9,29 +9,19 @@ of ``num_parts * capacity`` elements; a place keeps some consecutive parts of it
 """
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import optree
 import torch
 
-from fsharp.errors import TreeError, problem
-from fsharp.functional.formats.format import (
-    EncodedTensorClass,
-    ErrorFacts,
-    Format,
-    LeafPart,
-    align_nbytes,
-    first_few,
-    tensor_text,
-)
+from fsharp.functional.formats.format import EncodedTensorClass, Format, align_nbytes, first_few
 from fsharp.functional.layout.mesh import Mesh
 from fsharp.functional.layout.packing import Atom
 from fsharp.functional.layout.placement import Place, Replicate, Shard, Strategy
 from fsharp.functional.layout.precision import Dtypes
-from fsharp.tracebacks import api_boundary
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,18 +76,6 @@ class Group:
     def size(self) -> int:
         """Number of elements in the whole buffer, with padding."""
         return self.num_parts * self.capacity
-
-    def is_encoded(self, buffer: torch.Tensor) -> bool:
-        """Return whether a buffer holds parameters that a format has encoded."""
-        return self.dtypes.format is not None and buffer.dtype == self.dtypes.format.stored_dtype
-
-    def encode_values(self, values: torch.Tensor, facts: ErrorFacts) -> torch.Tensor:
-        """Return the stored form of ``values``, whose number is a multiple of :attr:`capacity`.
-
-        If the group has a format, ``values`` are cast to the main dtype and encoded; if not, they are cast to the compute one.
-        """
-        values = values if self.dtypes.format is None else values.to(self.dtypes.main)
-        return self.dtypes.stored_format.store(values, self.capacity, facts)
 
 
 class Span(NamedTuple):
@@ -199,7 +177,7 @@ class UnitLayout:
 
     def stored_size(self, group: int, place: Place) -> int:
         """Return the length of the buffer in which one rank stores a group's parameters in ``place``."""
-        return self.gathered_part_size(group, place) + self.scales_nbytes(group)
+        return self.gathered_part_size(group, place) + self.scales_nbytes[group]
 
     def gathered_part_size(self, group: int, place: Place) -> int:
         """Return the length of a stored buffer without the scales of whole leaves, which a gather does not send."""
@@ -233,61 +211,13 @@ class UnitLayout:
         return form.size(self.groups[group].capacity) * form.stored_dtype.itemsize
 
     @cached_property
-    def has_stochastic_updates(self) -> bool:
-        """Whether updates of some group are rounded stochastically."""
-        forms = [self.update_format(g) for g in self.trainable_groups]
-        return any(form is not None and form.seed is not None for form in forms)
-
-    def scales_nbytes(self, group: int) -> int:
-        """Return the bytes of the scales of whole leaves, at the end of a group's buffer of bytes; 0 if there are none."""
-        return self._scales_nbytes[group]
-
-    @cached_property
-    def _scales_nbytes(self) -> tuple[int, ...]:
+    def scales_nbytes(self) -> tuple[int, ...]:
+        """Bytes of the scales of whole leaves at the end of each group's buffer; 0 for a group without such scales."""
         codecs = [group.dtypes.stored_format.leaves for group in self.groups]
         rows = zip(codecs, self._leaves_by_group, strict=True)
         return tuple(
             0 if c is None else sum(align_nbytes(c.scales_nbytes(leaf.shape)) for leaf in leaves) for c, leaves in rows
         )
-
-    def gathered_part(self, group: int, stored: torch.Tensor) -> torch.Tensor:
-        """Return the part of a stored buffer that a gather sends."""
-        scales = self._scales_nbytes[group]
-        return stored[..., : stored.shape[-1] - scales] if scales else stored
-
-    def scales_in(self, group: int, stored: torch.Tensor) -> torch.Tensor:
-        """Return the scales of whole leaves in a stored buffer."""
-        return stored[stored.shape[-1] - self._scales_nbytes[group] :]
-
-    def leaf_parts(
-        self, group: int, place: Place, rank: int, stored: torch.Tensor, scales: torch.Tensor, values: torch.Tensor | None
-    ) -> Iterator[tuple[int, LeafPart]]:
-        """Yield the parts of leaves that ``rank`` holds in ``place``, for a group whose format encodes whole leaves.
-
-        Items are pairs ``(index, part)``, with the index of the part's first element in the buffer. A leaf in several parts of
-        the buffer is yielded several times. A leaf of which this rank holds nothing is yielded once, as an empty part.
-        ``stored`` is the buffer without scales. ``values`` are the values to encode, one for each element; None to decode.
-        """
-        form, capacity = self.groups[group].dtypes.stored_format, self.groups[group].capacity
-        assert form.leaves is not None
-        rows = [*stored.view(-1, form.size(capacity))] if stored.numel() else [stored]
-        parts = [form.planes_of(row, capacity if len(row) else 0) for row in rows]
-        step = capacity or 1  # there is no capacity if all leaves are empty
-        spans = {span.leaf.path: span for span in self.leaf_spans(group, place, rank)}
-        end = 0
-        for leaf in self.leaves_of_group(group):
-            begin, size = end, form.leaves.scales_nbytes(leaf.shape)
-            end = begin + align_nbytes(size)
-            about = self.path_in_tree(leaf), leaf.shape, self.groups[group].dtypes.compute
-            span = spans.get(leaf.path, Span(leaf, 0, 0, 0, 0))
-            for start in (span.start, *range((span.start // step + 1) * step, span.stop, step)):
-                part, low = divmod(start, step)
-                stop = min(span.stop, start - low + step)
-                where = [form.plane_slice(plane, low, low + stop - start) for plane in form.planes]
-                held = tuple([plane[each] for plane, each in zip(parts[part], where, strict=True)])
-                first = span.first + start - span.start
-                own = None if values is None else values[start:stop]
-                yield start, LeafPart(*about, first, first + stop - start, held, scales[begin : begin + size], own)
 
     @cached_property
     def tensor_classes(self) -> Mapping[int, EncodedTensorClass]:
@@ -295,90 +225,12 @@ class UnitLayout:
         codecs = {i: group.dtypes.stored_format.leaves for i, group in enumerate(self.groups)}
         return {i: codec.tensors for i, codec in codecs.items() if codec is not None and codec.tensors is not None}
 
-    def whole_leaf_parts(self, group: int, planes: Sequence[torch.Tensor], scales: torch.Tensor) -> dict[str, LeafPart]:
-        """Return each leaf of a group as a LeafPart with all elements, by path. The group's format encodes whole leaves.
-
-        ``planes`` has one 1-D tensor for each plane of the format, with the numbers of the full buffer. ``scales`` has the
-        scales of all leaves of the group.
-        """
-        form, found, end = self.groups[group].dtypes.stored_format, {}, 0
-        assert form.leaves is not None
-        for leaf in self.leaves_of_group(group):
-            begin, size = end, form.leaves.scales_nbytes(leaf.shape)
-            end = begin + align_nbytes(size)
-            where = [form.plane_slice(plane, leaf.offset, leaf.offset + leaf.numel) for plane in form.planes]
-            held = tuple([plane[each] for plane, each in zip(planes, where, strict=True)])
-            about = self.path_in_tree(leaf), leaf.shape, self.groups[group].dtypes.compute
-            found[leaf.path] = LeafPart(*about, 0, leaf.numel, held, scales[begin : begin + size])
-        return found
-
-    @api_boundary
-    def decoded_buffer(
-        self, group: int, buffer: torch.Tensor, place: Place, rank: int, *, in_main_dtype: bool = False
-    ) -> torch.Tensor:
-        """Return the values of a buffer of parameters: decoded if the group has a format, else the buffer itself.
-
-        Decoded values have the dtype in which functions use them; with ``in_main_dtype`` that of the main copy, unrounded.
-
-        Raises:
-            TreeError: the size of the buffer fits neither plain values, nor values that the format has encoded.
-        """
-        dtypes, size = self.groups[group].dtypes, self.local_size(group, place)
-        if dtypes.format is None:
-            return buffer
-        is_stored = self.groups[group].is_encoded(buffer)
-        if is_stored and buffer.shape[-1] == self.stored_size(group, place):
-            dtype = dtypes.main if in_main_dtype else dtypes.compute
-            return self.decode_stored(group, buffer, self.scales_in(group, buffer), place, rank, dtype)
-        if buffer.shape[-1] != size:
-            raise TreeError(
-                f"a buffer of {tensor_text(buffer)} is neither {size} values nor what format "
-                f"{dtypes.format.name!r} stores of them. Functions of values do not apply to stored parameters: map main "
-                'copies, or the result of gather() to "full".'
-            )
-        return buffer
-
-    def decode_stored(
-        self, group: int, stored: torch.Tensor, scales: torch.Tensor, place: Place, rank: int, dtype: torch.dtype
-    ) -> torch.Tensor:
-        """Return the values, in ``dtype``, of the stored buffer that a rank holds in a place.
-
-        ``scales`` has the scales of all leaves, for a format that encodes whole leaves.
-        """
-        form = self.groups[group].dtypes.stored_format
-        stored = stored[: self.gathered_part_size(group, place)]
-        if form.leaves is None:
-            return form.load(stored, self.groups[group].capacity, dtype, partial(self.error_facts, group))
-        out = torch.zeros(self.local_size(group, place), dtype=dtype, device=stored.device)
-        for start, part in self.leaf_parts(group, place, rank, stored, scales, None):
-            if part.first < part.last:
-                out[start : start + part.last - part.first] = form.decode_part(part, partial(self.error_facts, group))
-        return out
-
     def error_facts(self, group: int, axis: str = "") -> list[tuple[str, object]]:
         """Return facts for the errors of encoding and decoding a group: unit, leaves, and gradients or parameters."""
         leaves = first_few([self.path_in_tree(leaf) for leaf in self.leaves_of_group(group)])
         over = ("parameters", f"over axes {first_few(self.strategy.optim.order)}")
         along = ("gradients", f"along axis {axis!r}") if axis else over
         return [("unit", self.display_name), ("leaves", leaves), along]
-
-    @api_boundary
-    def build_subtree(self, where: str, leaves: Mapping[str, Mapping[str, Any]]) -> Any:
-        """Return the unit's subtree, made of ``leaves`` by unit and path.
-
-        Raises:
-            TreeError: a leaf is tied to a leaf of another unit, and ``leaves`` lacks this unit.
-        """
-        found = []
-        for leaf in self.leaves:
-            owner, path = leaf.tied_to or (self.name, leaf.path)
-            if owner not in leaves:
-                facts = [("tied to", f"{path!r} of unit {owner!r}")]
-                remedy = f"Pass that unit along: forward(fn, params[{self.name!r}], ..., ties=[params[{owner!r}]])."
-                what = f"{self.path_in_tree(leaf)!r} is tied to a leaf of a unit that this call was not given."
-                raise TreeError(problem(where, what, facts, remedy))
-            found.append(leaves[owner][path])
-        return optree.tree_unflatten(self.structure, found)
 
     def local_start(self, group: int, place: Place, rank: int) -> int:
         """Return the first element of the group's buffer that ``rank`` holds in ``place``."""

@@ -7,7 +7,7 @@ import torch
 
 from fsharp.errors import ScheduleError, problem
 from fsharp.functional.formats.format import tensor_text
-from fsharp.functional.layout.runs import has_stochastic_wire
+from fsharp.functional.layout.runs import has_stochastic_updates, has_stochastic_wire
 from fsharp.functional.layout.sharded import units_of
 from fsharp.functional.loss import Metrics
 from fsharp.functional.state import TrainState
@@ -125,7 +125,7 @@ def _check_capturable(device: torch.device, policy: SchedulePolicy, state: Train
     if policy.gather_at_start:
         raise ScheduleError("CapturedStep(): the policy leaves gathers under way between steps: pass gather_at_start=False.")
     units = [node.unit for node in units_of(state.params)]
-    if seeded := [unit.display_name for unit in units if has_stochastic_wire(unit) or unit.has_stochastic_updates]:
+    if seeded := [unit.display_name for unit in units if has_stochastic_wire(unit) or has_stochastic_updates(unit)]:
         raise ScheduleError(
             f"CapturedStep(): unit {seeded[0]} has a format that rounds stochastically, and a graph would draw the same random "
             "numbers in each step. Use the format without stochastic rounding."

@@ -18,6 +18,8 @@ import torch
 from fsharp.errors import TreeError
 from fsharp.functional.formats.format import EncodedTensorClass, LeafPart, non_view_alias
 from fsharp.functional.layout.runs import padding_in_run
+from fsharp.functional.layout.sharded import build_subtree
+from fsharp.functional.layout.stored import decode_stored, gathered_part, scales_in, whole_leaf_parts
 from fsharp.functional.layout.unit_layout import Leaf, UnitLayout
 from fsharp.stateful.units.handed_out import HandedOutLeaf
 
@@ -51,7 +53,7 @@ class LeafTable:
             return self.unit.structure.unflatten(own)
         by_path = {name: dict(zip(table.position_by_path, tensors, strict=True)) for name, (table, tensors) in stored.items()}
         by_path[self.unit.name] = dict(zip(self.position_by_path, own, strict=True))
-        return self.unit.build_subtree("forward()", by_path)
+        return build_subtree(self.unit, "forward()", by_path)
 
     def subtree_leaves(self, own: list[torch.Tensor], stored: Mapping[str, "StoredLeaves"]) -> list[torch.Tensor]:
         """Return the leaves of the subtree that :meth:`build_subtree` returns."""
@@ -101,20 +103,18 @@ class FullUnit:
         for g, cls in unit.tensor_classes.items():
             form, size = unit.groups[g].dtypes.stored_format, unit.groups[g].size
             if len(flats[g]):
-                planes = carve_tensors(
-                    flats[g], [(form.plane_slice(plane, 0, size).stop, plane.dtype) for plane in form.planes]
-                )
+                sizes = [(form.plane_slice(plane, 0, size).stop, plane.dtype) for plane in form.planes]
+                planes = carve_tensors(flats[g], sizes)
             else:
-                planes = [unit.gathered_part(g, gathered[g]).view(form.planes[0].dtype)]
-            for path, part in unit.whole_leaf_parts(g, planes, unit.scales_in(g, gathered[g])).items():
+                planes = [gathered_part(unit, g, gathered[g]).view(form.planes[0].dtype)]
+            for path, part in whole_leaf_parts(unit, g, planes, scales_in(unit, g, gathered[g])).items():
                 classed[self.leaf_table.position_by_path[path]] = cls, part
         self.has_classes = bool(classed)
         self._classed = dict(sorted(classed.items()))
         plain = {g: non_view_alias(flat) for g, flat in enumerate(flats) if g not in unit.tensor_classes}  # see [Note: aliases]
         self._aliases = tuple(plain.values())  # each with a version counter, which all leaves of the group share
-        self._leaves = tuple(
-            self.leaf_table.leaf_views(plain, [leaf for leaf in self.leaf_table.stored if leaf.group in plain])
-        )
+        plain_leaves = [leaf for leaf in self.leaf_table.stored if leaf.group in plain]
+        self._leaves = tuple(self.leaf_table.leaf_views(plain, plain_leaves))
         self._handed_out: list[HandedOutLeaf] = []
         self._version = 0
 
@@ -123,10 +123,10 @@ class FullUnit:
         unit = self.leaf_table.unit
         for g, flat, data in zip(unit.all_groups, self.flats, self.gathered, strict=True):
             if g not in unit.tensor_classes and data is not flat:
-                flat.copy_(unit.decode_stored(g, data, unit.scales_in(g, data), unit.strategy.full, rank, flat.dtype))
+                flat.copy_(decode_stored(unit, g, data, scales_in(unit, g, data), unit.strategy.full, rank, flat.dtype))
             elif g in unit.tensor_classes and len(flat):
                 num_parts, start = unit.groups[g].num_parts, 0
-                rows = unit.gathered_part(g, data).view(num_parts, -1)
+                rows = gathered_part(unit, g, data).view(num_parts, -1)
                 for column in unit.groups[g].dtypes.stored_format.plane_columns(rows, unit.groups[g].capacity):
                     flat[start : start + column.numel()].view(num_parts, -1).copy_(column)
                     start += aligned(column.numel())

@@ -7,6 +7,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from fsharp.functional.comm.protocol import Comm
 from fsharp.functional.layout.sharded import Sharded
+from fsharp.functional.layout.stored import gathered_part, scales_in
 from fsharp.stateful.schedule.schedule import Memory
 from fsharp.stateful.transport.base import Work
 from fsharp.stateful.units.axis_chain import GatherInput
@@ -80,8 +81,8 @@ class UnshardedBuffer:
         encoded, pairs = iter(flats[len(sizes) :]), zip(layout.groups, flats[: len(sizes)], strict=True)
         stored = [flat if group.dtypes.format is None else next(encoded) for group, flat in pairs]
         self.memory, self.full = memory, FullUnit(layout, flats[: len(sizes)], stored)
-        moving = map(layout.gathered_part, layout.all_groups, stored)
-        self._outs = [gather_outputs(flat, layout, self.axes, self._comm.rank) for flat in moving]
+        parts = [gathered_part(layout, group, flat) for group, flat in enumerate(stored)]
+        self._outs = [gather_outputs(part, layout, self.axes, self._comm.rank) for part in parts]
 
     def decode(self) -> None:
         """Decode the gathered buffers whose format is not plain. All gathers have to be over."""
@@ -114,9 +115,9 @@ class UnshardedBuffer:
         self.is_encoded = self._layout.has_stored_formats
         gather_inputs: list[GatherInput] = []
         for group, (x, outs) in enumerate(zip(node.raw_buffers, self._outs, strict=True)):
-            if self._layout.scales_nbytes(group):
-                self._layout.scales_in(group, full.gathered[group]).copy_(self._layout.scales_in(group, x.detach()))
-                x = self._layout.gathered_part(group, x)
+            if self._layout.scales_nbytes[group]:
+                scales_in(self._layout, group, full.gathered[group]).copy_(scales_in(self._layout, group, x.detach()))
+                x = gathered_part(self._layout, group, x)
             if x.numel():
                 gather_inputs.append((x.detach(), outs))
         return gather_inputs

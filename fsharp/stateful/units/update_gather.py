@@ -8,6 +8,7 @@ from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 from fsharp.functional.encoding import add_encoded_difference
 from fsharp.functional.layout.sharded import Sharded
+from fsharp.functional.layout.stored import gathered_part, scales_in
 from fsharp.stateful.transport.base import Work
 from fsharp.stateful.units.axis_chain import GatherInput
 from fsharp.stateful.units.full import gather_outputs
@@ -42,29 +43,26 @@ class UpdateGather:
         self.works: list[Work] = []
         self.gather_inputs: list[GatherInput] = []
         self.differences: list[EncodedDifference] = []
-        held = dict(zip(new.groups, new.buffers, strict=True))
-        buffers = []
+        layout, held, buffers = old.unit, dict(zip(new.groups, new.buffers, strict=True)), []
         for group, before in zip(old.groups, old.raw_buffers, strict=True):
             part = held.get(group)
             if part is None or not self.axes:
                 buffers.append(before if part is None else part)
                 continue
-            if old.unit.update_format(group) is not None:
+            if layout.update_format(group) is not None:
                 buffers.append(buffer := before if donate else before.clone())
                 if part.numel():
-                    encoded = part.new_empty(len(part) * math.prod(map(old.unit.mesh.axis_size, self.axes)))
-                    self.gather_inputs.append((part, gather_outputs(encoded, old.unit, self.axes, rank)))
+                    encoded = part.new_empty(len(part) * math.prod(map(layout.mesh.axis_size, self.axes)))
+                    self.gather_inputs.append((part, gather_outputs(encoded, layout, self.axes, rank)))
                     self.differences.append(EncodedDifference(group, buffer.detach(), encoded))
                 continue
             buffer = before if donate else torch.empty_like(before)
             buffers.append(buffer)
-            if old.unit.scales_nbytes(group):
-                old.unit.scales_in(group, buffer).copy_(old.unit.scales_in(group, part))
-            room = old.unit.gathered_part(group, buffer.detach())
+            if layout.scales_nbytes[group]:
+                scales_in(layout, group, buffer).copy_(scales_in(layout, group, part))
+            room = gathered_part(layout, group, buffer.detach())
             if room.numel():
-                self.gather_inputs.append(
-                    (old.unit.gathered_part(group, part), gather_outputs(room, old.unit, self.axes, rank))
-                )
+                self.gather_inputs.append((gathered_part(layout, group, part), gather_outputs(room, layout, self.axes, rank)))
         self.node = old.replace(buffers)
 
     def wait(self) -> None:

@@ -1,0 +1,143 @@
+"""Stored buffers: parameters of a group on one rank, as the group's format encodes them, and scales of whole leaves.
+
+    values of one part | values of the next part | ... | scales of whole leaves, on every rank
+
+A gather sends the values only. Without a format, values in the compute dtype are the stored buffer.
+"""
+
+from collections.abc import Iterator, Sequence
+from functools import partial
+
+import torch
+
+from fsharp.errors import TreeError
+from fsharp.functional.formats.format import LeafPart, align_nbytes, tensor_text
+from fsharp.functional.layout.placement import Place
+from fsharp.functional.layout.unit_layout import Span, UnitLayout
+from fsharp.tracebacks import api_boundary
+
+
+def is_encoded(unit: UnitLayout, group: int, buffer: torch.Tensor) -> bool:
+    """Return whether a buffer holds parameters that a format has encoded."""
+    form = unit.groups[group].dtypes.format
+    return form is not None and buffer.dtype == form.stored_dtype
+
+
+def encode_values(unit: UnitLayout, group: int, values: torch.Tensor) -> torch.Tensor:
+    """Return the stored form of ``values``, whose number is a multiple of the group's capacity.
+
+    If the group has a format, ``values`` are cast to the main dtype and encoded; if not, they are cast to the compute one.
+    """
+    dtypes, capacity = unit.groups[group].dtypes, unit.groups[group].capacity
+    values = values if dtypes.format is None else values.to(dtypes.main)
+    return dtypes.stored_format.store(values, capacity, partial(unit.error_facts, group))
+
+
+@api_boundary
+def decoded_buffer(
+    unit: UnitLayout, group: int, buffer: torch.Tensor, place: Place, rank: int, *, in_main_dtype: bool = False
+) -> torch.Tensor:
+    """Return the values of a buffer of parameters: decoded if the group has a format, else the buffer itself.
+
+    Decoded values have the dtype in which functions use them; with ``in_main_dtype`` that of the main copy, unrounded.
+
+    Raises:
+        TreeError: the size of the buffer fits neither plain values, nor values that the format has encoded.
+    """
+    dtypes, size = unit.groups[group].dtypes, unit.local_size(group, place)
+    if dtypes.format is None:
+        return buffer
+    if is_encoded(unit, group, buffer) and buffer.shape[-1] == unit.stored_size(group, place):
+        dtype = dtypes.main if in_main_dtype else dtypes.compute
+        return decode_stored(unit, group, buffer, scales_in(unit, group, buffer), place, rank, dtype)
+    if buffer.shape[-1] != size:
+        raise TreeError(
+            f"a buffer of {tensor_text(buffer)} is neither {size} values nor what format "
+            f"{dtypes.format.name!r} stores of them. Functions of values do not apply to stored parameters: map main "
+            'copies, or the result of gather() to "full".'
+        )
+    return buffer
+
+
+def decode_stored(
+    unit: UnitLayout, group: int, stored: torch.Tensor, scales: torch.Tensor, place: Place, rank: int, dtype: torch.dtype
+) -> torch.Tensor:
+    """Return the values, in ``dtype``, of the stored buffer that a rank holds in a place.
+
+    ``scales`` has the scales of all leaves, for a format that encodes whole leaves.
+    """
+    form, facts = unit.groups[group].dtypes.stored_format, partial(unit.error_facts, group)
+    stored = stored[: unit.gathered_part_size(group, place)]
+    if form.leaves is None:
+        return form.load(stored, unit.groups[group].capacity, dtype, facts)
+    out = torch.zeros(unit.local_size(group, place), dtype=dtype, device=stored.device)
+    for start, part in leaf_parts(unit, group, place, rank, stored, scales, None):
+        if part.first < part.last:
+            out[start : start + part.last - part.first] = form.decode_part(part, facts)
+    return out
+
+
+def gathered_part(unit: UnitLayout, group: int, stored: torch.Tensor) -> torch.Tensor:
+    """Return the part of a stored buffer that a gather sends."""
+    scales = unit.scales_nbytes[group]
+    return stored[..., : stored.shape[-1] - scales] if scales else stored
+
+
+def scales_in(unit: UnitLayout, group: int, stored: torch.Tensor) -> torch.Tensor:
+    """Return the scales of whole leaves in a stored buffer."""
+    return stored[stored.shape[-1] - unit.scales_nbytes[group] :]
+
+
+def leaf_parts(
+    unit: UnitLayout,
+    group: int,
+    place: Place,
+    rank: int,
+    stored: torch.Tensor,
+    scales: torch.Tensor,
+    values: torch.Tensor | None,
+) -> Iterator[tuple[int, LeafPart]]:
+    """Yield the parts of leaves that ``rank`` holds in ``place``, for a group whose format encodes whole leaves.
+
+    Items are pairs ``(index, part)``, with the index of the part's first element in the buffer. A leaf in several parts of
+    the buffer is yielded several times. A leaf of which this rank holds nothing is yielded once, as an empty part.
+    ``stored`` is the buffer without scales. ``values`` are the values to encode, one for each element; None to decode.
+    """
+    form, capacity = unit.groups[group].dtypes.stored_format, unit.groups[group].capacity
+    assert form.leaves is not None
+    rows = [*stored.view(-1, form.size(capacity))] if stored.numel() else [stored]
+    parts = [form.planes_of(row, capacity if len(row) else 0) for row in rows]
+    step = capacity or 1  # there is no capacity if all leaves are empty
+    spans = {span.leaf.path: span for span in unit.leaf_spans(group, place, rank)}
+    end = 0
+    for leaf in unit.leaves_of_group(group):
+        begin, size = end, form.leaves.scales_nbytes(leaf.shape)
+        end = begin + align_nbytes(size)
+        about = unit.path_in_tree(leaf), leaf.shape, unit.groups[group].dtypes.compute
+        span = spans.get(leaf.path, Span(leaf, 0, 0, 0, 0))
+        for start in (span.start, *range((span.start // step + 1) * step, span.stop, step)):
+            part, low = divmod(start, step)
+            stop = min(span.stop, start - low + step)
+            where = [form.plane_slice(plane, low, low + stop - start) for plane in form.planes]
+            held = tuple([plane[each] for plane, each in zip(parts[part], where, strict=True)])
+            first = span.first + start - span.start
+            own = None if values is None else values[start:stop]
+            yield start, LeafPart(*about, first, first + stop - start, held, scales[begin : begin + size], own)
+
+
+def whole_leaf_parts(unit: UnitLayout, group: int, planes: Sequence[torch.Tensor], scales: torch.Tensor) -> dict[str, LeafPart]:
+    """Return each leaf of a group as a LeafPart with all elements, by path. The group's format encodes whole leaves.
+
+    ``planes`` has one 1-D tensor for each plane of the format, with the numbers of the full buffer. ``scales`` has the
+    scales of all leaves of the group.
+    """
+    form, found, end = unit.groups[group].dtypes.stored_format, {}, 0
+    assert form.leaves is not None
+    for leaf in unit.leaves_of_group(group):
+        begin, size = end, form.leaves.scales_nbytes(leaf.shape)
+        end = begin + align_nbytes(size)
+        where = [form.plane_slice(plane, leaf.offset, leaf.offset + leaf.numel) for plane in form.planes]
+        held = tuple([plane[each] for plane, each in zip(planes, where, strict=True)])
+        about = unit.path_in_tree(leaf), leaf.shape, unit.groups[group].dtypes.compute
+        found[leaf.path] = LeafPart(*about, 0, leaf.numel, held, scales[begin : begin + size])
+    return found
