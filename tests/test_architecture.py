@@ -49,6 +49,11 @@ def test_the_report_is_for_runs_and_commands():
     assert not [name for name in own if name.startswith(("fsharp.resilience", "fsharp.checkpoint", "fsharp.stateful.runtime"))]
 
 
+def test_unit_layouts_compute_with_integers():
+    code = re.sub(r'""".*?"""', "", (ROOT / "functional" / "layout" / "unit_layout.py").read_text(), flags=re.DOTALL)
+    assert set(re.findall(r"torch\.\w+", code)) == {"torch.dtype"}, "functions of tensors are in stored.py"
+
+
 def test_only_interop_imports_jax():
     foreign = {path for path in SOURCES if any(name.split(".")[0] in ("jax", "optax") for name in imports(path))}
     assert foreign == set((ROOT / "interop").glob("*.py")) - {ROOT / "interop" / "__init__.py"}

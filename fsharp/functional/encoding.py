@@ -108,8 +108,7 @@ def encode_block_format_groups(tree: Any, like: Any = None) -> Any:
 
     def one(node: Sharded, groups: Sequence[int]) -> Sharded:
         rows = zip(node.groups, node.buffers, strict=True)
-        unit = node.unit
-        return node.with_buffers([encode_values(unit, g, b) if g in groups else b for g, b in rows])
+        return node.with_buffers([encode_values(node.unit, g, b) if g in groups else b for g, b in rows])
 
     return _map_encoded_groups(one, tree, like, by_leaf=False)
 
