@@ -31,8 +31,7 @@ from fsharp.type_checks import options_checked
 
 # torch 2.13 gave this function a new name.
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-_UNUSED_TAG = 0
-"""A tag that no message has."""
+_UNUSED_TAG = 0  # no message has this tag
 _FOREVER = timedelta(days=3650)
 """A limit of a wait for a message. A wait of torch that ends at its limit closes all connections of its process group."""
 _FAILURE_CHECK_INTERVAL_S = 1.0
@@ -358,8 +357,8 @@ def exchange_rounds(mine: int, n: int) -> Iterator[tuple[int, int]]:
 def abort_groups(groups: Sequence[dist.ProcessGroup], *, is_nccl: bool) -> None:
     """End all collectives under way in some process groups with an error.
 
-    Over gloo this begins a receive with a limit of 1 ms: at its end gloo closes the connections. Over NCCL all communicators
-    are aborted together, as an abort may wait for kernels of another communicator.
+    Over gloo a receive that ends at its limit of 1 ms closes all connections; a receive from a rank that has left closes none.
+    Over NCCL all communicators are aborted together, as an abort may wait for kernels of another communicator.
     """
     if is_nccl and groups:
         backend: Any = groups[0]._get_backend(torch.device("cuda"))
@@ -369,9 +368,9 @@ def abort_groups(groups: Sequence[dist.ProcessGroup], *, is_nccl: bool) -> None:
         backend._group_end()
         return
     for group in groups:
-        other = (group.rank() + 1) % group.size()
-        with suppress(RuntimeError):
-            group.recv([torch.empty(1, dtype=torch.uint8)], other, _UNUSED_TAG).wait(timedelta(milliseconds=1))
+        for other in set(range(group.size())) - {group.rank()}:
+            with suppress(RuntimeError):
+                group.recv([torch.empty(1, dtype=torch.uint8)], other, _UNUSED_TAG).wait(timedelta(milliseconds=1))
 
 
 def _label_text(op: str, x: torch.Tensor, axis: str, label: str) -> str:
@@ -488,11 +487,12 @@ def _announce_departure(error: BaseException | None) -> None:
         statuses.write_last_status(error)
     failed = error is not None or any(watch.error is not None for each in exchanges for watch in list(each.watches.values()))
     job_store.leave_store(within_s=min(_END_WITHIN_S if failed else _LEAVES_WITHIN_S, job_store.job_timeout_s()))
+    if failed:  # a thread that waits in gloo when the interpreter ends would abort the process
+        abort_groups([g for g in dist.distributed_c10d._world.pg_map if dist.get_backend(g) == "gloo"], is_nccl=False)
 
 
-os.register_at_fork(
-    after_in_child=_status_exchange_by_ranks.clear
-)  # a forked child is not a rank, and must not leave in the name of one
+# A forked child is not a rank, and must not leave in the name of one.
+os.register_at_fork(after_in_child=_status_exchange_by_ranks.clear)
 
 
 @atexit.register  # registered after the handler of worker_threads, so called before it: threads still run

@@ -16,6 +16,7 @@ from fsharp.errors import AgreementError, CommError, ScheduleError
 from fsharp.functional.comm import job_store
 from fsharp.functional.comm.protocol import LabelPrefixComm
 from fsharp.functional.comm.watch import CommWatch, StatusExchange
+from fsharp.functional.comm.worker_threads import Outcome
 from fsharp.testing import processes
 from tests.gpt_like import loss_fn
 from tests.scheduling import DP, make_state, make_tx, my_batches
@@ -323,3 +324,29 @@ def test_ranks_that_connect_by_other_policies_hear_of_it_each_time():
     for kind, text in first:
         assert kind == "AgreementError"
         assert "separate_groups" in text
+
+
+def wait_for_ranks_after_rank_1_has_left(folder, shares_groups):
+    """Rank 0 waits for ranks 1 and 2, of which rank 1 has left. Return whether its thread can run a job after the error."""
+    comm = fs.connect(fs.Mesh({"dp": 3}), timeout=timedelta(seconds=60))
+    comm = comm.with_own_numbering() if shares_groups else comm
+    comm.all_gather(torch.ones(2), "dp")
+    if comm.rank == 0:
+        with pytest.raises(CommError, match="rank 1 has left the job"):
+            comm.all_gather(torch.ones(2), "dp")
+        if shares_groups:  # other Comms may use the groups until this rank leaves
+            fs.destroy()
+        outcome = Outcome()
+        comm._worker.submit(lambda: None, outcome)
+        is_free = outcome.is_done(10)
+        (folder / "seen").touch()
+        return is_free
+    while comm.rank == 2 and not (folder / "seen").exists():
+        time.sleep(0.05)
+    return None
+
+
+@pytest.mark.parametrize("shares_groups", [False, True])
+def test_no_thread_waits_in_gloo_for_a_rank_after_another_has_left(tmp_path, shares_groups):
+    """A thread that waits in gloo when the interpreter ends aborts the process: launch() then raised an error of SIGABRT."""
+    assert fs.launch(wait_for_ranks_after_rank_1_has_left, 3, tmp_path, shares_groups) == [True, None, None]
