@@ -24,6 +24,7 @@ from fsharp.errors import CommError, MeshError, OptionError
 from fsharp.functional.comm.agree import ranks_text
 from fsharp.functional.comm.process_group import destroy
 from fsharp.resilience.failures import is_own_failure
+from fsharp.resilience.preemption import EXIT_PREEMPTED
 from fsharp.resilience.restarting import Restarter
 from fsharp.tracebacks import api_boundary, hide_frames
 from fsharp.type_checks import options_checked
@@ -194,6 +195,8 @@ def _failures_in_order(folder: Path, failures: Mapping[int, Any]) -> list[tuple[
 
     own, heard = noted("own-error-*"), noted("heard-error-*")
     endings = {rank: f"exit status {e.exitcode}" if e.exitcode > 0 else str(e.message) for rank, e in failures.items()}
+    for rank in (rank for rank, e in failures.items() if e.exitcode == EXIT_PREEMPTED):
+        endings[rank] += ": after a signal, such as SIGTERM, a run has saved. Start the program again to continue."
     silent = [(rank, ending) for rank, ending in endings.items() if rank not in dict(own + heard)]
     by_agent = [each for each in silent if failures[each[0]].exitcode == -signal.SIGTERM]
     return [*own, *(each for each in silent if each not in by_agent), *heard, *by_agent]

@@ -98,6 +98,11 @@ def test_a_forked_child_that_leaves_the_function_is_no_rank(leave):
     assert fs.launch(rank_fn, 2) == [2.0, 2.0]
 
 
+def test_a_run_that_was_preempted_is_said_to_have_saved():
+    with pytest.raises(CommError, match=r"exit status 75: after a signal.*a run has saved\. Start the program again"):
+        fs.launch(lambda: sys.exit(fs.resilience.EXIT_PREEMPTED), 2)
+
+
 def test_launches_of_several_threads_leave_logging_as_it_was(tmp_path):
     """The second begins during the first, and ends after it."""
 
