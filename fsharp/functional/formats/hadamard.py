@@ -1,7 +1,7 @@
 """hadamard: a format that rotates values before encoding, so that one large value does not decide its block's scale."""
 
 from collections.abc import Callable, Sequence
-from functools import cache, partial
+from functools import cache
 
 import torch
 
@@ -70,15 +70,12 @@ def _make_hadamard_format(
     times = max(size // (format.block & -format.block), 1)  # size is a power of two: the least common multiple
     planes = tuple([Plane(plane.dtype, plane.per_block * times) for plane in format.planes])
 
-    def rotated(values: torch.Tensor) -> torch.Tensor:
-        return _map_rows(values, size, partial(_hadamard_transform, factor=1 / size))
-
     def encode(values: torch.Tensor, *uniform: torch.Tensor) -> Sequence[torch.Tensor]:
-        return encode_planes(rotated(values), *uniform)
+        return encode_planes(_map_rows(values, size, _hadamard_transform), *uniform)
 
     def rounded(values: torch.Tensor, uniform: torch.Tensor) -> Sequence[torch.Tensor]:
         assert format.rounded is not None
-        return format.rounded(rotated(values), uniform)
+        return format.rounded(_map_rows(values, size, _hadamard_transform), uniform)
 
     def decode(planes: Sequence[torch.Tensor]) -> torch.Tensor:
         return _map_rows(decode_planes(planes), size, _inverse_hadamard_transform)
@@ -102,9 +99,9 @@ def _map_rows(values: torch.Tensor, size: int, fn: Callable[[torch.Tensor], torc
     return out
 
 
-def _hadamard_transform(rows: torch.Tensor, *, factor: float) -> torch.Tensor:
-    """Return ``factor`` times the Hadamard transform of each row, with the same bits for any number of rows."""
-    columns = rows.t().float() * factor  # transposed, so that each stage adds long runs
+def _hadamard_transform(rows: torch.Tensor) -> torch.Tensor:
+    """Return the Hadamard transform of each row, divided by its size, with the same bits for any number of rows."""
+    columns = rows.t().float() * (1 / rows.shape[1])  # transposed, so that each stage adds long runs
     columns = columns.contiguous()
     other, half = torch.empty_like(columns), 1
     while half < len(columns):
@@ -118,7 +115,7 @@ def _hadamard_transform(rows: torch.Tensor, *, factor: float) -> torch.Tensor:
 def _inverse_hadamard_transform(rows: torch.Tensor) -> torch.Tensor:
     """Return the Hadamard transform of each row, the inverse of the encoder's. Finite sums are clamped, not infinite."""
     size = rows.shape[1]
-    found = _hadamard_transform(rows, factor=1 / size)
+    found = _hadamard_transform(rows)
     if not is_true_without_sync((found.abs() <= LARGEST_FLOAT32 / size).all()):  # False for NaN
         found = torch.where(found.isfinite(), found.clamp(-LARGEST_FLOAT32 / size, LARGEST_FLOAT32 / size), found)
     return found * size
