@@ -66,12 +66,11 @@ class SinkLedger:
         return _MakeHandle.apply(sink, (unit.groups[group].size,), reduce)  # type: ignore[no-any-return]
 
 
-def with_sinks(params: Any, ledger: SinkLedger | None = None) -> Any:
+def with_sinks(params: Any, ledger: SinkLedger) -> Any:
     """Return ``params`` with the same values, detached from earlier graphs, and with a new sink for each trainable group.
 
-    The sinks are recorded in ``ledger``, by default a new one. The gradients of one microbatch then arrive at the sinks.
+    The sinks are recorded in ``ledger``. The gradients of one microbatch then arrive at the sinks.
     """
-    ledger = SinkLedger() if ledger is None else ledger
     zero = cache(lambda dtype, device: torch.zeros((), dtype=dtype, device=device))
 
     def one(node: Sharded) -> Sharded:
