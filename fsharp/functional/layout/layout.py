@@ -9,7 +9,6 @@ import torch
 
 from fsharp.errors import LayoutError
 from fsharp.functional.layout.mesh import Mesh
-from fsharp.functional.layout.precision import Dtypes
 from fsharp.functional.layout.runs import residual_sizes
 from fsharp.functional.layout.serial import layout_from_json, layout_to_json
 from fsharp.functional.layout.text import align_columns, nbytes_text, table_html, units_rows
@@ -61,20 +60,18 @@ class Layout:
         Raises:
             LayoutError: ``kind`` is unknown.
         """
-        if kind not in _STATE_KINDS:
-            raise LayoutError(f"nbytes(): unknown kind {kind!r}, expected one of {list(_STATE_KINDS)}.")
+        if kind not in _DTYPE_BY_KIND:
+            raise LayoutError(f"nbytes(): unknown kind {kind!r}, expected one of {list(_DTYPE_BY_KIND)}.")
         total = 0
         for unit in self.units:
             place = {"params": unit.strategy.params, "grads": unit.strategy.grads}.get(kind, unit.strategy.optim)
-            for i, group in enumerate(unit.groups):
-                if kind != "params" and not group.trainable:
+            groups = {"params": unit.all_groups, "main": unit.groups_with_main_copy}.get(kind, unit.trainable_groups)
+            for g in groups:
+                if kind == "params" and dtype is None:
+                    total += unit.stored_nbytes(g, place)
                     continue
-                if kind == "residuals":
-                    total += sum(residual_sizes(unit).get(i, {}).values()) * (dtype or group.dtypes.accumulate).itemsize
-                elif kind == "params" and dtype is None:
-                    total += unit.stored_nbytes(i, place)
-                else:
-                    total += unit.local_size(i, place) * (dtype.itemsize if dtype else _itemsize(kind, group.dtypes))
+                size = sum(residual_sizes(unit).get(g, {}).values()) if kind == "residuals" else unit.local_size(g, place)
+                total += size * (dtype or getattr(unit.groups[g].dtypes, _DTYPE_BY_KIND[kind])).itemsize
         return total
 
     @property
@@ -127,10 +124,5 @@ class Layout:
         )
 
 
-_STATE_KINDS = ("params", "grads", "main", "optim", "residuals")
-
-
-def _itemsize(kind: str, dtypes: Dtypes) -> int:
-    if kind == "main":
-        return dtypes.main.itemsize if dtypes.has_main_copy else 0
-    return {"params": dtypes.compute, "grads": dtypes.accumulate, "optim": dtypes.main}[kind].itemsize
+_DTYPE_BY_KIND = {"params": "compute", "grads": "accumulate", "main": "main", "optim": "main", "residuals": "accumulate"}
+"""By kind of state, the attribute with its dtype in the :class:`~fsharp.functional.layout.precision.Dtypes` of a group."""
