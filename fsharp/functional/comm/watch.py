@@ -87,9 +87,9 @@ class WatchedCall:
         late = self._watch.compare_statuses(self)
         if waited_s > self._watch.limit_s:
             peer = "" if self.peer is None else f" for rank {self.peer}"
-            raise self._watch.refuse_further_calls(
-                CommError, f"waited {self._watch.limit_s:g} s{peer} in {self.label!r}; {late}"
-            )
+            who = self._watch.statuses.who
+            text = f"{who} waited {self._watch.limit_s:g} s{peer} in {self.label!r}; {late}"
+            raise self._watch.refuse_further_calls(CommError, text)
         if not self._warned and waited_s > min(_WARN_AFTER_S, self._watch.limit_s / 2):
             self._warned = True
             _log.warning("rank %d has waited %.0f s in %r; %s", self._watch.statuses.rank, waited_s, self.label, late)
@@ -108,9 +108,8 @@ class WatchedCall:
                 return known
             time.sleep(0.05)
         what = f"could not exchange data with rank {self.peer} in {self.label!r}: {error}; {late}"
-        return self._watch.refuse_further_calls(
-            CommError, f"{what}. Has a process ended or stopped, or is a host out of reach?"
-        )
+        text = f"{self._watch.statuses.who} {what}. Has a process ended or stopped, or is a host out of reach?"
+        return self._watch.refuse_further_calls(CommError, text)
 
 
 class StatusExchange:
@@ -119,11 +118,13 @@ class StatusExchange:
     Attributes:
         waited_s: seconds for which this process's main thread has waited for collectives.
         last: the label of the last collective that this rank has begun.
+        who: this rank in words for an error: ``rank 0 of 4``.
         error: the error after which no Comm of these ranks can be used; None if this rank has reported none.
     """
 
     def __init__(self, rank: int, size: int, board: StatusBoard) -> None:
         self.rank, self.size, self.board = rank, size, board
+        self.who = f"rank {rank} of {size}"
         self.watches: WeakValueDictionary[str, CommWatch] = WeakValueDictionary()
         self.seen: dict[int, RankStatus] = {}
         self.last, self.waited_s = "", 0.0
@@ -174,7 +175,7 @@ class StatusExchange:
     def failure_text(self, error: BaseException, where: str, last: str) -> str:
         """Return the error for other ranks: this rank failed in ``where``, after the collective ``last``, with a traceback."""
         trace = traceback_text(error)[-_MAX_TRACEBACK_CHARACTERS:]
-        return f"rank {self.rank} of {self.size} failed in {where}, after {last or 'no collective yet'!r}; it says:\n{trace}"
+        return f"{self.who} failed in {where}, after {last or 'no collective yet'!r}; it says:\n{trace}"
 
     def num_begun_calls_by_watch(self) -> dict[str, int]:
         """Return the number of collectives that this rank has begun, by name of their watch."""
@@ -288,7 +289,7 @@ class CommWatch:
         read = self.statuses.write_status_and_read_others(mine, call.peer)
         for rank, status in self.statuses.seen.items():
             if status.departure and (not self._has_begun(call, rank) or (is_connection_lost and rank == call.peer)):
-                raise self.refuse_further_calls(CommError, _departure_text(call, rank, status), is_whole=True)
+                raise self.refuse_further_calls(CommError, _departure_text(call, rank, status))
             if rank in read and not status.departure:
                 self._compare_labels(call, rank, status)
         late = [r for r in range(self.statuses.size) if r != self.statuses.rank and not self._has_begun(call, r)]
@@ -313,7 +314,7 @@ class CommWatch:
                 if mine[number] != theirs[number]:
                     known = settings_by_digest([mine[number]]) | (status.settings or {})
                     text = _label_difference_text(number, {self.statuses.rank: mine, rank: theirs}, known)
-                    raise self.refuse_further_calls(AgreementError, text, is_whole=True)
+                    raise self.refuse_further_calls(AgreementError, text)
             return
         waits_for_me = self.statuses.num_begun_calls_by_watch().get(status.watch, 0) <= status.number
         if not (waits_for_me and not self._has_begun(call, rank)):
@@ -325,15 +326,13 @@ class CommWatch:
         elif before.num_written < status.num_written:  # still waits
             theirs = _labels_by_number(status.counts[status.watch], status.labels)
             text = _label_difference_text(None, {self.statuses.rank: mine, rank: theirs})
-            raise self.refuse_further_calls(AgreementError, text, is_whole=True)
+            raise self.refuse_further_calls(AgreementError, text)
 
-    def refuse_further_calls(self, error_type: type[Exception], text: str, *, is_whole: bool = False) -> Exception:
+    def refuse_further_calls(self, error_type: type[Exception], text: str) -> Exception:
         """Make this Comm refuse further collectives, on all ranks, and return the error for this rank to raise.
 
-        If several ranks call this method, all ranks raise an error with the text of the first call. ``text`` is put after words
-        such as ``rank 0 of 4``, to make the text of the error. With ``is_whole`` it is the whole text.
+        If several ranks call this method, all ranks raise an error with the text of the first call.
         """
-        text = text if is_whole else f"rank {self.statuses.rank} of {self.statuses.size} {text}"
         first = self.board.write_if_absent("failed", text)
         return self._mark_failed_and_abort(error_type(text) if first == text else AgreementError(first))
 
@@ -349,9 +348,8 @@ class CommWatch:
         if error is self.error:
             return
         known = self.error
-        self.refuse_further_calls(
-            AgreementError, self.statuses.failure_text(error, where, self._labels[-1] if self._labels else ""), is_whole=True
-        )
+        text = self.statuses.failure_text(error, where, self._labels[-1] if self._labels else "")
+        self.refuse_further_calls(AgreementError, text)
         self.error = known or self.error
 
 
