@@ -192,7 +192,6 @@ def _value_and_grad_of_microbatch(
         ),
         params,
     )
-    copy_tree_names(units_of(grads), units_of(params))
     return Loss(loss.sum.detach().double(), loss.weight.detach().double()), grads
 
 
