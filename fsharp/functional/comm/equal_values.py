@@ -143,14 +143,10 @@ def broadcast_from_rank(tensor: torch.Tensor, source: int, comm: Comm, *, varyin
 
 def _as_word_matrix(piece: torch.Tensor) -> torch.Tensor:
     """Return bytes as 32-bit words in a matrix of int64, with zeros at the end of the last row."""
-    if piece.storage_offset() % 4 or len(piece) % 4:
-        piece = torch.nn.functional.pad(piece, (0, -len(piece) % 4))
-    if piece.storage_offset() % 4:
-        piece = piece.clone()
-    words = piece.view(torch.int32).long()
-    if len(words) % _WORDS_PER_ROW:
-        words = torch.nn.functional.pad(words, (0, -len(words) % _WORDS_PER_ROW))
-    return words.view(-1, _WORDS_PER_ROW)
+    missing = -len(piece) % (4 * _WORDS_PER_ROW)
+    if missing or piece.storage_offset() % 4:
+        piece = torch.cat([piece, piece.new_zeros(missing)])
+    return piece.view(torch.int32).long().view(-1, _WORDS_PER_ROW)
 
 
 @cache
