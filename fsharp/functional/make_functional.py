@@ -42,8 +42,7 @@ def make_functional(module: nn.Module) -> tuple[Callable[..., Any], dict[str, An
             )
     params = parameter_tree("make_functional()", module)
     buffers = {name: b.detach().clone() for name, b in module.named_buffers(remove_duplicate=False)}
-    memo: dict[int, Any] = {id(p): p.to("meta") for p in module.parameters()}
-    memo |= {id(p): nn.Parameter(t, p.requires_grad) for p in module.parameters() for t in [memo[id(p)].detach()]}
+    memo: dict[int, Any] = {id(p): nn.Parameter(p.detach().to("meta"), p.requires_grad) for p in module.parameters()}
     skeleton = copy.deepcopy(module, memo)
 
     def fn(params: Any, *args: Any, **kwargs: Any) -> Any:
