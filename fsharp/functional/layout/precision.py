@@ -186,10 +186,6 @@ class Dtypes:
         wire = self.wire_format_along(axis)
         return wire.stored_dtype if wire.is_plain else self.accumulate
 
-    def has_feedback(self, axis: str) -> bool:
-        """Return whether the error of a gradient's format along an axis is added to the next gradient."""
-        return self.feedback and not self.wire_format_along(axis).is_plain
-
     @property
     def block(self) -> int:
         """Number of values in a block that no rank boundary may cut: a multiple of the blocks of all formats."""

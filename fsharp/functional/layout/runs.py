@@ -93,8 +93,8 @@ def residual_sizes(unit: UnitLayout) -> Mapping[int, Mapping[str, int]]:
     """
     found = {}
     for g in unit.trainable_groups:
-        runs = encoded_runs(unit, g, 0)
-        if sizes := {run.axis: run.size for run in runs if unit.groups[g].dtypes.has_feedback(run.axis)}:
+        sizes = {run.axis: run.size for run in encoded_runs(unit, g, 0)}
+        if sizes and unit.groups[g].dtypes.feedback:
             found[g] = sizes
     return found
 
