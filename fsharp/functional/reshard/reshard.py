@@ -20,7 +20,7 @@ from fsharp.functional.layout.text import unit_fields
 from fsharp.functional.layout.unit_layout import UnitLayout
 from fsharp.functional.reshard.move import MeshChange, move_state_tree, pieces_between
 from fsharp.functional.reshard.outline import on_meta, outline_from_bytes, outline_to_bytes
-from fsharp.functional.reshard.state_trees import StatePlace, StateTree, check_state_tree, find_state_trees, replace_state_trees
+from fsharp.functional.reshard.state_trees import StatePlace, StateTree, find_state_trees, replace_state_trees
 from fsharp.functional.state import TrainState
 from fsharp.type_checks import options_checked_on_failure
 
@@ -199,9 +199,7 @@ def reshard_nbytes(
         TreeError: as in :func:`reshard`.
         LayoutError: as in :func:`reshard`.
     """
-    state_trees = find_state_trees(tree, place, cast=cast)
-    for state_tree in state_trees:
-        check_state_tree(state_tree, layout)
+    state_trees = find_state_trees(tree, layout, place, cast=cast)
     old_mesh = state_trees[0].nodes[0].unit.mesh
     route = MeshChange(old_mesh, layout.mesh, tuple(old_ranks or range(old_mesh.size)), tuple(ranks or range(layout.mesh.size)))
     return sum(
@@ -223,9 +221,7 @@ def _checked_arguments(
         raise LayoutError(f"reshard(): place is {place!r}, expected 'params' or 'optim'.")
     if cast and place != "params":
         raise LayoutError("reshard(): cast=True is for place='params'; state keeps its dtypes.")
-    state_trees = find_state_trees(tree, place, cast=cast)
-    for state_tree in state_trees:
-        check_state_tree(state_tree, layout)
+    state_trees = find_state_trees(tree, layout, place, cast=cast)
     meshes = list(dict.fromkeys(node.unit.mesh for state_tree in state_trees for node in state_tree.nodes))
     new = tuple(range(layout.mesh.size)) if ranks is None else tuple(ranks)
     facts = [("ranks that passed a tree", old), ("its mesh", " and ".join(map(str, meshes))), ("comm", comm.mesh)]

@@ -44,7 +44,7 @@ class StateTree:
     name: str
     kind: StatePlace
     nodes: tuple[Sharded, ...]
-    is_cast: bool = False
+    is_cast: bool
 
     @cached_property
     def position_by_path(self) -> dict[str, LeafPosition]:
@@ -80,14 +80,14 @@ class StateTree:
         return self.name
 
 
-def find_state_trees(tree: Any, kind: StatePlace, *, cast: bool = False) -> list[StateTree]:
-    """Return the state trees in a user's tree, in tree order.
+def find_state_trees(tree: Any, layout: Layout, kind: StatePlace, *, cast: bool) -> list[StateTree]:
+    """Return the state trees in a user's tree, in tree order, after a check that they can move to ``layout``.
 
     A TrainState's ``params`` get the kind ``"params"``, its other fields ``"optim"``, and both ``is_cast=False``. A state tree
     outside of a TrainState gets the arguments: ``kind``, and ``cast`` as ``is_cast``.
 
     The path of a node is the path of its state tree, followed by the path of its unit. Raises a TreeError if there is no node,
-    a node is not at this path, or a state tree has another leaf in it.
+    a node is not at this path, or a state tree has another leaf in it. Raises the errors of :func:`_check_state_tree` as well.
     """
     found: dict[Path, list[Sharded]] = {}
     facts: dict[Path, tuple[str, StatePlace, bool]] = {}
@@ -114,7 +114,10 @@ def find_state_trees(tree: Any, kind: StatePlace, *, cast: bool = False) -> list
             raise _misplaced_error("a tree of parameters has another leaf in it.", path)
     if not found:
         raise TreeError(f"reshard(): expected a tree of Sharded, got {type(tree).__name__}: shard() it first.")
-    return [StateTree(root, *facts[root][:2], tuple(nodes), facts[root][2]) for root, nodes in found.items()]
+    state_trees = [StateTree(root, *facts[root][:2], tuple(nodes), facts[root][2]) for root, nodes in found.items()]
+    for state_tree in state_trees:
+        _check_state_tree(state_tree, layout)
+    return state_trees
 
 
 def _misplaced_error(what: str, path: Path, node: Sharded | None = None) -> TreeError:
@@ -134,7 +137,7 @@ def replace_state_trees(tree: Any, new: Mapping[Path, Any], path: Path = ()) -> 
     )
 
 
-def check_state_tree(state_tree: StateTree, layout: Layout) -> None:
+def _check_state_tree(state_tree: StateTree, layout: Layout) -> None:
     """Raise a TreeError if a unit is donated, partial or gathered; a LayoutError if ``layout`` has other leaves or groups."""
     for node in state_tree.nodes:
         _check_at_rest(state_tree, node)
