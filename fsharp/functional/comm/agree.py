@@ -99,23 +99,19 @@ def check_on_all_ranks(
     the text of the first error. On a rank whose ``check`` has raised, this AgreementError has ``is_own=True``, and the rank's
     own error as its cause.
     """
-    error: Exception | None = None
-    result: T | None = None
     try:
         result = check()
-    except Exception as raised:  # of any kind: other ranks have to get it
-        error = raised
-    if error is None:
-        if comm.mesh.size > 1:
-            agree(where, fields(result), comm)  # type: ignore[arg-type]
-        return result  # type: ignore[return-value]
-    try:
-        agree(where, {}, comm, failure=str(error) or repr(error))
-    except AgreementError as seen:
-        if "failed on every rank" not in str(seen):
-            seen.is_own = True
-            raise seen from error
-    raise error
+    except Exception as error:  # of any kind: other ranks have to get it
+        try:
+            agree(where, {}, comm, failure=str(error) or repr(error))
+        except AgreementError as seen:
+            if "failed on every rank" not in str(seen):
+                seen.is_own = True
+                raise seen from error
+        raise
+    if comm.mesh.size > 1:
+        agree(where, fields(result), comm)
+    return result
 
 
 def _without_shared_lines(values: Mapping[str, list[int]]) -> dict[str, list[int]]:
