@@ -427,11 +427,10 @@ def connect(mesh: Mesh, *, device_type: str | None = None, timeout: timedelta | 
 
     if generations.GENERATION_VARIABLE in os.environ:
         restart_replay.start()
-    made = list[ProcessGroupComm]()
-    restart_replay.run_and_record(
-        lambda: made.append(ProcessGroupComm(device_mesh())), replay=lambda: made[0]._begin_job_generation(device_mesh())
+    comm = restart_replay.run_and_record(
+        lambda: ProcessGroupComm(device_mesh()), replay=lambda: comm._begin_job_generation(device_mesh())
     )
-    return made[0]
+    return comm
 
 
 @api_boundary
