@@ -12,7 +12,7 @@ import torch
 from fsharp.errors import AgreementError, problem
 from fsharp.functional.comm.agree import all_gather_fixed_size, ranks_text
 from fsharp.functional.comm.protocol import Comm
-from fsharp.functional.formats.format import as_bytes
+from fsharp.functional.formats.format import as_bytes, tensor_text
 from fsharp.functional.layout.mesh import Mesh
 
 _CHUNK_NBYTES = 1 << 22  # bytes that are digested or sent at once
@@ -44,10 +44,10 @@ def exact_text(value: Any) -> str:
     processes.
     """
     if isinstance(value, torch.Tensor):
-        kind = f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
         if value.is_meta:
-            return f"on meta {kind}"
-        return f"{value.tolist() if value.numel() <= _MAX_WRITTEN_ELEMENTS else tensor_digest(value).hex()} {kind}"
+            return f"on meta {tensor_text(value)}"
+        found = value.tolist() if value.numel() <= _MAX_WRITTEN_ELEMENTS else tensor_digest(value).hex()
+        return f"{found} {tensor_text(value)}"
     if hasattr(value, "tobytes") and hasattr(value, "dtype") and hasattr(value, "shape"):
         found = value.tolist() if value.size <= _MAX_WRITTEN_ELEMENTS else hashlib.sha256(value.tobytes()).hexdigest()[:16]
         return f"{found} {value.dtype}{list(value.shape)}"

@@ -9,7 +9,7 @@ import torch
 from torch.utils import _pytree as torch_pytree
 
 from fsharp.errors import LayoutError, TreeError, problem
-from fsharp.functional.formats.format import dtype_name
+from fsharp.functional.formats.format import tensor_text
 from fsharp.functional.layout.placement import Place
 from fsharp.functional.layout.stored import decoded_buffer, is_encoded
 from fsharp.functional.layout.unit_layout import UnitLayout
@@ -262,11 +262,8 @@ class Sharded:
     def __repr__(self) -> str:
         shown = []
         for group, buffer in zip(self.groups, self.buffers, strict=True):
-            if isinstance(buffer, torch.Tensor):
-                shape = ", ".join(map(str, buffer.shape))
-                shown.append(f"{dtype_name(buffer.dtype)}[{shape}] of {self.unit.groups[group].size}")
-            else:
-                shown.append(repr(buffer))
+            is_tensor = isinstance(buffer, torch.Tensor)
+            shown.append(f"{tensor_text(buffer)} of {self.unit.groups[group].size}" if is_tensor else repr(buffer))
         return f"Sharded({self.name!r}, {self.place}, {'; '.join(shown) or 'empty'})"
 
 
