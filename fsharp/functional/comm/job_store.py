@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.distributed_c10d import PrefixStore, Store, _get_default_group, _get_default_store, _world
 from torch.distributed.rendezvous import rendezvous
 
-from fsharp.errors import AgreementError, CommError, MeshError, problem
+from fsharp.errors import AgreementError, CommError, problem
 from fsharp.functional.comm.generations import begin_membership, why_generation_ended
 from fsharp.functional.comm.worker_threads import Outcome, Worker
 from fsharp.functional.layout.mesh import Mesh
@@ -111,7 +111,7 @@ def join_job(mesh: Mesh, kind: str, world_size: int, timeout: timedelta | None, 
         return run_within(limit_s, mesh_of_all)
     except TimeoutError as error:
         raise CommError(f"{who} has waited {limit_s:g} s for the others to join the job. {remedy}") from error
-    except (CommError, AgreementError, MeshError):
+    except (CommError, AgreementError):
         raise
     except RuntimeError as error:  # of torch, or of a connection of gloo
         text = str(error).partition("\n")[0].rstrip(" .")
@@ -196,7 +196,7 @@ def leave_store(*, within_s: float) -> None:
     is_host = dist.get_rank() == 0 and not is_agents and isinstance(_innermost_store(store), dist.TCPStore)  # type: ignore[attr-defined]
     deadline = time.monotonic() + within_s
     while is_host and count < size and time.monotonic() < deadline:
-        time.sleep(0.02)
+        time.sleep(_POLL_INTERVAL_S)
         count, _ = _store_thread.query(lambda: store.add("count", 0), size)
 
 
