@@ -1,7 +1,6 @@
 """TrainState: parameters, main copies and optimizer state of a run; init_state makes a state, update changes it."""
 
 from dataclasses import dataclass
-from operator import attrgetter
 from typing import Any, NamedTuple
 
 import optree
@@ -63,7 +62,6 @@ class MadeBy:
 
 
 register_static(MadeBy)
-_with_main_copy, _groups_of = attrgetter("unit.groups_with_main_copy"), attrgetter("groups")
 
 
 @options_checked
@@ -179,7 +177,7 @@ def update(tx: Any, grads: Any, state: TrainState, *, comm: Comm, donate: bool =
             held = engine.begin_state_fetch(held, state.params, grads, donate=donate)
         main, opt = host_buffers_to_device(held, comm.device)
         resting = gather(trainable(state.params), comm=comm, to="optim")
-        has_copies = any(map(_with_main_copy, nodes)) or any(map(_groups_of, mains))
+        has_copies = any(node.unit.groups_with_main_copy for node in nodes) or any(node.groups for node in mains)
         old = map_units(_clone_groups_without_main, merge(resting, main), main) if has_copies else resting
         check_gradients("update()", grads, old)
         new, opt = apply_transform(tx, grads, opt, old, comm=comm, donate=donate, **extra)
