@@ -55,15 +55,13 @@ def train_step(
     @uncompiled
     def step(state: TrainState, batch: Any, comm: Comm) -> tuple[TrainState, Any]:
         grad_fn = _make_grad_fn(loss_fn, microbatches, has_aux=has_aux, sum_in_place=True)
-        if state.residuals is None:
-            value, grads = grad_fn(state.params, batch, comm=comm, step=state.step)
-            grads = reduce_scatter(grads, comm=comm, step=state.step)  # where gradients rest -> where the optimizer wants them
+        residuals, number = state.residuals, state.step
+        value, grads, *lost = grad_fn(state.params, batch, comm=comm, residuals=residuals, step=number, donate=donate)
+        if not lost:  # where gradients rest -> where the optimizer wants them
+            grads = reduce_scatter(grads, comm=comm, step=number)
         else:  # encoding errors of earlier gradients are added
-            value, grads, lost = grad_fn(
-                state.params, batch, comm=comm, residuals=state.residuals, step=state.step, donate=donate
-            )
-            grads, lost = reduce_scatter(grads, comm=comm, residuals=lost, step=state.step, donate=True)
-            state = state._replace(residuals=lost)
+            grads, residuals = reduce_scatter(grads, comm=comm, residuals=lost[0], step=number, donate=True)
+            state = state._replace(residuals=residuals)
         loss, aux = value if has_aux else (value, None)
         # Ranks compare labels: they raise an error if steps or settings differ.
         named = LabelPrefixComm(comm, f"the loss of update {state.step} by {settings}: ")
