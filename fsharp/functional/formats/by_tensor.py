@@ -11,11 +11,8 @@ from math import prod
 import torch
 
 from fsharp.functional.formats.format import AgreeMax, Format, LeafCodec, LeafPart, Plane, Shape, register_format
+from fsharp.functional.formats.microscaling import LARGEST_FLOAT32, ElementwiseFn
 
-ElementwiseFn = Callable[[torch.Tensor], torch.Tensor]
-"""A function from a tensor to another one of the same shape."""
-
-_LARGEST_FLOAT32 = torch.finfo(torch.float32).max
 _PART_ALIGNMENT = 16
 """The values of each part of a buffer, of a byte each, are a multiple of this number, so that parts follow without gaps."""
 
@@ -57,9 +54,8 @@ def _register_scaled_format(
     def decode(part: LeafPart) -> torch.Tensor:
         numbers = to_numbers(part.planes[0])
         values = numbers * part.scales.view(torch.float32)[rows(part)]
-        return torch.where(
-            numbers.isfinite(), values.clamp(-_LARGEST_FLOAT32, _LARGEST_FLOAT32), values
-        )  # scales were rounded up
+        clamped = values.clamp(-LARGEST_FLOAT32, LARGEST_FLOAT32)  # scales were rounded up
+        return torch.where(numbers.isfinite(), clamped, values)
 
     codec = LeafCodec(lambda shape: 4 * num_scales(shape), lambda shape: [(num_scales(shape), torch.float32)], encode, decode)
     return register_format(Format(name, (Plane(dtype, _PART_ALIGNMENT),), block=_PART_ALIGNMENT, leaves=codec))
