@@ -249,7 +249,6 @@ def _share_outline(tree: Any, has_tree: Sequence[bool], comm: Comm) -> Any:
     x = x.to(comm.device).repeat(has_tree.count(False))
     got = comm.all_to_all(x, send, receive, label="the tree for ranks that join")
     is_new = not has_tree[comm.rank]
-    found = check_on_all_ranks(
-        "reshard()", comm, lambda: outline_from_bytes(bytes(got.cpu().numpy()), comm.device) if is_new else None
+    return check_on_all_ranks(
+        "reshard()", comm, lambda: outline_from_bytes(bytes(got.cpu().numpy()), comm.device) if is_new else tree
     )
-    return found if is_new else tree

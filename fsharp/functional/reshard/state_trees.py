@@ -89,8 +89,7 @@ def find_state_trees(tree: Any, layout: Layout, kind: StatePlace, *, cast: bool)
     The path of a node is the path of its state tree, followed by the path of its unit. Raises a TreeError if there is no node,
     a node is not at this path, or a state tree has another leaf in it. Raises the errors of :func:`_check_state_tree` as well.
     """
-    found: dict[Path, list[Sharded]] = {}
-    facts: dict[Path, tuple[str, StatePlace, bool]] = {}
+    found: dict[Path, tuple[str, StatePlace, list[Sharded], bool]] = {}
     roots: dict[Path, Path | None] = {}
     accessors, leaves, _ = optree.tree_flatten_with_accessor(tree, is_leaf=is_sharded)
     for accessor, node in zip(accessors, leaves, strict=True):
@@ -107,14 +106,13 @@ def find_state_trees(tree: Any, layout: Layout, kind: StatePlace, *, cast: bool)
             for key in above:
                 if key.type is TrainState:
                     rests, is_cast = ("params" if key.field == "params" else "optim"), False
-            found.setdefault(root, []).append(node)
-            facts[root] = name, rests, is_cast
+            found.setdefault(root, (name, rests, [], is_cast))[2].append(node)
     for path, own in roots.items():
         if any(path[:n] in found and path[:n] != own for n in range(len(path) + 1)):
             raise _misplaced_error("a tree of parameters has another leaf in it.", path)
     if not found:
         raise TreeError(f"reshard(): expected a tree of Sharded, got {type(tree).__name__}: shard() it first.")
-    state_trees = [StateTree(root, *facts[root][:2], tuple(nodes), facts[root][2]) for root, nodes in found.items()]
+    state_trees = [StateTree(root, name, kind, tuple(nodes), cast) for root, (name, kind, nodes, cast) in found.items()]
     for state_tree in state_trees:
         _check_state_tree(state_tree, layout)
     return state_trees
