@@ -50,9 +50,6 @@ def unit_by_path(paths: Sequence[str], patterns: str | Sequence[str] | None) -> 
     return {path: units[path] for path in paths}
 
 
-_LEAF = optree.treespec_leaf()
-
-
 def cut_into_units(tree: Any, names: frozenset[str]) -> UnitPartition:
     """Cut ``tree`` at the subtrees whose paths are in ``names``. Subtrees without leaves stay where they are."""
     # optree's is_leaf sees a node and not its path: find the nodes by walking down one level at a time.
@@ -61,7 +58,7 @@ def cut_into_units(tree: Any, names: frozenset[str]) -> UnitPartition:
     def walk(node: Any, path: str) -> Any:
         if path in names:
             found.append((path, node))
-            return _LEAF
+            return optree.treespec_leaf()
         if optree.tree_is_leaf(node):
             return optree.tree_structure(node)
         children, _, entries, _ = optree.tree_flatten_one_level(node)[:4]
