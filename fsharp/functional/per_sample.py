@@ -59,7 +59,7 @@ def per_sample_norms(
     :class:`~fsharp.Scheduler` does not overlap these gathers.
     Source: per-sample clipping of Abadi et al., Deep Learning with Differential Privacy (2016).
     """
-    if chunk_size is not None and (not isinstance(chunk_size, int) or chunk_size < 1):
+    if chunk_size is not None and chunk_size < 1:
         raise LossError(f"{_WHERE}: chunk_size is {chunk_size!r}, expected None or an integer of at least 1.")
 
     @api_boundary

@@ -114,7 +114,7 @@ def _make_grad_fn(loss_fn: LossFn, microbatches: int, *, has_aux: bool, sum_in_p
     With ``sum_in_place`` the Engine of a scheduler may write the sums over ranks to the memory of the gradients that the
     function returns, even before :func:`reduce_scatter` asks for these sums.
     """
-    if not isinstance(microbatches, int) or microbatches < 1:
+    if microbatches < 1:
         raise LossError(f"value_and_grad(): microbatches is {microbatches!r}, expected an integer of at least 1.")
 
     @uncompiled
