@@ -34,47 +34,41 @@ def plan_residency(
     wanted = _buckets_at_starts(events, policy, buckets, in_use, staying)
     after = _next_needed_buckets(events, wanted)
     held: dict[Bucket, None] = {}
-    near: tuple[Bucket, ...] = ()  # buckets to be resident at the previous event
     updated: tuple[Bucket, ...] = ()  # buckets that stay, and have to be gathered again after an update
     result = []
     for i, event in enumerate(events):
-        (stays, ended), here = staying[i], wanted[i]
+        stays, here = staying[i], wanted[i]
         if here is None:
             now = dict.fromkeys([*in_use[i], *(b for b in after[i] if b in held)])
             counted = [b for b in now if b not in in_use[i] and b not in stays]
             room = max(policy.prefetch + 1 - min(len(in_use[i]), 1) - len(counted), 0)
             now.update(dict.fromkeys([b for b in after[i] if b not in now][:room]))
             here = tuple(now)
-        released: tuple[Bucket, ...] = tuple(held)
-        gathered: tuple[Bucket, ...] = ()
         if event.kind == "update":
-            here, updated = (), tuple(stays)
+            change, updated = ResidencyChange(tuple(held), ()), tuple(stays)
         else:
-            released = tuple(b for b in (*near, *ended) if b in held and b not in here and b not in stays)
-            gathered, updated = tuple(dict.fromkeys(b for b in (*here, *updated) if b not in held)), ()
-        for b in released:
-            held.pop(b, None)
-        held.update(dict.fromkeys(gathered))
-        result.append(ResidencyChange(tuple(dict.fromkeys(released)), gathered))
-        near = here
+            released = tuple(b for b in held if b not in here and b not in stays)
+            gathered = dict.fromkeys(b for b in (*here, *updated) if b not in held)
+            change, updated = ResidencyChange(released, tuple(gathered)), ()
+        for b in change.released:
+            del held[b]
+        held.update(dict.fromkeys(change.gathered))
+        result.append(change)
     return result
 
 
-def _staying_buckets(
-    events: Sequence[Event], buckets: BucketOfUnit, kept_uses: Collection[int]
-) -> list[tuple[Mapping[Bucket, int], tuple[Bucket, ...]]]:
-    """Return, for each event, the buckets that ``kept_uses`` keep resident, and the bucket whose last kept use ends then."""
+def _staying_buckets(events: Sequence[Event], buckets: BucketOfUnit, kept_uses: Collection[int]) -> list[Mapping[Bucket, int]]:
+    """Return, for each event, the buckets that ``kept_uses`` keep resident, each with the number of these uses."""
     ends = {event.use: i for i, event in enumerate(events) if event.kind == "backward_end" and event.use in kept_uses}
-    counts: Mapping[Bucket, int] = {}  # by bucket, number of uses that keep the bucket
+    counts: Mapping[Bucket, int] = {}
     result = []
     for i, event in enumerate(events):
-        name, ended = buckets.get(event.unit, ()), tuple[Bucket, ...]()
+        name = buckets.get(event.unit, ())
         change = (event.kind == "forward") - (ends.get(event.use) == i)
         if name and event.use in ends and change:
             counts = {**counts, name: counts.get(name, 0) + change}
-            if not counts[name]:
-                counts, ended = {each: count for each, count in counts.items() if count}, (name,)
-        result.append((counts, ended))
+            counts = {each: count for each, count in counts.items() if count}
+        result.append(counts)
     return result
 
 
@@ -83,15 +77,13 @@ def _buckets_at_starts(
     policy: SchedulePolicy,
     buckets: BucketOfUnit,
     in_use: Sequence[tuple[Bucket, ...]],  # from _buckets_in_use
-    staying: Sequence[tuple[Mapping[Bucket, int], tuple[Bucket, ...]]],  # from _staying_buckets
+    staying: Sequence[Mapping[Bucket, int]],  # from _staying_buckets
 ) -> list[tuple[Bucket, ...] | None]:
     """Return, for each start of a forward or backward, the buckets that should be resident; None for any other event."""
     upcoming = _upcoming_buckets(events, buckets, policy.prefetch + 1 + max(map(len, in_use), default=0))
     wanted: list[tuple[Bucket, ...] | None] = []
-    before: tuple[Bucket, ...] = ()
-    ended: set[Bucket] = set()
+    before: set[Bucket] = set()  # buckets that are resident at the previous start
     for i, event in enumerate(events):
-        ended.update(staying[i][1])
         if event.kind not in _START_KINDS:
             wanted.append(None)
             continue
@@ -99,10 +91,10 @@ def _buckets_at_starts(
         room = policy.prefetch + 1 - min(len(now), 1)
         ahead = [b for b in upcoming[i] if b not in now]
         chosen = ahead[: policy.prefetch]
-        there = [b for b in ahead[len(chosen) :] if b in before or b in staying[i][0] or b in ended]
+        there = [b for b in ahead[len(chosen) :] if b in before or b in staying[i]]
         chosen += there[: room - len(chosen)]
-        wanted.append(before := (*now, *chosen))
-        ended = set()
+        wanted.append((*now, *chosen))
+        before = {*now, *chosen, *staying[i]}
     return wanted
 
 
