@@ -87,22 +87,33 @@ def launch(fn: Callable[..., R], nproc: int, *args: Any, restarts: int = 0) -> l
             if nproc > 1:
                 error.add_note("launch() has started no processes, as another launcher has set RANK. If none has, unset RANK.")
             raise
-    if restarts:
-        with tempfile.TemporaryDirectory(prefix="fsharp-") as folder:
-            _write_call(Path(folder), fn, args)
-            Restarter(Path(folder), _SPARE_RANK_CODE, nproc, restarts).run()
-            return _read_results(Path(folder), nproc)
+    with tempfile.TemporaryDirectory(prefix="fsharp-") as name:
+        folder = Path(name)
+        call = pickle.dumps(sys.path) + _pickled("the function or an argument", (fn, args))
+        (folder / "call").write_bytes(call)
+        with _restored_signal_handlers():
+            if restarts:
+                Restarter(folder, _SPARE_RANK_CODE, nproc, restarts).run()
+            else:
+                _run_without_restarts(folder, nproc)
+        results = [folder / f"result-{rank}" for rank in range(nproc)]
+        if missing := [rank for rank, path in enumerate(results) if not path.exists()]:
+            raise CommError(f"launch(): {ranks_text(missing)} ended with exit status 0, but not by a return from the function.")
+        return [pickle.loads(path.read_bytes()) for path in results]
+
+
+def _run_without_restarts(folder: Path, nproc: int) -> None:
+    """Run the call in ``folder`` in ``nproc`` processes of torch's agent. If one fails, end all, and raise a CommError."""
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import elastic_launch
 
     signalled = None
-    with tempfile.TemporaryDirectory(prefix="fsharp-") as folder, _restored_signal_handlers(), _logging_disabled:
-        _write_call(Path(folder), fn, args)
+    with _logging_disabled:
         try:
-            elastic_launch(local_launch_config(nproc), sys.executable)("-u", "-c", _RANK_CODE, folder, str(os.getpid()))
+            elastic_launch(local_launch_config(nproc), sys.executable)("-u", "-c", _RANK_CODE, str(folder), str(os.getpid()))
         except ChildFailedError as error:
-            (rank, account), *others = _failures_in_order(Path(folder), error.failures)
+            (rank, account), *others = _failures_in_order(folder, error.failures)
             lines = "".join(f"\nrank {other}: {text.splitlines()[0]}" for other, text in others)
             raise CommError(f"launch(): rank {rank} of {nproc} failed: {account}{lines}") from None
         except SignalException as error:
@@ -111,7 +122,6 @@ def launch(fn: Callable[..., R], nproc: int, *args: Any, restarts: int = 0) -> l
         if signalled is not None:  # without the frames of torch's error, which keep its rendezvous alive
             gc.collect()  # ends the thread of the rendezvous: one that is alive at the end of Python may abort the process
             raise signalled
-        return _read_results(Path(folder), nproc)
 
 
 class _LoggingDisabled:
@@ -140,17 +150,6 @@ class _LoggingDisabled:
 _logging_disabled = _LoggingDisabled()
 
 
-def _write_call(folder: Path, fn: Callable[..., Any], args: tuple[Any, ...]) -> None:
-    Path(folder, "call").write_bytes(pickle.dumps(sys.path) + _pickled("the function or an argument", (fn, args)))
-
-
-def _read_results(folder: Path, nproc: int) -> list[Any]:
-    missing = [rank for rank in range(nproc) if not Path(folder, f"result-{rank}").exists()]
-    if missing:
-        raise CommError(f"launch(): {ranks_text(missing)} ended with exit status 0, but not by a return from the function.")
-    return [pickle.loads(Path(folder, f"result-{rank}").read_bytes()) for rank in range(nproc)]
-
-
 def local_launch_config(nproc: int) -> "LaunchConfig":
     """Return torch's configuration of a job of ``nproc`` processes on this machine, without restarts."""
     from torch.distributed.launcher.api import LaunchConfig
@@ -169,7 +168,7 @@ def local_launch_config(nproc: int) -> "LaunchConfig":
 
 @contextmanager
 def _restored_signal_handlers() -> Iterator[None]:
-    """Restore this process's signal handlers at the end of this context, as torch's agent replaces them."""
+    """Restore this process's signal handlers at the end of this context. Torch's agent and a Restarter replace some of them."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

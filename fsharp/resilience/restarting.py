@@ -10,10 +10,10 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from types import FrameType
 
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore
@@ -66,21 +66,25 @@ class Restarter:
         self._is_signalled = False
 
     def run(self) -> None:
-        """Run until all processes have returned. Raise a CommError if a process is lost and not restarted."""
+        """Run until all processes have returned. Raise a CommError if a process is lost and not restarted.
+
+        In the main thread SIGTERM then goes to all processes, whose runs save and exit. The caller restores the handler.
+        """
         announce_generation(self._store, 0, "")
         deadline, asked_at = float("inf"), time.monotonic()
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, self._pass_signal_on)
         try:
-            with self._forwarding_signals():
-                for rank in range(self._nproc):
-                    self._start_process(rank)
-                while self._running and time.monotonic() < deadline:
-                    self._handle_ended_processes()
-                    if time.monotonic() > asked_at + _ASK_EVERY_S:
-                        asked_at = time.monotonic()
-                        self._kill_hung()
-                        if deadline == float("inf") and why_restarts_ended(self._store):
-                            deadline = asked_at + _END_TIMEOUT_S
-                    time.sleep(_LOOK_EVERY_S)
+            for rank in range(self._nproc):
+                self._start_process(rank)
+            while self._running and time.monotonic() < deadline:
+                self._handle_ended_processes()
+                if time.monotonic() > asked_at + _ASK_EVERY_S:
+                    asked_at = time.monotonic()
+                    self._kill_hung()
+                    if deadline == float("inf") and why_restarts_ended(self._store):
+                        deadline = asked_at + _END_TIMEOUT_S
+                time.sleep(_LOOK_EVERY_S)
         finally:
             for process in [*self._running.values(), *([self._spare] if self._spare is not None else [])]:
                 _kill(process)
@@ -178,23 +182,10 @@ class Restarter:
     def _new_process(self) -> "subprocess.Popen[str]":
         return subprocess.Popen(self._command, stdin=subprocess.PIPE, text=True)
 
-    @contextmanager
-    def _forwarding_signals(self) -> Iterator[None]:
-        """Return a context in which SIGTERM goes to all processes, whose runs save and exit."""
-        if threading.current_thread() is not threading.main_thread():
-            yield
-            return
-
-        def pass_on(number: int, frame: Any) -> None:
-            self._is_signalled = True
-            for process in self._running.values():
-                process.send_signal(number)
-
-        before = signal.signal(signal.SIGTERM, pass_on)
-        try:
-            yield
-        finally:
-            signal.signal(signal.SIGTERM, before)
+    def _pass_signal_on(self, number: int, frame: FrameType | None) -> None:
+        self._is_signalled = True
+        for process in self._running.values():
+            process.send_signal(number)
 
 
 def _kill(process: "subprocess.Popen[str]") -> None:
