@@ -65,7 +65,7 @@ test-all: lint
 # Instruction sets by which torch, oneDNN and XLA choose kernels. A tolerance that holds with one of them alone is no tolerance.
 # XLA has no float16 below AVX2.
 NUMBERS := tests/functional tests/interop tests/stateful/modules tests/stateful/runtime
-THREADS := tests/functional/comm tests/stateful/transport tests/stateful/runtime tests/inspect/test_measure.py
+THREADS := tests/distributed tests/functional/comm tests/stateful/transport tests/stateful/runtime tests/inspect/test_measure.py
 test-kernels: $(VENV)/.installed
 	ATEN_CPU_CAPABILITY=default ONEDNN_MAX_CPU_ISA=SSE41 XLA_FLAGS=--xla_cpu_max_isa=AVX2 \
 		$(RUN)/python -m pytest -n auto --dist worksteal -m "not deep" --timeout 900 $(NUMBERS)

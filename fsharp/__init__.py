@@ -51,7 +51,7 @@ from fsharp import (
     te as te,
     testing as testing,
 )
-from fsharp.functional.comm.process_group import ProcessGroupComm as ProcessGroupComm, connect as connect, destroy as destroy
+from fsharp.distributed.process_group import ProcessGroupComm as ProcessGroupComm, connect as connect, destroy as destroy
 from fsharp.functional.comm.protocol import Comm as Comm, SingleComm as SingleComm
 from fsharp.functional.forward import dummy_forward as dummy_forward, forward as forward
 from fsharp.functional.layout.layout import Layout as Layout
@@ -89,7 +89,10 @@ from fsharp.stateful.schedule.policy import SchedulePolicy as SchedulePolicy
 
 __version__ = "0.1.0"
 
-_WITHIN = ("cli", "functional", "huggingface", "planning", "report", "stateful", "torch_compile", "tracebacks", "type_checks")
+_WITHIN = (
+    *("cli", "distributed", "functional", "huggingface", "planning", "report", "stateful"),
+    *("torch_compile", "tracebacks", "type_checks"),
+)
 
 
 def __dir__() -> list[str]:

@@ -67,6 +67,7 @@ MAY_IMPORT = {
     "functional/comm": {f"functional/{name}" for name in ("formats", "tree", "layout", "comm")},
     "functional/optim": {f"functional/{name}" for name in ("formats", "tree", "layout", "comm", "optim")},
     "functional/reshard": {f"functional{name}" for name in ("", "/formats", "/tree", "/layout", "/comm", "/reshard")},
+    "distributed": {"distributed"},
     "stateful/schedule": {"stateful/schedule"},
     "stateful/verify": {"stateful/schedule", "stateful/verify"},
     "stateful/timing": {"stateful/schedule", "stateful/timing"},
@@ -104,7 +105,7 @@ MAY_IMPORT = {
 }
 """Folders, and those that they may import from: in functions and under ``TYPE_CHECKING`` as well.
 
-All may import ``BELOW``, and all but ``functional`` all of ``functional``.
+All may import ``BELOW``, and all but ``functional`` all of ``functional`` and ``distributed``.
 """
 
 BELOW = {"errors", "tracebacks", "torch_compile", "type_checks"}
@@ -133,7 +134,7 @@ def test_folders_import_downwards(folder):
         files = [Path(*name.split(".")[1:]) for name in imports(path) if name.startswith("fsharp")]
         found = {str(each if (ROOT / each).is_dir() or len(each.parts) < 2 else each.parent) for each in files} - BELOW
         if not folder.startswith("functional"):
-            found = {each for each in found if not each.startswith("functional")}
+            found = {each for each in found if not each.startswith(("functional", "distributed"))}
         assert found <= MAY_IMPORT[folder], path
 
 
@@ -201,8 +202,8 @@ def test_torch_cuda_is_in_the_files_of_cuda_graphs_and_of_nccl_memory():
 
 
 def test_two_doors_to_torch_distributed():
-    sources = list((ROOT / "functional").rglob("*.py"))
-    importing = {path.name for path in sources if any("distributed" in name for name in imports(path))}
+    sources = [*(ROOT / "functional").rglob("*.py"), *(ROOT / "distributed").rglob("*.py")]
+    importing = {path.name for path in sources if any("torch.distributed" in name for name in imports(path))}
     assert importing == {"process_group.py", "job_store.py"}
     assert {path.name for path in sources if "torch.distributed." in path.read_text()} - importing == {"max_reduce_group.py"}
 
@@ -310,7 +311,9 @@ def test_documents_name_what_there_is(path):
 
 @pytest.mark.parametrize("path", DOCUMENTS, ids=[path.name for path in DOCUMENTS])
 def test_documents_name_files_that_there_are(path):
-    for name in set(re.findall(r"`((?:functional|stateful|testing|tests|examples|benchmarks)/[\w/]+\.py)`", path.read_text())):
+    for name in set(
+        re.findall(r"`((?:functional|distributed|stateful|testing|tests|examples|benchmarks)/[\w/]+\.py)`", path.read_text())
+    ):
         assert (ROOT / name).exists() or (ROOT.parent / name).exists(), name
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import fsharp as fs
 from benchmarks import calls, contenders, gpt
-from fsharp.functional.comm.worker_threads import Worker
+from fsharp.distributed.worker_threads import Worker
 from fsharp.stateful.transport.gloo import GlooTransport
 from fsharp.testing import processes
 

@@ -19,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fsharp as fs
-from fsharp.functional.comm import job_store, process_group
+from fsharp.distributed import job_store, process_group
 from fsharp.stateful.transport import nccl
 from tests.virtual_streams import Illegal, Streams, VirtualEvent, VirtualGraph, VirtualStream, tensors_of
 

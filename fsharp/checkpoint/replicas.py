@@ -61,9 +61,9 @@ from fsharp.checkpoint.saving import (
 )
 from fsharp.checkpoint.shard_file import bytes_of, file_nbytes
 from fsharp.checkpoint.storage import FolderClaim, LocalStorage, absolute_path
+from fsharp.distributed.process_group import ProcessGroupComm
 from fsharp.errors import AgreementError, CheckpointError, FsharpError, problem
 from fsharp.functional.comm.agree import all_gather_fixed_size, all_gather_texts, check_on_all_ranks
-from fsharp.functional.comm.process_group import ProcessGroupComm
 from fsharp.functional.comm.protocol import Comm, innermost_comm
 from fsharp.functional.comm.restart_replay import restart_replay
 from fsharp.tracebacks import api_boundary

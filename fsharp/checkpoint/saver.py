@@ -25,12 +25,12 @@ from fsharp.checkpoint.retention import Retention, remove_checkpoints
 from fsharp.checkpoint.saving import Snapshot, name_path_in_errors, prepare_snapshot, write_snapshot
 from fsharp.checkpoint.shard_file import StoredTensor
 from fsharp.checkpoint.storage import absolute_path, storage_of
+from fsharp.distributed.process_group import ProcessGroupComm, callbacks_before_leaving
+from fsharp.distributed.worker_threads import Outcome, Worker
 from fsharp.errors import CheckpointError
 from fsharp.functional.comm.agree import check_on_all_ranks
-from fsharp.functional.comm.process_group import ProcessGroupComm, callbacks_before_leaving
 from fsharp.functional.comm.protocol import Comm, innermost_comm
 from fsharp.functional.comm.restart_replay import restart_replay
-from fsharp.functional.comm.worker_threads import Outcome, Worker
 from fsharp.tracebacks import api_boundary
 from fsharp.type_checks import options_checked
 

@@ -15,9 +15,9 @@ import torch
 import fsharp
 from fsharp.cli.models import parse_dtype
 from fsharp.cli.numbers import check_number
+from fsharp.distributed.process_group import connect
 from fsharp.errors import OptionError, ScheduleError
 from fsharp.functional.comm.agree import all_gather_texts
-from fsharp.functional.comm.process_group import connect
 from fsharp.functional.comm.protocol import Comm
 from fsharp.functional.layout.layout import Layout
 from fsharp.functional.layout.mesh import Mesh

@@ -6,8 +6,8 @@ from dataclasses import dataclass, replace
 from itertools import count
 from typing import Any, Literal, NamedTuple, TypeVar, cast
 
+from fsharp.distributed.process_group import ProcessGroupComm
 from fsharp.errors import LayoutError, problem
-from fsharp.functional.comm.process_group import ProcessGroupComm
 from fsharp.functional.layout.layout import Layout
 from fsharp.functional.tree.paths import select_paths
 from fsharp.stateful.schedule.compile import compile_schedule

@@ -10,10 +10,10 @@ from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 
+from fsharp.distributed.process_group import ProcessGroupComm
+from fsharp.distributed.watch import StatusExchange
 from fsharp.errors import AgreementError, CommError
-from fsharp.functional.comm.process_group import ProcessGroupComm
 from fsharp.functional.comm.protocol import Comm, innermost_comm
-from fsharp.functional.comm.watch import StatusExchange
 from fsharp.tracebacks import api_context
 from fsharp.type_checks import options_checked
 

@@ -20,9 +20,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import cloudpickle
 
+from fsharp.distributed.process_group import destroy
 from fsharp.errors import CommError, MeshError, OptionError
 from fsharp.functional.comm.agree import ranks_text
-from fsharp.functional.comm.process_group import destroy
 from fsharp.resilience.failures import is_own_failure
 from fsharp.resilience.preemption import EXIT_PREEMPTED
 from fsharp.resilience.restarting import Restarter

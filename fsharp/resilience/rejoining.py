@@ -6,10 +6,10 @@ import optree
 import torch
 
 from fsharp.checkpoint.entries import PerRank, is_checkpoint_leaf
+from fsharp.distributed import generations
+from fsharp.distributed.process_group import ProcessGroupComm, leave_generation
 from fsharp.errors import RunError
-from fsharp.functional.comm import generations
 from fsharp.functional.comm.agree import check_on_all_ranks
-from fsharp.functional.comm.process_group import ProcessGroupComm, leave_generation
 from fsharp.functional.comm.protocol import Comm, innermost_comm
 from fsharp.functional.comm.restart_replay import restart_replay
 from fsharp.functional.layout.sharded import is_sharded

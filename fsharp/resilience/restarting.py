@@ -1,6 +1,6 @@
 """Restarter: start the processes of a job, and restart processes that end early.
 
-The Restarter hosts the job's store, in which it announces generations: see :mod:`fsharp.functional.comm.generations`.
+The Restarter hosts the job's store, in which it announces generations: see :mod:`fsharp.distributed.generations`.
 """
 
 import json
@@ -18,9 +18,7 @@ from types import FrameType
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore
 
-from fsharp.errors import CommError
-from fsharp.functional.comm.agree import ranks_text
-from fsharp.functional.comm.generations import (
+from fsharp.distributed.generations import (
     GENERATION_VARIABLE,
     announce_generation,
     announce_process_ended,
@@ -30,6 +28,8 @@ from fsharp.functional.comm.generations import (
     stopped_ranks,
     why_restarts_ended,
 )
+from fsharp.errors import CommError
+from fsharp.functional.comm.agree import ranks_text
 from fsharp.resilience.preemption import EXIT_PREEMPTED
 
 _SIGNAL_MESSAGE = "A signal has come: no process is restarted. Start the program again to continue."

@@ -12,8 +12,8 @@ import optree
 import torch
 
 import fsharp
+from fsharp.distributed.process_group import ProcessGroupComm
 from fsharp.errors import RunError
-from fsharp.functional.comm.process_group import ProcessGroupComm
 from fsharp.functional.comm.protocol import Comm, innermost_comm
 from fsharp.functional.layout.layout import Layout
 from fsharp.functional.layout.sharded import units_of

@@ -8,9 +8,9 @@ import time
 from collections import deque
 from typing import NamedTuple
 
+from fsharp.distributed.process_group import ProcessGroupComm
 from fsharp.errors import CommError, RunError
 from fsharp.functional.comm.agree import all_gather_fixed_size
-from fsharp.functional.comm.process_group import ProcessGroupComm
 from fsharp.functional.comm.protocol import Comm, LabelPrefixComm, innermost_comm
 from fsharp.tracebacks import api_boundary
 from fsharp.type_checks import options_checked

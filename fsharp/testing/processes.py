@@ -25,8 +25,8 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
+from fsharp.distributed.process_group import connect, destroy
 from fsharp.errors import CommError
-from fsharp.functional.comm.process_group import connect, destroy
 from fsharp.functional.comm.protocol import Comm
 from fsharp.functional.layout.mesh import Mesh
 from fsharp.type_checks import options_checked

@@ -17,8 +17,8 @@ from fsharp.checkpoint.catalog import remove_incomplete
 from fsharp.checkpoint.manifest import MANIFEST_NAME
 from fsharp.checkpoint.saving import header_metadata
 from fsharp.checkpoint.shard_file import encode_header, write_file
+from fsharp.distributed.worker_threads import Outcome
 from fsharp.errors import CheckpointError, CommError
-from fsharp.functional.comm.worker_threads import Outcome
 from fsharp.testing import processes, simulate
 from tests.faults.damage import rank_files, signed
 from tests.faults.disk import mounted, mounts

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 import fsharp as fs
-from fsharp.functional.comm import job_store
+from fsharp.distributed import job_store
 from tests.faults.registry import Outcome, row
 
 SIZE = 3

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 import fsharp as fs
-from fsharp.functional.comm.process_group import ProcessGroupComm
+from fsharp.distributed.process_group import ProcessGroupComm
 from fsharp.functional.layout.sharded import is_sharded
 from fsharp.functional.layout.slicing import shard_for
 from tests.functional.layout.test_layout import llama

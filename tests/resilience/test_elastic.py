@@ -15,9 +15,9 @@ import torch
 
 import fsharp as fs
 from fsharp.checkpoint import loading, saving
+from fsharp.distributed import generations
+from fsharp.distributed.generations import GENERATION_VARIABLE
 from fsharp.errors import CommError, OptionError, RunError
-from fsharp.functional.comm import generations
-from fsharp.functional.comm.generations import GENERATION_VARIABLE
 from fsharp.functional.comm.restart_replay import RestartReplay, restart_replay
 from fsharp.resilience import PerRankState, Run
 from fsharp.resilience.rejoining import meta_copy

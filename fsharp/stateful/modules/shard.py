@@ -11,9 +11,9 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from fsharp.distributed.process_group import ProcessGroupComm, connect
 from fsharp.errors import OptionError, TreeError
 from fsharp.functional.comm.agree import check_on_all_ranks
-from fsharp.functional.comm.process_group import ProcessGroupComm, connect
 from fsharp.functional.comm.protocol import Comm
 from fsharp.functional.formats.gather_hooks import format_of_hooked_parameter, hooked_parameters
 from fsharp.functional.formats.te import formats_of_module

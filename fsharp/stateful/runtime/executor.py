@@ -7,9 +7,9 @@ op the table :data:`BIND` has a function that binds an op to its tensors once, a
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 
+from fsharp.distributed.process_group import ProcessGroupComm
 from fsharp.errors import FormatError, ScheduleError, problem
 from fsharp.functional.comm.agree import agree
-from fsharp.functional.comm.process_group import ProcessGroupComm
 from fsharp.functional.comm.protocol import Comm, innermost_comm
 from fsharp.functional.comm.restart_replay import restart_replay
 from fsharp.stateful.runtime.bound_op import Action, BoundOp, ops_text

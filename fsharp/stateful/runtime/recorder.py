@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from fsharp.functional.comm.worker_threads import CollectiveOutcome
+from fsharp.distributed.worker_threads import CollectiveOutcome
 from fsharp.stateful.runtime.bound_op import Action, BoundOp
 from fsharp.stateful.schedule.ops import Stream
 from fsharp.stateful.schedule.program import Event

@@ -4,8 +4,8 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+from fsharp.distributed.process_group import ProcessGroupComm
 from fsharp.errors import ScheduleError
-from fsharp.functional.comm.process_group import ProcessGroupComm
 from fsharp.functional.comm.protocol import Comm, DelegatingComm, innermost_comm
 from fsharp.functional.comm.restart_replay import restart_replay
 from fsharp.functional.comm.tree_names import TreeNameCounters, tree_name_counters_of

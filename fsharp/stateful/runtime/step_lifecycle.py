@@ -9,9 +9,9 @@ from dataclasses import asdict
 from functools import partial
 from typing import Any, NamedTuple
 
+from fsharp.distributed.process_group import ProcessGroupComm
 from fsharp.errors import CommError, ScheduleError
 from fsharp.functional.comm.agree import agree, all_gather_fixed_size
-from fsharp.functional.comm.process_group import ProcessGroupComm
 from fsharp.functional.comm.protocol import Comm, CountingComm, LabelPrefixComm, innermost_comm
 from fsharp.functional.comm.restart_replay import restart_replay
 from fsharp.functional.comm.settings_digests import SettingsHistory

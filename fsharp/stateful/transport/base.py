@@ -18,9 +18,9 @@ import torch
 import torch.distributed as dist
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
-from fsharp.functional.comm.process_group import ProcessGroupComm, abort_groups
+from fsharp.distributed.process_group import ProcessGroupComm, abort_groups
+from fsharp.distributed.worker_threads import CollectiveOutcome
 from fsharp.functional.comm.protocol import Comm, CountingComm
-from fsharp.functional.comm.worker_threads import CollectiveOutcome
 from fsharp.functional.formats.format import ErrorFacts, Format
 
 GroupKind = Literal["gather", "reduce"]

@@ -15,9 +15,9 @@ from typing import Any
 
 import torch
 
-from fsharp.functional.comm.process_group import PartsOfBuffers, PointToPoint, ProcessGroupComm, exchange_rounds
+from fsharp.distributed.process_group import PartsOfBuffers, PointToPoint, ProcessGroupComm, exchange_rounds
+from fsharp.distributed.worker_threads import CollectiveOutcome, Outcome, Worker
 from fsharp.functional.comm.protocol import CountingComm
-from fsharp.functional.comm.worker_threads import CollectiveOutcome, Outcome, Worker
 from fsharp.functional.formats.format import dtype_name
 from fsharp.stateful.transport.base import ProcessGroups, Summand, Transport, Work
 

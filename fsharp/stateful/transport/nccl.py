@@ -7,8 +7,8 @@ from weakref import WeakSet
 import torch
 import torch.distributed as dist
 
+from fsharp.distributed.process_group import ProcessGroupComm, callbacks_before_leaving
 from fsharp.errors import ScheduleError, problem
-from fsharp.functional.comm.process_group import ProcessGroupComm, callbacks_before_leaving
 from fsharp.stateful.transport.base import GroupKind, ProcessGroups, Summand, Transport, Work
 
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor

@@ -12,11 +12,11 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 import fsharp as fs
+from fsharp.distributed import job_store
+from fsharp.distributed.watch import CommWatch, StatusExchange
+from fsharp.distributed.worker_threads import Outcome
 from fsharp.errors import AgreementError, CommError, ScheduleError
-from fsharp.functional.comm import job_store
 from fsharp.functional.comm.protocol import LabelPrefixComm
-from fsharp.functional.comm.watch import CommWatch, StatusExchange
-from fsharp.functional.comm.worker_threads import Outcome
 from fsharp.testing import processes
 from tests.gpt_like import loss_fn
 from tests.scheduling import DP, make_state, make_tx, my_batches

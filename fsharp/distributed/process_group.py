@@ -17,13 +17,13 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from fsharp.distributed import generations, job_store
+from fsharp.distributed.watch import CommWatch, StatusExchange, WatchedCall
+from fsharp.distributed.worker_threads import CollectiveOutcome, Worker
 from fsharp.errors import CommError, MeshError
-from fsharp.functional.comm import generations, job_store
 from fsharp.functional.comm.protocol import Comm, ReduceOp, SingleComm, sum_in_rank_order
 from fsharp.functional.comm.restart_replay import restart_replay
 from fsharp.functional.comm.tree_names import TreeNameCounters
-from fsharp.functional.comm.watch import CommWatch, StatusExchange, WatchedCall
-from fsharp.functional.comm.worker_threads import CollectiveOutcome, Worker
 from fsharp.functional.formats.format import as_bytes, dtype_name, tensor_text
 from fsharp.functional.layout.mesh import Mesh
 from fsharp.tracebacks import api_boundary, hide_frames

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from queue import SimpleQueue
 from typing import Any
 
-from fsharp.functional.comm.watch import WatchedCall
+from fsharp.distributed.watch import WatchedCall
 
 Job = Callable[[], Any]
 _POLL_INTERVAL_S = 0.5

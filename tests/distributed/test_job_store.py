@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 
 import fsharp as fs
+from fsharp.distributed.job_store import choose_attempt_name, new_group_of
 from fsharp.errors import CommError, MeshError
-from fsharp.functional.comm.job_store import choose_attempt_name, new_group_of
 from fsharp.testing import processes
 
 

@@ -8,8 +8,8 @@ import torch
 import torch.distributed as dist
 
 import fsharp as fs
+from fsharp.distributed.watch import CommWatch, StatusExchange
 from fsharp.errors import AgreementError
-from fsharp.functional.comm.watch import CommWatch, StatusExchange
 from fsharp.stateful.transport.base import ProcessGroups, Summand
 from fsharp.stateful.transport.nccl import NcclTransport
 from tests.functional.comm.test_watch import Table

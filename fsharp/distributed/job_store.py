@@ -21,9 +21,9 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.distributed_c10d import PrefixStore, Store, _get_default_group, _get_default_store, _world
 from torch.distributed.rendezvous import rendezvous
 
+from fsharp.distributed.generations import begin_membership, why_generation_ended
+from fsharp.distributed.worker_threads import Outcome, Worker
 from fsharp.errors import AgreementError, CommError, problem
-from fsharp.functional.comm.generations import begin_membership, why_generation_ended
-from fsharp.functional.comm.worker_threads import Outcome, Worker
 from fsharp.functional.layout.mesh import Mesh
 
 T = TypeVar("T")
@@ -160,7 +160,7 @@ _MAX_STORED_CHARACTERS = 1 << 20
 
 
 class StoreStatusBoard:
-    """The :class:`~fsharp.functional.comm.watch.StatusBoard` in the job's store. Its keys begin with its name."""
+    """The :class:`~fsharp.distributed.watch.StatusBoard` in the job's store. Its keys begin with its name."""
 
     def __init__(self, name: str) -> None:
         self._store, self.why_no_answer = PrefixStore(f"fsharp/watch/{name}", _get_default_store()), ""

@@ -5,11 +5,11 @@ import sys
 
 import pytest
 
-from fsharp.functional.comm.worker_threads import Outcome, Worker
+from fsharp.distributed.worker_threads import Outcome, Worker
 
 HANDS_ON = """
 import time
-from fsharp.functional.comm.worker_threads import Outcome, Worker
+from fsharp.distributed.worker_threads import Outcome, Worker
 
 first, second = Worker("first"), Worker("second")
 first.start_thread(), second.start_thread()

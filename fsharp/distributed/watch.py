@@ -17,8 +17,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple, Protocol
 from weakref import WeakMethod, WeakValueDictionary
 
+from fsharp.distributed import generations
 from fsharp.errors import AgreementError, CommError, problem
-from fsharp.functional.comm import generations
 from fsharp.functional.comm.agree import ranks_text
 from fsharp.functional.comm.restart_replay import restart_replay
 from fsharp.functional.comm.settings_digests import differing_settings_rows, settings_by_digest

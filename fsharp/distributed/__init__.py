@@ -1,0 +1,1 @@
+"""Ranks as processes: process groups, the store of a job, watches that notice what other ranks do, and worker threads."""
