@@ -198,7 +198,7 @@ def test_classes_that_run_steps_have_few_attributes():
 
 
 def test_torch_cuda_is_in_the_files_of_cuda_graphs_and_of_nccl_memory():
-    assert {path.name for path in SOURCES if "torch.cuda" in path.read_text()} == {"graphs.py", "nccl.py"}
+    assert {path.name for path in SOURCES if "torch.cuda" in path.read_text()} == {"captured_step.py", "nccl.py"}
 
 
 def test_two_doors_to_torch_distributed():

@@ -10,7 +10,7 @@ from hypothesis import given, settings, strategies as st
 import fsharp as fs
 from fsharp.errors import FsharpError, ScheduleError, TreeError
 from fsharp.functional.formats.stochastic import make_noise_fn, stochastic
-from fsharp.stateful.runtime.graphs import _check_capturable
+from fsharp.stateful.runtime.captured_step import _check_capturable
 from fsharp.testing import simulate
 from tests.gpt_like import loss_fn, make_params
 from tests.ranks import on_ranks

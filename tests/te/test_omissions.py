@@ -5,7 +5,7 @@ import pytest
 import fsharp as fs
 from fsharp.functional.formats import te as formats
 from fsharp.functional.formats.te_delayed import ModuleScales
-from fsharp.stateful.units.full import FullUnit
+from fsharp.stateful.units.full_unit import FullUnit
 from tests import te_cpu
 from tests.te.training import (
     ABOUT,

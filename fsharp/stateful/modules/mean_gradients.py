@@ -13,7 +13,7 @@ from fsharp.functional.layout.sharded import units_of
 from fsharp.functional.optim.norms import global_norm
 from fsharp.stateful.modules.initial.dtensors import DTensorSpec
 from fsharp.stateful.modules.parameter import ShardedParameter, ShardedTensor, iter_local_leaves
-from fsharp.stateful.units.gradient import UnitGradient
+from fsharp.stateful.units.unit_gradient import UnitGradient
 from fsharp.stateful.units.unit_state import UnitState
 
 

@@ -5,13 +5,13 @@ from collections.abc import Iterable
 import torch
 
 from fsharp.errors import ScheduleError
+from fsharp.stateful.runtime.bound_schedule import BoundSchedule, describe_first_mismatch
 from fsharp.stateful.runtime.call_record import CallRecord
-from fsharp.stateful.runtime.compiled import BoundSchedule, describe_first_mismatch
 from fsharp.stateful.runtime.executor import Executor
-from fsharp.stateful.runtime.recorder import TraceRecorder
+from fsharp.stateful.runtime.trace_recorder import TraceRecorder
 from fsharp.stateful.schedule.policy import SchedulePolicy
-from fsharp.stateful.units.registry import UnitRegistry
-from fsharp.stateful.units.unsharded import buffers_stamp
+from fsharp.stateful.units.unit_registry import UnitRegistry
+from fsharp.stateful.units.unsharded_buffer import buffers_stamp
 
 
 class Arena:

@@ -8,10 +8,10 @@ import torch
 from fsharp.stateful.schedule.ops import OpSpec
 from fsharp.stateful.schedule.schedule import Op
 from fsharp.stateful.transport.streams import OpKey
-from fsharp.stateful.units.gradient import UnitGradient
-from fsharp.stateful.units.route import OutgoingBlock
+from fsharp.stateful.units.gradient_route import OutgoingBlock
+from fsharp.stateful.units.unit_gradient import UnitGradient
 from fsharp.stateful.units.unit_state import UnitState
-from fsharp.stateful.units.unsharded import UnshardedBuffer
+from fsharp.stateful.units.unsharded_buffer import UnshardedBuffer
 
 Action = Callable[[], None]
 """A function without arguments that runs one op, or one bucket of ops."""

@@ -13,9 +13,9 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from fsharp.errors import ScheduleError
 from fsharp.functional.layout.sharded import Sharded
 from fsharp.functional.release import in_place_write_error, is_node_since, is_plain_strided, saved_tensors, tensors_kept_on_ctx
-from fsharp.stateful.units.full import FullUnit
+from fsharp.stateful.units.full_unit import FullUnit
 from fsharp.stateful.units.unit_state import UnitState
-from fsharp.stateful.units.unsharded import Stamp, UnshardedBuffer, buffers_stamp
+from fsharp.stateful.units.unsharded_buffer import Stamp, UnshardedBuffer, buffers_stamp
 from fsharp.tracebacks import call_hook, hide_frames
 
 ReceiveGradients = Callable[["UnitUse", Sequence[torch.Tensor | None]], None]

@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 from fsharp.functional.layout.sharded import Sharded, units_of
-from fsharp.stateful.runtime.compiled import BoundSchedule
-from fsharp.stateful.runtime.recorder import TraceRecorder
+from fsharp.stateful.runtime.bound_schedule import BoundSchedule
+from fsharp.stateful.runtime.trace_recorder import TraceRecorder
 from fsharp.stateful.schedule.program import Program
 from fsharp.stateful.schedule.schedule import Schedule
 

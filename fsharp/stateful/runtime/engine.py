@@ -21,9 +21,9 @@ from fsharp.functional.release import inner_tensors, unaliased_clone
 from fsharp.functional.sinks import SinkLedger, take_gradient_buffers, with_sinks
 from fsharp.stateful.runtime.boundary import UnitUse, register_prehooks
 from fsharp.stateful.runtime.step_lifecycle import StepLifecycle
-from fsharp.stateful.units.gradient import UnitGradient
-from fsharp.stateful.units.host import HostCopies, StateOffload
-from fsharp.stateful.units.pending import with_future_buffers
+from fsharp.stateful.units.future_buffers import with_future_buffers
+from fsharp.stateful.units.host_copies import HostCopies, StateOffload
+from fsharp.stateful.units.unit_gradient import UnitGradient
 from fsharp.stateful.units.unit_state import UnitState
 from fsharp.stateful.units.update_gather import UpdateGather
 from fsharp.torch_compile import call_compiled_like_caller

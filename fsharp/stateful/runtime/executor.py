@@ -18,10 +18,10 @@ from fsharp.stateful.schedule.ops import OpSpec
 from fsharp.stateful.transport.base import Transport
 from fsharp.stateful.transport.streams import Lanes, OpKey
 from fsharp.stateful.units.axis_chain import ChainInput, GatherInput, gather_along, reduce_along
-from fsharp.stateful.units.host import HostCopies
-from fsharp.stateful.units.route import Grads
+from fsharp.stateful.units.gradient_route import Grads
+from fsharp.stateful.units.host_copies import HostCopies
 from fsharp.stateful.units.unit_state import UnitState
-from fsharp.stateful.units.unsharded import buffers_stamp
+from fsharp.stateful.units.unsharded_buffer import buffers_stamp
 from fsharp.stateful.units.update_gather import UpdateGather
 
 

@@ -9,8 +9,8 @@ import torch
 from fsharp.errors import ScheduleError
 from fsharp.functional.layout.runs import residual_sizes
 from fsharp.functional.layout.sharded import PlaceName, Sharded, resolve_place
-from fsharp.stateful.units.gradient import GradientPhase
-from fsharp.stateful.units.pending import with_future_buffers
+from fsharp.stateful.units.future_buffers import with_future_buffers
+from fsharp.stateful.units.unit_gradient import GradientPhase
 from fsharp.stateful.units.unit_state import UnitState
 
 _address_of, _version_of = torch.Tensor.data_ptr, attrgetter("_version")

@@ -11,8 +11,8 @@ from fsharp.functional.comm.restart_replay import restart_replay
 from fsharp.functional.comm.tree_names import TreeNameCounters, tree_name_counters_of
 from fsharp.stateful.runtime.call_record import CallStatus
 from fsharp.stateful.runtime.engine import ScheduledEngine
-from fsharp.stateful.runtime.recorder import TraceRecorder
 from fsharp.stateful.runtime.step_lifecycle import StepLifecycle
+from fsharp.stateful.runtime.trace_recorder import TraceRecorder
 from fsharp.stateful.schedule.policy import SchedulePolicy
 from fsharp.stateful.schedule.schedule import Schedule
 from fsharp.stateful.timing.trace import Trace

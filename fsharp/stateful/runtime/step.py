@@ -12,18 +12,18 @@ import torch
 from fsharp.errors import ScheduleError
 from fsharp.functional.layout.sharded import Sharded
 from fsharp.stateful.runtime.bound_op import BoundOp
+from fsharp.stateful.runtime.bound_schedule import BoundSchedule
 from fsharp.stateful.runtime.boundary import UnitUse, UsesUnderWay, create_graph_error, in_backward, make_leaves_differentiable
-from fsharp.stateful.runtime.compiled import BoundSchedule
-from fsharp.stateful.runtime.eager import EagerOps
+from fsharp.stateful.runtime.eager_ops import EagerOps
 from fsharp.stateful.runtime.executor import Executor
-from fsharp.stateful.runtime.recorder import TraceRecorder
+from fsharp.stateful.runtime.trace_recorder import TraceRecorder
 from fsharp.stateful.schedule.program import Event, EventKind
-from fsharp.stateful.units.full import FullUnit
-from fsharp.stateful.units.gradient import GradientPhase
-from fsharp.stateful.units.host import HostCopies
-from fsharp.stateful.units.route import Grads
+from fsharp.stateful.units.full_unit import FullUnit
+from fsharp.stateful.units.gradient_route import Grads
+from fsharp.stateful.units.host_copies import HostCopies
+from fsharp.stateful.units.unit_gradient import GradientPhase
 from fsharp.stateful.units.unit_state import UnitState
-from fsharp.stateful.units.unsharded import UnshardedBuffer, buffers_stamp
+from fsharp.stateful.units.unsharded_buffer import UnshardedBuffer, buffers_stamp
 from fsharp.stateful.units.update_gather import UpdateGather
 
 

@@ -31,8 +31,8 @@ from fsharp.stateful.transport.blocking import BlockingTransport
 from fsharp.stateful.transport.gloo import GlooTransport
 from fsharp.stateful.transport.nccl import NcclTransport
 from fsharp.stateful.transport.streams import Lanes, lanes_for
-from fsharp.stateful.units.pending import is_pending
-from fsharp.stateful.units.registry import UnitRegistry
+from fsharp.stateful.units.future_buffers import is_pending
+from fsharp.stateful.units.unit_registry import UnitRegistry
 from fsharp.stateful.units.unit_state import UnitState
 from fsharp.stateful.verify.verify import verify
 from fsharp.tracebacks import api_boundary

@@ -14,7 +14,7 @@ from fsharp.functional.layout.runs import padding_in_decoded_sums, reduction_sta
 from fsharp.functional.layout.unit_layout import UnitLayout
 from fsharp.functional.traffic import calls_of_stages
 from fsharp.stateful.transport.base import Summand, Transport, Work
-from fsharp.stateful.units.full import FlatSizes
+from fsharp.stateful.units.full_unit import FlatSizes
 
 
 class ReductionChain:

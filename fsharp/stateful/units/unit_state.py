@@ -17,9 +17,9 @@ from fsharp.functional.traffic import calls_to_gather_buffer
 from fsharp.stateful.schedule.program import UnitFacts
 from fsharp.stateful.transport.base import Transport
 from fsharp.stateful.units.axis_chain import encode_recode_decode_nbytes
-from fsharp.stateful.units.full import FullUnit, encoded_full_sizes, full_nbytes, full_sizes, leaf_table
-from fsharp.stateful.units.gradient import UnitGradient
-from fsharp.stateful.units.resting import RestingGradient
+from fsharp.stateful.units.full_unit import FullUnit, encoded_full_sizes, full_nbytes, full_sizes, leaf_table
+from fsharp.stateful.units.resting_gradient import RestingGradient
+from fsharp.stateful.units.unit_gradient import UnitGradient
 
 
 class UnitState:

@@ -11,7 +11,7 @@ from fsharp.functional.layout.sharded import Sharded
 from fsharp.functional.layout.stored import gathered_part, scales_in
 from fsharp.stateful.transport.base import Work
 from fsharp.stateful.units.axis_chain import GatherInput
-from fsharp.stateful.units.full import gather_outputs
+from fsharp.stateful.units.full_unit import gather_outputs
 from fsharp.stateful.units.unit_state import UnitState
 
 

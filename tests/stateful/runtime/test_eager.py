@@ -9,7 +9,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 import fsharp as fs
 from fsharp.errors import ScheduleError
-from fsharp.stateful.units.route import GradientRoute
+from fsharp.stateful.units.gradient_route import GradientRoute
 from fsharp.testing import DebugPolicy, simulate
 from tests.gpt_like import loss_fn
 from tests.scheduling import DP, STRATEGIES, every, make_state, make_tx, my_batches

@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import fsharp as fs
-from fsharp.stateful.units import unsharded as copies
-from fsharp.stateful.units.resting import RestingGradient, view_in_new_storage as window_on
+from fsharp.stateful.units import unsharded_buffer as copies
+from fsharp.stateful.units.resting_gradient import RestingGradient, view_in_new_storage as window_on
 from fsharp.testing import DebugPolicy, simulate
 from tests.gpt_like import block, logits, loss_fn, make_params, through
 from tests.scheduling import (

@@ -10,7 +10,7 @@ import torch
 import fsharp as fs
 from fsharp.errors import AgreementError, ScheduleError
 from fsharp.functional.comm.protocol import innermost_comm
-from fsharp.stateful.runtime.graphs import CapturedStep, pairs_to_copy
+from fsharp.stateful.runtime.captured_step import CapturedStep, pairs_to_copy
 from fsharp.testing import processes
 from tests.scheduling import DP
 

@@ -14,9 +14,9 @@ import fsharp as fs
 from fsharp.errors import ScheduleError
 from fsharp.functional.layout.sharded import tree_nbytes
 from fsharp.functional.moves import host_buffers_to_device
-from fsharp.stateful.runtime.graphs import _check_capturable
+from fsharp.stateful.runtime.captured_step import _check_capturable
 from fsharp.stateful.transport.streams import Lanes
-from fsharp.stateful.units.host import OffloadedBuffers, StateOffload
+from fsharp.stateful.units.host_copies import OffloadedBuffers, StateOffload
 from fsharp.testing import DebugPolicy, RaceError, checking_races, processes, simulate
 from fsharp.testing.ordering import RecordStream, Wait, replay
 from tests import modules

@@ -11,7 +11,7 @@ from fsharp.inspect.drawing import draw
 from fsharp.stateful.schedule.compile import compile_schedule
 from fsharp.stateful.schedule.program import Event, Program, UnitFacts
 from fsharp.stateful.schedule.schedule import Memory
-from fsharp.stateful.units.host import OffloadedBuffers
+from fsharp.stateful.units.host_copies import OffloadedBuffers
 from fsharp.testing import simulate
 from tests.edited_schedules import drop, edit, move, twice
 from tests.gpt_like import loss_fn

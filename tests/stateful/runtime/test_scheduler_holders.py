@@ -18,7 +18,7 @@ from fsharp.errors import CommError, ScheduleError, TreeError
 from fsharp.stateful.runtime.engine import ScheduledEngine
 from fsharp.stateful.transport.base import Work
 from fsharp.stateful.transport.gloo import GlooTransport
-from fsharp.stateful.units.pending import is_pending
+from fsharp.stateful.units.future_buffers import is_pending
 from fsharp.testing import processes, simulate
 from tests.gpt_like import block, loss_fn, make_params, through
 from tests.ranks import on_ranks

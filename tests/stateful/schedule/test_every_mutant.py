@@ -7,7 +7,7 @@ import torch
 
 import fsharp as fs
 from fsharp.errors import OptionError, ScheduleError
-from fsharp.stateful.runtime.compiled import describe_first_mismatch
+from fsharp.stateful.runtime.bound_schedule import describe_first_mismatch
 from fsharp.stateful.schedule.schedule import Memory, Schedule
 from fsharp.stateful.verify.verify import verify
 from fsharp.testing import DebugPolicy, checking_races, simulate

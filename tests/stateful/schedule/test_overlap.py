@@ -13,7 +13,7 @@ from fsharp.functional.comm.protocol import sent_nbytes
 from fsharp.stateful.schedule.compile import compile_schedule
 from fsharp.stateful.schedule.program import Event
 from fsharp.stateful.transport.gloo import GlooTransport
-from fsharp.stateful.units.gradient import UnitGradient as Gradient
+from fsharp.stateful.units.unit_gradient import UnitGradient as Gradient
 from fsharp.stateful.units.unit_state import UnitState
 from fsharp.stateful.verify.verify import verify
 from fsharp.testing import DebugPolicy, simulate

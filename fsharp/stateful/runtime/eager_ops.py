@@ -13,7 +13,7 @@ import torch
 
 from fsharp.errors import ScheduleError
 from fsharp.stateful.runtime.bound_op import BoundOp
-from fsharp.stateful.runtime.compiled import BoundSchedule
+from fsharp.stateful.runtime.bound_schedule import BoundSchedule
 from fsharp.stateful.runtime.executor import Executor
 from fsharp.stateful.schedule import ops
 from fsharp.stateful.schedule.addresses import ArenaItem, lower_bound
@@ -22,11 +22,11 @@ from fsharp.stateful.schedule.policy import SchedulePolicy
 from fsharp.stateful.schedule.program import Event, Program, UnitFacts
 from fsharp.stateful.schedule.schedule import Memory, Op, Schedule, buffer_lifetimes
 from fsharp.stateful.schedule.unplaced import BufferKey, following_specs
-from fsharp.stateful.units.full import aligned
-from fsharp.stateful.units.gradient import GradientPhase, UnitGradient
-from fsharp.stateful.units.route import OutgoingBlock
+from fsharp.stateful.units.full_unit import aligned
+from fsharp.stateful.units.gradient_route import OutgoingBlock
+from fsharp.stateful.units.unit_gradient import GradientPhase, UnitGradient
 from fsharp.stateful.units.unit_state import UnitState
-from fsharp.stateful.units.unsharded import UnshardedBuffer, buffers_stamp
+from fsharp.stateful.units.unsharded_buffer import UnshardedBuffer, buffers_stamp
 
 _schedule_numbers = count()
 Units = Collection[UnitState]

@@ -11,7 +11,7 @@ from fsharp.functional.layout.stored import gathered_part, scales_in
 from fsharp.stateful.schedule.schedule import Memory
 from fsharp.stateful.transport.base import Work
 from fsharp.stateful.units.axis_chain import GatherInput
-from fsharp.stateful.units.full import (
+from fsharp.stateful.units.full_unit import (
     RELEASED_VERSION,
     FullUnit,
     carve_tensors,
@@ -20,7 +20,7 @@ from fsharp.stateful.units.full import (
     full_sizes,
     gather_outputs,
 )
-from fsharp.stateful.units.handed_out import HandedOutLeaf
+from fsharp.stateful.units.handed_out_leaf import HandedOutLeaf
 from fsharp.stateful.units.unit_state import UnitState
 
 Stamp = list[tuple[int, int]]

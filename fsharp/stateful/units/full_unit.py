@@ -21,7 +21,7 @@ from fsharp.functional.layout.runs import padding_in_run
 from fsharp.functional.layout.sharded import build_subtree
 from fsharp.functional.layout.stored import decode_stored, gathered_part, scales_in, whole_leaf_parts
 from fsharp.functional.layout.unit_layout import Leaf, UnitLayout
-from fsharp.stateful.units.handed_out import HandedOutLeaf
+from fsharp.stateful.units.handed_out_leaf import HandedOutLeaf
 
 LeavesAndPadding = tuple[list[torch.Tensor], list[torch.Tensor]]
 """Leaves as views of flat buffers, and views of the padding: runs of the buffers that belong to no leaf."""

@@ -12,10 +12,10 @@ from fsharp.stateful.schedule.emit_gradients import reducing_microbatches
 from fsharp.stateful.schedule.ops import FINISHING, OUTGOING, PARAMS
 from fsharp.stateful.schedule.program import Event, UnitFacts, count_gradients
 from fsharp.stateful.schedule.schedule import Memory, Schedule, bucket_ranges
-from fsharp.stateful.units.gradient import UnitGradient
-from fsharp.stateful.units.route import Grads, OutgoingBlock
+from fsharp.stateful.units.gradient_route import Grads, OutgoingBlock
+from fsharp.stateful.units.unit_gradient import UnitGradient
 from fsharp.stateful.units.unit_state import UnitState
-from fsharp.stateful.units.unsharded import UnshardedBuffer
+from fsharp.stateful.units.unsharded_buffer import UnshardedBuffer
 
 _schedule_numbers = count()
 

@@ -11,7 +11,7 @@ import torch
 
 from fsharp.functional.layout.sharded import is_sharded, map_units, units_of
 from fsharp.stateful.transport.streams import Lanes, OpKey
-from fsharp.stateful.units.pending import FutureBuffers
+from fsharp.stateful.units.future_buffers import FutureBuffers
 
 
 class OffloadedBuffers(FutureBuffers):

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch.utils.dlpack import from_dlpack
 
-from fsharp.stateful.units.full import FlatSizes, LeafTable, LeavesAndPadding, carve_tensors, sizes_nbytes
+from fsharp.stateful.units.full_unit import FlatSizes, LeafTable, LeavesAndPadding, carve_tensors, sizes_nbytes
 
 
 class RestingGradient:

@@ -11,8 +11,8 @@ from fsharp.functional.comm.residuals import ResidualsByAxis
 from fsharp.functional.layout.unit_layout import UnitLayout
 from fsharp.stateful.transport.base import Transport, Work
 from fsharp.stateful.units.axis_chain import ChainInput, ReductionChain
-from fsharp.stateful.units.resting import RestingGradient
-from fsharp.stateful.units.route import GradientRoute, Grads, OutgoingBlock
+from fsharp.stateful.units.gradient_route import GradientRoute, Grads, OutgoingBlock
+from fsharp.stateful.units.resting_gradient import RestingGradient
 
 
 class GradientPhase(IntEnum):

@@ -10,8 +10,8 @@ from fsharp.functional.layout.placement import Place
 from fsharp.functional.layout.unit_layout import UnitLayout
 from fsharp.stateful.transport.base import Transport
 from fsharp.stateful.units.axis_chain import ReductionChain
-from fsharp.stateful.units.full import FlatSizes, carve_tensors, leaf_table, sizes_nbytes
-from fsharp.stateful.units.resting import RestingGradient
+from fsharp.stateful.units.full_unit import FlatSizes, carve_tensors, leaf_table, sizes_nbytes
+from fsharp.stateful.units.resting_gradient import RestingGradient
 
 Grads = Sequence[torch.Tensor | None]
 
