@@ -5,11 +5,14 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
+import torch
+
 from fsharp.functional.layout.sharded import Sharded, units_of
 from fsharp.stateful.runtime.bound_schedule import BoundSchedule
 from fsharp.stateful.runtime.trace_recorder import TraceRecorder
 from fsharp.stateful.schedule.program import Program
 from fsharp.stateful.schedule.schedule import Schedule
+from fsharp.stateful.timing.trace import Trace
 
 _MAX_SEEN_PROGRAMS = 256
 """Largest number of programs to remember without a schedule."""
@@ -160,9 +163,11 @@ class CallRecord:
             self.emitted = emitted
         self.status = CallStatus(kind, why, len(self.programs), self.status.num_left + 1 if kind == "left" else 0)
 
-    def set_recorder(self, recorder: TraceRecorder) -> None:
-        """Let ``recorder`` measure later calls that follow a schedule."""
-        self.recorder = recorder
+    def start_trace(self, device: torch.device, total_waited_s: Callable[[], float]) -> Trace:
+        """Measure later calls that follow a schedule. ``total_waited_s``: as for :class:`TraceRecorder`."""
+        trace = Trace()
+        self.recorder = TraceRecorder(trace, device, total_waited_s)
+        return trace
 
     def record_next_called(self, following: "CallRecord") -> None:
         """Record which function was called next. If it is another one, the end of a step gathers nothing for the next step."""

@@ -161,8 +161,7 @@ class ScheduledEngine(Engine):
                 handed_out.check_none_reduced_with_feedback()
             step.record_unscheduled_reduction()
             return moves.reduce_scatter_unchecked(tree, to, self.steps.own, residuals)
-        units = handed_out.units
-        handed_out.clear()
+        units = handed_out.take_units()
         if residuals:
             _pass_residuals(units, residuals)
         step.reduce_to_optimizer(units, wait=not self.steps.executor.transport.is_async)
@@ -201,7 +200,7 @@ class ScheduledEngine(Engine):
                 )
             if not donate:
                 unit.drop_references()
-            self.steps.record_replaced(old, unit, node)
+            self.steps.registry.bind_node(unit, node, replaced=old)
             update_gathers.append(update_gather)
             return node
 

@@ -26,10 +26,11 @@ class HandedOutGradients:
         """Drop the record, and its references to gradients."""
         self._rows: list[tuple[UnitState, list[torch.Tensor], list[int]]] = []
 
-    @property
-    def units(self) -> list[UnitState]:
-        """The units, in tree order."""
-        return [unit for unit, _, _ in self._rows]
+    def take_units(self) -> list[UnitState]:
+        """Return the units, in tree order, and drop the record."""
+        units = [unit for unit, _, _ in self._rows]
+        self.clear()
+        return units
 
     def hand_out_gradient(self, node: Sharded, unit: UnitState, reduction: Literal["sum"] | None) -> Sharded:
         """Return the gradient at rest of ``unit``, whose parameters are ``node``, and record the gradient as handed out."""
@@ -45,7 +46,7 @@ class HandedOutGradients:
 
     def check_none_reduced_with_feedback(self) -> None:
         """Raise an error if a gradient was already reduced with feedback: another reduction would read changed residuals."""
-        for unit in self.units:
+        for unit, _, _ in self._rows:
             if unit.gradient is not None and unit.gradient.phase >= GradientPhase.FINISHING and residual_sizes(unit.layout):
                 raise ScheduleError(
                     f"reduce_scatter(): the gradient of unit {unit.key!r} was changed after the schedule had sent it with "

@@ -12,7 +12,6 @@ from fsharp.functional.comm.tree_names import TreeNameCounters, tree_name_counte
 from fsharp.stateful.runtime.call_record import CallStatus
 from fsharp.stateful.runtime.engine import ScheduledEngine
 from fsharp.stateful.runtime.step_lifecycle import StepLifecycle
-from fsharp.stateful.runtime.trace_recorder import TraceRecorder
 from fsharp.stateful.schedule.policy import SchedulePolicy
 from fsharp.stateful.schedule.schedule import Schedule
 from fsharp.stateful.timing.trace import Trace
@@ -132,9 +131,7 @@ class ScheduledCalls:
 
     def start_trace(self) -> Trace:
         """Begin to measure the steps that follow a schedule, and return the trace that collects the measurements."""
-        trace, executor = Trace(), self.scheduler.engine.steps.executor
-        self.record.set_recorder(TraceRecorder(trace, self.scheduler.device, executor.total_waited_s))
-        return trace
+        return self.record.start_trace(self.scheduler.device, self.scheduler.engine.steps.executor.total_waited_s)
 
 
 class ScheduledFunction(ScheduledCalls):
@@ -151,7 +148,8 @@ class ScheduledFunction(ScheduledCalls):
         A call inside of another scheduled function of the same scheduler is part of that function's step.
         """
         steps = self.scheduler.engine.steps
-        if steps.is_step_under_way():
+        if steps.now is not None:
+            steps.now.check_thread()
             return self._fn(*args, comm=self.scheduler, **kwargs)
         step = steps.open_step(self.record, (args, kwargs))
         with steps.closing_on_error(step):

@@ -159,12 +159,6 @@ class StepLifecycle:
     def _history_suffix(self) -> str:
         return f" of history {self._history.digest}" if self._history.digest else ""
 
-    def is_step_under_way(self) -> bool:
-        """Return whether a step is under way. Raise an error if it is under way in another thread."""
-        if self.now is not None:
-            self.now.check_thread()
-        return self.now is not None
-
     def open_step(self, record: CallRecord, inputs: Any) -> Step:
         """Begin a step of a scheduled function. All calls until :meth:`close_step` are part of the step."""
         with self.closing_on_error():
@@ -322,10 +316,6 @@ class StepLifecycle:
         if unit.node is None or (node.lazy is not None and is_pending(node)):
             unit.bind_node(node)
         return unit
-
-    def record_replaced(self, old: Sharded, unit: UnitState, new: Sharded) -> None:
-        """Record that the node ``new`` replaces ``old`` as the parameters of a unit."""
-        self.registry.bind_node(unit, new, replaced=old)
 
     def current_step(self) -> Step:
         """Return the step under way; outside of scheduled functions, a step that has no schedule and is not recorded."""
