@@ -12,7 +12,7 @@ from fsharp.distributed.watch import CommWatch, StatusExchange
 from fsharp.errors import AgreementError
 from fsharp.stateful.transport.base import ProcessGroups, Summand
 from fsharp.stateful.transport.nccl import NcclTransport
-from tests.functional.comm.test_watch import Table
+from tests.distributed.test_watch import Table
 from tests.virtual_device import accelerator as accelerator, virtual_nccl
 
 

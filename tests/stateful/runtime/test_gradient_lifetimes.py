@@ -34,7 +34,7 @@ from tests.stateful.runtime.test_scheduler_rest import explicit, in_arena
 def blind(monkeypatch):
     """Have all tensors be at one address, and of one version."""
     monkeypatch.setattr(copies, "buffers_stamp", lambda node: [(1, 0) for _ in node.raw_buffers])
-    for module in ("arena", "executor", "eager", "step"):
+    for module in ("arena", "executor", "eager_ops", "step"):
         monkeypatch.setattr(f"fsharp.stateful.runtime.{module}.buffers_stamp", copies.buffers_stamp)
 
 
