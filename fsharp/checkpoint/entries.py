@@ -350,8 +350,8 @@ def _sharded_tensor_entry(
         found.layouts.append(f"unit {unit.display_name}: {_layout_text(unit, place)}")
     shape, piece, _, _ = held[leaf.path]
     found.layouts.append(f"{name}: in unit {unit.display_name}, {place}")
-    if (module := part.owner()) is not None:
-        found.settings[module.scheduler.engine.steps.settings] = None
+    if (owner := part.owner()) is not None:
+        found.settings[owner.settings_text()] = None
     return TensorEntry(name, part.dtype, shape, piece, part.local.view(-1))
 
 

@@ -12,7 +12,7 @@ from torch import nn
 from fsharp.checkpoint import load, prune, save
 from fsharp.errors import CheckpointError, OptionError, problem
 from fsharp.stateful.modules.module import ShardedModule
-from fsharp.stateful.modules.optim.optimizer import ShardedOptimizer
+from fsharp.stateful.modules.optim.optimizer import ShardedOptimizer, session_of_optimizer
 from fsharp.stateful.modules.parameter import ShardedParameter
 from fsharp.stateful.modules.session import session_of_module
 from fsharp.tracebacks import api_boundary
@@ -186,7 +186,7 @@ class Accelerator(accelerate.Accelerator):
         """
         models = [each for each in self._models if isinstance(each, ShardedModule)]
         optimizers = [each.optimizer for each in self._optimizers if isinstance(each.optimizer, ShardedOptimizer)]
-        if any(each.session not in map(session_of_module, models) for each in optimizers):
+        if any(session_of_optimizer(each) not in map(session_of_module, models) for each in optimizers):
             what = "the optimizer of a sharded module was prepared, and the module was not."
             raise OptionError(problem("Accelerator", what, remedy="Pass both to prepare(), so that both are saved and loaded."))
         return {"models": models, "optimizers": optimizers}, models[0].comm if models else None

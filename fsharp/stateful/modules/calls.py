@@ -245,10 +245,14 @@ class ModuleCall:
         self, calls: ModuleCallState, module: nn.Module, path: str, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: Any
     ) -> None:
         self.calls, self.module, self.path, self.fn, self.args, self.kwargs = calls, module, path, fn, args, kwargs
-        self.gathered, self.flat = calls.units_by_module_path[path], argument_leaves(args, kwargs)
+        self.gathered = calls.units_by_module_path[path]
         self.out: Any = None  # the result of fn
         self._given_away: list[torch.Tensor] = []
-        self._arguments = [*args, *kwargs.values()]
+        self._arguments = self.flat = [*args, *kwargs.values()]
+        for x in self._arguments:
+            if not isinstance(x, torch.Tensor) and type(x) not in _PYTREE_LEAF_TYPES:
+                self.flat = torch_pytree.tree_leaves((args, kwargs))
+                break
 
     @uncompiled
     def compute_with_param_trees(self, source: ParameterSource, trees: list[Any], *_: Any) -> list[torch.Tensor]:
@@ -286,12 +290,3 @@ class ModuleCall:
             return self.out
         self.gathered.side_outputs.replace_stored(self._arguments, self._given_away, tensors, self.path)
         return replace_tensors(self.out, self._given_away, tensors, self.path)
-
-
-def argument_leaves(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
-    """Return the leaves of the arguments of a call, as torch's pytrees count them."""
-    flat = [*args, *kwargs.values()]
-    for x in flat:
-        if not isinstance(x, torch.Tensor) and type(x) not in _PYTREE_LEAF_TYPES:
-            return torch_pytree.tree_leaves((args, kwargs))
-    return flat

@@ -91,9 +91,7 @@ class MeanGradients:
     def changes_text(self) -> str:
         """Return text about the user's changes of gradients since they were set, for ranks to compare."""
         # Only writes to buffers that every rank holds in full count: a rank without elements of a cut leaf does not write.
-        is_whole = [
-            not (node.place.sharded_axes or node.place.varying_axes) for node in units_of(self.tree) for _ in node.buffers
-        ]
+        is_whole = [not (n.place.sharded_axes or n.place.varying_axes) for n in units_of(self.tree) for _ in n.buffers]
         rows = zip(self._version_counters(), self._versions, is_whole, strict=True)
         return f"gradients since they were set={self.edits} {[now - before for now, before, whole in rows if whole]}"
 
@@ -107,9 +105,8 @@ class MeanGradients:
         if self.tree is None or path in self.missing:
             return None
         if not self._parts:
-            for node in units_of(self.tree):
-                held = iter_local_leaves(node, self._comm.rank)
-                self._parts |= {name: ShardedTensor.from_local(data, self._parameters[name]) for name, _, data in held}
+            held = (row for node in units_of(self.tree) for row in iter_local_leaves(node, self._comm.rank))
+            self._parts = {name: ShardedTensor.from_local(data, self._parameters[name]) for name, _, data in held}
         return self._parts.get(path)
 
     def drop_part(self, path: str) -> None:

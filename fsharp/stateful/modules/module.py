@@ -102,7 +102,7 @@ class ShardedModule(nn.Module):
 
         @api_boundary
         def fn(params: Any, *args: Any, comm: Comm, **kwargs: Any) -> Any:
-            if session.calls.source is not None:
+            if session.is_in_forward:
                 raise ScheduleError("model.functional(): the function was called inside of a forward of its own module.")
             source, first = ParameterSource(params, comm), torch._C._autograd._get_sequence_nr()
             with session.calls.reading_from(source), replacing_buffers_by_copies(self):
@@ -161,8 +161,7 @@ class ShardedModule(nn.Module):
         _warn_of_rounded_frozen("unsharded()", session.parameters.values())
         session.step.abandon_forwards("unsharded()")
         session.state.propagate_main_writes()
-        parts = gather_whole_tensors(session.parameters.values(), session.comm_outside_steps)
-        full = {part.path: value for part, value in parts}
+        full = {p.path: x for p, x in gather_whole_tensors(session.parameters.values(), session.comm_outside_steps)}
         shown = zip(full, as_dtensors(full, full.values(), session.calls.dtensor_specs), strict=True)
         parameters = {path: nn.Parameter(x.detach(), x.is_floating_point()) for path, x in shown}
         session.is_unsharded = True

@@ -70,12 +70,6 @@ class ModuleState:
                         buffer.copy_(value)
         self.record_version_counters()
 
-    def zero_residuals(self) -> None:
-        """Set the encoding errors of earlier gradients to zero, in place, as they have another scale than later gradients."""
-        if self.train_state.residuals is not None:
-            for tensors in self.train_state.residuals.value.values():
-                torch._foreach_zero_(tensors)
-
     def renew_residuals(self) -> None:
         """Replace the residuals by new zeros, after a load. A loaded tree may hold the old tensors, which do not change."""
         if self.train_state.residuals is not None:

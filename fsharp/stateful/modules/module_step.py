@@ -212,8 +212,9 @@ class ModuleStep:
 
     def check_can_unscale(self) -> None:
         """Raise an error if the module has feedback. First set residuals to zero, as they have the loss scale too."""
-        if self.has_feedback:
-            self.state.zero_residuals()
+        if self.has_feedback and (residuals := self.state.train_state.residuals) is not None:
+            for tensors in residuals.value.values():
+                torch._foreach_zero_(tensors)
             raise ScheduleError(
                 "unscale_(): the module has Precision(feedback=True), which adds encoding errors of earlier gradients to later "
                 "gradients, which have another scale. Leave out feedback, or train in bfloat16, which needs no GradScaler."

@@ -9,11 +9,9 @@ from torch import nn
 from fsharp.errors import LayoutError, TreeError
 from fsharp.functional.layout.sharded import Sharded
 from fsharp.functional.layout.unit_layout import Leaf
-from fsharp.stateful.modules.parts.part import ShardedTensor
+from fsharp.stateful.modules.parts.part import ShardedTensor as ShardedTensor
 from fsharp.stateful.modules.torch_tools.refusals import NO_COPIES_MESSAGE
 from fsharp.tracebacks import api_boundary
-
-__all__ = ["ShardedTensor", "ShardedParameter", "iter_local_leaves"]
 
 
 class ShardedParameter(ShardedTensor, nn.Parameter):
@@ -61,7 +59,7 @@ class ShardedParameter(ShardedTensor, nn.Parameter):
                 "state. Call shard_module() while it requires a gradient, and requires_grad_(False) afterwards."
             )
         if (owner := self.owner()) is not None and self.is_trained:
-            (owner.paused.discard if requires_grad else owner.paused.add)(self.path)
+            owner.set_paused(self.path, not requires_grad)
         return self
 
     @api_boundary
@@ -78,7 +76,7 @@ class ShardedParameter(ShardedTensor, nn.Parameter):
                 f"register_post_accumulate_grad_hook(): parameter {self.path!r} does not require a gradient. Call "
                 "requires_grad_(True) before."
             )
-        return owner.step.means.add_gradient_ready_hook(self.path, hook)
+        return owner.add_gradient_ready_hook(self.path, hook)
 
     @api_boundary
     def register_hook(self, hook: Any) -> Any:
@@ -95,8 +93,7 @@ class ShardedParameter(ShardedTensor, nn.Parameter):
     @api_boundary
     def grad(self) -> ShardedTensor | None:
         """This rank's part of the mean gradient over ranks; None until a backward outside of ``accumulate()`` has ended."""
-        owner = self.owner()
-        return owner.step.gradient_part(self.path) if owner is not None and self.is_trained else None
+        return owner.gradient_part(self.path) if (owner := self.owner()) is not None and self.is_trained else None
 
     @grad.setter
     @api_boundary
@@ -106,7 +103,7 @@ class ShardedParameter(ShardedTensor, nn.Parameter):
                 f"parameter {self.path!r}: the module stores the gradient: write `p.grad.copy_(...)`, or set p.grad to None."
             )
         if (owner := self.owner()) is not None and self.is_trained:
-            owner.step.drop_gradient(self.path)
+            owner.drop_gradient(self.path)
 
 
 def iter_local_leaves(node: Sharded, rank: int) -> Iterator[tuple[str, Leaf, torch.Tensor]]:

@@ -8,7 +8,7 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import cache, partial, wraps
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -32,6 +32,7 @@ from fsharp.stateful.modules.mean_gradients import MeanGradients
 from fsharp.stateful.modules.module_state import ModuleState
 from fsharp.stateful.modules.module_step import ModuleStep
 from fsharp.stateful.modules.parameter import ShardedParameter, ShardedTensor, iter_local_leaves
+from fsharp.stateful.modules.parts.part import PartOwner
 from fsharp.stateful.modules.torch_tools.refusals import NO_COPIES_MESSAGE
 from fsharp.stateful.modules.values.casts import CastDtypes, cast_tensors
 from fsharp.stateful.modules.values.outputs import tensors_in
@@ -40,7 +41,6 @@ from fsharp.stateful.runtime.scheduler import ScheduledFunction, Scheduler
 from fsharp.torch_compile import skip_frame, uncompiled
 from fsharp.tracebacks import api_boundary, hide_frames
 
-T = TypeVar("T")
 _GRAD_CALL = "torch.autograd.grad() with respect to parameters of a ShardedModule"
 
 
@@ -72,12 +72,14 @@ class Session:
         self.paused: set[str] = set()
         self.calls = ModuleCallState(module, layout, chosen, specs, self.paused)
         means = MeanGradients(self.parameters, specs, scheduler)
-        self.step = ModuleStep(self.state, means, scheduler, self.paused)
+        self.step = step = ModuleStep(self.state, means, scheduler, self.paused)
+        # Functions that parts call: see PartOwner.
+        self.gradient_part, self.drop_gradient = step.gradient_part, step.drop_gradient
+        self.check_can_unscale, self.settings_text = step.check_can_unscale, scheduler.engine.steps.settings_text
+        self.add_gradient_ready_hook = means.add_gradient_ready_hook
         self._trained = set[str]()  # paths of trained parameters
         self.is_unsharded = self.is_averaged = False
-        self._evaluation = ScheduledFunction(
-            scheduler, lambda run, params, comm: run(ParameterSource(params, comm)), "evaluation"
-        )
+        self._evaluation = ScheduledFunction(scheduler, lambda run, tree, comm: run(ParameterSource(tree, comm)), "evaluation")
 
     @uncompiled
     def call_module(
@@ -119,6 +121,15 @@ class Session:
                 # Units inside may be in a reentrant checkpoint, whose backward is a nested pass: begin the outer pass here.
                 register_prehooks(tensors_in(out), call.flat, step.on_backward)
         return out if dtypes is None else cast_tensors(out, dtypes.outputs)
+
+    @property
+    def is_in_forward(self) -> bool:
+        """Whether a forward of the module is under way, or a function of ``model.functional()``."""
+        return self.calls.source is not None
+
+    def set_paused(self, path: str, paused: bool) -> None:
+        """Pause the training of a parameter, or resume it."""
+        (self.paused.add if paused else self.paused.discard)(path)
 
     def _check_can_train(self) -> None:
         if self.is_averaged:
@@ -172,10 +183,7 @@ class Session:
 
     @property
     def comm_outside_steps(self) -> Comm:
-        """The Comm for collectives outside of steps, such as ``part.sum()``. All ranks have to read this property.
-
-        Its labels have a digest of all settings so far. Like :attr:`reopened_scheduler` it reopens the scheduler.
-        """
+        """:attr:`reopened_scheduler`, for collectives outside of steps: labels have a digest of all settings so far."""
         return self.scheduler.engine.steps.labelling_outside_steps(self.reopened_scheduler)
 
     def wait_before_write(self) -> None:
@@ -186,10 +194,7 @@ class Session:
         self.scheduler.engine.steps.lanes.stream_wait_lanes("gather")
 
     def add_write_to_labels(self, part: ShardedTensor, what: str) -> None:
-        """If ``part`` is a parameter or a gradient, add ``what``, text about a write to it, to labels of later collectives.
-
-        Ranks compare labels, so a write that only some ranks make raises an error.
-        """
+        """If ``part`` is a parameter or a gradient, add ``what``, text about a write to it, to labels of later collectives."""
         memory = part.untyped_storage().data_ptr()
         gradient, parameter = self.step.means.gradient_part(part.path), self.parameters[part.path]
         if gradient is not None and gradient.untyped_storage().data_ptr() == memory:
@@ -244,24 +249,21 @@ class Session:
                 "the other passes, or after optimizer.step() or zero_grad()."
             )
         sinks = [sink for node in units_of(step.params) for sink in node.sinks] if step.open_step is not None else []
-        others = [x for x in inputs if not isinstance(x, ShardedParameter)]
+        leaves = [*sinks, *(x for x in inputs if not isinstance(x, ShardedParameter))]
         found: tuple[torch.Tensor | None, ...] = ()
         with step.discarding_gradients():
-            if sinks or others:
-                found = torch.autograd.grad(
-                    outputs, [*sinks, *others], grad_outputs, retain_graph=retain_graph, allow_unused=True
-                )
+            if leaves:
+                found = torch.autograd.grad(outputs, leaves, grad_outputs, retain_graph=retain_graph, allow_unused=True)
             rest = iter(found[len(sinks) :])
-            result = [step.means.gradient_part(x.path) if isinstance(x, ShardedParameter) else next(rest) for x in inputs]
-        for i, (x, grad) in enumerate(zip(inputs, result, strict=True)):
+            grads = [step.means.gradient_part(x.path) if isinstance(x, ShardedParameter) else next(rest) for x in inputs]
+        for i, (x, grad) in enumerate(zip(inputs, grads, strict=True)):
             part = x if isinstance(x, ShardedTensor) else None
             if grad is None and materialize_grads:
-                zeros = torch.zeros_like(x if part is None else part.local)
-                result[i] = zeros if part is None else ShardedTensor.from_local(zeros, part)
+                grads[i] = torch.zeros_like(x) if part is None else ShardedTensor.from_local(torch.zeros_like(part.local), part)
             elif grad is None and not allow_unused:
                 name = str(i) if part is None else repr(part.path)
                 raise RuntimeError(f"{_GRAD_CALL}: input {name} was not used. Set allow_unused=True if this is what you want.")
-        return tuple(result)
+        return tuple(grads)
 
     def replacing_parameters(self, by_path: Mapping[str, Any]) -> AbstractContextManager[None]:
         """Return a context in which the tensors ``by_path`` replace all parameters."""
@@ -285,20 +287,21 @@ class Session:
     def install_parts(self) -> None:
         """Put this rank's parts, as ShardedParameters, in place of the module's parameters."""
         self.parameters.clear()
+        owner: weakref.ref[PartOwner] = weakref.ref(self)
         rank, trained, specs = self.scheduler.rank, units_by_name(self.state.main_parameters()), self.calls.dtensor_specs
         for node in units_of(self.state.train_state.params):
             frozen = node.select_groups([g for g in node.groups if not node.unit.groups[g].trainable])
             for each in (trained[node.name], frozen):
                 for path, leaf, data in iter_local_leaves(each, rank):
                     about = {"path": path, "unit": node.unit, "leaf": leaf, "place": each.place, "rank": rank}
-                    about |= {"spec": specs.get(path), "owner": weakref.ref(self), "is_trained": each is not frozen}
+                    about |= {"spec": specs.get(path), "owner": owner, "is_trained": each is not frozen}
                     part = ShardedParameter.from_attributes(data.detach(), about, requires_grad=each is not frozen)
                     self.parameters[path] = part
         self._trained = {path for path, each in self.parameters.items() if each.is_trained}
         for entries, owned in zip(self.calls.entries.values(), self._leaf_values_by_unit(self.parameters), strict=True):
             entries.exchange_tensors(owned)
 
-    def _leaf_values_by_unit(self, by_path: Mapping[str, T]) -> list[list[T]]:
+    def _leaf_values_by_unit(self, by_path: Mapping[str, Any]) -> list[list[Any]]:
         """Return for each unit the values of its leaves, from values by path. Tied leaves share a value."""
         return [[by_path[path] for path in entries.stored] for entries in self.calls.entries.values()]
 
@@ -323,26 +326,21 @@ def install_gathering_subclass(
 
 def session_of_module(module: nn.Module) -> Session:
     """Return the session of a ShardedModule, or of one of its submodules."""
-    session: Session = module.__dict__["_fsharp"][0]
-    return session
+    return module.__dict__["_fsharp"][0]  # type: ignore[no-any-return]
 
 
 @cache
 def _gathering_subclass(base: type[nn.Module], names: tuple[str, ...], mixins: tuple[type, ...]) -> type[nn.Module]:
     about = {"__module__": base.__module__, "__qualname__": base.__qualname__, "__doc__": base.__doc__}
     entries = {name: _gathering_method(base, name) for name in names} | {"__reduce_ex__": _refuse_copy}
-    entries["extra_repr"] = _extra_repr_method(base)
-    return type(base.__name__, (*mixins, base), {**entries, **about})
 
-
-def _extra_repr_method(base: type[nn.Module]) -> Callable[[Any], str]:
     def extra_repr(self: Any) -> str:
         session, path = self.__dict__["_fsharp"]
         plans = dict.fromkeys(session.layout[name].strategy for name in session.calls.units_by_module_path[path].units)
         units = [f"unit(parameters {each.params}; optimizer {each.optim})" for each in plans]
         return ", ".join(filter(None, [base.extra_repr(self), *units]))
 
-    return extra_repr
+    return type(base.__name__, (*mixins, base), {**entries, "extra_repr": extra_repr, **about})
 
 
 @api_boundary

@@ -146,9 +146,8 @@ class StepLifecycle:
         for record in self.records:
             record.restart_call_count()
 
-    @property
-    def settings(self) -> str:
-        """All settings so far, for ranks to compare: a digest of older ones, then lines ``name=value``."""
+    def settings_text(self) -> str:
+        """Return all settings so far, for ranks to compare: a digest of older ones, then lines ``name=value``."""
         return self._history.text_to_compare
 
     def labelling_outside_steps(self, comm: Comm) -> Comm:

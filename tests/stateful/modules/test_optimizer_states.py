@@ -270,7 +270,7 @@ def test_ranks_that_keep_different_states(comm):
     model, optimizer = world(comm, "ddp")
     train(model, optimizer, modules.batches(comm, 1))
     if comm.rank:
-        next(iter(optimizer.inner.state.values()))["step"].add_(1)
+        next(iter(optimizer._inner.state.values()))["step"].add_(1)
     with pytest.raises(AgreementError, match=r"ranks keep different states of(.|\n)*rank 0(.|\n)*rank 1"):
         optimizer.state_dict()
 

@@ -25,13 +25,16 @@ from fsharp.functional.optim.wrappers import without_updates
 from fsharp.functional.state import MadeBy
 from fsharp.stateful.modules.optim.averaged import using_averaged_parameters
 from fsharp.stateful.modules.optim.flat_slices import FlatSlice, cut_by_labels, join_state, state_join_key, state_of_leaf
-from fsharp.stateful.modules.optim.groups import GroupWithoutOptions, group_texts, ids_by_group, option_error, options_text
 from fsharp.stateful.modules.optim.probe import UpdateScope, fresh_state, probe_update_scope
 from fsharp.stateful.modules.optim.states import (
+    GroupWithoutOptions,
     StateByParameter,
     StatesByPath,
     check_param_groups,
     fill_in_missing_states,
+    group_texts,
+    option_error,
+    options_text,
     states_from_state_dict,
     transform_state_from_state_dict,
 )
@@ -70,10 +73,6 @@ class ShardedOptimizer(torch.optim.Optimizer):
             number of first updates that :func:`~fsharp.optim.with_elementwise_check` compares.
         defaults: options of the class; a pair has its own.
 
-    Attributes:
-        session: the module's state and its step.
-        inner: the optimizer of the given class, on flat buffers or whole parameters; None for a pair.
-
     Raises:
         TreeError: the parameters are not of one ShardedModule; the optimizer does not update each element by itself, and
             parameters are cut; or the class cannot be tried. All ranks raise.
@@ -92,12 +91,12 @@ class ShardedOptimizer(torch.optim.Optimizer):
         super().__init__(given, {})
         for group in self.param_groups:
             group.pop("param_names", None)
-        self.session = _session_of_parameters([p for group in self.param_groups for p in group["params"]])
-        self.inner: Any = None
+        self._session = _session_of_parameters([p for group in self.param_groups for p in group["params"]])
+        self._inner: Any = None
         self._tx: Transform | None = None
         self._has_state: set[str] = set()  # paths of parameters that have had a gradient, the same on all ranks
         if isinstance(optimizer, type) and issubclass(optimizer, torch.optim.Optimizer):
-            self._make_inner_from_class(optimizer, defaults, check_steps)
+            self._make_inner(optimizer, defaults, check_steps)
         else:
             self._tx = as_transform(with_elementwise_check(optimizer, steps=check_steps) if check_steps else optimizer)
             if defaults or len(self.param_groups) > 1:
@@ -105,23 +104,21 @@ class ShardedOptimizer(torch.optim.Optimizer):
                     "ShardedOptimizer(): an (init, update) pair takes neither options nor groups here. Give options "
                     "to the pair, and labels=... to shard_module()."
                 )
-            everything = {path for path, each in self.session.parameters.items() if each.is_trained}
+            everything = {path for path, each in self._session.parameters.items() if each.is_trained}
             if {p.path for p in self.param_groups[0]["params"] if p.is_trained} != everything:
                 raise TreeError(
                     "ShardedOptimizer(): an (init, update) pair needs all trained parameters of the module. Freeze some before "
                     "shard_module(), or use labels and fs.optim.partition()."
                 )
             self.param_groups = [GroupWithoutOptions(group) for group in self.param_groups]
-            state = self._tx.init(self.session.state.main_parameters(), comm=self.session.reopened_scheduler)
+            state = self._tx.init(self._session.state.main_parameters(), comm=self._session.reopened_scheduler)
             made_by = MadeBy(self._tx.name)  # as in later states, so that their checkpoints load into this state
-            self.session.state.train_state = self.session.state.train_state._replace(opt=state, made_by=made_by)
-        self._parameter_ids = ids_by_group(self.param_groups)
+            self._session.state.train_state = self._session.state.train_state._replace(opt=state, made_by=made_by)
+        self._parameter_ids = [list(map(id, group["params"])) for group in self.param_groups]
         self._is_made = True
 
-    def _make_inner_from_class(
-        self, optimizer: type[torch.optim.Optimizer], defaults: dict[str, Any], check_steps: int
-    ) -> None:
-        if self.session.scheduler.policy.offload:
+    def _make_inner(self, optimizer: type[torch.optim.Optimizer], defaults: dict[str, Any], check_steps: int) -> None:
+        if self._session.scheduler.policy.offload:
             raise ScheduleError(
                 f"ShardedOptimizer(): {optimizer.__name__} keeps its state on the device; SchedulePolicy(offload=True) is for "
                 "(init, update) pairs alone. Pass a pair such as fs.optim.adamw(...), or leave out offload=True."
@@ -131,11 +128,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
         fields = {"class": optimizer.__qualname__, "defaults": options_text(defaults)}
         fields |= group_texts([{**group, "params": sorted(group["params"])} for group in self._groups_with_paths()])
         check = partial(self._probe_update_scopes, optimizer, check_steps)
-        self._scopes = check_on_all_ranks("ShardedOptimizer()", self.session.reopened_scheduler, check, lambda _: fields)
+        self._scopes = check_on_all_ranks("ShardedOptimizer()", self._session.reopened_scheduler, check, lambda _: fields)
         rows = zip(self.param_groups, self._cut_into_slices(), strict=True)
-        self.inner = optimizer([{**group, "params": parameters} for group, parameters in rows], **defaults)
-        self.defaults = self.inner.defaults
-        for mine, theirs in zip(self.param_groups, self.inner.param_groups, strict=True):
+        self._inner = optimizer([{**group, "params": parameters} for group, parameters in rows], **defaults)
+        self.defaults = self._inner.defaults
+        for mine, theirs in zip(self.param_groups, self._inner.param_groups, strict=True):
             mine.update({name: value for name, value in theirs.items() if name != "params"})
 
     def _probe_update_scopes(self, optimizer: type[torch.optim.Optimizer], check_steps: int) -> list[UpdateScope]:
@@ -147,7 +144,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         trained = [[p for p in group["params"] if p.is_trained] for group in self.param_groups]
         found = []
         for group, mine in zip(self.param_groups, trained, strict=True):
-            try_at = partial(probe_update_scope, optimizer, group, self._defaults, self.session.scheduler.device)
+            try_at = partial(probe_update_scope, optimizer, group, self._defaults, self._session.scheduler.device)
             shapes = list(dict.fromkeys(p.leaf.shape for p in mine if p.leaf.numel))
             found.append(max(try_at(), try_at([shapes], check_steps)) if check_steps and shapes else try_at())
         scopes = []
@@ -171,25 +168,26 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def _cut_into_slices(self) -> list[list[nn.Parameter]]:
         """Return, for each parameter group, the slices of flat buffers that hold the group's leaves, as new parameters."""
-        tree, self._generation = self.session.state.main_parameters(), self.session.state.num_replacements
-        nodes, rank, groups = units_by_name(tree), self.session.scheduler.rank, []
+        tree, self._generation = self._session.state.main_parameters(), self._session.state.num_replacements
+        nodes, rank, groups = units_by_name(tree), self._session.scheduler.rank, []
         self._slices: dict[nn.Parameter, FlatSlice] = {}
         for scope, labels in zip(self._scopes, self._labels, strict=True):
             found = cut_by_labels(tree, labels, rank=rank, by_leaf=scope is not UpdateScope.ELEMENT)
             groups.append({nn.Parameter(flat_slice.view_in(nodes)): flat_slice for flat_slice in found})
             self._slices |= groups[-1]
+        self._places = {path: (p, first, last) for p, each in self._slices.items() for path, first, last in each.leaves}
         return list(map(list, groups))
 
     def _recut_by_labels(self, labels: Sequence[Mapping[str, Hashable]], states: Mapping[str, Mapping[str, Any]]) -> None:
         """Cut each parameter group's buffers into slices of leaves with equal ``labels``, and join their ``states``."""
         known: dict[Hashable, int] = {}
         self._labels = [{path: known.setdefault(new, len(known)) for path, new in each.items()} for each in labels]
-        for group, parameters in zip(self.inner.param_groups, self._cut_into_slices(), strict=True):
+        for group, parameters in zip(self._inner.param_groups, self._cut_into_slices(), strict=True):
             group["params"] = parameters
-        self.inner.state.clear()
+        self._inner.state.clear()
         for parameter, flat_slice in self._slices.items():
             if joined := join_state(flat_slice, states, parameter):
-                self.inner.state[parameter] = joined
+                self._inner.state[parameter] = joined
 
     @uncompiled
     @torch.no_grad()
@@ -210,13 +208,13 @@ class ShardedOptimizer(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         tx = self._tx or Transform(lambda params: None, self._update_by_inner, {}, self._update_by_inner)  # not kept: a cycle
-        if ids_by_group(self.param_groups) != self._parameter_ids:
+        if [list(map(id, group["params"])) for group in self.param_groups] != self._parameter_ids:
             raise TreeError("step(): param_groups cannot change: pass all groups to ShardedOptimizer(), with all parameters.")
         if self._tx is not None and (unread := sorted(self.param_groups[0].keys() - {"params"})):
             raise option_error(unread[0])
-        if self._tx is not None and (paused := self.session.paused & self.session.step.means.missing):
+        if self._tx is not None and (paused := self._session.paused & self._session.step.means.missing):
             tx = without_updates(tx, paused)
-        if self.session.step.updated_by not in (None, id(self)):
+        if self._session.step.updated_by not in (None, id(self)):
             raise ScheduleError(
                 "step(): another optimizer of this module has made the step, and has used up the gradients. Put all parameters "
                 "into one ShardedOptimizer, in groups."
@@ -227,7 +225,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             for key, x in sorted(group.items())
             if key != "params" and all(t.device.type == "cpu" for t in optree.tree_leaves(x) if isinstance(t, torch.Tensor))
         }
-        self.session.step.update(tx, options_text(hosted), optimizer_id=id(self))
+        self._session.step.update(tx, options_text(hosted), optimizer_id=id(self))
         return loss
 
     @api_boundary
@@ -238,26 +236,26 @@ class ShardedOptimizer(torch.optim.Optimizer):
         super().add_param_group(param_group)
 
     def _update_by_inner(self, grads: Any, state: Any, params: Any, *, comm: Comm, donate: bool) -> tuple[Any, Any]:
-        if self._generation != self.session.state.num_replacements:
+        if self._generation != self._session.state.num_replacements:
             self._recut_by_labels(self._labels, self._states_by_path())
-        missing = self.session.step.means.missing
+        missing = self._session.step.means.missing
         self._has_state |= {path for labels in self._labels for path in labels} - missing
         if missing and any(len({path in missing for path, _, _ in each.leaves}) > 1 for each in self._slices.values()):
             labels = [{path: (old, path in missing) for path, old in each.items()} for each in self._labels]
             self._recut_by_labels(labels, self._states_by_path())
-        for mine, theirs in zip(self.param_groups, self.inner.param_groups, strict=True):
+        for mine, theirs in zip(self.param_groups, self._inner.param_groups, strict=True):
             theirs.update({name: value for name, value in mine.items() if name != "params"})
         nodes = units_by_name(grads)
         for parameter, flat_slice in self._slices.items():
             parameter.grad = None if flat_slice.leaves[0][0] in missing else flat_slice.view_in(nodes).to(parameter.dtype)
-        self.inner.step()
-        self.inner.zero_grad()
+        self._inner.step()
+        self._inner.zero_grad()
         return params, state
 
     @uncompiled
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Release all gradients. A forward whose backward is to come stays valid. ``set_to_none=False`` is an error."""
-        self.session.step.drop_gradients(set_to_none=set_to_none)
+        self._session.step.drop_gradients(set_to_none=set_to_none)
 
     @api_context
     def averaged(self) -> Iterator[None]:
@@ -280,7 +278,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
         Cost: a copy of this rank's parts, and one gather of parameters.
         """
-        with using_averaged_parameters(self.session, self.session.state.train_state.opt if self.inner is None else None):
+        with using_averaged_parameters(self._session, self._session.state.train_state.opt if self._inner is None else None):
             yield
 
     @property  # type: ignore[override]
@@ -293,12 +291,12 @@ class ShardedOptimizer(torch.optim.Optimizer):
         on a rank that holds no element of the parameter. A parameter that has had no gradient has an empty mapping. Look parts
         up again after each step. The state of an ``(init, update)`` pair is a tree; reading it here is an error.
         """
-        if self._is_made and self.inner is None:
+        if self._is_made and self._inner is None:
             raise TreeError(
                 "optimizer.state: the state of an (init, update) pair is a tree, and not by parameter. The tree is "
                 'model.train_state.opt, and optimizer.state_dict()["state"].'
             )
-        return StateByParameter(self._state_of, self._has_state, self.session.parameters)
+        return StateByParameter(self._state_of, self._has_state, self._session.parameters)
 
     @state.setter
     @api_boundary
@@ -308,17 +306,16 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def _state_of(self, path: str) -> dict[str, Any]:
         """Return the state of the parameter at ``path`` by name, such as ``"exp_avg"``: as parts, where it is elementwise."""
-        like = self.session.parameters[path]
-        for parameter, flat_slice in self._slices.items():
-            for name, first, last in flat_slice.leaves:
-                if name == path:
-                    return state_of_leaf(self.inner.state.get(parameter, {}), parameter, first, last, like)
+        like = self._session.parameters[path]
+        if path in self._places:
+            parameter, first, last = self._places[path]
+            return state_of_leaf(self._inner.state.get(parameter, {}), parameter, first, last, like)
         if path not in self._has_state:
             return {}
         labels = next(each for each in self._labels if path in each)
         for parameter, flat_slice in self._slices.items():  # leaves with one label have had the same steps
             if flat_slice.shape is None and labels.get(flat_slice.leaves[0][0]) == labels[path]:
-                return state_of_leaf(self.inner.state[parameter], parameter, 0, 0, like)
+                return state_of_leaf(self._inner.state[parameter], parameter, 0, 0, like)
         fresh = self._fresh_state(path, self.param_groups)
         return {key: value for key, value in fresh.items() if isinstance(value, ShardedTensor)}
 
@@ -337,15 +334,15 @@ class ShardedOptimizer(torch.optim.Optimizer):
         Cost: for a class, the memory of the state, and for each axis two collectives of a few bytes for each parameter. State
         without a value for each element, such as row statistics, is copied to all ranks.
         """
-        check_no_dtensors("state_dict()", self.session)
-        if self.inner is not None:
+        check_no_dtensors("state_dict()", self._session)
+        if self._inner is not None:
             # Copied for each leaf: leaves of a slice share the tensor "step", which torch would increment once for each leaf.
             mine = {path: copy.deepcopy(state) for path, state in self._states_by_path().items()}
-            states = fill_in_missing_states(mine, self._trained_by_path(), self.session.reopened_scheduler)
+            states = fill_in_missing_states(mine, self._trained_by_path(), self._session.reopened_scheduler)
             return {"state": states, "param_groups": self._groups_with_paths()}
-        for node in units_of(self.session.state.train_state.opt):
-            node.rank = self.session.scheduler.rank
-        return {"state": self.session.state.train_state.opt, "param_groups": self._groups_with_paths()}
+        for node in units_of(self._session.state.train_state.opt):
+            node.rank = self._session.scheduler.rank
+        return {"state": self._session.state.train_state.opt, "param_groups": self._groups_with_paths()}
 
     @api_boundary
     def state_template(self, is_saved: Callable[[str], bool] = lambda name: True) -> dict[str, Any]:
@@ -358,8 +355,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
         Cost: no collective. Memory: the state, and four times one parameter.
         """
-        check_no_dtensors("state_template()", self.session)
-        if self.inner is None:
+        check_no_dtensors("state_template()", self._session)
+        if self._inner is None:
             return self.state_dict()
         chosen = [path for path in self._trained_by_path() if is_saved(f"state.{path}")]
         states = {path: self._fresh_state(path, self.param_groups) for path in chosen}
@@ -371,26 +368,21 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def _trained_by_path(self) -> dict[str, ShardedTensor]:
         """Return, by path, this optimizer's parameters that may have state: trained ones with at least one element."""
         mine = {p.path for group in self.param_groups for p in group["params"]}
-        return {path: p for path, p in self.session.parameters.items() if path in mine and p.is_trained and p.leaf.numel}
+        return {path: p for path, p in self._session.parameters.items() if path in mine and p.is_trained and p.leaf.numel}
 
     def _fresh_state(self, path: str, groups: list[dict[str, Any]]) -> dict[str, Any]:
         """Return the inner optimizer's first state for the parameter at ``path``. ``groups``: parameter groups with options."""
         index = next(i for i, labels in enumerate(self._labels) if path in labels)
-        parameter = self.session.parameters[path]
+        parameter = self._session.parameters[path]
         mine = parameter.local
         held = mine.numel()
         shape = (held or 1,) if self._scopes[index] is UpdateScope.ELEMENT else parameter.leaf.shape
         values = mine.view(shape) if held else mine.new_zeros(shape)
-        state = fresh_state(type(self.inner), groups[index], self._defaults, values)
+        state = fresh_state(type(self._inner), groups[index], self._defaults, values)
         return state_of_leaf(state, values, 0, held, parameter)
 
     def _states_by_path(self) -> StatesByPath:
-        found: StatesByPath = {}
-        for parameter, flat_slice in self._slices.items():
-            for path, first, last in flat_slice.leaves:
-                state, like = self.inner.state.get(parameter, {}), self.session.parameters[path]
-                found[path] = state_of_leaf(state, parameter, first, last, like)
-        return found
+        return {path: self._state_of(path) for path in self._places}
 
     @api_boundary
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -407,15 +399,14 @@ class ShardedOptimizer(torch.optim.Optimizer):
         Cost: the memory of the state, a pass over elements that several ranks hold, and one step of a class of torch.optim on
         copies of parameters.
         """
-        where, comm = "load_state_dict()", self.session.reopened_scheduler
+        where, comm = "load_state_dict()", self._session.reopened_scheduler
 
         def check() -> tuple[Any, Any]:
-            check_no_dtensors(where, self.session)
-            mine = {p.path for group in self.param_groups for p in group["params"] if p.is_trained}
-            trained = None if self.inner is None else mine
+            check_no_dtensors(where, self._session)
+            trained = None if self._inner is None else {p.path for g in self.param_groups for p in g["params"] if p.is_trained}
             check_param_groups(state_dict, self._groups_with_paths(), options=self.defaults, trained=trained)
-            if self.inner is None:
-                return transform_state_from_state_dict(state_dict["state"], self.session.state.train_state.opt, comm.rank)
+            if self._inner is None:
+                return transform_state_from_state_dict(state_dict["state"], self._session.state.train_state.opt, comm.rank)
             fresh = partial(self._fresh_state, groups=state_dict["param_groups"])
             return states_from_state_dict(state_dict["state"], self._trained_by_path(), fresh)
 
@@ -424,13 +415,13 @@ class ShardedOptimizer(torch.optim.Optimizer):
         check_same_on_ranks(where, values, comm, remedy=SAME_VALUES_REMEDY, varying=varying)
         for group, loaded in zip(self.param_groups, state_dict["param_groups"], strict=True):
             group.update({name: copy.deepcopy(value) for name, value in loaded.items() if name != "params"})
-        if self.inner is None:
-            self.session.state.train_state = self.session.state.train_state._replace(opt=states)
+        if self._inner is None:
+            self._session.state.train_state = self._session.state.train_state._replace(opt=states)
         else:
             self._has_state = set(states)
             labels = [{path: state_join_key(states.get(path, {})) for path in each} for each in self._labels]
             self._recut_by_labels(labels, states)
-        self.session.reset_history_if_all_loaded("optimizer")
+        self._session.reset_history_if_all_loaded("optimizer")
 
     @api_boundary
     def full_state_dict(self, *, rank: int | None = 0) -> dict[str, Any]:
@@ -441,7 +432,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
         Cost: a gather of all state. Memory: a copy of this rank's state, and one full unit of one kind of state.
         """
-        where, comm = "full_state_dict()", self.session.comm_outside_steps
+        where, comm = "full_state_dict()", self._session.comm_outside_steps
         self._check_is_of_class(where)
         found = self.state_dict()
         return found if make_parts_whole_(where, found["state"].values(), rank, comm, kind_of=lambda key: key) else {}
@@ -459,15 +450,20 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._check_is_of_class(where)
         # Every rank keeps a tensor without dims whole.
         like = {("state", path): part for path, part in self._trained_by_path().items() if part.full_shape}
-        self.load_state_dict(scatter_from_rank(where, state_dict, rank, self.session.reopened_scheduler, like))
+        self.load_state_dict(scatter_from_rank(where, state_dict, rank, self._session.reopened_scheduler, like))
 
     def _check_is_of_class(self, where: str) -> None:
-        if self.inner is None:
+        if self._inner is None:
             raise TreeError(
                 f"{where}: the state of an (init, update) pair is a tree, and has no names of parameters. Save by "
                 "fs.checkpoint.save() and load by fs.checkpoint.load(), on any mesh; or take the whole tree on all ranks, "
                 "fs.full_tree(optimizer.state_dict()['state'], comm=model.comm)."
             )
+
+
+def session_of_optimizer(optimizer: ShardedOptimizer) -> Session:
+    """Return the session of the module whose parameters the optimizer updates."""
+    return optimizer._session
 
 
 def _session_of_parameters(params: list[Any]) -> Session:

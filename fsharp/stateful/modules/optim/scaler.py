@@ -7,7 +7,7 @@ import torch
 
 from fsharp.errors import AgreementError, ScheduleError
 from fsharp.stateful.modules.initial.dtensors import max_flag_over_ranks
-from fsharp.stateful.modules.optim.optimizer import ShardedOptimizer
+from fsharp.stateful.modules.optim.optimizer import ShardedOptimizer, session_of_optimizer
 from fsharp.type_checks import options_checked
 
 
@@ -42,7 +42,7 @@ class GradScaler(torch.amp.GradScaler):
     ) -> dict[torch.device, torch.Tensor]:
         if not isinstance(optimizer, ShardedOptimizer):
             return super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
-        session = optimizer.session
+        session = session_of_optimizer(optimizer)
         if session.step.checked_gradients("unscale_()") is None:
             raise ScheduleError("unscale_(): there are no gradients: call it after a backward that does not accumulate.")
         session.step.check_can_unscale()
@@ -76,6 +76,6 @@ class GradScaler(torch.amp.GradScaler):
                 "init_scale, growth_factor, backoff_factor and growth_interval, and load the same state_dict."
             )
         if found:
-            optimizer.session.step.drop_gradients_as_used()
+            session_of_optimizer(optimizer).step.drop_gradients_as_used()
             return None
         return optimizer.step(*args, **kwargs)  # type: ignore[no-any-return]

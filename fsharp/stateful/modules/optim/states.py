@@ -1,4 +1,4 @@
-"""The state of each parameter in an optimizer's state dict, with equal names and kinds of state on all ranks."""
+"""Parameter groups, and the state of each parameter in a state dict, with equal names and kinds of state on all ranks."""
 
 import hashlib
 import json
@@ -113,6 +113,31 @@ def _own_or_from_rank(kind: list[Any], value: Any, like: ShardedTensor, source: 
     mine = torch.empty(shape, dtype=dtype, device="meta") if value is None else value
     sent = broadcast_from_rank(mine, source, comm, varying=like.place.varying_axes)
     return sent.to(device) if value is None else value
+
+
+class GroupWithoutOptions(dict[str, Any]):
+    """The parameter group of an optimizer that is an ``(init, update)`` pair. Reading an option of the group is an error."""
+
+    def __missing__(self, key: str) -> Any:
+        raise option_error(key)
+
+
+def option_error(key: str) -> TreeError:
+    """Return the error for reading or setting an option, such as ``lr``, in the group of an ``(init, update)`` pair."""
+    return TreeError(
+        f"ShardedOptimizer: param_groups[0][{key!r}]: an (init, update) pair has no options there. Pass a schedule, such as "
+        f"fs.optim.adamw(fs.optim.cosine_decay_schedule(3e-4, 1000)), or set numbers of fs.optim.inject_hyperparams."
+    )
+
+
+def options_text(options: Mapping[str, Any]) -> str:
+    """Return options as text for comparison between ranks."""
+    return "\n".join(f"{name}={exact_text(value)}" for name, value in options.items())
+
+
+def group_texts(groups: Iterable[Mapping[str, Any]]) -> dict[str, str]:
+    """Return the options of each group as text for comparison between ranks."""
+    return {f"group {i}": options_text(group) for i, group in enumerate(groups)}
 
 
 def check_param_groups(

@@ -1,15 +1,17 @@
 """ShardedTensor: this rank's part of a tensor. torch's functions of parts compute for the whole tensor, or raise an error."""
 
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from itertools import cycle
-from typing import Any, NoReturn, Self
+from typing import Any, NoReturn, Protocol, Self
 
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from fsharp.errors import LayoutError, TreeError
+from fsharp.functional.comm.protocol import Comm
 from fsharp.functional.layout.placement import Place
 from fsharp.functional.layout.slicing import boxes_covering_run
 from fsharp.functional.layout.unit_layout import Leaf, UnitLayout
@@ -60,7 +62,7 @@ class ShardedTensor(torch.Tensor):
         place: a placement for each mesh axis: where the tensor rests.
         rank: rank that holds this part.
         spec: spec of a DTensor; None for a plain tensor.
-        owner: weak reference to the module's Session, which holds its state and runs its steps.
+        owner: weak reference to the module's Session, of which parts see the :class:`PartOwner`.
     """
 
     path: str
@@ -69,7 +71,7 @@ class ShardedTensor(torch.Tensor):
     place: Place
     rank: int
     spec: DTensorSpec | None
-    owner: "weakref.ref[Any]"
+    owner: "weakref.ref[PartOwner]"
 
     @classmethod
     def from_attributes(cls, data: torch.Tensor, attributes: Mapping[str, Any], *, requires_grad: bool = False) -> Self:
@@ -210,8 +212,7 @@ class ShardedTensor(torch.Tensor):
         kwargs = {key: value for key, value in (kwargs or {}).items() if key != "out" or value is not None}
         if not args and (first := next((key for key in ("condition", "self", "input") if key in kwargs), "")):
             args = (kwargs.pop(first),)
-        is_attribute = name == "__get__"
-        if is_attribute:
+        if is_attribute := name == "__get__":
             name = getattr(func.__self__, "__name__", "")  # type: ignore[attr-defined]
         if name == "where" and len(args) + len(kwargs) == 1:  # returns indices, as nonzero() does
             name = "nonzero"
@@ -238,7 +239,7 @@ class ShardedTensor(torch.Tensor):
         parts = [x for row in rows for x in row if isinstance(x, ShardedTensor)]
         cut = [part for part in parts if not part.is_whole_on_every_rank]
         if name == "_amp_foreach_non_finite_check_and_unscale_" and parts and (owner := parts[0].owner()) is not None:
-            owner.step.check_can_unscale()  # torch's own GradScaler calls this function
+            owner.check_can_unscale()  # torch's own GradScaler calls this function
         reduction = reduction_of(name, args, kwargs) if any(part._differing_axes for part in parts) or cut else None
         if cut and reduction is None and (name not in ELEMENTWISE_FUNCTIONS or "out" in kwargs):
             kind = "" if isinstance(cut[0], nn.Parameter) else "a part or gradient of "
@@ -259,16 +260,14 @@ class ShardedTensor(torch.Tensor):
         if cut:
             result = _elementwise(func, name, args, kwargs, rows)
         else:
-            if is_in_place(name):
-                for part in parts:
-                    _ = part.local  # waits for gathers that read the part
+            for part in parts if is_in_place(name) else ():
+                _ = part.local  # waits for gathers that read the part
             with torch._C.DisableTorchFunctionSubclass():
                 result = func(*args, **kwargs)
-        if is_in_place(name):
-            for first, *others in rows:
-                if isinstance(first, ShardedTensor) and (owner := first.owner()) is not None:
-                    numbers = [x for x in others if isinstance(x, bool | int | float)]
-                    owner.add_write_to_labels(first, f"{name} {numbers}")
+        for first, *others in rows if is_in_place(name) else ():
+            if isinstance(first, ShardedTensor) and (owner := first.owner()) is not None:
+                numbers = [x for x in others if isinstance(x, bool | int | float)]
+                owner.add_write_to_labels(first, f"{name} {numbers}")
         return result
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
@@ -294,6 +293,52 @@ class ShardedTensor(torch.Tensor):
         )
 
 
+class PartOwner(Protocol):
+    """All that parts know of their module's Session, which holds its state and runs its steps."""
+
+    @property
+    def paused(self) -> Collection[str]:
+        """Paths of trained parameters that now do not require a gradient."""
+
+    @property
+    def is_in_forward(self) -> bool:
+        """Whether a forward of the module is under way. The code of a unit then sees full parameters, not parts."""
+
+    def settings_text(self) -> str:
+        """Return all settings so far, for ranks to compare."""
+
+    @property
+    def comm_outside_steps(self) -> Comm:
+        """The Comm for reductions of parts. All ranks have to read this property."""
+
+    def wait_before_write(self) -> None:
+        """Wait for collectives under way that read or write the module's parameters."""
+
+    def add_write_to_labels(self, part: ShardedTensor, what: str) -> None:
+        """Let ranks compare ``what``, text about a write to ``part``, if ``part`` is a parameter or a gradient."""
+
+    def full_parameter_in_backward(self, part: ShardedTensor) -> torch.Tensor | None:
+        """Return the whole parameter while its unit's backward is under way; else None."""
+
+    def set_paused(self, path: str, paused: bool) -> None:
+        """Pause or resume the training of a parameter."""
+
+    def add_gradient_ready_hook(self, path: str, hook: Callable[[Any], Any]) -> RemovableHandle:
+        """Call ``hook(parameter)`` at the end of each backward that gives the parameter a gradient."""
+
+    def gradient_part(self, path: str) -> ShardedTensor | None:
+        """Return this rank's part of a parameter's mean gradient; None if there is none."""
+
+    def drop_gradient(self, path: str) -> None:
+        """Drop the gradient of one parameter."""
+
+    def check_can_unscale(self) -> None:
+        """Raise an error if a GradScaler cannot divide the module's gradients by a loss scale."""
+
+    def differentiate(self, outputs: Any, inputs: Sequence[torch.Tensor], **options: Any) -> Sequence[torch.Tensor | None]:
+        """Run ``torch.autograd.grad`` with respect to parameters of the module."""
+
+
 def _is_whole_on_every_rank(unit: UnitLayout, place: Place, spec: DTensorSpec | None) -> bool:
     """Return whether every rank holds the whole tensors of a unit that rests at ``place``."""
     return (spec is None or not spec.is_sharded) and all(unit.mesh.axis_size(axis) == 1 for axis in place.sharded_axes)
@@ -309,15 +354,9 @@ def _check_unchanged_by_to(part: ShardedTensor, applied: torch.Tensor) -> bool:
     return True
 
 
-def _is_in_forward(part: ShardedTensor) -> bool:
-    """Return whether a forward of the part's module is under way. The code of its unit sees a full parameter, not the part."""
-    owner = part.owner()
-    return owner is not None and owner.calls.source is not None
-
-
 def _user_and_remedy(part: ShardedTensor, usual_remedy: str) -> tuple[str, str]:
     """Return two texts for an error: which code uses the part, such as ``" of FSDP"``, and the remedy."""
-    if not _is_in_forward(part):
+    if (owner := part.owner()) is None or not owner.is_in_forward:
         return running_torch_tool_and_remedy(usual_remedy)
     remedy = "Choose as a unit the module whose code uses it, in place of the module that holds it: fs.shard_module(units=...)."
     return f" in the code of another module than its unit {part.unit.display_name}", remedy
@@ -332,10 +371,9 @@ def _check_no_autograd(name: str, rows: Sequence[Sequence[Any]], cut: Sequence[S
                 "Compute a term of the loss in a forward, or in a method that fs.shard_module(methods=[...]) names. Read "
                 "values under torch.no_grad().",
             )
-            outside = "" if _is_in_forward(x) else " outside of the forward of its ShardedModule"
-            raise LayoutError(
-                f"parameter {x.path!r} is used by {name}(){by}{outside}, where it would get no gradient. {remedy}"
-            )
+            owner = x.owner()
+            where = "" if owner is not None and owner.is_in_forward else " outside of the forward of its ShardedModule"
+            raise LayoutError(f"parameter {x.path!r} is used by {name}(){by}{where}, where it would get no gradient. {remedy}")
         if cut:
             by, remedy = _user_and_remedy(cut[0], "Use torch.no_grad(), or compute with whole parameters inside of a forward.")
             raise LayoutError(
