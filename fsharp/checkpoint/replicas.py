@@ -240,6 +240,7 @@ class Replicas(BackgroundSaver):
         Raises:
             CheckpointError: the previous refresh has failed, for example because a host had no room. This call stores nothing.
                 Hosts still keep the tree of the last refresh that succeeded. All ranks raise.
+                Or this process was forked from the process that has made the Replicas.
             TreeError: a leaf cannot be saved.
             AgreementError: ranks have trees of different structure, or different values of ``step`` or ``config``.
 
@@ -251,6 +252,7 @@ class Replicas(BackgroundSaver):
             if self._claim is not None and self._claim.is_closed:
                 raise CheckpointError("refresh(): these Replicas are closed. Make new ones.")
 
+        self._refuse_forked_process()
         with self._lock:
             self.wait()
             snapshot = take_snapshot(

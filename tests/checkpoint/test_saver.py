@@ -237,6 +237,31 @@ def test_a_forked_child_cannot_save_or_wait(tmp_path):
     assert done.stdout == "0 [1]\n", (done.stdout, done.stderr)
 
 
+FORKED_REFRESH = """
+import os, sys, torch, fsharp as fs
+from fsharp.errors import CheckpointError
+replicas = fs.checkpoint.Replicas(sys.argv[1], fs.SingleComm(), copies=0)
+replicas.refresh({"w": torch.ones(4)}, step=1)
+replicas.wait()
+if (child := os.fork()) == 0:
+    try:
+        replicas.refresh({"w": torch.ones(4)}, step=2)
+    except CheckpointError as error:
+        assert f"belongs to process {os.getppid()}" in str(error), error
+        os._exit(0)
+    os._exit(1)
+status = os.waitpid(child, 0)[1]
+replicas.refresh({"w": torch.ones(4)}, step=3)
+replicas.wait()
+print(status, replicas.latest())
+"""
+
+
+def test_a_forked_child_cannot_refresh_even_if_nothing_is_under_way(tmp_path):
+    done = subprocess.run([sys.executable, "-c", FORKED_REFRESH, tmp_path], capture_output=True, text=True, timeout=90)
+    assert done.stdout == "0 3\n", (done.stdout, done.stderr)
+
+
 def test_a_forked_child_waits_for_nothing(tmp_path):
     done = subprocess.run([sys.executable, "-c", FORKS.format(root=str(tmp_path))], capture_output=True, text=True, timeout=250)
     assert done.returncode == 0, done.stderr
