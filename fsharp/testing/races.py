@@ -245,7 +245,7 @@ def checking_races(engine: Scheduler | ShardedModule) -> Iterator[RaceReport]:
     steps = scheduler.engine.steps
     lanes = VirtualLanes(describe=lambda key: _op_text(steps, key), here=lambda: _point_of_step_text(steps))
     report = RaceReport(lanes, lambda span: _memory_text(steps, span))
-    before = steps.lanes
+    before = steps.executor.lanes
     steps.set_lanes(lanes)
     try:
         with lanes.log_torch_ops():

@@ -191,7 +191,7 @@ class Session:
         for node in units_of(self.state.train_state.params):
             with suppress(FsharpError):  # a failed gather is over, and the next use of its parameters raises its error
                 _ = node.buffers
-        self.scheduler.engine.steps.lanes.stream_wait_lanes("gather")
+        self.scheduler.engine.steps.executor.lanes.stream_wait_lanes("gather")
 
     def add_write_to_labels(self, part: ShardedTensor, what: str) -> None:
         """If ``part`` is a parameter or a gradient, add ``what``, text about a write to it, to labels of later collectives."""

@@ -127,10 +127,6 @@ class CallRecord:
     """The record of a scheduled function's calls, or of a module's training steps.
 
     Attributes:
-        name: name of the function, for labels.
-        programs: the recorded programs, and their schedules.
-        num_calls: number of calls, for labels of collectives.
-        status: how the last call went.
         emitted: returns the ops of the last call; None if the last call had a schedule, or there was no call.
         recorder: measures steps for a trace; None without a trace.
         next_called: returns the record of the function that was called next after the last call; None if there is none.

@@ -39,7 +39,7 @@ class CapturedStep:
     """
 
     def __init__(self, scheduled: ScheduledFunction, state: TrainState, batch: Any, *, warmup: int = 3) -> None:
-        scheduler, lanes = scheduled.scheduler, scheduled.scheduler.engine.steps.lanes
+        scheduler, lanes = scheduled.scheduler, scheduled.scheduler.engine.steps.executor.lanes
         _check_capturable(scheduler.device, scheduler.policy, state, warmup)
         self._scheduled = scheduled  # keeps the memory in which the graph works
         self._batch = optree.tree_map(lambda x: x.clone() if isinstance(x, torch.Tensor) else x, batch)

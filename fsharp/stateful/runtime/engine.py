@@ -1,7 +1,4 @@
-"""ScheduledEngine: the Engine that turns calls of pure functions and of autograd into events of a step.
-
-The source of a step's ops decides when data move, and in which memory.
-"""
+"""ScheduledEngine: the Engine that turns calls of pure functions and of autograd into events of a step."""
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -144,7 +141,7 @@ class ScheduledEngine(Engine):
 
     def hand_out_gradients(self, units: Sequence[UnitState], params: Any, *, reduction: Literal["sum"] | None = None) -> Any:
         """Return the gradients at rest of ``params``, as nodes with this ``reduction``. ``units``: the unit of each node."""
-        self.steps.lanes.stream_wait_lanes("reduce")
+        self.steps.executor.lanes.stream_wait_lanes("reduce")
         if not any(unit.gradient is not None and unit.gradient.has_received for unit in units):
             raise LossError(
                 "value_and_grad(): the loss has no gradient, as it depends on no parameter. Were parameters detached?"
@@ -178,7 +175,7 @@ class ScheduledEngine(Engine):
         if not self.steps.policy.offload:
             return state
         keys = {node.name: self.steps.unit_of(node).key for node in reversed(units_of(params))}
-        self._offload = StateOffload(keys, grads, self.steps.lanes, self.steps.comm.device, donate=donate)
+        self._offload = StateOffload(keys, grads, self.steps.executor.lanes, self.steps.comm.device, donate=donate)
         (main, opt), host_copies = self._offload.move_state(
             state, params if self.offloads_main else (params, state[0]), to_host=False
         )
@@ -187,7 +184,7 @@ class ScheduledEngine(Engine):
 
     def run_update_gather(self, new: Any, params: Any, state: Any, *, donate: bool) -> tuple[Any, Any]:
         """Begin to gather updated parameters and copy state to the host. Return both at once: reads of their buffers wait."""
-        step, lanes, rank = self.steps.current_step(), self.steps.lanes, self.steps.comm.rank
+        step, lanes, rank = self.steps.current_step(), self.steps.executor.lanes, self.steps.comm.rank
         update_gathers: list[UpdateGather] = []
 
         def begin(old: Sharded, fresh: Sharded) -> Sharded:

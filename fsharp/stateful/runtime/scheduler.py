@@ -80,7 +80,9 @@ class Scheduler(DelegatingComm):
     def _comm_and_label(self, label: str, *call: Any) -> tuple[Comm, str]:
         """Return the Comm for a user's own collective, and ``label`` with the step. Raise an error after the close."""
         steps = self.engine.steps
-        return steps.comm_for_users(), steps.executor.with_step_prefix(label or "a call of the Comm")
+        steps.check_open()
+        steps.executor.make_process_groups()
+        return steps.own, steps.executor.with_step_prefix(label or "a call of the Comm")
 
 
 class ScheduledCalls:

@@ -35,7 +35,6 @@ from fsharp.stateful.units.future_buffers import is_pending
 from fsharp.stateful.units.unit_registry import UnitRegistry
 from fsharp.stateful.units.unit_state import UnitState
 from fsharp.stateful.verify.verify import verify
-from fsharp.tracebacks import api_boundary
 
 
 class StepUnderWay(NamedTuple):
@@ -60,12 +59,7 @@ class StepLifecycle:
 
     Attributes:
         own: the ranks, with a numbering of collectives of their own.
-        executor: runs the ops of steps.
-        registry: the units of all trees.
-        arena: the memory of schedules.
-        records: the records of all functions' calls.
         handed_out: the gradients that the last ``value_and_grad`` of the step has returned.
-        num_updates: number of updates of parameters.
         now: the step under way; None between steps.
     """
 
@@ -100,21 +94,11 @@ class StepLifecycle:
         self.num_updates = 0
         self.handed_out = HandedOutGradients()
 
-    @property
-    def lanes(self) -> Lanes:
-        """The streams beside compute."""
-        return self.executor.lanes
-
-    @property
-    def units(self) -> dict[str, UnitState]:
-        """The states of all used units, by key."""
-        return self.registry.units
-
     def reopen(self) -> None:
         """Open the scheduler again on all ranks after an error, with new process groups and the same schedules."""
         if self._closed is not None:
             self._closed = None
-            self._renew_executor(self.lanes)
+            self._renew_executor(self.executor.lanes)
             self.records.unbind_all_schedules()
 
     def set_lanes(self, lanes: Lanes) -> None:
@@ -123,12 +107,6 @@ class StepLifecycle:
         for record in self.records:
             for compiled in record.programs.bound.values():
                 compiled.bind_ops(self.executor)
-
-    def comm_for_users(self) -> Comm:
-        """Return the Comm for a user's own collective. Raise an error after the close."""
-        self._check_open_on_this_rank()
-        self.executor.make_process_groups()
-        return self.own
 
     def add_settings(self, text: str) -> None:
         """Add settings that have to be equal on all ranks, a field in each line.
@@ -170,9 +148,9 @@ class StepLifecycle:
                 self.registry.bind_unbound_node(key, node)
             schedule = self.arena.bind_next_schedule(record, self.records)
             recorder = record.recorder if schedule is not None else None
-            step = Step(self.executor, schedule, self.units, recorder)
+            step = Step(self.executor, schedule, self.registry.units, recorder)
             self.now = StepUnderWay(step, record, title, threading.get_ident())
-            self.lanes.set_recorder(recorder)
+            self.executor.lanes.set_recorder(recorder)
             observer = None if recorder is None else lambda outcome: recorder.outcomes.append(outcome)  # the list is replaced
             self.executor.transport.observe_collectives(observer)
             if recorder is not None:
@@ -207,21 +185,15 @@ class StepLifecycle:
         self.executor.report_failure(error, "a call outside of any step")
         if self.now is not None:
             self.now.step.abandon()
-        for unit in self.units.values():
+        for unit in self.registry.units.values():
             unit.drop_references()
             if unit.gradient is not None:
                 unit.gradient.abandon(self._check_open_on_this_rank)
         self.arena.abandon_gathers()
         self._clear_step()
 
-    @api_boundary
     def check_open(self) -> None:
-        """Raise an error if this scheduler was closed by an error on this or another rank.
-
-        Raises:
-            ScheduleError: this scheduler is closed.
-            AgreementError: another rank has failed.
-        """
+        """Raise a ScheduleError if an error has closed this scheduler, or an AgreementError if another rank has failed."""
         self._check_open_on_this_rank()
         comm = innermost_comm(self.own)
         if isinstance(comm, ProcessGroupComm):
@@ -245,7 +217,7 @@ class StepLifecycle:
         """Record how a step went, for the schedule of later steps, and gather for the next step if its schedule says so."""
         assert self.now is not None
         record = self.now.record
-        for unit in self.units.values():
+        for unit in self.registry.units.values():
             if unit.gradient is not None:
                 unit.gradient.copy_out_held_tensors()
         if step.used_no_collectives:  # one rank alone may run a local step, so no later label may depend on the step
@@ -269,7 +241,7 @@ class StepLifecycle:
         units, several = [], step.num_microbatches > 1
         for k in order:
             known = {"trained": k in trained, "updated": k in updated, "several_uses": any(each[k] > 1 for each in gradients)}
-            own = self.units[k].facts(**known, several_microbatches=several, keep_gradients=self.policy.keep_gradients)
+            own = self.registry.units[k].facts(**known, several_microbatches=several, keep_gradients=self.policy.keep_gradients)
             units.append(own)
         program = Program(tuple(units), tuple(step.events))
         was_planned, held = step.schedule is not None, list(step.uses.held)
@@ -280,7 +252,7 @@ class StepLifecycle:
         assert step.eager is not None
         if not was_planned:
             emitted = partial(
-                step.eager.as_schedule, dict(self.units), program.events, self.policy, trained=trained, updated=updated
+                step.eager.as_schedule, dict(self.registry.units), program.events, self.policy, trained=trained, updated=updated
             )
         why = f"its schedule did not have {step.eager.left_at} next" if was_planned else "no schedule was expected to fit"
         if held:
@@ -326,7 +298,7 @@ class StepLifecycle:
         if step is None:
             self._check_open_on_this_rank()
             self.registry.unbind_nodes()
-            step = Step(self.executor, None, self.units)
+            step = Step(self.executor, None, self.registry.units)
             self._unscheduled_steps.add(step)
         return step
 

@@ -109,4 +109,14 @@ class RestingGradient:
 
 def view_in_new_storage(memory: torch.Tensor) -> torch.Tensor:
     """Return a view of ``memory`` in a new ``UntypedStorage``, whose reference count tells whether callers hold views of it."""
+    if memory.device.type == "cuda":
+        return torch.as_tensor(_CudaArrayInterface(memory), device=memory.device)
     return from_dlpack(torch._C._to_dlpack(memory))
+
+
+class _CudaArrayInterface:
+    """Device memory as an object with the CUDA array interface, from which torch makes a tensor in a new storage."""
+
+    def __init__(self, memory: torch.Tensor) -> None:
+        self.memory, at = memory, (memory.data_ptr(), False)
+        self.__cuda_array_interface__ = {"shape": (len(memory),), "typestr": "|u1", "data": at, "strides": None, "version": 2}

@@ -32,7 +32,7 @@ def test_the_same_bits_from_pinned_memory(comm, strategy, precision, donate):
         assert torch.equal(metrics.loss, expected.loss)
     assert scheduled.num_unscheduled_calls == 1
     assert all(b.device.type == "cpu" and b.is_pinned() for b in held(ours))
-    assert "host" in scheduler.engine.steps.lanes.streams
+    assert "host" in scheduler.engine.steps.executor.lanes.streams
     assert copied_nbytes() == scheduled.schedule.host_copy_nbytes == 2 * tree_nbytes(held(ours))
     for a, b in zip(optree.tree_leaves(ours), optree.tree_leaves(theirs), strict=True):
         assert a == b if isinstance(a, int) else torch.equal(a.cpu(), b.cpu())

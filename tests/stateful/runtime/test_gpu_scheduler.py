@@ -100,7 +100,7 @@ def test_gathers_run_on_a_stream_of_their_own(comm):
     state = start(comm, fs.zero3, tx)
     for batch in batches(3):
         state, _ = scheduled(state, batch)
-    streams = scheduler.engine.steps.lanes.streams
+    streams = scheduler.engine.steps.executor.lanes.streams
     assert set(streams) == {"gather", "reduce"}
     assert len({s.stream_id for s in streams.values()} | {torch.accelerator.current_stream().stream_id}) == 3
 

@@ -32,7 +32,7 @@ def train(name, *, precision="fp32", microbatches=1, steps=3, donate=True, loss=
         for batch in my_batches(comm, steps):
             state, _ = step(state, batch)
     assert step.num_unscheduled_calls == 1
-    assert scheduler.engine.steps.lanes.__class__ is not VirtualLanes
+    assert scheduler.engine.steps.executor.lanes.__class__ is not VirtualLanes
     return report
 
 
@@ -229,7 +229,7 @@ def test_an_error_names_ops_units_lanes_bytes_and_the_missing_wait():
     def late(xs, outs, axis, label):
         """Fills what compute uses on another stream, which nobody waits for."""
         work = gather(xs, outs, axis, label)
-        with scheduler.engine.steps.lanes.on_lane("reduce"):
+        with scheduler.engine.steps.executor.lanes.on_lane("reduce"):
             outs[0].mul_(1)
         return work
 
@@ -249,7 +249,7 @@ def test_memory_freed_in_a_step_under_a_running_stream_is_reported():
     def watched(params, batch, comm):
         total, weight = loss_fn(params, batch, comm)
         activation = torch.ones(100, 100)
-        with scheduler.engine.steps.lanes.on_lane("reduce"):
+        with scheduler.engine.steps.executor.lanes.on_lane("reduce"):
             seen.add_(activation.sum())
         del activation
         return fs.Loss(total, weight)
@@ -307,7 +307,7 @@ def test_a_scheduler_that_would_not_follow_the_schedule_of_a_device_is_refused()
 
 def test_an_error_in_the_step_passes_and_the_lanes_are_those_from_before():
     scheduler = scheduler_on_streams()
-    before = scheduler.engine.steps.lanes
+    before = scheduler.engine.steps.executor.lanes
     with pytest.raises(ZeroDivisionError, match="division"), checking_races(scheduler):
         train_with(scheduler, lambda *_: 1 / 0)
-    assert scheduler.engine.steps.lanes is before
+    assert scheduler.engine.steps.executor.lanes is before

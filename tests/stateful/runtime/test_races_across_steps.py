@@ -64,10 +64,10 @@ def looked_at_by_several_streams(scheduler, state, batches):
     step = scheduler(fs.train_step(loss_fn, TX))
     for batch in batches:
         state, _ = step(state, batch)
-        with scheduler.engine.steps.lanes.on_lane("the user's"):
+        with scheduler.engine.steps.executor.lanes.on_lane("the user's"):
             [buffer.sum() for buffer in buffers(state.params)]
         [buffer.sum() for buffer in buffers(state.params)]
-        scheduler.engine.steps.lanes.stream_wait_lanes("the user's")
+        scheduler.engine.steps.executor.lanes.stream_wait_lanes("the user's")
 
 
 def replaced(scheduler, state, batches, *, donate=False):

@@ -66,7 +66,7 @@ def test_a_scheduler_that_is_a_plain_comm_keeps_nothing_of_trees_that_are_gone(c
     for batch in my_batches(comm, 4):
         state, _ = fs.train_step(loss_fn, make_tx())(state, batch, scheduler)
         evaluate(state.params, batch, scheduler)
-    assert len(scheduler.engine.steps.units) == len(fs.layouts.units_of(state.params))
+    assert len(scheduler.engine.steps.registry.units) == len(fs.layouts.units_of(state.params))
 
 
 @pytest.mark.parametrize("when", ["recorded", "planned"])

@@ -180,5 +180,5 @@ def test_facts_of_other_units_are_not_followed(comm, name, value):
     schedule = trainer.step.schedule
     units = tuple(replace(facts, **{name: value}) for facts in schedule.program.units)
     changed = replace(schedule, program=replace(schedule.program, units=units))
-    why = describe_first_mismatch(changed, trainer.scheduler.engine.steps.units)
+    why = describe_first_mismatch(changed, trainer.scheduler.engine.steps.registry.units)
     assert why.startswith(f"{name} of unit 'embed' is {value}, and here "), why
