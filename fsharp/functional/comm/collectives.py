@@ -39,15 +39,19 @@ class _Collective:
     """A collective with its arguments, for :class:`_DifferentiableCollective`. Tensors ``[..., c]`` may have any dims.
 
     Attributes:
-        call: function that runs the collective on a tensor ``[..., c]``, and returns the result.
+        call: the method of the Comm, such as ``Comm.all_gather``.
         primitive: the function of this module that makes this collective; vmap calls it again, with one more dim.
         transpose: the function of this module that is its transpose, for the backward.
+        to_argument: function from the tensor, ``[..., c]``, to the argument of ``call``.
+        from_result: function from the result of ``call`` to the tensor that is returned; None if they are the same.
         jvp: the function of this module for tangents; None means ``primitive``.
     """
 
     call: Callable[[torch.Tensor], torch.Tensor]
     primitive: Callable[[torch.Tensor], torch.Tensor]
     transpose: Callable[[torch.Tensor], torch.Tensor]
+    to_argument: Callable[[torch.Tensor], torch.Tensor] = torch.Tensor.contiguous
+    from_result: Callable[[torch.Tensor], torch.Tensor] | None = None
     jvp: Callable[[torch.Tensor], torch.Tensor] | None = None
 
 
@@ -57,7 +61,8 @@ class _DifferentiableCollective(torch.autograd.Function):
     @staticmethod
     @keep_signature
     def forward(x: torch.Tensor, collective: _Collective) -> torch.Tensor:
-        return collective.call(x)
+        out = collective.call(collective.to_argument(x))
+        return out if collective.from_result is None else collective.from_result(out)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
@@ -91,12 +96,12 @@ def all_gather_last(x: torch.Tensor, comm: Comm, axis: str) -> torch.Tensor:
     if _needs_no_collective(x, comm, axis):
         return x
 
-    def call(x: torch.Tensor) -> torch.Tensor:
-        parts = comm.all_gather(x.contiguous(), axis)
+    def joined(parts: torch.Tensor) -> torch.Tensor:
         return parts.movedim(0, -2).reshape(*parts.shape[1:-1], -1)
 
     primitive, transpose = (partial(each, comm=comm, axis=axis) for each in (all_gather_last, reduce_scatter_last))
-    return _DifferentiableCollective.apply(x, _Collective(call, primitive, transpose))  # type: ignore[no-any-return]
+    found = _Collective(partial(comm.all_gather, axis=axis), primitive, transpose, from_result=joined)
+    return _DifferentiableCollective.apply(x, found)  # type: ignore[no-any-return]
 
 
 def reduce_scatter_last(x: torch.Tensor, comm: Comm, axis: str, *, dtype: torch.dtype | None = None) -> torch.Tensor:
@@ -118,14 +123,15 @@ def reduce_scatter_last(x: torch.Tensor, comm: Comm, axis: str, *, dtype: torch.
         return x.to(dtype or x.dtype)
     n, wire = comm.mesh.axis_size(axis), x.dtype
 
-    def call(x: torch.Tensor) -> torch.Tensor:
-        return comm.reduce_scatter(_split_last_dim(x, n).contiguous(), axis, dtype=dtype or wire)
-
-    def transpose(y: torch.Tensor) -> torch.Tensor:
-        return all_gather_last(y.to(wire), comm, axis)
-
+    call = partial(comm.reduce_scatter, axis=axis, dtype=dtype or wire)
     primitive = partial(reduce_scatter_last, comm=comm, axis=axis, dtype=dtype or wire)
-    return _DifferentiableCollective.apply(x, _Collective(call, primitive, transpose))  # type: ignore[no-any-return]
+    found = _Collective(
+        call,
+        primitive,
+        lambda y: all_gather_last(y.to(wire), comm, axis),
+        to_argument=lambda x: _split_last_dim(x, n).contiguous(),
+    )
+    return _DifferentiableCollective.apply(x, found)  # type: ignore[no-any-return]
 
 
 def reduce_scatter_encoded(
@@ -183,12 +189,8 @@ def all_reduce(x: torch.Tensor, comm: Comm, axis: str) -> torch.Tensor:
     """
     if _needs_no_collective(x, comm, axis):
         return x
-
-    def call(x: torch.Tensor) -> torch.Tensor:
-        return comm.all_reduce(x.contiguous(), axis)
-
     primitive = partial(all_reduce, comm=comm, axis=axis)
-    return _DifferentiableCollective.apply(x, _Collective(call, primitive, primitive))  # type: ignore[no-any-return]
+    return _DifferentiableCollective.apply(x, _Collective(partial(comm.all_reduce, axis=axis), primitive, primitive))  # type: ignore[no-any-return]
 
 
 _TRANSPOSE = {"each": "sum", "sum": "each", "share": "summand", "summand": "share"}
@@ -211,12 +213,11 @@ def pcast(x: torch.Tensor, comm: Comm, axis: str, kind: str) -> torch.Tensor:
     =========  ===========  =================================================  ==========
     """
 
-    def call(x: torch.Tensor) -> torch.Tensor:
-        if kind == "sum":
-            return comm.all_reduce(x.contiguous(), axis)
+    def kept(x: torch.Tensor) -> torch.Tensor:
         is_kept = kind != "summand" or comm.mesh.coord(axis, comm.rank) == 0
         return x.view_as(x) if is_kept else torch.zeros_like(x)
 
+    call = partial(comm.all_reduce, axis=axis) if kind == "sum" else kept
     primitive, transpose = (partial(pcast, comm=comm, axis=axis, kind=each) for each in (kind, _TRANSPOSE[kind]))
     return _DifferentiableCollective.apply(x, _Collective(call, primitive, transpose))  # type: ignore[no-any-return]
 
