@@ -20,10 +20,10 @@ class Wrong:
 
 
 RESULTS = {
-    "Layout", "TrainState", "Loss", "Metrics", "ShardedModule", "ShardedTensor", "ShardedParameter", "ScheduledFunction",
-    "Sharded", "Checkpoint", "PerRank", "RefreshNbytes", "Call", "LeafSharding", "TreeSharding", "Timeline", "TimeSpan",
-    "Place", "Placement", "Dtypes", "Group", "Leaf", "Span", "UnitLayout", "NonFinite", "RankTimes", "Event", "Program",
-    "UnitFacts", "Schedule", "RaceError", "RaceReport", "Candidate", "Choice", "Comm", "Transform",
+    "Layout", "TrainState", "Loss", "Metrics", "ShardedModule", "ShardedTensor", "ShardedParameter", "ScheduledCalls",
+    "ScheduledFunction", "Sharded", "Checkpoint", "PerRank", "RefreshNbytes", "Call", "LeafSharding", "TreeSharding",
+    "Timeline", "TimeSpan", "Place", "Placement", "Dtypes", "Group", "Leaf", "Span", "UnitLayout", "NonFinite", "RankTimes",
+    "Event", "Program", "UnitFacts", "Schedule", "RaceError", "RaceReport", "Candidate", "Choice", "Comm", "Transform",
 }  # fmt: skip
 """Public names that are no functions of users: what the library returns, and types of annotations."""
 
