@@ -56,6 +56,7 @@ def test_nbytes_are_those_of_the_buffers(case):
     assert layout.nbytes("grads", torch.float64) == sum(n * 8 for n, _ in sizes)
     sizes = [(b, node.unit.groups[g].dtypes) for node in fs.layouts.units_of(optim) for g, b in zip(node.groups, node.buffers)]
     assert layout.nbytes("main") == sum(b.nbytes for b, dtypes in sizes if dtypes.compute != dtypes.main)
+    assert layout.nbytes("main", torch.float64) == sum(8 * len(b) for b, dtypes in sizes if dtypes.compute != dtypes.main)
 
 
 def test_nbytes_by_hand():
