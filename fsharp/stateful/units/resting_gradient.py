@@ -1,5 +1,6 @@
 """RestingGradient: the flat buffers of a unit's gradient at rest, with a count of callers that hold them."""
 
+import gc
 import weakref
 from collections.abc import Sequence
 from typing import Any
@@ -91,9 +92,12 @@ class RestingGradient:
 
     def copy_out_held_tensors(self) -> bool:
         """Move the tensors that callers hold to new memory. Return False if callers hold views, which cannot be moved."""
-        for ref, _ in self.handed_out:
-            if (tensor := ref()) is not None:
-                tensor.data = tensor.data.clone()
+        if self.handed_out and self.is_held:
+            for ref, _ in self.handed_out:
+                if (tensor := ref()) is not None:
+                    tensor.data = tensor.data.clone()
+            if self.is_held:
+                gc.collect()  # finds views in cycles that nobody can reach
         self.handed_out = []
         return not self.is_held
 

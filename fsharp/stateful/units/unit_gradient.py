@@ -1,6 +1,5 @@
 """UnitGradient: the gradient of one unit in a step, from its backward to the optimizer's shards."""
 
-import gc
 from collections.abc import Callable, Collection, Mapping, Sequence
 from enum import IntEnum, auto
 
@@ -121,17 +120,11 @@ class UnitGradient:
 
     def copy_out_held_tensors(self) -> None:
         """Move the tensors that callers hold from the arena to memory of their own."""
-        if not self.rest.in_arena or not self.rest.handed_out:
-            return
-        if not self.rest.is_held:
-            self.rest.handed_out.clear()
-        elif not self.rest.copy_out_held_tensors():
-            gc.collect()
-            if self.rest.is_held:
-                raise ScheduleError(
-                    f"a view of the gradient of unit {self.route.unit.display_name} is held beyond its step, which reuses the "
-                    "memory. Hold the gradient itself or a clone, or take policy=SchedulePolicy(keep_gradients=True)."
-                )
+        if self.rest.in_arena and self.rest.handed_out and not self.rest.copy_out_held_tensors():
+            raise ScheduleError(
+                f"a view of the gradient of unit {self.route.unit.display_name} is held beyond its step, which reuses the "
+                "memory. Hold the gradient itself or a clone, or take policy=SchedulePolicy(keep_gradients=True)."
+            )
 
     def abandon(self, raise_on_read: Callable[[], None]) -> None:
         """Abandon reductions under way after an error; late ones keep their memory. Later reads call ``raise_on_read``."""
