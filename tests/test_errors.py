@@ -270,6 +270,18 @@ TRAIN = {
         LossError,
         "the weight of the loss is torch.float32[] with a gradient",
     ),
+    "a negative weight": (
+        lambda: loss_of(lambda p: (total(p), -1)),
+        LossError,
+        "the weight of the loss is -1, expected a finite number of at least 0",
+    ),
+    "a weight of NaN": (lambda: loss_of(lambda p: (total(p), float("nan"))), LossError, "the weight of the loss is nan"),
+    "a negative tensor": (
+        lambda: loss_of(lambda p: fs.Loss(total(p), torch.tensor(-0.5))),
+        LossError,
+        "the weight of the loss is -0.5, expected a finite number of at least 0",
+    ),
+    "an infinite weight": (lambda: loss_of(lambda p: (total(p), float("inf"))), LossError, "the weight of the loss is inf"),
     "aux": (lambda: loss_of(lambda p: (total(p), {"logits": 1})), LossError, "is dict, expected a number or a scalar"),
     "aux, a flag": (lambda: loss_of(lambda p: (total(p), True)), LossError, "pass has_aux=True"),
     "no aux": (

@@ -1,5 +1,6 @@
 """Losses as pairs of sum and weight, which are added over microbatches and ranks; gradients are divided once, at the end."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
 from typing import Any, NamedTuple
@@ -20,6 +21,7 @@ from fsharp.functional.layout.sharded import (
     not_sharded_error,
 )
 from fsharp.functional.optim.base import check_reduced
+from fsharp.functional.transforms import is_transformed
 from fsharp.functional.tree.paths import REGISTER
 from fsharp.torch_compile import uncompiled
 
@@ -57,7 +59,8 @@ def as_loss(value: Any, where: str = "value_and_grad()") -> Loss:
     """Return the result of a loss function as a sum and a weight.
 
     Raises LossError unless the value is a scalar mean, or a pair of a scalar and its weight. In a plain pair the weight has to
-    be a number or an integer tensor, as a floating-point tensor could be a metric. In a :class:`Loss` it may be either.
+    be a number or an integer tensor, as a floating-point tensor could be a metric. In a :class:`Loss` it may be either. A
+    weight that is negative, infinite or NaN is refused if it is a number, or if it and the loss are on a CPU.
     """
     is_pair = isinstance(value, tuple) and len(value) == 2
     total, weight = value if is_pair else (value, 1.0)
@@ -75,11 +78,18 @@ def as_loss(value: Any, where: str = "value_and_grad()") -> Loss:
             f"{where}: the loss function returned a pair with {value_text(weight)}: a weight, or a metric? A weight is "
             f"a number, an integer tensor, or comes as fs.Loss(sum, weight): {_PAIR_HINT}"
         )
+    # The host must not wait for a device, and tensors of vmap have no number.
+    is_on_host = type(weight) is torch.Tensor and weight.device == total.device == _CPU and not is_transformed()
+    if (is_number or is_on_host) and not 0 <= (
+        number := weight.item() if isinstance(weight, torch.Tensor) else weight
+    ) < math.inf:
+        raise LossError(f"{where}: the weight of the loss is {number}, expected a finite number of at least 0.")
     if isinstance(weight, torch.Tensor):
         return Loss(total.reshape(()), weight.to(total.device, non_blocking=True).reshape(()))
     return Loss(total.reshape(()), torch.full((), weight, device=total.device))  # a copy to the device would make the host wait
 
 
+_CPU = torch.device("cpu")
 _PAIR_HINT = (
     "a pair is read as (sum, weight). For a loss and something else pass has_aux=True to value_and_grad() or train_step()."
 )

@@ -220,3 +220,18 @@ def test_a_metric_is_no_weight():
     for weight in (2, 2.0, torch.tensor(2), torch.tensor([2])):
         assert run(weight).mean == 1.5
     assert run(torch.tensor(2.0), lambda pair: fs.Loss(*pair)).mean == 1.5
+
+
+@pytest.mark.parametrize("weight", [-1, torch.tensor(-1)])
+def test_a_weight_below_zero_on_one_rank_is_an_error_on_all_ranks(weight):
+    """The weights of ranks are added, so a negative weight would make others count for more."""
+
+    def loss(p, batch, comm):
+        return fs.forward(lambda q: q["w"].sum(), p, comm=comm), weight if comm.rank == 1 else 0
+
+    def rank_fn(comm):
+        p = fs.init_params(fs.init.ones, fs.plan({"w": torch.ones(3)}, DP, fs.zero3("dp")), comm, key=0)
+        with pytest.raises(LossError if comm.rank == 1 else AgreementError, match="the weight of the loss is -1, expected a"):
+            fs.Scheduler(comm)(fs.value_and_grad(loss))(p, None)
+
+    processes(DP, rank_fn)

@@ -63,6 +63,7 @@ class Transform:
             object.__setattr__(self, "extra", _extra_arguments_of(self.update, *filter(None, [self.apply])))
         for name in ("init", "update", "apply"):
             if (fn := getattr(self, name)) is not None:
+                fn = fn if name == "init" else _checking_results(f"{name} of {self.name or 'a transformation'}", fn)
                 object.__setattr__(self, name, _dropping_unknown_keywords(fn))
         init = self.init
 
@@ -101,6 +102,19 @@ def check_extra_arguments(tx: Transform, extra: Mapping[str, Any]) -> None:
         facts = [("got", f"{unknown[0]}={extra[unknown[0]]!r:.60}"), ("expected", " or ".join(sorted(known)))]
         what = f"{tx.name or 'the transformation'} does not use {unknown[0]}."
         raise OptionError(problem("update()", what, facts, f"Check the spelling, or leave {unknown[0]} out."))
+
+
+def _checking_results(what: str, fn: Callable[..., Any]) -> Callable[..., Any]:
+    """Return ``fn``, wrapped so that a call raises a TreeError if it does not return a pair with a tree."""
+
+    @wraps(fn)
+    def call(*args: Any, **keywords: Any) -> Any:
+        result = fn(*args, **keywords)
+        if not isinstance(result, tuple | list) or len(result) != 2 or result[0] is None:
+            raise TreeError(f"{what} returned {result!r:.80}, expected a pair (tree, state).")
+        return result
+
+    return call
 
 
 def _dropping_unknown_keywords(fn: Callable[..., Any]) -> Callable[..., Any]:

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import optree
 import torch
 
-from fsharp.errors import TreeError
+from fsharp.errors import OptionError, TreeError
 from fsharp.functional.comm.protocol import Comm
 from fsharp.functional.layout.sharded import Sharded, units_of
 from fsharp.functional.optim.base import Transform, exact_texts, value_per_leaf
@@ -45,10 +45,26 @@ class MomentumState(NamedTuple):
     mu: Any
 
 
-def schedule_value(schedule: ScalarOrSchedule, count: Any) -> Any:
-    """Return the value of a schedule after ``count`` updates: a float, or for a tensor ``count`` the schedule's own result."""
-    value = schedule(count) if callable(schedule) else schedule
-    return value if callable(schedule) and isinstance(count, torch.Tensor) else float(value)
+def schedule_value(schedule: ScalarOrSchedule, count: Any, name: str = "learning_rate") -> Any:
+    """Return the value of the schedule ``name`` after ``count`` updates: a float; or a tensor, if ``count`` is a tensor too."""
+    value: Any = schedule(count) if callable(schedule) else schedule
+    return value if isinstance(count, torch.Tensor) and isinstance(value, torch.Tensor) else as_float(name, count, value)
+
+
+def as_float(name: str, argument: Any, value: Any) -> float:
+    """Return as a float the ``value`` of the option ``name`` for ``argument``. Raises OptionError if it is not a number."""
+    try:
+        return float(value)
+    except (TypeError, ValueError) as error:
+        raise OptionError(f"update(): {name}({argument!r}) is {value!r:.80}, expected a number.") from error
+
+
+def numbers_per_leaf(params: Any, **rules: PerPath) -> dict[str, dict[str, float]]:
+    """Return, by name of a rule and by path, the number that the rule gives to each leaf of ``params``."""
+    return {
+        name: {path: as_float(name, path, value) for path, value in value_per_leaf(f"{name}=", params, rule).items()}
+        for name, rule in rules.items()
+    }
 
 
 @options_checked
@@ -317,11 +333,10 @@ def _for_each_run(
             "update(): the optimizer state is that of other parameters, another layout, or another transformation. "
             "Make one for these: init_state(tx, params, comm=comm)."
         )
-    rules = {"lr_scale": lr_scale, "weight_decay": weight_decay}
     uniform = None
     if isinstance(lr_scale, int | float) and isinstance(weight_decay, int | float):
         uniform = (float(lr_scale), float(weight_decay))
-    tables = {} if uniform else {name: value_per_leaf(f"{name}=", trees[0], rule) for name, rule in rules.items()}
+    tables = {} if uniform else numbers_per_leaf(trees[0], lr_scale=lr_scale, weight_decay=weight_decay)
     by_value: dict[tuple[float, float], list[list[torch.Tensor]]] = {}
     for nodes in zip(*of_trees, strict=True):
         rows = [node.raw_buffers if node.lazy is None else node.buffers for node in nodes]
@@ -350,7 +365,7 @@ def _hyperparameter_runs(node: Sharded, group: int, rank: int, tables: Mapping[s
     starts: list[tuple[tuple[float, float], int]] = []
     for span in node.unit.leaf_spans(group, node.place, rank):
         path = node.unit.path_in_tree(span.leaf)
-        value = (float(tables["lr_scale"][path]), float(tables["weight_decay"][path]))
+        value = (tables["lr_scale"][path], tables["weight_decay"][path])
         if not starts or starts[-1][0] != value:
             starts.append((value, span.start if starts else 0))
     stops = [*(start for _, start in starts[1:]), node.unit.local_size(group, node.place)]

@@ -17,6 +17,7 @@ from fsharp.functional.optim.base import (
     wrapper_name,
     wrapper_update_and_apply,
 )
+from fsharp.functional.optim.elementwise import as_float
 from fsharp.type_checks import options_checked
 
 
@@ -86,7 +87,7 @@ def inject_hyperparams(inner_factory: Callable[..., Any], static_args: str | Ite
         others = {name: value for name, value in bound.arguments.items() if name not in schedules and name not in start}
 
         def scheduled(count: int) -> dict[str, float]:
-            return {name: float(schedule(count)) for name, schedule in schedules.items()}
+            return {name: as_float(name, count, schedule(count)) for name, schedule in schedules.items()}
 
         def build(values: dict[str, Any]) -> Transform:
             return as_transform(inner_factory(**others, **values))

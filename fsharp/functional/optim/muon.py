@@ -10,8 +10,8 @@ from fsharp.errors import LayoutError, problem
 from fsharp.functional.comm.protocol import Comm
 from fsharp.functional.layout.packing import Whole
 from fsharp.functional.layout.sharded import map_units, units_of
-from fsharp.functional.optim.base import Transform, exact_texts, value_per_leaf
-from fsharp.functional.optim.elementwise import MomentumState, PerPath, ScalarOrSchedule, schedule_value
+from fsharp.functional.optim.base import Transform, exact_texts
+from fsharp.functional.optim.elementwise import MomentumState, PerPath, ScalarOrSchedule, numbers_per_leaf, schedule_value
 from fsharp.type_checks import options_checked
 
 _NEWTON_SCHULZ_COEFFICIENTS = (3.4445, -4.7750, 2.0315)
@@ -100,7 +100,7 @@ def muon(
 
     def update(grads: Any, state: MomentumState, params: Any, *, comm: Comm) -> tuple[Any, MomentumState]:
         rate, count, rms = schedule_value(learning_rate, state.count), state.count + 1, consistent_rms
-        scale, decay = (value_per_leaf(f"{n}=", params, r) for n, r in (("lr_scale", lr_scale), ("weight_decay", weight_decay)))
+        scale, decay = numbers_per_leaf(params, lr_scale=lr_scale, weight_decay=weight_decay).values()
         moved = optree.tree_map(lambda m, g: m * beta + g.to(m.dtype) * (1 - beta), state.mu, grads)
         part, rest = beta / (1 - beta ** (count + 1)), (1 - beta) / (1 - beta**count)
         if nesterov:

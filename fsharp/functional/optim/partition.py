@@ -17,8 +17,7 @@ from fsharp.functional.optim.base import (
     wrapper_name,
     wrapper_update_and_apply,
 )
-from fsharp.functional.tree.paths import select_paths
-from fsharp.tracebacks import api_boundary
+from fsharp.functional.tree.paths import Patterns, select_paths
 from fsharp.type_checks import options_checked
 
 
@@ -116,8 +115,8 @@ class MaskedState(NamedTuple):
     inner_state: Any
 
 
-@api_boundary
-def masked(inner: Any, mask: Any) -> Transform:
+@options_checked
+def masked(inner: Any, mask: Patterns) -> Transform:
     """Return a transformation that applies ``inner`` to the leaves in ``mask``, and leaves other gradients unchanged.
 
     Args:
@@ -129,13 +128,11 @@ def masked(inner: Any, mask: Any) -> Transform:
         A transformation with :class:`MaskedState`.
 
     Raises:
-        PatternError: ``mask`` is None; or, in ``init``, a pattern matches no leaf.
+        PatternError: in ``init``, a pattern matches no leaf.
 
     Cost: state for all leaves, and one more pass over the gradients. For state of the selected leaves alone use labels and
     :func:`partition`.
     """
-    if mask is None:
-        raise PatternError("masked(): mask is None, expected patterns of leaf paths, or a function of the path.")
     tx = as_transform(inner)
 
     def flags_of(params: Any) -> dict[str, bool]:

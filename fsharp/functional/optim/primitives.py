@@ -15,6 +15,7 @@ from fsharp.functional.comm.protocol import Comm
 from fsharp.functional.optim.base import Transform, exact_texts
 from fsharp.functional.optim.elementwise import PerPath, ScalarOrSchedule, adam, add_scaled_parameters_, schedule_value
 from fsharp.functional.optim.partition import masked
+from fsharp.functional.tree.paths import Patterns
 from fsharp.tracebacks import api_boundary
 from fsharp.type_checks import options_checked
 
@@ -49,7 +50,7 @@ def scale_by_schedule(step_size_fn: Callable[[int], float]) -> Transform:
     """
 
     def update(updates: Any, state: ScaleByScheduleState, params: Any) -> tuple[Any, ScaleByScheduleState]:
-        factor = schedule_value(step_size_fn, state.count)
+        factor = schedule_value(step_size_fn, state.count, "step_size_fn")
         return optree.tree_map(lambda u: u * factor, updates), ScaleByScheduleState(state.count + 1)
 
     config = {"scale_by_schedule": exact_texts(step_size_fn=step_size_fn)}
@@ -61,7 +62,7 @@ def scale_by_learning_rate(learning_rate: ScalarOrSchedule) -> Transform:
     """Return a transformation that multiplies updates by ``-learning_rate``, a number or a schedule."""
     if not callable(learning_rate):
         return scale(-learning_rate)
-    tx = scale_by_schedule(lambda count: -learning_rate(count))
+    tx = scale_by_schedule(lambda count: -schedule_value(learning_rate, count))
     config = {"scale_by_learning_rate": exact_texts(learning_rate=learning_rate)}
     return replace(tx, config=config)
 
@@ -78,7 +79,7 @@ def scale_by_adam(b1: float = 0.9, b2: float = 0.999, eps: float = 1e-8) -> Tran
 
 
 @options_checked
-def add_decayed_weights(weight_decay: PerPath = 0.0, mask: Any = None) -> Transform:
+def add_decayed_weights(weight_decay: PerPath = 0.0, mask: Patterns | None = None) -> Transform:
     """Return a transformation that adds ``weight_decay`` times the parameters to updates.
 
     Args:

@@ -134,7 +134,7 @@ def MultiSteps(opt: Any, every_k_schedule: int | Callable[[int], int], use_grad_
 
     def steps(gradient_step: int) -> int:
         k = every_k_schedule(gradient_step) if callable(every_k_schedule) else every_k_schedule
-        if int(k) != k or k < 1:
+        if not hasattr(k, "__int__") or k % 1 != 0 or k < 1:
             raise LayoutError(f"MultiSteps(): every_k_schedule is {k!r}, expected a positive whole number.")
         return int(k)
 

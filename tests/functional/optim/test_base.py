@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import fsharp as fs
-from fsharp.errors import LayoutError, PatternError, TreeError
+from fsharp.errors import FsharpError, LayoutError, OptionError, TreeError
 from tests.ranks import on_ranks
 
 TREE = {"w": torch.linspace(-1, 1, 34).view(17, 2), "b": torch.ones(5), "scale": torch.tensor(2.0), "none": torch.ones(0, 3)}
@@ -63,9 +63,59 @@ def test_a_masked_transformation_that_is_told_of_norms_sees_no_others():
     assert (found["w"] - TREE["w"]).norm() > 1.0
 
 
-def test_masked_without_a_mask_is_refused():
-    with pytest.raises(PatternError, match="mask is None, expected patterns"):
-        fs.optim.masked(fs.optim.sgd(0.1), None)
+@pytest.mark.parametrize("mask", [None, [True], {"w"}, 1])
+def test_a_mask_that_is_neither_patterns_nor_a_function_is_refused(mask):
+    with pytest.raises(OptionError, match=re.escape(f"mask is {mask!r}, expected a str or a Sequence of a str or a Mapping")):
+        fs.optim.masked(fs.optim.sgd(0.1), mask)
+
+
+NO_NUMBERS = {
+    "a schedule": (lambda: fs.optim.adamw(lambda count: None), "learning_rate(0) is None, expected a number"),
+    "a schedule, capturable": (
+        lambda: fs.optim.adamw(lambda count: "high", capturable=True),
+        "learning_rate(tensor(0.)) is 'high', expected a number",
+    ),
+    "joined": (
+        lambda: fs.optim.sgd(fs.optim.join_schedules([lambda count: None, fs.optim.constant_schedule(1.0)], [2])),
+        "learning_rate(0) is None, expected a number",
+    ),
+    "in a chain": (
+        lambda: fs.optim.chain(fs.optim.scale_by_adam(), fs.optim.scale_by_learning_rate(lambda count: None)),
+        "learning_rate(0) is None, expected a number",
+    ),
+    "of scale_by_schedule": (
+        lambda: fs.optim.scale_by_schedule(lambda count: None),
+        "step_size_fn(0) is None, expected a number",
+    ),
+    "injected": (
+        lambda: fs.optim.inject_hyperparams(fs.optim.sgd)(learning_rate=lambda count: None),
+        "learning_rate(0) is None, expected a number",
+    ),
+    "per path": (
+        lambda: fs.optim.sgd(0.1, weight_decay=lambda path: None),
+        "weight_decay('none') is None, expected a number",
+    ),
+    "MultiSteps": (
+        lambda: fs.optim.MultiSteps(fs.optim.sgd(0.1), lambda count: None),
+        "every_k_schedule is None, expected a positive whole number",
+    ),
+    "no pair": (
+        lambda: fs.optim.chain(fs.optim.Transform(lambda p: (), lambda g, s, p: None, {}, name="mine"), fs.optim.sgd(0.1)),
+        "update of mine returned None, expected a pair",
+    ),
+    "no updates": (
+        lambda: fs.optim.Transform(lambda p: (), lambda g, s, p: (None, s), {}, name="mine"),
+        "update of mine returned (None, ()), expected a pair",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", NO_NUMBERS)
+@on_ranks(fs.Mesh({"dp": 2}))
+def test_functions_that_return_no_number_are_refused_on_all_ranks(comm, case):
+    make, text = NO_NUMBERS[case]
+    with pytest.raises(FsharpError, match=re.escape(text)):
+        train(comm, make())
 
 
 @on_ranks(fs.Mesh({"dp": 2}))
