@@ -24,7 +24,7 @@ from fsharp.functional.layout.mesh import Mesh
 from fsharp.functional.layout.text import align_columns, seconds_text
 from fsharp.inspect.estimate import Hardware
 from fsharp.inspect.measuring import measure
-from fsharp.inspect.presets import ADAM_NBYTES
+from fsharp.inspect.presets import model_times
 
 _NUM_ROUNDS, _MOST_RANKS = 5, 1024
 _COPIED_NBYTES = 1 << 26
@@ -50,17 +50,11 @@ class Machine(NamedTuple):
         return sorted({axis for _, axis in self.hardware.bandwidth}) if isinstance(self.hardware.bandwidth, dict) else []
 
     def hardware_of(self, layout: Layout, *, tokens: float, efficiency: float) -> Hardware:
-        """Return ``self.hardware`` with the compute seconds of each unit of a layout.
-
-        The forward of a unit with ``n`` parameters makes ``2 * n * tokens`` operations, and the backward twice as many, at
-        ``efficiency * flops`` operations per second (``self.flops``). The optimizer is Adam on float32, bound by memory
-        bandwidth.
-        """
-        used = {unit.name or "(root)": sum(group.used for group in unit.groups) for unit in layout.units}
-        forward = {unit: 2 * n * tokens / (efficiency * self.flops) for unit, n in used.items()}
-        compute = {unit: (seconds, 2 * seconds) for unit, seconds in forward.items()}
-        update_s = ADAM_NBYTES * sum(used.values()) / self.hardware.memory_bandwidth
-        return replace(self.hardware, compute=compute, update_s=update_s)
+        """Return ``self.hardware`` with the seconds of a layout's units, at ``efficiency * flops``, and of its optimizer."""
+        memory = self.hardware.memory_bandwidth
+        return replace(
+            self.hardware, **model_times(layout, tokens=tokens, flops=efficiency * self.flops, memory_bandwidth=memory)
+        )
 
 
 def calibrate(file: str, /, *, mesh: str = "dp=2", steps: int = 20, dtype: str = "") -> str:

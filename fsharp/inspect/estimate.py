@@ -37,7 +37,7 @@ from fsharp.inspect.fitting import (
 )
 from fsharp.inspect.hardware_json import fields_from_json, fields_to_json
 from fsharp.inspect.links import Link, PerLink, scaled_by_link, value_of_link
-from fsharp.inspect.presets import ADAM_NBYTES, EFFICIENCY, GPUS, NETWORK_LATENCY_S, NVLINK_LATENCY_S, RANKS_OF_A_HOST
+from fsharp.inspect.presets import EFFICIENCY, GPUS, NETWORK_LATENCY_S, NVLINK_LATENCY_S, RANKS_OF_A_HOST, model_times
 from fsharp.stateful.schedule.ops import STATE, STREAMS, Stream
 from fsharp.stateful.schedule.program import UnitFacts
 from fsharp.stateful.schedule.schedule import Op, Schedule, bucket_ranges, sent_nbytes_by_op_and_axis
@@ -180,20 +180,18 @@ class Hardware:
             facts = [("mesh", layout.mesh), ("named", ", ".join(map(repr, named)) or "no axis")]
             remedy = f"If all ranks along the axis are on one host, pass within=({missing[0]!r},)."
             raise ScheduleError(problem("Hardware.preset()", what, facts, remedy))
-        used = {unit.name or "(root)": sum(group.used for group in unit.groups) for unit in layout.units}
-        forward = {unit: 2 * n * tokens / (efficiency * gpu.flops) for unit, n in used.items()}
+        backward, flops = 3 if recompute else 2, efficiency * gpu.flops
         links = [
             (within, gpu.nvlink, NVLINK_LATENCY_S),
             (across, gpu.network, NETWORK_LATENCY_S),
             (spanning, min(gpu.nvlink, gpu.network * RANKS_OF_A_HOST), NETWORK_LATENCY_S),
         ]
         return cls(
-            compute={unit: (seconds, (3 if recompute else 2) * seconds) for unit, seconds in forward.items()},
+            **model_times(layout, tokens=tokens, flops=flops, memory_bandwidth=gpu.memory, backward=backward),
             bandwidth={axis: link_efficiency * rate for axes, rate, _ in links for axis in axes},
             latency={axis: latency for axes, _, latency in links for axis in axes},
             memory_bandwidth=gpu.memory,
             host_bandwidth=link_efficiency * gpu.pcie,
-            update_s=ADAM_NBYTES * sum(used.values()) / gpu.memory,
         )
 
     @classmethod

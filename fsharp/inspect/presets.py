@@ -18,6 +18,7 @@ Latencies are assumptions, of the order that nccl-tests report for small message
 
 from typing import Any, NamedTuple
 
+from fsharp.functional.layout.layout import Layout
 from fsharp.functional.layout.mesh import Mesh
 
 NVLINK_LATENCY_S, NETWORK_LATENCY_S = 2e-5, 4e-5
@@ -55,6 +56,18 @@ GPUS = {
     "B200": GPU(2250e12, 8e12, 900e9, 50e9, 64e9),
 }
 """GPUs by name. [Note: data sheets] has the source of each number."""
+
+
+def model_times(layout: Layout, *, tokens: float, flops: float, memory_bandwidth: float, backward: int = 2) -> dict[str, Any]:
+    """Return the options ``compute`` and ``update_s`` of :class:`~fsharp.inspect.Hardware` for a model.
+
+    The forward of a unit with ``n`` parameters takes ``2 * n * tokens`` operations, ``flops`` in a second. The backward takes
+    ``backward`` times as many. The optimizer is Adam on float32, bound by ``memory_bandwidth``.
+    """
+    used = {unit.name or "(root)": sum(group.used for group in unit.groups) for unit in layout.units}
+    forward = {unit: 2 * n * tokens / flops for unit, n in used.items()}
+    compute = {unit: (seconds, backward * seconds) for unit, seconds in forward.items()}
+    return {"compute": compute, "update_s": ADAM_NBYTES * sum(used.values()) / memory_bandwidth}
 
 
 def axes_by_link(mesh: Mesh) -> dict[str, Any]:
