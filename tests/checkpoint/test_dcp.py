@@ -411,6 +411,25 @@ def test_archives_that_declare_more_than_they_hold(data, match):
         load_archive(data())
 
 
+def test_a_pickle_that_repeats_lists_is_refused(tmp_path):
+    """A kilobyte would become thousands of values, or of empty lists; with each list around them, twice as many."""
+    values, empty = [1, 2], []
+    for _ in range(14):
+        values, empty = [values, values], [empty, empty]
+    for name, tree in {"values": values, "empty": empty}.items():
+        folder = written(tmp_path / name, {"w": torch.ones(2), "v": tree})
+        with pytest.raises(CheckpointError, match=r"'v' cannot be read: .*more than [0-9,]+ items.*ignore= leaves it out"):
+            fs.checkpoint.from_dcp(folder, tmp_path / "root")
+        assert not (tmp_path / "root").exists() or not list((tmp_path / "root").iterdir())
+        assert fs.checkpoint.from_dcp(folder, tmp_path / f"{name} left", ignore="v").names == ["w"]
+        torch.save({"w": torch.ones(2), "v": tree}, tmp_path / "a.pt")
+        with pytest.raises(CheckpointError, match=r"a.pt: cannot be read: .*more than [0-9,]+ items"):
+            fs.checkpoint.load(tmp_path / "a.pt", {"w": torch.zeros(2)}, strict=False, comm=COMM)
+    betas = (0.9, 0.95, None)
+    groups = {"param_groups": [{"lr": 0.1, "betas": betas} for _ in range(1000)] + [betas] * 1000}
+    assert load_archive(archived(groups)) == groups
+
+
 def test_flipped_bits_of_tensors_and_values_are_seen(tmp_path):
     tree = {"w": torch.arange(3000.0), "n": 12345, "text": "abcdefgh"}
     [file] = [path for path in written(tmp_path / "dcp", tree).iterdir() if path.suffix == ".distcp"]

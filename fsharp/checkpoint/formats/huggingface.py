@@ -2,7 +2,6 @@
 
 import re
 from collections.abc import Collection
-from itertools import islice
 from typing import Any, NamedTuple
 
 import torch
@@ -144,8 +143,7 @@ def _describe_archive(storage: Storage, path: str, size: int) -> FileDescription
     remedy = "Save tensors, numbers and texts alone, as by torch.save(model.state_dict(), path)."
     try:
         data, tree = torch_archive.load_archive_on_meta(storage, path)
-        # There is at least a byte for each leaf, else the pickle repeats leaves.
-        leaves = list(islice(torch_archive.named_leaves(tree), len(data)))
+        leaves = list(torch_archive.named_leaves(tree))
     except Exception as error:  # of any kind: bytes of a pickle may say anything
         what = f"{type(error).__name__} {str(error).splitlines()[0] if str(error) else ''}"
         raise CheckpointError(f"{path}: cannot be read: {what:.300}. {remedy}") from error

@@ -21,13 +21,15 @@ from fsharp.checkpoint.storage import Storage
 ZIP_FIRST_BYTES = b"PK\x03\x04"  # of every archive
 _SPARE_NBYTES = 1 << 20
 _LOCAL_HEADER_NBYTES = 30
+_ITEMS_PER_BYTE = 16  # an item takes a byte at least; a tuple that many dicts share, such as betas, takes two bytes in each
 
 
 def load_archive(data: bytes | bytearray) -> Any:
     """Return the object in an archive of ``torch.save``: values and tensors in dicts, lists and tuples.
 
     ``data`` is all bytes of the archive. Raises ValueError for an object of another class, compressed or overlapping records, a
-    tensor that is longer than its bytes, or bytes that differ from their checksum. A damaged pickle may raise any error.
+    tensor that is longer than its bytes, more than 16 items for each byte of the pickle, or bytes that differ from their
+    checksum. A damaged pickle may raise any error.
     Memory: twice the size of ``data``.
     """
 
@@ -108,7 +110,23 @@ def _unpickle_archive(
         folder, data = found.filename.removesuffix("data.pkl"), read(found)
         if f"{folder}byteorder" in archive.namelist() and read(archive.getinfo(f"{folder}byteorder")) != b"little":
             raise ValueError("its elements have the other byte order")
-        return data, _ArchiveUnpickler(data, elements).load()
+        tree = _ArchiveUnpickler(data, elements).load()
+        _check_num_items(tree, _ITEMS_PER_BYTE * len(data))
+        return data, tree
+
+
+def _check_num_items(tree: Any, most: int) -> None:
+    """Raise a ValueError if dicts, lists and tuples have more than ``most`` items, those at two places counted twice."""
+    todo, left = [tree], most
+    while todo:
+        each = todo.pop()
+        items = each.values() if isinstance(each, dict) else each if isinstance(each, list | tuple) else ()
+        left -= len(items)
+        if left < 0:
+            raise ValueError(
+                f"its pickle repeats lists or dicts: it has more than {most:,} items, {_ITEMS_PER_BYTE} for each byte"
+            )
+        todo.extend(items)
 
 
 class _StorageFile(io.RawIOBase):
