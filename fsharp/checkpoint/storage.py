@@ -122,10 +122,16 @@ class LocalStorage:
             os.close(file)
 
     def publish(self, staged: str, folder: str) -> None:
-        """Rename the staging folder ``staged`` to ``folder``, its final path."""
+        """Rename the staging folder ``staged`` to ``folder``, its final path. CheckpointError if only the last sync fails."""
         _sync_folder(staged)
         os.rename(staged, folder)
-        _sync_folder(os.path.dirname(folder))
+        try:
+            _sync_folder(os.path.dirname(folder))
+        except OSError as error:
+            raise CheckpointError(
+                f"{folder}: the checkpoint is written and can be loaded, but {os.path.dirname(folder)}, which has the folder's "
+                f"name, could not be synced: {error.strerror}. It may not survive a power cut: save again."
+            ) from error
 
     def nbytes(self, path: str) -> int:
         """Return the size of a file. Raises FileNotFoundError, or CheckpointError if it is not a plain and accessible file."""

@@ -1,6 +1,7 @@
 """What the table of faults (``tests/faults``) has no row for: odd roots, jobs that meet, steps and clocks that go back."""
 
 import ctypes
+import errno
 import itertools
 import json
 import os
@@ -74,6 +75,26 @@ def test_a_save_that_is_removed_before_it_is_published_fails(tmp_path, monkeypat
         save(tmp_path, 2)
     assert len(removed) == 1
     assert latest_step(tmp_path) is None
+
+
+def test_a_save_whose_root_cannot_be_synced_says_on_all_ranks_that_the_checkpoint_is_there(tmp_path, monkeypatch):
+    sync = fs.checkpoint.storage._sync_folder
+
+    def fail(folder):
+        sync(folder)
+        if folder == str(tmp_path) and steps(tmp_path):
+            raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(fs.checkpoint.storage, "_sync_folder", fail)
+
+    def run(comm):
+        text = r"step-0000000001-\w+: the checkpoint is written and can be loaded, but .*synced: Input/output error.*power cut"
+        with pytest.raises(fs.errors.FsharpError, match=text):
+            save(tmp_path, 1, comm)
+
+    simulate(TWO, run)
+    assert latest_step(tmp_path) == 1
+    assert left_behind(tmp_path) == []
 
 
 def test_two_jobs_that_save_under_one_root(tmp_path):
