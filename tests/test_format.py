@@ -6,6 +6,7 @@ Nothing is lost by it, so every path has to give the bits of the plain format, a
 import re
 from functools import cache
 
+import optree
 import pytest
 import torch
 from hypothesis import given, strategies as st
@@ -427,9 +428,31 @@ def test_parameters_are_not_loaded_beside_main_copies_that_stay(comm, new, tmp_p
     assert_same(fs.full_tree(state.main, comm=comm), fs.full_tree(saved.params, comm=comm))
 
 
+@on_ranks(STRATEGIES["zero3"][0])
+def test_half_of_a_nested_state_is_not_loaded_and_the_remedy_loads_both(comm, tmp_path):
+    """A parameter beside an old main copy is overwritten, and an old parameter beside a main copy is used in the next step."""
+    saved = make_state(comm, "zero3", precision=PLAIN)
+    like = {"a": make_state(comm, "zero1", params=make_params(5, layers=3), precision=PLAIN)}
+    for half, what, rename in (
+        ("params", r"'a\.params\.embed' is in the checkpoint and its main copy is not", ("^a.main", "a.params")),
+        ("main", r"main copy 'a\.main\.embed' is in the checkpoint and its parameter is not", ("^a.params", "a.main")),
+    ):
+        there = {half: getattr(saved, half), "opt": saved.opt}
+        fs.checkpoint.save(str(tmp_path / half), {"a": there}, step=1, comm=comm)
+        with pytest.raises(fs.errors.FsharpError, match=what + rf".*re.sub\('\{rename[0]}', '{rename[1]}'"):
+            fs.checkpoint.load(str(tmp_path / half), like, comm=comm, strict=False, cast=True)
+        how = {"rename": lambda name, rename=rename: re.sub(*rename, name), "cast": True, "strict": False}
+        read = fs.checkpoint.load(str(tmp_path / half), like, comm=comm, **how)["a"]
+        assert_same(fs.full_tree(read.params, comm=comm), fs.full_tree(saved.params, comm=comm))
+        assert_same(
+            fs.full_tree(read.main, comm=comm),
+            optree.tree_map(torch.Tensor.float, fs.full_tree(there[half], comm=comm)),
+        )
+
+
 @pytest.mark.parametrize("new", [STORED, PLAIN], ids=["stored", "bfloat16"])
 @on_ranks(STRATEGIES["zero3"][0])
-def test_between_states_with_and_without_main_copies_the_remedy_of_the_error_loads_every_bit(comm, new, tmp_path):
+def test_between_states_with_and_without_main_copies_the_remedy_of_the_error_loads_every_bit(comm, new, tmp_path, caplog):
     plain, mixed = make_state(comm, "zero3"), make_state(comm, "zero1", params=make_params(5, layers=3), precision=new)
     fs.checkpoint.save(str(tmp_path / "plain"), plain, step=1, comm=comm)
     fs.checkpoint.save(str(tmp_path / "mixed"), mixed, step=1, comm=comm)
@@ -447,5 +470,7 @@ def test_between_states_with_and_without_main_copies_the_remedy_of_the_error_loa
         TreeError, match=r"made from main copies by rename=lambda name: re.sub\('\^params', 'main', .*ignore='params"
     ):
         fs.checkpoint.load(str(tmp_path / "mixed"), plain, comm=comm)
+    fs.checkpoint.load(str(tmp_path / "mixed"), plain, comm=comm, cast=True, strict=False)  # rounded parameters: a warning
+    assert comm.rank != 0 or "Parameters are made from main copies by rename=" in caplog.text
     read = fs.checkpoint.load(str(tmp_path / "mixed"), plain, comm=comm, **from_main)
     assert_same(fs.full_tree(read.params, comm=comm), fs.full_tree(mixed.main, comm=comm))

@@ -34,7 +34,7 @@ from fsharp.checkpoint.entries import (
 from fsharp.checkpoint.formats.huggingface import is_huggingface_folder
 from fsharp.checkpoint.manifest import MANIFEST_NAME, Manifest
 from fsharp.checkpoint.matching import (
-    MAIN_FROM_PARAMS,
+    PARAMS_FROM_MAIN,
     SourceNames,
     check_matches,
     first_error_rows,
@@ -119,7 +119,8 @@ def load(
         CheckpointError: there is no checkpoint; the given checkpoint is incomplete or damaged; or all checkpoints under the
             root are incomplete or damaged, and then none is renamed. The message names the file and the tensors. Or the
             checkpoint has different values for two tied leaves of ``like``, or for leaves for which a unit keeps one number.
-            The message names the leaves. All ranks raise.
+            The message names the leaves. Or, with ``strict=False``, it has a parameter of a TrainState, not its main copy, or
+            the other way. All ranks raise.
         TreeError: names, shapes or dtypes differ between tree and checkpoint; or ``cast`` would make a finite value infinite. A
             tied leaf needs a value under one of its names. All ranks raise.
         PatternError: a pattern of ``ignore`` matches no name.
@@ -216,11 +217,11 @@ def load_with_reader(
             check_not_lent("load()", units_of(template))
         names = source_names(manifest, wanted, stored)
         left, tolerated = check_matches(found.path, manifest, wanted, names, stored, prefix, cast=cast, strict=strict)
-        if isinstance(like, TrainState):
-            _refuse_stale_main_copies(found.path, left, wanted.entries)
+        _refuse_half_of_main_copies(found.path, like, left, wanted.entries)
         if tolerated and comm.rank == 0:
-            rows = first_error_rows(tolerated)
-            _log.warning(problem(f"load() of {found.path}, strict=False", f"{len(tolerated)} differences.", rows))
+            remedy = PARAMS_FROM_MAIN if any(name.startswith("main.") for name, _ in tolerated if name not in left) else ""
+            what, rows = f"{len(tolerated)} differences.", first_error_rows(tolerated)
+            _log.warning(problem(f"load() of {found.path}, strict=False", what, rows, remedy.strip()))
         kept.update({name: wanted.entries[name].local.clone() for name in left if name in wanted.entries})
         tree = _tree_to_fill(template, manifest, stored, comm.device, donate=donate, kept=left)
         return found, tree, contents_of("load()", tree, comm), names, resting
@@ -283,14 +284,27 @@ def _choose_path(path: str, comm: Comm, damaged: Mapping[str, str]) -> tuple[str
     return str(said["path"]), bool(said["is_asked_for"])
 
 
-def _refuse_stale_main_copies(path: str, left_out: Collection[str], wanted: Collection[str]) -> None:
-    for name in sorted(left_out):
-        parameter = f"params.{name.removeprefix('main.')}"
-        if name.startswith("main.") and parameter in wanted and parameter not in left_out:
-            raise CheckpointError(
-                f"load() of {path}: {parameter!r} is in the checkpoint and its main copy is not. The next update would "
-                f"overwrite the parameter from the old main copy.{MAIN_FROM_PARAMS}"
+def _refuse_half_of_main_copies(path: str, like: Any, left_out: Collection[str], wanted: Collection[str]) -> None:
+    """Raise a CheckpointError if the checkpoint has a parameter of a TrainState and not its main copy, or the other way."""
+    states = leaves_with_path(like, lambda x: isinstance(x, TrainState) or is_checkpoint_leaf(x)) if left_out else ()
+    for prefix in ["".join(f"{key}." for key in keys) for keys, _, state in states if isinstance(state, TrainState)]:
+        for main in sorted(name for name in wanted if name.startswith(f"{prefix}main.")):
+            parameter = f"{prefix}params.{main[len(f'{prefix}main.') :]}"
+            if parameter not in wanted or (main in left_out) == (parameter in left_out):
+                continue
+            what, new, old = (
+                f"{parameter!r} is in the checkpoint and its main copy is not. The next update would",
+                "main",
+                "params",
             )
+            what += " overwrite the parameter from the old main copy."
+            if parameter in left_out:
+                what, new, old = f"main copy {main!r} is in the checkpoint and its parameter is not.", "params", "main"
+                what += " The next step would use the old parameter."
+            remedy = (
+                f"Both are read from one by rename=lambda name: re.sub('^{prefix}{new}', '{prefix}{old}', name), cast=True."
+            )
+            raise CheckpointError(f"load() of {path}: {what} {remedy}")
 
 
 def _tree_to_fill(
