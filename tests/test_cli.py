@@ -7,6 +7,7 @@ import re
 import resource
 import subprocess
 import sys
+from dataclasses import replace
 from importlib import metadata
 from types import SimpleNamespace
 
@@ -226,7 +227,8 @@ def test_plan_compares_strategies(capsys):
     status, lines, _ = run(capsys, "plan", "llama-3-8b", "--mesh", "outer=2,inner=4")
     assert status == 0
     assert lines[0].startswith("8,030,261,248 parameters on Mesh(outer=2, inner=4), in 35 units of at most")
-    rows = {line.split()[0]: line.split() for line in lines[2:]}
+    assert lines[-1].startswith("sent a step: without fs.Scheduler, which may gather less often")
+    rows = {line.split()[0]: line.split() for line in lines[2:-2]}
     assert list(rows) == ["strategy", "ddp", "zero1", "zero2", "zero3", "hsdp", "hfsdp"]
     assert rows["zero3"][1:3] == [f"{8_030_261_248 * 2 / 8 / 2**30:.2f}", "GiB"]  # bfloat16 over 8 ranks
     assert rows["hsdp"][1:3] == [f"{8_030_261_248 * 2 / 4 / 2**30:.2f}", "GiB"]
@@ -237,7 +239,9 @@ def test_plan_shows_the_collectives_of_a_strategy(capsys):
     status, lines, _ = run(capsys, "plan", "tests.gpt_like:make_params", *chosen)
     layout = fs.plan(make_params(), fs.Mesh({"dp": 3}), fs.zero2("dp"), units="layers.*")
     assert status == 0
-    assert lines[: len(str(layout).splitlines())] == str(layout).splitlines()
+    assert lines[: (last := len(str(layout).splitlines()) - 1)] == str(layout).splitlines()[:-1]
+    assert lines[last].startswith("strategy P/G/O: parameters, gradients and optimizer state")
+    assert sum(line.startswith("at rest") for line in lines) == 1
     sent = {(call.op, call.axis, count) for call, count in fs.inspect.step_traffic(layout).items()}
     rows = [line.split() for line in lines[lines.index("") + 1 :]]
     assert {(row[0], row[1], int(row[4])) for row in rows if row and row[0] in dir(fs.Comm)} == sent
@@ -299,7 +303,7 @@ def test_schedule_predicts_what_the_library_predicts(capsys, tmp_path):
     layout = fs.plan(tree, fs.Mesh({"dp": 16}), fs.zero2("dp"), units="layers.*", precision=precision)
     hardware = fs.inspect.Hardware.preset("H100", layout, tokens=8192, within=(), across=(), spanning=("dp",))
     planned = fs.schedules.plan_step(layout, order=("embed", "layers.*", "norm"))
-    timeline = fs.inspect.predict(planned, hardware)
+    timeline = fs.inspect.predict(planned, replace(hardware, update_s=hardware.update_s / 16))
     found = dict(line.rsplit("  ", 1) for line in lines[2:9])
     assert {key.strip(): value.strip() for key, value in found.items()}["time of a step"] == f"{1e3 * timeline.step_s:.1f} ms"
     assert "\n".join(lines[10:-1]) == fs.inspect.table(planned)
@@ -312,13 +316,20 @@ def test_tune_lists_every_strategy_under_every_policy(capsys, tmp_path):
     argv = ["tune", "tests.gpt_like:make_params", "--mesh", "outer=2,inner=4", "--budget", "10", "--units", "layers.*"]
     status, [*lines, written], _ = run(capsys, *argv, "--rows", "0", "--json", file)
     assert (status, written) == (0, f"wrote {file}")
+    about, _, *lines, ties = lines
+    choice = fs.inspect.Choice.from_json(file.read_text())
+    assert about == (
+        f"{choice.layout.num_params:,} parameters, 8 ranks of H100, 8,192 tokens of a rank in a microbatch, "
+        "at most 10 GB (9.31 GiB) on a rank"
+    )
+    assert ties.startswith("Steps within 2% of the fastest count as equal")
     assert lines[1].endswith("chosen")
     assert lines[-1] == "activations: estimated from shapes"
     assert len(lines[1:-1]) == 6 * len(POLICIES) * 2
-    choice = fs.inspect.Choice.from_json(file.read_text())
     assert choice.table().splitlines() == lines
     status, short, _ = run(capsys, *argv, "--rows", "3", "--draw", tmp_path / "step.svg")
-    assert short == [*lines[:4], f"... and {len(lines) - 5} more", lines[-1], f"wrote {tmp_path / 'step.svg'}"]
+    shown = [*lines[:4], f"... and {len(lines) - 5} more", lines[-1], ties, f"wrote {tmp_path / 'step.svg'}"]
+    assert short == [about, "", *shown]
     assert (tmp_path / "step.svg").stat().st_size > 1000
     status, lines, _ = run(capsys, *argv[:2], "--mesh", "4", "--rows", "0", "--units", "layers.*")
     assert status == 0
@@ -326,6 +337,43 @@ def test_tune_lists_every_strategy_under_every_policy(capsys, tmp_path):
     status, _, err = run(capsys, "tune", "tests.gpt_like:make_params", "--budget", "1e-7")
     assert status == 1
     assert "no candidate fits into the budget" in err
+    assert "budget       100 B (1e-07 GB)" in err
+
+
+def test_schedule_and_tune_predict_the_same_seconds(capsys):
+    argv = ["tests.gpt_like:make_params", "--mesh", "dp=4", "--tokens", "10", "--gpu", "h200"]
+    _, lines, _ = run(capsys, "tune", *argv, "--units", "layers.*", "--rows", "0")
+    for strategy in ("ddp", "zero3"):
+        tuned = next(line for line in lines if re.match(rf"{strategy} +prefetch 1 +\d", line))
+        _, found, _ = run(capsys, "schedule", *argv, "--strategy", strategy)
+        assert "of H200" in found[0]
+        assert f"{float(re.split('  +', tuned)[2]):.1f} ms" in found[2]
+
+
+TOKENS, PEAK = 8192, 0.4 * 989e12
+
+
+def schedule_ms(capsys, *argv):
+    status, lines, err = run(capsys, "schedule", *argv)
+    assert status == 0, err
+    return float(lines[lines.index("") + 1].split()[-2]), lines[1]
+
+
+def test_only_the_experts_that_a_token_uses_take_time(capsys, tmp_path):
+    """Mixtral 8x7B has 12.9 billion active parameters of 46.7: https://arxiv.org/abs/2401.04088."""
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "mixtral"}))
+    for model in ("mixtral-8x7b", tmp_path):
+        found, line = schedule_ms(capsys, model, "--mesh", "dp=64")
+        assert 1 < found / (1e3 * 6 * 12.9e9 * TOKENS / PEAK) < 1.1
+        assert line == "Time is that of the 2 of 8 experts that a token uses."
+    _, line = schedule_ms(capsys, "tests.test_cli:of_experts", "--mesh", "dp=2")
+    assert line == "All experts count as if each token used them: the time is too long."
+    _, lines, _ = run(capsys, "tune", "tests.test_cli:of_experts", "--rows", "1")
+    assert lines[1] == f"{line} Activations are those of all experts."
+
+
+def of_experts():
+    return {"experts": torch.ones(8, 4, 4), "head": torch.ones(4, 4)}
 
 
 @pytest.mark.parametrize(
@@ -381,7 +429,7 @@ def test_schedule_and_tune_predict_for_a_measured_machine(measured, capsys):
     assert hardware.update_s == pytest.approx(28 * layout.num_params / machine.hardware.memory_bandwidth)
     planned = fs.schedules.plan_step(layout, order=("embed", "layers.*", "norm"))
     found = dict(line.rsplit("  ", 1) for line in lines[2:])
-    step_s = fs.inspect.predict(planned, hardware).step_s
+    step_s = fs.inspect.predict(planned, replace(hardware, update_s=hardware.update_s / 4)).step_s
     assert {key.strip(): value.strip() for key, value in found.items()}["time of a step"] == f"{1e3 * step_s:.1f} ms"
     small = ("tests.gpt_like:make_params", "--units", "layers.*")
     assert run(capsys, "tune", *small, "--mesh", "dp=4", "--hardware", file)[0] == 0
@@ -550,8 +598,15 @@ def test_units_are_in_the_order_in_which_the_tree_has_them():
         (["schedule", "tests.test_cli:needs_an_argument"], 2, "schedule: 'tests.test_cli:needs_an_argument' cannot be made"),
         (["plan", "tests.test_cli:needs_an_argument"], 2, "cannot be made: TypeError"),
         (["plan", "gpt-2", "--mesh", "8"], 2, "mesh is '8'"),
-        (["plan", "gpt-2", "--mesh", "dp=0"], 2, "mesh is 'dp=0'"),
-        (["plan", "gpt-2", "--strategy", "hsdp"], 2, "strategy is 'hsdp'; Mesh(dp=8) has ddp, zero1, zero2, zero3."),
+        (["plan", "gpt-2", "--mesh", "dp=0"], 2, "outer=2,inner=8: Mesh(): axis 'dp' has size 0, expected an integer"),
+        (["plan", "gpt-2", "--mesh", "dp=8,dp=2"], 2, "axis names repeat: ['dp', 'dp']"),
+        (["plan", "tests"], 2, "the folder 'tests' has no config.json."),
+        (
+            ["plan", "gpt-2", "--strategy", "hsdp"],
+            2,
+            "Mesh(dp=8) has ddp, zero1, zero2, zero3. hsdp needs two axes, such as outer=2,inner=4.",
+        ),
+        (["plan", "gpt-2", "--strategy", "zero4"], 2, "strategy is 'zero4'; Mesh(dp=8) has ddp, zero1, zero2, zero3.\n"),
         (["plan", "gpt-2", "--compute", "bf16"], 2, "compute is 'bf16'"),
         (["plan", "gpt-2", "--units", "blocks.*"], 2, "blocks.*"),
         (["plan", "gpt-2", "--microbatches", "0"], 2, "plan: microbatches is 0, expected at least 1."),
@@ -561,7 +616,10 @@ def test_units_are_in_the_order_in_which_the_tree_has_them():
         (["schedule", "gpt-2", "--strategy", "hsdp"], 2, "strategy is 'hsdp'"),
         (["schedule", "gpt-2", "--mesh", "8"], 2, "schedule: mesh is '8'"),
         (["tune", "gpt-2", "--gpu", "V100"], 2, "'V100'"),
-        (["tune", "gpt-2", "--tokens", "0"], 2, "tokens is 0"),
+        (["tune", "gpt-2", "--tokens", "0"], 2, "tune: tokens is 0, expected at least 1.\n"),
+        (["tune", "gpt-2", "--json", "no/x.json"], 2, "tune: json is 'no/x.json', expected a path in a folder that exists"),
+        (["tune", "gpt-2", "--draw", "no/x.png"], 2, "tune: draw is 'no/x.png', expected a path in a folder that exists"),
+        (["schedule", "gpt-2", "--draw", "no/x.png"], 2, "schedule: draw is 'no/x.png', expected a path in a folder"),
         (["tune", "gpt-2", "--rows", "-1"], 2, "rows is -1"),
         (["tune", "gpt-2", "--mesh", "0"], 2, "mesh is 0, expected 1 to 1,000,000."),
         (["tune", "gpt-2", "--mesh", "1000000000"], 2, "mesh is 1,000,000,000"),
@@ -692,6 +750,17 @@ def test_doctor_on_a_machine_whose_gpu_does_not_work(capsys, monkeypatch):
     found = doctors_sections(capsys)
     assert found["hardware"]["GPU 0"] == "does not work: CUDA error: system not yet initialized"
     assert found["what works here"]["streams, CUDA graphs, pinned memory"] == "no: needs a GPU"
+
+
+def test_help_names_the_model_and_joins_the_lines_of_docstrings(capsys):
+    with pytest.raises(SystemExit):
+        main(["tune", "--help"])
+    text = capsys.readouterr().out
+    assert text.splitlines()[0] == "usage: fsharp tune [-h] [TUNE OPTIONS] MODEL"
+    said = " ".join(re.sub("[│╭╰─╮╯]", "", text).split())
+    assert "the path of a Hugging Face config.json or of its folder" in said
+    rows = [line.strip("│ ") for line in text.splitlines()]
+    assert not any(row.endswith("of two: hosts times") for row in rows)  # the end of a line in the docstring
 
 
 @pytest.mark.parametrize("argv", [[], ["ckpt"], ["ckpt", "lst"], ["ckpt", "prune", "x"], ["doctor", "--fix"]])

@@ -3,6 +3,7 @@
 The command needs tyro (``pip install 'fsharp[cli]'``), and no process group.
 """
 
+import inspect
 import os
 import re
 import sys
@@ -48,7 +49,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     conf: Any = tyro.conf
 
     def choice(functions: dict[str, Callable[..., str]]) -> Any:
-        return Union[tuple(Annotated[Any, conf.subcommand(name, constructor=fn)] for name, fn in functions.items())]  # noqa: UP007
+        shown = {name: _for_help(fn, conf) for name, fn in functions.items()}
+        return Union[tuple(Annotated[Any, conf.subcommand(name, constructor=fn)] for name, fn in shown.items())]  # noqa: UP007
 
     def ckpt(command: Any) -> str:
         """Look at checkpoints, compare them with their digests or with each other, convert them, and remove old ones."""
@@ -74,6 +76,25 @@ def main(argv: Sequence[str] | None = None) -> int:
                 print(f"error: {error}", file=sys.stderr)
             return 1
     return 0
+
+
+def _for_help(command: Callable[..., str], conf: Any) -> Callable[..., str]:
+    """Return a command whose help has positional arguments by name, and its arguments' texts without line breaks."""
+
+    def call(*args: Any, **options: Any) -> str:
+        return command(*args, **options)
+
+    signature = inspect.signature(command)
+    parameters = [
+        each.replace(annotation=Annotated[each.annotation, conf.arg(metavar=each.name.upper())])
+        if each.kind is each.POSITIONAL_ONLY and each.annotation is str
+        else each
+        for each in signature.parameters.values()
+    ]
+    vars(call)["__signature__"] = signature.replace(parameters=parameters)
+    call.__annotations__.update({each.name: each.annotation for each in parameters})
+    call.__doc__ = re.sub(r"\n {8,}(?=\S)", " ", inspect.cleandoc(command.__doc__ or ""))
+    return call
 
 
 def _print(text: str, file: TextIO) -> None:

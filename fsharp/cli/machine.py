@@ -16,7 +16,7 @@ import fsharp
 from fsharp.cli.models import parse_dtype
 from fsharp.cli.numbers import check_number
 from fsharp.distributed.process_group import connect
-from fsharp.errors import OptionError, ScheduleError
+from fsharp.errors import MeshError, OptionError, ScheduleError
 from fsharp.functional.comm.agree import all_gather_texts
 from fsharp.functional.comm.protocol import Comm
 from fsharp.functional.layout.layout import Layout
@@ -80,7 +80,7 @@ def calibrate(file: str, /, *, mesh: str = "dp=2", steps: int = 20, dtype: str =
         parse_dtype("calibrate: dtype", dtype)
     is_writer = os.environ.get("RANK", "0") == "0"
     if is_writer:
-        _check_output(file)
+        check_output("calibrate: file", file)
     found = fsharp.launch(_measure_machine, axes.size, axes.axes, steps, dtype)[0]
     if not is_writer:
         return ""
@@ -89,9 +89,10 @@ def calibrate(file: str, /, *, mesh: str = "dp=2", steps: int = 20, dtype: str =
     return _speeds_text(found, axes, file, steps)
 
 
-def _check_output(file: str) -> None:
+def check_output(option: str, file: str) -> None:
+    """Raise an OptionError, which names the option, if ``file`` cannot be written."""
     path = Path(file).resolve()
-    what = f"calibrate: {file!r} cannot be written, expected a path in a folder that exists"
+    what = f"{option} is {file!r}, expected a path in a folder that exists"
     if not path.parent.is_dir():
         raise OptionError(f"{what}: {path.parent} does not.")
     if path.is_dir():
@@ -169,4 +170,6 @@ def parse_mesh(where: str, text: str) -> Mesh:
     try:
         return Mesh([(name.strip(), int(size)) for name, _, size in (axis.partition("=") for axis in text.split(","))])
     except ValueError as error:
-        raise OptionError(f"{where}: mesh is {text!r}, expected sizes of axes, such as dp=8 or outer=2,inner=8.") from error
+        what = f"mesh is {text!r}, expected sizes of axes, such as dp=8 or outer=2,inner=8"
+        reason = f": {error}" if isinstance(error, MeshError) else "."
+        raise OptionError(f"{where}: {what}{reason}") from error

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import optree
 import torch
@@ -77,10 +77,26 @@ ARCHITECTURES: Mapping[str, Callable[[], Shapes]] = {
 }
 """Shapes of published models, by name. Sources: the configurations published with the weights; arXiv 2412.19437 for
 DeepSeek-V3, without its multi-token prediction and its routing biases."""
+_EXPERTS = {"mixtral-8x7b": (2, 8), "deepseek-v3": (8, 256)}
+"""Of an architecture, the number of experts of a layer that one token uses, and the number of all its experts."""
 
 
-def find_model(where: str, model: str) -> tuple[Any, tuple[str, ...]]:
-    """Return the parameters of a model, as a tree of tensors on the meta device, and the paths of frozen parameters.
+class FoundModel(NamedTuple):
+    """A model of the command line.
+
+    Attributes:
+        tree: the parameters, as a tree of tensors on the meta device.
+        frozen: paths of frozen parameters.
+        experts: the number of experts of a layer that one token uses, and the number of all its experts; None if unknown.
+    """
+
+    tree: Any
+    frozen: tuple[str, ...] = ()
+    experts: tuple[int, int] | None = None
+
+
+def find_model(where: str, model: str) -> FoundModel:
+    """Return the parameters of a model, which are not loaded.
 
     Args:
         where: name of the command, for the message of an error.
@@ -93,7 +109,8 @@ def find_model(where: str, model: str) -> tuple[Any, tuple[str, ...]]:
     """
     if model in ARCHITECTURES:
         shapes: Any = ARCHITECTURES[model]()
-        return optree.tree_map(partial(torch.empty, device="meta"), shapes, is_leaf=lambda x: isinstance(x, tuple)), ()
+        tree = optree.tree_map(partial(torch.empty, device="meta"), shapes, is_leaf=lambda x: isinstance(x, tuple))
+        return FoundModel(tree, experts=_EXPERTS.get(model))
     try:
         found = _import_or_build_model(where, model)
         leaves = list(found.parameters()) if isinstance(found, torch.nn.Module) else optree.tree_leaves(found)
@@ -105,14 +122,25 @@ def find_model(where: str, model: str) -> tuple[Any, tuple[str, ...]]:
     if not has_parameters:
         raise OptionError(f"{where}: {model!r} has no parameters.")
     if not isinstance(found, torch.nn.Module):
-        return found, ()
+        return FoundModel(found)
     frozen = tuple([name for name, parameter in found.named_parameters() if not parameter.requires_grad])
-    return make_functional(found)[1], frozen
+    return FoundModel(make_functional(found)[1], frozen, _experts_of_config(getattr(found, "config", None)))
+
+
+def _experts_of_config(config: Any) -> tuple[int, int] | None:
+    """Return the field ``experts`` of a :class:`FoundModel` for a configuration of Hugging Face."""
+    used = getattr(config, "num_experts_per_tok", None)
+    names = ("num_local_experts", "num_experts", "n_routed_experts")
+    total = next((number for name in names if (number := getattr(config, name, None))), None)
+    return (used, total) if used and total else None
 
 
 def _import_or_build_model(where: str, model: str) -> Any:
     path = Path(model)
-    path = path / "config.json" if path.is_dir() else path
+    if path.is_dir():
+        path = path / "config.json"
+        if not path.is_file():
+            raise OptionError(f"{where}: the folder {model!r} has no config.json.")
     if path.is_file():
         return _model_of_config(where, json.loads(path.read_text()))
     module, colon, name = model.partition(":")

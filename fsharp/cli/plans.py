@@ -1,10 +1,12 @@
 """The subcommands ``plan``, ``schedule`` and ``tune``: predictions for a model, before anything is allocated."""
 
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from fsharp.cli.machine import parse_mesh, read_machine
-from fsharp.cli.models import find_model, parse_dtype
+from fsharp.cli.machine import check_output, parse_mesh, read_machine
+from fsharp.cli.models import FoundModel, find_model, parse_dtype
 from fsharp.cli.numbers import check_number
 from fsharp.errors import OptionError
 from fsharp.functional.layout.layout import Layout
@@ -19,8 +21,8 @@ from fsharp.inspect.estimate import Hardware, predict
 from fsharp.inspect.presets import EFFICIENCY, GPUS, axes_by_link
 from fsharp.inspect.tables import table
 from fsharp.planning.plan_step import plan_step
-from fsharp.planning.space import FLAT_STRATEGIES, HYBRID_STRATEGIES, order_of_use, repeated_units
-from fsharp.planning.tune import POLICIES, tune as choose
+from fsharp.planning.space import FLAT_STRATEGIES, HYBRID_STRATEGIES, order_of_use, repeated_units, updated_share
+from fsharp.planning.tune import POLICIES, TOLERANCE, tune as choose
 
 DEFAULT_GPU = "H100"
 
@@ -69,7 +71,8 @@ def plan(
         rows.append((name, *sizes, str(calls.total()), f"{padding:.3%}"))
     largest = max(sum(group.used * group.dtypes.compute.itemsize for group in unit.groups) for unit in layout.units)
     about = f"{layout.num_params:,} parameters on {axes}, in {len(layout.units)} units of at most {nbytes_text(largest)}"
-    return "\n".join([about, "", *align_columns(rows, right=set(range(1, len(head))))])
+    sent_by = "sent a step: without fs.Scheduler, which may gather less often; see fsharp schedule"
+    return "\n".join([about, "", *align_columns(rows, right=set(range(1, len(head)))), "", sent_by])
 
 
 def _layout_text(layout: Layout, optimizer_buffers: int, microbatches: int) -> str:
@@ -81,7 +84,8 @@ def _layout_text(layout: Layout, optimizer_buffers: int, microbatches: int) -> s
     memory = [*((name, nbytes_text(nbytes)) for name, nbytes in kinds.items()), ("sum", nbytes_text(sum(kinds.values())))]
     return "\n".join(
         [
-            str(layout),
+            *str(layout).splitlines()[:-1],  # without the bytes at rest, which are below
+            "strategy P/G/O: parameters, gradients and optimizer state are S sharded, R replicated or P partial sums",
             "",
             *align_columns([("at rest on a rank", ""), *memory], right={1}),
             "",
@@ -120,10 +124,13 @@ def schedule(
     """Predict the time of a training step, on GPUs or on a measured machine, and show the schedule of its ops.
 
     The GPUs are those of fs.inspect.Hardware.preset: hosts of 8 GPUs, joined by InfiniBand. Only matrix products with
-    parameters take time: neither attention between tokens nor elementwise functions do.
+    parameters take time: neither attention between tokens nor elementwise functions do. Of experts, only those that a token
+    uses take time, if the architecture or the configuration has their numbers.
 
     Args:
-        model: as for fsharp plan.
+        model: a named architecture (gpt-2, gpt-2-xl, llama-3-8b, llama-3-70b, llama-3-405b, mixtral-8x7b, deepseek-v3); the
+            path of a Hugging Face config.json or of its folder; or module:path of an nn.Module, of a tree of tensors, or of a
+            function that returns one of these.
         mesh: sizes of the axes, the outermost first: dp=8, or outer=2,inner=8. Every 8 consecutive ranks share a host.
         strategy: one of ddp, zero1, zero2, zero3, hsdp and hfsdp.
         units: pattern of the subtrees to gather one by one; by default each repeated layer is a unit.
@@ -143,11 +150,16 @@ def schedule(
     """
     if policy not in POLICIES:
         raise OptionError(f"schedule: policy is {policy!r}, expected one of {', '.join(map(repr, POLICIES))}.")
-    tree, axes, layouts = _plan_layouts("schedule", model, mesh, strategy, units, compute, main)
-    _check_microbatches("schedule", tree, microbatches, 500_000)
+    gpu = gpu.upper()
+    if draw:
+        check_output("schedule: draw", draw)
+    found, axes, layouts = _plan_layouts("schedule", model, mesh, strategy, units, compute, main)
+    _check_microbatches("schedule", found.tree, microbatches, 500_000)
     layout = layouts[strategy]
-    planned = plan_step(layout, POLICIES[policy], order=order_of_use(tree, layout), microbatches=microbatches)
-    timeline = predict(planned, _find_hardware("schedule", layout, gpu, hardware, tokens, efficiency))
+    planned = plan_step(layout, POLICIES[policy], order=order_of_use(found.tree, layout), microbatches=microbatches)
+    machine = _find_hardware("schedule", layout, gpu, hardware, tokens, efficiency)
+    machine = _without_idle_experts(machine, layout, found)
+    timeline = predict(planned, replace(machine, update_s=updated_share(layout) * machine.update_s))
     if draw:
         draw_step(timeline, draw)
     calls = planned.calls()
@@ -161,7 +173,7 @@ def schedule(
         ("collectives", str(calls.total())),
     ]
     about = f"{layout.num_params:,} parameters on {axes} of {hardware or gpu or DEFAULT_GPU}, {strategy}, {policy}"
-    shown = [about, "", *align_columns(rows, right={1}), *(["", table(planned)] if ops else [])]
+    shown = [about, *_experts_lines(found), "", *align_columns(rows, right={1}), *(["", table(planned)] if ops else [])]
     return "\n".join([*shown, *_written_lines(draw)])
 
 
@@ -188,10 +200,13 @@ def tune(
     """Predict steps under many strategies, meshes, units and policies, and show the fastest that fits into memory first.
 
     Time and activations are estimated from shapes. The estimate assumes that each matrix is multiplied with one vector for each
-    token, and that these vectors are kept for the backward.
+    token, and that these vectors are kept for the backward. Of experts, only those that a token uses take time, if the
+    architecture or the configuration has their numbers; but the activations of all experts count.
 
     Args:
-        model: as for fsharp plan.
+        model: a named architecture (gpt-2, gpt-2-xl, llama-3-8b, llama-3-70b, llama-3-405b, mixtral-8x7b, deepseek-v3); the
+            path of a Hugging Face config.json or of its folder; or module:path of an nn.Module, of a tree of tensors, or of a
+            function that returns one of these.
         mesh: sizes of the axes, the outermost first; or a number of ranks, to try meshes of one axis, and of two: hosts times
             ranks of a host. Every 8 consecutive ranks share a host.
         units: pattern of the subtrees to gather one by one; by default each repeated layer, each part of such a layer, and the
@@ -219,17 +234,25 @@ def tune(
     meshes = int(mesh) if mesh.isdecimal() else parse_mesh("tune", mesh)
     if isinstance(meshes, int):
         check_number("tune: mesh", meshes, 1, 1_000_000)
-    tree, frozen = find_model("tune", model)
-    _check_microbatches("tune", tree, microbatches, 50_000)
+    gpu = gpu.upper()
+    for option, path in (("json", json), ("draw", draw)):
+        if path:
+            check_output(f"tune: {option}", path)
+    found = find_model("tune", model)
+    _check_microbatches("tune", found.tree, microbatches, 50_000)
+
+    def machine(layout: Layout) -> Hardware:
+        return _without_idle_experts(_find_hardware("tune", layout, gpu, hardware, tokens, efficiency), layout, found)
+
     choice = choose(
-        tree,
-        lambda layout: _find_hardware("tune", layout, gpu, hardware, tokens, efficiency),
+        found.tree,
+        machine,
         budget=1e9 * budget,
         batch=tokens,
         mesh=meshes,
         units=units or None,
         formats={"": Precision(compute=parse_dtype("tune: compute", compute), main=parse_dtype("tune: main", main))},
-        frozen=frozen,
+        frozen=found.frozen,
         activations=1e9 * activations if activations else None,
         microbatches=microbatches,
         optimizer_buffers=optimizer_buffers,
@@ -238,7 +261,28 @@ def tune(
         Path(json).write_text(choice.to_json())
     if draw:
         choice.draw(draw)
-    return "\n".join([choice.table(rows or None), *_written_lines(json, draw)])
+    layout = choice.layout
+    about = f"{layout.num_params:,} parameters, {layout.mesh.size} ranks of {hardware or gpu or DEFAULT_GPU}"
+    limits = f"{tokens:,} tokens of a rank in a microbatch, at most {budget:g} GB ({nbytes_text(1e9 * budget)}) on a rank"
+    ties = (
+        f"Steps within {TOLERANCE:.0%} of the fastest count as equal: the simplest is chosen, then the one with least memory."
+    )
+    experts = [f"{line} Activations are those of all experts." for line in _experts_lines(found)]
+    heading = [f"{about}, {limits}", *experts, ""]
+    return "\n".join([*heading, choice.table(rows or None), ties, *_written_lines(json, draw)])
+
+
+def _experts_lines(model: FoundModel) -> list[str]:
+    """Return a line that says which experts count, if the model has experts."""
+    if not any(_is_expert(path) for path in flatten_with_paths(model.tree)[0]):
+        return []
+    if model.experts is None:
+        return ["All experts count as if each token used them: the time is too long."]
+    return ["Time is that of the {} of {} experts that a token uses.".format(*model.experts)]
+
+
+def _is_expert(path: str) -> bool:
+    return "experts" in path.split(".")
 
 
 def _written_lines(*paths: str) -> list[str]:
@@ -248,8 +292,8 @@ def _written_lines(*paths: str) -> list[str]:
 
 def _plan_layouts(
     where: str, model: str, mesh: str, strategy: str, units: str, compute: str, main: str
-) -> tuple[Any, Mesh, dict[str, Layout]]:
-    """Return a model's parameters, the mesh, and the layout for each strategy, by name.
+) -> tuple[FoundModel, Mesh, dict[str, Layout]]:
+    """Return the model, the mesh, and the layout for each strategy, by name.
 
     If ``strategy`` is empty, there is a layout for each strategy that fits the mesh; else only the layout for ``strategy``.
     """
@@ -257,13 +301,14 @@ def _plan_layouts(
     makers = {**FLAT_STRATEGIES, **(HYBRID_STRATEGIES if len(axes.names) == 2 else {})}
     named = {name: make(*axes.names) for name, make in makers.items()}
     if strategy and strategy not in named:
-        raise OptionError(f"{where}: strategy is {strategy!r}; {axes} has {', '.join(named)}.")
-    tree, frozen = find_model(where, model)
-    patterns = [units] if units else repeated_units(list(flatten_with_paths(tree)[0])) or None
+        needed = f" {strategy} needs two axes, such as outer=2,inner=4." if strategy in HYBRID_STRATEGIES else ""
+        raise OptionError(f"{where}: strategy is {strategy!r}; {axes} has {', '.join(named)}.{needed}")
+    found = find_model(where, model)
+    patterns = [units] if units else repeated_units(list(flatten_with_paths(found.tree)[0])) or None
     dtypes = Precision(compute=parse_dtype(f"{where}: compute", compute), main=parse_dtype(f"{where}: main", main))
     chosen = [strategy] if strategy else list(named)
-    options: dict[str, Any] = {"units": patterns, "frozen": frozen, "precision": dtypes}
-    return tree, axes, {name: make_plan(tree, axes, named[name], **options) for name in chosen}
+    options: dict[str, Any] = {"units": patterns, "frozen": found.frozen, "precision": dtypes}
+    return found, axes, {name: make_plan(found.tree, axes, named[name], **options) for name in chosen}
 
 
 def _check_microbatches(where: str, tree: Any, microbatches: int, most_tensors: int) -> None:
@@ -277,9 +322,9 @@ def _check_microbatches(where: str, tree: Any, microbatches: int, most_tensors: 
 
 
 def _check_speed(where: str, tokens: int, efficiency: float | None) -> None:
-    if tokens < 1 or not 0 < (1 if efficiency is None else efficiency) <= 1:
-        expected = "expected tokens of at least 1, and an efficiency above 0 and at most 1"
-        raise OptionError(f"{where}: tokens is {tokens} and efficiency is {efficiency}, {expected}.")
+    check_number(f"{where}: tokens", tokens, 1)
+    if efficiency is not None and not 0 < efficiency <= 1:
+        raise OptionError(f"{where}: efficiency is {efficiency}, expected more than 0 and at most 1.")
 
 
 def _find_hardware(where: str, layout: Layout, gpu: str, hardware: str, tokens: int, efficiency: float | None) -> Hardware:
@@ -298,3 +343,18 @@ def _find_hardware(where: str, layout: Layout, gpu: str, hardware: str, tokens: 
         raise OptionError(f"{where}: gpu is {gpu!r}, expected one of {', '.join(GPUS)}; or measure your own: fsharp calibrate.")
     links = axes_by_link(layout.mesh)
     return Hardware.preset(gpu, layout, tokens=tokens, efficiency=EFFICIENCY if efficiency is None else efficiency, **links)
+
+
+def _without_idle_experts(hardware: Hardware, layout: Layout, model: FoundModel) -> Hardware:
+    """Return ``hardware`` with the seconds of the experts that a token uses, in place of the seconds of all experts."""
+    if model.experts is None:
+        return hardware
+    assert isinstance(hardware.compute, Mapping)
+    compute, (used, total) = dict(hardware.compute), model.experts
+    for unit in layout.units:
+        sizes = {unit.path_in_tree(leaf): leaf.numel for leaf in unit.leaves if leaf.tied_to is None}
+        idle = (1 - used / total) * sum(numel for path, numel in sizes.items() if _is_expert(path))
+        forward_s, backward_s = compute[unit.name or "(root)"][:2]
+        share = 1 - idle / max(1, sum(sizes.values()))
+        compute[unit.name or "(root)"] = share * forward_s, share * backward_s
+    return replace(hardware, compute=compute)

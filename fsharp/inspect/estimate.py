@@ -161,6 +161,8 @@ class Hardware:
 
         Returns:
             The hardware. ``update_s`` is the time to update all parameters on one rank, as :func:`~fsharp.tune` expects.
+            :func:`predict` takes it as it is. So if a rank updates an eighth of the parameters, pass :func:`predict`
+            ``replace(hardware, update_s=hardware.update_s / 8)``.
 
         Raises:
             ScheduleError: ``name`` is not one of these GPUs, an axis of the mesh is not named, or a number is out of range.

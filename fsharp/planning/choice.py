@@ -176,9 +176,11 @@ def _why_lost(candidate: Candidate, best: Candidate, budget: float) -> str:
         return f"{nbytes_text(candidate.peak_nbytes)}, and the budget is {nbytes_text(budget)}"
     if candidate.is_bound and candidate.step_s <= best.step_s:
         return f"not simulated: at most {1 - candidate.step_s / best.step_s:.1%} faster"
-    if candidate.step_s > best.step_s:
-        return f"{'at least ' * candidate.is_bound}{candidate.step_s / best.step_s - 1:.1%} slower"
-    text = f"{1 - candidate.step_s / best.step_s:.1%} faster" if candidate.step_s < best.step_s else "as fast"
+    difference = 0.0 if candidate.step_s == best.step_s else candidate.step_s / best.step_s - 1
+    shown = f"{abs(difference):.1%}"
+    if difference > 0 and (candidate.is_bound or shown != "0.0%"):
+        return f"{'at least ' * candidate.is_bound}{shown} slower"
+    text = "as fast" if shown == "0.0%" else f"{shown} faster"
     if candidate.complexity > best.complexity:
         further = [each for each in candidate.departures if each not in best.departures]
         return f"{text}, not as simple: {', '.join(further)}"

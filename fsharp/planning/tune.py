@@ -170,7 +170,10 @@ def tune(
     if first.peak_nbytes > budget:
         least = min(candidates, key=lambda x: x.peak_nbytes)
         names = ", ".join(filter(None, (least.layout, least.policy, least.remat and f"recomputed {least.remat}")))
-        facts = [("budget", nbytes_text(budget)), ("smallest", f"{nbytes_text(least.peak_nbytes)}: {names}")]
+        facts = [
+            ("budget", f"{nbytes_text(budget)} ({budget / 1e9:g} GB)"),
+            ("smallest", f"{nbytes_text(least.peak_nbytes)}: {names}"),
+        ]
         facts += [(kind, nbytes_text(nbytes)) for kind, nbytes in least.memory.items() if nbytes]
         remedy = "Raise the budget, add ranks, strategies that shard more, smaller units or recomputation, or lower the batch."
         raise ScheduleError(problem("tune()", "no candidate fits into the budget.", facts, remedy))

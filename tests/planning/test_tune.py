@@ -287,7 +287,8 @@ def test_of_equally_fast_candidates_the_simplest_wins_and_then_the_one_with_the_
 
     offloaded, prefetched = candidate(1.0, 10, "state on the host"), candidate(1.005, 20, "prefetch", "release")
     plain, large, slow = candidate(1.015, 30), candidate(1.01, 40), candidate(1.03, 5)
-    rows = [offloaded, prefetched, large, slow, plain]
+    tied = candidate(1.0149, 50), candidate(1.0151, 60, "prefetch")
+    rows = [offloaded, prefetched, large, slow, plain, *tied]
     first, *others = rank_candidates(rows, 100, 0.02)
     assert first == plain
     assert {x.policy: x.lost for x in others} == {
@@ -295,8 +296,10 @@ def test_of_equally_fast_candidates_the_simplest_wins_and_then_the_one_with_the_
         prefetched.policy: "1.0% faster, not as simple: prefetch, release",
         large.policy: "0.5% faster, with more memory",
         slow.policy: "1.5% slower",
+        tied[0].policy: "as fast, with more memory",
+        tied[1].policy: "as fast, not as simple: prefetch",
     }
-    assert [x.policy for x in others] == [x.policy for x in (offloaded, prefetched, large, slow)]
+    assert [x.policy for x in others] == [x.policy for x in (offloaded, prefetched, large, *tied, slow)]
     assert rank_candidates(rows, 25, 0.02)[0] == prefetched  # two fields of a policy, rather than memory of the host
     assert rank_candidates(rows, 15, 0.02)[0] == offloaded
     assert rank_candidates(rows, 100, 0.0)[0] == offloaded

@@ -378,7 +378,7 @@ def reading(params, batch, comm):
         ({"activations": 10.0, "remat": {"all": "**"}}, ScheduleError, "the bytes that recomputed units keep are unknown"),
         ({"effort": 0}, ScheduleError, "effort is 0, expected more than 0"),
         ({"strategies": {}}, ScheduleError, "there is no strategy"),
-        ({"budget": 100}, ScheduleError, r"no candidate fits into the budget.\n.*100 B\n.*smallest"),
+        ({"budget": 100}, ScheduleError, r"no candidate fits into the budget.\n.*100 B \(1e-07 GB\)\n.*smallest"),
     ],
 )
 def test_mistakes_are_explained(options, error, match):
