@@ -68,15 +68,15 @@ def forward(
         check_remat_argument(remat)
         if torch.is_grad_enabled() and not is_transformed():
             return _forward_with_remat(fn, units, args, kwargs, comm, remat)
-    if (engine := engine_of(comm)) is not None and engine.can_run_forward(units):
-        return engine.run_forward(fn, units, args, kwargs)
+    if (engine := engine_of(comm)) is not None and engine.can_run_forward(sharded, ties):
+        return engine.run_forward(fn, sharded, ties, args, kwargs)
     refuse_proxy_tracing("forward()")
     _check_no_tensor_classes(units)
     first = torch._C._autograd._get_sequence_nr()
     gathered, owners = whole = gather(units, comm=comm)
-    ties = (*owners, *units_of(gathered))
-    before = _buffer_versions(ties)
-    trees = map_units(lambda node: node.tree(ties) if is_sharded(node) else node, gathered)
+    full_nodes = (*owners, *units_of(gathered))
+    before = _buffer_versions(full_nodes)
+    trees = map_units(lambda node: node.tree(full_nodes) if is_sharded(node) else node, gathered)
     try:
         out = call_compiled_like_caller(fn, trees, *args, **kwargs)
     except RuntimeError as error:
@@ -87,7 +87,7 @@ def forward(
             f"forward(): {str(error).partition('. ')[0]}. Parameters of unit {names} are such views, and the function must not "
             "write to them. Return new values, or write to a clone. nn.Embedding(max_norm=) writes, too."
         ) from error
-    for node, old, new in zip(ties, before, _buffer_versions(ties), strict=False):
+    for node, old, new in zip(full_nodes, before, _buffer_versions(full_nodes), strict=False):  # no versions under transforms
         if old != new:
             raise in_place_write_error(node.name)
     if release and torch.is_grad_enabled() and not is_transformed_beyond_vmap():

@@ -199,8 +199,8 @@ def reduce_scatter_unchecked(tree: Any, to: PlaceName, comm: Comm, donated_resid
                     "reduce_scatter()", sharded, target, "Use gather() for values that are not partial sums."
                 )
         named = LabelPrefixComm(comm, tree_label_prefix(sharded, comm, target))
-        pairs, lost = zip(sharded.groups, sharded.buffers, strict=True), donated_residuals.get(sharded.name, {})
-        moved = [reduce_partial_sums(x, sharded.unit, g, place, target, named, lost.get(g, {})) for g, x in pairs]
+        pairs, residuals = zip(sharded.groups, sharded.buffers, strict=True), donated_residuals.get(sharded.name, {})
+        moved = [reduce_partial_sums(x, sharded.unit, g, place, target, named, residuals.get(g, {})) for g, x in pairs]
         return Sharded(moved, sharded.unit, target, sharded.groups, reduction=sharded.reduction)
 
     return map_units(lambda node: one(node) if is_sharded(node) else node, tree)

@@ -172,10 +172,10 @@ def update(tx: Any, grads: Any, state: TrainState, *, comm: Comm, donate: bool =
                 "first: metrics, grads = average(loss, grads, comm=comm)."
             )
     with reporting_format_errors(comm, "update()"), torch.no_grad():
-        held, engine = (state.main, state.opt), engine_of(comm)
+        main_and_opt, engine = (state.main, state.opt), engine_of(comm)
         if engine is not None:
-            held = engine.begin_state_fetch(held, state.params, grads, donate=donate)
-        main, opt = host_buffers_to_device(held, comm.device)
+            main_and_opt = engine.begin_state_fetch(main_and_opt, state.params, grads, donate=donate)
+        main, opt = host_buffers_to_device(main_and_opt, comm.device)
         resting = gather(trainable(state.params), comm=comm, to="optim")
         has_copies = any(node.unit.groups_with_main_copy for node in nodes) or any(node.groups for node in mains)
         old = map_units(_clone_groups_without_main, merge(resting, main), main) if has_copies else resting

@@ -36,8 +36,9 @@ def train_step(
 ) -> Callable[[TrainState, Any, Comm], tuple[TrainState, Any]]:
     """Return a pure training step ``step(state, batch, comm) -> (state, metrics)`` for a loss function and an optimizer.
 
-    The step calls :func:`value_and_grad`, :func:`~fsharp.reduce_scatter`, :func:`~fsharp.average` and :func:`~fsharp.update`.
-    You can write your own step from these functions.
+    The step does what :func:`value_and_grad`, :func:`~fsharp.reduce_scatter`, :func:`~fsharp.average` and
+    :func:`~fsharp.update` do one after another, with the same bits. You can write your own step from these functions. In this
+    step alone a scheduler may write summed gradients over their summands, which saves memory under ``ddp`` and ``hsdp``.
 
     Args:
         loss_fn: ``loss_fn(params, batch, comm)`` returns the mean loss of this rank, or ``(sum, weight)`` if ranks have
@@ -51,16 +52,16 @@ def train_step(
     """
     tx = as_transform(tx)
     settings = f"{tx.name or 'a transformation'} ({settings_digest(settings_text(tx))})"
+    grad_fn = _make_grad_fn(loss_fn, microbatches, has_aux=has_aux, sum_in_place=True)
 
     @uncompiled
     def step(state: TrainState, batch: Any, comm: Comm) -> tuple[TrainState, Any]:
-        grad_fn = _make_grad_fn(loss_fn, microbatches, has_aux=has_aux, sum_in_place=True)
         residuals, number = state.residuals, state.step
-        value, grads, *lost = grad_fn(state.params, batch, comm=comm, residuals=residuals, step=number, donate=donate)
-        if not lost:  # where gradients rest -> where the optimizer wants them
+        value, grads, *new_residuals = grad_fn(state.params, batch, comm=comm, residuals=residuals, step=number, donate=donate)
+        if not new_residuals:  # where gradients rest -> where the optimizer wants them
             grads = reduce_scatter(grads, comm=comm, step=number)
         else:  # encoding errors of earlier gradients are added
-            grads, residuals = reduce_scatter(grads, comm=comm, residuals=lost[0], step=number, donate=True)
+            grads, residuals = reduce_scatter(grads, comm=comm, residuals=new_residuals[0], step=number, donate=True)
             state = state._replace(residuals=residuals)
         loss, aux = value if has_aux else (value, None)
         # Ranks compare labels: they raise an error if steps or settings differ.

@@ -141,11 +141,10 @@ class _TrialEngine(Engine):
     def __init__(self, recorder: _CallRecorder) -> None:
         self._recorder = recorder
 
-    def can_run_forward(self, units: Any) -> bool:
+    def can_run_forward(self, sharded: Any, ties: Any) -> bool:
         return True
 
-    def run_forward(self, fn: Callable[..., Any], units: Any, args: Any, kwargs: Any) -> Any:
-        sharded, ties = units
+    def run_forward(self, fn: Callable[..., Any], sharded: Any, ties: Any, args: Any, kwargs: Any) -> Any:
         nodes = [*ties, *units_of(sharded)]
         trees = optree.tree_map(
             lambda node: _meta_subtree_with_grad(node, nodes), sharded, is_leaf=lambda x: isinstance(x, Sharded)

@@ -87,12 +87,12 @@ class Engine(ABC):
         """Tell other ranks that this rank has failed in ``where``, so that no rank waits for a collective of this engine."""
 
     @abstractmethod
-    def can_run_forward(self, units: Any) -> bool:
+    def can_run_forward(self, sharded: Any, ties: Any) -> bool:
         """Return whether :meth:`run_forward` can take these units; if not, ``fs.forward`` uses the engine as a plain Comm."""
 
     @abstractmethod
-    def run_forward(self, fn: Callable[..., Any], units: Any, args: Any, kwargs: Any) -> Any:
-        """Run :func:`~fsharp.forward` of ``fn`` with ``units``, the pair ``(units, ties)``."""
+    def run_forward(self, fn: Callable[..., Any], sharded: Any, ties: Any, args: Any, kwargs: Any) -> Any:
+        """Run :func:`~fsharp.forward`."""
 
     @abstractmethod
     def run_value_and_grad(

@@ -161,7 +161,7 @@ class ShardedModule(nn.Module):
         _warn_of_rounded_frozen("unsharded()", session.parameters.values())
         session.step.abandon_forwards("unsharded()")
         session.state.propagate_main_writes()
-        full = {p.path: x for p, x in gather_whole_tensors(session.parameters.values(), session.comm_outside_steps)}
+        full = {p.path: x for p, x in gather_whole_tensors(session.parameters.values(), session.comm_outside_steps())}
         shown = zip(full, as_dtensors(full, full.values(), session.calls.dtensor_specs), strict=True)
         parameters = {path: nn.Parameter(x.detach(), x.is_floating_point()) for path, x in shown}
         session.is_unsharded = True
@@ -255,7 +255,7 @@ class ShardedModule(nn.Module):
         if session.is_unsharded:
             raise ScheduleError(f"{where}: inside of unsharded(). Call it outside, or take state_dict(), which is whole here.")
         found: dict[str, Any] = super().state_dict()
-        return found if make_parts_whole_(where, [found], rank, session.comm_outside_steps) else {}
+        return found if make_parts_whole_(where, [found], rank, session.comm_outside_steps()) else {}
 
     @api_boundary
     def load_full_state_dict(self, state_dict: Mapping[str, Any] | None, *, rank: int = 0, strict: bool = True) -> Any:
@@ -279,7 +279,7 @@ class ShardedModule(nn.Module):
 
         Cost: two ``all_reduce`` of each tensor's bytes along each axis. Memory: a copy of this rank's parts, and one tensor.
         """
-        where, own, comm = "load_full_state_dict()", self.state_dict(), session_of_module(self).reopened_scheduler
+        where, own, comm = "load_full_state_dict()", self.state_dict(), session_of_module(self).reopened_scheduler()
         like = {(name,): part for name, part in own.items() if isinstance(part, ShardedTensor)}
         return self.load_state_dict(scatter_from_rank(where, state_dict, rank, comm, like), strict)
 
@@ -304,7 +304,7 @@ class ShardedModule(nn.Module):
         chosen = [p for p in session.parameters.values() if id(p) in names and (p.is_trained or not trained)]
         _warn_of_rounded_frozen("full_parameters()", chosen)
         session.state.propagate_main_writes()
-        for part, value in gather_whole_tensors(chosen, session.comm_outside_steps):
+        for part, value in gather_whole_tensors(chosen, session.comm_outside_steps()):
             yield names[id(part)], value.clone() if part.spec is None else part.spec.as_dtensor(value).full_tensor()
 
 

@@ -110,12 +110,12 @@ class ModuleState:
 
     def propagate_main_writes(self) -> bool:
         """Copy writes to main parameters into parameters at rest, by a collective. Return whether there were writes."""
-        if is_written := self.were_main_parameters_written():
+        if is_written := self.notice_main_writes():
             self.copy_to_resting_parameters()
         return is_written
 
-    def were_main_parameters_written(self) -> bool:
-        """Return whether main parameters were written since the last :meth:`record_version_counters`, and record a write.
+    def notice_main_writes(self) -> bool:
+        """Record a write to main parameters since the last :meth:`record_version_counters`. Return whether there was one.
 
         Raise a ScheduleError if the user wrote to parameters at rest that are copies of main parameters.
         """

@@ -58,7 +58,7 @@ class ModuleStep:
         self._units: list[UnitState] = []
         self._residuals: ResidualViews = {}  # residuals and random numbers for the formats of this step's gradients
         self._backward_id = -1  # id of the backward pass that is under way
-        self._lost = False  # whether gradients were lost by an error that was not reported yet
+        self._gradients_were_lost = False  # by an error that was not reported yet
         self.means.drop_gradients()
         self.state.begin_job_generation()
 
@@ -113,7 +113,7 @@ class ModuleStep:
                 yield
         except BaseException:
             if self.open_step is step:
-                self._lost = self._lost or self._backward_id != -1 or step.num_microbatches > 0
+                self._gradients_were_lost = self._gradients_were_lost or self._backward_id != -1 or step.num_microbatches > 0
                 self.open_step, self.params, self._backward_id = None, None, -1
                 self.means.drop_gradients()
             raise
@@ -177,7 +177,7 @@ class ModuleStep:
             return
         step = self.open_step
         assert step is not None
-        self.state.were_main_parameters_written()
+        self.state.notice_main_writes()
         self.state.pass_writes_to(self._steps.add_settings)
         self._steps.add_settings(f"{settings}\n{self.means.changes_text()}")
         with self._abandoning_on_error():
@@ -196,7 +196,7 @@ class ModuleStep:
         ``accumulate()``. Raise a ScheduleError if a step of an optimizer has used the gradients.
         """
         self.reopen_scheduler()
-        if self._lost:
+        if self._gradients_were_lost:
             raise LossError(
                 f"{where}: the gradients of this step were lost because of an earlier error. Call zero_grad(), and "
                 "compute them again."
@@ -239,7 +239,7 @@ class ModuleStep:
             raise ScheduleError("zero_grad(): a backward is under way. Call zero_grad() before the backward, or after it.")
         self.means.drop_gradients()
         self.used_gradients = set()
-        step, self._lost = self.open_step, False
+        step, self._gradients_were_lost = self.open_step, False
         if step is None or not self.has_gradients:
             return
         if not step.uses.awaited:

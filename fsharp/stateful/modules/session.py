@@ -101,9 +101,9 @@ class Session:
             source = self.calls.source_of_running_node()
             if source is not None:
                 buffers = replacing_buffers_by_copies(module)
-            elif step.params is not None:
+            elif step.open_step is not None:
                 source = ParameterSource(step.params, self.scheduler)
-        if source is None and step.params is None:
+        if source is None and step.open_step is None:
             step.reopen_scheduler()
         if source is not None:
             with buffers:
@@ -111,7 +111,7 @@ class Session:
         elif not torch.is_grad_enabled():
             step.propagate_main_writes()
             out = self._evaluation(run, self.state.train_state.params)
-        elif step.params is None and self._trained <= self.paused:  # without gradients a later backward needs no step
+        elif step.open_step is None and self._trained <= self.paused:  # without gradients a later backward needs no step
             step.propagate_main_writes()
             out = run(ParameterSource(self.state.train_state.params, self.scheduler))
         else:
@@ -154,9 +154,9 @@ class Session:
             return call.out
         units = nodes[0] if len(nodes) == 1 else nodes
         engine = self.scheduler.engine
-        if source.comm is self.scheduler and engine.can_run_forward((units, ties)):
+        if source.comm is self.scheduler and engine.can_run_forward(units, ties):
             compute = partial(call.compute, source)
-            return call.result_with_tensors(engine.run_forward(compute, (nodes, ties), call.flat, {}, as_leaves=True))
+            return call.result_with_tensors(engine.run_forward(compute, nodes, ties, call.flat, {}, as_leaves=True))
         compute = partial(call.compute_with_param_trees, source)
         release = not gathered.has_inner_modules
         return call.result_with_tensors(forward(compute, nodes, *call.flat, comm=source.comm, ties=ties, release=release))
@@ -175,16 +175,14 @@ class Session:
             self.scheduler.engine.steps.reset_history()
             with_new_tree_name((self.state.train_state.params, self.state.train_state.main), self.scheduler)
 
-    @property
     def reopened_scheduler(self) -> Scheduler:
-        """The scheduler. If an error has closed it, the read reopens it first: all ranks have to read this property."""
+        """Return the scheduler. If an error has closed it, reopen it first: all ranks have to call this."""
         self.step.reopen_scheduler()
         return self.scheduler
 
-    @property
     def comm_outside_steps(self) -> Comm:
-        """:attr:`reopened_scheduler`, for collectives outside of steps: labels have a digest of all settings so far."""
-        return self.scheduler.engine.steps.labelling_outside_steps(self.reopened_scheduler)
+        """Return :meth:`reopened_scheduler` for collectives outside of steps: labels have a digest of all settings so far."""
+        return self.scheduler.engine.steps.labelling_outside_steps(self.reopened_scheduler())
 
     def wait_before_write(self) -> None:
         """Wait for gathers under way, before a write: they read parameters for the next step, or write updated parameters."""

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from operator import attrgetter, is_
+from operator import is_
 from typing import Any, Literal
 
 import optree
@@ -24,8 +24,6 @@ from fsharp.stateful.units.unit_gradient import UnitGradient
 from fsharp.stateful.units.unit_state import UnitState
 from fsharp.stateful.units.update_gather import UpdateGather
 from fsharp.torch_compile import call_compiled_like_caller
-
-_address_of, _version_of = torch.Tensor.data_ptr, attrgetter("_version")
 
 
 class ScheduledEngine(Engine):
@@ -50,8 +48,8 @@ class ScheduledEngine(Engine):
         """Keep main copies on the device from now on, even with ``offload``."""
         self.offloads_main = False
 
-    def can_run_forward(self, units: Any) -> bool:
-        """Return whether the engine can run a forward of ``units``, a pair ``(nodes, ties)``.
+    def can_run_forward(self, sharded: Any, ties: Sequence[Sharded]) -> bool:
+        """Return whether the engine can run a forward of units, with the units of their tied leaves.
 
         The result is False under ``torch.func``, and if a node's buffer itself requires a gradient. It is also False under
         ``make_fx`` and for donated nodes, for which ``fs.forward`` then raises an error.
@@ -60,7 +58,6 @@ class ScheduledEngine(Engine):
             return False
         if torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is not None:
             return False
-        sharded, ties = units
         nodes = [sharded] if isinstance(sharded, Sharded) else units_of(sharded)
         for node in (*nodes, *ties):
             if node.is_donated:
@@ -70,12 +67,20 @@ class ScheduledEngine(Engine):
                     return False
         return True
 
-    def run_forward(self, fn: Callable[..., Any], units: Any, args: Any, kwargs: Any, *, as_leaves: bool = False) -> Any:
+    def run_forward(
+        self,
+        fn: Callable[..., Any],
+        sharded: Any,
+        ties: Sequence[Sharded],
+        args: Any,
+        kwargs: Any,
+        *,
+        as_leaves: bool = False,
+    ) -> Any:
         """Gather the units, call the function, and release the units.
 
-        With ``as_leaves`` the units are a list, and the function gets the leaves of each unit's subtree.
+        With ``as_leaves`` ``sharded`` is a list, and the function gets the leaves of each unit's subtree.
         """
-        sharded, ties = units
         nodes = sharded if as_leaves else [sharded] if isinstance(sharded, Sharded) else units_of(sharded)
         step, first = self.steps.current_step(), torch._C._autograd._get_sequence_nr()
         uses: list[UnitUse] = []

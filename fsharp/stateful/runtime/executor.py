@@ -34,7 +34,7 @@ class Executor:
         separate_groups: whether gathers and reductions have process groups of their own.
 
     Attributes:
-        number: number of the step under way, counted from 1.
+        number: grows with each step, so that it tells steps apart.
         step_name: name of the step under way, for labels of collectives; empty outside of steps.
         microbatch_name: name of the microbatch under way, for labels of collectives.
         incoming: gradients of the use whose backward has just ended.

@@ -90,7 +90,7 @@ class StepLifecycle:
         self.registry = UnitRegistry(trivial=self.policy.trivial_axes)
         self.arena = Arena(self.executor, self.registry, self.policy)
         self.now: StepUnderWay | None = None
-        self._unscheduled_steps = weakref.WeakSet[Step]()  # a step for calls outside of scheduled functions
+        self._step_outside_functions: Callable[[], Step | None] = lambda: None  # a weak reference
         self.num_updates = 0
         self.handed_out = HandedOutGradients()
 
@@ -294,12 +294,12 @@ class StepLifecycle:
             if threading.get_ident() != now.thread:
                 now.check_thread()
             return now.step
-        step = next(iter(self._unscheduled_steps), None)
+        step = self._step_outside_functions()
         if step is None:
             self._check_open_on_this_rank()
             self.registry.unbind_nodes()
             step = Step(self.executor, None, self.registry.units)
-            self._unscheduled_steps.add(step)
+            self._step_outside_functions = weakref.ref(step)
         return step
 
 

@@ -111,7 +111,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
                     "shard_module(), or use labels and fs.optim.partition()."
                 )
             self.param_groups = [GroupWithoutOptions(group) for group in self.param_groups]
-            state = self._tx.init(self._session.state.main_parameters(), comm=self._session.reopened_scheduler)
+            state = self._tx.init(self._session.state.main_parameters(), comm=self._session.reopened_scheduler())
             made_by = MadeBy(self._tx.name)  # as in later states, so that their checkpoints load into this state
             self._session.state.train_state = self._session.state.train_state._replace(opt=state, made_by=made_by)
         self._parameter_ids = [list(map(id, group["params"])) for group in self.param_groups]
@@ -128,7 +128,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         fields = {"class": optimizer.__qualname__, "defaults": options_text(defaults)}
         fields |= group_texts([{**group, "params": sorted(group["params"])} for group in self._groups_with_paths()])
         check = partial(self._probe_update_scopes, optimizer, check_steps)
-        self._scopes = check_on_all_ranks("ShardedOptimizer()", self._session.reopened_scheduler, check, lambda _: fields)
+        self._scopes = check_on_all_ranks("ShardedOptimizer()", self._session.reopened_scheduler(), check, lambda _: fields)
         rows = zip(self.param_groups, self._cut_into_slices(), strict=True)
         self._inner = optimizer([{**group, "params": parameters} for group, parameters in rows], **defaults)
         self.defaults = self._inner.defaults
@@ -207,7 +207,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        tx = self._tx or Transform(lambda params: None, self._update_by_inner, {}, self._update_by_inner)  # not kept: a cycle
+        run = self._update_by_inner  # as `apply`, which runs in place of `update`
+        tx = self._tx or Transform(init=lambda params: None, update=run, config={}, apply=run)  # not kept: a cycle
         if [list(map(id, group["params"])) for group in self.param_groups] != self._parameter_ids:
             raise TreeError("step(): param_groups cannot change: pass all groups to ShardedOptimizer(), with all parameters.")
         if self._tx is not None and (unread := sorted(self.param_groups[0].keys() - {"params"})):
@@ -338,7 +339,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         if self._inner is not None:
             # Copied for each leaf: leaves of a slice share the tensor "step", which torch would increment once for each leaf.
             mine = {path: copy.deepcopy(state) for path, state in self._states_by_path().items()}
-            states = fill_in_missing_states(mine, self._trained_by_path(), self._session.reopened_scheduler)
+            states = fill_in_missing_states(mine, self._trained_by_path(), self._session.reopened_scheduler())
             return {"state": states, "param_groups": self._groups_with_paths()}
         for node in units_of(self._session.state.train_state.opt):
             node.rank = self._session.scheduler.rank
@@ -399,7 +400,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         Cost: the memory of the state, a pass over elements that several ranks hold, and one step of a class of torch.optim on
         copies of parameters.
         """
-        where, comm = "load_state_dict()", self._session.reopened_scheduler
+        where, comm = "load_state_dict()", self._session.reopened_scheduler()
 
         def check() -> tuple[Any, Any]:
             check_no_dtensors(where, self._session)
@@ -432,7 +433,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
         Cost: a gather of all state. Memory: a copy of this rank's state, and one full unit of one kind of state.
         """
-        where, comm = "full_state_dict()", self._session.comm_outside_steps
+        where, comm = "full_state_dict()", self._session.comm_outside_steps()
         self._check_is_of_class(where)
         found = self.state_dict()
         return found if make_parts_whole_(where, found["state"].values(), rank, comm, kind_of=lambda key: key) else {}
@@ -450,7 +451,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._check_is_of_class(where)
         # Every rank keeps a tensor without dims whole.
         like = {("state", path): part for path, part in self._trained_by_path().items() if part.full_shape}
-        self.load_state_dict(scatter_from_rank(where, state_dict, rank, self._session.reopened_scheduler, like))
+        self.load_state_dict(scatter_from_rank(where, state_dict, rank, self._session.reopened_scheduler(), like))
 
     def _check_is_of_class(self, where: str) -> None:
         if self._inner is None:

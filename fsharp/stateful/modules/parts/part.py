@@ -307,9 +307,8 @@ class PartOwner(Protocol):
     def settings_text(self) -> str:
         """Return all settings so far, for ranks to compare."""
 
-    @property
     def comm_outside_steps(self) -> Comm:
-        """The Comm for reductions of parts. All ranks have to read this property."""
+        """Return the Comm for reductions of parts. All ranks have to call this."""
 
     def wait_before_write(self) -> None:
         """Wait for collectives under way that read or write the module's parameters."""
@@ -415,7 +414,7 @@ def _reduce_parts(name: str, tensors: Sequence[torch.Tensor], reduction: Reducti
                 raise LayoutError(
                     f"{name}() of a part of {first.path!r}, whose ShardedModule was deleted: keep a reference to it."
                 )
-            comm, label = owner.comm_outside_steps, f"{name}() of {first.path!r}{more}"
+            comm, label = owner.comm_outside_steps(), f"{name}() of {first.path!r}{more}"
             if reduction.op == "sum":
                 value = comm.all_reduce(value, axis, label=label)
             else:  # a backend's maximum may lose a NaN
