@@ -36,6 +36,8 @@ _STATUS_EXPIRES_AFTER_S = 2.0
 _WARN_AFTER_S = 10.0
 _MAX_TRACEBACK_CHARACTERS = 4000
 """Most characters of a traceback in an error."""
+_FAILED_KEY = "failed"
+"""The key, on a Comm's board, of the error after which this Comm cannot be used."""
 _ALL_FAILED_KEY = "all failed"
 """The key of an error after which no Comm of some ranks can be used."""
 
@@ -250,7 +252,7 @@ class CommWatch:
 
     def _failure_text(self) -> str | None:
         """Return why collectives cannot go on: the failure of another rank, or the end of the job's generation; else None."""
-        for board, key in ((self.board, "failed"), (self.statuses.board, _ALL_FAILED_KEY)):
+        for board, key in ((self.board, _FAILED_KEY), (self.statuses.board, _ALL_FAILED_KEY)):
             if (text := board.read(key)) is not None:
                 return text
         return generations.why_generation_ended()
@@ -333,7 +335,7 @@ class CommWatch:
 
         If several ranks call this method, all ranks raise an error with the text of the first call.
         """
-        first = self.board.write_if_absent("failed", text)
+        first = self.board.write_if_absent(_FAILED_KEY, text)
         return self._mark_failed_and_abort(error_type(text) if first == text else AgreementError(first))
 
     def _mark_failed_and_abort(self, error: Exception) -> Exception:
@@ -350,7 +352,7 @@ class CommWatch:
         known = self.error
         text = self.statuses.failure_text(error, where, self._labels[-1] if self._labels else "")
         self.refuse_further_calls(AgreementError, text)
-        self.error = known or self.error
+        self.error = known or self.error  # calls that are refused already keep their error
 
 
 def _monitor_failures(reference: "weakref.ref[CommWatch]", is_over: threading.Event, every_s: float) -> None:

@@ -58,7 +58,7 @@ def forward(
 
     Cost: one gather; with ``release`` or ``remat`` a second gather in the backward. One reduction of gradients in the backward.
     """
-    units = (sharded, tuple(ties))
+    units = (sharded, ties := tuple(ties))
     if not isinstance(sharded, Sharded) or ties:
         _check_tied_units_unique([*ties, *units_on_mesh_of("forward()", sharded, comm)])
     elif sharded.is_donated:

@@ -120,6 +120,11 @@ class Sharded:
         """One tensor for each group in :attr:`groups`. Reading this attribute waits until the tensors are filled."""
         return self.raw_buffers if self.lazy is None else self.lazy.wait()
 
+    def wait(self) -> None:
+        """Block until the buffers are filled."""
+        if self.lazy is not None:
+            self.lazy.wait()
+
     def decoded_buffers(self, rank: int = 0, *, in_main_dtype: bool = False) -> tuple[Any, ...]:
         """Return the buffers with one number for each element: parameters that a format has encoded are decoded.
 

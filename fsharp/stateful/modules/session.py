@@ -85,7 +85,11 @@ class Session:
     def call_module(
         self, module: nn.Module, path: str, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        """Call ``fn``, a method of the module at ``path``, with the module's units gathered, and cast inputs and outputs."""
+        """Call ``fn``, a method of the module at ``path``, with the module's units gathered, and cast inputs and outputs.
+
+        The units are those of the call that this call is inside of; else, of the forward or the step for which a checkpoint
+        computes again; else, without gradients or without trained parameters, those at rest; else those of the step.
+        """
         if self.is_unsharded:
             raise ScheduleError(
                 "the model was called inside of unsharded(), where whole tensors replace its parameters. Call it outside."
@@ -188,7 +192,7 @@ class Session:
         """Wait for gathers under way, before a write: they read parameters for the next step, or write updated parameters."""
         for node in units_of(self.state.train_state.params):
             with suppress(FsharpError):  # a failed gather is over, and the next use of its parameters raises its error
-                _ = node.buffers
+                node.wait()
         self.scheduler.engine.steps.executor.lanes.stream_wait_lanes("gather")
 
     def add_write_to_labels(self, part: ShardedTensor, what: str) -> None:

@@ -68,14 +68,7 @@ class ScheduledEngine(Engine):
         return True
 
     def run_forward(
-        self,
-        fn: Callable[..., Any],
-        sharded: Any,
-        ties: Sequence[Sharded],
-        args: Any,
-        kwargs: Any,
-        *,
-        as_leaves: bool = False,
+        self, fn: Callable[..., Any], sharded: Any, ties: Sequence[Sharded], args: Any, kwargs: Any, *, as_leaves: bool = False
     ) -> Any:
         """Gather the units, call the function, and release the units.
 

@@ -199,7 +199,7 @@ def _bind_gather(executor: Executor, bound: BoundOp) -> Action:
             node = unit.node
             assert node is not None
             if waits and node.lazy is not None:
-                _ = node.buffers
+                node.lazy.wait()
             gather_inputs += unsharded.begin_fill(node, executor.number)
         if found:
             text = what if len(found) == len(units) else ops_text([each for each, _, _ in found])
@@ -223,7 +223,7 @@ def _bind_wait(executor: Executor, bound: BoundOp) -> Action:
         unsharded.wait()
         with lanes.on_lane("gather", bound.key, after):
             if transport.is_async:
-                _ = unit.node.buffers
+                unit.node.wait()
             label = f"{executor.label_of_units([unit], ops_text([bound]))} of other values than were gathered"
             gather_inputs = unsharded.begin_fill(unit.node, executor.number)
             unsharded.works.extend(gather_along(unsharded.axes, gather_inputs, transport, label=label, coalesced=False))
@@ -300,7 +300,7 @@ def _bind_update_wait(executor: Executor, bound: BoundOp) -> Action:
     def action() -> None:
         assert unit.node is not None
         if unit.key not in executor.update_gathers:  # else the gather of this update has not begun
-            _ = unit.node.buffers
+            unit.node.wait()
 
     return action
 
