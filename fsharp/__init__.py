@@ -51,7 +51,8 @@ from fsharp import (
     te as te,
     testing as testing,
 )
-from fsharp.distributed.process_group import ProcessGroupComm as ProcessGroupComm, connect as connect, destroy as destroy
+from fsharp.distributed.job import connect as connect, destroy as destroy
+from fsharp.distributed.process_group import ProcessGroupComm as ProcessGroupComm
 from fsharp.functional.comm.protocol import Comm as Comm, SingleComm as SingleComm
 from fsharp.functional.forward import dummy_forward as dummy_forward, forward as forward
 from fsharp.functional.layout.layout import Layout as Layout

@@ -201,10 +201,10 @@ def test_torch_cuda_is_in_the_files_of_cuda_graphs_and_of_nccl_memory():
     assert {path.name for path in SOURCES if "torch.cuda" in path.read_text()} == {"captured_step.py", "nccl.py"}
 
 
-def test_two_doors_to_torch_distributed():
+def test_torch_distributed_is_in_the_files_of_groups_and_of_the_job():
     sources = [*(ROOT / "functional").rglob("*.py"), *(ROOT / "distributed").rglob("*.py")]
     importing = {path.name for path in sources if any("torch.distributed" in name for name in imports(path))}
-    assert importing == {"process_group.py", "job_store.py"}
+    assert importing == {"process_group.py", "job.py", "job_store.py"}
     assert {path.name for path in sources if "torch.distributed." in path.read_text()} - importing == {"max_reduce_group.py"}
 
 

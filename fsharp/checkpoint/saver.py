@@ -25,7 +25,8 @@ from fsharp.checkpoint.retention import Retention, remove_checkpoints
 from fsharp.checkpoint.saving import Snapshot, name_path_in_errors, prepare_snapshot, write_snapshot
 from fsharp.checkpoint.shard_file import StoredTensor
 from fsharp.checkpoint.storage import absolute_path, storage_of
-from fsharp.distributed.process_group import ProcessGroupComm, callbacks_before_leaving
+from fsharp.distributed.job import callbacks_before_leaving
+from fsharp.distributed.process_group import ProcessGroupComm
 from fsharp.distributed.worker_threads import Outcome, Worker
 from fsharp.errors import CheckpointError
 from fsharp.functional.comm.agree import check_on_all_ranks

@@ -15,7 +15,7 @@ import torch
 import fsharp
 from fsharp.cli.models import parse_dtype
 from fsharp.cli.numbers import check_number
-from fsharp.distributed.process_group import connect
+from fsharp.distributed.job import connect
 from fsharp.errors import MeshError, OptionError, ScheduleError
 from fsharp.functional.comm.agree import all_gather_texts
 from fsharp.functional.comm.protocol import Comm

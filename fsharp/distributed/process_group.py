@@ -1,27 +1,25 @@
 """Comm over torch.distributed process groups, one for each mesh axis."""
 
-import atexit
 import copy
 import hashlib
 import os
-import sys
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from itertools import count
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from fsharp.distributed import generations, job_store
+from fsharp.distributed import job_store
 from fsharp.distributed.watch import CommWatch, StatusExchange, WatchedCall
 from fsharp.distributed.worker_threads import CollectiveOutcome, Worker
-from fsharp.errors import CommError, MeshError
-from fsharp.functional.comm.protocol import Comm, ReduceOp, SingleComm, sum_in_rank_order
+from fsharp.errors import MeshError
+from fsharp.functional.comm.protocol import ReduceOp, sum_in_rank_order
 from fsharp.functional.comm.restart_replay import restart_replay
 from fsharp.functional.comm.tree_names import TreeNameCounters
 from fsharp.functional.formats.format import as_bytes, dtype_name, tensor_text
@@ -38,8 +36,6 @@ _FAILURE_CHECK_INTERVAL_S = 1.0
 """Seconds between two checks whether another rank has failed, where collectives run on a device."""
 _MAX_ONE_ROUND_NBYTES = 4096
 """Most bytes that a rank sends in an all-reduce of one round: each rank gathers all summands. Larger ones take two rounds."""
-_LEAVES_WITHIN_S, _END_WITHIN_S = 30.0, 2.0
-"""Most seconds that rank 0, which may host the job's store, waits for other ranks to leave: normally, and after an error."""
 _DEFAULT_LABEL = "a call of the Comm"
 _REDUCE_OPS = {"max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN, "sum": dist.ReduceOp.SUM}
 
@@ -78,7 +74,7 @@ class ProcessGroupComm:
                 f"order; got {device_mesh.mesh.tolist()}."
             )
         self.rank = self.ranks.index(dist.get_rank())
-        self.tree_name_counters = _tree_name_counters[self.ranks]
+        self.tree_name_counters = tree_name_counters[self.ranks]
         restart_replay.abandon("a ProcessGroupComm of process groups that connect() has not made")
         self._groups = dict[str, dist.ProcessGroup | None]()
         kind, first = device_mesh.device_type, device_mesh.get_group(names[0])
@@ -99,11 +95,11 @@ class ProcessGroupComm:
         self.watch.aborts.append(weakref.WeakMethod(self.abort))
 
     def _start_watch(self) -> None:
-        number = next(_comm_counters[self.ranks])  # equal on all ranks, which make Comms in one order
+        number = next(comm_counters[self.ranks])  # equal on all ranks, which make Comms in one order
         name = f"{hashlib.sha256(repr(self.ranks).encode()).hexdigest()[:16]}/{number}"
-        if self.ranks not in _status_exchange_by_ranks:
-            _status_exchange_by_ranks[self.ranks] = StatusExchange(self.rank, self.mesh.size, job_store.StoreStatusBoard(name))
-        self.watch = CommWatch(name, _status_exchange_by_ranks[self.ranks], job_store.StoreStatusBoard(name), self.limit_s)
+        if self.ranks not in statuses_by_ranks:
+            statuses_by_ranks[self.ranks] = StatusExchange(self.rank, self.mesh.size, job_store.StoreStatusBoard(name))
+        self.watch = CommWatch(name, statuses_by_ranks[self.ranks], job_store.StoreStatusBoard(name), self.limit_s)
         self._worker = Worker("calls")
         if self.is_nccl and self.mesh.size > 1:
             self.watch.start_failure_monitor(_FAILURE_CHECK_INTERVAL_S)
@@ -308,6 +304,42 @@ class ProcessGroupComm:
         return f"ProcessGroupComm({self.mesh}, rank={self.rank}, device={self.device})"
 
 
+GroupKind = Literal["gather", "reduce"]
+
+
+class ProcessGroups:
+    """The process groups of a transport: those of its Comm, or separate ones for gathers and for reductions."""
+
+    def __init__(self, comm: ProcessGroupComm, *, separate: bool) -> None:
+        self.comm, self.separate = comm, separate
+        self._made: dict[tuple[GroupKind, str], dist.ProcessGroup] = {}
+
+    def make_groups(self) -> None:
+        """Make the separate groups along all axes now. All ranks have to do so: each waits for the others."""
+        if self.separate:
+            self.comm.watch.aborts.append(weakref.WeakMethod(self.abort))
+            for axis, size in self.comm.mesh.axes:
+                for kind in get_args(GroupKind) if size > 1 else ():
+                    self(kind, axis)
+
+    def begin_job_generation(self) -> None:
+        """Drop the groups of the last generation of the job, which have ended."""
+        self._made.clear()
+
+    def __call__(self, kind: GroupKind, axis: str) -> dist.ProcessGroup:
+        """Return the group along ``axis`` for collectives of one ``kind``. Raise an error if another rank has failed."""
+        self.comm.watch.raise_if_failed()
+        if not self.separate:
+            return self.comm.group(axis)
+        if (kind, axis) not in self._made:
+            self._made[kind, axis] = self.comm.new_group(axis)
+        return self._made[kind, axis]
+
+    def abort(self) -> None:
+        """End all collectives under way in these groups with an error."""
+        abort_groups(list(self._made.values()), is_nccl=self.comm.is_nccl)
+
+
 PartsOfBuffers = Sequence[Sequence[torch.Tensor]]
 """For each buffer, the parts of all ranks. Empty parts are not sent."""
 
@@ -348,6 +380,14 @@ class PointToPoint(NamedTuple):
             work.wait(_FOREVER)
 
 
+def make_comm_for_all_generations(make_mesh: Callable[[], DeviceMesh]) -> ProcessGroupComm:
+    """Return a Comm over the groups of ``make_mesh()``. Each new generation of the job calls ``make_mesh`` again."""
+    comm = restart_replay.run_and_record(
+        lambda: ProcessGroupComm(make_mesh()), replay=lambda: comm._begin_job_generation(make_mesh())
+    )
+    return comm
+
+
 def exchange_rounds(mine: int, n: int) -> Iterator[tuple[int, int]]:
     """Yield ``(receiver, sender)`` for each round: whom rank ``mine`` of ``n`` sends to, and whom it receives from."""
     for shift in range(1, n):
@@ -378,122 +418,10 @@ def _label_text(op: str, x: torch.Tensor, axis: str, label: str) -> str:
     return f"{label or _DEFAULT_LABEL}: {op} along {axis!r} of {tensor_text(x)}"
 
 
-callbacks_before_leaving: list[Callable[[], None]] = []
-"""Functions that :func:`destroy` calls first."""
-_status_exchange_by_ranks: dict[tuple[int, ...], StatusExchange] = {}
-_comm_counters: "defaultdict[tuple[int, ...], count[int]]" = defaultdict(count)
-_tree_name_counters: defaultdict[tuple[int, ...], TreeNameCounters] = defaultdict(TreeNameCounters)
-
-
-@options_checked
-def connect(mesh: Mesh, *, device_type: str | None = None, timeout: timedelta | None = None) -> Comm:
-    """Join the job's other processes, and return this process's Comm on ``mesh``.
-
-    If no process group exists yet, the function calls ``init_process_group`` with the environment that torchrun sets. It
-    returns a :class:`SingleComm` for a mesh with one rank, and a :class:`ProcessGroupComm` otherwise.
-
-    Args:
-        mesh: the mesh that all processes form.
-        device_type: ``"cuda"`` (NCCL) or ``"cpu"`` (gloo); None means CUDA if there is a device for each process.
-        timeout: the longest time that a rank waits for other ranks, before an error that names these ranks: the ``timeout`` of
-            ``init_process_group``. None means torch's default, 30 minutes over gloo.
-
-    Raises:
-        MeshError: the number of processes differs from the size of the mesh; or ``timeout`` is given for a job that has a
-            process group already.
-        CommError: other processes did not join within the time limit, or a process ended meanwhile.
-        AgreementError: processes pass different meshes. All ranks raise, before any group is made.
-
-    Cost: one small collective, and one process group for each axis.
-    """
-    if timeout is not None and dist.is_initialized():
-        raise MeshError(
-            f"connect(): timeout is {timeout}, but there is a process group already: pass it to init_process_group()."
-        )
-    world_size = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
-    local = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
-    found = torch.accelerator.current_accelerator(check_available=True)
-    has_cuda = found is not None and found.type == "cuda" and torch.accelerator.device_count() >= local
-    kind = device_type or ("cuda" if has_cuda else "cpu")
-    if kind == "cuda":
-        torch.accelerator.set_device_index(int(os.environ.get("LOCAL_RANK", "0")))
-    if world_size == 1:
-        mesh.check_world_size(1)
-        return SingleComm(mesh, device=torch.device(kind, torch.accelerator.current_device_index()) if kind == "cuda" else kind)
-    limit_s = job_store.job_timeout_s() if dist.is_initialized() else (timeout or dist.default_pg_timeout).total_seconds()
-
-    def device_mesh() -> DeviceMesh:
-        return job_store.join_job(mesh, kind, world_size, timeout, limit_s)
-
-    if generations.GENERATION_VARIABLE in os.environ:
-        restart_replay.start()
-    comm = restart_replay.run_and_record(
-        lambda: ProcessGroupComm(device_mesh()), replay=lambda: comm._begin_job_generation(device_mesh())
-    )
-    return comm
-
-
-@api_boundary
-def destroy() -> None:
-    """Leave the job and destroy its process groups, after checkpoint saves in the background are done.
-
-    Without a job the call does nothing. Ranks that wait for this rank, now or later, raise a :class:`CommError`. It names the
-    last collective of this rank, and has a traceback if this rank leaves because of an error. So do they if this process exits.
-
-    Cost: rank 0, which hosts the job's store unless torchrun does, waits for the other ranks to leave. It waits for at most 30
-    seconds, or 2 seconds after an error, and never longer than the job's time limit.
-    """
-    for finish in callbacks_before_leaving:
-        finish()
-    _announce_departure(sys.exception())
-    if dist.is_initialized():
-        _destroy_groups()
-        _tree_name_counters.clear()
-
-
-def _destroy_groups() -> None:
-    dist.destroy_process_group()
-    _comm_counters.clear()
-    job_store.reset_job_store()
-
-
-def leave_generation(why: str) -> None:
-    """Leave the job's present generation: end collectives with the error ``why``, finish saves, and destroy process groups.
-
-    Afterwards :meth:`~fsharp.functional.comm.restart_replay.RestartReplay.replay` joins the next generation, in which the
-    Comms of the setup have new groups.
-    """
-    error = CommError(why)
-    for statuses in list(_status_exchange_by_ranks.values()):
-        for watch in list(statuses.watches.values()):
-            watch.end_all_calls(error)
-    for finish in callbacks_before_leaving:
-        finish()
-    _status_exchange_by_ranks.clear()
-    if dist.is_initialized():
-        _destroy_groups()
-
-
-def _announce_departure(error: BaseException | None) -> None:
-    """Tell other ranks that this rank leaves the job, with ``error`` or normally, and takes part in no further collective."""
-    exchanges = list(_status_exchange_by_ranks.values())
-    _status_exchange_by_ranks.clear()
-    if not exchanges or not dist.is_initialized():
-        return
-    for statuses in exchanges:
-        for watch in list(statuses.watches.values()):
-            watch.is_over.set()
-        statuses.write_last_status(error)
-    failed = error is not None or any(watch.error is not None for each in exchanges for watch in list(each.watches.values()))
-    job_store.leave_store(within_s=min(_END_WITHIN_S if failed else _LEAVES_WITHIN_S, job_store.job_timeout_s()))
-    if failed:  # a thread that waits in gloo when the interpreter ends would abort the process
-        abort_groups([g for g in dist.distributed_c10d._world.pg_map if dist.get_backend(g) == "gloo"], is_nccl=False)
-
+statuses_by_ranks: dict[tuple[int, ...], StatusExchange] = {}
+"""By ranks of the job, the exchange of statuses that all Comms of these ranks share. Empty once this process has left."""
+comm_counters: "defaultdict[tuple[int, ...], count[int]]" = defaultdict(count)
+tree_name_counters: defaultdict[tuple[int, ...], TreeNameCounters] = defaultdict(TreeNameCounters)
 
 # A forked child is not a rank, and must not leave in the name of one.
-os.register_at_fork(after_in_child=_status_exchange_by_ranks.clear)
-
-
-@atexit.register  # registered after the handler of worker_threads, so called before it: threads still run
-def _leave_at_exit() -> None:
-    _announce_departure(getattr(sys, "last_value", None))
+os.register_at_fork(after_in_child=statuses_by_ranks.clear)

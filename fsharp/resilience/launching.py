@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import cloudpickle
 
-from fsharp.distributed.process_group import destroy
+from fsharp.distributed.job import destroy
 from fsharp.errors import CommError, MeshError, OptionError
 from fsharp.functional.comm.agree import ranks_text
 from fsharp.resilience.failures import is_own_failure

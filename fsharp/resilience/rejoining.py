@@ -7,7 +7,8 @@ import torch
 
 from fsharp.checkpoint.entries import PerRank, is_checkpoint_leaf
 from fsharp.distributed import generations
-from fsharp.distributed.process_group import ProcessGroupComm, leave_generation
+from fsharp.distributed.job import leave_generation
+from fsharp.distributed.process_group import ProcessGroupComm
 from fsharp.errors import RunError
 from fsharp.functional.comm.agree import check_on_all_ranks
 from fsharp.functional.comm.protocol import Comm, innermost_comm

@@ -25,7 +25,7 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from fsharp.distributed.process_group import connect, destroy
+from fsharp.distributed.job import connect, destroy
 from fsharp.errors import CommError
 from fsharp.functional.comm.protocol import Comm
 from fsharp.functional.layout.mesh import Mesh

@@ -8,9 +8,10 @@ import torch
 import torch.distributed as dist
 
 import fsharp as fs
+from fsharp.distributed.process_group import ProcessGroups
 from fsharp.distributed.watch import CommWatch, StatusExchange
 from fsharp.errors import AgreementError
-from fsharp.stateful.transport.base import ProcessGroups, Summand
+from fsharp.stateful.transport.base import Summand
 from fsharp.stateful.transport.nccl import NcclTransport
 from tests.distributed.test_watch import Table
 from tests.virtual_device import accelerator as accelerator, virtual_nccl

@@ -11,7 +11,8 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from fsharp.distributed.process_group import ProcessGroupComm, connect
+from fsharp.distributed.job import connect
+from fsharp.distributed.process_group import ProcessGroupComm
 from fsharp.errors import OptionError, TreeError
 from fsharp.functional.comm.agree import check_on_all_ranks
 from fsharp.functional.comm.protocol import Comm

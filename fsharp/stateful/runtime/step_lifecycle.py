@@ -9,7 +9,7 @@ from dataclasses import asdict
 from functools import partial
 from typing import Any, NamedTuple
 
-from fsharp.distributed.process_group import ProcessGroupComm
+from fsharp.distributed.process_group import ProcessGroupComm, ProcessGroups
 from fsharp.errors import CommError, ScheduleError
 from fsharp.functional.comm.agree import agree, all_gather_fixed_size
 from fsharp.functional.comm.protocol import Comm, CountingComm, LabelPrefixComm, innermost_comm
@@ -26,7 +26,7 @@ from fsharp.stateful.schedule.compile import compile_schedule
 from fsharp.stateful.schedule.policy import SchedulePolicy
 from fsharp.stateful.schedule.program import Program, count_gradients
 from fsharp.stateful.schedule.schedule import Schedule
-from fsharp.stateful.transport.base import ProcessGroups, Transport
+from fsharp.stateful.transport.base import Transport
 from fsharp.stateful.transport.blocking import BlockingTransport
 from fsharp.stateful.transport.gloo import GlooTransport
 from fsharp.stateful.transport.nccl import NcclTransport

@@ -11,19 +11,15 @@ transport that sends a message for each buffer need not pack.
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from threading import Lock
-from typing import Any, Literal, NamedTuple, get_args
-from weakref import WeakMethod
+from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
-from fsharp.distributed.process_group import ProcessGroupComm, abort_groups
+from fsharp.distributed.process_group import ProcessGroups
 from fsharp.distributed.worker_threads import CollectiveOutcome
 from fsharp.functional.comm.protocol import Comm, CountingComm
 from fsharp.functional.formats.format import ErrorFacts, Format
-
-GroupKind = Literal["gather", "reduce"]
 
 
 class Work:
@@ -81,7 +77,7 @@ class Transport(ABC):
     is_async = False
     """Whether a wait for a Work may block the host."""
 
-    def __init__(self, comm: Comm, groups: "ProcessGroups | None" = None, counters: Sequence[CountingComm] = ()) -> None:
+    def __init__(self, comm: Comm, groups: ProcessGroups | None = None, counters: Sequence[CountingComm] = ()) -> None:
         self.comm, self.groups, self.counters = comm, groups, counters
 
     def gather(self, xs: Sequence[torch.Tensor], outs: Sequence[torch.Tensor], axis: str, label: str) -> Work:
@@ -246,36 +242,3 @@ def _copy_all(outs: Sequence[torch.Tensor], xs: Sequence[torch.Tensor]) -> None:
     if pairs:
         with _unsafe_preserve_version_counter(tuple([out for out, _ in pairs if not out.is_inference()])):
             torch._foreach_copy_([out for out, _ in pairs], [x for _, x in pairs])
-
-
-class ProcessGroups:
-    """The process groups of a transport: those of its Comm, or separate ones for gathers and for reductions."""
-
-    def __init__(self, comm: ProcessGroupComm, *, separate: bool) -> None:
-        self.comm, self.separate = comm, separate
-        self._made: dict[tuple[GroupKind, str], dist.ProcessGroup] = {}
-
-    def make_groups(self) -> None:
-        """Make the separate groups along all axes now. All ranks have to do so: each waits for the others."""
-        if self.separate:
-            self.comm.watch.aborts.append(WeakMethod(self.abort))
-            for axis, size in self.comm.mesh.axes:
-                for kind in get_args(GroupKind) if size > 1 else ():
-                    self(kind, axis)
-
-    def begin_job_generation(self) -> None:
-        """Drop the groups of the last generation of the job, which have ended."""
-        self._made.clear()
-
-    def __call__(self, kind: GroupKind, axis: str) -> dist.ProcessGroup:
-        """Return the group along ``axis`` for collectives of one ``kind``. Raise an error if another rank has failed."""
-        self.comm.watch.raise_if_failed()
-        if not self.separate:
-            return self.comm.group(axis)
-        if (kind, axis) not in self._made:
-            self._made[kind, axis] = self.comm.new_group(axis)
-        return self._made[kind, axis]
-
-    def abort(self) -> None:
-        """End all collectives under way in these groups with an error."""
-        abort_groups(list(self._made.values()), is_nccl=self.comm.is_nccl)

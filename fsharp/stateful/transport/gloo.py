@@ -15,11 +15,11 @@ from typing import Any
 
 import torch
 
-from fsharp.distributed.process_group import PartsOfBuffers, PointToPoint, ProcessGroupComm, exchange_rounds
+from fsharp.distributed.process_group import PartsOfBuffers, PointToPoint, ProcessGroupComm, ProcessGroups, exchange_rounds
 from fsharp.distributed.worker_threads import CollectiveOutcome, Outcome, Worker
 from fsharp.functional.comm.protocol import CountingComm
 from fsharp.functional.formats.format import dtype_name
-from fsharp.stateful.transport.base import ProcessGroups, Summand, Transport, Work
+from fsharp.stateful.transport.base import Summand, Transport, Work
 
 _CHUNK_NBYTES = 1 << 20
 """Bytes of a chunk."""

@@ -7,9 +7,10 @@ from weakref import WeakSet
 import torch
 import torch.distributed as dist
 
-from fsharp.distributed.process_group import ProcessGroupComm, callbacks_before_leaving
+from fsharp.distributed.job import callbacks_before_leaving
+from fsharp.distributed.process_group import GroupKind, ProcessGroupComm, ProcessGroups
 from fsharp.errors import ScheduleError, problem
-from fsharp.stateful.transport.base import GroupKind, ProcessGroups, Summand, Transport, Work
+from fsharp.stateful.transport.base import Summand, Transport, Work
 
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor

@@ -7,7 +7,8 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 
 import fsharp as fs
-from fsharp.stateful.transport.base import ProcessGroups, Summand
+from fsharp.distributed.process_group import ProcessGroups
+from fsharp.stateful.transport.base import Summand
 from fsharp.stateful.transport.gloo import _CHUNK_NBYTES, _MIN_MESSAGE_NBYTES, GlooTransport
 from fsharp.testing import processes
 from tests.scheduling import every
