@@ -19,7 +19,7 @@ from fsharp.distributed import job_store
 from fsharp.distributed.watch import CommWatch, StatusExchange, WatchedCall
 from fsharp.distributed.worker_threads import CollectiveOutcome, Worker
 from fsharp.errors import MeshError
-from fsharp.functional.comm.protocol import ReduceOp, sum_in_rank_order
+from fsharp.functional.comm.protocol import Comm, CountingComm, ReduceOp, sum_in_rank_order
 from fsharp.functional.comm.restart_replay import restart_replay
 from fsharp.functional.comm.tree_names import TreeNameCounters
 from fsharp.functional.formats.format import as_bytes, dtype_name, tensor_text
@@ -378,6 +378,15 @@ class PointToPoint(NamedTuple):
         for rank, work in posted:
             self.call.set_awaited_rank(self.ranks[rank])
             work.wait(_FOREVER)
+
+
+def with_own_numbering(comm: Comm) -> Comm:
+    """Return a Comm of the same ranks with its own numbering of collectives."""
+    if isinstance(comm, CountingComm):
+        other = copy.copy(comm)  # shares the counter
+        other.inner = with_own_numbering(comm.inner)
+        return other
+    return comm.with_own_numbering() if isinstance(comm, ProcessGroupComm) else comm
 
 
 def make_comm_for_all_generations(make_mesh: Callable[[], DeviceMesh]) -> ProcessGroupComm:

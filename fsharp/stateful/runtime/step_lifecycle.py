@@ -1,6 +1,5 @@
 """StepLifecycle: opens, records and closes the steps of one scheduler, and owns what outlives a step."""
 
-import copy
 import threading
 import weakref
 from collections.abc import Callable, Iterator
@@ -9,7 +8,7 @@ from dataclasses import asdict
 from functools import partial
 from typing import Any, NamedTuple
 
-from fsharp.distributed.process_group import ProcessGroupComm, ProcessGroups
+from fsharp.distributed.process_group import ProcessGroupComm, ProcessGroups, with_own_numbering
 from fsharp.errors import CommError, ScheduleError
 from fsharp.functional.comm.agree import agree, all_gather_fixed_size
 from fsharp.functional.comm.protocol import Comm, CountingComm, LabelPrefixComm, innermost_comm
@@ -80,7 +79,7 @@ class StepLifecycle:
         self._reset_units()
 
     def _renew_executor(self, lanes: Lanes) -> None:
-        self.own = _with_own_numbering(self.comm)
+        self.own = with_own_numbering(self.comm)
         separate_groups = bool(self.policy.separate_groups)
         transport = _transport_over(self.own, separate_groups=separate_groups)
         self.executor = Executor(transport, lanes, self.comm, self.own, separate_groups=separate_groups)
@@ -301,15 +300,6 @@ class StepLifecycle:
             step = Step(self.executor, None, self.registry.units)
             self._step_outside_functions = weakref.ref(step)
         return step
-
-
-def _with_own_numbering(comm: Comm) -> Comm:
-    """Return a Comm of the same ranks with its own numbering of collectives."""
-    if isinstance(comm, CountingComm):
-        other = copy.copy(comm)  # shares the counter
-        other.inner = _with_own_numbering(comm.inner)
-        return other
-    return comm.with_own_numbering() if isinstance(comm, ProcessGroupComm) else comm
 
 
 def _transport_over(comm: Comm, *, separate_groups: bool) -> Transport:

@@ -174,10 +174,10 @@ def test_elementwise_ones_have_flat_buffers(comm, strategy):
         model = wrapped(comm, STRATEGIES[strategy][1])
         optimizer = fs.ShardedOptimizer(model.parameters(), cls, lr=0.1, momentum=0.9)
         if (cls, strategy) == (Kept, "ddp"):
-            shapes = sorted(p.shape for p in optimizer._inner.param_groups[0]["params"])
+            shapes = sorted(p.shape for p in optimizer._updates.inner.param_groups[0]["params"])
             assert shapes == sorted(p.leaf.shape for p in model.parameters())
         else:
-            assert [p.ndim for p in optimizer._inner.param_groups[0]["params"]] == [1] * len(model.layout.units)
+            assert [p.ndim for p in optimizer._updates.inner.param_groups[0]["params"]] == [1] * len(model.layout.units)
         train(model, optimizer, modules.batches(comm, 3))
         found.append(values(model))
     assert_same(*found)
@@ -215,7 +215,7 @@ def test_the_way_of_each_group_is_its_own():
     def rank_fn(comm):
         model = wrapped(comm, {"**": fs.zero3("dp"), "head": fs.ddp("dp"), "embed": fs.ddp("dp")})
         optimizer = fs.ShardedOptimizer(groups(model), Half)
-        assert [p.ndim for p in optimizer._inner.param_groups[0]["params"]] == [2, 2]
+        assert [p.ndim for p in optimizer._updates.inner.param_groups[0]["params"]] == [2, 2]
         train(model, optimizer, modules.batches(comm, 3))
         return values(model)
 

@@ -183,8 +183,8 @@ def test_many_exchanges_of_the_state_leave_no_trace(comm):
     model, optimizer = world(comm, "alone", cls=torch.optim.SGD)
     for _ in range(50):
         model.train_state = model.train_state
-        optimizer._recut_by_labels(optimizer._labels, optimizer._states_by_path())
-    assert {label for labels in optimizer._labels for label in labels.values()} == {0}
+        optimizer._updates._recut_by_labels(optimizer._updates._labels, optimizer._updates._states_by_path())
+    assert {label for labels in optimizer._updates._labels for label in labels.values()} == {0}
 
 
 def change(state, name, **new):
@@ -270,7 +270,7 @@ def test_ranks_that_keep_different_states(comm):
     model, optimizer = world(comm, "ddp")
     train(model, optimizer, modules.batches(comm, 1))
     if comm.rank:
-        next(iter(optimizer._inner.state.values()))["step"].add_(1)
+        next(iter(optimizer._updates.inner.state.values()))["step"].add_(1)
     with pytest.raises(AgreementError, match=r"ranks keep different states of(.|\n)*rank 0(.|\n)*rank 1"):
         optimizer.state_dict()
 

@@ -1,37 +1,27 @@
-"""ShardedOptimizer: an optimizer of torch.optim for the parts of a sharded module.
-
-An elementwise optimizer works on *runs*: ranges of a flat buffer whose leaves are in one parameter group, often a whole buffer.
-As in torch, leaves without a gradient are not updated. If only some leaves of a run have a gradient, the run is cut for good,
-as states differ from then on. Any other optimizer gets whole leaves in their shapes.
-"""
+"""ShardedOptimizer: an optimizer of torch.optim for the parts of a sharded module."""
 
 import copy
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
 import optree
 import torch
-from torch import nn
 
 from fsharp.errors import ScheduleError, TreeError
 from fsharp.functional.comm.agree import check_on_all_ranks
 from fsharp.functional.comm.equal_values import check_same_on_ranks
-from fsharp.functional.comm.protocol import Comm
-from fsharp.functional.layout.sharded import units_by_name, units_of
-from fsharp.functional.optim.base import Transform, as_transform
+from fsharp.functional.layout.sharded import units_of
+from fsharp.functional.optim.base import as_transform
 from fsharp.functional.optim.elementwise_check import with_elementwise_check
 from fsharp.functional.optim.wrappers import without_updates
 from fsharp.functional.state import MadeBy
 from fsharp.stateful.modules.optim.averaged import using_averaged_parameters
-from fsharp.stateful.modules.optim.flat_slices import FlatSlice, cut_by_labels, join_state, state_join_key, state_of_leaf
-from fsharp.stateful.modules.optim.probe import UpdateScope, fresh_state, probe_update_scope
+from fsharp.stateful.modules.optim.class_updates import ClassUpdates
 from fsharp.stateful.modules.optim.states import (
     GroupWithoutOptions,
     StateByParameter,
-    StatesByPath,
     check_param_groups,
-    fill_in_missing_states,
     group_texts,
     option_error,
     options_text,
@@ -92,11 +82,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
         for group in self.param_groups:
             group.pop("param_names", None)
         self._session = _session_of_parameters([p for group in self.param_groups for p in group["params"]])
-        self._inner: Any = None
-        self._tx: Transform | None = None
-        self._has_state: set[str] = set()  # paths of parameters that have had a gradient, the same on all ranks
+        self._updates: ClassUpdates | None = None  # for an optimizer class; else there is `_tx`
+        self._tx: Any = None
         if isinstance(optimizer, type) and issubclass(optimizer, torch.optim.Optimizer):
-            self._make_inner(optimizer, defaults, check_steps)
+            self._updates = ClassUpdates(self._session, optimizer, self.param_groups, defaults, check_steps)
+            self.defaults = self._updates.inner.defaults
         else:
             self._tx = as_transform(with_elementwise_check(optimizer, steps=check_steps) if check_steps else optimizer)
             if defaults or len(self.param_groups) > 1:
@@ -117,78 +107,6 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._parameter_ids = [list(map(id, group["params"])) for group in self.param_groups]
         self._is_made = True
 
-    def _make_inner(self, optimizer: type[torch.optim.Optimizer], defaults: dict[str, Any], check_steps: int) -> None:
-        if self._session.scheduler.policy.offload:
-            raise ScheduleError(
-                f"ShardedOptimizer(): {optimizer.__name__} keeps its state on the device; SchedulePolicy(offload=True) is for "
-                "(init, update) pairs alone. Pass a pair such as fs.optim.adamw(...), or leave out offload=True."
-            )
-        self._defaults = defaults
-        self._labels: Sequence[Mapping[str, Hashable]] = [{p.path: 0 for p in each["params"]} for each in self.param_groups]
-        fields = {"class": optimizer.__qualname__, "defaults": options_text(defaults)}
-        fields |= group_texts([{**group, "params": sorted(group["params"])} for group in self._groups_with_paths()])
-        check = partial(self._probe_update_scopes, optimizer, check_steps)
-        self._scopes = check_on_all_ranks("ShardedOptimizer()", self._session.reopened_scheduler(), check, lambda _: fields)
-        rows = zip(self.param_groups, self._cut_into_slices(), strict=True)
-        self._inner = optimizer([{**group, "params": parameters} for group, parameters in rows], **defaults)
-        self.defaults = self._inner.defaults
-        for mine, theirs in zip(self.param_groups, self._inner.param_groups, strict=True):
-            mine.update({name: value for name, value in theirs.items() if name != "params"})
-
-    def _probe_update_scopes(self, optimizer: type[torch.optim.Optimizer], check_steps: int) -> list[UpdateScope]:
-        """Return the :class:`UpdateScope` of ``optimizer`` in each parameter group, found by trials.
-
-        TreeError if an update needs elements that other ranks hold. ``check_steps``: steps of a second trial, at the shapes of
-        the parameters; 0 for none.
-        """
-        trained = [[p for p in group["params"] if p.is_trained] for group in self.param_groups]
-        found = []
-        for group, mine in zip(self.param_groups, trained, strict=True):
-            try_at = partial(probe_update_scope, optimizer, group, self._defaults, self._session.scheduler.device)
-            shapes = list(dict.fromkeys(p.leaf.shape for p in mine if p.leaf.numel))
-            found.append(max(try_at(), try_at([shapes], check_steps)) if check_steps and shapes else try_at())
-        scopes = []
-        for scope, mine in zip(found, trained, strict=True):
-            parts, what = [p for p in mine if p.is_cut], "whole parameters or their shapes, and ranks hold parts of"
-            if UpdateScope.EVERYTHING in found:
-                scope, parts = UpdateScope.EVERYTHING, [p for p in mine if not p.is_whole_on_every_rank or p.place.varying_axes]
-                what = "several parameters at once, or draws random numbers, and other ranks hold parts of"
-            elif scope is UpdateScope.ELEMENT and not parts and not optimizer.__module__.startswith("torch."):
-                scope = UpdateScope.PARAMETER  # the class may look at more than one element, at sizes that were not tried
-            scopes.append(scope)
-            if scope is not UpdateScope.ELEMENT and parts:
-                more = f" and {len(parts) - 1} more" if len(parts) > 1 else ""
-                whole = "" if scope is UpdateScope.EVERYTHING else "atoms=fs.layouts.Whole() or "
-                raise TreeError(
-                    f"ShardedOptimizer(): {optimizer.__name__} looks at {what} {parts[0].path!r}{more}. Pass shard_module() "
-                    f"{whole}strategy=fs.ddp(...) for the units that have them, take an elementwise optimizer such as AdamW, "
-                    "or fs.optim.muon() and other (init, update) pairs, which gather what they need."
-                )
-        return scopes
-
-    def _cut_into_slices(self) -> list[list[nn.Parameter]]:
-        """Return, for each parameter group, the slices of flat buffers that hold the group's leaves, as new parameters."""
-        tree, self._generation = self._session.state.main_parameters(), self._session.state.num_replacements
-        nodes, rank, groups = units_by_name(tree), self._session.scheduler.rank, []
-        self._slices: dict[nn.Parameter, FlatSlice] = {}
-        for scope, labels in zip(self._scopes, self._labels, strict=True):
-            found = cut_by_labels(tree, labels, rank=rank, by_leaf=scope is not UpdateScope.ELEMENT)
-            groups.append({nn.Parameter(flat_slice.view_in(nodes)): flat_slice for flat_slice in found})
-            self._slices |= groups[-1]
-        self._places = {path: (p, first, last) for p, each in self._slices.items() for path, first, last in each.leaves}
-        return list(map(list, groups))
-
-    def _recut_by_labels(self, labels: Sequence[Mapping[str, Hashable]], states: Mapping[str, Mapping[str, Any]]) -> None:
-        """Cut each parameter group's buffers into slices of leaves with equal ``labels``, and join their ``states``."""
-        known: dict[Hashable, int] = {}
-        self._labels = [{path: known.setdefault(new, len(known)) for path, new in each.items()} for each in labels]
-        for group, parameters in zip(self._inner.param_groups, self._cut_into_slices(), strict=True):
-            group["params"] = parameters
-        self._inner.state.clear()
-        for parameter, flat_slice in self._slices.items():
-            if joined := join_state(flat_slice, states, parameter):
-                self._inner.state[parameter] = joined
-
     @uncompiled
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -207,14 +125,15 @@ class ShardedOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        run = self._update_by_inner  # as `apply`, which runs in place of `update`
-        tx = self._tx or Transform(init=lambda params: None, update=run, config={}, apply=run)  # not kept: a cycle
         if [list(map(id, group["params"])) for group in self.param_groups] != self._parameter_ids:
             raise TreeError("step(): param_groups cannot change: pass all groups to ShardedOptimizer(), with all parameters.")
-        if self._tx is not None and (unread := sorted(self.param_groups[0].keys() - {"params"})):
-            raise option_error(unread[0])
-        if self._tx is not None and (paused := self._session.paused & self._session.step.means.missing):
-            tx = without_updates(tx, paused)
+        if self._updates is not None:
+            tx = self._updates.as_transform(self.param_groups)
+        else:
+            if unread := sorted(self.param_groups[0].keys() - {"params"}):
+                raise option_error(unread[0])
+            paused = self._session.paused & self._session.step.means.missing
+            tx = without_updates(self._tx, paused) if paused else self._tx
         if self._session.step.updated_by not in (None, id(self)):
             raise ScheduleError(
                 "step(): another optimizer of this module has made the step, and has used up the gradients. Put all parameters "
@@ -235,23 +154,6 @@ class ShardedOptimizer(torch.optim.Optimizer):
         if self._is_made:
             raise TreeError("add_param_group(): groups cannot be added later: pass all groups to ShardedOptimizer().")
         super().add_param_group(param_group)
-
-    def _update_by_inner(self, grads: Any, state: Any, params: Any, *, comm: Comm, donate: bool) -> tuple[Any, Any]:
-        if self._generation != self._session.state.num_replacements:
-            self._recut_by_labels(self._labels, self._states_by_path())
-        missing = self._session.step.means.missing
-        self._has_state |= {path for labels in self._labels for path in labels} - missing
-        if missing and any(len({path in missing for path, _, _ in each.leaves}) > 1 for each in self._slices.values()):
-            labels = [{path: (old, path in missing) for path, old in each.items()} for each in self._labels]
-            self._recut_by_labels(labels, self._states_by_path())
-        for mine, theirs in zip(self.param_groups, self._inner.param_groups, strict=True):
-            theirs.update({name: value for name, value in mine.items() if name != "params"})
-        nodes = units_by_name(grads)
-        for parameter, flat_slice in self._slices.items():
-            parameter.grad = None if flat_slice.leaves[0][0] in missing else flat_slice.view_in(nodes).to(parameter.dtype)
-        self._inner.step()
-        self._inner.zero_grad()
-        return params, state
 
     @uncompiled
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -279,7 +181,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
         Cost: a copy of this rank's parts, and one gather of parameters.
         """
-        with using_averaged_parameters(self._session, self._session.state.train_state.opt if self._inner is None else None):
+        with using_averaged_parameters(self._session, self._session.state.train_state.opt if self._updates is None else None):
             yield
 
     @property  # type: ignore[override]
@@ -292,33 +194,18 @@ class ShardedOptimizer(torch.optim.Optimizer):
         on a rank that holds no element of the parameter. A parameter that has had no gradient has an empty mapping. Look parts
         up again after each step. The state of an ``(init, update)`` pair is a tree; reading it here is an error.
         """
-        if self._is_made and self._inner is None:
+        if self._updates is None:
             raise TreeError(
                 "optimizer.state: the state of an (init, update) pair is a tree, and not by parameter. The tree is "
                 'model.train_state.opt, and optimizer.state_dict()["state"].'
             )
-        return StateByParameter(self._state_of, self._has_state, self._session.parameters)
+        return StateByParameter(self._updates.state_of, self._updates.paths_with_state, self._session.parameters)
 
     @state.setter
     @api_boundary
     def state(self, value: Any) -> None:
         if self._is_made:  # torch's constructor sets an empty dict
             raise TreeError("optimizer.state cannot be replaced: load_state_dict() loads the result of state_dict().")
-
-    def _state_of(self, path: str) -> dict[str, Any]:
-        """Return the state of the parameter at ``path`` by name, such as ``"exp_avg"``: as parts, where it is elementwise."""
-        like = self._session.parameters[path]
-        if path in self._places:
-            parameter, first, last = self._places[path]
-            return state_of_leaf(self._inner.state.get(parameter, {}), parameter, first, last, like)
-        if path not in self._has_state:
-            return {}
-        labels = next(each for each in self._labels if path in each)
-        for parameter, flat_slice in self._slices.items():  # leaves with one label have had the same steps
-            if flat_slice.shape is None and labels.get(flat_slice.leaves[0][0]) == labels[path]:
-                return state_of_leaf(self._inner.state[parameter], parameter, 0, 0, like)
-        fresh = self._fresh_state(path, self.param_groups)
-        return {key: value for key, value in fresh.items() if isinstance(value, ShardedTensor)}
 
     @api_boundary
     def state_dict(self) -> dict[str, Any]:
@@ -336,14 +223,13 @@ class ShardedOptimizer(torch.optim.Optimizer):
         without a value for each element, such as row statistics, is copied to all ranks.
         """
         check_no_dtensors("state_dict()", self._session)
-        if self._inner is not None:
-            # Copied for each leaf: leaves of a slice share the tensor "step", which torch would increment once for each leaf.
-            mine = {path: copy.deepcopy(state) for path, state in self._states_by_path().items()}
-            states = fill_in_missing_states(mine, self._trained_by_path(), self._session.reopened_scheduler())
-            return {"state": states, "param_groups": self._groups_with_paths()}
-        for node in units_of(self._session.state.train_state.opt):
-            node.rank = self._session.scheduler.rank
-        return {"state": self._session.state.train_state.opt, "param_groups": self._groups_with_paths()}
+        if self._updates is not None:
+            states: Any = self._updates.states_of_all_ranks()
+        else:
+            states = self._session.state.train_state.opt
+            for node in units_of(states):
+                node.rank = self._session.scheduler.rank
+        return {"state": states, "param_groups": self._groups_with_paths()}
 
     @api_boundary
     def state_template(self, is_saved: Callable[[str], bool] = lambda name: True) -> dict[str, Any]:
@@ -357,33 +243,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
         Cost: no collective. Memory: the state, and four times one parameter.
         """
         check_no_dtensors("state_template()", self._session)
-        if self._inner is None:
+        if self._updates is None:
             return self.state_dict()
-        chosen = [path for path in self._trained_by_path() if is_saved(f"state.{path}")]
-        states = {path: self._fresh_state(path, self.param_groups) for path in chosen}
+        chosen = [path for path in self._updates.trained_by_path() if is_saved(f"state.{path}")]
+        states = {path: self._updates.fresh_state(path, self.param_groups) for path in chosen}
         return {"state": states, "param_groups": self._groups_with_paths()}
-
-    def _groups_with_paths(self) -> list[dict[str, Any]]:
-        return [{**group, "params": [p.path for p in group["params"]]} for group in self.param_groups]
-
-    def _trained_by_path(self) -> dict[str, ShardedTensor]:
-        """Return, by path, this optimizer's parameters that may have state: trained ones with at least one element."""
-        mine = {p.path for group in self.param_groups for p in group["params"]}
-        return {path: p for path, p in self._session.parameters.items() if path in mine and p.is_trained and p.leaf.numel}
-
-    def _fresh_state(self, path: str, groups: list[dict[str, Any]]) -> dict[str, Any]:
-        """Return the inner optimizer's first state for the parameter at ``path``. ``groups``: parameter groups with options."""
-        index = next(i for i, labels in enumerate(self._labels) if path in labels)
-        parameter = self._session.parameters[path]
-        mine = parameter.local
-        held = mine.numel()
-        shape = (held or 1,) if self._scopes[index] is UpdateScope.ELEMENT else parameter.leaf.shape
-        values = mine.view(shape) if held else mine.new_zeros(shape)
-        state = fresh_state(type(self._inner), groups[index], self._defaults, values)
-        return state_of_leaf(state, values, 0, held, parameter)
-
-    def _states_by_path(self) -> StatesByPath:
-        return {path: self._state_of(path) for path in self._places}
 
     @api_boundary
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -404,24 +268,22 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
         def check() -> tuple[Any, Any]:
             check_no_dtensors(where, self._session)
-            trained = None if self._inner is None else {p.path for g in self.param_groups for p in g["params"] if p.is_trained}
+            trained = None if self._tx is not None else {p.path for g in self.param_groups for p in g["params"] if p.is_trained}
             check_param_groups(state_dict, self._groups_with_paths(), options=self.defaults, trained=trained)
-            if self._inner is None:
+            if self._updates is None:
                 return transform_state_from_state_dict(state_dict["state"], self._session.state.train_state.opt, comm.rank)
-            fresh = partial(self._fresh_state, groups=state_dict["param_groups"])
-            return states_from_state_dict(state_dict["state"], self._trained_by_path(), fresh)
+            fresh = partial(self._updates.fresh_state, groups=state_dict["param_groups"])
+            return states_from_state_dict(state_dict["state"], self._updates.trained_by_path(), fresh)
 
         states, compared = check_on_all_ranks(where, comm, check, lambda _: group_texts(state_dict["param_groups"]))
         values, varying = ({name: each[i] for name, each in compared.items()} for i in (0, 1))
         check_same_on_ranks(where, values, comm, remedy=SAME_VALUES_REMEDY, varying=varying)
         for group, loaded in zip(self.param_groups, state_dict["param_groups"], strict=True):
             group.update({name: copy.deepcopy(value) for name, value in loaded.items() if name != "params"})
-        if self._inner is None:
+        if self._updates is None:
             self._session.state.train_state = self._session.state.train_state._replace(opt=states)
         else:
-            self._has_state = set(states)
-            labels = [{path: state_join_key(states.get(path, {})) for path in each} for each in self._labels]
-            self._recut_by_labels(labels, states)
+            self._updates.replace_states(states)
         self._session.reset_history_if_all_loaded("optimizer")
 
     @api_boundary
@@ -434,7 +296,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         Cost: a gather of all state. Memory: a copy of this rank's state, and one full unit of one kind of state.
         """
         where, comm = "full_state_dict()", self._session.comm_outside_steps()
-        self._check_is_of_class(where)
+        self._updates_of_class(where)
         found = self.state_dict()
         return found if make_parts_whole_(where, found["state"].values(), rank, comm, kind_of=lambda key: key) else {}
 
@@ -448,18 +310,23 @@ class ShardedOptimizer(torch.optim.Optimizer):
         Cost: two ``all_reduce`` of each tensor's bytes along each axis. Memory: this rank's state twice, and one whole tensor.
         """
         where = "load_full_state_dict()"
-        self._check_is_of_class(where)
+        updates = self._updates_of_class(where)
         # Every rank keeps a tensor without dims whole.
-        like = {("state", path): part for path, part in self._trained_by_path().items() if part.full_shape}
+        like = {("state", path): part for path, part in updates.trained_by_path().items() if part.full_shape}
         self.load_state_dict(scatter_from_rank(where, state_dict, rank, self._session.reopened_scheduler(), like))
 
-    def _check_is_of_class(self, where: str) -> None:
-        if self._inner is None:
+    def _groups_with_paths(self) -> list[dict[str, Any]]:
+        return [{**group, "params": [p.path for p in group["params"]]} for group in self.param_groups]
+
+    def _updates_of_class(self, where: str) -> ClassUpdates:
+        """Return the updates by an optimizer class. For an ``(init, update)`` pair raise a TreeError that names ``where``."""
+        if self._updates is None:
             raise TreeError(
                 f"{where}: the state of an (init, update) pair is a tree, and has no names of parameters. Save by "
                 "fs.checkpoint.save() and load by fs.checkpoint.load(), on any mesh; or take the whole tree on all ranks, "
                 "fs.full_tree(optimizer.state_dict()['state'], comm=model.comm)."
             )
+        return self._updates
 
 
 def session_of_optimizer(optimizer: ShardedOptimizer) -> Session:

@@ -1,0 +1,188 @@
+"""ClassUpdates: updates of a module's parameters by an optimizer class, which works on slices of this rank's flat buffers.
+
+An elementwise optimizer works on *runs*: ranges of a flat buffer whose leaves are in one parameter group, often a whole buffer.
+As in torch, leaves without a gradient are not updated. If only some leaves of a run have a gradient, the run is cut for good,
+as states differ from then on. Any other optimizer gets whole leaves in their shapes.
+"""
+
+import copy
+from collections.abc import Hashable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from fsharp.errors import ScheduleError, TreeError
+from fsharp.functional.comm.agree import check_on_all_ranks
+from fsharp.functional.layout.sharded import units_by_name
+from fsharp.functional.optim.base import Transform
+from fsharp.stateful.modules.optim.flat_slices import FlatSlice, cut_by_labels, join_state, state_join_key, state_of_leaf
+from fsharp.stateful.modules.optim.probe import UpdateScope, fresh_state, probe_update_scope
+from fsharp.stateful.modules.optim.states import (
+    StatesByPath,
+    fill_in_missing_states,
+    group_texts,
+    options_text,
+)
+from fsharp.stateful.modules.parameter import ShardedTensor
+from fsharp.stateful.modules.session import Session
+
+OptimizerClass = type[torch.optim.Optimizer]
+ParamGroups = Sequence[dict[str, Any]]
+"""Parameter groups of a ShardedOptimizer: dicts of options, with the module's parameters as ``"params"``."""
+
+
+class ClassUpdates:
+    """The updates of a ShardedOptimizer by an optimizer class, and the state that the class keeps.
+
+    Args:
+        groups: the parameter groups. They get the options that the class adds.
+        defaults: options of the class.
+        check_steps: steps of a second trial of the class, at the shapes of the parameters; 0 for none.
+
+    Attributes:
+        inner: the instance of the class; its parameters are slices of flat buffers.
+        paths_with_state: paths of parameters that have had a gradient, the same on all ranks.
+    """
+
+    def __init__(
+        self, session: Session, optimizer: OptimizerClass, groups: ParamGroups, defaults: dict[str, Any], check_steps: int
+    ) -> None:
+        if session.scheduler.policy.offload:
+            raise ScheduleError(
+                f"ShardedOptimizer(): {optimizer.__name__} keeps its state on the device; SchedulePolicy(offload=True) is for "
+                "(init, update) pairs alone. Pass a pair such as fs.optim.adamw(...), or leave out offload=True."
+            )
+        self._session, self._defaults = session, defaults
+        self.paths_with_state = set[str]()
+        self._labels: Sequence[Mapping[str, Hashable]] = [{p.path: 0 for p in each["params"]} for each in groups]
+        fields = {"class": optimizer.__qualname__, "defaults": options_text(defaults)}
+        fields |= group_texts([{**group, "params": sorted(p.path for p in group["params"])} for group in groups])
+        check = partial(self._probe_update_scopes, optimizer, groups, check_steps)
+        self._scopes = check_on_all_ranks("ShardedOptimizer()", session.reopened_scheduler(), check, lambda _: fields)
+        rows = zip(groups, self._cut_into_slices(), strict=True)
+        self.inner = optimizer([{**group, "params": parameters} for group, parameters in rows], **defaults)
+        for mine, theirs in zip(groups, self.inner.param_groups, strict=True):
+            mine.update({name: value for name, value in theirs.items() if name != "params"})
+
+    def _probe_update_scopes(self, optimizer: OptimizerClass, groups: ParamGroups, check_steps: int) -> list[UpdateScope]:
+        """Return the :class:`UpdateScope` of ``optimizer`` in each parameter group, found by trials.
+
+        TreeError if an update needs elements that other ranks hold.
+        """
+        trained = [[p for p in group["params"] if p.is_trained] for group in groups]
+        found = []
+        for group, mine in zip(groups, trained, strict=True):
+            try_at = partial(probe_update_scope, optimizer, group, self._defaults, self._session.scheduler.device)
+            shapes = list(dict.fromkeys(p.leaf.shape for p in mine if p.leaf.numel))
+            found.append(max(try_at(), try_at([shapes], check_steps)) if check_steps and shapes else try_at())
+        scopes = []
+        for scope, mine in zip(found, trained, strict=True):
+            parts, what = [p for p in mine if p.is_cut], "whole parameters or their shapes, and ranks hold parts of"
+            if UpdateScope.EVERYTHING in found:
+                scope, parts = UpdateScope.EVERYTHING, [p for p in mine if not p.is_whole_on_every_rank or p.place.varying_axes]
+                what = "several parameters at once, or draws random numbers, and other ranks hold parts of"
+            elif scope is UpdateScope.ELEMENT and not parts and not optimizer.__module__.startswith("torch."):
+                scope = UpdateScope.PARAMETER  # the class may look at more than one element, at sizes that were not tried
+            scopes.append(scope)
+            if scope is not UpdateScope.ELEMENT and parts:
+                more = f" and {len(parts) - 1} more" if len(parts) > 1 else ""
+                whole = "" if scope is UpdateScope.EVERYTHING else "atoms=fs.layouts.Whole() or "
+                raise TreeError(
+                    f"ShardedOptimizer(): {optimizer.__name__} looks at {what} {parts[0].path!r}{more}. Pass shard_module() "
+                    f"{whole}strategy=fs.ddp(...) for the units that have them, take an elementwise optimizer such as AdamW, "
+                    "or fs.optim.muon() and other (init, update) pairs, which gather what they need."
+                )
+        return scopes
+
+    def _cut_into_slices(self) -> list[list[nn.Parameter]]:
+        """Return, for each parameter group, the slices of flat buffers that hold the group's leaves, as new parameters."""
+        tree, self._generation = self._session.state.main_parameters(), self._session.state.num_replacements
+        nodes, rank, groups = units_by_name(tree), self._session.scheduler.rank, []
+        self._slices: dict[nn.Parameter, FlatSlice] = {}
+        for scope, labels in zip(self._scopes, self._labels, strict=True):
+            found = cut_by_labels(tree, labels, rank=rank, by_leaf=scope is not UpdateScope.ELEMENT)
+            groups.append({nn.Parameter(flat_slice.view_in(nodes)): flat_slice for flat_slice in found})
+            self._slices |= groups[-1]
+        self._places = {path: (p, first, last) for p, each in self._slices.items() for path, first, last in each.leaves}
+        return list(map(list, groups))
+
+    def _recut_by_labels(self, labels: Sequence[Mapping[str, Hashable]], states: Mapping[str, Mapping[str, Any]]) -> None:
+        """Cut each parameter group's buffers into slices of leaves with equal ``labels``, and join their ``states``."""
+        known: dict[Hashable, int] = {}
+        self._labels = [{path: known.setdefault(new, len(known)) for path, new in each.items()} for each in labels]
+        for group, parameters in zip(self.inner.param_groups, self._cut_into_slices(), strict=True):
+            group["params"] = parameters
+        self.inner.state.clear()
+        for parameter, flat_slice in self._slices.items():
+            if joined := join_state(flat_slice, states, parameter):
+                self.inner.state[parameter] = joined
+
+    def as_transform(self, groups: ParamGroups) -> Transform:
+        """Return a Transform that updates with the options of ``groups``."""
+        apply = partial(self._apply, groups)
+        return Transform(init=lambda params: None, update=apply, config={}, apply=apply)  # `update` never runs
+
+    def _apply(self, groups: ParamGroups, grads: Any, state: Any, params: Any) -> tuple[Any, Any]:
+        if self._generation != self._session.state.num_replacements:
+            self._recut_by_labels(self._labels, self._states_by_path())
+        missing = self._session.step.means.missing
+        self.paths_with_state |= {path for labels in self._labels for path in labels} - missing
+        if missing and any(len({path in missing for path, _, _ in each.leaves}) > 1 for each in self._slices.values()):
+            labels = [{path: (old, path in missing) for path, old in each.items()} for each in self._labels]
+            self._recut_by_labels(labels, self._states_by_path())
+        for mine, theirs in zip(groups, self.inner.param_groups, strict=True):
+            theirs.update({name: value for name, value in mine.items() if name != "params"})
+        nodes = units_by_name(grads)
+        for parameter, flat_slice in self._slices.items():
+            parameter.grad = None if flat_slice.leaves[0][0] in missing else flat_slice.view_in(nodes).to(parameter.dtype)
+        self.inner.step()
+        self.inner.zero_grad()
+        return params, state
+
+    def state_of(self, path: str) -> dict[str, Any]:
+        """Return the state of the parameter at ``path`` by name, such as ``"exp_avg"``: as parts, where it is elementwise."""
+        like = self._session.parameters[path]
+        if path in self._places:
+            parameter, first, last = self._places[path]
+            return state_of_leaf(self.inner.state.get(parameter, {}), parameter, first, last, like)
+        if path not in self.paths_with_state:
+            return {}
+        labels = next(each for each in self._labels if path in each)
+        for parameter, flat_slice in self._slices.items():  # leaves with one label have had the same steps
+            if flat_slice.shape is None and labels.get(flat_slice.leaves[0][0]) == labels[path]:
+                return state_of_leaf(self.inner.state[parameter], parameter, 0, 0, like)
+        fresh = self.fresh_state(path, self.inner.param_groups)
+        return {key: value for key, value in fresh.items() if isinstance(value, ShardedTensor)}
+
+    def trained_by_path(self) -> dict[str, ShardedTensor]:
+        """Return, by path, the parameters that may have state: trained ones with at least one element."""
+        mine = {path for labels in self._labels for path in labels}
+        return {path: p for path, p in self._session.parameters.items() if path in mine and p.is_trained and p.leaf.numel}
+
+    def fresh_state(self, path: str, groups: ParamGroups) -> dict[str, Any]:
+        """Return the class's first state for the parameter at ``path``. ``groups``: parameter groups with options."""
+        index = next(i for i, labels in enumerate(self._labels) if path in labels)
+        parameter = self._session.parameters[path]
+        mine = parameter.local
+        held = mine.numel()
+        shape = (held or 1,) if self._scopes[index] is UpdateScope.ELEMENT else parameter.leaf.shape
+        values = mine.view(shape) if held else mine.new_zeros(shape)
+        state = fresh_state(type(self.inner), groups[index], self._defaults, values)
+        return state_of_leaf(state, values, 0, held, parameter)
+
+    def _states_by_path(self) -> StatesByPath:
+        return {path: self.state_of(path) for path in self._places}
+
+    def states_of_all_ranks(self) -> StatesByPath:
+        """Return copies of all states, with those that this rank lacks. All ranks have to call this."""
+        # Copied for each leaf: leaves of a slice share the tensor "step", which torch would increment once for each leaf.
+        mine = {path: copy.deepcopy(state) for path, state in self._states_by_path().items()}
+        return fill_in_missing_states(mine, self.trained_by_path(), self._session.reopened_scheduler())
+
+    def replace_states(self, states: StatesByPath) -> None:
+        """Replace all states. A parameter that is not in ``states`` has no state afterwards."""
+        self.paths_with_state = set(states)
+        labels = [{path: state_join_key(states.get(path, {})) for path in each} for each in self._labels]
+        self._recut_by_labels(labels, states)
