@@ -19,10 +19,10 @@ from fsharp.functional.layout.sharded import units_by_name
 from fsharp.functional.layout.unit_layout import UnitLayout
 from fsharp.functional.release import unaliased_clone
 from fsharp.functional.tree.paths import innermost_prefix, parent_by_prefix
-from fsharp.stateful.modules.initial.dtensors import DTensorSpec, as_dtensors, local_tensor
 from fsharp.stateful.modules.parameter import ShardedParameter
 from fsharp.stateful.modules.selection import units_by_module
 from fsharp.stateful.modules.te import lending_gradient_memory, scale_indices_of_fused_wgrads
+from fsharp.stateful.modules.torch_tools.dtensors import DTensorSpec, as_dtensors, local_tensor
 from fsharp.stateful.modules.values.outputs import connect_to_inputs, replace_tensors, tensors_in, views_of_parameters
 from fsharp.stateful.modules.values.side_outputs import SideOutputs
 from fsharp.torch_compile import call_compiled_like_caller, uncompiled

@@ -11,8 +11,8 @@ from torch.utils.hooks import RemovableHandle
 from fsharp.functional.comm.protocol import Comm
 from fsharp.functional.layout.sharded import units_of
 from fsharp.functional.optim.norms import global_norm
-from fsharp.stateful.modules.initial.dtensors import DTensorSpec
 from fsharp.stateful.modules.parameter import ShardedParameter, ShardedTensor, iter_local_leaves
+from fsharp.stateful.modules.torch_tools.dtensors import DTensorSpec
 from fsharp.stateful.units.unit_gradient import UnitGradient
 from fsharp.stateful.units.unit_state import UnitState
 

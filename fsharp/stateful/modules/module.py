@@ -14,7 +14,6 @@ from fsharp.functional.formats.format import dtype_name
 from fsharp.functional.layout.layout import Layout
 from fsharp.functional.state import TrainState
 from fsharp.stateful.modules.calls import ParameterSource, replacing_buffers_by_copies
-from fsharp.stateful.modules.initial.dtensors import as_dtensors
 from fsharp.stateful.modules.parameter import ShardedParameter, ShardedTensor
 from fsharp.stateful.modules.session import session_of_module
 from fsharp.stateful.modules.state_dict import (
@@ -24,6 +23,7 @@ from fsharp.stateful.modules.state_dict import (
     make_parts_whole_,
     scatter_from_rank,
 )
+from fsharp.stateful.modules.torch_tools.dtensors import as_dtensors
 from fsharp.stateful.runtime.scheduler import ScheduledCalls
 from fsharp.torch_compile import uncompiled
 from fsharp.tracebacks import api_boundary, api_context

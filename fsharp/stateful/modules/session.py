@@ -27,12 +27,12 @@ from fsharp.stateful.modules.calls import (
     check_no_added_parameters,
     replacing_buffers_by_copies,
 )
-from fsharp.stateful.modules.initial.dtensors import DTensorSpec
 from fsharp.stateful.modules.mean_gradients import MeanGradients
 from fsharp.stateful.modules.module_state import ModuleState
 from fsharp.stateful.modules.module_step import ModuleStep
 from fsharp.stateful.modules.parameter import ShardedParameter, ShardedTensor, iter_local_leaves
 from fsharp.stateful.modules.parts.part import PartOwner
+from fsharp.stateful.modules.torch_tools.dtensors import DTensorSpec
 from fsharp.stateful.modules.torch_tools.refusals import NO_COPIES_MESSAGE
 from fsharp.stateful.modules.values.casts import CastDtypes, cast_tensors
 from fsharp.stateful.modules.values.outputs import tensors_in

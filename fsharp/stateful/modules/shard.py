@@ -28,7 +28,6 @@ from fsharp.functional.make_functional import parameter_tree
 from fsharp.functional.optim.base import Transform
 from fsharp.functional.state import init_state
 from fsharp.functional.tree.paths import Patterns, matches_self_or_ancestor, parent_by_prefix
-from fsharp.stateful.modules.initial.dtensors import dtensor_specs, local_tensor
 from fsharp.stateful.modules.initial.initial import initial_parameters, settings_of_initial_values
 from fsharp.stateful.modules.module import ShardedModule
 from fsharp.stateful.modules.parameter import ShardedParameter
@@ -40,6 +39,7 @@ from fsharp.stateful.modules.te import (
     refuse_calls_outside_of_forwards,
     use_text_extra_state,
 )
+from fsharp.stateful.modules.torch_tools.dtensors import dtensor_specs, local_tensor
 from fsharp.stateful.modules.torch_tools.refusals import check_shardable, refuse_torch_wrappers
 from fsharp.stateful.modules.values.casts import casts_by_path
 from fsharp.stateful.modules.values.side_outputs import check_parameters_replaceable

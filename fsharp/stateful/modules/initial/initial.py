@@ -20,7 +20,7 @@ from fsharp.functional.layout.slicing import build_shard, shard_for
 from fsharp.functional.layout.unit_layout import Leaf, UnitLayout
 from fsharp.functional.materialize import mesh_independent_seed
 from fsharp.functional.tree.paths import self_and_ancestors
-from fsharp.stateful.modules.initial.dtensors import local_tensor
+from fsharp.stateful.modules.torch_tools.dtensors import local_tensor
 
 _SAME_SEED_REMEDY = (
     "Seed all ranks alike before the module is made, load the same checkpoint, or pass sync_from=0, to take rank 0's values."

@@ -6,8 +6,8 @@ from typing import Any
 import torch
 
 from fsharp.errors import AgreementError, ScheduleError
-from fsharp.stateful.modules.initial.dtensors import max_flag_over_ranks
 from fsharp.stateful.modules.optim.optimizer import ShardedOptimizer, session_of_optimizer
+from fsharp.stateful.modules.torch_tools.dtensors import max_flag_over_ranks
 from fsharp.type_checks import options_checked
 
 

@@ -15,7 +15,6 @@ from fsharp.functional.comm.protocol import Comm
 from fsharp.functional.layout.placement import Place
 from fsharp.functional.layout.slicing import boxes_covering_run
 from fsharp.functional.layout.unit_layout import Leaf, UnitLayout
-from fsharp.stateful.modules.initial.dtensors import DTensorSpec
 from fsharp.stateful.modules.parts.part_functions import (
     COPYING_FUNCTIONS,
     ELEMENTWISE_FUNCTIONS,
@@ -24,6 +23,7 @@ from fsharp.stateful.modules.parts.part_functions import (
     reduction_of,
     zip_arguments,
 )
+from fsharp.stateful.modules.torch_tools.dtensors import DTensorSpec
 from fsharp.stateful.modules.torch_tools.refusals import running_torch_tool_and_remedy
 from fsharp.stateful.runtime.boundary import in_backward
 from fsharp.tracebacks import api_boundary
