@@ -2,7 +2,7 @@
 
 import pytest
 
-from fsharp.stateful.modules.optim import optimizer
+from fsharp.stateful.modules.optim import class_updates
 
 _PLAIN = (int, float, str, tuple, type(None))
 _FOUND = {}
@@ -11,7 +11,7 @@ _FOUND = {}
 @pytest.fixture(scope="module", autouse=True)
 def trials():
     """Make each trial once: a torch class with the same plain options comes to the same in each test."""
-    probe = optimizer.probe_update_scope
+    probe = class_updates.probe_update_scope
 
     def probe_once(cls, options, defaults, *args):
         chosen = {name: value for name, value in {**defaults, **options}.items() if name != "params"}
@@ -23,5 +23,5 @@ def trials():
         return _FOUND[key]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(optimizer, "probe_update_scope", probe_once)
+        patch.setattr(class_updates, "probe_update_scope", probe_once)
         yield
