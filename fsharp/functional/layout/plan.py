@@ -274,9 +274,9 @@ def find_tie_owners(paths: Sequence[str], leaves: Sequence[torch.Tensor]) -> dic
     ties: dict[str, str] = {}
     owners: dict[tuple[int, int], tuple[str, torch.Tensor]] = {}
     for path, leaf in zip(paths, leaves):
-        if leaf.numel() == 0:
-            continue
         place = (leaf.untyped_storage()._cdata, int(leaf.storage_offset()) * leaf.dtype.itemsize)
+        if leaf.numel() == 0:  # views without elements share none, so only one tensor at two paths is tied
+            place = (id(leaf), -1)
         owner, other = owners.setdefault(place, (path, leaf))
         if owner == path:
             continue

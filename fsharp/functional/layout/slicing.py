@@ -183,7 +183,7 @@ def _tie_problems(paths: Sequence[str], leaves: Sequence[torch.Tensor], layout: 
         for leaf in unit.leaves:
             path = unit.path_in_tree(leaf)
             owner = unit.path_of_tie_owner(leaf) if leaf.tied_to else None
-            if owner is None and path in found:
+            if owner is None and path in found and by_path[path].numel():
                 yield repr(path), f"tied to {found[path]!r}, but laid out on its own"
             elif owner and found.get(path) != owner and not _same_bits(by_path[path], by_path[owner]):
                 yield repr(path), f"laid out as tied to {owner!r}, but has values of its own"

@@ -323,3 +323,34 @@ def test_any_number_of_backward_passes_add_up(comm, strategy, ranks):
         optimizer.step()
         optimizer.zero_grad()
     assert found == pytest.approx([3.0 * len(passes) for passes in PASSES])
+
+
+class TwiceEmpty(nn.Module):
+    """Has one parameter without elements at two paths, and another one with the same shape."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear, self.first, self.second = nn.Linear(3, 3), nn.Module(), nn.Module()
+        self.first.none = self.second.none = nn.Parameter(torch.empty(0, 3))
+        self.other = nn.Parameter(torch.empty(0, 3))
+
+    def forward(self, x):
+        return self.linear(x).sum() + self.second.none.sum()
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero3"])
+@on_ranks(DP)
+def test_an_empty_parameter_at_two_paths_is_tied(comm, strategy):
+    """As in torch, a gradient that comes by one path is there by the other."""
+    model = fs.shard_module(TwiceEmpty(), mesh=comm, strategy=STRATEGIES[strategy][1], units=[nn.Linear], sync_from=0)
+    optimizer = fs.ShardedOptimizer(model.parameters(), torch.optim.SGD, lr=0.1)
+    for _ in range(3):
+        model(torch.ones(2, 3)).backward()
+        assert model.first.none is model.second.none
+        assert model.first.none.grad.shape == (0, 3)
+        assert model.other.grad is None
+        optimizer.step()
+        optimizer.zero_grad()
+    state = model.state_dict()
+    model.load_state_dict(state)
+    assert {"first.none", "second.none", "other"} <= state.keys()
