@@ -97,12 +97,11 @@ def gather(tree: Tree, *, comm: Comm, to: PlaceName = "full") -> Tree:
             return sharded.with_buffers(sharded.buffers)
         tree_name = tree_label_prefix(sharded, comm, target)
         named = LabelPrefixComm(comm, f"{tree_name}gather {sharded.name or '(root)'}")
-        ways = {"was_gathered": sharded.is_gathered, "is_gathered": whole}
         to_sinks = whole and torch.is_grad_enabled() and sharded.sinks and not is_transformed_beyond_vmap()
         with vmap_disabled() if to_sinks else nullcontext():  # buffers with sinks have no vmap dim
             moved = []
             for x in _buffers_without_scales(sharded):
-                moved.append(move_values(x.detach() if to_sinks else x, sharded.place, target, named, **ways))
+                moved.append(move_values(x.detach() if to_sinks else x, sharded, target, named, is_gathered=whole))
             moved = _add_scales_or_decode(sharded, moved, target, named, whole=whole)
             if to_sinks:
                 moved = sharded.ledger.attach_to_graph(sharded, moved, LabelPrefixComm(comm, tree_name))
@@ -220,29 +219,27 @@ def host_buffers_to_device(tree: Any, device: torch.device) -> Any:
     return map_units(one, tree)
 
 
-def move_values(
-    x: torch.Tensor, source: Place, target: Place, comm: Comm, *, was_gathered: bool = False, is_gathered: bool = False
-) -> torch.Tensor:
-    """Move one buffer from the place ``source`` to the place ``target``, neither of which holds partial sums.
+def move_values(x: torch.Tensor, node: Sharded, target: Place, comm: Comm, *, is_gathered: bool) -> torch.Tensor:
+    """Move one buffer of ``node`` from the node's place to ``target``. Neither place holds partial sums.
 
-    ``was_gathered``: whether ``x`` is a gathered copy. ``is_gathered``: whether the result is a gathered copy. Both change only
-    the gradients: with respect to a gathered copy, each rank has its own summand of the gradient. With respect to a buffer at
-    rest, all ranks share the sum of the summands. See [Note: resting and gathered].
+    ``is_gathered``: whether the result is a gathered copy. This, and whether ``x`` is one, changes only the gradients: with
+    respect to a gathered copy, each rank has its own summand of the gradient. With respect to a buffer at rest, all ranks share
+    the sum of the summands. See [Note: resting and gathered].
     """
-    followed = x.requires_grad or (is_transformed() and x.is_floating_point())
-    for axis in reversed(source.order):
-        if comm.mesh.axis_size(axis) == 1 or x.numel() == 0:
+    source, was_gathered = node.place, node.is_gathered
+    followed = x.numel() > 0 and (x.requires_grad or (is_transformed() and x.is_floating_point()))
+    for axis in reversed(source.replicated_axes) if followed else ():
+        if comm.mesh.axis_size(axis) == 1:
             continue
-        if source[axis] is Shard and target[axis] is Replicate:
-            x = all_gather_last(x, comm, axis)
-            x = x if is_gathered or not followed else pcast(x, comm, axis, "share")
-        elif source[axis] is Replicate and followed:
-            if not was_gathered and (is_gathered or target[axis] is Shard):
-                x = pcast(x, comm, axis, "each")
-            elif was_gathered and not is_gathered and target[axis] is Replicate:
-                x = pcast(x, comm, axis, "share")
-    for axis in source.order:
-        if source[axis] is Replicate and target[axis] is Shard:
+        if not was_gathered and (is_gathered or target[axis] is Shard):
+            x = pcast(x, comm, axis, "each")
+        elif was_gathered and not is_gathered and target[axis] is Replicate:
+            x = pcast(x, comm, axis, "share")
+    for axis in node.unit.gather_axes(source, target):
+        x = all_gather_last(x, comm, axis)
+        x = x if is_gathered or not followed else pcast(x, comm, axis, "share")
+    for axis in source.replicated_axes:
+        if target[axis] is Shard:
             x = local_slice(x, comm, axis)
     return x
 

@@ -8,7 +8,7 @@ import torch
 
 from fsharp.functional.comm.protocol import Call, sent_nbytes
 from fsharp.functional.layout.layout import Layout
-from fsharp.functional.layout.placement import Place, Replicate, Shard
+from fsharp.functional.layout.placement import Place
 from fsharp.functional.layout.precision import Dtypes
 from fsharp.functional.layout.runs import ReductionStage, reduction_stages
 from fsharp.functional.layout.unit_layout import UnitLayout
@@ -40,8 +40,7 @@ def step_traffic(
     calls: Counter[Call] = Counter()
     for unit in layout.units:
         strategy = unit.strategy
-        is_gathered = any(unit.mesh.axis_size(axis) > 1 for axis in strategy.params.sharded_axes)
-        gathers = 2 if release and is_gathered else 1
+        gathers = 2 if release and unit.gather_axes(strategy.params, strategy.full) else 1
         times = microbatches * uses.get(unit.name, 1)
         for group in unit.all_groups:
             gathered = gather_calls(unit, group, strategy.params, strategy.full)
@@ -50,7 +49,7 @@ def step_traffic(
             landed = reduce_calls(unit, group, strategy.full.dual, strategy.grads)
             calls.update({call: count * microbatches for call, count in landed.items()})
             calls.update(reduce_calls(unit, group, strategy.grads, strategy.optim))
-            axes = [axis for axis in unit.update_axes if unit.mesh.axis_size(axis) > 1]
+            axes = unit.gather_axes(strategy.optim, strategy.params)
             calls.update(calls_to_gather_buffer(unit, unit.update_nbytes(group), axes))
     calls.update(_scale_agreement_calls(layout))
     for axis, n in layout.mesh.axes:  # the loss and its weight, two float64
@@ -78,9 +77,8 @@ def _scale_agreement_calls(layout: Layout) -> Iterator[Call]:
 
 def gather_calls(unit: UnitLayout, group: int, source: Place, target: Place) -> Counter[Call]:
     """Return the collectives in which :func:`~fsharp.gather` moves one group's buffer from ``source`` to ``target``."""
-    sharded = [axis for axis in reversed(source.order) if source[axis] is Shard and target[axis] is Replicate]
-    axes = [axis for axis in sharded if unit.mesh.axis_size(axis) > 1]
-    return Counter(calls_to_gather_buffer(unit, unit.gathered_part_nbytes(group, source), axes))
+    nbytes = unit.gathered_part_nbytes(group, source)
+    return Counter(calls_to_gather_buffer(unit, nbytes, unit.gather_axes(source, target)))
 
 
 def calls_to_gather_buffer(unit: UnitLayout, nbytes: int, axes: Iterable[str]) -> Iterator[Call]:

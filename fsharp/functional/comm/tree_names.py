@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from fsharp.functional.comm.protocol import Comm, innermost_comm
-from fsharp.functional.layout.placement import Place, Replicate, Shard
+from fsharp.functional.layout.placement import Place
 from fsharp.functional.layout.sharded import Sharded, units_of
 from fsharp.functional.tree.tree_name import UNNAMED_TREE, TreeName
 
@@ -75,14 +75,10 @@ def tree_label_prefix(node: Sharded, comm: Comm, target: Place | None = None) ->
     counts = tree_name_counters_of(comm)
     if counts is None:
         return ""
-    name, place = node.tree_name, node.place
+    name = node.tree_name
     if name.tree and not name.num_replaced and not name.num_mapped:  # the usual case: the text identifies the tree
         return f"tree {name.tree} at update {name.num_updates}, "
-    axes = tuple(
-        axis
-        for axis in place.order
-        if place[axis] is Shard and comm.mesh.axis_size(axis) > 1 and (target is None or target[axis] is Replicate)
-    )
+    axes = node.unit.gather_axes(node.place, target or node.unit.strategy.full)
     if not axes:
         return ""
     if name is UNNAMED_TREE:

@@ -192,11 +192,18 @@ class UnitLayout:
         """Return the bytes of the buffer in which one rank holds a group's parameters in ``place``."""
         return self.stored_size(group, place) * self.groups[group].dtypes.stored_format.stored_dtype.itemsize
 
+    def gather_axes(self, source: Place, target: Place, *, trivial: bool = False) -> tuple[str, ...]:
+        """Return the axes along which a move from ``source`` to ``target`` gathers, in the order of the gathers: finest first.
+
+        ``trivial``: whether collectives run along axes of one rank too.
+        """
+        axes = [axis for axis in reversed(source.order) if source[axis] is Shard and target[axis] is Replicate]
+        return tuple([axis for axis in axes if trivial or self.mesh.axis_size(axis) > 1])
+
     @cached_property
     def update_axes(self) -> tuple[str, ...]:
         """Axes along which updated parameters are gathered, in the order of the gathers."""
-        params, optim = self.strategy.params, self.strategy.optim
-        return tuple([a for a in reversed(self.strategy.order) if optim[a] is Shard and params[a] is Replicate])
+        return self.gather_axes(self.strategy.optim, self.strategy.params, trivial=True)
 
     def update_format(self, group: int) -> Format | None:
         """Return the format in which a group's updates travel; None if parameters travel themselves, or nothing travels."""

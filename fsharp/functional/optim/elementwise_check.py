@@ -93,11 +93,10 @@ def _tree_of_whole_trainable_leaves(tree: Any, comm: Comm) -> Any:
     """
 
     def subtree(node: Sharded) -> Any:
-        found = {}
+        found, axes = {}, node.unit.gather_axes(node.place, node.unit.strategy.full)
         for group, buffer in zip(node.groups, node.buffers, strict=True):
-            for axis in reversed(node.place.sharded_axes):
-                if buffer.dim() and node.unit.mesh.axis_size(axis) > 1:
-                    buffer = comm.all_gather(buffer, axis, label=f"{node.name} to compare updates").flatten()
+            for axis in axes if buffer.dim() else ():
+                buffer = comm.all_gather(buffer, axis, label=f"{node.name} to compare updates").flatten()
             for leaf in node.unit.leaves_of_group(group):
                 cut = buffer[leaf.offset : leaf.offset + leaf.numel].view(leaf.shape) if buffer.dim() else buffer
                 found[leaf.path] = cut.clone()

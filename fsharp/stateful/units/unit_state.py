@@ -1,7 +1,6 @@
 """UnitState: the state of one unit of one tree in a scheduler."""
 
 import math
-from collections.abc import Iterable
 from dataclasses import replace
 from itertools import chain
 from typing import Any
@@ -10,7 +9,6 @@ import torch
 
 from fsharp.functional.comm.protocol import Comm
 from fsharp.functional.comm.tree_names import tree_label_prefix
-from fsharp.functional.layout.placement import Shard
 from fsharp.functional.layout.sharded import Sharded
 from fsharp.functional.layout.unit_layout import UnitLayout
 from fsharp.functional.traffic import calls_to_gather_buffer
@@ -38,18 +36,14 @@ class UnitState:
     def __init__(self, key: str, layout: UnitLayout, *, trivial: bool) -> None:
         self.key, self.layout, self.trivial = key, layout, trivial
         self.leaf_table = leaf_table(layout)
-        sharded = [axis for axis in reversed(layout.strategy.order) if layout.strategy.params[axis] is Shard]
-        self.axes = self._communicating_axes(sharded) if full_nbytes(layout) else ()
-        self.update_axes = self._communicating_axes(layout.update_axes)
+        params, optim, full = layout.strategy.params, layout.strategy.optim, layout.strategy.full
+        self.axes = layout.gather_axes(params, full, trivial=trivial) if full_nbytes(layout) else ()
+        self.update_axes = layout.gather_axes(optim, params, trivial=trivial)
         self.node: Sharded | None = None
         self.gradient: UnitGradient | None = None
         self.host_copy_nbytes = 0
         self.tree_label: str | None = None
         self._at_rest: tuple[Any, FullUnit] | None = None
-
-    def _communicating_axes(self, axes: Iterable[str]) -> tuple[str, ...]:
-        """Return the axes that have collectives: axes of more than one rank, or all axes if ``trivial``."""
-        return tuple(axis for axis in axes if self.trivial or self.layout.mesh.axis_size(axis) > 1)
 
     def facts(
         self, *, trained: bool, updated: bool, several_uses: bool, several_microbatches: bool, keep_gradients: bool = False
