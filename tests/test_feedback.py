@@ -11,7 +11,7 @@ from hypothesis import given, strategies as st
 import fsharp as fs
 from fsharp.errors import LayoutError, OptionError, ScheduleError, TreeError
 from fsharp.functional.formats.format import Format, Plane
-from fsharp.functional.layout.runs import residual_sizes
+from fsharp.functional.layout.stages import residual_sizes
 from fsharp.testing import DebugPolicy, simulate
 from tests.gpt_like import loss_fn, make_params
 from tests.ranks import on_ranks

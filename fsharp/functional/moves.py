@@ -11,7 +11,8 @@ partial         shard       ``reduce_scatter``
 partial         replicate   ``all_reduce``
 ==============  ==========  ===============================
 
-Finer axes are gathered first and reduced last. So as many bytes are sent as by one collective over all ranks.
+Finer axes are gathered first and reduced last. So as many bytes are sent as by one collective over all ranks. Which axes, in
+which order, is defined by :meth:`UnitLayout.gather_axes` and :func:`~fsharp.functional.layout.stages.reduction_stages`.
 
 [Note: resting and gathered]
 Copies of a value are of two kinds, which differ only in their gradients. Copies at **rest** are one value that ranks share
@@ -42,9 +43,8 @@ from fsharp.functional.comm.collectives import (
 from fsharp.functional.comm.protocol import Comm, LabelPrefixComm, engine_of, reporting_format_errors
 from fsharp.functional.comm.residuals import PerRank, ResidualsByAxis, ResidualViews, prepare_residuals
 from fsharp.functional.comm.tree_names import tree_label_prefix
-from fsharp.functional.formats.format import ResidualAndNoise, plain_format
+from fsharp.functional.formats.format import ResidualAndNoise
 from fsharp.functional.layout.placement import Partial, Place, Replicate, Shard
-from fsharp.functional.layout.runs import padding_in_decoded_sums
 from fsharp.functional.layout.sharded import (
     PlaceName,
     Sharded,
@@ -55,6 +55,7 @@ from fsharp.functional.layout.sharded import (
     resolve_place,
     units_of,
 )
+from fsharp.functional.layout.stages import padding_in_decoded_sum, reduction_stages
 from fsharp.functional.layout.stored import decode_stored, gathered_part, is_encoded, scales_in
 from fsharp.functional.layout.unit_layout import UnitLayout
 from fsharp.functional.transforms import is_transformed, is_transformed_beyond_vmap, refuse_proxy_tracing, vmap_disabled
@@ -255,37 +256,28 @@ def reduce_partial_sums(
 ) -> torch.Tensor:
     """Sum one buffer of partial gradients over ranks, and return this rank's part in ``target``. Overwrites ``residuals``."""
     dtypes, label = unit.groups[group].dtypes, f"reduce {unit.name or '(root)'}"
-    named = LabelPrefixComm(comm, label)
-    axes = [axis for axis in source.order if comm.mesh.axis_size(axis) > 1]  # axes of size 1 send and cast nothing
-
-    def scattered(x: torch.Tensor, axis: str) -> torch.Tensor:
-        wire, x = dtypes.wire_format_along(axis), x.to(dtypes.reduction_input_dtype_along(axis))
-        if wire.is_plain:
-            return reduce_scatter_last(x, named, axis, dtype=dtypes.accumulate)
-        assert axis in residuals or not dtypes.feedback or not x.numel(), "gradients with feedback are reduced with residuals"
-        padding = padding_in_decoded_sums(unit, group, axis, comm.rank, (source, target)) if x.numel() else ()
-        facts = partial(unit.error_facts, group, axis)
-        return reduce_scatter_encoded(x, named, axis, wire, facts, residuals.get(axis, ResidualAndNoise()), padding)
-
-    def all_reduced(x: torch.Tensor, axis: str) -> torch.Tensor:
-        n, wire = comm.mesh.axis_size(axis), dtypes.wire_format_along(axis)
-        if wire == plain_format(dtypes.accumulate):
-            return all_reduce(x.to(dtypes.accumulate), named, axis)
-        # A wire other than the sum's dtype: only the summands travel in it, so that every strategy gets the same bits.
-        size = x.shape[-1]
-        padded = torch.nn.functional.pad(x, (0, n * wire.padded_part_size(size, n) - size))
-        return all_gather_last(scattered(padded, axis), named, axis)[..., :size]
-
+    named, accumulate = LabelPrefixComm(comm, label), dtypes.accumulate
     with reporting_format_errors(named, label):
-        for axis in axes:
-            if target[axis] is Shard and source[axis] is Partial:
-                x = scattered(x, axis)
-            elif target[axis] is Shard and source[axis] is Replicate:
+        for stage in reduction_stages(unit, group, source, target):
+            op, axis, n, size, out, dtype, wire, _ = stage
+            if op == "slice":
                 x = local_slice(x, named, axis)
-        for axis in axes:
-            if target[axis] is Replicate and source[axis] is Partial:
-                x = all_reduced(x, axis)
-    return x.to(dtypes.accumulate)
+            elif op == "all_gather":
+                x = all_gather_last(x, named, axis)[..., :out]
+            elif op == "reduce_scatter":
+                x = reduce_scatter_last(x.to(dtype), named, axis, dtype=accumulate)
+            elif op == "all_to_all":
+                assert axis in residuals or not dtypes.feedback, "gradients with feedback are reduced with residuals"
+                padded = torch.nn.functional.pad(x.to(dtype), (0, n * out - size))
+                facts, padding = partial(unit.error_facts, group, axis), padding_in_decoded_sum(unit, group, stage, comm.rank)
+                x = reduce_scatter_encoded(padded, named, axis, wire, facts, residuals.get(axis, ResidualAndNoise()), padding)
+            elif dtype == accumulate:
+                x = all_reduce(x.to(dtype), named, axis)
+            else:  # only the summands travel in another dtype, so that every strategy gets the same bits
+                padded = torch.nn.functional.pad(x.to(dtype), (0, -size % n))
+                x = reduce_scatter_last(padded, named, axis, dtype=accumulate)
+                x = all_gather_last(x, named, axis)[..., :size]
+    return x.to(accumulate)
 
 
 def units_on_mesh_of(where: str, tree: Any, comm: Comm) -> list[Sharded]:

@@ -9,8 +9,7 @@ import torch
 from fsharp.functional.comm.protocol import Call, sent_nbytes
 from fsharp.functional.layout.layout import Layout
 from fsharp.functional.layout.placement import Place
-from fsharp.functional.layout.precision import Dtypes
-from fsharp.functional.layout.runs import ReductionStage, reduction_stages
+from fsharp.functional.layout.stages import ReductionStage, reduction_stages
 from fsharp.functional.layout.unit_layout import UnitLayout
 from fsharp.type_checks import options_checked
 
@@ -91,21 +90,22 @@ def calls_to_gather_buffer(unit: UnitLayout, nbytes: int, axes: Iterable[str]) -
 
 def reduce_calls(unit: UnitLayout, group: int, source: Place, target: Place) -> Counter[Call]:
     """Return the collectives in which :func:`~fsharp.reduce_scatter` moves one group from ``source`` to ``target``."""
-    return Counter(calls_of_stages(unit.groups[group].dtypes, reduction_stages(unit, group, source, target)))
+    stages = reduction_stages(unit, group, source, target)
+    return Counter(calls_of_stages(stages, unit.groups[group].dtypes.accumulate))
 
 
-def calls_of_stages(dtypes: Dtypes, stages: Iterable[ReductionStage]) -> Iterator[Call]:
-    """Yield the collectives of a reduction of one group with ``dtypes``, which runs in ``stages``.
+def calls_of_stages(stages: Iterable[ReductionStage], accumulate: torch.dtype) -> Iterator[Call]:
+    """Yield the collectives of a reduction that runs in ``stages``. Sums have the dtype ``accumulate``.
 
     An ``all_reduce`` whose input is not in the ``accumulate`` dtype is a ``reduce_scatter`` in the input's dtype, and an
     ``all_gather`` in the ``accumulate`` dtype.
     """
-    for op, axis, n, size, out, dtype in stages:
-        wire, part = dtypes.wire_format_along(axis), -(-size // n)
+    for op, axis, n, size, out, dtype, wire, _ in stages:
+        part = -(-size // n)
         if op == "all_to_all":
             yield Call(op, axis, sent_nbytes(op, wire.size(out) * wire.stored_dtype.itemsize, n))
-        elif op == "all_reduce" and dtype != dtypes.accumulate:
+        elif op == "all_reduce" and dtype != accumulate:
             yield Call("reduce_scatter", axis, sent_nbytes("reduce_scatter", part * dtype.itemsize, n))
-            yield Call("all_gather", axis, sent_nbytes("all_gather", part * dtypes.accumulate.itemsize, n))
+            yield Call("all_gather", axis, sent_nbytes("all_gather", part * accumulate.itemsize, n))
         elif op != "slice":
             yield Call(op, axis, sent_nbytes(op, (size if op == "all_gather" else part) * dtype.itemsize, n))

@@ -13,8 +13,8 @@ from fsharp.checkpoint.saver import BackgroundSaver
 from fsharp.errors import RunError, problem
 from fsharp.functional.comm.agree import all_gather_texts, check_on_all_ranks, ranks_text
 from fsharp.functional.comm.protocol import Comm
-from fsharp.functional.layout.runs import has_stochastic_wire
 from fsharp.functional.layout.sharded import units_of
+from fsharp.functional.layout.stages import has_stochastic_wire
 from fsharp.resilience.failures import is_own_failure
 from fsharp.stateful.modules.module import ShardedModule
 

@@ -155,6 +155,37 @@ def test_patterns_choose_initializers_and_the_last_counts():
     assert bool(((tree["b"] >= 2) & (tree["b"] < 3)).all())
 
 
+REDUCTIONS = {
+    "ddp": (fs.ddp("o", "i"), None, [("all_reduce", "o", 1024), ("all_reduce", "i", 1024)]),
+    "hsdp": (fs.hsdp("o", "i"), None, [("reduce_scatter", "i", 512), ("all_reduce", "o", 512)]),
+    "hfsdp": (fs.hfsdp("o", "i"), None, [("reduce_scatter", "i", 512), ("reduce_scatter", "o", 256)]),
+    "hsdp, bfloat16": (
+        fs.hsdp("o", "i"),
+        torch.bfloat16,
+        [("reduce_scatter", "i", 256), ("reduce_scatter", "o", 128), ("all_gather", "o", 256)],
+    ),
+    "hsdp, bytes between replicas": (
+        fs.hsdp("o", "i"),
+        {"o": fs.formats.mxint8},
+        [("reduce_scatter", "i", 512), ("all_to_all", "o", fs.formats.mxint8.size(64)), ("all_gather", "o", 256)],
+    ),
+}
+"""By hand, for 256 float32: the strategy, the wire, and the collectives in their order, with the bytes that a rank sends."""
+
+
+@pytest.mark.parametrize("name", REDUCTIONS)
+@on_ranks(fs.Mesh({"o": 2, "i": 2}))
+def test_sums_are_cut_before_replicas_are_added(comm, name):
+    strategy, wire, expected = REDUCTIONS[name]
+    tree = {"w": torch.full((256,), 2.0)}
+    layout = fs.plan(tree, fs.Mesh({"o": 2, "i": 2}), strategy, precision=fs.Precision(wire=wire))
+    counting = fs.collectives.CountingComm(comm)
+    summed = fs.reduce_scatter(fs.shard_for(tree, layout, comm.rank, place=strategy.full.dual), comm=counting)
+    assert list(counting.calls) == expected
+    assert list(reduce_calls(layout.units[0], 0, strategy.full.dual, strategy.optim)) == expected
+    assert set(summed.buffers[0].tolist()) == {8.0}
+
+
 @pytest.mark.parametrize("axes", [("o", "i"), ("i", "o")])
 @on_ranks(fs.Mesh({"o": 2, "i": 2}))
 def test_finer_axes_are_gathered_first(comm, axes):

@@ -21,7 +21,8 @@ import torch
 from fsharp.errors import TreeError, problem
 from fsharp.functional.formats.format import ResidualAndNoise, dtype_name
 from fsharp.functional.formats.stochastic import make_noise_fn
-from fsharp.functional.layout.runs import encoded_runs, has_stochastic_wire, leaves_in_run, residual_sizes
+from fsharp.functional.layout.runs import leaves_in_run
+from fsharp.functional.layout.stages import encoded_stages, has_stochastic_wire, residual_sizes
 from fsharp.functional.layout.unit_layout import UnitLayout
 
 
@@ -111,9 +112,10 @@ def _residual_views(
         return found  # type: ignore[return-value]
     for g in unit.trainable_groups:
         by_axis = found.setdefault(g, {})
-        for axis, number, start, size in encoded_runs(unit, g, rank):
-            noise = make_noise_fn("gradient", step, number, leaves_in_run(unit, g, start, size, rank))
-            by_axis[axis] = by_axis.get(axis, ResidualAndNoise())._replace(noise=noise)
+        for number, stage in enumerate(encoded_stages(unit, g)):
+            run = unit.local_start(g, stage.place, rank), stage.size
+            noise = make_noise_fn("gradient", step, number, leaves_in_run(unit, g, *run, rank))
+            by_axis[stage.axis] = by_axis.get(stage.axis, ResidualAndNoise())._replace(noise=noise)
     return found  # type: ignore[return-value]
 
 

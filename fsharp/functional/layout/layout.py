@@ -9,8 +9,8 @@ import torch
 
 from fsharp.errors import LayoutError
 from fsharp.functional.layout.mesh import Mesh
-from fsharp.functional.layout.runs import residual_sizes
 from fsharp.functional.layout.serial import layout_from_json, layout_to_json
+from fsharp.functional.layout.stages import residual_sizes
 from fsharp.functional.layout.text import align_columns, nbytes_text, table_html, units_rows
 from fsharp.functional.layout.unit_layout import UnitLayout
 from fsharp.functional.tree.paths import innermost_prefix

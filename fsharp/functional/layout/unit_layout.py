@@ -244,8 +244,14 @@ class UnitLayout:
         return self.mesh.index_along(place.sharded_axes, rank) * self.local_size(group, place)
 
     def leaf_spans(self, group: int, place: Place, rank: int) -> Iterator[Span]:
-        """Yield a :class:`Span` for each leaf of a group that ``rank`` holds a part of in ``place``, in order of the buffer."""
-        start, size = self.local_start(group, place, rank), self.local_size(group, place)
+        """Return a :class:`Span` for each leaf of a group that ``rank`` holds a part of in ``place``, in buffer order."""
+        return self.spans_in_run(group, self.local_start(group, place, rank), self.local_size(group, place))
+
+    def spans_in_run(self, group: int, start: int, size: int) -> Iterator[Span]:
+        """Yield a :class:`Span` for each leaf in the run ``[start, start + size)`` of a group's buffer, in buffer order.
+
+        The first element of the run counts as element 0 of the rank's buffer.
+        """
         for leaf in self.leaves_of_group(group):
             low, high = max(start, leaf.offset), min(start + size, leaf.offset + leaf.numel)
             if low < high:

@@ -7,8 +7,8 @@ import torch
 
 from fsharp.errors import ScheduleError, problem
 from fsharp.functional.formats.format import tensor_text
-from fsharp.functional.layout.runs import has_stochastic_updates, has_stochastic_wire
 from fsharp.functional.layout.sharded import units_of
+from fsharp.functional.layout.stages import has_stochastic_updates, has_stochastic_wire
 from fsharp.functional.loss import Metrics
 from fsharp.functional.state import TrainState
 from fsharp.stateful.runtime.scheduler import ScheduledFunction

@@ -7,8 +7,8 @@ from typing import Literal
 import torch
 
 from fsharp.errors import ScheduleError
-from fsharp.functional.layout.runs import residual_sizes
 from fsharp.functional.layout.sharded import PlaceName, Sharded, resolve_place
+from fsharp.functional.layout.stages import residual_sizes
 from fsharp.stateful.units.future_buffers import with_future_buffers
 from fsharp.stateful.units.unit_gradient import GradientPhase
 from fsharp.stateful.units.unit_state import UnitState

@@ -10,7 +10,7 @@ import torch
 from fsharp.functional.comm.protocol import Call
 from fsharp.functional.formats.format import ResidualAndNoise
 from fsharp.functional.layout.placement import Place
-from fsharp.functional.layout.runs import padding_in_decoded_sums, reduction_stages
+from fsharp.functional.layout.stages import padding_in_decoded_sum, reduction_stages
 from fsharp.functional.layout.unit_layout import UnitLayout
 from fsharp.functional.traffic import calls_of_stages
 from fsharp.stateful.transport.base import Summand, Transport, Work
@@ -23,8 +23,7 @@ class ReductionChain:
     The stages are those of :func:`reduction_stages`. On a host without streams, all stages are blocking, except the last.
 
     Attributes:
-        places: the places of the gradient before the first stage and after the last.
-        size: number of elements of the gradient in the first place.
+        size: number of elements of the gradient before the first stage.
         always_has_out: whether each :class:`ChainInput` has memory for the result.
         first: the dtype of the first stage's input; the accumulation dtype if there are no stages.
         casts_first: whether the input has another dtype than the result.
@@ -42,7 +41,7 @@ class ReductionChain:
         trivial: bool,
         always_has_out: bool = False,
     ) -> None:
-        self.transport, self.unit, self.group, self.places, self.always_has_out = transport, unit, group, places, always_has_out
+        self.transport, self.unit, self.group, self.always_has_out = transport, unit, group, always_has_out
         self.size = unit.local_size(group, places[0])
         self.dtypes = dtypes = unit.groups[group].dtypes
         self.stages = list(reduction_stages(unit, group, *places, trivial=trivial))
@@ -52,7 +51,7 @@ class ReductionChain:
 
     def calls(self) -> tuple[Call, ...]:
         """Return the chain's collectives, with the bytes that this rank sends in each."""
-        return tuple(calls_of_stages(self.dtypes, self.stages))
+        return tuple(calls_of_stages(self.stages, self.dtypes.accumulate))
 
     def scratch_sizes(self) -> FlatSizes:
         """Return ``(number of elements, dtype)`` of each tensor that the chain needs: scratch, and buffers between stages."""
@@ -73,17 +72,16 @@ class ReductionChain:
         cast = [each for each in self.stages if each.dtype != self.dtypes.accumulate]
         return sum(each.size * each.dtype.itemsize for each in cast)
 
-    def encode(self, x: torch.Tensor, residuals: Mapping[str, ResidualAndNoise], stage: int = 0) -> torch.Tensor | None:
-        """Return ``x`` encoded for stage number ``stage``; None if this stage sends plain buffers. Residuals are overwritten.
+    def encode(self, x: torch.Tensor, residuals: Mapping[str, ResidualAndNoise], k: int = 0) -> torch.Tensor | None:
+        """Return ``x`` encoded for stage number ``k``; None if this stage sends plain buffers. Residuals are overwritten.
 
         The result has a row for each receiver, in whole blocks of the wire's format; the end of ``x`` is padded.
         """
-        if not self.stages or self.stages[stage].op != "all_to_all":
+        if not self.stages or self.stages[k].op != "all_to_all":
             return None
-        axis, n = self.stages[stage].axis, self.stages[stage].n
-        wire, carried = self.dtypes.wire_format_along(axis), residuals.get(axis, ResidualAndNoise())
-        part, facts = wire.padded_part_size(len(x), n), partial(self.unit.error_facts, self.group, axis)
-        padded = torch.nn.functional.pad(x, (0, n * part - len(x)))
+        _, axis, n, size, part, _, wire, _ = self.stages[k]
+        carried, facts = residuals.get(axis, ResidualAndNoise()), partial(self.unit.error_facts, self.group, axis)
+        padded = torch.nn.functional.pad(x, (0, n * part - size))
         return wire.store_summand(padded, part, carried.residual, facts, carried.noise).view(n, -1)
 
 
@@ -93,8 +91,7 @@ def encode_recode_decode_nbytes(chains: Iterable[ReductionChain]) -> tuple[int, 
     for chain in chains:
         for k, stage in enumerate(chain.stages):
             if stage.op == "all_to_all":
-                wire = chain.dtypes.wire_format_along(stage.axis)
-                nbytes = stage.n * wire.size(stage.out) * wire.stored_dtype.itemsize
+                nbytes = stage.n * stage.wire.size(stage.out) * stage.wire.stored_dtype.itemsize
                 found[0 if k == 0 else 1] += nbytes
                 found[2 if k == len(chain.stages) - 1 else 1] += nbytes
     return found[0], found[1], found[2]
@@ -145,18 +142,15 @@ def _run_stages(inputs: Sequence[ChainInput], transport: Transport, label: str) 
         if op == "reduce_scatter":
             last = transport.reduce_scatter(summands, axis, n, chain.dtypes.accumulate, label=label)
         elif op == "all_to_all":
-            facts = [partial(item.chain.unit.error_facts, item.chain.group, axis) for item in inputs]
-            pairs = zip(inputs, xs, strict=True)
+            chains, pairs = [item.chain for item in inputs], zip(inputs, xs, strict=True)
+            facts = [partial(each.unit.error_facts, each.group, axis) for each in chains]
             stored = [
                 item.chain.encode(x, item.residuals, k) if k or item.encoded is None else item.encoded for item, x in pairs
             ]
             sent = [each for each in stored if each is not None]
-            padding = [
-                padding_in_decoded_sums(item.chain.unit, item.chain.group, axis, transport.comm.rank, item.chain.places)
-                for item in inputs
-            ]
-            wire = chain.dtypes.wire_format_along(axis)
-            last = transport.reduce_scatter_encoded(summands, sent, axis, n, wire, facts, padding, label=label)
+            rank = transport.comm.rank
+            padding = [padding_in_decoded_sum(each.unit, each.group, each.stages[k], rank) for each in chains]
+            last = transport.reduce_scatter_encoded(summands, sent, axis, n, stage.wire, facts, padding, label=label)
         elif op == "all_reduce":
             last = transport.all_reduce(summands, axis, n, label=label)
         else:
