@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 
 from fsharp.functional.comm.protocol import Call
+from fsharp.functional.comm.residuals import ResidualsByAxis
 from fsharp.functional.formats.format import ResidualAndNoise
 from fsharp.functional.layout.placement import Place
 from fsharp.functional.layout.stages import padding_in_decoded_sum, reduction_stages
@@ -72,7 +73,7 @@ class ReductionChain:
         cast = [each for each in self.stages if each.dtype != self.dtypes.accumulate]
         return sum(each.size * each.dtype.itemsize for each in cast)
 
-    def encode(self, x: torch.Tensor, residuals: Mapping[str, ResidualAndNoise], k: int = 0) -> torch.Tensor | None:
+    def encode(self, x: torch.Tensor, residuals: Mapping[int, ResidualsByAxis], k: int = 0) -> torch.Tensor | None:
         """Return ``x`` encoded for stage number ``k``; None if this stage sends plain buffers. Residuals are overwritten.
 
         The result has a row for each receiver, in whole blocks of the wire's format; the end of ``x`` is padded.
@@ -80,7 +81,8 @@ class ReductionChain:
         if not self.stages or self.stages[k].op != "all_to_all":
             return None
         _, axis, n, size, part, _, wire, _ = self.stages[k]
-        carried, facts = residuals.get(axis, ResidualAndNoise()), partial(self.unit.error_facts, self.group, axis)
+        carried = residuals.get(self.group, {}).get(axis, ResidualAndNoise())
+        facts = partial(self.unit.error_facts, self.group, axis)
         padded = torch.nn.functional.pad(x, (0, n * part - size))
         return wire.store_summand(padded, part, carried.residual, facts, carried.noise).view(n, -1)
 
@@ -104,7 +106,7 @@ class ChainInput(NamedTuple):
         x: the buffer, in the dtype ``chain.first``.
         out: memory for the result; None leaves the result in the memory of the last stage.
         memory: tensors with the sizes and dtypes of :meth:`ReductionChain.scratch_sizes`.
-        residuals: by axis, encoding errors of earlier buffers, and random numbers; overwritten.
+        residuals: by group and axis, encoding errors of earlier buffers, and random numbers; overwritten.
         encoded: the buffer from :meth:`ReductionChain.encode`, if the first stage sends it encoded.
     """
 
@@ -112,7 +114,7 @@ class ChainInput(NamedTuple):
     x: torch.Tensor
     out: torch.Tensor | None
     memory: Sequence[torch.Tensor]
-    residuals: Mapping[str, ResidualAndNoise] = MappingProxyType({})
+    residuals: Mapping[int, ResidualsByAxis] = MappingProxyType({})
     encoded: torch.Tensor | None = None
 
 

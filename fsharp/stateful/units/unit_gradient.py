@@ -143,9 +143,6 @@ class UnitGradient:
         """Pass residuals, by group and axis, to later reductions, which add them to the gradient and overwrite them."""
         self._residuals = residuals
 
-    def _residuals_of(self, group: int) -> ResidualsByAxis:
-        return self._residuals.get(group, {})
-
     def collect_in(self, block: OutgoingBlock) -> None:
         """Collect this microbatch's gradient in ``block`` from now on. Copy the gradients that another block has collected."""
         if self.block is not None:
@@ -194,7 +191,7 @@ class UnitGradient:
     def encode(self, chains: Sequence[ReductionChain], buffers: Sequence[torch.Tensor]) -> None:
         """Encode ``buffers``, one for each of ``chains``, if the first stage of the chain sends encoded parts."""
         pairs = zip(chains, buffers, strict=True)
-        self._encoded = [chain.encode(x, self._residuals_of(chain.group)) for chain, x in pairs]
+        self._encoded = [chain.encode(x, self._residuals) for chain, x in pairs]
 
     def encode_resting(self) -> None:
         """Encode the gradient at rest for its reduction to the optimizer's shards: see :meth:`final_reduction_inputs`."""
@@ -218,7 +215,7 @@ class UnitGradient:
             if block.sent[i] is not block.collected[i]:
                 block.sent[i].copy_(block.collected[i])
             out = self.rest.tensors[i] if into_rest else block.received[i]
-            inputs.append(ChainInput(chain, block.sent[i], out, block.scratch[i], self._residuals_of(chain.group), encoded[i]))
+            inputs.append(ChainInput(chain, block.sent[i], out, block.scratch[i], self._residuals, encoded[i]))
         return inputs
 
     def take_own_works(self, works: list[Work]) -> list[Work]:
@@ -292,9 +289,7 @@ class UnitGradient:
         chains, targets = self.route.final_chains, (self.final or self.rest).tensors
         rows = zip(chains, self.rest.tensors, targets, blocks, self._take_encoded(chains), strict=True)
         return [
-            ChainInput(
-                chain, sent.copy_(source) if len(sent) else source, target, scratch, self._residuals_of(chain.group), encoded
-            )
+            ChainInput(chain, sent.copy_(source) if len(sent) else source, target, scratch, self._residuals, encoded)
             for chain, source, target, (sent, *scratch), encoded in rows
         ]
 
