@@ -15,7 +15,9 @@ import pytest
 import torch
 
 import fsharp as fs
+from fsharp.stateful.modules import shard
 from fsharp.testing import processes
+from tests.virtual_device import accelerator as accelerator, comm as comm
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -69,6 +71,18 @@ def test_programs_of_pages_run(path, tmp_path, monkeypatch, capsys):
         shown = [line for line in table.splitlines() if line != "..."]
         assert len(shown) > 6
         assert [line for line in names["choice"].table().splitlines() if line in shown] == shown, "the table of candidates"
+
+
+@pytest.mark.parametrize("page", ["formats", "functions", "howto", "modules", "scheduler", "ways"])
+def test_programs_of_pages_run_on_a_gpu(comm, page, tmp_path, monkeypatch):
+    """Their tensors are on the device of the Comm, which is a virtual GPU if there is no other."""
+    monkeypatch.chdir(tmp_path)
+    for where in (fs, shard):
+        monkeypatch.setattr(where, "connect", lambda mesh, **_: comm)
+    names = {"__name__": page}
+    for number, block in enumerate(programs(ROOT / "docs" / f"{page}.md"), 1):
+        if "simulate(" not in block:
+            exec(compile(block, f"{page}.md, block {number}", "exec"), names)
 
 
 def test_the_recipe_of_dp_sgd_trains_alike_on_any_number_of_ranks():
