@@ -81,7 +81,7 @@ def test_programs_of_pages_run_on_a_gpu(comm, page, tmp_path, monkeypatch):
         monkeypatch.setattr(where, "connect", lambda mesh, **_: comm)
     names = {"__name__": page}
     for number, block in enumerate(programs(ROOT / "docs" / f"{page}.md"), 1):
-        if "simulate(" not in block:
+        if "simulate(" not in block and "register_format(" not in block:  # on CPUs; a name is registered once
             exec(compile(block, f"{page}.md, block {number}", "exec"), names)
 
 
