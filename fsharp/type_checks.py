@@ -1,5 +1,6 @@
 """Compare values with type annotations, and say in words what an annotation expects."""
 
+import difflib
 import inspect
 import numbers
 from collections.abc import Callable, Iterable, Sequence
@@ -16,6 +17,16 @@ _MAX_REPR_CHARS = 80
 """Characters of a value that an error shows."""
 _CALLABLE: Any = Callable
 _TYPE_NAMES: dict[Any, str] = {int: "an int", float: "a number", bool: "True or False", str: "a str", NoneType: "None"}
+_CALLS = {"Mesh": "fs.Mesh({'dp': 8})"}
+"""By name of a function whose signature says too little, an example of a call."""
+_EXAMPLES = {
+    "a Strategy": "fs.zero3('dp')",
+    "a Precision": "fs.Precision(torch.bfloat16, torch.float32)",
+    "a Comm": "fs.connect(mesh)",
+    "a TrainState": "fs.init_state(tx, params, comm=comm)",
+    "a Layout": "fs.plan(params, mesh, strategy)",
+}
+"""By what an error says that it expected, an expression that makes such a value."""
 
 
 @cache
@@ -86,13 +97,15 @@ def describe_wrong_field(instance: Any) -> str:
 
 
 def short_repr(value: Any) -> str:
-    """Return the ``repr`` of a value for an error message, cut off if it is long."""
-    text = repr(value)
+    """Return the ``repr`` of a value for an error message, cut off if it is long. A function is shown by its name."""
+    text = f"the function {value.__qualname__}" if inspect.isfunction(value) else repr(value)
     return text if len(text) <= _MAX_REPR_CHARS else f"{text[:_MAX_REPR_CHARS]}..."
 
 
 def _wrong_value_text(name: str, value: Any, hint: Any) -> str:
-    return f"{name} is {short_repr(value)}, expected {annotation_in_words(hint)}"
+    words = annotation_in_words(hint)
+    example = next((f", such as {text}" for kind, text in _EXAMPLES.items() if kind in words), "")
+    return f"{name} is {short_repr(value)}, expected {words}{example}"
 
 
 def check_arguments(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -104,9 +117,34 @@ def check_arguments(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[
     positional, rest, named = _parameters(fn)
     for name, value in (*zip(chain(positional, repeat(rest)), args, strict=False), *kwargs.items()):
         if name in named and not named[name][0](value):
-            raise OptionError(
-                f"{fn.__qualname__.removesuffix('.__init__')}(): {_wrong_value_text(name, value, named[name][1])}."
-            )
+            raise OptionError(f"{_name_in_errors(fn)}(): {_wrong_value_text(name, value, named[name][1])}.")
+
+
+def _name_in_errors(fn: Callable[..., Any]) -> str:
+    return fn.__qualname__.removesuffix(".__init__").rpartition("<locals>.")[2]
+
+
+def check_signature(error: Exception, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Raise an OptionError if the call ``fn(*args, **kwargs)``, which raised ``error``, does not fit the signature of ``fn``.
+
+    Raises:
+        OptionError: names an unknown argument and the most similar one, or how ``fn`` is called.
+    """
+    if type(error) is not TypeError:
+        return
+    signature, name = inspect.signature(fn), _name_in_errors(fn)
+    try:
+        signature.bind(*args, **kwargs)
+    except TypeError as reason:
+        plain = [each.replace(annotation=each.empty, default=each.empty) for each in signature.parameters.values()]
+        plain_text = str(signature.replace(parameters=plain, return_annotation=signature.empty)).replace("(self, ", "(")
+        usage = f"It is called as {_CALLS.get(name, name + plain_text)}."
+        unknown = [each for each in kwargs if each not in signature.parameters]
+        if unknown and all(each.kind is not each.VAR_KEYWORD for each in plain):
+            near = difflib.get_close_matches(unknown[0], signature.parameters, n=1)
+            usage = f"Closest: {near[0]}." if near else usage
+            raise OptionError(f"{name}() has no argument {unknown[0]!r}. {usage}") from None
+        raise OptionError(f"{name}(): {reason}. {usage}") from None
 
 
 @cache
@@ -135,7 +173,7 @@ def options_checked(target: F) -> F:
     """Wrap a function, or a class: a call with arguments that do not fit the annotations raises an error.
 
     Raises:
-        OptionError: as :func:`check_arguments`.
+        OptionError: as :func:`check_arguments` and :func:`check_signature`.
     """
 
     def before(fn: Any, args: Any, kwargs: Any) -> Any:
@@ -143,6 +181,11 @@ def options_checked(target: F) -> F:
         return fn(*args, **kwargs)
 
     return _wrap_calls(before, target)
+
+
+def names_checked(target: F) -> F:
+    """Wrap a function, or a class: a call that does not fit the signature raises an OptionError (:func:`check_signature`)."""
+    return _wrap_calls(lambda fn, args, kwargs: fn(*args, **kwargs), target)
 
 
 def options_checked_on_failure(target: F) -> F:
@@ -163,16 +206,17 @@ def options_checked_on_failure(target: F) -> F:
 
 
 def check_failed_call(error: Exception, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Raise an OptionError if the call ``fn(*args, **kwargs)``, which raised ``error``, has an argument of the wrong type.
+    """Raise an OptionError if the call ``fn(*args, **kwargs)``, which raised ``error``, has a wrong argument.
 
     Do nothing if all arguments fit, or if ``error`` is an error of this library other than an OptionError. For functions that a
     step calls often: arguments are checked only after a failure.
 
     Raises:
-        OptionError: as :func:`check_arguments`.
+        OptionError: as :func:`check_arguments` and :func:`check_signature`.
     """
     if isinstance(error, OptionError) or not isinstance(error, FsharpError):
         check_arguments(fn, args, kwargs)
+    check_signature(error, fn, args, kwargs)
 
 
 def _wrap_calls(call_wrapped: Callable[[Any, Any, Any], Any], target: F) -> F:
@@ -184,7 +228,11 @@ def _wrap_calls(call_wrapped: Callable[[Any, Any, Any], Any], target: F) -> F:
     @wraps(target)
     def call(*args: Any, **kwargs: Any) -> Any:
         try:
-            return call_wrapped(fn, args, kwargs)
+            try:
+                return call_wrapped(fn, args, kwargs)
+            except Exception as error:
+                check_signature(error, fn, args, kwargs)
+                raise
         except Exception as error:
             hide_frames(error)
             raise

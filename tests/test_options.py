@@ -1,6 +1,7 @@
 """Options of the wrong type: each public function names the option, its value, and what was expected, before any collective."""
 
 import inspect
+import re
 
 import pytest
 import torch
@@ -90,6 +91,52 @@ WRONG = {
     "a list of axes": (lambda: fs.ddp(["dp"]), r"ddp\(\): axes is \['dp'\], expected a str"),
     "a loss": (lambda: fs.resilience.find_nonfinite("1", PARAMS, comm=ONE), r"find_nonfinite\(\): loss is '1', expected"),
     "rules": (lambda: fs.Strategy("dp"), r"Strategy\(\): rules is 'dp', expected a Mapping"),
+    "a similar name": (lambda: fs.plan({}, ONE.mesh, None, unit="*"), r"^plan\(\) has no argument 'unit'. Closest: units.$"),
+    "a name of a policy": (
+        lambda: fs.Scheduler(ONE, pre_fetch=2),
+        r"Policy\(\) has no argument 'pre_fetch'. Closest: prefetch",
+    ),
+    "a name of a step": (
+        lambda: fs.gather(PARAMS, com=ONE),
+        r"gather\(\) has no argument 'com'. Closest: comm",
+    ),
+    "a name of torch": (
+        lambda: fs.optim.adamw(1e-3, betas=(0.9, 0.99)),
+        r"^adamw\(\) has no argument 'betas'. It is called as adamw\(learning_rate, b1, b2, eps, \*, weight_decay, lr",
+    ),
+    "a name of FSDP": (
+        lambda: fs.shard_module(torch.nn.Linear(2, 2), auto_wrap_policy=3),
+        r"^shard_module\(\) has no argument 'auto_wrap_policy'. It is called as shard_module\(module, \*, mesh, strategy, ",
+    ),
+    "a name of FSDP2": (
+        lambda: fs.Precision(param_dtype=torch.bfloat16),
+        r"^Precision\(\) has no argument 'param_dtype'. It is called as Precision\(compute, main, wire, ",
+    ),
+    "a size by name": (lambda: fs.Mesh(dp=8), r"^Mesh\(\) has no argument 'dp'. It is called as fs.Mesh\(\{'dp': 8\}\).$"),
+    "a missing argument": (
+        lambda: fs.gather(PARAMS),
+        r"^gather\(\): missing a required argument: 'comm'. It is called as gather\(tree, \*, comm, to\).$",
+    ),
+    "a keyword by position": (
+        lambda: fs.gather(PARAMS, ONE),
+        r"^gather\(\): too many positional arguments. It is called as ga",
+    ),
+    "a word for a strategy": (
+        lambda: fs.shard_module(torch.nn.Linear(2, 2), strategy="zero3"),
+        r"strategy is 'zero3', expected a Strategy .*, such as fs.zero3\('dp'\).$",
+    ),
+    "a strategy without a call": (
+        lambda: fs.shard_module(torch.nn.Linear(2, 2), strategy=fs.zero3),
+        r"strategy is the function zero3, expected a Strategy .*, such as fs.zero3\('dp'\).$",
+    ),
+    "a word for a precision": (
+        lambda: fs.plan({}, ONE.mesh, fs.zero3("dp"), precision="bf16"),
+        r"precision is 'bf16', expected a Precision .*, such as fs.Precision\(torch.bfloat16, torch.float32\).$",
+    ),
+    "parameters for a state": (
+        lambda: fs.train_step(lambda params, batch, comm: 0, fs.optim.sgd(0.1))(PARAMS, None, ONE),
+        r"step\(\): state is Sharded.*, expected a TrainState, such as fs.init_state\(tx, params, comm=comm\).$",
+    ),
 }
 
 
@@ -104,11 +151,13 @@ def test_a_rule_of_a_strategy_has_its_axis_in_the_error():
         fs.Strategy({"dp": 1})
 
 
-def test_an_error_of_the_users_function_stays_as_it_is():
-    def fail(tree):
-        raise TypeError("of the user")
-
-    with pytest.raises(TypeError, match=r"^of the user$"):
+@pytest.mark.parametrize(
+    "fail", [lambda tree: torch.add(), lambda tree: fs.forward(dict), lambda: 0], ids=["torch", "fs", "own"]
+)
+def test_an_error_of_the_users_function_stays_as_it_is(fail):
+    with pytest.raises(TypeError) as alone:
+        fail(1)
+    with pytest.raises(TypeError, match=rf"^{re.escape(str(alone.value))}$"):
         fs.forward(fail, PARAMS, comm=ONE)
 
 

@@ -194,7 +194,7 @@ OWN = {
     "another": (lambda: fs.layouts.merge(params(), 3), TreeError),
     "an option": (lambda: fs.optim.sgd("0.1"), OptionError),
     "a Comm that is none": (lambda: fs.forward(broken, params(), comm="dp"), OptionError),
-    "a missing argument": (lambda: fs.update(TX), TypeError),
+    "a missing argument": (lambda: fs.update(TX), OptionError),
     "a class": (lambda: fs.Mesh({"dp": 0}), MeshError),
     "a dataclass": (lambda: fs.SchedulePolicy(prefetch=-1), ScheduleError),
     "a method": (lambda: ONE.mesh.index("tp"), MeshError),

@@ -139,7 +139,7 @@ def test_with_restarts_a_rank_prints_its_own_error_alone(capfd):
 
 def test_a_mesh_that_does_not_fit_a_rank_of_another_launcher_says_that_no_process_was_started(monkeypatch):
     monkeypatch.setenv("RANK", "0")
-    with pytest.raises(MeshError, match="1 processes cannot form") as caught:
+    with pytest.raises(MeshError, match="1 process cannot form") as caught:
         fs.launch(lambda: fs.Mesh({"dp": 2}).check_world_size(1), 2)
     assert "launch() has started no processes" in caught.value.__notes__[0]
 

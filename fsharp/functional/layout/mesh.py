@@ -7,6 +7,7 @@ from typing import Any
 
 from fsharp.errors import MeshError, problem
 from fsharp.tracebacks import api_boundary
+from fsharp.type_checks import names_checked
 
 
 @dataclass(frozen=True, slots=True, init=False)
@@ -37,7 +38,7 @@ class Mesh:
     shape: tuple[int, ...] = field(compare=False)
     size: int = field(compare=False)
 
-    @api_boundary
+    @names_checked
     def __init__(self, axes: Mapping[str, int] | Iterable[tuple[str, int]]) -> None:
         sizes: Any = getattr(axes, "shape", None) if isinstance(getattr(axes, "shape", None), Mapping) else axes
         try:
@@ -119,7 +120,8 @@ class Mesh:
                 f"Start {self.size} processes, by torchrun --nproc-per-node {self.size} or fs.launch(fn, {self.size}), or "
                 f"choose axis sizes whose product is {world_size}."
             )
-            what = f"{world_size} processes cannot form {self}, which has {self.size} ranks."
+            formed = "1 process cannot form" if world_size == 1 else f"{world_size} processes cannot form"
+            what = f"{formed} {self}, which has {self.size} ranks."
             raise MeshError(problem("Mesh", what, facts, remedy))
 
     def __str__(self) -> str:

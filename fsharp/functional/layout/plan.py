@@ -18,7 +18,7 @@ from fsharp.functional.layout.precision import Precision, Precisions, check_prec
 from fsharp.functional.layout.unit_layout import Group, Leaf, UnitLayout
 from fsharp.functional.tree.paths import REGISTER, Patterns, flatten_with_paths, join_path, select_paths, value_by_path
 from fsharp.functional.tree.units import cut_into_units, unit_by_path
-from fsharp.type_checks import options_checked
+from fsharp.type_checks import options_checked, short_repr
 
 
 @options_checked
@@ -217,8 +217,8 @@ def _rules_by_path_or_pattern(rules: Any) -> Any:
     for rule in found:
         if not _is_strategy_or_spec(rule):
             raise LayoutError(
-                f"plan(): strategy has {rule!r:.80}, expected a Strategy such as zero3('dp'), or a partition spec such as "
-                "P('dp'). Pass one of these, a tree of these, or a dict by path pattern: {'**': P('dp'), 'layers.*.b': P()}."
+                f"plan(): strategy has {short_repr(rule)}, expected a Strategy such as zero3('dp'), or a partition spec such "
+                "as P('dp'). Pass one of these, a tree of these, or a dict by path pattern: {'**': P('dp'), 'layers.*.b': P()}."
             )
     if _is_strategy_or_spec(rules) or (isinstance(rules, Mapping) and all(map(_is_strategy_or_spec, rules.values()))):
         return rules

@@ -88,7 +88,7 @@ REFUSED = {
     ),
     "a spec and a strategy": ({"w": fs.P("dp"), "s": fs.zero1("dp", "tp")}, LayoutError, r"params\['s'\] +dp: RPS, tp: RPS\n"),
     "a tuple": (("dp",), LayoutError, r"strategy has 'dp', expected a Strategy such as zero3\('dp'\), or a partition spec"),
-    "a function": (fs.zero3, LayoutError, "strategy has <function zero3"),
+    "a function": (fs.zero3, LayoutError, r"strategy has the function zero3, expected a Strategy such as zero3\('dp'\)"),
     "a tree of another shape": ({"a": {"b": fs.P("dp")}}, PatternError, r"the pattern 'a.b' matches nothing"),
 }
 

@@ -63,11 +63,6 @@ def test_units_that_match_nothing():
     assert not isinstance(net.head.weight, fs.modules.ShardedParameter)
 
 
-def test_an_option_that_there_is_not_is_refused_by_its_own_name():
-    with pytest.raises(TypeError, match=r"shard_module\(\) got an unexpected keyword argument 'timeout'"):
-        fs.shard_module(modules.make(), mesh=fs.SingleComm(), timeout=5)
-
-
 def test_names_that_it_would_hide():
     net = modules.make()
     net.layout = 3
