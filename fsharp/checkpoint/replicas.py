@@ -354,7 +354,8 @@ class Replicas(BackgroundSaver):
 
         Raises:
             CheckpointError: there is no save, or every save is damaged or has lost files; the message names the ranks, and
-                nothing is renamed.
+                nothing is renamed. Or a host cannot read one of its files, which proves no damage: remove the file, and the
+                copy of another host is read.
             TreeError: names, shapes or dtypes differ.
             AgreementError: ranks have different arguments, or another rank has failed.
 
