@@ -2,13 +2,15 @@
 
 python examples/lora_gpt2.py                                            two processes
 torchrun --nproc-per-node 4 examples/lora_gpt2.py --strategy hsdp       2 x 2
+
+It prints the losses of both runs. They differ by rounding only, about 1e-6.
 """
 
 import os
 from dataclasses import dataclass
 from typing import Literal
 
-import launch
+import launch_example
 import torch
 import torch.nn.functional as F
 from gpt.data import load, random_starts, windows
@@ -77,11 +79,12 @@ def train(model, optimizer, batches, clip):
 
 
 def train_both(what, build, batches, mesh, strategy, *, lr):
-    """Train a model in parts, and in one piece; compare; the trained weights of the former."""
-    model = fs.shard_module(build(), mesh=mesh, strategy=strategy, units=[GPT2Block])
+    """Train the model sharded, and unsharded on rank 0. Compare. Return the trained weights of the sharded one."""
+    comm = fs.connect(mesh)
+    model = fs.shard_module(build().to(comm.device), mesh=comm, strategy=strategy, units=[GPT2Block])
     optimizer = fs.ShardedOptimizer(model.parameters(), torch.optim.AdamW, lr=lr)
-    comm = model.comm
     say = print if comm.rank == 0 else lambda *_: None
+    batches = [{name: x.to(comm.device) for name, x in batch.items()} for batch in batches]
     mine = [{name: x[comm.rank :: comm.mesh.size] for name, x in batch.items()} for batch in batches]
     sharded = train(model, optimizer, mine, model.clip_grad_norm_)
     for axis in comm.mesh.names:
@@ -95,12 +98,11 @@ def train_both(what, build, batches, mesh, strategy, *, lr):
     say(f"{what}: {trained:,} of {total:,} parameters are trained")
     say(f"  a rank keeps {kept:,} bytes of optimizer state, and sends {moved:,} bytes of gradients in a step")
     if comm.rank == 0:
-        alone = build()
+        alone = build().to(comm.device)
         parameters = [p for p in alone.parameters() if p.requires_grad]
         adamw = torch.optim.AdamW(parameters, lr=lr)
         unsharded = train(alone, adamw, batches, lambda norm: nn.utils.clip_grad_norm_(parameters, norm))
-        for step in sorted({0, len(batches) // 3, 2 * len(batches) // 3, len(batches) - 1}):
-            say(f"  step {step:3d}  loss {sharded[step, 0]:.6f}  unsharded {unsharded[step, 0]:.6f}")
+        launch_example.show_losses(sharded[:, 0], unsharded[:, 0], "unsharded")
         loss, norm = (sharded - unsharded).abs().max(0).values
         say(f"  largest difference between losses: {loss:.1e}, between gradient norms: {norm:.1e}")
     return dict(model.full_parameters(trained=True))
@@ -134,4 +136,4 @@ def main(options):
 
 
 if __name__ == "__main__":
-    launch.main(main, Options)
+    launch_example.main(main, Options)

@@ -30,6 +30,7 @@ def main(folder, kill):
     layout = fs.plan(params, comm.mesh, fs.zero3("dp"))
     state = fs.init_state(tx, fs.shard(params, layout, comm, place="optim"), comm=comm)
     train_step, made = fs.Scheduler(comm)(fs.train_step(loss_fn, tx)), []
+    # Every second step the state is copied to the memory of the host. All ranks are on one host, and no other host has copies.
     hosts = fs.checkpoint.Replicas(f"{folder}/memory", comm, copies=0, domain_size=RANKS, root=f"{folder}/run")
     with (
         hosts,
@@ -53,7 +54,7 @@ def main(folder, kill):
 if __name__ == "__main__":
     found = []
     for kill in (False, True):
-        with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
+        with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:  # memory; on Linux
             found.append(fs.launch(main, RANKS, folder, kill, restarts=1))
     for rank, (pid, steps, _) in enumerate(found[1]):
         print(f"rank {rank}: process {pid} has made {steps} steps")

@@ -2,6 +2,9 @@
 
 python examples/resume_elsewhere.py                     four processes, then three
 python examples/resume_elsewhere.py --then zero1        another strategy for the three
+
+It prints that all 42 parameters and moments have the saved bits, and the losses of both runs. They differ by rounding only,
+about 2e-7.
 """
 
 import os
@@ -10,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-import launch
+import launch_example
 import optree
 import torch
 import tyro
@@ -46,16 +49,17 @@ def train(state, train_step, steps, comm):
     losses = []
     for step in steps:
         parts = [make_batch(step, i) for i in range(3)]
-        batch = optree.tree_map(lambda *x: torch.cat(x)[comm.rank : SEQUENCES : comm.mesh.size], *parts)
+        batch = optree.tree_map(lambda *x: torch.cat(x)[comm.rank : SEQUENCES : comm.mesh.size].to(comm.device), *parts)
         state, metrics = train_step(state, batch, comm)
         losses.append(metrics.loss)
     return state, torch.stack(losses)
 
 
 def whole(state, comm):
-    """Parameters and moments, unsharded."""
+    """Return parameters and moments, unsharded, on the CPU."""
     adam = state.opt[1]
-    return optree.tree_leaves([fs.full_tree(tree, comm=comm) for tree in (state.params, adam.mu, adam.nu)])
+    trees = [fs.full_tree(tree, comm=comm) for tree in (state.params, adam.mu, adam.nu)]
+    return [x.cpu() for x in optree.tree_leaves(trees)]
 
 
 def main(options):
@@ -77,18 +81,16 @@ def main(options):
         equal = sum(map(torch.equal, values, expected))
         where = f"{comm.mesh.size} ranks under {options.then}"
         print(f"{equal} of {len(expected)} parameters and moments have the saved bits on {where}")
-        one = fs.SingleComm()
+        one = fs.SingleComm(device=comm.device)
         unsharded = train(*begin(fs.ddp("dp"), one), range(2 * options.steps), one)[1][options.steps :]
-        for step in sorted({0, options.steps // 2, options.steps - 1}):
-            print(f"step {options.steps + step:3d}  loss {losses[step]:.6f}  unsharded {unsharded[step]:.6f}")
-        print(f"largest difference between losses: {(losses - unsharded).abs().max():.1e}")
+        launch_example.show(losses, unsharded, "unsharded", first_step=options.steps)
 
 
 if __name__ == "__main__":
     if "RANK" in os.environ:
-        launch.main(main, Options)
+        launch_example.main(main, Options)
     else:
         tyro.cli(Options)  # so that nothing is started on a bad option
         for nproc, more in ((4, []), (3, ["--resume"])):
-            if status := launch.start(nproc, os.path.abspath(sys.argv[0]), *sys.argv[1:], *more):
+            if status := launch_example.start(nproc, os.path.abspath(sys.argv[0]), *sys.argv[1:], *more):
                 sys.exit(status)

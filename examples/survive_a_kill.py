@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-import launch
+import launch_example
 import torch
 import torch.nn.functional as F
 import tyro
@@ -70,8 +70,8 @@ def loss_fn(params, batch, comm):
     return fs.forward(head_loss, params["head"], x, batch["y"], comm=comm)
 
 
-schedule = fs.optim.warmup_cosine_decay_schedule(0.0, 1e-2, warmup_steps=10, decay_steps=40)
-tx = fs.optim.chain(fs.optim.clip_by_global_norm(1.0), fs.optim.adamw(schedule))
+learning_rate = fs.optim.warmup_cosine_decay_schedule(0.0, 1e-2, warmup_steps=10, decay_steps=40)
+tx = fs.optim.chain(fs.optim.clip_by_global_norm(1.0), fs.optim.adamw(learning_rate))
 
 
 def train_step(state, batch, comm):
@@ -146,7 +146,7 @@ def main():
         for name, kills in (("undisturbed", 0), ("killed", options.kills)):
             print(f"--- {name}", flush=True)
             command = [os.path.abspath(__file__), *sys.argv[1:], "--root", str(root / name), "--kills", str(kills)]
-            status = launch.start(options.nproc, *command, max_restarts=kills)
+            status = launch_example.start(options.nproc, *command, max_restarts=kills)
             if status:
                 sys.exit(status)
             found.append(fs.checkpoint.latest(root / name))

@@ -1,6 +1,8 @@
 """A stream of files, read by workers of torchdata's StatefulDataLoader: a run that was stopped goes on at the same byte.
 
 python examples/torchdata_stream.py                                     two processes
+
+It prints that all parameters of the stopped run have the bits of a run that was not stopped.
 """
 
 import os
@@ -9,7 +11,7 @@ from itertools import islice
 from pathlib import Path
 from shutil import rmtree
 
-import launch
+import launch_example
 import torch
 from gpt.data import load
 from torch.nn.functional import cross_entropy
@@ -27,16 +29,16 @@ class Options:
     out: Path = Path("runs/stream")
 
 
-class Lines(IterableDataset):
-    """Windows of 64 bytes, of which each worker of each rank takes every n-th; the number of the next one is state."""
+class Windows(IterableDataset):
+    """Windows of 64 bytes. Each worker of each rank takes every n-th window. State: the number of its next window."""
 
     def __init__(self, comm):
         self.comm, self.next = comm, 0
 
     def __iter__(self):
         worker, text = get_worker_info(), load().train.long()
-        first, apart = self.comm.rank * worker.num_workers + worker.id, self.comm.mesh.size * worker.num_workers
-        for row in islice(text.unfold(0, 64, 64), first + apart * self.next, None, apart):
+        first, stride = self.comm.rank * worker.num_workers + worker.id, self.comm.mesh.size * worker.num_workers
+        for row in islice(text.unfold(0, 64, 64), first + stride * self.next, None, stride):
             self.next += 1
             yield row.clone()
 
@@ -48,17 +50,18 @@ class Lines(IterableDataset):
 
 
 def train(root, comm, total):
-    own = fs.resilience.PerRankState(loader := StatefulDataLoader(Lines(comm), batch_size=8, num_workers=2))
-    params, tx = {"table": torch.zeros(256, 256)}, fs.optim.adamw(1e-1)
+    loader = StatefulDataLoader(Windows(comm), batch_size=8, num_workers=2)
+    loader_state = fs.resilience.PerRankState(loader)
+    params, tx = {"table": torch.zeros(256, 256, device=comm.device)}, fs.optim.adamw(1e-1)
     state = fs.init_state(tx, fs.shard(params, fs.plan(params, comm.mesh, fs.zero3("dp")), comm), comm=comm)
     loss = lambda p, x: cross_entropy(p["table"][x[:, :-1]].flatten(0, 1), x[:, 1:].flatten())  # noqa: E731
     train_step, steps = fs.train_step(lambda params, x, comm: fs.forward(loss, params, x, comm=comm), tx), []
     with fs.resilience.Run(root, comm=comm, total=total, save_every=total) as run:
-        state, own = run.resume((state, own))
+        state, loader_state = run.resume((state, loader_state))
         for step, batch in zip(run.steps(), loader, strict=False):
-            state, metrics = train_step(state, batch, comm)
+            state, metrics = train_step(state, batch.to(comm.device), comm)
             steps.append((step, metrics.loss.item()))
-            state, own = run.end_step((state, own))
+            state, loader_state = run.end_step((state, loader_state))
     return fs.full_tree(state.params, comm=comm)["table"], steps
 
 
@@ -76,4 +79,4 @@ def main(options):
 
 
 if __name__ == "__main__":
-    launch.main(main, Options)
+    launch_example.main(main, Options)

@@ -1,13 +1,16 @@
 """torchtitan's Llama: fs.shard_module in place of parallelize_llama, whose FSDP2 trains the same beside it.
 
-python examples/torchtitan_llama.py                                     two processes
+python examples/torchtitan_llama.py                                     two processes, on CPUs
+
+It prints the losses of both runs. They differ by rounding only, about 2e-6.
 """
 
+import os
 import sys
 from dataclasses import dataclass
 from importlib.util import find_spec
 
-import launch
+import launch_example
 import torch
 from gpt.data import load, random_starts, windows
 from torch.distributed.fsdp import FSDPModule
@@ -69,11 +72,12 @@ def train(model, optimizer, comm, steps):
 
 
 def main(options):
-    model = fs.shard_module(build(), strategy=fs.zero3("dp"), units="layers.*")
-    sharded = train(model, fs.ShardedOptimizer(model.parameters(), AdamW, lr=1e-3), model.comm, options.steps)
-    fsdp2 = train(other := by_fsdp2(model.comm.mesh.size), AdamW(other.parameters(), lr=1e-3), model.comm, options.steps)
-    launch.show(sharded, fsdp2, "FSDP2")
+    comm = fs.connect(fs.Mesh({"dp": int(os.environ["WORLD_SIZE"])}), device_type="cpu")
+    model = fs.shard_module(build(), mesh=comm, strategy=fs.zero3("dp"), units="layers.*")
+    sharded = train(model, fs.ShardedOptimizer(model.parameters(), AdamW, lr=1e-3), comm, options.steps)
+    fsdp2 = train(other := by_fsdp2(comm.mesh.size), AdamW(other.parameters(), lr=1e-3), comm, options.steps)
+    launch_example.show(sharded, fsdp2, "under FSDP2")
 
 
 if __name__ == "__main__":
-    launch.main(main, Options)
+    launch_example.main(main, Options)

@@ -1,5 +1,6 @@
 """The examples, run as a person runs them: in processes, with few steps."""
 
+import importlib
 import os
 import re
 import subprocess
@@ -7,6 +8,9 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+
+from tests.virtual_device import accelerator as accelerator, gpu as gpu
 
 pytestmark = pytest.mark.timeout(280)  # some compile
 ROOT = Path(__file__).parents[1]
@@ -224,6 +228,31 @@ def test_an_example_that_fails_says_why_once(tmp_path: Path) -> None:
     assert done.returncode == 1
     assert done.stderr.splitlines()[-1].startswith("error: rank 0 of 2 failed: FileExistsError")
     assert done.stderr.count("Traceback") == 1
+
+
+def test_tensors_of_the_examples_of_functions_are_on_the_gpu(
+    gpu: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A virtual device, too, refuses ops of tensors on different devices."""
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    monkeypatch.setenv("RANK", "0")
+    step = importlib.import_module("examples.functional_train_step")
+    step.main()
+    losses = numbers(capsys.readouterr().out, r"step +\d+  loss ([\d.]+)")
+    assert losses[-1] < losses[0]
+    resume = importlib.import_module("examples.resume_elsewhere")
+    for again in (False, True):
+        resume.main(resume.Options(steps=2, out=tmp_path, resume=again))
+    [(equal, total)] = numbers(capsys.readouterr().out, r"(\d+) of (\d+) parameters and moments have the saved bits")
+    assert equal == total
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("name", ["dp_sgd", "finetune_llama", "lora_gpt2", "torchdata_stream", "train_cnn", "train_mixtral"])
+def test_an_example_runs_on_one_gpu(name: str) -> None:
+    options = ["--ep", "1"] if name == "train_mixtral" else []
+    assert output(*TORCHRUN, "1", f"examples/{name}.py", "--steps", "4", *options)
 
 
 def test_an_example_runs_by_its_name_too() -> None:

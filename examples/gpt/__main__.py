@@ -3,7 +3,7 @@
 import sys
 
 from examples.gpt.options import parse
-from examples.launch import start
+from examples.launch_example import start
 
 if __name__ == "__main__":
     argv = sys.argv[1:]

@@ -20,7 +20,7 @@ from examples.gpt.plot import plot
 from examples.gpt.recipe import batch_of, build_step, layout_of, learning_rate, optimizer, predicted_bytes
 from examples.gpt.report import LOG, SUMMARY, Report
 from examples.gpt.sample import generate
-from examples.launch import leave
+from examples.launch_example import leave
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 _REPLAN_EVERY = 10

@@ -35,18 +35,23 @@ def main(run: Callable[[Any], Any], options: type, *, nproc: int = 2) -> None:
     fs.destroy()
 
 
-def show(sharded: Any, other: Any, name: str) -> None:
-    """Print losses of some steps of two runs, each a tensor of one loss a step, and the largest difference; on rank 0 alone."""
+def show_losses(sharded: Any, other: Any, name: str, *, first_step: int = 0) -> None:
+    """Print losses of four steps of two runs. Each run is a tensor, array or list with the losses of all steps."""
+    for i in sorted({0, len(sharded) // 3, 2 * len(sharded) // 3, len(sharded) - 1}):
+        print(f"step {first_step + i:3d}  loss {sharded[i]:.6f}  {name} {other[i]:.6f}")
+
+
+def show(sharded: Any, other: Any, name: str, *, first_step: int = 0) -> None:
+    """Print losses of two runs, each a tensor with a loss for each step, and the largest difference; on rank 0 alone."""
     if os.environ["RANK"] == "0":
-        for step in sorted({0, len(sharded) // 2, len(sharded) - 1}):
-            print(f"step {step:3d}  loss {sharded[step]:.6f}  under {name} {other[step]:.6f}")
+        show_losses(sharded, other, name, first_step=first_step)
         print(f"largest difference between losses: {(sharded - other).abs().max():.1e}")
 
 
 def leave(error: Exception) -> NoReturn:
-    """End this process: record() has told the launcher why, which prints it.
+    """End this process. The launcher prints the error of the process that ends first.
 
-    That prints what the first process to end has said. Who has only heard of an error lets the others end before.
+    A rank that only heard of another rank's error waits, so that the failed rank ends first.
     """
     from fsharp.errors import AgreementError, CommError
 
