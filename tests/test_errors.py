@@ -294,11 +294,11 @@ TRAIN = {
     "all frozen": (lambda: loss_of(total, frozen="**"), LossError, "every parameter is frozen"),
     "microbatches": (lambda: loss_of(total, microbatches=0), LossError, "microbatches is 0"),
     "fractions": (lambda: fs.value_and_grad(total, microbatches=1.5), OptionError, "microbatches is 1.5, expected an int"),
-    "batch": (lambda: loss_of(total, torch.ones(5, 2), 3), LossError, "shape [5, 2], and its dim 0 does not split into 3"),
+    "batch": (lambda: loss_of(total, torch.ones(5, 2), 3), LossError, "batch has shape [5, 2], which 3 microbatches cannot"),
     "scalar batch": (
         lambda: loss_of(total, {"x": torch.ones(())}, 2),
         LossError,
-        "shape [], and its dim 0 does not split into 2",
+        "batch['x'] has shape [], which 2 microbatches cannot split into equal parts along dim 0",
     ),
     "array in a batch": (
         lambda: loss_of(total, {"x": torch.ones(4), "y": numpy.ones(4)}, 2),
@@ -311,7 +311,7 @@ TRAIN = {
         "the batch has a Batch, which 2 microbatches cannot split",
     ),
     "comm": (
-        lambda: fs.value_and_grad(total)(part(), 0, comm=Loop()),
+        lambda: fs.value_and_grad(lambda params, batch, comm: 0)(part(), 0, comm=Loop()),
         MeshError,
         "value_and_grad(): the Comm is on another mesh",
     ),
@@ -414,6 +414,8 @@ GRADIENTS = {
     "shape": (other_gradients(lambda g: g.replace([b[:4] for b in g.buffers])), "got       torch.float32[4]"),
     "no tensor": (other_gradients(lambda g: g.replace([None])), "got       NoneType\n  expected  a tensor"),
 }
+
+
 CASES = {
     **{f"plan: {name}": case for name, case in PLAN.items()},
     **{f"sharded: {name}": case for name, case in SHARDED.items()},

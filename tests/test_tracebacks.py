@@ -464,7 +464,8 @@ def test_what_the_interpreter_prints(tmp_path):
         "Traceback (most recent call last):",
         f'  File "{program}", line 4, in <module>',
         '    fs.forward(len, {"w": torch.ones(2)}, comm=fs.SingleComm())',
-        "fsharp.errors.TreeError: forward(): expected a tree of Sharded, got dict: shard() it first.",
+        "fsharp.errors.TreeError: forward(): expected a tree of Sharded, got dict, which is not sharded. "
+        "Pass fs.shard(tree, layout, comm), with layout = fs.plan(tree, comm.mesh, strategy).",
         HINT,
     ]
 

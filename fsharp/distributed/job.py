@@ -5,6 +5,7 @@ import os
 import sys
 from collections.abc import Callable
 from datetime import timedelta
+from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -18,7 +19,7 @@ from fsharp.distributed.process_group import (
     statuses_by_ranks,
     tree_name_counters,
 )
-from fsharp.errors import CommError, MeshError
+from fsharp.errors import CommError, MeshError, OptionError
 from fsharp.functional.comm.protocol import Comm, SingleComm
 from fsharp.functional.comm.restart_replay import restart_replay
 from fsharp.functional.layout.mesh import Mesh
@@ -32,7 +33,7 @@ callbacks_before_leaving: list[Callable[[], None]] = []
 
 
 @options_checked
-def connect(mesh: Mesh, *, device_type: str | None = None, timeout: timedelta | None = None) -> Comm:
+def connect(mesh: Mesh, *, device_type: Literal["cuda", "cpu"] | None = None, timeout: timedelta | None = None) -> Comm:
     """Join the job's other processes, and return this process's Comm on ``mesh``.
 
     If no process group exists yet, the function calls ``init_process_group`` with the environment that torchrun sets. It
@@ -47,6 +48,7 @@ def connect(mesh: Mesh, *, device_type: str | None = None, timeout: timedelta | 
     Raises:
         MeshError: the number of processes differs from the size of the mesh; or ``timeout`` is given for a job that has a
             process group already.
+        OptionError: ``device_type`` is ``"cuda"``, and there is no GPU.
         CommError: other processes did not join within the time limit, or a process ended meanwhile.
         AgreementError: processes pass different meshes. All ranks raise, before any group is made.
 
@@ -61,6 +63,8 @@ def connect(mesh: Mesh, *, device_type: str | None = None, timeout: timedelta | 
     found = torch.accelerator.current_accelerator(check_available=True)
     has_cuda = found is not None and found.type == "cuda" and torch.accelerator.device_count() >= local
     kind = device_type or ("cuda" if has_cuda else "cpu")
+    if kind == "cuda" and (found is None or found.type != "cuda"):
+        raise OptionError("connect(): device_type is 'cuda', and this machine has no GPU. Pass 'cpu' or None.")
     if kind == "cuda":
         torch.accelerator.set_device_index(int(os.environ.get("LOCAL_RANK", "0")))
     if world_size == 1:

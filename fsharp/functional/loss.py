@@ -118,7 +118,7 @@ def split_batch(batch: Any, count: int) -> list[Any]:
     if count == 1:
         return [batch]
     leaves, spec = optree.tree_flatten(batch, is_leaf=is_sharded)
-    for leaf in leaves:
+    for i, leaf in enumerate(leaves):
         if not isinstance(leaf, torch.Tensor | Sharded) and _holds_arrays(leaf):
             raise LossError(
                 f"value_and_grad(): the batch has a {type(leaf).__name__}, which {count} microbatches cannot split: each would "
@@ -126,9 +126,10 @@ def split_batch(batch: Any, count: int) -> list[Any]:
                 f"dict, or {REGISTER}"
             )
         if isinstance(leaf, torch.Tensor) and (leaf.ndim == 0 or leaf.shape[0] % count):
+            name = optree.tree_accessors(batch, is_leaf=is_sharded)[i].codify("batch")
             raise LossError(
-                f"value_and_grad(): a tensor of the batch has shape {list(leaf.shape)}, and its dim 0 does not split into "
-                f"{count} microbatches of equal size."
+                f"value_and_grad(): {name} has shape {list(leaf.shape)}, which {count} microbatches cannot split into equal "
+                "parts along dim 0."
             )
     parts = [leaf.chunk(count) if isinstance(leaf, torch.Tensor) else [leaf] * count for leaf in leaves]
     return [optree.tree_unflatten(spec, [part[i] for part in parts]) for i in range(count)]

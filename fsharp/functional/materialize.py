@@ -7,7 +7,7 @@ from typing import Any
 import optree
 import torch
 
-from fsharp.errors import MeshError, problem
+from fsharp.errors import MeshError, TreeError, problem
 from fsharp.functional.comm.agree import check_on_all_ranks
 from fsharp.functional.comm.equal_values import check_same_on_ranks
 from fsharp.functional.comm.protocol import Comm, reporting_format_errors
@@ -17,7 +17,8 @@ from fsharp.functional.layout.sharded import PlaceName, is_sharded, map_units, r
 from fsharp.functional.layout.slicing import as_user_tree, build_shard, check_tree, shard_for
 from fsharp.functional.layout.text import unit_fields
 from fsharp.functional.layout.unit_layout import Leaf, UnitLayout
-from fsharp.functional.moves import gather
+from fsharp.functional.moves import gather, units_on_mesh_of
+from fsharp.functional.state import TrainState
 from fsharp.functional.tree.paths import flatten_with_paths, value_by_path
 from fsharp.type_checks import options_checked
 
@@ -91,6 +92,9 @@ def full_tree(tree: Any, *, comm: Comm) -> Any:
             return node
         return whole.replace([new.clone() if new is old else new for old, new in zip(node.buffers, whole.buffers)])
 
+    if isinstance(tree, TrainState):
+        raise TreeError("full_tree(): got a TrainState, expected a tree of Sharded: pass state.params.")
+    units_on_mesh_of("full_tree()", tree, comm)
     return as_user_tree(map_units(fresh, tree, gather(tree, comm=comm)))
 
 
@@ -153,7 +157,11 @@ def init_params(
             generator = torch.Generator().manual_seed(mesh_independent_seed(key, path, unit, comm.rank))
             value = torch.empty(leaf.shape, dtype=leaf.dtype)
             with torch.no_grad():
-                made = chosen[path](value, generator)
+                try:
+                    made = chosen[path](value, generator)
+                except Exception as error:
+                    error.add_note(f"init_params(): the initializer failed on {path!r}. It is called as fn(tensor, generator).")
+                    raise
                 if isinstance(made, torch.Tensor) and made is not value:
                     value.copy_(made)  # an initializer that returns its values instead of filling
             return value.to(target)

@@ -52,6 +52,7 @@ from fsharp.functional.layout.sharded import (
     check_not_encoded,
     is_sharded,
     map_units,
+    not_sharded_error,
     resolve_place,
     units_of,
 )
@@ -293,7 +294,7 @@ def units_on_mesh_of(where: str, tree: Any, comm: Comm) -> list[Sharded]:
     if not nodes:
         if not optree.tree_leaves(tree):
             raise TreeError(f"{where}: the tree is empty, {tree!r:.80}: expected at least one Sharded, of a tree with tensors.")
-        raise TreeError(f"{where}: expected a tree of Sharded, got {type(tree).__name__}: shard() it first.")
+        raise not_sharded_error(where, tree)
     check_not_donated(where, nodes)
     mesh = comm.mesh
     for node in nodes:

@@ -1,12 +1,13 @@
 """train_step, a whole training step; and value_and_grad, which computes loss and gradients."""
 
+import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import optree
 import torch
 
-from fsharp.errors import LossError
+from fsharp.errors import LossError, TreeError
 from fsharp.functional.comm.protocol import Comm, LabelPrefixComm, engine_of
 from fsharp.functional.comm.residuals import PerRank, ResidualViews, prepare_residuals
 from fsharp.functional.comm.settings_digests import settings_digest
@@ -118,13 +119,22 @@ def _make_grad_fn(loss_fn: LossFn, microbatches: int, *, has_aux: bool, sum_in_p
     """
     if microbatches < 1:
         raise LossError(f"value_and_grad(): microbatches is {microbatches!r}, expected an integer of at least 1.")
+    _check_takes_three(loss_fn)
 
     @uncompiled
-    def run(
+    def grad_fn(
         params: Any, batch: Any, *, comm: Comm, residuals: PerRank | None = None, step: int | None = None, donate: bool = False
     ) -> Any:
         check_untransformed("value_and_grad()")
-        units = [node.unit for node in units_on_mesh_of("value_and_grad()", params, comm)]
+        if type(params) is TrainState:
+            raise TreeError("value_and_grad(): got a TrainState, expected its parameters: pass state.params.")
+        nodes = units_on_mesh_of("value_and_grad()", params, comm)
+        units = [node.unit for node in nodes]
+        if comm.device.type != "meta":
+            for node in nodes:
+                if node.raw_buffers and getattr(node.raw_buffers[0], "is_meta", False):
+                    what = f"value_and_grad(): unit {node.unit.display_name} is on the meta device, and has no values."
+                    raise TreeError(f"{what} Draw them by fs.init_params(initializers, layout, comm, key=0).")
         own, views = prepare_residuals("value_and_grad()", residuals, units, donate=donate, step=step, rank=comm.rank)
         parts = split_batch(batch, microbatches)
         aux: list[Any] = []
@@ -143,7 +153,19 @@ def _make_grad_fn(loss_fn: LossFn, microbatches: int, *, has_aux: bool, sum_in_p
         value = (total, aux if microbatches > 1 else aux[0]) if has_aux else total
         return (value, grads) if own is None else (value, grads, own)
 
-    return run
+    return grad_fn
+
+
+def _check_takes_three(loss_fn: LossFn) -> None:
+    try:  # the function's own signature: a decorator may take other arguments than the function in it
+        signature = inspect.signature(loss_fn, follow_wrapped=False)
+    except (TypeError, ValueError):  # a callable without a signature
+        return
+    try:
+        signature.bind(None, None, None)
+    except TypeError as error:
+        name, takes = getattr(loss_fn, "__name__", "loss_fn"), signature.replace(return_annotation=signature.empty)
+        raise LossError(f"value_and_grad(): {name} is called as {name}(params, batch, comm), and takes {takes}.") from error
 
 
 def _keeping_aux(loss_fn: LossFn, kept: list[Any], params: Any) -> LossFn:

@@ -151,7 +151,7 @@ class Run:
         self._record = RunRecord(self._checkpoints.root, comm, loggers, every=10 * agree_every)
         self.step = 0
         self._phase: Literal["new", "between steps", "in a step"] = "new"
-        self._stack = ExitStack()
+        self._stack: ExitStack | None = None
 
     @property
     def stragglers(self) -> StragglerDetector | None:
@@ -190,6 +190,7 @@ class Run:
     @api_boundary
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         """Wait for the save under way. If there was no error, check that all ranks have ended the loop."""
+        assert self._stack is not None
         if error is not None:
             if isinstance(error, Exception):
                 with self._record.failures_as_warnings():
@@ -236,6 +237,8 @@ class Run:
         return self._resume_tree(tree, other)
 
     def _agree_at_start(self, tree: Any) -> None:
+        if self._stack is None:
+            raise RunError("Run: the run is not open. Use it as a context: with fs.resilience.Run(...) as run.")
         agree_at_start(self.config, tree, comm=self.comm)
         self._phase = "between steps" if self._phase == "new" else self._phase
         self._checkpoints.record_leaves(tree)

@@ -154,22 +154,27 @@ class Sharded:
         return self.unit.name
 
     def __getitem__(self, key: object) -> NoReturn:
-        self._refuse_use(f"got [{key!r}]")
+        self._refuse_use(f"[{key!r}]")
 
-    def __matmul__(self, other: object) -> NoReturn:
-        self._refuse_use("got a product")
+    def _refuse_arithmetic(self, other: object) -> NoReturn:
+        self._refuse_use("a sum or a product")
 
-    __rmatmul__ = __matmul__
+    __matmul__ = __rmatmul__ = __mul__ = __rmul__ = __add__ = __radd__ = __sub__ = __rsub__ = __truediv__ = _refuse_arithmetic
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> NoReturn:
+        """Refuse a call of a function of torch that has a node among its arguments."""
+        name = getattr(function, "__name__", "a function of torch")
+        units_of((args, kwargs))[0]._refuse_use(name)
 
     def _refuse_use(self, what: str) -> NoReturn:
         remedy = "Compute with it in a function: fs.forward(fn, unit, ..., comm=comm) calls fn with the unit's whole tensors."
         remedy += " Outside of a step fs.full_tree(tree, comm=comm) returns them."
         paths = [leaf.path for leaf in self.unit.leaves]
-        facts = [("leaves", ", ".join(path or "a tensor" for path in paths[:8]) + (", ..." if paths[8:] else ""))]
-        where = f"unit {self.unit.display_name}"
-        raise TreeError(
-            problem(where, f"{what}, but a unit at rest is one node, a Sharded with this rank's part.", facts, remedy)
-        )
+        names = ", ".join(paths[:8]) + (", ..." if paths[8:] else "")
+        facts = [("leaves", names)] if names else []
+        held = f"used in {what}, but outside of fs.forward() it is one node, a Sharded with this rank's part."
+        raise TreeError(problem(f"unit {self.unit.display_name}", held, facts, remedy))
 
     def with_buffers(
         self,
@@ -448,10 +453,9 @@ def resolve_place(unit: UnitLayout, place: PlaceName) -> Place:
 
 
 def not_sharded_error(where: str, leaf: Any) -> TreeError:
-    """Return the error for a leaf of a tree of units that is not a :class:`Sharded`."""
-    return TreeError(
-        f"{where}: expected a tree of Sharded, got the leaf {leaf!r:.80}, a {type(leaf).__name__}. Call shard() first."
-    )
+    """Return the error for a tree without a :class:`Sharded`, or for a leaf that is not one."""
+    remedy = "Pass fs.shard(tree, layout, comm), with layout = fs.plan(tree, comm.mesh, strategy)."
+    return TreeError(f"{where}: expected a tree of Sharded, got {type(leaf).__name__}, which is not sharded. {remedy}")
 
 
 @api_boundary

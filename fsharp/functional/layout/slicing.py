@@ -138,6 +138,9 @@ def as_user_tree(full: Any) -> Any:
 
 def check_tree(params: Any, layout: Layout) -> None:
     """Raise a TreeError, which names up to eight differences, if a tree is not the tree for which ``layout`` was planned."""
+    if isinstance(params, torch.nn.Module):
+        remedy = "Pass the parameters that fs.make_functional(module) returns, or call fs.shard_module(module)."
+        raise TreeError(f"shard(): got a module, {type(params).__name__}, expected a tree of tensors. {remedy}")
     paths, leaves, _ = flatten_with_paths(params)
     planned = {unit.path_in_tree(leaf): leaf for unit in layout.units for leaf in unit.leaves}
     rows: list[tuple[str, str]] = []

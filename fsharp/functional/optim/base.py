@@ -143,7 +143,7 @@ def as_transform(tx: Any) -> Transform:
     if init is None and isinstance(tx, tuple) and len(tx) == 2:
         init, update = tx
     if not (callable(init) and callable(update)):
-        raise TreeError(f"expected an (init, update) pair such as fs.optim.adamw(1e-3), got {tx!r:.80}.")
+        raise TreeError(_not_a_pair_text(tx))
     keywords = {p.name for p in inspect.signature(update).parameters.values() if p.kind is p.KEYWORD_ONLY}
     pure = {"inplace": False} if "inplace" in keywords else {}
     known = _dropping_unknown_keywords(update)
@@ -171,6 +171,21 @@ def as_transform(tx: Any) -> Transform:
 
     kind = type(tx).__qualname__
     return Transform(begin, plain, {"pair": kind}, name="" if type(tx) is tuple else kind, extra=_extra_arguments_of(update))
+
+
+def _not_a_pair_text(tx: Any) -> str:
+    expected, kind = (
+        "expected an (init, update) pair such as fs.optim.adamw(1e-3), got",
+        tx if isinstance(tx, type) else type(tx),
+    )
+    if issubclass(kind, torch.optim.Optimizer):
+        call = f"fs.ShardedOptimizer(model.parameters(), torch.optim.{kind.__name__}, lr=...)"
+        return f"{expected} the torch optimizer {kind.__name__}. Of a module pass its class and options: {call}."
+    if isinstance(tx, list | tuple):
+        return f"{expected} a {kind.__name__}. For several pass one after another: fs.optim.chain(a, b)."
+    if units_of(tx):
+        return f"{expected} a tree of Sharded. The pair is the first argument: init_state(tx, params, comm=comm)."
+    return f"{expected} {tx!r:.80}."
 
 
 class LeafListAsTree(NamedTuple):

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import optree
 import torch
 
-from fsharp.errors import OptionError, TreeError
+from fsharp.errors import LayoutError, OptionError, TreeError
 from fsharp.functional.comm.protocol import Comm
 from fsharp.functional.layout.sharded import Sharded, units_of
 from fsharp.functional.optim.base import Transform, exact_texts, value_per_leaf
@@ -279,6 +279,15 @@ def _in_place_transform(
     Decoupled decay subtracts learning rate times decay times parameters from the updates; other decay adds decay times
     parameters to the gradients.
     """
+    if isinstance(learning_rate, int | float) and not learning_rate >= 0:
+        raise LayoutError(f"{name}(): learning_rate is {learning_rate!r}, expected a number of at least 0.")
+    for key in {"b1", "b2"} & settings.keys():
+        if not 0 <= settings[key] < 1:
+            raise LayoutError(f"{name}(): {key} is {settings[key]!r}, expected a number in [0, 1).")
+
+    def checked_init(params: Any, /) -> Any:
+        numbers_per_leaf(params, lr_scale=lr_scale, weight_decay=weight_decay)
+        return init(params)
 
     def apply(grads: Any, state: Any, params: Any, *, comm: Comm, donate: bool) -> tuple[Any, Any]:
         return step(grads, state, params, weight_decay, comm=comm, donate=donate)
@@ -294,7 +303,7 @@ def _in_place_transform(
         return updates, new
 
     texts = exact_texts(learning_rate=learning_rate, **settings, weight_decay=weight_decay, lr_scale=lr_scale)
-    return Transform(init, update, {name: texts}, apply, name)
+    return Transform(checked_init, update, {name: texts}, apply, name)
 
 
 def add_scaled_parameters_(tree: Any, params: Any, factor: Any, rank: int, lr_scale: PerPath, weight_decay: PerPath) -> Any:

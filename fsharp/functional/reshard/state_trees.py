@@ -12,7 +12,7 @@ from fsharp.errors import LayoutError, TreeError, problem
 from fsharp.functional.formats.format import dtype_name, tensor_text
 from fsharp.functional.layout.layout import Layout
 from fsharp.functional.layout.placement import Place
-from fsharp.functional.layout.sharded import Sharded, is_sharded
+from fsharp.functional.layout.sharded import Sharded, is_sharded, not_sharded_error
 from fsharp.functional.layout.unit_layout import Leaf, UnitLayout
 from fsharp.functional.state import TrainState
 
@@ -111,7 +111,7 @@ def find_state_trees(tree: Any, layout: Layout, kind: StatePlace, *, cast: bool)
         if any(path[:n] in found and path[:n] != own for n in range(len(path) + 1)):
             raise _misplaced_error("a tree of parameters has another leaf in it.", path)
     if not found:
-        raise TreeError(f"reshard(): expected a tree of Sharded, got {type(tree).__name__}: shard() it first.")
+        raise not_sharded_error("reshard()", tree)
     state_trees = [StateTree(root, name, kind, tuple(nodes), cast) for root, (name, kind, nodes, cast) in found.items()]
     for state_tree in state_trees:
         _check_state_tree(state_tree, layout)

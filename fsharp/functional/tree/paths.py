@@ -147,7 +147,12 @@ def as_patterns(patterns: str | Sequence[str] | None) -> tuple[str, ...]:
 
 def no_match_error(where: str, pattern: str, paths: Sequence[str]) -> PatternError:
     """Return the error for a pattern that selects no path; the text names the most similar paths."""
-    known = sorted(filter(None, parent_by_prefix(paths)))
+
+    def with_wildcards(path: str) -> str:
+        keys, own = path.split("."), pattern.split(".")
+        return ".".join(o if "*" in o else key for key, o in zip(keys, own)) if len(keys) == len(own) else path
+
+    known = sorted(set(map(with_wildcards, filter(None, parent_by_prefix(paths)))))
     near = difflib.get_close_matches(pattern, known, n=4, cutoff=0.3) or known[:4]
     facts = [("closest", ", ".join(near) or "there are none")]
     remedy = "In a pattern '*' stands for one key, and '**' for any number of keys."

@@ -5,7 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 from fsharp.distributed.process_group import ProcessGroupComm
-from fsharp.errors import ScheduleError
+from fsharp.errors import OptionError, ScheduleError
 from fsharp.functional.comm.protocol import Comm, DelegatingComm, innermost_comm
 from fsharp.functional.comm.restart_replay import restart_replay
 from fsharp.functional.comm.tree_names import TreeNameCounters, tree_name_counters_of
@@ -112,11 +112,7 @@ class ScheduledCalls:
 
     @api_boundary
     def emitted(self) -> Schedule:
-        """Return the ops of the last call, which had no schedule, as a Schedule to print, draw or verify.
-
-        Raises:
-            ScheduleError: the last call had a schedule, or there was no call.
-        """
+        """Return the ops of the last call as a Schedule to print; ScheduleError if it had a schedule, or there was no call."""
         if self.record.emitted is None:
             raise ScheduleError("emitted(): there is no call, or the last call had a schedule: read `schedule` instead.")
         return self.record.emitted()
@@ -149,6 +145,8 @@ class ScheduledFunction(ScheduledCalls):
 
         A call inside of another scheduled function of the same scheduler is part of that function's step.
         """
+        if "comm" in kwargs or (args and args[-1] is self.scheduler.comm):
+            raise OptionError("the scheduler passes comm by itself: leave comm out of the call, as in step(state, batch).")
         steps = self.scheduler.engine.steps
         if steps.now is not None:
             steps.now.check_thread()

@@ -76,8 +76,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
     ) -> None:
         self._is_made = False
         given = [dict(each) if isinstance(each, Mapping) else each for each in params]
-        if not given:
-            raise TreeError("ShardedOptimizer(): got no parameters. Pass model.parameters().")
+        if not given or isinstance(params, torch.nn.Module):
+            raise TreeError("ShardedOptimizer(): got a module or no parameters. Pass model.parameters().")
         super().__init__(given, {})
         for group in self.param_groups:
             group.pop("param_names", None)

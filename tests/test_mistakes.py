@@ -1,0 +1,122 @@
+"""Mistakes of new users: each error names the cause and the remedy."""
+
+import functools
+import re
+
+import pytest
+import torch
+
+import fsharp as fs
+from fsharp.errors import LayoutError, LossError, OptionError, PatternError, TreeError
+from tests.test_errors import ONE, ONLY, SHARED, make, part, planned, state, total
+
+
+def meta():
+    return part().replace([b.to("meta") for b in part().buffers])
+
+
+MODULE = torch.nn.Linear(2, 2)
+SHARDED_MODULE = fs.shard_module(torch.nn.Sequential(torch.nn.Linear(2, 2)), mesh=ONLY, strategy=fs.zero3("dp"))
+SGD = "got the torch optimizer SGD. Of a module pass its class and options: fs.ShardedOptimizer(model.parameters(), torch.op"
+MISTAKES = {
+    "state for parameters": (lambda: fs.value_and_grad(total3)(state(), 0, comm=ONLY), TreeError, "pass state.params"),
+    "full_tree of a state": (lambda: fs.full_tree(state(), comm=ONLY), TreeError, "got a TrainState, expected a tree"),
+    "full_tree, not sharded": (
+        lambda: fs.full_tree(make(), comm=ONLY),
+        TreeError,
+        "full_tree(): expected a tree of Sharded, got "
+        "dict, which is not sharded. Pass fs.shard(tree, layout, comm), with layout = fs.plan(tree, comm.mesh, strategy).",
+    ),
+    "meta": (
+        lambda: fs.value_and_grad(total3)(meta(), 0, comm=ONLY),
+        TreeError,
+        "unit (root) is on the meta device, and",
+    ),
+    "loss without comm": (lambda: fs.train_step(lambda p, x: 0, fs.optim.sgd(1)), LossError, "and takes (p, x)."),
+    "comm by position": (lambda: fs.value_and_grad(total3)(part(), 0, ONLY), OptionError, "grad_fn(params, batch, *, comm, "),
+    "comm of a scheduler": (
+        lambda: fs.Scheduler(ONLY)(total3)(part(), 0, comm=ONLY),
+        OptionError,
+        "the scheduler passes comm by itself",
+    ),
+    "comm of a scheduler by position": (
+        lambda: fs.Scheduler(ONLY)(total3)(part(), 0, ONLY),
+        OptionError,
+        "the scheduler passes comm by itself",
+    ),
+    "a torch optimizer": (lambda: state(torch.optim.SGD(MODULE.parameters())), TreeError, SGD),
+    "a class of torch": (lambda: state(torch.optim.SGD), TreeError, SGD),
+    "an optimizer of an optimizer": (
+        lambda: fs.ShardedOptimizer(SHARDED_MODULE.parameters(), torch.optim.SGD(MODULE.parameters())),
+        TreeError,
+        SGD,
+    ),
+    "an optimizer of a module": (
+        lambda: fs.ShardedOptimizer(SHARDED_MODULE, torch.optim.SGD),
+        TreeError,
+        "Pass model.parameters()",
+    ),
+    "a list": (
+        lambda: fs.optim.chain([fs.optim.sgd(1)]),
+        TreeError,
+        "got a list. For several pass one after another: fs",
+    ),
+    "swapped": (lambda: fs.init_state(part(), fs.optim.sgd(1), comm=ONLY), TreeError, "The pair is the first argument"),
+    "a module": (
+        lambda: fs.shard(MODULE, planned(), ONLY),
+        TreeError,
+        "got a module, Linear, expected a tree of tensors.",
+    ),
+    "a product": (lambda: SHARED @ part(), TreeError, "unit (root): used in a sum or a product, but outside of fs.forward()"),
+    "a factor": (lambda: 2 * part(), TreeError, "unit (root): used in a sum or a product, but outside of fs.forward()"),
+    "a weight": (lambda: torch.nn.functional.linear(SHARED, part()), TreeError, "unit (root): used in linear, but outside"),
+    "in a list": (lambda: torch.stack([part()]), TreeError, "unit (root): used in stack, but outside of fs.forward()"),
+    "an initializer": (
+        lambda: fs.init_params(torch.nn.init.normal_, planned(), ONLY, key=0),
+        TypeError,
+        "init_params(): the initializer failed on 'b'. It is called as fn(tensor, generator).",
+    ),
+    "a device": (lambda: fs.connect(ONE, device_type="gpu"), OptionError, "device_type is 'gpu', expected 'cuda' or 'cpu' or"),
+    "no checkpoint": (
+        lambda: fs.checkpoint.load("/nowhere", make(), comm=ONLY),
+        fs.errors.CheckpointError,
+        "empty or does not exist. fs.ch",
+    ),
+    "a wildcard": (lambda: planned(tree={"as": [SHARED]}, units="a.*"), PatternError, "closest  as.*"),
+    "a rate": (lambda: fs.optim.sgd(-0.1), LayoutError, "sgd(): learning_rate is -0.1, expected a number of at least 0."),
+    "a decay": (lambda: fs.optim.adamw(0.1, b1=1.5), LayoutError, "adamw(): b1 is 1.5, expected a number in [0, 1)."),
+    "a path of a decay": (
+        lambda: state(fs.optim.adamw(0.1, weight_decay={"**": 0.1, "v": 0.0})),
+        PatternError,
+        "pattern 'v' matches nothing",
+    ),
+}
+
+
+def total3(params, batch, comm):
+    return total(params)
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_a_mistake_is_refused_with_its_remedy(name):
+    run, error, text = MISTAKES[name]
+    with pytest.raises(error, match=re.escape(text)):
+        run()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_a_gpu_that_there_is_not():
+    with pytest.raises(OptionError, match=r"connect\(\): device_type is 'cuda', and this machine has no GPU"):
+        fs.connect(ONE, device_type="cuda")
+
+
+def test_a_run_that_is_not_open(tmp_path):
+    run = fs.resilience.Run(tmp_path, comm=ONLY, total=1, save_every=1)
+    for begin in run.resume, lambda tree: run.train(None, tree):
+        with pytest.raises(fs.errors.RunError, match=r"the run is not open\. Use it as a context: with fs\.resilience\.Run\("):
+            begin(part())
+
+
+def test_callables_without_a_plain_signature_are_losses():
+    for loss in functools.partial(total3), functools.wraps(len)(lambda params, batch, comm: 0), lambda *args: 0, torch.add:
+        fs.value_and_grad(loss)
