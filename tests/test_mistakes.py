@@ -83,7 +83,6 @@ MISTAKES = {
         "empty or does not exist. fs.ch",
     ),
     "a wildcard": (lambda: planned(tree={"as": [SHARED]}, units="a.*"), PatternError, "closest  as.*"),
-    "a rate": (lambda: fs.optim.sgd(-0.1), LayoutError, "sgd(): learning_rate is -0.1, expected a number of at least 0."),
     "a decay": (lambda: fs.optim.adamw(0.1, b1=1.5), LayoutError, "adamw(): b1 is 1.5, expected a number in [0, 1)."),
     "a path of a decay": (
         lambda: state(fs.optim.adamw(0.1, weight_decay={"**": 0.1, "v": 0.0})),

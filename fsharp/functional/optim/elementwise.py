@@ -279,8 +279,6 @@ def _in_place_transform(
     Decoupled decay subtracts learning rate times decay times parameters from the updates; other decay adds decay times
     parameters to the gradients.
     """
-    if isinstance(learning_rate, int | float) and not learning_rate >= 0:
-        raise LayoutError(f"{name}(): learning_rate is {learning_rate!r}, expected a number of at least 0.")
     for key in {"b1", "b2"} & settings.keys():
         if not 0 <= settings[key] < 1:
             raise LayoutError(f"{name}(): {key} is {settings[key]!r}, expected a number in [0, 1).")
