@@ -105,7 +105,7 @@ def test_a_donated_state_used_again(strategy, scheduled):
         uses = {
             "value_and_grad": lambda: run(state, batch),
             "forward": lambda: fs.forward(torch.sum, state.params["embed"], comm=comm),
-            "gather": lambda: fs.full_tree(state.params, comm=comm),
+            "full_tree": lambda: fs.full_tree(state.params, comm=comm),
             "update": lambda: fs.update(tx, fs.trainable(new.params), new._replace(opt=state.opt), comm=comm),
         }
         for where, use in uses.items():
