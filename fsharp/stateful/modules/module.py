@@ -94,9 +94,10 @@ class ShardedModule(nn.Module):
         """Return this module as a pure function ``fn(params, *args, comm=..., **kwargs)``, and its parameters ``params``.
 
         ``params`` is the module's own tree of :class:`~fsharp.Sharded`, without a copy; each dot in a parameter's name is a
-        level of the tree. ``fn`` takes any tree of this layout, and can be differentiated, scheduled, or transformed by
-        torch.func. Writes to buffers in a forward are discarded. A checkpoint within a unit recomputes with the parameters of
-        the same call. Inside of a forward of this module ``fn`` raises an error.
+        level of the tree. ``fn`` takes any tree of this layout, and can be scheduled, transformed by torch.func, or
+        differentiated by :func:`~fsharp.value_and_grad`, not by ``backward()``. Writes to buffers in a forward are discarded.
+        A checkpoint within a unit recomputes with the parameters of the same call. Inside of a forward of this module ``fn``
+        raises an error.
         """
         session = session_of_module(self)
 
@@ -110,19 +111,21 @@ class ShardedModule(nn.Module):
             session.calls.record_functional_call(source, first, out)
             return out
 
-        return fn, session.state.train_state.params
+        return fn, self.train_state.params
 
     @property
     @api_boundary
     def train_state(self) -> TrainState:
         """Parameters, main copies, and optimizer state of an ``(init, update)`` pair. Setting this property copies nothing.
 
-        After an update of this state with ``donate=True``, set the new state before the next call of the module.
+        After an update of this state with ``donate=True``, set the new state before the next call of the module. After writes
+        to parameters, all ranks have to read this property or call :meth:`functional`: a collective may copy the values.
 
         Raises:
             TreeError: the new state has another layout, place or dtype.
             ScheduleError: the state is set while a step has gradients, or inside of ``averaged()``.
         """
+        session_of_module(self).step.propagate_main_writes()
         return session_of_module(self).state.train_state
 
     @train_state.setter
@@ -310,8 +313,7 @@ class ShardedModule(nn.Module):
 
 def _warn_of_rounded_frozen(where: str, parameters: Iterable[ShardedParameter]) -> None:
     """Warn if frozen parameters rest in a lower dtype than they had, as their exact values are lost."""
-    kept = [p for p in parameters if not p.is_trained]
-    if rounded := [p for p in kept if torch.promote_types(p.leaf.dtype, p.dtype) != p.dtype]:
+    if rounded := [p for p in parameters if not p.is_trained and torch.promote_types(p.leaf.dtype, p.dtype) != p.dtype]:
         first, dtype = rounded[0], dtype_name(rounded[0].dtype)
         warnings.warn(
             f"{where}: {len(rounded)} frozen parameters such as {first.path!r} were {dtype_name(first.leaf.dtype)}, and rest "

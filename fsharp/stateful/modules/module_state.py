@@ -119,8 +119,7 @@ class ModuleState:
 
         Raise a ScheduleError if the user wrote to parameters at rest that are copies of main parameters.
         """
-        now = self._version_counters()
-        if now == self._recorded:
+        if (now := self._version_counters()) == self._recorded:
             return False
         mains = {(unit, group) for kind, unit, group, _ in self._buffers if kind == "main"}
         for (kind, unit, group, _), before, (address, version) in zip(self._buffers, self._recorded, now, strict=True):

@@ -63,8 +63,8 @@ def create_graph_error() -> ScheduleError:
     """Return the error for a double backward, whose saved tensors would be in released memory."""
     return ScheduleError(
         "forward(): create_graph=True needs a graph of the backward, which the scheduler does not keep. "
-        "The blocking path keeps it: of a ShardedModule take `fn, params = model.functional()`, and call "
-        "fn(params, ..., comm=model.comm); in functions pass comm=scheduler.comm to forward() there."
+        "The blocking path keeps it: of a ShardedModule take `fn, params = model.functional()`, and give fs.value_and_grad() a "
+        "loss of fn(params, ..., comm=model.comm); in functions pass comm=scheduler.comm to forward() there."
     )
 
 

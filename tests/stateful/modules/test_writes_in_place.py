@@ -62,6 +62,29 @@ def test_evaluations_see_writes(strategy, write, precision, trained):
                 torch.testing.assert_close(value, before[name] * factor)
 
 
+@every(4, strategy=STRATEGIES, precision=(fs.Precision(), MIXED), write=WRITES)
+def test_the_functional_form_and_the_train_state_see_writes(strategy, precision, write):
+    """At once, without a forward between; a teacher that follows a student in place is read as a function."""
+
+    def rank_fn(comm):
+        model, _ = wrap(comm, strategy, precision=precision)
+        [(x, y)] = batches(comm, 1)
+        WRITES[write](model)
+        state = model.train_state  # a collective, if parameters at rest are copies
+        WRITES[write](model)
+        fn, params = model.functional()
+        again = fs.full_tree(model.train_state.params, comm=comm)
+        with torch.no_grad():
+            found = fn(params, x, y, comm=comm)["loss"].float()
+        assert state.params is params  # written in place
+        return found, evaluated(model, x, y), dict(values(model)), again
+
+    for found, expected, whole, again in simulate(DP, rank_fn):
+        assert torch.equal(found, expected)
+        resting = again["head"]["weight"]
+        torch.testing.assert_close(resting, whole["head.weight"].to(resting.dtype), rtol=0, atol=0)
+
+
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_whole_tensors_are_written_by_each_rank_to_its_part(strategy):
     """By elementwise functions, lists of tensors, and ``load_state_dict`` of a module in the model."""
