@@ -92,9 +92,9 @@ def full_tree(tree: Any, *, comm: Comm) -> Any:
             return node
         return whole.replace([new.clone() if new is old else new for old, new in zip(node.buffers, whole.buffers)])
 
-    if isinstance(tree, TrainState):
-        raise TreeError("full_tree(): got a TrainState, expected a tree of Sharded: pass state.params.")
-    units_on_mesh_of("full_tree()", tree, comm)
+    nodes = units_on_mesh_of("full_tree()", tree, comm)
+    if isinstance(tree, TrainState) and any(len(node.groups) < len(node.unit.groups) for node in nodes):
+        raise TreeError("full_tree(): got a TrainState, of which some trees lack groups: pass state.params.")
     return as_user_tree(map_units(fresh, tree, gather(tree, comm=comm)))
 
 

@@ -169,7 +169,7 @@ def test_empty_containers_stay_where_they_are():
 @pytest.mark.parametrize(
     ("patterns", "text"),
     [
-        ("layer.*", "the pattern 'layer.*' matches nothing.\n  closest  layers.1"),
+        ("layer.*", "the pattern 'layer.*' matches nothing.\n  closest  layers.*"),
         (["layers.*", "head"], "the pattern 'head' matches nothing"),
         (["layers", "layers.0"], "'layers'    matches 'layers'\n  'layers.0'  matches 'layers.0'"),
         (["layers.0.attn", "layers.*"], "'layers.*'       matches 'layers.0'\n  'layers.0.attn'  matches 'layers.0.attn'"),
