@@ -22,7 +22,7 @@ from fsharp.functional.comm.protocol import Comm
 from fsharp.functional.layout.layout import Layout
 from fsharp.functional.layout.mesh import Mesh
 from fsharp.functional.layout.text import align_columns, seconds_text
-from fsharp.inspect.estimate import Hardware
+from fsharp.inspect.hardware import Hardware
 from fsharp.inspect.measuring import measure
 from fsharp.inspect.presets import model_times
 

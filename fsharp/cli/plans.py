@@ -17,7 +17,7 @@ from fsharp.functional.layout.text import align_columns, nbytes_text
 from fsharp.functional.traffic import step_traffic
 from fsharp.functional.tree.paths import flatten_with_paths
 from fsharp.inspect.drawing import draw as draw_step
-from fsharp.inspect.estimate import Hardware, predict
+from fsharp.inspect.hardware import Hardware, predict
 from fsharp.inspect.presets import EFFICIENCY, GPUS, axes_by_link
 from fsharp.inspect.tables import table
 from fsharp.planning.plan_step import plan_step

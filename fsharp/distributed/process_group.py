@@ -371,7 +371,7 @@ class PointToPoint(NamedTuple):
         return posted
 
     def wait(self, posted: Sequence[tuple[int, Any]]) -> None:
-        """Block until the messages of these handles have been sent and received. Only :class:`CollectiveOutcome` has a limit.
+        """Block, without a time limit, until these messages are sent and received; see :class:`CollectiveOutcome` for limits.
 
         After an error of the collective this may block forever: a limit here would close connections that other Comms use.
         """

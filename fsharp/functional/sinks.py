@@ -41,7 +41,7 @@ class SinkLedger:
         return self._sinks.get(tuple(map(id, buffers)), ((), ()))[1]
 
     def residuals(self, unit: UnitLayout, group: int) -> ResidualsByAxis:
-        """Return the residuals of a group, the encoding errors of its earlier gradients."""
+        """Return a group's residual and random numbers by axis; empty if it has none."""
         return self._residuals.get(unit.name, {}).get(group, {})
 
     def attach_to_graph(self, node: Sharded, full: Sequence[torch.Tensor], comm: Comm) -> list[torch.Tensor]:

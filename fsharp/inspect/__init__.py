@@ -21,7 +21,7 @@ from fsharp.functional.layout.sharded import tree_nbytes as tree_nbytes
 from fsharp.functional.reshard.reshard import reshard_nbytes as reshard_nbytes
 from fsharp.functional.traffic import step_traffic as step_traffic
 from fsharp.inspect.drawing import draw as draw
-from fsharp.inspect.estimate import Hardware as Hardware, predict as predict
+from fsharp.inspect.hardware import Hardware as Hardware, predict as predict
 from fsharp.inspect.measuring import measure as measure
 from fsharp.inspect.shardings import (
     LeafSharding as LeafSharding,

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from fsharp.errors import ScheduleError, problem
 from fsharp.functional.layout.text import nbytes_text, seconds_text
-from fsharp.inspect.estimate import Hardware, predict
+from fsharp.inspect.hardware import Hardware, predict
 from fsharp.inspect.tables import units_by_repeated_name
 from fsharp.stateful.schedule.ops import OPS, STREAMS, Look, Stream, kinds_where
 from fsharp.stateful.schedule.schedule import Schedule

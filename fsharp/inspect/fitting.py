@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 
 from fsharp.errors import ScheduleError, problem
-from fsharp.inspect.links import Link
+from fsharp.inspect.fitting_links import bytes_per_second, collective_timestamps, fit_links, nonnegative_least_squares
 from fsharp.stateful.schedule.ops import (
     ACCUMULATE,
     CAST,
@@ -18,16 +18,14 @@ from fsharp.stateful.schedule.ops import (
     REDUCE,
     UPDATE_GATHER,
     Phase,
-    Stream,
     buffer_nbytes,
     kinds_where,
 )
 from fsharp.stateful.schedule.program import Program, UnitFacts
-from fsharp.stateful.schedule.schedule import Op, Schedule, bucket_ranges, sent_nbytes_by_op_and_axis
+from fsharp.stateful.schedule.schedule import Op, Schedule, bucket_ranges
 from fsharp.stateful.timing.timeline import WAITING, Interval, TimeSpan, kinds_with_collectives, union_of_intervals
 from fsharp.stateful.timing.trace import Trace, TraceRow, check_rows, median_times_by_unit, self_spans
 
-_MAX_FIT_ROUNDS = 8
 _MOST_FACTOR = 8.0
 _BISECTIONS = 24
 
@@ -44,42 +42,10 @@ def fit_speeds(
     rows = [row for _, rows in steps for row in rows]
     check_rows("Hardware.fit()", schedule, rows)
     _check_kinds_measured(schedule, rows)
-    flights = _collective_timestamps(schedule, rows)
+    flights = collective_timestamps(schedule, rows)
     in_flight = IntervalUnion((each.start_s, each.stop_s) for per_step in flights.values() for each in per_step)
-    waiting: list[Interval] = []
-    own: dict[tuple[str, Phase], list[float]] = {}
-    updates: list[float] = []
-    first = {i: run[0] for run in bucket_ranges(schedule.ops) for i in run}
-    issuing: dict[tuple[int, ...], list[float]] = {}
-    casts: dict[int, list[float]] = {}
-    for (start, stop), mine in steps:
-        host = sorted((span for span in self_spans(mine) if span.stream == "compute"), key=lambda span: span.start_s)
-        waiting += [(span.start_s, span.stop_s) for span in host if span.kind == WAITING]
-        seconds: dict[tuple[int, str], float] = {}
-        for span in host:
-            seconds[span.op, span.kind] = seconds.get((span.op, span.kind), 0.0) + in_flight.full_speed_length(span, host_speed)
-        begun = sorted({(row[5], first[row[0]]) for row in mine if schedule.ops[row[0]].spec.cost == "send"})
-        for gap_start, gap_stop in _gaps_between_spans(host, start, stop):
-            issued = begun[bisect_left(begun, (gap_start, -1)) : bisect_right(begun, (gap_stop, len(schedule.ops)))]
-            following = next((span for span in host if span.start_s >= gap_stop), None)
-            gap_s = in_flight.full_speed_length((gap_start, gap_stop), host_speed)
-            if issued:
-                issuing.setdefault(tuple([op for _, op in issued]), []).append(gap_s)
-            elif following is not None:  # the host's time before an op counts as time of the op
-                seconds[following.op, following.kind] += gap_s
-        updated_s = 0.0
-        for (i, kind), taken in seconds.items():
-            op = schedule.ops[i]
-            if kind != op.kind:  # the host waited for the op
-                continue
-            if op.spec.cost == "compute":
-                own.setdefault((op.unit, op.phase), []).append(taken)
-            elif op.spec.cost == "memory" and op.stream == "compute":
-                casts.setdefault(i, []).append(taken)
-            elif op.spec.cost == "update":
-                updated_s += taken
-        updates.append(updated_s)
-    waits = IntervalUnion(waiting)
+    host = _host_seconds(schedule, steps, in_flight, host_speed)
+    waits = IntervalUnion(host.waits)
 
     def seconds_if_alone(start: float, stop: float) -> float:
         return (stop - start) * sending_speed + waits.length_between(start, stop) * (1 - sending_speed)
@@ -95,8 +61,8 @@ def fit_speeds(
         for op, per_step in flights.items()
     }
     facts = schedule.program.facts
-    cast_s = sum(median(each) for each in casts.values())
-    cast_nbytes = sum(memory_traffic_nbytes([schedule.ops[op]], facts) for op in casts)
+    cast_s = sum(median(each) for each in host.casts.values())
+    cast_nbytes = sum(memory_traffic_nbytes([schedule.ops[op]], facts) for op in host.casts)
     memory_bandwidth = cast_nbytes / cast_s if cast_s and cast_nbytes else math.inf
     codec_bandwidth = _codec_bandwidth(schedule, rows, in_flight, host_speed)
     for run in bucket_ranges(schedule.ops):
@@ -104,18 +70,69 @@ def fit_speeds(
         if coded and run[0] in taken_alone:  # the op also decodes and encodes between its two collectives
             own_s = coded / codec_bandwidth
             taken_alone[run[0]] = [(queued, max(after - own_s, 0.0)) for queued, after in taken_alone[run[0]]]
-    links, cast_bandwidth = _fit_links(schedule, taken_alone)
+    links, cast_bandwidth = fit_links(schedule, taken_alone)
     return {
-        "compute": median_times_by_unit(own),
+        "compute": median_times_by_unit(host.compute),
         "latency": {link: latency for link, (latency, _) in links.items()} or 0.0,
         "bandwidth": {link: bandwidth for link, (_, bandwidth) in links.items()} or math.inf,
         "memory_bandwidth": memory_bandwidth,
         "codec_bandwidth": codec_bandwidth,
         "cast_bandwidth": cast_bandwidth,
         "host_bandwidth": _host_bandwidth(schedule, rows),
-        "update_s": median(updates),
-        **_fit_issue_cost(schedule, issuing, memory_bandwidth),
+        "update_s": median(host.updates),
+        **_fit_issue_cost(schedule, host.issuing, memory_bandwidth),
     }
+
+
+class _HostSeconds(NamedTuple):
+    """What the host did in the steps of a trace. Seconds are those at the host's full speed; lists have an item for each step.
+
+    Attributes:
+        compute: seconds of a unit's forward or backward, by unit and phase.
+        casts: seconds of each op that casts or adds gradients, by position of the op.
+        updates: seconds of all updates in the step.
+        issuing: seconds of a gap between ops in which the host issued collectives; the key has the first op of each of them.
+        waits: start and end of each wait of the host, in all steps.
+    """
+
+    compute: dict[tuple[str, Phase], list[float]]
+    casts: dict[int, list[float]]
+    updates: list[float]
+    issuing: dict[tuple[int, ...], list[float]]
+    waits: list[Interval]
+
+
+def _host_seconds(
+    schedule: Schedule, steps: Iterable[tuple[Interval, Sequence[TraceRow]]], in_flight: "IntervalUnion", host_speed: float
+) -> _HostSeconds:
+    found = _HostSeconds({}, {}, [], {}, [])
+    first = {i: run[0] for run in bucket_ranges(schedule.ops) for i in run}
+    for step, rows in steps:
+        spans = sorted((span for span in self_spans(rows) if span.stream == "compute"), key=lambda span: span.start_s)
+        found.waits.extend((span.start_s, span.stop_s) for span in spans if span.kind == WAITING)
+        issues = sorted({(row[5], first[row[0]]) for row in rows if schedule.ops[row[0]].spec.cost == "send"})
+        taken = [(span, in_flight.full_speed_length(span, host_speed)) for span in spans]
+        for gap in _gaps_between_spans(spans, *step):
+            gap_s = in_flight.full_speed_length(gap, host_speed)
+            issued = issues[bisect_left(issues, (gap[0], -1)) : bisect_right(issues, (gap[1], len(schedule.ops)))]
+            following = next((span for span in spans if span.start_s >= gap[1]), None)
+            if issued:
+                found.issuing.setdefault(tuple([op for _, op in issued]), []).append(gap_s)
+            elif following is not None:  # the host's time before an op counts as time of the op
+                taken.append((following, gap_s))
+        seconds: dict[int, float] = {}
+        for span, span_s in taken:
+            if span.kind == schedule.ops[span.op].kind:  # else the host waited for the op
+                seconds[span.op] = seconds.get(span.op, 0.0) + span_s
+        costs = {i: schedule.ops[i].spec.cost for i in seconds}
+        found.updates.append(sum(op_s for i, op_s in seconds.items() if costs[i] == "update"))
+        for i, op_s in seconds.items():
+            op = schedule.ops[i]
+            if costs[i] == "compute":
+                found.compute.setdefault((op.unit, op.phase), []).append(op_s)
+            elif costs[i] == "memory" and op.stream == "compute":
+                found.casts.setdefault(i, []).append(op_s)
+    return found
 
 
 def sent_nbytes_of_issue(op: Op, facts: UnitFacts) -> int:
@@ -156,8 +173,8 @@ def _fit_issue_cost(
         target.append(weight * max(median(seconds) - cast_s, 0.0))
     matrix = torch.tensor(rows, dtype=torch.float64)
     scale = matrix.norm(dim=0).clamp_min(1e-300)
-    issue_s, byte_s = (_nonnegative_least_squares(matrix / scale, torch.tensor(target, dtype=torch.float64)) / scale).tolist()
-    return {"issue_s": issue_s, "issue_bandwidth": _rate(byte_s)}
+    issue_s, byte_s = (nonnegative_least_squares(matrix / scale, torch.tensor(target, dtype=torch.float64)) / scale).tolist()
+    return {"issue_s": issue_s, "issue_bandwidth": bytes_per_second(byte_s)}
 
 
 def fit_host_share(trace: Trace, schedule: Schedule, alone: Mapping[str, tuple[float, float]]) -> float:
@@ -167,7 +184,7 @@ def fit_host_share(trace: Trace, schedule: Schedule, alone: Mapping[str, tuple[f
     together with collectives are used; without such ops the result is 1/2.
     """
     steps = trace.ended_steps()
-    flights = _collective_timestamps(schedule, [row for _, rows in steps for row in rows])
+    flights = collective_timestamps(schedule, [row for _, rows in steps for row in rows])
     in_flight = IntervalUnion((each.start_s, each.stop_s) for per_step in flights.values() for each in per_step)
     rates = []
     for _, rows in steps:
@@ -309,166 +326,6 @@ def _check_kinds_measured(schedule: Schedule, rows: Iterable[TraceRow]) -> None:
         there = [("measured", ", ".join(kind for kind in kinds_where() if kind in measured) or "nothing")]
         what = f"the trace has no measurement of {' or '.join(missing)}, and the schedule has some."
         raise ScheduleError(problem("Hardware.fit()", what, there, "Trace steps that follow the schedule, each to its end."))
-
-
-class _CollectiveTimestamps(NamedTuple):
-    """The times at which a collective was issued, was first in its queue, and had ended."""
-
-    issued_s: float
-    start_s: float
-    stop_s: float
-
-
-def _collective_timestamps(schedule: Schedule, rows: Iterable[TraceRow]) -> dict[int, list[_CollectiveTimestamps]]:
-    """Return the times of each collective in each step, by the collective's first op."""
-    first = {i: run[0] for run in bucket_ranges(schedule.ops) for i in run}
-    began: dict[tuple[int, int], Interval] = {}
-    kinds_that_send = kinds_with_collectives()
-    for index, kind, _, _, _, start, stop, step in rows:
-        if kind in kinds_that_send:
-            known = began.get((first[index], step), (start, stop))
-            began[first[index], step] = min(known[0], start), max(known[1], stop)
-    result: dict[int, list[_CollectiveTimestamps]] = {}
-    free: dict[Stream, float] = {}
-    for (op, _), (issued, stop) in sorted(began.items(), key=lambda item: (item[1], item[0])):
-        queue = "gather" if schedule.policy.separate_groups is False else schedule.ops[op].stream
-        start = max(issued, free.get(queue, issued))
-        free[queue] = stop = max(start, stop)
-        result.setdefault(op, []).append(_CollectiveTimestamps(issued, start, stop))
-    return result
-
-
-class _FitPoint(NamedTuple):
-    """One point of the fit: the collectives that send equally many bytes over each link.
-
-    Attributes:
-        sent: bytes that each of the collectives sends, by link.
-        cast: bytes that each of the collectives casts while it adds summands.
-        latencies: 1 if ``seconds`` contain the latency; 0 if the latency had passed in the queue.
-        seconds: median seconds of the collectives.
-        weight: number of the collectives.
-    """
-
-    sent: dict[Link, int]
-    cast: int
-    latencies: int
-    seconds: float
-    weight: int
-
-
-def _fit_points(
-    schedule: Schedule, taken: Mapping[int, Sequence[tuple[float, float]]], latency: Mapping[Link, float] | None
-) -> list[_FitPoint]:
-    """Return the points of the fit, one for all collectives that send equally many bytes over each link.
-
-    ``taken``: dict from a collective's first op to pairs ``(seconds in the queue, seconds after the queue)``, one for each
-    step. ``latency``: seconds by link; None if they are not known yet, which counts as 0.
-
-    The latency of a collective passes from its issue on, also while the collective is in the queue. So there are two kinds of
-    steps. For each collective only the steps of the more frequent kind are used:
-
-    - The collective queued for longer than its latency. Its seconds are those after the queue, and contain no latency.
-    - The collective did not queue for longer than its latency. Its seconds are those since its issue, and contain the latency.
-    """
-    facts, ops = schedule.program.facts, schedule.ops
-    alike: dict[tuple[tuple[tuple[Link, int], ...], int, int], list[float]] = {}
-    for run in bucket_ranges(ops):
-        sent = sent_nbytes_by_op_and_axis(call for i in run for call in ops[i].spec.collectives(facts[ops[i].unit]))
-        if not sent or run[0] not in taken:
-            continue
-        mine = taken[run[0]]
-        limit = 1e-9 if latency is None else sum(latency[link] for link in sent) * (1 + 1e-6)
-        has_latency = int(2 * sum(queued <= limit for queued, _ in mine) >= len(mine))
-        seconds = median(after + queued * has_latency for queued, after in mine if (queued <= limit) == has_latency)
-        cast = sum(ops[i].spec.cast_nbytes(facts[ops[i].unit]) for i in run)
-        alike.setdefault((tuple(sorted(sent.items())), cast, has_latency), []).append(seconds)
-    rows = alike.items()
-    return [_FitPoint(dict(sent), cast, latencies, median(each), len(each)) for (sent, cast, latencies), each in rows]
-
-
-_Links = dict[Link, tuple[float, float]]
-"""Latency and bandwidth of each link."""
-
-
-def _fit_links(schedule: Schedule, taken: Mapping[int, Sequence[tuple[float, float]]]) -> tuple[_Links, float]:
-    """Return ``(latency, bandwidth)`` of each link, and the bandwidth of casts, by fits that are repeated until stable."""
-    found = _solve_links(_fit_points(schedule, taken, None))
-    for _ in range(_MAX_FIT_ROUNDS):
-        again = _solve_links(
-            _fit_points(schedule, taken, {link: latency for link, (latency, _) in found[0].items()}), fallback=found
-        )
-        if again == found:
-            break
-        found = again
-    return found
-
-
-def _solve_links(points: Sequence[_FitPoint], fallback: tuple[_Links, float] | None = None) -> tuple[_Links, float]:
-    links = sorted({link for point in points for link in point.sent})
-    has_casts = any(point.cast for point in points)
-    for names in ({link: link for link in links}, {link: (link[0], "") for link in links}):  # else one number for all axes
-        for with_casts in (True, False) if has_casts else (False,):  # else casts are a part of the bandwidths
-            found = _least_squares(points, names, with_casts=with_casts)
-            if found is not None:
-                return {link: found[0][names[link]] for link in links}, found[1]
-    if fallback is not None:
-        return fallback
-    sizes = {link: sorted({point.sent[link] for point in points if link in point.sent}) for link in links}
-    rows = [(" ".join(link), ", ".join(f"{nbytes:,}" for nbytes in each) + " bytes") for link, each in sizes.items()]
-    what = "latency and bandwidth cannot be told apart, as all collectives of a kind send equally many bytes."
-    remedy = "Trace a step whose units differ in size, or write Hardware(latency=..., bandwidth=...) yourself."
-    raise ScheduleError(problem("Hardware.fit()", what, rows, remedy))
-
-
-def _least_squares(points: Sequence[_FitPoint], names: Mapping[Link, Link], *, with_casts: bool) -> tuple[_Links, float] | None:
-    """Return the ``(latency, bandwidth)`` that fits best for each of ``names``, and the bandwidth of casts.
-
-    Without ``with_casts`` casts take no time. None if the points do not determine the numbers.
-    """
-    found = sorted(set(names.values()))
-    if not found:
-        return {}, math.inf
-    rows, target = [], []
-    usual_s = sum(point.weight * point.seconds for point in points) / sum(point.weight for point in points)
-    for point in points:  # errors are relative to the collective's seconds, and at least to the mean of all collectives
-        weight = math.sqrt(point.weight) / max(point.seconds, usual_s, 1e-9)
-        row = [weight * point.cast] * with_casts
-        for name in found:
-            mine = [nbytes for link, nbytes in point.sent.items() if names[link] == name]
-            row += [weight * len(mine) * point.latencies, weight * sum(mine)]
-        rows.append(row)
-        target.append(weight * point.seconds)
-    matrix = torch.tensor(rows, dtype=torch.float64)
-    scale = matrix.norm(dim=0)
-    if not scale.all():
-        return None
-    matrix /= scale
-    if torch.linalg.matrix_rank(matrix, rtol=1e-6) < matrix.shape[1]:
-        return None
-    solution = (_nonnegative_least_squares(matrix, torch.tensor(target, dtype=torch.float64)) / scale).tolist()
-    cast_s, *by_link = solution if with_casts else (0.0, *solution)
-    pairs = zip(found, by_link[::2], by_link[1::2], strict=True)
-    return {name: (latency, _rate(slope)) for name, latency, slope in pairs}, _rate(cast_s)
-
-
-def _rate(byte_s: float) -> float:
-    return 1 / byte_s if byte_s > 0 else math.inf
-
-
-def _nonnegative_least_squares(matrix: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    """Return ``x >= 0`` with ``matrix @ x`` near ``target``, by least squares.
-
-    As long as the solution has negative elements, the smallest is set to 0, and the rest is solved again.
-    """
-    kept = torch.ones(matrix.shape[1], dtype=torch.bool)
-    result = torch.zeros(matrix.shape[1], dtype=torch.float64)
-    while kept.any():
-        solution = torch.linalg.lstsq(matrix[:, kept], target[:, None]).solution[:, 0]
-        if bool((solution >= 0).all()):
-            result[kept] = solution
-            break
-        kept[kept.nonzero()[solution.argmin(), 0]] = False
-    return result
 
 
 def compute_times_with_gaps(alone: Trace) -> dict[str, tuple[float, float]]:

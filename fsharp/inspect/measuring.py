@@ -21,7 +21,7 @@ from fsharp.functional.materialize import shard
 from fsharp.functional.optim.elementwise import sgd
 from fsharp.functional.state import init_state
 from fsharp.functional.train import train_step
-from fsharp.inspect.estimate import ComputeTimes, Hardware
+from fsharp.inspect.hardware import ComputeTimes, Hardware
 from fsharp.stateful.runtime.scheduler import Scheduler
 from fsharp.stateful.schedule.policy import SchedulePolicy
 from fsharp.stateful.schedule.schedule import Schedule
@@ -47,7 +47,8 @@ def measure(
 
     Each rank trains a small model under ZeRO-3 along all axes, and without communication. :meth:`Hardware.fit` finds the speeds
     of each rank. The result has the medians over ranks, and is the same on every rank. The call takes seconds. A bandwidth
-    is infinite if noise hides how seconds depend on bytes: then pass more ``steps``.
+    is infinite if noise hides how seconds depend on bytes: then pass more ``steps``. No other
+    program should use the processors while the call runs: the speeds would come out too low.
 
     Args:
         comm: the ranks. All ranks call this function.

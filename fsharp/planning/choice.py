@@ -12,7 +12,7 @@ from fsharp.errors import OptionError, ScheduleError, problem
 from fsharp.functional.layout.layout import Layout
 from fsharp.functional.layout.text import align_columns, nbytes_text, table_html
 from fsharp.inspect.drawing import draw
-from fsharp.inspect.estimate import Hardware, predict
+from fsharp.inspect.hardware import Hardware, predict
 from fsharp.planning.plan_step import Use, plan_step
 from fsharp.planning.space import updated_share
 from fsharp.stateful.schedule.policy import SchedulePolicy

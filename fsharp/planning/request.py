@@ -19,7 +19,7 @@ from fsharp.functional.layout.layout import Layout
 from fsharp.functional.layout.mesh import Mesh
 from fsharp.functional.layout.precision import Precision, Precisions
 from fsharp.functional.tree.paths import Patterns, select_paths, value_by_path
-from fsharp.inspect.estimate import Hardware
+from fsharp.inspect.hardware import Hardware
 from fsharp.inspect.presets import EFFICIENCY, GPUS, axes_by_link
 from fsharp.planning.choice import StepArguments
 from fsharp.planning.costs import Activations, Costs, costs_of_calls, estimated_costs, given_costs
@@ -296,7 +296,7 @@ class TuneRequest:
         return {name: tuple(sorted(select_paths("tune(remat=)", patterns, known))) for name, patterns in self.remat.items()}
 
     def _hardware_of(self, layout: Layout, costs: Costs) -> Hardware:
-        """Return the hardware of a layout, with measured seconds of units, or seconds from FLOPs on a GPU."""
+        """Return the hardware for a layout. Measured seconds of units, if any, replace its compute times."""
         if isinstance(self.hardware, Hardware):
             found = self.hardware
         elif isinstance(self.hardware, str):

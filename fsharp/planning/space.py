@@ -38,7 +38,7 @@ class LayoutOption:
     Attributes:
         name: name in tables.
         layout: the layout.
-        cost_key: key of its measured costs: name of the choice of units, and name of the choice of precision.
+        cost_key: key of the layout's costs: names of the choices of units and of precision.
         made_by: arguments of :func:`~fsharp.plan`: mesh, strategy, units and precision; empty for a layout that was passed.
     """
 

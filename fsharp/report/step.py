@@ -10,7 +10,7 @@ from typing import Any
 from fsharp.errors import ScheduleError, problem
 from fsharp.functional.layout.text import NOTEBOOK_HTML_BY_CLASS, nbytes_text, seconds_text
 from fsharp.inspect.drawing import as_timeline, timeline_in_order
-from fsharp.inspect.estimate import Hardware
+from fsharp.inspect.hardware import Hardware
 from fsharp.report.values import timeline_rows
 from fsharp.stateful.schedule.ops import STREAMS
 from fsharp.stateful.schedule.schedule import Schedule

@@ -92,7 +92,7 @@ class Restarter:
             raise CommError(f"launch(): {why}")
 
     def _handle_ended_processes(self) -> None:
-        """Find processes that have ended. Begin a new generation if one was lost. Start a spare process if there is none."""
+        """Restart lost ranks, in a new generation if restarts are left. Replace a missing spare process after a delay."""
         codes = {rank: process.poll() for rank, process in self._running.items()}
         ended = {rank: code for rank, code in codes.items() if code is not None}
         for rank in ended:

@@ -19,7 +19,7 @@ from fsharp.resilience.failures import is_own_failure
 from fsharp.stateful.modules.module import ShardedModule
 
 _LEARNS_WITHIN_S = 0.3
-"""Seconds in which the thread of a save that fails on all ranks has the error, once another rank has raised the error."""
+"""Seconds to wait for this rank's background save to fail, after another rank has raised the save's error."""
 
 
 class RunCheckpoints:

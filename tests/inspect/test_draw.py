@@ -13,7 +13,7 @@ from matplotlib.image import imread
 from fsharp.errors import ScheduleError
 from fsharp.functional.layout.text import nbytes_text
 from fsharp.inspect.drawing import draw, timeline_in_order
-from fsharp.inspect.estimate import predict
+from fsharp.inspect.hardware import predict
 from fsharp.inspect.tables import table
 from fsharp.inspect.trace_events import perfetto
 from fsharp.stateful.schedule.compile import compile_schedule

@@ -9,7 +9,7 @@ import pytest
 
 from fsharp.errors import ScheduleError
 from fsharp.functional.comm.protocol import Call
-from fsharp.inspect.estimate import Hardware, predict
+from fsharp.inspect.hardware import Hardware, predict
 from fsharp.stateful.schedule.compile import compile_schedule
 from fsharp.stateful.schedule.policy import SchedulePolicy
 from fsharp.stateful.timing.trace import Trace

@@ -9,7 +9,7 @@ from hypothesis import given, strategies as st
 from fsharp.errors import PatternError, ScheduleError
 from fsharp.functional.comm.protocol import Call
 from fsharp.inspect.drawing import timeline_in_order
-from fsharp.inspect.estimate import Hardware, predict
+from fsharp.inspect.hardware import Hardware, predict
 from fsharp.stateful.schedule.compile import compile_schedule
 from fsharp.stateful.schedule.policy import SchedulePolicy
 from fsharp.stateful.schedule.program import Event, Program, UnitFacts

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from fsharp.errors import ScheduleError
-from fsharp.inspect.estimate import predict
+from fsharp.inspect.hardware import predict
 from fsharp.inspect.tables import compare
 from fsharp.stateful.schedule.compile import compile_schedule
 from fsharp.stateful.schedule.policy import SchedulePolicy

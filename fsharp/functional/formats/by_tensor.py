@@ -14,7 +14,7 @@ from fsharp.functional.formats.format import AgreeMax, Format, LeafCodec, LeafPa
 from fsharp.functional.formats.microscaling import LARGEST_FLOAT32, ElementwiseFn
 
 _PART_ALIGNMENT = 16
-"""The values of each part of a buffer, of a byte each, are a multiple of this number, so that parts follow without gaps."""
+"""Each part of a buffer has a multiple of this number of one-byte values, so that no gaps lie between parts."""
 
 
 def _register_scaled_format(

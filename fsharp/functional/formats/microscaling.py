@@ -19,7 +19,7 @@ from fsharp.functional.formats.format import Format, Plane, register_format
 BLOCK = 32
 _BIAS, _NOT_FINITE = 127, 255
 _FINITE_SCALE_LIMIT = _NOT_FINITE - 17
-"""With a smaller scale than this one, every code is a finite number, as no code is above 57,344."""
+"""Below this scale every decoded value is finite in float32, as no code is above 57,344."""
 LARGEST_FLOAT32 = torch.finfo(torch.float32).max
 _INFINITY, _MINUS_INFINITY, _NAN = 1, 2, 3  # codes in a block with such a value; finite values have code 0
 

@@ -335,7 +335,7 @@ torch_pytree.register_pytree_node(
 
 
 def decode_tree(tree: Any, rank: int) -> Any:
-    """Return the tree of a rank with stored parameters decoded into new tensors of the main dtype."""
+    """Decode the stored parameters of a rank's tree into new tensors of the main dtype."""
     return map_units(
         lambda node: (
             node.with_buffers(node.decoded_buffers(rank, in_main_dtype=True)) if is_sharded(node) and node.is_encoded else node

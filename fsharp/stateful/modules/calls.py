@@ -150,7 +150,7 @@ class ModuleUnits(NamedTuple):
 
 
 class ModuleCallState:
-    """State that all calls of a module share: entries and specs of parameters, gathered modules by path, the source in use."""
+    """State that all calls of a module share: parameter entries, DTensor specs, units by module path, source in use."""
 
     def __init__(
         self,

@@ -250,7 +250,7 @@ class ModuleStep:
 
     @contextmanager
     def discarding_gradients(self) -> Iterator[None]:
-        """At the end of this context, drop the gradients of its backward passes. The passes call no hooks."""
+        """Release gradients at the end of this context. Backward passes in it call no gradient hooks."""
         used, self.used_gradients, self._is_discarding = self.used_gradients, set(), True
         try:
             yield

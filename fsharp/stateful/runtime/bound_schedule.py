@@ -119,7 +119,7 @@ class BoundSchedule:
         return grads
 
     def release_idle_buffers(self, is_in_use: Callable[[UnshardedBuffer], bool]) -> None:
-        """Stop following this schedule within a step. Buffers in use, and gradients that callers view, remain in the arena."""
+        """Release full parameters not in use, and move gradients out of the arena, except gradients that callers view."""
         self.stranded = {}
         for unsharded in self.unsharded_by_unit.values():
             unsharded.wait()

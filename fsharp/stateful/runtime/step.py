@@ -88,7 +88,7 @@ class Step:
         self._run_ops(eager.ops_at_event(at, event, unit, unsharded, units, has_pending=has_pending))
 
     def _run_ops(self, bound_ops: Iterable[BoundOp]) -> None:
-        """Run ops of the source ``EagerOps`` and the ops that follow these, each before the next one is emitted."""
+        """Run ops as ``EagerOps`` emits them, and their following ops: each op runs before the next is emitted."""
         assert self.eager is not None
         for bound in self.eager.with_following_ops(bound_ops):
             self.executor.action_of(bound)()

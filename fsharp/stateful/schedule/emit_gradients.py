@@ -76,7 +76,7 @@ class GradientOps:
             self._emit_final_reduction_if_ready(unit, at)
 
     def end_all_reductions(self, at: int) -> None:
-        """End all reductions under way: add their results to the gradients."""
+        """End each reduction under way: see :meth:`_end_oldest_reductions`."""
         while self._under_way:
             self._end_oldest_reductions(at)
 
@@ -144,7 +144,7 @@ class GradientOps:
             self._end_oldest_reductions(at)
 
     def _end_oldest_reductions(self, at: int) -> None:
-        """End the oldest reductions under way: add their results to the gradients, and free their memory."""
+        """End the oldest reductions: emit their sums, or reserve the memory of sums emitted earlier."""
         ops = self._under_way.pop(0)
         if ops[0].spec in (ACCUMULATE, FINAL_ACCUMULATE):
             for op in ops:

@@ -50,7 +50,7 @@ class Trace:
         return len(self.steps) - 1
 
     def end_step(self, stop_s: float) -> None:
-        """Record that the step ended at ``stop_s``. Ops for which only the next step waits may be recorded after this call."""
+        """Record that the step ended at ``stop_s``. Ops that only the next step waits for may be recorded later."""
         self.steps[-1] = self.steps[-1][0], stop_s
 
     @api_boundary

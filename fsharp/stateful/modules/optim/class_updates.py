@@ -109,7 +109,7 @@ class ClassUpdates:
         return list(map(list, groups))
 
     def _recut_by_labels(self, labels: Sequence[Mapping[str, Hashable]], states: Mapping[str, Mapping[str, Any]]) -> None:
-        """Cut each parameter group's buffers into slices of leaves with equal ``labels``, and join their ``states``."""
+        """Cut buffers anew, into slices of neighbouring leaves with equal ``labels``; join the leaves' ``states``."""
         known: dict[Hashable, int] = {}
         self._labels = [{path: known.setdefault(new, len(known)) for path, new in each.items()} for each in labels]
         for group, parameters in zip(self.inner.param_groups, self._cut_into_slices(), strict=True):
@@ -120,7 +120,7 @@ class ClassUpdates:
                 self.inner.state[parameter] = joined
 
     def as_transform(self, groups: ParamGroups) -> Transform:
-        """Return a Transform that updates with the options of ``groups``."""
+        """Return a Transform whose ``apply`` runs a step of ``inner``."""
         apply = partial(self._apply, groups)
         return Transform(init=lambda params: None, update=apply, config={}, apply=apply)  # `update` never runs
 
@@ -142,7 +142,7 @@ class ClassUpdates:
         return params, state
 
     def state_of(self, path: str) -> dict[str, Any]:
-        """Return the state of the parameter at ``path`` by name, such as ``"exp_avg"``: as parts, where it is elementwise."""
+        """Return the state of the parameter at ``path``, by name. Elementwise state is in ShardedTensors."""
         like = self._session.parameters[path]
         if path in self._places:
             parameter, first, last = self._places[path]
@@ -176,7 +176,7 @@ class ClassUpdates:
         return {path: self.state_of(path) for path in self._places}
 
     def states_of_all_ranks(self) -> StatesByPath:
-        """Return copies of all states, with those that this rank lacks. All ranks have to call this."""
+        """Return copies of this rank's states, plus state names it lacks. All ranks call this."""
         # Copied for each leaf: leaves of a slice share the tensor "step", which torch would increment once for each leaf.
         mine = {path: copy.deepcopy(state) for path, state in self._states_by_path().items()}
         return fill_in_missing_states(mine, self.trained_by_path(), self._session.reopened_scheduler())

@@ -173,7 +173,7 @@ def _group_sizes_text(groups: list[list[Any]]) -> str:
 
 
 ComparedTensors = dict[str, tuple[torch.Tensor, tuple[str, ...]]]
-"""Tensors that ranks compare, by name, each with the axes along which ranks have values of their own."""
+"""Digests that ranks compare, by name, each with the axes along which digests may differ."""
 
 
 def states_from_state_dict(

@@ -308,7 +308,7 @@ class PartOwner(Protocol):
         """Return all settings so far, for ranks to compare."""
 
     def comm_outside_steps(self) -> Comm:
-        """Return the Comm for reductions of parts. All ranks have to call this."""
+        """Return the Comm for collectives between steps. All ranks call this."""
 
     def wait_before_write(self) -> None:
         """Wait for collectives under way that read or write the module's parameters."""

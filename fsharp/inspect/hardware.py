@@ -1,54 +1,25 @@
-"""Hardware: a description of a machine; and predict: how long a schedule takes on this machine.
-
-[Note: what the simulation knows]
-Each stream runs its ops in order. An op starts when the previous op of its stream and the ops in ``after`` have finished. The
-host runs ahead of the device, as with CUDA. A synchronous host runs all ops but collectives itself, one after the other. A
-collective begins no sooner than the host issues it. A step begins when the previous step has finished, except for ops that the
-previous step hands on, such as gathers at its end. The result is the step that repeats.
-
-On a synchronous host the threads of collectives may need the cores that compute (``contention``). While both work, both are
-slower; while the host waits, collectives have the cores alone. A thread posts a collective when it is issued, so its latency
-passes while earlier collectives are under way. On a stream a collective begins when the previous one has ended.
-
-The simulation gives the whole bandwidth to collectives of two streams that share a link. It spends a unit's own time when the
-unit is entered, before the units nested in it.
-"""
+"""Hardware: a description of a machine; and predict: how long a schedule takes on this machine."""
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from functools import partial
 from typing import Any
 
 from fsharp.errors import ScheduleError, problem
 from fsharp.functional.comm.protocol import Call
 from fsharp.functional.layout.layout import Layout
-from fsharp.functional.tree.paths import value_by_path
-from fsharp.inspect.fitting import (
-    cast_nbytes_of_issue,
-    compute_times_with_gaps,
-    find_link_factor,
-    fit_host_share,
-    fit_speeds,
-    memory_traffic_nbytes,
-    noop_accumulates,
-    sent_nbytes_of_issue,
-    uses_that_recompute,
-)
+from fsharp.inspect.fitting import compute_times_with_gaps, find_link_factor, fit_host_share, fit_speeds
 from fsharp.inspect.hardware_json import fields_from_json, fields_to_json
 from fsharp.inspect.links import Link, PerLink, scaled_by_link, value_of_link
 from fsharp.inspect.presets import EFFICIENCY, GPUS, NETWORK_LATENCY_S, NVLINK_LATENCY_S, RANKS_OF_A_HOST, model_times
-from fsharp.stateful.schedule.ops import STATE, STREAMS, Stream
-from fsharp.stateful.schedule.program import UnitFacts
-from fsharp.stateful.schedule.schedule import Op, Schedule, bucket_ranges, sent_nbytes_by_op_and_axis
-from fsharp.stateful.timing.timeline import WAITING, Interval, Timeline, TimeSpan
+from fsharp.inspect.simulation import OVER_AT_START, Simulation
+from fsharp.stateful.schedule.schedule import Schedule, sent_nbytes_by_op_and_axis
+from fsharp.stateful.timing.timeline import Interval, Timeline
 from fsharp.stateful.timing.trace import Trace
 from fsharp.tracebacks import api_boundary
 from fsharp.type_checks import options_checked
 
 _MAX_STEPS = 16
-_OVER_AT_START = 0.0, 0.0
-"""Start and end of an op of the previous step that was not handed on: both are over when the step begins."""
 
 UnitSeconds = tuple[float, float] | tuple[float, float, float]
 """Seconds of a unit's forward and of its backward, and by how many seconds its recomputation lengthens the backward."""
@@ -327,7 +298,7 @@ class Hardware:
 def predict(schedule: Schedule, hardware: Hardware) -> Timeline:
     """Simulate steps of a schedule on a machine until a step is like the previous one. Return the timeline of the last step.
 
-    The assumptions are in [Note: what the simulation knows], at the beginning of this module.
+    The assumptions are in [Note: what the simulation knows] of ``fsharp.inspect.simulation``.
 
     Raises:
         ScheduleError: an op waits for an op that does not exist, or an axis has no bandwidth.
@@ -338,162 +309,13 @@ def predict(schedule: Schedule, hardware: Hardware) -> Timeline:
     for i, op in enumerate(schedule.ops):
         if any(not 0 <= j < len(schedule.ops) for j in op.after):
             raise ScheduleError(f"predict(): op {i}, {op}, waits for {op.after}, and there are {len(schedule.ops)} ops.")
-    simulation = _Simulation(schedule, hardware)
+    simulation = Simulation(schedule, hardware)
     carried: dict[int, Interval] = {}
     for _ in range(_MAX_STEPS):
         timeline, handed_on = simulation.simulate_step(carried)
         if all(
-            math.isclose(handed_on[j][1], carried.get(j, _OVER_AT_START)[1], abs_tol=1e-12 * timeline.step_s) for j in handed_on
+            math.isclose(handed_on[j][1], carried.get(j, OVER_AT_START)[1], abs_tol=1e-12 * timeline.step_s) for j in handed_on
         ):
             break
         carried = handed_on
     return timeline
-
-
-def compute_times(hardware: Hardware, units: Sequence[str]) -> dict[str, tuple[float, float, float]]:
-    """Return seconds ``(forward, backward, recomputation)`` of each unit, from ``hardware.compute``; else a ScheduleError."""
-    times = value_by_path("Hardware.compute", hardware.compute, units) if units else {}
-    for unit, given in times.items():
-        if not (isinstance(given, tuple) and len(given) in (2, 3) and all(0 <= each < math.inf for each in given)):
-            what = (
-                f"Hardware.compute of unit {unit!r} is {given!r}, expected seconds (forward, backward), or (forward, backward, "
-                "recomputation), of at least 0."
-            )
-            raise ScheduleError(problem("predict()", what))
-    return {unit: (given[0], given[1], given[-1] if len(given) == 3 else given[0]) for unit, given in times.items()}
-
-
-class _Simulation:
-    """A simulation of steps. In a schedule an op follows the ops for which it waits, so one pass over the ops is a step."""
-
-    def __init__(self, schedule: Schedule, hardware: Hardware) -> None:
-        self.ops, self.schedule = schedule.ops, schedule
-        self.is_synchronous = hardware.synchronous_host
-        self.host_speed, self.sending_speed = hardware.contended_speeds
-        on_host = [self.is_synchronous and op.spec.cost != "send" for op in self.ops]
-        self.queues: list[Stream] = ["compute" if here else op.stream for op, here in zip(self.ops, on_host, strict=True)]
-        entered = list(dict.fromkeys(op.unit for op in self.ops if op.spec.cost == "compute"))
-        times = compute_times(hardware, entered)
-        facts = schedule.program.facts
-        self.issues = []
-        noops, recomputed = noop_accumulates(self.ops), uses_that_recompute(schedule.program)
-        for run in bucket_ranges(self.ops):
-            ops = [self.ops[i] for i in run]
-            sent = (
-                sent_nbytes_by_op_and_axis(call for op in ops for call in op.spec.collectives(facts[op.unit]))
-                if ops[0].spec.cost == "send"
-                else {}
-            )
-            latency_s = hardware.latency_s(sent) if self.is_synchronous else 0.0
-            longer_s = sum(sent_nbytes_of_issue(op, facts[op.unit]) for op in ops) / hardware.issue_bandwidth
-            longer_s += sum(cast_nbytes_of_issue(op, facts[op.unit]) for op in ops) / hardware.memory_bandwidth
-            if ops[0].spec.cost == "compute":
-                seconds = times[ops[0].unit][1 if ops[0].phase == "backward" else 2 * (ops[0].use in recomputed)]
-            else:
-                seconds = 0.0 if run[0] in noops else _bucket_seconds(ops, facts, hardware)
-            self.issues.append((run, seconds, latency_s, hardware.issue_s + longer_s))
-        waited_for = {j for i, op in enumerate(self.ops) for j in op.after if j >= i}
-        self.handed_on = sorted(waited_for | {i for i, op in enumerate(self.ops) if op.spec.frees == STATE})
-
-    def simulate_step(self, carried: Mapping[int, Interval]) -> tuple[Timeline, dict[int, Interval]]:
-        """Return the timeline of a step, and the start and end of each of its carried ops, by position of the op.
-
-        Carried ops are ops for which the next step waits, such as its first gathers, and copies of optimizer state to host
-        memory. Their times are relative to the end of the step. ``carried``: start and end of the previous step's carried ops,
-        relative to the beginning of this step.
-        """
-        free = dict.fromkeys(STREAMS, 0.0)
-        sent = 0.0  # when the last collective has ended
-        for j, (_, stop) in carried.items():
-            free[self.queues[j]] = max(free[self.queues[j]], stop)
-            sent = max(sent, stop) if self.ops[j].spec.cost == "send" else sent
-        before = dict(carried)
-        times: dict[int, Interval] = {}
-        flying: list[int] = []
-        spans: list[TimeSpan] = []
-        for run, seconds, latency_s, issue_s in self.issues:
-            queue, sends = self.queues[run[0]], self.ops[run[0]].spec.cost == "send"
-            idle = start = free[queue] - latency_s  # the latency may pass while earlier collectives are under way
-            for i in run:
-                start = max(
-                    [start, 0.0, *(times[j][1] if j < i else before.get(j, _OVER_AT_START)[1] for j in self.ops[i].after)]
-                )
-            if sends and self.is_synchronous:
-                start = max(start, free["compute"])
-            if sends and self.schedule.policy.separate_groups is False:
-                start = max(start, sent - latency_s)
-            if queue != "compute":
-                free[queue] = stop = start + seconds
-                sent = max(sent, stop) if sends else sent
-                times |= dict.fromkeys(run, (start, stop))
-                flying += run
-            # The host's own work in these ops, and its start. Host and collectives slow each other down.
-            works_s = seconds if queue == "compute" else issue_s if sends else 0.0
-            since = start if queue == "compute" else free["compute"]
-            busy = max(free["gather"], free["reduce"], since) - since  # seconds of collectives if the host waited
-            if works_s and busy and (self.host_speed, self.sending_speed) != (1.0, 1.0):
-                both_s = busy / self.sending_speed if self.sending_speed else math.inf  # seconds if the host worked throughout
-                works_s = (
-                    works_s / self.host_speed
-                    if works_s <= both_s * self.host_speed
-                    else works_s + both_s * (1 - self.host_speed)
-                )
-                later = partial(_delayed_time, since, works_s, self.sending_speed)
-                before = {j: (later(began), later(ended)) for j, (began, ended) in before.items()}
-                flying = [i for i in flying if times[i][1] > since]
-                times |= {i: (later(times[i][0]), later(times[i][1])) for i in flying}
-                free, sent = {name: later(stop) for name, stop in free.items()}, later(sent)
-            if queue == "compute":
-                free[queue] = start + works_s
-                times |= dict.fromkeys(run, (start, free[queue]))
-                for i in run:
-                    op = self.ops[i]
-                    if op.spec.joins or start > idle:
-                        spans.append(TimeSpan(i, WAITING, op.unit, op.phase, "compute", idle, start))
-            elif works_s:
-                free["compute"] = since + works_s
-        own = {i: stop for i, (_, stop) in times.items() if i not in self.handed_on}
-        end = max([free["compute"], *own.values()])
-        if end > free["compute"]:
-            last = max(own, key=own.__getitem__)
-            op = self.ops[last]
-            spans.append(TimeSpan(last, WAITING, op.unit, op.phase, "compute", free["compute"], end))
-        handed_on = {j: (times[j][0] - end, max(times[j][1] - end, 0.0)) for j in self.handed_on}
-        for j, (began, ended) in before.items():  # in a step that repeats, this step hands the same op on
-            start, stop = times[j]
-            times[j] = end + began if start > end else start, end + ended if stop > end else stop
-        for i, op in enumerate(self.ops):
-            if not op.spec.joins:  # an op that joins takes no time beside its wait
-                spans.append(TimeSpan(i, op.kind, op.unit, op.phase, self.queues[i], *times[i]))
-        spans.sort(key=lambda span: (span.start_s, span.op))
-        return Timeline(self.schedule, tuple(spans), end), handed_on
-
-
-def _delayed_time(start: float, seconds: float, speed: float, at: float) -> float:
-    """Return the time of an event that would happen at the time ``at`` if all work ran at full speed. Times are in seconds.
-
-    From the time ``start`` on, for ``seconds`` seconds, work runs at the fraction ``speed`` of full speed.
-    """
-    ahead = at - start
-    if ahead <= 0:
-        return at
-    return start + ahead / speed if ahead <= speed * seconds else at + (1 - speed) * seconds
-
-
-def _bucket_seconds(ops: Sequence[Op], facts: Mapping[str, UnitFacts], hardware: Hardware) -> float:
-    coded_s = sum(op.spec.coded_nbytes(facts[op.unit]) for op in ops) / hardware.codec_bandwidth
-    coded_s += sum(op.spec.cast_nbytes(facts[op.unit]) for op in ops) / hardware.cast_bandwidth
-    match ops[0].spec.cost:
-        case "":
-            return 0.0
-        case "update":
-            return hardware.update_s
-        case "copy":
-            return facts[ops[0].unit].host / hardware.host_bandwidth
-        case "code":
-            return coded_s
-        case _:  # "send" or "memory": without collectives the op only copies in memory
-            of = [(op, facts[op.unit]) for op in ops]
-            calls = [call for op, mine in of for call in op.spec.collectives(mine)]
-            own_s = 0.0 if calls else memory_traffic_nbytes(ops, facts) / hardware.memory_bandwidth
-            return coded_s + (hardware.collective_s(calls) if calls else own_s)

@@ -1,0 +1,226 @@
+"""Simulation: when the ops of a schedule run on a machine. See :func:`~fsharp.inspect.predict`.
+
+[Note: what the simulation knows]
+Each stream runs its ops in order. An op starts when the previous op of its stream and the ops in ``after`` have finished. The
+host runs ahead of the device, as with CUDA. A synchronous host runs all ops but collectives itself, one after the other. A
+collective begins no sooner than the host issues it. A step begins when the previous step has finished, except for ops that the
+previous step hands on, such as gathers at its end. The result is the step that repeats.
+
+On a synchronous host the threads of collectives may need the cores that compute (``contention``). While both work, both are
+slower; while the host waits, collectives have the cores alone. A thread posts a collective when it is issued, so its latency
+passes while earlier collectives are under way. On a stream a collective begins when the previous one has ended.
+
+The simulation gives the whole bandwidth to collectives of two streams that share a link. It spends a unit's own time when the
+unit is entered, before the units nested in it.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import TYPE_CHECKING
+
+from fsharp.errors import ScheduleError, problem
+from fsharp.functional.tree.paths import value_by_path
+from fsharp.inspect.fitting import (
+    cast_nbytes_of_issue,
+    memory_traffic_nbytes,
+    noop_accumulates,
+    sent_nbytes_of_issue,
+    uses_that_recompute,
+)
+from fsharp.stateful.schedule.ops import STATE, STREAMS, Stream
+from fsharp.stateful.schedule.program import UnitFacts
+from fsharp.stateful.schedule.schedule import Op, Schedule, bucket_ranges, sent_nbytes_by_op_and_axis
+from fsharp.stateful.timing.timeline import WAITING, Interval, Timeline, TimeSpan
+
+if TYPE_CHECKING:
+    from fsharp.inspect.hardware import Hardware
+
+OVER_AT_START = 0.0, 0.0
+"""Start and end of an op of the previous step that was not handed on: both are over when the step begins."""
+
+
+def compute_times(hardware: "Hardware", units: Sequence[str]) -> dict[str, tuple[float, float, float]]:
+    """Return seconds ``(forward, backward, recomputation)`` of each unit, from ``hardware.compute``; else a ScheduleError."""
+    times = value_by_path("Hardware.compute", hardware.compute, units) if units else {}
+    for unit, given in times.items():
+        if not (isinstance(given, tuple) and len(given) in (2, 3) and all(0 <= each < math.inf for each in given)):
+            what = (
+                f"Hardware.compute of unit {unit!r} is {given!r}, expected seconds (forward, backward), or (forward, backward, "
+                "recomputation), of at least 0."
+            )
+            raise ScheduleError(problem("predict()", what))
+    return {unit: (given[0], given[1], given[-1] if len(given) == 3 else given[0]) for unit, given in times.items()}
+
+
+class Simulation:
+    """A simulation of steps. In a schedule an op follows the ops for which it waits, so one pass over the ops is a step."""
+
+    def __init__(self, schedule: Schedule, hardware: "Hardware") -> None:
+        self.ops, self.schedule = schedule.ops, schedule
+        self.is_synchronous = hardware.synchronous_host
+        self.host_speed, self.sending_speed = hardware.contended_speeds
+        on_host = [self.is_synchronous and op.spec.cost != "send" for op in self.ops]
+        self.queues: list[Stream] = ["compute" if here else op.stream for op, here in zip(self.ops, on_host, strict=True)]
+        entered = list(dict.fromkeys(op.unit for op in self.ops if op.spec.cost == "compute"))
+        times = compute_times(hardware, entered)
+        facts = schedule.program.facts
+        self.issues = []
+        noops, recomputed = noop_accumulates(self.ops), uses_that_recompute(schedule.program)
+        for run in bucket_ranges(self.ops):
+            ops = [self.ops[i] for i in run]
+            sent = (
+                sent_nbytes_by_op_and_axis(call for op in ops for call in op.spec.collectives(facts[op.unit]))
+                if ops[0].spec.cost == "send"
+                else {}
+            )
+            latency_s = hardware.latency_s(sent) if self.is_synchronous else 0.0
+            longer_s = sum(sent_nbytes_of_issue(op, facts[op.unit]) for op in ops) / hardware.issue_bandwidth
+            longer_s += sum(cast_nbytes_of_issue(op, facts[op.unit]) for op in ops) / hardware.memory_bandwidth
+            if ops[0].spec.cost == "compute":
+                seconds = times[ops[0].unit][1 if ops[0].phase == "backward" else 2 * (ops[0].use in recomputed)]
+            else:
+                seconds = 0.0 if run[0] in noops else _bucket_seconds(ops, facts, hardware)
+            self.issues.append((run, seconds, latency_s, hardware.issue_s + longer_s))
+        waited_for = {j for i, op in enumerate(self.ops) for j in op.after if j >= i}
+        self.handed_on = sorted(waited_for | {i for i, op in enumerate(self.ops) if op.spec.frees == STATE})
+
+    def simulate_step(self, carried: Mapping[int, Interval]) -> tuple[Timeline, dict[int, Interval]]:
+        """Return the timeline of a step, and the start and end of each of its carried ops, by position of the op.
+
+        Carried ops are ops for which the next step waits, such as its first gathers, and copies of optimizer state to host
+        memory. Their times are relative to the end of the step. ``carried``: start and end of the previous step's carried ops,
+        relative to the beginning of this step.
+        """
+        step = _SimulatedStep(self, carried)
+        for issue in self.issues:
+            step.run_bucket(*issue)
+        return step.end()
+
+
+class _SimulatedStep:
+    """A step that is being simulated. Times are seconds from the beginning of the step.
+
+    Attributes:
+        simulation: the schedule's ops and the machine's speeds.
+        free: when the last op of each stream so far ends.
+        sent_s: when the last collective so far ends.
+        carried: start and end of each op that the previous step handed on, by position of the op.
+        times: start and end of each op so far, by position of the op.
+        in_flight: positions of ops beside the host, which the host may slow down.
+        spans: waits of the compute stream so far.
+    """
+
+    def __init__(self, simulation: Simulation, carried: Mapping[int, Interval]) -> None:
+        self.simulation = simulation
+        self.free = dict.fromkeys(STREAMS, 0.0)
+        self.sent_s = 0.0
+        for j, (_, stop) in carried.items():
+            queue = simulation.queues[j]
+            self.free[queue] = max(self.free[queue], stop)
+            self.sent_s = max(self.sent_s, stop) if simulation.ops[j].spec.cost == "send" else self.sent_s
+        self.carried = dict(carried)
+        self.times: dict[int, Interval] = {}
+        self.in_flight: list[int] = []
+        self.spans: list[TimeSpan] = []
+
+    def run_bucket(self, run: range, seconds: float, latency_s: float, issue_s: float) -> None:
+        """Run the ops of a bucket, or one op, next in their stream.
+
+        ``latency_s``: seconds that may pass while earlier collectives are under way. ``issue_s``: seconds in which the host
+        issues a collective.
+        """
+        simulation, free = self.simulation, self.free
+        queue, sends = simulation.queues[run[0]], simulation.ops[run[0]].spec.cost == "send"
+        idle = start = free[queue] - latency_s
+        for i in run:
+            start = max([start, 0.0, *(self._end_of(j, i) for j in simulation.ops[i].after)])
+        if sends and simulation.is_synchronous:
+            start = max(start, free["compute"])
+        if sends and simulation.schedule.policy.separate_groups is False:
+            start = max(start, self.sent_s - latency_s)
+        if queue != "compute":
+            free[queue] = stop = start + seconds
+            self.sent_s = max(self.sent_s, stop) if sends else self.sent_s
+            self.times |= dict.fromkeys(run, (start, stop))
+            self.in_flight += run
+            if sends:
+                issued = free["compute"]
+                free["compute"] = issued + self._contend(issued, issue_s)
+            return
+        free[queue] = start + self._contend(start, seconds)
+        self.times |= dict.fromkeys(run, (start, free[queue]))
+        for i in run:
+            op = simulation.ops[i]
+            if op.spec.joins or start > idle:
+                self.spans.append(TimeSpan(i, WAITING, op.unit, op.phase, "compute", idle, start))
+
+    def _end_of(self, j: int, i: int) -> float:
+        """Return the end of op ``j``, for which op ``i`` waits. An op that comes after ``i`` ended in the previous step."""
+        return self.times[j][1] if j < i else self.carried.get(j, OVER_AT_START)[1]
+
+    def _contend(self, since: float, works_s: float) -> float:
+        """Return the seconds that the host takes for ``works_s`` seconds of work. Delay the collectives under way meanwhile."""
+        simulation = self.simulation
+        host_speed, sending_speed = simulation.host_speed, simulation.sending_speed
+        busy = max(self.free["gather"], self.free["reduce"], since) - since  # seconds of collectives if the host waited
+        if not (works_s and busy) or (host_speed, sending_speed) == (1.0, 1.0):
+            return works_s
+        both_s = busy / sending_speed if sending_speed else math.inf  # seconds if the host worked throughout
+        works_s = works_s / host_speed if works_s <= both_s * host_speed else works_s + both_s * (1 - host_speed)
+        later = partial(_delayed_time, since, works_s, sending_speed)
+        self.carried = {j: (later(began), later(ended)) for j, (began, ended) in self.carried.items()}
+        self.in_flight = [i for i in self.in_flight if self.times[i][1] > since]
+        self.times |= {i: (later(self.times[i][0]), later(self.times[i][1])) for i in self.in_flight}
+        self.free |= {name: later(stop) for name, stop in self.free.items()}
+        self.sent_s = later(self.sent_s)
+        return works_s
+
+    def end(self) -> tuple[Timeline, dict[int, Interval]]:
+        """Return the result of :meth:`Simulation.simulate_step`, after the last op."""
+        ops, handed_on, times = self.simulation.ops, self.simulation.handed_on, self.times
+        own = {i: stop for i, (_, stop) in times.items() if i not in handed_on}
+        end = max([self.free["compute"], *own.values()])
+        if end > self.free["compute"]:
+            last = max(own, key=own.__getitem__)
+            op = ops[last]
+            self.spans.append(TimeSpan(last, WAITING, op.unit, op.phase, "compute", self.free["compute"], end))
+        result = {j: (times[j][0] - end, max(times[j][1] - end, 0.0)) for j in handed_on}
+        for j, (began, ended) in self.carried.items():  # in a step that repeats, this step hands the same op on
+            start, stop = times[j]
+            times[j] = end + began if start > end else start, end + ended if stop > end else stop
+        for i, op in enumerate(ops):
+            if not op.spec.joins:  # an op that joins takes no time beside its wait
+                self.spans.append(TimeSpan(i, op.kind, op.unit, op.phase, self.simulation.queues[i], *times[i]))
+        self.spans.sort(key=lambda span: (span.start_s, span.op))
+        return Timeline(self.simulation.schedule, tuple(self.spans), end), result
+
+
+def _delayed_time(start: float, seconds: float, speed: float, at: float) -> float:
+    """Return the time of an event that would happen at the time ``at`` if all work ran at full speed. Times are in seconds.
+
+    From the time ``start`` on, for ``seconds`` seconds, work runs at the fraction ``speed`` of full speed.
+    """
+    ahead = at - start
+    if ahead <= 0:
+        return at
+    return start + ahead / speed if ahead <= speed * seconds else at + (1 - speed) * seconds
+
+
+def _bucket_seconds(ops: Sequence[Op], facts: Mapping[str, UnitFacts], hardware: "Hardware") -> float:
+    coded_s = sum(op.spec.coded_nbytes(facts[op.unit]) for op in ops) / hardware.codec_bandwidth
+    coded_s += sum(op.spec.cast_nbytes(facts[op.unit]) for op in ops) / hardware.cast_bandwidth
+    match ops[0].spec.cost:
+        case "":
+            return 0.0
+        case "update":
+            return hardware.update_s
+        case "copy":
+            return facts[ops[0].unit].host / hardware.host_bandwidth
+        case "code":
+            return coded_s
+        case _:  # "send" or "memory": without collectives the op only copies in memory
+            of = [(op, facts[op.unit]) for op in ops]
+            calls = [call for op, mine in of for call in op.spec.collectives(mine)]
+            own_s = 0.0 if calls else memory_traffic_nbytes(ops, facts) / hardware.memory_bandwidth
+            return coded_s + (hardware.collective_s(calls) if calls else own_s)
