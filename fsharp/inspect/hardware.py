@@ -8,18 +8,28 @@ from typing import Any
 from fsharp.errors import ScheduleError, problem
 from fsharp.functional.comm.protocol import Call
 from fsharp.functional.layout.layout import Layout
-from fsharp.inspect.fitting import compute_times_with_gaps, find_link_factor, fit_host_share, fit_speeds
+from fsharp.functional.tree.paths import value_by_path
+from fsharp.inspect.fitting import (
+    cast_nbytes_of_issue,
+    compute_times_with_gaps,
+    find_link_factor,
+    fit_host_share,
+    fit_speeds,
+    memory_traffic_nbytes,
+    noop_accumulates,
+    sent_nbytes_of_issue,
+    uses_that_recompute,
+)
 from fsharp.inspect.hardware_json import fields_from_json, fields_to_json
 from fsharp.inspect.links import Link, PerLink, scaled_by_link, value_of_link
 from fsharp.inspect.presets import EFFICIENCY, GPUS, NETWORK_LATENCY_S, NVLINK_LATENCY_S, RANKS_OF_A_HOST, model_times
-from fsharp.inspect.simulation import OVER_AT_START, Simulation
-from fsharp.stateful.schedule.schedule import Schedule, sent_nbytes_by_op_and_axis
-from fsharp.stateful.timing.timeline import Interval, Timeline
+from fsharp.inspect.simulation import BucketCost, Simulation
+from fsharp.stateful.schedule.program import UnitFacts
+from fsharp.stateful.schedule.schedule import Op, Schedule, bucket_ranges, sent_nbytes_by_op_and_axis
+from fsharp.stateful.timing.timeline import Timeline
 from fsharp.stateful.timing.trace import Trace
 from fsharp.tracebacks import api_boundary
 from fsharp.type_checks import options_checked
-
-_MAX_STEPS = 16
 
 UnitSeconds = tuple[float, float] | tuple[float, float, float]
 """Seconds of a unit's forward and of its backward, and by how many seconds its recomputation lengthens the backward."""
@@ -309,13 +319,60 @@ def predict(schedule: Schedule, hardware: Hardware) -> Timeline:
     for i, op in enumerate(schedule.ops):
         if any(not 0 <= j < len(schedule.ops) for j in op.after):
             raise ScheduleError(f"predict(): op {i}, {op}, waits for {op.after}, and there are {len(schedule.ops)} ops.")
-    simulation = Simulation(schedule, hardware)
-    carried: dict[int, Interval] = {}
-    for _ in range(_MAX_STEPS):
-        timeline, handed_on = simulation.simulate_step(carried)
-        if all(
-            math.isclose(handed_on[j][1], carried.get(j, OVER_AT_START)[1], abs_tol=1e-12 * timeline.step_s) for j in handed_on
-        ):
-            break
-        carried = handed_on
-    return timeline
+    speeds = hardware.contended_speeds
+    costs = _bucket_costs(schedule, hardware)
+    return Simulation(schedule, costs, synchronous_host=hardware.synchronous_host, speeds=speeds).steady_step()
+
+
+def compute_times(hardware: Hardware, units: Sequence[str]) -> dict[str, tuple[float, float, float]]:
+    """Return seconds ``(forward, backward, recomputation)`` of each unit, from ``hardware.compute``; else a ScheduleError."""
+    times = value_by_path("Hardware.compute", hardware.compute, units) if units else {}
+    for unit, given in times.items():
+        if not (isinstance(given, tuple) and len(given) in (2, 3) and all(0 <= each < math.inf for each in given)):
+            what = (
+                f"Hardware.compute of unit {unit!r} is {given!r}, expected seconds (forward, backward), or (forward, backward, "
+                "recomputation), of at least 0."
+            )
+            raise ScheduleError(problem("predict()", what))
+    return {unit: (given[0], given[1], given[-1] if len(given) == 3 else given[0]) for unit, given in times.items()}
+
+
+def _bucket_costs(schedule: Schedule, hardware: Hardware) -> list[BucketCost]:
+    """Return the costs of all ops of a schedule, in order: one for each bucket, and for each op outside of buckets."""
+    facts = schedule.program.facts
+    times = compute_times(hardware, list(dict.fromkeys(op.unit for op in schedule.ops if op.spec.cost == "compute")))
+    noops, recomputed = noop_accumulates(schedule.ops), uses_that_recompute(schedule.program)
+    result = []
+    for run in bucket_ranges(schedule.ops):
+        ops = [schedule.ops[i] for i in run]
+        latency_s = 0.0
+        if hardware.synchronous_host and ops[0].spec.cost == "send":
+            calls = [call for op in ops for call in op.spec.collectives(facts[op.unit])]
+            latency_s = hardware.latency_s(sent_nbytes_by_op_and_axis(calls))
+        issue_s = sum(sent_nbytes_of_issue(op, facts[op.unit]) for op in ops) / hardware.issue_bandwidth
+        issue_s += sum(cast_nbytes_of_issue(op, facts[op.unit]) for op in ops) / hardware.memory_bandwidth
+        if ops[0].spec.cost == "compute":
+            seconds = times[ops[0].unit][1 if ops[0].phase == "backward" else 2 * (ops[0].use in recomputed)]
+        else:
+            seconds = 0.0 if run[0] in noops else _bucket_seconds(ops, facts, hardware)
+        result.append(BucketCost(run, seconds, latency_s, hardware.issue_s + issue_s))
+    return result
+
+
+def _bucket_seconds(ops: Sequence[Op], facts: Mapping[str, UnitFacts], hardware: Hardware) -> float:
+    coded_s = sum(op.spec.coded_nbytes(facts[op.unit]) for op in ops) / hardware.codec_bandwidth
+    coded_s += sum(op.spec.cast_nbytes(facts[op.unit]) for op in ops) / hardware.cast_bandwidth
+    match ops[0].spec.cost:
+        case "":
+            return 0.0
+        case "update":
+            return hardware.update_s
+        case "copy":
+            return facts[ops[0].unit].host / hardware.host_bandwidth
+        case "code":
+            return coded_s
+        case _:  # "send" or "memory": without collectives the op only copies in memory
+            of = [(op, facts[op.unit]) for op in ops]
+            calls = [call for op, mine in of for call in op.spec.collectives(mine)]
+            own_s = 0.0 if calls else memory_traffic_nbytes(ops, facts) / hardware.memory_bandwidth
+            return coded_s + (hardware.collective_s(calls) if calls else own_s)

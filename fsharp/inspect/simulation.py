@@ -17,73 +17,64 @@ unit is entered, before the units nested in it.
 import math
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import NamedTuple
 
-from fsharp.errors import ScheduleError, problem
-from fsharp.functional.tree.paths import value_by_path
-from fsharp.inspect.fitting import (
-    cast_nbytes_of_issue,
-    memory_traffic_nbytes,
-    noop_accumulates,
-    sent_nbytes_of_issue,
-    uses_that_recompute,
-)
 from fsharp.stateful.schedule.ops import STATE, STREAMS, Stream
-from fsharp.stateful.schedule.program import UnitFacts
-from fsharp.stateful.schedule.schedule import Op, Schedule, bucket_ranges, sent_nbytes_by_op_and_axis
+from fsharp.stateful.schedule.schedule import Schedule
 from fsharp.stateful.timing.timeline import WAITING, Interval, Timeline, TimeSpan
 
-if TYPE_CHECKING:
-    from fsharp.inspect.hardware import Hardware
-
-OVER_AT_START = 0.0, 0.0
+_MAX_STEPS = 16
+_OVER_AT_START = 0.0, 0.0
 """Start and end of an op of the previous step that was not handed on: both are over when the step begins."""
 
 
-def compute_times(hardware: "Hardware", units: Sequence[str]) -> dict[str, tuple[float, float, float]]:
-    """Return seconds ``(forward, backward, recomputation)`` of each unit, from ``hardware.compute``; else a ScheduleError."""
-    times = value_by_path("Hardware.compute", hardware.compute, units) if units else {}
-    for unit, given in times.items():
-        if not (isinstance(given, tuple) and len(given) in (2, 3) and all(0 <= each < math.inf for each in given)):
-            what = (
-                f"Hardware.compute of unit {unit!r} is {given!r}, expected seconds (forward, backward), or (forward, backward, "
-                "recomputation), of at least 0."
-            )
-            raise ScheduleError(problem("predict()", what))
-    return {unit: (given[0], given[1], given[-1] if len(given) == 3 else given[0]) for unit, given in times.items()}
+class BucketCost(NamedTuple):
+    """What the ops of a bucket, or one op, cost on a machine.
+
+    Attributes:
+        run: positions of the ops.
+        seconds: seconds of the ops on their stream, if no other stream works.
+        latency_s: seconds of ``seconds`` that may pass while earlier collectives are under way.
+        issue_s: seconds in which the host issues a collective.
+    """
+
+    run: Sequence[int]
+    seconds: float
+    latency_s: float
+    issue_s: float
 
 
 class Simulation:
-    """A simulation of steps. In a schedule an op follows the ops for which it waits, so one pass over the ops is a step."""
+    """A simulation of steps. In a schedule an op follows the ops for which it waits, so one pass over the ops is a step.
 
-    def __init__(self, schedule: Schedule, hardware: "Hardware") -> None:
-        self.ops, self.schedule = schedule.ops, schedule
-        self.is_synchronous = hardware.synchronous_host
-        self.host_speed, self.sending_speed = hardware.contended_speeds
-        on_host = [self.is_synchronous and op.spec.cost != "send" for op in self.ops]
+    Args:
+        schedule: the schedule.
+        costs: costs of all its ops, in order.
+        synchronous_host: as in :class:`~fsharp.inspect.Hardware`.
+        speeds: the fractions of full speed that the host and the collectives keep while both work.
+    """
+
+    def __init__(
+        self, schedule: Schedule, costs: Sequence[BucketCost], *, synchronous_host: bool, speeds: tuple[float, float]
+    ) -> None:
+        self.ops, self.schedule, self.costs = schedule.ops, schedule, costs
+        self.is_synchronous = synchronous_host
+        self.host_speed, self.sending_speed = speeds
+        on_host = [synchronous_host and op.spec.cost != "send" for op in self.ops]
         self.queues: list[Stream] = ["compute" if here else op.stream for op, here in zip(self.ops, on_host, strict=True)]
-        entered = list(dict.fromkeys(op.unit for op in self.ops if op.spec.cost == "compute"))
-        times = compute_times(hardware, entered)
-        facts = schedule.program.facts
-        self.issues = []
-        noops, recomputed = noop_accumulates(self.ops), uses_that_recompute(schedule.program)
-        for run in bucket_ranges(self.ops):
-            ops = [self.ops[i] for i in run]
-            sent = (
-                sent_nbytes_by_op_and_axis(call for op in ops for call in op.spec.collectives(facts[op.unit]))
-                if ops[0].spec.cost == "send"
-                else {}
-            )
-            latency_s = hardware.latency_s(sent) if self.is_synchronous else 0.0
-            longer_s = sum(sent_nbytes_of_issue(op, facts[op.unit]) for op in ops) / hardware.issue_bandwidth
-            longer_s += sum(cast_nbytes_of_issue(op, facts[op.unit]) for op in ops) / hardware.memory_bandwidth
-            if ops[0].spec.cost == "compute":
-                seconds = times[ops[0].unit][1 if ops[0].phase == "backward" else 2 * (ops[0].use in recomputed)]
-            else:
-                seconds = 0.0 if run[0] in noops else _bucket_seconds(ops, facts, hardware)
-            self.issues.append((run, seconds, latency_s, hardware.issue_s + longer_s))
         waited_for = {j for i, op in enumerate(self.ops) for j in op.after if j >= i}
         self.handed_on = sorted(waited_for | {i for i, op in enumerate(self.ops) if op.spec.frees == STATE})
+
+    def steady_step(self) -> Timeline:
+        """Simulate steps until a step is like the previous one, and return its timeline."""
+        carried: dict[int, Interval] = {}
+        for _ in range(_MAX_STEPS):
+            timeline, handed_on = self.simulate_step(carried)
+            before = {j: carried.get(j, _OVER_AT_START) for j in handed_on}
+            if all(math.isclose(handed_on[j][1], before[j][1], abs_tol=1e-12 * timeline.step_s) for j in handed_on):
+                break
+            carried = handed_on
+        return timeline
 
     def simulate_step(self, carried: Mapping[int, Interval]) -> tuple[Timeline, dict[int, Interval]]:
         """Return the timeline of a step, and the start and end of each of its carried ops, by position of the op.
@@ -93,8 +84,8 @@ class Simulation:
         relative to the beginning of this step.
         """
         step = _SimulatedStep(self, carried)
-        for issue in self.issues:
-            step.run_bucket(*issue)
+        for cost in self.costs:
+            step.run_bucket(cost)
         return step.end()
 
 
@@ -124,12 +115,9 @@ class _SimulatedStep:
         self.in_flight: list[int] = []
         self.spans: list[TimeSpan] = []
 
-    def run_bucket(self, run: range, seconds: float, latency_s: float, issue_s: float) -> None:
-        """Run the ops of a bucket, or one op, next in their stream.
-
-        ``latency_s``: seconds that may pass while earlier collectives are under way. ``issue_s``: seconds in which the host
-        issues a collective.
-        """
+    def run_bucket(self, cost: BucketCost) -> None:
+        """Run the ops of a bucket, or one op, next in their stream."""
+        run, seconds, latency_s, issue_s = cost
         simulation, free = self.simulation, self.free
         queue, sends = simulation.queues[run[0]], simulation.ops[run[0]].spec.cost == "send"
         idle = start = free[queue] - latency_s
@@ -157,7 +145,7 @@ class _SimulatedStep:
 
     def _end_of(self, j: int, i: int) -> float:
         """Return the end of op ``j``, for which op ``i`` waits. An op that comes after ``i`` ended in the previous step."""
-        return self.times[j][1] if j < i else self.carried.get(j, OVER_AT_START)[1]
+        return self.times[j][1] if j < i else self.carried.get(j, _OVER_AT_START)[1]
 
     def _contend(self, since: float, works_s: float) -> float:
         """Return the seconds that the host takes for ``works_s`` seconds of work. Delay the collectives under way meanwhile."""
@@ -205,22 +193,3 @@ def _delayed_time(start: float, seconds: float, speed: float, at: float) -> floa
     if ahead <= 0:
         return at
     return start + ahead / speed if ahead <= speed * seconds else at + (1 - speed) * seconds
-
-
-def _bucket_seconds(ops: Sequence[Op], facts: Mapping[str, UnitFacts], hardware: "Hardware") -> float:
-    coded_s = sum(op.spec.coded_nbytes(facts[op.unit]) for op in ops) / hardware.codec_bandwidth
-    coded_s += sum(op.spec.cast_nbytes(facts[op.unit]) for op in ops) / hardware.cast_bandwidth
-    match ops[0].spec.cost:
-        case "":
-            return 0.0
-        case "update":
-            return hardware.update_s
-        case "copy":
-            return facts[ops[0].unit].host / hardware.host_bandwidth
-        case "code":
-            return coded_s
-        case _:  # "send" or "memory": without collectives the op only copies in memory
-            of = [(op, facts[op.unit]) for op in ops]
-            calls = [call for op, mine in of for call in op.spec.collectives(mine)]
-            own_s = 0.0 if calls else memory_traffic_nbytes(ops, facts) / hardware.memory_bandwidth
-            return coded_s + (hardware.collective_s(calls) if calls else own_s)

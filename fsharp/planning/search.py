@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 from fsharp.functional.layout.layout import Layout
 from fsharp.functional.traffic import step_traffic
-from fsharp.inspect.simulation import compute_times
+from fsharp.inspect.hardware import compute_times
 from fsharp.planning.choice import Candidate, StepArguments
 from fsharp.planning.plan_step import ROOT
 from fsharp.planning.space import LayoutOption, updated_share
