@@ -1,7 +1,7 @@
 """ModuleCall: call the code of a module and its submodules with units gathered, and full parameters in place of parts."""
 
 import weakref
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import chain
 from operator import is_
@@ -68,29 +68,38 @@ class ParameterEntries:
                     "`fn, params = model.functional()`."
                 )
 
-    def user_replacements_by_path(self, full: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Return, by path, the tensors that a caller has put in place of ``full``, the full parameters by path."""
-        found = {}
+    def present_tensors(self, full: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield, for each entry, the path of its stored values and the tensor there: of ``full``, or put there by a caller."""
         for i, parameters, name in self._entries:
-            path, mine = self.stored[i], local_tensor(parameters[name])
+            path, mine = self.stored[i], local_tensor(parameters.get(name))
             if not isinstance(mine, torch.Tensor) or mine.shape != full[path].shape:
                 got = f"tensor of shape {list(mine.shape)}" if isinstance(mine, torch.Tensor) else type(mine).__name__
                 expected = f"expected a tensor of shape {list(full[path].shape)}"
                 raise TreeError(f"unsharded(): {self._paths[i]!r} was replaced by a {got}, {expected}.")
-            if mine.data_ptr() != full[path].data_ptr():
-                found[path] = mine
-        return found
+            yield path, mine
 
     def exchange_tensors(self, tensors: Sequence[Any]) -> list[Any]:
         """Put ``tensors``, one for each leaf, into the entries. Return the tensors that were there."""
         before = list(tensors)
         for i, parameters, name in self._entries:
-            before[i] = parameters[name]
+            before[i] = parameters.get(name)
             parameters[name] = self._present[id(parameters), name] = tensors[i]
         for reference in self._with_flat_weights:
             owner: Any = reference()
             owner.__dict__["_flat_weights"] = [getattr(owner, name, None) for name in owner._flat_weights_names]
         return before
+
+
+def written_tensors(entries: Iterable[ParameterEntries], full: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return the tensors now in place of ``full``, by path. Raise an error if a caller has tied or untied parameters."""
+    found, path_at = dict[str, torch.Tensor](), dict[int, str]()
+    for path, mine in chain.from_iterable(each.present_tensors(full) for each in entries):
+        other = path_at.setdefault(mine.data_ptr(), path) if mine.numel() else path
+        if other != path or found.setdefault(path, mine).data_ptr() != mine.data_ptr():
+            change = f"shares memory with {other!r}" if other != path else "is not tied as before"
+            what = f"unsharded(): parameter {path!r} {change}, which the next forward would ignore."
+            raise TreeError(f"{what} Write values by copy_(); tie and untie parameters before shard_module().")
+    return found
 
 
 @contextmanager

@@ -13,7 +13,7 @@ from fsharp.functional.comm.protocol import Comm
 from fsharp.functional.formats.format import dtype_name
 from fsharp.functional.layout.layout import Layout
 from fsharp.functional.state import TrainState
-from fsharp.stateful.modules.calls import ParameterSource, replacing_buffers_by_copies
+from fsharp.stateful.modules.calls import ParameterSource, replacing_buffers_by_copies, written_tensors
 from fsharp.stateful.modules.parameter import ShardedParameter, ShardedTensor
 from fsharp.stateful.modules.session import session_of_module
 from fsharp.stateful.modules.state_dict import (
@@ -153,8 +153,8 @@ class ShardedModule(nn.Module):
         """Make all parameters whole tensors in this context, on every rank. All ranks have to enter the context.
 
         Trained parameters have the optimizer's dtype, frozen ones the dtype in which they rest. With ``write=True`` writes to
-        parameters last; all ranks have to write equal values. A forward whose backward has not run yet is abandoned: its graph
-        can no longer run backward.
+        parameters last; all ranks have to write equal values. Without, only changes of ``requires_grad`` last. A forward whose
+        backward has not run yet is abandoned: its graph can no longer run backward.
 
         Cost: a gather of all units, and the memory of the whole model; with ``write`` a second gather, of written parameters.
         """
@@ -166,7 +166,7 @@ class ShardedModule(nn.Module):
         session.state.propagate_main_writes()
         full = {p.path: x for p, x in gather_whole_tensors(session.parameters.values(), session.comm_outside_steps())}
         shown = zip(full, as_dtensors(full, full.values(), session.calls.dtensor_specs), strict=True)
-        parameters = {path: nn.Parameter(x.detach(), x.is_floating_point()) for path, x in shown}
+        parameters = {path: nn.Parameter(x.detach(), session.parameters[path].requires_grad) for path, x in shown}
         session.is_unsharded = True
         try:
             with session.replacing_parameters(parameters):
@@ -177,13 +177,14 @@ class ShardedModule(nn.Module):
                             f"unsharded(): a hook was registered on parameter {path!r}, which is another tensor outside. Call "
                             "register_post_accumulate_grad_hook() outside of unsharded()."
                         )
-                written = dict(full)
-                for entries in session.calls.entries.values() if write else ():
-                    written |= entries.user_replacements_by_path(full)
+                written = written_tensors(session.calls.entries.values(), full) if write else {}
         finally:
             session.is_unsharded = False
+        for path, x in (*parameters.items(), *written.items()):
+            if isinstance(x, nn.Parameter) and x.requires_grad != session.parameters[path].requires_grad:
+                session.parameters[path].requires_grad_(x.requires_grad)
         if write:
-            mine = {path: x.reshape(-1)[slice(*session.parameters[path].flat_range)] for path, x in written.items()}
+            mine = {path: x.detach().reshape(-1)[slice(*session.parameters[path].flat_range)] for path, x in written.items()}
             session.write_parameters(mine)
             session.state.is_written = True
 

@@ -306,3 +306,90 @@ def test_a_module_that_several_units_share(strategy):
             descend(model(x, y), optimizer)
 
     modules.assert_trains_as_alone(strategy, steps, Shares, optimizer=torch.optim.SGD, settings={"lr": 0.5}, units=[Half])
+
+
+def transposed_in_place(net):
+    with torch.no_grad():
+        net[0].weight.t_()
+
+
+def transposed_data(net):
+    net[0].weight.data = net[0].weight.data.t()
+
+
+def replaced_by_a_view(net):
+    net[0].weight = nn.Parameter(net[0].weight.detach().t())
+
+
+@each_strategy
+@pytest.mark.parametrize("change", [transposed_in_place, transposed_data, replaced_by_a_view])
+@on_ranks(DP)
+def test_a_square_weight_transposed_in_unsharded_stays_transposed(comm, strategy, change):
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(5, 5), nn.Linear(5, 3))
+    expected = net[0].weight.detach().t().clone()
+    model = fs.shard_module(net, mesh=comm, strategy=STRATEGIES[strategy][1])
+    with model.unsharded(write=True):
+        change(model)
+    torch.testing.assert_close(values(model)["0.weight"], expected, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("write", [False, True])
+@on_ranks(DP)
+def test_a_layer_frozen_in_unsharded_is_frozen_afterwards(comm, write):
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(5, 5), nn.Linear(5, 3))
+    model = fs.shard_module(net, mesh=comm, strategy=fs.zero3("dp"))
+    optimizer = fs.ShardedOptimizer(model.parameters(), torch.optim.SGD, lr=0.1)
+
+    def step():
+        before = values(model)
+        model(torch.ones(2, 5)).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return {name for name, value in values(model).items() if not torch.equal(value, before[name])}
+
+    with model.unsharded(write=write):
+        model[0].requires_grad_(False)
+    assert step() == {"1.weight", "1.bias"}
+    with model.unsharded(write=write):
+        assert not model[0].weight.requires_grad
+        model[0].requires_grad_(True)
+    assert step() == {"0.weight", "0.bias", "1.weight", "1.bias"}
+
+
+def tie(net):
+    net[1].weight = net[0].weight
+
+
+def tie_memory(net):
+    net[1].weight.data = net[0].weight.data
+
+
+def untie(net):
+    net[2].weight = nn.Parameter(net[3].weight.detach().clone())
+
+
+def remove(net):
+    del net[0].weight
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        (tie, "shares memory with '0.weight'"),
+        (tie_memory, "shares memory with '0.weight'"),
+        (untie, "is not tied as before"),
+        (remove, "'0.weight' was replaced by a NoneType"),
+    ],
+)
+@on_ranks(DP)
+def test_ties_cannot_change_in_unsharded(comm, change, text):
+    torch.manual_seed(0)
+    net = nn.Sequential(*(nn.Linear(5, 5) for _ in range(4)))
+    net[3].weight = net[2].weight
+    model = fs.shard_module(net, mesh=comm, strategy=fs.zero3("dp"))
+    before = values(model)
+    with pytest.raises(TreeError, match=text), model.unsharded(write=True):
+        change(model)
+    assert_same(values(model), before)
