@@ -202,12 +202,24 @@ def with_state_dicts(tree: Any) -> Any:
     )
 
 
-def leaf_names(tree: Any) -> Iterator[str]:
-    """Yield the names of the leaves of a tree and of its objects' state dicts. An optimizer is one leaf, as its state grows."""
+def leaf_kinds(tree: Any) -> Iterator[tuple[str, str]]:
+    """Yield name and kind of each leaf of a tree, such as ``"a number"`` or ``"float32[2]"``, and names in its state dicts.
+
+    An optimizer is one leaf, as its state grows. Sharded trees, objects and leaves of their state dicts have the kind ``""``.
+    """
     for path, _, leaf in leaves_with_path(tree):
-        is_known = has_state_dict(leaf) and not hasattr(leaf, "state_template")
-        for under, _, _ in leaves_with_path(counters_to_dicts(leaf.state_dict())) if is_known else [((), (), None)]:
-            yield ".".join((*path, *under))
+        if not has_state_dict(leaf) or hasattr(leaf, "state_template"):
+            yield ".".join(path), _leaf_kind(leaf)
+        else:
+            for under, _, _ in leaves_with_path(counters_to_dicts(leaf.state_dict())):
+                yield ".".join((*path, *under)), ""
+
+
+def _leaf_kind(leaf: Any) -> str:
+    if isinstance(leaf, torch.Tensor) and not isinstance(leaf, ShardedTensor):
+        return tensor_text(leaf)
+    kinds = {bool: "True or False", int: "a number", float: "a number", str: "a text"}
+    return next((kind for cls, kind in kinds.items() if isinstance(leaf, cls)), "")
 
 
 def counters_to_dicts(state: Any) -> Any:

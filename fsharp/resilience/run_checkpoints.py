@@ -7,7 +7,7 @@ import optree
 
 from fsharp.checkpoint import Checkpoint, Replicas, Saver, WithPerRankBuffers
 from fsharp.checkpoint.catalog import has_checkpoints
-from fsharp.checkpoint.entries import PerRank, is_checkpoint_leaf, leaf_names
+from fsharp.checkpoint.entries import PerRank, is_checkpoint_leaf, leaf_kinds
 from fsharp.checkpoint.loading import load_checkpoint_and_tree
 from fsharp.checkpoint.saver import BackgroundSaver
 from fsharp.errors import RunError, problem
@@ -53,7 +53,7 @@ class RunCheckpoints:
         self.save_every, self.refresh_every = save_every, refresh_every
         self.saved = self.newest = self._loaded = -1
         self._comm, self._config, self._options = comm, config, options
-        self._names = set[str]()
+        self._kinds = dict[str, str]()
         self.is_elastic, self.has_values = elastic, False
 
     def open_saver(self) -> Saver:
@@ -62,16 +62,19 @@ class RunCheckpoints:
         return self._saver
 
     def record_leaves(self, tree: Any) -> None:
-        """Record the names of this tree's leaves, for :meth:`check_leaves`."""
-        self._names = set(leaf_names(tree))
+        """Record names and kinds of this tree's leaves, for :meth:`check_leaves`."""
+        self._kinds = dict(leaf_kinds(tree))
 
     def check_leaves(self, tree: Any) -> None:
         """Raise a RunError if a tree has other leaves than the recorded ones: a restart could not load the tree."""
-        if changed := sorted(self._names.symmetric_difference(leaf_names(tree))):
-            facts = [(name, "gone" if name in self._names else "new") for name in changed[:8]]
+        before, now = self._kinds, dict(leaf_kinds(tree))
+        if changed := sorted(before.items() ^ now.items()):
+            names = list(dict.fromkeys(name for name, _ in changed))[:8]
+            change = {name: f"was {before[name]}, is {now[name]}" for name in before.keys() & now.keys()}
+            facts = [(name, change.get(name, "gone" if name in before else "new")) for name in names]
             remedy = (
                 "Begin with a tree that has all later leaves: a number in place of None, lists of their final lengths, a step "
-                "of a plain torch optimizer before resume()."
+                "of a plain torch optimizer before resume(). Numbers stay numbers: write loss.item()."
             )
             what = "the tree has other leaves than the tree given to resume(), so a restart could not load it."
             raise RunError(problem("Run", what, facts, remedy))

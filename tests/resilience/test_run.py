@@ -295,6 +295,28 @@ def test_a_tree_that_a_restart_could_not_load_is_refused(tmp_path, grown):
             run.end_step(grown)
 
 
+@pytest.mark.parametrize(
+    ("leaf", "text"),
+    [
+        ({"loss": torch.tensor(0.5)}, r"loss +was a number, is float32\[\]"),
+        ({"best": True}, r"best +was a number, is True or False"),
+        ({"history": torch.zeros(3)}, r"history +was float32\[2\], is float32\[3\]"),
+        ({"history": torch.zeros(2, dtype=torch.float64)}, r"history +was float32\[2\], is float64\[2\]"),
+    ],
+)
+def test_a_leaf_that_changes_its_kind_is_refused_before_it_is_saved(tmp_path, leaf, text):
+    tree = {"loss": 0.0, "best": 1, "history": torch.zeros(2)}
+    with Run(tmp_path, comm=fs.SingleComm(), total=3, save_every=1, signals=()) as run:
+        tree = run.resume(tree)
+        steps = run.steps()
+        next(steps)
+        tree = run.end_step(tree | {"best": 0.5, "history": torch.ones(2)})
+        next(steps)
+        with pytest.raises(RunError, match=f"(?s)has other leaves than the tree given to resume.*{text}"):
+            run.end_step(tree | leaf)
+    assert fs.checkpoint.latest(tmp_path).step == 1
+
+
 def test_ranks_that_leave_after_different_steps_hear_of_it(tmp_path):
     with pytest.raises(CommError, match="the end of the run, after 3 of 9 steps"):
         simulate(DP2, lambda comm: train(comm, tmp_path, until=3 if comm.rank == 0 else None))
