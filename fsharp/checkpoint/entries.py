@@ -218,8 +218,15 @@ def leaf_kinds(tree: Any) -> Iterator[tuple[str, str]]:
 def _leaf_kind(leaf: Any) -> str:
     if isinstance(leaf, torch.Tensor) and not isinstance(leaf, ShardedTensor):
         return tensor_text(leaf)
-    kinds = {bool: "True or False", int: "a number", float: "a number", str: "a text"}
-    return next((kind for cls, kind in kinds.items() if isinstance(leaf, cls)), "")
+    kinds: dict[type | None, str] = {bool: "True or False", float: "a number", str: "a text"}
+    return kinds[type_to_match(leaf)] if isinstance(leaf, bool | int | float | str) else ""
+
+
+def type_to_match(value: Value) -> type | None:
+    """Return the type that two values have to share. All numbers have one type, as a learning rate of 1 may become 0.9."""
+    if isinstance(value, bool | str):
+        return bool if isinstance(value, bool) else str
+    return None if value is None else float
 
 
 def counters_to_dicts(state: Any) -> Any:

@@ -85,13 +85,13 @@ def fit_speeds(
 
 
 class _HostSeconds(NamedTuple):
-    """What the host did in the steps of a trace. Seconds are those at the host's full speed; lists have an item for each step.
+    """Seconds that the host spent in the steps of a trace, computed for its full speed.
 
     Attributes:
-        compute: seconds of a unit's forward or backward, by unit and phase.
-        casts: seconds of each op that casts or adds gradients, by position of the op.
-        updates: seconds of all updates in the step.
-        issuing: seconds of a gap between ops in which the host issued collectives; the key has the first op of each of them.
+        compute: seconds in each step of a unit's forward or backward, by unit and phase.
+        casts: seconds in each step of an op that casts or adds gradients, by position of the op.
+        updates: seconds in each step of all updates.
+        issuing: seconds in each step of a gap in which the host issued collectives; the key has the first op of each of them.
         waits: start and end of each wait of the host, in all steps.
     """
 

@@ -29,13 +29,13 @@ _OVER_AT_START = 0.0, 0.0
 
 
 class BucketCost(NamedTuple):
-    """What the ops of a bucket, or one op, cost on a machine.
+    """Seconds that the ops of one bucket, or one op outside of buckets, take on a machine.
 
     Attributes:
         run: positions of the ops.
         seconds: seconds of the ops on their stream, if no other stream works.
-        latency_s: seconds of ``seconds`` that may pass while earlier collectives are under way.
-        issue_s: seconds in which the host issues a collective.
+        latency_s: the part of ``seconds`` that may pass while earlier collectives are under way.
+        issue_s: seconds that the host takes to issue the collective, if the ops send.
     """
 
     run: Sequence[int]

@@ -292,7 +292,7 @@ def _median_forward_backward_s(call: UnitCall, run: Callable[..., Any], device: 
 
 
 def _materialize(call: UnitCall, device: torch.device) -> Any:
-    """Return a call's operands on a device: random floats or zeros."""
+    """Return a call's operands on a device: random floating-point values, and zeros of other dtypes."""
     generator = torch.Generator().manual_seed(0)
 
     def one(x: Any) -> Any:

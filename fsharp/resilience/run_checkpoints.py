@@ -66,7 +66,10 @@ class RunCheckpoints:
         self._kinds = dict(leaf_kinds(tree))
 
     def check_leaves(self, tree: Any) -> None:
-        """Raise a RunError if a tree has other leaves than the recorded ones: a restart could not load the tree."""
+        """Raise a RunError, on all ranks, if a rank's tree has other leaves than recorded: no restart could load it."""
+        check_on_all_ranks("Run", self._comm, lambda: self._check_own_leaves(tree))
+
+    def _check_own_leaves(self, tree: Any) -> None:
         before, now = self._kinds, dict(leaf_kinds(tree))
         if changed := sorted(before.items() ^ now.items()):
             names = list(dict.fromkeys(name for name, _ in changed))[:8]

@@ -317,6 +317,19 @@ def test_a_leaf_that_changes_its_kind_is_refused_before_it_is_saved(tmp_path, le
     assert fs.checkpoint.latest(tmp_path).step == 1
 
 
+def test_a_leaf_that_changes_its_kind_on_one_rank_is_heard_by_all(tmp_path):
+    def rank_fn(comm):
+        with Run(tmp_path, comm=comm, total=1, save_every=1, signals=()) as run:
+            run.resume({"loss": 0.0})
+            next(run.steps())
+            with pytest.raises((RunError, AgreementError), match=r"loss +was a number, is float32\[\]"):
+                run.end_step({"loss": 0.5 if comm.rank else torch.tensor(0.5)})
+            raise KeyError("heard")
+
+    with pytest.raises(KeyError, match="heard"):
+        simulate(DP2, rank_fn)
+
+
 def test_ranks_that_leave_after_different_steps_hear_of_it(tmp_path):
     with pytest.raises(CommError, match="the end of the run, after 3 of 9 steps"):
         simulate(DP2, lambda comm: train(comm, tmp_path, until=3 if comm.rank == 0 else None))

@@ -97,8 +97,7 @@ def written_tensors(entries: Iterable[ParameterEntries], full: Mapping[str, torc
         other = path_at.setdefault(mine.data_ptr(), path) if mine.numel() else path
         if other != path or found.setdefault(path, mine).data_ptr() != mine.data_ptr():
             change = f"shares memory with {other!r}" if other != path else "is not tied as before"
-            what = f"unsharded(): parameter {path!r} {change}, which the next forward would ignore."
-            raise TreeError(f"{what} Write values by copy_(); tie and untie parameters before shard_module().")
+            raise TreeError(f"unsharded(): {path!r} {change}. Tie and untie before shard_module(); write values by copy_().")
     return found
 
 

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from fsharp.errors import LayoutError, ScheduleError, TreeError
+from fsharp.functional.comm.agree import check_on_all_ranks
 from fsharp.functional.comm.protocol import Comm
 from fsharp.functional.formats.format import dtype_name
 from fsharp.functional.layout.layout import Layout
@@ -177,7 +178,8 @@ class ShardedModule(nn.Module):
                             f"unsharded(): a hook was registered on parameter {path!r}, which is another tensor outside. Call "
                             "register_post_accumulate_grad_hook() outside of unsharded()."
                         )
-                written = written_tensors(session.calls.entries.values(), full) if write else {}
+                check = partial(written_tensors, session.calls.entries.values(), full)
+                written = check_on_all_ranks("unsharded()", session.comm_outside_steps(), check) if write else {}
         finally:
             session.is_unsharded = False
         for path, x in (*parameters.items(), *written.items()):

@@ -7,7 +7,8 @@ import torch
 from torch import nn
 
 import fsharp as fs
-from fsharp.errors import ScheduleError, TreeError
+from fsharp.errors import AgreementError, ScheduleError, TreeError
+from fsharp.testing import simulate
 from tests import modules
 from tests.modules import Block, descend, each_strategy, train, values, wrap
 from tests.ranks import on_ranks
@@ -393,3 +394,16 @@ def test_ties_cannot_change_in_unsharded(comm, change, text):
     with pytest.raises(TreeError, match=text), model.unsharded(write=True):
         change(model)
     assert_same(values(model), before)
+
+
+def test_a_tie_in_unsharded_on_one_rank_alone_is_heard_by_all():
+    def rank_fn(comm):
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Linear(5, 5), nn.Linear(5, 5))
+        model = fs.shard_module(net, mesh=comm, strategy=fs.zero3("dp"))
+        change = tie if comm.rank == 1 else nn.Module.modules
+        with pytest.raises((TreeError, AgreementError), match=r"shares memory with '0\.weight'"), model.unsharded(write=True):
+            change(model)
+        return values(model)
+
+    simulate(DP, rank_fn)
