@@ -20,7 +20,11 @@ SHARDED_MODULE = fs.shard_module(torch.nn.Sequential(torch.nn.Linear(2, 2)), mes
 SGD = "got the torch optimizer SGD. Of a module pass its class and options: fs.ShardedOptimizer(model.parameters(), torch.op"
 MISTAKES = {
     "state for parameters": (lambda: fs.value_and_grad(total3)(state(), 0, comm=ONLY), TreeError, "pass state.params"),
-    "full_tree of a state": (lambda: fs.full_tree(state(), comm=ONLY), TreeError, "got a TrainState, of which"),
+    "full_tree of a state": (
+        lambda: fs.full_tree(state(), comm=ONLY),
+        TreeError,
+        "expected one of its trees. Pass state.params",
+    ),
     "full_tree, not sharded": (
         lambda: fs.full_tree(make(), comm=ONLY),
         TreeError,

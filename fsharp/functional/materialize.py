@@ -94,7 +94,10 @@ def full_tree(tree: Any, *, comm: Comm) -> Any:
 
     nodes = units_on_mesh_of("full_tree()", tree, comm)
     if isinstance(tree, TrainState) and any(len(node.groups) < len(node.unit.groups) for node in nodes):
-        raise TreeError("full_tree(): got a TrainState, of which some trees lack groups: pass state.params.")
+        raise TreeError(
+            "full_tree(): got a TrainState, whose `main` or `opt` does not have all parameters, expected one of its trees. "
+            "Pass state.params."
+        )
     return as_user_tree(map_units(fresh, tree, gather(tree, comm=comm)))
 
 
