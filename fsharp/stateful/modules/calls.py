@@ -74,8 +74,7 @@ class ParameterEntries:
             path, mine = self.stored[i], local_tensor(parameters.get(name))
             if not isinstance(mine, torch.Tensor) or mine.shape != full[path].shape:
                 got = f"tensor of shape {list(mine.shape)}" if isinstance(mine, torch.Tensor) else type(mine).__name__
-                expected = f"expected a tensor of shape {list(full[path].shape)}"
-                raise TreeError(f"unsharded(): {self._paths[i]!r} was replaced by a {got}, {expected}.")
+                raise TreeError(f"unsharded(): {self._paths[i]!r} is now a {got}, expected shape {list(full[path].shape)}.")
             yield path, mine
 
     def exchange_tensors(self, tensors: Sequence[Any]) -> list[Any]:

@@ -116,8 +116,7 @@ def iter_local_leaves(node: Sharded, rank: int) -> Iterator[tuple[str, Leaf, tor
 
 
 def _differentiate(outputs: Any, inputs: Sequence[torch.Tensor], **options: Any) -> Any:
-    first = next((x for x in inputs if isinstance(x, ShardedParameter)), None)
-    owner = None if first is None else first.owner()
+    owner = next((x.owner() for x in inputs if isinstance(x, ShardedParameter)), None)
     if owner is None:
         raise LayoutError("torch.autograd.grad(): sharded parameters are leaves, and cannot be outputs.")
     return owner.differentiate(outputs, inputs, **options)

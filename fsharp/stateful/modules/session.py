@@ -13,7 +13,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from fsharp.errors import FsharpError, LayoutError, ScheduleError, TreeError
+from fsharp.errors import FsharpError, LayoutError, ScheduleError
 from fsharp.functional.comm.protocol import Comm
 from fsharp.functional.comm.tree_names import with_new_tree_name
 from fsharp.functional.forward import forward
@@ -33,7 +33,7 @@ from fsharp.stateful.modules.module_step import ModuleStep
 from fsharp.stateful.modules.parameter import ShardedParameter, ShardedTensor, iter_local_leaves
 from fsharp.stateful.modules.parts.part import PartOwner
 from fsharp.stateful.modules.torch_tools.dtensors import DTensorSpec
-from fsharp.stateful.modules.torch_tools.refusals import NO_COPIES_MESSAGE
+from fsharp.stateful.modules.torch_tools.refusals import refuse_copy
 from fsharp.stateful.modules.values.casts import CastDtypes, cast_tensors
 from fsharp.stateful.modules.values.outputs import tensors_in
 from fsharp.stateful.runtime.boundary import in_backward, register_prehooks
@@ -334,7 +334,7 @@ def session_of_module(module: nn.Module) -> Session:
 @cache
 def _gathering_subclass(base: type[nn.Module], names: tuple[str, ...], mixins: tuple[type, ...]) -> type[nn.Module]:
     about = {"__module__": base.__module__, "__qualname__": base.__qualname__, "__doc__": base.__doc__}
-    entries = {name: _gathering_method(base, name) for name in names} | {"__reduce_ex__": _refuse_copy}
+    entries = {name: _gathering_method(base, name) for name in names} | {"__reduce_ex__": refuse_copy}
 
     def extra_repr(self: Any) -> str:
         session, path = self.__dict__["_fsharp"]
@@ -343,11 +343,6 @@ def _gathering_subclass(base: type[nn.Module], names: tuple[str, ...], mixins: t
         return ", ".join(filter(None, [base.extra_repr(self), *units]))
 
     return type(base.__name__, (*mixins, base), {**entries, "extra_repr": extra_repr, **about})
-
-
-@api_boundary
-def _refuse_copy(self: nn.Module, protocol: Any) -> Any:
-    raise TreeError(f"{type(self).__name__}: {NO_COPIES_MESSAGE}")
 
 
 def _gathering_method(base: type[nn.Module], name: str) -> Any:

@@ -381,7 +381,7 @@ def remove(net):
         (tie, "shares memory with '0.weight'"),
         (tie_memory, "shares memory with '0.weight'"),
         (untie, "is not tied as before"),
-        (remove, "'0.weight' was replaced by a NoneType"),
+        (remove, "'0.weight' is now a NoneType"),
     ],
 )
 @on_ranks(DP)

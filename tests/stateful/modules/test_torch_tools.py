@@ -227,10 +227,10 @@ def test_code_that_uses_a_parameter_of_an_inner_unit_is_told_which_module_to_cho
         right(x).backward()
 
 
-@pytest.mark.parametrize("of", ["model", "block", "linear"])
+@pytest.mark.parametrize("of", ["model", "block", "linear", "optimizer"])
 def test_copies_are_refused_with_what_to_write(of):
-    model, _ = wrap(fs.SingleComm(), fs.zero3("dp"))
-    each = {"model": model, "block": model.layers[0], "linear": model.layers[0].up}[of]
+    model, optimizer = wrap(fs.SingleComm(), fs.zero3("dp"))
+    each = {"model": model, "block": model.layers[0], "linear": model.layers[0].up, "optimizer": optimizer}[of]
     copies = (
         [copy.deepcopy] if of == "linear" else [copy.deepcopy, copy.copy, pickle.dumps]
     )  # of whole parameters a file is whole

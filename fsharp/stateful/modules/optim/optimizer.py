@@ -31,6 +31,7 @@ from fsharp.stateful.modules.optim.states import (
 from fsharp.stateful.modules.parameter import ShardedParameter, ShardedTensor
 from fsharp.stateful.modules.session import Session
 from fsharp.stateful.modules.state_dict import SAME_VALUES_REMEDY, check_no_dtensors, make_parts_whole_, scatter_from_rank
+from fsharp.stateful.modules.torch_tools.refusals import refuse_copy
 from fsharp.torch_compile import uncompiled
 from fsharp.tracebacks import api_boundary, api_context
 from fsharp.type_checks import options_checked
@@ -70,6 +71,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     Cost: for a class, the trial: up to 64 steps, each on at most 71 elements, for each group of parameters (20 ms).
     """
+
+    __reduce_ex__ = refuse_copy
 
     def __init__(
         self, params: Iterable[Any], optimizer: type[torch.optim.Optimizer] | Any, *, check_steps: int = 0, **defaults: Any
@@ -121,10 +124,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 last forward; or parameters were changed in a way that the module does not allow.
             TreeError: ``param_groups`` has other groups or parameters than before.
         """
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        with torch.enable_grad():
+            loss = None if closure is None else closure()
         if [list(map(id, group["params"])) for group in self.param_groups] != self._parameter_ids:
             raise TreeError("step(): param_groups cannot change: pass all groups to ShardedOptimizer(), with all parameters.")
         if self._updates is not None:

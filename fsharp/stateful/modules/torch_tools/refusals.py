@@ -3,6 +3,7 @@
 import sys
 from functools import cache, partial
 from traceback import walk_stack
+from typing import Any
 
 import torch
 from torch import nn
@@ -20,9 +21,9 @@ from fsharp.stateful.runtime.boundary import in_backward
 from fsharp.tracebacks import api_boundary
 
 NO_COPIES_MESSAGE = (
-    "A sharded module, or a module or parameter of it, cannot be copied or pickled. For a second one, such as a teacher, shard "
-    "a new module: `teacher = fs.shard_module(make_model(), ...)`, `teacher.load_state_dict(model.state_dict())`. For a file, "
-    "save model.full_state_dict()."
+    "A sharded module, its modules, parameters and optimizer cannot be copied or pickled. For a second one, such as a teacher, "
+    "shard a new module: `teacher = fs.shard_module(make_model(), ...)`, `teacher.load_state_dict(model.state_dict())`. For a "
+    "file, save model.full_state_dict() and optimizer.full_state_dict()."
 )
 TorchTool = tuple[str, str, str]
 """A known caller of functions of parts: the beginning of its Python module's name, a user's name for the caller, a remedy."""
@@ -68,6 +69,12 @@ def running_torch_tool_and_remedy(usual_remedy: str) -> tuple[str, str]:
         known = [("", *_CHECKPOINT_TOOL[1:])]
     found = next((each for module in modules for each in known if module.startswith(each[0])), None)
     return ("", usual_remedy) if found is None else (f" of {found[1]}", found[2])
+
+
+@api_boundary
+def refuse_copy(x: Any, protocol: Any) -> Any:
+    """Raise an error. In place of ``__reduce_ex__``, by which :mod:`copy` and :mod:`pickle` copy ``x``."""
+    raise TreeError(f"{type(x).__name__}: {NO_COPIES_MESSAGE}")
 
 
 def _is_wrapper(x: object) -> bool:
@@ -122,9 +129,8 @@ def _check_optimizer_is_current(optimizer: torch.optim.Optimizer, *_: object) ->
 
 
 def _check_wrapper(sharded: type[nn.Parameter], module: nn.Module, name: str, submodule: nn.Module | None) -> None:
-    if submodule is None or not _is_wrapper(module):
-        return
-    path = next((path for path, p in submodule.named_parameters() if isinstance(p, sharded)), None)
+    parameters = submodule.named_parameters() if submodule is not None and _is_wrapper(module) else ()
+    path = next((path for path, p in parameters if isinstance(p, sharded)), None)
     if path is not None:
         raise TreeError(
             f"{type(module).__name__}(): parameter {path!r} belongs to a ShardedModule, which averages gradients over ranks. "
