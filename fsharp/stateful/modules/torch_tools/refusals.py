@@ -73,7 +73,7 @@ def running_torch_tool_and_remedy(usual_remedy: str) -> tuple[str, str]:
 
 @api_boundary
 def refuse_copy(x: Any, protocol: Any) -> Any:
-    """Raise an error. In place of ``__reduce_ex__``, by which :mod:`copy` and :mod:`pickle` copy ``x``."""
+    """Raise an error: the ``__reduce_ex__`` of what ``copy`` and ``pickle`` cannot copy."""
     raise TreeError(f"{type(x).__name__}: {NO_COPIES_MESSAGE}")
 
 
