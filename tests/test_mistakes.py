@@ -74,6 +74,7 @@ MISTAKES = {
     "a product": (lambda: SHARED @ part(), TreeError, "unit (root): used in a sum or a product, but outside of fs.forward()"),
     "a factor": (lambda: 2 * part(), TreeError, "unit (root): used in a sum or a product, but outside of fs.forward()"),
     "a weight": (lambda: torch.nn.functional.linear(SHARED, part()), TreeError, "unit (root): used in linear, but outside"),
+    "a shape": (lambda: part().shape, AttributeError, "no attribute 'shape'. Compute with it in a function: fs.forward(fn,"),
     "in a list": (lambda: torch.stack([part()]), TreeError, "unit (root): used in stack, but outside of fs.forward()"),
     "an initializer": (
         lambda: fs.init_params(torch.nn.init.normal_, planned(), ONLY, key=0),

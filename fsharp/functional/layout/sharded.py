@@ -19,6 +19,11 @@ from fsharp.tracebacks import api_boundary
 PlaceName = str | Place
 """``"params"``, ``"grads"``, ``"optim"``, ``"full"``, or a :class:`Place` of the unit's strategy."""
 
+_USE_REMEDY = (
+    "Compute with it in a function: fs.forward(fn, unit, ..., comm=comm) calls fn with the unit's whole tensors. Outside of a "
+    "step fs.full_tree(tree, comm=comm) returns them."
+)
+
 
 class ShardedContext(NamedTuple):
     """The static, hashable part of a :class:`Sharded`. Equal contexts have the same object as ``ledger``.
@@ -167,14 +172,14 @@ class Sharded:
         name = getattr(function, "__name__", "a function of torch")
         units_of((args, kwargs))[0]._refuse_use(name)
 
+    def __getattr__(self, name: str) -> NoReturn:
+        raise AttributeError(f"'Sharded' object has no attribute {name!r}. {_USE_REMEDY}")
+
     def _refuse_use(self, what: str) -> NoReturn:
-        remedy = "Compute with it in a function: fs.forward(fn, unit, ..., comm=comm) calls fn with the unit's whole tensors."
-        remedy += " Outside of a step fs.full_tree(tree, comm=comm) returns them."
         paths = [leaf.path for leaf in self.unit.leaves]
-        names = ", ".join(paths[:8]) + (", ..." if paths[8:] else "")
-        facts = [("leaves", names)] if names else []
+        facts = [("leaves", ", ".join(paths[:8]) + ", ..." * bool(paths[8:]))] if any(paths) else []
         held = f"used in {what}, but outside of fs.forward() it is one node, a Sharded with this rank's part."
-        raise TreeError(problem(f"unit {self.unit.display_name}", held, facts, remedy))
+        raise TreeError(problem(f"unit {self.unit.display_name}", held, facts, _USE_REMEDY))
 
     def with_buffers(
         self,
