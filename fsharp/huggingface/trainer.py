@@ -44,6 +44,7 @@ class Trainer(transformers.Trainer):
     that is not sharded is trained as by transformers. transformers' own Trainer cannot resume from a checkpoint of a sharded
     module: it raises an error.
 
+    For a Seq2SeqTrainer: ``class MyTrainer(Trainer, Seq2SeqTrainer)``, and ``shard_module(..., methods=["generate"])``.
     ``save_model`` of a ``PeftModel`` writes the adapter, as PEFT does. For a Trainer of TRL:
     ``class DPOTrainer(Trainer, trl.DPOTrainer)``.
     """
@@ -69,6 +70,14 @@ class Trainer(transformers.Trainer):
             kind, options = self.optimizer_cls_and_kwargs or self.get_optimizer_cls_and_kwargs(self.args, self.model)
             self.optimizer_cls_and_kwargs = _OptimizerOfGroups, {"kind": kind, **options}
         return super().create_optimizer(model)
+
+    def prediction_step(
+        self, model: Any, inputs: Any, prediction_loss_only: bool, ignore_keys: Any = None, **generation: Any
+    ) -> Any:
+        """Evaluate a batch. Where Seq2SeqTrainer generates, a rank whose sequences have ended goes on until all have."""
+        if isinstance(model, ShardedModule) and getattr(self.args, "predict_with_generate", False):
+            generation = {"synced_gpus": True, **(generation or getattr(self, "_gen_kwargs", {}))}
+        return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys, **generation)
 
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
         """Write whole tensors of the module, on rank 0. All ranks gather them."""

@@ -58,6 +58,29 @@ def sharded(strategy, folder, **options):
     return numbers | {"state": model.full_state_dict()}, trainer
 
 
+def generated(folder, comm):
+    """Return what each rank generates by itself, and what a Seq2SeqTrainer predicts, whose ranks end at different tokens."""
+    from transformers import Seq2SeqTrainer, Seq2SeqTrainingArguments, T5Config, T5ForConditionalGeneration
+
+    from fsharp.huggingface.trainer import Trainer
+
+    class SequenceTrainer(Trainer, Seq2SeqTrainer):
+        pass
+
+    torch.manual_seed(0)
+    sizes = {"d_model": 16, "d_kv": 8, "d_ff": 32, "num_layers": 1, "num_heads": 2}
+    model = T5ForConditionalGeneration(T5Config(vocab_size=64, decoder_start_token_id=0, pad_token_id=0, **sizes)).eval()
+    model.generation_config.eos_token_id = [each for each in range(1, 64) if each % 3]
+    rows = [row["input_ids"] for row in data()[:4]]
+    whole = [model.generate(row[None], max_new_tokens=12)[0].tolist() for row in rows]
+    fs.shard_module(model, units=["encoder.block.*", "decoder.block.*"], methods=["generate"])
+    options = {"use_cpu": True, "report_to": [], "per_device_eval_batch_size": 1, "predict_with_generate": True}
+    trainer = SequenceTrainer(model, Seq2SeqTrainingArguments(f"{folder}/sequences", **options))
+    batches = [{"input_ids": row, "labels": row} for row in rows]
+    predicted = trainer.predict(batches, max_new_tokens=12).predictions.tolist()
+    return whole, predicted
+
+
 def on_two_ranks(folder, comm):
     import transformers
 
@@ -77,6 +100,7 @@ def on_two_ranks(folder, comm):
         with pytest.raises((CheckpointError, UnpicklingError)) as error:
             train(kind, tiny_llama(), f"{folder}/f", resume=first)
         found["sharded", kind.__module__] = str(error.value)
+    found["generated"] = generated(folder, comm)
     return found
 
 
@@ -84,6 +108,16 @@ def test_the_same_training_as_with_ddp(found):
     assert len(found[0]["zero3"]["losses"]) == 6
     for name in ("losses", "norms", "evaluated"):
         torch.testing.assert_close(torch.tensor(found[0]["zero3"][name]), torch.tensor(found[0]["DDP"][name]))
+
+
+def test_ranks_generate_until_the_last_one_has_ended(found):
+    """Ranks whose sequences had ended raised an error, as the others went on."""
+    whole, predicted = found[0]["generated"]
+    lengths = [len(row) for row in whole]
+    assert lengths[0] != lengths[1] or lengths[2] != lengths[3]
+    for row, expected in zip(predicted, whole, strict=True):
+        assert row[: len(expected)] == expected
+        assert {0, -100} >= set(row[len(expected) :])
 
 
 def test_a_checkpoint_is_resumed_to_the_bit_and_under_another_strategy(found):
