@@ -81,9 +81,13 @@ class Trainer(transformers.Trainer):
 
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
         """Write whole tensors of the module, on rank 0. All ranks gather them."""
-        if state_dict is None and isinstance(self.model, ShardedModule):
-            state_dict = self.model.full_state_dict()
-        super()._save(output_dir, state_dict)
+        if state_dict is not None or not isinstance(self.model, ShardedModule):
+            super()._save(output_dir, state_dict)
+        elif any(each.is_prompt_learning for each in getattr(self.model, "peft_config", {}).values()):
+            with self.model.unsharded():  # PEFT computes what it writes of prompts, on rank 0 alone
+                super()._save(output_dir, self.model.state_dict())
+        else:
+            super()._save(output_dir, self.model.full_state_dict())
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         """Write the module and its optimizer as a checkpoint of fsharp, and the learning rate schedule."""

@@ -21,6 +21,14 @@ def with_lora(**options):
     )
 
 
+def with_prompts():
+    from peft import PromptEncoderConfig, get_peft_model
+
+    return get_peft_model(
+        tiny_llama(), PromptEncoderConfig(task_type="CAUSAL_LM", num_virtual_tokens=4, encoder_hidden_size=16)
+    )
+
+
 def sharded(strategy, **options):
     return fs.shard_module(with_lora(**options), strategy=strategy, units="**.layers.*")
 
@@ -55,6 +63,12 @@ def on_two_ranks(folder, comm):
     found["disabled"] = without_adapter(model)
     for name, kind, model in (("DDP", accelerate.Accelerator, with_lora()), ("zero3", Accelerator, sharded(fs.zero3("dp")))):
         found["accelerator", name] = by_accelerator(kind(cpu=True), model, f"{folder}/accelerator/{name}")
+    for name, kind, model in (
+        ("DDP", transformers.Trainer, with_prompts()),
+        ("zero3", Trainer, fs.shard_module(with_prompts(), units="**.layers.*")),
+    ):
+        found["prompts", name], trainer = train(kind, model, f"{folder}/prompts/{name}", **epochs)
+        trainer.save_model(f"{folder}/prompts/{name}/adapter")
     return found
 
 
@@ -110,6 +124,15 @@ def test_an_adapter_is_written_as_by_peft(strategy, found, folder):
     assert len(expected) == 2 * 2 * 3
     torch.testing.assert_close(values, expected)
     assert config == of_ddp
+
+
+def test_prompts_are_trained_and_written_as_by_ddp(found, folder):
+    """PEFT computes what it writes on rank 0 alone, which raised an error, and the other ranks waited."""
+    for name in ("losses", "norms", "evaluated"):
+        ours, theirs = (torch.tensor(found[0]["prompts", kind][name]) for kind in ("zero3", "DDP"))
+        torch.testing.assert_close(ours, theirs)
+    ours, theirs = (adapter(folder / "prompts" / name / "adapter")[0] for name in ("zero3", "DDP"))
+    torch.testing.assert_close(ours, theirs)
 
 
 def test_a_checkpoint_is_resumed_to_the_bit_and_under_another_strategy(found, folder):

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import fsharp as fs
-from fsharp.errors import LossError, ScheduleError
+from fsharp.errors import LayoutError, LossError, ScheduleError
 from fsharp.testing import DebugPolicy, simulate
 from tests import modules
 from tests.modules import ADAMW, Block, Net, alone, close, descend, each_strategy, train, values, wrap
@@ -269,3 +269,18 @@ def test_a_printed_module_shows_its_units():
         "  (1): LayerNorm((4,), eps=1e-05, elementwise_affine=True, bias=True)",
         ")",
     ]
+
+
+@on_ranks(fs.Mesh({"dp": 2}))
+def test_lists_and_dicts_of_parameters_are_printed_as_those_of_torch(comm):
+    """LoRA of an embedding and IA3 have these; PEFT prints modules in disable_adapter()."""
+
+    def make():
+        a, b = torch.ones(4, 3), torch.ones(5)
+        return nn.ModuleList([nn.ParameterList([a, b]), nn.ParameterDict({"a": a, "b": b})])
+
+    model = fs.shard_module(make(), mesh=comm)
+    for sharded, plain in zip(model, make(), strict=True):
+        assert repr(sharded) == repr(plain)
+    with pytest.raises(LayoutError, match=r"type\(\)"):
+        model[0][0].type(torch.float64)

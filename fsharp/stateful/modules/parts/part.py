@@ -31,7 +31,7 @@ from fsharp.tracebacks import api_boundary
 # Functions that neither compute nor copy: metadata, and functions that autograd and printing call.
 _METADATA_FUNCTIONS = {"data_ptr", "element_size", "get_device", "is_complex", "is_contiguous", "is_floating_point"}
 _METADATA_FUNCTIONS |= {"is_inference", "is_pinned", "is_shared", "requires_grad_", "storage_offset", "untyped_storage"}
-_METADATA_FUNCTIONS |= {"__dir__", "__hash__"}
+_METADATA_FUNCTIONS |= {"__dir__", "__hash__", "typename"}
 _COMPUTED_ATTRIBUTES = {"T", "mT", "H", "mH", "real", "imag"}  # attributes that are not metadata
 _RESHAPING_FUNCTIONS = {"as_strided_", "resize_", "resize_as_", "share_memory_", "squeeze_", "swapaxes_", "swapdims_"}
 _RESHAPING_FUNCTIONS |= {"t_", "transpose_", "unsqueeze_"}
@@ -214,8 +214,8 @@ class ShardedTensor(torch.Tensor):
             args = (kwargs.pop(first),)
         if is_attribute := name == "__get__":
             name = getattr(func.__self__, "__name__", "")  # type: ignore[attr-defined]
-        if name == "where" and len(args) + len(kwargs) == 1:  # returns indices, as nonzero() does
-            name = "nonzero"
+        if len(args) + len(kwargs) == 1:  # where() returns indices, as nonzero() does, and type() a name, as in printing
+            name = {"where": "nonzero", "type": "typename"}.get(name, name)
         if name in _SHAPE_FUNCTIONS and isinstance(args[0], ShardedTensor):
             return func(torch.empty(args[0].full_shape, device="meta"), *args[1:], **kwargs)
         is_harmless = name not in _COMPUTED_ATTRIBUTES if is_attribute else name in _METADATA_FUNCTIONS
