@@ -2,9 +2,11 @@
 
 import io
 import os
+import pathlib
 import pickle
 import shutil
 import struct
+import sys
 import zipfile
 from collections import OrderedDict
 
@@ -459,6 +461,20 @@ def test_what_torch_wrote_without_checksums_is_read(tmp_path):
     found = fs.checkpoint.from_dcp(tmp_path / "dcp", tmp_path / "root")
     assert found.tensor("w").tolist() == [0, 1, 2, 3, 4]
     assert found.manifest.values == {"n": 3}
+
+
+def test_paths_that_another_version_of_python_has_pickled_are_read(tmp_path, monkeypatch):
+    written(tmp_path / "dcp", {"w": torch.arange(5.0)})
+    file = tmp_path / "dcp" / ".metadata"
+    metadata = pickle.loads(file.read_bytes())
+    for name in ("pathlib", "pathlib._local"):  # of Python 3.12 and 3.14, and of 3.13
+        with monkeypatch.context() as patch:
+            patch.setitem(sys.modules, name, pathlib)
+            patch.setattr(pathlib.PosixPath, "__module__", name)
+            file.write_bytes(pickle.dumps(metadata))
+        assert name.encode() + b"\x94\x8c\tPosixPath" in file.read_bytes()
+        fs.checkpoint.from_dcp(tmp_path / "dcp", tmp_path / name)
+        assert fs.checkpoint.load(tmp_path / name, {"w": torch.zeros(5)}, comm=COMM)["w"].tolist() == [0, 1, 2, 3, 4]
 
 
 def test_what_to_dcp_refuses(tmp_path):

@@ -3,6 +3,7 @@
 import enum
 import logging
 import re
+import sys
 
 import optree
 import pytest
@@ -298,10 +299,11 @@ def nested(levels, leaf, *, lists=False):
     return leaf
 
 
-TOO_DEEP = [nested(1200, torch.ones(2)), nested(1200, 3, lists=True), nested(700, 3, lists=True)]
+DEEP_FOR_JSON = nested(700, 3, lists=True)  # not for optree, and from Python 3.13 on not for JSON either
+TOO_DEEP = [nested(1200, torch.ones(2)), nested(1200, 3, lists=True), *[DEEP_FOR_JSON] * (sys.version_info < (3, 13))]
 
 
-@pytest.mark.parametrize("deep", TOO_DEEP, ids=["dicts", "lists", "lists that optree can follow"])
+@pytest.mark.parametrize("deep", TOO_DEEP, ids=["dicts", "lists", "lists that optree can follow"][: len(TOO_DEEP)])
 def test_a_tree_that_nests_too_deeply_is_refused_on_all_ranks(tmp_path, deep):
     with pytest.raises(TreeError, match=r"nests too deeply.*expected fewer than 1,000 levels"):
         save(tmp_path, deep)
@@ -314,7 +316,7 @@ def test_a_tree_that_nests_too_deeply_is_refused_on_all_ranks(tmp_path, deep):
 
     simulate(fs.Mesh({"dp": 2}), one_alone)
     save(tmp_path, torch.ones(2))
-    with pytest.raises(TreeError, match="nests too deeply" if deep is not TOO_DEEP[2] else "differences"):
+    with pytest.raises(TreeError, match="nests too deeply" if deep is not DEEP_FOR_JSON else "differences"):
         load(tmp_path, deep)
     assert len(fs.checkpoint.checkpoints(tmp_path)) == len(list(tmp_path.iterdir())) == 1
 

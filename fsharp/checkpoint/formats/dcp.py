@@ -219,6 +219,7 @@ class _MetadataUnpickler(pickle.Unpickler):
     """An unpickler that knows the classes of DCP's metadata, and no other classes."""
 
     def find_class(self, module: str, name: str) -> Any:
+        module = module.removesuffix("._local")  # Python 3.13 pickles a path as pathlib._local.PosixPath
         found = super().find_class(module, name) if name in _METADATA_CLASSES.get(module, ()) else None
         if found is None and module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
             found = getattr(torch, name)

@@ -164,10 +164,13 @@ def test_an_empty_tree_is_not_trained():
 
 def test_a_tree_that_nests_deeply():
     tree, comm = torch.ones(3), fs.SingleComm()
-    for _ in range(500):
+    for _ in range(900):
         tree = {"a": tree}
     layout = fs.plan(tree, comm.mesh, fs.zero3("dp"))
     assert layout.num_params == 3
+    if sys.version_info >= (3, 13):  # JSON nests there as deeply as optree
+        assert type(layout).from_json(layout.to_json()) == layout
+        return
     with pytest.raises(LayoutError, match=r"the tree nests too deeply for JSON.*sys.setrecursionlimit\(\), which is [0-9]+"):
         layout.to_json()
 
