@@ -6,11 +6,13 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import Any, NoReturn
 
 import accelerate
+import torch
 from accelerate.utils import DynamoBackend
 from torch import nn
 
 from fsharp.checkpoint import load, prune, save
 from fsharp.errors import CheckpointError, OptionError, problem
+from fsharp.functional.comm.equal_values import broadcast_from_rank
 from fsharp.stateful.modules.module import ShardedModule
 from fsharp.stateful.modules.optim.optimizer import ShardedOptimizer, session_of_optimizer
 from fsharp.stateful.modules.parameter import ShardedParameter
@@ -31,6 +33,14 @@ def _refuse_local_sgd() -> NoReturn:
 def contains_sharded_module(model: nn.Module) -> bool:
     """Return whether ``model`` is a sharded module or contains one, as the result of ``torch.compile(sharded)`` does."""
     return any(isinstance(each, ShardedModule) for each in model.modules())
+
+
+def take_buffers_of_rank_0(model: ShardedModule) -> None:
+    """Copy rank 0's buffers, such as statistics of BatchNorm, to all ranks, as DistributedDataParallel does in its forwards."""
+    for buffer in model.buffers():
+        value = broadcast_from_rank(buffer.detach(), 0, model.comm)
+        if not torch.equal(buffer, value):  # an expanded buffer is equal, and cannot be written to
+            buffer.copy_(value)
 
 
 class Accelerator(accelerate.Accelerator):
@@ -61,7 +71,7 @@ class Accelerator(accelerate.Accelerator):
     - ``clip_grad_norm_`` takes all parameters of one prepared module, and clips by the norm over all ranks.
     - ``get_state_dict`` returns whole tensors on rank 0, and an empty dict on other ranks. All ranks have to call it.
     - ``save_state`` and ``load_state`` use :func:`fsharp.checkpoint.save` and :func:`~fsharp.checkpoint.load`, so another
-      number of ranks or another strategy can load. All ranks have to call them.
+      number of ranks or another strategy can load. All ranks have to call them. A save gives buffers the values of rank 0.
 
     Raises:
         OptionError: ``mixed_precision`` is set for a sharded module, which takes a :class:`~fsharp.Precision` instead; sharded
@@ -154,6 +164,8 @@ class Accelerator(accelerate.Accelerator):
             folder = super().save_state(output_dir, safe_serialization, **options)
         if comm is not None:
             root = os.path.join(folder, SHARDED_FOLDER)
+            for model in tree["models"]:
+                take_buffers_of_rank_0(model)
             save(root, tree, step=self.step, comm=comm)
             if comm.rank == 0:
                 prune(root, keep=1)

@@ -8,7 +8,7 @@ import transformers
 
 from fsharp.checkpoint import load, prune, save
 from fsharp.errors import CheckpointError, problem
-from fsharp.huggingface.accelerator import SHARDED_FOLDER, Accelerator, contains_sharded_module
+from fsharp.huggingface.accelerator import SHARDED_FOLDER, Accelerator, contains_sharded_module, take_buffers_of_rank_0
 from fsharp.stateful.modules.module import ShardedModule
 from fsharp.stateful.modules.optim.optimizer import ShardedOptimizer
 
@@ -95,6 +95,7 @@ class Trainer(transformers.Trainer):
             super()._save_optimizer_and_scheduler(output_dir)
             return
         root = os.path.join(output_dir, SHARDED_FOLDER)
+        take_buffers_of_rank_0(self.model)
         save(root, self._checkpoint_tree(), step=self.state.global_step, comm=self.model.comm)
         if self.args.should_save:
             prune(root, keep=1)

@@ -176,6 +176,26 @@ def test_a_dynamo_backend_compiles_a_sharded_module():
     assert num_graphs
 
 
+def with_statistics(folder, comm):
+    as_torchrun(comm)
+    accelerator, module = Accelerator(cpu=True), nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
+    model = accelerator.prepare(fs.shard_module(module, strategy=fs.zero3("dp"), sync_from=0))
+    model(torch.randn(8, 3, generator=torch.Generator().manual_seed(comm.rank)))
+    mine = model[1].running_mean.clone()
+    accelerator.save_state(f"{folder}/statistics")
+    model[1].running_mean.zero_()
+    accelerator.load_state(f"{folder}/statistics")
+    return mine, model[1].running_mean
+
+
+def test_a_save_takes_statistics_of_rank_0(tmp_path):
+    """As under DDP. The save raised an error, after all training until then."""
+    (first, saved), (second, elsewhere) = processes(fs.Mesh({"dp": 2}), partial(with_statistics, str(tmp_path)))
+    assert not first.equal(second)
+    assert saved.equal(first)
+    assert elsewhere.equal(first)
+
+
 def half_prepared(folder, comm):
     as_torchrun(comm)
     model = fs.shard_module(Net(), strategy=fs.zero3("dp"), units="layers.*")
