@@ -701,6 +701,7 @@ def test_doctor_on_a_machine_without_gpus(capsys, monkeypatch):
 
     monkeypatch.setattr("fsharp.cli.diagnosis.version", version)
     monkeypatch.setattr(torch, "get_device_module", lambda kind: SimpleNamespace(device_count=lambda: 0))
+    monkeypatch.setattr("fsharp.cli.diagnosis._nccl_version", tuple)
     found = doctors_sections(capsys)
     assert list(found) == ["versions", "hardware", "limits", "what works here"]
     assert (found["versions"]["torch"], found["versions"]["fsharp"]) == (torch.__version__, fs.__version__)
@@ -747,6 +748,7 @@ def test_doctor_on_a_machine_whose_gpu_does_not_work(capsys, monkeypatch):
 
     cuda = SimpleNamespace(device_count=lambda: 1, get_device_capability=get_device_capability)
     monkeypatch.setattr(torch, "get_device_module", lambda kind: cuda)
+    monkeypatch.setattr("fsharp.cli.diagnosis._nccl_version", tuple)
     found = doctors_sections(capsys)
     assert found["hardware"]["GPU 0"] == "does not work: CUDA error: system not yet initialized"
     assert found["what works here"]["streams, CUDA graphs, pinned memory"] == "no: needs a GPU"

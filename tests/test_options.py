@@ -115,7 +115,7 @@ WRONG = {
     "a size by name": (lambda: fs.Mesh(dp=8), r"^Mesh\(\) has no argument 'dp'. It is called as fs.Mesh\(\{'dp': 8\}\).$"),
     "a missing argument": (
         lambda: fs.gather(PARAMS),
-        r"^gather\(\): missing a required argument: 'comm'. It is called as gather\(tree, \*, comm, to\).$",
+        r"^gather\(\): missing a required (keyword-only )?argument: 'comm'. It is called as gather\(tree, \*, comm, to\).$",
     ),
     "a keyword by position": (
         lambda: fs.gather(PARAMS, ONE),
