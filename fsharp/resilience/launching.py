@@ -74,8 +74,10 @@ def launch(fn: Callable[..., R], nproc: int, *args: Any, restarts: int = 0) -> l
 
     Cost: some seconds, as each process imports torch. With ``restarts`` one more process, with torch, waits as a spare.
     """
-    if nproc < 1 or restarts < 0:
-        raise OptionError(f"launch(): nproc is {nproc}, expected 1 or more; restarts is {restarts}, expected 0 or more.")
+    if nproc < 1:
+        raise OptionError(f"launch(): nproc is {nproc}, expected 1 or more.")
+    if restarts < 0:
+        raise OptionError(f"launch(): restarts is {restarts}, expected 0 or more.")
     if "RANK" in os.environ and restarts:
         raise OptionError(
             f"launch(): restarts is {restarts}, but another launcher, such as torchrun, has started this process."

@@ -66,6 +66,7 @@ def trial_fingerprint(where: str, init: Init, update: Update, params: Any) -> st
 
 def _trial_error(where: str, on: str, error: Exception) -> TreeError:
     remedy = (
+        "It has to be called as init(params) and update(grads, state, params), and update returns (updates, new state). "
         "Trees of masks or labels do not fit flat buffers: fs.optim.masked() and fs.optim.partition() take patterns. A pair "
         "that looks at each element alone, but cannot be tried, is taken as fs.optim.Transform(init, update, {})."
     )
