@@ -50,6 +50,21 @@ MISTAKES = {
     ),
     "a torch optimizer": (lambda: state(torch.optim.SGD(MODULE.parameters())), TreeError, SGD),
     "a class of torch": (lambda: state(torch.optim.SGD), TreeError, SGD),
+    "the name of an optimizer": (
+        lambda: fs.ShardedOptimizer(SHARDED_MODULE.parameters(), "adamw"),
+        TreeError,
+        "got 'adamw'. A ShardedOptimizer also takes a class, such as torch.optim.AdamW.",
+    ),
+    "a state for a pair": (
+        lambda: fs.update(state(), part(), fs.optim.sgd(1), comm=ONLY),
+        TreeError,
+        "The pair is the first a",
+    ),
+    "an update of two arguments": (
+        lambda: state((lambda params: (), lambda grads, state: (grads, state))),
+        TreeError,
+        "It has to be called as init(params) and update(grads, state, params), and update returns",
+    ),
     "an optimizer of an optimizer": (
         lambda: fs.ShardedOptimizer(SHARDED_MODULE.parameters(), torch.optim.SGD(MODULE.parameters())),
         TreeError,

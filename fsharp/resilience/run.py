@@ -389,7 +389,7 @@ class Run:
             kept.begin_refresh(self._tree_to_save(tree), step=self.step)
         return tree
 
-    @api_boundary
+    @options_checked_on_failure
     def log(self, values: Mapping[str, Any]) -> None:
         """Record values of the step under way; between steps, of the step before. Only rank 0 records.
 
@@ -400,8 +400,8 @@ class Run:
 
         Raises:
             RunError: before :meth:`resume`.
-            OptionError: the run itself records under one of the names, such as ``step`` or ``event``. Or a logger cannot record
-                a value: rank 0 raises this error, which ends the run on all ranks.
+            OptionError: ``values`` is not a dict. Or the run itself records under one of the names, such as ``step`` or
+                ``event``. Or a logger cannot record a value: rank 0 raises this error, which ends the run on all ranks.
 
         Cost: reading a tensor waits for its device. Nothing is sent.
         """

@@ -194,6 +194,8 @@ def test_names_of_the_run_itself_are_taken(name, tmp_path):
 def test_values_after_the_loop_are_of_the_last_step(tmp_path):
     with fs.resilience.Run(tmp_path, comm=fs.SingleComm(), total=2, save_every=1) as run:
         tree = run.resume({"w": torch.zeros(2)})
+        with pytest.raises(FsharpError, match=r"Run\.log\(\): values is 3.0, expected a Mapping"):
+            run.log(3.0)
         for _ in run.steps():
             tree = run.end_step(tree)
             run.log({"eval": 1.0})

@@ -185,7 +185,7 @@ def _not_a_pair_text(tx: Any) -> str:
         return f"{expected} a {kind.__name__}. For several pass one after another: fs.optim.chain(a, b)."
     if units_of(tx):
         return f"{expected} a tree of Sharded. The pair is the first argument: init_state(tx, params, comm=comm)."
-    return f"{expected} {tx!r:.80}."
+    return f"{expected} {tx!r:.80}. A ShardedOptimizer also takes a class, such as torch.optim.AdamW."
 
 
 class LeafListAsTree(NamedTuple):
