@@ -17,6 +17,7 @@ from fsharp.stateful.modules.module import ShardedModule
 from fsharp.stateful.modules.optim.optimizer import ShardedOptimizer, session_of_optimizer
 from fsharp.stateful.modules.parameter import ShardedParameter
 from fsharp.stateful.modules.session import session_of_module
+from fsharp.stateful.modules.torch_tools.dtensors import local_tensor
 from fsharp.tracebacks import api_boundary
 
 SHARDED_FOLDER = "fsharp"
@@ -36,11 +37,16 @@ def contains_sharded_module(model: nn.Module) -> bool:
 
 
 def take_buffers_of_rank_0(model: ShardedModule) -> None:
-    """Copy rank 0's buffers, such as statistics of BatchNorm, to all ranks, as DistributedDataParallel does in its forwards."""
-    for buffer in model.buffers():
-        value = broadcast_from_rank(buffer.detach(), 0, model.comm)
-        if not torch.equal(buffer, value):  # an expanded buffer is equal, and cannot be written to
-            buffer.copy_(value)
+    """Copy rank 0's buffers, such as statistics of BatchNorm, to all ranks, as DistributedDataParallel does in its forwards.
+
+    Along an axis on which a unit varies, such as that of experts, each rank keeps its own buffers of the unit's modules.
+    """
+    for path, buffer in model.named_buffers():
+        around, mine = model.layout.unit_around(path), local_tensor(buffer.detach())
+        varying = () if around is None else around.strategy.full.varying_axes
+        value = broadcast_from_rank(mine, 0, model.comm, varying=varying)
+        if not torch.equal(mine, value):  # an expanded buffer is equal, and cannot be written to
+            mine.copy_(value)
 
 
 class Accelerator(accelerate.Accelerator):

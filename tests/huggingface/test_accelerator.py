@@ -12,8 +12,8 @@ from torch.utils.data import DataLoader
 
 import fsharp as fs
 from fsharp.errors import CheckpointError, OptionError
-from fsharp.huggingface.accelerator import Accelerator
-from fsharp.testing import processes
+from fsharp.huggingface.accelerator import Accelerator, take_buffers_of_rank_0
+from fsharp.testing import processes, simulate
 
 STRATEGIES = {"zero3": fs.zero3("dp"), "zero2": fs.zero2("dp"), "ddp": fs.ddp("dp")}
 
@@ -194,6 +194,20 @@ def test_a_save_takes_statistics_of_rank_0(tmp_path):
     assert not first.equal(second)
     assert saved.equal(first)
     assert elsewhere.equal(first)
+
+
+def test_buffers_of_experts_stay_those_of_each_rank():
+    def rank_fn(comm):
+        torch.manual_seed(0)
+        module = nn.ModuleDict({"dense": nn.BatchNorm1d(2), "experts": nn.BatchNorm1d(2)})
+        strategy = {"**": fs.zero3("dp", "ep"), "experts": fs.zero3("dp").varying("ep")}
+        model = fs.shard_module(module, mesh=comm, strategy=strategy, units=["dense", "experts"])
+        for each in module.values():
+            each.running_mean.fill_(comm.rank)
+        take_buffers_of_rank_0(model)
+        return [each.running_mean[0].item() for each in module.values()]
+
+    assert simulate(fs.Mesh({"dp": 2, "ep": 2}), rank_fn) == [[0, 0], [0, 1], [0, 0], [0, 1]]
 
 
 def half_prepared(folder, comm):
