@@ -69,9 +69,9 @@ def sharded(strategy, steps, **options):
 
 
 def as_torchrun(comm):
-    """Set what torchrun sets. The processes have a process group already."""
+    """Set what torchrun sets. Several processes have a process group already; one makes its own, on any free port."""
     size, rank = str(comm.mesh.size), str(comm.rank)
-    os.environ |= {"WORLD_SIZE": size, "RANK": rank, "LOCAL_RANK": rank, "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
+    os.environ |= {"WORLD_SIZE": size, "RANK": rank, "LOCAL_RANK": rank, "MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
 
 
 def plain(kind, steps=1):
