@@ -44,9 +44,7 @@ def chosen_modules(module: nn.Module, units: Units | Sequence[Units]) -> dict[st
     chosen = {path: each for path, each in every.items() if path in found}
     for path, each in chosen.items():
         if next(each.parameters(), None) is None:
-            raise PatternError(
-                f"shard_module(units=...): module {path!r}, a {type(each).__name__}, has no parameters to gather."
-            )
+            raise PatternError(f"shard_module(units=): module {path!r}, a {type(each).__name__}, has no parameters to gather.")
     return chosen
 
 

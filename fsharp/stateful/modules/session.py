@@ -137,9 +137,7 @@ class Session:
 
     def _check_can_train(self) -> None:
         if self.is_averaged:
-            raise ScheduleError(
-                "the model was called inside of averaged(), without torch.no_grad(): averages cannot be trained."
-            )
+            raise ScheduleError("the model was called inside of averaged(), without torch.no_grad(): averages do not train.")
         if torch._C._are_functorch_transforms_active():
             raise ScheduleError(
                 "a sharded module was called inside of a transformation of torch.func, which its step does not support. Take "

@@ -79,9 +79,7 @@ def load_state_dict_into_parts(session: Session, module: nn.Module, load: Callab
             if not each.given:
                 continue
             if len({tensor_digest(x.local if isinstance(x, ShardedTensor) else x) for x in each.given[1:] and each.given}) > 1:
-                raise TreeError(
-                    f"{where}: {path!r} is tied, and its names have different values. Give all names the same value."
-                )
+                raise TreeError(f"{where}: {path!r} is tied, and its names have different values. Give them the same value.")
             given[path], parameter = each.given[0], session.parameters[path]
             parts[path] = own_part(path, given[path], parameter, dtypes=(parameter.dtype, parameter.leaf.dtype))
         written.extend((buffer, copy) for buffer, copy in buffers if copy._version)

@@ -7,6 +7,7 @@ import torch
 
 from fsharp.errors import ScheduleError, TreeError
 from fsharp.functional.comm.residuals import ResidualsByAxis
+from fsharp.functional.layout.stages import residual_sizes
 from fsharp.functional.layout.unit_layout import UnitLayout
 from fsharp.stateful.transport.base import Transport, Work
 from fsharp.stateful.units.axis_chain import ChainInput, ReductionChain
@@ -31,7 +32,7 @@ _NEXT_PHASES = {
     GradientPhase.REDUCING: {GradientPhase.RESTING},
     GradientPhase.RESTING: {GradientPhase.COLLECTING, GradientPhase.RESTING, GradientPhase.FINISHING},
     GradientPhase.FINISHING: {GradientPhase.FINISHED},
-    GradientPhase.FINISHED: {GradientPhase.COLLECTING, GradientPhase.RESTING, GradientPhase.FINISHING},
+    GradientPhase.FINISHED: {GradientPhase.FINISHING},
 }
 """For each phase, the phases that may follow."""
 
@@ -66,8 +67,11 @@ class UnitGradient:
         self._residuals: Mapping[int, ResidualsByAxis] = {}
         self._encoded: list[torch.Tensor | None] = []
         self._ignored: set[int] = set()
+        self._is_read = False
 
     def _enter_phase(self, phase: GradientPhase) -> None:
+        if self.phase is GradientPhase.FINISHED and phase is not GradientPhase.FINISHING:
+            self.resume_accumulation(1)
         assert phase in _NEXT_PHASES[self.phase], (
             f"{self.route.unit.name}: from {self.phase.name} a gradient cannot go to {phase.name}"
         )
@@ -87,6 +91,7 @@ class UnitGradient:
         if self.rest.handed_out:
             self.copy_out_held_tensors()
         self._own.release()
+        self._is_read = not sum_in_place
         self.final = None if sum_in_place and self.route.can_sum_in_place else self._own_final
         if self._own_final is not None and (self.final is None or self.final.is_held):
             self._own_final.release()
@@ -254,19 +259,24 @@ class UnitGradient:
                 buffer.zero_()
 
     def resume_accumulation(self, factor: int) -> None:
-        """Let another backward pass of this step add to the gradient, after the mean gradients were handed out.
+        """Let this step add to the gradient again, after its final reduction or after the mean gradients were handed out.
 
         If the sums took the memory of the gradient at rest, they are multiplied by ``factor``, by which they were divided. If
-        another final reduction follows, they move to new memory until then, and the gradient at rest begins with zeros.
+        another final reduction follows, they move to new memory until then, and the gradient at rest begins with zeros. Sums
+        with feedback do so too: their summands are not sent again, as the reduction has overwritten the residuals.
         """
         self.wait()
         if self.final is None:
             torch._foreach_mul_(self.rest.tensors, factor)
-            if self.route.has_final_reduction:
-                self._earlier_sums = [buffer.clone() for buffer in self.rest.tensors]
-                torch._foreach_zero_(self.rest.tensors)
-        if self.phase is GradientPhase.FINISHED:
-            self._enter_phase(GradientPhase.RESTING)
+        elif self._is_read and residual_sizes(self.route.unit):
+            raise ScheduleError(
+                f"unit {self.route.unit.display_name} gets a gradient after the schedule has sent its gradient with feedback: "
+                "use the unit in each step in the same way, by fs.forward() alone, or take fs.train_step()."
+            )
+        if self.route.has_final_reduction and (self.final is None or residual_sizes(self.route.unit)):
+            self._earlier_sums = [buffer.clone() for buffer in (self.final or self.rest).tensors]
+            torch._foreach_zero_(self.rest.tensors)
+        self.phase = min(self.phase, GradientPhase.RESTING)
 
     def add_flat_gradients(self, grads: Grads) -> None:
         """Add ``grads`` of ``fs.gather()`` to the gradient at rest: for each group a flat buffer of the same size, or None."""
@@ -298,7 +308,7 @@ class UnitGradient:
         for _ in self.route.final_chains:
             self._works.pop(0).wait()
         if self._earlier_sums:
-            torch._foreach_add_(self.rest.tensors, self._earlier_sums)
+            torch._foreach_add_((self.final or self.rest).tensors, self._earlier_sums)
         self._enter_phase(GradientPhase.FINISHED)
 
     def defer_reduction_end(self, end: Callable[[], None]) -> None:

@@ -2,6 +2,7 @@
 
 from functools import partial
 
+import optree
 import pytest
 import torch
 
@@ -155,3 +156,66 @@ def test_a_step_that_leaves_its_schedule_is_not_in_the_trace(comm, departure):
         state, *_ = step(state, {**batch, "order": (0, 1, 2), **(DEPARTURES[departure] if i == 4 else {})})
     before, after = (len(rows) for _, rows in trace.ended_steps())
     assert after in (before, before - 1)  # the gather that the step before begins is not measured
+
+
+def times(weight, x):
+    return (x @ weight).tanh()
+
+
+def slope(weight, x, comm):
+    """A derivative by torch.func, whose gradient does not come through the scheduler."""
+    return torch.func.grad(lambda y: fs.forward(times, weight, y, comm=comm).sum())(x)
+
+
+LATE = {
+    "a use has a gradient": lambda first, weight, x, comm, late: first if late else first.detach(),
+    "gather()": lambda first, weight, x, comm, late: first + x @ fs.gather(weight, comm=comm).tree() if late else first,
+    "torch.func": lambda first, weight, x, comm, late: first + slope(weight, x, comm),
+}
+"""Gradients of a unit that come after its last backward in the schedule, at whose end the unit is summed over ranks."""
+FED_BACK = fs.Precision(wire=fs.formats.mxint4, feedback=True)
+
+
+def late_loss(params, batch, comm, *, way):
+    x, late = batch
+    x = x + LATE[way](fs.forward(times, params["w"], x, comm=comm), params["w"], x, comm, late)
+    return fs.forward(times, params["w"], x, comm=comm).square().mean()
+
+
+@every(12, way=LATE, strategy=["ddp", "zero1", "zero3"], precision=[fs.Precision(), FED_BACK], sum_late=[True, False])
+@on_ranks(DP)
+def test_a_gradient_that_comes_after_the_sum_of_its_unit_counts_once(comm, way, strategy, precision, sum_late):
+    """What parameters move by, and what formats have lost, is the sum of the gradients of the unsharded model."""
+    params, one, loss = {"w": torch.eye(4, dtype=torch.float64)}, fs.SingleComm(), partial(late_loss, way=way)
+    layout = fs.plan(params, comm.mesh, getattr(fs, strategy)("dp"), units="*", precision=precision)
+    state = fs.init_state(fs.optim.sgd(1.0), fs.shard(params, layout, comm), comm=comm)
+    step = fs.Scheduler(comm, policy=fs.testing.DebugPolicy(sum_late=sum_late))(fs.train_step(loss, fs.optim.sgd(1.0)))
+    exact = torch.zeros(4, 4, dtype=torch.float64)
+    for i, x in enumerate(torch.arange(192.0, dtype=torch.float64).sin().view(4, 2, 6, 4)):
+        whole = fs.shard(fs.full_tree(state.params, comm=comm), fs.plan(params, one.mesh, fs.ddp("dp"), units="*"), one)
+        for part in x:
+            _, grads = fs.value_and_grad(loss)(whole, (part, i > 1), comm=one)
+            exact += fs.full_tree(fs.reduce_scatter(grads, comm=one), comm=one)["w"] / 2
+        state, _ = step(state, (x[comm.rank], i > 1))
+    lost = [comm.all_reduce(x, "dp", label="lost")[:16].view(4, 4) / 2 for x in optree.tree_leaves(state.residuals)]
+    moved = params["w"] - fs.full_tree(state.params, comm=comm)["w"]
+    torch.testing.assert_close(moved + sum(lost), exact, rtol=1e-6, atol=1e-6)
+
+
+@on_ranks(DP)
+def test_a_gradient_after_the_sum_is_refused_if_it_has_feedback_and_the_step_reads_summands(comm):
+    tx, params = fs.optim.sgd(1.0), {"w": torch.eye(4)}
+
+    def own(state, batch, comm):
+        loss, grads, lost = fs.value_and_grad(partial(late_loss, way="gather()"))(
+            state.params, batch, comm=comm, residuals=state.residuals
+        )
+        grads, lost = fs.reduce_scatter(grads, comm=comm, residuals=lost)
+        return fs.update(tx, fs.average(loss, grads, comm=comm)[1], state._replace(residuals=lost), comm=comm)
+
+    layout = fs.plan(params, comm.mesh, fs.ddp("dp"), units="*", precision=FED_BACK)
+    state, step = fs.init_state(tx, fs.shard(params, layout, comm), comm=comm), fs.Scheduler(comm)(own)
+    for _ in range(2):
+        state = step(state, (torch.ones(6, 4), False))
+    with pytest.raises(fs.errors.ScheduleError, match="gets a gradient after the schedule has sent its gradient"):
+        step(state, (torch.ones(6, 4), True))

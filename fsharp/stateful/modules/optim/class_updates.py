@@ -19,12 +19,7 @@ from fsharp.functional.layout.sharded import units_by_name
 from fsharp.functional.optim.base import Transform
 from fsharp.stateful.modules.optim.flat_slices import FlatSlice, cut_by_labels, join_state, state_join_key, state_of_leaf
 from fsharp.stateful.modules.optim.probe import UpdateScope, fresh_state, probe_update_scope
-from fsharp.stateful.modules.optim.states import (
-    StatesByPath,
-    fill_in_missing_states,
-    group_texts,
-    options_text,
-)
+from fsharp.stateful.modules.optim.states import StatesByPath, fill_in_missing_states, group_texts, options_text
 from fsharp.stateful.modules.parameter import ShardedTensor
 from fsharp.stateful.modules.session import Session
 
