@@ -41,7 +41,8 @@ class TreeError(FsharpError, TypeError):
 class LossError(FsharpError, TypeError):
     """A loss is neither a scalar mean nor a ``(sum, weight)`` pair, or depends on no trainable parameter.
 
-    Or a batch cannot be split into microbatches or samples, or the gradients of a step are lost or not complete.
+    Also raised if a batch cannot be split into microbatches or samples, if an earlier error has discarded the gradients of a
+    step, or if these gradients are not complete.
     """
 
 

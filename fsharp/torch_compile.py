@@ -72,7 +72,10 @@ def uncompiled(function: F) -> F:
 
 
 def call_compiled_like_caller(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Call ``function``, which is the user's. If compiled code has called this library, ``function`` is compiled as well."""
+    """Return ``function(*args, **kwargs)``, the result of a user's function.
+
+    If the user's compiled code has called this library, ``torch.compile`` also compiles ``function``.
+    """
     compiler = _compiler.get()
     if compiler is None:
         return function(*args, **kwargs)

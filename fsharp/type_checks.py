@@ -128,7 +128,8 @@ def check_signature(error: Exception, fn: Callable[..., Any], args: tuple[Any, .
     """Raise an OptionError if the call ``fn(*args, **kwargs)``, which raised ``error``, does not fit the signature of ``fn``.
 
     Raises:
-        OptionError: names an unknown argument and the most similar one, or how ``fn`` is called.
+        OptionError: the call does not fit. The message has the unknown argument and the most similar known one, or else the
+            signature of ``fn``.
     """
     if type(error) is not TypeError:
         return
@@ -170,10 +171,10 @@ def keep_signature(function: F) -> F:
 
 
 def options_checked(target: F) -> F:
-    """Wrap a function, or a class: a call with arguments that do not fit the annotations raises an error.
+    """Return a wrapper of a function or class that first checks the arguments of each call against the annotations.
 
     Raises:
-        OptionError: as :func:`check_arguments` and :func:`check_signature`.
+        OptionError: in a call, an argument does not fit its annotation, or the arguments do not fit the signature.
     """
 
     def before(fn: Any, args: Any, kwargs: Any) -> Any:

@@ -337,14 +337,14 @@ class Replicas(BackgroundSaver):
 
     @api_boundary
     def restore(self, like: Any, *, subtree: str = "", cast: bool = False, donate: bool = False) -> Any:
-        """Return a tree like ``like`` with the values of the last save, under any strategy and number of ranks.
+        """Return a tree like ``like`` with the values of the newest complete save, under any strategy and number of ranks.
 
-        All ranks have to call this method. Values come from memory of hosts, or from the newest checkpoint under ``root`` if
-        this checkpoint was saved later. A save in memory is incomplete if more than ``copies`` hosts have lost their memory.
-        The newest complete save is then loaded instead, from memory or ``root``, and a warning names newer incomplete saves.
+        All ranks have to call this method. A save is in the memory of hosts, or is a checkpoint under ``root``. A save in
+        memory is incomplete if more than ``copies`` hosts have lost their memory. A warning names the incomplete saves that are
+        newer than the save that is loaded.
 
-        In place of a damaged copy another host's copy is read. If there is none, the previous save is loaded. Damaged files and
-        checkpoints are renamed to end in ``.damaged``, with a warning for each.
+        If a copy of a file is damaged, the copy of another host is read. If all copies are damaged, the next older save is
+        loaded. Damaged files and checkpoints are renamed to end in ``.damaged``, with a warning for each.
 
         Args:
             like: a tree with names, shapes, dtypes and places, as for :func:`~fsharp.checkpoint.load`.
@@ -353,9 +353,9 @@ class Replicas(BackgroundSaver):
             donate: read into the tensors of ``like``.
 
         Raises:
-            CheckpointError: there is no save, or every save is damaged or has lost files; the message names the ranks, and
-                nothing is renamed. Or a host cannot read one of its files, which proves no damage: remove the file, and the
-                copy of another host is read.
+            CheckpointError: there is no save, or every save is damaged or has lost files. The message names the ranks that
+                lack files, and no file is renamed. The error is also raised if a host cannot read one of its files, which does
+                not prove that the file is damaged. After you remove the file, the copy of another host is read.
             TreeError: names, shapes or dtypes differ.
             AgreementError: ranks have different arguments, or another rank has failed.
 

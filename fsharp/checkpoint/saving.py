@@ -176,7 +176,7 @@ def take_snapshot(
         prepare(contents)
         return contents
 
-    def fields(contents: TreeContents) -> dict[str, str]:
+    def texts_to_compare(contents: TreeContents) -> dict[str, str]:
         # The name keeps a copy on the host alive, which a view of its bytes does not.
         on_host = ((e.name, e.local.cpu()) for e in contents.entries.values() if e.is_replicated)
         same = [f"{name}: {xxhash.xxh3_64_hexdigest(bytes_of(local))}" for name, local in on_host]
@@ -192,7 +192,7 @@ def take_snapshot(
             "values of tensors, which PerRank() and, for buffers, WithPerRankBuffers() allow to differ": "\n".join(same),
         }
 
-    contents = check_on_all_ranks(where, comm, check, fields)
+    contents = check_on_all_ranks(where, comm, check, texts_to_compare)
     name, tensors, values = save_id(), [], []
     for entry, tensor in tensors_written_by(contents, comm.rank):
         (first, last), mine = entry.range_written_by(comm.rank), entry.piece(comm.rank)

@@ -49,7 +49,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     conf: Any = tyro.conf
 
     def choice(functions: dict[str, Callable[..., str]]) -> Any:
-        shown = {name: _for_help(fn, conf) for name, fn in functions.items()}
+        shown = {name: _with_readable_help(fn, conf) for name, fn in functions.items()}
         return Union[tuple(Annotated[Any, conf.subcommand(name, constructor=fn)] for name, fn in shown.items())]  # noqa: UP007
 
     def ckpt(command: Any) -> str:
@@ -78,8 +78,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _for_help(command: Callable[..., str], conf: Any) -> Callable[..., str]:
-    """Return a command whose help has positional arguments by name, and its arguments' texts without line breaks."""
+def _with_readable_help(command: Callable[..., str], conf: Any) -> Callable[..., str]:
+    """Return ``command`` for tyro, whose help then names positional arguments, and has no line breaks within a description.
+
+    ``conf`` is the module ``tyro.conf``.
+    """
 
     def call(*args: Any, **options: Any) -> str:
         return command(*args, **options)

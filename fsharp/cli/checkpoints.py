@@ -134,13 +134,13 @@ def _largest_difference(x: torch.Tensor, y: torch.Tensor) -> float:
 
 
 def prune_checkpoints(root: str, /, *, keep: int, best: int = 0, keep_steps: int | None = None) -> str:
-    """Remove the checkpoints of a folder that no option keeps, once one that stays is found to be intact.
+    """Remove the checkpoints of a folder that no option keeps. First check that at least one checkpoint to keep is intact.
 
     Args:
         root: folder of the checkpoints.
         keep: number of newest checkpoints to keep.
         best: number of checkpoints with the lowest metric to keep as well.
-        keep_steps: keep the last checkpoint of each interval of so many steps as well.
+        keep_steps: length of an interval in steps. The last checkpoint of each interval is kept as well.
     """
     _check_folder("ckpt prune", root)
     check_number("ckpt prune: keep", keep, 1)

@@ -273,7 +273,7 @@ def tune(
 
 
 def _experts_lines(model: FoundModel) -> list[str]:
-    """Return a line that says which experts count, if the model has experts."""
+    """Return a list with one line about the experts that take time; an empty list if the model has no experts."""
     if not any(_is_expert(path) for path in flatten_with_paths(model.tree)[0]):
         return []
     if model.experts is None:
@@ -286,7 +286,7 @@ def _is_expert(path: str) -> bool:
 
 
 def _written_lines(*paths: str) -> list[str]:
-    """Return a line for each file that a command has written. Empty paths, of files that were not asked for, have none."""
+    """Return a line ``wrote PATH`` for each path. An empty path gets no line: the user did not ask for this file."""
     return [f"wrote {path}" for path in paths if path]
 
 
@@ -314,7 +314,7 @@ def _plan_layouts(
 def _check_microbatches(where: str, tree: Any, microbatches: int, most_tensors: int) -> None:
     """Raise an OptionError if ``microbatches`` times the number of parameter tensors is more than ``most_tensors``.
 
-    Their prediction would take minutes. A single microbatch is always allowed.
+    A prediction of more microbatches would take minutes. A single microbatch is always allowed.
     """
     count = len(flatten_with_paths(tree)[0])
     why = f"a prediction takes longer with each, and the model has {count:,} tensors"
@@ -346,7 +346,7 @@ def _find_hardware(where: str, layout: Layout, gpu: str, hardware: str, tokens: 
 
 
 def _without_idle_experts(hardware: Hardware, layout: Layout, model: FoundModel) -> Hardware:
-    """Return ``hardware`` with the seconds of the experts that a token uses, in place of the seconds of all experts."""
+    """Return ``hardware`` with fewer seconds of compute for units with experts: only the experts that a token uses count."""
     if model.experts is None:
         return hardware
     assert isinstance(hardware.compute, Mapping)

@@ -101,7 +101,10 @@ class Membership:
         return announcement.why_restarts_ended or (announcement.why if announcement.number > self.number else None)
 
     def wait_for_all_ranks(self, limit_s: float) -> None:
-        """Wait until all ranks are ready to join. CommError if this generation ends meanwhile, or after ``limit_s`` seconds."""
+        """Announce that this rank is ready to join, and wait for all ranks to be ready.
+
+        Raises CommError if this generation ends meanwhile, or after ``limit_s`` seconds.
+        """
         self._store.set(f"here/{self.number}/{self._rank}", "")
         deadline = time.monotonic() + limit_s
         while missing := [r for r in range(self._size) if not self._store.check([f"here/{self.number}/{r}"])]:

@@ -160,7 +160,7 @@ _MAX_STORED_CHARACTERS = 1 << 20
 
 
 class StoreStatusBoard:
-    """The :class:`~fsharp.distributed.watch.StatusBoard` in the job's store. Its keys begin with its name."""
+    """A :class:`~fsharp.distributed.watch.StatusBoard` in the job's store. Its keys in the store begin with ``name``."""
 
     def __init__(self, name: str) -> None:
         self._store, self.why_no_answer = PrefixStore(f"fsharp/watch/{name}", _get_default_store()), ""
@@ -266,7 +266,7 @@ def new_group_of(ranks: Sequence[int], limit_s: float, device: torch.device, *, 
 
 
 def reset_job_store() -> None:
-    """Prepare to join the next generation: make a new thread for store queries, as the old one may hang; count groups anew."""
+    """Prepare to join the next generation: make a new thread for queries, as the old thread may hang, and count groups anew."""
     global _store_thread
     _store_thread = _StoreThread()
     _num_groups_made.clear()

@@ -20,7 +20,7 @@ _queue_by_thread: "weakref.WeakKeyDictionary[threading.Thread, SimpleQueue[tuple
 
 
 class Worker:
-    """A thread that runs one job after another. The thread starts with the first job and ends with its owner."""
+    """A thread that runs one job after another. It starts with the first job, and ends when this object is freed."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -67,7 +67,7 @@ def _run_jobs(queue: "SimpleQueue[tuple[Job, Outcome] | None]") -> None:
 
 
 class Outcome:
-    """The result of a job that a :class:`Worker` runs, which one caller can take; or its error, which every caller gets."""
+    """The result or error of a job that a :class:`Worker` runs. One caller can take the result; every caller gets the error."""
 
     __slots__ = ("_error", "_has_landed", "_result", "_under_way")
 

@@ -106,11 +106,11 @@ def encode_block_format_groups(tree: Any, like: Any = None) -> Any:
     ``like``: a tree of the same structure; a group is encoded only if it is encoded in ``like``.
     """
 
-    def one(node: Sharded, groups: Sequence[int]) -> Sharded:
+    def encode_groups(node: Sharded, groups: Sequence[int]) -> Sharded:
         rows = zip(node.groups, node.buffers, strict=True)
         return node.with_buffers([encode_values(node.unit, g, b) if g in groups else b for g, b in rows])
 
-    return _map_encoded_groups(one, tree, like, by_leaf=False)
+    return _map_encoded_groups(encode_groups, tree, like, by_leaf=False)
 
 
 def encode_leaf_format_groups(tree: Any, comm: Comm, like: Any = None) -> Any:

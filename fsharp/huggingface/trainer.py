@@ -74,7 +74,10 @@ class Trainer(transformers.Trainer):
     def prediction_step(
         self, model: Any, inputs: Any, prediction_loss_only: bool, ignore_keys: Any = None, **generation: Any
     ) -> Any:
-        """Evaluate a batch. Where Seq2SeqTrainer generates, a rank whose sequences have ended goes on until all have."""
+        """Evaluate a batch, as transformers' Trainer does.
+
+        A Seq2SeqTrainer may generate sequences. A rank whose sequences have ended then goes on until all ranks have ended.
+        """
         if isinstance(model, ShardedModule) and getattr(self.args, "predict_with_generate", False):
             generation = {"synced_gpus": True, **(generation or getattr(self, "_gen_kwargs", {}))}
         return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys, **generation)

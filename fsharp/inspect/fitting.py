@@ -35,8 +35,9 @@ def fit_speeds(
 ) -> dict[str, Any]:
     """Return the fields of a :class:`~fsharp.inspect.Hardware` that a trace of a schedule determines, by name.
 
-    While both work, the host runs at the fraction ``host_speed`` of its full speed, and a collective at the fraction
-    ``sending_speed``. ``overlaps_latency``: whether the latency of a collective passes while earlier collectives are under way.
+    ``host_speed``: fraction of its full speed that the host keeps while a collective is under way. ``sending_speed``: fraction
+    that a collective keeps while the host computes. ``overlaps_latency``: whether the latency of a collective passes while
+    earlier collectives are under way.
     """
     steps = trace.ended_steps()
     rows = [row for _, rows in steps for row in rows]
@@ -278,7 +279,7 @@ def _codec_bandwidth(schedule: Schedule, rows: Iterable[TraceRow], in_flight: "I
 
 
 class IntervalUnion:
-    """A union of intervals of time, and the length of what it has in common with any interval."""
+    """A union of intervals of time. Its methods return lengths of its intersection with other intervals."""
 
     def __init__(self, intervals: Iterable[Interval]) -> None:
         self.parts = union_of_intervals(intervals)

@@ -158,7 +158,7 @@ def _least_squares(points: Sequence[_FitPoint], names: Mapping[Link, Link], *, w
 
 
 def bytes_per_second(byte_s: float) -> float:
-    """Return the inverse of ``byte_s``, the seconds of a byte; infinite if they are not more than 0."""
+    """Return ``1 / byte_s``; infinite if ``byte_s``, the seconds for one byte, is 0 or less."""
     return 1 / byte_s if byte_s > 0 else math.inf
 
 

@@ -114,7 +114,7 @@ class LeafSharding:
 
     @property
     def _rank_holds_leaf(self) -> torch.Tensor:
-        """For each rank whether it holds some of the leaf, bool[ranks]."""
+        """A mask of the ranks that hold elements of the leaf, bool[ranks]."""
         part = _part_of_each_rank(self.mesh, self.place)
         return (part >= self._part_range.start) & (part < self._part_range.stop)
 

@@ -179,8 +179,8 @@ class TracedTransformation:
     def in_stored_form(self, lifted: ShardedJaxprRun, out: Sequence[Any], owners: Sequence[int | None]) -> list[Any]:
         """Return the results ``out`` of the run ``lifted`` in the form in which they are stored.
 
-        ``out`` has the updates, if any, and then the arrays of the state. ``owners`` has, for each array of the state, the
-        index of the leaf like whose elements the array is stored; None for an array that each rank stores whole.
+        ``out`` has the updates, if any, and then the arrays of the state. ``owners`` has an item for each array of the state:
+        the index of the leaf whose sharding the array has; or None for an array that each rank stores whole.
 
         Raises a LayoutError if a result is computed from elements of another leaf.
         """
@@ -389,7 +389,10 @@ def _tree_like(tree: Any, arrays: Sequence[Any]) -> Any:
 def _reduce_pending(
     pending: Mapping[EquationKey, CrossRankReduction], values: Sequence[Any], comm: Comm
 ) -> dict[EquationKey, Any]:
-    """Return results of the reductions, to which this rank adds ``values``. Equal kinds along equal axes share a collective."""
+    """Reduce ``values`` over ranks, one for each of the ``pending`` reductions, and return the results by key of an equation.
+
+    Reductions of one kind along the same axes share a collective.
+    """
     by_reduction: dict[CrossRankReduction, list[tuple[EquationKey, Any]]] = {}
     for (key, reduction), value in zip(pending.items(), values, strict=True):
         by_reduction.setdefault(reduction, []).append((key, value))

@@ -108,7 +108,7 @@ class Strategy(DDPStrategy):
             optimizer.load_state_dict(state)
 
     def teardown(self) -> None:
-        """End the run. Sharded modules stay where they are."""
+        """End the run. Sharded modules are not moved to the CPU, as ``DDPStrategy`` moves other modules."""
         if self.lightning_module is None or not sharded_modules_in(self._pl_module):
             super().teardown()
             return

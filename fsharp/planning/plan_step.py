@@ -134,7 +134,7 @@ def uses_in_order(layout: Layout, order: Sequence[str | Use]) -> tuple[Use, ...]
 
 
 def with_inner(uses: Iterable[T]) -> Iterator[T]:
-    """Yield each of ``uses``, and after it the uses inside of it. Their class has an attribute ``inner`` as :class:`Use`."""
+    """Yield each use, followed by its inner uses, recursively. Uses may be of any class with an attribute ``inner``."""
     for use in uses:
         yield use
         yield from with_inner(use.inner)

@@ -36,7 +36,7 @@ class Combination:
         return self.arguments.departures(self.option.layout, self.policy)
 
     def lower_bound_candidate(self, step_s: float) -> Candidate:
-        """Return a candidate whose step takes at least ``step_s`` seconds. Its memory has no arena."""
+        """Return a candidate with ``step_s`` as lower bound of the step's seconds. Its memory is counted without the arena."""
         memory, nbytes = self.arguments.memory_and_peak(self.option.layout, self.policy, arena_nbytes=0)
         return Candidate(*self.names, step_s, memory, nbytes, 0, is_bound=True, departures=self.departures)
 

@@ -124,7 +124,7 @@ def _evenly_spaced_rows(rows: list[Any], most: int) -> list[Any]:
 
 
 def comparison_rows(timelines: dict[str, dict[str, Any]]) -> list[list[Any]]:
-    """Return rows ``[what, predicted, measured]`` in seconds, from the timelines of these two names; none if one is missing."""
+    """Return rows ``[what, predicted, measured]`` in seconds; no rows if ``timelines`` lacks ``predicted`` or ``measured``."""
     if not {"predicted", "measured"} <= timelines.keys():
         return []
     both = timelines["predicted"], timelines["measured"]

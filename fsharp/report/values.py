@@ -45,8 +45,8 @@ def layout_rows(layout: Layout) -> dict[str, Any]:
     """Return a layout as plain values: bytes at rest on a rank, and rows about leaves. Units that are alike share rows.
 
     A row has the title of the units, such as ``layers.* x12``; the leaf's path, dtype and shape, and spec; and the part that
-    one rank holds. The last field has a character for each rank, or for each of 64 runs of ranks: 1 if they hold some of the
-    leaf, else 0.
+    one rank holds. The last field is a text of 0 and 1: a 1 for each rank that holds elements of the leaf. On more than 64
+    ranks the text has 64 characters, each for a run of ranks.
     """
     where = TreeSharding(layout, "params")
     rows = []

@@ -57,11 +57,11 @@ class SkippedSteps:
         self._in_row = 0
 
     def record_finite_step(self) -> None:
-        """Record that a step had a finite loss and finite gradients. Consecutive left-out steps are counted anew."""
+        """Record that a step had a finite loss and finite gradients. The count of consecutive left-out steps becomes 0."""
         self._in_row = 0
 
     def restore(self, steps: Iterable[int]) -> None:
-        """Replace the left-out steps by ``steps``, the numbers in the checkpoint from which the run continues."""
+        """Set the numbers of left-out steps to ``steps``, which the checkpoint has from which the run continues."""
         self.steps[:], self._in_row = steps, 0
 
     def record_nonfinite_step(self, description: str) -> None:

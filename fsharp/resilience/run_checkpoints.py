@@ -29,8 +29,8 @@ class RunCheckpoints:
         saved: step of the newest checkpoint on disk that this run has begun to write, or has loaded; -1 if there is none.
         newest: step of the newest checkpoint on disk or in memory of hosts, even if only begun; -1 if there is none.
         is_elastic: whether the run may return to an earlier step at any time, so that the tree of step 0 is kept as well.
-        has_values: whether the caller's tree is not needed any more: a load, which overwrites its tensors, has begun, or the
-            tree of step 0 has been saved.
+        has_values: whether the run no longer needs the caller's tree: a load has begun, which overwrites the tensors of the
+            tree, or the tree of step 0 has been saved.
     """
 
     def __init__(
@@ -175,8 +175,8 @@ class RunCheckpoints:
     def has_own_failure(self) -> bool:
         """Return whether a save in the background has failed because of an error that began on this rank.
 
-        Another rank may raise this error first. An error that this rank has caught may then come from the other rank, though
-        this rank is the cause.
+        The error that this rank has caught may be a report of another rank, which has met this failure first. Then this method
+        still tells that this rank is the cause.
         """
         savers: list[BackgroundSaver] = [self._saver, *([] if self.replicas is None else [self.replicas])]
         return any(is_own_failure(error) for each in savers if (error := each.failure(_LEARNS_WITHIN_S)) is not None)

@@ -20,7 +20,7 @@ Clock = dict[str, int]
 
 
 class ByteSpan(NamedTuple):
-    """A run of bytes of one storage, as addresses: of its first byte, of its end, and of the storage."""
+    """A run of bytes of one storage: the addresses of its first byte and of its end, and the address of the storage."""
 
     start: int
     stop: int

@@ -173,11 +173,11 @@ class ThreadComm:
         self._world.pause(self.rank)
 
     def die(self) -> NoReturn:
-        """End as a killed process does: other ranks get an error when they need this rank. Raises Killed after their end."""
+        """End as a killed process does. A rank that needs this rank gets an error. Raises Killed once all others have ended."""
         self._world.kill(self.rank, "has died")
 
     def stall(self) -> NoReturn:
-        """Stop as after SIGSTOP: other ranks get an error when all of them wait. Raises Killed after their end."""
+        """Stop as after SIGSTOP. Once all other ranks wait, they get an error. Raises Killed once all others have ended."""
         self._world.kill(self.rank, "has stalled")
 
     def _meet(self, op: str, axis: str, x: torch.Tensor, label: str) -> list[torch.Tensor]:

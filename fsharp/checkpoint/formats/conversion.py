@@ -34,10 +34,10 @@ def write_converted(
 ) -> Checkpoint:
     """Write a checkpoint under ``root`` from the tensors and the values of another library's checkpoint, and return it.
 
-    ``read`` yields the elements of the given tensors, one tensor after another. ``config`` has passed ``checked_config()``.
+    ``read`` yields the elements of the given tensors, one tensor after another. ``config`` is a result of ``checked_config()``.
     ``objects``: the attribute ``objects`` of the new :class:`~fsharp.checkpoint.manifest.Manifest`.
 
-    Raises CheckpointError, which begins with ``where``, if a tensor and a value have the same name. Then no folder is left.
+    Raises CheckpointError if a tensor and a value have the same name, before a folder is made. ``where`` begins the message.
     """
     if twice := entries.keys() & values.keys():
         raise CheckpointError(f"{where}: a tensor and a value would both have the name {min(twice)!r}.")

@@ -44,7 +44,7 @@ class RestartReplay:
         self.is_recording = False
 
     def _abandon_recording(self, obstacle: str) -> None:
-        """Abandon the record, if the setup is under way. ``obstacle`` says what cannot be made again."""
+        """Abandon the record of calls, if the setup is under way. ``obstacle`` names the call that cannot be repeated."""
         if self.is_recording:
             self.is_recording, self.obstacle = False, obstacle
             self._calls.clear()
@@ -79,7 +79,7 @@ class RestartReplay:
         self.run_and_record(lambda: None, replay=call)
 
     def abandon(self, obstacle: str) -> None:
-        """Abandon the record, as ``obstacle`` cannot be made again. Inside of a recorded call nothing happens."""
+        """Abandon the record of calls, as the call ``obstacle`` cannot be repeated. Does nothing inside of a recorded call."""
         if not self._depth:
             self._abandon_recording(obstacle)
 

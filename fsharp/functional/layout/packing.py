@@ -115,10 +115,11 @@ def pack(sizes: tuple[int, ...], atoms: tuple[int, ...], num_parts: int, block: 
 
 
 def _least_possible_capacity(capacity: int, items: Sequence[tuple[int, int, int]], step: int) -> int:
-    """Return the least possible capacity that is at least ``capacity``, and a multiple of ``step``.
+    """Return the least capacity from ``capacity`` on that is a multiple of ``step`` and may have a legal placement.
 
-    Inside of a leaf that is longer than two parts lie two part boundaries, whatever the leaf's offset. The part between them
-    holds whole atoms of the leaf. So a possible capacity is a multiple of the atom of every such leaf.
+    A leaf that is longer than two parts contains at least two part boundaries, at any offset. The part between these two
+    boundaries consists of whole atoms of the leaf. So the capacity has to be a multiple of the atom of every such leaf.
+    ``items``: for each leaf ``(elements of an atom, elements of the leaf, index)``.
     """
     while True:
         long = [(atom, size) for atom, size, _ in items if size > 2 * capacity]

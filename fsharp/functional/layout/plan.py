@@ -90,7 +90,7 @@ def plan(
     label_by_path = value_by_path("plan(labels=...)", labels, paths, default="default")
     precision_of = _precision_by_path(precision, paths)
 
-    def key(path: str, tensor: torch.Tensor) -> tuple[Any, ...]:
+    def group_key(path: str, tensor: torch.Tensor) -> tuple[Any, ...]:
         trainable = tensor.is_floating_point() and path not in frozen_paths
         dtypes = precision_of[path].resolve(tensor.dtype)
         if unknown := [axis for axis, _ in dtypes.wires if axis not in mesh.names]:
@@ -107,7 +107,7 @@ def plan(
             )
         return dtypes, trainable, label_by_path[path]
 
-    rules = {path: (*key(path, tensor), atom_of[path]) for path, tensor in zip(paths, leaves)}
+    rules = {path: (*group_key(path, tensor), atom_of[path]) for path, tensor in zip(paths, leaves)}
     _check_rules_of_ties(ties, rules, {path: strategies[unit_of[path]].full.varying_axes for path in paths}, specs)
     sections = cut_into_units(params, frozenset(names))
     built = []

@@ -59,7 +59,10 @@ def shard_for(params: Any, layout: Layout, rank: int, *, place: PlaceName = "par
 def build_shard(
     unit: UnitLayout, place: Place, rank: int, leaf_value: Callable[[Leaf], torch.Tensor], *, as_main_copies: bool = False
 ) -> Sharded:
-    """Return a unit's node for one rank. Reads one leaf at a time, and only leaves of which the rank holds a part."""
+    """Return the shard of a unit for one rank. Reads one leaf at a time, and only leaves of which the rank holds a part.
+
+    ``as_main_copies``: make buffers in the main dtype, not encoded. Raises TreeError if leaves are on several devices.
+    """
     if unit.has_leaf_formats and not as_main_copies:
         raise TreeError(
             f"shard(): unit {unit.display_name} has a format that encodes whole leaves, on whose scales ranks agree. Make main "

@@ -322,11 +322,11 @@ def _copy_unless_donated(donate: bool, *trees: Any) -> list[Any]:
 def _for_each_run(
     kernel: Callable[..., None], trees: tuple[Any, ...], rank: int, lr_scale: PerPath, weight_decay: PerPath
 ) -> None:
-    """Call ``kernel(lists, scale, decay)`` once or more for each pair of a learning rate's scale and a weight decay.
+    """Call ``kernel(lists, scale, decay)`` for all elements with the same learning rate scale and the same weight decay.
 
-    ``trees``: first what changes, such as parameters; then gradients; then trees of state. A run is a slice of a buffer in
-    which all elements have the same pair. ``lists[i]`` are the runs of ``trees[i]`` with the pair, in one dtype. The kernel may
-    overwrite all runs except for ``lists[1]``.
+    ``trees``: the tree that changes, such as parameters; then gradients; then trees of state. A run is a slice of a buffer
+    whose elements have one pair ``(scale, decay)``. The kernel is called for each pair and each dtype: ``lists[i]`` has the
+    runs of ``trees[i]`` with this pair, where the first tree has this dtype. The kernel may overwrite runs, but not gradients.
 
     Raises a TreeError if the trees differ in units, places, groups or sizes: torch's kernels would read and write beyond
     buffers.

@@ -33,7 +33,7 @@ class MeanGradients:
         self.drop_gradients()
 
     def drop_gradients(self) -> None:
-        """Drop the gradients. A part that a caller still holds moves, with its values, to memory of its own."""
+        """Drop the gradients. A part that a caller still holds keeps its values, in new memory."""
         parts = [weakref.ref(part) for part in self._parts.values()]
         self.tree: Any = None
         self.missing: set[str] = set()
@@ -126,7 +126,7 @@ class MeanGradients:
         return frozenset([path for path, each in self._parameters.items() if each.is_trained]) - self.missing
 
     def norm(self, order: float) -> torch.Tensor:
-        """Return the norm of this order of all gradients, over all ranks and along the axes of DTensors."""
+        """Return the ``order``-norm of all gradients: over all ranks, and over the mesh axes of DTensors."""
         if order == 2 and not self._specs:
             return global_norm(self.tree, comm=self._comm)
         parts = [part for path in self._parameters if (part := self.gradient_part(path)) is not None]
@@ -136,9 +136,9 @@ class MeanGradients:
 def unused_parameters(units: Sequence[UnitState], comm: Comm, paused: Collection[str]) -> set[str]:
     """Return the paths of trained parameters of ``units`` that have no gradient on any rank, such as paused parameters.
 
-    Ranks agree by an ``all_reduce`` of one byte for each parameter and axis; axes on which a unit varies are left out. If this
-    rank lacks a gradient, its CPU waits for the result. If not, the result is empty, and the CPU does not wait. ``paused``:
-    paths of paused parameters. The label of the ``all_reduce`` has their number and one path, so that ranks compare them.
+    Ranks agree by an ``all_reduce`` of one byte for each parameter and axis; axes on which a unit varies are left out. A rank
+    that lacks a gradient waits on its CPU for the result. A rank with all gradients returns an empty set without a wait.
+    ``paused``: paths of paused parameters. Ranks compare their number and one path, which the label of the ``all_reduce`` has.
     """
     missing: set[str] = set()
     label = f"which gradients there are, with {len(paused)} parameters paused, such as {min(paused)!r}" if paused else ""

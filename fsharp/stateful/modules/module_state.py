@@ -83,7 +83,7 @@ class ModuleState:
             self.is_written = False
 
     def replace_state(self, state: TrainState) -> None:
-        """Make ``state`` the module's own. Raise a TreeError if its layout, places or dtypes differ from the module's."""
+        """Make ``state`` the module's own. TreeError if its layout, places or dtypes differ, or residuals are missing."""
         state = state._replace(main=host_buffers_to_device(state.main, self._comm.device))
         pairs = ("params", state.params, self.train_state.params), ("main", state.main, self.train_state.main)
         for kind, tree, mine in pairs:

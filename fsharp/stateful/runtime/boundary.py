@@ -209,7 +209,7 @@ class UnitUse:
         for raw in saved_tensors(roots, sequence_nr):
             x = raw.data
             rebuild: RebuildView | None = None
-            if full.has_handed_out_classed(x):  # a leaf loses its memory at the release, and gets it back
+            if full.is_classed_leaf(x):  # a leaf loses its memory at the release, and gets it back
                 raw.register_hooks(torch.Tensor.detach, partial(call_hook, unpack))
             elif type(x) not in (torch.Tensor, torch.nn.Parameter):
                 inner = _inner_plain_tensors(x) if full.has_classes else None
@@ -235,7 +235,7 @@ class UsesUnderWay:
         pending: by unit, number of uses in this microbatch whose gradient is still missing.
         awaited: uses whose backward may come, by weak references: autograd's graph keeps these uses alive.
         held: units whose parameters a caller holds after their use. The step gets no schedule, which would reuse the memory.
-        recomputed: as ``held``, for units used in a backward: a checkpoint may hold parameters until the unit's own backward.
+        held_in_backward: units used in a backward, whose parameters a checkpoint may hold until the unit's own backward.
     """
 
     def __init__(self) -> None:
@@ -245,13 +245,13 @@ class UsesUnderWay:
         self.pending: dict[str, int] = {}
         self.awaited: set[weakref.ref[UnitUse]] = set()
         self.held: dict[str, None] = {}
-        self.recomputed: dict[str, None] = {}
+        self.held_in_backward: dict[str, None] = {}
 
     def is_buffer_in_use(self, unsharded: UnshardedBuffer) -> bool:
         """Return whether a use that is under way has its parameters in the buffer ``unsharded``."""
         return any(use.unsharded is unsharded for each in (self.forward, self.backward) for use in each)
 
-    def mark_recomputed_as_held(self) -> None:
-        """Move all of ``recomputed`` to ``held``, as a microbatch ends and a caller still holds their parameters."""
-        self.held |= self.recomputed
-        self.recomputed.clear()
+    def move_held_in_backward_to_held(self) -> None:
+        """Move units from ``held_in_backward`` to ``held``: the microbatch ends, and a caller still holds their parameters."""
+        self.held |= self.held_in_backward
+        self.held_in_backward.clear()

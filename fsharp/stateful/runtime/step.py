@@ -166,7 +166,7 @@ class Step:
         self._run_event("forward_end", use.unit, use.number, unsharded=use.unsharded)
         if use.unsharded is not None and use.unsharded.was_held and not use.is_opaque:
             # In a backward a checkpoint that recomputes may hold the parameters, until the unit's own backward.
-            (uses.recomputed if in_backward() else uses.held)[use.unit.key] = None
+            (uses.held_in_backward if in_backward() else uses.held)[use.unit.key] = None
 
     def begin_use_backwards(self, uses: Sequence[UnitUse], grads: object = None) -> None:
         """Begin the backward of each of ``uses``, as autograd has reached the results of their function."""
@@ -197,7 +197,7 @@ class Step:
             self._begin_use_backward(use.parent)  # if both have the same output, the backward reaches the inner use first
         if uses.backward:
             self._end_passed_backwards(use)
-        uses.recomputed.pop(use.unit.key, None)
+        uses.held_in_backward.pop(use.unit.key, None)
         if use.unit.node is None:
             use.unit.bind_node(use.node)
         if use.unit.node is not None and buffers_stamp(use.unit.node) != use.stamp:
@@ -246,7 +246,7 @@ class Step:
     def end_microbatch(self, flat_grads: Sequence[tuple[UnitState, Grads]]) -> None:
         """End a microbatch. ``flat_grads``: gradients at rest of parameters that the loss gathered itself, by ``gather()``."""
         self._end_passed_backwards(None)
-        self.uses.mark_recomputed_as_held()
+        self.uses.move_held_in_backward_to_held()
         found = []
         for unit, grads in flat_grads:
             for grad in grads:
@@ -321,7 +321,7 @@ class Step:
     def end_step(self) -> None:
         """End the step after its function has returned, and wait for reductions under way."""
         self._end_passed_backwards(None)
-        self.uses.mark_recomputed_as_held()
+        self.uses.move_held_in_backward_to_held()
         for unit in self.units.values():
             if unit.gradient is not None and unit.gradient.is_under_way:
                 unit.gradient.wait()

@@ -98,7 +98,7 @@ class Timeline:
         return max(nbytes for _, nbytes in self.memory)
 
     def seconds(self, *kinds: str, unit: str | None = None, phase: Phase | None = None) -> float:
-        """Return the total seconds of spans of ``kinds``; if given, of one unit or phase. A shared collective counts once."""
+        """Return the seconds of all spans of ``kinds``, if given only of one unit or phase. A shared collective counts once."""
         chosen = [s for s in self.spans if s.kind in kinds and unit in (None, s.unit) and phase in (None, s.phase)]
         if unit is not None:
             return sum((span.seconds for span in chosen), 0.0)
@@ -119,7 +119,7 @@ class Timeline:
         return NOTEBOOK_HTML_BY_CLASS[Timeline](self)
 
     def _starts_and_stops(self) -> tuple[list[float], list[float]]:
-        """Return starts and stops of all ops. An op without spans takes no time, after the previous op on its stream."""
+        """Return starts and stops of all ops. An op without spans has both at the end of the previous op on its stream."""
         own: dict[int, list[TimeSpan]] = {}
         for span in self.spans:
             if span.op >= 0 and (span.kind != WAITING or self.schedule.ops[span.op].spec.joins):

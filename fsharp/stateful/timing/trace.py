@@ -120,9 +120,9 @@ class Trace:
 
 
 def median_times_by_unit(times: Mapping[tuple[str, Phase], list[float]]) -> dict[str, tuple[float, float]]:
-    """Return the median seconds ``(forward, backward)`` of each unit, with nested units last.
+    """Return the median seconds ``(forward, backward)`` by unit. Outer units come before the units inside of them.
 
-    The keys serve as patterns, of which the last match counts. The pattern of an outer unit also matches units inside of it.
+    The keys can be used as patterns in order: the last match counts, and an outer unit's pattern also matches inner units.
     """
     units = sorted(dict.fromkeys(unit for unit, _ in times), key=lambda unit: unit.count("."))
     return {unit: (median(times.get((unit, "forward"), [0.0])), median(times.get((unit, "backward"), [0.0]))) for unit in units}
@@ -140,7 +140,7 @@ def check_rows(where: str, schedule: Schedule, rows: Iterable[TraceRow]) -> None
 
 
 def self_spans(rows: Iterable[TraceRow]) -> list[TimeSpan]:
-    """Return the spans of measured rows. On the compute stream nested spans are cut out of the span around them."""
+    """Return the spans of measured rows. On the compute stream, a span loses the time of the spans nested in it."""
     every = [TimeSpan._make(row[:7]) for row in rows]
     result = [span for span in every if span.stream != "compute"]
     open_: list[TimeSpan] = []  # outer spans without their inner spans

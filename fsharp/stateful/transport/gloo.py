@@ -121,10 +121,10 @@ class GlooTransport(Transport):
         then: Callable[[], Any] = lambda: None,
         second_outcome: CollectiveOutcome | None = None,
     ) -> Work:
-        """Sum part ``mine``, this rank's, of each buffer over ranks, into the buffer of ``outs``.
+        """Sum this rank's part of each buffer over ranks, and write the sums to ``outs``. ``mine``: the part's index.
 
-        ``rows`` has the parts of each buffer. For an all_reduce ``then`` is called at the end; it begins the gather of the
-        sums, whose outcome is ``second_outcome``.
+        ``rows`` has the parts of each buffer. An all_reduce passes ``then``, which begins the gather of the sums at the end,
+        and ``second_outcome``, the outcome of this gather.
         """
         n = len(rows[0])
         partners = list(exchange_rounds(mine, n))

@@ -44,7 +44,7 @@ class LeafTable:
         self._is_untied = len(self.stored) == len(unit.leaves)
 
     def build_subtree(self, own: Sequence[torch.Tensor], stored: Mapping[str, "StoredLeaves"]) -> Any:
-        """Return the unit's subtree. ``own``: the leaves that it stores. ``stored``: those of all units of the call, by name.
+        """Return the unit's subtree. ``own``: the leaves that the unit stores. ``stored``: stored leaves of all units, by name.
 
         Raises:
             TreeError: a leaf is tied to a leaf of a unit that is not in the call.
@@ -87,7 +87,7 @@ RELEASED_VERSION = 2**31
 
 
 class FullUnit:
-    """The full parameters of a unit at one address, and the leaves that functions get of them.
+    """The full parameters of a unit at one address, and views of them: the leaves that functions get.
 
     Args:
         unit: the layout.
@@ -162,8 +162,8 @@ class FullUnit:
         path = paths.get(tensor.data_ptr(), self.leaf_table.unit.name)
         self._handed_out.append(HandedOutLeaf(tensor, path, None, self.storage.data_ptr()))
 
-    def has_handed_out_classed(self, tensor: torch.Tensor) -> bool:
-        """Return whether ``tensor`` is a leaf with a tensor class of its own that was handed out, or an alias of one."""
+    def is_classed_leaf(self, tensor: torch.Tensor) -> bool:
+        """Return whether ``tensor`` is, or aliases, a handed-out leaf with a tensor class of its own, such as FP8."""
         return self.has_classes and any(each.owns_memory_of(tensor) for each in self._handed_out)
 
     def take_memory_from_leaves(self) -> list[HandedOutLeaf]:
@@ -205,7 +205,7 @@ class FullUnit:
             self._version = version
 
     def give_memory_to_leaves(self) -> None:
-        """Give gathered memory to leaves of tensor classes, such as FP8 weights, and recompute data that they derive."""
+        """Give gathered memory back to leaves of tensor classes, and recompute their derived data, such as transposes."""
         for each in self._handed_out:
             each.give_memory(self.storage)
             each.recompute_derived_data()
@@ -248,7 +248,7 @@ def full_sizes(unit: UnitLayout) -> list[tuple[int, torch.dtype]]:
 
 
 def plane_copy_nbytes(unit: UnitLayout, group: int) -> int:
-    """Return the bytes of copies of a group's planes (encoded data) for functions; 0 if these read the gathered buffer."""
+    """Return the bytes of copies of a group's planes (encoded data) for functions; 0 if functions read the gathered buffer."""
     form, size, capacity = (of := unit.groups[group]).dtypes.stored_format, of.size, of.capacity
     nbytes = form.plane_nbytes(size)
     is_in_place = len(nbytes) == 1 and form.size(capacity) * of.num_parts == nbytes[0]

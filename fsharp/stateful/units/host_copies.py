@@ -15,7 +15,7 @@ from fsharp.stateful.units.future_buffers import FutureBuffers
 
 
 class OffloadedBuffers(FutureBuffers):
-    """Tensors in host memory. A read waits for the copy ``move``, which fills them."""
+    """Buffers in host memory, which the copies ``move`` fill. Each read of a buffer first waits for the copies."""
 
     def __init__(self, raw: list[Any], move: "HostCopies") -> None:
         super().__init__(raw, move.wait)
@@ -60,8 +60,8 @@ class StateOffload:
     """Moves state to the device before an update, and back to host memory after it. Each tensor is copied once.
 
     Args:
-        keys: by name, the keys of the state's units.
-        grads: gradients. State that shares memory with them is not copied, as the memory is reused in the next step.
+        keys: dict from the name of a unit of the state to the unit's key.
+        grads: gradients. State that shares memory with gradients is not copied, as the next step reuses this memory.
         donate: whether host memory may be reused once its values are on the device.
     """
 

@@ -63,7 +63,7 @@ class HappensBefore:
         return [i - len(self.ops) for i in range(self.last_update, len(self.ops)) if self._streams[i] == _GATHER]
 
     def carried_gathers(self) -> dict[str, int]:
-        """Return, by unit, the negative position of the previous step's gather whose full parameters this step uses."""
+        """Return, by unit, the position of the previous step's gather whose full parameters this step uses. It is negative."""
         found: dict[str, int] = {}
         for i, op in enumerate(self.ops, -len(self.ops)):
             if op.spec.fills == PARAMS:
@@ -74,7 +74,7 @@ class HappensBefore:
 
 
 def op_error(i: int, op: Op, what: str, expected: str, remedy: str = UNDO_REMEDY) -> ScheduleError:
-    """Return an error about op ``i``: what it does or is (``what``), what was ``expected``, and the remedy."""
+    """Return an error about op ``i``. ``what`` says what is wrong with the op, ``expected`` what would be right."""
     return ScheduleError(problem(f"verify(): op {i}, {op}", what, [("unit", op.unit or "-"), ("expected", expected)], remedy))
 
 

@@ -124,7 +124,7 @@ def _parameter_value(module: nn.Module, unit: UnitLayout, leaf: Leaf) -> torch.T
 
 
 class Initializers:
-    """Runs the initializers of submodules. Each gives values to its submodule's own meta parameters and buffers, on the CPU.
+    """Runs the initializers of submodules. An initializer fills its submodule's own meta parameters and buffers, on the CPU.
 
     A module with ``_reset_parameters()`` and no ``reset_parameters()``, such as ``nn.MultiheadAttention``, is initialized
     together with its submodules, as this method changes their parameters. Random numbers depend on the random ``key``,
@@ -142,7 +142,7 @@ class Initializers:
             self._first_path.setdefault(id(buffer), path)
 
     def value(self, path: str) -> torch.Tensor:
-        """Return the value of a parameter or buffer: what an initializer makes of a meta tensor, else the tensor itself."""
+        """Return the value of a parameter or buffer: for a meta tensor its initializer's value, else the tensor itself."""
         owner, _, name = path.rpartition(".")
         given: torch.Tensor = getattr(self._module.get_submodule(owner), name)
         if not given.is_meta:
@@ -196,7 +196,7 @@ class Initializers:
     def _value_after_initializer(
         self, path: str, meta: torch.Tensor, filled: torch.Tensor, new: torch.Tensor | None
     ) -> torch.Tensor:
-        """Return the value that an initializer has given to ``meta``, a meta tensor of its module; note if it is unfilled.
+        """Return the value that an initializer has given to ``meta``, a meta tensor of its module. Record ``path`` if unfilled.
 
         ``filled``: the tensor that stood in for ``meta`` while the initializer ran. ``new``: the tensor that the module has
         afterwards: ``filled``, or another one. TreeError if ``new`` is None, or has another shape or dtype than ``meta``.
@@ -224,7 +224,7 @@ def _unfilled_error(module: nn.Module, paths: Iterable[str]) -> TreeError:
 
 
 def _memory_to_fill(tensor: torch.Tensor) -> torch.Tensor:
-    """Return CPU memory for an initializer to fill: a copy, or for a meta tensor NaN or 0x55, which mean unfilled."""
+    """Return a CPU tensor for an initializer to fill: a copy; for a meta tensor, NaN or bytes 0x55 that mark it as unfilled."""
     mark = torch.nan if tensor.is_floating_point() or tensor.is_complex() else _UNWRITTEN_BYTE
     if tensor.is_meta:
         room = torch.full(tensor.shape, mark, dtype=tensor.dtype, device="cpu")
@@ -234,7 +234,7 @@ def _memory_to_fill(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _is_unfilled(x: torch.Tensor) -> bool:
-    """Return whether ``x`` is unfilled: a floating-point tensor has a NaN; integers are all 0x55, and were never written."""
+    """Return whether ``x`` is unfilled: floats with a NaN; or integers that are all 0x55 and were never written."""
     if x.is_floating_point() or x.is_complex():
         return bool((x.float() if x.is_floating_point() else x).isnan().any())
     marked = x == torch.tensor(_UNWRITTEN_BYTE, dtype=x.dtype)

@@ -34,7 +34,7 @@ class ClassUpdates:
     Args:
         groups: the parameter groups. They get the options that the class adds.
         defaults: options of the class.
-        check_steps: steps of a second trial of the class, at the shapes of the parameters; 0 for none.
+        check_steps: steps of a trial at the parameters' shapes, after the trial at small shapes; 0 for no such trial.
 
     Attributes:
         inner: the instance of the class; its parameters are slices of flat buffers.
@@ -171,7 +171,7 @@ class ClassUpdates:
         return {path: self.state_of(path) for path in self._places}
 
     def states_of_all_ranks(self) -> StatesByPath:
-        """Return copies of this rank's states, plus state names it lacks. All ranks call this."""
+        """Return copies of this rank's states, with the state names of other ranks added. All ranks call this."""
         # Copied for each leaf: leaves of a slice share the tensor "step", which torch would increment once for each leaf.
         mine = {path: copy.deepcopy(state) for path, state in self._states_by_path().items()}
         return fill_in_missing_states(mine, self.trained_by_path(), self._session.reopened_scheduler())

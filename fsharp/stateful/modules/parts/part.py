@@ -178,7 +178,7 @@ class ShardedTensor(torch.Tensor):
 
     @api_boundary
     def _use_count(self, *args: Any, **options: Any) -> NoReturn:
-        """Raise an error: the module would not notice other memory. ``torch.utils.swap_tensors`` calls ``_use_count()``."""
+        """Raise an error for ``set_`` and ``torch.utils.swap_tensors``: the module would not notice the new memory."""
         self._refuse_other_memory("set_() and swap_tensors() cannot replace its data")
 
     set_ = _use_count
@@ -294,7 +294,7 @@ class ShardedTensor(torch.Tensor):
 
 
 class PartOwner(Protocol):
-    """All that parts know of their module's Session, which holds its state and runs its steps."""
+    """The methods of a module's Session that parts call. The Session holds the module's state and runs its steps."""
 
     @property
     def paused(self) -> Collection[str]:
@@ -382,7 +382,7 @@ def _check_no_autograd(name: str, rows: Sequence[Sequence[Any]], cut: Sequence[S
 
 
 def _full_in_backward(x: Any) -> Any:
-    """Return ``x`` with full parameters in place of parts whose unit is in its backward, where a checkpoint recomputes."""
+    """Return ``x`` with full parameters for parts whose unit is in its backward: activation checkpointing may recompute."""
     if isinstance(x, ShardedTensor) and isinstance(x, nn.Parameter):
         owner = x.owner()
         whole = None if owner is None else owner.full_parameter_in_backward(x)

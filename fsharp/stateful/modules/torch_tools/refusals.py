@@ -58,10 +58,10 @@ _CHECKPOINT_TOOL: TorchTool = (
 
 
 def running_torch_tool_and_remedy(usual_remedy: str) -> tuple[str, str]:
-    """Return two texts for an error: who calls, such as ``" of FSDP"``, and the remedy for this caller.
+    """Return two texts for an error: the tool of torch that is running, such as ``" of FSDP"``, and the remedy for this tool.
 
-    The caller is the innermost function on the stack that belongs to a known tool of torch. If there is none, return ``""``
-    and ``usual_remedy``.
+    The tool is found on the stack, by the innermost function that belongs to a known tool. If no tool is running, return
+    ``""`` and ``usual_remedy``.
     """
     modules = [f"{frame.f_globals.get('__name__', '')}." for frame, _ in walk_stack(sys._getframe(1))]
     known = _TORCH_TOOLS
@@ -73,7 +73,7 @@ def running_torch_tool_and_remedy(usual_remedy: str) -> tuple[str, str]:
 
 @api_boundary
 def refuse_copy(x: Any, protocol: Any) -> Any:
-    """Raise an error: the ``__reduce_ex__`` of what ``copy`` and ``pickle`` cannot copy."""
+    """Raise an error. Classes whose objects cannot be copied or pickled use this function as ``__reduce_ex__``."""
     raise TreeError(f"{type(x).__name__}: {NO_COPIES_MESSAGE}")
 
 

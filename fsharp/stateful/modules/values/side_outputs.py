@@ -19,7 +19,7 @@ _CONTAINERS = frozenset({list, dict, set, tuple, deque, OrderedDict, defaultdict
 
 
 class SideOutputs:
-    """Finds the tensors that modules store during a call, besides their results: a backward may begin at them, as at outputs.
+    """Finds the tensors that modules store during a call, besides their results. A backward may begin at such a tensor.
 
     Modules store such tensors in their attributes and buffers, and in lists, dicts, sets and tuples among the arguments.
     Modules of torch.nn and TransformerEngine are skipped: they store no tensors for the backward. Attributes of other objects,
@@ -103,7 +103,7 @@ def check_parameters_replaceable(module: nn.Module) -> None:
 
 
 def _byte_ranges(x: torch.Tensor) -> Iterator[tuple[int, int]]:
-    """Yield the range of addresses of a tensor's bytes, or of those of each inner tensor of a wrapper."""
+    """Yield ``(first, last)`` addresses of a tensor's bytes; for a wrapper subclass, one pair for each inner tensor."""
     for each in inner_tensors(x.detach()):
         if each.numel() and not each.is_meta:
             last = sum((size - 1) * stride for size, stride in zip(each.shape, each.stride(), strict=True))
