@@ -17,7 +17,7 @@ def meta():
 
 MODULE = torch.nn.Linear(2, 2)
 SHARDED_MODULE = fs.shard_module(torch.nn.Sequential(torch.nn.Linear(2, 2)), mesh=ONLY, strategy=fs.zero3("dp"))
-SGD = "got the torch optimizer SGD. Of a module pass its class and options: fs.ShardedOptimizer(model.parameters(), torch.op"
+SGD = "got the torch optimizer SGD. For a module pass its class and options: fs.ShardedOptimizer(model.parameters(), torch.op"
 MISTAKES = {
     "state for parameters": (lambda: fs.value_and_grad(total3)(state(), 0, comm=ONLY), TreeError, "pass state.params"),
     "full_tree of a state": (

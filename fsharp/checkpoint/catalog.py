@@ -341,8 +341,8 @@ def verify(path: str | os.PathLike[str]) -> Checkpoint:
     """Read a whole checkpoint, compare it with its digests, and return it; needs neither a model nor a process group.
 
     Raises:
-        CheckpointError: a byte is damaged; the message names each damaged file and tensor. Or there are no digests, as in files
-            of other libraries.
+        CheckpointError: a byte is damaged, or there are no digests, as in files of other libraries. The message names each
+            damaged file and tensor.
 
     Memory: a few MiB.
     """

@@ -117,10 +117,10 @@ def load(
 
     Raises:
         CheckpointError: there is no checkpoint; the given checkpoint is incomplete or damaged; or all checkpoints under the
-            root are incomplete or damaged, and then none is renamed. The message names the file and the tensors. Or the
-            checkpoint has different values for two tied leaves of ``like``, or for leaves for which a unit keeps one number.
-            The message names the leaves. Or, with ``strict=False``, it has a parameter of a TrainState, not its main copy, or
-            the other way. All ranks raise.
+            root are incomplete or damaged, and then none is renamed. The message names the file and the tensors.
+            The error is also raised if the checkpoint has different values for two tied leaves of ``like``, or for leaves for
+            which a unit keeps one number; the message names the leaves. With ``strict=False`` it is also raised if the
+            checkpoint has only one of a TrainState's parameter and its main copy. All ranks raise.
         TreeError: names, shapes or dtypes differ between tree and checkpoint; or ``cast`` would make a finite value infinite. A
             tied leaf needs a value under one of its names. All ranks raise.
         PatternError: a pattern of ``ignore`` matches no name.
@@ -369,8 +369,8 @@ def _fill_tree(
 ) -> None:
     """Read the tensors of a tree, except those in ``kept``.
 
-    Raises CheckpointError for damage. Also if the checkpoint has different values for tied leaves, or for leaves for which a
-    unit keeps one number.
+    Raises CheckpointError for damage, or if the checkpoint has different values for tied leaves or for leaves for which a unit
+    keeps one number.
     """
     needs, numbers, again = list[NeededElements](), list[tuple[TensorEntry, torch.Tensor]](), list[torch.Tensor]()
     for name, entry in into.entries.items():

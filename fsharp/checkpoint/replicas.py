@@ -131,8 +131,8 @@ class Replicas(BackgroundSaver):
         root: folder of checkpoints on disk, from which :meth:`restore` loads if one is newer.
 
     Raises:
-        CheckpointError: there are too few hosts for the copies, or hosts have different numbers of ranks. Or the folder is in
-            use, or the ranks of a host do not share it. All ranks raise.
+        CheckpointError: there are too few hosts for the copies, hosts have different numbers of ranks, the folder is in use, or
+            the ranks of a host do not share the folder. All ranks raise.
     """
 
     def __init__(
@@ -239,8 +239,8 @@ class Replicas(BackgroundSaver):
 
         Raises:
             CheckpointError: the previous refresh has failed, for example because a host had no room. This call stores nothing.
-                Hosts still keep the tree of the last refresh that succeeded. All ranks raise.
-                Or this process was forked from the process that has made the Replicas.
+                Hosts still keep the tree of the last refresh that succeeded. All ranks raise. The error is also raised if this
+                process was forked from the process that has made the Replicas.
             TreeError: a leaf cannot be saved.
             AgreementError: ranks have trees of different structure, or different values of ``step`` or ``config``.
 

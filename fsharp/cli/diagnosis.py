@@ -23,7 +23,7 @@ EXTRAS = {
     "Lightning": ("lightning", ("lightning",)),
     "pictures": ("train", ("matplotlib",)),
 }
-"""What needs optional packages: the name of the extra, and the packages."""
+"""For each feature that needs optional packages: the name of the extra, and the packages."""
 PACKAGES = ("optree", "numpy", "flax", "equinox", "transformer_engine", "torchao")
 """Further packages whose versions are shown."""
 TESTED = (2, 11), (2, 15)

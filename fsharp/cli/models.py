@@ -78,7 +78,7 @@ ARCHITECTURES: Mapping[str, Callable[[], Shapes]] = {
 """Shapes of published models, by name. Sources: the configurations published with the weights; arXiv 2412.19437 for
 DeepSeek-V3, without its multi-token prediction and its routing biases."""
 _EXPERTS = {"mixtral-8x7b": (2, 8), "deepseek-v3": (8, 256)}
-"""Of an architecture, the number of experts of a layer that one token uses, and the number of all its experts."""
+"""By architecture, the number of experts of a layer that one token uses, and the number of all experts of a layer."""
 
 
 class FoundModel(NamedTuple):

@@ -127,8 +127,8 @@ class Membership:
         collective. ``limit_s``: seconds that other ranks have to stop as well, before the launcher kills them.
 
         With ``"heard"`` return the announcement. With ``"own"`` raise ``error``, so that this process ends and a new process
-        takes the rank's place. Also raise ``error`` if all ranks have stopped with the same ``kind``, as a restart would not
-        help. Raise a CommError if ranks are no longer restarted.
+        takes the rank's place. If all ranks have stopped with the same ``kind``, a restart would not help: then raise
+        ``error`` too. Raise a CommError if ranks are no longer restarted.
         """
         self._store.set(f"stopped/{self.number}/{self._rank}", json.dumps([kind, limit_s]))
         while True:

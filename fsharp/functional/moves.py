@@ -11,8 +11,8 @@ partial         shard       ``reduce_scatter``
 partial         replicate   ``all_reduce``
 ==============  ==========  ===============================
 
-Finer axes are gathered first and reduced last. So as many bytes are sent as by one collective over all ranks. Which axes, in
-which order, is defined by :meth:`UnitLayout.gather_axes` and :func:`~fsharp.functional.layout.stages.reduction_stages`.
+Finer axes are gathered first and reduced last. So as many bytes are sent as by one collective over all ranks. The axes
+and their order come from :meth:`UnitLayout.gather_axes` and :func:`~fsharp.functional.layout.stages.reduction_stages`.
 
 [Note: resting and gathered]
 Copies of a value are of two kinds, which differ only in their gradients. Copies at **rest** are one value that ranks share

@@ -43,7 +43,7 @@ class TrainState(NamedTuple):
         opt: state of the gradient transformation, in the place of optimizer state.
         made_by: name of the gradient transformation; a pytree node without leaves.
         residuals: encoding errors of earlier gradients, with ``Precision(feedback=True)``: a
-            :class:`~fsharp.checkpoint.PerRank` of this rank's tensors by unit. Else None.
+            :class:`~fsharp.checkpoint.PerRank` of this rank's tensors by unit; None without feedback.
     """
 
     step: int
@@ -77,8 +77,8 @@ def init_state(tx: Any, sharded: Any, *, comm: Comm, donate: bool = False) -> Tr
 
     Raises:
         TreeError: ``sharded`` is not a tree of Sharded, or has the ``compute`` dtype where a main copy needs the ``main``
-            dtype. Or ``tx`` is a pair whose updates depend on how buffers join and cut leaves. A trial on small tensors finds
-            this out.
+            dtype; or ``tx`` is a pair whose updates depend on how buffers join and cut leaves, as a trial on small tensors
+            has found.
         AgreementError: ranks have different layouts or optimizers.
 
     Cost: for parameters made with ``place="optim"`` one gather; otherwise none. For another library's pair about ten updates of

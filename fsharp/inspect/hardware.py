@@ -284,7 +284,8 @@ class Hardware:
     def _seconds_per_byte(self, link: Link) -> float:
         """Return the seconds for each byte that a rank sends in the collective of ``link``, along its axis.
 
-        This is the mean over the :meth:`_decompose_collective` of ``link``, as each of them sends an equal share of the bytes.
+        If the collective counts as two collectives (:meth:`_decompose_collective`), the result is the mean of both: each sends
+        half of the bytes.
         """
         halves = self._decompose_collective(link)
         return sum(1 / value_of_link(self.bandwidth, half, "bandwidth") for half in halves) / len(halves)
@@ -292,8 +293,8 @@ class Hardware:
     def _decompose_collective(self, link: Link) -> tuple[Link, ...]:
         """Return the collectives whose times make up the time of ``link``.
 
-        For an ``all_reduce`` without bandwidth and latency of its own, these are a reduce_scatter and an all_gather. For an
-        ``all_to_all``, in which ranks exchange encoded gradients, it is a reduce_scatter.
+        For most links this is ``link`` itself. An ``all_reduce`` without bandwidth and latency of its own counts as a
+        reduce_scatter and an all_gather. An ``all_to_all`` of encoded gradients then counts as a reduce_scatter.
         """
         op, axis = link
         parts = {"all_reduce": ("reduce_scatter", "all_gather"), "all_to_all": ("reduce_scatter",)}.get(op, ())

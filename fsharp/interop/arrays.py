@@ -73,7 +73,7 @@ def check_has_memory(x: torch.Tensor) -> None:
 
 
 class _NumpyMemory:
-    """The memory of a tensor for numpy, kept alive by arrays over it."""
+    """The memory of a tensor as numpy takes it. numpy arrays in this memory keep this object and the tensor alive."""
 
     def __init__(self, x: torch.Tensor) -> None:
         self._tensor = x

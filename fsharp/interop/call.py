@@ -44,7 +44,7 @@ def as_torch(fn: Callable[..., Any]) -> Callable[..., Any]:
     Raises:
         TreeError: when called. An argument has a dtype that JAX would change (float64, unless ``jax_enable_x64`` is set), is an
             integer of more than 32 bits, an array or a random key, is of a class unknown to optree, or is a tensor without
-            memory of its own, such as a DTensor. A result is not an array or a number. Or the process was forked from one that
+            memory of its own, such as a DTensor. A result is not an array or a number. The process was forked from one that
             had used JAX: XLA would wait without end.
 
     Cost: one copy of each argument whose address is not a multiple of 64 bytes (most leaves of a unit, which are views of a
@@ -244,7 +244,7 @@ class _CompiledFunction:
         return self._derived_function("tangents", moved, fn)
 
     def vmap_function(self, dims: tuple[int | None, ...]) -> "_CompiledFunction":
-        """Return this program under ``jax.vmap``. ``dims[i]``: batch dim of argument ``i``, or None. That of results is 0."""
+        """Return this program under ``jax.vmap``. ``dims[i]``: batch dim of argument ``i``, or None; 0 for results."""
         return self._derived_function("batched", dims, jax.vmap(self._fn, in_axes=dims))
 
     def _derived_function(self, kind: str, key: Any, fn: Callable[..., Any]) -> "_CompiledFunction":

@@ -141,7 +141,7 @@ class ShardedJaxprRun:
         return [read(atom) for atom in closed.jaxpr.outvars]
 
     def elements(self, value: Any, leaf: int, shape: Sequence[int]) -> Any:
-        """Return, 1-D, the elements of ``value`` at the positions where this rank has elements of a leaf.
+        """Return the elements of ``value`` at the positions where this rank has elements of a leaf, as a 1-D array.
 
         ``leaf``: index of the leaf. ``shape``: the shape to which ``value`` is broadcast, with as many elements as the leaf.
         """
@@ -246,7 +246,8 @@ class ShardedJaxprRun:
     def _other_ranks_error(self, what: str, part: LeafRange) -> LayoutError:
         """Return the error about a computation ``what`` that needs elements which this rank does not have.
 
-        The elements of ``part`` are on several ranks; or, if ``part.is_varying``, each rank has a leaf with values of its own.
+        The message depends on ``part``: its elements are on several ranks, or, with ``part.is_varying``, each rank has other
+        values of the leaf.
         """
         why, remedy = "of which ranks have leaves of their own", "Use a transformation that looks at each leaf by itself"
         if not part.is_varying:

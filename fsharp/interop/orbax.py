@@ -56,7 +56,7 @@ def from_orbax(
 
     Names are the keys, fields and indices of the pytree, joined by dots: ``params.layers.0.w``. Numbers and texts are stored as
     they are, not as tensors. If the checkpoint has several pytrees, as ``Composite`` and ``ocp.save_checkpointables`` make
-    them, names begin with the name of the pytree. What else ``Composite`` saves, such as JSON, is left out.
+    them, names begin with the name of the pytree. Other items of a ``Composite``, such as JSON, are left out.
 
     Args:
         folder: the folder that ``ocp.save`` or ``StandardCheckpointer().save`` has written, or the folder of one step that a

@@ -159,10 +159,10 @@ def separate_sum_nbytes(layout: Layout) -> int:
 def rank_candidates(candidates: Sequence[Candidate], budget: float, tolerance: float) -> tuple[Candidate, ...]:
     """Return the chosen candidate, and then all others, each with the reason why it lost.
 
-    Candidates whose step is slower than the fastest by at most the fraction ``tolerance`` count as equally fast. Of these the
-    candidate with the fewest departures from the defaults is chosen; of equally simple candidates, the one with the least
-    memory. The others are in this order: those that fit into ``budget``, simulated before not simulated, fast before slow. If
-    no candidate fits into the budget, the first of this order is chosen.
+    Candidates whose step is slower than the fastest by at most the fraction ``tolerance`` count as equally fast. From these the
+    candidate with the fewest departures from the defaults is chosen; if several have equally few, the one with the least
+    memory. The other candidates are in this order: those that fit into ``budget``, simulated before not simulated, fast before
+    slow. If no candidate fits into the budget, the first in this order is chosen.
     """
     ranked = sorted(candidates, key=lambda x: (x.peak_nbytes > budget, x.is_bound, x.step_s, x.peak_nbytes))
     limit = (1 + tolerance) * ranked[0].step_s

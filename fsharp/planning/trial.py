@@ -244,12 +244,12 @@ def record_calls_of_module(
 def measure_calls(calls: Sequence[UnitCall], device: torch.device, *, remat: bool) -> int:
     """Measure calls on a device, and set the seconds and the kept bytes of each. Return the number of kinds of calls.
 
-    Calls of one kind run one function, on tensors of equal shapes and dtypes. Of each kind one call is measured, a few times. A
+    Calls of one kind run one function, on tensors of equal shapes and dtypes. One call of each kind is measured, a few times. A
     call that contains other calls is not measured. Without ``remat`` recomputation is not measured, and counts as a forward.
     """
     kinds: dict[Any, list[UnitCall]] = {}
     for call in (each for each in with_inner(calls) if not each.inner):
-        kinds.setdefault(_call_kind(call), []).append(call)
+        kinds.setdefault(_kind_of_unit_call(call), []).append(call)
     for alike in kinds.values():
         with _explain_errors(f"of unit {alike[0].units[-1] or ROOT!r} on {device}", _HOLDS_TENSORS_REMEDY):
             kept_nbytes = _kept_nbytes(alike[0], device)
@@ -311,7 +311,8 @@ def _synchronize(device: torch.device) -> None:
         torch.get_device_module(device).synchronize(device)
 
 
-def _call_kind(call: UnitCall) -> Any:
+def _kind_of_unit_call(call: UnitCall) -> Any:
+    """Return the kind of a call: equal for calls of one function or module class on operands of equal shapes."""
     run = call.run
     if isinstance(run, partial) and run.func is _call_module:
         what: Any = type(run.args[0])

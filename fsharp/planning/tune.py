@@ -67,10 +67,10 @@ def tune(
 ) -> Choice:
     """Return the fastest predicted step that fits into memory, over strategies, meshes, units, policies, remats and formats.
 
-    Candidates that are slower than the fastest by at most ``tolerance`` count as equally fast. Of these the simplest is chosen,
-    with the fewest of three costly options: recomputation, a precision other than ``Precision()``, and state on the host. Of
-    equally simple ones, the policy with the fewest fields that differ from ``SchedulePolicy()`` is chosen; then the least
-    memory.
+    Candidates that are slower than the fastest by at most ``tolerance`` count as equally fast. The simplest of them is
+    chosen, with the fewest of three costly options: recomputation, a precision other than ``Precision()``, and state on the
+    host. If several are equally simple, the policy with the fewest fields that differ from ``SchedulePolicy()`` is chosen; then
+    the least memory.
 
     >>> import torch, fsharp as fs
     >>> shapes = {"layers": [torch.empty(512, 512, device="meta") for _ in range(8)]}

@@ -18,7 +18,7 @@ SECTIONS = ("summary", "values", "step", "compared", "layout", "ranks", "events"
 MAX_POINTS = 2000
 """Most points of a curve. A longer curve is cut into runs of steps, each with its least and its greatest point."""
 MAX_MARKS = 200
-"""Most marks of a chart. Of more marks, some at equal distances are kept."""
+"""Most marks of a chart. If there are more, marks at equal distances are kept."""
 MAX_EVENTS = 1000
 """Most events in the page's list, which has the newest."""
 
@@ -107,7 +107,7 @@ def _chart_data(values: dict[int, float]) -> dict[str, Any]:
 def _thin_rows(rows: list[tuple[int, Any]], height: Callable[[Any], float]) -> tuple[list[tuple[int, Any]], int]:
     """Return about ``MAX_POINTS`` of the rows, and a number of rows ``n``.
 
-    Of each ``n`` consecutive rows, the row with the least and the row with the greatest ``height`` are kept.
+    From each ``n`` consecutive rows, the row with the least and the row with the greatest ``height`` are kept.
     """
     if len(rows) <= MAX_POINTS:
         return rows, 1

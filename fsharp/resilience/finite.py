@@ -102,8 +102,8 @@ def find_nonfinite(loss: float | complex | torch.Tensor | tuple[Any, ...] | None
         loss: this rank's own loss, as it is before :func:`~fsharp.average`: a :class:`~fsharp.Loss` or another tuple, a tensor,
             or a number; or None.
         tree: gradients, parameters, or another pytree of ``Sharded``, tensors, numbers and texts; other leaves are a TreeError.
-            For a module pass ``{name: p.grad for name, p in model.named_parameters()}``. Of an object with ``state_dict()``
-            the state dict is searched. Padding is not searched.
+            For a module pass ``{name: p.grad for name, p in model.named_parameters()}``. If an object has
+            ``state_dict()``, the state dict is searched. Padding is not searched.
         comm: the ranks.
 
     Cost: one pass over the tree, and one ``all_reduce`` of 4 bytes for each axis, for which the host waits; more if something

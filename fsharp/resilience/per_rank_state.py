@@ -38,8 +38,8 @@ class PerRankState:
         nbytes: bytes of each rank in a checkpoint, equal on all ranks. The state has to fit.
 
     Raises:
-        TreeError: ``owner`` lacks these methods. Or a state is larger than ``nbytes``, or holds an object that
-            ``weights_only=True`` does not load; then all ranks raise.
+        TreeError: ``owner`` lacks these methods. On all ranks: a state is larger than ``nbytes``, or holds an object that
+            ``weights_only=True`` does not load.
 
     Cost: ``nbytes`` of each rank in a checkpoint.
     """

@@ -78,14 +78,14 @@ class Rejoining:
         return news.why
 
     def wait_for_next_generation(self, error: Exception, where: str, *, is_own: bool) -> None:
-        """Tell other ranks of ``error``, and wait for the next generation: the ranks after a restart. Then return.
+        """Tell other ranks of ``error``. Return once the next generation of the job is announced.
 
         ``where``: what this rank was doing, in words. ``is_own``: whether the error began on this rank.
 
         Raises:
-            Exception: ``error`` itself. If ``is_own``, as a new process takes this rank's place: once the next generation is
-                announced or all ranks have stopped. Otherwise, if all ranks have stopped because of errors from other ranks, so
-                that a restart would not help.
+            Exception: ``error`` itself. With ``is_own`` it is raised once the next generation is announced, or all ranks have
+                stopped: a new process takes this rank's place. Without ``is_own`` it is raised if all ranks have stopped
+                because of errors from other ranks: a restart would not help.
             CommError: ranks are no longer restarted.
         """
         self._comm.watch.statuses.report_failure(error, where)
@@ -97,10 +97,10 @@ class Rejoining:
 
 
 def meta_copy(tree: Any) -> Any:
-    """Return a copy of a tree on the meta device, into which a checkpoint can be loaded. Modules and the like are not copied.
+    """Return a copy of a tree with its tensors on the meta device, into which a checkpoint can be loaded.
 
-    Raises a RunError for a PerRankState: when the tree goes back to an earlier step, an iterator over the wrapped data loader
-    would not go back.
+    Modules, optimizers and other objects in the tree are not copied. Raises a RunError for a PerRankState: when the tree goes
+    back to an earlier step, an iterator over the wrapped data loader would not go back.
     """
 
     def on_meta(x: Any) -> Any:

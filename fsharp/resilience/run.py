@@ -302,7 +302,7 @@ class Run:
             CommError: a rank was lost, and not restarted: restarts are used up, or the new process does not come within the
                 time limit of the job's collectives, or its program differs. The message says which rank, and why.
 
-        Also raises the errors of :meth:`resume` and :meth:`end_step`.
+        The errors of :meth:`resume` and :meth:`end_step` are raised as well.
 
         Cost: with ``elastic`` the first call of a run waits until the tree of step 0 is saved.
         """
@@ -400,8 +400,8 @@ class Run:
 
         Raises:
             RunError: before :meth:`resume`.
-            OptionError: ``values`` is not a dict. Or the run itself records under one of the names, such as ``step`` or
-                ``event``. Or a logger cannot record a value: rank 0 raises this error, which ends the run on all ranks.
+            OptionError: ``values`` is not a dict; or the run itself records under one of the names, such as ``step`` or
+                ``event``; or a logger cannot record a value. Rank 0 raises the last error, which ends the run on all ranks.
 
         Cost: reading a tensor waits for its device. Nothing is sent.
         """

@@ -386,7 +386,7 @@ class _World:
     def _text_with_states(self, rank: int | None, what: str) -> str:
         """Return an error text with ``what`` and the state of each rank.
 
-        Of more than 16 ranks at most 16 are shown: ranks of the collective that ``rank`` has called, if it waits in one.
+        On more than 16 ranks at most 16 are shown. If ``rank`` waits in a collective, these are ranks of this collective.
         """
         shown: Sequence[int] = range(self.mesh.size)
         if self.mesh.size > _MAX_SHOWN_RANKS:

@@ -44,9 +44,9 @@ def load_archive(data: bytes | bytearray) -> Any:
 def load_archive_on_meta(storage: Storage, path: str) -> tuple[bytes, Any]:
     """Return the bytes of an archive's pickle, and the object in the archive, with tensors on the meta device.
 
-    The storage of each tensor has the size of the file, and stands for it. So the first element of a tensor is at byte
-    ``storage_offset() * itemsize`` of the file. Raises as :func:`load_archive` does, except that no elements are read and
-    compared with checksums.
+    Each tensor's storage is as large as the file, and a byte of the storage has the position of this byte in the file. So a
+    tensor's first element is at byte ``storage_offset() * itemsize`` of the file. Raises the errors of :func:`load_archive`,
+    except that no elements are read and compared with checksums.
 
     Cost: reads the list of records, the pickle, and the header of each tensor's record; a header has 30 bytes.
     """

@@ -60,8 +60,8 @@ def prepare_residuals(
     The residuals are copies of ``residuals``, or with ``donate`` the same tensors; None if ``residuals`` is None. The inputs
     are a :data:`ResidualViews`: for each axis a view of the returned residuals, and random numbers for stochastic rounding.
 
-    Raises TreeError if residuals are missing or belong to other units. Also if ``step``, the seed of stochastic rounding, is
-    missing where it is needed, or is not an integer of at least 0.
+    Raises TreeError if residuals are missing or belong to other units. Raises TreeError if ``step`` is not an integer of at
+    least 0, or is None although a unit's gradients are rounded stochastically: ``step`` is the seed.
     """
     units = [unit for unit in units if unit.has_any_format and (residual_sizes(unit) or has_stochastic_wire(unit))]
     if step is not None and (type(step) is not int or step < 0):

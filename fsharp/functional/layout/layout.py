@@ -20,7 +20,7 @@ from fsharp.tracebacks import api_boundary
 @api_boundary
 @dataclass(frozen=True)
 class Layout:
-    """Which element of which leaf of a tree rests on which rank; :func:`~fsharp.plan` makes a layout.
+    """A description of which rank holds which elements of each leaf of a tree. :func:`~fsharp.plan` makes a layout.
 
     A layout is hashable, holds integers and no tensors, and prints as a table of its units.
 

@@ -136,8 +136,8 @@ def _search_capacity(
 ) -> tuple[dict[int, int], int]:
     """Return offsets of leaves, and a capacity of ``capacity`` or more into which they fit.
 
-    The search first raises the capacity in growing strides, and then bisects. It ends, as all leaves fit into a part of
-    ``total`` elements. ``order`` is as in :func:`_first_fit_offsets`.
+    The search first raises the capacity in growing strides, and then bisects. A capacity of ``total`` elements always
+    suffices, so the search ends. ``order`` is as in :func:`_first_fit_offsets`.
     """
     tried = capacity - step
     while (offsets := _first_fit_offsets(order, capacity, num_parts)) is None:

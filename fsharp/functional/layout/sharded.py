@@ -62,7 +62,7 @@ class Sharded:
 
     Args:
         buffers: one 1-D tensor for each group in ``groups``, with ``unit.local_size(group, place)`` elements, or encoded in
-            ``unit.stored_size(group, place)`` numbers. Or a :class:`LazyBuffers`, which a Scheduler fills later.
+            ``unit.stored_size(group, place)`` numbers; or a :class:`LazyBuffers`, which a Scheduler fills later.
         unit: the layout of the unit.
         place: where the buffers rest.
         groups: indices of the groups in ``buffers``; None means all. Gradients and optimizer state have trainable groups only.

@@ -180,7 +180,7 @@ def _not_a_pair_text(tx: Any) -> str:
     )
     if issubclass(kind, torch.optim.Optimizer):
         call = f"fs.ShardedOptimizer(model.parameters(), torch.optim.{kind.__name__}, lr=...)"
-        return f"{expected} the torch optimizer {kind.__name__}. Of a module pass its class and options: {call}."
+        return f"{expected} the torch optimizer {kind.__name__}. For a module pass its class and options: {call}."
     if isinstance(tx, list | tuple) and not hasattr(tx, "_fields"):  # a TrainState is a NamedTuple of trees of Sharded
         return f"{expected} a {kind.__name__}. For several pass one after another: fs.optim.chain(a, b)."
     if units_of(tx):

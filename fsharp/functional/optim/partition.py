@@ -60,22 +60,22 @@ def partition(
         init, update = _partition_by_masks(txs, param_labels)
         return Transform(init, update, {**config, "param_labels": exact_text(param_labels)}, name=name, extra=extra)
 
-    def part(tree: Any, label: str) -> Any:
+    def groups_of_label(tree: Any, label: str) -> Any:
         return map_units(lambda s: s.select_groups([g for g in s.groups if s.unit.groups[g].label == label]), tree)
 
-    def init_parts(params: Any, /, *, comm: Comm | None = None) -> PartitionState:
+    def init(params: Any, /, *, comm: Comm | None = None) -> PartitionState:
         _check_labels({s.unit.groups[g].label for s in units_of(params) for g in s.groups}, txs)
-        return PartitionState({label: tx.init(part(params, label), comm=comm) for label, tx in txs.items()})
+        return PartitionState({label: tx.init(groups_of_label(params, label), comm=comm) for label, tx in txs.items()})
 
     def step(run: InnerUpdate, grads: Any, state: Any, params: Any, comm: Comm, donate: bool | None) -> Any:
         result, new = params, {}
         for label, tx in txs.items():
-            out, new[label] = run(tx, part(grads, label), state.inner_states[label], part(params, label))
+            out, new[label] = run(tx, groups_of_label(grads, label), state.inner_states[label], groups_of_label(params, label))
             result = merge(result, out)
         return result, PartitionState(new)
 
     update, apply = wrapper_update_and_apply(step)
-    return Transform(init_parts, update, config, apply, name, extra)
+    return Transform(init, update, config, apply, name, extra)
 
 
 def _check_labels(labels: set[str], txs: Mapping[str, Transform]) -> None:

@@ -57,7 +57,7 @@ class StateTree:
         }
 
     def groups_in(self, unit: UnitLayout) -> tuple[int, ...]:
-        """Return the indices of the groups whose leaves this state tree holds. ``unit``: their unit in the new layout."""
+        """Return the indices of the groups of ``unit``, a unit of the new layout, whose leaves this state tree holds."""
         return tuple(g for g in unit.all_groups if unit.path_in_tree(unit.leaves_of_group(g)[0]) in self.position_by_path)
 
     def place_in(self, unit: UnitLayout) -> Place:
@@ -83,8 +83,8 @@ class StateTree:
 def find_state_trees(tree: Any, layout: Layout, kind: StatePlace, *, cast: bool) -> list[StateTree]:
     """Return the state trees in a user's tree, in tree order, after a check that they can move to ``layout``.
 
-    A TrainState's ``params`` get the kind ``"params"``, its other fields ``"optim"``, and both ``is_cast=False``. A state tree
-    outside of a TrainState gets the arguments: ``kind``, and ``cast`` as ``is_cast``.
+    In a TrainState, ``params`` have the kind ``"params"``, all other fields the kind ``"optim"``, and ``is_cast`` is False. A
+    state tree outside of a TrainState has the arguments ``kind`` and ``cast`` as its ``kind`` and ``is_cast``.
 
     The path of a node is the path of its state tree, followed by the path of its unit. Raises a TreeError if there is no node,
     a node is not at this path, or a state tree has another leaf in it. Raises the errors of :func:`_check_state_tree` as well.

@@ -263,7 +263,7 @@ class ModuleCall:
 
     @uncompiled
     def compute_with_param_trees(self, source: ParameterSource, trees: list[Any], *_: Any) -> list[torch.Tensor]:
-        """Return :meth:`compute` of ``trees``, a tree of full parameters for each unit: ``fs.forward`` calls this method."""
+        """Call :meth:`compute` for ``fs.forward``, which passes ``trees``: for each unit a tree of its full parameters."""
         return self.compute(source, list(map(optree.tree_leaves, trees)))
 
     @uncompiled

@@ -56,7 +56,7 @@ class RecordedPrograms:
 
     @property
     def expected_schedule(self) -> Schedule | None:
-        """The schedule of the program that is predicted for the next call; None without a prediction or a schedule."""
+        """The pinned schedule; else that of the program predicted for the next call; None without prediction or schedule."""
         if self.pinned is not None:
             return self.pinned
         last = self._last_two[1]

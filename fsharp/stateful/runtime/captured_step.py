@@ -71,8 +71,8 @@ class CapturedStep:
         """Run one step on ``batch``, and return its metrics. The next call overwrites the returned tensors.
 
         Raises:
-            ScheduleError: the scheduler is closed. Or the batch differs from the captured one in structure, shape, dtype, or a
-                value other than a tensor, which the graph would repeat; this error closes the scheduler on all ranks.
+            ScheduleError: the scheduler is closed; or the batch differs from the captured one in structure, shape, dtype, or a
+                value other than a tensor, which the graph would repeat. The second error closes the scheduler on all ranks.
             AgreementError: another rank has failed.
         """
         self._scheduled.scheduler.engine.steps.check_open()

@@ -73,7 +73,7 @@ class Executor:
         self.is_connected = True
 
     def begin_step(self, name: str) -> None:
-        """Begin a step with this name in labels. Of the previous step only gathers for this step may be under way."""
+        """Begin a step with this name in labels. Only the previous step's gathers for this step may be under way."""
         self.number += 1
         self.step_name, self.microbatch_name = name, "microbatch 0"
         self.incoming: Grads | None = None

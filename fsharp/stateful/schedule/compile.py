@@ -55,7 +55,7 @@ PlacedOps = tuple[list[Op], int, int]
 
 
 def _emit_and_place(program: Program, policy: SchedulePolicy, max_final_reductions: int, *, sum_late: bool) -> PlacedOps:
-    """Return the ops of a schedule, with addresses. Units stay from forward to backward as far as ``policy.release`` allows.
+    """Return the ops of a schedule, with addresses. ``policy.release`` decides which units are kept for the backward.
 
     ``max_final_reductions`` and ``sum_late`` are as for :class:`~fsharp.stateful.schedule.emit_gradients.GradientOps`.
     """

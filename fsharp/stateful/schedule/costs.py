@@ -19,7 +19,7 @@ _MIN_BUCKETS = 4  # least number of buckets
 
 
 def bucket_limits(sent: Iterable[int], *, num_messages: int = 1) -> tuple[int, int]:
-    """Return two limits in bytes, for buckets that travel in ``num_messages``: of a bucket, and of a unit that may join one."""
+    """Return the most bytes of a bucket, and of a unit that may join a bucket. A bucket travels in ``num_messages``."""
     return min(num_messages * _MAX_BUCKET_NBYTES, sum(sent) // _MIN_BUCKETS), num_messages * _MAX_JOINED_NBYTES
 
 

@@ -25,7 +25,7 @@ class BlockingTransport(Transport):
         return [Work(result=result if out is None else out.copy_(result))]
 
     def all_reduce_each(self, summands: Sequence[Summand], axis: str, label: str) -> list[Work]:
-        """Sum the one summand over ranks, by an all_reduce; into another dtype, by a reduce_scatter and an all_gather."""
+        """Sum the only buffer by an all_reduce. To a result of another dtype, sum by a reduce_scatter and an all_gather."""
         x, out = summands[0].x, summands[0].required_out
         if x.dtype == out.dtype:
             out.copy_(self.comm.all_reduce(x, axis, label=label))

@@ -124,7 +124,7 @@ class UnitGradient:
         self.rest, self._arena_rest, self._is_open = self._own, None, False
 
     def copy_out_held_tensors(self) -> None:
-        """Move the tensors that callers hold from the arena to memory of their own."""
+        """Move the tensors that callers hold from the arena to new memory. ScheduleError if a caller holds a view of one."""
         if self.rest.in_arena and self.rest.handed_out and not self.rest.copy_out_held_tensors():
             raise ScheduleError(
                 f"a view of the gradient of unit {self.route.unit.display_name} is held beyond its step, which reuses the "

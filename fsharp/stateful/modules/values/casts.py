@@ -45,8 +45,8 @@ def casts_by_path(rules: Mapping[str, Precision], chosen: Iterable[str], leaves:
 def cast_tensors(value: T, dtype: torch.dtype | None) -> T:
     """Return ``value`` with its floating-point tensors cast to ``dtype``; for None ``value`` itself.
 
-    Tensors are found in torch's pytrees and in dataclasses, of which new ones are made. An object without a tensor to cast is
-    kept, so its owner sees what the module writes to it. A tensor to cast in any other container, such as a set, is an error.
+    Tensors are found in torch's pytrees and in dataclasses. A container with a tensor to cast is copied. Any other object is
+    kept, so its owner sees the module's writes to it. A tensor to cast in another container, such as a set, is an error.
     """
     if dtype is None:
         return value
