@@ -41,8 +41,8 @@ class TreeError(FsharpError, TypeError):
 class LossError(FsharpError, TypeError):
     """A loss is neither a scalar mean nor a ``(sum, weight)`` pair, or depends on no trainable parameter.
 
-    Also raised if a batch cannot be split into microbatches or samples, if an earlier error has discarded the gradients of a
-    step, or if these gradients are not complete.
+    The error is also raised if a batch cannot be split into microbatches or samples. It is also raised if the gradients of a
+    step are not complete, or an earlier error has discarded them.
     """
 
 

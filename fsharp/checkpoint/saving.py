@@ -150,7 +150,7 @@ def take_snapshot(
     prepare: Callable[[TreeContents], None],
     shared_root: bool = True,
 ) -> Snapshot:
-    """Return what a save is to write, once all ranks agree.
+    """Return the :class:`Snapshot` that a save will write, after a check that all ranks agree.
 
     ``where``: the calling function, for errors. ``prepare(contents)`` is called before ranks compare contents. ``save_id()`` is
     called once ranks agree, and returns the id of the save. ``shared_root``: whether ``root`` is one folder that all ranks see.

@@ -1,4 +1,4 @@
-"""Joining a job, and leaving it: what a process does before its first collective and after its last one."""
+"""Joining a job before a process's first collective, and leaving the job after its last collective."""
 
 import atexit
 import os

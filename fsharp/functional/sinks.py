@@ -97,8 +97,8 @@ def take_gradient_buffers(node: Sharded, comm: Comm) -> list[torch.Tensor | None
     The list has None for a group without a gradient. Gradients are in the place in which gradients rest.
 
     Backward passes leave gradients of gathered buffers at the node's sinks. If the loss has used the node's own buffers,
-    gradients are in ``buffer.grad`` as well. This function moves them to the place of gradients, and adds them to those of the
-    sinks.
+    gradients are in ``buffer.grad`` as well. This function moves these gradients to the place of gradients, and adds them to
+    the gradients at the sinks.
     """
     held = dict(zip(node.groups, node.raw_buffers, strict=True))
     result = []

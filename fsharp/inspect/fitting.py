@@ -181,8 +181,8 @@ def _fit_issue_cost(
 def fit_host_share(trace: Trace, schedule: Schedule, alone: Mapping[str, tuple[float, float]]) -> float:
     """Return the fraction, from 0 to 1, of its full speed that the host keeps while collectives are under way.
 
-    ``alone``: seconds ``(forward, backward)`` of each unit in a run that sends nothing. Only ops of which more than half runs
-    together with collectives are used; without such ops the result is 1/2.
+    ``alone``: seconds ``(forward, backward)`` of each unit in a run that sends nothing. Only ops count that run together with
+    collectives for more than half of their time; without such ops the result is 1/2.
     """
     steps = trace.ended_steps()
     flights = collective_timestamps(schedule, [row for _, rows in steps for row in rows])

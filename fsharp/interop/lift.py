@@ -346,7 +346,7 @@ def _scalar_if_splat(value: Any) -> Any:
 
 
 def _whole_array(value: Any) -> Any:
-    """Return a value of which this rank has all elements as an array of its shape."""
+    """Return ``value``, whose elements are all on this rank, as an array of its whole shape."""
     if isinstance(value, ArrayShard):
         return jnp.reshape(value.elements, value.shape)
     return jnp.full(value.shape, value.scalar) if isinstance(value, Splat) else value

@@ -144,7 +144,7 @@ class StepArguments:
 def separate_sum_nbytes(layout: Layout) -> int:
     """Return the bytes of one rank's gradients in the place ``"optim"`` that need memory beside the gradients at rest.
 
-    These are the gradients of units of which a rank holds different numbers of elements in ``"grads"`` and in ``"optim"``.
+    Only units count for which a rank holds different numbers of elements in ``"grads"`` and in ``"optim"``.
     """
     return sum(
         unit.local_size(i, unit.strategy.optim) * unit.groups[i].dtypes.accumulate.itemsize

@@ -75,7 +75,7 @@ class RunLog:
                         self.times[step] = time
 
     def _remove_steps_from(self, step: int) -> None:
-        """Remove what the log has about steps from ``step`` on, which the run makes again: values and later checkpoints."""
+        """Remove the values of steps from ``step`` on, and checkpoints after ``step``: the run makes these steps again."""
         kept: list[dict[int, Any]] = [*self.series.values(), self.times, self.own_s]
         for values in kept:
             for each in [each for each in values if each >= step]:

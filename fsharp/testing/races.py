@@ -160,8 +160,8 @@ class RaceReport:
     def unneeded_waits(self) -> list[UnneededWait]:
         """Return the waits that are not needed: without any one of them, and with all others, there would be no race.
 
-        If two of these waits order the same accesses, one of the two has to stay. Cost: that of :meth:`races_without` for each
-        wait outside of :meth:`implied_waits`: seconds for small models.
+        If two of these waits order the same accesses, one of the two has to stay. Cost: one call of
+        :meth:`races_without` for each wait outside of :meth:`implied_waits`: seconds for small models.
         """
         implied = self.implied_waits()
         unneeded = [(why, times) for why, times in self.waits.items() if why in implied or not self.races_without(why)]

@@ -39,7 +39,7 @@ def decoded_buffer(
 ) -> torch.Tensor:
     """Return the values of a buffer of parameters: decoded if the group has a format, else the buffer itself.
 
-    Decoded values have the dtype in which functions use them; with ``in_main_dtype`` that of the main copy, unrounded.
+    Decoded values have the dtype in which functions use them; with ``in_main_dtype`` the main copy's dtype, unrounded.
 
     Raises:
         TreeError: the size of the buffer fits neither plain values, nor values that the format has encoded.

@@ -155,7 +155,7 @@ def masked(inner: Any, mask: Patterns) -> Transform:
 
 
 def _selected_or_zero(flags: Mapping[str, bool], selected: Any, others: Any | None, rank: int) -> Any:
-    """Return a tree with the leaves of ``selected`` whose flag is set. Other leaves are those of ``others``, or zeros."""
+    """Return a tree with the leaves of ``selected`` whose flag is set. Other leaves come from ``others``, or are zeros."""
 
     def one(chosen_: Sharded, other: Sharded) -> Sharded:
         out = chosen_.replace([b.clone() for b in chosen_.buffers])

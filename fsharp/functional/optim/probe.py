@@ -142,7 +142,7 @@ class _Trial:
     ) -> str | None:
         """Return the path of the first leaf whose updates differ between ``expected`` and ``found``; None if none does.
 
-        ``piece``: the piece of the flat buffers of which ``found`` has the updates; None if these are of whole leaves.
+        ``piece``: the piece of the flat buffers whose updates are ``found``; None if ``found`` are updates of whole leaves.
         """
         for step, same in zip(expected, found, strict=True):
             for group, x, y in zip(self._groups, step, same, strict=True):

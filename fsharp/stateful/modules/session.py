@@ -87,8 +87,8 @@ class Session:
     ) -> Any:
         """Call ``fn``, a method of the module at ``path``, with the module's units gathered, and cast inputs and outputs.
 
-        The units are those of the call that this call is inside of; else, of the forward or the step for which a checkpoint
-        computes again; else, without gradients or without trained parameters, those at rest; else those of the step.
+        Parameters come from the call around this call, if any; else from the forward or step whose checkpoint computes again;
+        else, without gradients or trained parameters, from parameters at rest; else from the step.
         """
         if self.is_unsharded:
             raise ScheduleError(

@@ -31,8 +31,8 @@ class Arena:
     def bind_next_schedule(self, record: CallRecord, records: Iterable[CallRecord]) -> BoundSchedule | None:
         """Give the arena to the schedule of a function's next step. Return this schedule; None if there is none that fits.
 
-        ``records``: those of all functions that use the arena; if it grows, their schedules are unbound. ScheduleError: the
-        schedule that the user has passed to ``follow()`` does not fit the units.
+        ``records``: the records of all functions that use the arena. If the arena grows, their schedules are unbound.
+        ScheduleError: the schedule that the user has passed to ``follow()`` does not fit the units.
         """
         units, schedule = self._registry.units, record.programs.expected_schedule
         bound = record.programs.bound.get(id(schedule))

@@ -69,7 +69,7 @@ class HandedOutLeaf:
                 inner.set_(storage, *where)
 
     def recompute_derived_data(self) -> None:
-        """Recompute what a tensor class derives from its bytes, such as a transpose, after the memory was filled."""
+        """Recompute the data that a tensor class derives from its bytes, such as a transpose, after the memory was filled."""
         if self._cls is not None and (tensor := self._tensor()) is not None:
             self._cls.compute_derived(tensor)
 

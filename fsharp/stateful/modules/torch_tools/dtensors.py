@@ -32,7 +32,7 @@ class DTensorSpec:
         return any(not p.is_replicate() and self.mesh.size(i) > 1 for i, p in enumerate(self.placements))
 
     def as_dtensor(self, local: torch.Tensor) -> Any:
-        """Return the DTensor of which this rank has ``local``. Differentiable: the gradient has the same placements."""
+        """Return the DTensor with this rank's ``local`` tensor. Differentiable: the gradient has the same placements."""
         from torch.distributed.tensor import DTensor
 
         return DTensor.from_local(local, self.mesh, self.placements, run_check=False, shape=self.shape, stride=self.stride)
