@@ -63,7 +63,7 @@ def partition(
     def groups_of_label(tree: Any, label: str) -> Any:
         return map_units(lambda s: s.select_groups([g for g in s.groups if s.unit.groups[g].label == label]), tree)
 
-    def init(params: Any, /, *, comm: Comm | None = None) -> PartitionState:
+    def init_by_label(params: Any, /, *, comm: Comm | None = None) -> PartitionState:
         _check_labels({s.unit.groups[g].label for s in units_of(params) for g in s.groups}, txs)
         return PartitionState({label: tx.init(groups_of_label(params, label), comm=comm) for label, tx in txs.items()})
 
@@ -75,7 +75,7 @@ def partition(
         return result, PartitionState(new)
 
     update, apply = wrapper_update_and_apply(step)
-    return Transform(init, update, config, apply, name, extra)
+    return Transform(init_by_label, update, config, apply, name, extra)
 
 
 def _check_labels(labels: set[str], txs: Mapping[str, Transform]) -> None:
