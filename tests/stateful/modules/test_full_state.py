@@ -9,6 +9,7 @@ from torch import nn
 import fsharp as fs
 from fsharp.errors import AgreementError, FsharpError, MeshError, ScheduleError, TreeError
 from fsharp.testing import simulate
+from fsharp.testing.simulated_ranks import ThreadComm
 from tests import modules
 from tests.functional.test_per_sample import LiveBytes
 from tests.modules import Net, batches, train, values, wrap
@@ -193,3 +194,32 @@ def test_after_an_error_a_module_can_be_read_and_loaded_at_once(comm, strategy):
             model(torch.tensor([99]))
         call()
     assert all(torch.equal(found, saved[0][name]) for name, found in values(model).items())
+
+
+@pytest.mark.parametrize("name", ["zero1", "zero2", "hfsdp"])
+def test_after_an_error_in_the_gather_of_updated_parameters_a_checkpoint_is_loaded(name, tmp_path, monkeypatch):
+    mesh, strategy = STRATEGIES[name]
+    gather, failed = ThreadComm.all_gather, set()
+
+    def failing(comm, x, axis, *, label=""):
+        if "(update)" in label and comm.rank not in failed:
+            failed.add(comm.rank)
+            raise RuntimeError("planted")
+        return gather(comm, x, axis, label=label)
+
+    def rank_fn(comm):
+        model, optimizer = wrap(comm, strategy)
+        data, tree = batches(comm, 4), {"model": model, "optimizer": optimizer}
+        train(model, optimizer, data[:2])
+        fs.checkpoint.save(tmp_path, tree, step=2, comm=comm)
+        expected = train(model, optimizer, data[2:])
+        fs.checkpoint.load(tmp_path, tree, comm=comm)
+        monkeypatch.setattr(ThreadComm, "all_gather", failing)
+        with pytest.raises(RuntimeError, match="planted"):
+            train(model, optimizer, data[2:])
+        optimizer.zero_grad()
+        fs.checkpoint.load(tmp_path, tree, comm=comm)
+        assert train(model, optimizer, data[2:]) == expected
+
+    simulate(mesh, rank_fn)
+    assert len(failed) == mesh.size
