@@ -177,11 +177,11 @@ def options_checked(target: F) -> F:
         OptionError: in a call, an argument does not fit its annotation, or the arguments do not fit the signature.
     """
 
-    def before(fn: Any, args: Any, kwargs: Any) -> Any:
+    def check_then_call(fn: Any, args: Any, kwargs: Any) -> Any:
         check_arguments(fn, args, kwargs)
         return fn(*args, **kwargs)
 
-    return _wrap_calls(before, target)
+    return _wrap_calls(check_then_call, target)
 
 
 def names_checked(target: F) -> F:
@@ -196,14 +196,14 @@ def options_checked_on_failure(target: F) -> F:
     between ranks need this: a check before the call could raise on one rank alone.
     """
 
-    def after(fn: Any, args: Any, kwargs: Any) -> Any:
+    def call_then_check(fn: Any, args: Any, kwargs: Any) -> Any:
         try:
             return fn(*args, **kwargs)
         except Exception as error:
             check_failed_call(error, fn, args, kwargs)
             raise
 
-    return _wrap_calls(after, target)
+    return _wrap_calls(call_then_check, target)
 
 
 def check_failed_call(error: Exception, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -393,7 +393,7 @@ def finish_removals(root: str) -> list[str]:
 
 
 def _files_belong_to_save(storage: Storage, folder: str, save_id: str) -> bool:
-    """Return whether each file in ``folder`` begins like a file of the save ``save_id``, as far as the file is long."""
+    """Return whether each file in ``folder`` begins like a file of save ``save_id``. A shorter file counts if its bytes fit."""
     for name in storage.list_names(folder):
         if name == MANIFEST_NAME:
             skipped, start = 0, MANIFEST_FIRST_BYTES

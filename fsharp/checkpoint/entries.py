@@ -259,24 +259,24 @@ def tree_to_load_into(tree: Any, has: Callable[[str], bool], shape_of: Callable[
     """
     copies = dict[int, tuple[ShardedTensor, torch.Tensor]]()  # with the tensor, which keeps its address from being reused
 
-    def own(leaf: Any) -> Any:
+    def copy_if_part(leaf: Any) -> Any:
         if not isinstance(leaf, ShardedTensor):
             return leaf
         return copies.setdefault(id(leaf), (leaf, leaf.clone()))[1]
 
-    def one(segments: tuple[str, ...], leaf: Any) -> Any:
+    def value_to_fill(segments: tuple[str, ...], leaf: Any) -> Any:
         if not has_state_dict(leaf):
-            return own(leaf)
+            return copy_if_part(leaf)
         prefix = ".".join((*segments, ""))
         make = getattr(leaf, "state_template", None)
         if make is None:
             state = counters_to_dicts(leaf.state_dict())
             if isinstance(leaf, torch.nn.Module):
                 state = {name: _resized_extra_state(name, value, shape_of(prefix + name)) for name, value in state.items()}
-            return optree.tree_map(own, state, is_leaf=is_checkpoint_leaf)
+            return optree.tree_map(copy_if_part, state, is_leaf=is_checkpoint_leaf)
         return make(lambda name: has(prefix + name))
 
-    leaves = [one(segments, leaf) for segments, _, leaf in leaves_with_path(tree)]
+    leaves = [value_to_fill(segments, leaf) for segments, _, leaf in leaves_with_path(tree)]
     return optree.tree_unflatten(optree.tree_structure(tree, is_leaf=is_checkpoint_leaf), leaves)
 
 

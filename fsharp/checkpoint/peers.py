@@ -181,7 +181,7 @@ def _requests_to_fill(holder: int, file: str, start: int, into: bytearray) -> li
     """Return requests to rank ``holder`` that fill ``into`` with the bytes of ``file`` from byte ``start`` on."""
     view = memoryview(into)
 
-    def one(first: int) -> ReadRequest:
+    def request_from(first: int) -> ReadRequest:
         part = view[first : first + MESSAGE_NBYTES]
 
         def on_received(data: torch.Tensor) -> None:
@@ -189,7 +189,7 @@ def _requests_to_fill(holder: int, file: str, start: int, into: bytearray) -> li
 
         return ReadRequest(holder, file, start + first, len(part), on_received)
 
-    return [one(first) for first in range(0, len(into), MESSAGE_NBYTES)]
+    return [request_from(first) for first in range(0, len(into), MESSAGE_NBYTES)]
 
 
 def exchange_requested_bytes(folder: str, wanted: Sequence[ReadRequest], comm: Comm, keeper: FirstErrorKeeper) -> None:
@@ -254,12 +254,12 @@ def fetch_manifest(folder: str, save: HeldSave, comm: Comm, domain_size: int) ->
     holder = save.rank_to_fetch_from(None, comm.rank, domain_size)
     exchange_requested_bytes(folder, _requests_to_fill(holder, MANIFEST_NAME, 0, data), comm, keeper)
 
-    def made() -> Manifest:
+    def read_manifest() -> Manifest:
         keeper.raise_if_failed()
         with _blaming_damage_on(comm.rank if has_it else holder, MANIFEST_NAME):
             return Checkpoint(folder).manifest if has_it else Manifest.from_json(f"{save.name}/{MANIFEST_NAME}", bytes(data))
 
-    return check_on_all_ranks("restore()", comm, made)
+    return check_on_all_ranks("restore()", comm, read_manifest)
 
 
 @torch.no_grad()

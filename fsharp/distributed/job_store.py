@@ -226,7 +226,7 @@ def new_group_of(ranks: Sequence[int], limit_s: float, device: torch.device, *, 
     name = hashlib.sha256(repr(ranks).encode()).hexdigest()[:16]
     store, mine = PrefixStore(f"fsharp/groups/{name}/{number}", _get_default_store()), dist.get_rank()
 
-    def meet() -> int:
+    def agree_on_group_count() -> int:
         store.set(str(mine), str(len(_world.pg_names)))
         if mine == ranks[0]:  # one rank reads all entries, so that every other rank queries the store once
             store.wait([str(rank) for rank in ranks], limit)
@@ -234,12 +234,12 @@ def new_group_of(ranks: Sequence[int], limit_s: float, device: torch.device, *, 
         store.wait(["most"], limit)
         return int(store.get("most"))
 
-    def make() -> tuple[int, dist.ProcessGroupGloo | None]:
-        most = meet()
+    def make_group() -> tuple[int, dist.ProcessGroupGloo | None]:
+        most = agree_on_group_count()
         return most, None if is_nccl else dist.ProcessGroupGloo(store, ranks.index(mine), len(ranks), limit)
 
     try:
-        most, gloo = run_within(limit_s, make, why_give_up=why_generation_ended)
+        most, gloo = run_within(limit_s, make_group, why_give_up=why_generation_ended)
     except dist.DistNetworkError as error:
         raise CommError(
             f"rank {mine} of the job cannot reach the job's store to make process groups. Has the process that hosts it ended?"

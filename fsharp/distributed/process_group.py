@@ -275,11 +275,11 @@ class ProcessGroupComm:
         copies = {id(x): x.clone() for x in send}
         kept, into = [copies[id(x)] for x in send], [(x.numel(), x.device) for x in receive]
 
-        def again() -> None:
+        def repeat_call() -> None:
             self._send_and_receive(kept, [torch.empty(n, dtype=torch.uint8, device=device) for n, device in into], axis, text)
 
         nbytes = sum(x.nbytes for x in copies.values())
-        restart_replay.run_and_record(lambda: self._send_and_receive(send, receive, axis, text), again, nbytes=nbytes)
+        restart_replay.run_and_record(lambda: self._send_and_receive(send, receive, axis, text), repeat_call, nbytes=nbytes)
 
     def _send_and_receive(
         self, send: Sequence[torch.Tensor], receive: Sequence[torch.Tensor], axis: str | None, text: str

@@ -61,7 +61,7 @@ def encode_differences(updated: Any, params: Any, *, step: int, rank: int) -> An
     main dtype. ``step`` is the number of the step, for formats that round stochastically. See [Note: differences].
     """
 
-    def one(node: Sharded, before: Sharded) -> Sharded:
+    def encode_node(node: Sharded, before: Sharded) -> Sharded:
         held, buffers = dict(zip(before.groups, before.buffers, strict=True)), []
         for g, value in zip(node.groups, node.buffers, strict=True):
             form, group = node.unit.update_format(g), node.unit.groups[g]
@@ -72,20 +72,20 @@ def encode_differences(updated: Any, params: Any, *, step: int, rank: int) -> An
             buffers.append(value)
         return node.with_buffers(buffers)
 
-    return map_units(one, updated, params)
+    return map_units(encode_node, updated, params)
 
 
 def add_differences(params: Any, gathered: Any, *, rank: int) -> Any:
     """Return ``gathered`` with new parameters in place of encoded differences: ``params`` plus the decoded differences."""
 
-    def one(node: Sharded, before: Sharded) -> Sharded:
+    def add_to_node(node: Sharded, before: Sharded) -> Sharded:
         unit, held = node.unit, dict(zip(before.groups, before.buffers, strict=True))
         rows = [(g, x, unit.update_format(g)) for g, x in zip(node.groups, node.buffers, strict=True)]
         return node.with_buffers(
             [x if form is None else add_encoded_difference(unit, g, held[g], x, rank) for g, x, form in rows]
         )
 
-    return map_units(one, gathered, params)
+    return map_units(add_to_node, gathered, params)
 
 
 def add_encoded_difference(
@@ -147,16 +147,16 @@ def encode_leaf_format_groups(tree: Any, comm: Comm, like: Any = None) -> Any:
         with reporting_format_errors(comm, label):
             form.encode_leaves(parts, partial(_max_over_axes_, comm, axes, label), partial(list, about))
 
-    def back(node: Any, done: Any) -> Any:
+    def merge_gathered(node: Any, done: Any) -> Any:
         return merge(node, gather(done, comm=comm, to=node.place)) if is_sharded(node) and done.groups else node
 
-    return map_units(back, tree, work)
+    return map_units(merge_gathered, tree, work)
 
 
 def _map_encoded_groups(fn: Any, tree: Any, like: Any, *, by_leaf: bool) -> Any:
     """Call ``fn(node, groups)`` on each node, with the groups to encode by leaf or by block, and return the new tree."""
 
-    def one(node: Any, other: Any = None) -> Any:
+    def map_node(node: Any, other: Any = None) -> Any:
         if not is_sharded(node):
             return node
         groups = []
@@ -166,7 +166,7 @@ def _map_encoded_groups(fn: Any, tree: Any, like: Any, *, by_leaf: bool) -> Any:
                 groups += [g] * (other is None or is_encoded(node.unit, g, other.raw_buffers[i]))
         return fn(node, groups)
 
-    return map_units(one, tree) if like is None else map_units(one, tree, like)
+    return map_units(map_node, tree) if like is None else map_units(map_node, tree, like)
 
 
 def _max_over_axes_(comm: Comm, axes: Sequence[str], label: str, numbers: torch.Tensor) -> None:

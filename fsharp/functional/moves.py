@@ -89,7 +89,7 @@ def gather(tree: Tree, *, comm: Comm, to: PlaceName = "full") -> Tree:
     refuse_proxy_tracing("gather()")
     units_on_mesh_of("gather()", tree, comm)
 
-    def one(sharded: Sharded) -> Sharded:
+    def gather_node(sharded: Sharded) -> Sharded:
         if not is_sharded(sharded):
             return sharded
         target, whole = resolve_place(sharded.unit, to), to == "full"
@@ -110,7 +110,7 @@ def gather(tree: Tree, *, comm: Comm, to: PlaceName = "full") -> Tree:
         return Sharded(moved, sharded.unit, target, sharded.groups, is_gathered=whole)
 
     with reporting_format_errors(comm, "gather()"):
-        return optree.tree_map(one, host_buffers_to_device(tree, comm.device), is_leaf=is_sharded)  # type: ignore[return-value]
+        return optree.tree_map(gather_node, host_buffers_to_device(tree, comm.device), is_leaf=is_sharded)  # type: ignore[return-value]
 
 
 def _buffers_without_scales(node: Sharded) -> Sequence[torch.Tensor]:
@@ -191,7 +191,7 @@ def reduce_scatter_unchecked(tree: Any, to: PlaceName, comm: Comm, donated_resid
     if (engine := engine_of(comm)) is not None:
         return engine.run_reduce_scatter(tree, to, donated_residuals)
 
-    def one(sharded: Sharded) -> Sharded:
+    def reduce_node(sharded: Sharded) -> Sharded:
         target, place = resolve_place(sharded.unit, to), sharded.place.dual if sharded.is_gathered else sharded.place
         for axis in place.order:
             source = place[axis]
@@ -204,7 +204,7 @@ def reduce_scatter_unchecked(tree: Any, to: PlaceName, comm: Comm, donated_resid
         moved = [reduce_partial_sums(x, sharded.unit, g, place, target, named, residuals.get(g, {})) for g, x in pairs]
         return Sharded(moved, sharded.unit, target, sharded.groups, reduction=sharded.reduction)
 
-    return map_units(lambda node: one(node) if is_sharded(node) else node, tree)
+    return map_units(lambda node: reduce_node(node) if is_sharded(node) else node, tree)
 
 
 def host_buffers_to_device(tree: Any, device: torch.device) -> Any:
@@ -212,13 +212,13 @@ def host_buffers_to_device(tree: Any, device: torch.device) -> Any:
     if device.type == "cpu":
         return tree
 
-    def one(node: Any) -> Any:
+    def move_node(node: Any) -> Any:
         if not is_sharded(node) or all(getattr(x, "device", device).type == device.type for x in node.raw_buffers):
             return node
         buffers = [x.to(device) if isinstance(x, torch.Tensor) else x for x in node.buffers]
         return node.with_buffers(buffers, reduction=node.reduction)
 
-    return map_units(one, tree)
+    return map_units(move_node, tree)
 
 
 def move_values(x: torch.Tensor, node: Sharded, target: Place, comm: Comm, *, is_gathered: bool) -> torch.Tensor:

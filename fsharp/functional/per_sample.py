@@ -93,14 +93,14 @@ def _norms_of_chunk(loss_fn: LossFn, params: Any, leaves: list[Any], spec: Any, 
     ledger = _SquareLedger(torch.zeros(max(count, 1), dtype=torch.float64, device=comm.device))
     dims = [0 if isinstance(leaf, torch.Tensor) else None for leaf in leaves]
 
-    def one(*sample: Any) -> torch.Tensor:
+    def loss_of_sample(*sample: Any) -> torch.Tensor:
         ledger.record_vmap_level()
         parts = [x.unsqueeze(0) if isinstance(x, torch.Tensor) else x for x in sample]
         return as_loss(loss_fn(probed, optree.tree_unflatten(spec, parts), comm), _WHERE).sum
 
     with torch.enable_grad():
         probed = with_sinks(params, ledger)
-        loss = torch.vmap(one, in_dims=tuple(dims), randomness=randomness)(*leaves).sum()
+        loss = torch.vmap(loss_of_sample, in_dims=tuple(dims), randomness=randomness)(*leaves).sum()
         held = units_of(probed)
         sinks = [sink for node in held for sink in node.sinks]
         check_depends_on_parameters(Loss(loss, loss), has_sinks=bool(sinks), where=_WHERE)

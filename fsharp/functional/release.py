@@ -76,8 +76,8 @@ def release_saved(out: Any, sharded: Any, gathered: Any, sequence_nr: int, comm:
     saved = _SavedBuffers(regather)
     held_ref = weakref.ref(saved)  # the hooks do not keep the buffers alive
 
-    def come(_: Any) -> None:
-        """Gather the parameters once in each backward, before it passes an output of the call.
+    def gather_again(_: Any) -> None:
+        """Gather the parameters once in each backward, when the backward reaches an output of the call.
 
         Ranks may differ in whether autograd has saved parameters, and all ranks have to take part in the gather. So this hook
         gathers even if this rank has saved nothing.
@@ -97,7 +97,7 @@ def release_saved(out: Any, sharded: Any, gathered: Any, sequence_nr: int, comm:
         del x
         raw.register_hooks(lambda _, view=view: view, saved.unpack)
     for fn in outputs:
-        fn.register_prehook(partial(call_hook, come))
+        fn.register_prehook(partial(call_hook, gather_again))
 
 
 def in_place_change_check(nodes: Sequence[Sharded]) -> Callable[[], None]:

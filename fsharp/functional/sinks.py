@@ -73,7 +73,7 @@ def with_sinks(params: Any, ledger: SinkLedger) -> Any:
     """
     zero = cache(lambda dtype, device: torch.zeros((), dtype=dtype, device=device))
 
-    def one(node: Sharded) -> Sharded:
+    def add_sinks(node: Sharded) -> Sharded:
         unit, buffers = node.unit, node.raw_buffers
         device = buffers[0].device if buffers else torch.device("cpu")
         sinks = tuple(
@@ -88,7 +88,7 @@ def with_sinks(params: Any, ledger: SinkLedger) -> Any:
         ledger.add_buffers(own, sinks)
         return node.with_buffers(own if node.lazy is None else node.lazy.with_aliases(own), ledger=ledger)
 
-    return map_units(one, params)
+    return map_units(add_sinks, params)
 
 
 def take_gradient_buffers(node: Sharded, comm: Comm) -> list[torch.Tensor | None]:

@@ -175,7 +175,7 @@ def _keeping_aux(loss_fn: LossFn, kept: list[Any], params: Any) -> LossFn:
     """
     places = {b.untyped_storage().data_ptr() for node in units_of(params) for b in node.raw_buffers if b.numel()}
 
-    def keep(x: Any) -> Any:
+    def detach(x: Any) -> Any:
         if not isinstance(x, torch.Tensor):
             return x
         is_parameter = is_plain_strided(x) and x.numel() and x.untyped_storage().data_ptr() in places
@@ -188,7 +188,7 @@ def _keeping_aux(loss_fn: LossFn, kept: list[Any], params: Any) -> LossFn:
                 f"value_and_grad(has_aux=True): the loss function returned {value_text(value)}, expected (loss, aux)."
             )
         loss, aux = value
-        kept.append(optree.tree_map(keep, aux))
+        kept.append(optree.tree_map(detach, aux))
         return loss
 
     return fn

@@ -148,7 +148,7 @@ class _SimulatedStep:
         return self.times[j][1] if j < i else self.carried.get(j, _OVER_AT_START)[1]
 
     def _contend(self, since: float, works_s: float) -> float:
-        """Return the seconds that the host takes for ``works_s`` seconds of work. Delay the collectives under way meanwhile."""
+        """Return the seconds in which the host does ``works_s`` seconds of work. Delay the collectives that run then."""
         simulation = self.simulation
         host_speed, sending_speed = simulation.host_speed, simulation.sending_speed
         busy = max(self.free["gather"], self.free["reduce"], since) - since  # seconds of collectives if the host waited

@@ -76,14 +76,14 @@ def to_jax(tree: Any, layout: Layout, *, devices: Sequence[Any] | None = None) -
             f"{len(trees) or type(tree).__name__}."
         )
 
-    def one(*nodes: Any) -> Any:
+    def to_global_arrays(*nodes: Any) -> Any:
         if not is_sharded(nodes[0]):
             return nodes[0]
         return nodes[0].replace([_global_buffer(nodes, i, mesh, here) for i in range(len(nodes[0].groups))])
 
     for each in trees:
         _check_units("to_jax()", each, layout, torch.Tensor)
-    return map_units(one, *trees)
+    return map_units(to_global_arrays, *trees)
 
 
 def _global_buffer(nodes: Sequence[Sharded], i: int, mesh: Mesh, devices: Sequence[Any]) -> Any:
@@ -134,7 +134,7 @@ def from_jax(tree: Any, layout: Layout, *, devices: Sequence[Any] | None = None,
     mesh, here = _jax_mesh_and_devices(layout, devices)
     _check_units("from_jax()", tree, layout, jax.Array)
 
-    def one(device: Any, node: Any) -> Any:
+    def to_local_tensors(device: Any, node: Any) -> Any:
         if not is_sharded(node):
             return node.item() if isinstance(node, jax.Array) and node.ndim == 0 else node
         parts = [_local_buffer(node, i, mesh, device) for i in range(len(node.groups))]
@@ -142,7 +142,7 @@ def from_jax(tree: Any, layout: Layout, *, devices: Sequence[Any] | None = None,
 
     if not donate:
         jax.block_until_ready(tree)
-    trees = [map_units(partial(one, device), tree) for device in here]
+    trees = [map_units(partial(to_local_tensors, device), tree) for device in here]
     if donate:
         for node in units_of(tree):
             for array in node.buffers:
@@ -172,11 +172,11 @@ def shardings(layout: Layout, place: PlaceName = "params", *, devices: Sequence[
     """
     mesh, _ = _jax_mesh_and_devices(layout, devices)
 
-    def one(unit: UnitLayout) -> Sharded:
+    def shardings_of_unit(unit: UnitLayout) -> Sharded:
         node = Sharded([None] * len(unit.groups), unit, resolve_place(unit, place))
         return node.replace([_global_shape_and_sharding(node, i, mesh)[1] for i in range(len(unit.groups))])
 
-    return optree.tree_unflatten(layout.structure, [one(unit) for unit in layout.units])
+    return optree.tree_unflatten(layout.structure, [shardings_of_unit(unit) for unit in layout.units])
 
 
 @api_boundary
@@ -193,11 +193,11 @@ def unflatten(tree: Any) -> Any:
         for leaf in node.unit.leaves_of_group(group)
     }
 
-    def one(node: Sharded) -> Any:
+    def build_subtree(node: Sharded) -> Any:
         leaves = [views[leaf.tied_to or (node.name, leaf.path)] for leaf in node.unit.leaves]
         return optree.tree_unflatten(node.unit.structure, leaves)
 
-    return map_units(one, tree)
+    return map_units(build_subtree, tree)
 
 
 def _jax_mesh_and_devices(layout: Layout, devices: Sequence[Any] | None) -> tuple[Mesh, list[Any]]:

@@ -86,12 +86,12 @@ def given_costs(layout: Layout, order: Sequence[str | Use], activations: Activat
                 what = f"activations of unit {unit!r} are {nbytes!r} bytes, expected a finite number of at least 0."
                 raise ScheduleError(problem("tune()", what))
 
-    def of(use: Use) -> KeptBytes:
+    def kept_by_use(use: Use) -> KeptBytes:
         mine = kept[use.units[-1] or ROOT]
         kept_nbytes, input_nbytes = mine if isinstance(mine, tuple) else (mine, math.nan if mine else 0.0)
-        return KeptBytes(use, kept_nbytes, input_nbytes, tuple(map(of, use.inner)))
+        return KeptBytes(use, kept_nbytes, input_nbytes, tuple(map(kept_by_use, use.inner)))
 
-    return Costs(tuple(map(of, uses)), {}, {}, "given")
+    return Costs(tuple(map(kept_by_use, uses)), {}, {}, "given")
 
 
 def estimated_costs(layout: Layout, order: Sequence[str | Use], tokens: float) -> Costs:
@@ -102,11 +102,11 @@ def estimated_costs(layout: Layout, order: Sequence[str | Use], tokens: float) -
     """
     flops = {unit.name or ROOT: 2.0 * tokens * sum(group.used for group in unit.groups) for unit in layout.units}
 
-    def of(use: Use) -> KeptBytes:
+    def kept_by_use(use: Use) -> KeptBytes:
         inputs = [tokens * each for name in use.units for each in _leaf_input_nbytes_per_token(layout[name])] or [0.0]
         return KeptBytes(use, sum(inputs), median_low(inputs))
 
-    return Costs(tuple(map(of, uses_in_order(layout, order))), flops, {}, "estimated from shapes")
+    return Costs(tuple(map(kept_by_use, uses_in_order(layout, order))), flops, {}, "estimated from shapes")
 
 
 def _leaf_input_nbytes_per_token(unit: UnitLayout) -> list[float]:
@@ -134,12 +134,12 @@ def costs_of_calls(calls: Sequence[UnitCall], source: str) -> Costs:
             flops.setdefault(name or ROOT, []).append(call.flops * is_last)
             seconds.setdefault(name or ROOT, []).append(spent if is_last else (0.0, 0.0, 0.0))
 
-    def of(call: UnitCall) -> KeptBytes:
-        return KeptBytes(call.use, call.kept_nbytes, call.input_nbytes, tuple(map(of, call.inner)))
+    def kept_by_call(call: UnitCall) -> KeptBytes:
+        return KeptBytes(call.use, call.kept_nbytes, call.input_nbytes, tuple(map(kept_by_call, call.inner)))
 
     measured = any(not math.isnan(call.forward_s) for call in every)
     return Costs(
-        tuple(map(of, calls)),
+        tuple(map(kept_by_call, calls)),
         {name: mean(each) for name, each in flops.items()},
         {name: _means(each) for name, each in seconds.items()} if measured else {},
         source,

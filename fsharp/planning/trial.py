@@ -295,7 +295,7 @@ def _materialize(call: UnitCall, device: torch.device) -> Any:
     """Return a call's operands on a device: random floating-point values, and zeros of other dtypes."""
     generator = torch.Generator().manual_seed(0)
 
-    def one(x: Any) -> Any:
+    def materialize_tensor(x: Any) -> Any:
         if not isinstance(x, torch.Tensor):
             return x
         if not x.is_floating_point():  # zeros, as integers may be indices
@@ -303,7 +303,7 @@ def _materialize(call: UnitCall, device: torch.device) -> Any:
         filled = torch.randn(x.shape, generator=generator).mul_(0.02).to(device, x.dtype)
         return filled.requires_grad_(x.requires_grad)
 
-    return optree.tree_map(one, call.operands)
+    return optree.tree_map(materialize_tensor, call.operands)
 
 
 def _synchronize(device: torch.device) -> None:
@@ -355,7 +355,7 @@ def to_meta(tree: Any) -> Any:
     """Return a tree with its tensors on the meta device. Tied tensors stay tied."""
     storages: dict[Any, torch.Tensor] = {}
 
-    def one(x: Any) -> Any:
+    def tensor_to_meta(x: Any) -> Any:
         if not isinstance(x, torch.Tensor) or x.device.type == "meta":
             return x
         key = (_storage_key(x), x.storage_offset(), tuple(x.shape), x.dtype)
@@ -363,7 +363,7 @@ def to_meta(tree: Any) -> Any:
             storages[key] = torch.empty_like(x, device="meta").requires_grad_(x.requires_grad)
         return storages[key]
 
-    return optree.tree_map(one, tree)
+    return optree.tree_map(tensor_to_meta, tree)
 
 
 def _tensor_leaves(tree: Any) -> list[torch.Tensor]:

@@ -190,11 +190,11 @@ def _failures_in_order(folder: Path, failures: Mapping[int, Any]) -> list[tuple[
     ``failures``: what torch's agent reports, by rank. Its times are whole seconds, too coarse for an order.
     """
 
-    def noted(pattern: str) -> list[tuple[int, str]]:
+    def notes_by_time(pattern: str) -> list[tuple[int, str]]:
         notes = sorted(folder.glob(pattern), key=lambda path: path.stat().st_mtime_ns)
         return [(int(path.name.rpartition("-")[2]), path.read_text("utf-8")) for path in notes]
 
-    own, heard = noted("own-error-*"), noted("heard-error-*")
+    own, heard = notes_by_time("own-error-*"), notes_by_time("heard-error-*")
     endings = {rank: f"exit status {e.exitcode}" if e.exitcode > 0 else str(e.message) for rank, e in failures.items()}
     for rank in (rank for rank, e in failures.items() if e.exitcode == EXIT_PREEMPTED):
         endings[rank] += ": after a signal, such as SIGTERM, a run has saved. Start the program again to continue."

@@ -106,7 +106,7 @@ def meta_copy(tree: Any) -> Any:
     def on_meta(x: Any) -> Any:
         return x.to("meta") if isinstance(x, torch.Tensor) and not isinstance(x, ShardedTensor) else x
 
-    def one(leaf: Any) -> Any:
+    def leaf_on_meta(leaf: Any) -> Any:
         if isinstance(leaf, PerRankState):
             raise RunError(
                 f"Run.train(): with elastic=True the tree holds a PerRankState({type(leaf.owner).__name__}), and an iterator "
@@ -117,4 +117,4 @@ def meta_copy(tree: Any) -> Any:
             return leaf.replace(list(map(on_meta, leaf.buffers)))
         return PerRank(optree.tree_map(on_meta, leaf.value)) if isinstance(leaf, PerRank) else on_meta(leaf)
 
-    return optree.tree_map(one, tree, is_leaf=is_checkpoint_leaf)
+    return optree.tree_map(leaf_on_meta, tree, is_leaf=is_checkpoint_leaf)

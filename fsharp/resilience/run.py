@@ -391,7 +391,7 @@ class Run:
 
     @options_checked_on_failure
     def log(self, values: Mapping[str, Any]) -> None:
-        """Record values of the step under way; between steps, of the step before. Only rank 0 records.
+        """Record values for the step under way, or, between two steps, for the step that has ended. Only rank 0 records.
 
         Args:
             values: by name, such as ``{"loss": metrics.loss}``: numbers, tensors with one element, texts; lists and dicts of

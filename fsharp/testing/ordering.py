@@ -31,8 +31,8 @@ class ByteSpan(NamedTuple):
 class Access:
     """The bytes that one torch op reads and writes.
 
-    ``during``: the work of the lane that ran the op. ``allocates``: storages that the op allocated; earlier accesses to their
-    addresses do not count.
+    ``during``: the work in which the op ran, in words for errors. ``allocates``: storages that the op allocated; earlier
+    accesses to their addresses do not count.
     """
 
     lane: str

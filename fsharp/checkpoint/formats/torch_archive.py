@@ -116,7 +116,7 @@ def _unpickle_archive(
 
 
 def _check_num_items(tree: Any, most: int) -> None:
-    """Raise a ValueError if dicts, lists and tuples have more than ``most`` items, those at two places counted twice."""
+    """Raise a ValueError if dicts, lists and tuples have more than ``most`` items. An object at two places counts twice."""
     todo, left = [tree], most
     while todo:
         each = todo.pop()

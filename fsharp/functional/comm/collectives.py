@@ -213,11 +213,11 @@ def pcast(x: torch.Tensor, comm: Comm, axis: str, kind: str) -> torch.Tensor:
     =========  ===========  =================================================  ==========
     """
 
-    def kept(x: torch.Tensor) -> torch.Tensor:
+    def keep_or_zero(x: torch.Tensor) -> torch.Tensor:
         is_kept = kind != "summand" or comm.mesh.coord(axis, comm.rank) == 0
         return x.view_as(x) if is_kept else torch.zeros_like(x)
 
-    call = partial(comm.all_reduce, axis=axis) if kind == "sum" else kept
+    call = partial(comm.all_reduce, axis=axis) if kind == "sum" else keep_or_zero
     primitive, transpose = (partial(pcast, comm=comm, axis=axis, kind=each) for each in (kind, _TRANSPOSE[kind]))
     return _DifferentiableCollective.apply(x, _Collective(call, primitive, transpose))  # type: ignore[no-any-return]
 

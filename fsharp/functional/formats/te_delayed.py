@@ -39,7 +39,7 @@ class ModuleScales:
         self._places[path] = weakref.ref(module), about.fp8_meta_index
 
     def quantizer(self, path: str) -> Any:
-        """Return a quantizer for the weight at ``path``. Its scale and newest maximum are views of the module's."""
+        """Return a quantizer for the weight at ``path``. Its scale and newest maximum are views of the module's tensors."""
         ref, index = self._places[path]
         module: Any = ref()
         if module is None:

@@ -471,13 +471,13 @@ def trainable(tree: Any) -> Any:
         TreeError: a leaf is not a :class:`Sharded`.
     """
 
-    def one(node: Sharded) -> Sharded:
+    def select_trainable(node: Sharded) -> Sharded:
         if not is_sharded(node):
             raise not_sharded_error("trainable()", node)
         chosen = node.unit.trainable_groups
         return node.select_groups(chosen if set(chosen) <= set(node.groups) else [g for g in chosen if g in node.groups])
 
-    return map_units(one, tree)
+    return map_units(select_trainable, tree)
 
 
 @api_boundary
@@ -488,7 +488,7 @@ def merge(tree: Any, part: Any) -> Any:
         TreeError: a leaf of one of the trees is not a :class:`Sharded`.
     """
 
-    def one(whole: Sharded, new: Sharded) -> Sharded:
+    def merge_node(whole: Sharded, new: Sharded) -> Sharded:
         for leaf in (whole, new):
             if not is_sharded(leaf):
                 raise not_sharded_error("merge()", leaf)
@@ -497,4 +497,4 @@ def merge(tree: Any, part: Any) -> Any:
         held = dict(zip(new.groups, new.buffers, strict=True))
         return whole.replace([held.get(g, old) for g, old in zip(whole.groups, whole.buffers, strict=True)])
 
-    return map_units(one, tree, part)
+    return map_units(merge_node, tree, part)

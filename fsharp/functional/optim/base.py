@@ -211,10 +211,10 @@ def _wrap_leaf_lists(state: Any, params: Any) -> Any:
             and all(isinstance(x, torch.Tensor) and x.shape in ((), leaf.shape) for x, leaf in zip(node, leaves, strict=True))
         )
 
-    def one(node: Any) -> Any:
+    def wrap_node(node: Any) -> Any:
         return LeafListAsTree(optree.tree_unflatten(structure, node)) if is_one(node) else node
 
-    return optree.tree_map(one, state, is_leaf=is_one)
+    return optree.tree_map(wrap_node, state, is_leaf=is_one)
 
 
 def apply_transform(

@@ -108,7 +108,7 @@ def muon(
         else:
             seen = optree.tree_map(lambda m: m / (1 - beta**count), moved)
 
-        def one(node: Any, parameter: Any) -> Any:
+        def update_node(node: Any, parameter: Any) -> Any:
             out = node.replace([torch.zeros_like(b) for b in node.buffers])
             for i, group in enumerate(node.groups):
                 for span in node.unit.leaf_spans(group, node.place, comm.rank):
@@ -124,7 +124,7 @@ def muon(
                     out.buffers[i][place] = step.add_(parameter.buffers[i][place], alpha=factor * decay[path])
             return out
 
-        return map_units(one, seen, params), MomentumState(count, moved)
+        return map_units(update_node, seen, params), MomentumState(count, moved)
 
     settings = {"ns_coeffs": ns_coeffs, "ns_steps": ns_steps, "beta": beta, "eps": eps, "weight_decay": weight_decay}
     settings |= {"nesterov": nesterov, "consistent_rms": consistent_rms, "lr_scale": lr_scale, "dtype": dtype}

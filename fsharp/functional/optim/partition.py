@@ -157,7 +157,7 @@ def masked(inner: Any, mask: Patterns) -> Transform:
 def _selected_or_zero(flags: Mapping[str, bool], selected: Any, others: Any | None, rank: int) -> Any:
     """Return a tree with the leaves of ``selected`` whose flag is set. Other leaves come from ``others``, or are zeros."""
 
-    def one(chosen_: Sharded, other: Sharded) -> Sharded:
+    def select_leaves(chosen_: Sharded, other: Sharded) -> Sharded:
         out = chosen_.replace([b.clone() for b in chosen_.buffers])
         rest = other.local_leaves(rank)
         for path, view in out.local_leaves(rank).items():
@@ -165,4 +165,4 @@ def _selected_or_zero(flags: Mapping[str, bool], selected: Any, others: Any | No
                 view.zero_() if others is None else view.copy_(rest[path])
         return out
 
-    return map_units(one, selected, selected if others is None else others)
+    return map_units(select_leaves, selected, selected if others is None else others)

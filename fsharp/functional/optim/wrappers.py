@@ -202,14 +202,14 @@ def _conditional_transform(
 def without_updates(tx: Transform, paths: Container[str]) -> Transform:
     """Wrap ``tx`` so that the parameters at ``paths``, and the state for each of their elements, keep their values."""
 
-    def of(node: Sharded, comm: Comm) -> dict[str, Any]:
+    def fixed_leaves(node: Sharded, comm: Comm) -> dict[str, Any]:
         return {path: here for path, here in node.local_leaves(comm.rank).items() if path in paths}
 
     def apply(grads: Any, state: Any, params: Any, *, comm: Comm, donate: bool, **extra: Any) -> tuple[Any, Any]:
-        before = [{path: x.clone() for path, x in of(node, comm).items()} for node in units_of((params, state))]
+        before = [{path: x.clone() for path, x in fixed_leaves(node, comm).items()} for node in units_of((params, state))]
         params, state = apply_transform(tx, grads, state, params, comm=comm, donate=donate, **extra)
         for node, old in zip(units_of((params, state)), before, strict=True):
-            for path, x in of(node, comm).items():
+            for path, x in fixed_leaves(node, comm).items():
                 x.copy_(old[path])
         return params, state
 

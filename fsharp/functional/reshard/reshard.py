@@ -148,16 +148,16 @@ def reshard(
 def _with_residuals(tree: Any, residuals: Any) -> Any:
     """Return ``tree`` with ``residuals``, the encoding errors of earlier gradients, in each TrainState; None removes them."""
 
-    def one(node: Any) -> Any:
+    def set_residuals(node: Any) -> Any:
         return node._replace(residuals=residuals) if isinstance(node, TrainState) else node
 
-    return optree.tree_map(one, tree, is_leaf=lambda node: is_sharded(node) or isinstance(node, TrainState))
+    return optree.tree_map(set_residuals, tree, is_leaf=lambda node: is_sharded(node) or isinstance(node, TrainState))
 
 
 def _in_resting_format(state_tree: StateTree, nodes: list[Sharded], layout: Layout, comm: Comm) -> list[Sharded]:
     """Return moved nodes of parameters as ``layout`` stores them: encoded if it has a format, else in the compute dtype."""
 
-    def one(unit: UnitLayout, group: int, buffer: torch.Tensor) -> torch.Tensor:
+    def cast_if_plain(unit: UnitLayout, group: int, buffer: torch.Tensor) -> torch.Tensor:
         new = unit.groups[group]
         if new.dtypes.format is not None:
             return buffer
@@ -166,7 +166,7 @@ def _in_resting_format(state_tree: StateTree, nodes: list[Sharded], layout: Layo
         return buffer if old.format is None else buffer.to(new.dtypes.compute)
 
     rows = [(node, zip(node.groups, node.buffers, strict=True)) for node in nodes]
-    values = [node.with_buffers([one(node.unit, *row) for row in pairs]) for node, pairs in rows]
+    values = [node.with_buffers([cast_if_plain(node.unit, *row) for row in pairs]) for node, pairs in rows]
     if not any(unit.has_stored_formats for unit in layout.units):
         return values
     encoded = check_on_all_ranks("reshard()", comm, lambda: encode_block_format_groups(values))

@@ -99,7 +99,7 @@ class Transport(ABC):
         """Sum this rank's part of each buffer over the ``n`` ranks along an axis, in ``dtype``, in one reduce_scatter.
 
         Returns:
-            A Work for each summand. Its result, the sum, is ``out``, or is valid until ``x`` or ``scratch`` is written.
+            A Work for each summand. Its result is the sum: ``out``, or memory valid until a write to ``x`` or ``scratch``.
         """
         xs = [each.x for each in summands]
         if self.counters:

@@ -45,7 +45,7 @@ class HandedOutLeaf:
         return self._tensor() is tensor
 
     def owns_memory_of(self, tensor: torch.Tensor) -> bool:
-        """Return whether ``tensor`` has inner tensors of the leaf, and no other inner tensors in the leaf's memory."""
+        """Return whether ``tensor`` uses the leaf's memory, and only through inner tensors of the leaf."""
         mine = {id(ref()) for ref, *_ in self._inner} - {id(None)}
         here = [x for x in inner_tensors(tensor) if id(x) in mine or x.untyped_storage().data_ptr() == self._address]
         return bool(here) and all(id(x) in mine for x in here)

@@ -79,7 +79,7 @@ class StateOffload:
         kept = [x for node in units_of((params, self._grads)) for x in node.raw_buffers if isinstance(x, torch.Tensor)]
         stays = {x.untyped_storage().data_ptr() for x in kept}
 
-        def one(node: Any) -> Any:
+        def move_node(node: Any) -> Any:
             if not is_sharded(node) or node.name not in self._keys:
                 return node
             is_offloaded = isinstance(node.lazy, OffloadedBuffers)
@@ -100,7 +100,7 @@ class StateOffload:
             held = OffloadedBuffers(buffers, moves[self._keys[node.name]]) if to_host else buffers
             return node.with_buffers(held, reduction=node.reduction)
 
-        return map_units(one, tree), moves
+        return map_units(move_node, tree), moves
 
     def _device_memory_for(self, x: torch.Tensor, *, is_offloaded: bool) -> torch.Tensor:
         """Return memory on the device for a copy of ``x``; ``x`` itself if it is there already."""

@@ -362,7 +362,7 @@ def _user_and_remedy(part: ShardedTensor, usual_remedy: str) -> tuple[str, str]:
 
 
 def _check_no_autograd(name: str, rows: Sequence[Sequence[Any]], cut: Sequence[ShardedTensor]) -> None:
-    """Raise an error if a tensor in ``rows`` that requires a gradient is a part, or is used together with parts (``cut``)."""
+    """Raise an error if a tensor in ``rows`` requires a gradient, and is a part or is used together with the parts ``cut``."""
     for x in (x for row in rows for x in row if isinstance(x, torch.Tensor) and x.requires_grad):
         if isinstance(x, ShardedTensor):
             by, remedy = _user_and_remedy(
@@ -465,7 +465,7 @@ def _call_naming_part(call: Callable[[], Any], name: str, part: ShardedTensor) -
 
 
 def _own_elements(x: Any, likes: Sequence[ShardedTensor | None]) -> Any:
-    """Return this rank's elements of a tensor, cut like ``likes[0]``. In a list, tensor ``i`` is cut like ``likes[i]``."""
+    """Return this rank's elements of tensor ``x``, cut like ``likes[0]``. In a list item ``i`` is cut like ``likes[i]``."""
     like = likes[0]
     if isinstance(x, list | tuple):
         return type(x)(_own_elements(each, [like]) for each, like in zip(x, cycle(likes), strict=False))
