@@ -4,7 +4,7 @@ python examples/functional_train_step.py                                        
 torchrun --nproc-per-node 4 examples/functional_train_step.py                   ZeRO-3
 torchrun --nproc-per-node 4 examples/functional_train_step.py hfsdp             hybrid, 2 x 2
 
-It prints the loss, which falls from 4.6 to 1.1 on two processes.
+It prints the loss, which falls from 4.7 to 1.4 on one process, and to 0.7 on four, which take four times as many samples.
 """
 
 import os

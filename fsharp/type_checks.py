@@ -124,6 +124,17 @@ def _name_in_errors(fn: Callable[..., Any]) -> str:
     return fn.__qualname__.removesuffix(".__init__").rpartition("<locals>.")[2]
 
 
+def takes_arguments(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> bool:
+    """Return whether a function has parameters for these arguments; it may need more. True if it has no signature."""
+    try:
+        inspect.signature(fn, follow_wrapped=False).bind_partial(*args, **kwargs)
+    except TypeError:
+        return False
+    except ValueError:  # some functions of C
+        return True
+    return True
+
+
 def check_signature(error: Exception, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Raise an OptionError if the call ``fn(*args, **kwargs)``, which raised ``error``, does not fit the signature of ``fn``.
 

@@ -59,6 +59,9 @@ def test_list(root, capsys):
 
 def test_a_folder_without_checkpoints(tmp_path, capsys):
     assert run(capsys, "ckpt", "list", tmp_path)[:2] == (0, ["no complete checkpoint"])
+    fs.checkpoint.save(tmp_path / "run", {"w": torch.ones(2)}, step=1, comm=fs.SingleComm())
+    expected = ["no complete checkpoint", f"There are checkpoints in {tmp_path}/run"]
+    assert run(capsys, "ckpt", "list", tmp_path)[:2] == (0, expected)
     for command in (["list"], ["prune", "--keep", 1]):
         status, _, err = run(capsys, "ckpt", command[0], tmp_path / "mistyped", *command[1:])
         assert (status, "mistyped' is not a folder" in err) == (2, True)
@@ -608,6 +611,12 @@ def test_units_are_in_the_order_in_which_the_tree_has_them():
         ),
         (["plan", "gpt-2", "--strategy", "zero4"], 2, "strategy is 'zero4'; Mesh(dp=8) has ddp, zero1, zero2, zero3.\n"),
         (["plan", "gpt-2", "--compute", "bf16"], 2, "compute is 'bf16'"),
+        (["plan", "gpt-2", "--compute", "int8"], 2, "plan: compute is 'int8', expected the name of a floating-point dtype"),
+        (
+            ["plan", "tests/test_cli.py:no_parameters"],
+            2,
+            "the file of a module, expected its name: tests.test_cli:no_parameters.",
+        ),
         (["plan", "gpt-2", "--units", "blocks.*"], 2, "blocks.*"),
         (["plan", "gpt-2", "--microbatches", "0"], 2, "plan: microbatches is 0, expected at least 1."),
         (["plan", "gpt-2", "--optimizer-buffers", "-1"], 2, "optimizer_buffers is -1, expected at least 0."),
@@ -623,7 +632,7 @@ def test_units_are_in_the_order_in_which_the_tree_has_them():
         (["tune", "gpt-2", "--rows", "-1"], 2, "rows is -1"),
         (["tune", "gpt-2", "--mesh", "0"], 2, "mesh is 0, expected 1 to 1,000,000."),
         (["tune", "gpt-2", "--mesh", "1000000000"], 2, "mesh is 1,000,000,000"),
-        (["tune", "gpt-2", "--budget", "0"], 2, "budget is 0.0"),
+        (["tune", "gpt-2", "--budget", "0"], 2, "budget is 0, expected more than 0: the GB that one rank may use."),
         (["tune", "gpt-2", "--budget", "nan"], 2, "budget is nan"),
         (["tune", "gpt-2", "--activations", "inf"], 2, "activations is inf"),
         (["tune", "gpt-2", "--optimizer-buffers", "-1"], 2, "optimizer_buffers is -1"),
@@ -673,12 +682,15 @@ def test_plan_keeps_no_state_for_frozen_parameters(capsys):
     assert {("params", "160", "B"), ("main", "64", "B"), ("grads", "64", "B"), ("optimizer", "128", "B")} <= rows
 
 
-@pytest.mark.parametrize("text", ["{", "[]", '{"model_type": "llama", "architectures": ["Nope"]}', '{"model_type": "nope"}'])
+@pytest.mark.parametrize(
+    "text", ["{", "[]", "{}", '{"model_type": "llama", "architectures": ["Nope"]}', '{"model_type": "nope"}']
+)
 def test_plan_says_what_is_wrong_with_a_configuration(text, tmp_path, capsys):
     (tmp_path / "config.json").write_text(text)
     status, _, err = run(capsys, "plan", tmp_path)
     assert status == 2
-    assert "Nope" in err or "cannot be made" in err
+    reason = "has no model_type, which names the architecture" if text in ("[]", "{}") else "cannot be made"
+    assert "Nope" in err or reason in err
 
 
 QUANTIZED = ("FP8 of TransformerEngine", "MXFP8 and NVFP4 of TransformerEngine")

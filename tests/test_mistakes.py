@@ -48,6 +48,18 @@ MISTAKES = {
         OptionError,
         "the scheduler passes comm by itself",
     ),
+    "a step without comm": (
+        lambda: fs.Scheduler(ONLY)(lambda state, batch: state),
+        OptionError,
+        "has no argument comm, expected def step(state, batch, comm).",
+    ),
+    "units by a function of the module": (
+        lambda: fs.shard_module(torch.nn.Linear(2, 2), mesh=ONLY, units=lambda m: True),
+        OptionError,
+        "a predicate (path, module) -> bool, or",
+    ),
+    "a slice of a sharded module": (lambda: SHARDED_MODULE[:1], TreeError, "Sequential(): only fs.shard_module() makes a"),
+    "a plan of a module": (lambda: fs.plan(MODULE, ONE, fs.zero3("dp")), TreeError, "plan(): params is not a tensor."),
     "a torch optimizer": (lambda: state(torch.optim.SGD(MODULE.parameters())), TreeError, SGD),
     "a class of torch": (lambda: state(torch.optim.SGD), TreeError, SGD),
     "the name of an optimizer": (

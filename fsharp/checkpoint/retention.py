@@ -108,11 +108,10 @@ class Retention(NamedTuple):
 
     def check_options(self, where: str) -> None:
         """Raise a CheckpointError for options that would keep no checkpoint, or make no sense."""
-        if self.keep < 1 or self.best < 0:
-            raise CheckpointError(
-                f"{where}: keep is {self.keep}, expected at least 1: the only checkpoint is never removed; best is "
-                f"{self.best}, at least 0."
-            )
+        if self.keep < 1:
+            raise CheckpointError(f"{where}: keep is {self.keep}, expected at least 1: the only checkpoint is never removed.")
+        if self.best < 0:
+            raise CheckpointError(f"{where}: best is {self.best}, expected at least 0.")
         for name in ("keep_steps", "keep_hours"):
             value = getattr(self, name)
             if value is not None and not 0 < value < math.inf:

@@ -9,7 +9,7 @@ from typing import Literal
 import torch
 
 from fsharp.checkpoint import checkpoints, export_safetensors, from_dcp, open_checkpoint, prune, to_dcp, verify
-from fsharp.checkpoint.catalog import opening_errors
+from fsharp.checkpoint.catalog import has_checkpoints, opening_errors
 from fsharp.checkpoint.manifest import MANIFEST_NAME
 from fsharp.checkpoint.storage import absolute_path, storage_of
 from fsharp.cli.models import parse_dtype
@@ -39,8 +39,13 @@ def list_checkpoints(root: str, /) -> str:
         rows.append(
             (str(made.step), when, str(len(made.files)), str(len(each.names)), nbytes_text(made.nbytes), metric, each.path)
         )
-    found = align_columns(rows, right={0, 2, 3, 4, 5}) if len(rows) > 1 else ["no complete checkpoint"]
-    return "\n".join([*found, *opening_errors(absolute_path(root))])
+    errors = opening_errors(absolute_path(root))
+    if len(rows) > 1:
+        return "\n".join([*align_columns(rows, right={0, 2, 3, 4, 5}), *errors])
+    folder = absolute_path(root)
+    inside = [f"{folder}/{name}" for name in storage_of(folder).list_names(folder)]
+    others = [] if errors else [f"There are checkpoints in {path}" for path in inside if has_checkpoints(path)]
+    return "\n".join(["no complete checkpoint", *errors, *others[:8]])
 
 
 def _check_folder(command: str, root: str) -> None:

@@ -142,12 +142,15 @@ def _import_or_build_model(where: str, model: str) -> Any:
         if not path.is_file():
             raise OptionError(f"{where}: the folder {model!r} has no config.json.")
     if path.is_file():
-        return _model_of_config(where, json.loads(path.read_text()))
+        return _model_of_config(where, path, json.loads(path.read_text()))
     module, colon, name = model.partition(":")
     if not colon:
         known = ", ".join(ARCHITECTURES)
         what = f"there is no model {model!r}."
         raise OptionError(problem(where, what, remedy=f"Pass one of {known}; the path of a config.json; or module:path."))
+    if module.endswith(".py"):
+        name_of_module = ".".join(Path(module).with_suffix("").parts)
+        raise OptionError(f"{where}: {model!r} has the file of a module, expected its name: {name_of_module}:{name}.")
     sys.path.insert(0, "")
     found: Any = importlib.import_module(module)
     for part in name.split("."):
@@ -158,9 +161,12 @@ def _import_or_build_model(where: str, model: str) -> Any:
         return found if isinstance(found, torch.nn.Module) or not callable(found) else found()
 
 
-def _model_of_config(where: str, config: dict[str, Any]) -> Any:
+def _model_of_config(where: str, path: Path, config: Any) -> Any:
     import transformers
 
+    if not isinstance(config, dict) or "model_type" not in config:
+        what = 'has no model_type, which names the architecture, such as "llama"'
+        raise OptionError(f"{where}: {path} {what}. Pass a config.json that transformers has written.")
     [name] = config.get("architectures") or [""]
     kind = getattr(transformers, name, None)
     if name and kind is None:
@@ -171,8 +177,8 @@ def _model_of_config(where: str, config: dict[str, Any]) -> Any:
 
 
 def parse_dtype(option: str, name: str) -> torch.dtype:
-    """Return the dtype called ``name``. Raises OptionError, which names the option, if torch has no such dtype."""
+    """Return the dtype called ``name``. Raises OptionError, which names the option, if it is no floating-point dtype."""
     found = getattr(torch, name, None)
-    if not isinstance(found, torch.dtype):
-        raise OptionError(f"{option} is {name!r}, expected the name of a dtype, such as bfloat16.")
+    if not isinstance(found, torch.dtype) or not found.is_floating_point:
+        raise OptionError(f"{option} is {name!r}, expected the name of a floating-point dtype, such as bfloat16.")
     return found

@@ -70,7 +70,8 @@ def plan(
         padding = layout.num_padding / (layout.num_params + layout.num_padding)
         rows.append((name, *sizes, str(calls.total()), f"{padding:.3%}"))
     largest = max(sum(group.used * group.dtypes.compute.itemsize for group in unit.groups) for unit in layout.units)
-    about = f"{layout.num_params:,} parameters on {axes}, in {len(layout.units)} units of at most {nbytes_text(largest)}"
+    count = "1 unit" if len(layout.units) == 1 else f"{len(layout.units)} units"
+    about = f"{layout.num_params:,} parameters on {axes}, in {count} of at most {nbytes_text(largest)}"
     sent_by = "sent a step: without fs.Scheduler, which may gather less often; see fsharp schedule"
     return "\n".join([about, "", *align_columns(rows, right=set(range(1, len(head)))), "", sent_by])
 
@@ -227,7 +228,8 @@ def tune(
         draw: path of a picture of the predicted step, such as step.png; needs matplotlib.
     """
     check_number("tune: rows", rows, 0)
-    check_number("tune: budget", budget, 1e-9)
+    if not budget > 0:
+        raise OptionError(f"tune: budget is {budget:g}, expected more than 0: the GB that one rank may use.")
     check_number("tune: activations", activations, 0, 1_000_000_000)
     check_number("tune: optimizer_buffers", optimizer_buffers, 0)
     _check_speed("tune", tokens, efficiency)

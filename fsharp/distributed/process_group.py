@@ -178,8 +178,11 @@ class ProcessGroupComm:
         abort_groups(groups, is_nccl=self.is_nccl)
 
     @torch.no_grad()
-    def all_gather(self, x: torch.Tensor, axis: str, *, label: str = "") -> torch.Tensor:
-        """Return ``x`` of all ``n`` ranks of the axis as ``[n, *x.shape]``, in order of coordinate. Any dtype can be sent."""
+    def all_gather(self, x: torch.Tensor, axis: str, *, label: str = "", shown_op: str = "all_gather") -> torch.Tensor:
+        """Return ``x`` of all ``n`` ranks of the axis as ``[n, *x.shape]``, in order of coordinate. Any dtype can be sent.
+
+        ``shown_op``: name of the collective in errors, as an ``all_reduce`` in order of rank calls this method.
+        """
         try:  # not @api_boundary, which is a frame more in each collective
             n = self.mesh.axis_size(axis)
             out = x.new_empty((n, *x.shape))
@@ -187,7 +190,7 @@ class ProcessGroupComm:
                 self.watch.raise_if_failed()
                 job_store.all_gather_into(as_bytes(out), as_bytes(x), group=self.group(axis))
             else:
-                text = _label_text("all_gather", x, axis, label)
+                text = _label_text(shown_op, x, axis, label)
                 self._send_and_receive([as_bytes(x)] * n, list(as_bytes(out).view(n, -1)), axis, text)
             return out
         except Exception as error:
@@ -220,14 +223,15 @@ class ProcessGroupComm:
                 dist.all_reduce(out, op=_REDUCE_OPS[op], group=self.group(axis))
                 return out
             if op != "sum":
-                parts = self.all_gather(x, axis, label=f"{label or _DEFAULT_LABEL} {op}")
+                parts = self.all_gather(x, axis, label=label, shown_op=f"all_reduce {op}")
                 return parts.amax(0) if op == "max" else parts.amin(0)
             if x.numel() * x.element_size() * (n - 1) <= _MAX_ONE_ROUND_NBYTES:
-                return sum_in_rank_order(self.all_gather(x, axis, label=label), x.dtype)
+                return sum_in_rank_order(self.all_gather(x, axis, label=label, shown_op="all_reduce"), x.dtype)
             part = -(-x.numel() // n)
             padded = torch.nn.functional.pad(x.reshape(-1), (0, part * n - x.numel()))
             parts = self._exchange_rows(padded.view(n, part), axis, _label_text("all_reduce", x, axis, label))
-            return self.all_gather(sum_in_rank_order(parts, x.dtype), axis, label=label).view(-1)[: x.numel()].view(x.shape)
+            total = self.all_gather(sum_in_rank_order(parts, x.dtype), axis, label=label, shown_op="all_reduce")
+            return total.view(-1)[: x.numel()].view(x.shape)
         except Exception as error:
             hide_frames(error)
             raise

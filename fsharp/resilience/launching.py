@@ -26,7 +26,7 @@ from fsharp.functional.comm.agree import ranks_text
 from fsharp.resilience.failures import is_own_failure
 from fsharp.resilience.preemption import EXIT_PREEMPTED
 from fsharp.resilience.restarting import Restarter
-from fsharp.tracebacks import api_boundary, hide_frames
+from fsharp.tracebacks import api_boundary, hide_frames, traceback_text
 from fsharp.type_checks import options_checked
 
 if TYPE_CHECKING:
@@ -225,7 +225,8 @@ def run_rank(folder: str, launcher: int, *, prints_error: bool = False) -> None:
         hide_frames(error)
         whose = "own" if is_own_failure(error) else "heard"
         shown = traceback.TracebackException(type(error), error, None)  # whose text exists also if __str__ raises an error
-        text = f"{type(error).__name__}: {shown}".splitlines()[0] + f"\n{traceback.format_exc().rstrip()}"
+        head, text = f"{type(error).__name__}: {shown}".splitlines()[0], traceback_text(error).rstrip()
+        text = text if text.startswith(head) else f"{head}\n{text}"  # without a frame of the user's the text is the error alone
         Path(folder, f"{whose}-error-{rank}").write_text(text, "utf-8", "backslashreplace")  # before destroy() tells others
         if prints_error and whose == "own":
             raise

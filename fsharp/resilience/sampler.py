@@ -62,10 +62,12 @@ class IndexSampler:
         Raises:
             RunError: the step is negative, ``rank`` is out of range, or the ranks do not divide the batch (see ``uneven``).
         """
-        if step < 0 or not 0 <= rank < num_ranks:
-            raise RunError(
-                f"indices(): step is {step}, rank {rank} of {num_ranks}; expected a step from 0 and a rank below num_ranks."
-            )
+        if step < 0:
+            raise RunError(f"indices(): step is {step}, expected at least 0.")
+        if num_ranks < 1:
+            raise RunError(f"indices(): num_ranks is {num_ranks}, expected at least 1.")
+        if not 0 <= rank < num_ranks:
+            raise RunError(f"indices(): rank is {rank}, expected 0 to {num_ranks - 1}, as num_ranks is {num_ranks}.")
         if self.batch_size % num_ranks and not self.uneven:
             raise RunError(
                 f"indices(): batch_size is {self.batch_size}, which {num_ranks} ranks do not divide. Take another batch_size, "

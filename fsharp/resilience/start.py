@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import os
 import platform
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -38,7 +39,7 @@ def agree_at_start(config: Mapping[str, Any], tree: Any = None, *, comm: Comm, f
     Raises:
         AgreementError: a field differs, or a rank has failed, for example because a file is missing. The message has the field,
             its values and the ranks.
-        RunError: JSON cannot hold the config.
+        RunError: JSON cannot hold the config, or a file cannot be read.
 
     Cost: one collective of 40 bytes for each axis; more only if something differs.
     """
@@ -47,12 +48,22 @@ def agree_at_start(config: Mapping[str, Any], tree: Any = None, *, comm: Comm, f
         nodes = units_of(tree)
         found = {f"config.{name}": text for name, text in _config_fields(config)}
         found |= {f"layout: {name}": text for name, text in (unit_fields([n.unit for n in nodes]) if nodes else {}).items()}
-        found |= {f"file {path}": hashlib.sha256(Path(path).read_bytes()).hexdigest() for path in files}
+        found |= {f"file {path}": _file_digest(path) for path in files}
         structure = _ADDRESS_PATTERN.sub("", str(optree.tree_structure(tree, is_leaf=is_checkpoint_leaf)))
         found |= {"mesh": str(comm.mesh), "tree": "\n".join(_leaf_lines(tree)), "structure": structure}
         return found | {"fsharp": fsharp.__version__, "torch": torch.__version__, "python": platform.python_version()}
 
     check_on_all_ranks("agree_at_start()", comm, fields, lambda found: found)
+
+
+def _file_digest(path: str | Path) -> str:
+    try:
+        return hashlib.sha256(Path(path).read_bytes()).hexdigest()
+    except OSError as error:
+        raise RunError(
+            f"files: {str(path)!r} cannot be read ({error.strerror}), in the folder {os.getcwd()!r}. Pass source files that "
+            "have to be equal on all ranks, such as files=[__file__]."
+        ) from error
 
 
 def _config_fields(config: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[str, str]]:

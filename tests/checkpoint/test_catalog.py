@@ -119,9 +119,12 @@ def test_a_checkpoint_is_a_path(tmp_path):
         fs.checkpoint.verify(tmp_path)
     shutil.rmtree(found)
     assert repr(fs.checkpoint.Checkpoint(found.path)) == f"Checkpoint({found.path!r}, which is not complete any more)"
-    for keep, best in ((0, 0), (1, -1)):
-        with pytest.raises(CheckpointError, match=rf"prune\(\): keep is {keep}, .* best is {best}"):
-            fs.checkpoint.prune(tmp_path, keep=keep, best=best)
+    for options, wrong in (
+        ({"keep": 0}, "keep is 0, expected at least 1"),
+        ({"keep": 1, "best": -1}, "best is -1, expected at least 0"),
+    ):
+        with pytest.raises(CheckpointError, match=rf"prune\(\): {wrong}.*\.$"):
+            fs.checkpoint.prune(tmp_path, **options)
 
 
 def test_an_object_store_has_a_manifest_last(tmp_path):

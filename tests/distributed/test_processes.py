@@ -104,6 +104,16 @@ def test_ranks_that_differ_all_raise_the_same_text(found):
     assert all(calls <= 3 for *_, calls in results)  # the comparison itself, and nothing after it
 
 
+def test_errors_of_an_all_reduce_name_it():
+    def rank_fn(comm):
+        return attempt(comm, lambda comm: comm.all_reduce(torch.ones(2 + comm.rank), "dp"))
+
+    for kind, text, _ in processes(PAIR, rank_fn):
+        assert kind == "AgreementError"
+        assert "all_reduce along 'dp' of float32[3]" in text
+        assert "all_gather" not in text
+
+
 @pytest.mark.parametrize(
     ("program", "kind", "text"),
     [

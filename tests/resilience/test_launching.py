@@ -16,6 +16,7 @@ import torch
 
 import fsharp as fs
 from fsharp.errors import CommError, MeshError, OptionError
+from fsharp.tracebacks import HINT
 
 
 def test_results_come_in_order_of_rank_closures_and_steps_travel_and_no_process_prints(capfd):
@@ -64,6 +65,7 @@ def test_a_rank_that_fails_is_named_and_the_others_end(how, capfd):
     text = str(caught.value)
     assert text.count("in rank_fn") == text.count("Traceback") == (how != "exits"), text
     assert re.search(r"\nrank 0: [^\n]+$", text), text
+    assert HINT not in text  # Python prints the note of this error
     if how == "raises and ends last":
         assert "\nrank 0: CommError: fsharp: rank 1 has left the job" in text
     assert capfd.readouterr() == ("", "")

@@ -75,7 +75,8 @@ def test_state_is_integers_and_another_order_is_refused():
         (lambda: IndexSampler(4, 2.0, seed=0), r"batch_size is 2\.0"),
         (lambda: IndexSampler(4, 2, seed=None), "seed is None"),
         (lambda: IndexSampler(4, 2, seed=0).indices(-1), "step is -1"),
-        (lambda: IndexSampler(4, 2, seed=0).indices(0, rank=2, num_ranks=2), "rank 2 of 2"),
+        (lambda: IndexSampler(4, 2, seed=0).indices(0, rank=2, num_ranks=2), "rank is 2, expected 0 to 1, as num_ranks is 2"),
+        (lambda: IndexSampler(4, 2, seed=0).indices(0, num_ranks=0), "num_ranks is 0, expected at least 1"),
         (lambda: IndexSampler(4, 2, seed=0).indices(0, rank=0, num_ranks=3), "batch_size is 2, which 3 ranks"),
     ],
 )

@@ -100,6 +100,8 @@ def test_code_is_compared_and_a_file_that_one_rank_lacks_is_named(tmp_path):
     assert "rank 2: " in text
     with pytest.raises(AgreementError, match=r"failed on rank 1; rank 1 says:\n.*gone\.py"):
         simulate(DP3, lambda comm: agree_at_start({}, comm=comm, files=files[: 1 + (comm.rank == 1)]))
+    with pytest.raises(RunError, match=r"files: '.*gone\.py' cannot be read \(No such file or directory\), in the folder"):
+        agree_at_start({}, comm=fs.SingleComm(), files=files)
 
 
 def test_versions_are_compared(monkeypatch):

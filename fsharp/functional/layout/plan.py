@@ -262,7 +262,8 @@ def _leaf_as_tensor(path: str, leaf: Any) -> torch.Tensor:
                 remedy = "Pass the parameters that fs.make_functional(module) returns; or call fs.shard_module(module)."
             elif (isinstance(leaf, Collection) and not isinstance(leaf, str | bytes)) or is_dataclass(leaf):
                 remedy = f"This class is no pytree. Pass a dict, list, tuple or namedtuple, or {REGISTER}"
-            raise TreeError(problem("plan()", f"params[{path!r}] is not a tensor.", facts, remedy))
+            name = f"params[{path!r}]" if path else "params"
+            raise TreeError(problem("plan()", f"{name} is not a tensor.", facts, remedy))
         return torch.empty(tuple(leaf.shape), dtype=dtype, device="meta")
     if leaf.layout is not torch.strided:
         raise TreeError(f"plan(): params[{path!r}] has layout {leaf.layout}, expected torch.strided.")

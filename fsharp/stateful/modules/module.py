@@ -41,7 +41,7 @@ class ShardedModule(nn.Module):
     @api_boundary
     def __new__(cls, *args: Any, **options: Any) -> "ShardedModule":
         """Raise an error: only ``fs.shard_module`` makes a ShardedModule, from a module that exists."""
-        raise TreeError(f"{cls.__name__}(): a sharded module is made by fs.shard_module(module, ...), and not copied.")
+        raise TreeError(f"{cls.__name__}(): only fs.shard_module() makes a sharded module. Slice or copy it before.")
 
     @api_context
     def accumulate(self) -> Iterator[None]:

@@ -9,7 +9,7 @@ from torch import nn
 from fsharp.errors import OptionError, PatternError
 from fsharp.functional.layout.layout import Layout
 from fsharp.functional.tree.paths import innermost_prefix, matches
-from fsharp.type_checks import short_repr
+from fsharp.type_checks import short_repr, takes_arguments
 
 ModuleRule = str | type[nn.Module] | Callable[[str, nn.Module], bool]
 """A pattern of module paths, a class of modules, or a predicate on path and module."""
@@ -22,10 +22,10 @@ def chosen_modules(module: nn.Module, units: Units | Sequence[Units]) -> dict[st
     every = {path: each for path, each in module.named_modules() if path}
     found: set[str] = set()
     for rule in [rule for each in _as_list(units) for rule in _as_list(each)]:
-        if not isinstance(rule, str) and (isinstance(rule, nn.Module) or not callable(rule)):
+        if isinstance(rule, nn.Module) or not (isinstance(rule, str | type) or takes_arguments(rule, "", module)):
             raise OptionError(
                 f"shard_module(): units has {short_repr(rule)}, expected a class of modules, a pattern of paths, a predicate "
-                "on path and module, or a tuple or list of these."
+                "(path, module) -> bool, or a tuple or list of these."
             )
         if isinstance(rule, str):
             hits = {path for path in every if matches(rule, path)}
@@ -35,10 +35,9 @@ def chosen_modules(module: nn.Module, units: Units | Sequence[Units]) -> dict[st
             hits = {path for path, each in every.items() if rule(path, each)}
         if not hits:
             kinds = ", ".join(sorted({type(each).__name__ for each in every.values()})[:12]) or "none"
-            name = rule.__name__ if hasattr(rule, "__name__") else repr(rule)
             raise PatternError(
-                f"shard_module(units=...): {name} matches no module of {type(module).__name__}. Classes of modules in it: "
-                f"{kinds}; paths: {', '.join(list(every)[:8]) or 'none'}."
+                f"shard_module(units=...): {getattr(rule, '__name__', repr(rule))} matches no module of "
+                f"{type(module).__name__}. Classes of modules in it: {kinds}; paths: {', '.join(list(every)[:8]) or 'none'}."
             )
         found |= hits
     chosen = {path: each for path, each in every.items() if path in found}
@@ -95,10 +94,7 @@ def methods_by_module(
         if not owners:
             elsewhere = next((path for path, each in module.named_modules() if hasattr(each, name)), None)
             hint = f" {elsewhere!r} has it: choose that module as one of the units." if elsewhere is not None else ""
-            raise PatternError(
-                f"shard_module(methods=...): neither {type(module).__name__} nor a module that is chosen by units has a "
-                f"method {name!r}.{hint}"
-            )
+            raise PatternError(f"shard_module(methods=...): {type(module).__name__} and units have no method {name!r}.{hint}")
         for path in owners:
             _check_is_method(modules[path], path, name)
             found[path] += (name,)

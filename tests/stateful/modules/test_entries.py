@@ -141,9 +141,9 @@ def test_methods_that_are_not_named(comm, strategy):
 @pytest.mark.parametrize(
     ("names", "match"),
     [
-        (["encodes"], r"neither Coder nor a module that is chosen by units has a method 'encodes'"),
+        (["encodes"], r"Coder and units have no method 'encodes'"),
         ("norm", r"'norm' of layers\.0, a Halves, is a LayerNorm, expected a method of its own"),
-        (["in_features"], r"has a method 'in_features'\. 'head' has it: choose that module as one of the units"),
+        (["in_features"], r"have no method 'in_features'\. 'head' has it: choose that module as one of the units"),
         (["encode", "state_dict"], r"'state_dict' is a method of every nn\.Module"),
         (["twice"], r"'twice' of the root, a Coder, is a bool"),
         (["still"], r"'still' of the root, a Coder, is a staticmethod"),

@@ -27,6 +27,7 @@ class GradScaler(torch.amp.GradScaler):
 
     If gradients of one rank hold an infinity or NaN, all ranks skip the step and lower the scale. A skipped step releases the
     gradients. With ``accumulate()`` call these methods once, after the last backward. Other optimizers work as in torch.
+    For parameters on a CPU pass ``"cpu"``: with ``"cuda"``, the default, torch disables the scaler there, and issues a warning.
 
     Raises:
         ScheduleError: there are no gradients to unscale, or the module has ``Precision(feedback=True)``.
