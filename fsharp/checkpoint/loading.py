@@ -160,7 +160,7 @@ def load_checkpoint_at(
     checkpoint a moment before, so the cause is on this rank's host, such as a missing mount.
     """
 
-    def opened() -> Checkpoint:
+    def open_and_read_manifest() -> Checkpoint:
         found = open_checkpoint(path)
         _ = found.manifest  # read now: another process may remove the checkpoint
         return found
@@ -173,7 +173,7 @@ def load_checkpoint_at(
                 damage.append(str(error))
             raise CheckpointError(f"{error}{complete_sibling_hint(found.path)}") from error
 
-    return load_with_reader(read, opened, like, comm=comm, **options)
+    return load_with_reader(read, open_and_read_manifest, like, comm=comm, **options)
 
 
 def load_with_reader(
@@ -198,7 +198,7 @@ def load_with_reader(
     """
     prefix = f"{subtree}." if subtree else ""
 
-    def stored(name: str) -> str:
+    def stored_name(name: str) -> str:
         below = apply_rename("load()", name, rename)
         return prefix + below if below else subtree  # a subtree may be a leaf
 
@@ -208,22 +208,22 @@ def load_with_reader(
         there = {prefix for name in (*manifest.tensors, *manifest.values) for prefix in self_and_ancestors(name)}
         resting = tree_to_load_into(
             like,
-            lambda name: stored(name) in there,
-            lambda name: manifest.tensors[key].shape if (key := stored(name)) in manifest.tensors else None,
+            lambda name: stored_name(name) in there,
+            lambda name: manifest.tensors[key].shape if (key := stored_name(name)) in manifest.tensors else None,
         )
         template = decode_tree(resting, comm.rank)
         wanted = contents_of("load()", template, comm)
         if donate:
             check_not_lent("load()", units_of(template))
-        names = source_names(manifest, wanted, stored)
-        left, tolerated = check_matches(found.path, manifest, wanted, names, stored, prefix, cast=cast, strict=strict)
+        names = source_names(manifest, wanted, stored_name)
+        left, tolerated = check_matches(found.path, manifest, wanted, names, stored_name, prefix, cast=cast, strict=strict)
         _refuse_half_of_main_copies(found.path, like, left, wanted.entries)
         if tolerated and comm.rank == 0:
             remedy = PARAMS_FROM_MAIN if any(name.startswith("main.") for name, _ in tolerated if name not in left) else ""
             what, rows = f"{len(tolerated)} differences.", first_error_rows(tolerated)
             _log.warning(problem(f"load() of {found.path}, strict=False", what, rows, remedy.strip()))
         kept.update({name: wanted.entries[name].local.clone() for name in left if name in wanted.entries})
-        tree = _tree_to_fill(template, manifest, stored, comm.device, donate=donate, kept=left)
+        tree = _tree_to_fill(template, manifest, stored_name, comm.device, donate=donate, kept=left)
         return found, tree, contents_of("load()", tree, comm), names, resting
 
     def fields(made: tuple[Checkpoint, Any, TreeContents, SourceNames, Any]) -> dict[str, str]:
@@ -336,7 +336,7 @@ def _tree_to_fill(
         before.insert(i, (begin, end))
         return True
 
-    def fresh(x: torch.Tensor) -> torch.Tensor:
+    def tensor_to_fill(x: torch.Tensor) -> torch.Tensor:
         if donate and not x.is_meta and x.is_contiguous() and not x.is_conj() and not x.is_neg() and is_free(x):
             return x.detach()
         return torch.zeros(x.shape, dtype=x.dtype, device=device if x.is_meta else x.device)
@@ -345,13 +345,13 @@ def _tree_to_fill(
     for segments, _, leaf in leaves_with_path(template):
         value = manifest.values.get(stored(".".join(segments)))
         if is_sharded(leaf):
-            made.append(leaf.replace([fresh(buffer) for buffer in leaf.buffers]))
+            made.append(leaf.replace([tensor_to_fill(buffer) for buffer in leaf.buffers]))
         elif isinstance(leaf, PerRank):
-            made.append(PerRank(optree.tree_map(fresh, leaf.value)))
+            made.append(PerRank(optree.tree_map(tensor_to_fill, leaf.value)))
         elif isinstance(leaf, ShardedTensor):
             made.append(leaf)
         elif isinstance(leaf, torch.Tensor):
-            made.append(fresh(leaf))
+            made.append(tensor_to_fill(leaf))
         elif ".".join(segments) in kept:
             made.append(leaf)
         else:

@@ -187,11 +187,11 @@ def average(loss: Loss, grads: Any, *, comm: Comm, donate: bool = False) -> tupl
     total = Loss(*sums)
     divisor = _safe_divisor(total.weight)  # stays float64: in half precision 257 would become 256, and 100,000 infinite
 
-    def divided(node: Sharded) -> Sharded:
+    def divide_node(node: Sharded) -> Sharded:
         buffers = [torch.div(x, divisor, out=x if donate else torch.empty_like(x)) for x in node.buffers]
         return Sharded(buffers, node.unit, node.place, node.groups, reduction="mean")
 
-    return Metrics(total.mean, total.weight), map_units(divided, grads)
+    return Metrics(total.mean, total.weight), map_units(divide_node, grads)
 
 
 def _safe_divisor(weight: torch.Tensor) -> torch.Tensor:

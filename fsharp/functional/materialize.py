@@ -87,7 +87,7 @@ def full_tree(tree: Any, *, comm: Comm) -> Any:
     Cost: an all-gather of all units. Memory: the whole tree.
     """
 
-    def fresh(node: Any, whole: Any) -> Any:
+    def without_shared_buffers(node: Any, whole: Any) -> Any:
         if not is_sharded(node):
             return node
         return whole.replace([new.clone() if new is old else new for old, new in zip(node.buffers, whole.buffers)])
@@ -98,7 +98,7 @@ def full_tree(tree: Any, *, comm: Comm) -> Any:
             "full_tree(): got a TrainState, whose `main` or `opt` does not have all parameters, expected one of its trees. "
             "Pass state.params."
         )
-    return as_user_tree(map_units(fresh, tree, gather(tree, comm=comm)))
+    return as_user_tree(map_units(without_shared_buffers, tree, gather(tree, comm=comm)))
 
 
 @options_checked

@@ -43,7 +43,7 @@ def run_with_recomputation(run: Callable[..., Any], fn: Callable[..., Any], args
     first, again = (nullcontext(), nullcontext()) if remat is True else create_selective_checkpoint_contexts(remat)
     context: Any = first
 
-    def called(*args: Any, **kwargs: Any) -> Any:
+    def call_in_context(*args: Any, **kwargs: Any) -> Any:
         trial = _trial_run(fn, args, kwargs, generators) if _is_checking_remat.get() and context is first else None
         with context:
             result = fn(*args, **kwargs)
@@ -56,7 +56,7 @@ def run_with_recomputation(run: Callable[..., Any], fn: Callable[..., Any], args
         now = [g.get_state() for g in generators]
         _set_generator_states(generators, states)
         try:
-            return run(called, *optree.tree_unflatten(spec, leaves))
+            return run(call_in_context, *optree.tree_unflatten(spec, leaves))
         finally:
             if context is again:
                 _set_generator_states(generators, now)

@@ -66,7 +66,7 @@ def measure(
     """
     is_synchronous = comm.device.type == "cpu"
 
-    def checked() -> dict[str, str]:
+    def check_arguments() -> dict[str, str]:
         if steps < 1:
             raise ScheduleError(f"measure(): steps is {steps!r}, expected at least 1.")
         Hardware(
@@ -75,7 +75,7 @@ def measure(
         given = {"compute": compute, "update_s": update_s, "contention": contention, "steps": steps}
         return {name: _comparison_text(value) for name, value in given.items()}
 
-    check_on_all_ranks("measure()", comm, checked, lambda given: given)
+    check_on_all_ranks("measure()", comm, check_arguments, lambda given: given)
     if contention is None:
         ranks = int(os.environ.get("LOCAL_WORLD_SIZE", comm.mesh.size))
         found_here = is_synchronous and len(os.sched_getaffinity(0)) < 2 * ranks

@@ -356,20 +356,20 @@ _EXTRA_ARGUMENTS_REMEDY = (
 def _constant_texts(closed: ClosedJaxpr) -> Iterator[str]:
     """Yield the exact text of each constant of a jaxpr and of its inner jaxprs. The jaxpr's own text shortens constants."""
 
-    def within(value: Any) -> Iterator[str]:
+    def texts_within(value: Any) -> Iterator[str]:
         if isinstance(value, ClosedJaxpr):
-            yield from within(list(value.consts))
+            yield from texts_within(list(value.consts))
         if isinstance(value, ClosedJaxpr | Jaxpr):  # from JAX 0.11 on a jaxpr is both
             for equation in value.eqns:
                 for each in equation.params.values():
-                    yield from within(each)
+                    yield from texts_within(each)
         elif isinstance(value, list | tuple):
             for each in value:
-                yield from within(each)
+                yield from texts_within(each)
         elif hasattr(value, "tobytes") or isinstance(value, jax.Array):
             yield exact_text(with_readable_bytes(value))
 
-    yield from within(closed)
+    yield from texts_within(closed)
 
 
 def with_readable_bytes(x: Any) -> Any:

@@ -85,11 +85,13 @@ def to_dcp(
     names = stored_name_by_new_name("to_dcp()", found, subtree, rename, aliases=True)
     there, within = found.manifest.values, set[str]()
 
-    def part(name: str) -> Value:
+    def read_value(name: str) -> Value:
         within.add(name)
         return there[name]
 
-    values: dict[str, Any] = {name: rebuild_from_structure(name, each, part) for name, each in found.manifest.objects.items()}
+    values: dict[str, Any] = {
+        name: rebuild_from_structure(name, each, read_value) for name, each in found.manifest.objects.items()
+    }
     values |= {name: value for name, value in there.items() if name not in within}
     values = {name[len(prefix) :]: value for name, value in values.items() if name.startswith(prefix)}
     values = {apply_rename("to_dcp()", name, rename): value for name, value in values.items()}

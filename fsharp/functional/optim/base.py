@@ -153,14 +153,14 @@ def as_transform(tx: Any) -> Transform:
             return cast(tuple[Any, Any], known(grads, state, params=params, **pure, **extra))
         return cast(tuple[Any, Any], known(grads, state, params, **pure, **extra))
 
-    def begin(params: Any, /, *, comm: Comm | None = None) -> Any:
+    def init_after_trial(params: Any, /, *, comm: Comm | None = None) -> Any:
         named = update if hasattr(update, "__qualname__") else type(update)  # its repr would have an address
         where = f"pair {named.__module__}.{named.__qualname__}".replace(".<locals>", "")
         trial = partial(trial_fingerprint, where, init, call_update, params)
         check_on_all_ranks(where, comm or SingleComm(), trial, lambda size: {"updates of small tensors": size})
         return _wrap_leaf_lists(init(params), params)
 
-    def plain(grads: Any, state: Any, params: Any, **extra: Any) -> tuple[Any, Any]:
+    def update_with_lists(grads: Any, state: Any, params: Any, **extra: Any) -> tuple[Any, Any]:
         flat = optree.tree_map(
             lambda node: optree.tree_leaves(node.leaves) if isinstance(node, LeafListAsTree) else node,
             state,
@@ -170,7 +170,13 @@ def as_transform(tx: Any) -> Transform:
         return updates, _wrap_leaf_lists(new, params)
 
     kind = type(tx).__qualname__
-    return Transform(begin, plain, {"pair": kind}, name="" if type(tx) is tuple else kind, extra=_extra_arguments_of(update))
+    return Transform(
+        init_after_trial,
+        update_with_lists,
+        {"pair": kind},
+        name="" if type(tx) is tuple else kind,
+        extra=_extra_arguments_of(update),
+    )
 
 
 def _not_a_pair_text(tx: Any) -> str:

@@ -89,12 +89,12 @@ def inject_hyperparams(inner_factory: Callable[..., Any], static_args: str | Ite
         def scheduled(count: int) -> dict[str, float]:
             return {name: as_float(name, count, schedule(count)) for name, schedule in schedules.items()}
 
-        def build(values: dict[str, Any]) -> Transform:
+        def build_inner(values: dict[str, Any]) -> Transform:
             return as_transform(inner_factory(**others, **values))
 
         def init(params: Any, /, *, comm: Comm | None = None) -> InjectHyperparamsState:
             values = start | scheduled(0)
-            return InjectHyperparamsState(0, values, build(values).init(params, comm=comm))
+            return InjectHyperparamsState(0, values, build_inner(values).init(params, comm=comm))
 
         def step(run: InnerUpdate, grads: Any, state: Any, params: Any, comm: Comm, donate: bool | None) -> Any:
             def check() -> dict[str, Any]:
@@ -107,11 +107,11 @@ def inject_hyperparams(inner_factory: Callable[..., Any], static_args: str | Ite
                 return {name: repr(float(value)) for name, value in values.items()}
 
             values = check_on_all_ranks("inject_hyperparams()", comm, check, texts)
-            out, new = run(build(values), grads, state.inner_state, params)
+            out, new = run(build_inner(values), grads, state.inner_state, params)
             return out, InjectHyperparamsState(state.count + 1, values, new)
 
         update, apply = wrapper_update_and_apply(step)
-        first = build(start | scheduled(0))
+        first = build_inner(start | scheduled(0))
         config = {"inject_hyperparams": dict(first.config), "schedules": exact_texts(**schedules)}
         return Transform(init, update, config, apply, wrapper_name("inject_hyperparams", first.name), first.extra)
 

@@ -183,7 +183,7 @@ def _conditional_transform(
     the first item unchanged, and the new state of the wrapper, which contains the new inner state.
     """
 
-    def either(run: InnerUpdate, grads: Any, state: Any, params: Any, comm: Comm, donate: bool | None) -> Any:
+    def step_or_skip(run: InnerUpdate, grads: Any, state: Any, params: Any, comm: Comm, donate: bool | None) -> Any:
         def skip(same: Any) -> Any:
             if donate is None:
                 return optree.tree_map(torch.zeros_like, params), same
@@ -195,7 +195,7 @@ def _conditional_transform(
 
         return step(grads, state, lambda seen, own: run(inner, seen, own, params), skip, comm, bool(donate))
 
-    update, apply = wrapper_update_and_apply(either)
+    update, apply = wrapper_update_and_apply(step_or_skip)
     return Transform(init, update, config, apply, wrapper_name(name, inner.name), inner.extra)
 
 

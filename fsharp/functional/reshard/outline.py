@@ -75,7 +75,7 @@ def outline_from_bytes(data: bytes, device: torch.device) -> Any:
         units = [unit_from_json(unit, Mesh([(name, size) for name, size in axes])) for axes, unit in text["units"]]
         elements = memoryview(data)[end:]
 
-        def decoded(node: dict[str, Any]) -> Any:
+        def decode_node(node: dict[str, Any]) -> Any:
             nonlocal elements
             if "value" in node:
                 return node["value"]
@@ -92,14 +92,14 @@ def outline_from_bytes(data: bytes, device: torch.device) -> Any:
                 found = class_named(node["static"])
                 if found not in STATIC_CLASSES:
                     raise TypeError(f"{node['static']} is not registered as a pytree node without leaves")
-                return found(*map(decoded, node["fields"]))
+                return found(*map(decode_node, node["fields"]))
             if "namedtuple" in node:
-                return class_named(node["namedtuple"], optree.is_namedtuple_class)(*map(decoded, node["parts"]))
+                return class_named(node["namedtuple"], optree.is_namedtuple_class)(*map(decode_node, node["parts"]))
             if "items" in node:
-                return _DICTS[node["kind"]]((key, decoded(value)) for key, value in node["items"])
-            return _LISTS[node["kind"]](map(decoded, node["parts"]))
+                return _DICTS[node["kind"]]((key, decode_node(value)) for key, value in node["items"])
+            return _LISTS[node["kind"]](map(decode_node, node["parts"]))
 
-        return decoded(text["tree"])
+        return decode_node(text["tree"])
     except (LayoutError, KeyError, TypeError, ValueError, AttributeError, IndexError, RuntimeError, RecursionError) as error:
         raise TreeError(f"reshard(): the tree for ranks that join cannot be read: {error}") from error
 

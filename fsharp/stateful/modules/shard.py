@@ -126,7 +126,7 @@ def shard_module(
     """
     comm = _comm_of_mesh(mesh)
 
-    def planned() -> tuple[Any, ...]:
+    def check_and_plan() -> tuple[Any, ...]:
         check_shardable(module, ShardedParameter)
         check_te_gradients(module)
         added = [name for name in vars(ShardedModule) if not name.startswith("_") and not hasattr(nn.Module, name)]
@@ -156,7 +156,7 @@ def shard_module(
         settings["casts"] = "\n".join(f"{path or '(root)'}: {cast}" for path, cast in casts.items())
         return tree, layout, specs, chosen, groups, entries, casts, {**unit_fields(layout.units), **settings}
 
-    found = check_on_all_ranks("shard_module()", comm, planned, lambda found: found[-1])
+    found = check_on_all_ranks("shard_module()", comm, check_and_plan, lambda found: found[-1])
     tree, layout, specs, chosen, groups, entries, casts, _ = found
     start = initial_parameters(module, tree, layout, comm, key=key, initialize=initialize, sync_from=sync_from)
     # Amax histories contain the module's own values already.

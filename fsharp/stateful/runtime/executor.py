@@ -144,11 +144,11 @@ class Executor:
         """Return an action that makes compute wait for the ops in ``bound.after``, and then runs ``action``."""
         lanes, after = self.lanes, bound.after
 
-        def joined() -> None:
+        def wait_and_act() -> None:
             lanes.stream_wait_ops(after)
             action()
 
-        return joined if after and lanes.has_streams else action
+        return wait_and_act if after and lanes.has_streams else action
 
     def label_of_units(self, units: Iterable[UnitState], text: str) -> str:
         """Return the label of a collective of these units, which ranks compare. ``text`` comes from :func:`ops_text`."""
