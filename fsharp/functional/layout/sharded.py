@@ -286,8 +286,7 @@ class Sharded:
 def build_subtree(unit: UnitLayout, where: str, leaves: Mapping[str, Mapping[str, Any]]) -> Any:
     """Return the unit's subtree, made of ``leaves`` by unit and path.
 
-    Raises:
-        TreeError: a leaf is tied to a leaf of another unit, and ``leaves`` lacks this unit.
+    Raises TreeError if a leaf is tied to a leaf of another unit, and ``leaves`` lacks this unit.
     """
     found = []
     for leaf in unit.leaves:
@@ -445,14 +444,12 @@ def resolve_place(unit: UnitLayout, place: PlaceName) -> Place:
     if place.order != order or cuts != order[: len(cuts)] or place.varying_axes != unit.varying_axes:
         places = f"{unit.strategy.params!r}, {unit.strategy.optim!r}"
         facts = [("axes of the strategy", ", ".join(order)), ("its places", places)]
-        what = f"{place!r} does not belong to the strategy of unit {unit.display_name}"
-        what += ": other axes, another order, or a gap in them."
+        what = f"{place!r} does not belong to the strategy of unit {unit.display_name}: other axes, another order, or a gap."
         raise LayoutError(problem("place", what, facts, "Shard along the first axes of the strategy, in its order."))
     if not set(cuts) <= set(unit.strategy.optim.sharded_axes):
         raise LayoutError(
             f"{place!r} shards unit {unit.display_name} along {list(cuts)}, and its layout along "
-            f"{list(unit.strategy.optim.sharded_axes)} alone. Plan with a strategy that "
-            "shards optimizer state along all these axes."
+            f"{list(unit.strategy.optim.sharded_axes)} alone. Take a strategy that shards optimizer state along all these axes."
         )
     return place
 
@@ -485,13 +482,16 @@ def merge(tree: Any, part: Any) -> Any:
     """Return ``tree`` with the groups of ``part`` in place of its own groups: the inverse of :func:`trainable`.
 
     Raises:
-        TreeError: a leaf of one of the trees is not a :class:`Sharded`.
+        TreeError: a leaf of one of the trees is not a :class:`Sharded`, or ``part`` rests in another place than ``tree``.
     """
 
     def merge_node(whole: Sharded, new: Sharded) -> Sharded:
         for leaf in (whole, new):
             if not is_sharded(leaf):
                 raise not_sharded_error("merge()", leaf)
+        if new.groups and new.place != whole.place:
+            what = f"unit {whole.unit.display_name} of the tree rests {whole.place}, and its part {new.place}"
+            raise TreeError(f"merge(): {what}. Bring both to one place, as by gather(part, to=...).")
         if not new.groups and whole.ledger is None and whole.reduction is None:
             return whole
         held = dict(zip(new.groups, new.buffers, strict=True))

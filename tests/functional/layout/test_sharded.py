@@ -132,6 +132,15 @@ def test_merge_is_the_inverse_of_trainable(case):
             assert torch.equal(a, b * 2) if group in new.unit.trainable_groups else a is b
 
 
+@pytest.mark.parametrize(("strategy", "place"), [(fs.zero1, "optim"), (fs.zero3, "full")])
+def test_merge_refuses_a_part_in_another_place(strategy, place):
+    tree = {"w": torch.arange(3.0), "steps": torch.arange(3)}
+    layout = fs.plan(tree, fs.Mesh({"dp": 2}), strategy("dp"))
+    part = fs.trainable(fs.shard_for(tree, layout, 0, place=place))
+    with pytest.raises(TreeError, match=r"merge\(\): unit .* rests dp:.*, and its part dp:.* to one place"):
+        fs.layouts.merge(fs.shard_for(tree, layout, 0), part)
+
+
 def test_repr_shows_places_and_no_values():
     tree = {"w": torch.full((5,), 7777.0), "n": torch.tensor([8888])}
     layout = fs.plan(tree, fs.Mesh({"o": 2, "i": 2}), fs.hsdp("o", "i"))
