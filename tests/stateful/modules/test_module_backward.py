@@ -1,5 +1,7 @@
 """Backward passes of a module: several, in odd orders, through odd outputs, and ones that fail."""
 
+import copy
+
 import pytest
 import torch
 
@@ -9,7 +11,7 @@ from fsharp.testing import DebugPolicy, simulate
 from tests import modules
 from tests.modules import Block, close, refused, train, values, wrap
 from tests.ranks import on_ranks
-from tests.scheduling import DP, assert_same, every
+from tests.scheduling import DP, STRATEGIES, assert_same, every
 
 
 class Fails(torch.autograd.Function):
@@ -88,3 +90,38 @@ def test_frozen_modules_pass_gradients_on():
     net.layers[1](net.layers[0](x)).sum().backward()
     for grad in simulate(DP, rank_fn):
         close(grad, x.grad)
+
+
+class TwoUses(torch.nn.Module):
+    """A unit that is used twice. The first use has a gradient in a ``late`` call alone, after the unit's last one otherwise."""
+
+    def __init__(self):
+        super().__init__()
+        self.cell = torch.nn.Linear(4, 4, dtype=torch.float64)
+
+    def forward(self, x, late):
+        first = self.cell(x).tanh()
+        return self.cell(x + (first if late else first.detach())).square().mean()
+
+
+@every(4, strategy=["ddp", "hsdp", "zero1", "zero3"], sum_late=[True, False])
+def test_a_gradient_that_comes_after_the_sum_of_its_unit_counts_once(strategy, sum_late):
+    mesh, rule = STRATEGIES[strategy]
+    torch.manual_seed(0)
+    plain, data = TwoUses(), torch.arange(128.0, dtype=torch.float64).sin().view(4, 4, 2, 4)
+
+    def rank_fn(comm):
+        policy = DebugPolicy(sum_late=sum_late)
+        model = fs.shard_module(copy.deepcopy(plain), mesh=comm, strategy=rule, units=[torch.nn.Linear], policy=policy)
+        optimizer = fs.ShardedOptimizer(model.parameters(), torch.optim.SGD, lr=0.5)
+        for i, x in enumerate(data):
+            modules.descend(model(x[comm.rank], i > 1), optimizer)
+        return values(model)
+
+    found = simulate(mesh, rank_fn)
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.5)
+    for i, x in enumerate(data):
+        modules.descend(sum(plain(part, i > 1) for part in x[: mesh.size]) / mesh.size, optimizer)
+    for each in found:
+        for name, p in plain.named_parameters():
+            close(each[name], p.detach())
