@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import fsharp as fs
+from fsharp.testing import simulate
 from tests.gpt_like import block, loss_fn, make_params, through
 from tests.ranks import on_ranks
 from tests.scheduling import (
@@ -182,7 +183,7 @@ def late_loss(params, batch, comm, *, way):
     return fs.forward(times, params["w"], x, comm=comm).square().mean()
 
 
-@every(12, way=LATE, strategy=["ddp", "zero1", "zero3"], precision=[fs.Precision(), FED_BACK], sum_late=[True, False])
+@every(3, way=LATE, strategy=["ddp", "zero1", "zero3"], precision=[fs.Precision(), FED_BACK], sum_late=[True, False])
 @on_ranks(DP)
 def test_a_gradient_that_comes_after_the_sum_of_its_unit_counts_once(comm, way, strategy, precision, sum_late):
     """What parameters move by, and what formats have lost, is the sum of the gradients of the unsharded model."""
@@ -200,6 +201,21 @@ def test_a_gradient_that_comes_after_the_sum_of_its_unit_counts_once(comm, way, 
     lost = [comm.all_reduce(x, "dp", label="lost")[:16].view(4, 4) / 2 for x in optree.tree_leaves(state.residuals)]
     moved = params["w"] - fs.full_tree(state.params, comm=comm)["w"]
     torch.testing.assert_close(moved + sum(lost), exact, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("way", ["a use has a gradient", "gather()"])
+def test_a_gradient_that_comes_after_the_sum_on_one_rank_alone_is_an_error_of_all(way):
+    def rank_fn(comm):
+        tx, params = fs.optim.sgd(1.0), {"w": torch.eye(4, dtype=torch.float64)}
+        layout = fs.plan(params, comm.mesh, fs.ddp("dp"), units="*")
+        state = fs.init_state(tx, fs.shard(params, layout, comm), comm=comm)
+        step = fs.Scheduler(comm)(fs.train_step(partial(late_loss, way=way), tx))
+        for i in range(3):
+            state, _ = step(state, (torch.ones(6, 4, dtype=torch.float64), i == 2 and comm.rank == 1))
+        return fs.full_tree(state.params, comm=comm)
+
+    for outcome in simulate(DP, rank_fn, outcomes=True):
+        assert isinstance(outcome, fs.errors.CommError | fs.errors.AgreementError), outcome
 
 
 @on_ranks(DP)
