@@ -155,7 +155,7 @@ def unsharded(samples, options):
         for x, g in zip(leaves, optree.tree_leaves(fs.full_tree(noisy(sharded, options, layout, comm, step), comm=comm))):
             x.grad = g
         optimizer.step()
-    print(f"{len(clipped)} samples in {options.steps} steps; {sum(clipped) / len(clipped):.0%} of the samples were clipped")
+    print(f"{len(clipped)} samples in {options.steps} steps; {sum(clipped) / max(1, len(clipped)):.0%} of them were clipped")
     return optree.tree_unflatten(spec, [x.detach() for x in leaves])
 
 

@@ -19,7 +19,7 @@ if not torch.cuda.is_available():
 
 def main(run: Callable[[Any], Any], options: type, *, nproc: int = 2) -> None:
     """``run`` with options from the command line, on each rank; in ``nproc`` processes if torchrun has started none."""
-    chosen = tyro.cli(options)  # by the launcher too, so that nothing is started on a bad option
+    chosen = parse(options)  # by the launcher too, so that nothing is started on a bad option
     if "RANK" not in os.environ:
         sys.exit(start(nproc, os.path.abspath(sys.argv[0]), *sys.argv[1:]))
     from torch.distributed.elastic.multiprocessing.errors import record
@@ -33,6 +33,15 @@ def main(run: Callable[[Any], Any], options: type, *, nproc: int = 2) -> None:
             leave(error)
         raise
     fs.destroy()
+
+
+def parse(options: type) -> Any:
+    """Return the options of the command line; exit with a message if a count is too small for any example."""
+    chosen = tyro.cli(options)
+    for name, least in {"steps": 1, "nproc": 1, "kills": 0}.items():
+        if (count := getattr(chosen, name, least)) < least:
+            sys.exit(f"error: --{name} is {count}, expected at least {least}")
+    return chosen
 
 
 def show_losses(sharded: Any, other: Any, name: str, *, first_step: int = 0) -> None:

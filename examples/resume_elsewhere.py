@@ -16,7 +16,6 @@ from typing import Literal
 import launch_example
 import optree
 import torch
-import tyro
 from functional_train_step import DIM, loss_fn, make_batch, shapes, tx
 
 import fsharp as fs
@@ -90,7 +89,7 @@ if __name__ == "__main__":
     if "RANK" in os.environ:
         launch_example.main(main, Options)
     else:
-        tyro.cli(Options)  # so that nothing is started on a bad option
+        launch_example.parse(Options)  # so that nothing is started on a bad option
         for nproc, more in ((4, []), (3, ["--resume"])):
             if status := launch_example.start(nproc, os.path.abspath(sys.argv[0]), *sys.argv[1:], *more):
                 sys.exit(status)

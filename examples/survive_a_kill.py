@@ -22,7 +22,6 @@ from typing import Literal
 import launch_example
 import torch
 import torch.nn.functional as F
-import tyro
 
 import fsharp as fs
 
@@ -136,7 +135,7 @@ def kill_later(seconds, note):
 
 
 def main():
-    options = tyro.cli(Options)
+    options = launch_example.parse(Options)
     if "RANK" in os.environ:
         run(options)
         return
