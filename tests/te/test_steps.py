@@ -158,11 +158,13 @@ def test_what_would_go_wrong_is_refused_by_name():
     params = fs.init_state(fs.optim.sgd(0.1), fs.shard(tree, layout, comm, place="optim"), comm=comm).params
     with pytest.raises(fs.errors.TreeError, match="scheduler passes such tensors"):
         fs.forward(lambda tree: tree["w"].float(), params, comm=comm)
-    with pytest.raises(fs.errors.OptionError, match="weights of a Float8Quantizer are not supported as a format"):
+    with pytest.raises(fs.errors.OptionError, match=r"recipe is DelayedScaling, .* fs\.shard_module\(\), which takes"):
         fs.te.weight_format(recipes.DelayedScaling())
+    with pytest.raises(fs.errors.OptionError, match=r"recipe is 'current', expected Float8CurrentScaling\(\)"):
+        fs.te.weight_format("current")
     with te_cpu.architecture(10, 0):
         narrow = Case(lambda: other(96, 32))
-        with pytest.raises(fs.errors.OptionError, match=r"of shape \[32, 96\] cannot be encoded in NVFP4"):
+        with pytest.raises(fs.errors.OptionError, match=r"leaf '[\w.]*weight': .* of shape \[32, 96\] cannot be encoded in NVFP4"):
             shard(narrow, RECIPES["nvfp4"][1], comm, fs.zero3("dp"))
 
 

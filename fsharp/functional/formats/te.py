@@ -31,6 +31,7 @@ from fsharp.functional.formats.max_reduce_group import MaxReduceGroup
 from fsharp.functional.formats.microscaling import decode_e2m1, unpack_codes
 from fsharp.functional.formats.te_delayed import NUMBERS_PER_WEIGHT, ModuleFormat, ModuleScales
 from fsharp.tracebacks import api_boundary
+from fsharp.type_checks import short_repr
 
 _PART_ALIGNMENT = 32
 """The number of values in each part of a buffer is a multiple of this number, so that parts follow without gaps."""
@@ -309,6 +310,16 @@ def _quantizer_of_recipe(recipe: Any) -> Any:
         raise OptionError(
             "fs.te needs TransformerEngine: pip install 'fsharp[te]', on a machine with a GPU of NVIDIA."
         ) from error
+    from transformer_engine.common.recipe import Recipe
+
+    expected = "expected Float8CurrentScaling(), Float8BlockScaling(), MXFP8BlockScaling() or NVFP4BlockScaling()"
+    if not isinstance(recipe, Recipe):
+        raise OptionError(f"weight_format(): recipe is {short_repr(recipe)}, {expected}.")
+    if recipe.delayed():
+        raise OptionError(
+            f"weight_format(): recipe is DelayedScaling, whose bytes depend on a history that modules keep, {expected}. Or train "
+            "a module by fs.shard_module(), which takes DelayedScaling."
+        )
     return RecipeState.create(recipe, mode="forward", num_quantizers=3).make_quantizers()[1]
 
 

@@ -17,7 +17,8 @@ from typing import Any, NamedTuple
 import optree
 import torch
 
-from fsharp.functional.formats.format import EncodedTensorClass, Format, align_nbytes, first_few
+from fsharp.errors import OptionError
+from fsharp.functional.formats.format import EncodedTensorClass, Format, LeafCodec, align_nbytes, first_few
 from fsharp.functional.layout.mesh import Mesh
 from fsharp.functional.layout.packing import Atom
 from fsharp.functional.layout.placement import Place, Replicate, Shard, Strategy
@@ -220,11 +221,18 @@ class UnitLayout:
     @cached_property
     def scales_nbytes(self) -> tuple[int, ...]:
         """Bytes of the scales of whole leaves at the end of each group's buffer; 0 for a group without such scales."""
+
+        def nbytes(codec: LeafCodec | None, leaf: Leaf) -> int:
+            if codec is None:
+                return 0
+            try:
+                return align_nbytes(codec.scales_nbytes(leaf.shape))
+            except OptionError as error:
+                raise OptionError(f"leaf {self.path_in_tree(leaf)!r}: {error}") from error
+
         codecs = [group.dtypes.stored_format.leaves for group in self.groups]
         rows = zip(codecs, self._leaves_by_group, strict=True)
-        return tuple(
-            0 if c is None else sum(align_nbytes(c.scales_nbytes(leaf.shape)) for leaf in leaves) for c, leaves in rows
-        )
+        return tuple(sum(nbytes(codec, leaf) for leaf in leaves) for codec, leaves in rows)
 
     @cached_property
     def tensor_classes(self) -> Mapping[int, EncodedTensorClass]:
