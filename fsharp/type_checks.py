@@ -3,6 +3,7 @@
 import difflib
 import inspect
 import numbers
+import re
 from collections.abc import Callable, Iterable, Sequence
 from functools import cache, wraps
 from itertools import chain, repeat
@@ -56,6 +57,9 @@ def fits_annotation(hint: Any) -> Callable[[Any], bool]:
     if (kind is tuple and args[1:] == (...,)) or (kind is Sequence and args):
         item = fits_annotation(args[0])
         return lambda x: isinstance(x, kind) and not isinstance(x, str) and all(map(item, x))
+    if kind is tuple and args:
+        items = tuple(map(fits_annotation, args))
+        return lambda x: isinstance(x, tuple) and len(x) == len(items) and all(fit(y) for fit, y in zip(items, x, strict=True))
     if issubclass(kind, Iterable) and kind is not str:
         return lambda x: isinstance(x, kind) and not isinstance(x, str)
     return lambda x: isinstance(x, kind)
@@ -72,10 +76,21 @@ def annotation_in_words(hint: Any) -> str:
         return f"a class, a subclass of {args[0].__name__}"
     if (origin or hint) is _CALLABLE:
         return "a function"
-    if origin is not None and args:
-        inner = [annotation_in_words(arg) for arg in args if arg not in (..., Any)]
-        return _with_article(origin.__name__) + (f" of {' to '.join(inner)}" if inner else "")
+    if origin is not None and args and (inner := _items_in_words(origin, args)):
+        return f"{_with_article(origin.__name__)} {inner}"
     return _TYPE_NAMES.get(hint) or _with_article(str(getattr(hint, "__name__", hint)))
+
+
+def _items_in_words(origin: Any, args: tuple[Any, ...]) -> str:
+    """Return the items of a container in words: "of str", "of str to Precision", "(number, number)"; "" if any values fit."""
+
+    def words(hint: Any) -> str:
+        return "any value" if hint is Any else re.sub(r"(^| or )an? ", r"\1", annotation_in_words(hint))
+
+    inner = [words(arg) for arg in args if arg is not ...]
+    if origin is tuple and ... not in args:
+        return f"({', '.join(inner)})"
+    return "" if set(args) <= {Any, ...} else f"of {' to '.join(inner)}"
 
 
 def _with_article(name: str) -> str:
@@ -149,7 +164,8 @@ def check_signature(error: Exception, fn: Callable[..., Any], args: tuple[Any, .
         signature.bind(*args, **kwargs)
     except TypeError as reason:
         plain = [each.replace(annotation=each.empty, default=each.empty) for each in signature.parameters.values()]
-        plain_text = str(signature.replace(parameters=plain, return_annotation=signature.empty)).replace("(self, ", "(")
+        plain_text = str(signature.replace(parameters=plain, return_annotation=signature.empty))
+        plain_text = re.sub(r"^\((self|cls), ", "(", plain_text)
         usage = f"It is called as {_CALLS.get(name, name + plain_text)}."
         unknown = [each for each in kwargs if each not in signature.parameters]
         if unknown and all(each.kind is not each.VAR_KEYWORD for each in plain):

@@ -123,7 +123,7 @@ PLAN = {
     ),
     "precision": (lambda: fs.Precision(main=torch.int32), LayoutError, "main is torch.int32, expected a floating-point"),
     "precision by name": (lambda: fs.Precision(wire="bfloat16"), LayoutError, "wire is 'bfloat16'"),
-    "unit name": (lambda: planned()["layers.0"], LayoutError, "no unit 'layers.0': the layout has ['']"),
+    "unit name": (lambda: planned()["layers.0"], LayoutError, "layout[unit]: no unit 'layers.0'.\n  closest  ''"),
     "kind of bytes": (lambda: planned().nbytes("weights"), LayoutError, "unknown kind 'weights'"),
     "kind and dtype": (lambda: planned().nbytes("weights", torch.int8), LayoutError, "unknown kind 'weights'"),
 }

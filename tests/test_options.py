@@ -2,6 +2,8 @@
 
 import inspect
 import re
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -189,6 +191,10 @@ FITS = [
     (tuple[int, ...], (1, "2"), False),
     (list[str], "ab", False),
     (torch.dtype | None, "bfloat16", False),
+    (tuple[int, str], (1, "2"), True),
+    (tuple[int, str], (1, 2), False),
+    (tuple[int, str], (1,), False),
+    (tuple[int, str], [1, "2"], False),
     (fs.Comm, 3, False),
     (fs.Comm, fs.SingleComm(), True),
 ]
@@ -202,6 +208,9 @@ def test_what_fits_an_annotation(hint, value, expected):
 def test_annotations_in_words():
     assert annotation_in_words(int | None) == "an int or None"
     assert annotation_in_words(None | str | torch.dtype) == "a str or a dtype or None"
+    assert annotation_in_words(str | Sequence[str]) == "a str or a Sequence of str"
+    assert annotation_in_words(Mapping[str, tuple[float, float]]) == "a Mapping of str to tuple (number, number)"
+    assert annotation_in_words(list[Any]) == "a list"
 
 
 def test_a_precision_is_no_dictionary_of_dtypes():

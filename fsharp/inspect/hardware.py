@@ -29,7 +29,7 @@ from fsharp.stateful.schedule.schedule import Op, Schedule, bucket_ranges, sent_
 from fsharp.stateful.timing.timeline import Timeline
 from fsharp.stateful.timing.trace import Trace
 from fsharp.tracebacks import api_boundary
-from fsharp.type_checks import options_checked
+from fsharp.type_checks import fits_annotation, options_checked
 
 UnitSeconds = tuple[float, float] | tuple[float, float, float]
 """Seconds of a unit's forward and of its backward, and by how many seconds its recomputation lengthens the backward."""
@@ -90,7 +90,7 @@ class Hardware:
             value = getattr(self, name)
             is_rate = name in rates
             for number in value.values() if isinstance(value, Mapping) else (value,):
-                if not (number > 0 if is_rate else 0 <= number < math.inf):
+                if not (fits_annotation(float)(number) and (number > 0 if is_rate else 0 <= number < math.inf)):
                     expected = "more than 0" if is_rate else "at least 0 and finite"
                     raise ScheduleError(f"Hardware(): {name} is {value!r}, expected {expected}.")
         for name in ("contention", "host_share"):
@@ -329,7 +329,7 @@ def compute_times(hardware: Hardware, units: Sequence[str]) -> dict[str, tuple[f
     """Return seconds ``(forward, backward, recomputation)`` of each unit, from ``hardware.compute``; else a ScheduleError."""
     times = value_by_path("Hardware.compute", hardware.compute, units) if units else {}
     for unit, given in times.items():
-        if not (isinstance(given, tuple) and len(given) in (2, 3) and all(0 <= each < math.inf for each in given)):
+        if not (fits_annotation(UnitSeconds)(given) and all(0 <= each < math.inf for each in given)):
             what = (
                 f"Hardware.compute of unit {unit!r} is {given!r}, expected seconds (forward, backward), or (forward, backward, "
                 "recomputation), of at least 0."

@@ -92,14 +92,14 @@ def read_log(folder: Path) -> RunLog:
     paths = [each / LOG_FILE for each in (folder, folder / "checkpoints")]
     path = next((each for each in paths if each.is_file()), None)
     if path is None:
-        what = f"report: run_dir is {str(folder)!r}, expected the folder of a run, with a file {LOG_FILE}"
+        what = f"report(): run_dir is {str(folder)!r}, expected the folder of a run, with a file {LOG_FILE}"
         raise OptionError(f"{what}: fs.resilience.Run writes the file into the folder of its checkpoints.")
     log = RunLog()
     with path.open("rb") as file:
         for line in file:
             log.add_line(line)
     if not (log.series or log.events or log.starts or log.timelines or log.layout or log.own_s):
-        what = f"report: {str(path)!r} has no line that can be read as numbers, an event, a timeline or a layout"
+        what = f"report(): {str(path)!r} has no line that can be read as numbers, an event, a timeline or a layout"
         raise OptionError(f"{what}, expected lines of a JsonlLogger.")
     return log
 

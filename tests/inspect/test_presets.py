@@ -48,7 +48,7 @@ def test_links_are_those_of_the_axis():
         ({"link_efficiency": 1.5}, "link_efficiency is 1.5, expected more than 0"),
         ({"tokens": 0}, "tokens is 0, expected more than 0"),
         ({"tokens": "x"}, "tokens is 'x', expected a number"),
-        ({"within": "dp"}, "within is 'dp', expected a Sequence of a str"),
+        ({"within": "dp"}, "within is 'dp', expected a Sequence of str"),
     ],
 )
 def test_what_there_is_not_is_refused(options, message):

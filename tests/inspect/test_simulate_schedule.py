@@ -297,6 +297,7 @@ def test_what_the_hardware_does_not_say(change, error, match):
     ("change", "match"),
     [
         ({"bandwidth": 0.0}, "bandwidth is 0.0, expected more than 0"),
+        ({"bandwidth": {"dp": "1e9"}}, "bandwidth is .*1e9.*, expected more than 0"),
         ({"memory_bandwidth": -1.0}, "memory_bandwidth is -1.0"),
         ({"latency": {"dp": -1e-6}}, "latency is {'dp': -1e-06}, expected at least 0"),
         ({"update_s": math.inf}, "update_s is inf"),

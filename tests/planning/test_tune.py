@@ -409,6 +409,7 @@ def test_what_cannot_be_compared_is_refused():
         ({"activations": {"layers.*": -1.0}}, "activations of unit 'layers.0' are -1.0 bytes"),
         ({"activations": float("nan")}, "are nan bytes"),
         ({"compute": {"**": (-1.0, 2.0)}}, r"compute of unit '.*' is \(-1.0, 2.0\)"),
+        ({"compute": {"**": ("1", 2.0)}}, r"compute of unit '.*' is \('1', 2.0\)"),
         ({"compute": {"**": (1.0, 2.0, 3.0, 4.0)}}, "expected seconds"),
         ({"compute": {"**": (1.0, 2.0, -1.0)}}, r"is \(1.0, 2.0, -1.0\), expected seconds"),
         ({"compute": {"**": 1.0}}, "is 1.0, expected seconds"),

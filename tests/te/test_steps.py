@@ -164,7 +164,9 @@ def test_what_would_go_wrong_is_refused_by_name():
         fs.te.weight_format("current")
     with te_cpu.architecture(10, 0):
         narrow = Case(lambda: other(96, 32))
-        with pytest.raises(fs.errors.OptionError, match=r"leaf '[\w.]*weight': .* of shape \[32, 96\] cannot be encoded in NVFP4"):
+        with pytest.raises(
+            fs.errors.OptionError, match=r"leaf '[\w.]*weight': .* of shape \[32, 96\] cannot be encoded in NVFP4"
+        ):
             shard(narrow, RECIPES["nvfp4"][1], comm, fs.zero3("dp"))
 
 

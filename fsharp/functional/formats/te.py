@@ -317,8 +317,8 @@ def _quantizer_of_recipe(recipe: Any) -> Any:
         raise OptionError(f"weight_format(): recipe is {short_repr(recipe)}, {expected}.")
     if recipe.delayed():
         raise OptionError(
-            f"weight_format(): recipe is DelayedScaling, whose bytes depend on a history that modules keep, {expected}. Or train "
-            "a module by fs.shard_module(), which takes DelayedScaling."
+            f"weight_format(): recipe is DelayedScaling, whose bytes depend on a history that modules keep, {expected}. Or "
+            "train a module by fs.shard_module(), which takes DelayedScaling."
         )
     return RecipeState.create(recipe, mode="forward", num_quantizers=3).make_quantizers()[1]
 

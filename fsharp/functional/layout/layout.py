@@ -1,5 +1,6 @@
 """Layout: the units of a tree, and their bytes on each rank. Static, hashable, integers only."""
 
+import difflib
 import hashlib
 from dataclasses import dataclass
 from functools import cached_property
@@ -7,7 +8,7 @@ from functools import cached_property
 import optree
 import torch
 
-from fsharp.errors import LayoutError
+from fsharp.errors import LayoutError, problem
 from fsharp.functional.layout.mesh import Mesh
 from fsharp.functional.layout.serial import layout_from_json, layout_to_json
 from fsharp.functional.layout.stages import residual_sizes
@@ -40,7 +41,8 @@ class Layout:
 
     def __getitem__(self, unit: str) -> UnitLayout:
         if unit not in self._by_name:
-            raise LayoutError(f"no unit {unit!r}: the layout has {list(self._by_name)}.")
+            near = difflib.get_close_matches(str(unit), self._by_name, n=4, cutoff=0.3) or list(self._by_name)[:4]
+            raise LayoutError(problem("layout[unit]", f"no unit {unit!r}.", [("closest", ", ".join(map(repr, near)))]))
         return self._by_name[unit]
 
     def unit_around(self, path: str) -> UnitLayout | None:

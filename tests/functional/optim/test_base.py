@@ -65,7 +65,7 @@ def test_a_masked_transformation_that_is_told_of_norms_sees_no_others():
 
 @pytest.mark.parametrize("mask", [None, [True], {"w"}, 1])
 def test_a_mask_that_is_neither_patterns_nor_a_function_is_refused(mask):
-    with pytest.raises(OptionError, match=re.escape(f"mask is {mask!r}, expected a str or a Sequence of a str or a Mapping")):
+    with pytest.raises(OptionError, match=re.escape(f"mask is {mask!r}, expected a str or a Sequence of str or a Mapping")):
         fs.optim.masked(fs.optim.sgd(0.1), mask)
 
 
