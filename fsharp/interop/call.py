@@ -300,7 +300,8 @@ class _CallCompiled(torch.autograd.Function):
         saved, wanted = ctx.saved_tensors, ctx.needs_input_grad[2:]
         arguments, kept = saved[: ctx.num_arguments], saved[ctx.num_arguments :]
         cotangents = tuple(x for x, is_inexact in zip(cotangents, ctx.are_inexact, strict=True) if is_inexact)
-        if ctx.record.residuals is None or torch.is_grad_enabled():
+        # A tensor of a torch.func transform that has ended hides from the call that it requires a gradient.
+        if ctx.record.wanted != wanted or torch.is_grad_enabled():
             found = ctx.program.vjp_function(wanted)(*arguments, *cotangents)
         else:
             found = ctx.program.pull_back(ctx.record.residuals, arguments, kept, cotangents)
