@@ -23,6 +23,8 @@ _CALLS = {"Mesh": "fs.Mesh({'dp': 8})"}
 _EXAMPLES = {
     "a Strategy": "fs.zero3('dp')",
     "a Precision": "fs.Precision(torch.bfloat16, torch.float32)",
+    "a Mesh": "fs.Mesh({'dp': 8})",
+    "a timedelta": "datetime.timedelta(minutes=5)",
     "a Comm": "fs.connect(mesh)",
     "a TrainState": "fs.init_state(tx, params, comm=comm)",
     "a Layout": "fs.plan(params, mesh, strategy)",

@@ -108,6 +108,28 @@ MISTAKES = {
         TypeError,
         "init_params(): the initializer failed on 'b'. It is called as fn(tensor, generator).",
     ),
+    "a state for parameters": (
+        lambda: fs.init_state(fs.optim.sgd(0.1), state(), comm=ONLY),
+        TreeError,
+        "init_state(): got a TrainState, expected parameters. For fresh optimizer state pass state.params.",
+    ),
+    "an optimizer that was not called": (
+        lambda: fs.init_state(fs.optim.adamw, part(), comm=ONLY),
+        TreeError,
+        "such as fs.optim.adamw(1e-3), got the function adamw.",
+    ),
+    "no strategy": (lambda: fs.plan(make(), ONE, None), LayoutError, "strategy has None, expected a Strategy such as zero3("),
+    "a plan of a generator": (
+        lambda: fs.plan(MODULE.parameters(), ONE, fs.zero3("dp")),
+        TreeError,
+        "Pass a tree of tensors, such as {'w': torch.ones(2)}, or the parameters of fs.make_functional().",
+    ),
+    "sizes for a mesh": (lambda: fs.connect({"dp": 1}), OptionError, "expected a Mesh, such as fs.Mesh({'dp': 8})"),
+    "a step in a text": (
+        lambda: fs.resilience.IndexSampler(10, 4, seed=0).indices("0"),
+        OptionError,
+        "IndexSampler.indices(): step is '0', expected an int",
+    ),
     "a device": (lambda: fs.connect(ONE, device_type="gpu"), OptionError, "device_type is 'gpu', expected 'cuda' or 'cpu' or"),
     "no checkpoint": (
         lambda: fs.checkpoint.load("/nowhere", make(), comm=ONLY),

@@ -87,6 +87,8 @@ def init_state(tx: Any, sharded: Any, *, comm: Comm, donate: bool = False) -> Tr
     tx = as_transform(tx)
 
     def check() -> list[Sharded]:
+        if type(sharded) is TrainState:
+            raise TreeError("init_state(): got a TrainState, expected parameters. For fresh optimizer state pass state.params.")
         nodes = units_on_mesh_of("init_state()", sharded, comm)
         for node in nodes:
             _check_initial_parameters(node)

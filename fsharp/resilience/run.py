@@ -31,7 +31,7 @@ from fsharp.resilience.run_record import RunRecord
 from fsharp.resilience.start import agree_at_start
 from fsharp.resilience.stragglers import StragglerDetector
 from fsharp.tracebacks import api_boundary
-from fsharp.type_checks import options_checked_on_failure
+from fsharp.type_checks import options_checked_on_failure, short_repr
 
 _log = logging.getLogger("fsharp")
 OnNonFinite = Literal["raise", "skip", "roll back"]
@@ -142,7 +142,7 @@ class Run:
         try:
             self.config = json_round_trip(dict(config or {}))
         except (TypeError, ValueError, RecursionError) as error:
-            raise RunError(f"Run(): JSON cannot hold the config: {error}.") from error
+            raise RunError(f"Run(): JSON cannot hold the config, {short_repr(config)}: {error}.") from error
         saver: dict[str, Any] = {"keep": keep, "keep_steps": keep_steps, "keep_hours": keep_hours, "background": background}
         every: dict[str, Any] = {"save_every": save_every, "refresh_every": refresh_every, "elastic": elastic}
         self._checkpoints = RunCheckpoints(absolute_path(root), comm, replicas=replicas, config=self.config, **every, **saver)

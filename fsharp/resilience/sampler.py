@@ -49,7 +49,7 @@ class IndexSampler:
         self.shuffle, self.uneven = shuffle, uneven
         self._orders: dict[int, torch.Tensor] = {}
 
-    @api_boundary
+    @options_checked_on_failure
     def indices(self, step: int, *, rank: int = 0, num_ranks: int = 1) -> torch.Tensor:
         """Return the indices of a rank's samples in a step, as an int64 tensor. Ranks take consecutive parts of the batch.
 

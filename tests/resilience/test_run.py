@@ -413,7 +413,7 @@ def test_calls_in_another_order(tmp_path):
         ({"on_nonfinite": "ignore"}, "on_nonfinite is 'ignore', expected one of 'raise', 'skip', 'roll back'"),
         ({"max_nonfinite": True}, "max_nonfinite is True"),
         ({"agree_every": -1}, "every is -1"),
-        ({"config": {"x": torch.ones(2)}}, "JSON cannot hold the config"),
+        ({"config": {"x": torch.ones(2)}}, r"JSON cannot hold the config, \{"),
         ({"comm": fs.Scheduler(fs.SingleComm())}, "comm is a Scheduler; pass the Comm that it was made of"),
     ],
 )

@@ -214,7 +214,7 @@ def _is_strategy_or_spec(node: Any) -> bool:
 def _rules_by_path_or_pattern(rules: Any) -> Any:
     """Return rules by key path for a tree of rules; return one rule, or rules by pattern, unchanged."""
     paths, found, _ = optree.tree_flatten_with_path(rules, is_leaf=_is_strategy_or_spec)
-    for rule in found:
+    for rule in found or [rules]:
         if not _is_strategy_or_spec(rule):
             raise LayoutError(
                 f"plan(): strategy has {short_repr(rule)}, expected a Strategy such as zero3('dp'), or a partition spec such "
@@ -258,6 +258,8 @@ def _leaf_as_tensor(path: str, leaf: Any) -> torch.Tensor:
         if not isinstance(dtype, torch.dtype) or not hasattr(leaf, "shape"):
             facts = [("got", f"{type(leaf).__name__} {leaf!r:.60}")]
             remedy = "Keep configuration out of the tree: close over it, or pass it to the function as an argument."
+            if not path:
+                remedy = "Pass a tree of tensors, such as {'w': torch.ones(2)}, or the parameters of fs.make_functional()."
             if isinstance(leaf, torch.nn.Module):
                 remedy = "Pass the parameters that fs.make_functional(module) returns; or call fs.shard_module(module)."
             elif (isinstance(leaf, Collection) and not isinstance(leaf, str | bytes)) or is_dataclass(leaf):

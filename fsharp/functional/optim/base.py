@@ -22,6 +22,7 @@ from fsharp.functional.layout.sharded import Sharded, check_not_encoded, is_shar
 from fsharp.functional.optim.probe import trial_fingerprint
 from fsharp.functional.tree.paths import value_by_path
 from fsharp.tracebacks import api_boundary
+from fsharp.type_checks import short_repr
 
 
 @api_boundary
@@ -191,7 +192,7 @@ def _not_a_pair_text(tx: Any) -> str:
         return f"{expected} a {kind.__name__}. For several pass one after another: fs.optim.chain(a, b)."
     if units_of(tx):
         return f"{expected} a tree of Sharded. The pair is the first argument: init_state(tx, params, comm=comm)."
-    return f"{expected} {tx!r:.80}. A ShardedOptimizer also takes a class, such as torch.optim.AdamW."
+    return f"{expected} {short_repr(tx)}. A ShardedOptimizer also takes a class, such as torch.optim.AdamW."
 
 
 class LeafListAsTree(NamedTuple):
