@@ -26,12 +26,16 @@ PEERS ?= default
 help:
 	@sed -n 's/^# make/make/p' Makefile
 
+# The pip of Python 3.11 takes three times as long to choose versions. Modules are compiled when they are first imported: pip
+# would compile 20,000 files, of which tests import a quarter.
 # torchtitan asks for a release of datasets before 4.8. The example needs neither this nor most of what it asks for.
+INSTALL := $(RUN)/pip install --quiet --no-compile -c constraints.txt
 $(VENV)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(RUN)/pip install --quiet -c constraints.txt torch
-	$(RUN)/pip install --quiet -c constraints.txt -e '.[train,test,examples,jax,docs]'
-	$(RUN)/pip install --quiet --no-deps -c constraints.txt torchtitan spmd_types
+	$(INSTALL) --upgrade pip
+	$(INSTALL) torch
+	$(INSTALL) -e '.[train,test,examples,jax,docs]'
+	$(INSTALL) --no-deps torchtitan spmd_types
 	touch $@
 
 # DeepSpeed asks for torch while it is built, and wants to compile what a CPU does not need.
