@@ -285,7 +285,7 @@ def _choose_path(path: str, comm: Comm, damaged: Mapping[str, str]) -> tuple[str
 
 
 def _refuse_half_of_main_copies(path: str, like: Any, left_out: Collection[str], wanted: Collection[str]) -> None:
-    """Raise a CheckpointError if the checkpoint has only one of two: a parameter of a TrainState, and its main copy."""
+    """Raise a CheckpointError if the load would take a parameter of a TrainState without its main copy, or the reverse."""
     states = leaves_with_path(like, lambda x: isinstance(x, TrainState) or is_checkpoint_leaf(x)) if left_out else ()
     for prefix in ["".join(f"{key}." for key in keys) for keys, _, state in states if isinstance(state, TrainState)]:
         for main in sorted(name for name in wanted if name.startswith(f"{prefix}main.")):

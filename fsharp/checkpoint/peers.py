@@ -231,9 +231,9 @@ def exchange_requested_bytes(folder: str, wanted: Sequence[ReadRequest], comm: C
 
 
 def _read_requested(rank: int, folder: str, asked: ReadRequest, into: memoryview) -> None:
-    """Fill ``into`` with the bytes of the file in ``folder`` that ``asked``, a request of another rank to ``rank``, names.
+    """Read the bytes that another rank has requested from ``rank``, this rank, into ``into``. ``asked``: the request.
 
-    Raises ValueError if ``asked`` names a path outside of ``folder``, and DamagedCopy if bytes are missing.
+    Raises ValueError if the request names a file outside of ``folder``, and DamagedCopy if the file lacks bytes.
     """
     with _blaming_damage_on(rank, checked_file_name(asked.file)):
         _local_storage.read(f"{folder}/{asked.file}", asked.start, into)

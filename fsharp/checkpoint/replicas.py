@@ -390,7 +390,7 @@ class Replicas(BackgroundSaver):
     def _load_save(
         self, found: "HeldSave | _DiskCheckpoint", like: Any, damage: list[Any], **options: Any
     ) -> tuple[Checkpoint, Any]:
-        """Load the save ``found``. If it is damaged, all ranks raise; this rank first appends its damage to ``damage``."""
+        """Load the save ``found``. If it is damaged, append what this rank sees to ``damage``; all ranks raise an error."""
         if not isinstance(found, HeldSave):
             return load_checkpoint_at(found.path, like, damage, comm=self._comm, where=found.path, **options)
         folder, own = f"{self._folder}/{found.name}", self._own

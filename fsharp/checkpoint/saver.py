@@ -283,7 +283,7 @@ callbacks_before_leaving.append(_wait_for_all_saves)
 
 @atexit.register
 def _exit_if_save_failed() -> None:
-    """Exit with status 1 if a save has failed, and no call has raised its error."""
+    """Exit with status 1 if a save in the background has failed, and no call of the Saver has raised its error."""
     failed = False
     for each in list(_busy_savers):
         try:

@@ -271,7 +271,7 @@ def _pack_into_rows(boxes: list[TimeSpan]) -> list[list[TimeSpan]]:
 
 
 def _unit_colours(schedule: Schedule) -> dict[str, Colour]:
-    """Return the colours of units. Units whose names differ only in a number get neighbouring colours of one ramp."""
+    """Return the colours of units. Units whose names differ only in a number get shades of one colour map, in order."""
     from matplotlib import colormaps
     from matplotlib.colors import to_rgb
 

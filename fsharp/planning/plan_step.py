@@ -141,7 +141,7 @@ def with_inner(uses: Iterable[T]) -> Iterator[T]:
 
 
 def _make_unit_state(layout: Layout, name: str, transport: Transport, buffers: int | None) -> UnitState:
-    """Return the state of unit ``name`` in training. ``buffers``: offloaded values of optimizer state by parameter, or None."""
+    """Return the state of unit ``name`` in training. ``buffers``: offloaded values for each parameter; None: no offload."""
     unit = UnitState(name or ROOT, layout[name], trivial=False)
     unit.begin_gradient(transport, None, sum_in_place=True)
     if buffers is not None:
@@ -189,8 +189,8 @@ class _ForwardDone(NamedTuple):
 
     Attributes:
         use: the use.
-        keys: for each of its units, the unit's name in events, and the number of this use in events.
-        inner: the uses inside of this use.
+        keys: for each unit of the use a pair, by which events name the use of the unit: the unit's name, and a number.
+        inner: the uses whose forwards ran inside of this forward.
     """
 
     use: Use

@@ -337,7 +337,7 @@ def _comparison_text(value: Any) -> str:
 
 
 def _batch_leaf_text(x: Any) -> str:
-    """Return the text of a leaf of a batch. The values of tensors and objects, which ranks load, may differ between ranks."""
+    """Return the text by which ranks compare a leaf of a batch: without the values of tensors and objects, which may differ."""
     if isinstance(x, torch.Tensor):
         return tensor_text(x)
     return repr(x) if isinstance(x, bool | int | float | str) else type(x).__qualname__

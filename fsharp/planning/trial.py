@@ -83,7 +83,7 @@ class UnitCall:
 
 
 class _CallRecorder:
-    """Records the calls of a trial, and what autograd keeps in each. ``calls`` has the outermost ones."""
+    """A record of the calls of a trial, and of the bytes that autograd keeps in each. ``calls`` has the outermost calls."""
 
     def __init__(self, known: Sequence[torch.Tensor]) -> None:
         self.calls: list[UnitCall] = []

@@ -80,7 +80,7 @@ def page_data(log: RunLog, title: str) -> dict[str, Any]:
 
 
 def _sorted_series(log: RunLog) -> list[tuple[str, dict[int, float]]]:
-    """Return the log's series, each by name: losses first, then throughputs, then all others."""
+    """Return the names and values of all series of a log, sorted: losses first, then throughputs, then all others."""
 
     def key(item: tuple[str, Any]) -> tuple[int, str]:
         name = item[0]

@@ -154,7 +154,7 @@ class Restarter:
         return f"rank {rank} ended with exit status {code}, without a result"
 
     def _kill_hung(self) -> None:
-        """Kill processes that run on for longer than the time limit of collectives, after another process has stopped."""
+        """Kill processes that still run when the time limit of collectives has passed since another process stopped."""
         found = stopped_ranks(self._store, self._number, self._nproc)
         if not found:
             return

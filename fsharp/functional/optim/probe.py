@@ -87,7 +87,8 @@ class _Trial:
     """A trial of an ``(init, update)`` pair: some updates of small tensors, in the structure of a user's tree of shards.
 
     Attributes:
-        pieces: indices of the pieces into which flat buffers are cut, as between ranks; one piece if buffers are replicated.
+        pieces: range over the pieces of a flat buffer. Each piece is updated by itself, as if it were a rank's part: two
+            pieces if ranks hold different parts of a buffer, else one.
         cuda_devices: CUDA devices of the buffers.
     """
 

@@ -144,7 +144,7 @@ class GradientOps:
             self._end_oldest_reductions(at)
 
     def _end_oldest_reductions(self, at: int) -> None:
-        """End the oldest reductions: emit their sums, or reserve the memory of sums emitted earlier."""
+        """End the oldest reductions at event ``at``: emit their sums, or keep the memory of emitted sums until ``at``."""
         ops = self._under_way.pop(0)
         if ops[0].spec in (ACCUMULATE, FINAL_ACCUMULATE):
             for op in ops:

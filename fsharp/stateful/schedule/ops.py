@@ -286,7 +286,7 @@ def declare_op(spec: OpSpec) -> None:
 
 
 def _describe_unknown_name(spec: OpSpec) -> str:
-    """Return text about the first field of ``spec`` that is empty or names nothing known; empty if all are right."""
+    """Return what is wrong with the first field of ``spec`` that is empty or has an unknown name; "" if all are right."""
     for field in ("kind", "phases"):
         if not getattr(spec, field):
             return f"{field} is {getattr(spec, field)!r}, expected a value that is not empty"

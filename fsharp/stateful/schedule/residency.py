@@ -99,7 +99,7 @@ def _buckets_at_starts(
 
 
 def _next_needed_buckets(events: Sequence[Event], wanted: Sequence[tuple[Bucket, ...] | None]) -> list[tuple[Bucket, ...]]:
-    """Return, for each event, the buckets in ``wanted`` for the next forward or backward; none if an update comes first."""
+    """Return, for each event, the buckets of the next event with buckets in ``wanted``; none if an update comes before it."""
     after: list[tuple[Bucket, ...]] = []
     following: tuple[Bucket, ...] = ()
     for event, here in zip(reversed(events), reversed(wanted), strict=True):

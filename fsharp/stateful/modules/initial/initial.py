@@ -234,7 +234,7 @@ def _memory_to_fill(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _is_unfilled(x: torch.Tensor) -> bool:
-    """Return whether ``x`` is unfilled: floats with a NaN; or integers that are all 0x55 and were never written."""
+    """Return whether no initializer has filled ``x``: a float is NaN; or all integers are still the bytes 0x55 of the mark."""
     if x.is_floating_point() or x.is_complex():
         return bool((x.float() if x.is_floating_point() else x).isnan().any())
     marked = x == torch.tensor(_UNWRITTEN_BYTE, dtype=x.dtype)

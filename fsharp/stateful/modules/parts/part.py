@@ -178,7 +178,7 @@ class ShardedTensor(torch.Tensor):
 
     @api_boundary
     def _use_count(self, *args: Any, **options: Any) -> NoReturn:
-        """Raise an error for ``set_`` and ``torch.utils.swap_tensors``: the module would not notice the new memory."""
+        """Refuse ``set_``, and ``swap_tensors``, which calls ``_use_count``: the module would not notice the new memory."""
         self._refuse_other_memory("set_() and swap_tensors() cannot replace its data")
 
     set_ = _use_count
