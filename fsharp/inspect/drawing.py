@@ -187,7 +187,7 @@ def _draw_memory(axes: Any, timelines: Sequence[Timeline], names: Sequence[str],
         if timeline is timelines[0]:
             axes.fill_between(x, y, step="post", color=colour, alpha=0.25, linewidth=0)
         axes.plot(x, y, drawstyle="steps-post", color=colour, linewidth=1.1, label=f"live, {name}" if name else "live")
-    for name, nbytes, dashes in (("arena", schedule.arena, "-"), ("bound", schedule.bound, "--")):
+    for name, nbytes, dashes in (("arena", schedule.arena, "-"), ("live at most", schedule.bound, "--")):
         axes.axhline(nbytes / scale, color=_INK, linewidth=0.9, linestyle=dashes, label=f"{name} {nbytes_text(nbytes)}")
     axes.set(xlim=(0, style.longest), ylim=(0, 1.12 * most / scale))
     axes.set_ylabel(f"arena, {unit}", fontsize=9, color=_INK)

@@ -31,6 +31,8 @@ _MAX_NAMES = 18
 _GROUP_GAP = 0.02
 """Gap between the buffers of two groups, as a fraction of the whole width."""
 _INK, _PADDING = "#222222", "#dddddd"
+_PALE = 0.35
+"""Opacity of partial gradients."""
 
 
 @dataclass(frozen=True, repr=False)
@@ -311,6 +313,8 @@ def draw_sharding(layout: Layout, path: str | PathLike[str], *, unit: str | None
     """
     try:
         from matplotlib.figure import Figure
+        from matplotlib.patches import Patch
+        from matplotlib.ticker import EngFormatter
     except ImportError as error:
         raise LayoutError("draw_sharding(): matplotlib is missing: pip install 'fsharp[train]', or matplotlib.") from error
     chosen = max(layout.units, key=_num_elements) if unit is None else layout[unit]
@@ -330,9 +334,15 @@ def draw_sharding(layout: Layout, path: str | PathLike[str], *, unit: str | None
         axes.set_yticks(range(size), [f"rank {rank}" for rank in range(size)], fontsize=8)
         axes.set_xlim(0, _num_elements(chosen) * (1 + _GROUP_GAP * (len(chosen.groups) - 1)))
         axes.set_xlabel("elements of the flat buffers", fontsize=8)
+        axes.xaxis.set_major_formatter(EngFormatter())
+        axes.tick_params(axis="x", labelsize=8)
         axes.spines[["top", "right"]].set_visible(False)
-    all_axes[0].invert_yaxis()
+    all_axes[0].set_ylim(size - 0.5, -0.5)
     handles, names = (each[:_MAX_NAMES] for each in all_axes[0].get_legend_handles_labels())
+    if any(group.size > group.used for group in chosen.groups):
+        handles, names = [*handles, Patch(color=_PADDING)], [*names, "padding"]
+    if any(place[axis] is Partial for place in places.values() for axis in place.order):
+        handles, names = [*handles, Patch(color=_INK, alpha=_PALE)], [*names, "pale: a summand on each rank"]
     figure.legend(handles, names, loc="outside lower center", ncols=min(6, len(names)), fontsize=8, frameon=False)
     figure.savefig(path)
 
@@ -346,7 +356,7 @@ def _draw_place(axes, unit: UnitLayout, place: Place, *, is_trained: bool) -> No
 
     colours = colormaps["tab10"].colors  # type: ignore[attr-defined]
     numbers = {leaf.path: i for i, leaf in enumerate(unit.leaves)}
-    alpha = 0.35 if any(place[axis] is Partial for axis in place.order) else 1.0
+    alpha = _PALE if any(place[axis] is Partial for axis in place.order) else 1.0
     named: set[str] = set()
     x = 0.0
     for i, group in enumerate(unit.groups):

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import torch
+from matplotlib.figure import Figure
 from matplotlib.image import imread
 
 import fsharp as fs
@@ -41,6 +42,14 @@ def test_frozen_leaves_have_no_gradients(tmp_path):
     parameters_end = int(pixels.shape[1] * 0.36)
     assert share(pixels[:, :parameters_end], ORANGE) > 0
     assert share(pixels[:, parameters_end:], ORANGE) == 0
+
+
+def test_the_legend_says_what_grey_and_pale_mean(tmp_path, monkeypatch):
+    named = []
+    monkeypatch.setattr(Figure, "legend", lambda figure, handles, names, **options: named.append(names))
+    picture(tmp_path, planned(fs.ddp("dp"), fs.Mesh({"dp": 3})))
+    picture(tmp_path, planned(fs.zero3("dp"), fs.Mesh({"dp": 2})))
+    assert named == [["a", "b", "padding", "pale: a summand on each rank"], ["a", "b"]]
 
 
 @pytest.mark.parametrize(
