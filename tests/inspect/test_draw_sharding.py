@@ -47,7 +47,7 @@ def test_frozen_leaves_have_no_gradients(tmp_path):
 def test_the_legend_says_what_grey_and_pale_mean(tmp_path, monkeypatch):
     named = []
     monkeypatch.setattr(Figure, "legend", lambda figure, handles, names, **options: named.append(names))
-    picture(tmp_path, planned(fs.ddp("dp"), fs.Mesh({"dp": 3})))
+    picture(tmp_path, planned(fs.zero1("dp"), fs.Mesh({"dp": 3})))
     picture(tmp_path, planned(fs.zero3("dp"), fs.Mesh({"dp": 2})))
     assert named == [["a", "b", "padding", "pale: a summand on each rank"], ["a", "b"]]
 
