@@ -27,6 +27,7 @@ _EXAMPLES = {
     "a timedelta": "datetime.timedelta(minutes=5)",
     "a Comm": "fs.connect(mesh)",
     "a TrainState": "fs.init_state(tx, params, comm=comm)",
+    "a Format": "fs.formats.mxfp8",
     "a Layout": "fs.plan(params, mesh, strategy)",
 }
 """By what an error says that it expected, an expression that makes such a value."""
@@ -87,7 +88,8 @@ def _items_in_words(origin: Any, args: tuple[Any, ...]) -> str:
     """Return the items of a container in words: "of str", "of str to Precision", "(number, number)"; "" if any values fit."""
 
     def words(hint: Any) -> str:
-        return "any value" if hint is Any else re.sub(r"(^| or )an? ", r"\1", annotation_in_words(hint))
+        text = "any value" if hint is Any else re.sub(r"(^| or )an? ", r"\1", annotation_in_words(hint))
+        return f"({text})" if get_origin(hint) in (Union, UnionType, Literal) and " or " in text else text
 
     inner = [words(arg) for arg in args if arg is not ...]
     if origin is tuple and ... not in args:

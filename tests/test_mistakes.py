@@ -8,6 +8,7 @@ import torch
 
 import fsharp as fs
 from fsharp.errors import LayoutError, LossError, OptionError, PatternError, TreeError
+from fsharp.testing import generate
 from tests.test_errors import ONE, ONLY, SHARED, make, part, planned, state, total
 
 
@@ -17,6 +18,12 @@ def meta():
 
 MODULE = torch.nn.Linear(2, 2)
 SHARDED_MODULE = fs.shard_module(torch.nn.Sequential(torch.nn.Linear(2, 2)), mesh=ONLY, strategy=fs.zero3("dp"))
+
+
+def equivalent(batches, runs):
+    return fs.testing.assert_equivalent(total3, fs.optim.sgd(0.1), make(), batches, runs=runs)
+
+
 SGD = "got the torch optimizer SGD. For a module pass its class and options: fs.ShardedOptimizer(model.parameters(), torch.op"
 MISTAKES = {
     "state for parameters": (lambda: fs.value_and_grad(total3)(state(), 0, comm=ONLY), TreeError, "pass state.params"),
@@ -123,6 +130,27 @@ MISTAKES = {
         lambda: fs.plan(MODULE.parameters(), ONE, fs.zero3("dp")),
         TreeError,
         "Pass a tree of tensors, such as {'w': torch.ones(2)}, or the parameters of fs.make_functional().",
+    ),
+    "no runs to compare": (lambda: equivalent([make()], {}), OptionError, "assert_equivalent(): runs is empty"),
+    "no steps to compare": (
+        lambda: equivalent([], {"a": (ONE, fs.ddp("dp"))}),
+        OptionError,
+        "assert_equivalent(): batches is empty",
+    ),
+    "a run without a mesh": (
+        lambda: equivalent([make()], {"a": fs.ddp("dp")}),
+        OptionError,
+        "optim=Replicate..., expected a pair (mesh, strategy).",
+    ),
+    "sizes in place of a mesh": (
+        lambda: generate.strategies({"dp": 2}),
+        OptionError,
+        "strategies(): mesh is {'dp': 2}, expected",
+    ),
+    "a number to gather": (
+        lambda: fs.collectives.all_gather_last(torch.tensor(1.0), ONLY, "dp"),
+        TreeError,
+        "all_gather_last(): x has no dims, expected at least one. Pass x.view(1).",
     ),
     "sizes for a mesh": (lambda: fs.connect({"dp": 1}), OptionError, "expected a Mesh, such as fs.Mesh({'dp': 8})"),
     "a step in a text": (

@@ -210,6 +210,7 @@ def test_annotations_in_words():
     assert annotation_in_words(None | str | torch.dtype) == "a str or a dtype or None"
     assert annotation_in_words(str | Sequence[str]) == "a str or a Sequence of str"
     assert annotation_in_words(Mapping[str, tuple[float, float]]) == "a Mapping of str to tuple (number, number)"
+    assert annotation_in_words(dict[str, int | None] | int) == "a dict of str to (int or None) or an int"
     assert annotation_in_words(list[Any]) == "a list"
 
 

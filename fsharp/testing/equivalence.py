@@ -7,7 +7,7 @@ from typing import Any
 import optree
 import torch
 
-from fsharp.errors import problem
+from fsharp.errors import OptionError, problem
 from fsharp.functional.comm.protocol import Comm
 from fsharp.functional.layout.layout import Layout
 from fsharp.functional.layout.mesh import Mesh
@@ -18,7 +18,7 @@ from fsharp.functional.materialize import full_tree, shard
 from fsharp.functional.state import TrainState, init_state
 from fsharp.functional.train import train_step
 from fsharp.testing.simulated_ranks import simulate
-from fsharp.type_checks import options_checked
+from fsharp.type_checks import fits_annotation, options_checked, short_repr
 
 
 @options_checked
@@ -69,7 +69,14 @@ def assert_equivalent(
 
     Raises:
         AssertionError: two runs differ. The message has the runs, the first leaf that differs, and the difference.
+        OptionError: ``runs`` or ``batches`` is empty, or a value of ``runs`` is no pair of a mesh and a strategy.
     """
+    for name, given in {"runs": runs, "batches": batches}.items():
+        if not given:
+            raise OptionError(f"assert_equivalent(): {name} is empty, expected at least one.")
+    for name, pair in runs.items():
+        if not fits_annotation(tuple[Mesh, Strategy])(pair):
+            raise OptionError(f"assert_equivalent(): runs[{name!r}] is {short_repr(pair)}, expected a pair (mesh, strategy).")
     step = train_step(loss_fn, tx, microbatches=microbatches)
 
     def train(mesh: Mesh, strategy: Strategy) -> Any:

@@ -21,6 +21,7 @@ from fsharp.functional.layout.placement import AxisRule, Partial, Replicate, Sha
 from fsharp.functional.layout.plan import find_tie_owners, plan
 from fsharp.functional.layout.precision import Precision
 from fsharp.functional.tree.paths import flatten_with_paths, self_and_ancestors
+from fsharp.type_checks import options_checked
 
 V = TypeVar("V")
 
@@ -55,6 +56,7 @@ def meshes(*, max_ranks: int = 16) -> st.SearchStrategy[Mesh]:
     return st.one_of(st.sampled_from(grids), st.sampled_from([Mesh({"dp": n}) for n in sizes]))
 
 
+@options_checked
 def legal_strategies(mesh: Mesh) -> list[Strategy]:
     """Return every legal :class:`~fsharp.Strategy` on a mesh, such as ZeRO-3, and strategies without a name."""
     result = []
@@ -66,6 +68,7 @@ def legal_strategies(mesh: Mesh) -> list[Strategy]:
     return result
 
 
+@options_checked
 def strategies(mesh: Mesh) -> st.SearchStrategy[Strategy]:
     """Return a Hypothesis strategy for the legal sharding strategies on ``mesh``."""
     return st.sampled_from(legal_strategies(mesh))

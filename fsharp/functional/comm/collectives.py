@@ -93,6 +93,7 @@ def all_gather_last(x: torch.Tensor, comm: Comm, axis: str) -> torch.Tensor:
 
     Gradient: :func:`reduce_scatter_last`. Cost: each rank sends ``(n - 1) * x.nbytes``.
     """
+    _check_last_dim_divides("all_gather_last()", x, axis, 1)
     if _needs_no_collective(x, comm, axis):
         return x
 
@@ -234,6 +235,8 @@ def local_slice(x: torch.Tensor, comm: Comm, axis: str) -> torch.Tensor:
 
 
 def _check_last_dim_divides(where: str, x: torch.Tensor, axis: str, n: int) -> None:
+    if not x.dim():
+        raise TreeError(f"{where}: x has no dims, expected at least one. Pass x.view(1).")
     if x.shape[-1] % n:
         raise TreeError(f"{where}: a last dim of {x.shape[-1]} does not divide into {n} parts along axis {axis!r}.")
 
