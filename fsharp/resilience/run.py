@@ -298,7 +298,8 @@ class Run:
             other: as for :meth:`resume`.
 
         Raises:
-            RunError: collectives of the setup cannot be repeated, such as collectives of a step before this call.
+            RunError: ``step`` is no function; or collectives of the setup cannot be repeated, such as those of a scheduler's
+                step before this call.
             CommError: a rank was lost, and not restarted: restarts are used up, or the new process does not come within the
                 time limit of the job's collectives, or its program differs. The message says which rank, and why.
 
@@ -306,6 +307,8 @@ class Run:
 
         Cost: with ``elastic`` the first call of a run waits until the tree of step 0 is saved.
         """
+        if not callable(step):
+            raise RunError(f"Run.train(): step is {short_repr(step)}, expected a function step(tree, number).")
         if not self._checkpoints.is_elastic:
             return self._train(step, self.resume(tree, other=other))
         self._agree_at_start(tree)

@@ -403,6 +403,8 @@ def test_calls_in_another_order(tmp_path):
             run.end_step({})
         with pytest.raises(RunError, match="step 0 was not ended"):
             list(run.steps())
+        with pytest.raises(RunError, match=r"Run\.train\(\): step is \{\}, expected a function step\(tree, number\)"):
+            run.train({}, lambda tree, number: tree)
 
 
 @pytest.mark.parametrize(
