@@ -114,7 +114,7 @@ class Checkpoint:
         except FileNotFoundError as error:
             if huggingface.is_huggingface_folder(storage.list_names(path)) or huggingface.is_file(storage, path):
                 return huggingface.huggingface_manifest(storage, path)
-            hint = "".join(f" There are some in it, such as {path}/{name}." for name in folder_names_newest_first(path)[:1])
+            hint = "".join(f" Pass one inside of it, such as {path}/{name}." for name in folder_names_newest_first(path)[:1])
             if not storage.list_names(path):
                 hint = " The folder is empty or does not exist. fs.checkpoint.save(root, ...) writes root/step-..."
             raise CheckpointError(f"{path}: there is no checkpoint here.{hint}") from error

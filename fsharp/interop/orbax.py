@@ -198,7 +198,7 @@ def _metadata_by_item(folder: str) -> dict[str, Any]:
     inside = [name for name in names if os.path.exists(f"{folder}/{name}/{_METADATA_FILE}")]
     if inside and _METADATA_FILE not in names:
         newest = max(inside, key=lambda name: (len(name), name))
-        raise CheckpointError(f"{folder}: there is no checkpoint here. There are some in it, such as {folder}/{newest}.")
+        raise CheckpointError(f"{folder}: there is no checkpoint here. Pass one inside of it, such as {folder}/{newest}.")
     tree = _call_orbax(folder, lambda: ocp.metadata(folder).metadata)
     if tree is None:
         raise CheckpointError(f"{folder}: Orbax finds no metadata in this folder; its log has the reason.")

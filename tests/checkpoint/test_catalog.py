@@ -115,7 +115,7 @@ def test_a_checkpoint_is_a_path(tmp_path):
     found = save(tmp_path, 1)
     assert fs.checkpoint.verify(found).step == 1
     fs.checkpoint.export_safetensors(found, tmp_path / "out")
-    with pytest.raises(CheckpointError, match=rf"there is no checkpoint here\. There are some in it, such as {found.path}\."):
+    with pytest.raises(CheckpointError, match=rf"there is no checkpoint here\. Pass one inside of it, such as {found.path}\."):
         fs.checkpoint.verify(tmp_path)
     shutil.rmtree(found)
     assert repr(fs.checkpoint.Checkpoint(found.path)) == f"Checkpoint({found.path!r}, which is not complete any more)"

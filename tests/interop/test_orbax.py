@@ -98,7 +98,7 @@ def test_all_pytrees_of_a_checkpoint_are_converted(tmp_path, monkeypatch):
         assert found.tensor("params.w").tolist() == [[0, 1, 2], [3, 4, 5]]
         like = {"count": torch.zeros((), dtype=torch.int32), "mu": {"w": torch.zeros(2, 3)}, "name": name}
         assert fs.checkpoint.load(found, like, comm=COMM, subtree="opt")["count"] == 4
-    with pytest.raises(CheckpointError, match=r"steps: there is no checkpoint here. There are some in it, .*/steps/10\."):
+    with pytest.raises(CheckpointError, match=r"steps: there is no checkpoint here. Pass one inside of it, .*/steps/10\."):
         from_orbax(tmp_path / "steps", tmp_path / "ours")
 
 

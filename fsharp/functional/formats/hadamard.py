@@ -100,7 +100,7 @@ def _map_rows(values: torch.Tensor, size: int, fn: Callable[[torch.Tensor], torc
 
 
 def _hadamard_transform(rows: torch.Tensor) -> torch.Tensor:
-    """Return the Hadamard transform of each row, divided by the row's length. A row's bits do not depend on other rows."""
+    """Return the Hadamard transform of each row, divided by the number of values in a row. Rows do not affect each other."""
     columns = rows.t().float() * (1 / rows.shape[1])  # transposed, so that each stage adds long runs
     columns = columns.contiguous()
     other, half = torch.empty_like(columns), 1
