@@ -65,7 +65,7 @@ def total(params):
 
 
 PLAN = {
-    "unknown axis": (lambda: planned(strategy=fs.zero3("tp")), StrategyError, "unknown axis 'tp': Mesh(dp=1) has ['dp']"),
+    "unknown axis": (lambda: planned(strategy=fs.zero3("tp")), StrategyError, "'tp': Mesh(dp=1) has ['dp']. Name these axes"),
     "uncovered axis": (lambda: planned(fs.Mesh({"dp": 2, "x": 1})), StrategyError, "has no rule for axis 'x'"),
     "no strategy": (lambda: planned(strategy="zero3"), LayoutError, "strategy has 'zero3', expected a Strategy"),
     "no strategy in a rule": (lambda: planned(strategy={"**": 3}), LayoutError, "strategy has 3, expected a Strategy"),

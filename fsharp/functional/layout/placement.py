@@ -219,7 +219,10 @@ class Strategy:
         """Raise a StrategyError if the axes of a mesh differ from the axes of this strategy."""
         named = {axis for axis, _ in self.rules}
         for axis in sorted(named - set(mesh.names)):
-            raise StrategyError(f"Strategy names the unknown axis {axis!r}: {mesh} has {list(mesh.names)}.")
+            raise StrategyError(
+                f"Strategy names the unknown axis {axis!r}: {mesh} has {list(mesh.names)}. Name these axes in the strategy, or "
+                f"{axis!r} in the mesh."
+            )
         for axis in sorted(set(mesh.names) - named):
             raise StrategyError(
                 f"Strategy has no rule for axis {axis!r} of {mesh}: its axes are {sorted(named)}. Name all axes of the mesh."
