@@ -140,7 +140,9 @@ def flat_values(values: dict[str, Any] | list[Any], prefix: str = "") -> Iterato
 
 
 def check_names(where: str, values: Mapping[str, Any], taken: tuple[str, ...]) -> None:
-    """Raise an OptionError if a value has a name in ``taken``."""
+    """Raise an OptionError if ``values`` is no mapping, or has a name in ``taken``."""
+    if not isinstance(values, Mapping):
+        raise OptionError(f"{where}: values is {short_repr(values)}, expected values by name, such as {{'loss': 0.5}}.")
     for name in taken:
         if name in values:
             raise OptionError(f"{where}: the name {name!r} is taken, expected names other than {', '.join(taken)}.")

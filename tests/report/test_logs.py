@@ -14,7 +14,7 @@ from torch.utils.tensorboard import SummaryWriter
 import fsharp as fs
 from fsharp.checkpoint import saver
 from fsharp.checkpoint.saving import write_snapshot
-from fsharp.errors import FsharpError
+from fsharp.errors import FsharpError, OptionError
 from fsharp.report.reading import read_log
 from fsharp.testing import processes
 
@@ -189,6 +189,12 @@ def test_names_of_the_run_itself_are_taken(name, tmp_path):
     if name in ("step", "time"):
         with pytest.raises(FsharpError, match=rf"log\(\): the name '{name}' is taken"):
             fs.resilience.JsonlLogger(tmp_path / "a").log(0, {name: 0.5})
+
+
+@pytest.mark.parametrize("values", [None, 0.5, [("loss", 0.5)]])
+def test_values_without_names_are_refused(values, tmp_path):
+    with pytest.raises(OptionError, match=r"log\(\): values is .*, expected values by name, such as \{'loss': 0\.5\}"):
+        fs.resilience.JsonlLogger(tmp_path / "a").log(0, values)
 
 
 def test_values_after_the_loop_are_of_the_last_step(tmp_path):
