@@ -93,7 +93,7 @@ class MeanGradients:
         # Only writes to buffers that every rank holds in full count: a rank without elements of a cut leaf does not write.
         is_whole = [not (n.place.sharded_axes or n.place.varying_axes) for n in units_of(self.tree) for _ in n.buffers]
         rows = zip(self._version_counters(), self._versions, is_whole, strict=True)
-        return f"gradients since they were set={self.edits} {[now - before for now, before, whole in rows if whole]}"
+        return f"changes of gradients={self.edits}, writes={[now - before for now, before, whole in rows if whole]}"
 
     @property
     def buffers(self) -> list[torch.Tensor]:

@@ -83,7 +83,7 @@ class ShardedModule(nn.Module):
         with torch.no_grad():
             for buffer in means.buffers:
                 buffer.mul_(scale)
-        means.edits.append(f"clip {max_norm!r} {norm_type!r}")
+        means.edits.append(f"clip_grad_norm_({max_norm!r}, {norm_type!r})")
         return norm
 
     @uncompiled
