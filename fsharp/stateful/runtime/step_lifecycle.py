@@ -268,7 +268,7 @@ class StepLifecycle:
         schedule = compile_schedule(program, self.policy, has_streams=self.comm.device.type != "cpu")
         verify(schedule)
         policy = "\n".join(f"{name}={value}" for name, value in asdict(self.policy).items())
-        fields = {"policy": policy, "schedule": "\n".join(schedule.lines())}
+        fields = {"events": "\n".join(map(str, program.events)), "policy": policy, "schedule": "\n".join(schedule.lines())}
         agree("Scheduler: the schedule of a step", fields, self.own)
         return schedule
 

@@ -73,6 +73,20 @@ def test_what_one_rank_alone_does_is_found(strategy, name):
             assert "rank 1 has  changes of gradients=['clip_grad_norm_(0.01, 2.0)'], writes=" in str(error)
 
 
+def test_a_rank_that_leaves_out_the_update_of_a_recorded_step_is_told_so():
+    def rank_fn(comm):
+        model, optimizer = wrap(comm, "zero3")
+        [(x, y)] = batches(comm, 1)
+        model(x, y)["loss"].backward()
+        if comm.rank == 0:
+            optimizer.step()
+        optimizer.zero_grad()
+
+    for error in simulate(DP, rank_fn, outcomes=True):
+        assert isinstance(error, fs.errors.AgreementError), error
+        assert "  events    rank 0: update\n  events    rank 1: (nothing more)\n" in str(error)
+
+
 @pytest.mark.parametrize("strategy", ["ddp", "zero3"])
 @pytest.mark.parametrize("act", ["another number", "unsharded"])
 def test_ranks_that_do_the_same_with_other_values_are_found(strategy, act):
