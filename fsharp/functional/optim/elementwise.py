@@ -6,6 +6,7 @@ round differently. The end of a buffer depends on the sharding. So kernels here 
 to a padded scratch tensor. Then an element's update depends on the element alone.
 """
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -251,7 +252,9 @@ def lion(
 
         def kernel(lists: Sequence[list[torch.Tensor]], scale: float, decay: float) -> None:
             for p, g, m in zip(*lists, strict=True):
-                direction = torch.lerp(g, m, b1).sign_()
+                direction = torch.lerp(g, m, b1)
+                is_nan = direction.isnan()
+                direction.sign_().masked_fill_(is_nan, math.nan)  # torch's sign of a NaN is 0
                 p.mul_(1 - rate * scale * decay).sub_(direction, alpha=rate * scale)
                 m.lerp_(g, 1 - b2)
 

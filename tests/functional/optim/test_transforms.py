@@ -247,6 +247,16 @@ def test_a_norm_is_not_finite_if_an_element_is_not(bad, deterministic):
     assert not any(torch.isfinite(norm) for norm in norms)
 
 
+@pytest.mark.parametrize("name", ["sgd", "adamw", "lion"])
+def test_a_nan_in_a_gradient_makes_its_parameter_nan_and_no_other(name):
+    """As in optax. torch's sign of a NaN is 0: with Lion a parameter stayed as it was, and its momentum was NaN forever."""
+    tx, params = getattr(fs.optim, name)(0.1), sharded({"x": torch.ones(7)}, ONE)
+    bad = torch.arange(7) == 4
+    grads = sharded({"x": torch.ones(7).masked_fill(bad, math.nan)}, ONE)
+    state = fs.update(tx, grads, fs.init_state(tx, params, comm=ONE), comm=ONE)
+    assert torch.equal(fs.full_tree(state.params, comm=ONE)["x"].isnan(), bad)
+
+
 def test_clipping_scales_to_the_norm_and_leaves_small_gradients_alone():
     grads = sharded({"x": torch.tensor([3.0, 4.0])}, ONE)
     for limit, expected in ((1.0, [0.6, 0.8]), (10.0, [3.0, 4.0])):
