@@ -7,7 +7,7 @@ import torch
 from torch.utils.data import DataLoader
 
 import fsharp as fs
-from fsharp.errors import OptionError, ScheduleError
+from fsharp.errors import OptionError, ScheduleError, TreeError
 from tests.huggingface.test_accelerator import Net, as_torchrun, data
 
 
@@ -82,7 +82,7 @@ def state_of(folder):
 
 
 def on_two_ranks(folder, comm):
-    from lightning.pytorch.callbacks import StochasticWeightAveraging
+    from lightning.pytorch.callbacks import EMAWeightAveraging, StochasticWeightAveraging
 
     from fsharp.lightning.trainer import Strategy
 
@@ -100,6 +100,9 @@ def on_two_ranks(folder, comm):
     with pytest.raises(OptionError) as error:
         run(Strategy(), fs.zero3("dp"), f"{folder}/refused", more=[StochasticWeightAveraging(1e-2)])
     found["refused callback"] = str(error.value)
+    with pytest.raises(TreeError) as error:
+        run(Strategy(), fs.zero3("dp"), f"{folder}/refused", more=[EMAWeightAveraging()])
+    found["refused copy"] = str(error.value)
     return found
 
 
@@ -130,6 +133,7 @@ def test_a_precision_of_the_trainer_is_refused(found):
     assert "precision is 'bf16-mixed', and the module is sharded" in found[0]["refused"]
 
 
-def test_stochastic_weight_averaging_is_refused(found):
-    """It averaged nothing, without a word."""
+def test_averages_of_copies_are_refused(found):
+    """StochasticWeightAveraging averaged nothing, without a word."""
     assert "StochasticWeightAveraging copies the module before it is sharded" in found[0]["refused callback"]
+    assert "A sharded module, its modules, parameters and optimizer cannot be copied" in found[0]["refused copy"]
