@@ -29,7 +29,7 @@ help:
 # The pip of Python 3.11 takes three times as long to choose versions. Modules are compiled when they are first imported: pip
 # would compile 20,000 files, of which tests import a quarter.
 # torchtitan asks for a release of datasets before 4.8. The example needs neither this nor most of what it asks for.
-INSTALL := $(RUN)/pip install --quiet --no-compile -c constraints.txt
+INSTALL := $(RUN)/pip install -qq --no-compile -c constraints.txt
 $(VENV)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(INSTALL) --upgrade pip
