@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from hypothesis import given, reject, settings, strategies as st
+from hypothesis import assume, given, reject, settings, strategies as st
 
 from tests import doors
 from tests.doors import KEPT, PATHS, RETURNED, SINKS, UNITS, WAYS, WHATS, WRAPS, Door, Model, Ran, judge, run, run_plain
@@ -37,7 +37,19 @@ PENDING = [
         PATHS,
         "a parameter that leaves a reentrant checkpoint has no gradient",
         lambda model: any(d.what in OF_WEIGHTS and model.wraps[d.unit] == "reentrant checkpoint" for d in model.doors),
-    )
+    ),
+    Pending(
+        ("module",),
+        "an object that hides a tensor of another unit from a reentrant checkpoint: an error of torch, and no unit is named",
+        lambda model: any(
+            d.way == "slots"
+            and d.sink.endswith("of the next unit")
+            and d.what == "function of a weight"
+            and wrap == "reentrant checkpoint"
+            for d in model.doors
+            for wrap in model.wraps[d.unit + 1 : d.unit + 2]
+        ),
+    ),
 ]
 """Take a line out to have them drawn."""
 
@@ -59,12 +71,14 @@ def models(draw: st.DrawFn, path: str) -> Model:
         every = [door for door in every if holds(Model((door,), wraps), path)]
         found.append((draw(st.sampled_from(every)), wrap))
     chosen = {door.unit: wrap for door, wrap in found}
-    return Model(
+    model = Model(
         doors=tuple(door for door, _ in found),
         wraps=tuple(chosen.get(unit, "none") for unit in range(UNITS)),
         target=draw(st.sampled_from([None, None, *range(UNITS)])) if holds(Model(target=0), path) else None,
         num_losses=draw(st.sampled_from([1, 1, 2])),
     )
+    assume(holds(model, path))
+    return model
 
 
 def check(model: Model, path: str, strategy: str) -> None:
