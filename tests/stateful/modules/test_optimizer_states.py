@@ -1,6 +1,7 @@
 """State dicts of optimizers: of classes that look at shapes, of pairs, before a first step; and what is refused."""
 
 import copy
+import operator
 from functools import partial
 
 import optree
@@ -365,6 +366,15 @@ def test_state_by_parameter(comm, strategy, optimizer):
             torch.testing.assert_close(own.state[mine][key].norm(), value.norm(), rtol=1e-3, atol=1e-6)
     with pytest.raises(TypeError, match="does not support item assignment"):
         own.state[model.head.weight]["exp_avg"] = None
+    state, p = own.state, model.head.weight
+    for change in (
+        lambda: operator.setitem(state, p, {}),
+        lambda: operator.delitem(state, p),
+        lambda: state.pop(p),
+        state.clear,
+    ):
+        with pytest.raises(TreeError, match=r"state is read-only\. Write to its tensors in place, or make a fresh Sharded"):
+            change()
     with pytest.raises(TreeError, match=r"state cannot be replaced: load_state_dict"):
         own.state = {}
     with pytest.raises(TreeError, match=r"asked for a Parameter \[11, 6\], expected one of model\.parameters"):

@@ -2,9 +2,9 @@
 
 import hashlib
 import json
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, MutableMapping
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NoReturn
 
 import optree
 import torch
@@ -22,7 +22,7 @@ StatesByPath = dict[str, dict[str, Any]]
 """State by path of the parameter and name: a :class:`~fsharp.modules.ShardedTensor` if it has a value for each element."""
 
 
-class StateByParameter(Mapping[ShardedTensor, Mapping[str, Any]]):
+class StateByParameter(MutableMapping[ShardedTensor, Mapping[str, Any]]):
     """A read-only mapping from the parameters at ``paths`` to their states, which ``state_of(path)`` returns."""
 
     def __init__(
@@ -31,13 +31,15 @@ class StateByParameter(Mapping[ShardedTensor, Mapping[str, Any]]):
         self._state_of, self._paths, self._parameters = state_of, paths, parameters
 
     def __getitem__(self, parameter: ShardedTensor) -> Mapping[str, Any]:
-        path: str = getattr(parameter, "path", "")
-        if path not in self._parameters:
-            shape = list(parameter.shape) if isinstance(parameter, torch.Tensor) else ""
-            raise TreeError(
-                f"optimizer.state: asked for a {type(parameter).__name__} {shape}, expected one of model.parameters()."
-            )
+        if (path := getattr(parameter, "path", "")) not in self._parameters:
+            kind, shape = type(parameter).__name__, list(getattr(parameter, "shape", ()))
+            raise TreeError(f"optimizer.state: asked for a {kind} {shape}, expected one of model.parameters().")
         return MappingProxyType(self._state_of(path))
+
+    def __setitem__(self, *_: Any) -> NoReturn:
+        raise TreeError("optimizer.state is read-only. Write to its tensors in place, or make a fresh ShardedOptimizer.")
+
+    __delitem__ = __setitem__
 
     def __contains__(self, parameter: object) -> bool:
         return getattr(parameter, "path", None) in self._paths
