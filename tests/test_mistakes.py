@@ -193,7 +193,7 @@ def test_a_gpu_that_there_is_not():
 
 def test_a_run_that_is_not_open(tmp_path):
     run = fs.resilience.Run(tmp_path, comm=ONLY, total=1, save_every=1)
-    for begin in run.resume, lambda tree: run.train(None, tree):
+    for begin in run.resume, lambda tree: run.train(lambda tree, number: tree, tree):
         with pytest.raises(fs.errors.RunError, match=r"the run is not open\. Use it as a context: with fs\.resilience\.Run\("):
             begin(part())
 
