@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from hypothesis import assume, given, reject, settings, strategies as st
+from hypothesis import given, reject, settings, strategies as st
 
 from tests import doors
 from tests.doors import KEPT, PATHS, RETURNED, SINKS, UNITS, WAYS, WHATS, WRAPS, Door, Model, Ran, judge, run, run_plain
@@ -37,21 +37,18 @@ PENDING = [
         PATHS,
         "a parameter that leaves a reentrant checkpoint has no gradient",
         lambda model: any(d.what in OF_WEIGHTS and model.wraps[d.unit] == "reentrant checkpoint" for d in model.doors),
-    ),
-    Pending(
-        ("module",),
-        "an object that hides a tensor of another unit from a reentrant checkpoint: an error of torch, and no unit is named",
-        lambda model: any(
-            d.way == "slots"
-            and d.sink.endswith("of the next unit")
-            and d.what == "function of a weight"
-            and wrap == "reentrant checkpoint"
-            for d in model.doors
-            for wrap in model.wraps[d.unit + 1 : d.unit + 2]
-        ),
-    ),
+    )
 ]
 """Take a line out to have them drawn."""
+
+
+def hides_tensor_from_checkpoint(model: Model) -> bool:
+    """Whether an object hides a tensor of another unit from a reentrant checkpoint: torch may refuse a second backward."""
+    return any(
+        door.way == "slots" and door.sink.endswith("of the next unit") and wrap == "reentrant checkpoint"
+        for door in model.doors
+        for wrap in model.wraps[door.unit + 1 : door.unit + 2]
+    )
 
 
 def holds(model: Model, path: str) -> bool:
@@ -71,14 +68,12 @@ def models(draw: st.DrawFn, path: str) -> Model:
         every = [door for door in every if holds(Model((door,), wraps), path)]
         found.append((draw(st.sampled_from(every)), wrap))
     chosen = {door.unit: wrap for door, wrap in found}
-    model = Model(
+    return Model(
         doors=tuple(door for door, _ in found),
         wraps=tuple(chosen.get(unit, "none") for unit in range(UNITS)),
         target=draw(st.sampled_from([None, None, *range(UNITS)])) if holds(Model(target=0), path) else None,
         num_losses=draw(st.sampled_from([1, 1, 2])),
     )
-    assume(holds(model, path))
-    return model
 
 
 def check(model: Model, path: str, strategy: str) -> None:
@@ -91,6 +86,9 @@ def check(model: Model, path: str, strategy: str) -> None:
             reject()
         for outcome in run(model, path, strategy):
             problem = judge(model, expected, outcome)
+            if problem and path == "module" and hides_tensor_from_checkpoint(model):  # as limits.md says
+                assert "backward through the graph a second time" in problem, f"{problem}\n{model} by {strategy}"
+                continue
             assert problem is None, f"{problem}\n{model} by {strategy} on the {path} path"
 
 
@@ -150,3 +148,11 @@ def test_the_judge_refuses_what_must_not_be():
     assert "losses[0] is nan" in judge(model, expected, expected._replace(losses=[x * torch.nan for x in expected.losses]))
     assert "without naming the unit" in judge(model, expected, RuntimeError("layers.2"))
     assert "says nothing" in judge(model, expected, KeyError("layers.1"))
+
+
+def test_a_hidden_tensor_of_another_unit_is_right_or_refused_by_torch():
+    """By a module with two losses on one graph; the other paths are right."""
+    door = Door(0, "function of a weight", "slots", "argument of the next unit")
+    model = Model((door,), ("none", "reentrant checkpoint", "none"), num_losses=2)
+    for path in PATHS:
+        check(model, path, "zero3")
