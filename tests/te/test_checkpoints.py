@@ -101,7 +101,8 @@ def test_a_checkpoint_loads_under_another_recipe(tmp_path):
 
 def resume_delayed(comm, folder):
     """Save a whole model under delayed scaling, and go on in a new one, under another strategy."""
-    case, recipe = Case(CASE.make, CASE.units, quantized=False, **ADAM), recipes.DelayedScaling(amax_history_len=4)
+    case = Case(CASE.make, CASE.units, quantized=False, **ADAM)
+    recipe = recipes.DelayedScaling(amax_history_len=4, fp8_format=recipes.Format.E4M3)  # the default is another
     te.quantization.FP8GlobalStateManager.reset()
     model, optimizer = made(case, recipe, comm, fs.zero3("dp"))
     train_sharded(case, recipe, comm, None, model=model, optimizer=optimizer, steps=[0])

@@ -121,7 +121,8 @@ def _extra_state_as_text(module: Any) -> torch.Tensor:
     own: torch.Tensor = type(module).get_extra_state(module)
     if not own.numel() or not all(hasattr(meta.get(key), name) for key, name in _SCALING_TENSORS.values()):
         return own
-    found: dict[str, Any] = {"format": _TEXT_FORMAT, **{name: meta[name] for name in _FP8_META_NUMBERS if name in meta}}
+    found: dict[str, Any] = {"format": _TEXT_FORMAT, "fp8_format": meta["recipe"].fp8_format.name}
+    found |= {name: meta[name] for name in _FP8_META_NUMBERS if name in meta}
     for name, (key, attribute) in _SCALING_TENSORS.items():
         tensor = getattr(meta[key], attribute).detach().cpu()
         found[name] = [list(tensor.shape), tensor.contiguous().view(torch.int32).flatten().tolist()]
@@ -135,14 +136,13 @@ def _set_extra_state_from_text(module: Any, state: Any) -> None:
         return
     found = json.loads(data)
     if found.get("format") != _TEXT_FORMAT:
-        raise TreeError(
-            f"extra state of a {type(module).__name__} has the format {found.get('format')!r}, expected {_TEXT_FORMAT!r}."
-        )
-    from transformer_engine.common.recipe import DelayedScaling
+        raise TreeError(f"extra state of a {type(module).__name__} is {found.get('format')!r}, expected {_TEXT_FORMAT!r}.")
+    from transformer_engine.common.recipe import DelayedScaling, Format
 
     meta = module.fp8_meta
     meta.update({name: found[name] for name in _FP8_META_NUMBERS if name in found}, fp8_checkpoint=True)
-    meta["recipe"] = DelayedScaling(amax_history_len=found["amax_history_fwd"][0][0])
+    fp8_format = Format[found.get("fp8_format", "HYBRID")]
+    meta["recipe"] = DelayedScaling(fp8_format=fp8_format, amax_history_len=found["amax_history_fwd"][0][0])
     meta.pop("global_fp8_buffer_pos_fwd_recompute", None)
     module.init_fp8_meta_tensors(meta["recipe"])
     with torch.no_grad():
