@@ -46,17 +46,19 @@ def connect(mesh: Mesh, *, device_type: Literal["cuda", "cpu"] | None = None, ti
             ``init_process_group``. None means torch's default, 30 minutes over gloo.
 
     Raises:
-        MeshError: the number of processes differs from the size of the mesh; or ``timeout`` is given for a job that has a
-            process group already.
+        MeshError: the number of processes differs from the size of the mesh; or there is a process group already, with another
+            ``timeout``.
         OptionError: ``device_type`` is ``"cuda"``, and there is no GPU.
-        CommError: other processes did not join within the time limit, or a process ended meanwhile.
+        CommError: other processes did not join within the time limit, or a process ended meanwhile; or an error in an earlier
+            collective has closed the job's connections: call :func:`destroy` on all ranks, and connect again.
         AgreementError: processes pass different meshes. All ranks raise, before any group is made.
 
     Cost: one small collective, and one process group for each axis.
     """
-    if timeout is not None and dist.is_initialized():
+    if timeout is not None and dist.is_initialized() and timeout.total_seconds() != job_store.job_timeout_s():
         raise MeshError(
-            f"connect(): timeout is {timeout}, but there is a process group already: pass it to init_process_group()."
+            f"connect(): timeout is {timeout}, but there is a process group already, with a timeout of "
+            f"{timedelta(seconds=job_store.job_timeout_s())}. Pass yours to init_process_group(), or call fs.destroy() first."
         )
     world_size = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
     local = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))

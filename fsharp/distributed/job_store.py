@@ -73,22 +73,25 @@ class _StoreThread:
             return default, "has ended"
 
 
-def join_job_of_environment(backend: str, timeout: timedelta | None) -> None:
+def join_job_of_environment(backend: str, timeout: timedelta | None, is_abandoned: threading.Event) -> None:
     """Join the job that the environment variables describe, under keys in the job's store that no earlier attempt has used.
 
     All attempts of torchrun share a store, and gloo would find the addresses of ended processes there. ``timeout`` is the
     argument of ``init_process_group``. Raises CommError if other processes have not joined within this time. Call this function
-    by :func:`run_within`, as torch's own limit begins anew whenever torch tries to reach the store.
+    by :func:`run_within`, as torch's own limit begins anew whenever torch tries to reach the store. If ``is_abandoned`` is set
+    meanwhile, the call raises an error before it joins: this process may try again, and both attempts would use one store.
     """
     limit = timeout or dist.default_pg_timeout
     store, rank, world_size = next(rendezvous("env://", timeout=limit))
+    if is_abandoned.is_set():
+        raise CommError("connect() has ended before this attempt to join the job.")
     # The launcher's store has a connection of its own, which no other thread's wait for a key holds up.
     member = begin_membership(lambda: PrefixStore("fsharp/generations", next(rendezvous("env://", timeout=limit))[0]))
     if member is not None:
         member.wait_for_all_ranks(limit.total_seconds())
         name = f"generation {member.number}"
     else:
-        name = choose_attempt_name(store, rank, world_size, limit.total_seconds())
+        name = choose_attempt_name(store, rank, world_size, limit.total_seconds(), is_abandoned)
     store = PrefixStore(f"fsharp/{name}", store)
     dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
 
@@ -100,13 +103,16 @@ def join_job(mesh: Mesh, kind: str, world_size: int, timeout: timedelta | None, 
         if kind == "cuda":  # each thread has a current device of its own
             torch.accelerator.set_device_index(device)
         if not dist.is_initialized():
-            join_job_of_environment("nccl" if kind == "cuda" else "gloo", timeout)
+            join_job_of_environment("nccl" if kind == "cuda" else "gloo", timeout, is_abandoned)
         _check_same_mesh(mesh, kind, world_size)
         return init_device_mesh(kind, mesh.shape, mesh_dim_names=mesh.names)
 
     device = torch.accelerator.current_device_index() if kind == "cuda" else 0
+    is_abandoned, was_member = threading.Event(), dist.is_initialized()
     who = f"connect(): rank {os.environ.get('RANK', '?')} of {world_size}"
     remedy = "Has another process ended before it joined the job, or has the process that hosts the job's store?"
+    if was_member:
+        remedy = "After an error in a collective call fs.destroy() on all ranks, then connect again."
     try:
         return run_within(limit_s, mesh_of_all)
     except TimeoutError as error:
@@ -115,7 +121,10 @@ def join_job(mesh: Mesh, kind: str, world_size: int, timeout: timedelta | None, 
         raise
     except RuntimeError as error:  # of torch, or of a connection of gloo
         text = str(error).partition("\n")[0].rstrip(" .")
-        raise CommError(f"{who} could not join the job: {text}. {remedy}") from error
+        what = "cannot use the process group of the job that it has joined" if was_member else "could not join the job"
+        raise CommError(f"{who} {what}: {text}. {remedy}") from error
+    finally:
+        is_abandoned.set()
 
 
 def _check_same_mesh(mesh: Mesh, kind: str, world_size: int) -> None:
@@ -132,7 +141,7 @@ def _check_same_mesh(mesh: Mesh, kind: str, world_size: int) -> None:
     mesh.check_world_size(world_size)
 
 
-def choose_attempt_name(store: Store, rank: int, world_size: int, limit_s: float) -> str:
+def choose_attempt_name(store: Store, rank: int, world_size: int, limit_s: float, is_abandoned: threading.Event) -> str:
     """Return a name for this attempt to run the job: the same on all ranks, and another one after a restart.
 
     The environment has no such name, as each node counts its own restarts. So each rank writes a random mark to the store. Rank
@@ -140,7 +149,7 @@ def choose_attempt_name(store: Store, rank: int, world_size: int, limit_s: float
     """
     mark, deadline = uuid.uuid4().hex, time.monotonic() + limit_s
     store.set(f"fsharp/mark/{rank}", mark)
-    while time.monotonic() < deadline:
+    while time.monotonic() < deadline and not is_abandoned.is_set():
         if rank == 0:
             keys = [f"fsharp/mark/{other}" for other in range(world_size)]
             marks = [store.get(key).decode() if store.check([key]) else "" for key in keys]

@@ -1,6 +1,8 @@
 """Joining a job: a name for each attempt, whatever attempts before have left in the store."""
 
+import _thread
 import os
+import socket
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -22,7 +24,7 @@ def joined(store, size, *, late=None, dead=(), limit_s=60.0):
     def rank_fn(rank):
         time.sleep(0.1 if rank == late else 0)
         try:
-            return choose_attempt_name(store, rank, size, limit_s)
+            return choose_attempt_name(store, rank, size, limit_s, threading.Event())
         except CommError as error:
             return str(error)
 
@@ -52,11 +54,11 @@ def test_an_attempt_that_has_failed_on_the_way_is_in_nobodys_way():
 def test_one_rank_that_comes_later_than_the_marks_of_an_oldattempt():
     store, names = dist.HashStore(), []
     joined(store, 2)
-    first = threading.Thread(target=lambda: names.append(choose_attempt_name(store, 1, 2, 60.0)))
+    first = threading.Thread(target=lambda: names.append(choose_attempt_name(store, 1, 2, 60.0, threading.Event())))
     first.start()
     time.sleep(0.1)
     assert names == []  # the marks that are there are those of the old attempt
-    names.append(choose_attempt_name(store, 0, 2, 60.0))
+    names.append(choose_attempt_name(store, 0, 2, 60.0, threading.Event()))
     first.join()
     assert names[0] == names[1]
 
@@ -68,6 +70,7 @@ def test_a_timeout_is_for_who_joins_the_job(tmp_path):
         fs.destroy()
         os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
         again = fs.connect(comm.mesh, device_type="cpu", timeout=timedelta(seconds=50))
+        assert fs.connect(comm.mesh, device_type="cpu", timeout=timedelta(seconds=50)).limit_s == 50.0  # the same call again
         return again.limit_s
 
     server = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)  # as torchrun's agent has one
@@ -77,6 +80,54 @@ def test_a_timeout_is_for_who_joins_the_job(tmp_path):
         assert processes(fs.Mesh({"dp": 2}), rank_fn) == [50.0, 50.0]
     finally:
         del os.environ["TORCHELASTIC_USE_AGENT_STORE"]
+
+
+@pytest.fixture
+def join_again():
+    """Return a function that leaves the job, and prepares to join a job of which rank 0 hosts the store."""
+    with socket.socket() as found:
+        found.bind(("localhost", 0))
+        port = str(found.getsockname()[1])
+
+    def leave():
+        fs.destroy()
+        os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": port}
+
+    return leave
+
+
+def test_a_rank_that_was_interrupted_in_connect_connects_again(join_again):
+    def rank_fn(comm):
+        join_again()
+        if comm.rank == 0:
+            threading.Timer(0.5, _thread.interrupt_main).start()
+            with pytest.raises(KeyboardInterrupt):
+                fs.connect(comm.mesh, timeout=timedelta(seconds=10))
+        else:
+            time.sleep(1.5)
+        again = fs.connect(comm.mesh, timeout=timedelta(seconds=10))
+        return again.all_reduce(torch.ones(1), "dp").item()
+
+    assert processes(fs.Mesh({"dp": 2}), rank_fn) == [2.0, 2.0]
+
+
+def test_after_an_error_connect_says_to_leave_the_job_and_join_it_again(join_again):
+    def rank_fn(comm):
+        mesh, limit = comm.mesh, timedelta(seconds=2)
+        join_again()
+        comm = fs.connect(mesh, timeout=limit)
+        if comm.rank == 0:
+            with pytest.raises(CommError, match="waited 2 s for rank 1"):
+                comm.all_reduce(torch.ones(1), "dp")
+        else:
+            time.sleep(4)
+        with pytest.raises(CommError, match=r"cannot use the process group of the job (.|\n)*fs\.destroy\(\) on all ranks"):
+            fs.connect(mesh, timeout=limit)
+        fs.destroy()
+        comm = fs.connect(mesh, timeout=timedelta(seconds=20))
+        return comm.all_reduce(torch.ones(1), "dp").item()
+
+    assert processes(fs.Mesh({"dp": 2}), rank_fn) == [2.0, 2.0]
 
 
 @pytest.mark.parametrize("absent", [True, False])
