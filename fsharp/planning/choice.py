@@ -13,7 +13,7 @@ from fsharp.functional.layout.layout import Layout
 from fsharp.functional.layout.text import align_columns, nbytes_text, table_html
 from fsharp.inspect.drawing import draw
 from fsharp.inspect.hardware import Hardware, predict
-from fsharp.planning.plan_step import Use, plan_step
+from fsharp.planning.plan_step import Use, offloaded_nbytes, plan_step
 from fsharp.planning.space import updated_share
 from fsharp.stateful.schedule.policy import SchedulePolicy
 from fsharp.stateful.schedule.schedule import Schedule
@@ -74,6 +74,7 @@ class StepArguments:
         remat: names, in programs, of the units that are recomputed.
         hardware: the machine. Its ``update_s`` is for all parameters on one rank.
         optimizer_buffers: number of values of optimizer state for each parameter.
+        is_module: whether the model is a module.
     """
 
     uses: tuple[Use, ...]
@@ -83,6 +84,7 @@ class StepArguments:
     optimizer_buffers: int
     backend: Any
     activation_nbytes: int
+    is_module: bool = False
 
     def schedule(self, layout: Layout, policy: SchedulePolicy) -> Schedule:
         """Return the schedule of a step with these arguments, under a layout and a policy: see :func:`plan_step`."""
@@ -94,6 +96,7 @@ class StepArguments:
             microbatches=self.microbatches,
             optimizer_buffers=self.optimizer_buffers,
             backend=self.backend,
+            is_module=self.is_module,
         )
 
     def predict(self, schedule: Schedule, layout: Layout) -> Timeline:
@@ -121,7 +124,8 @@ class StepArguments:
         state, activations = kinds["main"] + kinds["optimizer"], kinds["activations"]
         if self.microbatches == 1:
             activations = max(activations - at_rest, 0)
-        work = max(state, activations) if policy.offload else state + activations
+        moved = offloaded_nbytes(layout, self.optimizer_buffers, is_module=self.is_module) if policy.offload else 0
+        work = state - moved + max(moved, activations)
         return kinds, kinds["params"] + kinds["residuals"] + arena_nbytes + kinds["gradients"] + work
 
     def predict_candidate(self, layout: Layout, policy: SchedulePolicy, names: tuple[str, str, str]) -> Candidate:
@@ -399,4 +403,4 @@ def _candidate_from_json(row: Mapping[str, Any]) -> Candidate:
 
 
 def _use_from_json(row: Any) -> Use:
-    return Use(tuple(row["units"]), tuple(map(_use_from_json, row["inner"])))
+    return Use(tuple(row["units"]), tuple(map(_use_from_json, row["inner"])), row.get("has_backward", True))

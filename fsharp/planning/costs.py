@@ -104,7 +104,7 @@ def estimated_costs(layout: Layout, order: Sequence[str | Use], tokens: float) -
 
     def kept_by_use(use: Use) -> KeptBytes:
         inputs = [tokens * each for name in use.units for each in _leaf_input_nbytes_per_token(layout[name])] or [0.0]
-        return KeptBytes(use, sum(inputs), median_low(inputs))
+        return KeptBytes(use, sum(inputs), median_low(inputs), tuple(map(kept_by_use, use.inner)))
 
     return Costs(tuple(map(kept_by_use, uses_in_order(layout, order))), flops, {}, "estimated from shapes")
 

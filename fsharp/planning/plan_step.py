@@ -1,7 +1,7 @@
 """plan_step: the schedule of a training step, from a layout alone, before any rank exists."""
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import count
 from typing import Any, Literal, NamedTuple, TypeVar, cast
@@ -9,12 +9,11 @@ from typing import Any, Literal, NamedTuple, TypeVar, cast
 from fsharp.distributed.process_group import ProcessGroupComm
 from fsharp.errors import LayoutError, problem
 from fsharp.functional.layout.layout import Layout
-from fsharp.functional.tree.paths import select_paths
+from fsharp.functional.tree.paths import innermost_prefix, select_paths
 from fsharp.stateful.schedule.compile import compile_schedule
 from fsharp.stateful.schedule.policy import SchedulePolicy
 from fsharp.stateful.schedule.program import Event, Program
 from fsharp.stateful.schedule.schedule import Schedule
-from fsharp.stateful.transport.base import Transport
 from fsharp.stateful.transport.gloo import GlooTransport
 from fsharp.stateful.transport.nccl import NcclTransport
 from fsharp.stateful.units.unit_state import UnitState
@@ -32,10 +31,12 @@ class Use:
     Attributes:
         units: names of the units, in the order in which the call gathers them: owners of tied leaves come first.
         inner: the calls inside of this one, as of a module within a module.
+        has_backward: whether a backward reaches the call: False if its results depend on no trained parameter.
     """
 
     units: tuple[str, ...]
     inner: tuple["Use", ...] = ()
+    has_backward: bool = True
 
 
 @options_checked
@@ -48,6 +49,7 @@ def plan_step(
     microbatches: int = 1,
     optimizer_buffers: int = 2,
     backend: Backend = "nccl",
+    is_module: bool = False,
 ) -> Schedule:
     """Return the schedule of a training step from a layout alone, without ranks, process groups and memory.
 
@@ -66,6 +68,7 @@ def plan_step(
         microbatches: number of microbatches, as for ``train_step``.
         optimizer_buffers: values of optimizer state for each parameter: 2 for Adam, 1 for momentum. Only ``offload`` uses it.
         backend: backend of the process groups. ``"gloo"`` has no streams.
+        is_module: whether the parameters are those of a sharded module, which with ``offload`` keeps its main copies.
 
     Raises:
         LayoutError: ``order`` leaves a unit out, or patterns select a unit twice.
@@ -85,9 +88,13 @@ def plan_step(
     times = Counter(name for use in with_inner(uses) for name in use.units)
     trained = {name for name in times if layout[name].trainable_groups}
     recomputed = select_paths("plan_step(remat=)", remat, [name or ROOT for name in times])
-    units = {name: _make_unit_state(layout, name, transport, optimizer_buffers if policy.offload else None) for name in times}
+    units = {name: UnitState(name or ROOT, layout[name], trivial=False) for name in times}
     facts = []
     for name, unit in units.items():
+        unit.begin_gradient(transport, None, sum_in_place=True)
+        if policy.offload:
+            alone = Layout(layout.mesh, (layout[name],), layout.structure)
+            unit.set_offloaded_nbytes(offloaded_nbytes(alone, optimizer_buffers, is_module=is_module))
         known = {"several_uses": times[name] > 1, "several_microbatches": microbatches > 1}
         known |= {"trained": name in trained, "updated": name in trained, "keep_gradients": policy.keep_gradients}
         facts.append(unit.facts(**known))
@@ -117,7 +124,7 @@ def uses_in_order(layout: Layout, order: Sequence[str | Use]) -> tuple[Use, ...]
             continue
         selected = {each} if each in names else select_paths("plan_step()", (each,), names)
         mine = [name for name in names if name in selected]
-        uses += [Use((*sorted(layout[name].tie_owners), name)) for name in mine]
+        uses += [Use(with_tie_owners(layout, [name])) for name in mine]
         found += mine
     if len(set(found)) < len(found):
         twice = next(name for i, name in enumerate(found) if name in found[:i])
@@ -140,14 +147,29 @@ def with_inner(uses: Iterable[T]) -> Iterator[T]:
         yield from with_inner(use.inner)
 
 
-def _make_unit_state(layout: Layout, name: str, transport: Transport, buffers: int | None) -> UnitState:
-    """Return the state of unit ``name`` in training. ``buffers``: offloaded values for each parameter; None: no offload."""
-    unit = UnitState(name or ROOT, layout[name], trivial=False)
-    unit.begin_gradient(transport, None, sum_in_place=True)
-    if buffers is not None:
-        alone = Layout(layout.mesh, (layout[name],), layout.structure)
-        unit.set_offloaded_nbytes(alone.nbytes("main") + buffers * alone.nbytes("optim"))
-    return unit
+def uses_of_modules(layout: Layout, owners: Mapping[str, Sequence[str]]) -> list[Use]:
+    """Return a use for each module with units, inside of the use of the module around it.
+
+    ``owners``: by path of a module, in the order of use, the units that its call gathers.
+    """
+    inner: dict[str | None, list[str]] = {}
+    for path in (around := {path: None for path, names in owners.items() if names}):
+        inner.setdefault(innermost_prefix(path.rpartition(".")[0], around) if path else None, []).append(path)
+
+    def uses_inside(path: str | None) -> tuple[Use, ...]:
+        return tuple(Use(with_tie_owners(layout, owners[each]), uses_inside(each)) for each in inner.get(path, ()))
+
+    return list(uses_inside(None))
+
+
+def with_tie_owners(layout: Layout, names: Sequence[str]) -> tuple[str, ...]:
+    """Return units that one call gathers: the owners of leaves that are tied to units ``names``, then these units."""
+    return (*sorted({tied for name in names for tied in layout[name].tie_owners} - set(names)), *names)
+
+
+def offloaded_nbytes(layout: Layout, optimizer_buffers: int, *, is_module: bool) -> int:
+    """Return the bytes of one rank's state that ``offload`` keeps on the host. A module keeps its main copies on the device."""
+    return optimizer_buffers * layout.nbytes("optim") + (0 if is_module else layout.nbytes("main"))
 
 
 def _microbatch_events(
@@ -155,8 +177,9 @@ def _microbatch_events(
 ) -> list[Event]:
     """Return the events of a microbatch: the forwards of ``uses``, then the backwards in reverse order.
 
-    There is no backward of uses before the first use with a unit in ``trained``. ``recomputed``: names, as in programs, of
-    units whose forward runs again in the backward. ``numbers``: yields a new number for each use of a unit.
+    There is no backward of uses before the first use with a unit in ``trained``, nor of uses without ``has_backward``.
+    ``recomputed``: names, as in programs, of units whose forward runs again in the backward. ``numbers``: yields a new number
+    for each use of a unit.
     """
     events: list[Event] = []
 
@@ -168,6 +191,8 @@ def _microbatch_events(
         return _ForwardDone(use, keys, inner)
 
     def add_backward(done: _ForwardDone) -> None:
+        if not done.use.has_backward:
+            return
         events.extend([Event("backward", key, number) for key, number in done.keys])
         if any(key in recomputed for key, _ in done.keys):
             add_forward(done.use)

@@ -23,7 +23,7 @@ from fsharp.inspect.hardware import Hardware
 from fsharp.inspect.presets import EFFICIENCY, GPUS, axes_by_link
 from fsharp.planning.choice import StepArguments
 from fsharp.planning.costs import Activations, Costs, costs_of_calls, estimated_costs, given_costs
-from fsharp.planning.plan_step import ROOT, Backend, Use, with_inner
+from fsharp.planning.plan_step import ROOT, Backend, Use, uses_of_modules, with_inner
 from fsharp.planning.search import Combination
 from fsharp.planning.space import (
     CostKey,
@@ -159,7 +159,7 @@ class TuneRequest:
         for (units, patterns), (form, precision) in product(choices.items(), formats.items()):
             cost_key = units, form
             alone = trial_layout(model, meshes[0], patterns, precision)
-            order = self.order or order_of_use(model.tree, alone)
+            order = self.order or self._order_without_trial(model, alone, patterns)
             if has_trial:
                 calls[cost_key] = self._run_trial(model, alone, patterns)
                 used = {name for call in with_inner(calls[cost_key]) for name in call.units}
@@ -216,12 +216,21 @@ class TuneRequest:
         is_derived = not isinstance(self.hardware, Hardware) or self.device is not None
         return found if is_derived and self.activations is None else dict(list(found.items())[:1])
 
+    def _order_without_trial(self, model: Model, alone: Layout, patterns: UnitPatterns) -> Sequence[str | Use]:
+        if model.module is None:
+            return order_of_use(model.tree, alone)
+        return uses_of_modules(alone, self._units_by_module(model.module, alone, patterns))
+
+    def _units_by_module(self, module: torch.nn.Module, alone: Layout, patterns: UnitPatterns) -> Mapping[str, list[str]]:
+        chosen = chosen_modules(module, [patterns] if isinstance(patterns, str) else list(patterns or ()))
+        return units_by_module(alone, chosen)
+
     def _run_trial(self, model: Model, alone: Layout, patterns: UnitPatterns) -> list[UnitCall]:
         if model.module is None:
             assert self.loss_fn is not None
             return record_calls_of_loss(self.loss_fn, model.tree, alone, self.batch, microbatches=self.microbatches)
-        chosen = chosen_modules(model.module, [patterns] if isinstance(patterns, str) else list(patterns or ()))
-        return record_calls_of_module(model.module, alone, units_by_module(alone, chosen), self.batch)
+        owners = self._units_by_module(model.module, alone, patterns)
+        return record_calls_of_module(model.module, alone, owners, self.batch)
 
     def _costs_with_given_activations(
         self, costs: Mapping[CostKey, Costs], options: Sequence[LayoutOption]
@@ -266,7 +275,7 @@ class TuneRequest:
         """Return all combinations of layout, policy and recomputation that are to be predicted."""
         result = []
         machines = {option: self._hardware_of(option.layout, costs[option.cost_key]) for option in to_try.options}
-        recomputed = {cost_key: self._units_to_recompute(each) for cost_key, each in costs.items()}
+        recomputed = {cost_key: self._units_to_recompute(each, cost_key[0]) for cost_key, each in costs.items()}
         for option in to_try.options:
             mine = costs[option.cost_key]
             for again, names in recomputed[option.cost_key].items():
@@ -275,15 +284,16 @@ class TuneRequest:
                     remedy = "Pass activations= as pairs: bytes without recomputation, and with it."
                     what = "the bytes that recomputed units keep are unknown."
                     raise ScheduleError(problem("tune(remat=)", what, [("recomputed", ", ".join(names))], remedy))
-                step = (self.microbatches, self.optimizer_buffers, self.backend, round(kept))
+                is_module = isinstance(self.model, torch.nn.Module)
+                step = (self.microbatches, self.optimizer_buffers, self.backend, round(kept), is_module)
                 arguments = StepArguments(mine.uses, names, machines[option], *step)
                 result += [
                     Combination((option.name, how, again), option, policy, arguments) for how, policy in self.policies.items()
                 ]
         return result
 
-    def _units_to_recompute(self, costs: Costs) -> dict[str, tuple[str, ...]]:
-        """Return a dict from the name of a choice of recomputation to the units that are recomputed.
+    def _units_to_recompute(self, costs: Costs, units: str) -> dict[str, tuple[str, ...]]:
+        """Return a dict from the name of a choice of recomputation to the units that are recomputed, for a choice of ``units``.
 
         If ``remat`` is None, the choice ``""`` recomputes no unit. The choice ``"all"`` recomputes the units of all innermost
         calls, and is tried if it saves memory.
@@ -293,7 +303,8 @@ class TuneRequest:
             saves = 0 < costs.activation_nbytes(every) < costs.activation_nbytes(())
             return {"": (), **({"all": every} if saves else {})}
         known = sorted({name for call in with_inner(costs.kept) for name in call.units})
-        return {name: tuple(sorted(select_paths("tune(remat=)", patterns, known))) for name, patterns in self.remat.items()}
+        where = f"tune(remat=), with the units of {units!r}" if units else "tune(remat=)"
+        return {name: tuple(sorted(select_paths(where, patterns, known))) for name, patterns in self.remat.items()}
 
     def _hardware_of(self, layout: Layout, costs: Costs) -> Hardware:
         """Return the hardware for a layout. Measured seconds of units, if any, replace its compute times."""

@@ -117,7 +117,7 @@ def least_seconds(layout: Layout, arguments: StepArguments, *, is_one_group: boo
         todo += [(each, again) for each in use.inner]
         for name in use.units:
             forward_s, backward_s, recompute_s = times[name or ROOT]
-            is_trained = bool(layout[name].trainable_groups)
+            is_trained = use.has_backward and bool(layout[name].trainable_groups)
             computed += forward_s + (backward_s + recompute_s * again) * is_trained
     computed = arguments.microbatches * computed + updated_share(layout) * hardware.update_s
     sent: dict[bool, float] = {}

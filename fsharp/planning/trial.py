@@ -27,7 +27,7 @@ from fsharp.functional.layout.mesh import Mesh
 from fsharp.functional.layout.sharded import Sharded, units_of
 from fsharp.functional.layout.slicing import shard_for
 from fsharp.functional.loss import split_batch
-from fsharp.planning.plan_step import ROOT, Use, with_inner
+from fsharp.planning.plan_step import ROOT, Use, with_inner, with_tie_owners
 
 _NUM_MEASUREMENTS = 3
 _READS_VALUES_REMEDY = "If the code reads values, pass batch=number of tokens, and order= and activations= yourself."
@@ -43,6 +43,7 @@ class UnitCall:
         run: the called function, which takes ``operands`` or other tensors.
         operands: parameters and arguments, with tensors on the meta device.
         inner: the calls inside of this call.
+        has_backward: whether a backward reaches the call.
         flops: FLOPs of the forward, without those of inner calls.
         kept_nbytes: bytes that autograd keeps for the backward. Parameters, inner calls, and tensors that an earlier call keeps
             do not count.
@@ -56,6 +57,7 @@ class UnitCall:
     run: Callable[..., Any]
     operands: Any
     inner: list["UnitCall"] = field(default_factory=list)
+    has_backward: bool = True
     flops: float = 0.0
     kept_nbytes: int = 0
     input_nbytes: int = 0
@@ -66,7 +68,12 @@ class UnitCall:
     @property
     def use(self) -> Use:
         """The use for :func:`~fsharp.schedules.plan_step`."""
-        return Use(self.units, tuple(each.use for each in self.inner))
+        return Use(self.units, tuple(each.use for each in self.inner), self.has_backward)
+
+    def set_results(self, results: Any) -> None:
+        """Record whether a backward reaches the call: not if no tensor in its results requires a gradient."""
+        leaves = optree.tree_leaves(results)  # an object that is no pytree may hold tensors
+        self.has_backward = any(not isinstance(x, torch.Tensor) or x.requires_grad for x in leaves)
 
     def add_kept_nbytes(self, nbytes: int) -> None:
         """Count bytes that autograd keeps."""
@@ -152,7 +159,9 @@ class _TrialEngine(Engine):
         self._recorder.add_known(_tensor_leaves(trees))
         call = UnitCall(tuple(node.name for node in nodes), fn, (trees, args, kwargs))
         with self._recorder.record_call(call, (args, kwargs)):
-            return fn(trees, *args, **kwargs)
+            out = fn(trees, *args, **kwargs)
+            call.set_results(out)
+            return out
 
     def report_failure(self, error: Exception, where: str) -> None:
         raise error
@@ -218,19 +227,21 @@ def record_calls_of_module(
         both: Any = args, kwargs
         args, kwargs = optree.tree_map(cast, both)
         tensors = dict(each.named_parameters(remove_duplicate=False)) | dict(each.named_buffers(remove_duplicate=False))
-        call = recorder.record_call(UnitCall(names, partial(_call_module, each), (tensors, args, kwargs)), (args, kwargs))
-        call.__enter__()
-        open_.append(call)
+        call = UnitCall(names, partial(_call_module, each), (tensors, args, kwargs))
+        context = recorder.record_call(call, (args, kwargs))
+        context.__enter__()
+        open_.append((call, context))
         return args, kwargs
 
     def leave(each: nn.Module, args: Any, out: Any) -> None:
-        open_.pop().__exit__(None, None, None)
+        call, context = open_.pop()
+        call.set_results(out)
+        context.__exit__(None, None, None)
 
     for path, names in owners.items():
         if names:
-            ties = sorted({tied for name in names for tied in layout[name].tie_owners} - set(names))
             each = skeleton.get_submodule(path)
-            each.register_forward_pre_hook(partial(enter, (*ties, *names)), with_kwargs=True)
+            each.register_forward_pre_hook(partial(enter, with_tie_owners(layout, names)), with_kwargs=True)
             each.register_forward_hook(leave)
     args, kwargs = ((), given) if isinstance(given, Mapping) else (given if isinstance(given, tuple) else (given,), {})
     with _explain_errors("on meta tensors", _READS_VALUES_REMEDY), recorder.recording():

@@ -57,8 +57,8 @@ class Tied(nn.Module):
 TOKENS = torch.arange(12).view(2, 6)
 
 
-def module_step(comm, units, *, recomputes=False):
-    """The schedule that a module's step follows, and the planned one."""
+def module_step(comm, units, *, recomputes=False, batch=TOKENS):
+    """The schedule that a module's step follows, and the planned one. ``batch``: what is passed to tune."""
     model = fs.shard_module(Tied(recomputes=recomputes), mesh=comm, strategy=fs.zero3("dp"), units=units or None)
     optimizer = fs.ShardedOptimizer(model.parameters(), torch.optim.AdamW, lr=1e-2)
     for _ in range(2):
@@ -67,7 +67,7 @@ def module_step(comm, units, *, recomputes=False):
         Tied(),
         SLOW,
         budget=1e9,
-        batch=TOKENS,
+        batch=batch,
         mesh=comm.mesh,
         strategies={"zero3": fs.zero3},
         units={"": units},
@@ -83,9 +83,54 @@ def test_the_schedule_of_a_module_is_the_one_that_it_follows():
             followed, planned = module_step(comm, units)
             assert planned.program.events == followed.program.events, units
             assert planned == followed, units
+        followed, planned = module_step(comm, ["layers.*"], batch=12)  # a number of tokens
+        assert planned == followed
         followed, planned = module_step(comm, ["layers.*"], recomputes=True)
         assert planned.program.events == followed.program.events
         assert planned == followed
+        return True
+
+    assert processes(DP, rank_fn) == [True] * DP.size
+
+
+class FrozenEmbedding(Tied):
+    """A frozen embedding, and a head in the root: no backward reaches the embedding."""
+
+    def __init__(self):
+        super().__init__()
+        self.head = nn.Linear(8, 16)
+        self.embed.requires_grad_(False)
+
+
+def test_a_module_with_a_frozen_embedding_and_state_on_the_host_follows_the_planned_schedule():
+    names = ["prefetch 1", "gathered twice", "state on the host"]
+
+    def rank_fn(comm):
+        found = fs.tune(
+            FrozenEmbedding(),
+            SLOW,
+            budget=1e9,
+            batch=TOKENS,
+            comm=comm,
+            strategies={"zero3": fs.zero3},
+            units=["embed", "layers.*"],
+            policies={name: POLICIES[name] for name in names},
+            formats={"bfloat16": fs.Precision(torch.bfloat16, main=torch.float32)},
+            remat={"": ()},
+            backend="gloo",
+        )
+        for name in names:
+            choice = found.pick("zero3", name)
+            model = fs.shard_module(FrozenEmbedding(), **{**choice.module_options, "mesh": comm})
+            optimizer = fs.ShardedOptimizer(model.parameters(), fs.optim.adamw(1e-2))
+            for _ in range(2):
+                descend(F.cross_entropy(model(TOKENS).float().flatten(0, 1), TOKENS.flatten()), optimizer)
+            assert model.scheduled_step.schedule == choice.schedule, name
+            assert Choice.from_json(choice.to_json()).schedule == choice.schedule
+        usual, on_host = (found.pick("zero3", name).candidates[0] for name in ("prefetch 1", "state on the host"))
+        # A module keeps its main copies on the device.
+        saved = min(usual.memory["optimizer"], usual.memory["activations"])
+        assert usual.peak_nbytes - usual.memory["arena"] - (on_host.peak_nbytes - on_host.memory["arena"]) == saved
         return True
 
     assert processes(DP, rank_fn) == [True] * DP.size
