@@ -364,21 +364,25 @@ def test_state_by_parameter(comm, strategy, optimizer):
                 continue
             assert own.state[mine][key].shape == value.shape
             torch.testing.assert_close(own.state[mine][key].norm(), value.norm(), rtol=1e-3, atol=1e-6)
-    with pytest.raises(TypeError, match="does not support item assignment"):
-        own.state[model.head.weight]["exp_avg"] = None
-    state, p = own.state, model.head.weight
-    for change in (
-        lambda: operator.setitem(state, p, {}),
-        lambda: operator.delitem(state, p),
-        lambda: state.pop(p),
-        state.clear,
-    ):
-        with pytest.raises(TreeError, match=r"state is read-only\. Write to its tensors in place, or make a fresh Sharded"):
-            change()
+    p = model.head.weight
+    for state, key in (own.state, p), (own.state[p], next(iter(own.state[p]))):
+        for change in (
+            lambda state=state, key=key: operator.setitem(state, key, {}),
+            lambda state=state, key=key: operator.delitem(state, key),
+            lambda state=state, key=key: state.pop(key),
+            lambda state=state: state.update(step=1),
+            state.clear,
+        ):
+            with pytest.raises(
+                TreeError, match=r"state is read-only\. Write to its tensors in place, or replace all by load_st"
+            ):
+                change()
     with pytest.raises(TreeError, match=r"state cannot be replaced: load_state_dict"):
         own.state = {}
     with pytest.raises(TreeError, match=r"asked for a Parameter \[11, 6\], expected one of model\.parameters"):
         _ = own.state[plain.head.weight]
+    with pytest.raises(TreeError, match=r"asked for 'head\.weight', expected one of model\.parameters"):
+        _ = own.state["head.weight"]
     with torch.no_grad():
         for p in own.state:
             for value in own.state[p].values():
@@ -388,3 +392,17 @@ def test_state_by_parameter(comm, strategy, optimizer):
     pair = fs.ShardedOptimizer(model.parameters(), fs.optim.adamw(1e-2))
     with pytest.raises(TreeError, match=r"an \(init, update\) pair is a tree.*train_state\.opt"):
         _ = pair.state
+
+
+@pytest.mark.parametrize("optimizer", [torch.optim.AdamW, fs.optim.adamw(1e-2)], ids=["class", "pair"])
+@on_ranks(DP)
+def test_groups_of_named_parameters_have_the_names(comm, optimizer):
+    """As in torch. State dicts have names in ``"params"`` already, so they load with and without ``"param_names"``."""
+    model = wrap(comm, "zero3")[0]
+    named, other = (fs.ShardedOptimizer(given, optimizer) for given in (model.named_parameters(), model.parameters()))
+    train(model, named, modules.batches(comm, 1))
+    assert named.param_groups[0]["param_names"] == [name for name, _ in model.named_parameters()]
+    saved = named.state_dict()
+    assert saved["param_groups"][0].keys() == other.state_dict()["param_groups"][0].keys()
+    named.load_state_dict(saved)
+    assert "param_names" in named.param_groups[0]

@@ -78,12 +78,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self, params: Iterable[Any], optimizer: type[torch.optim.Optimizer] | Any, *, check_steps: int = 0, **defaults: Any
     ) -> None:
         self._is_made = False
-        given = [dict(each) if isinstance(each, Mapping) else each for each in params]
-        if not given or isinstance(params, torch.nn.Module):
-            raise TreeError("ShardedOptimizer(): got a module or no parameters. Pass model.parameters().")
-        super().__init__(given, {})
-        for group in self.param_groups:
-            group.pop("param_names", None)
+        if isinstance(params, torch.nn.Module | torch.Tensor) or not (given := list(params)):
+            raise TreeError("ShardedOptimizer(): got a module, a tensor or no parameters. Pass model.parameters().")
+        super().__init__([dict(each) if isinstance(each, Mapping) else each for each in given], {})
         self._session = _session_of_parameters([p for group in self.param_groups for p in group["params"]])
         self._updates: ClassUpdates | None = None  # for an optimizer class; else there is `_tx`
         self._tx: Any = None
@@ -131,7 +128,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         if self._updates is not None:
             tx = self._updates.as_transform(self.param_groups)
         else:
-            if unread := sorted(self.param_groups[0].keys() - {"params"}):
+            if unread := sorted(self.param_groups[0].keys() - {"params", "param_names"}):
                 raise option_error(unread[0])
             paused = self._session.paused & self._session.step.means.missing
             tx = without_updates(self._tx, paused) if paused else self._tx
@@ -141,10 +138,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 "into one ShardedOptimizer, in groups."
             )
         hosted = {  # without tensors on a device, for which the host would wait
-            f"group {i}: {key}": x
+            f"group {i}: {key}": group[key]
             for i, group in enumerate(self.param_groups)
-            for key, x in sorted(group.items())
-            if key != "params" and all(t.device.type == "cpu" for t in optree.tree_leaves(x) if isinstance(t, torch.Tensor))
+            for key in sorted(group.keys() - {"params", "param_names"})
+            if all(t.device.type == "cpu" for t in optree.tree_leaves(group[key]) if isinstance(t, torch.Tensor))
         }
         self._session.step.update(tx, options_text(hosted), optimizer_id=id(self))
         return loss
@@ -317,7 +314,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.load_state_dict(scatter_from_rank(where, state_dict, rank, self._session.reopened_scheduler(), like))
 
     def _groups_with_paths(self) -> list[dict[str, Any]]:
-        return [{**group, "params": [p.path for p in group["params"]]} for group in self.param_groups]
+        options = [{key: x for key, x in group.items() if key != "param_names"} for group in self.param_groups]
+        return [{**each, "params": [p.path for p in each["params"]]} for each in options]
 
     def _updates_of_class(self, where: str) -> ClassUpdates:
         """Return the updates by an optimizer class. For an ``(init, update)`` pair raise a TreeError that names ``where``."""

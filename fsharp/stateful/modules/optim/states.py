@@ -3,7 +3,6 @@
 import hashlib
 import json
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, MutableMapping
-from types import MappingProxyType
 from typing import Any, NoReturn
 
 import optree
@@ -25,19 +24,17 @@ StatesByPath = dict[str, dict[str, Any]]
 class StateByParameter(MutableMapping[ShardedTensor, Mapping[str, Any]]):
     """A read-only mapping from the parameters at ``paths`` to their states, which ``state_of(path)`` returns."""
 
-    def __init__(
-        self, state_of: Callable[[str], dict[str, Any]], paths: Container[str], parameters: Mapping[str, ShardedTensor]
-    ) -> None:
+    def __init__(self, state_of: Callable[[str], Any], paths: Container[str], parameters: Mapping[str, ShardedTensor]) -> None:
         self._state_of, self._paths, self._parameters = state_of, paths, parameters
 
     def __getitem__(self, parameter: ShardedTensor) -> Mapping[str, Any]:
         if (path := getattr(parameter, "path", "")) not in self._parameters:
-            kind, shape = type(parameter).__name__, list(getattr(parameter, "shape", ()))
-            raise TreeError(f"optimizer.state: asked for a {kind} {shape}, expected one of model.parameters().")
-        return MappingProxyType(self._state_of(path))
+            got = f"a {type(parameter).__name__} {list(parameter.shape)}" if hasattr(parameter, "shape") else repr(parameter)
+            raise TreeError(f"optimizer.state: asked for {got}, expected one of model.parameters().")
+        return _StateOfParameter(self._state_of(path))
 
-    def __setitem__(self, *_: Any) -> NoReturn:
-        raise TreeError("optimizer.state is read-only. Write to its tensors in place, or make a fresh ShardedOptimizer.")
+    def __setitem__(self, *_: Any, **__: Any) -> NoReturn:
+        raise TreeError("optimizer.state is read-only. Write to its tensors in place, or replace all by load_state_dict().")
 
     __delitem__ = __setitem__
 
@@ -49,6 +46,10 @@ class StateByParameter(MutableMapping[ShardedTensor, Mapping[str, Any]]):
 
     def __len__(self) -> int:
         return sum(1 for _ in self)
+
+
+class _StateOfParameter(dict[str, Any]):
+    __setitem__ = __delitem__ = __ior__ = clear = pop = popitem = setdefault = update = StateByParameter.__setitem__
 
 
 def fill_in_missing_states(states: StatesByPath, parameters: Mapping[str, ShardedTensor], comm: Comm) -> StatesByPath:
