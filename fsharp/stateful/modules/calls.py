@@ -62,10 +62,9 @@ class ParameterEntries:
         for i, parameters, name in self._entries:
             if parameters.get(name) is not self._present[id(parameters), name]:
                 raise TreeError(
-                    f"parameter {self._paths[i]!r} was removed or replaced after shard_module(), and a forward would ignore "
-                    "the change. Write values in `with model.unsharded(write=True):`; replace, tie and "
-                    "parametrize before shard_module(); in place of torch.func.functional_call() take "
-                    "`fn, params = model.functional()`."
+                    f"parameter {self._paths[i]!r} was removed or replaced after shard_module(), which a forward would ignore. "
+                    "Write values in `with model.unsharded(write=True):`; replace, tie and parametrize before shard_module(); "
+                    "in place of torch.func.functional_call() take `fn, params = model.functional()`."
                 )
 
     def present_tensors(self, full: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
@@ -74,7 +73,10 @@ class ParameterEntries:
             path, mine = self.stored[i], local_tensor(parameters.get(name))
             if not isinstance(mine, torch.Tensor) or mine.shape != full[path].shape:
                 got = f"tensor of shape {list(mine.shape)}" if isinstance(mine, torch.Tensor) else type(mine).__name__
-                raise TreeError(f"unsharded(): {self._paths[i]!r} is now a {got}, expected shape {list(full[path].shape)}.")
+                raise TreeError(
+                    f"unsharded(): {self._paths[i]!r} is now a {got}, expected shape {list(full[path].shape)}. Remove, reshape "
+                    "and parametrize parameters before shard_module()."
+                )
             yield path, mine
 
     def exchange_tensors(self, tensors: Sequence[Any]) -> list[Any]:

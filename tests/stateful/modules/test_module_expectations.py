@@ -381,7 +381,7 @@ def remove(net):
         (tie, "shares memory with '0.weight'"),
         (tie_memory, "shares memory with '0.weight'"),
         (untie, "is not tied as before"),
-        (remove, "'0.weight' is now a NoneType"),
+        (remove, r"'0\.weight' is now a NoneType, expected shape \[5, 5\]\. Remove, reshape and parametrize parameters before"),
     ],
 )
 @on_ranks(DP)

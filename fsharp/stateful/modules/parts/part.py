@@ -289,7 +289,7 @@ class ShardedTensor(torch.Tensor):
             f"{self.path!r} cannot be pickled: rank {self.rank} holds elements {list(self.flat_range)} of "
             f"{list(self.full_shape)}{own}, and a reader of the file would take this part for the whole tensor. Save by "
             "fs.checkpoint.save() or dcp.save(), or save whole tensors: torch.save(model.full_state_dict(), path), where every "
-            "rank calls full_state_dict()."
+            "rank calls full_state_dict(); an optimizer has this method, too."
         )
 
 
@@ -367,8 +367,8 @@ def _check_no_autograd(name: str, rows: Sequence[Sequence[Any]], cut: Sequence[S
         if isinstance(x, ShardedTensor):
             by, remedy = _user_and_remedy(
                 x,
-                "Compute a term of the loss in a forward, or in a method that fs.shard_module(methods=[...]) names. Read "
-                "values under torch.no_grad().",
+                "Compute a term of the loss in a forward, or in a method that fs.shard_module(methods=[...]) names. Read and "
+                "write values under torch.no_grad(), or whole parameters in `with model.unsharded(write=True):`.",
             )
             owner = x.owner()
             where = "" if owner is not None and owner.is_in_forward else " outside of the forward of its ShardedModule"
@@ -480,9 +480,9 @@ def _elements_text(part: ShardedTensor) -> str:
 
 
 def _mismatch_message(part: ShardedTensor, other: Any, name: str) -> str:
-    what = f"a tensor of shape {list(other.shape)}" if isinstance(other, torch.Tensor) else f"a {type(other).__name__}"
+    what = f"a tensor of shape {list(getattr(other, 'shape', ()))}, which is not cut"
     remedy = "Of a tensor `whole` that every rank has, take `whole.flatten()[slice(*part.flat_range)]`, and compute with "
-    remedy += "`part.local`."
+    remedy += "`part.local`. Copies of parts, `part.detach().clone()`, are cut alike."
     if isinstance(other, ShardedTensor):
         what = f"{other.path!r}, of which this rank holds {_elements_text(other)}: the two are cut differently"
         remedy = "Shard both modules alike, with the same strategy, units, precision and trained parameters; freeze a teacher "

@@ -26,27 +26,26 @@ NO_COPIES_MESSAGE = (
     "file, save model.full_state_dict() and optimizer.full_state_dict()."
 )
 TorchTool = tuple[str, str, str]
-"""A known caller of functions of parts: the beginning of its Python module's name, a user's name for the caller, a remedy."""
+"""A known caller of functions of parts: the beginning of its dotted name in Python, a user's name for the caller, a remedy."""
 
 _TORCH_TOOLS: list[TorchTool] = [
     ("torch.optim.", "an optimizer of torch.optim", "Make a fs.ShardedOptimizer(model.parameters(), torch.optim.AdamW, ...)."),
     ("torch.amp.grad_scaler", "torch's GradScaler", "Take fs.GradScaler."),
-    (
-        "torch.distributed.fsdp.",
-        "FSDP",
-        "The module is sharded already: name the modules to gather by themselves in fs.shard_module(model, units=...).",
-    ),
+    ("torch.distributed.fsdp.", "FSDP", "The module is sharded already: name the modules to gather by themselves in units=."),
     (
         "torch.distributed.checkpoint.",
         "torch.distributed.checkpoint",
         "Save by dcp.save({'model': model.state_dict()}), fs.checkpoint.save(), or whole tensors from model.full_state_dict().",
     ),
     ("safetensors.", "safetensors", "Save whole tensors: model.full_state_dict(), as state_dict= of save_pretrained()."),
+    ("torch.export.", "torch.export", "Export a plain module that has loaded model.full_state_dict()."),
+    ("torch.nn.init.", "torch.nn.init", "Fill parameters before shard_module(), or in `with model.unsharded(write=True):`."),
+    ("torch.nn.utils.", "torch.nn.utils", "Parametrize before shard_module(). Write in `with model.unsharded(write=True):`."),
+    ("torch.nn.modules.module.Module._apply", "a move of a module", "Move modules before shard_module(), or pass precision."),
     (
-        "torch.nn.modules.",
+        "torch.nn.modules.module.Module._call_impl",
         "a module in the model that is called by itself",
-        "Call the model, choose that module as one of the units, or name the method that calls it: "
-        "fs.shard_module(methods=[...]).",
+        "Call the model, choose that module as a unit, or name the method that calls it: fs.shard_module(methods=[...]).",
     ),
 ]
 _CHECKPOINT_TOOL: TorchTool = (
@@ -63,11 +62,10 @@ def running_torch_tool_and_remedy(usual_remedy: str) -> tuple[str, str]:
     The tool is found on the stack, by the innermost function that belongs to a known tool. If no tool is running, return
     ``""`` and ``usual_remedy``.
     """
-    modules = [f"{frame.f_globals.get('__name__', '')}." for frame, _ in walk_stack(sys._getframe(1))]
-    known = _TORCH_TOOLS
-    if in_backward() and any(module.startswith(_CHECKPOINT_TOOL[0]) for module in modules):
-        known = [("", *_CHECKPOINT_TOOL[1:])]
-    found = next((each for module in modules for each in known if module.startswith(each[0])), None)
+    callers = [f"{frame.f_globals.get('__name__')}.{frame.f_code.co_qualname}" for frame, _ in walk_stack(sys._getframe(1))]
+    is_recomputing = in_backward() and any(caller.startswith(_CHECKPOINT_TOOL[0]) for caller in callers)
+    known = [("", *_CHECKPOINT_TOOL[1:])] if is_recomputing else _TORCH_TOOLS
+    found = next((each for caller in callers for each in known if caller.startswith(each[0])), None)
     return ("", usual_remedy) if found is None else (f" of {found[1]}", found[2])
 
 
@@ -130,8 +128,7 @@ def _check_optimizer_is_current(optimizer: torch.optim.Optimizer, *_: object) ->
 
 def _check_wrapper(sharded: type[nn.Parameter], module: nn.Module, name: str, submodule: nn.Module | None) -> None:
     parameters = submodule.named_parameters() if submodule is not None and _is_wrapper(module) else ()
-    path = next((path for path, p in parameters if isinstance(p, sharded)), None)
-    if path is not None:
+    if (path := next((path for path, p in parameters if isinstance(p, sharded)), None)) is not None:
         raise TreeError(
             f"{type(module).__name__}(): parameter {path!r} belongs to a ShardedModule, which averages gradients over ranks. "
             "Use the model as it is: fs.shard_module(model, strategy=fs.ddp(...)) replicates it."
