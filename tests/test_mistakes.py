@@ -94,6 +94,21 @@ MISTAKES = {
         TreeError,
         "Pass model.parameters()",
     ),
+    "an optimizer of a parameter": (
+        lambda: fs.ShardedOptimizer(SHARDED_MODULE[0].weight, torch.optim.SGD),
+        TreeError,
+        "got a module, a tensor or no parameters. Pass model.parameters()",
+    ),
+    "a function of a module with its parameters by name": (
+        lambda: SHARDED_MODULE.functional()[0](dict(SHARDED_MODULE.named_parameters()), SHARED, comm=ONLY),
+        TreeError,
+        "functional(): params lack unit '(root)'. Pass model.train_state.params or the like.",
+    ),
+    "parameters for the state of a module": (
+        lambda: setattr(SHARDED_MODULE, "train_state", SHARDED_MODULE.train_state.params),
+        OptionError,
+        ", expected a TrainState",
+    ),
     "a list": (
         lambda: fs.optim.chain([fs.optim.sgd(1)]),
         TreeError,

@@ -107,6 +107,8 @@ class ShardedModule(nn.Module):
             if session.is_in_forward:
                 raise ScheduleError("model.functional(): the function was called inside of a forward of its own module.")
             source, first = ParameterSource(params, comm), torch._C._autograd._get_sequence_nr()
+            if missing := [name or "(root)" for name in session.calls.entries.keys() - source.nodes.keys()]:
+                raise TreeError(f"functional(): params lack unit {min(missing)!r}. Pass model.train_state.params or the like.")
             with session.calls.reading_from(source), replacing_buffers_by_copies(self):
                 out = self(*args, **kwargs)
             session.calls.record_functional_call(source, first, out)
@@ -130,7 +132,7 @@ class ShardedModule(nn.Module):
         return session_of_module(self).state.train_state
 
     @train_state.setter
-    @api_boundary
+    @uncompiled
     def train_state(self, state: TrainState) -> None:
         session_of_module(self).replace_state(state)
 
