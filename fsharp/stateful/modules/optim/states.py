@@ -31,7 +31,7 @@ class StateByParameter(MutableMapping[ShardedTensor, Mapping[str, Any]]):
         if (path := getattr(parameter, "path", "")) not in self._parameters:
             got = f"a {type(parameter).__name__} {list(parameter.shape)}" if hasattr(parameter, "shape") else repr(parameter)
             raise TreeError(f"optimizer.state: asked for {got}, expected one of model.parameters().")
-        return _StateOfParameter(self._state_of(path))
+        return _ReadOnlyState(self._state_of(path))
 
     def __setitem__(self, *_: Any, **__: Any) -> NoReturn:
         raise TreeError("optimizer.state is read-only. Write to its tensors in place, or replace all by load_state_dict().")
@@ -48,7 +48,7 @@ class StateByParameter(MutableMapping[ShardedTensor, Mapping[str, Any]]):
         return sum(1 for _ in self)
 
 
-class _StateOfParameter(dict[str, Any]):
+class _ReadOnlyState(dict[str, Any]):
     __setitem__ = __delitem__ = __ior__ = clear = pop = popitem = setdefault = update = StateByParameter.__setitem__
 
 
