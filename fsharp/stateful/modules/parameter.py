@@ -98,11 +98,11 @@ class ShardedParameter(ShardedTensor, nn.Parameter):
     @grad.setter
     @api_boundary
     def grad(self, value: torch.Tensor | None) -> None:
-        if value is not None:
+        if value is not None and value is not self.grad:  # `p.grad *= 2` sets what it has written to
             raise TreeError(
                 f"parameter {self.path!r}: the module stores the gradient: write `p.grad.copy_(...)`, or set p.grad to None."
             )
-        if (owner := self.owner()) is not None and self.is_trained:
+        if value is None and (owner := self.owner()) is not None and self.is_trained:
             owner.drop_gradient(self.path)
 
 

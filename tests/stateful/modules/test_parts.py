@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import fsharp as fs
-from fsharp.errors import FsharpError, LayoutError
+from fsharp.errors import FsharpError, LayoutError, TreeError
 from fsharp.testing import simulate
 from tests import modules
 from tests.modules import batches, descend, make, values, wrap
@@ -185,6 +185,21 @@ def test_gradients_that_are_not_finite(comm, way):
     with pytest.raises(RuntimeError, match=r"norm of order 2\.0.* (is inf|non-finite)"):
         clip(1.0, error_if_nonfinite=True)
     assert torch.equal(grad.local, before)
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero3"])
+@on_ranks(DP)
+def test_operators_that_write_to_a_gradient(comm, strategy):
+    """``p.grad *= 2`` also sets ``p.grad``, to the part that has been written to. Another tensor is refused."""
+    model, *_ = with_gradients(comm, strategy)
+    p = model.head.weight
+    before = p.grad.local.clone()
+    p.grad *= 2
+    p.grad += 1
+    assert torch.equal(p.grad.local, before * 2 + 1)
+    with pytest.raises(TreeError, match=r"'head\.weight': the module stores the gradient: write `p\.grad\.copy_"):
+        p.grad = p.grad * 2
+    assert torch.equal(p.grad.local, before * 2 + 1)
 
 
 def test_options_of_clipping_are_those_of_torch():
