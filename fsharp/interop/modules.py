@@ -31,7 +31,8 @@ def make_functional(model: Any, variables: Any = None) -> tuple[Callable[..., An
         ``(fn, params)``. ``fn(params, *args, **keywords)`` calls the module as :func:`~fsharp.interop.jax.as_torch` calls
         functions, with gradients for ``params`` and tensors in ``args``. ``params`` are the parameters with the names of
         :func:`to_tensors`: for NNX the variables of type ``Param``, for Linen all collections, ``{"params": ...,
-        "batch_stats": ...}``. :func:`to_arrays` turns them into arrays again.
+        "batch_stats": ...}``. :func:`to_arrays` turns them into arrays again. Integers in collections of Linen keep their
+        values in ``variables``, unless ``params`` has tensors for them, as a call with ``mutable=`` returns them.
 
         Keywords of a Linen module are those of ``model.apply``. ``mutable=["batch_stats"]`` makes ``fn`` return ``(out,
         {"batch_stats": ...})``. In ``rngs={"dropout": seed}`` a seed is an integer tensor of one element, from which
@@ -115,7 +116,8 @@ def to_arrays(tree: Any, like: Any) -> Any:
     """Return a JAX pytree with the parameters of a tree: the inverse of :func:`to_tensors`.
 
     Args:
-        tree: a tree of :func:`to_tensors`, for example the result of :func:`fsharp.full_tree` after training.
+        tree: a tree of :func:`to_tensors`, for example the result of :func:`fsharp.full_tree` after training. It may also have
+            tensors for other arrays in ``like``, such as counters, which otherwise keep the values in ``like``.
         like: a JAX pytree with the structure of the argument of ``to_tensors``; for NNX the state, for ``nnx.update(model,
             to_arrays(params, like=nnx.state(model, nnx.Param)))``.
 
@@ -127,7 +129,7 @@ def to_arrays(tree: Any, like: Any) -> Any:
     """
     left, leaves = _leaves_by_name(tree), _leaves_by_name(like)
     for name, leaf in leaves.items():
-        if not _is_parameter(leaf):
+        if not (_is_parameter(leaf) or (name in left and _is_array_of_numbers(leaf))):
             continue
         new = left.pop(name, None)
         if new is None or tuple(new.shape) != leaf.shape:
@@ -152,7 +154,11 @@ def _leaves_by_name(tree: Any) -> dict[ParameterName, Any]:
 
 
 def _is_parameter(leaf: Any) -> bool:
-    return isinstance(leaf, jax.Array | np.ndarray) and jnp.issubdtype(leaf.dtype, jnp.floating)
+    return _is_array_of_numbers(leaf) and jnp.issubdtype(leaf.dtype, jnp.floating)
+
+
+def _is_array_of_numbers(leaf: Any) -> bool:
+    return isinstance(leaf, jax.Array | np.ndarray) and not jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key)
 
 
 def _name_text(name: ParameterName) -> str:

@@ -271,6 +271,26 @@ def test_a_module_of_linen_trains_with_its_statistics_and_random_keys():
             optree.tree_map(lambda a, b: torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5), found, expected)
 
 
+class Counting(linen.Module):
+    @linen.compact
+    def __call__(self, x):
+        count = self.variable("counts", "calls", lambda: jnp.zeros((), jnp.int32))
+        count.value += 1
+        return linen.Dense(DIM)(x) * count.value
+
+
+def test_integers_that_a_module_of_linen_returns_can_be_passed_to_its_next_call():
+    model, x = Counting(), jnp.ones((3, DIM))
+    variables = model.init(jax.random.key(1), x)
+    fn, tree = make_functional(model, variables)
+    for _ in range(3):
+        want, new = model.apply(variables, x, mutable=["counts"])
+        found, mine = fn(tree, torch.ones(3, DIM), mutable=["counts"])
+        np.testing.assert_allclose(found.numpy(), np.asarray(want), rtol=1e-5)
+        variables, tree = {**variables, **new}, {**tree, **mine}
+    assert tree["counts"]["calls"].item() == variables["counts"]["calls"].item() == 4
+
+
 def test_linen_without_variables_and_variables_without_linen_are_refused():
     with pytest.raises(TreeError, match=r"Linen such as Noisy does not have its variables: pass the result of init\(\)"):
         make_functional(Noisy())
