@@ -189,6 +189,21 @@ def test_gradients_that_are_not_finite(comm, way):
 
 @pytest.mark.parametrize("strategy", ["ddp", "zero3"])
 @on_ranks(DP)
+def test_predicates_need_no_no_grad(comm, strategy):
+    """Their results have no gradient, so nothing is lost: such as a search for NaN in a training loop."""
+    model, *_ = with_gradients(comm, strategy)
+    assert torch.is_grad_enabled()
+    assert not any(torch.isnan(p).any() for p in model.parameters())
+    assert all(p.isfinite().all() for p in model.parameters())
+    p, whole = model.head.weight, model.full_state_dict(rank=None)["head.weight"]
+    assert int((p > 0).sum()) == int((whole > 0).sum()) == int(p.count_nonzero()) - int((p < 0).sum())
+    assert not (p == 0).requires_grad
+    with pytest.raises(LayoutError, match=r"'head\.weight' is used by abs\(\) outside of the forward"):
+        p.abs()
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero3"])
+@on_ranks(DP)
 def test_operators_that_write_to_a_gradient(comm, strategy):
     """``p.grad *= 2`` also sets ``p.grad``, to the part that has been written to. Another tensor is refused."""
     model, *_ = with_gradients(comm, strategy)

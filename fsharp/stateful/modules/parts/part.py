@@ -18,6 +18,7 @@ from fsharp.functional.layout.unit_layout import Leaf, UnitLayout
 from fsharp.stateful.modules.parts.part_functions import (
     COPYING_FUNCTIONS,
     ELEMENTWISE_FUNCTIONS,
+    PREDICATES,
     Reduction,
     is_in_place,
     reduction_of,
@@ -252,7 +253,7 @@ class ShardedTensor(torch.Tensor):
                 f"{kind}{cut[0].path!r} is sharded: this rank holds {_elements_text(cut[0])}, which {name}(){by} would take "
                 f"for the whole tensor. {remedy}"
             )
-        if torch.is_grad_enabled():
+        if torch.is_grad_enabled() and name not in PREDICATES:
             _check_no_autograd(name, rows, cut)
         if reduction is not None:
             found = _reduce_parts(name, [row[0] for row in rows], reduction)
@@ -370,8 +371,8 @@ def _check_no_autograd(name: str, rows: Sequence[Sequence[Any]], cut: Sequence[S
                 "Compute a term of the loss in a forward, or in a method that fs.shard_module(methods=[...]) names. Read and "
                 "write values under torch.no_grad(), or whole parameters in `with model.unsharded(write=True):`.",
             )
-            owner = x.owner()
-            where = "" if owner is not None and owner.is_in_forward else " outside of the forward of its ShardedModule"
+            is_inside = (owner := x.owner()) is not None and owner.is_in_forward
+            where = "" if is_inside else " outside of the forward of its ShardedModule"
             raise LayoutError(f"parameter {x.path!r} is used by {name}(){by}{where}, where it would get no gradient. {remedy}")
         if cut:
             by, remedy = _user_and_remedy(cut[0], "Use torch.no_grad(), or compute with whole parameters inside of a forward.")
@@ -384,8 +385,7 @@ def _check_no_autograd(name: str, rows: Sequence[Sequence[Any]], cut: Sequence[S
 def _full_in_backward(x: Any) -> Any:
     """Return ``x`` with full parameters for parts whose unit is in its backward: activation checkpointing may recompute."""
     if isinstance(x, ShardedTensor) and isinstance(x, nn.Parameter):
-        owner = x.owner()
-        whole = None if owner is None else owner.full_parameter_in_backward(x)
+        whole = owner.full_parameter_in_backward(x) if (owner := x.owner()) is not None else None
         if whole is not None and torch.compiler.is_compiling():
             raise LayoutError(
                 f"parameter {x.path!r} is used by a compiled part of a checkpoint within its unit. Compile what calls the "
@@ -411,9 +411,7 @@ def _reduce_parts(name: str, tensors: Sequence[torch.Tensor], reduction: Reducti
         more = f" and {len(parts) - 1} more" if len(parts) > 1 else ""
         for axis in axes:
             if (owner := first.owner()) is None:
-                raise LayoutError(
-                    f"{name}() of a part of {first.path!r}, whose ShardedModule was deleted: keep a reference to it."
-                )
+                raise LayoutError(f"{name}() of a part of {first.path!r}: its module was deleted. Keep a reference to it.")
             comm, label = owner.comm_outside_steps(), f"{name}() of {first.path!r}{more}"
             if reduction.op == "sum":
                 value = comm.all_reduce(value, axis, label=label)

@@ -28,6 +28,9 @@ ELEMENTWISE_FUNCTIONS = frozenset(
 )
 """Functions of which each element of the result depends only on the same element of the operands."""
 
+PREDICATES = {"__eq__", "all", "any", "count_nonzero", "eq", "ge", "gt", "isfinite", "isinf", "isnan", "le", "lt", "ne"}
+"""Functions whose results have no gradient."""
+
 
 def is_in_place(name: str) -> bool:
     """Return whether a function of this name changes its first argument."""
