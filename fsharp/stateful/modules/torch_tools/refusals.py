@@ -97,9 +97,7 @@ def check_shardable(module: nn.Module, sharded: type[nn.Parameter]) -> None:
         elif isinstance(parameter, UninitializedParameter):
             why = "has no shape yet. Call the lazy module once before, with an input of the usual size."
         elif type(parameter) is not nn.Parameter and not is_known:
-            why = (
-                f"is a {type(parameter).__name__}, and would become a plain nn.Parameter. Move what the class does to a module."
-            )
+            why = f"is a {type(parameter).__name__}, and would become a plain nn.Parameter. Move its work to a module."
         elif parameter.layout is not torch.strided:
             why = f"has the layout {parameter.layout}, expected torch.strided. Take parameter.to_dense()."
         elif parameter.is_complex() and parameter.requires_grad:
