@@ -33,7 +33,7 @@ from benchmarks.options import Options
 from benchmarks.prediction import ALONE, FITTED, scaled, shapes as predicted_shapes
 from benchmarks.stats import ratio, times
 from benchmarks.steps import in_turns, over_ranks
-from fsharp.planning.choice import rank_candidates
+from fsharp.planning.choice import sort_candidates
 from fsharp.planning.tune import TOLERANCE
 
 STRATEGIES = {"ddp": fs.ddp("dp"), "zero1": fs.zero1("dp"), "zero2": fs.zero2("dp"), "zero3": fs.zero3("dp")}
@@ -111,7 +111,7 @@ def measure(options: Options, comm: fs.Comm, say: Callable[[str], None]) -> dict
                 chosen, hardware, budget=1e12, policies=policies, remat=remat, activations=(0.0, 0.0), effort=math.inf, **plan
             )
             candidates |= {(x.layout, x.policy, x.remat): x for x in choice.candidates}
-        best = rank_candidates([candidates[key] for key in keys], 1e12, TOLERANCE)[0]
+        best = sort_candidates([candidates[key] for key in keys], 1e12, TOLERANCE)[0]
         predicted = {key: candidates[key].step_s for key in keys}
         mine = judged(predicted, rounds, choice=(best.layout, best.policy, best.remat))
         result[f"{name}, {comm.mesh.size} processes"] = _of_rank_0(mine)

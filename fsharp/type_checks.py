@@ -34,7 +34,7 @@ _EXAMPLES = {
 
 
 @cache
-def fits_annotation(hint: Any) -> Callable[[Any], bool]:
+def predicate_of_annotation(hint: Any) -> Callable[[Any], bool]:
     """Return a predicate: whether a value fits a type annotation.
 
     A bool does not fit ``int`` or ``float``, and a str does not fit a sequence. Items of mappings are not checked.
@@ -43,7 +43,7 @@ def fits_annotation(hint: Any) -> Callable[[Any], bool]:
     origin, args = get_origin(hint), get_args(hint)
     kind = hint if origin is None else origin
     if kind in (Union, UnionType):
-        each = tuple(map(fits_annotation, args))
+        each = tuple(map(predicate_of_annotation, args))
         return lambda x: any(fit(x) for fit in each)
     if kind is Literal:
         return lambda x: any(type(x) is type(arg) and x == arg for arg in args)
@@ -58,10 +58,10 @@ def fits_annotation(hint: Any) -> Callable[[Any], bool]:
     if kind is _CALLABLE:
         return callable
     if (kind is tuple and args[1:] == (...,)) or (kind is Sequence and args):
-        item = fits_annotation(args[0])
+        item = predicate_of_annotation(args[0])
         return lambda x: isinstance(x, kind) and not isinstance(x, str) and all(map(item, x))
     if kind is tuple and args:
-        items = tuple(map(fits_annotation, args))
+        items = tuple(map(predicate_of_annotation, args))
         return lambda x: isinstance(x, tuple) and len(x) == len(items) and all(fit(y) for fit, y in zip(items, x, strict=True))
     if issubclass(kind, Iterable) and kind is not str:
         return lambda x: isinstance(x, kind) and not isinstance(x, str)
@@ -102,14 +102,14 @@ def _with_article(name: str) -> str:
 
 
 @cache
-def _checked_hints(of: Any) -> dict[str, tuple[Callable[[Any], bool], Any]]:
-    return {name: (fits_annotation(hint), hint) for name, hint in get_type_hints(of).items() if name != "return"}
+def _predicates_and_hints(of: Any) -> dict[str, tuple[Callable[[Any], bool], Any]]:
+    return {name: (predicate_of_annotation(hint), hint) for name, hint in get_type_hints(of).items() if name != "return"}
 
 
 def describe_wrong_field(instance: Any) -> str:
     """Return a message about the first field of a dataclass or NamedTuple that does not fit its annotation; "" if all fit."""
     kind: Any = type(instance)
-    for name, (fit, hint) in _checked_hints(kind).items():
+    for name, (fit, hint) in _predicates_and_hints(kind).items():
         if not fit(value := getattr(instance, name)):
             return _wrong_value_text(name, value, hint)
     return ""
@@ -154,7 +154,7 @@ def takes_arguments(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> bool:
     return True
 
 
-def check_signature(error: Exception, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def check_call_fits_signature(error: Exception, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Raise an OptionError if the call ``fn(*args, **kwargs)``, which raised ``error``, does not fit the signature of ``fn``.
 
     Raises:
@@ -181,7 +181,7 @@ def check_signature(error: Exception, fn: Callable[..., Any], args: tuple[Any, .
 
 @cache
 def _parameters(fn: Callable[..., Any]) -> tuple[list[str], str, dict[str, tuple[Callable[[Any], bool], Any]]]:
-    parameters, hints = inspect.signature(fn).parameters.values(), _checked_hints(fn)
+    parameters, hints = inspect.signature(fn).parameters.values(), _predicates_and_hints(fn)
     positional = [each.name for each in parameters if each.kind in _POSITIONAL_KINDS]
     rest = next((each.name for each in parameters if each.kind is each.VAR_POSITIONAL), "")
     named = {each.name: hints[each.name] for each in parameters if each.name in hints and each.kind is not each.VAR_KEYWORD}
@@ -191,7 +191,7 @@ def _parameters(fn: Callable[..., Any]) -> tuple[list[str], str, dict[str, tuple
 _POSITIONAL_KINDS = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 
 
-def keep_signature(function: F) -> F:
+def cache_signature(function: F) -> F:
     """Store the signature of ``function`` where ``inspect.signature`` finds it, and return ``function``.
 
     ``torch.autograd.Function.apply`` asks for the signature of ``forward`` in each call. Without this function, making the
@@ -215,8 +215,8 @@ def options_checked(target: F) -> F:
     return _wrap_calls(check_then_call, target)
 
 
-def names_checked(target: F) -> F:
-    """Wrap a function, or a class: a call that does not fit the signature raises an OptionError (:func:`check_signature`)."""
+def signature_checked(target: F) -> F:
+    """Wrap a function or a class. A misfit call raises the OptionError of :func:`check_call_fits_signature`."""
     return _wrap_calls(lambda fn, args, kwargs: fn(*args, **kwargs), target)
 
 
@@ -244,11 +244,11 @@ def check_failed_call(error: Exception, fn: Callable[..., Any], args: tuple[Any,
     step calls often: arguments are checked only after a failure.
 
     Raises:
-        OptionError: as :func:`check_arguments` and :func:`check_signature`.
+        OptionError: as :func:`check_arguments` and :func:`check_call_fits_signature`.
     """
     if isinstance(error, OptionError) or not isinstance(error, FsharpError):
         check_arguments(fn, args, kwargs)
-    check_signature(error, fn, args, kwargs)
+    check_call_fits_signature(error, fn, args, kwargs)
 
 
 def _wrap_calls(call_wrapped: Callable[[Any, Any, Any], Any], target: F) -> F:
@@ -263,7 +263,7 @@ def _wrap_calls(call_wrapped: Callable[[Any, Any, Any], Any], target: F) -> F:
             try:
                 return call_wrapped(fn, args, kwargs)
             except Exception as error:
-                check_signature(error, fn, args, kwargs)
+                check_call_fits_signature(error, fn, args, kwargs)
                 raise
         except Exception as error:
             hide_frames(error)

@@ -20,7 +20,7 @@ import fsharp as fs
 from fsharp.cli import main, plans
 from fsharp.cli.machine import Machine, calibrate, parse_mesh, read_machine
 from fsharp.cli.models import find_model
-from fsharp.planning.space import order_of_use, repeated_units
+from fsharp.planning.space import repeated_unit_patterns, units_in_dict_order
 from fsharp.planning.tune import POLICIES
 from tests.gpt_like import make_params
 
@@ -292,8 +292,11 @@ def unique(tree):
 
 
 def test_each_repeated_layer_is_a_unit():
-    assert repeated_units(["model.embed", "model.layers.0.w", "model.layers.1.w", "head.0.w"]) == ["model.layers.*"]
-    assert repeated_units(["layers.0.experts.0.w", "layers.1.experts.1.w", "tail.7.w", "tail.9.b"]) == ["layers.*", "tail.*"]
+    assert repeated_unit_patterns(["model.embed", "model.layers.0.w", "model.layers.1.w", "head.0.w"]) == ["model.layers.*"]
+    assert repeated_unit_patterns(["layers.0.experts.0.w", "layers.1.experts.1.w", "tail.7.w", "tail.9.b"]) == [
+        "layers.*",
+        "tail.*",
+    ]
 
 
 def test_schedule_predicts_what_the_library_predicts(capsys, tmp_path):
@@ -426,7 +429,7 @@ def test_schedule_and_tune_predict_for_a_measured_machine(measured, capsys):
     assert str(file) in lines[0]
     precision = fs.Precision(compute=torch.bfloat16, main=torch.float32)
     layout = fs.plan(find_model("plan", "gpt-2")[0], fs.Mesh({"dp": 4}), fs.zero3("dp"), units="layers.*", precision=precision)
-    hardware = machine.hardware_of(layout, tokens=512, efficiency=1.0)
+    hardware = machine.hardware_for_layout(layout, tokens=512, efficiency=1.0)
     n = sum(group.used for group in layout["layers.0"].groups)
     assert hardware.compute["layers.0"] == (2 * n * 512 / machine.flops, 4 * n * 512 / machine.flops)
     assert hardware.update_s == pytest.approx(28 * layout.num_params / machine.hardware.memory_bandwidth)
@@ -579,7 +582,7 @@ def test_python_runs_the_package_as_the_command():
 def test_a_machine_gives_seconds_of_units():
     layout = fs.plan(make_params(), fs.Mesh({"dp": 2}), fs.zero3("dp"), units="layers.*")
     hardware = fs.inspect.Hardware(compute=(0.0, 0.0), bandwidth={("all_gather", "dp"): 1e9}, memory_bandwidth=2e9)
-    found = Machine(1e9, "float32", hardware).hardware_of(layout, tokens=10, efficiency=0.5)
+    found = Machine(1e9, "float32", hardware).hardware_for_layout(layout, tokens=10, efficiency=0.5)
     n = sum(group.used for group in layout["layers.0"].groups)
     assert found.compute["layers.0"] == (2 * n * 10 / 0.5e9, 4 * n * 10 / 0.5e9)
 
@@ -587,7 +590,7 @@ def test_a_machine_gives_seconds_of_units():
 def test_units_are_in_the_order_in_which_the_tree_has_them():
     tree = {"z": torch.ones(1), "layers": [torch.ones(1), torch.ones(1)], "a": torch.ones(1)}
     layout = fs.plan(tree, fs.Mesh({"dp": 1}), fs.ddp("dp"), units="layers.*")
-    assert order_of_use(tree, layout) == ["z", "layers.0", "layers.1", "a"]
+    assert units_in_dict_order(tree, layout) == ["z", "layers.0", "layers.1", "a"]
 
 
 @pytest.mark.parametrize(

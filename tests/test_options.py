@@ -11,7 +11,7 @@ import torch
 import fsharp as fs
 from fsharp import type_checks
 from fsharp.errors import OptionError, ScheduleError, StrategyError, TreeError
-from fsharp.type_checks import annotation_in_words, fits_annotation
+from fsharp.type_checks import annotation_in_words, predicate_of_annotation
 from tests.test_architecture import PUBLIC
 
 
@@ -40,7 +40,7 @@ OPTIONS = [
     for name, fn in CHECKED.items()
     for parameter in inspect.signature(fn, eval_str=True).parameters.values()
     if parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
-    if parameter.annotation is not parameter.empty and not fits_annotation(parameter.annotation)(Wrong())
+    if parameter.annotation is not parameter.empty and not predicate_of_annotation(parameter.annotation)(Wrong())
 ]
 
 
@@ -202,7 +202,7 @@ FITS = [
 
 @pytest.mark.parametrize(("hint", "value", "expected"), FITS)
 def test_what_fits_an_annotation(hint, value, expected):
-    assert fits_annotation(hint)(value) is expected
+    assert predicate_of_annotation(hint)(value) is expected
 
 
 def test_annotations_in_words():

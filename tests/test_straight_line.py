@@ -59,7 +59,7 @@ def ways(comm):
         for batch in batches[:-1]:
             contender.step(batch)
         contender.settle()
-        end = watch(GlooTransport, "_post_and_finish", name)
+        end = watch(GlooTransport, "_run_in_two_workers", name)
         contender.step(batches[-1])
         end()
     return found

@@ -18,12 +18,12 @@ import xxhash
 from fsharp.checkpoint.formats import huggingface
 from fsharp.checkpoint.manifest import MANIFEST_FIRST_BYTES, MANIFEST_NAME, FileRecord, Manifest
 from fsharp.checkpoint.reading import NeededElements, Reader, check_file_size, describe_damaged_files
-from fsharp.checkpoint.shard_file import header_prefix
+from fsharp.checkpoint.shard_file import header_json_prefix
 from fsharp.checkpoint.storage import (
     REMOVED_SUFFIX,
     Storage,
     absolute_path,
-    raise_if_unreadable,
+    raise_if_read_refused,
     read_index_file,
     storage_of,
 )
@@ -303,7 +303,7 @@ def open_if_complete(path: str, *, skips_unreadable: bool = True) -> Checkpoint 
         return _open_complete(path)
     except CheckpointError as error:
         if not skips_unreadable:
-            raise_if_unreadable(error)
+            raise_if_read_refused(error)
         _log.warning("left out: %s", error)
         return None
 
@@ -398,7 +398,7 @@ def _files_belong_to_save(storage: Storage, folder: str, save_id: str) -> bool:
         if name == MANIFEST_NAME:
             skipped, start = 0, MANIFEST_FIRST_BYTES
         elif _SHARD_FILE_PATTERN.fullmatch(name):
-            skipped, start = 8, header_prefix({"save_id": save_id})  # 8 bytes: the length of the header
+            skipped, start = 8, header_json_prefix({"save_id": save_id})  # 8 bytes: the length of the header
         else:
             return False
         try:

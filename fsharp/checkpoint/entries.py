@@ -154,11 +154,11 @@ def contents_of(where: str, tree: Any, comm: Comm) -> TreeContents:
     Raises TreeError for a leaf that cannot be saved, or if two leaves have one name. ``where`` names the caller in errors.
     """
     found, parts, held = TreeContents({}, {}, {}, []), dict[int, str](), dict[Any, dict[str, _LeafOnRanks]]()
-    for segments, entries, leaf in leaves_with_path(tree):
+    for segments, entries, leaf in leaves_with_both_paths(tree):
         if is_sharded(leaf):
             _add_unit_entries(where, found, segments, entries, leaf, comm)
         elif isinstance(leaf, PerRank):
-            for under, _, tensor in leaves_with_path(leaf.value):
+            for under, _, tensor in leaves_with_both_paths(leaf.value):
                 _add_entry(where, found, _per_rank_entry(where, ".".join((*segments, *under)), tensor, comm))
         elif isinstance(leaf, ShardedTensor):
             name = ".".join(segments)
@@ -207,11 +207,11 @@ def leaf_kinds(tree: Any) -> Iterator[tuple[str, str]]:
 
     An optimizer is one leaf, as its state grows. Sharded trees, objects and leaves of their state dicts have the kind ``""``.
     """
-    for path, _, leaf in leaves_with_path(tree):
+    for path, _, leaf in leaves_with_both_paths(tree):
         if not has_state_dict(leaf) or hasattr(leaf, "state_template"):
             yield ".".join(path), _leaf_kind(leaf)
         else:
-            for under, _, _ in leaves_with_path(counters_to_dicts(leaf.state_dict())):
+            for under, _, _ in leaves_with_both_paths(counters_to_dicts(leaf.state_dict())):
                 yield ".".join((*path, *under)), ""
 
 
@@ -276,7 +276,7 @@ def tree_to_load_into(tree: Any, has: Callable[[str], bool], shape_of: Callable[
             return optree.tree_map(copy_if_part, state, is_leaf=is_checkpoint_leaf)
         return make(lambda name: has(prefix + name))
 
-    leaves = [value_to_fill(segments, leaf) for segments, _, leaf in leaves_with_path(tree)]
+    leaves = [value_to_fill(segments, leaf) for segments, _, leaf in leaves_with_both_paths(tree)]
     return optree.tree_unflatten(optree.tree_structure(tree, is_leaf=is_checkpoint_leaf), leaves)
 
 
@@ -291,7 +291,7 @@ def is_checkpoint_leaf(leaf: Any) -> bool:
     return is_sharded(leaf) or isinstance(leaf, PerRank | MadeBy)
 
 
-def leaves_with_path(
+def leaves_with_both_paths(
     tree: Any, is_leaf: Callable[[Any], bool] = is_checkpoint_leaf, *, none_is_leaf: bool = False
 ) -> Iterator[tuple[tuple[str, ...], tuple[str, ...], Any]]:
     """Yield ``(path, path as in plan(), leaf)``. The first path has the names of a named tuple's fields, the second numbers."""
@@ -408,10 +408,10 @@ def _leaves_on_ranks_by_path(unit: UnitLayout, place: Place, rank: int) -> dict[
 
     def pieces_of(leaf: Leaf) -> _LeafOnRanks:
         def piece(of: int) -> Piece:
-            base, (first, last) = mesh.index_along(varying, of) * leaf.numel, unit.run_of_leaf(leaf, place, of)
+            base, (first, last) = mesh.index_along(varying, of) * leaf.numel, unit.leaf_range_on_rank(leaf, place, of)
             return Piece(base + first, base + last, mesh.index_along(copies, of), num_copies)
 
-        mine, (first, last) = piece(rank), unit.run_of_leaf(leaf, place, rank)
+        mine, (first, last) = piece(rank), unit.leaf_range_on_rank(leaf, place, rank)
         begin = first + leaf.offset - unit.local_start(leaf.group, place, rank) if first < last else 0
         shape = leaf.shape if not varying else (num_kinds * (leaf.shape[0] if leaf.shape else 1), *leaf.shape[1:])
         return _LeafOnRanks(tuple(shape), lambda of: mine if of == rank else piece(of), begin, last - first)

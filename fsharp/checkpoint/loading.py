@@ -27,7 +27,7 @@ from fsharp.checkpoint.entries import (
     contents_of,
     has_state_dict,
     is_checkpoint_leaf,
-    leaves_with_path,
+    leaves_with_both_paths,
     load_into_object,
     tree_to_load_into,
 )
@@ -37,16 +37,16 @@ from fsharp.checkpoint.matching import (
     PARAMS_FROM_MAIN,
     SourceNames,
     check_matches,
-    first_error_rows,
+    manifest_without_ignored,
+    shorten_error_rows,
     source_names,
-    without_ignored,
 )
 from fsharp.checkpoint.reading import BUFFER_NBYTES, NeededElements
 from fsharp.checkpoint.storage import absolute_path, os_error_behind, storage_of
 from fsharp.errors import AgreementError, CheckpointError, CommError, problem
 from fsharp.functional.comm.agree import all_gather_texts, check_on_all_ranks
 from fsharp.functional.comm.protocol import Comm
-from fsharp.functional.comm.tree_names import with_new_tree_name
+from fsharp.functional.comm.tree_names import name_new_tree
 from fsharp.functional.encoding import encode_block_format_groups, encode_leaf_format_groups
 from fsharp.functional.layout.sharded import check_not_lent, decode_tree, is_sharded, mark_donated, units_of
 from fsharp.functional.state import MadeBy, TrainState
@@ -204,7 +204,7 @@ def load_with_reader(
 
     def check() -> tuple[Checkpoint, Any, TreeContents, SourceNames, Any]:
         found = opened()
-        manifest = without_ignored(found.manifest, as_patterns(ignore), subtree)
+        manifest = manifest_without_ignored(found.manifest, as_patterns(ignore), subtree)
         there = {prefix for name in (*manifest.tensors, *manifest.values) for prefix in self_and_ancestors(name)}
         resting = tree_to_load_into(
             like,
@@ -217,10 +217,10 @@ def load_with_reader(
             check_not_lent("load()", units_of(template))
         names = source_names(manifest, wanted, stored_name)
         left, tolerated = check_matches(found.path, manifest, wanted, names, stored_name, prefix, cast=cast, strict=strict)
-        _refuse_half_of_main_copies(found.path, like, left, wanted.entries)
+        _refuse_unpaired_main_copies(found.path, like, left, wanted.entries)
         if tolerated and comm.rank == 0:
             remedy = PARAMS_FROM_MAIN if any(name.startswith("main.") for name, _ in tolerated if name not in left) else ""
-            what, rows = f"{len(tolerated)} differences.", first_error_rows(tolerated)
+            what, rows = f"{len(tolerated)} differences.", shorten_error_rows(tolerated)
             _log.warning(problem(f"load() of {found.path}, strict=False", what, rows, remedy.strip()))
         kept.update({name: wanted.entries[name].local.clone() for name in left if name in wanted.entries})
         tree = _tree_to_fill(template, manifest, stored_name, comm.device, donate=donate, kept=left)
@@ -245,7 +245,7 @@ def load_with_reader(
         return encode_block_format_groups(tree, resting)
 
     tree = encode_leaf_format_groups(check_on_all_ranks("load()", comm, fill), comm, resting)
-    with_new_tree_name(tree, comm)
+    name_new_tree(tree, comm)
 
     def into_object(leaf: Any, loaded: Any) -> Any:
         return load_into_object(leaf, loaded) if has_state_dict(leaf) else loaded
@@ -284,9 +284,9 @@ def _choose_path(path: str, comm: Comm, damaged: Mapping[str, str]) -> tuple[str
     return str(said["path"]), bool(said["is_asked_for"])
 
 
-def _refuse_half_of_main_copies(path: str, like: Any, left_out: Collection[str], wanted: Collection[str]) -> None:
+def _refuse_unpaired_main_copies(path: str, like: Any, left_out: Collection[str], wanted: Collection[str]) -> None:
     """Raise a CheckpointError if the load would take a parameter of a TrainState without its main copy, or the reverse."""
-    states = leaves_with_path(like, lambda x: isinstance(x, TrainState) or is_checkpoint_leaf(x)) if left_out else ()
+    states = leaves_with_both_paths(like, lambda x: isinstance(x, TrainState) or is_checkpoint_leaf(x)) if left_out else ()
     for prefix in ["".join(f"{key}." for key in keys) for keys, _, state in states if isinstance(state, TrainState)]:
         for main in sorted(name for name in wanted if name.startswith(f"{prefix}main.")):
             parameter = f"{prefix}params.{main[len(f'{prefix}main.') :]}"
@@ -342,7 +342,7 @@ def _tree_to_fill(
         return torch.zeros(x.shape, dtype=x.dtype, device=device if x.is_meta else x.device)
 
     made: list[Any] = []
-    for segments, _, leaf in leaves_with_path(template):
+    for segments, _, leaf in leaves_with_both_paths(template):
         value = manifest.values.get(stored(".".join(segments)))
         if is_sharded(leaf):
             made.append(leaf.replace([tensor_to_fill(buffer) for buffer in leaf.buffers]))
@@ -449,10 +449,10 @@ def set_aside_damaged(damaged: Mapping[str, str], used_instead: str, comm: Comm)
     A warning has the error, and ``used_instead``: a text that names what is loaded instead.
     """
     for path, text in damaged.items() if comm.rank == 0 else ():
-        _log.warning("%s is damaged, %s: %s Used instead: %s.", path, try_set_aside(path), text, used_instead)
+        _log.warning("%s is damaged, %s: %s Used instead: %s.", path, set_aside_and_describe(path), text, used_instead)
 
 
-def try_set_aside(path: str) -> str:
+def set_aside_and_describe(path: str) -> str:
     """Rename a damaged folder or file. Return text with the new path, or why it could not be renamed."""
     try:
         return f"set aside as {storage_of(path).set_aside(path)}"

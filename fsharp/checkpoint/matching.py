@@ -24,7 +24,7 @@ def _stored_name(manifest: Manifest, name: str) -> str:
     return manifest.aliases.get(name, name)
 
 
-def without_ignored(manifest: Manifest, ignore: tuple[str, ...], subtree: str) -> Manifest:
+def manifest_without_ignored(manifest: Manifest, ignore: tuple[str, ...], subtree: str) -> Manifest:
     """Return the manifest without the names that the patterns in ``ignore`` match, relative to ``subtree``."""
     prefix = f"{subtree}." if subtree else ""
     names = (*manifest.tensors, *manifest.values, *manifest.aliases)
@@ -131,7 +131,7 @@ def check_matches(
                 remedy += PARAMS_FROM_MAIN if stored(name) in manifest.tensors else MAIN_FROM_PARAMS
                 break
         raise TreeError(
-            problem("load()", f"{path} is not of this tree: {len(rows)} differences.", first_error_rows(rows), remedy)
+            problem("load()", f"{path} is not of this tree: {len(rows)} differences.", shorten_error_rows(rows), remedy)
         )
     return kept, passed
 
@@ -150,7 +150,7 @@ def _can_cast(stored: torch.dtype, wanted: torch.dtype) -> bool:
     return new.min <= old.min and old.max <= new.max
 
 
-def first_error_rows(rows: list[tuple[str, str]]) -> list[tuple[str, str]]:
+def shorten_error_rows(rows: list[tuple[str, str]]) -> list[tuple[str, str]]:
     """Shorten the rows ``(name, problem)`` of an error: keep the first ones, and count the others in a last row.
 
     Names that differ only in numbers, and have the same problem, share a row.

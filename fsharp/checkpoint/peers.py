@@ -21,7 +21,7 @@ from fsharp.checkpoint.reading import (
 )
 from fsharp.checkpoint.saving import shard_file_name
 from fsharp.checkpoint.shard_file import batches_by_nbytes, bytes_of, header_end
-from fsharp.checkpoint.storage import LocalStorage, os_error_behind, raise_if_unreadable
+from fsharp.checkpoint.storage import LocalStorage, os_error_behind, raise_if_read_refused
 from fsharp.errors import CheckpointError
 from fsharp.functional.comm.agree import all_gather_texts, check_on_all_ranks
 from fsharp.functional.comm.protocol import Comm
@@ -114,7 +114,7 @@ def saves_held_here_rows(folder: str) -> list[list[Any]]:
         try:
             manifest, manifest_nbytes = Checkpoint(path).manifest, _local_storage.nbytes(f"{path}/{MANIFEST_NAME}")
         except CheckpointError as error:
-            raise_if_unreadable(error)
+            raise_if_read_refused(error)
             _log.warning("left out: %s", error)
             continue
         heads, there = list[tuple[int, int]](), set(_local_storage.list_names(path))
@@ -126,7 +126,7 @@ def saves_held_here_rows(folder: str) -> list[list[Any]]:
                     _local_storage.read(file, 0, memoryview(first))
                     heads.append((number, header_end(file, bytes(first), record.nbytes)))
                 except CheckpointError as error:
-                    raise_if_unreadable(error)
+                    raise_if_read_refused(error)
                     _log.warning("left out: %s", error)
         saves.append([name, manifest.step, manifest.created, len(manifest.files), manifest_nbytes, heads])
     return saves

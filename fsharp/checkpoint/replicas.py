@@ -28,8 +28,8 @@ from fsharp.checkpoint.loading import (
     load_checkpoint_at,
     load_or_collect_damage,
     load_with_reader,
+    set_aside_and_describe,
     set_aside_damaged,
-    try_set_aside,
 )
 from fsharp.checkpoint.manifest import MANIFEST_NAME, FileRecord
 from fsharp.checkpoint.peers import (
@@ -48,12 +48,12 @@ from fsharp.checkpoint.reading import NeededElements
 from fsharp.checkpoint.saver import BackgroundSaver
 from fsharp.checkpoint.saving import (
     Snapshot,
+    agree_on_snapshot,
     check_free_space,
     header_metadata,
     manifest_of_snapshot,
-    name_path_in_errors,
     remove_staged,
-    take_snapshot,
+    run_with_path_in_errors,
     tensors_written_by,
     verify_written_file,
     write_manifest_and_publish,
@@ -168,7 +168,7 @@ class Replicas(BackgroundSaver):
                     f"form with domain_size={size}: each copy is on another host."
                 )
             if comm.rank % size == 0:
-                self._claim = name_path_in_errors(self._folder, lambda: FolderClaim(self._folder, token))
+                self._claim = run_with_path_in_errors(self._folder, lambda: FolderClaim(self._folder, token))
                 remove_incomplete(self._folder)
                 self._created = max((created for _, _, created, *_ in saves_held_here_rows(self._folder)), default=0.0)
 
@@ -185,7 +185,7 @@ class Replicas(BackgroundSaver):
                 "Replicas()", comm, check, lambda _: {"copies, domain_size": f"{copies}, {size}", "root": repr(self._root)}
             )
             tokens = restart_replay.run_and_record(exchange_tokens)
-            check_on_all_ranks("Replicas()", comm, lambda: name_path_in_errors(self._folder, check_reduced))
+            check_on_all_ranks("Replicas()", comm, lambda: run_with_path_in_errors(self._folder, check_reduced))
             super().__init__(comm, "refresh", flat=True)
         except BaseException:
             self._close_claim()
@@ -255,7 +255,7 @@ class Replicas(BackgroundSaver):
         self._refuse_forked_process()
         with self._lock:
             self.wait()
-            snapshot = take_snapshot(
+            snapshot = agree_on_snapshot(
                 "refresh()",
                 self._folder,
                 tree,
@@ -276,13 +276,13 @@ class Replicas(BackgroundSaver):
         def make_folder() -> None:
             if self._claim is not None:
                 check_free_space(self._folder, self._refresh_nbytes_of(snapshot.contents).held)
-                name_path_in_errors(snapshot.folder, lambda: _local_storage.make_staging_folder(snapshot.folder))
+                run_with_path_in_errors(snapshot.folder, lambda: _local_storage.make_staging_folder(snapshot.folder))
 
         def commit() -> None:
             if self._claim is not None:
                 here = [records[rank] for rank in self._ranks_with_files_here]
                 manifest = manifest_of_snapshot(snapshot, records, self._comm.mesh, created)
-                name_path_in_errors(
+                run_with_path_in_errors(
                     snapshot.folder, lambda: write_manifest_and_publish(snapshot, staged, here, manifest, rank=own.rank)
                 )
 
@@ -322,7 +322,7 @@ class Replicas(BackgroundSaver):
                     keeper.run(out, bytes_of(receive))
                 keeper.run(stack.close)
             keeper.run(verify_written_file, staged, theirs, source, snapshot.save_id)
-        check_on_all_ranks("refresh()", own, lambda: name_path_in_errors(staged, keeper.raise_if_failed))
+        check_on_all_ranks("refresh()", own, lambda: run_with_path_in_errors(staged, keeper.raise_if_failed))
 
     @api_boundary
     def latest(self) -> int | None:
@@ -413,7 +413,7 @@ class Replicas(BackgroundSaver):
         for (save, first, file), text in copies.items():
             if first == self._comm.rank:
                 path = f"{self._folder}/{save}/{file}"
-                what = try_set_aside(path)
+                what = set_aside_and_describe(path)
                 _log.warning(
                     "%s on the host of rank %d is damaged, %s: %s Used instead: %s.", path, first, what, text, used_instead
                 )

@@ -117,7 +117,7 @@ class Retention(NamedTuple):
             if value is not None and not 0 < value < math.inf:
                 raise CheckpointError(f"{where}: {name} is {value!r}, expected a number above 0, or None.")
 
-    def _step_and_hour_intervals(self, root: str, name: str) -> set[tuple[str, int]]:
+    def _intervals_of_folder(self, root: str, name: str) -> set[tuple[str, int]]:
         """Return the intervals, of steps and of hours, to which the checkpoint folder ``name`` belongs."""
         found = set()
         if self.keep_steps is not None:
@@ -130,7 +130,7 @@ class Retention(NamedTuple):
     def old_checkpoints(self, root: str) -> list[str]:
         """Return the paths of the checkpoints under ``root`` that neither these options nor links keep, the oldest first."""
         names = folder_names_newest_first(root)
-        periods = {name: self._step_and_hour_intervals(root, name) for name in names}
+        periods = {name: self._intervals_of_folder(root, name) for name in names}
         sizes = Counter(period for found in periods.values() for period in found)
         stay, gone, seen = self._paths_of_best(root, names), list[str](), set[tuple[str, int]]()
         linked = _link_targets(root)

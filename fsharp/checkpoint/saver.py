@@ -22,7 +22,7 @@ from fsharp.checkpoint.catalog import (
     save_time_of,
 )
 from fsharp.checkpoint.retention import Retention, remove_checkpoints
-from fsharp.checkpoint.saving import Snapshot, name_path_in_errors, prepare_snapshot, write_snapshot
+from fsharp.checkpoint.saving import Snapshot, run_with_path_in_errors, stage_snapshot, write_snapshot
 from fsharp.checkpoint.shard_file import StoredTensor
 from fsharp.checkpoint.storage import absolute_path, storage_of
 from fsharp.distributed.job import callbacks_before_leaving
@@ -60,7 +60,7 @@ class BackgroundSaver:
 
     def _begin_job_generation(self) -> None:
         """Abandon the save under way, as a new generation of the job begins: a restarted rank cannot take part in the save."""
-        self._release_save()
+        self._forget_save()
 
     def _begin_save(self, snapshot: Snapshot, job: Callable[[Snapshot], Any]) -> None:
         if self._worker is None:
@@ -118,9 +118,9 @@ class BackgroundSaver:
                 if self._under_way is not None:
                     self._under_way.take_result()
             except Exception as error:
-                self._release_save()
+                self._forget_save()
                 raise self._save_error(error) from error
-            self._release_save()  # an interrupted wait keeps it: the thread still reads this memory
+            self._forget_save()  # an interrupted wait keeps it: the thread still reads this memory
 
     def _refuse_forked_process(self) -> None:
         if self._worker is not None and os.getpid() != self._pid:  # a fork copies no thread
@@ -132,7 +132,7 @@ class BackgroundSaver:
     def _save_error(self, error: BaseException) -> CheckpointError:
         return CheckpointError(f"the {self._name} that was under way has failed: {error}")
 
-    def _release_save(self) -> None:
+    def _forget_save(self) -> None:
         self._under_way = None
         _busy_savers.discard(self)
 
@@ -210,7 +210,7 @@ class Saver(BackgroundSaver):
             if any(isinstance(each, Saver) and each.is_busy and each._root == self._root for each in _busy_savers):
                 raise CheckpointError(f"Saver(): another Saver is still writing into {self._root}: close() that one first.")
             if comm.rank == 0:
-                name_path_in_errors(self._root, lambda: _prepare_root(self._root))
+                run_with_path_in_errors(self._root, lambda: _prepare_root(self._root))
 
         check_on_all_ranks("Saver()", comm, check, lambda _: {"root": self._root, "keep": repr(self._retention)})
         self.saved, self._saved_at = -1, math.inf
@@ -220,7 +220,7 @@ class Saver(BackgroundSaver):
         super()._begin_job_generation()
         self._saved_at = math.inf  # the save that was under way may be complete all the same
         if self._comm.rank == 0:
-            name_path_in_errors(self._root, lambda: _prepare_root(self._root))
+            run_with_path_in_errors(self._root, lambda: _prepare_root(self._root))
 
     @api_boundary
     def save(self, tree: Any, *, step: int, metric: float | None = None) -> None:
@@ -239,7 +239,7 @@ class Saver(BackgroundSaver):
         self._refuse_forked_process()
         with self._lock:
             self.wait()
-            snapshot = prepare_snapshot(self._root, tree, step=step, comm=self._comm, config=self._config, metric=metric)
+            snapshot = stage_snapshot(self._root, tree, step=step, comm=self._comm, config=self._config, metric=metric)
             self._begin_save(snapshot, self._write_checkpoint)
 
     def _write_checkpoint(self, snapshot: Snapshot) -> None:

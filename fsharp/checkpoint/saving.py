@@ -20,7 +20,7 @@ from fsharp.checkpoint.entries import (
     contents_of,
     has_state_dict,
     is_checkpoint_leaf,
-    leaves_with_path,
+    leaves_with_both_paths,
     too_deep_error,
     with_state_dicts,
 )
@@ -102,10 +102,10 @@ def save(
     Cost: a rank writes its elements and reads them back; ranks with equal elements divide the writing. For each axis three
     collectives of 40 bytes and two smaller ones. Memory: none, or on a GPU one tensor at a time on the host.
     """
-    return write_snapshot(prepare_snapshot(root, tree, step=step, comm=comm, config=config, metric=metric), comm)
+    return write_snapshot(stage_snapshot(root, tree, step=step, comm=comm, config=config, metric=metric), comm)
 
 
-def prepare_snapshot(
+def stage_snapshot(
     root: str | os.PathLike[str], tree: Any, *, step: int, comm: Comm, config: Any, metric: float | None
 ) -> Snapshot:
     """Return the :class:`Snapshot` that :func:`save` is to write, once all ranks agree. Rank 0 makes the staging folder.
@@ -120,7 +120,7 @@ def prepare_snapshot(
             check_free_space(where, sum(entry.numel * entry.dtype.itemsize for entry in contents.entries.values()))
             draw = bytes.fromhex(new_save_id(where))
             mine = f"{where}/{folder_name(step, draw.hex())}"
-            name_path_in_errors(mine, lambda: storage_of(where).make_staging_folder(mine))
+            run_with_path_in_errors(mine, lambda: storage_of(where).make_staging_folder(mine))
             folder = mine
 
     try:
@@ -130,14 +130,14 @@ def prepare_snapshot(
             "metric": metric,
             "save_id": lambda: all_gather_fixed_size(draw, comm)[0].hex(),
         }
-        return take_snapshot("save()", where, tree, comm=comm, prepare=stage, **facts)
+        return agree_on_snapshot("save()", where, tree, comm=comm, prepare=stage, **facts)
     except BaseException:
         if folder:
             remove_staged(folder)
         raise
 
 
-def take_snapshot(
+def agree_on_snapshot(
     where: str,
     root: str,
     tree: Any,
@@ -224,7 +224,7 @@ def _structures_by_name(tree: Any) -> dict[str, Any]:
     def is_value(x: Any) -> bool:
         return all(map(is_value, x)) if type(x) in (list, tuple) else isinstance(x, bool | int | float | str | None)
 
-    found = leaves_with_path(
+    found = leaves_with_both_paths(
         tree, lambda x: is_checkpoint_leaf(x) or (type(x) in (list, tuple) and is_value(x)), none_is_leaf=True
     )
     try:
@@ -251,7 +251,7 @@ def check_free_space(root: str, nbytes: int) -> None:
         raise CheckpointError(f"{root}: {free:,} bytes are free, and this checkpoint takes {need:,}. Nothing was written.")
 
 
-def name_path_in_errors(path: str, write: Callable[[], T]) -> T:
+def run_with_path_in_errors(path: str, write: Callable[[], T]) -> T:
     """Return ``write()``. An error of the file system becomes a CheckpointError that names ``path``."""
     try:
         return write()
@@ -284,7 +284,9 @@ def write_snapshot(snapshot: Snapshot, comm: Comm) -> Checkpoint:
     try:
         records = write_shard_files(snapshot, staged, comm)
         check_on_all_ranks(
-            "save()", comm, lambda: name_path_in_errors(snapshot.folder, lambda: commit(records)) if comm.rank == 0 else None
+            "save()",
+            comm,
+            lambda: run_with_path_in_errors(snapshot.folder, lambda: commit(records)) if comm.rank == 0 else None,
         )
     except BaseException:
         if comm.rank == 0 and not is_published:
@@ -307,7 +309,7 @@ def write_shard_files(snapshot: Snapshot, staged: str, comm: Comm, where: str = 
         verify_written_file(staged, record, comm.rank, snapshot.save_id)
         return record
 
-    mine = check_on_all_ranks(where, comm, lambda: name_path_in_errors(path, write))
+    mine = check_on_all_ranks(where, comm, lambda: run_with_path_in_errors(path, write))
     sent = all_gather_fixed_size(mine.nbytes.to_bytes(8, "big") + bytes.fromhex(mine.digest or ""), comm)
     return [
         FileRecord(shard_file_name(rank), int.from_bytes(data[:8], "big"), data[8:].hex()) for rank, data in enumerate(sent)

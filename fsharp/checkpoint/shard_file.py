@@ -99,7 +99,7 @@ def encode_header(tensors: Sequence[StoredTensor], metadata: Mapping[str, str], 
     return struct.pack("<Q", len(text)) + text
 
 
-def header_prefix(metadata: Mapping[str, str]) -> bytes:
+def header_json_prefix(metadata: Mapping[str, str]) -> bytes:
     """Return the first bytes, after the length field, of every header whose metadata begin with ``metadata``."""
     return json.dumps({METADATA_NAME: dict(metadata)}, separators=(",", ":"))[:-2].encode()
 

@@ -48,7 +48,7 @@ def os_error_behind(error: BaseException | None) -> OSError | None:
     return error if error is None or isinstance(error, OSError) else os_error_behind(error.__cause__)
 
 
-def raise_if_unreadable(error: CheckpointError) -> None:
+def raise_if_read_refused(error: CheckpointError) -> None:
     """Raise ``error`` if its cause is that the file system refused to read a file or folder. A missing file is not refused."""
     if not isinstance(os_error_behind(error), FileNotFoundError | None):
         raise error

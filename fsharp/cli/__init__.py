@@ -60,7 +60,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         text = tyro.cli(choice({**COMMANDS, "ckpt": ckpt}), prog="fsharp", description=_ABOUT, args=argv)
     except (FsharpError, ImportError, OSError) as error:
-        _print(f"error: {error}", sys.stderr)
+        _print_escaped(f"error: {error}", sys.stderr)
         return 2 if isinstance(error, OptionError | PatternError) else 1
     except RecursionError:
         print("error: a tree or a folder nests more levels than Python can follow.", file=sys.stderr)
@@ -69,7 +69,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 130
     if text:
         try:
-            _print(text, sys.stdout)
+            _print_escaped(text, sys.stdout)
         except OSError as error:
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # python flushes stdout at its exit
             if not isinstance(error, BrokenPipeError):  # a reader such as head has stopped reading
@@ -100,7 +100,7 @@ def _with_readable_help(command: Callable[..., str], conf: Any) -> Callable[...,
     return call
 
 
-def _print(text: str, file: TextIO) -> None:
+def _print_escaped(text: str, file: TextIO) -> None:
     """Print text. Control characters, and characters that the encoding of ``file`` lacks, are printed as escapes.
 
     Names in a checkpoint may have any characters, and a terminal would obey control characters.

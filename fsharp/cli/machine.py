@@ -49,7 +49,7 @@ class Machine(NamedTuple):
         """The mesh axes along which collectives were measured."""
         return sorted({axis for _, axis in self.hardware.bandwidth}) if isinstance(self.hardware.bandwidth, dict) else []
 
-    def hardware_of(self, layout: Layout, *, tokens: float, efficiency: float) -> Hardware:
+    def hardware_for_layout(self, layout: Layout, *, tokens: float, efficiency: float) -> Hardware:
         """Return ``self.hardware`` with the seconds of a layout's units, at ``efficiency * flops``, and of its optimizer."""
         memory = self.hardware.memory_bandwidth
         return replace(

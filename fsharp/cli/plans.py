@@ -21,7 +21,7 @@ from fsharp.inspect.hardware import Hardware, predict
 from fsharp.inspect.presets import EFFICIENCY, GPUS, axes_by_link
 from fsharp.inspect.tables import table
 from fsharp.planning.plan_step import plan_step
-from fsharp.planning.space import FLAT_STRATEGIES, HYBRID_STRATEGIES, order_of_use, repeated_units, updated_share
+from fsharp.planning.space import FLAT_STRATEGIES, HYBRID_STRATEGIES, repeated_unit_patterns, units_in_dict_order, updated_share
 from fsharp.planning.tune import POLICIES, TOLERANCE, tune as choose
 
 DEFAULT_GPU = "H100"
@@ -157,9 +157,9 @@ def schedule(
     found, axes, layouts = _plan_layouts("schedule", model, mesh, strategy, units, compute, main)
     _check_microbatches("schedule", found.tree, microbatches, 500_000)
     layout = layouts[strategy]
-    planned = plan_step(layout, POLICIES[policy], order=order_of_use(found.tree, layout), microbatches=microbatches)
+    planned = plan_step(layout, POLICIES[policy], order=units_in_dict_order(found.tree, layout), microbatches=microbatches)
     machine = _find_hardware("schedule", layout, gpu, hardware, tokens, efficiency)
-    machine = _without_idle_experts(machine, layout, found)
+    machine = _without_time_of_idle_experts(machine, layout, found)
     timeline = predict(planned, replace(machine, update_s=updated_share(layout) * machine.update_s))
     if draw:
         draw_step(timeline, draw)
@@ -175,7 +175,7 @@ def schedule(
     ]
     about = f"{layout.num_params:,} parameters on {axes} of {hardware or gpu or DEFAULT_GPU}, {strategy}, {policy}"
     shown = [about, *_experts_lines(found), "", *align_columns(rows, right={1}), *(["", table(planned)] if ops else [])]
-    return "\n".join([*shown, *_written_lines(draw)])
+    return "\n".join([*shown, *_lines_on_written_files(draw)])
 
 
 def tune(
@@ -244,7 +244,7 @@ def tune(
     _check_microbatches("tune", found.tree, microbatches, 50_000)
 
     def machine(layout: Layout) -> Hardware:
-        return _without_idle_experts(_find_hardware("tune", layout, gpu, hardware, tokens, efficiency), layout, found)
+        return _without_time_of_idle_experts(_find_hardware("tune", layout, gpu, hardware, tokens, efficiency), layout, found)
 
     choice = choose(
         found.tree,
@@ -271,7 +271,7 @@ def tune(
     )
     experts = [f"{line} Activations are those of all experts." for line in _experts_lines(found)]
     heading = [f"{about}, {limits}", *experts, ""]
-    return "\n".join([*heading, choice.table(rows or None), ties, *_written_lines(json, draw)])
+    return "\n".join([*heading, choice.table(rows or None), ties, *_lines_on_written_files(json, draw)])
 
 
 def _experts_lines(model: FoundModel) -> list[str]:
@@ -287,7 +287,7 @@ def _is_expert(path: str) -> bool:
     return "experts" in path.split(".")
 
 
-def _written_lines(*paths: str) -> list[str]:
+def _lines_on_written_files(*paths: str) -> list[str]:
     """Return a line ``wrote PATH`` for each path. An empty path gets no line: the user did not ask for this file."""
     return [f"wrote {path}" for path in paths if path]
 
@@ -306,7 +306,7 @@ def _plan_layouts(
         needed = f" {strategy} needs two axes, such as outer=2,inner=4." if strategy in HYBRID_STRATEGIES else ""
         raise OptionError(f"{where}: strategy is {strategy!r}; {axes} has {', '.join(named)}.{needed}")
     found = find_model(where, model)
-    patterns = [units] if units else repeated_units(list(flatten_with_paths(found.tree)[0])) or None
+    patterns = [units] if units else repeated_unit_patterns(list(flatten_with_paths(found.tree)[0])) or None
     dtypes = Precision(compute=parse_dtype(f"{where}: compute", compute), main=parse_dtype(f"{where}: main", main))
     chosen = [strategy] if strategy else list(named)
     options: dict[str, Any] = {"units": patterns, "frozen": found.frozen, "precision": dtypes}
@@ -340,14 +340,14 @@ def _find_hardware(where: str, layout: Layout, gpu: str, hardware: str, tokens: 
             known = " and ".join(f"axis {axis!r}" for axis in machine.measured_axes)
             what = f"{hardware!r} has the speeds of {known}, expected axis {missing[0]!r} of {layout.mesh} as well"
             raise OptionError(f"{where}: {what}. Calibrate with this axis, or rename the axis of the mesh.")
-        return machine.hardware_of(layout, tokens=tokens, efficiency=1.0 if efficiency is None else efficiency)
+        return machine.hardware_for_layout(layout, tokens=tokens, efficiency=1.0 if efficiency is None else efficiency)
     if (gpu := gpu or DEFAULT_GPU) not in GPUS:
         raise OptionError(f"{where}: gpu is {gpu!r}, expected one of {', '.join(GPUS)}; or measure your own: fsharp calibrate.")
     links = axes_by_link(layout.mesh)
     return Hardware.preset(gpu, layout, tokens=tokens, efficiency=EFFICIENCY if efficiency is None else efficiency, **links)
 
 
-def _without_idle_experts(hardware: Hardware, layout: Layout, model: FoundModel) -> Hardware:
+def _without_time_of_idle_experts(hardware: Hardware, layout: Layout, model: FoundModel) -> Hardware:
     """Return ``hardware`` with fewer seconds of compute for units with experts: only the experts that a token uses count."""
     if model.experts is None:
         return hardware

@@ -82,11 +82,11 @@ class WatchedCall:
         self.peer = rank
 
     def check_can_end(self) -> None:
-        """Raise the error of :meth:`CommWatch.compare_statuses`, or a CommError after the time limit. Called twice a second."""
+        """Raise the error of :meth:`CommWatch.check_other_ranks`, or a CommError after the time limit; twice a second."""
         now = time.monotonic()
         self._since = now if self._since is None else self._since
         waited_s = now - self._since
-        late = self._watch.compare_statuses(self)
+        late = self._watch.check_other_ranks(self)
         if waited_s > self._watch.limit_s:
             peer = "" if self.peer is None else f" for rank {self.peer}"
             who = self._watch.statuses.who
@@ -105,7 +105,7 @@ class WatchedCall:
         deadline = time.monotonic() + 1.0
         while time.monotonic() < deadline:
             try:
-                late = self._watch.compare_statuses(self, is_connection_lost=True)
+                late = self._watch.check_other_ranks(self, is_connection_lost=True)
             except (AgreementError, CommError) as known:
                 return known
             time.sleep(0.05)
@@ -273,7 +273,7 @@ class CommWatch:
         self._labels.append(label)
         return call
 
-    def compare_statuses(self, call: WatchedCall, *, is_connection_lost: bool = False) -> str:
+    def check_other_ranks(self, call: WatchedCall, *, is_connection_lost: bool = False) -> str:
         """Exchange statuses with other ranks, and return a text about the ranks that have not begun the collective ``call``.
 
         Raises an AgreementError if another rank has failed, or takes part in another collective. Raises a CommError if a rank

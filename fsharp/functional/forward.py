@@ -12,7 +12,7 @@ from fsharp.functional.layout.sharded import Sharded, check_not_donated, is_shar
 from fsharp.functional.moves import gather, units_on_mesh_of
 from fsharp.functional.release import in_place_change_check, in_place_write_error, release_saved, version_of
 from fsharp.functional.remat import Remat, check_remat_argument, run_with_recomputation
-from fsharp.functional.transforms import is_transformed, is_transformed_beyond_vmap, refuse_proxy_tracing
+from fsharp.functional.transforms import is_non_vmap_transform_active, is_transform_active, refuse_proxy_tracing
 from fsharp.torch_compile import call_compiled_like_caller, uncompiled, without_caller_compiler
 from fsharp.tracebacks import api_boundary
 
@@ -66,7 +66,7 @@ def forward(
     if remat is not False:
         refuse_proxy_tracing("forward()")
         check_remat_argument(remat)
-        if torch.is_grad_enabled() and not is_transformed():
+        if torch.is_grad_enabled() and not is_transform_active():
             return _forward_with_remat(fn, units, args, kwargs, comm, remat)
     if (engine := engine_of(comm)) is not None and engine.can_run_forward(sharded, ties):
         return engine.run_forward(fn, sharded, ties, args, kwargs)
@@ -90,7 +90,7 @@ def forward(
     for node, old, new in zip(full_nodes, before, _buffer_versions(full_nodes), strict=False):  # no versions under transforms
         if old != new:
             raise in_place_write_error(node.name)
-    if release and torch.is_grad_enabled() and not is_transformed_beyond_vmap():
+    if release and torch.is_grad_enabled() and not is_non_vmap_transform_active():
         release_saved(out, units, whole, first, comm)
     return out
 
@@ -110,7 +110,7 @@ def _forward_with_remat(fn: Any, units: Any, args: Any, kwargs: Any, comm: Comm,
 
 
 def _check_tied_units_unique(nodes: Sequence[Sharded]) -> None:
-    for name in {name for node in nodes for name in node.unit.tie_owners}:
+    for name in {name for node in nodes for name in node.unit.tie_owner_unit_names}:
         if len({tuple(map(id, node.raw_buffers)) for node in nodes if node.name == name}) > 1:
             raise TreeError(
                 f"forward(): leaves are tied to unit {name!r}, and two units of that name were passed: which one is meant? "
@@ -129,7 +129,7 @@ def _check_no_tensor_classes(units: Any) -> None:
 
 
 def _buffer_versions(nodes: Sequence[Sharded]) -> list[list[int]]:
-    return [] if is_transformed_beyond_vmap() else [[version_of(x) for x in node.buffers] for node in nodes]
+    return [] if is_non_vmap_transform_active() else [[version_of(x) for x in node.buffers] for node in nodes]
 
 
 @uncompiled

@@ -21,7 +21,7 @@ from fsharp.functional.layout.sharded import (
     not_sharded_error,
 )
 from fsharp.functional.optim.base import check_reduced
-from fsharp.functional.transforms import is_transformed
+from fsharp.functional.transforms import is_transform_active
 from fsharp.functional.tree.paths import REGISTER
 from fsharp.torch_compile import uncompiled
 
@@ -79,7 +79,7 @@ def as_loss(value: Any, where: str = "value_and_grad()") -> Loss:
             f"a number, an integer tensor, or comes as fs.Loss(sum, weight): {_PAIR_HINT}"
         )
     # The host must not wait for a device, and tensors of vmap have no number.
-    is_on_host = type(weight) is torch.Tensor and weight.device == total.device == _CPU and not is_transformed()
+    is_on_host = type(weight) is torch.Tensor and weight.device == total.device == _CPU and not is_transform_active()
     if (is_number or is_on_host) and not 0 <= (
         number := weight.item() if isinstance(weight, torch.Tensor) else weight
     ) < math.inf:

@@ -11,7 +11,7 @@ from fsharp.errors import MeshError, TreeError, problem
 from fsharp.functional.comm.agree import check_on_all_ranks
 from fsharp.functional.comm.equal_values import check_same_on_ranks
 from fsharp.functional.comm.protocol import Comm, reporting_format_errors
-from fsharp.functional.comm.tree_names import with_new_tree_name
+from fsharp.functional.comm.tree_names import name_new_tree
 from fsharp.functional.layout.layout import Layout
 from fsharp.functional.layout.sharded import PlaceName, is_sharded, map_units, resolve_place
 from fsharp.functional.layout.slicing import as_user_tree, build_shard, check_tree, shard_for
@@ -65,7 +65,7 @@ def shard(params: Any, layout: Layout, comm: Comm, *, place: PlaceName = "params
         )
         check_same_on_ranks("shard()", dict(zip(paths, leaves, strict=True)), comm, remedy=remedy, varying=varying)
     with reporting_format_errors(comm, "shard()"):
-        return with_new_tree_name(shard_for(params, layout, comm.rank, place=place), comm)
+        return name_new_tree(shard_for(params, layout, comm.rank, place=place), comm)
 
 
 @options_checked
@@ -171,7 +171,7 @@ def init_params(
 
         with reporting_format_errors(comm, "init_params()"):
             nodes.append(build_shard(unit, resolve_place(unit, place), comm.rank, draw, as_main_copies=place == "optim"))
-    return with_new_tree_name(optree.tree_unflatten(layout.structure, nodes), comm)
+    return name_new_tree(optree.tree_unflatten(layout.structure, nodes), comm)
 
 
 def mesh_independent_seed(key: int, path: str, unit: UnitLayout | None, rank: int) -> int:

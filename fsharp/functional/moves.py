@@ -59,7 +59,7 @@ from fsharp.functional.layout.sharded import (
 from fsharp.functional.layout.stages import padding_in_decoded_sum, reduction_stages
 from fsharp.functional.layout.stored import decode_stored, gathered_part, is_encoded, scales_in
 from fsharp.functional.layout.unit_layout import UnitLayout
-from fsharp.functional.transforms import is_transformed, is_transformed_beyond_vmap, refuse_proxy_tracing, vmap_disabled
+from fsharp.functional.transforms import is_non_vmap_transform_active, is_transform_active, refuse_proxy_tracing, vmap_disabled
 from fsharp.torch_compile import uncompiled
 
 Tree = TypeVar("Tree")
@@ -99,7 +99,7 @@ def gather(tree: Tree, *, comm: Comm, to: PlaceName = "full") -> Tree:
             return sharded.with_buffers(sharded.buffers)
         tree_name = tree_label_prefix(sharded, comm, target)
         named = LabelPrefixComm(comm, f"{tree_name}gather {sharded.name or '(root)'}")
-        to_sinks = whole and torch.is_grad_enabled() and sharded.sinks and not is_transformed_beyond_vmap()
+        to_sinks = whole and torch.is_grad_enabled() and sharded.sinks and not is_non_vmap_transform_active()
         with vmap_disabled() if to_sinks else nullcontext():  # buffers with sinks have no vmap dim
             moved = []
             for x in _buffers_without_scales(sharded):
@@ -178,7 +178,7 @@ def reduce_scatter(
     """
     nodes = units_on_mesh_of("reduce_scatter()", tree, comm)
     check_not_encoded("reduce_scatter()", nodes)
-    if residuals is not None and is_transformed():
+    if residuals is not None and is_transform_active():
         raise TreeError("reduce_scatter(): residuals under a torch.func transform: encoding errors are not differentiated.")
     units = [node.unit for node in nodes]
     own, views = prepare_residuals("reduce_scatter()", residuals, units, donate=donate, step=step, rank=comm.rank)
@@ -229,7 +229,7 @@ def move_values(x: torch.Tensor, node: Sharded, target: Place, comm: Comm, *, is
     the sum of the summands. See [Note: resting and gathered].
     """
     source, was_gathered = node.place, node.is_gathered
-    followed = x.numel() > 0 and (x.requires_grad or (is_transformed() and x.is_floating_point()))
+    followed = x.numel() > 0 and (x.requires_grad or (is_transform_active() and x.is_floating_point()))
     for axis in reversed(source.replicated_axes) if followed else ():
         if comm.mesh.axis_size(axis) == 1:
             continue

@@ -16,7 +16,7 @@ from fsharp.functional.loss import Loss, as_loss, check_depends_on_parameters
 from fsharp.functional.moves import units_on_mesh_of
 from fsharp.functional.sinks import SinkLedger, _MakeHandle, with_sinks
 from fsharp.functional.train import LossFn
-from fsharp.functional.transforms import check_untransformed
+from fsharp.functional.transforms import check_no_transform_active
 from fsharp.tracebacks import api_boundary
 from fsharp.type_checks import options_checked
 
@@ -64,7 +64,7 @@ def per_sample_norms(
 
     @api_boundary
     def run(params: Any, batch: Any, *, comm: Comm) -> torch.Tensor:
-        check_untransformed(_WHERE)
+        check_no_transform_active(_WHERE)
         nodes = units_on_mesh_of(_WHERE, params, comm)
         for unit in [node.unit for node in nodes if node.unit.varying_axes]:
             facts = [("unit", unit.display_name), ("varies", ", ".join(unit.varying_axes))]

@@ -18,7 +18,7 @@ from fsharp.errors import TreeError
 from fsharp.functional.comm.protocol import Comm
 from fsharp.functional.layout.sharded import Sharded, units_of
 from fsharp.functional.moves import gather
-from fsharp.functional.transforms import is_batched, without_vmap
+from fsharp.functional.transforms import is_batched, unwrap_vmap
 from fsharp.tracebacks import api_boundary, call_hook
 
 SavedView = tuple[int, torch.Size, tuple[int, ...], int]
@@ -57,11 +57,11 @@ def release_saved(out: Any, sharded: Any, gathered: Any, sequence_nr: int, comm:
     nodes = units_of(sharded)
     if any(is_batched(buffer) for node in nodes for buffer in node.buffers):
         return  # vmap over parameters, which cannot be gathered again after vmap
-    whole = [without_vmap(buffer) for node in units_of(gathered) for buffer in node.buffers]
+    whole = [unwrap_vmap(buffer) for node in units_of(gathered) for buffer in node.buffers]
     own = {buffer.untyped_storage().data_ptr() for node in nodes for buffer in node.buffers}
     numbers = {buffer.untyped_storage().data_ptr(): i for i, buffer in enumerate(whole)}
     numbers = {place: i for place, i in numbers.items() if place not in own and whole[i].numel()}
-    outputs: set[Any] = {without_vmap(x).grad_fn for x in optree.tree_leaves(out) if isinstance(x, torch.Tensor)}
+    outputs: set[Any] = {unwrap_vmap(x).grad_fn for x in optree.tree_leaves(out) if isinstance(x, torch.Tensor)}
     outputs = {fn for fn in outputs if fn is not None and is_node_since(fn, sequence_nr)}
     if not numbers or not outputs:
         return
@@ -200,4 +200,4 @@ def in_place_write_error(unit: str) -> TreeError:
 
 def version_of(x: torch.Tensor) -> int:
     """Return the version of a tensor, which counts writes in place; 0 for a tensor without a version counter."""
-    return 0 if x.is_inference() else without_vmap(x)._version
+    return 0 if x.is_inference() else unwrap_vmap(x)._version

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 from fsharp.errors import TreeError
 from fsharp.functional.formats.format import dtype_name
 from fsharp.functional.layout.sharded import is_sharded
-from fsharp.functional.transforms import without_vmap
+from fsharp.functional.transforms import unwrap_vmap
 from fsharp.tracebacks import api_context, call_hook
 
 Remat = bool | Callable[..., Any] | Sequence[Any]
@@ -113,4 +113,4 @@ def _check_same_results(trial: Sequence[torch.Tensor], result: Any) -> None:
 
 
 def _tensors_of(tree: Any) -> list[torch.Tensor]:
-    return [without_vmap(x).detach() for x in optree.tree_leaves(tree) if isinstance(x, torch.Tensor)]
+    return [unwrap_vmap(x).detach() for x in optree.tree_leaves(tree) if isinstance(x, torch.Tensor)]

@@ -15,7 +15,7 @@ from fsharp.functional.layout.sharded import Sharded, map_units
 from fsharp.functional.layout.unit_layout import UnitLayout
 from fsharp.functional.moves import reduce_partial_sums
 from fsharp.tracebacks import api_boundary
-from fsharp.type_checks import keep_signature
+from fsharp.type_checks import cache_signature
 
 
 class SinkLedger:
@@ -36,7 +36,7 @@ class SinkLedger:
         """Record that the gradients of a node's ``buffers`` go to ``sinks``, one for each trainable group of the node."""
         self._sinks[tuple(map(id, buffers))] = (buffers, sinks)
 
-    def find_sinks(self, buffers: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+    def sinks_of_buffers(self, buffers: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
         """Return the sinks of these very tensors; an empty tuple for other tensors, such as results computed from buffers."""
         return self._sinks.get(tuple(map(id, buffers)), ((), ()))[1]
 
@@ -130,7 +130,7 @@ class _MakeHandle(torch.autograd.Function):
     """
 
     @staticmethod
-    @keep_signature
+    @cache_signature
     def forward(sink: torch.Tensor, shape: Sequence[int], deliver: Callable[[torch.Tensor], Any]) -> torch.Tensor:
         return sink.new_zeros(()).expand(shape)
 
@@ -150,7 +150,7 @@ class _AttachHandle(torch.autograd.Function):
     """An autograd function that returns the gathered buffer ``full``. The gradient goes to ``handle``: see SinkLedger."""
 
     @staticmethod
-    @keep_signature
+    @cache_signature
     def forward(full: torch.Tensor, handle: torch.Tensor) -> torch.Tensor:
         return full.view_as(full)
 

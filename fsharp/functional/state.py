@@ -11,7 +11,7 @@ from fsharp.functional.comm.agree import check_on_all_ranks
 from fsharp.functional.comm.equal_values import exact_text
 from fsharp.functional.comm.protocol import Comm, engine_of, reporting_format_errors
 from fsharp.functional.comm.residuals import zero_residuals
-from fsharp.functional.comm.tree_names import copy_tree_names, with_new_tree_name
+from fsharp.functional.comm.tree_names import copy_tree_names, name_new_tree
 from fsharp.functional.encoding import add_differences, encode_at_rest, encode_differences
 from fsharp.functional.layout.sharded import (
     Sharded,
@@ -99,7 +99,7 @@ def init_state(tx: Any, sharded: Any, *, comm: Comm, donate: bool = False) -> Tr
         return {**unit_fields([node.unit for node in nodes]), "place": places, "tx": exact_text(tx.config)}
 
     check_on_all_ranks("init_state()", comm, check, fields)
-    start = with_new_tree_name(sharded if donate else optree.tree_map(torch.clone, sharded), comm)
+    start = name_new_tree(sharded if donate else optree.tree_map(torch.clone, sharded), comm)
     resting = encode_at_rest(start, comm)
     copy_tree_names(units_of(resting), units_of(start))
     params = gather(resting, comm=comm, to="params")

@@ -19,7 +19,7 @@ from fsharp.functional.optim.base import as_transform, settings_text
 from fsharp.functional.release import is_plain_strided
 from fsharp.functional.sinks import SinkLedger, take_gradient_buffers, with_sinks
 from fsharp.functional.state import TrainState, update
-from fsharp.functional.transforms import check_untransformed
+from fsharp.functional.transforms import check_no_transform_active
 from fsharp.torch_compile import call_compiled_like_caller, uncompiled
 from fsharp.type_checks import options_checked
 
@@ -119,13 +119,13 @@ def _make_grad_fn(loss_fn: LossFn, microbatches: int, *, has_aux: bool, sum_in_p
     """
     if microbatches < 1:
         raise LossError(f"value_and_grad(): microbatches is {microbatches!r}, expected an integer of at least 1.")
-    _check_takes_three(loss_fn)
+    _check_loss_fn_signature(loss_fn)
 
     @uncompiled
     def grad_fn(
         params: Any, batch: Any, *, comm: Comm, residuals: PerRank | None = None, step: int | None = None, donate: bool = False
     ) -> Any:
-        check_untransformed("value_and_grad()")
+        check_no_transform_active("value_and_grad()")
         if type(params) is TrainState:
             raise TreeError("value_and_grad(): got a TrainState, expected its parameters: pass state.params.")
         nodes = units_on_mesh_of("value_and_grad()", params, comm)
@@ -156,7 +156,7 @@ def _make_grad_fn(loss_fn: LossFn, microbatches: int, *, has_aux: bool, sum_in_p
     return grad_fn
 
 
-def _check_takes_three(loss_fn: LossFn) -> None:
+def _check_loss_fn_signature(loss_fn: LossFn) -> None:
     try:  # the function's own signature: a decorator may take other arguments than the function in it
         signature = inspect.signature(loss_fn, follow_wrapped=False)
     except (TypeError, ValueError):  # a callable without a signature

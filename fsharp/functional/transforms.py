@@ -10,22 +10,22 @@ from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from fsharp.errors import LossError, TreeError
 
 
-def is_transformed() -> bool:
+def is_transform_active() -> bool:
     """Return whether a torch.func transform is active."""
     return bool(torch._C._are_functorch_transforms_active())
 
 
-def is_transformed_beyond_vmap() -> bool:
+def is_non_vmap_transform_active() -> bool:
     """Return whether a transform other than vmap is active: autograd then saves the transform's tensors, not the plain ones."""
-    if not is_transformed():
+    if not is_transform_active():
         return False
     stack = _functorch.get_interpreter_stack() or ()
     return any(level.key() != _functorch.TransformType.Vmap for level in stack)
 
 
-def check_untransformed(where: str) -> None:
+def check_no_transform_active(where: str) -> None:
     """Raise a LossError if a torch.func transform is active, for functions that run a backward of their own."""
-    if is_transformed():
+    if is_transform_active():
         raise LossError(
             f"{where}: called under a torch.func transform, which cannot differentiate the backward that runs here. Transform "
             "the loss: torch.func.grad(lambda params: loss_fn(params, batch, comm)), and jvp, vjp or vmap of that."
@@ -51,7 +51,7 @@ def is_batched(x: torch.Tensor) -> bool:
     return _functorch.is_batchedtensor(x)
 
 
-def without_vmap(x: torch.Tensor) -> torch.Tensor:
+def unwrap_vmap(x: torch.Tensor) -> torch.Tensor:
     """Return the tensor beneath all vmap levels: vmap's dims become ordinary dims."""
     while _functorch.is_batchedtensor(x):
         x = _functorch.get_unwrapped(x)

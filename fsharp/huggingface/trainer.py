@@ -68,7 +68,7 @@ class Trainer(transformers.Trainer):
         trained = self.model if model is None else model
         if self.optimizer is None and isinstance(trained, ShardedModule):
             kind, options = self.optimizer_cls_and_kwargs or self.get_optimizer_cls_and_kwargs(self.args, self.model)
-            self.optimizer_cls_and_kwargs = _OptimizerOfGroups, {"kind": kind, **options}
+            self.optimizer_cls_and_kwargs = _OptimizerWithoutEmptyGroups, {"kind": kind, **options}
         return super().create_optimizer(model)
 
     def prediction_step(
@@ -126,7 +126,7 @@ class Trainer(transformers.Trainer):
         return {"model": self.model, "optimizer": self.optimizer.optimizer}
 
 
-class _OptimizerOfGroups(ShardedOptimizer):
+class _OptimizerWithoutEmptyGroups(ShardedOptimizer):
     """A ShardedOptimizer of a Trainer's groups of parameters, without the empty groups."""
 
     def __init__(self, params: Any, *, kind: type[torch.optim.Optimizer], **options: Any) -> None:

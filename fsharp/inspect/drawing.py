@@ -125,7 +125,7 @@ def _draw_lanes(axes: Any, timeline: Timeline, lanes: Sequence[Stream], style: _
         axes.broken_barh([(start, stop - start)], (0, 0.28), facecolors=colour, edgecolors="white", linewidth=0.8)
         _write_first_that_fits(axes, [text], start, stop, 0.14, colour, style)
         axes.axvline(stop, color=_FAINT, linewidth=0.6, zorder=0)
-    boxes = list(_boxes_to_draw(timeline))
+    boxes = list(_spans_to_draw(timeline))
     for lane in lanes:
         mine = [box for box in boxes if box.stream == lane]
         rows = _pack_into_rows(mine)
@@ -246,14 +246,14 @@ def _phase_spans(timeline: Timeline) -> Iterator[tuple[float, float, str, str]]:
         yield start, stop, text, {"forward": "#e3e3e3", "backward": "#bfbfbf"}.get(phase, _UPDATE)
 
 
-def _boxes_to_draw(timeline: Timeline) -> Iterator[TimeSpan]:
+def _spans_to_draw(timeline: Timeline) -> Iterator[TimeSpan]:
     """Yield the spans to draw, cut to the step. A collective that units share is cut into equal parts, one for each unit."""
     same: dict[tuple[Stream, float, float], list[TimeSpan]] = {}
     for span in timeline.spans:
         if span.seconds > 0:
             same.setdefault((span.stream, span.start_s, span.stop_s), []).append(span)
     for group in same.values():
-        for start, stop in timeline.pieces_in_step(group[0]):
+        for start, stop in timeline.wrap_span_into_step(group[0]):
             width = (stop - start) / len(group)
             for i, span in enumerate(group):
                 yield span._replace(start_s=start + i * width, stop_s=start + (i + 1) * width)

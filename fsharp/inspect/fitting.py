@@ -22,7 +22,7 @@ from fsharp.stateful.schedule.ops import (
     kinds_where,
 )
 from fsharp.stateful.schedule.program import Program, UnitFacts
-from fsharp.stateful.schedule.schedule import Op, Schedule, bucket_ranges
+from fsharp.stateful.schedule.schedule import Op, Schedule, op_positions_by_bucket
 from fsharp.stateful.timing.timeline import WAITING, Interval, TimeSpan, kinds_with_collectives, union_of_intervals
 from fsharp.stateful.timing.trace import Trace, TraceRow, check_rows, median_times_by_unit, self_spans
 
@@ -66,7 +66,7 @@ def fit_speeds(
     cast_nbytes = sum(memory_traffic_nbytes([schedule.ops[op]], facts) for op in host.casts)
     memory_bandwidth = cast_nbytes / cast_s if cast_s and cast_nbytes else math.inf
     codec_bandwidth = _codec_bandwidth(schedule, rows, in_flight, host_speed)
-    for run in bucket_ranges(schedule.ops):
+    for run in op_positions_by_bucket(schedule.ops):
         coded = sum(schedule.ops[i].spec.coded_nbytes(facts[schedule.ops[i].unit]) for i in run)
         if coded and run[0] in taken_alone:  # the op also decodes and encodes between its two collectives
             own_s = coded / codec_bandwidth
@@ -107,14 +107,14 @@ def _host_seconds(
     schedule: Schedule, steps: Iterable[tuple[Interval, Sequence[TraceRow]]], in_flight: "IntervalUnion", host_speed: float
 ) -> _HostSeconds:
     found = _HostSeconds({}, {}, [], {}, [])
-    first = {i: run[0] for run in bucket_ranges(schedule.ops) for i in run}
+    first = {i: run[0] for run in op_positions_by_bucket(schedule.ops) for i in run}
     for step, rows in steps:
         spans = sorted((span for span in self_spans(rows) if span.stream == "compute"), key=lambda span: span.start_s)
         found.waits.extend((span.start_s, span.stop_s) for span in spans if span.kind == WAITING)
         issues = sorted({(row[5], first[row[0]]) for row in rows if schedule.ops[row[0]].spec.cost == "send"})
-        taken = [(span, in_flight.full_speed_length(span, host_speed)) for span in spans]
+        taken = [(span, in_flight.seconds_at_full_speed(span, host_speed)) for span in spans]
         for gap in _gaps_between_spans(spans, *step):
-            gap_s = in_flight.full_speed_length(gap, host_speed)
+            gap_s = in_flight.seconds_at_full_speed(gap, host_speed)
             issued = issues[bisect_left(issues, (gap[0], -1)) : bisect_right(issues, (gap[1], len(schedule.ops)))]
             following = next((span for span in spans if span.start_s >= gap[1]), None)
             if issued:
@@ -136,7 +136,7 @@ def _host_seconds(
     return found
 
 
-def sent_nbytes_of_issue(op: Op, facts: UnitFacts) -> int:
+def host_issue_nbytes(op: Op, facts: UnitFacts) -> int:
     """Return the bytes on which the host's time to issue the collective of ``op`` depends: see ``Hardware.issue_bandwidth``.
 
     To issue a gather, the host copies the rank's own part into the arena. To issue a reduction, the host posts a message for
@@ -145,7 +145,7 @@ def sent_nbytes_of_issue(op: Op, facts: UnitFacts) -> int:
     return 0 if op.spec is UPDATE_GATHER else sum(call.nbytes for call in op.spec.collectives(facts))
 
 
-def cast_nbytes_of_issue(op: Op, facts: UnitFacts) -> int:
+def host_cast_nbytes(op: Op, facts: UnitFacts) -> int:
     """Return the bytes that a host casts while it issues the collective of ``op``; 0 unless ``op`` is a final reduction."""
     return op.spec.cast_nbytes(facts) if op.spec is FINAL_REDUCE else 0
 
@@ -156,19 +156,19 @@ def _fit_issue_cost(
     """Return the fields ``issue_s`` and ``issue_bandwidth`` of a Hardware.
 
     The host takes ``issue_s + nbytes / issue_bandwidth`` seconds to issue a collective; ``nbytes`` is
-    :func:`sent_nbytes_of_issue`. The host issues collectives in gaps between its other ops. ``issuing`` is a dict with an item
+    :func:`host_issue_nbytes`. The host issues collectives in gaps between its other ops. ``issuing`` is a dict with an item
     for each gap. The key is a tuple: for each collective that the host issues in the gap, the index of the collective's first
     op. The value has the gap's seconds in each step. The seconds of casts in a gap, at ``memory_bandwidth``, are subtracted.
     The fit minimizes squares of relative errors.
     """
     if not issuing:
         return {"issue_s": 0.0, "issue_bandwidth": math.inf}
-    facts, runs = schedule.program.facts, {run[0]: run for run in bucket_ranges(schedule.ops)}
+    facts, runs = schedule.program.facts, {run[0]: run for run in op_positions_by_bucket(schedule.ops)}
     rows, target = [], []
     for issued, seconds in issuing.items():
         ops = [schedule.ops[i] for op in issued for i in runs[op]]
-        nbytes = sum(sent_nbytes_of_issue(op, facts[op.unit]) for op in ops)
-        cast_s = sum(cast_nbytes_of_issue(op, facts[op.unit]) for op in ops) / memory_bandwidth
+        nbytes = sum(host_issue_nbytes(op, facts[op.unit]) for op in ops)
+        cast_s = sum(host_cast_nbytes(op, facts[op.unit]) for op in ops) / memory_bandwidth
         weight = math.sqrt(len(seconds)) / max(median(seconds), 1e-6)
         rows.append([weight * len(issued), weight * nbytes])
         target.append(weight * max(median(seconds) - cast_s, 0.0))
@@ -178,7 +178,7 @@ def _fit_issue_cost(
     return {"issue_s": issue_s, "issue_bandwidth": bytes_per_second(byte_s)}
 
 
-def fit_host_share(trace: Trace, schedule: Schedule, alone: Mapping[str, tuple[float, float]]) -> float:
+def fit_contended_host_speed(trace: Trace, schedule: Schedule, alone: Mapping[str, tuple[float, float]]) -> float:
     """Return the fraction, from 0 to 1, of its full speed that the host keeps while collectives are under way.
 
     ``alone``: seconds ``(forward, backward)`` of each unit in a run that sends nothing. Only ops count that run together with
@@ -272,7 +272,7 @@ def _codec_bandwidth(schedule: Schedule, rows: Iterable[TraceRow], in_flight: "I
     for i, kind, _, _, _, start, stop, _ in rows:
         op = schedule.ops[i]
         if kind == op.kind and op.spec.cost == "code" and not op.spec.may_wait:
-            taken.setdefault(i, []).append(in_flight.full_speed_length((start, stop), host_speed))
+            taken.setdefault(i, []).append(in_flight.seconds_at_full_speed((start, stop), host_speed))
     coded = sum(schedule.ops[i].spec.coded_nbytes(schedule.program.facts[schedule.ops[i].unit]) for i in taken)
     seconds = sum(map(median, taken.values()))
     return coded / seconds if seconds and coded else math.inf
@@ -295,7 +295,7 @@ class IntervalUnion:
         """Return the length of the union between ``start`` and ``stop``."""
         return self.length_before(stop) - self.length_before(start)
 
-    def full_speed_length(self, span: TimeSpan | Interval, speed: float) -> float:
+    def seconds_at_full_speed(self, span: TimeSpan | Interval, speed: float) -> float:
         """Return the seconds that the work in ``span`` would take at full speed.
 
         In the union the work ran at ``speed``, a fraction of full speed. Outside of the union it ran at full speed.

@@ -10,7 +10,7 @@ import torch
 from fsharp.errors import ScheduleError, problem
 from fsharp.inspect.links import Link
 from fsharp.stateful.schedule.ops import Stream
-from fsharp.stateful.schedule.schedule import Schedule, bucket_ranges, sent_nbytes_by_op_and_axis
+from fsharp.stateful.schedule.schedule import Schedule, op_positions_by_bucket, sent_nbytes_by_op_and_axis
 from fsharp.stateful.timing.timeline import Interval, kinds_with_collectives
 from fsharp.stateful.timing.trace import TraceRow
 
@@ -27,7 +27,7 @@ class CollectiveTimestamps(NamedTuple):
 
 def collective_timestamps(schedule: Schedule, rows: Iterable[TraceRow]) -> dict[int, list[CollectiveTimestamps]]:
     """Return the times of each collective in each step, by the collective's first op."""
-    first = {i: run[0] for run in bucket_ranges(schedule.ops) for i in run}
+    first = {i: run[0] for run in op_positions_by_bucket(schedule.ops) for i in run}
     began: dict[tuple[int, int], Interval] = {}
     kinds_that_send = kinds_with_collectives()
     for index, kind, _, _, _, start, stop, step in rows:
@@ -78,7 +78,7 @@ def _fit_points(
     """
     facts, ops = schedule.program.facts, schedule.ops
     alike: dict[tuple[tuple[tuple[Link, int], ...], int, int], list[float]] = {}
-    for run in bucket_ranges(ops):
+    for run in op_positions_by_bucket(ops):
         sent = sent_nbytes_by_op_and_axis(call for i in run for call in ops[i].spec.collectives(facts[ops[i].unit]))
         if not sent or run[0] not in taken:
             continue

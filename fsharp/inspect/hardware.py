@@ -10,14 +10,14 @@ from fsharp.functional.comm.protocol import Call
 from fsharp.functional.layout.layout import Layout
 from fsharp.functional.tree.paths import value_by_path
 from fsharp.inspect.fitting import (
-    cast_nbytes_of_issue,
     compute_times_with_gaps,
     find_link_factor,
-    fit_host_share,
+    fit_contended_host_speed,
     fit_speeds,
+    host_cast_nbytes,
+    host_issue_nbytes,
     memory_traffic_nbytes,
     noop_accumulates,
-    sent_nbytes_of_issue,
     uses_that_recompute,
 )
 from fsharp.inspect.hardware_json import fields_from_json, fields_to_json
@@ -25,11 +25,11 @@ from fsharp.inspect.links import Link, PerLink, scaled_by_link, value_of_link
 from fsharp.inspect.presets import EFFICIENCY, GPUS, NETWORK_LATENCY_S, NVLINK_LATENCY_S, RANKS_OF_A_HOST, model_times
 from fsharp.inspect.simulation import BucketCost, Simulation
 from fsharp.stateful.schedule.program import UnitFacts
-from fsharp.stateful.schedule.schedule import Op, Schedule, bucket_ranges, sent_nbytes_by_op_and_axis
+from fsharp.stateful.schedule.schedule import Op, Schedule, op_positions_by_bucket, sent_nbytes_by_op_and_axis
 from fsharp.stateful.timing.timeline import Timeline
 from fsharp.stateful.timing.trace import Trace
 from fsharp.tracebacks import api_boundary
-from fsharp.type_checks import fits_annotation, options_checked
+from fsharp.type_checks import options_checked, predicate_of_annotation
 
 UnitSeconds = tuple[float, float] | tuple[float, float, float]
 """Seconds of a unit's forward and of its backward, and by how many seconds its recomputation lengthens the backward."""
@@ -90,7 +90,7 @@ class Hardware:
             value = getattr(self, name)
             is_rate = name in rates
             for number in value.values() if isinstance(value, Mapping) else (value,):
-                if not (fits_annotation(float)(number) and (number > 0 if is_rate else 0 <= number < math.inf)):
+                if not (predicate_of_annotation(float)(number) and (number > 0 if is_rate else 0 <= number < math.inf)):
                     expected = "more than 0" if is_rate else "at least 0 and finite"
                     raise ScheduleError(f"Hardware(): {name} is {value!r}, expected {expected}.")
         for name in ("contention", "host_share"):
@@ -226,7 +226,7 @@ class Hardware:
         own: dict[str, Any] = {} if alone is None else {"compute": alone.compute_times(), "update_s": alone.update_time()}
         host = cls(compute=(0.0, 0.0), bandwidth=math.inf, synchronous_host=synchronous_host, contention=contention)
         if alone is not None and contention:
-            host = replace(host, host_share=fit_host_share(trace, schedule, alone.compute_times()))
+            host = replace(host, host_share=fit_contended_host_speed(trace, schedule, alone.compute_times()))
         host_speed, sending_speed = host.contended_speeds
         found = fit_speeds(
             trace, schedule, host_speed=host_speed, sending_speed=sending_speed, overlaps_latency=synchronous_host
@@ -329,7 +329,7 @@ def compute_times(hardware: Hardware, units: Sequence[str]) -> dict[str, tuple[f
     """Return seconds ``(forward, backward, recomputation)`` of each unit, from ``hardware.compute``; else a ScheduleError."""
     times = value_by_path("Hardware.compute", hardware.compute, units) if units else {}
     for unit, given in times.items():
-        if not (fits_annotation(UnitSeconds)(given) and all(0 <= each < math.inf for each in given)):
+        if not (predicate_of_annotation(UnitSeconds)(given) and all(0 <= each < math.inf for each in given)):
             what = (
                 f"Hardware.compute of unit {unit!r} is {given!r}, expected seconds (forward, backward), or (forward, backward, "
                 "recomputation), of at least 0."
@@ -344,14 +344,14 @@ def _bucket_costs(schedule: Schedule, hardware: Hardware) -> list[BucketCost]:
     times = compute_times(hardware, list(dict.fromkeys(op.unit for op in schedule.ops if op.spec.cost == "compute")))
     noops, recomputed = noop_accumulates(schedule.ops), uses_that_recompute(schedule.program)
     result = []
-    for run in bucket_ranges(schedule.ops):
+    for run in op_positions_by_bucket(schedule.ops):
         ops = [schedule.ops[i] for i in run]
         latency_s = 0.0
         if hardware.synchronous_host and ops[0].spec.cost == "send":
             calls = [call for op in ops for call in op.spec.collectives(facts[op.unit])]
             latency_s = hardware.latency_s(sent_nbytes_by_op_and_axis(calls))
-        issue_s = sum(sent_nbytes_of_issue(op, facts[op.unit]) for op in ops) / hardware.issue_bandwidth
-        issue_s += sum(cast_nbytes_of_issue(op, facts[op.unit]) for op in ops) / hardware.memory_bandwidth
+        issue_s = sum(host_issue_nbytes(op, facts[op.unit]) for op in ops) / hardware.issue_bandwidth
+        issue_s += sum(host_cast_nbytes(op, facts[op.unit]) for op in ops) / hardware.memory_bandwidth
         if ops[0].spec.cost == "compute":
             seconds = times[ops[0].unit][1 if ops[0].phase == "backward" else 2 * (ops[0].use in recomputed)]
         else:

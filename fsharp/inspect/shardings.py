@@ -91,7 +91,7 @@ class LeafSharding:
         Raises:
             MeshError: the mesh has no rank with this number.
         """
-        return self.unit.run_of_leaf(self.leaf, self.place, rank)
+        return self.unit.leaf_range_on_rank(self.leaf, self.place, rank)
 
     @property
     def _word_by_differing_axis(self) -> dict[str, str]:
@@ -115,7 +115,7 @@ class LeafSharding:
         return range(self.leaf.offset // self._part_size, (self.leaf.offset + self.leaf.numel - 1) // self._part_size + 1)
 
     @property
-    def _rank_holds_leaf(self) -> torch.Tensor:
+    def _mask_of_holding_ranks(self) -> torch.Tensor:
         """A mask of the ranks that hold elements of the leaf, bool[ranks]."""
         part = _part_of_each_rank(self.mesh, self.place)
         return (part >= self._part_range.start) & (part < self._part_range.stop)
@@ -147,8 +147,8 @@ class LeafSharding:
             yield f"each rank along {axis} has {'a summand' if what == 'summands' else 'values of its own'}"
         if self.leaf.numel == 0:
             yield "it has no elements"
-        elif not self._rank_holds_leaf.all():
-            yield f"nothing of it on {_ranks_text(~self._rank_holds_leaf)}"
+        elif not self._mask_of_holding_ranks.all():
+            yield f"nothing of it on {_ranks_text(~self._mask_of_holding_ranks)}"
 
     def __str__(self) -> str:
         parts = _part_of_each_rank(self.mesh, self.place)
@@ -213,7 +213,7 @@ class TreeSharding:
                 rows.append((name, "", "", "", ""))
             else:
                 spec = str(leaf.spec) if leaf.spec is not None else next(iter(leaf._word_by_differing_axis.values()), "None")
-                holds = leaf._rank_holds_leaf.tensor_split(cells)
+                holds = leaf._mask_of_holding_ranks.tensor_split(cells)
                 shown = "".join("█" if cell.any() else "·" for cell in holds)
                 rows.append((name, tensor_text(leaf.leaf), spec, leaf._shard_size_text, shown))
         room = _MAX_COLUMNS - sum(2 + max(map(len, column)) for column in [*zip(*rows, strict=True)][1:])

@@ -5,7 +5,7 @@ from collections import Counter
 
 from fsharp.functional.layout.text import align_columns, nbytes_text, seconds_text
 from fsharp.stateful.schedule.ops import OPS, Phase, kinds_where
-from fsharp.stateful.schedule.schedule import Schedule, bucket_ranges
+from fsharp.stateful.schedule.schedule import Schedule, op_positions_by_bucket
 from fsharp.stateful.timing.timeline import Timeline, kinds_with_collectives
 from fsharp.type_checks import options_checked
 
@@ -20,7 +20,7 @@ def table(schedule: Schedule) -> str:
     marks ops of the previous step. ``+`` marks an op that shares the collective of the row above.
     """
     facts = schedule.program.facts
-    rows, joined = list[tuple[str, ...]]([_COLUMN_NAMES]), {i for run in bucket_ranges(schedule.ops) for i in run[1:]}
+    rows, joined = list[tuple[str, ...]]([_COLUMN_NAMES]), {i for run in op_positions_by_bucket(schedule.ops) for i in run[1:]}
     for i, op in enumerate(schedule.ops):
         before = schedule.ops[i - 1] if i else None
         calls = op.spec.collectives(facts[op.unit])

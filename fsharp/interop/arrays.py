@@ -107,7 +107,7 @@ def copy_as_tensor(x: Any) -> torch.Tensor:
     return torch.from_numpy(np.array(known)).to(getattr(torch, data.dtype.name))
 
 
-def as_jax_array_like(x: Any, like: Any) -> Any:
+def as_jax_array_with_dtype_of(x: Any, like: Any) -> Any:
     """Return a number or tensor as an array with the dtype of ``like``: the inverse of :func:`copy_as_tensor`."""
     if isinstance(x, torch.Tensor):
         x = (x.float() if x.dtype == torch.bfloat16 else x).cpu().numpy()

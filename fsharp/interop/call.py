@@ -15,7 +15,7 @@ import torch
 from torch.overrides import handle_torch_function, has_torch_function
 
 from fsharp.errors import TreeError
-from fsharp.functional.transforms import is_transformed, refuse_proxy_tracing
+from fsharp.functional.transforms import is_transform_active, refuse_proxy_tracing
 from fsharp.interop.arrays import as_jax_array, as_torch_tensor, check_not_forked
 from fsharp.torch_compile import uncompiled
 from fsharp.tracebacks import api_boundary
@@ -187,7 +187,7 @@ class _CompiledFunction:
     def __call__(self, *tensors: torch.Tensor) -> Any:
         if has_torch_function(tensors):  # parameters of a ShardedModule refuse outside of its forward
             return handle_torch_function(self, tensors, *tensors)
-        is_recorded = torch.is_grad_enabled() and not is_transformed()
+        is_recorded = torch.is_grad_enabled() and not is_transform_active()
         wanted = tuple(x.requires_grad for x in tensors)
         record = _CallRecord(wanted if is_recorded and any(wanted) else None)
         out = _CallCompiled.apply(self, record, *tensors)

@@ -185,7 +185,7 @@ class ShardedJaxprRun:
             return [PENDING] * len(equation.outvars)
         leaf = self._leaf_of(name, values)
         if leaf is None:
-            return self._without_leaves(equation, values)
+            return self._apply_without_leaves(equation, values)
         part, shapes = self.leaves[leaf], [var.aval.shape for var in equation.outvars]
         size = math.prod(shapes[0]) if shapes else None
         if name in _ELEMENTWISE_PRIMITIVES and size == math.prod(part.shape):  # else a result is broadcast
@@ -213,7 +213,7 @@ class ShardedJaxprRun:
         known = [self._as_replicated_if_possible(value, (*at, -1 - i)) for i, value in enumerate(values)]
         if not any(isinstance(value, ArrayShard) for value in known):
             is_unknown = any(value is PENDING for value in known)
-            return [PENDING] * len(shapes) if is_unknown else self._without_leaves(equation, known)
+            return [PENDING] * len(shapes) if is_unknown else self._apply_without_leaves(equation, known)
         raise self._cut_leaf_error(name, leaf)
 
     def _as_replicated_if_possible(self, value: Any, at: EquationKey) -> Any:
@@ -256,7 +256,7 @@ class ShardedJaxprRun:
         facts = [("shape", list(part.shape)), ("cut along", ", ".join(part.axes) or "nothing")]
         return LayoutError(problem("from_optax()", f"{what}, {why}.", facts, f"{remedy}."))
 
-    def _without_leaves(self, equation: Any, values: list[Any]) -> list[Any]:
+    def _apply_without_leaves(self, equation: Any, values: list[Any]) -> list[Any]:
         name, uniform = equation.primitive.name, any(isinstance(value, Splat) for value in values)
         shapes = [var.aval.shape for var in equation.outvars]
         if name == "broadcast_in_dim" and jnp.ndim(_scalar_if_splat(values[0])) == 0:

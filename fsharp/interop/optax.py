@@ -16,8 +16,8 @@ from fsharp.functional.comm.equal_values import exact_text
 from fsharp.functional.comm.protocol import Comm
 from fsharp.functional.layout.sharded import register_static, units_of
 from fsharp.functional.optim.base import Transform
-from fsharp.interop.arrays import as_jax_array_like, check_not_forked, copy_as_tensor
-from fsharp.interop.program import CompiledTransformation, TracedTransformation, with_readable_bytes
+from fsharp.interop.arrays import as_jax_array_with_dtype_of, check_not_forked, copy_as_tensor
+from fsharp.interop.program import CompiledTransformation, TracedTransformation, key_data_or_array
 from fsharp.tracebacks import api_boundary
 
 
@@ -123,7 +123,7 @@ class _ShardedTransformation:
             paths = (
                 path for path, position in zip(program.traced.paths, program.traced.positions, strict=True) if position is None
             )
-            values = {name: exact_text(with_readable_bytes(x)) for name, x in [*given.items(), *zip(paths, plain, strict=True)]}
+            values = {name: exact_text(key_data_or_array(x)) for name, x in [*given.items(), *zip(paths, plain, strict=True)]}
             return {"transformation": program.traced.digest, **values}
 
         program, plain, given = check_on_all_ranks("update()", comm, check, fields)
@@ -215,7 +215,7 @@ def _arrays_outside_buffers(traced: TracedTransformation, state: OptaxState) -> 
             )
         if in_buffers is None:
             try:
-                array = as_jax_array_like(x, like)
+                array = as_jax_array_with_dtype_of(x, like)
             except (TypeError, ValueError) as error:
                 raise TreeError(f"update(): {path} is {x!r:.60}, expected a number or an array: {error}") from error
             if array.shape != like.shape:

@@ -367,12 +367,12 @@ def _constant_texts(closed: ClosedJaxpr) -> Iterator[str]:
             for each in value:
                 yield from texts_within(each)
         elif hasattr(value, "tobytes") or isinstance(value, jax.Array):
-            yield exact_text(with_readable_bytes(value))
+            yield exact_text(key_data_or_array(value))
 
     yield from texts_within(closed)
 
 
-def with_readable_bytes(x: Any) -> Any:
+def key_data_or_array(x: Any) -> Any:
     """Return an array with readable bytes: the data of a random key, or the array itself."""
     return jax.random.key_data(x) if jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key) else x
 

@@ -160,7 +160,7 @@ def separate_sum_nbytes(layout: Layout) -> int:
     )
 
 
-def rank_candidates(candidates: Sequence[Candidate], budget: float, tolerance: float) -> tuple[Candidate, ...]:
+def sort_candidates(candidates: Sequence[Candidate], budget: float, tolerance: float) -> tuple[Candidate, ...]:
     """Return the chosen candidate, and then all others, each with the reason why it lost.
 
     Candidates whose step is slower than the fastest by at most the fraction ``tolerance`` count as equally fast. From these the

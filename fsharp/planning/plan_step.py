@@ -85,7 +85,7 @@ def plan_step(
     kind: type[NcclTransport | GlooTransport] = NcclTransport if backend == "nccl" else GlooTransport
     transport = kind(cast(ProcessGroupComm, layout), groups=None)  # type: ignore[arg-type]
     uses = uses_in_order(layout, order)
-    times = Counter(name for use in with_inner(uses) for name in use.units)
+    times = Counter(name for use in walk_uses(uses) for name in use.units)
     trained = {name for name in times if layout[name].trainable_groups}
     recomputed = select_paths("plan_step(remat=)", remat, [name or ROOT for name in times])
     units = {name: UnitState(name or ROOT, layout[name], trivial=False) for name in times}
@@ -114,7 +114,7 @@ def uses_in_order(layout: Layout, order: Sequence[str | Use]) -> tuple[Use, ...]
 
     Raises a LayoutError if ``order`` lacks a unit with elements, selects a unit twice, or names an unknown unit.
     """
-    names = [unit.name for unit in layout.units if unit.groups or unit.tie_owners]
+    names = [unit.name for unit in layout.units if unit.groups or unit.tie_owner_unit_names]
     facts = [("order", ", ".join(map(str, order)))]
     uses: list[Use] = []
     found: list[str] = []
@@ -129,7 +129,7 @@ def uses_in_order(layout: Layout, order: Sequence[str | Use]) -> tuple[Use, ...]
     if len(set(found)) < len(found):
         twice = next(name for i, name in enumerate(found) if name in found[:i])
         raise LayoutError(problem("plan_step()", f"order selects unit {twice!r} twice.", facts))
-    used = {name for use in with_inner(uses) for name in use.units}
+    used = {name for use in walk_uses(uses) for name in use.units}
     if unknown := sorted(used - {unit.name for unit in layout.units}):
         raise LayoutError(
             problem("plan_step()", f"order has unit {unknown[0]!r}, and the layout has none of this name.", facts)
@@ -140,11 +140,11 @@ def uses_in_order(layout: Layout, order: Sequence[str | Use]) -> tuple[Use, ...]
     return tuple(uses)
 
 
-def with_inner(uses: Iterable[T]) -> Iterator[T]:
+def walk_uses(uses: Iterable[T]) -> Iterator[T]:
     """Yield each use, followed by its inner uses, recursively. Uses may be of any class with an attribute ``inner``."""
     for use in uses:
         yield use
-        yield from with_inner(use.inner)
+        yield from walk_uses(use.inner)
 
 
 def uses_of_modules(layout: Layout, owners: Mapping[str, Sequence[str]]) -> list[Use]:
@@ -164,7 +164,7 @@ def uses_of_modules(layout: Layout, owners: Mapping[str, Sequence[str]]) -> list
 
 def with_tie_owners(layout: Layout, names: Sequence[str]) -> tuple[str, ...]:
     """Return units that one call gathers: the owners of leaves that are tied to units ``names``, then these units."""
-    return (*sorted({tied for name in names for tied in layout[name].tie_owners} - set(names)), *names)
+    return (*sorted({tied for name in names for tied in layout[name].tie_owner_unit_names} - set(names)), *names)
 
 
 def offloaded_nbytes(layout: Layout, optimizer_buffers: int, *, is_module: bool) -> int:
@@ -183,14 +183,14 @@ def _microbatch_events(
     """
     events: list[Event] = []
 
-    def add_forward(use: Use) -> _ForwardDone:
+    def add_forward(use: Use) -> _FinishedForward:
         keys = [(name or ROOT, next(numbers)) for name in use.units]
         events.extend([Event("forward", key, number) for key, number in keys])
         inner = [add_forward(each) for each in use.inner]
         events.extend([Event("forward_end", key, number) for key, number in reversed(keys)])
-        return _ForwardDone(use, keys, inner)
+        return _FinishedForward(use, keys, inner)
 
-    def add_backward(done: _ForwardDone) -> None:
+    def add_backward(done: _FinishedForward) -> None:
         if not done.use.has_backward:
             return
         events.extend([Event("backward", key, number) for key, number in done.keys])
@@ -202,14 +202,14 @@ def _microbatch_events(
             events.append(Event("backward_end", key, number, no_gradient=name not in trained))
 
     done = [add_forward(use) for use in uses]
-    of_each = [{name for each in with_inner([use]) for name in each.units} for use in uses]
+    of_each = [{name for each in walk_uses([use]) for name in each.units} for use in uses]
     first = next((i for i, names in enumerate(of_each) if not names.isdisjoint(trained)), len(uses))
     for each in reversed(done[first:]):
         add_backward(each)
     return [*events, Event("microbatch_end")]
 
 
-class _ForwardDone(NamedTuple):
+class _FinishedForward(NamedTuple):
     """A use whose forward is over.
 
     Attributes:
@@ -220,4 +220,4 @@ class _ForwardDone(NamedTuple):
 
     use: Use
     keys: list[tuple[str, int]]
-    inner: list["_ForwardDone"]
+    inner: list["_FinishedForward"]

@@ -23,7 +23,7 @@ from fsharp.inspect.hardware import Hardware
 from fsharp.inspect.presets import EFFICIENCY, GPUS, axes_by_link
 from fsharp.planning.choice import StepArguments
 from fsharp.planning.costs import Activations, Costs, costs_of_calls, estimated_costs, given_costs
-from fsharp.planning.plan_step import ROOT, Backend, Use, uses_of_modules, with_inner
+from fsharp.planning.plan_step import ROOT, Backend, Use, uses_of_modules, walk_uses
 from fsharp.planning.search import Combination
 from fsharp.planning.space import (
     CostKey,
@@ -34,9 +34,9 @@ from fsharp.planning.space import (
     layout_options,
     meshes_to_try,
     model_of,
-    order_of_use,
     trial_layout,
-    units_to_try,
+    unit_patterns_to_try,
+    units_in_dict_order,
 )
 from fsharp.planning.trial import UnitCall, measure_calls, record_calls_of_loss, record_calls_of_module
 from fsharp.stateful.modules.selection import chosen_modules, units_by_module
@@ -147,7 +147,7 @@ class TuneRequest:
         has_trial = self.batch is not None and self.tokens is None
         meshes = self._meshes_to_try()
         self._check_trial(model, has_trial=has_trial)
-        choices = self._choices_of_units(model)
+        choices = self._unit_patterns_by_choice(model)
         formats = {"": Precision()} if self.formats is None else self.formats
         options = layout_options(model, meshes, self.strategies, choices, formats)
         if not any(option.layout.num_params for option in options):
@@ -162,7 +162,7 @@ class TuneRequest:
             order = self.order or self._order_without_trial(model, alone, patterns)
             if has_trial:
                 calls[cost_key] = self._run_trial(model, alone, patterns)
-                used = {name for call in with_inner(calls[cost_key]) for name in call.units}
+                used = {name for call in walk_uses(calls[cost_key]) for name in call.units}
                 if unused := [unit.name for unit in alone.units if unit.groups and unit.name not in used]:
                     raise ScheduleError(
                         f"tune(): the trial used no parameter of unit {unused[0] or ROOT!r} ({len(unused)} units are unused). "
@@ -202,7 +202,7 @@ class TuneRequest:
         if what:
             raise ScheduleError(f"tune(): {what}")
 
-    def _choices_of_units(self, model: Model) -> Mapping[str, UnitPatterns]:
+    def _unit_patterns_by_choice(self, model: Model) -> Mapping[str, UnitPatterns]:
         """Return the choices of units, by name.
 
         Without ``units`` there is only one choice if ``activations``, or a Hardware without ``device``, is given.
@@ -212,13 +212,13 @@ class TuneRequest:
         if self.units is not None:
             patterns = [self.units] if isinstance(self.units, str) else list(self.units)
             return {", ".join(patterns): patterns}
-        found = units_to_try(model, has_loss_fn=self.loss_fn is not None)
+        found = unit_patterns_to_try(model, has_loss_fn=self.loss_fn is not None)
         is_derived = not isinstance(self.hardware, Hardware) or self.device is not None
         return found if is_derived and self.activations is None else dict(list(found.items())[:1])
 
     def _order_without_trial(self, model: Model, alone: Layout, patterns: UnitPatterns) -> Sequence[str | Use]:
         if model.module is None:
-            return order_of_use(model.tree, alone)
+            return units_in_dict_order(model.tree, alone)
         return uses_of_modules(alone, self._units_by_module(model.module, alone, patterns))
 
     def _units_by_module(self, module: torch.nn.Module, alone: Layout, patterns: UnitPatterns) -> Mapping[str, list[str]]:
@@ -264,7 +264,7 @@ class TuneRequest:
         comm = self.comm or SingleComm()
         remat = self.remat is None or any(self.remat.values())
         check_on_all_ranks("tune(device=)", comm, lambda: measure_calls(calls, device, remat=remat))
-        mine = [call for call in with_inner(calls) if not call.inner]
+        mine = [call for call in walk_uses(calls) if not call.inner]
         rows = [[call.forward_s, call.backward_s, call.recompute_s, call.kept_nbytes] for call in mine]
         everyones = [json.loads(text) for text in all_gather_texts(json.dumps(rows), comm)]
         for i, call in enumerate(mine):
@@ -299,10 +299,10 @@ class TuneRequest:
         calls, and is tried if it saves memory.
         """
         if self.remat is None:
-            every = tuple(sorted({name for call in with_inner(costs.kept) if not call.inner for name in call.units}))
+            every = tuple(sorted({name for call in walk_uses(costs.kept) if not call.inner for name in call.units}))
             saves = 0 < costs.activation_nbytes(every) < costs.activation_nbytes(())
             return {"": (), **({"all": every} if saves else {})}
-        known = sorted({name for call in with_inner(costs.kept) for name in call.units})
+        known = sorted({name for call in walk_uses(costs.kept) for name in call.units})
         where = f"tune(remat=), with the units of {units!r}" if units else "tune(remat=)"
         return {name: tuple(sorted(select_paths(where, patterns, known))) for name, patterns in self.remat.items()}
 
@@ -320,10 +320,10 @@ class TuneRequest:
                 raise ScheduleError(f"tune(): hardware is a function that returned {found!r:.80}, expected a Hardware.")
         return replace(found, compute=dict(costs.seconds)) if costs.seconds else found
 
-    def comparison_texts(self, to_try: LayoutsToTry) -> dict[str, str]:
+    def argument_fingerprints(self, to_try: LayoutsToTry) -> dict[str, str]:
         """Return the arguments as texts. The texts of two ranks are equal if the arguments are equal."""
         settings = ("budget", "policies", "remat", "microbatches", "optimizer_buffers", "backend", "tolerance", "effort")
-        texts = {name: _comparison_text(getattr(self, name)) for name in settings}
+        texts = {name: _argument_fingerprint(getattr(self, name)) for name in settings}
         texts["device"] = "" if self.measured_on is None else self.measured_on.type
         leaves = [(unit.name, leaf) for unit in to_try.options[0].layout.units for leaf in unit.leaves]
         texts["model"] = "\n".join(f"{'.'.join(filter(None, (name, leaf.path)))}: {tensor_text(leaf)}" for name, leaf in leaves)
@@ -337,13 +337,13 @@ class TuneRequest:
         )
         return texts
 
-    def hardware_texts(self, combinations: Sequence[Combination]) -> dict[str, str]:
+    def hardware_fingerprints(self, combinations: Sequence[Combination]) -> dict[str, str]:
         """Return the hardware of all layouts as text, for ranks to compare."""
         machines = {each.option.name: (each.option.layout, each.arguments.hardware) for each in combinations}
-        return {"hardware": "\n".join(f"{name}: {_hardware_text(*each)}" for name, each in machines.items())}
+        return {"hardware": "\n".join(f"{name}: {_hardware_fingerprint(*each)}" for name, each in machines.items())}
 
 
-def _comparison_text(value: Any) -> str:
+def _argument_fingerprint(value: Any) -> str:
     return "\n".join(f"{name}: {each}" for name, each in value.items()) if isinstance(value, Mapping) else repr(value)
 
 
@@ -354,7 +354,7 @@ def _batch_leaf_text(x: Any) -> str:
     return repr(x) if isinstance(x, bool | int | float | str) else type(x).__qualname__
 
 
-def _hardware_text(layout: Layout, hardware: Hardware) -> str:
+def _hardware_fingerprint(layout: Layout, hardware: Hardware) -> str:
     units = [unit.name or ROOT for unit in layout.units]
     compute = value_by_path("Hardware.compute", hardware.compute, units)
     return "; ".join(

@@ -108,7 +108,7 @@ def least_seconds(layout: Layout, arguments: StepArguments, *, is_one_group: boo
     ``is_one_group``: whether gathers and reductions share process groups, and so run one after another.
     """
     hardware = arguments.hardware
-    times = compute_times(hardware, [unit.name or ROOT for unit in layout.units if unit.groups or unit.tie_owners])
+    times = compute_times(hardware, [unit.name or ROOT for unit in layout.units if unit.groups or unit.tie_owner_unit_names])
     computed = 0.0
     todo = [(use, False) for use in arguments.uses]
     while todo:

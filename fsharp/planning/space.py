@@ -15,7 +15,7 @@ from fsharp.functional.layout.placement import Strategy, ddp, hfsdp, hsdp, zero1
 from fsharp.functional.layout.plan import plan
 from fsharp.functional.layout.precision import Precision, Precisions
 from fsharp.functional.make_functional import parameter_tree
-from fsharp.functional.tree.paths import Patterns, flatten_with_paths, innermost_prefix, matches, parent_by_prefix
+from fsharp.functional.tree.paths import Patterns, flatten_with_paths, innermost_prefix, matches, parent_by_path
 from fsharp.inspect.presets import RANKS_OF_A_HOST
 
 Strategies = Mapping[str, Strategy | Callable[..., Strategy]]
@@ -88,7 +88,7 @@ def meshes_to_try(mesh: int | Mesh | Sequence[Mesh]) -> tuple[Mesh, ...]:
     return (Mesh({"dp": mesh}), *(Mesh({"outer": mesh // n, "inner": n}) for n in inner))
 
 
-def repeated_units(paths: Sequence[str]) -> list[str]:
+def repeated_unit_patterns(paths: Sequence[str]) -> list[str]:
     """Return a pattern of units, such as ``layers.*``, for each outermost list with at least two subtrees."""
     found: dict[str, set[str]] = {}
     for path in paths:
@@ -99,17 +99,17 @@ def repeated_units(paths: Sequence[str]) -> list[str]:
     return [pattern for pattern, numbers in found.items() if len(numbers) > 1]
 
 
-def units_to_try(model: Model, *, has_loss_fn: bool) -> dict[str, UnitPatterns]:
+def unit_patterns_to_try(model: Model, *, has_loss_fn: bool) -> dict[str, UnitPatterns]:
     """Return ways to cut a model into units, by name: repeated layers; parts of these layers; the whole model as one unit.
 
     ``has_loss_fn``: whether the user's loss function decides which subtrees it gathers. Then the whole model as one unit is
     tried only if there are no repeated layers.
     """
     paths, _, _ = flatten_with_paths(model.tree)
-    layers = repeated_units(paths)
+    layers = repeated_unit_patterns(paths)
     found: dict[str, UnitPatterns] = {}
     if layers:
-        around = [path for path in parent_by_prefix(paths) if path]
+        around = [path for path in parent_by_path(paths) if path]
         # Select modules by path, as a pattern may match modules without parameters, or one module twice.
         if model.module is not None:
             modules = {path for path, _ in model.module.named_modules()}
@@ -164,9 +164,9 @@ def updated_share(layout: Layout) -> float:
     return layout.nbytes("optim", torch.uint8) / everything if everything else 0.0
 
 
-def order_of_use(tree: Any, layout: Layout) -> list[str]:
+def units_in_dict_order(tree: Any, layout: Layout) -> list[str]:
     """Return the names of the units in the order of the tree's dicts, which is usually the order of use."""
-    names = [unit.name for unit in layout.units if unit.groups or unit.tie_owners]
+    names = [unit.name for unit in layout.units if unit.groups or unit.tie_owner_unit_names]
     around = set(names)
     found = [innermost_prefix(path, around) for path in _leaf_paths(tree)]
     return list(dict.fromkeys([*(name for name in found if name is not None), *names]))

@@ -27,7 +27,7 @@ from fsharp.functional.layout.mesh import Mesh
 from fsharp.functional.layout.sharded import Sharded, units_of
 from fsharp.functional.layout.slicing import shard_for
 from fsharp.functional.loss import split_batch
-from fsharp.planning.plan_step import ROOT, Use, with_inner, with_tie_owners
+from fsharp.planning.plan_step import ROOT, Use, walk_uses, with_tie_owners
 
 _NUM_MEASUREMENTS = 3
 _READS_VALUES_REMEDY = "If the code reads values, pass batch=number of tokens, and order= and activations= yourself."
@@ -81,7 +81,7 @@ class UnitCall:
 
     def add_forward(self, flops: float, input_nbytes: int) -> None:
         """Add a forward. ``flops`` includes inner calls, which are subtracted. ``input_nbytes``: bytes of the arguments."""
-        self.flops += flops - sum(each.flops for each in with_inner(self.inner))
+        self.flops += flops - sum(each.flops for each in walk_uses(self.inner))
         self.input_nbytes += input_nbytes
 
     def set_measured(self, forward_s: float, backward_s: float, recompute_s: float, *, kept_nbytes: int) -> None:
@@ -246,7 +246,7 @@ def record_calls_of_module(
     args, kwargs = ((), given) if isinstance(given, Mapping) else (given if isinstance(given, tuple) else (given,), {})
     with _explain_errors("on meta tensors", _READS_VALUES_REMEDY), recorder.recording():
         skeleton(*args, **kwargs)
-    for call in with_inner(recorder.calls):
+    for call in walk_uses(recorder.calls):
         call.run.args[0]._forward_hooks.clear()  # type: ignore[attr-defined]
         call.run.args[0]._forward_pre_hooks.clear()  # type: ignore[attr-defined]
     return recorder.calls
@@ -259,7 +259,7 @@ def measure_calls(calls: Sequence[UnitCall], device: torch.device, *, remat: boo
     call that contains other calls is not measured. Without ``remat`` recomputation is not measured, and counts as a forward.
     """
     kinds: dict[Any, list[UnitCall]] = {}
-    for call in (each for each in with_inner(calls) if not each.inner):
+    for call in (each for each in walk_uses(calls) if not each.inner):
         kinds.setdefault(_kind_of_unit_call(call), []).append(call)
     for alike in kinds.values():
         with _explain_errors(f"of unit {alike[0].units[-1] or ROOT!r} on {device}", _HOLDS_TENSORS_REMEDY):

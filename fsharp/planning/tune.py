@@ -13,7 +13,7 @@ from fsharp.functional.layout.mesh import Mesh
 from fsharp.functional.layout.precision import Precisions
 from fsharp.functional.layout.text import nbytes_text
 from fsharp.functional.tree.paths import Patterns
-from fsharp.planning.choice import Choice, rank_candidates
+from fsharp.planning.choice import Choice, sort_candidates
 from fsharp.planning.costs import Activations
 from fsharp.planning.plan_step import Backend, Use
 from fsharp.planning.request import HardwareSource, TuneRequest
@@ -159,11 +159,13 @@ def tune(
     )
     ranks = comm or SingleComm()
     # Ranks agree before and after they measure together: if one rank fails or differs, all ranks raise an error.
-    to_try = check_on_all_ranks("tune()", ranks, request.layouts_to_try, request.comparison_texts)
+    to_try = check_on_all_ranks("tune()", ranks, request.layouts_to_try, request.argument_fingerprints)
     costs = request.costs(to_try)
-    combinations = check_on_all_ranks("tune()", ranks, lambda: request.combinations(to_try, costs), request.hardware_texts)
+    combinations = check_on_all_ranks(
+        "tune()", ranks, lambda: request.combinations(to_try, costs), request.hardware_fingerprints
+    )
     show = sys.stderr.isatty() and ranks.rank == 0 if progress is None else progress
-    candidates = rank_candidates(
+    candidates = sort_candidates(
         search_candidates(combinations, budget, tolerance, effort=effort, show=show), budget, tolerance
     )
     first = candidates[0]

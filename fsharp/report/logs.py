@@ -12,7 +12,7 @@ import torch
 
 from fsharp.errors import OptionError
 from fsharp.functional.layout.layout import Layout
-from fsharp.report.values import layout_rows, timeline_rows
+from fsharp.report.values import plain_layout, plain_timeline
 from fsharp.stateful.timing.timeline import Timeline
 from fsharp.tracebacks import api_boundary
 from fsharp.type_checks import options_checked, short_repr
@@ -154,14 +154,14 @@ def plain_values(values: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         OptionError: a value is of another kind.
     """
-    return {str(name): _plain_or_rows(str(name), value) for name, value in values.items()}
+    return {str(name): _plain_logged_value(str(name), value) for name, value in values.items()}
 
 
-def _plain_or_rows(name: str, value: Any) -> Any:
+def _plain_logged_value(name: str, value: Any) -> Any:
     if isinstance(value, Timeline):
-        return timeline_rows(value)
+        return plain_timeline(value)
     if isinstance(value, Layout):
-        return layout_rows(value)
+        return plain_layout(value)
     return _plain_value(name, value)
 
 

@@ -72,7 +72,7 @@ def page_data(log: RunLog, title: str) -> dict[str, Any]:
         "has_times": True,
         "streams": STREAMS,
         "waiting": WAITING,
-        "compared": comparison_rows(log.timelines),
+        "compared": predicted_vs_measured_rows(log.timelines),
         "layout": log.layout,
         "num_cut": log.num_cut,
         "last": [max(log.times), log.times[max(log.times)]] if log.times else None,
@@ -123,7 +123,7 @@ def _evenly_spaced_rows(rows: list[Any], most: int) -> list[Any]:
     return rows if len(rows) <= most else [rows[i * (len(rows) - 1) // (most - 1)] for i in range(most)]
 
 
-def comparison_rows(timelines: dict[str, dict[str, Any]]) -> list[list[Any]]:
+def predicted_vs_measured_rows(timelines: dict[str, dict[str, Any]]) -> list[list[Any]]:
     """Return rows ``[what, predicted, measured]`` in seconds; no rows if ``timelines`` lacks ``predicted`` or ``measured``."""
     if not {"predicted", "measured"} <= timelines.keys():
         return []

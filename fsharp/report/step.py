@@ -11,7 +11,7 @@ from fsharp.errors import ScheduleError, problem
 from fsharp.functional.layout.text import NOTEBOOK_HTML_BY_CLASS, nbytes_text, seconds_text
 from fsharp.inspect.drawing import as_timeline, timeline_in_order
 from fsharp.inspect.hardware import Hardware
-from fsharp.report.values import timeline_rows
+from fsharp.report.values import plain_timeline
 from fsharp.stateful.schedule.ops import STREAMS
 from fsharp.stateful.schedule.schedule import Schedule
 from fsharp.stateful.timing.timeline import WAITING, Timeline
@@ -65,7 +65,7 @@ def step_page(
 
 def _timelines_page(timelines: Mapping[str, Timeline], title: str, *, has_times: bool, is_small: bool = False) -> str:
     data = {
-        "timelines": {name: timeline_rows(each) for name, each in timelines.items()},
+        "timelines": {name: plain_timeline(each) for name, each in timelines.items()},
         "has_times": has_times,
         "is_small": is_small,
         "streams": STREAMS,

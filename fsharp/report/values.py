@@ -18,7 +18,7 @@ LAYOUT_KEYS = frozenset(("layout", "ranks", "num_params", "nbytes", "rows"))
 """Fields of a timeline and of a layout as plain values."""
 
 
-def timeline_rows(timeline: Timeline) -> dict[str, Any]:
+def plain_timeline(timeline: Timeline) -> dict[str, Any]:
     """Return a timeline as plain values: rows of spans, the curve of live bytes, seconds of the step, and peak memory."""
     schedule = timeline.schedule
     facts = schedule.program.facts
@@ -41,7 +41,7 @@ def timeline_rows(timeline: Timeline) -> dict[str, Any]:
     }
 
 
-def layout_rows(layout: Layout) -> dict[str, Any]:
+def plain_layout(layout: Layout) -> dict[str, Any]:
     """Return a layout as plain values: bytes at rest on a rank, and rows about leaves. Units that are alike share rows.
 
     A row has the title of the units, such as ``layers.* x12``; the leaf's path, dtype and shape, and spec; and the part that

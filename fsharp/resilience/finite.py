@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from fsharp.checkpoint.entries import PerRank, leaves_with_path, with_state_dicts
+from fsharp.checkpoint.entries import PerRank, leaves_with_both_paths, with_state_dicts
 from fsharp.errors import NonFiniteError, TreeError
 from fsharp.functional.comm.agree import all_gather_texts, max_over_ranks, ranks_text
 from fsharp.functional.comm.protocol import Comm, LabelPrefixComm, reporting_format_errors
@@ -153,8 +153,8 @@ def _in_computable_dtype(x: torch.Tensor) -> torch.Tensor:
 
 def _paths_and_leaves(tree: Any) -> Iterator[tuple[tuple[str, ...], Any]]:
     """Yield pairs of a path in ``tree`` and a leaf: a Sharded, a tensor, or a number that may be infinite."""
-    for path, _, leaf in leaves_with_path(with_state_dicts(tree)):
-        for under, _, held in leaves_with_path(leaf.value) if isinstance(leaf, PerRank) else [((), (), leaf)]:
+    for path, _, leaf in leaves_with_both_paths(with_state_dicts(tree)):
+        for under, _, held in leaves_with_both_paths(leaf.value) if isinstance(leaf, PerRank) else [((), (), leaf)]:
             if is_sharded(held) or isinstance(held, Number | torch.Tensor):
                 yield (*path, *under), held.local if isinstance(held, ShardedTensor) else held
             elif not isinstance(held, MadeBy | str):

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 R = TypeVar("R")
 
 
-def _program(function: str) -> str:
+def _program_source(function: str) -> str:
     """Return a program that imports this module, and calls a function of it with the program's two arguments.
 
     Imports make no garbage, and imported objects live as long as the process. So garbage collection waits for the end of the
@@ -101,7 +101,7 @@ def launch(fn: Callable[..., R], nproc: int, *args: Any, restarts: int = 0) -> l
         (folder / "call").write_bytes(call)
         with _restored_signal_handlers():
             if restarts:
-                Restarter(folder, _program("_become_rank_when_told"), nproc, restarts).run()
+                Restarter(folder, _program_source("_become_rank_when_told"), nproc, restarts).run()
             else:
                 _run_without_restarts(folder, nproc)
         results = [folder / f"result-{rank}" for rank in range(nproc)]
@@ -120,7 +120,7 @@ def _run_without_restarts(folder: Path, nproc: int) -> None:
     with _logging_disabled:
         try:
             command = elastic_launch(local_launch_config(nproc), sys.executable)
-            command("-u", "-c", _program("run_rank"), str(folder), str(os.getpid()))
+            command("-u", "-c", _program_source("run_rank"), str(folder), str(os.getpid()))
         except ChildFailedError as error:
             (rank, account), *others = _failures_in_order(folder, error.failures)
             lines = "".join(f"\nrank {other}: {text.splitlines()[0]}" for other, text in others)

@@ -146,7 +146,7 @@ class RunCheckpoints:
             self.begin_save(tree, step=0)
             self._saver.wait()
         else:
-            self.begin_refresh(tree, step=0)
+            self.begin_memory_save(tree, step=0)
             self.replicas.wait()
         self.has_values = True
 
@@ -155,7 +155,7 @@ class RunCheckpoints:
         self._saver.save(tree, step=step)
         self.saved = self.newest = step
 
-    def begin_refresh(self, tree: Any, *, step: int) -> None:
+    def begin_memory_save(self, tree: Any, *, step: int) -> None:
         """Begin to copy the tree after ``step`` steps to memory of hosts, in the background."""
         assert self.replicas is not None
         self.replicas.refresh(tree, step=step, config=self._config)

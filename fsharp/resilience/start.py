@@ -13,7 +13,7 @@ import optree
 import torch
 
 import fsharp
-from fsharp.checkpoint.entries import is_checkpoint_leaf, leaves_with_path, with_state_dicts
+from fsharp.checkpoint.entries import is_checkpoint_leaf, leaves_with_both_paths, with_state_dicts
 from fsharp.errors import RunError
 from fsharp.functional.comm.agree import check_on_all_ranks
 from fsharp.functional.comm.protocol import Comm
@@ -80,7 +80,7 @@ def _config_fields(config: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[st
 
 
 def _leaf_lines(tree: Any) -> Iterator[str]:
-    for path, _, leaf in leaves_with_path(with_state_dicts(tree)):
+    for path, _, leaf in leaves_with_both_paths(with_state_dicts(tree)):
         if is_sharded(leaf):
             yield f"{join_path(path)}: {leaf.name!r} at {leaf.place}"
         elif isinstance(leaf, torch.Tensor):

@@ -18,7 +18,7 @@ from fsharp.functional.materialize import full_tree, shard
 from fsharp.functional.state import TrainState, init_state
 from fsharp.functional.train import train_step
 from fsharp.testing.simulated_ranks import simulate
-from fsharp.type_checks import fits_annotation, options_checked, short_repr
+from fsharp.type_checks import options_checked, predicate_of_annotation, short_repr
 
 
 @options_checked
@@ -75,7 +75,7 @@ def assert_equivalent(
         if not given:
             raise OptionError(f"assert_equivalent(): {name} is empty, expected at least one.")
     for name, pair in runs.items():
-        if not fits_annotation(tuple[Mesh, Strategy])(pair):
+        if not predicate_of_annotation(tuple[Mesh, Strategy])(pair):
             raise OptionError(f"assert_equivalent(): runs[{name!r}] is {short_repr(pair)}, expected a pair (mesh, strategy).")
     step = train_step(loss_fn, tx, microbatches=microbatches)
 
@@ -98,12 +98,12 @@ def assert_equivalent(
     first: dict[Any, str] = {}
     for name, (mesh, strategy) in runs.items():
         _assert_equal_trees("unsharded", single, name, results[name], tolerance)
-        other = first.setdefault((mesh.axes, _summation_order(mesh, strategy, microbatches)), name)
+        other = first.setdefault((mesh.axes, _summation_order_key(mesh, strategy, microbatches)), name)
         _assert_equal_trees(other, results[other], name, results[name], None)
     return results
 
 
-def _summation_order(mesh: Mesh, strategy: Strategy, microbatches: int) -> Any:
+def _summation_order_key(mesh: Mesh, strategy: Strategy, microbatches: int) -> Any:
     """Return a key that two strategies share if, on ``mesh``, they add gradients in the same order."""
     if microbatches == 1 and len(mesh.axes) == 1:
         return None

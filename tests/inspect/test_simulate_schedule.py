@@ -227,7 +227,7 @@ def test_gather_at_the_end_delays_the_next_step_alone():
     assert (timeline.step_s, timeline.exposed_s, timeline.overlap) == (3.5, 1, 0)
     (gather,) = (span for span in timeline.spans if span.kind == "gather")
     assert (gather.start_s, gather.stop_s) == (3.5, 4.5)
-    assert list(timeline.pieces_in_step(gather)) == [(0, 1)]
+    assert list(timeline.wrap_span_into_step(gather)) == [(0, 1)]
     assert timeline.memory == ((0, 100), (3, 0))
 
 

@@ -15,7 +15,7 @@ import fsharp as fs
 from benchmarks.memory import StorageTracker
 from fsharp.errors import LayoutError, PatternError, ScheduleError
 from fsharp.functional.layout.sharded import tree_nbytes
-from fsharp.planning.choice import Candidate, StepArguments, rank_candidates
+from fsharp.planning.choice import Candidate, StepArguments, sort_candidates
 from fsharp.planning.plan_step import uses_in_order
 from fsharp.planning.search import least_seconds
 from fsharp.planning.tune import POLICIES as TRIED, TOLERANCE
@@ -289,7 +289,7 @@ def test_of_equally_fast_candidates_the_simplest_wins_and_then_the_one_with_the_
     plain, large, slow = candidate(1.015, 30), candidate(1.01, 40), candidate(1.03, 5)
     tied = candidate(1.0149, 50), candidate(1.0151, 60, "prefetch")
     rows = [offloaded, prefetched, large, slow, plain, *tied]
-    first, *others = rank_candidates(rows, 100, 0.02)
+    first, *others = sort_candidates(rows, 100, 0.02)
     assert first == plain
     assert {x.policy: x.lost for x in others} == {
         offloaded.policy: "1.5% faster, not as simple: state on the host",
@@ -300,10 +300,10 @@ def test_of_equally_fast_candidates_the_simplest_wins_and_then_the_one_with_the_
         tied[1].policy: "as fast, not as simple: prefetch",
     }
     assert [x.policy for x in others] == [x.policy for x in (offloaded, prefetched, large, *tied, slow)]
-    assert rank_candidates(rows, 25, 0.02)[0] == prefetched  # two fields of a policy, rather than memory of the host
-    assert rank_candidates(rows, 15, 0.02)[0] == offloaded
-    assert rank_candidates(rows, 100, 0.0)[0] == offloaded
-    assert rank_candidates([replace(plain, is_bound=True), offloaded], 100, 0.02)[0] == offloaded
+    assert sort_candidates(rows, 25, 0.02)[0] == prefetched  # two fields of a policy, rather than memory of the host
+    assert sort_candidates(rows, 15, 0.02)[0] == offloaded
+    assert sort_candidates(rows, 100, 0.0)[0] == offloaded
+    assert sort_candidates([replace(plain, is_bound=True), offloaded], 100, 0.02)[0] == offloaded
 
 
 def test_recomputation_formats_and_state_on_the_host_do_not_win_a_tie():

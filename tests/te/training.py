@@ -312,7 +312,9 @@ def train_alone(case, kind, **options):
 
 def own_part(parameter):
     """Which elements of a flattened gradient this rank has, and these."""
-    return parameter.unit.run_of_leaf(parameter.leaf, parameter.place, parameter.rank), parameter.grad.local.flatten().clone()
+    return parameter.unit.leaf_range_on_rank(
+        parameter.leaf, parameter.place, parameter.rank
+    ), parameter.grad.local.flatten().clone()
 
 
 def distances(found, expected):

@@ -82,7 +82,7 @@ def export_safetensors(
                 for tensor in tensors:
                     value = found.tensor(names[tensor.name])
                     rounded = value.to(tensor.dtype)
-                    if rounded is not value and _is_too_large(value, rounded):
+                    if rounded is not value and _has_overflowed(value, rounded):
                         what = f"{names[tensor.name]!r} has values that are too large for {dtype_name(tensor.dtype)}."
                         raise CheckpointError(problem(where, what, remedy="Choose a wider dtype, such as bfloat16."))
                     out(bytes_of(rounded))
@@ -95,7 +95,7 @@ def export_safetensors(
                 out(memoryview(json.dumps(index, indent=2, sort_keys=True).encode()))
 
 
-def _is_too_large(value: torch.Tensor, rounded: torch.Tensor) -> bool:
+def _has_overflowed(value: torch.Tensor, rounded: torch.Tensor) -> bool:
     """Return whether rounding has made a value infinite or, in dtypes of 8 bits, has cut it to the largest number."""
     wide = value if value.dtype == torch.float64 else value.float()  # whose dtype holds the limit
     return bool(((wide.abs() > torch.finfo(rounded.dtype).max) & (rounded.to(wide.dtype) != wide)).any())

@@ -125,7 +125,7 @@ def describe_file(storage: Storage, path: str) -> FileDescription:
     head = bytearray(min(16, size))
     storage.read(path, 0, memoryview(head))
     if head.startswith(torch_archive.ZIP_FIRST_BYTES):
-        return _describe_archive(storage, path, size)
+        return _torch_archive_contents(storage, path, size)
     if head[8:9] != b"{":
         raise CheckpointError(
             f"{path}: this is not a safetensors file, and none of torch.save: it begins with {bytes(head)!r}. Expected one of "
@@ -138,7 +138,7 @@ def describe_file(storage: Storage, path: str) -> FileDescription:
     return FileDescription(bytes(header), len(header), found, {})
 
 
-def _describe_archive(storage: Storage, path: str, size: int) -> FileDescription:
+def _torch_archive_contents(storage: Storage, path: str, size: int) -> FileDescription:
     """Return the contents of a file of ``torch.save``. A tensor's name is its dict keys, joined by dots."""
     remedy = "Save tensors, numbers and texts alone, as by torch.save(model.state_dict(), path)."
     try:

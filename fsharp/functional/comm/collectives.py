@@ -31,7 +31,7 @@ from fsharp.errors import TreeError
 from fsharp.functional.comm.protocol import Comm
 from fsharp.functional.formats.format import ErrorFacts, Format, ResidualAndNoise
 from fsharp.tracebacks import api_boundary
-from fsharp.type_checks import keep_signature
+from fsharp.type_checks import cache_signature
 
 
 @dataclass(frozen=True, eq=False)
@@ -59,7 +59,7 @@ class _DifferentiableCollective(torch.autograd.Function):
     """An autograd function that runs a collective. Its backward calls a primitive, so torch.func can differentiate it again."""
 
     @staticmethod
-    @keep_signature
+    @cache_signature
     def forward(x: torch.Tensor, collective: _Collective) -> torch.Tensor:
         out = collective.call(collective.to_argument(x))
         return out if collective.from_result is None else collective.from_result(out)

@@ -47,7 +47,7 @@ def tree_name_counters_of(comm: Comm) -> TreeNameCounters | None:
     return getattr(innermost_comm(comm), "tree_name_counters", None)
 
 
-def with_new_tree_name(tree: Any, comm: Comm) -> Any:
+def name_new_tree(tree: Any, comm: Comm) -> Any:
     """Name the nodes of ``tree``, which all ranks have made together, as a new tree, and return ``tree``."""
     counts = tree_name_counters_of(comm)
     if counts is not None:

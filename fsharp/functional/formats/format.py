@@ -138,7 +138,7 @@ class LeafCodec:
     tensors: EncodedTensorClass | None = None
 
 
-def _refuse_blocks(values: Any) -> Any:
+def _raise_not_blockwise(values: Any) -> Any:
     raise LayoutError("this format encodes whole leaves, on whose scales ranks agree: it cannot encode blocks.")
 
 
@@ -172,8 +172,8 @@ class Format:
 
     name: str
     planes: tuple[Plane, ...]
-    encode: Callable[..., Sequence[torch.Tensor]] = field(compare=False, repr=False, default=_refuse_blocks)
-    decode: Callable[[Sequence[torch.Tensor]], torch.Tensor] = field(compare=False, repr=False, default=_refuse_blocks)
+    encode: Callable[..., Sequence[torch.Tensor]] = field(compare=False, repr=False, default=_raise_not_blockwise)
+    decode: Callable[[Sequence[torch.Tensor]], torch.Tensor] = field(compare=False, repr=False, default=_raise_not_blockwise)
     block: int = 1
     leaves: LeafCodec | None = field(compare=False, repr=False, default=None)
     rounded: Callable[[torch.Tensor, torch.Tensor], Sequence[torch.Tensor]] | None = field(
@@ -185,7 +185,7 @@ class Format:
         are_planes = isinstance(self.planes, tuple) and self.planes and all(isinstance(each, Plane) for each in self.planes)
         is_block = isinstance(self.block, int) and self.block >= 1
         is_name = isinstance(self.name, str) and self.name.isidentifier()
-        has_codec = isinstance(self.leaves, LeafCodec) if self.encode is _refuse_blocks else self.leaves is None
+        has_codec = isinstance(self.leaves, LeafCodec) if self.encode is _raise_not_blockwise else self.leaves is None
         if not (are_planes and is_block and is_name and has_codec and callable(self.encode) and callable(self.decode)):
             raise LayoutError(
                 f"Format(): got name {self.name!r}, planes {self.planes!r:.80}, block {self.block!r}, "

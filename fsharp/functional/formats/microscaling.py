@@ -146,11 +146,11 @@ def unpack_codes(packed: torch.Tensor) -> torch.Tensor:
     return ((pairs | pairs << 4) & 0x0F0F).view(torch.uint8)
 
 
-def _round_to_integers(numbers: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
+def _stochastic_round_to_ints(numbers: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
     return (numbers + noise).floor_()
 
 
-def _rounding_to_floats(mantissa_bits: int, min_exponent: int) -> StochasticRounding:
+def _stochastic_rounding_to_floats(mantissa_bits: int, min_exponent: int) -> StochasticRounding:
     """Return the stochastic rounding to floats of ``mantissa_bits``, whose smallest normal number is ``2**min_exponent``."""
 
     def rounding(numbers: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
@@ -199,7 +199,7 @@ mxfp8 = _register_block_format(
     464.0,  # half way from 448, the largest number, to the next one
     lambda numbers: numbers.clamp_(-448.0, 448.0).to(torch.float8_e4m3fn).view(torch.uint8),
     _decode_e4m3,
-    _rounding_to_floats(3, -6),
+    _stochastic_rounding_to_floats(3, -6),
     largest=448.0,
 )
 """OCP's MXFP8: numbers of torch.float8_e4m3fn with a scale for each block of 32 values: 33 bytes for 32 values.
@@ -212,7 +212,7 @@ mxfp8_e5m2 = _register_block_format(
     61440.0,  # half way from 57,344, the largest number, to the next one
     lambda numbers: numbers.clamp_(-57344.0, 57344.0).to(torch.float8_e5m2).view(torch.uint8),
     lambda codes: (codes.to(torch.int16) << 8).view(torch.float16).float(),
-    _rounding_to_floats(2, -14),
+    _stochastic_rounding_to_floats(2, -14),
     largest=57344.0,
 )
 """OCP's MXFP8 with numbers of torch.float8_e5m2 and a scale for each block of 32 values: 33 bytes for 32 values.
@@ -220,7 +220,9 @@ mxfp8_e5m2 = _register_block_format(
 The error is at most 1/8 of the value or 1/4,000,000,000 of the largest magnitude of its block, whichever is larger.
 """
 
-mxfp4 = _register_block_format("mxfp4", 7.0, encode_e2m1, decode_e2m1, _rounding_to_floats(1, 0), largest=6.0, packed=True)
+mxfp4 = _register_block_format(
+    "mxfp4", 7.0, encode_e2m1, decode_e2m1, _stochastic_rounding_to_floats(1, 0), largest=6.0, packed=True
+)
 """OCP's MXFP4: numbers of 4 bits (e2m1) with a scale for each block of 32 values: 17 bytes for 32 values.
 
 The error is at most 1/5 of the value or 1/14 of the largest magnitude of its block, whichever is larger.
@@ -231,7 +233,7 @@ mxint8 = _register_block_format(
     127.0,
     lambda numbers: numbers.round_().to(torch.int8).view(torch.uint8),
     lambda codes: codes.view(torch.int8).float(),
-    _round_to_integers,
+    _stochastic_round_to_ints,
 )
 """OCP's MXINT8: integers from -127 to 127 with a scale for each block of 32 values: 33 bytes for 32 values.
 
@@ -244,7 +246,7 @@ mxint4 = _register_block_format(
     7.0,
     lambda numbers: numbers.round_().to(torch.int8).add_(8).view(torch.uint8),
     lambda codes: codes.float().sub_(8),
-    _round_to_integers,
+    _stochastic_round_to_ints,
     packed=True,
 )
 """Integers from -7 to 7 with a scale for each block of 32 values: 17 bytes for 32 values. This is not a format of the OCP.

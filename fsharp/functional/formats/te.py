@@ -274,7 +274,9 @@ class _QuantizerCodec:
             self._cast_output(part, room) if own else None for part, room, own in zip(parts, rooms, has_values, strict=True)
         ]
         paths = [part.path for part in parts]
-        with nullcontext(agree) if self._scales is None else self._scales.comparing_scales(paths, agree) as agree_on:
+        with (
+            nullcontext(agree) if self._scales is None else self._scales.comparing_scales_across_ranks(paths, agree) as agree_on
+        ):
             group = MaxReduceGroup(agree_on)
             quantize_master_weights(weights, mains, starts, group, bytes_of, manual_post_all_gather_processing=True)
         for part, room in zip(parts, rooms, strict=True):

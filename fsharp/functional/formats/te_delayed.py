@@ -50,7 +50,7 @@ class ModuleScales:
         return found
 
     @contextmanager
-    def comparing_scales(self, paths: Sequence[str], agree: AgreeMax) -> Iterator[AgreeMax]:
+    def comparing_scales_across_ranks(self, paths: Sequence[str], agree: AgreeMax) -> Iterator[AgreeMax]:
         """Yield a function that does as ``agree`` does, and also compares the scales of the weights at ``paths`` between ranks.
 
         If the scales of a weight differ, all ranks raise an AgreementError at the end of the context, which names the weight.

@@ -7,7 +7,7 @@ from typing import Any
 
 from fsharp.errors import MeshError, problem
 from fsharp.tracebacks import api_boundary
-from fsharp.type_checks import names_checked
+from fsharp.type_checks import signature_checked
 
 
 @dataclass(frozen=True, slots=True, init=False)
@@ -38,7 +38,7 @@ class Mesh:
     shape: tuple[int, ...] = field(compare=False)
     size: int = field(compare=False)
 
-    @names_checked
+    @signature_checked
     def __init__(self, axes: Mapping[str, int] | Iterable[tuple[str, int]]) -> None:
         sizes: Any = getattr(axes, "shape", None) if isinstance(getattr(axes, "shape", None), Mapping) else axes
         try:

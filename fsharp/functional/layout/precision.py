@@ -9,7 +9,7 @@ import torch
 
 from fsharp.errors import LayoutError, OptionError
 from fsharp.functional.formats.format import Format, dtype_name, plain_format
-from fsharp.type_checks import names_checked
+from fsharp.type_checks import signature_checked
 
 FEEDBACK_NAME = "feedback:"
 """The last text in :attr:`Dtypes.names` of a group with error feedback."""
@@ -17,7 +17,7 @@ Wire = torch.dtype | Format | None
 """How gradients travel; None: in the dtype in which parameters are used."""
 
 
-@names_checked
+@signature_checked
 @dataclass(frozen=True, slots=True)
 class Precision:
     """Dtypes and formats of floating-point parameters, gradients, updates and outputs: mixed precision.

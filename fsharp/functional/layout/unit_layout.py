@@ -168,7 +168,7 @@ class UnitLayout:
         return tuple(range(len(self.groups)))
 
     @cached_property
-    def tie_owners(self) -> frozenset[str]:
+    def tie_owner_unit_names(self) -> frozenset[str]:
         """Names of the other units that store tied leaves of this unit."""
         return frozenset(leaf.tied_to[0] for leaf in self.leaves if leaf.tied_to is not None) - {self.name}
 
@@ -265,7 +265,7 @@ class UnitLayout:
             if low < high:
                 yield Span(leaf, low - start, high - start, low - leaf.offset, high - leaf.offset)
 
-    def run_of_leaf(self, leaf: Leaf, place: Place, rank: int) -> tuple[int, int]:
+    def leaf_range_on_rank(self, leaf: Leaf, place: Place, rank: int) -> tuple[int, int]:
         """Return the elements ``[first, last)`` of a flattened leaf that ``rank`` holds in ``place``; ``(0, 0)`` if none."""
         start = self.local_start(leaf.group, place, rank) - leaf.offset
         first, last = max(start, 0), min(start + self.local_size(leaf.group, place), leaf.numel)

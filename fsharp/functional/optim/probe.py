@@ -34,7 +34,7 @@ def trial_fingerprint(where: str, init: Init, update: Update, params: Any) -> st
 
     Cost: about ten updates of a tree whose dims are at most 3. Torch's global random generators are left as they were.
     """
-    trial = _Trial(params)
+    trial = _OptimizerTrial(params)
     with torch.random.fork_rng(trial.cuda_devices), torch.no_grad():
         try:
             expected = trial.run(init, update)
@@ -75,7 +75,7 @@ def _trial_error(where: str, on: str, error: Exception) -> TreeError:
 
 
 class _TrialGroup(NamedTuple):
-    """The leaves of one flat buffer in a :class:`_Trial`: their keys, paths, shapes and sizes."""
+    """The leaves of one flat buffer in a :class:`_OptimizerTrial`: their keys, paths, shapes and sizes."""
 
     keys: list[tuple[str, str]]
     paths: list[str]
@@ -83,7 +83,7 @@ class _TrialGroup(NamedTuple):
     sizes: list[int]
 
 
-class _Trial:
+class _OptimizerTrial:
     """A trial of an ``(init, update)`` pair: some updates of small tensors, in the structure of a user's tree of shards.
 
     Attributes:

@@ -76,7 +76,7 @@ class MovedPiece(NamedTuple):
         return self.numel * self.itemsize
 
 
-def pieces_between(
+def pieces_between_ranks(
     state_tree: StateTree, unit: UnitLayout, ranks: MeshChange, source: int, target: int
 ) -> Iterator[MovedPiece]:
     """Yield the pieces of a unit that rank ``target`` takes from rank ``source``. ``unit`` is of the new layout.
@@ -143,7 +143,7 @@ def move_state_tree(
     def rounds(unit: UnitLayout, source: int, target: int) -> list[list[MovedPiece]]:
         if source == target:
             return []
-        return cut_into_rounds(pieces_between(state_tree, unit, ranks, source, target), max_nbytes)
+        return cut_into_rounds(pieces_between_ranks(state_tree, unit, ranks, source, target), max_nbytes)
 
     incoming = [[rounds(unit, rank, me) for rank in everyone] for unit in layout.units]
     # All ranks take part in as many rounds as the rank with the most rounds needs.
@@ -159,8 +159,8 @@ def move_state_tree(
             torch.zeros(unit.local_size(group, place), dtype=dtype, device=device)
             for group, dtype in zip(own, dtypes, strict=False)
         ]
-        for piece in pieces_between(state_tree, unit, ranks, me, me):
-            _new_elements(new, piece).copy_(_old_elements(old_buffers, piece))
+        for piece in pieces_between_ranks(state_tree, unit, ranks, me, me):
+            _view_in_new_buffers(new, piece).copy_(_view_in_old_buffers(old_buffers, piece))
         leaving = [rounds(unit, me, rank) for rank in everyone]
         for k in range(num_rounds):
             send, receive = ([each[k] if k < len(each) else [] for each in way] for way in (leaving, arriving))
@@ -183,11 +183,11 @@ def move_state_tree(
     return nodes
 
 
-def _old_elements(old_buffers: list[list[torch.Tensor]], piece: MovedPiece) -> torch.Tensor:
+def _view_in_old_buffers(old_buffers: list[list[torch.Tensor]], piece: MovedPiece) -> torch.Tensor:
     return old_buffers[piece.node][piece.buffer][piece.start : piece.start + piece.numel]
 
 
-def _new_elements(new_buffers: list[torch.Tensor], piece: MovedPiece) -> torch.Tensor:
+def _view_in_new_buffers(new_buffers: list[torch.Tensor], piece: MovedPiece) -> torch.Tensor:
     return new_buffers[piece.new_buffer][piece.new_start : piece.new_start + piece.numel]
 
 
@@ -206,7 +206,7 @@ def _pack_pieces(
     for each in send:
         for piece in each:
             x[end : end + piece.nbytes] = (
-                _old_elements(old_buffers, piece).to(device, dtypes[piece.new_buffer]).view(torch.uint8)
+                _view_in_old_buffers(old_buffers, piece).to(device, dtypes[piece.new_buffer]).view(torch.uint8)
             )
             end += piece.nbytes
     return x
@@ -216,5 +216,5 @@ def _unpack_pieces(x: torch.Tensor, receive: Sequence[Sequence[MovedPiece]], new
     end = 0
     for each in receive:
         for piece in each:
-            _new_elements(new_buffers, piece).view(torch.uint8).copy_(x[end : end + piece.nbytes])
+            _view_in_new_buffers(new_buffers, piece).view(torch.uint8).copy_(x[end : end + piece.nbytes])
             end += piece.nbytes

@@ -11,14 +11,14 @@ from fsharp.errors import LayoutError, MeshError, problem
 from fsharp.functional.comm.agree import all_gather_fixed_size, check_on_all_ranks
 from fsharp.functional.comm.protocol import Comm
 from fsharp.functional.comm.residuals import zero_residuals
-from fsharp.functional.comm.tree_names import with_new_tree_name
+from fsharp.functional.comm.tree_names import name_new_tree
 from fsharp.functional.encoding import encode_block_format_groups, encode_leaf_format_groups
 from fsharp.functional.formats.format import dtype_name
 from fsharp.functional.layout.layout import Layout
 from fsharp.functional.layout.sharded import Sharded, check_not_lent, decode_tree, is_sharded, units_of
 from fsharp.functional.layout.text import unit_fields
 from fsharp.functional.layout.unit_layout import UnitLayout
-from fsharp.functional.reshard.move import MeshChange, move_state_tree, pieces_between
+from fsharp.functional.reshard.move import MeshChange, move_state_tree, pieces_between_ranks
 from fsharp.functional.reshard.outline import on_meta, outline_from_bytes, outline_to_bytes
 from fsharp.functional.reshard.state_trees import StatePlace, StateTree, find_state_trees, replace_state_trees
 from fsharp.functional.state import TrainState
@@ -140,7 +140,7 @@ def reshard(
                 nodes = _in_resting_format(state_tree, nodes, layout, comm)
             new[state_tree.path] = optree.tree_unflatten(layout.structure, nodes)
     for new_tree in new.values():
-        with_new_tree_name(new_tree, comm)
+        name_new_tree(new_tree, comm)
     zeros = zero_residuals(layout.units, comm.device)
     return _with_residuals(replace_state_trees(tree, new), zeros) if comm.rank in route.new_ranks else None
 
@@ -208,7 +208,7 @@ def reshard_nbytes(
         for unit in layout.units
         for target in route.new_ranks
         if target != rank
-        for piece in pieces_between(state_tree, unit, route, rank, target)
+        for piece in pieces_between_ranks(state_tree, unit, route, rank, target)
     )
 
 

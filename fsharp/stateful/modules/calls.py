@@ -18,7 +18,7 @@ from fsharp.functional.layout.layout import Layout
 from fsharp.functional.layout.sharded import units_by_name
 from fsharp.functional.layout.unit_layout import UnitLayout
 from fsharp.functional.release import unaliased_clone
-from fsharp.functional.tree.paths import innermost_prefix, parent_by_prefix
+from fsharp.functional.tree.paths import innermost_prefix, parent_by_path
 from fsharp.stateful.modules.parameter import ShardedParameter
 from fsharp.stateful.modules.selection import units_by_module
 from fsharp.stateful.modules.te import lending_gradient_memory, scale_indices_of_fused_wgrads
@@ -67,7 +67,7 @@ class ParameterEntries:
                     "in place of torch.func.functional_call() take `fn, params = model.functional()`."
                 )
 
-    def present_tensors(self, full: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
+    def iter_current_tensors(self, full: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield, for each entry, the path of its stored values and the tensor there: of ``full``, or put there by a caller."""
         for i, parameters, name in self._entries:
             path, mine = self.stored[i], local_tensor(parameters.get(name))
@@ -91,10 +91,10 @@ class ParameterEntries:
         return before
 
 
-def written_tensors(entries: Iterable[ParameterEntries], full: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def current_tensors_by_path(entries: Iterable[ParameterEntries], full: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Return the tensors now in place of ``full``, by path. Raise an error if a caller has tied or untied parameters."""
     found, path_at = dict[str, torch.Tensor](), dict[int, str]()
-    for path, mine in chain.from_iterable(each.present_tensors(full) for each in entries):
+    for path, mine in chain.from_iterable(each.iter_current_tensors(full) for each in entries):
         other = path_at.setdefault(mine.data_ptr(), path) if mine.numel() else path
         if other != path or found.setdefault(path, mine).data_ptr() != mine.data_ptr():
             change = f"shares memory with {other!r}" if other != path else "is not tied as before"
@@ -142,7 +142,7 @@ class ParameterSource:
         self.nodes, self.comm = units_by_name(tree), comm
 
 
-class ModuleUnits(NamedTuple):
+class GatheredModule(NamedTuple):
     """The root module, or a module that is gathered by itself, with its units and their entries.
 
     ``ties``: other units, which store tied leaves of this module's units. ``has_inner_modules``: whether inner modules are
@@ -176,12 +176,12 @@ class ModuleCallState:
         members: dict[str, list[nn.Module]] = {path: [] for path in by_path}
         for path, each in module.named_modules():
             members[innermost_prefix(path, by_path) or ""].append(each)
-        has_inner_modules = set(parent_by_prefix(by_path).values())
+        has_inner_modules = set(parent_by_path(by_path).values())
         self.units_by_module_path = {
-            path: ModuleUnits(
+            path: GatheredModule(
                 units=names,
                 entries=[self.entries[name] for name in names],
-                ties=sorted({tied for name in names for tied in layout[name].tie_owners} - set(names)),
+                ties=sorted({tied for name in names for tied in layout[name].tie_owner_unit_names} - set(names)),
                 side_outputs=SideOutputs(members[path]),
                 has_inner_modules=path in has_inner_modules,
                 has_varying_units=any(layout[name].strategy.full.varying_axes for name in names),

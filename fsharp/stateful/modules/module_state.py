@@ -47,7 +47,7 @@ class ModuleState:
         self._buffers = [(kind, n.name, g, b) for kind, n in nodes for g, b in zip(n.groups, n.raw_buffers, strict=True)]
         self._recorded = self._version_counters()
 
-    def fill_buffers(self, targets: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> None:
+    def copy_into_buffers(self, targets: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> None:
         """Copy ``values`` into ``targets``, buffers of parameters or of state. All ranks have to call this method."""
         with torch.no_grad():
             for target, value in zip(targets, values, strict=True):
@@ -76,7 +76,7 @@ class ModuleState:
             units = [node.unit for node in units_of(self.train_state.params)]
             self.train_state = self.train_state._replace(residuals=zero_residuals(units, self._comm.device))
 
-    def pass_writes_to(self, add_settings: Callable[[str], None]) -> None:
+    def add_writes_to_settings(self, add_settings: Callable[[str], None]) -> None:
         """If the user has written to parameters since the last step, pass ``add_settings`` a text that says so."""
         if self.is_written:
             add_settings("parameters written in place=True")

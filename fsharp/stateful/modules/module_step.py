@@ -68,7 +68,7 @@ class ModuleStep:
         self.reopen_scheduler()
         self.propagate_main_writes()
         if self.open_step is None:
-            self.state.pass_writes_to(self._steps.add_settings)
+            self.state.add_writes_to_settings(self._steps.add_settings)
             self.means.drop_gradients()
             self.updated_by = None
             self.open_step = self._steps.open_step(self.scheduled.record, self.state.train_state.params)
@@ -101,7 +101,7 @@ class ModuleStep:
             with suppress(ScheduleError), self._abandoning_on_error():
                 raise ScheduleError("a backward pass of a module ended in an error")
         if self.open_step is None:
-            self._steps.reopen()
+            self._steps.reopen_after_error()
 
     @contextmanager
     def _abandoning_on_error(self) -> Iterator[None]:
@@ -109,7 +109,7 @@ class ModuleStep:
         step = self.open_step
         assert step is not None
         try:
-            with self._steps.closing_on_error(step):
+            with self._steps.closing_scheduler_on_error(step):
                 yield
         except BaseException:
             if self.open_step is step:
@@ -178,7 +178,7 @@ class ModuleStep:
         step = self.open_step
         assert step is not None
         self.state.notice_main_writes()
-        self.state.pass_writes_to(self._steps.add_settings)
+        self.state.add_writes_to_settings(self._steps.add_settings)
         self._steps.add_settings(f"{settings}\n{self.means.changes_text()}")
         with self._abandoning_on_error():
             self.state.train_state = update(tx, self.means.tree, self.state.train_state, comm=self.scheduler, donate=True)

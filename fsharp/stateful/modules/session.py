@@ -15,7 +15,7 @@ from torch import nn
 
 from fsharp.errors import FsharpError, LayoutError, ScheduleError
 from fsharp.functional.comm.protocol import Comm
-from fsharp.functional.comm.tree_names import with_new_tree_name
+from fsharp.functional.comm.tree_names import name_new_tree
 from fsharp.functional.forward import forward
 from fsharp.functional.layout.layout import Layout
 from fsharp.functional.layout.sharded import units_by_name, units_of
@@ -175,7 +175,7 @@ class Session:
         if len(self.state.loaded) == 2:
             self.state.loaded.clear()
             self.scheduler.engine.steps.reset_history()
-            with_new_tree_name((self.state.train_state.params, self.state.train_state.main), self.scheduler)
+            name_new_tree((self.state.train_state.params, self.state.train_state.main), self.scheduler)
 
     def reopened_scheduler(self) -> Scheduler:
         """Return the scheduler. If an error has closed it, reopen it first: all ranks have to call this."""
@@ -184,7 +184,7 @@ class Session:
 
     def comm_outside_steps(self) -> Comm:
         """Return :meth:`reopened_scheduler` for collectives outside of steps: labels have a digest of all settings so far."""
-        return self.scheduler.engine.steps.labelling_outside_steps(self.reopened_scheduler())
+        return self.scheduler.engine.steps.comm_labelled_by_history(self.reopened_scheduler())
 
     def wait_before_write(self) -> None:
         """Wait for gathers under way, before a write: they read parameters for the next step, or write updated parameters."""
@@ -193,7 +193,7 @@ class Session:
                 node.wait()
         self.scheduler.engine.steps.executor.lanes.stream_wait_lanes("gather")
 
-    def add_write_to_labels(self, part: ShardedTensor, what: str) -> None:
+    def add_write_to_comm_labels(self, part: ShardedTensor, what: str) -> None:
         """If ``part`` is a parameter or a gradient, add ``what``, text about a write to it, to labels of later collectives."""
         memory = part.untyped_storage().data_ptr()
         gradient, parameter = self.step.means.gradient_part(part.path), self.parameters[part.path]

@@ -27,8 +27,8 @@ from fsharp.functional.layout.text import unit_fields
 from fsharp.functional.make_functional import parameter_tree
 from fsharp.functional.optim.base import Transform
 from fsharp.functional.state import init_state
-from fsharp.functional.tree.paths import Patterns, matches_self_or_ancestor, parent_by_prefix
-from fsharp.stateful.modules.initial.initial import initial_parameters, settings_of_initial_values
+from fsharp.functional.tree.paths import Patterns, matches_self_or_ancestor, parent_by_path
+from fsharp.stateful.modules.initial.initial import initial_parameters, initializer_settings_texts
 from fsharp.stateful.modules.module import ShardedModule
 from fsharp.stateful.modules.parameter import ShardedParameter
 from fsharp.stateful.modules.selection import Units, chosen_modules, methods_by_module, module_groups, units_by_module
@@ -36,11 +36,11 @@ from fsharp.stateful.modules.session import Session, install_gathering_subclass
 from fsharp.stateful.modules.te import (
     check_te_gradients,
     preserving_amax_histories,
-    refuse_calls_outside_of_forwards,
+    register_te_call_checks,
     use_text_extra_state,
 )
 from fsharp.stateful.modules.torch_tools.dtensors import dtensor_specs, local_tensor
-from fsharp.stateful.modules.torch_tools.refusals import check_shardable, refuse_torch_wrappers
+from fsharp.stateful.modules.torch_tools.refusals import check_shardable, register_wrapper_checks
 from fsharp.stateful.modules.values.casts import casts_by_path
 from fsharp.stateful.modules.values.side_outputs import check_parameters_replaceable
 from fsharp.stateful.runtime.scheduler import Scheduler
@@ -147,12 +147,12 @@ def shard_module(
         groups = module_groups(module, units or ())
         entries = methods_by_module(module, chosen, methods)
         trained = {path for path, each in module.named_parameters(remove_duplicate=False) if each.requires_grad}
-        around = set(parent_by_prefix(chosen).values())
+        around = set(parent_by_path(chosen).values())
         frozen: Patterns = lambda path: path not in trained  # noqa: E731
         where, named = strategy or zero3(*comm.mesh.names), [path for path in chosen if path not in around] or None
         layout = plan(tree, comm.mesh, where, units=named, frozen=frozen, atoms=cut, labels=labels, precision=dtypes)
         casts = casts_by_path(rules, chosen, [unit.path_in_tree(leaf) for unit in layout.units for leaf in unit.leaves])
-        settings = settings_of_initial_values(module, comm, key=key, initialize=initialize, sync_from=sync_from)
+        settings = initializer_settings_texts(module, comm, key=key, initialize=initialize, sync_from=sync_from)
         settings["casts"] = "\n".join(f"{path or '(root)'}: {cast}" for path, cast in casts.items())
         return tree, layout, specs, chosen, groups, entries, casts, {**unit_fields(layout.units), **settings}
 
@@ -170,12 +170,12 @@ def shard_module(
         policy = replace(policy, together=(*policy.together, *named_groups))
     scheduler = Scheduler(comm, policy=policy)
     session = Session(module, layout, list(chosen), state, scheduler, casts, specs)
-    refuse_torch_wrappers(ShardedParameter)
+    register_wrapper_checks(ShardedParameter)
     for parameter in module.parameters():
         parameter.__dict__["_fsharp_replaced"] = True
     session.install_parts()
     use_text_extra_state(module)
-    refuse_calls_outside_of_forwards(module)
+    register_te_call_checks(module)
     for path in session.calls.units_by_module_path:
         mixins = (ShardedModule,) if not path else ()
         install_gathering_subclass(module.get_submodule(path), session, path, entries[path], mixins)

@@ -213,7 +213,7 @@ def scatter_from_rank(where: str, given: Any, rank: int, comm: Comm, like: Mappi
             raise TreeError(f"{where}: rank {rank} has a {type(given).__name__}, expected a state dict. Load it on this rank.")
         if comm.rank != rank and given:
             raise TreeError(f"{where}: rank {comm.rank} passes a state dict too, expected one on rank {rank} alone. Pass None.")
-        return _state_dict_to_bytes(where, given) if comm.rank == rank else b""
+        return _state_dict_outline_to_bytes(where, given) if comm.rank == rank else b""
 
     data = check_on_all_ranks(where, comm, check, lambda _: {"rank": repr(rank)})
     nbytes = int.from_bytes(all_gather_fixed_size(len(data).to_bytes(8, "little"), comm)[rank], "little")
@@ -238,7 +238,7 @@ def scatter_from_rank(where: str, given: Any, rank: int, comm: Comm, like: Mappi
     return found
 
 
-def _state_dict_to_bytes(where: str, given: Mapping[str, Any]) -> bytes:
+def _state_dict_outline_to_bytes(where: str, given: Mapping[str, Any]) -> bytes:
     """Return as bytes a state dict with meta tensors, and torch's metadata about versions of modules."""
 
     def outline(path: Any, value: Any) -> Any:

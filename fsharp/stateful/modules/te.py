@@ -75,7 +75,7 @@ def lending_gradient_memory(weights: Sequence[tuple[str, torch.Tensor]]) -> Iter
             weight.__dict__.pop("get_main_grad", None)  # a reference cycle with the weight
 
 
-def refuse_calls_outside_of_forwards(module: nn.Module) -> None:
+def register_te_call_checks(module: nn.Module) -> None:
     """Make TransformerEngine modules raise an error if they are called while their parameters are parts.
 
     Activation checkpointing of a piece of a unit makes such a call in the backward, to recompute. TransformerEngine would take

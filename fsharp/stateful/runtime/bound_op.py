@@ -59,7 +59,7 @@ class BoundOp:
     def gradient(self) -> UnitGradient:
         """The gradient of the op's unit."""
         assert self.unit is not None
-        return self.unit.trained_gradient
+        return self.unit.required_gradient
 
 
 def ops_text(bound_ops: Sequence[BoundOp]) -> str:

@@ -11,7 +11,7 @@ from fsharp.stateful.runtime.executor import Executor, do_nothing
 from fsharp.stateful.schedule.emit_gradients import reducing_microbatches
 from fsharp.stateful.schedule.ops import FINISHING, OUTGOING, PARAMS
 from fsharp.stateful.schedule.program import Event, UnitFacts, count_gradients
-from fsharp.stateful.schedule.schedule import Memory, Schedule, bucket_ranges
+from fsharp.stateful.schedule.schedule import Memory, Schedule, op_positions_by_bucket
 from fsharp.stateful.units.gradient_route import Grads, OutgoingBlock
 from fsharp.stateful.units.unit_gradient import UnitGradient
 from fsharp.stateful.units.unit_state import UnitState
@@ -48,7 +48,7 @@ class BoundSchedule:
         }
         self._opens: dict[str, Memory] = {op.unit: op.opens for op in schedule.ops if op.opens}
         self.resting_gradients = {
-            name: units[name].trained_gradient.route.resting_gradient(self._arena_bytes(memory))
+            name: units[name].required_gradient.route.resting_gradient(self._arena_bytes(memory))
             for name, memory in self._opens.items()
         }
         self.ops: list[list[BoundOp]] = [[] for _ in self.events]
@@ -67,7 +67,7 @@ class BoundSchedule:
     def _bind_buckets(self) -> Iterator[BoundOp]:
         """Yield the first op of each bucket, bound together with the other ops of the bucket."""
         ops = self.schedule.ops
-        runs = bucket_ranges(ops)
+        runs = op_positions_by_bucket(ops)
         leader = [run[0] for run in runs for _ in run]
         blocks: dict[str, OutgoingBlock] = {}
         final_block: dict[str, list[list[torch.Tensor]]] = {}
@@ -83,9 +83,9 @@ class BoundSchedule:
             known: dict[str, Any] = {"may_run_late": self.events[op.at].kind in ("microbatch_end", "reduce")}
             if buffer in (OUTGOING, FINISHING):
                 assert unit is not None
-                route = unit.trained_gradient.route
+                route = unit.required_gradient.route
                 if spec.frees and known["may_run_late"] and op.memory is not None:
-                    late.append((op.memory, unit.trained_gradient))
+                    late.append((op.memory, unit.required_gradient))
             if buffer == FINISHING:
                 if op.unit not in final_block:
                     final_block[op.unit] = route.final_block(self._arena_bytes(op.memory))

@@ -146,7 +146,7 @@ class CallRecord:
         self._nodes: list[Sharded] = []
         self.status = CallStatus("new", "it has not been called", 0, 0)
 
-    def name_next_call(self) -> str:
+    def take_next_call_name(self) -> str:
         """Count a call, and return its name for labels."""
         self.num_calls += 1
         return f"{self.name} #{self.num_calls - 1}"
@@ -173,7 +173,7 @@ class CallRecord:
         """Restart the count of calls in labels from 0."""
         self.num_calls = 0
 
-    def nodes_by_unit(self, args: Any) -> dict[str, Sharded]:
+    def sharded_args_by_unit(self, args: Any) -> dict[str, Sharded]:
         """Return, by unit, the nodes (``Sharded``) at the positions among the arguments that earlier calls have recorded."""
         self._nodes = units_of(args)
         return {key: self._nodes[i] for key, i in self._positions.items() if i < len(self._nodes)}

@@ -75,11 +75,11 @@ class CapturedStep:
                 value other than a tensor, which the graph would repeat. The second error closes the scheduler on all ranks.
             AgreementError: another rank has failed.
         """
-        self._scheduled.scheduler.engine.steps.check_open()
+        self._scheduled.scheduler.engine.steps.check_scheduler_open()
         try:
             pairs = pairs_to_copy(self._batch, batch)
         except ScheduleError as error:
-            self._scheduled.scheduler.engine.steps.close_after_error(error)  # other ranks may have replayed the step
+            self._scheduled.scheduler.engine.steps.close_scheduler_after_error(error)  # other ranks may have replayed the step
             raise
         for held, new in pairs:
             held.copy_(new, non_blocking=True)

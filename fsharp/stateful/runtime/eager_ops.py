@@ -16,7 +16,7 @@ from fsharp.stateful.runtime.bound_op import BoundOp
 from fsharp.stateful.runtime.bound_schedule import BoundSchedule
 from fsharp.stateful.runtime.executor import Executor
 from fsharp.stateful.schedule import ops
-from fsharp.stateful.schedule.addresses import ArenaItem, lower_bound
+from fsharp.stateful.schedule.addresses import ArenaItem, peak_nbytes
 from fsharp.stateful.schedule.ops import REST, OpSpec, Phase, buffer_nbytes
 from fsharp.stateful.schedule.policy import SchedulePolicy
 from fsharp.stateful.schedule.program import Event, Program, UnitFacts
@@ -179,7 +179,7 @@ class EagerOps:
 
     def _cast_gradient(self, unit: UnitState, use: int) -> Iterator[BoundOp]:
         yield from self._end_reduction()
-        gradient = unit.trained_gradient
+        gradient = unit.required_gradient
         is_first = gradient.block is None
         if is_first:
             gradient.collect_in(self._allocate_outgoing_block(gradient))
@@ -187,7 +187,7 @@ class EagerOps:
 
     def _reduce_gradient(self, unit: UnitState) -> Iterator[BoundOp]:
         yield from self._end_reduction()
-        gradient = unit.trained_gradient
+        gradient = unit.required_gradient
         if not gradient.route.has_reduction:
             yield from self._accumulate(ops.ACCUMULATE, unit, block=gradient.block)
             return
@@ -215,7 +215,7 @@ class EagerOps:
             decoding = self._emit_op(decode, unit, phase, after=after)
             after = decoding.key[1]
             yield decoding
-        opens = self._assign_address(REST, unit) if spec.opens and not unit.trained_gradient.num_added else None
+        opens = self._assign_address(REST, unit) if spec.opens and not unit.required_gradient.num_added else None
         yield self._emit_op(spec, unit, phase, after=after, opens=opens, block=block)
         last = self._last["reduce"]
         self._executor.lanes.stream_wait_ops([(self._number, last)])  # before the memory of the reduction is released
@@ -224,7 +224,7 @@ class EagerOps:
     def ops_of_final_reduction(self, units: Units) -> Iterator[BoundOp]:
         """Yield the ops that reduce gradients to the optimizer's shards, with which the update runs."""
         for unit in units:
-            route = unit.trained_gradient.route
+            route = unit.required_gradient.route
             pieces = route.final_block(self._allocate(route.final_block_nbytes()))
             if ops.FINAL_ENCODE.has_ops_for(self._assumed_facts(unit)):
                 yield self._emit_op(ops.FINAL_ENCODE, unit, "finish")
@@ -296,4 +296,4 @@ class EagerOps:
         eager = replace(policy, prefetch=0, bucket_nbytes=0, gather_at_start=False, memory_budget=None)
         last = len(self.ops) - 1
         spans = [ArenaItem(n, ((fill or 0, last if free is None else free),)) for fill, free, n in buffer_lifetimes(self.ops)]
-        return Schedule(Program(tuple(facts), events), eager, tuple(self.ops), self._arena_nbytes, lower_bound(spans))
+        return Schedule(Program(tuple(facts), events), eager, tuple(self.ops), self._arena_nbytes, peak_nbytes(spans))

@@ -313,7 +313,7 @@ def _bind_cast(executor: Executor, bound: BoundOp) -> Action:
         if opens:
             gradient.open_arena_memory()
         assert executor.incoming is not None
-        gradient.cast(executor.incoming, block, is_first=first)
+        gradient.add_leaf_gradients(executor.incoming, block, is_first=first)
 
     return executor.action_after_waits(bound, action) if opens or fills else action
 
@@ -325,7 +325,7 @@ def _bind_encode(executor: Executor, bound: BoundOp) -> Action:
         assert gradient.block is not None
         gradient.encode(gradient.route.chains, gradient.block.collected)
 
-    return executor.action_on_lane(bound, gradient.encode_resting if bound.spec is ops.FINAL_ENCODE else start)
+    return executor.action_on_lane(bound, gradient.encode_for_final_reduction if bound.spec is ops.FINAL_ENCODE else start)
 
 
 def _bind_reduce(executor: Executor, bound: BoundOp) -> Action:

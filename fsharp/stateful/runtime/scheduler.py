@@ -82,7 +82,7 @@ class Scheduler(DelegatingComm):
     def _comm_and_label(self, label: str, *call: Any) -> tuple[Comm, str]:
         """Return the Comm for a user's own collective, and ``label`` with the step. Raise an error after the close."""
         steps = self.engine.steps
-        steps.check_open()
+        steps.check_scheduler_open()
         steps.executor.make_process_groups()
         return steps.own, steps.executor.with_step_prefix(label or "a call of the Comm")
 
@@ -154,7 +154,7 @@ class ScheduledFunction(ScheduledCalls):
             steps.now.check_thread()
             return self._fn(*args, comm=self.scheduler, **kwargs)
         step = steps.open_step(self.record, (args, kwargs))
-        with steps.closing_on_error(step):
+        with steps.closing_scheduler_on_error(step):
             result = self._fn(*args, comm=self.scheduler, **kwargs)
             steps.close_step(step)
         return result

@@ -121,7 +121,7 @@ class Step:
             unsharded = source.unsharded_by_unit[unit.key]
             full = unsharded.full
         else:
-            full = unit.full_unit_at_rest()
+            full = unit.ungathered_full_unit()
         assert full is not None
         use = UnitUse(unit, number, parent, unsharded, full)
         uses.forward.append(use)
@@ -141,7 +141,7 @@ class Step:
         use = next((use for use in reversed(self.uses.backward) if use.unit.layout.name == unit), None)
         if use is None:
             return None
-        return use.unsharded.full if use.unsharded is not None else use.unit.full_unit_at_rest()
+        return use.unsharded.full if use.unsharded is not None else use.unit.ungathered_full_unit()
 
     def buffer_for_backward(self, use: UnitUse) -> UnshardedBuffer:
         """Return the buffer of a use for its backward, gathered again if it was released."""
@@ -178,11 +178,11 @@ class Step:
         if self.is_over and not gathered:
             return
         if self.is_over or self._on_backward is not None:
-            self._call_on_backward(gathered)
+            self._run_backward_hook(gathered)
         for use in uses:
             self._begin_use_backward(use)
 
-    def _call_on_backward(self, gathered: Sequence[str]) -> None:
+    def _run_backward_hook(self, gathered: Sequence[str]) -> None:
         """Call the hook of :meth:`set_on_backward`. Raise an error if the step is over: the units ``gathered`` are released."""
         if self._on_backward is not None:
             self._on_backward()
@@ -217,7 +217,7 @@ class Step:
     def _receive_use_gradients(self, use: UnitUse, grads: Grads) -> None:
         """End the backward of a use, as autograd has computed ``grads``, the gradients of its leaves."""
         if self.is_over or self._on_backward is not None:
-            self._call_on_backward([use.unit.key])
+            self._run_backward_hook([use.unit.key])
         uses = self.uses
         if use not in uses.backward:
             self._begin_use_backward(use)

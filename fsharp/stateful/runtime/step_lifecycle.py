@@ -66,7 +66,7 @@ class StepLifecycle:
         self.comm, self.policy = comm, policy
         self.records, self._history = CallRecords(), SettingsHistory()
         self._closed: str | None = None
-        restart_replay.record_for_replay(lambda: self.close_after_error(CommError("a rank was restarted")))
+        restart_replay.record_for_replay(lambda: self.close_scheduler_after_error(CommError("a rank was restarted")))
         self._renew_executor(lanes_for(comm.device))
         restart_replay.record_for_replay(partial(self._begin_job_generation, self.own, self.executor))
 
@@ -76,16 +76,16 @@ class StepLifecycle:
         self.own, self.executor = own, executor
         executor.begin_job_generation()
         self.records.begin_job_generation()
-        self._reset_units()
+        self._reset_units_and_arena()
 
     def _renew_executor(self, lanes: Lanes) -> None:
         self.own = with_own_numbering(self.comm)
         separate_groups = bool(self.policy.separate_groups)
         transport = _transport_over(self.own, separate_groups=separate_groups)
         self.executor = Executor(transport, lanes, self.comm, self.own, separate_groups=separate_groups)
-        self._reset_units()
+        self._reset_units_and_arena()
 
-    def _reset_units(self) -> None:
+    def _reset_units_and_arena(self) -> None:
         self.registry = UnitRegistry(trivial=self.policy.trivial_axes)
         self.arena = Arena(self.executor, self.registry, self.policy)
         self.now: StepUnderWay | None = None
@@ -93,7 +93,7 @@ class StepLifecycle:
         self.num_updates = 0
         self.handed_out = HandedOutGradients()
 
-    def reopen(self) -> None:
+    def reopen_after_error(self) -> None:
         """Open the scheduler again on all ranks after an error, with new process groups and the same schedules."""
         if self._closed is not None:
             self._closed = None
@@ -115,7 +115,7 @@ class StepLifecycle:
         """
         self._history.add_settings(text)
         if self.now is not None:
-            self.executor.set_label_names(step=f"{self.now.title}{self._history_suffix}")
+            self.executor.set_label_names(step=f"{self.now.title}{self._history_label_suffix}")
 
     def reset_history(self) -> None:
         """Drop earlier steps and settings from labels of collectives, once all ranks have loaded the same values."""
@@ -127,23 +127,23 @@ class StepLifecycle:
         """Return all settings so far, for ranks to compare: a digest of older ones, then lines ``name=value``."""
         return self._history.text_to_compare
 
-    def labelling_outside_steps(self, comm: Comm) -> Comm:
+    def comm_labelled_by_history(self, comm: Comm) -> Comm:
         """Return ``comm`` for collectives outside of steps: its labels then have a digest of all settings so far."""
         return comm if self.now is not None else LabelPrefixComm(comm, f"after history {self._history.digest or 'none'}: ")
 
     @property
-    def _history_suffix(self) -> str:
+    def _history_label_suffix(self) -> str:
         return f" of history {self._history.digest}" if self._history.digest else ""
 
     def open_step(self, record: CallRecord, inputs: Any) -> Step:
         """Begin a step of a scheduled function. All calls until :meth:`close_step` are part of the step."""
-        with self.closing_on_error():
-            self._check_open_on_this_rank()
+        with self.closing_scheduler_on_error():
+            self._check_scheduler_open_locally()
             self._history.begin_step()
-            title = f"{record.name_next_call()} after {self.num_updates} updates"
-            self.executor.begin_step(f"{title}{self._history_suffix}")
+            title = f"{record.take_next_call_name()} after {self.num_updates} updates"
+            self.executor.begin_step(f"{title}{self._history_label_suffix}")
             self.registry.begin_step()
-            for key, node in record.nodes_by_unit(inputs).items():
+            for key, node in record.sharded_args_by_unit(inputs).items():
                 self.registry.bind_unbound_node(key, node)
             schedule = self.arena.bind_next_schedule(record, self.records)
             recorder = record.recorder if schedule is not None else None
@@ -167,16 +167,16 @@ class StepLifecycle:
         self._clear_step()
 
     @contextmanager
-    def closing_on_error(self, step: Step | None = None) -> Iterator[None]:
+    def closing_scheduler_on_error(self, step: Step | None = None) -> Iterator[None]:
         """Close the scheduler on all ranks if an error leaves this context, and ``step`` is None or under way."""
         try:
             yield
         except BaseException as error:
             if step is None or (self.now is not None and self.now.step is step):
-                self.close_after_error(error)
+                self.close_scheduler_after_error(error)
             raise
 
-    def close_after_error(self, error: BaseException) -> None:
+    def close_scheduler_after_error(self, error: BaseException) -> None:
         """Close the scheduler after an error: abandon the step under way, and tell other ranks of the error."""
         if self._closed is not None:
             return
@@ -187,18 +187,18 @@ class StepLifecycle:
         for unit in self.registry.units.values():
             unit.drop_references()
             if unit.gradient is not None:
-                unit.gradient.abandon(self._check_open_on_this_rank)
+                unit.gradient.abandon(self._check_scheduler_open_locally)
         self.arena.abandon_gathers()
         self._clear_step()
 
-    def check_open(self) -> None:
+    def check_scheduler_open(self) -> None:
         """Raise a ScheduleError if an error has closed this scheduler, or an AgreementError if another rank has failed."""
-        self._check_open_on_this_rank()
+        self._check_scheduler_open_locally()
         comm = innermost_comm(self.own)
         if isinstance(comm, ProcessGroupComm):
             comm.watch.raise_if_failed()
 
-    def _check_open_on_this_rank(self) -> None:
+    def _check_scheduler_open_locally(self) -> None:
         if self._closed is not None:
             why = f"this scheduler was closed by an earlier error: {self._closed}"
             raise ScheduleError(f"{why}\nMake a new scheduler: fs.Scheduler(comm) of the same Comm works.")
@@ -295,7 +295,7 @@ class StepLifecycle:
             return now.step
         step = self._step_outside_functions()
         if step is None:
-            self._check_open_on_this_rank()
+            self._check_scheduler_open_locally()
             self.registry.unbind_nodes()
             step = Step(self.executor, None, self.registry.units)
             self._step_outside_functions = weakref.ref(step)

@@ -53,7 +53,7 @@ def live_nbytes(items: Iterable[ArenaItem]) -> list[int]:
     return list(accumulate(change))[:-1]
 
 
-def lower_bound(items: Iterable[ArenaItem]) -> int:
+def peak_nbytes(items: Iterable[ArenaItem]) -> int:
     """Return the largest number of bytes that are live at one position: no arena can be smaller."""
     return max(live_nbytes(items), default=0)
 
@@ -70,7 +70,7 @@ def assign_addresses(items: tuple[ArenaItem, ...], *, max_nbytes: int | None = N
 
     Cost: about ``_MAX_COMPARISONS`` comparisons of two buffers, or those of one order, quadratic in the number of items.
     """
-    least, grain = lower_bound(items), math.gcd(*(item.nbytes for item in items)) or 1
+    least, grain = peak_nbytes(items), math.gcd(*(item.nbytes for item in items)) or 1
     if not items or (max_nbytes is not None and least > max_nbytes):
         return None if items else ()
     search, orders = _AddressSearch(items), list[list[int]]()

@@ -7,7 +7,7 @@ from functools import partial
 from itertools import chain
 
 from fsharp.errors import ScheduleError, problem
-from fsharp.stateful.schedule.addresses import ArenaItem, ByteRanges, assign_addresses, live_nbytes, lower_bound
+from fsharp.stateful.schedule.addresses import ArenaItem, ByteRanges, assign_addresses, live_nbytes, peak_nbytes
 from fsharp.stateful.schedule.emit import BucketsByCollective, emit_ops
 from fsharp.stateful.schedule.ops import Stream, buffer_nbytes
 from fsharp.stateful.schedule.policy import MAX_FINAL_REDUCTIONS, SchedulePolicy
@@ -70,7 +70,7 @@ def _emit_and_place(program: Program, policy: SchedulePolicy, max_final_reductio
         # With several microbatches gradients already rest in the arena, and a unit has one address in all microbatches.
         return best
     # Uses nest: the use whose backward comes first had the last forward.
-    peak_live_nbytes = lambda n: lower_bound(_arena_items(emit(first[:n]), program).values())  # noqa: E731
+    peak_live_nbytes = lambda n: peak_nbytes(_arena_items(emit(first[:n]), program).values())  # noqa: E731
     number = bisect_right(range(1, len(first) + 1), best[2], key=peak_live_nbytes)
     fewer, limit, most = 1 + number // 32, best[1], max(best[1], best[2] + best[2] // 50)
     while number > 0:
@@ -108,7 +108,7 @@ def place_buffers(unplaced: Sequence[UnplacedOp], program: Program, *, max_nbyte
         if op.buffer and op.frees:
             last, memory = op.marked_op or op, where[op.buffer]
             freed.set_value(memory.start, memory.stop, (last.spec.stream, position[id(last)]))
-    return ops, max((m.stop for m in where.values()), default=0), lower_bound(items.values())
+    return ops, max((m.stop for m in where.values()), default=0), peak_nbytes(items.values())
 
 
 def _open_gradients_early(unplaced: Sequence[UnplacedOp], items: Mapping[BufferKey, ArenaItem]) -> bool:

@@ -73,7 +73,7 @@ class ParameterOps:
     def emit_use(self, event: Event, phase: Phase, at: int) -> None:
         """Emit the wait for the unit of an event, and the unit's compute op."""
         unit, facts = event.unit, self._ops.facts[event.unit]
-        self._emit_update_wait(unit, at)
+        self._emit_wait_for_updated_gather(unit, at)
         if WAIT.has_ops_for(facts) and unit not in self._ready:
             self._ready.add(unit)
             op = self._ops.add_op(WAIT, unit, phase, at)
@@ -83,7 +83,7 @@ class ParameterOps:
                 self._arriving.append(op)
         self._ops.add_op(COMPUTE, unit, phase, at, use=event.use)
 
-    def _emit_update_wait(self, unit: str, at: int) -> None:
+    def _emit_wait_for_updated_gather(self, unit: str, at: int) -> None:
         """Emit the wait for the gather of a unit's updated parameters, which the previous step has begun; once in a step."""
         if self._carries and UPDATE_WAIT.has_ops_for(self._ops.facts[unit]) and unit not in self._waited_updates:
             self._waited_updates.add(unit)
@@ -101,7 +101,7 @@ class ParameterOps:
         self.emit_releases(at, "update")
         reduced, facts = self._ops.last_on_stream("reduce"), self._ops.facts
         for unit in facts:
-            self._emit_update_wait(unit, at)
+            self._emit_wait_for_updated_gather(unit, at)
         update = self._ops.add_op(UPDATE, "", "update", at, after=(*reduced, *self._fetched))
         self._updated = (update,)
         sent: dict[str, UnplacedOp] = {}

@@ -171,7 +171,7 @@ class Program:
         if open_:
             raise ScheduleError(f"Program(): the {open_[-1][0]} of {open_[-1][1]!r} has no end.")
 
-    def use_spans(self) -> Iterator[tuple[str, int, int]]:
+    def event_ranges_of_uses(self) -> Iterator[tuple[str, int, int]]:
         """Yield ``(unit, first event, last event)`` of each use, of forwards and of backwards, in order of the last events."""
         open_: list[int] = []
         for i, event in enumerate(self.events):

@@ -31,7 +31,7 @@ def plan_residency(
     """
     events = program.events
     in_use, staying = _buckets_in_use(events, buckets), _staying_buckets(events, buckets, frozenset(kept_uses))
-    wanted = _buckets_at_starts(events, policy, buckets, in_use, staying)
+    wanted = _resident_buckets_at_starts(events, policy, buckets, in_use, staying)
     after = _next_needed_buckets(events, wanted)
     held: dict[Bucket, None] = {}
     updated: tuple[Bucket, ...] = ()  # buckets that stay, and have to be gathered again after an update
@@ -72,7 +72,7 @@ def _staying_buckets(events: Sequence[Event], buckets: BucketOfUnit, kept_uses: 
     return result
 
 
-def _buckets_at_starts(
+def _resident_buckets_at_starts(
     events: Sequence[Event],
     policy: SchedulePolicy,
     buckets: BucketOfUnit,

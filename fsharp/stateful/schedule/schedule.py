@@ -127,7 +127,7 @@ class Schedule:
     def calls(self) -> Counter[Call]:
         """Return how often one rank issues each collective in a step; collectives of the caller's own are not counted."""
         facts = self.program.facts
-        return Counter(call for issued in bucketed_ops(self.ops) for call in collectives_of_bucket(issued, facts))
+        return Counter(call for issued in group_ops_by_bucket(self.ops) for call in collectives_of_bucket(issued, facts))
 
     @property
     def host_copy_nbytes(self) -> int:
@@ -184,15 +184,15 @@ class Schedule:
             raise ScheduleError(f"Schedule.from_json(): not a schedule: {why}") from error
 
 
-def bucket_ranges(ops: Sequence[Op]) -> list[list[int]]:
+def op_positions_by_bucket(ops: Sequence[Op]) -> list[list[int]]:
     """Return the positions of the ops of each bucket, in order. An op that is in no bucket is alone."""
     keys = [i if op.bucket == -1 else (op.kind, op.bucket) for i, op in enumerate(ops)]
     return [list(run) for _, run in groupby(range(len(ops)), keys.__getitem__)]
 
 
-def bucketed_ops(ops: Sequence[Op]) -> list[tuple[Op, ...]]:
+def group_ops_by_bucket(ops: Sequence[Op]) -> list[tuple[Op, ...]]:
     """Return the ops of each bucket, in order. An op that is in no bucket is alone."""
-    return [tuple(ops[i] for i in run) for run in bucket_ranges(ops)]
+    return [tuple(ops[i] for i in run) for run in op_positions_by_bucket(ops)]
 
 
 class BufferLifetime(NamedTuple):

@@ -66,11 +66,11 @@ class Timeline:
     def overlap(self) -> float:
         """Fraction of the collectives' time in which the compute stream works; 1 if there are no collectives."""
         computing = [span for span in self.spans if span.stream == "compute" and span.kind != WAITING]
-        working = union_of_intervals(piece for span in computing for piece in self.pieces_in_step(span))
+        working = union_of_intervals(piece for span in computing for piece in self.wrap_span_into_step(span))
         total, hidden, kinds_that_send = 0.0, 0.0, kinds_with_collectives()
         for stream in STREAMS:
             sent = [s for s in self.spans if s.stream == stream and s.kind in kinds_that_send]
-            sending = union_of_intervals(piece for span in sent for piece in self.pieces_in_step(span))
+            sending = union_of_intervals(piece for span in sent for piece in self.wrap_span_into_step(span))
             total += total_length(sending)
             hidden += total_length(sending) + total_length(working) - total_length(union_of_intervals([*sending, *working]))
         return min(max(hidden / total, 0.0), 1.0) if total else 1.0
@@ -104,7 +104,7 @@ class Timeline:
             return sum((span.seconds for span in chosen), 0.0)
         return sum(stop - start for _, start, stop in {(s.stream, s.start_s, s.stop_s) for s in chosen})
 
-    def pieces_in_step(self, span: TimeSpan) -> Iterator[Interval]:
+    def wrap_span_into_step(self, span: TimeSpan) -> Iterator[Interval]:
         """Yield the parts of a span within ``0`` to ``step_s``. Move a part after the step's end to the step's beginning."""
         start, stop = span.start_s, span.stop_s
         if stop <= self.step_s or self.step_s <= 0:

@@ -197,7 +197,7 @@ class Transport(ABC):
         added = Work(add)
         return [Work(added.wait, out) for out in outs]
 
-    def gather_without_padding(
+    def gather_and_drop_padding(
         self, xs: Sequence[torch.Tensor], outs: Sequence[torch.Tensor], axis: str, n: int, label: str
     ) -> Work:
         """Gather every rank's ``xs[i]`` into ``outs[i]``, in one all_gather; drop padding beyond the end of ``outs[i]``."""

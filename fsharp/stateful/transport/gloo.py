@@ -109,7 +109,7 @@ class GlooTransport(Transport):
         the outcome of the collective, if it exists already.
         """
         post = partial(messages.exchange, send, receive, mine)
-        return self._post_and_finish(kind, post, messages.wait, outcome or CollectiveOutcome(messages.call))
+        return self._run_in_two_workers(kind, post, messages.wait, outcome or CollectiveOutcome(messages.call))
 
     def _exchange_and_sum_parts(
         self,
@@ -160,9 +160,9 @@ class GlooTransport(Transport):
             messages.wait(sent)
             return then()
 
-        return self._post_and_finish("reduce", post, finish, CollectiveOutcome(messages.call, second_outcome))
+        return self._run_in_two_workers("reduce", post, finish, CollectiveOutcome(messages.call, second_outcome))
 
-    def _post_and_finish(
+    def _run_in_two_workers(
         self, kind: str, post: Callable[[], Any], finish: Callable[[Any], Any], outcome: CollectiveOutcome
     ) -> Work:
         """Run a collective in two workers: one calls ``post``, to send; then worker ``kind`` calls ``finish``, to wait."""

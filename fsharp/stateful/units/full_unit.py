@@ -130,7 +130,7 @@ class FullUnit:
                 for column in unit.groups[g].dtypes.stored_format.plane_columns(rows, unit.groups[g].capacity):
                     flat[start : start + column.numel()].view(num_parts, -1).copy_(column)
                     start += aligned(column.numel())
-        self.give_memory_to_leaves()
+        self.restore_leaf_memory()
 
     def leaves(self) -> list[torch.Tensor]:
         """Return the stored leaves, as new aliases in each call."""
@@ -173,7 +173,7 @@ class FullUnit:
             each.take_memory()
         return alive
 
-    def adopt_leaves(self, handed_out: list[HandedOutLeaf]) -> None:
+    def restore_released_leaves(self, handed_out: list[HandedOutLeaf]) -> None:
         """Give this unit's memory to ``handed_out``: leaves that had the same values in other memory, which was released."""
         self._handed_out = handed_out
         for each in handed_out:
@@ -193,7 +193,7 @@ class FullUnit:
         """Set the version counter of all handed-out leaves. Autograd refuses leaves that it saved at another version.
 
         Leaves with a tensor class of their own have no version that autograd checks. So their memory is taken from them and
-        from their aliases. :meth:`give_memory_to_leaves` gives the memory back to leaves of the same version.
+        from their aliases. :meth:`restore_leaf_memory` gives the memory back to leaves of the same version.
         """
         torch._C._autograd._unsafe_set_version_counter(self._aliases, (version,) * len(self._aliases))
         if not self._classed:
@@ -204,7 +204,7 @@ class FullUnit:
         else:
             self._version = version
 
-    def give_memory_to_leaves(self) -> None:
+    def restore_leaf_memory(self) -> None:
         """Give gathered memory back to leaves of tensor classes, and recompute their derived data, such as transposes."""
         for each in self._handed_out:
             each.give_memory(self.storage)

@@ -80,7 +80,7 @@ class GradientRoute:
         """Return ``(number of elements, dtype)`` of one group's tensors in a block: collected, sent, scratch, received."""
         if not self.has_reduction:
             return [(chain.size, chain.dtypes.accumulate)]
-        collected: FlatSizes = [(chain.size, chain.dtypes.accumulate)] if _collects_apart(chain, several_uses) else []
+        collected: FlatSizes = [(chain.size, chain.dtypes.accumulate)] if _sends_copy(chain, several_uses) else []
         received: FlatSizes = [(chain.stages[-1].out, chain.dtypes.accumulate)] if chain.casts_last else []
         return [*collected, (chain.size, chain.first), *chain.scratch_sizes(), *received]
 
@@ -102,7 +102,7 @@ class GradientRoute:
         rows = _carve_rows(memory, [self._outgoing_sizes(chain, several_uses) for chain in self.chains])
         for chain, row in zip(self.chains, rows, strict=True):
             collected.append(row.pop(0))
-            sent.append(row.pop(0) if self.has_reduction and _collects_apart(chain, several_uses) else collected[-1])
+            sent.append(row.pop(0) if self.has_reduction and _sends_copy(chain, several_uses) else collected[-1])
             received.append(row.pop() if self.has_reduction and chain.casts_last else None)
         leaves, padding = self.leaf_table.trained_leaves(dict(zip(self.unit.trainable_groups, collected, strict=True)))
         return OutgoingBlock(leaves, padding, collected, sent, rows, received)
@@ -112,7 +112,7 @@ class GradientRoute:
         return _carve_rows(memory, self._final_block_sizes())
 
 
-def _collects_apart(chain: ReductionChain, several_uses: bool) -> bool:
+def _sends_copy(chain: ReductionChain, several_uses: bool) -> bool:
     """Return whether gradients are collected in the accumulation dtype, and sent from other memory, in another dtype."""
     return chain.casts_first and (several_uses or chain.rounds_gradients)
 

@@ -113,7 +113,7 @@ class UnitGradient:
         """Move the gradient from the arena to memory of its own. Return False if a view that a caller holds prevents this."""
         self._arena_rest, self._is_open = None, False
         if self.rest.in_arena:
-            if not self.rest.move_to(self._own):
+            if not self.rest.try_move_into(self._own):
                 return False
             self.rest = self._own
         return True
@@ -155,7 +155,7 @@ class UnitGradient:
                 target.copy_(source)
         self.block = block
 
-    def cast(self, grads: Grads, block: OutgoingBlock | None, *, is_first: bool) -> None:
+    def add_leaf_gradients(self, grads: Grads, block: OutgoingBlock | None, *, is_first: bool) -> None:
         """Add a use's gradients to ``block``, or with ``is_first`` overwrite it. For None add to the gradient at rest."""
         if self._ignored:
             grads = [None if i in self._ignored else grad for i, grad in enumerate(grads)]
@@ -198,7 +198,7 @@ class UnitGradient:
         pairs = zip(chains, buffers, strict=True)
         self._encoded = [chain.encode(x, self._residuals) for chain, x in pairs]
 
-    def encode_resting(self) -> None:
+    def encode_for_final_reduction(self) -> None:
         """Encode the gradient at rest for its reduction to the optimizer's shards: see :meth:`final_reduction_inputs`."""
         self.wait()
         self.zero_if_missing()

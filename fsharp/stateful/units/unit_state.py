@@ -105,7 +105,7 @@ class UnitState:
         return self.tree_label
 
     @torch.inference_mode(False)  # the result is kept, and may be trained later
-    def full_unit_at_rest(self) -> FullUnit:
+    def ungathered_full_unit(self) -> FullUnit:
         """Return the full parameters of a unit that rests in full, which needs no gather. Wait until its buffers are filled."""
         assert self.node is not None
         buffers = self.node.buffers
@@ -124,7 +124,7 @@ class UnitState:
         return self._at_rest[1]
 
     @property
-    def trained_gradient(self) -> UnitGradient:
+    def required_gradient(self) -> UnitGradient:
         """The gradient of a trained unit. An assertion fails for a frozen unit."""
         assert self.gradient is not None
         return self.gradient

@@ -111,7 +111,7 @@ class UnshardedBuffer:
         elif self.where is not None:
             full.set_version(self._version)
         if self.where is None:
-            full.adopt_leaves(self._leaves_without_memory)
+            full.restore_released_leaves(self._leaves_without_memory)
         self.is_encoded = self._layout.has_stored_formats
         gather_inputs: list[GatherInput] = []
         for group, (x, outs) in enumerate(zip(node.raw_buffers, self._outs, strict=True)):
@@ -150,7 +150,7 @@ class UnshardedBuffer:
             self._leaves_without_memory = self.full.take_memory_from_leaves()
             storage = StorageWeakRef(self.memory.untyped_storage())
             self.memory, self.full, self._outs = None, None, []
-            self.was_held = not _is_freed_soon(storage)
+            self.was_held = not _wait_until_freed(storage)
         else:
             self.full.set_version(RELEASED_VERSION)
             if self._poison:
@@ -164,7 +164,7 @@ class UnshardedBuffer:
             self.full.set_version(RELEASED_VERSION)
 
 
-def _is_freed_soon(storage: StorageWeakRef) -> bool:
+def _wait_until_freed(storage: StorageWeakRef) -> bool:
     """Return whether no reference to a storage is left. A thread that ends a collective has 5 ms to drop its reference."""
     for _ in range(5):
         if storage.expired():

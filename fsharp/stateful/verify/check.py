@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from fsharp.errors import ScheduleError, problem
 from fsharp.stateful.schedule.ops import PARAMS, RESTING, STREAMS, OpSpec
-from fsharp.stateful.schedule.schedule import Op, Schedule, bucket_ranges
+from fsharp.stateful.schedule.schedule import Op, Schedule, op_positions_by_bucket
 
 UNDO_REMEDY = "Undo the edit, or compile the program again."
 _GATHER, _COMPUTE = STREAMS.index("gather"), STREAMS.index("compute")
@@ -21,7 +21,7 @@ class HappensBefore:
         self.ops = ops
         self.last_update = max((i for i, op in enumerate(ops) if op.spec.changes == RESTING), default=len(ops))
         self._streams = [STREAMS.index(op.stream) for op in ops]
-        runs = bucket_ranges(ops)
+        runs = op_positions_by_bucket(ops)
         self._starts, self._ends = [run[0] for run in runs for _ in run], [run[-1] for run in runs for _ in run]
         clocks = zip(self._compute_clocks(-1), self._streams, strict=True)
         waited = max((over[_GATHER] for over, stream in clocks if stream == _COMPUTE), default=-1)  # the last gather waited for

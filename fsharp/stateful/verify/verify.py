@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from fsharp.errors import ScheduleError, problem
 from fsharp.stateful.schedule.ops import OPS, PARAMS, OpSpec, expected_phases_text
 from fsharp.stateful.schedule.program import UnitFacts
-from fsharp.stateful.schedule.schedule import VECTOR_NBYTES, Op, Schedule, bucketed_ops, coalescing_key
+from fsharp.stateful.schedule.schedule import VECTOR_NBYTES, Op, Schedule, coalescing_key, group_ops_by_bucket
 from fsharp.stateful.verify.check import UNDO_REMEDY, HappensBefore, ScheduleCheck, op_error
 from fsharp.stateful.verify.gradients import GradientCheck
 from fsharp.stateful.verify.memory import DerivedBufferCheck, MemoryCheck, OffloadedStateCheck, PolicyLimitsCheck
@@ -67,7 +67,7 @@ def verify_ranks(schedules: Sequence[Schedule]) -> None:
 def _collective_texts(schedule: Schedule) -> list[str]:
     facts = schedule.program.facts
     queue: list[str] = []
-    for issued in bucketed_ops(schedule.ops):
+    for issued in group_ops_by_bucket(schedule.ops):
         texts = []
         for op in issued:
             calls = ", ".join(f"{c.op} {c.axis} {c.nbytes}" for c in op.spec.collectives(facts[op.unit]))

@@ -72,7 +72,7 @@ def test_local_leaves_tile_each_leaf_and_padding_is_zero(case, place):
                 assert node.buffers[i].shape == (node.unit.local_size(group, node.place),)
                 spans = {span.leaf: (span.first, span.last) for span in node.unit.leaf_spans(group, node.place, rank)}
                 for leaf in node.unit.leaves_of_group(group):
-                    assert node.unit.run_of_leaf(leaf, node.place, rank) == spans.get(leaf, (0, 0))
+                    assert node.unit.leaf_range_on_rank(leaf, node.place, rank) == spans.get(leaf, (0, 0))
                 for span in node.unit.leaf_spans(group, node.place, rank):
                     path = node.unit.path_in_tree(span.leaf)
                     piece = node.local_leaves(rank)[path]

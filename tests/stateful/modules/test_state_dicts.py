@@ -48,7 +48,7 @@ def assembled(parts):
     flat, seen = whole.view(-1), torch.zeros(whole.numel(), dtype=torch.bool)
     for each in parts:
         low, high = each.flat_range
-        assert first.unit.run_of_leaf(first.leaf, first.place, each.rank) == (low, high)
+        assert first.unit.leaf_range_on_rank(first.leaf, first.place, each.rank) == (low, high)
         assert each.local.numel() == high - low
         assert torch.equal(flat[low:high][seen[low:high]], each.local.view(-1)[seen[low:high]])
         flat[low:high], seen[low:high] = each.local.view(-1), True

@@ -141,7 +141,7 @@ def test_a_state_is_copied_right_after_a_step(way):
 
 def late_flights(monkeypatch, is_late, wait):
     """Have this rank's sends of some flights come late, as a busy machine might: after a wait."""
-    fly = GlooTransport._post_and_finish
+    fly = GlooTransport._run_in_two_workers
 
     def slow(self, kind, post, finish, crew):
         waits = is_late(kind)
@@ -153,7 +153,7 @@ def late_flights(monkeypatch, is_late, wait):
 
         return fly(self, kind, late, finish, crew)
 
-    monkeypatch.setattr(GlooTransport, "_post_and_finish", slow)
+    monkeypatch.setattr(GlooTransport, "_run_in_two_workers", slow)
 
 
 def test_two_threads_wait_for_parameters_that_are_on_their_way():

@@ -11,7 +11,7 @@ from fsharp.stateful.schedule.compile import compile_schedule
 from fsharp.stateful.schedule.costs import bucket_limits, group_into_buckets
 from fsharp.stateful.schedule.policy import SchedulePolicy
 from fsharp.stateful.schedule.program import UnitFacts
-from fsharp.stateful.schedule.schedule import bucketed_ops, coalescing_key
+from fsharp.stateful.schedule.schedule import coalescing_key, group_ops_by_bucket
 from fsharp.stateful.verify.verify import verify
 from tests.edited_schedules import in_a_row
 from tests.random_programs import policies, programs
@@ -36,7 +36,7 @@ def blocks(num, nbytes, *, microbatches=1, **fields):
 
 def issued(schedule, kind, *phases):
     """The units of each collective of a kind, in the order of issue."""
-    groups = [ops for ops in bucketed_ops(schedule.ops) if ops[0].kind == kind and ops[0].phase in phases]
+    groups = [ops for ops in group_ops_by_bucket(schedule.ops) if ops[0].kind == kind and ops[0].phase in phases]
     return [tuple(op.unit for op in ops) for ops in groups]
 
 
@@ -98,7 +98,7 @@ def test_the_reduction_of_a_bucket_begins_with_the_last_cast_of_it():
     """And the bucket before is added when the last unit of this one casts: it has run beneath all of this one's backward."""
     schedule = compile_schedule(blocks(24, SMALL, finish=(), finishing=0), SchedulePolicy())
     ops = schedule.ops
-    for group in bucketed_ops(ops):
+    for group in group_ops_by_bucket(ops):
         if group[0].kind == "reduce":
             at = {op.at for op in group}
             casts = [op.at for op in ops if op.kind == "cast" and op.unit in {each.unit for each in group}]
@@ -125,7 +125,7 @@ def test_buckets_change_what_is_one_collective_and_no_byte(program, policy):
     for kind, phase in (("reduce", "backward"), ("reduce", "finish"), ("gather", "update")):
         assert sent(joined, kind, phase) == sent(alone, kind, phase)
     facts = {unit.name: unit for unit in program.units}
-    for group in bucketed_ops(joined.ops):
+    for group in group_ops_by_bucket(joined.ops):
         assert len({(op.kind, op.phase, op.at, coalescing_key(op.spec, facts[op.unit])) for op in group if len(group) > 1}) <= 1
 
 

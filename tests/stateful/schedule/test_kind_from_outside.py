@@ -18,7 +18,7 @@ from fsharp.stateful.runtime.executor import BIND
 from fsharp.stateful.schedule.compile import compile_schedule
 from fsharp.stateful.schedule.ops import OPS, OUTGOING, PARAMS, RESTING, OpSpec, declare_op, kinds_where
 from fsharp.stateful.schedule.policy import SchedulePolicy
-from fsharp.stateful.schedule.schedule import Schedule, bucketed_ops
+from fsharp.stateful.schedule.schedule import Schedule, group_ops_by_bucket
 from fsharp.stateful.verify.verify import verify
 from fsharp.testing import DebugPolicy, checking_races, simulate
 from fsharp.testing.ordering import Access
@@ -385,7 +385,7 @@ def test_there_may_be_one_behind_each_kind(kind):
         for ours, theirs in zip(found, expected, strict=True):
             assert_same_training(ours, theirs)
         wanted = []
-        for issued in bucketed_ops([op for op in schedule.ops if op.kind != "probe"]):
+        for issued in group_ops_by_bucket([op for op in schedule.ops if op.kind != "probe"]):
             wanted += issued
             wanted += [("probe", op.unit, op.phase, op.at) for op in issued if op.kind == kind]
         assert [op if op.kind != "probe" else ("probe", op.unit, op.phase, op.at) for op in schedule.ops] == wanted

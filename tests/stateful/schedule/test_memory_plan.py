@@ -12,7 +12,7 @@ import fsharp as fs
 from benchmarks import gpt
 from benchmarks.compile import program_of, sizes_of
 from fsharp.stateful.schedule import addresses as arena
-from fsharp.stateful.schedule.addresses import ArenaItem, assign_addresses, lower_bound
+from fsharp.stateful.schedule.addresses import ArenaItem, assign_addresses, peak_nbytes
 from fsharp.stateful.schedule.compile import compile_schedule, place_buffers
 from fsharp.stateful.schedule.emit import BucketsByCollective, emit_ops
 from fsharp.stateful.schedule.policy import SchedulePolicy
@@ -46,7 +46,7 @@ def check(items, starts):
             if later >= start + item.nbytes:
                 break
             assert not clash(item, other), (start, item, later, other)
-    return peak(items, starts) / max(lower_bound(items), 1)
+    return peak(items, starts) / max(peak_nbytes(items), 1)
 
 
 @st.composite
@@ -60,7 +60,7 @@ def item_lists(draw, max_size=24):
 
 @given(item_lists())
 def test_the_bound_is_what_is_live_at_once(items):
-    assert lower_bound(items) == max((sum(items[i].nbytes for i in live_at(items, k)) for k in range(31)), default=0)
+    assert peak_nbytes(items) == max((sum(items[i].nbytes for i in live_at(items, k)) for k in range(31)), default=0)
 
 
 @given(item_lists())
@@ -68,7 +68,7 @@ def test_no_two_buffers_overlap(items):
     starts = assign_addresses(items)
     check(items, starts)
     assert starts == assign_addresses.__wrapped__(items)  # not from its cache
-    assert lower_bound(items) <= peak(items, starts) <= sum(item.nbytes for item in items)
+    assert peak_nbytes(items) <= peak(items, starts) <= sum(item.nbytes for item in items)
 
 
 def smallest(items):
@@ -90,7 +90,7 @@ def test_the_arena_is_the_smallest_there_is_where_that_can_be_searched(items):
 def test_one_address_may_need_more_than_is_live_at_once():
     """Each two of three meet, though never all of them: with one address each they stand side by side."""
     items = (ArenaItem(64, ((0, 1), (4, 5))), ArenaItem(64, ((0, 1), (2, 3))), ArenaItem(64, ((2, 3), (4, 5))))
-    assert lower_bound(items) == 128
+    assert peak_nbytes(items) == 128
     assert peak(items, assign_addresses(items)) == 192
 
 

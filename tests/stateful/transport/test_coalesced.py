@@ -14,7 +14,7 @@ from fsharp.errors import FsharpError, ScheduleError
 from fsharp.functional.layout.sharded import trainable
 from fsharp.inspect.tables import compare
 from fsharp.stateful.schedule.compile import compile_schedule
-from fsharp.stateful.schedule.schedule import bucketed_ops
+from fsharp.stateful.schedule.schedule import group_ops_by_bucket
 from fsharp.stateful.transport import gloo
 from fsharp.stateful.transport.base import Summand
 from fsharp.stateful.transport.blocking import BlockingTransport
@@ -49,7 +49,9 @@ JOINED = {"bucket_nbytes": 700}
 
 def together(schedule, kind, phase):
     """How many units share a collective at most."""
-    return max((len(ops) for ops in bucketed_ops(schedule.ops) if (ops[0].kind, ops[0].phase) == (kind, phase)), default=0)
+    return max(
+        (len(ops) for ops in group_ops_by_bucket(schedule.ops) if (ops[0].kind, ops[0].phase) == (kind, phase)), default=0
+    )
 
 
 def assert_joined(schedule):
@@ -137,7 +139,7 @@ def test_units_of_other_dtypes_stay_alone():
         facts = {unit.name: unit.wire for unit in found.schedule.program.units}
         assert facts["layers.1"] is None
         assert facts["layers.3"] != facts["layers.0"] == facts["embed"]
-        joined = {tuple(op.unit for op in ops) for ops in bucketed_ops(found.schedule.ops) if len(ops) > 1}
+        joined = {tuple(op.unit for op in ops) for ops in group_ops_by_bucket(found.schedule.ops) if len(ops) > 1}
         assert joined == {("embed", "layers.0"), ("layers.0", "embed")}, joined
 
 
@@ -252,7 +254,7 @@ def test_one_unit_of_a_bucket_has_other_values_than_were_gathered_for_it(hidden)
 
     _, [step] = run_both(program, DP, **JOINED)
     assert step.num_unscheduled_calls == 1
-    carried = [ops for ops in bucketed_ops(step.schedule.ops) if ops[0].at == len(step.schedule.program.events) - 1]
+    carried = [ops for ops in group_ops_by_bucket(step.schedule.ops) if ops[0].at == len(step.schedule.program.events) - 1]
     assert ("embed", "layers.0") in {tuple(op.unit for op in ops)[:2] for ops in carried if ops[0].phase == "forward"}
 
 
@@ -364,7 +366,7 @@ def test_a_trace_shows_a_bucket_as_one_collective():
     for trace, schedule, calls in processes(DP, traced):
         assert calls == schedule.calls() + of_the_loss(DP)
         timeline = trace.timeline(schedule)
-        for ops in bucketed_ops(schedule.ops):
+        for ops in group_ops_by_bucket(schedule.ops):
             if len(ops) > 1:
                 positions = {schedule.ops.index(op) for op in ops}
                 spans = {(s.start_s, s.stop_s) for s in timeline.spans if s.op in positions and s.kind == ops[0].kind}
@@ -377,7 +379,7 @@ def test_a_trace_shows_a_bucket_as_one_collective():
 
 def traced_late(comm):
     """A step under ddp whose sums are handed out late, and in which rank 1 computes for longer."""
-    fly = gloo.GlooTransport._post_and_finish
+    fly = gloo.GlooTransport._run_in_two_workers
 
     def late(transport, kind, post, finish, flight):
         return fly(transport, kind, post, lambda posted: (time.sleep(LATE_S * (kind == "share")), finish(posted))[1], flight)
@@ -390,7 +392,7 @@ def traced_late(comm):
     state = make_state(comm, "ddp", tx=tx, params=make_params(layers=LAYERS))
     step = fs.Scheduler(comm, bucket_nbytes=0)(fs.train_step(loss, tx, donate=True))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(gloo.GlooTransport, "_post_and_finish", late)
+        patch.setattr(gloo.GlooTransport, "_run_in_two_workers", late)
         [state, _], trace = step(state, my_batches(comm, 1)[0]), step.start_trace()
         state, _ = step(state, my_batches(comm, 1)[0])
     return trace.timeline(step.schedule)

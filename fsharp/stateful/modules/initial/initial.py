@@ -29,7 +29,7 @@ Initializer = Callable[[nn.Module], None]
 _UNWRITTEN_BYTE = 0x55  # the value of integers that were not written
 
 
-def settings_of_initial_values(
+def initializer_settings_texts(
     module: nn.Module, comm: Comm, *, key: int, initialize: Initializer | None, sync_from: int | None
 ) -> dict[str, str]:
     """Return the settings of a module's initial values, as texts by name, for ranks to compare.

@@ -29,12 +29,12 @@ def using_averaged_parameters(session: Session, opt_state: Any) -> Iterator[None
     own = [target.detach().clone() for target in targets]
     session.is_averaged = True
     try:
-        state.fill_buffers([shown[key] for key in averages], list(averages.values()))
+        state.copy_into_buffers([shown[key] for key in averages], list(averages.values()))
         with preserving_amax_histories(session.layout):
             state.copy_to_resting_parameters()
         yield
     finally:
-        state.fill_buffers(targets, own)
+        state.copy_into_buffers(targets, own)
         session.is_averaged = False
 
 

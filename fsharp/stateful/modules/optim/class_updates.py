@@ -74,7 +74,7 @@ class ClassUpdates:
             found.append(max(try_at(), try_at([shapes], check_steps)) if check_steps and shapes else try_at())
         scopes = []
         for scope, mine in zip(found, trained, strict=True):
-            parts, what = [p for p in mine if p.is_cut], "whole parameters or their shapes, and ranks hold parts of"
+            parts, what = [p for p in mine if p.is_split], "whole parameters or their shapes, and ranks hold parts of"
             if UpdateScope.EVERYTHING in found:
                 scope, parts = UpdateScope.EVERYTHING, [p for p in mine if not p.is_whole_on_every_rank or p.place.varying_axes]
                 what = "several parameters at once, or draws random numbers, and other ranks hold parts of"
@@ -151,7 +151,7 @@ class ClassUpdates:
         fresh = self.fresh_state(path, self.inner.param_groups)
         return {key: value for key, value in fresh.items() if isinstance(value, ShardedTensor)}
 
-    def trained_by_path(self) -> dict[str, ShardedTensor]:
+    def trained_parameters_by_path(self) -> dict[str, ShardedTensor]:
         """Return, by path, the parameters that may have state: trained ones with at least one element."""
         mine = {path for labels in self._labels for path in labels}
         return {path: p for path, p in self._session.parameters.items() if path in mine and p.is_trained and p.leaf.numel}
@@ -170,11 +170,11 @@ class ClassUpdates:
     def _states_by_path(self) -> StatesByPath:
         return {path: self.state_of(path) for path in self._places}
 
-    def states_of_all_ranks(self) -> StatesByPath:
+    def copy_completed_states(self) -> StatesByPath:
         """Return copies of this rank's states, with the state names of other ranks added. All ranks call this."""
         # Copied for each leaf: leaves of a slice share the tensor "step", which torch would increment once for each leaf.
         mine = {path: copy.deepcopy(state) for path, state in self._states_by_path().items()}
-        return fill_in_missing_states(mine, self.trained_by_path(), self._session.reopened_scheduler())
+        return fill_in_missing_states(mine, self.trained_parameters_by_path(), self._session.reopened_scheduler())
 
     def replace_states(self, states: StatesByPath) -> None:
         """Replace all states. A parameter that is not in ``states`` has no state afterwards."""

@@ -14,7 +14,7 @@ from fsharp.functional.comm.equal_values import check_same_on_ranks
 from fsharp.functional.layout.sharded import units_of
 from fsharp.functional.optim.base import as_transform
 from fsharp.functional.optim.elementwise_check import with_elementwise_check
-from fsharp.functional.optim.wrappers import without_updates
+from fsharp.functional.optim.wrappers import with_frozen_paths
 from fsharp.functional.state import MadeBy
 from fsharp.stateful.modules.optim.averaged import using_averaged_parameters
 from fsharp.stateful.modules.optim.class_updates import ClassUpdates
@@ -23,7 +23,7 @@ from fsharp.stateful.modules.optim.states import (
     StateByParameter,
     check_param_groups,
     group_texts,
-    option_error,
+    option_access_error,
     options_text,
     states_from_state_dict,
     transform_state_from_state_dict,
@@ -129,9 +129,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
             tx = self._updates.as_transform(self.param_groups)
         else:
             if unread := sorted(self.param_groups[0].keys() - {"params", "param_names"}):
-                raise option_error(unread[0])
+                raise option_access_error(unread[0])
             paused = self._session.paused & self._session.step.means.missing
-            tx = without_updates(self._tx, paused) if paused else self._tx
+            tx = with_frozen_paths(self._tx, paused) if paused else self._tx
         if self._session.step.updated_by not in (None, id(self)):
             raise ScheduleError(
                 "step(): another optimizer of this module has made the step, and has used up the gradients. Put all parameters "
@@ -222,7 +222,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """
         check_no_dtensors("state_dict()", self._session)
         if self._updates is not None:
-            states: Any = self._updates.states_of_all_ranks()
+            states: Any = self._updates.copy_completed_states()
         else:
             states = self._session.state.train_state.opt
             for node in units_of(states):
@@ -243,7 +243,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         check_no_dtensors("state_template()", self._session)
         if self._updates is None:
             return self.state_dict()
-        chosen = [path for path in self._updates.trained_by_path() if is_saved(f"state.{path}")]
+        chosen = [path for path in self._updates.trained_parameters_by_path() if is_saved(f"state.{path}")]
         states = {path: self._updates.fresh_state(path, self.param_groups) for path in chosen}
         return {"state": states, "param_groups": self._groups_with_paths()}
 
@@ -271,7 +271,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             if self._updates is None:
                 return transform_state_from_state_dict(state_dict["state"], self._session.state.train_state.opt, comm.rank)
             fresh = partial(self._updates.fresh_state, groups=state_dict["param_groups"])
-            return states_from_state_dict(state_dict["state"], self._updates.trained_by_path(), fresh)
+            return states_from_state_dict(state_dict["state"], self._updates.trained_parameters_by_path(), fresh)
 
         states, compared = check_on_all_ranks(where, comm, check, lambda _: group_texts(state_dict["param_groups"]))
         values, varying = ({name: each[i] for name, each in compared.items()} for i in (0, 1))
@@ -294,7 +294,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         Cost: a gather of all state. Memory: a copy of this rank's state, and one full unit of one kind of state.
         """
         where, comm = "full_state_dict()", self._session.comm_outside_steps()
-        self._updates_of_class(where)
+        self._require_class_updates(where)
         found = self.state_dict()
         return found if make_parts_whole_(where, found["state"].values(), rank, comm, kind_of=lambda key: key) else {}
 
@@ -308,16 +308,16 @@ class ShardedOptimizer(torch.optim.Optimizer):
         Cost: two ``all_reduce`` of each tensor's bytes along each axis. Memory: this rank's state twice, and one whole tensor.
         """
         where = "load_full_state_dict()"
-        updates = self._updates_of_class(where)
+        updates = self._require_class_updates(where)
         # Every rank keeps a tensor without dims whole.
-        like = {("state", path): part for path, part in updates.trained_by_path().items() if part.full_shape}
+        like = {("state", path): part for path, part in updates.trained_parameters_by_path().items() if part.full_shape}
         self.load_state_dict(scatter_from_rank(where, state_dict, rank, self._session.reopened_scheduler(), like))
 
     def _groups_with_paths(self) -> list[dict[str, Any]]:
         options = [{key: x for key, x in group.items() if key != "param_names"} for group in self.param_groups]
         return [{**each, "params": [p.path for p in each["params"]]} for each in options]
 
-    def _updates_of_class(self, where: str) -> ClassUpdates:
+    def _require_class_updates(self, where: str) -> ClassUpdates:
         """Return the updates by an optimizer class. For an ``(init, update)`` pair raise a TreeError that names ``where``."""
         if self._updates is None:
             raise TreeError(

@@ -122,10 +122,10 @@ class GroupWithoutOptions(dict[str, Any]):
     """The parameter group of an optimizer that is an ``(init, update)`` pair. Reading an option of the group is an error."""
 
     def __missing__(self, key: str) -> Any:
-        raise option_error(key)
+        raise option_access_error(key)
 
 
-def option_error(key: str) -> TreeError:
+def option_access_error(key: str) -> TreeError:
     """Return the error for reading or setting an option, such as ``lr``, in the group of an ``(init, update)`` pair."""
     return TreeError(
         f"ShardedOptimizer: param_groups[0][{key!r}]: an (init, update) pair has no options there. Pass a schedule, such as "

@@ -20,9 +20,9 @@ from fsharp.stateful.modules.parts.part_functions import (
     ELEMENTWISE_FUNCTIONS,
     PREDICATES,
     Reduction,
+    foreach_argument_rows,
     is_in_place,
     reduction_of,
-    zip_arguments,
 )
 from fsharp.stateful.modules.torch_tools.dtensors import DTensorSpec
 from fsharp.stateful.modules.torch_tools.refusals import running_torch_tool_and_remedy
@@ -57,7 +57,7 @@ class ShardedTensor(torch.Tensor):
 
     Attributes:
         path: name of the parameter in its module.
-        unit: layout of the unit that stores the tensor; ``unit.run_of_leaf(leaf, place, rank)`` is any rank's range of it.
+        unit: layout of the unit that stores the tensor; ``unit.leaf_range_on_rank(leaf, place, rank)`` is a rank's range of it.
         leaf: leaf of that unit. For a DTensor that other axes shard, ``leaf`` and :attr:`flat_range` are those of the local
             tensor.
         place: a placement for each mesh axis: where the tensor rests.
@@ -109,7 +109,7 @@ class ShardedTensor(torch.Tensor):
         return _is_whole_on_every_rank(self.unit, self.place, self.spec)
 
     @property
-    def is_cut(self) -> bool:
+    def is_split(self) -> bool:
         """Whether at least one rank holds only a part of the tensor's elements: more than none, but not all."""
         size, first, n = self.unit.local_size(self.leaf.group, self.place), self.leaf.offset, self.leaf.numel
         return self._old_dtensor_sharding is not None or (n > 0 and first // size != (first + n - 1) // size)
@@ -117,7 +117,7 @@ class ShardedTensor(torch.Tensor):
     @property
     def flat_range(self) -> tuple[int, int]:
         """Range ``(first, last)``: this rank holds ``whole.flatten()[first:last]``; ``(0, 0)`` if it holds no element."""
-        return self.unit.run_of_leaf(self.leaf, self.place, self.rank)
+        return self.unit.leaf_range_on_rank(self.leaf, self.place, self.rank)
 
     @property
     def local(self) -> torch.Tensor:
@@ -147,7 +147,7 @@ class ShardedTensor(torch.Tensor):
     def __create_chunk_list__(self) -> list[Any]:
         from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 
-        shape, own = self.full_shape, [a for a in self._differing_axes if a in self.place.varying_axes]
+        shape, own = self.full_shape, [a for a in self._reduction_axes if a in self.place.varying_axes]
         if own or shape != self.leaf.shape:
             what = f"has different values on ranks along {own}" if own else "is sharded as a DTensor as well"
             raise TreeError(
@@ -191,7 +191,7 @@ class ShardedTensor(torch.Tensor):
         raise TreeError(f"{self.path!r} rests in memory of its ShardedModule, in a planned dtype and shape: {what}. {remedy}")
 
     @property
-    def _differing_axes(self) -> tuple[str, ...]:
+    def _reduction_axes(self) -> tuple[str, ...]:
         """The mesh axes along which ranks have different elements, or different tensors: a reduction runs along these."""
         return tuple(a for a in self.place.sharded_axes + self.place.varying_axes if self.unit.mesh.axis_size(a) > 1)
 
@@ -236,15 +236,15 @@ class ShardedTensor(torch.Tensor):
         if is_harmless:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
-        rows = zip_arguments(name, args, kwargs)
+        rows = foreach_argument_rows(name, args, kwargs)
         parts = [x for row in rows for x in row if isinstance(x, ShardedTensor)]
         cut = [part for part in parts if not part.is_whole_on_every_rank]
         if name == "_amp_foreach_non_finite_check_and_unscale_" and parts and (owner := parts[0].owner()) is not None:
             owner.check_can_unscale()  # torch's own GradScaler calls this function
-        reduction = reduction_of(name, args, kwargs) if any(part._differing_axes for part in parts) or cut else None
+        reduction = reduction_of(name, args, kwargs) if any(part._reduction_axes for part in parts) or cut else None
         if cut and reduction is None and (name not in ELEMENTWISE_FUNCTIONS or "out" in kwargs):
             kind = "" if isinstance(cut[0], nn.Parameter) else "a part or gradient of "
-            by, remedy = _user_and_remedy(
+            by, remedy = _usage_and_remedy(
                 cut[0],
                 "Elementwise functions, and sums, extremes and norms of all elements, work with parts. For other functions "
                 "parameters are whole inside of `with model.unsharded():` (write=True keeps changes).",
@@ -268,7 +268,7 @@ class ShardedTensor(torch.Tensor):
         for first, *others in rows if is_in_place(name) else ():
             if isinstance(first, ShardedTensor) and (owner := first.owner()) is not None:
                 numbers = [x for x in others if isinstance(x, bool | int | float)]
-                owner.add_write_to_labels(first, f"{name} {numbers}")
+                owner.add_write_to_comm_labels(first, f"{name} {numbers}")
         return result
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
@@ -282,7 +282,7 @@ class ShardedTensor(torch.Tensor):
 
     @api_boundary
     def __reduce_ex__(self, protocol: Any) -> Any:
-        varying = [axis for axis in self._differing_axes if axis in self.place.varying_axes]
+        varying = [axis for axis in self._reduction_axes if axis in self.place.varying_axes]
         if self.is_whole_on_every_rank and not varying:
             return self.local.__reduce_ex__(protocol)
         own = f", and ranks along {varying} have values of their own" if varying else ""
@@ -314,7 +314,7 @@ class PartOwner(Protocol):
     def wait_before_write(self) -> None:
         """Wait for collectives under way that read or write the module's parameters."""
 
-    def add_write_to_labels(self, part: ShardedTensor, what: str) -> None:
+    def add_write_to_comm_labels(self, part: ShardedTensor, what: str) -> None:
         """Let ranks compare ``what``, text about a write to ``part``, if ``part`` is a parameter or a gradient."""
 
     def full_parameter_in_backward(self, part: ShardedTensor) -> torch.Tensor | None:
@@ -354,7 +354,7 @@ def _check_unchanged_by_to(part: ShardedTensor, applied: torch.Tensor) -> bool:
     return True
 
 
-def _user_and_remedy(part: ShardedTensor, usual_remedy: str) -> tuple[str, str]:
+def _usage_and_remedy(part: ShardedTensor, usual_remedy: str) -> tuple[str, str]:
     """Return two texts for an error: which code uses the part, such as ``" of FSDP"``, and the remedy."""
     if (owner := part.owner()) is None or not owner.is_in_forward:
         return running_torch_tool_and_remedy(usual_remedy)
@@ -366,7 +366,7 @@ def _check_no_autograd(name: str, rows: Sequence[Sequence[Any]], cut: Sequence[S
     """Raise an error if a tensor in ``rows`` requires a gradient, and is a part or is used together with the parts ``cut``."""
     for x in (x for row in rows for x in row if isinstance(x, torch.Tensor) and x.requires_grad):
         if isinstance(x, ShardedTensor):
-            by, remedy = _user_and_remedy(
+            by, remedy = _usage_and_remedy(
                 x,
                 "Compute a term of the loss in a forward, or in a method that fs.shard_module(methods=[...]) names. Read and "
                 "write values under torch.no_grad(), or whole parameters in `with model.unsharded(write=True):`.",
@@ -375,7 +375,7 @@ def _check_no_autograd(name: str, rows: Sequence[Sequence[Any]], cut: Sequence[S
             where = "" if is_inside else " outside of the forward of its ShardedModule"
             raise LayoutError(f"parameter {x.path!r} is used by {name}(){by}{where}, where it would get no gradient. {remedy}")
         if cut:
-            by, remedy = _user_and_remedy(cut[0], "Use torch.no_grad(), or compute with whole parameters inside of a forward.")
+            by, remedy = _usage_and_remedy(cut[0], "Use torch.no_grad(), or compute with whole parameters inside of a forward.")
             raise LayoutError(
                 f"{name}(){by} of a tensor that requires a gradient and of the part {cut[0].path!r}, which autograd does not "
                 f"know. {remedy}"
@@ -401,7 +401,7 @@ def _reduce_parts(name: str, tensors: Sequence[torch.Tensor], reduction: Reducti
     alike: dict[Any, list[int]] = {}
     for i, x in enumerate(tensors):
         if isinstance(x, ShardedTensor):
-            alike.setdefault((x._differing_axes, x._old_dtensor_sharding), []).append(i)
+            alike.setdefault((x._reduction_axes, x._old_dtensor_sharding), []).append(i)
         else:
             found[i] = reduction.finish(reduction.local(x), x.numel())
     for (axes, is_dtensor), rows in alike.items():

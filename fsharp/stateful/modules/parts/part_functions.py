@@ -130,7 +130,7 @@ def reduction_of(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> R
         return None
 
 
-def zip_arguments(name: str, args: Any, kwargs: Any) -> list[list[Any]]:
+def foreach_argument_rows(name: str, args: Any, kwargs: Any) -> list[list[Any]]:
     """Return one row with all arguments of a call; for a ``_foreach`` function a row for each tensor in its lists."""
     given = [*args, *kwargs.values()]
     lists = [x for x in given if isinstance(x, list | tuple)]

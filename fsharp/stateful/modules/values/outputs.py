@@ -23,7 +23,7 @@ _LAZY_TYPES = (types.GeneratorType, types.CoroutineType, types.AsyncGeneratorTyp
 
 
 @lru_cache(maxsize=1024)  # a search meets hundreds of objects of a few classes; a program may make classes without end
-def _traversal_of_class(cls: type) -> Literal["tensor", "lazy", "opaque", "open"]:
+def _search_kind_of_class(cls: type) -> Literal["tensor", "lazy", "opaque", "open"]:
     """Return the kind of a class in a search: a tensor, a lazy iterator, opaque (without tensors), or open (to be searched)."""
     if issubclass(cls, torch.Tensor):
         return "tensor"
@@ -45,7 +45,7 @@ def tensors_in(value: Any, given_by: str | None = None) -> list[torch.Tensor]:
     while rest:
         x = rest.pop()
         cls: Any = type(x)
-        kind = _traversal_of_class(cls)
+        kind = _search_kind_of_class(cls)
         if kind == "opaque":
             continue
         if kind == "tensor":
