@@ -96,16 +96,17 @@ def join_again():
     return leave
 
 
-def test_a_rank_that_was_interrupted_in_connect_connects_again(join_again):
+def test_a_rank_that_was_interrupted_in_connect_connects_again(join_again, tmp_path):
     def rank_fn(comm):
         join_again()
         if comm.rank == 0:
-            threading.Timer(0.5, _thread.interrupt_main).start()
+            threading.Timer(1.0, _thread.interrupt_main).start()
             with pytest.raises(KeyboardInterrupt):
-                fs.connect(comm.mesh, timeout=timedelta(seconds=10))
-        else:
-            time.sleep(1.5)
-        again = fs.connect(comm.mesh, timeout=timedelta(seconds=10))
+                fs.connect(comm.mesh, timeout=timedelta(seconds=20))
+            (tmp_path / "interrupted").touch()
+        while not (tmp_path / "interrupted").exists():
+            time.sleep(0.05)
+        again = fs.connect(comm.mesh, timeout=timedelta(seconds=20))
         return again.all_reduce(torch.ones(1), "dp").item()
 
     assert processes(fs.Mesh({"dp": 2}), rank_fn) == [2.0, 2.0]
