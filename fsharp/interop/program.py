@@ -190,13 +190,30 @@ class TracedTransformation:
         return [lifted.in_stored_form(x, *each, (-1, i)) for i, (x, each) in enumerate(zip(out, wanted, strict=True))]
 
 
+class _CompiledRound(NamedTuple):
+    """A run of a jaxpr that stops at unknown reductions, compiled for one rank's part of the leaves.
+
+    Attributes:
+        run: returns all results.
+        run_common: returns the results that are equal on all ranks, and None for each other one. This is the same program on
+            all ranks. ``run`` is not, and may round the same computation differently on another rank. None: not needed.
+        pending: the reductions at which the run stops.
+    """
+
+    run: Callable[..., Any]
+    run_common: Callable[..., Any] | None
+    pending: dict[EquationKey, CrossRankReduction]
+
+
 class CompiledTransformation:
     """A traced transformation, compiled for a rank's part of the leaves. Simulated ranks with equal parts share it."""
 
     def __init__(self, traced: TracedTransformation, leaf_ranges: RankLeafRanges) -> None:
         self.traced = traced
         self._parts, _, self._sizes = leaf_ranges
-        self._compiled: dict[Any, tuple[Any, dict[EquationKey, CrossRankReduction]]] = {}
+        differing = {part.buffer for part in self._parts if part.axes or part.is_varying}
+        self._is_common = [buffer not in differing for buffer in range(len(self._sizes))]
+        self._compiled: dict[Any, _CompiledRound] = {}
 
     def init(self, params: Any, comm: Comm) -> tuple[list[Any], list[Any]]:
         """Return a new state in two lists: state trees, as trees of buffers, and all other arrays, such as a count."""
@@ -226,21 +243,31 @@ class CompiledTransformation:
             args = flats, plain, [known[key] for key in keys]
             with jax.default_device(device):  # for results that depend on no argument, such as the zeros of a new state
                 if (kind, keys) not in self._compiled:
-                    pending: dict[EquationKey, CrossRankReduction] = {}
-                    compiled = jax.jit(partial(self._run_jaxpr, kind, keys, pending))
-                    compiled(*args)  # compiles, and fills ``pending``
-                    self._compiled[kind, keys] = compiled, pending
-                compiled, pending = self._compiled[kind, keys]
-                result = jax.block_until_ready(compiled(*args))
+                    self._compiled[kind, keys] = self._compile_round(kind, keys, args)
+                run, run_common, pending = self._compiled[kind, keys]
+                result = jax.block_until_ready(run(*args))
+                if run_common is not None:
+                    replace = lambda common, mine: mine if common is None else common  # noqa: E731
+                    result = jax.tree.map(replace, run_common(*args), result, is_leaf=lambda x: x is None)
             if not pending:
                 return result
             known |= _reduce_pending(pending, result, comm)
+
+    def _compile_round(self, kind: str, keys: Sequence[EquationKey], args: Any) -> _CompiledRound:
+        pending: dict[EquationKey, CrossRankReduction] = {}
+        run, run_common = (jax.jit(partial(self._run_jaxpr, kind, keys, pending, only)) for only in (False, True))
+        run(*args)  # compiles, and fills ``pending``
+        if all(self._is_common):  # then all ranks have the same program
+            return _CompiledRound(run, None, pending)
+        rounded = (jnp.issubdtype(x.dtype, jnp.inexact) for x in jax.tree.leaves(run_common.eval_shape(*args)))
+        return _CompiledRound(run, run_common if any(rounded) else None, pending)
 
     def _run_jaxpr(
         self,
         kind: str,
         keys: Sequence[EquationKey],
         pending: dict[EquationKey, CrossRankReduction],
+        is_common_only: bool,
         flats: Any,
         plain: Any,
         reduced: Any,
@@ -250,9 +277,12 @@ class CompiledTransformation:
         out = traced.in_stored_form(lifted, out, [position and position[0] for position in traced.positions])
         pending.update({key: reduction for key, (reduction, _) in lifted.pending.items()})
         if lifted.pending:
-            return [value for _, value in lifted.pending.values()]
+            return [None if is_common_only and reduction.axes else value for reduction, value in lifted.pending.values()]
         assert not any(value is PENDING for value in out)
-        return self._split_results(kind, out, lifted)
+        trees, others = self._split_results(kind, out, lifted)
+        if is_common_only:
+            trees = [[x if common else None for x, common in zip(tree, self._is_common, strict=True)] for tree in trees]
+        return trees, others
 
     def _jaxpr_args(self, kind: str, flats: Sequence[Sequence[Any]], plain: Sequence[Any]) -> list[Any]:
         def part(leaf: int, tree: Sequence[Any]) -> ArrayShard:
