@@ -2,6 +2,7 @@
 
 import _thread
 import os
+import signal
 import socket
 import threading
 import time
@@ -100,6 +101,7 @@ def test_a_rank_that_was_interrupted_in_connect_connects_again(join_again, tmp_p
     def rank_fn(comm):
         join_again()
         if comm.rank == 0:
+            signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore this signal
             threading.Timer(1.0, _thread.interrupt_main).start()
             with pytest.raises(KeyboardInterrupt):
                 fs.connect(comm.mesh, timeout=timedelta(seconds=20))
