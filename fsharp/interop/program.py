@@ -245,10 +245,11 @@ class CompiledTransformation:
                 if (kind, keys) not in self._compiled:
                     self._compiled[kind, keys] = self._compile_round(kind, keys, args)
                 run, run_common, pending = self._compiled[kind, keys]
-                result = jax.block_until_ready(run(*args))
-                if run_common is not None:
+                result, common = run(*args), None if run_common is None else run_common(*args)
+                jax.block_until_ready((result, common))  # both read memory of torch, which the caller may write to next
+                if common is not None:
                     replace = lambda common, mine: mine if common is None else common  # noqa: E731
-                    result = jax.tree.map(replace, run_common(*args), result, is_leaf=lambda x: x is None)
+                    result = jax.tree.map(replace, common, result, is_leaf=lambda x: x is None)
             if not pending:
                 return result
             known |= _reduce_pending(pending, result, comm)

@@ -18,7 +18,7 @@ from fsharp.report.logs import (
     TensorBoardLogger as TensorBoardLogger,
     WandbLogger as WandbLogger,
 )
-from fsharp.resilience.failures import propagate_failures as propagate_failures
+from fsharp.resilience.failures import reported_failures as reported_failures
 from fsharp.resilience.finite import NonFinite as NonFinite, find_nonfinite as find_nonfinite
 from fsharp.resilience.per_rank_state import PerRankState as PerRankState
 from fsharp.resilience.preemption import EXIT_PREEMPTED as EXIT_PREEMPTED, Preemption as Preemption

@@ -1,4 +1,4 @@
-"""propagate_failures: if ranks fail, print the traceback of the rank that failed first, as the last output."""
+"""reported_failures: if ranks fail, print the traceback of the rank that failed first, as the last output."""
 
 import json
 import os
@@ -25,7 +25,7 @@ _MAX_SHOWN_CHARS = 4000
 
 @options_checked
 @api_context
-def propagate_failures(comm: Comm, where: Callable[[], str]) -> Iterator[None]:
+def reported_failures(comm: Comm, where: Callable[[], str]) -> Iterator[None]:
     """Return a context that tells all ranks of an error in its body. The error of the rank that failed first is printed once.
 
     Another rank raises an AgreementError, with the failed rank's traceback, as soon as a collective waits for the failed rank.

@@ -22,7 +22,7 @@ from fsharp.functional.comm.agree import agree, check_on_all_ranks
 from fsharp.functional.comm.protocol import Comm, LabelPrefixComm, engine_of
 from fsharp.functional.comm.restart_replay import restart_replay
 from fsharp.report.logs import RUN_NAMES, Logger, check_names
-from fsharp.resilience.failures import is_own_failure, propagate_failures
+from fsharp.resilience.failures import is_own_failure, reported_failures
 from fsharp.resilience.finite import NonFinite, SkippedSteps, find_nonfinite
 from fsharp.resilience.preemption import EXIT_PREEMPTED, Preemption
 from fsharp.resilience.rejoining import Rejoining, comm_and_membership, meta_copy
@@ -59,7 +59,7 @@ class Run:
     ``torchrun --max-restarts`` starts the run again. With another number of ranks the run continues with the same batches.
 
     At the start ranks compare config, tree and code (:func:`agree_at_start`). An error of one rank is raised on all ranks, and
-    printed once (:func:`propagate_failures`). After SIGTERM all ranks save at the end of the step, and exit with
+    printed once (:func:`reported_failures`). After SIGTERM all ranks save at the end of the step, and exit with
     :data:`EXIT_PREEMPTED`; :class:`Preemption` describes what torchrun then does. A warning names slow ranks
     (:class:`StragglerDetector`). If ranks leave the loop after different steps, the error has the step of each rank.
 
@@ -167,7 +167,7 @@ class Run:
     def __enter__(self) -> Self:
         """Compare arguments between ranks, and begin to record signals and report errors."""
         with ExitStack() as stack:
-            stack.enter_context(propagate_failures(self.comm, lambda: f"step {self.step}"))
+            stack.enter_context(reported_failures(self.comm, lambda: f"step {self.step}"))
             kept = self._checkpoints
             arguments = {
                 "root": kept.root,

@@ -20,7 +20,7 @@ import fsharp as fs
 from fsharp.errors import AgreementError, CheckpointError, CommError
 from fsharp.functional.comm.agree import agree, check_on_all_ranks
 from fsharp.resilience import EXIT_PREEMPTED, Run
-from fsharp.resilience.failures import is_own_failure, propagate_failures
+from fsharp.resilience.failures import is_own_failure, reported_failures
 from fsharp.testing import processes, simulate
 from tests.resilience.test_run import X, make_state, train_step
 
@@ -143,7 +143,7 @@ def test_a_second_failure_is_not_taken_for_the_first(tmp_path, monkeypatch):
             fs.destroy()
             comm = fs.connect(comm.mesh, device_type="cpu")
             try:
-                with fs.resilience.propagate_failures(comm, lambda failing=failing: f"round {failing}"):
+                with fs.resilience.reported_failures(comm, lambda failing=failing: f"round {failing}"):
                     if comm.rank == failing:
                         raise KeyError(f"of round {failing}")
                     comm.all_reduce(torch.ones(1), "dp")
@@ -163,12 +163,12 @@ def test_a_second_failure_is_not_taken_for_the_first(tmp_path, monkeypatch):
 def test_an_error_that_is_handled_is_printed_by_nobody(tmp_path):
     def rank_fn(comm):
         before = sys.excepthook
-        with fs.resilience.propagate_failures(comm, lambda: "here"):
+        with fs.resilience.reported_failures(comm, lambda: "here"):
             comm.all_reduce(torch.ones(1), "dp")
         return sys.excepthook is before
 
     assert processes(DP2, rank_fn) == [True, True]
-    with pytest.raises(ZeroDivisionError, match="division by zero"), fs.resilience.propagate_failures(fs.SingleComm(), str):
+    with pytest.raises(ZeroDivisionError, match="division by zero"), fs.resilience.reported_failures(fs.SingleComm(), str):
         _ = 1 / 0
 
 
@@ -193,7 +193,7 @@ def test_errors_of_any_kind_are_heard_of(tmp_path, make):
         os.dup2(os.open(tmp_path / "said", os.O_WRONLY | os.O_CREAT | os.O_APPEND), 2)
         os.environ["TORCHELASTIC_ERROR_FILE"] = "/dev/full" if comm.rank else str(tmp_path / "error file")
         try:
-            with fs.resilience.propagate_failures(comm, lambda: "step 3"):
+            with fs.resilience.reported_failures(comm, lambda: "step 3"):
                 if comm.rank == 0:
                     raise make()
                 comm.all_reduce(torch.ones(1), "dp")
@@ -225,7 +225,7 @@ def test_threads_that_start_in_a_run_keep_neither_its_comm_nor_the_values_of_a_h
         for fails in (False, True, True, False):
             own = comms.pop()
             kept.append(weakref.ref(own))
-            with contextlib.suppress(ValueError), propagate_failures(own, lambda: "a test"):
+            with contextlib.suppress(ValueError), reported_failures(own, lambda: "a test"):
                 threads.append(threading.Thread(target=end.wait, args=(60,), daemon=True))
                 threads[-1].start()
                 if fails:
