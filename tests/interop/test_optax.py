@@ -347,3 +347,34 @@ def test_numbers_computed_from_norms_have_the_same_bits_on_all_ranks(seed, optim
 
     first_rank, other_rank = simulate(layout.mesh, rank_fn)
     assert first_rank == other_rank
+
+
+def test_leaves_that_are_not_cut_have_the_same_bits_on_all_ranks_and_the_values_of_optax(optimized):
+    """They, and numbers in the state, are results of one program, and parts of cut leaves of another one."""
+    generator = torch.Generator().manual_seed(3)
+    shapes = {"cut": {"w": (5, 3), "b": (2,)}, "whole": {"w": (4, 3), "b": (7,)}}
+    first, *rest = [
+        {unit: {name: torch.randn(shape, generator=generator) for name, shape in each.items()} for unit, each in shapes.items()}
+        for _ in range(5)
+    ]
+    inner = optax.chain(optax.clip_by_global_norm(0.5), optax.lamb(0.1))
+    wrapped = optax.MultiSteps(inner, 2).gradient_transformation()
+    tx, mesh = fs.optim.from_optax(wrapped), fs.Mesh({"dp": 3})
+    layout = fs.plan(first, mesh, {"**": fs.zero3("dp"), "whole.**": fs.ddp("dp")}, units="*")
+
+    def rank_fn(comm):
+        state = fs.init_state(tx, fs.shard(first, layout, comm, place="optim"), comm=comm)
+        for each in rest:
+            state = fs.update(tx, fs.trainable(fs.shard(each, layout, comm, place="optim")), state, comm=comm)
+        return [x.clone() for x in state.params["whole"].buffers], fs.full_tree(state.params, comm=comm)
+
+    params = optree.tree_map(as_jax_array, first)
+    state = wrapped.init(params)
+    for each in rest:
+        updates, state = wrapped.update(optree.tree_map(as_jax_array, each), state, params)
+        params = optax.apply_updates(params, updates)
+    found = simulate(mesh, rank_fn)
+    for buffers, full in found:
+        assert all(map(torch.equal, buffers, found[0][0]))
+        for mine, theirs in zip(optree.tree_leaves(full), optree.tree_leaves(params), strict=True):
+            np.testing.assert_allclose(mine.numpy(), np.asarray(theirs), rtol=1e-4, atol=1e-5)
