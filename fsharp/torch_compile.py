@@ -92,7 +92,7 @@ skip_frame(call_compiled_like_caller)
 
 
 @contextmanager
-def without_caller_compiler() -> Iterator[None]:
+def without_compiling_user_functions() -> Iterator[None]:
     """Return a context in which :func:`call_compiled_like_caller` compiles nothing. Forwards with recomputation use it."""
     token = _compiler.set(None)
     try:

@@ -11,7 +11,7 @@ import torch
 import xxhash
 
 from fsharp.checkpoint.entries import Value
-from fsharp.checkpoint.shard_file import SAVABLE_DTYPES, parse_json, refuse_repeated_names
+from fsharp.checkpoint.shard_file import SAVABLE_DTYPES, parse_untrusted_json, refuse_repeated_names
 from fsharp.errors import CheckpointError
 from fsharp.functional.formats.format import dtype_name
 
@@ -118,7 +118,7 @@ class Manifest:
     def from_json(where: str, data: bytes) -> "Manifest":
         """Return the manifest in ``data``, the bytes of the file ``where``; CheckpointError for damage or another version."""
         try:
-            body = parse_json(data)
+            body = parse_untrusted_json(data)
             if not isinstance(body, dict) or body.get("format") != MANIFEST_FORMAT:
                 raise CheckpointError(f"{where}: this is not the manifest of a checkpoint of fsharp.")
             if body.get("version") != MANIFEST_VERSION:

@@ -166,7 +166,7 @@ def parse_header(where: str, header: bytes, nbytes: int) -> tuple[dict[str, Tens
     size than the header says.
     """
     try:
-        described = parse_json(header[8:])
+        described = parse_untrusted_json(header[8:])
         metadata = {str(k): str(v) for k, v in (described.pop(METADATA_NAME, None) or {}).items()}
         found = {}
         for name, each in described.items():
@@ -194,7 +194,7 @@ _BRACKETS_PER_BYTE = 6
 _FREE_BRACKETS = 1 << 14
 
 
-def parse_json(data: bytes) -> Any:
+def parse_untrusted_json(data: bytes) -> Any:
     """Parse a JSON text from an untrusted source, and return its value.
 
     Raises ValueError if the text is not JSON, or has a name twice in an object. Also raises ValueError if more than a sixth of

@@ -27,7 +27,7 @@ def list_checkpoints(root: str, /) -> str:
     Args:
         root: folder of the checkpoints.
     """
-    _check_folder("ckpt list", root)
+    _check_folder_of_checkpoints("ckpt list", root)
     rows = [("step", "saved, UTC", "ranks", "tensors", "bytes", "metric", "path")]
     for each in checkpoints(root):
         try:
@@ -48,7 +48,7 @@ def list_checkpoints(root: str, /) -> str:
     return "\n".join(["no complete checkpoint", *errors, *others[:8]])
 
 
-def _check_folder(command: str, root: str) -> None:
+def _check_folder_of_checkpoints(command: str, root: str) -> None:
     if "://" not in root and not os.path.isdir(root):
         raise OptionError(f"{command}: {root!r} is not a folder. Pass the folder of the checkpoints.")
     if MANIFEST_NAME in storage_of(root).list_names(root):
@@ -147,7 +147,7 @@ def prune_checkpoints(root: str, /, *, keep: int, best: int = 0, keep_steps: int
         best: number of checkpoints with the lowest metric to keep as well.
         keep_steps: length of an interval in steps. The last checkpoint of each interval is kept as well.
     """
-    _check_folder("ckpt prune", root)
+    _check_folder_of_checkpoints("ckpt prune", root)
     check_number("ckpt prune: keep", keep, 1)
     check_number("ckpt prune: best", best, 0)
     check_number("ckpt prune: keep_steps", 1 if keep_steps is None else keep_steps, 1)

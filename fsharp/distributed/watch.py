@@ -293,7 +293,7 @@ class CommWatch:
             if status.departure and (not self._has_begun(call, rank) or (is_connection_lost and rank == call.peer)):
                 raise self.refuse_further_calls(CommError, _departure_text(call, rank, status))
             if rank in read and not status.departure:
-                self._compare_labels(call, rank, status)
+                self._check_same_collective(call, rank, status)
         late = [r for r in range(self.statuses.size) if r != self.statuses.rank and not self._has_begun(call, r)]
         if self.board.why_no_answer:
             return self.board.why_no_answer
@@ -308,7 +308,7 @@ class CommWatch:
         status = self.statuses.seen.get(rank)
         return status is not None and status.counts.get(self.name, 0) > call.number
 
-    def _compare_labels(self, call: WatchedCall, rank: int, status: RankStatus) -> None:
+    def _check_same_collective(self, call: WatchedCall, rank: int, status: RankStatus) -> None:
         mine = _labels_by_number(self.count, list(self._labels))
         if status.watch == self.name:
             theirs = _labels_by_number(status.counts[self.name], status.labels)

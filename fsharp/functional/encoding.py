@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from fsharp.functional.comm.protocol import Comm, reporting_format_errors
-from fsharp.functional.comm.tree_names import tree_label_prefix
+from fsharp.functional.comm.tree_names import new_tree_label_prefix
 from fsharp.functional.formats.format import Format, LeafPart, first_few
 from fsharp.functional.formats.stochastic import make_noise_fn
 from fsharp.functional.layout.runs import leaves_in_run, padding_in_run
@@ -133,7 +133,7 @@ def encode_leaf_format_groups(tree: Any, comm: Comm, like: Any = None) -> Any:
             data, scales = gathered_part(unit, g, buffer), scales_in(unit, g, buffer)
             parts = leaf_parts(unit, g, cut.place, comm.rank, data, scales, values.to(dtypes.main))
             if (key := (dtypes.stored_format, axes)) not in jobs:
-                jobs[key] = f"{tree_label_prefix(cut, comm)}scales of {dtypes.stored_format.name}", [], []
+                jobs[key] = f"{new_tree_label_prefix(cut, comm)}scales of {dtypes.stored_format.name}", [], []
             jobs[key][1].extend([part for _, part in parts])
             jobs[key][2].append(repr(unit.name))
             buffers.append(buffer)

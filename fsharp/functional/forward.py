@@ -13,7 +13,7 @@ from fsharp.functional.moves import gather, units_on_mesh_of
 from fsharp.functional.release import in_place_change_check, in_place_write_error, release_saved, version_of
 from fsharp.functional.remat import Remat, check_remat_argument, run_with_recomputation
 from fsharp.functional.transforms import is_non_vmap_transform_active, is_transform_active, refuse_proxy_tracing
-from fsharp.torch_compile import call_compiled_like_caller, uncompiled, without_caller_compiler
+from fsharp.torch_compile import call_compiled_like_caller, uncompiled, without_compiling_user_functions
 from fsharp.tracebacks import api_boundary
 
 
@@ -60,7 +60,7 @@ def forward(
     """
     units = (sharded, ties := tuple(ties))
     if not isinstance(sharded, Sharded) or ties:
-        _check_tied_units_unique([*ties, *units_on_mesh_of("forward()", sharded, comm)])
+        _check_tie_owners_unambiguous([*ties, *units_on_mesh_of("forward()", sharded, comm)])
     elif sharded.is_donated:
         check_not_donated("forward()", [sharded])
     if remat is not False:
@@ -105,11 +105,11 @@ def _forward_with_remat(fn: Any, units: Any, args: Any, kwargs: Any, comm: Comm,
         return forward(fn, sharded, *args, comm=comm, ties=ties, release=False, **kwargs)
 
     # torch compares the tensors that this run saves with those of the recomputation in the backward, which is not compiled.
-    with without_caller_compiler():
+    with without_compiling_user_functions():
         return run_with_recomputation(run, fn, args, kwargs, remat)
 
 
-def _check_tied_units_unique(nodes: Sequence[Sharded]) -> None:
+def _check_tie_owners_unambiguous(nodes: Sequence[Sharded]) -> None:
     for name in {name for node in nodes for name in node.unit.tie_owner_unit_names}:
         if len({tuple(map(id, node.raw_buffers)) for node in nodes if node.name == name}) > 1:
             raise TreeError(

@@ -42,7 +42,7 @@ from fsharp.functional.comm.collectives import (
 )
 from fsharp.functional.comm.protocol import Comm, LabelPrefixComm, engine_of, reporting_format_errors
 from fsharp.functional.comm.residuals import PerRank, ResidualsByAxis, ResidualViews, prepare_residuals
-from fsharp.functional.comm.tree_names import tree_label_prefix
+from fsharp.functional.comm.tree_names import new_tree_label_prefix
 from fsharp.functional.formats.format import ResidualAndNoise
 from fsharp.functional.layout.placement import Partial, Place, Replicate, Shard
 from fsharp.functional.layout.sharded import (
@@ -97,7 +97,7 @@ def gather(tree: Tree, *, comm: Comm, to: PlaceName = "full") -> Tree:
             raise _wrong_place_error("gather()", sharded, target, "Use reduce_scatter() for partial sums.")
         if target.placements == sharded.place.placements and not whole and not sharded.is_gathered:
             return sharded.with_buffers(sharded.buffers)
-        tree_name = tree_label_prefix(sharded, comm, target)
+        tree_name = new_tree_label_prefix(sharded, comm, target)
         named = LabelPrefixComm(comm, f"{tree_name}gather {sharded.name or '(root)'}")
         to_sinks = whole and torch.is_grad_enabled() and sharded.sinks and not is_non_vmap_transform_active()
         with vmap_disabled() if to_sinks else nullcontext():  # buffers with sinks have no vmap dim
@@ -199,7 +199,7 @@ def reduce_scatter_unchecked(tree: Any, to: PlaceName, comm: Comm, donated_resid
                 raise _wrong_place_error(
                     "reduce_scatter()", sharded, target, "Use gather() for values that are not partial sums."
                 )
-        named = LabelPrefixComm(comm, tree_label_prefix(sharded, comm, target))
+        named = LabelPrefixComm(comm, new_tree_label_prefix(sharded, comm, target))
         pairs, residuals = zip(sharded.groups, sharded.buffers, strict=True), donated_residuals.get(sharded.name, {})
         moved = [reduce_partial_sums(x, sharded.unit, g, place, target, named, residuals.get(g, {})) for g, x in pairs]
         return Sharded(moved, sharded.unit, target, sharded.groups, reduction=sharded.reduction)

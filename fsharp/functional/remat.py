@@ -99,11 +99,11 @@ def _trial_run(fn: Callable[..., Any], args: Any, kwargs: Any, generators: Seque
     with torch.no_grad(), torch.random.fork_rng():
         result = fn(*args, **kwargs)
     _set_generator_states(generators, states)
-    return _tensors_of(result)
+    return _detached_tensors(result)
 
 
 def _check_same_results(trial: Sequence[torch.Tensor], result: Any) -> None:
-    for i, (x, y) in enumerate(zip(trial, _tensors_of(result), strict=True)):
+    for i, (x, y) in enumerate(zip(trial, _detached_tensors(result), strict=True)):
         if not torch.equal(x, y):
             raise TreeError(
                 f"forward(remat=): computed twice, the function gives two values of its output {i}, {dtype_name(y.dtype)}"
@@ -112,5 +112,5 @@ def _check_same_results(trial: Sequence[torch.Tensor], result: Any) -> None:
             )
 
 
-def _tensors_of(tree: Any) -> list[torch.Tensor]:
+def _detached_tensors(tree: Any) -> list[torch.Tensor]:
     return [unwrap_vmap(x).detach() for x in optree.tree_leaves(tree) if isinstance(x, torch.Tensor)]

@@ -86,7 +86,7 @@ def _fit_points(
         limit = 1e-9 if latency is None else sum(latency[link] for link in sent) * (1 + 1e-6)
         has_latency = int(2 * sum(queued <= limit for queued, _ in mine) >= len(mine))
         seconds = median(after + queued * has_latency for queued, after in mine if (queued <= limit) == has_latency)
-        cast = sum(ops[i].spec.cast_nbytes(facts[ops[i].unit]) for i in run)
+        cast = sum(ops[i].spec.nbytes_cast_in_sums(facts[ops[i].unit]) for i in run)
         alike.setdefault((tuple(sorted(sent.items())), cast, has_latency), []).append(seconds)
     rows = alike.items()
     return [_FitPoint(dict(sent), cast, latencies, median(each), len(each)) for (sent, cast, latencies), each in rows]

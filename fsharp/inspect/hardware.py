@@ -362,7 +362,7 @@ def _bucket_costs(schedule: Schedule, hardware: Hardware) -> list[BucketCost]:
 
 def _bucket_seconds(ops: Sequence[Op], facts: Mapping[str, UnitFacts], hardware: Hardware) -> float:
     coded_s = sum(op.spec.coded_nbytes(facts[op.unit]) for op in ops) / hardware.codec_bandwidth
-    coded_s += sum(op.spec.cast_nbytes(facts[op.unit]) for op in ops) / hardware.cast_bandwidth
+    coded_s += sum(op.spec.nbytes_cast_in_sums(facts[op.unit]) for op in ops) / hardware.cast_bandwidth
     match ops[0].spec.cost:
         case "":
             return 0.0

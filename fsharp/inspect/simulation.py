@@ -134,9 +134,9 @@ class _SimulatedStep:
             self.in_flight += run
             if sends:
                 issued = free["compute"]
-                free["compute"] = issued + self._contend(issued, issue_s)
+                free["compute"] = issued + self._delay_by_contention(issued, issue_s)
             return
-        free[queue] = start + self._contend(start, seconds)
+        free[queue] = start + self._delay_by_contention(start, seconds)
         self.times |= dict.fromkeys(run, (start, free[queue]))
         for i in run:
             op = simulation.ops[i]
@@ -147,7 +147,7 @@ class _SimulatedStep:
         """Return the end of op ``j``, for which op ``i`` waits. An op that comes after ``i`` ended in the previous step."""
         return self.times[j][1] if j < i else self.carried.get(j, _OVER_AT_START)[1]
 
-    def _contend(self, since: float, works_s: float) -> float:
+    def _delay_by_contention(self, since: float, works_s: float) -> float:
         """Return the seconds in which the host does ``works_s`` seconds of work. Delay the collectives that run then."""
         simulation = self.simulation
         host_speed, sending_speed = simulation.host_speed, simulation.sending_speed

@@ -87,7 +87,7 @@ class _TensorFunction:
             program = None
         if program is None:
             _check_constants(args, keywords)
-            program = self._programs[key] = _CompiledFunction(partial(_call_on_leaves, self._fn, spec, constants))
+            program = self._programs[key] = _CompiledFunction(partial(_unflatten_and_call, self._fn, spec, constants))
         return program(*(leaf for leaf in leaves if isinstance(leaf, torch.Tensor)))
 
 
@@ -124,7 +124,7 @@ def _result_as_array(path: Any, x: Any) -> Any:
     return jnp.asarray(x)
 
 
-def _call_on_leaves(fn: Callable[..., Any], spec: optree.PyTreeSpec, constants: Sequence[Any], *arrays: Any) -> Any:
+def _unflatten_and_call(fn: Callable[..., Any], spec: optree.PyTreeSpec, constants: Sequence[Any], *arrays: Any) -> Any:
     rest = iter(arrays)
     args, keywords = optree.tree_unflatten(spec, [next(rest) if leaf is _TENSOR_PLACEHOLDER else leaf for leaf in constants])
     return jax.tree_util.tree_map_with_path(_result_as_array, fn(*args, **keywords))

@@ -304,9 +304,9 @@ class ShardedJaxprRun:
         if not any(isinstance(value, ArrayShard | Splat | _PendingValue) for value in (index, *operands)):
             return _bind_equation(equation, [index, *operands])
         found = [self.run_jaxpr(branch, operands, (*at, k)) for k, branch in enumerate(branches)]
-        return [self._select_case(index, list(each), (*at, -2 - i)) for i, each in enumerate(zip(*found, strict=True))]
+        return [self._select_branch_result(index, list(each), (*at, -2 - i)) for i, each in enumerate(zip(*found, strict=True))]
 
-    def _select_case(self, index: Any, cases: list[Any], at: EquationKey) -> Any:
+    def _select_branch_result(self, index: Any, cases: list[Any], at: EquationKey) -> Any:
         if len({case.leaf for case in cases if isinstance(case, ArrayShard)}) > 1:
             cases = [self._as_replicated_if_possible(case, (*at, k)) for k, case in enumerate(cases)]
         if index is PENDING or any(case is PENDING for case in cases):

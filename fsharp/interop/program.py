@@ -63,7 +63,7 @@ class TracedTransformation:
     """
 
     def __init__(self, tx: Any, params: Any, rank: int, extra: Mapping[str, Any]) -> None:
-        self.names, self.structure = jax.tree.flatten(map_units(_named_leaves, params))
+        self.names, self.structure = jax.tree.flatten(map_units(_leaf_names_or_masks, params))
         if any(not isinstance(name, LeafName) for name in self.names):
             strange = next(name for name in self.names if not isinstance(name, LeafName))
             raise TreeError(
@@ -339,7 +339,7 @@ class _ZeroReductionResults(dict[EquationKey, Any]):
         return jnp.zeros(())
 
 
-def _named_leaves(node: Sharded) -> Any:
+def _leaf_names_or_masks(node: Sharded) -> Any:
     def name(leaf: Leaf) -> Any:
         is_here = leaf.tied_to is None and leaf.group in node.groups
         return LeafName(node.name, leaf.path) if is_here else optax.MaskedNode()

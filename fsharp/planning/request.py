@@ -323,7 +323,7 @@ class TuneRequest:
     def argument_fingerprints(self, to_try: LayoutsToTry) -> dict[str, str]:
         """Return the arguments as texts. The texts of two ranks are equal if the arguments are equal."""
         settings = ("budget", "policies", "remat", "microbatches", "optimizer_buffers", "backend", "tolerance", "effort")
-        texts = {name: _argument_fingerprint(getattr(self, name)) for name in settings}
+        texts = {name: _argument_text(getattr(self, name)) for name in settings}
         texts["device"] = "" if self.measured_on is None else self.measured_on.type
         leaves = [(unit.name, leaf) for unit in to_try.options[0].layout.units for leaf in unit.leaves]
         texts["model"] = "\n".join(f"{'.'.join(filter(None, (name, leaf.path)))}: {tensor_text(leaf)}" for name, leaf in leaves)
@@ -340,10 +340,10 @@ class TuneRequest:
     def hardware_fingerprints(self, combinations: Sequence[Combination]) -> dict[str, str]:
         """Return the hardware of all layouts as text, for ranks to compare."""
         machines = {each.option.name: (each.option.layout, each.arguments.hardware) for each in combinations}
-        return {"hardware": "\n".join(f"{name}: {_hardware_fingerprint(*each)}" for name, each in machines.items())}
+        return {"hardware": "\n".join(f"{name}: {_hardware_text(*each)}" for name, each in machines.items())}
 
 
-def _argument_fingerprint(value: Any) -> str:
+def _argument_text(value: Any) -> str:
     return "\n".join(f"{name}: {each}" for name, each in value.items()) if isinstance(value, Mapping) else repr(value)
 
 
@@ -354,7 +354,7 @@ def _batch_leaf_text(x: Any) -> str:
     return repr(x) if isinstance(x, bool | int | float | str) else type(x).__qualname__
 
 
-def _hardware_fingerprint(layout: Layout, hardware: Hardware) -> str:
+def _hardware_text(layout: Layout, hardware: Hardware) -> str:
     units = [unit.name or ROOT for unit in layout.units]
     compute = value_by_path("Hardware.compute", hardware.compute, units)
     return "; ".join(

@@ -15,7 +15,7 @@ from fsharp.checkpoint.shard_file import (
     TensorExtent,
     header_end,
     parse_header,
-    parse_json,
+    parse_untrusted_json,
 )
 from fsharp.checkpoint.storage import Storage, read_index_file
 from fsharp.errors import CheckpointError
@@ -99,7 +99,7 @@ def _read_index(storage: Storage, folder: str, name: str) -> dict[str, str]:
     """Return, for each tensor in an index, the name of the file that holds the tensor."""
     data = read_index_file(storage, folder, name)
     try:
-        return {str(tensor): checked_file_name(file) for tensor, file in parse_json(data)["weight_map"].items()}
+        return {str(tensor): checked_file_name(file) for tensor, file in parse_untrusted_json(data)["weight_map"].items()}
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{folder}/{name}: the index is damaged: {type(error).__name__} {error}.") from error
 

@@ -65,7 +65,7 @@ def copy_tree_names(new: Iterable[Sharded], old: Iterable[Sharded]) -> None:
         after.tree_name = before.tree_name
 
 
-def tree_label_prefix(node: Sharded, comm: Comm, target: Place | None = None) -> str:
+def new_tree_label_prefix(node: Sharded, comm: Comm, target: Place | None = None) -> str:
     """Return the name of a node's tree as the beginning of a label; empty if the Comm compares no labels.
 
     ``target``: the place to which the node moves; None means that the node is gathered in full. If several trees can have the

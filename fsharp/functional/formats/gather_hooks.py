@@ -146,7 +146,7 @@ class _GatherHooks:
         self._inner, self.settings = _inner_attribute_name(like), like.__tensor_flatten__()[1]
         self._result_by_shape: dict[Shape, _PreHookResult] = {}
 
-    def _wrap_values(self, values: torch.Tensor) -> Any:
+    def _as_hooked_parameter(self, values: torch.Tensor) -> Any:
         cls: Any = self.cls
         return cls.__tensor_unflatten__({self._inner: values}, self.settings, values.shape, values.stride())
 
@@ -156,7 +156,7 @@ class _GatherHooks:
     @torch.no_grad()
     def _call_pre_hook(self, values: torch.Tensor, known: Sequence[torch.Tensor]) -> _PreHookResult:
         """Call the first hook for ``values``, rows of a main copy. ``known``: the maxima over ranks that it has asked for."""
-        wrapped, given, unknown = self._wrap_values(values), iter(known), list[torch.Tensor]()
+        wrapped, given, unknown = self._as_hooked_parameter(values), iter(known), list[torch.Tensor]()
 
         def take_maximum(numbers: torch.Tensor) -> None:
             found = next(given, None)
@@ -305,7 +305,7 @@ class _GatherHooks:
         others = iter(rest)
         metadata = _pytree.tree_unflatten([next(scales if each else others) for each in is_tensor], spec)
         absent = torch.empty(shape, dtype=self._main, device="meta")
-        found = getattr(self._wrap_values(absent), POST)(tuple(outputs), metadata, self._compute)
+        found = getattr(self._as_hooked_parameter(absent), POST)(tuple(outputs), metadata, self._compute)
         tensor = found[0] if isinstance(found, tuple) and len(found) == 2 else found
         if not isinstance(tensor, torch.Tensor) or (tuple(tensor.shape), tensor.dtype) != (shape, self._compute):
             got = f"{tensor.dtype}{list(tensor.shape)}" if isinstance(tensor, torch.Tensor) else f"{found!r:.80}"

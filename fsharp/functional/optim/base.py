@@ -343,13 +343,13 @@ def check_gradients(where: str, grads: Any, params: Any) -> None:
 
     for g, p in zip(filter(is_sharded, ours), filter(is_sharded, theirs), strict=True):
         check_reduced(where, g)
-        for what, got, expected in _gradient_mismatches(g, p):
+        for what, got, expected in _mismatched_properties(g, p):
             facts = [("differs", what), ("got", got), ("expected", expected)]
             remedy = "Pass the gradients that value_and_grad() returned, through reduce_scatter() and average()."
             raise TreeError(problem(where, f"gradients of unit {g.name!r} do not fit its parameters.", facts, remedy))
 
 
-def _gradient_mismatches(grads: Sharded, params: Sharded) -> Iterator[tuple[str, Any, Any]]:
+def _mismatched_properties(grads: Sharded, params: Sharded) -> Iterator[tuple[str, Any, Any]]:
     """Yield ``(property, value, expected value)`` where a unit's gradients do not fit its parameters."""
     if grads.unit is not params.unit and grads.unit != params.unit:
         yield (

@@ -135,7 +135,7 @@ class _OptimizerTrial:
                 raise
             updates = optree.tree_map(lambda p, u: torch.zeros_like(p) + u, params, updates)  # updates may be broadcast
             params = optree.tree_map(lambda p, u: (p + u).to(p.dtype), params, updates)
-            result.append(self._vectors_of_tree(updates, piece))
+            result.append(self._group_vectors_of_tree(updates, piece))
         return result
 
     def first_differing_path(
@@ -182,7 +182,7 @@ class _OptimizerTrial:
 
         return map_units(subtree, self._like)
 
-    def _vectors_of_tree(self, tree: Any, piece: int | None) -> Vectors:
+    def _group_vectors_of_tree(self, tree: Any, piece: int | None) -> Vectors:
         if piece is not None:
             lengths = [len(self._part_of_vector(x, piece)) for x in self._start]
             return [x[:length] for x, length in zip(optree.tree_leaves(tree), lengths, strict=True)]

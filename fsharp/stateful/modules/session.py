@@ -330,9 +330,9 @@ def session_of_module(module: nn.Module) -> Session:
 
 
 @cache
-def _gathering_subclass(base: type[nn.Module], names: tuple[str, ...], mixins: tuple[type, ...]) -> type[nn.Module]:
+def _gathering_subclass(base: type[nn.Module], method_names: tuple[str, ...], mixins: tuple[type, ...]) -> type[nn.Module]:
     about = {"__module__": base.__module__, "__qualname__": base.__qualname__, "__doc__": base.__doc__}
-    entries = {name: _gathering_method(base, name) for name in names} | {"__reduce_ex__": refuse_copy}
+    entries = {name: _gathering_method(base, name) for name in method_names} | {"__reduce_ex__": refuse_copy}
 
     def extra_repr(self: Any) -> str:
         session, path = self.__dict__["_fsharp"]

@@ -151,7 +151,7 @@ class ScheduledEngine(Engine):
     def run_reduce_scatter(self, tree: Any, to: PlaceName, residuals: ResidualViews) -> Any:
         """Return gradients reduced to the place ``to``: by the schedule if it handed them out, else by blocking collectives."""
         step, handed_out = self.steps.current_step(), self.steps.handed_out
-        if not handed_out.are_same_gradients(units_of(tree), to):
+        if not handed_out.is_scheduled_reduction(units_of(tree), to):
             if residuals:
                 handed_out.check_none_reduced_with_feedback()
             step.record_unscheduled_reduction()

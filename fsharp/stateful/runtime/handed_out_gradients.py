@@ -53,7 +53,7 @@ class HandedOutGradients:
                     "feedback. Make the same changes in each step, from the first step on."
                 )
 
-    def are_same_gradients(self, nodes: Sequence[Sharded], to: PlaceName) -> bool:
+    def is_scheduled_reduction(self, nodes: Sequence[Sharded], to: PlaceName) -> bool:
         """Return whether ``nodes`` are the gradients that were handed out, all of them and unchanged."""
         filled = [node for node in nodes if node.unit.trainable_groups]
         if len(filled) != len(self._rows) or not filled:

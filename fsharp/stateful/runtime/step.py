@@ -121,7 +121,7 @@ class Step:
             unsharded = source.unsharded_by_unit[unit.key]
             full = unsharded.full
         else:
-            full = unit.ungathered_full_unit()
+            full = unit.full_unit_at_rest()
         assert full is not None
         use = UnitUse(unit, number, parent, unsharded, full)
         uses.forward.append(use)
@@ -141,7 +141,7 @@ class Step:
         use = next((use for use in reversed(self.uses.backward) if use.unit.layout.name == unit), None)
         if use is None:
             return None
-        return use.unsharded.full if use.unsharded is not None else use.unit.ungathered_full_unit()
+        return use.unsharded.full if use.unsharded is not None else use.unit.full_unit_at_rest()
 
     def buffer_for_backward(self, use: UnitUse) -> UnshardedBuffer:
         """Return the buffer of a use for its backward, gathered again if it was released."""

@@ -63,7 +63,7 @@ class GradientOps:
             # With this op each unit of the bucket has begun its casts: make room for the bucket's reduction.
             self._limit_reductions(at, REDUCE)
         opens = None if has_memory else self._open_resting_gradient(unit)
-        self._casts[unit] = self._ops.add_op(CAST, unit, "backward", at, use=event.use, is_first_user=is_first, opens=opens)
+        self._casts[unit] = self._ops.add_chain(CAST, unit, "backward", at, use=event.use, is_first_user=is_first, opens=opens)
         self._missing_casts[unit] -= 1
         if not any(self._missing_casts[each] for each in bucket):
             self._emit_reduction(bucket, at)
@@ -92,7 +92,7 @@ class GradientOps:
         self._last_write[unit] = casts[unit]
         if ACCUMULATE.has_ops_for(facts):
             opens = self._open_resting_gradient(unit)
-            self._last_write[unit] = self._ops.add_op(ACCUMULATE, unit, "backward", at, after=(casts[unit],), opens=opens)
+            self._last_write[unit] = self._ops.add_chain(ACCUMULATE, unit, "backward", at, after=(casts[unit],), opens=opens)
         self._emit_final_reduction_if_ready(unit, at)
 
     def _emit_final_reduction_if_ready(self, unit: str, at: int) -> None:
@@ -116,7 +116,7 @@ class GradientOps:
         [phase] = spec.phases
         for unit in units:
             if spec.has_ops_for(self._ops.facts[unit]):
-                after |= {unit: (self._ops.add_op(spec, unit, phase, at, after=after.get(unit, ())),)}
+                after |= {unit: (self._ops.add_chain(spec, unit, phase, at, after=after.get(unit, ())),)}
         return after
 
     def _open_resting_gradient(self, unit: str) -> BufferKey | None:
@@ -159,8 +159,8 @@ class GradientOps:
             decode, spec = (DECODE_SUM, ACCUMULATE) if op.spec is REDUCE else (FINAL_DECODE_SUM, FINAL_ACCUMULATE)
             arrived = op
             if decode.has_ops_for(self._ops.facts[op.unit]):
-                arrived = self._ops.add_op(decode, op.unit, op.phase, at, after=(op,))
-            added = self._ops.add_op(spec, op.unit, op.phase, at, after=(arrived,), is_last_user=is_last)
+                arrived = self._ops.add_chain(decode, op.unit, op.phase, at, after=(op,))
+            added = self._ops.add_chain(spec, op.unit, op.phase, at, after=(arrived,), is_last_user=is_last)
             if spec is ACCUMULATE and is_last:
                 added.open_resting_gradient(self._open_resting_gradient(op.unit), reduction=op)
             self._last_write[op.unit] = added

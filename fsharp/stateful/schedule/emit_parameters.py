@@ -58,7 +58,7 @@ class ParameterOps:
         for unit in (unit for bucket in self._changes[at].released for unit in bucket):
             gather = self._gathers.pop(unit, None)
             after = (gather,) if gather is not None and unit not in self._ready else ()  # no wait has followed the gather
-            self._ops.add_op(RELEASE, unit, phase, at, after=after)
+            self._ops.add_chain(RELEASE, unit, phase, at, after=after)
             self._ready.discard(unit)
 
     def emit_gathers(self, at: int, phase: Phase) -> None:
@@ -76,22 +76,22 @@ class ParameterOps:
         self._emit_wait_for_updated_gather(unit, at)
         if WAIT.has_ops_for(facts) and unit not in self._ready:
             self._ready.add(unit)
-            op = self._ops.add_op(WAIT, unit, phase, at)
+            op = self._ops.add_chain(WAIT, unit, phase, at)
             if unit in self._gathers:
-                op.set_after(self._gathers[unit])
+                op.replace_after(self._gathers[unit])
             else:
                 self._arriving.append(op)
-        self._ops.add_op(COMPUTE, unit, phase, at, use=event.use)
+        self._ops.add_chain(COMPUTE, unit, phase, at, use=event.use)
 
     def _emit_wait_for_updated_gather(self, unit: str, at: int) -> None:
         """Emit the wait for the gather of a unit's updated parameters, which the previous step has begun; once in a step."""
         if self._carries and UPDATE_WAIT.has_ops_for(self._ops.facts[unit]) and unit not in self._waited_updates:
             self._waited_updates.add(unit)
-            self._arriving.append(self._ops.add_op(UPDATE_WAIT, unit, "update", at))
+            self._arriving.append(self._ops.add_chain(UPDATE_WAIT, unit, "update", at))
 
     def emit_fetch(self, unit: str, at: int) -> None:
         """Emit the copy of a unit's optimizer state from host memory to the device."""
-        self._fetched.append(self._ops.add_op(FETCH, unit, "update", at, after=self._ops.last_on_stream("compute")))
+        self._fetched.append(self._ops.add_chain(FETCH, unit, "update", at, after=self._ops.last_on_stream("compute")))
 
     def emit_update(self, at: int, *, is_last: bool) -> None:
         """Emit the update of event ``at``, and the gathers of updated parameters.
@@ -102,7 +102,7 @@ class ParameterOps:
         reduced, facts = self._ops.last_on_stream("reduce"), self._ops.facts
         for unit in facts:
             self._emit_wait_for_updated_gather(unit, at)
-        update = self._ops.add_op(UPDATE, "", "update", at, after=(*reduced, *self._fetched))
+        update = self._ops.add_chain(UPDATE, "", "update", at, after=(*reduced, *self._fetched))
         self._updated = (update,)
         sent: dict[str, UnplacedOp] = {}
         for members in dict.fromkeys(self._update_gathers.values()):
@@ -110,12 +110,12 @@ class ParameterOps:
             ops = self._ops.add_bucket(UPDATE_GATHER, units, "update", at, after=dict.fromkeys(units, (update,)))
             sent |= zip(units, ops, strict=True)
         for fetch in self._fetched:
-            self._ops.add_op(OFFLOAD, fetch.unit, "update", at, after=(update,))
+            self._ops.add_chain(OFFLOAD, fetch.unit, "update", at, after=(update,))
         self._fetched = []
         if not (is_last and self._carries):
             for unit, op in sent.items():
-                self._ops.add_op(UPDATE_WAIT, unit, "update", at, after=(op,))
+                self._ops.add_chain(UPDATE_WAIT, unit, "update", at, after=(op,))
             return
         self._emit_gathers_of_buckets(self._carried, "forward", at, (update,))
         for wait in self._arriving:
-            wait.set_after((sent if wait.spec is UPDATE_WAIT else self._gathers)[wait.unit])
+            wait.replace_after((sent if wait.spec is UPDATE_WAIT else self._gathers)[wait.unit])

@@ -155,7 +155,7 @@ class OpSpec:
         """Return the encoded bytes that an op of this kind encodes or decodes, for the unit with ``facts``."""
         return getattr(facts, self.codes) if self.codes else 0
 
-    def cast_nbytes(self, facts: UnitFacts) -> int:
+    def nbytes_cast_in_sums(self, facts: UnitFacts) -> int:
         """Return the bytes that an op of this kind casts as it adds them, for the unit with ``facts``."""
         return getattr(facts, self.casts) if self.casts else 0
 

@@ -44,7 +44,7 @@ class UnplacedOp:
     reduction: "UnplacedOp | None" = None
     marked_op: "UnplacedOp | None" = None
 
-    def set_after(self, *ops: "UnplacedOp") -> None:
+    def replace_after(self, *ops: "UnplacedOp") -> None:
         """Replace the ops for which this op waits."""
         self.after = ops
 
@@ -62,7 +62,7 @@ class OpList:
         self._numbers, self._following_specs = count(), cache(following_specs)
         self._readers: dict[BufferKey, list[UnplacedOp]] = {}  # ops that have read a buffer since its last change
 
-    def add_op(self, spec: OpSpec, unit: str, phase: Phase, at: int, **fields: Any) -> UnplacedOp:
+    def add_chain(self, spec: OpSpec, unit: str, phase: Phase, at: int, **fields: Any) -> UnplacedOp:
         """Add an op of the kind ``spec``, then the ops that follow it, such as a decode after a wait. Return the first op."""
         op = self._append_op(spec, unit, phase, at, **fields)
         self._add_following_ops(op)
@@ -108,7 +108,7 @@ class OpList:
     def _add_following_ops(self, op: UnplacedOp) -> None:
         for spec in self._following_specs(op.spec, op.phase):
             if spec.has_ops_for(self.facts[op.unit]):
-                self.add_op(spec, op.unit, op.phase, op.at, use=op.use, after=() if spec.stream == op.spec.stream else (op,))
+                self.add_chain(spec, op.unit, op.phase, op.at, use=op.use, after=() if spec.stream == op.spec.stream else (op,))
 
     def reserve_buffer_until(self, op: UnplacedOp, at: int) -> None:
         """Add a mark, up to which the buffer of ``op`` stays reserved though no op uses it."""

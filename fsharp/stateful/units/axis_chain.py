@@ -68,7 +68,7 @@ class ReductionChain:
                 result.append((stage.out if following != accumulate else 0, following))
         return result
 
-    def cast_nbytes(self) -> int:
+    def nbytes_cast_in_sums(self) -> int:
         """Return the bytes of summands that are cast as they are added, as the sum has another dtype. For estimates of time."""
         cast = [each for each in self.stages if each.dtype != self.dtypes.accumulate]
         return sum(each.size * each.dtype.itemsize for each in cast)

@@ -1,7 +1,7 @@
 """Copy optimizer state and main copies between the device and host memory, where they rest between updates.
 
 Fetched tensors are not in the arena, which is reserved for the whole step: torch's allocator reuses their memory after the
-update. On a CPU, too, tensors that rest in host memory are :class:`OffloadedStateBuffers`.
+update. On a CPU, too, tensors that rest in host memory are :class:`HostStateBuffers`.
 """
 
 from collections.abc import Mapping
@@ -14,7 +14,7 @@ from fsharp.stateful.transport.streams import Lanes, OpKey
 from fsharp.stateful.units.future_buffers import FutureBuffers
 
 
-class OffloadedStateBuffers(FutureBuffers):
+class HostStateBuffers(FutureBuffers):
     """Buffers in host memory, which the copies ``move`` fill. Each read of a buffer first waits for the copies."""
 
     def __init__(self, raw: list[Any], move: "HostCopies") -> None:
@@ -82,7 +82,7 @@ class StateOffload:
         def move_node(node: Any) -> Any:
             if not is_sharded(node) or node.name not in self._keys:
                 return node
-            is_offloaded = isinstance(node.lazy, OffloadedStateBuffers)
+            is_offloaded = isinstance(node.lazy, HostStateBuffers)
             raw = node.raw_buffers if is_offloaded and node.lazy.lanes is self._lanes else node.buffers
             buffers = list(raw)
             for i, x in enumerate(raw):
@@ -97,7 +97,7 @@ class StateOffload:
                 buffers[i] = moved[id(x)]
             if all(x is y for x, y in zip(raw, buffers, strict=True)):
                 return node
-            held = OffloadedStateBuffers(buffers, moves[self._keys[node.name]]) if to_host else buffers
+            held = HostStateBuffers(buffers, moves[self._keys[node.name]]) if to_host else buffers
             return node.with_buffers(held, reduction=node.reduction)
 
         return map_units(move_node, tree), moves

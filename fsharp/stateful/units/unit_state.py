@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from fsharp.functional.comm.protocol import Comm
-from fsharp.functional.comm.tree_names import tree_label_prefix
+from fsharp.functional.comm.tree_names import new_tree_label_prefix
 from fsharp.functional.layout.sharded import Sharded
 from fsharp.functional.layout.unit_layout import UnitLayout
 from fsharp.functional.traffic import calls_to_gather_buffer
@@ -90,8 +90,8 @@ class UnitState:
             finish_recoded=final_recoded,
             finish_decoded=final_decoded,
             gradient=sum(each.size * each.first.itemsize for each in route.chains),
-            reduce_cast=sum(each.cast_nbytes() for each in route.chains),
-            finish_cast=sum(each.cast_nbytes() for each in route.final_chains),
+            reduce_cast=sum(each.nbytes_cast_in_sums() for each in route.chains),
+            finish_cast=sum(each.nbytes_cast_in_sums() for each in route.final_chains),
         )
 
     def bind_node(self, node: Sharded | None) -> None:
@@ -101,11 +101,11 @@ class UnitState:
     def find_tree_label(self, comm: Comm) -> str:
         """Return the name of the tree of ``node``, with which labels of collectives begin. No collective."""
         if self.tree_label is None:
-            self.tree_label = "" if self.node is None else tree_label_prefix(self.node, comm)
+            self.tree_label = "" if self.node is None else new_tree_label_prefix(self.node, comm)
         return self.tree_label
 
     @torch.inference_mode(False)  # the result is kept, and may be trained later
-    def ungathered_full_unit(self) -> FullUnit:
+    def full_unit_at_rest(self) -> FullUnit:
         """Return the full parameters of a unit that rests in full, which needs no gather. Wait until its buffers are filled."""
         assert self.node is not None
         buffers = self.node.buffers

@@ -16,7 +16,7 @@ from fsharp.functional.layout.sharded import tree_nbytes
 from fsharp.functional.moves import host_buffers_to_device
 from fsharp.stateful.runtime.captured_step import _check_capturable
 from fsharp.stateful.transport.streams import Lanes
-from fsharp.stateful.units.host_copies import OffloadedStateBuffers, StateOffload
+from fsharp.stateful.units.host_copies import HostStateBuffers, StateOffload
 from fsharp.testing import DebugPolicy, RaceError, checking_races, processes, simulate
 from fsharp.testing.ordering import RecordStream, Wait, replay
 from tests import modules
@@ -124,7 +124,7 @@ def test_modules_have_the_same_bits(strategy, precision, tx):
         optimizer.load_state_dict(saved)
         modules.descend(model(x, y)["loss"], optimizer)
         return [*found, dict(model.full_parameters())], [
-            isinstance(node.lazy, OffloadedStateBuffers) for node in fs.layouts.units_of(model.train_state.opt)
+            isinstance(node.lazy, HostStateBuffers) for node in fs.layouts.units_of(model.train_state.opt)
         ]
 
     expected = simulate(DP, lambda comm: rank_fn(comm, False))
@@ -140,7 +140,7 @@ def test_main_copies_of_a_module_stay_where_it_shows_them(comm):
     assert model.train_state.main is not None
     held = {b.untyped_storage().data_ptr() for node in fs.layouts.units_of(model.train_state.main) for b in node.buffers}
     assert {p.local.untyped_storage().data_ptr() for p in model.parameters() if p.local.numel()} <= held
-    assert not any(isinstance(node.lazy, OffloadedStateBuffers) for node in fs.layouts.units_of(model.train_state.main))
+    assert not any(isinstance(node.lazy, HostStateBuffers) for node in fs.layouts.units_of(model.train_state.main))
 
 
 class Seen(NamedTuple):
@@ -179,8 +179,8 @@ def test_bytes_copied_are_those_planned(comm, strategy, precision):
     assert copied == [nbytes, 2 * nbytes, 2 * nbytes, 2 * nbytes], "the first step finds its state on the device"
     assert schedule.host_copy_nbytes == 2 * nbytes
     assert sum(facts.host for facts in schedule.program.units) == nbytes
-    assert all(isinstance(node.lazy, OffloadedStateBuffers) for node in held(states[-1]) if any(map(len, node.buffers)))
-    assert not any(isinstance(node.lazy, OffloadedStateBuffers) for node in fs.layouts.units_of(states[-1].params))
+    assert all(isinstance(node.lazy, HostStateBuffers) for node in held(states[-1]) if any(map(len, node.buffers)))
+    assert not any(isinstance(node.lazy, HostStateBuffers) for node in fs.layouts.units_of(states[-1].params))
 
 
 @pytest.mark.parametrize("donate", [False, True])

@@ -11,7 +11,7 @@ from fsharp.inspect.drawing import draw
 from fsharp.stateful.schedule.compile import compile_schedule
 from fsharp.stateful.schedule.program import Event, Program, UnitFacts
 from fsharp.stateful.schedule.schedule import Memory
-from fsharp.stateful.units.host_copies import OffloadedStateBuffers
+from fsharp.stateful.units.host_copies import HostStateBuffers
 from fsharp.testing import simulate
 from tests.edited_schedules import drop, edit, move, twice
 from tests.gpt_like import loss_fn
@@ -101,7 +101,7 @@ def test_a_step_that_leaves_its_schedule_offloads_too(comm):
         (ours, _), (theirs, _) = scheduled(ours, batch), step(theirs, batch, comm)
         assert_same(optree.tree_leaves(ours), optree.tree_leaves(theirs))
         kinds.append(scheduled.status().kind)
-        assert all(isinstance(node.lazy, OffloadedStateBuffers) for node in held(ours) if any(map(len, node.buffers)))
+        assert all(isinstance(node.lazy, HostStateBuffers) for node in held(ours) if any(map(len, node.buffers)))
     assert kinds[:3] == ["recorded", "planned", "left"]
 
 
