@@ -14,6 +14,7 @@ from fsharp.stateful.schedule.compile import compile_schedule
 from fsharp.stateful.schedule.policy import SchedulePolicy
 from fsharp.stateful.timing.trace import Trace
 from tests.inspect.test_simulate_schedule import BY_HAND, HARDWARE, sequential, unit
+from tests.inspect.test_trace import add_step
 
 GATHER, REDUCE = ("all_gather", "dp"), ("reduce_scatter", "dp")
 MACHINE = Hardware(
@@ -52,12 +53,11 @@ def measure(schedule, hardware, steps=3, noise=lambda seconds: seconds):
     """The trace of some steps that went as simulated, but for noise in how long collectives take."""
     timeline, trace = predict(schedule, hardware), Trace()
     for step in range(steps):
-        start = step * timeline.step_s
-        trace.begin_step(start)
+        start, rows = step * timeline.step_s, []
         for span in timeline.spans:
             stop = span.start_s + (noise(span.seconds) if span.stream != "compute" else span.seconds)
-            trace.record(*span[:5], start + span.start_s, start + stop)
-        trace.end_step(start + timeline.step_s)
+            rows.append((*span[:5], start + span.start_s, start + stop))
+        add_step(trace, start, start + timeline.step_s, *rows)
     return trace
 
 

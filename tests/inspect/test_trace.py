@@ -15,15 +15,19 @@ from fsharp.stateful.timing.trace import Trace
 from tests.inspect.test_simulate_schedule import BY_HAND, HARDWARE, sequential, unit
 
 
+def add_step(trace, start, stop, *rows):
+    """Add a step to the trace, with rows that lack its number. Returns the number."""
+    trace.steps.append((start, stop))
+    number = len(trace.steps) - 1
+    trace.rows += [(*row, number) for row in rows]
+    return number
+
+
 def follow(trace, timeline, start):
     """Record a timeline as a run does: from ``start`` on, in no particular order."""
-    number = trace.begin_step(start)
     rows = [(*span[:5], span.start_s + start, span.stop_s + start) for span in timeline.spans]
-    random.Random(number).shuffle(rows)
-    for row in rows[::2]:
-        trace.record(*row)
-    trace.end_step(start + timeline.step_s)
-    return number, rows[1::2]
+    random.Random(start).shuffle(rows)
+    return add_step(trace, start, start + timeline.step_s, *rows[::2]), rows[1::2]
 
 
 def test_a_run_that_goes_as_predicted_looks_like_the_prediction():
@@ -32,7 +36,7 @@ def test_a_run_that_goes_as_predicted_looks_like_the_prediction():
     for step in range(3):
         for number, rows in late:
             for row in rows:
-                trace.record(*row, step=number)
+                trace.rows.append((*row, number))
         late = [follow(trace, predicted, 64.0 * step)]
     measured = trace.timeline(schedule, step=1)
     assert set(measured.spans) == set(predicted.spans)
@@ -49,9 +53,9 @@ def test_what_ran_inside_of_a_unit_is_taken_out_of_it():
     ops = (Op("compute", "a", "forward", 0, 0), Op("wait", "b", "forward", 1), Op("compute", "b", "forward", 1, 1))
     schedule = replace(BY_HAND, program=program).replace_ops(ops)
     trace = Trace()
-    trace.record(2, "compute", "b", "forward", "compute", 4.0, 6.0)
-    trace.record(1, "wait", "b", "forward", "compute", 3.0, 4.0)
-    trace.record(0, "compute", "a", "forward", "compute", 1.0, 9.0)
+    inner = (2, "compute", "b", "forward", "compute", 4.0, 6.0)
+    wait = (1, "wait", "b", "forward", "compute", 3.0, 4.0)
+    add_step(trace, 1.0, 9.0, inner, wait, (0, "compute", "a", "forward", "compute", 1.0, 9.0))
     timeline = trace.timeline(schedule)
     parts = [(span.op, span.start_s, span.stop_s) for span in timeline.spans]
     assert parts == [(0, 0, 2), (1, 2, 3), (2, 3, 5), (0, 5, 8)]
@@ -62,11 +66,8 @@ def test_what_ran_inside_of_a_unit_is_taken_out_of_it():
 def test_times_are_medians_over_uses_and_steps():
     trace = Trace()
     for step, seconds in enumerate((1.0, 9.0, 2.0)):
-        trace.begin_step(100.0 * step)
-        trace.record(3, "compute", "a", "forward", "compute", 100.0 * step, 100.0 * step + seconds)
-        trace.end_step(100.0 * step + seconds)
-    trace.begin_step(900.0)
-    trace.record(3, "compute", "a", "forward", "compute", 900.0, 999.0)  # a step that never ended
+        start, stop = 100.0 * step, 100.0 * step + seconds
+        add_step(trace, start, stop, (3, "compute", "a", "forward", "compute", start, stop))
     assert trace.compute_times() == {"a": (2.0, 0.0)}
     assert trace.timeline(BY_HAND).step_s == 2.0
     assert trace.timeline(BY_HAND, step=1).step_s == 9.0
@@ -76,31 +77,28 @@ def test_an_update_that_is_recorded_in_parts_is_their_sum_without_waits():
     """The code between two events and what the plan does at the second are rows of one op."""
     trace = Trace()
     for start, seconds in ((0.0, 2.0), (100.0, 4.0), (200.0, 3.0)):
-        trace.begin_step(start)
-        trace.record(16, "update", "", "update", "compute", start + 1, start + 1 + seconds)
-        trace.record(16, "update", "", "update", "compute", start + 1 + seconds, start + 1.25 + seconds)
-        trace.record(15, "wait", "a", "backward", "compute", start + 1.5, start + 2.0)
-        trace.end_step(start + 10 + seconds)
+        update = (16, "update", "", "update", "compute", start + 1, start + 1 + seconds)
+        more = (16, "update", "", "update", "compute", start + 1 + seconds, start + 1.25 + seconds)
+        wait = (15, "wait", "a", "backward", "compute", start + 1.5, start + 2.0)
+        add_step(trace, start, start + 10 + seconds, update, more, wait)
     assert trace.update_time() == 2.75
 
 
 def test_a_step_without_an_update_has_no_time_for_it():
     trace = Trace()
-    trace.record(3, "compute", "a", "forward", "compute", 0.0, 1.0)
+    add_step(trace, 0.0, 1.0, (3, "compute", "a", "forward", "compute", 0.0, 1.0))
     assert trace.update_time() == 0.0
 
 
 def test_ops_without_a_measurement_take_no_time():
-    trace = Trace()
-    for span in predict(BY_HAND, HARDWARE).spans:
-        if span.kind not in ("release", "wait"):
-            trace.record(*span)
-    assert trace.timeline(BY_HAND).memory == predict(BY_HAND, HARDWARE).memory
+    trace, predicted = Trace(), predict(BY_HAND, HARDWARE)
+    add_step(trace, 0.0, predicted.step_s, *[span for span in predicted.spans if span.kind not in ("release", "wait")])
+    assert trace.timeline(BY_HAND).memory == predicted.memory
 
 
 def test_measurements_of_another_schedule_are_refused():
     trace = Trace()
-    trace.record(2, "wait", "b", "forward", "compute", 0.0, 1.0)
+    add_step(trace, 0.0, 1.0, (2, "wait", "b", "forward", "compute", 0.0, 1.0))
     with pytest.raises(ScheduleError, match=r"(?s)another schedule.*op 2: wait b forward.*wait a forward"):
         trace.timeline(BY_HAND)
     with pytest.raises(ScheduleError, match=r"(?s)op 2: wait b forward.*1 ops"):
@@ -111,11 +109,7 @@ def test_nothing_to_show():
     trace = Trace()
     with pytest.raises(ScheduleError, match="nothing was recorded"):
         trace.timeline(BY_HAND)
-    trace.begin_step(0.0)
-    trace.record(2, "wait", "a", "forward", "compute", 0.0, 1.0)
-    with pytest.raises(ScheduleError, match=r"no step has ended: call end_step\(\)"):
-        trace.compute_times()
-    trace.end_step(1.0)
+    add_step(trace, 0.0, 1.0, (2, "wait", "a", "forward", "compute", 0.0, 1.0))
     with pytest.raises(ScheduleError, match="step is 3, and 1 steps have ended"):
         trace.timeline(BY_HAND, step=3)
 

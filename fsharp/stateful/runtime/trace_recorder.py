@@ -100,8 +100,7 @@ class TraceRecorder:
         ended = self.mark_time()
         if self.has_streams:
             torch.accelerator.synchronize(self.device)
-        self.trace.begin_step(self._seconds_at(self._start))
-        self.trace.end_step(self._seconds_at(ended))
+        self.trace.steps.append((self._seconds_at(self._start), self._seconds_at(ended)))
         waiting = []
         for row in self._rows:
             bound, is_wait, start, stop, outcomes, step = row
@@ -113,7 +112,7 @@ class TraceRecorder:
             op, kind = bound.op, WAITING if is_wait else bound.op.kind
             is_here = is_wait or (bound.spec.cost != "send" and not self.has_streams)
             stream: Stream = "compute" if is_here else op.stream
-            self.trace.record(bound.key[1], kind, op.unit, op.phase, stream, self._seconds_at(start), end, step=step)
+            self.trace.rows.append((bound.key[1], kind, op.unit, op.phase, stream, self._seconds_at(start), end, step))
         self._rows = waiting
 
     def _seconds_at(self, mark: TimeMark) -> float:

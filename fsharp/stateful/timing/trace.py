@@ -11,47 +11,26 @@ from fsharp.stateful.timing.timeline import WAITING, Timeline, TimeSpan
 from fsharp.tracebacks import api_boundary
 
 TraceRow = tuple[int, str, str, Phase, Stream, float, float, int]
+"""A measured op: position in the schedule, kind, unit, phase, stream, start and stop in seconds, and number of its step.
+
+The kind ``"wait"`` is time in which the compute stream, or the host, waited before the op.
+"""
 
 
 class Trace:
-    """Measured times of steps and their ops.
+    """Measured times of steps and their ops, in seconds of one clock.
 
     A ``compute`` op is measured from the start of a unit's use to its end, with nested units; :meth:`compute_times` subtracts
     the time of nested units. A collective is measured from its issue to its completion, by events of its stream or by the host.
+
+    Attributes:
+        rows: the measured ops, in no particular order. Ops that only the next step waits for are added when that step ends.
+        steps: start and stop of each step that has ended.
     """
 
     def __init__(self) -> None:
         self.rows: list[TraceRow] = []
         self.steps: list[tuple[float, float]] = []
-
-    def record(
-        self,
-        op_index: int,
-        kind: str,
-        unit: str,
-        phase: Phase,
-        stream: Stream,
-        start_s: float,
-        stop_s: float,
-        step: int | None = None,
-    ) -> None:
-        """Record that op ``op_index`` of the schedule ran from ``start_s`` to ``stop_s``, in seconds of one clock.
-
-        The kind ``"wait"`` is time in which the compute stream, or the host, waited before the op. ``step`` is the number of
-        the step that issued the op; None means the last step that has begun.
-        """
-        if step is None:
-            step = max(len(self.steps) - 1, 0)
-        self.rows.append((op_index, kind, unit, phase, stream, start_s, stop_s, step))
-
-    def begin_step(self, start_s: float) -> int:
-        """Record that a step begins at ``start_s``, and return its number. Ops recorded from now on belong to this step."""
-        self.steps.append((start_s, math.nan))
-        return len(self.steps) - 1
-
-    def end_step(self, stop_s: float) -> None:
-        """Record that the step ended at ``stop_s``. Ops that only the next step waits for may be recorded later."""
-        self.steps[-1] = self.steps[-1][0], stop_s
 
     @api_boundary
     def timeline(self, schedule: Schedule, *, step: int | None = None) -> Timeline:
@@ -60,7 +39,7 @@ class Trace:
         Args:
             schedule: the schedule that the step followed.
             step: number of the step among steps that have ended. None means the step of median duration, among steps whose
-                collectives have all ended. Without :meth:`begin_step` all ops are one step.
+                collectives have all ended.
 
         Raises:
             ScheduleError: nothing was recorded, no such step has ended, or the ops belong to another schedule.
@@ -99,24 +78,15 @@ class Trace:
     def ended_steps(self) -> list[tuple[tuple[float, float], list[TraceRow]]]:
         """Return ``((start, stop), rows)`` for each step that has ended, in order.
 
-        Without :meth:`begin_step` all rows are one step.
-
         Raises:
-            ScheduleError: nothing was recorded, or no step has ended.
+            ScheduleError: nothing was recorded.
         """
         if not self.rows:
             raise ScheduleError("Trace: nothing was recorded.")
-        steps = self.steps
-        if not steps:
-            ends = [row[6] for row in self.rows if row[4] == "compute"] or [row[6] for row in self.rows]
-            steps = [(min(row[5] for row in self.rows), max(ends))]
-        rows: list[list[TraceRow]] = [[] for _ in steps]
+        rows: list[list[TraceRow]] = [[] for _ in self.steps]
         for row in self.rows:
             rows[row[7]].append(row)
-        ended = [each for each in zip(steps, rows, strict=True) if not math.isnan(each[0][1])]
-        if not ended:
-            raise ScheduleError("Trace: no step has ended: call end_step().")
-        return ended
+        return list(zip(self.steps, rows, strict=True))
 
 
 def median_times_by_unit(times: Mapping[tuple[str, Phase], list[float]]) -> dict[str, tuple[float, float]]:
