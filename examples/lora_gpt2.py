@@ -105,7 +105,7 @@ def train_both(what, build, batches, mesh, strategy, *, lr):
         launch_example.show_losses(sharded[:, 0], unsharded[:, 0], "unsharded")
         loss, norm = (sharded - unsharded).abs().max(0).values
         say(f"  largest difference between losses: {loss:.1e}, between gradient norms: {norm:.1e}")
-    return dict(model.full_parameters(trained=True))
+    return dict(model.named_full_parameters(trained=True))
 
 
 def main(options):

@@ -93,7 +93,7 @@ def train_unsharded(batches):
 
 def whole_weights(model):
     """Names and weights of the unsharded model, experts of all ranks put together; every rank iterates."""
-    for name, value in model.full_parameters():
+    for name, value in model.named_full_parameters():
         if ".own." in name:
             yield name.replace(".own.", "."), model.comm.all_gather(value, "ep").flatten(0, 1)
         else:

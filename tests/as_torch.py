@@ -115,7 +115,7 @@ def same_as_torch(
         )
         optimizer = fs.ShardedOptimizer(model.parameters(), torch.optim.AdamW, lr=1e-2)
         losses = steps(changed(model, after), optimizer, **how)
-        return losses, {plain(name): p for name, p in model.full_parameters()}, model.scheduled_step
+        return losses, {plain(name): p for name, p in model.named_full_parameters()}, model.scheduled_step
 
     whole = make(change, **(options or {}))
     whole = changed(whole, after)

@@ -323,7 +323,7 @@ def train_module(s: Scenario, here: Here, log: list[torch.Tensor]) -> None:
             if not here.now("no update", n):
                 optimizer.step()
             optimizer.zero_grad()
-    log += [value.clone() for _, value in model.full_parameters()]
+    log += [value.clone() for _, value in model.named_full_parameters()]
 
 
 def _between_steps(here: Here, n: int, model: Any, batch: dict[str, torch.Tensor]) -> None:
@@ -333,7 +333,7 @@ def _between_steps(here: Here, n: int, model: Any, batch: dict[str, torch.Tensor
         for node in fs.layouts.units_of(model.train_state.params):
             node.buffers[0].copy_(node.buffers[0].clone())
     if here.now("full parameters", n):
-        list(model.full_parameters())
+        list(model.named_full_parameters())
     if here.now("unsharded", n):
         with model.unsharded():
             pass

@@ -328,7 +328,7 @@ def run_module(model: Model, strategy: str, policy: fs.SchedulePolicy, comm: fs.
         optimizer.zero_grad()
         with torch.no_grad():
             found.evaluations.append(sum(net(batch(n))).clone())
-    params = dict(net.full_parameters())
+    params = dict(net.named_full_parameters())
     names = [f"layers.{unit}.{name}" for unit in range(UNITS) for name in "bw"]
     return found._replace(params=[params[name].clone() for name in names])
 

@@ -172,7 +172,7 @@ def digest(tree: Any, comm: Any, way: str) -> str:
     """A digest of what all ranks hold together."""
     found = hashlib.sha256()
     if way == "module":
-        tensors = [x for _, x in tree[0].full_parameters()]
+        tensors = [x for _, x in tree[0].named_full_parameters()]
     else:
         tensors = torch.utils._pytree.tree_leaves(fs.full_tree((tree[0].params, tree[0].opt), comm=comm))
     for x in tensors:

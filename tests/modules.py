@@ -130,7 +130,7 @@ def wrap(comm, strategy, kind="plain", *, units=(Block,), optimizer=torch.optim.
 
 def values(model):
     """All parameters in full, by name."""
-    whole = dict(model.full_parameters())
+    whole = dict(model.named_full_parameters())
     return {name: whole[name] for name, _ in model.named_parameters()}
 
 

@@ -84,7 +84,7 @@ def test_modules_have_the_bits_of_bfloat16(comm, strategy, name):
             found.append(model(x))
             next(model.parameters()).mul_(2)
             found.append(model(x))
-        return found, dict(model.full_parameters())
+        return found, dict(model.named_full_parameters())
 
     assert_same(*(trained(comm, precision) for precision in EXACT[name]))
 

@@ -302,7 +302,7 @@ def test_a_module_whose_format_gives_views(comm, strategy):
                 for parameter in model.parameters():
                     parameter.mul_(2)
             found.append(loss.detach())
-        return found, dict(model.full_parameters())
+        return found, dict(model.named_full_parameters())
 
     assert_same(run(comm, bits), run(comm, fs.Precision()))
 

@@ -42,11 +42,11 @@ def failing(what, when):
         return call
 
     if kind == "leaves":
-        codec = BY_LEAF.leaves
+        codec = BY_LEAF.leaf_codec
         made = {"encode": codec.encode, "decode": codec.decode}
         made[name] = checked(made[name])
         codec = LeafCodec(codec.scales_nbytes, codec.agreed, made["encode"], made["decode"])
-        return fs.Precision(stored=Format("picky", BY_LEAF.planes, leaves=codec))
+        return fs.Precision(stored=Format("picky", BY_LEAF.planes, leaf_codec=codec))
     made = {"encode": HALVES.encode, "decode": HALVES.decode}
     made[name] = checked(made[name])
     return fs.Precision(**{kind: Format("picky", (Plane(torch.uint8), Plane(torch.uint8)), made["encode"], made["decode"])})

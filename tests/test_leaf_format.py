@@ -30,7 +30,7 @@ def _decode(part):
 
 
 _CODEC = LeafCodec(lambda shape: 4, lambda shape: [(1, torch.float32)], _encode, _decode)
-BY_LEAF = register_format(Format("by_leaf", (Plane(torch.uint8), Plane(torch.uint8)), leaves=_CODEC))
+BY_LEAF = register_format(Format("by_leaf", (Plane(torch.uint8), Plane(torch.uint8)), leaf_codec=_CODEC))
 PLAIN = fs.Precision(compute=torch.bfloat16, main=torch.float32)
 STORED = fs.Precision(compute=torch.bfloat16, main=torch.float32, stored=BY_LEAF)
 BUILT_IN = [fs.formats.float8_e4m3_by_tensor, fs.formats.float8_e5m2_by_tensor, fs.formats.int8_by_row, fs.formats.nvfp4]
@@ -118,8 +118,8 @@ def test_long_leaves_in_nvfp4_have_the_bytes_of_their_parts(special):
         planes = tuple([torch.empty(size, dtype=plane.dtype) for size, plane in zip(sizes, form.planes, strict=True)])
         scale = torch.empty(4, dtype=torch.uint8)
         part = fs.formats.LeafPart("x", (n,), torch.float32, 0, len(values), planes, scale, values)
-        form.leaves.encode([part], lambda largest: largest.fill_(5.0))
-        return [plane.view(torch.uint8) for plane in planes], form.leaves.decode(part)
+        form.leaf_codec.encode([part], lambda largest: largest.fill_(5.0))
+        return [plane.view(torch.uint8) for plane in planes], form.leaf_codec.decode(part)
 
     values = torch.randn(n, generator=torch.Generator().manual_seed(0))
     if special is not None:

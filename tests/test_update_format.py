@@ -314,7 +314,7 @@ def test_a_module_that_is_written_to_or_loaded_computes_with_its_main_copies(com
     optimizer = fs.ShardedOptimizer(model.parameters(), fs.optim.adamw(1e-1))
     list(steps_of(model, optimizer, comm, 3))
     whole, x = Net(), torch.ones(1, 6)
-    shown = {name: value.clone() for name, value in model.full_parameters()}
+    shown = {name: value.clone() for name, value in model.named_full_parameters()}
     whole.load_state_dict(shown)
     with torch.no_grad():
         assert not torch.equal(model(x), whole(x))  # the module computes with what has arrived

@@ -153,7 +153,7 @@ class Grad:
 
 @dataclass(frozen=True)
 class Look:
-    """Look at whole parameters: by ``unsharded()``, or by ``full_parameters()``."""
+    """Look at whole parameters: by ``unsharded()``, or by ``named_full_parameters()``."""
 
     unsharded: bool
 
@@ -549,7 +549,7 @@ class Module(Plain):
     def whole(self, unsharded: bool) -> list[torch.Tensor]:
         """Copies of the parameters."""
         if not unsharded:
-            found = dict(self.model.full_parameters())
+            found = dict(self.model.named_full_parameters())
             return [found[name] for name, _ in self.model.named_parameters()]
         with self.model.unsharded():
             return super().whole(unsharded)
@@ -570,7 +570,7 @@ class Module(Plain):
             case Update():
                 self.update(statement.zero)
                 with torch.no_grad():
-                    mine = dict(self.model.full_parameters())
+                    mine = dict(self.model.named_full_parameters())
                     with self.average.unsharded(write=True):
                         for name, mean in self.average.named_parameters():
                             mean.lerp_(mine[name].to(mean.dtype), 0.5)

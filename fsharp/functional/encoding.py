@@ -162,7 +162,7 @@ def _map_encoded_groups(fn: Any, tree: Any, like: Any, *, by_leaf: bool) -> Any:
         groups = []
         for i, g in enumerate(node.groups):
             form = node.unit.groups[g].dtypes.format
-            if form is not None and (form.leaves is not None) == by_leaf:
+            if form is not None and (form.leaf_codec is not None) == by_leaf:
                 groups += [g] * (other is None or is_encoded(node.unit, g, other.raw_buffers[i]))
         return fn(node, groups)
 

@@ -64,7 +64,7 @@ def _scale_agreement_calls(layout: Layout) -> Iterator[Call]:
         axes = tuple([axis for axis in unit.strategy.optim.sharded_axes if unit.mesh.axis_size(axis) > 1])
         for group in unit.trainable_groups if unit.has_leaf_formats else ():
             form = unit.groups[group].dtypes.stored_format
-            if (codec := form.leaves) is not None:
+            if (codec := form.leaf_codec) is not None:
                 for leaf in unit.leaves_of_group(group):
                     for i, (count, dtype) in enumerate(codec.agreed(leaf.shape)):
                         numbers[form.name, axes, i, dtype] += count

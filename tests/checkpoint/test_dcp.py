@@ -78,7 +78,7 @@ def trained_by_fsharp(folder, kind):
         for _ in range(2):
             descend(model(torch.arange(12.0).view(2, 6) / 12).square().sum(), optimizer)
         fs.checkpoint.save(folder / "root", {"model": model, "optim": optimizer}, step=2, comm=model.comm)
-        return {name: p.detach().clone() for name, p in model.full_parameters()}, optimizer.full_state_dict(rank=None)
+        return {name: p.detach().clone() for name, p in model.named_full_parameters()}, optimizer.full_state_dict(rank=None)
 
     result = simulate(fs.Mesh({"dp": 3}), train)[0]
     fs.checkpoint.to_dcp(fs.checkpoint.latest(folder / "root"), folder / "dcp")

@@ -62,7 +62,7 @@ def test_load_into_a_module_made_on_the_meta_device(tmp_path):
         )
         state = module.train_state
         module.train_state = state._replace(params=fs.checkpoint.load(folder, state.params, comm=comm))
-        return dict(module.full_parameters())
+        return dict(module.named_full_parameters())
 
     for got in simulate(fs.Mesh({"dp": 2}), run):
         assert got.keys() == parameters(model).keys()

@@ -57,7 +57,7 @@ def train(model, optimizer, steps):
 
 
 def whole(model):
-    return {name: value.clone() for name, value in model.full_parameters()} | dict(model.named_buffers())
+    return {name: value.clone() for name, value in model.named_full_parameters()} | dict(model.named_buffers())
 
 
 def equal(a, b):

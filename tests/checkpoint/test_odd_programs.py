@@ -125,9 +125,9 @@ def test_a_tied_module_is_saved_once_and_loads_from_one_of_its_names(tmp_path, s
         names = sorted(own.manifest.tensors), own.manifest.aliases
         other = fs.shard_module(Tied(2.0), mesh=comm, strategy=strategy("dp"))
         fs.checkpoint.load(own, other, comm=comm, subtree="model")
-        equal = [torch.equal(x, y) for (_, x), (_, y) in zip(model.full_parameters(), other.full_parameters(), strict=True)]
+        equal = [torch.equal(x, y) for (_, x), (_, y) in zip(*(m.named_full_parameters() for m in (model, other)), strict=True)]
         fs.checkpoint.load(tmp_path / "theirs", other, comm=comm)
-        return names, equal, [(name, x.unique().tolist()) for name, x in other.full_parameters()]
+        return names, equal, [(name, x.unique().tolist()) for name, x in other.named_full_parameters()]
 
     theirs = tmp_path / "theirs"
     theirs.mkdir()

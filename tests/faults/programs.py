@@ -66,7 +66,7 @@ def _train_module(comm: Any, step_done: Callable[[], Any], way: str, steps: int)
         optimizer.step()
         optimizer.zero_grad()
         step_done()
-    return _digest([x for _, x in model.full_parameters()])
+    return _digest([x for _, x in model.named_full_parameters()])
 
 
 def _digest(tensors: list[torch.Tensor]) -> str:

@@ -466,7 +466,7 @@ def train_module(comm, root, *, until=None, kind="beside"):
             optimizer.step()
             run.end_step(tree())
     held = [x.clone() for tensors in model.train_state.residuals.value.values() for x in tensors]
-    return [x for _, x in model.full_parameters()] + held, model.train_state.step
+    return [x for _, x in model.named_full_parameters()] + held, model.train_state.step
 
 
 @pytest.mark.parametrize("kind", ["beside", "within"])

@@ -169,7 +169,7 @@ def test_parts_have_the_bytes_of_the_whole_and_nothing_is_written_around_their_m
     cuts = [0, 13 * 32, 13 * 32, main.numel() // 96 * 64, main.numel()]  # inside of rows and of blocks; one rank has none
     with on(HOPPER):
         recipe = RECIPES[name][1]
-        codec = fs.te.weight_format(recipe).leaves
+        codec = fs.te.weight_format(recipe).leaf_codec
 
         def encoded(agree):
             parts = []

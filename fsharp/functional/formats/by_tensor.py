@@ -58,7 +58,7 @@ def _register_scaled_format(
         return torch.where(numbers.isfinite(), clamped, values)
 
     codec = LeafCodec(lambda shape: 4 * num_scales(shape), lambda shape: [(num_scales(shape), torch.float32)], encode, decode)
-    return register_format(Format(name, (Plane(dtype, _PART_ALIGNMENT),), block=_PART_ALIGNMENT, leaves=codec))
+    return register_format(Format(name, (Plane(dtype, _PART_ALIGNMENT),), block=_PART_ALIGNMENT, leaf_codec=codec))
 
 
 def _round_up_scales(scales: torch.Tensor) -> torch.Tensor:

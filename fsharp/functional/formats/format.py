@@ -161,9 +161,9 @@ class Format:
             block.
         decode: function from the list of planes to 1-D values in any floating-point dtype.
         block: number of values that are encoded together.
-        leaves: codec of whole leaves, in place of ``encode`` and ``decode``; for parameters alone.
-        rounded: function ``(values, uniform)`` that encodes with stochastic rounding, by a uniform random number in (0, 1) for
-            each value; the expected decoded value is the value. None: there is no stochastic rounding.
+        leaf_codec: codec of whole leaves, in place of ``encode`` and ``decode``; for parameters alone.
+        stochastic_encode: function ``(values, uniform)`` that encodes with stochastic rounding, by a uniform random number in
+            (0, 1) for each value; the expected decoded value is the value. None: there is no stochastic rounding.
         seed: seed of a format of :func:`~fsharp.formats.stochastic`, whose ``encode`` takes ``uniform`` as well.
 
     Raises:
@@ -175,8 +175,8 @@ class Format:
     encode: Callable[..., Sequence[torch.Tensor]] = field(compare=False, repr=False, default=_raise_not_blockwise)
     decode: Callable[[Sequence[torch.Tensor]], torch.Tensor] = field(compare=False, repr=False, default=_raise_not_blockwise)
     block: int = 1
-    leaves: LeafCodec | None = field(compare=False, repr=False, default=None)
-    rounded: Callable[[torch.Tensor, torch.Tensor], Sequence[torch.Tensor]] | None = field(
+    leaf_codec: LeafCodec | None = field(compare=False, repr=False, default=None)
+    stochastic_encode: Callable[[torch.Tensor, torch.Tensor], Sequence[torch.Tensor]] | None = field(
         compare=False, repr=False, default=None
     )
     seed: int | None = field(repr=False, default=None)
@@ -185,12 +185,12 @@ class Format:
         are_planes = isinstance(self.planes, tuple) and self.planes and all(isinstance(each, Plane) for each in self.planes)
         is_block = isinstance(self.block, int) and self.block >= 1
         is_name = isinstance(self.name, str) and self.name.isidentifier()
-        has_codec = isinstance(self.leaves, LeafCodec) if self.encode is _raise_not_blockwise else self.leaves is None
+        has_codec = isinstance(self.leaf_codec, LeafCodec) if self.encode is _raise_not_blockwise else self.leaf_codec is None
         if not (are_planes and is_block and is_name and has_codec and callable(self.encode) and callable(self.decode)):
             raise LayoutError(
                 f"Format(): got name {self.name!r}, planes {self.planes!r:.80}, block {self.block!r}, "
                 f"encode {self.encode!r:.40}, decode {self.decode!r:.40}; expected an identifier, a tuple with one Plane at "
-                "least, an integer of 1 or more, and two functions, or leaves=LeafCodec(...) in place of these."
+                "least, an integer of 1 or more, and two functions, or leaf_codec=LeafCodec(...) in place of these."
             )
 
     def __str__(self) -> str:
@@ -333,7 +333,7 @@ class Format:
 
         So no number of a plane encodes elements of two leaves.
         """
-        if self.leaves is None:
+        if self.leaf_codec is None:
             return 1
         return math.lcm(*[self.block // math.gcd(self.block, plane.per_block) for plane in self.planes])
 
@@ -353,7 +353,7 @@ class Format:
         Raises:
             FormatError: ``encode`` raises an error. Errors of ``agree`` are raised as they are.
         """
-        codec = self.leaves
+        codec = self.leaf_codec
         assert codec is not None
         self._call_codec(
             "encode", lambda: codec.encode(parts, agree), lambda: [*facts(), ("leaves", first_few([p.path for p in parts]))]
@@ -366,7 +366,7 @@ class Format:
         Raises:
             FormatError: ``decode`` raises an error, or does not return one floating-point number for each element.
         """
-        codec = self.leaves
+        codec = self.leaf_codec
         assert codec is not None
         values = self._call_codec("decode", lambda: codec.decode(part), facts)
         self._check_decoded(values, part.last - part.first, facts, f" for {part.path!r}")

@@ -107,7 +107,7 @@ def format_of_hooked_parameter(
             return form
     tensors = EncodedTensorClass(hooks.make_tensor, lambda _: None, lambda _: None)
     codec = LeafCodec(hooks.scales_nbytes, hooks.sizes_of_maxima, hooks.encode, hooks.decode, tensors)
-    form = register_format(Format(f"{label}_{len(alike)}" if alike else label, planes, block=block, leaves=codec))
+    form = register_format(Format(f"{label}_{len(alike)}" if alike else label, planes, block=block, leaf_codec=codec))
     alike.append((hooks, form))
     return form
 

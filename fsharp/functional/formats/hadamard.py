@@ -50,7 +50,7 @@ def hadamard(format: Format, size: int = 32) -> Format:
 
     Source: QuaRot, https://arxiv.org/abs/2404.00456, and SDP4Bit, https://arxiv.org/abs/2410.15526, for gradients.
     """
-    if format.is_plain or format.leaves is not None:
+    if format.is_plain or format.leaf_codec is not None:
         raise LayoutError(
             f"hadamard(): format is {format!s:.80}, expected a format that encodes blocks, such as fs.formats.mxint4. Plain "
             "dtypes have no scale that a large value would take, and formats of whole leaves cut blocks by themselves."
@@ -74,16 +74,16 @@ def _make_hadamard_format(
         return encode_planes(_map_rows(values, size, _hadamard_transform), *uniform)
 
     def rounded(values: torch.Tensor, uniform: torch.Tensor) -> Sequence[torch.Tensor]:
-        assert format.rounded is not None
-        return format.rounded(_map_rows(values, size, _hadamard_transform), uniform)
+        assert format.stochastic_encode is not None
+        return format.stochastic_encode(_map_rows(values, size, _hadamard_transform), uniform)
 
     def decode(planes: Sequence[torch.Tensor]) -> torch.Tensor:
         return _map_rows(decode_planes(planes), size, _inverse_hadamard_transform)
 
     name, block = f"hadamard{size}_{format.name}", format.block * times
-    has_rounding = format.rounded is not None
+    has_rounding = format.stochastic_encode is not None
     return register_format(
-        Format(name, planes, encode, decode, block, rounded=rounded if has_rounding else None, seed=format.seed)
+        Format(name, planes, encode, decode, block, stochastic_encode=rounded if has_rounding else None, seed=format.seed)
     )
 
 

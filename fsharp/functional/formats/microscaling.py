@@ -99,7 +99,7 @@ def _register_block_format(
         write_nonfinite_(values, codes, scales == _NOT_FINITE)
 
     planes = (Plane(torch.uint8, per_block), Plane(torch.uint8))
-    return register_format(Format(name, planes, encode, decode, block=BLOCK, rounded=encode))
+    return register_format(Format(name, planes, encode, decode, block=BLOCK, stochastic_encode=encode))
 
 
 def num_blocks_at_once(values: torch.Tensor) -> int:

@@ -98,7 +98,7 @@ def _decode_into(values: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor
 
 _CODEC = LeafCodec(lambda shape: 4, lambda shape: [(1, torch.float32)], _encode, _decode)
 nvfp4 = register_format(
-    Format("nvfp4", (Plane(torch.uint8, BLOCK // 2), Plane(torch.float8_e4m3fn)), block=BLOCK, leaves=_CODEC)
+    Format("nvfp4", (Plane(torch.uint8, BLOCK // 2), Plane(torch.float8_e4m3fn)), block=BLOCK, leaf_codec=_CODEC)
 )
 """NVIDIA's NVFP4: numbers of 4 bits with a scale for each block of 16 values and for each tensor. For parameters.
 

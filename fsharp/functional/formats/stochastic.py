@@ -12,8 +12,9 @@ times the distance between the codes below and above.
 """
 
 import hashlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import cache
+from typing import Any
 
 import torch
 
@@ -41,8 +42,8 @@ def stochastic(format: Format | torch.dtype, seed: int = 0) -> Format:
     >>> wire = fs.Precision(wire={"outer": fs.formats.stochastic(fs.formats.mxint4), "inner": torch.bfloat16})
 
     Args:
-        format: ``torch.bfloat16``, or a format with a function ``rounded``. The formats ``mxint8``, ``mxint4``, ``mxfp8``,
-            ``mxfp8_e5m2`` and ``mxfp4`` of ``fs.formats`` have this function. So do the formats that
+        format: ``torch.bfloat16``, or a format with a function ``stochastic_encode``. The formats ``mxint8``, ``mxint4``,
+            ``mxfp8``, ``mxfp8_e5m2`` and ``mxfp4`` of ``fs.formats`` have this function. So do the formats that
             :func:`~fsharp.formats.hadamard` makes of them.
         seed: runs with equal seeds have equal bits. The seed is part of the format's name, which ranks compare.
 
@@ -73,27 +74,27 @@ def stochastic(format: Format | torch.dtype, seed: int = 0) -> Format:
     Cost: some ten integer operations a value.
 
     Raises:
-        LayoutError: ``format`` does not round, has no function ``rounded``, or has a seed already; or ``seed`` is negative.
+        LayoutError: ``format`` has no function ``stochastic_encode``, or has a seed already; or ``seed`` is negative.
 
     Source: Gupta et al., Deep Learning with Limited Numerical Precision, arXiv 1502.02551.
     """
     if format is torch.bfloat16:
         format = _BFLOAT16
-    if not isinstance(format, Format) or format.rounded is None or format.seed is not None or seed < 0:
+    if not isinstance(format, Format) or format.stochastic_encode is None or format.seed is not None or seed < 0:
         named = format if isinstance(format, torch.dtype) else format.name
         seeded = f", which has seed {format.seed} already" if isinstance(format, Format) and format.seed is not None else ""
         raise LayoutError(
-            f"stochastic(): got format {named!s:.80}{seeded} and seed {seed}; expected a format that rounds and has a function "
-            "`rounded`, such as fs.formats.mxint4, or torch.bfloat16, and a seed of at least 0. Plain float32 does not round; "
-            "formats of whole leaves are for parameters at rest, which are rounded to the nearest code."
+            f"stochastic(): got format {named!s:.80}{seeded} and seed {seed}; expected a format with a function "
+            "`stochastic_encode`, such as fs.formats.mxint4, or torch.bfloat16, and a seed of at least 0. Plain float32 does "
+            "not round; formats of whole leaves are for parameters at rest, which are rounded to the nearest code."
         )
-    return _make_stochastic_format(format, format.rounded, seed)
+    return _make_stochastic_format(format, format.stochastic_encode, seed)
 
 
 @cache  # keyed by the function as well, which equal formats may differ in
-def _make_stochastic_format(format: Format, rounded: object, seed: int) -> Format:
+def _make_stochastic_format(format: Format, encode: Callable[..., Any], seed: int) -> Format:
     name = f"stochastic{seed or ''}_{format.name}"
-    return register_format(Format(name, format.planes, format.rounded, format.decode, format.block, seed=seed))  # type: ignore[arg-type]
+    return register_format(Format(name, format.planes, encode, format.decode, format.block, seed=seed))
 
 
 def _round_to_bfloat16(values: torch.Tensor, uniform: torch.Tensor) -> Sequence[torch.Tensor]:
@@ -106,7 +107,11 @@ def _round_to_bfloat16(values: torch.Tensor, uniform: torch.Tensor) -> Sequence[
 
 
 _BFLOAT16 = Format(
-    "bfloat16", (Plane(torch.bfloat16),), lambda values: [values], lambda planes: planes[0], rounded=_round_to_bfloat16
+    "bfloat16",
+    (Plane(torch.bfloat16),),
+    lambda values: [values],
+    lambda planes: planes[0],
+    stochastic_encode=_round_to_bfloat16,
 )
 LeafRun = tuple[int, int, str, int]
 """Values ``[start, stop)`` of a buffer: start, stop, path of their leaf, and index of the first value in the leaf."""

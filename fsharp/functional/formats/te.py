@@ -184,7 +184,7 @@ def _format_of_kind(
     )
     name = f"te_{kind.name}_{sha256(settings.encode()).hexdigest()[:6]}"
     plane = Plane(torch.uint8, _PART_ALIGNMENT // kind.values_per_byte)
-    return make(name, (plane,) * len(kind.planes), block=_PART_ALIGNMENT, leaves=codec)
+    return make(name, (plane,) * len(kind.planes), block=_PART_ALIGNMENT, leaf_codec=codec)
 
 
 class _QuantizerCodec:

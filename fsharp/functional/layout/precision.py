@@ -79,7 +79,7 @@ class Precision:
                 f"Precision(): stored is {self.stored.name!r}, which rounds stochastically. Parameters at rest are encoded "
                 "again by checkpoints and reshard(), which have no step: pass the format itself, or wire= or update=."
             )
-        if self.update is not None and self.update.leaves is not None:
+        if self.update is not None and self.update.leaf_codec is not None:
             raise LayoutError(
                 f"Precision(): update is {self.update.name!r}, which encodes whole leaves, on whose scales ranks agree. Pass a "
                 "format that encodes blocks, such as fs.formats.mxint8."
@@ -89,7 +89,7 @@ class Precision:
             dtypes["update"] = self.update.stored_dtype
         wires = self.wire.items() if isinstance(self.wire, Mapping) else [("", self.wire)]
         for axis, wire in wires:
-            if isinstance(wire, Format) and wire.leaves is not None:
+            if isinstance(wire, Format) and wire.leaf_codec is not None:
                 raise LayoutError(
                     f"Precision(): wire is {wire.name!r}, which encodes whole leaves, with scales on which ranks agree: one "
                     "of parameters, for stored=. Gradients travel in formats of blocks, such as fs.formats.mxfp4."

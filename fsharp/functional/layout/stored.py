@@ -68,7 +68,7 @@ def decode_stored(
     """
     form, facts = unit.groups[group].dtypes.stored_format, partial(unit.error_facts, group)
     stored = stored[: unit.gathered_part_size(group, place)]
-    if form.leaves is None:
+    if form.leaf_codec is None:
         return form.load(stored, unit.groups[group].capacity, dtype, facts)
     out = torch.zeros(unit.local_size(group, place), dtype=dtype, device=stored.device)
     for start, part in leaf_parts(unit, group, place, rank, stored, scales, None):
@@ -104,14 +104,14 @@ def leaf_parts(
     ``stored`` is the buffer without scales. ``values`` are the values to encode, one for each element; None to decode.
     """
     form, capacity = unit.groups[group].dtypes.stored_format, unit.groups[group].capacity
-    assert form.leaves is not None
+    assert form.leaf_codec is not None
     rows = [*stored.view(-1, form.size(capacity))] if stored.numel() else [stored]
     parts = [form.planes_of(row, capacity if len(row) else 0) for row in rows]
     step = capacity or 1  # there is no capacity if all leaves are empty
     spans = {span.leaf.path: span for span in unit.leaf_spans(group, place, rank)}
     end = 0
     for leaf in unit.leaves_of_group(group):
-        begin, size = end, form.leaves.scales_nbytes(leaf.shape)
+        begin, size = end, form.leaf_codec.scales_nbytes(leaf.shape)
         end = begin + align_nbytes(size)
         about = unit.path_in_tree(leaf), leaf.shape, unit.groups[group].dtypes.compute
         span = spans.get(leaf.path, Span(leaf, 0, 0, 0, 0))
@@ -132,9 +132,9 @@ def whole_leaf_parts(unit: UnitLayout, group: int, planes: Sequence[torch.Tensor
     scales of all leaves of the group.
     """
     form, found, end = unit.groups[group].dtypes.stored_format, {}, 0
-    assert form.leaves is not None
+    assert form.leaf_codec is not None
     for leaf in unit.leaves_of_group(group):
-        begin, size = end, form.leaves.scales_nbytes(leaf.shape)
+        begin, size = end, form.leaf_codec.scales_nbytes(leaf.shape)
         end = begin + align_nbytes(size)
         where = [form.plane_slice(plane, leaf.offset, leaf.offset + leaf.numel) for plane in form.planes]
         held = tuple([plane[each] for plane, each in zip(planes, where, strict=True)])

@@ -155,7 +155,7 @@ class UnitLayout:
     @cached_property
     def has_leaf_formats(self) -> bool:
         """Whether parameters of some group are stored in a format that encodes whole leaves."""
-        return any(group.dtypes.stored_format.leaves is not None for group in self.groups)
+        return any(group.dtypes.stored_format.leaf_codec is not None for group in self.groups)
 
     @cached_property
     def varying_axes(self) -> tuple[str, ...]:
@@ -230,14 +230,14 @@ class UnitLayout:
             except OptionError as error:
                 raise OptionError(f"leaf {self.path_in_tree(leaf)!r}: {error}") from error
 
-        codecs = [group.dtypes.stored_format.leaves for group in self.groups]
+        codecs = [group.dtypes.stored_format.leaf_codec for group in self.groups]
         rows = zip(codecs, self._leaves_by_group, strict=True)
         return tuple(sum(nbytes(codec, leaf) for leaf in leaves) for codec, leaves in rows)
 
     @cached_property
     def tensor_classes(self) -> Mapping[int, EncodedTensorClass]:
         """The tensor class that functions get, by group, for groups whose class is not torch.Tensor."""
-        codecs = {i: group.dtypes.stored_format.leaves for i, group in enumerate(self.groups)}
+        codecs = {i: group.dtypes.stored_format.leaf_codec for i, group in enumerate(self.groups)}
         return {i: codec.tensors for i, codec in codecs.items() if codec is not None and codec.tensors is not None}
 
     def error_facts(self, group: int, axis: str = "") -> list[tuple[str, object]]:

@@ -300,7 +300,7 @@ class ShardedModule(nn.Module):
         )
 
     @api_boundary
-    def full_parameters(self, *, trained: bool = False) -> Iterator[tuple[str, torch.Tensor]]:
+    def named_full_parameters(self, *, trained: bool = False) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield pairs of a parameter's name and its whole value, unit by unit. All ranks have to iterate to the end.
 
         Trained parameters have the dtype ``precision.main``. Frozen ones have the dtype ``precision.compute``. If sharding
@@ -310,7 +310,7 @@ class ShardedModule(nn.Module):
         session = session_of_module(self)
         names = {id(p): name for name, p in self.named_parameters()}
         chosen = [p for p in session.parameters.values() if id(p) in names and (p.is_trained or not trained)]
-        _warn_of_rounded_frozen("full_parameters()", chosen)
+        _warn_of_rounded_frozen("named_full_parameters()", chosen)
         session.state.propagate_main_writes()
         for part, value in gather_whole_tensors(chosen, session.comm_outside_steps()):
             yield names[id(part)], value.clone() if part.spec is None else part.spec.as_dtensor(value).full_tensor()
@@ -323,6 +323,6 @@ def _warn_of_rounded_frozen(where: str, parameters: Iterable[ShardedParameter]) 
         warnings.warn(
             f"{where}: {len(rounded)} frozen parameters such as {first.path!r} were {dtype_name(first.leaf.dtype)}, and rest "
             f"rounded in {dtype}, by Precision(compute=torch.{dtype}). Take their values from where they were loaded, and the "
-            "others from full_parameters(trained=True); or use torch.autocast() instead of a lower dtype.",
+            "others from named_full_parameters(trained=True); or use torch.autocast() instead of a lower dtype.",
             stacklevel=4,
         )

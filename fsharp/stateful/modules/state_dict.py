@@ -47,7 +47,7 @@ def check_no_dtensors(where: str, session: Session) -> None:
         if spec.is_sharded:
             raise TreeError(
                 f"{where}: parameter {path!r} is a DTensor with the placements {list(spec.placements)}, and ranks "
-                "hold parts of its local tensor. Save what model.full_parameters() yields; load it in `with "
+                "hold parts of its local tensor. Save what model.named_full_parameters() yields; load it in `with "
                 "model.unsharded(write=True):`."
             )
 

@@ -138,5 +138,5 @@ def test_an_attribute_that_is_a_generator(comm, way):
     whole, model = made(), fs.shard_module(made(), mesh=comm)
     run(whole, torch.optim.SGD(whole.parameters(), lr=0.1))
     run(model, fs.ShardedOptimizer(model.parameters(), torch.optim.SGD, lr=0.1))
-    mine = dict(model.full_parameters())
+    mine = dict(model.named_full_parameters())
     assert all(torch.equal(mine[name], p) for name, p in whole.named_parameters())

@@ -39,8 +39,8 @@ def test_training_goes_on_from_what_one_rank_has(name, precision, kind):
         data = batches(comm, 1)
         train(other, its, data)
         train(model, optimizer, data)
-        trained = dict(model.full_parameters(trained=True))
-        assert_same(dict(other.full_parameters(trained=True)), trained)
+        trained = dict(model.named_full_parameters(trained=True))
+        assert_same(dict(other.named_full_parameters(trained=True)), trained)
         return found
 
     model, optimizer = simulate(mesh, rank_fn)[-1]
@@ -180,7 +180,7 @@ def test_after_an_error_a_module_can_be_read_and_loaded_at_once(comm, strategy):
     train(model, optimizer, batches(comm, 2))
     saved = copy.deepcopy((model.full_state_dict(rank=None), optimizer.full_state_dict(rank=None), optimizer.state_dict()))
     calls = (
-        lambda: dict(model.full_parameters()),
+        lambda: dict(model.named_full_parameters()),
         model.full_state_dict,
         optimizer.state_dict,
         optimizer.full_state_dict,

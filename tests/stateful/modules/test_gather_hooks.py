@@ -215,7 +215,7 @@ def train(comm, kind, strategy=None, steps=3, policy=None, counted=None, **optio
         parameters = {name: p.full_tensor() for name, p in model.named_parameters()}
         return found, {name: p.inner.detach() if isinstance(p, Weight) else p.detach() for name, p in parameters.items()}
     assert model.scheduled_step.num_unscheduled_calls == 1, model.scheduled_step.status()
-    return found, dict(model.full_parameters())
+    return found, dict(model.named_full_parameters())
 
 
 def check(results, expected):
@@ -337,7 +337,7 @@ def test_checkpoints_have_main_copies_and_a_frozen_weight_keeps_its_hooks(tmp_pa
             p.mul_(2)
     fs.checkpoint.save(tmp_path, {"model": model}, step=1, comm=comm)
     fs.checkpoint.load(tmp_path, {"model": other}, comm=comm)
-    for (name, mine), (_, theirs) in zip(model.full_parameters(), other.full_parameters(), strict=True):
+    for (name, mine), (_, theirs) in zip(model.named_full_parameters(), other.named_full_parameters(), strict=True):
         assert torch.equal(mine, theirs), name
     before = model(batch(0, 0)).detach()
     model.requires_grad_(False)
@@ -346,7 +346,7 @@ def test_checkpoints_have_main_copies_and_a_frozen_weight_keeps_its_hooks(tmp_pa
 
 def test_weights_on_the_meta_device_are_made_as_plain_ones_are_or_taken_from_a_rank():
     def whole(comm, model, **options):
-        return dict(fs.shard_module(model, mesh=comm, precision=PRECISION, **options).full_parameters())
+        return dict(fs.shard_module(model, mesh=comm, precision=PRECISION, **options).named_full_parameters())
 
     def rank_fn(comm):
         with torch.device("meta"):

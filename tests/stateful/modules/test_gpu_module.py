@@ -28,7 +28,7 @@ def test_as_the_module_alone(comm, strategy, kind):
     policy = DebugPolicy(trivial_axes=True, poison=True)
     model = fs.shard_module(modules.make(kind).cuda(), mesh=comm, strategy=strategy("dp"), units=[Block], policy=policy)
     train(model, fs.ShardedOptimizer(model.parameters(), torch.optim.AdamW, **ADAMW), batches(5))
-    found = dict(model.full_parameters())
+    found = dict(model.named_full_parameters())
     for name, p in alone.named_parameters():
         torch.testing.assert_close(found[name], p.detach(), rtol=1e-3, atol=1e-4)
 
@@ -43,7 +43,7 @@ def fill(module):
 def test_made_from_the_meta_device(comm):
     def made(comm):
         model = fs.shard_module(modules.Net().to("meta"), mesh=comm, units=[Block], key=3, initialize=fill)
-        return dict(model.full_parameters())
+        return dict(model.named_full_parameters())
 
     expected = made(fs.SingleComm())
     for name, value in made(comm).items():

@@ -190,7 +190,7 @@ def test_trained_parameters_alone_are_exported_and_nothing_else_is_gathered(comm
     counting.calls.clear()
     every, before = values(model), counting.nbytes
     counting.calls.clear()
-    trained = dict(model.full_parameters(trained=True))
+    trained = dict(model.named_full_parameters(trained=True))
     names = [name for name, p in model.named_parameters() if p.requires_grad]
     assert list(trained) == sorted(names, key=list(trained).index)
     assert set(trained) == set(names)

@@ -118,8 +118,8 @@ def test_frozen_parameters_that_are_rounded_say_so(comm, strategy):
     options = {"mesh": comm, "strategy": STRATEGIES[strategy][1], "units": [Block]}
     model = fs.shard_module(net, precision=fs.Precision(compute=torch.bfloat16), **options)
     said = r"frozen parameters such as 'embed\.weight' were float32, and rest rounded in bfloat16.*trained=True"
-    with pytest.warns(UserWarning, match=rf"full_parameters\(\): \d+ {said}"):
-        found = dict(model.full_parameters())
+    with pytest.warns(UserWarning, match=rf"named_full_parameters\(\): \d+ {said}"):
+        found = dict(model.named_full_parameters())
     with pytest.warns(UserWarning, match=rf"unsharded\(\): \d+ {said}"), model.unsharded():
         assert model.embed.weight.dtype == torch.bfloat16
     trained = {name for name, p in model.named_parameters() if p.requires_grad}
@@ -127,9 +127,9 @@ def test_frozen_parameters_that_are_rounded_say_so(comm, strategy):
         assert torch.equal(found[name], value if name in trained else value.bfloat16())
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert set(dict(model.full_parameters(trained=True))) == trained
+        assert set(dict(model.named_full_parameters(trained=True))) == trained
         exact = fs.shard_module(modules.make("adapted"), **options)
-        assert_same(dict(exact.full_parameters()), {name: expected[name] for name in dict(exact.full_parameters())})
+        assert_same(dict(exact.named_full_parameters()), {name: expected[name] for name in dict(exact.named_full_parameters())})
 
 
 @pytest.mark.parametrize("way", ["all", "some", "groups"])

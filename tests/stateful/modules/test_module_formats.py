@@ -166,13 +166,13 @@ def test_a_parameter_without_a_gradient_stays_and_counts_in_no_norm(comm, strate
     model = fs.shard_module(Net(), mesh=comm, strategy=STRATEGIES[strategy][1], precision=precision)  # one unit
     optimizer = fs.ShardedOptimizer(model.parameters(), fs.optim.sgd(1e-1))
     train(comm, model, optimizer, 0, 1)
-    before = dict(model.full_parameters())
+    before = dict(model.named_full_parameters())
     model(inputs(comm, 0, 0)).square().sum().backward()
     assert model.other.weight.grad is None
     present = [p.grad.norm().double() for p in model.parameters() if p.grad is not None]
     torch.testing.assert_close(model.clip_grad_norm_(1e3).double(), torch.stack(present).norm(), rtol=1e-6, atol=0)
     optimizer.step()
-    after = dict(model.full_parameters())
+    after = dict(model.named_full_parameters())
     assert {name for name in after if torch.equal(after[name], before[name])} == {"other.weight", "other.bias"}
 
 
@@ -266,7 +266,7 @@ def run_chain(comm, way, strategy, wire, policy, uses):
                     (model(x, each) / count).backward()
             optimizer.step()
             optimizer.zero_grad()
-        return [value.clone() for _, value in model.full_parameters()]
+        return [value.clone() for _, value in model.named_full_parameters()]
     fn, _ = model.functional()
     step = fs.train_step(lambda p, batch, comm: fn(p, batch["x"], batch["uses"], comm=comm), tx, microbatches=len(uses[0]))
     call = partial(step, comm=comm) if way == "blocking" else fs.Scheduler(comm, policy=policy)(step)

@@ -136,7 +136,7 @@ def test_experts_with_an_axis_of_their_own(name):
     def rank_fn(comm):
         model, data = mixture(comm, name)
         norms = run(model, data, clip=0.2)
-        return norms, dict(model.full_parameters()), model.scheduled_step.num_unscheduled_calls
+        return norms, dict(model.named_full_parameters()), model.scheduled_step.num_unscheduled_calls
 
     expected, norms = alone(Sparse, ALONE, clip=0.2)
     assert all(norm > 0.2 for norm in norms)
@@ -215,7 +215,7 @@ def test_experts_without_tokens(plan, sparse):
                 assert (w.grad is not None) == used[model.first + i]
             optimizer.step()
             optimizer.zero_grad()
-        return dict(model.full_parameters()), model.scheduled_step.num_unscheduled_calls
+        return dict(model.named_full_parameters()), model.scheduled_step.num_unscheduled_calls
 
     alone = make(Picky, ALONE)
     optimizer = torch.optim.AdamW(alone.parameters(), **adamw)
@@ -245,7 +245,7 @@ def test_one_rank_s_values_are_taken_by_those_that_share_them():
         model = nn.ModuleDict({"dense": Kept(float(comm.rank)), "experts": Kept(float(comm.rank))})
         places = {"dense": fs.zero3("dp", "ep"), "experts": fs.zero3("dp").varying("ep")}
         model = fs.shard_module(model, mesh=comm, strategy=places, units=[Kept], sync_from=1)
-        whole = dict(model.full_parameters())
+        whole = dict(model.named_full_parameters())
         return [
             (whole[f"{name}.w"].unique().tolist(), model[name].first.item(), model[name].wide.tolist())
             for name in ("dense", "experts")
@@ -262,7 +262,7 @@ def test_experts_on_the_meta_device_are_drawn_for_each_coordinate():
     def rank_fn(comm):
         model = nn.Sequential(nn.Linear(4, 4, device="meta"), nn.Linear(4, 4, device="meta"))
         places = {"0": fs.zero3("dp", "ep"), "1": fs.zero3("dp").varying("ep")}
-        return dict(fs.shard_module(model, mesh=comm, strategy=places, units=["0", "1"], key=5).full_parameters())
+        return dict(fs.shard_module(model, mesh=comm, strategy=places, units=["0", "1"], key=5).named_full_parameters())
 
     small, large = simulate(fs.Mesh({"dp": 1, "ep": 2}), rank_fn), simulate(EP, rank_fn)
     assert torch.equal(small[0]["0.weight"], small[1]["0.weight"])
@@ -327,7 +327,7 @@ def sharded_over_the_other_axis(comm, kinds=KINDS):
     for name, checkpointed in kinds:
         model = wrapped(comm, getattr(fs, name)("dp"), checkpointed)
         norms = run(model, my_batches(comm, STEPS), clip=0.2)
-        result[name, checkpointed] = dict(model.full_parameters()), norms, model.scheduled_step.num_unscheduled_calls
+        result[name, checkpointed] = dict(model.named_full_parameters()), norms, model.scheduled_step.num_unscheduled_calls
     return result, model.layers[0].up.weight.local.numel(), list(model.layers[0].up.weight.full_shape)
 
 
@@ -336,14 +336,14 @@ def an_infinity_on_one_rank(comm):
     model = wrapped(comm, fs.zero3("dp"))
     optimizer = fs.ShardedOptimizer(model.parameters(), torch.optim.SGD, lr=0.1)
     scaler = fs.GradScaler("cpu", init_scale=4.0)
-    before = dict(model.full_parameters())
+    before = dict(model.named_full_parameters())
     scaler.scale(model(*my_batches(comm, 1)[0])["loss"]).backward()
     grad = next(p.grad for p in model.parameters() if p.grad is not None and p.grad.local.numel())
     if comm.rank == 3:
         grad.local.view(-1)[0] = torch.inf
     scaler.step(optimizer)
     scaler.update()
-    assert_same(dict(model.full_parameters()), before)
+    assert_same(dict(model.named_full_parameters()), before)
     return scaler.get_scale()
 
 
@@ -364,7 +364,7 @@ def whole_again(comm):
     out = fn(params, x, comm=model.comm)
     with torch.no_grad():
         torch.testing.assert_close(out, model(x))
-    return kind, state, dict(model.full_parameters())["layers.0.up.weight"]
+    return kind, state, dict(model.named_full_parameters())["layers.0.up.weight"]
 
 
 def refused_dtensors(comm):
@@ -429,7 +429,7 @@ def test_dtensors_under_hybrid_strategies():
                 tensor_parallel(make(), grid["tp"]), mesh=grid["outer", "inner"], strategy=strategy, units=[Mlp]
             )
             norms = run(model, data, clip=0.2)
-            result[name] = dict(model.full_parameters()), norms
+            result[name] = dict(model.named_full_parameters()), norms
         return result
 
     expected, norms = alone(clip=0.2)

@@ -212,4 +212,4 @@ def test_refused(comm):
     model.head.requires_grad_(False)
     model.train_state = model.train_state
     assert not model.head.weight.requires_grad
-    assert len(dict(model.full_parameters(trained=True))) == sum(p.is_trained for p in model.parameters())
+    assert len(dict(model.named_full_parameters(trained=True))) == sum(p.is_trained for p in model.parameters())

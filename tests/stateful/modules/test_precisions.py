@@ -145,7 +145,7 @@ def test_the_bits_of_casts_by_hand(ranks, strategy, frozen):
             assert batch.x.dtype == HIGH
             descend(loss, optimizer)
             losses.append(loss.detach())
-        return losses, dict(model.full_parameters(trained=True)), model.scheduled_step.num_unscheduled_calls
+        return losses, dict(model.named_full_parameters(trained=True)), model.scheduled_step.num_unscheduled_calls
 
     losses, params = plainly(4, frozen, ranks)
     for mine, found, recordings in simulate(fs.Mesh({"dp": ranks}), rank_fn):

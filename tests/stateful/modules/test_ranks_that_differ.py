@@ -110,7 +110,7 @@ def test_ranks_that_do_the_same_with_other_values_are_found(strategy, act):
 LAST = {
     "full_state_dict": lambda model, optimizer, comm, folder: model.full_state_dict(),
     "the optimizer's": lambda model, optimizer, comm, folder: optimizer.full_state_dict(),
-    "full_parameters": lambda model, optimizer, comm, folder: list(model.full_parameters()),
+    "named_full_parameters": lambda model, optimizer, comm, folder: list(model.named_full_parameters()),
     "unsharded": unsharded,
     "a norm": lambda model, optimizer, comm, folder: torch.nn.utils.get_total_norm(list(model.parameters())),
     "save": lambda model, optimizer, comm, folder: fs.checkpoint.save(folder, {"model": model}, step=1, comm=comm),

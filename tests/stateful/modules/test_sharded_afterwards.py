@@ -21,11 +21,11 @@ from tests.scheduling import DP
 def test_full_parameters_have_what_was_renamed(comm, strategy, kind):
     """An activation-checkpoint wrapper puts its own name in the middle of others."""
     model, optimizer = wrap(comm, strategy, kind)
-    before = dict(model.full_parameters())
+    before = dict(model.named_full_parameters())
     apply_activation_checkpointing(
         model, checkpoint_wrapper_fn=checkpoint_wrapper, check_fn=lambda each: isinstance(each, Block)
     )
-    after = dict(model.full_parameters())
+    after = dict(model.named_full_parameters())
     assert after.keys() == dict(model.named_parameters()).keys() != before.keys()
     renamed = {name.replace("_checkpoint_wrapped_module.", ""): value for name, value in after.items()}
     assert renamed.keys() == before.keys()
@@ -88,4 +88,4 @@ def test_neighbours_in_one_storage_are_no_views():
     module.copied = copy.deepcopy(module.w.detach())
     module.forward = lambda: module.w.sum() + module.b.sum()
     sharded = fs.shard_module(module, mesh=fs.SingleComm(), strategy=fs.zero3("dp"))
-    assert torch.equal(dict(sharded.full_parameters())["w"], flat[:16].view(4, 4))
+    assert torch.equal(dict(sharded.named_full_parameters())["w"], flat[:16].view(4, 4))

@@ -90,7 +90,7 @@ def plain(kind, saved, cls=torch.optim.AdamW, **options):
 
 
 def trained(model):
-    return dict(model.full_parameters(trained=True))
+    return dict(model.named_full_parameters(trained=True))
 
 
 @every(24, there=WORLDS, kind=KINDS, shard=({}, {"precision": MIXED}), here=("zero3", "ddp"))

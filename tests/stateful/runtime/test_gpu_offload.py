@@ -53,8 +53,8 @@ def test_a_module_has_the_same_bits(comm):
         for x, y in modules.batches(None, 5):
             modules.descend(model(x.cuda(), y.cuda())["loss"], optimizer)
         with optimizer.averaged(), torch.no_grad():
-            averages = dict(model.full_parameters())
-        return dict(model.full_parameters()), averages
+            averages = dict(model.named_full_parameters())
+        return dict(model.named_full_parameters()), averages
 
     for ours, theirs in zip(train(True), train(False), strict=True):
         assert all(torch.equal(ours[name], theirs[name]) for name in theirs)

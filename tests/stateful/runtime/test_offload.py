@@ -116,14 +116,14 @@ def test_modules_have_the_same_bits(strategy, precision, tx):
     def rank_fn(comm, offload):
         model, optimizer = train_module(comm, strategy, precision, tx, offload=offload)
         saved = pickle.loads(pickle.dumps(optimizer.state_dict()))
-        found = [dict(model.full_parameters()), [p.local.clone() for p in model.parameters()], saved["state"]]
+        found = [dict(model.named_full_parameters()), [p.local.clone() for p in model.parameters()], saved["state"]]
         if hasattr(saved["state"], "ema"):
             with optimizer.averaged(), torch.no_grad():
-                found.append(dict(model.full_parameters()))
+                found.append(dict(model.named_full_parameters()))
         x, y = modules.batches(comm, 1)[0]
         optimizer.load_state_dict(saved)
         modules.descend(model(x, y)["loss"], optimizer)
-        return [*found, dict(model.full_parameters())], [
+        return [*found, dict(model.named_full_parameters())], [
             isinstance(node.lazy, HostStateBuffers) for node in fs.layouts.units_of(model.train_state.opt)
         ]
 

@@ -31,7 +31,7 @@ def train_module(comm, strategy, evaluates):
                 losses.append(model(X).square().mean().item())
         if i < STEPS:
             descend(model(X[comm.rank :: 2]).square().mean(), optimizer)
-    return losses, [x for _, x in model.full_parameters()]
+    return losses, [x for _, x in model.named_full_parameters()]
 
 
 def apply(params, x, comm):

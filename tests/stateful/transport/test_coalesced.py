@@ -224,7 +224,7 @@ def test_modules(strategy):
             loss = model(batch["x"], batch["y"])["loss"]
             descend(loss, optimizer)
             losses.append(loss.detach().clone())
-        return losses, {name: p.detach().clone() for name, p in model.full_parameters()}
+        return losses, {name: p.detach().clone() for name, p in model.named_full_parameters()}
 
     alone = simulate(mesh, partial(rank_fn, policy=DebugPolicy(bucket_nbytes=0, poison=True)))
     joined = simulate(mesh, partial(rank_fn, policy=DebugPolicy(poison=True, **JOINED)))

@@ -169,8 +169,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 loss = model(**batch).loss
 
         All ranks have to enter the context. Forwards in the context use the averages that :func:`~fsharp.optim.with_ema` keeps;
-        so do ``full_parameters()``, ``unsharded()`` and ``functional()``. Parameters without an average keep their values. At
-        the end all parameters have their own values again, to the bit.
+        so do ``named_full_parameters()``, ``unsharded()`` and ``functional()``. Parameters without an average keep their
+        values. At the end all parameters have their own values again, to the bit.
 
         Raises:
             TreeError: the optimizer keeps no averages, or several averages of one parameter.
