@@ -207,17 +207,12 @@ def options_checked(target: F) -> F:
     Raises:
         OptionError: in a call, an argument does not fit its annotation, or the arguments do not fit the signature.
     """
-
-    def check_then_call(fn: Any, args: Any, kwargs: Any) -> Any:
-        check_arguments(fn, args, kwargs)
-        return fn(*args, **kwargs)
-
-    return _wrap_calls(check_then_call, target)
+    return _wrap_calls(target, before=check_arguments)
 
 
 def signature_checked(target: F) -> F:
     """Wrap a function or a class. A misfit call raises the OptionError of :func:`check_call_fits_signature`."""
-    return _wrap_calls(lambda fn, args, kwargs: fn(*args, **kwargs), target)
+    return _wrap_calls(target)
 
 
 def options_checked_on_failure(target: F) -> F:
@@ -226,15 +221,7 @@ def options_checked_on_failure(target: F) -> F:
     The types are checked after a failure, and not before the call (:func:`check_failed_call`). Functions that compare arguments
     between ranks need this: a check before the call could raise on one rank alone.
     """
-
-    def call_then_check(fn: Any, args: Any, kwargs: Any) -> Any:
-        try:
-            return fn(*args, **kwargs)
-        except Exception as error:
-            check_failed_call(error, fn, args, kwargs)
-            raise
-
-    return _wrap_calls(call_then_check, target)
+    return _wrap_calls(target, after=check_failed_call)
 
 
 def check_failed_call(error: Exception, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -251,19 +238,21 @@ def check_failed_call(error: Exception, fn: Callable[..., Any], args: tuple[Any,
     check_call_fits_signature(error, fn, args, kwargs)
 
 
-def _wrap_calls(call_wrapped: Callable[[Any, Any, Any], Any], target: F) -> F:
+def _wrap_calls(target: F, *, before: Callable[..., None] | None = None, after: Any = check_call_fits_signature) -> F:
     fn: Any = target
     if isinstance(target, type):
-        fn.__init__ = _wrap_calls(call_wrapped, fn.__init__)
+        fn.__init__ = _wrap_calls(fn.__init__, before=before, after=after)
         return target
 
     @wraps(target)
     def call(*args: Any, **kwargs: Any) -> Any:
         try:
+            if before is not None:
+                before(fn, args, kwargs)
             try:
-                return call_wrapped(fn, args, kwargs)
+                return fn(*args, **kwargs)
             except Exception as error:
-                check_call_fits_signature(error, fn, args, kwargs)
+                after(error, fn, args, kwargs)
                 raise
         except Exception as error:
             hide_frames(error)

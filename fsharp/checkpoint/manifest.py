@@ -130,8 +130,6 @@ class Manifest:
             made = _manifest_from_body(body)
             for name, structure in made.objects.items():
                 rebuild_from_structure(name, structure, made.values.__getitem__)
-        except CheckpointError:
-            raise
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError, OverflowError) as error:
             raise CheckpointError(f"{where}: the manifest is damaged: {type(error).__name__} {error!s:.200}.") from error
         for name, tensor in made.tensors.items():

@@ -175,7 +175,7 @@ def schedule(
     ]
     about = f"{layout.num_params:,} parameters on {axes} of {hardware or gpu or DEFAULT_GPU}, {strategy}, {policy}"
     shown = [about, *_experts_lines(found), "", *align_columns(rows, right={1}), *(["", table(planned)] if ops else [])]
-    return "\n".join([*shown, *_lines_on_written_files(draw)])
+    return "\n".join([*shown, *([f"wrote {draw}"] if draw else [])])
 
 
 def tune(
@@ -271,7 +271,7 @@ def tune(
     )
     experts = [f"{line} Activations are those of all experts." for line in _experts_lines(found)]
     heading = [f"{about}, {limits}", *experts, ""]
-    return "\n".join([*heading, choice.table(rows or None), ties, *_lines_on_written_files(json, draw)])
+    return "\n".join([*heading, choice.table(rows or None), ties, *(f"wrote {path}" for path in (json, draw) if path)])
 
 
 def _experts_lines(model: FoundModel) -> list[str]:
@@ -285,11 +285,6 @@ def _experts_lines(model: FoundModel) -> list[str]:
 
 def _is_expert(path: str) -> bool:
     return "experts" in path.split(".")
-
-
-def _lines_on_written_files(*paths: str) -> list[str]:
-    """Return a line ``wrote PATH`` for each path. An empty path gets no line: the user did not ask for this file."""
-    return [f"wrote {path}" for path in paths if path]
 
 
 def _plan_layouts(

@@ -21,8 +21,7 @@ def _record_fork() -> None:
     _is_forked_after_jax = _is_forked_after_jax or xla_bridge.backends_are_initialized()
 
 
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_record_fork)
+os.register_at_fork(after_in_child=_record_fork)
 
 
 def check_not_forked(where: str) -> None:

@@ -94,11 +94,8 @@ class Splat(NamedTuple):
     shape: tuple[int, ...]
 
 
-class _PendingValue:
-    """A value that depends on the result of a pending reduction."""
-
-
-PENDING = _PendingValue()
+PENDING = object()
+"""A value that depends on the result of a pending reduction."""
 
 EquationKey = tuple[int, ...]
 """Position of an equation: the numbers of the equations whose jaxprs contain it, then its own number."""
@@ -116,11 +113,11 @@ class ShardedJaxprRun:
     """One run of a jaxpr on this rank's elements of the leaves.
 
     Attributes:
-        known: results of finished reductions over ranks, by position of their equation.
+        known: results of finished reductions over ranks, by position of their equation; None takes zeros, for a trial.
         pending: unfinished reductions that this run needs, each with this rank's summand.
     """
 
-    def __init__(self, leaves: Sequence[LeafRange], known: Mapping[EquationKey, Any]) -> None:
+    def __init__(self, leaves: Sequence[LeafRange], known: Mapping[EquationKey, Any] | None) -> None:
         self.leaves, self.known = leaves, known
         self.pending: dict[EquationKey, tuple[CrossRankReduction, Any]] = {}
 
@@ -285,7 +282,7 @@ class ShardedJaxprRun:
                 f"from_optax(): the transformation reduces all elements of {part.path!r} ({name}), whose values "
                 "differ between ranks. Use a transformation that updates each element by itself."
             )
-        if at not in self.known:
+        if self.known is not None and at not in self.known:
             if op == "sum":
                 here = jnp.sum(elements, dtype=out.dtype)
             else:
@@ -293,7 +290,7 @@ class ShardedJaxprRun:
                 here = jnp.max(elements, initial=least) if op == "max" else jnp.min(elements, initial=most)
             self.pending[at] = CrossRankReduction(op, part.axes), here
             return PENDING
-        known = self.known[at].astype(out.dtype)
+        known = jnp.zeros((), out.dtype) if self.known is None else self.known[at].astype(out.dtype)
         return Splat(known, out.shape) if out.shape else known
 
     def _run_cond(self, equation: Any, values: list[Any], at: EquationKey) -> list[Any]:
@@ -301,7 +298,7 @@ class ShardedJaxprRun:
         index, branches = _scalar_if_splat(self._as_replicated_if_possible(index, (*at, -1))), equation.params["branches"]
         if isinstance(index, ArrayShard):
             raise self._other_ranks_error(f"a condition looks at {self.leaves[index.leaf].path!r}", self.leaves[index.leaf])
-        if not any(isinstance(value, ArrayShard | Splat | _PendingValue) for value in (index, *operands)):
+        if not any(value is PENDING or isinstance(value, ArrayShard | Splat) for value in (index, *operands)):
             return _bind_equation(equation, [index, *operands])
         found = [self.run_jaxpr(branch, operands, (*at, k)) for k, branch in enumerate(branches)]
         return [self._select_branch_result(index, list(each), (*at, -2 - i)) for i, each in enumerate(zip(*found, strict=True))]

@@ -146,7 +146,7 @@ class TracedTransformation:
 
         def probe(arrays: Sequence[Any]) -> Any:
             lifted, params = (
-                ShardedJaxprRun(parts, _ZeroReductionResults()),
+                ShardedJaxprRun(parts, None),
                 [part(i, x) for i, x in enumerate(arrays[behind : behind + count])],
             )
             grads = [part(i, x) for i, x in enumerate(arrays[:count])]
@@ -327,16 +327,6 @@ class CompiledTransformation:
                 buffer = buffer.at[start : start + elements.size].set(elements.astype(into))
             result.append(buffer)
         return result
-
-
-class _ZeroReductionResults(dict[EquationKey, Any]):
-    """A dict with the result zero for each reduction over ranks, for a trial run of a jaxpr without communication."""
-
-    def __contains__(self, key: object) -> bool:
-        return True
-
-    def __missing__(self, key: EquationKey) -> Any:
-        return jnp.zeros(())
 
 
 def _leaf_names_or_masks(node: Sharded) -> Any:

@@ -259,7 +259,8 @@ class Choice:
             what = f"there is no candidate {(layout, policy, remat)}."
             raise ScheduleError(problem("Choice.pick()", what, known, "Pass the names of a row of the table."))
         option, chosen, arguments = found
-        return self._with_prediction((layout, policy, remat), option.layout, chosen, arguments, option.made_by)
+        changed = replace(self, layout=option.layout, policy=chosen, made_by=option.made_by, _arguments=arguments)
+        return changed._predicted_as((layout, policy, remat))
 
     @api_boundary
     def edit(self, **changes: Any) -> "Choice":
@@ -278,32 +279,17 @@ class Choice:
         first = self.candidates[0]
         text = ", ".join(f"{name}={value!r}" for name, value in changes.items())
         names = (first.layout, f"{first.policy}, {text}" if text else first.policy, first.remat)
-        return self._with_prediction(names, self.layout, policy, self._arguments, self.made_by)
+        return replace(self, policy=policy)._predicted_as(names)
 
-    def _with_prediction(
-        self,
-        names: tuple[str, str, str],
-        layout: Layout,
-        policy: SchedulePolicy,
-        arguments: StepArguments,
-        made_by: Mapping[str, Any],
-    ) -> "Choice":
-        first = arguments.predict_candidate(layout, policy, names)
+    def _predicted_as(self, names: tuple[str, str, str]) -> "Choice":
+        """Return this choice with a new prediction of its layout and policy as the chosen candidate, under these names."""
+        first = self._arguments.predict_candidate(self.layout, self.policy, names)
         if first.peak_nbytes > self.budget:
             what = f"the candidate takes {nbytes_text(first.peak_nbytes)}, and the budget is {nbytes_text(self.budget)}."
             raise ScheduleError(problem("Choice", what, [("candidate", f"{first.layout}, {first.policy}")]))
         rest = [x for x in self.candidates if (x.layout, x.policy, x.remat) != names]
         rows = (first, *(replace(x, lost=_why_lost(x, first, self.budget)) for x in rest))
-        return replace(
-            self,
-            name=first.layout,
-            layout=layout,
-            policy=policy,
-            remat=arguments.remat,
-            candidates=rows,
-            made_by=made_by,
-            _arguments=arguments,
-        )
+        return replace(self, name=first.layout, remat=self._arguments.remat, candidates=rows)
 
     @api_boundary
     def to_json(self) -> str:
@@ -363,7 +349,7 @@ class Choice:
         again = arguments.predict_candidate(layout, policy, (first.layout, first.policy, first.remat))
         if replace(again, lost="") == replace(first, lost=""):
             return found
-        return found._with_prediction((first.layout, f"{first.policy}, edited", first.remat), layout, policy, arguments, {})
+        return found._predicted_as((first.layout, f"{first.policy}, edited", first.remat))
 
     def _table_rows(self) -> list[tuple[str, ...]]:
         has_remat = any(x.remat for x in self.candidates)

@@ -1,10 +1,10 @@
 """plan_step: the schedule of a training step, from a layout alone, before any rank exists."""
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import count
-from typing import Any, Literal, NamedTuple, TypeVar, cast
+from typing import Any, Literal, TypeVar, cast
 
 from fsharp.distributed.process_group import ProcessGroupComm
 from fsharp.errors import LayoutError, problem
@@ -183,41 +183,29 @@ def _microbatch_events(
     """
     events: list[Event] = []
 
-    def add_forward(use: Use) -> _FinishedForward:
+    def add_forward(use: Use) -> Callable[[], None]:
+        """Add the events of a forward. Return a function that adds those of its backward."""
         keys = [(name or ROOT, next(numbers)) for name in use.units]
         events.extend([Event("forward", key, number) for key, number in keys])
         inner = [add_forward(each) for each in use.inner]
         events.extend([Event("forward_end", key, number) for key, number in reversed(keys)])
-        return _FinishedForward(use, keys, inner)
 
-    def add_backward(done: _FinishedForward) -> None:
-        if not done.use.has_backward:
-            return
-        events.extend([Event("backward", key, number) for key, number in done.keys])
-        if any(key in recomputed for key, _ in done.keys):
-            add_forward(done.use)
-        for each in reversed(done.inner):
-            add_backward(each)
-        for name, (key, number) in reversed(list(zip(done.use.units, done.keys, strict=True))):
-            events.append(Event("backward_end", key, number, no_gradient=name not in trained))
+        def add_backward() -> None:
+            if not use.has_backward:
+                return
+            events.extend([Event("backward", key, number) for key, number in keys])
+            if any(key in recomputed for key, _ in keys):
+                add_forward(use)
+            for add_inner in reversed(inner):
+                add_inner()
+            for name, (key, number) in reversed(list(zip(use.units, keys, strict=True))):
+                events.append(Event("backward_end", key, number, no_gradient=name not in trained))
 
-    done = [add_forward(use) for use in uses]
+        return add_backward
+
+    backwards = [add_forward(use) for use in uses]
     of_each = [{name for each in walk_uses([use]) for name in each.units} for use in uses]
     first = next((i for i, names in enumerate(of_each) if not names.isdisjoint(trained)), len(uses))
-    for each in reversed(done[first:]):
-        add_backward(each)
+    for add_backward in reversed(backwards[first:]):
+        add_backward()
     return [*events, Event("microbatch_end")]
-
-
-class _FinishedForward(NamedTuple):
-    """A use whose forward is over.
-
-    Attributes:
-        use: the use.
-        keys: for each unit of the use a pair, by which events name the use of the unit: the unit's name, and a number.
-        inner: the uses whose forwards ran inside of this forward.
-    """
-
-    use: Use
-    keys: list[tuple[str, int]]
-    inner: list["_FinishedForward"]

@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 from fsharp.errors import FsharpError, ScheduleError, problem
-from fsharp.functional.comm.protocol import Comm, Engine, SingleComm
+from fsharp.functional.comm.protocol import Engine, SingleComm
 from fsharp.functional.layout.layout import Layout
 from fsharp.functional.layout.mesh import Mesh
 from fsharp.functional.layout.sharded import Sharded, units_of
@@ -142,6 +142,13 @@ class _TrialComm(SingleComm):
         self.engine = _TrialEngine(recorder)
 
 
+def _refusing(name: str) -> Any:
+    def refuse(self: Any, *args: Any, **kwargs: Any) -> Any:
+        raise ScheduleError(f"tune(): loss_fn calls {name}(). Pass the loss alone, as for fs.train_step.")
+
+    return refuse
+
+
 class _TrialEngine(Engine):
     """An Engine that records calls of :func:`~fsharp.forward`, and runs their functions on meta tensors."""
 
@@ -166,23 +173,9 @@ class _TrialEngine(Engine):
     def report_failure(self, error: Exception, where: str) -> None:
         raise error
 
-    def run_value_and_grad(
-        self, loss_fn: Any, params: Any, microbatches: list[Any], comm: Comm, residuals: Any, *, sum_in_place: bool
-    ) -> tuple[Any, Any]:
-        raise _called_in_loss_error("value_and_grad")
-
-    def run_reduce_scatter(self, tree: Any, to: Any, residuals: Any) -> Any:
-        raise _called_in_loss_error("reduce_scatter")
-
-    def begin_state_fetch(self, state: Any, params: Any, grads: Any, *, donate: bool) -> Any:
-        raise _called_in_loss_error("update")
-
-    def run_update_gather(self, new: Any, params: Any, state: Any, *, donate: bool) -> tuple[Any, Any]:
-        raise _called_in_loss_error("update")
-
-
-def _called_in_loss_error(name: str) -> ScheduleError:
-    return ScheduleError(f"tune(): loss_fn calls {name}(). Pass the loss alone, as for fs.train_step.")
+    run_value_and_grad = _refusing("value_and_grad")
+    run_reduce_scatter = _refusing("reduce_scatter")
+    begin_state_fetch = run_update_gather = _refusing("update")
 
 
 def record_calls_of_loss(
@@ -252,8 +245,8 @@ def record_calls_of_module(
     return recorder.calls
 
 
-def measure_calls(calls: Sequence[UnitCall], device: torch.device, *, remat: bool) -> int:
-    """Measure calls on a device, and set the seconds and the kept bytes of each. Return the number of kinds of calls.
+def measure_calls(calls: Sequence[UnitCall], device: torch.device, *, remat: bool) -> None:
+    """Measure calls on a device, and set the seconds and the kept bytes of each.
 
     Calls of one kind run one function, on tensors of equal shapes and dtypes. One call of each kind is measured, a few times. A
     call that contains other calls is not measured. Without ``remat`` recomputation is not measured, and counts as a forward.
@@ -271,7 +264,6 @@ def measure_calls(calls: Sequence[UnitCall], device: torch.device, *, remat: boo
                 recompute_s = max(sum(_median_forward_backward_s(alike[0], recomputed, device)) - forward_s - backward_s, 0.0)
         for call in alike:
             call.set_measured(forward_s, backward_s, recompute_s, kept_nbytes=kept_nbytes)
-    return len(kinds)
 
 
 def _kept_nbytes(call: UnitCall, device: torch.device) -> int:
