@@ -213,7 +213,7 @@ def test_a_reduction_without_a_step_is_refused(comm):
         fs.reduce_scatter(grads, comm=comm)
 
 
-EXPECTED = r"stochastic\(\): got format {} and seed {}; expected a format that"
+EXPECTED = r"stochastic\(\): got format {} and seed {}; expected a format with"
 REFUSED = {
     "encoding without a step": (lambda: WIRE.store(torch.ones(32), 32), r"Format 'stochastic_mxint4'.*, and no step says"),
     "nvfp4": (lambda: stochastic(fs.formats.nvfp4), EXPECTED.format("nvfp4", 0)),
