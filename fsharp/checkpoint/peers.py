@@ -179,17 +179,13 @@ class ReadRequest(NamedTuple):
 
 def _requests_to_fill(holder: int, file: str, start: int, into: bytearray) -> list[ReadRequest]:
     """Return requests to rank ``holder`` that fill ``into`` with the bytes of ``file`` from byte ``start`` on."""
-    view = memoryview(into)
 
-    def request_from(first: int) -> ReadRequest:
-        part = view[first : first + MESSAGE_NBYTES]
+    def fill(part: memoryview, data: torch.Tensor) -> None:
+        part[:] = bytes_of(data)
 
-        def on_received(data: torch.Tensor) -> None:
-            part[:] = bytes_of(data)
-
-        return ReadRequest(holder, file, start + first, len(part), on_received)
-
-    return [request_from(first) for first in range(0, len(into), MESSAGE_NBYTES)]
+    firsts = range(0, len(into), MESSAGE_NBYTES)
+    parts = [(start + first, memoryview(into)[first : first + MESSAGE_NBYTES]) for first in firsts]
+    return [ReadRequest(holder, file, at, len(part), partial(fill, part)) for at, part in parts]
 
 
 def exchange_requested_bytes(folder: str, wanted: Sequence[ReadRequest], comm: Comm, keeper: FirstErrorKeeper) -> None:

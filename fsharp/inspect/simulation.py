@@ -69,63 +69,38 @@ class Simulation:
         """Simulate steps until a step is like the previous one, and return its timeline."""
         carried: dict[int, Interval] = {}
         for _ in range(_MAX_STEPS):
-            timeline, handed_on = self.simulate_step(carried)
+            self._begin_step(carried)
+            for cost in self.costs:
+                self._run_bucket(cost)
+            timeline, handed_on = self._end_step()
             before = {j: carried.get(j, _OVER_AT_START) for j in handed_on}
             if all(math.isclose(handed_on[j][1], before[j][1], abs_tol=1e-12 * timeline.step_s) for j in handed_on):
                 break
             carried = handed_on
         return timeline
 
-    def simulate_step(self, carried: Mapping[int, Interval]) -> tuple[Timeline, dict[int, Interval]]:
-        """Return the timeline of a step, and the start and end of each of its carried ops, by position of the op.
-
-        Carried ops are ops for which the next step waits, such as its first gathers, and copies of optimizer state to host
-        memory. Their times are relative to the end of the step. ``carried``: start and end of the previous step's carried ops,
-        relative to the beginning of this step.
-        """
-        step = _SimulatedStep(self, carried)
-        for cost in self.costs:
-            step.run_bucket(cost)
-        return step.end()
-
-
-class _SimulatedStep:
-    """A step that is being simulated. Times are seconds from the beginning of the step.
-
-    Attributes:
-        simulation: the schedule's ops and the machine's speeds.
-        free: when the last op of each stream so far ends.
-        sent_s: when the last collective so far ends.
-        carried: start and end of each op that the previous step handed on, by position of the op.
-        times: start and end of each op so far, by position of the op.
-        in_flight: positions of ops beside the host, which the host may slow down.
-        spans: waits of the compute stream so far.
-    """
-
-    def __init__(self, simulation: Simulation, carried: Mapping[int, Interval]) -> None:
-        self.simulation = simulation
-        self.free = dict.fromkeys(STREAMS, 0.0)
-        self.sent_s = 0.0
+    def _begin_step(self, carried: Mapping[int, Interval]) -> None:
+        """Begin a step. ``carried``: start and end of each op that the previous step handed on, by position of the op."""
+        self.free, self.sent_s = dict.fromkeys(STREAMS, 0.0), 0.0  # when the last op of each stream, and collective, ends
         for j, (_, stop) in carried.items():
-            queue = simulation.queues[j]
+            queue = self.queues[j]
             self.free[queue] = max(self.free[queue], stop)
-            self.sent_s = max(self.sent_s, stop) if simulation.ops[j].spec.cost == "send" else self.sent_s
-        self.carried = dict(carried)
-        self.times: dict[int, Interval] = {}
-        self.in_flight: list[int] = []
-        self.spans: list[TimeSpan] = []
+            self.sent_s = max(self.sent_s, stop) if self.ops[j].spec.cost == "send" else self.sent_s
+        self.carried, self.times = dict(carried), dict[int, Interval]()
+        self.in_flight = list[int]()  # ops beside the host, which the host may slow down
+        self.spans = list[TimeSpan]()  # waits of the compute stream so far
 
-    def run_bucket(self, cost: BucketCost) -> None:
+    def _run_bucket(self, cost: BucketCost) -> None:
         """Run the ops of a bucket, or one op, next in their stream."""
         run, seconds, latency_s, issue_s = cost
-        simulation, free = self.simulation, self.free
-        queue, sends = simulation.queues[run[0]], simulation.ops[run[0]].spec.cost == "send"
+        free, queue, sends = self.free, self.queues[run[0]], self.ops[run[0]].spec.cost == "send"
         idle = start = free[queue] - latency_s
-        for i in run:
-            start = max([start, 0.0, *(self._end_of(j, i) for j in simulation.ops[i].after)])
-        if sends and simulation.is_synchronous:
+        for i in run:  # an op that comes after i has ended in the previous step
+            ends = [(self.times[j] if j < i else self.carried.get(j, _OVER_AT_START))[1] for j in self.ops[i].after]
+            start = max([start, 0.0, *ends])
+        if sends and self.is_synchronous:
             start = max(start, free["compute"])
-        if sends and simulation.schedule.policy.separate_groups is False:
+        if sends and self.schedule.policy.separate_groups is False:
             start = max(start, self.sent_s - latency_s)
         if queue != "compute":
             free[queue] = stop = start + seconds
@@ -139,18 +114,13 @@ class _SimulatedStep:
         free[queue] = start + self._delay_by_contention(start, seconds)
         self.times |= dict.fromkeys(run, (start, free[queue]))
         for i in run:
-            op = simulation.ops[i]
+            op = self.ops[i]
             if op.spec.joins or start > idle:
                 self.spans.append(TimeSpan(i, WAITING, op.unit, op.phase, "compute", idle, start))
 
-    def _end_of(self, j: int, i: int) -> float:
-        """Return the end of op ``j``, for which op ``i`` waits. An op that comes after ``i`` ended in the previous step."""
-        return self.times[j][1] if j < i else self.carried.get(j, _OVER_AT_START)[1]
-
     def _delay_by_contention(self, since: float, works_s: float) -> float:
         """Return the seconds in which the host does ``works_s`` seconds of work. Delay the collectives that run then."""
-        simulation = self.simulation
-        host_speed, sending_speed = simulation.host_speed, simulation.sending_speed
+        host_speed, sending_speed = self.host_speed, self.sending_speed
         busy = max(self.free["gather"], self.free["reduce"], since) - since  # seconds of collectives if the host waited
         if not (works_s and busy) or (host_speed, sending_speed) == (1.0, 1.0):
             return works_s
@@ -164,9 +134,9 @@ class _SimulatedStep:
         self.sent_s = later(self.sent_s)
         return works_s
 
-    def end(self) -> tuple[Timeline, dict[int, Interval]]:
-        """Return the result of :meth:`Simulation.simulate_step`, after the last op."""
-        ops, handed_on, times = self.simulation.ops, self.simulation.handed_on, self.times
+    def _end_step(self) -> tuple[Timeline, dict[int, Interval]]:
+        """Return the timeline of the step, and start and end of each op that it hands on, relative to the end of the step."""
+        ops, handed_on, times = self.ops, self.handed_on, self.times
         own = {i: stop for i, (_, stop) in times.items() if i not in handed_on}
         end = max([self.free["compute"], *own.values()])
         if end > self.free["compute"]:
@@ -179,9 +149,9 @@ class _SimulatedStep:
             times[j] = end + began if start > end else start, end + ended if stop > end else stop
         for i, op in enumerate(ops):
             if not op.spec.joins:  # an op that joins takes no time beside its wait
-                self.spans.append(TimeSpan(i, op.kind, op.unit, op.phase, self.simulation.queues[i], *times[i]))
+                self.spans.append(TimeSpan(i, op.kind, op.unit, op.phase, self.queues[i], *times[i]))
         self.spans.sort(key=lambda span: (span.start_s, span.op))
-        return Timeline(self.simulation.schedule, tuple(self.spans), end), result
+        return Timeline(self.schedule, tuple(self.spans), end), result
 
 
 def _delayed_time(start: float, seconds: float, speed: float, at: float) -> float:

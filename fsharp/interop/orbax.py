@@ -3,7 +3,6 @@
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import jax
@@ -23,7 +22,6 @@ from fsharp.functional.tree.paths import as_patterns, select_paths
 from fsharp.tracebacks import api_boundary
 
 _READ_NBYTES = 1 << 30  # bytes to read in one call of Orbax, which reads its metadata again in each call
-_NO_STACKS: Mapping[str, int] = MappingProxyType({})
 _METADATA_FILE = "_CHECKPOINT_METADATA"
 """A file that Orbax writes into the folder of each checkpoint."""
 _MOST_LEVELS = 300
@@ -49,7 +47,7 @@ def from_orbax(
     *,
     step: int = 0,
     ignore: str | Sequence[str] = (),
-    unstack: Mapping[str, int] = _NO_STACKS,
+    unstack: Mapping[str, int] | None = None,
     config: Any = None,
 ) -> Checkpoint:
     """Convert an Orbax checkpoint of a pytree to a checkpoint under ``root``, which :func:`fsharp.checkpoint.load` reads.
@@ -88,7 +86,7 @@ def from_orbax(
         raise CheckpointError(f"{source}: two leaves have the same name, such as the keys 'a.b' and 'b' within 'a'.")
     left = select_paths("from_orbax(ignore=)", as_patterns(ignore), list(leaves))
     arrays = {name: leaf for name, leaf in leaves.items() if name not in left and hasattr(leaf, "shape")}
-    sources = _sources(where, {name: tuple(leaf.shape) for name, leaf in arrays.items()}, unstack)
+    sources = _sources(where, {name: tuple(leaf.shape) for name, leaf in arrays.items()}, unstack or {})
     entries = dict[str, TensorEntry]()
     for name, of in sources.items():
         leaf = arrays[of.leaf]
@@ -120,7 +118,7 @@ def to_orbax(
     *,
     subtree: str = "",
     rename: Callable[[str], str] | None = None,
-    stack: Mapping[str, int] = _NO_STACKS,
+    stack: Mapping[str, int] | None = None,
 ) -> None:
     """Write tensors of a checkpoint as an Orbax checkpoint, which ``ocp.load`` reads as a pytree of arrays.
 
@@ -173,7 +171,7 @@ def to_orbax(
         if keys[-1] in node:
             raise CheckpointError(f"to_orbax(): {name!r} has other tensors within it. Give another name by rename=.")
         node[keys[-1]] = array
-    for path, dim in stack.items():
+    for path, dim in (stack or {}).items():
         *parents, last = path.split(".")
         parent: Any = tree
         for key in parents:

@@ -141,10 +141,6 @@ def costs_of_calls(calls: Sequence[UnitCall], source: str) -> Costs:
     return Costs(
         tuple(map(kept_by_call, calls)),
         {name: mean(each) for name, each in flops.items()},
-        {name: _means(each) for name, each in seconds.items()} if measured else {},
+        {name: tuple(map(mean, zip(*each))) for name, each in seconds.items()} if measured else {},
         source,
     )
-
-
-def _means(rows: Sequence[tuple[float, float, float]]) -> tuple[float, float, float]:
-    return mean(x for x, _, _ in rows), mean(x for _, x, _ in rows), mean(x for _, _, x in rows)

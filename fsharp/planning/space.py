@@ -1,6 +1,6 @@
 """Space: the layouts of a model under each strategy, mesh, choice of units and format."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 from typing import Any
@@ -15,7 +15,7 @@ from fsharp.functional.layout.placement import Strategy, ddp, hfsdp, hsdp, zero1
 from fsharp.functional.layout.plan import plan
 from fsharp.functional.layout.precision import Precision, Precisions
 from fsharp.functional.make_functional import parameter_tree
-from fsharp.functional.tree.paths import Patterns, flatten_with_paths, innermost_prefix, matches, parent_by_path
+from fsharp.functional.tree.paths import Patterns, flatten_with_paths, innermost_prefix, matches, named_leaves, parent_by_path
 from fsharp.inspect.presets import RANKS_OF_A_HOST
 
 Strategies = Mapping[str, Strategy | Callable[..., Strategy]]
@@ -168,14 +168,5 @@ def units_in_dict_order(tree: Any, layout: Layout) -> list[str]:
     """Return the names of the units in the order of the tree's dicts, which is usually the order of use."""
     names = [unit.name for unit in layout.units if unit.groups or unit.tie_owner_unit_names]
     around = set(names)
-    found = [innermost_prefix(path, around) for path in _leaf_paths(tree)]
+    found = [innermost_prefix(path, around) for path, _ in named_leaves(tree)]
     return list(dict.fromkeys([*(name for name in found if name is not None), *names]))
-
-
-def _leaf_paths(tree: Any, *keys: str) -> Iterator[str]:
-    """Yield the paths of leaves, with keys of dicts in the order in which they were added."""
-    if isinstance(tree, dict | list | tuple):
-        for key, value in tree.items() if isinstance(tree, dict) else enumerate(tree):
-            yield from _leaf_paths(value, *keys, str(key))
-    else:
-        yield ".".join(keys)

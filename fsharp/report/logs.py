@@ -4,7 +4,7 @@ import json
 import math
 import os
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -12,6 +12,7 @@ import torch
 
 from fsharp.errors import OptionError
 from fsharp.functional.layout.layout import Layout
+from fsharp.functional.tree.paths import named_leaves
 from fsharp.report.values import plain_layout, plain_timeline
 from fsharp.stateful.timing.timeline import Timeline
 from fsharp.tracebacks import api_boundary
@@ -93,7 +94,7 @@ class TensorBoardLogger:
     @api_boundary
     def log(self, step: int, values: Mapping[str, Any]) -> None:
         """Add each number to the writer as a scalar, and each other value as text."""
-        for name, value in flat_values(plain_values(_without_timelines_layouts(values))):
+        for name, value in named_leaves(plain_values(_without_timelines_layouts(values)), "/"):
             if isinstance(value, int | float):
                 self._writer.add_scalar(name, value, step)
             elif value is not None:
@@ -116,7 +117,7 @@ class WandbLogger:
     @api_boundary
     def log(self, step: int, values: Mapping[str, Any]) -> None:
         """Pass the values to the run."""
-        if found := dict(flat_values(plain_values(_without_timelines_layouts(values)))):
+        if found := dict(named_leaves(plain_values(_without_timelines_layouts(values)), "/")):
             self._run.log(found, step=step)
 
 
@@ -128,15 +129,6 @@ def _check_methods(where: str, name: str, value: Any, *methods: str) -> None:
 
 def _without_timelines_layouts(values: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in values.items() if not isinstance(value, Timeline | Layout)}
-
-
-def flat_values(values: dict[str, Any] | list[Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield the values of nested dicts and lists, with names such as ``own_s/0``."""
-    for key, value in values.items() if isinstance(values, dict) else enumerate(values):
-        if isinstance(value, dict | list):
-            yield from flat_values(value, f"{prefix}{key}/")
-        else:
-            yield f"{prefix}{key}", value
 
 
 def check_names(where: str, values: Mapping[str, Any], taken: tuple[str, ...]) -> None:

@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from fsharp.errors import OptionError
-from fsharp.report.logs import LOG_FILE, STEP_LIMIT, flat_values
+from fsharp.functional.tree.paths import named_leaves
+from fsharp.report.logs import LOG_FILE, STEP_LIMIT
 from fsharp.report.values import LAYOUT_KEYS, SPAN_FIELDS, TIMELINE_KEYS
 
 _NONFINITE_NAMES = ("nan", "inf", "-inf")
@@ -69,7 +70,7 @@ class RunLog:
             elif isinstance(value, dict) and value.keys() == LAYOUT_KEYS:
                 self.layout = value
             else:
-                for label, each in flat_values({name: value}):
+                for label, each in named_leaves({name: value}, "/"):
                     if isinstance(each, int | float) or each in _NONFINITE_NAMES:
                         self.series.setdefault(label, {})[step] = float(each)
                         self.times[step] = time

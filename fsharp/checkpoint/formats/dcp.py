@@ -12,7 +12,7 @@ from fsharp.checkpoint.catalog import Checkpoint, open_checkpoint
 from fsharp.checkpoint.entries import TensorEntry, Value, apply_rename
 from fsharp.checkpoint.formats.conversion import whole_entry, write_converted
 from fsharp.checkpoint.formats.exporting import stored_name_by_new_name, write_folder_atomically
-from fsharp.checkpoint.formats.torch_archive import load_archive, named_leaves
+from fsharp.checkpoint.formats.torch_archive import load_archive
 from fsharp.checkpoint.manifest import checked_file_name, checked_shape, rebuild_from_structure, structure_of
 from fsharp.checkpoint.reading import NeededElements
 from fsharp.checkpoint.saving import checked_config
@@ -20,7 +20,7 @@ from fsharp.checkpoint.shard_file import StoredTensor
 from fsharp.checkpoint.storage import Storage, read_index_file, storage_of
 from fsharp.errors import CheckpointError
 from fsharp.functional.formats.format import dtype_name, tensor_text
-from fsharp.functional.tree.paths import as_patterns, select_paths
+from fsharp.functional.tree.paths import as_patterns, named_leaves, select_paths
 from fsharp.type_checks import options_checked
 
 if TYPE_CHECKING:
@@ -324,7 +324,9 @@ def _assemble_tensor(storage: Storage, folder: str, metadata: Any, tensor: Store
 def _values_by_name(name: str, value: Any) -> dict[str, Value]:
     """Return the numbers, texts and booleans in an object, by name. Items of lists and dicts have dotted names."""
     result = dict[str, Value]()
-    for own, leaf in named_leaves(value, name):
+    for own, leaf in named_leaves(value, path=name):
+        if leaf is None:
+            continue
         if not isinstance(leaf, bool | int | float | str):
             raise CheckpointError(
                 f"from_dcp(): {own!r} is {type(leaf).__name__} {leaf!r:.60}, expected a tensor, number, text or boolean. "

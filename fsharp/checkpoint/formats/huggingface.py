@@ -19,6 +19,7 @@ from fsharp.checkpoint.shard_file import (
 )
 from fsharp.checkpoint.storage import Storage, read_index_file
 from fsharp.errors import CheckpointError
+from fsharp.functional.tree.paths import named_leaves
 
 INDEX_FILE = "model.safetensors.index.json"
 _FILE_PATTERNS = (re.compile(r".*\.safetensors"), re.compile(r"(.*_)?model(-\d+-of-\d+)?\.bin"))
@@ -143,7 +144,7 @@ def _torch_archive_contents(storage: Storage, path: str, size: int) -> FileDescr
     remedy = "Save tensors, numbers and texts alone, as by torch.save(model.state_dict(), path)."
     try:
         data, tree = torch_archive.load_archive_on_meta(storage, path)
-        leaves = list(torch_archive.named_leaves(tree))
+        leaves = [(name, leaf) for name, leaf in named_leaves(tree) if leaf is not None]
     except Exception as error:  # of any kind: bytes of a pickle may say anything
         what = f"{type(error).__name__} {str(error).splitlines()[0] if str(error) else ''}"
         raise CheckpointError(f"{path}: cannot be read: {what:.300}. {remedy}") from error

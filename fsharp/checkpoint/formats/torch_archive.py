@@ -11,7 +11,7 @@ import struct
 import zipfile
 import zlib
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import IO, Any
 
 import torch
@@ -55,15 +55,6 @@ def load_archive_on_meta(storage: Storage, path: str) -> tuple[bytes, Any]:
     return _unpickle_archive(
         io.BufferedReader(_StorageFile(storage, path, size)), size, lambda begin, x: whole[begin : begin + x.file_size]
     )
-
-
-def named_leaves(tree: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield pairs of a name and a value other than None in the object of an archive. A name is keys and indices, with dots."""
-    if isinstance(tree, dict | list | tuple):
-        for key, value in tree.items() if isinstance(tree, dict) else enumerate(tree):
-            yield from named_leaves(value, f"{path}.{key}" if path else str(key))
-    elif tree is not None:
-        yield path, tree
 
 
 def _check_crc(record: zipfile.ZipInfo, data: bytes | bytearray) -> None:

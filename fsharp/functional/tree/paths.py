@@ -47,6 +47,15 @@ def flatten_with_paths(tree: Any) -> tuple[tuple[str, ...], list[Any], optree.Py
     return dotted, leaves, spec
 
 
+def named_leaves(tree: Any, separator: str = ".", path: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield pairs of a name, joined keys, and a leaf of nested dicts, lists and tuples. Dicts keep their order."""
+    if isinstance(tree, dict | list | tuple):
+        for key, value in tree.items() if isinstance(tree, dict) else enumerate(tree):
+            yield from named_leaves(value, separator, f"{path}{separator}{key}" if path else str(key))
+    else:
+        yield path, tree
+
+
 def nested_dicts(by_path: Mapping[tuple[Any, ...], Any]) -> dict[Any, Any]:
     """Return nested dicts of the values in ``by_path``, whose keys are key paths."""
     tree: dict[Any, Any] = {}
