@@ -3,7 +3,11 @@
 A call checks trees, layouts, places and meshes before its first collective.
 """
 
+import logging
 from collections.abc import Iterable
+
+log = logging.getLogger("fsharp")
+"""The logger of the library."""
 
 
 class FsharpError(Exception):

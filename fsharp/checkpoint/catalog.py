@@ -1,6 +1,5 @@
 """Catalog: find checkpoints by names of folders and by manifests. There is no pointer file, which could be out of date."""
 
-import logging
 import math
 import os
 import re
@@ -27,13 +26,12 @@ from fsharp.checkpoint.storage import (
     read_index_file,
     storage_of,
 )
-from fsharp.errors import CheckpointError
+from fsharp.errors import CheckpointError, log as _log
 from fsharp.functional.formats.format import dtype_name
 from fsharp.functional.layout.text import nbytes_text, table_html
 from fsharp.tracebacks import api_boundary
 from fsharp.type_checks import options_checked
 
-_log = logging.getLogger("fsharp")
 _FOLDER_PATTERN = re.compile(r"step-(\d{10,})-(?P<save_id>[0-9a-f]{8,})")
 _STAGING_FOLDER_PATTERN = re.compile(r"\.(step-(\d{10,})-[0-9a-f]{8,})\.partial")
 _LEFTOVER_FOLDER_PATTERN = re.compile(

@@ -1,7 +1,6 @@
 """Loading: each rank reads its own elements, whichever rank wrote them. If one finds damage, all load an earlier checkpoint."""
 
 import json
-import logging
 import os
 from bisect import bisect_left
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -43,7 +42,7 @@ from fsharp.checkpoint.matching import (
 )
 from fsharp.checkpoint.reading import BUFFER_NBYTES, NeededElements
 from fsharp.checkpoint.storage import absolute_path, os_error_behind, storage_of
-from fsharp.errors import AgreementError, CheckpointError, CommError, problem
+from fsharp.errors import AgreementError, CheckpointError, CommError, log as _log, problem
 from fsharp.functional.comm.agree import all_gather_texts, check_on_all_ranks
 from fsharp.functional.comm.protocol import Comm
 from fsharp.functional.comm.tree_names import name_new_tree
@@ -54,7 +53,6 @@ from fsharp.functional.tree.paths import as_patterns, self_and_ancestors
 from fsharp.stateful.modules.parameter import ShardedTensor
 from fsharp.type_checks import options_checked
 
-_log = logging.getLogger("fsharp")
 T = TypeVar("T")
 
 

@@ -1,7 +1,6 @@
 """Peers: find out which host holds which files of a save, and fetch bytes from other hosts."""
 
 import json
-import logging
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -22,13 +21,12 @@ from fsharp.checkpoint.reading import (
 from fsharp.checkpoint.saving import shard_file_name
 from fsharp.checkpoint.shard_file import batches_by_nbytes, bytes_of, header_end
 from fsharp.checkpoint.storage import LocalStorage, os_error_behind, raise_if_read_refused
-from fsharp.errors import CheckpointError
+from fsharp.errors import CheckpointError, log as _log
 from fsharp.functional.comm.agree import all_gather_texts, check_on_all_ranks
 from fsharp.functional.comm.protocol import Comm
 
 RANKS_AXIS = "ranks"  # the one axis of the Comms in this file
 MESSAGE_NBYTES = 4 << 20  # bytes sent at once
-_log = logging.getLogger("fsharp")
 _local_storage = LocalStorage()
 
 

@@ -1,7 +1,6 @@
 """Replicas: copies of each rank's part of the training state in memory of several hosts, to survive the loss of a host."""
 
 import json
-import logging
 import math
 import os
 import secrets
@@ -62,14 +61,13 @@ from fsharp.checkpoint.saving import (
 from fsharp.checkpoint.shard_file import bytes_of, file_nbytes
 from fsharp.checkpoint.storage import FolderClaim, LocalStorage, absolute_path
 from fsharp.distributed.process_group import ProcessGroupComm
-from fsharp.errors import AgreementError, CheckpointError, FsharpError, problem
+from fsharp.errors import AgreementError, CheckpointError, FsharpError, log as _log, problem
 from fsharp.functional.comm.agree import all_gather_fixed_size, all_gather_texts, check_on_all_ranks
 from fsharp.functional.comm.protocol import Comm, innermost_comm
 from fsharp.functional.comm.restart_replay import restart_replay
 from fsharp.tracebacks import api_boundary
 from fsharp.type_checks import options_checked
 
-_log = logging.getLogger("fsharp")
 _local_storage = LocalStorage()
 _TOKEN_NBYTES = 8
 

@@ -1,6 +1,5 @@
 """Retention: which checkpoints are kept, and the removal of all others."""
 
-import logging
 import math
 import os
 from collections import Counter
@@ -18,10 +17,9 @@ from fsharp.checkpoint.catalog import (
     verify,
 )
 from fsharp.checkpoint.storage import absolute_path, storage_of
-from fsharp.errors import CheckpointError, problem
+from fsharp.errors import CheckpointError, log as _log, problem
 from fsharp.type_checks import options_checked
 
-_log = logging.getLogger("fsharp")
 _HOUR_S = 3600
 
 

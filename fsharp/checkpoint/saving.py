@@ -1,7 +1,6 @@
 """Saving: each rank writes its own file, and rank 0 then writes the manifest, which completes the checkpoint."""
 
 import json
-import logging
 import os
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
@@ -28,13 +27,12 @@ from fsharp.checkpoint.manifest import MANIFEST_NAME, Chunk, FileRecord, Manifes
 from fsharp.checkpoint.reading import ShardFileReader
 from fsharp.checkpoint.shard_file import StoredTensor, bytes_of, check_reserved_names, encode_header, in_write_order, write_file
 from fsharp.checkpoint.storage import absolute_path, os_error_behind, storage_of
-from fsharp.errors import CheckpointError, TreeError
+from fsharp.errors import CheckpointError, TreeError, log as _log
 from fsharp.functional.comm.agree import all_gather_fixed_size, check_on_all_ranks
 from fsharp.functional.comm.protocol import Comm
 from fsharp.functional.layout.mesh import Mesh
 from fsharp.type_checks import options_checked
 
-_log = logging.getLogger("fsharp")
 T = TypeVar("T")
 _SPARE_NBYTES = 1 << 20  # for the manifest and headers
 

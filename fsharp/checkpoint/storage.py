@@ -1,7 +1,6 @@
 """Storage of checkpoints: folders of a file system, or of an object store by fsspec."""
 
 import fcntl
-import logging
 import os
 import shutil
 import stat
@@ -11,9 +10,8 @@ from contextlib import contextmanager, suppress
 from typing import Any, ClassVar
 
 from fsharp.checkpoint.manifest import MANIFEST_NAME
-from fsharp.errors import CheckpointError
+from fsharp.errors import CheckpointError, log as _log
 
-_log = logging.getLogger("fsharp")
 WriteFunction = Callable[[memoryview], object]
 _CLAIM_FILE = "claim"
 REMOVED_SUFFIX = ".removed"

@@ -7,7 +7,6 @@ of labels. If a rank has left the job, all other ranks raise an error. If ranks 
 """
 
 import json
-import logging
 import threading
 import time
 import weakref
@@ -18,13 +17,12 @@ from typing import NamedTuple, Protocol
 from weakref import WeakMethod, WeakValueDictionary
 
 from fsharp.distributed import generations
-from fsharp.errors import AgreementError, CommError, problem
+from fsharp.errors import AgreementError, CommError, log as _log, problem
 from fsharp.functional.comm.agree import ranks_text
 from fsharp.functional.comm.restart_replay import restart_replay
 from fsharp.functional.comm.settings_digests import differing_settings_rows, settings_by_digest
 from fsharp.tracebacks import traceback_text
 
-_log = logging.getLogger("fsharp")
 _MAX_KEPT_LABELS = 64
 _MAX_KEPT_WATCHES = 100
 _MAX_LABELS_WITH_SETTINGS = 8

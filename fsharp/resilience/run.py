@@ -1,7 +1,6 @@
 """Run: a training loop that saves, resumes after kills, and ends on all ranks together."""
 
 import json
-import logging
 import os
 import signal
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -17,7 +16,7 @@ from fsharp.checkpoint import Checkpoint, Replicas
 from fsharp.checkpoint.entries import is_checkpoint_leaf, with_state_dicts
 from fsharp.checkpoint.manifest import json_round_trip
 from fsharp.checkpoint.storage import absolute_path
-from fsharp.errors import NonFiniteError, RunError
+from fsharp.errors import NonFiniteError, RunError, log as _log
 from fsharp.functional.comm.agree import agree, check_on_all_ranks
 from fsharp.functional.comm.protocol import Comm, LabelPrefixComm, engine_of
 from fsharp.functional.comm.restart_replay import restart_replay
@@ -33,7 +32,6 @@ from fsharp.resilience.stragglers import StragglerDetector
 from fsharp.tracebacks import api_boundary
 from fsharp.type_checks import options_checked_on_failure, short_repr
 
-_log = logging.getLogger("fsharp")
 OnNonFinite = Literal["raise", "skip", "roll back"]
 
 

@@ -1,6 +1,5 @@
 """RunRecord: pass values, throughput, slow ranks, restarts and faults of a run to its loggers."""
 
-import logging
 import os
 import platform
 import time
@@ -13,7 +12,7 @@ import torch
 
 import fsharp
 from fsharp.distributed.process_group import ProcessGroupComm
-from fsharp.errors import RunError
+from fsharp.errors import RunError, log as _log
 from fsharp.functional.comm.protocol import Comm, innermost_comm
 from fsharp.functional.layout.layout import Layout
 from fsharp.functional.layout.sharded import units_of
@@ -21,7 +20,6 @@ from fsharp.report.logs import LOG_FILE, JsonlLogger, Logger
 from fsharp.resilience.stragglers import StragglerDetector
 from fsharp.type_checks import short_repr
 
-_log = logging.getLogger("fsharp")
 _RATE_INTERVAL_S = 1.0
 """Smallest number of seconds between two records of the throughput."""
 

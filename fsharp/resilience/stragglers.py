@@ -1,6 +1,5 @@
 """StragglerDetector: find ranks that are slower than the others."""
 
-import logging
 import math
 import statistics
 import struct
@@ -9,13 +8,12 @@ from collections import deque
 from typing import NamedTuple
 
 from fsharp.distributed.process_group import ProcessGroupComm
-from fsharp.errors import CommError, RunError
+from fsharp.errors import CommError, RunError, log as _log
 from fsharp.functional.comm.agree import all_gather_fixed_size
 from fsharp.functional.comm.protocol import Comm, LabelPrefixComm, innermost_comm
 from fsharp.tracebacks import api_boundary
 from fsharp.type_checks import options_checked
 
-_log = logging.getLogger("fsharp")
 _MAX_STEPS_KEPT = 1000
 _MEDIAN_ERROR = 1.2533 * 1.4826  # of n normal samples: the median's standard error, over (median deviation / sqrt(n))
 
