@@ -274,15 +274,13 @@ def declare_op(spec: OpSpec) -> None:
     """Declare a new kind of ops, or new phases of a kind. See [Note: a new kind].
 
     Raises:
-        ScheduleError: a field does not fit its annotation or names an unknown buffer, or ``follows`` has no ops in a phase.
+        ScheduleError: a field does not fit its annotation, or names an unknown buffer.
     """
     if why := describe_wrong_field(spec):
         raise ScheduleError(f"declare_op(): kind {spec.kind!r}: {why}. Correct this field of the OpSpec.")
     if unknown := {*spec.reads, spec.joins, spec.fills, spec.changes, spec.frees} - {*BUFFERS, ""}:
         what = f"unknown buffers {sorted(unknown)}, expected some of {[*BUFFERS]}"
         raise ScheduleError(f"declare_op(): kind {spec.kind!r}: {what}.")
-    if spec.follows and (missing := [phase for phase in spec.phases if (spec.follows, phase) not in OPS]):
-        raise ScheduleError(f"declare_op(): kind {spec.kind!r} follows {spec.follows!r}, which has no ops in phases {missing}.")
     declared = {(spec.kind, phase): spec for phase in spec.phases}
     assert not OPS.keys() & declared, "a kind has one record for each phase"
     OPS.update(declared)

@@ -186,12 +186,6 @@ def test_a_record_with_a_wrong_field_is_refused(wrong, expected):
     assert before == OPS
 
 
-@pytest.mark.parametrize(("follows", "missing"), [("wiat", "'forward', "), ("count", "'forward', "), ("cast", "'forward'")])
-def test_a_kind_that_cannot_be_followed_is_refused(follows, missing):
-    with pytest.raises(ScheduleError, match=rf"kind 'count' follows '{follows}', which has no ops in phases \[{missing}"):
-        declare_op(replace(COUNT, follows=follows))
-
-
 @pytest.mark.parametrize("field", ["reads", "joins", "fills", "changes", "frees"])
 def test_an_unknown_buffer_is_refused(field):
     before = {**OPS}
