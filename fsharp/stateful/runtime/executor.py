@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 
 from fsharp.distributed.process_group import ProcessGroupComm
-from fsharp.errors import FormatError, ScheduleError
+from fsharp.errors import FormatError, ScheduleError, problem
 from fsharp.functional.comm.agree import agree
 from fsharp.functional.comm.protocol import Comm, innermost_comm
 from fsharp.functional.comm.restart_replay import restart_replay
@@ -102,7 +102,12 @@ class Executor:
 
     def action_of(self, bound: BoundOp) -> Action:
         """Return the action of an op, made by :data:`BIND`: a function without arguments that runs the op."""
-        action = BIND[bound.spec](self, bound)
+        bind = BIND.get(bound.spec)
+        action = bind(self, bound) if callable(bind) else None
+        if not callable(action):
+            rows = [("in BIND", bind), ("which returned", action)]
+            remedy = f"Add the kind to {__name__}.BIND: a function of an Executor and a BoundOp that returns what to call."
+            raise ScheduleError(problem(f"op {bound.op}", f"ops of kind {bound.op.kind!r} have no action.", rows, remedy))
         if bound.gradients_to_wait_for:
             action = partial(_run_each, [*(gradient.wait for gradient in bound.gradients_to_wait_for), action])
         encodes = any(each.unit is not None and each.unit.layout.has_any_format for each in bound.bucket_members)

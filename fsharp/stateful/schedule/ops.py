@@ -29,8 +29,8 @@ changes or frees a buffer waits for the ops on other streams that read the buffe
 a step, and no ops follow them: ``follows="gather"`` needs ``SchedulePolicy(gather_at_start=False)``.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields, replace
 from functools import cache
 from typing import Literal, get_args
 
@@ -274,16 +274,35 @@ def declare_op(spec: OpSpec) -> None:
     """Declare a new kind of ops, or new phases of a kind. See [Note: a new kind].
 
     Raises:
-        ScheduleError: a field does not fit its annotation, or names an unknown buffer.
+        ScheduleError: a field has an impossible value, or the kind has a record for one of these phases already.
     """
-    if why := describe_wrong_field(spec):
+    if why := describe_wrong_field(spec) or _describe_unknown_name(spec):
         raise ScheduleError(f"declare_op(): kind {spec.kind!r}: {why}. Correct this field of the OpSpec.")
-    if unknown := {*spec.reads, spec.joins, spec.fills, spec.changes, spec.frees} - {*BUFFERS, ""}:
-        what = f"unknown buffers {sorted(unknown)}, expected some of {[*BUFFERS]}"
-        raise ScheduleError(f"declare_op(): kind {spec.kind!r}: {what}.")
-    declared = {(spec.kind, phase): spec for phase in spec.phases}
-    assert not OPS.keys() & declared, "a kind has one record for each phase"
-    OPS.update(declared)
+    for phase in spec.phases:
+        if (spec.kind, phase) in OPS:
+            what = f"there are ops of kind {spec.kind!r} in phase {phase!r} already."
+            raise ScheduleError(f"declare_op(): {what} Give the OpSpec another kind, or other phases.")
+    OPS.update({(spec.kind, phase): spec for phase in spec.phases})
+
+
+def _describe_unknown_name(spec: OpSpec) -> str:
+    """Return what is wrong with the first field of ``spec`` that is empty or has an unknown name; "" if all are right."""
+    for field in ("kind", "phases"):
+        if not getattr(spec, field):
+            return f"{field} is {getattr(spec, field)!r}, expected a value that is not empty"
+    facts = {each.name: each.type for each in fields(UnitFacts)}
+    leaders = [kind for kind in kinds_where() if kind != spec.kind and all((kind, phase) in OPS for phase in spec.phases)]
+    known: dict[str, Sequence[str]] = {"when": [*facts], "follows": leaders}
+    known["calls"] = [name for name in facts if facts[name] == tuple[Call, ...]]
+    known["codes"] = known["casts"] = [name for name in facts if facts[name] is int]
+    known |= dict.fromkeys(("reads", "joins", "fills", "changes", "frees"), (*BUFFERS,))
+    for field, names in known.items():
+        value = getattr(spec, field)
+        allowed = (*names, "") if isinstance(value, str) else names
+        if {*([value] if isinstance(value, str) else value)} - {*allowed}:
+            why = ": another kind, with ops in all of its phases" if field == "follows" else ""
+            return f"{field} is {value!r}, expected {' or '.join(map(repr, allowed))}{why}"
+    return ""
 
 
 for _spec in (

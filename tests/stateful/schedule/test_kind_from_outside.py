@@ -162,15 +162,33 @@ def test_the_verifier_refuses_an_update_of_what_another_stream_still_reads():
 @pytest.mark.parametrize(
     ("wrong", "expected"),
     [
+        ({"kind": ""}, "not empty"),
         ({"kind": 7}, "a str"),
+        ({"phases": ()}, "not empty"),
         ({"phases": ("sideways",)}, "a tuple of ('forward' or 'backward' or 'finish' or 'update')"),
         ({"phases": "forward"}, "a tuple of ('forward' or"),
         ({"phases": ["forward"]}, "a tuple of ('forward' or"),
         ({"stream": "gahter"}, "'compute' or 'gather' or"),
+        ({"when": ("gatherd",)}, "'name' or 'gathered' or"),
+        ({"when": ("",)}, "'name' or 'gathered' or"),
         ({"when": "gathered"}, "a tuple of str"),
         ({"events": ("forwrad",)}, "a tuple of ('forward' or 'forward_end' or"),
+        ({"follows": "wiat"}, "'gather' or 'wait' or"),
+        ({"follows": "count"}, "'gather' or 'wait' or"),
+        (
+            {"follows": "cast"},
+            "'gather' or 'wait' or 'decode' or 'compute' or 'release' or '': another kind, with ops in all of its phases",
+        ),
+        ({"reads": ("parms",)}, "'resting' or 'params' or"),
         ({"reads": "params"}, "a tuple of str"),
+        ({"joins": "parms"}, "'resting' or 'params' or"),
+        ({"fills": "parms"}, "'resting' or 'params' or"),
+        ({"changes": "parms"}, "'resting' or 'params' or"),
+        ({"frees": "parms"}, "'resting' or 'params' or"),
         ({"opens": "yes"}, "True or False"),
+        ({"calls": "gahter"}, "'gather' or 'reduce' or 'finish' or 'update_gather' or ''"),
+        ({"calls": "gathered"}, "'gather' or 'reduce' or"),
+        ({"codes": "wire"}, "'gathered' or 'outgoing' or"),
         ({"cost": "memroy"}, "'' or 'compute' or 'update' or"),
         ({"may_wait": 1}, "True or False"),
         ({"look": "drak"}, "'unit' or 'dark' or"),
@@ -186,13 +204,19 @@ def test_a_record_with_a_wrong_field_is_refused(wrong, expected):
     assert before == OPS
 
 
-@pytest.mark.parametrize("field", ["reads", "joins", "fills", "changes", "frees"])
-def test_an_unknown_buffer_is_refused(field):
-    before = {**OPS}
-    match = r"declare_op\(\): kind 'count': unknown buffers \['parms'\], expected some of \['resting', 'params', "
-    with pytest.raises(ScheduleError, match=match):
-        declare_op(replace(COUNT, **{field: ("parms",) if field == "reads" else "parms"}))
-    assert before == OPS
+def test_phases_that_a_kind_has_are_refused():
+    with pytest.raises(ScheduleError, match=r"ops of kind 'gather' in phase 'forward' already.*another kind, or other phases"):
+        declare_op(replace(COUNT, kind="gather", follows="wait"))
+
+
+@pytest.mark.parametrize("bind", [..., None, lambda executor, bound: None], ids=["no row", "None", "returns None"])
+def test_a_kind_that_nothing_binds_is_refused_by_name(bind):
+    with declared(COUNT, bind):
+        if bind is ...:
+            del BIND[COUNT]
+        match = r"op count embed forward .*: ops of kind 'count' have no action(?s:.*)Add the kind to .*executor\.BIND"
+        with pytest.raises(ScheduleError, match=match):
+            simulate(DP, lambda comm: train(comm, "zero3", {}, steps=1))
 
 
 def test_a_schedule_with_a_kind_that_is_not_declared_is_refused_by_name(found):
