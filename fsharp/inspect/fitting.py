@@ -63,8 +63,8 @@ def fit_speeds(
     }
     facts = schedule.program.facts
     cast_s = sum(median(each) for each in host.casts.values())
-    nbytes_cast_in_sums = sum(memory_traffic_nbytes([schedule.ops[op]], facts) for op in host.casts)
-    memory_bandwidth = nbytes_cast_in_sums / cast_s if cast_s and nbytes_cast_in_sums else math.inf
+    cast_nbytes = sum(memory_traffic_nbytes([schedule.ops[op]], facts) for op in host.casts)
+    memory_bandwidth = cast_nbytes / cast_s if cast_s and cast_nbytes else math.inf
     codec_bandwidth = _codec_bandwidth(schedule, rows, in_flight, host_speed)
     for run in op_positions_by_bucket(schedule.ops):
         coded = sum(schedule.ops[i].spec.coded_nbytes(facts[schedule.ops[i].unit]) for i in run)

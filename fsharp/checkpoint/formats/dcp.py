@@ -324,7 +324,7 @@ def _assemble_tensor(storage: Storage, folder: str, metadata: Any, tensor: Store
 def _values_by_name(name: str, value: Any) -> dict[str, Value]:
     """Return the numbers, texts and booleans in an object, by name. Items of lists and dicts have dotted names."""
     result = dict[str, Value]()
-    for own, leaf in named_leaves(value, path=name):
+    for own, leaf in named_leaves(value, keys=(name,)):
         if leaf is None:
             continue
         if not isinstance(leaf, bool | int | float | str):

@@ -47,13 +47,16 @@ def flatten_with_paths(tree: Any) -> tuple[tuple[str, ...], list[Any], optree.Py
     return dotted, leaves, spec
 
 
-def named_leaves(tree: Any, separator: str = ".", path: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield pairs of a name, joined keys, and a leaf of nested dicts, lists and tuples. Dicts keep their order."""
+def named_leaves(tree: Any, separator: str = ".", keys: tuple[str, ...] = ()) -> Iterator[tuple[str, Any]]:
+    """Yield pairs of a name and a leaf of nested dicts, lists and tuples, with dicts in their order.
+
+    A name is the leaf's keys and indices, after ``keys``, joined by ``separator``.
+    """
     if isinstance(tree, dict | list | tuple):
         for key, value in tree.items() if isinstance(tree, dict) else enumerate(tree):
-            yield from named_leaves(value, separator, f"{path}{separator}{key}" if path else str(key))
+            yield from named_leaves(value, separator, (*keys, str(key)))
     else:
-        yield path, tree
+        yield separator.join(keys), tree
 
 
 def nested_dicts(by_path: Mapping[tuple[Any, ...], Any]) -> dict[Any, Any]:

@@ -14,6 +14,7 @@ from fsharp.functional.tree.paths import (
     is_literal,
     matches,
     matches_self_or_ancestor,
+    named_leaves,
     parent_by_path,
     select_paths,
     self_and_ancestors,
@@ -194,3 +195,13 @@ def test_unit_patterns_that_match_nothing_or_overlap(patterns, text):
 def test_patterns_of_rules_that_do_not_fit(run, text):
     with pytest.raises(PatternError, match=re.escape(text)):
         run()
+
+
+def test_named_leaves_have_all_keys_in_the_order_of_the_dicts():
+    tree = {"b": [1, (2,)], "": {"a": 3, "none": None}, "a": {0: 4}}
+    names = {"b.0": 1, "b.1.0": 2, ".a": 3, ".none": None, "a.0": 4}  # the empty key, too, has its place in a name
+    assert list(named_leaves(tree)) == list(names.items())
+    assert list(named_leaves(tree, "/", ("root",))) == [
+        (f"root/{name.replace('.', '/')}", leaf) for name, leaf in names.items()
+    ]
+    assert list(named_leaves(5, keys=("root",))) == [("root", 5)]
