@@ -34,6 +34,9 @@ _STATUS_EXPIRES_AFTER_S = 2.0
 _WARN_AFTER_S = 10.0
 _MAX_TRACEBACK_CHARACTERS = 4000
 """Most characters of a traceback in an error."""
+_HOW_TO_GO_ON = (
+    "This Comm makes no collectives after this error. To go on, call fs.destroy() on all ranks and connect again, or restart the job."
+)
 _FAILED_KEY = "failed"
 """The key, on a Comm's board, of the error after which this Comm cannot be used."""
 _ALL_FAILED_KEY = "all failed"
@@ -239,8 +242,10 @@ class CommWatch:
         statuses.watches[name] = self
 
     def raise_if_failed(self) -> None:
-        """Raise the Comm's error, if a collective has failed."""
+        """Raise the Comm's error, if a collective has failed. The error then has a note that says how to go on."""
         if self.error is not None:
+            if _HOW_TO_GO_ON not in getattr(self.error, "__notes__", ()):
+                self.error.add_note(_HOW_TO_GO_ON)
             raise self.error.with_traceback(None)  # without the frames of an earlier raise
 
     def end_all_calls(self, error: Exception) -> None:

@@ -223,6 +223,31 @@ def test_an_error_that_all_have_heard_of_is_said_once():
     assert "bad batch" in a.board.read("failed")
 
 
+def test_a_further_call_of_a_failed_comm_says_once_how_to_go_on():
+    a, _ = two_ranks()
+    a.refuse_further_calls(CommError, "rank 1 has left the job.")
+    for _ in range(2):
+        with pytest.raises(CommError, match="rank 1 has left the job") as caught:
+            a.begin_call("gather")
+    assert ["fs.destroy()" in note for note in caught.value.__notes__] == [True]
+
+
+def test_after_an_error_ranks_go_on_as_its_note_says():
+    def rank_fn():
+        comm = fs.connect(DP, device_type="cpu")
+        if comm.rank == 0:
+            comm.watch.report_failure(ValueError("a bad batch"), "a step")
+        for _ in range(2):
+            with pytest.raises(AgreementError, match="a bad batch") as caught:
+                comm.all_gather(torch.ones(1), "dp")
+        assert "call fs.destroy() on all ranks and connect again" in caught.value.__notes__[-1]
+        fs.destroy()
+        comm = fs.connect(DP, device_type="cpu")
+        return comm.all_gather(torch.tensor(comm.rank), "dp").tolist()
+
+    assert fs.launch(rank_fn, 2) == [[0, 1]] * 2
+
+
 def test_a_rank_that_waits_itself_is_told_from_one_that_is_silent():
     table = Table()
     a, b, c = (CommWatch("one", StatusExchange(rank, 3, table), table, limit_s=60) for rank in range(3))
