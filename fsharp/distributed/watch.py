@@ -35,7 +35,8 @@ _WARN_AFTER_S = 10.0
 _MAX_TRACEBACK_CHARACTERS = 4000
 """Most characters of a traceback in an error."""
 _HOW_TO_GO_ON = (
-    "This Comm makes no collectives after this error. To go on, call fs.destroy() on all ranks and connect again, or restart the job."
+    "This Comm makes no collectives after this error. To go on, call fs.destroy() on all ranks and connect again, or restart "
+    "the job."
 )
 _FAILED_KEY = "failed"
 """The key, on a Comm's board, of the error after which this Comm cannot be used."""
