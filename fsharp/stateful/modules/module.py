@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fsharp.errors import LayoutError, ScheduleError, TreeError
+from fsharp.errors import LayoutError, OptionError, ScheduleError, TreeError
 from fsharp.functional.comm.agree import check_on_all_ranks
 from fsharp.functional.comm.protocol import Comm
 from fsharp.functional.formats.format import dtype_name
@@ -67,10 +67,13 @@ class ShardedModule(nn.Module):
         is ignored. Cost: one small collective for each axis.
 
         Raises:
+            OptionError: ``max_norm`` is negative or NaN.
             ScheduleError: there are no gradients.
             RuntimeError: the norm is not finite, and ``error_if_nonfinite`` is True. All ranks raise.
         """
         means, norm_type = session_of_module(self).step.means, float(norm_type)
+        if not max_norm >= 0:
+            raise OptionError(f"clip_grad_norm_(): max_norm is {max_norm!r}, expected a number of at least 0.")
         if means.tree is None:
             raise ScheduleError("clip_grad_norm_(): there are no gradients: call it after a backward that does not accumulate.")
         norm = means.norm(norm_type)

@@ -69,7 +69,7 @@ class Scheduler(DelegatingComm):
         """Return a function that calls ``fn`` with this scheduler as its argument ``comm``, and follows a schedule."""
         if not takes_arguments(fn, comm=self):
             raise OptionError(f"Scheduler(): {short_repr(fn)} has no argument comm, expected def step(state, batch, comm).")
-        return ScheduledFunction(self, fn, getattr(fn, "__qualname__", type(fn).__name__))
+        return ScheduledFunction(self, fn, getattr(fn, "__qualname__", type(fn).__name__).replace(".<locals>", ""))
 
     @property
     def tree_name_counters(self) -> TreeNameCounters | None:

@@ -1,6 +1,7 @@
 """What is computed with parameters and gradients outside of a forward: as with whole tensors, or refused by name."""
 
 import inspect
+import math
 from functools import partial
 
 import pytest
@@ -8,7 +9,7 @@ import torch
 from torch import nn
 
 import fsharp as fs
-from fsharp.errors import FsharpError, LayoutError, TreeError
+from fsharp.errors import FsharpError, LayoutError, OptionError, TreeError
 from fsharp.testing import simulate
 from tests import modules
 from tests.modules import batches, descend, make, values, wrap
@@ -221,6 +222,15 @@ def test_options_of_clipping_are_those_of_torch():
     mine, theirs = (list(inspect.signature(f).parameters.values())[2:] for f in
                     (fs.ShardedModule.clip_grad_norm_, nn.utils.clip_grad_norm_))  # fmt: skip
     assert [(p.name, p.default) for p in mine] == [(p.name, p.default) for p in theirs]
+
+
+@pytest.mark.parametrize("max_norm", [-1.0, math.nan])
+def test_clipping_refuses_norms_that_would_turn_gradients_round_or_lose_them(max_norm):
+    model = fs.shard_module(nn.Linear(2, 2), mesh=fs.SingleComm())
+    model(torch.ones(2)).sum().backward()
+    with pytest.raises(OptionError, match=rf"max_norm is {max_norm}, expected a number of at least 0"):
+        model.clip_grad_norm_(max_norm)
+    assert model.weight.grad.local.unique().tolist() == [1.0]
 
 
 @every(4, strategy=STRATEGIES, way=("lerp_", "foreach", "mul_ and add_", "copy_", "shadow"))
