@@ -101,7 +101,7 @@ def _with_readable_help(command: Callable[..., str], conf: Any) -> Callable[...,
 
 
 def _print_escaped(text: str, file: TextIO) -> None:
-    """Print text. Control characters, and characters that the encoding of ``file`` lacks, are printed as escapes.
+    """Print text. Control characters except line breaks, and characters that ``file`` cannot encode, are printed as escapes.
 
     Names in a checkpoint may have any characters, and a terminal would obey control characters.
     """

@@ -124,9 +124,9 @@ def schedule(
 ) -> str:
     """Predict the time of a training step, on GPUs or on a measured machine, and show the schedule of its ops.
 
-    The GPUs are those of fs.inspect.Hardware.preset: hosts of 8 GPUs, joined by InfiniBand. Only matrix products with
-    parameters take time: neither attention between tokens nor elementwise functions do. Only the experts that a token
-    uses take time, if the architecture or the configuration has the numbers of experts.
+    The GPUs are those of fs.inspect.Hardware.preset: hosts of 8 GPUs, joined by InfiniBand. In forwards and backwards only
+    matrix products with parameters take time. Attention between tokens and elementwise functions take no time. Only the
+    experts that a token uses take time, if the architecture or the configuration has the numbers of experts.
 
     Args:
         model: a named architecture (gpt-2, gpt-2-xl, llama-3-8b, llama-3-70b, llama-3-405b, mixtral-8x7b, deepseek-v3); the
@@ -198,11 +198,12 @@ def tune(
     json: str = "",
     draw: str = "",
 ) -> str:
-    """Predict steps under many strategies, meshes, units and policies, and show the fastest that fits into memory first.
+    """Predict steps under many strategies, meshes, units and policies, and show the best that fits into memory first.
 
-    Time and activations are estimated from shapes. The estimate assumes that each matrix is multiplied with one vector for each
-    token, and that these vectors are kept for the backward. Only the experts that a token uses take time, if the
-    architecture or the configuration has the numbers of experts. Activations count for all experts.
+    The best is the simplest of the steps that are at most 2 % slower than the fastest. Time and activations are estimated from
+    shapes. The estimate assumes that each matrix is multiplied with one vector for each token, and that these vectors are kept
+    for the backward. Only the experts that a token uses take time, if the architecture or the configuration has the numbers of
+    experts. Activations count for all experts.
 
     Args:
         model: a named architecture (gpt-2, gpt-2-xl, llama-3-8b, llama-3-70b, llama-3-405b, mixtral-8x7b, deepseek-v3); the

@@ -111,7 +111,7 @@ def check_depends_on_parameters(loss: Loss, *, has_sinks: bool, where: str = "va
 
 
 def split_batch(batch: Any, count: int) -> list[Any]:
-    """Return ``count`` batches with equal parts of each tensor along dim 0. Units and leaves of other kinds are in all batches.
+    """Return ``count`` batches with equal parts of each tensor along dim 0. All other leaves, and units, are in all batches.
 
     Raises LossError if dim 0 of a tensor does not divide, or if a leaf, such as a dataclass, holds arrays or tensors.
     """

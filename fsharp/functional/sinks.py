@@ -23,8 +23,8 @@ class SinkLedger:
 
     A *sink* is a tensor without memory in the shape, dtype and place of a gradient at rest. A *handle* is a tensor without
     memory in the shape of the full buffer. Gradients flow from the uses of a unit to its handle, where autograd adds them. Then
-    the sum is reduced once over ranks, and the result is the gradient of the sink. Reductions overwrite ``residuals``, encoding
-    errors of earlier gradients.
+    the sum is reduced once over ranks, and the result is the gradient of the sink. ``residuals`` has encoding errors of earlier
+    gradients, which reductions overwrite.
     """
 
     def __init__(self, residuals: ResidualViews = MappingProxyType({})) -> None:

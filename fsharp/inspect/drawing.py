@@ -247,7 +247,7 @@ def _phase_spans(timeline: Timeline) -> Iterator[tuple[float, float, str, str]]:
 
 
 def _spans_to_draw(timeline: Timeline) -> Iterator[TimeSpan]:
-    """Yield the spans to draw, cut to the step. A collective that units share is cut into equal parts, one for each unit."""
+    """Yield the spans to draw, wrapped into the step. A collective that units share becomes equal parts, one for each unit."""
     same: dict[tuple[Stream, float, float], list[TimeSpan]] = {}
     for span in timeline.spans:
         if span.seconds > 0:

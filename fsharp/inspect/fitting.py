@@ -157,9 +157,9 @@ def _fit_issue_cost(
 
     The host takes ``issue_s + nbytes / issue_bandwidth`` seconds to issue a collective; ``nbytes`` is
     :func:`host_issue_nbytes`. The host issues collectives in gaps between its other ops. ``issuing`` is a dict with an item
-    for each gap. The key is a tuple: for each collective that the host issues in the gap, the index of the collective's first
-    op. The value has the gap's seconds in each step. The seconds of casts in a gap, at ``memory_bandwidth``, are subtracted.
-    The fit minimizes squares of relative errors.
+    for each gap. The key has the index of the first op of each collective that the host issues in the gap. The value has the
+    lengths of the gap in seconds, one number for each step. The seconds of casts in a gap, at ``memory_bandwidth``, are
+    subtracted. The fit minimizes squares of relative errors.
     """
     if not issuing:
         return {"issue_s": 0.0, "issue_bandwidth": math.inf}
@@ -279,7 +279,7 @@ def _codec_bandwidth(schedule: Schedule, rows: Iterable[TraceRow], in_flight: "I
 
 
 class IntervalUnion:
-    """A union of intervals of time. Its methods return lengths of its intersection with other intervals."""
+    """A union of intervals of time. Methods return lengths of the union, and the seconds that work takes at full speed."""
 
     def __init__(self, intervals: Iterable[Interval]) -> None:
         self.parts = union_of_intervals(intervals)

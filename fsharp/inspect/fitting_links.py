@@ -65,12 +65,13 @@ class _FitPoint(NamedTuple):
 def _fit_points(
     schedule: Schedule, taken: Mapping[int, Sequence[tuple[float, float]]], latency: Mapping[Link, float] | None
 ) -> list[_FitPoint]:
-    """Return the points of the fit, one for all collectives that send equally many bytes over each link.
+    """Return the points of the fit.
 
-    ``taken``: dict from a collective's first op to pairs ``(seconds in the queue, seconds after the queue)``, one for each
-    step. ``latency``: seconds by link; None if they are not known yet, which counts as 0.
+    Collectives share a point if they send equally many bytes over each link, cast equally many bytes, and use steps of one
+    kind. ``taken``: dict from a collective's first op to pairs ``(seconds in the queue, seconds after the queue)``, one for
+    each step. ``latency``: seconds by link; None if they are not known yet, which counts as 0.
 
-    The latency of a collective passes from its issue on, also while the collective is in the queue. So there are two kinds of
+    The latency of a collective begins at its issue, even if the collective then waits in the queue. So there are two kinds of
     steps. For each collective only the steps of the more frequent kind are used:
 
     - The collective queued for longer than its latency. Its seconds are those after the queue, and contain no latency.

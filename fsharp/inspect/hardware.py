@@ -200,10 +200,10 @@ class Hardware:
           are proportional.
         - If some gradients travel in the dtype of their sums and others do not, the fit finds ``cast_bandwidth`` as well.
 
-        ``contention`` says how far host and collectives slow each other down. Measured time in which both work is replaced by
-        the time that the same work would take at full speed. On shared cores a collective also waits while other ranks compute.
-        With ``alone`` and ``contention``, all collectives are therefore scaled by one factor. The factor is chosen so that the
-        predicted step is as long as the traced step.
+        ``contention`` says how far host and collectives slow each other down. While host and collectives work at once, they are
+        slow. This time is replaced by the time that the same work takes at full speed. On shared cores a collective also waits
+        while other ranks compute. With ``alone`` and ``contention``, all collectives are therefore scaled by one factor. The
+        factor is chosen so that the predicted step is as long as the traced step.
 
         Times of compute and of the update are those of the measured model. For another model replace them, by estimates or by
         :meth:`Trace.compute_times` of a run in one process: ``dataclasses.replace(hardware, compute=..., update_s=...)``.
@@ -221,7 +221,7 @@ class Hardware:
             ScheduleError: the trace is of another schedule, or lacks a kind of op of the schedule; or all collectives of a kind
                 send equally many bytes, so that latency and bandwidth cannot be told apart.
 
-        Cost: a few passes over the trace.
+        Cost: a few passes over the trace. With ``alone`` and ``contention`` also 24 predictions of a step.
         """
         own: dict[str, Any] = {} if alone is None else {"compute": alone.compute_times(), "update_s": alone.update_time()}
         host = cls(compute=(0.0, 0.0), bandwidth=math.inf, synchronous_host=synchronous_host, contention=contention)

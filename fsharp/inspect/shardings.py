@@ -24,7 +24,7 @@ from fsharp.type_checks import options_checked, options_checked_on_failure
 _MAX_COLUMNS = 100
 _MAX_CELLS = 16
 _MAX_ROWS, _MAX_BOXES = 40, 8
-"""Columns of the text of a tree, and of the text of a leaf."""
+"""Rows of the text of a tree, and boxes of the text of a leaf."""
 _WIDTH_IN, _ROW_IN, _DPI = 13.0, 0.3, 150
 _MAX_RANKS = 64
 _MAX_NAMES = 18
@@ -261,7 +261,7 @@ def sharding(layout: Layout, place: PlaceName = "params") -> TreeSharding:
 
     Returns:
         A :class:`TreeSharding`: ``[path]`` returns the :class:`LeafSharding` of a leaf, ``print`` shows a table of at most 100
-        columns.
+        columns. The ``spec`` of a leaf is None if ranks hold runs of elements that no ``P(...)`` describes.
 
     Raises:
         LayoutError: ``layout`` is not a Layout, the place is unknown, or the tree has no leaf at a path.

@@ -95,8 +95,9 @@ def to_tensors(tree: Any) -> Any:
     """Return the parameters of a JAX pytree as nested dicts of torch tensors, which can be planned and sharded.
 
     ``tree`` is any JAX pytree, such as an Equinox module, an NNX state, or a restored checkpoint with NumPy arrays. The keys of
-    the dicts are names of fields, keys and indices. A box around one value (an NNX ``Variable``) becomes its value. Parameters
-    are the arrays of floating dtype; other leaves, such as integers and random keys, are left out.
+    the dicts are names of fields, keys and indices. A box around one value (an NNX ``Variable``) becomes its value. A tree that
+    is one array becomes one tensor. Parameters are the arrays of floating dtype; other leaves, such as integers and random
+    keys, are left out.
 
     Raises:
         TreeError: the tree has no array of floating dtype.

@@ -191,12 +191,12 @@ class TracedTransformation:
 
 
 class _CompiledRound(NamedTuple):
-    """A run of a jaxpr that stops at unknown reductions, compiled for one rank's part of the leaves.
+    """A run of a jaxpr, compiled for one rank's part of the leaves. The run stops at reductions whose results are not given.
 
     Attributes:
-        run: returns all results.
-        run_common: returns the results that are equal on all ranks, and None for each other one. This is the same program on
-            all ranks. ``run`` is not, and may round the same computation differently on another rank. None: not needed.
+        run: returns all results; or, if ``pending`` is not empty, this rank's values for the reductions in ``pending``.
+        run_common: returns the same, with None for values that differ between ranks; None if ``run`` suffices. All ranks have
+            the same program ``run_common``. Their programs ``run`` may differ, and then may round equal values differently.
         pending: the reductions at which the run stops.
     """
 

@@ -97,8 +97,8 @@ def given_costs(layout: Layout, order: Sequence[str | Use], activations: Activat
 def estimated_costs(layout: Layout, order: Sequence[str | Use], tokens: float) -> Costs:
     """Return costs estimated from shapes: each matrix multiplies and keeps the vectors of all tokens; attention is left out.
 
-    Shapes do not tell which leaf of a unit comes first. So the input of a recomputed unit counts as the median input of its
-    leaves: in a block with a wider hidden layer this is the width of the model.
+    Shapes do not tell which leaf of a unit comes first. So the median of the inputs of a unit's leaves counts as the input of a
+    recomputed unit. In a block with a wider hidden layer the median is the width of the model.
     """
     flops = {unit.name or ROOT: 2.0 * tokens * sum(group.used for group in unit.groups) for unit in layout.units}
 

@@ -110,9 +110,10 @@ ROOT = "(root)"
 
 
 def uses_in_order(layout: Layout, order: Sequence[str | Use]) -> tuple[Use, ...]:
-    """Return the uses of units in a microbatch, in order.
+    """Return the uses of units in a microbatch, in order. An empty ``order`` means each unit once, in the order of the layout.
 
-    Raises a LayoutError if ``order`` lacks a unit with elements, selects a unit twice, or names an unknown unit.
+    Raises LayoutError if ``order`` lacks a unit with leaves, has a Use of an unknown unit, or has patterns that select a unit
+    twice. Raises PatternError if a pattern matches no unit.
     """
     names = [unit.name for unit in layout.units if unit.groups or unit.tie_owner_unit_names]
     facts = [("order", ", ".join(map(str, order)))]

@@ -200,9 +200,10 @@ _TRANSPOSE = {"each": "sum", "sum": "each", "share": "summand", "summand": "shar
 def pcast(x: torch.Tensor, comm: Comm, axis: str, kind: str) -> torch.Tensor:
     """Convert ``x`` along ``axis`` from a value that ranks share to a value of each rank's own, or back.
 
-    ``kind`` is a row of the table below. All ranks have equal copies of a *shared* value, and of its gradient. An *own* value
-    belongs to one rank; its gradient on this rank is a summand, to be added to those of other ranks. See [Note: resting and
-    gathered] in ``fsharp.functional.moves``. The gradient of a conversion is computed by the kind in the column ``transpose``.
+    ``kind`` is a row of the table below. All ranks have equal copies of a *shared* value, and of its gradient. Each rank has
+    its *own* value, and its own gradient. If own values were made from a shared value, the sum of their gradients is the
+    gradient of the shared value. See [Note: resting and gathered] in ``fsharp.functional.moves``. The kind in the column
+    ``transpose`` computes the gradient.
 
     =========  ===========  =================================================  ==========
     kind       from, to     computes                                           transpose

@@ -33,11 +33,11 @@ def tensor_digest(tensor: torch.Tensor) -> bytes:
 
 
 def exact_text(value: Any) -> str:
-    """Return the text of a setting, for ranks to compare. The texts of two arrays are equal only if all their bits are.
+    """Return the text of a setting, for ranks to compare. Arrays with equal texts have equal bits, except the bits of NaN.
 
-    An array of at most 8 elements is written out, a larger one by its digest. Arrays are found in dictionaries, sequences,
-    sets, dataclasses and ``functools.partial``. Any other object is its repr, without addresses, which differ between
-    processes.
+    The text has all elements of an array of at most 8 elements, and the digest of a larger array. Arrays are found in
+    dictionaries, sequences, sets, dataclasses and ``functools.partial``. The text of any other object is its repr without
+    addresses, which differ between processes.
     """
     if isinstance(value, torch.Tensor):
         if value.is_meta:

@@ -20,7 +20,7 @@ class RestartReplay:
     Whenever another rank was restarted, and runs its program from the beginning, this rank makes the recorded calls again.
 
     Attributes:
-        is_recording: whether the setup is under way.
+        is_recording: whether calls are being recorded: in the setup, unless the record was abandoned.
         obstacle: a call that cannot be repeated, after which the record was abandoned; empty if there was none.
     """
 
@@ -31,7 +31,7 @@ class RestartReplay:
 
     @property
     def would_record(self) -> bool:
-        """Whether :meth:`run_and_record` would record a call now: in the setup, and not inside of a recorded call."""
+        """Whether :meth:`run_and_record` would record a call now: ``is_recording``, and not inside of a recorded call."""
         return self.is_recording and not self._depth
 
     def start(self) -> None:
@@ -44,7 +44,7 @@ class RestartReplay:
         self.is_recording = False
 
     def _abandon_recording(self, obstacle: str) -> None:
-        """Abandon the record of calls, if the setup is under way. ``obstacle`` names the call that cannot be repeated."""
+        """Abandon the record of calls, if calls are being recorded. ``obstacle`` names the call that cannot be repeated."""
         if self.is_recording:
             self.is_recording, self.obstacle = False, obstacle
             self._calls.clear()

@@ -69,8 +69,8 @@ def new_tree_label_prefix(node: Sharded, comm: Comm, target: Place | None = None
     """Return the name of a node's tree as the beginning of a label; empty if the Comm compares no labels.
 
     ``target``: the place to which the node moves; None means that the node is gathered in full. If several trees can have the
-    name, a number is added: the first of these trees that is gathered along the axes of this move gets 1, the second 2.
-    A move without a collective does not count, as one rank alone may make the move.
+    name, a number follows: 1 for the first of these trees that is gathered along the axes of this move, 2 for the second. For a
+    move without a collective the text is then empty, and no number is given out, as one rank alone may make the move.
     """
     counts = tree_name_counters_of(comm)
     if counts is None:

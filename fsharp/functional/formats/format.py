@@ -331,7 +331,7 @@ class Format:
     def leaf_alignment(self) -> int:
         """The alignment of leaves in a buffer, in elements: each leaf begins at a multiple of this number.
 
-        So no number of a plane encodes elements of two leaves.
+        So each number of an encoded buffer encodes elements of one leaf.
         """
         if self.leaf_codec is None:
             return 1

@@ -354,7 +354,7 @@ class _RestrictedHookArgument:
 
 
 def _inner_attribute_name(parameter: Any, who: str = "a parameter") -> str:
-    """Return the name of the attribute in which a parameter with hooks has its values. ``who``: the first words of an error."""
+    """Return the name of the attribute that has a parameter's values. If there is none, an OptionError begins with ``who``."""
     inner = list(parameter.__tensor_flatten__()[0]) if is_traceable_wrapper_subclass(parameter) else []
     value = getattr(parameter, inner[0]) if len(inner) == 1 else None
     if not isinstance(value, torch.Tensor) or value.shape != parameter.shape or not value.is_floating_point():

@@ -83,12 +83,13 @@ def pack(sizes: tuple[int, ...], atoms: tuple[int, ...], num_parts: int, block: 
     """Lay out leaves of ``sizes`` elements over ``num_parts`` parts of equal capacity, and make the capacity small.
 
     The end of a part may cut leaf ``i`` only at a multiple of ``atoms[i]`` elements from the leaf's start. The capacity is a
-    multiple of ``block`` elements. Offsets count elements from the start of the first part.
+    multiple of ``block`` elements, and of the greatest common divisor of all atoms and sizes. Offsets count elements from the
+    start of the first part.
 
     Leaves with larger atoms are placed first, and leaves with equal atoms in their order. Each leaf gets the first free offset
     at which no atom is cut. If all atoms are one element, the capacity is ``ceil(total / num_parts)``, in whole blocks.
-    Otherwise it is the least capacity with which this placement succeeds. But after 2,048 failures a bisection finds a larger
-    capacity, which need not be the least. The cost grows with the number of leaves, not with ``num_parts``.
+    Otherwise the capacity is the least such multiple with which this placement succeeds. But after 2,048 failures a bisection
+    finds a larger capacity, which need not be the least. The cost grows with the number of leaves, not with ``num_parts``.
 
     >>> pack((10, 6), (1, 1), 4)
     Packing(offsets=(0, 10), capacity=4)

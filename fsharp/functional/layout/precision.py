@@ -52,7 +52,9 @@ class Precision:
 
     Raises:
         LayoutError: a dtype is not floating-point, or has 8 bits or less and so needs a scale for each block of values;
-            ``feedback`` is True, and ``wire`` has no format.
+            ``feedback`` is True, and ``wire`` has no format; ``stored`` rounds stochastically; ``wire`` or ``update`` has a
+            format that encodes whole leaves.
+        OptionError: ``stored`` or ``update`` is not a Format; ``feedback`` or ``cast_inputs`` is not a bool.
     """
 
     compute: torch.dtype | None = None
@@ -114,7 +116,7 @@ class Precision:
     def resolve(self, dtype: torch.dtype) -> "Dtypes":
         """Return the dtypes and formats of a parameter that the user holds in ``dtype``.
 
-        If ``dtype`` is not floating-point, all of them are ``dtype``.
+        If ``dtype`` is not floating-point, all dtypes are ``dtype``, and nothing is encoded.
         """
         if not dtype.is_floating_point:
             return Dtypes(dtype, dtype, plain_format(dtype), dtype)

@@ -21,10 +21,11 @@ def padding_in_run(unit: UnitLayout, group: int, start: int, size: int) -> list[
 
 
 def leaves_in_run(unit: UnitLayout, group: int, start: int, size: int, rank: int) -> Iterator[tuple[int, int, str, int]]:
-    """Yield, for each leaf in a run of a group's buffer: begin and end in the run, path, and index of its first element.
+    """Yield ``(begin, end, path, first)`` for each leaf in a run of a group's buffer.
 
-    If the unit varies along axes, a checkpoint holds the leaves of all ranks one after another, as one tensor. The index is
-    then the index in that tensor.
+    The leaf's elements are ``begin`` to ``end`` of the run. ``first`` is the index of element ``begin`` in the whole leaf. If
+    the unit varies along axes, a checkpoint holds the leaves of all ranks one after another, as one tensor. ``first`` is then
+    the index in that tensor.
     """
     before = unit.mesh.index_along(unit.varying_axes, rank)
     for leaf, begin, end, first, _ in unit.spans_in_run(group, start, size):

@@ -261,7 +261,7 @@ class Sharded:
     def local_leaves(self, rank: int) -> dict[str, torch.Tensor]:
         """Return a dict from the path of each leaf to the elements that ``rank`` holds, as 1-D views of the buffers.
 
-        Leaves without elements on ``rank`` are left out. Cost: none.
+        Leaves without elements on ``rank`` are left out. Encoded parameters are decoded into new memory. Cost: none otherwise.
         """
         result = {}
         for group, buffer in zip(self.groups, self.decoded_buffers(rank), strict=True):

@@ -328,8 +328,9 @@ def _for_each_run(
     """Call ``kernel(lists, scale, decay)`` for all elements with the same learning rate scale and the same weight decay.
 
     ``trees``: the tree that changes, such as parameters; then gradients; then trees of state. A run is a slice of a buffer
-    whose elements have one pair ``(scale, decay)``. The kernel is called for each pair and each dtype: ``lists[i]`` has the
-    runs of ``trees[i]`` with this pair, where the first tree has this dtype. The kernel may overwrite runs, but not gradients.
+    whose elements have one pair ``(scale, decay)``. The kernel is called once for each pair and each dtype of the first tree.
+    ``lists[i]`` has the runs of ``trees[i]`` for the pair and the dtype. Gradients are cast to the dtype. The kernel may
+    overwrite all runs except those of gradients.
 
     Raises a TreeError if the trees differ in units, places, groups or sizes: torch's kernels would read and write beyond
     buffers.

@@ -44,7 +44,7 @@ def inject_hyperparams(inner_factory: Callable[..., Any], static_args: str | Ite
     >>> import fsharp as fs
     >>> tx = fs.optim.inject_hyperparams(fs.optim.adamw)(learning_rate=3e-4, weight_decay=0.1)
 
-    You can set a hyper-parameter that is a number between steps. A hyper-parameter that is a function is a schedule. Each
+    Between steps you can set each hyper-parameter that is a number. A hyper-parameter that is a function is a schedule. Each
     update calls the schedule with the count of updates so far, and writes the result to the state, as in optax. Arguments of
     other types are passed to the factory unchanged.
 

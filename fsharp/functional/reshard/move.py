@@ -37,8 +37,8 @@ class MeshChange:
         ``place``: the place of the elements on the old mesh. The answer depends on replicated and varying axes.
 
         - Along a replicated axis, old ranks have equal elements. If the target was a rank of the old mesh, the source must have
-          the target's old coordinate. Any other target takes from the coordinate of old rank ``target % number of old ranks``.
-          So ranks that join do not all take from one rank.
+          the target's old coordinate. For any other target the source must have the coordinate of old rank ``target % number of
+          old ranks``. So ranks that join take from different old ranks.
         - Along a varying axis, old ranks have different values. The source must have the coordinate that the target has on the
           new mesh.
         """

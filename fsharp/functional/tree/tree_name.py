@@ -10,11 +10,12 @@ class TreeName:
     Ranks compare labels, so an error says that ranks gather different trees, such as parameters before and after an update. A
     name says from which tree this tree was made, and how: ``tree 1 at update 3, replaced 1x, mapped 2x``.
 
-    All names compare equal and have one hash: a pytree map over two trees refuses trees whose names are not equal.
+    All names compare equal and have one hash, as a pytree map over two trees refuses trees whose names are not equal.
 
     Attributes:
-        tree: number of the first tree, as text; empty if not all ranks have made the first tree together. The first update of a
-            tree keeps the number ``"1"``. A second update of the same tree makes a branch, with the number ``"1.2"``.
+        tree: number of the first tree, as text; empty if not all ranks have made the first tree together. The first update of
+            tree ``"1"`` has the number ``"1"`` as well. A second update of the same tree begins a branch with the number
+            ``"1.2"``.
         num_updates: number of updates between the first tree and this one.
         num_replaced: number of calls of :meth:`~fsharp.Sharded.replace` between the first tree and this one.
         num_mapped: number of pytree mappings between the first tree and this one.
