@@ -191,8 +191,8 @@ def load_with_reader(
     """Load as :func:`load` does, with bytes from any source, and return the checkpoint and the tree.
 
     ``opened()`` returns the checkpoint, whose manifest says what there is to load. ``read(checkpoint, needs)`` fills the
-    tensors of this rank; all ranks call ``read``, or none does, as a rank has failed before. ``where`` is a text that has to be
-    equal on all ranks, such as the given path.
+    tensors of this rank. All ranks call ``read``, unless a rank has failed before: then no rank does. ``where`` is a text that
+    has to be equal on all ranks, such as the given path.
     """
     prefix = f"{subtree}." if subtree else ""
 
@@ -262,8 +262,9 @@ def load_with_reader(
 def _choose_path(path: str, comm: Comm, damaged: Mapping[str, str]) -> tuple[str, bool]:
     """Return the path of the checkpoint to load, and whether it is ``path`` itself. Rank 0 chooses for all ranks.
 
-    If ``path`` is a root, this is the newest checkpoint below it that is not in ``damaged``, a dict of errors by path. Raises
-    CheckpointError on all ranks if all checkpoints below ``path`` are damaged.
+    If ``path`` is a root, the result is the newest checkpoint below ``path`` that is not in ``damaged``, a dict of errors by
+    path. Without a checkpoint below ``path`` the result is ``path``. Raises CheckpointError on all ranks if all checkpoints
+    below ``path`` are damaged, or if rank 0 cannot list ``path``.
     """
     answer: dict[str, Any] = {}
     if comm.rank == 0:

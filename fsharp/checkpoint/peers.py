@@ -242,7 +242,10 @@ def _shift_text_over_ranks(text: str, comm: Comm, shift: int) -> str:
 
 
 def fetch_manifest(folder: str, save: HeldSave, comm: Comm, domain_size: int) -> Manifest:
-    """Return the manifest of a save in hosts' memory, from ``folder`` on this host or from another. All ranks call this."""
+    """Return the manifest of a save in the memory of hosts. A host without the manifest gets it from another host.
+
+    All ranks call this function. ``folder``: folder of the save on this host, with ``domain_size`` consecutive ranks.
+    """
     has_it = comm.rank - comm.rank % domain_size in save.hosts
     keeper, data = FirstErrorKeeper(), bytearray(0 if has_it else save.manifest_nbytes)
     holder = save.rank_to_fetch_from(None, comm.rank, domain_size)

@@ -35,7 +35,7 @@ class NeededElements(NamedTuple):
 
 
 class FileRange(NamedTuple):
-    """Elements of tensor ``name``, next to each other in a file: ``begin`` and ``end`` in bytes after the header, and dtype."""
+    """Elements of tensor ``name`` in a file, from byte ``begin`` to ``end`` after the header, to read into ``target``."""
 
     begin: int
     end: int
@@ -47,8 +47,8 @@ class FileRange(NamedTuple):
 class CoalescedRead(NamedTuple):
     """One read of a file, which serves several ranges: ``nbytes`` bytes, from byte ``start`` of the file on.
 
-    ``parts``: a triple ``(begin, end, range)`` for each range that the read serves, or a part of it. ``begin`` and ``end`` are
-    bytes after the header, as in ``range``.
+    ``parts``: a triple ``(begin, end, range)`` for each range that the read serves in full or in part. ``begin`` and ``end``
+    are the limits of the served bytes, in bytes after the header, as in ``range``.
     """
 
     start: int

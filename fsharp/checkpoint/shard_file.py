@@ -39,7 +39,7 @@ SAVABLE_DTYPES = SAFETENSORS_DTYPES | {
 
 
 class StoredTensor(NamedTuple):
-    """Elements of a tensor to write to a file. ``shape``: shape of the whole tensor, or 1-D for a run of its elements."""
+    """Name, dtype and shape of elements that a file holds. ``shape``: the whole tensor's, or 1-D for a run of its elements."""
 
     name: str
     dtype: torch.dtype

@@ -97,7 +97,11 @@ def join_job_of_environment(backend: str, timeout: timedelta | None, is_abandone
 
 
 def join_job(mesh: Mesh, kind: str, world_size: int, timeout: timedelta | None, limit_s: float) -> DeviceMesh:
-    """Join the job within ``limit_s`` seconds, unless this process has joined it before. Return the DeviceMesh of all ranks."""
+    """Join the job, unless this process has joined the job before. Return a DeviceMesh of all ranks with the axes of ``mesh``.
+
+    ``kind``: device type, such as ``"cuda"``. ``timeout``: time limit of collectives; None means torch's default. Raises a
+    CommError if the job cannot be joined within ``limit_s`` seconds.
+    """
 
     def mesh_of_all() -> DeviceMesh:
         if kind == "cuda":  # each thread has a current device of its own
@@ -198,7 +202,10 @@ def _storable_text(text: str) -> str:
 
 
 def leave_store(*, within_s: float) -> None:
-    """Record in the store that this rank leaves. Rank 0 waits until all ranks have left, if its process hosts the store."""
+    """Record in the store that this rank leaves the job. If rank 0's process hosts the store, rank 0 waits for all ranks.
+
+    The wait ends after ``within_s`` seconds at the latest.
+    """
     store, size = PrefixStore("fsharp/left", _get_default_store()), dist.get_world_size()
     count, _ = _store_thread.query(lambda: store.add("count", 1), size)
     is_agents = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # a process of torchrun hosts the store

@@ -375,9 +375,10 @@ class PointToPoint(NamedTuple):
         return posted
 
     def wait(self, posted: Sequence[tuple[int, Any]]) -> None:
-        """Block, without a time limit, until these messages are sent and received; see :class:`CollectiveOutcome` for limits.
+        """Block until these messages are sent and received, without a time limit.
 
-        After an error of the collective this may block forever: a limit here would close connections that other Comms use.
+        A time limit would close connections that other Comms use. After an error of the collective this method may block
+        forever. :meth:`CollectiveOutcome.wait` raises the error.
         """
         for rank, work in posted:
             self.call.set_awaited_rank(self.ranks[rank])

@@ -121,7 +121,7 @@ class StatusExchange:
 
     Attributes:
         waited_s: seconds for which this process's main thread has waited for collectives.
-        last: the label of the last collective that this rank has begun.
+        last: the label of the last collective that this rank's main thread has begun.
         who: this rank in words for an error: ``rank 0 of 4``.
         error: the error after which no Comm of these ranks can be used; None if this rank has reported none.
     """
@@ -350,7 +350,7 @@ class CommWatch:
         return error
 
     def report_failure(self, error: BaseException, where: str) -> None:
-        """Tell other ranks that ``error`` was raised here, in ``where``. Nothing happens for the watch's own error."""
+        """Tell other ranks of ``error``, raised in ``where``, and refuse later collectives. Skip the watch's own error."""
         if error is self.error:
             return
         known = self.error

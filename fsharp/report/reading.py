@@ -44,7 +44,10 @@ class RunLog:
     num_cut: int = 0
 
     def add_line(self, line: bytes) -> None:
-        """Add a line of the log's file. If the line cannot be read, because a kill cut it off, count it in ``num_cut``."""
+        """Add a line of the log's file. A line that cannot be read, such as one that a kill has cut off, counts in ``num_cut``.
+
+        A line about a start of the run first removes the values from its step on, as the run makes these steps again.
+        """
         try:
             row = json.loads(line, parse_int=_finite_or_text, parse_float=_finite_or_text, parse_constant=_finite_or_text)
             step, time = int(row.pop("step")), float(row.pop("time"))

@@ -46,7 +46,7 @@ def plain_layout(layout: Layout) -> dict[str, Any]:
 
     A row has the title of the units, such as ``layers.* x12``; the leaf's path, dtype and shape, and spec; and the part that
     one rank holds. The last field is a text of 0 and 1: a 1 for each rank that holds elements of the leaf. On more than 64
-    ranks the text has 64 characters, each for a run of ranks.
+    ranks the text has 64 characters: a 1 for each run of ranks of which any holds elements.
     """
     where = TreeSharding(layout, "params")
     rows = []

@@ -92,7 +92,10 @@ class Restarter:
             raise CommError(f"launch(): {why}")
 
     def _handle_ended_processes(self) -> None:
-        """Restart lost ranks, in a new generation if restarts are left. Replace a missing spare process after a delay."""
+        """Begin a new generation with new processes for lost ranks. Replace a missing spare process after a delay.
+
+        If no restart is possible, or if no process is left and some were preempted, record in the store that restarts ended.
+        """
         codes = {rank: process.poll() for rank, process in self._running.items()}
         ended = {rank: code for rank, code in codes.items() if code is not None}
         for rank in ended:

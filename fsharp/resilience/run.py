@@ -402,7 +402,7 @@ class Run:
         Raises:
             RunError: before :meth:`resume`.
             OptionError: ``values`` is not a dict; or the run itself records under one of the names, such as ``step`` or
-                ``event``; or a logger cannot record a value. Rank 0 raises the last error, which ends the run on all ranks.
+                ``event``; or a logger cannot record a value. For a logger rank 0 alone raises, which ends the run on all ranks.
 
         Cost: reading a tensor waits for its device. Nothing is sent.
         """

@@ -99,7 +99,7 @@ class RunRecord:
             self.stragglers.start()
 
     def end_step(self, step: int, *, is_last: bool) -> None:
-        """Record the times of ranks and new slow ranks, if ranks exchange times after this step; and the throughput.
+        """Record the throughput. If ranks exchange times after this step, record the times, and ranks that have become slow.
 
         Throughput is recorded at most once a second, and after the last step. ``step``: number of finished steps.
         """

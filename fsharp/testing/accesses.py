@@ -69,7 +69,10 @@ def _strided_tensors(value: Any) -> Iterator[torch.Tensor]:
 
 
 class LiveStorages:
-    """All living ``UntypedStorage``, each with the lane that allocated it. ``log`` gets a :class:`Free` when one is freed."""
+    """The living storages from :meth:`add_storage`, each with the lane that allocated it.
+
+    ``log`` gets a :class:`Free` when a storage is freed, unless the storage has no bytes or overlaps an earlier storage.
+    """
 
     def __init__(self, log: list[LogEntry]) -> None:
         self._log = log
@@ -82,7 +85,7 @@ class LiveStorages:
         return x.untyped_storage()._cdata in self._live
 
     def add_storage(self, x: torch.Tensor, lane: str | None = None) -> ByteSpan:
-        """Add the storage of ``x``. ``lane``: the lane that allocated it; None if the allocation was not logged."""
+        """Add the storage of ``x``. ``lane``: the lane that allocated the storage; None if the allocation was not logged."""
         storage = x.untyped_storage()
         key, start = storage._cdata, storage.data_ptr()
         span = self._live[key] = ByteSpan(start, start + storage.nbytes(), start)

@@ -180,11 +180,11 @@ class UnitUse:
         self._full = None
 
     def pack_saved_parameters(self, out: Any, sequence_nr: int, fill_buffer: Callable[[], UnshardedBuffer]) -> None:
-        """Replace the views of this use's parameters that autograd has saved by functions that rebuild them in the backward.
+        """Let autograd save functions, which rebuild views of this use's parameters in the backward, in place of the views.
 
         So memory can be released before the backward. Views in the arena stay: a schedule fills the same addresses again. Only
         nodes of the graph of ``out`` from ``sequence_nr`` on are searched. ``fill_buffer`` returns the buffer of the
-        parameters, and gathers them again if they were released.
+        parameters, and gathers the parameters again if the buffer was released.
         """
         if self.unsharded is None or self.unsharded.where is not None:
             return

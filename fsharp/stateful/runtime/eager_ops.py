@@ -244,10 +244,10 @@ class EagerOps:
     def _emit_op(
         self, spec: OpSpec, unit: UnitState | None, phase: Phase, *, use: int = -1, after: int | None = None, **bound: Any
     ) -> BoundOp:
-        """Emit an op. Its address is ``unsharded.where``, else the address of its unit's buffer in this step's schedule.
+        """Emit an op. Its address is ``unsharded.where``, else the address of the unit's buffer in this step's schedule.
 
         On another stream than compute, the op waits for op ``after``; if ``after`` is None, for all work of compute so far.
-        ``bound``: fields of :class:`BoundOp`, such as ``unsharded``, and ``opens`` of :class:`Op`.
+        ``bound``: fields of :class:`BoundOp`, such as ``unsharded``, and ``opens``, a field of :class:`Op`.
         """
         stream, opens = spec.stream, bound.pop("opens", None)
         memory = bound["unsharded"].where if "unsharded" in bound else None

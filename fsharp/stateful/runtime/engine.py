@@ -181,7 +181,7 @@ class ScheduledEngine(Engine):
         return main, opt
 
     def run_update_gather(self, new: Any, params: Any, state: Any, *, donate: bool) -> tuple[Any, Any]:
-        """Begin to gather updated parameters and copy state to the host. Return both at once: reads of their buffers wait."""
+        """Begin to gather updated parameters and copy state to the host. Return parameters and state, whose reads wait."""
         step, lanes, rank = self.steps.current_step(), self.steps.executor.lanes, self.steps.comm.rank
         update_gathers: list[UpdateGather] = []
 
@@ -244,7 +244,7 @@ def _build_full_tree(sharded: Any, uses: Sequence[UnitUse], num_ties: int, *, as
 
 
 def _reduced_gradient(node: Sharded, gradient: UnitGradient | None, to: PlaceName) -> Sharded:
-    """Return the reduced gradient of a unit in the place ``to``. ``node``: the gradient that was handed out."""
+    """Return the reduced gradient of a unit in the place ``to``. ``node``: the gradient as the caller of the engine has it."""
     place = resolve_place(node.unit, to)
     buffers = node.raw_buffers if gradient is None or gradient.final is None else gradient.final.hand_out()
     result = Sharded(buffers, node.unit, place, node.groups, reduction=node.reduction)

@@ -19,7 +19,10 @@ _MIN_BUCKETS = 4  # least number of buckets
 
 
 def bucket_limits(sent: Iterable[int], *, num_messages: int = 1) -> tuple[int, int]:
-    """Return the most bytes of a bucket, and of a unit that may join a bucket. A bucket travels in ``num_messages``."""
+    """Return limits in bytes: of a bucket, and of a unit that may join a bucket.
+
+    ``sent``: bytes that each unit sends. ``num_messages``: number of messages, one after the other, in which a bucket travels.
+    """
     return min(num_messages * _MAX_BUCKET_NBYTES, sum(sent) // _MIN_BUCKETS), num_messages * _MAX_JOINED_NBYTES
 
 

@@ -32,7 +32,7 @@ class GradientOps:
         final_buckets: for each unit, the bucket that is reduced together to the optimizer's shards.
         max_final_reductions: limit of reductions to the optimizer's shards that are under way at once.
         sum_late: add a reduction's result only when there are too many reductions under way, or at the end of the microbatch.
-            If False, add it at once; the memory of the reduction stays reserved until the same moment.
+            If False, add the result at once, and keep the reduction's memory reserved as long as with True.
     """
 
     def __init__(

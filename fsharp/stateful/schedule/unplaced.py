@@ -71,7 +71,7 @@ class OpList:
     def add_bucket(
         self, spec: OpSpec, units: Sequence[str], phase: Phase, at: int, after: Mapping[str, tuple[UnplacedOp, ...]] = {}
     ) -> list[UnplacedOp]:
-        """Add a bucket, an op for each unit, then following ops. Return the bucket. ``after``: by unit, ops to wait for."""
+        """Add a bucket: an op for each unit, which waits for ops ``after[unit]``. Add ops that follow. Return the bucket."""
         bucket = next(self._numbers) if len(units) > 1 else -1
         ops = [self._append_op(spec, unit, phase, at, after=after.get(unit, ()), bucket=bucket) for unit in units]
         for op in ops:

@@ -81,7 +81,7 @@ class Transport(ABC):
         self.comm, self.groups, self.counters = comm, groups, counters
 
     def gather(self, xs: Sequence[torch.Tensor], outs: Sequence[torch.Tensor], axis: str, label: str) -> Work:
-        """Gather every rank's ``xs[i]`` of ``c[i]`` elements into ``outs[i]`` of ``n * c[i]``, in one all_gather."""
+        """Begin to gather every rank's ``xs[i]`` of ``c[i]`` elements into ``outs[i]`` of ``n * c[i]``, in one all_gather."""
         self._count_call("all_gather", axis, sum([x.nbytes for x in xs]))
         if len(xs) == 1 or not self.should_pack(xs, 1):
             return self.gather_each(xs, outs, axis, label)
@@ -96,7 +96,9 @@ class Transport(ABC):
     def reduce_scatter(
         self, summands: Sequence[Summand], axis: str, n: int, dtype: torch.dtype, *, label: str = ""
     ) -> list[Work]:
-        """Sum this rank's part of each buffer over the ``n`` ranks along an axis, in ``dtype``, in one reduce_scatter.
+        """Begin to sum this rank's part of each buffer over the ``n`` ranks along an axis, in one reduce_scatter.
+
+        Backends of devices, such as NCCL, add in the dtype of ``x``, and cast the sum to ``dtype``. Others add in ``dtype``.
 
         Returns:
             A Work for each summand. Its result is the sum: ``out``, or memory valid until a write to ``x`` or ``scratch``.
@@ -115,7 +117,7 @@ class Transport(ABC):
         return [Work(unpacked.wait, out) for out in outs]
 
     def all_reduce(self, summands: Sequence[Summand], axis: str, n: int, *, label: str = "") -> list[Work]:
-        """Sum buffers of one dtype over the ``n`` ranks along an axis, into ``out``, in one all_reduce.
+        """Begin to sum buffers of one dtype over the ``n`` ranks along an axis, into ``out``, in one all_reduce.
 
         Packed buffers are padded to a multiple of ``n`` elements, so as many bytes are sent as by a collective for each buffer.
 
@@ -155,7 +157,7 @@ class Transport(ABC):
 
     @abstractmethod
     def all_to_all(self, x: torch.Tensor, out: torch.Tensor, axis: str, label: str) -> Work:
-        """Send part ``i`` of ``x`` to the rank at coordinate ``i``, and receive that rank's part into part ``i`` of ``out``."""
+        """Begin to send part ``i`` of ``x`` to the rank at coordinate ``i``. Part ``i`` of ``out`` gets that rank's part."""
 
     def reduce_scatter_encoded(
         self,
@@ -200,7 +202,7 @@ class Transport(ABC):
     def gather_and_drop_padding(
         self, xs: Sequence[torch.Tensor], outs: Sequence[torch.Tensor], axis: str, n: int, label: str
     ) -> Work:
-        """Gather every rank's ``xs[i]`` into ``outs[i]``, in one all_gather; drop padding beyond the end of ``outs[i]``."""
+        """Begin to gather every rank's ``xs[i]`` into ``outs[i]``, in one all_gather, without padding beyond ``outs[i]``."""
         rooms = [out if len(out) == n * len(x) else out.new_empty(n * len(x)) for x, out in zip(xs, outs, strict=True)]
         parts = [room if room is out else room[: len(out)] for out, room in zip(outs, rooms, strict=True)]
         return self._chain_work(self.gather(xs, rooms, axis, label), lambda _: _copy_all(outs, parts))

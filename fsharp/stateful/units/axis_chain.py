@@ -106,7 +106,7 @@ class ChainInput(NamedTuple):
         x: the buffer, in the dtype ``chain.first``.
         out: memory for the result; None leaves the result in the memory of the last stage.
         memory: tensors with the sizes and dtypes of :meth:`ReductionChain.scratch_sizes`.
-        residuals: by group and axis, encoding errors of earlier buffers, and random numbers; overwritten.
+        residuals: by group and axis, random numbers, and encoding errors of earlier buffers, which the reduction overwrites.
         encoded: the buffer from :meth:`ReductionChain.encode`, if the first stage sends it encoded.
     """
 

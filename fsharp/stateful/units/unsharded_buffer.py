@@ -133,7 +133,7 @@ class UnshardedBuffer:
         return self.filled_from == stamp and not (self.is_carried and any(map(StorageWeakRef.expired, self._sources)))
 
     def carry_to_next_step(self, node: Sharded | None) -> None:
-        """Keep the buffer for the next step. It is valid while ``node``'s buffers live: later their addresses may be reused."""
+        """Keep the buffer for the next step, valid while the buffers of ``node`` live. Without ``node`` nothing happens."""
         if node is not None:
             self._sources, self.is_carried = [StorageWeakRef(x.untyped_storage()) for x in node.raw_buffers], True
 

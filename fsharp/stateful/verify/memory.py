@@ -148,7 +148,7 @@ class MemoryCheck(ScheduleCheck):
 
 
 class PolicyLimitsCheck(ScheduleCheck):
-    """Check the policy's limits of resident units and of reductions under way. The units of a bucket count as one."""
+    """Check the policy's limit of resident units, and limits of reductions under way. The units of a bucket count as one."""
 
     def __init__(self, schedule: Schedule, order: HappensBefore) -> None:
         super().__init__(schedule, order)

@@ -259,8 +259,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 dtypes. All ranks raise, before anything has changed.
             AgreementError: ranks pass different values for elements that they share. All ranks raise.
 
-        Cost: the memory of the state, a pass over elements that several ranks hold, and one step of a class of torch.optim on
-        copies of parameters.
+        Cost: the memory of the state, and a pass over elements that several ranks hold. A class of torch.optim also makes one
+        step on copies of parameters, which tells what state the class has.
         """
         where, comm = "load_state_dict()", self._session.reopened_scheduler()
 

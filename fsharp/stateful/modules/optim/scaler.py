@@ -31,6 +31,7 @@ class GradScaler(torch.amp.GradScaler):
 
     Raises:
         ScheduleError: there are no gradients to unscale, or the module has ``Precision(feedback=True)``.
+        ValueError: gradients are summed in float16.
         LossError: all backward passes so far were inside of ``accumulate()``, or an error has discarded the gradients.
         AgreementError: ranks have unscaled by different scales. All ranks raise, in ``step``.
 

@@ -429,7 +429,7 @@ def _reduce_parts(name: str, tensors: Sequence[torch.Tensor], reduction: Reducti
 def _elementwise(
     func: Callable[..., Any], name: str, args: Sequence[Any], kwargs: Mapping[str, Any], rows: Sequence[Sequence[Any]]
 ) -> Any:
-    """Call an elementwise function on this rank's elements. ``rows``: for each result, the arguments from which it is made."""
+    """Call an elementwise function on this rank's elements, and return parts. ``rows``: for each result, its arguments."""
     likes = [next((x for x in row if isinstance(x, ShardedTensor) and not x.is_whole_on_every_rank), None) for row in rows]
     for row, like in zip(rows, likes, strict=True):
         if like is None:
@@ -463,7 +463,10 @@ def _call_naming_part(call: Callable[[], Any], name: str, part: ShardedTensor) -
 
 
 def _own_elements(x: Any, likes: Sequence[ShardedTensor | None]) -> Any:
-    """Return this rank's elements of tensor ``x``, cut like ``likes[0]``. In a list item ``i`` is cut like ``likes[i]``."""
+    """Return the elements of tensor ``x`` at the places of this rank's part ``likes[0]``; any other value unchanged.
+
+    If ``x`` is a list, item ``i`` belongs to part ``likes[i]``.
+    """
     like = likes[0]
     if isinstance(x, list | tuple):
         return type(x)(_own_elements(each, [like]) for each, like in zip(x, cycle(likes), strict=False))

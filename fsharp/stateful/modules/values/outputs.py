@@ -68,8 +68,8 @@ def map_tensors(
     """Return ``value`` with ``change(tensor)`` in place of each tensor in it; ``value`` itself if no tensor changes.
 
     Tensors are found in torch's pytrees and in dataclasses. With ``in_place``, lists, dicts and dataclasses are changed, not
-    copied. Other objects stay as they are. TreeError, which begins with ``error_start``, if an object of ``kinds`` has a
-    tensor for which ``change`` returns another tensor.
+    copied. Other objects stay as they are. If such an object is of a class in ``kinds``, and has a tensor that ``change`` would
+    replace, a TreeError is raised, which begins with ``error_start``.
     """
     if isinstance(value, torch.Tensor):
         return change(value)
