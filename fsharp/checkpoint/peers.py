@@ -213,7 +213,9 @@ def exchange_requested_bytes(folder: str, wanted: Sequence[ReadRequest], comm: C
             send, end = outgoing[:0], 0
             for each in theirs[i] if i < len(theirs) else ():
                 part = outgoing[end : end + each.nbytes]
-                keeper.run(_read_requested, comm.rank, folder, each, bytes_of(part))
+                answer = FirstErrorKeeper()  # of its own: a rank that has failed before still answers other ranks
+                answer.run(_read_requested, comm.rank, folder, each, bytes_of(part))
+                keeper.run(answer.raise_if_failed)
                 end += each.nbytes
                 send = outgoing[:end]
             batch = asked[shift][i] if i < len(asked[shift]) else []

@@ -16,6 +16,7 @@ import torch
 import fsharp as fs
 from fsharp.checkpoint import replicas as replicas_module
 from fsharp.checkpoint.manifest import MANIFEST_NAME
+from fsharp.checkpoint.peers import FirstErrorKeeper, ReadRequest, exchange_requested_bytes
 from fsharp.errors import AgreementError, CheckpointError, CommError
 from fsharp.testing import processes, simulate
 from tests.checkpoint.refusing import refusing
@@ -477,6 +478,34 @@ def test_a_good_copy_of_another_host_is_used_and_then_what_is_on_disk(tmp_path):
     assert any("rank-00000.safetensors on the host of rank 1 is damaged" in text for text in second_of_1[1])
     assert third_of_1 == (6, [])  # that of the checkpoint is rank 0's to say
     assert any("is damaged, set aside as" in text and "step-0000000007" in text for text in third[1])
+
+
+def test_a_rank_that_has_met_a_damaged_copy_still_answers_other_ranks(tmp_path):
+    """Rank 1 meets damage of rank 0, and lacks a file. Rank 0 then asks rank 1 for this file, and for intact ones."""
+    for name in "ab":
+        (tmp_path / name).write_bytes(name.encode() * 64)
+
+    def exchange(comm):
+        keeper, got = FirstErrorKeeper(), {}
+
+        def damaged(_):
+            raise CheckpointError("the copy on the host of rank 0 is damaged")
+
+        def receive(name):
+            return lambda data: got.update({name: bytes(data.tolist())})
+
+        wanted = {0: [ReadRequest(1, name, 0, 64, receive(name)) for name in ("a", "absent", "b")]}
+        wanted[1] = [ReadRequest(0, "a", 0, 64, damaged)]
+        exchange_requested_bytes(str(tmp_path), wanted.get(comm.rank, []), comm, keeper)
+        if comm.rank == 1:
+            with pytest.raises(CheckpointError, match=r"the copy on the host of rank 0 is damaged"):
+                keeper.raise_if_failed()
+        else:
+            keeper.raise_if_failed()
+        return got
+
+    got = simulate(fs.Mesh({"ranks": 3}), exchange)[0]
+    assert (got["a"], got["b"]) == (b"a" * 64, b"b" * 64)
 
 
 def flip(path, at):
