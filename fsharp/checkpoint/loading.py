@@ -104,8 +104,8 @@ def load(
             to integers, complex numbers to real ones, integers to an integer dtype with a smaller range, anything to float8,
             and finite values that would be infinite.
         strict: False keeps the values in ``like`` for leaves that the checkpoint lacks, and skips names that only the
-            checkpoint has. A warning lists both. Different shapes and dtypes are still errors, and so is a checkpoint without
-            any leaf of ``like``.
+            checkpoint has. A warning lists these leaves and names. Different shapes and dtypes are still errors, and so is a
+            checkpoint without any leaf of ``like``.
         donate: read into the tensors of ``like``; ``like`` cannot be used afterwards, and its values are lost if loading fails.
             Modules and their optimizers copy their values in any case.
         buffer_nbytes: memory to read into, beside the loaded values.
@@ -154,7 +154,7 @@ def load_checkpoint_at(
     """Load the checkpoint at ``path`` as :func:`load_with_reader` does, and return the checkpoint and the tree.
 
     If this rank finds damage while it reads tensors, it appends the text of the error to ``damage``, and raises the error. If
-    this rank cannot open or read a file, it raises an error too, but this is not counted as damage. For rank 0 has opened the
+    this rank cannot open or read a file, it raises an error too, which does not count as damage. For rank 0 has opened the
     checkpoint a moment before, so the cause is on this rank's host, such as a missing mount.
     """
 

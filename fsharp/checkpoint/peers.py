@@ -140,7 +140,7 @@ class FirstErrorKeeper:
         self._error: Exception | None = None
 
     def run(self, do: Callable[..., Any], *args: Any) -> Any:
-        """Return ``do(*args)``. If it fails, keep the error, and return None; after an error ``do`` is not called."""
+        """Return ``do(*args)``. If ``do`` fails, keep the error, and return None. After an error, do not call ``do``."""
         if self._error is None:
             try:
                 return do(*args)

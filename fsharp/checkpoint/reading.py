@@ -100,7 +100,7 @@ def check_file_size(storage: Storage, path: str, nbytes: int) -> None:
 
 
 class ShardFileReader:
-    """Reads parts of the file of rank ``number``. CheckpointError if the file's size or digest differs from ``record``.
+    """Reads parts of the file of rank ``number``. Raises CheckpointError if its size or digest differs from ``record``.
 
     ``fetched``: header and table of digests of a file on another host, whose bytes the caller fetches as well.
     """
@@ -141,7 +141,7 @@ class ShardFileReader:
         self._end = size - length - len(table)
 
     def chunk_begin(self, name: str, dtype: torch.dtype, chunk: Chunk) -> int:
-        """Return where a chunk of tensor ``name`` begins, in bytes after the header. CheckpointError if the file lacks it."""
+        """Return where a chunk of a tensor begins, in bytes after the header. CheckpointError if the file lacks the tensor."""
         found = self._extents.get(name)
         expected = dtype if dtype in SAFETENSORS_DTYPES or not self._table else torch.uint8
         if found is not None and self._table and found.begin % dtype.itemsize:
@@ -245,7 +245,7 @@ class ShardFileReader:
 
 
 def _cast(values: torch.Tensor, dtype: torch.dtype, name: str) -> torch.Tensor:
-    """Return ``values`` of tensor ``name`` in another dtype. TreeError if a finite value becomes infinite."""
+    """Return ``values`` of tensor ``name`` in another dtype. Raises TreeError if a finite value becomes infinite."""
     result = values.to(dtype)
     if (lost := result.isinf()).any():
         lost &= ~values.to(torch.complex128 if values.is_complex() else torch.float64).isinf()

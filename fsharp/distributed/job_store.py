@@ -38,8 +38,8 @@ def run_within(limit_s: float, job: Callable[[], T], *, why_give_up: Callable[[]
     """Call ``job``, which queries the job's store, in a new thread, and return its result.
 
     Waits in ``job`` are expected to end after ``limit_s`` seconds, and the store may take two seconds to answer. Raises
-    TimeoutError if ``job`` takes longer than both. ``why_give_up()`` is called every half second. If it returns a text, a
-    CommError with this text is raised. After either error the thread runs on until ``job`` ends.
+    TimeoutError if ``job`` takes more than ``limit_s + 2`` seconds. ``why_give_up()`` is called every half second. If it
+    returns a text, a CommError with this text is raised. After either error the thread runs on until ``job`` ends.
     """
     worker, done, deadline = Worker("job"), Outcome(), time.monotonic() + limit_s + _STORE_TIMEOUT_S
     worker.submit(job, done)
@@ -183,7 +183,7 @@ class StoreStatusBoard:
         self._query(lambda: self._store.set(key, _storable_text(text)), None)
 
     def read(self, key: str) -> str | None:
-        """Return the text of a key; None if there is none."""
+        """Return the text of a key; None if the key has no text."""
         return self._query(lambda: self._store.get(key).decode() if self._store.check([key]) else None, None)
 
     def write_if_absent(self, key: str, text: str) -> str:

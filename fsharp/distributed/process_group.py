@@ -45,7 +45,7 @@ class ProcessGroupComm:
     """A Comm with blocking collectives over the process groups of a :class:`torch.distributed.device_mesh.DeviceMesh`.
 
     Each rank receives the summands of its part from all other ranks, and adds them in order of rank. So the bits of a sum do
-    not depend on how a buffer is cut. This sends as many bytes as a ring does, and is faster than gloo's own reductions.
+    not depend on how a buffer is cut. Ranks send as many bytes as in a ring, and are faster than with gloo's own reductions.
 
     Args:
         device_mesh: a mesh with dim names, of all or some ranks of the job, such as ``world_mesh["dp"]``. Rank numbers, in
@@ -106,7 +106,7 @@ class ProcessGroupComm:
 
     @api_boundary
     def group(self, axis: str) -> dist.ProcessGroup:
-        """Return the process group along ``axis``. After an abort this makes a new group, so all ranks have to call it."""
+        """Return the process group along ``axis``. All ranks have to call this method: after an abort it makes a new group."""
         self.mesh.index(axis)
         group = self._groups[axis]
         if group is None:
@@ -168,7 +168,7 @@ class ProcessGroupComm:
     def abort(self) -> None:
         """End all collectives under way in this Comm's groups with an error, on all ranks.
 
-        Over NCCL this aborts the communicators. Comms that share these groups make new communicators at their next collective.
+        NCCL's communicators are aborted. Comms that share these groups make new communicators at their next collective.
         """
         held = {axis: self._groups[axis] for axis, size in self.mesh.axes if size > 1}
         groups = [group for group in (*held.values(), self._whole) if group is not None]
@@ -312,14 +312,14 @@ GroupKind = Literal["gather", "reduce"]
 
 
 class ProcessGroups:
-    """The process groups of a transport: those of its Comm, or separate ones for gathers and for reductions."""
+    """The process groups of a transport: the groups of its Comm, or separate groups for gathers and for reductions."""
 
     def __init__(self, comm: ProcessGroupComm, *, separate: bool) -> None:
         self.comm, self.separate = comm, separate
         self._made: dict[tuple[GroupKind, str], dist.ProcessGroup] = {}
 
     def make_groups(self) -> None:
-        """Make the separate groups along all axes now. All ranks have to do so: each waits for the others."""
+        """Make the separate groups along all axes now. All ranks have to call this method: each rank waits for all others."""
         if self.separate:
             self.comm.watch.aborts.append(weakref.WeakMethod(self.abort))
             for axis, size in self.comm.mesh.axes:

@@ -54,7 +54,7 @@ class StatusBoard(Protocol):
         """Replace the text of a key."""
 
     def read(self, key: str) -> str | None:
-        """Return the text of a key; None if there is none."""
+        """Return the text of a key; None if the key has no text."""
 
     def write_if_absent(self, key: str, text: str) -> str:
         """Write ``text`` if the key has no text. Return the key's text afterwards, which may be another rank's."""
@@ -67,7 +67,7 @@ class WatchedCall:
         label: what the collective is for.
         number: number of earlier collectives of the watch; equal on all ranks.
         tag: tag of the collective's messages, 31 bits.
-        peer: the rank whose message this rank waits for; None if there is none.
+        peer: the rank whose message this rank waits for; None if this rank waits for no message.
     """
 
     __slots__ = ("_since", "_warned", "_watch", "label", "number", "peer", "tag")
@@ -226,7 +226,7 @@ class CommWatch:
 
     Attributes:
         board: where ranks write and read the error of the Comm.
-        limit_s: seconds that a rank waits for others.
+        limit_s: seconds that a rank waits for other ranks.
         error: the error that all further collectives raise; None until a collective has failed.
         aborts: methods that end all collectives under way.
         is_over: set when this rank leaves the job.
@@ -267,7 +267,7 @@ class CommWatch:
         threading.Thread(target=_monitor_failures, args=arguments, name="fsharp failure monitor", daemon=True).start()
 
     def begin_call(self, label: str) -> WatchedCall:
-        """Count a collective that this rank begins, and return it."""
+        """Count a collective that this rank begins, and return its :class:`WatchedCall`."""
         self.raise_if_failed()
         if restart_replay.is_recording:
             restart_replay.abandon(f"the collective {label!r} of a step")

@@ -96,7 +96,7 @@ _PAIR_HINT = (
 
 
 def value_text(x: Any) -> str:
-    """Return a value in words, for error messages: a tensor by dtype and shape, any other by its type."""
+    """Return a value in words, for error messages: a tensor by dtype and shape, any other value by its type."""
     if not isinstance(x, torch.Tensor):
         return type(x).__name__
     return f"{x.dtype}{list(x.shape)}" + (" with a gradient" if x.requires_grad else "")

@@ -242,7 +242,7 @@ def noop_accumulates(ops: Sequence[Op]) -> set[int]:
 
 
 def uses_that_recompute(program: Program) -> set[int]:
-    """Return the uses (``event.use``) whose forward recomputes: a backward of the same microbatch comes before it."""
+    """Return the uses (``event.use``) whose forward recomputes, as it comes after a backward of the same microbatch."""
     found, is_backward = set[int](), False
     for event in program.events:
         if event.kind == "forward" and is_backward:

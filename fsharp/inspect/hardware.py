@@ -60,8 +60,9 @@ class Hardware:
         update_s: seconds of the optimizer step.
         synchronous_host: the host computes by itself, as on a CPU; False means that the host queues work on streams.
         contention: how much collectives and a synchronous host slow each other down, from 0 (separate cores) to 1 (one core).
-        host_share: the host's share, from 0 to 1, of a core that it shares with collectives. While both work, the host has
-            ``1 - contention * (1 - host_share)`` of its full speed, and collectives ``1 - contention * host_share`` of theirs.
+        host_share: the host's share, from 0 to 1, of a core that it shares with collectives. While host and collectives work at
+            once, the host's speed is the fraction ``1 - contention * (1 - host_share)`` of its full speed. The speed of
+            collectives is the fraction ``1 - contention * host_share``.
         issue_s: seconds of a synchronous host to issue one collective of few bytes.
         issue_bandwidth: sent bytes per second at which the host issues a collective, in addition to ``issue_s``: a synchronous
             host copies its own part or posts messages.
@@ -247,13 +248,13 @@ class Hardware:
 
     @api_boundary
     def to_json(self) -> str:
-        """Return the hardware as JSON; :meth:`from_json` is the inverse. ScheduleError if ``compute`` is a function."""
+        """Return the hardware as JSON, for :meth:`from_json`. Raises ScheduleError if ``compute`` is a function."""
         return fields_to_json({each.name: getattr(self, each.name) for each in fields(self)})
 
     @classmethod
     @api_boundary
     def from_json(cls, text: str) -> "Hardware":
-        """Return the hardware that :meth:`to_json` wrote as text; ScheduleError if the text is not such JSON.
+        """Return the hardware that :meth:`to_json` wrote as text. Raises ScheduleError if the text is not such JSON.
 
         >>> hardware = Hardware(compute=(1.0, 2.0), bandwidth={("all_gather", "dp"): 1e9, "pp": 2e9})
         >>> Hardware.from_json(hardware.to_json()) == hardware
@@ -263,7 +264,7 @@ class Hardware:
 
     @property
     def contended_speeds(self) -> tuple[float, float]:
-        """The fractions of full speed that the host and the collectives keep while both work."""
+        """The fractions of full speed of the host and of collectives, while host and collectives work at once."""
         return 1 - self.contention * (1 - self.host_share), 1 - self.contention * self.host_share
 
     def collective_s(self, calls: Iterable[Call]) -> float:
@@ -284,8 +285,8 @@ class Hardware:
     def _seconds_per_byte(self, link: Link) -> float:
         """Return the seconds for each byte that a rank sends in the collective of ``link``, along its axis.
 
-        If the collective counts as two collectives (:meth:`_decompose_collective`), the result is the mean of both: each sends
-        half of the bytes.
+        If the collective counts as two collectives (:meth:`_decompose_collective`), the result is the mean over the two, of
+        which each sends half of the bytes.
         """
         halves = self._decompose_collective(link)
         return sum(1 / value_of_link(self.bandwidth, half, "bandwidth") for half in halves) / len(halves)
@@ -293,7 +294,7 @@ class Hardware:
     def _decompose_collective(self, link: Link) -> tuple[Link, ...]:
         """Return the collectives whose times make up the time of ``link``.
 
-        For most links this is ``link`` itself. An ``all_reduce`` without bandwidth and latency of its own counts as a
+        For most links the only one is ``link``. An ``all_reduce`` without bandwidth and latency of its own counts as a
         reduce_scatter and an all_gather. An ``all_to_all`` of encoded gradients then counts as a reduce_scatter.
         """
         op, axis = link

@@ -195,8 +195,9 @@ class _CompiledRound(NamedTuple):
 
     Attributes:
         run: returns all results; or, if ``pending`` is not empty, this rank's values for the reductions in ``pending``.
-        run_common: returns the same, with None for values that differ between ranks; None if ``run`` suffices. All ranks have
-            the same program ``run_common``. Their programs ``run`` may differ, and then may round equal values differently.
+        run_common: returns the result of ``run``, with None for values that differ between ranks. All ranks have the same
+            program ``run_common``. Programs ``run`` may differ between ranks, and round equal values differently.
+            ``run_common`` is None if ``run`` suffices.
         pending: the reductions at which the run stops.
     """
 
@@ -340,8 +341,8 @@ def _leaf_names_or_masks(node: Sharded) -> Any:
 def _trace_to_jaxpr(remedy: str, refused: Callable[[], str], fn: Any, *args: Any) -> Any:
     """Return the jaxpr of ``fn``, a function of optax, with ``args``, and the shapes and dtypes of the results.
 
-    If ``fn`` fails, raise a TreeError. After a TypeError or ValueError, its message ends with the text ``remedy``. After any
-    other error, its message has the text that ``refused()`` returns: the leaves that optax refuses.
+    If ``fn`` fails, raise a TreeError. If ``fn`` has raised TypeError or ValueError, the message ends with the text ``remedy``.
+    After any other error, the message has the text that ``refused()`` returns: the leaves that optax refuses.
     """
     try:
         return jax.make_jaxpr(fn, return_shape=True)(*args)

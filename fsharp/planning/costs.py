@@ -23,7 +23,7 @@ class KeptBytes(NamedTuple):
         use: the use.
         kept_nbytes: bytes without recomputation and without inner uses.
         input_nbytes: bytes with recomputation; nan if unknown.
-        inner: the bytes of the uses inside of this one.
+        inner: the bytes of the uses inside of this use.
     """
 
     use: Use

@@ -30,8 +30,8 @@ class Use:
 
     Attributes:
         units: names of the units, in the order in which the call gathers them: owners of tied leaves come first.
-        inner: the calls inside of this one, as of a module within a module.
-        has_backward: whether a backward reaches the call: False if its results depend on no trained parameter.
+        inner: the calls inside of this call, as of a module within a module.
+        has_backward: whether a backward reaches the call: False if the call's results depend on no trained parameter.
     """
 
     units: tuple[str, ...]
@@ -185,7 +185,7 @@ def _microbatch_events(
     events: list[Event] = []
 
     def add_forward(use: Use) -> Callable[[], None]:
-        """Add the events of a forward. Return a function that adds those of its backward."""
+        """Add the events of a use's forward. Return a function that adds the events of the use's backward."""
         keys = [(name or ROOT, next(numbers)) for name in use.units]
         events.extend([Event("forward", key, number) for key, number in keys])
         inner = [add_forward(each) for each in use.inner]

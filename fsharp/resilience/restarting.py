@@ -42,7 +42,7 @@ _SPARE_DELAY_S = 2.0
 
 
 class Restarter:
-    """Runs the call in ``folder`` in ``nproc`` processes, and restarts those that end early, at most ``restarts`` times.
+    """Runs the call in ``folder`` in ``nproc`` processes, and replaces processes that end early, at most ``restarts`` times.
 
     A process ends early if it ends before the call has returned. Processes leave results and errors in the folder.
 

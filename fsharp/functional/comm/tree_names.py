@@ -38,7 +38,7 @@ class TreeNameCounters:
         return TreeNameCounters(self.num_trees, Counter(self.gathered))
 
     def set_from(self, other: "TreeNameCounters") -> None:
-        """Set the counters to those of ``other``, such as an earlier copy after a failed step."""
+        """Set the counters to the counts of ``other``, such as an earlier copy after a failed step."""
         self.num_trees, self.gathered = other.num_trees, Counter(other.gathered)
 
 

@@ -443,7 +443,7 @@ def register_format(format: Format) -> Format:
 
 
 def format_named(name: str) -> Format:
-    """Return the plain format of the dtype ``name``, or the registered format ``name``; LayoutError if there is neither."""
+    """Return the plain format of the dtype ``name``, or the registered format ``name``. Raises LayoutError for other names."""
     if isinstance(dtype := getattr(torch, name, None), torch.dtype):
         return plain_format(dtype)
     if name not in _format_by_name:

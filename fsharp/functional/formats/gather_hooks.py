@@ -319,7 +319,7 @@ class _GatherHooks:
         self.make_tensor(LeafPart("", shape, self._compute, 0, prod(shape), planes, scales))
 
     def decode(self, part: LeafPart) -> torch.Tensor:
-        """Return the values of the tensor that the second hook makes of a part's rows. OptionError for an unknown class."""
+        """Return the values of the tensor that the second hook makes of a part's rows. OptionError if it cannot be decoded."""
         if part.first == part.last:
             return torch.empty(0, dtype=self._compute, device=part.scales.device)
         tensor: Any = self._call_post_hook(part, ((part.last - part.first) // max(prod(part.shape[1:]), 1), *part.shape[1:]))
@@ -354,7 +354,7 @@ class _RestrictedHookArgument:
 
 
 def _inner_attribute_name(parameter: Any, who: str = "a parameter") -> str:
-    """Return the name of the attribute that has a parameter's values. If there is none, an OptionError begins with ``who``."""
+    """Return the name of the attribute with a parameter's values. Without such an attribute, an OptionError names ``who``."""
     inner = list(parameter.__tensor_flatten__()[0]) if is_traceable_wrapper_subclass(parameter) else []
     value = getattr(parameter, inner[0]) if len(inner) == 1 else None
     if not isinstance(value, torch.Tensor) or value.shape != parameter.shape or not value.is_floating_point():

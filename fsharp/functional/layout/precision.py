@@ -183,7 +183,7 @@ class Dtypes:
     def reduction_input_dtype_along(self, axis: str) -> torch.dtype:
         """Return the dtype that gradients have before a collective along an axis.
 
-        This is the dtype of a plain wire. If the wire has a format, it is ``accumulate``, from which the format encodes.
+        The result is the dtype of a plain wire. For a wire with a format it is ``accumulate``, from which the format encodes.
         """
         wire = self.wire_format_along(axis)
         return wire.stored_dtype if wire.is_plain else self.accumulate

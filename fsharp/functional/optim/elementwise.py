@@ -53,7 +53,7 @@ def schedule_value(schedule: ScalarOrSchedule, count: Any, name: str = "learning
 
 
 def as_float(name: str, argument: Any, value: Any) -> float:
-    """Return as a float the ``value`` of the option ``name`` for ``argument``. Raises OptionError if it is not a number."""
+    """Return the ``value`` of ``name(argument)``, an option, as a float. Raises OptionError if ``value`` is not a number."""
     try:
         return float(value)
     except (TypeError, ValueError) as error:
@@ -330,7 +330,7 @@ def _for_each_run(
     ``trees``: the tree that changes, such as parameters; then gradients; then trees of state. A run is a slice of a buffer
     whose elements have one pair ``(scale, decay)``. The kernel is called once for each pair and each dtype of the first tree.
     ``lists[i]`` has the runs of ``trees[i]`` for the pair and the dtype. Gradients are cast to the dtype. The kernel may
-    overwrite all runs except those of gradients.
+    overwrite all runs except runs of gradients.
 
     Raises a TreeError if the trees differ in units, places, groups or sizes: torch's kernels would read and write beyond
     buffers.

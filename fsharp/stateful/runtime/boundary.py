@@ -55,7 +55,7 @@ _RECEIVER_NODE: type = _GradientReceiver._backward_cls
 
 
 def find_unit_use(leaf: torch.Tensor) -> "UnitUse | None":
-    """Return the use that has handed out ``leaf``, if the leaf requires a gradient; None for any other tensor."""
+    """Return the use that has handed out ``leaf``; None for a tensor that no use has handed out, or without gradient."""
     return getattr(leaf.grad_fn, "use", None) if isinstance(leaf.grad_fn, _RECEIVER_NODE) else None
 
 
@@ -111,7 +111,7 @@ class UnitUse:
 
     Args:
         number: number of uses that have begun before in the step.
-        parent: the use inside of which this use begins; None if there is none.
+        parent: the use inside of which this use begins; None outside of all uses.
         unsharded: the buffer of the unit's gathered parameters; None if the unit is never gathered.
         full: the unit's full parameters, which this use hands to the function as leaves.
 
@@ -141,7 +141,7 @@ class UnitUse:
         return use is not None
 
     def take_leaves(self) -> list[torch.Tensor]:
-        """Return the leaves, and drop this object's reference to them."""
+        """Return the leaves. This object keeps no reference to the leaves."""
         leaves, self.leaves = self.leaves, None
         return leaves or []
 

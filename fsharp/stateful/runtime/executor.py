@@ -40,7 +40,7 @@ class Executor:
         incoming: gradients of the use whose backward has just ended.
         update_gathers: by unit, the gather of updated parameters that an op has to begin.
         host_copies: by unit, the copies of state between device and host memory that an op has to begin.
-        copied_units: keys of all units of the last :meth:`set_host_copies`, also of those that ops remove from ``host_copies``.
+        copied_units: keys of all units of the last :meth:`set_host_copies`; ops remove units from ``host_copies`` alone.
         fetched: keys of the fetch ops that have run in this step.
         reducing: by unit and kind of op, the op that has begun a reduction under way.
     """

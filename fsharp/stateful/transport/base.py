@@ -23,7 +23,7 @@ from fsharp.functional.formats.format import ErrorFacts, Format
 
 
 class Work:
-    """A collective under way. Several threads may wait for it; the first that waits completes it.
+    """A collective under way. Several threads may wait for the collective. The first thread that waits completes it.
 
     Args:
         then: function that waits for the collective and completes it. Its result is the result of the Work, unless ``result``

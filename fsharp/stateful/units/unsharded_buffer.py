@@ -42,7 +42,7 @@ class UnshardedBuffer:
 
     Tensors that autograd has saved may point into the arena. While the memory may hold other data, their version counters
     differ from the counters that autograd has saved. So autograd refuses a backward that the scheduler has not seen. Memory of
-    its own is new for each gather, and lives as long as a view of it.
+    its own is new for each gather, and lives as long as the memory's views.
 
     Args:
         where: a part of the ``arena``; None for memory of its own.
@@ -98,7 +98,7 @@ class UnshardedBuffer:
             self.full.set_version(self._version)
 
     def begin_fill(self, node: Sharded, step: int) -> list[GatherInput]:
-        """Begin to fill the buffer from ``node`` in step number ``step``. Return the inputs of ``gather_along()`` for it."""
+        """Begin to fill the buffer from ``node`` in step number ``step``. Return the inputs of ``gather_along()``."""
         if self.where is None:
             with torch.inference_mode(False):
                 self._carve_memory(torch.empty(full_nbytes(self._layout), dtype=torch.uint8, device=self._comm.device))

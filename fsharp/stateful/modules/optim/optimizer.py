@@ -207,7 +207,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     @api_boundary
     def state_dict(self) -> dict[str, Any]:
-        """Return ``{"state": {name: {...}}, "param_groups": [...]}`` by names of parameters. All ranks have to call this.
+        """Return ``{"state": {name: {...}}, "param_groups": [...]}`` by names of parameters. All ranks call this method.
 
         State with a value for each element is a :class:`~fsharp.modules.ShardedTensor`, which any mesh can read. Other state,
         such as ``"step"``, is as in torch. All values are copies. A parameter that has had no gradient has no state. For an

@@ -167,7 +167,7 @@ class ShardedTensor(torch.Tensor):
     @property
     @api_boundary
     def data(self) -> "ShardedTensor":
-        """This part, detached, in the same memory. The module notices writes to it."""
+        """This part, detached, in the same memory. The module notices writes to the detached part."""
         return ShardedTensor.from_local(self.local, self)
 
     @data.setter
@@ -197,7 +197,7 @@ class ShardedTensor(torch.Tensor):
 
     @property
     def _sharding_key(self) -> tuple[Any, ...]:
-        """A key that is equal for two parts if each rank holds the same range of elements of both."""
+        """A key that is equal for two tensors if each rank holds the same range of their elements."""
         if self.is_whole_on_every_rank:
             return self.full_shape, None
         leaf, place, old = self.leaf, self.place, self._old_dtensor_sharding
@@ -309,7 +309,7 @@ class PartOwner(Protocol):
         """Return all settings so far, for ranks to compare."""
 
     def comm_outside_steps(self) -> Comm:
-        """Return the Comm for collectives between steps. All ranks call this."""
+        """Return the Comm for collectives between steps. All ranks call this method."""
 
     def wait_before_write(self) -> None:
         """Wait for collectives under way that read or write the module's parameters."""
@@ -327,7 +327,7 @@ class PartOwner(Protocol):
         """Call ``hook(parameter)`` at the end of each backward that gives the parameter a gradient."""
 
     def gradient_part(self, path: str) -> ShardedTensor | None:
-        """Return this rank's part of a parameter's mean gradient; None if there is none."""
+        """Return this rank's part of a parameter's mean gradient; None if the parameter has no gradient."""
 
     def drop_gradient(self, path: str) -> None:
         """Drop the gradient of one parameter."""
