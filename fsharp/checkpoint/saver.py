@@ -8,6 +8,7 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from types import TracebackType
 from typing import Any, Self
@@ -72,9 +73,13 @@ class BackgroundSaver:
             snapshot = replace(snapshot, values=(), failure=error)
         snapshot.contents.release()
         outcome = Outcome()
-        self._worker.submit(lambda: job(snapshot), outcome)
+        self._worker.submit(lambda: self._run_job(job, snapshot), outcome)
         self._under_way = outcome
         _busy_savers.add(self)
+
+    def _run_job(self, job: Callable[[Snapshot], Any], snapshot: Snapshot) -> Any:
+        with self._own.watch.running_job() if isinstance(self._own, ProcessGroupComm) else nullcontext():
+            return job(snapshot)
 
     @torch.inference_mode(False)  # tensors made in inference mode could not be written to outside of it
     def _copy_to_host(self, snapshot: Snapshot) -> list[torch.Tensor]:

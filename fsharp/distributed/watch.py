@@ -12,7 +12,8 @@ import time
 import weakref
 import zlib
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import NamedTuple, Protocol
 from weakref import WeakMethod, WeakValueDictionary
 
@@ -68,14 +69,16 @@ class WatchedCall:
         number: number of earlier collectives of the watch; equal on all ranks.
         tag: tag of the collective's messages, 31 bits.
         peer: the rank whose message this rank waits for; None if this rank waits for no message.
+        blocked: by rank and watch, a status of a rank that waits for this rank there, while this rank waits for it here.
     """
 
-    __slots__ = ("_since", "_warned", "_watch", "label", "number", "peer", "tag")
+    __slots__ = ("_since", "_warned", "_watch", "blocked", "label", "number", "peer", "tag")
 
     def __init__(self, watch: "CommWatch", label: str, number: int) -> None:
         self._watch, self.label, self.number = watch, label, number
         self.tag = zlib.crc32(f"{watch.name} {number} {label}".encode()) & 0x7FFFFFFF or 1
         self.peer: int | None = None
+        self.blocked: dict[tuple[int, str], RankStatus] = {}
         self._since: float | None = None
         self._warned = False
 
@@ -181,6 +184,10 @@ class StatusExchange:
         trace = traceback_text(error)[-_MAX_TRACEBACK_CHARACTERS:]
         return f"{self.who} failed in {where}, after {last or 'no collective yet'!r}; it says:\n{trace}"
 
+    def watches_with_job(self) -> list[str]:
+        """Return the names of the watches of Comms with which threads of this rank run jobs now, such as saves."""
+        return [name for name, watch in list(self.watches.items()) if watch.has_job]
+
     def num_begun_calls_by_watch(self) -> dict[str, int]:
         """Return the number of collectives that this rank has begun, by name of their watch."""
         return self._begun | {name: watch.count for name, watch in list(self.watches.items())}
@@ -210,6 +217,7 @@ class RankStatus(NamedTuple):
         counts: number of collectives that the rank has begun, by name of a watch.
         departure: how the rank has left the job, such as after which collective; empty while the rank is in the job.
         settings: by digest, the text of the settings whose digests are in ``labels``.
+        with_job: :meth:`StatusExchange.watches_with_job` of the rank.
     """
 
     num_written: int
@@ -219,6 +227,7 @@ class RankStatus(NamedTuple):
     counts: dict[str, int]
     departure: str = ""
     settings: dict[str, str] | None = None
+    with_job: Sequence[str] = ()
 
 
 class CommWatch:
@@ -230,6 +239,8 @@ class CommWatch:
         error: the error that all further collectives raise; None until a collective has failed.
         aborts: methods that end all collectives under way.
         is_over: set when this rank leaves the job.
+        has_job: whether a thread of its own runs a job, such as a save, with this Comm. It will come to the job's collectives
+            even while the rank's main thread waits for other ranks.
     """
 
     def __init__(self, name: str, statuses: StatusExchange, board: StatusBoard, limit_s: float) -> None:
@@ -238,9 +249,18 @@ class CommWatch:
         self.aborts: list[WeakMethod[Callable[[], None]]] = []
         self.count = 0
         self.is_over = threading.Event()
+        self.has_job = False
         self._labels: deque[str] = deque(maxlen=_MAX_KEPT_LABELS)
-        self._blocked: dict[int, RankStatus] = {}  # by rank, a status of a rank that waits for this rank, which waits for it
         statuses.watches[name] = self
+
+    @contextmanager
+    def running_job(self) -> Iterator[None]:
+        """While the context is open, :attr:`has_job` is True."""
+        self.has_job = True
+        try:
+            yield
+        finally:
+            self.has_job = False
 
     def raise_if_failed(self) -> None:
         """Raise the Comm's error, if a collective has failed. The error then has a note that says how to go on."""
@@ -290,10 +310,16 @@ class CommWatch:
             raise self._mark_failed_and_abort(AgreementError(failed))
         settings = settings_by_digest(list(self._labels)[-_MAX_LABELS_WITH_SETTINGS:])
         mine = RankStatus(
-            0, self.name, call.number, list(self._labels), self.statuses.num_begun_calls_by_watch(), settings=settings
+            0,
+            self.name,
+            call.number,
+            list(self._labels),
+            self.statuses.num_begun_calls_by_watch(),
+            settings=settings,
+            with_job=self.statuses.watches_with_job(),
         )
         read = self.statuses.write_status_and_read_others(mine, call.peer)
-        for rank, status in self.statuses.seen.items():
+        for rank, status in list(self.statuses.seen.items()):  # other threads add ranks
             if status.departure and (not self._has_begun(call, rank) or (is_connection_lost and rank == call.peer)):
                 raise self.refuse_further_calls(CommError, _departure_text(call, rank, status))
             if rank in read and not status.departure:
@@ -323,16 +349,16 @@ class CommWatch:
                     raise self.refuse_further_calls(AgreementError, text)
             return
         waits_for_me = self.statuses.num_begun_calls_by_watch().get(status.watch, 0) <= status.number
-        if not (waits_for_me and not self._has_begun(call, rank)):
-            self._blocked.pop(rank, None)
+        will_begin = status.watch in self.statuses.watches_with_job() or self.name in status.with_job  # in a thread of its own
+        if not waits_for_me or self._has_begun(call, rank) or will_begin:
+            call.blocked.pop((rank, status.watch), None)
             return
-        before = self._blocked.get(rank)
-        if before is None or before[1:3] != status[1:3]:
-            self._blocked[rank] = status
-        elif before.num_written < status.num_written:  # still waits
+        before = call.blocked.setdefault((rank, status.watch), status)
+        if before.number == status.number and before.num_written < status.num_written:  # still waits
             theirs = _labels_by_number(status.counts[status.watch], status.labels)
             text = _label_difference_text(None, {self.statuses.rank: mine, rank: theirs})
             raise self.refuse_further_calls(AgreementError, text)
+        call.blocked[rank, status.watch] = status
 
     def refuse_further_calls(self, error_type: type[Exception], text: str) -> Exception:
         """Make this Comm refuse further collectives, on all ranks, and return the error for this rank to raise.

@@ -3,6 +3,7 @@
 import subprocess
 import sys
 import threading
+import time
 import weakref
 
 import numpy
@@ -323,6 +324,26 @@ def test_ranks_save_in_groups_of_their_own_while_they_go_on(tmp_path):
     assert [total for total, _ in processes(fs.Mesh({"dp": 2}), run)] == [[1.0] * 3] * 2
     assert [c.step for c in fs.checkpoint.checkpoints(root)] == [3, 2]
     assert torch.equal(fs.checkpoint.latest(root).tensor("w"), TREE["w"] + 3)
+
+
+def test_a_slow_disk_of_one_rank_and_a_slow_step_of_another_are_waited_for(tmp_path):
+    """Rank 0's saver waits for that of rank 1, and rank 1's step for that of rank 0."""
+
+    def run(comm):
+        write = saver_module.write_snapshot
+
+        def write_slowly(snapshot, own):
+            time.sleep(3 * comm.rank)
+            return write(snapshot, own)
+
+        saver_module.write_snapshot = write_slowly
+        with fs.checkpoint.Saver(tmp_path, comm) as saver:
+            saver.save(sharded(comm), step=1)
+            time.sleep(3 * (1 - comm.rank))
+            return comm.all_reduce(torch.ones(1), "dp").item()
+
+    assert processes(fs.Mesh({"dp": 2}), run) == [2.0] * 2
+    assert fs.checkpoint.latest(tmp_path).step == 1
 
 
 def test_a_failure_on_one_rank_is_raised_on_all_and_leaves_nothing(tmp_path):

@@ -192,6 +192,22 @@ def test_ranks_that_wait_for_each_other_in_two_comms_are_told_apart():
         second.check_can_end()
 
 
+def test_a_rank_is_waited_for_while_its_saver_waits_for_a_slower_one():
+    table = Table()
+    ranks = [StatusExchange(rank, 2, table) for rank in range(2)]
+    steps, saves = ([CommWatch(name, each, table, limit_s=60) for each in ranks] for name in ("steps", "saves"))
+    save, step = saves[0].begin_call("save"), steps[1].begin_call("step")  # rank 0 makes its step later, and rank 1 its save
+    with saves[0].running_job():
+        with saves[1].running_job():
+            for _ in range(4):
+                save.check_can_end()
+                step.check_can_end()
+        step.check_can_end()  # rank 1 waits in its step, and does not save
+        save.check_can_end()
+        with pytest.raises(AgreementError, match=r"in another Comm\.\n  rank 0  save\n  rank 1  step"):
+            step.check_can_end()
+
+
 @pytest.mark.parametrize(("label", "found"), [("", "the end of step 3"), ("of 2", "the end of step 3: of 2")])
 def test_a_label_of_a_wrapper_has_a_separator_only_if_something_follows(label, found):
     seen = []

@@ -26,7 +26,8 @@ class BlockingTransport(Transport):
 
     def all_reduce_each(self, summands: Sequence[Summand], axis: str, label: str) -> list[Work]:
         """Sum the only buffer by an all_reduce. To a result of another dtype, sum by a reduce_scatter and an all_gather."""
-        x, out = summands[0].x, summands[0].required_out
+        [summand] = summands
+        x, out = summand.x, summand.required_out
         if x.dtype == out.dtype:
             out.copy_(self.comm.all_reduce(x, axis, label=label))
             return [Work()]
