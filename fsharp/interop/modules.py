@@ -54,7 +54,7 @@ def make_functional(model: Any, variables: Any = None) -> tuple[Callable[..., An
         return as_torch(lambda tree, *args, **keywords: to_arrays(tree, model)(*args, **keywords)), to_tensors(model)
     from flax import nnx
 
-    graph, variables, others = nnx.split(model, nnx.Param, ...)
+    graph, variables, others = nnx.split(nnx.clone(model), nnx.Param, ...)  # the caller may change the model later
 
     def call(tree: Any, *args: Any, **keywords: Any) -> Any:
         module = nnx.merge(graph, to_arrays(tree, variables), others, copy=True)
@@ -100,7 +100,8 @@ def to_tensors(tree: Any) -> Any:
     keys, are left out.
 
     Raises:
-        TreeError: the tree has no array of floating dtype.
+        TreeError: the tree has no array of floating dtype; torch lacks the dtype of a parameter, or
+            JAX would narrow it: a float64, unless ``jax_enable_x64`` is set.
 
     Cost: a copy of each parameter.
     """
@@ -108,7 +109,7 @@ def to_tensors(tree: Any) -> Any:
     arrays = {name: leaf for name, leaf in _leaves_by_name(tree).items() if _is_parameter(leaf)}
     if not arrays:
         raise TreeError(f"to_tensors(): a {type(tree).__name__} without arrays of floating dtype.")
-    tensors = {name: as_torch_tensor(jnp.array(leaf, copy=True)) for name, leaf in arrays.items()}
+    tensors = {name: _copy_as_tensor(name, leaf) for name, leaf in arrays.items()}
     return tensors[()] if () in tensors else nested_dicts(tensors)
 
 
@@ -133,10 +134,13 @@ def to_arrays(tree: Any, like: Any) -> Any:
         if not (_is_parameter(leaf) or (name in left and _is_array_of_numbers(leaf))):
             continue
         new = left.pop(name, None)
-        if new is None or tuple(new.shape) != leaf.shape:
-            found = "is missing" if new is None else f"has shape {tuple(new.shape)}"
-            raise TreeError(f"to_arrays(): {_name_text(name)!r} {found}, expected {leaf.shape}.")
-        array = jnp.array(as_jax_array(new), copy=True) if isinstance(new, torch.Tensor) else new
+        if new is None or np.shape(new) != leaf.shape:
+            found = "is missing" if new is None else f"has shape {tuple(np.shape(new))}"
+            raise TreeError(
+                f"to_arrays(): {_name_text(name)!r} {found}, expected {leaf.shape}. Pass whole leaves with the names of "
+                "to_tensors(), as fs.full_tree() returns them."
+            )
+        array = new if isinstance(new, jax.Array) else jnp.array(as_jax_array(new) if isinstance(new, torch.Tensor) else new)
         leaves[name] = array.astype(leaf.dtype)
     if left:
         raise TreeError(f"to_arrays(): {_name_text(next(iter(left)))!r} is not in the {type(like).__name__}.")
@@ -145,13 +149,25 @@ def to_arrays(tree: Any, like: Any) -> Any:
 
 def _leaves_by_name(tree: Any) -> dict[ParameterName, Any]:
     found, rows = {}, jax.tree_util.tree_flatten_with_path(tree)[0]
-    siblings = Counter(path[:-1] for path, _ in rows)
+    num_leaves = Counter(path[:i] for path, _ in rows for i in range(len(path)))
     for path, leaf in rows:
-        is_boxed = path[-1:] == (GetAttrKey("value"),) and siblings[path[:-1]] == 1
+        is_boxed = path[-1:] == (GetAttrKey("value"),) and num_leaves[path[:-1]] == 1
         keys = path[:-1] if is_boxed else path
-        name = tuple(next(getattr(key, field) for field in ("name", "key", "idx") if hasattr(key, field)) for key in keys)
+        # A class that is registered with keys may have keys of any type.
+        name = tuple(
+            next((getattr(key, field) for field in ("name", "key", "idx") if hasattr(key, field)), key) for key in keys
+        )
         found[name] = leaf
     return found
+
+
+def _copy_as_tensor(name: ParameterName, leaf: Any) -> torch.Tensor:
+    what = f"to_tensors(): {_name_text(name)!r} is {leaf.dtype}"
+    if not isinstance(getattr(torch, leaf.dtype.name, None), torch.dtype):
+        raise TreeError(f"{what}, which torch does not have. Pass another dtype.")
+    if jax.dtypes.canonicalize_dtype(leaf.dtype) != leaf.dtype:
+        raise TreeError(f"{what}, which JAX would narrow. Pass float32, or call jax.config.update('jax_enable_x64', True).")
+    return as_torch_tensor(jnp.array(leaf, copy=True))
 
 
 def _is_parameter(leaf: Any) -> bool:

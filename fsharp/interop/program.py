@@ -88,10 +88,9 @@ class TracedTransformation:
         self.step, (updates, after) = _trace_to_jaxpr(
             _EXTRA_ARGUMENTS_REMEDY, refused, step, accumulate, state, main, [extra[name] for name in self.extra]
         )
-        if jax.tree.structure(after) != self.state_structure or jax.tree.structure(updates) != self.structure:
-            raise TreeError(
-                "from_optax(): the transformation returns updates or a state of another structure than its arguments have."
-            )
+        for name, given, returned in (("updates", accumulate, updates), ("state", state, after)):
+            if jax.tree.structure(returned) != jax.tree.structure(given):
+                raise _other_structure_error(name, given, returned)
         jaxpr = self.step.jaxpr
         used = {id(atom) for equation in jaxpr.eqns for atom in equation.invars} | {id(atom) for atom in jaxpr.outvars}
         inputs = jaxpr.invars[len(jaxpr.invars) - len(self.extra) :]
@@ -315,14 +314,17 @@ class CompiledTransformation:
         return [self._flat_buffers(tree, dtype, lifted) for tree, dtype in zip([*updates, *trees], dtypes, strict=True)], plain
 
     def _flat_buffers(self, values: Mapping[int, Any], dtype: Any, lifted: ShardedJaxprRun) -> list[Any]:
-        """Return flat buffers with ``values``, by leaf, and zeros elsewhere. ``dtype``: None means the dtype of the values."""
+        """Return flat buffers with ``values``, by leaf, and zeros elsewhere.
+
+        ``dtype``: None means for each buffer the dtype that holds the values of all of its leaves.
+        """
         pieces: list[list[tuple[int, Any]]] = [[] for _ in self._sizes]
         for leaf, value in values.items():
             mine = self._parts[leaf]
             pieces[mine.buffer].append((mine.start, lifted.elements(value, leaf, mine.shape)))
         result = []
         for size, found in zip(self._sizes, pieces, strict=True):
-            into = dtype or (found[0][1].dtype if found else jnp.float32)
+            into = dtype or (jnp.result_type(*(elements.dtype for _, elements in found)) if found else jnp.float32)
             buffer = jnp.zeros(size, into)
             for start, elements in found:
                 buffer = buffer.at[start : start + elements.size].set(elements.astype(into))
@@ -352,6 +354,18 @@ def _trace_to_jaxpr(remedy: str, refused: Callable[[], str], fn: Any, *args: Any
             raise TreeError(problem("from_optax()", what, remedy=remedy)) from error
         remedy = "It fails without fsharp as well, under jax.jit. optax.partition() gives such leaves another transformation."
         raise TreeError(problem("from_optax()", what, [("for", refused())], remedy)) from error
+
+
+def _other_structure_error(name: str, given: Any, returned: Any) -> TreeError:
+    before, after = (
+        {f"{name}{jax.tree_util.keystr(path)}" for path, _ in jax.tree_util.tree_flatten_with_path(tree)[0]}
+        for tree in (given, returned)
+    )
+    what = f"update() of the transformation returns {name} of another structure than it takes."
+    changes = [("added", sorted(after - before)), ("missing", sorted(before - after))]
+    facts = [(change, ", ".join(paths[:4])) for change, paths in changes if paths]
+    remedy = "Use a transformation that keeps the structure: of a measurement, optax.snapshot in place of optax.monitor."
+    return TreeError(problem("from_optax()", what, facts, remedy))
 
 
 def _leaves_refused_alone(tx: Any, named: Mapping[str, Any]) -> str:

@@ -168,6 +168,65 @@ def test_functionalize_tells_variables_that_a_call_adds_from_those_that_it_chang
         fn(params, torch.from_numpy(x))
 
 
+def test_functionalize_keeps_the_variables_that_a_module_has_at_the_call():
+    class Scaled(nnx.Module):
+        def __init__(self):
+            self.linear, self.scale = nnx.Linear(DIM, DIM, rngs=nnx.Rngs(0)), nnx.Variable(jnp.ones(()))
+
+        def __call__(self, x):
+            return self.linear(x) * self.scale
+
+    model = Scaled()
+    fn, params = make_functional(model)
+    before = fn(params, torch.ones(2, DIM))
+    model.scale[...] = 3 * model.scale[...]
+    assert torch.equal(fn(params, torch.ones(2, DIM)), before)
+    torch.testing.assert_close(fn(params, torch.ones(4, DIM))[:2], before)  # compiled after the change
+
+
+class Valued(eqx.Module):
+    value: jax.Array
+    inner: eqx.nn.Linear
+
+    def __call__(self, x):
+        return self.value * self.inner(x)
+
+
+def test_a_field_named_value_is_no_box_beside_other_leaves():
+    model = Valued(jnp.arange(3.0), eqx.nn.Linear(3, 3, key=jax.random.key(0)))
+    fn, params = make_functional(model)
+    for found in (params, to_tensors([model])[0]):
+        assert optree.tree_map(lambda x: list(x.shape), found) == {"value": [3], "inner": {"weight": [3, 3], "bias": [3]}}
+    np.testing.assert_allclose(fn(params, torch.ones(3)).numpy(), model(jnp.ones(3)), rtol=1e-5)
+
+
+@jax.tree_util.register_pytree_with_keys_class
+class Pair:
+    def __init__(self, *parts):
+        self.parts = parts
+
+    def tree_flatten_with_keys(self):
+        return [((1, "first"), self.parts[0]), ((2, "second"), self.parts[1])], None
+
+    @classmethod
+    def tree_unflatten(cls, _, parts):
+        return cls(*parts)
+
+
+def test_keys_of_a_class_may_be_of_any_type():
+    pair = Pair(jnp.ones(2), jnp.zeros(3))
+    found = to_tensors(pair)
+    assert list(found) == [(1, "first"), (2, "second")]
+    assert np.array_equal(to_arrays(found, like=pair).parts[1], np.zeros(3))
+
+
+def test_parameters_that_jax_or_torch_would_change_are_refused_by_name():
+    with pytest.raises(TreeError, match=r"'a.w' is float64, which JAX would narrow. Pass float32, or .*jax_enable_x64"):
+        to_tensors({"a": {"w": np.array([1 + 1e-12])}})
+    with pytest.raises(TreeError, match=r"'w' is float8_e4m3b11fnuz, which torch does not have"):
+        to_tensors({"w": jnp.ones(2, jnp.float8_e4m3b11fnuz)})
+
+
 def test_functionalize_refuses_what_is_no_module():
     with pytest.raises(TreeError, match=r"got \{'a': Array.*expected a module of Equinox or Flax that can be called"):
         make_functional({"a": jnp.ones(3)})
@@ -204,6 +263,8 @@ def test_to_arrays_names_what_does_not_fit():
         to_arrays(found | {"a": {"kernel": torch.ones(2)}}, like=tree)
     with pytest.raises(TreeError, match=r"'b' is missing, expected \(2,\)"):
         to_arrays({"a": found["a"]}, like=tree)
+    with pytest.raises(TreeError, match=r"'b' has shape \(\), expected \(2,\). Pass whole leaves .*fs.full_tree"):
+        to_arrays(found | {"b": 1.0}, like=tree)
     with pytest.raises(TreeError, match="'c' is not in the dict"):
         to_arrays(found | {"c": torch.ones(1)}, like=tree)
     with pytest.raises(TreeError, match="a list without arrays of floating dtype"):

@@ -266,6 +266,12 @@ def test_wrong_use():
     layout = fs.plan(wide, comm.mesh, fs.zero3("dp"))
     with pytest.raises(TreeError, match=r"float64 narrower.*jax_enable_x64"):
         fs.init_state(tx, fs.shard(wide, layout, comm, place="optim"), comm=comm)
+    layout = fs.plan({"w": torch.ones(3)}, comm.mesh, fs.zero3("dp"))
+    growing = fs.optim.from_optax(optax.chain(optax.sgd(0.1), optax.monitor({"norm": optax.tree.norm})))
+    with pytest.raises(
+        TreeError, match=r"returns state of another(.|\n)*added  state\[1\]\.measurements\['norm'\]\n.*snapshot"
+    ):
+        fs.init_state(growing, fs.shard({"w": torch.ones(3)}, layout, comm, place="optim"), comm=comm)
 
 
 @on_ranks(fs.Mesh({"dp": 2}))

@@ -131,6 +131,12 @@ def test_counts_that_float32_does_not_hold_are_exact():
     check_same_on_ranks(run_sharded(tx, 2, fs.zero3("dp"), tree, steps=1), run_plain(tx, tree, steps=1))
 
 
+@pytest.mark.parametrize("narrow", ["a", "c"])
+def test_an_update_in_a_narrow_dtype_leaves_other_updates_in_theirs(narrow):
+    tx = optax.stateless(lambda g, _: {**g, narrow: g[narrow].astype(jnp.bfloat16)})
+    check_same_on_ranks(run_sharded(tx, 2, fs.zero3("dp"), steps=1), run_plain(tx, steps=1))
+
+
 @on_ranks(fs.Mesh({"dp": 2}))
 def test_whole_leaves_are_read_by_leaves_that_are_cut(comm):
     tree = {"cut": {"a": TREE["a"]}, "whole": {"c": TREE["c"]}}
