@@ -366,7 +366,7 @@ def _fill_tree(
     read: Callable[[Checkpoint, list[NeededElements]], None],
     kept: Collection[str],
 ) -> None:
-    """Read the tensors of a tree, except those in ``kept``.
+    """Read the tensors ``into`` of a tree from ``found``, except tensors whose names are in ``kept``.
 
     Raises CheckpointError for damage, or if the checkpoint has different values for tied leaves or for leaves for which a unit
     keeps one number.

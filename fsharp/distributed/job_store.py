@@ -150,6 +150,7 @@ def choose_attempt_name(store: Store, rank: int, world_size: int, limit_s: float
 
     The environment has no such name, as each node counts its own restarts. So each rank writes a random mark to the store. Rank
     0 writes the list of all marks again and again, until each rank has found its own mark there. The name is rank 0's mark.
+    Raises CommError after ``limit_s`` seconds, or once ``is_abandoned`` is set.
     """
     mark, deadline = uuid.uuid4().hex, time.monotonic() + limit_s
     store.set(f"fsharp/mark/{rank}", mark)
@@ -235,7 +236,8 @@ def job_timeout_s() -> float:
 def new_group_of(ranks: Sequence[int], limit_s: float, device: torch.device, *, is_nccl: bool) -> dist.ProcessGroup:
     """Return a new process group of some ranks of the job. These ranks alone call this function.
 
-    Over gloo the group closes its connections when it is freed; torch would keep them for the rest of the job.
+    Over gloo the group closes its connections when it is freed; torch would keep the connections for the rest of the job.
+    Raises CommError if the ranks do not meet within ``limit_s`` seconds, which is also the limit of the group's collectives.
     """
     limit = timedelta(seconds=limit_s)
     number = _num_groups_made[tuple(ranks)] = _num_groups_made[tuple(ranks)] + 1

@@ -416,7 +416,7 @@ def _label_difference_text(
     """Return the text of the error that ranks are in collectives with different labels.
 
     ``labels_by_rank``: by rank, labels by number of the collective. ``first``: the first number at which labels differ; None if
-    ranks are in collectives of two Comms.
+    ranks are in collectives of two Comms. ``settings``: by digest, the text of the settings whose digests are in labels.
     """
     places = {rank: max(labels) if first is None else first for rank, labels in sorted(labels_by_rank.items())}
     here = {rank: labels_by_rank[rank][place] for rank, place in places.items()}

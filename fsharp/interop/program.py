@@ -206,7 +206,7 @@ class _CompiledRound(NamedTuple):
 
 
 class CompiledTransformation:
-    """A traced transformation, compiled for a rank's part of the leaves. Simulated ranks with equal parts share it."""
+    """A traced transformation, compiled for a rank's part of the leaves. Simulated ranks with equal parts share one object."""
 
     def __init__(self, traced: TracedTransformation, leaf_ranges: RankLeafRanges) -> None:
         self.traced = traced

@@ -271,7 +271,10 @@ class _GatherHooks:
         return part.values.view(-1, *part.shape[1:])
 
     def _check_metadata(self, part: LeafPart, expected: _PreHookResult, found: _PreHookResult) -> None:
-        """Raise an OptionError if metadata other than tensors depend on values. ``expected``: the hook's result for ones."""
+        """Raise an OptionError if other metadata than tensors depend on values.
+
+        ``expected``: the first hook's result for ones. ``found``: the hook's result for ``part``.
+        """
         try:
             is_same = bool(expected.other_metadata == found.other_metadata)
         except Exception:  # of any kind: the objects' own comparison

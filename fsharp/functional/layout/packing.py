@@ -135,7 +135,7 @@ def _least_possible_capacity(capacity: int, items: Sequence[tuple[int, int, int]
 def _search_capacity(
     order: Sequence[tuple[int, int, int]], capacity: int, step: int, num_parts: int, total: int
 ) -> tuple[dict[int, int], int]:
-    """Return offsets of leaves, and a capacity of ``capacity`` or more into which they fit.
+    """Return offsets of leaves, and a capacity of ``capacity`` or more, a multiple of ``step``, into which the leaves fit.
 
     The search first raises the capacity in growing strides, and then bisects. A capacity of ``total`` elements always
     suffices, so the search ends. ``order`` is as in :func:`_first_fit_offsets`.

@@ -31,7 +31,7 @@ def join_path(entries: Iterable[Any]) -> str:
 
 
 def flatten_with_paths(tree: Any) -> tuple[tuple[str, ...], list[Any], optree.PyTreeSpec]:
-    """Return paths, leaves and structure of ``tree``. Raises TreeError for a key that is empty or has a dot, or equal paths."""
+    """Return paths, leaves and structure of ``tree``. Raises TreeError for equal paths, empty keys, and keys with a dot."""
     paths, leaves, spec = optree.tree_flatten_with_path(tree)
     for path in paths:
         for entry in path:

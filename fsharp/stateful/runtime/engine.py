@@ -133,7 +133,7 @@ class ScheduledEngine(Engine):
         return units
 
     def end_microbatch(self, units: Sequence[UnitState], params_with_sinks: Any, comm: Comm) -> None:
-        """End a microbatch after its backward. ``params_with_sinks``: its parameters, with sinks that hold their gradients."""
+        """End a microbatch after its backward. ``params_with_sinks``: parameters, with sinks that hold the gradients."""
         found = zip(units, units_of(params_with_sinks), strict=True)
         self.steps.current_step().end_microbatch([(unit, take_gradient_buffers(node, comm)) for unit, node in found])
 
@@ -226,7 +226,10 @@ def _leaves_of(*values: Any) -> Sequence[Any]:
 
 
 def _build_full_tree(sharded: Any, uses: Sequence[UnitUse], num_ties: int, *, as_leaves: bool) -> Any:
-    """Return ``sharded`` with full parameters in place of each unit's node; with ``as_leaves`` a list of leaves by unit."""
+    """Return ``sharded`` with full parameters in place of each unit's node; with ``as_leaves`` a list of leaves by unit.
+
+    The first ``num_ties`` of ``uses`` are of units that own tied leaves. All other uses are of the units in ``sharded``.
+    """
     rows, leaves = [], {}
     for use in uses:
         table, own = use.unit.leaf_table, use.take_leaves()

@@ -63,7 +63,7 @@ class OpList:
         self._readers: dict[BufferKey, list[UnplacedOp]] = {}  # ops that have read a buffer since its last change
 
     def add_chain(self, spec: OpSpec, unit: str, phase: Phase, at: int, **fields: Any) -> UnplacedOp:
-        """Add an op of the kind ``spec``, then the ops that follow it, such as a decode after a wait. Return the first op."""
+        """Add an op of the kind ``spec``, then ops that follow this op, such as a decode after a wait. Return the first op."""
         op = self._append_op(spec, unit, phase, at, **fields)
         self._add_following_ops(op)
         return op
