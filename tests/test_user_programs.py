@@ -32,7 +32,7 @@ REFUSALS = {
     "The backward of its unit is not under way": "may come from a checkpoint of a part of a unit",
     r"unsharded\(\): a step is under way": "are refused between a backward and its update or `zero_grad()`",
     r"optimizer\.step\(\) has used up the gradients": "A step of a `ShardedOptimizer` releases the gradients",
-    r"autograd\.grad\(\) with respect to .*: .*other backward": "it does not mix with backward passes that accumulate gradients",
+    r"autograd\.grad\(\) with respect to .*: .*other backward": "does not mix with backward passes that accumulate gradients",
     "was frozen when its module was sharded": "`requires_grad_(True)` is refused for a parameter that was frozen",
     "were changed in place between their gather": "must not change parameters in place between two uses in a step",
 }

@@ -53,7 +53,7 @@ class Run:
 
     A step has to be a function of the state and its own number. :class:`~fsharp.resilience.IndexSampler` chooses the samples of
     a step by its number, and :func:`~fsharp.resilience.seeded` the random numbers. A crash, a kill or a preemption may end the
-    run. Started again with the same number of ranks, the run ends with the bits of a run without interruption.
+    run. Started again with the same number of ranks, the run ends bitwise equal to an uninterrupted one.
     ``torchrun --max-restarts`` starts the run again. With another number of ranks the run continues with the same batches.
 
     At the start ranks compare config, tree and code (:func:`agree_at_start`). An error of one rank is raised on all ranks, and

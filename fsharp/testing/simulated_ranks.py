@@ -49,7 +49,7 @@ def simulate(
     """Run ``fn(comm)`` on every rank of a mesh, all in this process, and return the results in order of rank.
 
     Ranks are threads that take turns, and meet in collectives. Sums are taken in order of rank, as process groups on CPUs do.
-    So a simulated run has the bits of a real run.
+    So a simulated run is bitwise equal to a real run.
 
     >>> import fsharp as fs
     >>> simulate(fs.Mesh({"dp": 3}), lambda comm: int(comm.all_reduce(torch.tensor(comm.rank), "dp")))

@@ -123,7 +123,7 @@ def adamw(
     For ``eps_root``, ``mu_dtype`` and ``nesterov`` of optax use ``fs.optim.from_optax(optax.adamw(...))``.
 
     Source: Loshchilov and Hutter, arXiv 1711.05101. The kernel is torch's fused one: except for elements at the end of a
-    tensor, one rank gets the bits of ``torch.optim.AdamW(fused=True)``. Names and defaults are those of ``optax.adamw``.
+    tensor, one rank is bitwise equal to ``torch.optim.AdamW(fused=True)``. Names and defaults are those of ``optax.adamw``.
     """
 
     def init(params: Any, /) -> AdamState:

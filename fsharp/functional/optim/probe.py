@@ -32,7 +32,7 @@ def trial_fingerprint(where: str, init: Init, update: Update, params: Any) -> st
     ``where`` names the pair in errors. Raises TreeError if updates depend on how buffers join and cut leaves, change from run
     to run, or cannot be computed.
 
-    Cost: about ten updates of tensors whose dims have sizes of at most 3. Torch's global random generators are left as they were.
+    Cost: about ten updates of tensors whose dims have sizes of at most 3. Torch's global random generators do not change.
     """
     trial = _OptimizerTrial(params)
     with torch.random.fork_rng(trial.cuda_devices), torch.no_grad():

@@ -33,9 +33,9 @@ from fsharp.tracebacks import api_boundary, api_context
 class ShardedModule(nn.Module):
     """A module after :func:`~fsharp.shard_module`: parameters, gradients and optimizer state are sharded over ranks.
 
-    The module keeps its class, attributes, methods, hooks, buffers, and names of parameters. Outside of forwards a parameter is
-    this rank's part (:class:`~fsharp.modules.ShardedParameter`). A trained parameter is sharded as its optimizer state is, and
-    has the optimizer's dtype. All ranks have to call the same methods in the same order.
+    The module stays an instance of its class, and keeps attributes, methods, hooks, buffers and names of parameters. Outside of
+    forwards a parameter is this rank's part (:class:`~fsharp.modules.ShardedParameter`). A trained parameter is sharded as its
+    optimizer state is, and has the optimizer's dtype. All ranks have to call the same methods in the same order.
     """
 
     @api_boundary
