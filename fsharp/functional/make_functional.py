@@ -9,6 +9,7 @@ from torch import nn
 
 from fsharp.errors import TreeError
 from fsharp.functional.formats.gather_hooks import has_hooks, plain_value
+from fsharp.functional.formats.te import refuse_delayed_scaling
 from fsharp.functional.tree.paths import flatten_with_paths, nested_dicts
 from fsharp.type_checks import options_checked
 
@@ -29,7 +30,8 @@ def make_functional(module: nn.Module) -> tuple[Callable[..., Any], dict[str, An
     Returns:
         ``fn``, which calls the module with ``params`` in place of the module's parameters; and ``params``, nested dicts with
         one more level for each dot in a parameter's name. A tied parameter is one tensor at several paths. Buffers are
-        constants of ``fn``: writes to buffers in a forward are discarded.
+        constants of ``fn``: writes to buffers in a forward are discarded. ``fn`` raises an OptionError if it calls a module of
+        TransformerEngine under DelayedScaling.
 
     Raises:
         TreeError: the module has no parameters, or it has a parameter whose class has FSDP2 hooks.
@@ -42,8 +44,11 @@ def make_functional(module: nn.Module) -> tuple[Callable[..., Any], dict[str, An
             )
     params = parameter_tree("make_functional()", module)
     buffers = {name: b.detach().clone() for name, b in module.named_buffers(remove_duplicate=False)}
-    memo: dict[int, Any] = {id(p): nn.Parameter(p.detach().to("meta"), p.requires_grad) for p in module.parameters()}
+    memo: dict[int, Any] = {
+        id(p): nn.Parameter(torch.empty(p.shape, dtype=p.dtype, device="meta"), p.requires_grad) for p in module.parameters()
+    }
     skeleton = copy.deepcopy(module, memo)
+    refuse_delayed_scaling(skeleton)
 
     def fn(params: Any, *args: Any, **kwargs: Any) -> Any:
         paths, leaves, _ = flatten_with_paths(params)

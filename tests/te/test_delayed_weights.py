@@ -167,3 +167,19 @@ def test_what_would_go_wrong_is_refused_by_name():
     gc.collect()
     with pytest.raises(fs.errors.OptionError, match="the module that keeps the scale of 'w' is gone"):
         scales.quantizer("w")
+
+
+@pytest.mark.parametrize("quantized", [True, False])
+def test_a_function_of_a_module_is_refused_before_it_changes_scales(quantized):
+    """Scales and histories stayed in the function: no checkpoint had them, and a recomputation changed them again."""
+    module = replace(CASE, quantized=quantized).model(RECIPE)
+    fn, params = fs.make_functional(module)
+    x, refusal = CASE.batch(0, 0, 0), r"Linear 'layers\.0' is called under DelayedScaling, .* fs\.shard_module\(\)"
+    with te_cpu.architecture(*ARCHITECTURE):
+        whole = fn(params, x)
+        with te.autocast(enabled=True, recipe=RECIPE), pytest.raises(fs.errors.OptionError, match=refusal):
+            fn(params, x)
+        with te.autocast(enabled=False, recipe=RECIPE):
+            assert torch.equal(fn(params, x), whole)
+        with te.autocast(enabled=True, recipe=RECIPE):
+            module(x)

@@ -124,6 +124,27 @@ def formats_of_module(module: torch.nn.Module) -> dict[str, tuple[Format, torch.
     return found
 
 
+def refuse_delayed_scaling(module: torch.nn.Module) -> None:
+    """Make TransformerEngine modules within ``module`` raise an OptionError if they are called under DelayedScaling.
+
+    They would change scales and histories in themselves: a function of such modules depends on its earlier calls.
+    """
+    for path, each in module.named_modules():
+        if any(cls.__module__.startswith("transformer_engine.") for cls in type(each).__mro__):
+            each.register_forward_pre_hook(partial(_check_recipe_is_stateless, path))
+
+
+def _check_recipe_is_stateless(path: str, module: torch.nn.Module, _: Any) -> None:
+    from transformer_engine.pytorch.quantization import FP8GlobalStateManager as Manager
+
+    if Manager.is_fp8_enabled() and Manager.get_fp8_recipe().delayed():
+        raise OptionError(
+            f"make_functional(): {type(module).__name__} {path or '(root)'!r} is called under DelayedScaling, by which its "
+            "scales depend on earlier calls, expected a recipe without a history, such as Float8CurrentScaling(): a pure "
+            "function keeps none. Or train the module by fs.shard_module(), which takes DelayedScaling."
+        )
+
+
 def _delayed_scaling_format(module: torch.nn.Module, path: str, parameter: Any, scales: ModuleScales) -> Format:
     """Return the format of a module's weight at ``path`` under delayed scaling, and add the weight to ``scales``."""
     if not parameter.requires_grad:
