@@ -206,10 +206,10 @@ class ShardedModule(nn.Module):
         if session_of_module(self).is_unsharded:
             return super().state_dict(*args, **kwargs)
         check_no_dtensors("state_dict()", session_of_module(self))
-        found, parts = super().state_dict(*args, **kwargs), dict[str, ShardedTensor]()
+        found, parts = super().state_dict(*args, **kwargs), dict[Any, ShardedTensor]()
         for name, value in found.items():
-            if isinstance(value, ShardedTensor):
-                found[name] = parts.setdefault(value.path, value)
+            if isinstance(value, ShardedTensor):  # of this module, or of another one in the same parent
+                found[name] = parts.setdefault((value.owner, value.path), value)
         return found
 
     @api_boundary

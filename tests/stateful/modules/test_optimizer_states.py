@@ -406,3 +406,50 @@ def test_groups_of_named_parameters_have_the_names(comm, optimizer):
     assert saved["param_groups"][0].keys() == other.state_dict()["param_groups"][0].keys()
     named.load_state_dict(saved)
     assert "param_names" in named.param_groups[0]
+
+
+class Counting(torch.optim.Optimizer):
+    """Counts steps: in an option (``"k"``), and in an option that the first step makes (``"step"``), as many classes do."""
+
+    def __init__(self, params, lr=1.0, k=0):
+        super().__init__(params, {"lr": lr, "k": k})
+
+    @torch.no_grad()
+    def step(self):
+        for group in self.param_groups:
+            group["k"], group["step"] = group["k"] + 1, group.get("step", 0) + 1
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.sub_(p.grad, alpha=group["lr"] * (group["k"] + group["step"]))
+
+
+@on_ranks(DP)
+@pytest.mark.parametrize("resumed_at", [None, 2])
+def test_what_a_class_counts_in_its_options_is_kept_and_saved(comm, resumed_at):
+    plain_model = nn.Linear(3, 2, bias=False)
+    nn.init.ones_(plain_model.weight)
+    model = fs.shard_module(copy.deepcopy(plain_model), mesh=comm, strategy=fs.zero3("dp"))
+    for each, make in ((plain_model, Counting), (model, partial(fs.ShardedOptimizer, optimizer=Counting))):
+        optimizer = make(each.parameters())
+        for i in range(4):
+            if i == resumed_at:
+                state, optimizer = optimizer.state_dict(), make(each.parameters())
+                optimizer.load_state_dict(state)
+            optimizer.zero_grad()
+            each(torch.ones(1, 3)).sum().backward()
+            optimizer.step()
+        assert (optimizer.param_groups[0]["k"], optimizer.param_groups[0]["step"]) == (4, 4)
+    with model.unsharded():
+        torch.testing.assert_close(model.weight.detach(), plain_model.weight.detach())
+
+
+class CountingInState(Counting):
+    def __init__(self, params):
+        super().__init__(params)
+        self.state["k"] = torch.zeros(1)
+
+
+def test_a_class_with_state_of_no_parameter_is_refused():
+    model = fs.shard_module(nn.Linear(2, 2), mesh=fs.SingleComm())
+    with pytest.raises(TreeError, match=r"CountingInState keeps state\['k'\], which belongs to no parameter.*param_groups"):
+        fs.ShardedOptimizer(model.parameters(), CountingInState)

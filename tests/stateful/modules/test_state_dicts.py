@@ -173,6 +173,17 @@ def test_parts_are_in_the_memory_of_the_module():
 
 
 @on_ranks(DP)
+def test_the_state_dict_of_a_parent_has_the_parts_of_each_of_its_modules(comm):
+    parent = nn.Module()
+    for name in ("first", "second"):
+        setattr(parent, name, fs.shard_module(nn.Sequential(nn.Linear(3, 3)), mesh=comm, sync_from=0))
+    state = parent.state_dict()
+    for name, module in parent.named_children():
+        for path, part in module.state_dict().items():
+            assert state[f"{name}.{path}"].local.data_ptr() == part.local.data_ptr()
+
+
+@on_ranks(DP)
 def test_copies_of_parts_are_parts_and_files_have_whole_ones(comm):
     model, optimizer = world(comm, "zero3")
     train(model, optimizer, modules.batches(comm, 1))

@@ -58,7 +58,11 @@ class ClassUpdates:
         self._scopes = check_on_all_ranks("ShardedOptimizer()", session.reopened_scheduler(), check, lambda _: fields)
         rows = zip(groups, self._cut_into_slices(), strict=True)
         self.inner = optimizer([{**group, "params": parameters} for group, parameters in rows], **defaults)
-        for mine, theirs in zip(groups, self.inner.param_groups, strict=True):
+        self._copy_options(self.inner.param_groups, groups)
+
+    @staticmethod
+    def _copy_options(source: ParamGroups, target: ParamGroups) -> None:
+        for theirs, mine in zip(source, target, strict=True):
             mine.update({name: value for name, value in theirs.items() if name != "params"})
 
     def _probe_update_scopes(self, optimizer: OptimizerClass, groups: ParamGroups, check_steps: int) -> list[UpdateScope]:
@@ -127,12 +131,12 @@ class ClassUpdates:
         if missing and any(len({path in missing for path, _, _ in each.leaves}) > 1 for each in self._slices.values()):
             labels = [{path: (old, path in missing) for path, old in each.items()} for each in self._labels]
             self._recut_by_labels(labels, self._states_by_path())
-        for mine, theirs in zip(groups, self.inner.param_groups, strict=True):
-            theirs.update({name: value for name, value in mine.items() if name != "params"})
+        self._copy_options(groups, self.inner.param_groups)
         nodes = units_by_name(grads)
         for parameter, flat_slice in self._slices.items():
             parameter.grad = None if flat_slice.leaves[0][0] in missing else flat_slice.view_in(nodes).to(parameter.dtype)
         self.inner.step()
+        self._copy_options(self.inner.param_groups, groups)  # some classes count steps there
         self.inner.zero_grad()
         return params, state
 

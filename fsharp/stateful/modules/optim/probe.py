@@ -45,7 +45,7 @@ def probe_update_scope(
     accepts. They update all tensors together, each tensor alone, and flat pieces that cross the bounds of tensors. If updates
     together and alone differ, the scope is ``EVERYTHING``. If all updates are equal, it is ``ELEMENT``, else ``PARAMETER``. If
     state has tensors of other shapes than the parameter's, such as row statistics, it is at least ``PARAMETER``. TreeError: no
-    list of shapes is accepted, or ``step()`` needs a closure.
+    list of shapes is accepted, ``step()`` needs a closure, or a key of ``optimizer.state`` is no parameter.
     """
     closure = inspect.signature(optimizer.step).parameters.get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty:
@@ -60,6 +60,8 @@ def probe_update_scope(
             try:
                 together, has_other_shapes = _updates_in_trial(make, trial)
                 break
+            except TreeError:
+                raise
             except Exception as raised:
                 error = raised
         else:
@@ -136,6 +138,11 @@ def _updates_in_trial(
         for parameter, grad in zip(parameters, grads, strict=True):
             parameter.grad = grad.clone()
         made.step()
+    if others := [key for key in made.state if not isinstance(key, torch.Tensor)]:
+        raise TreeError(
+            f"ShardedOptimizer(): {type(made).__name__} keeps state[{others[0]!r}], which belongs to no parameter, so it would "
+            "not be saved. Use a class that keeps such a value in param_groups, or in the state of each parameter."
+        )
     kept = [(x, p.shape) for p in parameters for x in torch_pytree.tree_leaves(dict(made.state.get(p, {})))]
     has_other_shapes = any(isinstance(x, torch.Tensor) and x.numel() > 1 and x.shape != shape for x, shape in kept)
     return [(p - x[0]).flatten() for p, x in zip(parameters, trial, strict=True)], has_other_shapes
