@@ -112,12 +112,7 @@ def as_jax_array_with_dtype_of(x: Any, like: Any) -> Any:
         x = (x.float() if x.dtype == torch.bfloat16 else x).cpu().numpy()
     array = jnp.asarray(x)
     if jax.dtypes.issubdtype(like.dtype, jax.dtypes.prng_key):
-        key = jax.random.wrap_key_data(array)
-        if key.dtype != like.dtype:
-            raise TreeError(
-                f"a random key is {like.dtype}, and the default of JAX is {key.dtype}: make it with jax.random.key()."
-            )
-        return key
+        return jax.random.wrap_key_data(array, impl=like.dtype._impl.name)  # no public name: jax.random.key_impl() takes keys
     return array.astype(like.dtype)
 
 

@@ -2,6 +2,7 @@
 
 import random
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -135,6 +136,12 @@ def test_counts_that_float32_does_not_hold_are_exact():
 def test_an_update_in_a_narrow_dtype_leaves_other_updates_in_theirs(narrow):
     tx = optax.stateless(lambda g, _: {**g, narrow: g[narrow].astype(jnp.bfloat16)})
     check_same_on_ranks(run_sharded(tx, 2, fs.zero3("dp"), steps=1), run_plain(tx, steps=1))
+
+
+@pytest.mark.parametrize("impl", ["rbg", "unsafe_rbg"])
+def test_random_keys_of_every_kind_are_kept_in_the_state(impl):
+    tx = optax.add_noise(0.1, 0.55, jax.random.key(3, impl=impl))
+    check_same_on_ranks(run_sharded(tx, 2, fs.zero3("dp")), run_plain(tx))
 
 
 @on_ranks(fs.Mesh({"dp": 2}))
