@@ -89,6 +89,14 @@ def save_time_of(path: str) -> float:
         return -math.inf
 
 
+def is_foreign_folder(names: Collection[str]) -> bool:
+    """Return whether a folder with files of these names is a checkpoint of another library.
+
+    A folder that holds checkpoint folders is a root, whichever other files are in it.
+    """
+    return huggingface.is_huggingface_folder(names) and not any(map(_FOLDER_PATTERN.fullmatch, names))
+
+
 def step_in_folder_name(name: str) -> int:
     """Return the step in the name of a checkpoint's folder."""
     return int(name.split("-")[1])
@@ -110,7 +118,7 @@ class Checkpoint:
         try:
             data = read_index_file(storage, path, MANIFEST_NAME)
         except FileNotFoundError as error:
-            if huggingface.is_huggingface_folder(storage.list_names(path)) or huggingface.is_file(storage, path):
+            if is_foreign_folder(storage.list_names(path)) or huggingface.is_file(storage, path):
                 return huggingface.huggingface_manifest(storage, path)
             hint = "".join(f" Pass one inside of it, such as {path}/{name}." for name in folder_names_newest_first(path)[:1])
             if not storage.list_names(path):

@@ -13,6 +13,7 @@ import torch
 from fsharp.checkpoint.catalog import (
     Checkpoint,
     complete_sibling_hint,
+    is_foreign_folder,
     newest_except,
     open_checkpoint,
     open_if_complete,
@@ -30,7 +31,6 @@ from fsharp.checkpoint.entries import (
     load_into_object,
     tree_to_load_into,
 )
-from fsharp.checkpoint.formats.huggingface import is_huggingface_folder
 from fsharp.checkpoint.manifest import MANIFEST_NAME, Manifest
 from fsharp.checkpoint.matching import (
     PARAMS_FROM_MAIN,
@@ -92,6 +92,7 @@ def load(
             - Of another library: a folder of Hugging Face (safetensors, else ``pytorch_model.bin``, with or without an index),
               or a file of safetensors or ``torch.save``. The file of ``torch.save`` has tensors, numbers and texts in dicts,
               lists and tuples. Keys are joined by dots: for ``{"model": model.state_dict()}`` pass ``subtree="model"``.
+              In a root such a file is loaded only by its own path.
         like: a tree with the names, shapes, dtypes and places to load. The values do not matter; tensors may be on the meta
             device. An object with ``load_state_dict()`` loads the names of its ``state_dict()``, and is returned. So a plain
             torch optimizer has to make a step before this call; a ShardedOptimizer need not.
@@ -107,6 +108,7 @@ def load(
             checkpoint has. A warning lists these leaves and names. Different shapes and dtypes are still errors, and so is a
             checkpoint without any leaf of ``like``.
         donate: read into the tensors of ``like``; ``like`` cannot be used afterwards, and its values are lost if loading fails.
+            So with ``strict=False`` no older checkpoint is loaded in place of a damaged one, which is an error instead.
             Modules and their optimizers copy their values in any case.
         buffer_nbytes: memory to read into, beside the loaded values.
 
@@ -128,22 +130,37 @@ def load(
     There are two collectives of 40 bytes for each axis, and two more in which rank 0 sends the path. Memory: the loaded values,
     and ``buffer_nbytes``.
     """
-    how = {"subtree": subtree, "rename": rename, "ignore": ignore, "cast": cast, "strict": strict, "donate": donate}
+    how: dict[str, Any] = {
+        "subtree": subtree,
+        "rename": rename,
+        "ignore": ignore,
+        "cast": cast,
+        "strict": strict,
+        "donate": donate,
+    }
     return load_checkpoint_and_tree(where, like, comm=comm, buffer_nbytes=buffer_nbytes, **how)[1]
 
 
-def load_checkpoint_and_tree(where: str | os.PathLike[str], like: Any, *, comm: Comm, **options: Any) -> tuple[Checkpoint, Any]:
+def load_checkpoint_and_tree(
+    where: str | os.PathLike[str], like: Any, *, comm: Comm, strict: bool = True, donate: bool = False, **options: Any
+) -> tuple[Checkpoint, Any]:
     """Load as :func:`load` does, and return the checkpoint that was loaded, and the tree."""
     given, damaged = absolute_path(where), dict[str, str]()
     while True:
         (path, is_asked_for), damage = _choose_path(given, comm, damaged), list[str]()
-        load_it = partial(load_checkpoint_at, path, like, damage, comm=comm, where=given, **options)
+        load_it = partial(
+            load_checkpoint_at, path, like, damage, comm=comm, where=given, strict=strict, donate=donate, **options
+        )
         if is_asked_for:
             return load_it()
         loaded, texts = load_or_collect_damage(load_it, damage, comm, path)
         if loaded is not None:
             set_aside_damaged(damaged, path, comm)
             return loaded
+        if donate and not strict:
+            what = texts[0] if texts else f"{path} was removed by another process."
+            remedy = "Make like again, as its values are lost, and pass donate=False, or another checkpoint by its path."
+            raise CheckpointError(problem("load(strict=False, donate=True)", what, remedy=remedy))
         if texts:
             damaged[path] = texts[0]
 
@@ -270,7 +287,7 @@ def _choose_path(path: str, comm: Comm, damaged: Mapping[str, str]) -> tuple[str
     if comm.rank == 0:
         try:
             names = storage_of(path).list_names(path)
-            is_one = MANIFEST_NAME in names or is_huggingface_folder(names)
+            is_one = MANIFEST_NAME in names or is_foreign_folder(names)
             newest = None if is_one else newest_except(path, damaged)
             if newest is None and not is_one and (unreadable := [*damaged.values(), *opening_errors(path)]):
                 raise CheckpointError(f"{path}: no checkpoint can be read.\n" + "\n".join(unreadable))

@@ -1,6 +1,7 @@
 """Storage of checkpoints: folders of a file system, or of an object store by fsspec."""
 
 import fcntl
+import glob
 import os
 import shutil
 import stat
@@ -269,7 +270,10 @@ class FolderClaim:
 
 
 class ObjectStore:
-    """An object store of fsspec, which cannot rename. A folder is published once its last file, the manifest, is there."""
+    """An object store of fsspec, which cannot rename. A folder is published once its last file, the manifest, is there.
+
+    ``rm`` and ``mv`` of fsspec take a path for a pattern, so the path is escaped for them.
+    """
 
     def __init__(self, files: Any) -> None:
         self._files = files
@@ -309,6 +313,8 @@ class ObjectStore:
         return name
 
     def read(self, path: str, start: int, into: memoryview) -> None:
+        if not into:
+            return  # S3 would answer with the whole file
         data = self._files.cat_file(path, start, start + len(into))
         if len(data) != len(into):
             raise CheckpointError(f"{path}: {len(into) - len(data):,} bytes are missing from byte {start + len(data):,} on.")
@@ -318,10 +324,10 @@ class ObjectStore:
         with suppress(FileNotFoundError):
             self._files.rm_file(f"{folder}/{MANIFEST_NAME}")
         with suppress(FileNotFoundError):
-            self._files.rm(folder, recursive=True)
+            self._files.rm(glob.escape(folder), recursive=True)
 
     def set_aside(self, path: str) -> str:
-        self._files.mv(path, path + DAMAGED_SUFFIX, recursive=True)
+        self._files.mv(glob.escape(path), path + DAMAGED_SUFFIX, recursive=True)
         return path + DAMAGED_SUFFIX
 
     def free_nbytes(self, folder: str) -> int | None:

@@ -41,7 +41,7 @@ def report(run_dir: str | os.PathLike[str], path: str | os.PathLike[str] | None 
     folder = Path(run_dir)
     log = read_log(folder)
     target = folder / "report.html" if path is None else Path(path)
-    target.write_text(log_page(log, title=str(folder)), "utf-8")
+    target.write_bytes(log_page(log, title=str(folder)).encode("utf-8", "backslashreplace"))  # a path may be no text
     return str(target)
 
 

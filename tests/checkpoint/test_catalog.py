@@ -148,6 +148,34 @@ def test_an_object_store_has_a_manifest_last(tmp_path):
         save("nosuch://x", 1)
 
 
+@pytest.mark.parametrize("root", ["memory://kept", "memory://kept[1]", "memory://k*t", "memory://kep?"])
+def test_a_removed_checkpoint_leaves_no_file_in_an_object_store(root):
+    """fsspec takes paths for patterns. The tensors of each removed checkpoint stayed."""
+    import fsspec
+
+    with fs.checkpoint.Saver(root, COMM, keep=1) as saver:
+        for step in (1, 2, 3):
+            saver.save({"x": torch.ones(3)}, step=step)
+    [found] = fs.checkpoint.checkpoints(root)
+    files = fsspec.filesystem("memory").find(root)
+    assert [file.rpartition("/")[0] for file in files] == [found.path.removeprefix("memory:/")] * 2
+
+
+def test_a_rank_without_tensors_saves_into_a_store_that_answers_an_empty_range_with_the_whole_file(monkeypatch):
+    """As S3 does. All saves of such a tree failed."""
+    from fsspec.implementations.memory import MemoryFileSystem
+
+    cat_file = MemoryFileSystem.cat_file
+
+    def cat(self, path, start=None, end=None, **options):
+        return cat_file(self, path) if start is not None and start == end else cat_file(self, path, start, end)
+
+    monkeypatch.setattr(MemoryFileSystem, "cat_file", cat)
+    found = fs.checkpoint.save("memory://numbers", {"seen": 3}, step=1, comm=COMM)
+    assert fs.checkpoint.verify(found).manifest.values == {"seen": 3}
+    assert fs.checkpoint.load(found, {"seen": 0}, comm=COMM) == {"seen": 3}
+
+
 def test_an_unknown_tensor(tmp_path):
     with pytest.raises(CheckpointError, match=r"no tensor 'y'; there are \['x'\]"):
         save(tmp_path, 1).tensor("y")

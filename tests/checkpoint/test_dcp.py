@@ -489,6 +489,19 @@ def test_what_to_dcp_refuses(tmp_path):
     fails("a tensor and a value would both have the name 'x'", rename=lambda name: "x")
     fails("no tensors below 'c'", subtree="c")
     fails("rename returned None for 'a'", error=TreeError, rename={}.get)
+    shutil.rmtree(tmp_path / "root")
+    tree = {"w": torch.ones(3), "a": {"x": 1}, "b": {"x": 2}, "c": {"y": [3, None]}, "d": {"z": [4]}}
+    found = fs.checkpoint.save(tmp_path / "root", tree, step=0, comm=COMM)
+    fails("'a.x' and 'b.x' would both have the name 'x'", rename=lambda name: name.rpartition(".")[2])
+    fails("'c.y' and 'd.z' would both have the name 'y'", rename=lambda name: "y" if name in ("c.y", "d.z") else name)
+
+
+def test_two_values_of_one_name_in_dcp(tmp_path):
+    tree = {"w": torch.ones(3), "a": [1, 2], "a.0": 5}
+    with pytest.raises(CheckpointError, match=r"two values would both have the name 'a\.0'"):
+        fs.checkpoint.from_dcp(written(tmp_path / "dcp", tree), tmp_path / "root")
+    found = fs.checkpoint.from_dcp(tmp_path / "dcp", tmp_path / "root", ignore="a.0")
+    assert found.manifest.values == {"a.0": 1, "a.1": 2}
 
 
 def test_lists_tuples_and_none_go_through(tmp_path):

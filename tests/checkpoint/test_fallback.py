@@ -78,6 +78,25 @@ def test_damage_that_one_rank_sees_sends_all_of_them_back(tmp_path, caplog, rank
     assert os.path.exists(f"{paths[3]}.damaged")
 
 
+def test_no_value_of_a_damaged_checkpoint_is_kept_for_a_leaf_that_an_older_one_lacks(tmp_path):
+    """With donate=True the damaged checkpoint has overwritten the value to keep, which the load returned as the one given."""
+    fs.checkpoint.save(tmp_path, {"w": torch.full((9000,), 1.0)}, step=1, comm=ONE)
+    tree = {"head": torch.full((3,), 5.0), "w": torch.full((9000,), 2.0)}
+    path = simulate(TWO, lambda comm: fs.checkpoint.save(tmp_path, tree, step=2, comm=comm).path)[0]
+    rank = int(fs.checkpoint.open_checkpoint(path).manifest.tensors["w"].chunks[0].file)
+    flip(f"{path}/rank-0000{rank}.safetensors")
+
+    def act(comm, donate):
+        like = {"head": torch.full((3,), 7.0), "w": torch.zeros(9000)}
+        got = fs.checkpoint.load(tmp_path, like, comm=comm, strict=False, donate=donate)
+        return got["w"][0].item(), got["head"].tolist()
+
+    with pytest.raises(CheckpointError, match=rf"strict=False, donate=True.*rank-0000{rank}.* are damaged(.|\n)*donate=False"):
+        simulate(TWO, lambda comm: act(comm, True))
+    assert os.path.exists(path)
+    assert simulate(TWO, lambda comm: act(comm, False)) == [(1.0, [7.0] * 3)] * 2
+
+
 def test_what_one_rank_alone_cannot_read_is_an_error_of_all_ranks_and_no_damage(tmp_path):
     """Permission, a stale handle, a disk that fails, and a mount that this host lacks prove nothing against the bytes."""
     root = str(tmp_path)
@@ -222,16 +241,17 @@ def test_an_error_after_damage_or_in_the_renaming_leaves_no_rank_alone(tmp_path,
     assert "and could not be renamed (the token has expired)" in caplog.text
 
 
-def test_in_an_object_store_too(tmp_path):
+@pytest.mark.parametrize("name", ["back", "back[1]"])
+def test_in_an_object_store_too(name):
     import fsspec
 
     files = fsspec.filesystem("memory")
     for step in (1, 2):
-        fs.checkpoint.save("memory://back", {"x": torch.full((3000,), float(step))}, step=step, comm=ONE)
-    [path] = [each["name"] for each in files.ls("/back") if "step-0000000002" in each["name"]]
+        fs.checkpoint.save(f"memory://{name}", {"x": torch.full((3000,), float(step))}, step=step, comm=ONE)
+    [path] = [each["name"] for each in files.ls(f"/{name}") if "step-0000000002" in each["name"]]
     data = bytearray(files.cat_file(f"{path}/rank-00000.safetensors"))
     data[5000] ^= 1
     files.pipe_file(f"{path}/rank-00000.safetensors", bytes(data))
-    assert fs.checkpoint.load("memory://back", {"x": torch.zeros(3000)}, comm=ONE)["x"][0] == 1
-    assert [found.step for found in fs.checkpoint.checkpoints("memory://back")] == [1]
+    assert fs.checkpoint.load(f"memory://{name}", {"x": torch.zeros(3000)}, comm=ONE)["x"][0] == 1
+    assert [found.step for found in fs.checkpoint.checkpoints(f"memory://{name}")] == [1]
     assert files.exists(f"{path}.damaged/{MANIFEST_NAME}")

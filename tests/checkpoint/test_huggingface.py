@@ -240,3 +240,17 @@ def test_verify_says_that_there_is_nothing_to_compare_with(tmp_path):
     save_file({"a": torch.ones(3)}, tmp_path / "model.safetensors")
     with pytest.raises(CheckpointError, match="has no digests to compare with"):
         fs.checkpoint.verify(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "pytorch_model.bin"])
+def test_a_root_with_a_file_of_another_library_is_a_root(tmp_path, name):
+    """The file was loaded in place of the newest checkpoint, without a word."""
+    comm, write = fs.SingleComm(), torch.save if name.endswith(".bin") else save_file
+    write({"a": torch.zeros(3)}, tmp_path / name)
+    assert fs.checkpoint.load(tmp_path, {"a": torch.ones(3)}, comm=comm)["a"].tolist() == [0, 0, 0]
+    found = [fs.checkpoint.save(tmp_path, {"a": torch.full((3,), float(step))}, step=step, comm=comm) for step in (1, 2)]
+    assert fs.checkpoint.load(tmp_path, {"a": torch.zeros(3)}, comm=comm)["a"].tolist() == [2, 2, 2]
+    assert fs.checkpoint.load(tmp_path / name, {"a": torch.ones(3)}, comm=comm)["a"].tolist() == [0, 0, 0]
+    for act in (fs.checkpoint.open_checkpoint, fs.checkpoint.verify):
+        with pytest.raises(CheckpointError, match=f"no checkpoint here. Pass one inside of it, such as {found[1].path}"):
+            act(tmp_path)

@@ -1,6 +1,7 @@
 """The page about a run: opened by a browser if there is one, and by an engine of JavaScript in any case."""
 
 import json
+import os
 import re
 from pathlib import Path
 
@@ -239,3 +240,14 @@ def test_the_command_writes_the_page(run_dir, tmp_path, capsys):
     assert main(["report", str(run_dir), "--out", str(tmp_path / "a.html")]) == 0
     assert capsys.readouterr().out == f"wrote {tmp_path / 'a.html'}\n"
     assert (tmp_path / "a.html").read_text().startswith("<!doctype html>")
+
+
+def test_a_folder_whose_name_is_no_text_has_a_page(run_dir):
+    """The page that was there was emptied, and then a UnicodeEncodeError was raised."""
+    folder = run_dir / os.fsdecode(b"run-\xff")
+    folder.mkdir()
+    (run_dir / "log.jsonl").rename(folder / "log.jsonl")
+    assert main(["report", str(folder)]) == 0
+    page = (folder / "report.html").read_text()
+    assert r"run-\udcff</h1>" in page
+    opened(page)

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from fsharp.checkpoint.catalog import Checkpoint, open_checkpoint
-from fsharp.checkpoint.entries import TensorEntry, Value, apply_rename
+from fsharp.checkpoint.entries import TensorEntry, Value
 from fsharp.checkpoint.formats.conversion import whole_entry, write_converted
-from fsharp.checkpoint.formats.exporting import stored_name_by_new_name, write_folder_atomically
+from fsharp.checkpoint.formats.exporting import rename_below_subtree, stored_name_by_new_name, write_folder_atomically
 from fsharp.checkpoint.formats.torch_archive import load_archive
 from fsharp.checkpoint.manifest import checked_file_name, checked_shape, rebuild_from_structure, structure_of
 from fsharp.checkpoint.reading import NeededElements
@@ -81,7 +81,6 @@ def to_dcp(
     found = open_checkpoint(checkpoint)
     if "://" in os.fspath(folder):
         raise CheckpointError(f"to_dcp(): {folder} is a URL, expected a path.")
-    prefix = f"{subtree}." if subtree else ""
     names = stored_name_by_new_name("to_dcp()", found, subtree, rename, aliases=True)
     there, within = found.manifest.values, set[str]()
 
@@ -93,8 +92,7 @@ def to_dcp(
         name: rebuild_from_structure(name, each, read_value) for name, each in found.manifest.objects.items()
     }
     values |= {name: value for name, value in there.items() if name not in within}
-    values = {name[len(prefix) :]: value for name, value in values.items() if name.startswith(prefix)}
-    values = {apply_rename("to_dcp()", name, rename): value for name, value in values.items()}
+    values = {name: values[stored] for name, stored in rename_below_subtree("to_dcp()", values, subtree, rename).items()}
     if twice := names.keys() & values.keys():
         raise CheckpointError(f"to_dcp(): a tensor and a value would both have the name {min(twice)!r}.")
     planner = _lazy_save_planner(found, names, values)
@@ -187,8 +185,8 @@ def from_dcp(
         config: config of the new checkpoint, a value that JSON can hold.
 
     Raises:
-        CheckpointError: the folder is damaged, is not of DCP, or has an object other than a tensor, number, text or boolean. No
-            file is left.
+        CheckpointError: the folder is damaged, is not of DCP, or has an object other than a tensor, number, text or boolean, or
+            two values with the same name. No file is left.
         PatternError: a pattern matches no key.
 
     Cost: reads the whole folder, and writes as much as :func:`~fsharp.checkpoint.save` does. Memory: one tensor, and a chunk of
@@ -206,7 +204,7 @@ def from_dcp(
             entries[name] = _entry_from_metadata(source, name, each)
         elif name not in left:
             value = _load_item(storage, source, metadata, name, None)
-            values |= _values_by_name(name, value)
+            _add_values(values, name, value)
             if name not in values:
                 objects[name] = structure_of(value)
     _check_sizes_fit_files(storage, source, metadata, entries)
@@ -321,9 +319,8 @@ def _assemble_tensor(storage: Storage, folder: str, metadata: Any, tensor: Store
     return whole
 
 
-def _values_by_name(name: str, value: Any) -> dict[str, Value]:
-    """Return the numbers, texts and booleans in an object, by name. Items of lists and dicts have dotted names."""
-    result = dict[str, Value]()
+def _add_values(values: dict[str, Value], name: str, value: Any) -> None:
+    """Add the numbers, texts and booleans in an object to ``values``. Items of lists and dicts have dotted names."""
     for own, leaf in named_leaves(value, keys=(name,)):
         if leaf is None:
             continue
@@ -332,5 +329,6 @@ def _values_by_name(name: str, value: Any) -> dict[str, Value]:
                 f"from_dcp(): {own!r} is {type(leaf).__name__} {leaf!r:.60}, expected a tensor, number, text or boolean. "
                 f"ignore={name!r} leaves it out."
             )
-        result[own] = leaf
-    return result
+        if own in values:
+            raise CheckpointError(f"from_dcp(): two values would both have the name {own!r}. ignore={name!r} leaves one out.")
+        values[own] = leaf

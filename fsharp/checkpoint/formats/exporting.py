@@ -2,7 +2,7 @@
 
 import json
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -109,16 +109,27 @@ def stored_name_by_new_name(
     ``rename``: function from a name below the subtree to the new name. ``aliases``: also list a tied tensor under its other
     names. Raises CheckpointError if there is no tensor, or if two tensors get the same new name.
     """
+    stored = (*found.manifest.tensors, *(found.manifest.aliases if aliases else ()))
+    result = rename_below_subtree(where, stored, subtree, rename)
+    if not result:
+        raise CheckpointError(f"{where}: {found.path} has no tensors below {subtree!r}; there are {found.names[:8]} ...")
+    return result
+
+
+def rename_below_subtree(where: str, names: Iterable[str], subtree: str, rename: Callable[[str], str] | None) -> dict[str, str]:
+    """Return a dict from new names to those of ``names`` that are below a subtree.
+
+    ``rename``: function from a name below the subtree to the new name. Raises CheckpointError if two names get the same new
+    name.
+    """
     prefix = f"{subtree}." if subtree else ""
     result: dict[str, str] = {}
-    for stored in (*found.manifest.tensors, *(found.manifest.aliases if aliases else ())):
+    for stored in names:
         if stored.startswith(prefix):
             name = apply_rename(where, stored[len(prefix) :], rename)
             if name in result:
                 raise CheckpointError(f"{where}: {result[name]!r} and {stored!r} would both have the name {name!r}.")
             result[name] = stored
-    if not result:
-        raise CheckpointError(f"{where}: {found.path} has no tensors below {subtree!r}; there are {found.names[:8]} ...")
     return result
 
 
