@@ -10,9 +10,14 @@ import torch
 from accelerate.utils import DynamoBackend
 from torch import nn
 
-from fsharp.checkpoint import load, prune, save
+from fsharp.checkpoint import load, save
+from fsharp.checkpoint.catalog import finish_removals
+from fsharp.checkpoint.retention import Retention, remove_checkpoints
+from fsharp.checkpoint.storage import absolute_path
 from fsharp.errors import CheckpointError, OptionError, problem
+from fsharp.functional.comm.agree import check_on_all_ranks
 from fsharp.functional.comm.equal_values import broadcast_from_rank
+from fsharp.functional.comm.protocol import Comm
 from fsharp.stateful.modules.module import ShardedModule
 from fsharp.stateful.modules.optim.optimizer import ShardedOptimizer, session_of_optimizer
 from fsharp.stateful.modules.parameter import ShardedParameter
@@ -47,6 +52,19 @@ def take_buffers_of_rank_0(model: ShardedModule) -> None:
         value = broadcast_from_rank(mine, 0, model.comm, varying=varying)
         if not torch.equal(mine, value):  # an expanded buffer is equal, and cannot be written to
             mine.copy_(value)
+
+
+def save_and_remove_older(root: str, tree: Any, *, step: int, comm: Comm) -> None:
+    """Save a tree under ``root``. Once the checkpoint is complete, remove all older checkpoints there."""
+    save(root, tree, step=step, comm=comm)
+
+    def remove_older() -> None:
+        if comm.rank == 0:
+            folder = absolute_path(root)
+            finish_removals(folder)
+            remove_checkpoints(Retention(keep=1).old_checkpoints(folder))  # save() has compared the newest with its digests
+
+    check_on_all_ranks("removal of older checkpoints", comm, remove_older)
 
 
 class Accelerator(accelerate.Accelerator):
@@ -172,9 +190,7 @@ class Accelerator(accelerate.Accelerator):
             root = os.path.join(folder, SHARDED_FOLDER)
             for model in tree["models"]:
                 take_buffers_of_rank_0(model)
-            save(root, tree, step=self.step, comm=comm)
-            if comm.rank == 0:
-                prune(root, keep=1)
+            save_and_remove_older(root, tree, step=self.step, comm=comm)
         return folder
 
     def load_state(self, input_dir: str | None = None, load_kwargs: Any = None, **options: Any) -> None:

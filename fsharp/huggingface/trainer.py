@@ -6,9 +6,15 @@ from typing import Any
 import torch
 import transformers
 
-from fsharp.checkpoint import load, prune, save
+from fsharp.checkpoint import load
 from fsharp.errors import CheckpointError, problem
-from fsharp.huggingface.accelerator import SHARDED_FOLDER, Accelerator, contains_sharded_module, take_buffers_of_rank_0
+from fsharp.huggingface.accelerator import (
+    SHARDED_FOLDER,
+    Accelerator,
+    contains_sharded_module,
+    save_and_remove_older,
+    take_buffers_of_rank_0,
+)
 from fsharp.stateful.modules.module import ShardedModule
 from fsharp.stateful.modules.optim.optimizer import ShardedOptimizer
 
@@ -99,9 +105,8 @@ class Trainer(transformers.Trainer):
             return
         root = os.path.join(output_dir, SHARDED_FOLDER)
         take_buffers_of_rank_0(self.model)
-        save(root, self._checkpoint_tree(), step=self.state.global_step, comm=self.model.comm)
+        save_and_remove_older(root, self._checkpoint_tree(), step=self.state.global_step, comm=self.model.comm)
         if self.args.should_save:
-            prune(root, keep=1)
             torch.save(self.lr_scheduler.state_dict(), os.path.join(output_dir, _SCHEDULER_FILE))
             torch.save(ResumeWithThisTrainer(), os.path.join(output_dir, _OPTIMIZER_FILE))
 

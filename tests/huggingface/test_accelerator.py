@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 import fsharp as fs
-from fsharp.errors import CheckpointError, OptionError
+from fsharp.errors import AgreementError, CheckpointError, OptionError
 from fsharp.huggingface.accelerator import Accelerator, take_buffers_of_rank_0
 from fsharp.testing import processes, simulate
 
@@ -194,6 +194,36 @@ def test_a_save_takes_statistics_of_rank_0(tmp_path):
     assert not first.equal(second)
     assert saved.equal(first)
     assert elsewhere.equal(first)
+
+
+def saved_twice(folder, comm):
+    from fsharp.checkpoint.reading import ShardFileReader
+    from fsharp.checkpoint.storage import LocalStorage
+
+    as_torchrun(comm)
+    accelerator, num_read, find = Accelerator(cpu=True), [], ShardFileReader.find_damaged_block_starts
+
+    def counted(self):
+        num_read.append(self.path)
+        return find(self)
+
+    def fail(self, path):
+        raise CheckpointError(f"{path}: cannot be removed")
+
+    ShardFileReader.find_damaged_block_starts = counted
+    accelerator.prepare(fs.shard_module(nn.Linear(3, 4), strategy=fs.zero3("dp")))
+    accelerator.save_state(folder)
+    accelerator.save_state(folder)
+    LocalStorage.remove = fail
+    with pytest.raises(AgreementError, match=r"removal of older checkpoints: failed on rank 0.*\n.*: cannot be removed"):
+        accelerator.save_state(folder)
+    return len(num_read)
+
+
+def test_a_folder_saved_again_is_read_once_and_a_removal_that_fails_is_an_error_on_all_ranks(tmp_path):
+    """Rank 0 read the files of all ranks again, while the others waited, and an error was raised there alone."""
+    assert processes(fs.Mesh({"dp": 2}), partial(saved_twice, str(tmp_path))) == [3, 3]
+    assert len(fs.checkpoint.checkpoints(tmp_path / "fsharp")) == 2
 
 
 def test_buffers_of_experts_stay_those_of_each_rank():
