@@ -255,7 +255,7 @@ class CommWatch:
 
     @contextmanager
     def running_job(self) -> Iterator[None]:
-        """While the context is open, :attr:`has_job` is True."""
+        """While the context is open, ``has_job`` is True."""
         self.has_job = True
         try:
             yield
