@@ -1,5 +1,8 @@
 """Checkpoints of modules with weights of TransformerEngine: runs go on with the same bits, under another recipe as well."""
 
+import re
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -7,9 +10,11 @@ import fsharp as fs
 from tests import te_cpu
 from tests.te.training import (
     DELAYED,
+    PRECISION,
     RATE,
     RECIPES,
     STEPS,
+    WIDTH,
     Case,
     compare,
     linear,
@@ -97,6 +102,24 @@ def run(model, recipe, comm):
 
 def test_a_checkpoint_loads_under_another_recipe(tmp_path):
     assert on_ranks({"dp": 2}, load_under_another_recipe, folder=str(tmp_path)) == [[], []]
+
+
+def test_functions_make_parameters_from_main_copies_under_another_recipe(tmp_path):
+    """As docs/te.md says: the parameters of a TrainState are rounded a second time if they are read themselves."""
+    comm, tree = fs.SingleComm(), {"w": torch.randn(WIDTH, WIDTH, generator=torch.Generator().manual_seed(0))}
+
+    def state(name):
+        precision = replace(PRECISION, stored=fs.te.weight_format(RECIPES[name][1]))
+        layout = fs.plan(tree, comm.mesh, fs.zero3("dp"), precision=precision)
+        return fs.init_state(fs.optim.sgd(RATE), fs.shard(tree, layout, comm, place="optim"), comm=comm)
+
+    with te_cpu.architecture(10, 0):
+        fs.checkpoint.save(tmp_path, state("current on 10.0"), step=1, comm=comm)
+        expected = fs.full_tree(state("mxfp8").params, comm=comm)["w"]
+        options = {"rename": lambda name: re.sub("^params", "main", name), "ignore": "params.**", "cast": True}
+        for how, is_equal in ((options, True), ({}, False)):
+            loaded = fs.checkpoint.load(tmp_path, state("mxfp8"), comm=comm, **how)
+            assert torch.equal(fs.full_tree(loaded.params, comm=comm)["w"], expected) == is_equal
 
 
 def resume_delayed(comm, folder):
