@@ -130,14 +130,7 @@ def load(
     There are two collectives of 40 bytes for each axis, and two more in which rank 0 sends the path. Memory: the loaded values,
     and ``buffer_nbytes``.
     """
-    how: dict[str, Any] = {
-        "subtree": subtree,
-        "rename": rename,
-        "ignore": ignore,
-        "cast": cast,
-        "strict": strict,
-        "donate": donate,
-    }
+    how: Any = {"subtree": subtree, "rename": rename, "ignore": ignore, "cast": cast, "strict": strict, "donate": donate}
     return load_checkpoint_and_tree(where, like, comm=comm, buffer_nbytes=buffer_nbytes, **how)[1]
 
 
