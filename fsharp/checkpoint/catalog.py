@@ -49,6 +49,7 @@ class CheckpointSummary(NamedTuple):
     files: tuple[FileRecord, ...]
 
 
+_latest_times: dict[str, float] = {}  # by root, of saves there and, if Replicas have this root, in memory of hosts
 _summary_cache: dict[str, CheckpointSummary] = {}  # by digest of a manifest's bytes, as parsing many manifests takes long
 _MAX_CACHED_SUMMARIES = 1000
 _TIMED_ID_LENGTH = 32  # digits of an id that begins with the time of its save
@@ -60,22 +61,38 @@ def folder_name(step: int, save_id: str) -> str:
 
 
 def new_save_id(root: str) -> str:
-    """Return an id for a save under ``root`` that begins now: 16 hexadecimal digits of its time, and 16 random ones.
+    """Return an id for a save that begins now, as :func:`next_save_id` does, after a look at the saves in ``root``."""
+    record_save_time(root, newest_save_time(root))
+    return next_save_id(root)
 
-    The time is later than those of all saves in ``root``, even if a clock was set back.
+
+def next_save_id(root: str) -> str:
+    """Return an id for a save that begins now: 16 hexadecimal digits of its time, and 16 random ones.
+
+    The time is now, or if a clock was set back, just after the latest time that :func:`record_save_time` knows for ``root``.
     """
+    created = max(time.time(), math.nextafter(record_save_time(root), math.inf))
+    record_save_time(root, created)
+    return struct.pack(">d", created).hex() + secrets.token_hex(8)
+
+
+def record_save_time(root: str, created: float = 0.0) -> float:
+    """Record the time of a save under ``root``, or in memory of hosts, and return the latest time recorded for ``root``.
+
+    A run numbers its saves on disk and in memory in one order. So each new save gets a later time than all recorded ones.
+    """
+    latest = _latest_times[root] = max(_latest_times.get(root, 0.0), created)
+    return latest
+
+
+def newest_save_time(root: str) -> float:
+    """Return the time of the newest save in ``root``, in seconds since 1970; 0 if there is none."""
     names = folder_names_newest_first(root)
-    before = save_time_of(f"{root}/{names[0]}") if names else 0.0
-    return struct.pack(">d", save_time_after(before)).hex() + secrets.token_hex(8)
-
-
-def save_time_after(before: float) -> float:
-    """Return the time for a new save, in seconds since 1970: now, or if a clock was set back, just after ``before``."""
-    return max(time.time(), math.nextafter(before, math.inf))
+    return save_time_of(f"{root}/{names[0]}") if names else 0.0
 
 
 def time_in_save_id(save_id: str) -> float | None:
-    """Return the time in an id of :func:`new_save_id`, in seconds since 1970; None if the id has none."""
+    """Return the time in an id of :func:`next_save_id`, in seconds since 1970; None if the id has none."""
     created = struct.unpack(">d", bytes.fromhex(save_id[:16]))[0] if len(save_id) == _TIMED_ID_LENGTH else math.nan
     return created if math.isfinite(created) else None
 

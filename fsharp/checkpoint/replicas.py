@@ -8,19 +8,20 @@ import struct
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
-from itertools import count
 from typing import Any, NamedTuple
 
 import torch
-import xxhash
 
 from fsharp.checkpoint.catalog import (
     Checkpoint,
     folder_names_newest_first,
     newest_except,
+    newest_save_time,
+    next_save_id,
     opening_errors,
+    record_save_time,
     remove_incomplete,
-    save_time_after,
+    time_in_save_id,
 )
 from fsharp.checkpoint.entries import TreeContents, contents_of, with_state_dicts
 from fsharp.checkpoint.loading import (
@@ -129,8 +130,8 @@ class Replicas(BackgroundSaver):
         root: folder of checkpoints on disk, from which :meth:`restore` loads if one is newer.
 
     Raises:
-        CheckpointError: there are too few hosts for the copies, hosts have different numbers of ranks, the folder is in use, or
-            the ranks of a host do not share the folder. All ranks raise.
+        CheckpointError: there are too few hosts for the copies, hosts have different numbers of ranks, the folder is in use,
+            the ranks of a host do not share the folder, or ``root`` cannot be listed. All ranks raise.
     """
 
     def __init__(
@@ -144,13 +145,15 @@ class Replicas(BackgroundSaver):
     ) -> None:
         self._folder, self._copies, self._root = os.path.abspath(folder), copies, None if root is None else absolute_path(root)
         size = int(os.environ.get("LOCAL_WORLD_SIZE", "1")) if domain_size is None else domain_size
-        self._domain_size, self._created, self._claim = size, 0.0, None
+        self._domain_size, self._claim = size, None
+        self._ordered_with = self._root or self._folder  # the root whose saves have one order with those in memory
         token = secrets.token_bytes(_TOKEN_NBYTES)
 
         def exchange_tokens() -> list[bytes]:
-            tokens = all_gather_fixed_size(token, comm)
-            self._run, self._numbers = tokens[0], count()
-            return tokens
+            latest = struct.pack("<d", record_save_time(self._ordered_with))
+            found = all_gather_fixed_size(token + latest, comm)
+            record_save_time(self._ordered_with, max(struct.unpack_from("<d", each, _TOKEN_NBYTES)[0] for each in found))
+            return [each[:_TOKEN_NBYTES] for each in found]
 
         def check() -> None:
             if not isinstance(innermost_comm(comm), ProcessGroupComm) and comm.mesh.size > 1:
@@ -168,7 +171,10 @@ class Replicas(BackgroundSaver):
             if comm.rank % size == 0:
                 self._claim = run_with_path_in_errors(self._folder, lambda: FolderClaim(self._folder, token))
                 remove_incomplete(self._folder)
-                self._created = max((created for _, _, created, *_ in saves_held_here_rows(self._folder)), default=0.0)
+                for _, _, created, *_ in saves_held_here_rows(self._folder):
+                    record_save_time(self._ordered_with, created)
+            if comm.rank == 0 and self._root is not None:
+                record_save_time(self._root, newest_save_time(self._root))
 
         def check_reduced() -> None:
             first = comm.rank // size * size
@@ -206,7 +212,7 @@ class Replicas(BackgroundSaver):
     def _refresh_nbytes_of(self, contents: TreeContents) -> RefreshNbytes:
         rank = self._comm.rank
         written = {of: [each for _, each in tensors_written_by(contents, of)] for of in {rank, *self._ranks_with_files_here}}
-        sizes = {of: file_nbytes(tensors, header_metadata("0" * 16, of)) for of, tensors in written.items()}
+        sizes = {of: file_nbytes(tensors, header_metadata("0" * 32, of)) for of, tensors in written.items()}
         copied = sum(tensor.nbytes for tensor in written[rank])
         return RefreshNbytes(self._copies * sizes[rank], sum(sizes[of] for of in self._ranks_with_files_here), copied)
 
@@ -242,13 +248,14 @@ class Replicas(BackgroundSaver):
             TreeError: a leaf cannot be saved.
             AgreementError: ranks have trees of different structure, or different values of ``step`` or ``config``.
 
-        Cost: see :meth:`refresh_nbytes`. The call itself makes the copy, and one collective of 40 bytes for each axis. The
-        thread sends pieces of 4 MiB, in process groups that it alone uses.
+        Cost: see :meth:`refresh_nbytes`. The call itself makes the copy, and two collectives for each axis, of 40 and 16 bytes.
+        The thread sends pieces of 4 MiB, in process groups that it alone uses.
         """
 
-        def check_open(contents: TreeContents) -> None:
+        def begin(contents: TreeContents) -> str:
             if self._claim is not None and self._claim.is_closed:
                 raise CheckpointError("refresh(): these Replicas are closed. Make new ones.")
+            return next_save_id(self._ordered_with) if self._comm.rank == 0 else ""
 
         self._refuse_forked_process()
         with self._lock:
@@ -261,10 +268,10 @@ class Replicas(BackgroundSaver):
                 comm=self._comm,
                 config=config,
                 metric=None,
-                save_id=lambda: xxhash.xxh3_64_hexdigest(self._run + struct.pack("<Q", next(self._numbers))),
-                prepare=check_open,
+                begin=begin,
                 shared_root=False,
             )
+            record_save_time(self._ordered_with, time_in_save_id(snapshot.save_id) or 0.0)
             self._begin_save(snapshot, self._write_to_hosts)
 
     def _write_to_hosts(self, snapshot: Snapshot) -> None:
@@ -279,7 +286,7 @@ class Replicas(BackgroundSaver):
         def commit() -> None:
             if self._claim is not None:
                 here = [records[rank] for rank in self._ranks_with_files_here]
-                manifest = manifest_of_snapshot(snapshot, records, self._comm.mesh, created)
+                manifest = manifest_of_snapshot(snapshot, records, self._comm.mesh)
                 run_with_path_in_errors(
                     snapshot.folder, lambda: write_manifest_and_publish(snapshot, staged, here, manifest, rank=own.rank)
                 )
@@ -295,8 +302,6 @@ class Replicas(BackgroundSaver):
             check_on_all_ranks("refresh()", own, make_folder)
             records = write_shard_files(snapshot, staged, own, "refresh()")
             self._send_copies(snapshot, staged, records)
-            now = struct.pack("<d", save_time_after(self._created))
-            created = self._created = max(struct.unpack("<d", each)[0] for each in all_gather_fixed_size(now, own))
             check_on_all_ranks("refresh()", own, commit)
             check_on_all_ranks("refresh()", own, remove_others)
         except BaseException:
@@ -337,9 +342,10 @@ class Replicas(BackgroundSaver):
     def restore(self, like: Any, *, subtree: str = "", cast: bool = False, donate: bool = False) -> Any:
         """Return a tree like ``like`` with the values of the newest complete save, under any strategy and number of ranks.
 
-        All ranks have to call this method. A save is in the memory of hosts, or is a checkpoint under ``root``. A save in
-        memory is incomplete if more than ``copies`` hosts have lost their memory. A warning names the incomplete saves that are
-        newer than the save that is loaded.
+        All ranks have to call this method. A save is in the memory of hosts, or is a checkpoint under ``root``. The newest save
+        is the one that began last, also if hosts' clocks differ or were set back. A save in memory is incomplete if more than
+        ``copies`` hosts have lost their memory. A warning names the incomplete saves that are newer than the save that is
+        loaded.
 
         If a copy of a file is damaged, the copy of another host is read. If all copies are damaged, the next older save is
         loaded. Damaged files and checkpoints are renamed to end in ``.damaged``, with a warning for each.

@@ -42,8 +42,7 @@ class Snapshot:
     """The values of one save, and the folder to which they are written. All ranks have agreed on the save.
 
     Attributes:
-        save_id: hexadecimal digits that name the save, the same on all ranks. Copies in memory of hosts have 16 digits without
-            a time; other saves have the digits that :func:`new_save_id` returns.
+        save_id: the id that :func:`~fsharp.checkpoint.catalog.next_save_id` has returned on rank 0. All ranks have it.
         folder: path of the checkpoint once it is complete.
         tensors: the tensors that this rank writes, in order.
         values: elements of ``tensors``, in memory that must not change before the write.
@@ -110,25 +109,21 @@ def stage_snapshot(
 
     Raises CheckpointError if there is not enough room. After an error there is no staging folder.
     """
-    where, draw, folder = absolute_path(root), bytes(16), ""
+    where, folder = absolute_path(root), ""
 
-    def stage(contents: TreeContents) -> None:
-        nonlocal folder, draw
-        if comm.rank == 0:
-            check_free_space(where, sum(entry.numel * entry.dtype.itemsize for entry in contents.entries.values()))
-            draw = bytes.fromhex(new_save_id(where))
-            mine = f"{where}/{folder_name(step, draw.hex())}"
-            run_with_path_in_errors(mine, lambda: storage_of(where).make_staging_folder(mine))
-            folder = mine
+    def stage(contents: TreeContents) -> str:
+        nonlocal folder
+        if comm.rank != 0:
+            return ""
+        check_free_space(where, sum(entry.numel * entry.dtype.itemsize for entry in contents.entries.values()))
+        save_id = new_save_id(where)
+        mine = f"{where}/{folder_name(step, save_id)}"
+        run_with_path_in_errors(mine, lambda: storage_of(where).make_staging_folder(mine))
+        folder = mine
+        return save_id
 
     try:
-        facts = {
-            "step": step,
-            "config": config,
-            "metric": metric,
-            "save_id": lambda: all_gather_fixed_size(draw, comm)[0].hex(),
-        }
-        return agree_on_snapshot("save()", where, tree, comm=comm, prepare=stage, **facts)
+        return agree_on_snapshot("save()", where, tree, step=step, comm=comm, config=config, metric=metric, begin=stage)
     except BaseException:
         if folder:
             remove_staged(folder)
@@ -144,22 +139,21 @@ def agree_on_snapshot(
     comm: Comm,
     config: Any,
     metric: float | None,
-    save_id: Callable[[], str],
-    prepare: Callable[[TreeContents], None],
+    begin: Callable[[TreeContents], str],
     shared_root: bool = True,
 ) -> Snapshot:
     """Return the :class:`Snapshot` that a save will write, after a check that all ranks agree.
 
-    ``where``: the calling function, for errors. ``prepare(contents)`` is called before ranks compare contents. ``save_id()`` is
-    called once ranks agree, and returns the id of the save. ``shared_root``: whether ``root`` is one folder that all ranks see.
+    ``where``: the calling function, for errors. ``begin(contents)`` is called before ranks compare contents, and returns on
+    rank 0 the id of the save. ``shared_root``: whether ``root`` is one folder that all ranks see.
     """
-    has_objects = False
+    has_objects, drawn = False, ""
     with suppress(RecursionError):  # contents_of() refuses such a tree on all ranks
         has_objects = any(has_state_dict(leaf) for leaf in optree.tree_leaves(tree, is_leaf=is_checkpoint_leaf))
     states = check_on_all_ranks(where, comm, lambda: with_state_dicts(tree)) if has_objects else tree
 
     def check() -> TreeContents:
-        nonlocal config
+        nonlocal config, drawn
         config = checked_config(where, step, config)
         if not isinstance(metric, float | int | None):
             raise CheckpointError(f"{where}: metric is {metric!r}, expected a number: float(x) of a tensor.")
@@ -171,7 +165,7 @@ def agree_on_snapshot(
             )
         contents.objects.update(_structures_by_name(states))
         check_reserved_names(where, contents.entries)
-        prepare(contents)
+        drawn = begin(contents)
         return contents
 
     def texts_to_compare(contents: TreeContents) -> dict[str, str]:
@@ -191,7 +185,8 @@ def agree_on_snapshot(
         }
 
     contents = check_on_all_ranks(where, comm, check, texts_to_compare)
-    name, tensors, values = save_id(), [], []
+    name = all_gather_fixed_size(bytes.fromhex(drawn) if comm.rank == 0 else bytes(16), comm)[0].hex()
+    tensors, values = [], []
     for entry, tensor in tensors_written_by(contents, comm.rank):
         (first, last), mine = entry.range_written_by(comm.rank), entry.piece(comm.rank)
         tensors.append(tensor)
@@ -272,11 +267,7 @@ def write_snapshot(snapshot: Snapshot, comm: Comm) -> Checkpoint:
 
     def commit(records: list[FileRecord]) -> None:
         nonlocal is_published
-        created = time_in_save_id(snapshot.save_id)
-        assert created is not None
-        write_manifest_and_publish(
-            snapshot, staged, records, manifest_of_snapshot(snapshot, records, comm.mesh, created), rank=0
-        )
+        write_manifest_and_publish(snapshot, staged, records, manifest_of_snapshot(snapshot, records, comm.mesh), rank=0)
         is_published = True
 
     try:
@@ -362,9 +353,10 @@ def header_metadata(save_id: str, rank: int) -> dict[str, str]:
     return {"save_id": save_id, "rank": str(rank)}
 
 
-def manifest_of_snapshot(snapshot: Snapshot, records: Sequence[FileRecord], mesh: Mesh, created: float) -> Manifest:
+def manifest_of_snapshot(snapshot: Snapshot, records: Sequence[FileRecord], mesh: Mesh) -> Manifest:
     """Return the manifest of a snapshot, with all ranks' tensors, which follow from layouts. ``records``: the files."""
-    tensors = {}
+    tensors, created = {}, time_in_save_id(snapshot.save_id)
+    assert created is not None
     for entry in snapshot.contents.entries.values():
         chunks = (Chunk(rank, *entry.range_written_by(rank)) for rank in range(mesh.size))
         in_place = sorted((chunk for chunk in chunks if chunk.first < chunk.last), key=lambda chunk: chunk.first)

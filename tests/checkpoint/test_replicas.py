@@ -6,6 +6,8 @@ import logging
 import os
 import shutil
 import signal
+import threading
+import time
 from contextlib import nullcontext
 from functools import partial
 
@@ -14,7 +16,7 @@ import pytest
 import torch
 
 import fsharp as fs
-from fsharp.checkpoint import replicas as replicas_module
+from fsharp.checkpoint import catalog, replicas as replicas_module
 from fsharp.checkpoint.manifest import MANIFEST_NAME
 from fsharp.checkpoint.peers import FirstErrorKeeper, ReadRequest, exchange_requested_bytes
 from fsharp.errors import AgreementError, CheckpointError, CommError
@@ -180,6 +182,8 @@ def test_a_step_goes_on_while_a_refresh_is_under_way(tmp_path):
             fs.checkpoint.Saver(f"{root}/disk", comm, background=False).save(state, step=1)  # the same root is no conflict
             begin.set()
             replicas.wait()
+            assert same(whole(replicas.restore(zeros(state)), comm), whole(state, comm)), "which was saved later"
+        with fs.checkpoint.Replicas(host(root, comm.rank), comm) as replicas:
             assert same(whole(replicas.restore(zeros(state)), comm), expected)
 
     processes(FOUR, run)
@@ -514,6 +518,68 @@ def flip(path, at):
         byte = file.read(1)[0]
         file.seek(at)
         file.write(bytes([byte ^ 1]))
+
+
+def test_a_refresh_that_is_sent_after_a_later_save_on_disk_is_older(tmp_path, monkeypatch):
+    comm, saved, send = fs.SingleComm(), threading.Event(), fs.checkpoint.Replicas._send_copies
+    monkeypatch.setattr(fs.checkpoint.Replicas, "_send_copies", lambda *args: (saved.wait(60), send(*args)))
+    with fs.checkpoint.Replicas(tmp_path / "memory", comm, copies=0, root=tmp_path / "disk") as replicas:
+        replicas.refresh({"n": 50}, step=50)
+        fs.checkpoint.save(tmp_path / "disk", {"n": 52}, step=52, comm=comm)
+        saved.set()
+        assert replicas.latest() == 52
+        assert replicas.restore({"n": 0}) == {"n": 52}
+        replicas.refresh({"n": 53}, step=53)
+        assert replicas.restore({"n": 0}) == {"n": 53}
+
+
+@pytest.mark.parametrize("is_restarted", [False, True])
+@pytest.mark.parametrize("first", ["memory", "disk"])
+def test_saves_in_memory_and_on_disk_have_one_order_whatever_clocks_do(tmp_path, monkeypatch, first, is_restarted):
+    """Each save begins an hour earlier, by the clock, than the save before. They go to memory and to the disk in turn."""
+    comm, clock = fs.SingleComm(), [5e9]
+    monkeypatch.setattr(catalog.time, "time", lambda: clock[0])
+    steps = [9, 2, 7, 3]
+    for i, step in enumerate(steps):
+        if is_restarted:
+            monkeypatch.setattr(catalog, "_latest_times", {}, raising=False)
+        with fs.checkpoint.Replicas(tmp_path / "memory", comm, copies=0, root=tmp_path / "disk") as replicas:
+            assert replicas.latest() == (steps[i - 1] if i else None)
+            if (i % 2 == 0) == (first == "memory"):
+                replicas.refresh({"n": step}, step=step)
+            else:
+                fs.checkpoint.save(tmp_path / "disk", {"n": step}, step=step, comm=comm)
+            assert replicas.latest() == step
+            assert replicas.restore({"n": 0}) == {"n": step}
+        clock[0] -= 3600
+
+
+def test_only_the_clock_of_rank_0_counts_and_a_lost_host_takes_no_time_with_it(tmp_path, monkeypatch):
+    """Rank 1's clock is ahead by a minute. Then host 0 is lost, and rank 0 is on a host whose clock is behind by an hour."""
+    disk = tmp_path / "disk"
+
+    def run(comm, ahead_s):
+        real = time.time
+        monkeypatch.setattr(catalog.time, "time", lambda: real() + ahead_s[comm.rank])
+        with fs.checkpoint.Replicas(host(tmp_path, comm.rank), comm, root=disk) as replicas:
+            found = [replicas.latest()]
+            for step in (1, 3):
+                replicas.refresh({"n": step}, step=step)
+                found.append(replicas.latest())
+                fs.checkpoint.save(disk, {"n": step + 1}, step=step + 1, comm=comm)
+                found.append(replicas.latest())
+            replicas.refresh({"n": 5}, step=5)
+            return [*found, replicas.restore({"n": 0})["n"]]
+
+    def save(comm):
+        with fs.checkpoint.Replicas(host(tmp_path, comm.rank), comm, root=disk) as replicas:
+            fs.checkpoint.save(disk, {"n": 6}, step=6, comm=comm)
+            return replicas.latest(), replicas.restore({"n": 0})["n"]
+
+    two = fs.Mesh({"dp": 2})
+    assert processes(two, partial(run, ahead_s=(3600, 3660))) == [[None, 1, 2, 3, 4, 5]] * 2
+    shutil.rmtree(host(tmp_path, 0))
+    assert processes(two, save) == [(6, 6)] * 2
 
 
 def test_one_process_and_ranks_without_process_groups(tmp_path):

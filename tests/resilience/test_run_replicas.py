@@ -1,14 +1,17 @@
 """A run that keeps its tree in memory of hosts as well."""
 
 import logging
+import os
 import re
 import shutil
+import signal
+import threading
 
 import pytest
 import torch
 
 import fsharp as fs
-from fsharp.checkpoint import Replicas
+from fsharp.checkpoint import Replicas, catalog
 from fsharp.errors import CheckpointError, NonFiniteError, RunError
 from fsharp.resilience import NonFinite, Run
 from fsharp.testing import processes
@@ -83,6 +86,45 @@ def test_a_step_is_rolled_back_to_memory(tmp_path):
 def test_what_is_not_finite_is_not_refreshed(tmp_path):
     with pytest.raises(NonFiniteError, match=r"after 2 steps is not saved: 'x' .*the newest checkpoint is of step 1"):
         go(tmp_path, act=lambda step, x: x / (1 - step))
+
+
+@pytest.mark.parametrize("ahead_s", [0, 60, 3600])
+def test_a_preempted_run_goes_on_with_its_last_save_whatever_is_sent_late_and_clocks_do(tmp_path, monkeypatch, ahead_s):
+    """A signal comes in step 12. The clock was ahead in step 10, whose copy is sent after the save on disk."""
+    begun, send, real = threading.Event(), Replicas._send_copies, catalog.time.time
+    begin_save = fs.checkpoint.Saver.save
+    monkeypatch.setattr(Replicas, "_send_copies", lambda *args: (begun.wait(60), send(*args)))
+    monkeypatch.setattr(fs.checkpoint.Saver, "save", lambda *args, **options: (begin_save(*args, **options), begun.set()))
+
+    def start():
+        with (
+            Replicas(tmp_path / "memory", COMM, copies=0, root=tmp_path / "disk") as hosts,
+            Run(
+                tmp_path / "disk",
+                comm=COMM,
+                total=20,
+                save_every=100,
+                refresh_every=10,
+                replicas=hosts,
+                signals=(signal.SIGUSR1,),
+            ) as run,
+        ):
+            tree, first = run.resume({"x": torch.zeros(())}), run.step
+            for step in run.steps():
+                if step == 9:
+                    monkeypatch.setattr(catalog.time, "time", lambda: real() + ahead_s)
+                if step == 10:
+                    monkeypatch.setattr(catalog.time, "time", real)
+                if step == 12:
+                    os.kill(os.getpid(), signal.SIGUSR1)
+                tree = run.end_step({"x": tree["x"] + 1})
+        return first, tree["x"].item()
+
+    with pytest.raises(SystemExit, match="75"):
+        start()
+    monkeypatch.setattr(catalog, "_latest_times", {}, raising=False)
+    assert start() == (13, 20)
+    assert start() == (20, 20), "the save after the last step is newer than the copy of step 20"
 
 
 def test_what_is_refused(tmp_path):
