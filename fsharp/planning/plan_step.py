@@ -101,7 +101,8 @@ def plan_step(
     numbers = count()
     events = [event for _ in range(microbatches) for event in _microbatch_events(uses, trained, recomputed, numbers)]
     fetches = [Event("fetch", unit.name or ROOT) for unit in layout.units if policy.offload and unit.name in trained]
-    program = Program(tuple(facts), (*events, Event("reduce"), *fetches, Event("update")))
+    reduce = Event("reduce", reduced=tuple(sorted(each.name for each in facts if each.trainable and each.finish)))
+    program = Program(tuple(facts), (*events, reduce, *fetches, Event("update")))
     return compile_schedule(program, policy, has_streams=backend == "nccl")
 
 

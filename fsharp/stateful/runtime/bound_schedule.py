@@ -8,7 +8,7 @@ import torch
 
 from fsharp.stateful.runtime.bound_op import BoundOp
 from fsharp.stateful.runtime.executor import Executor, do_nothing
-from fsharp.stateful.schedule.emit_gradients import reducing_microbatches
+from fsharp.stateful.schedule.emit_gradients import units_reduced_after_microbatches
 from fsharp.stateful.schedule.ops import FINISHING, OUTGOING, PARAMS
 from fsharp.stateful.schedule.program import Event, UnitFacts, count_gradients
 from fsharp.stateful.schedule.schedule import Memory, Schedule, op_positions_by_bucket
@@ -39,7 +39,7 @@ class BoundSchedule:
         self.schedule, self.arena = schedule, arena
         self.units = {facts.name: units[facts.name] for facts in schedule.program.units}
         self.events: tuple[Event, ...] = schedule.program.events
-        self.reducing_microbatches = reducing_microbatches(self.events)
+        self.reducing_microbatches = units_reduced_after_microbatches(schedule.program).keys()
         self._span = arena.data_ptr(), arena.data_ptr() + len(arena)
         self.number, self.stranded = next(_schedule_numbers), dict[str, Memory]()
         comm, poison = executor.comm, schedule.policy.poison

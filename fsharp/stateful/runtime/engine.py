@@ -153,7 +153,7 @@ class ScheduledEngine(Engine):
         step, handed_out = self.steps.current_step(), self.steps.handed_out
         if not handed_out.is_scheduled_reduction(units_of(tree), to):
             if residuals:
-                handed_out.check_none_reduced_with_feedback()
+                handed_out.check_none_reduced_with_feedback(units_of(tree))
             step.record_unscheduled_reduction()
             return moves.reduce_scatter_unchecked(tree, to, self.steps.own, residuals)
         units = handed_out.take_units()

@@ -44,10 +44,11 @@ class HandedOutGradients:
         result = Sharded(tensors, node.unit, node.unit.strategy.grads, node.unit.trainable_groups, reduction=reduction)
         return with_future_buffers(result, gradient.wait) if gradient.is_under_way else result
 
-    def check_none_reduced_with_feedback(self) -> None:
-        """Raise an error if a gradient was already reduced with feedback: another reduction would read changed residuals."""
-        for unit, _, _ in self._rows:
-            if unit.gradient is not None and unit.gradient.phase >= GradientPhase.FINISHING and residual_sizes(unit.layout):
+    def check_none_reduced_with_feedback(self, nodes: Sequence[Sharded]) -> None:
+        """Raise an error if a gradient in ``nodes`` was reduced with feedback: another reduction would read new residuals."""
+        layouts = {node.unit for node in nodes}
+        for unit in [unit for unit, _, _ in self._rows if unit.layout in layouts and residual_sizes(unit.layout)]:
+            if unit.gradient is not None and unit.gradient.phase >= GradientPhase.FINISHING:
                 raise ScheduleError(
                     f"reduce_scatter(): the gradient of unit {unit.key!r} was changed after the schedule had sent it with "
                     "feedback. Make the same changes in each step, from the first step on."

@@ -68,8 +68,9 @@ class Step:
         no_gradient: bool = False,
         unsharded: UnshardedBuffer | None = None,
         units: Collection[UnitState] = (),
+        reduced: tuple[str, ...] | None = None,
     ) -> None:
-        at, found = len(self.events), (kind, unit.key if unit is not None else "", number, no_gradient)
+        at, found = len(self.events), (kind, unit.key if unit is not None else "", number, no_gradient, reduced)
         if self.eager is None:
             schedule = self.schedule
             assert schedule is not None
@@ -280,9 +281,10 @@ class Step:
     def reduce_to_optimizer(self, units: Sequence[UnitState], *, wait: bool) -> None:
         """Reduce gradients to the optimizer's shards. Without ``wait`` a later read of a gradient waits for its reduction."""
         self._end_passed_backwards(None)
-        unfinished = [unit for unit in units if _needs_final_reduction(unit)]
-        self._run_event("reduce", units=unfinished)
-        unfinished = [unit for unit in unfinished if _needs_final_reduction(unit)]
+        final = [unit for unit in units if unit.gradient is not None and unit.gradient.route.has_final_reduction]
+        unfinished = [unit for unit in final if unit.required_gradient.phase < GradientPhase.FINISHING]
+        self._run_event("reduce", units=unfinished, reduced=tuple(sorted([unit.key for unit in final])))
+        unfinished = [unit for unit in unfinished if unit.required_gradient.phase < GradientPhase.FINISHING]
         if unfinished:
             self._run_ops(self.leave_schedule().ops_of_final_reduction(unfinished))
         for unit in units:
@@ -336,11 +338,6 @@ class Step:
     def set_on_backward(self, hook: Callable[[], None]) -> None:
         """Let each backward that reaches a use of this step first call ``hook``, which may raise an error."""
         self._on_backward = hook
-
-
-def _needs_final_reduction(unit: UnitState) -> bool:
-    gradient = unit.gradient
-    return gradient is not None and gradient.route.has_final_reduction and gradient.phase < GradientPhase.FINISHING
 
 
 def _backward_too_late_error(unit: str) -> ScheduleError:

@@ -3,7 +3,7 @@
 from collections.abc import Collection, Iterable
 
 from fsharp.stateful.schedule.costs import BucketOfUnit, bucket_limits, group_into_buckets
-from fsharp.stateful.schedule.emit_gradients import GradientOps, reducing_microbatches
+from fsharp.stateful.schedule.emit_gradients import GradientOps, units_reduced_after_microbatches
 from fsharp.stateful.schedule.emit_parameters import ParameterOps
 from fsharp.stateful.schedule.ops import FINAL_REDUCE, GATHER, REDUCE, UPDATE_GATHER, OpSpec, Phase
 from fsharp.stateful.schedule.policy import MAX_FINAL_REDUCTIONS, SchedulePolicy
@@ -49,8 +49,8 @@ def emit_ops(
     ops, microbatch = OpList(program), 0
     parameters = ParameterOps(ops, program, policy, buckets.gathers, buckets.update_gathers, kept_uses)
     gradients = GradientOps(ops, buckets.reduces, buckets.final_reduces, max_final_reductions, sum_late=sum_late)
-    casts, last = count_gradients(program.events), reducing_microbatches(program.events)
-    gradients.begin_microbatch(casts[0], is_last=0 in last)
+    casts, reduced = count_gradients(program.events), units_reduced_after_microbatches(program)
+    gradients.begin_microbatch(casts[0], reduced.get(0, ()))
     for i, event in enumerate(program.events):
         phase: Phase = "forward" if event.kind.startswith("forward") else "backward"
         if event.kind not in ("backward_end", "microbatch_end", "update"):
@@ -68,7 +68,7 @@ def emit_ops(
                 parameters.emit_releases(i, "backward")
                 parameters.emit_gathers(i, "backward")
                 microbatch += 1
-                gradients.begin_microbatch(casts[microbatch], is_last=microbatch in last)
+                gradients.begin_microbatch(casts[microbatch], reduced.get(microbatch, ()))
             case "reduce":
                 gradients.end_all_reductions(i)
             case "fetch":

@@ -1,7 +1,7 @@
 """Emit the ops that collect, reduce and add gradients, and send them to the optimizer's shards."""
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from fsharp.stateful.schedule.costs import BucketOfUnit
 from fsharp.stateful.schedule.ops import (
@@ -18,7 +18,7 @@ from fsharp.stateful.schedule.ops import (
     OpSpec,
 )
 from fsharp.stateful.schedule.policy import MAX_REDUCTIONS
-from fsharp.stateful.schedule.program import Event
+from fsharp.stateful.schedule.program import Event, Program
 from fsharp.stateful.schedule.unplaced import BufferKey, OpList, UnplacedOp
 
 UnplacedOps = tuple[UnplacedOp, ...]
@@ -47,10 +47,10 @@ class GradientOps:
         self._under_way: list[list[UnplacedOp]] = []
         self._opened: set[str] = set()  # units whose gradient has its memory at rest
 
-    def begin_microbatch(self, casts: Counter[str], *, is_last: bool) -> None:
-        """Begin a microbatch. ``casts``: number of gradients by unit. ``is_last``: also reduce to the optimizer's shards."""
+    def begin_microbatch(self, casts: Counter[str], reduced: Collection[str]) -> None:
+        """Begin a microbatch. ``casts``: number of gradients by unit. ``reduced``: units to send to the optimizer's shards."""
         self._missing_casts, self._casts = Counter(casts), {}
-        facts = self._ops.facts.items() if is_last else ()
+        facts = ((unit, self._ops.facts[unit]) for unit in reduced)
         self._is_incomplete = {unit: True for unit, each in facts if FINAL_REDUCE.has_ops_for(each) and each.trainable}
 
     def emit_cast(self, event: Event, at: int) -> None:
@@ -173,12 +173,12 @@ class GradientOps:
                 self._emit_final_reduction_if_ready(op.unit, op.at)
 
 
-def reducing_microbatches(events: Sequence[Event]) -> set[int]:
-    """Return the numbers of microbatches at whose end gradients are reduced to the optimizer's shards (a ``reduce`` event)."""
-    number, result = 0, set()
-    for event in events:
+def units_reduced_after_microbatches(program: Program) -> dict[int, Collection[str]]:
+    """Return the units that the first ``reduce`` event after a microbatch reduces, by number of the microbatch."""
+    number, result = 0, dict[int, Collection[str]]()
+    for event in program.events:
         if event.kind == "microbatch_end":
             number += 1
         elif event.kind == "reduce":
-            result.add(number - 1)
+            result.setdefault(number - 1, [u.name for u in program.units if event.reduced is None or u.name in event.reduced])
     return result

@@ -39,14 +39,11 @@ class UnitFacts:
         reduce_encoded: bytes of encoded data that is made before the first collective of a microbatch's reduction.
         reduce_recoded: bytes of encoded data that is decoded and encoded again between two collectives of this reduction.
         reduce_decoded: bytes of encoded data that is decoded after the last collective of this reduction.
-        finish_encoded: as ``reduce_encoded``, of the reduction once a step.
-        finish_recoded: as ``reduce_recoded``, of the reduction once a step.
-        finish_decoded: as ``reduce_decoded``, of the reduction once a step.
+        finish_encoded, finish_recoded, finish_decoded: as those of ``reduce``, of the reduction once a step.
         update_coded: encoded bytes of the differences by which an update changes parameters.
         gradient: bytes of the unit's gradient before any reduction, in the dtype in which it is collected; 0 if unknown.
-        reduce_cast: bytes of summands that a microbatch's reduction sends, without encoding, in another dtype than that of the
-            sums. gloo casts such summands as it adds them.
-        finish_cast: as ``reduce_cast``, of the reduction once a step.
+        reduce_cast, finish_cast: bytes of summands that these reductions send, without encoding, in another dtype than that of
+            the sums. gloo casts such summands as it adds them.
     """
 
     name: str
@@ -85,12 +82,14 @@ class Event(NamedTuple):
         unit: name of the unit; empty for a kind without a unit.
         use: number of the use within the step, counted from 0 in the order of ``forward``; -1 for a kind without a use.
         no_gradient: whether a ``backward_end`` of a trained unit leaves no gradient of the unit's parameters.
+        reduced: names of the units whose gradients a ``reduce`` event reduces, sorted; None: of all units.
     """
 
     kind: EventKind
     unit: str = ""
     use: int = -1
     no_gradient: bool = False
+    reduced: tuple[str, ...] | None = None
 
     @property
     def has_gradient(self) -> bool:
@@ -153,6 +152,8 @@ class Program:
                 raise ScheduleError(f"{where}: no such unit; there are {sorted(names)}.")
             if event.kind in EVENTS_WITHOUT_UNIT and (event.unit or event.use != -1):
                 raise ScheduleError(f"{where}: has unit {event.unit!r} and use {event.use}, expected no unit and no use.")
+            if unknown := sorted(set(event.reduced or ()) - names):
+                raise ScheduleError(f"{where}: reduces unit {unknown[0]!r}; there are {sorted(names)}.")
             if event.has_gradient and not facts[event.unit].trainable:
                 raise ScheduleError(f"{where}: gives a gradient to a unit whose facts say trainable=False.")
             if event.kind in ("forward", "backward"):

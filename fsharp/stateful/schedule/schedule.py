@@ -173,7 +173,10 @@ class Schedule:
         try:
             data = json.loads(text)
             units = tuple(map(_facts_from_json, data["program"]["units"]))
-            program = Program(units, tuple(Event(*event) for event in data["program"]["events"]))
+            events: list[list[Any]] = [
+                [tuple(x) if isinstance(x, list) else x for x in event] for event in data["program"]["events"]
+            ]
+            program = Program(units, tuple(Event(*event) for event in events))
             ops = tuple(map(_op_from_json, data["ops"]))
             kind = DebugPolicy if "poison" in data["policy"] else SchedulePolicy
             together = tuple(map(tuple, data["policy"].get("together", ())))

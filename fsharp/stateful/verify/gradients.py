@@ -21,7 +21,11 @@ class GradientCheck(ScheduleCheck):
         for i, event in enumerate(self.events):
             if event.has_gradient:
                 self.due.setdefault((event.unit, bisect_left(self.ends, i)), {})[i] = event.use
-        self.finishes = {bisect_left(self.asked, end) for end in self.ends} - {len(self.asked)}
+        finished = [facts.name for facts in self.facts.values() if facts.trainable and facts.finish]
+        self.finishes: dict[int, list[str]] = {}  # by number of a `reduce` after a microbatch, the units that it reduces
+        for number in sorted({bisect_left(self.asked, end) for end in self.ends} - {len(self.asked)}):
+            reduced = self.events[self.asked[number]].reduced
+            self.finishes[number] = [name for name in finished if reduced is None or name in reduced]
         # The ops that take a gradient out of a buffer: first the op that reduces it, then the op that frees the buffer.
         self.takers = {
             buffer: [
@@ -111,7 +115,7 @@ class GradientCheck(ScheduleCheck):
         facts, finish = self.facts[op.unit], spec in self.takers[FINISHING]
         if not facts.trainable:
             return "is about a frozen unit, which has no gradient"
-        if finish and not (spec.has_ops_for(facts) and key[1] in self.finishes):
+        if finish and not (spec.has_ops_for(facts) and op.unit in self.finishes.get(key[1], ())):
             return "no `reduce` event asks for it"
         if any(each.has_ops_for(facts) and (each, *key) not in self.done for each in self._reductions_before(spec)):
             return "adds a result without a reduction before it"
@@ -136,13 +140,14 @@ class GradientCheck(ScheduleCheck):
                 if spec.has_ops_for(self.facts[unit]) and (spec, unit, number) not in self.done:
                     what = f"the gradient of {unit!r} in microbatch {number} has no {spec.kind}."
                     raise self._missing_gradient_error(max(due), unit, what, f"one {spec.kind} before the microbatch ends")
-        finished = [facts.name for facts in self.facts.values() if facts.trainable and facts.finish]
-        for number, unit, spec in product(sorted(self.finishes), finished, self.takers[FINISHING]):
-            if (spec, unit, number) not in self.done:
-                what = f"the gradient of {unit!r} has no {spec.kind} of phase finish."
-                raise self._missing_gradient_error(
-                    self.asked[number], unit, what, f"one {spec.kind} of phase finish before this event"
-                )
+        for number, units in self.finishes.items():
+            for unit, spec in product(units, self.takers[FINISHING]):
+                if (spec, unit, number) not in self.done:
+                    what, expected = (
+                        f"the gradient of {unit!r} has no {spec.kind} of phase finish.",
+                        f"one {spec.kind} of phase finish",
+                    )
+                    raise self._missing_gradient_error(self.asked[number], unit, what, f"{expected} before this event")
 
     def _missing_gradient_error(self, at: int, unit: str, what: str, expected: str) -> ScheduleError:
         where = f"verify(): event {at}, {self.events[at]}"

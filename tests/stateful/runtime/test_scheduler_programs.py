@@ -2,6 +2,7 @@
 
 from functools import partial
 
+import optree
 import pytest
 import torch
 from hypothesis import given, settings, strategies as st
@@ -350,3 +351,57 @@ def test_a_compiled_unit_function(backend):
     # One rank, since threads cannot compile at the same time; with gathers all the same.
     (_, _), [step] = run_both(training(loss, fs.zero3("dp")), fs.Mesh({"dp": 1}), trivial_axes=True, release="forward")
     assert gathers(step.schedule)["layers.1"] == 2
+
+
+TWO_TREES = {"two steps": None, "first, second": ("a", "b"), "second, first": ("b", "a")}
+
+
+@every(5, order=TWO_TREES, strategy=["ddp", "zero1", "zero3", "hsdp"], feedback=[False, True])
+def test_two_trees_in_one_call(order, strategy, feedback):
+    """Each reduction is of one tree, as of a GAN. The optimizer keeps the gradients themselves, as an optimistic one does."""
+    tx = (
+        lambda params: optree.tree_map(torch.zeros_like, params),
+        lambda grads, last, params: (optree.tree_map(lambda g, before: -0.1 * (2 * g - before), grads, last), grads),
+    )
+    precision = fs.Precision(wire=fs.formats.mxint8, feedback=True) if feedback else fs.Precision()
+
+    def loss(params, x, comm):
+        for name in sorted(params):
+            x = fs.forward(lambda w, x: torch.tanh(x @ w), params[name], x, comm=comm)
+        return x.square().mean()
+
+    def program(run):
+        seeds = torch.Generator().manual_seed(0)
+        trees = {k: {f"{k}{i}": torch.randn(16, 16, generator=seeds) / 4 for i in range(2)} for k in "ab"}
+        plan = {"tx": tx, "units": "*", "precision": precision}
+        states = {k: make_state(run.comm, strategy, params=tree, **plan) for k, tree in trees.items()}
+        step, grad = fs.train_step(loss, tx), fs.value_and_grad(loss)
+
+        def whole_steps(states, x, comm):
+            return {k: step(state, x, comm)[0] for k, state in states.items()}
+
+        def own_step(states, x, comm):
+            found, new = {}, {}
+            for k, state in states.items():
+                found[k] = grad(state.params, x, comm=comm, **({"residuals": state.residuals} if feedback else {}))
+            for k in TWO_TREES[order]:
+                value, grads, *residuals = found[k]
+                if feedback:
+                    grads, left = fs.reduce_scatter(grads, comm=comm, residuals=residuals[0])
+                    new[k] = states[k]._replace(residuals=left)
+                else:
+                    grads, new[k] = fs.reduce_scatter(grads, comm=comm), states[k]
+                new[k] = fs.update(tx, fs.average(value, grads, comm=comm)[1], new[k], comm=comm)
+            return {k: new[k] for k in states}
+
+        call = run.wrap(own_step if TWO_TREES[order] else whole_steps)
+        for i in range(4):
+            states = call(states, torch.randn(8, 16, generator=torch.Generator().manual_seed(10 * i + run.comm.rank)))
+        return [x.clone() for x in optree.tree_leaves([[each.params, each.opt] for each in states.values()])]
+
+    _, [call] = run_both(program, mesh_of(strategy))
+    assert call.status().kind == "planned"
+    schedule = call.schedule
+    assert fs.schedules.Schedule.from_json(schedule.to_json()) == schedule
+    sent = [op.unit for op in schedule.ops if op.kind == "reduce" and op.phase == "finish"]
+    assert len(set(sent)) == len(sent)
