@@ -55,6 +55,11 @@ MISTAKES = {
         OptionError,
         "the scheduler passes comm by itself",
     ),
+    "a scheduler by position": (
+        lambda: (scheduler := fs.Scheduler(ONLY))(total3)(part(), 0, scheduler),
+        OptionError,
+        "the scheduler passes comm by itself",
+    ),
     "a step without comm": (
         lambda: fs.Scheduler(ONLY)(lambda state, batch: state),
         OptionError,

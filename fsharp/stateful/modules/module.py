@@ -100,8 +100,7 @@ class ShardedModule(nn.Module):
         ``params`` is the module's own tree of :class:`~fsharp.Sharded`, without a copy; each dot in a parameter's name is a
         level of the tree. ``fn`` takes any tree of this layout, and can be scheduled, transformed by torch.func, or
         differentiated by :func:`~fsharp.value_and_grad`, not by ``backward()``. Writes to buffers in a forward are discarded.
-        A checkpoint within a unit recomputes with the parameters of the same call. Inside of a forward of this module ``fn``
-        raises an error.
+        A checkpoint within a unit recomputes with the parameters of the same call. In a forward of this module ``fn`` raises.
         """
         session = session_of_module(self)
 
@@ -278,8 +277,7 @@ class ShardedModule(nn.Module):
             model.load_full_state_dict(state)  # every rank calls it
 
         Args:
-            state_dict: on ``rank``, whole tensors by torch's names, in the dtypes that :meth:`load_state_dict` takes; None on
-                the other ranks.
+            state_dict: on ``rank``, whole tensors by torch's names, in dtypes that :meth:`load_state_dict` takes; else None.
             rank: rank of :attr:`comm` that passes the state dict.
             strict: raise an error for names that are missing or unknown.
 

@@ -100,8 +100,7 @@ def shard_module(
         methods: names of methods other than ``forward`` that use parameters, such as ``"encode"``, of the root or of units.
             Parameters are gathered for these methods. A method that only calls modules, as ``generate`` does, needs no entry.
             Like forwards, call these methods under ``torch.no_grad()`` if no backward follows.
-        key: seed for tensors on the meta device, which submodules fill by ``reset_parameters()``, with equal values on any
-            mesh.
+        key: seed for tensors on the meta device, which ``reset_parameters()`` of modules fills with equal values on any mesh.
         initialize: function that fills the tensors of a submodule on the meta device, in place of its ``reset_parameters()``.
             For a model of transformers pass ``model._init_weights``.
         sync_from: rank whose parameters and buffers all ranks take. Other ranks may pass a module on the meta device. None

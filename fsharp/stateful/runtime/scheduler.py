@@ -33,8 +33,7 @@ class Scheduler(DelegatingComm):
     >>> scheduler(lambda x, comm: x + comm.mesh.size)(1)
     2
 
-    An error in a wrapped function closes the scheduler, and all other ranks raise an error as well. To go on, make a new
-    scheduler of the same Comm.
+    An error in a wrapped function closes the scheduler, and all other ranks raise too. Then make a new one of this Comm.
 
     Args:
         comm: the ranks. Collectives run in threads over gloo, on streams over NCCL, and block over any other Comm.
@@ -147,7 +146,7 @@ class ScheduledFunction(ScheduledCalls):
 
         A call inside of another scheduled function of the same scheduler is part of that function's step.
         """
-        if "comm" in kwargs or (args and args[-1] is self.scheduler.comm):
+        if "comm" in kwargs or (args and (args[-1] is self.scheduler or args[-1] is self.scheduler.comm)):
             raise OptionError("the scheduler passes comm by itself: leave comm out of the call, as in step(state, batch).")
         steps = self.scheduler.engine.steps
         if steps.now is not None:

@@ -33,8 +33,7 @@ class UnitFacts:
         update_gather: collectives that gather updated parameters.
         rest: bytes of the arena for the gradient at rest, the sum over microbatches; 0 if gradients have their own memory.
         host: bytes of optimizer state and main copies in host memory between updates; 0 without offload.
-        wire: dtypes or formats that the unit's collectives carry. Units with equal texts may share a collective; a unit with
-            None shares none.
+        wire: dtypes or formats of the unit's collectives. Units with equal texts may share a collective; None shares none.
         decoded: bytes of encoded data that are decoded after a gather. This field and the fields below are 0 for plain formats.
         reduce_encoded: bytes of encoded data that is made before the first collective of a microbatch's reduction.
         reduce_recoded: bytes of encoded data that is decoded and encoded again between two collectives of this reduction.

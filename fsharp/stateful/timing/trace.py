@@ -38,8 +38,7 @@ class Trace:
 
         Args:
             schedule: the schedule that the step followed.
-            step: number of the step among steps that have ended. None means the step of median duration, among steps whose
-                collectives have all ended.
+            step: number of the step among ended steps. None: the step of median duration, among steps whose collectives ended.
 
         Raises:
             ScheduleError: nothing was recorded, no such step has ended, or the ops belong to another schedule.

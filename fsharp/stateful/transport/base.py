@@ -26,8 +26,7 @@ class Work:
     """A collective under way. Several threads may wait for the collective. The first thread that waits completes it.
 
     Args:
-        then: function that waits for the collective and completes it. Its result is the result of the Work, unless ``result``
-            is given.
+        then: function that waits for the collective and completes it. It returns the Work's result, unless ``result`` is given.
         result: the result, if it is known before the collective is done.
     """
 

@@ -72,8 +72,7 @@ class StateOffload:
     def move_state(self, tree: Any, params: Any, *, to_host: bool) -> tuple[Any, dict[str, HostCopies]]:
         """Return the state ``tree`` in memory of the device, or of the host, and the copies that fill this memory.
 
-        Tensors that share memory with gradients, or with ``params`` (after an update the new parameters), are not copied, as a
-        copy would free no memory.
+        Tensors that share memory with gradients or ``params`` (after an update the new ones) stay: a copy would free no memory.
         """
         moves, moved = dict[str, HostCopies](), dict[int, torch.Tensor]()
         kept = [x for node in units_of((params, self._grads)) for x in node.raw_buffers if isinstance(x, torch.Tensor)]

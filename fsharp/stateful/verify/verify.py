@@ -26,8 +26,7 @@ def verify(schedule: Schedule) -> None:
 
     Raises:
         ScheduleError: data are used before they are ready, memory is overwritten while in use or never freed, a gradient is
-            missing or counted twice, or a limit of the policy is exceeded. The message has the op, what was expected, and a
-            remedy.
+            missing or counted twice, or a limit of the policy is exceeded. The message has the op, the expectation, a remedy.
 
     Cost: linear in the number of ops, times the logarithm of how many buffers there are; 0.3 s for 1,000 units.
     """

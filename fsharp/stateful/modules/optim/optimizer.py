@@ -211,8 +211,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
         State with a value for each element is a :class:`~fsharp.modules.ShardedTensor`, which any mesh can read. Other state,
         such as ``"step"``, is as in torch. All values are copies. A parameter that has had no gradient has no state. For an
-        ``(init, update)`` pair ``"state"`` is the pair's tree of :class:`~fsharp.Sharded`, without a copy: the next step
-        overwrites it.
+        ``(init, update)`` pair ``"state"`` is the pair's tree of :class:`~fsharp.Sharded`, which the next step overwrites.
 
         Raises:
             TreeError: a parameter is a DTensor that is sharded on other axes; a state is not a tensor, number, string or None.
@@ -235,8 +234,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
         Call this method before the first step, when :meth:`state_dict` is still empty. The optimizer does not change: its class
         makes a step with zero gradients on copies of parameters. ``"step"`` is 0. Parameters get a state if ``is_saved(path)``
-        is True for their key path, such as ``"state.layers.0.weight"``. For an ``(init, update)`` pair the result is
-        :meth:`state_dict`.
+        is True for their path, such as ``"state.layers.0.weight"``. For an ``(init, update)`` pair: :meth:`state_dict`.
 
         Cost: no collective. Memory: the state, and four times one parameter.
         """

@@ -58,8 +58,7 @@ class ShardedTensor(torch.Tensor):
     Attributes:
         path: name of the parameter in its module.
         unit: layout of the unit that stores the tensor; ``unit.leaf_range_on_rank(leaf, place, rank)`` is a rank's range of it.
-        leaf: leaf of that unit. For a DTensor that other axes shard, ``leaf`` and :attr:`flat_range` are those of the local
-            tensor.
+        leaf: leaf of that unit. If other axes shard a DTensor, ``leaf`` and :attr:`flat_range` are those of its local tensor.
         place: a placement for each mesh axis: where the tensor rests.
         rank: rank that holds this part.
         spec: spec of a DTensor; None for a plain tensor.

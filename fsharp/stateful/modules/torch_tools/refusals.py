@@ -59,8 +59,7 @@ _CHECKPOINT_TOOL: TorchTool = (
 def running_torch_tool_and_remedy(usual_remedy: str) -> tuple[str, str]:
     """Return two texts for an error: the tool of torch that is running, such as ``" of FSDP"``, and the remedy for this tool.
 
-    The tool is found on the stack, by the innermost function that belongs to a known tool. If no tool is running, return
-    ``""`` and ``usual_remedy``.
+    The tool is found on the stack, by the innermost function of a known tool. Without a tool: ``""`` and ``usual_remedy``.
     """
     callers = [f"{frame.f_globals.get('__name__')}.{frame.f_code.co_qualname}" for frame, _ in walk_stack(sys._getframe(1))]
     is_recomputing = in_backward() and any(caller.startswith(_CHECKPOINT_TOOL[0]) for caller in callers)
