@@ -121,7 +121,10 @@ def least_seconds(layout: Layout, arguments: StepArguments, *, is_one_group: boo
             computed += forward_s + (backward_s + recompute_s * again) * is_trained
     computed = arguments.microbatches * computed + updated_share(layout) * hardware.update_s
     sent: dict[bool, float] = {}
+    gathered_once = step_traffic(layout, release=False)  # parameters may stay from one microbatch to the next
     for call, number in step_traffic(layout, microbatches=arguments.microbatches, release=False).items():
+        if call.op == "all_gather":
+            number = gathered_once[call]
         is_gather = call.op == "all_gather" and not is_one_group
         seconds = hardware.collective_s([call]) - hardware.latency_s([(call.op, call.axis)])  # a bucket has one latency
         sent[is_gather] = sent.get(is_gather, 0.0) + number * seconds

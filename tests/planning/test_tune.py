@@ -178,6 +178,18 @@ def test_recomputation_takes_the_third_number_of_seconds_or_as_long_as_the_forwa
         assert fs.inspect.Hardware.from_json(hardware.to_json()) == hardware
 
 
+@pytest.mark.parametrize("backend", ["nccl", "gloo"])
+@pytest.mark.parametrize("microbatches", [1, 2, 4])
+@pytest.mark.parametrize("release", ["room", "backward", "forward"])
+def test_the_lower_bound_is_below_a_step_that_keeps_parameters_from_one_microbatch_to_the_next(release, microbatches, backend):
+    shapes = {"layers": [torch.empty(4096, 4096, device="meta") for _ in range(2)]}
+    layout = fs.plan(shapes, fs.Mesh({"dp": 4}), fs.zero3("dp"), units="layers.*")
+    hardware = fs.inspect.Hardware(compute=(1e-6, 1e-6), bandwidth=1e8)
+    arguments = StepArguments(uses_in_order(layout, ()), (), hardware, microbatches, 2, backend, 0)
+    step_s = arguments.predict(arguments.schedule(layout, fs.SchedulePolicy(release=release)), layout).step_s
+    assert least_seconds(layout, arguments, is_one_group=backend == "nccl") <= step_s
+
+
 def test_steps_that_no_layout_has_are_refused():
     with pytest.raises(LayoutError, match="microbatches is 0, expected at least 1"):
         plan_step(fs.plan(make_params(), DP, fs.zero3("dp")), microbatches=0)
