@@ -143,9 +143,14 @@ def _is_nonfinite(x: Any) -> torch.Tensor:
 
 
 def _in_computable_dtype(x: torch.Tensor) -> torch.Tensor:
-    """Return the elements of ``x``; float8 as float32, complex32 as complex64, and of a sparse tensor only its values."""
+    """Return the elements of ``x``; float8 as float32, complex32 as complex64, and of a sparse tensor only its values.
+
+    A float4, which has neither infinity nor NaN, is returned as bytes.
+    """
     if x.layout is not torch.strided:
         x = x._values() if x.layout is torch.sparse_coo else x.values()
+    if x.dtype is torch.float4_e2m1fn_x2:
+        return x.view(torch.uint8)
     if x.dtype is torch.complex32:
         return x.to(torch.complex64)
     return x.float() if x.is_floating_point() and x.itemsize == 1 else x

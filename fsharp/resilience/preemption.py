@@ -49,13 +49,18 @@ class Preemption:
         received: the signal that this process has received, or None.
 
     Raises:
-        RunError: ``every`` is less than 1, or the context is entered outside of the main thread.
+        RunError: ``every`` is less than 1, ``signals`` has SIGKILL or SIGSTOP, or the context is entered outside of the main
+            thread.
     """
 
     def __init__(self, comm: Comm, *, signals: Sequence[signal.Signals] = (signal.SIGTERM,), every: int = 1) -> None:
         if type(every) is not int or every < 1:
             raise RunError(f"Preemption(): every is {every!r}, expected an integer of at least 1.")
-        self.comm, self.signals, self.every = comm, tuple(signals), every
+        if uncatchable := {signal.SIGKILL, signal.SIGSTOP}.intersection(signals):
+            raise RunError(
+                f"Preemption(): no process can catch {min(uncatchable).name}. Leave it out of signals=, also of Run()."
+            )
+        self.comm, self.signals, self.every = comm, tuple(dict.fromkeys(signals)), every
         self.received: signal.Signals | None = None
         self._is_told = False
         self._before: dict[signal.Signals, Any] = {}
@@ -94,7 +99,7 @@ class Preemption:
             )
         self._pid = os.getpid()
         for each in self.signals:
-            self._before[each] = signal.signal(each, self._handle_signal)
+            self._before.setdefault(each, signal.signal(each, self._handle_signal))  # the context may be entered again
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:

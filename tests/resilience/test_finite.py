@@ -40,6 +40,11 @@ def test_what_is_finite_costs_one_reduction(comm, strategy, dtype):
     assert counting.num_calls == 1
 
 
+def test_float4_is_always_finite():
+    packed = torch.arange(256, dtype=torch.uint8).view(torch.float4_e2m1fn_x2)
+    assert find_nonfinite(None, {"x": packed}, comm=fs.SingleComm()) is None
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float8_e5m2])
 def test_large_values_are_finite_though_their_sum_is_not(dtype):
     tree = {"a": torch.full((70,), torch.finfo(dtype).max).to(dtype)}

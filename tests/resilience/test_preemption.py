@@ -99,3 +99,18 @@ def test_the_exit_code_is_none_that_a_signal_or_an_error_has():
 def test_every_is_a_number_of_steps():
     with pytest.raises(RunError, match="every is 0"):
         Preemption(fs.SingleComm(), every=0)
+
+
+def test_signals_that_no_process_can_catch_are_refused_before_any_handler_is_set():
+    before = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(RunError, match=r"no process can catch SIGKILL. Leave it out of signals="):
+        fs.resilience.Preemption(fs.SingleComm(), signals=(signal.SIGTERM, signal.SIGKILL))
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_handlers_are_restored_after_a_signal_that_is_named_twice_and_a_context_that_is_entered_twice():
+    before = signal.getsignal(signal.SIGUSR1)
+    preemption = fs.resilience.Preemption(fs.SingleComm(), signals=(signal.SIGUSR1, signal.SIGUSR1))
+    with preemption, preemption:
+        assert signal.getsignal(signal.SIGUSR1) is not before
+    assert signal.getsignal(signal.SIGUSR1) is before
