@@ -210,3 +210,15 @@ def test_infinities_and_values_that_a_dtype_holds_are_exported(tmp_path):
         fs.checkpoint.export_safetensors(found, tmp_path / name, subtree=name, dtype=dtype)
         value = load_file(tmp_path / name / "model.safetensors")["x"]
         torch.testing.assert_close(value, tree[name]["x"].to(dtype), rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize(("subtree", "names"), [("encoder", ["a", "embed"]), ("decoder", ["b", "embed"]), ("", None)])
+def test_a_subtree_has_its_tied_tensors_wherever_their_owner_is(tmp_path, subtree, names):
+    shared = torch.arange(4.0)
+    tree = {"encoder": {"embed": shared, "a": torch.zeros(2)}, "decoder": {"embed": shared, "b": torch.zeros(3)}}
+    params = fs.shard(tree, fs.plan(tree, COMM.mesh, fs.zero3("dp")), COMM)
+    found = fs.checkpoint.save(tmp_path / "root", params, step=1, comm=COMM)
+    fs.checkpoint.export_safetensors(found, tmp_path / "out", subtree=subtree)
+    exported = load_file(tmp_path / "out/model.safetensors")
+    assert sorted(exported) == (names or ["decoder.b", "decoder.embed", "encoder.a"])
+    assert torch.equal(exported["embed" if subtree else "decoder.embed"], shared)

@@ -65,7 +65,7 @@ def export_safetensors(
         raise CheckpointError(f"{where}: dtype is {dtype_name(dtype)}, expected one of floating point, or None.")
     described = []
     for name, stored in names.items():
-        record = found.manifest.tensors[stored]
+        record = found.manifest.tensors[found.manifest.aliases.get(stored, stored)]
         kind = dtype if dtype and record.dtype.is_floating_point else record.dtype
         if kind not in SAFETENSORS_DTYPES:
             raise CheckpointError(f"{where}: {stored!r} is {dtype_name(kind)}, which safetensors has no name for.")
@@ -106,11 +106,15 @@ def stored_name_by_new_name(
 ) -> dict[str, str]:
     """Return a dict from new names to stored names, of the tensors below a subtree.
 
-    ``rename``: function from a name below the subtree to the new name. ``aliases``: also list a tied tensor under its other
-    names. Raises CheckpointError if there is no tensor, or if two tensors get the same new name.
+    ``rename``: function from a name below the subtree to the new name. ``aliases``: list a tied tensor under all of its names.
+    Raises CheckpointError if there is no tensor, or if two tensors get the same new name.
     """
-    stored = (*found.manifest.tensors, *(found.manifest.aliases if aliases else ()))
-    result = rename_below_subtree(where, stored, subtree, rename)
+    owners = found.manifest.aliases
+    names = [name for name in (*found.manifest.tensors, *owners) if name.startswith(f"{subtree}." if subtree else "")]
+    first: dict[str, str] = {}  # by name of the tensor's owner, its first name below the subtree
+    for name in names:
+        first.setdefault(owners.get(name, name), name)
+    result = rename_below_subtree(where, names if aliases else first.values(), subtree, rename)
     if not result:
         raise CheckpointError(f"{where}: {found.path} has no tensors below {subtree!r}; there are {found.names[:8]} ...")
     return result
