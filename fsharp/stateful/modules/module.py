@@ -128,7 +128,7 @@ class ShardedModule(nn.Module):
 
         Raises:
             TreeError: the new state has another layout, place or dtype.
-            ScheduleError: the state is set while a step has gradients, or inside of ``averaged()``.
+            ScheduleError: the state is set while a step has gradients, or inside of ``averaged()`` or ``unsharded()``.
         """
         session_of_module(self).step.propagate_main_writes()
         return session_of_module(self).state.train_state
@@ -164,6 +164,8 @@ class ShardedModule(nn.Module):
         Cost: a gather of all units, and the memory of the whole model; with ``write`` a second gather, of written parameters.
         """
         session = session_of_module(self)
+        if session.is_unsharded:
+            raise ScheduleError("unsharded(): the call is inside of another unsharded(), where parameters are whole already.")
         if write and session.is_averaged:
             raise ScheduleError("unsharded(write=True): inside of averaged(), whose end would discard the writes.")
         _warn_of_rounded_frozen("unsharded()", session.parameters.values())

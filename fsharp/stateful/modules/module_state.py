@@ -23,11 +23,13 @@ class ModuleState:
         train_state: parameters, main copies, the state of an ``(init, update)`` pair; replaced by each step.
         num_replacements: number of times that the user has replaced the state.
         is_written: whether the user has written to parameters since the last step.
+        opt_user: ``id`` of the one optimizer that may use ``train_state.opt``; None before the first use.
         loaded: which of "parameters" and "optimizer" were loaded since the last step.
     """
 
     def __init__(self, state: TrainState, comm: Comm) -> None:
         self.train_state, self._comm, self.num_replacements = state, comm, 0
+        self.opt_user: int | None = None
         self._first_step = state.step  # the step with which a process begins that runs this program from the beginning
         self.begin_job_generation()
 
@@ -69,6 +71,20 @@ class ModuleState:
                     if buffer is not value:
                         buffer.copy_(value)
         self.record_version_counters()
+
+    def begin_opt(self, opt: Any, made_by: Any, user: object) -> None:
+        """Set a fresh ``opt``, made by the optimizer ``user``."""
+        self.train_state, self.opt_user = self.train_state._replace(opt=opt, made_by=made_by), self.opt_user and id(user)
+
+    def use_opt(self, where: str, user: object) -> Any:
+        """Return ``train_state.opt`` for the optimizer ``user``. ScheduleError if another optimizer uses it."""
+        if self.opt_user not in (None, id(user)):
+            raise ScheduleError(
+                f"{where}: another optimizer of this module uses the state of an (init, update) pair, of which a module keeps "
+                "one. Use one optimizer of a pair, or several of classes of torch.optim, which keep a state each."
+            )
+        self.opt_user = id(user)
+        return self.train_state.opt
 
     def renew_residuals(self) -> None:
         """Replace the residuals by new zeros, after a load. A loaded tree may hold the old tensors, which do not change."""

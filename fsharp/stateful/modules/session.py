@@ -49,8 +49,7 @@ class Session:
 
     Attributes:
         casts: casts of inputs and outputs, by path, for modules with casts.
-        is_unsharded: whether whole parameters now replace the sharded ones.
-        is_averaged: whether averages now replace the parameters.
+        is_unsharded, is_averaged: whether whole parameters, or averages, now replace the sharded parameters.
         parameters: by path, the parameters that the module shows outside of forwards.
         paused: paths of trained parameters that now do not require a gradient.
     """
@@ -272,8 +271,8 @@ class Session:
     def replace_state(self, state: TrainState) -> None:
         """Train ``state``, which has the same layout, from now on. Raise an error while a step has gradients."""
         self.step.abandon_forwards("train_state")
-        if self.is_averaged:
-            raise ScheduleError("train_state: set inside of averaged(), whose end restores the earlier parameters.")
+        if self.is_averaged or self.is_unsharded:
+            raise ScheduleError("train_state: set in averaged() or unsharded(), which restore earlier values. Set it later.")
         self.state.replace_state(state)
         self.install_parts()
 

@@ -90,7 +90,6 @@ class ScheduledCalls:
     """The calls of one function under a scheduler, or the training steps of one module: their schedules, and how calls went.
 
     Attributes:
-        scheduler: the scheduler.
         record: what the calls have done.
     """
 

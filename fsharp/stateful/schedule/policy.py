@@ -46,9 +46,8 @@ class SchedulePolicy:
             communication kernel at a time: two ranks run kernels of different communicators, and wait for ever. True helps
             steps that are bound by the network, on devices that run two such kernels at a time.
         arena_memory: the source of the arena over NCCL. ``"allocator"`` takes it from torch's allocator. ``"registered"``
-            takes it from NCCL's allocator, and registers it with the communicators as a user buffer: NCCL may then skip copies
-            through buffers of its own. ``"symmetric"`` registers symmetric windows, which NCCL's kernels for symmetric memory
-            and copy engines need.
+            takes it from NCCL's allocator, and registers it with the communicators as a user buffer: NCCL may skip copies to
+            its own buffers. ``"symmetric"`` registers symmetric windows, for NCCL's symmetric kernels and copy engines.
 
     Raises:
         OptionError: a value has the wrong type, or is a word that is not among the choices.

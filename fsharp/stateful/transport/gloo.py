@@ -5,8 +5,7 @@ kind of collective waits for messages and adds them. Every collective has a tag 
 order. Tags are equal on all ranks, as all ranks begin the same collectives in the same order.
 
 Summands arrive in chunks that fit a core's cache, two at a time. A chunk is added while it is in the cache, and takes little
-memory. Buffers of one collective travel as a message each, all under one tag, unless they are so small that packing costs less
-than messages.
+memory. Buffers of one collective travel as a message each, all under one tag, unless packing small ones costs less.
 """
 
 from collections.abc import Callable, Sequence

@@ -3,8 +3,7 @@
 [Note: aliases]
 Autograd saves the leaves that a function used, and compares their version counters in the backward. Between forward and
 backward a slot of the arena is released, and the same values are gathered again, which raises the slot's version counter.
-Autograd would refuse a view of the slot, which shares this counter. So leaves are views of an alias of the slot's memory, with
-another version counter.
+Autograd would refuse a view of the slot. So leaves are views of an alias of the slot's memory, with another version counter.
 """
 
 from collections.abc import Mapping, Sequence

@@ -222,3 +222,52 @@ def test_an_option_that_one_rank_alone_cannot_use_is_heard_of_by_all(own, match)
         return raised.type
 
     assert simulate(DP, rank_fn)[0] is AgreementError
+
+
+def filled(comm, value=0.0):
+    linear = nn.Linear(2, 2, bias=False)
+    nn.init.constant_(linear.weight, value)
+    return fs.shard_module(nn.Sequential(linear), mesh=comm)
+
+
+@pytest.mark.parametrize("is_made_later", [False, True])
+@on_ranks(DP)
+def test_one_optimizer_of_a_pair_uses_the_state_of_a_module(comm, is_made_later):
+    """Two updated by one momentum. The first one to be used counts, or one that is made later."""
+    model = filled(comm)
+    used, other = (fs.ShardedOptimizer(model.parameters(), fs.optim.sgd(1.0, momentum=0.9)) for _ in range(2))
+    model(torch.ones(1, 2)).sum().backward()
+    used.step()
+    if is_made_later:
+        used, other = fs.ShardedOptimizer(model.parameters(), fs.optim.sgd(1.0, momentum=0.9)), used
+    used.zero_grad()
+    model(torch.ones(1, 2)).sum().backward()
+    for call in (other.step, other.averaged().__enter__, lambda: other.load_state_dict(used.state_dict())):
+        with pytest.raises(ScheduleError, match=r"another optimizer of this module uses the state of an \(init, update\) pair"):
+            call()
+    used.step()
+    used.load_state_dict(used.state_dict())
+
+
+@on_ranks(DP)
+def test_the_state_cannot_be_set_inside_of_unsharded(comm):
+    """Afterwards the module computed with the new values, and showed the old ones."""
+    model = filled(comm)
+    state = filled(comm, 7.0).train_state
+    with model.unsharded(), pytest.raises(ScheduleError, match=r"train_state: set in .*unsharded\(\).* Set it later"):
+        model.train_state = state
+    model.train_state = state
+    assert model.full_state_dict(rank=None)["0.weight"].unique() == 7
+
+
+@pytest.mark.parametrize("write", [False, True])
+@on_ranks(DP)
+def test_unsharded_inside_of_unsharded_is_refused(comm, write):
+    """The inner one showed values from before writes in the outer one, and its own writes were lost."""
+    model = filled(comm)
+    with torch.no_grad(), model.unsharded(write=True):
+        model[0].weight.fill_(1)
+        with pytest.raises(ScheduleError, match=r"unsharded\(\): .* inside of another unsharded"), model.unsharded(write=write):
+            pass
+        assert model.state_dict()["0.weight"].unique() == 1, "the outer one is still open"
+    assert model.full_state_dict(rank=None)["0.weight"].unique() == 1

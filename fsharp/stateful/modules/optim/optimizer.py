@@ -102,8 +102,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 )
             self.param_groups = [GroupWithoutOptions(group) for group in self.param_groups]
             state = self._tx.init(self._session.state.main_parameters(), comm=self._session.reopened_scheduler())
-            made_by = MadeBy(self._tx.name)  # as in later states, so that their checkpoints load into this state
-            self._session.state.train_state = self._session.state.train_state._replace(opt=state, made_by=made_by)
+            self._session.state.begin_opt(state, MadeBy(self._tx.name), self)  # `made_by` as in later states
         self._parameter_ids = [list(map(id, group["params"])) for group in self.param_groups]
         self._is_made = True
 
@@ -128,6 +127,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         if self._updates is not None:
             tx = self._updates.as_transform(self.param_groups)
         else:
+            self._session.state.use_opt("step()", self)
             if unread := sorted(self.param_groups[0].keys() - {"params", "param_names"}):
                 raise option_access_error(unread[0])
             paused = self._session.paused & self._session.step.means.missing
@@ -179,7 +179,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
         Cost: a copy of this rank's parts, and one gather of parameters.
         """
-        with using_averaged_parameters(self._session, self._session.state.train_state.opt if self._updates is None else None):
+        opt = None if self._updates is not None else self._session.state.use_opt("averaged()", self)
+        with using_averaged_parameters(self._session, opt):
             yield
 
     @property  # type: ignore[override]
@@ -192,12 +193,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         on a rank that holds no element of the parameter. A parameter that has had no gradient has an empty mapping. Look parts
         up again after each step. The state of an ``(init, update)`` pair is a tree; reading it here is an error.
         """
-        if self._updates is None:
-            raise TreeError(
-                "optimizer.state: the state of an (init, update) pair is a tree, and not by parameter. The tree is "
-                'model.train_state.opt, and optimizer.state_dict()["state"].'
-            )
-        return StateByParameter(self._updates.state_of, self._updates.paths_with_state, self._session.parameters)
+        updates = self._require_class_updates("optimizer.state")
+        return StateByParameter(updates.state_of, updates.paths_with_state, self._session.parameters)
 
     @state.setter
     @api_boundary
@@ -267,7 +264,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             trained = None if self._tx is not None else {p.path for g in self.param_groups for p in g["params"] if p.is_trained}
             check_param_groups(state_dict, self._groups_with_paths(), options=self.defaults, trained=trained)
             if self._updates is None:
-                return transform_state_from_state_dict(state_dict["state"], self._session.state.train_state.opt, comm.rank)
+                return transform_state_from_state_dict(state_dict["state"], self._session.state.use_opt(where, self), comm.rank)
             fresh = partial(self._updates.fresh_state, groups=state_dict["param_groups"])
             return states_from_state_dict(state_dict["state"], self._updates.trained_parameters_by_path(), fresh)
 
@@ -319,9 +316,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """Return the updates by an optimizer class. For an ``(init, update)`` pair raise a TreeError that names ``where``."""
         if self._updates is None:
             raise TreeError(
-                f"{where}: the state of an (init, update) pair is a tree, and has no names of parameters. Save by "
-                "fs.checkpoint.save() and load by fs.checkpoint.load(), on any mesh; or take the whole tree on all ranks, "
-                "fs.full_tree(optimizer.state_dict()['state'], comm=model.comm)."
+                f"{where}: the state of an (init, update) pair is a tree, model.train_state.opt, without names of parameters. "
+                "Save by fs.checkpoint.save() and load by fs.checkpoint.load(), on any mesh; or take the whole tree on all "
+                "ranks, fs.full_tree(optimizer.state_dict()['state'], comm=model.comm)."
             )
         return self._updates
 
