@@ -10,7 +10,7 @@ from torch._C import _functorch
 from fsharp.errors import LayoutError, LossError, problem
 from fsharp.functional.comm.agree import max_over_ranks
 from fsharp.functional.comm.protocol import Comm
-from fsharp.functional.layout.sharded import units_of
+from fsharp.functional.layout.sharded import is_sharded, units_of
 from fsharp.functional.layout.unit_layout import UnitLayout
 from fsharp.functional.loss import Loss, as_loss, check_depends_on_parameters
 from fsharp.functional.moves import units_on_mesh_of
@@ -70,7 +70,7 @@ def per_sample_norms(
             facts = [("unit", unit.display_name), ("varies", ", ".join(unit.varying_axes))]
             remedy = "Use a strategy without varying() for it."
             raise LayoutError(problem(_WHERE, "a sample's gradient is spread over ranks.", facts, remedy))
-        leaves, spec = optree.tree_flatten(batch)
+        leaves, spec = optree.tree_flatten(batch, is_leaf=is_sharded)
         count = _batch_size(leaves)
         if chunk_size is None:
             chunks = [leaves]

@@ -277,6 +277,29 @@ def test_units_that_vary_are_refused_before_any_collective():
     assert simulate(mesh, rank_fn) == [0] * 4
 
 
+@pytest.mark.parametrize("chunk_size", [None, 3])
+def test_units_in_the_batch_are_no_samples(chunk_size):
+    """A teacher's parameters, each of whose buffers has another size than the batch."""
+
+    def distance(params, batch, comm):
+        return fs.forward(
+            lambda p, x: (p[0]["w"] - p[1]["w"] + x).square().sum(), [params, batch["teacher"]], batch["x"], comm=comm
+        )
+
+    def rank_fn(comm):
+        student, teacher = ({"w": w} for w in (torch.arange(3.0), torch.ones(3)))
+        layout = fs.plan(student, comm.mesh, fs.zero3("dp"))
+        params, batch = (
+            fs.shard(student, layout, comm),
+            {"teacher": fs.shard(teacher, layout, comm), "x": torch.arange(4.0)[:, None]},
+        )
+        return fs.per_sample_norms(distance, chunk_size=chunk_size)(params, batch, comm=comm)
+
+    expected = torch.stack([2 * (torch.arange(3.0) - 1 + x).norm() for x in range(4)])
+    for norms in simulate(fs.Mesh({"dp": 2}), rank_fn):
+        torch.testing.assert_close(norms, expected)
+
+
 def test_a_chunk_of_no_sample_is_refused():
     with pytest.raises(LossError, match="chunk_size is 0"):
         fs.per_sample_norms(loss_fn, chunk_size=0)
