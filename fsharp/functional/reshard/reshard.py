@@ -53,8 +53,9 @@ def reshard(
     Each rank receives only the elements that the rank needs under the new layout and does not have.
 
     Args:
-        tree: a :class:`~fsharp.TrainState`, or a pytree of trees of :class:`~fsharp.Sharded`. Other leaves are kept. The ranks
-            of ``comm`` that pass a tree form the old mesh, ordered by rank. All other ranks pass None.
+        tree: a :class:`~fsharp.TrainState`, or a pytree of trees of :class:`~fsharp.Sharded`. Other tensors are copied, and
+            other leaves kept. The ranks of ``comm`` that pass a tree form the old mesh, ordered by rank. All other ranks pass
+            None.
         layout: the new layout, from :func:`~fsharp.plan` for a tree with equal leaves; the same on all ranks.
         comm: a Comm with all ranks of the old and the new mesh, on one of these meshes or on a third one.
         ranks: the ranks of ``comm`` that form the new mesh, in rising order. None means the first ranks of ``comm``.

@@ -124,11 +124,15 @@ def _misplaced_error(what: str, path: Path, node: Sharded | None = None) -> Tree
 
 
 def replace_state_trees(tree: Any, new: Mapping[Path, Any], path: Path = ()) -> Any:
-    """Return ``tree`` with ``new[p]`` in place of the state tree at each path ``p``. ``path``: path of ``tree`` itself."""
+    """Return ``tree`` with ``new[p]`` in place of the state tree at each path ``p``, and with copies of all other tensors.
+
+    ``path``: path of ``tree`` itself.
+    """
     if path in new:
         return new[path]
     if optree.tree_is_leaf(tree):
-        return tree
+        is_tensor = isinstance(tree, torch.Tensor)
+        return tree.detach().clone().requires_grad_(tree.requires_grad) if is_tensor else tree
     children, metadata, entries, unflatten = optree.tree_flatten_one_level(tree)
     return unflatten(
         metadata, [replace_state_trees(child, new, (*path, str(entry))) for child, entry in zip(children, entries, strict=True)]

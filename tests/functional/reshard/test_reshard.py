@@ -315,6 +315,19 @@ def test_newcomers_get_what_is_not_sharded():
         assert_same(moved.params, fs.shard_for(tree, new, rank))
 
 
+def test_an_update_of_the_old_state_leaves_the_new_state_as_it_is():
+    comm, tree, tx = fs.SingleComm(), {"w": torch.ones(4)}, fs.optim.adamw(1e-2, capturable=True)
+    layouts = [fs.plan(tree, comm.mesh, strategy("dp")) for strategy in (fs.zero3, fs.ddp)]
+    state = fs.init_state(tx, fs.shard(tree, layouts[0], comm), comm=comm)
+    other = fs.reshard(state, layouts[1], comm=comm)
+
+    def loss(params, batch, comm):
+        return fs.forward(lambda p: p["w"].square().sum(), params, comm=comm)
+
+    fs.train_step(loss, tx, donate=True)(state, None, comm)
+    assert other.opt.count.item() == 0
+
+
 class Handed(NamedTuple):
     """A container of a user's own."""
 
