@@ -43,17 +43,27 @@ def make_functional(module: nn.Module) -> tuple[Callable[..., Any], dict[str, An
                 "do not call. Pass the module to shard_module()."
             )
     params = parameter_tree("make_functional()", module)
-    buffers = {name: b.detach().clone() for name, b in module.named_buffers(remove_duplicate=False)}
+    shared = {id(b): b.detach().clone() for b in module.buffers()}
+    buffers = {name: shared[id(b)] for name, b in module.named_buffers(remove_duplicate=False)}
     memo: dict[int, Any] = {
         id(p): nn.Parameter(torch.empty(p.shape, dtype=p.dtype, device="meta"), p.requires_grad) for p in module.parameters()
     }
     skeleton = copy.deepcopy(module, memo)
     refuse_delayed_scaling(skeleton)
+    idle = [copy.deepcopy(skeleton)]  # a call changes a module of its own, as other threads may call at the same time
 
     def fn(params: Any, *args: Any, **kwargs: Any) -> Any:
         paths, leaves, _ = flatten_with_paths(params)
-        state = dict(zip(paths, leaves)) | {name: b.clone() for name, b in buffers.items()}
-        return torch.func.functional_call(skeleton, state, args, kwargs, tie_weights=False, strict=True)
+        copies = {id(b): b.clone() for b in shared.values()}
+        state = dict(zip(paths, leaves)) | {name: copies[id(b)] for name, b in buffers.items()}
+        try:
+            own = idle.pop()
+        except IndexError:
+            own = copy.deepcopy(skeleton)
+        try:
+            return torch.func.functional_call(own, state, args, kwargs, tie_weights=False, strict=True)
+        finally:
+            idle.append(own)
 
     return fn, params
 

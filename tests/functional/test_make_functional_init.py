@@ -1,5 +1,8 @@
 """make_functional, init, ties between units, and forward's odd corners."""
 
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 from torch import nn
@@ -190,3 +193,44 @@ def test_forward_takes_and_returns_any_tree(comm):
     torch.testing.assert_close(out["y"], 2 * torch.ones(2, 6) @ expected["layers"][0]["w"])
     torch.testing.assert_close(b2, expected["layers"][1]["b"] * 2)
     torch.testing.assert_close(g, 1 + 2 * expected["layers"][0]["w"].sum(1).expand(2, 6))
+
+
+class SharesBuffer(nn.Module):
+    """Two submodules have one buffer: the first writes, and the second reads."""
+
+    def __init__(self):
+        super().__init__()
+        self.writer, self.reader = nn.BatchNorm1d(1), nn.BatchNorm1d(1)
+        self.reader.running_mean = self.writer.running_mean
+
+    def forward(self, x):
+        return self.writer(x).sum() + self.reader.running_mean
+
+
+def test_a_buffer_of_two_submodules_stays_one_buffer():
+    module, x = SharesBuffer(), torch.tensor([[1.0], [3.0]])
+    fn, params = fs.make_functional(module)
+    assert [fn(params, x).item() for _ in range(2)] == [module(x).item()] * 2
+
+
+class Meets(nn.Module):
+    """A forward that another thread's forward interrupts."""
+
+    barrier = threading.Barrier(2, timeout=20)
+
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def forward(self, x):
+        self.barrier.wait()
+        before = self.scale * x
+        self.barrier.wait()
+        return before + self.scale * x
+
+
+def test_calls_in_two_threads_keep_their_own_parameters():
+    fn, _ = fs.make_functional(Meets())
+    with ThreadPoolExecutor(2) as pool:
+        results = [pool.submit(fn, {"scale": torch.tensor(float(k))}, torch.tensor(3.0)) for k in (1, 2)]
+        assert [result.result().item() for result in results] == [6.0, 12.0]
