@@ -49,6 +49,20 @@ def test_scales_are_those_of_whole_leaves_wherever_these_are_cut(comm, form):
     torch.testing.assert_close(found[0].losses, plain.losses, rtol=tolerance, atol=tolerance)
 
 
+@pytest.mark.parametrize("form", BUILT_IN, ids=lambda form: form.name)
+def test_unshard_gives_the_values_of_stored_parameters(form):
+    tree = {"w": torch.linspace(-3, 4, 35).view(5, 7), "b": torch.linspace(0, 9, 6)}
+
+    def rank_fn(comm):
+        layout = fs.plan(tree, comm.mesh, fs.zero3("dp"), precision=fs.Precision(stored=form))
+        params = fs.init_state(fs.optim.sgd(0.1), fs.shard(tree, layout, comm, place="optim"), comm=comm).params
+        return params, fs.full_tree(params, comm=comm)
+
+    shards, values = zip(*simulate(fs.Mesh({"dp": 2}), rank_fn))
+    found = fs.unshard(shards)
+    assert all(torch.equal(found[name], values[0][name]) for name in tree)
+
+
 def test_a_value_is_one_byte_on_the_wire():
     layout = fs.plan(
         {"w": torch.empty(64, 64)},

@@ -13,7 +13,7 @@ from fsharp.functional.layout.layout import Layout
 from fsharp.functional.layout.placement import Place
 from fsharp.functional.layout.plan import find_tie_owners
 from fsharp.functional.layout.sharded import PlaceName, Sharded, flatten_node, is_sharded, map_units, resolve_place, units_of
-from fsharp.functional.layout.stored import encode_values
+from fsharp.functional.layout.stored import encode_values, gathered_part, is_encoded, scales_in
 from fsharp.functional.layout.unit_layout import Leaf, UnitLayout
 from fsharp.functional.tree.paths import flatten_with_paths
 from fsharp.functional.tree.units import cut_into_units
@@ -122,12 +122,18 @@ def unshard(shards: Sequence[Any], *, rank: int = 0) -> Any:
         alike = [r for r in range(mesh.size) if mesh.index_along(place.varying_axes, r) == own]
         holders = {mesh.index_along(place.sharded_axes, r): parts[r] for r in reversed(alike)}
         in_order = [holders[key].buffers for key in sorted(holders)]
-        whole.append(
-            Sharded([torch.cat(column, dim=-1) for column in zip(*in_order)], unit, unit.strategy.full, parts[0].groups)
-        )
+        joined = [_join(unit, group, column) for group, *column in zip(parts[0].groups, *in_order, strict=True)]
+        whole.append(Sharded(joined, unit, unit.strategy.full, parts[0].groups))
     position = iter(whole)
     gathered = map_units(lambda node: next(position) if is_sharded(node) else node, trees[0])
     return as_user_tree(gathered)
+
+
+def _join(unit: UnitLayout, group: int, buffers: list[torch.Tensor]) -> torch.Tensor:
+    """Return the full buffer of a group from the buffers of ranks, each of which may end with the scales of whole leaves."""
+    if not unit.scales_nbytes[group] or not is_encoded(unit, group, buffers[0]):
+        return torch.cat(buffers, dim=-1)
+    return torch.cat([*(gathered_part(unit, group, b) for b in buffers), scales_in(unit, group, buffers[0])])
 
 
 def as_user_tree(full: Any) -> Any:
