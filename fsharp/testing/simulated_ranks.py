@@ -17,6 +17,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from contextvars import copy_context
 from typing import Any, Literal, NamedTuple, NoReturn, TypeVar, overload
 
 import torch
@@ -86,7 +87,10 @@ def simulate(
             first_line = (str(error).splitlines() or [""])[0]
             world.end(rank, f"has failed with {type(error).__name__}: {first_line}", error)
 
-    threads = [threading.Thread(target=run, args=(rank,), name=f"rank {rank}", daemon=True) for rank in range(mesh.size)]
+    threads = [
+        threading.Thread(target=copy_context().run, args=(run, rank), name=f"rank {rank}", daemon=True)
+        for rank in range(mesh.size)
+    ]
     with _one_forward_ad_level():
         for thread in threads:
             thread.start()

@@ -1,6 +1,7 @@
 """forward(remat=): fewer activations, the same bits, and no more gathers than with release."""
 
 from functools import partial
+from itertools import count
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 import fsharp as fs
 from fsharp.errors import ScheduleError, TreeError
-from fsharp.testing import checking_remat
+from fsharp.testing import checking_remat, simulate
 from tests.gpt_like import block, embed, head, make_batches, make_params
 from tests.ranks import on_ranks
 from tests.scheduling import every
@@ -199,6 +200,18 @@ def test_a_generator_in_a_closure_is_found(remat, scheduled):
 
     with checking_remat(), pytest.raises(TreeError, match=r"(?s)computed twice.*float32\[.*Pass generators as arguments"):
         gradients(fs.SingleComm(), fs.zero3, step, scheduled=scheduled)
+
+
+def test_simulated_ranks_check_too():
+    numbers = count()
+
+    def rank_fn(comm):
+        params = {"w": torch.ones(2)}
+        params = fs.shard(params, fs.plan(params, comm.mesh, fs.zero3("dp")), comm)
+        fs.forward(lambda p: p["w"] * next(numbers), params, comm=comm, remat=True)
+
+    with checking_remat(), pytest.raises(TreeError, match="computed twice"):
+        simulate(DP, rank_fn)
 
 
 def test_checking_changes_no_bits():
