@@ -14,6 +14,9 @@ from fsharp.functional.layout.placement import Place
 from fsharp.functional.layout.sharded import Sharded, units_of
 from fsharp.functional.tree.tree_name import UNNAMED_TREE, TreeName
 
+_MAX_COUNTED = 4096
+"""Number of names, for each tuple of axes, that a TreeNameCounters counts."""
+
 
 @dataclass
 class TreeNameCounters:
@@ -21,12 +24,13 @@ class TreeNameCounters:
 
     Attributes:
         num_trees: number of trees that ranks have made together so far; a tree's number is counted from 1.
-        gathered: number of trees whose unit was gathered so far, by ``(name of the tree, axes, name of the unit)``. Only trees
-            whose name several trees can have are counted.
+        gathered: number of trees whose unit was gathered so far, by axes, and then by ``(name of the tree, name of the unit)``.
+            Only trees whose name several trees can have are counted. For each tuple of axes the newest 4096 names are kept:
+            ranks that gather along the same axes count in one order, so they remove the same names.
     """
 
     num_trees: int = 0
-    gathered: Counter[tuple[str, tuple[str, ...], str]] = field(default_factory=Counter)
+    gathered: dict[tuple[str, ...], Counter[tuple[str, str]]] = field(default_factory=dict)
 
     def next_tree_number(self) -> str:
         """Count a new tree, and return its number as text."""
@@ -35,11 +39,19 @@ class TreeNameCounters:
 
     def copy(self) -> "TreeNameCounters":
         """Return a copy, which counts on by itself."""
-        return TreeNameCounters(self.num_trees, Counter(self.gathered))
+        return TreeNameCounters(self.num_trees, {axes: Counter(counts) for axes, counts in self.gathered.items()})
 
     def set_from(self, other: "TreeNameCounters") -> None:
         """Set the counters to the counts of ``other``, such as an earlier copy after a failed step."""
-        self.num_trees, self.gathered = other.num_trees, Counter(other.gathered)
+        self.num_trees, self.gathered = other.num_trees, other.copy().gathered
+
+    def count_gathered(self, text: str, axes: tuple[str, ...], unit: str) -> int:
+        """Count a tree with the name ``text`` whose unit is gathered along ``axes``. Return the number of such trees so far."""
+        counts = self.gathered.setdefault(axes, Counter())
+        counts[text, unit] += 1
+        if len(counts) > _MAX_COUNTED:
+            del counts[next(iter(counts))]
+        return counts[text, unit]
 
 
 def tree_name_counters_of(comm: Comm) -> TreeNameCounters | None:
@@ -84,7 +96,5 @@ def new_tree_label_prefix(node: Sharded, comm: Comm, target: Place | None = None
     if name is UNNAMED_TREE:
         node.tree_name = name = TreeName()
     if axes not in name.number_by_axes:
-        key = (name.text, axes, node.name)
-        counts.gathered[key] += 1
-        name.number_by_axes[axes] = counts.gathered[key]
+        name.number_by_axes[axes] = counts.count_gathered(name.text, axes, node.name)
     return f"{name.text or 'unnamed tree'} ({name.number_by_axes[axes]}), "

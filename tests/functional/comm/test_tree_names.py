@@ -11,6 +11,7 @@ import fsharp as fs
 from fsharp.checkpoint import load, save
 from fsharp.errors import CommError
 from fsharp.functional.comm.agree import all_gather_texts
+from fsharp.functional.comm.tree_names import TreeNameCounters
 from fsharp.testing import simulate
 
 SHAPES = {"a": torch.empty(6, 2), "b": torch.empty(5)}
@@ -157,6 +158,17 @@ def test_a_rank_that_leaves_out_an_update_does_not_mix_its_gradients_with_later_
 
     with pytest.raises(CommError, match=r"(?s)rank 0.*tree 2 at update 1, reduce a.*rank 1.*tree 2 at update 2, reduce a"):
         simulate(fs.Mesh({"dp": 2}), program)
+
+
+def test_counters_keep_a_bounded_number_of_names_for_each_group_of_ranks():
+    """Ranks that differ along another axis may gather other trees in between."""
+    counters = TreeNameCounters()
+    assert counters.count_gathered("old", ("outer",), "a") == 1
+    for number in range(5000):
+        assert counters.count_gathered(f"tree {number}", ("inner",), "a") == 1
+    assert counters.count_gathered("tree 4999", ("inner",), "a") == 2
+    assert counters.copy().count_gathered("old", ("outer",), "a") == 2
+    assert sum(map(len, counters.gathered.values())) <= 4100
 
 
 def test_one_rank_may_do_alone_what_takes_no_collective():
