@@ -178,3 +178,17 @@ def test_a_root_that_returns_what_a_unit_returns(strategy):
             descend(model(model(x), y), optimizer)
 
     modules.assert_trains_as_alone(strategy, steps, Passes, settings=STEP, count=3, units=[Block])
+
+
+@on_ranks(DP)
+def test_a_result_of_transformers_whose_tensor_is_replaced(comm):
+    """It refuses ``update()``, and keeps each value as an item and as an attribute."""
+    outputs = pytest.importorskip("transformers.modeling_outputs")
+
+    class Returns(nn.Linear):
+        def forward(self, x):
+            return outputs.CausalLMOutput(loss=super().forward(x).sum(), logits=self.weight)
+
+    out = fs.shard_module(Returns(2, 2), mesh=comm, strategy=fs.zero3("dp"), sync_from=0)(torch.ones(1, 2))
+    assert out["logits"] is out.logits
+    out.loss.backward()

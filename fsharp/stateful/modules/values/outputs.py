@@ -91,10 +91,9 @@ def map_tensors(
     new = [map_tensors(x, change, error_start, kinds=kinds, in_place=in_place) for x in old]
     if all(map(is_, old, new)):
         return value
-    if in_place and isinstance(value, list):
-        value[:] = new
-    elif in_place and isinstance(value, dict) and len(value) == len(new):
-        value.update(zip(value, new, strict=True))
+    if in_place and isinstance(value, list | dict) and len(value) == len(new):
+        for key, x in zip(list(value) if isinstance(value, dict) else range(len(new)), new, strict=True):
+            value[key] = x  # ModelOutput of transformers refuses update()
     elif registered is not None:
         value = registered.unflatten_fn(new, context)
     elif isinstance(value, tuple):
