@@ -198,7 +198,7 @@ def has_state_dict(leaf: Any) -> bool:
 def with_state_dicts(tree: Any) -> Any:
     """Return ``tree``, in which each object with a ``state_dict()`` is replaced by this state dict."""
     return optree.tree_map(
-        lambda leaf: counters_to_dicts(leaf.state_dict()) if has_state_dict(leaf) else leaf, tree, is_leaf=is_checkpoint_leaf
+        lambda leaf: counters_to_dicts(leaf.state_dict()) if has_state_dict(leaf) else leaf, tree, is_leaf=is_node_saved_as_leaf
     )
 
 
@@ -219,10 +219,10 @@ def _leaf_kind(leaf: Any) -> str:
     if isinstance(leaf, torch.Tensor) and not isinstance(leaf, ShardedTensor):
         return tensor_text(leaf)
     kinds: dict[type | None, str] = {bool: "True or False", float: "a number", str: "a text"}
-    return kinds[type_to_match(leaf)] if isinstance(leaf, bool | int | float | str) else ""
+    return kinds[type_with_ints_as_float(leaf)] if isinstance(leaf, bool | int | float | str) else ""
 
 
-def type_to_match(value: Value) -> type | None:
+def type_with_ints_as_float(value: Value) -> type | None:
     """Return the type that two values have to share. All numbers have one type, as a learning rate of 1 may become 0.9."""
     if isinstance(value, bool | str):
         return bool if isinstance(value, bool) else str
@@ -231,7 +231,7 @@ def type_to_match(value: Value) -> type | None:
 
 def counters_to_dicts(state: Any) -> Any:
     """Return ``state`` with a dict in place of each ``collections.Counter``, as in torch's MultiStepLR."""
-    return optree.tree_map(lambda x: dict(x) if isinstance(x, Counter) else x, state, is_leaf=is_checkpoint_leaf)
+    return optree.tree_map(lambda x: dict(x) if isinstance(x, Counter) else x, state, is_leaf=is_node_saved_as_leaf)
 
 
 def load_into_object(owner: Any, state: Any) -> Any:
@@ -242,7 +242,7 @@ def load_into_object(owner: Any, state: Any) -> Any:
     if not hasattr(owner, "state_template"):  # a Counter has other keys before its first count
         was = owner.state_dict()
         state = optree.tree_map(
-            lambda x, new: Counter(new) if isinstance(x, Counter) else new, was, state, is_leaf=is_checkpoint_leaf
+            lambda x, new: Counter(new) if isinstance(x, Counter) else new, was, state, is_leaf=is_node_saved_as_leaf
         )
     owner.load_state_dict(state)
     return owner
@@ -273,11 +273,11 @@ def tree_to_load_into(tree: Any, has: Callable[[str], bool], shape_of: Callable[
             state = counters_to_dicts(leaf.state_dict())
             if isinstance(leaf, torch.nn.Module):
                 state = {name: _resized_extra_state(name, value, shape_of(prefix + name)) for name, value in state.items()}
-            return optree.tree_map(copy_if_part, state, is_leaf=is_checkpoint_leaf)
+            return optree.tree_map(copy_if_part, state, is_leaf=is_node_saved_as_leaf)
         return make(lambda name: has(prefix + name))
 
     leaves = [value_to_fill(segments, leaf) for segments, _, leaf in leaves_with_both_paths(tree)]
-    return optree.tree_unflatten(optree.tree_structure(tree, is_leaf=is_checkpoint_leaf), leaves)
+    return optree.tree_unflatten(optree.tree_structure(tree, is_leaf=is_node_saved_as_leaf), leaves)
 
 
 def _resized_extra_state(name: str, value: Any, shape: tuple[int, ...] | None) -> Any:
@@ -286,13 +286,13 @@ def _resized_extra_state(name: str, value: Any, shape: tuple[int, ...] | None) -
     return value.new_empty(shape) if is_extra and shape is not None and len(shape) == value.ndim == 1 else value
 
 
-def is_checkpoint_leaf(leaf: Any) -> bool:
+def is_node_saved_as_leaf(leaf: Any) -> bool:
     """Return whether a checkpoint treats ``leaf`` as a leaf of the tree, though it is a pytree node."""
     return is_sharded(leaf) or isinstance(leaf, PerRank | MadeBy)
 
 
 def leaves_with_both_paths(
-    tree: Any, is_leaf: Callable[[Any], bool] = is_checkpoint_leaf, *, none_is_leaf: bool = False
+    tree: Any, is_leaf: Callable[[Any], bool] = is_node_saved_as_leaf, *, none_is_leaf: bool = False
 ) -> Iterator[tuple[tuple[str, ...], tuple[str, ...], Any]]:
     """Yield ``(path, path as in plan(), leaf)``. The first path has the names of a named tuple's fields, the second numbers."""
     try:
@@ -420,7 +420,7 @@ def _leaves_on_ranks_by_path(unit: UnitLayout, place: Place, rank: int) -> dict[
 
 
 def _replicated_entry(where: str, name: str, tensor: torch.Tensor, mesh: Mesh) -> TensorEntry:
-    n, local = tensor.numel(), _flat_elements(where, name, tensor)
+    n, local = tensor.numel(), _flatten_plain_tensor(where, name, tensor)
     return TensorEntry(
         name, tensor.dtype, tuple(tensor.shape), lambda rank: Piece(0, n, rank, mesh.size), local, is_replicated=True
     )
@@ -429,12 +429,12 @@ def _replicated_entry(where: str, name: str, tensor: torch.Tensor, mesh: Mesh) -
 def _per_rank_entry(where: str, name: str, tensor: Any, comm: Comm) -> TensorEntry:
     if not isinstance(tensor, torch.Tensor):
         raise TreeError(f"{where}: {name!r} is {type(tensor).__name__} {tensor!r:.60}: PerRank is for tensors.")
-    n, local = tensor.numel(), _flat_elements(where, name, tensor)
+    n, local = tensor.numel(), _flatten_plain_tensor(where, name, tensor)
     shape = (comm.mesh.size, *tensor.shape)
     return TensorEntry(name, tensor.dtype, shape, lambda rank: Piece(rank * n, (rank + 1) * n), local, is_per_rank=True)
 
 
-def _flat_elements(where: str, name: str, tensor: torch.Tensor) -> torch.Tensor:
+def _flatten_plain_tensor(where: str, name: str, tensor: torch.Tensor) -> torch.Tensor:
     if tensor.layout is not torch.strided or type(tensor) not in (torch.Tensor, torch.nn.Parameter):
         raise TreeError(
             f"{where}: {name!r} is a {type(tensor).__name__} of layout {tensor.layout}, expected a plain, dense tensor."

@@ -26,7 +26,7 @@ from fsharp.checkpoint.entries import (
     apply_rename,
     contents_of,
     has_state_dict,
-    is_checkpoint_leaf,
+    is_node_saved_as_leaf,
     leaves_with_both_paths,
     load_into_object,
     tree_to_load_into,
@@ -148,7 +148,7 @@ def load_checkpoint_and_tree(
             return load_it()
         loaded, texts = load_or_collect_damage(load_it, damage, comm, path)
         if loaded is not None:
-            set_aside_damaged(damaged, path, comm)
+            rename_damaged_on_rank_0(damaged, path, comm)
             return loaded
         if donate and not strict:
             what = texts[0] if texts else f"{path} was removed by another process."
@@ -259,9 +259,9 @@ def load_with_reader(
         return load_into_object(leaf, loaded) if has_state_dict(leaf) else loaded
 
     try:
-        if any(has_state_dict(leaf) for leaf in optree.tree_leaves(like, is_leaf=is_checkpoint_leaf)):
+        if any(has_state_dict(leaf) for leaf in optree.tree_leaves(like, is_leaf=is_node_saved_as_leaf)):
             tree = check_on_all_ranks(
-                "load()", comm, lambda: optree.tree_map(into_object, like, tree, is_leaf=is_checkpoint_leaf)
+                "load()", comm, lambda: optree.tree_map(into_object, like, tree, is_leaf=is_node_saved_as_leaf)
             )
         return found, tree
     finally:
@@ -295,7 +295,7 @@ def _choose_path(path: str, comm: Comm, damaged: Mapping[str, str]) -> tuple[str
 
 def _refuse_unpaired_main_copies(path: str, like: Any, left_out: Collection[str], wanted: Collection[str]) -> None:
     """Raise a CheckpointError if the load would take a parameter of a TrainState without its main copy, or the reverse."""
-    states = leaves_with_both_paths(like, lambda x: isinstance(x, TrainState) or is_checkpoint_leaf(x)) if left_out else ()
+    states = leaves_with_both_paths(like, lambda x: isinstance(x, TrainState) or is_node_saved_as_leaf(x)) if left_out else ()
     for prefix in ["".join(f"{key}." for key in keys) for keys, _, state in states if isinstance(state, TrainState)]:
         for main in sorted(name for name in wanted if name.startswith(f"{prefix}main.")):
             parameter = f"{prefix}params.{main[len(f'{prefix}main.') :]}"
@@ -365,7 +365,7 @@ def _tree_to_fill(
             made.append(leaf)
         else:
             made.append(MadeBy(str(value)) if isinstance(leaf, MadeBy) else value)
-    return optree.tree_unflatten(optree.tree_structure(template, is_leaf=is_checkpoint_leaf), made)
+    return optree.tree_unflatten(optree.tree_structure(template, is_leaf=is_node_saved_as_leaf), made)
 
 
 def _fill_tree(
@@ -452,7 +452,7 @@ def _is_removed(path: str) -> bool:
         return False
 
 
-def set_aside_damaged(damaged: Mapping[str, str], used_instead: str, comm: Comm) -> None:
+def rename_damaged_on_rank_0(damaged: Mapping[str, str], used_instead: str, comm: Comm) -> None:
     """Rename the checkpoints in ``damaged``, a dict of errors by path, and log a warning for each. Only rank 0 does so.
 
     A warning has the error, and ``used_instead``: a text that names what is loaded instead.

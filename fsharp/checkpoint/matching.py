@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from fsharp.checkpoint.entries import TreeContents, type_to_match
+from fsharp.checkpoint.entries import TreeContents, type_with_ints_as_float
 from fsharp.checkpoint.manifest import Manifest
 from fsharp.errors import TreeError, problem
 from fsharp.functional.formats.format import tensor_text
@@ -112,7 +112,7 @@ def check_matches(
             rows.append((name, f"{tensor_text(record)} in the checkpoint; expected {tensor_text(entry)}{why}"))
     for name, value in wanted.values.items():
         there = manifest.values.get(stored(name))
-        if not is_new(name, stored(name)) and type_to_match(there) is not type_to_match(value):
+        if not is_new(name, stored(name)) and type_with_ints_as_float(there) is not type_with_ints_as_float(value):
             kind = "not in the checkpoint" if there is None else f"{there!r:.80} in the checkpoint"
             rows.append((name, f"{kind}; expected a value like {value!r:.80}"))
     expected = {stored(name) for name in (*wanted.entries, *wanted.values, *wanted.aliases)}

@@ -28,8 +28,8 @@ from fsharp.checkpoint.loading import (
     load_checkpoint_at,
     load_or_collect_damage,
     load_with_reader,
+    rename_damaged_on_rank_0,
     set_aside_and_describe,
-    set_aside_damaged,
 )
 from fsharp.checkpoint.manifest import MANIFEST_NAME, FileRecord
 from fsharp.checkpoint.peers import (
@@ -53,7 +53,7 @@ from fsharp.checkpoint.saving import (
     header_metadata,
     manifest_of_snapshot,
     remove_staged,
-    run_with_path_in_errors,
+    run_converting_os_errors,
     tensors_written_by,
     verify_written_file,
     write_manifest_and_publish,
@@ -169,7 +169,7 @@ class Replicas(BackgroundSaver):
                     f"form with domain_size={size}: each copy is on another host."
                 )
             if comm.rank % size == 0:
-                self._claim = run_with_path_in_errors(self._folder, lambda: FolderClaim(self._folder, token))
+                self._claim = run_converting_os_errors(self._folder, lambda: FolderClaim(self._folder, token))
                 remove_incomplete(self._folder)
                 for _, _, created, *_ in saves_held_here_rows(self._folder):
                     record_save_time(self._ordered_with, created)
@@ -189,7 +189,7 @@ class Replicas(BackgroundSaver):
                 "Replicas()", comm, check, lambda _: {"copies, domain_size": f"{copies}, {size}", "root": repr(self._root)}
             )
             tokens = restart_replay.run_and_record(exchange_tokens)
-            check_on_all_ranks("Replicas()", comm, lambda: run_with_path_in_errors(self._folder, check_reduced))
+            check_on_all_ranks("Replicas()", comm, lambda: run_converting_os_errors(self._folder, check_reduced))
             super().__init__(comm, "refresh", flat=True)
         except BaseException:
             self._close_claim()
@@ -272,22 +272,22 @@ class Replicas(BackgroundSaver):
                 shared_root=False,
             )
             record_save_time(self._ordered_with, time_in_save_id(snapshot.save_id) or 0.0)
-            self._begin_save(snapshot, self._write_to_hosts)
+            self._begin_save(snapshot, self._replace_save_on_hosts)
 
-    def _write_to_hosts(self, snapshot: Snapshot) -> None:
+    def _replace_save_on_hosts(self, snapshot: Snapshot) -> None:
         """Write files on all hosts, then manifests, and remove the previous save last, so that one save is always whole."""
         staged, own = _local_storage.staging_path(snapshot.folder), self._own
 
         def make_folder() -> None:
             if self._claim is not None:
                 check_free_space(self._folder, self._refresh_nbytes_of(snapshot.contents).held)
-                run_with_path_in_errors(snapshot.folder, lambda: _local_storage.make_staging_folder(snapshot.folder))
+                run_converting_os_errors(snapshot.folder, lambda: _local_storage.make_staging_folder(snapshot.folder))
 
         def commit() -> None:
             if self._claim is not None:
                 here = [records[rank] for rank in self._ranks_with_files_here]
                 manifest = manifest_of_snapshot(snapshot, records, self._comm.mesh)
-                run_with_path_in_errors(
+                run_converting_os_errors(
                     snapshot.folder, lambda: write_manifest_and_publish(snapshot, staged, here, manifest, rank=own.rank)
                 )
 
@@ -325,7 +325,7 @@ class Replicas(BackgroundSaver):
                     keeper.run(out, bytes_of(receive))
                 keeper.run(stack.close)
             keeper.run(verify_written_file, staged, theirs, source, snapshot.save_id)
-        check_on_all_ranks("refresh()", own, lambda: run_with_path_in_errors(staged, keeper.raise_if_failed))
+        check_on_all_ranks("refresh()", own, lambda: run_converting_os_errors(staged, keeper.raise_if_failed))
 
     @api_boundary
     def latest(self) -> int | None:
@@ -413,7 +413,7 @@ class Replicas(BackgroundSaver):
             raise
 
     def _set_aside(self, on_disk: Mapping[str, str], copies: Mapping[CopyKey, str], used_instead: str) -> None:
-        set_aside_damaged(on_disk, used_instead, self._comm)
+        rename_damaged_on_rank_0(on_disk, used_instead, self._comm)
         for (save, first, file), text in copies.items():
             if first == self._comm.rank:
                 path = f"{self._folder}/{save}/{file}"

@@ -23,7 +23,7 @@ from fsharp.checkpoint.catalog import (
     save_time_of,
 )
 from fsharp.checkpoint.retention import Retention, remove_checkpoints
-from fsharp.checkpoint.saving import Snapshot, run_with_path_in_errors, stage_snapshot, write_snapshot
+from fsharp.checkpoint.saving import Snapshot, run_converting_os_errors, stage_snapshot, write_snapshot
 from fsharp.checkpoint.shard_file import StoredTensor
 from fsharp.checkpoint.storage import absolute_path, storage_of
 from fsharp.distributed.job import callbacks_before_leaving
@@ -215,7 +215,7 @@ class Saver(BackgroundSaver):
             if any(isinstance(each, Saver) and each.is_busy and each._root == self._root for each in _busy_savers):
                 raise CheckpointError(f"Saver(): another Saver is still writing into {self._root}: close() that one first.")
             if comm.rank == 0:
-                run_with_path_in_errors(self._root, lambda: _prepare_root(self._root))
+                run_converting_os_errors(self._root, lambda: _prepare_root(self._root))
 
         check_on_all_ranks("Saver()", comm, check, lambda _: {"root": self._root, "keep": repr(self._retention)})
         self.saved, self._saved_at = -1, math.inf
@@ -225,7 +225,7 @@ class Saver(BackgroundSaver):
         super()._begin_job_generation()
         self._saved_at = math.inf  # the save that was under way may be complete all the same
         if self._comm.rank == 0:
-            run_with_path_in_errors(self._root, lambda: _prepare_root(self._root))
+            run_converting_os_errors(self._root, lambda: _prepare_root(self._root))
 
     @api_boundary
     def save(self, tree: Any, *, step: int, metric: float | None = None) -> None:

@@ -18,7 +18,7 @@ from fsharp.checkpoint.entries import (
     TreeContents,
     contents_of,
     has_state_dict,
-    is_checkpoint_leaf,
+    is_node_saved_as_leaf,
     leaves_with_both_paths,
     too_deep_error,
     with_state_dicts,
@@ -118,7 +118,7 @@ def stage_snapshot(
         check_free_space(where, sum(entry.numel * entry.dtype.itemsize for entry in contents.entries.values()))
         save_id = new_save_id(where)
         mine = f"{where}/{folder_name(step, save_id)}"
-        run_with_path_in_errors(mine, lambda: storage_of(where).make_staging_folder(mine))
+        run_converting_os_errors(mine, lambda: storage_of(where).make_staging_folder(mine))
         folder = mine
         return save_id
 
@@ -149,7 +149,7 @@ def agree_on_snapshot(
     """
     has_objects, drawn = False, ""
     with suppress(RecursionError):  # contents_of() refuses such a tree on all ranks
-        has_objects = any(has_state_dict(leaf) for leaf in optree.tree_leaves(tree, is_leaf=is_checkpoint_leaf))
+        has_objects = any(has_state_dict(leaf) for leaf in optree.tree_leaves(tree, is_leaf=is_node_saved_as_leaf))
     states = check_on_all_ranks(where, comm, lambda: with_state_dicts(tree)) if has_objects else tree
 
     def check() -> TreeContents:
@@ -218,7 +218,7 @@ def _structures_by_name(tree: Any) -> dict[str, Any]:
         return all(map(is_value, x)) if type(x) in (list, tuple) else isinstance(x, bool | int | float | str | None)
 
     found = leaves_with_both_paths(
-        tree, lambda x: is_checkpoint_leaf(x) or (type(x) in (list, tuple) and is_value(x)), none_is_leaf=True
+        tree, lambda x: is_node_saved_as_leaf(x) or (type(x) in (list, tuple) and is_value(x)), none_is_leaf=True
     )
     try:
         return {".".join(path): structure_of(x) for path, _, x in found if x is None or type(x) in (list, tuple)}
@@ -244,7 +244,7 @@ def check_free_space(root: str, nbytes: int) -> None:
         raise CheckpointError(f"{root}: {free:,} bytes are free, and this checkpoint takes {need:,}. Nothing was written.")
 
 
-def run_with_path_in_errors(path: str, write: Callable[[], T]) -> T:
+def run_converting_os_errors(path: str, write: Callable[[], T]) -> T:
     """Return ``write()``. An error of the file system becomes a CheckpointError that names ``path``."""
     try:
         return write()
@@ -275,7 +275,7 @@ def write_snapshot(snapshot: Snapshot, comm: Comm) -> Checkpoint:
         check_on_all_ranks(
             "save()",
             comm,
-            lambda: run_with_path_in_errors(snapshot.folder, lambda: commit(records)) if comm.rank == 0 else None,
+            lambda: run_converting_os_errors(snapshot.folder, lambda: commit(records)) if comm.rank == 0 else None,
         )
     except BaseException:
         if comm.rank == 0 and not is_published:
@@ -298,7 +298,7 @@ def write_shard_files(snapshot: Snapshot, staged: str, comm: Comm, where: str = 
         verify_written_file(staged, record, comm.rank, snapshot.save_id)
         return record
 
-    mine = check_on_all_ranks(where, comm, lambda: run_with_path_in_errors(path, write))
+    mine = check_on_all_ranks(where, comm, lambda: run_converting_os_errors(path, write))
     sent = all_gather_fixed_size(mine.nbytes.to_bytes(8, "big") + bytes.fromhex(mine.digest or ""), comm)
     return [
         FileRecord(shard_file_name(rank), int.from_bytes(data[:8], "big"), data[8:].hex()) for rank, data in enumerate(sent)

@@ -124,10 +124,10 @@ def find_model(where: str, model: str) -> FoundModel:
     if not isinstance(found, torch.nn.Module):
         return FoundModel(found)
     frozen = tuple([name for name, parameter in found.named_parameters() if not parameter.requires_grad])
-    return FoundModel(make_functional(found)[1], frozen, _experts_of_config(getattr(found, "config", None)))
+    return FoundModel(make_functional(found)[1], frozen, _used_and_total_experts(getattr(found, "config", None)))
 
 
-def _experts_of_config(config: Any) -> tuple[int, int] | None:
+def _used_and_total_experts(config: Any) -> tuple[int, int] | None:
     """Return the field ``experts`` of a :class:`FoundModel` for a configuration of Hugging Face."""
     used = getattr(config, "num_experts_per_tok", None)
     names = ("num_local_experts", "num_experts", "n_routed_experts")

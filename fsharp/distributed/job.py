@@ -106,7 +106,7 @@ def _destroy_groups() -> None:
     job_store.reset_job_store()
 
 
-def leave_generation(why: str) -> None:
+def tear_down_generation(why: str) -> None:
     """Leave the job's present generation: end collectives with the error ``why``, finish saves, and destroy process groups.
 
     Afterwards :meth:`~fsharp.functional.comm.restart_replay.RestartReplay.replay` joins the next generation, in which the

@@ -21,7 +21,7 @@ from fsharp.distributed import generations
 from fsharp.errors import AgreementError, CommError, log as _log, problem
 from fsharp.functional.comm.agree import ranks_text
 from fsharp.functional.comm.restart_replay import restart_replay
-from fsharp.functional.comm.settings_digests import differing_settings_rows, settings_by_digest
+from fsharp.functional.comm.settings_digests import differing_settings_rows, settings_texts_by_digest
 from fsharp.tracebacks import traceback_text
 
 _MAX_KEPT_LABELS = 64
@@ -308,7 +308,7 @@ class CommWatch:
         failed = self._failure_text()
         if failed is not None:
             raise self._mark_failed_and_abort(AgreementError(failed))
-        settings = settings_by_digest(list(self._labels)[-_MAX_LABELS_WITH_SETTINGS:])
+        settings = settings_texts_by_digest(list(self._labels)[-_MAX_LABELS_WITH_SETTINGS:])
         mine = RankStatus(
             0,
             self.name,
@@ -344,7 +344,7 @@ class CommWatch:
             theirs = _labels_by_number(status.counts[self.name], status.labels)
             for number in sorted(mine.keys() & theirs.keys()):
                 if mine[number] != theirs[number]:
-                    known = settings_by_digest([mine[number]]) | (status.settings or {})
+                    known = settings_texts_by_digest([mine[number]]) | (status.settings or {})
                     text = _label_difference_text(number, {self.statuses.rank: mine, rank: theirs}, known)
                     raise self.refuse_further_calls(AgreementError, text)
             return

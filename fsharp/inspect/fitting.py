@@ -241,7 +241,7 @@ def noop_accumulates(ops: Sequence[Op]) -> set[int]:
     return found
 
 
-def uses_that_recompute(program: Program) -> set[int]:
+def uses_made_by_recomputation(program: Program) -> set[int]:
     """Return the uses (``event.use``) whose forward recomputes, as it comes after a backward of the same microbatch."""
     found, is_backward = set[int](), False
     for event in program.events:

@@ -18,7 +18,7 @@ from fsharp.inspect.fitting import (
     host_issue_nbytes,
     memory_traffic_nbytes,
     noop_accumulates,
-    uses_that_recompute,
+    uses_made_by_recomputation,
 )
 from fsharp.inspect.hardware_json import fields_from_json, fields_to_json
 from fsharp.inspect.links import Link, PerLink, scaled_by_link, value_of_link
@@ -343,7 +343,7 @@ def _bucket_costs(schedule: Schedule, hardware: Hardware) -> list[BucketCost]:
     """Return the costs of all ops of a schedule, in order: one for each bucket, and for each op outside of buckets."""
     facts = schedule.program.facts
     times = compute_times(hardware, list(dict.fromkeys(op.unit for op in schedule.ops if op.spec.cost == "compute")))
-    noops, recomputed = noop_accumulates(schedule.ops), uses_that_recompute(schedule.program)
+    noops, recomputed = noop_accumulates(schedule.ops), uses_made_by_recomputation(schedule.program)
     result = []
     for run in op_positions_by_bucket(schedule.ops):
         ops = [schedule.ops[i] for i in run]

@@ -109,7 +109,7 @@ class CrossRankReduction:
     axes: tuple[str, ...]
 
 
-class ShardedJaxprRun:
+class LocalJaxprRun:
     """One run of a jaxpr on this rank's elements of the leaves.
 
     Attributes:

@@ -95,7 +95,7 @@ def from_orbax(
 
     def load(names: set[str]) -> dict[str, Any]:
         asked = [ocp.PLACEHOLDER if name not in names else _empty_like(leaf) for name, leaf in leaves.items()]
-        found = {item: _load_item(source, item, tree) for item, tree in jax.tree.unflatten(structure, asked).items()}
+        found = {item: _load_item_as_numpy(source, item, tree) for item, tree in jax.tree.unflatten(structure, asked).items()}
         return {name: leaf for name, leaf in zip(leaves, jax.tree.leaves(found), strict=True) if name in names}
 
     def read(tensors: list[StoredTensor]) -> Iterator[torch.Tensor]:
@@ -203,7 +203,7 @@ def _metadata_by_item(folder: str) -> dict[str, Any]:
     return {"AUTO": tree}  # Orbax's default
 
 
-def _load_item(folder: str, item: str, tree: Any) -> Any:
+def _load_item_as_numpy(folder: str, item: str, tree: Any) -> Any:
     if all(leaf is ocp.PLACEHOLDER for leaf in jax.tree.leaves(tree)):
         return tree
     return _call_orbax(folder, lambda: ocp.load(folder, tree, checkpointable_name=item))

@@ -22,7 +22,7 @@ from fsharp.functional.comm.protocol import Comm
 from fsharp.functional.layout.sharded import Sharded, map_units, units_of
 from fsharp.functional.layout.unit_layout import Leaf
 from fsharp.interop.arrays import as_jax_array, as_torch_tensor, jax_dtype
-from fsharp.interop.lift import PENDING, ArrayShard, CrossRankReduction, EquationKey, LeafRange, ShardedJaxprRun
+from fsharp.interop.lift import PENDING, ArrayShard, CrossRankReduction, EquationKey, LeafRange, LocalJaxprRun
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,7 +145,7 @@ class TracedTransformation:
 
         def probe(arrays: Sequence[Any]) -> Any:
             lifted, params = (
-                ShardedJaxprRun(parts, None),
+                LocalJaxprRun(parts, None),
                 [part(i, x) for i, x in enumerate(arrays[behind : behind + count])],
             )
             grads = [part(i, x) for i, x in enumerate(arrays[:count])]
@@ -175,7 +175,7 @@ class TracedTransformation:
             positions.append((leaf, trees.setdefault((shape.dtype, nth), len(trees))))
         return positions, [dtype for dtype, _ in trees]
 
-    def in_stored_form(self, lifted: ShardedJaxprRun, out: Sequence[Any], owners: Sequence[int | None]) -> list[Any]:
+    def in_stored_form(self, lifted: LocalJaxprRun, out: Sequence[Any], owners: Sequence[int | None]) -> list[Any]:
         """Return the results ``out`` of the run ``lifted`` in the form in which they are stored.
 
         ``out`` has the updates, if any, and then the arrays of the state. ``owners`` has an item for each array of the state:
@@ -217,7 +217,7 @@ class CompiledTransformation:
 
     def init(self, params: Any, comm: Comm) -> tuple[list[Any], list[Any]]:
         """Return a new state in two lists: state trees, as trees of buffers, and all other arrays, such as a count."""
-        flats, plain = self._run_in_rounds("init", [_buffers_as_arrays(params)], [], comm)
+        flats, plain = self._run_in_rounds("init", [_local_shards_as_arrays(params)], [], comm)
         return [_tree_like(params, each) for each in flats], plain
 
     def update(
@@ -226,7 +226,7 @@ class CompiledTransformation:
         """Return the updates, and the new state as :meth:`init` does. ``buffers`` and ``plain``: the old state in this form."""
         # A scheduler reuses the memory of gradients after the step, while JAX may still hold it.
         grads = map_units(lambda node: node.replace([buffer.clone() for buffer in node.buffers]), grads)
-        flats = [_buffers_as_arrays(grads), _buffers_as_arrays(params), *map(_buffers_as_arrays, buffers)]
+        flats = [_local_shards_as_arrays(grads), _local_shards_as_arrays(params), *map(_local_shards_as_arrays, buffers)]
         (updates, *after), new = self._run_in_rounds("update", flats, [*plain, *extra], comm)
         return _tree_like(grads, updates), [_tree_like(params, each) for each in after], new
 
@@ -273,7 +273,7 @@ class CompiledTransformation:
         plain: Any,
         reduced: Any,
     ) -> Any:
-        traced, lifted = self.traced, ShardedJaxprRun(self._parts, dict(zip(keys, reduced, strict=True)))
+        traced, lifted = self.traced, LocalJaxprRun(self._parts, dict(zip(keys, reduced, strict=True)))
         out = lifted.run_jaxpr(traced.init if kind == "init" else traced.step, self._jaxpr_args(kind, flats, plain))
         out = traced.in_stored_form(lifted, out, [position and position[0] for position in traced.positions])
         pending.update({key: reduction for key, (reduction, _) in lifted.pending.items()})
@@ -299,7 +299,7 @@ class CompiledTransformation:
         state = [next(numbers) if x is None else part(x[0], buffers[x[1]])._replace(shape=like.shape) for x, like in rows]
         return [*(part(leaf, grads) for leaf in everything), *state, *(part(leaf, params) for leaf in everything), *numbers]
 
-    def _split_results(self, kind: str, out: Sequence[Any], lifted: ShardedJaxprRun) -> Any:
+    def _split_results(self, kind: str, out: Sequence[Any], lifted: LocalJaxprRun) -> Any:
         updates = [] if kind == "init" else [dict(enumerate(out[: len(self._parts)]))]
         state = out[len(updates) and len(self._parts) :]
         trees: list[dict[int, Any]] = [{} for _ in self.traced.tree_dtypes]
@@ -313,7 +313,7 @@ class CompiledTransformation:
         dtypes = [None] * len(updates) + list(self.traced.tree_dtypes)
         return [self._flat_buffers(tree, dtype, lifted) for tree, dtype in zip([*updates, *trees], dtypes, strict=True)], plain
 
-    def _flat_buffers(self, values: Mapping[int, Any], dtype: Any, lifted: ShardedJaxprRun) -> list[Any]:
+    def _flat_buffers(self, values: Mapping[int, Any], dtype: Any, lifted: LocalJaxprRun) -> list[Any]:
         """Return flat buffers with ``values``, by leaf, and zeros elsewhere.
 
         ``dtype``: None means for each buffer the dtype that holds the values of all of its leaves.
@@ -413,7 +413,7 @@ def key_data_or_array(x: Any) -> Any:
     return jax.random.key_data(x) if jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key) else x
 
 
-def _buffers_as_arrays(tree: Any) -> list[Any]:
+def _local_shards_as_arrays(tree: Any) -> list[Any]:
     return [as_jax_array(buffer) for node in units_of(tree) for buffer in node.buffers]
 
 

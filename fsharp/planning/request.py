@@ -159,7 +159,7 @@ class TuneRequest:
         for (units, patterns), (form, precision) in product(choices.items(), formats.items()):
             cost_key = units, form
             alone = trial_layout(model, meshes[0], patterns, precision)
-            order = self.order or self._order_without_trial(model, alone, patterns)
+            order = self.order or self._use_order_without_trial(model, alone, patterns)
             if has_trial:
                 calls[cost_key] = self._run_trial(model, alone, patterns)
                 used = {name for call in walk_uses(calls[cost_key]) for name in call.units}
@@ -216,7 +216,7 @@ class TuneRequest:
         is_derived = not isinstance(self.hardware, Hardware) or self.device is not None
         return found if is_derived and self.activations is None else dict(list(found.items())[:1])
 
-    def _order_without_trial(self, model: Model, alone: Layout, patterns: UnitPatterns) -> Sequence[str | Use]:
+    def _use_order_without_trial(self, model: Model, alone: Layout, patterns: UnitPatterns) -> Sequence[str | Use]:
         if model.module is None:
             return units_in_dict_order(model.tree, alone)
         return uses_of_modules(alone, self._units_by_module(model.module, alone, patterns))

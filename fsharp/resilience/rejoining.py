@@ -5,9 +5,9 @@ from typing import Any
 import optree
 import torch
 
-from fsharp.checkpoint.entries import PerRank, is_checkpoint_leaf
+from fsharp.checkpoint.entries import PerRank, is_node_saved_as_leaf
 from fsharp.distributed import generations
-from fsharp.distributed.job import leave_generation
+from fsharp.distributed.job import tear_down_generation
 from fsharp.distributed.process_group import ProcessGroupComm
 from fsharp.errors import RunError
 from fsharp.functional.comm.agree import check_on_all_ranks
@@ -72,7 +72,7 @@ class Rejoining:
         news, self._news = self._news, None
         if news is None:
             return ""
-        leave_generation(news.why)
+        tear_down_generation(news.why)
         restart_replay.replay()
         self._comm.tree_name_counters.set_from(self._counts)
         return news.why
@@ -117,4 +117,4 @@ def meta_copy(tree: Any) -> Any:
             return leaf.replace(list(map(on_meta, leaf.buffers)))
         return PerRank(optree.tree_map(on_meta, leaf.value)) if isinstance(leaf, PerRank) else on_meta(leaf)
 
-    return optree.tree_map(leaf_on_meta, tree, is_leaf=is_checkpoint_leaf)
+    return optree.tree_map(leaf_on_meta, tree, is_leaf=is_node_saved_as_leaf)

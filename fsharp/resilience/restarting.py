@@ -81,7 +81,7 @@ class Restarter:
                 self._handle_ended_processes()
                 if time.monotonic() > asked_at + _ASK_EVERY_S:
                     asked_at = time.monotonic()
-                    self._kill_hung()
+                    self._kill_ranks_late_to_end()
                     if deadline == float("inf") and why_restarts_ended(self._store):
                         deadline = asked_at + _END_TIMEOUT_S
                 time.sleep(_LOOK_EVERY_S)
@@ -156,7 +156,7 @@ class Restarter:
             return f"rank {rank} failed: {shorten_error(texts[0])}"
         return f"rank {rank} ended with exit status {code}, without a result"
 
-    def _kill_hung(self) -> None:
+    def _kill_ranks_late_to_end(self) -> None:
         """Kill processes that still run when the time limit of collectives has passed since another process stopped."""
         found = stopped_ranks(self._store, self._number, self._nproc)
         if not found:

@@ -13,7 +13,7 @@ from typing import Any, Literal, NoReturn, Self, get_args
 import optree
 
 from fsharp.checkpoint import Checkpoint, Replicas
-from fsharp.checkpoint.entries import is_checkpoint_leaf, with_state_dicts
+from fsharp.checkpoint.entries import is_node_saved_as_leaf, with_state_dicts
 from fsharp.checkpoint.manifest import json_round_trip
 from fsharp.checkpoint.storage import absolute_path
 from fsharp.errors import NonFiniteError, RunError, log as _log
@@ -455,7 +455,7 @@ class Run:
         bad = None
         if not self._save_nonfinite:  # numbers may be infinite: a best loss begins as an infinity
             plain = optree.tree_map(
-                lambda leaf: 0 if isinstance(leaf, Number) else leaf, with_state_dicts(tree), is_leaf=is_checkpoint_leaf
+                lambda leaf: 0 if isinstance(leaf, Number) else leaf, with_state_dicts(tree), is_leaf=is_node_saved_as_leaf
             )
             bad = find_nonfinite(None, plain, comm=self.comm)
         if bad is not None:

@@ -7,7 +7,7 @@ import optree
 
 from fsharp.checkpoint import Checkpoint, Replicas, Saver, WithPerRankBuffers
 from fsharp.checkpoint.catalog import has_checkpoints
-from fsharp.checkpoint.entries import PerRank, is_checkpoint_leaf, leaf_kinds
+from fsharp.checkpoint.entries import PerRank, is_node_saved_as_leaf, leaf_kinds
 from fsharp.checkpoint.loading import load_checkpoint_and_tree
 from fsharp.checkpoint.saver import BackgroundSaver
 from fsharp.errors import RunError, problem
@@ -87,7 +87,7 @@ class RunCheckpoints:
 
         A state dict of a module has neither, so the user saves them in the tree.
         """
-        leaves = optree.tree_leaves(tree, is_leaf=is_checkpoint_leaf)
+        leaves = optree.tree_leaves(tree, is_leaf=is_node_saved_as_leaf)
         modules = [leaf.module if isinstance(leaf, WithPerRankBuffers) else leaf for leaf in leaves]
         states = [each.train_state for each in modules if isinstance(each, ShardedModule)]
         has_residuals = any(state.residuals is not None for state in states)

@@ -13,7 +13,7 @@ import optree
 import torch
 
 import fsharp
-from fsharp.checkpoint.entries import is_checkpoint_leaf, leaves_with_both_paths, with_state_dicts
+from fsharp.checkpoint.entries import is_node_saved_as_leaf, leaves_with_both_paths, with_state_dicts
 from fsharp.errors import RunError
 from fsharp.functional.comm.agree import check_on_all_ranks
 from fsharp.functional.comm.protocol import Comm
@@ -49,7 +49,7 @@ def agree_at_start(config: Mapping[str, Any], tree: Any = None, *, comm: Comm, f
         found = {f"config.{name}": text for name, text in _config_fields(config)}
         found |= {f"layout: {name}": text for name, text in (unit_fields([n.unit for n in nodes]) if nodes else {}).items()}
         found |= {f"file {path}": _file_digest(path) for path in files}
-        structure = _ADDRESS_PATTERN.sub("", str(optree.tree_structure(tree, is_leaf=is_checkpoint_leaf)))
+        structure = _ADDRESS_PATTERN.sub("", str(optree.tree_structure(tree, is_leaf=is_node_saved_as_leaf)))
         found |= {"mesh": str(comm.mesh), "tree": "\n".join(_leaf_lines(tree)), "structure": structure}
         return found | {"fsharp": fsharp.__version__, "torch": torch.__version__, "python": platform.python_version()}
 

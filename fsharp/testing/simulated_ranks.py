@@ -27,7 +27,7 @@ from torch.autograd import forward_ad
 from fsharp.errors import CommError, problem
 from fsharp.functional.comm.agree import ranks_text
 from fsharp.functional.comm.protocol import ReduceOp, sum_in_rank_order
-from fsharp.functional.comm.settings_digests import differing_settings_rows, settings_by_digest
+from fsharp.functional.comm.settings_digests import differing_settings_rows, settings_texts_by_digest
 from fsharp.functional.comm.tree_names import TreeNameCounters
 from fsharp.functional.layout.mesh import Mesh
 from fsharp.tracebacks import api_boundary
@@ -382,7 +382,7 @@ class _World:
         if len({each.facts for each in calls}) > 1:
             labels = {r: str(each.facts) for r, each in zip(call.group, calls, strict=True)}
             rows = [(f"rank {r}", label) for r, label in labels.items()]
-            rows += differing_settings_rows(labels, settings_by_digest(labels.values()))
+            rows += differing_settings_rows(labels, settings_texts_by_digest(labels.values()))
             text = problem("simulate()", "ranks called different collectives.", rows)
         for each in calls:
             each.settle(CommError(text) if text else parts)  # an error of its own for each rank, which notes the rank

@@ -203,7 +203,7 @@ def from_dcp(
         if name not in left and hasattr(each, "chunks"):
             entries[name] = _entry_from_metadata(source, name, each)
         elif name not in left:
-            value = _load_item(storage, source, metadata, name, None)
+            value = _load_item_as_numpy(storage, source, metadata, name, None)
             _add_values(values, name, value)
             if name not in values:
                 objects[name] = structure_of(value)
@@ -270,7 +270,7 @@ def _check_sizes_fit_files(storage: Storage, folder: str, metadata: Any, entries
         )
 
 
-def _load_item(storage: Storage, folder: str, metadata: Any, name: str, offsets: torch.Size | None) -> Any:
+def _load_item_as_numpy(storage: Storage, folder: str, metadata: Any, name: str, offsets: torch.Size | None) -> Any:
     """Return the object under a key of DCP. If it is a tensor, return the chunk whose first element is at ``offsets``."""
     from torch.distributed.checkpoint.metadata import MetadataIndex
 
@@ -306,7 +306,7 @@ def _assemble_tensor(storage: Storage, folder: str, metadata: Any, tensor: Store
                 f"{folder}: chunks of {tensor.name!r} do not tile it: {sizes} at {offsets} of {tensor.shape} overlaps another "
                 "chunk or the end."
             )
-        value = _load_item(storage, folder, metadata, tensor.name, chunk.offsets)
+        value = _load_item_as_numpy(storage, folder, metadata, tensor.name, chunk.offsets)
         if not isinstance(value, torch.Tensor) or (value.dtype, value.shape) != (tensor.dtype, torch.Size(sizes)):
             got = tensor_text(value) if isinstance(value, torch.Tensor) else type(value).__name__
             raise CheckpointError(

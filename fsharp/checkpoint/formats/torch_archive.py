@@ -53,7 +53,7 @@ def load_archive_on_meta(storage: Storage, path: str) -> tuple[bytes, Any]:
     size = storage.nbytes(path)
     whole = torch.empty(size, dtype=torch.uint8, device="meta")
     return _unpickle_archive(
-        io.BufferedReader(_StorageFile(storage, path, size)), size, lambda begin, x: whole[begin : begin + x.file_size]
+        io.BufferedReader(_ArchiveFileIO(storage, path, size)), size, lambda begin, x: whole[begin : begin + x.file_size]
     )
 
 
@@ -120,7 +120,7 @@ def _check_num_items(tree: Any, most: int) -> None:
         todo.extend(items)
 
 
-class _StorageFile(io.RawIOBase):
+class _ArchiveFileIO(io.RawIOBase):
     """A file object for ``zipfile`` over a file on a disk or in an object store."""
 
     def __init__(self, storage: Storage, path: str, size: int) -> None:

@@ -10,7 +10,7 @@ _text_by_digest: dict[str, str] = {}
 
 
 def settings_digest(text: str, earlier_digest: str = "") -> str:
-    """Return a digest of ``earlier_digest`` and ``text``, lines ``name=value``. :func:`settings_by_digest` finds the text."""
+    """Return a digest of ``earlier_digest`` and ``text``, lines ``name=value``. See :func:`settings_texts_by_digest`."""
     found = f"{zlib.crc32(text.encode(), int(earlier_digest or '0', 16)):08x}"
     _text_by_digest.pop(found, None)
     _text_by_digest[found] = text
@@ -51,7 +51,7 @@ class SettingsHistory:
         self._lines = lines + self._lines
 
 
-def settings_by_digest(labels: Iterable[str]) -> dict[str, str]:
+def settings_texts_by_digest(labels: Iterable[str]) -> dict[str, str]:
     """Return the texts from which the digests in ``labels`` were made, by digest, as far as this process has kept them."""
     found = dict.fromkeys(each for label in labels for each in re.findall(r"\b[0-9a-f]{8}\b", label))
     return {each: _text_by_digest[each] for each in found if each in _text_by_digest}
@@ -60,7 +60,7 @@ def settings_by_digest(labels: Iterable[str]) -> dict[str, str]:
 def differing_settings_rows(labels: Mapping[int, str], known: Mapping[str, str]) -> list[tuple[str, str]]:
     """Return a row ``("rank 3 has", settings)`` for each rank, with the settings that not all ranks have.
 
-    ``labels``: label of each rank. ``known``: from :func:`settings_by_digest`.
+    ``labels``: label of each rank. ``known``: from :func:`settings_texts_by_digest`.
     """
     lines = {}
     for rank, label in labels.items():

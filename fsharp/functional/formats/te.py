@@ -251,7 +251,7 @@ class _QuantizerCodec:
         self.derive_if_in_backward(tensor)
         return tensor
 
-    def _tensor_without_values(self, part: LeafPart) -> Any:
+    def _tensor_with_scales_only(self, part: LeafPart) -> Any:
         """Return TransformerEngine's tensor of a whole leaf with its scales alone; no memory is allocated for values."""
         none = torch.zeros((), dtype=torch.uint8, device=part.scales.device).expand(self._plane_shape(part.shape))
         return self._tensor_of(part, dict.fromkeys(self._kind.planes, none) | self.scales_in(part))
@@ -284,7 +284,7 @@ class _QuantizerCodec:
     def encode(self, parts: Sequence[LeafPart], agree: AgreeMax) -> None:
         from transformer_engine.pytorch.tensor.utils import quantize_master_weights
 
-        weights: list[Any] = [self._tensor_without_values(part) for part in parts]
+        weights: list[Any] = [self._tensor_with_scales_only(part) for part in parts]
         for weight in weights if self._scales is not None else ():
             weight._quantizer.amax.zero_()  # a cast takes the maximum with the old entry, which belongs to other values
         has_values = [part.first < part.last for part in parts]

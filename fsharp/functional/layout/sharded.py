@@ -235,10 +235,10 @@ class Sharded:
         """
         owners = {each.name: each for each in ties} | {self.name: self}
         names = dict.fromkeys([self.name, *(leaf.tied_to[0] for leaf in self.unit.leaves if leaf.tied_to is not None)])
-        views = {name: owners[name]._leaf_views() for name in names if name in owners}  # in one order on all ranks
+        views = {name: owners[name]._full_leaves_by_path() for name in names if name in owners}  # in one order on all ranks
         return build_subtree(self.unit, "Sharded.tree()", views)
 
-    def _leaf_views(self) -> dict[str, torch.Tensor]:
+    def _full_leaves_by_path(self) -> dict[str, torch.Tensor]:
         if self.place.sharded_axes or self.place.partial_axes or self.groups != self.unit.all_groups:
             facts = [("place", self.place), ("groups", f"{self.groups} of {self.unit.all_groups}")]
             remedy = "Call gather() first." if self.groups == self.unit.all_groups else "Add the other groups by merge() first."

@@ -38,7 +38,7 @@ def outline_to_bytes(tree: Any) -> bytes:
         if node is None or kind in (bool, int, float, str):
             return {"value": node}
         if is_sharded(node):
-            return {"unit": units.setdefault(node.unit, len(units)), **_node_to_json(node)}
+            return {"unit": units.setdefault(node.unit, len(units)), **_node_without_unit_to_json(node)}
         if isinstance(node, torch.Tensor):
             tensors.append(node)
             return {"tensor": [dtype_name(node.dtype), list(node.shape)]}
@@ -110,7 +110,7 @@ def on_meta(node: Sharded) -> Sharded:
     return Sharded(meta, node.unit, node.place, node.groups, reduction=node.reduction)
 
 
-def _node_to_json(node: Sharded) -> dict[str, Any]:
+def _node_without_unit_to_json(node: Sharded) -> dict[str, Any]:
     shapes = [[dtype_name(b.dtype), list(b.shape)] if isinstance(b, torch.Tensor) else None for b in node.raw_buffers]
     place = [node.place.order, [placement.value for placement in node.place.placements]]
     return {"place": place, "groups": node.groups, "reduction": node.reduction, "buffers": shapes}

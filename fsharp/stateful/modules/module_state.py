@@ -61,7 +61,7 @@ class ModuleState:
         with torch.no_grad():
             return merge(gather(trainable(self.train_state.params), comm=self._comm, to="optim"), self.train_state.main)
 
-    def copy_to_resting_parameters(self) -> None:
+    def gather_main_into_resting_parameters(self) -> None:
         """Set parameters at rest to the values of main parameters, a unit at a time. A collective."""
         comm = LabelPrefixComm(self._comm, "parameters that were written in place: ")
         with torch.no_grad():
@@ -127,7 +127,7 @@ class ModuleState:
     def propagate_main_writes(self) -> bool:
         """Copy writes to main parameters into parameters at rest, by a collective. Return whether there were writes."""
         if is_written := self.notice_main_writes():
-            self.copy_to_resting_parameters()
+            self.gather_main_into_resting_parameters()
         return is_written
 
     def notice_main_writes(self) -> bool:

@@ -31,7 +31,7 @@ from fsharp.stateful.modules.mean_gradients import MeanGradients
 from fsharp.stateful.modules.module_state import ModuleState
 from fsharp.stateful.modules.module_step import ModuleStep
 from fsharp.stateful.modules.parameter import ShardedParameter, ShardedTensor, iter_local_leaves
-from fsharp.stateful.modules.parts.part import PartOwner
+from fsharp.stateful.modules.parts.part import ShardedTensorOwner
 from fsharp.stateful.modules.torch_tools.dtensors import DTensorSpec
 from fsharp.stateful.modules.torch_tools.refusals import refuse_copy
 from fsharp.stateful.modules.values.casts import CastDtypes, cast_tensors
@@ -72,7 +72,7 @@ class Session:
         self.calls = ModuleCallState(module, layout, chosen, specs, self.paused)
         means = MeanGradients(self.parameters, specs, scheduler)
         self.step = step = ModuleStep(self.state, means, scheduler, self.paused)
-        # Functions that parts call: see PartOwner.
+        # Functions that parts call: see ShardedTensorOwner.
         self.gradient_part, self.drop_gradient = step.gradient_part, step.drop_gradient
         self.check_can_unscale, self.settings_text = step.check_can_unscale, scheduler.engine.steps.settings_text
         self.add_gradient_ready_hook = means.add_gradient_ready_hook
@@ -281,12 +281,12 @@ class Session:
         with torch.no_grad():
             for path, value in parts.items():
                 self.parameters[path].local.view(-1).copy_(value.view(-1))
-        self.state.copy_to_resting_parameters()
+        self.state.gather_main_into_resting_parameters()
 
     def install_parts(self) -> None:
         """Put this rank's parts, as ShardedParameters, in place of the module's parameters."""
         self.parameters.clear()
-        owner: weakref.ref[PartOwner] = weakref.ref(self)
+        owner: weakref.ref[ShardedTensorOwner] = weakref.ref(self)
         rank, trained, specs = self.scheduler.rank, units_by_name(self.state.main_parameters()), self.calls.dtensor_specs
         for node in units_of(self.state.train_state.params):
             frozen = node.select_groups([g for g in node.groups if not node.unit.groups[g].trainable])

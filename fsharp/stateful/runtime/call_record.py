@@ -169,7 +169,7 @@ class CallRecord:
         """Record which function was called next. If it is another one, the end of a step gathers nothing for the next step."""
         self.next_called = weakref.ref(following)
 
-    def restart_call_count(self) -> None:
+    def restart_label_numbering(self) -> None:
         """Restart the count of calls in labels from 0."""
         self.num_calls = 0
 

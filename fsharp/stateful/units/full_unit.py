@@ -135,7 +135,7 @@ class FullUnit:
         """Return the stored leaves, as new aliases in each call."""
         found = list(map(torch.Tensor.detach, self._leaves))
         for position in self._classed:
-            found.insert(position, self.new_leaf_tensor(position))
+            found.insert(position, self.new_subclass_leaf(position))
         return found
 
     @property
@@ -145,7 +145,7 @@ class FullUnit:
         return (scales or self.flats)[0].untyped_storage()
 
     @torch.inference_mode(False)  # the memory of inference tensors cannot be taken later
-    def new_leaf_tensor(self, position: int) -> torch.Tensor:
+    def new_subclass_leaf(self, position: int) -> torch.Tensor:
         """Return a new tensor for the stored leaf number ``position``, in the leaf's own tensor class."""
         cls, part = self._classed[position]
         tensor = cls.make_tensor(part)

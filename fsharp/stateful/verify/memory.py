@@ -73,7 +73,7 @@ class MemoryCheck(ScheduleCheck):
         self.changed: dict[BufferKey, int] = {}  # the op that last filled or changed a buffer
         self.readers: dict[BufferKey, list[int]] = {}  # ops that have read a buffer since its last change
         for unit, i in order.carried_gathers().items():
-            self._set_owner(i, (PARAMS, unit), order.ops[i].memory)
+            self._mark_live(i, (PARAMS, unit), order.ops[i].memory)
 
     def check_op(self, i: int, op: Op, spec: OpSpec) -> None:
         """Record the owner and the readers of each byte of the arena. Raise an error if two owners overlap in time."""
@@ -81,7 +81,7 @@ class MemoryCheck(ScheduleCheck):
         self._check_buffer_use(i, op, spec)
         self._check_opens(i, op, spec)
 
-    def _set_owner(self, i: int, key: BufferKey, memory: Memory | None) -> None:
+    def _mark_live(self, i: int, key: BufferKey, memory: Memory | None) -> None:
         self.live[key], self.changed[key] = (i, memory), i
         if memory:
             self.owners.set_value(memory.start, memory.stop, (key, i))
@@ -94,7 +94,7 @@ class MemoryCheck(ScheduleCheck):
                 at = self.live[key][0]
                 raise op_error(i, op, f"opens what op {at}, {self.order.ops[at]}, has opened.", "one op that opens it")
             self._check_fill(i, op, op.opens)
-            self._set_owner(i, key, op.opens)
+            self._mark_live(i, key, op.opens)
         elif spec.filled_buffer(facts) == REST and facts.rest and key not in self.live:
             what = "writes a gradient at rest whose memory no op has opened."
             raise op_error(i, op, what, "memory in its `opens`, or in the `opens` of an earlier op")
@@ -126,7 +126,7 @@ class MemoryCheck(ScheduleCheck):
             raise op_error(i, op, f"nothing has filled the {buffer.description} that it uses.", "an op before it")
         if key not in self.live:
             self._check_fill(i, op, op.memory)
-            self._set_owner(i, key, op.memory)
+            self._mark_live(i, key, op.memory)
         elif self.live[key][1] != op.memory:
             what = f"its memory is not the memory that op {self.live[key][0] % len(self.order.ops)} has filled."
             raise op_error(i, op, what, f"{self.live[key][1]}")

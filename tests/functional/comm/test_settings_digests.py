@@ -5,7 +5,7 @@ import torch
 
 import fsharp as fs
 from fsharp.errors import FsharpError
-from fsharp.functional.comm.settings_digests import differing_settings_rows, settings_by_digest, settings_digest
+from fsharp.functional.comm.settings_digests import differing_settings_rows, settings_digest, settings_texts_by_digest
 from fsharp.testing import processes, simulate
 from tests import modules
 from tests.gpt_like import loss_fn
@@ -14,12 +14,12 @@ from tests.scheduling import DP, make_state, my_batches
 
 def test_what_digests_stand_for():
     labels = {rank: f"gather a of history {settings_digest(f'x=1{chr(10)}lr={rank}', '0000002a')}" for rank in (0, 3)}
-    assert differing_settings_rows(labels, settings_by_digest(labels.values())) == [
+    assert differing_settings_rows(labels, settings_texts_by_digest(labels.values())) == [
         ("rank 0 has", "lr=0"),
         ("rank 3 has", "lr=3"),
     ]
     same = dict.fromkeys((0, 3), labels[0])
-    assert differing_settings_rows(same, settings_by_digest(same.values())) == []
+    assert differing_settings_rows(same, settings_texts_by_digest(same.values())) == []
     assert differing_settings_rows(labels, {}) == []
 
 

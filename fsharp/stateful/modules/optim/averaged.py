@@ -31,7 +31,7 @@ def using_averaged_parameters(session: Session, opt_state: Any) -> Iterator[None
     try:
         state.copy_into_buffers([shown[key] for key in averages], list(averages.values()))
         with preserving_amax_histories(session.layout):
-            state.copy_to_resting_parameters()
+            state.gather_main_into_resting_parameters()
         yield
     finally:
         state.copy_into_buffers(targets, own)

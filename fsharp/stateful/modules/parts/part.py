@@ -62,7 +62,7 @@ class ShardedTensor(torch.Tensor):
         place: a placement for each mesh axis: where the tensor rests.
         rank: rank that holds this part.
         spec: spec of a DTensor; None for a plain tensor.
-        owner: weak reference to the module's Session, of which parts see the :class:`PartOwner`.
+        owner: weak reference to the module's Session, of which parts see the :class:`ShardedTensorOwner`.
     """
 
     path: str
@@ -71,7 +71,7 @@ class ShardedTensor(torch.Tensor):
     place: Place
     rank: int
     spec: DTensorSpec | None
-    owner: "weakref.ref[PartOwner]"
+    owner: "weakref.ref[ShardedTensorOwner]"
 
     @classmethod
     def from_attributes(cls, data: torch.Tensor, attributes: Mapping[str, Any], *, requires_grad: bool = False) -> Self:
@@ -293,7 +293,7 @@ class ShardedTensor(torch.Tensor):
         )
 
 
-class PartOwner(Protocol):
+class ShardedTensorOwner(Protocol):
     """The methods of a module's Session that parts call. The Session holds the module's state and runs its steps."""
 
     @property

@@ -110,7 +110,7 @@ def check_shardable(module: nn.Module, sharded: type[nn.Parameter]) -> None:
 @cache
 def register_wrapper_checks(sharded: type[nn.Parameter]) -> None:
     """Register hooks that raise if DDP or FSDP wraps a sharded module, or an optimizer made before sharding makes a step."""
-    register_module_module_registration_hook(partial(_check_wrapper, sharded))
+    register_module_module_registration_hook(partial(_check_wraps_no_sharded, sharded))
     register_optimizer_step_pre_hook(_check_optimizer_is_current)
 
 
@@ -124,7 +124,7 @@ def _check_optimizer_is_current(optimizer: torch.optim.Optimizer, *_: object) ->
         )
 
 
-def _check_wrapper(sharded: type[nn.Parameter], module: nn.Module, name: str, submodule: nn.Module | None) -> None:
+def _check_wraps_no_sharded(sharded: type[nn.Parameter], module: nn.Module, name: str, submodule: nn.Module | None) -> None:
     parameters = submodule.named_parameters() if submodule is not None and _is_wrapper(module) else ()
     if (path := next((path for path, p in parameters if isinstance(p, sharded)), None)) is not None:
         raise TreeError(
