@@ -86,7 +86,8 @@ def as_loss(value: Any, where: str = "value_and_grad()") -> Loss:
         raise LossError(f"{where}: the weight of the loss is {number}, expected a finite number of at least 0.")
     if isinstance(weight, torch.Tensor):
         return Loss(total.reshape(()), weight.to(total.device, non_blocking=True).reshape(()))
-    return Loss(total.reshape(()), torch.full((), weight, device=total.device))  # a copy to the device would make the host wait
+    number = torch.full((), weight, dtype=torch.float64, device=total.device)  # a copy to the device would make the host wait
+    return Loss(total.reshape(()), number)
 
 
 _CPU = torch.device("cpu")

@@ -158,7 +158,7 @@ def init_params(
         def draw(leaf: Leaf, unit: Any = unit) -> torch.Tensor:
             path = unit.path_in_tree(leaf)
             generator = torch.Generator().manual_seed(mesh_independent_seed(key, path, unit, comm.rank))
-            value = torch.empty(leaf.shape, dtype=leaf.dtype)
+            value = torch.empty(leaf.shape, dtype=leaf.dtype, device="cpu")
             with torch.no_grad():
                 try:
                     made = chosen[path](value, generator)

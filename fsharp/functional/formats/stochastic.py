@@ -126,7 +126,7 @@ def make_noise_fn(kind: str, step: int, number: int, runs: Iterable[LeafRun]) ->
     held = list(runs)
 
     def noise(seed: int, count: int, device: torch.device) -> torch.Tensor:
-        out = torch.full((count,), 0.5, device=device)
+        out = torch.full((count,), 0.5, dtype=torch.float32, device=device)
         for start, stop, path, first in held:
             digest = hashlib.sha256(f"{seed}:{kind}:{step}:{number}:{path}".encode()).digest()
             key = int.from_bytes(digest[:8], "little", signed=True)

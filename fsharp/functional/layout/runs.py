@@ -8,7 +8,7 @@ from fsharp.functional.layout.unit_layout import UnitLayout
 def padding_in_run(unit: UnitLayout, group: int, start: int, size: int) -> list[slice]:
     """Return the padding in a run of a group's buffer, as slices of the run.
 
-    Callers set decoded padding to zero, as norms count it: a format that mixes the values of a block, such as
+    Callers set decoded padding to zero: a format that mixes the values of a block, such as
     :func:`~fsharp.formats.hadamard`, decodes zeros of padding as other numbers.
     """
     found, end = [], 0

@@ -128,7 +128,7 @@ def adamw(
 
     def init(params: Any, /) -> AdamState:
         device = next((x.device for x in optree.tree_leaves(params) if isinstance(x, torch.Tensor)), torch.device("cpu"))
-        count = torch.zeros((), device=device) if capturable else 0
+        count = torch.zeros((), dtype=torch.float32, device=device) if capturable else 0
         return AdamState(count, optree.tree_map(torch.zeros_like, params), optree.tree_map(torch.zeros_like, params))
 
     def step(grads: Any, state: AdamState, params: Any, decays: PerPath, *, comm: Comm, donate: bool) -> tuple[Any, AdamState]:
@@ -139,7 +139,7 @@ def adamw(
 
         def kernel(lists: Sequence[list[torch.Tensor]], scale: float, decay: float) -> None:
             p, g, m, v = lists
-            taken = count if isinstance(count, torch.Tensor) else torch.full((), float(count), device=p[0].device)
+            taken = count if isinstance(count, torch.Tensor) else torch.full((), count, dtype=torch.float32, device=p[0].device)
             steps = [taken] * len(p)
             lr = rate * scale
             torch._fused_adamw_(

@@ -11,6 +11,7 @@ from fsharp.errors import LayoutError, TreeError
 from fsharp.functional.comm.agree import max_over_ranks
 from fsharp.functional.comm.collectives import all_reduce
 from fsharp.functional.comm.protocol import Comm, reporting_format_errors
+from fsharp.functional.layout.runs import padding_in_run
 from fsharp.functional.layout.sharded import Sharded, units_of
 from fsharp.functional.optim.base import Transform
 from fsharp.type_checks import options_checked
@@ -31,7 +32,8 @@ def global_norm(tree: Any, *, comm: Comm, deterministic: bool = False) -> torch.
 
     Returns:
         A scalar with equal bits on every rank: float64 if a buffer is float64 or complex128, else float32. The scalar is
-        infinite or NaN if an element is.
+        infinite or NaN if an element is. Without ``deterministic`` it is also infinite if squares overflow in float64, so for
+        elements beyond 1e154.
 
     Cost: one ``all_reduce`` of 8 bytes for each axis along which the tree is sharded or varies. With ``deterministic`` two, of
     8 and 24 bytes, and about six passes over the elements in place of one. Not differentiable.
@@ -45,7 +47,7 @@ def _norm_dtype(tree: Any) -> torch.dtype:
 
 
 def _float64_norm(tree: Any, comm: Comm, deterministic: bool) -> torch.Tensor:
-    by_axes: dict[tuple[str, ...], list[torch.Tensor]] = {}
+    by_axes: dict[tuple[str, ...], list[_Values]] = {}
     with reporting_format_errors(comm, "global_norm()"):
         for node in units_of(tree):
             if node.place.partial_axes:
@@ -53,7 +55,8 @@ def _float64_norm(tree: Any, comm: Comm, deterministic: bool) -> torch.Tensor:
                     f"global_norm(): unit {node.unit.display_name} rests partial ({node.place}): sum it by reduce_scatter() "
                     "first."
                 )
-            held = [b.detach() for b in _values_for_norm(node, comm.rank) if b.numel()]
+            rows = zip(node.groups, node.decoded_buffers(comm.rank), strict=True)
+            held = [_Values(buffer, node, group, comm.rank) for group, buffer in rows]
             by_axes.setdefault(node.place.sharded_axes + node.place.varying_axes, []).extend(held)
     with torch.no_grad():
         if deterministic:
@@ -62,23 +65,33 @@ def _float64_norm(tree: Any, comm: Comm, deterministic: bool) -> torch.Tensor:
         for axes, buffers in by_axes.items():
             part = torch.zeros_like(total)
             for buffer in buffers:
-                for chunk in buffer.reshape(-1).split(_CHUNK):  # float64: squares neither overflow nor vanish
-                    part += chunk.to(torch.float64, copy=True).square_().sum().to(part.device)
+                for chunk in buffer.chunks():  # squares of float32 neither overflow nor vanish in float64
+                    part += chunk.square_().sum().to(part.device)
             total += _sum_over_axes(part.view(1), axes, comm)[0]
         return total.sqrt()
 
 
-def _values_for_norm(node: Sharded, rank: int) -> Iterator[torch.Tensor]:
-    """Yield the elements of a node's buffers on this rank, as 1-D tensors.
+class _Values(NamedTuple):
+    """The elements of a node's buffer on a rank; ``group`` is the buffer's group."""
 
-    A buffer that was never encoded is yielded whole: its padding is zero, and does not change a norm. The padding of a decoded
-    buffer may have any value. So of such a buffer only the slices that belong to leaves are yielded.
-    """
-    for g, buffer, values in zip(node.groups, node.buffers, node.decoded_buffers(rank), strict=True):
-        if values is buffer and not (node.is_gathered and node.unit.has_stored_formats):
-            yield values
-        else:
-            yield from [values[span.start : span.stop] for span in node.unit.leaf_spans(g, node.place, rank)]
+    buffer: torch.Tensor
+    node: Sharded
+    group: int
+    rank: int
+
+    def chunks(self) -> Iterator[torch.Tensor]:
+        """Yield the elements as new float64 tensors, a chunk at a time: complex elements as pairs, and padding as zeros.
+
+        Padding may have any value: decoding and updates write to it.
+        """
+        unit, flat = self.node.unit, self.buffer.detach().resolve_conj().reshape(-1)
+        start = unit.local_start(self.group, self.node.place, self.rank)
+        for piece in flat.split(_CHUNK) if len(flat) else ():
+            chunk = piece.to(torch.complex128 if piece.is_complex() else torch.float64, copy=True)
+            for gap in padding_in_run(unit, self.group, start, len(chunk)):
+                chunk[gap] = 0
+            start += len(chunk)
+            yield torch.view_as_real(chunk).view(-1) if chunk.is_complex() else chunk
 
 
 def _sum_over_axes(x: torch.Tensor, axes: Iterable[str], comm: Comm) -> torch.Tensor:
@@ -87,7 +100,7 @@ def _sum_over_axes(x: torch.Tensor, axes: Iterable[str], comm: Comm) -> torch.Te
     return x
 
 
-def _exact_norm(by_axes: dict[tuple[str, ...], list[torch.Tensor]], comm: Comm) -> torch.Tensor:
+def _exact_norm(by_axes: dict[tuple[str, ...], list[_Values]], comm: Comm) -> torch.Tensor:
     """Return the 2-norm of all elements over all ranks, a float64 scalar; infinity if an element is infinite or NaN.
 
     Squares are rounded down to integers and summed as integers, so the bits of the norm do not depend on the order of
@@ -96,7 +109,8 @@ def _exact_norm(by_axes: dict[tuple[str, ...], list[torch.Tensor]], comm: Comm) 
     most = torch.zeros(1, dtype=torch.float64, device=comm.device)
     for buffers in by_axes.values():
         for buffer in buffers:
-            most = torch.maximum(most, buffer.abs().max().double().to(most.device))  # propagates NaN
+            for chunk in buffer.chunks():
+                most = torch.maximum(most, chunk.abs_().max().to(most.device))  # propagates NaN
     most = max_over_ranks(most.nan_to_num(nan=math.inf, posinf=math.inf), comm)
     if not torch.isfinite(most) or most == 0:
         return most[0]
@@ -105,9 +119,8 @@ def _exact_norm(by_axes: dict[tuple[str, ...], list[torch.Tensor]], comm: Comm) 
     for axes, buffers in by_axes.items():
         part = torch.zeros_like(total)
         for buffer in buffers:
-            for chunk in buffer.reshape(-1).split(_CHUNK):
-                rest = chunk.to(torch.float64, copy=True).mul_(2.0**-exponent)
-                rest.square_()  # exact for float32: 2 * 24 bits fit in 53
+            for chunk in buffer.chunks():
+                rest = chunk.mul_(2.0**-exponent).square_()  # exact for float32: 2 * 24 bits fit in 53
                 for limb in range(_LIMBS):
                     whole = rest.mul_(2.0**_BITS).floor()
                     part[limb] += whole.long().sum().to(part.device)
@@ -148,6 +161,6 @@ def clip_by_global_norm(max_norm: float, *, deterministic: bool = False) -> Tran
     def update(grads: Any, state: ClipState, params: Any, *, comm: Comm) -> tuple[Any, ClipState]:
         norm = _float64_norm(grads, comm, deterministic)  # float64: the norm of finite gradients is finite
         factor = torch.clamp(max_norm / norm, max=1.0)  # stays float64: in half precision it might be zero
-        return optree.tree_map(lambda g: g * factor, grads), ClipState(norm.to(_norm_dtype(grads)))
+        return optree.tree_map(lambda g: g * factor, grads), ClipState(norm.to(state.norm.dtype))
 
     return Transform(init, update, {"clip_by_global_norm": [max_norm, deterministic]}, name="clip_by_global_norm")

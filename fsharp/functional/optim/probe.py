@@ -106,7 +106,8 @@ class _OptimizerTrial:
                 shapes = [[min(size, _LARGEST_DIM) for size in leaf.shape] for leaf in leaves]
                 keys, paths = [(node.name, leaf.path) for leaf in leaves], [node.unit.path_in_tree(leaf) for leaf in leaves]
                 self._groups.append(_TrialGroup(keys, paths, shapes, [math.prod(shape) for shape in shapes]))
-                drawn = torch.randn(1 + len(_GRADIENT_SCALES), sum(self._groups[-1].sizes), generator=generator)
+                shape = 1 + len(_GRADIENT_SCALES), sum(self._groups[-1].sizes)
+                drawn = torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu")
                 self._start.append(drawn[0].to(buffer.device, buffer.dtype))
                 for vectors, scale, x in zip(self._grads, _GRADIENT_SCALES, drawn[1:], strict=True):
                     grad = x if math.isnan(scale) else x * scale

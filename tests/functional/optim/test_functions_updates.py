@@ -135,3 +135,64 @@ def test_clipping_what_is_infinite_is_that_of_torch(dtype):
         new = fs.update(tx, grads, fs.init_state(tx, params, comm=ONE), comm=ONE)
         assert new.opt.total_notfinite == 1
         assert all(map(torch.equal, new.params.buffers, params.buffers))
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("strategy", [fs.zero3, fs.ddp])
+def test_the_norm_of_complex_elements_has_their_imaginary_parts(strategy, deterministic):
+    tree = {"w": torch.tensor([3 + 4j, 0, 12j])}
+    layout = fs.plan(tree, fs.Mesh({"dp": 2}), strategy("dp"))
+
+    def rank_fn(comm):
+        return fs.optim.global_norm(fs.shard(tree, layout, comm), comm=comm, deterministic=deterministic)
+
+    for norm in simulate(layout.mesh, rank_fn):
+        assert (norm.dtype, float(norm)) == (torch.float32, 13.0)
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bool, torch.uint16, torch.int8, torch.float8_e4m3fn])
+def test_the_norm_counts_frozen_leaves_of_any_dtype(dtype, deterministic):
+    tree = {"w": torch.full((4,), 2.0), "frozen": torch.tensor([1, 0, 1]).to(dtype)}
+    params = fs.shard(tree, fs.plan(tree, ONE.mesh, fs.zero3("dp"), frozen="frozen"), ONE)
+    assert float(fs.optim.global_norm(params, comm=ONE, deterministic=deterministic)) == pytest.approx(math.sqrt(18))
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_padding_counts_in_no_norm(deterministic):
+    tree = {"w": torch.arange(1.0, 6.0)}
+    layout = fs.plan(tree, fs.Mesh({"dp": 2}), fs.zero3("dp"))
+
+    def rank_fn(comm):
+        for value in (math.nan, 7.0):
+            params = fs.shard(tree, layout, comm)
+            if comm.rank == 1:
+                params.buffers[0][2] = value
+            yield float(fs.optim.global_norm(params, comm=comm, deterministic=deterministic))
+
+    for norms in simulate(layout.mesh, lambda comm: list(rank_fn(comm))):
+        assert norms == [pytest.approx(math.sqrt(55))] * 2
+
+
+def test_updates_of_padding_that_are_nan_do_not_reach_parameters():
+    tree = {"w": torch.arange(1.0, 6.0)}
+    tx = fs.optim.chain(fs.optim.scale_by_adam(eps=0.0), fs.optim.clip_by_global_norm(1.0), fs.optim.scale(-0.1))
+
+    def rank_fn(comm):
+        params = fs.shard(tree, fs.plan(tree, comm.mesh, fs.zero3("dp")), comm)
+        state = fs.update(tx, params, fs.init_state(tx, params, comm=comm), comm=comm)
+        return fs.full_tree(state.params, comm=comm)["w"]
+
+    (one,), many = simulate(fs.Mesh({"dp": 1}), rank_fn), simulate(fs.Mesh({"dp": 2}), rank_fn)
+    assert one.isfinite().all()
+    assert all(torch.equal(w, one) for w in many)
+
+
+@pytest.mark.parametrize("main", [torch.float32, torch.float64])
+def test_the_norm_that_clipping_keeps_has_the_dtype_of_a_new_state(main):
+    tree, other = {"w": torch.ones(4, dtype=main)}, torch.float64 if main == torch.float32 else torch.float32
+    params = fs.shard(tree, fs.plan(tree, ONE.mesh, fs.zero3("dp"), precision=fs.Precision(accumulate=other)), ONE)
+    tx = fs.optim.clip_by_global_norm(1.0)
+    state = tx.init(params)
+    _, new = tx.update(optree.tree_map(lambda x: x.to(other), params), state, params, comm=ONE)
+    assert new.norm.dtype == state.norm.dtype
