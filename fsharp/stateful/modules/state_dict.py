@@ -181,15 +181,15 @@ def make_parts_whole_(
 def gather_whole_tensors(parts: Iterable[ShardedTensor], comm: Comm) -> Iterator[tuple[ShardedTensor, torch.Tensor]]:
     """Yield pairs of a part and the whole tensor; for a DTensor the whole of this rank's local tensor.
 
-    Cost: a gather for each unit and place. Memory: one unit, of which yielded tensors are views.
+    Cost: a gather for each unit, place and dtype. Memory: one unit, of which yielded tensors are views.
     """
-    by_unit: dict[tuple[UnitLayout, Place], dict[str, ShardedTensor]] = {}
+    by_unit: dict[tuple[UnitLayout, Place, torch.dtype], dict[str, ShardedTensor]] = {}
     for part in parts:
-        by_unit.setdefault((part.unit, part.place), {})[part.path] = part
-    for (unit, place), mine in by_unit.items():
-        dtypes = {part.leaf.group: part.dtype for part in mine.values()}
-        buffers = [torch.zeros(unit.local_size(g, place), dtype=dtype, device=comm.device) for g, dtype in dtypes.items()]
-        node = Sharded(buffers, unit, place, tuple(dtypes))
+        by_unit.setdefault((part.unit, part.place, part.dtype), {})[part.path] = part
+    for (unit, place, dtype), mine in by_unit.items():
+        groups = tuple(dict.fromkeys(part.leaf.group for part in mine.values()))
+        buffers = [torch.zeros(unit.local_size(g, place), dtype=dtype, device=comm.device) for g in groups]
+        node = Sharded(buffers, unit, place, groups)
         for path, _, room in iter_local_leaves(node, comm.rank):
             if path in mine:
                 room.copy_(mine[path].local.reshape(-1))

@@ -223,3 +223,30 @@ def test_after_an_error_in_the_gather_of_updated_parameters_a_checkpoint_is_load
 
     simulate(mesh, rank_fn)
     assert len(failed) == mesh.size
+
+
+class MomentumInItsDtype(torch.optim.Optimizer):
+    def __init__(self, params, dtype=torch.float32):
+        super().__init__(params, {"dtype": dtype})
+
+    @torch.no_grad()
+    def step(self):
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    kept = self.state[p].setdefault("m", torch.zeros_like(p, dtype=group["dtype"]))
+                    p.sub_(kept.add_(p.grad.to(kept.dtype)).to(p.dtype))
+
+
+@on_ranks(DP)
+def test_groups_keep_the_state_of_one_unit_in_dtypes_of_their_own(comm):
+    model = fs.shard_module(nn.Linear(4, 4), mesh=comm, sync_from=0)
+    groups = [{"params": [model.bias]}, {"params": [model.weight], "dtype": torch.bfloat16}]
+    optimizer = fs.ShardedOptimizer(groups, MomentumInItsDtype)
+    model(torch.ones(3, 4) / 3).square().sum().backward()
+    optimizer.step()
+    state, full = (each["state"] for each in (optimizer.state_dict(), optimizer.full_state_dict(rank=None)))
+    for path, dtype in (("bias", torch.float32), ("weight", torch.bfloat16)):
+        part, whole = state[path]["m"], full[path]["m"]
+        assert (part.dtype, whole.dtype) == (dtype, dtype)
+        assert torch.equal(whole.flatten()[slice(*part.flat_range)], part.local.flatten())
