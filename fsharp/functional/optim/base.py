@@ -159,7 +159,7 @@ def as_transform(tx: Any) -> Transform:
         where = f"pair {named.__module__}.{named.__qualname__}".replace(".<locals>", "")
         trial = partial(trial_fingerprint, where, init, call_update, params)
         check_on_all_ranks(where, comm or SingleComm(), trial, lambda size: {"updates of small tensors": size})
-        return _wrap_leaf_lists(init(params), params)
+        return _wrap_leaf_lists(_with_clones_of_parameters(init(params), params), params)
 
     def update_with_lists(grads: Any, state: Any, params: Any, **extra: Any) -> tuple[Any, Any]:
         flat = optree.tree_map(
@@ -168,7 +168,7 @@ def as_transform(tx: Any) -> Transform:
             is_leaf=lambda node: isinstance(node, LeafListAsTree),
         )
         updates, new = call_update(grads, flat, params, **extra)
-        return updates, _wrap_leaf_lists(new, params)
+        return updates, _wrap_leaf_lists(_with_clones_of_parameters(new, params), params)
 
     kind = type(tx).__qualname__
     return Transform(
@@ -178,6 +178,12 @@ def as_transform(tx: Any) -> Transform:
         name="" if type(tx) is tuple else kind,
         extra=_extra_arguments_of(update),
     )
+
+
+def _with_clones_of_parameters(state: Any, params: Any) -> Any:
+    """Return ``state`` with clones of the tensors that are parameters: an update in place would change them."""
+    own = set(map(id, optree.tree_leaves(params)))
+    return optree.tree_map(lambda x: x.clone() if id(x) in own else x, state)
 
 
 def _not_a_pair_text(tx: Any) -> str:

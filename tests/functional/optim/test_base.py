@@ -140,3 +140,31 @@ def test_a_state_by_other_labels_is_refused(made, used):
 def test_the_docstring_of_fs_optim_lists_all_public_names():
     public = {name for name in vars(fs.optim) if not name.startswith("_")}
     assert public <= set(re.findall(r"\w+", fs.optim.__doc__ or ""))
+
+
+def _pull(grads, kept, params):
+    return optree.tree_map(lambda g, k, p: -0.1 * g + 0.5 * (p - k), grads, kept, params)
+
+
+PAIRS_THAT_KEEP_PARAMETERS = {
+    "the first ones": (lambda params: params, lambda grads, kept, params: (_pull(grads, kept, params), kept)),
+    "the last ones": (
+        lambda params: optree.tree_map(torch.clone, params),
+        lambda grads, kept, params: (_pull(grads, kept, params), params),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", PAIRS_THAT_KEEP_PARAMETERS)
+def test_a_pair_that_keeps_the_parameters_themselves_is_right_with_updates_in_place(name):
+    def trained(donate):
+        comm, tx = fs.SingleComm(), PAIRS_THAT_KEEP_PARAMETERS[name]
+        shapes = {"w": torch.arange(6.0)}
+        params = fs.shard(shapes, fs.plan(shapes, comm.mesh, fs.zero3("dp")), comm)
+        state = fs.init_state(tx, params, comm=comm)
+        step = fs.train_step(lambda p, x, comm: fs.forward(lambda p, x: (p["w"] * x).sum(), p, x, comm=comm), tx, donate=donate)
+        for i in range(3):
+            state, _ = step(state, torch.full((6,), float(i + 1)), comm)
+        return fs.full_tree(state.params, comm=comm)["w"]
+
+    assert torch.equal(trained(donate=True), trained(donate=False))
