@@ -83,7 +83,7 @@ def measure(
     known: dict[str, Any] = {"synchronous_host": is_synchronous, "contention": contention}
     alone, _ = _trace_small_model(SingleComm(device=comm.device), steps)
     trace, schedule = _trace_small_model(comm, steps)
-    mine = Hardware.fit(trace, schedule, alone=alone, **known)
+    mine = check_on_all_ranks("measure()", comm, lambda: Hardware.fit(trace, schedule, alone=alone, **known))
     everyones = [Hardware.from_json(text) for text in all_gather_texts(mine.to_json(), comm)]
     found = {name: _median([getattr(each, name) for each in everyones]) for name in _MEASURED_FIELDS}
     return Hardware(compute=compute, update_s=update_s, **known, **found)

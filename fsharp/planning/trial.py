@@ -250,12 +250,15 @@ def measure_calls(calls: Sequence[UnitCall], device: torch.device, *, remat: boo
 
     Calls of one kind run one function, on tensors of equal shapes and dtypes. One call of each kind is measured, a few times. A
     call that contains other calls is not measured. Without ``remat`` recomputation is not measured, and counts as a forward.
+    Generators of random numbers are as before afterwards.
     """
     kinds: dict[Any, list[UnitCall]] = {}
     for call in (each for each in walk_uses(calls) if not each.inner):
         kinds.setdefault(_kind_of_unit_call(call), []).append(call)
+    generators = [device.index or 0] if device.type == "cuda" else []
     for alike in kinds.values():
-        with _explain_errors(f"of unit {alike[0].units[-1] or ROOT!r} on {device}", _HOLDS_TENSORS_REMEDY):
+        what = f"of unit {alike[0].units[-1] or ROOT!r} on {device}"
+        with _explain_errors(what, _HOLDS_TENSORS_REMEDY), torch.random.fork_rng(generators):
             kept_nbytes = _kept_nbytes(alike[0], device)
             forward_s, backward_s = _median_forward_backward_s(alike[0], alike[0].run, device)
             recompute_s = forward_s

@@ -9,6 +9,7 @@ import torch
 
 from fsharp.errors import OptionError, problem
 from fsharp.functional.comm.protocol import Comm
+from fsharp.functional.formats.format import as_bytes
 from fsharp.functional.layout.layout import Layout
 from fsharp.functional.layout.mesh import Mesh
 from fsharp.functional.layout.placement import Partial, Strategy
@@ -115,16 +116,17 @@ def _summation_order_key(mesh: Mesh, strategy: Strategy, microbatches: int) -> A
 def _assert_equal_trees(name_a: str, a: Any, name_b: str, b: Any, tolerance: Tolerance | None) -> None:
     paths, ours, _ = optree.tree_flatten_with_path(a)
     for path, x, y in zip(paths, ours, optree.tree_leaves(b), strict=True):
+        wide_x, wide_y = (each.to(torch.complex128 if each.is_complex() else torch.float64) for each in (x, y))
         if tolerance is None:
-            same = torch.equal(x, y)
+            same = torch.equal(as_bytes(x), as_bytes(y))
         else:
-            same = torch.allclose(x, y, rtol=tolerance.rtol, atol=tolerance.atol, equal_nan=True)
+            same = torch.allclose(wide_x, wide_y, rtol=tolerance.rtol, atol=tolerance.atol, equal_nan=True)
         if not same:
-            gap = (x.double() - y.double()).abs()
+            gap = (wide_x - wide_y).abs()
             facts = [
                 ("expected", "the same bits" if tolerance is None else f"|a - b| <= {tolerance}"),
                 ("largest gap", f"{gap.max().item():.3g} at flat index {int(gap.argmax())}"),
-                ("elements", f"{int((x != y).sum())} of {x.numel()} differ"),
+                ("elements", f"{int((wide_x != wide_y).sum())} of {x.numel()} differ"),
             ]
             what = f"{name_a} and {name_b} differ in {'.'.join(map(str, path))!r}."
             raise AssertionError(problem("assert_equivalent()", what, facts))

@@ -1,12 +1,13 @@
 """One step, every strategy, every world: bitwise where sums have one order, to a tolerance where they do not."""
 
+import math
 from functools import cache
 
 import pytest
 import torch
 
 import fsharp as fs
-from fsharp.testing import assert_equivalent, processes, simulate
+from fsharp.testing import assert_equivalent, equivalence, processes, simulate
 from tests.gpt_like import loss_fn, make_batches, make_params
 from tests.scheduling import FLAT, ON_TWO_AXES, assert_same
 
@@ -173,3 +174,20 @@ def test_the_result_does_not_depend_on_how_tokens_are_spread():
         got, other = run(order, microbatches)
         torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-6)
         torch.testing.assert_close(other, loss, rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex64, torch.float8_e5m2])
+def test_equal_bits_of_any_dtype_are_equivalent_and_other_bits_are_not(dtype):
+    values = torch.tensor([1.0, -0.0, math.nan]).to(dtype)
+    equivalence._assert_equal_trees("a", {"w": values}, "b", {"w": values.clone()}, None)
+    other = values.clone()
+    other[1] = 0.0
+    with pytest.raises(AssertionError, match=r"a and b differ in 'w'(.|\n)*the same bits"):
+        equivalence._assert_equal_trees("a", {"w": values}, "b", {"w": other}, None)
+    equivalence._assert_equal_trees("a", {"w": values}, "b", {"w": other}, equivalence.Tolerance())
+
+
+def test_imaginary_parts_that_differ_are_shown():
+    a, b = torch.tensor([1 + 1j]), torch.tensor([1 + 3j])
+    with pytest.raises(AssertionError, match=r"largest gap *2 at flat index 0"):
+        equivalence._assert_equal_trees("a", {"w": a}, "b", {"w": b}, equivalence.Tolerance())

@@ -1,11 +1,13 @@
 """measure: the same numbers on every rank, for every link of the mesh, that predict a step."""
 
 import math
+import threading
 
 import pytest
 import torch
 
 import fsharp as fs
+from fsharp.inspect import measuring
 from fsharp.testing import processes, simulate
 from tests.ranks import on_ranks
 
@@ -60,3 +62,20 @@ def test_a_bad_argument_on_one_rank_is_an_error_on_all(comm):
 def test_no_steps_are_refused():
     with pytest.raises(fs.errors.ScheduleError, match="steps is 0, expected at least 1"):
         fs.inspect.measure(fs.SingleComm(), compute=(0.5, 1.0), steps=0)
+
+
+def test_speeds_that_one_rank_alone_cannot_find_are_an_error_on_all(monkeypatch):
+    fit = fs.inspect.Hardware.fit
+
+    def fails_on_rank_1(*args, **options):
+        if threading.current_thread().name == "rank 1":
+            raise fs.errors.ScheduleError("latency and bandwidth cannot be told apart")
+        return fit(*args, **options)
+
+    monkeypatch.setattr(measuring.Hardware, "fit", fails_on_rank_1)
+
+    def run(comm):
+        with pytest.raises(fs.errors.AgreementError, match="cannot be told apart"):
+            fs.inspect.measure(comm, compute=(0.5, 1.0), steps=1)
+
+    simulate(fs.Mesh({"dp": 2}), run)

@@ -176,6 +176,13 @@ def test_activations_of_a_trial_are_what_autograd_keeps():
     assert found.edit().timeline.step_s != on_device.edit().timeline.step_s
 
 
+def test_a_trial_on_a_device_leaves_the_generator_as_it_was():
+    model = nn.Sequential(nn.Linear(4, 4), nn.Dropout())
+    before = torch.get_rng_state()
+    fs.tune(model, SLOW, budget=1e9, batch=torch.ones(2, 4), mesh=DP, device="cpu")
+    assert torch.equal(torch.get_rng_state(), before)
+
+
 def test_recomputation_keeps_what_a_unit_is_given_and_computes_its_forward_again():
     found = fs.tune(make_params(), SLOW, budget=1e9, batch=BATCH, loss_fn=_loss, effort=math.inf, **CHOICES)
     rows = {(x.policy, x.remat): x for x in found.candidates}

@@ -383,6 +383,10 @@ def test_state_by_parameter(comm, strategy, optimizer):
         _ = own.state[plain.head.weight]
     with pytest.raises(TreeError, match=r"asked for 'head\.weight', expected one of model\.parameters"):
         _ = own.state["head.weight"]
+    other = wrap(comm, strategy)[0].head.weight
+    assert other not in own.state
+    with pytest.raises(TreeError, match=r"asked for a \w+ \[11, 6\], expected one of model\.parameters"):
+        _ = own.state[other]
     with torch.no_grad():
         for p in own.state:
             for value in own.state[p].values():

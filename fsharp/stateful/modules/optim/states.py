@@ -28,7 +28,7 @@ class StateByParameter(MutableMapping[ShardedTensor, Mapping[str, Any]]):
         self._state_of, self._paths, self._parameters = state_of, paths, parameters
 
     def __getitem__(self, parameter: ShardedTensor) -> Mapping[str, Any]:
-        if (path := getattr(parameter, "path", "")) not in self._parameters:
+        if self._parameters.get(path := getattr(parameter, "path", "")) is not parameter:  # such as one of another module
             got = f"a {type(parameter).__name__} {list(parameter.shape)}" if hasattr(parameter, "shape") else repr(parameter)
             raise TreeError(f"optimizer.state: asked for {got}, expected one of model.parameters().")
         return _ReadOnlyState(self._state_of(path))
@@ -39,7 +39,7 @@ class StateByParameter(MutableMapping[ShardedTensor, Mapping[str, Any]]):
     __delitem__ = __setitem__
 
     def __contains__(self, parameter: object) -> bool:
-        return getattr(parameter, "path", None) in self._paths
+        return self._parameters.get(path := getattr(parameter, "path", "")) is parameter and path in self._paths
 
     def __iter__(self) -> Iterator[ShardedTensor]:
         return (each for path, each in self._parameters.items() if path in self._paths)
