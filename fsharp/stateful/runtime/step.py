@@ -1,7 +1,6 @@
 """Step: one call of a function under a scheduler, as a sequence of events such as the forward of a unit.
 
-A source of ops turns each event into ops, and the executor runs the ops. If an event is not in the schedule, the step continues
-with the source ``EagerOps``.
+A source of ops turns each event into ops, which the executor runs. After an event without a schedule it is ``EagerOps``.
 """
 
 import weakref

@@ -9,8 +9,7 @@ have finished; the host waits for nothing else.
 - ``decode``: decode gathered parameters after their ``wait``, if their format is not plain.
 - ``compute``: run the caller's own code, from entering the unit to the next op on this stream.
 - ``release``: free the ``memory`` of a gathered unit.
-- ``cast``: write gradients of a use, when its backward ends, to ``memory`` (the first use copies, later uses add), or where
-  gradients rest.
+- ``cast``: write gradients of a use, as its backward ends, to ``memory`` (first use copies, later ones add) or where they rest.
 - ``encode``: encode a gradient for the first collective of its reduction, if this collective sends a format that is not plain.
 - ``reduce``: begin to reduce the gradient of a microbatch, from ``memory``; in phase ``finish``: to the optimizer's shards.
 - ``decode_sum``: decode the parts that arrive in the last collective of a reduction, and add them in order of rank.

@@ -27,8 +27,13 @@ class StateByParameter(MutableMapping[ShardedTensor, Mapping[str, Any]]):
     def __init__(self, state_of: Callable[[str], Any], paths: Container[str], parameters: Mapping[str, ShardedTensor]) -> None:
         self._state_of, self._paths, self._parameters = state_of, paths, parameters
 
+    def _path_of(self, parameter: Any) -> str | None:
+        """Return the path of a parameter of this module; None for another object, such as a parameter of another module."""
+        known = self._parameters.get(path := getattr(parameter, "path", ""))
+        return path if known is not None and known.owner == getattr(parameter, "owner", None) else None
+
     def __getitem__(self, parameter: ShardedTensor) -> Mapping[str, Any]:
-        if self._parameters.get(path := getattr(parameter, "path", "")) is not parameter:  # such as one of another module
+        if (path := self._path_of(parameter)) is None:
             got = f"a {type(parameter).__name__} {list(parameter.shape)}" if hasattr(parameter, "shape") else repr(parameter)
             raise TreeError(f"optimizer.state: asked for {got}, expected one of model.parameters().")
         return _ReadOnlyState(self._state_of(path))
@@ -39,7 +44,7 @@ class StateByParameter(MutableMapping[ShardedTensor, Mapping[str, Any]]):
     __delitem__ = __setitem__
 
     def __contains__(self, parameter: object) -> bool:
-        return self._parameters.get(path := getattr(parameter, "path", "")) is parameter and path in self._paths
+        return self._path_of(parameter) in self._paths
 
     def __iter__(self) -> Iterator[ShardedTensor]:
         return (each for path, each in self._parameters.items() if path in self._paths)

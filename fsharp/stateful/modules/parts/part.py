@@ -48,8 +48,7 @@ class ShardedTensor(torch.Tensor):
     - Elementwise functions, in place or not, return a part. Other arguments are numbers, tensors without dims, parts that are
       cut alike, or a whole tensor on every rank. Each rank uses the elements of a whole tensor that match its part.
     - Sums, means, extremes and norms of all elements are those of the whole tensor. All ranks have to call them: they use a
-      small collective for each axis that cuts the tensor. If ranks along an axis have different parameters, the result is over
-      the parameters of all ranks.
+      small collective for each axis that cuts the tensor. Of parameters that differ between ranks the result is over all ranks.
     - ``clone()``, ``to()``, ``cpu()`` and ``copy.deepcopy`` return a part with the same elements in new memory.
     - All other functions raise an error, unless every rank holds the whole tensor: then the part works like any tensor.
 
