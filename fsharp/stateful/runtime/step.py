@@ -1,6 +1,6 @@
 """Step: one call of a function under a scheduler, as a sequence of events such as the forward of a unit.
 
-A source of ops turns each event into ops, which the executor runs. After an event without a schedule it is ``EagerOps``.
+A source of ops turns each event into ops, which the executor runs: a schedule, or ``EagerOps`` once an event is not in it.
 """
 
 import weakref
