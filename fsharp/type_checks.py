@@ -154,6 +154,12 @@ def takes_arguments(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> bool:
     return True
 
 
+def check_computes_when_called(what: str, fn: Callable[..., Any], error_type: type[FsharpError]) -> None:
+    """Raise an ``error_type`` if a function is a generator or coroutine. ``what`` names the function, to begin the message."""
+    if inspect.isgeneratorfunction(fn) or inspect.iscoroutinefunction(fn) or inspect.isasyncgenfunction(fn):
+        raise error_type(f"{what} is a generator or coroutine, which computes after it has returned: return a value instead.")
+
+
 def check_call_fits_signature(error: Exception, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Raise an OptionError if the call ``fn(*args, **kwargs)``, which raised ``error``, does not fit the signature of ``fn``.
 

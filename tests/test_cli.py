@@ -696,6 +696,14 @@ def test_plan_says_what_is_wrong_with_a_configuration(text, tmp_path, capsys):
     assert "Nope" in err or reason in err
 
 
+@pytest.mark.parametrize("option", ["--optimizer-buffers", "--mesh dp=2 --microbatches", "--mesh"])
+def test_plan_says_that_a_number_is_too_large_to_compute_with(option, capsys):
+    *before, last = option.split()
+    status, _, err = run(capsys, "plan", "gpt-2", *before, last, "dp=" * (last == "--mesh") + "1" + "0" * 400)
+    assert status == 2
+    assert "expected" in err or "a number among the options is too large to compute with" in err
+
+
 QUANTIZED = ("FP8 of TransformerEngine", "MXFP8 and NVFP4 of TransformerEngine")
 
 

@@ -20,6 +20,10 @@ MODULE = torch.nn.Linear(2, 2)
 SHARDED_MODULE = fs.shard_module(torch.nn.Sequential(torch.nn.Linear(2, 2)), mesh=ONLY, strategy=fs.zero3("dp"))
 
 
+async def later_step(state, batch, comm):
+    return state
+
+
 def equivalent(batches, runs):
     return fs.testing.assert_equivalent(total3, fs.optim.sgd(0.1), make(), batches, runs=runs)
 
@@ -64,6 +68,11 @@ MISTAKES = {
         lambda: fs.Scheduler(ONLY)(lambda state, batch: state),
         OptionError,
         "has no argument comm, expected def step(state, batch, comm).",
+    ),
+    "a step that is a coroutine": (
+        lambda: fs.Scheduler(ONLY)(later_step),
+        OptionError,
+        "is a generator or coroutine, which computes after it has returned: return a value instead.",
     ),
     "units by a function of the module": (
         lambda: fs.shard_module(torch.nn.Linear(2, 2), mesh=ONLY, units=lambda m: True),

@@ -5,7 +5,6 @@ communication which elements each other rank holds and writes.
 """
 
 import math
-import re
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
@@ -31,7 +30,6 @@ from fsharp.tracebacks import api_boundary
 from fsharp.type_checks import options_checked
 
 Value = bool | int | float | str | None
-_SURROGATE_PATTERN = re.compile("[\ud800-\udfff]")
 _MIN_WRITE_NBYTES = 1 << 16
 """Least bytes that a replica writes of a tensor; fewer replicas divide a small tensor."""
 
@@ -446,8 +444,6 @@ def _add_entry(where: str, found: TreeContents, entry: TensorEntry) -> None:
     _check_new_name(where, found, entry.name)
     if entry.dtype not in SAVABLE_DTYPES:
         raise TreeError(f"{where}: {entry.name!r} has dtype {entry.dtype}, which cannot be in a checkpoint.")
-    if _SURROGATE_PATTERN.search(entry.name):
-        raise TreeError(f"{where}: {entry.name!r} has half of a surrogate pair, which UTF-8 cannot hold: rename the key.")
     found.entries[entry.name] = entry
 
 

@@ -25,7 +25,7 @@ from fsharp.checkpoint.entries import (
 )
 from fsharp.checkpoint.manifest import MANIFEST_NAME, Chunk, FileRecord, Manifest, TensorRecord, json_round_trip, structure_of
 from fsharp.checkpoint.reading import ShardFileReader
-from fsharp.checkpoint.shard_file import StoredTensor, bytes_of, check_reserved_names, encode_header, in_write_order, write_file
+from fsharp.checkpoint.shard_file import StoredTensor, bytes_of, check_tensor_names, encode_header, in_write_order, write_file
 from fsharp.checkpoint.storage import absolute_path, os_error_behind, storage_of
 from fsharp.errors import CheckpointError, TreeError, log as _log
 from fsharp.functional.comm.agree import all_gather_fixed_size, check_on_all_ranks
@@ -164,7 +164,7 @@ def agree_on_snapshot(
                 "as by init_params()."
             )
         contents.objects.update(_structures_by_name(states))
-        check_reserved_names(where, contents.entries)
+        check_tensor_names(where, contents.entries)
         drawn = begin(contents)
         return contents
 

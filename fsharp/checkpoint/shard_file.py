@@ -8,8 +8,9 @@ import ctypes
 import gc
 import json
 import math
+import re
 import struct
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -23,6 +24,7 @@ METADATA_NAME = "__metadata__"
 _DIGEST_NBYTES = 8
 _DIGEST_STEP_NBYTES = 1 << 20
 _MAX_HEADER_NBYTES = 100 << 20
+_SURROGATE_PATTERN = re.compile("[\ud800-\udfff]")
 _DTYPE_NAMES = {
     torch.bool: "BOOL", torch.uint8: "U8", torch.int8: "I8", torch.int16: "I16", torch.uint16: "U16", torch.float16: "F16",
     torch.bfloat16: "BF16", torch.int32: "I32", torch.uint32: "U32", torch.float32: "F32", torch.float64: "F64",
@@ -76,10 +78,12 @@ class TensorExtent(NamedTuple):
     shape: tuple[int, ...]
 
 
-def check_reserved_names(where: str, names: Iterable[str]) -> None:
-    """Raise a CheckpointError if a tensor has a name that the file format reserves."""
+def check_tensor_names(where: str, names: Collection[str]) -> None:
+    """Raise a CheckpointError if a tensor has a name that the file format reserves or cannot hold."""
     if taken := {METADATA_NAME, DIGEST_TABLE_NAME}.intersection(names):
         raise CheckpointError(f"{where}: the name {min(taken)!r} is reserved in the file format: choose another.")
+    if halves := [name for name in names if _SURROGATE_PATTERN.search(name)]:
+        raise CheckpointError(f"{where}: {halves[0]!r} has half of a surrogate pair, which UTF-8 cannot hold: rename the key.")
 
 
 def encode_header(tensors: Sequence[StoredTensor], metadata: Mapping[str, str], *, with_digests: bool = True) -> bytes:

@@ -62,6 +62,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (FsharpError, ImportError, OSError) as error:
         _print_escaped(f"error: {error}", sys.stderr)
         return 2 if isinstance(error, OptionError | PatternError) else 1
+    except OverflowError as error:
+        print(f"error: a number among the options is too large to compute with: {error}.", file=sys.stderr)
+        return 2
     except RecursionError:
         print("error: a tree or a folder nests more levels than Python can follow.", file=sys.stderr)
         return 1

@@ -9,7 +9,7 @@ import torch
 from fsharp.checkpoint.catalog import Checkpoint, folder_name, new_save_id
 from fsharp.checkpoint.entries import Piece, TensorEntry, TreeContents, Value
 from fsharp.checkpoint.saving import Snapshot, write_snapshot
-from fsharp.checkpoint.shard_file import StoredTensor, check_reserved_names, in_write_order
+from fsharp.checkpoint.shard_file import StoredTensor, check_tensor_names, in_write_order
 from fsharp.checkpoint.storage import absolute_path, storage_of
 from fsharp.errors import CheckpointError
 from fsharp.functional.comm.protocol import SingleComm
@@ -41,7 +41,7 @@ def write_converted(
     """
     if twice := entries.keys() & values.keys():
         raise CheckpointError(f"{where}: a tensor and a value would both have the name {min(twice)!r}.")
-    check_reserved_names(where, entries)
+    check_tensor_names(where, entries)
     tensors = in_write_order(StoredTensor(each.name, each.dtype, each.shape) for each in entries.values() if each.numel)
     into = absolute_path(root)
     save_id = new_save_id(into)

@@ -15,7 +15,7 @@ from fsharp.checkpoint.shard_file import (
     StoredTensor,
     batches_by_nbytes,
     bytes_of,
-    check_reserved_names,
+    check_tensor_names,
     encode_header,
     in_write_order,
 )
@@ -60,7 +60,7 @@ def export_safetensors(
     where = "export_safetensors()"
     found = open_checkpoint(checkpoint)
     names = stored_name_by_new_name(where, found, subtree, rename, aliases=False)
-    check_reserved_names(where, names)
+    check_tensor_names(where, names)
     if dtype is not None and not dtype.is_floating_point:
         raise CheckpointError(f"{where}: dtype is {dtype_name(dtype)}, expected one of floating point, or None.")
     described = []

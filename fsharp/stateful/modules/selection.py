@@ -9,7 +9,7 @@ from torch import nn
 from fsharp.errors import OptionError, PatternError
 from fsharp.functional.layout.layout import Layout
 from fsharp.functional.tree.paths import innermost_prefix, matches
-from fsharp.type_checks import short_repr, takes_arguments
+from fsharp.type_checks import check_computes_when_called, short_repr, takes_arguments
 
 ModuleRule = str | type[nn.Module] | Callable[[str, nn.Module], bool]
 """A pattern of module paths, a class of modules, or a predicate on path and module."""
@@ -106,5 +106,4 @@ def _check_is_method(module: nn.Module, path: str, name: str) -> None:
     where = f"shard_module(methods=...): {name!r} of {path or 'the root'}, a {type(module).__name__},"
     if isinstance(value, nn.Module) or not callable(value) or isinstance(value, staticmethod | classmethod | type):
         raise PatternError(f"{where} is a {type(value).__name__}, expected a method of its own.")
-    if inspect.isgeneratorfunction(value) or inspect.iscoroutinefunction(value) or inspect.isasyncgenfunction(value):
-        raise PatternError(f"{where} is a generator or coroutine, which computes after it has returned: return a list instead.")
+    check_computes_when_called(where, value, PatternError)

@@ -18,7 +18,7 @@ from fsharp.stateful.timing.trace import Trace
 from fsharp.stateful.verify.verify import verify
 from fsharp.torch_compile import uncompiled
 from fsharp.tracebacks import api_boundary
-from fsharp.type_checks import options_checked, short_repr, takes_arguments
+from fsharp.type_checks import check_computes_when_called, options_checked, short_repr, takes_arguments
 
 
 @options_checked
@@ -68,6 +68,7 @@ class Scheduler(DelegatingComm):
         """Return a function that calls ``fn`` with this scheduler as its argument ``comm``, and follows a schedule."""
         if not takes_arguments(fn, comm=self):
             raise OptionError(f"Scheduler(): {short_repr(fn)} has no argument comm, expected def step(state, batch, comm).")
+        check_computes_when_called(f"Scheduler(): {short_repr(fn)}", fn, OptionError)
         return ScheduledFunction(self, fn, getattr(fn, "__qualname__", type(fn).__name__).replace(".<locals>", ""))
 
     @property
