@@ -1,6 +1,6 @@
 """ScheduledEngine: the Engine that turns calls of pure functions and of autograd into events of a step."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from functools import partial
 from operator import is_
 from typing import Any, Literal
@@ -8,7 +8,7 @@ from typing import Any, Literal
 import optree
 import torch
 
-from fsharp.errors import LossError
+from fsharp.errors import LossError, ScheduleError
 from fsharp.functional import moves
 from fsharp.functional.comm.protocol import Comm, Engine
 from fsharp.functional.comm.residuals import ResidualViews
@@ -36,6 +36,7 @@ class ScheduledEngine(Engine):
 
     offloads_main = True
     _offload: StateOffload | None = None
+    _differentiated: Set[str] = frozenset()  # keys of units whose value_and_grad() is under way
 
     def __init__(self, steps: StepLifecycle) -> None:
         self.steps = steps
@@ -60,11 +61,8 @@ class ScheduledEngine(Engine):
             return False
         nodes = [sharded] if isinstance(sharded, Sharded) else units_of(sharded)
         for node in (*nodes, *ties):
-            if node.is_donated:
+            if node.is_donated or (not node.sinks and any(b.requires_grad for b in node.raw_buffers)):
                 return False
-            for b in node.raw_buffers:
-                if b.requires_grad and not node.sinks:
-                    return False
         return True
 
     def run_forward(
@@ -107,18 +105,28 @@ class ScheduledEngine(Engine):
         sum_in_place: bool,
     ) -> tuple[Loss, Any]:
         """Run forward and backward of each microbatch. Return the summed loss, and the gradients at rest."""
+        outer, keys = self._differentiated, {self.steps.unit_of(node).key for node in units_of(params)}
+        if twice := sorted(outer & keys):
+            raise ScheduleError(
+                f"value_and_grad(): it is called inside of the loss of another value_and_grad() of unit {twice[0]!r}, and the "
+                "scheduler has one gradient of a unit. Pass comm=scheduler.comm to the inner value_and_grad() and forward()."
+            )
         units = self.begin_gradients_of_tree(params, residuals, sum_in_place=sum_in_place)
         total: Loss | None = None
-        for number, part in enumerate(microbatches, 1):
-            with torch.enable_grad():
-                params_with_sinks = with_sinks(params, SinkLedger(residuals))
-                loss = as_loss(call_compiled_like_caller(loss_fn, params_with_sinks, part, comm))
-                check_depends_on_parameters(loss, has_sinks=any(unit.layout.trainable_groups for unit in units))
-                new = Loss(loss.sum.detach().double(), loss.weight.detach().double())
-                total = new if total is None else Loss(total.sum + new.sum, total.weight + new.weight)
-                self.steps.current_step().begin_backward_pass(is_last=number == len(microbatches))
-                torch.autograd.backward(loss.sum)
-            self.end_microbatch(units, params_with_sinks, comm)
+        self._differentiated = outer | keys
+        try:
+            for number, part in enumerate(microbatches, 1):
+                with torch.enable_grad():
+                    params_with_sinks = with_sinks(params, SinkLedger(residuals))
+                    loss = as_loss(call_compiled_like_caller(loss_fn, params_with_sinks, part, comm))
+                    check_depends_on_parameters(loss, has_sinks=any(unit.layout.trainable_groups for unit in units))
+                    new = Loss(loss.sum.detach().double(), loss.weight.detach().double())
+                    total = new if total is None else Loss(total.sum + new.sum, total.weight + new.weight)
+                    self.steps.current_step().begin_backward_pass(is_last=number == len(microbatches))
+                    torch.autograd.backward(loss.sum)
+                self.end_microbatch(units, params_with_sinks, comm)
+        finally:
+            self._differentiated = outer
         assert total is not None
         return total, self.hand_out_gradients(units, params, reduction="sum")
 
@@ -238,11 +246,9 @@ def _build_full_tree(sharded: Any, uses: Sequence[UnitUse], num_ties: int, *, as
     found = []
     for table, own in rows[num_ties:]:
         found.append(table.subtree_leaves(own, leaves) if as_leaves else table.build_subtree(own, leaves))
-    if as_leaves:
-        return found
+    if as_leaves or isinstance(sharded, Sharded):
+        return found if as_leaves else found[0]
     trees = iter(found)
-    if isinstance(sharded, Sharded):
-        return next(trees)
     return map_units(lambda node: next(trees) if is_sharded(node) else node, sharded)
 
 

@@ -297,9 +297,8 @@ def _bind_update_wait(executor: Executor, bound: BoundOp) -> Action:
     unit = bound.unit
     assert unit is not None
 
-    def action() -> None:
-        assert unit.node is not None
-        if unit.key not in executor.update_gathers:  # else the gather of this update has not begun
+    def action() -> None:  # before the step's first use of the unit there may be no node
+        if unit.node is not None and unit.key not in executor.update_gathers:  # else the gather of this update has not begun
             unit.node.wait()
 
     return action

@@ -19,6 +19,7 @@ from tests.scheduling import (
     assert_close,
     events,
     every,
+    full_params,
     gathers,
     make_state,
     make_tx,
@@ -405,3 +406,55 @@ def test_two_trees_in_one_call(order, strategy, feedback):
     assert fs.schedules.Schedule.from_json(schedule.to_json()) == schedule
     sent = [op.unit for op in schedule.ops if op.kind == "reduce" and op.phase == "finish"]
     assert len(set(sent)) == len(sent)
+
+
+@every(4, strategy=["zero1", "zero2", "zero3", "hfsdp"], carry=[True, False])
+def test_two_trees_of_a_closure(strategy, carry):
+    """When the first tree is updated, the step has not seen the second yet."""
+
+    def program(run):
+        states = {k: make_state(run.comm, strategy) for k in "ab"}
+
+        def step(batch, comm):
+            for k, state in states.items():
+                states[k], _ = fs.train_step(loss_fn, make_tx())(state, batch, comm)
+
+        call = run.wrap(step)
+        for batch in my_batches(run.comm, 3):
+            call(batch)
+        return [full_params(state, run.comm) for state in states.values()]
+
+    _, [call] = run_both(program, mesh_of(strategy), gather_at_start=carry)
+    assert call.status().kind == "planned"
+
+
+def with_inner_gradients(of, which, params, batch, comm):
+    """A loss that is scaled by the gradients of another loss; ``which``: the Comm of the inner one."""
+    _, grads = fs.value_and_grad(loss_fn)(of or params, batch, comm=which(comm))
+    norm = sum(buffer.square().sum() for node in fs.layouts.units_of(grads) for buffer in node.buffers)
+    loss = loss_fn(params, batch, comm)
+    return fs.Loss(loss.sum * (1 + norm), loss.weight)
+
+
+@every(4, tree=["another", "the same"], strategy=["ddp", "zero1", "zero2", "zero3"], microbatches=[1, 2])
+def test_gradients_inside_of_a_loss(tree, strategy, microbatches):
+    """Of another tree, or by the blocking Comm of the same one."""
+
+    def program(run):
+        of = make_state(run.comm, strategy).params if tree == "another" else None
+        loss = partial(with_inner_gradients, of, lambda comm: run.comm if of is None else comm)
+        return training(loss, strategy, microbatches=microbatches)(run)
+
+    run_both(program)
+
+
+@pytest.mark.parametrize("is_scheduled", [True, False])
+def test_gradients_of_the_same_tree_inside_of_its_loss_are_refused(is_scheduled):
+    def rank_fn(comm):
+        state, scheduler = make_state(comm, "zero3"), fs.Scheduler(comm)
+        step = fs.train_step(partial(with_inner_gradients, None, lambda comm: comm), make_tx())
+        [batch] = my_batches(comm, 1)
+        return scheduler(step)(state, batch) if is_scheduled else step(state, batch, scheduler)
+
+    with pytest.raises(ScheduleError, match=r"inside of the loss of another .* of unit 'embed'.*scheduler\.comm"):
+        simulate(DP, rank_fn)
