@@ -13,6 +13,7 @@ from typing import Any, NamedTuple, cast
 
 import optree
 import torch
+from torch._C import _functorch
 
 from fsharp.errors import OptionError, TreeError, problem
 from fsharp.functional.comm.agree import check_on_all_ranks
@@ -66,14 +67,20 @@ class Transform:
             if (fn := getattr(self, name)) is not None:
                 fn = fn if name == "init" else _checking_results(f"{name} of {self.name or 'a transformation'}", fn)
                 object.__setattr__(self, name, _dropping_unknown_keywords(fn))
-        init = self.init
+        init, update = self.init, self.update
 
         @wraps(init)
-        def checked(params: Any, *args: Any, **keywords: Any) -> Any:
+        def checked_init(params: Any, *args: Any, **keywords: Any) -> Any:
             check_not_encoded("init()", units_of(params))
-            return init(params, *args, **keywords)
+            return _with_clones_of_parameters(init(params, *args, **keywords), params)
 
-        object.__setattr__(self, "init", checked)
+        @wraps(update)
+        def cloning_update(grads: Any, state: Any, params: Any, **keywords: Any) -> tuple[Any, Any]:
+            updates, new = update(grads, state, params, **keywords)
+            return updates, _with_clones_of_parameters(new, params)
+
+        object.__setattr__(self, "init", checked_init)
+        object.__setattr__(self, "update", cloning_update)
 
     def __iter__(self) -> Any:
         return iter((self.init, self.update))
@@ -131,6 +138,21 @@ def _dropping_unknown_keywords(fn: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
+def _with_clones_of_parameters(state: Any, params: Any) -> Any:
+    """Return a new tree like ``state``, with clones of tensors in memory of parameters: an update in place would change them.
+
+    All nodes of the tree are new, so that a donation of an older state, from which ``state`` has nodes, does not mark them.
+    """
+    own = {_memory_of(x) for x in optree.tree_leaves(params)}
+    return optree.tree_map(lambda x: x.clone() if _memory_of(x) in own else x, state)
+
+
+def _memory_of(x: Any) -> int:
+    """Return a number that is equal for tensors of one storage; for other objects, and inside of ``torch.func``, the id."""
+    has_storage = isinstance(x, torch.Tensor) and x.layout is torch.strided and not _functorch.is_functorch_wrapped_tensor(x)
+    return x.untyped_storage()._cdata if has_storage else id(x)
+
+
 def as_transform(tx: Any) -> Transform:
     """Return ``tx`` if it is a Transform, else a Transform made from the ``(init, update)`` pair ``tx``.
 
@@ -159,7 +181,7 @@ def as_transform(tx: Any) -> Transform:
         where = f"pair {named.__module__}.{named.__qualname__}".replace(".<locals>", "")
         trial = partial(trial_fingerprint, where, init, call_update, params)
         check_on_all_ranks(where, comm or SingleComm(), trial, lambda size: {"updates of small tensors": size})
-        return _wrap_leaf_lists(_with_clones_of_parameters(init(params), params), params)
+        return _wrap_leaf_lists(init(params), params)
 
     def update_with_lists(grads: Any, state: Any, params: Any, **extra: Any) -> tuple[Any, Any]:
         flat = optree.tree_map(
@@ -168,7 +190,7 @@ def as_transform(tx: Any) -> Transform:
             is_leaf=lambda node: isinstance(node, LeafListAsTree),
         )
         updates, new = call_update(grads, flat, params, **extra)
-        return updates, _wrap_leaf_lists(_with_clones_of_parameters(new, params), params)
+        return updates, _wrap_leaf_lists(new, params)
 
     kind = type(tx).__qualname__
     return Transform(
@@ -178,12 +200,6 @@ def as_transform(tx: Any) -> Transform:
         name="" if type(tx) is tuple else kind,
         extra=_extra_arguments_of(update),
     )
-
-
-def _with_clones_of_parameters(state: Any, params: Any) -> Any:
-    """Return ``state`` with clones of the tensors that are parameters: an update in place would change them."""
-    own = set(map(id, optree.tree_leaves(params)))
-    return optree.tree_map(lambda x: x.clone() if id(x) in own else x, state)
 
 
 def _not_a_pair_text(tx: Any) -> str:

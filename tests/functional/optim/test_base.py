@@ -148,6 +148,10 @@ def _pull(grads, kept, params):
 
 PAIRS_THAT_KEEP_PARAMETERS = {
     "the first ones": (lambda params: params, lambda grads, kept, params: (_pull(grads, kept, params), kept)),
+    "the first ones, detached": (
+        lambda params: optree.tree_map(torch.Tensor.detach, params),
+        lambda grads, kept, params: (_pull(grads, kept, params), kept),
+    ),
     "the last ones": (
         lambda params: optree.tree_map(torch.clone, params),
         lambda grads, kept, params: (_pull(grads, kept, params), params),
@@ -155,10 +159,14 @@ PAIRS_THAT_KEEP_PARAMETERS = {
 }
 
 
+@pytest.mark.parametrize("kind", ["pair", "Transform", "chain"])
 @pytest.mark.parametrize("name", PAIRS_THAT_KEEP_PARAMETERS)
-def test_a_pair_that_keeps_the_parameters_themselves_is_right_with_updates_in_place(name):
+def test_a_state_that_holds_the_parameters_themselves_is_right_with_updates_in_place(name, kind):
+    pair = PAIRS_THAT_KEEP_PARAMETERS[name]
+    own = fs.optim.Transform(*pair, {}, name="pull")
+
     def trained(donate):
-        comm, tx = fs.SingleComm(), PAIRS_THAT_KEEP_PARAMETERS[name]
+        comm, tx = fs.SingleComm(), {"pair": pair, "Transform": own, "chain": fs.optim.chain(own, fs.optim.sgd(-1.0))}[kind]
         shapes = {"w": torch.arange(6.0)}
         params = fs.shard(shapes, fs.plan(shapes, comm.mesh, fs.zero3("dp")), comm)
         state = fs.init_state(tx, params, comm=comm)
@@ -168,3 +176,18 @@ def test_a_pair_that_keeps_the_parameters_themselves_is_right_with_updates_in_pl
         return fs.full_tree(state.params, comm=comm)["w"]
 
     assert torch.equal(trained(donate=True), trained(donate=False))
+
+
+def test_a_state_stays_whole_when_an_older_state_is_donated():
+    """An update that is skipped inside of a chain returns the state it got: its nodes were those of the older state."""
+    comm, tree = fs.SingleComm(), {"w": torch.arange(6.0)}
+    tx = fs.optim.chain(
+        fs.optim.MultiSteps(fs.optim.inject_hyperparams(fs.optim.scale_by_adam)(b1=0.9), 2), fs.optim.scale(-0.1)
+    )
+    params = fs.shard(tree, fs.plan(tree, comm.mesh, fs.zero3("dp")), comm)
+    start = fs.init_state(tx, params, comm=comm)
+    state = fs.update(tx, params, start, comm=comm)
+    state.opt[0].inner_opt_state.hyperparams["b1"] = 0.5
+    assert start.opt[0].inner_opt_state.hyperparams == {"b1": 0.9, "b2": 0.999, "eps": 1e-8}
+    fs.update(tx, params, start, comm=comm, donate=True)
+    assert fs.update(tx, params, state, comm=comm).step == 2

@@ -401,6 +401,25 @@ def test_state_by_parameter(comm, strategy, optimizer):
         _ = pair.state
 
 
+@on_ranks(DP)
+def test_a_frozen_parameter_has_no_state(comm):
+    model = fs.shard_module(Small(), mesh=comm, strategy=fs.zero3("dp"))
+    optimizer = fs.ShardedOptimizer(model.parameters(), torch.optim.AdamW, lr=1e-2)
+    model(torch.ones(2, 5)).backward()
+    optimizer.step()
+    assert [p.path for p in optimizer.state] == ["a", "b"]
+    assert model.c not in optimizer.state
+    assert dict(optimizer.state[model.c]) == {}
+
+
+@on_ranks(DP)
+def test_the_trial_of_a_class_does_not_depend_on_the_default_device(comm):
+    model = fs.shard_module(Small(), mesh=comm, strategy=fs.zero3("dp"))
+    with torch.device("meta"):
+        optimizer = fs.ShardedOptimizer(model.parameters(), torch.optim.SGD, lr=1e-2, momentum=0.9)
+    assert optimizer.state_template()["state"]["a"]["momentum_buffer"].device.type == "cpu"
+
+
 @pytest.mark.parametrize("optimizer", [torch.optim.AdamW, fs.optim.adamw(1e-2)], ids=["class", "pair"])
 @on_ranks(DP)
 def test_groups_of_named_parameters_have_the_names(comm, optimizer):

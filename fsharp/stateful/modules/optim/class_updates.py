@@ -51,7 +51,7 @@ class ClassUpdates:
             )
         self._session, self._defaults = session, defaults
         self.paths_with_state = set[str]()
-        self._labels: Sequence[Mapping[str, Hashable]] = [{p.path: 0 for p in each["params"]} for each in groups]
+        self._labels: Sequence[Mapping[str, Hashable]] = [{p.path: 0 for p in g["params"] if p.is_trained} for g in groups]
         fields = {"class": optimizer.__qualname__, "defaults": options_text(defaults)}
         fields |= group_texts([{**group, "params": sorted(p.path for p in group["params"])} for group in groups])
         check = partial(self._probe_update_scopes, optimizer, groups, check_steps)
@@ -158,7 +158,7 @@ class ClassUpdates:
     def trained_parameters_by_path(self) -> dict[str, ShardedTensor]:
         """Return, by path, the parameters that may have state: trained ones with at least one element."""
         mine = {path for labels in self._labels for path in labels}
-        return {path: p for path, p in self._session.parameters.items() if path in mine and p.is_trained and p.leaf.numel}
+        return {path: p for path, p in self._session.parameters.items() if path in mine and p.leaf.numel}
 
     def fresh_state(self, path: str, groups: ParamGroups) -> dict[str, Any]:
         """Return the class's first state for the parameter at ``path``. ``groups``: parameter groups with options."""

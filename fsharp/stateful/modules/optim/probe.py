@@ -118,9 +118,9 @@ def _new_optimizer(
 def _random_trial(shapes: Iterable[Sequence[int]], num_steps: int, device: torch.device) -> list[torch.Tensor]:
     """Return, for each shape, a random parameter and its gradients, stacked: ``[1 + num_steps, *shape]``."""
     generator = torch.Generator().manual_seed(0)
-    scales = torch.tensor([1.0, *(10.0 ** (i % 3 - 1) for i in range(num_steps))])  # some optimizers clip large gradients
-    drawn = [torch.randn(1 + num_steps, *shape, generator=generator) for shape in shapes]
-    return [(x * scales.view(-1, *(1 for _ in x.shape[1:]))).to(device) for x in drawn]
+    scales = [1.0, *(10.0 ** (i % 3 - 1) for i in range(num_steps))]  # some optimizers clip large gradients
+    drawn = [torch.randn(1 + num_steps, *shape, generator=generator, dtype=torch.float32, device="cpu") for shape in shapes]
+    return [torch.stack([x * scale for x, scale in zip(each, scales, strict=True)]).to(device) for each in drawn]
 
 
 @torch.no_grad()
