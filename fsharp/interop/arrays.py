@@ -13,6 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from fsharp.errors import TreeError
 
+_NEEDS_64_BITS = "an integer needs 64 bits, and JAX has 32. Call jax.config.update('jax_enable_x64', True)."
 _is_forked_after_jax = False
 
 
@@ -50,7 +51,7 @@ def as_jax_array(x: torch.Tensor) -> Any:
     check_has_memory(x)
     if x.dtype is torch.int64 and not jax.config.jax_enable_x64:
         if x.numel() and not -(1 << 31) <= int(x.min()) <= int(x.max()) < 1 << 31:
-            raise TreeError("an integer needs 64 bits, and JAX has 32. Call jax.config.update('jax_enable_x64', True).")
+            raise TreeError(_NEEDS_64_BITS)
         x = x.int()
     dtype = jax_dtype(x.dtype)
     if not x.numel():
@@ -107,13 +108,33 @@ def copy_as_tensor(x: Any) -> torch.Tensor:
 
 
 def as_jax_array_with_dtype_of(x: Any, like: Any) -> Any:
-    """Return a number or tensor as an array with the dtype of ``like``: the inverse of :func:`copy_as_tensor`."""
+    """Return a number or tensor as an array with the dtype of ``like``: the inverse of :func:`copy_as_tensor`.
+
+    Raises a TypeError if the dtype changes the value, other than by rounding; and errors of :func:`number_as_jax_array`.
+    """
     if isinstance(x, torch.Tensor):
         x = (x.float() if x.dtype == torch.bfloat16 else x).cpu().numpy()
-    array = jnp.asarray(x)
+    array = number_as_jax_array(x)
     if jax.dtypes.issubdtype(like.dtype, jax.dtypes.prng_key):
         return jax.random.wrap_key_data(array, impl=like.dtype._impl.name)  # no public name: jax.random.key_impl() takes keys
-    return array.astype(like.dtype)
+    kinds = jnp.inexact, jnp.complexfloating
+    is_wider = any(jnp.issubdtype(array.dtype, kind) and not jnp.issubdtype(like.dtype, kind) for kind in kinds)
+    result = (array.real if is_wider else array).astype(like.dtype)
+    if is_wider and bool((result != array).any()):
+        raise TypeError(f"the state has {like.dtype} there. Begin with a number of the dtype {array.dtype}.")
+    return result
+
+
+def number_as_jax_array(x: Any) -> Any:
+    """Return a number or a numpy array as a JAX array. OverflowError for an integer that JAX would change."""
+    try:
+        array = jnp.asarray(x)
+        is_changed = jnp.issubdtype(array.dtype, jnp.integer) and bool((np.asarray(array) != np.asarray(x)).any())
+    except OverflowError:
+        is_changed = True
+    if is_changed:
+        raise OverflowError(_NEEDS_64_BITS)
+    return array
 
 
 def jax_dtype(dtype: torch.dtype) -> Any:

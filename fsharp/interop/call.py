@@ -79,8 +79,8 @@ class _TensorFunction:
         given: Any = (args, keywords)
         leaves, spec = optree.tree_flatten(given)
         constants = tuple(_TENSOR_PLACEHOLDER if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves)
-        # Programs of 1, 1.0 and True differ, and those of 0.0 and -0.0.
-        key = spec, constants, tuple(repr(x) if isinstance(x, float | complex) else type(x) for x in constants)
+        # Programs of 1, 1.0 and True differ, and those of 0.0 and -0.0. NaN is not equal to itself, and has one program.
+        key = spec, *((type(x), repr(x) if isinstance(x, float | complex | np.generic) else x) for x in constants)
         try:
             program = self._programs.get(key)
         except TypeError:  # a constant cannot be hashed

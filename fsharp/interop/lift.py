@@ -44,7 +44,10 @@ _CALL_PRIMITIVES = frozenset(["jit", "closed_call", "core_call", "custom_jvp_cal
 _RESHAPING_PRIMITIVES = frozenset(["broadcast_in_dim", "reshape", "squeeze", "expand_dims"])
 _SPLAT_PRIMITIVES = _RESHAPING_PRIMITIVES | {"transpose", "slice", "rev"}
 """Primitives that turn an array of equal elements into an array of equal elements."""
+_ONE_ELEMENT = "one element"
+"""In place of the name of a primitive: all ranks take the element of one rank, as a sum with -0.0, which keeps all bits."""
 _REDUCTION_PRIMITIVES: dict[str, ReduceOp] = {
+    _ONE_ELEMENT: "sum",
     "reduce_sum": "sum",
     "reduce_max": "max",
     "reduce_min": "min",
@@ -223,10 +226,10 @@ class LocalJaxprRun:
             return value
         if not self.leaves[value.leaf].axes:
             return _whole_array(value)
-        if math.prod(value.shape) != 1 or not _is_combinable_over_ranks("reduce_sum", value.elements.dtype):
+        if math.prod(value.shape) != 1 or not _is_combinable_over_ranks(_ONE_ELEMENT, value.elements.dtype):
             return value
         out = ShapeDtypeStruct(value.shape, value.elements.dtype)
-        return self._reduce_over_ranks("reduce_sum", value.leaf, value.elements, out, at)
+        return self._reduce_over_ranks(_ONE_ELEMENT, value.leaf, value.elements, out, at)
 
     def _leaf_of(self, name: str, values: Sequence[Any]) -> int | None:
         """Return the leaf index of the ArrayShards among the operands ``values``; None if no operand is an ArrayShard.
@@ -283,7 +286,9 @@ class LocalJaxprRun:
                 "differ between ranks. Use a transformation that updates each element by itself."
             )
         if self.known is not None and at not in self.known:
-            if op == "sum":
+            if name == _ONE_ELEMENT:
+                here = elements[0] if elements.size else jnp.asarray(-0.0, out.dtype)
+            elif op == "sum":
                 here = jnp.sum(elements, dtype=out.dtype)
             else:
                 least, most = _dtype_limits(elements.dtype)

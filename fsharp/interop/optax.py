@@ -16,7 +16,7 @@ from fsharp.functional.comm.equal_values import exact_text
 from fsharp.functional.comm.protocol import Comm
 from fsharp.functional.layout.sharded import register_static, units_of
 from fsharp.functional.optim.base import Transform
-from fsharp.interop.arrays import as_jax_array_with_dtype_of, check_not_forked, copy_as_tensor
+from fsharp.interop.arrays import as_jax_array_with_dtype_of, check_not_forked, copy_as_tensor, number_as_jax_array
 from fsharp.interop.program import CompiledTransformation, TracedTransformation, key_data_or_array
 from fsharp.tracebacks import api_boundary
 
@@ -141,7 +141,9 @@ class _ShardedTransformation:
             if x is None:
                 continue
             try:
-                found[name] = jnp.asarray(_tensor_to_numpy(x))
+                found[name] = number_as_jax_array(_tensor_to_numpy(x))
+            except OverflowError as error:
+                raise TreeError(f"update(): {name}={x!r:.60}: {error}") from error
             except (TypeError, ValueError) as error:
                 what = f"{name}={x!r:.60} is passed to an optax transformation, which is run on shards."
                 facts = [("expected", "a number or an array"), ("got", type(x).__name__)]
@@ -216,7 +218,7 @@ def _arrays_outside_buffers(traced: TracedTransformation, state: OptaxState) -> 
         if in_buffers is None:
             try:
                 array = as_jax_array_with_dtype_of(x, like)
-            except (TypeError, ValueError) as error:
+            except (TypeError, ValueError, OverflowError) as error:
                 raise TreeError(f"update(): {path} is {x!r:.60}, expected a number or an array: {error}") from error
             if array.shape != like.shape:
                 raise TreeError(f"update(): {path} has shape {list(array.shape)}, expected {list(like.shape)}.")

@@ -10,7 +10,8 @@ from torch.optim import Optimizer
 from fsharp.errors import OptionError, problem
 from fsharp.stateful.modules.module import ShardedModule
 from fsharp.stateful.modules.optim.optimizer import ShardedOptimizer
-from fsharp.stateful.modules.parameter import ShardedParameter
+from fsharp.stateful.modules.parameter import ShardedParameter, ShardedTensor
+from fsharp.stateful.modules.session import session_of_module
 
 
 def sharded_modules_in(module: nn.Module) -> dict[str, ShardedModule]:
@@ -19,12 +20,16 @@ def sharded_modules_in(module: nn.Module) -> dict[str, ShardedModule]:
 
 
 def check_module(where: str, module: nn.Module, precision: str) -> None:
-    """Raise an OptionError if trained parameters are outside of sharded modules, or ``precision`` is not ``"32-true"``."""
+    """Raise an OptionError if parameters of ``module`` are not saved or reduced, or ``precision`` is not ``"32-true"``."""
     if precision != "32-true":
         what = f"precision is {precision!r}, and the module is sharded."
         remedy = "Pass precision=fs.Precision(compute=torch.bfloat16, main=torch.float32) to shard_module()."
         raise OptionError(problem(where, what, remedy=remedy))
+    sessions = {session_of_module(each) for each in sharded_modules_in(module).values()}
     for name, parameter in module.named_parameters():
+        if isinstance(parameter, ShardedParameter) and parameter.owner() not in sessions:
+            what = f"parameter {name!r} belongs to a sharded module that is not a submodule, so its values would not be saved."
+            raise OptionError(problem(where, what, remedy="Make the module of shard_module() an attribute, too."))
         if parameter.requires_grad and not isinstance(parameter, ShardedParameter):
             what = f"parameter {name!r} is trained and belongs to no sharded module, so its gradient would not be reduced."
             raise OptionError(problem(where, what, remedy="Pass a module with all trained parameters to shard_module()."))
@@ -50,12 +55,18 @@ def accumulating(module: nn.Module) -> Iterator[None]:
 
 
 def full_state_dict(module: nn.Module) -> dict[str, Any]:
-    """Return the whole state dict on rank 0; elsewhere only entries outside of sharded modules. All ranks have to call this."""
-    sharded = sharded_modules_in(module)
-    found = {} if "" in sharded else _entries_outside(module.state_dict(), sharded)
-    for path, each in sharded.items():
-        found |= {f"{path}.{name}" if path else name: value for name, value in each.full_state_dict().items()}
-    return found
+    """Return the whole state dict on rank 0; elsewhere the dict without sharded parameters. All ranks have to call this.
+
+    ``module`` may have other names for a sharded module, or for a part of one. Each name has the whole tensor.
+    """
+    found, whole = dict(module.state_dict()), dict[Any, Any]()
+    for path, each in sharded_modules_in(module).items():
+        full = each.full_state_dict()
+        parts = {name: part for name, part in each.state_dict().items() if isinstance(part, ShardedTensor)}
+        whole |= {(part.owner, part.path): full[name] for name, part in parts.items() if name in full}
+        found |= {f"{path}.{name}" if path else name: value for name, value in full.items()}
+    found = {name: whole.get((x.owner, x.path), x) if isinstance(x, ShardedTensor) else x for name, x in found.items()}
+    return {name: value for name, value in found.items() if not isinstance(value, ShardedTensor)}
 
 
 def load_state_dict(module: nn.Module, state_dict: Mapping[str, Any], *, strict: bool) -> None:
@@ -71,12 +82,14 @@ def load_state_dict(module: nn.Module, state_dict: Mapping[str, Any], *, strict:
     for path, each in sharded.items():
         inside = {name: value for name, value in state_dict.items() if name.startswith(f"{path}.")}
         each.load_state_dict({name.removeprefix(f"{path}."): value for name, value in inside.items()}, strict=strict)
-    missing, unexpected = module.load_state_dict(_entries_outside(state_dict, sharded), strict=False)
-    wrong = [*_entries_outside(dict.fromkeys(missing), sharded), *unexpected]
+    parameters = module.named_parameters(remove_duplicate=False)
+    loaded = tuple(f"{path}." for path in sharded), {name for name, x in parameters if isinstance(x, ShardedParameter)}
+
+    def is_loaded(name: str) -> bool:
+        return name.startswith(loaded[0]) or name in loaded[1]
+
+    rest = {name: value for name, value in state_dict.items() if not is_loaded(name)}
+    missing, unexpected = module.load_state_dict(rest, strict=False)
+    wrong = [*(name for name in missing if not is_loaded(name)), *unexpected]
     if strict and wrong:
         raise RuntimeError(f"load_state_dict(): keys are missing or unexpected: {', '.join(wrong)}.")
-
-
-def _entries_outside(state_dict: Mapping[str, Any], paths: Iterable[str]) -> dict[str, Any]:
-    prefixes = tuple(f"{path}." for path in paths)
-    return {name: value for name, value in state_dict.items() if not name.startswith(prefixes)}

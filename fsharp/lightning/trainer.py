@@ -50,7 +50,7 @@ class Strategy(DDPStrategy):
 
     Raises:
         OptionError: ``precision=`` of the Trainer with a sharded module, a trained parameter outside of sharded modules, a
-            torch optimizer with sharded parameters, or the callback ``StochasticWeightAveraging``.
+            torch optimizer with sharded parameters, ``sync_batchnorm=True``, or the callback ``StochasticWeightAveraging``.
     """
 
     @property
@@ -71,6 +71,10 @@ class Strategy(DDPStrategy):
             remedy = "Train by fs.optim.with_ema(...), and evaluate within optimizer.averaged()."
             raise OptionError(problem("Trainer", what, remedy=remedy))
         if trainer.state.fn == TrainerFn.FITTING:
+            if self._layer_sync:
+                what = "sync_batchnorm=True would replace modules of a sharded module."
+                remedy = "Write torch.nn.SyncBatchNorm.convert_sync_batchnorm(model) before shard_module()."
+                raise OptionError(problem("Trainer", what, remedy=remedy))
             self.setup_optimizers(trainer)
             check_optimizers("Trainer", self.optimizers)
         self.setup_precision_plugin()

@@ -5,6 +5,7 @@ import time
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optree
 import pytest
 import torch
@@ -158,6 +159,9 @@ def test_as_torch_compiles_for_each_constant_and_not_for_each_call():
     assert traced == [2, 3, 2.0, True]
     sign = as_torch(jnp.copysign)
     assert [sign(torch.ones(1), zero).item() for zero in (0.0, -0.0, 0.0)] == [1, -1, 1]
+    assert [sign(torch.ones(1), np.float32(zero)).item() for zero in (0.0, -0.0, 0.0)] == [1, -1, 1]
+    assert [fn(torch.full((1,), 2.0), float("nan")).isnan().item() for _ in range(3)] == [True] * 3
+    assert len(traced) == 5
 
 
 def test_as_torch_returns_memory_of_its_own():

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import optree
 import pytest
 import torch
 from hypothesis import given, settings, strategies as st
@@ -119,6 +120,20 @@ TAKEN = {
 @pytest.mark.parametrize("name", TAKEN)
 def test_leaves_of_one_element_are_numbers(name):
     check_same_on_ranks(run_sharded(TAKEN[name], 3, fs.zero3("dp")), run_plain(TAKEN[name]))
+
+
+def test_the_sign_of_a_zero_in_a_leaf_of_one_element_is_kept():
+    tree = {"w": torch.arange(6.0), "zero": torch.tensor([-0.0])}
+    tx = fs.optim.from_optax(optax.stateless(lambda g, p: jax.tree.map(lambda x: jnp.copysign(x, p["zero"][0]), g)))
+
+    def rank_fn(comm):
+        layout = fs.plan(tree, comm.mesh, fs.zero3("dp"))
+        state = fs.init_state(tx, fs.shard(tree, layout, comm, place="optim"), comm=comm)
+        ones = fs.shard(optree.tree_map(torch.ones_like, tree), layout, comm, place="optim")
+        return fs.full_tree(fs.update(tx, ones, state, comm=comm).params, comm=comm)["w"]
+
+    for found in simulate(fs.Mesh({"dp": 3}), rank_fn):
+        assert torch.equal(found, tree["w"] - 1)
 
 
 def test_counts_that_float32_does_not_hold_are_exact():

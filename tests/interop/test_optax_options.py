@@ -1,6 +1,7 @@
 """What ranks compare of an optax transformation, and which extra arguments of an update reach it."""
 
 import inspect
+import re
 from functools import partial
 
 import cloudpickle
@@ -117,6 +118,29 @@ def test_numbers_of_the_state_that_are_none_are_refused_on_all_ranks(comm, value
         fs.update(tx, grads, state, comm=comm)
 
 
+@pytest.mark.parametrize(
+    ("first", "then", "error"),
+    [
+        (1, 0.5, "the state has int32 there. Begin with a number of the dtype float32"),
+        (0.1, 0.1 + 0.1j, "the state has float32 there. Begin with a number of the dtype complex64"),
+        (0.1, 1 << 40, "an integer needs 64 bits"),
+        (0.1, torch.tensor(1 << 40), "an integer needs 64 bits"),
+    ],
+)
+@on_ranks(fs.Mesh({"dp": 2}))
+def test_a_number_that_the_dtype_of_the_state_would_change_is_refused(comm, first, then, error):
+    """A learning rate of 0.5 became 0, without a word."""
+    tx = fs.optim.from_optax(optax.inject_hyperparams(optax.sgd)(learning_rate=first))
+    state, grads = begin(comm, tx)
+    state.opt.optax.hyperparams["learning_rate"] = then
+    with pytest.raises(TreeError, match=re.escape(error)):
+        fs.update(tx, grads, state, comm=comm)
+    for same in (2, 2.0, torch.tensor(2.0, dtype=torch.float64), np.int64(2)):
+        state.opt.optax.hyperparams["learning_rate"] = same
+        new = fs.full_tree(fs.update(tx, grads, state, comm=comm).params, comm=comm)
+        torch.testing.assert_close(new["w"], -TREE["w"])
+
+
 def sam(**options):
     return optax.contrib.sam(optax.sgd(0.1), optax.sgd(0.05), sync_period=2, **options)
 
@@ -171,6 +195,9 @@ def test_options_that_a_chain_wants_reach_it_and_others_are_named(comm):
         fs.update(tx, grads, state, comm=comm, value=1.0)
     with pytest.raises(AgreementError, match=r"temperature  rank 1: 3\.0"):
         fs.update(tx, grads, state, comm=comm, temperature=2.0 + comm.rank)
+    for wide in (1 << 40, np.int64(1 << 40), torch.full((4,), 1 << 40)):
+        with pytest.raises(TreeError, match=r"temperature=.*: an integer needs 64 bits"):
+            fs.update(tx, grads, state, comm=comm, temperature=wide)
     with pytest.raises(AgreementError, match=r"got foo=\.\.\."):
         fs.update(tx, grads, state, comm=comm, temperature=2.0, **({"foo": 1} if comm.rank else {}))
 

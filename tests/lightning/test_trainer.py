@@ -100,6 +100,9 @@ def on_two_ranks(folder, comm):
     with pytest.raises(OptionError) as error:
         run(Strategy(), fs.zero3("dp"), f"{folder}/refused", more=[StochasticWeightAveraging(1e-2)])
     found["refused callback"] = str(error.value)
+    with pytest.raises(OptionError) as error:
+        run(Strategy(), fs.zero3("dp"), f"{folder}/refused", sync_batchnorm=True)
+    found["refused batchnorm"] = str(error.value)
     with pytest.raises(TreeError) as error:
         run(Strategy(), fs.zero3("dp"), f"{folder}/refused", more=[EMAWeightAveraging()])
     found["refused copy"] = str(error.value)
@@ -131,6 +134,12 @@ def test_gradients_stay_on_the_rank_until_the_last_microbatch(found):
 
 def test_a_precision_of_the_trainer_is_refused(found):
     assert "precision is 'bf16-mixed', and the module is sharded" in found[0]["refused"]
+
+
+def test_batchnorm_that_would_stay_unsynchronized_is_refused(found):
+    """It was left as it is, without a word."""
+    assert "sync_batchnorm=True would replace modules of a sharded module" in found[0]["refused batchnorm"]
+    assert "SyncBatchNorm.convert_sync_batchnorm(model) before shard_module()" in found[0]["refused batchnorm"]
 
 
 def test_averages_of_copies_are_refused(found):
