@@ -8,8 +8,9 @@ import torch
 
 from fsharp.errors import TreeError
 from fsharp.functional.comm.protocol import Comm, engine_of
+from fsharp.functional.comm.units_on_mesh import units_on_mesh_of
 from fsharp.functional.layout.sharded import Sharded, check_not_donated, is_sharded, map_units, units_of
-from fsharp.functional.moves import gather, units_on_mesh_of
+from fsharp.functional.moves import gather
 from fsharp.functional.release import in_place_change_check, in_place_write_error, release_saved, version_of
 from fsharp.functional.remat import Remat, check_remat_argument, run_with_recomputation
 from fsharp.functional.transforms import is_non_vmap_transform_active, is_transform_active, refuse_proxy_tracing

@@ -12,12 +12,13 @@ from fsharp.functional.comm.agree import check_on_all_ranks
 from fsharp.functional.comm.equal_values import check_same_on_ranks
 from fsharp.functional.comm.protocol import Comm, reporting_format_errors
 from fsharp.functional.comm.tree_names import name_new_tree
+from fsharp.functional.comm.units_on_mesh import units_on_mesh_of
 from fsharp.functional.layout.layout import Layout
 from fsharp.functional.layout.sharded import PlaceName, is_sharded, map_units, resolve_place
 from fsharp.functional.layout.slicing import as_user_tree, build_shard, check_tree, shard_for
 from fsharp.functional.layout.text import unit_fields
 from fsharp.functional.layout.unit_layout import Leaf, UnitLayout
-from fsharp.functional.moves import gather, units_on_mesh_of
+from fsharp.functional.moves import gather
 from fsharp.functional.state import TrainState
 from fsharp.functional.tree.paths import flatten_with_paths, value_by_path
 from fsharp.type_checks import options_checked

@@ -31,7 +31,7 @@ from typing import Any, TypeVar
 import optree
 import torch
 
-from fsharp.errors import MeshError, TreeError, problem
+from fsharp.errors import TreeError, problem
 from fsharp.functional.comm.collectives import (
     all_gather_last,
     all_reduce,
@@ -43,18 +43,16 @@ from fsharp.functional.comm.collectives import (
 from fsharp.functional.comm.protocol import Comm, LabelPrefixComm, engine_of, reporting_format_errors
 from fsharp.functional.comm.residuals import PerRank, ResidualsByAxis, ResidualViews, prepare_residuals
 from fsharp.functional.comm.tree_names import new_tree_label_prefix
+from fsharp.functional.comm.units_on_mesh import units_on_mesh_of
 from fsharp.functional.formats.format import ResidualAndNoise
 from fsharp.functional.layout.placement import Partial, Place, Replicate, Shard
 from fsharp.functional.layout.sharded import (
     PlaceName,
     Sharded,
-    check_not_donated,
     check_not_encoded,
     is_sharded,
     map_units,
-    not_sharded_error,
     resolve_place,
-    units_of,
 )
 from fsharp.functional.layout.stages import padding_in_decoded_sum, reduction_stages
 from fsharp.functional.layout.stored import decode_stored, gathered_part, is_encoded, scales_in
@@ -279,30 +277,6 @@ def reduce_partial_sums(
                 x = reduce_scatter_last(padded, named, axis, dtype=accumulate)
                 x = all_gather_last(x, named, axis)[..., :size]
     return x.to(accumulate)
-
-
-def units_on_mesh_of(where: str, tree: Any, comm: Comm) -> list[Sharded]:
-    """Return the :class:`Sharded` nodes in ``tree``, in tree order. Check that they can be used with ``comm``.
-
-    ``where``: name of the calling function, for messages.
-
-    Raises:
-        TreeError: the tree has no node; or a node was donated, so that a newer state uses its memory.
-        MeshError: a node is on another mesh than ``comm``.
-    """
-    nodes = units_of(tree)
-    if not nodes:
-        if not optree.tree_leaves(tree):
-            raise TreeError(f"{where}: the tree is empty, {tree!r:.80}: expected at least one Sharded, of a tree with tensors.")
-        raise not_sharded_error(where, tree)
-    check_not_donated(where, nodes)
-    mesh = comm.mesh
-    for node in nodes:
-        if node.unit.mesh is not mesh and node.unit.mesh != mesh:
-            facts = [("unit", f"{node.unit.display_name} on {node.unit.mesh}"), ("comm", mesh)]
-            remedy = "Pass the Comm with which the tree was made, or reshard() the tree."
-            raise MeshError(problem(where, "the Comm is on another mesh than the layout.", facts, remedy))
-    return nodes
 
 
 def _wrong_place_error(where: str, sharded: Sharded, target: Place, remedy: str) -> TreeError:

@@ -10,10 +10,10 @@ from torch._C import _functorch
 from fsharp.errors import LayoutError, LossError, problem
 from fsharp.functional.comm.agree import max_over_ranks
 from fsharp.functional.comm.protocol import Comm
+from fsharp.functional.comm.units_on_mesh import units_on_mesh_of
 from fsharp.functional.layout.sharded import is_sharded, units_of
 from fsharp.functional.layout.unit_layout import UnitLayout
 from fsharp.functional.loss import Loss, as_loss, check_depends_on_parameters
-from fsharp.functional.moves import units_on_mesh_of
 from fsharp.functional.sinks import SinkLedger, _MakeHandle, with_sinks
 from fsharp.functional.train import LossFn
 from fsharp.functional.transforms import check_no_transform_active

@@ -12,6 +12,7 @@ from fsharp.functional.comm.equal_values import exact_text
 from fsharp.functional.comm.protocol import Comm, engine_of, reporting_format_errors
 from fsharp.functional.comm.residuals import zero_residuals
 from fsharp.functional.comm.tree_names import copy_tree_names, name_new_tree
+from fsharp.functional.comm.units_on_mesh import units_on_mesh_of
 from fsharp.functional.encoding import add_differences, encode_at_rest, encode_differences
 from fsharp.functional.layout.sharded import (
     Sharded,
@@ -26,7 +27,7 @@ from fsharp.functional.layout.sharded import (
     units_of,
 )
 from fsharp.functional.layout.text import unit_fields
-from fsharp.functional.moves import gather, host_buffers_to_device, units_on_mesh_of
+from fsharp.functional.moves import gather, host_buffers_to_device
 from fsharp.functional.optim.base import Transform, apply_transform, as_transform, check_extra_arguments, check_gradients
 from fsharp.torch_compile import uncompiled
 from fsharp.type_checks import options_checked

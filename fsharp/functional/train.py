@@ -12,9 +12,10 @@ from fsharp.functional.comm.protocol import Comm, LabelPrefixComm, engine_of
 from fsharp.functional.comm.residuals import PerRank, ResidualViews, prepare_residuals
 from fsharp.functional.comm.settings_digests import settings_digest
 from fsharp.functional.comm.tree_names import copy_tree_names
+from fsharp.functional.comm.units_on_mesh import units_on_mesh_of
 from fsharp.functional.layout.sharded import Sharded, map_units, units_of
 from fsharp.functional.loss import Loss, as_loss, average, check_depends_on_parameters, split_batch, value_text
-from fsharp.functional.moves import reduce_scatter, units_on_mesh_of
+from fsharp.functional.moves import reduce_scatter
 from fsharp.functional.optim.base import as_transform, settings_text
 from fsharp.functional.release import is_plain_strided
 from fsharp.functional.sinks import SinkLedger, take_gradient_buffers, with_sinks

@@ -12,7 +12,16 @@ from fsharp.functional.formats.format import as_bytes, tensor_text
 from fsharp.functional.layout.layout import Layout
 from fsharp.functional.layout.placement import Place
 from fsharp.functional.layout.plan import find_tie_owners
-from fsharp.functional.layout.sharded import PlaceName, Sharded, flatten_node, is_sharded, map_units, resolve_place, units_of
+from fsharp.functional.layout.sharded import (
+    PlaceName,
+    Sharded,
+    check_not_donated,
+    flatten_node,
+    is_sharded,
+    map_units,
+    resolve_place,
+    units_of,
+)
 from fsharp.functional.layout.stored import encode_values, gathered_part, is_encoded, scales_in
 from fsharp.functional.layout.unit_layout import Leaf, UnitLayout
 from fsharp.functional.tree.paths import flatten_with_paths
@@ -99,13 +108,14 @@ def unshard(shards: Sequence[Any], *, rank: int = 0) -> Any:
         rank: the rank whose tree to return, if units vary along an axis; otherwise all ranks have the same tree.
 
     Raises:
-        TreeError: there is not one tree for each rank, trees have different layouts, or a unit is a partial sum.
+        TreeError: there is not one tree for each rank, trees have different layouts, or a unit is a partial sum or was donated.
     """
     trees = list(shards)
     if not trees:
         raise TreeError("unshard(): no trees; pass one for each rank.")
     per_rank = [units_of(tree) for tree in trees]
     for r, nodes in enumerate(per_rank):
+        check_not_donated("unshard()", nodes)
         if [flatten_node(node)[1] for node in nodes] != [flatten_node(node)[1] for node in per_rank[0]]:
             raise TreeError(
                 f"unshard(): the tree of rank {r} has another layout or place than the tree of rank 0. Pass what "

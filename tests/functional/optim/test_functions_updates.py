@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import fsharp as fs
-from fsharp.errors import PatternError
+from fsharp.errors import MeshError, PatternError, TreeError
 from fsharp.testing import simulate
 from tests.functional.optim.test_transforms import draw
 
@@ -196,3 +196,20 @@ def test_the_norm_that_clipping_keeps_has_the_dtype_of_a_new_state(main):
     state = tx.init(params)
     _, new = tx.update(optree.tree_map(lambda x: x.to(other), params), state, params, comm=ONE)
     assert new.norm.dtype == state.norm.dtype
+
+
+def test_the_norm_of_what_this_comm_does_not_hold_is_refused():
+    """Their norms were numbers without a meaning: 0 of plain tensors, and of a donated state that of the newer one."""
+    comm, tree, tx = fs.SingleComm(), {"w": torch.ones(4)}, fs.optim.sgd(0.1)
+    layout = fs.plan(tree, comm.mesh, fs.zero3("dp"))
+    state = fs.init_state(tx, fs.shard(tree, layout, comm), comm=comm)
+    fs.update(tx, fs.shard(tree, layout, comm, place="optim"), state, comm=comm, donate=True)
+    with pytest.raises(TreeError, match=r"global_norm\(\): unit \(root\) belongs to a donated state"):
+        fs.optim.global_norm(state.params, comm=comm)
+    with pytest.raises(TreeError, match=r"unshard\(\): unit \(root\) belongs to a donated state"):
+        fs.unshard([state.params])
+    with pytest.raises(TreeError, match=r"global_norm\(\): expected a tree of Sharded, got dict"):
+        fs.optim.global_norm(tree, comm=comm)
+    on_three = fs.shard_for(tree, fs.plan(tree, fs.Mesh({"dp": 3}), fs.zero3("dp")), 0)
+    with pytest.raises(MeshError, match=r"global_norm\(\): the Comm is on another mesh than the layout"):
+        fs.optim.global_norm(on_three, comm=comm)

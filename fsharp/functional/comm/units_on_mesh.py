@@ -1,0 +1,33 @@
+"""units_on_mesh_of: the units of a tree, checked before a function with a Comm uses them."""
+
+from typing import Any
+
+import optree
+
+from fsharp.errors import MeshError, TreeError, problem
+from fsharp.functional.comm.protocol import Comm
+from fsharp.functional.layout.sharded import Sharded, check_not_donated, not_sharded_error, units_of
+
+
+def units_on_mesh_of(where: str, tree: Any, comm: Comm) -> list[Sharded]:
+    """Return the :class:`Sharded` nodes in ``tree``, in tree order. Check that they can be used with ``comm``.
+
+    ``where``: name of the calling function, for messages.
+
+    Raises:
+        TreeError: the tree has no node; or a node was donated, so that a newer state uses its memory.
+        MeshError: a node is on another mesh than ``comm``.
+    """
+    nodes = units_of(tree)
+    if not nodes:
+        if not optree.tree_leaves(tree):
+            raise TreeError(f"{where}: the tree is empty, {tree!r:.80}: expected at least one Sharded, of a tree with tensors.")
+        raise not_sharded_error(where, tree)
+    check_not_donated(where, nodes)
+    mesh = comm.mesh
+    for node in nodes:
+        if node.unit.mesh is not mesh and node.unit.mesh != mesh:
+            facts = [("unit", f"{node.unit.display_name} on {node.unit.mesh}"), ("comm", mesh)]
+            remedy = "Pass the Comm with which the tree was made, or reshard() the tree."
+            raise MeshError(problem(where, "the Comm is on another mesh than the layout.", facts, remedy))
+    return nodes
