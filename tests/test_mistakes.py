@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import fsharp as fs
-from fsharp.errors import LayoutError, LossError, OptionError, PatternError, TreeError
+from fsharp.errors import LayoutError, LossError, MeshError, OptionError, PatternError, TreeError
 from fsharp.testing import generate
 from tests.test_errors import ONE, ONLY, SHARED, make, part, planned, state, total
 
@@ -29,7 +29,24 @@ def equivalent(batches, runs):
 
 
 SGD = "got the torch optimizer SGD. For a module pass its class and options: fs.ShardedOptimizer(model.parameters(), torch.op"
+PAIR = fs.Mesh({"dp": 2})
 MISTAKES = {
+    "mean over ranks": (lambda: ONLY.all_reduce(torch.ones(1), "dp", op="mean"), OptionError, "For a mean, divide the sum by"),
+    "mean over simulated ranks": (
+        lambda: fs.testing.simulate(PAIR, lambda comm: comm.all_reduce(torch.ones(1), "dp", op="mean")),
+        OptionError,
+        "all_reduce(): op is 'mean', expected 'sum', 'max' or 'min'",
+    ),
+    "rows": (
+        lambda: fs.testing.simulate(PAIR, lambda comm: comm.reduce_scatter(torch.ones(4, 3), "dp")),
+        MeshError,
+        "reduce_scatter(): x has shape (4, 3), expected a first dim of size 2",
+    ),
+    "parts": (
+        lambda: fs.testing.simulate(PAIR, lambda comm: comm.all_to_all(torch.ones(6), [6], [6])),
+        MeshError,
+        "all_to_all(): x has shape (6,), send is [6] and receive is [6]; expected",
+    ),
     "state for parameters": (lambda: fs.value_and_grad(total3)(state(), 0, comm=ONLY), TreeError, "pass state.params"),
     "full_tree of a state": (
         lambda: fs.full_tree(state(), comm=ONLY),

@@ -19,7 +19,15 @@ from fsharp.distributed import job_store
 from fsharp.distributed.watch import CommWatch, StatusExchange, WatchedCall
 from fsharp.distributed.worker_threads import CollectiveOutcome, Worker
 from fsharp.errors import MeshError
-from fsharp.functional.comm.protocol import Comm, CountingComm, ReduceOp, sum_in_rank_order
+from fsharp.functional.comm.protocol import (
+    Comm,
+    CountingComm,
+    ReduceOp,
+    check_parts,
+    check_reduce_op,
+    check_rows,
+    sum_in_rank_order,
+)
 from fsharp.functional.comm.restart_replay import restart_replay
 from fsharp.functional.comm.tree_names import TreeNameCounters
 from fsharp.functional.formats.format import as_bytes, dtype_name, tensor_text
@@ -202,6 +210,7 @@ class ProcessGroupComm:
         """Return the sum of row ``c`` of all ranks' ``x``, ``[n, *s]``, in ``dtype``; ``c`` is this rank's coordinate."""
         try:
             dtype = dtype or x.dtype
+            check_rows(x, self.mesh.axis_size(axis))
             if not self._rank_order:
                 self.watch.raise_if_failed()
                 out = x.new_empty(x.shape[1:])
@@ -217,6 +226,7 @@ class ProcessGroupComm:
         """Return the elementwise sum (in order of rank), maximum or minimum over ranks of ``x``."""
         try:
             n = self.mesh.axis_size(axis)
+            check_reduce_op(op)
             if not self._rank_order:
                 self.watch.raise_if_failed()
                 out = x.clone(memory_format=torch.contiguous_format)
@@ -242,6 +252,7 @@ class ProcessGroupComm:
     ) -> torch.Tensor:
         """Send the next ``send[r]`` elements of ``x`` to each rank ``r``, and return ``receive[r]`` elements from each."""
         try:
+            check_parts(x, send, receive, self.mesh.size if axis is None else self.mesh.axis_size(axis))
             out = x.new_empty(sum(receive))
             width = x.element_size()
             to, source = ([n * width for n in sizes] for sizes in (send, receive))

@@ -26,7 +26,7 @@ from torch.autograd import forward_ad
 
 from fsharp.errors import CommError, problem
 from fsharp.functional.comm.agree import ranks_text
-from fsharp.functional.comm.protocol import ReduceOp, sum_in_rank_order
+from fsharp.functional.comm.protocol import ReduceOp, check_parts, check_reduce_op, check_rows, sum_in_rank_order
 from fsharp.functional.comm.settings_digests import differing_settings_rows, settings_texts_by_digest
 from fsharp.functional.comm.tree_names import TreeNameCounters
 from fsharp.functional.layout.mesh import Mesh
@@ -147,6 +147,7 @@ class ThreadComm:
     @api_boundary
     def reduce_scatter(self, x: torch.Tensor, axis: str, *, dtype: torch.dtype | None = None, label: str = "") -> torch.Tensor:
         """Return the sum over ranks of ``x[c]``, added in order of rank; ``c`` is this rank's coordinate along the axis."""
+        check_rows(x, self.mesh.axis_size(axis))
         mine = self.mesh.coord(axis, self.rank)
         parts = [other[mine] for other in self._meet("reduce_scatter", axis, x, label)]
         return sum_in_rank_order(torch.stack(parts), dtype or x.dtype)
@@ -154,6 +155,7 @@ class ThreadComm:
     @api_boundary
     def all_reduce(self, x: torch.Tensor, axis: str, *, op: ReduceOp = "sum", label: str = "") -> torch.Tensor:
         """Return the sum over ranks, added in order of rank, or the maximum or the minimum."""
+        check_reduce_op(op)
         parts = torch.stack(self._meet(f"all_reduce {op}", axis, x, label))
         if op == "sum":
             return sum_in_rank_order(parts, x.dtype)
@@ -166,6 +168,7 @@ class ThreadComm:
         """Send the next ``send[r]`` elements of ``x`` to each rank ``r``, and return ``receive[r]`` elements from each."""
         facts = CollectiveFacts("all_to_all", axis or "", (), x.dtype, label)
         group = tuple(range(self.mesh.size)) if axis is None else self.mesh.group(axis, self.rank)
+        check_parts(x, send, receive, len(group))
         sent = self._world.meet(self.rank, group, facts, x.detach().clone().split(list(send)))
         parts = [each[group.index(self.rank)] for each in sent]
         if [len(part) for part in parts] != list(receive):

@@ -11,11 +11,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from operator import attrgetter
 from threading import Lock
-from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
+from typing import Any, Literal, NamedTuple, Protocol, get_args, runtime_checkable
 
 import torch
 
-from fsharp.errors import FormatError, MeshError
+from fsharp.errors import FormatError, MeshError, OptionError
 from fsharp.functional.layout.mesh import Mesh
 from fsharp.tracebacks import api_boundary
 from fsharp.type_checks import options_checked
@@ -156,18 +156,20 @@ class SingleComm:
 
     def reduce_scatter(self, x: torch.Tensor, axis: str, *, dtype: torch.dtype | None = None, label: str = "") -> torch.Tensor:
         """Return ``x[0]`` in ``dtype``: the only rank has the only summand."""
-        self.mesh.index(axis)
+        check_rows(x, self.mesh.axis_size(axis))
         return x[0].to(dtype or x.dtype)
 
     def all_reduce(self, x: torch.Tensor, axis: str, *, op: ReduceOp = "sum", label: str = "") -> torch.Tensor:
         """Return ``x``: the sum, maximum and minimum over one rank."""
         self.mesh.index(axis)
+        check_reduce_op(op)
         return x
 
     def all_to_all(
         self, x: torch.Tensor, send: Sequence[int], receive: Sequence[int], *, axis: str | None = None, label: str = ""
     ) -> torch.Tensor:
         """Return ``x``: the only rank sends all elements to itself."""
+        check_parts(x, send, receive, 1)
         return x
 
 
@@ -180,6 +182,28 @@ class Call(NamedTuple):
     op: str
     axis: str
     nbytes: int
+
+
+def check_reduce_op(op: str) -> None:
+    """Raise an OptionError if an all_reduce has no operation ``op``."""
+    if op not in get_args(ReduceOp):
+        remedy = "For a mean, divide the sum by the number of ranks."
+        raise OptionError(f"all_reduce(): op is {op!r}, expected 'sum', 'max' or 'min'. {remedy}")
+
+
+def check_rows(x: torch.Tensor, n: int) -> None:
+    """Raise a MeshError unless ``x``, the input of a reduce_scatter over ``n`` ranks, has a row for each of these ranks."""
+    if x.shape[:1] != (n,):
+        what = f"x has shape {tuple(x.shape)}, expected a first dim of size {n}: a row for each rank on the axis."
+        raise MeshError(f"reduce_scatter(): {what}")
+
+
+def check_parts(x: torch.Tensor, send: Sequence[int], receive: Sequence[int], n: int) -> None:
+    """Raise a MeshError unless an all_to_all over ``n`` ranks can send all of ``x``, and has a size for each of these ranks."""
+    if x.shape != (sum(send),) or len(send) != n or len(receive) != n:
+        given = f"x has shape {tuple(x.shape)}, send is {list(send)} and receive is {list(receive)}"
+        what = f"expected a 1-D x, and a size for each of {n} ranks in both lists. The sizes in send add up to the size of x."
+        raise MeshError(f"all_to_all(): {given}; {what}")
 
 
 def sent_nbytes(op: str, part_nbytes: int, n: int) -> int:
