@@ -19,6 +19,7 @@ from fsharp.distributed.process_group import (
     statuses_by_ranks,
     tree_name_counters,
 )
+from fsharp.distributed.worker_threads import wait_for_collectives
 from fsharp.errors import CommError, MeshError, OptionError
 from fsharp.functional.comm.protocol import Comm, SingleComm
 from fsharp.functional.comm.restart_replay import restart_replay
@@ -50,11 +51,15 @@ def connect(mesh: Mesh, *, device_type: Literal["cuda", "cpu"] | None = None, ti
             ``timeout``.
         OptionError: ``device_type`` is ``"cuda"``, and there is no GPU.
         CommError: other processes did not join within the time limit, or a process ended meanwhile; or an error in an earlier
-            collective has closed the job's connections: call :func:`destroy` on all ranks, and connect again.
+            collective has closed the job's connections: call :func:`destroy` on all ranks, and connect again; or this process
+            was forked from a rank of the job.
         AgreementError: processes pass different meshes. All ranks raise, before any group is made.
 
     Cost: one small collective, and one process group for each axis.
     """
+    for statuses in statuses_by_ranks.values():
+        if statuses.error is not None and statuses.process != os.getpid():
+            raise statuses.error
     if timeout is not None and dist.is_initialized() and timeout.total_seconds() != job_store.job_timeout_s():
         raise MeshError(
             f"connect(): timeout is {timeout}, but there is a process group already, with a timeout of "
@@ -89,7 +94,8 @@ def destroy() -> None:
     Without a job the call does nothing. Ranks that wait for this rank, now or later, raise a :class:`CommError`. It names the
     last collective of this rank, and has a traceback if this rank leaves because of an error. So do they if this process exits.
 
-    Cost: rank 0, which hosts the job's store unless torchrun does, waits for the other ranks to leave. It waits for at most 30
+    Cost: unless an error is being handled, this rank waits for its collectives under way, as other ranks need their messages.
+    Rank 0, which hosts the job's store unless torchrun does, waits for the other ranks to leave. It waits for at most 30
     seconds, or 2 seconds after an error, and never longer than the job's time limit.
     """
     for finish in callbacks_before_leaving:
@@ -125,7 +131,10 @@ def tear_down_generation(why: str) -> None:
 
 def _announce_departure(error: BaseException | None) -> None:
     """Tell other ranks that this rank leaves the job, with ``error`` or normally, and takes part in no further collective."""
-    exchanges = list(statuses_by_ranks.values())
+    exchanges = [each for each in statuses_by_ranks.values() if each.process == os.getpid()]  # not of a forked process's parent
+    if error is None and dist.is_initialized():
+        for watch in [watch for each in exchanges for watch in list(each.watches.values()) if watch.error is None]:
+            wait_for_collectives(watch)  # other ranks need messages of collectives for which this rank has not waited
     statuses_by_ranks.clear()
     if not exchanges or not dist.is_initialized():
         return

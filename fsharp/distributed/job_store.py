@@ -52,11 +52,17 @@ def run_within(limit_s: float, job: Callable[[], T], *, why_give_up: Callable[[]
 
 
 class _StoreThread:
-    """A thread that sends queries to the job's store. While a query has no answer, no further query is sent."""
+    """A thread that sends queries to the job's store. While a query has no answer, no further query is sent.
 
-    def __init__(self) -> None:
+    Args:
+        is_of_parent: whether the connection to the store belongs to the process from which this one was forked, and which would
+            read the answers. Then no query is sent.
+    """
+
+    def __init__(self, *, is_of_parent: bool = False) -> None:
         self._lock, self._worker, self._last = threading.Lock(), Worker("store"), Outcome()
-        self._last.wake_waiters()
+        if not is_of_parent:
+            self._last.wake_waiters()
 
     def query(self, query: Callable[[], T], default: T) -> tuple[T, str]:
         """Return ``(query(), "")``; or ``(default, why)`` if this query or an earlier one got no answer."""
@@ -290,6 +296,12 @@ def reset_job_store() -> None:
     _num_groups_made.clear()
 
 
+def _renew_store_thread_in_child() -> None:
+    global _store_thread
+    _store_thread = _StoreThread(is_of_parent=dist.is_initialized())
+
+
+os.register_at_fork(after_in_child=_renew_store_thread_in_child)
 _store_thread = _StoreThread()
 _num_groups_made: Counter[tuple[int, ...]] = Counter()
 """Number of groups that were made of these ranks."""

@@ -448,5 +448,10 @@ statuses_by_ranks: dict[tuple[int, ...], StatusExchange] = {}
 comm_counters: "defaultdict[tuple[int, ...], count[int]]" = defaultdict(count)
 tree_name_counters: defaultdict[tuple[int, ...], TreeNameCounters] = defaultdict(TreeNameCounters)
 
-# A forked child is not a rank, and must not leave in the name of one.
-os.register_at_fork(after_in_child=statuses_by_ranks.clear)
+
+def _refuse_calls_of_child() -> None:
+    for statuses in statuses_by_ranks.values():
+        statuses.refuse_calls_of_child()
+
+
+os.register_at_fork(after_in_child=_refuse_calls_of_child)

@@ -7,6 +7,7 @@ of labels. If a rank has left the job, all other ranks raise an error. If ranks 
 """
 
 import json
+import os
 import threading
 import time
 import weakref
@@ -14,7 +15,7 @@ import zlib
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 from weakref import WeakMethod, WeakValueDictionary
 
 from fsharp.distributed import generations
@@ -127,6 +128,7 @@ class StatusExchange:
         last: the label of the last collective that this rank's main thread has begun.
         who: this rank in words for an error: ``rank 0 of 4``.
         error: the error after which no Comm of these ranks can be used; None if this rank has reported none.
+        process: id of the process that is this rank. A process that is forked from it has another id.
     """
 
     def __init__(self, rank: int, size: int, board: StatusBoard) -> None:
@@ -136,6 +138,7 @@ class StatusExchange:
         self.seen: dict[int, RankStatus] = {}
         self.last, self.waited_s = "", 0.0
         self.error: Exception | None = None
+        self.process = os.getpid()
         self._num_written = 0
         self._heard_s: dict[int, float] = {}  # time of the newest status of a rank
         self._begun: dict[str, int] = {}  # by name of a watch, a closed one included: other ranks may still wait
@@ -178,6 +181,15 @@ class StatusExchange:
             self.error = AgreementError(self.board.write_if_absent(_ALL_FAILED_KEY, text))
         for watch in list(self.watches.values()):
             watch.report_failure(error, where)
+
+    def refuse_calls_of_child(self) -> None:
+        """Let all Comms of these ranks refuse collectives in this process, which was forked from a rank."""
+        self.error = CommError(
+            f"process {os.getpid()} was forked from process {self.process}, {self.who}, and is no rank: it cannot call "
+            "collectives, whose connections and threads belong to the rank. Call them in the rank's own process."
+        )
+        for watch in list(self.watches.values()):
+            watch.error = self.error
 
     def failure_text(self, error: BaseException, where: str, last: str) -> str:
         """Return the error for other ranks: this rank failed in ``where``, after the collective ``last``, with a traceback."""
@@ -239,6 +251,8 @@ class CommWatch:
         error: the error that all further collectives raise; None until a collective has failed.
         aborts: methods that end all collectives under way.
         is_over: set when this rank leaves the job.
+        last_outcomes: by name of a worker, a weak reference to the outcome of the last collective that it was given. A worker
+            runs collectives in order, and keeps their outcomes alive.
         has_job: whether a thread of its own runs a job, such as a save, with this Comm. It will come to the job's collectives
             even while the rank's main thread waits for other ranks.
     """
@@ -249,6 +263,7 @@ class CommWatch:
         self.aborts: list[WeakMethod[Callable[[], None]]] = []
         self.count = 0
         self.is_over = threading.Event()
+        self.last_outcomes: dict[str, weakref.ref[Any]] = {}
         self.has_job = False
         self._labels: deque[str] = deque(maxlen=_MAX_KEPT_LABELS)
         statuses.watches[name] = self
@@ -265,7 +280,7 @@ class CommWatch:
     def raise_if_failed(self) -> None:
         """Raise the Comm's error, if a collective has failed. The error then has a note that says how to go on."""
         if self.error is not None:
-            if _HOW_TO_GO_ON not in getattr(self.error, "__notes__", ()):
+            if self.statuses.process == os.getpid() and _HOW_TO_GO_ON not in getattr(self.error, "__notes__", ()):
                 self.error.add_note(_HOW_TO_GO_ON)
             raise self.error.with_traceback(None)  # without the frames of an earlier raise
 

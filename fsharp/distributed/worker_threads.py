@@ -5,10 +5,12 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
+from contextlib import suppress
 from queue import SimpleQueue
 from typing import Any
 
-from fsharp.distributed.watch import WatchedCall
+from fsharp.distributed.watch import CommWatch, WatchedCall
+from fsharp.errors import AgreementError, CommError
 
 Job = Callable[[], Any]
 _POLL_INTERVAL_S = 0.5
@@ -69,7 +71,7 @@ def _run_jobs(queue: "SimpleQueue[tuple[Job, Outcome] | None]") -> None:
 class Outcome:
     """The result or error of a job that a :class:`Worker` runs. One caller can take the result; every caller gets the error."""
 
-    __slots__ = ("_error", "_has_landed", "_result", "_under_way")
+    __slots__ = ("__weakref__", "_error", "_has_landed", "_result", "_under_way")
 
     def __init__(self) -> None:
         self._under_way = threading.Lock()  # held until the job is done: an Event takes eight times as long
@@ -146,3 +148,11 @@ class CollectiveOutcome(Outcome):
         if self._error is not None:
             raise self.call.explain_connection_error(self._error) from self._error
         return self.take_result()
+
+
+def wait_for_collectives(watch: CommWatch) -> None:
+    """Block until no collective of a watch is under way in a worker, or until these collectives cannot end."""
+    with suppress(AgreementError, CommError):
+        while under_way := [each for ref in list(watch.last_outcomes.values()) if (each := ref()) and not each.is_done()]:
+            while not under_way[0].is_done(_POLL_INTERVAL_S):
+                under_way[0].call.check_can_end()

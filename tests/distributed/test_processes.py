@@ -1,12 +1,15 @@
 """Real processes over gloo: the same errors on every rank, no hang, and every dtype travels."""
 
 import gc
+import math
 import multiprocessing
 import os
 import signal
 import threading
 import time
 from contextlib import suppress
+from dataclasses import replace
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 
@@ -14,7 +17,8 @@ import pytest
 import torch
 
 import fsharp as fs
-from fsharp.errors import CommError, FsharpError
+from fsharp.errors import CommError, FsharpError, MeshError, OptionError
+from fsharp.functional.layout.sharded import units_of
 from fsharp.testing import processes
 from fsharp.testing.processes import _launcher as launcher
 from tests.gpt_like import loss_fn, make_params
@@ -297,3 +301,83 @@ def test_connections_end_with_their_scheduler():
 
     for found in processes(PAIR, rank_fn):
         assert max(found) <= 0, found
+
+
+def train_while_rank_0_updates_slowly(num_steps):
+    """Return rank 0's parameters after the last step, whose update takes longer on rank 0; rank 1 leaves meanwhile."""
+    comm, tx = fs.connect(PAIR, timeout=timedelta(seconds=60)), fs.optim.adamw(1e-2)
+    steps_begun = 0
+
+    def apply(*args, **options):
+        if comm.rank == 0 and steps_begun == num_steps:
+            time.sleep(3)  # longer than the end of an interpreter waits for threads
+        return tx.apply(*args, **options)
+
+    state, step = make_state(comm, "zero1", tx=tx), fs.Scheduler(comm)(fs.train_step(loss_fn, replace(tx, apply=apply)))
+    for batch in my_batches(comm, num_steps):
+        steps_begun += 1
+        state, _ = step(state, batch)
+    return [] if comm.rank else [x.sum().item() for node in units_of(state.params) for x in node.buffers]
+
+
+def test_a_rank_that_leaves_first_sends_its_part_of_the_last_update():
+    assert fs.launch(train_while_rank_0_updates_slowly, 2, 3)[0]
+
+
+def call_collectives_in_child():
+    """Return seconds and error of each of several calls in a forked child, and the loss of a later step of the ranks."""
+    comm = fs.connect(PAIR, timeout=timedelta(seconds=30))
+    state, step = make_state(comm, "zero3"), fs.Scheduler(comm)(fs.train_step(loss_fn, make_tx()))
+    batches = list(my_batches(comm, 3))
+    for batch in batches[:2]:
+        state, _ = step(state, batch)
+    calls = [
+        lambda: comm.all_reduce(torch.ones(1), "dp"),
+        lambda: step(state, batches[2]),
+        lambda: make_state(comm.with_own_numbering(), "zero3"),
+        lambda: fs.connect(PAIR),
+    ]
+    found = []
+    for call in calls if comm.rank else ():
+        ours, theirs = os.pipe()
+        if not os.fork():
+            since = time.monotonic()
+            try:
+                call()
+                text = "no error"
+            except CommError as error:
+                text = str(error)
+            os.write(theirs, f"{time.monotonic() - since:.0f} s: {text}".encode())
+            os._exit(0)
+        found.append(os.read(ours, 1000).decode())
+        os.wait()
+    state, metrics = step(state, batches[2])
+    return found, metrics.loss.item()
+
+
+def test_a_forked_process_cannot_call_collectives_of_its_parent():
+    (_, loss), (found, _) = fs.launch(call_collectives_in_child, 2)
+    assert len(found) == 4
+    for text in found:
+        assert text.startswith("0 s: process "), text
+        assert "rank 1 of 2, and is no rank: it cannot call collectives" in text
+    assert math.isfinite(loss)
+
+
+def call_with_wrong_arguments(comm):
+    """Return the errors of collectives whose arguments do not fit the number of ranks, and the result of a call afterwards."""
+    calls = [
+        lambda: comm.all_reduce(torch.ones(1), "dp", op="mean"),
+        lambda: comm.reduce_scatter(torch.ones(1, 3), "dp"),
+        lambda: comm.all_to_all(torch.ones(6), [6], [6]),
+    ]
+    found = []
+    for call in calls:
+        with pytest.raises((MeshError, OptionError)) as error:
+            call()
+        found.append(str(error.value).partition(":")[0])
+    return found, comm.all_reduce(torch.ones(1), "dp").item()
+
+
+def test_arguments_that_do_not_fit_are_refused_on_each_rank_before_messages():
+    assert processes(PAIR, call_with_wrong_arguments) == [(["all_reduce()", "reduce_scatter()", "all_to_all()"], 2.0)] * 2

@@ -11,6 +11,7 @@ memory. Buffers of one collective travel as a message each, all under one tag, u
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
+from weakref import ref
 
 import torch
 
@@ -168,6 +169,7 @@ class GlooTransport(Transport):
         poster, finisher = self._crew["posts"], self._crew[kind]
         if self._on_collective is not None and kind != "share":  # the first half reports the second half too
             self._on_collective(outcome)
+        self.comm.watch.last_outcomes[kind] = ref(outcome)
         poster.start_thread()
         finisher.start_thread()
 
