@@ -128,7 +128,10 @@ def _without_shared_lines(values: Mapping[str, list[int]]) -> dict[str, list[int
     alike = (len(set(characters)) == 1 for characters in zip(*rests.values()))
     same = next((i for i, is_same in enumerate(alike) if not is_same), min(map(len, rests.values())))
     first = max(0, same - _MAX_SHOWN_CHARACTERS // 2) if max(map(len, rests.values())) > _MAX_SHOWN_CHARACTERS else 0
-    return {_excerpt(rests[text], first): ranks for text, ranks in values.items()}
+    shown: dict[str, list[int]] = {}
+    for text, ranks in values.items():  # excerpts of different texts may be equal
+        shown.setdefault(_excerpt(rests[text], first), []).extend(ranks)
+    return shown
 
 
 def _excerpt(text: str, start: int) -> str:

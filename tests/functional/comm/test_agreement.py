@@ -194,6 +194,15 @@ def test_agree_shows_only_the_lines_that_differ_and_shortens_them():
     assert max(map(len, text.splitlines())) < 200
 
 
+def test_ranks_whose_values_differ_late_are_all_named():
+    def run(comm):
+        fs.collectives.agree("here()", {"key": ["x", "y" * 300 + "1", "y" * 300 + "2"][comm.rank]}, comm)
+
+    text = str(caught(DP3, run)[0][0])
+    assert "key  rank 0: x" in text
+    assert "key  ranks 1, 2: yyy" in text
+
+
 def test_many_ranks_are_counted_and_not_listed():
     def run(comm):
         fs.collectives.agree("here()", {"key": str(comm.rank == 15)}, comm)
