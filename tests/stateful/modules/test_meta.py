@@ -178,6 +178,64 @@ def test_initialize(size):
     assert expected["flag"].all()
 
 
+class Attention(nn.Module):
+    """No tensors of its own. It changes one of its submodule's, and reads no values."""
+
+    def __init__(self):
+        super().__init__()
+        self.query, self.key = nn.Linear(DIM, DIM, bias=False), nn.Linear(DIM, DIM)
+
+    def reset_parameters(self):
+        for each in (self.query, self.key):
+            each.weight.normal_(3.0, 0.1)
+
+
+def two_attentions():
+    return nn.Sequential(Attention(), Attention())
+
+
+def as_gpt2(module):
+    """As models of transformers do, for a submodule and for modules around it."""
+    if isinstance(module, nn.Linear):
+        module.weight.data.normal_(0, 0.02)
+        if module.bias is not None:
+            module.bias.data.zero_()
+    if isinstance(module, Attention):
+        module.reset_parameters()
+
+
+@pytest.mark.parametrize("size", [1, 3])
+@pytest.mark.parametrize("initialize", [None, as_gpt2])
+def test_a_module_may_change_values_of_its_submodules(initialize, size):
+    def rank_fn(comm):
+        return everything(comm, fs.zero3("dp"), nn.Linear, make=two_attentions, initialize=initialize)
+
+    for found in simulate(fs.Mesh({"dp": size}), rank_fn):
+        weights = {name: x for name, x in found.items() if name.endswith("weight")}
+        assert all(2.9 < x.mean() < 3.1 and 0.05 < x.std() < 0.2 for x in weights.values())
+        assert len({float(x.sum()) for x in weights.values()}) == 4
+        assert (initialize is None) == bool(found["0.key.bias"].any())
+
+
+def test_a_transformer_has_the_values_that_it_gives_its_submodules():
+    def make():
+        return nn.Transformer(32, 2, 1, 1, 512, batch_first=True)
+
+    found, whole = made(make=make), make()
+    for name, mine in found.items():
+        assert mine.dim() == 1 or torch.isclose(mine.std(), whole.get_parameter(name).std(), rtol=0.1), name
+
+
+@on_ranks(fs.Mesh({"dp": 2}))
+def test_a_module_around_does_not_change_values_that_are_there(comm):
+    with torch.device("meta"):
+        net = Attention()
+    net.query.weight = nn.Parameter(torch.full((DIM, DIM), 5.0))
+    mine = values(fs.shard_module(net, mesh=comm, strategy=fs.zero3("dp")))
+    assert_same(mine["query.weight"], torch.full((DIM, DIM), 5.0))
+    assert mine["key.weight"].abs().max() < 1
+
+
 def half(module):
     """Fills one row."""
     by_class(module)

@@ -124,72 +124,70 @@ def _parameter_value(module: nn.Module, unit: UnitLayout, leaf: Leaf) -> torch.T
 
 
 class Initializers:
-    """Runs the initializers of submodules. An initializer fills its submodule's own meta parameters and buffers, on the CPU.
+    """Runs initializers of modules. They fill the meta parameters and buffers of one module at a time, on the CPU.
 
-    A module with ``_reset_parameters()`` and no ``reset_parameters()``, such as ``nn.MultiheadAttention``, is initialized
-    together with its submodules, as this method changes their parameters. Random numbers depend on the random ``key``,
-    the submodule's path, and the rank's coordinates along axes on which the submodule's parameters vary.
+    The initializer of a module runs first, and then the initializers of the modules around it, which may change its tensors, as
+    ``nn.MultiheadAttention`` does with its inner module. A module around it that has values, in a tensor of its own or further
+    inside, is not initialized. Random numbers depend on the random ``key``, the path of the module that is filled, and the
+    rank's coordinates along axes on which parameters of this module vary.
     """
 
     def __init__(self, module: nn.Module, layout: Layout, comm: Comm, key: int, initialize: Initializer | None) -> None:
         self._module, self._layout, self._comm, self._key, self._initialize = module, layout, comm, key, initialize
         self.unfilled: set[str] = set()  # paths of tensors that no initializer has filled so far
-        self._last_root: str | None = None
-        self._parameters: dict[int, torch.Tensor] = {}  # by id of the meta tensor, the value from the last initializer
-        self._buffers: dict[int, torch.Tensor] = {}  # by id of the meta tensor, the value from any initializer
+        self._last_owner: str | None = None
+        self._parameters: dict[int, torch.Tensor] = {}  # by id of the meta tensor, of the last module that was filled
+        self._buffers: dict[int, torch.Tensor] = {}  # by id of the meta tensor, of all modules
         self._first_path: dict[int, str] = {}  # by id of a buffer, its first path: the module there initializes it
         for path, buffer in module.named_buffers(remove_duplicate=False):
             self._first_path.setdefault(id(buffer), path)
+        tensors = chain(module.named_parameters(remove_duplicate=False), module.named_buffers(remove_duplicate=False))
+        # Paths of modules that have values, in tensors of their own or further inside.
+        self._with_values = {around for path, x in tensors if not x.is_meta for around in self_and_ancestors(path)}
 
     def value(self, path: str) -> torch.Tensor:
-        """Return the value of a parameter or buffer: for a meta tensor its initializer's value, else the tensor itself."""
+        """Return the value of a parameter or buffer: for a meta tensor the value from initializers, else the tensor itself."""
         owner, _, name = path.rpartition(".")
         given: torch.Tensor = getattr(self._module.get_submodule(owner), name)
         if not given.is_meta:
             return local_tensor(plain_value(given)).to(self._comm.device)  # type: ignore[no-any-return]
-        root = self._first_path.get(id(given), path).rpartition(".")[0]
-        for around in self_and_ancestors(root):
-            root = around if self._is_initialized_with_submodules(around) else root
-        if root != self._last_root and id(given) not in self._buffers:
-            self._last_root, self._parameters = root, {}
-            self._run_initializer(root)
+        owner = self._first_path.get(id(given), path).rpartition(".")[0]
+        if owner != self._last_owner and id(given) not in self._buffers:
+            self._last_owner, self._parameters = owner, {}
+            self._fill_tensors_of(owner)
         return (self._parameters if isinstance(given, nn.Parameter) else self._buffers)[id(given)]
 
-    def _is_initialized_with_submodules(self, path: str) -> bool:
-        """Return whether the initializer of the module at ``path`` also initializes the module's submodules."""
-        module = self._module.get_submodule(path)
-        public, private = (hasattr(module, name) for name in ("reset_parameters", "_reset_parameters"))
-        own = [*module._parameters.values(), *module._buffers.values()]
-        return self._initialize is None and private and not public and any(x is not None and x.is_meta for x in own)
+    def _fill_tensors_of(self, path: str) -> None:
+        """Run the initializers of the module at ``path`` and of the modules around it, and keep this module's tensors.
 
-    def _run_initializer(self, path: str) -> None:
-        """Run the initializer of the module at ``path``, and keep the filled tensors."""
-        root = self._module.get_submodule(path)
-        members = dict(root.named_modules(prefix=path)) if self._is_initialized_with_submodules(path) else {path: root}
-        before: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
-            (name, places, dict(places)) for name, each in members.items() for places in (each._parameters, each._buffers)
-        ]
-        rows = [(f"{n}.{k}".lstrip("."), n, x, k, old) for n, x, given in before for k, old in given.items() if old is not None]
-        rooms = {id(old): _memory_to_fill(old) for *_, old in rows}
+        These tensors have memory meanwhile. Meta tensors of other modules have none, and other tensors inside are copies.
+        """
+        owner = self._module.get_submodule(path)
+        devices = [self._comm.device] if self._comm.device.type == "cuda" else []
+        around = [self._module.get_submodule(each) for each in self_and_ancestors(path) if each not in self._with_values]
+        modules = dict.fromkeys([*owner.modules(), *around])
+        before: list[tuple[Any, Any]] = [(at, dict(at)) for each in modules for at in (each._parameters, each._buffers)]
+        mine = {f"{path}.{k}".lstrip("."): (x, at) for at, given in before[:2] for k, x in given.items() if x is not None}
+        values = (x for x in chain(owner.parameters(), owner.buffers()) if not x.is_meta)
+        rooms = {id(x): _memory_to_fill(x) for x in chain((x for x, _ in mine.values()), values)}
         try:
-            for *_, places, key, old in rows:
-                places[key] = rooms[id(old)]
-            with torch.random.fork_rng([]), torch.no_grad():
-                for name, each in reversed(members.items()):  # submodules come first
-                    mine = [full for full, owner, *_, old in rows if owner == name and old.is_meta]
-                    if mine:
-                        unit = self._layout.unit_around(mine[0])
-                        torch.manual_seed(mesh_independent_seed(self._key, name, unit, self._comm.rank))
-                        if self._initialize is not None:
-                            self._initialize(each)
-                        elif fill := getattr(each, "reset_parameters", None) or getattr(each, "_reset_parameters", None):
-                            fill()
-            for full, _, places, key, old in rows:
+            for places, given in before:
+                places.update({name: rooms[id(x)] for name, x in given.items() if id(x) in rooms})
+            with torch.random.fork_rng(devices), torch.no_grad():
+                unit = self._layout.unit_around(next(full for full, (x, _) in mine.items() if x.is_meta))
+                torch.manual_seed(mesh_independent_seed(self._key, path, unit, self._comm.rank))
+                for each in dict.fromkeys([owner, *around]):
+                    if self._initialize is not None:
+                        self._initialize(each)
+                    elif fill := getattr(each, "reset_parameters", None) or getattr(each, "_reset_parameters", None):
+                        fill()
+            for full, (old, places) in mine.items():
                 if old.is_meta and self._first_path.get(id(old), full) == full:
                     kept = self._parameters if isinstance(old, nn.Parameter) else self._buffers
-                    kept[id(old)] = self._value_after_initializer(full, old, rooms[id(old)], places.get(key))
+                    new = places.get(full.rpartition(".")[2])
+                    kept[id(old)] = self._value_after_initializer(full, old, rooms[id(old)], new)
         finally:
-            for _, places, given in before:
+            for places, given in before:
                 places.clear()
                 places.update(given)
 
