@@ -91,6 +91,10 @@ class TracedTransformation:
         for name, given, returned in (("updates", accumulate, updates), ("state", state, after)):
             if jax.tree.structure(returned) != jax.tree.structure(given):
                 raise _other_structure_error(name, given, returned)
+        for part, x in zip(leaf_ranges.parts, jax.tree.leaves(updates), strict=True):
+            if not _is_broadcastable(x.shape, part.shape):
+                what = f"the update of {part.path!r} has the shape {list(x.shape)}, and the parameter {list(part.shape)}."
+                raise TreeError(problem("from_optax()", what, remedy="Return updates with the shapes of the parameters."))
         jaxpr = self.step.jaxpr
         used = {id(atom) for equation in jaxpr.eqns for atom in equation.invars} | {id(atom) for atom in jaxpr.outvars}
         inputs = jaxpr.invars[len(jaxpr.invars) - len(self.extra) :]
@@ -354,6 +358,11 @@ def _trace_to_jaxpr(remedy: str, refused: Callable[[], str], fn: Any, *args: Any
             raise TreeError(problem("from_optax()", what, remedy=remedy)) from error
         remedy = "It fails without fsharp as well, under jax.jit. optax.partition() gives such leaves another transformation."
         raise TreeError(problem("from_optax()", what, [("for", refused())], remedy)) from error
+
+
+def _is_broadcastable(shape: Sequence[int], to: Sequence[int]) -> bool:
+    """Return whether an array of ``shape`` can be broadcast to the shape ``to``."""
+    return len(shape) <= len(to) and all(a in (1, b) for a, b in zip(reversed(shape), reversed(to), strict=False))
 
 
 def _other_structure_error(name: str, given: Any, returned: Any) -> TreeError:

@@ -8,6 +8,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from fsharp.errors import OptionError, problem
+from fsharp.functional.comm.equal_values import check_same_on_ranks
 from fsharp.stateful.modules.module import ShardedModule
 from fsharp.stateful.modules.optim.optimizer import ShardedOptimizer
 from fsharp.stateful.modules.parameter import ShardedParameter, ShardedTensor
@@ -20,12 +21,18 @@ def sharded_modules_in(module: nn.Module) -> dict[str, ShardedModule]:
 
 
 def check_module(where: str, module: nn.Module, precision: str) -> None:
-    """Raise an OptionError if parameters of ``module`` are not saved or reduced, or ``precision`` is not ``"32-true"``."""
+    """Check a module with sharded modules in it. A collective.
+
+    Raises:
+        OptionError: ``precision`` is not ``"32-true"``; a gradient would not be reduced; or a parameter would not be saved.
+        AgreementError: a frozen parameter outside of sharded modules differs between ranks.
+    """
     if precision != "32-true":
         what = f"precision is {precision!r}, and the module is sharded."
         remedy = "Pass precision=fs.Precision(compute=torch.bfloat16, main=torch.float32) to shard_module()."
         raise OptionError(problem(where, what, remedy=remedy))
-    sessions = {session_of_module(each) for each in sharded_modules_in(module).values()}
+    sharded, outside = list(sharded_modules_in(module).values()), dict[str, Any]()
+    sessions = {session_of_module(each) for each in sharded}
     for name, parameter in module.named_parameters():
         if isinstance(parameter, ShardedParameter) and parameter.owner() not in sessions:
             what = f"parameter {name!r} belongs to a sharded module that is not a submodule, so its values would not be saved."
@@ -33,6 +40,9 @@ def check_module(where: str, module: nn.Module, precision: str) -> None:
         if parameter.requires_grad and not isinstance(parameter, ShardedParameter):
             what = f"parameter {name!r} is trained and belongs to no sharded module, so its gradient would not be reduced."
             raise OptionError(problem(where, what, remedy="Pass a module with all trained parameters to shard_module()."))
+        if not isinstance(parameter, ShardedParameter):
+            outside[name] = parameter
+    check_same_on_ranks(where, outside, sharded[0].comm, remedy="Seed all ranks alike before the module is made.")
 
 
 def check_optimizers(where: str, optimizers: Iterable[Optimizer]) -> None:

@@ -202,6 +202,17 @@ def test_options_that_a_chain_wants_reach_it_and_others_are_named(comm):
         fs.update(tx, grads, state, comm=comm, temperature=2.0, **({"foo": 1} if comm.rank else {}))
 
 
+def test_an_update_of_another_shape_is_refused():
+    """A transposed update was added in the wrong order, without a word."""
+    tx, comm = fs.optim.from_optax(optax.stateless(lambda g, _: g | {"w": g["w"].T})), fs.SingleComm(fs.Mesh({"dp": 1}))
+    with pytest.raises(TreeError, match=r"the update of 'w' has the shape \[4, 3\], and the parameter \[3, 4\]"):
+        begin(comm, tx)
+    tx = fs.optim.from_optax(optax.stateless(lambda g, _: g | {"w": g["w"][:1]}))
+    state, grads = begin(comm, tx)
+    new = fs.full_tree(fs.update(tx, grads, state, comm=comm).params, comm=comm)
+    torch.testing.assert_close(new["w"], TREE["w"] + TREE["w"][:1])
+
+
 def test_an_option_for_what_takes_none_is_named():
     tx, comm = fs.optim.from_optax(optax.scale(-0.1)), fs.SingleComm(fs.Mesh({"dp": 1}))
     state, grads = begin(comm, tx)

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 import fsharp as fs
-from fsharp.errors import OptionError
+from fsharp.errors import AgreementError, OptionError
 from fsharp.lightning.sharded import check_module, full_state_dict, load_state_dict
 from tests.ranks import on_ranks
 
@@ -48,3 +48,12 @@ def test_a_part_without_its_sharded_module_is_refused(comm):
     other = nn.Sequential(fs.shard_module(nn.LayerNorm(2), mesh=comm, strategy=fs.zero3("dp")), task.head)
     with pytest.raises(OptionError, match=r"parameter '1\.weight' belongs to a sharded module that is not a submodule"):
         check_module("Trainer", other, "32-true")
+
+
+@on_ranks(fs.Mesh({"dp": 2}))
+def test_a_frozen_parameter_that_differs_between_ranks_is_refused(comm):
+    """DDP sends the values of rank 0; each rank trained with values of its own."""
+    task = Task(comm)
+    task.scale.data += comm.rank
+    with pytest.raises(AgreementError, match=r"scale +rank 1: other values than rank 0"):
+        check_module("Trainer", task, "32-true")
