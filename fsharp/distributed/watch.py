@@ -196,17 +196,25 @@ class StatusExchange:
         trace = traceback_text(error)[-_MAX_TRACEBACK_CHARACTERS:]
         return f"{self.who} failed in {where}, after {last or 'no collective yet'!r}; it says:\n{trace}"
 
-    def watches_with_job(self) -> list[str]:
-        """Return the names of the watches of Comms with which threads of this rank run jobs now, such as saves."""
-        return [name for name, watch in list(self.watches.items()) if watch.has_job]
+    def watches_of_other_threads(self, waiting: "CommWatch") -> list[str]:
+        """Return the names of the watches whose collectives other threads of this rank will call, while this thread waits.
+
+        ``waiting``: the watch in which this thread waits. A thread with a job waits for no thread but those with jobs.
+        """
+        here, watches = threading.current_thread(), list(self.watches.items())
+        return [
+            name
+            for name, watch in watches
+            if watch.has_job or (not waiting.has_job and watch.thread not in (None, here) and watch.thread.is_alive())
+        ]
 
     def num_begun_calls_by_watch(self) -> dict[str, int]:
         """Return the number of collectives that this rank has begun, by name of their watch."""
         return self._begun | {name: watch.count for name, watch in list(self.watches.items())}
 
-    def record_begun_calls(self, name: str, count: int, label: str) -> None:
-        """Record that this rank has begun ``count`` collectives of the watch ``name``, the last one with ``label``."""
-        if threading.current_thread() is threading.main_thread():  # not a save in the background
+    def record_begun_calls(self, name: str, count: int, label: str, thread: threading.Thread) -> None:
+        """Record that ``thread`` has begun the last of ``count`` collectives of the watch ``name``: the one with ``label``."""
+        if thread is threading.main_thread():  # not a save in the background
             self.last = label
         self._begun.pop(name, None)
         self._begun[name] = count
@@ -229,7 +237,7 @@ class RankStatus(NamedTuple):
         counts: number of collectives that the rank has begun, by name of a watch.
         departure: how the rank has left the job, such as after which collective; empty while the rank is in the job.
         settings: by digest, the text of the settings whose digests are in ``labels``.
-        with_job: :meth:`StatusExchange.watches_with_job` of the rank.
+        elsewhere: :meth:`StatusExchange.watches_of_other_threads` of the rank.
     """
 
     num_written: int
@@ -239,7 +247,7 @@ class RankStatus(NamedTuple):
     counts: dict[str, int]
     departure: str = ""
     settings: dict[str, str] | None = None
-    with_job: Sequence[str] = ()
+    elsewhere: Sequence[str] = ()
 
 
 class CommWatch:
@@ -255,6 +263,7 @@ class CommWatch:
             runs collectives in order, and keeps their outcomes alive.
         has_job: whether a thread of its own runs a job, such as a save, with this Comm. It will come to the job's collectives
             even while the rank's main thread waits for other ranks.
+        thread: the thread that has begun the last collective; None after a job, and for a thread of autograd.
     """
 
     def __init__(self, name: str, statuses: StatusExchange, board: StatusBoard, limit_s: float) -> None:
@@ -265,6 +274,7 @@ class CommWatch:
         self.is_over = threading.Event()
         self.last_outcomes: dict[str, weakref.ref[Any]] = {}
         self.has_job = False
+        self.thread: threading.Thread | None = None
         self._labels: deque[str] = deque(maxlen=_MAX_KEPT_LABELS)
         statuses.watches[name] = self
 
@@ -275,7 +285,7 @@ class CommWatch:
         try:
             yield
         finally:
-            self.has_job = False
+            self.has_job, self.thread = False, None
 
     def raise_if_failed(self) -> None:
         """Raise the Comm's error, if a collective has failed. The error then has a note that says how to go on."""
@@ -308,7 +318,9 @@ class CommWatch:
             restart_replay.abandon(f"the collective {label!r} of a step")
         call = WatchedCall(self, label, self.count)
         self.count += 1
-        self.statuses.record_begun_calls(self.name, self.count, label)
+        thread = threading.current_thread()
+        self.thread = None if isinstance(thread, threading._DummyThread) else thread
+        self.statuses.record_begun_calls(self.name, self.count, label, thread)
         self._labels.append(label)
         return call
 
@@ -331,7 +343,7 @@ class CommWatch:
             list(self._labels),
             self.statuses.num_begun_calls_by_watch(),
             settings=settings,
-            with_job=self.statuses.watches_with_job(),
+            elsewhere=self.statuses.watches_of_other_threads(self),
         )
         read = self.statuses.write_status_and_read_others(mine, call.peer)
         for rank, status in list(self.statuses.seen.items()):  # other threads add ranks
@@ -364,7 +376,7 @@ class CommWatch:
                     raise self.refuse_further_calls(AgreementError, text)
             return
         waits_for_me = self.statuses.num_begun_calls_by_watch().get(status.watch, 0) <= status.number
-        will_begin = status.watch in self.statuses.watches_with_job() or self.name in status.with_job  # in a thread of its own
+        will_begin = status.watch in self.statuses.watches_of_other_threads(self) or self.name in status.elsewhere
         if not waits_for_me or self._has_begun(call, rank) or will_begin:
             call.blocked.pop((rank, status.watch), None)
             return

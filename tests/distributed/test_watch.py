@@ -3,6 +3,7 @@
 import re
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 
 import optree
@@ -206,6 +207,23 @@ def test_a_rank_is_waited_for_while_its_saver_waits_for_a_slower_one():
         save.check_can_end()
         with pytest.raises(AgreementError, match=r"in another Comm\.\n  rank 0  save\n  rank 1  step"):
             step.check_can_end()
+
+
+def test_a_thread_waits_for_slower_ranks_while_other_threads_have_comms_of_their_own():
+    table = Table()
+    ranks = [StatusExchange(rank, 2, table) for rank in range(2)]
+    one, two = ([CommWatch(name, each, table, limit_s=60) for each in ranks] for name in ("one", "two"))
+    for watch in (*one, *two):
+        watch.begin_call("before")
+    first = one[0].begin_call("in one")  # the other thread of rank 0 calls "in two" later, and this thread of rank 1 "in one"
+    with ThreadPoolExecutor(1) as thread:
+        second = thread.submit(two[1].begin_call, "in two").result()
+        for _ in range(4):
+            first.check_can_end()
+            thread.submit(second.check_can_end).result()
+    second.check_can_end()  # now one thread is left
+    with pytest.raises(AgreementError, match=r"in another Comm\.\n  rank 0  in one\n  rank 1  in two"):
+        _ = [call.check_can_end() for call in (first, second, first)]
 
 
 @pytest.mark.parametrize(("label", "found"), [("", "the end of step 3"), ("of 2", "the end of step 3: of 2")])
