@@ -57,7 +57,12 @@ from fsharp.functional.layout.sharded import (
 from fsharp.functional.layout.stages import padding_in_decoded_sum, reduction_stages
 from fsharp.functional.layout.stored import decode_stored, gathered_part, is_encoded, scales_in
 from fsharp.functional.layout.unit_layout import UnitLayout
-from fsharp.functional.transforms import is_non_vmap_transform_active, is_transform_active, refuse_proxy_tracing, vmap_disabled
+from fsharp.functional.transforms import (
+    is_non_vmap_transform_active,
+    is_transform_active,
+    refuse_proxy_tracing,
+    transforms_disabled,
+)
 from fsharp.torch_compile import uncompiled
 
 Tree = TypeVar("Tree")
@@ -76,7 +81,8 @@ def gather(tree: Tree, *, comm: Comm, to: PlaceName = "full") -> Tree:
         The tree with its units in the target place. ``Sharded.tree()`` of a full unit returns the user's subtree.
 
     Raises:
-        TreeError: a unit is a partial sum, or the tree has no unit; the call is under ``torch.func.linearize``.
+        TreeError: a unit is a partial sum, or the tree has no unit; the call is under ``torch.func.linearize``; parameters in a
+            format, within a loss, are copies or are moved to another place than ``"full"``, so that they would get no gradient.
         MeshError: ``comm`` is on another mesh than the tree.
 
     Cost: for each gathered axis of ``n`` ranks a rank sends ``(n - 1)`` times the bytes of its part. Slices cost nothing.
@@ -93,12 +99,18 @@ def gather(tree: Tree, *, comm: Comm, to: PlaceName = "full") -> Tree:
         target, whole = resolve_place(sharded.unit, to), to == "full"
         if Partial in sharded.place.placements or Partial in target.placements:
             raise _wrong_place_error("gather()", sharded, target, "Use reduce_scatter() for partial sums.")
+        if loses_gradient(sharded, whole=whole):
+            what = (
+                f"gather(): parameters of unit {sharded.unit.display_name} are stored as bytes, whose copies get no gradient."
+            )
+            raise TreeError(f'{what} In a loss gather the parameters that it was given, to "full", and use the result.')
         if target.placements == sharded.place.placements and not whole and not sharded.is_gathered:
             return sharded.with_buffers(sharded.buffers)
         tree_name = new_tree_label_prefix(sharded, comm, target)
         named = LabelPrefixComm(comm, f"{tree_name}gather {sharded.name or '(root)'}")
-        to_sinks = whole and torch.is_grad_enabled() and sharded.sinks and not is_non_vmap_transform_active()
-        with vmap_disabled() if to_sinks else nullcontext():  # buffers with sinks have no vmap dim
+        can_use_sinks = sharded.is_encoded or not is_non_vmap_transform_active()  # bytes get gradients in no other way
+        to_sinks = whole and torch.is_grad_enabled() and sharded.sinks and can_use_sinks
+        with transforms_disabled() if to_sinks else nullcontext():  # no transform has wrapped buffers with sinks
             moved = []
             for x in _buffers_without_scales(sharded):
                 moved.append(move_buffer(x.detach() if to_sinks else x, sharded, target, named, is_gathered=whole))
@@ -109,6 +121,17 @@ def gather(tree: Tree, *, comm: Comm, to: PlaceName = "full") -> Tree:
 
     with reporting_format_errors(comm, "gather()"):
         return optree.tree_map(gather_node, host_buffers_to_device(tree, comm.device), is_leaf=is_sharded)  # type: ignore[return-value]
+
+
+def loses_gradient(node: Sharded, *, whole: bool = True) -> bool:
+    """Return whether a use of ``node``, encoded parameters in a loss, would leave them without a gradient, as bytes have none.
+
+    The gradient can go only to the sinks of the tensors that the loss function was given. A copy has no sinks. ``whole``: the
+    use is a gather to ``"full"``; results of other gathers have no sinks.
+    """
+    if node.ledger is None or not (node.is_encoded and torch.is_grad_enabled()):
+        return False
+    return bool(node.unit.trainable_groups) and not (whole and node.sinks)
 
 
 def _buffers_without_scales(node: Sharded) -> Sequence[torch.Tensor]:

@@ -41,8 +41,8 @@ def refuse_proxy_tracing(where: str) -> None:
         )
 
 
-def vmap_disabled() -> AbstractContextManager[Any]:
-    """Return a context in which vmap's levels are off, for computations on tensors without a vmap dim."""
+def transforms_disabled() -> AbstractContextManager[Any]:
+    """Return a context in which all transforms are off, for computations on tensors that no transform has wrapped."""
     return temporarily_clear_interpreter_stack()
 
 

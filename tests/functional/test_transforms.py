@@ -118,25 +118,25 @@ PROGRAMS = {
         hessians, jacobians, loop, loop_of_vmaps, vmap_of_loops, tangent_of_a_loop,
     )
 }  # fmt: skip
-each_program = every(2, name=PROGRAMS, strategy=[fs.ddp, fs.zero3])
-each_strategy = pytest.mark.parametrize("strategy", [fs.ddp, fs.zero3])
+STRATEGIES = [fs.ddp, fs.zero3]
+STORED = [fs.formats.mxint8, fs.formats.nvfp4]
+each_program = every(2, name=PROGRAMS, strategy=STRATEGIES)
+each_strategy = pytest.mark.parametrize("strategy", STRATEGIES)
 
 
-def expected_of(name):
+def expected_of(name, tree):
     def program(forward, p, x, rank):
         return PROGRAMS[name](forward, lambda p: p, p, x)
 
-    return plain_gradients(program, DP.size, make_tree())
+    return plain_gradients(program, DP.size, tree)
 
 
 def assert_close(got, expected):
     optree.tree_map(lambda a, b: torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-12), got, expected)
 
 
-@each_program
-def test_within_the_loss(name, strategy):
-    """Blocking; and scheduled, with the same bits."""
-    layout = fs.plan(make_tree(), DP, strategy("dp"), units="*")
+def check_within_the_loss(name, layout, params_of):
+    """Blocking; and scheduled, with the same bits. ``params_of(comm)`` returns parameters."""
 
     def loss_fn(params, x, comm):
         return PROGRAMS[name](partial(fs.forward, comm=comm), partial(fs.gather, comm=comm), params, x)
@@ -147,19 +147,62 @@ def test_within_the_loss(name, strategy):
         return metrics.loss, [b.clone() for node in fs.layouts.units_of(grads) for b in node.buffers], grads
 
     def rank_fn(comm):
-        params, x = fs.shard(make_tree(), layout, comm), batch_of(comm.rank)
+        params, x = params_of(comm), batch_of(comm.rank)
         loss, buffers, grads = step(params, x, comm)
         run = fs.Scheduler(comm)(step)
         for _ in range(3):
             again, same, _ = run(params, x)
             assert torch.equal(again, loss)
             assert all(map(torch.equal, same, buffers))
-        return loss, fs.full_tree(grads, comm=comm)
+        return (loss, fs.full_tree(grads, comm=comm)), fs.full_tree(params, comm=comm)
 
-    expected = expected_of(name)
-    assert any(g.abs().max() > 1e-3 for g in optree.tree_leaves(expected[1]))
-    for got in simulate(DP, rank_fn):
+    for got, whole in simulate(layout.mesh, rank_fn):
+        expected = expected_of(name, whole)
+        assert any(g.abs().max() > 1e-3 for g in optree.tree_leaves(expected[1]))
         assert_close(got, expected)
+
+
+@each_program
+def test_within_the_loss(name, strategy):
+    layout = fs.plan(make_tree(), DP, strategy("dp"), units="*")
+    check_within_the_loss(name, layout, partial(fs.shard, make_tree(), layout))
+
+
+@every(4, name=[name for name in PROGRAMS if name != "tangent_of_parameters"], strategy=STRATEGIES, stored=STORED)
+def test_within_the_loss_of_parameters_in_a_format(name, strategy, stored):
+    """Bytes have no gradients, and values that are decoded under a transform have."""
+    layout = fs.plan(make_tree(), DP, strategy("dp"), units="*", precision=fs.Precision(stored=stored))
+
+    def params_of(comm):
+        return fs.init_state(fs.optim.sgd(1.0), fs.shard(make_tree(), layout, comm, place="optim"), comm=comm).params
+
+    check_within_the_loss(name, layout, params_of)
+
+
+OTHER_USES = {
+    "a copy": lambda params, comm: optree.tree_map(torch.clone, params),
+    "another place": partial(fs.gather, to="optim"),
+    "its own place": partial(fs.gather, to="params"),
+}
+
+
+@pytest.mark.parametrize("scheduled", [False, True])
+@pytest.mark.parametrize("use", OTHER_USES)
+@on_ranks(DP)
+def test_where_parameters_in_a_format_would_get_no_gradient_they_are_refused(comm, use, scheduled):
+    layout = fs.plan(make_tree(), DP, fs.zero1("dp"), units="*", precision=fs.Precision(stored=fs.formats.mxint8))
+    params = fs.init_state(fs.optim.sgd(1.0), fs.shard(make_tree(), layout, comm, place="optim"), comm=comm).params
+
+    def loss_fn(params, x, comm):
+        other = OTHER_USES[use](params, comm=comm)
+        return energy(partial(fs.forward, comm=comm), other, x) + energy(partial(fs.forward, comm=comm), params, x)
+
+    def step(params, x, comm):
+        return fs.value_and_grad(loss_fn)(params, x, comm=comm)
+
+    run = fs.Scheduler(comm)(step) if scheduled else partial(step, comm=comm)
+    with pytest.raises(TreeError, match=r"parameters of unit 'a' are stored as bytes, whose copies get no gradient"):
+        run(params, batch_of(comm.rank))
 
 
 @each_program
@@ -172,7 +215,7 @@ def test_around_the_loss(comm, name, strategy):
         forward, whole = partial(fs.forward, comm=comm), partial(fs.gather, comm=comm)
         return PROGRAMS[name](forward, whole, params, batch_of(comm.rank)) / DP.size
 
-    assert_close(fs.full_tree(grad(loss)(fs.shard(make_tree(), layout, comm)), comm=comm), expected_of(name)[1])
+    assert_close(fs.full_tree(grad(loss)(fs.shard(make_tree(), layout, comm)), comm=comm), expected_of(name, make_tree())[1])
 
 
 @each_strategy

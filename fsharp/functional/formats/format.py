@@ -7,6 +7,7 @@ from functools import cache
 from typing import Any, NamedTuple, TypeVar
 
 import torch
+from torch._C._functorch import is_functorch_wrapped_tensor as is_wrapped
 
 from fsharp.errors import FormatError, FsharpError, LayoutError, problem
 from fsharp.tracebacks import api_boundary
@@ -264,7 +265,8 @@ class Format:
         planes = [column.contiguous().view(-1).view(plane.dtype) for plane, column in zip(self.planes, columns, strict=True)]
         values = self._call_codec("decode", lambda: self.decode(planes), facts)
         self._check_decoded(values, len(rows) * part_size, facts)
-        is_view = values.untyped_storage().data_ptr() == stored.untyped_storage().data_ptr()
+        # A transform of torch.func wraps tensors, whose storage cannot be asked for: such values are copied.
+        is_view = is_wrapped(values) or values.untyped_storage().data_ptr() == stored.untyped_storage().data_ptr()
         return values.to(dtype, copy=is_view)
 
     @api_boundary

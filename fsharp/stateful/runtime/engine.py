@@ -53,7 +53,7 @@ class ScheduledEngine(Engine):
         """Return whether the engine can run a forward of units, with the units of their tied leaves.
 
         The result is False under ``torch.func``, and if a node's buffer itself requires a gradient. It is also False under
-        ``make_fx`` and for donated nodes, for which ``fs.forward`` then raises an error.
+        ``make_fx``, for donated nodes, and for copies of encoded parameters, for which ``fs.forward`` then raises an error.
         """
         if torch._C._are_functorch_transforms_active():
             return False
@@ -61,7 +61,8 @@ class ScheduledEngine(Engine):
             return False
         nodes = [sharded] if isinstance(sharded, Sharded) else units_of(sharded)
         for node in (*nodes, *ties):
-            if node.is_donated or (not node.sinks and any(b.requires_grad for b in node.raw_buffers)):
+            may_run = node.sinks or not (moves.loses_gradient(node) or any(b.requires_grad for b in node.raw_buffers))
+            if node.is_donated or not may_run:
                 return False
         return True
 
