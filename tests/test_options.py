@@ -131,6 +131,15 @@ WRONG = {
         lambda: fs.shard_module(torch.nn.Linear(2, 2), strategy=fs.zero3),
         r"strategy is the function zero3, expected a Strategy .*, such as fs.zero3\('dp'\).$",
     ),
+    "words for placements": (
+        lambda: fs.layouts.AxisRule("shard", "shard", "shard"),
+        r"^AxisRule\(\): params is 'shard', expected a Placement",
+    ),
+    "a list of axes that vary": (lambda: fs.zero3("dp").varying(["ep"]), r"varying\(\): axes is \['ep'\], expected a str"),
+    "a name of a dtype": (
+        lambda: fs.plan({"w": torch.ones(2)}, ONE.mesh, fs.zero3("dp")).nbytes("params", "float32"),
+        r"nbytes\(\): dtype is 'float32', expected a dtype",
+    ),
     "a word for a precision": (
         lambda: fs.plan({}, ONE.mesh, fs.zero3("dp"), precision="bf16"),
         r"precision is 'bf16', expected a Precision .*, such as fs.Precision\(torch.bfloat16, torch.float32\).$",

@@ -24,7 +24,8 @@ def step_traffic(
 ) -> Counter[Call]:
     """Predict the collectives of one :func:`~fsharp.train_step` on one rank: each call, the bytes that it sends, and how often.
 
-    A run makes exactly these calls, unless the optimizer has its own collectives.
+    A run makes exactly these calls, unless the optimizer has its own collectives. A unit of frozen leaves alone is counted as
+    if a gradient passed through it. Without one, as for an embedding of tokens, a run does not gather it a second time.
 
     Args:
         layout: layout of the parameters.

@@ -16,6 +16,7 @@ from fsharp.functional.layout.text import align_columns, nbytes_text, table_html
 from fsharp.functional.layout.unit_layout import UnitLayout
 from fsharp.functional.tree.paths import innermost_prefix
 from fsharp.tracebacks import api_boundary
+from fsharp.type_checks import options_checked_on_failure
 
 
 @api_boundary
@@ -50,7 +51,7 @@ class Layout:
         name = innermost_prefix(path, self._by_name)
         return None if name is None else self._by_name[name]
 
-    @api_boundary
+    @options_checked_on_failure
     def nbytes(self, kind: str, dtype: torch.dtype | None = None) -> int:
         """Return the bytes of one kind of state that one rank holds at rest.
 

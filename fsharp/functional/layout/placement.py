@@ -30,7 +30,7 @@ from enum import Enum
 from fsharp.errors import LayoutError, StrategyError, problem
 from fsharp.functional.layout.mesh import Mesh
 from fsharp.tracebacks import api_boundary
-from fsharp.type_checks import options_checked_on_failure
+from fsharp.type_checks import options_checked, options_checked_on_failure
 
 
 class Placement(Enum):
@@ -52,7 +52,7 @@ class Placement(Enum):
 Replicate, Shard, Partial, Vary = Placement.REPLICATE, Placement.SHARD, Placement.PARTIAL, Placement.VARY
 
 
-@options_checked_on_failure
+@options_checked
 @dataclass(frozen=True, slots=True)
 class AxisRule:
     """Placements of parameters, gradients and optimizer state along one mesh axis. Either all three are ``Vary``, or none.
@@ -196,7 +196,7 @@ class Strategy:
             what = "sharded axes of parameters and gradients do not nest: one rank's parts would not be contiguous."
             raise StrategyError(problem("Strategy()", what, facts, remedy))
 
-    @api_boundary
+    @options_checked_on_failure
     def varying(self, *axes: str) -> "Strategy":
         """Return this strategy for parameters that differ from rank to rank along ``axes``, such as experts.
 

@@ -9,7 +9,7 @@ import optree
 import torch
 
 from fsharp.errors import LayoutError, TreeError, problem
-from fsharp.functional.formats.format import tensor_text
+from fsharp.functional.formats.format import Format, tensor_text
 from fsharp.functional.layout.layout import Layout
 from fsharp.functional.layout.mesh import Mesh
 from fsharp.functional.layout.packing import Atom, Element, Rows, Whole, pack
@@ -68,7 +68,7 @@ def plan(
             different strategies; a partition spec does not fit the shape of a leaf; a precision sets ``output`` or
             ``cast_inputs``, which are for modules; a precision sets ``update``, but no axis shards optimizer state and
             replicates parameters, or no leaf of this precision is trained; a precision sets both ``update`` and ``stored``; a
-            precision sets a wire along an unknown axis; a trained leaf is ``torch.float8_*``.
+            precision sets a wire along an unknown axis; two formats have one name; a trained leaf is ``torch.float8_*``.
         OptionError: an option has a wrong type.
 
     Cost: no tensor is read or allocated. Time grows with the number of leaves, and not with the number of ranks.
@@ -168,7 +168,19 @@ def _precision_by_path(precision: Precisions, paths: Sequence[str]) -> dict[str,
                 f"plan(): the precision of {path!r} is {each!r}, whose output or cast_inputs is for modules: "
                 "shard_module(precision=...) casts what they take and return. In a function, write x.to(dtype) there."
             )
+    by_name: dict[str, Format] = {}
+    for each in {id(each): each for each in found.values()}.values():
+        for form in each.formats:
+            other = by_name.setdefault(form.name, form)
+            codes = [(_code_of(x.encode), _code_of(x.decode)) for x in (form, other)]
+            if codes[0] != codes[1]:
+                raise LayoutError(f"plan(): two formats with different functions have the name {form.name!r}. Rename one.")
     return found
+
+
+def _code_of(fn: Any) -> Any:
+    """Return what a copy of a function, from another process, has in common with it."""
+    return getattr(fn, "__code__", fn)
 
 
 def _check_update_formats(
@@ -212,7 +224,7 @@ def _is_strategy_or_spec(node: Any) -> bool:
 
 
 def _rules_by_path_or_pattern(rules: Any) -> Any:
-    """Return rules by key path for a tree of rules; return one rule, or rules by pattern, unchanged."""
+    """Return rules by key path for a tree of rules; return one rule, or rules by pattern, which is a str, unchanged."""
     paths, found, _ = optree.tree_flatten_with_path(rules, is_leaf=_is_strategy_or_spec)
     for rule in found or [rules]:
         if not _is_strategy_or_spec(rule):
@@ -220,7 +232,8 @@ def _rules_by_path_or_pattern(rules: Any) -> Any:
                 f"plan(): strategy has {short_repr(rule)}, expected a Strategy such as zero3('dp'), or a partition spec such "
                 "as P('dp'). Pass one of these, a tree of these, or a dict by path pattern: {'**': P('dp'), 'layers.*.b': P()}."
             )
-    if _is_strategy_or_spec(rules) or (isinstance(rules, Mapping) and all(map(_is_strategy_or_spec, rules.values()))):
+    is_flat = isinstance(rules, Mapping) and all(isinstance(k, str) and _is_strategy_or_spec(x) for k, x in rules.items())
+    if is_flat or _is_strategy_or_spec(rules):
         return rules
     return dict(zip(map(join_path, paths), found))
 

@@ -131,6 +131,12 @@ class Precision:
         return Dtypes(compute, main, wire, self.accumulate or main, self.stored, wires, self.update, self.feedback)
 
     @property
+    def formats(self) -> list[Format]:
+        """All formats, of parameters, updates and gradients, without dtypes."""
+        wires = self.wire.values() if isinstance(self.wire, Mapping) else (self.wire,)
+        return [form for form in (self.stored, self.update, *wires) if isinstance(form, Format)]
+
+    @property
     def without_module_options(self) -> "Precision":
         """Return this precision without ``output`` and ``cast_inputs``, which are for modules."""
         return replace(self, output=None, cast_inputs=True)

@@ -200,6 +200,10 @@ def value_by_path(
     if isinstance(rules, Mapping):
         result: dict[str, T] = {} if default is None else dict.fromkeys(paths, default)
         for pattern, value in rules.items():
+            if not isinstance(pattern, str):
+                raise PatternError(
+                    f"{where}: the pattern {pattern!r} is not a str. A path of numbers has them as text: '{pattern}'."
+                )
             if is_literal(pattern):  # without regular expressions: there may be a pattern for each path
                 within = f"{pattern}."
                 hit = [path for path in paths if path == pattern or path.startswith(within)]

@@ -2,6 +2,7 @@
 
 import re
 
+import cloudpickle
 import pytest
 import torch
 
@@ -51,6 +52,25 @@ def test_specs_beside_strategies_by_pattern():
     layout = fs.plan(tree(), GRID, spec, units="layers.*")
     atoms = {"layers": Rows(1), "embed": Rows(1)}
     assert layout == fs.plan(tree(), GRID, {"**": fs.zero1("outer", "inner"), **named}, units="layers.*", atoms=atoms)
+
+
+def test_a_tree_of_specs_may_have_numbers_as_keys():
+    params, specs = ({0: x, 1: y} for x, y in ((torch.ones(6, 2), torch.ones(6)), (fs.P("dp"), fs.P())))
+    assert fs.plan(params, DP, specs, units="*") == fs.plan(params, DP, {"0": fs.P("dp"), "1": fs.P()}, units="*")
+
+
+def test_two_formats_of_one_name_are_refused():
+    """Leaves would share a buffer, and one of the two formats."""
+    planes = (fs.formats.Plane(torch.float32),)
+    one, two = (
+        fs.formats.Format("unregistered", planes, encode, lambda planes: planes[0])
+        for encode in (lambda x: [x], lambda x: [x / 2])
+    )
+    copy = cloudpickle.loads(cloudpickle.dumps(one))  # as from another process
+    fs.plan(tree(), DP, fs.zero3("dp"), precision={"embed": fs.Precision(stored=one), "cube": fs.Precision(stored=copy)})
+    precision = {"embed": fs.Precision(stored=one), "cube": fs.Precision(wire={"dp": two})}
+    with pytest.raises(LayoutError, match="two formats with different functions have the name 'unregistered'"):
+        fs.plan(tree(), DP, fs.zero3("dp"), precision=precision)
 
 
 def test_leaves_of_a_unit_may_be_named_apart_if_they_agree():

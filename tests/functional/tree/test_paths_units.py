@@ -190,6 +190,10 @@ def test_unit_patterns_that_match_nothing_or_overlap(patterns, text):
         (lambda: select_paths("f()", "w", []), "there are none"),
         (lambda: value_by_path("f()", {"**": 1, "nrm": 2}, PATHS), "the pattern 'nrm' matches nothing"),
         (lambda: value_by_path("f()", {"layers": 1}, PATHS), "no pattern selects 'embed.w'"),
+        (
+            lambda: value_by_path("f()", {0: 1}, ["0"]),
+            "f(): the pattern 0 is not a str. A path of numbers has them as text: '0'.",
+        ),
     ],
 )
 def test_patterns_of_rules_that_do_not_fit(run, text):
