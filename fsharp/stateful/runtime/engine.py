@@ -55,9 +55,7 @@ class ScheduledEngine(Engine):
         The result is False under ``torch.func``, and if a node's buffer itself requires a gradient. It is also False under
         ``make_fx``, for donated nodes, and for copies of encoded parameters, for which ``fs.forward`` then raises an error.
         """
-        if torch._C._are_functorch_transforms_active():
-            return False
-        if torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is not None:
+        if torch._C._are_functorch_transforms_active() or torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY):
             return False
         nodes = [sharded] if isinstance(sharded, Sharded) else units_of(sharded)
         for node in (*nodes, *ties):
