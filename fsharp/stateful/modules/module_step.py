@@ -81,7 +81,7 @@ class ModuleStep:
 
     def _begin_gradients(self) -> None:
         """Begin the gradients of a step. Their reductions use and overwrite the residuals in the train state."""
-        state = self.state.train_state
+        state, self._first_microbatch = self.state.train_state, self.open_step.num_microbatches if self.open_step else 0
         units = [node.unit for node in units_of(state.params)]
         rank = self.scheduler.rank
         _, self._residuals = prepare_residuals("backward()", state.residuals, units, donate=True, step=state.step, rank=rank)
@@ -113,7 +113,7 @@ class ModuleStep:
                 yield
         except BaseException:
             if self.open_step is step:
-                self._gradients_were_lost = self._gradients_were_lost or self._backward_id != -1 or step.num_microbatches > 0
+                self._gradients_were_lost |= self._backward_id != -1 or step.num_microbatches > self._first_microbatch
                 self.open_step, self.params, self._backward_id = None, None, -1
                 self.means.drop_gradients()
             raise

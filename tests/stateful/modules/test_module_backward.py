@@ -78,6 +78,22 @@ def test_an_error_that_costs_gradients_is_not_passed_over(comm):
     train(model, optimizer, [(x, y)])
 
 
+@on_ranks(DP)
+def test_an_error_after_zero_grad_costs_no_gradients(comm):
+    """Another forward waited for its backward then, so the step stayed open."""
+    model, optimizer = wrap(comm, "zero3")
+    for x, y in modules.batches(comm, 2):
+        pending = model(x, y)["loss"]
+        model(x, y)["loss"].backward()
+        optimizer.zero_grad()
+        with pytest.raises(IndexError):
+            model(x + modules.VOCAB, y)
+        del pending
+        model(x, y)["loss"].backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
 def test_frozen_modules_pass_gradients_on():
     def rank_fn(comm):
         net = modules.make().requires_grad_(False)

@@ -142,7 +142,6 @@ class Initializers:
         for path, buffer in module.named_buffers(remove_duplicate=False):
             self._first_path.setdefault(id(buffer), path)
         tensors = chain(module.named_parameters(remove_duplicate=False), module.named_buffers(remove_duplicate=False))
-        # Paths of modules that have values, in tensors of their own or further inside.
         self._with_values = {around for path, x in tensors if not x.is_meta for around in self_and_ancestors(path)}
 
     def value(self, path: str) -> torch.Tensor:
