@@ -101,8 +101,9 @@ def plan_step(
     numbers = count()
     events = [event for _ in range(microbatches) for event in _microbatch_events(uses, trained, recomputed, numbers)]
     fetches = [Event("fetch", unit.name or ROOT) for unit in layout.units if policy.offload and unit.name in trained]
-    reduce = Event("reduce", reduced=tuple(sorted(each.name for each in facts if each.trainable and each.finish)))
-    program = Program(tuple(facts), (*events, reduce, *fetches, Event("update")))
+    reduce = Event("reduce", units=tuple(sorted(each.name for each in facts if each.trainable and each.finish)))
+    update = Event("update", units=tuple(sorted(each.name for each in facts)))
+    program = Program(tuple(facts), (*events, reduce, *fetches, update))
     return compile_schedule(program, policy, has_streams=backend == "nccl")
 
 

@@ -115,6 +115,7 @@ class ScheduledEngine(Engine):
         self._differentiated = outer | keys
         try:
             for number, part in enumerate(microbatches, 1):
+                pending = dict(self.steps.current_step().uses.pending)  # of the loss inside of which this function is called
                 with torch.enable_grad():
                     params_with_sinks = with_sinks(params, SinkLedger(residuals))
                     loss = as_loss(call_compiled_like_caller(loss_fn, params_with_sinks, part, comm))
@@ -124,6 +125,7 @@ class ScheduledEngine(Engine):
                     self.steps.current_step().begin_backward_pass(is_last=number == len(microbatches))
                     torch.autograd.backward(loss.sum)
                 self.end_microbatch(units, params_with_sinks, comm)
+                self.steps.current_step().uses.pending.update(pending)
         finally:
             self._differentiated = outer
         assert total is not None

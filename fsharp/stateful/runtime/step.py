@@ -67,9 +67,9 @@ class Step:
         no_gradient: bool = False,
         unsharded: UnshardedBuffer | None = None,
         units: Collection[UnitState] = (),
-        reduced: tuple[str, ...] | None = None,
+        names: tuple[str, ...] | None = None,
     ) -> None:
-        at, found = len(self.events), (kind, unit.key if unit is not None else "", number, no_gradient, reduced)
+        at, found = len(self.events), (kind, unit.key if unit is not None else "", number, no_gradient, names)
         if self.eager is None:
             schedule = self.schedule
             assert schedule is not None
@@ -277,7 +277,7 @@ class Step:
         self._end_passed_backwards(None)
         final = [unit for unit in units if unit.gradient is not None and unit.gradient.route.has_final_reduction]
         unfinished = [unit for unit in final if unit.required_gradient.phase < GradientPhase.FINISHING]
-        self._run_event("reduce", units=unfinished, reduced=tuple(sorted([unit.key for unit in final])))
+        self._run_event("reduce", units=unfinished, names=tuple(sorted([unit.key for unit in final])))
         unfinished = [unit for unit in unfinished if unit.required_gradient.phase < GradientPhase.FINISHING]
         if unfinished:
             self._run_ops(self.leave_schedule().ops_of_final_reduction(unfinished))
@@ -310,7 +310,7 @@ class Step:
                 self.leave_schedule()
         units = [update_gather.unit for update_gather in update_gathers]
         self.updated.update(dict.fromkeys([unit.key for unit in units]))
-        self._run_event("update", units=units)
+        self._run_event("update", units=units, names=tuple(sorted([unit.key for unit in units])))
         if self.executor.update_gathers or self.executor.host_copies:  # of units that are not in the schedule
             self._run_ops(self.leave_schedule().ops_after_update(units))
 

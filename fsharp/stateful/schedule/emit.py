@@ -74,7 +74,7 @@ def emit_ops(
             case "fetch":
                 parameters.emit_fetch(event.unit, i)
             case "update":
-                parameters.emit_update(i, is_last=i == len(program.events) - 1)
+                parameters.emit_update(event, i, is_last=i == len(program.events) - 1)
     return ops.ops
 
 

@@ -180,5 +180,5 @@ def units_reduced_after_microbatches(program: Program) -> dict[int, Collection[s
         if event.kind == "microbatch_end":
             number += 1
         elif event.kind == "reduce":
-            result.setdefault(number - 1, [u.name for u in program.units if event.reduced is None or u.name in event.reduced])
+            result.setdefault(number - 1, [unit.name for unit in program.units if event.is_about(unit.name)])
     return result

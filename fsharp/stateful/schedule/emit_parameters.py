@@ -41,6 +41,7 @@ class ParameterOps:
         self._ops, self._update_gathers = ops, update_gathers
         self._carries = bool(events) and events[-1].kind == "update" and policy.gather_at_start
         self._changes = plan_residency(program, policy, gathers, kept_uses)
+        self._arriving_updates = {unit for unit in ops.facts if self._carries and events[-1].is_about(unit)}
         self._carried: tuple[Bucket, ...] = ()  # buckets that the previous step gathers: the first ones of the first event
         if self._carries:
             (released, gathered), num_carried = self._changes[0], max(policy.prefetch, 1)
@@ -51,7 +52,6 @@ class ParameterOps:
         self._arriving: list[UnplacedOp] = []  # waits for gathers of the previous step
         self._updated: tuple[UnplacedOp, ...] = ()  # the last update of this step
         self._fetched: list[UnplacedOp] = []  # fetches for the next update
-        self._waited_updates: set[str] = set()  # units whose updated parameters compute has waited for
 
     def emit_releases(self, at: int, phase: Phase) -> None:
         """Emit the releases that are planned for event ``at``."""
@@ -85,16 +85,16 @@ class ParameterOps:
 
     def _emit_wait_for_updated_gather(self, unit: str, at: int) -> None:
         """Emit the wait for the gather of a unit's updated parameters, which the previous step has begun; once in a step."""
-        if self._carries and UPDATE_WAIT.has_ops_for(self._ops.facts[unit]) and unit not in self._waited_updates:
-            self._waited_updates.add(unit)
+        if unit in self._arriving_updates and UPDATE_WAIT.has_ops_for(self._ops.facts[unit]):
+            self._arriving_updates.remove(unit)
             self._arriving.append(self._ops.add_chain(UPDATE_WAIT, unit, "update", at))
 
     def emit_fetch(self, unit: str, at: int) -> None:
         """Emit the copy of a unit's optimizer state from host memory to the device."""
         self._fetched.append(self._ops.add_chain(FETCH, unit, "update", at, after=self._ops.last_on_stream("compute")))
 
-    def emit_update(self, at: int, *, is_last: bool) -> None:
-        """Emit the update of event ``at``, and the gathers of updated parameters.
+    def emit_update(self, event: Event, at: int, *, is_last: bool) -> None:
+        """Emit the update of ``event``, and the gathers of updated parameters.
 
         After the step's last update (``is_last``) also emit the gathers of the next step's first units.
         """
@@ -106,7 +106,7 @@ class ParameterOps:
         self._updated = (update,)
         sent: dict[str, UnplacedOp] = {}
         for members in dict.fromkeys(self._update_gathers.values()):
-            units = [unit for unit in members if UPDATE_GATHER.has_ops_for(facts[unit])]
+            units = [unit for unit in members if UPDATE_GATHER.has_ops_for(facts[unit]) and event.is_about(unit)]
             ops = self._ops.add_bucket(UPDATE_GATHER, units, "update", at, after=dict.fromkeys(units, (update,)))
             sent |= zip(units, ops, strict=True)
         for fetch in self._fetched:

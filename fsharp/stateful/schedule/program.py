@@ -81,19 +81,23 @@ class Event(NamedTuple):
         unit: name of the unit; empty for a kind without a unit.
         use: number of the use within the step, counted from 0 in the order of ``forward``; -1 for a kind without a use.
         no_gradient: whether a ``backward_end`` of a trained unit leaves no gradient of the unit's parameters.
-        reduced: names of the units whose gradients a ``reduce`` event reduces, sorted; None: of all units.
+        units: names of the units that a ``reduce`` or an ``update`` event is about, sorted; None: all units.
     """
 
     kind: EventKind
     unit: str = ""
     use: int = -1
     no_gradient: bool = False
-    reduced: tuple[str, ...] | None = None
+    units: tuple[str, ...] | None = None
 
     @property
     def has_gradient(self) -> bool:
         """Whether a gradient of the unit's parameters is complete at this event."""
         return self.kind == "backward_end" and not self.no_gradient
+
+    def is_about(self, unit: str) -> bool:
+        """Whether a ``reduce`` or an ``update`` event is about ``unit``."""
+        return self.units is None or unit in self.units
 
     def __str__(self) -> str:
         return f"{self.kind} {self.unit}".rstrip()
@@ -151,8 +155,8 @@ class Program:
                 raise ScheduleError(f"{where}: no such unit; there are {sorted(names)}.")
             if event.kind in EVENTS_WITHOUT_UNIT and (event.unit or event.use != -1):
                 raise ScheduleError(f"{where}: has unit {event.unit!r} and use {event.use}, expected no unit and no use.")
-            if unknown := sorted(set(event.reduced or ()) - names):
-                raise ScheduleError(f"{where}: reduces unit {unknown[0]!r}; there are {sorted(names)}.")
+            if unknown := sorted(set(event.units or ()) - names):
+                raise ScheduleError(f"{where}: is about unit {unknown[0]!r}; there are {sorted(names)}.")
             if event.has_gradient and not facts[event.unit].trainable:
                 raise ScheduleError(f"{where}: gives a gradient to a unit whose facts say trainable=False.")
             if event.kind in ("forward", "backward"):
@@ -167,7 +171,7 @@ class Program:
                 if not open_ or open_.pop() != want:
                     raise ScheduleError(f"{where}: uses have to nest.")
             elif open_:
-                raise ScheduleError(f"{where}: inside of {open_[-1][1]!r}.")
+                raise ScheduleError(f"{where}: inside of {open_[-1][1]!r}. Call it outside, or with comm=scheduler.comm.")
         if open_:
             raise ScheduleError(f"Program(): the {open_[-1][0]} of {open_[-1][1]!r} has no end.")
 

@@ -24,8 +24,8 @@ class GradientCheck(ScheduleCheck):
         finished = [facts.name for facts in self.facts.values() if facts.trainable and facts.finish]
         self.finishes: dict[int, list[str]] = {}  # by number of a `reduce` after a microbatch, the units that it reduces
         for number in sorted({bisect_left(self.asked, end) for end in self.ends} - {len(self.asked)}):
-            reduced = self.events[self.asked[number]].reduced
-            self.finishes[number] = [name for name in finished if reduced is None or name in reduced]
+            event = self.events[self.asked[number]]
+            self.finishes[number] = [name for name in finished if event.is_about(name)]
         # The ops that take a gradient out of a buffer: first the op that reduces it, then the op that frees the buffer.
         self.takers = {
             buffer: [

@@ -104,7 +104,8 @@ class ParameterCheck(ScheduleCheck):
             self.check_is_before(j, i, "changes what may still be read by")
         self._check_updates_gathered()
         self.updated = i
-        self.stale = {unit.name: i for unit in self.facts.values() if unit.update_gather}
+        updated = self.events[op.at]
+        self.stale = {unit.name: i for unit in self.facts.values() if unit.update_gather and updated.is_about(unit.name)}
 
     def _check_updates_gathered(self) -> None:
         for unit, update in sorted(self.stale.items()):

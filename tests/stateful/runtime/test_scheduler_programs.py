@@ -404,8 +404,9 @@ def test_two_trees_in_one_call(order, strategy, feedback):
     assert call.status().kind == "planned"
     schedule = call.schedule
     assert fs.schedules.Schedule.from_json(schedule.to_json()) == schedule
-    sent = [op.unit for op in schedule.ops if op.kind == "reduce" and op.phase == "finish"]
-    assert len(set(sent)) == len(sent)
+    for kind, phase in (("reduce", "finish"), ("gather", "update")):
+        sent = [op.unit for op in schedule.ops if op.kind == kind and op.phase == phase]
+        assert len(set(sent)) == len(sent)
 
 
 @every(4, strategy=["zero1", "zero2", "zero3", "hfsdp"], carry=[True, False])
@@ -430,10 +431,11 @@ def test_two_trees_of_a_closure(strategy, carry):
 
 def with_inner_gradients(of, which, params, batch, comm):
     """A loss that is scaled by the gradients of another loss; ``which``: the Comm of the inner one."""
+    early = logits(params, batch["x"], comm)  # units are used before the other loss, and after it
     _, grads = fs.value_and_grad(loss_fn)(of or params, batch, comm=which(comm))
     norm = sum(buffer.square().sum() for node in fs.layouts.units_of(grads) for buffer in node.buffers)
     loss = loss_fn(params, batch, comm)
-    return fs.Loss(loss.sum * (1 + norm), loss.weight)
+    return fs.Loss(loss.sum * (1 + norm) + early.square().sum(), loss.weight)
 
 
 @every(4, tree=["another", "the same"], strategy=["ddp", "zero1", "zero2", "zero3"], microbatches=[1, 2])
@@ -446,6 +448,24 @@ def test_gradients_inside_of_a_loss(tree, strategy, microbatches):
         return training(loss, strategy, microbatches=microbatches)(run)
 
     run_both(program)
+
+
+def test_gradients_inside_of_a_unit_are_refused():
+    def rank_fn(comm):
+        params = make_state(comm, "zero3").params
+
+        def step(params, batch, comm):
+            def inside(p, x):
+                return block(p, x) * fs.value_and_grad(loss_fn)(params, batch, comm=comm)[0].sum.float()
+
+            with torch.no_grad():
+                return fs.forward(inside, params["layers"][0], torch.ones(2, 6), comm=comm)
+
+        [batch] = my_batches(comm, 1)
+        return fs.Scheduler(comm)(step)(params, batch)
+
+    with pytest.raises(ScheduleError, match=r"microbatch_end: inside of 'layers\.0'.*comm=scheduler\.comm"):
+        simulate(DP, rank_fn)
 
 
 @pytest.mark.parametrize("is_scheduled", [True, False])

@@ -321,12 +321,12 @@ def test_a_reduction_of_some_units_is_not_one_of_the_others():
     events = []
     for use, name in enumerate("ab"):
         events += [Event(kind, name, use) for kind in ("forward", "forward_end", "backward", "backward_end")]
-        events += [Event("microbatch_end"), Event("reduce", reduced=(name,)), Event("update")]
+        events += [Event("microbatch_end"), Event("reduce", units=(name,)), Event("update")]
     schedule = compile_schedule(Program(tuple(units), tuple(events)))
     verify(schedule)
     first, second = of(schedule, "reduce")
     assert [schedule.ops[i].unit for i in (first, second)] == ["a", "b"]
     with pytest.raises(ScheduleError, match="no `reduce` event asks for it"):
         verify(edit(schedule, first, unit="b"))
-    with pytest.raises(ScheduleError, match=r"reduces unit 'c'; there are \['a', 'b'\]"):
-        Program(tuple(units), (*events[:-2], Event("reduce", reduced=("c",)), Event("update")))
+    with pytest.raises(ScheduleError, match=r"is about unit 'c'; there are \['a', 'b'\]"):
+        Program(tuple(units), (*events[:-2], Event("reduce", units=("c",)), Event("update")))
