@@ -130,7 +130,6 @@ class CallRecord:
         emitted: returns the ops of the last call; None if the last call had a schedule, or there was no call.
         recorder: measures steps for a trace; None without a trace.
         next_called: returns the record of the function that was called next after the last call; None if there is none.
-        num_calls: number of calls so far, for labels.
     """
 
     def __init__(self, name: str) -> None:
@@ -165,6 +164,14 @@ class CallRecord:
         trace = Trace()
         self.recorder = TraceRecorder(trace, device, total_waited_s)
         return trace
+
+    def record_next_called(self, following: "CallRecord") -> None:
+        """Record which function was called next. If it is another one, the end of a step gathers nothing for the next step."""
+        self.next_called = weakref.ref(following)
+
+    def restart_label_numbering(self) -> None:
+        """Restart the count of calls in labels from 0."""
+        self.num_calls = 0
 
     def sharded_args_by_unit(self, args: Any) -> dict[str, Sharded]:
         """Return, by unit, the nodes (``Sharded``) at the positions among the arguments that earlier calls have recorded."""
@@ -206,7 +213,7 @@ class CallRecords:
     def record_last_called(self, record: CallRecord) -> None:
         """Record that the function of ``record`` was called last, after the function of the record before."""
         if (last := self._last()) is not None:
-            last.next_called = weakref.ref(record)
+            last.record_next_called(record)
         self._last = weakref.ref(record)
 
     def begin_job_generation(self) -> None:

@@ -228,10 +228,7 @@ def _pass_residuals(units: Sequence[UnitState], residuals: ResidualViews) -> Non
 
 def _leaves_of(*values: Any) -> Sequence[Any]:
     """Return the leaves of pytrees, with a fast path for tensors."""
-    for value in values:
-        if not isinstance(value, torch.Tensor):
-            return optree.tree_leaves(values)  # type: ignore[arg-type]
-    return values
+    return values if all(isinstance(x, torch.Tensor) for x in values) else optree.tree_leaves(values)  # type: ignore[arg-type]
 
 
 def _build_full_tree(sharded: Any, uses: Sequence[UnitUse], num_ties: int, *, as_leaves: bool) -> Any:
@@ -281,9 +278,8 @@ def _clone_parameter_views(out: Any, uses: Sequence[UnitUse]) -> Any:
                 at = each.data_ptr()
             except RuntimeError:  # a tensor without memory
                 continue
-            for first, last in bounds:
-                if first <= at < last:
-                    return unaliased_clone(x)
+            if any(first <= at < last for first, last in bounds):
+                return unaliased_clone(x)
         return x
 
     if isinstance(out, torch.Tensor):

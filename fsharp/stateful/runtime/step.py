@@ -114,14 +114,10 @@ class Step:
         parent = uses.forward[-1] if uses.forward else uses.backward[-1] if uses.backward else None
         number = next(uses.numbers)
         self._run_event("forward", unit, number)
-        unsharded: UnshardedBuffer | None = None
-        if unit.axes:
-            source = self.eager or self.schedule
-            assert source is not None
-            unsharded = source.unsharded_by_unit[unit.key]
-            full = unsharded.full
-        else:
-            full = unit.full_unit_at_rest()
+        source = self.eager or self.schedule
+        assert source is not None
+        unsharded = source.unsharded_by_unit[unit.key] if unit.axes else None
+        full = unsharded.full if unsharded is not None else unit.full_unit_at_rest()
         assert full is not None
         use = UnitUse(unit, number, parent, unsharded, full)
         uses.forward.append(use)

@@ -121,7 +121,7 @@ class StepLifecycle:
         """Drop earlier steps and settings from labels of collectives, once all ranks have loaded the same values."""
         self._history, self.num_updates = SettingsHistory(), 0
         for record in self.records:
-            record.num_calls = 0
+            record.restart_label_numbering()
 
     def settings_text(self) -> str:
         """Return all settings so far, for ranks to compare: a digest of older ones, then lines ``name=value``."""
