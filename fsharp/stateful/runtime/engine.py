@@ -59,7 +59,7 @@ class ScheduledEngine(Engine):
             return False
         nodes = [sharded] if isinstance(sharded, Sharded) else units_of(sharded)
         for node in (*nodes, *ties):
-            may_run = node.sinks or not (moves.loses_gradient(node) or any(b.requires_grad for b in node.raw_buffers))
+            may_run = node.sinks or not (moves.loses_gradient(node) or [b for b in node.raw_buffers if b.requires_grad])
             if node.is_donated or not may_run:
                 return False
         return True
@@ -104,15 +104,10 @@ class ScheduledEngine(Engine):
         sum_in_place: bool,
     ) -> tuple[Loss, Any]:
         """Run forward and backward of each microbatch. Return the summed loss, and the gradients at rest."""
-        outer, keys = self._differentiated, {self.steps.unit_of(node).key for node in units_of(params)}
-        if twice := sorted(outer & keys):
-            raise ScheduleError(
-                f"value_and_grad(): it is called inside of the loss of another value_and_grad() of unit {twice[0]!r}, and the "
-                "scheduler has one gradient of a unit. Pass comm=scheduler.comm to the inner value_and_grad() and forward()."
-            )
+        outer = self._differentiated
         units = self.begin_gradients_of_tree(params, residuals, sum_in_place=sum_in_place)
         total: Loss | None = None
-        self._differentiated = outer | keys
+        self._differentiated = outer | {unit.key for unit in units}
         try:
             for number, part in enumerate(microbatches, 1):
                 pending = dict(self.steps.current_step().uses.pending)  # of the loss inside of which this function is called
@@ -136,6 +131,11 @@ class ScheduledEngine(Engine):
         step = self.steps.current_step()
         self.steps.handed_out.clear()
         units = [self.steps.unit_of(node) for node in units_of(params)]
+        if twice := sorted([unit.key for unit in units if unit.key in self._differentiated]):
+            raise ScheduleError(
+                f"value_and_grad(): it is called inside of the loss of another value_and_grad() of unit {twice[0]!r}, and the "
+                "scheduler has one gradient of a unit. Pass comm=scheduler.comm to the inner value_and_grad() and forward()."
+            )
         step.begin_gradients(units, sum_in_place=sum_in_place)
         if residuals:
             _pass_residuals(units, residuals)
@@ -228,7 +228,8 @@ def _pass_residuals(units: Sequence[UnitState], residuals: ResidualViews) -> Non
 
 def _leaves_of(*values: Any) -> Sequence[Any]:
     """Return the leaves of pytrees, with a fast path for tensors."""
-    return values if all(isinstance(x, torch.Tensor) for x in values) else optree.tree_leaves(values)  # type: ignore[arg-type]
+    others = [x for x in values if not isinstance(x, torch.Tensor)]
+    return optree.tree_leaves(values) if others else values  # type: ignore[arg-type]
 
 
 def _build_full_tree(sharded: Any, uses: Sequence[UnitUse], num_ties: int, *, as_leaves: bool) -> Any:
@@ -278,7 +279,7 @@ def _clone_parameter_views(out: Any, uses: Sequence[UnitUse]) -> Any:
                 at = each.data_ptr()
             except RuntimeError:  # a tensor without memory
                 continue
-            if any(first <= at < last for first, last in bounds):
+            if [first for first, last in bounds if first <= at < last]:
                 return unaliased_clone(x)
         return x
 

@@ -243,7 +243,7 @@ class Step:
         """End a microbatch. ``flat_grads``: gradients at rest of parameters that the loss gathered itself, by ``gather()``."""
         self._end_passed_backwards(None)
         self.uses.move_held_in_backward_to_held()
-        found = [(unit, grads) for unit, grads in flat_grads if any(grad is not None for grad in grads)]
+        found = [(unit, grads) for unit, grads in flat_grads if [grad for grad in grads if grad is not None]]
         if found:
             self.leave_schedule()
         self._run_event("microbatch_end", units=self.units.values())
