@@ -213,12 +213,12 @@ def options_checked(target: F) -> F:
     Raises:
         OptionError: in a call, an argument does not fit its annotation, or the arguments do not fit the signature.
     """
-    return _wrap_calls(target, before=check_arguments)
+    return _wrap_call_or_init(target, before=check_arguments)
 
 
 def signature_checked(target: F) -> F:
     """Wrap a function or a class. A misfit call raises the OptionError of :func:`check_call_fits_signature`."""
-    return _wrap_calls(target)
+    return _wrap_call_or_init(target)
 
 
 def options_checked_on_failure(target: F) -> F:
@@ -227,7 +227,7 @@ def options_checked_on_failure(target: F) -> F:
     The types are checked after a failure, and not before the call (:func:`check_failed_call`). Functions that compare arguments
     between ranks need this: a check before the call could raise on one rank alone.
     """
-    return _wrap_calls(target, after=check_failed_call)
+    return _wrap_call_or_init(target, after=check_failed_call)
 
 
 def check_failed_call(error: Exception, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -244,10 +244,10 @@ def check_failed_call(error: Exception, fn: Callable[..., Any], args: tuple[Any,
     check_call_fits_signature(error, fn, args, kwargs)
 
 
-def _wrap_calls(target: F, *, before: Callable[..., None] | None = None, after: Any = check_call_fits_signature) -> F:
+def _wrap_call_or_init(target: F, *, before: Callable[..., None] | None = None, after: Any = check_call_fits_signature) -> F:
     fn: Any = target
     if isinstance(target, type):
-        fn.__init__ = _wrap_calls(fn.__init__, before=before, after=after)
+        fn.__init__ = _wrap_call_or_init(fn.__init__, before=before, after=after)
         return target
 
     @wraps(target)

@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 
 import fsharp as fs
 from fsharp.cli import main, plans
-from fsharp.cli.machine import Machine, calibrate, parse_mesh, read_machine
+from fsharp.cli.machine import MeasuredMachine, calibrate, parse_mesh, read_machine
 from fsharp.cli.models import find_model
 from fsharp.planning.space import repeated_unit_patterns, units_in_dict_order
 from fsharp.planning.tune import POLICIES
@@ -511,7 +511,7 @@ def test_calibrate_looks_at_the_path_before_it_measures(path, may_write, words, 
 def test_rank_0_of_calibrate_alone_writes_and_warns_of_an_unknown_bandwidth(rank, tmp_path, capsys, monkeypatch):
     speeds = {"bandwidth": {("all_gather", "dp"): math.inf}, "latency": {("all_gather", "dp"): 1e-3}}
     hardware = fs.inspect.Hardware(compute=(0.0, 0.0), **speeds, memory_bandwidth=2e9)
-    monkeypatch.setattr(fs, "launch", lambda *_: [Machine(1e9, "float32", hardware)])
+    monkeypatch.setattr(fs, "launch", lambda *_: [MeasuredMachine(1e9, "float32", hardware)])
     monkeypatch.setenv("RANK", rank)
     status, lines, _ = run(capsys, "calibrate", tmp_path / "hardware.json", "--steps", "20")
     assert (status, (tmp_path / "hardware.json").exists()) == (0, rank == "0")
@@ -582,7 +582,7 @@ def test_python_runs_the_package_as_the_command():
 def test_a_machine_gives_seconds_of_units():
     layout = fs.plan(make_params(), fs.Mesh({"dp": 2}), fs.zero3("dp"), units="layers.*")
     hardware = fs.inspect.Hardware(compute=(0.0, 0.0), bandwidth={("all_gather", "dp"): 1e9}, memory_bandwidth=2e9)
-    found = Machine(1e9, "float32", hardware).hardware_for_layout(layout, tokens=10, efficiency=0.5)
+    found = MeasuredMachine(1e9, "float32", hardware).hardware_for_layout(layout, tokens=10, efficiency=0.5)
     n = sum(group.used for group in layout["layers.0"].groups)
     assert found.compute["layers.0"] == (2 * n * 10 / 0.5e9, 4 * n * 10 / 0.5e9)
 

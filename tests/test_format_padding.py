@@ -209,7 +209,7 @@ def programs(draw):
     options = {"units": draw(generate.unit_patterns(tree)), "atoms": atoms}
     precision = fs.Precision(main=torch.float32, wire=wire)
     units = fs.plan(tree, mesh, strategy, precision=precision, **options).units
-    if units and all(any(mesh.axis_size(axis) > 1 for axis in unit.update_axes) for unit in units):
+    if units and all(any(mesh.axis_size(axis) > 1 for axis in unit.update_gather_axes) for unit in units):
         precision = replace(precision, update=draw(forms))
     return tree, mesh, strategy, {"precision": precision, **options}, draw(st.sampled_from(list(PATHS)))
 

@@ -447,7 +447,7 @@ def test_the_error_of_another_rank():
 
 def test_an_error_that_each_later_call_raises_shows_that_call_alone():
     def use(comm):
-        comm.watch.refuse_further_calls(CommError, "it is over")
+        comm.watch.refuse_calls_on_all_ranks(CommError, "it is over")
         return [raised(lambda: comm.all_reduce(torch.ones(1), "dp"))[1] for _ in range(2)]
 
     for shown in processes(TWO, use):

@@ -61,22 +61,22 @@ def folder_name(step: int, save_id: str) -> str:
 
 
 def new_save_id(root: str) -> str:
-    """Return an id for a save that begins now, as :func:`next_save_id` does, after a look at the saves in ``root``."""
-    record_save_time(root, newest_save_time(root))
-    return next_save_id(root)
+    """Return an id for a save that begins now, as :func:`save_id_from_clock` does, after a look at the saves in ``root``."""
+    advance_save_clock(root, newest_save_time(root))
+    return save_id_from_clock(root)
 
 
-def next_save_id(root: str) -> str:
+def save_id_from_clock(root: str) -> str:
     """Return an id for a save that begins now: 16 hexadecimal digits of its time, and 16 random ones.
 
-    The time is now, or if a clock was set back, just after the latest time that :func:`record_save_time` knows for ``root``.
+    The time is now, or if a clock was set back, just after the latest time that :func:`advance_save_clock` knows for ``root``.
     """
-    created = max(time.time(), math.nextafter(record_save_time(root), math.inf))
-    record_save_time(root, created)
+    created = max(time.time(), math.nextafter(advance_save_clock(root), math.inf))
+    advance_save_clock(root, created)
     return struct.pack(">d", created).hex() + secrets.token_hex(8)
 
 
-def record_save_time(root: str, created: float = 0.0) -> float:
+def advance_save_clock(root: str, created: float = 0.0) -> float:
     """Record the time of a save under ``root``, or in memory of hosts, and return the latest time recorded for ``root``.
 
     A run numbers its saves on disk and in memory in one order. So each new save gets a later time than all recorded ones.
@@ -92,7 +92,7 @@ def newest_save_time(root: str) -> float:
 
 
 def time_in_save_id(save_id: str) -> float | None:
-    """Return the time in an id of :func:`next_save_id`, in seconds since 1970; None if the id has none."""
+    """Return the time in an id of :func:`save_id_from_clock`, in seconds since 1970; None if the id has none."""
     created = struct.unpack(">d", bytes.fromhex(save_id[:16]))[0] if len(save_id) == _TIMED_ID_LENGTH else math.nan
     return created if math.isfinite(created) else None
 
@@ -106,7 +106,7 @@ def save_time_of(path: str) -> float:
         return -math.inf
 
 
-def is_foreign_folder(names: Collection[str]) -> bool:
+def is_foreign_checkpoint(names: Collection[str]) -> bool:
     """Return whether a folder with files of these names is a checkpoint of another library.
 
     A folder that holds checkpoint folders is a root, whichever other files are in it.
@@ -135,7 +135,7 @@ class Checkpoint:
         try:
             data = read_index_file(storage, path, MANIFEST_NAME)
         except FileNotFoundError as error:
-            if is_foreign_folder(storage.list_names(path)) or huggingface.is_file(storage, path):
+            if is_foreign_checkpoint(storage.list_names(path)) or huggingface.is_file(storage, path):
                 return huggingface.huggingface_manifest(storage, path)
             hint = "".join(f" Pass one inside of it, such as {path}/{name}." for name in folder_names_newest_first(path)[:1])
             if not storage.list_names(path):
@@ -300,32 +300,32 @@ def checkpoints(root: str | os.PathLike[str]) -> list[Checkpoint]:
     return list(iter_complete_checkpoints(absolute_path(root)))
 
 
-def iter_complete_checkpoints(folder: str, *, skips_unreadable: bool = True) -> Iterator[Checkpoint]:
+def iter_complete_checkpoints(folder: str, *, skips_os_errors: bool = True) -> Iterator[Checkpoint]:
     """Yield the complete checkpoints in ``folder``, the newest first. Each checkpoint is opened when the caller asks for it.
 
     An incomplete checkpoint is skipped, with a warning in the log. So is a checkpoint that the file system refuses to read;
-    with ``skips_unreadable=False`` this raises a CheckpointError instead. Another process may save and remove checkpoints
+    with ``skips_os_errors=False`` this raises a CheckpointError instead. Another process may save and remove checkpoints
     meanwhile. So if no listed checkpoint is complete, ``folder`` is listed again, until a listing has no new name.
     """
     looked_at, is_one_complete = set[str](), False
     while not is_one_complete and (names := [x for x in folder_names_newest_first(folder) if x not in looked_at]):
         looked_at.update(names)
         for name in names:
-            if (found := open_if_complete(f"{folder}/{name}", skips_unreadable=skips_unreadable)) is not None:
+            if (found := open_if_complete(f"{folder}/{name}", skips_os_errors=skips_os_errors)) is not None:
                 is_one_complete = True
                 yield found
 
 
-def open_if_complete(path: str, *, skips_unreadable: bool = True) -> Checkpoint | None:
+def open_if_complete(path: str, *, skips_os_errors: bool = True) -> Checkpoint | None:
     """Return the checkpoint at ``path``. If it is incomplete or its manifest is damaged, return None and log a warning.
 
-    If the file system refuses to read the checkpoint, also return None and log a warning; with ``skips_unreadable=False``
+    If the file system refuses to read the checkpoint, also return None and log a warning; with ``skips_os_errors=False``
     raise a CheckpointError instead.
     """
     try:
         return _open_complete(path)
     except CheckpointError as error:
-        if not skips_unreadable:
+        if not skips_os_errors:
             raise_if_read_refused(error)
         _log.warning("left out: %s", error)
         return None
@@ -342,7 +342,7 @@ def latest(root: str | os.PathLike[str]) -> Checkpoint | None:
         CheckpointError: the file system refuses to read the newest checkpoint, for example for lack of permission.
     """
     folder = absolute_path(root)
-    newest = next(iter_complete_checkpoints(folder, skips_unreadable=False), None)
+    newest = next(iter_complete_checkpoints(folder, skips_os_errors=False), None)
     for name in storage_of(folder).list_names(folder):
         match = _STAGING_FOLDER_PATTERN.fullmatch(name)
         if match and (newest is None or int(match[2]) > newest.step):
@@ -355,7 +355,7 @@ def newest_except(root: str, damaged: Collection[str]) -> Checkpoint | None:
     """Return the newest complete checkpoint under ``root`` whose path is not in ``damaged``; None if there is none."""
     if not damaged:
         return latest(root)
-    found = iter_complete_checkpoints(root, skips_unreadable=False)
+    found = iter_complete_checkpoints(root, skips_os_errors=False)
     return next((each for each in found if each.path not in damaged), None)
 
 

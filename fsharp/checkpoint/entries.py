@@ -200,20 +200,20 @@ def with_state_dicts(tree: Any) -> Any:
     )
 
 
-def leaf_kinds(tree: Any) -> Iterator[tuple[str, str]]:
+def leaf_type_texts(tree: Any) -> Iterator[tuple[str, str]]:
     """Yield name and kind of each leaf of a tree, such as ``"a number"`` or ``"float32[2]"``, and names in its state dicts.
 
     An optimizer is one leaf, as its state grows. Sharded trees, objects and leaves of their state dicts have the kind ``""``.
     """
     for path, _, leaf in leaves_with_both_paths(tree):
         if not has_state_dict(leaf) or hasattr(leaf, "state_template"):
-            yield ".".join(path), _leaf_kind(leaf)
+            yield ".".join(path), _leaf_type_text(leaf)
         else:
             for under, _, _ in leaves_with_both_paths(counters_to_dicts(leaf.state_dict())):
                 yield ".".join((*path, *under)), ""
 
 
-def _leaf_kind(leaf: Any) -> str:
+def _leaf_type_text(leaf: Any) -> str:
     if isinstance(leaf, torch.Tensor) and not isinstance(leaf, ShardedTensor):
         return tensor_text(leaf)
     kinds: dict[type | None, str] = {bool: "True or False", float: "a number", str: "a text"}

@@ -13,7 +13,7 @@ import torch
 from fsharp.checkpoint.catalog import (
     Checkpoint,
     complete_sibling_hint,
-    is_foreign_folder,
+    is_foreign_checkpoint,
     newest_except,
     open_checkpoint,
     open_if_complete,
@@ -47,7 +47,7 @@ from fsharp.functional.comm.agree import all_gather_texts, check_on_all_ranks
 from fsharp.functional.comm.protocol import Comm
 from fsharp.functional.comm.tree_names import name_new_tree
 from fsharp.functional.encoding import encode_block_format_groups, encode_leaf_format_groups
-from fsharp.functional.layout.sharded import check_not_lent, decode_tree, is_sharded, mark_donated, units_of
+from fsharp.functional.layout.sharded import check_not_lent_to_jax, decode_tree, is_sharded, mark_donated, units_of
 from fsharp.functional.state import MadeBy, TrainState
 from fsharp.functional.tree.paths import as_patterns, self_and_ancestors
 from fsharp.stateful.modules.parameter import ShardedTensor
@@ -222,7 +222,7 @@ def load_with_reader(
         template = decode_tree(resting, comm.rank)
         wanted = contents_of("load()", template, comm)
         if donate:
-            check_not_lent("load()", units_of(template))
+            check_not_lent_to_jax("load()", units_of(template))
         names = source_names(manifest, wanted, stored_name)
         left, tolerated = check_matches(found.path, manifest, wanted, names, stored_name, prefix, cast=cast, strict=strict)
         _refuse_unpaired_main_copies(found.path, like, left, wanted.entries)
@@ -280,7 +280,7 @@ def _choose_path(path: str, comm: Comm, damaged: Mapping[str, str]) -> tuple[str
     if comm.rank == 0:
         try:
             names = storage_of(path).list_names(path)
-            is_one = MANIFEST_NAME in names or is_foreign_folder(names)
+            is_one = MANIFEST_NAME in names or is_foreign_checkpoint(names)
             newest = None if is_one else newest_except(path, damaged)
             if newest is None and not is_one and (unreadable := [*damaged.values(), *opening_errors(path)]):
                 raise CheckpointError(f"{path}: no checkpoint can be read.\n" + "\n".join(unreadable))

@@ -20,7 +20,7 @@ PARAMS_FROM_MAIN = (
 )
 
 
-def _stored_name(manifest: Manifest, name: str) -> str:
+def _resolve_alias(manifest: Manifest, name: str) -> str:
     return manifest.aliases.get(name, name)
 
 
@@ -61,9 +61,9 @@ def source_names(manifest: Manifest, wanted: TreeContents, stored: Callable[[str
     of, others = dict[str, str](), list[tuple[str, str, str]]()
     for owner, each in names.items():
         there = {
-            source: name for name in reversed(each) if (source := _stored_name(manifest, stored(name))) in manifest.tensors
+            source: name for name in reversed(each) if (source := _resolve_alias(manifest, stored(name))) in manifest.tensors
         }
-        of[owner], *more = [*reversed(there)] or [_stored_name(manifest, stored(owner))]
+        of[owner], *more = [*reversed(there)] or [_resolve_alias(manifest, stored(owner))]
         others += [(owner, there[source], source) for source in more]
     return SourceNames(of, others)
 

@@ -68,7 +68,7 @@ class HeldSave:
     hosts: dict[int, dict[int, int]]
 
     @property
-    def missing_file_numbers(self) -> list[int]:
+    def lost_file_numbers(self) -> list[int]:
         """Numbers of the files that no host holds."""
         return sorted(set(range(self.num_files)).difference(*self.hosts.values()))
 
@@ -91,7 +91,7 @@ def held_saves(folder: str, comm: Comm, domain_size: int, damaged: Collection[Co
     ``folder`` is on each host, with ``domain_size`` consecutive ranks. Copies in ``damaged`` do not count. Files and manifests
     of the wrong size do not count either, and are logged.
     """
-    mine = check_on_all_ranks("restore()", comm, lambda: saves_held_here_rows(folder) if comm.rank % domain_size == 0 else [])
+    mine = check_on_all_ranks("restore()", comm, lambda: saves_on_this_host(folder) if comm.rank % domain_size == 0 else [])
     found: dict[str, HeldSave] = {}
     for first, text in enumerate(all_gather_texts(json.dumps(mine), comm)):
         for name, step, created, num_files, manifest_nbytes, heads in json.loads(text):
@@ -101,7 +101,7 @@ def held_saves(folder: str, comm: Comm, domain_size: int, damaged: Collection[Co
     return list(found.values())
 
 
-def saves_held_here_rows(folder: str) -> list[list[Any]]:
+def saves_on_this_host(folder: str) -> list[list[Any]]:
     """Return rows about the saves in ``folder``: name, step, time, number of files, size of the manifest, and headers.
 
     Headers are pairs ``(number of a file, size of its header)``.
@@ -294,7 +294,7 @@ def read_from_hosts(
                 head, table = map(bytes, fetched[number])
                 where = f"on the host of rank {holder}: {folder}"
                 file = ShardFileReader(_local_storage, where, record, number, manifest.save_id, fetched=(head, table))
-                reads = file.coalesced_reads(file.ranges_of(manifest, parts[number]), MESSAGE_NBYTES)
+                reads = file.coalesced_reads(file.element_byte_ranges(manifest, parts[number]), MESSAGE_NBYTES)
             for read in reads:
                 on_received = _blaming_damage_on(holder, record.name)(partial(file.fill_targets, read))
                 asked.append(ReadRequest(holder, record.name, read.start, read.nbytes, on_received))
@@ -306,4 +306,4 @@ def read_from_hosts(
     for number in parts.keys() & here.keys():
         with _blaming_damage_on(comm.rank, manifest.files[number].name):
             file = ShardFileReader(_local_storage, folder, manifest.files[number], number, manifest.save_id)
-            file.read(file.ranges_of(manifest, parts[number]), MESSAGE_NBYTES)
+            file.read(file.element_byte_ranges(manifest, parts[number]), MESSAGE_NBYTES)

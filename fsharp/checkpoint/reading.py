@@ -72,7 +72,7 @@ class Reader:
                 record = self._manifest.files[number]
                 file = ShardFileReader(self._storage, self._folder, record, number, self._manifest.save_id)
                 self._files[number] = file
-            file.read(file.ranges_of(self._manifest, parts), buffer_nbytes)
+            file.read(file.element_byte_ranges(self._manifest, parts), buffer_nbytes)
 
 
 def needed_elements_by_file(
@@ -151,7 +151,7 @@ class ShardFileReader:
             raise CheckpointError(f"{self.path}: it has {found or 'nothing'} of {name!r:.200}, expected {size}.")
         return found.begin
 
-    def ranges_of(self, manifest: Manifest, parts: Iterable[tuple[Chunk, NeededElements]]) -> list[FileRange]:
+    def element_byte_ranges(self, manifest: Manifest, parts: Iterable[tuple[Chunk, NeededElements]]) -> list[FileRange]:
         """Return where in the file each of ``parts`` is, in order of the first byte. Raises as :meth:`chunk_begin` does.
 
         ``parts``: pairs of a chunk in this file and the elements of the chunk that are needed.
@@ -209,7 +209,7 @@ class ShardFileReader:
             first, last = ((x - file_range.begin) // file_range.dtype.itemsize for x in (begin, stop))
             target, values = file_range.target, data.view(file_range.dtype)
             if target.dtype != values.dtype:
-                values = _cast(values, target.dtype, file_range.name)
+                values = _cast_without_overflow(values, target.dtype, file_range.name)
             target[first:last].copy_(values)
 
     def _damaged_block_starts(self, start: int, view: memoryview) -> list[int]:
@@ -244,7 +244,7 @@ class ShardFileReader:
         return wrong
 
 
-def _cast(values: torch.Tensor, dtype: torch.dtype, name: str) -> torch.Tensor:
+def _cast_without_overflow(values: torch.Tensor, dtype: torch.dtype, name: str) -> torch.Tensor:
     """Return ``values`` of tensor ``name`` in another dtype. Raises TreeError if a finite value becomes infinite."""
     result = values.to(dtype)
     if (lost := result.isinf()).any():

@@ -14,13 +14,13 @@ import torch
 
 from fsharp.checkpoint.catalog import (
     Checkpoint,
+    advance_save_clock,
     folder_names_newest_first,
     newest_except,
     newest_save_time,
-    next_save_id,
     opening_errors,
-    record_save_time,
     remove_incomplete,
+    save_id_from_clock,
     time_in_save_id,
 )
 from fsharp.checkpoint.entries import TreeContents, contents_of, with_state_dicts
@@ -41,7 +41,7 @@ from fsharp.checkpoint.peers import (
     fetch_manifest,
     held_saves,
     read_from_hosts,
-    saves_held_here_rows,
+    saves_on_this_host,
     shift_over_ranks,
 )
 from fsharp.checkpoint.reading import NeededElements
@@ -150,9 +150,9 @@ class Replicas(BackgroundSaver):
         token = secrets.token_bytes(_TOKEN_NBYTES)
 
         def exchange_tokens() -> list[bytes]:
-            latest = struct.pack("<d", record_save_time(self._ordered_with))
+            latest = struct.pack("<d", advance_save_clock(self._ordered_with))
             found = all_gather_fixed_size(token + latest, comm)
-            record_save_time(self._ordered_with, max(struct.unpack_from("<d", each, _TOKEN_NBYTES)[0] for each in found))
+            advance_save_clock(self._ordered_with, max(struct.unpack_from("<d", each, _TOKEN_NBYTES)[0] for each in found))
             return [each[:_TOKEN_NBYTES] for each in found]
 
         def check() -> None:
@@ -171,10 +171,10 @@ class Replicas(BackgroundSaver):
             if comm.rank % size == 0:
                 self._claim = run_converting_os_errors(self._folder, lambda: FolderClaim(self._folder, token))
                 remove_incomplete(self._folder)
-                for _, _, created, *_ in saves_held_here_rows(self._folder):
-                    record_save_time(self._ordered_with, created)
+                for _, _, created, *_ in saves_on_this_host(self._folder):
+                    advance_save_clock(self._ordered_with, created)
             if comm.rank == 0 and self._root is not None:
-                record_save_time(self._root, newest_save_time(self._root))
+                advance_save_clock(self._root, newest_save_time(self._root))
 
         def check_reduced() -> None:
             first = comm.rank // size * size
@@ -188,7 +188,7 @@ class Replicas(BackgroundSaver):
             check_on_all_ranks(
                 "Replicas()", comm, check, lambda _: {"copies, domain_size": f"{copies}, {size}", "root": repr(self._root)}
             )
-            tokens = restart_replay.run_and_record(exchange_tokens)
+            tokens = restart_replay.record_and_call(exchange_tokens)
             check_on_all_ranks("Replicas()", comm, lambda: run_converting_os_errors(self._folder, check_reduced))
             super().__init__(comm, "refresh", flat=True)
         except BaseException:
@@ -255,7 +255,7 @@ class Replicas(BackgroundSaver):
         def begin(contents: TreeContents) -> str:
             if self._claim is not None and self._claim.is_closed:
                 raise CheckpointError("refresh(): these Replicas are closed. Make new ones.")
-            return next_save_id(self._ordered_with) if self._comm.rank == 0 else ""
+            return save_id_from_clock(self._ordered_with) if self._comm.rank == 0 else ""
 
         self._refuse_forked_process()
         with self._lock:
@@ -271,7 +271,7 @@ class Replicas(BackgroundSaver):
                 begin=begin,
                 shared_root=False,
             )
-            record_save_time(self._ordered_with, time_in_save_id(snapshot.save_id) or 0.0)
+            advance_save_clock(self._ordered_with, time_in_save_id(snapshot.save_id) or 0.0)
             self._begin_save(snapshot, self._replace_save_on_hosts)
 
     def _replace_save_on_hosts(self, snapshot: Snapshot) -> None:
@@ -430,13 +430,13 @@ class Replicas(BackgroundSaver):
         self.wait()
         saves = held_saves(self._folder, self._own, self._domain_size, copies)
         held = sorted(saves, key=lambda save: save.created, reverse=True)
-        whole, disk = next((save for save in held if not save.missing_file_numbers), None), self._newest_on_disk(on_disk)
+        whole, disk = next((save for save in held if not save.lost_file_numbers), None), self._newest_on_disk(on_disk)
         found = disk if whole is None or (disk is not None and disk.created > whole.created) else whole
         since = -math.inf if found is None else found.created
         lost = [
-            (f"step {save.step}", f"files of ranks {save.missing_file_numbers[:8]} of {save.num_files} are on no host")
+            (f"step {save.step}", f"files of ranks {save.lost_file_numbers[:8]} of {save.num_files} are on no host")
             for save in held
-            if save.missing_file_numbers and save.created > since
+            if save.lost_file_numbers and save.created > since
         ]
         if lost and found is None:
             lost += [("damaged", text) for text in copies.values()]

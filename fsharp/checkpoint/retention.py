@@ -52,14 +52,14 @@ def prune(
     retention.check_options("prune()")
     folder = absolute_path(root)
     old = retention.old_checkpoints(folder)
-    while old and not _is_one_intact(folder, old):  # another process has removed what would stay
+    while old and not _is_another_intact(folder, old):  # another process has removed what would stay
         old = retention.old_checkpoints(folder)
     finished = finish_removals(folder)
     remove_checkpoints(old)
     return finished + old
 
 
-def _is_one_intact(root: str, old: Collection[str]) -> bool:
+def _is_another_intact(root: str, old: Collection[str]) -> bool:
     """Return True if at least one checkpoint under ``root`` that is not in ``old`` is intact.
 
     If all of them are damaged, raise a CheckpointError. But return False if there is none, or if another process has removed
@@ -86,7 +86,7 @@ def _is_one_intact(root: str, old: Collection[str]) -> bool:
 def _link_targets(root: str) -> set[str]:
     """Return the names in ``root`` to which other names in ``root`` link."""
     storage = storage_of(root)
-    targets = ((name, storage.resolve_links(root, name)) for name in storage.list_names(root))
+    targets = ((name, storage.relative_link_target(root, name)) for name in storage.list_names(root))
     return {target for name, target in targets if target != name}
 
 

@@ -23,7 +23,7 @@ from fsharp.checkpoint.catalog import (
     save_time_of,
 )
 from fsharp.checkpoint.retention import Retention, remove_checkpoints
-from fsharp.checkpoint.saving import Snapshot, run_converting_os_errors, stage_snapshot, write_snapshot
+from fsharp.checkpoint.saving import Snapshot, agree_and_make_folder, run_converting_os_errors, write_snapshot
 from fsharp.checkpoint.shard_file import StoredTensor
 from fsharp.checkpoint.storage import absolute_path, storage_of
 from fsharp.distributed.job import callbacks_before_leaving
@@ -49,7 +49,7 @@ class BackgroundSaver:
 
     def __init__(self, comm: Comm, name: str, *, background: bool = True, flat: bool = False) -> None:
         inner = innermost_comm(comm)
-        own = inner.host_comm(flat=flat) if isinstance(inner, ProcessGroupComm) else comm
+        own = inner.new_host_comm(flat=flat) if isinstance(inner, ProcessGroupComm) else comm
         self._comm, self._own, self._name = comm, own, name
         self._worker = Worker(name) if background and (own is not comm or comm.mesh.size == 1) else None
         self._under_way: Outcome | None = None
@@ -215,7 +215,7 @@ class Saver(BackgroundSaver):
             if any(isinstance(each, Saver) and each.is_busy and each._root == self._root for each in _busy_savers):
                 raise CheckpointError(f"Saver(): another Saver is still writing into {self._root}: close() that one first.")
             if comm.rank == 0:
-                run_converting_os_errors(self._root, lambda: _prepare_root(self._root))
+                run_converting_os_errors(self._root, lambda: _clean_root_and_try_write(self._root))
 
         check_on_all_ranks("Saver()", comm, check, lambda _: {"root": self._root, "keep": repr(self._retention)})
         self.saved, self._saved_at = -1, math.inf
@@ -225,7 +225,7 @@ class Saver(BackgroundSaver):
         super()._begin_job_generation()
         self._saved_at = math.inf  # the save that was under way may be complete all the same
         if self._comm.rank == 0:
-            run_converting_os_errors(self._root, lambda: _prepare_root(self._root))
+            run_converting_os_errors(self._root, lambda: _clean_root_and_try_write(self._root))
 
     @api_boundary
     def save(self, tree: Any, *, step: int, metric: float | None = None) -> None:
@@ -244,7 +244,7 @@ class Saver(BackgroundSaver):
         self._refuse_forked_process()
         with self._lock:
             self.wait()
-            snapshot = stage_snapshot(self._root, tree, step=step, comm=self._comm, config=self._config, metric=metric)
+            snapshot = agree_and_make_folder(self._root, tree, step=step, comm=self._comm, config=self._config, metric=metric)
             self._begin_save(snapshot, self._write_checkpoint)
 
     def _write_checkpoint(self, snapshot: Snapshot) -> None:
@@ -268,7 +268,7 @@ class Saver(BackgroundSaver):
         check_on_all_ranks("Saver", self._own, remove_old)
 
 
-def _prepare_root(root: str) -> None:
+def _clean_root_and_try_write(root: str) -> None:
     """Remove interrupted saves under ``root``, and try to write there, so that an error shows before the first save."""
     remove_incomplete(root)
     storage, trial = storage_of(root), f"{root}/{folder_name(0, secrets.token_hex(8))}"

@@ -42,7 +42,7 @@ class Snapshot:
     """The values of one save, and the folder to which they are written. All ranks have agreed on the save.
 
     Attributes:
-        save_id: the id that :func:`~fsharp.checkpoint.catalog.next_save_id` has returned on rank 0. All ranks have it.
+        save_id: the id that :func:`~fsharp.checkpoint.catalog.save_id_from_clock` has returned on rank 0. All ranks have it.
         folder: path of the checkpoint once it is complete.
         tensors: the tensors that this rank writes, in order.
         values: elements of ``tensors``, in memory that must not change before the write.
@@ -99,10 +99,10 @@ def save(
     Cost: a rank writes its elements and reads them back; ranks with equal elements divide the writing. For each axis three
     collectives of 40 bytes and two smaller ones. Memory: none, or on a GPU one tensor at a time on the host.
     """
-    return write_snapshot(stage_snapshot(root, tree, step=step, comm=comm, config=config, metric=metric), comm)
+    return write_snapshot(agree_and_make_folder(root, tree, step=step, comm=comm, config=config, metric=metric), comm)
 
 
-def stage_snapshot(
+def agree_and_make_folder(
     root: str | os.PathLike[str], tree: Any, *, step: int, comm: Comm, config: Any, metric: float | None
 ) -> Snapshot:
     """Return the :class:`Snapshot` that :func:`save` is to write, once all ranks agree. Rank 0 makes the staging folder.
@@ -163,7 +163,7 @@ def agree_on_snapshot(
                 f"{where}: {on_meta[0]!r} is on the meta device, without values ({len(on_meta)} tensors are). Make it first, "
                 "as by init_params()."
             )
-        contents.objects.update(_structures_by_name(states))
+        contents.objects.update(_dcp_object_structures(states))
         check_tensor_names(where, contents.entries)
         drawn = begin(contents)
         return contents
@@ -208,7 +208,7 @@ def checked_config(where: str, step: Any, config: Any) -> Any:
         raise CheckpointError(f"{where}: JSON cannot hold the config: {error}.") from error
 
 
-def _structures_by_name(tree: Any) -> dict[str, Any]:
+def _dcp_object_structures(tree: Any) -> dict[str, Any]:
     """Return, by name, the result of :func:`structure_of` for each leaf that torch.distributed.checkpoint stores as an object.
 
     Such a leaf is None, or a list or tuple with only numbers, strings, booleans and None at any depth.

@@ -31,7 +31,7 @@ _COPIED_NBYTES = 1 << 26
 """Bytes of the tensor whose copies are timed."""
 
 
-class Machine(NamedTuple):
+class MeasuredMachine(NamedTuple):
     """The measured speeds of a machine.
 
     Attributes:
@@ -101,7 +101,7 @@ def check_output(option: str, file: str) -> None:
         raise OptionError(f"{what}, and that you may write to.")
 
 
-def _measure_machine(axes: tuple[tuple[str, int], ...], steps: int, dtype: str) -> Machine:
+def _measure_machine(axes: tuple[tuple[str, int], ...], steps: int, dtype: str) -> MeasuredMachine:
     """Time ``steps`` steps of a small model, products of large matrices in ``dtype``, and copies of memory.
 
     Return the machine's speeds, which are the same on all ranks. All ranks call this function.
@@ -115,7 +115,7 @@ def _measure_machine(axes: tuple[tuple[str, int], ...], steps: int, dtype: str) 
     target = torch.empty_like(source)
     copied = 2 * _COPIED_NBYTES / _measure_seconds(lambda: target.copy_(source), comm)  # each byte is read and written
     hardware = measure(comm, compute=(0.0, 0.0), steps=steps)
-    return Machine(flops, chosen, replace(hardware, memory_bandwidth=min(hardware.memory_bandwidth, copied)))
+    return MeasuredMachine(flops, chosen, replace(hardware, memory_bandwidth=min(hardware.memory_bandwidth, copied)))
 
 
 def _measure_seconds(work: Callable[[], torch.Tensor], comm: Comm) -> float:
@@ -128,7 +128,7 @@ def _measure_seconds(work: Callable[[], torch.Tensor], comm: Comm) -> float:
     return median(float(text) for text in all_gather_texts(repr(median(found[1:])), comm))
 
 
-def _speeds_text(found: Machine, mesh: Mesh, file: str, steps: int) -> str:
+def _speeds_text(found: MeasuredMachine, mesh: Mesh, file: str, steps: int) -> str:
     hardware = found.hardware
     rows = [
         ("matrix products", f"{found.flops / 1e9:,.1f} GFLOP/s in {found.dtype}"),
@@ -150,7 +150,7 @@ def _speeds_text(found: Machine, mesh: Mesh, file: str, steps: int) -> str:
     return "\n".join(lines)
 
 
-def read_machine(where: str, file: str) -> Machine:
+def read_machine(where: str, file: str) -> MeasuredMachine:
     """Return the machine in a file that :func:`calibrate` has written. OptionError for a missing or any other file."""
     expected = "expected a file that fsharp calibrate has written"
     try:
@@ -162,7 +162,7 @@ def read_machine(where: str, file: str) -> Machine:
         raise OptionError(f"{where}: hardware is {file!r}, {expected}: {' '.join(str(error).split())}") from error
     except (OSError, ValueError, TypeError, LookupError) as error:
         raise OptionError(f"{where}: hardware is {file!r}, {expected}: {type(error).__name__}: {error}.") from error
-    return Machine(flops, dtype, hardware)
+    return MeasuredMachine(flops, dtype, hardware)
 
 
 def parse_mesh(where: str, text: str) -> Mesh:

@@ -174,7 +174,7 @@ def schedule(
         ("collectives", str(calls.total())),
     ]
     about = f"{layout.num_params:,} parameters on {axes} of {hardware or gpu or DEFAULT_GPU}, {strategy}, {policy}"
-    shown = [about, *_experts_lines(found), "", *align_columns(rows, right={1}), *(["", table(planned)] if ops else [])]
+    shown = [about, *_active_experts_lines(found), "", *align_columns(rows, right={1}), *(["", table(planned)] if ops else [])]
     return "\n".join([*shown, *([f"wrote {draw}"] if draw else [])])
 
 
@@ -270,12 +270,12 @@ def tune(
     ties = (
         f"Steps within {TOLERANCE:.0%} of the fastest count as equal: the simplest is chosen, then the one with least memory."
     )
-    experts = [f"{line} Activations are those of all experts." for line in _experts_lines(found)]
+    experts = [f"{line} Activations are those of all experts." for line in _active_experts_lines(found)]
     heading = [f"{about}, {limits}", *experts, ""]
     return "\n".join([*heading, choice.table(rows or None), ties, *(f"wrote {path}" for path in (json, draw) if path)])
 
 
-def _experts_lines(model: FoundModel) -> list[str]:
+def _active_experts_lines(model: FoundModel) -> list[str]:
     """Return a list with one line about the experts that take time; an empty list if the model has no experts."""
     if not any(_is_expert(path) for path in flatten_with_paths(model.tree)[0]):
         return []

@@ -60,10 +60,10 @@ def connect(mesh: Mesh, *, device_type: Literal["cuda", "cpu"] | None = None, ti
     for statuses in statuses_by_ranks.values():
         if statuses.error is not None and statuses.process != os.getpid():
             raise statuses.error
-    if timeout is not None and dist.is_initialized() and timeout.total_seconds() != job_store.job_timeout_s():
+    if timeout is not None and dist.is_initialized() and timeout.total_seconds() != job_store.pg_timeout_s():
         raise MeshError(
             f"connect(): timeout is {timeout}, but there is a process group already, with a timeout of "
-            f"{timedelta(seconds=job_store.job_timeout_s())}. Pass yours to init_process_group(), or call fs.destroy() first."
+            f"{timedelta(seconds=job_store.pg_timeout_s())}. Pass yours to init_process_group(), or call fs.destroy() first."
         )
     world_size = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
     local = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
@@ -77,7 +77,7 @@ def connect(mesh: Mesh, *, device_type: Literal["cuda", "cpu"] | None = None, ti
     if world_size == 1:
         mesh.check_world_size(1)
         return SingleComm(mesh, device=torch.device(kind, torch.accelerator.current_device_index()) if kind == "cuda" else kind)
-    limit_s = job_store.job_timeout_s() if dist.is_initialized() else (timeout or dist.default_pg_timeout).total_seconds()
+    limit_s = job_store.pg_timeout_s() if dist.is_initialized() else (timeout or dist.default_pg_timeout).total_seconds()
 
     def device_mesh() -> DeviceMesh:
         return job_store.join_job(mesh, kind, world_size, timeout, limit_s)
@@ -121,7 +121,7 @@ def tear_down_generation(why: str) -> None:
     error = CommError(why)
     for statuses in list(statuses_by_ranks.values()):
         for watch in list(statuses.watches.values()):
-            watch.end_all_calls(error)
+            watch.abort_and_refuse_calls(error)
     for finish in callbacks_before_leaving:
         finish()
     statuses_by_ranks.clear()
@@ -143,11 +143,11 @@ def _announce_departure(error: BaseException | None) -> None:
             watch.is_over.set()
         statuses.write_last_status(error)
     failed = error is not None or any(watch.error is not None for each in exchanges for watch in list(each.watches.values()))
-    job_store.leave_store(within_s=min(_END_WITHIN_S if failed else _LEAVES_WITHIN_S, job_store.job_timeout_s()))
+    job_store.leave_store(within_s=min(_END_WITHIN_S if failed else _LEAVES_WITHIN_S, job_store.pg_timeout_s()))
     if failed:  # a thread that waits in gloo when the interpreter ends would abort the process
         abort_groups([g for g in dist.distributed_c10d._world.pg_map if dist.get_backend(g) == "gloo"], is_nccl=False)
 
 
 @atexit.register  # registered after the handler of worker_threads, so called before it: threads still run
-def _leave_at_exit() -> None:
+def _announce_departure_at_exit() -> None:
     _announce_departure(getattr(sys, "last_value", None))

@@ -233,7 +233,7 @@ def group_timeout_s(group: dist.ProcessGroup, device: torch.device) -> float:
     return float(options._timeout.total_seconds()) if options is not None else dist.default_pg_timeout.total_seconds()
 
 
-def job_timeout_s() -> float:
+def pg_timeout_s() -> float:
     """Return the seconds that a collective of the job may take: the ``timeout`` of ``init_process_group``."""
     group = _get_default_group()
     return min(group_timeout_s(group, device) for device in group._device_types)

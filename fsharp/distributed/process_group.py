@@ -135,7 +135,7 @@ class ProcessGroupComm:
     def with_own_numbering(self) -> "ProcessGroupComm":
         """Return a Comm in the same process groups that counts its own collectives. All ranks have to call this method."""
         other = copy.copy(self)
-        restart_replay.run_and_record(lambda: other._share_groups_of(self))
+        restart_replay.record_and_call(lambda: other._share_groups_of(self))
         return other
 
     def _share_groups_of(self, other: "ProcessGroupComm") -> None:
@@ -153,9 +153,9 @@ class ProcessGroupComm:
             self._whole = None
             self.watch.aborts.append(weakref.WeakMethod(self.abort))
 
-        restart_replay.run_and_record(make)
+        restart_replay.record_and_call(make)
 
-    def host_comm(self, *, flat: bool = False) -> "ProcessGroupComm":
+    def new_host_comm(self, *, flat: bool = False) -> "ProcessGroupComm":
         """Return a Comm of these ranks over gloo, for tensors in host memory. All ranks have to call this method.
 
         The new Comm has its own process groups, so another thread may use it. ``flat`` puts all ranks along one axis,
@@ -170,7 +170,7 @@ class ProcessGroupComm:
             other._share_groups_of(self)
             other.use_own_groups()
 
-        restart_replay.run_and_record(start)
+        restart_replay.record_and_call(start)
         return other
 
     def abort(self) -> None:
@@ -283,7 +283,7 @@ class ProcessGroupComm:
         self._send_and_receive(list(as_bytes(x).view(len(x), -1)), list(as_bytes(out).view(len(x), -1)), axis, text)
         return out
 
-    def _send_and_receive_in_setup(
+    def _send_and_receive_and_record(
         self, send: Sequence[torch.Tensor], receive: Sequence[torch.Tensor], axis: str | None, text: str
     ) -> None:
         """Call :meth:`_send_and_receive`, and record the call with a copy of ``send``, to repeat it when a rank restarts."""
@@ -294,7 +294,7 @@ class ProcessGroupComm:
             self._send_and_receive(kept, [torch.empty(n, dtype=torch.uint8, device=device) for n, device in into], axis, text)
 
         nbytes = sum(x.nbytes for x in copies.values())
-        restart_replay.run_and_record(lambda: self._send_and_receive(send, receive, axis, text), repeat_call, nbytes=nbytes)
+        restart_replay.record_and_call(lambda: self._send_and_receive(send, receive, axis, text), repeat_call, nbytes=nbytes)
 
     def _send_and_receive(
         self, send: Sequence[torch.Tensor], receive: Sequence[torch.Tensor], axis: str | None, text: str
@@ -305,7 +305,7 @@ class ProcessGroupComm:
         this exchange took 0.75 (2 ranks) and 0.6 (4 ranks) of the time of gloo's all_gather.
         """
         if restart_replay.would_record:
-            self._send_and_receive_in_setup(send, receive, axis, text)
+            self._send_and_receive_and_record(send, receive, axis, text)
             return
         outcome = CollectiveOutcome(self.watch.begin_call(text))
         group = self._group_of_all_ranks() if axis is None else self.group(axis)
@@ -407,7 +407,7 @@ def with_own_numbering(comm: Comm) -> Comm:
 
 def make_comm_for_all_generations(make_mesh: Callable[[], DeviceMesh]) -> ProcessGroupComm:
     """Return a Comm over the groups of ``make_mesh()``. Each new generation of the job calls ``make_mesh`` again."""
-    comm = restart_replay.run_and_record(
+    comm = restart_replay.record_and_call(
         lambda: ProcessGroupComm(make_mesh()), replay=lambda: comm._begin_job_generation(make_mesh())
     )
     return comm

@@ -97,12 +97,12 @@ class WatchedCall:
             peer = "" if self.peer is None else f" for rank {self.peer}"
             who = self._watch.statuses.who
             text = f"{who} waited {self._watch.limit_s:g} s{peer} in {self.label!r}; {late}"
-            raise self._watch.refuse_further_calls(CommError, text)
+            raise self._watch.refuse_calls_on_all_ranks(CommError, text)
         if not self._warned and waited_s > min(_WARN_AFTER_S, self._watch.limit_s / 2):
             self._warned = True
             _log.warning("rank %d has waited %.0f s in %r; %s", self._watch.statuses.rank, waited_s, self.label, late)
 
-    def add_waited_s(self, seconds: float) -> None:
+    def add_to_total_waited_s(self, seconds: float) -> None:
         """Add seconds for which the main thread has waited for the collective."""
         self._watch.statuses.waited_s += seconds
 
@@ -117,7 +117,7 @@ class WatchedCall:
             time.sleep(0.05)
         what = f"could not exchange data with rank {self.peer} in {self.label!r}: {error}; {late}"
         text = f"{self._watch.statuses.who} {what}. Has a process ended or stopped, or is a host out of reach?"
-        return self._watch.refuse_further_calls(CommError, text)
+        return self._watch.refuse_calls_on_all_ranks(CommError, text)
 
 
 class StatusExchange:
@@ -177,7 +177,7 @@ class StatusExchange:
     def report_failure(self, error: BaseException, where: str) -> None:
         """Tell other ranks that ``error`` was raised here, in ``where``. All Comms of these ranks then refuse collectives."""
         if self.error is None:
-            text = self.failure_text(error, where, self.last)
+            text = self.own_failure_text(error, where, self.last)
             self.error = AgreementError(self.board.write_if_absent(_ALL_FAILED_KEY, text))
         for watch in list(self.watches.values()):
             watch.report_failure(error, where)
@@ -191,7 +191,7 @@ class StatusExchange:
         for watch in list(self.watches.values()):
             watch.error = self.error
 
-    def failure_text(self, error: BaseException, where: str, last: str) -> str:
+    def own_failure_text(self, error: BaseException, where: str, last: str) -> str:
         """Return the error for other ranks: this rank failed in ``where``, after the collective ``last``, with a traceback."""
         trace = traceback_text(error)[-_MAX_TRACEBACK_CHARACTERS:]
         return f"{self.who} failed in {where}, after {last or 'no collective yet'!r}; it says:\n{trace}"
@@ -294,10 +294,10 @@ class CommWatch:
                 self.error.add_note(_HOW_TO_GO_ON)
             raise self.error.with_traceback(None)  # without the frames of an earlier raise
 
-    def end_all_calls(self, error: Exception) -> None:
+    def abort_and_refuse_calls(self, error: Exception) -> None:
         """End all collectives under way on this rank, and refuse further ones, with ``error``."""
         self.is_over.set()
-        self._mark_failed_and_abort(error)
+        self._set_error_and_abort(error)
 
     def _failure_text(self) -> str | None:
         """Return why collectives cannot go on: the failure of another rank, or the end of the job's generation; else None."""
@@ -334,7 +334,7 @@ class CommWatch:
             raise self.error
         failed = self._failure_text()
         if failed is not None:
-            raise self._mark_failed_and_abort(AgreementError(failed))
+            raise self._set_error_and_abort(AgreementError(failed))
         settings = settings_texts_by_digest(list(self._labels)[-_MAX_LABELS_WITH_SETTINGS:])
         mine = RankStatus(
             0,
@@ -348,7 +348,7 @@ class CommWatch:
         read = self.statuses.write_status_and_read_others(mine, call.peer)
         for rank, status in list(self.statuses.seen.items()):  # other threads add ranks
             if status.departure and (not self._has_begun(call, rank) or (is_connection_lost and rank == call.peer)):
-                raise self.refuse_further_calls(CommError, _departure_text(call, rank, status))
+                raise self.refuse_calls_on_all_ranks(CommError, _departure_text(call, rank, status))
             if rank in read and not status.departure:
                 self._check_same_collective(call, rank, status)
         late = [r for r in range(self.statuses.size) if r != self.statuses.rank and not self._has_begun(call, r)]
@@ -373,7 +373,7 @@ class CommWatch:
                 if mine[number] != theirs[number]:
                     known = settings_texts_by_digest([mine[number]]) | (status.settings or {})
                     text = _label_difference_text(number, {self.statuses.rank: mine, rank: theirs}, known)
-                    raise self.refuse_further_calls(AgreementError, text)
+                    raise self.refuse_calls_on_all_ranks(AgreementError, text)
             return
         waits_for_me = self.statuses.num_begun_calls_by_watch().get(status.watch, 0) <= status.number
         will_begin = status.watch in self.statuses.watches_of_other_threads(self) or self.name in status.elsewhere
@@ -384,18 +384,18 @@ class CommWatch:
         if before.number == status.number and before.num_written < status.num_written:  # still waits
             theirs = _labels_by_number(status.counts[status.watch], status.labels)
             text = _label_difference_text(None, {self.statuses.rank: mine, rank: theirs})
-            raise self.refuse_further_calls(AgreementError, text)
+            raise self.refuse_calls_on_all_ranks(AgreementError, text)
         call.blocked[rank, status.watch] = status
 
-    def refuse_further_calls(self, error_type: type[Exception], text: str) -> Exception:
+    def refuse_calls_on_all_ranks(self, error_type: type[Exception], text: str) -> Exception:
         """Make this Comm refuse further collectives, on all ranks, and return the error for this rank to raise.
 
         If several ranks call this method, all ranks raise an error with the text of the first call.
         """
         first = self.board.write_if_absent(_FAILED_KEY, text)
-        return self._mark_failed_and_abort(error_type(text) if first == text else AgreementError(first))
+        return self._set_error_and_abort(error_type(text) if first == text else AgreementError(first))
 
-    def _mark_failed_and_abort(self, error: Exception) -> Exception:
+    def _set_error_and_abort(self, error: Exception) -> Exception:
         is_first, self.error = self.error is None, error
         for reference in self.aborts if is_first else ():
             if (abort := reference()) is not None:
@@ -407,8 +407,8 @@ class CommWatch:
         if error is self.error:
             return
         known = self.error
-        text = self.statuses.failure_text(error, where, self._labels[-1] if self._labels else "")
-        self.refuse_further_calls(AgreementError, text)
+        text = self.statuses.own_failure_text(error, where, self._labels[-1] if self._labels else "")
+        self.refuse_calls_on_all_ranks(AgreementError, text)
         self.error = known or self.error  # calls that are refused already keep their error
 
 
@@ -418,7 +418,7 @@ def _monitor_failures(reference: "weakref.ref[CommWatch]", is_over: threading.Ev
         if watch is None or watch.error is not None:
             return
         if (failed := watch._failure_text()) is not None:
-            watch._mark_failed_and_abort(AgreementError(failed))
+            watch._set_error_and_abort(AgreementError(failed))
         del watch
 
 

@@ -144,7 +144,7 @@ class CollectiveOutcome(Outcome):
         while not self.is_done(_POLL_INTERVAL_S):
             self.call.check_can_end()
         if threading.current_thread() is threading.main_thread():  # ranks compute while a message waits
-            self.call.add_waited_s(time.perf_counter() - since)
+            self.call.add_to_total_waited_s(time.perf_counter() - since)
         if self._error is not None:
             raise self.call.explain_connection_error(self._error) from self._error
         return self.take_result()

@@ -18,14 +18,14 @@ from fsharp.functional.comm.protocol import Comm, reporting_format_errors
 from fsharp.functional.comm.tree_names import new_tree_label_prefix
 from fsharp.functional.formats.format import Format, LeafPart, first_few
 from fsharp.functional.formats.stochastic import make_noise_fn
-from fsharp.functional.layout.runs import leaves_in_run, padding_in_run
+from fsharp.functional.layout.runs import leaf_spans_in_run, padding_in_run
 from fsharp.functional.layout.sharded import Sharded, is_sharded, map_units, merge, units_of
-from fsharp.functional.layout.stored import encode_values, gathered_part, is_encoded, leaf_parts, scales_in
+from fsharp.functional.layout.stored import encode_values, gathered_part, is_encoded, scales_in, starts_and_leaf_parts
 from fsharp.functional.layout.unit_layout import UnitLayout
 from fsharp.functional.moves import gather
 
 
-def encode_at_rest(tree: Any, comm: Comm) -> Any:
+def encode_params_at_rest(tree: Any, comm: Comm) -> Any:
     """Turn values into parameters at rest, in their group's format or the compute dtype. All ranks call this function."""
 
     def cast(node: Sharded) -> Sharded:
@@ -67,7 +67,7 @@ def encode_differences(updated: Any, params: Any, *, step: int, rank: int) -> An
             form, group = node.unit.update_format(g), node.unit.groups[g]
             if form is not None:
                 start = node.unit.local_start(g, node.place, rank)
-                noise = make_noise_fn("update", step, 0, leaves_in_run(node.unit, g, start, len(value), rank))
+                noise = make_noise_fn("update", step, 0, leaf_spans_in_run(node.unit, g, start, len(value), rank))
                 value = form.store(value - held[g].to(value.dtype), group.capacity, partial(node.unit.error_facts, g), noise)
             buffers.append(value)
         return node.with_buffers(buffers)
@@ -75,7 +75,7 @@ def encode_differences(updated: Any, params: Any, *, step: int, rank: int) -> An
     return map_units(encode_node, updated, params)
 
 
-def add_differences(params: Any, gathered: Any, *, rank: int) -> Any:
+def add_gathered_differences(params: Any, gathered: Any, *, rank: int) -> Any:
     """Return ``gathered`` with new parameters in place of encoded differences: ``params`` plus the decoded differences."""
 
     def add_to_node(node: Sharded, before: Sharded) -> Sharded:
@@ -131,7 +131,7 @@ def encode_leaf_format_groups(tree: Any, comm: Comm, like: Any = None) -> Any:
             dtypes = unit.groups[g].dtypes
             buffer = values.new_zeros(unit.stored_size(g, cut.place), dtype=torch.uint8)
             data, scales = gathered_part(unit, g, buffer), scales_in(unit, g, buffer)
-            parts = leaf_parts(unit, g, cut.place, comm.rank, data, scales, values.to(dtypes.main))
+            parts = starts_and_leaf_parts(unit, g, cut.place, comm.rank, data, scales, values.to(dtypes.main))
             if (key := (dtypes.stored_format, axes)) not in jobs:
                 jobs[key] = f"{new_tree_label_prefix(cut, comm)}scales of {dtypes.stored_format.name}", [], []
             jobs[key][1].extend([part for _, part in parts])

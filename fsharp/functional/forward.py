@@ -69,7 +69,7 @@ def forward(
         check_remat_argument(remat)
         if torch.is_grad_enabled() and not is_transform_active():
             return _forward_with_remat(fn, units, args, kwargs, comm, remat)
-    if (engine := engine_of(comm)) is not None and engine.can_run_forward(sharded, ties):
+    if (engine := engine_of(comm)) is not None and engine.handles_forward(sharded, ties):
         return engine.run_forward(fn, sharded, ties, args, kwargs)
     refuse_proxy_tracing("forward()")
     _check_no_tensor_classes(units)

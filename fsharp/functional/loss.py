@@ -15,7 +15,7 @@ from fsharp.functional.layout.placement import Partial
 from fsharp.functional.layout.sharded import (
     Sharded,
     check_not_encoded,
-    check_not_lent,
+    check_not_lent_to_jax,
     is_sharded,
     map_units,
     not_sharded_error,
@@ -66,16 +66,16 @@ def as_loss(value: Any, where: str = "value_and_grad()") -> Loss:
     total, weight = value if is_pair else (value, 1.0)
     if not (isinstance(total, torch.Tensor) and total.numel() == 1 and total.is_floating_point()):
         expected = "a floating-point scalar tensor, the mean, or a pair of scalars (sum, weight)"
-        raise LossError(f"{where}: the loss is {value_text(total)}, expected {expected}.")
+        raise LossError(f"{where}: the loss is {type_text(total)}, expected {expected}.")
     is_number = isinstance(weight, int | float) and not isinstance(weight, bool)
     if not is_number and not (isinstance(weight, torch.Tensor) and weight.numel() == 1 and not weight.requires_grad):
         raise LossError(
-            f"{where}: the weight of the loss is {value_text(weight)}, expected a number or a scalar tensor without "
+            f"{where}: the weight of the loss is {type_text(weight)}, expected a number or a scalar tensor without "
             f"gradient: {_PAIR_HINT}"
         )
     if isinstance(weight, torch.Tensor) and not isinstance(value, Loss) and weight.dtype.is_floating_point:
         raise LossError(
-            f"{where}: the loss function returned a pair with {value_text(weight)}: a weight, or a metric? A weight is "
+            f"{where}: the loss function returned a pair with {type_text(weight)}: a weight, or a metric? A weight is "
             f"a number, an integer tensor, or comes as fs.Loss(sum, weight): {_PAIR_HINT}"
         )
     # The host must not wait for a device, and tensors of vmap have no number.
@@ -96,7 +96,7 @@ _PAIR_HINT = (
 )
 
 
-def value_text(x: Any) -> str:
+def type_text(x: Any) -> str:
     """Return a value in words, for error messages: a tensor by dtype and shape, any other value by its type."""
     if not isinstance(x, torch.Tensor):
         return type(x).__name__
@@ -181,7 +181,7 @@ def average(loss: Loss, grads: Any, *, comm: Comm, donate: bool = False) -> tupl
             raise TreeError(f"average(): gradients of unit {node.unit.display_name} have been divided by average() already.")
     check_not_encoded("average()", nodes)
     if donate:
-        check_not_lent("average()", nodes)
+        check_not_lent_to_jax("average()", nodes)
     sums = torch.stack([loss.sum, loss.weight]).to(comm.device)
     for axis, _ in comm.mesh.axes:
         sums = all_reduce(sums, comm, axis)

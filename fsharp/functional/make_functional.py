@@ -9,7 +9,7 @@ from torch import nn
 
 from fsharp.errors import TreeError
 from fsharp.functional.formats.gather_hooks import has_hooks, plain_value
-from fsharp.functional.formats.te import refuse_delayed_scaling
+from fsharp.functional.formats.te import refuse_calls_with_delayed_scaling
 from fsharp.functional.tree.paths import flatten_with_paths, nested_dicts
 from fsharp.type_checks import options_checked
 
@@ -49,7 +49,7 @@ def make_functional(module: nn.Module) -> tuple[Callable[..., Any], dict[str, An
         id(p): nn.Parameter(torch.empty(p.shape, dtype=p.dtype, device="meta"), p.requires_grad) for p in module.parameters()
     }
     skeleton = copy.deepcopy(module, memo)
-    refuse_delayed_scaling(skeleton)
+    refuse_calls_with_delayed_scaling(skeleton)
     idle = [copy.deepcopy(skeleton)]  # a call changes a module of its own, as other threads may call at the same time
 
     def fn(params: Any, *args: Any, **kwargs: Any) -> Any:

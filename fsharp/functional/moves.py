@@ -113,7 +113,7 @@ def gather(tree: Tree, *, comm: Comm, to: PlaceName = "full") -> Tree:
         with transforms_disabled() if to_sinks else nullcontext():  # no transform has wrapped buffers with sinks
             moved = []
             for x in _buffers_without_scales(sharded):
-                moved.append(move_buffer(x.detach() if to_sinks else x, sharded, target, named, is_gathered=whole))
+                moved.append(gather_or_slice_buffer(x.detach() if to_sinks else x, sharded, target, named, is_gathered=whole))
             moved = _add_scales_or_decode(sharded, moved, target, named, whole=whole)
             if to_sinks:
                 moved = sharded.ledger.attach_to_graph(sharded, moved, LabelPrefixComm(comm, tree_name))
@@ -242,7 +242,7 @@ def host_buffers_to_device(tree: Any, device: torch.device) -> Any:
     return map_units(move_node, tree)
 
 
-def move_buffer(x: torch.Tensor, node: Sharded, target: Place, comm: Comm, *, is_gathered: bool) -> torch.Tensor:
+def gather_or_slice_buffer(x: torch.Tensor, node: Sharded, target: Place, comm: Comm, *, is_gathered: bool) -> torch.Tensor:
     """Move one buffer of ``node`` from the node's place to ``target``. Neither place holds partial sums.
 
     ``is_gathered``: whether the result is a gathered copy. This, and whether ``x`` is one, changes only the gradients: with

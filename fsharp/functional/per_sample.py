@@ -14,7 +14,7 @@ from fsharp.functional.comm.units_on_mesh import units_on_mesh_of
 from fsharp.functional.layout.sharded import is_sharded, units_of
 from fsharp.functional.layout.unit_layout import UnitLayout
 from fsharp.functional.loss import Loss, as_loss, check_depends_on_parameters
-from fsharp.functional.sinks import SinkLedger, _MakeHandle, with_sinks
+from fsharp.functional.sinks import GradientSinks, _MakeHandle, with_sinks
 from fsharp.functional.train import LossFn
 from fsharp.functional.transforms import check_no_transform_active
 from fsharp.tracebacks import api_boundary
@@ -116,10 +116,10 @@ def _norms_of_chunk(loss_fn: LossFn, params: Any, leaves: list[Any], spec: Any, 
     return ledger.squares[:count].sqrt()
 
 
-class _SquareLedger(SinkLedger):
-    """A SinkLedger that adds up the squares of arriving gradients for each sample, and does not keep the gradients.
+class _SquareLedger(GradientSinks):
+    """A GradientSinks that adds up the squares of arriving gradients for each sample, and does not keep the gradients.
 
-    A handle of this class has the shape ``[samples, size of the full buffer]``: see :class:`SinkLedger`.
+    A handle of this class has the shape ``[samples, size of the full buffer]``: see :class:`GradientSinks`.
 
     Attributes:
         squares: sum of squares of each sample so far, in float64.

@@ -122,7 +122,7 @@ def saved_tensors(roots: set[Any], sequence_nr: int) -> Iterator[Any]:
     """
     for node in _graph_nodes_since(roots, sequence_nr):
         kind: Any = type(node)
-        for name in _saved_attribute_names(kind):
+        for name in _raw_saved_attribute_names(kind):
             found = getattr(node, name)
             for raw in found if isinstance(found, tuple | list) else [found]:
                 if raw is not None and raw.unpack_hook is None and isinstance(raw.data, torch.Tensor):
@@ -181,7 +181,7 @@ def unaliased_clone(x: torch.Tensor) -> torch.Tensor:
 
 
 @cache
-def _saved_attribute_names(kind: Any) -> tuple[str, ...]:
+def _raw_saved_attribute_names(kind: Any) -> tuple[str, ...]:
     return tuple(name for name in dir(kind) if name.startswith("_raw_saved_"))
 
 

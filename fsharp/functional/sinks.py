@@ -18,7 +18,7 @@ from fsharp.tracebacks import api_boundary
 from fsharp.type_checks import cache_signature
 
 
-class SinkLedger:
+class GradientSinks:
     """The sinks of the parameters that ``value_and_grad`` passes to the loss, for one microbatch.
 
     A *sink* is a tensor without memory in the shape, dtype and place of a gradient at rest. A *handle* is a tensor without
@@ -66,7 +66,7 @@ class SinkLedger:
         return _MakeHandle.apply(sink, (unit.groups[group].size,), reduce)  # type: ignore[no-any-return]
 
 
-def with_sinks(params: Any, ledger: SinkLedger) -> Any:
+def with_sinks(params: Any, ledger: GradientSinks) -> Any:
     """Return ``params`` with the same values, detached from earlier graphs, and with a new sink for each trainable group.
 
     The sinks are recorded in ``ledger``. The gradients of one microbatch then arrive at the sinks.
@@ -122,7 +122,7 @@ def _gradient_at_rest(x: torch.Tensor, node: Sharded, group: int, comm: Comm) ->
 
 
 class _MakeHandle(torch.autograd.Function):
-    """An autograd function that returns a handle (see :class:`SinkLedger`). Its backward is ``deliver``.
+    """An autograd function that returns a handle (see :class:`GradientSinks`). Its backward is ``deliver``.
 
     ``deliver`` reduces the gradient of the handle over ranks, and returns the gradient of the sink. Without handles
     autograd would sum gradients in the dtype and place of their parameters: in bfloat16, and under ZeRO-2 with all full
@@ -147,7 +147,7 @@ class _MakeHandle(torch.autograd.Function):
 
 
 class _AttachHandle(torch.autograd.Function):
-    """An autograd function that returns the gathered buffer ``full``. The gradient goes to ``handle``: see SinkLedger."""
+    """An autograd function that returns the gathered buffer ``full``. The gradient goes to ``handle``: see GradientSinks."""
 
     @staticmethod
     @cache_signature

@@ -13,11 +13,11 @@ from fsharp.functional.comm.protocol import Comm, engine_of, reporting_format_er
 from fsharp.functional.comm.residuals import zero_residuals
 from fsharp.functional.comm.tree_names import copy_tree_names, name_new_tree
 from fsharp.functional.comm.units_on_mesh import units_on_mesh_of
-from fsharp.functional.encoding import add_differences, encode_at_rest, encode_differences
+from fsharp.functional.encoding import add_gathered_differences, encode_differences, encode_params_at_rest
 from fsharp.functional.layout.sharded import (
     Sharded,
     check_not_donated,
-    check_not_lent,
+    check_not_lent_to_jax,
     is_sharded,
     map_units,
     mark_donated,
@@ -101,7 +101,7 @@ def init_state(tx: Any, sharded: Any, *, comm: Comm, donate: bool = False) -> Tr
 
     check_on_all_ranks("init_state()", comm, check, fields)
     start = name_new_tree(sharded if donate else optree.tree_map(torch.clone, sharded), comm)
-    resting = encode_at_rest(start, comm)
+    resting = encode_params_at_rest(start, comm)
     copy_tree_names(units_of(resting), units_of(start))
     params = gather(resting, comm=comm, to="params")
     copy_tree_names(units_of(params), units_of(start))
@@ -166,7 +166,7 @@ def update(tx: Any, grads: Any, state: TrainState, *, comm: Comm, donate: bool =
     kept = [*before, *mains, *states]
     check_not_donated("update()", kept)
     if donate:
-        check_not_lent("update()", kept)
+        check_not_lent_to_jax("update()", kept)
     _check_same_transform(tx, state)
     for node in nodes:
         if node.reduction == "sum":
@@ -189,7 +189,7 @@ def update(tx: Any, grads: Any, state: TrainState, *, comm: Comm, donate: bool =
         if has_copies:
             main = _select_groups_with_main_copy(new)
             new = encode_differences(new, resting, step=state.step, rank=comm.rank)
-        sent = encode_at_rest(new, comm)
+        sent = encode_params_at_rest(new, comm)
         fresh = units_of(sent)
         for after, node in zip(fresh, before, strict=True):
             after.tree_name = node.tree_name.after_update()
@@ -197,7 +197,7 @@ def update(tx: Any, grads: Any, state: TrainState, *, comm: Comm, donate: bool =
             params, (main, opt) = engine.run_update_gather(sent, state.params, (main, opt), donate=donate)
         else:
             moved = gather(sent, comm=comm, to="params")
-            params = merge(state.params, add_differences(state.params, moved, rank=comm.rank))
+            params = merge(state.params, add_gathered_differences(state.params, moved, rank=comm.rank))
         moved_nodes = units_of(params)
         copy_tree_names(moved_nodes, fresh)
     if donate:

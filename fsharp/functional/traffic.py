@@ -50,7 +50,7 @@ def step_traffic(
             calls.update({call: count * microbatches for call, count in landed.items()})
             calls.update(reduce_calls(unit, group, strategy.grads, strategy.optim))
             axes = unit.gather_axes(strategy.optim, strategy.params)
-            calls.update(calls_to_gather_buffer(unit, unit.update_nbytes(group), axes))
+            calls.update(calls_to_gather_buffer(unit, unit.update_gather_nbytes(group), axes))
     calls.update(_scale_agreement_calls(layout))
     for axis, n in layout.mesh.axes:  # the loss and its weight, two float64
         if n > 1:
@@ -77,7 +77,7 @@ def _scale_agreement_calls(layout: Layout) -> Iterator[Call]:
 
 def gather_calls(unit: UnitLayout, group: int, source: Place, target: Place) -> Counter[Call]:
     """Return the collectives in which :func:`~fsharp.gather` moves one group's buffer from ``source`` to ``target``."""
-    nbytes = unit.gathered_part_nbytes(group, source)
+    nbytes = unit.gather_input_nbytes(group, source)
     return Counter(calls_to_gather_buffer(unit, nbytes, unit.gather_axes(source, target)))
 
 

@@ -14,11 +14,11 @@ from fsharp.functional.comm.settings_digests import settings_digest
 from fsharp.functional.comm.tree_names import copy_tree_names
 from fsharp.functional.comm.units_on_mesh import units_on_mesh_of
 from fsharp.functional.layout.sharded import Sharded, map_units, units_of
-from fsharp.functional.loss import Loss, as_loss, average, check_depends_on_parameters, split_batch, value_text
+from fsharp.functional.loss import Loss, as_loss, average, check_depends_on_parameters, split_batch, type_text
 from fsharp.functional.moves import reduce_scatter
 from fsharp.functional.optim.base import as_transform, settings_text
 from fsharp.functional.release import is_plain_strided
-from fsharp.functional.sinks import SinkLedger, take_gradient_buffers, with_sinks
+from fsharp.functional.sinks import GradientSinks, take_gradient_buffers, with_sinks
 from fsharp.functional.state import TrainState, update
 from fsharp.functional.transforms import check_no_transform_active
 from fsharp.torch_compile import call_compiled_like_caller, uncompiled
@@ -186,7 +186,7 @@ def _keeping_aux(loss_fn: LossFn, kept: list[Any], params: Any) -> LossFn:
         value = loss_fn(params, batch, comm)
         if not isinstance(value, tuple) or len(value) != 2:
             raise LossError(
-                f"value_and_grad(has_aux=True): the loss function returned {value_text(value)}, expected (loss, aux)."
+                f"value_and_grad(has_aux=True): the loss function returned {type_text(value)}, expected (loss, aux)."
             )
         loss, aux = value
         kept.append(optree.tree_map(detach, aux))
@@ -199,7 +199,7 @@ def _value_and_grad_of_microbatch(
     loss_fn: LossFn, params: Any, batch: Any, comm: Comm, residuals: ResidualViews
 ) -> tuple[Loss, Any]:
     with torch.enable_grad():
-        probed = with_sinks(params, SinkLedger(residuals))
+        probed = with_sinks(params, GradientSinks(residuals))
         nodes = units_of(probed)
         sinks = [sink for node in nodes for sink in node.sinks]
         loss = as_loss(call_compiled_like_caller(loss_fn, probed, batch, comm))

@@ -54,7 +54,7 @@ def take_buffers_of_rank_0(model: ShardedModule) -> None:
             mine.copy_(value)
 
 
-def save_and_remove_older(root: str, tree: Any, *, step: int, comm: Comm) -> None:
+def save_and_remove_all_older(root: str, tree: Any, *, step: int, comm: Comm) -> None:
     """Save a tree under ``root``. Once the checkpoint is complete, remove all older checkpoints there."""
     save(root, tree, step=step, comm=comm)
 
@@ -190,7 +190,7 @@ class Accelerator(accelerate.Accelerator):
             root = os.path.join(folder, SHARDED_FOLDER)
             for model in tree["models"]:
                 take_buffers_of_rank_0(model)
-            save_and_remove_older(root, tree, step=self.step, comm=comm)
+            save_and_remove_all_older(root, tree, step=self.step, comm=comm)
         return folder
 
     def load_state(self, input_dir: str | None = None, load_kwargs: Any = None, **options: Any) -> None:

@@ -12,7 +12,7 @@ from fsharp.huggingface.accelerator import (
     SHARDED_FOLDER,
     Accelerator,
     contains_sharded_module,
-    save_and_remove_older,
+    save_and_remove_all_older,
     take_buffers_of_rank_0,
 )
 from fsharp.stateful.modules.module import ShardedModule
@@ -105,7 +105,7 @@ class Trainer(transformers.Trainer):
             return
         root = os.path.join(output_dir, SHARDED_FOLDER)
         take_buffers_of_rank_0(self.model)
-        save_and_remove_older(root, self._checkpoint_tree(), step=self.state.global_step, comm=self.model.comm)
+        save_and_remove_all_older(root, self._model_and_optimizer(), step=self.state.global_step, comm=self.model.comm)
         if self.args.should_save:
             torch.save(self.lr_scheduler.state_dict(), os.path.join(output_dir, _SCHEDULER_FILE))
             torch.save(ResumeWithThisTrainer(), os.path.join(output_dir, _OPTIMIZER_FILE))
@@ -120,14 +120,14 @@ class Trainer(transformers.Trainer):
                 raise CheckpointError(problem("Trainer.train()", what, remedy=remedy))
             super()._load_optimizer_and_scheduler(checkpoint)
         elif checkpoint is not None and os.path.isdir(root):
-            load(root, self._checkpoint_tree(), comm=self.model.comm)
+            load(root, self._model_and_optimizer(), comm=self.model.comm)
             self.lr_scheduler.load_state_dict(torch.load(os.path.join(checkpoint, _SCHEDULER_FILE), weights_only=True))
         elif checkpoint is not None and os.path.isfile(os.path.join(checkpoint, _OPTIMIZER_FILE)):
             what = f"{checkpoint!r} has the optimizer of a module that was not sharded, which cannot be loaded."
             remedy = f"To begin with a new optimizer and schedule, remove {_OPTIMIZER_FILE} from this folder."
             raise CheckpointError(problem("Trainer.train()", what, remedy=remedy))
 
-    def _checkpoint_tree(self) -> dict[str, Any]:
+    def _model_and_optimizer(self) -> dict[str, Any]:
         return {"model": self.model, "optimizer": self.optimizer.optimizer}
 
 

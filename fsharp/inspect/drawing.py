@@ -69,7 +69,7 @@ def draw(
     all_axes = figure.subplots(len(heights), height_ratios=heights)
     longest = max(each.step_s for each in timelines) or 1.0
     units = timeline.schedule.program.facts
-    coded = [op.spec.coded_nbytes(units[op.unit]) for op in timeline.schedule.ops]
+    coded = [op.spec.nbytes_through_codec(units[op.unit]) for op in timeline.schedule.ops]
     style = _DrawingStyle(_unit_colours(timeline.schedule), longest, longest / (_WIDTH_IN - _MARGIN_IN), has_times, coded)
     for axes, each, name in zip(all_axes, timelines, names):
         axes.set_title(_title_text(each, name, has_times), loc="left", fontsize=10, fontweight="bold", color=_INK)

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 
 from fsharp.errors import ScheduleError, problem
-from fsharp.inspect.fitting_links import bytes_per_second, collective_timestamps, fit_links, nonnegative_least_squares
+from fsharp.inspect.fitting_links import bytes_per_second, collective_timestamps, fit_links_and_casts, nonnegative_least_squares
 from fsharp.stateful.schedule.ops import (
     ACCUMULATE,
     CAST,
@@ -67,11 +67,11 @@ def fit_speeds(
     memory_bandwidth = cast_nbytes / cast_s if cast_s and cast_nbytes else math.inf
     codec_bandwidth = _codec_bandwidth(schedule, rows, in_flight, host_speed)
     for run in op_positions_by_bucket(schedule.ops):
-        coded = sum(schedule.ops[i].spec.coded_nbytes(facts[schedule.ops[i].unit]) for i in run)
+        coded = sum(schedule.ops[i].spec.nbytes_through_codec(facts[schedule.ops[i].unit]) for i in run)
         if coded and run[0] in taken_alone:  # the op also decodes and encodes between its two collectives
             own_s = coded / codec_bandwidth
             taken_alone[run[0]] = [(queued, max(after - own_s, 0.0)) for queued, after in taken_alone[run[0]]]
-    links, cast_bandwidth = fit_links(schedule, taken_alone)
+    links, cast_bandwidth = fit_links_and_casts(schedule, taken_alone)
     return {
         "compute": median_times_by_unit(host.compute),
         "latency": {link: latency for link, (latency, _) in links.items()} or 0.0,
@@ -273,7 +273,7 @@ def _codec_bandwidth(schedule: Schedule, rows: Iterable[TraceRow], in_flight: "I
         op = schedule.ops[i]
         if kind == op.kind and op.spec.cost == "code" and not op.spec.may_wait:
             taken.setdefault(i, []).append(in_flight.seconds_at_full_speed((start, stop), host_speed))
-    coded = sum(schedule.ops[i].spec.coded_nbytes(schedule.program.facts[schedule.ops[i].unit]) for i in taken)
+    coded = sum(schedule.ops[i].spec.nbytes_through_codec(schedule.program.facts[schedule.ops[i].unit]) for i in taken)
     seconds = sum(map(median, taken.values()))
     return coded / seconds if seconds and coded else math.inf
 

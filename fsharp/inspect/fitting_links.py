@@ -97,11 +97,11 @@ _Links = dict[Link, tuple[float, float]]
 """Latency and bandwidth of each link."""
 
 
-def fit_links(schedule: Schedule, taken: Mapping[int, Sequence[tuple[float, float]]]) -> tuple[_Links, float]:
+def fit_links_and_casts(schedule: Schedule, taken: Mapping[int, Sequence[tuple[float, float]]]) -> tuple[_Links, float]:
     """Return ``(latency, bandwidth)`` of each link, and the bandwidth of casts, by fits that are repeated until stable."""
-    found = _solve_links(_fit_points(schedule, taken, None))
+    found = _solve_links_and_casts(_fit_points(schedule, taken, None))
     for _ in range(_MAX_FIT_ROUNDS):
-        again = _solve_links(
+        again = _solve_links_and_casts(
             _fit_points(schedule, taken, {link: latency for link, (latency, _) in found[0].items()}), fallback=found
         )
         if again == found:
@@ -110,12 +110,12 @@ def fit_links(schedule: Schedule, taken: Mapping[int, Sequence[tuple[float, floa
     return found
 
 
-def _solve_links(points: Sequence[_FitPoint], fallback: tuple[_Links, float] | None = None) -> tuple[_Links, float]:
+def _solve_links_and_casts(points: Sequence[_FitPoint], fallback: tuple[_Links, float] | None = None) -> tuple[_Links, float]:
     links = sorted({link for point in points for link in point.sent})
     has_casts = any(point.cast for point in points)
     for names in ({link: link for link in links}, {link: (link[0], "") for link in links}):  # else one number for all axes
         for with_casts in (True, False) if has_casts else (False,):  # else casts are a part of the bandwidths
-            found = _least_squares(points, names, with_casts=with_casts)
+            found = _fit_links_and_casts(points, names, with_casts=with_casts)
             if found is not None:
                 return {link: found[0][names[link]] for link in links}, found[1]
     if fallback is not None:
@@ -127,7 +127,9 @@ def _solve_links(points: Sequence[_FitPoint], fallback: tuple[_Links, float] | N
     raise ScheduleError(problem("Hardware.fit()", what, rows, remedy))
 
 
-def _least_squares(points: Sequence[_FitPoint], names: Mapping[Link, Link], *, with_casts: bool) -> tuple[_Links, float] | None:
+def _fit_links_and_casts(
+    points: Sequence[_FitPoint], names: Mapping[Link, Link], *, with_casts: bool
+) -> tuple[_Links, float] | None:
     """Return the ``(latency, bandwidth)`` that fits best for each of ``names``, and the bandwidth of casts.
 
     Without ``with_casts`` casts take no time. None if the points do not determine the numbers.

@@ -279,19 +279,19 @@ class Hardware:
 
     def latency_s(self, links: Iterable[Link]) -> float:
         """Return the sum of the latencies, in seconds, of ``links``: pairs of a collective and an axis."""
-        halves = [half for link in links for half in self._decompose_collective(link)]
+        halves = [half for link in links for half in self._split_all_reduce(link)]
         return sum(value_of_link(self.latency, half, "latency") for half in halves)
 
     def _seconds_per_byte(self, link: Link) -> float:
         """Return the seconds for each byte that a rank sends in the collective of ``link``, along its axis.
 
-        If the collective counts as two collectives (:meth:`_decompose_collective`), the result is the mean over the two, of
+        If the collective counts as two collectives (:meth:`_split_all_reduce`), the result is the mean over the two, of
         which each sends half of the bytes.
         """
-        halves = self._decompose_collective(link)
+        halves = self._split_all_reduce(link)
         return sum(1 / value_of_link(self.bandwidth, half, "bandwidth") for half in halves) / len(halves)
 
-    def _decompose_collective(self, link: Link) -> tuple[Link, ...]:
+    def _split_all_reduce(self, link: Link) -> tuple[Link, ...]:
         """Return the collectives whose times make up the time of ``link``.
 
         For most links the only one is ``link``. An ``all_reduce`` without bandwidth and latency of its own counts as a
@@ -322,7 +322,7 @@ def predict(schedule: Schedule, hardware: Hardware) -> Timeline:
         if any(not 0 <= j < len(schedule.ops) for j in op.after):
             raise ScheduleError(f"predict(): op {i}, {op}, waits for {op.after}, and there are {len(schedule.ops)} ops.")
     speeds = hardware.contended_speeds
-    costs = _bucket_costs(schedule, hardware)
+    costs = _costs_of_all_ops(schedule, hardware)
     return Simulation(schedule, costs, synchronous_host=hardware.synchronous_host, speeds=speeds).steady_step()
 
 
@@ -339,7 +339,7 @@ def compute_times(hardware: Hardware, units: Sequence[str]) -> dict[str, tuple[f
     return {unit: (given[0], given[1], given[-1] if len(given) == 3 else given[0]) for unit, given in times.items()}
 
 
-def _bucket_costs(schedule: Schedule, hardware: Hardware) -> list[BucketCost]:
+def _costs_of_all_ops(schedule: Schedule, hardware: Hardware) -> list[BucketCost]:
     """Return the costs of all ops of a schedule, in order: one for each bucket, and for each op outside of buckets."""
     facts = schedule.program.facts
     times = compute_times(hardware, list(dict.fromkeys(op.unit for op in schedule.ops if op.spec.cost == "compute")))
@@ -362,7 +362,7 @@ def _bucket_costs(schedule: Schedule, hardware: Hardware) -> list[BucketCost]:
 
 
 def _bucket_seconds(ops: Sequence[Op], facts: Mapping[str, UnitFacts], hardware: Hardware) -> float:
-    coded_s = sum(op.spec.coded_nbytes(facts[op.unit]) for op in ops) / hardware.codec_bandwidth
+    coded_s = sum(op.spec.nbytes_through_codec(facts[op.unit]) for op in ops) / hardware.codec_bandwidth
     coded_s += sum(op.spec.nbytes_cast_in_sums(facts[op.unit]) for op in ops) / hardware.cast_bandwidth
     match ops[0].spec.cost:
         case "":

@@ -64,11 +64,11 @@ class LeafSharding:
     @property
     def spec(self) -> P | None:
         """``P(axes)`` if each rank holds an equal block of rows, in order; ``P()`` if each rank holds the leaf; else None."""
-        if self.leaf.numel == 0 or self._word_by_differing_axis or not self.place.sharded_axes or not self.shape:
+        if self.leaf.numel == 0 or self._partial_or_varying_words or not self.place.sharded_axes or not self.shape:
             return P() if self.is_fully_replicated else None
         parts, numel, offset = self._num_parts, self.leaf.numel, self.leaf.offset
         # The first part ends after one block, and so does every other one if parts are as long as blocks.
-        shift = self._part_size - numel // parts
+        shift = self._buffer_size - numel // parts
         in_blocks = parts == 1 or (shift == offset and (parts == 2 or offset == 0))
         return P(self.place.sharded_axes) if self.shape[0] % parts == 0 and in_blocks else None
 
@@ -82,7 +82,7 @@ class LeafSharding:
     @property
     def is_fully_replicated(self) -> bool:
         """Whether each rank holds the whole leaf, with equal values."""
-        return self.leaf.numel == 0 or (self._num_parts == 1 and not self._word_by_differing_axis)
+        return self.leaf.numel == 0 or (self._num_parts == 1 and not self._partial_or_varying_words)
 
     @api_boundary
     def elements(self, rank: int) -> tuple[int, int]:
@@ -94,7 +94,7 @@ class LeafSharding:
         return self.unit.leaf_range_on_rank(self.leaf, self.place, rank)
 
     @property
-    def _word_by_differing_axis(self) -> dict[str, str]:
+    def _partial_or_varying_words(self) -> dict[str, str]:
         """The axes along which ranks have different values; for each axis a word for these values, such as "summands"."""
         found = dict.fromkeys(self.place.partial_axes, "summands") | dict.fromkeys(self.place.varying_axes, "own values")
         return {axis: what for axis, what in found.items() if self.mesh.axis_size(axis) > 1}
@@ -104,25 +104,25 @@ class LeafSharding:
         return math.prod(self.mesh.axis_size(axis) for axis in self.place.sharded_axes)
 
     @property
-    def _part_size(self) -> int:
+    def _buffer_size(self) -> int:
         return self.unit.local_size(self.leaf.group, self.place)
 
     @property
-    def _part_range(self) -> range:
+    def _leaf_parts(self) -> range:
         """Indices of the parts of the buffer that contain elements of the leaf. A part is what one rank holds."""
         if self.leaf.numel == 0:
             return range(0)
-        return range(self.leaf.offset // self._part_size, (self.leaf.offset + self.leaf.numel - 1) // self._part_size + 1)
+        return range(self.leaf.offset // self._buffer_size, (self.leaf.offset + self.leaf.numel - 1) // self._buffer_size + 1)
 
     @property
     def _mask_of_holding_ranks(self) -> torch.Tensor:
         """A mask of the ranks that hold elements of the leaf, bool[ranks]."""
-        part = _part_of_each_rank(self.mesh, self.place)
-        return (part >= self._part_range.start) & (part < self._part_range.stop)
+        part = _part_index_by_rank(self.mesh, self.place)
+        return (part >= self._leaf_parts.start) & (part < self._leaf_parts.stop)
 
     def _elements_in_part(self, part: int) -> tuple[int, int]:
-        start = part * self._part_size - self.leaf.offset
-        return max(0, start), min(self.leaf.numel, start + self._part_size)
+        start = part * self._buffer_size - self.leaf.offset
+        return max(0, start), min(self.leaf.numel, start + self._buffer_size)
 
     def _rows_text(self, part: int) -> str:
         first, last = self._elements_in_part(part)
@@ -136,14 +136,14 @@ class LeafSharding:
     def _shard_size_text(self) -> str:
         if self.shard_shape is not None:
             return str(list(self.shard_shape))
-        sizes = [last - first for first, last in map(self._elements_in_part, {*self._part_range[:2], *self._part_range[-1:]})]
-        least = min(sizes) if len(self._part_range) == self._num_parts else 0
+        sizes = [last - first for first, last in map(self._elements_in_part, {*self._leaf_parts[:2], *self._leaf_parts[-1:]})]
+        least = min(sizes) if len(self._leaf_parts) == self._num_parts else 0
         return f"{least:,} to {max(sizes):,} elements" if least < max(sizes) else f"{least:,} elements"
 
     def _notes(self) -> Iterator[str]:
         if self.path != self.unit.path_in_tree(self.leaf):
             yield f"tied to {self.unit.path_in_tree(self.leaf)!r}, where it is stored"
-        for axis, what in self._word_by_differing_axis.items():
+        for axis, what in self._partial_or_varying_words.items():
             yield f"each rank along {axis} has {'a summand' if what == 'summands' else 'values of its own'}"
         if self.leaf.numel == 0:
             yield "it has no elements"
@@ -151,9 +151,9 @@ class LeafSharding:
             yield f"nothing of it on {_ranks_text(~self._mask_of_holding_ranks)}"
 
     def __str__(self) -> str:
-        parts = _part_of_each_rank(self.mesh, self.place)
-        half, left_out = _MAX_BOXES // 2, len(self._part_range) - _MAX_BOXES
-        shown = [*self._part_range[:half], *self._part_range[-half:]] if left_out > 0 else self._part_range
+        parts = _part_index_by_rank(self.mesh, self.place)
+        half, left_out = _MAX_BOXES // 2, len(self._leaf_parts) - _MAX_BOXES
+        shown = [*self._leaf_parts[:half], *self._leaf_parts[-half:]] if left_out > 0 else self._leaf_parts
         rows = [(self._rows_text(part), _ranks_text(parts == part)) for part in shown]
         if left_out > 0:
             rows.insert(half, ("⋮", f"{left_out:,} more"))
@@ -206,13 +206,13 @@ class TreeSharding:
     def __str__(self) -> str:
         size = self.layout.mesh.size
         cells = min(size, _MAX_CELLS)
-        named = list(self._named_rows())
+        named = list(self._unit_and_leaf_rows())
         rows = [(f"{'leaf':12}", "shape", "spec", "on a rank", f"ranks 0 to {size - 1:,}" if size > 1 else "rank 0")]
         for name, leaf in named[:_MAX_ROWS]:
             if leaf is None:
                 rows.append((name, "", "", "", ""))
             else:
-                spec = str(leaf.spec) if leaf.spec is not None else next(iter(leaf._word_by_differing_axis.values()), "None")
+                spec = str(leaf.spec) if leaf.spec is not None else next(iter(leaf._partial_or_varying_words.values()), "None")
                 holds = leaf._mask_of_holding_ranks.tensor_split(cells)
                 shown = "".join("█" if cell.any() else "·" for cell in holds)
                 rows.append((name, tensor_text(leaf.leaf), spec, leaf._shard_size_text, shown))
@@ -222,13 +222,13 @@ class TreeSharding:
         return "\n".join(
             [
                 f"Sharding of {self.place} on {self.layout.mesh}",
-                *align_columns([(_truncate_text(row[0], max(room, 12)), *row[1:]) for row in rows], lines_above={1}),
+                *align_columns([(_truncate_middle(row[0], max(room, 12)), *row[1:]) for row in rows], lines_above={1}),
                 *([f"and {left_out:,} rows more; sharding(layout)[path] is one leaf"] if left_out else []),
                 f"a cell is {per_cell} rank{'s' * (size > cells)}: █ with some of the leaf, · with nothing of it",
             ]
         )
 
-    def _named_rows(self) -> Iterator[tuple[str, LeafSharding | None]]:
+    def _unit_and_leaf_rows(self) -> Iterator[tuple[str, LeafSharding | None]]:
         """Yield rows of the table: titles of units with several leaves, and leaves. Consecutive equal units are shown once."""
         for title, alike in runs_of_alike_units(self.layout.units):
             unit = alike[0]
@@ -274,7 +274,7 @@ def sharding(layout: Layout, place: PlaceName = "params") -> TreeSharding:
 
 
 @lru_cache(maxsize=64)
-def _part_of_each_rank(mesh: Mesh, place: Place) -> torch.Tensor:
+def _part_index_by_rank(mesh: Mesh, place: Place) -> torch.Tensor:
     """Return, as int64[ranks], the index of the part of a buffer that each rank holds."""
     return torch.tensor([mesh.index_along(place.sharded_axes, rank) for rank in range(mesh.size)])
 
@@ -289,7 +289,7 @@ def _ranks_text(chosen: torch.Tensor) -> str:
     return f"rank{'s' * (len(ranks) > 1)} {', '.join(texts)}"
 
 
-def _truncate_text(text: str, width: int) -> str:
+def _truncate_middle(text: str, width: int) -> str:
     if len(text) <= width:
         return text
     return f"{text[: width // 2]}…{text[len(text) - (width - width // 2 - 1) :]}"
@@ -317,11 +317,11 @@ def draw_sharding(layout: Layout, path: str | PathLike[str], *, unit: str | None
         from matplotlib.ticker import EngFormatter
     except ImportError as error:
         raise LayoutError("draw_sharding(): matplotlib is missing: pip install 'fsharp[train]', or matplotlib.") from error
-    chosen = max(layout.units, key=_num_elements) if unit is None else layout[unit]
+    chosen = max(layout.units, key=_padded_numel) if unit is None else layout[unit]
     size = layout.mesh.size
     if size > _MAX_RANKS:
         raise LayoutError(f"draw_sharding(): {size} ranks, expected at most {_MAX_RANKS}. Plan for fewer ranks.")
-    if not _num_elements(chosen):
+    if not _padded_numel(chosen):
         raise LayoutError(f"draw_sharding(): unit {chosen.name!r} has no parameters.")
     figure = Figure(figsize=(_WIDTH_IN, 1.7 + _ROW_IN * size), dpi=_DPI, layout="constrained")
     figure.suptitle(f"{chosen.name or '(root)'} on {layout.mesh}", fontsize=11, color=_INK)
@@ -332,7 +332,7 @@ def draw_sharding(layout: Layout, path: str | PathLike[str], *, unit: str | None
         _draw_place(axes, chosen, place, is_trained=title != "parameters")
         axes.set_title(f"{title}: {', '.join(f'{a} {place[a].name.lower()}' for a in place.order)}", fontsize=9, color=_INK)
         axes.set_yticks(range(size), [f"rank {rank}" for rank in range(size)], fontsize=8)
-        axes.set_xlim(0, _num_elements(chosen) * (1 + _GROUP_GAP * (len(chosen.groups) - 1)))
+        axes.set_xlim(0, _padded_numel(chosen) * (1 + _GROUP_GAP * (len(chosen.groups) - 1)))
         axes.set_xlabel("elements of the flat buffers", fontsize=8)
         axes.xaxis.set_major_formatter(EngFormatter())
         axes.tick_params(axis="x", labelsize=8)
@@ -347,7 +347,7 @@ def draw_sharding(layout: Layout, path: str | PathLike[str], *, unit: str | None
     figure.savefig(path)
 
 
-def _num_elements(unit: UnitLayout) -> int:
+def _padded_numel(unit: UnitLayout) -> int:
     return sum(group.size for group in unit.groups)
 
 
@@ -372,4 +372,4 @@ def _draw_place(axes, unit: UnitLayout, place: Place, *, is_trained: bool) -> No
                 colour = colours[numbers[span.leaf.path] % len(colours)]
                 width = span.stop - span.start
                 axes.barh(rank, width, left=start + span.start, height=0.7, color=[colour], alpha=alpha, label=label)
-        x += group.size + _GROUP_GAP * _num_elements(unit)
+        x += group.size + _GROUP_GAP * _padded_numel(unit)

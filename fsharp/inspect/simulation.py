@@ -126,7 +126,7 @@ class Simulation:
             return works_s
         both_s = busy / sending_speed if sending_speed else math.inf  # seconds if the host worked throughout
         works_s = works_s / host_speed if works_s <= both_s * host_speed else works_s + both_s * (1 - host_speed)
-        later = partial(_delayed_time, since, works_s, sending_speed)
+        later = partial(_event_time_under_slowdown, since, works_s, sending_speed)
         self.carried = {j: (later(began), later(ended)) for j, (began, ended) in self.carried.items()}
         self.in_flight = [i for i in self.in_flight if self.times[i][1] > since]
         self.times |= {i: (later(self.times[i][0]), later(self.times[i][1])) for i in self.in_flight}
@@ -154,7 +154,7 @@ class Simulation:
         return Timeline(self.schedule, tuple(self.spans), end), result
 
 
-def _delayed_time(start: float, seconds: float, speed: float, at: float) -> float:
+def _event_time_under_slowdown(start: float, seconds: float, speed: float, at: float) -> float:
     """Return the time of an event that would happen at the time ``at`` if all work ran at full speed. Times are in seconds.
 
     From the time ``start`` on, for ``seconds`` seconds, work runs at the fraction ``speed`` of full speed.

@@ -34,7 +34,7 @@ def table(schedule: Schedule) -> str:
                 op.stream,
                 ", ".join(f"{m.start:,} to {m.stop:,}" for m in (op.memory, op.opens) if m),
                 nbytes_text(sum(call.nbytes for call in calls)) if calls else "",
-                nbytes_text(coded) if (coded := op.spec.coded_nbytes(facts[op.unit])) else "",
+                nbytes_text(coded) if (coded := op.spec.nbytes_through_codec(facts[op.unit])) else "",
                 ", ".join(f"{j}'" if j >= i else str(j) for j in op.after),
             )
         )

@@ -52,10 +52,10 @@ def as_torch(fn: Callable[..., Any]) -> Callable[..., Any]:
     ``fn``. Autograd saves the arguments as for a torch function. So a unit's parameters among them are released after the
     forward, and gathered again for the backward. Higher derivatives compute the function again.
     """
-    return _TensorFunction(fn)
+    return _JaxFunctionOfTensors(fn)
 
 
-class _TensorFunction:
+class _JaxFunctionOfTensors:
     """A JAX function of tensors, with its compiled programs. A pickle holds only the function, or its name in its module."""
 
     def __init__(self, fn: Callable[..., Any]) -> None:
@@ -69,7 +69,7 @@ class _TensorFunction:
         for part in name.split("."):
             found = getattr(found, part, None)
         # A decorated function is found under its name in its module: pickle the name.
-        return name if found is self and module != "__main__" else (_TensorFunction, (self._fn,))
+        return name if found is self and module != "__main__" else (_JaxFunctionOfTensors, (self._fn,))
 
     def __get__(self, instance: Any, owner: Any = None) -> Any:
         return self if instance is None else MethodType(self, instance)
@@ -144,7 +144,7 @@ class _CallRecord:
         self.structure: Any = None
         self.residuals: _VjpResiduals | None = None
 
-    def keep_results(self, out: Any, residuals: "_VjpResiduals | None") -> list[Any]:
+    def keep_structure_and_residuals(self, out: Any, residuals: "_VjpResiduals | None") -> list[Any]:
         """Keep the structure of the results, and the residuals. Return the leaves of the results."""
         leaves, self.structure = jax.tree.flatten(out)
         self.residuals = residuals
@@ -203,7 +203,7 @@ class _CompiledFunction:
         else:
             out, residuals = self._run_and_keep(record.wanted, *arrays)
         jax.block_until_ready((out, residuals))  # XLA reads the arguments, which may be freed after the call
-        leaves = record.keep_results(out, residuals)
+        leaves = record.keep_structure_and_residuals(out, residuals)
         taken = {x.data_ptr() for x in tensors}
         result = []
         for x in map(as_torch_tensor, leaves):

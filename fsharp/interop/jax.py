@@ -68,7 +68,7 @@ def to_jax(tree: Any, layout: Layout, *, devices: Sequence[Any] | None = None) -
     the tensors unchanged.
     """
     check_not_forked("to_jax()")
-    mesh, here = _jax_mesh_and_devices(layout, devices)
+    mesh, here = _jax_mesh_and_local_devices(layout, devices)
     trees = [tree] if len(here) == 1 else list(tree) if isinstance(tree, list | tuple) else []
     if len(trees) != len(here):
         raise TreeError(
@@ -82,7 +82,7 @@ def to_jax(tree: Any, layout: Layout, *, devices: Sequence[Any] | None = None) -
         return nodes[0].replace([_global_buffer(nodes, i, mesh, here) for i in range(len(nodes[0].groups))])
 
     for each in trees:
-        _check_units("to_jax()", each, layout, torch.Tensor)
+        _check_unit_buffer_types("to_jax()", each, layout, torch.Tensor)
     return map_units(to_global_arrays, *trees)
 
 
@@ -131,8 +131,8 @@ def from_jax(tree: Any, layout: Layout, *, devices: Sequence[Any] | None = None,
     Cost: a copy of this rank's part, or none.
     """
     check_not_forked("from_jax()")
-    mesh, here = _jax_mesh_and_devices(layout, devices)
-    _check_units("from_jax()", tree, layout, jax.Array)
+    mesh, here = _jax_mesh_and_local_devices(layout, devices)
+    _check_unit_buffer_types("from_jax()", tree, layout, jax.Array)
 
     def to_local_tensors(device: Any, node: Any) -> Any:
         if not is_sharded(node):
@@ -170,7 +170,7 @@ def shardings(layout: Layout, place: PlaceName = "params", *, devices: Sequence[
         place: ``"params"``, ``"grads"``, ``"optim"``, ``"full"``, or a :class:`~fsharp.layouts.Place`.
         devices: the device of each rank, as for :func:`to_jax`; a LayoutError if there are fewer than ranks.
     """
-    mesh, _ = _jax_mesh_and_devices(layout, devices)
+    mesh, _ = _jax_mesh_and_local_devices(layout, devices)
 
     def shardings_of_unit(unit: UnitLayout) -> Sharded:
         node = Sharded([None] * len(unit.groups), unit, resolve_place(unit, place))
@@ -200,7 +200,7 @@ def unflatten(tree: Any) -> Any:
     return map_units(build_subtree, tree)
 
 
-def _jax_mesh_and_devices(layout: Layout, devices: Sequence[Any] | None) -> tuple[Mesh, list[Any]]:
+def _jax_mesh_and_local_devices(layout: Layout, devices: Sequence[Any] | None) -> tuple[Mesh, list[Any]]:
     """Return JAX's mesh, and the devices of this process in it, in order of rank."""
     found, size = list(jax.devices() if devices is None else devices)[: layout.mesh.size], layout.mesh.size
     here = [device for device in found if device.process_index == jax.process_index()]
@@ -222,7 +222,7 @@ def _global_shape_and_sharding(node: Sharded, i: int, mesh: Mesh) -> tuple[tuple
     return shape, NamedSharding(mesh, PartitionSpec(*own, node.place.sharded_axes or None))
 
 
-def _check_units(where: str, tree: Any, layout: Layout, kind: type) -> None:
+def _check_unit_buffer_types(where: str, tree: Any, layout: Layout, kind: type) -> None:
     nodes = units_of(tree)
     if not nodes:
         raise TreeError(f"{where}: no Sharded in the tree. to_arrays() and to_tensors() convert trees of leaves.")

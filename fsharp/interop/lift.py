@@ -149,7 +149,7 @@ class LocalJaxprRun:
         first, last = (part.first, part.last) if part.axes else (0, size)
         if isinstance(value, ArrayShard) and math.prod(value.shape) == size:
             return value.elements
-        array = _whole_array(value) if isinstance(value, ArrayShard) else _scalar_if_splat(value)
+        array = _as_dense_array(value) if isinstance(value, ArrayShard) else _scalar_if_splat(value)
         if jnp.ndim(array) == 0:
             return jnp.broadcast_to(array, (last - first,))
         return jnp.reshape(array if jnp.size(array) == size else jnp.broadcast_to(array, shape), (-1,))[first:last]
@@ -208,7 +208,7 @@ class LocalJaxprRun:
             left, right = (self.elements(value, leaf, value.shape).astype(out.dtype) for value in values)
             return [self._reduce_over_ranks("reduce_sum", leaf, left * right, out, at)]
         if not part.axes:  # all of it is here
-            found = _bind_equation(equation, [_whole_array(value) for value in values])
+            found = _bind_equation(equation, [_as_dense_array(value) for value in values])
             return [ArrayShard(leaf, jnp.reshape(x, (-1,)), x.shape) for x in found] if part.is_varying else found
         known = [self._as_replicated_if_possible(value, (*at, -1 - i)) for i, value in enumerate(values)]
         if not any(isinstance(value, ArrayShard) for value in known):
@@ -225,7 +225,7 @@ class LocalJaxprRun:
         if not isinstance(value, ArrayShard) or self.leaves[value.leaf].is_varying:
             return value
         if not self.leaves[value.leaf].axes:
-            return _whole_array(value)
+            return _as_dense_array(value)
         if math.prod(value.shape) != 1 or not _is_combinable_over_ranks(_ONE_ELEMENT, value.elements.dtype):
             return value
         out = ShapeDtypeStruct(value.shape, value.elements.dtype)
@@ -272,7 +272,7 @@ class LocalJaxprRun:
                 Splat(each, shape)
                 for each, shape in zip(_bind_equation(equation, map(_scalar_if_splat, values)), shapes, strict=True)
             ]
-        return _bind_equation(equation, [_whole_array(value) for value in values])
+        return _bind_equation(equation, [_as_dense_array(value) for value in values])
 
     def _reduce_over_ranks(self, name: str, leaf: int, elements: Any, out: Any, at: EquationKey) -> Any:
         """Return the reduction ``name``, such as ``"reduce_sum"``, of a leaf over ranks, shaped and typed as ``out``.
@@ -321,7 +321,7 @@ class LocalJaxprRun:
         elif all(jnp.ndim(_scalar_if_splat(case)) == 0 for case in cases):
             cases = [_scalar_if_splat(case) for case in cases]
         else:
-            cases, shape = [_whole_array(case) for case in cases], None
+            cases, shape = [_as_dense_array(case) for case in cases], None
         result = cases[-1]
         for k in reversed(range(len(cases) - 1)):
             result = jnp.where(index <= k, cases[k], result)
@@ -347,7 +347,7 @@ def _scalar_if_splat(value: Any) -> Any:
     return value.scalar if isinstance(value, Splat) else value
 
 
-def _whole_array(value: Any) -> Any:
+def _as_dense_array(value: Any) -> Any:
     """Return ``value``, whose elements are all on this rank, as an array of its whole shape."""
     if isinstance(value, ArrayShard):
         return jnp.reshape(value.elements, value.shape)

@@ -58,9 +58,9 @@ def make_functional(model: Any, variables: Any = None) -> tuple[Callable[..., An
 
     def call(tree: Any, *args: Any, **keywords: Any) -> Any:
         module = nnx.merge(graph, to_arrays(tree, variables), others, copy=True)
-        before = _leaves_by_name(nnx.state(module))
+        before = _leaves_by_keypath(nnx.state(module))
         out = module(*args, **keywords)
-        after = _leaves_by_name(nnx.state(module))  # collections that the call has added, such as intermediates, are dropped
+        after = _leaves_by_keypath(nnx.state(module))  # collections that the call has added, such as intermediates, are dropped
         for name, leaf in before.items():
             if after.get(name) is not leaf:
                 raise TreeError(
@@ -106,7 +106,7 @@ def to_tensors(tree: Any) -> Any:
     Cost: a copy of each parameter.
     """
     check_not_forked("to_tensors()")
-    arrays = {name: leaf for name, leaf in _leaves_by_name(tree).items() if _is_parameter(leaf)}
+    arrays = {name: leaf for name, leaf in _leaves_by_keypath(tree).items() if _is_parameter(leaf)}
     if not arrays:
         raise TreeError(f"to_tensors(): a {type(tree).__name__} without arrays of floating dtype.")
     tensors = {name: _copy_as_tensor(name, leaf) for name, leaf in arrays.items()}
@@ -129,7 +129,7 @@ def to_arrays(tree: Any, like: Any) -> Any:
     Raises:
         TreeError: a parameter is missing, has another shape, or is not in ``like``.
     """
-    left, leaves = _leaves_by_name(tree), _leaves_by_name(like)
+    left, leaves = _leaves_by_keypath(tree), _leaves_by_keypath(like)
     for name, leaf in leaves.items():
         if not (_is_parameter(leaf) or (name in left and _is_array_of_numbers(leaf))):
             continue
@@ -147,7 +147,7 @@ def to_arrays(tree: Any, like: Any) -> Any:
     return jax.tree.unflatten(jax.tree.structure(like), leaves.values())
 
 
-def _leaves_by_name(tree: Any) -> dict[ParameterName, Any]:
+def _leaves_by_keypath(tree: Any) -> dict[ParameterName, Any]:
     found, rows = {}, jax.tree_util.tree_flatten_with_path(tree)[0]
     num_leaves = Counter(path[:i] for path, _ in rows for i in range(len(path)))
     for path, leaf in rows:

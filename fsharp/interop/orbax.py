@@ -28,7 +28,7 @@ _MOST_LEVELS = 300
 """Most levels of a tree that is written: Orbax can write 400, and then cannot read them."""
 
 
-class _Source(NamedTuple):
+class _OrbaxSlice(NamedTuple):
     """The array in the Orbax checkpoint from which a tensor is read: a whole leaf, or its slice ``layer`` along ``dim``."""
 
     leaf: str
@@ -78,7 +78,7 @@ def from_orbax(
     """
     source, where = os.path.abspath(folder), "from_orbax()"
     config = checked_config(where, step, config)
-    trees = _metadata_by_item(source)
+    trees = _metadata_of_each_pytree(source)
     first_key = 1 if len(trees) == 1 else 0
     paths, structure = jax.tree_util.tree_flatten_with_path(trees)
     leaves = {jax.tree_util.keystr(path[first_key:], simple=True, separator="."): leaf for path, leaf in paths}
@@ -182,7 +182,7 @@ def to_orbax(
     _call_orbax(target, lambda: ocp.save(target, tree[""] if is_one_array else _dicts_as_lists(tree)))
 
 
-def _metadata_by_item(folder: str) -> dict[str, Any]:
+def _metadata_of_each_pytree(folder: str) -> dict[str, Any]:
     """Return the metadata of each pytree in a checkpoint, by the name that Orbax loads it by."""
 
     def items() -> Any:
@@ -217,14 +217,14 @@ def _call_orbax(folder: str, call: Callable[[], Any]) -> Any:
         raise CheckpointError(f"{folder}: Orbax says {type(error).__name__}: {lines[0]:.300}") from error
 
 
-def _sources(where: str, shapes: Mapping[str, tuple[int, ...]], unstack: Mapping[str, int]) -> dict[str, _Source]:
+def _sources(where: str, shapes: Mapping[str, tuple[int, ...]], unstack: Mapping[str, int]) -> dict[str, _OrbaxSlice]:
     """Return, by name, the source of each tensor to write, given the shapes of the leaves, and the subtrees to ``unstack``."""
-    found = dict[str, _Source]()
+    found = dict[str, _OrbaxSlice]()
     first_leaf = dict[str, str]()
     for name, shape in shapes.items():
         paths = [path for path in unstack if f"{name}.".startswith(f"{path}.")]
         if not paths:
-            found[name] = _Source(name)
+            found[name] = _OrbaxSlice(name)
             continue
         path, dim = paths[0], unstack[paths[0]]
         first = first_leaf.setdefault(path, name)
@@ -240,7 +240,7 @@ def _sources(where: str, shapes: Mapping[str, tuple[int, ...]], unstack: Mapping
             new = f"{path}.{i}{name.removeprefix(path)}"
             if new in shapes:
                 raise CheckpointError(f"{where}: layer {i} of {name!r} would have the name {new!r}, which another array has.")
-            found[new] = _Source(name, dim, i)
+            found[new] = _OrbaxSlice(name, dim, i)
     if absent := [path for path in unstack if path not in first_leaf]:
         raise CheckpointError(f"{where}: unstack names {absent[0]!r}, which has no arrays. Arrays: {list(shapes)[:8]}.")
     return found

@@ -222,7 +222,7 @@ class CompiledTransformation:
     def init(self, params: Any, comm: Comm) -> tuple[list[Any], list[Any]]:
         """Return a new state in two lists: state trees, as trees of buffers, and all other arrays, such as a count."""
         flats, plain = self._run_in_rounds("init", [_local_shards_as_arrays(params)], [], comm)
-        return [_tree_like(params, each) for each in flats], plain
+        return [_tensor_tree_like(params, each) for each in flats], plain
 
     def update(
         self, grads: Any, buffers: Sequence[Any], params: Any, plain: Sequence[Any], extra: Sequence[Any], comm: Comm
@@ -232,7 +232,7 @@ class CompiledTransformation:
         grads = map_units(lambda node: node.replace([buffer.clone() for buffer in node.buffers]), grads)
         flats = [_local_shards_as_arrays(grads), _local_shards_as_arrays(params), *map(_local_shards_as_arrays, buffers)]
         (updates, *after), new = self._run_in_rounds("update", flats, [*plain, *extra], comm)
-        return _tree_like(grads, updates), [_tree_like(params, each) for each in after], new
+        return _tensor_tree_like(grads, updates), [_tensor_tree_like(params, each) for each in after], new
 
     def _run_in_rounds(self, kind: str, flats: Sequence[Sequence[Any]], plain: Sequence[Any], comm: Comm) -> Any:
         """Return the results of the jaxpr of ``kind``, ``"init"`` or ``"update"``.
@@ -284,7 +284,7 @@ class CompiledTransformation:
         if lifted.pending:
             return [None if is_common_only and reduction.axes else value for reduction, value in lifted.pending.values()]
         assert not any(value is PENDING for value in out)
-        trees, others = self._split_results(kind, out, lifted)
+        trees, others = self._split_updates_and_state(kind, out, lifted)
         if is_common_only:
             trees = [[x if common else None for x, common in zip(tree, self._is_common, strict=True)] for tree in trees]
         return trees, others
@@ -303,7 +303,7 @@ class CompiledTransformation:
         state = [next(numbers) if x is None else part(x[0], buffers[x[1]])._replace(shape=like.shape) for x, like in rows]
         return [*(part(leaf, grads) for leaf in everything), *state, *(part(leaf, params) for leaf in everything), *numbers]
 
-    def _split_results(self, kind: str, out: Sequence[Any], lifted: LocalJaxprRun) -> Any:
+    def _split_updates_and_state(self, kind: str, out: Sequence[Any], lifted: LocalJaxprRun) -> Any:
         updates = [] if kind == "init" else [dict(enumerate(out[: len(self._parts)]))]
         state = out[len(updates) and len(self._parts) :]
         trees: list[dict[int, Any]] = [{} for _ in self.traced.tree_dtypes]
@@ -426,7 +426,7 @@ def _local_shards_as_arrays(tree: Any) -> list[Any]:
     return [as_jax_array(buffer) for node in units_of(tree) for buffer in node.buffers]
 
 
-def _tree_like(tree: Any, arrays: Sequence[Any]) -> Any:
+def _tensor_tree_like(tree: Any, arrays: Sequence[Any]) -> Any:
     rest = iter(arrays)
     return map_units(lambda node: node.replace([as_torch_tensor(next(rest)).to(b.device) for b in node.buffers]), tree)
 

@@ -260,7 +260,7 @@ class Choice:
             raise ScheduleError(problem("Choice.pick()", what, known, "Pass the names of a row of the table."))
         option, chosen, arguments = found
         changed = replace(self, layout=option.layout, policy=chosen, made_by=option.made_by, _arguments=arguments)
-        return changed._predicted_as((layout, policy, remat))
+        return changed._with_new_prediction((layout, policy, remat))
 
     @api_boundary
     def edit(self, **changes: Any) -> "Choice":
@@ -279,9 +279,9 @@ class Choice:
         first = self.candidates[0]
         text = ", ".join(f"{name}={value!r}" for name, value in changes.items())
         names = (first.layout, f"{first.policy}, {text}" if text else first.policy, first.remat)
-        return replace(self, policy=policy)._predicted_as(names)
+        return replace(self, policy=policy)._with_new_prediction(names)
 
-    def _predicted_as(self, names: tuple[str, str, str]) -> "Choice":
+    def _with_new_prediction(self, names: tuple[str, str, str]) -> "Choice":
         """Return this choice with a new prediction of its layout and policy as the chosen candidate, under these names."""
         first = self._arguments.predict_candidate(self.layout, self.policy, names)
         if first.peak_nbytes > self.budget:
@@ -349,7 +349,7 @@ class Choice:
         again = arguments.predict_candidate(layout, policy, (first.layout, first.policy, first.remat))
         if replace(again, lost="") == replace(first, lost=""):
             return found
-        return found._predicted_as((first.layout, f"{first.policy}, edited", first.remat))
+        return found._with_new_prediction((first.layout, f"{first.policy}, edited", first.remat))
 
     def _table_rows(self) -> list[tuple[str, ...]]:
         has_remat = any(x.remat for x in self.candidates)

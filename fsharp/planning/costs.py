@@ -9,7 +9,7 @@ from fsharp.errors import ScheduleError, problem
 from fsharp.functional.layout.layout import Layout
 from fsharp.functional.layout.unit_layout import UnitLayout
 from fsharp.functional.tree.paths import value_by_path
-from fsharp.planning.plan_step import ROOT, Use, uses_in_order, walk_uses
+from fsharp.planning.plan_step import ROOT, Use, uses_in_order, walk_nested_uses
 from fsharp.planning.trial import UnitCall
 
 Activations = float | tuple[float, float]
@@ -67,7 +67,7 @@ class Costs(NamedTuple):
             call = todo.pop()
             if recomputed and any(name in recomputed for name in call.units):
                 kept += call.input_nbytes
-                largest = max(largest, sum(each.kept_nbytes for each in walk_uses([call])))
+                largest = max(largest, sum(each.kept_nbytes for each in walk_nested_uses([call])))
             else:
                 kept += call.kept_nbytes
                 todo += call.inner
@@ -120,7 +120,7 @@ def _leaf_input_nbytes_per_token(unit: UnitLayout) -> list[float]:
 
 def costs_of_calls(calls: Sequence[UnitCall], source: str) -> Costs:
     """Return the costs of units from the calls of a trial. FLOPs and seconds of a call count for its last unit."""
-    every = list(walk_uses(calls))
+    every = list(walk_nested_uses(calls))
     flops: dict[str, list[float]] = {}
     seconds: dict[str, list[tuple[float, float, float]]] = {}
     rates = [3 * each.flops / (each.forward_s + each.backward_s) for each in every if each.forward_s > 0 and each.flops]

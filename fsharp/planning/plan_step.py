@@ -85,7 +85,7 @@ def plan_step(
     kind: type[NcclTransport | GlooTransport] = NcclTransport if backend == "nccl" else GlooTransport
     transport = kind(cast(ProcessGroupComm, layout), groups=None)  # type: ignore[arg-type]
     uses = uses_in_order(layout, order)
-    times = Counter(name for use in walk_uses(uses) for name in use.units)
+    times = Counter(name for use in walk_nested_uses(uses) for name in use.units)
     trained = {name for name in times if layout[name].trainable_groups}
     recomputed = select_paths("plan_step(remat=)", remat, [name or ROOT for name in times])
     units = {name: UnitState(name or ROOT, layout[name], trivial=False) for name in times}
@@ -132,7 +132,7 @@ def uses_in_order(layout: Layout, order: Sequence[str | Use]) -> tuple[Use, ...]
     if len(set(found)) < len(found):
         twice = next(name for i, name in enumerate(found) if name in found[:i])
         raise LayoutError(problem("plan_step()", f"order selects unit {twice!r} twice.", facts))
-    used = {name for use in walk_uses(uses) for name in use.units}
+    used = {name for use in walk_nested_uses(uses) for name in use.units}
     if unknown := sorted(used - {unit.name for unit in layout.units}):
         raise LayoutError(
             problem("plan_step()", f"order has unit {unknown[0]!r}, and the layout has none of this name.", facts)
@@ -143,11 +143,11 @@ def uses_in_order(layout: Layout, order: Sequence[str | Use]) -> tuple[Use, ...]
     return tuple(uses)
 
 
-def walk_uses(uses: Iterable[T]) -> Iterator[T]:
+def walk_nested_uses(uses: Iterable[T]) -> Iterator[T]:
     """Yield each use, followed by its inner uses, recursively. Uses may be of any class with an attribute ``inner``."""
     for use in uses:
         yield use
-        yield from walk_uses(use.inner)
+        yield from walk_nested_uses(use.inner)
 
 
 def uses_of_modules(layout: Layout, owners: Mapping[str, Sequence[str]]) -> list[Use]:
@@ -207,7 +207,7 @@ def _microbatch_events(
         return add_backward
 
     backwards = [add_forward(use) for use in uses]
-    of_each = [{name for each in walk_uses([use]) for name in each.units} for use in uses]
+    of_each = [{name for each in walk_nested_uses([use]) for name in each.units} for use in uses]
     first = next((i for i, names in enumerate(of_each) if not names.isdisjoint(trained)), len(uses))
     for add_backward in reversed(backwards[first:]):
         add_backward()

@@ -23,7 +23,7 @@ from fsharp.inspect.hardware import Hardware
 from fsharp.inspect.presets import EFFICIENCY, GPUS, axes_by_link
 from fsharp.planning.choice import StepArguments
 from fsharp.planning.costs import Activations, Costs, costs_of_calls, estimated_costs, given_costs
-from fsharp.planning.plan_step import ROOT, Backend, Use, uses_of_modules, walk_uses
+from fsharp.planning.plan_step import ROOT, Backend, Use, uses_of_modules, walk_nested_uses
 from fsharp.planning.search import Combination
 from fsharp.planning.space import (
     CostKey,
@@ -34,7 +34,7 @@ from fsharp.planning.space import (
     layout_options,
     meshes_to_try,
     model_of,
-    trial_layout,
+    one_rank_trial_layout,
     unit_patterns_to_try,
     units_in_dict_order,
 )
@@ -158,11 +158,11 @@ class TuneRequest:
         costs: dict[CostKey, Costs] = {}
         for (units, patterns), (form, precision) in product(choices.items(), formats.items()):
             cost_key = units, form
-            alone = trial_layout(model, meshes[0], patterns, precision)
+            alone = one_rank_trial_layout(model, meshes[0], patterns, precision)
             order = self.order or self._use_order_without_trial(model, alone, patterns)
             if has_trial:
                 calls[cost_key] = self._run_trial(model, alone, patterns)
-                used = {name for call in walk_uses(calls[cost_key]) for name in call.units}
+                used = {name for call in walk_nested_uses(calls[cost_key]) for name in call.units}
                 if unused := [unit.name for unit in alone.units if unit.groups and unit.name not in used]:
                     raise ScheduleError(
                         f"tune(): the trial used no parameter of unit {unused[0] or ROOT!r} ({len(unused)} units are unused). "
@@ -264,7 +264,7 @@ class TuneRequest:
         comm = self.comm or SingleComm()
         remat = self.remat is None or any(self.remat.values())
         check_on_all_ranks("tune(device=)", comm, lambda: measure_calls(calls, device, remat=remat))
-        mine = [call for call in walk_uses(calls) if not call.inner]
+        mine = [call for call in walk_nested_uses(calls) if not call.inner]
         rows = [[call.forward_s, call.backward_s, call.recompute_s, call.kept_nbytes] for call in mine]
         everyones = [json.loads(text) for text in all_gather_texts(json.dumps(rows), comm)]
         for i, call in enumerate(mine):
@@ -299,10 +299,10 @@ class TuneRequest:
         calls, and is tried if it saves memory.
         """
         if self.remat is None:
-            every = tuple(sorted({name for call in walk_uses(costs.kept) if not call.inner for name in call.units}))
+            every = tuple(sorted({name for call in walk_nested_uses(costs.kept) if not call.inner for name in call.units}))
             saves = 0 < costs.activation_nbytes(every) < costs.activation_nbytes(())
             return {"": (), **({"all": every} if saves else {})}
-        known = sorted({name for call in walk_uses(costs.kept) for name in call.units})
+        known = sorted({name for call in walk_nested_uses(costs.kept) for name in call.units})
         where = f"tune(remat=), with the units of {units!r}" if units else "tune(remat=)"
         return {name: tuple(sorted(select_paths(where, patterns, known))) for name, patterns in self.remat.items()}
 
@@ -320,7 +320,7 @@ class TuneRequest:
                 raise ScheduleError(f"tune(): hardware is a function that returned {found!r:.80}, expected a Hardware.")
         return replace(found, compute=dict(costs.seconds)) if costs.seconds else found
 
-    def argument_fingerprints(self, to_try: LayoutsToTry) -> dict[str, str]:
+    def argument_texts_to_compare(self, to_try: LayoutsToTry) -> dict[str, str]:
         """Return the arguments as texts. The texts of two ranks are equal if the arguments are equal."""
         settings = ("budget", "policies", "remat", "microbatches", "optimizer_buffers", "backend", "tolerance", "effort")
         texts = {name: _argument_text(getattr(self, name)) for name in settings}
@@ -337,7 +337,7 @@ class TuneRequest:
         )
         return texts
 
-    def hardware_fingerprints(self, combinations: Sequence[Combination]) -> dict[str, str]:
+    def hardware_texts_to_compare(self, combinations: Sequence[Combination]) -> dict[str, str]:
         """Return the hardware of all layouts as text, for ranks to compare."""
         machines = {each.option.name: (each.option.layout, each.arguments.hardware) for each in combinations}
         return {"hardware": "\n".join(f"{name}: {_hardware_text(*each)}" for name, each in machines.items())}

@@ -15,7 +15,7 @@ from fsharp.functional.layout.placement import Strategy, ddp, hfsdp, hsdp, zero1
 from fsharp.functional.layout.plan import plan
 from fsharp.functional.layout.precision import Precision, Precisions
 from fsharp.functional.make_functional import parameter_tree
-from fsharp.functional.tree.paths import Patterns, flatten_with_paths, innermost_prefix, matches, named_leaves, parent_by_path
+from fsharp.functional.tree.paths import Patterns, flatten_with_paths, innermost_prefix, matches, named_leaves, parent_by_prefix
 from fsharp.inspect.presets import RANKS_OF_A_HOST
 
 Strategies = Mapping[str, Strategy | Callable[..., Strategy]]
@@ -109,7 +109,7 @@ def unit_patterns_to_try(model: Model, *, has_loss_fn: bool) -> dict[str, UnitPa
     layers = repeated_unit_patterns(paths)
     found: dict[str, UnitPatterns] = {}
     if layers:
-        around = [path for path in parent_by_path(paths) if path]
+        around = [path for path in parent_by_prefix(paths) if path]
         # Select modules by path, as a pattern may match modules without parameters, or one module twice.
         if model.module is not None:
             modules = {path for path, _ in model.module.named_modules()}
@@ -150,7 +150,7 @@ def layout_options(
     return result
 
 
-def trial_layout(model: Model, mesh: Mesh, units: UnitPatterns, precision: Precisions) -> Layout:
+def one_rank_trial_layout(model: Model, mesh: Mesh, units: UnitPatterns, precision: Precisions) -> Layout:
     """Return the layout of a trial: for one rank, with only the dtypes of compute."""
     alone = Mesh(dict.fromkeys(mesh.names, 1))
     rules = {"**": precision} if isinstance(precision, Precision) else precision

@@ -27,7 +27,7 @@ from fsharp.functional.layout.mesh import Mesh
 from fsharp.functional.layout.sharded import Sharded, units_of
 from fsharp.functional.layout.slicing import shard_for
 from fsharp.functional.loss import split_batch
-from fsharp.planning.plan_step import ROOT, Use, walk_uses, with_tie_owners
+from fsharp.planning.plan_step import ROOT, Use, walk_nested_uses, with_tie_owners
 
 _NUM_MEASUREMENTS = 3
 _READS_VALUES_REMEDY = "If the code reads values, pass batch=number of tokens, and order= and activations= yourself."
@@ -70,7 +70,7 @@ class UnitCall:
         """The use for :func:`~fsharp.schedules.plan_step`."""
         return Use(self.units, tuple(each.use for each in self.inner), self.has_backward)
 
-    def set_results(self, results: Any) -> None:
+    def set_has_backward(self, results: Any) -> None:
         """Record whether a backward reaches the call: not if no tensor in its results requires a gradient."""
         leaves = optree.tree_leaves(results)  # an object that is no pytree may hold tensors
         self.has_backward = any(not isinstance(x, torch.Tensor) or x.requires_grad for x in leaves)
@@ -81,7 +81,7 @@ class UnitCall:
 
     def add_forward(self, flops: float, input_nbytes: int) -> None:
         """Add a forward. ``flops`` includes inner calls, which are subtracted. ``input_nbytes``: bytes of the arguments."""
-        self.flops += flops - sum(each.flops for each in walk_uses(self.inner))
+        self.flops += flops - sum(each.flops for each in walk_nested_uses(self.inner))
         self.input_nbytes += input_nbytes
 
     def set_measured(self, forward_s: float, backward_s: float, recompute_s: float, *, kept_nbytes: int) -> None:
@@ -155,7 +155,7 @@ class _TrialEngine(Engine):
     def __init__(self, recorder: _CallRecorder) -> None:
         self._recorder = recorder
 
-    def can_run_forward(self, sharded: Any, ties: Any) -> bool:
+    def handles_forward(self, sharded: Any, ties: Any) -> bool:
         return True
 
     def run_forward(self, fn: Callable[..., Any], sharded: Any, ties: Any, args: Any, kwargs: Any) -> Any:
@@ -167,7 +167,7 @@ class _TrialEngine(Engine):
         call = UnitCall(tuple(node.name for node in nodes), fn, (trees, args, kwargs))
         with self._recorder.record_call(call, (args, kwargs)):
             out = fn(trees, *args, **kwargs)
-            call.set_results(out)
+            call.set_has_backward(out)
             return out
 
     def report_failure(self, error: Exception, where: str) -> None:
@@ -228,7 +228,7 @@ def record_calls_of_module(
 
     def leave(each: nn.Module, args: Any, out: Any) -> None:
         call, context = open_.pop()
-        call.set_results(out)
+        call.set_has_backward(out)
         context.__exit__(None, None, None)
 
     for path, names in owners.items():
@@ -239,7 +239,7 @@ def record_calls_of_module(
     args, kwargs = ((), given) if isinstance(given, Mapping) else (given if isinstance(given, tuple) else (given,), {})
     with _explain_errors("on meta tensors", _READS_VALUES_REMEDY), recorder.recording():
         skeleton(*args, **kwargs)
-    for call in walk_uses(recorder.calls):
+    for call in walk_nested_uses(recorder.calls):
         call.run.args[0]._forward_hooks.clear()  # type: ignore[attr-defined]
         call.run.args[0]._forward_pre_hooks.clear()  # type: ignore[attr-defined]
     return recorder.calls
@@ -253,7 +253,7 @@ def measure_calls(calls: Sequence[UnitCall], device: torch.device, *, remat: boo
     Generators of random numbers are as before afterwards.
     """
     kinds: dict[Any, list[UnitCall]] = {}
-    for call in (each for each in walk_uses(calls) if not each.inner):
+    for call in (each for each in walk_nested_uses(calls) if not each.inner):
         kinds.setdefault(_kind_of_unit_call(call), []).append(call)
     generators = [device.index or 0] if device.type == "cuda" else []
     for alike in kinds.values():

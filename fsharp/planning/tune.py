@@ -159,10 +159,10 @@ def tune(
     )
     ranks = comm or SingleComm()
     # Ranks agree before and after they measure together: if one rank fails or differs, all ranks raise an error.
-    to_try = check_on_all_ranks("tune()", ranks, request.layouts_to_try, request.argument_fingerprints)
+    to_try = check_on_all_ranks("tune()", ranks, request.layouts_to_try, request.argument_texts_to_compare)
     costs = request.costs(to_try)
     combinations = check_on_all_ranks(
-        "tune()", ranks, lambda: request.combinations(to_try, costs), request.hardware_fingerprints
+        "tune()", ranks, lambda: request.combinations(to_try, costs), request.hardware_texts_to_compare
     )
     show = sys.stderr.isatty() and ranks.rank == 0 if progress is None else progress
     candidates = sort_candidates(

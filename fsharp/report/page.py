@@ -57,7 +57,7 @@ def page_data(log: RunLog, title: str) -> dict[str, Any]:
     """Return the values that the page draws."""
     marks = [(step, f"started again at step {step}", False) for step, _, _ in log.starts[1:]]
     marks += [(step, text, True) for step, _, text in log.events]
-    own_s, _ = _thin_rows(sorted(log.own_s.items()), max)
+    own_s, _ = _downsample_min_max(sorted(log.own_s.items()), max)
     return {
         "title": title,
         "series": {name: _chart_data(values) for name, values in _sorted_series(log)},
@@ -92,7 +92,7 @@ def _sorted_series(log: RunLog) -> list[tuple[str, dict[int, float]]]:
 def _chart_data(values: dict[int, float]) -> dict[str, Any]:
     """Return the data of a chart: finite points, marks of values that are not finite, and the last value."""
     rows = sorted(values.items())
-    points, every = _thin_rows([row for row in rows if math.isfinite(row[1])], lambda value: value)
+    points, every = _downsample_min_max([row for row in rows if math.isfinite(row[1])], lambda value: value)
     bad = [(step, str(value)) for step, value in rows if not math.isfinite(value)]
     last = rows[-1][1]
     return {
@@ -104,7 +104,7 @@ def _chart_data(values: dict[int, float]) -> dict[str, Any]:
     }
 
 
-def _thin_rows(rows: list[tuple[int, Any]], height: Callable[[Any], float]) -> tuple[list[tuple[int, Any]], int]:
+def _downsample_min_max(rows: list[tuple[int, Any]], height: Callable[[Any], float]) -> tuple[list[tuple[int, Any]], int]:
     """Return about ``MAX_POINTS`` of the rows, and a number of rows ``n``.
 
     From each ``n`` consecutive rows, the row with the least and the row with the greatest ``height`` are kept.

@@ -91,7 +91,7 @@ class Rejoining:
         self._comm.watch.statuses.report_failure(error, where)
         self._news = self._member.wait_for_next_generation("own" if is_own else "heard", error, self._comm.limit_s)
 
-    def announce_no_rejoin(self) -> None:
+    def tell_launcher_no_rejoin(self) -> None:
         """Tell the launcher that this rank joins no later generations: a restart of another rank restarts this rank too."""
         self._member.announce_can_rejoin(can=False)
 

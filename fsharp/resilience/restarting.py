@@ -81,7 +81,7 @@ class Restarter:
                 self._handle_ended_processes()
                 if time.monotonic() > asked_at + _ASK_EVERY_S:
                     asked_at = time.monotonic()
-                    self._kill_ranks_late_to_end()
+                    self._kill_hung_ranks()
                     if deadline == float("inf") and why_restarts_ended(self._store):
                         deadline = asked_at + _END_TIMEOUT_S
                 time.sleep(_LOOK_EVERY_S)
@@ -109,14 +109,14 @@ class Restarter:
                 self._store, f"{ranks_text(self._preempted)} ended with exit status {EXIT_PREEMPTED}. {_SIGNAL_MESSAGE}"
             )
         if lost and not why_restarts_ended(self._store):
-            self._restart(lost)
+            self._restart_lost_ranks(lost)
         if self._spare is not None and self._spare.poll() is not None:
             _kill(self._spare)  # closes its pipe: it has ended by itself
             self._spare = None
         if self._spare is None and time.monotonic() > self._started_at + _SPARE_DELAY_S:
-            self._spare = self._new_process()
+            self._spare = self._start_idle_process()
 
-    def _restart(self, lost: Mapping[int, int]) -> None:
+    def _restart_lost_ranks(self, lost: Mapping[int, int]) -> None:
         """Begin a new generation with new processes for the ``lost`` ranks, given with their exit codes."""
         why = "; ".join(self._how_ended(rank, code) for rank, code in lost.items())
         if remedy := self._why_no_restart(lost):
@@ -156,7 +156,7 @@ class Restarter:
             return f"rank {rank} failed: {shorten_error(texts[0])}"
         return f"rank {rank} ended with exit status {code}, without a result"
 
-    def _kill_ranks_late_to_end(self) -> None:
+    def _kill_hung_ranks(self) -> None:
         """Kill processes that still run when the time limit of collectives has passed since another process stopped."""
         found = stopped_ranks(self._store, self._number, self._nproc)
         if not found:
@@ -173,7 +173,7 @@ class Restarter:
         """Give a rank of this generation its process: the spare process, if there is one, else a new one."""
         for name in (f"own-error-{rank}", f"heard-error-{rank}"):
             (self._folder / name).unlink(missing_ok=True)
-        process, self._spare = self._spare or self._new_process(), None
+        process, self._spare = self._spare or self._start_idle_process(), None
         where = {"MASTER_ADDR": "localhost", "MASTER_PORT": self._port, "RANK": rank, "LOCAL_RANK": rank, "GROUP_RANK": 0}
         size = {"WORLD_SIZE": self._nproc, "LOCAL_WORLD_SIZE": self._nproc}
         agent = {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": 0, GENERATION_VARIABLE: self._number}
@@ -182,7 +182,7 @@ class Restarter:
             process.stdin.write(json.dumps({name: str(value) for name, value in (where | size | agent).items()}))
         self._running[rank], self._started_at = process, time.monotonic()
 
-    def _new_process(self) -> "subprocess.Popen[str]":
+    def _start_idle_process(self) -> "subprocess.Popen[str]":
         return subprocess.Popen(self._command, stdin=subprocess.PIPE, text=True)
 
     def _pass_signal_on(self, number: int, frame: FrameType | None) -> None:

@@ -26,7 +26,7 @@ from fsharp.resilience.finite import NonFinite, SkippedSteps, find_nonfinite
 from fsharp.resilience.preemption import EXIT_PREEMPTED, Preemption
 from fsharp.resilience.rejoining import Rejoining, comm_and_membership, meta_copy
 from fsharp.resilience.run_checkpoints import RunCheckpoints
-from fsharp.resilience.run_record import RunRecord
+from fsharp.resilience.run_record import RunLogger
 from fsharp.resilience.start import agree_at_start
 from fsharp.resilience.stragglers import StragglerDetector
 from fsharp.tracebacks import api_boundary
@@ -146,7 +146,7 @@ class Run:
         self._checkpoints = RunCheckpoints(absolute_path(root), comm, replicas=replicas, config=self.config, **every, **saver)
         self._files = files
         self.preemption = Preemption(comm, signals=signals, every=agree_every)
-        self._record = RunRecord(self._checkpoints.root, comm, loggers, every=10 * agree_every)
+        self._record = RunLogger(self._checkpoints.root, comm, loggers, every=10 * agree_every)
         self.step = 0
         self._phase: Literal["new", "between steps", "in a step"] = "new"
         self._stack: ExitStack | None = None
@@ -198,10 +198,10 @@ class Run:
                 self._record.log_newest_complete_save(self.step, self._checkpoints.newest_complete_step)
             return
         with self._stack:
-            self._check_all_ranks_ended()
+            self._agree_on_end_and_wait_for_save()
             check_on_all_ranks("Run", self.comm, self._record_end)
 
-    def _check_all_ranks_ended(self) -> None:
+    def _agree_on_end_and_wait_for_save(self) -> None:
         agree("Run", {}, LabelPrefixComm(self.comm, f"the end of the run, after {self.step} of {self.total} steps: "))
         self._checkpoints.wait_for_save()
 
@@ -248,12 +248,12 @@ class Run:
         if not is_there and other is not None:
             raise RunError(f"Run.resume(): there is no checkpoint in {os.fspath(other)!r} to continue from.")
         if is_there:
-            found, tree = self._load_newest(root, tree)
+            found, tree = self._restore_newest(root, tree)
             _log.info("the run continues after step %d with %s", found.step, found.path)
             for line in _config_changes(found.config, self.config):
                 self._record.warn(self.step, f"the run continues after step {found.step} with another config: {line}")
         self._record.start(self.step, tree, root=self._checkpoints.root, total=self.total, config=self.config)
-        if unsaved := self._checkpoints.describe_unsaved(tree):
+        if unsaved := self._checkpoints.missing_state_warning(tree):
             self._record.warn(self.step, unsaved)
         if self._checkpoints.is_elastic and not is_there:
             self._checkpoints.save_initial(self._tree_to_save(tree))
@@ -317,8 +317,8 @@ class Run:
                     self._reset_for_reload(why, total)
                 given = meta_copy(like) if self._checkpoints.has_values else tree  # a load donates its tree
                 trained = self._train(step, self._resume_tree(given, other))
-                self._check_all_ranks_ended()
-                rejoining.announce_no_rejoin()
+                self._agree_on_end_and_wait_for_save()
+                rejoining.tell_launcher_no_rejoin()
                 return trained
             except Exception as error:
                 is_own = is_own_failure(error) or self._checkpoints.has_own_failure()
@@ -434,11 +434,11 @@ class Run:
         if not self._checkpoints.has_any():
             raise NonFiniteError(f"step {self.step} is not finite, and there is no checkpoint in {root} to roll back to.")
         skipped = [*self.skipped, self.step]
-        _, tree = self._load_newest(root, tree)
+        _, tree = self._restore_newest(root, tree)
         self._skipped_steps.steps[:] = skipped
         return tree
 
-    def _load_newest(self, root: str, tree: Any) -> tuple[Checkpoint, Any]:
+    def _restore_newest(self, root: str, tree: Any) -> tuple[Checkpoint, Any]:
         found, loaded = self._checkpoints.load_newest_from(root, {"run": {"skipped": ""}, "tree": tree})
         self.step = found.step
         self._skipped_steps.restore(json.loads(loaded["run"]["skipped"]))
@@ -451,7 +451,7 @@ class Run:
 
     def _tree_to_save(self, tree: Any) -> Any:
         """Return the tree that a checkpoint of a run holds. A tree that a restart could not load is an error."""
-        self._checkpoints.check_leaves(tree)
+        self._checkpoints.check_same_leaves(tree)
         bad = None
         if not self._save_nonfinite:  # numbers may be infinite: a best loss begins as an infinity
             plain = optree.tree_map(

@@ -7,7 +7,7 @@ import optree
 
 from fsharp.checkpoint import Checkpoint, Replicas, Saver, WithPerRankBuffers
 from fsharp.checkpoint.catalog import has_checkpoints
-from fsharp.checkpoint.entries import PerRank, is_node_saved_as_leaf, leaf_kinds
+from fsharp.checkpoint.entries import PerRank, is_node_saved_as_leaf, leaf_type_texts
 from fsharp.checkpoint.loading import load_checkpoint_and_tree
 from fsharp.checkpoint.saver import BackgroundSaver
 from fsharp.errors import RunError, problem
@@ -62,15 +62,15 @@ class RunCheckpoints:
         return self._saver
 
     def record_leaves(self, tree: Any) -> None:
-        """Record names and kinds of this tree's leaves, for :meth:`check_leaves`."""
-        self._kinds = dict(leaf_kinds(tree))
+        """Record names and kinds of this tree's leaves, for :meth:`check_same_leaves`."""
+        self._kinds = dict(leaf_type_texts(tree))
 
-    def check_leaves(self, tree: Any) -> None:
+    def check_same_leaves(self, tree: Any) -> None:
         """Raise a RunError, on all ranks, if a rank's tree has other leaves than recorded: no restart could load it."""
-        check_on_all_ranks("Run", self._comm, lambda: self._check_own_leaves(tree))
+        check_on_all_ranks("Run", self._comm, lambda: self._check_leaves_unchanged(tree))
 
-    def _check_own_leaves(self, tree: Any) -> None:
-        before, now = self._kinds, dict(leaf_kinds(tree))
+    def _check_leaves_unchanged(self, tree: Any) -> None:
+        before, now = self._kinds, dict(leaf_type_texts(tree))
         if changed := sorted(before.items() ^ now.items()):
             names = list(dict.fromkeys(name for name, _ in changed))[:8]
             change = {name: f"was {before[name]}, is {now[name]}" for name in before.keys() & now.keys()}
@@ -82,7 +82,7 @@ class RunCheckpoints:
             what = "the tree has other leaves than the tree given to resume(), so a restart could not load it."
             raise RunError(problem("Run", what, facts, remedy))
 
-    def describe_unsaved(self, tree: Any) -> str:
+    def missing_state_warning(self, tree: Any) -> str:
         """Return a warning if ``tree`` lacks the residuals or the step that a module's gradient formats need; else ``""``.
 
         A state dict of a module has neither, so the user saves them in the tree.

@@ -1,4 +1,4 @@
-"""RunRecord: pass values, throughput, slow ranks, restarts and faults of a run to its loggers."""
+"""RunLogger: pass values, throughput, slow ranks, restarts and faults of a run to its loggers."""
 
 import os
 import platform
@@ -24,7 +24,7 @@ _RATE_INTERVAL_S = 1.0
 """Smallest number of seconds between two records of the throughput."""
 
 
-class RunRecord:
+class RunLogger:
     """The record of a run, which rank 0 passes to loggers. The other ranks only take part in the search for slow ranks.
 
     With ``loggers=None`` rank 0 writes values to the file ``log.jsonl`` in the folder ``root``; if ``root`` is a URL, values
@@ -89,7 +89,7 @@ class RunRecord:
             "threads": torch.get_num_threads(),
             "versions": {"fsharp": fsharp.__version__, "torch": torch.__version__, "python": platform.python_version()},
         }
-        layout = _layout_of_tree(tree)
+        layout = _layout_of_units_in(tree)
         self.log(step, {"start": about} if layout is None else {"start": about, "layout": layout})
 
     def start_measuring(self, step: int) -> None:
@@ -120,7 +120,7 @@ class RunRecord:
             self._rate = step, now
 
 
-def _layout_of_tree(tree: Any) -> Layout | None:
+def _layout_of_units_in(tree: Any) -> Layout | None:
     """Return the layout of a tree's units; None without units, or if two units have the same name, as in two models."""
     units = tuple(dict.fromkeys(node.unit for node in units_of(tree)))
     if not units or len({unit.name for unit in units}) < len(units):

@@ -90,7 +90,7 @@ def assert_equivalent(
 
         results = run(mesh, rank_fn)
         for rank, other in enumerate(results):
-            _assert_equal_trees(f"rank 0 of {mesh}", results[0], f"rank {rank}", other, None)
+            _assert_equal_leaves(f"rank 0 of {mesh}", results[0], f"rank {rank}", other, None)
         return results[0]
 
     one = next(iter(runs.values()))[1]
@@ -98,9 +98,9 @@ def assert_equivalent(
     results = {name: train(mesh, strategy) for name, (mesh, strategy) in runs.items()}
     first: dict[Any, str] = {}
     for name, (mesh, strategy) in runs.items():
-        _assert_equal_trees("unsharded", single, name, results[name], tolerance)
+        _assert_equal_leaves("unsharded", single, name, results[name], tolerance)
         other = first.setdefault((mesh.axes, _summation_order_key(mesh, strategy, microbatches)), name)
-        _assert_equal_trees(other, results[other], name, results[name], None)
+        _assert_equal_leaves(other, results[other], name, results[name], None)
     return results
 
 
@@ -113,7 +113,7 @@ def _summation_order_key(mesh: Mesh, strategy: Strategy, microbatches: int) -> A
     return strategy.order, strategy.optim.sharded_axes, tuple(strategy.grads[axis] is Partial for axis in strategy.order)
 
 
-def _assert_equal_trees(name_a: str, a: Any, name_b: str, b: Any, tolerance: Tolerance | None) -> None:
+def _assert_equal_leaves(name_a: str, a: Any, name_b: str, b: Any, tolerance: Tolerance | None) -> None:
     paths, ours, _ = optree.tree_flatten_with_path(a)
     for path, x, y in zip(paths, ours, optree.tree_leaves(b), strict=True):
         wide_x, wide_y = (each.to(torch.complex128 if each.is_complex() else torch.float64) for each in (x, y))

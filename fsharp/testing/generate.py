@@ -99,7 +99,7 @@ def tensors(draw: st.DrawFn, *, dtypes: Sequence[torch.dtype] = DTYPES, max_dims
     kind = draw(st.sampled_from(["contiguous", "transposed", "strided", "expanded"]))
     seed = draw(st.integers(0, 1 << 16))
     made = [*shape[:-1], 2 * shape[-1]] if kind == "strided" and shape else shape
-    value = cpu_integers_like(torch.empty(made, dtype=draw(st.sampled_from(dtypes))), seed)
+    value = integers_on_cpu(torch.empty(made, dtype=draw(st.sampled_from(dtypes))), seed)
     if kind == "transposed":
         return value.mT.contiguous().mT if value.ndim > 1 else value
     if kind == "strided" and shape:
@@ -109,7 +109,7 @@ def tensors(draw: st.DrawFn, *, dtypes: Sequence[torch.dtype] = DTYPES, max_dims
     return value
 
 
-def cpu_integers_like(like: torch.Tensor, seed: int) -> torch.Tensor:
+def integers_on_cpu(like: torch.Tensor, seed: int) -> torch.Tensor:
     """Return random integers from -4 to 4 (from 0 if the dtype has no sign), in the shape and dtype of ``like``."""
     low = -_MAX_ABS_INTEGER if like.dtype.is_signed else 0
     drawn = torch.randint(low, _MAX_ABS_INTEGER + 1, like.shape, generator=torch.Generator().manual_seed(seed))

@@ -75,14 +75,14 @@ class Free:
 
 
 @dataclass(frozen=True, slots=True)
-class RecordStream:
+class RecordStreamCall:
     """A call of ``record_stream``: the storage at ``base`` is not reused before all ops so far on ``lane`` are finished."""
 
     lane: str
     base: int
 
 
-LogEntry = Access | RecordEvent | Wait | Free | RecordStream
+LogEntry = Access | RecordEvent | Wait | Free | RecordStreamCall
 Log = Sequence[LogEntry]
 
 
@@ -137,7 +137,7 @@ class _ShadowMemory:
         runs[i:j] = rest
         return taken
 
-    def insert_entries(self, runs: Sequence[tuple[int, int, _LastAccesses]]) -> None:
+    def fill_gap(self, runs: Sequence[tuple[int, int, _LastAccesses]]) -> None:
         """Insert entries, in order of address, for neighbouring runs of bytes that have no entry."""
         if runs:
             i = bisect_right(self._runs, runs[0][0], key=itemgetter(0))
@@ -175,7 +175,7 @@ class _RaceDetector:
             self.bytes.take_entries(span.start, span.stop)
             self.recorded_streams = {key: tick for key, tick in self.recorded_streams.items() if key[0] != span.base}
         if access.allocates and self.freed.get(access.lane):
-            self.report_reuse(access.lane)
+            self.record_reuse_races(access.lane)
         for span in access.reads:
             self.read(span, seen, clock)
         for span in access.writes:
@@ -194,13 +194,13 @@ class _RaceDetector:
             at = b
         if at < span.stop:
             runs.append((at, span.stop, _LastAccesses(None, (seen,))))
-        self.bytes.insert_entries(runs)
+        self.bytes.fill_gap(runs)
 
     def write(self, span: ByteSpan, seen: _NumberedAccess, clock: Clock) -> None:
         for a, b, (write, reads) in self.bytes.take_entries(span.start, span.stop):
             for each in (*reads, *([write] if write is not None else ())):
                 self.check_order(each, seen, clock, ByteSpan(a, b, span.base))
-        self.bytes.insert_entries([(span.start, span.stop, _LastAccesses(seen, ()))])
+        self.bytes.fill_gap([(span.start, span.stop, _LastAccesses(seen, ()))])
 
     def check_order(self, earlier: _NumberedAccess, later: _NumberedAccess, clock: Clock, span: ByteSpan) -> None:
         if clock.get(earlier.access.lane, 0) < earlier.tick:
@@ -223,7 +223,7 @@ class _RaceDetector:
                 if each.access.lane != free.lane and known < each.tick:
                     self.freed.setdefault(free.lane, []).append((each, ByteSpan(a, b, free.span.base)))
 
-    def report_reuse(self, owner: str) -> None:
+    def record_reuse_races(self, owner: str) -> None:
         """Record the races of an allocation on lane ``owner``, which may reuse memory that the lane has freed.
 
         Each access of another lane to such memory is a race, if the access may still be under way.
@@ -259,7 +259,7 @@ def replay(log: Log, *, without: Collection[int] = ()) -> ReplayResult:
                 learned.add(i)
         elif isinstance(entry, RecordEvent):
             state.marks[entry.key] = dict(state.clock(entry.lane))
-        elif isinstance(entry, RecordStream):
+        elif isinstance(entry, RecordStreamCall):
             state.recorded_streams[entry.base, entry.lane] = state.clock(entry.lane).get(entry.lane, 0)
         else:
             state.free(entry)

@@ -14,7 +14,7 @@ from fsharp.stateful.runtime.scheduler import Scheduler
 from fsharp.stateful.runtime.step_lifecycle import StepLifecycle
 from fsharp.stateful.transport.streams import Lanes, OpKey
 from fsharp.testing.accesses import AccessLoggingMode
-from fsharp.testing.ordering import Access, ByteSpan, LogEntry, Race, RecordEvent, RecordStream, ReplayResult, Wait, replay
+from fsharp.testing.ordering import Access, ByteSpan, LogEntry, Race, RecordEvent, RecordStreamCall, ReplayResult, Wait, replay
 from fsharp.tracebacks import api_boundary, api_context
 from fsharp.type_checks import options_checked
 
@@ -111,7 +111,7 @@ class VirtualLanes(Lanes):
 
     def record_stream(self, x: torch.Tensor) -> None:
         """Let no allocation reuse the memory of ``x`` before all ops so far on the current lane are finished."""
-        self.log.append(RecordStream(self.lane, x.untyped_storage().data_ptr()))
+        self.log.append(RecordStreamCall(self.lane, x.untyped_storage().data_ptr()))
 
     def log_torch_ops(self) -> AccessLoggingMode:
         """Return a context in which all torch ops of this thread are logged."""

@@ -94,7 +94,7 @@ def simulate(
     with _one_forward_ad_level():
         for thread in threads:
             thread.start()
-        world.wait_for_all()
+        world.wait_until_all_ended()
         for rank, thread in enumerate(threads):
             if world.has_result[rank]:
                 thread.join()
@@ -251,14 +251,14 @@ class _World:
 
     def pause(self, rank: int) -> None:
         with self._lock:
-            self._refuse_ended(rank)
+            self._refuse_ended_rank(rank)
             if self._random is not None and self._turn == rank:
                 self._pass_turn()
                 self._await_turn(rank)
 
     def meet(self, rank: int, group: tuple[int, ...], facts: CollectiveFacts, x: Any) -> list[Any]:
         with self._lock:
-            self._refuse_ended(rank)
+            self._refuse_ended_rank(rank)
             call = self._calls[rank] = _CollectiveCall(group, facts, self._num_calls[rank], x)
             self._num_calls[rank] += 1
             self._settle_calls()
@@ -273,7 +273,7 @@ class _World:
 
     def kill(self, rank: int, how: str) -> NoReturn:
         with self._lock:
-            self._refuse_ended(rank)
+            self._refuse_ended_rank(rank)
             self._mark_ended(rank, how)
             self._has_ended.wait_for(lambda: self._is_over)
             raise Killed(f"simulate(): rank {rank} {how}")
@@ -290,7 +290,7 @@ class _World:
 
     # ------------------------------------------------------------ called by simulate()
 
-    def wait_for_all(self) -> None:
+    def wait_until_all_ended(self) -> None:
         """Wait until every rank has ended, or for twice ``timeout`` without progress: then late ranks get a CommError."""
         with self._lock:
             while not all(self._ended):
@@ -310,7 +310,7 @@ class _World:
 
     # ------------------------------------------------------------ called under the lock
 
-    def _refuse_ended(self, rank: int) -> None:
+    def _refuse_ended_rank(self, rank: int) -> None:
         if self._ended[rank] is not None:  # called in a finally block of a killed rank, or in another thread of the rank
             raise Killed(f"simulate(): rank {rank} {self._ended[rank]}, and takes part in nothing more")
 
@@ -338,10 +338,10 @@ class _World:
             # The second limit is for a rank that waits while other ranks make progress.
             left = min(self._last_change + self.timeout, since + self.timeout * self.mesh.size) - time.monotonic()
             if left <= 0:
-                raise CommError(self._late_text(rank, time.monotonic() - since))
+                raise CommError(self._wait_timeout_text(rank, time.monotonic() - since))
             self._has_turn[rank].wait(left)
 
-    def _late_text(self, rank: int, waited_s: float) -> str:
+    def _wait_timeout_text(self, rank: int, waited_s: float) -> str:
         call = self._calls[rank]
         if call is None or call.outcome is not None:
             return self._text_with_states(
@@ -399,9 +399,9 @@ class _World:
         if self.mesh.size > _MAX_SHOWN_RANKS:
             call = None if rank is None else self._calls[rank]
             shown = list(shown if call is None else call.group)[:_MAX_SHOWN_RANKS]
-        return problem("simulate()", what, [(f"rank {r}", self._waits_text(r)) for r in shown])
+        return problem("simulate()", what, [(f"rank {r}", self._what_rank_waits_for(r)) for r in shown])
 
-    def _waits_text(self, rank: int) -> str:
+    def _what_rank_waits_for(self, rank: int) -> str:
         last, call, ended = self._last[rank], self._calls[rank], self._ended[rank]
         after = f", after {last}" if last is not None else ""
         if ended is not None:

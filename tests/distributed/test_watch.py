@@ -260,7 +260,7 @@ def test_an_error_that_all_have_heard_of_is_said_once():
 
 def test_a_further_call_of_a_failed_comm_says_once_how_to_go_on():
     a, _ = two_ranks()
-    a.refuse_further_calls(CommError, "rank 1 has left the job.")
+    a.refuse_calls_on_all_ranks(CommError, "rank 1 has left the job.")
     for _ in range(2):
         with pytest.raises(CommError, match="rank 1 has left the job") as caught:
             a.begin_call("gather")

@@ -179,15 +179,15 @@ def test_the_result_does_not_depend_on_how_tokens_are_spread():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex64, torch.float8_e5m2])
 def test_equal_bits_of_any_dtype_are_equivalent_and_other_bits_are_not(dtype):
     values = torch.tensor([1.0, -0.0, math.nan]).to(dtype)
-    equivalence._assert_equal_trees("a", {"w": values}, "b", {"w": values.clone()}, None)
+    equivalence._assert_equal_leaves("a", {"w": values}, "b", {"w": values.clone()}, None)
     other = values.clone()
     other[1] = 0.0
     with pytest.raises(AssertionError, match=r"a and b differ in 'w'(.|\n)*the same bits"):
-        equivalence._assert_equal_trees("a", {"w": values}, "b", {"w": other}, None)
-    equivalence._assert_equal_trees("a", {"w": values}, "b", {"w": other}, equivalence.Tolerance())
+        equivalence._assert_equal_leaves("a", {"w": values}, "b", {"w": other}, None)
+    equivalence._assert_equal_leaves("a", {"w": values}, "b", {"w": other}, equivalence.Tolerance())
 
 
 def test_imaginary_parts_that_differ_are_shown():
     a, b = torch.tensor([1 + 1j]), torch.tensor([1 + 3j])
     with pytest.raises(AssertionError, match=r"largest gap *2 at flat index 0"):
-        equivalence._assert_equal_trees("a", {"w": a}, "b", {"w": b}, equivalence.Tolerance())
+        equivalence._assert_equal_leaves("a", {"w": a}, "b", {"w": b}, equivalence.Tolerance())

@@ -9,7 +9,7 @@ import fsharp as fs
 from fsharp.functional.layout.sharded import resolve_place
 from fsharp.functional.traffic import gather_calls, reduce_calls
 from fsharp.testing import simulate
-from fsharp.testing.generate import FLOATS, cases, cpu_integers_like, precisions
+from fsharp.testing.generate import FLOATS, cases, integers_on_cpu, precisions
 from tests import scheduling
 from tests.ranks import on_ranks
 
@@ -73,7 +73,7 @@ def test_reduce_scatter_sums_what_ranks_hold(data):
     places = [strategy.full.dual, strategy.grads, strategy.optim, strategy.params, *prefixes(strategy.optim)]
     source = data.draw(st.sampled_from([strategy.full.dual, strategy.grads, *places]))
     target = data.draw(st.sampled_from([place for place in places if is_a_sum(source, place)]))
-    trees = [optree.tree_map(lambda t, r=rank: cpu_integers_like(t, 7 * r + t.numel()), case.tree) for rank in range(mesh.size)]
+    trees = [optree.tree_map(lambda t, r=rank: integers_on_cpu(t, 7 * r + t.numel()), case.tree) for rank in range(mesh.size)]
     tied = fs.unshard([fs.shard_for(case.tree, layout, r, place="full") for r in range(mesh.size)])
     trees = [_tie(tree, tied) for tree in trees]
     summed = [axis for axis in source.partial_axes if target[axis] is not fs.layouts.Partial]

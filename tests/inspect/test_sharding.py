@@ -59,11 +59,11 @@ def test_views_say_what_ranks_hold(case, place):
         numel = math.prod(leaf.shape)
         held = [[n - firsts[path] for n in numbers if 0 <= n - firsts[path] < numel] for numbers in on_rank]
         assert [list(range(*leaf.elements(rank))) for rank in range(mesh.size)] == held
-        is_whole = numel == 0 or (all(len(each) == numel for each in held) and not leaf._word_by_differing_axis)
+        is_whole = numel == 0 or (all(len(each) == numel for each in held) and not leaf._partial_or_varying_words)
         assert leaf.is_fully_replicated is is_whole
         if leaf.spec is None:
             assert not is_whole
-            assert leaf._word_by_differing_axis or not is_in_blocks(held, leaf.shape, mesh, leaf.place.sharded_axes)
+            assert leaf._partial_or_varying_words or not is_in_blocks(held, leaf.shape, mesh, leaf.place.sharded_axes)
             assert leaf.shard_shape is None
         elif leaf.spec.axes:
             assert is_in_blocks(held, leaf.shape, mesh, leaf.spec.axes)

@@ -323,14 +323,14 @@ def test_ranks_that_do_not_come_to_a_generation_are_named():
 
 def test_calls_of_a_setup_are_made_again_without_those_that_are_part_of_others():
     made, calls = [], RestartReplay()
-    calls.run_and_record(lambda: made.append("before"))
+    calls.record_and_call(lambda: made.append("before"))
     calls.start()
-    assert calls.run_and_record(lambda: calls.run_and_record(lambda: made.append("inner")) or "outer") == "outer"
-    calls.run_and_record(lambda: made.append("first"), replay=lambda: made.append("again"))
-    calls.run_and_record(lambda: calls.abandon("a part"))
+    assert calls.record_and_call(lambda: calls.record_and_call(lambda: made.append("inner")) or "outer") == "outer"
+    calls.record_and_call(lambda: made.append("first"), replay=lambda: made.append("again"))
+    calls.record_and_call(lambda: calls.abandon("a part"))
     assert calls.obstacle == ""
     calls.end()
-    calls.run_and_record(lambda: made.append("after"))
+    calls.record_and_call(lambda: made.append("after"))
     calls.abandon("a step")
     calls.replay()
     assert made == ["before", "inner", "first", "after", "inner", "again"]
@@ -364,14 +364,14 @@ def test_a_module_returns_to_the_number_of_the_step_with_which_a_new_process_beg
 def test_a_record_is_abandoned_for_what_cannot_be_made_again_and_for_its_size():
     for abandon, why in (
         (lambda calls: calls.abandon("a step"), "a step"),
-        (lambda calls: calls.run_and_record(lambda: None, nbytes=1 << 28), ""),
-        (lambda calls: calls.run_and_record(lambda: None, nbytes=(1 << 28) + 1), "more than 10,000 calls, or 256 MiB,"),
-        (lambda calls: [calls.run_and_record(lambda: None) for _ in range(9_999)], ""),
-        (lambda calls: [calls.run_and_record(lambda: None) for _ in range(10_000)], "more than 10,000 calls, or 256 MiB,"),
+        (lambda calls: calls.record_and_call(lambda: None, nbytes=1 << 28), ""),
+        (lambda calls: calls.record_and_call(lambda: None, nbytes=(1 << 28) + 1), "more than 10,000 calls, or 256 MiB,"),
+        (lambda calls: [calls.record_and_call(lambda: None) for _ in range(9_999)], ""),
+        (lambda calls: [calls.record_and_call(lambda: None) for _ in range(10_000)], "more than 10,000 calls, or 256 MiB,"),
     ):
         made, calls = [], RestartReplay()
         calls.start()
-        calls.run_and_record(lambda made=made: made.append(1))
+        calls.record_and_call(lambda made=made: made.append(1))
         abandon(calls)
         calls.replay()
         assert (calls.obstacle, calls.is_recording, len(made)) == (why, not why, 1 + (not why))
@@ -380,7 +380,7 @@ def test_a_record_is_abandoned_for_what_cannot_be_made_again_and_for_its_size():
 def test_a_thread_that_takes_part_in_the_setup_is_an_obstacle():
     calls = RestartReplay()
     calls.start()
-    thread = threading.Thread(target=calls.run_and_record, args=(lambda: None,))
+    thread = threading.Thread(target=calls.record_and_call, args=(lambda: None,))
     thread.start()
     thread.join()
     assert calls.obstacle == "a collective of a thread, such as that of a save in the background,"

@@ -11,7 +11,7 @@ import torch
 from fsharp.checkpoint.catalog import Checkpoint, open_checkpoint
 from fsharp.checkpoint.entries import TensorEntry, Value
 from fsharp.checkpoint.formats.conversion import whole_entry, write_converted
-from fsharp.checkpoint.formats.exporting import rename_below_subtree, stored_name_by_new_name, write_folder_atomically
+from fsharp.checkpoint.formats.exporting import old_name_by_new_name, stored_name_by_new_name, write_folder_atomically
 from fsharp.checkpoint.formats.torch_archive import load_archive
 from fsharp.checkpoint.manifest import checked_file_name, checked_shape, rebuild_from_structure, structure_of
 from fsharp.checkpoint.reading import NeededElements
@@ -92,7 +92,7 @@ def to_dcp(
         name: rebuild_from_structure(name, each, read_value) for name, each in found.manifest.objects.items()
     }
     values |= {name: value for name, value in there.items() if name not in within}
-    values = {name: values[stored] for name, stored in rename_below_subtree("to_dcp()", values, subtree, rename).items()}
+    values = {name: values[stored] for name, stored in old_name_by_new_name("to_dcp()", values, subtree, rename).items()}
     if twice := names.keys() & values.keys():
         raise CheckpointError(f"to_dcp(): a tensor and a value would both have the name {min(twice)!r}.")
     planner = _lazy_save_planner(found, names, values)
@@ -203,11 +203,11 @@ def from_dcp(
         if name not in left and hasattr(each, "chunks"):
             entries[name] = _entry_from_metadata(source, name, each)
         elif name not in left:
-            value = _load_item_as_numpy(storage, source, metadata, name, None)
+            value = _load_item_or_chunk(storage, source, metadata, name, None)
             _add_values(values, name, value)
             if name not in values:
                 objects[name] = structure_of(value)
-    _check_sizes_fit_files(storage, source, metadata, entries)
+    _check_total_size_fits_files(storage, source, metadata, entries)
 
     def read(tensors: list[StoredTensor]) -> Iterator[torch.Tensor]:
         return (_assemble_tensor(storage, source, metadata, tensor) for tensor in tensors)
@@ -255,7 +255,7 @@ def _entry_from_metadata(folder: str, name: str, metadata: Any) -> TensorEntry:
         raise CheckpointError(f"{folder}: {name!r:.200} is not a tensor: {type(error).__name__} {error!s:.200}.") from error
 
 
-def _check_sizes_fit_files(storage: Storage, folder: str, metadata: Any, entries: Mapping[str, TensorEntry]) -> None:
+def _check_total_size_fits_files(storage: Storage, folder: str, metadata: Any, entries: Mapping[str, TensorEntry]) -> None:
     """Raise a CheckpointError, before memory is allocated, if tensors are larger than the files that hold them."""
     declared, held = sum(entry.numel * entry.dtype.itemsize for entry in entries.values()), 0
     try:
@@ -270,7 +270,7 @@ def _check_sizes_fit_files(storage: Storage, folder: str, metadata: Any, entries
         )
 
 
-def _load_item_as_numpy(storage: Storage, folder: str, metadata: Any, name: str, offsets: torch.Size | None) -> Any:
+def _load_item_or_chunk(storage: Storage, folder: str, metadata: Any, name: str, offsets: torch.Size | None) -> Any:
     """Return the object under a key of DCP. If it is a tensor, return the chunk whose first element is at ``offsets``."""
     from torch.distributed.checkpoint.metadata import MetadataIndex
 
@@ -306,7 +306,7 @@ def _assemble_tensor(storage: Storage, folder: str, metadata: Any, tensor: Store
                 f"{folder}: chunks of {tensor.name!r} do not tile it: {sizes} at {offsets} of {tensor.shape} overlaps another "
                 "chunk or the end."
             )
-        value = _load_item_as_numpy(storage, folder, metadata, tensor.name, chunk.offsets)
+        value = _load_item_or_chunk(storage, folder, metadata, tensor.name, chunk.offsets)
         if not isinstance(value, torch.Tensor) or (value.dtype, value.shape) != (tensor.dtype, torch.Size(sizes)):
             got = tensor_text(value) if isinstance(value, torch.Tensor) else type(value).__name__
             raise CheckpointError(

@@ -114,13 +114,13 @@ def stored_name_by_new_name(
     first: dict[str, str] = {}  # by name of the tensor's owner, its first name below the subtree
     for name in names:
         first.setdefault(owners.get(name, name), name)
-    result = rename_below_subtree(where, names if aliases else first.values(), subtree, rename)
+    result = old_name_by_new_name(where, names if aliases else first.values(), subtree, rename)
     if not result:
         raise CheckpointError(f"{where}: {found.path} has no tensors below {subtree!r}; there are {found.names[:8]} ...")
     return result
 
 
-def rename_below_subtree(where: str, names: Iterable[str], subtree: str, rename: Callable[[str], str] | None) -> dict[str, str]:
+def old_name_by_new_name(where: str, names: Iterable[str], subtree: str, rename: Callable[[str], str] | None) -> dict[str, str]:
     """Return a dict from new names to those of ``names`` that are below a subtree.
 
     ``rename``: function from a name below the subtree to the new name. Raises CheckpointError if two names get the same new

@@ -58,7 +58,7 @@ def agree(where: str, fields: Mapping[str, str], comm: Comm, *, failure: str | N
     Cost: one collective of 40 bytes for each axis; more if an error is raised.
     """
     if comm.mesh.size > 1:
-        restart_replay.run_and_record(
+        restart_replay.record_and_call(
             lambda: _compare_fields(where, fields, comm, failure), replay=lambda: _compare_fields(where, fields, comm, None)
         )
 

@@ -21,7 +21,7 @@ _MAX_SHOWN_TENSORS = 8
 _MAX_WRITTEN_ELEMENTS = 8
 
 
-def tensor_digest(tensor: torch.Tensor) -> bytes:
+def bytes_digest(tensor: torch.Tensor) -> bytes:
     """Return eight bytes that depend on every bit of a tensor of any dtype, and on the order of its elements: the XXH3 digest.
 
     Cost: one pass over the tensor on the host. A tensor on a GPU is first copied to the host, 4 MiB at a time.
@@ -42,7 +42,7 @@ def exact_text(value: Any) -> str:
     if isinstance(value, torch.Tensor):
         if value.is_meta:
             return f"on meta {tensor_text(value)}"
-        found = value.tolist() if value.numel() <= _MAX_WRITTEN_ELEMENTS else tensor_digest(value).hex()
+        found = value.tolist() if value.numel() <= _MAX_WRITTEN_ELEMENTS else bytes_digest(value).hex()
         return f"{found} {tensor_text(value)}"
     if hasattr(value, "tobytes") and hasattr(value, "dtype") and hasattr(value, "shape"):
         found = value.tolist() if value.size <= _MAX_WRITTEN_ELEMENTS else hashlib.sha256(value.tobytes()).hexdigest()[:16]
@@ -81,7 +81,7 @@ def check_same_on_ranks(
     shared = {path: tensor for path, tensor in tensors.items() if not {*axes} <= {*varying.get(path, ())}}
     if not shared:
         return
-    mine = b"".join(map(tensor_digest, shared.values()))
+    mine = b"".join(map(bytes_digest, shared.values()))
     if len(set(all_gather_fixed_size(hashlib.sha256(mine).digest()[:8], comm))) == 1:
         return
     everyone = all_gather_fixed_size(mine, comm)

@@ -87,7 +87,7 @@ class Engine(ABC):
         """Tell other ranks that this rank has failed in ``where``, so that no rank waits for a collective of this engine."""
 
     @abstractmethod
-    def can_run_forward(self, sharded: Any, ties: Any) -> bool:
+    def handles_forward(self, sharded: Any, ties: Any) -> bool:
         """Return whether :meth:`run_forward` can take these units; if not, ``fs.forward`` uses the engine as a plain Comm."""
 
     @abstractmethod

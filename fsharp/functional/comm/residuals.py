@@ -21,7 +21,7 @@ import torch
 from fsharp.errors import TreeError, problem
 from fsharp.functional.formats.format import ResidualAndNoise, dtype_name
 from fsharp.functional.formats.stochastic import make_noise_fn
-from fsharp.functional.layout.runs import leaves_in_run
+from fsharp.functional.layout.runs import leaf_spans_in_run
 from fsharp.functional.layout.stages import encoded_stages, has_stochastic_wire, residual_sizes
 from fsharp.functional.layout.unit_layout import UnitLayout
 
@@ -72,12 +72,12 @@ def prepare_residuals(
             f"{where}: gradients of unit {stochastic[0].display_name} are rounded stochastically, and no step says with which "
             "random numbers. Pass step=state.step."
         )
-    own = _residuals_to_overwrite(where, residuals, [unit for unit in units if residual_sizes(unit)], donate=donate)
+    own = _donated_or_cloned_residuals(where, residuals, [unit for unit in units if residual_sizes(unit)], donate=donate)
     held = {} if own is None else own.value
     return own, {unit.name: _residual_views(unit, held.get(_residuals_key(unit), ()), step, rank) for unit in units}
 
 
-def _residuals_to_overwrite(where: str, residuals: Any, units: Sequence[UnitLayout], *, donate: bool) -> PerRank | None:
+def _donated_or_cloned_residuals(where: str, residuals: Any, units: Sequence[UnitLayout], *, donate: bool) -> PerRank | None:
     if residuals is None:
         if units:
             raise TreeError(
@@ -114,7 +114,7 @@ def _residual_views(
         by_axis = found.setdefault(g, {})
         for number, stage in enumerate(encoded_stages(unit, g)):
             run = unit.local_start(g, stage.place, rank), stage.size
-            noise = make_noise_fn("gradient", step, number, leaves_in_run(unit, g, *run, rank))
+            noise = make_noise_fn("gradient", step, number, leaf_spans_in_run(unit, g, *run, rank))
             by_axis[stage.axis] = by_axis.get(stage.axis, ResidualAndNoise())._replace(noise=noise)
     return found  # type: ignore[return-value]
 

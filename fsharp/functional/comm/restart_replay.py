@@ -31,7 +31,7 @@ class RestartReplay:
 
     @property
     def would_record(self) -> bool:
-        """Whether :meth:`run_and_record` would record a call now: ``is_recording``, and not inside of a recorded call."""
+        """Whether :meth:`record_and_call` would record a call now: ``is_recording``, and not inside of a recorded call."""
         return self.is_recording and not self._depth
 
     def start(self) -> None:
@@ -49,7 +49,7 @@ class RestartReplay:
             self.is_recording, self.obstacle = False, obstacle
             self._calls.clear()
 
-    def run_and_record(self, call: Callable[[], T], replay: Callable[[], Any] | None = None, *, nbytes: int = 0) -> T:
+    def record_and_call(self, call: Callable[[], T], replay: Callable[[], Any] | None = None, *, nbytes: int = 0) -> T:
         """Return ``call()``, and record ``call`` for :meth:`replay`, unless this method was called inside of a recorded call.
 
         ``replay``: function that a replay calls in place of ``call``; by default ``call``. ``nbytes``: bytes that ``replay``
@@ -76,7 +76,7 @@ class RestartReplay:
 
     def record_for_replay(self, call: Callable[[], Any]) -> None:
         """Record ``call``, and do not call it now: :meth:`replay` calls it at this point of the setup."""
-        self.run_and_record(lambda: None, replay=call)
+        self.record_and_call(lambda: None, replay=call)
 
     def abandon(self, obstacle: str) -> None:
         """Abandon the record of calls, as the call ``obstacle`` cannot be repeated. Does nothing inside of a recorded call."""

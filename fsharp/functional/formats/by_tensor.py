@@ -45,7 +45,7 @@ def _register_scaled_format(
             finite = part.values.float().abs().nan_to_num(0.0, 0.0)
             own.scatter_reduce_(0, rows(part), finite, "amax")
         agree(most)
-        scales = _round_up_scales(most / largest)
+        scales = _round_up_to_16_bits(most / largest)
         for part, scale in zip(parts, scales.split(counts), strict=True):
             assert part.values is not None
             part.scales.view(torch.float32).copy_(scale)
@@ -61,7 +61,7 @@ def _register_scaled_format(
     return register_format(Format(name, (Plane(dtype, _PART_ALIGNMENT),), block=_PART_ALIGNMENT, leaf_codec=codec))
 
 
-def _round_up_scales(scales: torch.Tensor) -> torch.Tensor:
+def _round_up_to_16_bits(scales: torch.Tensor) -> torch.Tensor:
     """Return positive float32 ``scales``, rounded up to 16 significant bits. A scale of 0 becomes 1."""
     least = torch.finfo(torch.float32).tiny
     scales = torch.where(scales == 0, 1.0, scales).clamp_(min=least)

@@ -115,7 +115,7 @@ def formats_of_module(module: torch.nn.Module) -> dict[str, tuple[Format, torch.
             quantized: Any = parameter
             try:
                 if type(quantized._quantizer).__name__ == "Float8Quantizer":
-                    form = _delayed_scaling_format(module, path, parameter, scales)
+                    form = _add_delayed_scaling_weight(module, path, parameter, scales)
                 else:
                     form = format_of_quantizer(quantized._quantizer)
             except OptionError as error:
@@ -124,7 +124,7 @@ def formats_of_module(module: torch.nn.Module) -> dict[str, tuple[Format, torch.
     return found
 
 
-def refuse_delayed_scaling(module: torch.nn.Module) -> None:
+def refuse_calls_with_delayed_scaling(module: torch.nn.Module) -> None:
     """Make TransformerEngine modules within ``module`` raise an OptionError if they are called under DelayedScaling.
 
     They would change scales and histories in themselves: a function of such modules depends on its earlier calls.
@@ -145,7 +145,7 @@ def _check_recipe_is_stateless(path: str, module: torch.nn.Module, _: Any) -> No
         )
 
 
-def _delayed_scaling_format(module: torch.nn.Module, path: str, parameter: Any, scales: ModuleScales) -> Format:
+def _add_delayed_scaling_weight(module: torch.nn.Module, path: str, parameter: Any, scales: ModuleScales) -> Format:
     """Return the format of a module's weight at ``path`` under delayed scaling, and add the weight to ``scales``."""
     if not parameter.requires_grad:
         raise OptionError(
@@ -346,12 +346,12 @@ def _quantizer_of_recipe(recipe: Any) -> Any:
     return RecipeState.create(recipe, mode="forward", num_quantizers=3).make_quantizers()[1]
 
 
-def _float8_values(part: LeafPart) -> torch.Tensor:
+def _unscaled_float8_values(part: LeafPart) -> torch.Tensor:
     return part.planes[0].view(torch.float8_e4m3fn).float()
 
 
 def _decode_with_one_scale(part: LeafPart, scales: dict[str, torch.Tensor]) -> torch.Tensor:
-    return _float8_values(part) * scales["_scale_inv"]
+    return _unscaled_float8_values(part) * scales["_scale_inv"]
 
 
 def _row_and_column_indices(part: LeafPart) -> tuple[torch.Tensor, torch.Tensor]:
@@ -361,13 +361,13 @@ def _row_and_column_indices(part: LeafPart) -> tuple[torch.Tensor, torch.Tensor]
 
 def _decode_with_tile_scales(part: LeafPart, scales: dict[str, torch.Tensor]) -> torch.Tensor:
     rows, columns = _row_and_column_indices(part)
-    return _float8_values(part) * scales["_rowwise_scale_inv"][rows // 128, columns // 128]
+    return _unscaled_float8_values(part) * scales["_rowwise_scale_inv"][rows // 128, columns // 128]
 
 
 def _decode_mxfp8(part: LeafPart, scales: dict[str, torch.Tensor]) -> torch.Tensor:
     rows, columns = _row_and_column_indices(part)
     exponents = scales["_rowwise_scale_inv"][rows, columns // 32].int() - 127
-    return torch.ldexp(_float8_values(part), exponents)
+    return torch.ldexp(_unscaled_float8_values(part), exponents)
 
 
 def _decode_nvfp4(part: LeafPart, scales: dict[str, torch.Tensor]) -> torch.Tensor:

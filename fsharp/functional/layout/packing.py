@@ -106,7 +106,7 @@ def pack(sizes: tuple[int, ...], atoms: tuple[int, ...], num_parts: int, block: 
     capacity = max(-(-total // num_parts), largest)
     capacity = -(-capacity // step) * step
     for _ in range(_NUM_EXHAUSTIVE_TRIES):
-        capacity = _least_possible_capacity(capacity, items, step)
+        capacity = _next_possible_capacity(capacity, items, step)
         if (offsets := _first_fit_offsets(order, capacity, num_parts)) is not None:
             break
         capacity += step
@@ -115,7 +115,7 @@ def pack(sizes: tuple[int, ...], atoms: tuple[int, ...], num_parts: int, block: 
     return Packing(tuple(offsets.get(i, 0) for i in range(len(sizes))), capacity)
 
 
-def _least_possible_capacity(capacity: int, items: Sequence[tuple[int, int, int]], step: int) -> int:
+def _next_possible_capacity(capacity: int, items: Sequence[tuple[int, int, int]], step: int) -> int:
     """Return the least capacity from ``capacity`` on that is a multiple of ``step`` and may have a legal placement.
 
     A leaf that is longer than two parts contains at least two part boundaries, at any offset. The part between these two

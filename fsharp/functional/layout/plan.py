@@ -116,7 +116,7 @@ def plan(
         of_unit[unit_of[path]].append((path, tensor))
     for name, subtree in zip(sections.names, sections.subtrees, strict=True):
         built.append(_unit_layout(name, subtree, of_unit[name], mesh, strategies[name], rules, ties, unit_of))
-    _check_update_formats(built, precision_of, {path for path, rule in rules.items() if rule[1]})
+    _check_update_gather_formats(built, precision_of, {path for path, rule in rules.items() if rule[1]})
     return Layout(mesh, tuple(built), sections.structure)
 
 
@@ -183,7 +183,7 @@ def _code_of(fn: Any) -> Any:
     return getattr(fn, "__code__", fn)
 
 
-def _check_update_formats(
+def _check_update_gather_formats(
     units: Sequence[UnitLayout], precision_of: Mapping[str, Precision], trainable: Collection[str]
 ) -> None:
     for unit in units:
@@ -191,7 +191,7 @@ def _check_update_formats(
             if dtypes.update is None:
                 continue
             asked = f"{unit.path_in_tree(unit.leaves_of_group(i)[0])!r} has update={dtypes.update.name}"
-            if not unit.update_axes:
+            if not unit.update_gather_axes:
                 facts = [("unit", unit.display_name), ("strategy", unit.strategy)]
                 remedy = (
                     "Leave out update=, or choose a strategy that shards optimizer state along an axis along which "

@@ -182,7 +182,7 @@ class Dtypes:
         """The format of parameters at rest and in collectives."""
         return self.format or plain_format(self.compute)
 
-    def wire_format_along(self, axis: str) -> Format:
+    def gradient_format_along(self, axis: str) -> Format:
         """Return the format of gradients in collectives along an axis."""
         return dict(self.wires).get(axis, self.wire)
 
@@ -191,7 +191,7 @@ class Dtypes:
 
         The result is the dtype of a plain wire. For a wire with a format it is ``accumulate``, from which the format encodes.
         """
-        wire = self.wire_format_along(axis)
+        wire = self.gradient_format_along(axis)
         return wire.stored_dtype if wire.is_plain else self.accumulate
 
     @property

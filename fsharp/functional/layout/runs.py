@@ -20,7 +20,7 @@ def padding_in_run(unit: UnitLayout, group: int, start: int, size: int) -> list[
     return [*found, slice(end, size)] if end < size else found
 
 
-def leaves_in_run(unit: UnitLayout, group: int, start: int, size: int, rank: int) -> Iterator[tuple[int, int, str, int]]:
+def leaf_spans_in_run(unit: UnitLayout, group: int, start: int, size: int, rank: int) -> Iterator[tuple[int, int, str, int]]:
     """Yield ``(begin, end, path, first)`` for each leaf in a run of a group's buffer.
 
     The leaf's elements are ``begin`` to ``end`` of the run. ``first`` is the index of element ``begin`` in the whole leaf. If

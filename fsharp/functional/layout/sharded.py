@@ -159,10 +159,10 @@ class Sharded:
         return self.unit.name
 
     def __getitem__(self, key: object) -> NoReturn:
-        self._refuse_use(f"[{key!r}]")
+        self._refuse_use_outside_forward(f"[{key!r}]")
 
     def _refuse_arithmetic(self, other: object) -> NoReturn:
-        self._refuse_use("a sum or a product")
+        self._refuse_use_outside_forward("a sum or a product")
 
     __matmul__ = __rmatmul__ = __mul__ = __rmul__ = __add__ = __radd__ = __sub__ = __rsub__ = __truediv__ = _refuse_arithmetic
 
@@ -170,12 +170,12 @@ class Sharded:
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> NoReturn:
         """Refuse a call of a function of torch that has a node among its arguments."""
         name = getattr(function, "__name__", "a function of torch")
-        units_of((args, kwargs))[0]._refuse_use(name)
+        units_of((args, kwargs))[0]._refuse_use_outside_forward(name)
 
     def __getattr__(self, name: str) -> NoReturn:
         raise AttributeError(f"'Sharded' object has no attribute {name!r}. {_USE_REMEDY}")
 
-    def _refuse_use(self, what: str) -> NoReturn:
+    def _refuse_use_outside_forward(self, what: str) -> NoReturn:
         paths = [leaf.path for leaf in self.unit.leaves]
         facts = [("leaves", ", ".join(paths[:8]) + ", ..." * bool(paths[8:]))] if any(paths) else []
         held = f"used in {what}, but outside of fs.forward() it is one node, a Sharded with this rank's part."
@@ -374,7 +374,7 @@ def mark_lent(address: int, holder: Any) -> None:
     holder.loan = _LOAN_BY_ADDRESS.setdefault(address, _LoanToken())
 
 
-def check_not_lent(where: str, nodes: Iterable[Sharded]) -> None:
+def check_not_lent_to_jax(where: str, nodes: Iterable[Sharded]) -> None:
     """Raise a TreeError if buffers, which the caller is about to overwrite, are lent to another library."""
     if not _LOAN_BY_ADDRESS:
         return

@@ -71,7 +71,7 @@ def decode_stored(
     if form.leaf_codec is None:
         return form.load(stored, unit.groups[group].capacity, dtype, facts)
     out = torch.zeros(unit.local_size(group, place), dtype=dtype, device=stored.device)
-    for start, part in leaf_parts(unit, group, place, rank, stored, scales, None):
+    for start, part in starts_and_leaf_parts(unit, group, place, rank, stored, scales, None):
         if part.first < part.last:
             out[start : start + part.last - part.first] = form.decode_part(part, facts)
     return out
@@ -88,7 +88,7 @@ def scales_in(unit: UnitLayout, group: int, stored: torch.Tensor) -> torch.Tenso
     return stored[stored.shape[-1] - unit.scales_nbytes[group] :]
 
 
-def leaf_parts(
+def starts_and_leaf_parts(
     unit: UnitLayout,
     group: int,
     place: Place,

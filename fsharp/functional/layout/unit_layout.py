@@ -185,7 +185,7 @@ class UnitLayout:
         size, capacity = self.local_size(group, place), self.groups[group].capacity
         return size // capacity * self.groups[group].dtypes.stored_format.size(capacity) if capacity else 0
 
-    def gathered_part_nbytes(self, group: int, place: Place) -> int:
+    def gather_input_nbytes(self, group: int, place: Place) -> int:
         """Return the bytes of a group's parameters that one rank sends in a gather from ``place``."""
         return self.gathered_part_size(group, place) * self.groups[group].dtypes.stored_format.stored_dtype.itemsize
 
@@ -202,20 +202,20 @@ class UnitLayout:
         return tuple([axis for axis in axes if trivial or self.mesh.axis_size(axis) > 1])
 
     @cached_property
-    def update_axes(self) -> tuple[str, ...]:
+    def update_gather_axes(self) -> tuple[str, ...]:
         """Axes along which updated parameters are gathered, in the order of the gathers."""
         return self.gather_axes(self.strategy.optim, self.strategy.params, trivial=True)
 
     def update_format(self, group: int) -> Format | None:
         """Return the format in which a group's updates travel; None if parameters travel themselves, or nothing travels."""
-        travels = any(self.mesh.axis_size(axis) > 1 for axis in self.update_axes)
+        travels = any(self.mesh.axis_size(axis) > 1 for axis in self.update_gather_axes)
         return self.groups[group].dtypes.update if travels else None
 
-    def update_nbytes(self, group: int) -> int:
+    def update_gather_nbytes(self, group: int) -> int:
         """Return the bytes of a rank's input to the gather of updated parameters: its part of a group, or an encoded change."""
         form = self.update_format(group)
         if form is None:
-            return self.gathered_part_nbytes(group, self.strategy.optim)
+            return self.gather_input_nbytes(group, self.strategy.optim)
         return form.size(self.groups[group].capacity) * form.stored_dtype.itemsize
 
     @cached_property

@@ -83,7 +83,7 @@ def inject_hyperparams(inner_factory: Callable[..., Any], static_args: str | Ite
         bound.apply_defaults()
         free = {name: value for name, value in bound.arguments.items() if name not in static}
         schedules = {name: value for name, value in free.items() if callable(value)}
-        start = {name: value for name, value in free.items() if _is_number(value)}
+        start = {name: value for name, value in free.items() if _is_real_number(value)}
         others = {name: value for name, value in bound.arguments.items() if name not in schedules and name not in start}
 
         def scheduled(count: int) -> dict[str, float]:
@@ -118,12 +118,12 @@ def inject_hyperparams(inner_factory: Callable[..., Any], static_args: str | Ite
     return make
 
 
-def _is_number(value: Any) -> bool:
+def _is_real_number(value: Any) -> bool:
     return isinstance(value, numbers.Real) and not isinstance(value, bool)
 
 
 def _as_python_number(name: str, value: Any) -> Any:
     plain = value.item() if hasattr(value, "item") else value
-    if not _is_number(plain):
+    if not _is_real_number(plain):
         raise TreeError(f"inject_hyperparams(): hyperparams[{name!r}] is {value!r}, expected a number.")
     return plain

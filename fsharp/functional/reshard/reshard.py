@@ -15,7 +15,7 @@ from fsharp.functional.comm.tree_names import name_new_tree
 from fsharp.functional.encoding import encode_block_format_groups, encode_leaf_format_groups
 from fsharp.functional.formats.format import dtype_name
 from fsharp.functional.layout.layout import Layout
-from fsharp.functional.layout.sharded import Sharded, check_not_lent, decode_tree, is_sharded, units_of
+from fsharp.functional.layout.sharded import Sharded, check_not_lent_to_jax, decode_tree, is_sharded, units_of
 from fsharp.functional.layout.text import unit_fields
 from fsharp.functional.layout.unit_layout import UnitLayout
 from fsharp.functional.reshard.move import MeshChange, move_state_tree, pieces_between_ranks
@@ -100,7 +100,7 @@ def reshard(
                 f"reshard(): buffer_nbytes is {buffer_nbytes!r}, expected at least {least} for {comm.mesh.size} ranks."
             )
         if donate and given is not None:
-            check_not_lent(where, units_of(given))
+            check_not_lent_to_jax(where, units_of(given))
         whole = [unit.name for unit in layout.units if unit.has_leaf_formats and layout.mesh != comm.mesh]
         if whole and any(state_tree.kind == "params" for state_tree in state_trees):
             raise LayoutError(

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import optree
 
 from fsharp.errors import PatternError, problem
-from fsharp.functional.tree.paths import as_patterns, innermost_prefix, is_literal, matches, no_match_error, parent_by_path
+from fsharp.functional.tree.paths import as_patterns, innermost_prefix, is_literal, matches, no_match_error, parent_by_prefix
 
 
 class UnitPartition(NamedTuple):
@@ -28,7 +28,7 @@ def unit_by_path(paths: Sequence[str], patterns: str | Sequence[str] | None) -> 
     {'embed.w': 'embed', 'layers.0.w': 'layers.0', 'layers.1.w': 'layers.1', 'norm': 'norm'}
     """
     matched: dict[str, str] = {}
-    around = parent_by_path(paths)
+    around = parent_by_prefix(paths)
     for pattern in as_patterns(patterns):
         is_path = is_literal(pattern) and pattern in around
         hits = [pattern] if is_path else [path for path in around if matches(pattern, path)]
@@ -42,7 +42,7 @@ def unit_by_path(paths: Sequence[str], patterns: str | Sequence[str] | None) -> 
         above = around[hit]
         if above is not None and (outer := innermost_prefix(above, matched)) is not None:
             raise _overlap_error((matched[outer], outer), (matched[hit], hit))
-    split = set(parent_by_path(matched).values())
+    split = set(parent_by_prefix(matched).values())
     units: dict[str, str] = {}
     for path in sorted(around, key=len):  # outer paths come before inner ones
         above = around[path]

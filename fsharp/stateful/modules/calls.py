@@ -18,7 +18,7 @@ from fsharp.functional.layout.layout import Layout
 from fsharp.functional.layout.sharded import units_by_name
 from fsharp.functional.layout.unit_layout import UnitLayout
 from fsharp.functional.release import unaliased_clone
-from fsharp.functional.tree.paths import innermost_prefix, parent_by_path
+from fsharp.functional.tree.paths import innermost_prefix, parent_by_prefix
 from fsharp.stateful.modules.parameter import ShardedParameter
 from fsharp.stateful.modules.selection import units_by_module
 from fsharp.stateful.modules.te import lending_gradient_memory, scale_indices_of_fused_wgrads
@@ -176,7 +176,7 @@ class ModuleCallState:
         members: dict[str, list[nn.Module]] = {path: [] for path in by_path}
         for path, each in module.named_modules():
             members[innermost_prefix(path, by_path) or ""].append(each)
-        has_inner_modules = set(parent_by_path(by_path).values())
+        has_inner_modules = set(parent_by_prefix(by_path).values())
         self.units_by_module_path = {
             path: GatheredModule(
                 units=names,

@@ -44,7 +44,7 @@ class MeanGradients:
             if (part := reference()) is not None:
                 part.move_to_new_memory()
 
-    def set_from_sums(self, sums: Any, missing: set[str]) -> None:
+    def set_to_mean_over_ranks(self, sums: Any, missing: set[str]) -> None:
         """Turn ``sums`` over ranks into the mean gradients: divide the buffers in place by the number of ranks.
 
         ``missing``: paths of parameters for which no rank has a gradient.
@@ -133,7 +133,7 @@ class MeanGradients:
         return torch.nn.utils.get_total_norm(parts, order)
 
 
-def unused_parameters(units: Sequence[UnitState], comm: Comm, paused: Collection[str]) -> set[str]:
+def parameters_without_gradient(units: Sequence[UnitState], comm: Comm, paused: Collection[str]) -> set[str]:
     """Return the paths of trained parameters of ``units`` that have no gradient on any rank, such as paused parameters.
 
     Ranks agree by an ``all_reduce`` of one byte for each parameter and axis; axes on which a unit varies are left out. A rank

@@ -1,4 +1,4 @@
-"""ModuleState: the state that a module trains, and a record of the user's writes to it."""
+"""ModuleTrainState: the state that a module trains, and a record of the user's writes to it."""
 
 from collections.abc import Callable, Sequence
 from itertools import zip_longest
@@ -10,13 +10,13 @@ from fsharp.errors import ScheduleError, TreeError
 from fsharp.functional.comm.protocol import Comm, LabelPrefixComm
 from fsharp.functional.comm.residuals import prepare_residuals, zero_residuals
 from fsharp.functional.comm.restart_replay import restart_replay
-from fsharp.functional.encoding import encode_at_rest
+from fsharp.functional.encoding import encode_params_at_rest
 from fsharp.functional.layout.sharded import Sharded, merge, trainable, units_of
 from fsharp.functional.moves import gather, host_buffers_to_device
 from fsharp.functional.state import TrainState
 
 
-class ModuleState:
+class ModuleTrainState:
     """The parameters and states that a module trains, between two steps.
 
     Attributes:
@@ -66,7 +66,7 @@ class ModuleState:
         comm = LabelPrefixComm(self._comm, "parameters that were written in place: ")
         with torch.no_grad():
             for held, kept in zip(units_of(self.main_parameters()), units_of(trainable(self.train_state.params)), strict=True):
-                new = gather(encode_at_rest(held, comm), comm=comm, to="params")
+                new = gather(encode_params_at_rest(held, comm), comm=comm, to="params")
                 for buffer, value in zip(kept.buffers, new.buffers, strict=True):
                     if buffer is not value:
                         buffer.copy_(value)
@@ -92,7 +92,7 @@ class ModuleState:
             units = [node.unit for node in units_of(self.train_state.params)]
             self.train_state = self.train_state._replace(residuals=zero_residuals(units, self._comm.device))
 
-    def add_writes_to_settings(self, add_settings: Callable[[str], None]) -> None:
+    def add_parameter_writes(self, add_settings: Callable[[str], None]) -> None:
         """If the user has written to parameters since the last step, pass ``add_settings`` a text that says so."""
         if self.is_written:
             add_settings("parameters written in place=True")

@@ -12,10 +12,10 @@ from fsharp.errors import LossError, ScheduleError
 from fsharp.functional.comm.residuals import ResidualViews, prepare_residuals
 from fsharp.functional.comm.restart_replay import restart_replay
 from fsharp.functional.layout.sharded import units_of
-from fsharp.functional.sinks import SinkLedger, with_sinks
+from fsharp.functional.sinks import GradientSinks, with_sinks
 from fsharp.functional.state import update
-from fsharp.stateful.modules.mean_gradients import MeanGradients, unused_parameters
-from fsharp.stateful.modules.module_state import ModuleState
+from fsharp.stateful.modules.mean_gradients import MeanGradients, parameters_without_gradient
+from fsharp.stateful.modules.module_state import ModuleTrainState
 from fsharp.stateful.modules.parameter import ShardedTensor
 from fsharp.stateful.runtime.scheduler import ScheduledCalls, Scheduler
 from fsharp.stateful.runtime.step import Step
@@ -39,7 +39,7 @@ class ModuleStep:
         on_backward: function to call when a backward reaches a forward of this step.
     """
 
-    def __init__(self, state: ModuleState, means: MeanGradients, scheduler: Scheduler, paused: Collection[str]) -> None:
+    def __init__(self, state: ModuleTrainState, means: MeanGradients, scheduler: Scheduler, paused: Collection[str]) -> None:
         self.state, self.means, self.scheduler, self._paused = state, means, scheduler, paused
         self._engine, self._steps = scheduler.engine, scheduler.engine.steps
         self.scheduled = ScheduledCalls(scheduler, "training step")
@@ -63,19 +63,19 @@ class ModuleStep:
         self.state.begin_job_generation()
 
     @contextmanager
-    def forward_context(self) -> Iterator[Any]:
+    def params_for_forward(self) -> Iterator[Any]:
         """Make forwards in this context part of the step under way, or of a new step. Yield the step's parameters."""
-        self.reopen_scheduler()
+        self.reopen_scheduler_after_error()
         self.propagate_main_writes()
         if self.open_step is None:
-            self.state.add_writes_to_settings(self._steps.add_settings)
+            self.state.add_parameter_writes(self._steps.add_settings)
             self.means.drop_gradients()
             self.updated_by = None
             self.open_step = self._steps.open_step(self.scheduled.record, self.state.train_state.params)
             self.open_step.set_on_backward(self.on_backward)
             with self._abandoning_on_error():
                 self._begin_gradients()
-                self.params = with_sinks(self.state.train_state.params, SinkLedger(self._residuals))
+                self.params = with_sinks(self.state.train_state.params, GradientSinks(self._residuals))
         with self._abandoning_on_error():
             yield self.params
 
@@ -92,7 +92,7 @@ class ModuleStep:
         if self.state.propagate_main_writes() and self.open_step is not None:
             self.open_step.leave_schedule()  # a schedule would use parameters that it has gathered before the write
 
-    def reopen_scheduler(self) -> None:
+    def reopen_scheduler_after_error(self) -> None:
         """Make the scheduler usable again after an error. All ranks do this.
 
         A step whose backward pass failed is abandoned first: autograd does not tell this module of the failure.
@@ -160,9 +160,9 @@ class ModuleStep:
             self._engine.end_microbatch(self._units, self.params, self.scheduler)
             if self.is_accumulating or not self.has_gradients:
                 return
-            missing = unused_parameters(self._units, self.scheduler, self._paused)
+            missing = parameters_without_gradient(self._units, self.scheduler, self._paused)
             grads = self._engine.hand_out_gradients(self._units, self.state.train_state.params)
-            self.means.set_from_sums(self._engine.run_reduce_scatter(grads, "optim", {}), missing)
+            self.means.set_to_mean_over_ranks(self._engine.run_reduce_scatter(grads, "optim", {}), missing)
             if not self._is_discarding:
                 self.means.call_hooks()
 
@@ -173,12 +173,12 @@ class ModuleStep:
 
     def update(self, tx: Any, settings: str, *, optimizer_id: int) -> None:
         """If there are gradients, update parameters by ``tx``, an ``(init, update)`` pair. Ranks compare ``settings``."""
-        if self.checked_gradients("step()") is None:
+        if self.checked_gradients_or_none("step()") is None:
             return
         step = self.open_step
         assert step is not None
         self.state.notice_main_writes()
-        self.state.add_writes_to_settings(self._steps.add_settings)
+        self.state.add_parameter_writes(self._steps.add_settings)
         self._steps.add_settings(f"{settings}\n{self.means.changes_text()}")
         with self._abandoning_on_error():
             self.state.train_state = update(tx, self.means.tree, self.state.train_state, comm=self.scheduler, donate=True)
@@ -189,13 +189,13 @@ class ModuleStep:
         self.state.record_version_counters()
         self.state.loaded.clear()
 
-    def checked_gradients(self, where: str) -> Any:
+    def checked_gradients_or_none(self, where: str) -> Any:
         """Return the mean gradients; None if there are none. Errors name ``where``.
 
         Raise a LossError if an earlier error has discarded the gradients, or all backward passes were inside of
         ``accumulate()``. Raise a ScheduleError if a step of an optimizer has used the gradients.
         """
-        self.reopen_scheduler()
+        self.reopen_scheduler_after_error()
         if self._gradients_were_lost:
             raise LossError(
                 f"{where}: the gradients of this step were lost because of an earlier error. Call zero_grad(), and "
@@ -234,7 +234,7 @@ class ModuleStep:
                 "zero_grad(set_to_none=False): gradients have no memory between steps, so the gradient of a parameter that the "
                 "next step does not use is None, and not zero. Leave out the argument."
             )
-        self.reopen_scheduler()
+        self.reopen_scheduler_after_error()
         if self._backward_id != -1:
             raise ScheduleError("zero_grad(): a backward is under way. Call zero_grad() before the backward, or after it.")
         self.means.drop_gradients()
@@ -284,7 +284,7 @@ class ModuleStep:
 
     def abandon_forwards(self, where: str) -> None:
         """End a step that has only forwards, on all ranks. Raise an error that names ``where`` if the step has gradients."""
-        self.reopen_scheduler()
+        self.reopen_scheduler_after_error()
         step = self.open_step
         if step is None:
             return
@@ -294,10 +294,10 @@ class ModuleStep:
                 "or zero_grad(), or before the first backward."
             )
         self._close_step(step)
-        step.set_on_backward(partial(_refuse_abandoned_backward, where))
+        step.set_on_backward(partial(_raise_forward_abandoned, where))
 
 
-def _refuse_abandoned_backward(where: str) -> None:
+def _raise_forward_abandoned(where: str) -> None:
     raise ScheduleError(
         f"backward() was called for a forward that {where} had abandoned, as its backward had not run. Call backward() before "
         f"{where}, or call the model again after {where}."

@@ -59,7 +59,7 @@ class ShardedParameter(ShardedTensor, nn.Parameter):
                 "state. Call shard_module() while it requires a gradient, and requires_grad_(False) afterwards."
             )
         if (owner := self.owner()) is not None and self.is_trained:
-            owner.set_paused(self.path, not requires_grad)
+            owner.set_parameter_paused(self.path, not requires_grad)
         return self
 
     @api_boundary

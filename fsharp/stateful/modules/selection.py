@@ -47,7 +47,7 @@ def chosen_modules(module: nn.Module, units: Units | Sequence[Units]) -> dict[st
     return chosen
 
 
-def module_groups(module: nn.Module, units: Units | Sequence[Units]) -> list[list[str]]:
+def modules_sharing_gather(module: nn.Module, units: Units | Sequence[Units]) -> list[list[str]]:
     """Return, for each group in ``units``, the paths of its modules, which share one gather. A group is a tuple or list."""
     groups = [chosen_modules(module, each) for each in _as_list(units) if isinstance(each, tuple | list)]
     seen: set[str] = set()

@@ -1,4 +1,4 @@
-"""Session: the state of a sharded module: its calls, its training state, and the parameters that the user sees.
+"""ModuleSession: the state of a sharded module: its calls, its training state, and the parameters that the user sees.
 
 During a call full tensors replace the module's parameters, so the module is a pure function of these. A call of the root, or
 of a module that ``units`` selects, is a :func:`~fsharp.forward` of the module's units, under a scheduler.
@@ -28,7 +28,7 @@ from fsharp.stateful.modules.calls import (
     replacing_buffers_by_copies,
 )
 from fsharp.stateful.modules.mean_gradients import MeanGradients
-from fsharp.stateful.modules.module_state import ModuleState
+from fsharp.stateful.modules.module_state import ModuleTrainState
 from fsharp.stateful.modules.module_step import ModuleStep
 from fsharp.stateful.modules.parameter import ShardedParameter, ShardedTensor, iter_local_leaves
 from fsharp.stateful.modules.parts.part import ShardedTensorOwner
@@ -44,8 +44,8 @@ from fsharp.tracebacks import api_boundary, hide_frames
 _GRAD_CALL = "torch.autograd.grad() with respect to parameters of a ShardedModule"
 
 
-class Session:
-    """The layout, state, step and scheduler of a sharded module, kept between its calls. A Session runs each call.
+class ModuleSession:
+    """The layout, state, step and scheduler of a sharded module, kept between its calls. A ModuleSession runs each call.
 
     Attributes:
         casts: casts of inputs and outputs, by path, for modules with casts.
@@ -66,7 +66,7 @@ class Session:
     ) -> None:
         self.layout, self.scheduler, self.casts = layout, scheduler, casts
         scheduler.engine.keep_main_copies_on_device()  # the module shows main copies
-        self.state = ModuleState(state, scheduler)
+        self.state = ModuleTrainState(state, scheduler)
         self.parameters: dict[str, ShardedParameter] = {}
         self.paused: set[str] = set()
         self.calls = ModuleCallState(module, layout, chosen, specs, self.paused)
@@ -107,7 +107,7 @@ class Session:
             elif step.open_step is not None:
                 source = ParameterSource(step.params, self.scheduler)
         if source is None and step.open_step is None:
-            step.reopen_scheduler()
+            step.reopen_scheduler_after_error()
         if source is not None:
             with buffers:
                 out = run(source)
@@ -119,7 +119,7 @@ class Session:
             out = run(ParameterSource(self.state.train_state.params, self.scheduler))
         else:
             self._check_can_train()
-            with step.forward_context() as params:
+            with step.params_for_forward() as params:
                 out = run(ParameterSource(params, self.scheduler))
                 # Units inside may be in a reentrant checkpoint, whose backward is a nested pass: begin the outer pass here.
                 register_prehooks(tensors_in(out), call.flat, step.on_backward)
@@ -130,7 +130,7 @@ class Session:
         """Whether a forward of the module is under way, or a function of ``model.functional()``."""
         return self.calls.source is not None
 
-    def set_paused(self, path: str, paused: bool) -> None:
+    def set_parameter_paused(self, path: str, paused: bool) -> None:
         """Pause the training of a parameter, or resume it."""
         (self.paused.add if paused else self.paused.discard)(path)
 
@@ -155,7 +155,7 @@ class Session:
             return call.out
         units = nodes[0] if len(nodes) == 1 else nodes
         engine = self.scheduler.engine
-        if source.comm is self.scheduler and engine.can_run_forward(units, ties):
+        if source.comm is self.scheduler and engine.handles_forward(units, ties):
             compute = partial(call.compute, source)
             return call.result_with_tensors(engine.run_forward(compute, nodes, ties, call.flat, {}, as_leaves=True))
         compute = partial(call.compute_with_param_trees, source)
@@ -173,12 +173,12 @@ class Session:
             self.state.renew_residuals()
         if len(self.state.loaded) == 2:
             self.state.loaded.clear()
-            self.scheduler.engine.steps.reset_history()
+            self.scheduler.engine.steps.reset_label_history()
             name_new_tree((self.state.train_state.params, self.state.train_state.main), self.scheduler)
 
     def reopened_scheduler(self) -> Scheduler:
         """Return the scheduler. If an error has closed it, reopen it first: all ranks have to call this."""
-        self.step.reopen_scheduler()
+        self.step.reopen_scheduler_after_error()
         return self.scheduler
 
     def comm_outside_steps(self) -> Comm:
@@ -236,7 +236,7 @@ class Session:
             if isinstance(x, ShardedParameter) and x.owner() is not self:
                 raise ScheduleError(f"{_GRAD_CALL}: {x.path!r} is a parameter of another module. Call it once for each module.")
         step = self.step
-        step.reopen_scheduler()
+        step.reopen_scheduler_after_error()
         if step.has_feedback:
             raise ScheduleError(
                 f"{_GRAD_CALL}: its gradients would use up the encoding errors of earlier gradients, Precision(feedback=True). "
@@ -314,7 +314,7 @@ def _refuse_reentrant_checkpoint(path: str, grad: torch.Tensor) -> None:
 
 
 def install_gathering_subclass(
-    module: nn.Module, session: Session, path: str, method_names: Sequence[str], mixins: tuple[type, ...]
+    module: nn.Module, session: ModuleSession, path: str, method_names: Sequence[str], mixins: tuple[type, ...]
 ) -> None:
     """Give a module a subclass whose calls, hooks, and methods ``method_names`` run with the module's units gathered."""
     entries = ("forward", *method_names)
@@ -323,7 +323,7 @@ def install_gathering_subclass(
     module.__class__ = _gathering_subclass(type(module), ("__call__", *entries), mixins)  # type: ignore[arg-type]
 
 
-def session_of_module(module: nn.Module) -> Session:
+def session_of_module(module: nn.Module) -> ModuleSession:
     """Return the session of a ShardedModule, or of one of its submodules."""
     return module.__dict__["_fsharp"][0]  # type: ignore[no-any-return]
 

@@ -27,12 +27,12 @@ from fsharp.functional.layout.text import unit_fields
 from fsharp.functional.make_functional import parameter_tree
 from fsharp.functional.optim.base import Transform
 from fsharp.functional.state import init_state
-from fsharp.functional.tree.paths import Patterns, matches_self_or_ancestor, parent_by_path
+from fsharp.functional.tree.paths import Patterns, matches_self_or_ancestor, parent_by_prefix
 from fsharp.stateful.modules.initial.initial import initial_parameters, initializer_settings_texts
 from fsharp.stateful.modules.module import ShardedModule
 from fsharp.stateful.modules.parameter import ShardedParameter
-from fsharp.stateful.modules.selection import Units, chosen_modules, methods_by_module, module_groups, units_by_module
-from fsharp.stateful.modules.session import Session, install_gathering_subclass
+from fsharp.stateful.modules.selection import Units, chosen_modules, methods_by_module, modules_sharing_gather, units_by_module
+from fsharp.stateful.modules.session import ModuleSession, install_gathering_subclass
 from fsharp.stateful.modules.te import (
     check_te_gradients,
     preserving_amax_histories,
@@ -41,7 +41,7 @@ from fsharp.stateful.modules.te import (
 )
 from fsharp.stateful.modules.torch_tools.dtensors import dtensor_specs, local_tensor
 from fsharp.stateful.modules.torch_tools.refusals import check_shardable, register_wrapper_checks
-from fsharp.stateful.modules.values.casts import casts_by_path
+from fsharp.stateful.modules.values.casts import casts_by_module
 from fsharp.stateful.modules.values.side_outputs import check_parameters_replaceable
 from fsharp.stateful.runtime.scheduler import Scheduler
 from fsharp.stateful.schedule.policy import SchedulePolicy
@@ -144,14 +144,14 @@ def shard_module(
         whole: Any = parameter_tree("shard_module()", module)
         tree = optree.tree_map(local_tensor, whole)
         chosen = chosen_modules(module, units or ())
-        groups = module_groups(module, units or ())
+        groups = modules_sharing_gather(module, units or ())
         entries = methods_by_module(module, chosen, methods)
         trained = {path for path, each in module.named_parameters(remove_duplicate=False) if each.requires_grad}
-        around = set(parent_by_path(chosen).values())
+        around = set(parent_by_prefix(chosen).values())
         frozen: Patterns = lambda path: path not in trained  # noqa: E731
         where, named = strategy or zero3(*comm.mesh.names), [path for path in chosen if path not in around] or None
         layout = plan(tree, comm.mesh, where, units=named, frozen=frozen, atoms=cut, labels=labels, precision=dtypes)
-        casts = casts_by_path(rules, chosen, [unit.path_in_tree(leaf) for unit in layout.units for leaf in unit.leaves])
+        casts = casts_by_module(rules, chosen, [unit.path_in_tree(leaf) for unit in layout.units for leaf in unit.leaves])
         settings = initializer_settings_texts(module, comm, key=key, initialize=initialize, sync_from=sync_from)
         settings["casts"] = "\n".join(f"{path or '(root)'}: {cast}" for path, cast in casts.items())
         return tree, layout, specs, chosen, groups, entries, casts, {**unit_fields(layout.units), **settings}
@@ -169,7 +169,7 @@ def shard_module(
         named_groups = [tuple(name for path in group for name in of_module.get(path, ())) for group in groups]
         policy = replace(policy, together=(*policy.together, *named_groups))
     scheduler = Scheduler(comm, policy=policy)
-    session = Session(module, layout, list(chosen), state, scheduler, casts, specs)
+    session = ModuleSession(module, layout, list(chosen), state, scheduler, casts, specs)
     register_wrapper_checks(ShardedParameter)
     for parameter in module.parameters():
         parameter.__dict__["_fsharp_replaced"] = True

@@ -10,7 +10,7 @@ from torch.utils import _pytree as torch_pytree
 
 from fsharp.errors import ScheduleError, TreeError, problem
 from fsharp.functional.comm.agree import all_gather_fixed_size, check_on_all_ranks
-from fsharp.functional.comm.equal_values import broadcast_from_rank, check_same_on_ranks, tensor_digest
+from fsharp.functional.comm.equal_values import broadcast_from_rank, bytes_digest, check_same_on_ranks
 from fsharp.functional.comm.protocol import Comm
 from fsharp.functional.formats.format import dtype_name, tensor_text
 from fsharp.functional.layout.placement import Place
@@ -20,7 +20,7 @@ from fsharp.functional.moves import gather
 from fsharp.stateful.modules.calls import replacing_buffers_by_copies
 from fsharp.stateful.modules.initial.initial import check_rank
 from fsharp.stateful.modules.parameter import ShardedTensor, iter_local_leaves
-from fsharp.stateful.modules.session import Session
+from fsharp.stateful.modules.session import ModuleSession
 from fsharp.stateful.modules.torch_tools.lazy_classes import is_dtensor
 
 SAME_VALUES_REMEDY = "Load the same values on all ranks."
@@ -41,7 +41,7 @@ class _LoadPlaceholder(ShardedTensor):
         return super().__torch_function__(func, types, args, kwargs)
 
 
-def check_no_dtensors(where: str, session: Session) -> None:
+def check_no_dtensors(where: str, session: ModuleSession) -> None:
     """Raise an error if a parameter is a sharded DTensor: a rank may hold several separate runs of the whole tensor."""
     for path, spec in session.calls.dtensor_specs.items():
         if spec.is_sharded:
@@ -52,7 +52,7 @@ def check_no_dtensors(where: str, session: Session) -> None:
             )
 
 
-def load_state_dict_into_parts(session: Session, module: nn.Module, load: Callable[[], Any]) -> Any:
+def load_state_dict_into_parts(session: ModuleSession, module: nn.Module, load: Callable[[], Any]) -> Any:
     """Load a state dict into a sharded module. ``load`` calls torch's ``load_state_dict`` with the user's arguments."""
     where, comm = "load_state_dict()", session.scheduler
     session.step.abandon_forwards(where)
@@ -78,7 +78,7 @@ def load_state_dict_into_parts(session: Session, module: nn.Module, load: Callab
         for path, each in awaiting.items():
             if not each.given:
                 continue
-            if len({tensor_digest(x.local if isinstance(x, ShardedTensor) else x) for x in each.given[1:] and each.given}) > 1:
+            if len({bytes_digest(x.local if isinstance(x, ShardedTensor) else x) for x in each.given[1:] and each.given}) > 1:
                 raise TreeError(f"{where}: {path!r} is tied, and its names have different values. Give them the same value.")
             given[path], parameter = each.given[0], session.parameters[path]
             parts[path] = own_part(path, given[path], parameter, dtypes=(parameter.dtype, parameter.leaf.dtype))

@@ -79,7 +79,7 @@ class Arena:
             for unsharded in self.schedule.unsharded_by_unit.values():
                 unsharded.abandon_gathers()
 
-    def use_carried_gathers(self, schedule: BoundSchedule) -> None:
+    def use_or_redo_carried_gathers(self, schedule: BoundSchedule) -> None:
         """At the start of a step, use the units that the previous step gathered for it, and gather those that are missing."""
         for bound in schedule.carried:
             units = [each.unit for each in bound.bucket_members if each.unit is not None]

@@ -26,7 +26,7 @@ class BoundOp:
         after: keys of the ops on other lanes for which this op waits. The first op of a bucket has the keys of all members.
         unsharded: the buffer of the unit's full parameters.
         block: the memory in which a gradient is collected, and from which it is sent.
-        final_block: memory for the reduction to the optimizer's shards.
+        final_reduction_block: memory for the reduction to the optimizer's shards.
         is_first: for a cast: whether it is the unit's first cast in its microbatch.
         may_run_late: for a decode_sum or accumulate: whether a host without streams runs the op late, when its result is read.
         gradients_to_wait_for: gradients whose late ops may still use the memory that this op fills. This op waits for them.
@@ -39,7 +39,7 @@ class BoundOp:
     unit: UnitState | None
     unsharded: UnshardedBuffer | None = None
     block: OutgoingBlock | None = None
-    final_block: list[list[torch.Tensor]] = field(default_factory=list)
+    final_reduction_block: list[list[torch.Tensor]] = field(default_factory=list)
     is_first: bool = False
     may_run_late: bool = False
     gradients_to_wait_for: Sequence[UnitGradient] = ()
@@ -62,7 +62,7 @@ class BoundOp:
         return self.unit.required_gradient
 
 
-def ops_text(bound_ops: Sequence[BoundOp]) -> str:
+def bucket_label(bound_ops: Sequence[BoundOp]) -> str:
     """Return text for a label: the kind, units and phase of the ops of a bucket."""
     first, last = bound_ops[0].op, bound_ops[-1].op
     which = first.unit if first is last else f"{first.unit}..{last.unit}, {len(bound_ops)} units"

@@ -10,7 +10,7 @@ from fsharp.stateful.runtime.bound_op import BoundOp
 from fsharp.stateful.runtime.executor import Executor, do_nothing
 from fsharp.stateful.schedule.emit_gradients import units_reduced_after_microbatches
 from fsharp.stateful.schedule.ops import FINISHING, OUTGOING, PARAMS
-from fsharp.stateful.schedule.program import Event, UnitFacts, count_gradients
+from fsharp.stateful.schedule.program import Event, UnitFacts, num_gradients_by_microbatch
 from fsharp.stateful.schedule.schedule import Memory, Schedule, op_positions_by_bucket
 from fsharp.stateful.units.gradient_route import Grads, OutgoingBlock
 from fsharp.stateful.units.unit_gradient import UnitGradient
@@ -48,7 +48,7 @@ class BoundSchedule:
         }
         self._opens: dict[str, Memory] = {op.unit: op.opens for op in schedule.ops if op.opens}
         self.resting_gradients = {
-            name: units[name].required_gradient.route.resting_gradient(self._arena_bytes(memory))
+            name: units[name].required_gradient.route.resting_gradient(self._arena_slice(memory))
             for name, memory in self._opens.items()
         }
         self.ops: list[list[BoundOp]] = [[] for _ in self.events]
@@ -70,7 +70,7 @@ class BoundSchedule:
         runs = op_positions_by_bucket(ops)
         leader = [run[0] for run in runs for _ in run]
         blocks: dict[str, OutgoingBlock] = {}
-        final_block: dict[str, list[list[torch.Tensor]]] = {}
+        final_reduction_block: dict[str, list[list[torch.Tensor]]] = {}
         begun: set[str] = set()  # units whose gradient is collected
         late: list[tuple[Memory, UnitGradient]] = []  # memory that a reduction may still use when a later op fills it
 
@@ -87,13 +87,13 @@ class BoundSchedule:
                 if spec.frees and known["may_run_late"] and op.memory is not None:
                     late.append((op.memory, unit.required_gradient))
             if buffer == FINISHING:
-                if op.unit not in final_block:
-                    final_block[op.unit] = route.final_block(self._arena_bytes(op.memory))
-                known["final_block"] = final_block[op.unit]
+                if op.unit not in final_reduction_block:
+                    final_reduction_block[op.unit] = route.final_reduction_block(self._arena_slice(op.memory))
+                known["final_reduction_block"] = final_reduction_block[op.unit]
             elif buffer == OUTGOING:
                 if op.memory is not None and op.unit not in blocks:
                     several = op.memory.nbytes == route.outgoing_block_nbytes(several_uses=True, several_microbatches=True)
-                    blocks[op.unit] = route.outgoing_block(self._arena_bytes(op.memory), several_uses=several)
+                    blocks[op.unit] = route.outgoing_block(self._arena_slice(op.memory), several_uses=several)
                 known["block"] = blocks.get(op.unit)
                 known["is_first"] = spec.fills == OUTGOING and op.unit not in begun
                 (begun.add if spec.fills == OUTGOING else begun.discard)(op.unit)
@@ -103,7 +103,7 @@ class BoundSchedule:
         for run in runs:
             yield bind(run[0], [bind(i) for i in run[1:]])
 
-    def _arena_bytes(self, memory: Memory | None) -> torch.Tensor:
+    def _arena_slice(self, memory: Memory | None) -> torch.Tensor:
         return self.arena[memory.start : memory.stop] if memory else self.arena[:0]
 
     def is_bound_to(self, units: dict[str, UnitState]) -> bool:
@@ -138,7 +138,7 @@ def describe_first_mismatch(schedule: Schedule, units: dict[str, UnitState]) -> 
     Memory of outgoing gradients may be larger than necessary, and gradients may rest in the arena or beside it: neither is a
     mismatch. Bytes in host memory are known later: :meth:`~fsharp.stateful.runtime.step.Step.gather_updates` compares them.
     """
-    gradients = count_gradients(schedule.program.events)
+    gradients = num_gradients_by_microbatch(schedule.program.events)
     for facts in schedule.program.units:
         unit = units.get(facts.name)
         if unit is None:

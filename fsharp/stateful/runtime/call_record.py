@@ -33,7 +33,7 @@ class RecordedPrograms:
         bound: schedules that are bound to the current arena, by id of the schedule.
         pinned: the schedule that the user has chosen by ``follow()``, until a call leaves this schedule.
         num_unscheduled_calls: number of calls that did not follow a schedule to the end.
-        num_left: number of consecutive calls that have left their schedule.
+        num_calls_off_schedule: number of consecutive calls that have left their schedule.
     """
 
     def __init__(self) -> None:
@@ -44,7 +44,7 @@ class RecordedPrograms:
         self._is_steady = False  # whether the last program is expected to follow itself
         self.pinned: Schedule | None = None
         self.bound: dict[int, BoundSchedule] = {}
-        self.num_unscheduled_calls = self.num_left = 0
+        self.num_unscheduled_calls = self.num_calls_off_schedule = 0
 
     def __len__(self) -> int:
         return len(self._schedules)
@@ -65,7 +65,7 @@ class RecordedPrograms:
         following = self._after.get(self._last_two)
         if following is not None and following in self._schedules:
             return self._schedules[following]
-        return self._schedules.get(last) if last is not None and self.num_left < _MAX_LEFT_CALLS else None
+        return self._schedules.get(last) if last is not None and self.num_calls_off_schedule < _MAX_LEFT_CALLS else None
 
     def pin_schedule(self, schedule: Schedule) -> None:
         """Follow ``schedule``, which the user has chosen, from now on."""
@@ -75,14 +75,14 @@ class RecordedPrograms:
     def record_scheduled_call(self, program: Program) -> None:
         """Record a call that has followed its schedule to the end."""
         self._record_program_order(program)
-        self.num_left = 0
+        self.num_calls_off_schedule = 0
 
     def record_unscheduled_call(self, program: Program, compile_: Callable[[Program], Schedule | None], *, left: bool) -> None:
         """Record the program of a call that had no schedule, or has ``left`` it. Compile it by the rule of this class."""
         self.pinned = None
         self.num_unscheduled_calls += 1
-        self.num_left = self.num_left + 1 if left else self.num_left
-        if program not in self._schedules and (program in self._seen or self.num_left < _MAX_LEFT_CALLS):
+        self.num_calls_off_schedule = self.num_calls_off_schedule + 1 if left else self.num_calls_off_schedule
+        if program not in self._schedules and (program in self._seen or self.num_calls_off_schedule < _MAX_LEFT_CALLS):
             while len(self._schedules) >= _MAX_COMPILED_SCHEDULES:
                 old = self._schedules.pop(next(iter(self._schedules)))
                 self.bound.pop(id(old), None)
@@ -114,13 +114,13 @@ class CallStatus(NamedTuple):
             ``"local"``: the call used no collective, so there is nothing to schedule.
         why: the reason, in words.
         num_programs: number of different programs for which the function has schedules.
-        num_left: number of consecutive calls that have left their schedule.
+        num_calls_off_schedule: number of consecutive calls that have left their schedule.
     """
 
     kind: str
     why: str
     num_programs: int
-    num_left: int
+    num_calls_off_schedule: int
 
 
 class CallRecord:
@@ -157,7 +157,7 @@ class CallRecord:
             self.num_calls -= 1
         else:
             self.emitted = emitted
-        self.status = CallStatus(kind, why, len(self.programs), self.status.num_left + 1 if kind == "left" else 0)
+        self.status = CallStatus(kind, why, len(self.programs), self.status.num_calls_off_schedule + 1 if kind == "left" else 0)
 
     def start_trace(self, device: torch.device, total_waited_s: Callable[[], float]) -> Trace:
         """Measure later calls that follow a schedule. ``total_waited_s``: as for :class:`TraceRecorder`."""

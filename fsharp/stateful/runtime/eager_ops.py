@@ -90,7 +90,7 @@ class EagerOps:
             case "forward" | "backward", UnitState():
                 if unit.axes:
                     yield from self._gather_unit(unit, phase, forward_buffer)
-                yield self._emit_op(ops.COMPUTE, unit, phase, use=event.use)
+                yield self._append_bound_op(ops.COMPUTE, unit, phase, use=event.use)
             case "forward_end", UnitState():
                 yield from self._release_unit(unit, phase, forward_buffer)
             case "backward_end", UnitState():
@@ -100,7 +100,7 @@ class EagerOps:
                 if self._executor.incoming is not None and not has_pending:
                     yield from self._reduce_gradient(unit)
             case "fetch", UnitState():
-                fetch = self._emit_op(ops.FETCH, unit, "update")
+                fetch = self._append_bound_op(ops.FETCH, unit, "update")
                 self._joined.add(fetch.key[1])
                 yield fetch
             case "microbatch_end", _:
@@ -111,7 +111,7 @@ class EagerOps:
             case "reduce", _:
                 yield from self.ops_of_final_reduction(units)
             case "update", _:
-                yield self._emit_op(ops.UPDATE, None, "update", after=self._last.get("reduce"))
+                yield self._append_bound_op(ops.UPDATE, None, "update", after=self._last.get("reduce"))
                 yield from self.ops_after_update(units)
 
     def with_following_ops(self, bound_ops: Iterable[BoundOp]) -> Iterator[BoundOp]:
@@ -123,7 +123,7 @@ class EagerOps:
             for spec in following_specs(op.spec, op.phase):
                 if spec.has_ops_for(self._assumed_facts(unit) if unit is not None else UnitFacts("")):
                     after = None if spec.stream == op.stream else number
-                    yield from self.with_following_ops([self._emit_op(spec, unit, op.phase, use=op.use, after=after)])
+                    yield from self.with_following_ops([self._append_bound_op(spec, unit, op.phase, use=op.use, after=after)])
 
     def _gather_unit(self, unit: UnitState, phase: Phase, forward_buffer: UnshardedBuffer | None) -> Iterator[BoundOp]:
         """Yield the ops that gather a unit's parameters; in a backward into the buffer of the forward."""
@@ -136,11 +136,11 @@ class EagerOps:
         is_filled = unsharded.is_filled_from(seen)
         if not is_filled:
             if unsharded.filled_from is not None:
-                yield self._emit_op(ops.RELEASE, unit, phase, unsharded=unsharded)
+                yield self._append_bound_op(ops.RELEASE, unit, phase, unsharded=unsharded)
             yield from self._release_overlaps_in_arena_of_left_schedule(unsharded, unit)
-            yield self._emit_op(ops.GATHER, unit, phase, unsharded=unsharded)
+            yield self._append_bound_op(ops.GATHER, unit, phase, unsharded=unsharded)
         if unsharded.works or unsharded.is_encoded or not is_filled:
-            yield self._emit_op(ops.WAIT, unit, phase, unsharded=unsharded, after=self._last.get("gather"))
+            yield self._append_bound_op(ops.WAIT, unit, phase, unsharded=unsharded, after=self._last.get("gather"))
 
     def _release_overlaps_in_arena_of_left_schedule(self, unsharded: UnshardedBuffer, unit: UnitState) -> Iterator[BoundOp]:
         """Yield ops that release buffers which overlap ``unsharded``, in the arena of the schedule that was left.
@@ -164,11 +164,11 @@ class EagerOps:
                     f"the backward of unit {unit.key!r} came while the backward of {name!r} was under way, and they share "
                     "memory: uses have to nest in the backward as they did in the forward."
                 )
-            yield self._emit_op(ops.RELEASE, self._left_schedule.units[name], "backward", unsharded=other)
+            yield self._append_bound_op(ops.RELEASE, self._left_schedule.units[name], "backward", unsharded=other)
 
     def _release_unit(self, unit: UnitState, phase: Phase, unsharded: UnshardedBuffer | None) -> Iterator[BoundOp]:
         if unsharded is not None and unsharded.filled_from is not None and not self._is_in_use(unsharded):
-            yield self._emit_op(ops.RELEASE, unit, phase, unsharded=unsharded)
+            yield self._append_bound_op(ops.RELEASE, unit, phase, unsharded=unsharded)
 
     def _allocate(self, nbytes: int) -> torch.Tensor:
         return torch.empty(nbytes, dtype=torch.uint8, device=self._device)
@@ -183,26 +183,26 @@ class EagerOps:
         is_first = gradient.block is None
         if is_first:
             gradient.collect_in(self._allocate_outgoing_block(gradient))
-        yield self._emit_op(ops.CAST, unit, "backward", use=use, block=gradient.block, is_first=is_first)
+        yield self._append_bound_op(ops.CAST, unit, "backward", use=use, block=gradient.block, is_first=is_first)
 
     def _reduce_gradient(self, unit: UnitState) -> Iterator[BoundOp]:
         yield from self._end_reduction()
         gradient = unit.required_gradient
         if not gradient.route.has_reduction:
-            yield from self._accumulate(ops.ACCUMULATE, unit, block=gradient.block)
+            yield from self._accumulate_reduced(ops.ACCUMULATE, unit, block=gradient.block)
             return
         if ops.ENCODE.has_ops_for(self._assumed_facts(unit)):
-            yield self._emit_op(ops.ENCODE, unit, "backward")
-        self._reducing = self._emit_op(ops.REDUCE, unit, "backward", block=gradient.block)
+            yield self._append_bound_op(ops.ENCODE, unit, "backward")
+        self._reducing = self._append_bound_op(ops.REDUCE, unit, "backward", block=gradient.block)
         yield self._reducing
 
     def _end_reduction(self) -> Iterator[BoundOp]:
         """Yield the ops that wait for the reduction under way, and add its result to the gradient at rest."""
         began, self._reducing = self._reducing, None
         if began is not None and began.unit is not None:
-            yield from self._accumulate(ops.ACCUMULATE, began.unit, after=began.key[1], block=began.block)
+            yield from self._accumulate_reduced(ops.ACCUMULATE, began.unit, after=began.key[1], block=began.block)
 
-    def _accumulate(
+    def _accumulate_reduced(
         self, spec: OpSpec, unit: UnitState, *, after: int | None = None, block: OutgoingBlock | None = None
     ) -> Iterator[BoundOp]:
         """Yield the op that adds a reduction's result to the gradient; if encoded parts arrive, first a ``decode_sum``.
@@ -212,11 +212,11 @@ class EagerOps:
         decode = ops.DECODE_SUM if spec is ops.ACCUMULATE else ops.FINAL_DECODE_SUM
         [phase] = spec.phases
         if decode.has_ops_for(self._assumed_facts(unit)):
-            decoding = self._emit_op(decode, unit, phase, after=after)
+            decoding = self._append_bound_op(decode, unit, phase, after=after)
             after = decoding.key[1]
             yield decoding
         opens = self._assign_address(REST, unit) if spec.opens and not unit.required_gradient.num_added else None
-        yield self._emit_op(spec, unit, phase, after=after, opens=opens, block=block)
+        yield self._append_bound_op(spec, unit, phase, after=after, opens=opens, block=block)
         last = self._last["reduce"]
         self._executor.lanes.stream_wait_ops([(self._number, last)])  # before the memory of the reduction is released
         self._joined.add(last)
@@ -225,23 +225,23 @@ class EagerOps:
         """Yield the ops that reduce gradients to the optimizer's shards, with which the update runs."""
         for unit in units:
             route = unit.required_gradient.route
-            pieces = route.final_block(self._allocate(route.final_block_nbytes()))
+            pieces = route.final_reduction_block(self._allocate(route.final_reduction_block_nbytes()))
             if ops.FINAL_ENCODE.has_ops_for(self._assumed_facts(unit)):
-                yield self._emit_op(ops.FINAL_ENCODE, unit, "finish")
-            reduce = self._emit_op(ops.FINAL_REDUCE, unit, "finish", final_block=pieces)
+                yield self._append_bound_op(ops.FINAL_ENCODE, unit, "finish")
+            reduce = self._append_bound_op(ops.FINAL_REDUCE, unit, "finish", final_reduction_block=pieces)
             yield reduce
-            yield from self._accumulate(ops.FINAL_ACCUMULATE, unit, after=reduce.key[1])
+            yield from self._accumulate_reduced(ops.FINAL_ACCUMULATE, unit, after=reduce.key[1])
 
     def ops_after_update(self, units: Units) -> Iterator[BoundOp]:
         """Yield the ops that gather updated parameters, and copy the state of updated units to host memory."""
         for unit in [each for each in units if each.key in self._executor.update_gathers]:
-            gather = self._emit_op(ops.UPDATE_GATHER, unit, "update")
+            gather = self._append_bound_op(ops.UPDATE_GATHER, unit, "update")
             yield gather
-            yield self._emit_op(ops.UPDATE_WAIT, unit, "update", after=gather.key[1])
+            yield self._append_bound_op(ops.UPDATE_WAIT, unit, "update", after=gather.key[1])
         for unit in [each for each in units if each.key in self._executor.host_copies]:
-            yield self._emit_op(ops.OFFLOAD, unit, "update")
+            yield self._append_bound_op(ops.OFFLOAD, unit, "update")
 
-    def _emit_op(
+    def _append_bound_op(
         self, spec: OpSpec, unit: UnitState | None, phase: Phase, *, use: int = -1, after: int | None = None, **bound: Any
     ) -> BoundOp:
         """Emit an op. Its address is ``unsharded.where``, else the address of the unit's buffer in this step's schedule.

@@ -15,7 +15,7 @@ from fsharp.functional.comm.residuals import ResidualViews
 from fsharp.functional.layout.sharded import PlaceName, Sharded, is_sharded, map_units, resolve_place, units_of
 from fsharp.functional.loss import Loss, as_loss, check_depends_on_parameters
 from fsharp.functional.release import inner_tensors, unaliased_clone
-from fsharp.functional.sinks import SinkLedger, take_gradient_buffers, with_sinks
+from fsharp.functional.sinks import GradientSinks, take_gradient_buffers, with_sinks
 from fsharp.stateful.runtime.boundary import UnitUse, register_prehooks
 from fsharp.stateful.runtime.step_lifecycle import StepLifecycle
 from fsharp.stateful.units.future_buffers import with_future_buffers
@@ -49,7 +49,7 @@ class ScheduledEngine(Engine):
         """Keep main copies on the device from now on, even with ``offload``."""
         self.offloads_main = False
 
-    def can_run_forward(self, sharded: Any, ties: Sequence[Sharded]) -> bool:
+    def handles_forward(self, sharded: Any, ties: Sequence[Sharded]) -> bool:
         """Return whether the engine can run a forward of units, with the units of their tied leaves.
 
         The result is False under ``torch.func``, and if a node's buffer itself requires a gradient. It is also False under
@@ -112,7 +112,7 @@ class ScheduledEngine(Engine):
             for number, part in enumerate(microbatches, 1):
                 pending = dict(self.steps.current_step().uses.pending)  # of the loss inside of which this function is called
                 with torch.enable_grad():
-                    params_with_sinks = with_sinks(params, SinkLedger(residuals))
+                    params_with_sinks = with_sinks(params, GradientSinks(residuals))
                     loss = as_loss(call_compiled_like_caller(loss_fn, params_with_sinks, part, comm))
                     check_depends_on_parameters(loss, has_sinks=any(unit.layout.trainable_groups for unit in units))
                     new = Loss(loss.sum.detach().double(), loss.weight.detach().double())
@@ -203,7 +203,7 @@ class ScheduledEngine(Engine):
                     node, partial(self.steps.executor.run_reporting_format_errors, update_gather.wait), lanes
                 )
             if not donate:
-                unit.drop_references()
+                unit.drop_parameter_references()
             self.steps.registry.bind_node(unit, node, replaced=old)
             update_gathers.append(update_gather)
             return node

@@ -12,7 +12,7 @@ from fsharp.errors import FormatError, ScheduleError, problem
 from fsharp.functional.comm.agree import agree
 from fsharp.functional.comm.protocol import Comm, innermost_comm
 from fsharp.functional.comm.restart_replay import restart_replay
-from fsharp.stateful.runtime.bound_op import Action, BoundOp, ops_text
+from fsharp.stateful.runtime.bound_op import Action, BoundOp, bucket_label
 from fsharp.stateful.schedule import ops
 from fsharp.stateful.schedule.ops import OpSpec
 from fsharp.stateful.transport.base import Transport
@@ -60,7 +60,7 @@ class Executor:
     def make_process_groups(self) -> None:
         """Make the process groups before this rank's first collective, unless they exist already."""
         if not self.is_connected:
-            restart_replay.run_and_record(self._make_process_groups)
+            restart_replay.record_and_call(self._make_process_groups)
 
     def _make_process_groups(self) -> None:
         if isinstance(self._own, ProcessGroupComm):
@@ -88,7 +88,7 @@ class Executor:
         self.step_name = self.step_name if step is None else step
         self.microbatch_name = self.microbatch_name if microbatch is None else microbatch
 
-    def set_incoming_gradients(self, grads: Grads | None) -> None:
+    def set_backward_gradients(self, grads: Grads | None) -> None:
         """Store the gradients of a use whose backward has ended, for the ops at this event."""
         self.incoming = grads
 
@@ -151,7 +151,7 @@ class Executor:
         return wait_and_act if after and lanes.has_streams else action
 
     def label_of_units(self, units: Iterable[UnitState], text: str) -> str:
-        """Return the label of a collective of these units, which ranks compare. ``text`` comes from :func:`ops_text`."""
+        """Return the label of a collective of these units, which ranks compare. ``text`` comes from :func:`bucket_label`."""
         names = dict.fromkeys([unit.find_tree_label(self.comm) for unit in units])
         return self.with_step_prefix(f"{''.join(names)}{text}")
 
@@ -187,7 +187,7 @@ def _bind_gather(executor: Executor, bound: BoundOp) -> Action:
         for each in bound.bucket_members
         if each.unit is not None and each.unsharded is not None
     ]
-    coalesced, transport, what = len(units) > 1, executor.transport, ops_text(bound.bucket_members)
+    coalesced, transport, what = len(units) > 1, executor.transport, bucket_label(bound.bucket_members)
     waits = transport.is_async  # else the gather is queued behind the ops that fill a node's buffers, on the same stream
 
     def start() -> None:
@@ -202,7 +202,7 @@ def _bind_gather(executor: Executor, bound: BoundOp) -> Action:
                 node.lazy.wait()
             gather_inputs += unsharded.begin_fill(node, executor.number)
         if found:
-            text = what if len(found) == len(units) else ops_text([each for each, _, _ in found])
+            text = what if len(found) == len(units) else bucket_label([each for each, _, _ in found])
             label = executor.label_of_units([unit for _, unit, _ in found], text)
             works = gather_along(found[0][2].axes, gather_inputs, transport, label=label, coalesced=coalesced)
             for _, _, unsharded in found:
@@ -224,7 +224,7 @@ def _bind_wait(executor: Executor, bound: BoundOp) -> Action:
         with lanes.on_lane("gather", bound.key, after):
             if transport.is_async:
                 unit.node.wait()
-            label = f"{executor.label_of_units([unit], ops_text([bound]))} of other values than were gathered"
+            label = f"{executor.label_of_units([unit], bucket_label([bound]))} of other values than were gathered"
             gather_inputs = unsharded.begin_fill(unit.node, executor.number)
             unsharded.works.extend(gather_along(unsharded.axes, gather_inputs, transport, label=label, coalesced=False))
         lanes.stream_wait_ops([bound.key])
@@ -270,7 +270,7 @@ def _bind_update_gather(executor: Executor, bound: BoundOp) -> Action:
         moving = [each for each in bound.bucket_members if each.op.unit in executor.update_gathers]
         gathers = [executor.update_gathers.pop(each.op.unit) for each in moving]
         gather_inputs = [each for gather in gathers for each in gather.gather_inputs]
-        label = executor.label_of_units([gather.unit for gather in gathers], ops_text(moving))
+        label = executor.label_of_units([gather.unit for gather in gathers], bucket_label(moving))
         works = gather_along(gathers[0].axes, gather_inputs, executor.transport, label=label, coalesced=len(gathers) > 1)
         for gather in gathers:
             gather.works.extend(works)
@@ -304,13 +304,13 @@ def _bind_update_wait(executor: Executor, bound: BoundOp) -> Action:
     return action
 
 
-def _bind_cast(executor: Executor, bound: BoundOp) -> Action:
+def _bind_gradient_cast(executor: Executor, bound: BoundOp) -> Action:
     gradient, block, first = bound.gradient, bound.block, bound.is_first
     opens, fills = bound.op.opens is not None, first and block is not None
 
     def action() -> None:
         if opens:
-            gradient.open_arena_memory()
+            gradient.allow_arena_memory()
         assert executor.incoming is not None
         gradient.add_leaf_gradients(executor.incoming, block, is_first=first)
 
@@ -330,7 +330,7 @@ def _bind_encode(executor: Executor, bound: BoundOp) -> Action:
 def _bind_reduce(executor: Executor, bound: BoundOp) -> Action:
     transport, members = executor.transport, [(each, each.gradient, each.block) for each in bound.bucket_members]
     coalesced, is_final = len(members) > 1, bound.spec is ops.FINAL_REDUCE
-    units, what = [each.unit for each in bound.bucket_members if each.unit is not None], ops_text(bound.bucket_members)
+    units, what = [each.unit for each in bound.bucket_members if each.unit is not None], bucket_label(bound.bucket_members)
 
     def start() -> None:
         if not executor.is_connected:
@@ -339,12 +339,12 @@ def _bind_reduce(executor: Executor, bound: BoundOp) -> Action:
         for each, gradient, block in members:
             executor.reducing[each.op.unit, each.spec] = each
             if is_final:
-                inputs += gradient.final_reduction_inputs(each.final_block)
+                inputs += gradient.final_reduction_inputs(each.final_reduction_block)
             else:
                 assert block is not None
                 if each.op.opens is not None:
-                    gradient.open_arena_memory()
-                inputs += gradient.reduction_inputs(block, into_rest=each.op.opens is not None)
+                    gradient.allow_arena_memory()
+                inputs += gradient.take_reduction_inputs(block, into_rest=each.op.opens is not None)
         works = reduce_along(inputs, transport, label=executor.label_of_units(units, what), coalesced=coalesced)
         for _, gradient, _ in members:
             works = gradient.take_own_works(works)
@@ -367,7 +367,7 @@ def _bind_accumulate(executor: Executor, bound: BoundOp) -> Action:
     def action() -> None:
         executor.reducing.pop(reduction, None)
         if opens:
-            gradient.open_arena_memory()
+            gradient.allow_arena_memory()
         if waits_late:
             gradient.defer_reduction_end(end)
         else:
@@ -404,7 +404,7 @@ BIND: dict[OpSpec, Callable[[Executor, BoundOp], Action]] = {
     ops.COMPUTE: lambda executor, bound: do_nothing,
     ops.DECODE: _bind_decode,
     ops.RELEASE: _bind_release,
-    ops.CAST: _bind_cast,
+    ops.CAST: _bind_gradient_cast,
     ops.ENCODE: _bind_encode,
     ops.FINAL_ENCODE: _bind_encode,
     ops.REDUCE: _bind_reduce,

@@ -126,7 +126,7 @@ class ScheduledCalls:
             ScheduleError: ``schedule`` uses memory or gradients wrongly. If it does not fit the units, the next call raises.
         """
         verify(schedule)
-        restart_replay.run_and_record(lambda: self.record.programs.pin_schedule(schedule))
+        restart_replay.record_and_call(lambda: self.record.programs.pin_schedule(schedule))
 
     def start_trace(self) -> Trace:
         """Begin to measure the steps that follow a schedule, and return the trace that collects the measurements."""

@@ -228,9 +228,9 @@ class Step:
         self.uses.backward.pop()
         if grads is not None and self.eager is None and self.schedule is not None:
             grads = self.schedule.clone_gradients_in_arena(grads)
-        self.executor.set_incoming_gradients(grads)
+        self.executor.set_backward_gradients(grads)
         self._run_event("backward_end", use.unit, use.number, no_gradient=grads is None, unsharded=use.unsharded)
-        self.executor.set_incoming_gradients(None)
+        self.executor.set_backward_gradients(None)
 
     def begin_backward_pass(self, *, is_last: bool) -> None:
         """Begin a backward pass. ``is_last``: whether gradients are reduced to the optimizer's shards after this pass."""

@@ -23,7 +23,7 @@ from fsharp.stateful.runtime.handed_out_gradients import HandedOutGradients
 from fsharp.stateful.runtime.step import Step
 from fsharp.stateful.schedule.compile import compile_schedule
 from fsharp.stateful.schedule.policy import SchedulePolicy
-from fsharp.stateful.schedule.program import Program, count_gradients
+from fsharp.stateful.schedule.program import Program, num_gradients_by_microbatch
 from fsharp.stateful.schedule.schedule import Schedule
 from fsharp.stateful.transport.base import Transport
 from fsharp.stateful.transport.blocking import BlockingTransport
@@ -76,16 +76,16 @@ class StepLifecycle:
         self.own, self.executor = own, executor
         executor.begin_job_generation()
         self.records.begin_job_generation()
-        self._reset_units_and_arena()
+        self._renew_units_and_arena()
 
     def _renew_executor(self, lanes: Lanes) -> None:
         self.own = with_own_numbering(self.comm)
         separate_groups = bool(self.policy.separate_groups)
         transport = _transport_over(self.own, separate_groups=separate_groups)
         self.executor = Executor(transport, lanes, self.comm, self.own, separate_groups=separate_groups)
-        self._reset_units_and_arena()
+        self._renew_units_and_arena()
 
-    def _reset_units_and_arena(self) -> None:
+    def _renew_units_and_arena(self) -> None:
         self.registry = UnitRegistry(trivial=self.policy.trivial_axes)
         self.arena = Arena(self.executor, self.registry, self.policy)
         self.now: StepUnderWay | None = None
@@ -117,7 +117,7 @@ class StepLifecycle:
         if self.now is not None:
             self.executor.set_label_names(step=f"{self.now.title}{self._history_label_suffix}")
 
-    def reset_history(self) -> None:
+    def reset_label_history(self) -> None:
         """Drop earlier steps and settings from labels of collectives, once all ranks have loaded the same values."""
         self._history, self.num_updates = SettingsHistory(), 0
         for record in self.records:
@@ -155,7 +155,7 @@ class StepLifecycle:
             if recorder is not None:
                 recorder.begin_step()
             if schedule is not None:
-                self.arena.use_carried_gathers(schedule)
+                self.arena.use_or_redo_carried_gathers(schedule)
         return step
 
     def close_step(self, step: Step) -> None:
@@ -185,7 +185,7 @@ class StepLifecycle:
         if self.now is not None:
             self.now.step.abandon()
         for unit in self.registry.units.values():
-            unit.drop_references()
+            unit.drop_parameter_references()
             if unit.gradient is not None:
                 unit.gradient.abandon(self._check_scheduler_open_locally)
         self.arena.abandon_gathers()
@@ -236,7 +236,7 @@ class StepLifecycle:
         """Record the program of a step that did not follow a schedule to the end."""
         trained, updated = step.trained, step.updated
         order = dict.fromkeys([e.unit for e in step.events if e.unit]) | trained | updated
-        gradients = count_gradients(step.events)
+        gradients = num_gradients_by_microbatch(step.events)
         units, several = [], step.num_microbatches > 1
         for k in order:
             known = {"trained": k in trained, "updated": k in updated, "several_uses": any(each[k] > 1 for each in gradients)}

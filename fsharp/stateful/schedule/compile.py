@@ -12,7 +12,7 @@ from fsharp.stateful.schedule.emit import BucketsByCollective, emit_ops
 from fsharp.stateful.schedule.ops import Stream, buffer_nbytes
 from fsharp.stateful.schedule.policy import MAX_FINAL_REDUCTIONS, SchedulePolicy
 from fsharp.stateful.schedule.program import Program
-from fsharp.stateful.schedule.residency import uses_in_backward_order
+from fsharp.stateful.schedule.residency import backward_uses_by_microbatch
 from fsharp.stateful.schedule.schedule import Memory, Op, Schedule
 from fsharp.stateful.schedule.unplaced import BufferKey, UnplacedOp
 from fsharp.type_checks import options_checked
@@ -60,7 +60,7 @@ def _emit_and_place(program: Program, policy: SchedulePolicy, max_final_reductio
     ``max_final_reductions`` and ``sum_late`` are as for :class:`~fsharp.stateful.schedule.emit_gradients.GradientOps`.
     """
     buckets = BucketsByCollective(program, policy)
-    first, *later = uses_in_backward_order(program, buckets.gathers)
+    first, *later = backward_uses_by_microbatch(program, buckets.gathers)
     kept_uses = [*first, *chain(*later)] if policy.release == "backward" else []
     emit = partial(emit_ops, program, policy, buckets, max_final_reductions=max_final_reductions, sum_late=sum_late)
     unplaced = emit(kept_uses)

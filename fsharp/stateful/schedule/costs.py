@@ -18,7 +18,7 @@ _MAX_JOINED_NBYTES = 2_000_000  # of a unit that shares a bucket
 _MIN_BUCKETS = 4  # least number of buckets
 
 
-def bucket_limits(sent: Iterable[int], *, num_messages: int = 1) -> tuple[int, int]:
+def bucket_and_unit_limits(sent: Iterable[int], *, num_messages: int = 1) -> tuple[int, int]:
     """Return limits in bytes: of a bucket, and of a unit that may join a bucket.
 
     ``sent``: bytes that each unit sends. ``num_messages``: number of messages, one after the other, in which a bucket travels.

@@ -2,12 +2,12 @@
 
 from collections.abc import Collection, Iterable
 
-from fsharp.stateful.schedule.costs import BucketOfUnit, bucket_limits, group_into_buckets
+from fsharp.stateful.schedule.costs import BucketOfUnit, bucket_and_unit_limits, group_into_buckets
 from fsharp.stateful.schedule.emit_gradients import GradientOps, units_reduced_after_microbatches
 from fsharp.stateful.schedule.emit_parameters import ParameterOps
 from fsharp.stateful.schedule.ops import FINAL_REDUCE, GATHER, REDUCE, UPDATE_GATHER, OpSpec, Phase
 from fsharp.stateful.schedule.policy import MAX_FINAL_REDUCTIONS, SchedulePolicy
-from fsharp.stateful.schedule.program import Program, count_gradients
+from fsharp.stateful.schedule.program import Program, num_gradients_by_microbatch
 from fsharp.stateful.schedule.schedule import coalescing_key
 from fsharp.stateful.schedule.unplaced import OpList, UnplacedOp
 
@@ -30,7 +30,7 @@ class BucketsByCollective:
         sent = {unit: sum(call.nbytes for call in spec.collectives(facts[unit])) for unit in order}
         calls = max([spec.collectives(facts[unit]) for unit in order], key=len, default=())
         num_messages, given = sum(2 if call.op == "all_reduce" else 1 for call in calls), self._policy.bucket_nbytes
-        limits = (given, given) if given is not None else bucket_limits(sent.values(), num_messages=num_messages)
+        limits = (given, given) if given is not None else bucket_and_unit_limits(sent.values(), num_messages=num_messages)
         groups = {unit: i for i, group in enumerate(self._policy.together) for unit in group}
         keys = {unit: coalescing_key(spec, facts[unit]) for unit in order}
         return group_into_buckets(order, sent, keys, *limits, groups)
@@ -49,7 +49,7 @@ def emit_ops(
     ops, microbatch = OpList(program), 0
     parameters = ParameterOps(ops, program, policy, buckets.gathers, buckets.update_gathers, kept_uses)
     gradients = GradientOps(ops, buckets.reduces, buckets.final_reduces, max_final_reductions, sum_late=sum_late)
-    casts, reduced = count_gradients(program.events), units_reduced_after_microbatches(program)
+    casts, reduced = num_gradients_by_microbatch(program.events), units_reduced_after_microbatches(program)
     gradients.begin_microbatch(casts[0], reduced.get(0, ()))
     for i, event in enumerate(program.events):
         phase: Phase = "forward" if event.kind.startswith("forward") else "backward"
@@ -58,10 +58,10 @@ def emit_ops(
             parameters.emit_gathers(i, phase)
         match event.kind:
             case "forward" | "backward":
-                parameters.emit_use(event, phase, i)
+                parameters.emit_wait_and_compute(event, phase, i)
             case "backward_end":
                 parameters.emit_releases(i, "backward")  # first, so that the gradient may take the parameters' memory
-                gradients.emit_cast(event, i)
+                gradients.emit_cast_and_reduction(event, i)
                 parameters.emit_gathers(i, "backward")
             case "microbatch_end":
                 gradients.end_microbatch(i)
@@ -72,7 +72,7 @@ def emit_ops(
             case "reduce":
                 gradients.end_all_reductions(i)
             case "fetch":
-                parameters.emit_fetch(event.unit, i)
+                parameters.emit_state_fetch(event.unit, i)
             case "update":
                 parameters.emit_update(event, i, is_last=i == len(program.events) - 1)
     return ops.ops

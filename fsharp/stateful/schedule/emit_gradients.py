@@ -53,7 +53,7 @@ class GradientOps:
         facts = ((unit, self._ops.facts[unit]) for unit in reduced)
         self._is_incomplete = {unit: True for unit, each in facts if FINAL_REDUCE.has_ops_for(each) and each.trainable}
 
-    def emit_cast(self, event: Event, at: int) -> None:
+    def emit_cast_and_reduction(self, event: Event, at: int) -> None:
         """Emit the cast of a gradient at ``event``, the end of a backward. After a bucket's last cast, emit the reduction."""
         if not event.has_gradient:
             return
@@ -62,7 +62,7 @@ class GradientOps:
         if is_first and has_memory and all(each == unit or each in self._casts for each in bucket):
             # With this op each unit of the bucket has begun its casts: make room for the bucket's reduction.
             self._limit_reductions(at, REDUCE)
-        opens = None if has_memory else self._open_resting_gradient(unit)
+        opens = None if has_memory else self._resting_gradient_to_open(unit)
         self._casts[unit] = self._ops.add_chain(CAST, unit, "backward", at, use=event.use, is_first_user=is_first, opens=opens)
         self._missing_casts[unit] -= 1
         if not any(self._missing_casts[each] for each in bucket):
@@ -86,12 +86,12 @@ class GradientOps:
         if REDUCE.has_ops_for(facts):
             self._limit_reductions(at, REDUCE)
             after = self._emit_encodes(ENCODE, units, at, {unit: (casts[unit],) for unit in units})
-            self._add_reductions_under_way(self._ops.add_bucket(REDUCE, units, "backward", at, after=after))
+            self._track_begun_reductions(self._ops.add_bucket(REDUCE, units, "backward", at, after=after))
             return
         [unit] = units
         self._last_write[unit] = casts[unit]
         if ACCUMULATE.has_ops_for(facts):
-            opens = self._open_resting_gradient(unit)
+            opens = self._resting_gradient_to_open(unit)
             self._last_write[unit] = self._ops.add_chain(ACCUMULATE, unit, "backward", at, after=(casts[unit],), opens=opens)
         self._emit_final_reduction_if_ready(unit, at)
 
@@ -107,7 +107,7 @@ class GradientOps:
         after = self._emit_encodes(
             FINAL_ENCODE, units, at, {unit: (self._last_write[unit],) for unit in units if unit in self._last_write}
         )
-        self._add_reductions_under_way(self._ops.add_bucket(FINAL_REDUCE, units, "finish", at, after=after))
+        self._track_begun_reductions(self._ops.add_bucket(FINAL_REDUCE, units, "finish", at, after=after))
 
     def _emit_encodes(
         self, spec: OpSpec, units: Sequence[str], at: int, after: dict[str, UnplacedOps]
@@ -119,21 +119,21 @@ class GradientOps:
                 after |= {unit: (self._ops.add_chain(spec, unit, phase, at, after=after.get(unit, ())),)}
         return after
 
-    def _open_resting_gradient(self, unit: str) -> BufferKey | None:
+    def _resting_gradient_to_open(self, unit: str) -> BufferKey | None:
         """Return the buffer of a unit's gradient at rest, on the first call in a step; None later, or if it has 0 bytes."""
         if not self._ops.facts[unit].rest or unit in self._opened:
             return None
         self._opened.add(unit)
         return REST, unit
 
-    def _add_reductions_under_way(self, ops: list[UnplacedOp]) -> None:
+    def _track_begun_reductions(self, ops: list[UnplacedOp]) -> None:
         """Count the reductions ``ops`` of a bucket as under way. Unless sums are late, emit the ops that add the results."""
         if self._sum_late:
             self._under_way.append(ops)
             return
         for op in ops:
             if op.spec is REDUCE:
-                op.open_resting_gradient(self._open_resting_gradient(op.unit))
+                op.open_resting_gradient(self._resting_gradient_to_open(op.unit))
         sums = self._emit_sums(ops, ops[0].at, is_last=False)
         self._under_way.append(sums)
         self._emit_ready_final_reductions(sums)
@@ -162,7 +162,7 @@ class GradientOps:
                 arrived = self._ops.add_chain(decode, op.unit, op.phase, at, after=(op,))
             added = self._ops.add_chain(spec, op.unit, op.phase, at, after=(arrived,), is_last_user=is_last)
             if spec is ACCUMULATE and is_last:
-                added.open_resting_gradient(self._open_resting_gradient(op.unit), reduction=op)
+                added.open_resting_gradient(self._resting_gradient_to_open(op.unit), reduction=op)
             self._last_write[op.unit] = added
             sums.append(added)
         return sums

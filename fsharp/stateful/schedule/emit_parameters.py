@@ -70,7 +70,7 @@ class ParameterOps:
             ops = self._ops.add_bucket(GATHER, units, phase, at, after=dict.fromkeys(units, after))
             self._gathers |= zip(units, ops, strict=True)
 
-    def emit_use(self, event: Event, phase: Phase, at: int) -> None:
+    def emit_wait_and_compute(self, event: Event, phase: Phase, at: int) -> None:
         """Emit the wait for the unit of an event, and the unit's compute op."""
         unit, facts = event.unit, self._ops.facts[event.unit]
         self._emit_wait_for_updated_gather(unit, at)
@@ -89,7 +89,7 @@ class ParameterOps:
             self._arriving_updates.remove(unit)
             self._arriving.append(self._ops.add_chain(UPDATE_WAIT, unit, "update", at))
 
-    def emit_fetch(self, unit: str, at: int) -> None:
+    def emit_state_fetch(self, unit: str, at: int) -> None:
         """Emit the copy of a unit's optimizer state from host memory to the device."""
         self._fetched.append(self._ops.add_chain(FETCH, unit, "update", at, after=self._ops.last_on_stream("compute")))
 

@@ -150,7 +150,7 @@ class OpSpec:
         """Return the collectives of an op of this kind, for the unit with ``facts``."""
         return getattr(facts, self.calls) if self.calls else ()
 
-    def coded_nbytes(self, facts: UnitFacts) -> int:
+    def nbytes_through_codec(self, facts: UnitFacts) -> int:
         """Return the encoded bytes that an op of this kind encodes or decodes, for the unit with ``facts``."""
         return getattr(facts, self.codes) if self.codes else 0
 

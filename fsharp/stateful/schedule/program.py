@@ -103,7 +103,7 @@ class Event(NamedTuple):
         return f"{self.kind} {self.unit}".rstrip()
 
 
-def count_gradients(events: Sequence[Event]) -> list[Counter[str]]:
+def num_gradients_by_microbatch(events: Sequence[Event]) -> list[Counter[str]]:
     """Return the number of gradients of each unit, for each microbatch and for the events after the last microbatch."""
     result = [Counter[str]()]
     for event in events:

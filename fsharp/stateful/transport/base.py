@@ -111,7 +111,7 @@ class Transport(ABC):
         summed = packed.new_empty(len(packed) // n, dtype=dtype)
         parts = summed.split([x.numel() // n for x in xs])
         outs = [part if each.out is None else each.out for each, part in zip(summands, parts, strict=True)]
-        [work] = self.reduce_scatter_each([self._packed_summand("reduce_scatter", axis, packed, summed)], axis, dtype, label)
+        [work] = self.reduce_scatter_each([self._make_summand("reduce_scatter", axis, packed, summed)], axis, dtype, label)
         unpacked = self._chain_work(work, lambda _: _copy_all(outs, parts))
         return [Work(unpacked.wait, out) for out in outs]
 
@@ -135,7 +135,7 @@ class Transport(ABC):
         summed = packed if wire == wide else outs[0].new_empty(len(packed))
         here, there = ([part[: len(x)] for x, part in zip(xs, each.split(sizes), strict=True)] for each in (packed, summed))
         _copy_all(here, xs)
-        [work] = self.all_reduce_each([self._packed_summand("all_reduce", axis, packed, summed)], axis, label)
+        [work] = self.all_reduce_each([self._make_summand("all_reduce", axis, packed, summed)], axis, label)
         return [self._chain_work(work, lambda _: _copy_all(outs, there))] * len(xs)
 
     def should_pack(self, xs: Sequence[torch.Tensor], n: int) -> bool:
@@ -213,7 +213,7 @@ class Transport(ABC):
         for each in self.counters:
             each.count_call(op, axis, nbytes)
 
-    def _packed_summand(self, op: str, axis: str, packed: torch.Tensor, summed: torch.Tensor) -> Summand:
+    def _make_summand(self, op: str, axis: str, packed: torch.Tensor, summed: torch.Tensor) -> Summand:
         nbytes = self.scratch_nbytes(op, axis, len(packed), packed.dtype.itemsize, sums_into_out=summed.dtype == packed.dtype)
         return Summand(packed, summed, packed.new_empty(nbytes, dtype=torch.uint8))
 

@@ -163,7 +163,7 @@ class FullUnit:
 
     def is_classed_leaf(self, tensor: torch.Tensor) -> bool:
         """Return whether ``tensor`` is, or aliases, a handed-out leaf with a tensor class of its own, such as FP8."""
-        return self.has_classes and any(each.owns_memory_of(tensor) for each in self._handed_out)
+        return self.has_classes and any(each.shares_inner_tensors_with(tensor) for each in self._handed_out)
 
     def take_memory_from_leaves(self) -> list[HandedOutLeaf]:
         """Make the handed-out leaves that callers still hold empty, so that memory can be released. Return these leaves."""
@@ -254,7 +254,7 @@ def plane_copy_nbytes(unit: UnitLayout, group: int) -> int:
     return 0 if is_in_place else sum(map(aligned, nbytes))
 
 
-def encoded_full_sizes(unit: UnitLayout) -> list[tuple[int, torch.dtype]]:
+def full_sizes_of_encoded_groups(unit: UnitLayout) -> list[tuple[int, torch.dtype]]:
     """Return ``(number of elements, dtype)`` of the full gathered buffer of each group whose format is not plain."""
     formats = [group.dtypes.format for group in unit.groups]
     return [(unit.stored_size(i, unit.strategy.full), each.stored_dtype) for i, each in enumerate(formats) if each is not None]
@@ -262,10 +262,10 @@ def encoded_full_sizes(unit: UnitLayout) -> list[tuple[int, torch.dtype]]:
 
 def full_nbytes(unit: UnitLayout) -> int:
     """Return the bytes of a unit's full parameters, as gathered and as decoded, each buffer on an aligned boundary."""
-    return sizes_nbytes([*full_sizes(unit), *encoded_full_sizes(unit)])
+    return sizes_nbytes([*full_sizes(unit), *full_sizes_of_encoded_groups(unit)])
 
 
-def gather_outputs(buffer: torch.Tensor, unit: UnitLayout, axes: Sequence[str], rank: int) -> list[torch.Tensor]:
+def outputs_by_axis(buffer: torch.Tensor, unit: UnitLayout, axes: Sequence[str], rank: int) -> list[torch.Tensor]:
     """Return the part of ``buffer`` that each gather along ``axes`` fills. The last gather fills the whole buffer."""
     outs = [buffer]
     for axis in reversed(axes[1:]):

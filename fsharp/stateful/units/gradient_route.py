@@ -84,11 +84,11 @@ class GradientRoute:
         received: FlatSizes = [(chain.stages[-1].out, chain.dtypes.accumulate)] if chain.casts_last else []
         return [*collected, (chain.size, chain.first), *chain.scratch_sizes(), *received]
 
-    def final_block_nbytes(self) -> int:
-        """Return the bytes of :meth:`final_block`, for the reduction to the optimizer's shards."""
-        return sum(map(sizes_nbytes, self._final_block_sizes()))
+    def final_reduction_block_nbytes(self) -> int:
+        """Return the bytes of :meth:`final_reduction_block`, for the reduction to the optimizer's shards."""
+        return sum(map(sizes_nbytes, self._final_buffer_sizes()))
 
-    def _final_block_sizes(self) -> list[FlatSizes]:
+    def _final_buffer_sizes(self) -> list[FlatSizes]:
         """Return, for each group, ``(number of elements, dtype)`` of the buffer to send and of the scratch of its reduction."""
         if not self.has_final_reduction:
             return [[] for _ in self.final_chains]
@@ -107,9 +107,9 @@ class GradientRoute:
         leaves, padding = self.leaf_table.trained_leaves(dict(zip(self.unit.trainable_groups, collected, strict=True)))
         return OutgoingBlock(leaves, padding, collected, sent, rows, received)
 
-    def final_block(self, memory: torch.Tensor) -> list[list[torch.Tensor]]:
-        """Cut ``memory``, of :meth:`final_block_nbytes`, into the buffer to send and the scratch of each group."""
-        return _carve_rows(memory, self._final_block_sizes())
+    def final_reduction_block(self, memory: torch.Tensor) -> list[list[torch.Tensor]]:
+        """Cut ``memory``, of :meth:`final_reduction_block_nbytes`, into the buffer to send and the scratch of each group."""
+        return _carve_rows(memory, self._final_buffer_sizes())
 
 
 def _sends_copy(chain: ReductionChain, several_uses: bool) -> bool:

@@ -44,7 +44,7 @@ class HandedOutLeaf:
         """Return whether this is the HandedOutLeaf of a tensor."""
         return self._tensor() is tensor
 
-    def owns_memory_of(self, tensor: torch.Tensor) -> bool:
+    def shares_inner_tensors_with(self, tensor: torch.Tensor) -> bool:
         """Return whether ``tensor`` uses the leaf's memory, and only through inner tensors of the leaf."""
         mine = {id(ref()) for ref, *_ in self._inner} - {id(None)}
         here = [x for x in inner_tensors(tensor) if id(x) in mine or x.untyped_storage().data_ptr() == self._address]

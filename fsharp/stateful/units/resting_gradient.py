@@ -70,7 +70,7 @@ class RestingGradient:
             self.handed_out.append((weakref.ref(tensors[-1]), i))
         return tensors
 
-    def try_move_into(self, other: "RestingGradient") -> bool:
+    def try_relocate_into(self, other: "RestingGradient") -> bool:
         """Move the values, and the tensors that callers hold, to the memory of ``other``. A write to them changes ``other``.
 
         If a caller holds a view of such a tensor, which cannot be moved, nothing is moved, and the result is False.

@@ -77,12 +77,12 @@ class UnitGradient:
         )
         self.phase = phase
 
-    def close_arena_memory(self) -> None:
-        """Let the next gradient rest outside of the arena until :meth:`open_arena_memory`."""
+    def forbid_arena_memory(self) -> None:
+        """Let the next gradient rest outside of the arena until :meth:`allow_arena_memory`."""
         self._is_open = False
 
     def begin(self, arena_rest: RestingGradient | None, *, sum_in_place: bool) -> None:
-        """Wait for reductions of the old gradient. Begin a new one, in ``arena_rest`` after :meth:`open_arena_memory`.
+        """Wait for reductions of the old gradient. Begin a new one, in ``arena_rest`` after :meth:`allow_arena_memory`.
 
         ``sum_in_place``: whether the final sum may overwrite the gradient at rest, as nobody will read this gradient any more.
         """
@@ -103,7 +103,7 @@ class UnitGradient:
         self._earlier_sums.clear()
         self._works.clear()
 
-    def open_arena_memory(self) -> None:
+    def allow_arena_memory(self) -> None:
         """Let the gradient rest in the arena from now on in this step, where the schedule has memory for it."""
         assert not self.num_added, f"{self.route.unit.name}: a gradient is at rest before its memory is opened"
         if self._arena_rest is not None:
@@ -113,7 +113,7 @@ class UnitGradient:
         """Move the gradient from the arena to memory of its own. Return False if a view that a caller holds prevents this."""
         self._arena_rest, self._is_open = None, False
         if self.rest.in_arena:
-            if not self.rest.try_move_into(self._own):
+            if not self.rest.try_relocate_into(self._own):
                 return False
             self.rest = self._own
         return True
@@ -208,7 +208,7 @@ class UnitGradient:
         found, self._encoded = self._encoded or [None] * len(chains), []
         return found
 
-    def reduction_inputs(self, block: OutgoingBlock, *, into_rest: bool) -> list[ChainInput]:
+    def take_reduction_inputs(self, block: OutgoingBlock, *, into_rest: bool) -> list[ChainInput]:
         """Return the inputs of ``reduce_along()`` for the gradient that a microbatch has collected in ``block``.
 
         With ``into_rest`` the sums go to the gradient at rest, else to memory of the block.

@@ -15,7 +15,7 @@ from fsharp.functional.traffic import calls_to_gather_buffer
 from fsharp.stateful.schedule.program import UnitFacts
 from fsharp.stateful.transport.base import Transport
 from fsharp.stateful.units.axis_chain import encode_recode_decode_nbytes
-from fsharp.stateful.units.full_unit import FullUnit, encoded_full_sizes, full_nbytes, full_sizes, leaf_table
+from fsharp.stateful.units.full_unit import FullUnit, full_nbytes, full_sizes, full_sizes_of_encoded_groups, leaf_table
 from fsharp.stateful.units.resting_gradient import RestingGradient
 from fsharp.stateful.units.unit_gradient import UnitGradient
 
@@ -27,7 +27,7 @@ class UnitState:
         key: name of the unit in programs.
         leaf_table: table of the unit's leaves.
         axes: axes along which the unit is gathered before a use; empty if the unit rests in full, or has no elements.
-        update_axes: axes along which updated parameters are gathered to where they rest.
+        update_gather_axes: axes along which updated parameters are gathered to where they rest.
         node: the unit's parameters in this step; None before their first use.
         tree_label: name of the tree of ``node``, with which labels of gathers begin; None before the first gather.
         host_copy_nbytes: bytes of the unit's state that the last update of this step has copied to host memory.
@@ -38,7 +38,7 @@ class UnitState:
         self.leaf_table = leaf_table(layout)
         params, optim, full = layout.strategy.params, layout.strategy.optim, layout.strategy.full
         self.axes = layout.gather_axes(params, full, trivial=trivial) if full_nbytes(layout) else ()
-        self.update_axes = layout.gather_axes(optim, params, trivial=trivial)
+        self.update_gather_axes = layout.gather_axes(optim, params, trivial=trivial)
         self.node: Sharded | None = None
         self.gradient: UnitGradient | None = None
         self.host_copy_nbytes = 0
@@ -55,10 +55,10 @@ class UnitState:
         gradients of microbatches are added. ``keep_gradients``: whether gradients rest beside the arena, in their own memory.
         """
         layout, params, dtypes = self.layout, self.layout.strategy.params, {group.dtypes for group in self.layout.groups}
-        gathers = [calls_to_gather_buffer(layout, layout.gathered_part_nbytes(g, params), self.axes) for g in layout.all_groups]
+        gathers = [calls_to_gather_buffer(layout, layout.gather_input_nbytes(g, params), self.axes) for g in layout.all_groups]
         sent = layout.trainable_groups if updated else ()
-        updates = [calls_to_gather_buffer(layout, layout.update_nbytes(g), self.update_axes) for g in sent]
-        differences = [layout.update_nbytes(g) for g in sent if layout.update_format(g) is not None]
+        updates = [calls_to_gather_buffer(layout, layout.update_gather_nbytes(g), self.update_gather_axes) for g in sent]
+        differences = [layout.update_gather_nbytes(g) for g in sent if layout.update_format(g) is not None]
         facts = UnitFacts(
             self.key,
             gathered=full_nbytes(layout) if self.axes else 0,
@@ -67,8 +67,8 @@ class UnitState:
             update_gather=tuple(chain(*updates)),
             host=self.host_copy_nbytes,
             wire=" ".join(dtypes.pop().names) if len(dtypes) == 1 else None,
-            decoded=sum(numel * dtype.itemsize for numel, dtype in encoded_full_sizes(layout)) if self.axes else 0,
-            update_coded=sum(differences) * math.prod(map(layout.mesh.axis_size, self.update_axes)),
+            decoded=sum(numel * dtype.itemsize for numel, dtype in full_sizes_of_encoded_groups(layout)) if self.axes else 0,
+            update_coded=sum(differences) * math.prod(map(layout.mesh.axis_size, self.update_gather_axes)),
         )
         if not trained or self.gradient is None:
             return facts
@@ -78,7 +78,7 @@ class UnitState:
         return replace(
             facts,
             outgoing=route.outgoing_block_nbytes(several_uses=several_uses, several_microbatches=several_microbatches),
-            finishing=route.final_block_nbytes(),
+            finishing=route.final_reduction_block_nbytes(),
             rest=0 if keep_gradients else self.gradient.rest.nbytes,
             trainable=True,
             reduce=tuple(chain(*(each.calls() for each in route.chains))),
@@ -134,7 +134,7 @@ class UnitState:
         self.bind_node(None)
         self.host_copy_nbytes = 0
         if self.gradient is not None:
-            self.gradient.close_arena_memory()
+            self.gradient.forbid_arena_memory()
 
     def begin_gradient(self, transport: Transport, arena_rest: RestingGradient | None, *, sum_in_place: bool) -> None:
         """Begin a new gradient, if the unit is trained: see :meth:`UnitGradient.begin`."""
@@ -149,7 +149,7 @@ class UnitState:
         """Set how many bytes of the unit's state an update copies to host memory."""
         self.host_copy_nbytes = nbytes
 
-    def drop_references(self) -> None:
+    def drop_parameter_references(self) -> None:
         """Drop the references to the node, and to tensors of parameters at rest."""
         self.bind_node(None)
         self._at_rest = None

@@ -15,10 +15,10 @@ from fsharp.stateful.units.full_unit import (
     RELEASED_VERSION,
     FullUnit,
     carve_tensors,
-    encoded_full_sizes,
     full_nbytes,
     full_sizes,
-    gather_outputs,
+    full_sizes_of_encoded_groups,
+    outputs_by_axis,
 )
 from fsharp.stateful.units.handed_out_leaf import HandedOutLeaf
 from fsharp.stateful.units.unit_state import UnitState
@@ -77,12 +77,12 @@ class UnshardedBuffer:
 
     def _carve_memory(self, memory: torch.Tensor) -> None:
         layout, sizes = self._layout, full_sizes(self._layout)
-        flats = carve_tensors(memory, [*sizes, *encoded_full_sizes(layout)])
+        flats = carve_tensors(memory, [*sizes, *full_sizes_of_encoded_groups(layout)])
         encoded, pairs = iter(flats[len(sizes) :]), zip(layout.groups, flats[: len(sizes)], strict=True)
         stored = [flat if group.dtypes.format is None else next(encoded) for group, flat in pairs]
         self.memory, self.full = memory, FullUnit(layout, flats[: len(sizes)], stored)
         parts = [gathered_part(layout, group, flat) for group, flat in enumerate(stored)]
-        self._outs = [gather_outputs(part, layout, self.axes, self._comm.rank) for part in parts]
+        self._outs = [outputs_by_axis(part, layout, self.axes, self._comm.rank) for part in parts]
 
     def decode(self) -> None:
         """Decode the gathered buffers whose format is not plain. All gathers have to be over."""

@@ -11,7 +11,7 @@ from fsharp.functional.layout.sharded import Sharded
 from fsharp.functional.layout.stored import gathered_part, scales_in
 from fsharp.stateful.transport.base import Work
 from fsharp.stateful.units.axis_chain import GatherInput
-from fsharp.stateful.units.full_unit import gather_outputs
+from fsharp.stateful.units.full_unit import outputs_by_axis
 from fsharp.stateful.units.unit_state import UnitState
 
 
@@ -39,7 +39,7 @@ class UpdateGather:
 
     def __init__(self, unit: UnitState, old: Sharded, new: Sharded, *, rank: int, donate: bool) -> None:
         self.unit, self.rank = unit, rank
-        self.axes = unit.update_axes
+        self.axes = unit.update_gather_axes
         self.works: list[Work] = []
         self.gather_inputs: list[GatherInput] = []
         self.differences: list[EncodedDifference] = []
@@ -53,7 +53,7 @@ class UpdateGather:
                 buffers.append(buffer := before if donate else before.clone())
                 if part.numel():
                     encoded = part.new_empty(len(part) * math.prod(map(layout.mesh.axis_size, self.axes)))
-                    self.gather_inputs.append((part, gather_outputs(encoded, layout, self.axes, rank)))
+                    self.gather_inputs.append((part, outputs_by_axis(encoded, layout, self.axes, rank)))
                     self.differences.append(EncodedDifference(group, buffer.detach(), encoded))
                 continue
             buffer = before if donate else torch.empty_like(before)
@@ -62,7 +62,7 @@ class UpdateGather:
                 scales_in(layout, group, buffer).copy_(scales_in(layout, group, part))
             room = gathered_part(layout, group, buffer.detach())
             if room.numel():
-                self.gather_inputs.append((gathered_part(layout, group, part), gather_outputs(room, layout, self.axes, rank)))
+                self.gather_inputs.append((gathered_part(layout, group, part), outputs_by_axis(room, layout, self.axes, rank)))
         self.node = old.replace(buffers)
 
     def wait(self) -> None:

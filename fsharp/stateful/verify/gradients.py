@@ -47,7 +47,7 @@ class GradientCheck(ScheduleCheck):
         if spec.fills == OUTGOING:
             self._check_cast(i, op)
         elif any(spec in takers for takers in self.takers.values()):
-            self._check_take(i, op, spec)
+            self._check_take_from_buffer(i, op, spec)
             self.last = i
         elif REST in spec.reads:
             self.check_is_before(self.written.get(op.unit), i, "may start before the end of")
@@ -90,12 +90,12 @@ class GradientCheck(ScheduleCheck):
             self.check_is_before(self.read.get(op.unit), i, "changes what may still be read by")
         self.written[op.unit] = i
 
-    def _check_take(self, i: int, op: Op, spec: OpSpec) -> None:
+    def _check_take_from_buffer(self, i: int, op: Op, spec: OpSpec) -> None:
         key = self._gradient_key(op)
         mine = (spec, *key)
         if mine in self.done:
             raise op_error(i, op, f"happens twice: op {self.done[mine]} has done it.", "one for each gradient", "Drop one.")
-        if missing := self._missing_text(op, spec, key):
+        if missing := self._why_incomplete(op, spec, key):
             raise op_error(i, op, f"{missing}.", f"{op.kind} once, after what it needs")
         reduced = [self.done[each, *key] for each in self._reductions_before(spec) if (each, *key) in self.done]
         self.check_is_before(reduced[0] if reduced else self.written.get(op.unit), i, "may start before the end of")
@@ -110,7 +110,7 @@ class GradientCheck(ScheduleCheck):
         """Return the kinds of reductions that read the buffer which an op of kind ``spec`` frees: they have to come first."""
         return [each for each in self.takers.get(spec.frees, ()) if each.calls]
 
-    def _missing_text(self, op: Op, spec: OpSpec, key: tuple[str, int]) -> str:
+    def _why_incomplete(self, op: Op, spec: OpSpec, key: tuple[str, int]) -> str:
         """Return an error text if ``op`` sends or frees a gradient that is not complete, or not asked for; else ``""``."""
         facts, finish = self.facts[op.unit], spec in self.takers[FINISHING]
         if not facts.trainable:

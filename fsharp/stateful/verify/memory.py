@@ -93,7 +93,7 @@ class MemoryCheck(ScheduleCheck):
             if key in self.live:
                 at = self.live[key][0]
                 raise op_error(i, op, f"opens what op {at}, {self.order.ops[at]}, has opened.", "one op that opens it")
-            self._check_fill(i, op, op.opens)
+            self._check_can_fill(i, op, op.opens)
             self._mark_live(i, key, op.opens)
         elif spec.filled_buffer(facts) == REST and facts.rest and key not in self.live:
             what = "writes a gradient at rest whose memory no op has opened."
@@ -125,7 +125,7 @@ class MemoryCheck(ScheduleCheck):
         if key not in self.live and not fills:
             raise op_error(i, op, f"nothing has filled the {buffer.description} that it uses.", "an op before it")
         if key not in self.live:
-            self._check_fill(i, op, op.memory)
+            self._check_can_fill(i, op, op.memory)
             self._mark_live(i, key, op.memory)
         elif self.live[key][1] != op.memory:
             what = f"its memory is not the memory that op {self.live[key][0] % len(self.order.ops)} has filled."
@@ -136,7 +136,7 @@ class MemoryCheck(ScheduleCheck):
             # The op that filled these bytes has waited for earlier frees, so the last one is enough.
             self.freed.set_value(op.memory.start, op.memory.stop, (filled, i))
 
-    def _check_fill(self, i: int, op: Op, memory: Memory) -> None:
+    def _check_can_fill(self, i: int, op: Op, memory: Memory) -> None:
         for (buffer, unit), j in self.owners.values_over(memory.start, memory.stop):
             since = j % len(self.order.ops)
             what = f"fills memory in which the {BUFFERS[buffer].description} of {unit!r} is live, since op {since}."
@@ -160,7 +160,7 @@ class PolicyLimitsCheck(ScheduleCheck):
         self.num_events = 0  # events so far
         self.under_way: dict[str, dict[str, str]] = {OUTGOING: {}, FINISHING: {}}  # by unit, the group of its reduction
 
-    def _update_use_counts(self, at: int) -> None:
+    def _count_open_uses_until(self, at: int) -> None:
         for i, event in enumerate(self.events[self.num_events : at + 1], self.num_events):
             change = (event.kind in ("forward", "backward")) - (event.kind in ("forward_end", "backward_end"))
             self.in_use[event.unit] += change
@@ -172,7 +172,7 @@ class PolicyLimitsCheck(ScheduleCheck):
     def check_op(self, i: int, op: Op, spec: OpSpec) -> None:
         """Count resident units and reductions under way after the op. Raise an error if they exceed a limit."""
         if spec.fills == PARAMS:
-            self._update_use_counts(op.at)
+            self._count_open_uses_until(op.at)
             self.group_of[op.unit] = _bucket_name(op)
             if op.bucket in {each.bucket for each in self.order.ops[i + 1 : i + 2] if each.kind == op.kind} - {-1}:
                 return  # a bucket counts once all of its units are gathered, as any of them may be in use

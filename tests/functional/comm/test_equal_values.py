@@ -7,7 +7,7 @@ from torch import nn
 import fsharp as fs
 from fsharp.errors import AgreementError, MeshError, OptionError, TreeError
 from fsharp.functional.comm import equal_values as module_values
-from fsharp.functional.comm.equal_values import broadcast_from_rank, check_same_on_ranks, tensor_digest
+from fsharp.functional.comm.equal_values import broadcast_from_rank, bytes_digest, check_same_on_ranks
 from fsharp.testing import simulate
 from tests import modules
 from tests.modules import Block, Net, train, values
@@ -38,24 +38,24 @@ def samples(dtype):
 def test_a_digest_sees_every_bit(dtype, monkeypatch):
     monkeypatch.setattr(module_values, "_CHUNK_NBYTES", 64)  # several pieces
     for x in samples(dtype):
-        assert tensor_digest(x) == tensor_digest(x.clone()) == tensor_digest(torch.stack([x, x], -1)[..., 0])
-        assert tensor_digest(torch.cat([x[:0], x])[0:]) == tensor_digest(x)
+        assert bytes_digest(x) == bytes_digest(x.clone()) == bytes_digest(torch.stack([x, x], -1)[..., 0])
+        assert bytes_digest(torch.cat([x[:0], x])[0:]) == bytes_digest(x)
         for i in {0, len(x) // 2, len(x) - 1} if len(x) else ():
             other = x.clone()
             last = bits(other)
             other.view(torch.uint8).view(-1)[i * dtype.itemsize] = last[i * dtype.itemsize] ^ 1
-            assert tensor_digest(other) != tensor_digest(x)
+            assert bytes_digest(other) != bytes_digest(x)
         if len(x) > 36:
-            assert tensor_digest(
-                x.flip(0) if dtype is not torch.float8_e4m3fn else x.view(torch.uint8).flip(0)
-            ) != tensor_digest(x)
-            assert tensor_digest(x[1:]) != tensor_digest(x[:-1])  # not aligned
+            assert bytes_digest(x.flip(0) if dtype is not torch.float8_e4m3fn else x.view(torch.uint8).flip(0)) != bytes_digest(
+                x
+            )
+            assert bytes_digest(x[1:]) != bytes_digest(x[:-1])  # not aligned
 
 
 def test_a_digest_sees_constants_and_signs():
     all_of = [torch.zeros(4), torch.ones(4), torch.full((4,), 2.0), -torch.ones(4), torch.zeros(4) * -1]
     some = [torch.ones(8).index_fill(0, torch.tensor(each), -1.0) for each in ([0], [1], [0, 1], [0, 7], [2, 3], [0, 1, 2, 3])]
-    assert len({tensor_digest(x) for x in (*all_of, *some)}) == len(all_of) + len(some)
+    assert len({bytes_digest(x) for x in (*all_of, *some)}) == len(all_of) + len(some)
 
 
 @pytest.mark.parametrize("source", [0, 1, 3])

@@ -238,9 +238,9 @@ def test_a_view_keeps_a_gradient_where_it_is_beside_an_empty_buffer_too():
     own = RestingGradient(sizes, cpu)
     shown = arena.hand_out()
     view = shown[0][:2]
-    assert not arena.try_move_into(own)
+    assert not arena.try_relocate_into(own)
     del view
-    assert arena.try_move_into(own)
+    assert arena.try_relocate_into(own)
     shown[0].fill_(3)
     assert own.tensors[0].tolist() == [3.0] * 4
     assert own.is_held

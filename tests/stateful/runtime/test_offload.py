@@ -18,7 +18,7 @@ from fsharp.stateful.runtime.captured_step import _check_capturable
 from fsharp.stateful.transport.streams import Lanes
 from fsharp.stateful.units.host_copies import HostStateBuffers, StateOffload
 from fsharp.testing import DebugPolicy, RaceError, checking_races, processes, simulate
-from fsharp.testing.ordering import RecordStream, Wait, replay
+from fsharp.testing.ordering import RecordStreamCall, Wait, replay
 from tests import modules
 from tests.gpt_like import loss_fn
 from tests.ranks import on_ranks
@@ -368,7 +368,7 @@ def test_what_keeps_its_own_state_or_addresses_is_refused(comm):
 def test_steps_are_free_of_races_and_no_wait_of_theirs_can_go(strategy, precision, donate):
     report = train_on_streams(strategy, precision=precision, donate=donate, steps=4, offload=True)
     assert report.races == []
-    lanes = {entry.lane for entry in report.log if isinstance(entry, RecordStream)}
+    lanes = {entry.lane for entry in report.log if isinstance(entry, RecordStreamCall)}
     assert lanes <= {"host", "gather"}
     assert "host" in lanes
     waits = {entry.why for entry in report.log if isinstance(entry, Wait) and ("host" in entry.why or "fetch" in entry.why)}
@@ -384,12 +384,12 @@ def test_steps_are_free_of_races_and_no_wait_of_theirs_can_go(strategy, precisio
 def test_of_modules_too():
     report = train_module_on_streams("zero3", precision="bf16", tx=fs.optim.adamw(1e-2), offload=True)
     assert report.races == []
-    assert any(isinstance(entry, RecordStream) for entry in report.log)
+    assert any(isinstance(entry, RecordStreamCall) for entry in report.log)
 
 
 def test_memory_freed_under_a_copy_is_seen_where_nobody_keeps_it():
     report = train_on_streams("zero3", precision="bf16", donate=False, steps=4, offload=True)
-    kept = {i for i, entry in enumerate(report.log) if isinstance(entry, RecordStream) and entry.lane == "host"}
+    kept = {i for i, entry in enumerate(report.log) if isinstance(entry, RecordStreamCall) and entry.lane == "host"}
     races = replay(report.log, without=kept).races
     assert races
     assert {(race.first.lane, race.first.op) for race in races} == {("host", "aten.copy_")}

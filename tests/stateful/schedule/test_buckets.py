@@ -8,7 +8,7 @@ from hypothesis import given, strategies as st
 
 from fsharp.functional.comm.protocol import Call
 from fsharp.stateful.schedule.compile import compile_schedule
-from fsharp.stateful.schedule.costs import bucket_limits, group_into_buckets
+from fsharp.stateful.schedule.costs import bucket_and_unit_limits, group_into_buckets
 from fsharp.stateful.schedule.policy import SchedulePolicy
 from fsharp.stateful.schedule.program import UnitFacts
 from fsharp.stateful.schedule.schedule import coalescing_key, group_ops_by_bucket
@@ -138,4 +138,4 @@ def test_bundles_are_neighbours_no_larger_than_allowed(sizes, most, most_of_one)
     assert all(len(units) == 1 or sum(sent[unit] for unit in units) <= most for units in found.values())
     assert all(unit in units for unit, units in found.items())
     assert all(len(units) == 1 or sent[unit] <= most_of_one for unit, units in found.items())
-    assert bucket_limits(sizes)[0] <= sum(sizes) / 4
+    assert bucket_and_unit_limits(sizes)[0] <= sum(sizes) / 4

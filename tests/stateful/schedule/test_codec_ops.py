@@ -35,7 +35,7 @@ def test_plain_formats_have_none(strategy):
     schedule = planned(strategy, fs.Precision(), microbatches=2)
     assert CODED == ("decode", "encode", "decode_sum")
     assert not {op.kind for op in schedule.ops} & {*CODED}
-    assert not any(op.spec.coded_nbytes(schedule.program.facts[op.unit]) for op in schedule.ops)
+    assert not any(op.spec.nbytes_through_codec(schedule.program.facts[op.unit]) for op in schedule.ops)
     assert "coded" not in fs.inspect.table(schedule)
 
 
@@ -156,7 +156,7 @@ def test_they_take_time():
         spans = [span for span in timeline.spans if span.kind == kind]
         assert len(spans) == len(of(schedule, kind)) > 0
         for span in spans:
-            assert span.seconds == pytest.approx(schedule.ops[span.op].spec.coded_nbytes(facts[span.unit]) / 1e2)
+            assert span.seconds == pytest.approx(schedule.ops[span.op].spec.nbytes_through_codec(facts[span.unit]) / 1e2)
     host = fs.inspect.predict(schedule, replace(HARDWARE, synchronous_host=True))
     assert {span.stream for span in host.spans if span.kind in CODED} == {"compute"}
 
@@ -206,5 +206,7 @@ def test_traces_measure_them_and_fit_their_speed():
     for kind in ("encode", "decode"):
         assert [span.op for span in measured.spans if span.kind == kind] == of(schedule, kind)
     fitted = fs.inspect.Hardware.fit(trace, schedule, synchronous_host=True)
-    coded = sum(schedule.ops[i].spec.coded_nbytes(schedule.program.facts[schedule.ops[i].unit]) for i in of(schedule, "encode"))
+    coded = sum(
+        schedule.ops[i].spec.nbytes_through_codec(schedule.program.facts[schedule.ops[i].unit]) for i in of(schedule, "encode")
+    )
     assert 0 < coded / fitted.codec_bandwidth < measured.step_s

@@ -63,7 +63,7 @@ def initial_parameters(
     Arguments are those of :func:`~fsharp.shard_module`. Memory: this rank's parts, and one submodule or unit in full.
     """
     if sync_from is not None:
-        return _synced_shards(module, layout, comm, sync_from)
+        return _sync_buffers_and_shard(module, layout, comm, sync_from)
     leaves = [(unit, leaf) for unit in layout.units for leaf in unit.leaves if not leaf.tied_to]
     own = {unit.path_in_tree(leaf): _parameter_value(module, unit, leaf) for unit, leaf in leaves}
     varying = {unit.path_in_tree(leaf): unit.strategy.full.varying_axes for unit, leaf in leaves}
@@ -96,7 +96,7 @@ def check_rank(where: str, rank: Any, comm: Comm) -> None:
         raise MeshError(f"{where}: rank is {rank!r}, expected a rank of {comm.mesh}, 0 to {comm.mesh.size - 1}.")
 
 
-def _synced_shards(module: nn.Module, layout: Layout, comm: Comm, source: int) -> Any:
+def _sync_buffers_and_shard(module: nn.Module, layout: Layout, comm: Comm, source: int) -> Any:
     """Return this rank's shards of the parameters of rank ``source``, and copy that rank's values to the module's buffers."""
     nodes = []
     for unit in layout.units:
@@ -168,7 +168,7 @@ class Initializers:
         before: list[tuple[Any, Any]] = [(at, dict(at)) for each in modules for at in (each._parameters, each._buffers)]
         mine = {f"{path}.{k}".lstrip("."): (x, at) for at, given in before[:2] for k, x in given.items() if x is not None}
         values = (x for x in chain(owner.parameters(), owner.buffers()) if not x.is_meta)
-        rooms = {id(x): _memory_to_fill(x) for x in chain((x for x, _ in mine.values()), values)}
+        rooms = {id(x): _cpu_copy_to_fill(x) for x in chain((x for x, _ in mine.values()), values)}
         try:
             for places, given in before:
                 places.update({name: rooms[id(x)] for name, x in given.items() if id(x) in rooms})
@@ -220,7 +220,7 @@ def _unfilled_error(module: nn.Module, paths: Iterable[str]) -> TreeError:
     return TreeError(problem("shard_module()", what, rows, remedy))
 
 
-def _memory_to_fill(tensor: torch.Tensor) -> torch.Tensor:
+def _cpu_copy_to_fill(tensor: torch.Tensor) -> torch.Tensor:
     """Return a CPU tensor for an initializer to fill: a copy; for a meta tensor, NaN or bytes 0x55 that mark it as unfilled."""
     mark = torch.nan if tensor.is_floating_point() or tensor.is_complex() else _UNWRITTEN_BYTE
     if tensor.is_meta:

@@ -10,12 +10,12 @@ import torch
 from fsharp.errors import ScheduleError, TreeError
 from fsharp.functional.layout.sharded import trainable, units_of
 from fsharp.functional.optim.ema import WithEmaState
-from fsharp.stateful.modules.session import Session
+from fsharp.stateful.modules.session import ModuleSession
 from fsharp.stateful.modules.te import preserving_amax_histories
 
 
 @contextmanager
-def using_averaged_parameters(session: Session, opt_state: Any) -> Iterator[None]:
+def using_averaged_parameters(session: ModuleSession, opt_state: Any) -> Iterator[None]:
     """In this context, replace a module's parameters by the averages in ``opt_state``. At the end restore the parameters."""
     averages, state = _average_buffers(opt_state), session.state
     if session.is_averaged:

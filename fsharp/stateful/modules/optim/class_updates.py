@@ -21,7 +21,7 @@ from fsharp.stateful.modules.optim.flat_slices import FlatSlice, cut_by_labels, 
 from fsharp.stateful.modules.optim.probe import UpdateScope, fresh_state, probe_update_scope
 from fsharp.stateful.modules.optim.states import StatesByPath, fill_in_missing_states, group_texts, options_text
 from fsharp.stateful.modules.parameter import ShardedTensor
-from fsharp.stateful.modules.session import Session
+from fsharp.stateful.modules.session import ModuleSession
 
 OptimizerClass = type[torch.optim.Optimizer]
 ParamGroups = Sequence[dict[str, Any]]
@@ -42,7 +42,7 @@ class ClassUpdates:
     """
 
     def __init__(
-        self, session: Session, optimizer: OptimizerClass, groups: ParamGroups, defaults: dict[str, Any], check_steps: int
+        self, session: ModuleSession, optimizer: OptimizerClass, groups: ParamGroups, defaults: dict[str, Any], check_steps: int
     ) -> None:
         if session.scheduler.policy.offload:
             raise ScheduleError(
@@ -174,7 +174,7 @@ class ClassUpdates:
     def _states_by_path(self) -> StatesByPath:
         return {path: self.state_of(path) for path in self._places}
 
-    def copy_completed_states(self) -> StatesByPath:
+    def copy_and_fill_in_states(self) -> StatesByPath:
         """Return copies of this rank's states, with the state names of other ranks added. All ranks call this."""
         # Copied for each leaf: leaves of a slice share the tensor "step", which torch would increment once for each leaf.
         mine = {path: copy.deepcopy(state) for path, state in self._states_by_path().items()}

@@ -29,7 +29,7 @@ from fsharp.stateful.modules.optim.states import (
     transform_state_from_state_dict,
 )
 from fsharp.stateful.modules.parameter import ShardedParameter, ShardedTensor
-from fsharp.stateful.modules.session import Session
+from fsharp.stateful.modules.session import ModuleSession
 from fsharp.stateful.modules.state_dict import SAME_VALUES_REMEDY, check_no_dtensors, make_parts_whole_, scatter_from_rank
 from fsharp.stateful.modules.torch_tools.refusals import refuse_copy
 from fsharp.torch_compile import uncompiled
@@ -218,7 +218,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """
         check_no_dtensors("state_dict()", self._session)
         if self._updates is not None:
-            states: Any = self._updates.copy_completed_states()
+            states: Any = self._updates.copy_and_fill_in_states()
         else:
             states = self._session.state.train_state.opt
             for node in units_of(states):
@@ -323,12 +323,12 @@ class ShardedOptimizer(torch.optim.Optimizer):
         return self._updates
 
 
-def session_of_optimizer(optimizer: ShardedOptimizer) -> Session:
+def session_of_optimizer(optimizer: ShardedOptimizer) -> ModuleSession:
     """Return the session of the module whose parameters the optimizer updates."""
     return optimizer._session
 
 
-def _session_of_parameters(params: list[Any]) -> Session:
+def _session_of_parameters(params: list[Any]) -> ModuleSession:
     for i, parameter in enumerate(params):
         if not isinstance(parameter, ShardedParameter):
             raise TreeError(
@@ -339,6 +339,6 @@ def _session_of_parameters(params: list[Any]) -> Session:
     first, *others = {parameter.owner() for parameter in params}
     if first is None and not others:
         raise TreeError("ShardedOptimizer(): the ShardedModule of these parameters was deleted. Keep a reference to it.")
-    if others or not isinstance(first, Session):
+    if others or not isinstance(first, ModuleSession):
         raise TreeError("ShardedOptimizer(): got parameters of several modules. Make one optimizer for each module.")
     return first

@@ -45,7 +45,7 @@ class GradScaler(torch.amp.GradScaler):
         if not isinstance(optimizer, ShardedOptimizer):
             return super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
         session = session_of_optimizer(optimizer)
-        if session.step.checked_gradients("unscale_()") is None:
+        if session.step.checked_gradients_or_none("unscale_()") is None:
             raise ScheduleError("unscale_(): there are no gradients: call it after a backward that does not accumulate.")
         session.step.check_can_unscale()
         buffers = session.step.means.buffers

@@ -10,7 +10,7 @@ import torch
 
 from fsharp.errors import AgreementError, TreeError, problem
 from fsharp.functional.comm.agree import all_gather_texts, check_on_all_ranks
-from fsharp.functional.comm.equal_values import broadcast_from_rank, exact_text, tensor_digest
+from fsharp.functional.comm.equal_values import broadcast_from_rank, bytes_digest, exact_text
 from fsharp.functional.comm.protocol import Comm
 from fsharp.functional.formats.format import dtype_name, tensor_text
 from fsharp.functional.layout.sharded import check_not_donated, is_sharded, units_of
@@ -197,8 +197,8 @@ def states_from_state_dict(
         state = given.get(path) or {}
         states[path] = _checked_state(path, state, fresh(path), like) if state else {}
         # Two entries for each parameter on every rank, as ranks with parameters of their own may keep different states.
-        parts = [tensor_digest(value.local) for value in state.values() if isinstance(value, ShardedTensor)]
-        rest = [tensor_digest(x) for x in state.values() if isinstance(x, torch.Tensor) and not isinstance(x, ShardedTensor)]
+        parts = [bytes_digest(value.local) for value in state.values() if isinstance(value, ShardedTensor)]
+        rest = [bytes_digest(x) for x in state.values() if isinstance(x, torch.Tensor) and not isinstance(x, ShardedTensor)]
         kinds = repr([(key, _kind_of_state("load_state_dict()", path, key, value)) for key, value in state.items()]).encode()
         compared[path] = _sha256_tensor(kinds, *rest), like.place.varying_axes
         compared[f"{path}, its part"] = _sha256_tensor(*parts), like.place.varying_axes + like.place.sharded_axes

@@ -61,7 +61,7 @@ class ShardedTensor(torch.Tensor):
         place: a placement for each mesh axis: where the tensor rests.
         rank: rank that holds this part.
         spec: spec of a DTensor; None for a plain tensor.
-        owner: weak reference to the module's Session, of which parts see the :class:`ShardedTensorOwner`.
+        owner: weak reference to the module's ModuleSession, of which parts see the :class:`ShardedTensorOwner`.
     """
 
     path: str
@@ -92,7 +92,7 @@ class ShardedTensor(torch.Tensor):
         return {name: getattr(self, name) for name in ShardedTensor.__annotations__}
 
     @property
-    def _old_dtensor_sharding(self) -> tuple[Any, ...] | None:
+    def _original_dtensor_sharding(self) -> tuple[Any, ...] | None:
         """Mesh and placements of the sharded DTensor that the parameter was before; None if it was not one."""
         return (self.spec.mesh, self.spec.placements) if self.spec is not None and self.spec.is_sharded else None
 
@@ -110,7 +110,7 @@ class ShardedTensor(torch.Tensor):
     def is_split(self) -> bool:
         """Whether at least one rank holds only a part of the tensor's elements: more than none, but not all."""
         size, first, n = self.unit.local_size(self.leaf.group, self.place), self.leaf.offset, self.leaf.numel
-        return self._old_dtensor_sharding is not None or (n > 0 and first // size != (first + n - 1) // size)
+        return self._original_dtensor_sharding is not None or (n > 0 and first // size != (first + n - 1) // size)
 
     @property
     def flat_range(self) -> tuple[int, int]:
@@ -198,7 +198,7 @@ class ShardedTensor(torch.Tensor):
         """A key that is equal for two tensors if each rank holds the same range of their elements."""
         if self.is_whole_on_every_rank:
             return self.full_shape, None
-        leaf, place, old = self.leaf, self.place, self._old_dtensor_sharding
+        leaf, place, old = self.leaf, self.place, self._original_dtensor_sharding
         size = self.unit.local_size(leaf.group, place)
         return self.full_shape, self.unit.mesh, place.sharded_axes, leaf.shape, leaf.offset, size, old
 
@@ -293,7 +293,7 @@ class ShardedTensor(torch.Tensor):
 
 
 class ShardedTensorOwner(Protocol):
-    """The methods of a module's Session that parts call. The Session holds the module's state and runs its steps."""
+    """The methods of a module's ModuleSession that parts call. It holds the module's state and runs its steps."""
 
     @property
     def paused(self) -> Collection[str]:
@@ -318,7 +318,7 @@ class ShardedTensorOwner(Protocol):
     def full_parameter_in_backward(self, part: ShardedTensor) -> torch.Tensor | None:
         """Return the whole parameter while its unit's backward is under way; else None."""
 
-    def set_paused(self, path: str, paused: bool) -> None:
+    def set_parameter_paused(self, path: str, paused: bool) -> None:
         """Pause or resume the training of a parameter."""
 
     def add_gradient_ready_hook(self, path: str, hook: Callable[[Any], Any]) -> RemovableHandle:
@@ -399,7 +399,7 @@ def _reduce_parts(name: str, tensors: Sequence[torch.Tensor], reduction: Reducti
     alike: dict[Any, list[int]] = {}
     for i, x in enumerate(tensors):
         if isinstance(x, ShardedTensor):
-            alike.setdefault((x._reduction_axes, x._old_dtensor_sharding), []).append(i)
+            alike.setdefault((x._reduction_axes, x._original_dtensor_sharding), []).append(i)
         else:
             found[i] = reduction.finish(reduction.local(x), x.numel())
     for (axes, is_dtensor), rows in alike.items():
@@ -437,7 +437,7 @@ def _elementwise(
         for x in row:
             if x is like or not isinstance(x, torch.Tensor):
                 continue
-            is_plain_whole = x.dim() == 0 or (x.shape == like.full_shape and like._old_dtensor_sharding is None)
+            is_plain_whole = x.dim() == 0 or (x.shape == like.full_shape and like._original_dtensor_sharding is None)
             if x._sharding_key != like._sharding_key if isinstance(x, ShardedTensor) else not is_plain_whole:
                 raise LayoutError(_mismatch_message(like, x, name))
     call = partial(func, *[_own_elements(x, likes) for x in args], **{k: _own_elements(x, likes) for k, x in kwargs.items()})

@@ -50,13 +50,13 @@ class Reduction(NamedTuple):
     finish: Callable[[torch.Tensor, int], torch.Tensor]
 
 
-def _wide_dtype(dtype: torch.dtype) -> torch.dtype:
+def _widest_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.complex128 if dtype.is_complex else torch.float64 if dtype.is_floating_point else torch.int64
 
 
 def _sum_reduction(x: torch.Tensor, *, dtype: torch.dtype | None = None) -> Reduction:
     of = dtype or (x.dtype if x.is_floating_point() or x.is_complex() else torch.int64)
-    return Reduction(lambda x: x.to(of).sum(dtype=_wide_dtype(of)), "sum", lambda total, _: total.to(of))
+    return Reduction(lambda x: x.to(of).sum(dtype=_widest_dtype(of)), "sum", lambda total, _: total.to(of))
 
 
 def _mean_reduction(x: torch.Tensor, *, dtype: torch.dtype | None = None) -> Reduction:
@@ -67,7 +67,7 @@ def _mean_reduction(x: torch.Tensor, *, dtype: torch.dtype | None = None) -> Red
 
 
 def _max_or_min_reduction(of: torch.dtype, op: ReduceOp) -> Reduction:
-    wide = _wide_dtype(of)
+    wide = _widest_dtype(of)
     info = torch.finfo(wide) if wide.is_floating_point else torch.iinfo(wide)
     none = {"max": -math.inf, "min": math.inf}[op] if wide.is_floating_point else {"max": info.min, "min": info.max}[op]
 

@@ -74,7 +74,7 @@ def refuse_copy(x: Any, protocol: Any) -> Any:
     raise TreeError(f"{type(x).__name__}: {NO_COPIES_MESSAGE}")
 
 
-def _is_wrapper(x: object) -> bool:
+def _is_data_parallel_wrapper(x: object) -> bool:
     """Return whether ``x`` is a torch module that wraps the user's module and manages its parameters."""
     fsdp = is_instance(x, "torch.distributed.fsdp", "FullyShardedDataParallel")
     return fsdp or isinstance(x, DataParallel | DistributedDataParallel)
@@ -83,7 +83,7 @@ def _is_wrapper(x: object) -> bool:
 def check_shardable(module: nn.Module, sharded: type[nn.Parameter]) -> None:
     """Raise a TreeError if DDP or FSDP manages parameters, or a parameter cannot be sharded, such as a sparse or lazy one."""
     for path, each in module.named_modules():
-        if (wrapped := _is_wrapper(each)) or is_instance(each, "torch.distributed.fsdp", "FSDPModule"):
+        if (wrapped := _is_data_parallel_wrapper(each)) or is_instance(each, "torch.distributed.fsdp", "FSDPModule"):
             remedy = "Pass the module that it wraps, model.module" if wrapped else "Leave out fully_shard()"
             raise TreeError(
                 f"shard_module(): {path or 'the root'!r} is a {type(each).__name__}{', made by fully_shard()' * (not wrapped)}"
@@ -125,7 +125,7 @@ def _check_optimizer_is_current(optimizer: torch.optim.Optimizer, *_: object) ->
 
 
 def _check_wraps_no_sharded(sharded: type[nn.Parameter], module: nn.Module, name: str, submodule: nn.Module | None) -> None:
-    parameters = submodule.named_parameters() if submodule is not None and _is_wrapper(module) else ()
+    parameters = submodule.named_parameters() if submodule is not None and _is_data_parallel_wrapper(module) else ()
     if (path := next((path for path, p in parameters if isinstance(p, sharded)), None)) is not None:
         raise TreeError(
             f"{type(module).__name__}(): parameter {path!r} belongs to a ShardedModule, which averages gradients over ranks. "

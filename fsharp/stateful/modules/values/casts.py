@@ -20,7 +20,7 @@ class CastDtypes(NamedTuple):
     outputs: torch.dtype | None
 
 
-def casts_by_path(rules: Mapping[str, Precision], chosen: Iterable[str], leaves: Collection[str]) -> dict[str, CastDtypes]:
+def casts_by_module(rules: Mapping[str, Precision], chosen: Iterable[str], leaves: Collection[str]) -> dict[str, CastDtypes]:
     """Return, by path, the casts of the root and of each module in ``chosen`` whose precision asks for casts.
 
     The precision of a module is the last rule whose pattern selects its path. If no parameter inside of the module has this
