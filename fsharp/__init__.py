@@ -91,7 +91,7 @@ from fsharp.stateful.schedule.policy import SchedulePolicy as SchedulePolicy
 __version__ = "0.1.0"
 
 _WITHIN = (
-    *("cli", "distributed", "functional", "huggingface", "planning", "report", "stateful"),
+    *("cli", "distributed", "functional", "huggingface", "lightning", "planning", "report", "stateful"),
     *("torch_compile", "tracebacks", "type_checks"),
 )
 
