@@ -198,7 +198,7 @@ def test_dp_sgd_trains_as_the_unsharded_loop(nproc: int, strategy: str) -> None:
     text = output(*TORCHRUN, str(nproc), "examples/dp_sgd.py", *options)
     [(apart,)] = numbers(text, r"largest difference between parameters after 4 steps: (\S+)")
     assert apart < 1e-12
-    [(clipped,)] = numbers(text, r"(\d+)% of the samples were clipped")
+    [(clipped,)] = numbers(text, r"(\d+)% of them were clipped")
     assert 5 < clipped < 95  # both kinds of samples are there
     [(accuracy, alone)] = numbers(text, r"accuracy ([\d.]+)  unsharded ([\d.]+)")
     assert accuracy == alone
