@@ -67,7 +67,7 @@ def decode_stored(
     ``scales`` has the scales of all leaves, for a format that encodes whole leaves.
     """
     form, facts = unit.groups[group].dtypes.stored_format, partial(unit.error_facts, group)
-    stored = stored[: unit.gathered_part_size(group, place)]
+    stored = stored[: unit.gather_input_size(group, place)]
     if form.leaf_codec is None:
         return form.load(stored, unit.groups[group].capacity, dtype, facts)
     out = torch.zeros(unit.local_size(group, place), dtype=dtype, device=stored.device)

@@ -178,16 +178,16 @@ class UnitLayout:
 
     def stored_size(self, group: int, place: Place) -> int:
         """Return the length of the buffer in which one rank stores a group's parameters in ``place``."""
-        return self.gathered_part_size(group, place) + self.scales_nbytes[group]
+        return self.gather_input_size(group, place) + self.scales_nbytes[group]
 
-    def gathered_part_size(self, group: int, place: Place) -> int:
+    def gather_input_size(self, group: int, place: Place) -> int:
         """Return the length of a stored buffer without the scales of whole leaves, which a gather does not send."""
         size, capacity = self.local_size(group, place), self.groups[group].capacity
         return size // capacity * self.groups[group].dtypes.stored_format.size(capacity) if capacity else 0
 
     def gather_input_nbytes(self, group: int, place: Place) -> int:
         """Return the bytes of a group's parameters that one rank sends in a gather from ``place``."""
-        return self.gathered_part_size(group, place) * self.groups[group].dtypes.stored_format.stored_dtype.itemsize
+        return self.gather_input_size(group, place) * self.groups[group].dtypes.stored_format.stored_dtype.itemsize
 
     def stored_nbytes(self, group: int, place: Place) -> int:
         """Return the bytes of the buffer in which one rank holds a group's parameters in ``place``."""

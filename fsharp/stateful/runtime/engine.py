@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence, Set
 from functools import partial
+from itertools import repeat
 from operator import is_
 from typing import Any, Literal
 
@@ -228,8 +229,7 @@ def _pass_residuals(units: Sequence[UnitState], residuals: ResidualViews) -> Non
 
 def _leaves_of(*values: Any) -> Sequence[Any]:
     """Return the leaves of pytrees, with a fast path for tensors."""
-    others = [x for x in values if not isinstance(x, torch.Tensor)]
-    return optree.tree_leaves(values) if others else values  # type: ignore[arg-type]
+    return values if all(map(isinstance, values, repeat(torch.Tensor))) else optree.tree_leaves(values)  # type: ignore[arg-type]
 
 
 def _build_full_tree(sharded: Any, uses: Sequence[UnitUse], num_ties: int, *, as_leaves: bool) -> Any:
@@ -279,8 +279,9 @@ def _clone_parameter_views(out: Any, uses: Sequence[UnitUse]) -> Any:
                 at = each.data_ptr()
             except RuntimeError:  # a tensor without memory
                 continue
-            if [first for first, last in bounds if first <= at < last]:
-                return unaliased_clone(x)
+            for first, last in bounds:
+                if first <= at < last:
+                    return unaliased_clone(x)
         return x
 
     if isinstance(out, torch.Tensor):

@@ -196,10 +196,7 @@ def two_attentions():
 
 def as_gpt2(module):
     """As models of transformers do, for a submodule and for modules around it."""
-    if isinstance(module, nn.Linear):
-        module.weight.data.normal_(0, 0.02)
-        if module.bias is not None:
-            module.bias.data.zero_()
+    by_class(module)
     if isinstance(module, Attention):
         module.reset_parameters()
 
