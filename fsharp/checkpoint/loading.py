@@ -382,6 +382,7 @@ def _fill_tree(
     keeps one number.
     """
     needs, numbers, again = list[NeededElements](), list[tuple[TensorEntry, torch.Tensor]](), list[torch.Tensor]()
+    owners = found.manifest.aliases  # ignore= may leave out an owner, under whose name the file has the elements
     for name, entry in into.entries.items():
         if name in kept:
             continue
@@ -389,11 +390,12 @@ def _fill_tree(
         if entry.is_group_scalar:
             target = torch.empty_like(target)
             numbers.append((entry, target))
-        needs.append(NeededElements(names.by_tensor[name], piece.first, piece.last, target))
+        source = names.by_tensor[name]
+        needs.append(NeededElements(owners.get(source, source), piece.first, piece.last, target))
     for owner, _, source in names.of_tied:
         piece = into.entries[owner].piece(rank)
         again.append(torch.empty_like(into.entries[owner].local))
-        needs.append(NeededElements(source, piece.first, piece.last, again[-1]))
+        needs.append(NeededElements(owners.get(source, source), piece.first, piece.last, again[-1]))
     read(found, needs)
     seen: dict[int, tuple[TensorEntry, torch.Tensor]] = {}
     for entry, value in numbers:

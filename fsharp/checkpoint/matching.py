@@ -25,7 +25,10 @@ def _resolve_alias(manifest: Manifest, name: str) -> str:
 
 
 def manifest_without_ignored(manifest: Manifest, ignore: tuple[str, ...], subtree: str) -> Manifest:
-    """Return the manifest without the names that the patterns in ``ignore`` match, relative to ``subtree``."""
+    """Return the manifest without the names that the patterns in ``ignore`` match, relative to ``subtree``.
+
+    If the owner of a tie is left out, each other name of the tie has the owner's record as its own.
+    """
     prefix = f"{subtree}." if subtree else ""
     names = (*manifest.tensors, *manifest.values, *manifest.aliases)
     below = {name[len(prefix) :]: name for name in names if name.startswith(prefix)}
@@ -34,6 +37,8 @@ def manifest_without_ignored(manifest: Manifest, ignore: tuple[str, ...], subtre
         kind: {name: each for name, each in getattr(manifest, kind).items() if name not in left}
         for kind in ("tensors", "values", "aliases")
     }
+    for name in [name for name, owner in kept["aliases"].items() if owner in left]:
+        kept["tensors"][name] = manifest.tensors[kept["aliases"].pop(name)]
     return replace(manifest, **kept)
 
 

@@ -26,6 +26,9 @@ _METADATA_FILE = "_CHECKPOINT_METADATA"
 """A file that Orbax writes into the folder of each checkpoint."""
 _MOST_LEVELS = 300
 """Most levels of a tree that is written: Orbax can write 400, and then cannot read them."""
+_BOOL_REMEDY = (
+    "Orbax describes no tree with a Python bool: load it by ocp.load(), and save it with jnp.array(x) for each bool x."
+)
 
 
 class _OrbaxSlice(NamedTuple):
@@ -69,7 +72,8 @@ def from_orbax(
 
     Raises:
         CheckpointError: Orbax cannot read the folder, or a leaf is neither a number, a text, nor an array of a dtype that torch
-            has; or ``unstack`` names no subtree, or leaves that differ in the number of layers. No checkpoint is left.
+            has; a leaf is a Python bool, of which Orbax has no metadata; or ``unstack`` names no subtree, or leaves that differ
+            in the number of layers. No checkpoint is left.
         PatternError: a pattern matches nothing.
 
     Cost: reads the folder, and writes as :func:`fsharp.checkpoint.save` does. Memory: 1 GiB, or one leaf and a slice of it if
@@ -199,7 +203,7 @@ def _metadata_of_each_pytree(folder: str) -> dict[str, Any]:
         raise CheckpointError(f"{folder}: there is no checkpoint here. Pass one inside of it, such as {folder}/{newest}.")
     tree = _call_orbax(folder, lambda: ocp.metadata(folder).metadata)
     if tree is None:
-        raise CheckpointError(f"{folder}: Orbax finds no metadata in this folder; its log has the reason.")
+        raise CheckpointError(f"{folder}: Orbax finds no metadata in this folder; its log has the reason. {_BOOL_REMEDY}")
     return {"AUTO": tree}  # Orbax's default
 
 
@@ -214,7 +218,8 @@ def _call_orbax(folder: str, call: Callable[[], Any]) -> Any:
         return call()
     except Exception as error:  # of any class: Orbax raises its own errors, and those of tensorstore and asyncio
         lines = str(error).splitlines() or [""]
-        raise CheckpointError(f"{folder}: Orbax says {type(error).__name__}: {lines[0]:.300}") from error
+        remedy = f". {_BOOL_REMEDY}" if lines[0] == "Unsupported dtype: bool" else ""
+        raise CheckpointError(f"{folder}: Orbax says {type(error).__name__}: {lines[0]:.300}{remedy}") from error
 
 
 def _sources(where: str, shapes: Mapping[str, tuple[int, ...]], unstack: Mapping[str, int]) -> dict[str, _OrbaxSlice]:

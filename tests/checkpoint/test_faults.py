@@ -151,9 +151,10 @@ def test_a_root_that_is_a_file(tmp_path, act):
 @mounts
 def test_a_read_only_root(tmp_path):
     with mounted(tmp_path, "size=8m") as root:
-        save(root, 1)
+        fs.checkpoint.to_dcp(save(root, 1), tmp_path / "dcp")
         subprocess.run(["mount", "-o", "remount,ro", root], check=True)
-        for act in (lambda: save(root, 2), lambda: fs.checkpoint.Saver(root, ONE)):
+        saver, convert = lambda: fs.checkpoint.Saver(root, ONE), lambda: fs.checkpoint.from_dcp(tmp_path / "dcp", root)
+        for act in (lambda: save(root, 2), saver, convert):
             with pytest.raises(CheckpointError, match=rf"{root}.*cannot be written: Read-only file system"):
                 act()
         assert latest_step(root) == 1

@@ -412,6 +412,25 @@ def test_tied_values_that_differ_where_one_rank_alone_looks(tmp_path):
     assert len(fs.checkpoint.checkpoints(tmp_path)) == 1, "other values are no damage"
 
 
+def test_ignoring_the_owner_of_a_tie_leaves_its_other_names(tmp_path):
+    comm, shared = fs.SingleComm(), torch.randn(4, 2)
+
+    def params(tree):
+        return fs.shard(tree, fs.plan(tree, comm.mesh, fs.zero3("dp"), units="*"), comm)
+
+    saved = fs.checkpoint.save(tmp_path, params({"old": shared, "x": shared, "y": shared}), step=0, comm=comm)
+    assert saved.manifest.aliases == {"x": "old", "y": "old"}
+    tied, untied = {"x": shared, "y": shared}, {"x": shared, "y": shared.clone()}
+    for tree in (tied, untied):
+        got = fs.full_tree(fs.checkpoint.load(tmp_path, scrambled(params(tree)), comm=comm, ignore="old"), comm=comm)
+        assert torch.equal(got["x"], shared)
+        assert torch.equal(got["y"], shared)
+    with pytest.raises(TreeError, match=r"'old' +not in the checkpoint"):
+        fs.checkpoint.load(tmp_path, params({"old": shared.clone()} | untied), comm=comm, ignore="old")
+    with pytest.raises(TreeError, match=r"'x' +not in the checkpoint"):
+        fs.checkpoint.load(tmp_path, params(untied), comm=comm, ignore=["old", "x"])
+
+
 @pytest.mark.parametrize("donate", [False, True])
 def test_new_leaves_keep_the_values_that_were_given(tmp_path, caplog, donate):
     def tree(comm, new=(), seen=0, value=0.0):

@@ -229,6 +229,11 @@ def test_subtrees_that_are_not_stacks_are_refused(tmp_path, tree, unstack, error
     ocp.save(tmp_path / "theirs", jax.tree.map(np.ones, tree, is_leaf=lambda leaf: isinstance(leaf, tuple)))
     with pytest.raises(CheckpointError, match=error):
         from_orbax(tmp_path / "theirs", tmp_path / "ours", unstack=unstack)
+    ocp.save(tmp_path / "bool", {"w": jnp.ones(4), "flag": True})
+    ocp_0.PyTreeCheckpointer().save(tmp_path / "bool of v0", {"w": jnp.ones(4), "flag": True})
+    for name in ("bool", "bool of v0"):
+        with pytest.raises(CheckpointError, match=rf"{name}: Orbax .*\. Orbax describes no tree with a Python bool: load it"):
+            from_orbax(tmp_path / name, tmp_path / "ours")
     assert not (tmp_path / "ours").exists()
 
 

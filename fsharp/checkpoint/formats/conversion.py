@@ -8,7 +8,7 @@ import torch
 
 from fsharp.checkpoint.catalog import Checkpoint, folder_name, new_save_id
 from fsharp.checkpoint.entries import Piece, TensorEntry, TreeContents, Value
-from fsharp.checkpoint.saving import Snapshot, write_snapshot
+from fsharp.checkpoint.saving import Snapshot, run_converting_os_errors, write_snapshot
 from fsharp.checkpoint.shard_file import StoredTensor, check_tensor_names, in_write_order
 from fsharp.checkpoint.storage import absolute_path, storage_of
 from fsharp.errors import CheckpointError
@@ -48,5 +48,5 @@ def write_converted(
     made = f"{into}/{folder_name(step, save_id)}"
     contents = TreeContents(dict(entries), values, {}, [], dict(objects or {}))
     shot = Snapshot(contents, step, config, None, save_id, made, tensors, read(tensors))
-    storage_of(made).make_staging_folder(made)
+    run_converting_os_errors(made, lambda: storage_of(made).make_staging_folder(made))
     return write_snapshot(shot, SingleComm())
