@@ -133,14 +133,14 @@ def evaluate(params, batch, comm, mode=torch.no_grad):
         return F.cross_entropy(logits(params, batch["x"], comm), batch["y"])
 
 
-def training(loss, strategy, steps=3, changes=lambda step: {}, *, tx=None, microbatches=1, donate=True, **plan_options):
+def training(loss, strategy, steps=3, changes=lambda step: {}, *, tx=None, microbatches=1, donate=True, size=8, **plan_options):
     """A program that trains by ``loss``; ``changes`` are made to the batch of each step. Returns losses and parameters."""
 
     def program(run):
         state = make_state(run.comm, strategy, tx=tx, **plan_options)
         step = run.wrap(fs.train_step(loss, tx or make_tx(), microbatches=microbatches, donate=donate))
         losses = []
-        for i, batch in enumerate(my_batches(run.comm, steps)):
+        for i, batch in enumerate(my_batches(run.comm, steps, size)):
             state, metrics = step(state, {**batch, **changes(i)})
             losses.append(metrics.loss)
         return losses, full_params(state, run.comm)

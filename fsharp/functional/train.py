@@ -143,11 +143,15 @@ def _make_grad_fn(loss_fn: LossFn, microbatches: int, *, has_aux: bool, sum_in_p
         if (engine := engine_of(comm)) is not None:
             total, grads = engine.run_value_and_grad(fn, params, parts, comm, views, sum_in_place=sum_in_place)
         else:
-            total, grads = _value_and_grad_of_microbatch(fn, params, parts[0], comm, views)
+            total, grads, is_reached = _value_and_grad_of_microbatch(fn, params, parts[0], comm, views)
             for part in parts[1:]:
-                loss, new = _value_and_grad_of_microbatch(fn, params, part, comm, views)
+                loss, new, is_reached_too = _value_and_grad_of_microbatch(fn, params, part, comm, views)
                 total = Loss(total.sum + loss.sum, total.weight + loss.weight)
-                grads = optree.tree_map(torch.Tensor.add_, grads, new)
+                grads, is_reached = optree.tree_map(torch.Tensor.add_, grads, new), is_reached or is_reached_too
+            if not is_reached:
+                raise LossError(
+                    "value_and_grad(): the loss has no gradient, as it depends on no parameter. Were parameters detached?"
+                )
             for node in units_of(grads):
                 node.reduction = "sum"
             copy_tree_names(units_of(grads), units_of(params))  # ranks compare the number of the update
@@ -197,7 +201,8 @@ def _keeping_aux(loss_fn: LossFn, kept: list[Any], params: Any) -> LossFn:
 
 def _value_and_grad_of_microbatch(
     loss_fn: LossFn, params: Any, batch: Any, comm: Comm, residuals: ResidualViews
-) -> tuple[Loss, Any]:
+) -> tuple[Loss, Any, bool]:
+    """Return loss and gradients, and whether a gradient has reached any parameter; gradients of all others are zero."""
     with torch.enable_grad():
         probed = with_sinks(params, GradientSinks(residuals))
         nodes = units_of(probed)
@@ -206,8 +211,6 @@ def _value_and_grad_of_microbatch(
         check_depends_on_parameters(loss, has_sinks=bool(sinks))
         torch.autograd.backward(loss.sum)  # grad() would not reach what reentrant checkpoints hide
     found = [grad for node in nodes for grad in take_gradient_buffers(node, comm)]
-    if all(g is None for g in found):
-        raise LossError("value_and_grad(): the loss has no gradient, as it depends on no parameter. Were parameters detached?")
     flat = iter(_copy_shared_gradients(sinks, found))
     grads = map_units(
         lambda node: Sharded(
@@ -215,7 +218,7 @@ def _value_and_grad_of_microbatch(
         ),
         params,
     )
-    return Loss(loss.sum.detach().double(), loss.weight.detach().double()), grads
+    return Loss(loss.sum.detach().double(), loss.weight.detach().double()), grads, any(g is not None for g in found)
 
 
 def _copy_shared_gradients(sinks: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor | None]) -> list[torch.Tensor]:

@@ -13,6 +13,7 @@ from fsharp.stateful.runtime.trace_recorder import TraceRecorder
 from fsharp.stateful.schedule.program import Program
 from fsharp.stateful.schedule.schedule import Schedule
 from fsharp.stateful.timing.trace import Trace
+from fsharp.stateful.units.unit_registry import memory_key
 
 _MAX_SEEN_PROGRAMS = 256
 """Largest number of programs to remember without a schedule."""
@@ -180,11 +181,8 @@ class CallRecord:
 
     def record_argument_position(self, key: str, node: Sharded) -> None:
         """Record the position of a unit's node among the arguments."""
-        mine = [b.data_ptr() for b in node.raw_buffers]
-        for i, each in enumerate(self._nodes):
-            if each.name == node.name and [b.data_ptr() for b in each.raw_buffers] == mine:
-                self._positions[key] = i
-                return
+        if found := [i for i, each in enumerate(self._nodes) if memory_key(each) == memory_key(node)]:
+            self._positions[key] = found[0]
 
     def drop_tensors(self) -> None:
         """Drop all references to tensors."""

@@ -53,15 +53,16 @@ class ScheduledEngine(Engine):
     def handles_forward(self, sharded: Any, ties: Sequence[Sharded]) -> bool:
         """Return whether the engine can run a forward of units, with the units of their tied leaves.
 
-        The result is False under ``torch.func``, and if a node's buffer itself requires a gradient. It is also False under
-        ``make_fx``, for donated nodes, and for copies of encoded parameters, for which ``fs.forward`` then raises an error.
+        The result is False under ``torch.func`` and ``make_fx``, and for nodes that are donated, or elsewhere than parameters.
+        It is also False if a node's buffer requires a gradient, and for copies of encoded parameters, which are refused.
         """
         if torch._C._are_functorch_transforms_active() or torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY):
             return False
         nodes = [sharded] if isinstance(sharded, Sharded) else units_of(sharded)
         for node in (*nodes, *ties):
             may_run = node.sinks or not (moves.loses_gradient(node) or [b for b in node.raw_buffers if b.requires_grad])
-            if node.is_donated or not may_run:
+            rests = node.place is node.unit.strategy.params or node.place == node.unit.strategy.params
+            if node.is_donated or not may_run or not rests:
                 return False
         return True
 

@@ -9,7 +9,7 @@ from fsharp.functional.layout.sharded import Sharded
 from fsharp.stateful.units.unit_state import UnitState
 
 MemoryKey = tuple[str | int, ...]
-_address_of = torch.Tensor.data_ptr
+_address_of, _size_of = torch.Tensor.data_ptr, torch.Tensor.numel
 
 
 class UnitRegistry:
@@ -41,19 +41,19 @@ class UnitRegistry:
         known = self.units.get(key)
         if known is None or (node.unit is not known.layout and node.unit != known.layout):
             return
-        if self._by_memory.setdefault(_memory_key(node), known) is known:
+        if self._by_memory.setdefault(memory_key(node), known) is known:
             known.bind_node(node)
 
     def bind_node(self, unit: UnitState, node: Sharded, *, replaced: Sharded | None = None) -> None:
         """Bind ``node`` to ``unit``. The node ``replaced`` is unbound, and gets another unit if it is used again."""
         if replaced is not None:
-            self._by_memory.pop(_memory_key(replaced), None)
-        self._by_memory[_memory_key(node)] = unit
+            self._by_memory.pop(memory_key(replaced), None)
+        self._by_memory[memory_key(node)] = unit
         unit.bind_node(node)
 
     def find_unit(self, node: Sharded) -> UnitState | None:
-        """Return the unit to which ``node`` is bound in this step; None if it is not bound."""
-        return self._by_memory.get((node.unit.name, *map(_address_of, node.raw_buffers)))  # _memory_key(), inlined
+        """Return the unit to which ``node`` is bound in this step; None if it is not bound. ``memory_key()`` is inlined."""
+        return self._by_memory.get((node.unit.name, *map(_address_of, node.raw_buffers), *map(_size_of, node.raw_buffers)))
 
     def bind_or_make_unit(self, node: Sharded) -> UnitState:
         """Bind ``node`` to a unit of its path and layout that is free in this step, or to a new unit. Return the unit."""
@@ -71,5 +71,6 @@ class UnitRegistry:
         self.units = {key: unit for key, unit in self.units.items() if key in used or key in now}
 
 
-def _memory_key(node: Sharded) -> MemoryKey:
-    return node.unit.name, *map(_address_of, node.raw_buffers)
+def memory_key(node: Sharded) -> MemoryKey:
+    """Return a node's unit, addresses and sizes. One rank's part may begin where the whole buffer does, another's may not."""
+    return node.unit.name, *map(_address_of, node.raw_buffers), *map(_size_of, node.raw_buffers)

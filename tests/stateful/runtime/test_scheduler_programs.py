@@ -9,9 +9,9 @@ from hypothesis import given, settings, strategies as st
 from torch.utils.checkpoint import checkpoint
 
 import fsharp as fs
-from fsharp.errors import ScheduleError
+from fsharp.errors import LossError, ScheduleError
 from fsharp.testing import simulate
-from tests.gpt_like import block, cross_entropy, embed, head, in_order, logits, loss_fn, make_params, through
+from tests.gpt_like import DIM, block, cross_entropy, embed, head, in_order, logits, loss_fn, make_params, through
 from tests.random_programs import policies
 from tests.scheduling import (
     DP,
@@ -175,6 +175,49 @@ def test_a_unit_by_forward_and_by_gather(microbatches, strategy):
         return training(both_ways, place, microbatches=microbatches)(run)
 
     run_both(program, mesh_of(strategy), compare=assert_close)
+
+
+@every(3, strategy=["zero1", "hfsdp", "zero3", "zero2"], to=["optim", "full"], frozen=[(), ("layers.0", "head")])
+def test_units_that_were_gathered_to_another_place(strategy, to, frozen):
+    """Parts and whole buffers of parameters, some of which begin at the address of the parameters."""
+
+    def loss(params, batch, comm):
+        moved = fs.gather(params, to=to, comm=comm)
+        with torch.no_grad():
+            target = logits(moved, batch["x"], comm)
+        seen = fs.forward(block, moved["layers"][0], target.new_ones(2, DIM), comm=comm).sum() if frozen else 0.0
+        return loss_fn(params, batch, comm).sum + (target - logits(params, batch["x"], comm)).square().sum() + seen
+
+    def own_step(state, batch, comm):
+        value, grads = fs.value_and_grad(loss)(fs.gather(state.params, to=to, comm=comm), batch, comm=comm)
+        metrics, grads = fs.average(value, fs.reduce_scatter(grads, comm=comm), comm=comm)
+        return fs.update(make_tx(), grads, state, comm=comm), metrics.loss
+
+    def program(run):
+        state, step = make_state(run.comm, strategy, frozen=frozen), run.wrap(own_step)
+        losses = []
+        for batch in my_batches(run.comm, 3):
+            state, value = step(state, batch)
+            losses.append(value)
+        return losses, full_params(state, run.comm)
+
+    run_both(program, mesh_of(strategy))
+    run_both(training(loss, strategy, frozen=frozen), mesh_of(strategy), compare=assert_close)
+
+
+@every(2, strategy=["zero3", "zero1"], empty=[0, 1, 2])
+def test_a_microbatch_that_no_parameter_reaches(strategy, empty):
+    """Its loss has a gradient, of something else; only if no microbatch depends on a parameter it is an error."""
+
+    def loss(params, batch, comm):
+        if int(batch["number"][0]) in (empty, 3):
+            return torch.ones((), requires_grad=True)
+        return loss_fn(params, batch, comm)
+
+    numbers = torch.arange(3).repeat_interleave(4)
+    run_both(training(loss, strategy, 3, lambda i: {"number": numbers}, microbatches=3, size=12))
+    with pytest.raises(LossError, match="depends on no parameter"):
+        run_both(training(loss, strategy, 1, lambda i: {"number": numbers * 0 + 3}, microbatches=3, size=12))
 
 
 @every(
