@@ -37,6 +37,7 @@ from fsharp.checkpoint.matching import (
     SourceNames,
     check_matches,
     manifest_without_ignored,
+    rename_of_one,
     shorten_error_rows,
     source_names,
 )
@@ -310,10 +311,10 @@ def _refuse_unpaired_main_copies(path: str, like: Any, left_out: Collection[str]
             if parameter in left_out:
                 what, new, old = f"main copy {main!r} is in the checkpoint and its parameter is not.", "params", "main"
                 what += " The next step would use the old parameter."
-            remedy = (
-                f"Both are read from one by rename=lambda name: re.sub('^{prefix}{new}', '{prefix}{old}', name), cast=True."
-            )
-            raise CheckpointError(f"load() of {path}: {what} {remedy}")
+            how = f"rename=lambda name: re.sub('^{prefix}{new}', '{prefix}{old}', name), cast=True"
+            if not {name for name in wanted if name.startswith(f"{prefix}{new}.")} <= set(left_out):
+                how = rename_of_one(*((parameter, main) if parameter in left_out else (main, parameter)))
+            raise CheckpointError(f"load() of {path}: {what} Both are read from one by {how}.")
 
 
 def _tree_to_fill(

@@ -20,6 +20,11 @@ PARAMS_FROM_MAIN = (
 )
 
 
+def rename_of_one(wanted: str, source: str) -> str:
+    """Return the text, for an error, of arguments of load() that read the leaf ``wanted`` from the leaf ``source``."""
+    return f"rename=lambda name: {{{wanted!r}: {source!r}}}.get(name, name), with an item for each such leaf, and cast=True"
+
+
 def _resolve_alias(manifest: Manifest, name: str) -> str:
     return manifest.aliases.get(name, name)
 
@@ -133,7 +138,13 @@ def check_matches(
         )
         for name in (name for name, _ in rows if name.startswith("main.")):
             if (name in wanted.entries) != (stored(name) in manifest.tensors):
-                remedy += PARAMS_FROM_MAIN if stored(name) in manifest.tensors else MAIN_FROM_PARAMS
+                if stored(name) in manifest.tensors:
+                    remedy += PARAMS_FROM_MAIN
+                elif any(each.startswith("main.") and stored(each) in manifest.tensors for each in wanted.entries):
+                    parameter = f"params.{name.removeprefix('main.')}"  # frozen, and so saved without a main copy
+                    remedy += f" A main copy is made from its parameter by {rename_of_one(name, parameter)}."
+                else:
+                    remedy += MAIN_FROM_PARAMS
                 break
         raise TreeError(
             problem("load()", f"{path} is not of this tree: {len(rows)} differences.", shorten_error_rows(rows), remedy)

@@ -460,6 +460,30 @@ def test_new_leaves_keep_the_values_that_were_given(tmp_path, caplog, donate):
         assert re.search(rf"'{name}' .*{what}", text)
 
 
+def test_a_leaf_that_is_no_longer_frozen_gets_its_main_copy_and_others_keep_theirs(tmp_path):
+    comm, tree, tx = fs.SingleComm(), {"a": torch.randn(9), "b": torch.randn(9)}, fs.optim.sgd(0.1)
+    precision = fs.Precision(compute=torch.bfloat16, main=torch.float32)
+
+    def state(frozen):
+        layout = fs.plan(tree, comm.mesh, fs.zero1("dp"), units="*", frozen=frozen, precision=precision)
+        return fs.init_state(tx, fs.shard(tree, layout, comm, place="optim"), comm=comm)
+
+    fs.checkpoint.save(tmp_path, {"s": state("b")}, step=0, comm=comm)
+    remedy = r"rename=lambda name: \{'s.main.b': 's.params.b'\}.get\(name, name\), with an item for each such leaf"
+    with pytest.raises(CheckpointError, match=f"Both are read from one by {remedy}"):
+        fs.checkpoint.load(tmp_path, {"s": state(())}, comm=comm, strict=False)
+    with pytest.raises(
+        TreeError,
+        match=f"A main copy is made from its parameter by {remedy}".replace("s.main", "main").replace("s.params", "params"),
+    ):
+        fs.checkpoint.load(tmp_path, state(()), comm=comm, subtree="s")
+    rename = {"main.b": "params.b"}
+    got = fs.checkpoint.load(tmp_path, state(()), comm=comm, subtree="s", rename=lambda x: rename.get(x, x), cast=True)
+    main = fs.full_tree(got.main, comm=comm)
+    assert torch.equal(main["a"], tree["a"]), "no bit of it is rounded"
+    assert torch.equal(main["b"], tree["b"].bfloat16().float())
+
+
 def test_patterns_are_relative_to_the_subtree(tmp_path):
     comm = fs.SingleComm()
     fs.checkpoint.save(tmp_path, {"params": {"w": torch.ones(2), "old": torch.ones(2)}, "n": 1}, step=0, comm=comm)
