@@ -35,8 +35,9 @@ function ticks(low, high, most) {
   const rough = (high - low) / most || 1;
   const power = 10 ** Math.floor(Math.log10(rough));
   const step = [1, 2, 5, 10].map((m) => m * power).find((each) => each >= rough);
-  const found = [];
-  for (let at = Math.ceil(low / step - 1e-9); at * step <= high + step * 1e-9; at++) found.push(Number((at * step).toPrecision(12)));
+  const first = Math.ceil(low / step - 1e-9), found = [];
+  // If values differ in their last bits, first is so large that first + 1 may be first: i counts.
+  for (let i = 0; (first + i) * step <= high + step * 1e-9; i++) found.push(Number(((first + i) * step).toPrecision(12)));
   return found;
 }
 

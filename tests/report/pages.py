@@ -53,6 +53,7 @@ def opened(text):
     assert tags.open == []
     data, script = tags.scripts
     context = quickjs.Context()
+    context.set_time_limit(20)  # of a processor, in seconds
     context.eval(DOM + f"element('data').textContent = {json.dumps(data)};")
     context.eval(script)
     return context, tags

@@ -145,6 +145,13 @@ def test_long_runs_are_thinned_and_keep_spikes(tmp_path):
     assert "of each 7 values the least and the greatest" in html_of(context, "value-0")
 
 
+@pytest.mark.parametrize("values", [(0.3, 3 * 0.1), (2**60, 2**60 + 256), (-0.3, -3 * 0.1)])
+def test_values_that_differ_in_their_last_bits_have_a_chart(values, tmp_path):
+    context = page_of_rows(tmp_path, [{"step": i, "lr": x} for i, x in enumerate(values)])
+    assert 2 <= html_of(context, "value-0").count('text-anchor="end"') <= 9
+    assert "NaN" not in html_of(context, "value-0")
+
+
 @pytest.mark.parametrize("nan", ['"nan"', "NaN", "Infinity", "-1e999", "1" + 400 * "0"])
 def test_values_that_are_not_finite_are_marked(nan, tmp_path):
     line = f'{{"step": 3, "time": 0, "loss": {nan}, "n": {{"a": {nan}}}}}'
