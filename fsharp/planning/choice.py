@@ -178,9 +178,10 @@ def sort_candidates(candidates: Sequence[Candidate], budget: float, tolerance: f
 def _why_lost(candidate: Candidate, best: Candidate, budget: float) -> str:
     if candidate.peak_nbytes > budget:
         return f"{nbytes_text(candidate.peak_nbytes)}, and the budget is {nbytes_text(budget)}"
-    if candidate.is_bound and candidate.step_s <= best.step_s:
-        return f"not simulated: at most {1 - candidate.step_s / best.step_s:.1%} faster"
-    difference = 0.0 if candidate.step_s == best.step_s else candidate.step_s / best.step_s - 1
+    ratio = candidate.step_s / best.step_s if best.step_s else math.inf  # a step in which nothing takes time
+    difference = 0.0 if candidate.step_s == best.step_s else ratio - 1
+    if candidate.is_bound and difference <= 0:
+        return f"not simulated: at most {abs(difference):.1%} faster"
     shown = f"{abs(difference):.1%}"
     if difference > 0 and (candidate.is_bound or shown != "0.0%"):
         return f"{'at least ' * candidate.is_bound}{shown} slower"
@@ -208,8 +209,8 @@ class Choice:
         candidates: all candidates: the chosen one; then the others, those that fit into the budget first, fast before slow.
         budget: the most bytes that a rank may use.
         activations: source of the bytes of activations, in words, such as ``"estimated from shapes"``.
-        made_by: arguments of :func:`~fsharp.plan` that make the layout: mesh, strategy, units and precision; empty if layouts
-            were passed to :func:`~fsharp.tune`, or if the choice was read from JSON.
+        made_by: arguments of :func:`~fsharp.plan` that make the layout: mesh, strategy, units, precision and frozen; empty if
+            layouts were passed to :func:`~fsharp.tune`, or if the choice was read from JSON.
     """
 
     name: str
@@ -239,7 +240,7 @@ class Choice:
         if not self.made_by:
             what = "the options of the layout are unknown: tune() got layouts, or the choice was read from JSON."
             raise ScheduleError(problem("Choice.module_options", what, remedy="Pass the module to tune()."))
-        return {**self.made_by, "policy": self.policy}
+        return {name: value for name, value in self.made_by.items() if name != "frozen"} | {"policy": self.policy}
 
     def draw(self, path: str | PathLike[str]) -> None:
         """Draw the predicted step, as :func:`~fsharp.inspect.draw` does."""

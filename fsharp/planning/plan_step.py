@@ -100,7 +100,8 @@ def plan_step(
         facts.append(unit.facts(**known))
     numbers = count()
     events = [event for _ in range(microbatches) for event in _microbatch_events(uses, trained, recomputed, numbers)]
-    fetches = [Event("fetch", unit.name or ROOT) for unit in layout.units if policy.offload and unit.name in trained]
+    offloaded = {each.name for each in facts if each.host}
+    fetches = [Event("fetch", unit.name or ROOT) for unit in layout.units if (unit.name or ROOT) in offloaded]
     reduce = Event("reduce", units=tuple(sorted(each.name for each in facts if each.trainable and each.finish)))
     update = Event("update", units=tuple(sorted(each.name for each in facts)))
     program = Program(tuple(facts), (*events, reduce, *fetches, update))

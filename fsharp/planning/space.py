@@ -39,7 +39,7 @@ class LayoutOption:
         name: name in tables.
         layout: the layout.
         cost_key: key of the layout's costs: names of the choices of units and of precision.
-        made_by: arguments of :func:`~fsharp.plan`: mesh, strategy, units and precision; empty for a layout that was passed.
+        made_by: arguments of :func:`~fsharp.plan`, without the tree; empty for a layout that was passed.
     """
 
     name: str
@@ -145,8 +145,8 @@ def layout_options(
             shape = ",".join(f"{axis}={size}" for axis, size in mesh.axes)
             name = ", ".join([strategy, *(text for text, shown in zip((shape, choice, form), several, strict=True) if shown)])
             made_by: dict[str, Any] = {"mesh": mesh, "strategy": chosen, "units": patterns, "precision": precision}
-            layout = plan(model.tree, **made_by, frozen=model.frozen)
-            result.append(LayoutOption(name, layout, (choice, form), made_by))
+            made_by["frozen"] = model.frozen
+            result.append(LayoutOption(name, plan(model.tree, **made_by), (choice, form), made_by))
     return result
 
 

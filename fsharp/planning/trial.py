@@ -6,7 +6,7 @@ each kind of unit, with random values, and measures seconds and bytes.
 
 import copy
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -48,6 +48,7 @@ class UnitCall:
         kept_nbytes: bytes that autograd keeps for the backward. Parameters, inner calls, and tensors that an earlier call keeps
             do not count.
         input_nbytes: bytes of the tensors in the arguments, which a recomputation needs.
+        known_inputs: for each tensor in the arguments, whether it is part of the batch, or an earlier call keeps it.
         forward_s: measured seconds of the forward; nan without a measurement.
         backward_s: measured seconds of the backward.
         recompute_s: measured seconds by which forward and backward take longer if a checkpoint recomputes the call.
@@ -61,6 +62,7 @@ class UnitCall:
     flops: float = 0.0
     kept_nbytes: int = 0
     input_nbytes: int = 0
+    known_inputs: tuple[bool, ...] = ()
     forward_s: float = float("nan")
     backward_s: float = float("nan")
     recompute_s: float = float("nan")
@@ -74,6 +76,10 @@ class UnitCall:
         """Record whether a backward reaches the call: not if no tensor in its results requires a gradient."""
         leaves = optree.tree_leaves(results)  # an object that is no pytree may hold tensors
         self.has_backward = any(not isinstance(x, torch.Tensor) or x.requires_grad for x in leaves)
+
+    def set_known_inputs(self, known: Iterable[bool]) -> None:
+        """Set for each tensor in the arguments whether it is part of the batch, or an earlier call keeps it."""
+        self.known_inputs = tuple(known)
 
     def add_kept_nbytes(self, nbytes: int) -> None:
         """Count bytes that autograd keeps."""
@@ -117,7 +123,9 @@ class _CallRecorder:
             what = f"unit {call.units[-1] or '(root)'!r} is used in a checkpoint, or by forward(remat=)."
             raise ScheduleError(problem("tune()", what, remedy="Leave it out: tune() itself tries recomputation."))
         (self._open[-1].inner if self._open else self.calls).append(call)
-        input_nbytes = sum(map(_storage_nbytes, {_storage_key(x): x for x in _tensor_leaves(inputs)}.values()))
+        tensors = _tensor_leaves(inputs)
+        call.set_known_inputs(_storage_key(x) in self._seen for x in tensors)
+        input_nbytes = sum(map(_storage_nbytes, {_storage_key(x): x for x in tensors}.values()))
         before = self._flops.get_total_flops()
         self._open.append(call)
         try:
@@ -248,9 +256,10 @@ def record_calls_of_module(
 def measure_calls(calls: Sequence[UnitCall], device: torch.device, *, remat: bool) -> None:
     """Measure calls on a device, and set the seconds and the kept bytes of each.
 
-    Calls of one kind run one function, on tensors of equal shapes and dtypes. One call of each kind is measured, a few times. A
-    call that contains other calls is not measured. Without ``remat`` recomputation is not measured, and counts as a forward.
-    Generators of random numbers are as before afterwards.
+    Calls of one kind run one function, on tensors of equal shapes and dtypes. One call of each kind is measured, a few times.
+    Its bytes are measured for each choice of inputs that earlier calls keep. A call that contains other calls is not measured.
+    Without ``remat`` recomputation is not measured, and counts as a forward. Generators of random numbers are as before
+    afterwards.
     """
     kinds: dict[Any, list[UnitCall]] = {}
     for call in (each for each in walk_nested_uses(calls) if not each.inner):
@@ -259,20 +268,21 @@ def measure_calls(calls: Sequence[UnitCall], device: torch.device, *, remat: boo
     for alike in kinds.values():
         what = f"of unit {alike[0].units[-1] or ROOT!r} on {device}"
         with _explain_errors(what, _HOLDS_TENSORS_REMEDY), torch.random.fork_rng(generators):
-            kept_nbytes = _kept_nbytes(alike[0], device)
+            kept = {known: _kept_nbytes(call, device) for known, call in {each.known_inputs: each for each in alike}.items()}
             forward_s, backward_s = _median_forward_backward_s(alike[0], alike[0].run, device)
             recompute_s = forward_s
             if remat:
                 recomputed = partial(checkpoint, alike[0].run, use_reentrant=False)
                 recompute_s = max(sum(_median_forward_backward_s(alike[0], recomputed, device)) - forward_s - backward_s, 0.0)
         for call in alike:
-            call.set_measured(forward_s, backward_s, recompute_s, kept_nbytes=kept_nbytes)
+            call.set_measured(forward_s, backward_s, recompute_s, kept_nbytes=kept[call.known_inputs])
 
 
 def _kept_nbytes(call: UnitCall, device: torch.device) -> int:
-    """Return the bytes that are kept between a call's forward and its backward on a device."""
+    """Return the bytes that are kept between a call's forward and its backward on a device, without ``known_inputs``."""
     params, args, kwargs = _materialize(call, device)
-    recorder = _CallRecorder(_tensor_leaves(params))
+    known = [x for x, is_known in zip(_tensor_leaves((args, kwargs)), call.known_inputs, strict=True) if is_known]
+    recorder = _CallRecorder([*_tensor_leaves(params), *known])
     recorder._open.append(kept := UnitCall((), call.run, ()))
     with saved_tensors_hooks(recorder._count_kept, lambda x: x):
         call.run(params, *args, **kwargs)

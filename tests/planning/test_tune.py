@@ -22,6 +22,7 @@ from fsharp.planning.tune import POLICIES as TRIED, TOLERANCE
 from fsharp.schedules import plan_step
 from fsharp.testing import DebugPolicy, processes
 from tests.gpt_like import block, cross_entropy, embed, head, loss_fn, make_batches, make_params
+from tests.ranks import on_ranks
 from tests.scheduling import DP, HYBRID, POLICIES, PRECISIONS, STRATEGIES
 
 ORDER = ("embed", "layers.*", "head")
@@ -158,6 +159,27 @@ def test_steps_with_ties_and_recomputation_are_planned(microbatches, every):
     assert processes(DP, rank_fn) == [len(cases)] * DP.size
 
 
+@on_ranks(DP)
+def test_units_without_optimizer_state_are_not_fetched(comm):
+    params = {"a": torch.ones(4, 4), "empty": torch.ones(0, 4), "b": torch.ones(4, 4)}
+
+    def loss(params, x, comm):
+        for node in params.values():
+            x = fs.forward(lambda w, x: x * w.sum(), node, x, comm=comm)
+        return x.sum()
+
+    policy = fs.SchedulePolicy(offload=True)
+    layout = fs.plan(params, comm.mesh, fs.zero3("dp"), units="*")
+    for tx, number, fetched in ((fs.optim.sgd(0.1), 0, []), (fs.optim.adamw(0.1), 2, ["a", "b"])):
+        state = fs.init_state(tx, fs.shard(params, layout, comm), comm=comm)
+        step = fs.Scheduler(comm, policy=policy)(fs.train_step(loss, tx))
+        for _ in range(2):
+            state, _ = step(state, torch.ones(4))
+        planned = plan_step(layout, policy, order=tuple(params), optimizer_buffers=number, backend="gloo")
+        assert [event.unit for event in planned.program.events if event.kind == "fetch"] == fetched
+        assert planned.program.events == step.schedule.program.events
+
+
 def difference(planned, followed):
     """The programs, if they differ, or else the tables."""
     if planned.program != followed.program:
@@ -291,6 +313,14 @@ def test_each_candidate_says_why_it_lost():
     rows = json.loads(choice.to_json())["candidates"]
     assert [row["step_s"] for row in rows] == [x.step_s if math.isfinite(x.step_s) else None for x in choice.candidates]
     assert rows[0] == json.loads(json.dumps(asdict(choice.candidates[0])))
+
+
+@pytest.mark.parametrize("effort", [1, math.inf])
+def test_steps_that_take_no_time_are_compared(effort):
+    instant = fs.inspect.Hardware(compute=(0.0, 0.0), bandwidth=math.inf)
+    choice = fs.tune(LAYOUTS, instant, budget=1e9, order=ORDER, effort=effort)
+    assert choice.candidates[0].step_s == 0
+    assert all(x.lost for x in choice.candidates[1:])
 
 
 def test_of_equally_fast_candidates_the_simplest_wins_and_then_the_one_with_the_least_memory():

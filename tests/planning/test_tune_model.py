@@ -176,6 +176,17 @@ def test_activations_of_a_trial_are_what_autograd_keeps():
     assert found.edit().timeline.step_s != on_device.edit().timeline.step_s
 
 
+def test_an_input_that_the_call_before_keeps_as_its_output_counts_once():
+    layers = nn.Sequential(*[nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(4)])
+    kept = [
+        fs.tune(layers, SLOW, budget=1e9, batch=torch.ones(4, 8), mesh=DP, units="*", remat={"": ()}, device=device)
+        .candidates[0]
+        .memory["activations"]
+        for device in (None, "cpu")
+    ]
+    assert kept == [4 * 4 * 8 * 4] * 2  # the results of four tanh, in float32
+
+
 def test_a_trial_on_a_device_leaves_the_generator_as_it_was():
     model = nn.Sequential(nn.Linear(4, 4), nn.Dropout())
     before = torch.get_rng_state()
@@ -305,6 +316,16 @@ def test_the_options_of_a_module_are_those_of_shard_module():
     assert model(TOKENS).shape == (2, 6, 16)
     with pytest.raises(ScheduleError, match="the options of the layout are unknown"):
         _ = Choice.from_json(found.to_json()).module_options
+
+
+def test_a_layout_made_by_the_arguments_of_a_choice_has_its_frozen_leaves():
+    tree = {"layers": [{"w": torch.ones(4, 4)} for _ in range(3)]}
+    model = nn.Sequential(nn.Linear(4, 4).requires_grad_(False), nn.Linear(4, 4))
+    for given, frozen, params in ((tree, "layers.1", tree), (model, (), fs.make_functional(model)[1])):
+        choice = fs.tune(given, SLOW, budget=1e9, batch=4, mesh=DP, frozen=frozen)
+        assert fs.plan(params, **choice.made_by) == choice.layout
+        assert [group.trainable for unit in choice.layout.units for group in unit.groups].count(False) == 1
+    assert fs.shard_module(model, **{**choice.module_options, "mesh": fs.Mesh({"dp": 1}), "units": None})
 
 
 class Odd(nn.Module):
