@@ -202,7 +202,7 @@ def exchange_requested_bytes(folder: str, wanted: Sequence[ReadRequest], comm: C
         batches_by_nbytes([each for each in wanted if each.holder == (comm.rank - shift) % n], MESSAGE_NBYTES)
         for shift in range(n)
     ]
-    rounds = comm.all_reduce(torch.tensor([*map(len, asked)]), RANKS_AXIS, op="max", label="restore() rounds")
+    rounds = comm.all_reduce(torch.tensor([*map(len, asked)], device="cpu"), RANKS_AXIS, op="max", label="restore() rounds")
     outgoing = torch.empty(MESSAGE_NBYTES, dtype=torch.uint8, device="cpu")
     for shift in (shift for shift in range(1, n) if rounds[shift]):
         mine = [[each.file, each.start, each.nbytes] for batch in asked[shift] for each in batch]

@@ -118,7 +118,7 @@ def find_nonfinite(loss: float | complex | torch.Tensor | tuple[Any, ...] | None
             for _, held in pieces
             for x in (held.decoded_buffers(comm.rank) if isinstance(held, Sharded) else (held,))
         ]
-        bad = [torch.tensor(False), *[_is_nonfinite(x) for x in [*losses, *sums]]]
+        bad = [torch.tensor(False, device="cpu"), *[_is_nonfinite(x) for x in [*losses, *sums]]]
         flag = torch.stack([x.to(comm.device) for x in bad]).any().float().view(1)
         named = LabelPrefixComm(comm, "whether all is finite: ")
         if not max_over_ranks(flag, named).item():
@@ -139,7 +139,7 @@ def find_nonfinite(loss: float | complex | torch.Tensor | tuple[Any, ...] | None
 def _is_nonfinite(x: Any) -> torch.Tensor:
     if isinstance(x, torch.Tensor):
         return ~torch.isfinite(_in_computable_dtype(x)).all()
-    return torch.tensor(not isinstance(x, Integral) and not cmath.isfinite(x))
+    return torch.tensor(not isinstance(x, Integral) and not cmath.isfinite(x), device="cpu")
 
 
 def _in_computable_dtype(x: torch.Tensor) -> torch.Tensor:

@@ -69,7 +69,7 @@ class PerRankState:
 
     def state_template(self, is_saved: Callable[[str], bool] = lambda name: True) -> dict[str, Any]:
         """Return zeros, into which a checkpoint is loaded; ``is_saved`` is not used, nor is the object's ``state_dict()``."""
-        return {"state": PerRank(torch.zeros(self.nbytes, dtype=torch.uint8))}
+        return {"state": PerRank(torch.zeros(self.nbytes, dtype=torch.uint8, device="cpu"))}
 
     @api_boundary
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

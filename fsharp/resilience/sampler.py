@@ -117,7 +117,7 @@ class IndexSampler:
             stop = min(start + last - first, self.num_samples)
             found.append(self._order(epoch)[start:stop])
             first += stop - start
-        return torch.cat(found) if found else torch.empty(0, dtype=torch.int64)
+        return torch.cat(found) if found else torch.empty(0, dtype=torch.int64, device="cpu")
 
     def _order(self, epoch: int) -> torch.Tensor:
         if not self.shuffle:
@@ -126,6 +126,7 @@ class IndexSampler:
             for old in sorted(self._orders)[:-1]:
                 del self._orders[old]
             generator = torch.Generator().manual_seed(fold_in(self.seed, epoch))
-            shuffled = torch.randperm(self.num_samples, generator=generator) if self.shuffle else torch.arange(self.num_samples)
+            n = self.num_samples
+            shuffled = torch.randperm(n, generator=generator, device="cpu") if self.shuffle else torch.arange(n, device="cpu")
             self._orders[epoch] = shuffled
         return self._orders[epoch]

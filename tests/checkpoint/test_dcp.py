@@ -496,6 +496,13 @@ def test_what_to_dcp_refuses(tmp_path):
     fails("'c.y' and 'd.z' would both have the name 'y'", rename=lambda name: "y" if name in ("c.y", "d.z") else name)
 
 
+def test_conversions_do_not_use_the_default_device(tmp_path):
+    found = fs.checkpoint.save(tmp_path / "root", {"w": torch.arange(3.0)}, step=0, comm=COMM)
+    with torch.device("meta"):
+        fs.checkpoint.to_dcp(found, tmp_path / "dcp")
+        assert fs.checkpoint.from_dcp(tmp_path / "dcp", tmp_path / "ours").tensor("w").tolist() == [0.0, 1.0, 2.0]
+
+
 def test_two_values_of_one_name_in_dcp(tmp_path):
     tree = {"w": torch.ones(3), "a": [1, 2], "a.0": 5}
     with pytest.raises(CheckpointError, match=r"two values would both have the name 'a\.0'"):

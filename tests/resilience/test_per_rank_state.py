@@ -8,6 +8,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 
 import fsharp as fs
 from fsharp.errors import AgreementError, TreeError
+from fsharp.resilience import IndexSampler, PerRankState, Run
 from fsharp.testing import processes, simulate
 from tests.ranks import on_ranks
 
@@ -98,6 +99,25 @@ def test_a_state_that_cannot_be_saved_is_refused_on_all_ranks(comm, state, messa
     own = fs.resilience.PerRankState(Owner(state if comm.rank else {}))
     with pytest.raises((TreeError, AgreementError), match=message):
         fs.checkpoint.save(tmp_path, {"own": own}, step=1, comm=comm)
+
+
+def test_the_default_device_of_torch_changes_nothing(tmp_path):
+    """Samples, states and searches for NaNs stay on the CPU; for a GPU too the generator of samples is the CPU's."""
+
+    def run(total):
+        tree = {"w": torch.zeros(3), "own": PerRankState(Owner({"n": 0})), "sampler": IndexSampler(10, 4, seed=0)}
+        with torch.device("meta"), Run(tmp_path, comm=fs.SingleComm(), total=total, save_every=2, signals=()) as run:
+            tree = run.resume(tree)
+            for step in run.steps():
+                tree["own"].owner.state["n"] += 1
+                tree = run.end_step(tree | {"w": tree["w"] + tree["sampler"].indices(step).sum()})
+        return tree["w"].tolist(), tree["own"].owner.state
+
+    run(3)
+    want = sum(IndexSampler(10, 4, seed=0).indices(step).sum().item() for step in range(5))
+    assert run(5) == ([want] * 3, {"n": 5})
+    with torch.device("meta"):
+        assert IndexSampler(10, 4, seed=0, shuffle=False).indices(1).tolist() == [4, 5, 6, 7]
 
 
 def test_another_number_of_ranks_is_refused(tmp_path):

@@ -293,7 +293,7 @@ def _load_item_or_chunk(storage: Storage, folder: str, metadata: Any, name: str,
 
 def _assemble_tensor(storage: Storage, folder: str, metadata: Any, tensor: StoredTensor) -> torch.Tensor:
     whole = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
-    missing = torch.ones(tensor.shape, dtype=torch.bool)
+    missing = torch.ones(tensor.shape, dtype=torch.bool, device="cpu")
     for chunk in metadata.state_dict_metadata[tensor.name].chunks:
         try:
             offsets, sizes = checked_shape(chunk.offsets), checked_shape(chunk.sizes)
