@@ -9,7 +9,7 @@ Glossary
     placement   how the ranks along one axis hold a tensor: Replicate, Shard, Partial or Vary.
     place       one placement for each axis: where one kind of tensor rests (:class:`~fsharp.layouts.Place`).
     strategy    the places of parameters, of gradients and of optimizer state (:class:`Strategy`).
-    spec        the axes that cut each dim of a leaf, as in JAX's PartitionSpec: a short form of some strategies (:class:`P`).
+    spec        the axes that cut each dim of a leaf, as JAX's PartitionSpec; it stands for a strategy (:class:`P`).
     unit        a subtree whose leaves are gathered, used and released together.
     group       leaves of a unit that share a flat buffer: equal dtypes, equal labels, all trained or all frozen.
     atom        a run of elements that stays on one rank: ``Element``, ``Rows`` or ``Whole`` of :mod:`fsharp.layouts`.
@@ -21,18 +21,18 @@ Glossary
     program     the order in which a step uses units (:class:`~fsharp.schedules.Program`).
     schedule    when each unit moves, on which stream and in which memory (:class:`~fsharp.schedules.Schedule`).
     arena       the memory in which a schedule gives addresses to the buffers of a step.
-    slot        the address in the arena of a unit's full parameters while the unit is resident.
+    slot        the address of a unit's full parameters in the arena; a unit is *resident* while they are there.
     policy      what the compiler of schedules may choose (:class:`SchedulePolicy`).
     main copy   the parameters in the optimizer's dtype (master weights), kept where optimizer state rests.
     state tree  a subtree of a training state with a Sharded for each unit: parameters, main copies, or one moment of Adam.
     engine      takes whole calls of functions, and decides when data move and in which memory; a scheduler has one.
     host        a machine with some of the ranks; *host memory* is the memory of its CPUs.
-    generation  a job between two restarts of ranks: other ranks stay and join the next one (``launch(restarts=)``).
+    generation  the job between two restarts of ranks; after a restart all ranks join the next one (``launch(restarts=)``).
     lane        ops that run one after another, beside the ops of other lanes: a stream, or what stands for it on a CPU.
     issue       of an op or collective: the host starts it, or queues it on a stream.
-    bucket      neighbouring units that move in one collective. Their ops share its number.
-    facts       what a schedule is compiled from: sizes and collectives of a unit (:class:`~fsharp.schedules.UnitFacts`).
-    piece       the elements of a flattened tensor that one rank holds, in a checkpoint; a *chunk* is those in one file.
+    bucket      neighbouring units whose data move in one collective. Their ops have the same bucket number.
+    facts       sizes and collectives of a unit, for the compiler of schedules (:class:`~fsharp.schedules.UnitFacts`).
+    piece       in a checkpoint, the elements of a flattened tensor that one rank holds; a *chunk* is those in one file.
     trial       a run on small or meta tensors: of a transformation (:func:`init_state` tests it), or of units (:func:`tune`).
 """
 

@@ -105,11 +105,11 @@ def load(
         cast: convert values whose dtype differs; if False, another dtype is an error. Five casts are always errors: fractions
             to integers, complex numbers to real ones, integers to an integer dtype with a smaller range, anything to float8,
             and finite values that would be infinite.
-        strict: False keeps the values in ``like`` for leaves that the checkpoint lacks, and skips names that only the
-            checkpoint has. A warning lists these leaves and names. Different shapes and dtypes are still errors, and so is a
+        strict: if False, leaves that the checkpoint lacks keep the values in ``like``, and names that only the checkpoint has
+            are skipped. A warning lists these leaves and names. Different shapes and dtypes are still errors, and so is a
             checkpoint without any leaf of ``like``.
         donate: read into the tensors of ``like``; ``like`` cannot be used afterwards, and its values are lost if loading fails.
-            So with ``strict=False`` no older checkpoint is loaded in place of a damaged one, which is an error instead.
+            So with ``strict=False`` a damaged checkpoint is an error, and no older checkpoint is loaded in its place.
             Modules and their optimizers copy their values in any case.
         buffer_nbytes: memory to read into, beside the loaded values.
 
@@ -118,10 +118,10 @@ def load(
 
     Raises:
         CheckpointError: there is no checkpoint; the given checkpoint is incomplete or damaged; or all checkpoints under the
-            root are incomplete or damaged, and then none is renamed. The message names the file and the tensors.
-            The error is also raised if the checkpoint has different values for two tied leaves of ``like``, or for leaves for
-            which a unit keeps one number; the message names the leaves. With ``strict=False`` it is also raised if the
-            checkpoint has only one of a TrainState's parameter and its main copy. All ranks raise.
+            root are incomplete or damaged. In the last case none is renamed. The message names the file and the tensors. The
+            error is also raised if the checkpoint has different values for two tied leaves of ``like``, or for leaves for which
+            a unit keeps one number; the message names the leaves. With ``strict=False`` it is also raised if the checkpoint has
+            only one of a TrainState's parameter and its main copy. All ranks raise.
         TreeError: names, shapes or dtypes differ between tree and checkpoint; or ``cast`` would make a finite value infinite. A
             tied leaf needs a value under one of its names. All ranks raise.
         PatternError: a pattern of ``ignore`` matches no name.

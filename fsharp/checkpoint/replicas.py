@@ -118,14 +118,15 @@ class Replicas(BackgroundSaver):
     (7, {'w': tensor([0., 1., 2.])})
 
     A folder in memory, such as /dev/shm, outlives processes. Each rank writes a file into the folder of its host. It also sends
-    the file to one rank of each of the next ``copies`` hosts. So the state survives if at most ``copies`` hosts lose their
-    memory, and the next refresh makes the lost copies again. The previous save is removed once all hosts hold the new one.
-    Errors in the background are raised as in :class:`~fsharp.checkpoint.Saver`.
+    the file to one rank on each of the next ``copies`` hosts. So the state survives if at most ``copies`` hosts lose their
+    memory. The next refresh makes the lost copies again. The previous save is removed once all hosts hold the new one. Errors
+    in the background are raised as in :class:`~fsharp.checkpoint.Saver`.
 
     Args:
         folder: folder on this rank's host, equal for all ranks of a host. Only this run, and its restarts, may use it.
         comm: the ranks, from :func:`~fsharp.connect`. All ranks have to make the Replicas.
-        copies: number of other hosts that hold a rank's file. With 0 a save survives the end of processes, not of a host.
+        copies: number of other hosts that hold a rank's file. With 0 a save survives the end of processes, but not the loss of
+            a host.
         domain_size: number of consecutive ranks on a host; None means ``LOCAL_WORLD_SIZE``, or 1.
         root: folder of checkpoints on disk, from which :meth:`restore` loads if one is newer.
 

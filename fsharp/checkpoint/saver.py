@@ -171,10 +171,10 @@ class Saver(BackgroundSaver):
                     saver.save(state, step=step)  # returns once values are copied to host memory
                 saver.check()  # raises the error of a failed save
 
-    A rank copies its elements to host memory, which the next save uses again. A thread writes the copies, with collectives in
-    its own process groups. If a save fails, the next :meth:`save` or :meth:`close` raises the error on all ranks. Before that,
-    :meth:`check` raises the error on each rank that knows of it. A process that ends without :meth:`save` or :meth:`close`
-    prints the error, and exits with status 1.
+    :meth:`save` copies this rank's elements to host memory, which the next save uses again. A thread writes the copies, with
+    collectives in its own process groups. If a save fails, the next :meth:`save` or :meth:`close` raises the error on all
+    ranks. Before that, :meth:`check` raises the error on each rank that has learned of the failure. If neither :meth:`save` nor
+    :meth:`close` follows, the process prints the error at its end, and exits with status 1.
 
     Args:
         root: folder of the checkpoints, for this Saver alone: a save by another program is an error. Folders of interrupted

@@ -81,14 +81,14 @@ def gather(tree: Tree, *, comm: Comm, to: PlaceName = "full") -> Tree:
         The tree with its units in the target place. ``Sharded.tree()`` of a full unit returns the user's subtree.
 
     Raises:
-        TreeError: a unit is a partial sum, or the tree has no unit; the call is under ``torch.func.linearize``; parameters in a
-            format, within a loss, are copies or are moved to another place than ``"full"``, so that they would get no gradient.
+        TreeError: a unit is a partial sum, or the tree has no unit; the call is under ``torch.func.linearize``. Within a loss
+            also: parameters in a format would get no gradient, as they are copies, or move to another place than ``"full"``.
         MeshError: ``comm`` is on another mesh than the tree.
 
     Cost: for each gathered axis of ``n`` ranks a rank sends ``(n - 1)`` times the bytes of its part. Slices cost nothing.
     Buffers in host memory are copied to the device first.
-    Gradient: the gradient with respect to ``tree`` is summed over ranks, and rests in the place of ``tree``; see
-    [Note: resting and gathered].
+    Gradient: the gradient with respect to ``tree`` is summed over ranks, and rests in the place of ``tree``: see "What ranks
+    differentiate" in ``docs/design.md``.
     """
     refuse_proxy_tracing("gather()")
     units_on_mesh_of("gather()", tree, comm)

@@ -92,9 +92,10 @@ def value_and_grad(loss_fn: LossFn, *, microbatches: int = 1, has_aux: bool = Fa
         loss_fn: ``loss_fn(params, batch, comm)`` returns a mean, which counts with weight 1 for each microbatch, or
             ``(sum, weight)``. With ``(sum, weight)`` the result does not depend on how tokens are spread over microbatches and
             ranks. Weights are not differentiated.
-        microbatches: number of equal parts into which every tensor of the batch is split along dim 0. Units, such as those of a
-            teacher, and leaves of other kinds are in all parts. Gradients of microbatches are added in order: before the
-            reduction over ranks if gradients rest partial, after it if they rest sharded.
+        microbatches: number of equal parts into which every tensor of the batch is split along dim 0. Units in the batch, such
+            as those of a teacher, and other leaves are passed whole with each part. Gradients of microbatches are added in
+            order: before the reduction over ranks if gradients rest partial, as under ``ddp``; after it if they rest
+            sharded.
         has_aux: ``loss_fn`` returns ``(loss, aux)``, where ``aux`` is any pytree, and the result is ``((loss, aux), grads)``,
             as in JAX. Tensors in ``aux`` are detached. With several microbatches ``aux`` is a list with one entry for each.
 

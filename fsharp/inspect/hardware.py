@@ -43,29 +43,30 @@ class Hardware:
     """Speeds of a machine, from which :func:`predict` computes the time of a step.
 
     Args:
-        compute: seconds ``(forward, backward)`` of each unit, without its nested units, by key-path pattern, such as
-            ``{"**": (1e-3, 2e-3), "head": (4e-3, 8e-3)}``; the last match counts. :meth:`Trace.compute_times` and :meth:`fit`
-            return measured seconds. An estimate for ``n`` parameters, ``t`` tokens and a device of ``f`` FLOP/s is
-            ``(2 * n * t / f, 4 * n * t / f)``. A third number is the seconds by which recomputation of the unit lengthens its
-            backward; by default the forward's.
+        compute: seconds ``(forward, backward)`` of each unit, without its nested units, by key-path pattern, such as ``{"**":
+            (1e-3, 2e-3), "head": (4e-3, 8e-3)}``; the last match counts. :meth:`Trace.compute_times` and :meth:`fit` return
+            measured seconds. An estimate for ``n`` parameters, ``t`` tokens and a device of ``f`` FLOP/s is ``(2 * n * t / f, 4
+            * n * t / f)``. A third number is the time by which recomputation of the unit lengthens its backward; by default the
+            time of its forward.
         bandwidth: bytes per second that a rank sends: one number, numbers by axis, or numbers by ``(collective, axis)``.
         latency: seconds of a collective that do not depend on its bytes: one number, or numbers as for ``bandwidth``.
         memory_bandwidth: bytes per second of ops that work in memory: casts and additions of gradients, and copies in place of
             collectives along axes of one rank.
-        codec_bandwidth: encoded bytes per second that are encoded or decoded, in ops of their own or between two collectives.
-        cast_bandwidth: bytes per second of gradients that gloo casts while it adds them: they travel in a plain dtype, such as
-            bfloat16, and their sums have another. :meth:`fit` needs a trace of units with such gradients and without.
+        codec_bandwidth: bytes per second of encoded data, while data are encoded or decoded.
+        cast_bandwidth: bytes per second of gradients that gloo casts while it adds them: gradients that are sent in a plain
+            dtype, such as bfloat16, and summed in another dtype. :meth:`fit` needs a trace with units of both kinds: gradients
+            are cast, or not cast.
         host_bandwidth: bytes per second of offloaded state between host memory and device, one way. The default is that of PCIe
             5.0 with 16 lanes.
         update_s: seconds of the optimizer step.
-        synchronous_host: the host computes by itself, as on a CPU; False means that the host queues work on streams.
+        synchronous_host: whether the host itself computes, as on a CPU. False means that the host queues work on streams.
         contention: how much collectives and a synchronous host slow each other down, from 0 (separate cores) to 1 (one core).
         host_share: the host's share, from 0 to 1, of a core that it shares with collectives. While host and collectives work at
             once, the host's speed is the fraction ``1 - contention * (1 - host_share)`` of its full speed. The speed of
             collectives is the fraction ``1 - contention * host_share``.
         issue_s: seconds of a synchronous host to issue one collective of few bytes.
-        issue_bandwidth: sent bytes per second at which the host issues a collective, in addition to ``issue_s``: a synchronous
-            host copies its own part or posts messages.
+        issue_bandwidth: bytes sent per second of the host's time to issue a collective, beside ``issue_s``: a synchronous host
+            copies its own part, or posts messages.
 
     Raises:
         ScheduleError: a number is out of range.
@@ -195,16 +196,16 @@ class Hardware:
 
         - The time of a collective is its median over all steps. In a step it begins when the previous collective on the stream
           ends. For collectives that send equally many bytes, the median of these medians is used.
-        - Errors are relative: each is divided by the seconds of its collective, or by the mean seconds of all collectives if
-          the mean is larger.
+        - The error of each collective is divided by its seconds, or by the mean seconds of all collectives if the mean is
+          larger.
         - If the trace cannot tell the axes apart, all axes get the same numbers. One reason is that the bytes along two axes
           are proportional.
-        - If some gradients travel in the dtype of their sums and others do not, the fit finds ``cast_bandwidth`` as well.
+        - If only some gradients are sent in the dtype of their sums, the fit finds ``cast_bandwidth`` as well.
 
-        ``contention`` says how far host and collectives slow each other down. While host and collectives work at once, they are
-        slow. This time is replaced by the time that the same work takes at full speed. On shared cores a collective also waits
-        while other ranks compute. With ``alone`` and ``contention``, all collectives are therefore scaled by one factor. The
-        factor is chosen so that the predicted step is as long as the traced step.
+        While host and collectives work at once, they slow each other down, as far as ``contention`` says. In the fit this time
+        is replaced by the time that the same work takes at full speed. On shared cores a collective also waits while other
+        ranks compute. With ``alone`` and ``contention``, all collectives are therefore scaled by one factor. The factor is
+        chosen so that the predicted step is as long as the traced step.
 
         Times of compute and of the update are those of the measured model. For another model replace them, by estimates or by
         :meth:`Trace.compute_times` of a run in one process: ``dataclasses.replace(hardware, compute=..., update_s=...)``.

@@ -39,10 +39,10 @@ class Candidate:
             ``gradients`` (outside of the arena), ``activations``.
         peak_nbytes: the largest sum of these bytes at any one time.
         sent_nbytes: bytes that one rank sends in a step, without collectives in the loss.
-        lost: why another candidate was chosen; empty for the chosen candidate.
-        is_bound: True if the step was not simulated: it exceeds the budget at rest, its lower bound is too long, or the search
-            had used up its ``effort``. ``step_s`` is then infinite or the lower bound, which is the longer of the times to
-            compute and to send. ``memory`` then has an arena of 0 bytes.
+        lost: the reason why another candidate was chosen; empty for the chosen candidate.
+        is_bound: whether the step was not simulated: it exceeds the budget at rest, its lower bound is too long, or the search
+            had used up its ``effort``. Then ``step_s`` is infinite, or it is the lower bound: the time to compute or the time
+            to send, whichever is longer. ``memory`` then has an arena of 0 bytes.
         departures: what differs from the defaults: ``remat`` if units are recomputed; ``formats`` if the precision is not
             ``Precision()``; ``state on the host``; and other fields of the policy that differ from ``SchedulePolicy()``.
     """

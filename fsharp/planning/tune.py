@@ -65,7 +65,7 @@ def tune(
     effort: float = 2500,
     progress: bool | None = None,
 ) -> Choice:
-    """Return the fastest predicted step that fits into memory, over strategies, meshes, units, policies, remats and formats.
+    """Return the fastest predicted step that fits into memory. Search strategies, meshes, units, policies, remats and formats.
 
     Candidates that are slower than the fastest by at most ``tolerance`` count as equally fast. The simplest of them is
     chosen, with the fewest of three costly options: recomputation, a precision other than ``Precision()``, and state on the
@@ -81,17 +81,17 @@ def tune(
 
     Args:
         model: an ``nn.Module``; or a tree of tensors, of which only shapes and dtypes count; or layouts by name, from
-            :func:`~fsharp.plan`. With layouts no other layout is tried.
+            :func:`~fsharp.plan`. If layouts are passed, only these layouts are tried.
         hardware: a :class:`~fsharp.inspect.Hardware` with bandwidths of the axes of all meshes; or the name of a GPU, as for
             :meth:`~fsharp.inspect.Hardware.preset`, for hosts of 8 ranks; or a function that returns the hardware of a layout.
             ``update_s`` is the time of an update of all parameters on one rank; a rank that updates a half takes half as long.
-        budget: most bytes that one rank may use, activations included.
+        budget: the largest number of bytes that one rank may use, activations included.
         batch: the input of one rank in a step, whose tensors may be on the meta device. For a module: a tuple of arguments, a
             mapping of keyword arguments, or one argument. For ``loss_fn``: the batch, which is split into microbatches. A
             number is the number of tokens of a rank in a microbatch.
         mesh: a mesh, several meshes of one size, or a number of ranks. A number stands for a mesh of one axis ``dp``, and for
             each mesh of axes ``outer`` and ``inner`` that fits hosts of 8 ranks. The inner size then divides 8, or is a
-            multiple of 8. If ``hardware`` has bandwidths by axis, only meshes of these axes are tried. None takes the mesh of
+            multiple of 8. If ``hardware`` has bandwidths by axis, only meshes of these axes are tried. None means the mesh of
             ``comm``.
         strategies: strategies by name, or functions of the axes that return a strategy. By default ``ddp``, ``zero1``,
             ``zero2``, ``zero3``, and on two axes ``hsdp`` and ``hfsdp``.

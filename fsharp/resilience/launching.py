@@ -52,14 +52,14 @@ def _program_source(function: str) -> str:
 def launch(fn: Callable[..., R], nproc: int, *args: Any, restarts: int = 0) -> list[R]:
     """Run ``fn(*args)`` in ``nproc`` processes of this machine, and return the results in order of rank.
 
-    Each process has the environment that torchrun sets, so :func:`~fsharp.connect` finds the other ranks. In a process that
-    torchrun or another ``launch`` has started, no processes are started and ``nproc`` is ignored: this process runs ``fn``, and
-    the list has only its result. With ``nproc=1`` and no restarts this process runs ``fn``. If this process ends or is killed,
-    the processes that it has started end soon afterwards.
+    Each process has the environment that torchrun sets, so :func:`~fsharp.connect` finds the other ranks. With ``nproc=1`` and
+    no restarts the calling process runs ``fn``. If the calling process ends or is killed, the processes that it has started end
+    soon afterwards. In a process that torchrun or another ``launch`` has started, ``launch`` starts no processes and ignores
+    ``nproc``: this process runs ``fn``, and the list has only its result.
 
-    With ``restarts`` a process that is killed, fails or hangs is restarted. Other processes keep running if they are in
-    :meth:`Run.train <fsharp.resilience.Run.train>` of a ``Run(elastic=True)``, which then continues from its newest save.
-    Otherwise they are restarted as well.
+    With ``restarts`` a process that is killed, fails or hangs is restarted. The other processes keep running if they are in
+    :meth:`Run.train <fsharp.resilience.Run.train>` of a ``Run(elastic=True)``. The run then continues from its newest save.
+    Otherwise the other processes are restarted as well.
 
     >>> import fsharp as fs
     >>> fs.launch(lambda: fs.connect(fs.Mesh({"dp": 1})).rank, 1)
@@ -70,7 +70,7 @@ def launch(fn: Callable[..., R], nproc: int, *args: Any, restarts: int = 0) -> l
         nproc: number of processes.
         args: arguments of the function.
         restarts: how often the launcher may restart processes. A process that fails before the first step of a run is not
-            restarted. Nor is any process once another one has returned from ``fn``.
+            restarted. Once a process has returned from ``fn``, no process is restarted.
 
     Raises:
         OptionError: ``nproc`` is less than 1, or ``restarts`` less than 0; or ``restarts`` is above 0 in a process that

@@ -64,8 +64,9 @@ class Run:
     Args:
         root: folder of the run's checkpoints, which hold the tree of :meth:`resume` under the name ``tree``.
         comm: the ranks. If you have a scheduler, pass ``scheduler.comm``. Over NCCL slow ranks are not looked for.
-        total: number of steps, after which the run saves. You can set ``run.total`` before :meth:`end_step`, to one value on
-            all ranks. After a restart of the run, or with ``elastic`` of a rank, ``run.total`` has the value of the argument.
+        total: number of steps of the run, which ends with a save. You can set ``run.total`` before :meth:`end_step`, to the
+            same value on all ranks. After a restart of the run, or with ``elastic`` of a rank, ``run.total`` has the value of
+            this argument again.
         save_every: number of steps between two checkpoints.
         keep: number of newest checkpoints to keep.
         keep_steps: number of steps in an interval. The last checkpoint of each interval is kept as well: with 1000 the last one
@@ -78,9 +79,9 @@ class Run:
         config: settings that decide the results, a value that JSON can hold. Different configs on ranks are an error. If a run
             continues with another config, the log lists the changes.
         files: source files that have to be equal on all ranks.
-        on_nonfinite: what to do after a step with ``nonfinite``: see :meth:`end_step`.
-        max_nonfinite: largest number of steps that may be left out: consecutive steps with ``"skip"``, steps of the whole run
-            with ``"roll back"``.
+        on_nonfinite: what to do after a step whose loss or gradients hold an infinity or NaN: see :meth:`end_step`.
+        max_nonfinite: largest number of steps that may be left out: with ``"skip"`` in a row, with ``"roll back"`` in the whole
+            run.
         save_nonfinite: save trees whose tensors hold an infinity or NaN. If False, saving such a tree raises NonFiniteError.
         signals: signals after which the run saves and exits.
         agree_every: number of steps between two exchanges of signals. Times of steps are exchanged a tenth as often.

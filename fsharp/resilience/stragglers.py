@@ -36,8 +36,8 @@ class RankTimes(NamedTuple):
 class StragglerDetector:
     """Find ranks that are slower than the others, by each rank's own time in a step.
 
-    Ranks wait for each other in every step, so a step takes equally long on all of them. The *own* time of a rank is its step
-    time without waits for collectives: compute, data loading, Python. Every few steps ranks exchange the medians of their own
+    Ranks wait for each other in every step, so a step takes equally long on all ranks. The *own* time of a rank is the time of
+    a step without waits for collectives: compute, data loading, Python. Every few steps ranks exchange the medians of their own
     times. A rank is slow if its median is more than ``ratio`` times the lower median of all ranks. The difference also has to
     be more than two of its standard errors. A rank that is slow in two exchanges in a row is a straggler, and rank 0 logs a
     warning. Waits of simulated ranks are not measured: the own time of such a rank is its whole step time.

@@ -42,12 +42,12 @@ def export_safetensors(
 
     Args:
         checkpoint: the checkpoint, or its path.
-        folder: path of a new folder, or a URL of fsspec. The folder appears when all of it is written.
+        folder: path of a new folder, or a URL of fsspec. The folder appears once all files are complete.
         subtree: part of the checkpoint to export, such as ``"params"`` of a TrainState. As ``save_pretrained()`` does, the
             function leaves out numbers and texts, and writes a tied tensor under only one of its names.
         rename: function from a name below ``subtree`` to the name in the files.
         dtype: dtype to which floating-point tensors are rounded, such as ``torch.bfloat16``; None keeps their dtypes.
-        max_file_nbytes: most bytes of tensors in a file; a larger tensor is alone in its file.
+        max_file_nbytes: the largest number of bytes of tensors in a file; a larger tensor gets a file of its own.
 
     Raises:
         CheckpointError: the folder is not empty, there is nothing to write, safetensors lacks a dtype, two tensors have the

@@ -269,24 +269,24 @@ class DelegatingComm:
         raise NotImplementedError
 
     def all_gather(self, x: torch.Tensor, axis: str, *, label: str = "") -> torch.Tensor:
-        """Call ``all_gather`` of the Comm that :meth:`_comm_and_label` returns."""
+        """Call ``all_gather`` of the wrapped Comm."""
         comm, label = self._comm_and_label(label, "all_gather", axis, x)
         return comm.all_gather(x, axis, label=label)
 
     def reduce_scatter(self, x: torch.Tensor, axis: str, *, dtype: torch.dtype | None = None, label: str = "") -> torch.Tensor:
-        """Call ``reduce_scatter`` of the Comm that :meth:`_comm_and_label` returns."""
+        """Call ``reduce_scatter`` of the wrapped Comm."""
         comm, label = self._comm_and_label(label, "reduce_scatter", axis, x)
         return comm.reduce_scatter(x, axis, dtype=dtype, label=label)
 
     def all_reduce(self, x: torch.Tensor, axis: str, *, op: ReduceOp = "sum", label: str = "") -> torch.Tensor:
-        """Call ``all_reduce`` of the Comm that :meth:`_comm_and_label` returns."""
+        """Call ``all_reduce`` of the wrapped Comm."""
         comm, label = self._comm_and_label(label, "all_reduce", axis, x)
         return comm.all_reduce(x, axis, op=op, label=label)
 
     def all_to_all(
         self, x: torch.Tensor, send: Sequence[int], receive: Sequence[int], *, axis: str | None = None, label: str = ""
     ) -> torch.Tensor:
-        """Call ``all_to_all`` of the Comm that :meth:`_comm_and_label` returns."""
+        """Call ``all_to_all`` of the wrapped Comm."""
         comm, label = self._comm_and_label(label, "all_to_all", axis, x, send)
         return comm.all_to_all(x, send, receive, axis=axis, label=label)
 

@@ -116,8 +116,8 @@ class LeafCodec:
     """Functions that encode whole leaves with scales on which all ranks agree, such as one scale for each tensor or row.
 
     A scale depends on the largest element of the whole leaf, of which a rank has only a part. So ranks compute the maximum over
-    all ranks together, and every rank makes the same scales from it. Scales are never sent. A rank keeps the scales of whole
-    leaves at the end of its buffer.
+    all ranks, and every rank computes the same scales from this maximum. Scales are never sent. A rank keeps the scales of
+    whole leaves at the end of its buffer.
 
     Args:
         scales_nbytes: function from the shape of a leaf to the bytes of the leaf's scales.
@@ -148,8 +148,8 @@ def _raise_not_blockwise(values: Any) -> Any:
 class Format:
     """An encoding of values, for :class:`~fsharp.Precision`: of parameters at rest and in gathers, gradients, or updates.
 
-    The values that one rank keeps, or sends to one receiver, are a *part*: a number of whole blocks. A part is stored as bytes,
-    one plane after another, so that one message moves all planes. A buffer holds parts one after another.
+    The values that one rank keeps, or sends to one receiver, are a *part*. A part has whole blocks. It is stored as bytes, one
+    plane after another, so that one message moves all planes. A buffer holds parts one after another.
 
     Parameters are encoded from their ``main`` dtype, gradients from ``accumulate``. For parameters, decoding to the ``main``
     dtype and encoding again has to give equal bytes, as checkpoints hold decoded values. ``encode`` and ``decode`` must not
@@ -163,8 +163,9 @@ class Format:
         decode: function from the list of planes to 1-D values in any floating-point dtype.
         block: number of values that are encoded together.
         leaf_codec: codec of whole leaves, in place of ``encode`` and ``decode``; for parameters alone.
-        stochastic_encode: function ``(values, uniform)`` that encodes with stochastic rounding, by a uniform random number in
-            (0, 1) for each value; the expected decoded value is the value. None: there is no stochastic rounding.
+        stochastic_encode: function ``(values, uniform)`` that encodes with stochastic rounding. ``uniform`` has a random number
+            in (0, 1) for each value. On average a decoded value has to be the value itself. None: there is no stochastic
+            rounding.
         seed: seed of a format of :func:`~fsharp.formats.stochastic`, whose ``encode`` takes ``uniform`` as well.
 
     Raises:

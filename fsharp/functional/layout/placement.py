@@ -90,8 +90,9 @@ class Place:
     """The placement of one kind of tensor on each mesh axis.
 
     A flat buffer is cut along the axes with ``Shard``, one axis after another, in ``order``. All places of a strategy have the
-    same ``order``. So of two such places, one gives each rank all the elements that the rank holds in the other. A move between
-    two of these places takes at most one collective for each axis, and leaves the elements of the flat buffer in their order.
+    same ``order``. So of two places of a strategy, the one with fewer sharded axes has on each rank all the elements that the
+    rank holds in the other. A move between two places takes at most one collective for each axis, and keeps the order of the
+    elements.
 
     Args:
         order: all axes of the mesh. The first axis that shards cuts the buffer into the largest parts.
@@ -128,8 +129,8 @@ class Place:
     def dual(self) -> "Place":
         """The place of the cotangent of a tensor in this place: ``Replicate`` and ``Partial`` are swapped, others stay.
 
-        Each rank uses a replicated value, so each rank holds a summand of the value's gradient. A summand goes into one sum,
-        and all ranks share the gradient of this sum.
+        All ranks use a replicated value, so each rank holds a summand of the value's gradient. The summands of a partial value
+        make one sum, and all ranks share the gradient of this sum.
         """
         swap = {Replicate: Partial, Partial: Replicate, Shard: Shard, Vary: Vary}
         return Place(self.order, tuple(swap[p] for p in self.placements))
