@@ -1,4 +1,4 @@
-"""Checkpoints that do not depend on a strategy: each one loads under any strategy, mesh and number of ranks, to the bit."""
+"""Checkpoints, each of which loads under any strategy, mesh and number of ranks, with the same bits."""
 
 from fsharp.checkpoint.catalog import (
     Checkpoint as Checkpoint,

@@ -1,4 +1,4 @@
-"""Loading: each rank reads its own elements, whichever rank wrote them. If one finds damage, all load an earlier checkpoint."""
+"""Loading: each rank reads its elements, whichever rank wrote them. If a rank finds damage, all load an earlier checkpoint."""
 
 import json
 import os

@@ -15,11 +15,11 @@ Finer axes are gathered first and reduced last. So as many bytes are sent as by 
 and their order come from :meth:`UnitLayout.gather_axes` and :func:`~fsharp.functional.layout.stages.reduction_stages`.
 
 [Note: resting and gathered]
-Copies of a value are of two kinds, which differ only in their gradients. Copies at **rest** are one value that ranks share
-(JAX: invariant). Ranks share its gradient as well: the sum over ranks. **Gathered** copies, as functions see them, belong to
-each rank (JAX: varying): each rank has its own summand of the gradient. So ``gather`` to ``"full"`` transposes to a
-``reduce_scatter`` along axes that shard, and to an ``all_reduce`` along axes that replicate. ``torch.func.grad`` gives the same
-gradients of parameters at rest under every strategy.
+There are two kinds of copies of a value, which differ only in their gradients. Copies at **rest** are one value that all ranks
+share (JAX: invariant). Its gradient is the sum over ranks, which all ranks share too. **Gathered** copies, which functions get,
+belong to each rank (JAX: varying): each rank has its own summand of the gradient. So the transpose of a ``gather`` to
+``"full"`` is a ``reduce_scatter`` along axes that shard, and an ``all_reduce`` along axes that replicate. ``torch.func.grad``
+gives the same gradients of parameters at rest under every strategy.
 """
 
 from collections.abc import Sequence

@@ -3,15 +3,16 @@
 [Note: what the simulation knows]
 Each stream runs its ops in order. An op starts when the previous op of its stream and the ops in ``after`` have finished. The
 host runs ahead of the device, as with CUDA. A synchronous host runs all ops but collectives itself, one after the other. A
-collective begins no sooner than the host issues it. A step begins when the previous step has finished, except for ops that the
-previous step hands on, such as gathers at its end. The result is the step that repeats.
+collective begins no sooner than the host issues it. A step begins when the previous step has finished. Only ops for which the
+next step waits, such as gathers at the end, may still run. Steps are simulated until two of them are alike; the result is the
+last one.
 
 On a synchronous host the threads of collectives may need the cores that compute (``contention``). While both work, both are
 slower; while the host waits, collectives have the cores alone. A thread posts a collective when it is issued, so its latency
 passes while earlier collectives are under way. On a stream a collective begins when the previous one has ended.
 
-The simulation gives the whole bandwidth to collectives of two streams that share a link. It spends a unit's own time when the
-unit is entered, before the units nested in it.
+If collectives of two streams share a link, the simulation gives the whole bandwidth to each of them. The time of a unit with
+nested units is spent before the nested units begin.
 """
 
 import math

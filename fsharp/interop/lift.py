@@ -1,8 +1,8 @@
 """lift: run a JAX function of whole leaves on this rank's elements of the leaves.
 
 [Note: lifting]
-The function is traced with the shapes of whole leaves, so its decisions by number of dims, size or name are those without
-sharding. The jaxpr is then run with this rank's elements of each leaf, flat, in place of the leaf:
+The function is traced with the shapes of whole leaves. So if it decides by number of dims, size or name, it decides as without
+sharding. Then the jaxpr is run. Each leaf is replaced by this rank's elements of the leaf, flat:
 
 ==================  =====================================================================================================
 elementwise         runs on this rank's elements
@@ -13,9 +13,10 @@ one element         a leaf of one element is a number, which ranks exchange if a
 everything else     is refused by name: rows, columns, neighbours and elements of another leaf are on other ranks
 ==================  =====================================================================================================
 
-A leaf that this rank holds as a whole is not lifted. If such a leaf differs between ranks, values computed from its elements
-may be stored only with this leaf. Sums over ranks are taken for all leaves at once: the function runs, ranks reduce the sums
-that it needs, and it runs again with the results, until all sums are known. Each of these runs is compiled by itself.
+A leaf that this rank holds whole is used as it is. If such a leaf differs between ranks, values computed from its elements may
+be stored only with this leaf. Sums over ranks are taken for all leaves at once. The function runs until it needs sums; ranks
+reduce these sums, and the function runs again with the results, until all sums are known. Each of these runs is compiled by
+itself.
 """
 
 import math

@@ -1,1 +1,1 @@
-"""Time and memory: when things run, and who owns storage. Nothing here changes a computed value."""
+"""Time and memory: when ops run, and which object owns each storage. Nothing here changes a computed value."""

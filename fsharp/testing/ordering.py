@@ -1,9 +1,9 @@
 """Detection of data races between streams: vector clocks of the lanes, and the last accesses of every byte.
 
 [Note: vector clocks] A lane is a stream. Each lane has a clock. The clock counts, for every lane, the ops that are sure to be
-finished before this lane's next op begins. Ops of the lane itself count at once, ops of other lanes count after a wait.
-Two accesses to one byte, of which at least one is a write, are a race if the later access's lane had not counted the earlier
-access.
+finished before this lane's next op begins. Ops of the lane itself count at once, ops of other lanes count after a wait. Take
+two accesses to one byte, at least one of them a write. They are a race if the lane of the later access has not counted the
+earlier access before.
 
 Memory belongs to the lane that allocated it, as in torch's caching allocators. Once memory is freed, the next allocation of the
 same lane may reuse it. The allocator orders this allocation only after ops of the lane itself, so the lane's clock has to have

@@ -1,9 +1,9 @@
 """simulate: run a function as every rank of a mesh, in the threads of one process.
 
 [Note: turns]
-One rank runs at a time: it has *the turn*, until it waits in a collective or ends. Then the next rank that need not wait has
-the turn. With a seed a rank also passes the turn at collectives that need no wait, and at :meth:`ThreadComm.pause`; the seed
-chooses the next rank. So a run is a function of the program and the seed, and a failure can be repeated.
+One rank runs at a time: it has *the turn*, until it waits in a collective or ends. Then the next rank that need not wait gets
+the turn. With a seed a rank also passes the turn on at collectives in which it need not wait, and at :meth:`ThreadComm.pause`.
+The seed chooses the next rank. So a run is a function of the program and the seed, and a failure can be repeated.
 
 [Note: how a rank ends]
 A rank *returns*, *raises*, *dies* or *stalls*, and then takes part in no collective. Another rank that needs it in a collective

@@ -121,7 +121,7 @@ def stored_name_by_new_name(
 
 
 def old_name_by_new_name(where: str, names: Iterable[str], subtree: str, rename: Callable[[str], str] | None) -> dict[str, str]:
-    """Return a dict from new names to those of ``names`` that are below a subtree.
+    """Return a dict from new names to old names, for those names in ``names`` that are below a subtree.
 
     ``rename``: function from a name below the subtree to the new name. Raises CheckpointError if two names get the same new
     name.

@@ -1,9 +1,9 @@
 """Collectives as differentiable primitives along one mesh axis. The transpose of each primitive is a primitive.
 
 [Note: what ranks differentiate]
-All ranks together compute one function, from the tuple of their inputs to the tuple of their outputs. The gradient is that of
-the **sum of the scalars that ranks differentiate**. A collective ``A`` is a linear map between such tuples, and its backward is
-the transpose under the inner product ``sum_r <x_r, y_r>``:
+All ranks together compute one function, from the tuple of their inputs to the tuple of their outputs. Each rank differentiates
+a scalar. The gradient is that of the **sum of the scalars of all ranks**. A collective is a linear map between such tuples. Its
+backward is the transpose under the inner product ``sum_r <x_r, y_r>``. Here a prime marks gradients:
 
     all_gather       y_r = (x_0, ..., x_{n-1})        x'_r = sum_s y'_s[r]        = reduce_scatter
     reduce_scatter   y_r = sum_s x_s[r]               x'_r = (y'_0, ..., y'_{n-1}) = all_gather
@@ -13,9 +13,9 @@ the transpose under the inner product ``sum_r <x_r, y_r>``:
   values do.
 - A **cotangent** of a replicated tensor is partial: the gradient is the sum over ranks. A cotangent of a shard is a shard,
   already summed (:attr:`~fsharp.layouts.Place.dual`).
-- A **batch dim** (``vmap``) has one size on all ranks, and one meaning of index ``i``: a ``reduce_scatter`` under ``vmap`` sums
-  over ranks for each ``i``. For per-sample gradients give all ranks the same samples, or let ranks without sample ``i``
-  contribute zero.
+- A **batch dim** (``vmap``) has the same size on all ranks, and index ``i`` means the same sample on all ranks: a
+  ``reduce_scatter`` under ``vmap`` sums over ranks for each ``i``. For per-sample gradients give all ranks the same samples, or
+  let ranks without sample ``i`` contribute zero.
 
 All primitives work on the last dim, whatever the dims before it. They do nothing along an axis of size 1, or to empty tensors.
 """

@@ -1,1 +1,1 @@
-"""How values are stored and travel: formats, and those of 8 and 4 bits."""
+"""Formats: how values are stored and sent, in 8 or 4 bits or as a plain dtype."""

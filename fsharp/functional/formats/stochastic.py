@@ -1,4 +1,4 @@
-"""stochastic: a format that rounds each value up or down at random, so that the expected decoded value is the value.
+"""stochastic: a format that rounds each value up or down at random; on average the decoded value is the value itself.
 
 [Note: random numbers]
 Each value has a random number of its own. It depends on the seed, on the kind of value (gradient or update), and on the number

@@ -1,4 +1,4 @@
-"""The stages in which a gradient is summed over ranks: one definition, for all that runs or predicts a reduction.
+"""The stages in which a gradient is summed over ranks: one definition, for running and for predicting reductions.
 
 The blocking path (``functional/moves.py``) runs stages by differentiable collectives of a Comm, and a schedule
 (``stateful/units/axis_chain.py``) by collectives of a Transport. ``functional/traffic.py`` predicts their calls and bytes.

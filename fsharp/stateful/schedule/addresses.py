@@ -2,8 +2,8 @@
 
 A buffer keeps one address for all of its live spans, as tensors saved in the forward point into the buffer. The smallest arena
 is hard to find in general (dynamic storage allocation). Buffers are placed one after another, each in a gap that is free during
-all of its spans. The result depends on the order of the buffers, so several orders are tried, first without a limit, and then
-depth first in arenas that are as small as the bytes that are live at once, or a little larger.
+all of its spans. The result depends on the order of the buffers, so several orders are tried, first in an arena without a
+limit. Then a depth-first search tries arenas as large as the bytes live at once, or a little larger.
 """
 
 import math

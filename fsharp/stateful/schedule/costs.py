@@ -1,13 +1,13 @@
 """Choose which units share a collective, by latency and bandwidth.
 
 [Note: buckets pay]
-One collective of two units saves a latency. It costs overlap, as the first unit arrives only with the second; and memory, as
-both are live from then on. A collective whose bytes take ``k`` latencies gains at most a part ``1 / (k + 1)`` of its time. So
-neighbours are joined while their bytes take at most five latencies, and are at most a quarter of the bytes of all units. Then a
-model is never resident in full to save a few messages. A unit that takes more than two latencies stays alone. An all_reduce is
-two messages, one after the other, as are collectives along two axes: twice the bytes are allowed.
+One collective for two units saves a latency. It costs overlap, as the first unit arrives only with the second. It also costs
+memory, as both are live from then on. If the bytes of a collective take as long as ``k`` latencies, it gains at most ``1 / (k +
+1)`` of its time. So neighbours are joined if their bytes take at most five latencies, and are at most a quarter of the bytes of
+all units. Thus a model is never resident in full to save a few messages. A unit that takes more than two latencies stays alone.
+An all_reduce is two messages, one after the other, and so are collectives along two axes: twice the bytes are allowed.
 
-Measured over gloo on two and four ranks, zero3 and zero1, with 24 blocks of 308 thousand parameters and 12 of 788 thousand: a
+Measured over gloo on 2 and 4 ranks, zero3 and zero1, models of 24 blocks of 308,000 parameters and of 12 blocks of 788,000: a
 step took 0 to 10 % less time with buckets of up to 4 MB than with 2 MB, and 5 to 12 % less with 5 MB.
 """
 

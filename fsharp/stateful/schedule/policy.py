@@ -21,8 +21,8 @@ class SchedulePolicy:
         prefetch: number of units to gather ahead of their use, while another unit computes.
         release: when full parameters are released. ``"forward"`` releases a unit after each use, and gathers it again for the
             backward. ``"backward"`` keeps units until their backward is done: one gather less for each unit, at the memory of
-            all units. ``"room"`` keeps the last units of the forward, as many as fit into the memory that ``"forward"`` takes
-            anyway for gradients, and at most 2 % more. With several microbatches ``"room"`` means ``"forward"``.
+            all units. ``"room"`` keeps the last units of the forward: as many as fit into memory that ``"forward"`` reserves
+            for gradients, and at most 2 % more. With several microbatches ``"room"`` means ``"forward"``.
         bucket_nbytes: limit of the bytes that a rank sends in one collective for several units. Units that follow each other
             share one collective for their parameters, their gradients, or their updated parameters. 0 gives each unit its own
             collectives. None joins units of up to 2 MB in buckets of up to 5 MB, and up to a quarter of all bytes. Units with

@@ -1,4 +1,4 @@
-"""NcclTransport: the collectives of NCCL, or of another device backend, on CUDA streams, and memory that NCCL knows."""
+"""NcclTransport: the collectives of NCCL, or of another device backend, on CUDA streams, and memory registered with NCCL."""
 
 from collections.abc import Sequence
 from typing import Any, get_args

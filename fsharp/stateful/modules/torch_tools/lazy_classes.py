@@ -1,4 +1,4 @@
-"""Tests for classes of torch whose modules take long to import: a third of the time that fsharp's import would take."""
+"""Tests for classes of torch without the import of their modules, which would take a third of fsharp's import time."""
 
 import sys
 from typing import TYPE_CHECKING, TypeGuard
