@@ -24,8 +24,8 @@ def step_traffic(
 ) -> Counter[Call]:
     """Predict the collectives of one :func:`~fsharp.train_step` on one rank: each call, the bytes that it sends, and how often.
 
-    A run makes exactly these calls, unless the optimizer has its own collectives. A unit of frozen leaves alone is counted as
-    if a gradient passed through it. Without one, as for an embedding of tokens, a run does not gather it a second time.
+    A run makes exactly these calls, unless the optimizer has its own collectives. A unit with only frozen leaves is counted as
+    if a backward reached it. If no backward does, as for an embedding of tokens, a run does not gather the unit a second time.
 
     Args:
         layout: layout of the parameters.

@@ -30,8 +30,8 @@ class PerRankState:
 
     The ``state_dict()`` of the object is one leaf of a checkpoint: bytes of ``torch.save``, which are loaded with
     ``weights_only=True``. So it may hold tensors, numbers, strings, bytes, None, and lists and dicts of these. A checkpoint
-    loads only on the same number of ranks. Make iterators after ``resume``, and new ones after a step that was rolled back:
-    an existing iterator does not see the loaded state.
+    loads only on the same number of ranks. Make iterators after ``resume``, and make new iterators after a step that was rolled
+    back: an existing iterator does not use the loaded state.
 
     Args:
         owner: an object with ``state_dict()`` and ``load_state_dict()``.

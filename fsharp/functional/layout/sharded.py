@@ -67,7 +67,7 @@ class Sharded:
         place: where the buffers rest.
         groups: indices of the groups in ``buffers``; None means all. Gradients and optimizer state have trainable groups only.
         is_gathered: whether :func:`~fsharp.gather` to ``"full"`` made the buffers. A gradient with respect to such buffers is
-            the summand of this rank alone, not yet added to the summands of other ranks.
+            partial: this rank's summand, not yet added to the summands of other ranks.
         ledger: the record of :func:`~fsharp.value_and_grad` that collects gradients of the buffers; None outside of a loss.
         reduction: ``"sum"`` for gradients from ``value_and_grad``, ``"mean"`` for gradients from ``average``, else None.
         tree_name: name of the tree to which the buffers belong, for labels of collectives.

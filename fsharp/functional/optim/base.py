@@ -35,9 +35,9 @@ class Transform:
     parameters the ``main`` dtype. A keyword that is not an argument of a function, such as ``comm``, is not passed to the
     function.
 
-    Leaves of the trees are flat shards of this rank. A rule that uses other elements than the one to update, such as a norm,
-    has to reduce over ranks with ``comm``. Whether it does is not tested for a Transform. The rule of a bare pair ``(init,
-    update)`` is tested.
+    Leaves of the trees are flat shards of this rank. If a rule uses other elements than the one to update, as a norm does, it
+    has to reduce over ranks with ``comm``. This is not checked for a Transform. A bare pair ``(init, update)`` is tried on
+    small tensors.
 
     Attributes:
         init: function ``init(params, comm=...) -> state``.

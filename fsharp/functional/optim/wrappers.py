@@ -48,7 +48,7 @@ def apply_if_finite(inner: Any, max_consecutive_errors: int) -> Transform:
 
     Args:
         inner: an ``(init, update)`` pair. Wrap a whole chain, so that no part of it gets such gradients.
-        max_consecutive_errors: most updates to skip in a row; 0 skips none. A negative number is a LayoutError.
+        max_consecutive_errors: largest number of updates to skip in a row; 0 skips none. A negative number is a LayoutError.
 
     Returns:
         A transformation with :class:`ApplyIfFiniteState`.
