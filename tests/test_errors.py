@@ -93,6 +93,8 @@ PLAN = {
         TreeError,
         "params['s'] has layout torch.sparse_coo",
     ),
+    "label of a number": (lambda: planned(labels=lambda path: 3), LayoutError, "plan(): the label of 'b' is 3, expected a str"),
+    "label of a list": (lambda: planned(labels={"**": ["x"]}), LayoutError, "the label of 'b' is ['x'], expected a str"),
     "equal paths": (lambda: planned(tree={"0": SHARED, 0: torch.ones(1)}), TreeError, "two leaves have the path '0'"),
     "an empty key": (lambda: planned(tree={"": SHARED}), TreeError, "the key '' in the path ('',) is empty or contains a dot"),
     "a dot below": (lambda: planned(tree={"a": {"x.y": SHARED}}), TreeError, "the key 'x.y' in the path ('a', 'x.y') is empty"),

@@ -19,11 +19,12 @@ import optree
 import torch
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from fsharp.errors import LayoutError, TreeError
+from fsharp.errors import LayoutError, TreeError, problem
 from fsharp.functional.layout.layout import Layout
 from fsharp.functional.layout.sharded import (
     PlaceName,
     Sharded,
+    build_subtree,
     flatten_node,
     is_sharded,
     map_units,
@@ -185,19 +186,25 @@ def unflatten(tree: Any) -> Any:
 
     ``tree`` is a pytree of whole :class:`~fsharp.Sharded` units. If leaves are tied to a unit, ``tree`` has this unit as well.
     XLA moves the data that a computation needs.
+
+    Raises:
+        TreeError: ``tree`` lacks the unit of a tied leaf, or leaves of a unit, as gradients lack frozen ones.
     """
+    for node in units_of(tree):
+        if node.groups != node.unit.all_groups:
+            facts = [("groups", f"{node.groups} of {node.unit.all_groups}")]
+            remedy = "Pass parameters, or gradients merged into the parameters by fs.layouts.merge()."
+            what = f"the tree lacks leaves of unit {node.unit.display_name}, as gradients lack frozen ones."
+            raise TreeError(problem("unflatten()", what, facts, remedy))
     views = {
-        (node.name, leaf.path): x[..., leaf.offset : leaf.offset + leaf.numel].reshape(*x.shape[:-1], *leaf.shape)
+        node.name: {
+            leaf.path: x[..., leaf.offset : leaf.offset + leaf.numel].reshape(*x.shape[:-1], *leaf.shape)
+            for group, x in zip(node.groups, node.buffers, strict=True)
+            for leaf in node.unit.leaves_of_group(group)
+        }
         for node in units_of(tree)
-        for group, x in zip(node.groups, node.buffers, strict=True)
-        for leaf in node.unit.leaves_of_group(group)
     }
-
-    def build_subtree(node: Sharded) -> Any:
-        leaves = [views[leaf.tied_to or (node.name, leaf.path)] for leaf in node.unit.leaves]
-        return optree.tree_unflatten(node.unit.structure, leaves)
-
-    return map_units(build_subtree, tree)
+    return map_units(lambda node: build_subtree(node.unit, "unflatten()", views), tree)
 
 
 def _jax_mesh_and_local_devices(layout: Layout, devices: Sequence[Any] | None) -> tuple[Mesh, list[Any]]:

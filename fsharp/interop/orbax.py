@@ -16,10 +16,10 @@ from fsharp.checkpoint.formats.conversion import whole_entry, write_converted
 from fsharp.checkpoint.formats.exporting import stored_name_by_new_name
 from fsharp.checkpoint.saving import checked_config
 from fsharp.checkpoint.shard_file import SAVABLE_DTYPES, StoredTensor, batches_by_nbytes
-from fsharp.errors import CheckpointError
+from fsharp.errors import CheckpointError, OptionError
 from fsharp.functional.formats.format import dtype_name
 from fsharp.functional.tree.paths import as_patterns, select_paths
-from fsharp.tracebacks import api_boundary
+from fsharp.type_checks import options_checked
 
 _READ_NBYTES = 1 << 30  # bytes to read in one call of Orbax, which reads its metadata again in each call
 _METADATA_FILE = "_CHECKPOINT_METADATA"
@@ -43,7 +43,7 @@ class _OrbaxSlice(NamedTuple):
         return array if self.layer is None else array.take(self.layer, self.dim)
 
 
-@api_boundary
+@options_checked
 def from_orbax(
     folder: str | os.PathLike[str],
     root: str | os.PathLike[str],
@@ -74,6 +74,7 @@ def from_orbax(
         CheckpointError: Orbax cannot read the folder, or a leaf is neither a number, a text, nor an array of a dtype that torch
             has; a leaf is a Python bool, of which Orbax has no metadata; or ``unstack`` names no subtree, or leaves that differ
             in the number of layers. No checkpoint is left.
+        OptionError: an argument has another type, such as a text in place of the number of a dim.
         PatternError: a pattern matches nothing.
 
     Cost: reads the folder, and writes as :func:`fsharp.checkpoint.save` does. Memory: 1 GiB, or one leaf and a slice of it if
@@ -90,6 +91,7 @@ def from_orbax(
         raise CheckpointError(f"{source}: two leaves have the same name, such as the keys 'a.b' and 'b' within 'a'.")
     left = select_paths("from_orbax(ignore=)", as_patterns(ignore), list(leaves))
     arrays = {name: leaf for name, leaf in leaves.items() if name not in left and hasattr(leaf, "shape")}
+    _check_dims(where, "unstack", unstack)
     sources = _sources(where, {name: tuple(leaf.shape) for name, leaf in arrays.items()}, unstack or {})
     entries = dict[str, TensorEntry]()
     for name, of in sources.items():
@@ -115,7 +117,7 @@ def from_orbax(
     return write_converted(where, root, entries, values, read, step=step, config=config)
 
 
-@api_boundary
+@options_checked
 def to_orbax(
     checkpoint: str | os.PathLike[str],
     folder: str | os.PathLike[str],
@@ -140,11 +142,13 @@ def to_orbax(
         CheckpointError: the folder exists, or its path has a wildcard or a backslash; there is nothing to write, or the
             checkpoint is damaged; a tensor has no elements, which Orbax refuses, or a dtype that numpy lacks; ``stack`` names
             no list of layers, or layers that differ; a name has more than 300 dots.
+        OptionError: an argument has another type, such as a text in place of the number of a dim.
 
     Cost: reads the tensors, and checks their digests. Memory: all of these tensors, which Orbax takes as one tree. Ranks that
     hold shards as JAX arrays (:func:`fsharp.interop.jax.to_jax`) can instead save their own parts by Orbax.
     Source: https://orbax.readthedocs.io
     """
+    _check_dims("to_orbax()", "stack", stack)
     found, target = open_checkpoint(checkpoint), os.path.abspath(folder)
     if os.path.exists(target):
         raise CheckpointError(f"to_orbax(): {target} exists already: choose another folder, or remove it.")
@@ -220,6 +224,12 @@ def _call_orbax(folder: str, call: Callable[[], Any]) -> Any:
         lines = str(error).splitlines() or [""]
         remedy = f". {_BOOL_REMEDY}" if lines[0] == "Unsupported dtype: bool" else ""
         raise CheckpointError(f"{folder}: Orbax says {type(error).__name__}: {lines[0]:.300}{remedy}") from error
+
+
+def _check_dims(where: str, name: str, dims: Mapping[str, Any] | None) -> None:
+    for path, dim in (dims or {}).items():
+        if not isinstance(path, str) or type(dim) is not int:
+            raise OptionError(f"{where}: {name} has {path!r}: {dim!r}, expected a path as a str, and the number of a dim.")
 
 
 def _sources(where: str, shapes: Mapping[str, tuple[int, ...]], unstack: Mapping[str, int]) -> dict[str, _OrbaxSlice]:

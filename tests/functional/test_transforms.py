@@ -9,6 +9,7 @@ from torch.func import grad, hessian, jacfwd, jvp, linearize, vjp, vmap
 
 import fsharp as fs
 from fsharp.errors import LossError, TreeError
+from fsharp.layouts import map_units, merge
 from fsharp.testing import simulate
 from tests.functional.test_functions_doors import batch_of, linear, make_tree, plain_forward, plain_gradients
 from tests.ranks import on_ranks
@@ -183,6 +184,7 @@ OTHER_USES = {
     "a copy": lambda params, comm: optree.tree_map(torch.clone, params),
     "another place": partial(fs.gather, to="optim"),
     "its own place": partial(fs.gather, to="params"),
+    "replaced copies": lambda params, comm: map_units(lambda node: node.replace([b.clone() for b in node.buffers]), params),
 }
 
 
@@ -203,6 +205,70 @@ def test_where_parameters_in_a_format_would_get_no_gradient_they_are_refused(com
     run = fs.Scheduler(comm)(step) if scheduled else partial(step, comm=comm)
     with pytest.raises(TreeError, match=r"parameters of unit 'a' are stored as bytes, whose copies get no gradient"):
         run(params, batch_of(comm.rank))
+
+
+SAME_BUFFERS = {
+    "trainable": lambda params: params | {"b": fs.trainable(params["b"])},
+    "merged": lambda params: merge(params, fs.trainable(params)),
+    "replaced": partial(map_units, lambda node: node.replace(node.buffers)),
+    "selected": partial(map_units, lambda node: node.select_groups(node.groups)),
+}
+
+
+@pytest.mark.parametrize("scheduled", [False, True])
+@pytest.mark.parametrize("change", SAME_BUFFERS)
+@on_ranks(DP)
+def test_nodes_with_the_buffers_of_parameters_in_a_format_get_their_gradients(comm, change, scheduled):
+    layout = fs.plan(make_tree(), DP, fs.zero3("dp"), units="*", frozen="a.b", precision=fs.Precision(stored=fs.formats.mxint8))
+    params = fs.shard(make_tree(), layout, comm)
+    found = []
+    for fn in (lambda params: params, SAME_BUFFERS[change]):
+
+        def step(params, x, comm, fn=fn):
+            loss_fn = lambda params, x, comm: energy(partial(fs.forward, comm=comm), fn(params), x)  # noqa: E731
+            return fs.value_and_grad(loss_fn)(params, x, comm=comm)
+
+        found.append((fs.Scheduler(comm)(step) if scheduled else partial(step, comm=comm))(params, batch_of(comm.rank))[1])
+    assert all(map(torch.equal, *map(optree.tree_leaves, found)))
+    assert all(grad.any() or comm.rank for grad in optree.tree_leaves([found[1]["a"], found[1]["b"]]))
+
+
+@each_strategy
+@on_ranks(DP)
+def test_a_penalty_on_the_distance_from_earlier_parameters(comm, strategy):
+    """A map over the parameters of a loss and over a tree from outside of the loss."""
+    layout = fs.plan(make_tree(), DP, strategy("dp"), units="*")
+    params = fs.shard(make_tree(), layout, comm)
+    earlier = optree.tree_map(lambda x: 0.5 * x, params)
+
+    def loss_fn(params, x, comm):
+        near = optree.tree_map(lambda new, old: (new - old).square().sum(), params, earlier)
+        far = optree.tree_map(lambda old, new: (new - old).square().sum(), earlier, params)
+        return sum(optree.tree_leaves([near, far]), energy(partial(fs.forward, comm=comm), params, x))
+
+    _, grads = fs.value_and_grad(loss_fn)(params, batch_of(comm.rank), comm=comm)
+    leaves = optree.tree_map(lambda x: x.clone().requires_grad_(), make_tree())
+    penalty = sum((x - 0.5 * x.detach()).square().sum() * 2 for x in optree.tree_leaves(leaves))
+    (penalty + sum(energy(plain_forward, leaves, batch_of(rank)) for rank in range(2))).backward()
+    expected = optree.tree_map(lambda x: torch.zeros_like(x) if x.grad is None else x.grad, leaves)
+    assert_close(fs.full_tree(fs.reduce_scatter(grads, comm=comm), comm=comm), expected)
+
+
+@pytest.mark.parametrize("wire", [None, fs.formats.mxint4], ids=["plain", "mxint4"])
+@each_strategy
+@on_ranks(DP)
+def test_vmap_over_zero_samples(comm, strategy, wire):
+    layout = fs.plan(make_tree(), DP, strategy("dp"), units="*", precision=fs.Precision(wire=wire))
+    params = fs.shard(make_tree(), layout, comm)
+    few, none = torch.ones(1, 4, 5, dtype=torch.float64), torch.ones(0, 4, 5, dtype=torch.float64)
+
+    def per_sample(x):
+        loss = partial(energy, partial(fs.forward, comm=comm))
+        grads = vmap(grad(loss), in_dims=(None, 0))(params, x)
+        tangents = vmap(lambda x: jvp(lambda params: loss(params, x), (params,), (params,))[1])(x)
+        return optree.tree_leaves([grads, fs.reduce_scatter(grads, comm=comm), tangents])
+
+    assert [x.shape for x in per_sample(none)] == [(0, *x.shape[1:]) for x in per_sample(few)]
 
 
 @each_program

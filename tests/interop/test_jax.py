@@ -317,3 +317,14 @@ def test_shards_begin_on_64_bytes_after_scheduled_steps(donate, options):
     found = simulate(ONE, run)
     assert found == [[0] * len(each) for each in found]
     assert len(found[0]) > 10
+
+
+def test_unflatten_says_what_a_tree_lacks():
+    shared = torch.ones(3)
+    params = {"a": {"w": shared, "b": torch.ones(2)}, "c": {"w": shared}}
+    layout = fs.plan(params, fs.Mesh({"dp": 1}), fs.zero3("dp"), units="*", frozen="a.b")
+    arrays = to_jax(shards(layout, params), layout)
+    with pytest.raises(TreeError, match=r"'c.w' is tied to a leaf of a unit that this call was not given"):
+        unflatten(arrays["c"])
+    with pytest.raises(TreeError, match=r"unflatten\(\): the tree lacks leaves of unit 'a', as gradients lack frozen ones"):
+        unflatten(fs.trainable(arrays))

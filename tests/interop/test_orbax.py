@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import fsharp as fs
-from fsharp.errors import CheckpointError
+from fsharp.errors import CheckpointError, OptionError
 from fsharp.interop import orbax
 from fsharp.interop.orbax import from_orbax, to_orbax
 from fsharp.testing import simulate
@@ -235,6 +235,18 @@ def test_subtrees_that_are_not_stacks_are_refused(tmp_path, tree, unstack, error
         with pytest.raises(CheckpointError, match=rf"{name}: Orbax .*\. Orbax describes no tree with a Python bool: load it"):
             from_orbax(tmp_path / name, tmp_path / "ours")
     assert not (tmp_path / "ours").exists()
+
+
+@pytest.mark.parametrize(
+    ("dims", "error"), [({"a": "0"}, r"stack has 'a': '0', expected"), ("a", r"stack is 'a', expected a Map")]
+)
+def test_the_dim_of_layers_is_a_number(tmp_path, dims, error):
+    ocp.save(tmp_path / "theirs", {"a": np.ones((2, 2))})
+    with pytest.raises(OptionError, match=f"un{error}"):
+        from_orbax(tmp_path / "theirs", tmp_path / "ours", unstack=dims)
+    made = fs.checkpoint.save(tmp_path / "root", {"a": [torch.ones(2)]}, step=0, comm=COMM)
+    with pytest.raises(OptionError, match=error):
+        to_orbax(made, tmp_path / "out", stack=dims)
 
 
 @pytest.mark.parametrize(

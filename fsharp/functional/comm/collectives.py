@@ -17,7 +17,8 @@ backward is the transpose under the inner product ``sum_r <x_r, y_r>``. Here a p
   ``reduce_scatter`` under ``vmap`` sums over ranks for each ``i``. For per-sample gradients give all ranks the same samples, or
   let ranks without sample ``i`` contribute zero.
 
-All primitives work on the last dim, whatever the dims before it. They do nothing along an axis of size 1, or to empty tensors.
+All primitives work on the last dim, whatever the dims before it. They do nothing along an axis of size 1, or to a last dim of
+size 0.
 """
 
 from collections.abc import Callable, Sequence
@@ -85,7 +86,7 @@ class _DifferentiableCollective(torch.autograd.Function):
 
 def _split_last_dim(x: torch.Tensor, n: int) -> torch.Tensor:
     """Return ``x`` of shape ``[..., n * c]`` as ``[n, ..., c]``."""
-    return x.reshape(*x.shape[:-1], n, -1).movedim(-2, 0)
+    return x.unflatten(-1, (n, x.shape[-1] // n)).movedim(-2, 0)
 
 
 def all_gather_last(x: torch.Tensor, comm: Comm, axis: str) -> torch.Tensor:
@@ -98,7 +99,7 @@ def all_gather_last(x: torch.Tensor, comm: Comm, axis: str) -> torch.Tensor:
         return x
 
     def joined(parts: torch.Tensor) -> torch.Tensor:
-        return parts.movedim(0, -2).reshape(*parts.shape[1:-1], -1)
+        return parts.movedim(0, -2).flatten(-2)
 
     primitive, transpose = (partial(each, comm=comm, axis=axis) for each in (all_gather_last, reduce_scatter_last))
     found = _Collective(partial(comm.all_gather, axis=axis), primitive, transpose, from_result=joined)
@@ -243,4 +244,4 @@ def _check_last_dim_divides(where: str, x: torch.Tensor, axis: str, n: int) -> N
 
 
 def _needs_no_collective(x: torch.Tensor, comm: Comm, axis: str) -> bool:
-    return comm.mesh.axis_size(axis) == 1 or x.numel() == 0
+    return comm.mesh.axis_size(axis) == 1 or x.shape[-1:] == (0,)

@@ -10,7 +10,16 @@ from math import prod
 
 import torch
 
-from fsharp.functional.formats.format import AgreeMax, Format, LeafCodec, LeafPart, Plane, Shape, register_format
+from fsharp.functional.formats.format import (
+    AgreeMax,
+    Format,
+    LeafCodec,
+    LeafPart,
+    Plane,
+    Shape,
+    made_by_import,
+    register_format,
+)
 from fsharp.functional.formats.microscaling import LARGEST_FLOAT32, ElementwiseFn
 
 _PART_ALIGNMENT = 16
@@ -58,7 +67,8 @@ def _register_scaled_format(
         return torch.where(numbers.isfinite(), clamped, values)
 
     codec = LeafCodec(lambda shape: 4 * num_scales(shape), lambda shape: [(num_scales(shape), torch.float32)], encode, decode)
-    return register_format(Format(name, (Plane(dtype, _PART_ALIGNMENT),), block=_PART_ALIGNMENT, leaf_codec=codec))
+    planes = (Plane(dtype, _PART_ALIGNMENT),)
+    return register_format(Format(name, planes, block=_PART_ALIGNMENT, leaf_codec=codec, made_by=made_by_import(name)))
 
 
 def _round_up_to_16_bits(scales: torch.Tensor) -> torch.Tensor:

@@ -4,6 +4,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cache
+from pkgutil import resolve_name
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -167,6 +168,8 @@ class Format:
             in (0, 1) for each value. On average a decoded value has to be the value itself. None: there is no stochastic
             rounding.
         seed: seed of a format of :func:`~fsharp.formats.stochastic`, whose ``encode`` takes ``uniform`` as well.
+        made_by: function and arguments that make the format again, for pickles, such as ``(make_my_format, (8,))``. None: a
+            pickle has the functions, so it needs functions with a name in their module, or cloudpickle.
 
     Raises:
         LayoutError: there are no planes, the block is less than 1, or the name is not a Python identifier.
@@ -182,6 +185,7 @@ class Format:
         compare=False, repr=False, default=None
     )
     seed: int | None = field(repr=False, default=None)
+    made_by: tuple[Callable[..., Any], tuple[Any, ...]] | None = field(compare=False, repr=False, default=None)
 
     def __post_init__(self) -> None:
         are_planes = isinstance(self.planes, tuple) and self.planes and all(isinstance(each, Plane) for each in self.planes)
@@ -194,6 +198,9 @@ class Format:
                 f"encode {self.encode!r:.40}, decode {self.decode!r:.40}; expected an identifier, a tuple with one Plane at "
                 "least, an integer of 1 or more, and two functions, or leaf_codec=LeafCodec(...) in place of these."
             )
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.made_by or object.__reduce_ex__(self, protocol)
 
     def __str__(self) -> str:
         if self.is_plain:
@@ -268,7 +275,7 @@ class Format:
         self._check_decoded(values, len(rows) * part_size, facts)
         # A transform of torch.func wraps tensors, whose storage cannot be asked for: such values are copied.
         is_view = is_wrapped(values) or values.untyped_storage().data_ptr() == stored.untyped_storage().data_ptr()
-        return values.to(dtype, copy=is_view)
+        return cast_decoded(values, dtype, copy=is_view)
 
     @api_boundary
     def store_summand(
@@ -312,7 +319,7 @@ class Format:
 
     def sum(self, stored: torch.Tensor, part_size: int, dtype: torch.dtype, facts: ErrorFacts = tuple) -> torch.Tensor:
         """Decode ``stored``, parts of ``part_size`` values, and return the sum of the parts in ``dtype``, added in order."""
-        first, *others = stored.view(-1, self.size(part_size)).unbind()
+        first, *others = stored.split(self.size(part_size))
         total = self.load(first, part_size, dtype, facts).to(dtype, copy=True)
         for each in others:
             total += self.load(each, part_size, dtype, facts)
@@ -394,6 +401,17 @@ class Format:
         return found
 
 
+def cast_decoded(values: torch.Tensor, dtype: torch.dtype, *, copy: bool = False) -> torch.Tensor:
+    """Return decoded values in ``dtype``. Finite values beyond float16's 65504, to which encoding rounded up, stay finite."""
+    cast = values.to(dtype, copy=copy)
+    if dtype is not torch.float16 or values.dtype is dtype:
+        return cast
+    return torch.where(values.isfinite(), cast.clamp(-_LARGEST_FLOAT16, _LARGEST_FLOAT16), cast)
+
+
+_LARGEST_FLOAT16 = torch.finfo(torch.float16).max
+
+
 def non_view_alias(x: torch.Tensor) -> torch.Tensor:
     """Return a tensor in the memory of ``x`` that ``set_`` can move to other memory. A view would keep this memory alive."""
     return torch.empty(0, dtype=x.dtype, device=x.device).set_(x.untyped_storage(), x.storage_offset(), x.shape, x.stride())
@@ -422,7 +440,7 @@ def _decode_plain(planes: Sequence[torch.Tensor]) -> torch.Tensor:
 @cache
 def plain_format(dtype: torch.dtype) -> Format:
     """Return the plain format of ``dtype``: values are stored in this dtype, without encoding."""
-    return Format(dtype_name(dtype), (Plane(dtype),), _encode_plain, _decode_plain)
+    return Format(dtype_name(dtype), (Plane(dtype),), _encode_plain, _decode_plain, made_by=(plain_format, (dtype,)))
 
 
 _format_by_name: dict[str, Format] = {}
@@ -443,6 +461,11 @@ def register_format(format: Format) -> Format:
             "Give this one another name."
         )
     return format
+
+
+def made_by_import(name: str, module: str = "fsharp.formats") -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    """Return :attr:`Format.made_by` of a format that is the attribute ``name`` of a module."""
+    return resolve_name, (f"{module}:{name}",)
 
 
 def format_named(name: str) -> Format:

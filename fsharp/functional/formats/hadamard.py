@@ -80,10 +80,17 @@ def _make_hadamard_format(
     def decode(planes: Sequence[torch.Tensor]) -> torch.Tensor:
         return _map_rows(decode_planes(planes), size, _inverse_hadamard_transform)
 
-    name, block = f"hadamard{size}_{format.name}", format.block * times
-    has_rounding = format.stochastic_encode is not None
     return register_format(
-        Format(name, planes, encode, decode, block, stochastic_encode=rounded if has_rounding else None, seed=format.seed)
+        Format(
+            f"hadamard{size}_{format.name}",
+            planes,
+            encode,
+            decode,
+            format.block * times,
+            stochastic_encode=None if format.stochastic_encode is None else rounded,
+            seed=format.seed,
+            made_by=(hadamard, (format, size)),
+        )
     )
 
 

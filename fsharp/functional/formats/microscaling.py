@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from fsharp.functional.formats.format import Format, Plane, register_format
+from fsharp.functional.formats.format import Format, Plane, made_by_import, register_format
 
 BLOCK = 32
 _BIAS, _NOT_FINITE = 127, 255
@@ -99,7 +99,8 @@ def _register_block_format(
         write_nonfinite_(values, codes, scales == _NOT_FINITE)
 
     planes = (Plane(torch.uint8, per_block), Plane(torch.uint8))
-    return register_format(Format(name, planes, encode, decode, block=BLOCK, stochastic_encode=encode))
+    made_by = made_by_import(name)
+    return register_format(Format(name, planes, encode, decode, block=BLOCK, stochastic_encode=encode, made_by=made_by))
 
 
 def num_blocks_at_once(values: torch.Tensor) -> int:

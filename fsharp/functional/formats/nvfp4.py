@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import torch
 
 from fsharp.functional.formats import microscaling
-from fsharp.functional.formats.format import AgreeMax, Format, LeafCodec, LeafPart, Plane, register_format
+from fsharp.functional.formats.format import AgreeMax, Format, LeafCodec, LeafPart, Plane, made_by_import, register_format
 from fsharp.functional.formats.microscaling import (
     LARGEST_FLOAT32,
     codes_of_nonfinite,
@@ -98,7 +98,13 @@ def _decode_into(values: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor
 
 _CODEC = LeafCodec(lambda shape: 4, lambda shape: [(1, torch.float32)], _encode, _decode)
 nvfp4 = register_format(
-    Format("nvfp4", (Plane(torch.uint8, BLOCK // 2), Plane(torch.float8_e4m3fn)), block=BLOCK, leaf_codec=_CODEC)
+    Format(
+        "nvfp4",
+        (Plane(torch.uint8, BLOCK // 2), Plane(torch.float8_e4m3fn)),
+        block=BLOCK,
+        leaf_codec=_CODEC,
+        made_by=made_by_import("nvfp4"),
+    )
 )
 """NVIDIA's NVFP4: numbers of 4 bits with a scale for each block of 16 values and for each tensor. For parameters.
 

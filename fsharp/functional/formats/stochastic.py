@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from fsharp.errors import LayoutError
-from fsharp.functional.formats.format import Format, NoiseFn, Plane, register_format
+from fsharp.functional.formats.format import Format, NoiseFn, Plane, made_by_import, register_format
 from fsharp.type_checks import options_checked
 
 _NOISE_BITS = 16
@@ -94,7 +94,8 @@ def stochastic(format: Format | torch.dtype, seed: int = 0) -> Format:
 @cache  # keyed by the function as well, which equal formats may differ in
 def _make_stochastic_format(format: Format, encode: Callable[..., Any], seed: int) -> Format:
     name = f"stochastic{seed or ''}_{format.name}"
-    return register_format(Format(name, format.planes, encode, format.decode, format.block, seed=seed))
+    made_by = stochastic, (format, seed)
+    return register_format(Format(name, format.planes, encode, format.decode, format.block, seed=seed, made_by=made_by))
 
 
 def _round_to_bfloat16(values: torch.Tensor, uniform: torch.Tensor) -> Sequence[torch.Tensor]:
@@ -112,6 +113,7 @@ _BFLOAT16 = Format(
     lambda values: [values],
     lambda planes: planes[0],
     stochastic_encode=_round_to_bfloat16,
+    made_by=made_by_import("_BFLOAT16", __name__),
 )
 LeafRun = tuple[int, int, str, int]
 """Values ``[start, stop)`` of a buffer: start, stop, path of their leaf, and index of the first value in the leaf."""

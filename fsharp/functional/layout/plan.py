@@ -88,6 +88,9 @@ def plan(
             raise LayoutError(f"plan(): the atom of {path!r} is {atom!r}, expected Element(), Rows(n) or Whole().")
     atom_of |= {path: Rows(1) for path, spec in specs.items() if spec.axes and atom_of[path] == Element()}
     label_by_path = value_by_path("plan(labels=...)", labels, paths, default="default")
+    for path, label in label_by_path.items():
+        if not isinstance(label, str):
+            raise LayoutError(f"plan(): the label of {path!r} is {label!r}, expected a str.")
     precision_of = _precision_by_path(precision, paths)
 
     def group_key(path: str, tensor: torch.Tensor) -> tuple[Any, ...]:
@@ -280,8 +283,9 @@ def _leaf_as_tensor(path: str, leaf: Any) -> torch.Tensor:
             name = f"params[{path!r}]" if path else "params"
             raise TreeError(problem("plan()", f"{name} is not a tensor.", facts, remedy))
         return torch.empty(tuple(leaf.shape), dtype=dtype, device="meta")
-    if leaf.layout is not torch.strided:
-        raise TreeError(f"plan(): params[{path!r}] has layout {leaf.layout}, expected torch.strided.")
+    if leaf.layout is not torch.strided or leaf.is_nested:
+        nested = "a nested tensor of " * leaf.is_nested
+        raise TreeError(f"plan(): params[{path!r}] has {nested}layout {leaf.layout}, expected a plain tensor of torch.strided.")
     return leaf
 
 

@@ -26,9 +26,10 @@ _USE_REMEDY = (
 
 
 class ShardedContext(NamedTuple):
-    """The static, hashable part of a :class:`Sharded`. Equal contexts have the same object as ``ledger``.
+    """The static, hashable part of a :class:`Sharded`.
 
-    Two contexts that differ only in ``tree_name`` are equal, as all TreeNames compare equal.
+    Contexts that differ only in ``ledger`` and ``tree_name`` are equal: a pytree map over two trees refuses contexts that are
+    not equal. In a loss one tree may be parameters, and the other one earlier parameters.
     """
 
     unit: UnitLayout
@@ -37,6 +38,15 @@ class ShardedContext(NamedTuple):
     is_gathered: bool = False
     ledger: Any = None
     tree_name: TreeName = UNNAMED_TREE
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, ShardedContext) and self[:4] == other[:4]
+
+    def __ne__(self, other: object) -> bool:  # optree calls this one; that of a tuple would compare all fields
+        return not isinstance(other, ShardedContext) or self[:4] != other[:4]
+
+    def __hash__(self) -> int:
+        return hash(self[:4])
 
 
 class LazyBuffers:
@@ -191,8 +201,8 @@ class Sharded:
     ) -> "Sharded":
         """Return a node with ``buffers`` that hold the same values as this node's: the name of the tree stays.
 
-        ``groups``: index of the group of each buffer; by default the groups of this node. ``ledger`` and ``reduction``: as for
-        the class; they are not copied from this node.
+        ``groups``: index of the group of each buffer; by default the groups of this node. ``ledger``: as for the class; by
+        default that of this node. ``reduction``: as for the class; it is not copied from this node.
         """
         return Sharded(
             buffers,
@@ -200,7 +210,7 @@ class Sharded:
             self.place,
             self.groups if groups is None else groups,
             is_gathered=self.is_gathered,
-            ledger=ledger,
+            ledger=self.ledger if ledger is None else ledger,
             reduction=reduction,
             tree_name=self.tree_name,
         )
@@ -209,7 +219,8 @@ class Sharded:
         """Return a node of the same groups with buffers of new values, in ``place`` or in this node's place."""
         name, is_gathered = self.tree_name, self.is_gathered and place is None
         new = TreeName(name.tree, name.num_updates, name.num_replaced + 1, name.num_mapped) if name.tree else UNNAMED_TREE
-        return Sharded(buffers, self.unit, place or self.place, self.groups, is_gathered=is_gathered, tree_name=new)
+        where = place or self.place
+        return Sharded(buffers, self.unit, where, self.groups, is_gathered=is_gathered, ledger=self.ledger, tree_name=new)
 
     def donate(self) -> None:
         """Release the buffers and mark the node as donated: functions refuse it from now on."""
@@ -218,7 +229,7 @@ class Sharded:
     def select_groups(self, groups: Sequence[int]) -> "Sharded":
         """Return a node with some of this node's groups."""
         chosen = tuple(groups)
-        if chosen == self.groups and self.ledger is None and self.reduction is None:
+        if chosen == self.groups and self.reduction is None:
             return self
         held = dict(zip(self.groups, self.buffers, strict=True)) if chosen else {}
         return self.with_buffers(list(map(held.__getitem__, chosen)), groups=chosen)
@@ -293,7 +304,8 @@ def build_subtree(unit: UnitLayout, where: str, leaves: Mapping[str, Mapping[str
         owner, path = leaf.tied_to or (unit.name, leaf.path)
         if owner not in leaves:
             facts = [("tied to", f"{path!r} of unit {owner!r}")]
-            remedy = f"Pass that unit along: forward(fn, params[{unit.name!r}], ..., ties=[params[{owner!r}]])."
+            call = f"forward(fn, params[{unit.name!r}], ..., ties=[params[{owner!r}]])"
+            remedy = f"Pass that unit along: {call}; of JAX's arrays pass one tree with both units to unflatten()."
             what = f"{unit.path_in_tree(leaf)!r} is tied to a leaf of a unit that this call was not given."
             raise TreeError(problem(where, what, facts, remedy))
         found.append(leaves[owner][path])
@@ -492,7 +504,7 @@ def merge(tree: Any, part: Any) -> Any:
         if new.groups and new.place != whole.place:
             what = f"unit {whole.unit.display_name} of the tree rests {whole.place}, and its part {new.place}"
             raise TreeError(f"merge(): {what}. Bring both to one place, as by gather(part, to=...).")
-        if not new.groups and whole.ledger is None and whole.reduction is None:
+        if not new.groups and whole.reduction is None:
             return whole
         held = dict(zip(new.groups, new.buffers, strict=True))
         return whole.replace([held.get(g, old) for g, old in zip(whole.groups, whole.buffers, strict=True)])

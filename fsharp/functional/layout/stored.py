@@ -11,7 +11,7 @@ from functools import partial
 import torch
 
 from fsharp.errors import TreeError
-from fsharp.functional.formats.format import LeafPart, align_nbytes, tensor_text
+from fsharp.functional.formats.format import LeafPart, align_nbytes, cast_decoded, tensor_text
 from fsharp.functional.layout.placement import Place
 from fsharp.functional.layout.unit_layout import Span, UnitLayout
 from fsharp.tracebacks import api_boundary
@@ -73,7 +73,7 @@ def decode_stored(
     out = torch.zeros(unit.local_size(group, place), dtype=dtype, device=stored.device)
     for start, part in starts_and_leaf_parts(unit, group, place, rank, stored, scales, None):
         if part.first < part.last:
-            out[start : start + part.last - part.first] = form.decode_part(part, facts)
+            out[start : start + part.last - part.first] = cast_decoded(form.decode_part(part, facts), dtype)
     return out
 
 

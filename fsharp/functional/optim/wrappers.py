@@ -1,6 +1,6 @@
 """Wrappers that choose the steps in which a transformation updates, and the leaves that it updates."""
 
-from collections.abc import Callable, Container
+from collections.abc import Callable, Container, Iterator
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -11,6 +11,7 @@ from fsharp.errors import LayoutError
 from fsharp.functional.comm.agree import agree, check_on_all_ranks, max_over_ranks
 from fsharp.functional.comm.equal_values import exact_text
 from fsharp.functional.comm.protocol import Comm
+from fsharp.functional.layout.runs import padding_in_run
 from fsharp.functional.layout.sharded import Sharded, map_units, units_of
 from fsharp.functional.optim.base import (
     InnerUpdate,
@@ -82,12 +83,23 @@ def apply_if_finite(inner: Any, max_consecutive_errors: int) -> Transform:
 
 
 def all_finite(tree: Any, *, comm: Comm) -> bool:
-    """Return whether every element on every rank is finite; the same answer on all ranks."""
-    buffers = [torch.view_as_real(b) if b.is_complex() else b for node in units_of(tree) for b in node.buffers if b.numel()]
+    """Return whether every element on every rank is finite, without padding; the same answer on all ranks."""
+    held = [x for node in units_of(tree) for x in _buffers_without_padding(node, comm.rank) if x.numel()]
+    buffers = [torch.view_as_real(x) if x.is_complex() else x for x in held]
     # The smallest and the largest element are as fast as a sum, and do not overflow. The host waits once, for all buffers.
     extremes = [torch.stack(torch.aminmax(b)).to(comm.device, torch.float64) for b in buffers]
     finite = torch.cat([torch.zeros(1, dtype=torch.float64, device=comm.device), *extremes]).isfinite().all()
     return not max_over_ranks((~finite).float().view(1), comm).item()
+
+
+def _buffers_without_padding(node: Sharded, rank: int) -> Iterator[torch.Tensor]:
+    """Yield the parts of a node's buffers between padding, whose gradient a loss that uses the buffers may make infinite."""
+    for g, x in zip(node.groups, node.buffers, strict=True):
+        begin = 0
+        for gap in padding_in_run(node.unit, g, node.unit.local_start(g, node.place, rank), len(x)):
+            yield x[begin : gap.start]
+            begin = gap.stop
+        yield x[begin:]
 
 
 class MultiStepsState(NamedTuple):

@@ -10,8 +10,6 @@ class TreeName:
     Ranks compare labels, so an error says that ranks gather different trees, such as parameters before and after an update. A
     name says from which tree this tree was made, and how: ``tree 1 at update 3, replaced 1x, mapped 2x``.
 
-    All names compare equal and have one hash, as a pytree map over two trees refuses trees whose names are not equal.
-
     Attributes:
         tree: number of the first tree, as text; empty if not all ranks have made the first tree together. The first update of
             tree ``"1"`` has the number ``"1"`` as well. A second update of the same tree begins a branch with the number
@@ -46,12 +44,6 @@ class TreeName:
         self.num_successors += 1
         tree = f"{self.tree}.{self.num_successors}" if self.num_successors > 1 else self.tree
         return TreeName(tree, self.num_updates + 1, self.num_replaced, self.num_mapped)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, TreeName)
-
-    def __hash__(self) -> int:
-        return 0
 
 
 UNNAMED_TREE = TreeName()

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import fsharp as fs
-from fsharp.errors import LayoutError, PatternError, StrategyError
+from fsharp.errors import LayoutError, PatternError, StrategyError, TreeError
 from fsharp.layouts import Element, Rows, Whole
 
 DP, GRID = fs.Mesh({"dp": 3}), fs.Mesh({"outer": 2, "inner": 4})
@@ -149,3 +149,11 @@ def test_a_trained_leaf_of_float8_is_refused_and_a_frozen_one_is_bytes():
     back = fs.unshard([fs.shard(tree, layout, comm=comm)])
     assert back["w"].dtype == torch.float8_e4m3fn
     assert torch.equal(back["w"].view(torch.uint8), tree["w"].view(torch.uint8))
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("layout", [torch.strided, torch.jagged])
+def test_nested_tensors_are_refused(layout):
+    nested = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=layout)
+    with pytest.raises(TreeError, match=rf"params\['s'\] has a nested tensor of layout {layout}, expected a plain tensor"):
+        fs.plan({"s": nested}, DP, fs.zero3("dp"))

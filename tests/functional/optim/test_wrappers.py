@@ -169,3 +169,18 @@ def test_an_update_that_is_left_out_leaves_the_old_state_its_memory(name):
     fs.update(tx, fs.shard(grads_at(1), layout, comm, place="optim"), later, comm=comm, donate=True)
     for a, b in zip(optree.tree_leaves(state), optree.tree_leaves(before), strict=True):
         assert torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b
+
+
+@on_ranks(fs.Mesh({"dp": 2}))
+def test_apply_if_finite_takes_no_padding_for_gradients(comm):
+    """The roots of zeros in padding have infinite gradients."""
+    layout = fs.plan({"w": torch.ones(3)}, comm.mesh, fs.zero3("dp"))
+    tx = fs.optim.apply_if_finite(fs.optim.sgd(0.5), 1)
+    state = fs.init_state(tx, fs.shard({"w": torch.ones(3)}, layout, comm), comm=comm)
+
+    def loss_fn(params, batch, comm):
+        return sum(x.sqrt().sum() for x in params.buffers)
+
+    state, _ = fs.train_step(loss_fn, tx)(state, None, comm)
+    assert state.opt.total_notfinite == 0
+    assert fs.full_tree(state.params, comm=comm)["w"].tolist() == [0.875] * 3
