@@ -221,9 +221,9 @@ def _call_orbax(folder: str, call: Callable[[], Any]) -> Any:
     try:
         return call()
     except Exception as error:  # of any class: Orbax raises its own errors, and those of tensorstore and asyncio
-        lines = str(error).splitlines() or [""]
-        remedy = f". {_BOOL_REMEDY}" if lines[0] == "Unsupported dtype: bool" else ""
-        raise CheckpointError(f"{folder}: Orbax says {type(error).__name__}: {lines[0]:.300}{remedy}") from error
+        text = "".join(str(error).splitlines()[:1]).removesuffix(".")
+        remedy = f" {_BOOL_REMEDY}" if text == "Unsupported dtype: bool" else ""
+        raise CheckpointError(f"{folder}: Orbax says {type(error).__name__}: {text:.300}.{remedy}") from error
 
 
 def _check_dims(where: str, name: str, dims: Mapping[str, Any] | None) -> None:
