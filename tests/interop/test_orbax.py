@@ -230,7 +230,8 @@ def test_subtrees_that_are_not_stacks_are_refused(tmp_path, tree, unstack, error
     with pytest.raises(CheckpointError, match=error):
         from_orbax(tmp_path / "theirs", tmp_path / "ours", unstack=unstack)
     ocp.save(tmp_path / "bool", {"w": jnp.ones(4), "flag": True})
-    ocp_0.PyTreeCheckpointer().save(tmp_path / "bool of v0", {"w": jnp.ones(4), "flag": True})
+    with ocp_0.PyTreeCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "bool of v0", {"w": jnp.ones(4), "flag": True})
     for name in ("bool", "bool of v0"):
         with pytest.raises(CheckpointError, match=rf"{name}: Orbax .*\. Orbax describes no tree with a Python bool: load it"):
             from_orbax(tmp_path / name, tmp_path / "ours")
