@@ -99,7 +99,7 @@ def all_gather_last(x: torch.Tensor, comm: Comm, axis: str) -> torch.Tensor:
         return x
 
     def joined(parts: torch.Tensor) -> torch.Tensor:
-        return parts.movedim(0, -2).flatten(-2)
+        return torch.flatten(parts.movedim(0, -2), -2)
 
     primitive, transpose = (partial(each, comm=comm, axis=axis) for each in (all_gather_last, reduce_scatter_last))
     found = _Collective(partial(comm.all_gather, axis=axis), primitive, transpose, from_result=joined)
