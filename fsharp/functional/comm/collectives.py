@@ -86,7 +86,7 @@ class _DifferentiableCollective(torch.autograd.Function):
 
 def _split_last_dim(x: torch.Tensor, n: int) -> torch.Tensor:
     """Return ``x`` of shape ``[..., n * c]`` as ``[n, ..., c]``."""
-    return x.unflatten(-1, (n, x.shape[-1] // n)).movedim(-2, 0)
+    return x.reshape(*x.shape[:-1], n, x.shape[-1] // n).movedim(-2, 0)
 
 
 def all_gather_last(x: torch.Tensor, comm: Comm, axis: str) -> torch.Tensor:
