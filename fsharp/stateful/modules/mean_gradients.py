@@ -129,7 +129,7 @@ class MeanGradients:
         """Return the ``order``-norm of all gradients: over all ranks, and over the mesh axes of DTensors."""
         if order == 2 and not self._specs:
             return global_norm(self.tree, comm=self._comm)
-        parts = [part for path in self._parameters if (part := self.gradient_part(path)) is not None]
+        parts = [part for path in self._parameters if (part := self.gradient_part(path)) is not None and part.numel()]
         return torch.nn.utils.get_total_norm(parts, order)
 
 

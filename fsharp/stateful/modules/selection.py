@@ -13,6 +13,7 @@ from fsharp.type_checks import check_computes_when_called, short_repr, takes_arg
 
 ModuleRule = str | type[nn.Module] | Callable[[str, nn.Module], bool]
 """A pattern of module paths, a class of modules, or a predicate on path and module."""
+_NEVER_CALLED = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 Units = ModuleRule | tuple[ModuleRule, ...] | list[ModuleRule]
 """A rule; or a tuple or list of rules, whose modules share one gather."""
 
@@ -29,10 +30,8 @@ def chosen_modules(module: nn.Module, units: Units | Sequence[Units]) -> dict[st
             )
         if isinstance(rule, str):
             hits = {path for path in every if matches(rule, path)}
-        elif isinstance(rule, type):
-            hits = {path for path, each in every.items() if isinstance(each, rule)}
         else:
-            hits = {path for path, each in every.items() if rule(path, each)}
+            hits = {p for p, each in every.items() if (isinstance(each, rule) if isinstance(rule, type) else rule(p, each))}
         if not hits:
             kinds = ", ".join(sorted({type(each).__name__ for each in every.values()})[:12]) or "none"
             raise PatternError(
@@ -42,8 +41,11 @@ def chosen_modules(module: nn.Module, units: Units | Sequence[Units]) -> dict[st
         found |= hits
     chosen = {path: each for path, each in every.items() if path in found}
     for path, each in chosen.items():
-        if next(each.parameters(), None) is None:
-            raise PatternError(f"shard_module(units=): module {path!r}, a {type(each).__name__}, has no parameters to gather.")
+        own = [name for name, _ in each.named_parameters(path) if innermost_prefix(name, chosen) == path]
+        if next(each.parameters(), None) is None or (own and type(each) in _NEVER_CALLED):
+            why = f"is never called, which would gather {own[0]!r}" if own else "has no parameters to gather"
+            where = f"shard_module(units=): module {path!r}, a {type(each).__name__}"
+            raise PatternError(f"{where}, {why}. Choose modules whose code uses parameters.")
     return chosen
 
 

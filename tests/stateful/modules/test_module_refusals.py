@@ -63,6 +63,16 @@ def test_units_that_match_nothing():
     assert not isinstance(net.head.weight, fs.modules.ShardedParameter)
 
 
+def test_lists_that_are_never_called_are_no_units():
+    def make():
+        return nn.ModuleDict({"layers": nn.ModuleList([nn.Linear(2, 2)]), "scales": nn.ParameterList([torch.ones(2)])})
+
+    for units, own in {"layers": r"layers\.0\.weight", nn.ParameterList: r"scales\.0"}.items():
+        with pytest.raises(PatternError, match=f"List, is never called, which would gather '{own}'. Choose"):
+            fs.shard_module(make(), mesh=fs.SingleComm(), units=units)
+    fs.shard_module(make(), mesh=fs.SingleComm(), units=["layers", "layers.*"])  # the list holds no parameter of its own
+
+
 def test_names_that_it_would_hide():
     net = modules.make()
     net.layout = 3

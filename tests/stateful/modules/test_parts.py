@@ -148,6 +148,19 @@ def test_clipping(comm, strategy, ranks, norm_type, way):
     torch.testing.assert_close(values(model), modules.detached(plain), rtol=1e-3, atol=1e-4)
 
 
+@pytest.mark.parametrize("strategy", ["ddp", "zero3"])
+@on_ranks(DP)
+def test_the_largest_gradient_beside_a_parameter_without_elements(comm, strategy):
+    """torch knows no maximum of no elements, so plain torch raises an error."""
+    model = nn.Linear(1, 2, bias=False)
+    model.weight.data = torch.tensor([[3.0], [-4.0]])
+    model.register_parameter("empty", nn.Parameter(torch.zeros(0, 2)))
+    model.forward = lambda: model.weight.square().sum() + model.empty.sum()
+    model = fs.shard_module(model, mesh=comm, strategy=getattr(fs, strategy)("dp"))
+    model().backward()
+    assert model.clip_grad_norm_(1.0, torch.inf) == 8
+
+
 @pytest.mark.parametrize("kind", ["ddp", "zero1", "zero3"])
 def test_parameters_that_vary_are_reduced_over_all_ranks(kind):
     """Experts, of which ranks along an axis have others: the total is one, or ranks would clip differently."""

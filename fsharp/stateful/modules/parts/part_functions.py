@@ -94,9 +94,7 @@ def _norm_reduction(
         if ord == 2:
             wide = torch.complex128 if x.is_complex() else torch.float64
             return torch.square(torch.linalg.vector_norm(x, dtype=wide))
-        if ord == 0:
-            return x.ne(0).sum(dtype=torch.float64)
-        return torch.pow(x.abs().double(), ord).sum()
+        return torch.pow(x.abs().double(), ord).sum() if ord else x.ne(0).sum(dtype=torch.float64)
 
     def finish(total: torch.Tensor, _: int) -> torch.Tensor:
         return total.to(of) if ord == 0 else torch.pow(total, 1 / ord).to(of)
