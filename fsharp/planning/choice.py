@@ -390,4 +390,5 @@ def _candidate_from_json(row: Mapping[str, Any]) -> Candidate:
 
 
 def _use_from_json(row: Any) -> Use:
-    return Use(tuple(row["units"]), tuple(map(_use_from_json, row["inner"])), row.get("has_backward", True))
+    inner = tuple(map(_use_from_json, row["inner"]))
+    return Use(tuple(row["units"]), inner, row.get("has_backward", True), tuple(row.get("ties", ())))

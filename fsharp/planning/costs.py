@@ -11,6 +11,7 @@ from fsharp.functional.layout.unit_layout import UnitLayout
 from fsharp.functional.tree.paths import value_by_path
 from fsharp.planning.plan_step import ROOT, Use, uses_in_order, walk_nested_uses
 from fsharp.planning.trial import UnitCall
+from fsharp.type_checks import predicate_of_annotation, short_repr
 
 Activations = float | tuple[float, float]
 """Bytes that a unit keeps from its forward to its backward; or a pair: these bytes without and with recomputation."""
@@ -81,6 +82,9 @@ def given_costs(layout: Layout, order: Sequence[str | Use], activations: Activat
     given: Any = activations
     kept: dict[str, Any] = value_by_path("tune(activations=)", given, units, default=0.0)
     for unit, found in kept.items():
+        if not predicate_of_annotation(Activations)(found):
+            expected = "a number of bytes; or a tuple of two: without and with recomputation"
+            raise ScheduleError(f"tune(): activations of unit {unit!r} are {short_repr(found)}, expected {expected}.")
         for nbytes in found if isinstance(found, tuple) else (found,):
             if not 0 <= nbytes < math.inf:
                 what = f"activations of unit {unit!r} are {nbytes!r} bytes, expected a finite number of at least 0."

@@ -1,6 +1,5 @@
 """plan_step: the schedule of a training step, from a layout alone, before any rank exists."""
 
-from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import count
@@ -12,7 +11,7 @@ from fsharp.functional.layout.layout import Layout
 from fsharp.functional.tree.paths import innermost_prefix, select_paths
 from fsharp.stateful.schedule.compile import compile_schedule
 from fsharp.stateful.schedule.policy import SchedulePolicy
-from fsharp.stateful.schedule.program import Event, Program
+from fsharp.stateful.schedule.program import Event, Program, num_gradients_by_microbatch
 from fsharp.stateful.schedule.schedule import Schedule
 from fsharp.stateful.transport.gloo import GlooTransport
 from fsharp.stateful.transport.nccl import NcclTransport
@@ -32,11 +31,13 @@ class Use:
         units: names of the units, in the order in which the call gathers them: owners of tied leaves come first.
         inner: the calls inside of this call, as of a module within a module.
         has_backward: whether a backward reaches the call: False if the call's results depend on no trained parameter.
+        ties: the units in ``units`` of which the call uses only leaves that are tied to its other units.
     """
 
     units: tuple[str, ...]
     inner: tuple["Use", ...] = ()
     has_backward: bool = True
+    ties: tuple[str, ...] = ()
 
 
 @options_checked
@@ -85,21 +86,23 @@ def plan_step(
     kind: type[NcclTransport | GlooTransport] = NcclTransport if backend == "nccl" else GlooTransport
     transport = kind(cast(ProcessGroupComm, layout), groups=None)  # type: ignore[arg-type]
     uses = uses_in_order(layout, order)
-    times = Counter(name for use in walk_nested_uses(uses) for name in use.units)
-    trained = {name for name in times if layout[name].trainable_groups}
-    recomputed = select_paths("plan_step(remat=)", remat, [name or ROOT for name in times])
-    units = {name: UnitState(name or ROOT, layout[name], trivial=False) for name in times}
+    names = list(dict.fromkeys(name for use in walk_nested_uses(uses) for name in use.units))
+    trained = {name for name in names if layout[name].trainable_groups}
+    recomputed = select_paths("plan_step(remat=)", remat, [name or ROOT for name in names])
+    numbers = count()
+    events = [event for _ in range(microbatches) for event in _microbatch_events(layout, uses, recomputed, numbers)]
+    gradients = num_gradients_by_microbatch(events)
+    units = {name: UnitState(name or ROOT, layout[name], trivial=False) for name in names}
     facts = []
     for name, unit in units.items():
         unit.begin_gradient(transport, None, sum_in_place=True)
         if policy.offload:
             alone = Layout(layout.mesh, (layout[name],), layout.structure)
             unit.set_offloaded_nbytes(offloaded_nbytes(alone, optimizer_buffers, is_module=is_module))
-        known = {"several_uses": times[name] > 1, "several_microbatches": microbatches > 1}
+        several = any(each[unit.key] > 1 for each in gradients)
+        known = {"several_uses": several, "several_microbatches": microbatches > 1}
         known |= {"trained": name in trained, "updated": name in trained, "keep_gradients": policy.keep_gradients}
         facts.append(unit.facts(**known))
-    numbers = count()
-    events = [event for _ in range(microbatches) for event in _microbatch_events(uses, trained, recomputed, numbers)]
     offloaded = {each.name for each in facts if each.host}
     fetches = [Event("fetch", unit.name or ROOT) for unit in layout.units if (unit.name or ROOT) in offloaded]
     reduce = Event("reduce", units=tuple(sorted(each.name for each in facts if each.trainable and each.finish)))
@@ -128,7 +131,7 @@ def uses_in_order(layout: Layout, order: Sequence[str | Use]) -> tuple[Use, ...]
             continue
         selected = {each} if each in names else select_paths("plan_step()", (each,), names)
         mine = [name for name in names if name in selected]
-        uses += [Use(with_tie_owners(layout, [name])) for name in mine]
+        uses += [use_of_units(layout, [name]) for name in mine]
         found += mine
     if len(set(found)) < len(found):
         twice = next(name for i, name in enumerate(found) if name in found[:i])
@@ -161,14 +164,26 @@ def uses_of_modules(layout: Layout, owners: Mapping[str, Sequence[str]]) -> list
         inner.setdefault(innermost_prefix(path.rpartition(".")[0], around) if path else None, []).append(path)
 
     def uses_inside(path: str | None) -> tuple[Use, ...]:
-        return tuple(Use(with_tie_owners(layout, owners[each]), uses_inside(each)) for each in inner.get(path, ()))
+        return tuple(use_of_units(layout, owners[each], uses_inside(each)) for each in inner.get(path, ()))
 
     return list(uses_inside(None))
 
 
-def with_tie_owners(layout: Layout, names: Sequence[str]) -> tuple[str, ...]:
-    """Return units that one call gathers: the owners of leaves that are tied to units ``names``, then these units."""
-    return (*sorted({tied for name in names for tied in layout[name].tie_owner_unit_names} - set(names)), *names)
+def use_of_units(layout: Layout, names: Sequence[str], inner: tuple[Use, ...] = ()) -> Use:
+    """Return the use of a call of units ``names``: the call first gathers the owners of leaves that are tied to these units."""
+    ties = tuple(sorted({tied for name in names for tied in layout[name].tie_owner_unit_names} - set(names)))
+    return Use((*ties, *names), inner, ties=ties)
+
+
+def _units_with_gradient(layout: Layout, use: Use) -> set[str]:
+    """Return the units of a use that get a gradient. In ``use.ties`` these are the owners of leaves that are trained."""
+    own = [layout[name] for name in use.units if name not in use.ties]
+    tied = [leaf.tied_to for unit in own for leaf in unit.leaves if leaf.tied_to is not None]
+    found = {unit.name for unit in own if unit.trainable_groups}
+    for owner in set(use.ties):
+        mine = {leaf.group for leaf in layout[owner].leaves if (owner, leaf.path) in tied}
+        found |= {owner} if mine.intersection(layout[owner].trainable_groups) else set()
+    return found
 
 
 def offloaded_nbytes(layout: Layout, optimizer_buffers: int, *, is_module: bool) -> int:
@@ -176,12 +191,10 @@ def offloaded_nbytes(layout: Layout, optimizer_buffers: int, *, is_module: bool)
     return optimizer_buffers * layout.nbytes("optim") + (0 if is_module else layout.nbytes("main"))
 
 
-def _microbatch_events(
-    uses: Sequence[Use], trained: Collection[str], recomputed: Collection[str], numbers: Iterator[int]
-) -> list[Event]:
+def _microbatch_events(layout: Layout, uses: Sequence[Use], recomputed: Collection[str], numbers: Iterator[int]) -> list[Event]:
     """Return the events of a microbatch: the forwards of ``uses``, then the backwards in reverse order.
 
-    There is no backward of uses before the first use with a unit in ``trained``, nor of uses without ``has_backward``.
+    There is no backward of uses before the first use that gets a gradient, nor of uses without ``has_backward``.
     ``recomputed``: names, as in programs, of units whose forward runs again in the backward. ``numbers``: yields a new number
     for each use of a unit.
     """
@@ -191,7 +204,7 @@ def _microbatch_events(
         """Add the events of a use's forward. Return a function that adds the events of the use's backward."""
         keys = [(name or ROOT, next(numbers)) for name in use.units]
         events.extend([Event("forward", key, number) for key, number in keys])
-        inner = [add_forward(each) for each in use.inner]
+        inner, trained = [add_forward(each) for each in use.inner], _units_with_gradient(layout, use)
         events.extend([Event("forward_end", key, number) for key, number in reversed(keys)])
 
         def add_backward() -> None:
@@ -208,8 +221,8 @@ def _microbatch_events(
         return add_backward
 
     backwards = [add_forward(use) for use in uses]
-    of_each = [{name for each in walk_nested_uses([use]) for name in each.units} for use in uses]
-    first = next((i for i, names in enumerate(of_each) if not names.isdisjoint(trained)), len(uses))
+    has_gradient = [any(_units_with_gradient(layout, each) for each in walk_nested_uses([use])) for use in uses]
+    first = has_gradient.index(True) if True in has_gradient else len(uses)
     for add_backward in reversed(backwards[first:]):
         add_backward()
     return [*events, Event("microbatch_end")]

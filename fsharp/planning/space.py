@@ -1,5 +1,6 @@
 """Space: the layouts of a model under each strategy, mesh, choice of units and format."""
 
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
@@ -141,13 +142,24 @@ def layout_options(
         for (strategy, make), (choice, patterns), (form, precision) in product(
             (default if strategies is None else strategies).items(), units.items(), formats.items()
         ):
-            chosen = make if isinstance(make, Strategy) else make(*mesh.names)
+            if callable(make) and not _takes_axes(make, mesh) and any(_takes_axes(make, each) for each in meshes):
+                continue  # such as hsdp on a mesh of one axis, beside meshes of two
+            chosen = make(*mesh.names) if callable(make) else make
             shape = ",".join(f"{axis}={size}" for axis, size in mesh.axes)
             name = ", ".join([strategy, *(text for text, shown in zip((shape, choice, form), several, strict=True) if shown)])
             made_by: dict[str, Any] = {"mesh": mesh, "strategy": chosen, "units": patterns, "precision": precision}
             made_by["frozen"] = model.frozen
             result.append(LayoutOption(name, plan(model.tree, **made_by), (choice, form), made_by))
     return result
+
+
+def _takes_axes(make: Callable[..., Strategy], mesh: Mesh) -> bool:
+    """Return whether a function of axes can be called with as many axes as a mesh has."""
+    try:
+        inspect.signature(make).bind(*mesh.names)
+    except TypeError:
+        return False
+    return True
 
 
 def one_rank_trial_layout(model: Model, mesh: Mesh, units: UnitPatterns, precision: Precisions) -> Layout:

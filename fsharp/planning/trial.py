@@ -27,7 +27,7 @@ from fsharp.functional.layout.mesh import Mesh
 from fsharp.functional.layout.sharded import Sharded, units_of
 from fsharp.functional.layout.slicing import shard_for
 from fsharp.functional.loss import split_batch
-from fsharp.planning.plan_step import ROOT, Use, walk_nested_uses, with_tie_owners
+from fsharp.planning.plan_step import ROOT, Use, use_of_units, walk_nested_uses
 
 _NUM_MEASUREMENTS = 3
 _READS_VALUES_REMEDY = "If the code reads values, pass batch=number of tokens, and order= and activations= yourself."
@@ -42,6 +42,7 @@ class UnitCall:
         units: names of the units that the call uses; units that own tied leaves come before units that share them.
         run: the called function, which takes ``operands`` or other tensors.
         operands: parameters and arguments, with tensors on the meta device.
+        ties: those of ``units`` of which the call uses only leaves that are tied to its other units.
         inner: the calls inside of this call.
         has_backward: whether a backward reaches the call.
         flops: FLOPs of the forward, without those of inner calls.
@@ -57,6 +58,7 @@ class UnitCall:
     units: tuple[str, ...]
     run: Callable[..., Any]
     operands: Any
+    ties: tuple[str, ...] = ()
     inner: list["UnitCall"] = field(default_factory=list)
     has_backward: bool = True
     flops: float = 0.0
@@ -70,7 +72,7 @@ class UnitCall:
     @property
     def use(self) -> Use:
         """The use for :func:`~fsharp.schedules.plan_step`."""
-        return Use(self.units, tuple(each.use for each in self.inner), self.has_backward)
+        return Use(self.units, tuple(each.use for each in self.inner), self.has_backward, self.ties)
 
     def set_has_backward(self, results: Any) -> None:
         """Record whether a backward reaches the call: not if no tensor in its results requires a gradient."""
@@ -172,7 +174,8 @@ class _TrialEngine(Engine):
             lambda node: _meta_subtree_with_grad(node, nodes), sharded, is_leaf=lambda x: isinstance(x, Sharded)
         )
         self._recorder.add_known(_tensor_leaves(trees))
-        call = UnitCall(tuple(node.name for node in nodes), fn, (trees, args, kwargs))
+        ties_only = tuple(node.name for node in ties)
+        call = UnitCall(tuple(node.name for node in nodes), fn, (trees, args, kwargs), ties_only)
         with self._recorder.record_call(call, (args, kwargs)):
             out = fn(trees, *args, **kwargs)
             call.set_has_backward(out)
@@ -219,7 +222,7 @@ def record_calls_of_module(
     recorder = _CallRecorder([*skeleton.parameters(), *skeleton.buffers(), *_tensor_leaves(given)])
     open_: list[Any] = []
 
-    def enter(names: tuple[str, ...], each: nn.Module, args: Any, kwargs: Any) -> Any:
+    def enter(use: Use, each: nn.Module, args: Any, kwargs: Any) -> Any:
         first = next((p.dtype for p in each.parameters() if p.is_floating_point()), None)
 
         def cast(x: Any) -> Any:
@@ -228,7 +231,7 @@ def record_calls_of_module(
         both: Any = args, kwargs
         args, kwargs = optree.tree_map(cast, both)
         tensors = dict(each.named_parameters(remove_duplicate=False)) | dict(each.named_buffers(remove_duplicate=False))
-        call = UnitCall(names, partial(_call_module, each), (tensors, args, kwargs))
+        call = UnitCall(use.units, partial(_call_module, each), (tensors, args, kwargs), use.ties)
         context = recorder.record_call(call, (args, kwargs))
         context.__enter__()
         open_.append((call, context))
@@ -242,7 +245,7 @@ def record_calls_of_module(
     for path, names in owners.items():
         if names:
             each = skeleton.get_submodule(path)
-            each.register_forward_pre_hook(partial(enter, with_tie_owners(layout, names)), with_kwargs=True)
+            each.register_forward_pre_hook(partial(enter, use_of_units(layout, names)), with_kwargs=True)
             each.register_forward_hook(leave)
     args, kwargs = ((), given) if isinstance(given, Mapping) else (given if isinstance(given, tuple) else (given,), {})
     with _explain_errors("on meta tensors", _READS_VALUES_REMEDY), recorder.recording():

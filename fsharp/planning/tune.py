@@ -93,8 +93,9 @@ def tune(
             each mesh of axes ``outer`` and ``inner`` that fits hosts of 8 ranks. The inner size then divides 8, or is a
             multiple of 8. If ``hardware`` has bandwidths by axis, only meshes of these axes are tried. None means the mesh of
             ``comm``.
-        strategies: strategies by name, or functions of the axes that return a strategy. By default ``ddp``, ``zero1``,
-            ``zero2``, ``zero3``, and on two axes ``hsdp`` and ``hfsdp``.
+        strategies: strategies or partition specs by name, or functions of the axes that return a strategy. A function that
+            needs another number of axes is not tried on a mesh. By default ``ddp``, ``zero1``, ``zero2``, ``zero3``, and on
+            two axes ``hsdp`` and ``hfsdp``.
         units: patterns of units, as for :func:`~fsharp.plan`; or several choices by name. By default each repeated layer is a
             unit. Each part of such a layer is tried as a unit as well, and without ``loss_fn`` the whole tree as one unit.
             These are not tried if ``activations`` is given, or a :class:`~fsharp.inspect.Hardware` without ``device``.

@@ -180,6 +180,28 @@ def test_units_without_optimizer_state_are_not_fetched(comm):
         assert planned.program.events == step.schedule.program.events
 
 
+@on_ranks(DP)
+def test_a_use_without_gradient_of_a_unit_does_not_count_as_one_of_several(comm):
+    params = {"a": torch.ones(4, 4), "b": torch.ones(4, 4)}
+
+    def loss(params, x, comm):
+        with torch.no_grad():
+            target = fs.forward(torch.matmul, params["a"], x, comm=comm)
+        x = fs.forward(lambda w, x: x @ w, params["a"], x, comm=comm)
+        return (fs.forward(lambda w, x: x @ w, params["b"], x, comm=comm) - target).square().mean()
+
+    layout = fs.plan(params, comm.mesh, fs.zero3("dp"), units="*", precision=fs.Precision(wire=torch.bfloat16))
+    tx = fs.optim.sgd(0.1)
+    state = fs.init_state(tx, fs.shard(params, layout, comm), comm=comm)
+    step = fs.Scheduler(comm)(fs.train_step(loss, tx))
+    for _ in range(2):
+        state, _ = step(state, torch.ones(4, 4))
+    planned = plan_step(layout, order=[fs.schedules.Use(("a",), has_backward=False), "a", "b"], backend="gloo").program
+    assert planned.events == step.schedule.program.events
+    blocks = [{unit.name: unit.outgoing for unit in each.units} for each in (planned, step.schedule.program)]
+    assert [each["a"] == each["b"] for each in blocks] == [True, True]
+
+
 def difference(planned, followed):
     """The programs, if they differ, or else the tables."""
     if planned.program != followed.program:
@@ -449,6 +471,14 @@ def test_what_cannot_be_compared_is_refused():
         ({"policies": {}}, "and 0 policies"),
         ({"optimizer_buffers": -1}, "-1 optimizer buffers"),
         ({"activations": {"layers.*": -1.0}}, "activations of unit 'layers.0' are -1.0 bytes"),
+        (
+            {"activations": {"layers.*": [1.0, 2.0]}},
+            r"activations of unit 'layers.0' are \[1.0, 2.0\], expected a number .* tuple",
+        ),
+        (
+            {"activations": {"layers.*": (1.0, 2.0, 3.0)}},
+            r"'layers.0' are \(1.0, 2.0, 3.0\), expected a number .* tuple of two",
+        ),
         ({"activations": float("nan")}, "are nan bytes"),
         ({"compute": {"**": (-1.0, 2.0)}}, r"compute of unit '.*' is \(-1.0, 2.0\)"),
         ({"compute": {"**": ("1", 2.0)}}, r"compute of unit '.*' is \('1', 2.0\)"),

@@ -136,6 +136,42 @@ def test_a_module_with_a_frozen_embedding_and_state_on_the_host_follows_the_plan
     assert processes(DP, rank_fn) == [True] * DP.size
 
 
+def test_strategies_are_tried_on_the_meshes_whose_axes_they_take():
+    tree, options = {"w": torch.empty(4, 4)}, {"budget": 1e9, "batch": 1, "policies": {"": fs.SchedulePolicy()}}
+    strategies = {"zero3": fs.zero3, "hsdp": fs.hsdp}
+    tried = {x.layout for x in fs.tune(tree, "H100", mesh=4, strategies=strategies, **options).candidates}
+    assert tried == {"zero3, dp=4", "zero3, outer=2,inner=2", "hsdp, outer=2,inner=2"}
+    assert fs.tune(tree, "H100", mesh=DP, strategies={"spec": fs.P("dp")}, **options).name == "spec"
+    with pytest.raises(OptionError, match=r"missing a required argument: 'inner'"):
+        fs.tune(tree, "H100", mesh=DP, strategies=strategies, **options)
+
+
+class FrozenTie(nn.Module):
+    """A head that shares a frozen weight with a layer whose bias is trained."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.middle, self.head = (nn.Linear(4, 4) for _ in range(3))
+        self.head.weight = self.first.weight.requires_grad_(False)
+
+    def forward(self, x):
+        return self.head(torch.tanh(self.middle(self.first(x))))
+
+
+@on_ranks(DP)
+def test_a_frozen_leaf_that_is_shared_gives_no_gradient_to_the_unit_that_has_it(comm):
+    model = fs.shard_module(FrozenTie(), mesh=comm, strategy=fs.zero3("dp"), units=[nn.Linear], sync_from=0)
+    optimizer = fs.ShardedOptimizer(model.parameters(), fs.optim.sgd(0.1))
+    for _ in range(2):
+        descend(model(torch.ones(2, 4)).square().mean(), optimizer)
+    for batch in (torch.ones(2, 4), 2):
+        choice = fs.tune(
+            FrozenTie(), SLOW, budget=1e9, batch=batch, mesh=DP, strategies={"": fs.zero3}, units=["*"], backend="gloo"
+        )
+        for each in (choice, Choice.from_json(choice.to_json())):
+            assert each.schedule.program.events == model.scheduled_step.schedule.program.events
+
+
 def _loss(params, batch, comm, *, remat=False):
     x = fs.forward(embed, params["embed"], batch["x"], comm=comm)
     for layer in params["layers"]:
