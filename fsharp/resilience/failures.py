@@ -12,7 +12,8 @@ from types import TracebackType
 
 from fsharp.distributed.process_group import ProcessGroupComm
 from fsharp.distributed.watch import StatusExchange
-from fsharp.errors import AgreementError, CommError
+from fsharp.errors import CommError
+from fsharp.functional.comm.agree import error_chain, is_own_failure as is_own_failure
 from fsharp.functional.comm.protocol import Comm, innermost_comm
 from fsharp.tracebacks import api_context
 from fsharp.type_checks import options_checked
@@ -131,21 +132,6 @@ class _ReportingExcepthook:
         deadline = time.monotonic() + limit_s
         while time.monotonic() < deadline and any(self.statuses.board.read(key) is None for key in keys):
             time.sleep(_POLL_INTERVAL_S)
-
-
-def error_chain(error: BaseException | None) -> Iterator[BaseException]:
-    """Yield an error, its cause or context, the cause of the cause, and so on."""
-    seen = set[int]()
-    while error is not None and id(error) not in seen:  # causes may go in a circle
-        yield error
-        seen.add(id(error))
-        error = error.__cause__ or error.__context__
-
-
-def is_own_failure(error: BaseException) -> bool:
-    """Return whether ``error`` began on this rank; False if all ranks found it together, or another rank reported it."""
-    found = [each for each in error_chain(error) if isinstance(each, CommError | AgreementError)]
-    return not found or any(isinstance(each, AgreementError) and each.is_own for each in found)
 
 
 def _error_text(error: BaseException) -> str:

@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 import weakref
+from functools import partial
 
 import pytest
 import torch
@@ -257,3 +258,21 @@ def test_an_error_that_all_ranks_raise_is_own_on_the_rank_that_caused_it():
         return [is_own_failure(each) for each in (caught.value, later, differing.value, CommError("lost"), ValueError("own"))]
 
     assert simulate(DP2, rank_fn) == [[False, False, False, False, True], [True, True, False, False, True]]
+
+
+def test_an_error_heard_in_a_check_is_not_own():
+    """The check of a tree asks modules for state dicts, which call collectives. The comparison afterwards fails as well."""
+
+    def run(comm):
+        def check(error):
+            if comm.rank == 1:
+                raise error
+
+        found = []
+        for error in (AgreementError("rank 2 was ended by SIGKILL"), CommError("lost"), OSError("no room")):
+            with pytest.raises(AgreementError) as caught:
+                check_on_all_ranks("f()", comm, partial(check, error))
+            found.append(is_own_failure(caught.value))
+        return found
+
+    assert simulate(fs.Mesh({"dp": 2}), run) == [[False] * 3, [False, False, True]]

@@ -2,12 +2,12 @@
 
 import hashlib
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TypeVar
 
 import torch
 
-from fsharp.errors import AgreementError, problem
+from fsharp.errors import AgreementError, CommError, problem
 from fsharp.functional.comm.protocol import Comm
 from fsharp.functional.comm.restart_replay import restart_replay
 from fsharp.type_checks import options_checked
@@ -96,8 +96,8 @@ def check_on_all_ranks(
     """Return ``check()``. If it raises on a rank, or ``fields`` of the result differ between ranks, all ranks raise.
 
     If ``check`` raises on all ranks, each rank raises its own error. Otherwise all ranks raise an :class:`AgreementError` with
-    the text of the first error. On a rank whose ``check`` has raised, this AgreementError has ``is_own=True``, and the rank's
-    own error as its cause.
+    the text of the first error. On a rank whose ``check`` has raised, this AgreementError has the rank's error as its cause. It
+    has ``is_own=True``, unless another rank has reported the error of ``check``, which may call collectives itself.
     """
     try:
         result = check()
@@ -106,12 +106,27 @@ def check_on_all_ranks(
             agree(where, {}, comm, failure=str(error) or repr(error))
         except AgreementError as seen:
             if "failed on every rank" not in str(seen):
-                seen.is_own = True
+                seen.is_own = is_own_failure(error)
                 raise seen from error
         raise
     if comm.mesh.size > 1:
         agree(where, fields(result), comm)
     return result
+
+
+def error_chain(error: BaseException | None) -> Iterator[BaseException]:
+    """Yield an error, its cause or context, the cause of the cause, and so on."""
+    seen = set[int]()
+    while error is not None and id(error) not in seen:  # causes may go in a circle
+        yield error
+        seen.add(id(error))
+        error = error.__cause__ or error.__context__
+
+
+def is_own_failure(error: BaseException) -> bool:
+    """Return whether ``error`` began on this rank; False if all ranks found it together, or another rank reported it."""
+    found = [each for each in error_chain(error) if isinstance(each, CommError | AgreementError)]
+    return not found or any(isinstance(each, AgreementError) and each.is_own for each in found)
 
 
 def _without_shared_lines(values: Mapping[str, list[int]]) -> dict[str, list[int]]:
