@@ -71,11 +71,14 @@ class Trainer(transformers.Trainer):
 
     def create_optimizer(self, model: Any = None) -> Any:
         """Return the optimizer that was passed to the Trainer, else a ShardedOptimizer of the class of ``args.optim``."""
-        trained = self.model if model is None else model
+        trained, given = self.model if model is None else model, self.optimizer_cls_and_kwargs
         if self.optimizer is None and isinstance(trained, ShardedModule):
-            kind, options = self.optimizer_cls_and_kwargs or self.get_optimizer_cls_and_kwargs(self.args, self.model)
+            kind, options = given or self.get_optimizer_cls_and_kwargs(self.args, self.model)
             self.optimizer_cls_and_kwargs = _OptimizerWithoutEmptyGroups, {"kind": kind, **options}
-        return super().create_optimizer(model)
+        try:
+            return super().create_optimizer(model)
+        finally:
+            self.optimizer_cls_and_kwargs = given  # the next optimizer, such as that of another trial, reads args again
 
     def prediction_step(
         self, model: Any, inputs: Any, prediction_loss_only: bool, ignore_keys: Any = None, **generation: Any

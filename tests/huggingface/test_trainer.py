@@ -81,6 +81,24 @@ def generated(folder, comm):
     return whole, predicted
 
 
+def rates_of_two_trials(folder):
+    """Return learning rates of a Trainer that makes a new model in each call of train(), as a hyperparameter search does."""
+    from transformers import TrainingArguments
+
+    from fsharp.huggingface.trainer import Trainer
+
+    def model():
+        return fs.shard_module(tiny_llama(), strategy=fs.zero3("dp"), units="model.layers.*")
+
+    options = {"use_cpu": True, "max_steps": 1, "report_to": [], "disable_tqdm": True, "save_strategy": "no"}
+    args = TrainingArguments(folder, lr_scheduler_type="constant", **options)
+    trainer, rates = Trainer(model_init=model, args=args, train_dataset=data()), []
+    for args.learning_rate in (1e-2, 5e-3):
+        trainer.train()
+        rates.append(trainer.optimizer.param_groups[0]["lr"])
+    return rates
+
+
 def on_two_ranks(folder, comm):
     import transformers
 
@@ -101,6 +119,7 @@ def on_two_ranks(folder, comm):
             train(kind, tiny_llama(), f"{folder}/f", resume=first)
         found["sharded", kind.__module__] = str(error.value)
     found["generated"] = generated(folder, comm)
+    found["rates"] = rates_of_two_trials(f"{folder}/trials")
     return found
 
 
@@ -118,6 +137,11 @@ def test_ranks_generate_until_the_last_one_has_ended(found):
     for row, expected in zip(predicted, whole, strict=True):
         assert row[: len(expected)] == expected
         assert {0, -100} >= set(row[len(expected) :])
+
+
+def test_each_trial_of_a_search_has_its_own_options(found):
+    """The optimizer of the second trial had the learning rate of the first."""
+    assert found[0]["rates"] == [1e-2, 5e-3]
 
 
 def test_a_checkpoint_is_resumed_to_the_bit_and_under_another_strategy(found):
