@@ -17,9 +17,16 @@ if not torch.cuda.is_available():
     sys.modules.setdefault("transformer_engine", None)  # PEFT imports it if it is there, and fails without its compiled modules
 
 
-def main(run: Callable[[Any], Any], options: type, *, nproc: int = 2) -> None:
-    """``run`` with options from the command line, on each rank; in ``nproc`` processes if torchrun has started none."""
+def main(run: Callable[[Any], Any], options: type, *, nproc: int = 2, batch: int = 0) -> None:
+    """``run`` with options from the command line, on each rank; in ``nproc`` processes if torchrun has started none.
+
+    ``batch``: number of sequences in a step, of which each process has to get equally many. A mean of unequal parts would
+    differ from the loss of the unsharded run.
+    """
     chosen = parse(options)  # by the launcher too, so that nothing is started on a bad option
+    size = int(os.environ.get("WORLD_SIZE", nproc))
+    if batch % size:
+        sys.exit(f"error: a step has {batch} sequences, which do not divide into equal parts for {size} processes")
     if "RANK" not in os.environ:
         sys.exit(start(nproc, os.path.abspath(sys.argv[0]), *sys.argv[1:]))
     from torch.distributed.elastic.multiprocessing.errors import record

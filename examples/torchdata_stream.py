@@ -68,7 +68,8 @@ def train(root, comm, total):
 def main(options):
     comm = fs.connect(fs.Mesh({"dp": int(os.environ["WORLD_SIZE"])}))
     if comm.rank == 0:
-        rmtree(options.out, ignore_errors=True)  # of the run before
+        for name in ("whole", "stopped"):
+            rmtree(options.out / name, ignore_errors=True)  # of the run before
     whole, steps = train(options.out / "whole", comm, options.steps)
     train(options.out / "stopped", comm, options.steps // 2)
     table, rest = train(options.out / "stopped", comm, options.steps)

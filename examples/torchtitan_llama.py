@@ -28,6 +28,8 @@ from torchtitan.distributed import ParallelDims, parallel_dims
 from torchtitan.models.common.attention import ScaledDotProductAttention
 from torchtitan.models.llama3 import llama3_configs, parallelize_llama
 
+BATCH = 8  # sequences of all ranks in a step
+
 
 @dataclass
 class Options:
@@ -61,7 +63,7 @@ def by_fsdp2(size):
 def train(model, optimizer, comm, steps):
     corpus, losses = load().train, []
     for step in range(steps):
-        batch = windows(corpus, random_starts(corpus, 8, 64, seed=0, step=step)[comm.rank :: comm.mesh.size], 64)
+        batch = windows(corpus, random_starts(corpus, BATCH, 64, seed=0, step=step)[comm.rank :: comm.mesh.size], 64)
         loss = cross_entropy(model(batch["inputs"]).flatten(0, 1), batch["targets"].flatten())
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -80,4 +82,4 @@ def main(options):
 
 
 if __name__ == "__main__":
-    launch_example.main(main, Options)
+    launch_example.main(main, Options, batch=BATCH)

@@ -132,4 +132,4 @@ def main(options):
 
 
 if __name__ == "__main__":
-    launch_example.main(main, Options, nproc=4)
+    launch_example.main(main, Options, nproc=4, batch=BATCH)

@@ -138,4 +138,4 @@ def main(options):
 
 
 if __name__ == "__main__":
-    launch_example.main(main, Options)
+    launch_example.main(main, Options, batch=BATCH)

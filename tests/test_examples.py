@@ -54,6 +54,13 @@ def test_llama_trains_as_the_unsharded_one_and_is_loaded(tmp_path: Path) -> None
     assert {path.name for path in (tmp_path / "trained").iterdir()} == {"config.json", "model.safetensors"}
 
 
+def test_sequences_that_do_not_divide_among_processes_are_refused() -> None:
+    """Three processes, each with a mean of its own over unequal parts: the losses differed from those of the unsharded run."""
+    done = start(*TORCHRUN, "3", "examples/jax_unit.py")
+    assert done.returncode
+    assert "error: a step has 8 sequences, which do not divide into equal parts for 3 processes" in done.stderr
+
+
 @pytest.mark.deep  # tests/resilience/test_elastic.py has ranks that are killed
 def test_a_rank_comes_back_and_the_others_stay() -> None:
     text = output(sys.executable, "examples/lose_a_rank.py")

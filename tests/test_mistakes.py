@@ -183,6 +183,11 @@ MISTAKES = {
         OptionError,
         "assert_equivalent(): batches is empty",
     ),
+    "a batch that ranks cannot share": (
+        lambda: equivalent([torch.ones(6, 3)], {"a": (fs.Mesh({"dp": 4}), fs.ddp("dp"))}),
+        OptionError,
+        "assert_equivalent(): batches[0] has a tensor of shape [6, 3], and runs['a'] needs 4 equal parts.",
+    ),
     "a run without a mesh": (
         lambda: equivalent([make()], {"a": fs.ddp("dp")}),
         OptionError,

@@ -25,7 +25,7 @@ from fsharp.type_checks import options_checked, predicate_of_annotation, short_r
 @options_checked
 @dataclass(frozen=True, slots=True)
 class Tolerance:
-    """The largest allowed difference between two numbers: ``rtol`` times the larger magnitude, plus ``atol``."""
+    """The largest allowed difference from a number of the unsharded run: ``rtol`` times its magnitude, plus ``atol``."""
 
     rtol: float = 1e-4
     atol: float = 1e-5
@@ -70,7 +70,8 @@ def assert_equivalent(
 
     Raises:
         AssertionError: two runs differ. The message has the runs, the first leaf that differs, and the difference.
-        OptionError: ``runs`` or ``batches`` is empty, or a value of ``runs`` is no pair of a mesh and a strategy.
+        OptionError: ``runs`` or ``batches`` is empty, a value of ``runs`` is no pair of a mesh and a strategy, or a batch does
+            not divide into equal parts for all ranks and microbatches.
     """
     for name, given in {"runs": runs, "batches": batches}.items():
         if not given:
@@ -78,6 +79,13 @@ def assert_equivalent(
     for name, pair in runs.items():
         if not predicate_of_annotation(tuple[Mesh, Strategy])(pair):
             raise OptionError(f"assert_equivalent(): runs[{name!r}] is {short_repr(pair)}, expected a pair (mesh, strategy).")
+        parts = pair[0].size * microbatches
+        for i, batch in enumerate(batches):
+            for x in filter(torch.is_tensor, optree.tree_leaves(batch)):
+                if x.ndim == 0 or len(x) % parts:
+                    what = f"batches[{i}] has a tensor of shape {list(x.shape)}, and runs[{name!r}] needs {parts} equal parts."
+                    facts = [("parts", f"{pair[0].size} ranks x {microbatches} microbatches, along dim 0")]
+                    raise OptionError(problem("assert_equivalent()", what, facts))
     step = train_step(loss_fn, tx, microbatches=microbatches)
 
     def train(mesh: Mesh, strategy: Strategy) -> Any:
@@ -120,7 +128,7 @@ def _assert_equal_leaves(name_a: str, a: Any, name_b: str, b: Any, tolerance: To
         if tolerance is None:
             same = torch.equal(as_bytes(x), as_bytes(y))
         else:
-            same = torch.allclose(wide_x, wide_y, rtol=tolerance.rtol, atol=tolerance.atol, equal_nan=True)
+            same = torch.allclose(wide_y, wide_x, rtol=tolerance.rtol, atol=tolerance.atol, equal_nan=True)
         if not same:
             gap = (wide_x - wide_y).abs()
             facts = [

@@ -110,10 +110,13 @@ def tensors(draw: st.DrawFn, *, dtypes: Sequence[torch.dtype] = DTYPES, max_dims
 
 
 def integers_on_cpu(like: torch.Tensor, seed: int) -> torch.Tensor:
-    """Return random integers from -4 to 4 (from 0 if the dtype has no sign), in the shape and dtype of ``like``."""
-    low = -_MAX_ABS_INTEGER if like.dtype.is_signed else 0
-    drawn = torch.randint(low, _MAX_ABS_INTEGER + 1, like.shape, generator=torch.Generator().manual_seed(seed))
-    return drawn.to(like.dtype)
+    """Return random integers from -4 to 4 (from 0 if the dtype has no sign), in the shape and dtype of ``like``.
+
+    Complex numbers have such integers as real and imaginary parts.
+    """
+    low, shape = -_MAX_ABS_INTEGER if like.dtype.is_signed else 0, (*like.shape, 2) if like.is_complex() else like.shape
+    drawn = torch.randint(low, _MAX_ABS_INTEGER + 1, shape, generator=torch.Generator().manual_seed(seed))
+    return torch.view_as_complex(drawn.to(like.real.dtype)) if like.is_complex() else drawn.to(like.dtype)
 
 
 @st.composite
