@@ -105,7 +105,7 @@ def gather(tree: Tree, *, comm: Comm, to: PlaceName = "full") -> Tree:
             )
             raise TreeError(f'{what} In a loss gather the parameters that it was given, to "full", and use the result.')
         if target.placements == sharded.place.placements and not whole and not sharded.is_gathered:
-            return sharded.with_buffers(sharded.buffers)
+            return Sharded(sharded.buffers, sharded.unit, sharded.place, sharded.groups, tree_name=sharded.tree_name)
         tree_name = new_tree_label_prefix(sharded, comm, target)
         named = LabelPrefixComm(comm, f"{tree_name}gather {sharded.name or '(root)'}")
         can_use_sinks = sharded.is_encoded or not is_non_vmap_transform_active()  # bytes get gradients in no other way
