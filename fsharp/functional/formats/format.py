@@ -319,7 +319,8 @@ class Format:
 
     def sum(self, stored: torch.Tensor, part_size: int, dtype: torch.dtype, facts: ErrorFacts = tuple) -> torch.Tensor:
         """Decode ``stored``, parts of ``part_size`` values, and return the sum of the parts in ``dtype``, added in order."""
-        first, *others = stored.view(-1).split(self.size(part_size))
+        size = self.size(part_size)
+        first, *others = stored.view(-1, size).unbind() if size else [stored]
         total = self.load(first, part_size, dtype, facts).to(dtype, copy=True)
         for each in others:
             total += self.load(each, part_size, dtype, facts)
