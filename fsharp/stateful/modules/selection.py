@@ -44,8 +44,7 @@ def chosen_modules(module: nn.Module, units: Units | Sequence[Units]) -> dict[st
         own = [name for name, _ in each.named_parameters(path) if innermost_prefix(name, chosen) == path]
         if next(each.parameters(), None) is None or (own and type(each) in _NEVER_CALLED):
             why = f"is never called, which would gather {own[0]!r}" if own else "has no parameters to gather"
-            where = f"shard_module(units=): module {path!r}, a {type(each).__name__}"
-            raise PatternError(f"{where}, {why}. Choose modules whose code uses parameters.")
+            raise PatternError(f"shard_module(units=): module {path!r}, a {type(each).__name__}, {why}. Choose another.")
     return chosen
 
 

@@ -126,11 +126,12 @@ class EagerOps:
                     yield from self.with_following_ops([self._append_bound_op(spec, unit, op.phase, use=op.use, after=after)])
 
     def _gather_unit(self, unit: UnitState, phase: Phase, forward_buffer: UnshardedBuffer | None) -> Iterator[BoundOp]:
-        """Yield the ops that gather a unit's parameters; in a backward into the buffer of the forward."""
+        """Yield the ops that gather a unit's parameters; in a backward into the buffer of the forward, else into no arena."""
         assert unit.node is not None
         seen = buffers_stamp(unit.node)
         unsharded = forward_buffer or self.unsharded_by_unit.get(unit.key)
-        if unsharded is None or (forward_buffer is None and self._is_in_use(unsharded) and not unsharded.is_filled_from(seen)):
+        is_taken = unsharded is not None and (unsharded.where is not None or self._is_in_use(unsharded))
+        if unsharded is None or (forward_buffer is None and is_taken and not unsharded.is_filled_from(seen)):
             unsharded = UnshardedBuffer(unit, self._executor.comm)
         self.unsharded_by_unit[unit.key] = unsharded
         is_filled = unsharded.is_filled_from(seen)

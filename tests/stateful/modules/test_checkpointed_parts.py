@@ -1,5 +1,8 @@
 """Activation checkpoints within a unit compute with whole parameters in the backward: the bits of plain torch."""
 
+import copy
+from contextlib import nullcontext
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -10,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fsharp as fs
 from fsharp.errors import LayoutError
+from fsharp.testing import DebugPolicy, simulate
 from tests.as_torch import Block, Part, keep, make, same_as_torch
 from tests.modules import descend
 from tests.ranks import on_ranks
@@ -140,3 +144,49 @@ def test_an_attribute_that_is_a_generator(comm, way):
     run(model, fs.ShardedOptimizer(model.parameters(), torch.optim.SGD, lr=0.1))
     mine = dict(model.named_full_parameters())
     assert all(torch.equal(mine[name], p) for name, p in whole.named_parameters())
+
+
+class _Pair(nn.Module):
+    """A norm, and two linear maps in one checkpoint; each is a unit."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale, self.norm, self.up, self.down = (
+            nn.Parameter(torch.ones(4)),
+            nn.LayerNorm(4),
+            nn.Linear(4, 4),
+            nn.Linear(4, 4),
+        )
+
+    def forward(self, x):
+        between = lambda x: self.down(self.up(x).tanh())  # noqa: E731
+        return checkpoint(between, self.norm(x * self.scale), use_reentrant=False).square().sum()
+
+
+def test_a_checkpoint_of_a_step_that_left_its_schedule_keeps_no_views_of_the_arena():
+    """The backward of the first forward fills the arena; the second's checkpoint recomputes where its own backward reads."""
+
+    def run(model, optimizer, accumulating):
+        x = torch.arange(8.0).view(2, 4)
+        model(x).backward()  # records a schedule, which has one forward
+        optimizer.step()
+        optimizer.zero_grad()
+        first, second = model(x), model(x + 1)
+        with accumulating():
+            first.backward(retain_graph=True)
+            first.backward()
+        second.backward()
+        optimizer.step()
+        return model
+
+    def rank_fn(comm):
+        policy = DebugPolicy(poison=True)
+        model = fs.shard_module(copy.deepcopy(whole), mesh=comm, units=[nn.Linear, nn.LayerNorm], policy=policy)
+        run(model, fs.ShardedOptimizer(model.parameters(), torch.optim.SGD, lr=0.1), model.accumulate)
+        return dict(model.named_full_parameters())
+
+    whole = _Pair()
+    found = simulate(fs.Mesh({"dp": 2}), rank_fn)
+    expected = dict(run(whole, torch.optim.SGD(whole.parameters(), lr=0.1), nullcontext).named_parameters())
+    for mine in found:
+        torch.testing.assert_close(mine, {name: p.detach() for name, p in expected.items()})
