@@ -338,7 +338,7 @@ class Choice:
                 raise ValueError("remat was edited, which changes the activations: use pick() instead")
             arguments = StepArguments(**{**step, "uses": uses, "hardware": hardware, "remat": remat})
             policy = SchedulePolicy(**{**body["policy"], "together": tuple(map(tuple, body["policy"]["together"]))})
-            rows = tuple(map(_candidate_from_json, body["candidates"]))
+            first, *_ = rows = tuple(map(_candidate_from_json, body["candidates"]))
             layout = Layout.from_json(json.dumps(body["layout"]))
             found = cls(body["name"], layout, policy, remat, rows, body["budget"], body["activations"], {}, arguments)
         except (ValueError, TypeError, KeyError, AttributeError) as error:
@@ -346,7 +346,6 @@ class Choice:
             raise ScheduleError(
                 problem("Choice.from_json()", what, remedy="Pass the text that Choice.to_json() has returned.")
             ) from error
-        first = rows[0]
         again = arguments.predict_candidate(layout, policy, (first.layout, first.policy, first.remat))
         if replace(again, lost="") == replace(first, lost=""):
             return found

@@ -1,5 +1,7 @@
 """Hardware.preset: numbers of data sheets, and what a step is predicted to take with them."""
 
+import json
+
 import pytest
 import torch
 
@@ -55,3 +57,21 @@ def test_what_there_is_not_is_refused(options, message):
     given = {"name": "H100", "layout": layout_on({"dp": 8}, fs.zero3("dp")), "tokens": 1} | options
     with pytest.raises((ScheduleError, OptionError), match=message):
         fs.inspect.Hardware.preset(**given)
+
+
+def test_text_that_is_no_hardware_is_refused():
+    hardware = fs.inspect.Hardware(compute={"layers.*": (1.0, 2.0, 0.5)}, bandwidth={("all_gather", "dp"): 1e9})
+    text = hardware.to_json()
+    assert fs.inspect.Hardware.from_json(text) == hardware
+    for wrong, what in (
+        (text[:-1], "the text is no JSON"),
+        ("[1]", r"the text is \[1\], expected an object"),
+        (json.dumps(json.loads(text) | {"speed": 1}), "field 'speed' is unknown"),
+        (json.dumps({name: x for name, x in json.loads(text).items() if name != "latency"}), "field 'latency' is missing"),
+        (json.dumps(json.loads(text) | {"latency": "fast"}), "latency is 'fast', expected numbers"),
+        (json.dumps(json.loads(text) | {"compute": {"forward": 1.0}}), "compute is .*, expected seconds"),
+    ):
+        with pytest.raises(ScheduleError, match=what):
+            fs.inspect.Hardware.from_json(wrong)
+    with pytest.raises(ScheduleError, match="compute is a function, which JSON cannot hold"):
+        fs.inspect.Hardware(compute=lambda name: (1.0, 2.0), bandwidth=1e9).to_json()

@@ -332,6 +332,8 @@ def test_a_choice_is_saved_edited_and_picked(tmp_path):
         Choice.from_json(json.dumps(body))
     with pytest.raises(ScheduleError, match="the text is not a choice: KeyError: 'step'"):
         Choice.from_json("{}")
+    with pytest.raises(ScheduleError, match="the text is not a choice: ValueError: not enough values"):
+        Choice.from_json(json.dumps(json.loads(found.to_json()) | {"candidates": []}))
     other = found.pick("ddp", "prefetch 1")
     assert (other.name, other.layout.units[0].strategy) == ("ddp", fs.ddp("dp"))
     assert len(other.candidates) == len(found.candidates)
