@@ -5,13 +5,7 @@ from fsharp.functional.formats.by_tensor import (
     float8_e5m2_by_tensor as float8_e5m2_by_tensor,
     int8_by_row as int8_by_row,
 )
-from fsharp.functional.formats.format import (
-    Format as Format,
-    LeafCodec as LeafCodec,
-    LeafPart as LeafPart,
-    Plane as Plane,
-    register_format as register_format,
-)
+from fsharp.functional.formats.format import Format as Format, LeafCodec as LeafCodec, LeafPart as LeafPart, Plane as Plane
 from fsharp.functional.formats.hadamard import hadamard as hadamard
 from fsharp.functional.formats.microscaling import (
     mxfp4 as mxfp4,
@@ -21,4 +15,5 @@ from fsharp.functional.formats.microscaling import (
     mxint8 as mxint8,
 )
 from fsharp.functional.formats.nvfp4 import nvfp4 as nvfp4
+from fsharp.functional.formats.registry import register_format as register_format
 from fsharp.functional.formats.stochastic import stochastic as stochastic

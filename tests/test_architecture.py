@@ -136,9 +136,11 @@ def test_folders_import_downwards(folder):
         assert found <= MAY_IMPORT[folder], path
 
 
-def test_no_folder_is_crowded():
+def test_no_folder_or_file_is_crowded():
     for folder in {path.parent for path in SOURCES}:
         assert len([path for path in folder.glob("*.py") if path.name != "__init__.py"]) <= 14, folder
+    for path in SOURCES:
+        assert len(path.read_text().splitlines()) <= 500, path
 
 
 def test_no_circle_of_files():

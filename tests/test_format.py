@@ -13,7 +13,8 @@ from hypothesis import given, strategies as st
 
 import fsharp as fs
 from fsharp.errors import AgreementError, LayoutError, TreeError
-from fsharp.functional.formats.format import Format, Plane, format_named, plain_format, register_format
+from fsharp.functional.formats.format import Format, Plane, plain_format
+from fsharp.functional.formats.registry import format_named, register_format
 from fsharp.testing import DebugPolicy, checking_races, simulate
 from tests.gpt_like import loss_fn, make_params
 from tests.modules import descend

@@ -7,7 +7,8 @@ import torch
 from hypothesis import given, strategies as st
 
 import fsharp as fs
-from fsharp.functional.formats.format import Format, LeafCodec, Plane, register_format
+from fsharp.functional.formats.format import Format, LeafCodec, Plane
+from fsharp.functional.formats.registry import register_format
 from fsharp.testing import simulate
 from tests.ranks import on_ranks
 from tests.scheduling import STRATEGIES, train

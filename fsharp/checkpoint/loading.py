@@ -48,7 +48,8 @@ from fsharp.functional.comm.agree import all_gather_texts, check_on_all_ranks
 from fsharp.functional.comm.protocol import Comm
 from fsharp.functional.comm.tree_names import name_new_tree
 from fsharp.functional.encoding import encode_block_format_groups, encode_leaf_format_groups
-from fsharp.functional.layout.sharded import check_not_lent_to_jax, decode_tree, is_sharded, mark_donated, units_of
+from fsharp.functional.layout.lent_memory import check_not_lent_to_jax
+from fsharp.functional.layout.sharded import decode_tree, is_sharded, mark_donated, units_of
 from fsharp.functional.state import MadeBy, TrainState
 from fsharp.functional.tree.paths import as_patterns, self_and_ancestors
 from fsharp.stateful.modules.parameter import ShardedTensor

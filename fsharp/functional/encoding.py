@@ -18,10 +18,9 @@ from fsharp.functional.comm.protocol import Comm, reporting_format_errors
 from fsharp.functional.comm.tree_names import new_tree_label_prefix
 from fsharp.functional.formats.format import Format, LeafPart, first_few
 from fsharp.functional.formats.stochastic import make_noise_fn
-from fsharp.functional.layout.runs import leaf_spans_in_run, padding_in_run
 from fsharp.functional.layout.sharded import Sharded, is_sharded, map_units, merge, units_of
 from fsharp.functional.layout.stored import encode_values, gathered_part, is_encoded, scales_in, starts_and_leaf_parts
-from fsharp.functional.layout.unit_layout import UnitLayout
+from fsharp.functional.layout.unit_layout import UnitLayout, leaf_spans_in_run, padding_in_run
 from fsharp.functional.moves import gather
 
 

@@ -11,15 +11,9 @@ import torch
 from fsharp.errors import LossError, TreeError
 from fsharp.functional.comm.collectives import all_reduce
 from fsharp.functional.comm.protocol import Comm
+from fsharp.functional.layout.lent_memory import check_not_lent_to_jax
 from fsharp.functional.layout.placement import Partial
-from fsharp.functional.layout.sharded import (
-    Sharded,
-    check_not_encoded,
-    check_not_lent_to_jax,
-    is_sharded,
-    map_units,
-    not_sharded_error,
-)
+from fsharp.functional.layout.sharded import Sharded, check_not_encoded, is_sharded, map_units, not_sharded_error
 from fsharp.functional.optim.base import check_reduced
 from fsharp.functional.transforms import is_transform_active
 from fsharp.functional.tree.paths import REGISTER

@@ -14,10 +14,10 @@ from fsharp.functional.comm.residuals import zero_residuals
 from fsharp.functional.comm.tree_names import copy_tree_names, name_new_tree
 from fsharp.functional.comm.units_on_mesh import units_on_mesh_of
 from fsharp.functional.encoding import add_gathered_differences, encode_differences, encode_params_at_rest
+from fsharp.functional.layout.lent_memory import check_not_lent_to_jax
 from fsharp.functional.layout.sharded import (
     Sharded,
     check_not_donated,
-    check_not_lent_to_jax,
     is_sharded,
     map_units,
     mark_donated,

@@ -21,6 +21,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from fsharp.errors import LayoutError, TreeError, problem
 from fsharp.functional.layout.layout import Layout
+from fsharp.functional.layout.lent_memory import mark_lent
 from fsharp.functional.layout.sharded import (
     PlaceName,
     Sharded,
@@ -28,7 +29,6 @@ from fsharp.functional.layout.sharded import (
     flatten_node,
     is_sharded,
     map_units,
-    mark_lent,
     resolve_place,
     unflatten_node,
     units_of,

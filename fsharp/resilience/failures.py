@@ -13,7 +13,7 @@ from types import TracebackType
 from fsharp.distributed.process_group import ProcessGroupComm
 from fsharp.distributed.watch import StatusExchange
 from fsharp.errors import CommError
-from fsharp.functional.comm.agree import error_chain, is_own_failure as is_own_failure
+from fsharp.functional.comm.agree import error_chain
 from fsharp.functional.comm.protocol import Comm, innermost_comm
 from fsharp.tracebacks import api_context
 from fsharp.type_checks import options_checked

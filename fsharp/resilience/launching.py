@@ -22,8 +22,7 @@ import cloudpickle
 
 from fsharp.distributed.job import destroy
 from fsharp.errors import CommError, MeshError, OptionError
-from fsharp.functional.comm.agree import ranks_text
-from fsharp.resilience.failures import is_own_failure
+from fsharp.functional.comm.agree import is_own_failure, ranks_text
 from fsharp.resilience.preemption import EXIT_PREEMPTED
 from fsharp.resilience.restarting import Restarter
 from fsharp.tracebacks import api_boundary, hide_frames, traceback_text

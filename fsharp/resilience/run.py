@@ -17,11 +17,11 @@ from fsharp.checkpoint.entries import is_node_saved_as_leaf, with_state_dicts
 from fsharp.checkpoint.manifest import json_round_trip
 from fsharp.checkpoint.storage import absolute_path
 from fsharp.errors import NonFiniteError, RunError, log as _log
-from fsharp.functional.comm.agree import agree, check_on_all_ranks
+from fsharp.functional.comm.agree import agree, check_on_all_ranks, is_own_failure
 from fsharp.functional.comm.protocol import Comm, LabelPrefixComm, engine_of
 from fsharp.functional.comm.restart_replay import restart_replay
 from fsharp.report.logs import RUN_NAMES, Logger, check_names
-from fsharp.resilience.failures import is_own_failure, reported_failures
+from fsharp.resilience.failures import reported_failures
 from fsharp.resilience.finite import NonFinite, SkippedSteps, find_nonfinite
 from fsharp.resilience.preemption import EXIT_PREEMPTED, Preemption
 from fsharp.resilience.rejoining import Rejoining, comm_and_membership, meta_copy

@@ -11,11 +11,10 @@ from fsharp.checkpoint.entries import PerRank, is_node_saved_as_leaf, leaf_type_
 from fsharp.checkpoint.loading import load_checkpoint_and_tree
 from fsharp.checkpoint.saver import BackgroundSaver
 from fsharp.errors import RunError, problem
-from fsharp.functional.comm.agree import all_gather_texts, check_on_all_ranks, ranks_text
+from fsharp.functional.comm.agree import all_gather_texts, check_on_all_ranks, is_own_failure, ranks_text
 from fsharp.functional.comm.protocol import Comm
 from fsharp.functional.layout.sharded import units_of
 from fsharp.functional.layout.stages import has_stochastic_wire
-from fsharp.resilience.failures import is_own_failure
 from fsharp.stateful.modules.module import ShardedModule
 
 _LEARNS_WITHIN_S = 0.3

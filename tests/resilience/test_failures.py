@@ -19,9 +19,9 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 
 import fsharp as fs
 from fsharp.errors import AgreementError, CheckpointError, CommError
-from fsharp.functional.comm.agree import agree, check_on_all_ranks
+from fsharp.functional.comm.agree import agree, check_on_all_ranks, is_own_failure
 from fsharp.resilience import EXIT_PREEMPTED, Run
-from fsharp.resilience.failures import is_own_failure, reported_failures
+from fsharp.resilience.failures import reported_failures
 from fsharp.testing import processes, simulate
 from tests.resilience.test_run import X, make_state, train_step
 

@@ -21,9 +21,8 @@ import torch
 from fsharp.errors import TreeError, problem
 from fsharp.functional.formats.format import ResidualAndNoise, dtype_name
 from fsharp.functional.formats.stochastic import make_noise_fn
-from fsharp.functional.layout.runs import leaf_spans_in_run
 from fsharp.functional.layout.stages import encoded_stages, has_stochastic_wire, residual_sizes
-from fsharp.functional.layout.unit_layout import UnitLayout
+from fsharp.functional.layout.unit_layout import UnitLayout, leaf_spans_in_run
 
 
 class PerRank(NamedTuple):

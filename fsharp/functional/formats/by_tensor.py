@@ -10,17 +10,9 @@ from math import prod
 
 import torch
 
-from fsharp.functional.formats.format import (
-    AgreeMax,
-    Format,
-    LeafCodec,
-    LeafPart,
-    Plane,
-    Shape,
-    made_by_import,
-    register_format,
-)
+from fsharp.functional.formats.format import AgreeMax, Format, LeafCodec, LeafPart, Plane, Shape
 from fsharp.functional.formats.microscaling import LARGEST_FLOAT32, ElementwiseFn
+from fsharp.functional.formats.registry import made_by_import, register_format
 
 _PART_ALIGNMENT = 16
 """Each part of a buffer has a multiple of this number of one-byte values, so that no gaps lie between parts."""

@@ -4,7 +4,6 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cache
-from pkgutil import resolve_name
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -442,42 +441,6 @@ def _decode_plain(planes: Sequence[torch.Tensor]) -> torch.Tensor:
 def plain_format(dtype: torch.dtype) -> Format:
     """Return the plain format of ``dtype``: values are stored in this dtype, without encoding."""
     return Format(dtype_name(dtype), (Plane(dtype),), _encode_plain, _decode_plain, made_by=(plain_format, (dtype,)))
-
-
-_format_by_name: dict[str, Format] = {}
-
-
-@options_checked_on_failure
-def register_format(format: Format) -> Format:
-    """Register a format under its name, by which layouts and checkpoints find it when they are read. Return the format.
-
-    Raises:
-        LayoutError: a dtype, another format, or a format with other functions has this name already.
-    """
-    is_dtype = isinstance(getattr(torch, format.name, None), torch.dtype)
-    found = plain_format(getattr(torch, format.name)) if is_dtype else _format_by_name.setdefault(format.name, format)
-    if found != format or found.encode is not format.encode or found.decode is not format.decode:
-        raise LayoutError(
-            f"register_format(): there is another format {format.name!r} already, {found}, or one with other functions. "
-            "Give this one another name."
-        )
-    return format
-
-
-def made_by_import(name: str, module: str = "fsharp.formats") -> tuple[Callable[..., Any], tuple[Any, ...]]:
-    """Return :attr:`Format.made_by` of a format that is the attribute ``name`` of a module."""
-    return resolve_name, (f"{module}:{name}",)
-
-
-def format_named(name: str) -> Format:
-    """Return the plain format of the dtype ``name``, or the registered format ``name``. Raises LayoutError for other names."""
-    if isinstance(dtype := getattr(torch, name, None), torch.dtype):
-        return plain_format(dtype)
-    if name not in _format_by_name:
-        raise LayoutError(
-            f"no format {name!r}: import the module that registers it first. There are {sorted(_format_by_name)}."
-        )
-    return _format_by_name[name]
 
 
 def first_few(names: Sequence[str]) -> str:

@@ -32,9 +32,9 @@ from fsharp.functional.formats.format import (
     Shape,
     align_nbytes,
     non_view_alias,
-    register_format,
 )
 from fsharp.functional.formats.max_reduce_group import MaxReduceGroup
+from fsharp.functional.formats.registry import register_format
 
 PRE, POST = "fsdp_pre_all_gather", "fsdp_post_all_gather"
 

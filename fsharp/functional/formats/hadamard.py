@@ -6,8 +6,9 @@ from functools import cache
 import torch
 
 from fsharp.errors import LayoutError
-from fsharp.functional.formats.format import Format, Plane, register_format
+from fsharp.functional.formats.format import Format, Plane
 from fsharp.functional.formats.microscaling import BLOCK, LARGEST_FLOAT32, is_true_without_sync, num_blocks_at_once
+from fsharp.functional.formats.registry import register_format
 from fsharp.type_checks import options_checked
 
 

@@ -14,7 +14,8 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from fsharp.functional.formats.format import Format, Plane, made_by_import, register_format
+from fsharp.functional.formats.format import Format, Plane
+from fsharp.functional.formats.registry import made_by_import, register_format
 
 BLOCK = 32
 _BIAS, _NOT_FINITE = 127, 255

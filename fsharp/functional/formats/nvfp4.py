@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import torch
 
 from fsharp.functional.formats import microscaling
-from fsharp.functional.formats.format import AgreeMax, Format, LeafCodec, LeafPart, Plane, made_by_import, register_format
+from fsharp.functional.formats.format import AgreeMax, Format, LeafCodec, LeafPart, Plane
 from fsharp.functional.formats.microscaling import (
     LARGEST_FLOAT32,
     codes_of_nonfinite,
@@ -26,6 +26,7 @@ from fsharp.functional.formats.microscaling import (
     unpack_codes,
     write_nonfinite_,
 )
+from fsharp.functional.formats.registry import made_by_import, register_format
 
 BLOCK = 16
 _LEAST, _MOST = 2.0**-6, 448.0

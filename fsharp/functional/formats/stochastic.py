@@ -19,7 +19,8 @@ from typing import Any
 import torch
 
 from fsharp.errors import LayoutError
-from fsharp.functional.formats.format import Format, NoiseFn, Plane, made_by_import, register_format
+from fsharp.functional.formats.format import Format, NoiseFn, Plane
+from fsharp.functional.formats.registry import made_by_import, register_format
 from fsharp.type_checks import options_checked
 
 _NOISE_BITS = 16

@@ -25,10 +25,10 @@ from fsharp.functional.formats.format import (
     Shape,
     align_nbytes,
     non_view_alias,
-    register_format,
 )
 from fsharp.functional.formats.max_reduce_group import MaxReduceGroup
 from fsharp.functional.formats.microscaling import decode_e2m1, unpack_codes
+from fsharp.functional.formats.registry import register_format
 from fsharp.functional.formats.te_delayed import NUMBERS_PER_WEIGHT, ModuleFormat, ModuleScales
 from fsharp.tracebacks import api_boundary
 from fsharp.type_checks import short_repr

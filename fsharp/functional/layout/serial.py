@@ -11,7 +11,8 @@ import optree
 import torch
 
 from fsharp.errors import LayoutError
-from fsharp.functional.formats.format import Format, dtype_name, format_named
+from fsharp.functional.formats.format import Format, dtype_name
+from fsharp.functional.formats.registry import format_named
 from fsharp.functional.layout.mesh import Mesh
 from fsharp.functional.layout.packing import Atom, Element, Rows, Whole
 from fsharp.functional.layout.placement import AxisRule, Placement, Strategy

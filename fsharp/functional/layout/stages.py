@@ -13,8 +13,7 @@ import torch
 
 from fsharp.functional.formats.format import Format
 from fsharp.functional.layout.placement import Place, Replicate, Shard
-from fsharp.functional.layout.runs import padding_in_run
-from fsharp.functional.layout.unit_layout import UnitLayout
+from fsharp.functional.layout.unit_layout import UnitLayout, padding_in_run
 
 
 class ReductionStage(NamedTuple):

@@ -12,8 +12,8 @@ from fsharp.functional.comm.agree import max_over_ranks
 from fsharp.functional.comm.collectives import all_reduce
 from fsharp.functional.comm.protocol import Comm, reporting_format_errors
 from fsharp.functional.comm.units_on_mesh import units_on_mesh_of
-from fsharp.functional.layout.runs import padding_in_run
 from fsharp.functional.layout.sharded import Sharded, units_of
+from fsharp.functional.layout.unit_layout import padding_in_run
 from fsharp.functional.optim.base import Transform
 from fsharp.type_checks import options_checked
 

@@ -11,8 +11,8 @@ from fsharp.errors import LayoutError
 from fsharp.functional.comm.agree import agree, check_on_all_ranks, max_over_ranks
 from fsharp.functional.comm.equal_values import exact_text
 from fsharp.functional.comm.protocol import Comm
-from fsharp.functional.layout.runs import padding_in_run
 from fsharp.functional.layout.sharded import Sharded, map_units, units_of
+from fsharp.functional.layout.unit_layout import padding_in_run
 from fsharp.functional.optim.base import (
     InnerUpdate,
     Transform,

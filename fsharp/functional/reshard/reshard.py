@@ -15,7 +15,8 @@ from fsharp.functional.comm.tree_names import name_new_tree
 from fsharp.functional.encoding import encode_block_format_groups, encode_leaf_format_groups
 from fsharp.functional.formats.format import dtype_name
 from fsharp.functional.layout.layout import Layout
-from fsharp.functional.layout.sharded import Sharded, check_not_lent_to_jax, decode_tree, is_sharded, units_of
+from fsharp.functional.layout.lent_memory import check_not_lent_to_jax
+from fsharp.functional.layout.sharded import Sharded, decode_tree, is_sharded, units_of
 from fsharp.functional.layout.text import unit_fields
 from fsharp.functional.layout.unit_layout import UnitLayout
 from fsharp.functional.reshard.move import MeshChange, move_state_tree, pieces_between_ranks

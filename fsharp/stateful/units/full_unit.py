@@ -16,10 +16,9 @@ import torch
 
 from fsharp.errors import TreeError
 from fsharp.functional.formats.format import EncodedTensorClass, LeafPart, non_view_alias
-from fsharp.functional.layout.runs import padding_in_run
 from fsharp.functional.layout.sharded import build_subtree
 from fsharp.functional.layout.stored import decode_stored, gathered_part, scales_in, whole_leaf_parts
-from fsharp.functional.layout.unit_layout import Leaf, UnitLayout
+from fsharp.functional.layout.unit_layout import Leaf, UnitLayout, padding_in_run
 from fsharp.stateful.units.handed_out_leaf import HandedOutLeaf
 
 LeavesAndPadding = tuple[list[torch.Tensor], list[torch.Tensor]]
