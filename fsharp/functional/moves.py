@@ -88,7 +88,7 @@ def gather(tree: Tree, *, comm: Comm, to: PlaceName = "full") -> Tree:
     Cost: for each gathered axis of ``n`` ranks a rank sends ``(n - 1)`` times the bytes of its part. Slices cost nothing.
     Buffers in host memory are copied to the device first.
     Gradient: the gradient with respect to ``tree`` is summed over ranks, and rests in the place of ``tree``: see "What ranks
-    differentiate" in ``docs/design.md``.
+    differentiate" in ``docs/design_results.md``.
     """
     refuse_proxy_tracing("gather()")
     units_on_mesh_of("gather()", tree, comm)

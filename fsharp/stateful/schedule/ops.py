@@ -19,7 +19,7 @@ have finished; the host waits for nothing else.
 
 [Note: codecs]
 ``encode`` and ``decode`` read and fill memory of the arena, and memory that the unit's gradient or parameter buffer owns. Other
-ops encode and decode as well, for reasons in docs/design.md, "Ops of codecs"; field ``codes`` of their records has the bytes.
+ops encode and decode as well: see "Formats" in docs/design_results.md. Field ``codes`` of their records has the bytes.
 
 [Note: a new kind]
 A new kind is a record here, given to :func:`declare_op`, and a function in ``BIND`` of :mod:`fsharp.stateful.runtime.executor`.
