@@ -26,7 +26,14 @@ from torch.autograd import forward_ad
 
 from fsharp.errors import CommError, problem
 from fsharp.functional.comm.agree import ranks_text
-from fsharp.functional.comm.protocol import ReduceOp, check_parts, check_reduce_op, check_rows, sum_in_rank_order
+from fsharp.functional.comm.protocol import (
+    ReduceOp,
+    check_parts,
+    check_reduce_op,
+    check_rows,
+    check_sizes_of_ranks,
+    sum_in_rank_order,
+)
 from fsharp.functional.comm.settings_digests import differing_settings_rows, settings_texts_by_digest
 from fsharp.functional.comm.tree_names import TreeNameCounters
 from fsharp.functional.layout.mesh import Mesh
@@ -169,10 +176,9 @@ class ThreadComm:
         facts = CollectiveFacts("all_to_all", axis or "", (), x.dtype, label)
         group = tuple(range(self.mesh.size)) if axis is None else self.mesh.group(axis, self.rank)
         check_parts(x, send, receive, len(group))
-        sent = self._world.meet(self.rank, group, facts, x.detach().clone().split(list(send)))
-        parts = [each[group.index(self.rank)] for each in sent]
-        if [len(part) for part in parts] != list(receive):
-            raise CommError(f"all_to_all(): rank {self.rank} gets {[len(part) for part in parts]}, expected {list(receive)}.")
+        sent = self._world.meet(self.rank, group, facts, (x.detach().clone().split(list(send)), [*send, *receive]))
+        check_sizes_of_ranks([sizes for _, sizes in sent])
+        parts = [each[group.index(self.rank)] for each, _ in sent]
         return torch.cat(parts)
 
     def pause(self) -> None:

@@ -9,13 +9,14 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import product
 from operator import attrgetter
 from threading import Lock
 from typing import Any, Literal, NamedTuple, Protocol, get_args, runtime_checkable
 
 import torch
 
-from fsharp.errors import FormatError, MeshError, OptionError
+from fsharp.errors import AgreementError, FormatError, MeshError, OptionError
 from fsharp.functional.layout.mesh import Mesh
 from fsharp.tracebacks import api_boundary
 from fsharp.type_checks import options_checked
@@ -72,6 +73,9 @@ class Comm(Protocol):
 
         Returns:
             A 1-D tensor: the elements from rank 0, then those from rank 1, and so on.
+
+        Raises:
+            AgreementError: a rank expects another number than a rank sends. All ranks raise, except over NCCL, which waits.
         """
 
 
@@ -170,6 +174,7 @@ class SingleComm:
     ) -> torch.Tensor:
         """Return ``x``: the only rank sends all elements to itself."""
         check_parts(x, send, receive, 1)
+        check_sizes_of_ranks([[*send, *receive]])
         return x
 
 
@@ -204,6 +209,21 @@ def check_parts(x: torch.Tensor, send: Sequence[int], receive: Sequence[int], n:
         given = f"x has shape {tuple(x.shape)}, send is {list(send)} and receive is {list(receive)}"
         what = f"expected a 1-D x, and a size for each of {n} ranks in both lists. The sizes in send add up to the size of x."
         raise MeshError(f"all_to_all(): {given}; {what}")
+
+
+def check_sizes_of_ranks(sizes: Sequence[Sequence[int]]) -> None:
+    """Raise an AgreementError if a rank of an all_to_all does not expect what another rank sends.
+
+    ``sizes``: by rank, first the elements that the rank sends to each rank, and then the elements that it expects from each.
+    """
+    n = len(sizes)
+    for source, target in product(range(n), repeat=2):
+        sent, expected = sizes[source][target], sizes[target][n + source]
+        if sent != expected:
+            raise AgreementError(
+                f"all_to_all(): rank {source} of {n} sends {sent} elements to rank {target}, which expects {expected}. On each "
+                "rank receive[r] has to be the number that rank r has in send for this rank."
+            )
 
 
 def sent_nbytes(op: str, part_nbytes: int, n: int) -> int:
