@@ -79,8 +79,8 @@ def some_values():
 def test_codes_are_those_of_the_cpu(gpu, form):
     values = some_values()
     noise = make_noise_fn("gradient", 3, 0, [(0, len(values), "w", 0)]) if form in NOISY else None
-    codes = form.store(values, len(values), noise=noise)
-    found = form.store(values.cuda(), len(values), noise=noise)
+    codes = form.store(values, len(values), noise_fn=noise)
+    found = form.store(values.cuda(), len(values), noise_fn=noise)
     expected = form.load(codes, len(values), torch.float32)
     for decoded in (form.load(found, len(values), torch.float32).cpu(), form.load(found.cpu(), len(values), torch.float32)):
         torch.testing.assert_close(decoded, expected, rtol=0, atol=0, equal_nan=True)  # NaN has many codes

@@ -55,7 +55,7 @@ def some_noise(path="w", step=0, **rest):
 
 
 def decoded(form, values, noise=None):
-    return form.load(form.store(values, len(values), noise=noise), len(values), torch.float32)
+    return form.load(form.store(values, len(values), noise_fn=noise), len(values), torch.float32)
 
 
 @settings(max_examples=100)

@@ -37,7 +37,7 @@ from fsharp.checkpoint.matching import (
     SourceNames,
     check_matches,
     manifest_without_ignored,
-    rename_of_one,
+    rename_argument_hint,
     shorten_error_rows,
     source_names,
 )
@@ -314,7 +314,7 @@ def _refuse_unpaired_main_copies(path: str, like: Any, left_out: Collection[str]
                 what += " The next step would use the old parameter."
             how = f"rename=lambda name: re.sub('^{prefix}{new}', '{prefix}{old}', name), cast=True"
             if not {name for name in wanted if name.startswith(f"{prefix}{new}.")} <= set(left_out):
-                how = rename_of_one(*((parameter, main) if parameter in left_out else (main, parameter)))
+                how = rename_argument_hint(*((parameter, main) if parameter in left_out else (main, parameter)))
             raise CheckpointError(f"load() of {path}: {what} Both are read from one by {how}.")
 
 

@@ -20,7 +20,7 @@ PARAMS_FROM_MAIN = (
 )
 
 
-def rename_of_one(wanted: str, source: str) -> str:
+def rename_argument_hint(wanted: str, source: str) -> str:
     """Return the text, for an error, of arguments of load() that read the leaf ``wanted`` from the leaf ``source``."""
     return f"rename=lambda name: {{{wanted!r}: {source!r}}}.get(name, name), with an item for each such leaf, and cast=True"
 
@@ -142,7 +142,7 @@ def check_matches(
                     remedy += PARAMS_FROM_MAIN
                 elif any(each.startswith("main.") and stored(each) in manifest.tensors for each in wanted.entries):
                     parameter = f"params.{name.removeprefix('main.')}"  # frozen, and so saved without a main copy
-                    remedy += f" A main copy is made from its parameter by {rename_of_one(name, parameter)}."
+                    remedy += f" A main copy is made from its parameter by {rename_argument_hint(name, parameter)}."
                 else:
                     remedy += MAIN_FROM_PARAMS
                 break

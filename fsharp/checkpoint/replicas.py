@@ -196,8 +196,8 @@ class Replicas(BackgroundSaver):
             self._close_claim()
             raise
 
-    def _begin_job_generation(self) -> None:
-        super()._begin_job_generation()
+    def _reset_after_rank_restart(self) -> None:
+        super()._reset_after_rank_restart()
         if self._claim is not None:
             remove_incomplete(self._folder)
 
@@ -273,7 +273,7 @@ class Replicas(BackgroundSaver):
                 shared_root=False,
             )
             advance_save_clock(self._ordered_with, time_in_save_id(snapshot.save_id) or 0.0)
-            self._begin_save(snapshot, self._replace_save_on_hosts)
+            self._copy_and_start_job(snapshot, self._replace_save_on_hosts)
 
     def _replace_save_on_hosts(self, snapshot: Snapshot) -> None:
         """Write files on all hosts, then manifests, and remove the previous save last, so that one save is always whole."""

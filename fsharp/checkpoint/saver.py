@@ -57,13 +57,13 @@ class BackgroundSaver:
         self._staged_as: list[StoredTensor] = []
         self._lock = threading.RLock()  # held by calls that several threads may make
         self._pid = os.getpid()
-        restart_replay.record_for_replay(self._begin_job_generation)
+        restart_replay.record_for_replay(self._reset_after_rank_restart)
 
-    def _begin_job_generation(self) -> None:
+    def _reset_after_rank_restart(self) -> None:
         """Abandon the save under way, as a new generation of the job begins: a restarted rank cannot take part in the save."""
         self._forget_save()
 
-    def _begin_save(self, snapshot: Snapshot, job: Callable[[Snapshot], Any]) -> None:
+    def _copy_and_start_job(self, snapshot: Snapshot, job: Callable[[Snapshot], Any]) -> None:
         if self._worker is None:
             job(snapshot)
             return
@@ -221,8 +221,8 @@ class Saver(BackgroundSaver):
         self.saved, self._saved_at = -1, math.inf
         super().__init__(comm, "save", background=background)
 
-    def _begin_job_generation(self) -> None:
-        super()._begin_job_generation()
+    def _reset_after_rank_restart(self) -> None:
+        super()._reset_after_rank_restart()
         self._saved_at = math.inf  # the save that was under way may be complete all the same
         if self._comm.rank == 0:
             run_converting_os_errors(self._root, lambda: _clean_root_and_try_write(self._root))
@@ -245,7 +245,7 @@ class Saver(BackgroundSaver):
         with self._lock:
             self.wait()
             snapshot = agree_and_make_folder(self._root, tree, step=step, comm=self._comm, config=self._config, metric=metric)
-            self._begin_save(snapshot, self._write_checkpoint)
+            self._copy_and_start_job(snapshot, self._write_checkpoint)
 
     def _write_checkpoint(self, snapshot: Snapshot) -> None:
         made, since = write_snapshot(snapshot, self._own), self._saved_at

@@ -91,9 +91,9 @@ class ProcessGroupComm:
         self.is_nccl = dist.get_backend(first) == "nccl"
         self._rank_order = not self.is_nccl if rank_order is None else rank_order
         self.limit_s = job_store.group_timeout_s(first, self.device)
-        self._begin_job_generation(device_mesh)
+        self._use_groups_of_mesh(device_mesh)
 
-    def _begin_job_generation(self, device_mesh: DeviceMesh) -> None:
+    def _use_groups_of_mesh(self, device_mesh: DeviceMesh) -> None:
         """Use the process groups of ``device_mesh``: at the start, and again in each new generation of the job.
 
         Comms that share the groups of this Comm use the new groups as well.
@@ -342,7 +342,7 @@ class ProcessGroups:
                 for kind in get_args(GroupKind) if size > 1 else ():
                     self(kind, axis)
 
-    def begin_job_generation(self) -> None:
+    def reset_after_rank_restart(self) -> None:
         """Drop the groups of the last generation of the job, which have ended."""
         self._made.clear()
 
@@ -413,7 +413,7 @@ def with_own_numbering(comm: Comm) -> Comm:
 def make_comm_for_all_generations(make_mesh: Callable[[], DeviceMesh]) -> ProcessGroupComm:
     """Return a Comm over the groups of ``make_mesh()``. Each new generation of the job calls ``make_mesh`` again."""
     comm = restart_replay.record_and_call(
-        lambda: ProcessGroupComm(make_mesh()), replay=lambda: comm._begin_job_generation(make_mesh())
+        lambda: ProcessGroupComm(make_mesh()), replay=lambda: comm._use_groups_of_mesh(make_mesh())
     )
     return comm
 

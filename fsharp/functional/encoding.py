@@ -19,7 +19,7 @@ from fsharp.functional.comm.tree_names import new_tree_label_prefix
 from fsharp.functional.formats.format import Format, LeafPart, first_few
 from fsharp.functional.formats.stochastic import make_noise_fn
 from fsharp.functional.layout.sharded import Sharded, is_sharded, map_units, merge, units_of
-from fsharp.functional.layout.stored import encode_values, gathered_part, is_encoded, scales_in, starts_and_leaf_parts
+from fsharp.functional.layout.stored import encode_values, is_encoded, part_to_gather, scales_in, starts_and_leaf_parts
 from fsharp.functional.layout.unit_layout import UnitLayout, leaf_spans_in_run, padding_in_run
 from fsharp.functional.moves import gather
 
@@ -66,8 +66,8 @@ def encode_differences(updated: Any, params: Any, *, step: int, rank: int) -> An
             form, group = node.unit.update_format(g), node.unit.groups[g]
             if form is not None:
                 start = node.unit.local_start(g, node.place, rank)
-                noise = make_noise_fn("update", step, 0, leaf_spans_in_run(node.unit, g, start, len(value), rank))
-                value = form.store(value - held[g].to(value.dtype), group.capacity, partial(node.unit.error_facts, g), noise)
+                noise_fn = make_noise_fn("update", step, 0, leaf_spans_in_run(node.unit, g, start, len(value), rank))
+                value = form.store(value - held[g].to(value.dtype), group.capacity, partial(node.unit.error_facts, g), noise_fn)
             buffers.append(value)
         return node.with_buffers(buffers)
 
@@ -99,23 +99,23 @@ def add_encoded_difference(
     return (params.to(main) + difference).to(params.dtype)
 
 
-def encode_block_format_groups(tree: Any, like: Any = None) -> Any:
+def encode_block_format_groups(tree: Any, encoded_in: Any = None) -> Any:
     """Encode the groups whose format encodes block by block; return all other groups unchanged.
 
-    ``like``: a tree of the same structure; a group is encoded only if it is encoded in ``like``.
+    ``encoded_in``: a tree of the same structure; a group is encoded only if it is encoded in ``encoded_in``.
     """
 
     def encode_groups(node: Sharded, groups: Sequence[int]) -> Sharded:
         rows = zip(node.groups, node.buffers, strict=True)
         return node.with_buffers([encode_values(node.unit, g, b) if g in groups else b for g, b in rows])
 
-    return _map_encoded_groups(encode_groups, tree, like, by_leaf=False)
+    return _map_groups_to_encode(encode_groups, tree, encoded_in, leaf_formats=False)
 
 
-def encode_leaf_format_groups(tree: Any, comm: Comm, like: Any = None) -> Any:
+def encode_leaf_format_groups(tree: Any, comm: Comm, encoded_in: Any = None) -> Any:
     """Encode the groups whose format encodes whole leaves; return all other groups unchanged. All ranks call this function.
 
-    ``like`` is as for :func:`encode_block_format_groups`. Values are encoded in the optimizer's place, and
+    ``encoded_in`` is as for :func:`encode_block_format_groups`. Values are encoded in the optimizer's place, and
     gathered from there to their own place.
 
     Cost: an ``all_reduce`` of the maxima of leaves for each format and each axis that shards optimizer state.
@@ -129,7 +129,7 @@ def encode_leaf_format_groups(tree: Any, comm: Comm, like: Any = None) -> Any:
         for g, values in zip(cut.groups, cut.buffers, strict=True):
             dtypes = unit.groups[g].dtypes
             buffer = values.new_zeros(unit.stored_size(g, cut.place), dtype=torch.uint8)
-            data, scales = gathered_part(unit, g, buffer), scales_in(unit, g, buffer)
+            data, scales = part_to_gather(unit, g, buffer), scales_in(unit, g, buffer)
             parts = starts_and_leaf_parts(unit, g, cut.place, comm.rank, data, scales, values.to(dtypes.main))
             if (key := (dtypes.stored_format, axes)) not in jobs:
                 jobs[key] = f"{new_tree_label_prefix(cut, comm)}scales of {dtypes.stored_format.name}", [], []
@@ -140,7 +140,7 @@ def encode_leaf_format_groups(tree: Any, comm: Comm, like: Any = None) -> Any:
 
     if not any(node.unit.has_leaf_formats for node in units_of(tree)):
         return tree
-    work = _map_encoded_groups(encoded, tree, like, by_leaf=True)
+    work = _map_groups_to_encode(encoded, tree, encoded_in, leaf_formats=True)
     for (form, axes), (label, parts, units) in jobs.items():
         about = [("units", first_few(units)), ("axes", first_few(axes))]
         with reporting_format_errors(comm, label):
@@ -152,7 +152,7 @@ def encode_leaf_format_groups(tree: Any, comm: Comm, like: Any = None) -> Any:
     return map_units(merge_gathered, tree, work)
 
 
-def _map_encoded_groups(fn: Any, tree: Any, like: Any, *, by_leaf: bool) -> Any:
+def _map_groups_to_encode(fn: Any, tree: Any, encoded_in: Any, *, leaf_formats: bool) -> Any:
     """Call ``fn(node, groups)`` on each node, with the groups to encode by leaf or by block, and return the new tree."""
 
     def map_node(node: Any, other: Any = None) -> Any:
@@ -161,11 +161,11 @@ def _map_encoded_groups(fn: Any, tree: Any, like: Any, *, by_leaf: bool) -> Any:
         groups = []
         for i, g in enumerate(node.groups):
             form = node.unit.groups[g].dtypes.format
-            if form is not None and (form.leaf_codec is not None) == by_leaf:
+            if form is not None and (form.leaf_codec is not None) == leaf_formats:
                 groups += [g] * (other is None or is_encoded(node.unit, g, other.raw_buffers[i]))
         return fn(node, groups)
 
-    return map_units(map_node, tree) if like is None else map_units(map_node, tree, like)
+    return map_units(map_node, tree) if encoded_in is None else map_units(map_node, tree, encoded_in)
 
 
 def _max_over_axes_(comm: Comm, axes: Sequence[str], label: str, numbers: torch.Tensor) -> None:

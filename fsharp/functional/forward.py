@@ -7,8 +7,8 @@ import optree
 import torch
 
 from fsharp.errors import TreeError
+from fsharp.functional.comm.checked_units import checked_units_of
 from fsharp.functional.comm.protocol import Comm, engine_of
-from fsharp.functional.comm.units_on_mesh import units_on_mesh_of
 from fsharp.functional.layout.sharded import Sharded, check_not_donated, is_sharded, map_units, units_of
 from fsharp.functional.moves import gather
 from fsharp.functional.release import in_place_change_check, in_place_write_error, release_saved, version_of
@@ -61,7 +61,7 @@ def forward(
     """
     units = (sharded, ties := tuple(ties))
     if not isinstance(sharded, Sharded) or ties:
-        _check_tie_owners_unambiguous([*ties, *units_on_mesh_of("forward()", sharded, comm)])
+        _check_tie_owners_unambiguous([*ties, *checked_units_of("forward()", sharded, comm)])
     elif sharded.is_donated:
         check_not_donated("forward()", [sharded])
     if remat is not False:

@@ -9,14 +9,14 @@ import torch
 
 from fsharp.errors import MeshError, TreeError, problem
 from fsharp.functional.comm.agree import check_on_all_ranks
+from fsharp.functional.comm.checked_units import checked_units_of
 from fsharp.functional.comm.equal_values import check_same_on_ranks
 from fsharp.functional.comm.protocol import Comm, reporting_format_errors
 from fsharp.functional.comm.tree_names import name_new_tree
-from fsharp.functional.comm.units_on_mesh import units_on_mesh_of
 from fsharp.functional.layout.layout import Layout
 from fsharp.functional.layout.sharded import PlaceName, is_sharded, map_units, resolve_place
 from fsharp.functional.layout.slicing import as_user_tree, build_shard, check_tree, shard_for
-from fsharp.functional.layout.text import unit_fields
+from fsharp.functional.layout.text import unit_texts_to_compare
 from fsharp.functional.layout.unit_layout import Leaf, UnitLayout
 from fsharp.functional.moves import gather
 from fsharp.functional.state import TrainState
@@ -56,7 +56,9 @@ def shard(params: Any, layout: Layout, comm: Comm, *, place: PlaceName = "params
         _check_mesh("shard()", layout, comm)
         check_tree(params, layout)
 
-    check_on_all_ranks("shard()", comm, check, lambda _: {**unit_fields(layout.units), "check_values": repr(check_values)})
+    check_on_all_ranks(
+        "shard()", comm, check, lambda _: {**unit_texts_to_compare(layout.units), "check_values": repr(check_values)}
+    )
     if check_values:
         paths, leaves, _ = flatten_with_paths(params)
         varying = {unit.path_in_tree(leaf): unit.strategy.full.varying_axes for unit in layout.units for leaf in unit.leaves}
@@ -93,7 +95,7 @@ def full_tree(tree: Any, *, comm: Comm) -> Any:
             return node
         return whole.replace([new.clone() if new is old else new for old, new in zip(node.buffers, whole.buffers)])
 
-    nodes = units_on_mesh_of("full_tree()", tree, comm)
+    nodes = checked_units_of("full_tree()", tree, comm)
     if isinstance(tree, TrainState) and any(len(node.groups) < len(node.unit.groups) for node in nodes):
         raise TreeError(
             "full_tree(): got a TrainState, whose `main` or `opt` does not have all parameters, expected one of its trees. "
@@ -150,7 +152,7 @@ def init_params(
         rules = initializers if isinstance(initializers, Mapping) else {"**": initializers}
         return value_by_path("init_params()", rules, paths)
 
-    fields = {**unit_fields(layout.units), "key": repr(key)}
+    fields = {**unit_texts_to_compare(layout.units), "key": repr(key)}
     chosen = check_on_all_ranks("init_params()", comm, check, lambda _: fields)
     target = torch.device(device) if device is not None else comm.device
     nodes = []

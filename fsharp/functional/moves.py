@@ -32,6 +32,7 @@ import optree
 import torch
 
 from fsharp.errors import TreeError, problem
+from fsharp.functional.comm.checked_units import checked_units_of
 from fsharp.functional.comm.collectives import (
     all_gather_last,
     all_reduce,
@@ -43,7 +44,6 @@ from fsharp.functional.comm.collectives import (
 from fsharp.functional.comm.protocol import Comm, LabelPrefixComm, engine_of, reporting_format_errors
 from fsharp.functional.comm.residuals import PerRank, ResidualsByAxis, ResidualViews, prepare_residuals
 from fsharp.functional.comm.tree_names import new_tree_label_prefix
-from fsharp.functional.comm.units_on_mesh import units_on_mesh_of
 from fsharp.functional.formats.format import ResidualAndNoise
 from fsharp.functional.layout.placement import Partial, Place, Replicate, Shard
 from fsharp.functional.layout.sharded import (
@@ -55,7 +55,7 @@ from fsharp.functional.layout.sharded import (
     resolve_place,
 )
 from fsharp.functional.layout.stages import padding_in_decoded_sum, reduction_stages
-from fsharp.functional.layout.stored import decode_stored, gathered_part, is_encoded, scales_in
+from fsharp.functional.layout.stored import decode_stored, is_encoded, part_to_gather, scales_in
 from fsharp.functional.layout.unit_layout import UnitLayout
 from fsharp.functional.transforms import (
     is_non_vmap_transform_active,
@@ -91,7 +91,7 @@ def gather(tree: Tree, *, comm: Comm, to: PlaceName = "full") -> Tree:
     differentiate" in ``docs/design_results.md``.
     """
     refuse_proxy_tracing("gather()")
-    units_on_mesh_of("gather()", tree, comm)
+    checked_units_of("gather()", tree, comm)
 
     def gather_node(sharded: Sharded) -> Sharded:
         if not is_sharded(sharded):
@@ -139,7 +139,7 @@ def _buffers_without_scales(node: Sharded) -> Sequence[torch.Tensor]:
     unit, rows = node.unit, zip(node.groups, node.buffers, strict=True)
     if not unit.has_leaf_formats:
         return node.buffers
-    return [gathered_part(unit, g, x) if is_encoded(unit, g, x) else x for g, x in rows]
+    return [part_to_gather(unit, g, x) if is_encoded(unit, g, x) else x for g, x in rows]
 
 
 def _add_scales_or_decode(
@@ -197,7 +197,7 @@ def reduce_scatter(
     Except for NCCL's own reductions, sums are taken in order of rank.
     Gradient: the gradient with respect to ``tree`` is the gradient with respect to the result, moved by :func:`gather`.
     """
-    nodes = units_on_mesh_of("reduce_scatter()", tree, comm)
+    nodes = checked_units_of("reduce_scatter()", tree, comm)
     check_not_encoded("reduce_scatter()", nodes)
     if residuals is not None and is_transform_active():
         raise TreeError("reduce_scatter(): residuals under a torch.func transform: encoding errors are not differentiated.")

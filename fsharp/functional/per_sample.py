@@ -9,8 +9,8 @@ from torch._C import _functorch
 
 from fsharp.errors import LayoutError, LossError, problem
 from fsharp.functional.comm.agree import max_over_ranks
+from fsharp.functional.comm.checked_units import checked_units_of
 from fsharp.functional.comm.protocol import Comm
-from fsharp.functional.comm.units_on_mesh import units_on_mesh_of
 from fsharp.functional.layout.sharded import is_sharded, units_of
 from fsharp.functional.layout.unit_layout import UnitLayout
 from fsharp.functional.loss import Loss, as_loss, check_depends_on_parameters
@@ -65,7 +65,7 @@ def per_sample_norms(
     @api_boundary
     def run(params: Any, batch: Any, *, comm: Comm) -> torch.Tensor:
         check_no_transform_active(_WHERE)
-        nodes = units_on_mesh_of(_WHERE, params, comm)
+        nodes = checked_units_of(_WHERE, params, comm)
         for unit in [node.unit for node in nodes if node.unit.varying_axes]:
             facts = [("unit", unit.display_name), ("varies", ", ".join(unit.varying_axes))]
             remedy = "Use a strategy without varying() for it."

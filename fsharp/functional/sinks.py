@@ -36,7 +36,7 @@ class GradientSinks:
         """Record that the gradients of a node's ``buffers`` go to ``sinks``, one for each trainable group of the node."""
         self._sinks[tuple(map(id, buffers))] = (buffers, sinks)
 
-    def sinks_of_buffers(self, buffers: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+    def sinks_of_node_buffers(self, buffers: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
         """Return the sinks of these very tensors; an empty tuple for other tensors, such as results computed from buffers."""
         return self._sinks.get(tuple(map(id, buffers)), ((), ()))[1]
 

@@ -8,11 +8,11 @@ import torch
 
 from fsharp.errors import TreeError, problem
 from fsharp.functional.comm.agree import check_on_all_ranks
+from fsharp.functional.comm.checked_units import checked_units_of
 from fsharp.functional.comm.equal_values import exact_text
 from fsharp.functional.comm.protocol import Comm, engine_of, reporting_format_errors
 from fsharp.functional.comm.residuals import zero_residuals
 from fsharp.functional.comm.tree_names import copy_tree_names, name_new_tree
-from fsharp.functional.comm.units_on_mesh import units_on_mesh_of
 from fsharp.functional.encoding import add_gathered_differences, encode_differences, encode_params_at_rest
 from fsharp.functional.layout.lent_memory import check_not_lent_to_jax
 from fsharp.functional.layout.sharded import (
@@ -26,7 +26,7 @@ from fsharp.functional.layout.sharded import (
     trainable,
     units_of,
 )
-from fsharp.functional.layout.text import unit_fields
+from fsharp.functional.layout.text import unit_texts_to_compare
 from fsharp.functional.moves import gather, host_buffers_to_device
 from fsharp.functional.optim.base import Transform, apply_transform, as_transform, check_extra_arguments, check_gradients
 from fsharp.torch_compile import uncompiled
@@ -90,14 +90,14 @@ def init_state(tx: Any, sharded: Any, *, comm: Comm, donate: bool = False) -> Tr
     def check() -> list[Sharded]:
         if type(sharded) is TrainState:
             raise TreeError("init_state(): got a TrainState, expected parameters. For fresh optimizer state pass state.params.")
-        nodes = units_on_mesh_of("init_state()", sharded, comm)
+        nodes = checked_units_of("init_state()", sharded, comm)
         for node in nodes:
             _check_initial_parameters(node)
         return nodes
 
     def fields(nodes: list[Sharded]) -> dict[str, str]:
         places = "\n".join(f"{node.name or '(root)'}: {node.place}" for node in nodes)
-        return {**unit_fields([node.unit for node in nodes]), "place": places, "tx": exact_text(tx.config)}
+        return {**unit_texts_to_compare([node.unit for node in nodes]), "place": places, "tx": exact_text(tx.config)}
 
     check_on_all_ranks("init_state()", comm, check, fields)
     start = name_new_tree(sharded if donate else optree.tree_map(torch.clone, sharded), comm)
@@ -161,7 +161,7 @@ def update(tx: Any, grads: Any, state: TrainState, *, comm: Comm, donate: bool =
     """
     tx = as_transform(tx)
     check_extra_arguments(tx, extra)
-    nodes = units_on_mesh_of("update()", grads, comm)
+    nodes = checked_units_of("update()", grads, comm)
     before, mains, states = map(units_of, (state.params, state.main, state.opt))
     kept = [*before, *mains, *states]
     check_not_donated("update()", kept)

@@ -8,16 +8,16 @@ import optree
 import torch
 
 from fsharp.errors import LossError, TreeError
+from fsharp.functional.comm.checked_units import checked_units_of
 from fsharp.functional.comm.protocol import Comm, LabelPrefixComm, engine_of
 from fsharp.functional.comm.residuals import PerRank, ResidualViews, prepare_residuals
 from fsharp.functional.comm.settings_digests import settings_digest
 from fsharp.functional.comm.tree_names import copy_tree_names
-from fsharp.functional.comm.units_on_mesh import units_on_mesh_of
 from fsharp.functional.layout.sharded import Sharded, map_units, units_of
 from fsharp.functional.loss import Loss, as_loss, average, check_depends_on_parameters, split_batch, type_text
 from fsharp.functional.moves import reduce_scatter
 from fsharp.functional.optim.base import as_transform, settings_text
-from fsharp.functional.release import is_plain_strided
+from fsharp.functional.release import is_materialized
 from fsharp.functional.sinks import GradientSinks, take_gradient_buffers, with_sinks
 from fsharp.functional.state import TrainState, update
 from fsharp.functional.transforms import check_no_transform_active
@@ -130,7 +130,7 @@ def _make_grad_fn(loss_fn: LossFn, microbatches: int, *, has_aux: bool, sum_in_p
         check_no_transform_active("value_and_grad()")
         if type(params) is TrainState:
             raise TreeError("value_and_grad(): got a TrainState, expected its parameters: pass state.params.")
-        nodes = units_on_mesh_of("value_and_grad()", params, comm)
+        nodes = checked_units_of("value_and_grad()", params, comm)
         units = [node.unit for node in nodes]
         if comm.device.type != "meta":
             for node in nodes:
@@ -184,7 +184,7 @@ def _keeping_aux(loss_fn: LossFn, kept: list[Any], params: Any) -> LossFn:
     def detach(x: Any) -> Any:
         if not isinstance(x, torch.Tensor):
             return x
-        is_parameter = is_plain_strided(x) and x.numel() and x.untyped_storage().data_ptr() in places
+        is_parameter = is_materialized(x) and x.numel() and x.untyped_storage().data_ptr() in places
         return x.detach().clone() if is_parameter else x.detach()
 
     def fn(params: Any, batch: Any, comm: Comm) -> Any:

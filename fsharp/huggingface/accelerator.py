@@ -41,7 +41,7 @@ def contains_sharded_module(model: nn.Module) -> bool:
     return any(isinstance(each, ShardedModule) for each in model.modules())
 
 
-def take_buffers_of_rank_0(model: ShardedModule) -> None:
+def broadcast_buffers_from_rank_0(model: ShardedModule) -> None:
     """Copy rank 0's buffers, such as statistics of BatchNorm, to all ranks, as DistributedDataParallel does in its forwards.
 
     Along an axis on which a unit varies, such as that of experts, each rank keeps its own buffers of the unit's modules.
@@ -191,7 +191,7 @@ class Accelerator(accelerate.Accelerator):
         if comm is not None:
             root = os.path.join(folder, SHARDED_FOLDER)
             for model in tree["models"]:
-                take_buffers_of_rank_0(model)
+                broadcast_buffers_from_rank_0(model)
             save_and_remove_all_older(root, tree, step=self.step, comm=comm)
         return folder
 

@@ -11,9 +11,9 @@ from fsharp.errors import CheckpointError, problem
 from fsharp.huggingface.accelerator import (
     SHARDED_FOLDER,
     Accelerator,
+    broadcast_buffers_from_rank_0,
     contains_sharded_module,
     save_and_remove_all_older,
-    take_buffers_of_rank_0,
 )
 from fsharp.stateful.modules.module import ShardedModule
 from fsharp.stateful.modules.optim.optimizer import ShardedOptimizer
@@ -107,7 +107,7 @@ class Trainer(transformers.Trainer):
             super()._save_optimizer_and_scheduler(output_dir)
             return
         root = os.path.join(output_dir, SHARDED_FOLDER)
-        take_buffers_of_rank_0(self.model)
+        broadcast_buffers_from_rank_0(self.model)
         save_and_remove_all_older(root, self._model_and_optimizer(), step=self.state.global_step, comm=self.model.comm)
         if self.args.should_save:
             torch.save(self.lr_scheduler.state_dict(), os.path.join(output_dir, _SCHEDULER_FILE))

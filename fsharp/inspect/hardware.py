@@ -23,7 +23,7 @@ from fsharp.inspect.fitting import (
 from fsharp.inspect.hardware_json import fields_from_json, fields_to_json
 from fsharp.inspect.links import Link, PerLink, scaled_by_link, value_of_link
 from fsharp.inspect.presets import EFFICIENCY, GPUS, NETWORK_LATENCY_S, NVLINK_LATENCY_S, RANKS_OF_A_HOST, model_times
-from fsharp.inspect.simulation import BucketCost, Simulation
+from fsharp.inspect.simulation import OpsCost, Simulation
 from fsharp.stateful.schedule.program import UnitFacts
 from fsharp.stateful.schedule.schedule import Op, Schedule, op_positions_by_bucket, sent_nbytes_by_op_and_axis
 from fsharp.stateful.timing.timeline import Timeline
@@ -340,7 +340,7 @@ def compute_times(hardware: Hardware, units: Sequence[str]) -> dict[str, tuple[f
     return {unit: (given[0], given[1], given[-1] if len(given) == 3 else given[0]) for unit, given in times.items()}
 
 
-def _costs_of_all_ops(schedule: Schedule, hardware: Hardware) -> list[BucketCost]:
+def _costs_of_all_ops(schedule: Schedule, hardware: Hardware) -> list[OpsCost]:
     """Return the costs of all ops of a schedule, in order: one for each bucket, and for each op outside of buckets."""
     facts = schedule.program.facts
     times = compute_times(hardware, list(dict.fromkeys(op.unit for op in schedule.ops if op.spec.cost == "compute")))
@@ -358,7 +358,7 @@ def _costs_of_all_ops(schedule: Schedule, hardware: Hardware) -> list[BucketCost
             seconds = times[ops[0].unit][1 if ops[0].phase == "backward" else 2 * (ops[0].use in recomputed)]
         else:
             seconds = 0.0 if run[0] in noops else _bucket_seconds(ops, facts, hardware)
-        result.append(BucketCost(run, seconds, latency_s, hardware.issue_s + issue_s))
+        result.append(OpsCost(run, seconds, latency_s, hardware.issue_s + issue_s))
     return result
 
 

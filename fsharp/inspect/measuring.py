@@ -73,7 +73,7 @@ def measure(
             compute=compute, bandwidth=1.0, update_s=update_s, contention=contention or 0.0, synchronous_host=is_synchronous
         )
         given = {"compute": compute, "update_s": update_s, "contention": contention, "steps": steps}
-        return {name: _argument_text(value) for name, value in given.items()}
+        return {name: _text_to_compare(value) for name, value in given.items()}
 
     check_on_all_ranks("measure()", comm, check_arguments, lambda given: given)
     if contention is None:
@@ -119,14 +119,14 @@ def _layer(weight: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     return torch.tanh(x[:, : len(weight)] @ weight).square().mean()
 
 
-def _argument_text(value: Any) -> str:
+def _text_to_compare(value: Any) -> str:
     """Return an argument as text for comparison between ranks. All functions have the same text."""
     if callable(value):
         return "a function"
     if isinstance(value, Mapping):
-        return "\n".join(f"{pattern}: {_argument_text(each)}" for pattern, each in value.items())
+        return "\n".join(f"{pattern}: {_text_to_compare(each)}" for pattern, each in value.items())
     if isinstance(value, tuple | list):
-        return ", ".join(map(_argument_text, value))
+        return ", ".join(map(_text_to_compare, value))
     return "None" if value is None else repr(float(value))
 
 

@@ -29,17 +29,17 @@ _OVER_AT_START = 0.0, 0.0
 """Start and end of an op of the previous step that was not handed on: both are over when the step begins."""
 
 
-class BucketCost(NamedTuple):
+class OpsCost(NamedTuple):
     """Seconds that the ops of one bucket, or one op outside of buckets, take on a machine.
 
     Attributes:
-        run: positions of the ops.
+        positions: positions of the ops.
         seconds: seconds of the ops on their stream, if no other stream works.
         latency_s: the part of ``seconds`` that may pass while earlier collectives are under way.
         issue_s: seconds that the host takes to issue the collective, if the ops send.
     """
 
-    run: Sequence[int]
+    positions: Sequence[int]
     seconds: float
     latency_s: float
     issue_s: float
@@ -56,7 +56,7 @@ class Simulation:
     """
 
     def __init__(
-        self, schedule: Schedule, costs: Sequence[BucketCost], *, synchronous_host: bool, speeds: tuple[float, float]
+        self, schedule: Schedule, costs: Sequence[OpsCost], *, synchronous_host: bool, speeds: tuple[float, float]
     ) -> None:
         self.ops, self.schedule, self.costs = schedule.ops, schedule, costs
         self.is_synchronous = synchronous_host
@@ -72,7 +72,7 @@ class Simulation:
         for _ in range(_MAX_STEPS):
             self._begin_step(carried)
             for cost in self.costs:
-                self._run_bucket(cost)
+                self._run_ops_of_cost(cost)
             timeline, handed_on = self._end_step()
             before = {j: carried.get(j, _OVER_AT_START) for j in handed_on}
             if all(math.isclose(handed_on[j][1], before[j][1], abs_tol=1e-12 * timeline.step_s) for j in handed_on):
@@ -91,7 +91,7 @@ class Simulation:
         self.in_flight = list[int]()  # ops beside the host, which the host may slow down
         self.spans = list[TimeSpan]()  # waits of the compute stream so far
 
-    def _run_bucket(self, cost: BucketCost) -> None:
+    def _run_ops_of_cost(self, cost: OpsCost) -> None:
         """Run the ops of a bucket, or one op, next in their stream."""
         run, seconds, latency_s, issue_s = cost
         free, queue, sends = self.free, self.queues[run[0]], self.ops[run[0]].spec.cost == "send"

@@ -282,13 +282,13 @@ class Choice:
         names = (first.layout, f"{first.policy}, {text}" if text else first.policy, first.remat)
         return replace(self, policy=policy)._with_new_prediction(names)
 
-    def _with_new_prediction(self, names: tuple[str, str, str]) -> "Choice":
+    def _with_new_prediction(self, row_names: tuple[str, str, str]) -> "Choice":
         """Return this choice with a new prediction of its layout and policy as the chosen candidate, under these names."""
-        first = self._arguments.predict_candidate(self.layout, self.policy, names)
+        first = self._arguments.predict_candidate(self.layout, self.policy, row_names)
         if first.peak_nbytes > self.budget:
             what = f"the candidate takes {nbytes_text(first.peak_nbytes)}, and the budget is {nbytes_text(self.budget)}."
             raise ScheduleError(problem("Choice", what, [("candidate", f"{first.layout}, {first.policy}")]))
-        rest = [x for x in self.candidates if (x.layout, x.policy, x.remat) != names]
+        rest = [x for x in self.candidates if (x.layout, x.policy, x.remat) != row_names]
         rows = (first, *(replace(x, lost=_why_lost(x, first, self.budget)) for x in rest))
         return replace(self, name=first.layout, remat=self._arguments.remat, candidates=rows)
 

@@ -139,7 +139,7 @@ def costs_of_calls(calls: Sequence[UnitCall], source: str) -> Costs:
             seconds.setdefault(name or ROOT, []).append(spent if is_last else (0.0, 0.0, 0.0))
 
     def kept_by_call(call: UnitCall) -> KeptBytes:
-        return KeptBytes(call.use, call.kept_nbytes, call.input_nbytes, tuple(map(kept_by_call, call.inner)))
+        return KeptBytes(call.planned_use, call.kept_nbytes, call.input_nbytes, tuple(map(kept_by_call, call.inner)))
 
     measured = any(not math.isnan(call.forward_s) for call in every)
     return Costs(

@@ -159,7 +159,7 @@ class TuneRequest:
         for (units, patterns), (form, precision) in product(choices.items(), formats.items()):
             cost_key = units, form
             alone = one_rank_trial_layout(model, meshes[0], patterns, precision)
-            order = self.order or self._use_order_without_trial(model, alone, patterns)
+            order = self.order or self._assumed_unit_order(model, alone, patterns)
             if has_trial:
                 calls[cost_key] = self._run_trial(model, alone, patterns)
                 used = {name for call in walk_nested_uses(calls[cost_key]) for name in call.units}
@@ -216,7 +216,7 @@ class TuneRequest:
         is_derived = not isinstance(self.hardware, Hardware) or self.device is not None
         return found if is_derived and self.activations is None else dict(list(found.items())[:1])
 
-    def _use_order_without_trial(self, model: Model, alone: Layout, patterns: UnitPatterns) -> Sequence[str | Use]:
+    def _assumed_unit_order(self, model: Model, alone: Layout, patterns: UnitPatterns) -> Sequence[str | Use]:
         if model.module is None:
             return units_in_dict_order(model.tree, alone)
         return uses_of_modules(alone, self._units_by_module(model.module, alone, patterns))
@@ -323,7 +323,7 @@ class TuneRequest:
     def argument_texts_to_compare(self, to_try: LayoutsToTry) -> dict[str, str]:
         """Return the arguments as texts. The texts of two ranks are equal if the arguments are equal."""
         settings = ("budget", "policies", "remat", "microbatches", "optimizer_buffers", "backend", "tolerance", "effort")
-        texts = {name: _argument_text(getattr(self, name)) for name in settings}
+        texts = {name: _text_to_compare(getattr(self, name)) for name in settings}
         texts["device"] = "" if self.measured_on is None else self.measured_on.type
         leaves = [(unit.name, leaf) for unit in to_try.options[0].layout.units for leaf in unit.leaves]
         texts["model"] = "\n".join(f"{'.'.join(filter(None, (name, leaf.path)))}: {tensor_text(leaf)}" for name, leaf in leaves)
@@ -343,7 +343,7 @@ class TuneRequest:
         return {"hardware": "\n".join(f"{name}: {_hardware_text(*each)}" for name, each in machines.items())}
 
 
-def _argument_text(value: Any) -> str:
+def _text_to_compare(value: Any) -> str:
     return "\n".join(f"{name}: {each}" for name, each in value.items()) if isinstance(value, Mapping) else repr(value)
 
 

@@ -40,7 +40,7 @@ class UnitCall:
 
     Attributes:
         units: names of the units that the call uses; units that own tied leaves come before units that share them.
-        run: the called function, which takes ``operands`` or other tensors.
+        fn: the called function, which takes ``operands`` or other tensors.
         operands: parameters and arguments, with tensors on the meta device.
         ties: those of ``units`` of which the call uses only leaves that are tied to its other units.
         inner: the calls inside of this call.
@@ -56,7 +56,7 @@ class UnitCall:
     """
 
     units: tuple[str, ...]
-    run: Callable[..., Any]
+    fn: Callable[..., Any]
     operands: Any
     ties: tuple[str, ...] = ()
     inner: list["UnitCall"] = field(default_factory=list)
@@ -70,9 +70,9 @@ class UnitCall:
     recompute_s: float = float("nan")
 
     @property
-    def use(self) -> Use:
+    def planned_use(self) -> Use:
         """The use for :func:`~fsharp.schedules.plan_step`."""
-        return Use(self.units, tuple(each.use for each in self.inner), self.has_backward, self.ties)
+        return Use(self.units, tuple(each.planned_use for each in self.inner), self.has_backward, self.ties)
 
     def set_has_backward(self, results: Any) -> None:
         """Record whether a backward reaches the call: not if no tensor in its results requires a gradient."""
@@ -251,8 +251,8 @@ def record_calls_of_module(
     with _explain_errors("on meta tensors", _READS_VALUES_REMEDY), recorder.recording():
         skeleton(*args, **kwargs)
     for call in walk_nested_uses(recorder.calls):
-        call.run.args[0]._forward_hooks.clear()  # type: ignore[attr-defined]
-        call.run.args[0]._forward_pre_hooks.clear()  # type: ignore[attr-defined]
+        call.fn.args[0]._forward_hooks.clear()  # type: ignore[attr-defined]
+        call.fn.args[0]._forward_pre_hooks.clear()  # type: ignore[attr-defined]
     return recorder.calls
 
 
@@ -272,10 +272,10 @@ def measure_calls(calls: Sequence[UnitCall], device: torch.device, *, remat: boo
         what = f"of unit {alike[0].units[-1] or ROOT!r} on {device}"
         with _explain_errors(what, _HOLDS_TENSORS_REMEDY), torch.random.fork_rng(generators):
             kept = {known: _kept_nbytes(call, device) for known, call in {each.known_inputs: each for each in alike}.items()}
-            forward_s, backward_s = _median_forward_backward_s(alike[0], alike[0].run, device)
+            forward_s, backward_s = _median_forward_backward_s(alike[0], alike[0].fn, device)
             recompute_s = forward_s
             if remat:
-                recomputed = partial(checkpoint, alike[0].run, use_reentrant=False)
+                recomputed = partial(checkpoint, alike[0].fn, use_reentrant=False)
                 recompute_s = max(sum(_median_forward_backward_s(alike[0], recomputed, device)) - forward_s - backward_s, 0.0)
         for call in alike:
             call.set_measured(forward_s, backward_s, recompute_s, kept_nbytes=kept[call.known_inputs])
@@ -286,9 +286,9 @@ def _kept_nbytes(call: UnitCall, device: torch.device) -> int:
     params, args, kwargs = _materialize(call, device)
     known = [x for x, is_known in zip(_tensor_leaves((args, kwargs)), call.known_inputs, strict=True) if is_known]
     recorder = _CallRecorder([*_tensor_leaves(params), *known])
-    recorder._open.append(kept := UnitCall((), call.run, ()))
+    recorder._open.append(kept := UnitCall((), call.fn, ()))
     with saved_tensors_hooks(recorder._count_kept, lambda x: x):
-        call.run(params, *args, **kwargs)
+        call.fn(params, *args, **kwargs)
     return kept.kept_nbytes
 
 
@@ -332,7 +332,7 @@ def _synchronize(device: torch.device) -> None:
 
 def _kind_of_unit_call(call: UnitCall) -> Any:
     """Return the kind of a call: equal for calls of one function or module class on operands of equal shapes."""
-    run = call.run
+    run = call.fn
     if isinstance(run, partial) and run.func is _call_module:
         what: Any = type(run.args[0])
     else:

@@ -70,7 +70,7 @@ function drawSummary() {
   if (start) parts.push(`${start[2].mesh} on ${start[2].device}`);
   if (data.starts.length > 1) parts.push(`started ${data.starts.length} times`);
   if (data.saved.length) parts.push(`newest checkpoint after ${data.saved[data.saved.length - 1]} steps`);
-  if (data.num_cut) parts.push(`${data.num_cut} line${data.num_cut > 1 ? "s" : ""} of the log could not be read`);
+  if (data.num_unreadable) parts.push(`${data.num_unreadable} line${data.num_unreadable > 1 ? "s" : ""} of the log could not be read`);
   byId("summary").textContent = parts.join(" · ");
 }
 

@@ -74,7 +74,7 @@ def page_data(log: RunLog, title: str) -> dict[str, Any]:
         "waiting": WAITING,
         "compared": predicted_vs_measured_rows(log.timelines),
         "layout": log.layout,
-        "num_cut": log.num_cut,
+        "num_unreadable": log.num_unreadable,
         "last": [max(log.times), log.times[max(log.times)]] if log.times else None,
     }
 

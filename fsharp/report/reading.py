@@ -30,7 +30,7 @@ class RunLog:
         own_s: seconds of each rank, without waits for other ranks, by step.
         timelines: the newest timelines, by name.
         layout: the newest layout.
-        num_cut: number of lines that could not be read. A killed process may leave one, which is cut off.
+        num_unreadable: number of lines that could not be read. A killed process may leave one, which is cut off.
     """
 
     series: dict[str, dict[int, float]] = field(default_factory=dict)
@@ -41,10 +41,10 @@ class RunLog:
     own_s: dict[int, list[float]] = field(default_factory=dict)
     timelines: dict[str, dict[str, Any]] = field(default_factory=dict)
     layout: dict[str, Any] | None = None
-    num_cut: int = 0
+    num_unreadable: int = 0
 
     def add_line(self, line: bytes) -> None:
-        """Add a line of the log's file. A line that cannot be read, such as one that a kill has cut off, counts in ``num_cut``.
+        """Add a line of the log. A line that cannot be read, such as one that a kill cut off, counts in ``num_unreadable``.
 
         A line about a start of the run first removes the values from its step on, as the run makes these steps again.
         """
@@ -55,7 +55,7 @@ class RunLog:
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
             is_valid = False
         if not is_valid:
-            self.num_cut += 1
+            self.num_unreadable += 1
             return
         if isinstance(row.get("start"), dict):
             self._remove_steps_from(step)

@@ -45,9 +45,9 @@ def reported_failures(comm: Comm, where: Callable[[], str]) -> Iterator[None]:
         yield
         return
     earlier = sys.excepthook
-    if isinstance(earlier, _ReportingExcepthook) and earlier.error is not None:
+    if isinstance(earlier, _OneTracebackExcepthook) and earlier.error is not None:
         earlier.remove()  # the program has handled the earlier error, and goes on
-    hook = _ReportingExcepthook(found, sys.excepthook)
+    hook = _OneTracebackExcepthook(found, sys.excepthook)
     sys.excepthook = hook
     try:
         yield
@@ -62,7 +62,7 @@ def reported_failures(comm: Comm, where: Callable[[], str]) -> Iterator[None]:
     hook.remove()
 
 
-class _ReportingExcepthook:
+class _OneTracebackExcepthook:
     """The excepthook of a rank: it prints the error, with a traceback if no other rank has failed before."""
 
     def __init__(self, comm: ProcessGroupComm, before: Callable[..., None]) -> None:

@@ -209,14 +209,14 @@ def _failures_in_order(folder: Path, failures: Mapping[int, Any]) -> list[tuple[
     return [*own, *(each for each in silent if each not in by_agent), *heard, *by_agent]
 
 
-def run_rank(folder: str, launcher: int, *, prints_error: bool = False) -> None:
+def run_rank(folder: str, launcher_pid: int, *, prints_error: bool = False) -> None:
     """Call the function that :func:`launch` has stored in a folder, and store its result or error in the folder.
 
-    ``launcher``: id of the process that called :func:`launch`. This process ends soon after the launcher. ``prints_error``:
+    ``launcher_pid``: id of the process that called :func:`launch`. This process ends soon after the launcher. ``prints_error``:
     print the traceback of this rank's own error, or one line for an error of another rank. Otherwise only the error of the
     launcher has these texts.
     """
-    threading.Thread(target=_exit_after_launcher, args=(folder, launcher), daemon=True).start()
+    threading.Thread(target=_exit_after_launcher, args=(folder, launcher_pid), daemon=True).start()
     rank, process = os.environ["RANK"], os.getpid()
     try:
         with Path(folder, "call").open("rb") as call:
@@ -256,21 +256,21 @@ def _pickled(what: str, value: Any) -> bytes:
 
 
 @api_boundary
-def _run_rank_from_stdin(folder: str, launcher: int) -> None:
+def _run_rank_from_stdin(folder: str, launcher_pid: int) -> None:
     """Wait for the environment of a rank on standard input, and run this rank by :func:`run_rank`. For a spare process."""
     if environment := sys.stdin.read():
         os.environ.update(json.loads(environment))
-        run_rank(folder, launcher, prints_error=True)  # the launcher goes on
+        run_rank(folder, launcher_pid, prints_error=True)  # the launcher goes on
 
 
-def _exit_after_launcher(folder: str, launcher: int) -> None:
+def _exit_after_launcher(folder: str, launcher_pid: int) -> None:
     """End this process soon after the launcher has ended, and remove the launcher's ``folder``.
 
     Otherwise, if the user starts the program again, this process and the new ones would write checkpoints at the same time.
-    ``launcher``: process id, which the launcher itself has passed. The launcher may have ended before this process asks for its
-    parent.
+    ``launcher_pid``: process id, which the launcher itself has passed. The launcher may have ended before this process asks for
+    its parent.
     """
-    while os.getppid() == launcher:
+    while os.getppid() == launcher_pid:
         time.sleep(1.0)
     with suppress(OSError):  # whoever read this process's output may have ended as well
         print("launch(): the process that started the ranks has ended, so this rank ends as well.", file=sys.stderr, flush=True)

@@ -335,7 +335,7 @@ class Run:
         self._record.warn(self.step, f"after {self.step} steps: {why}")
         self.step, self.total, self._phase = 0, total, "between steps"
         self._skipped_steps.restore([])
-        self._checkpoints.begin_job_generation()
+        self._checkpoints.reset_after_rank_restart()
 
     def _steps(self) -> Iterator[int]:
         if self._phase == "new":

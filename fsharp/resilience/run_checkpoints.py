@@ -135,7 +135,7 @@ class RunCheckpoints:
         self.saved = self._loaded = found.step if os.path.dirname(found.path) == self.root else -1
         return found, loaded
 
-    def begin_job_generation(self) -> None:
+    def reset_after_rank_restart(self) -> None:
         """Reset ``saved`` and ``newest`` to -1, as in a new process. The caller then loads the newest checkpoint."""
         self.saved = self.newest = self._loaded = -1
 

@@ -107,12 +107,12 @@ def assert_equivalent(
     first: dict[Any, str] = {}
     for name, (mesh, strategy) in runs.items():
         _assert_equal_leaves("unsharded", single, name, results[name], tolerance)
-        other = first.setdefault((mesh.axes, _summation_order_key(mesh, strategy, microbatches)), name)
+        other = first.setdefault((mesh.axes, _summation_order_on_mesh(mesh, strategy, microbatches)), name)
         _assert_equal_leaves(other, results[other], name, results[name], None)
     return results
 
 
-def _summation_order_key(mesh: Mesh, strategy: Strategy, microbatches: int) -> Any:
+def _summation_order_on_mesh(mesh: Mesh, strategy: Strategy, microbatches: int) -> Any:
     """Return a key that two strategies share if, on ``mesh``, they add gradients in the same order."""
     if microbatches == 1 and len(mesh.axes) == 1:
         return None

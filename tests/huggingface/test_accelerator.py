@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader
 
 import fsharp as fs
 from fsharp.errors import AgreementError, CheckpointError, OptionError
-from fsharp.huggingface.accelerator import Accelerator, take_buffers_of_rank_0
+from fsharp.huggingface.accelerator import Accelerator, broadcast_buffers_from_rank_0
 from fsharp.testing import processes, simulate
 
 STRATEGIES = {"zero3": fs.zero3("dp"), "zero2": fs.zero2("dp"), "ddp": fs.ddp("dp")}
@@ -234,7 +234,7 @@ def test_buffers_of_experts_stay_those_of_each_rank():
         model = fs.shard_module(module, mesh=comm, strategy=strategy, units=["dense", "experts"])
         for each in module.values():
             each.running_mean.fill_(comm.rank)
-        take_buffers_of_rank_0(model)
+        broadcast_buffers_from_rank_0(model)
         return [each.running_mean[0].item() for each in module.values()]
 
     assert simulate(fs.Mesh({"dp": 2, "ep": 2}), rank_fn) == [[0, 0], [0, 1], [0, 0], [0, 1]]

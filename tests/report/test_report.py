@@ -50,7 +50,7 @@ def test_steps_that_are_made_again_count_once(run_dir):
     log = read_log(run_dir)
     assert log.series["loss"] == {0: 10.0, 1: 9.0, 2: 8.0, 3: 7.0, 4: 5.0, 5: 6.0}
     assert log.series["norms/head"] == {4: 3.0, 5: 3.0}
-    assert (log.num_cut, log.saved, len(log.starts), sorted(log.own_s)) == (1, [4], 2, [0, 1, 2, 3])
+    assert (log.num_unreadable, log.saved, len(log.starts), sorted(log.own_s)) == (1, [4], 2, [0, 1, 2, 3])
     assert sorted(log.timelines) == ["measured", "predicted"]
 
 

@@ -357,7 +357,7 @@ def test_a_module_returns_to_the_number_of_the_step_with_which_a_new_process_beg
     model(torch.ones(2, 3)).sum().backward()
     optimizer.step()
     model.train_state = model.train_state._replace(step=9)
-    session_of_module(model).step._begin_job_generation()
+    session_of_module(model).step._reset_after_rank_restart()
     assert model.train_state.step == first
 
 

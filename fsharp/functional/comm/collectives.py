@@ -170,7 +170,7 @@ def reduce_scatter_encoded(
         rows = _split_last_dim(x, n)
         part = rows[0].numel()
         sizes = [wire.size(part)] * n
-        stored = wire.store_summand(rows.reshape(-1), part, residual_and_noise.residual, facts, residual_and_noise.noise)
+        stored = wire.store_summand(rows.reshape(-1), part, residual_and_noise.residual, facts, residual_and_noise.noise_fn)
         received = comm.all_to_all(stored, sizes, sizes, axis=axis)
         total = wire.sum(received, part, x.dtype, facts).view(rows.shape[1:])
         for run in padding:

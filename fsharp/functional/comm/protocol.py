@@ -348,9 +348,9 @@ class CountingComm(DelegatingComm, _InnerCommMixin):
             self.count_call(op, axis, -(-x.numel() // parts) * x.itemsize)
         return self.inner, label
 
-    def count_call(self, op: str, axis: str, nbytes: int) -> None:
-        """Count a collective; ``nbytes`` is as in :func:`sent_nbytes`. Safe to call in several threads."""
-        self._add_call(Call(op, axis, sent_nbytes(op, nbytes, self.mesh.axis_size(axis))))
+    def count_call(self, op: str, axis: str, part_nbytes: int) -> None:
+        """Count a collective; ``part_nbytes`` is as in :func:`sent_nbytes`. Safe to call in several threads."""
+        self._add_call(Call(op, axis, sent_nbytes(op, part_nbytes, self.mesh.axis_size(axis))))
 
     def _add_call(self, call: Call) -> None:
         with _count_lock:

@@ -113,8 +113,8 @@ def _residual_views(
         by_axis = found.setdefault(g, {})
         for number, stage in enumerate(encoded_stages(unit, g)):
             run = unit.local_start(g, stage.place, rank), stage.size
-            noise = make_noise_fn("gradient", step, number, leaf_spans_in_run(unit, g, *run, rank))
-            by_axis[stage.axis] = by_axis.get(stage.axis, ResidualAndNoise())._replace(noise=noise)
+            noise_fn = make_noise_fn("gradient", step, number, leaf_spans_in_run(unit, g, *run, rank))
+            by_axis[stage.axis] = by_axis.get(stage.axis, ResidualAndNoise())._replace(noise_fn=noise_fn)
     return found  # type: ignore[return-value]
 
 

@@ -56,11 +56,11 @@ class ResidualAndNoise(NamedTuple):
 
     Attributes:
         residual: encoding errors of earlier gradients, 1-D, to add and to overwrite; None adds nothing.
-        noise: function that makes the random numbers of stochastic rounding; None without stochastic rounding.
+        noise_fn: function that makes the random numbers of stochastic rounding; None without stochastic rounding.
     """
 
     residual: torch.Tensor | None = None
-    noise: NoiseFn | None = None
+    noise_fn: NoiseFn | None = None
 
 
 @options_checked
@@ -227,13 +227,13 @@ class Format:
 
     @api_boundary
     def store(
-        self, values: torch.Tensor, part_size: int, facts: ErrorFacts = tuple, noise: NoiseFn | None = None
+        self, values: torch.Tensor, part_size: int, facts: ErrorFacts = tuple, noise_fn: NoiseFn | None = None
     ) -> torch.Tensor:
         """Encode 1-D ``values``, in parts of ``part_size`` values, and return the stored buffer. ``facts`` are for errors.
 
         Raises:
             FormatError: ``encode`` raises an error, or returns planes that do not match the format; the format rounds
-                stochastically, and ``noise`` is None.
+                stochastically, and ``noise_fn`` is None.
         """
         if self.is_plain:
             return values.to(self.stored_dtype)
@@ -241,12 +241,12 @@ class Format:
         stored = values.new_zeros((num_parts, self.size(part_size)), dtype=torch.uint8)
         if not stored.numel():
             return stored.view(-1)
-        if self.seed is not None and noise is None:
+        if self.seed is not None and noise_fn is None:
             text = (
                 "rounds stochastically, and no step says with which random numbers: pass step=state.step to value_and_grad's "
             )
             raise self._format_error(f"{text}function and to reduce_scatter(). Transforms of torch.func have no step.", facts)
-        uniform = [] if self.seed is None or noise is None else [noise(self.seed, values.numel(), values.device)]
+        uniform = [] if self.seed is None or noise_fn is None else [noise_fn(self.seed, values.numel(), values.device)]
         planes = self._call_codec("encode", lambda: self.encode(values, *uniform), facts)
         expected = [(plane.dtype, (values.numel() // self.block * plane.per_block,)) for plane in self.planes]
         if (found := _dtypes_and_shapes(planes)) != expected:
@@ -283,7 +283,7 @@ class Format:
         part_size: int,
         residual: torch.Tensor | None = None,
         facts: ErrorFacts = tuple,
-        noise: NoiseFn | None = None,
+        noise_fn: NoiseFn | None = None,
     ) -> torch.Tensor:
         """Encode a gradient plus its residual, and return the stored buffer. The encoding error becomes the new residual.
 
@@ -297,17 +297,17 @@ class Format:
             residual: encoding errors of earlier gradients, 1-D, for the first ``len(residual)`` values; overwritten. None adds
                 nothing.
             facts: facts for errors, as for :meth:`store`.
-            noise: random numbers for stochastic rounding, as for :meth:`store`.
+            noise_fn: random numbers for stochastic rounding, as for :meth:`store`.
 
         Raises:
             FormatError: as :meth:`store` and :meth:`load`. The residual is then unchanged.
         """
         if residual is None:
-            return self.store(values, part_size, facts, noise)
+            return self.store(values, part_size, facts, noise_fn)
         has_gradient = values.count_nonzero() > 0  # a tensor on the device, for which the host does not wait
         total = values.clone()
         total[: len(residual)].addcmul_(residual, has_gradient.to(residual.dtype))
-        stored = self.store(total, part_size, facts, noise)
+        stored = self.store(total, part_size, facts, noise_fn)
         lost = total.sub_(self.load(stored, part_size, total.dtype, facts))[: len(residual)]
         residual.mul_(has_gradient.logical_not()).add_(lost.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0))
         return stored

@@ -12,7 +12,7 @@ from fsharp.errors import LayoutError, problem
 from fsharp.functional.layout.mesh import Mesh
 from fsharp.functional.layout.serial import layout_from_json, layout_to_json
 from fsharp.functional.layout.stages import residual_sizes
-from fsharp.functional.layout.text import align_columns, nbytes_text, table_html, units_rows
+from fsharp.functional.layout.text import align_columns, nbytes_text, table_html, unit_table_rows
 from fsharp.functional.layout.unit_layout import UnitLayout
 from fsharp.functional.tree.paths import innermost_prefix
 from fsharp.tracebacks import api_boundary
@@ -109,10 +109,10 @@ class Layout:
 
     def _repr_html_(self) -> str:
         title = f"{self.num_params:,} parameters on {self.mesh}; at rest on a rank {nbytes_text(self.nbytes('params'))} of them"
-        return table_html(title, units_rows(self.units), right={1, 3, 4, 6})
+        return table_html(title, unit_table_rows(self.units), right={1, 3, 4, 6})
 
     def __str__(self) -> str:
-        lines = align_columns(units_rows(self.units), lines_above=[1])
+        lines = align_columns(unit_table_rows(self.units), lines_above=[1])
         waste = 100 * self.num_padding / max(1, self.num_params + self.num_padding)
         kinds = ("params", "grads", "main", "residuals") if self.nbytes("residuals") else ("params", "grads", "main")
         at_rest = ", ".join(f"{kind} {nbytes_text(self.nbytes(kind))}" for kind in kinds)

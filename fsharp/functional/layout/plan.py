@@ -175,13 +175,13 @@ def _precision_by_path(precision: Precisions, paths: Sequence[str]) -> dict[str,
     for each in {id(each): each for each in found.values()}.values():
         for form in each.formats:
             other = by_name.setdefault(form.name, form)
-            codes = [(_code_of(x.encode), _code_of(x.decode)) for x in (form, other)]
+            codes = [(_function_code_key(x.encode), _function_code_key(x.decode)) for x in (form, other)]
             if codes[0] != codes[1]:
                 raise LayoutError(f"plan(): two formats with different functions have the name {form.name!r}. Rename one.")
     return found
 
 
-def _code_of(fn: Any) -> Any:
+def _function_code_key(fn: Any) -> Any:
     """Return what a copy of a function, from another process, has in common with it."""
     return getattr(fn, "__code__", fn)
 
@@ -226,7 +226,7 @@ def _is_strategy_or_spec(node: Any) -> bool:
     return isinstance(node, Strategy) or hasattr(node, "partitions")
 
 
-def _rules_by_path_or_pattern(rules: Any) -> Any:
+def _flatten_rule_tree(rules: Any) -> Any:
     """Return rules by key path for a tree of rules; return one rule, or rules by pattern, which is a str, unchanged."""
     paths, found, _ = optree.tree_flatten_with_path(rules, is_leaf=_is_strategy_or_spec)
     for rule in found or [rules]:
@@ -245,7 +245,7 @@ def _leaf_specs_and_unit_strategies(
     rules: Any, mesh: Mesh, paths: Sequence[str], leaves: Sequence[torch.Tensor], unit_of: Mapping[str, str]
 ) -> tuple[dict[str, P], dict[str, Strategy]]:
     """Return the partition specs by leaf, for leaves that have one, and the strategy of each unit."""
-    rules = _rules_by_path_or_pattern(rules)
+    rules = _flatten_rule_tree(rules)
     rule_of: dict[str, Any] = value_by_path("plan(strategy=...)", rules, paths)
     specs: dict[str, P] = {}
     chosen_by: dict[str, tuple[str, Strategy]] = {}

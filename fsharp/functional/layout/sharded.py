@@ -160,7 +160,7 @@ class Sharded:
     @property
     def sinks(self) -> tuple[torch.Tensor, ...]:
         """Tensors that collect gradients of the buffers, one for each trainable group; empty outside of a loss."""
-        return () if self.ledger is None else self.ledger.sinks_of_buffers(self.raw_buffers)
+        return () if self.ledger is None else self.ledger.sinks_of_node_buffers(self.raw_buffers)
 
     @property
     def name(self) -> str:

@@ -22,7 +22,7 @@ from fsharp.functional.layout.sharded import (
     resolve_place,
     units_of,
 )
-from fsharp.functional.layout.stored import encode_values, gathered_part, is_encoded, scales_in
+from fsharp.functional.layout.stored import encode_values, is_encoded, part_to_gather, scales_in
 from fsharp.functional.layout.unit_layout import Leaf, UnitLayout
 from fsharp.functional.tree.paths import flatten_with_paths
 from fsharp.functional.tree.units import cut_into_units
@@ -143,7 +143,7 @@ def _join(unit: UnitLayout, group: int, buffers: list[torch.Tensor]) -> torch.Te
     """Return the full buffer of a group from the buffers of ranks, each of which may end with the scales of whole leaves."""
     if not unit.scales_nbytes[group] or not is_encoded(unit, group, buffers[0]):
         return torch.cat(buffers, dim=-1)
-    return torch.cat([*(gathered_part(unit, group, b) for b in buffers), scales_in(unit, group, buffers[0])])
+    return torch.cat([*(part_to_gather(unit, group, b) for b in buffers), scales_in(unit, group, buffers[0])])
 
 
 def as_user_tree(full: Any) -> Any:

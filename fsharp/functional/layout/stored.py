@@ -77,7 +77,7 @@ def decode_stored(
     return out
 
 
-def gathered_part(unit: UnitLayout, group: int, stored: torch.Tensor) -> torch.Tensor:
+def part_to_gather(unit: UnitLayout, group: int, stored: torch.Tensor) -> torch.Tensor:
     """Return the part of a stored buffer that a gather sends."""
     scales = unit.scales_nbytes[group]
     return stored[..., : stored.shape[-1] - scales] if scales else stored

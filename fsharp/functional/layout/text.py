@@ -10,7 +10,7 @@ from fsharp.functional.formats.format import dtype_name
 from fsharp.functional.layout.unit_layout import Group, Leaf, UnitLayout
 
 
-def unit_fields(units: Sequence[UnitLayout]) -> dict[str, str]:
+def unit_texts_to_compare(units: Sequence[UnitLayout]) -> dict[str, str]:
     """Return properties of units, such as shapes and atoms, as texts by name of the property, for ranks to compare.
 
     A text has a line for each leaf or unit. So an error can show the lines that differ between ranks.
@@ -37,7 +37,7 @@ def unit_fields(units: Sequence[UnitLayout]) -> dict[str, str]:
     }
 
 
-def units_rows(units: Sequence[UnitLayout]) -> list[tuple[str, ...]]:
+def unit_table_rows(units: Sequence[UnitLayout]) -> list[tuple[str, ...]]:
     """Return head and rows of a table of units. Consecutive units that differ only in a number in their names share a row."""
     rows: list[tuple[str, ...]] = [("unit", "leaves", "buffers", "elements", "padding", "strategy P/G/O", "params/rank")]
     for name, alike in runs_of_alike_units(units):

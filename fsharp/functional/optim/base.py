@@ -143,11 +143,11 @@ def _with_clones_of_parameters(state: Any, params: Any) -> Any:
 
     All nodes of the tree are new, so that a donation of an older state, from which ``state`` has nodes, does not mark them.
     """
-    own = {_memory_of(x) for x in optree.tree_leaves(params)}
-    return optree.tree_map(lambda x: x.clone() if _memory_of(x) in own else x, state)
+    own = {_storage_id(x) for x in optree.tree_leaves(params)}
+    return optree.tree_map(lambda x: x.clone() if _storage_id(x) in own else x, state)
 
 
-def _memory_of(x: Any) -> int:
+def _storage_id(x: Any) -> int:
     """Return a number that is equal for tensors of one storage; for other objects, and inside of ``torch.func``, the id."""
     has_storage = isinstance(x, torch.Tensor) and x.layout is torch.strided and not _functorch.is_functorch_wrapped_tensor(x)
     return x.untyped_storage()._cdata if has_storage else id(x)

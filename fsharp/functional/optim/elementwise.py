@@ -148,7 +148,7 @@ def adamw(
                 beta1=b1, beta2=b2, weight_decay=decay, eps=eps, amsgrad=False, maximize=False,
             )  # fmt: skip
 
-        _for_each_run(kernel, (params, grads, mu, nu), comm.rank, lr_scale, decays)
+        _call_per_scale_and_decay(kernel, (params, grads, mu, nu), comm.rank, lr_scale, decays)
         return params, AdamState(count, mu, nu)
 
     settings = {"b1": b1, "b2": b2, "eps": eps} | ({"capturable": True} if capturable else {})
@@ -210,7 +210,7 @@ def sgd(
                 nesterov=nesterov and bool(momentum), maximize=False, is_first_step=False,
             )  # fmt: skip
 
-        _for_each_run(kernel, (params, grads, *buffers), comm.rank, lr_scale, decays)
+        _call_per_scale_and_decay(kernel, (params, grads, *buffers), comm.rank, lr_scale, decays)
         return params, MomentumState(state.count + 1, buffers[0] if buffers else None)
 
     settings = {"momentum": momentum, "nesterov": nesterov}
@@ -258,7 +258,7 @@ def lion(
                 p.mul_(1 - rate * scale * decay).sub_(direction, alpha=rate * scale)
                 m.lerp_(g, 1 - b2)
 
-        _for_each_run(kernel, (params, grads, momentum), comm.rank, lr_scale, decays)
+        _call_per_scale_and_decay(kernel, (params, grads, momentum), comm.rank, lr_scale, decays)
         return params, MomentumState(state.count + 1, momentum)
 
     return _in_place_transform("lion", init, step, learning_rate, weight_decay, lr_scale, {"b1": b1, "b2": b2})
@@ -314,7 +314,7 @@ def add_scaled_parameters_(tree: Any, params: Any, factor: Any, rank: int, lr_sc
         for x, p in zip(*lists, strict=True):
             x.add_(p * (factor * scale * decay))
 
-    _for_each_run(kernel, (tree, params), rank, lr_scale, weight_decay)
+    _call_per_scale_and_decay(kernel, (tree, params), rank, lr_scale, weight_decay)
     return tree
 
 
@@ -322,7 +322,7 @@ def _copy_unless_donated(donate: bool, *trees: Any) -> list[Any]:
     return list(trees) if donate else [optree.tree_map(torch.clone, tree) for tree in trees]
 
 
-def _for_each_run(
+def _call_per_scale_and_decay(
     kernel: Callable[..., None], trees: tuple[Any, ...], rank: int, lr_scale: PerPath, weight_decay: PerPath
 ) -> None:
     """Call ``kernel(lists, scale, decay)`` for all elements with the same learning rate scale and the same weight decay.

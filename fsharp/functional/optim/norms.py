@@ -9,9 +9,9 @@ import torch
 
 from fsharp.errors import LayoutError, TreeError
 from fsharp.functional.comm.agree import max_over_ranks
+from fsharp.functional.comm.checked_units import checked_units_of
 from fsharp.functional.comm.collectives import all_reduce
 from fsharp.functional.comm.protocol import Comm, reporting_format_errors
-from fsharp.functional.comm.units_on_mesh import units_on_mesh_of
 from fsharp.functional.layout.sharded import Sharded, units_of
 from fsharp.functional.layout.unit_layout import padding_in_run
 from fsharp.functional.optim.base import Transform
@@ -43,7 +43,7 @@ def global_norm(tree: Any, *, comm: Comm, deterministic: bool = False) -> torch.
     Cost: one ``all_reduce`` of 8 bytes for each axis along which the tree is sharded or varies. With ``deterministic`` two, of
     8 and 24 bytes, and about six passes over the elements in place of one. Not differentiable.
     """
-    units_on_mesh_of("global_norm()", tree, comm)
+    checked_units_of("global_norm()", tree, comm)
     return _float64_norm(tree, comm, deterministic).to(_norm_dtype(tree))
 
 

@@ -17,11 +17,11 @@ from fsharp.functional.formats.format import dtype_name
 from fsharp.functional.layout.layout import Layout
 from fsharp.functional.layout.lent_memory import check_not_lent_to_jax
 from fsharp.functional.layout.sharded import Sharded, decode_tree, is_sharded, units_of
-from fsharp.functional.layout.text import unit_fields
+from fsharp.functional.layout.text import unit_texts_to_compare
 from fsharp.functional.layout.unit_layout import UnitLayout
 from fsharp.functional.reshard.move import MeshChange, move_state_tree, pieces_between_ranks
 from fsharp.functional.reshard.outline import on_meta, outline_from_bytes, outline_to_bytes
-from fsharp.functional.reshard.state_trees import StatePlace, StateTree, find_state_trees, replace_state_trees
+from fsharp.functional.reshard.state_trees import StatePlace, StateTree, checked_state_trees, replace_state_trees
 from fsharp.functional.state import TrainState
 from fsharp.type_checks import options_checked_on_failure
 
@@ -116,7 +116,7 @@ def reshard(
         old = {
             f"{name} of {state_tree}": text
             for units, state_tree in layouts.items()
-            for name, text in unit_fields(units).items()
+            for name, text in unit_texts_to_compare(units).items()
         }
         options = {"ranks": str(route.new_ranks), "place": place, "cast": str(cast), "buffer_nbytes": str(buffer_nbytes)}
         lines = [
@@ -125,7 +125,7 @@ def reshard(
             for state_tree in state_trees
             for node in state_tree.nodes
         ]
-        return {**unit_fields(layout.units), **old, "tree": "\n".join(lines), **options}
+        return {**unit_texts_to_compare(layout.units), **old, "tree": "\n".join(lines), **options}
 
     state_trees, route = check_on_all_ranks(where, comm, check, fields)
     with torch.no_grad():
@@ -201,7 +201,7 @@ def reshard_nbytes(
         TreeError: as in :func:`reshard`.
         LayoutError: as in :func:`reshard`.
     """
-    state_trees = find_state_trees(tree, layout, place, cast=cast)
+    state_trees = checked_state_trees(tree, layout, place, default_cast=cast)
     old_mesh = state_trees[0].nodes[0].unit.mesh
     route = MeshChange(old_mesh, layout.mesh, tuple(old_ranks or range(old_mesh.size)), tuple(ranks or range(layout.mesh.size)))
     return sum(
@@ -223,7 +223,7 @@ def _checked_arguments(
         raise LayoutError(f"reshard(): place is {place!r}, expected 'params' or 'optim'.")
     if cast and place != "params":
         raise LayoutError("reshard(): cast=True is for place='params'; state keeps its dtypes.")
-    state_trees = find_state_trees(tree, layout, place, cast=cast)
+    state_trees = checked_state_trees(tree, layout, place, default_cast=cast)
     meshes = list(dict.fromkeys(node.unit.mesh for state_tree in state_trees for node in state_tree.nodes))
     new = tuple(range(layout.mesh.size)) if ranks is None else tuple(ranks)
     facts = [("ranks that passed a tree", old), ("its mesh", " and ".join(map(str, meshes))), ("comm", comm.mesh)]

@@ -80,11 +80,11 @@ class StateTree:
         return self.name
 
 
-def find_state_trees(tree: Any, layout: Layout, kind: StatePlace, *, cast: bool) -> list[StateTree]:
+def checked_state_trees(tree: Any, layout: Layout, default_kind: StatePlace, *, default_cast: bool) -> list[StateTree]:
     """Return the state trees in a user's tree, in tree order, after a check that they can move to ``layout``.
 
     In a TrainState, ``params`` have the kind ``"params"``, all other fields the kind ``"optim"``, and ``is_cast`` is False. A
-    state tree outside of a TrainState has the arguments ``kind`` and ``cast`` as its ``kind`` and ``is_cast``.
+    state tree outside of a TrainState has the arguments ``default_kind`` and ``default_cast`` as its ``kind`` and ``is_cast``.
 
     The path of a node is the path of its state tree, followed by the path of its unit. Raises a TreeError if there is no node,
     a node is not at this path, or a state tree has another leaf in it. Raises the errors of :func:`_check_state_tree` as well.
@@ -102,7 +102,7 @@ def find_state_trees(tree: Any, layout: Layout, kind: StatePlace, *, cast: bool)
                 raise _misplaced_error("a unit is not at its path in a tree of parameters.", path, node)
             above: list[Any] = [*accessor][: len(root)]
             name = ".".join(str(getattr(key, "field", None) or key.entry) for key in above) or "tree"
-            rests, is_cast = kind, cast
+            rests, is_cast = default_kind, default_cast
             for key in above:
                 if key.type is TrainState:
                     rests, is_cast = ("params" if key.field == "params" else "optim"), False

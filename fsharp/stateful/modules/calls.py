@@ -91,7 +91,7 @@ class ParameterEntries:
         return before
 
 
-def current_tensors_by_path(entries: Iterable[ParameterEntries], full: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def checked_current_tensors(entries: Iterable[ParameterEntries], full: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Return the tensors now in place of ``full``, by path. Raise an error if a caller has tied or untied parameters."""
     found, path_at = dict[str, torch.Tensor](), dict[int, str]()
     for path, mine in chain.from_iterable(each.iter_current_tensors(full) for each in entries):

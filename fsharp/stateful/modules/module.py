@@ -14,7 +14,7 @@ from fsharp.functional.comm.protocol import Comm
 from fsharp.functional.formats.format import dtype_name
 from fsharp.functional.layout.layout import Layout
 from fsharp.functional.state import TrainState
-from fsharp.stateful.modules.calls import ParameterSource, current_tensors_by_path, replacing_buffers_by_copies
+from fsharp.stateful.modules.calls import ParameterSource, checked_current_tensors, replacing_buffers_by_copies
 from fsharp.stateful.modules.parameter import ShardedParameter, ShardedTensor
 from fsharp.stateful.modules.session import session_of_module
 from fsharp.stateful.modules.state_dict import (
@@ -184,7 +184,7 @@ class ShardedModule(nn.Module):
                             f"unsharded(): a hook was registered on parameter {path!r}, which is another tensor outside. Call "
                             "register_post_accumulate_grad_hook() outside of unsharded()."
                         )
-                check = partial(current_tensors_by_path, session.calls.entries.values(), full)
+                check = partial(checked_current_tensors, session.calls.entries.values(), full)
                 written = check_on_all_ranks("unsharded()", session.comm_outside_steps(), check) if write else {}
         finally:
             session.is_unsharded = False

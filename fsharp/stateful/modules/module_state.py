@@ -31,9 +31,9 @@ class ModuleTrainState:
         self.train_state, self._comm, self.num_replacements = state, comm, 0
         self.opt_user: int | None = None
         self._first_step = state.step  # the step with which a process begins that runs this program from the beginning
-        self.begin_job_generation()
+        self.reset_after_rank_restart()
 
-    def begin_job_generation(self) -> None:
+    def reset_after_rank_restart(self) -> None:
         """Ignore earlier writes and loads, as all ranks now load the whole state: a new generation of the job begins.
 
         The earlier writes may be those of an update that an error has ended on this rank alone.

@@ -45,10 +45,10 @@ class ModuleStep:
         self.scheduled = ScheduledCalls(scheduler, "training step")
         self.has_feedback = state.train_state.residuals is not None
         self.on_backward = partial(_begin_backward_of, weakref.ref(self))
-        self._begin_job_generation()
-        restart_replay.record_for_replay(self._begin_job_generation)
+        self._reset_after_rank_restart()
+        restart_replay.record_for_replay(self._reset_after_rank_restart)
 
-    def _begin_job_generation(self) -> None:
+    def _reset_after_rank_restart(self) -> None:
         """Drop the step and all gradients: for the constructor, and for a new generation, where all ranks load the module."""
         self.is_accumulating = self._is_discarding = False
         self.updated_by: int | None = None
@@ -60,7 +60,7 @@ class ModuleStep:
         self._backward_id = -1  # id of the backward pass that is under way
         self._gradients_were_lost = False  # by an error that was not reported yet
         self.means.drop_gradients()
-        self.state.begin_job_generation()
+        self.state.reset_after_rank_restart()
 
     @contextmanager
     def params_for_forward(self) -> Iterator[Any]:

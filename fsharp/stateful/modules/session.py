@@ -274,7 +274,7 @@ class ModuleSession:
         if self.is_averaged or self.is_unsharded:
             raise ScheduleError("train_state: set in averaged() or unsharded(), which restore earlier values. Set it later.")
         self.state.replace_state(state)
-        self.install_parts()
+        self.install_sharded_parameters()
 
     def write_parameters(self, parts: Mapping[str, torch.Tensor]) -> None:
         """Copy this rank's elements, by path, into parameters, and update parameters at rest. A collective."""
@@ -283,7 +283,7 @@ class ModuleSession:
                 self.parameters[path].local.view(-1).copy_(value.view(-1))
         self.state.gather_main_into_resting_parameters()
 
-    def install_parts(self) -> None:
+    def install_sharded_parameters(self) -> None:
         """Put this rank's parts, as ShardedParameters, in place of the module's parameters."""
         self.parameters.clear()
         owner: weakref.ref[ShardedTensorOwner] = weakref.ref(self)

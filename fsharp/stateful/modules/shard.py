@@ -23,7 +23,7 @@ from fsharp.functional.layout.packing import Atom, Element, Rows
 from fsharp.functional.layout.placement import P, Strategy, zero3
 from fsharp.functional.layout.plan import plan
 from fsharp.functional.layout.precision import Precision, Precisions, check_precisions
-from fsharp.functional.layout.text import unit_fields
+from fsharp.functional.layout.text import unit_texts_to_compare
 from fsharp.functional.make_functional import parameter_tree
 from fsharp.functional.optim.base import Transform
 from fsharp.functional.state import init_state
@@ -154,7 +154,7 @@ def shard_module(
         casts = casts_by_module(rules, chosen, [unit.path_in_tree(leaf) for unit in layout.units for leaf in unit.leaves])
         settings = initializer_settings_texts(module, comm, key=key, initialize=initialize, sync_from=sync_from)
         settings["casts"] = "\n".join(f"{path or '(root)'}: {cast}" for path, cast in casts.items())
-        return tree, layout, specs, chosen, groups, entries, casts, {**unit_fields(layout.units), **settings}
+        return tree, layout, specs, chosen, groups, entries, casts, {**unit_texts_to_compare(layout.units), **settings}
 
     found = check_on_all_ranks("shard_module()", comm, check_and_plan, lambda found: found[-1])
     tree, layout, specs, chosen, groups, entries, casts, _ = found
@@ -173,7 +173,7 @@ def shard_module(
     register_wrapper_checks(ShardedParameter)
     for parameter in module.parameters():
         parameter.__dict__["_fsharp_replaced"] = True
-    session.install_parts()
+    session.install_sharded_parameters()
     use_text_extra_state(module)
     register_te_call_checks(module)
     for path in session.calls.units_by_module_path:

@@ -59,7 +59,7 @@ class Arena:
         if bound is None or bound.arena is not self.memory:
             bound = BoundSchedule(schedule, units, self.memory, self._executor)
             record.programs.bound[id(schedule)] = bound
-            self._executor.lanes.drop_events_when_collected(bound, bound.number)
+            self._executor.lanes.drop_events_on_gc(bound, bound.number)
         if self.schedule is not bound:
             self._release_schedule()
             self.schedule = bound

@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from fsharp.errors import ScheduleError
 from fsharp.functional.layout.sharded import Sharded
-from fsharp.functional.release import in_place_write_error, is_node_since, is_plain_strided, saved_tensors, tensors_kept_on_ctx
+from fsharp.functional.release import in_place_write_error, is_materialized, is_node_since, saved_tensors, tensors_kept_on_ctx
 from fsharp.stateful.units.full_unit import FullUnit
 from fsharp.stateful.units.unit_state import UnitState
 from fsharp.stateful.units.unsharded_buffer import Stamp, UnshardedBuffer, buffers_stamp
@@ -90,7 +90,7 @@ def _inner_plain_tensors(x: Any) -> dict[str, torch.Tensor] | None:
     if not is_traceable_wrapper_subclass(x):
         return None
     inner = {name: getattr(x, name) for name in x.__tensor_flatten__()[0]}
-    return inner if all(type(each) is torch.Tensor and is_plain_strided(each) for each in inner.values()) else None
+    return inner if all(type(each) is torch.Tensor and is_materialized(each) for each in inner.values()) else None
 
 
 def _make_wrapper_rebuild(x: Any, rebuilds: Mapping[str, RebuildView]) -> RebuildView:
@@ -196,7 +196,7 @@ class UnitUse:
         roots = {root for root in roots if is_node_since(root, sequence_nr)}
 
         def is_here(x: torch.Tensor) -> bool:
-            return is_plain_strided(x) and x.untyped_storage().data_ptr() == place
+            return is_materialized(x) and x.untyped_storage().data_ptr() == place
 
         def unpack(rebuild: torch.Tensor | RebuildView) -> torch.Tensor:
             memory = fill_buffer().memory
@@ -209,7 +209,7 @@ class UnitUse:
         for raw in saved_tensors(roots, sequence_nr):
             x = raw.data
             rebuild: RebuildView | None = None
-            if full.is_classed_leaf(x):  # a leaf loses its memory at the release, and gets it back
+            if full.is_subclass_leaf(x):  # a leaf loses its memory at the release, and gets it back
                 raw.register_hooks(torch.Tensor.detach, partial(call_hook, unpack))
             elif type(x) not in (torch.Tensor, torch.nn.Parameter):
                 inner = _inner_plain_tensors(x) if full.has_classes else None

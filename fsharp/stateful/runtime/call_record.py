@@ -136,9 +136,9 @@ class CallRecord:
     def __init__(self, name: str) -> None:
         self.name = name
         self.recorder: TraceRecorder | None = None
-        self.begin_job_generation()
+        self.reset_after_rank_restart()
 
-    def begin_job_generation(self) -> None:
+    def reset_after_rank_restart(self) -> None:
         """Go back to the state of a new function, without programs, schedules and calls."""
         self.programs, self.num_calls = RecordedPrograms(), 0
         self.next_called: Callable[[], CallRecord | None] = lambda: None
@@ -214,11 +214,11 @@ class CallRecords:
             last.record_next_called(record)
         self._last = weakref.ref(record)
 
-    def begin_job_generation(self) -> None:
+    def reset_after_rank_restart(self) -> None:
         """Put all records back into the state of new records, for a new generation of the job (after restarts of ranks)."""
         self._last = lambda: None
         for record in self._alive:
-            record.begin_job_generation()
+            record.reset_after_rank_restart()
 
     def unbind_all_schedules(self) -> None:
         """Unbind all schedules, and drop the recorded order of calls."""

@@ -55,7 +55,7 @@ class EagerOps:
         self._is_in_use = is_in_use
         self.unsharded_by_unit: dict[str, UnshardedBuffer] = {}
         self._number = -1 - next(_schedule_numbers)  # numbers of compiled schedules are positive
-        executor.lanes.drop_events_when_collected(self, self._number)
+        executor.lanes.drop_events_on_gc(self, self._number)
         self._at = 0
         self.ops: list[Op] = []
         self._last: dict[str, int] = {}  # by stream, its last op
@@ -95,7 +95,7 @@ class EagerOps:
                 yield from self._release_unit(unit, phase, forward_buffer)
             case "backward_end", UnitState():
                 if self._executor.incoming is not None:
-                    yield from self._cast_gradient(unit, event.use)
+                    yield from self._collect_gradient(unit, event.use)
                 yield from self._release_unit(unit, phase, forward_buffer)
                 if self._executor.incoming is not None and not has_pending:
                     yield from self._reduce_gradient(unit)
@@ -178,7 +178,7 @@ class EagerOps:
         nbytes = gradient.route.outgoing_block_nbytes(several_uses=True, several_microbatches=True)
         return gradient.route.outgoing_block(self._allocate(nbytes), several_uses=True)
 
-    def _cast_gradient(self, unit: UnitState, use: int) -> Iterator[BoundOp]:
+    def _collect_gradient(self, unit: UnitState, use: int) -> Iterator[BoundOp]:
         yield from self._end_reduction()
         gradient = unit.required_gradient
         is_first = gradient.block is None

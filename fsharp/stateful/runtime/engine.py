@@ -202,7 +202,7 @@ class ScheduledEngine(Engine):
             node = update_gather.node
             if update_gather.gather_inputs:  # in a new node: update_gather.node would make a cycle that keeps its memory
                 node = with_future_buffers(
-                    node, partial(self.steps.executor.run_reporting_format_errors, update_gather.wait), lanes
+                    node, partial(self.steps.executor.run_telling_other_ranks, update_gather.wait), lanes
                 )
             if not donate:
                 unit.drop_parameter_references()

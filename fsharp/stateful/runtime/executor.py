@@ -48,13 +48,13 @@ class Executor:
     def __init__(self, transport: Transport, lanes: Lanes, comm: Comm, own: Comm, *, separate_groups: bool) -> None:
         self.transport, self.lanes, self.comm = transport, lanes, comm
         self._own, self._separate_groups = innermost_comm(own), separate_groups
-        self.begin_job_generation()
+        self.reset_after_rank_restart()
 
-    def begin_job_generation(self) -> None:
+    def reset_after_rank_restart(self) -> None:
         """Go back to the state of a new executor, for a new generation of the job (after restarts of ranks)."""
         self.is_connected, self.number = False, 0
         if self.transport.groups is not None:
-            self.transport.groups.begin_job_generation()
+            self.transport.groups.reset_after_rank_restart()
         self.begin_step("")
 
     def make_process_groups(self) -> None:
@@ -111,9 +111,9 @@ class Executor:
         if bound.gradients_to_wait_for:
             action = partial(_run_each, [*(gradient.wait for gradient in bound.gradients_to_wait_for), action])
         encodes = any(each.unit is not None and each.unit.layout.has_any_format for each in bound.bucket_members)
-        return partial(self.run_reporting_format_errors, action) if encodes else action
+        return partial(self.run_telling_other_ranks, action) if encodes else action
 
-    def run_reporting_format_errors(self, action: Action) -> None:
+    def run_telling_other_ranks(self, action: Action) -> None:
         """Run ``action``. If an encoding or decoding in it raises a FormatError, tell other ranks."""
         try:
             action()

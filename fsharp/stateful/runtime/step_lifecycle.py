@@ -68,14 +68,14 @@ class StepLifecycle:
         self._closed: str | None = None
         restart_replay.record_for_replay(lambda: self.close_scheduler_after_error(CommError("a rank was restarted")))
         self._renew_executor(lanes_for(comm.device))
-        restart_replay.record_for_replay(partial(self._begin_job_generation, self.own, self.executor))
+        restart_replay.record_for_replay(partial(self._reset_after_rank_restart, self.own, self.executor))
 
-    def _begin_job_generation(self, own: Comm, executor: Executor) -> None:
+    def _reset_after_rank_restart(self, own: Comm, executor: Executor) -> None:
         """Drop all schedules and steps for a new generation of the job, and use ``own`` and ``executor`` of the constructor."""
         self._closed, self._history = None, SettingsHistory()
         self.own, self.executor = own, executor
-        executor.begin_job_generation()
-        self.records.begin_job_generation()
+        executor.reset_after_rank_restart()
+        self.records.reset_after_rank_restart()
         self._renew_units_and_arena()
 
     def _renew_executor(self, lanes: Lanes) -> None:

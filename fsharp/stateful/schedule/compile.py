@@ -12,7 +12,7 @@ from fsharp.stateful.schedule.emit import BucketsByCollective, emit_ops
 from fsharp.stateful.schedule.ops import Stream, buffer_nbytes
 from fsharp.stateful.schedule.policy import MAX_FINAL_REDUCTIONS, SchedulePolicy
 from fsharp.stateful.schedule.program import Program
-from fsharp.stateful.schedule.residency import backward_uses_by_microbatch
+from fsharp.stateful.schedule.residency import backward_use_numbers
 from fsharp.stateful.schedule.schedule import Memory, Op, Schedule
 from fsharp.stateful.schedule.unplaced import BufferKey, UnplacedOp
 from fsharp.type_checks import options_checked
@@ -60,7 +60,7 @@ def _emit_and_place(program: Program, policy: SchedulePolicy, max_final_reductio
     ``max_final_reductions`` and ``sum_late`` are as for :class:`~fsharp.stateful.schedule.emit_gradients.GradientOps`.
     """
     buckets = BucketsByCollective(program, policy)
-    first, *later = backward_uses_by_microbatch(program, buckets.gathers)
+    first, *later = backward_use_numbers(program, buckets.gathers)
     kept_uses = [*first, *chain(*later)] if policy.release == "backward" else []
     emit = partial(emit_ops, program, policy, buckets, max_final_reductions=max_final_reductions, sum_late=sum_late)
     unplaced = emit(kept_uses)
@@ -87,7 +87,7 @@ def _emit_and_place(program: Program, policy: SchedulePolicy, max_final_reductio
 def place_buffers(unplaced: Sequence[UnplacedOp], program: Program, *, max_nbytes: int | None = None) -> PlacedOps | None:
     """Return ``unplaced`` ops with addresses and with the ops that they wait for; None if no arena of ``max_nbytes`` fits."""
     position = {id(op): i for i, op in enumerate(op for op in unplaced if op.marked_op is None)}
-    if _open_gradients_early(unplaced, items := _arena_items(unplaced, program)):
+    if _move_gradient_opens_earlier(unplaced, items := _arena_items(unplaced, program)):
         items = _arena_items(unplaced, program)
     starts = assign_addresses(tuple(items.values()), max_nbytes=max_nbytes)
     if starts is None:
@@ -111,7 +111,7 @@ def place_buffers(unplaced: Sequence[UnplacedOp], program: Program, *, max_nbyte
     return ops, max((m.stop for m in where.values()), default=0), peak_nbytes(items.values())
 
 
-def _open_gradients_early(unplaced: Sequence[UnplacedOp], items: Mapping[BufferKey, ArenaItem]) -> bool:
+def _move_gradient_opens_earlier(unplaced: Sequence[UnplacedOp], items: Mapping[BufferKey, ArenaItem]) -> bool:
     """Let reductions write directly to gradients at rest, where this needs no larger arena. Return whether any does."""
     live = live_nbytes(items.values())
     bound, position = max(live, default=0), {id(op): i for i, op in enumerate(unplaced)}

@@ -109,7 +109,7 @@ def _next_needed_buckets(events: Sequence[Event], wanted: Sequence[tuple[Bucket,
     return after
 
 
-def backward_uses_by_microbatch(program: Program, buckets: BucketOfUnit) -> list[list[int]]:
+def backward_use_numbers(program: Program, buckets: BucketOfUnit) -> list[list[int]]:
     """Return, for each microbatch, the uses of gathered units whose backward is in the microbatch, in order of backwards."""
     result: list[list[int]] = [[]]
     for event in program.events:

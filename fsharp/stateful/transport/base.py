@@ -93,11 +93,11 @@ class Transport(ABC):
         )
 
     def reduce_scatter(
-        self, summands: Sequence[Summand], axis: str, n: int, dtype: torch.dtype, *, label: str = ""
+        self, summands: Sequence[Summand], axis: str, n: int, out_dtype: torch.dtype, *, label: str = ""
     ) -> list[Work]:
         """Begin to sum this rank's part of each buffer over the ``n`` ranks along an axis, in one reduce_scatter.
 
-        Backends of devices, such as NCCL, add in the dtype of ``x``, and cast the sum to ``dtype``. Others add in ``dtype``.
+        NCCL and other backends of devices add in the dtype of ``x``, and cast the sum to ``out_dtype``.
 
         Returns:
             A Work for each summand. Its result is the sum: ``out``, or memory valid until a write to ``x`` or ``scratch``.
@@ -106,12 +106,12 @@ class Transport(ABC):
         if self.counters:
             self._count_call("reduce_scatter", axis, sum([x.nbytes for x in xs]) // n)
         if len(xs) == 1 or not self.should_pack(xs, n):
-            return self.reduce_scatter_each(summands, axis, dtype, label)
+            return self.reduce_scatter_each(summands, axis, out_dtype, label)
         packed = torch.cat([x.view(n, -1) for x in xs], 1).view(-1)
-        summed = packed.new_empty(len(packed) // n, dtype=dtype)
+        summed = packed.new_empty(len(packed) // n, dtype=out_dtype)
         parts = summed.split([x.numel() // n for x in xs])
         outs = [part if each.out is None else each.out for each, part in zip(summands, parts, strict=True)]
-        [work] = self.reduce_scatter_each([self._make_summand("reduce_scatter", axis, packed, summed)], axis, dtype, label)
+        [work] = self.reduce_scatter_each([self._make_summand("reduce_scatter", axis, packed, summed)], axis, out_dtype, label)
         unpacked = self._chain_work(work, lambda _: _copy_all(outs, parts))
         return [Work(unpacked.wait, out) for out in outs]
 
@@ -147,7 +147,7 @@ class Transport(ABC):
         """Run :meth:`gather` without packing. A buffer in ``xs`` may be this rank's part of its buffer in ``outs``."""
 
     @abstractmethod
-    def reduce_scatter_each(self, summands: Sequence[Summand], axis: str, dtype: torch.dtype, label: str) -> list[Work]:
+    def reduce_scatter_each(self, summands: Sequence[Summand], axis: str, out_dtype: torch.dtype, label: str) -> list[Work]:
         """Run :meth:`reduce_scatter` without packing. A summand without ``out`` may be overwritten."""
 
     @abstractmethod

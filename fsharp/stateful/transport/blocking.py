@@ -18,10 +18,10 @@ class BlockingTransport(Transport):
         outs[0].copy_(self.comm.all_gather(xs[0], axis, label=label).view(-1))
         return Work()
 
-    def reduce_scatter_each(self, summands: Sequence[Summand], axis: str, dtype: torch.dtype, label: str) -> list[Work]:
+    def reduce_scatter_each(self, summands: Sequence[Summand], axis: str, out_dtype: torch.dtype, label: str) -> list[Work]:
         """Sum this rank's part of the one summand over ranks, by the Comm's reduce_scatter."""
         x, out = summands[0].x, summands[0].out
-        result = self.comm.reduce_scatter(x.view(self.comm.mesh.axis_size(axis), -1), axis, dtype=dtype, label=label)
+        result = self.comm.reduce_scatter(x.view(self.comm.mesh.axis_size(axis), -1), axis, dtype=out_dtype, label=label)
         return [Work(result=result if out is None else out.copy_(result))]
 
     def all_reduce_each(self, summands: Sequence[Summand], axis: str, label: str) -> list[Work]:

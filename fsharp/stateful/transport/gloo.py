@@ -58,13 +58,13 @@ class GlooTransport(Transport):
             "gather", [[row[mine]] * n for row in rows], rows, mine, self._begin_messages(label, "all_gather", xs, axis)
         )
 
-    def reduce_scatter_each(self, summands: Sequence[Summand], axis: str, dtype: torch.dtype, label: str) -> list[Work]:
+    def reduce_scatter_each(self, summands: Sequence[Summand], axis: str, out_dtype: torch.dtype, label: str) -> list[Work]:
         """Sum by messages. Without ``out`` the sum replaces this rank's part; a sum of another dtype is in new memory."""
         n, mine = self._size_and_coord(axis)
         rows, outs = [list(each.x.view(n, -1)) for each in summands], []
         for each, row in zip(summands, rows, strict=True):
             out = row[mine] if each.out is None else each.out
-            outs.append(out if each.out is not None or out.dtype == dtype else torch.empty_like(out, dtype=dtype))
+            outs.append(out if each.out is not None or out.dtype == out_dtype else torch.empty_like(out, dtype=out_dtype))
         messages = self._begin_messages(label, "reduce_scatter", [each.x for each in summands], axis)
         work = self._exchange_and_sum_parts(rows, outs, mine, summands, messages)
         return [Work(work.wait, out) for out in outs]

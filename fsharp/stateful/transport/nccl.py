@@ -28,15 +28,15 @@ class NcclTransport(Transport):
         _all_gather(outs[0].view(torch.uint8), xs[0].view(torch.uint8), group=self.groups("gather", axis))
         return Work()
 
-    def reduce_scatter_each(self, summands: Sequence[Summand], axis: str, dtype: torch.dtype, label: str) -> list[Work]:
-        """Sum by the backend in the dtype of ``x``, and cast the sum to ``dtype``."""
+    def reduce_scatter_each(self, summands: Sequence[Summand], axis: str, out_dtype: torch.dtype, label: str) -> list[Work]:
+        """Sum by the backend in the dtype of ``x``, and cast the sum to ``out_dtype``."""
         x, out = summands[0].x, summands[0].out
         n, mine = self._size_and_coord(axis)
         part = x.view(n, -1)[mine]
         target = out if out is not None and out.dtype == x.dtype else part
         _reduce_scatter(target, x, group=self.groups("reduce", axis))
         if out is None:
-            return [Work(result=target.to(dtype))]
+            return [Work(result=target.to(out_dtype))]
         return [Work(result=out if target is out else out.copy_(target))]
 
     def all_reduce_each(self, summands: Sequence[Summand], axis: str, label: str) -> list[Work]:

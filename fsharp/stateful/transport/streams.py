@@ -47,7 +47,7 @@ class Lanes:
     def record_stream(self, x: torch.Tensor) -> None:
         """If ``x`` is freed, let its memory be reused only when the work so far on the current lane is over."""
 
-    def drop_events_when_collected(self, owner: Any, number: int) -> None:
+    def drop_events_on_gc(self, owner: Any, number: int) -> None:
         """Drop the events of ops whose keys begin with ``number`` once ``owner``, which issues them, is garbage-collected."""
 
     def drop_all_events(self) -> None:
@@ -113,7 +113,7 @@ class DeviceLanes(Lanes):
         for each in self.streams.values() if event is None else [event]:
             each.synchronize()
 
-    def drop_events_when_collected(self, owner: Any, number: int) -> None:
+    def drop_events_on_gc(self, owner: Any, number: int) -> None:
         """Drop the events of ops whose keys begin with ``number``, once ``owner`` is garbage-collected."""
         weakref.finalize(owner, self._events.pop, number, None).atexit = False
 

@@ -84,7 +84,7 @@ class ReductionChain:
         carried = residuals.get(self.group, {}).get(axis, ResidualAndNoise())
         facts = partial(self.unit.error_facts, self.group, axis)
         padded = torch.nn.functional.pad(x, (0, n * part - size))
-        return wire.store_summand(padded, part, carried.residual, facts, carried.noise).view(n, -1)
+        return wire.store_summand(padded, part, carried.residual, facts, carried.noise_fn).view(n, -1)
 
 
 def encode_recode_decode_nbytes(chains: Iterable[ReductionChain]) -> tuple[int, int, int]:

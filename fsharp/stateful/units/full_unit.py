@@ -17,7 +17,7 @@ import torch
 from fsharp.errors import TreeError
 from fsharp.functional.formats.format import EncodedTensorClass, LeafPart, non_view_alias
 from fsharp.functional.layout.sharded import build_subtree
-from fsharp.functional.layout.stored import decode_stored, gathered_part, scales_in, whole_leaf_parts
+from fsharp.functional.layout.stored import decode_stored, part_to_gather, scales_in, whole_leaf_parts
 from fsharp.functional.layout.unit_layout import Leaf, UnitLayout, padding_in_run
 from fsharp.stateful.units.handed_out_leaf import HandedOutLeaf
 
@@ -104,7 +104,7 @@ class FullUnit:
                 sizes = [(form.plane_slice(plane, 0, size).stop, plane.dtype) for plane in form.planes]
                 planes = carve_tensors(flats[g], sizes)
             else:
-                planes = [gathered_part(unit, g, gathered[g]).view(form.planes[0].dtype)]
+                planes = [part_to_gather(unit, g, gathered[g]).view(form.planes[0].dtype)]
             for path, part in whole_leaf_parts(unit, g, planes, scales_in(unit, g, gathered[g])).items():
                 classed[self.leaf_table.position_by_path[path]] = cls, part
         self.has_classes = bool(classed)
@@ -124,7 +124,7 @@ class FullUnit:
                 flat.copy_(decode_stored(unit, g, data, scales_in(unit, g, data), unit.strategy.full, rank, flat.dtype))
             elif g in unit.tensor_classes and len(flat):
                 num_parts, start = unit.groups[g].num_parts, 0
-                rows = gathered_part(unit, g, data).view(num_parts, -1)
+                rows = part_to_gather(unit, g, data).view(num_parts, -1)
                 for column in unit.groups[g].dtypes.stored_format.plane_columns(rows, unit.groups[g].capacity):
                     flat[start : start + column.numel()].view(num_parts, -1).copy_(column)
                     start += aligned(column.numel())
@@ -160,7 +160,7 @@ class FullUnit:
         path = paths.get(tensor.data_ptr(), self.leaf_table.unit.name)
         self._handed_out.append(HandedOutLeaf(tensor, path, None, self.storage.data_ptr()))
 
-    def is_classed_leaf(self, tensor: torch.Tensor) -> bool:
+    def is_subclass_leaf(self, tensor: torch.Tensor) -> bool:
         """Return whether ``tensor`` is, or aliases, a handed-out leaf with a tensor class of its own, such as FP8."""
         return self.has_classes and any(each.shares_inner_tensors_with(tensor) for each in self._handed_out)
 
@@ -240,12 +240,12 @@ def sizes_nbytes(sizes: FlatSizes) -> int:
 def full_sizes(unit: UnitLayout) -> list[tuple[int, torch.dtype]]:
     """Return ``(number of elements, dtype)`` of each group's full buffer, from which functions read parameters."""
     return [
-        (group.size, group.dtypes.compute) if i not in unit.tensor_classes else (plane_copy_nbytes(unit, i), torch.uint8)
+        (group.size, group.dtypes.compute) if i not in unit.tensor_classes else (encoded_copy_nbytes(unit, i), torch.uint8)
         for i, group in enumerate(unit.groups)
     ]
 
 
-def plane_copy_nbytes(unit: UnitLayout, group: int) -> int:
+def encoded_copy_nbytes(unit: UnitLayout, group: int) -> int:
     """Return the bytes of copies of a group's planes (encoded data) for functions; 0 if functions read the gathered buffer."""
     form, size, capacity = (of := unit.groups[group]).dtypes.stored_format, of.size, of.capacity
     nbytes = form.plane_nbytes(size)

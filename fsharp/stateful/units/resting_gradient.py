@@ -90,7 +90,7 @@ class RestingGradient:
         self.handed_out = []
         return True
 
-    def copy_out_held_tensors(self) -> bool:
+    def try_copy_out_held_tensors(self) -> bool:
         """Move the tensors that callers hold to new memory. Return False if callers hold views, which cannot be moved."""
         if self.handed_out and self.is_held:
             for ref, _ in self.handed_out:

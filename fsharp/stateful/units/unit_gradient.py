@@ -125,7 +125,7 @@ class UnitGradient:
 
     def copy_out_held_tensors(self) -> None:
         """Move the tensors that callers hold from the arena to new memory. ScheduleError if a caller holds a view of one."""
-        if self.rest.in_arena and self.rest.handed_out and not self.rest.copy_out_held_tensors():
+        if self.rest.in_arena and self.rest.handed_out and not self.rest.try_copy_out_held_tensors():
             raise ScheduleError(
                 f"a view of the gradient of unit {self.route.unit.display_name} is held beyond its step, which reuses the "
                 "memory. Hold the gradient itself or a clone, or take policy=SchedulePolicy(keep_gradients=True)."

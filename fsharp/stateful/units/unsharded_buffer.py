@@ -7,7 +7,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from fsharp.functional.comm.protocol import Comm
 from fsharp.functional.layout.sharded import Sharded
-from fsharp.functional.layout.stored import gathered_part, scales_in
+from fsharp.functional.layout.stored import part_to_gather, scales_in
 from fsharp.stateful.schedule.schedule import Memory
 from fsharp.stateful.transport.base import Work
 from fsharp.stateful.units.axis_chain import GatherInput
@@ -81,7 +81,7 @@ class UnshardedBuffer:
         encoded, pairs = iter(flats[len(sizes) :]), zip(layout.groups, flats[: len(sizes)], strict=True)
         stored = [flat if group.dtypes.format is None else next(encoded) for group, flat in pairs]
         self.memory, self.full = memory, FullUnit(layout, flats[: len(sizes)], stored)
-        parts = [gathered_part(layout, group, flat) for group, flat in enumerate(stored)]
+        parts = [part_to_gather(layout, group, flat) for group, flat in enumerate(stored)]
         self._outs = [outputs_by_axis(part, layout, self.axes, self._comm.rank) for part in parts]
 
     def decode(self) -> None:
@@ -117,7 +117,7 @@ class UnshardedBuffer:
         for group, (x, outs) in enumerate(zip(node.raw_buffers, self._outs, strict=True)):
             if self._layout.scales_nbytes[group]:
                 scales_in(self._layout, group, full.gathered[group]).copy_(scales_in(self._layout, group, x.detach()))
-                x = gathered_part(self._layout, group, x)
+                x = part_to_gather(self._layout, group, x)
             if x.numel():
                 gather_inputs.append((x.detach(), outs))
         return gather_inputs

@@ -8,7 +8,7 @@ from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 from fsharp.functional.encoding import add_encoded_difference
 from fsharp.functional.layout.sharded import Sharded
-from fsharp.functional.layout.stored import gathered_part, scales_in
+from fsharp.functional.layout.stored import part_to_gather, scales_in
 from fsharp.stateful.transport.base import Work
 from fsharp.stateful.units.axis_chain import GatherInput
 from fsharp.stateful.units.full_unit import outputs_by_axis
@@ -60,9 +60,9 @@ class UpdateGather:
             buffers.append(buffer)
             if layout.scales_nbytes[group]:
                 scales_in(layout, group, buffer).copy_(scales_in(layout, group, part))
-            room = gathered_part(layout, group, buffer.detach())
+            room = part_to_gather(layout, group, buffer.detach())
             if room.numel():
-                self.gather_inputs.append((gathered_part(layout, group, part), outputs_by_axis(room, layout, self.axes, rank)))
+                self.gather_inputs.append((part_to_gather(layout, group, part), outputs_by_axis(room, layout, self.axes, rank)))
         self.node = old.replace(buffers)
 
     def wait(self) -> None:

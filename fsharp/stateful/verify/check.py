@@ -91,9 +91,9 @@ class ScheduleCheck:
     def check_end(self) -> None:
         """Check the conditions that hold after the last op."""
 
-    def check_is_before(self, j: int | None, i: int, what: str) -> None:
-        """Raise an error, which begins with ``what``, unless op ``i`` starts after the end of op ``j``, or ``j`` is None."""
-        if j is not None and not self.order.is_before(j, i):
-            j %= len(self.order.ops)
-            what = f"{what} op {j}, {self.order.ops[j]}: nothing orders op {i} after op {j}."
+    def check_is_before(self, earlier: int | None, i: int, error_start: str) -> None:
+        """Raise an error, which begins with ``error_start``, unless op ``i`` starts after the end of op ``earlier``."""
+        if earlier is not None and not self.order.is_before(earlier, i):
+            j = earlier % len(self.order.ops)
+            what = f"{error_start} op {j}, {self.order.ops[j]}: nothing orders op {i} after op {j}."
             raise op_error(i, self.order.ops[i], what, f"{j} among the ops it runs after", f"Add {j} to its `after`.")

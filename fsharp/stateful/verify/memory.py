@@ -61,7 +61,7 @@ class OffloadedStateCheck(ScheduleCheck):
             raise op_error(j, self.order.ops[j], what, "an update after it")
 
 
-class MemoryCheck(ScheduleCheck):
+class ArenaOverlapCheck(ScheduleCheck):
     """Check that no byte of the arena has two owners at a time. Earlier checks have seen each buffer filled and freed once."""
 
     def __init__(self, schedule: Schedule, order: HappensBefore) -> None:

@@ -12,7 +12,7 @@ from fsharp.stateful.schedule.program import UnitFacts
 from fsharp.stateful.schedule.schedule import VECTOR_NBYTES, Op, Schedule, coalescing_key, group_ops_by_bucket
 from fsharp.stateful.verify.check import UNDO_REMEDY, HappensBefore, ScheduleCheck, op_error
 from fsharp.stateful.verify.gradients import GradientCheck
-from fsharp.stateful.verify.memory import DerivedBufferCheck, MemoryCheck, OffloadedStateCheck, PolicyLimitsCheck
+from fsharp.stateful.verify.memory import ArenaOverlapCheck, DerivedBufferCheck, OffloadedStateCheck, PolicyLimitsCheck
 from fsharp.stateful.verify.parameters import ParameterCheck
 from fsharp.type_checks import options_checked
 
@@ -32,7 +32,7 @@ def verify(schedule: Schedule) -> None:
     """
     _check_each_op(schedule)
     order, specs = HappensBefore(schedule.ops), [op.spec for op in schedule.ops]
-    for kind in (ParameterCheck, GradientCheck, DerivedBufferCheck, OffloadedStateCheck, MemoryCheck, PolicyLimitsCheck):
+    for kind in (ParameterCheck, GradientCheck, DerivedBufferCheck, OffloadedStateCheck, ArenaOverlapCheck, PolicyLimitsCheck):
         check: ScheduleCheck = kind(schedule, order)
         for i, (op, spec) in enumerate(zip(schedule.ops, specs, strict=True)):
             check.check_op(i, op, spec)
@@ -98,7 +98,7 @@ def _check_each_op(schedule: Schedule) -> None:
         if any(not 0 <= j < len(schedule.ops) or j == i for j in op.after):
             raise op_error(i, op, f"runs after ops {op.after}.", f"other positions, from 0 to {len(schedule.ops) - 1}")
         if op.bucket != -1:
-            _check_bucket(i, schedule.ops, facts, is_new=op.bucket not in seen)
+            _check_op_in_bucket(i, schedule.ops, facts, is_first=op.bucket not in seen)
             seen.add(op.bucket)
         at = op.at
         _check_size(i, op, spec, facts[op.unit], arena)
@@ -112,16 +112,16 @@ def _check_each_op(schedule: Schedule) -> None:
             raise ScheduleError(problem("verify()", what, rows, UNDO_REMEDY))
 
 
-def _check_bucket(i: int, ops: Sequence[Op], facts: Mapping[str, UnitFacts], *, is_new: bool) -> None:
+def _check_op_in_bucket(i: int, ops: Sequence[Op], facts: Mapping[str, UnitFacts], *, is_first: bool) -> None:
     """Check that op ``i`` is next to the earlier ops of its bucket, at their event, with equal collectives.
 
-    No op of a bucket may wait for another one. ``is_new``: op ``i`` is the bucket's first.
+    No op of a bucket may wait for another one. ``is_first``: op ``i`` is the bucket's first.
     """
     op, before = ops[i], ops[i - 1] if i else None
     mine = coalescing_key(op.spec, facts[op.unit])
     if mine is None:
         raise op_error(i, op, f"cannot be in bucket {op.bucket}: it can share its collectives with no other op.", "bucket -1")
-    if is_new:
+    if is_first:
         return
     if before is None or before.bucket != op.bucket:
         raise op_error(i, op, f"is not next to the other ops of bucket {op.bucket}.", "ops of one bucket next to each other")

@@ -232,7 +232,7 @@ def test_finite_values_stay_finite_in_float16(form):
     values = torch.tensor([LARGEST_FLOAT16, -LARGEST_FLOAT16, 60_000.0, 1.0] * 16, dtype=torch.float16)
     precision = fs.Precision(stored=form) if form.seed is None else fs.Precision()
     if form.seed is not None or "hadamard" in form.name:
-        found = form.load(form.store(values, 64, noise=lambda *about: torch.full((64,), 0.9)), 64, torch.float16)
+        found = form.load(form.store(values, 64, noise_fn=lambda *about: torch.full((64,), 0.9)), 64, torch.float16)
     else:
         layout = fs.plan({"w": values}, ONE.mesh, fs.zero3("dp"), precision=precision)
         state = fs.init_state(fs.optim.sgd(1.0), fs.shard({"w": values}, layout, ONE, place="optim"), comm=ONE)
@@ -242,7 +242,7 @@ def test_finite_values_stay_finite_in_float16(form):
     assert error <= LARGEST_FLOAT16 * (2 if "hadamard" in form.name else 1 / 4)
     values[0], values[1], values[2] = torch.inf, -torch.inf, torch.nan
     if form.leaf_codec is None and "hadamard" not in form.name:
-        found = form.load(form.store(values, 64, noise=lambda *about: torch.full((64,), 0.9)), 64, torch.float16)
+        found = form.load(form.store(values, 64, noise_fn=lambda *about: torch.full((64,), 0.9)), 64, torch.float16)
         assert torch.equal(found[:2], values[:2])
         assert found[2].isnan()
 

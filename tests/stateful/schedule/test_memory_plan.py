@@ -221,7 +221,7 @@ def placed(program, policy, *, early):
     """The ops, the bytes of the arena and those live at once, with gradients opened early where that is free, or never."""
     with pytest.MonkeyPatch.context() as patch:
         if not early:
-            patch.setattr("fsharp.stateful.schedule.compile._open_gradients_early", lambda unplaced, items: False)
+            patch.setattr("fsharp.stateful.schedule.compile._move_gradient_opens_earlier", lambda unplaced, items: False)
         return place_buffers(emit_ops(program, policy, BucketsByCollective(program, policy), sum_late=True), program)
 
 

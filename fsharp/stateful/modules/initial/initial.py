@@ -203,7 +203,7 @@ class Initializers:
                 f"shard_module(): {path!r} is {tensor_text(meta)}, and its initializer has replaced it by "
                 f"{'None' if new is None else tensor_text(new)}. Fill it in place."
             )
-        if new is filled and _is_unfilled(new):
+        if new is filled and _still_has_unfilled_mark(new):
             self.unfilled.add(path)
         return new.detach().to(self._comm.device)
 
@@ -230,7 +230,7 @@ def _cpu_copy_to_fill(tensor: torch.Tensor) -> torch.Tensor:
     return nn.Parameter(room, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else room
 
 
-def _is_unfilled(x: torch.Tensor) -> bool:
+def _still_has_unfilled_mark(x: torch.Tensor) -> bool:
     """Return whether no initializer has filled ``x``: a float is NaN; or all integers are still the bytes 0x55 of the mark."""
     if x.is_floating_point() or x.is_complex():
         return bool((x.float() if x.is_floating_point() else x).isnan().any())

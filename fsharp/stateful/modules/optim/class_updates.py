@@ -118,7 +118,7 @@ class ClassUpdates:
             if joined := join_state(flat_slice, states, parameter):
                 self.inner.state[parameter] = joined
 
-    def as_transform(self, groups: ParamGroups) -> Transform:
+    def make_in_place_transform(self, groups: ParamGroups) -> Transform:
         """Return a Transform whose ``apply`` runs a step of ``inner``."""
         apply = partial(self._apply, groups)
         return Transform(init=lambda params: None, update=apply, config={}, apply=apply)  # `update` never runs

@@ -125,7 +125,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         if [list(map(id, group["params"])) for group in self.param_groups] != self._parameter_ids:
             raise TreeError("step(): param_groups cannot change: pass all groups to ShardedOptimizer(), with all parameters.")
         if self._updates is not None:
-            tx = self._updates.as_transform(self.param_groups)
+            tx = self._updates.make_in_place_transform(self.param_groups)
         else:
             self._session.state.use_opt("step()", self)
             if unread := sorted(self.param_groups[0].keys() - {"params", "param_names"}):

@@ -56,7 +56,7 @@ def probe_update_scope(
     make = partial(_new_optimizer, optimizer, options, defaults)
     with _preserving_generator_state(device):
         for shapes in choices:
-            trial = _random_params_and_grads(shapes, num_steps, device)
+            trial = _random_param_grad_stacks(shapes, num_steps, device)
             try:
                 together, has_other_shapes = _updates_in_trial(make, trial)
                 break
@@ -115,7 +115,7 @@ def _new_optimizer(
     return optimizer([{**own, "params": parameters}], **shared)
 
 
-def _random_params_and_grads(shapes: Iterable[Sequence[int]], num_steps: int, device: torch.device) -> list[torch.Tensor]:
+def _random_param_grad_stacks(shapes: Iterable[Sequence[int]], num_steps: int, device: torch.device) -> list[torch.Tensor]:
     """Return, for each shape, a random parameter and its gradients, stacked: ``[1 + num_steps, *shape]``."""
     generator = torch.Generator().manual_seed(0)
     scales = [1.0, *(10.0 ** (i % 3 - 1) for i in range(num_steps))]  # some optimizers clip large gradients

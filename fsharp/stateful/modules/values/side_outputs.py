@@ -65,11 +65,11 @@ class SideOutputs:
         found = []
         for reference in self._modules:
             if (module := reference()) is not None:
-                found += _dict_entries_in(module, _MODULE_ATTRIBUTES)
+                found += _own_entries_with_tensors(module, _MODULE_ATTRIBUTES)
         return found
 
 
-def _dict_entries_in(module: nn.Module, without: Collection[str | None]) -> list[tuple[dict[str, Any], str]]:
+def _own_entries_with_tensors(module: nn.Module, without: Collection[str | None]) -> list[tuple[dict[str, Any], str]]:
     found = []
     for places in (module.__dict__, module._buffers):
         for name, x in places.items():
@@ -84,7 +84,7 @@ def check_parameters_replaceable(module: nn.Module) -> None:
     for path, each in module.named_modules():
         # weight_norm, spectral_norm and prune have hooks that compute these attributes anew in each forward.
         computed = {getattr(hook, key, None) for hook in each._forward_pre_hooks.values() for key in ("name", "_tensor_name")}
-        for places, attribute in _dict_entries_in(each, _MODULE_ATTRIBUTES | computed):
+        for places, attribute in _own_entries_with_tensors(each, _MODULE_ATTRIBUTES | computed):
             spans = [extent for x in tensors_in([places[attribute]]) for extent in _byte_ranges(x)]
             held = next((name for name, (a, b) in extents for start, stop in spans if a < stop and start < b), None)
             if held is not None:

@@ -1,4 +1,4 @@
-"""units_on_mesh_of: the units of a tree, checked before a function with a Comm uses them."""
+"""checked_units_of: the units of a tree, checked before a function with a Comm uses them."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ from fsharp.functional.comm.protocol import Comm
 from fsharp.functional.layout.sharded import Sharded, check_not_donated, not_sharded_error, units_of
 
 
-def units_on_mesh_of(where: str, tree: Any, comm: Comm) -> list[Sharded]:
+def checked_units_of(where: str, tree: Any, comm: Comm) -> list[Sharded]:
     """Return the :class:`Sharded` nodes in ``tree``, in tree order. Check that they can be used with ``comm``.
 
     ``where``: name of the calling function, for messages.
