@@ -57,11 +57,11 @@ class VirtualLanes(Lanes):
         describe: Callable[[OpKey], str] = lambda key: f"op {key[1]}",
         here: Callable[[], str] = lambda: "outside of a step",
     ) -> None:
+        super().__init__()
         self.describe, self.here = describe, here
         self.log: list[LogEntry] = []
         self.lane, self._during = COMPUTE_LANE, ""
         self._marks: set[OpKey] = set()
-        self._given: set[str] = set()
 
     has_streams = True
 

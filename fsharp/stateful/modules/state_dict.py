@@ -21,7 +21,7 @@ from fsharp.stateful.modules.calls import replacing_buffers_by_copies
 from fsharp.stateful.modules.initial.initial import check_rank
 from fsharp.stateful.modules.parameter import ShardedTensor, iter_local_leaves
 from fsharp.stateful.modules.session import ModuleSession
-from fsharp.stateful.modules.torch_tools.lazy_classes import is_dtensor
+from fsharp.stateful.modules.torch_tools.dtensors import is_dtensor
 
 SAME_VALUES_REMEDY = "Load the same values on all ranks."
 

@@ -13,10 +13,20 @@ _NO_CONTEXT = nullcontext()
 
 
 class Lanes:
-    """The lanes of a host without streams. They order nothing, as the host's own waits for collectives order the ops."""
+    """The lanes of one scheduler. On a host without streams no op runs on a lane: the host's own waits order the ops.
 
-    _recorder: Any = None  # a ``Recorder`` of fsharp.stateful.runtime, which imports this file
+    Most memory on a lane belongs to the scheduler and outlives the lane's work. A user may free other memory, such as optimizer
+    state, while a lane uses it. :meth:`record_stream` makes the allocator wait for the lane before such memory is reused.
+    """
+
     has_streams = False
+    _recorder: Any = None  # a ``Recorder`` of fsharp.stateful.runtime, which imports this file
+
+    def __init__(self, device: torch.device = torch.device("cpu")) -> None:
+        self.device = device
+        self.streams: dict[str, torch.Stream] = {}
+        self._events: dict[int, dict[int, torch.Event]] = {}  # by the two numbers of a key
+        self._given: set[str] = set()  # lanes that have had work
 
     def set_recorder(self, recorder: Any) -> None:
         """Let ``recorder`` measure when later ops run on lanes; None ends the measurement."""
@@ -37,35 +47,40 @@ class Lanes:
 
     def stream_wait_ops(self, after: Sequence[OpKey]) -> None:
         """Make the current stream wait for the ops ``after`` on other lanes."""
+        for number, i in after:
+            event = self._events.get(number, {}).get(i)
+            if event is not None:
+                torch.accelerator.current_stream(self.device).wait_event(event)
 
     def stream_wait_lanes(self, *names: str) -> None:
-        """Make the current stream wait for all work so far on the named lanes."""
+        """Make the current stream wait for those lanes that had work. A wait for an idle lane would add it to a CUDA graph."""
+        for lane in names:
+            if lane in self._given:
+                torch.accelerator.current_stream(self.device).wait_stream(self.streams[lane])
 
     def synchronize_op(self, op: OpKey) -> None:
-        """Block the host until an op is over."""
+        """Block the host until an op is over; until all lanes are idle, if the op's event was dropped."""
+        event = self._events.get(op[0], {}).get(op[1])
+        for each in self.streams.values() if event is None else [event]:
+            each.synchronize()
 
     def record_stream(self, x: torch.Tensor) -> None:
         """If ``x`` is freed, let its memory be reused only when the work so far on the current lane is over."""
+        if x.device.type != "cpu":  # the allocator of pinned memory tracks copies itself
+            x.record_stream(torch.accelerator.current_stream(self.device))
 
     def drop_events_on_gc(self, owner: Any, number: int) -> None:
         """Drop the events of ops whose keys begin with ``number`` once ``owner``, which issues them, is garbage-collected."""
+        weakref.finalize(owner, self._events.pop, number, None).atexit = False
 
     def drop_all_events(self) -> None:
-        """Drop the events of all ops. Their work has to be over, or to belong to a captured CUDA graph."""
+        """Drop all events, so that nothing waits for their ops. The ops are over, or belong to a captured CUDA graph."""
+        self._events.clear()
+        self._given.clear()
 
 
 class DeviceLanes(Lanes):
-    """The lanes of one scheduler on an accelerator: streams, ordered by events. The host does not wait for the lanes.
-
-    Most memory on a lane belongs to the scheduler and outlives the lane's work. A user may free other memory, such as optimizer
-    state, while a lane uses it. :meth:`record_stream` makes the allocator wait for the lane before such memory is reused.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-        self.streams: dict[str, torch.Stream] = {}
-        self._events: dict[int, dict[int, torch.Event]] = {}  # by the two numbers of a key
-        self._given: set[str] = set()  # lanes that have had work
+    """The lanes of one scheduler on an accelerator: streams, ordered by events. The host does not wait for the lanes."""
 
     has_streams = True
 
@@ -93,39 +108,6 @@ class DeviceLanes(Lanes):
                 self._recorder.lane_marks.append((start, self._recorder.mark_time()))
             if op is not None:
                 self._events.setdefault(op[0], {})[op[1]] = stream.record_event()
-
-    def stream_wait_ops(self, after: Sequence[OpKey]) -> None:
-        """Make the current stream wait for the events of the ops ``after``."""
-        for number, i in after:
-            event = self._events.get(number, {}).get(i)
-            if event is not None:
-                torch.accelerator.current_stream(self.device).wait_event(event)
-
-    def stream_wait_lanes(self, *names: str) -> None:
-        """Make the current stream wait for those lanes that had work. A wait for an idle lane would add it to a CUDA graph."""
-        for lane in names:
-            if lane in self._given:
-                torch.accelerator.current_stream(self.device).wait_stream(self.streams[lane])
-
-    def synchronize_op(self, op: OpKey) -> None:
-        """Block the host until an op is over; until all lanes are idle, if the op's event was dropped."""
-        event = self._events.get(op[0], {}).get(op[1])
-        for each in self.streams.values() if event is None else [event]:
-            each.synchronize()
-
-    def drop_events_on_gc(self, owner: Any, number: int) -> None:
-        """Drop the events of ops whose keys begin with ``number``, once ``owner`` is garbage-collected."""
-        weakref.finalize(owner, self._events.pop, number, None).atexit = False
-
-    def drop_all_events(self) -> None:
-        """Drop the events of all ops, and the record of lanes that had work, so that nothing waits for this work any more."""
-        self._events.clear()
-        self._given.clear()
-
-    def record_stream(self, x: torch.Tensor) -> None:
-        """Call ``record_stream`` if the tensor is on the device. The allocator of pinned memory tracks copies itself."""
-        if x.device.type != "cpu":
-            x.record_stream(torch.accelerator.current_stream(self.device))
 
 
 def lanes_for(device: torch.device) -> Lanes:

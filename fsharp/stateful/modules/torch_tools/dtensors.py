@@ -1,8 +1,9 @@
 """DTensor parameters, which tensor parallelism has sharded on other axes. fsharp shards their local tensors."""
 
+import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
 from torch import nn
@@ -11,10 +12,19 @@ from torch.distributed.device_mesh import DeviceMesh
 from fsharp.errors import MeshError, TreeError
 from fsharp.functional.comm.agree import max_over_ranks
 from fsharp.functional.comm.protocol import Comm, ReduceOp
-from fsharp.stateful.modules.torch_tools.lazy_classes import is_dtensor
 
 if TYPE_CHECKING:
-    from torch.distributed.tensor import Placement
+    from torch.distributed.tensor import DTensor, Placement
+
+
+def is_instance(x: object, module: str, name: str) -> bool:
+    """Return whether ``x`` is an instance of the class ``name`` of a Python module, without importing the module."""
+    return isinstance(x, getattr(sys.modules.get(module), name, ()))  # no class has instances before its module is imported
+
+
+def is_dtensor(x: object) -> "TypeGuard[DTensor]":
+    """Return whether ``x`` is a DTensor, without importing torch.distributed.tensor."""
+    return is_instance(x, "torch.distributed.tensor", "DTensor")
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from fsharp.errors import TreeError
 from fsharp.functional.formats.format import dtype_name
 from fsharp.functional.formats.gather_hooks import has_hooks
 from fsharp.functional.formats.te import is_quantized
-from fsharp.stateful.modules.torch_tools.lazy_classes import is_dtensor, is_instance
+from fsharp.stateful.modules.torch_tools.dtensors import is_dtensor, is_instance
 from fsharp.stateful.runtime.boundary import in_backward
 from fsharp.tracebacks import api_boundary
 
