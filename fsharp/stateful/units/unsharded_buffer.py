@@ -14,13 +14,13 @@ from fsharp.stateful.units.axis_chain import GatherInput
 from fsharp.stateful.units.full_unit import (
     RELEASED_VERSION,
     FullUnit,
+    HandedOutLeaf,
     carve_tensors,
     full_nbytes,
     full_sizes,
     full_sizes_of_encoded_groups,
     outputs_by_axis,
 )
-from fsharp.stateful.units.handed_out_leaf import HandedOutLeaf
 from fsharp.stateful.units.unit_state import UnitState
 
 Stamp = list[tuple[int, int]]

@@ -11,12 +11,12 @@ import torch
 from fsharp.errors import ScheduleError, TreeError
 from fsharp.functional.comm.agree import check_on_all_ranks
 from fsharp.functional.comm.equal_values import check_same_on_ranks
-from fsharp.functional.layout.sharded import units_of
+from fsharp.functional.layout.sharded import trainable, units_of
 from fsharp.functional.optim.base import as_transform
 from fsharp.functional.optim.elementwise_check import with_elementwise_check
+from fsharp.functional.optim.ema import WithEmaState
 from fsharp.functional.optim.wrappers import with_frozen_paths
 from fsharp.functional.state import MadeBy
-from fsharp.stateful.modules.optim.averaged import using_averaged_parameters
 from fsharp.stateful.modules.optim.class_updates import ClassUpdates
 from fsharp.stateful.modules.optim.states import (
     GroupWithoutOptions,
@@ -31,6 +31,7 @@ from fsharp.stateful.modules.optim.states import (
 from fsharp.stateful.modules.parameter import ShardedParameter, ShardedTensor
 from fsharp.stateful.modules.session import ModuleSession
 from fsharp.stateful.modules.state_dict import SAME_VALUES_REMEDY, check_no_dtensors, make_parts_whole_, scatter_from_rank
+from fsharp.stateful.modules.te import preserving_amax_histories
 from fsharp.stateful.modules.torch_tools.refusals import refuse_copy
 from fsharp.torch_compile import uncompiled
 from fsharp.tracebacks import api_boundary, api_context
@@ -179,9 +180,26 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
         Cost: a copy of this rank's parts, and one gather of parameters.
         """
-        opt = None if self._updates is not None else self._session.state.use_opt("averaged()", self)
-        with using_averaged_parameters(self._session, opt):
+        session, state = self._session, self._session.state
+        averages = _average_buffers(None if self._updates is not None else state.use_opt("averaged()", self))
+        if session.is_averaged:
+            raise ScheduleError("averaged(): the call is inside of another averaged().")
+        session.step.abandon_forwards("averaged()")
+        state.propagate_main_writes()
+        copies = units_of(state.main_parameters())
+        shown = {(node.name, g): x for node in copies for g, x in zip(node.groups, node.buffers, strict=True)}
+        nodes = units_of((trainable(state.train_state.params), state.train_state.main))
+        targets = [buffer for node in nodes for buffer in node.buffers]
+        own = [target.detach().clone() for target in targets]
+        session.is_averaged = True
+        try:
+            state.copy_into_buffers([shown[key] for key in averages], list(averages.values()))
+            with preserving_amax_histories(session.layout):
+                state.gather_main_into_resting_parameters()
             yield
+        finally:
+            state.copy_into_buffers(targets, own)
+            session.is_averaged = False
 
     @property  # type: ignore[override]
     @api_boundary
@@ -326,6 +344,25 @@ class ShardedOptimizer(torch.optim.Optimizer):
 def session_of_optimizer(optimizer: ShardedOptimizer) -> ModuleSession:
     """Return the session of the module whose parameters the optimizer updates."""
     return optimizer._session
+
+
+def _average_buffers(opt_state: Any) -> dict[tuple[str, int], torch.Tensor]:
+    is_average = lambda x: isinstance(x, WithEmaState)  # noqa: E731
+    states = [x for x in optree.tree_leaves(opt_state, is_leaf=is_average) if is_average(x)]
+    if not states:
+        raise TreeError(
+            "averaged(): the optimizer keeps no average. Make it of fs.optim.with_ema(fs.optim.adamw(...), decay=...). With a "
+            "class of torch.optim, average `params` of `fn, params = model.functional()`, and call fn with the averages."
+        )
+    found = dict[tuple[str, int], torch.Tensor]()
+    for state in states:
+        for node in units_of(state.ema):
+            for group, buffer in zip(node.groups, node.buffers, strict=True):
+                if (node.name, group) in found:
+                    path = node.unit.path_in_tree(node.unit.leaves_of_group(group)[0])
+                    raise TreeError(f"averaged(): the optimizer keeps several averages of {path!r}, expected one.")
+                found[node.name, group] = buffer
+    return found
 
 
 def _session_of_parameters(params: list[Any]) -> ModuleSession:
