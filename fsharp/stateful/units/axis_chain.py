@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from types import MappingProxyType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -50,10 +50,6 @@ class ReductionChain:
         self.casts_first, self.casts_last = self.first != dtypes.accumulate, last != dtypes.accumulate
         self.rounds_gradients = torch.promote_types(dtypes.compute, dtypes.accumulate) != dtypes.accumulate
 
-    def calls(self) -> tuple[Call, ...]:
-        """Return the chain's collectives, with the bytes that this rank sends in each."""
-        return tuple(calls_of_stages(self.stages, self.dtypes.accumulate))
-
     def scratch_sizes(self) -> FlatSizes:
         """Return ``(number of elements, dtype)`` of each tensor that the chain needs: scratch, and buffers between stages."""
         result, accumulate = list[tuple[int, torch.dtype]](), self.dtypes.accumulate
@@ -67,11 +63,6 @@ class ReductionChain:
                 result.append((stage.out, accumulate))
                 result.append((stage.out if following != accumulate else 0, following))
         return result
-
-    def nbytes_cast_in_sums(self) -> int:
-        """Return the bytes of summands that are cast as they are added, as the sum has another dtype. For estimates of time."""
-        cast = [each for each in self.stages if each.dtype != self.dtypes.accumulate]
-        return sum(each.size * each.dtype.itemsize for each in cast)
 
     def encode(self, x: torch.Tensor, residuals: Mapping[int, ResidualsByAxis], k: int = 0) -> torch.Tensor | None:
         """Return ``x`` encoded for stage number ``k``; None if this stage sends plain buffers. Residuals are overwritten.
@@ -87,16 +78,20 @@ class ReductionChain:
         return wire.store_summand(padded, part, carried.residual, facts, carried.noise_fn).view(n, -1)
 
 
-def encode_recode_decode_nbytes(chains: Iterable[ReductionChain]) -> tuple[int, int, int]:
-    """Return the bytes that chains encode before their first collective, recode between two, and decode after their last."""
-    found = [0, 0, 0]
+def facts_of_reduction(name: str, chains: Iterable[ReductionChain]) -> dict[str, Any]:
+    """Return the fields of ``UnitFacts`` about a unit's reduction by ``chains``. ``name``: ``"reduce"`` or ``"finish"``."""
+    calls: list[Call] = []
+    found = dict.fromkeys((f"{name}_encoded", f"{name}_recoded", f"{name}_decoded", f"{name}_cast"), 0)
     for chain in chains:
+        calls += calls_of_stages(chain.stages, chain.dtypes.accumulate)
         for k, stage in enumerate(chain.stages):
+            if stage.dtype != chain.dtypes.accumulate:
+                found[f"{name}_cast"] += stage.size * stage.dtype.itemsize
             if stage.op == "all_to_all":
                 nbytes = stage.n * stage.wire.size(stage.out) * stage.wire.stored_dtype.itemsize
-                found[0 if k == 0 else 1] += nbytes
-                found[2 if k == len(chain.stages) - 1 else 1] += nbytes
-    return found[0], found[1], found[2]
+                found[f"{name}_{'encoded' if k == 0 else 'recoded'}"] += nbytes
+                found[f"{name}_{'decoded' if k == len(chain.stages) - 1 else 'recoded'}"] += nbytes
+    return {name: tuple(calls), **found}
 
 
 class ChainInput(NamedTuple):

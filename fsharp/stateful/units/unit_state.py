@@ -1,7 +1,6 @@
 """UnitState: the state of one unit of one tree in a scheduler."""
 
 import math
-from dataclasses import replace
 from itertools import chain
 from typing import Any
 
@@ -14,7 +13,7 @@ from fsharp.functional.layout.unit_layout import UnitLayout
 from fsharp.functional.traffic import calls_to_gather_buffer
 from fsharp.stateful.schedule.program import UnitFacts
 from fsharp.stateful.transport.base import Transport
-from fsharp.stateful.units.axis_chain import encode_recode_decode_nbytes
+from fsharp.stateful.units.axis_chain import facts_of_reduction
 from fsharp.stateful.units.full_unit import FullUnit, full_nbytes, full_sizes, full_sizes_of_encoded_groups, leaf_table
 from fsharp.stateful.units.resting_gradient import RestingGradient
 from fsharp.stateful.units.unit_gradient import UnitGradient
@@ -59,39 +58,24 @@ class UnitState:
         sent = layout.trainable_groups if updated else ()
         updates = [calls_to_gather_buffer(layout, layout.update_gather_nbytes(g), self.update_gather_axes) for g in sent]
         differences = [layout.update_gather_nbytes(g) for g in sent if layout.update_format(g) is not None]
-        facts = UnitFacts(
+        of_gradient: dict[str, Any] = {"trainable": trained and self.gradient is not None}
+        if trained and self.gradient is not None:
+            route = self.gradient.route
+            outgoing = route.outgoing_block_nbytes(several_uses=several_uses, several_microbatches=several_microbatches)
+            of_gradient |= {"outgoing": outgoing, "finishing": route.final_reduction_block_nbytes()}
+            of_gradient["rest"] = 0 if keep_gradients else self.gradient.rest.nbytes
+            of_gradient["gradient"] = sum(each.size * each.first.itemsize for each in route.chains)
+            of_gradient |= facts_of_reduction("reduce", route.chains) | facts_of_reduction("finish", route.final_chains)
+        return UnitFacts(
             self.key,
             gathered=full_nbytes(layout) if self.axes else 0,
-            trainable=False,
             gather=tuple(chain(*gathers)),
             update_gather=tuple(chain(*updates)),
             host=self.host_copy_nbytes,
             wire=" ".join(dtypes.pop().names) if len(dtypes) == 1 else None,
             decoded=sum(numel * dtype.itemsize for numel, dtype in full_sizes_of_encoded_groups(layout)) if self.axes else 0,
             update_coded=sum(differences) * math.prod(map(layout.mesh.axis_size, self.update_gather_axes)),
-        )
-        if not trained or self.gradient is None:
-            return facts
-        route = self.gradient.route
-        encoded, recoded, decoded = encode_recode_decode_nbytes(route.chains)
-        final_encoded, final_recoded, final_decoded = encode_recode_decode_nbytes(route.final_chains)
-        return replace(
-            facts,
-            outgoing=route.outgoing_block_nbytes(several_uses=several_uses, several_microbatches=several_microbatches),
-            finishing=route.final_reduction_block_nbytes(),
-            rest=0 if keep_gradients else self.gradient.rest.nbytes,
-            trainable=True,
-            reduce=tuple(chain(*(each.calls() for each in route.chains))),
-            finish=tuple(chain(*(each.calls() for each in route.final_chains))),
-            reduce_encoded=encoded,
-            reduce_recoded=recoded,
-            reduce_decoded=decoded,
-            finish_encoded=final_encoded,
-            finish_recoded=final_recoded,
-            finish_decoded=final_decoded,
-            gradient=sum(each.size * each.first.itemsize for each in route.chains),
-            reduce_cast=sum(each.nbytes_cast_in_sums() for each in route.chains),
-            finish_cast=sum(each.nbytes_cast_in_sums() for each in route.final_chains),
+            **of_gradient,
         )
 
     def bind_node(self, node: Sharded | None) -> None:
