@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import count
 
 import torch
 
@@ -15,6 +16,8 @@ from fsharp.stateful.units.unsharded_buffer import UnshardedBuffer
 
 Action = Callable[[], None]
 """A function without arguments that runs one op, or one bucket of ops."""
+op_source_numbers = count()
+"""Yields the numbers in keys of ops: one for each BoundSchedule and EagerOps."""
 
 
 @dataclass(eq=False, slots=True)

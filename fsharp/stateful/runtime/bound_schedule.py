@@ -1,12 +1,11 @@
 """BoundSchedule: a schedule bound to units and to an arena, as the source of a step's ops. The other source is ``EagerOps``."""
 
 from collections.abc import Callable, Iterator, Sequence
-from itertools import count
 from typing import Any
 
 import torch
 
-from fsharp.stateful.runtime.bound_op import BoundOp
+from fsharp.stateful.runtime.bound_op import BoundOp, op_source_numbers
 from fsharp.stateful.runtime.executor import Executor, do_nothing
 from fsharp.stateful.schedule.emit_gradients import units_reduced_after_microbatches
 from fsharp.stateful.schedule.ops import FINISHING, OUTGOING, PARAMS
@@ -16,8 +15,6 @@ from fsharp.stateful.units.gradient_route import Grads, OutgoingBlock
 from fsharp.stateful.units.unit_gradient import UnitGradient
 from fsharp.stateful.units.unit_state import UnitState
 from fsharp.stateful.units.unsharded_buffer import UnshardedBuffer
-
-_schedule_numbers = count()
 
 
 class BoundSchedule:
@@ -41,7 +38,7 @@ class BoundSchedule:
         self.events: tuple[Event, ...] = schedule.program.events
         self.reducing_microbatches = units_reduced_after_microbatches(schedule.program).keys()
         self._span = arena.data_ptr(), arena.data_ptr() + len(arena)
-        self.number, self.stranded = next(_schedule_numbers), dict[str, Memory]()
+        self.number, self.stranded = next(op_source_numbers), dict[str, Memory]()
         comm, poison = executor.comm, schedule.policy.poison
         self.unsharded_by_unit = {
             name: UnshardedBuffer(units[name], comm, where, arena, poison=poison) for name, where in schedule.slots.items()

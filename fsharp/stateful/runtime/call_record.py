@@ -162,9 +162,8 @@ class CallRecord:
 
     def start_trace(self, device: torch.device, total_waited_s: Callable[[], float]) -> Trace:
         """Measure later calls that follow a schedule. ``total_waited_s``: as for :class:`TraceRecorder`."""
-        trace = Trace()
-        self.recorder = TraceRecorder(trace, device, total_waited_s)
-        return trace
+        self.recorder = TraceRecorder(device, total_waited_s)
+        return self.recorder.trace
 
     def record_next_called(self, following: "CallRecord") -> None:
         """Record which function was called next. If it is another one, the end of a step gathers nothing for the next step."""

@@ -6,13 +6,12 @@ The addresses in that schedule stand for these buffers.
 
 from collections.abc import Callable, Collection, Container, Iterable, Iterator
 from dataclasses import replace
-from itertools import count
 from typing import Any
 
 import torch
 
 from fsharp.errors import ScheduleError
-from fsharp.stateful.runtime.bound_op import BoundOp
+from fsharp.stateful.runtime.bound_op import BoundOp, op_source_numbers
 from fsharp.stateful.runtime.bound_schedule import BoundSchedule
 from fsharp.stateful.runtime.executor import Executor
 from fsharp.stateful.schedule import ops
@@ -28,7 +27,6 @@ from fsharp.stateful.units.unit_gradient import GradientPhase, UnitGradient
 from fsharp.stateful.units.unit_state import UnitState
 from fsharp.stateful.units.unsharded_buffer import UnshardedBuffer, buffers_stamp
 
-_schedule_numbers = count()
 Units = Collection[UnitState]
 
 
@@ -54,7 +52,7 @@ class EagerOps:
         self._executor, self._device, self._left_schedule, self.left_at = executor, executor.comm.device, left_schedule, left_at
         self._is_in_use = is_in_use
         self.unsharded_by_unit: dict[str, UnshardedBuffer] = {}
-        self._number = -1 - next(_schedule_numbers)  # numbers of compiled schedules are positive
+        self._number = next(op_source_numbers)
         executor.lanes.drop_events_on_gc(self, self._number)
         self._at = 0
         self.ops: list[Op] = []

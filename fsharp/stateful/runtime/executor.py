@@ -248,14 +248,8 @@ def _bind_wait(executor: Executor, bound: BoundOp) -> Action:
 
 
 def _bind_decode(executor: Executor, bound: BoundOp) -> Action:
-    unsharded = bound.unsharded
-    assert unsharded is not None
-
-    def action() -> None:
-        if unsharded.is_encoded:
-            unsharded.decode()
-
-    return executor.action_after_waits(bound, action)
+    assert bound.unsharded is not None
+    return executor.action_after_waits(bound, bound.unsharded.decode)
 
 
 def _bind_release(executor: Executor, bound: BoundOp) -> Action:
@@ -318,13 +312,7 @@ def _bind_gradient_cast(executor: Executor, bound: BoundOp) -> Action:
 
 
 def _bind_encode(executor: Executor, bound: BoundOp) -> Action:
-    gradient = bound.gradient
-
-    def start() -> None:
-        assert gradient.block is not None
-        gradient.encode(gradient.route.chains, gradient.block.collected)
-
-    return executor.action_on_lane(bound, gradient.encode_for_final_reduction if bound.spec is ops.FINAL_ENCODE else start)
+    return executor.action_on_lane(bound, partial(bound.gradient.encode, is_final=bound.spec is ops.FINAL_ENCODE))
 
 
 def _bind_reduce(executor: Executor, bound: BoundOp) -> Action:

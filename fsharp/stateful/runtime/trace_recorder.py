@@ -17,16 +17,10 @@ TimeMark = Any  # a time in seconds, or an event of a stream
 
 
 class TraceRecorder:
-    """Measures the ops of steps, for a trace.
+    """Measures the ops of steps, for ``trace``. ``waited_s()``: seconds that the main thread has waited for collectives."""
 
-    Args:
-        trace: the trace to which rows are added.
-        device: the device on which the ops run.
-        waited_s: returns the seconds for which the main thread has waited for collectives so far.
-    """
-
-    def __init__(self, trace: Trace, device: torch.device, waited_s: Callable[[], float]) -> None:
-        self.trace, self.device, self.has_streams, self._waited_s = trace, device, device.type != "cpu", waited_s
+    def __init__(self, device: torch.device, waited_s: Callable[[], float]) -> None:
+        self.trace, self.device, self.has_streams, self._waited_s = Trace(), device, device.type != "cpu", waited_s
         self.outcomes: list[CollectiveOutcome] = []
         self.lane_marks: list[tuple[TimeMark, TimeMark]] = []
         self._base: TimeMark = self.mark_time()

@@ -193,16 +193,16 @@ class UnitGradient:
         if given:
             (torch._foreach_copy_ if is_first else torch._foreach_add_)(targets, given)
 
-    def encode(self, chains: Sequence[ReductionChain], buffers: Sequence[torch.Tensor]) -> None:
-        """Encode ``buffers``, one for each of ``chains``, if the first stage of the chain sends encoded parts."""
-        pairs = zip(chains, buffers, strict=True)
-        self._encoded = [chain.encode(x, self._residuals) for chain, x in pairs]
-
-    def encode_for_final_reduction(self) -> None:
-        """Encode the gradient at rest for its reduction to the optimizer's shards: see :meth:`final_reduction_inputs`."""
-        self.wait()
-        self.zero_if_missing()
-        self.encode(self.route.final_chains, self.rest.tensors)
+    def encode(self, *, is_final: bool) -> None:
+        """Encode the gradient for the next reduction, of a microbatch or the final one, if its first stage sends a format."""
+        if is_final:
+            self.wait()
+            self.zero_if_missing()
+            chains, buffers = self.route.final_chains, self.rest.tensors
+        else:
+            assert self.block is not None
+            chains, buffers = self.route.chains, self.block.collected
+        self._encoded = [chain.encode(x, self._residuals) for chain, x in zip(chains, buffers, strict=True)]
 
     def _take_encoded(self, chains: Sequence[ReductionChain]) -> list[torch.Tensor | None]:
         found, self._encoded = self._encoded or [None] * len(chains), []

@@ -85,10 +85,10 @@ class UnshardedBuffer:
         self._outs = [outputs_by_axis(part, layout, self.axes, self._comm.rank) for part in parts]
 
     def decode(self) -> None:
-        """Decode the gathered buffers whose format is not plain. All gathers have to be over."""
-        self.is_encoded = False
-        assert self.full is not None
-        self.full.decode(self._comm.rank)
+        """Decode the gathered buffers whose format is not plain, once for each fill. All gathers have to be over."""
+        if self.is_encoded and self.full is not None:
+            self.is_encoded = False
+            self.full.decode(self._comm.rank)
 
     def renew_version(self, step: int) -> None:
         """Set the version counters of step number ``step``, so that autograd refuses backwards of earlier steps."""
