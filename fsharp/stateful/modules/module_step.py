@@ -118,9 +118,10 @@ class ModuleStep:
                 self.means.drop_gradients()
             raise
 
-    def _close_step(self, step: Step) -> None:
+    def _close_step(self) -> None:
+        assert self.open_step is not None
         with self._abandoning_on_error():
-            self._steps.close_step(step)
+            self._steps.close_step(self.open_step)
         self.open_step = self.params = None
 
     def _begin_backward(self) -> None:
@@ -175,8 +176,6 @@ class ModuleStep:
         """If there are gradients, update parameters by ``tx``, an ``(init, update)`` pair. Ranks compare ``settings``."""
         if self.checked_gradients_or_none("step()") is None:
             return
-        step = self.open_step
-        assert step is not None
         self.state.notice_main_writes()
         self.state.add_parameter_writes(self._steps.add_settings)
         self._steps.add_settings(f"{settings}\n{self.means.changes_text()}")
@@ -184,7 +183,7 @@ class ModuleStep:
             self.state.train_state = update(tx, self.means.tree, self.state.train_state, comm=self.scheduler, donate=True)
             self.used_gradients = set(self.means.paths_with_gradient)
             self.means.drop_gradients()
-        self._close_step(step)
+        self._close_step()
         self.updated_by = optimizer_id
         self.state.record_version_counters()
         self.state.loaded.clear()
@@ -243,7 +242,7 @@ class ModuleStep:
         if step is None or not self.has_gradients:
             return
         if not step.uses.awaited:
-            self._close_step(step)
+            self._close_step()
             return
         with self._abandoning_on_error():
             self._begin_gradients()
@@ -293,7 +292,7 @@ class ModuleStep:
                 f"{where}: a step is under way, in which backward passes have left gradients. Call it after optimizer.step() "
                 "or zero_grad(), or before the first backward."
             )
-        self._close_step(step)
+        self._close_step()
         step.set_on_backward(partial(_raise_forward_abandoned, where))
 
 

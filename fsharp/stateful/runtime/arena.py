@@ -10,7 +10,7 @@ from fsharp.stateful.runtime.call_record import CallRecord
 from fsharp.stateful.runtime.executor import Executor
 from fsharp.stateful.runtime.trace_recorder import TraceRecorder
 from fsharp.stateful.schedule.policy import SchedulePolicy
-from fsharp.stateful.units.unit_registry import UnitRegistry
+from fsharp.stateful.units.unit_state import UnitRegistry
 from fsharp.stateful.units.unsharded_buffer import buffers_stamp
 
 

@@ -13,7 +13,7 @@ from fsharp.stateful.runtime.trace_recorder import TraceRecorder
 from fsharp.stateful.schedule.program import Program
 from fsharp.stateful.schedule.schedule import Schedule
 from fsharp.stateful.timing.trace import Trace
-from fsharp.stateful.units.unit_registry import memory_key
+from fsharp.stateful.units.unit_state import memory_key
 
 _MAX_SEEN_PROGRAMS = 256
 """Largest number of programs to remember without a schedule."""

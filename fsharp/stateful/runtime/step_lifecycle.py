@@ -31,8 +31,7 @@ from fsharp.stateful.transport.gloo import GlooTransport
 from fsharp.stateful.transport.nccl import NcclTransport
 from fsharp.stateful.transport.streams import Lanes, lanes_for
 from fsharp.stateful.units.future_buffers import is_pending
-from fsharp.stateful.units.unit_registry import UnitRegistry
-from fsharp.stateful.units.unit_state import UnitState
+from fsharp.stateful.units.unit_state import UnitRegistry, UnitState
 from fsharp.stateful.verify.verify import verify
 
 

@@ -88,9 +88,7 @@ class Transport(ABC):
         n = outs[0].numel() // sizes[0]
         packed = xs[0].new_empty(n * sum(sizes))
         rows, parts = [out.view(n, -1) for out in outs], packed.view(n, -1).split(sizes, 1)
-        return self._chain_work(
-            self.gather_each([torch.cat(list(xs))], [packed], axis, label), lambda _: _copy_all(rows, parts)
-        )
+        return self._copy_after(self.gather_each([torch.cat(list(xs))], [packed], axis, label), rows, parts)
 
     def reduce_scatter(
         self, summands: Sequence[Summand], axis: str, n: int, out_dtype: torch.dtype, *, label: str = ""
@@ -112,7 +110,7 @@ class Transport(ABC):
         parts = summed.split([x.numel() // n for x in xs])
         outs = [part if each.out is None else each.out for each, part in zip(summands, parts, strict=True)]
         [work] = self.reduce_scatter_each([self._make_summand("reduce_scatter", axis, packed, summed)], axis, out_dtype, label)
-        unpacked = self._chain_work(work, lambda _: _copy_all(outs, parts))
+        unpacked = self._copy_after(work, outs, parts)
         return [Work(unpacked.wait, out) for out in outs]
 
     def all_reduce(self, summands: Sequence[Summand], axis: str, n: int, *, label: str = "") -> list[Work]:
@@ -136,7 +134,7 @@ class Transport(ABC):
         here, there = ([part[: len(x)] for x, part in zip(xs, each.split(sizes), strict=True)] for each in (packed, summed))
         _copy_all(here, xs)
         [work] = self.all_reduce_each([self._make_summand("all_reduce", axis, packed, summed)], axis, label)
-        return [self._chain_work(work, lambda _: _copy_all(outs, there))] * len(xs)
+        return [self._copy_after(work, outs, there)] * len(xs)
 
     def should_pack(self, xs: Sequence[torch.Tensor], n: int) -> bool:
         """Return whether to pack the buffers ``xs``, each sent in ``n`` parts. The result depends on sizes alone."""
@@ -204,7 +202,7 @@ class Transport(ABC):
         """Begin to gather every rank's ``xs[i]`` into ``outs[i]``, in one all_gather, without padding beyond ``outs[i]``."""
         rooms = [out if len(out) == n * len(x) else out.new_empty(n * len(x)) for x, out in zip(xs, outs, strict=True)]
         parts = [room if room is out else room[: len(out)] for out, room in zip(outs, rooms, strict=True)]
-        return self._chain_work(self.gather(xs, rooms, axis, label), lambda _: _copy_all(outs, parts))
+        return self._copy_after(self.gather(xs, rooms, axis, label), outs, parts)
 
     def _size_and_coord(self, axis: str) -> tuple[int, int]:
         return self.comm.mesh.axis_size(axis), self.comm.mesh.coord(axis, self.comm.rank)
@@ -217,9 +215,14 @@ class Transport(ABC):
         nbytes = self.scratch_nbytes(op, axis, len(packed), packed.dtype.itemsize, sums_into_out=summed.dtype == packed.dtype)
         return Summand(packed, summed, packed.new_empty(nbytes, dtype=torch.uint8))
 
-    def _chain_work(self, first: Work, then: Callable[[Any], Any]) -> Work:
-        """Return a Work that waits for ``first``, and then calls ``then`` with its result."""
-        work = Work(lambda: then(first.wait()))
+    def _copy_after(self, first: Work, outs: Sequence[torch.Tensor], xs: Sequence[torch.Tensor]) -> Work:
+        """Return a Work that waits for ``first``, and then copies each of ``xs`` into the tensor of ``outs``."""
+
+        def copy() -> None:
+            first.wait()
+            _copy_all(outs, xs)
+
+        work = Work(copy)
         if not self.is_async:  # on a device the stream of the collective also unpacks
             work.wait()
         return work
