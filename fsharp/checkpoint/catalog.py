@@ -227,8 +227,7 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
     """Open the checkpoint in a folder, or a file or folder of another library (with step 0).
 
     Raises:
-        CheckpointError: there is no checkpoint, it is incomplete, or a file has a wrong size. The message names the step of a
-            complete checkpoint in the same root.
+        CheckpointError: there is no checkpoint, it is incomplete, or a file has a wrong size.
     """
     folder = absolute_path(path)
     try:

@@ -118,13 +118,8 @@ def load(
         The tree with the loaded values. Padding is zero.
 
     Raises:
-        CheckpointError: there is no checkpoint; the given checkpoint is incomplete or damaged; or all checkpoints under the
-            root are incomplete or damaged. In the last case none is renamed. The message names the file and the tensors. The
-            error is also raised if the checkpoint has different values for two tied leaves of ``like``, or for leaves for which
-            a unit keeps one number; the message names the leaves. With ``strict=False`` it is also raised if the checkpoint has
-            only one of a TrainState's parameter and its main copy. All ranks raise.
-        TreeError: names, shapes or dtypes differ between tree and checkpoint; or ``cast`` would make a finite value infinite. A
-            tied leaf needs a value under one of its names. All ranks raise.
+        CheckpointError: there is no undamaged checkpoint, or leaves with one value have several there.
+        TreeError: names, shapes or dtypes differ, or ``cast`` would make a finite value infinite.
         PatternError: a pattern of ``ignore`` matches no name.
         AgreementError: ranks have different arguments, or another rank has failed.
 

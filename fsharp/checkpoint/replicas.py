@@ -131,8 +131,8 @@ class Replicas(BackgroundSaver):
         root: folder of checkpoints on disk, from which :meth:`restore` loads if one is newer.
 
     Raises:
-        CheckpointError: there are too few hosts for the copies, hosts have different numbers of ranks, the folder is in use,
-            the ranks of a host do not share the folder, or ``root`` cannot be listed. All ranks raise.
+        CheckpointError: hosts are too few, or differ in ranks. All ranks raise.
+        CheckpointError: the folder is in use or not shared, or ``root`` cannot be listed.
     """
 
     def __init__(
@@ -243,11 +243,10 @@ class Replicas(BackgroundSaver):
             config: config of the run, a JSON-serializable value; equal on all ranks.
 
         Raises:
-            CheckpointError: the previous refresh has failed, for example because a host had no room. This call stores nothing.
-                Hosts still keep the tree of the last refresh that succeeded. All ranks raise. The error is also raised if this
-                process was forked from the process that has made the Replicas.
+            CheckpointError: the previous refresh has failed: this call stores nothing. All ranks raise.
+            CheckpointError: this process was forked from the process that has made the Replicas.
             TreeError: a leaf cannot be saved.
-            AgreementError: ranks have trees of different structure, or different values of ``step`` or ``config``.
+            AgreementError: ranks have trees of different structure, or different ``step`` or ``config``.
 
         Cost: see :meth:`refresh_nbytes`. The call itself makes the copy, and two collectives for each axis, of 40 and 16 bytes.
         The thread sends pieces of 4 MiB, in process groups that it alone uses.
@@ -358,9 +357,7 @@ class Replicas(BackgroundSaver):
             donate: read into the tensors of ``like``.
 
         Raises:
-            CheckpointError: there is no save, or every save is damaged or has lost files. The message names the ranks that
-                lack files, and no file is renamed. The error is also raised if a host cannot read one of its files, which does
-                not prove that the file is damaged. After you remove the file, the copy of another host is read.
+            CheckpointError: no save is whole, or a host cannot read a file: then remove the file.
             TreeError: names, shapes or dtypes differ.
             AgreementError: ranks have different arguments, or another rank has failed.
 

@@ -92,9 +92,9 @@ def save(
 
     Raises:
         TreeError: a leaf cannot be saved.
-        AgreementError: ranks have different trees, values, configs or paths, or another rank has failed. No file is left.
-        CheckpointError: there is not enough room, or a file reads back with other bytes: then no file is left. It is also
-            raised if the checkpoint is written, but ``root`` could not be synced, so that a power cut may lose the checkpoint.
+        AgreementError: ranks have different arguments, or another rank has failed. No file is left.
+        CheckpointError: there is not enough room, or a file reads back differently. No file is left.
+        CheckpointError: the checkpoint is written, but ``root`` could not be synced against a power cut.
 
     Cost: a rank writes its elements and reads them back; ranks with equal elements divide the writing. For each axis three
     collectives of 40 bytes and two smaller ones. Memory: none, or on a GPU one tensor at a time on the host.

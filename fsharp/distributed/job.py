@@ -47,12 +47,9 @@ def connect(mesh: Mesh, *, device_type: Literal["cuda", "cpu"] | None = None, ti
             ``init_process_group``. None means torch's default, 30 minutes over gloo.
 
     Raises:
-        MeshError: the number of processes differs from the size of the mesh; or there is a process group already, with another
-            ``timeout``.
+        MeshError: the mesh has another number of processes, or the existing process group another ``timeout``.
         OptionError: ``device_type`` is ``"cuda"``, and there is no GPU.
-        CommError: other processes did not join within the time limit, or a process ended meanwhile; or an error in an earlier
-            collective has closed the job's connections: call :func:`destroy` on all ranks, and connect again; or this process
-            was forked from a rank of the job.
+        CommError: a process ended, was late or forked, or an earlier error needs :func:`destroy`.
         AgreementError: processes pass different meshes. All ranks raise, before any group is made.
 
     Cost: one small collective, and one process group for each axis.

@@ -52,9 +52,9 @@ def forward(
         The result of ``fn``: any pytree.
 
     Raises:
-        TreeError: no unit was passed; the unit of a tied leaf is missing, or was passed twice; ``fn`` writes to parameters in
-            place; parameters changed in place between the forward and a backward that gathers them again; ``remat`` has a wrong
-            value; the call is under ``torch.func.linearize``. All other ``torch.func`` transforms work.
+        TreeError: no unit was passed, or the unit of a tied leaf not exactly once.
+        TreeError: parameters were changed in place, in ``fn`` or before the backward.
+        TreeError: ``remat`` has a wrong value, or the call is under ``torch.func.linearize``.
         MeshError: ``comm`` is on another mesh than the unit.
 
     Cost: one gather; with ``release`` or ``remat`` a second gather in the backward. One reduction of gradients in the backward.

@@ -45,8 +45,7 @@ def shard(params: Any, layout: Layout, comm: Comm, *, place: PlaceName = "params
     Raises:
         MeshError: ``comm`` is on another mesh than the layout.
         TreeError: the tree differs from the tree that was planned.
-        AgreementError: ranks differ in layout or values, or another rank failed. All ranks raise; the message names the leaf or
-            field, and the ranks.
+        AgreementError: ranks differ in layout or values, or another rank failed. All ranks raise.
 
     Cost: one collective of 40 bytes for each axis. To compare values: one pass over the tree, and a collective of 8 bytes for
     each axis. Memory: the shards.

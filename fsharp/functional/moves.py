@@ -81,8 +81,9 @@ def gather(tree: Tree, *, comm: Comm, to: PlaceName = "full") -> Tree:
         The tree with its units in the target place. ``Sharded.tree()`` of a full unit returns the user's subtree.
 
     Raises:
-        TreeError: a unit is a partial sum, or the tree has no unit; the call is under ``torch.func.linearize``. Within a loss
-            also: parameters in a format would get no gradient, as they are copies, or move to another place than ``"full"``.
+        TreeError: the tree has no unit, or a partial sum.
+        TreeError: the call is under ``torch.func.linearize``.
+        TreeError: parameters in a format would get no gradient: copies, or another place than ``"full"``.
         MeshError: ``comm`` is on another mesh than the tree.
 
     Cost: for each gathered axis of ``n`` ranks a rank sends ``(n - 1)`` times the bytes of its part. Slices cost nothing.
@@ -187,9 +188,8 @@ def reduce_scatter(
         residuals for the next step.
 
     Raises:
-        TreeError: the move would need a gather along an axis, or ``to`` is partial along an axis along which the tree is not;
-            the tree has no unit; residuals are missing, of another layout, or passed under a ``torch.func`` transform; a format
-            rounds stochastically, and ``step`` is missing.
+        TreeError: the tree has no unit, or the move would need a gather or partial sums.
+        TreeError: residuals, or ``step`` of stochastic rounding, are missing or do not fit.
         MeshError: ``comm`` is on another mesh than the tree.
 
     Cost: along an axis of ``n`` ranks a rank sends ``(n - 1) / n`` of the bytes of the buffer in the ``wire`` dtype. If ``to``

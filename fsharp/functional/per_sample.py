@@ -48,9 +48,7 @@ def per_sample_norms(
 
     Raises:
         LayoutError: a unit varies along an axis, so a sample's gradient is spread over several ranks.
-        LossError: the batch has no tensor, or its tensors differ in the size of dim 0; the loss is neither a mean nor ``(sum,
-            weight)``, or does not depend on a parameter; ``loss_fn`` uses parameters other than through ``forward`` or
-            ``gather``, or under ``torch.func.grad``; ``per_sample_norms`` is called under a ``torch.func`` transform.
+        LossError: the batch or the loss is wrong, or the call is under a ``torch.func`` transform.
         TreeError: ``params`` has no unit.
         MeshError: ``comm`` is on another mesh than ``params``.
 

@@ -77,9 +77,8 @@ def init_state(tx: Any, sharded: Any, *, comm: Comm, donate: bool = False) -> Tr
         donate: use the memory of ``sharded`` for the state. If False, buffers are copied.
 
     Raises:
-        TreeError: ``sharded`` is not a tree of Sharded, or has the ``compute`` dtype where a main copy needs the ``main``
-            dtype; or ``tx`` is a pair whose updates depend on how buffers join and cut leaves, as a trial on small tensors
-            has found.
+        TreeError: ``sharded`` is no tree of Sharded, or has another dtype than its main copies.
+        TreeError: ``tx`` is a pair whose updates depend on how buffers cut leaves, by trial.
         AgreementError: ranks have different layouts or optimizers.
 
     Cost: for parameters made with ``place="optim"`` one gather; otherwise none. For another library's pair about ten updates of
@@ -153,9 +152,9 @@ def update(tx: Any, grads: Any, state: TrainState, *, comm: Comm, donate: bool =
         The state after the update. Frozen groups keep their tensors.
 
     Raises:
-        TreeError: gradients differ from the state's parameters in structure, layout, place or dtype, or are still sums; the
-            state belongs to another transformation, or was donated.
-        OptionError: the transformation does not use an extra argument; the message names the arguments that it uses.
+        TreeError: gradients do not fit the parameters, or are still sums.
+        TreeError: the state belongs to another transformation, or was donated.
+        OptionError: the transformation does not use an extra argument.
 
     Cost: if the places of parameters and optimizer state differ, one gather.
     """

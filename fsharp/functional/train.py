@@ -100,11 +100,10 @@ def value_and_grad(loss_fn: LossFn, *, microbatches: int = 1, has_aux: bool = Fa
             as in JAX. Tensors in ``aux`` are detached. With several microbatches ``aux`` is a list with one entry for each.
 
     Raises:
-        LossError: the loss is neither a mean nor ``(sum, weight)``, or depends on no parameter; a weight is negative, infinite
-            or NaN, which is not seen in a tensor on a GPU; the batch does not divide, or has arrays or tensors where they
-            cannot be split, as in a dataclass that is not registered; the call is under a ``torch.func`` transform.
-            ``loss_fn`` itself may use transforms.
-        TreeError: residuals are missing, or of another layout; a format that rounds stochastically has no ``step``.
+        LossError: the loss or its weight is wrong, or depends on no parameter.
+        LossError: the batch cannot be split.
+        LossError: the call is under a ``torch.func`` transform; ``loss_fn`` itself may use transforms.
+        TreeError: residuals, or ``step`` of stochastic rounding, are missing or do not fit.
 
     Cost: under ``zero3`` two gathers and one reduction for each unit and microbatch. Memory: one full unit beside the shards.
     As in ``Tensor.backward``, tensors with ``requires_grad`` that are not parameters get their gradient added to ``.grad``.

@@ -98,11 +98,10 @@ class Accelerator(accelerate.Accelerator):
       number of ranks or another strategy can load. All ranks have to call them. A save gives buffers the values of rank 0.
 
     Raises:
-        OptionError: ``mixed_precision`` is set for a sharded module, which takes a :class:`~fsharp.Precision` instead; sharded
-            parameters are in a torch optimizer; ``clip_grad_norm_`` gets a part of a module's parameters;
-            ``clip_grad_value_`` gets sharded parameters; a module to prepare contains a sharded module; accelerate's
-            ``LocalSGD`` gets a sharded module; or ``save_state`` and ``load_state`` have the optimizer of a module that was not
-            prepared.
+        OptionError: ``mixed_precision`` is set for a sharded module, which takes a :class:`~fsharp.Precision` instead.
+        OptionError: a torch optimizer, ``LocalSGD`` or a module around gets sharded parameters.
+        OptionError: ``clip_grad_norm_`` gets a part of a module, ``clip_grad_value_`` sharded parameters.
+        OptionError: ``save_state`` or ``load_state`` has the optimizer of a module that was not prepared.
         CheckpointError: ``load_state`` finds sharded modules in the folder, and none was prepared.
     """
 

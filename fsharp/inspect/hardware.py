@@ -220,8 +220,8 @@ class Hardware:
                 it, ``host_share`` is 1/2, and all times come from ``trace``.
 
         Raises:
-            ScheduleError: the trace is of another schedule, or lacks a kind of op of the schedule; or all collectives of a kind
-                send equally many bytes, so that latency and bandwidth cannot be told apart.
+            ScheduleError: the trace is of another schedule, or lacks a kind of op.
+            ScheduleError: all collectives of a kind send equally many bytes: no latency can be told.
 
         Cost: a few passes over the trace. With ``alone`` and ``contention`` also 24 predictions of a step.
         """

@@ -42,10 +42,8 @@ def as_torch(fn: Callable[..., Any]) -> Callable[..., Any]:
         in the process that loads it.
 
     Raises:
-        TreeError: when called. An argument has a dtype that JAX would change (float64, unless ``jax_enable_x64`` is set), is an
-            integer of more than 32 bits, an array or a random key, is of a class unknown to optree, or is a tensor without
-            memory of its own, such as a DTensor. A result is not an array or a number. The process was forked from one that
-            had used JAX: XLA would wait without end.
+        TreeError: when called: JAX would change a dtype, or cannot take an argument or a result.
+        TreeError: the process was forked from one that had used JAX: XLA would wait without end.
 
     Cost: one copy of each argument whose address is not a multiple of 64 bytes (most leaves of a unit, which are views of a
     buffer); the host waits for XLA. JAX keeps residuals for the backward in memory of its own, fewer with ``jax.checkpoint`` in

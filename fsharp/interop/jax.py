@@ -60,8 +60,7 @@ def to_jax(tree: Any, layout: Layout, *, devices: Sequence[Any] | None = None) -
         step counts, are unchanged.
 
     Raises:
-        TreeError: the number of trees is not the number of this process's ranks; a unit is not of the layout, or holds partial
-            sums; JAX would copy a buffer, whose address is not a multiple of 64 bytes, or would change a dtype.
+        TreeError: trees do not fit ranks or layout, or JAX would copy a buffer.
         LayoutError: there are fewer devices than ranks, or no device of this process.
 
     Cost: none. JAX assumes that the memory is constant: while JAX has the arrays you must not write to the tensors, and

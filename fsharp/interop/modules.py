@@ -39,8 +39,8 @@ def make_functional(model: Any, variables: Any = None) -> tuple[Callable[..., An
         ``jax.random.key`` makes the key. A new seed needs no compilation.
 
     Raises:
-        TreeError: ``model`` is not such a module, or is a module of Linen without ``variables``. When ``fn`` is called: a
-            module of NNX changes its variables, such as statistics or counters of random numbers; the new values would be lost.
+        TreeError: ``model`` is no such module, or a module of Linen without ``variables``.
+        TreeError: when called: a module of NNX changes its variables, which would be lost.
     """
     if _is_from_package(model, "flax.linen"):
         return _make_linen_functional(model, variables)
@@ -100,8 +100,7 @@ def to_tensors(tree: Any) -> Any:
     keys, are left out.
 
     Raises:
-        TreeError: the tree has no array of floating dtype; torch lacks the dtype of a parameter, or
-            JAX would narrow it: a float64, unless ``jax_enable_x64`` is set.
+        TreeError: no array is floating-point, or torch or JAX would change a dtype.
 
     Cost: a copy of each parameter.
     """

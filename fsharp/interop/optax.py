@@ -63,10 +63,8 @@ def from_optax(tx: Any) -> Transform:
         A transformation with an :class:`OptaxState`, which is sharded at the optimizer's place.
 
     Raises:
-        LayoutError: in ``init_state`` or ``update``: the transformation looks at rows, columns or neighbours in a leaf that is
-            cut, as Muon and factored statistics do; or an update or state of one leaf depends on elements of another, cut leaf.
-        TreeError: ``tx`` is not a transformation, or JAX would change a dtype. In ``update``: an extra argument is not used by
-            the transformation, is missing, or is a function, such as ``value_fn``.
+        LayoutError: in ``init_state`` or ``update``: one element's update depends on others of a cut leaf.
+        TreeError: ``tx`` is no transformation, JAX would change a dtype, or extra arguments are wrong.
         AgreementError: transformations, extra arguments, or numbers in the state differ between ranks.
 
     Cost: for norms one ``all_reduce`` with 8 bytes for each leaf; one collective of 40 bytes for each axis, to compare

@@ -71,10 +71,8 @@ def from_orbax(
         config: config of the new checkpoint, a value that JSON can hold.
 
     Raises:
-        CheckpointError: Orbax cannot read the folder, or a leaf is neither a number, a text, nor an array of a dtype that torch
-            has; a leaf is a Python bool, of which Orbax has no metadata; or ``unstack`` names no subtree, or leaves that differ
-            in the number of layers. No checkpoint is left.
-        OptionError: an argument has another type, such as a text in place of the number of a dim.
+        CheckpointError: Orbax or torch cannot hold a leaf, or ``unstack`` does not fit.
+        OptionError: an argument has a wrong type.
         PatternError: a pattern matches nothing.
 
     Cost: reads the folder, and writes as :func:`fsharp.checkpoint.save` does. Memory: 1 GiB, or one leaf and a slice of it if
@@ -139,10 +137,9 @@ def to_orbax(
             ``lax.scan`` takes it. This is the inverse of ``unstack`` of :func:`from_orbax`.
 
     Raises:
-        CheckpointError: the folder exists, or its path has a wildcard or a backslash; there is nothing to write, or the
-            checkpoint is damaged; a tensor has no elements, which Orbax refuses, or a dtype that numpy lacks; ``stack`` names
-            no list of layers, or layers that differ; a name has more than 300 dots.
-        OptionError: an argument has another type, such as a text in place of the number of a dim.
+        CheckpointError: the folder exists or has an unusable path, or the checkpoint is damaged or empty.
+        CheckpointError: Orbax or numpy cannot hold a tensor or name, or ``stack`` does not fit.
+        OptionError: an argument has a wrong type.
 
     Cost: reads the tensors, and checks their digests. Memory: all of these tensors, which Orbax takes as one tree. Ranks that
     hold shards as JAX arrays (:func:`fsharp.interop.jax.to_jax`) can instead save their own parts by Orbax.

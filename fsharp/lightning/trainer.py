@@ -49,8 +49,8 @@ class Strategy(DDPStrategy):
     without sharded modules is trained as by ``DDPStrategy``.
 
     Raises:
-        OptionError: ``precision=`` of the Trainer with a sharded module, a trained parameter outside of sharded modules, a
-            torch optimizer with sharded parameters, ``sync_batchnorm=True``, or the callback ``StochasticWeightAveraging``.
+        OptionError: ``precision=``, ``sync_batchnorm=True`` or ``StochasticWeightAveraging`` with a sharded module.
+        OptionError: a trained parameter is outside of sharded modules, or in a torch optimizer.
     """
 
     @property

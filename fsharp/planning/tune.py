@@ -125,9 +125,8 @@ def tune(
         The choice. The same arguments give the same choice on every rank.
 
     Raises:
-        ScheduleError: no candidate fits into the budget, and the message names the smallest; meshes have different numbers of
-            ranks; an argument is missing, is out of range, or does not fit the others; the trial of ``loss_fn`` or of the
-            module fails.
+        ScheduleError: no candidate fits into the budget; the message names the smallest.
+        ScheduleError: an argument is missing or does not fit, or a trial fails.
         OptionError: ``device`` is not a device that computes; the meta device does not.
         PatternError: a pattern matches no unit.
         AgreementError: ranks pass different arguments. All ranks raise.

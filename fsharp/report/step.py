@@ -39,8 +39,8 @@ def step_page(
         title: title of the page.
 
     Raises:
-        ScheduleError: ``steps`` is empty, or holds a value of another kind; ``hardware`` is given, but no schedule; or
-            schedules without ``hardware`` are to share an axis with timelines, which have times.
+        ScheduleError: ``steps`` is empty or wrong, or ``hardware`` is given without a schedule.
+        ScheduleError: schedules without ``hardware`` and timelines, which have times, share an axis.
     """
     named: Mapping[str, Any] = steps if isinstance(steps, Mapping) else {"": steps}
     for name, each in named.items():

@@ -72,10 +72,8 @@ def launch(fn: Callable[..., R], nproc: int, *args: Any, restarts: int = 0) -> l
             restarted. Once a process has returned from ``fn``, no process is restarted.
 
     Raises:
-        OptionError: ``nproc`` is less than 1, or ``restarts`` less than 0; or ``restarts`` is above 0 in a process that
-            torchrun or ``launch`` has started.
-        CommError: a process failed, and the other processes were ended. The message has the rank that failed first, and its
-            traceback.
+        OptionError: ``nproc`` or ``restarts`` is too small, or ``restarts`` is set under another launcher.
+        CommError: a process failed, and the others were ended; with the first traceback.
 
     Cost: some seconds, as each process imports torch. With ``restarts`` one more process, with torch, waits as a spare.
     """

@@ -83,9 +83,8 @@ class Rejoining:
         ``where``: what this rank was doing, in words. ``is_own``: whether the error began on this rank.
 
         Raises:
-            Exception: ``error`` itself. With ``is_own`` it is raised once the next generation is announced, or all ranks have
-                stopped: a new process takes this rank's place. Without ``is_own`` it is raised if all ranks have stopped
-                because of errors from other ranks: a restart would not help.
+            Exception: ``error``, once a new process takes this rank's place (``is_own``).
+            Exception: ``error``, if all ranks stopped by errors of others: a restart would not help.
             CommError: ranks are no longer restarted.
         """
         self._comm.watch.statuses.report_failure(error, where)

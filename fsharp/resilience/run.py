@@ -220,8 +220,8 @@ class Run:
                 if it has no checkpoint yet, and saves that tree among its own checkpoints.
 
         Raises:
-            RunError: ``other`` has no checkpoint; rank 0 sees no checkpoint where another rank sees one; or the run is elastic,
-                and :meth:`train` resumes it.
+            RunError: ``other`` has no checkpoint, or rank 0 sees none where another rank does.
+            RunError: the run is elastic: :meth:`train` resumes it.
             AgreementError: ranks have different trees.
             TreeError: the checkpoint is of another tree.
             CheckpointError: all checkpoints are damaged.
@@ -297,10 +297,8 @@ class Run:
             other: as for :meth:`resume`.
 
         Raises:
-            RunError: ``step`` is no function; or collectives of the setup cannot be repeated, such as those of a scheduler's
-                step before this call.
-            CommError: a rank was lost, and not restarted: restarts are used up, or the new process does not come within the
-                time limit of the job's collectives, or its program differs. The message says which rank, and why.
+            RunError: ``step`` is no function, or collectives of the setup cannot be repeated.
+            CommError: a rank was lost, and not restarted. The message says which, and why.
 
         The errors of :meth:`resume` and :meth:`end_step` are raised as well.
 
@@ -358,10 +356,10 @@ class Run:
                 continues with ``tree``, ``"roll back"`` continues from the last checkpoint and later leaves this step out.
 
         Raises:
-            RunError: the leaves of the tree differ from those of the tree that was passed to :meth:`resume`.
-            NonFiniteError: the step is not finite and ``on_nonfinite`` does not let it pass, or the tree to save is not finite.
+            RunError: the leaves of the tree differ from those at :meth:`resume`.
+            NonFiniteError: ``on_nonfinite`` does not let the step pass, or the saved tree is not finite.
             CheckpointError: a save has failed, now or in the background since the last call.
-            SystemExit: a signal has come, and the tree has been saved. The code is :data:`EXIT_PREEMPTED`.
+            SystemExit: a signal came, and the tree is saved. The code is :data:`EXIT_PREEMPTED`.
         """
         if self._phase != "in a step":
             raise RunError("Run.end_step(): no step is under way: call it once in each step of `for step in run.steps()`.")
@@ -402,8 +400,8 @@ class Run:
 
         Raises:
             RunError: before :meth:`resume`.
-            OptionError: ``values`` is not a dict; or the run itself records under one of the names, such as ``step`` or
-                ``event``; or a logger cannot record a value. For a logger rank 0 alone raises, which ends the run on all ranks.
+            OptionError: ``values`` is not a dict, or a name is one that the run records.
+            OptionError: a logger cannot record a value. Rank 0 raises, which ends the run.
 
         Cost: reading a tensor waits for its device. Nothing is sent.
         """

@@ -69,9 +69,8 @@ def assert_equivalent(
         A dict from the name of each run to its whole parameters after the last step.
 
     Raises:
-        AssertionError: two runs differ. The message has the runs, the first leaf that differs, and the difference.
-        OptionError: ``runs`` or ``batches`` is empty, a value of ``runs`` is no pair of a mesh and a strategy, or a batch does
-            not divide into equal parts for all ranks and microbatches.
+        AssertionError: two runs differ. The message has the first leaf that differs.
+        OptionError: ``runs`` or ``batches`` is empty or wrong, or a batch does not divide.
     """
     for name, given in {"runs": runs, "batches": batches}.items():
         if not given:

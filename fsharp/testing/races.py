@@ -233,10 +233,8 @@ def checking_races(engine: Scheduler | ShardedModule) -> Iterator[RaceReport]:
         The report, which also lists the waits, and the waits that could be left out.
 
     Raises:
-        RaceError: there are races. The message has both ops of each race, their streams and units, the bytes, and the missing
-            wait.
-        ScheduleError: the scheduler does not follow the schedule of a device with streams, or its collectives run in other
-            threads, as over gloo.
+        RaceError: there are races. The message has both ops, and the missing wait.
+        ScheduleError: the scheduler follows no schedule of a device with streams, or uses threads.
 
     Cost: about 50 microseconds, and some memory, for each torch op: check a few steps, not an epoch.
     """

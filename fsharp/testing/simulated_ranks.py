@@ -75,8 +75,8 @@ def simulate(
             died or stalled. If False, the first error is raised.
 
     Raises:
-        CommError: ranks called different collectives (the message has all calls); or a rank waits for a rank that has ended, or
-            for a call that cannot come; or, without ``outcomes``, a rank died and no other rank noticed.
+        CommError: ranks called different collectives; the message has all calls.
+        CommError: a rank waits for a call that cannot come, or died unnoticed (without ``outcomes``).
         Exception: the error of the first rank that failed.
     """
     world = _World(mesh, timeout, seed)

@@ -69,8 +69,8 @@ def to_dcp(
             default the key is the name.
 
     Raises:
-        CheckpointError: the folder is not empty or is a URL, there is no tensor to write, two tensors or values get the same
-            name, or the checkpoint is damaged. No file of this call is left.
+        CheckpointError: the folder is not empty or a URL, or the checkpoint is damaged.
+        CheckpointError: there is no tensor to write, or two have one name. No file is left.
 
     Cost: reads each header and every tensor that is written, and checks their digests. Memory: a chunk of 64 MiB, or one row
     if a row is larger; and the headers and digests of all files, which are 0.2 % of the checkpoint.
@@ -185,8 +185,7 @@ def from_dcp(
         config: config of the new checkpoint, a value that JSON can hold.
 
     Raises:
-        CheckpointError: the folder is damaged, is not of DCP, or has an object other than a tensor, number, text or boolean, or
-            two values with the same name. No file is left.
+        CheckpointError: the folder is damaged, not of DCP, or has an unknown object.
         PatternError: a pattern matches no key.
 
     Cost: reads the whole folder, and writes as much as :func:`~fsharp.checkpoint.save` does. Memory: one tensor, and a chunk of

@@ -50,8 +50,8 @@ def export_safetensors(
         max_file_nbytes: the largest number of bytes of tensors in a file; a larger tensor gets a file of its own.
 
     Raises:
-        CheckpointError: the folder is not empty, there is nothing to write, safetensors lacks a dtype, two tensors have the
-            same name, a value is too large for ``dtype``, or the checkpoint is damaged. No file is left.
+        CheckpointError: the folder is not empty, there is nothing to write, or the checkpoint is damaged.
+        CheckpointError: safetensors cannot hold a dtype, name or value. No file is left.
 
     Cost: reads each header and every tensor that is written, and checks their digests. Memory: one tensor and its rounded
     copy; and the headers and digests of all files, which are 0.2 % of the files.

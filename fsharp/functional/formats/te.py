@@ -78,8 +78,8 @@ def weight_format(recipe: Any) -> Format:
         recipe: Float8CurrentScaling, Float8BlockScaling, MXFP8BlockScaling or NVFP4BlockScaling.
 
     Raises:
-        OptionError: TransformerEngine is not installed, or the recipe is another one. Under DelayedScaling the bytes of weights
-            depend on earlier steps, of which modules keep a history: ``shard_module`` takes such modules.
+        OptionError: TransformerEngine is not installed.
+        OptionError: the recipe is another one, such as DelayedScaling, which ``shard_module`` takes.
 
     Source: ``transformer_engine/pytorch/tensor/utils.py`` of TransformerEngine 2.20.
     """

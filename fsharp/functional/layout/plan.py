@@ -61,14 +61,10 @@ def plan(
         The layout. Tied leaves (the same view of the same storage) are stored once.
 
     Raises:
-        TreeError: a leaf is neither a strided tensor nor an array with a shape and a dtype of torch.
+        TreeError: a leaf is neither a strided tensor nor an array with a dtype of torch.
         PatternError: a pattern matches nothing, or patterns of units overlap.
-        StrategyError: the axes of a strategy are not the axes of the mesh, or a partition spec has an unknown axis.
-        LayoutError: leaves are different views of one storage; tied leaves have different rules; leaves of one unit have
-            different strategies; a partition spec does not fit the shape of a leaf; a precision sets ``output`` or
-            ``cast_inputs``, which are for modules; a precision sets ``update``, but no axis shards optimizer state and
-            replicates parameters, or no leaf of this precision is trained; a precision sets both ``update`` and ``stored``; a
-            precision sets a wire along an unknown axis; two formats have one name; a trained leaf is ``torch.float8_*``.
+        StrategyError: axes of a strategy or partition spec are not axes of the mesh.
+        LayoutError: leaves of a unit have different rules, or a rule or precision does not fit.
         OptionError: an option has a wrong type.
 
     Cost: no tensor is read or allocated. Time grows with the number of leaves, and not with the number of ranks.

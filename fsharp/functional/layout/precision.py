@@ -51,10 +51,9 @@ class Precision:
             :func:`~fsharp.shard_module` alone.
 
     Raises:
-        LayoutError: a dtype is not floating-point, or has 8 bits or less and so needs a scale for each block of values;
-            ``feedback`` is True, and ``wire`` has no format; ``stored`` rounds stochastically; ``wire`` or ``update`` has a
-            format that encodes whole leaves.
-        OptionError: ``stored`` or ``update`` is not a Format; ``feedback`` or ``cast_inputs`` is not a bool.
+        LayoutError: a dtype is not floating-point, or has 8 bits or less, without scales.
+        LayoutError: a format cannot be used for this argument, or ``feedback`` has no format.
+        OptionError: ``stored`` or ``update`` is no Format, or ``feedback`` or ``cast_inputs`` no bool.
     """
 
     compute: torch.dtype | None = None

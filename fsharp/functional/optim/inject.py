@@ -57,9 +57,9 @@ def inject_hyperparams(inner_factory: Callable[..., Any], static_args: str | Ite
         A function with the arguments of ``inner_factory``. It returns a transformation with :class:`InjectHyperparamsState`.
 
     Raises:
-        TreeError: the factory lacks an argument of ``static_args``, or has ``*args``, ``**kwargs`` or a positional-only
-            argument. In ``update``: a hyper-parameter is missing, unknown or not a number.
-        AgreementError: in ``update``, on all ranks: a hyper-parameter has different numbers on different ranks.
+        TreeError: the factory lacks a static argument, or has ``*args``, ``**kwargs`` or positional-only arguments.
+        TreeError: in ``update``: a hyper-parameter is missing, unknown or not a number.
+        AgreementError: in ``update``, on all ranks: a hyper-parameter differs between ranks.
 
     Cost: in each update ranks compare the numbers, by a collective of 40 bytes for each axis, and the factory is called once.
     """

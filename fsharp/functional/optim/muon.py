@@ -82,9 +82,7 @@ def muon(
         A transformation with :class:`MomentumState`. Memory: one value of state for each parameter.
 
     Raises:
-        LayoutError: in ``init``: a leaf is not a matrix; or its unit is sharded, and its atom is not ``Whole()``. Plan matrices
-            with ``atoms=Whole()``. Give other leaves another label, and another optimizer by :func:`~fsharp.optim.partition`;
-            ``optax.contrib.muon`` uses AdamW.
+        LayoutError: in ``init``: a leaf is not a matrix, or cut: plan ``atoms=Whole()``.
 
     Cost: no communication: each rank orthogonalizes the matrices that it holds.
 

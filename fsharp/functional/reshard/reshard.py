@@ -74,12 +74,10 @@ def reshard(
         new tensors; padding is zero.
 
     Raises:
-        TreeError: a tree of Sharded lacks units or has other leaves in it; a unit is a partial sum or gathered; or a buffer
-            does not hold one number for each element.
-        LayoutError: the layout lacks leaves of the tree, or has them with another shape, dtype, tie, label or varying axis; the
-            message names all such leaves. An option is out of range.
+        TreeError: the tree lacks units or has other leaves, or a unit cannot be moved.
+        LayoutError: leaves differ between tree and layout, or an option is out of range.
         MeshError: the ranks do not fit the meshes.
-        AgreementError: ranks have different arguments, or another rank failed. All ranks raise, before any buffer is sent.
+        AgreementError: ranks have different arguments, or another rank failed. Nothing is sent.
 
     Cost: the bytes of :func:`reshard_nbytes`, some hundred bytes for each axis to compare arguments, and 8 bytes for each unit
     and tree. Memory: old and new shards, and ``buffer_nbytes``; with ``donate`` an old unit is released once it has moved. Time

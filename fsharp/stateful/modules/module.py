@@ -225,8 +225,7 @@ class ShardedModule(nn.Module):
             assign: as in torch, but only inside of :meth:`unsharded`.
 
         Raises:
-            TreeError: names, shapes or dtypes differ, a part is of another rank or layout, or a value is a DTensor. All ranks
-                raise. Then parameters and buffers are unchanged; only extra state of modules may have changed.
+            TreeError: names, shapes, dtypes or layout differ. Only extra state may have changed.
             AgreementError: ranks pass different values for elements that they share. All ranks raise.
             ScheduleError: a step has gradients, or the call is inside of ``averaged()``.
 
@@ -257,7 +256,7 @@ class ShardedModule(nn.Module):
 
         Raises:
             MeshError: there is no such rank.
-            TreeError: a parameter has different values on each rank, such as an expert's. All ranks raise.
+            TreeError: a parameter has different values on each rank, such as an expert's.
             ScheduleError: the call is inside of :meth:`unsharded`, where :meth:`state_dict` returns whole tensors.
             AgreementError: ranks pass different values of ``rank``. All ranks raise.
 

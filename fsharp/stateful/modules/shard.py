@@ -113,13 +113,12 @@ def shard_module(
         The module that was passed.
 
     Raises:
-        PatternError: ``units`` matches no module, or one without parameters; or no unit has one of ``methods``.
+        PatternError: ``units`` or ``methods`` matches nothing, or a module without parameters.
         OptionError: an option has a wrong type, such as a pattern without a Precision.
-        LayoutError: the last pattern that matches a unit's path gives a precision that none of the unit's parameters has.
-        TreeError: the module has no parameters; a parameter is of a subclass of nn.Parameter, is sparse, or is complex and
-            requires a gradient; the module is wrapped by DDP, FSDP or fully_shard(); nothing initializes a meta tensor.
+        LayoutError: a unit's own precision is that of none of its parameters.
+        TreeError: the module or a parameter cannot be sharded, or nothing initializes a meta tensor.
         MeshError: the mesh lacks this process, or parameters are distributed over it already.
-        AgreementError: ranks differ in module, units, strategy, precision, or values of parameters. All ranks raise.
+        AgreementError: ranks differ in module, units, strategy, precision or values. All ranks raise.
 
     Cost: memory of this rank's parts; from the meta device also one whole submodule. Ranks compare parameters in one pass, and
     send 8 bytes. ``sync_from`` sends all parameters, and holds one full unit.

@@ -34,8 +34,8 @@ class CapturedStep:
         state: the state after the warmup and all replays. The next replay overwrites its tensors.
 
     Raises:
-        ScheduleError: the device is not a CUDA device; the policy has ``gather_at_start`` or ``offload``; or the optimizer
-            state has a Python number, such as a step count: a graph would repeat the captured number.
+        ScheduleError: the device is not a CUDA device, or the policy has ``gather_at_start`` or ``offload``.
+        ScheduleError: the optimizer state has a Python number, which a graph would repeat.
     """
 
     def __init__(self, scheduled: ScheduledFunction, state: TrainState, batch: Any, *, warmup: int = 3) -> None:
@@ -71,8 +71,7 @@ class CapturedStep:
         """Run one step on ``batch``, and return its metrics. The next call overwrites the returned tensors.
 
         Raises:
-            ScheduleError: the scheduler is closed; or the batch differs from the captured one in structure, shape, dtype, or a
-                value other than a tensor, which the graph would repeat. The second error closes the scheduler on all ranks.
+            ScheduleError: the scheduler is closed, or the batch differs from the captured one.
             AgreementError: another rank has failed.
         """
         self._scheduled.scheduler.engine.steps.check_scheduler_open()

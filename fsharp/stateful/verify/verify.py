@@ -25,8 +25,8 @@ def verify(schedule: Schedule) -> None:
     issue does not count. At the start of a step the previous step is over, except for the gathers after its last update.
 
     Raises:
-        ScheduleError: data are used before they are ready, memory is overwritten while in use or never freed, a gradient is
-            missing or counted twice, or a limit of the policy is exceeded. The message has the op, the expectation, a remedy.
+        ScheduleError: data or memory are used at a wrong time, or a gradient is wrong.
+        ScheduleError: a limit of the policy is exceeded.
 
     Cost: linear in the number of ops, times the logarithm of how many buffers there are; 0.3 s for 1,000 units.
     """

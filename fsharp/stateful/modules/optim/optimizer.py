@@ -66,8 +66,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         defaults: options of the class; a pair has its own.
 
     Raises:
-        TreeError: the parameters are not of one ShardedModule; the optimizer does not update each element by itself, and
-            parameters are cut; or the class cannot be tried. All ranks raise.
+        TreeError: the parameters are not of one ShardedModule.
+        TreeError: parameters are cut, and the class is not elementwise, or cannot be tried.
         ScheduleError: the optimizer is a class, and the module's policy has ``offload=True``.
 
     Cost: for a class, the trial: up to 64 steps, each on at most 71 elements, for each group of parameters (20 ms).
@@ -116,9 +116,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
         called once, and its result is returned.
 
         Raises:
-            LossError: all backward passes so far were inside of ``accumulate()``, or an error has discarded the gradients.
-            ScheduleError: :meth:`zero_grad` was not called after the previous step; another optimizer has made a step since the
-                last forward; or parameters were changed in a way that the module does not allow.
+            LossError: all backward passes were inside of ``accumulate()``, or an error discarded the gradients.
+            ScheduleError: gradients are used up, by a step before :meth:`zero_grad` or another optimizer.
+            ScheduleError: parameters were changed in a way that the module does not allow.
             TreeError: ``param_groups`` has other groups or parameters than before.
         """
         with torch.enable_grad():
@@ -268,8 +268,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         state in the dict has no state afterwards. Options of parameter groups, such as learning rates, come from the dict.
 
         Raises:
-            TreeError: the dict has groups of other parameters, state of another class, rank or layout, or other shapes or
-                dtypes. All ranks raise, before anything has changed.
+            TreeError: the dict has other parameters, class, layout, shapes or dtypes. Nothing has changed.
             AgreementError: ranks pass different values for elements that they share. All ranks raise.
 
         Cost: the memory of the state, and a pass over elements that several ranks hold. A class of torch.optim also makes one

@@ -32,7 +32,7 @@ class GradScaler(torch.amp.GradScaler):
     Raises:
         ScheduleError: there are no gradients to unscale, or the module has ``Precision(feedback=True)``.
         ValueError: gradients are summed in float16.
-        LossError: all backward passes so far were inside of ``accumulate()``, or an error has discarded the gradients.
+        LossError: all backward passes were inside of ``accumulate()``, or an error discarded the gradients.
         AgreementError: ranks have unscaled by different scales. All ranks raise, in ``step``.
 
     Cost of ``unscale_``: one pass over this rank's gradients, and one ``all_reduce`` of 12 bytes for each axis. The host waits
