@@ -70,7 +70,7 @@ class WatchedCall:
         number: number of earlier collectives of the watch; equal on all ranks.
         tag: tag of the collective's messages, 31 bits.
         peer: the rank whose message this rank waits for; None if this rank waits for no message.
-        blocked: by rank and watch, a status of a rank that waits for this rank there, while this rank waits for it here.
+        blocked: statuses of ranks that wait for this rank in other watches, by rank and watch. This rank waits for them here.
     """
 
     __slots__ = ("_since", "_warned", "_watch", "blocked", "label", "number", "peer", "tag")
@@ -199,7 +199,7 @@ class StatusExchange:
     def watches_of_other_threads(self, waiting: "CommWatch") -> list[str]:
         """Return the names of the watches whose collectives other threads of this rank will call, while this thread waits.
 
-        ``waiting``: the watch in which this thread waits. A thread with a job waits for no thread but those with jobs.
+        ``waiting``: the watch in which this thread waits. If this thread runs a job, only other threads with jobs count.
         """
         here, watches = threading.current_thread(), list(self.watches.items())
         return [

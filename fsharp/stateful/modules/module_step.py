@@ -249,7 +249,7 @@ class ModuleStep:
 
     @contextmanager
     def discarding_gradients(self) -> Iterator[None]:
-        """Release gradients at the end of this context. Backward passes in it call no gradient hooks."""
+        """Release gradients at the end of this context. Backward passes inside of the context call no gradient hooks."""
         used, self.used_gradients, self._is_discarding = self.used_gradients, set(), True
         try:
             yield

@@ -86,8 +86,8 @@ class ModuleSession:
     ) -> Any:
         """Call ``fn``, a method of the module at ``path``, with the module's units gathered, and cast inputs and outputs.
 
-        Parameters come from the call around this call, if any; else from the forward or step whose checkpoint computes again;
-        else, without gradients or trained parameters, from parameters at rest; else from the step.
+        Parameters come from the first of these that there is: the call around this call; the forward or step whose checkpoint
+        computes again; parameters at rest, if there are no gradients or no trained parameters; the step.
         """
         if self.is_unsharded:
             raise ScheduleError(

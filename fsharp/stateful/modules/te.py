@@ -53,9 +53,9 @@ def scale_indices_of_fused_wgrads(module: Any) -> dict[str, int]:
 
 @contextmanager
 def lending_gradient_memory(weights: Sequence[tuple[str, torch.Tensor]]) -> Iterator[None]:
-    """Lend TransformerEngine memory for the gradients of ``weights``, pairs of path and weight, in this context.
+    """Let TransformerEngine write gradients of ``weights``, pairs of path and weight, to memory of the scheduler.
 
-    ``grad_added_to_main_grad`` is not set: with it TransformerEngine would also return a gradient that was never written.
+    With ``grad_added_to_main_grad``, which is not set, TransformerEngine would also return a gradient that was never written.
     """
     for path, weight in weights:
         given: Any = weight
@@ -78,7 +78,7 @@ def lending_gradient_memory(weights: Sequence[tuple[str, torch.Tensor]]) -> Iter
 def register_te_call_checks(module: nn.Module) -> None:
     """Make TransformerEngine modules raise an error if they are called while their parameters are parts.
 
-    Activation checkpointing of a piece of a unit makes such a call in the backward, to recompute. TransformerEngine would take
+    Activation checkpointing of a piece of a unit calls them in the backward, to recompute. TransformerEngine would take
     a part for a whole weight that is not quantized, and its own checkpoint would give the backward wrong tensors.
     """
     for each in module.modules():

@@ -23,7 +23,7 @@ class BoundSchedule:
     Attributes:
         reducing_microbatches: numbers of the microbatches at whose end gradients are reduced to the optimizer's shards.
         unsharded_by_unit: by unit, the buffer of its full parameters.
-        resting_gradients: by unit, the memory of its gradient at rest, in use from the op that first writes there.
+        resting_gradients: by unit, the memory of its gradient at rest; used from the op on that writes there first.
         ops: by event, the first op of each bucket, without the ops in ``carried``.
         bound: by event, pairs of an op in ``ops`` and its action.
         actions: by event, the actions in ``bound`` that do something.

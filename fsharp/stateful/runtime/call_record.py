@@ -166,7 +166,7 @@ class CallRecord:
         return self.recorder.trace
 
     def record_next_called(self, following: "CallRecord") -> None:
-        """Record which function was called next. If it is another one, the end of a step gathers nothing for the next step."""
+        """Record which function was called next. If another function is next, a step gathers nothing for the next step."""
         self.next_called = weakref.ref(following)
 
     def restart_label_numbering(self) -> None:
@@ -184,7 +184,7 @@ class CallRecord:
             self._positions[key] = found[0]
 
     def drop_tensors(self) -> None:
-        """Drop all references to tensors."""
+        """Drop the references to the units of the last call, and so to their tensors."""
         self._nodes = []
 
 

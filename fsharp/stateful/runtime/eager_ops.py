@@ -124,7 +124,7 @@ class EagerOps:
                     yield from self.with_following_ops([self._append_bound_op(spec, unit, op.phase, use=op.use, after=after)])
 
     def _gather_unit(self, unit: UnitState, phase: Phase, forward_buffer: UnshardedBuffer | None) -> Iterator[BoundOp]:
-        """Yield the ops that gather a unit's parameters; in a backward into the buffer of the forward, else into no arena."""
+        """Yield the ops that gather a unit's parameters, in a backward into ``forward_buffer``, else outside of the arena."""
         assert unit.node is not None
         seen = buffers_stamp(unit.node)
         unsharded = forward_buffer or self.unsharded_by_unit.get(unit.key)

@@ -149,7 +149,7 @@ class ScheduledEngine(Engine):
         self.steps.current_step().end_microbatch([(unit, take_gradient_buffers(node, comm)) for unit, node in found])
 
     def hand_out_gradients(self, units: Sequence[UnitState], params: Any, *, reduction: Literal["sum"] | None = None) -> Any:
-        """Return the gradients at rest of ``params``, as nodes with this ``reduction``. ``units``: the unit of each node."""
+        """Return gradients at rest as a tree like ``params``, and record them. ``units``: the unit of each of its nodes."""
         self.steps.executor.lanes.stream_wait_lanes("reduce")
         if not any(unit.gradient is not None and unit.gradient.has_received for unit in units):
             raise LossError(
@@ -160,7 +160,7 @@ class ScheduledEngine(Engine):
         return map_units(lambda node: handed_out.hand_out_gradient(node, next(position), reduction), params)
 
     def run_reduce_scatter(self, tree: Any, to: PlaceName, residuals: ResidualViews) -> Any:
-        """Return gradients reduced to the place ``to``: by the schedule if it handed them out, else by blocking collectives."""
+        """Reduce gradients to the place ``to``: by scheduled ops if this engine has made them, else by blocking collectives."""
         step, handed_out = self.steps.current_step(), self.steps.handed_out
         if not handed_out.is_scheduled_reduction(units_of(tree), to):
             if residuals:

@@ -114,7 +114,7 @@ class Executor:
         return partial(self.run_telling_other_ranks, action) if encodes else action
 
     def run_telling_other_ranks(self, action: Action) -> None:
-        """Run ``action``. If an encoding or decoding in it raises a FormatError, tell other ranks."""
+        """Run ``action``. If ``action`` raises a FormatError, tell other ranks, and raise the error."""
         try:
             action()
         except FormatError as error:
@@ -122,7 +122,7 @@ class Executor:
             raise
 
     def report_failure(self, error: BaseException, where: str) -> None:
-        """Tell other ranks that this rank has failed: in the step under way, or else in ``where``."""
+        """Tell other ranks that this rank has failed in the step under way; without a step, in ``where``."""
         if isinstance(self._own, ProcessGroupComm):
             self._own.watch.report_failure(error, self.step_name or where)
 

@@ -68,7 +68,7 @@ def assign_addresses(items: tuple[ArenaItem, ...], *, max_nbytes: int | None = N
         items: the buffers to place.
         max_nbytes: limit of the arena. The result is None if the search ends before it finds addresses within the limit.
 
-    Cost: about ``_MAX_COMPARISONS`` comparisons of two buffers, or those of one order, quadratic in the number of items.
+    Cost: about ``_MAX_COMPARISONS`` comparisons of two buffers. One order, quadratic in the number of items, is always tried.
     """
     least, grain = peak_nbytes(items), math.gcd(*(item.nbytes for item in items)) or 1
     if not items or (max_nbytes is not None and least > max_nbytes):

@@ -38,11 +38,11 @@ class UnitFacts:
         reduce_encoded: bytes of encoded data that is made before the first collective of a microbatch's reduction.
         reduce_recoded: bytes of encoded data that is decoded and encoded again between two collectives of this reduction.
         reduce_decoded: bytes of encoded data that is decoded after the last collective of this reduction.
-        finish_encoded, finish_recoded, finish_decoded: as those of ``reduce``, of the reduction once a step.
+        finish_encoded, finish_recoded, finish_decoded: these three for the reduction once a step.
         update_coded: encoded bytes of the differences by which an update changes parameters.
         gradient: bytes of the unit's gradient before any reduction, in the dtype in which it is collected; 0 if unknown.
-        reduce_cast, finish_cast: bytes of summands that these reductions send, without encoding, in another dtype than that of
-            the sums. gloo casts such summands as it adds them.
+        reduce_cast, finish_cast: bytes of summands that a reduction sends as a dtype, not a format, other than the dtype of the
+            sums. gloo casts such summands as it adds them.
     """
 
     name: str
@@ -77,7 +77,7 @@ class Event(NamedTuple):
         kind: ``forward`` and ``forward_end`` enclose a use of a unit. ``backward`` and ``backward_end`` enclose the backward of
             this use. ``microbatch_end`` is the end of a backward pass. ``reduce`` is the reduction of gradients to the
             optimizer's shards. ``fetch`` copies a unit's optimizer state to the device, for the next ``update``. ``update`` is
-            the optimizer step. ``move`` is a reduction outside of schedules, such as of another tree.
+            the optimizer step. ``move`` is a reduction that no schedule contains, such as that of another tree.
         unit: name of the unit; empty for a kind without a unit.
         use: number of the use within the step, counted from 0 in the order of ``forward``; -1 for a kind without a use.
         no_gradient: whether a ``backward_end`` of a trained unit leaves no gradient of the unit's parameters.

@@ -53,7 +53,7 @@ class Lanes:
                 torch.accelerator.current_stream(self.device).wait_event(event)
 
     def stream_wait_lanes(self, *names: str) -> None:
-        """Make the current stream wait for those lanes that had work. A wait for an idle lane would add it to a CUDA graph."""
+        """Make the current stream wait for lanes that had work. A wait for an idle lane would add the lane to a CUDA graph."""
         for lane in names:
             if lane in self._given:
                 torch.accelerator.current_stream(self.device).wait_stream(self.streams[lane])

@@ -67,7 +67,7 @@ class GradientRoute:
         return [(unit.local_size(g, place), unit.groups[g].dtypes.accumulate) for g in unit.trainable_groups]
 
     def resting_gradient(self, arena_bytes: torch.Tensor | None = None) -> RestingGradient:
-        """Return the buffers of the gradient at rest, in ``arena_bytes``, bytes of the arena; for None in their own memory."""
+        """Return the buffers of the gradient at rest: in the arena's bytes ``arena_bytes``; for None in their own memory."""
         return RestingGradient(self.buffer_sizes(self.unit.strategy.grads), self.device, arena_bytes)
 
     def outgoing_block_nbytes(self, *, several_uses: bool, several_microbatches: bool) -> int:

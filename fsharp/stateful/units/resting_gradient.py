@@ -14,8 +14,8 @@ from fsharp.stateful.units.full_unit import FlatSizes, LeafTable, LeavesAndPaddi
 class RestingGradient:
     """The flat buffers of a gradient at rest, one for each group: in the arena, or in memory of their own, allocated on use.
 
-    Callers get tensors in a second ``UntypedStorage`` over the same bytes. Its reference count tells whether callers hold
-    tensors. If they do, the next step takes new memory, and tensors in the arena are copied out.
+    Callers get tensors in a second ``UntypedStorage`` over the same bytes. The storage's reference count tells whether
+    callers hold tensors. If they do, the next step takes new memory, and tensors in the arena are copied out.
 
     Attributes:
         nbytes: bytes of the flat buffers of all groups.
@@ -71,7 +71,7 @@ class RestingGradient:
         return tensors
 
     def try_relocate_into(self, other: "RestingGradient") -> bool:
-        """Move the values, and the tensors that callers hold, to the memory of ``other``. A write to them changes ``other``.
+        """Move the values, and the tensors that callers hold, to the memory of ``other``, which these tensors then share.
 
         If a caller holds a view of such a tensor, which cannot be moved, nothing is moved, and the result is False.
         """

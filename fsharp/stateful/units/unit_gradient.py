@@ -82,9 +82,10 @@ class UnitGradient:
         self._is_open = False
 
     def begin(self, arena_rest: RestingGradient | None, *, sum_in_place: bool) -> None:
-        """Wait for reductions of the old gradient. Begin a new one, in ``arena_rest`` after :meth:`allow_arena_memory`.
+        """Wait for reductions of the last step's gradient, and begin this step's gradient.
 
-        ``sum_in_place``: whether the final sum may overwrite the gradient at rest, as nobody will read this gradient any more.
+        ``arena_rest``: its memory in the arena, in use from :meth:`allow_arena_memory` on. ``sum_in_place``: whether the final
+        sum may overwrite the gradient at rest, as nobody will read this gradient any more.
         """
         if self.is_under_way:
             self.wait()

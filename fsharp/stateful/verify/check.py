@@ -13,7 +13,7 @@ _GATHER, _COMPUTE = STREAMS.index("gather"), STREAMS.index("compute")
 class HappensBefore:
     """The happens-before relation of ops, by vector clocks. Positions of ops of the previous step are negative.
 
-    The ops of a bucket count as one op: it starts when all ops in their ``after`` are over, and others wait for all of it.
+    The ops of a bucket count as one op. It starts when all ops in its ops' ``after`` are over. Other ops wait for its end.
     """
 
     def __init__(self, ops: Sequence[Op]) -> None:

@@ -111,7 +111,7 @@ class GradientCheck(ScheduleCheck):
         return [each for each in self.takers.get(spec.frees, ()) if each.calls]
 
     def _why_incomplete(self, op: Op, spec: OpSpec, key: tuple[str, int]) -> str:
-        """Return an error text if ``op`` sends or frees a gradient that is not complete, or not asked for; else ``""``."""
+        """Return why ``op`` must not send or free its gradient yet, as the end of an error text; ``""`` if it may."""
         facts, finish = self.facts[op.unit], spec in self.takers[FINISHING]
         if not facts.trainable:
             return "is about a frozen unit, which has no gradient"

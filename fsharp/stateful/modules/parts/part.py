@@ -361,7 +361,7 @@ def _usage_and_remedy(part: ShardedTensor, usual_remedy: str) -> tuple[str, str]
 
 
 def _check_no_autograd(name: str, rows: Sequence[Sequence[Any]], cut: Sequence[ShardedTensor]) -> None:
-    """Raise an error if a tensor in ``rows`` requires a gradient, and is a part or is used together with the parts ``cut``."""
+    """Raise an error if a part in ``rows`` requires a gradient; or, beside the parts ``cut``, any other tensor does."""
     for x in (x for row in rows for x in row if isinstance(x, torch.Tensor) and x.requires_grad):
         if isinstance(x, ShardedTensor):
             by, remedy = _usage_and_remedy(
