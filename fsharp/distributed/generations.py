@@ -10,7 +10,7 @@ key                   value
 ``news``              written by the launcher: the newest generation, and why it has begun
 ``end``               why no rank is restarted any more; the first text counts, of a rank or of the launcher
 ``can rejoin/r``      a generation: rank ``r`` runs steps, and can join later generations without a restart
-``here/g/r``          rank ``r`` is about to join generation ``g``
+``here/g/r``          seconds for which rank ``r``, which is about to join generation ``g``, waits for the other ranks
 ``stopped/g/r``       rank ``r`` has stopped in generation ``g``: by its ``own`` error, or one that it has ``heard`` of
 ====================  =======================================================================================
 """
@@ -103,9 +103,10 @@ class Membership:
     def wait_for_all_ranks(self, limit_s: float) -> None:
         """Announce that this rank is ready to join, and wait for all ranks to be ready.
 
-        Raises CommError if this generation ends meanwhile, or after ``limit_s`` seconds.
+        Raises CommError if this generation ends meanwhile, or after ``limit_s`` seconds. Before that the launcher kills a
+        process that has been in an earlier generation and does not come.
         """
-        self._store.set(f"here/{self.number}/{self._rank}", "")
+        self._store.set(f"here/{self.number}/{self._rank}", str(limit_s))
         deadline = time.monotonic() + limit_s
         while missing := [r for r in range(self._size) if not self._store.check([f"here/{self.number}/{r}"])]:
             if why := self.why_generation_ended():
@@ -153,6 +154,12 @@ def stopped_ranks(store: KeyStore, number: int, size: int) -> dict[int, tuple[St
     """Return, by rank, ``(kind, limit_s)`` of :meth:`Membership.wait_for_next_generation` in generation ``number``."""
     keys = {rank: f"stopped/{number}/{rank}" for rank in range(size)}
     return {rank: tuple(json.loads(store.get(key))) for rank, key in keys.items() if store.check([key])}
+
+
+def joining_ranks(store: KeyStore, number: int, size: int) -> dict[int, float]:
+    """Return, by rank, ``limit_s`` of :meth:`Membership.wait_for_all_ranks` in generation ``number``."""
+    keys = {rank: f"here/{number}/{rank}" for rank in range(size)}
+    return {rank: float(store.get(key)) for rank, key in keys.items() if store.check([key])}
 
 
 def can_rejoin(store: KeyStore, rank: int) -> bool:

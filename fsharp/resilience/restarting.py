@@ -24,6 +24,7 @@ from fsharp.distributed.generations import (
     announce_process_ended,
     can_rejoin,
     end_restarts,
+    joining_ranks,
     shorten_error,
     stopped_ranks,
     why_restarts_ended,
@@ -37,6 +38,8 @@ _LOOK_EVERY_S, _ASK_EVERY_S = 0.02, 0.5
 """Seconds between two looks at the processes, and between two looks at what ranks have written to the store."""
 _END_TIMEOUT_S = 10.0
 """Seconds in which processes may end by themselves once no process is restarted any more."""
+_JOIN_SHARE = 0.8
+"""Share of the time limit after which a process that does not join a generation is killed: other ranks wait for the limit."""
 _SPARE_DELAY_S = 2.0
 """Seconds from a restart to the start of the next spare process: ranks that recover need the processors first."""
 
@@ -61,7 +64,7 @@ class Restarter:
         self._done: list[int] = []
         self._preempted: list[int] = []
         self._spare: subprocess.Popen[str] | None = None
-        self._stopped_since: float | None = None
+        self._late_since = dict[int, float]()
         self._hung: set[int] = set()
         self._is_signalled = False
 
@@ -127,7 +130,7 @@ class Restarter:
             if rank in self._running:
                 _kill(self._running.pop(rank))
             announce_process_ended(self._store, rank)
-        self._number, self._stopped_since, self._hung = self._number + 1, None, set()
+        self._number, self._late_since, self._hung = self._number + 1, {}, set()
         announce_generation(
             self._store, self._number, f"{why}. Generation {self._number} of the job begins with new {ranks_text(ranks)}."
         )
@@ -157,17 +160,23 @@ class Restarter:
         return f"rank {rank} ended with exit status {code}, without a result"
 
     def _kill_hung_ranks(self) -> None:
-        """Kill processes that still run when the time limit of collectives has passed since another process stopped."""
-        found = stopped_ranks(self._store, self._number, self._nproc)
-        if not found:
-            return
-        now = time.monotonic()
-        self._stopped_since = now if self._stopped_since is None else self._stopped_since
-        if now - self._stopped_since > max(limit_s for _, limit_s in found.values()):
-            for rank, process in self._running.items():
-                if rank not in found or found[rank][0] == "own":
-                    self._hung.add(rank)
-                    process.kill()
+        """Kill each process that has been late for longer than the time limit of collectives.
+
+        A process is late if another process has stopped, and it has not. A process of an earlier generation is also late if
+        another process waits for it in this generation. It is killed before the waiting process gives up.
+        """
+        stopped = stopped_ranks(self._store, self._number, self._nproc)
+        joining = joining_ranks(self._store, self._number, self._nproc)
+        limits_s, now = dict[int, float](), time.monotonic()
+        for rank in self._running:
+            if stopped and stopped.get(rank, ("own", 0.0))[0] == "own":
+                limits_s[rank] = max(limit_s for _, limit_s in stopped.values())
+            elif joining and rank not in joining and can_rejoin(self._store, rank):
+                limits_s[rank] = _JOIN_SHARE * max(joining.values())
+        self._late_since = {rank: self._late_since.get(rank, now) for rank in limits_s}
+        for rank in (rank for rank, since in self._late_since.items() if now - since > limits_s[rank]):
+            self._hung.add(rank)
+            self._running[rank].kill()
 
     def _start_process(self, rank: int) -> None:
         """Give a rank of this generation its process: the spare process, if there is one, else a new one."""

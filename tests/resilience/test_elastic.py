@@ -194,6 +194,15 @@ def test_a_rank_that_hangs_is_killed_after_the_time_limit(tmp_path):
 
 @pytest.mark.deep
 @pytest.mark.timeout(240)
+def test_a_rank_that_hangs_while_another_one_dies_is_killed_and_both_come_back(tmp_path):
+    """The rank that hangs takes no part in the recovery of the other one."""
+    faults = [Fault(2, 3, sign=signal.SIGSTOP), Fault(2, 1, delay_s=1.0)]
+    ends = disturbed(tmp_path, "functions", TOTAL, faults, limit_s=20.0, may_meet=True)
+    assert {end.digest for end in ends} == {undisturbed(tmp_path / "whole", "functions", TOTAL)}
+
+
+@pytest.mark.deep
+@pytest.mark.timeout(240)
 def test_a_rank_lost_with_the_holder_of_its_copy_goes_on_from_disk_or_is_an_error(tmp_path):
     faults, options = [Fault(3, 1), Fault(3, 2)], {"copies": 1, "lose_hosts": True, "restarts": 4, "may_meet": True}
     ends = disturbed(tmp_path / "a", "functions", TOTAL, faults, save_every=2, **options)
