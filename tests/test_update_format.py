@@ -1,6 +1,8 @@
 """Updates that travel as encoded differences: the same bits on every path, predicted bytes, and an error that does not grow."""
 
 import re
+from contextlib import contextmanager, suppress
+from functools import partial
 
 import optree
 import pytest
@@ -9,6 +11,8 @@ import torch
 import fsharp as fs
 from fsharp.errors import LayoutError
 from fsharp.functional.formats.format import plain_format
+from fsharp.stateful.units import update_gather
+from fsharp.stateful.units.update_gather import UpdateGather
 from fsharp.testing import simulate
 from tests.gpt_like import loss_fn, make_params
 from tests.modules import descend
@@ -71,6 +75,33 @@ def test_zero1_and_zero2_have_the_same_bits(comm, update, wire):
     first = train(comm, "zero1", precision=of(update, wire=wire))
     for strategy, policy in (("zero2", None), ("zero1", {}), ("zero2", {})):
         assert_same_training(train(comm, strategy, policy, precision=of(update, wire=wire)), first)
+
+
+@pytest.mark.parametrize("policy", [{}, {"bucket_nbytes": 10**6}], ids=str)
+def test_ctrl_c_while_differences_are_added_adds_none_twice(policy, monkeypatch):
+    """Ctrl-C during an operation of torch is raised right after it. The next read goes on where it was interrupted."""
+    interrupts, wait = [], UpdateGather.wait
+
+    @contextmanager
+    def interrupted_at_end(params):
+        with torch.autograd.grad_mode._unsafe_preserve_version_counter(params):
+            yield
+        interrupts.append(params)
+        if len(interrupts) % 2:
+            raise KeyboardInterrupt
+
+    def wait_again(gather):
+        for _ in range(2 * len(gather.differences)):
+            with suppress(KeyboardInterrupt):
+                wait(gather)
+        wait(gather)
+
+    expected = simulate(DP, partial(train, strategy="zero1", policy=policy, precision=PRECISION))
+    monkeypatch.setattr(update_gather, "_unsafe_preserve_version_counter", interrupted_at_end)
+    monkeypatch.setattr(UpdateGather, "wait", wait_again)
+    for found, right in zip(simulate(DP, partial(train, strategy="zero1", policy=policy, precision=PRECISION)), expected):
+        assert_same_training(found, right)
+    assert interrupts
 
 
 def distance(a, b):

@@ -275,8 +275,8 @@ def _bind_update_gather(executor: Executor, bound: BoundOp) -> Action:
             for source, parts in gather_inputs:
                 executor.lanes.record_stream(source)  # the user may drop the state, with sources and targets, at any time
                 executor.lanes.record_stream(parts[0])
-            for difference in differences:
-                executor.lanes.record_stream(difference.params)
+            for _, params, _ in differences:
+                executor.lanes.record_stream(params)
 
     on_lane = executor.action_on_lane(bound, start)
 

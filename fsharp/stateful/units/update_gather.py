@@ -1,7 +1,6 @@
 """UpdateGather: gather updated parameters, or encoded differences, from the optimizer's shards to where parameters rest."""
 
 import math
-from typing import NamedTuple
 
 import torch
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
@@ -15,14 +14,6 @@ from fsharp.stateful.units.full_unit import outputs_by_axis
 from fsharp.stateful.units.unit_state import UnitState
 
 
-class EncodedDifference(NamedTuple):
-    """An encoded difference under way in a gather: its group, the parameters to which it will be added, and its memory."""
-
-    group: int
-    params: torch.Tensor
-    encoded: torch.Tensor
-
-
 class UpdateGather:
     """The gather of one unit's updated parameters, from the shards that ranks have updated to where parameters rest.
 
@@ -34,7 +25,8 @@ class UpdateGather:
     Attributes:
         gather_inputs: for each buffer that travels, this rank's part, and the outputs of the gathers, one axis after another.
         works: the Works of the gathers that have begun, for which :meth:`wait` waits.
-        differences: encoded differences, to be added to the parameters once they are gathered.
+        differences: triples ``(group, parameters, encoded difference)``, to be added once differences are gathered. After the
+            addition the group is None, and the sum, in place of the difference, is to be copied to the parameters.
     """
 
     def __init__(self, unit: UnitState, old: Sharded, new: Sharded, *, rank: int, donate: bool) -> None:
@@ -42,7 +34,7 @@ class UpdateGather:
         self.axes = unit.update_gather_axes
         self.works: list[Work] = []
         self.gather_inputs: list[GatherInput] = []
-        self.differences: list[EncodedDifference] = []
+        self.differences: list[tuple[int | None, torch.Tensor, torch.Tensor]] = []
         layout, held, buffers = old.unit, dict(zip(new.groups, new.buffers, strict=True)), []
         for group, before in zip(old.groups, old.raw_buffers, strict=True):
             part = held.get(group)
@@ -54,7 +46,7 @@ class UpdateGather:
                 if part.numel():
                     encoded = part.new_empty(len(part) * math.prod(map(layout.mesh.axis_size, self.axes)))
                     self.gather_inputs.append((part, outputs_by_axis(encoded, layout, self.axes, rank)))
-                    self.differences.append(EncodedDifference(group, buffer.detach(), encoded))
+                    self.differences.append((group, buffer.detach(), encoded))
                 continue
             buffer = before if donate else torch.empty_like(before)
             buffers.append(buffer)
@@ -72,7 +64,10 @@ class UpdateGather:
         self.works.clear()
         self.gather_inputs.clear()
         while self.differences:
-            group, params, encoded = self.differences[-1]
+            group, params, encoded = self.differences[-1]  # kept to the end: after an error the next read tries again
             with torch.no_grad(), _unsafe_preserve_version_counter(params):  # gathers do not count their writes either
-                params.copy_(add_encoded_difference(self.unit.layout, group, params, encoded, self.rank))
-            self.differences.pop()  # not before the addition: if it fails, the next read raises the error again
+                if group is not None:
+                    encoded = add_encoded_difference(self.unit.layout, group, params, encoded, self.rank)
+                    self.differences[-1] = None, params, encoded
+                params.copy_(encoded)  # may be repeated after Ctrl-C, which an addition may not
+            self.differences.pop()
