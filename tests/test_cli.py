@@ -644,6 +644,8 @@ def test_units_are_in_the_order_in_which_the_tree_has_them():
         (["schedule", "gpt-2", "--microbatches", "0"], 2, "schedule: microbatches is 0, expected 1 to 3,378"),
         (["tune", "gpt-2", "--mesh", "²"], 2, "mesh is '²'"),
         (["schedule", "gpt-2", "--draw", "step.drawing"], 1, "path is 'step.drawing': Format 'drawing' is not supported"),
+        (["schedule", "absent", "--draw", "step.drawing"], 1, "path is 'step.drawing': Format 'drawing' is not supported"),
+        (["tune", "absent", "--draw", "step.drawing"], 1, "path is 'step.drawing': Format 'drawing' is not supported"),
         (["plan", "tests.test_cli:without_shapes"], 2, "cannot be made: ValueError: Attempted to use an uninitialized"),
         (["ckpt", "verify"], 2, "got no checkpoint"),
         (["ckpt", "convert", "nowhere", "out", "--step", "-1"], 2, "ckpt convert: step is -1, expected 0 to"),

@@ -16,11 +16,12 @@ from fsharp.functional.layout.precision import Precision
 from fsharp.functional.layout.text import align_columns, nbytes_text
 from fsharp.functional.traffic import step_traffic
 from fsharp.functional.tree.paths import flatten_with_paths
-from fsharp.inspect.drawing import draw as draw_step
+from fsharp.inspect.drawing import check_picture, draw as draw_step
 from fsharp.inspect.hardware import Hardware, predict
 from fsharp.inspect.presets import EFFICIENCY, GPUS, axes_by_link
 from fsharp.inspect.tables import table
-from fsharp.planning.plan_step import plan_step
+from fsharp.planning.costs import own_use_shares
+from fsharp.planning.plan_step import plan_step, uses_in_order
 from fsharp.planning.space import FLAT_STRATEGIES, HYBRID_STRATEGIES, repeated_unit_patterns, units_in_dict_order, updated_share
 from fsharp.planning.tune import POLICIES, TOLERANCE, tune as choose
 
@@ -154,12 +155,13 @@ def schedule(
     gpu = gpu.upper()
     if draw:
         check_output("schedule: draw", draw)
+        check_picture(draw)
     found, axes, layouts = _plan_layouts("schedule", model, mesh, strategy, units, compute, main)
     _check_microbatches("schedule", found.tree, microbatches, 500_000)
     layout = layouts[strategy]
     planned = plan_step(layout, POLICIES[policy], order=units_in_dict_order(found.tree, layout), microbatches=microbatches)
     machine = _find_hardware("schedule", layout, gpu, hardware, tokens, efficiency)
-    machine = _without_time_of_idle_experts(machine, layout, found)
+    machine = _with_compute_of_model(machine, layout, found)
     timeline = predict(planned, replace(machine, update_s=updated_share(layout) * machine.update_s))
     if draw:
         draw_step(timeline, draw)
@@ -241,11 +243,13 @@ def tune(
     for option, path in (("json", json), ("draw", draw)):
         if path:
             check_output(f"tune: {option}", path)
+    if draw:
+        check_picture(draw)
     found = find_model("tune", model)
     _check_microbatches("tune", found.tree, microbatches, 50_000)
 
     def machine(layout: Layout) -> Hardware:
-        return _without_time_of_idle_experts(_find_hardware("tune", layout, gpu, hardware, tokens, efficiency), layout, found)
+        return _with_compute_of_model(_find_hardware("tune", layout, gpu, hardware, tokens, efficiency), layout, found)
 
     choice = choose(
         found.tree,
@@ -343,16 +347,15 @@ def _find_hardware(where: str, layout: Layout, gpu: str, hardware: str, tokens: 
     return Hardware.preset(gpu, layout, tokens=tokens, efficiency=EFFICIENCY if efficiency is None else efficiency, **links)
 
 
-def _without_time_of_idle_experts(hardware: Hardware, layout: Layout, model: FoundModel) -> Hardware:
-    """Return ``hardware`` with fewer seconds of compute for units with experts: only the experts that a token uses count."""
-    if model.experts is None:
-        return hardware
+def _with_compute_of_model(hardware: Hardware, layout: Layout, model: FoundModel) -> Hardware:
+    """Return ``hardware`` with the seconds of ``model``: tied embeddings count once, and of experts those that a token uses."""
     assert isinstance(hardware.compute, Mapping)
-    compute, (used, total) = dict(hardware.compute), model.experts
+    compute, (used, total) = dict(hardware.compute), model.experts or (1, 1)
+    shares = own_use_shares(uses_in_order(layout, units_in_dict_order(model.tree, layout)))
     for unit in layout.units:
         sizes = {unit.path_in_tree(leaf): leaf.numel for leaf in unit.leaves if leaf.tied_to is None}
         idle = (1 - used / total) * sum(numel for path, numel in sizes.items() if _is_expert(path))
         forward_s, backward_s = compute[unit.name or "(root)"][:2]
-        share = 1 - idle / max(1, sum(sizes.values()))
+        share = (1 - idle / max(1, sum(sizes.values()))) * shares.get(unit.name, 1.0)
         compute[unit.name or "(root)"] = share * forward_s, share * backward_s
     return replace(hardware, compute=compute)

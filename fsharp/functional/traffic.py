@@ -13,6 +13,8 @@ from fsharp.functional.layout.stages import ReductionStage, reduction_stages
 from fsharp.functional.layout.unit_layout import UnitLayout
 from fsharp.type_checks import options_checked
 
+_ONE_USE: Mapping[str, int] = MappingProxyType({})
+
 
 @options_checked
 def step_traffic(
@@ -20,7 +22,7 @@ def step_traffic(
     *,
     microbatches: int = 1,
     release: bool = True,
-    uses: Mapping[str, int] = MappingProxyType({}),
+    uses: Mapping[str, int] = _ONE_USE,
 ) -> Counter[Call]:
     """Predict the collectives of one :func:`~fsharp.train_step` on one rank: each call, the bytes that it sends, and how often.
 
@@ -37,6 +39,16 @@ def step_traffic(
     Returns:
         A Counter of :class:`~fsharp.collectives.Call`.
     """
+    calls = unit_traffic(layout, microbatches=microbatches, release=release, uses=uses)
+    calls.update(_scale_agreement_calls(layout))
+    for axis, n in layout.mesh.axes:  # the loss and its weight, two float64
+        if n > 1:
+            calls[Call("all_reduce", axis, sent_nbytes("all_reduce", -(-2 // n) * 8, n))] += 1
+    return calls
+
+
+def unit_traffic(layout: Layout, *, microbatches: int, release: bool, uses: Mapping[str, int] = _ONE_USE) -> Counter[Call]:
+    """Return the collectives that move parameters and gradients of units in a step, as :func:`step_traffic` counts them."""
     calls: Counter[Call] = Counter()
     for unit in layout.units:
         strategy = unit.strategy
@@ -51,10 +63,6 @@ def step_traffic(
             calls.update(reduce_calls(unit, group, strategy.grads, strategy.optim))
             axes = unit.gather_axes(strategy.optim, strategy.params)
             calls.update(calls_to_gather_buffer(unit, unit.update_gather_nbytes(group), axes))
-    calls.update(_scale_agreement_calls(layout))
-    for axis, n in layout.mesh.axes:  # the loss and its weight, two float64
-        if n > 1:
-            calls[Call("all_reduce", axis, sent_nbytes("all_reduce", -(-2 // n) * 8, n))] += 1
     return calls
 
 

@@ -4,6 +4,7 @@ import re
 from collections.abc import Iterator, Sequence
 from itertools import cycle, groupby, pairwise
 from os import PathLike
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from fsharp.errors import ScheduleError, problem
@@ -50,10 +51,9 @@ def draw(
         ScheduleError: matplotlib is missing, or does not know the suffix; ``hardware`` is given for a timeline; or ``measured``
             is given for a schedule without ``hardware``.
     """
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ScheduleError("draw(): matplotlib is missing: pip install 'fsharp[train]', or matplotlib alone.") from error
+    check_picture(path)
+    from matplotlib.figure import Figure
+
     if isinstance(what, Timeline) and hardware:
         raise ScheduleError("draw(): hardware is for a schedule; this is a timeline, which has its times.")
     timeline = as_timeline(what, hardware)
@@ -76,10 +76,20 @@ def draw(
         _draw_lanes(axes, each, lanes, style)
     _draw_memory(all_axes[-1], timelines, names, style)
     _draw_legend(figure, all_axes[-1], has_times, has_codes=any(coded))
+    figure.savefig(path)
+
+
+def check_picture(path: str | PathLike[str]) -> None:
+    """Raise the ScheduleError of :func:`draw` if matplotlib is missing, or does not know the suffix of ``path``."""
     try:
-        figure.savefig(path)
-    except ValueError as error:  # an unknown suffix
-        raise ScheduleError(f"draw(): path is {str(path)!r}: {error}.") from error
+        from matplotlib.backend_bases import FigureCanvasBase
+        from matplotlib.figure import Figure  # noqa: F401
+    except ImportError as error:
+        raise ScheduleError("draw(): matplotlib is missing: pip install 'fsharp[train]', or matplotlib alone.") from error
+    suffix, known = Path(path).suffix[1:].lower(), FigureCanvasBase.get_supported_filetypes()
+    if suffix and suffix not in known:
+        what = f"Format {suffix!r} is not supported (supported formats: {', '.join(sorted(known))})"
+        raise ScheduleError(f"draw(): path is {str(path)!r}: {what}.")
 
 
 def as_timeline(step: Schedule | Timeline, hardware: Hardware | None) -> Timeline:

@@ -115,7 +115,7 @@ class LeafSharding:
         return range(self.leaf.offset // self._buffer_size, (self.leaf.offset + self.leaf.numel - 1) // self._buffer_size + 1)
 
     @property
-    def _mask_of_holding_ranks(self) -> torch.Tensor:
+    def mask_of_holding_ranks(self) -> torch.Tensor:
         """A mask of the ranks that hold elements of the leaf, bool[ranks]."""
         part = _part_index_by_rank(self.mesh, self.place)
         return (part >= self._leaf_parts.start) & (part < self._leaf_parts.stop)
@@ -133,7 +133,8 @@ class LeafSharding:
         return f"rows {first // row:,}:{last // row:,}" if is_rows else f"elements {first:,}:{last:,}"
 
     @property
-    def _shard_size_text(self) -> str:
+    def shard_size_text(self) -> str:
+        """What one rank holds, as text: the shape of a block of rows, or the number of elements, least to most."""
         if self.shard_shape is not None:
             return str(list(self.shard_shape))
         sizes = [last - first for first, last in map(self._elements_in_part, {*self._leaf_parts[:2], *self._leaf_parts[-1:]})]
@@ -147,8 +148,8 @@ class LeafSharding:
             yield f"each rank along {axis} has {'a summand' if what == 'summands' else 'values of its own'}"
         if self.leaf.numel == 0:
             yield "it has no elements"
-        elif not self._mask_of_holding_ranks.all():
-            yield f"nothing of it on {_ranks_text(~self._mask_of_holding_ranks)}"
+        elif not self.mask_of_holding_ranks.all():
+            yield f"nothing of it on {_ranks_text(~self.mask_of_holding_ranks)}"
 
     def __str__(self) -> str:
         parts = _part_index_by_rank(self.mesh, self.place)
@@ -213,9 +214,9 @@ class TreeSharding:
                 rows.append((name, "", "", "", ""))
             else:
                 spec = str(leaf.spec) if leaf.spec is not None else next(iter(leaf._partial_or_varying_words.values()), "None")
-                holds = leaf._mask_of_holding_ranks.tensor_split(cells)
+                holds = leaf.mask_of_holding_ranks.tensor_split(cells)
                 shown = "".join("█" if cell.any() else "·" for cell in holds)
-                rows.append((name, tensor_text(leaf.leaf), spec, leaf._shard_size_text, shown))
+                rows.append((name, tensor_text(leaf.leaf), spec, leaf.shard_size_text, shown))
         room = _MAX_COLUMNS - sum(2 + max(map(len, column)) for column in [*zip(*rows, strict=True)][1:])
         left_out = sum(leaf is not None for _, leaf in named[_MAX_ROWS:])
         per_cell = f"{size // cells:,} or {size // cells + 1:,}" if size % cells else f"{size // cells:,}"

@@ -34,7 +34,8 @@ class Candidate:
         layout: name of the layout.
         policy: name of the policy.
         remat: name of the set of units whose activations are recomputed.
-        step_s: predicted seconds of a step; infinite if parameters, optimizer state and activations alone exceed the budget.
+        step_s: predicted seconds of a step; infinite if parameters, optimizer state and activations alone exceed the budget, or
+            if no step can run: see ``refused``.
         memory: predicted bytes of one rank by kind: ``params``, ``main``, ``optimizer``, ``residuals``, ``arena``,
             ``gradients`` (outside of the arena), ``activations``.
         peak_nbytes: the largest sum of these bytes at any one time.
@@ -43,6 +44,8 @@ class Candidate:
         is_bound: whether the step was not simulated: it exceeds the budget at rest, its lower bound is too long, or the search
             had used up its ``effort``. Then ``step_s`` is infinite, or it is the lower bound: the time to compute or the time
             to send, whichever is longer. ``memory`` then has an arena of 0 bytes.
+        refused: the reason why no step can run: no schedule fits into the policy's ``memory_budget``; or the strategy and the
+            format exclude each other, and then ``policy`` is empty. Otherwise the text is empty.
         departures: what differs from the defaults: ``remat`` if units are recomputed; ``formats`` if the precision is not
             ``Precision()``; ``state on the host``; and other fields of the policy that differ from ``SchedulePolicy()``.
     """
@@ -56,6 +59,7 @@ class Candidate:
     sent_nbytes: int
     lost: str = ""
     is_bound: bool = False
+    refused: str = ""
     departures: tuple[str, ...] = ()
 
     @property
@@ -128,9 +132,10 @@ class StepArguments:
         work = state - moved + max(moved, activations)
         return kinds, kinds["params"] + kinds["residuals"] + arena_nbytes + kinds["gradients"] + work
 
-    def predict_candidate(self, layout: Layout, policy: SchedulePolicy, names: tuple[str, str, str]) -> Candidate:
-        """Return the prediction for a layout and a policy. ``names``: the names of layout, policy and remat."""
-        schedule = self.schedule(layout, policy)
+    def predict_candidate(
+        self, schedule: Schedule, layout: Layout, policy: SchedulePolicy, names: tuple[str, str, str]
+    ) -> Candidate:
+        """Return the prediction for the ``schedule`` of a layout and a policy. ``names``: of layout, policy and remat."""
         memory, peak_nbytes = self.memory_and_peak(layout, policy, arena_nbytes=schedule.arena)
         sent = sum(call.nbytes * count for call, count in schedule.calls().items())
         seconds, departures = self.predict(schedule, layout).step_s, self.departures(layout, policy)
@@ -166,9 +171,9 @@ def sort_candidates(candidates: Sequence[Candidate], budget: float, tolerance: f
     Candidates whose step is slower than the fastest by at most the fraction ``tolerance`` count as equally fast. From these the
     candidate with the fewest departures from the defaults is chosen; if several have equally few, the one with the least
     memory. The other candidates are in this order: those that fit into ``budget``, simulated before not simulated, fast before
-    slow. If no candidate fits into the budget, the first in this order is chosen.
+    slow; at the end those that are refused. If no candidate fits into the budget, the first in this order is chosen.
     """
-    ranked = sorted(candidates, key=lambda x: (x.peak_nbytes > budget, x.is_bound, x.step_s, x.peak_nbytes))
+    ranked = sorted(candidates, key=lambda x: (bool(x.refused), x.peak_nbytes > budget, x.is_bound, x.step_s, x.peak_nbytes))
     limit = (1 + tolerance) * ranked[0].step_s
     equal = [x for x in ranked if x.peak_nbytes <= budget and not x.is_bound and x.step_s <= limit]
     best = min(equal, key=lambda x: (x.complexity, x.peak_nbytes), default=ranked[0])
@@ -176,6 +181,8 @@ def sort_candidates(candidates: Sequence[Candidate], budget: float, tolerance: f
 
 
 def _why_lost(candidate: Candidate, best: Candidate, budget: float) -> str:
+    if candidate.refused:
+        return candidate.refused
     if candidate.peak_nbytes > budget:
         return f"{nbytes_text(candidate.peak_nbytes)}, and the budget is {nbytes_text(budget)}"
     ratio = candidate.step_s / best.step_s if best.step_s else math.inf  # a step in which nothing takes time
@@ -284,7 +291,7 @@ class Choice:
 
     def _with_new_prediction(self, row_names: tuple[str, str, str]) -> "Choice":
         """Return this choice with a new prediction of its layout and policy as the chosen candidate, under these names."""
-        first = self._arguments.predict_candidate(self.layout, self.policy, row_names)
+        first = self._arguments.predict_candidate(self.schedule, self.layout, self.policy, row_names)
         if first.peak_nbytes > self.budget:
             what = f"the candidate takes {nbytes_text(first.peak_nbytes)}, and the budget is {nbytes_text(self.budget)}."
             raise ScheduleError(problem("Choice", what, [("candidate", f"{first.layout}, {first.policy}")]))
@@ -346,7 +353,7 @@ class Choice:
             raise ScheduleError(
                 problem("Choice.from_json()", what, remedy="Pass the text that Choice.to_json() has returned.")
             ) from error
-        again = arguments.predict_candidate(layout, policy, (first.layout, first.policy, first.remat))
+        again = arguments.predict_candidate(found.schedule, layout, policy, (first.layout, first.policy, first.remat))
         if replace(again, lost="") == replace(first, lost=""):
             return found
         return found._with_new_prediction((first.layout, f"{first.policy}, edited", first.remat))
@@ -357,11 +364,11 @@ class Choice:
         rows: list[tuple[str, ...]] = [head]
         for x in self.candidates:
             least = "> " * x.is_bound
-            times = (f"{least}{1e3 * x.step_s:.2f}", "" if x.is_bound else nbytes_text(x.sent_nbytes))
-            shown = times if math.isfinite(x.step_s) else ("", "")
-            lost = x.lost or "chosen"
-            memory = f"{'> ' * (x.is_bound or not math.isfinite(x.step_s))}{nbytes_text(x.peak_nbytes)}"
-            rows.append((x.layout, x.policy, *[x.remat] * has_remat, shown[0], memory, shown[1], lost))
+            is_known = math.isfinite(x.step_s)
+            seconds = f"{least}{1e3 * x.step_s:.2f}" if is_known else ""
+            memory = f"{'> ' * (x.is_bound or not is_known)}{nbytes_text(x.peak_nbytes)}" if x.memory else ""
+            sent = nbytes_text(x.sent_nbytes) if is_known and not x.is_bound else ""
+            rows.append((x.layout, x.policy, *[x.remat] * has_remat, seconds, memory, sent, x.lost or "chosen"))
         return rows
 
     @property

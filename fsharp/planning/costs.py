@@ -1,6 +1,8 @@
 """Costs: FLOPs and seconds of the units of a layout, and the bytes that they keep from forward to backward."""
 
 import math
+import re
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from statistics import mean, median_low
 from typing import Any, NamedTuple
@@ -101,16 +103,37 @@ def given_costs(layout: Layout, order: Sequence[str | Use], activations: Activat
 def estimated_costs(layout: Layout, order: Sequence[str | Use], tokens: float) -> Costs:
     """Return costs estimated from shapes: each matrix multiplies and keeps the vectors of all tokens; attention is left out.
 
+    A leaf that an embedding shares with a head multiplies once, as the embedding only looks vectors up. A leaf that repeated
+    layers share, such as ``layers.0`` and ``layers.1``, multiplies in each of them.
     Shapes do not tell which leaf of a unit comes first. So the median of the inputs of a unit's leaves counts as the input of a
     recomputed unit. In a block with a wider hidden layer the median is the width of the model.
     """
-    flops = {unit.name or ROOT: 2.0 * tokens * sum(group.used for group in unit.groups) for unit in layout.units}
+    uses = uses_in_order(layout, order)
+    shares = own_use_shares(uses)
+    flops = {
+        unit.name or ROOT: 2.0 * tokens * shares.get(unit.name, 1.0) * sum(group.used for group in unit.groups)
+        for unit in layout.units
+    }
 
     def kept_by_use(use: Use) -> KeptBytes:
         inputs = [tokens * each for name in use.units for each in _leaf_input_nbytes_per_token(layout[name])] or [0.0]
         return KeptBytes(use, sum(inputs), median_low(inputs), tuple(map(kept_by_use, use.inner)))
 
-    return Costs(tuple(map(kept_by_use, uses_in_order(layout, order))), flops, {}, "estimated from shapes")
+    return Costs(tuple(map(kept_by_use, uses)), flops, {}, "estimated from shapes")
+
+
+def own_use_shares(uses: Sequence[Use]) -> dict[str, float]:
+    """Return for each unit the fraction of its uses that are its own, or those of a layer that repeats it.
+
+    In all other uses the unit only lends leaves to a unit of another kind, as an embedding does to a head. Names of repeated
+    layers differ only in numbers.
+    """
+    numbers, own = Counter[str](), Counter[str]()
+    for use in walk_nested_uses(uses):
+        kinds = {re.sub(r"\d+", "*", name) for name in use.units if name not in use.ties}
+        numbers.update(use.units)
+        own.update(name for name in use.units if re.sub(r"\d+", "*", name) in kinds)
+    return {name: own[name] / number for name, number in numbers.items()}
 
 
 def _leaf_input_nbytes_per_token(unit: UnitLayout) -> list[float]:

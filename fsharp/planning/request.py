@@ -51,11 +51,13 @@ class LayoutsToTry(NamedTuple):
 
     Attributes:
         options: the layouts to try.
+        refused: dict from names of layouts that cannot be made to the reasons.
         calls: dict from a :data:`CostKey` to the calls of units that a trial has recorded; empty without trials.
         costs: dict from a :data:`CostKey` to the costs of units before a measurement.
     """
 
     options: list[LayoutOption]
+    refused: dict[str, str]
     calls: dict[CostKey, list[UnitCall]]
     costs: dict[CostKey, Costs]
 
@@ -140,7 +142,7 @@ class TuneRequest:
             )
         options = [LayoutOption(name, layout, (name, ""), {}) for name, layout in layouts.items()]
         return LayoutsToTry(
-            options, {}, {each.cost_key: given_costs(each.layout, self.order, self.activations or 0.0) for each in options}
+            options, {}, {}, {each.cost_key: given_costs(each.layout, self.order, self.activations or 0.0) for each in options}
         )
 
     def _layouts_of_model(self, model: Model) -> LayoutsToTry:
@@ -149,7 +151,7 @@ class TuneRequest:
         self._check_trial(model, has_trial=has_trial)
         choices = self._unit_patterns_by_choice(model)
         formats = {"": Precision()} if self.formats is None else self.formats
-        options = layout_options(model, meshes, self.strategies, choices, formats)
+        options, refused = layout_options(model, meshes, self.strategies, choices, formats)
         if not any(option.layout.num_params for option in options):
             raise ScheduleError(
                 "tune(): the model has no parameters, or there is no strategy, choice of units or format to try."
@@ -173,7 +175,7 @@ class TuneRequest:
                 costs[cost_key] = estimated_costs(alone, order, self.tokens)
             else:
                 costs[cost_key] = given_costs(alone, order, self.activations or 0.0)
-        return LayoutsToTry(options, calls, self._costs_with_given_activations(costs, options))
+        return LayoutsToTry(options, refused, calls, self._costs_with_given_activations(costs, options))
 
     def _meshes_to_try(self) -> tuple[Mesh, ...]:
         if self.mesh is None and self.comm is None:

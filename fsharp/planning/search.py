@@ -7,12 +7,13 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
+from fsharp.errors import ScheduleError
 from fsharp.functional.layout.layout import Layout
-from fsharp.functional.traffic import step_traffic
+from fsharp.functional.traffic import unit_traffic
 from fsharp.inspect.hardware import compute_times
 from fsharp.planning.choice import Candidate, StepArguments
 from fsharp.planning.plan_step import ROOT
-from fsharp.planning.space import LayoutOption, updated_share
+from fsharp.planning.space import LayoutOption, refusal_text, updated_share
 from fsharp.stateful.schedule.policy import SchedulePolicy
 
 CandidateNames = tuple[str, str, str]
@@ -52,7 +53,7 @@ def search_candidates(
     The search ends when the bound exceeds the time of the fastest step that fits into the budget by more than the fraction
     ``tolerance``. It also ends when a step fits and ``effort`` units have been simulated, counted once for each microbatch. If
     ``effort`` is infinite, all combinations are simulated that do not exceed the budget at rest. Candidates that are not
-    simulated have ``is_bound=True``.
+    simulated have ``is_bound=True``. If no schedule fits into the ``memory_budget`` of a policy, the candidate is refused.
     """
     found: dict[CandidateNames, Candidate] = {}
     least: dict[tuple[LayoutOption, tuple[str, ...], bool], float] = {}
@@ -82,15 +83,27 @@ def search_candidates(
                 found[each.names] = each.lower_bound_candidate(bound_s)
             else:
                 if not is_known:
-                    same[alike] = each.arguments.predict_candidate(each.option.layout, each.policy, each.names)
+                    same[alike] = _predict_or_refuse(each)
                     spent += len(each.option.layout.units) * each.arguments.microbatches
                 layout, policy, remat = each.names
                 mine = replace(same[alike], layout=layout, policy=policy, remat=remat, departures=each.departures)
                 found[each.names] = mine
-                if mine.peak_nbytes <= budget:
+                if mine.peak_nbytes <= budget and not mine.refused:
                     best = min(best, mine.step_s)
             advance(f"fastest so far {1e3 * best:.1f} ms" if math.isfinite(best) else "nothing fits yet")
     return [found[each.names] for each in combinations]
+
+
+def _predict_or_refuse(combination: Combination) -> Candidate:
+    """Return the prediction for a combination; a refused candidate if no schedule fits into the policy's memory budget."""
+    arguments, layout, policy = combination.arguments, combination.option.layout, combination.policy
+    try:
+        schedule = arguments.schedule(layout, policy)
+    except ScheduleError as error:
+        if policy.memory_budget is None:
+            raise
+        return replace(combination.lower_bound_candidate(math.inf), refused=refusal_text(str(error)))
+    return arguments.predict_candidate(schedule, layout, policy, combination.names)
 
 
 def _schedule_key(combination: Combination) -> object:
@@ -121,8 +134,8 @@ def least_seconds(layout: Layout, arguments: StepArguments, *, is_one_group: boo
             computed += forward_s + (backward_s + recompute_s * again) * is_trained
     computed = arguments.microbatches * computed + updated_share(layout) * hardware.update_s
     sent: dict[bool, float] = {}
-    gathered_once = step_traffic(layout, release=False)  # parameters may stay from one microbatch to the next
-    for call, number in step_traffic(layout, microbatches=arguments.microbatches, release=False).items():
+    gathered_once = unit_traffic(layout, microbatches=1, release=False)  # parameters may stay from one microbatch to the next
+    for call, number in unit_traffic(layout, microbatches=arguments.microbatches, release=False).items():
         if call.op == "all_gather":
             number = gathered_once[call]
         is_gather = call.op == "all_gather" and not is_one_group

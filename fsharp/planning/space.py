@@ -9,14 +9,22 @@ from typing import Any
 import torch
 from torch import nn
 
-from fsharp.errors import ScheduleError, problem
+from fsharp.errors import LayoutError, ScheduleError, problem
 from fsharp.functional.layout.layout import Layout
 from fsharp.functional.layout.mesh import Mesh
 from fsharp.functional.layout.placement import Strategy, ddp, hfsdp, hsdp, zero1, zero2, zero3
 from fsharp.functional.layout.plan import plan
 from fsharp.functional.layout.precision import Precision, Precisions
 from fsharp.functional.make_functional import parameter_tree
-from fsharp.functional.tree.paths import Patterns, flatten_with_paths, innermost_prefix, matches, named_leaves, parent_by_prefix
+from fsharp.functional.tree.paths import (
+    Patterns,
+    flatten_with_paths,
+    innermost_prefix,
+    literal_pattern,
+    matches,
+    named_leaves,
+    parent_by_prefix,
+)
 from fsharp.inspect.presets import RANKS_OF_A_HOST
 
 Strategies = Mapping[str, Strategy | Callable[..., Strategy]]
@@ -96,7 +104,7 @@ def repeated_unit_patterns(paths: Sequence[str]) -> list[str]:
         keys = path.split(".")
         number = next((i for i, key in enumerate(keys[:-1]) if key.isdigit()), None)
         if number is not None:
-            found.setdefault(".".join([*keys[:number], "*"]), set()).add(keys[number])
+            found.setdefault(".".join([*map(literal_pattern, keys[:number]), "*"]), set()).add(keys[number])
     return [pattern for pattern, numbers in found.items() if len(numbers) > 1]
 
 
@@ -132,10 +140,16 @@ def layout_options(
     strategies: Strategies | None,
     units: Mapping[str, UnitPatterns],
     formats: Mapping[str, Precisions],
-) -> list[LayoutOption]:
-    """Return a layout of the model for each combination of mesh, strategy, units and format."""
+) -> tuple[list[LayoutOption], dict[str, str]]:
+    """Return a layout of the model for each combination of mesh, strategy, units and format; and the combinations without one.
+
+    The latter is a dict from their names to reasons: the strategy does not fit the format. Raises the LayoutError if a format
+    fits no strategy.
+    """
     several = len(meshes) > 1, len(units) > 1, len(formats) > 1
-    result = []
+    result: list[LayoutOption] = []
+    refused: dict[str, str] = {}
+    errors: dict[CostKey, LayoutError] = {}
     for mesh in meshes:
         is_split = len(mesh.names) == 2 and any(len(each.names) == 1 for each in meshes)  # flat strategies use the other mesh
         default = {**({} if is_split else FLAT_STRATEGIES), **(HYBRID_STRATEGIES if len(mesh.names) == 2 else {})}
@@ -149,8 +163,26 @@ def layout_options(
             name = ", ".join([strategy, *(text for text, shown in zip((shape, choice, form), several, strict=True) if shown)])
             made_by: dict[str, Any] = {"mesh": mesh, "strategy": chosen, "units": patterns, "precision": precision}
             made_by["frozen"] = model.frozen
-            result.append(LayoutOption(name, plan(model.tree, **made_by), (choice, form), made_by))
-    return result
+            try:
+                result.append(LayoutOption(name, plan(model.tree, **made_by), (choice, form), made_by))
+            except LayoutError as error:
+                refused[name] = refusal_text(str(error))
+                errors.setdefault((choice, form), error)
+    made = {option.cost_key for option in result}
+    if missing := [each for cost_key, each in errors.items() if cost_key not in made]:
+        raise missing[0]
+    return result, refused
+
+
+def refusal_text(error: str) -> str:
+    """Return an error's message as a reason for a row of a table: its first line and its facts, without function and remedy.
+
+    >>> refusal_text(problem("plan()", "it does not fit.", [("needed", 8), ("found", 4)], "Make it smaller."))
+    'it does not fit, needed 8, found 4'
+    """
+    first, *others = error.splitlines()
+    facts = [" ".join(line.split()) for line in others if line.startswith("  ")]
+    return ", ".join([first.partition("(): ")[2].rstrip("."), *facts])
 
 
 def _takes_axes(make: Callable[..., Strategy], mesh: Mesh) -> bool:

@@ -1,5 +1,6 @@
 """tune: find the fastest predicted step that fits into memory, over layouts, policies and recomputations."""
 
+import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -13,7 +14,7 @@ from fsharp.functional.layout.mesh import Mesh
 from fsharp.functional.layout.precision import Precisions
 from fsharp.functional.layout.text import nbytes_text
 from fsharp.functional.tree.paths import Patterns
-from fsharp.planning.choice import Choice, sort_candidates
+from fsharp.planning.choice import Candidate, Choice, sort_candidates
 from fsharp.planning.costs import Activations
 from fsharp.planning.plan_step import Backend, Use
 from fsharp.planning.request import HardwareSource, TuneRequest
@@ -99,7 +100,8 @@ def tune(
         units: patterns of units, as for :func:`~fsharp.plan`; or several choices by name. By default each repeated layer is a
             unit. Each part of such a layer is tried as a unit as well, and without ``loss_fn`` the whole tree as one unit.
             These are not tried if ``activations`` is given, or a :class:`~fsharp.inspect.Hardware` without ``device``.
-        formats: precisions by name. By default only ``Precision()``, as other precisions change values.
+        formats: precisions by name. By default only ``Precision()``, as other precisions change values. If some strategies do
+            not fit a format, such as ``zero3`` and ``update``, they lose with this reason.
         policies: policies by name.
         remat: patterns of units whose activations are recomputed, by name. By default no units; and the units of all innermost
             calls, if this saves memory. The bytes that a recomputed unit keeps have to be known.
@@ -126,9 +128,11 @@ def tune(
 
     Raises:
         ScheduleError: no candidate fits into the budget; the message names the smallest.
+        ScheduleError: no schedule fits into the ``memory_budget`` of the policies.
         ScheduleError: an argument is missing or does not fit, or a trial fails.
         OptionError: ``device`` is not a device that computes; the meta device does not.
         PatternError: a pattern matches no unit.
+        LayoutError: a format fits no strategy.
         AgreementError: ranks pass different arguments. All ranks raise.
 
     Cost: no collective without ``comm``. About 4 ms for each unit of ``effort``. A candidate is not simulated if it exceeds the
@@ -165,12 +169,16 @@ def tune(
         "tune()", ranks, lambda: request.combinations(to_try, costs), request.hardware_texts_to_compare
     )
     show = sys.stderr.isatty() and ranks.rank == 0 if progress is None else progress
-    candidates = sort_candidates(
-        search_candidates(combinations, budget, tolerance, effort=effort, show=show), budget, tolerance
-    )
+    found = search_candidates(combinations, budget, tolerance, effort=effort, show=show)
+    found += [Candidate(name, "", "", math.inf, {}, 0, 0, refused=why) for name, why in to_try.refused.items()]
+    candidates = sort_candidates(found, budget, tolerance)
     first = candidates[0]
+    if first.refused:
+        facts = [(f"{each.layout}, {each.policy}", each.refused) for each in candidates[:8]]
+        remedy = "Raise memory_budget, or leave it out."
+        raise ScheduleError(problem("tune()", "no schedule fits into the memory_budget of a policy.", facts, remedy))
     if first.peak_nbytes > budget:
-        least = min(candidates, key=lambda x: x.peak_nbytes)
+        least = min((each for each in candidates if not each.refused), key=lambda x: x.peak_nbytes)
         names = ", ".join(filter(None, (least.layout, least.policy, least.remat and f"recomputed {least.remat}")))
         facts = [
             ("budget", f"{nbytes_text(budget)} ({budget / 1e9:g} GB)"),

@@ -25,8 +25,11 @@ function chart(id, title, lines, text, {bad = [], about = ""} = {}) {
   const first = least(steps), last = Math.max(most(steps), first + 1);
   let low = least(values), high = most(values);
   if (low === high) { low -= Math.abs(low) / 10 || 1; high += Math.abs(high) / 10 || 1; }
+  low = Math.max(low, -Number.MAX_VALUE);
+  high = Math.min(high, Number.MAX_VALUE);
   const x = (step) => left + (step - first) / (last - first) * (width - left - 8);
-  const y = (value) => top + (high - value) / (high - low) * (height - top - bottom);
+  const unit = Math.max(Math.abs(low), Math.abs(high));  // the difference of two large values may be infinite
+  const y = (value) => top + (high / unit - value / unit) / (high / unit - low / unit) * (height - top - bottom);
   let svg = "";
   for (const at of ticks(low, high, 4)) {
     svg += `<line class="axis" x1="${left}" x2="${width - 8}" y1="${y(at)}" y2="${y(at)}"/>` +

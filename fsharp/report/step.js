@@ -32,12 +32,12 @@ function showTip(event, text) {
 }
 
 function ticks(low, high, most) {
-  const rough = (high - low) / most || 1;
+  const rough = high / most - low / most || 1;
   const power = 10 ** Math.floor(Math.log10(rough));
   const step = [1, 2, 5, 10].map((m) => m * power).find((each) => each >= rough);
   const first = Math.ceil(low / step - 1e-9), found = [];
   // If values differ in their last bits, first is so large that first + 1 may be first: i counts.
-  for (let i = 0; (first + i) * step <= high + step * 1e-9; i++) found.push(Number(((first + i) * step).toPrecision(12)));
+  for (let i = 0; (first + i) * step - high <= step * 1e-9; i++) found.push(Number(((first + i) * step).toPrecision(12)));
   return found;
 }
 

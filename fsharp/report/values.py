@@ -63,13 +63,9 @@ def plain_layout(layout: Layout) -> dict[str, Any]:
 
 
 def _leaf_row(leaf: LeafSharding, path: str) -> list[str]:
-    ranks = range(leaf.mesh.size)
-    held = [last - first for first, last in map(leaf.elements, ranks)]
-    cells = min(len(ranks), _MAX_CELLS)
-    runs = [held[i * len(ranks) // cells : (i + 1) * len(ranks) // cells] for i in range(cells)]
-    least, most = min(held), max(held)
-    share = f"{most:,} elements" if least == most else f"{least:,} to {most:,} elements"
-    if leaf.shard_shape is not None:
-        share = str(list(leaf.shard_shape))
+    held, ranks = leaf.mask_of_holding_ranks, leaf.mesh.size
+    cells = min(ranks, _MAX_CELLS)
+    runs = [held[i * ranks // cells : (i + 1) * ranks // cells] for i in range(cells)]
     about = f"{dtype_name(leaf.leaf.dtype)}{list(leaf.shape)}"
-    return [path, about, "" if leaf.spec is None else str(leaf.spec), share, "".join("01"[any(run)] for run in runs)]
+    bits = "".join("01"[bool(run.any())] for run in runs)
+    return [path, about, "" if leaf.spec is None else str(leaf.spec), leaf.shard_size_text, bits]

@@ -234,6 +234,49 @@ def test_the_lower_bound_is_below_a_step_that_keeps_parameters_from_one_microbat
     assert least_seconds(layout, arguments, is_one_group=backend == "nccl") <= step_s
 
 
+@pytest.mark.parametrize("name", ["ddp", "zero1", "zero3", "hsdp", "hfsdp"])
+def test_the_lower_bound_counts_no_collective_of_the_loss(name):
+    mesh, strategy = STRATEGIES[name]
+    layout = fs.plan({"layers": [torch.empty(2, 2, device="meta") for _ in range(3)]}, mesh, strategy, units="layers.*")
+    hardware = fs.inspect.Hardware(compute=(1e-9, 1e-9), bandwidth=1e6)
+    for backend, policy in product(("nccl", "gloo"), TRIED.values()):
+        arguments = StepArguments(uses_in_order(layout, ()), (), hardware, 1, 2, backend, 0)
+        step_s = arguments.predict(arguments.schedule(layout, policy), layout).step_s
+        assert least_seconds(layout, arguments, is_one_group=backend == "nccl") <= step_s
+
+
+def test_a_policy_whose_memory_budget_a_layout_exceeds_loses_that_candidate():
+    policies = {"small": fs.SchedulePolicy(memory_budget=1_500), "any": fs.SchedulePolicy()}
+    choice = fs.tune(LAYOUTS, HARDWARE, budget=1e6, order=ORDER, policies=policies, effort=math.inf)
+    refused = [x for x in choice.candidates if x.refused]
+    assert {x.policy for x in refused} == {"small"}
+    assert 0 < len(refused) < len(LAYOUTS)
+    assert choice.candidates[-len(refused) :] == tuple(refused)
+    assert refused[0].lost.startswith("the memory budget is too small, even without prefetch")
+    assert refused[0].lost in choice.table()
+    arenas = {name: plan_step(layout, order=ORDER).arena for name, layout in LAYOUTS.items()}
+    assert all(arenas[x.layout] > 1_500 for x in refused)
+    assert fs.inspect.Choice.from_json(choice.to_json()).candidates == choice.candidates
+    assert choice.edit(prefetch=0).candidates[-1].lost == refused[-1].lost
+    with pytest.raises(
+        ScheduleError, match=r"(?s)no schedule fits into the memory_budget of a policy.*ddp, tiny +the memory budget is"
+    ):
+        fs.tune(LAYOUTS, HARDWARE, budget=1e6, order=ORDER, policies={"tiny": fs.SchedulePolicy(memory_budget=1)})
+
+
+def test_strategies_that_a_format_does_not_fit_lose_with_the_reason():
+    forms = {"": fs.Precision(), "updates": fs.Precision(update=fs.formats.mxint8)}
+    fits = {name: getattr(fs, name) for name in NAMES}
+    choice = fs.tune(make_params(), HARDWARE, budget=1e6, mesh=DP, strategies=fits, units="layers.*", formats=forms)
+    refused = {x.layout: x.lost for x in choice.candidates if x.refused}
+    assert set(refused) == {"ddp, updates", "zero3, updates"}
+    assert all("has update=mxint8, and no updated parameters of this unit travel" in text for text in refused.values())
+    assert {x.layout for x in choice.candidates if not x.refused} >= {"zero1, updates", "zero2, updates", "ddp, ", "zero3, "}
+    assert "zero3, updates" in choice.table()
+    with pytest.raises(LayoutError, match="has update=mxint8, and no updated parameters of this unit travel"):
+        fs.tune(make_params(), HARDWARE, budget=1e6, mesh=DP, strategies={"zero3": fs.zero3}, formats=forms)
+
+
 def test_steps_that_no_layout_has_are_refused():
     with pytest.raises(LayoutError, match="microbatches is 0, expected at least 1"):
         plan_step(fs.plan(make_params(), DP, fs.zero3("dp")), microbatches=0)

@@ -15,8 +15,10 @@ from torch.utils.checkpoint import checkpoint
 import fsharp as fs
 from fsharp.errors import AgreementError, OptionError, PatternError, ScheduleError, TreeError
 from fsharp.inspect import Choice
+from fsharp.inspect.hardware import compute_times
 from fsharp.planning.space import meshes_to_try
 from fsharp.planning.tune import POLICIES
+from fsharp.stateful.modules.selection import chosen_modules
 from fsharp.testing import processes
 from tests.gpt_like import block, cross_entropy, embed, head, make_batches, make_params, plain_logits
 from tests.modules import descend
@@ -289,6 +291,44 @@ def test_all_dimensions_are_tried():
     sent = {x.layout: x.sent_nbytes for x in all_simulated.candidates if not x.remat}
     assert sent["zero1, dp=4, 4 bits"] < sent["zero1, dp=4, float32"]
     assert found.activations == "estimated from shapes"
+
+
+def compute_seconds(tree, **options):
+    found = fs.tune(tree, "H100", budget=1e9, batch=64, mesh=1, units="*", remat={"": ()}, **options)
+    return sum(span.seconds for span in found.timeline.spans if span.kind == "compute")
+
+
+def test_a_tied_embedding_multiplies_once_and_a_repeated_layer_each_time():
+    table, layer = torch.empty(256, 64, device="meta"), torch.empty(64, 64, device="meta")
+    others = [torch.empty(64, 64, device="meta") for _ in range(2)]
+    untied = {"embed": table, "head": torch.empty(256, 64, device="meta")}
+    alone = compute_seconds({"embed": table})
+    assert compute_seconds({"embed": table, "head": table}) == pytest.approx(alone)
+    assert compute_seconds(untied) == pytest.approx(2 * alone)
+    same = compute_seconds({"layers0": layer, "layers1": layer})
+    assert same == pytest.approx(compute_seconds({"layers0": others[0], "layers1": others[1]}))
+
+
+@pytest.mark.parametrize("keys", [("a[0]", "b"), ("a[0]", "a0"), ("x*", "xy"), ("what?", "what")])
+def test_names_of_units_are_no_patterns(keys):
+    shapes = {"blocks": {key: torch.empty(64, 64, device="meta") for key in keys}}
+    names = [f"blocks.{key}" for key in keys]
+    for units in ("blocks.*", names):
+        layout = fs.plan(shapes, DP, fs.zero3("dp"), units=units)
+        assert sorted(unit.name for unit in layout.units) == sorted(names)
+        fs.schedules.plan_step(layout, order=names, remat=names)
+        found = fs.tune(shapes, "H100", budget=1e9, batch=64, mesh=DP, units=units, effort=math.inf)
+        assert all(x.step_s < math.inf for x in found.candidates)
+    times = {name: (float(i), 0.0) for i, name in enumerate(names, start=1)}
+    assert compute_times(fs.inspect.Hardware(compute=times, bandwidth=1e9), names) == {
+        k: (f, b, f) for k, (f, b) in times.items()
+    }
+    layers = {"a[0]": [{"w": torch.empty(8, 8, device="meta")} for _ in range(3)], "a0": torch.empty(8, device="meta")}
+    found = fs.tune(layers, fs.inspect.Hardware(compute=(1e-3, 2e-3), bandwidth=1e9), budget=1e9, mesh=DP)
+    assert [unit.name for unit in found.layout.units] == ["a0", *(f"a[0].{i}" for i in range(3))]
+    model = nn.Module()
+    model.layers = nn.ModuleDict({key.replace(".", ""): nn.Linear(4, 4) for key in keys})
+    assert set(chosen_modules(model, [f"layers.{keys[0]}"])) == {f"layers.{keys[0]}"}
 
 
 @pytest.mark.parametrize("names", [("down", "gate", "out", "up"), ("w4", "w1", "w2", "w3")])

@@ -16,6 +16,7 @@ from fsharp.checkpoint import saver
 from fsharp.checkpoint.saving import write_snapshot
 from fsharp.errors import FsharpError, OptionError
 from fsharp.report.reading import read_log
+from fsharp.report.values import plain_layout
 from fsharp.testing import processes
 
 
@@ -38,6 +39,24 @@ def test_jsonl_has_a_line_for_each_call(tmp_path):
     ]
     first, second = (row["time"] for row in rows(path))
     assert first <= second
+
+
+@pytest.mark.timeout(30)
+@pytest.mark.parametrize("strategy", [fs.ddp("outer", "inner"), fs.zero3("outer", "inner"), fs.hsdp("outer", "inner")])
+def test_rows_of_a_layout_say_who_holds_what_also_on_very_many_ranks(strategy):
+    tree = {str(i): torch.empty(i, 3, device="meta") for i in range(200)} | {"scalar": torch.empty((), device="meta")}
+    for sizes in ((2, 3), (1, 100), (128, 128)):
+        layout = fs.plan(tree, fs.Mesh({"outer": sizes[0], "inner": sizes[1]}), strategy)
+        rows = plain_layout(layout)["rows"]
+        for _, path, _, _, share, bits in rows[:: 1 if layout.mesh.size < 200 else 50]:
+            where = fs.inspect.sharding(layout)[path]
+            held = [last - first for first, last in map(where.elements, range(layout.mesh.size))]
+            cells = min(64, len(held))
+            runs = [held[i * len(held) // cells : (i + 1) * len(held) // cells] for i in range(cells)]
+            assert bits == "".join("01"[any(run)] for run in runs)
+            least, most = min(held), max(held)
+            between = f"{least:,} elements" if least == most else f"{least:,} to {most:,} elements"
+            assert share == (between if where.shard_shape is None else str(list(where.shard_shape)))
 
 
 def test_a_line_after_a_cut_one_is_whole(tmp_path):

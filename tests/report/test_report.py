@@ -152,6 +152,18 @@ def test_values_that_differ_in_their_last_bits_have_a_chart(values, tmp_path):
     assert "NaN" not in html_of(context, "value-0")
 
 
+@pytest.mark.parametrize("values", [(-1e308, 1e308), (0.0, 1.7e308), (1.7976931348623157e308,) * 2, (1e-300, 0.0)])
+def test_values_as_large_or_small_as_numbers_can_be_have_a_chart(values, tmp_path):
+    context = page_of_rows(tmp_path, [{"step": i, "loss": x} for i, x in enumerate(values)])
+    chart = html_of(context, "value-0")
+    assert not re.search("NaN|Infinity", chart)
+    assert chart.count('text-anchor="end"') >= 2
+    [curve] = re.findall(r'class="curve" d="M[0-9.]+ ([0-9.]+)L[0-9.]+ ([0-9.]+)"', chart)
+    heights = [float(y) for y in curve]
+    assert (heights[0] > heights[1]) == (values[0] < values[1])
+    assert (heights[0] < heights[1]) == (values[0] > values[1])
+
+
 @pytest.mark.parametrize("nan", ['"nan"', "NaN", "Infinity", "-1e999", "1" + 400 * "0"])
 def test_values_that_are_not_finite_are_marked(nan, tmp_path):
     line = f'{{"step": 3, "time": 0, "loss": {nan}, "n": {{"a": {nan}}}}}'

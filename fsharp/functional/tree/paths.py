@@ -1,7 +1,8 @@
 """Key paths of pytrees, and the patterns that select them.
 
 A path is the chain of keys from the root, joined by dots: ``layers.0.attn.q``. A pattern is written the same way;
-``*``, ``?`` and ``[...]`` match within one segment, ``**`` matches any number of segments, none included.
+``*``, ``?`` and ``[...]`` match within one segment, ``**`` matches any number of segments, none included. A pattern that is the
+text of a path matches that path, whatever characters it has.
 """
 
 import difflib
@@ -102,13 +103,22 @@ def _regex_of_pattern(pattern: str) -> re.Pattern[str]:
         ) from error
 
 
+def literal_pattern(path: str) -> str:
+    """Return a pattern that matches only ``path``, also as the beginning of a longer pattern.
+
+    >>> literal_pattern("a[0].b")
+    'a[[]0].b'
+    """
+    return re.sub(r"[*?[]", r"[\g<0>]", path)
+
+
 def matches(pattern: str, path: str) -> bool:
     """Return whether ``pattern`` matches the whole of ``path``.
 
     >>> matches("layers.*", "layers.0"), matches("layers.*", "layers.0.w"), matches("**.w", "layers.0.w")
     (True, False, True)
     """
-    return _regex_of_pattern(pattern).fullmatch(path + "." if path else "") is not None
+    return pattern == path != "" or _regex_of_pattern(pattern).fullmatch(path + "." if path else "") is not None
 
 
 def self_and_ancestors(path: str) -> Iterator[str]:
@@ -193,7 +203,8 @@ def value_by_path(
 ) -> dict[str, T]:
     """Return a value for each path. ``rules``: one value for all paths, a function of the path, or values by pattern.
 
-    A pattern selects the paths that it matches, and all paths below them. If several patterns select a path, the last counts.
+    A pattern selects the paths that it matches, and all paths below them; the text of a path selects only this path and the
+    paths below it. If several patterns select a path, the last counts.
     ``default``: value of a path that no pattern selects. Raises PatternError if a pattern selects nothing, or if a path has no
     value.
     """
@@ -204,10 +215,10 @@ def value_by_path(
                 raise PatternError(
                     f"{where}: the pattern {pattern!r} is not a str. A path of numbers has them as text: '{pattern}'."
                 )
-            if is_literal(pattern):  # without regular expressions: there may be a pattern for each path
-                within = f"{pattern}."
-                hit = [path for path in paths if path == pattern or path.startswith(within)]
-            else:
+            # First without regular expressions: there may be a pattern for each path, with brackets in its keys.
+            within = f"{pattern}."
+            hit = [path for path in paths if path == pattern != "" or path.startswith(within)]
+            if not hit and not is_literal(pattern):
                 hit = [path for path in paths if matches_self_or_ancestor(pattern, path)]
             if not hit:
                 raise no_match_error(where, pattern, paths)

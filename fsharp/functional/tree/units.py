@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import optree
 
 from fsharp.errors import PatternError, problem
-from fsharp.functional.tree.paths import as_patterns, innermost_prefix, is_literal, matches, no_match_error, parent_by_prefix
+from fsharp.functional.tree.paths import as_patterns, innermost_prefix, matches, no_match_error, parent_by_prefix
 
 
 class UnitPartition(NamedTuple):
@@ -30,8 +30,7 @@ def unit_by_path(paths: Sequence[str], patterns: str | Sequence[str] | None) -> 
     matched: dict[str, str] = {}
     around = parent_by_prefix(paths)
     for pattern in as_patterns(patterns):
-        is_path = is_literal(pattern) and pattern in around
-        hits = [pattern] if is_path else [path for path in around if matches(pattern, path)]
+        hits = [pattern] if pattern and pattern in around else [path for path in around if matches(pattern, path)]
         if not hits:
             raise no_match_error("plan(units=...)", pattern, paths)
         for hit in hits:

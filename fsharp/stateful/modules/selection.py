@@ -29,7 +29,7 @@ def chosen_modules(module: nn.Module, units: Units | Sequence[Units]) -> dict[st
                 "(path, module) -> bool, or a tuple or list of these."
             )
         if isinstance(rule, str):
-            hits = {path for path in every if matches(rule, path)}
+            hits = {rule} if rule in every else {path for path in every if matches(rule, path)}
         else:
             hits = {p for p, each in every.items() if (isinstance(each, rule) if isinstance(rule, type) else rule(p, each))}
         if not hits:
