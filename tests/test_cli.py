@@ -143,8 +143,11 @@ def test_diff_of_values_that_are_not_finite_missing_or_of_another_type(tmp_path,
     first = {"t": torch.tensor([nan, -inf, 1.0]), "same": torch.tensor([nan]), "loss": nan, "gone": 3, "flag": True}
     second = {"t": torch.tensor([nan, -inf, 3.0]), "same": torch.tensor([nan]), "loss": nan, "new": "x", "flag": 1}
     first["seeds"], second["seeds"] = seeds, seeds + torch.tensor([1, 2, 0])
+    for i, tree in enumerate((first, second)):
+        tree["four bits"] = (torch.arange(12, dtype=torch.uint8) // (i + 1)).view(torch.float4_e2m1fn_x2)
     paths = [fs.checkpoint.save(tmp_path, x, step=1, comm=fs.SingleComm()).path for x in (first, second)]
     assert run(capsys, "ckpt", "diff", *paths)[1] == [
+        "~ four bits: 11 of 12 bytes differ, with two numbers in each",
         "~ seeds: the largest difference is 2",
         "~ t: the largest difference is 2",
         "- gone",

@@ -30,6 +30,7 @@ from fsharp.tracebacks import api_boundary
 from fsharp.type_checks import options_checked
 
 Value = bool | int | float | str | None
+_TOO_LARGE_INT = 10**4300
 _MIN_WRITE_NBYTES = 1 << 16
 """Least bytes that a replica writes of a tensor; fewer replicas divide a small tensor."""
 
@@ -169,6 +170,11 @@ def contents_of(where: str, tree: Any, comm: Comm) -> TreeContents:
             _add_entry(where, found, _replicated_entry(where, ".".join(segments), leaf, comm.mesh))
         elif isinstance(leaf, MadeBy | bool | int | float | str):
             _check_new_name(where, found, name := ".".join(segments))
+            if isinstance(leaf, int) and abs(leaf) >= _TOO_LARGE_INT:
+                what = (
+                    f"{name!r} is an integer of more than 4,300 digits, which readers of JSON refuse: make it a text, hex(x)."
+                )
+                raise TreeError(f"{where}: {what}")
             found.values[name] = leaf.name if isinstance(leaf, MadeBy) else leaf
         else:
             facts = [("got", f"{type(leaf).__name__} {leaf!r:.60}")]

@@ -135,9 +135,12 @@ def load_checkpoint_and_tree(
     where: str | os.PathLike[str], like: Any, *, comm: Comm, strict: bool = True, donate: bool = False, **options: Any
 ) -> tuple[Checkpoint, Any]:
     """Load as :func:`load` does, and return the checkpoint that was loaded, and the tree."""
-    given, damaged = absolute_path(where), dict[str, str]()
+    given, damaged, has_tried = absolute_path(where), dict[str, str](), False
     while True:
         (path, is_asked_for), damage = _choose_path(given, comm, damaged), list[str]()
+        if donate and has_tried:  # this checkpoint is read into the same memory
+            mark_donated(units_of(like), new=units_of(like))
+        has_tried = True
         load_it = partial(
             load_checkpoint_at, path, like, damage, comm=comm, where=given, strict=strict, donate=donate, **options
         )
@@ -249,13 +252,12 @@ def load_with_reader(
         _fill_tree(found, into, names, comm.rank, read, kept)
         return encode_block_format_groups(tree, resting)
 
-    tree = encode_leaf_format_groups(check_on_all_ranks("load()", comm, fill), comm, resting)
-    name_new_tree(tree, comm)
-
     def into_object(leaf: Any, loaded: Any) -> Any:
         return load_into_object(leaf, loaded) if has_state_dict(leaf) else loaded
 
     try:
+        tree = encode_leaf_format_groups(check_on_all_ranks("load()", comm, fill), comm, resting)
+        name_new_tree(tree, comm)
         if any(has_state_dict(leaf) for leaf in optree.tree_leaves(like, is_leaf=is_node_saved_as_leaf)):
             tree = check_on_all_ranks(
                 "load()", comm, lambda: optree.tree_map(into_object, like, tree, is_leaf=is_node_saved_as_leaf)
@@ -345,7 +347,8 @@ def _tree_to_fill(
     def tensor_to_fill(x: torch.Tensor) -> torch.Tensor:
         if donate and not x.is_meta and x.is_contiguous() and not x.is_conj() and not x.is_neg() and is_free(x):
             return x.detach()
-        return torch.zeros(x.shape, dtype=x.dtype, device=device if x.is_meta else x.device)
+        make = torch.zeros if x.numel() else torch.empty  # zeros() refuses float4 without elements
+        return make(x.shape, dtype=x.dtype, device=device if x.is_meta else x.device)
 
     made: list[Any] = []
     for segments, _, leaf in leaves_with_both_paths(template):

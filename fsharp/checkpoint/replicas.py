@@ -66,6 +66,7 @@ from fsharp.errors import AgreementError, CheckpointError, FsharpError, log as _
 from fsharp.functional.comm.agree import all_gather_fixed_size, all_gather_texts, check_on_all_ranks
 from fsharp.functional.comm.protocol import Comm, innermost_comm
 from fsharp.functional.comm.restart_replay import restart_replay
+from fsharp.functional.layout.sharded import mark_donated, units_of
 from fsharp.tracebacks import api_boundary
 from fsharp.type_checks import options_checked
 
@@ -372,12 +373,15 @@ class Replicas(BackgroundSaver):
 
         The path of the checkpoint is below ``root`` if values came from disk, and otherwise below the folder of the hosts.
         """
-        on_disk, copies = dict[str, str](), dict[CopyKey, str]()
+        on_disk, copies, has_tried = dict[str, str](), dict[CopyKey, str](), False
         while True:
             found, damage = self._find_newest(on_disk, copies), list[Any]()
             if found is None:
                 nothing = f"restore(): no host holds anything in {self._folder}; root is {self._root!r}."
                 raise CheckpointError("\n".join([nothing, *on_disk.values()]))
+            if options["donate"] and has_tried:  # this save is read into the same memory
+                mark_donated(units_of(like), new=units_of(like))
+            has_tried = True
             load_it, path = partial(self._load_save, found, like, damage, **options), getattr(found, "path", None)
             loaded, said = load_or_collect_damage(load_it, damage, self._comm, path)
             if loaded is not None:

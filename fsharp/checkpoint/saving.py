@@ -25,7 +25,15 @@ from fsharp.checkpoint.entries import (
 )
 from fsharp.checkpoint.manifest import MANIFEST_NAME, Chunk, FileRecord, Manifest, TensorRecord, json_round_trip, structure_of
 from fsharp.checkpoint.reading import ShardFileReader
-from fsharp.checkpoint.shard_file import StoredTensor, bytes_of, check_tensor_names, encode_header, in_write_order, write_file
+from fsharp.checkpoint.shard_file import (
+    StoredTensor,
+    bytes_of,
+    check_brackets,
+    check_tensor_names,
+    encode_header,
+    in_write_order,
+    write_file,
+)
 from fsharp.checkpoint.storage import absolute_path, os_error_behind, storage_of
 from fsharp.errors import CheckpointError, TreeError, log as _log
 from fsharp.functional.comm.agree import all_gather_fixed_size, check_on_all_ranks
@@ -324,8 +332,16 @@ def write_manifest_and_publish(
         found = storage.nbytes(f"{staged}/{record.name}")
         if found != record.nbytes:
             raise CheckpointError(f"{staged}/{record.name}: rank {rank} sees {found:,} bytes of {record.nbytes:,}.")
+    data = manifest.to_json()
+    try:
+        check_brackets(data)
+    except ValueError as error:
+        what = f"the manifest would have {error}, more than a sixth, which load() refuses as it takes much memory"
+        raise CheckpointError(
+            f"save(): {what}. Put the numbers of many short lists and dicts into a tensor or a text."
+        ) from error
     with storage.append_to_new_file(f"{staged}/{MANIFEST_NAME}") as out:
-        out(memoryview(manifest.to_json()))
+        out(memoryview(data))
     if Checkpoint(staged).manifest.save_id != snapshot.save_id:
         raise CheckpointError(f"{staged}/{MANIFEST_NAME}: does not read back as it was written.")
     storage.publish(staged, snapshot.folder)

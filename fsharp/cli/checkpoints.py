@@ -118,13 +118,20 @@ def diff(first: str, second: str, /, *, values: bool = True) -> str:
             shapes = (f"{dtype_name(x.dtype)}{list(x.shape)}" for x in (a, b))
             lines.append(f"~ {name}: {' -> '.join(shapes)}")
         elif values and not torch.equal(as_bytes(x := one.tensor(name)), as_bytes(y := other.tensor(name))):
-            lines.append(f"~ {name}: the largest difference is {_largest_difference(x, y):.3g}")
+            lines.append(f"~ {name}: {_difference_text(x, y)}")
     # Texts are compared, as a NaN differs from itself, and True equals 1.
     was, now = ({name: repr(value) for name, value in each.manifest.values.items()} for each in (one, other))
     lines += [f"- {name}" for name in sorted(was.keys() - now.keys())]
     lines += [f"+ {name}" for name in sorted(now.keys() - was.keys())]
     lines += [f"~ {name}: {was[name]} -> {now[name]}" for name in sorted(was.keys() & now.keys()) if was[name] != now[name]]
     return "\n".join(lines or ["no difference"])
+
+
+def _difference_text(x: torch.Tensor, y: torch.Tensor) -> str:
+    if x.dtype == torch.float4_e2m1fn_x2:  # torch casts no float4
+        differ = as_bytes(x) != as_bytes(y)
+        return f"{differ.sum():,} of {differ.numel():,} bytes differ, with two numbers in each"
+    return f"the largest difference is {_largest_difference(x, y):.3g}"
 
 
 def _largest_difference(x: torch.Tensor, y: torch.Tensor) -> float:

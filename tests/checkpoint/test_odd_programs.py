@@ -2,8 +2,10 @@
 
 import enum
 import logging
+import math
 import re
 import sys
+from pathlib import Path
 
 import optree
 import pytest
@@ -430,3 +432,41 @@ def test_a_donated_tree_stays_donated_if_an_object_in_it_cannot_load(tmp_path):
         load(tmp_path, {"object": Stubborn(), "w": like}, donate=True)
     with pytest.raises(fs.errors.TreeError, match="donated"):
         fs.gather(like, comm=COMM)
+
+
+def test_a_tree_whose_load_failed_is_donated_if_its_values_are_lost(tmp_path):
+    layout = fs.plan({"v": torch.zeros(4000)}, COMM.mesh, fs.zero3("dp"))
+    path = save(tmp_path, {"w": fs.shard({"v": torch.ones(4000)}, layout, COMM)}).path
+    like = fs.shard({"v": torch.full((4000,), 2.0)}, layout, COMM)
+    with pytest.raises(TreeError, match="'other'"):
+        load(tmp_path, {"w": like, "other": torch.zeros(1)}, donate=True)
+    assert torch.equal(fs.full_tree(like, comm=COMM)["v"], torch.full((4000,), 2.0)), "nothing was read yet"
+    [file] = Path(path).glob("*.safetensors")
+    data = bytearray(file.read_bytes())
+    data[-4000] ^= 1
+    file.write_bytes(data)
+    for where in (path, tmp_path):
+        like = fs.shard({"v": torch.full((4000,), 2.0)}, layout, COMM)
+        with pytest.raises(CheckpointError, match="damaged"):
+            load(where, {"w": like}, donate=True)
+        with pytest.raises(TreeError, match="donated"):
+            fs.gather(like, comm=COMM)
+
+
+@pytest.mark.parametrize("shape", [(0,), (2, 0), (3, 4)])
+def test_tensors_of_float4_are_loaded(tmp_path, shape):
+    values = torch.arange(12, dtype=torch.uint8)[: math.prod(shape)].view(shape)
+    save(tmp_path, {"t": values.view(torch.float4_e2m1fn_x2)})
+    like = torch.zeros(shape, dtype=torch.uint8).view(torch.float4_e2m1fn_x2)
+    for tree in ({"t": like}, {"t": like.to("meta")}):
+        assert torch.equal(load(tmp_path, tree)["t"].view(torch.uint8), values)
+
+
+def test_values_that_a_manifest_cannot_hold_are_named(tmp_path):
+    save(tmp_path, {"n": 10**4300 - 1})
+    assert load(tmp_path, {"n": 0})["n"] == 10**4300 - 1
+    with pytest.raises(TreeError, match=r"'n\.0' is an integer of more than 4,300 digits"):
+        save(tmp_path, {"n": [-(10**4300)]})
+    with pytest.raises(CheckpointError, match=r"would have 100,0\d\d brackets in [0-9,]+ bytes, more than a sixth"):
+        save(tmp_path, {"lists": [[] for _ in range(100_000)]})
+    assert len(fs.checkpoint.checkpoints(tmp_path)) == 1
