@@ -15,12 +15,7 @@ from fsharp.stateful.units.unsharded_buffer import buffers_stamp
 
 
 class Arena:
-    """The memory that all schedules of a scheduler share, as large as the largest schedule needs.
-
-    Attributes:
-        memory: ``uint8[nbytes]``.
-        schedule: the schedule that owns the memory now.
-    """
+    """The memory that all schedules of a scheduler share, as large as the largest needs. ``schedule`` owns the memory now."""
 
     def __init__(self, executor: Executor, registry: UnitRegistry, policy: SchedulePolicy) -> None:
         self._executor, self._registry, self._policy = executor, registry, policy

@@ -32,12 +32,7 @@ _ADDRESS_SCORES: tuple[AddressScore, ...] = (
 
 @dataclass(frozen=True, slots=True)
 class ArenaItem:
-    """A buffer that keeps one address in the arena.
-
-    Attributes:
-        nbytes: size of the buffer, a multiple of the alignment.
-        spans: pairs ``(first, last)`` of positions, both inclusive, between which the buffer is live. Spans do not overlap.
-    """
+    """A buffer that keeps one address in the arena. ``spans``: disjoint ``(first, last)``, both inclusive, where it is live."""
 
     nbytes: int
     spans: tuple[tuple[int, int], ...]

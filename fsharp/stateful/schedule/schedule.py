@@ -30,12 +30,7 @@ VECTOR_NBYTES = 64
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """A run of bytes in the arena.
-
-    Attributes:
-        start: first byte, a multiple of :data:`VECTOR_NBYTES`.
-        nbytes: length.
-    """
+    """A run of ``nbytes`` bytes in the arena, from byte ``start`` on, a multiple of :data:`VECTOR_NBYTES`."""
 
     start: int
     nbytes: int

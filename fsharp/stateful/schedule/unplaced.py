@@ -17,13 +17,11 @@ BufferKey = tuple[str, str]
 class UnplacedOp:
     """An op whose buffer has no address yet; or a mark, up to which the buffer of an earlier op stays reserved.
 
+    Attributes that are not described here are as in :class:`~fsharp.stateful.schedule.schedule.Op`.
+
     Attributes:
-        at: position of the program's event at which the host issues the op.
         fills: whether the op is the first to use its buffer.
         frees: whether the op, or mark, is the last to use its buffer.
-        use: number of the unit's use; -1 for an op without a use.
-        after: ops that have to be over before this op starts.
-        bucket: number that the ops of one collective share; -1 for an op with a collective of its own, or none.
         opens: the buffer of a gradient at rest, if this op is the first to write there; else None.
         reduction: for an op with ``opens`` that adds a reduction's result, the op of this reduction. If memory allows,
             ``opens`` moves to the reduction, which then writes to the gradient at rest directly.

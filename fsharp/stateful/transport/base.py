@@ -25,9 +25,7 @@ from fsharp.functional.formats.format import ErrorFacts, Format
 class Work:
     """A collective under way. Several threads may wait for the collective. The first thread that waits completes it.
 
-    Args:
-        then: function that waits for the collective and completes it. It returns the Work's result, unless ``result`` is given.
-        result: the result, if it is known before the collective is done.
+    ``then`` waits for the collective and completes it. It returns the Work's result, unless ``result`` is given.
     """
 
     __slots__ = ("_lock", "_result", "_then")
@@ -96,9 +94,7 @@ class Transport(ABC):
         """Begin to sum this rank's part of each buffer over the ``n`` ranks along an axis, in one reduce_scatter.
 
         NCCL and other backends of devices add in the dtype of ``x``, and cast the sum to ``out_dtype``.
-
-        Returns:
-            A Work for each summand. Its result is the sum: ``out``, or memory valid until a write to ``x`` or ``scratch``.
+        The result of a summand's Work is the sum: ``out``, or memory valid until a write to ``x`` or ``scratch``.
         """
         xs = [each.x for each in summands]
         if self.counters:
@@ -117,9 +113,7 @@ class Transport(ABC):
         """Begin to sum buffers of one dtype over the ``n`` ranks along an axis, into ``out``, in one all_reduce.
 
         Packed buffers are padded to a multiple of ``n`` elements, so as many bytes are sent as by a collective for each buffer.
-
-        Returns:
-            A Work for each summand, which completes ``out``.
+        A summand's Work completes ``out``.
         """
         xs, outs = [each.x for each in summands], [each.required_out for each in summands]
         sizes = [-(-x.numel() // n) * n for x in xs]

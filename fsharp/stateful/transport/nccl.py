@@ -70,12 +70,8 @@ class NcclTransport(Transport):
 class RegisteredMemory:
     """Device memory from NCCL's allocator, registered with the communicators of some groups, so that NCCL makes no copies.
 
-    The memory is in a pool of torch's allocator, as torch registers whole pools.
-
-    Args:
-        comm: the ranks.
-        groups: process groups of these ranks over NCCL. Each communicator is made first, by an ``all_reduce`` of 4 bytes.
-        is_symmetric: register symmetric windows. All ranks then have to make the same calls of :meth:`allocate`.
+    The memory is in a pool of torch's allocator, as torch registers whole pools. Each group's communicator is made first, by an
+    ``all_reduce`` of 4 bytes. For symmetric windows all ranks have to make the same calls of :meth:`allocate`.
     """
 
     def __init__(self, comm: ProcessGroupComm, groups: Sequence[dist.ProcessGroup], *, is_symmetric: bool) -> None:

@@ -84,9 +84,7 @@ _version_of = attrgetter("_version")
 class HandedOutLeaf:
     """A leaf that callers hold, or an alias. It is empty after a release, and gets memory again when its unit is gathered.
 
-    Args:
-        cls: the leaf's tensor class, if it has a class of its own.
-        address: address of the leaf's ``UntypedStorage``.
+    ``cls``: the leaf's tensor class, if it has a class of its own. ``address``: address of the leaf's ``UntypedStorage``.
     """
 
     __slots__ = ("_address", "_cls", "_inner", "_path", "_tensor")

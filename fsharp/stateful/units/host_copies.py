@@ -23,16 +23,11 @@ class HostStateBuffers(FutureBuffers):
 
 
 class HostCopies:
-    """Copies of one unit's state between host memory and the device, before an update or after it.
-
-    Attributes:
-        copies: target and source of each tensor.
-        nbytes: bytes of all tensors, including tensors that need no copy.
-    """
+    """Copies of one unit's state between host memory and the device, before an update or after it."""
 
     def __init__(self, lanes: Lanes) -> None:
-        self.lanes, self.nbytes = lanes, 0
-        self.copies: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self.lanes, self.nbytes = lanes, 0  # nbytes: also of tensors that need no copy
+        self.copies: list[tuple[torch.Tensor, torch.Tensor]] = []  # target and source of each
         self._began: OpKey | None = None
 
     def add_copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
