@@ -59,7 +59,7 @@ class ShardedParameter(ShardedTensor, nn.Parameter):
                 "state. Call shard_module() while it requires a gradient, and requires_grad_(False) afterwards."
             )
         if (owner := self.owner()) is not None and self.is_trained:
-            owner.set_parameter_paused(self.path, not requires_grad)
+            (owner.paused.discard if requires_grad else owner.paused.add)(self.path)
         return self
 
     @api_boundary

@@ -130,10 +130,6 @@ class ModuleSession:
         """Whether a forward of the module is under way, or a function of ``model.functional()``."""
         return self.calls.source is not None
 
-    def set_parameter_paused(self, path: str, paused: bool) -> None:
-        """Pause the training of a parameter, or resume it."""
-        (self.paused.add if paused else self.paused.discard)(path)
-
     def _check_can_train(self) -> None:
         if self.is_averaged:
             raise ScheduleError("the model was called inside of averaged(), without torch.no_grad(): averages do not train.")

@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import groupby
-from typing import Any, NamedTuple
+from typing import Any
 
 from fsharp.errors import FsharpError, ScheduleError
 from fsharp.functional.comm.protocol import Call
@@ -193,20 +193,15 @@ def group_ops_by_bucket(ops: Sequence[Op]) -> list[tuple[Op, ...]]:
     return [tuple(ops[i] for i in run) for run in op_positions_by_bucket(ops)]
 
 
-class BufferLifetime(NamedTuple):
-    """A live span of a buffer: positions of the ops that fill and free it (None: no op of this step), and its bytes."""
+def buffer_lifetimes(ops: Sequence[Op]) -> Iterator[tuple[int | None, int | None, int]]:
+    """Yield ``(fill, free, nbytes)`` of each live span of a buffer in the arena, for pictures and sums of memory.
 
-    fill: int | None
-    free: int | None
-    nbytes: int
-
-
-def buffer_lifetimes(ops: Sequence[Op]) -> Iterator[BufferLifetime]:
-    """Yield the live spans of all buffers in the arena, for pictures and sums of memory."""
+    ``fill`` and ``free`` are positions of the ops that fill and free the buffer; None if no op of this step does.
+    """
     live: dict[tuple[str, str], tuple[int, int]] = {}
     for i, op in enumerate(ops):
         if op.opens is not None:
-            yield BufferLifetime(i, None, op.opens.nbytes)
+            yield i, None, op.opens.nbytes
         if op.memory is None:
             continue
         spec = op.spec
@@ -215,9 +210,9 @@ def buffer_lifetimes(ops: Sequence[Op]) -> Iterator[BufferLifetime]:
             live.setdefault(buffer, (i, op.memory.nbytes))
         else:
             fill, nbytes = live.pop(buffer, (None, op.memory.nbytes))
-            yield BufferLifetime(fill, i, nbytes)
+            yield fill, i, nbytes
     for fill, nbytes in live.values():
-        yield BufferLifetime(fill, None, nbytes)
+        yield fill, None, nbytes
 
 
 def collectives_of_bucket(issued: Sequence[Op], facts: Mapping[str, UnitFacts]) -> tuple[Call, ...]:

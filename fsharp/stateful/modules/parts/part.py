@@ -1,7 +1,7 @@
 """ShardedTensor: this rank's part of a tensor. torch's functions of parts compute for the whole tensor, or raise an error."""
 
 import weakref
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import cycle
 from typing import Any, NoReturn, Protocol, Self
@@ -296,7 +296,7 @@ class ShardedTensorOwner(Protocol):
     """The methods of a module's ModuleSession that parts call. It holds the module's state and runs its steps."""
 
     @property
-    def paused(self) -> Collection[str]:
+    def paused(self) -> set[str]:
         """Paths of trained parameters that now do not require a gradient."""
 
     @property
@@ -317,9 +317,6 @@ class ShardedTensorOwner(Protocol):
 
     def full_parameter_in_backward(self, part: ShardedTensor) -> torch.Tensor | None:
         """Return the whole parameter while its unit's backward is under way; else None."""
-
-    def set_parameter_paused(self, path: str, paused: bool) -> None:
-        """Pause or resume the training of a parameter."""
 
     def add_gradient_ready_hook(self, path: str, hook: Callable[[Any], Any]) -> RemovableHandle:
         """Call ``hook(parameter)`` at the end of each backward that gives the parameter a gradient."""
