@@ -7,7 +7,7 @@ from fsharp.stateful.schedule.emit_gradients import GradientOps, units_reduced_a
 from fsharp.stateful.schedule.emit_parameters import ParameterOps
 from fsharp.stateful.schedule.ops import FINAL_REDUCE, GATHER, REDUCE, UPDATE_GATHER, OpSpec, Phase
 from fsharp.stateful.schedule.policy import MAX_FINAL_REDUCTIONS, SchedulePolicy
-from fsharp.stateful.schedule.program import Program, num_gradients_by_microbatch
+from fsharp.stateful.schedule.program import Program, num_gradients_by_microbatch, split_by_microbatch
 from fsharp.stateful.schedule.schedule import coalescing_key
 from fsharp.stateful.schedule.unplaced import OpList, UnplacedOp
 
@@ -80,12 +80,8 @@ def emit_ops(
 
 def _units_in_gradient_order(program: Program) -> list[str]:
     """Return units in the order in which their gradients are complete, in the first microbatch with a gradient of the unit."""
-    here, result = dict[str, None](), dict[str, None]()
-    for event in program.events:
-        if event.kind == "microbatch_end":
-            result.update(here)
-            here = {}
-        elif event.has_gradient:
-            here.pop(event.unit, None)
-            here[event.unit] = None
-    return list(result | here)
+    result = dict[str, None]()
+    for events in split_by_microbatch(program.events):
+        last = {event.unit: i for i, event in enumerate(events) if event.has_gradient}
+        result |= dict.fromkeys(sorted(last, key=last.__getitem__))
+    return list(result)

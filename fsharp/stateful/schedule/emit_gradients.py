@@ -18,7 +18,7 @@ from fsharp.stateful.schedule.ops import (
     OpSpec,
 )
 from fsharp.stateful.schedule.policy import MAX_REDUCTIONS
-from fsharp.stateful.schedule.program import Event, Program
+from fsharp.stateful.schedule.program import Event, Program, split_by_microbatch
 from fsharp.stateful.schedule.unplaced import BufferKey, OpList, UnplacedOp
 
 UnplacedOps = tuple[UnplacedOp, ...]
@@ -175,10 +175,8 @@ class GradientOps:
 
 def units_reduced_after_microbatches(program: Program) -> dict[int, Collection[str]]:
     """Return the units that the first ``reduce`` event after a microbatch reduces, by number of the microbatch."""
-    number, result = 0, dict[int, Collection[str]]()
-    for event in program.events:
-        if event.kind == "microbatch_end":
-            number += 1
-        elif event.kind == "reduce":
-            result.setdefault(number - 1, [unit.name for unit in program.units if event.is_about(unit.name)])
+    result = dict[int, Collection[str]]()
+    for number, events in enumerate(split_by_microbatch(program.events), -1):
+        for event in [event for event in events if event.kind == "reduce"][:1]:
+            result[number] = [unit.name for unit in program.units if event.is_about(unit.name)]
     return result

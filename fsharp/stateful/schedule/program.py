@@ -105,12 +105,17 @@ class Event(NamedTuple):
 
 def num_gradients_by_microbatch(events: Sequence[Event]) -> list[Counter[str]]:
     """Return the number of gradients of each unit, for each microbatch and for the events after the last microbatch."""
-    result = [Counter[str]()]
+    return [Counter([event.unit for event in part if event.has_gradient]) for part in split_by_microbatch(events)]
+
+
+def split_by_microbatch(events: Sequence[Event]) -> list[list[Event]]:
+    """Return the events of each microbatch without its ``microbatch_end``, and the events after the last microbatch."""
+    result: list[list[Event]] = [[]]
     for event in events:
         if event.kind == "microbatch_end":
-            result.append(Counter())
-        elif event.has_gradient:
-            result[-1][event.unit] += 1
+            result.append([])
+        else:
+            result[-1].append(event)
     return result
 
 

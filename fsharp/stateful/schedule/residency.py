@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 from fsharp.stateful.schedule.costs import Bucket, BucketOfUnit
 from fsharp.stateful.schedule.policy import SchedulePolicy
-from fsharp.stateful.schedule.program import Event, Program
+from fsharp.stateful.schedule.program import Event, Program, split_by_microbatch
 
 _START_KINDS = ("forward", "backward")
 
@@ -111,13 +111,8 @@ def _next_needed_buckets(events: Sequence[Event], wanted: Sequence[tuple[Bucket,
 
 def backward_use_numbers(program: Program, buckets: BucketOfUnit) -> list[list[int]]:
     """Return, for each microbatch, the uses of gathered units whose backward is in the microbatch, in order of backwards."""
-    result: list[list[int]] = [[]]
-    for event in program.events:
-        if event.kind == "microbatch_end":
-            result.append([])
-        elif event.kind == "backward" and event.unit in buckets:
-            result[-1].append(event.use)
-    return result
+    parts = split_by_microbatch(program.events)
+    return [[event.use for event in part if event.kind == "backward" and event.unit in buckets] for part in parts]
 
 
 def _buckets_in_use(events: Sequence[Event], buckets: BucketOfUnit) -> list[tuple[Bucket, ...]]:
