@@ -30,7 +30,6 @@ class Executor:
 
     Args:
         comm: the ranks, for the names of trees in labels.
-        own: a Comm of the same ranks that counts its collectives separately.
         separate_groups: whether gathers and reductions have process groups of their own.
 
     Attributes:
@@ -45,9 +44,9 @@ class Executor:
         reducing: by unit and kind of op, the op that has begun a reduction under way.
     """
 
-    def __init__(self, transport: Transport, lanes: Lanes, comm: Comm, own: Comm, *, separate_groups: bool) -> None:
+    def __init__(self, transport: Transport, lanes: Lanes, comm: Comm, *, separate_groups: bool) -> None:
         self.transport, self.lanes, self.comm = transport, lanes, comm
-        self._own, self._separate_groups = innermost_comm(own), separate_groups
+        self._own, self._separate_groups = innermost_comm(transport.comm), separate_groups
         self.reset_after_rank_restart()
 
     def reset_after_rank_restart(self) -> None:

@@ -81,7 +81,7 @@ class StepLifecycle:
         self.own = with_own_numbering(self.comm)
         separate_groups = bool(self.policy.separate_groups)
         transport = _transport_over(self.own, separate_groups=separate_groups)
-        self.executor = Executor(transport, lanes, self.comm, self.own, separate_groups=separate_groups)
+        self.executor = Executor(transport, lanes, self.comm, separate_groups=separate_groups)
         self._renew_units_and_arena()
 
     def _renew_units_and_arena(self) -> None:
