@@ -52,29 +52,30 @@ def emit_ops(
     casts, reduced = num_gradients_by_microbatch(program.events), units_reduced_after_microbatches(program)
     gradients.begin_microbatch(casts[0], reduced.get(0, ()))
     for i, event in enumerate(program.events):
+        ops.begin_event(i)
         phase: Phase = "forward" if event.kind.startswith("forward") else "backward"
         if event.kind not in ("backward_end", "microbatch_end", "update"):
-            parameters.emit_releases(i, phase)
-            parameters.emit_gathers(i, phase)
+            parameters.emit_releases(phase)
+            parameters.emit_gathers(phase)
         match event.kind:
             case "forward" | "backward":
-                parameters.emit_wait_and_compute(event, phase, i)
+                parameters.emit_wait_and_compute(event, phase)
             case "backward_end":
-                parameters.emit_releases(i, "backward")  # first, so that the gradient may take the parameters' memory
-                gradients.emit_cast_and_reduction(event, i)
-                parameters.emit_gathers(i, "backward")
+                parameters.emit_releases("backward")  # first, so that the gradient may take the parameters' memory
+                gradients.emit_cast_and_reduction(event)
+                parameters.emit_gathers("backward")
             case "microbatch_end":
-                gradients.end_microbatch(i)
-                parameters.emit_releases(i, "backward")
-                parameters.emit_gathers(i, "backward")
+                gradients.end_microbatch()
+                parameters.emit_releases("backward")
+                parameters.emit_gathers("backward")
                 microbatch += 1
                 gradients.begin_microbatch(casts[microbatch], reduced.get(microbatch, ()))
             case "reduce":
-                gradients.end_all_reductions(i)
+                gradients.end_all_reductions()
             case "fetch":
-                parameters.emit_state_fetch(event.unit, i)
+                parameters.emit_state_fetch(event.unit)
             case "update":
-                parameters.emit_update(event, i, is_last=i == len(program.events) - 1)
+                parameters.emit_update(event, is_last=i == len(program.events) - 1)
     return ops.ops
 
 

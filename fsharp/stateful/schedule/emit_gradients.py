@@ -25,7 +25,7 @@ UnplacedOps = tuple[UnplacedOp, ...]
 
 
 class GradientOps:
-    """Emits the ops of gradients, at the event with position ``at``. Complete gradients of a bucket share one collective.
+    """Emits the ops of gradients. Complete gradients of a bucket share one collective.
 
     Args:
         buckets: for each unit, the bucket that is reduced together in a microbatch.
@@ -53,7 +53,7 @@ class GradientOps:
         facts = ((unit, self._ops.facts[unit]) for unit in reduced)
         self._is_incomplete = {unit: True for unit, each in facts if FINAL_REDUCE.has_ops_for(each) and each.trainable}
 
-    def emit_cast_and_reduction(self, event: Event, at: int) -> None:
+    def emit_cast_and_reduction(self, event: Event) -> None:
         """Emit the cast of a gradient at ``event``, the end of a backward. After a bucket's last cast, emit the reduction."""
         if not event.has_gradient:
             return
@@ -61,41 +61,41 @@ class GradientOps:
         bucket = [each for each in self._buckets[unit] if each in self._missing_casts]
         if is_first and has_memory and all(each == unit or each in self._casts for each in bucket):
             # With this op each unit of the bucket has begun its casts: make room for the bucket's reduction.
-            self._limit_reductions(at, REDUCE)
+            self._limit_reductions(REDUCE)
         opens = None if has_memory else self._resting_gradient_to_open(unit)
-        self._casts[unit] = self._ops.add_chain(CAST, unit, "backward", at, use=event.use, is_first_user=is_first, opens=opens)
+        self._casts[unit] = self._ops.add_chain(CAST, unit, "backward", use=event.use, is_first_user=is_first, opens=opens)
         self._missing_casts[unit] -= 1
         if not any(self._missing_casts[each] for each in bucket):
-            self._emit_reduction(bucket, at)
+            self._emit_reduction(bucket)
 
-    def end_microbatch(self, at: int) -> None:
+    def end_microbatch(self) -> None:
         """End a microbatch: add the results of its reductions, and begin all reductions to the optimizer's shards."""
         while any(ops[0].phase == "backward" for ops in self._under_way):
-            self._end_oldest_reductions(at)
+            self._end_oldest_reductions()
         for unit in self._is_incomplete:
-            self._emit_final_reduction_if_ready(unit, at)
+            self._emit_final_reduction_if_ready(unit)
 
-    def end_all_reductions(self, at: int) -> None:
+    def end_all_reductions(self) -> None:
         """End each reduction under way: see :meth:`_end_oldest_reductions`."""
         while self._under_way:
-            self._end_oldest_reductions(at)
+            self._end_oldest_reductions()
 
-    def _emit_reduction(self, units: list[str], at: int) -> None:
+    def _emit_reduction(self, units: list[str]) -> None:
         casts = self._casts
         facts = self._ops.facts[units[0]]
         if REDUCE.has_ops_for(facts):
-            self._limit_reductions(at, REDUCE)
-            after = self._emit_encodes(ENCODE, units, at, {unit: (casts[unit],) for unit in units})
-            self._track_begun_reductions(self._ops.add_bucket(REDUCE, units, "backward", at, after=after))
+            self._limit_reductions(REDUCE)
+            after = self._emit_encodes(ENCODE, units, {unit: (casts[unit],) for unit in units})
+            self._track_begun_reductions(self._ops.add_bucket(REDUCE, units, "backward", after))
             return
         [unit] = units
         self._last_write[unit] = casts[unit]
         if ACCUMULATE.has_ops_for(facts):
             opens = self._resting_gradient_to_open(unit)
-            self._last_write[unit] = self._ops.add_chain(ACCUMULATE, unit, "backward", at, after=(casts[unit],), opens=opens)
-        self._emit_final_reduction_if_ready(unit, at)
+            self._last_write[unit] = self._ops.add_chain(ACCUMULATE, unit, "backward", after=(casts[unit],), opens=opens)
+        self._emit_final_reduction_if_ready(unit)
 
-    def _emit_final_reduction_if_ready(self, unit: str, at: int) -> None:
+    def _emit_final_reduction_if_ready(self, unit: str) -> None:
         """Record that a unit's gradient is complete. If its bucket is complete, emit the final reduction of the bucket."""
         if not self._is_incomplete.get(unit):
             return
@@ -103,20 +103,18 @@ class GradientOps:
         units = [each for each in self._final_buckets[unit] if each in self._is_incomplete]
         if any(self._is_incomplete[each] for each in units):
             return
-        self._limit_reductions(at, FINAL_REDUCE)
+        self._limit_reductions(FINAL_REDUCE)
         after = self._emit_encodes(
-            FINAL_ENCODE, units, at, {unit: (self._last_write[unit],) for unit in units if unit in self._last_write}
+            FINAL_ENCODE, units, {unit: (self._last_write[unit],) for unit in units if unit in self._last_write}
         )
-        self._track_begun_reductions(self._ops.add_bucket(FINAL_REDUCE, units, "finish", at, after=after))
+        self._track_begun_reductions(self._ops.add_bucket(FINAL_REDUCE, units, "finish", after))
 
-    def _emit_encodes(
-        self, spec: OpSpec, units: Sequence[str], at: int, after: dict[str, UnplacedOps]
-    ) -> dict[str, UnplacedOps]:
+    def _emit_encodes(self, spec: OpSpec, units: Sequence[str], after: dict[str, UnplacedOps]) -> dict[str, UnplacedOps]:
         """Emit the encodes of units whose gradients travel encoded. Return, by unit, the ops for which its reduction waits."""
         [phase] = spec.phases
         for unit in units:
             if spec.has_ops_for(self._ops.facts[unit]):
-                after |= {unit: (self._ops.add_chain(spec, unit, phase, at, after=after.get(unit, ())),)}
+                after |= {unit: (self._ops.add_chain(spec, unit, phase, after=after.get(unit, ())),)}
         return after
 
     def _resting_gradient_to_open(self, unit: str) -> BufferKey | None:
@@ -134,33 +132,33 @@ class GradientOps:
         for op in ops:
             if op.spec is REDUCE:
                 op.open_resting_gradient(self._resting_gradient_to_open(op.unit))
-        sums = self._emit_sums(ops, ops[0].at, is_last=False)
+        sums = self._emit_sums(ops, is_last=False)
         self._under_way.append(sums)
         self._emit_ready_final_reductions(sums)
 
-    def _limit_reductions(self, at: int, spec: OpSpec) -> None:
+    def _limit_reductions(self, spec: OpSpec) -> None:
         """End the oldest reductions of the kind ``spec`` until there is room for one more."""
         while sum(ops[0].phase in spec.phases for ops in self._under_way) >= self._most[spec]:
-            self._end_oldest_reductions(at)
+            self._end_oldest_reductions()
 
-    def _end_oldest_reductions(self, at: int) -> None:
-        """End the oldest reductions at event ``at``: emit their sums, or keep the memory of emitted sums until ``at``."""
+    def _end_oldest_reductions(self) -> None:
+        """End the oldest reductions: emit their sums, or keep the memory of emitted sums until this event."""
         ops = self._under_way.pop(0)
         if ops[0].spec in (ACCUMULATE, FINAL_ACCUMULATE):
             for op in ops:
-                self._ops.reserve_buffer_until(op, at)
+                self._ops.reserve_buffer(op)
         else:
-            self._emit_ready_final_reductions(self._emit_sums(ops, at, is_last=True))
+            self._emit_ready_final_reductions(self._emit_sums(ops, is_last=True))
 
-    def _emit_sums(self, ops: Sequence[UnplacedOp], at: int, *, is_last: bool) -> list[UnplacedOp]:
+    def _emit_sums(self, ops: Sequence[UnplacedOp], *, is_last: bool) -> list[UnplacedOp]:
         """Emit the ops that add the results of reductions (``ops``) to gradients, and with ``is_last`` free the results."""
         sums = []
         for op in ops:
             decode, spec = (DECODE_SUM, ACCUMULATE) if op.spec is REDUCE else (FINAL_DECODE_SUM, FINAL_ACCUMULATE)
             arrived = op
             if decode.has_ops_for(self._ops.facts[op.unit]):
-                arrived = self._ops.add_chain(decode, op.unit, op.phase, at, after=(op,))
-            added = self._ops.add_chain(spec, op.unit, op.phase, at, after=(arrived,), is_last_user=is_last)
+                arrived = self._ops.add_chain(decode, op.unit, op.phase, after=(op,))
+            added = self._ops.add_chain(spec, op.unit, op.phase, after=(arrived,), is_last_user=is_last)
             if spec is ACCUMULATE and is_last:
                 added.open_resting_gradient(self._resting_gradient_to_open(op.unit), reduction=op)
             self._last_write[op.unit] = added
@@ -170,7 +168,7 @@ class GradientOps:
     def _emit_ready_final_reductions(self, sums: Sequence[UnplacedOp]) -> None:
         for op in sums:
             if op.spec is ACCUMULATE:
-                self._emit_final_reduction_if_ready(op.unit, op.at)
+                self._emit_final_reduction_if_ready(op.unit)
 
 
 def units_reduced_after_microbatches(program: Program) -> dict[int, Collection[str]]:

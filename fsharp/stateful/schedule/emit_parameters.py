@@ -25,7 +25,7 @@ class ParameterOps:
     """Emits the ops that gather, wait for and release parameters, and the ops of updates.
 
     ``gathers``: buckets for the gathers before uses. ``update_gathers``: buckets for the gathers of updated parameters.
-    ``kept_uses``: uses whose parameters stay until their backward has ended. ``at``: position of the event that issues an op.
+    ``kept_uses``: uses whose parameters stay until their backward has ended.
     """
 
     def __init__(
@@ -53,69 +53,69 @@ class ParameterOps:
         self._updated: tuple[UnplacedOp, ...] = ()  # the last update of this step
         self._fetched: list[UnplacedOp] = []  # fetches for the next update
 
-    def emit_releases(self, at: int, phase: Phase) -> None:
-        """Emit the releases that are planned for event ``at``."""
-        for unit in (unit for bucket in self._changes[at].released for unit in bucket):
+    def emit_releases(self, phase: Phase) -> None:
+        """Emit the releases that are planned for this event."""
+        for unit in (unit for bucket in self._changes[self._ops.at].released for unit in bucket):
             gather = self._gathers.pop(unit, None)
             after = (gather,) if gather is not None and unit not in self._ready else ()  # no wait has followed the gather
-            self._ops.add_chain(RELEASE, unit, phase, at, after=after)
+            self._ops.add_chain(RELEASE, unit, phase, after=after)
             self._ready.discard(unit)
 
-    def emit_gathers(self, at: int, phase: Phase) -> None:
-        """Emit the gathers that are planned for event ``at``."""
-        self._emit_gathers_of_buckets(self._changes[at].gathered, phase, at, self._updated)
+    def emit_gathers(self, phase: Phase) -> None:
+        """Emit the gathers that are planned for this event."""
+        self._emit_gathers_of_buckets(self._changes[self._ops.at].gathered, phase, self._updated)
 
-    def _emit_gathers_of_buckets(self, buckets: Iterable[Bucket], phase: Phase, at: int, after: tuple[UnplacedOp, ...]) -> None:
+    def _emit_gathers_of_buckets(self, buckets: Iterable[Bucket], phase: Phase, after: tuple[UnplacedOp, ...]) -> None:
         for units in buckets:
-            ops = self._ops.add_bucket(GATHER, units, phase, at, after=dict.fromkeys(units, after))
+            ops = self._ops.add_bucket(GATHER, units, phase, after=dict.fromkeys(units, after))
             self._gathers |= zip(units, ops, strict=True)
 
-    def emit_wait_and_compute(self, event: Event, phase: Phase, at: int) -> None:
+    def emit_wait_and_compute(self, event: Event, phase: Phase) -> None:
         """Emit the wait for the unit of an event, and the unit's compute op."""
         unit, facts = event.unit, self._ops.facts[event.unit]
-        self._emit_wait_for_updated_gather(unit, at)
+        self._emit_wait_for_updated_gather(unit)
         if WAIT.has_ops_for(facts) and unit not in self._ready:
             self._ready.add(unit)
-            op = self._ops.add_chain(WAIT, unit, phase, at)
+            op = self._ops.add_chain(WAIT, unit, phase)
             if unit in self._gathers:
                 op.replace_after(self._gathers[unit])
             else:
                 self._arriving.append(op)
-        self._ops.add_chain(COMPUTE, unit, phase, at, use=event.use)
+        self._ops.add_chain(COMPUTE, unit, phase, use=event.use)
 
-    def _emit_wait_for_updated_gather(self, unit: str, at: int) -> None:
+    def _emit_wait_for_updated_gather(self, unit: str) -> None:
         """Emit the wait for the gather of a unit's updated parameters, which the previous step has begun; once in a step."""
         if unit in self._arriving_updates and UPDATE_WAIT.has_ops_for(self._ops.facts[unit]):
             self._arriving_updates.remove(unit)
-            self._arriving.append(self._ops.add_chain(UPDATE_WAIT, unit, "update", at))
+            self._arriving.append(self._ops.add_chain(UPDATE_WAIT, unit, "update"))
 
-    def emit_state_fetch(self, unit: str, at: int) -> None:
+    def emit_state_fetch(self, unit: str) -> None:
         """Emit the copy of a unit's optimizer state from host memory to the device."""
-        self._fetched.append(self._ops.add_chain(FETCH, unit, "update", at, after=self._ops.last_on_stream("compute")))
+        self._fetched.append(self._ops.add_chain(FETCH, unit, "update", after=self._ops.last_on_stream("compute")))
 
-    def emit_update(self, event: Event, at: int, *, is_last: bool) -> None:
+    def emit_update(self, event: Event, *, is_last: bool) -> None:
         """Emit the update of ``event``, and the gathers of updated parameters.
 
         After the step's last update (``is_last``) also emit the gathers of the next step's first units.
         """
-        self.emit_releases(at, "update")
+        self.emit_releases("update")
         reduced, facts = self._ops.last_on_stream("reduce"), self._ops.facts
         for unit in facts:
-            self._emit_wait_for_updated_gather(unit, at)
-        update = self._ops.add_chain(UPDATE, "", "update", at, after=(*reduced, *self._fetched))
+            self._emit_wait_for_updated_gather(unit)
+        update = self._ops.add_chain(UPDATE, "", "update", after=(*reduced, *self._fetched))
         self._updated = (update,)
         sent: dict[str, UnplacedOp] = {}
         for members in dict.fromkeys(self._update_gathers.values()):
             units = [unit for unit in members if UPDATE_GATHER.has_ops_for(facts[unit]) and event.is_about(unit)]
-            ops = self._ops.add_bucket(UPDATE_GATHER, units, "update", at, after=dict.fromkeys(units, (update,)))
+            ops = self._ops.add_bucket(UPDATE_GATHER, units, "update", after=dict.fromkeys(units, (update,)))
             sent |= zip(units, ops, strict=True)
         for fetch in self._fetched:
-            self._ops.add_chain(OFFLOAD, fetch.unit, "update", at, after=(update,))
+            self._ops.add_chain(OFFLOAD, fetch.unit, "update", after=(update,))
         self._fetched = []
         if not (is_last and self._carries):
             for unit, op in sent.items():
-                self._ops.add_chain(UPDATE_WAIT, unit, "update", at, after=(op,))
+                self._ops.add_chain(UPDATE_WAIT, unit, "update", after=(op,))
             return
-        self._emit_gathers_of_buckets(self._carried, "forward", at, (update,))
+        self._emit_gathers_of_buckets(self._carried, "forward", (update,))
         for wait in self._arriving:
             wait.replace_after((sent if wait.spec is UPDATE_WAIT else self._gathers)[wait.unit])

@@ -52,40 +52,36 @@ class UnplacedOp:
 
 
 class OpList:
-    """The ops emitted so far, in the order in which the host issues them. ``at``: see :class:`UnplacedOp`."""
+    """The ops emitted so far, in the order of issue. ``at``: position of the program's event at which later ops are issued."""
 
     def __init__(self, program: Program) -> None:
-        self.facts = program.facts
+        self.facts, self.at = program.facts, 0
         self.ops: list[UnplacedOp] = []
         self._numbers, self._following_specs = count(), cache(following_specs)
         self._readers: dict[BufferKey, list[UnplacedOp]] = {}  # ops that have read a buffer since its last change
 
-    def add_chain(self, spec: OpSpec, unit: str, phase: Phase, at: int, **fields: Any) -> UnplacedOp:
+    def begin_event(self, at: int) -> None:
+        """Begin to add the ops of the program's event at position ``at``."""
+        self.at = at
+
+    def add_chain(self, spec: OpSpec, unit: str, phase: Phase, **fields: Any) -> UnplacedOp:
         """Add an op of the kind ``spec``, then ops that follow this op, such as a decode after a wait. Return the first op."""
-        op = self._append_op(spec, unit, phase, at, **fields)
+        op = self._append_op(spec, unit, phase, **fields)
         self._add_following_ops(op)
         return op
 
     def add_bucket(
-        self, spec: OpSpec, units: Sequence[str], phase: Phase, at: int, after: Mapping[str, tuple[UnplacedOp, ...]] = {}
+        self, spec: OpSpec, units: Sequence[str], phase: Phase, after: Mapping[str, tuple[UnplacedOp, ...]]
     ) -> list[UnplacedOp]:
         """Add a bucket: an op for each unit, which waits for ops ``after[unit]``. Add ops that follow. Return the bucket."""
         bucket = next(self._numbers) if len(units) > 1 else -1
-        ops = [self._append_op(spec, unit, phase, at, after=after.get(unit, ()), bucket=bucket) for unit in units]
+        ops = [self._append_op(spec, unit, phase, after=after.get(unit, ()), bucket=bucket) for unit in units]
         for op in ops:
             self._add_following_ops(op)
         return ops
 
     def _append_op(
-        self,
-        spec: OpSpec,
-        unit: str,
-        phase: Phase,
-        at: int,
-        *,
-        is_first_user: bool = True,
-        is_last_user: bool = True,
-        **fields: Any,
+        self, spec: OpSpec, unit: str, phase: Phase, *, is_first_user: bool = True, is_last_user: bool = True, **fields: Any
     ) -> UnplacedOp:
         """Append an op: by default the first user of its buffer if its kind fills it, and the last if its kind frees it."""
         facts = self.facts[unit]
@@ -97,7 +93,7 @@ class OpList:
             fields["frees"] = is_last_user and spec.frees == spec.memory_buffer_kind
         elif spec.filled_buffer(facts) == REST:
             fields["after"] = (*fields.get("after", ()), *self._readers.pop((REST, unit), ()))
-        op = UnplacedOp(spec, unit, phase, at, **fields)
+        op = UnplacedOp(spec, unit, phase, self.at, **fields)
         for buffer in spec.reads:
             self._readers.setdefault((buffer, unit), []).append(op)
         self.ops.append(op)
@@ -106,11 +102,11 @@ class OpList:
     def _add_following_ops(self, op: UnplacedOp) -> None:
         for spec in self._following_specs(op.spec, op.phase):
             if spec.has_ops_for(self.facts[op.unit]):
-                self.add_chain(spec, op.unit, op.phase, op.at, use=op.use, after=() if spec.stream == op.spec.stream else (op,))
+                self.add_chain(spec, op.unit, op.phase, use=op.use, after=() if spec.stream == op.spec.stream else (op,))
 
-    def reserve_buffer_until(self, op: UnplacedOp, at: int) -> None:
+    def reserve_buffer(self, op: UnplacedOp) -> None:
         """Add a mark, up to which the buffer of ``op`` stays reserved though no op uses it."""
-        self.ops.append(UnplacedOp(op.spec, op.unit, op.phase, at, op.buffer, frees=op.buffer is not None, marked_op=op))
+        self.ops.append(UnplacedOp(op.spec, op.unit, op.phase, self.at, op.buffer, frees=op.buffer is not None, marked_op=op))
 
     def last_on_stream(self, stream: Stream) -> tuple[UnplacedOp, ...]:
         """Return a tuple with the last op on a stream, or ``()``."""
