@@ -4,7 +4,7 @@ Each buffer has memory of its own, which is freed with its last reference. The e
 The addresses in that schedule stand for these buffers.
 """
 
-from collections.abc import Callable, Collection, Container, Iterable, Iterator
+from collections.abc import Collection, Container, Iterable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -13,6 +13,7 @@ import torch
 from fsharp.errors import ScheduleError
 from fsharp.stateful.runtime.bound_op import BoundOp, op_source_numbers
 from fsharp.stateful.runtime.bound_schedule import BoundSchedule
+from fsharp.stateful.runtime.boundary import UsesUnderWay
 from fsharp.stateful.runtime.executor import Executor
 from fsharp.stateful.schedule import ops
 from fsharp.stateful.schedule.addresses import ArenaItem, peak_nbytes
@@ -34,7 +35,7 @@ class EagerOps:
     """The source of ops for one step without a schedule, or for the rest of a step that has left its schedule.
 
     Args:
-        is_in_use: returns whether a use that is under way has its parameters in a buffer.
+        uses: the step's uses, of which those under way have their parameters in buffers.
         left_schedule: the schedule that the step has left, if it followed a schedule.
         left_at: text about the event that the schedule did not contain.
 
@@ -43,14 +44,10 @@ class EagerOps:
     """
 
     def __init__(
-        self,
-        executor: Executor,
-        is_in_use: Callable[[UnshardedBuffer], bool],
-        left_schedule: BoundSchedule | None = None,
-        left_at: str = "",
+        self, executor: Executor, uses: UsesUnderWay, left_schedule: BoundSchedule | None = None, left_at: str = ""
     ) -> None:
         self._executor, self._device, self._left_schedule, self.left_at = executor, executor.comm.device, left_schedule, left_at
-        self._is_in_use = is_in_use
+        self._is_in_use = uses.is_buffer_in_use
         self.unsharded_by_unit: dict[str, UnshardedBuffer] = {}
         self._number = next(op_source_numbers)
         executor.lanes.drop_events_on_gc(self, self._number)

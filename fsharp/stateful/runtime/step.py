@@ -48,7 +48,7 @@ class Step:
         self._on_backward: Callable[[], None] | None = None
         self.events: list[Event] = []
         self.uses = UsesUnderWay()
-        self.eager: EagerOps | None = EagerOps(executor, is_in_use=self.uses.is_buffer_in_use) if schedule is None else None
+        self.eager: EagerOps | None = EagerOps(executor, self.uses) if schedule is None else None
         self.trained, self.updated = dict[str, None](), dict[str, None]()
         self.num_microbatches, self.is_over = 0, False
 
@@ -103,7 +103,7 @@ class Step:
         self.executor.end_all_reductions()
         self.schedule.release_idle_buffers(self.uses.is_buffer_in_use)
         left_at = after if event is None else str(event)
-        self.eager = EagerOps(self.executor, is_in_use=self.uses.is_buffer_in_use, left_schedule=self.schedule, left_at=left_at)
+        self.eager = EagerOps(self.executor, self.uses, self.schedule, left_at)
         return self.eager
 
     def begin_use(self, node: Sharded, unit: UnitState) -> UnitUse:

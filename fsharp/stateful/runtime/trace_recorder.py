@@ -56,7 +56,7 @@ class TraceRecorder:
                 began = self._last
                 if not self.has_streams:  # in the update the host waits for gradients and losses
                     began += self._waited_s() - self._waited_before
-                    self._add_measurement(bound, self._last, began, is_wait=True)
+                    self._rows.append((bound, True, self._last, began, [], self._step))
                 self._add_measurement(bound, began, here)
             else:
                 self.run_op(bound, action)
@@ -79,15 +79,9 @@ class TraceRecorder:
             self._add_measurement(bound, start, stop)
 
     def _add_measurement(
-        self,
-        bound: BoundOp,
-        start: TimeMark,
-        stop: TimeMark,
-        outcomes: Sequence[CollectiveOutcome] = (),
-        *,
-        is_wait: bool = False,
+        self, bound: BoundOp, start: TimeMark, stop: TimeMark, outcomes: Sequence[CollectiveOutcome] = ()
     ) -> None:
-        self._rows.append((bound, is_wait or bound.spec.may_wait, start, stop, list(outcomes), self._step))
+        self._rows.append((bound, bound.spec.may_wait, start, stop, list(outcomes), self._step))
 
     def end_step(self) -> None:
         """End a step, and add its measurements to the trace. An op that is still under way is added when a later step ends."""

@@ -8,7 +8,8 @@ from itertools import chain
 
 from fsharp.errors import ScheduleError, problem
 from fsharp.stateful.schedule.addresses import ArenaItem, ByteRanges, assign_addresses, live_nbytes, peak_nbytes
-from fsharp.stateful.schedule.emit import BucketsByCollective, emit_ops
+from fsharp.stateful.schedule.costs import BucketsByCollective
+from fsharp.stateful.schedule.emit import emit_ops
 from fsharp.stateful.schedule.ops import Stream, buffer_nbytes
 from fsharp.stateful.schedule.policy import MAX_FINAL_REDUCTIONS, SchedulePolicy
 from fsharp.stateful.schedule.program import Program

@@ -13,6 +13,11 @@ step took 0 to 10 % less time with buckets of up to 4 MB than with 2 MB, and 5 t
 
 from collections.abc import Hashable, Iterable, Mapping
 
+from fsharp.stateful.schedule.ops import FINAL_REDUCE, GATHER, REDUCE, UPDATE_GATHER, OpSpec
+from fsharp.stateful.schedule.policy import SchedulePolicy
+from fsharp.stateful.schedule.program import Program, split_by_microbatch
+from fsharp.stateful.schedule.schedule import coalescing_key
+
 _MAX_BUCKET_NBYTES = 5_000_000  # of a bucket, sent in five latencies: 1 ms at 1 GB/s, as gloo; 20 us at 50 GB/s, as NCCL
 _MAX_JOINED_NBYTES = 2_000_000  # of a unit that shares a bucket
 _MIN_BUCKETS = 4  # least number of buckets
@@ -58,3 +63,36 @@ def group_into_buckets(
             filled = sent[unit]
         last = unit
     return {unit: tuple(units) for units in found for unit in units}
+
+
+class BucketsByCollective:
+    """The buckets into which units are joined, for each of four collectives: see the fields."""
+
+    def __init__(self, program: Program, policy: SchedulePolicy) -> None:
+        self._policy, self._facts, names = policy, program.facts, [unit.name for unit in program.units]
+        used = [event.unit for event in program.events if event.kind in ("forward", "backward")]
+        done = _units_in_gradient_order(program)
+        self.gathers = self._group_units(GATHER, used, [u.name for u in program.units if u.gathered])
+        self.reduces = self._group_units(REDUCE, done, names)
+        self.final_reduces = self._group_units(FINAL_REDUCE, done, names)
+        self.update_gathers = self._group_units(UPDATE_GATHER, [event.unit for event in program.events if event.unit], names)
+
+    def _group_units(self, spec: OpSpec, order: Iterable[str], units: Iterable[str]) -> BucketOfUnit:
+        facts, wanted = self._facts, dict.fromkeys(units)
+        order = [unit for unit in dict.fromkeys([*order, *wanted]) if unit in wanted]
+        sent = {unit: sum(call.nbytes for call in spec.collectives(facts[unit])) for unit in order}
+        calls = max([spec.collectives(facts[unit]) for unit in order], key=len, default=())
+        num_messages, given = sum(2 if call.op == "all_reduce" else 1 for call in calls), self._policy.bucket_nbytes
+        limits = (given, given) if given is not None else bucket_and_unit_limits(sent.values(), num_messages=num_messages)
+        groups = {unit: i for i, group in enumerate(self._policy.together) for unit in group}
+        keys = {unit: coalescing_key(spec, facts[unit]) for unit in order}
+        return group_into_buckets(order, sent, keys, *limits, groups)
+
+
+def _units_in_gradient_order(program: Program) -> list[str]:
+    """Return units in the order in which their gradients are complete, in the first microbatch with a gradient of the unit."""
+    result = dict[str, None]()
+    for events in split_by_microbatch(program.events):
+        last = {event.unit: i for i, event in enumerate(events) if event.has_gradient}
+        result |= dict.fromkeys(sorted(last, key=last.__getitem__))
+    return list(result)

@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import Collection, Sequence
 
-from fsharp.stateful.schedule.costs import BucketOfUnit
+from fsharp.stateful.schedule.costs import BucketsByCollective
 from fsharp.stateful.schedule.ops import (
     ACCUMULATE,
     CAST,
@@ -28,17 +28,13 @@ class GradientOps:
     """Emits the ops of gradients. Complete gradients of a bucket share one collective.
 
     Args:
-        buckets: for each unit, the bucket that is reduced together in a microbatch.
-        final_buckets: for each unit, the bucket that is reduced together to the optimizer's shards.
         max_final_reductions: limit of reductions to the optimizer's shards that are under way at once.
         sum_late: add a reduction's result only when there are too many reductions under way, or at the end of the microbatch.
             If False, add the result at once, and keep the reduction's memory reserved as long as with True.
     """
 
-    def __init__(
-        self, ops: OpList, buckets: BucketOfUnit, final_buckets: BucketOfUnit, max_final_reductions: int, *, sum_late: bool
-    ) -> None:
-        self._ops, self._buckets, self._final_buckets, self._sum_late = ops, buckets, final_buckets, sum_late
+    def __init__(self, ops: OpList, buckets: BucketsByCollective, max_final_reductions: int, *, sum_late: bool) -> None:
+        self._ops, self._buckets, self._sum_late = ops, buckets, sum_late
         self._most = {REDUCE: MAX_REDUCTIONS, FINAL_REDUCE: max_final_reductions}
         self._missing_casts = Counter[str]()  # by unit with a gradient in this microbatch, casts that are still to come
         self._casts: dict[str, UnplacedOp] = {}  # by unit, the last cast in this microbatch so far
@@ -58,7 +54,7 @@ class GradientOps:
         if not event.has_gradient:
             return
         unit, has_memory, is_first = event.unit, CAST.nbytes(self._ops.facts[event.unit]) > 0, event.unit not in self._casts
-        bucket = [each for each in self._buckets[unit] if each in self._missing_casts]
+        bucket = [each for each in self._buckets.reduces[unit] if each in self._missing_casts]
         if is_first and has_memory and all(each == unit or each in self._casts for each in bucket):
             # With this op each unit of the bucket has begun its casts: make room for the bucket's reduction.
             self._limit_reductions(REDUCE)
@@ -100,7 +96,7 @@ class GradientOps:
         if not self._is_incomplete.get(unit):
             return
         self._is_incomplete[unit] = False
-        units = [each for each in self._final_buckets[unit] if each in self._is_incomplete]
+        units = [each for each in self._buckets.final_reduces[unit] if each in self._is_incomplete]
         if any(self._is_incomplete[each] for each in units):
             return
         self._limit_reductions(FINAL_REDUCE)

@@ -2,7 +2,7 @@
 
 from collections.abc import Collection, Iterable
 
-from fsharp.stateful.schedule.costs import Bucket, BucketOfUnit
+from fsharp.stateful.schedule.costs import Bucket, BucketsByCollective
 from fsharp.stateful.schedule.ops import (
     COMPUTE,
     FETCH,
@@ -24,23 +24,16 @@ from fsharp.stateful.schedule.unplaced import OpList, UnplacedOp
 class ParameterOps:
     """Emits the ops that gather, wait for and release parameters, and the ops of updates.
 
-    ``gathers``: buckets for the gathers before uses. ``update_gathers``: buckets for the gathers of updated parameters.
-    ``kept_uses``: uses whose parameters stay until their backward has ended.
+    Parameters of uses in ``kept_uses`` stay until their backward has ended.
     """
 
     def __init__(
-        self,
-        ops: OpList,
-        program: Program,
-        policy: SchedulePolicy,
-        gathers: BucketOfUnit,
-        update_gathers: BucketOfUnit,
-        kept_uses: Collection[int],
+        self, ops: OpList, program: Program, policy: SchedulePolicy, buckets: BucketsByCollective, kept_uses: Collection[int]
     ) -> None:
         events = program.events
-        self._ops, self._update_gathers = ops, update_gathers
+        self._ops, self._update_gathers = ops, buckets.update_gathers
         self._carries = bool(events) and events[-1].kind == "update" and policy.gather_at_start
-        self._changes = plan_residency(program, policy, gathers, kept_uses)
+        self._changes = plan_residency(program, policy, buckets.gathers, kept_uses)
         self._arriving_updates = {unit for unit in ops.facts if self._carries and events[-1].is_about(unit)}
         self._carried: tuple[Bucket, ...] = ()  # buckets that the previous step gathers: the first ones of the first event
         if self._carries:
