@@ -47,7 +47,7 @@ class EagerOps:
         self, executor: Executor, uses: UsesUnderWay, left_schedule: BoundSchedule | None = None, left_at: str = ""
     ) -> None:
         self._executor, self._device, self._left_schedule, self.left_at = executor, executor.comm.device, left_schedule, left_at
-        self._is_in_use = uses.is_buffer_in_use
+        self._uses = uses
         self.unsharded_by_unit: dict[str, UnshardedBuffer] = {}
         self._number = next(op_source_numbers)
         executor.lanes.drop_events_on_gc(self, self._number)
@@ -65,19 +65,11 @@ class EagerOps:
                 gradient.collect_in(self._allocate_outgoing_block(gradient))
 
     def ops_at_event(
-        self,
-        at: int,
-        event: Event,
-        unit: UnitState | None,
-        forward_buffer: UnshardedBuffer | None,
-        units: Units,
-        *,
-        has_pending: bool,
+        self, at: int, event: Event, unit: UnitState | None, forward_buffer: UnshardedBuffer | None, units: Units
     ) -> Iterator[BoundOp]:
         """Yield the ops at an event, without those that :meth:`with_following_ops` adds. The caller runs each before the next.
 
-        ``forward_buffer``: in a backward, the buffer in which the forward had its parameters. ``has_pending``: whether
-        gradients of other uses of the unit are still missing in this microbatch.
+        ``forward_buffer``: in a backward, the buffer in which the forward had its parameters.
         """
         self._at = at
         phase: Phase = "backward" if event.kind.startswith("backward") else "forward"
@@ -92,7 +84,7 @@ class EagerOps:
                 if self._executor.incoming is not None:
                     yield from self._collect_gradient(unit, event.use)
                 yield from self._release_unit(unit, phase, forward_buffer)
-                if self._executor.incoming is not None and not has_pending:
+                if self._executor.incoming is not None and self._uses.pending.get(unit.key, 0) <= 0:
                     yield from self._reduce_gradient(unit)
             case "fetch", UnitState():
                 fetch = self._append_bound_op(ops.FETCH, unit, "update")
@@ -125,7 +117,7 @@ class EagerOps:
         assert unit.node is not None
         seen = buffers_stamp(unit.node)
         unsharded = forward_buffer or self.unsharded_by_unit.get(unit.key)
-        is_taken = unsharded is not None and (unsharded.where is not None or self._is_in_use(unsharded))
+        is_taken = unsharded is not None and (unsharded.where is not None or self._uses.is_buffer_in_use(unsharded))
         if unsharded is None or (forward_buffer is None and is_taken and not unsharded.is_filled_from(seen)):
             unsharded = UnshardedBuffer(unit, self._executor.comm)
         self.unsharded_by_unit[unit.key] = unsharded
@@ -155,7 +147,7 @@ class EagerOps:
             shares_bytes = other.where is not None and other.where.overlaps(unsharded.where)
             if other is unsharded or other.filled_from is None or not shares_bytes:
                 continue
-            if self._is_in_use(other):
+            if self._uses.is_buffer_in_use(other):
                 raise ScheduleError(
                     f"the backward of unit {unit.key!r} came while the backward of {name!r} was under way, and they share "
                     "memory: uses have to nest in the backward as they did in the forward."
@@ -163,7 +155,7 @@ class EagerOps:
             yield self._append_bound_op(ops.RELEASE, self._left_schedule.units[name], "backward", unsharded=other)
 
     def _release_unit(self, unit: UnitState, phase: Phase, unsharded: UnshardedBuffer | None) -> Iterator[BoundOp]:
-        if unsharded is not None and unsharded.filled_from is not None and not self._is_in_use(unsharded):
+        if unsharded is not None and unsharded.filled_from is not None and not self._uses.is_buffer_in_use(unsharded):
             yield self._append_bound_op(ops.RELEASE, unit, phase, unsharded=unsharded)
 
     def _allocate(self, nbytes: int) -> torch.Tensor:

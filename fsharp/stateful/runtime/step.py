@@ -84,8 +84,7 @@ class Step:
         event = Event(*found)
         self.events.append(event)
         eager = self.leave_schedule(event)
-        has_pending = unit is not None and self.uses.pending.get(unit.key, 0) > 0
-        self._run_ops(eager.ops_at_event(at, event, unit, unsharded, units, has_pending=has_pending))
+        self._run_ops(eager.ops_at_event(at, event, unit, unsharded, units))
 
     def _run_ops(self, bound_ops: Iterable[BoundOp]) -> None:
         """Run ops as ``EagerOps`` emits them, and their following ops: each op runs before the next is emitted."""
