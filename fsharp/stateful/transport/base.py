@@ -19,7 +19,6 @@ from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from fsharp.distributed.process_group import ProcessGroups
 from fsharp.distributed.worker_threads import CollectiveOutcome
 from fsharp.functional.comm.protocol import Comm, CountingComm
-from fsharp.functional.formats.format import ErrorFacts, Format
 
 
 class Work:
@@ -152,40 +151,26 @@ class Transport(ABC):
 
     def reduce_scatter_encoded(
         self,
-        summands: Sequence[Summand],
         encoded: Sequence[torch.Tensor],
+        decode_sums: Sequence[Callable[[torch.Tensor], torch.Tensor]],
+        outs: Sequence[torch.Tensor],
         axis: str,
-        n: int,
-        wire: Format,
-        facts: Sequence[ErrorFacts],
-        padding: Sequence[Sequence[slice]],
-        *,
-        label: str = "",
+        label: str,
     ) -> list[Work]:
-        """Begin a :meth:`reduce_scatter` of encoded parts, by one all_to_all.
+        """Begin to sum encoded buffers over the ranks along an axis, by one all_to_all. Return a Work for each of ``outs``.
 
-        ``n`` ranks are on the axis, and ``wire`` is the format. ``out`` of a summand has room for a padded part; without
-        ``out`` the sum replaces the first part of ``x``. The other arguments have an item for each summand. ``encoded``: ``x``
-        encoded, with a row for each receiver. ``padding``: runs of the sum that belong to no leaf, and are set to zero.
-        ``facts``: a function that returns facts for a FormatError. The first wait for any result decodes and adds all parts.
+        ``encoded`` has a row for each receiver. A function in ``decode_sums`` decodes the rows that this rank receives, and
+        returns their sum. The first wait for any result decodes and adds all rows.
         """
-        xs = [each.x for each in summands]
-        parts = [wire.padded_part_size(len(x), n) for x in xs]
         sent = torch.cat(list(encoded), 1)
         received = torch.empty_like(sent)
-        outs = [each.x[:part] if each.out is None else each.out for each, part in zip(summands, parts, strict=True)]
-        self._count_call("all_to_all", axis, sent.nbytes // n)
-
+        self._count_call("all_to_all", axis, sent.nbytes // len(sent))
         work = self.all_to_all(sent.view(-1), received.view(-1), axis, label)
 
         def add() -> None:
             work.wait()
-            rows = zip(received.split([each.shape[1] for each in encoded], 1), parts, xs, facts, strict=True)
-            sums = [wire.sum(row, part, x.dtype, about) for row, part, x, about in rows]
-            for total, its_padding in zip(sums, padding, strict=True):
-                for gap in its_padding:
-                    total[gap] = 0
-            _copy_all(outs, sums)
+            rows = received.split([each.shape[1] for each in encoded], 1)
+            _copy_all(outs, [decode_sum(each) for decode_sum, each in zip(decode_sums, rows, strict=True)])
 
         added = Work(add)
         return [Work(added.wait, out) for out in outs]

@@ -77,6 +77,14 @@ class ReductionChain:
         padded = torch.nn.functional.pad(x, (0, n * part - size))
         return wire.store_summand(padded, part, carried.residual, facts, carried.noise_fn).view(n, -1)
 
+    def decode_sum(self, k: int, rows: torch.Tensor) -> torch.Tensor:
+        """Return the sum of ``rows``, one from each rank, that stage number ``k`` has received: see :meth:`encode`."""
+        stage = self.stages[k]
+        total = stage.wire.sum(rows, stage.out, stage.dtype, partial(self.unit.error_facts, self.group, stage.axis))
+        for gap in padding_in_decoded_sum(self.unit, self.group, stage, self.transport.comm.rank):
+            total[gap] = 0
+        return total
+
 
 def facts_of_reduction(name: str, chains: Iterable[ReductionChain]) -> dict[str, Any]:
     """Return the fields of ``UnitFacts`` about a unit's reduction by ``chains``. ``name``: ``"reduce"`` or ``"finish"``."""
@@ -139,15 +147,15 @@ def _run_stages(inputs: Sequence[ChainInput], transport: Transport, label: str) 
         if op == "reduce_scatter":
             last = transport.reduce_scatter(summands, axis, n, chain.dtypes.accumulate, label=label)
         elif op == "all_to_all":
-            chains, pairs = [item.chain for item in inputs], zip(inputs, xs, strict=True)
-            facts = [partial(each.unit.error_facts, each.group, axis) for each in chains]
+            pairs = list(zip(inputs, xs, strict=True))
             stored = [
                 item.chain.encode(x, item.residuals, k) if k or item.encoded is None else item.encoded for item, x in pairs
             ]
             sent = [each for each in stored if each is not None]
-            rank = transport.comm.rank
-            padding = [padding_in_decoded_sum(each.unit, each.group, each.stages[k], rank) for each in chains]
-            last = transport.reduce_scatter_encoded(summands, sent, axis, n, stage.wire, facts, padding, label=label)
+            decode_sums = [partial(item.chain.decode_sum, k) for item in inputs]
+            parts = [x[: item.chain.stages[k].out] for item, x in pairs]  # where there is no other memory for the sum
+            rooms = [part if out is None else out for part, out in zip(parts, outs, strict=True)]
+            last = transport.reduce_scatter_encoded(sent, decode_sums, rooms, axis, label)
         elif op == "all_reduce":
             last = transport.all_reduce(summands, axis, n, label=label)
         else:
