@@ -28,7 +28,7 @@ from fsharp.functional.make_functional import parameter_tree
 from fsharp.functional.optim.base import Transform
 from fsharp.functional.state import init_state
 from fsharp.functional.tree.paths import Patterns, matches_self_or_ancestor, parent_by_prefix
-from fsharp.stateful.modules.initial.initial import initial_parameters, initializer_settings_texts
+from fsharp.stateful.modules.initial import initial_parameters, initializer_settings_texts
 from fsharp.stateful.modules.module import ShardedModule
 from fsharp.stateful.modules.parameter import ShardedParameter
 from fsharp.stateful.modules.selection import Units, chosen_modules, methods_by_module, modules_sharing_gather, units_by_module

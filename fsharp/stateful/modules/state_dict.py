@@ -18,7 +18,7 @@ from fsharp.functional.layout.sharded import Sharded
 from fsharp.functional.layout.unit_layout import UnitLayout
 from fsharp.functional.moves import gather
 from fsharp.stateful.modules.calls import replacing_buffers_by_copies
-from fsharp.stateful.modules.initial.initial import check_rank
+from fsharp.stateful.modules.initial import check_rank
 from fsharp.stateful.modules.parameter import ShardedTensor, iter_local_leaves
 from fsharp.stateful.modules.session import ModuleSession
 from fsharp.stateful.modules.torch_tools.dtensors import is_dtensor
