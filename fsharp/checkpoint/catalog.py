@@ -377,15 +377,17 @@ def verify(path: str | os.PathLike[str]) -> Checkpoint:
     return found
 
 
-def remove_incomplete(root: str | os.PathLike[str]) -> list[str]:
-    """Remove the folders of interrupted saves, and return their paths. No other job may save under this root.
+def remove_incomplete(root: str | os.PathLike[str], suffix: str = "") -> list[str]:
+    """Remove the folders of interrupted saves and removals whose names end in ``suffix``, and return their paths.
+
+    No other job may save under this root, unless ``suffix`` is ``REMOVED_SUFFIX``: then only removals are finished.
 
     A folder is removed only if each file in it belongs to the save that the folder is named after. A file that was cut off
     still belongs to this save. A folder with any other file stays, and a warning names the folder.
     """
     folder = absolute_path(root)
     storage, gone = storage_of(folder), []
-    for name in storage.list_names(folder):
+    for name in (name for name in storage.list_names(folder) if name.endswith(suffix)):
         path, complete_name = f"{folder}/{name}", _FOLDER_PATTERN.fullmatch(name)
         found = _LEFTOVER_FOLDER_PATTERN.fullmatch(name) or complete_name
         if found is None or (complete_name and MANIFEST_NAME in storage.list_names(path)):
@@ -400,17 +402,6 @@ def remove_incomplete(root: str | os.PathLike[str]) -> list[str]:
                 "%s: left alone: this folder is neither a checkpoint nor the folder of an interrupted save. Remove it by hand.",
                 path,
             )
-    return gone
-
-
-def finish_removals(root: str) -> list[str]:
-    """Remove the folders that interrupted removals have left under ``root``, and return their paths."""
-    storage, gone = storage_of(root), []
-    for name in storage.list_names(root):
-        found, path = _LEFTOVER_FOLDER_PATTERN.fullmatch(name), f"{root}/{name}"
-        if found and name.endswith(REMOVED_SUFFIX) and _files_belong_to_save(storage, path, found["save_id"]):
-            storage.remove(path)
-            gone.append(path)
     return gone
 
 

@@ -238,11 +238,13 @@ def counters_to_dicts(state: Any) -> Any:
     return optree.tree_map(lambda x: dict(x) if isinstance(x, Counter) else x, state, is_leaf=is_node_saved_as_leaf)
 
 
-def load_into_object(owner: Any, state: Any) -> Any:
-    """Call ``owner.load_state_dict(state)``, and return ``owner``.
+def load_if_object(owner: Any, state: Any) -> Any:
+    """Call ``owner.load_state_dict(state)``, and return ``owner``. If ``owner`` has no such method, return ``state``.
 
     Where the state dict of ``owner`` has a ``collections.Counter``, the dict in ``state`` is first made a Counter again.
     """
+    if not has_state_dict(owner):
+        return state
     if not hasattr(owner, "state_template"):  # a Counter has other keys before its first count
         was = owner.state_dict()
         state = optree.tree_map(

@@ -28,7 +28,7 @@ from fsharp.checkpoint.entries import (
     has_state_dict,
     is_node_saved_as_leaf,
     leaves_with_both_paths,
-    load_into_object,
+    load_if_object,
     tree_to_load_into,
 )
 from fsharp.checkpoint.manifest import MANIFEST_NAME, Manifest
@@ -168,11 +168,6 @@ def load_checkpoint_at(
     checkpoint a moment before, so the cause is on this rank's host, such as a missing mount.
     """
 
-    def open_and_read_manifest() -> Checkpoint:
-        found = open_checkpoint(path)
-        _ = found.manifest  # read now: another process may remove the checkpoint
-        return found
-
     def read(found: Checkpoint, needs: list[NeededElements]) -> None:
         try:
             found.reader.read(needs, buffer_nbytes=buffer_nbytes)
@@ -181,7 +176,7 @@ def load_checkpoint_at(
                 damage.append(str(error))
             raise CheckpointError(f"{error}{complete_sibling_hint(found.path)}") from error
 
-    return load_with_reader(read, open_and_read_manifest, like, comm=comm, **options)
+    return load_with_reader(read, lambda: open_checkpoint(path), like, comm=comm, **options)
 
 
 def load_with_reader(
@@ -252,15 +247,12 @@ def load_with_reader(
         _fill_tree(found, into, names, comm.rank, read, kept)
         return encode_block_format_groups(tree, resting)
 
-    def into_object(leaf: Any, loaded: Any) -> Any:
-        return load_into_object(leaf, loaded) if has_state_dict(leaf) else loaded
-
     try:
         tree = encode_leaf_format_groups(check_on_all_ranks("load()", comm, fill), comm, resting)
         name_new_tree(tree, comm)
         if any(has_state_dict(leaf) for leaf in optree.tree_leaves(like, is_leaf=is_node_saved_as_leaf)):
             tree = check_on_all_ranks(
-                "load()", comm, lambda: optree.tree_map(into_object, like, tree, is_leaf=is_node_saved_as_leaf)
+                "load()", comm, lambda: optree.tree_map(load_if_object, like, tree, is_leaf=is_node_saved_as_leaf)
             )
         return found, tree
     finally:

@@ -158,7 +158,7 @@ def _manifest_from_body(body: dict[str, Any]) -> Manifest:
         files=files,
         tensors={
             name: TensorRecord(
-                _dtype_by_name(t["dtype"]),
+                _DTYPE_BY_NAME[t["dtype"]],
                 checked_shape(t["shape"]),
                 tuple(Chunk(*map(_checked_count, c)) for c in t["chunks"]),
             )
@@ -232,43 +232,34 @@ def _body_digest(body: Any) -> str:
     return xxhash.xxh3_128_hexdigest(json.dumps(body, sort_keys=True, separators=(",", ":")).encode())
 
 
-def _checked_count(value: Any) -> int:
-    if type(value) is not int or not 0 <= value < 1 << 62:
-        raise ValueError(f"{value!r:.40} is not a count")
+def _checked(value: Any, what: str, *, is_right: bool) -> Any:
+    if not is_right:
+        raise ValueError(f"{value!r:.80} is not {what}")
     return value
+
+
+def _checked_count(value: Any) -> int:
+    return int(_checked(value, "a count", is_right=type(value) is int and 0 <= value < 1 << 62))
 
 
 def checked_shape(sizes: Any) -> tuple[int, ...]:
     """Return ``sizes``, from a file, as the shape of a tensor. Raises ValueError if they cannot be a shape."""
     shape = tuple(map(_checked_count, sizes))
-    if len(shape) > _MAX_DIMS or math.prod(size or 1 for size in shape) >= 1 << 62:
-        raise ValueError(f"{sizes!r:.80} is not a shape")
+    _checked(sizes, "a shape", is_right=len(shape) <= _MAX_DIMS and math.prod(size or 1 for size in shape) < 1 << 62)
     return shape
 
 
 def _checked_time(value: Any) -> float:
-    if type(value) not in (int, float) or not math.isfinite(value):
-        raise ValueError(f"{value!r:.40} is not a time")
-    return float(value)
+    return float(_checked(value, "a time", is_right=type(value) in (int, float) and math.isfinite(value)))
 
 
 def checked_file_name(value: Any) -> str:
     """Return ``value`` if it is the name of a file. Raises ValueError otherwise, such as for a path into another folder."""
-    if not isinstance(value, str) or not _FILE_NAME_PATTERN.fullmatch(value):
-        raise ValueError(f"{value!r:.80} is not a plain file name")
-    return value
+    return str(_checked(value, "a plain file name", is_right=type(value) is str and bool(_FILE_NAME_PATTERN.fullmatch(value))))
 
 
 def _checked_hex(value: Any) -> str:
-    if not isinstance(value, str) or not re.fullmatch("[0-9a-f]{8,64}", value):
-        raise ValueError(f"{value!r:.80} is not a digest")
-    return value
-
-
-def _dtype_by_name(name: Any) -> torch.dtype:
-    if name not in _DTYPE_BY_NAME:
-        raise ValueError(f"{name!r:.40} is not a dtype")
-    return _DTYPE_BY_NAME[name]
+    return str(_checked(value, "a digest", is_right=type(value) is str and bool(re.fullmatch("[0-9a-f]{8,64}", value))))
 
 
 def _value_to_json(value: Value) -> Any:
@@ -278,6 +269,5 @@ def _value_to_json(value: Value) -> Any:
 def _value_from_json(value: Any) -> Value:
     if isinstance(value, dict):
         return float.fromhex(value["float"])
-    if not isinstance(value, bool | int | str):
-        raise ValueError(f"{value!r:.40} is not a value")
-    return value
+    found: Value = _checked(value, "a value", is_right=isinstance(value, bool | int | str))
+    return found

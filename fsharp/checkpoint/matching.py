@@ -25,10 +25,6 @@ def rename_argument_hint(wanted: str, source: str) -> str:
     return f"rename=lambda name: {{{wanted!r}: {source!r}}}.get(name, name), with an item for each such leaf, and cast=True"
 
 
-def _resolve_alias(manifest: Manifest, name: str) -> str:
-    return manifest.aliases.get(name, name)
-
-
 def manifest_without_ignored(manifest: Manifest, ignore: tuple[str, ...], subtree: str) -> Manifest:
     """Return the manifest without the names that the patterns in ``ignore`` match, relative to ``subtree``.
 
@@ -70,10 +66,9 @@ def source_names(manifest: Manifest, wanted: TreeContents, stored: Callable[[str
         names[owner].append(alias)
     of, others = dict[str, str](), list[tuple[str, str, str]]()
     for owner, each in names.items():
-        there = {
-            source: name for name in reversed(each) if (source := _resolve_alias(manifest, stored(name))) in manifest.tensors
-        }
-        of[owner], *more = [*reversed(there)] or [_resolve_alias(manifest, stored(owner))]
+        sources = [manifest.aliases.get(source, source) for source in map(stored, reversed(each))]
+        there = {source: name for name, source in zip(reversed(each), sources) if source in manifest.tensors}
+        of[owner], *more = [*reversed(there)] or sources[-1:]
         others += [(owner, there[source], source) for source in more]
     return SourceNames(of, others)
 

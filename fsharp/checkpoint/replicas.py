@@ -262,15 +262,7 @@ class Replicas(BackgroundSaver):
         with self._lock:
             self.wait()
             snapshot = agree_on_snapshot(
-                "refresh()",
-                self._folder,
-                tree,
-                step=step,
-                comm=self._comm,
-                config=config,
-                metric=None,
-                begin=begin,
-                shared_root=False,
+                "refresh()", self._folder, tree, step=step, comm=self._comm, config=config, begin=begin, shared_root=False
             )
             advance_save_clock(self._ordered_with, time_in_save_id(snapshot.save_id) or 0.0)
             self._copy_and_start_job(snapshot, self._replace_save_on_hosts)

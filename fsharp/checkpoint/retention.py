@@ -8,15 +8,15 @@ from heapq import nsmallest
 from typing import NamedTuple
 
 from fsharp.checkpoint.catalog import (
-    finish_removals,
     folder_names_newest_first,
     iter_complete_checkpoints,
     open_if_complete,
+    remove_incomplete,
     save_time_of,
     step_in_folder_name,
     verify,
 )
-from fsharp.checkpoint.storage import absolute_path, storage_of
+from fsharp.checkpoint.storage import REMOVED_SUFFIX, absolute_path, storage_of
 from fsharp.errors import CheckpointError, log as _log, problem
 from fsharp.type_checks import options_checked
 
@@ -54,7 +54,7 @@ def prune(
     old = retention.old_checkpoints(folder)
     while old and not _is_another_intact(folder, old):  # another process has removed what would stay
         old = retention.old_checkpoints(folder)
-    finished = finish_removals(folder)
+    finished = remove_incomplete(folder, REMOVED_SUFFIX)
     remove_checkpoints(old)
     return finished + old
 

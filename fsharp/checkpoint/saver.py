@@ -279,8 +279,7 @@ def _clean_root_and_try_write(root: str) -> None:
 def _wait_for_all_saves() -> None:
     """Wait for the saves of all Savers. An error is kept for the next call of its Saver."""
     for each in list(_busy_savers):
-        if each._under_way is not None:
-            each._under_way.is_done(within_s=threading.TIMEOUT_MAX)
+        each.failure(threading.TIMEOUT_MAX)
 
 
 callbacks_before_leaving.append(_wait_for_all_saves)

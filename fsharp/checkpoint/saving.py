@@ -146,7 +146,7 @@ def agree_on_snapshot(
     step: int,
     comm: Comm,
     config: Any,
-    metric: float | None,
+    metric: float | None = None,
     begin: Callable[[TreeContents], str],
     shared_root: bool = True,
 ) -> Snapshot:

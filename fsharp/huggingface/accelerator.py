@@ -11,9 +11,9 @@ from accelerate.utils import DynamoBackend
 from torch import nn
 
 from fsharp.checkpoint import load, save
-from fsharp.checkpoint.catalog import finish_removals
+from fsharp.checkpoint.catalog import remove_incomplete
 from fsharp.checkpoint.retention import Retention, remove_checkpoints
-from fsharp.checkpoint.storage import absolute_path
+from fsharp.checkpoint.storage import REMOVED_SUFFIX, absolute_path
 from fsharp.errors import CheckpointError, OptionError, problem
 from fsharp.functional.comm.agree import check_on_all_ranks
 from fsharp.functional.comm.equal_values import broadcast_from_rank
@@ -61,7 +61,7 @@ def save_and_remove_all_older(root: str, tree: Any, *, step: int, comm: Comm) ->
     def remove_older() -> None:
         if comm.rank == 0:
             folder = absolute_path(root)
-            finish_removals(folder)
+            remove_incomplete(folder, REMOVED_SUFFIX)
             remove_checkpoints(Retention(keep=1).old_checkpoints(folder))  # save() has compared the newest with its digests
 
     check_on_all_ranks("removal of older checkpoints", comm, remove_older)

@@ -126,7 +126,7 @@ def describe_file(storage: Storage, path: str) -> FileDescription:
     head = bytearray(min(16, size))
     storage.read(path, 0, memoryview(head))
     if head.startswith(torch_archive.ZIP_FIRST_BYTES):
-        return _torch_archive_contents(storage, path, size)
+        return _torch_archive_contents(storage, path)
     if head[8:9] != b"{":
         raise CheckpointError(
             f"{path}: this is not a safetensors file, and none of torch.save: it begins with {bytes(head)!r}. Expected one of "
@@ -139,7 +139,7 @@ def describe_file(storage: Storage, path: str) -> FileDescription:
     return FileDescription(bytes(header), len(header), found, {})
 
 
-def _torch_archive_contents(storage: Storage, path: str, size: int) -> FileDescription:
+def _torch_archive_contents(storage: Storage, path: str) -> FileDescription:
     """Return the contents of a file of ``torch.save``. A tensor's name is its dict keys, joined by dots."""
     remedy = "Save tensors, numbers and texts alone, as by torch.save(model.state_dict(), path)."
     try:
@@ -165,6 +165,4 @@ def _torch_archive_contents(storage: Storage, path: str, size: int) -> FileDescr
         else:
             begin = int(leaf.storage_offset()) * leaf.itemsize
             found.tensors[name] = TensorExtent(leaf.dtype, begin, begin + leaf.nbytes, tuple(leaf.shape))
-            if begin + leaf.nbytes > size:
-                raise CheckpointError(f"{path}: {name!r:.200} ends behind the end of the file.")
     return found
