@@ -435,7 +435,10 @@ class Replicas(BackgroundSaver):
         if lost and found is None:
             lost += [("damaged", text) for text in copies.values()]
             rest = "Give root= of checkpoints on disk." if self._root is None else f"There is no checkpoint under {self._root}."
-            remedy = f"More than {self._copies} hosts have lost their memory, or copies are damaged. {rest}"
+            why = (
+                f"More than {self._copies} hosts have lost their memory, copies are damaged, or the first refresh did not end."
+            )
+            remedy = f"{why} {rest} To begin anew, remove {self._folder} on all hosts."
             raise CheckpointError(problem("restore()", "no newer save in memory of hosts is complete.", lost, remedy))
         if found is None:
             self._refuse_to_begin_anew(on_disk)

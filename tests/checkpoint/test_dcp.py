@@ -509,6 +509,18 @@ def test_two_values_of_one_name_in_dcp(tmp_path):
         fs.checkpoint.from_dcp(written(tmp_path / "dcp", tree), tmp_path / "root")
     found = fs.checkpoint.from_dcp(tmp_path / "dcp", tmp_path / "root", ignore="a.0")
     assert found.manifest.values == {"a.0": 1, "a.1": 2}
+    with pytest.raises(CheckpointError, match=r"from_dcp\(\): a tensor and a value would both have the name 'a\.0'"):
+        fs.checkpoint.from_dcp(written(tmp_path / "other", tree | {"a.0": torch.ones(1)}), tmp_path / "root")
+
+
+def test_dicts_in_tuples_of_dcp_are_written_as_they_were(tmp_path):
+    tree = {"w": torch.ones(3), "a": (1, {"k": (2,), "n": None})}
+    found = fs.checkpoint.from_dcp(written(tmp_path / "dcp", tree), tmp_path / "root")
+    assert found.manifest.values == {"a.0": 1, "a.1.k.0": 2}
+    fs.checkpoint.to_dcp(found, tmp_path / "again")
+    into = {"w": torch.zeros(3), "a": ()}
+    dcp.load(into, checkpoint_id=tmp_path / "again", no_dist=True)
+    assert into["a"] == tree["a"]
 
 
 def test_lists_tuples_and_none_go_through(tmp_path):

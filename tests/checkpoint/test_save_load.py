@@ -512,6 +512,30 @@ def test_what_cannot_be_saved(tmp_path, tree, match):
 
 
 @pytest.mark.parametrize(
+    ("change", "mesh", "match"),
+    [
+        (
+            lambda params: params,
+            fs.Mesh({"x": 1}),
+            r"unit \(root\) is laid out on Mesh\(dp=1\), and the Comm is on Mesh\(x=1\)",
+        ),
+        (
+            lambda params: params.replace([torch.ones(5)]),
+            fs.Mesh({"dp": 1}),
+            r"'w' is in a buffer of shape \[5\], expected one value, or one for each of the 3 elements",
+        ),
+    ],
+)
+def test_a_unit_that_does_not_fit_is_not_saved(tmp_path, change, mesh, match):
+    params = {"w": torch.ones(3)}
+    comm = fs.SingleComm()
+    params = change(fs.shard(params, fs.plan(params, comm.mesh, fs.zero3("dp")), comm))
+    with pytest.raises(TreeError, match=match):
+        fs.checkpoint.save(tmp_path, params, step=0, comm=fs.SingleComm(mesh))
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
     ("save", "match"),
     [
         (lambda comm, root: fs.checkpoint.save(root, {"x": torch.ones(2) * comm.rank}, step=0, comm=comm), "PerRank"),

@@ -1,8 +1,10 @@
 """Files of ``torch.save``, and folders of Hugging Face's pytorch_model.bin, read into shards."""
 
+import copy
 import json
 import os
 import pickle
+import zipfile
 
 import pytest
 import torch
@@ -90,6 +92,28 @@ def test_a_rank_reads_its_part_of_an_archive_alone(tmp_path):
     assert 4000 <= files.num_read < 20000
 
 
+def with_records(path, change):
+    """Write a file of ``torch.save`` whose list of records is changed by ``change``, which gets an open archive."""
+    torch.save({"a": torch.ones(2, 3), "big": torch.ones(1000)}, path)
+    with zipfile.ZipFile(path, "a") as archive:
+        change(archive)
+        archive._didModify = True
+
+
+def repeat_largest_record(archive):
+    largest = max(archive.filelist, key=lambda record: record.file_size)
+    for i in range(3):
+        archive.filelist.append(again := copy.copy(largest))
+        again.filename = f"again{i}"
+
+
+def say_other_byte_order(archive):
+    (old,) = [record for record in archive.filelist if record.filename.endswith("/byteorder")]
+    archive.filelist.remove(old)
+    del archive.NameToInfo[old.filename]
+    archive.writestr(old.filename, "big")
+
+
 class Anything:
     """Something that a pickle would have to import."""
 
@@ -114,6 +138,13 @@ class Anything:
         (lambda path: torch.save({"a": torch.ones(2, 3).t()}, path), r"'a' has strides \(1, 3\), .* x\.contiguous\(\)"),
         (lambda path: torch.save({"a": {"b": 1}, "a.b": 2}, path), r"two keys are both 'a\.b'"),
         (lambda path: path.write_bytes(b"PK\x03\x04" + pickle.dumps(1)), "a.pt: cannot be read: BadZipFile"),
+        (
+            lambda path: torch.save({"m": b"x"}, path, pickle_protocol=4),
+            r"'m' is bytes\. Save tensors, numbers and texts alone",
+        ),
+        (lambda path: torch.save({"m": "x" * (3 << 20)}, path), r"its pickle of 3,\d+,\d+ bytes is larger than all that it"),
+        (lambda path: with_records(path, repeat_largest_record), "its records overlap"),
+        (lambda path: with_records(path, say_other_byte_order), "its elements have the other byte order"),
     ],
 )
 def test_what_a_file_has_to_be(tmp_path, write, match):

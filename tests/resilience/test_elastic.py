@@ -19,7 +19,7 @@ from fsharp.distributed import generations
 from fsharp.distributed.generations import GENERATION_VARIABLE
 from fsharp.errors import CommError, OptionError, RunError
 from fsharp.functional.comm.restart_replay import RestartReplay, restart_replay
-from fsharp.resilience import PerRankState, Run
+from fsharp.resilience import PerRankState, Run, rejoining
 from fsharp.resilience.rejoining import meta_copy
 from fsharp.resilience.restarting import Restarter
 from fsharp.stateful.modules.session import session_of_module
@@ -249,7 +249,7 @@ def test_train_without_elastic_is_resume_and_steps(tmp_path):
     assert go(5)["x"] == 10, "from the newest checkpoint"
 
 
-def test_what_is_refused(tmp_path):
+def test_what_is_refused(tmp_path, monkeypatch):
     def rank_fn(comm):
         with pytest.raises(RunError, match=re.escape("Start the ranks by fs.launch(fn, nproc, restarts=...)")):
             Run(tmp_path, comm=comm, total=1, save_every=1, elastic=True)
@@ -259,6 +259,25 @@ def test_what_is_refused(tmp_path):
         fs.launch(int, 2, restarts=-1)
     with pytest.raises(RunError, match=r"the tree holds a PerRankState\(Identity\)"):
         meta_copy({"loader": PerRankState(torch.nn.Identity())})
+    monkeypatch.setenv("RANK", "0")
+    with pytest.raises(OptionError, match="restarts is 1, but another launcher, such as torchrun, has started this process"):
+        fs.launch(int, 2, restarts=1)
+
+
+def test_what_an_elastic_run_refuses_before_its_steps(tmp_path, monkeypatch):
+    comm, replay = fs.SingleComm(), RestartReplay()
+    with Run(tmp_path, comm=comm, total=1, save_every=1, signals=()) as run:
+        run._checkpoints.is_elastic = True
+        with pytest.raises(RunError, match=r"Run\.resume\(\): with elastic=True call train\(step, tree\), which resumes"):
+            run.resume({})
+        with pytest.raises(RunError, match=r"Run\.steps\(\): with elastic=True call train\(step, tree\): a loop of yours"):
+            next(run.steps())
+    monkeypatch.setattr(rejoining, "restart_replay", replay)
+    monkeypatch.setattr(rejoining, "comm_and_membership", lambda comm: (comm, None))
+    replay.start()
+    replay.abandon("a step of a scheduler")
+    with pytest.raises(RunError, match="a step of a scheduler cannot be repeated"):
+        rejoining.Rejoining(comm)
 
 
 class Keys(dict):

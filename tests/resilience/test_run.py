@@ -398,6 +398,10 @@ def test_calls_in_another_order(tmp_path):
         with pytest.raises(RunError, match=r"call resume\(tree\) first"):
             run.exit_if_preempted({"x": torch.zeros(2)})
         run.preemption.received = None
+        with pytest.raises(RunError, match=r"Run\.log\(\): call resume\(tree\) first"):
+            run.log({"loss": 1.0})
+        with pytest.raises(RunError, match="there is no checkpoint in 'nowhere' to continue from"):
+            run.resume({"x": torch.ones(2)}, other="nowhere")
         run.resume({"x": torch.ones(2)})
         with pytest.raises(RunError, match="no step is under way"):
             run.end_step({})
