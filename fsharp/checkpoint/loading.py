@@ -349,10 +349,8 @@ def _tree_to_fill(
             made.append(leaf.replace([tensor_to_fill(buffer) for buffer in leaf.buffers]))
         elif isinstance(leaf, PerRank):
             made.append(PerRank(optree.tree_map(tensor_to_fill, leaf.value)))
-        elif isinstance(leaf, ShardedTensor):
-            made.append(leaf)
         elif isinstance(leaf, torch.Tensor):
-            made.append(tensor_to_fill(leaf))
+            made.append(leaf if isinstance(leaf, ShardedTensor) else tensor_to_fill(leaf))
         elif ".".join(segments) in kept:
             made.append(leaf)
         else:

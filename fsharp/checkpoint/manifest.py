@@ -239,7 +239,9 @@ def _checked(value: Any, what: str, *, is_right: bool) -> Any:
 
 
 def _checked_count(value: Any) -> int:
-    return int(_checked(value, "a count", is_right=type(value) is int and 0 <= value < 1 << 62))
+    if type(value) is not int or not 0 <= value < 1 << 62:
+        raise ValueError(f"{value!r:.40} is not a count")
+    return value
 
 
 def checked_shape(sizes: Any) -> tuple[int, ...]:

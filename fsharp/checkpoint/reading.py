@@ -265,16 +265,13 @@ def digest_table_nbytes(nbytes_after_header: int) -> int:
 
 def describe_damaged_files(folder: str, manifest: Manifest) -> list[str]:
     """Read all files of a checkpoint, and return an error message for each damaged file."""
-    storage, problems = storage_of(folder), []
-    chunks: list[list[tuple[str, Chunk]]] = [[] for _ in manifest.files]
-    for name, tensor in manifest.tensors.items():
-        for chunk in tensor.chunks:
-            chunks[chunk.file].append((name, chunk))
-    for number in range(len(manifest.files)):
+    storage, problems, no_target = storage_of(folder), [], torch.empty(0, device="cpu")
+    needs = (NeededElements(name, 0, tensor.numel, no_target) for name, tensor in manifest.tensors.items())
+    parts = needed_elements_by_file(manifest, needs)
+    for number, record in enumerate(manifest.files):
         try:
-            file = ShardFileReader(storage, folder, manifest.files[number], number, manifest.save_id)
-            for name, chunk in chunks[number]:
-                file.chunk_begin(name, manifest.tensors[name].dtype, chunk)
+            file = ShardFileReader(storage, folder, record, number, manifest.save_id)
+            file.element_byte_ranges(manifest, parts.get(number, ()))
             if wrong := file.find_damaged_block_starts():
                 problems.append(file.damage_text(wrong))
         except CheckpointError as error:

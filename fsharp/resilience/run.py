@@ -358,7 +358,7 @@ class Run:
         Raises:
             RunError: the leaves of the tree differ from those at :meth:`resume`.
             NonFiniteError: ``on_nonfinite`` does not let the step pass, or the saved tree is not finite.
-            CheckpointError: a save has failed, now or in the background since the last call.
+            CheckpointError: a save has failed, now or in the background since the last call; or no checkpoint is left to load.
             SystemExit: a signal came, and the tree is saved. The code is :data:`EXIT_PREEMPTED`.
         """
         if self._phase != "in a step":
@@ -429,11 +429,8 @@ class Run:
 
     def _roll_back(self, tree: Any) -> Any:
         self._checkpoints.wait_for_save()
-        root = self._checkpoints.root
-        if not self._checkpoints.has_any():
-            raise NonFiniteError(f"step {self.step} is not finite, and there is no checkpoint in {root} to roll back to.")
         skipped = [*self.skipped, self.step]
-        _, tree = self._restore_newest(root, tree)
+        _, tree = self._restore_newest(self._checkpoints.root, tree)
         self._skipped_steps.steps[:] = skipped
         return tree
 
