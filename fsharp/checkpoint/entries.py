@@ -33,6 +33,8 @@ Value = bool | int | float | str | None
 _TOO_LARGE_INT = 10**4300
 _MIN_WRITE_NBYTES = 1 << 16
 """Least bytes that a replica writes of a tensor; fewer replicas divide a small tensor."""
+_LeafOnRanks = tuple[tuple[int, ...], Callable[[int], "Piece"], slice]
+"""A leaf's whole shape, a function from a rank to the :class:`Piece` that the rank holds, and the range in its own buffer."""
 
 
 class Piece(NamedTuple):
@@ -350,8 +352,8 @@ def _add_unit_entries(
             if one_number[leaf.group]:
                 entry = replace(_replicated_entry(where, name(leaf.path), buffer.reshape(()), unit.mesh), is_group_scalar=True)
             elif buffer.dim() == 1 and len(buffer) == sizes[leaf.group]:
-                shape, piece, begin, size = pieces[leaf.path]
-                entry = TensorEntry(name(leaf.path), buffer.dtype, shape, piece, buffer.detach()[begin : begin + size])
+                shape, piece, own_range = pieces[leaf.path]
+                entry = TensorEntry(name(leaf.path), buffer.dtype, shape, piece, buffer.detach()[own_range])
             else:
                 raise TreeError(
                     f"{where}: {name(leaf.path)!r} is in a buffer of shape {list(buffer.shape)}, expected one value, or one "
@@ -361,7 +363,7 @@ def _add_unit_entries(
 
 
 def _sharded_tensor_entry(
-    where: str, found: TreeContents, name: str, part: ShardedTensor, comm: Comm, known: "dict[Any, dict[str, _LeafOnRanks]]"
+    where: str, found: TreeContents, name: str, part: ShardedTensor, comm: Comm, known: dict[Any, dict[str, _LeafOnRanks]]
 ) -> TensorEntry:
     """Return the entry of ``part``, a ShardedTensor in a state dict. ``known`` caches :func:`_leaves_on_ranks_by_path`."""
     unit, leaf, place = part.unit, part.leaf, part.place
@@ -373,7 +375,7 @@ def _sharded_tensor_entry(
     if (held := known.get((id(unit), place))) is None:
         held = known[id(unit), place] = _leaves_on_ranks_by_path(unit, place, comm.rank)
         found.layouts.append(f"unit {unit.display_name}: {_layout_text(unit, place)}")
-    shape, piece, _, _ = held[leaf.path]
+    shape, piece, _ = held[leaf.path]
     found.layouts.append(f"{name}: in unit {unit.display_name}, {place}")
     if (owner := part.owner()) is not None:
         found.settings[owner.settings_text()] = None
@@ -395,15 +397,6 @@ def _layout_text(unit: UnitLayout, place: Place) -> str:
     return f"{place}; {parts}, leaves at {[leaf.offset for leaf in unit.leaves]}"
 
 
-class _LeafOnRanks(NamedTuple):
-    """The :class:`Piece` of a leaf on each rank, the leaf's whole shape, and its range in this rank's buffer."""
-
-    shape: tuple[int, ...]
-    piece: Callable[[int], Piece]
-    begin: int
-    size: int
-
-
 @lru_cache(maxsize=1 << 14)
 def _leaves_on_ranks_by_path(unit: UnitLayout, place: Place, rank: int) -> dict[str, _LeafOnRanks]:
     """Return, by path, a :class:`_LeafOnRanks` for each leaf that a unit stores; tied leaves have none."""
@@ -420,7 +413,8 @@ def _leaves_on_ranks_by_path(unit: UnitLayout, place: Place, rank: int) -> dict[
         mine, (first, last) = piece(rank), unit.leaf_range_on_rank(leaf, place, rank)
         begin = first + leaf.offset - unit.local_start(leaf.group, place, rank) if first < last else 0
         shape = leaf.shape if not varying else (num_kinds * (leaf.shape[0] if leaf.shape else 1), *leaf.shape[1:])
-        return _LeafOnRanks(tuple(shape), lambda of: mine if of == rank else piece(of), begin, last - first)
+        own_range = slice(begin, begin + last - first)
+        return tuple(shape), lambda of: mine if of == rank else piece(of), own_range
 
     return {leaf.path: pieces_of(leaf) for leaf in unit.leaves if leaf.tied_to is None}
 

@@ -194,17 +194,14 @@ class Replicas(BackgroundSaver):
             check_on_all_ranks("Replicas()", comm, lambda: run_converting_os_errors(self._folder, check_reduced))
             super().__init__(comm, "refresh", flat=True)
         except BaseException:
-            self._close_claim()
+            if self._claim is not None:
+                self._claim.close()
             raise
 
     def _reset_after_rank_restart(self) -> None:
         super()._reset_after_rank_restart()
         if self._claim is not None:
             remove_incomplete(self._folder)
-
-    def _close_claim(self) -> None:
-        if self._claim is not None:
-            self._claim.close()
 
     @api_boundary
     def refresh_nbytes(self, tree: Any) -> RefreshNbytes:
@@ -477,4 +474,5 @@ class Replicas(BackgroundSaver):
         try:
             super().close()
         finally:
-            self._close_claim()
+            if self._claim is not None:
+                self._claim.close()
