@@ -18,14 +18,7 @@ from fsharp.checkpoint.formats import huggingface
 from fsharp.checkpoint.manifest import MANIFEST_FIRST_BYTES, MANIFEST_NAME, FileRecord, Manifest
 from fsharp.checkpoint.reading import NeededElements, Reader, check_file_size, describe_damaged_files
 from fsharp.checkpoint.shard_file import header_json_prefix
-from fsharp.checkpoint.storage import (
-    REMOVED_SUFFIX,
-    Storage,
-    absolute_path,
-    raise_if_read_refused,
-    read_index_file,
-    storage_of,
-)
+from fsharp.checkpoint.storage import REMOVED_SUFFIX, Storage, absolute_path, raise_if_read_refused, read_index_file, storage_of
 from fsharp.errors import CheckpointError, log as _log
 from fsharp.functional.formats.format import dtype_name
 from fsharp.functional.layout.text import nbytes_text, table_html

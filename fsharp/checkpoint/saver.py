@@ -15,13 +15,7 @@ from typing import Any, Self
 
 import torch
 
-from fsharp.checkpoint.catalog import (
-    folder_name,
-    folder_names_newest_first,
-    open_if_complete,
-    remove_incomplete,
-    save_time_of,
-)
+from fsharp.checkpoint.catalog import folder_name, folder_names_newest_first, open_if_complete, remove_incomplete, save_time_of
 from fsharp.checkpoint.retention import Retention, remove_checkpoints
 from fsharp.checkpoint.saving import Snapshot, agree_and_make_folder, run_converting_os_errors, write_snapshot
 from fsharp.checkpoint.shard_file import StoredTensor
