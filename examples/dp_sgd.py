@@ -48,6 +48,11 @@ class Options:
     dtype: Literal["float32", "float64"] = "float32"
     """In float64 it is easy to see that sharded and unsharded runs differ by rounding alone."""
 
+    def __post_init__(self):
+        if not (0 < self.rate <= 1 and self.clip > 0 and self.noise >= 0):
+            got = f"--rate {self.rate}, --clip {self.clip} and --noise {self.noise}"
+            raise SystemExit(f"error: got {got}, expected a rate above 0 and at most 1, clip above 0, and noise of at least 0")
+
 
 def shapes():
     with torch.device("meta"):

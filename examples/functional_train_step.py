@@ -16,6 +16,7 @@ import torch.nn.functional as F
 import fsharp as fs
 
 VOCAB, DIM, LAYERS, LENGTH = 64, 48, 4, 32
+STRATEGIES = ("ddp", "zero1", "zero2", "zero3", "hsdp", "hfsdp")
 
 
 def shapes():
@@ -72,6 +73,9 @@ def make_batch(step, rank):
 
 def main(name="zero3"):
     size = int(os.environ.get("WORLD_SIZE", "1"))
+    if name not in STRATEGIES or (name.startswith("h") and size % 2):
+        remedy = f"one of {', '.join(STRATEGIES)}; hsdp and hfsdp need an even number of processes"
+        sys.exit(f"error: got {name!r} on {size} process{'es' * (size > 1)}, expected {remedy}")
     mesh = fs.Mesh({"outer": 2, "inner": size // 2} if name.startswith("h") else {"dp": size})
     comm = fs.connect(mesh)
     layout = fs.plan(shapes(), mesh, getattr(fs, name)(*mesh.names), units="layers.*")
@@ -89,4 +93,4 @@ def main(name="zero3"):
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    main(*sys.argv[1:2])

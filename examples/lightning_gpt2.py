@@ -64,7 +64,7 @@ def train(task, strategy, options, epochs, resume=None):
     ranks = int(os.environ["WORLD_SIZE"])
     trainer = pl.Trainer(accelerator="cpu", devices=ranks, strategy=strategy, max_epochs=epochs, gradient_clip_val=1.0, **quiet)
     trainer.fit(task, torch.utils.data.DataLoader(rows, batch_size=16 // ranks), ckpt_path=resume)
-    trainer.save_checkpoint(options.out / "last.ckpt")
+    trainer.save_checkpoint(options.out / ("ddp.ckpt" if strategy == "ddp" else "last.ckpt"))
     return torch.stack(task.losses)
 
 

@@ -43,7 +43,7 @@ class Options:
     seed: int = 0
     """Of everything: initial values, samples, dropout, moments of the kills."""
     root: str = ""
-    """Folder of the checkpoints; a temporary one if it is empty."""
+    """Folder of the checkpoints, without those of an earlier run; a temporary one if it is empty."""
     step_s: float = 0.05
     """Seconds that a step takes at least, so that a kill comes somewhere in the middle."""
 
@@ -141,6 +141,8 @@ def main():
         return
     with tempfile.TemporaryDirectory() as folder:
         root = Path(options.root or folder)
+        if earlier := [*root.glob("killed*"), *root.glob("undisturbed*")]:
+            sys.exit(f"error: --root {root} has {earlier[0].name!r} of an earlier run: remove the folder, or pass another one")
         found = []
         for name, kills in (("undisturbed", 0), ("killed", options.kills)):
             print(f"--- {name}", flush=True)

@@ -61,6 +61,23 @@ def test_sequences_that_do_not_divide_among_processes_are_refused() -> None:
     assert "error: a step has 8 sequences, which do not divide into equal parts for 3 processes" in done.stderr
 
 
+@pytest.mark.parametrize(
+    ("command", "words"),
+    [
+        (["functional_train_step.py", "zero4"], "error: got 'zero4' on 1 process, expected one of ddp, zero1, zero2, zero3"),
+        (["functional_train_step.py", "hfsdp"], "hsdp and hfsdp need an even number of processes"),
+        (["dp_sgd.py", "--rate", "0"], "error: got --rate 0.0, --clip 1.0 and --noise 1.0, expected a rate above 0"),
+        (["survive_a_kill.py", "--root", "{}"], "has 'killed-killed-0' of an earlier run: remove the folder"),
+    ],
+)
+def test_options_without_a_meaning_are_refused_in_one_line(command: list[str], words: str, tmp_path: Path) -> None:
+    (tmp_path / "killed-killed-0").touch()
+    done = start(sys.executable, f"examples/{command[0]}", *(each.format(tmp_path) for each in command[1:]))
+    assert (done.returncode, done.stdout) == (1, "")
+    assert words in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+
+
 @pytest.mark.deep  # tests/resilience/test_elastic.py has ranks that are killed
 def test_a_rank_comes_back_and_the_others_stay() -> None:
     text = output(sys.executable, "examples/lose_a_rank.py")
@@ -170,6 +187,10 @@ def test_other_libraries_train_as_without_fsharp(name: str, least: float, tmp_pa
     assert losses[-1][0] < losses[0][0] - least
     [(apart,)] = numbers(text, r"largest difference between losses: (\S+)")
     assert apart < 1e-5
+    if name == "lightning_gpt2":
+        saved = torch.load(tmp_path / "last.ckpt", weights_only=False)
+        assert saved["epoch"] == 2
+        assert "state_dict" in torch.load(tmp_path / "ddp.ckpt", weights_only=False)
     assert (tmp_path / "fsharp.huggingface.trainer" / "adapter_model.safetensors").exists() == (name == "peft_lora")
 
 

@@ -167,6 +167,15 @@ def test_bad_options_are_refused(capsys: pytest.CaptureFixture[str], options: st
     assert message in capsys.readouterr().err
 
 
+def test_a_folder_that_cannot_be_made_is_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    from examples.gpt.options import parse
+
+    (tmp_path / "file").touch()
+    with pytest.raises(SystemExit, match="2"):
+        parse(["--out", str(tmp_path / "file")])
+    assert "zero3-2 cannot be made: Not a directory." in capsys.readouterr().err
+
+
 def test_launcher_starts_nothing_on_a_bad_option(tmp_path: Path) -> None:
     done = cli("--strategy", "hfsdp", "--nproc", "3", "--out", str(tmp_path / "out"))
     assert (done.returncode, done.stdout) == (2, "")
@@ -176,7 +185,7 @@ def test_launcher_starts_nothing_on_a_bad_option(tmp_path: Path) -> None:
 
 @pytest.mark.deep
 def test_failing_worker_fails_the_launcher(tmp_path: Path) -> None:
-    (tmp_path / "file").touch()
-    done = cli(*TINY, "--out", str(tmp_path / "file"))  # only rank 0 writes, the other one waits for it
+    (tmp_path / "zero3-2" / "metrics.jsonl").mkdir(parents=True)
+    done = cli(*TINY, "--out", str(tmp_path))  # only rank 0 writes, the other one waits for it
     assert done.returncode == 1
-    assert "error: rank 0 of 2 failed: NotADirectoryError" in done.stderr
+    assert "error: rank 0 of 2 failed: IsADirectoryError" in done.stderr

@@ -1,5 +1,6 @@
 """Options of the command line. This file does not import torch, so that a wrong option is reported at once."""
 
+import os
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
@@ -114,11 +115,22 @@ def check(options: Options) -> None:
         raise ValueError(f"--resume {options.resume}: its folder 'checkpoints' has no checkpoint to continue from.")
 
 
+def make_folder(options: Options) -> None:
+    """Make the folder of the run. Raises ValueError if it cannot be made, or written to."""
+    try:
+        options.folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(f"--out {options.out}: the folder {options.folder} cannot be made: {error.strerror}.") from error
+    if not os.access(options.folder, os.W_OK):
+        raise ValueError(f"--out {options.out}: you may not write to the folder {options.folder}.")
+
+
 def parse(argv: Sequence[str] | None = None) -> Options:
     """Return the options of a command line. Exit with status 2 if one is wrong."""
     options = tyro.cli(Options, args=argv, prog="python -m examples.gpt")
     try:
         check(options)
+        make_folder(options)
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         raise SystemExit(2) from None

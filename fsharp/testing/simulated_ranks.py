@@ -16,7 +16,7 @@ import random
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from contextvars import copy_context
 from typing import Any, Literal, NamedTuple, NoReturn, TypeVar, overload
 
@@ -80,13 +80,17 @@ def simulate(
         Exception: the error of the first rank that failed.
     """
     world = _World(mesh, timeout, seed)
-    # A new thread has gradients enabled, whatever the caller's mode.
-    grad = torch.is_grad_enabled()
+    # A new thread has gradients enabled and no autocast, whatever the caller's modes.
+    grad, has_cache = torch.is_grad_enabled(), torch.is_autocast_cache_enabled()
+    autocast = {kind: torch.get_autocast_dtype(kind) for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)}
 
     def run(rank: int) -> None:
         try:
             world.start(rank)
-            with torch.set_grad_enabled(grad):
+            with ExitStack() as modes:
+                modes.enter_context(torch.set_grad_enabled(grad))
+                for kind, dtype in autocast.items():
+                    modes.enter_context(torch.autocast(kind, dtype, cache_enabled=has_cache))
                 result = fn(ThreadComm(world, rank))
             world.end(rank, "has returned", result)
         except BaseException as error:
@@ -99,9 +103,13 @@ def simulate(
         for rank in range(mesh.size)
     ]
     with _one_forward_ad_level():
-        for thread in threads:
-            thread.start()
-        world.wait_until_all_ended()
+        try:
+            for thread in threads:
+                thread.start()
+            world.wait_until_all_ended()
+        except BaseException:  # such as Ctrl-C
+            world.interrupt()
+            raise
         for rank, thread in enumerate(threads):
             if world.has_result[rank]:
                 thread.join()
@@ -314,6 +322,14 @@ class _World:
                     self.results[rank] = CommError(text)
                     self.errors.append(self.results[rank])
 
+    def interrupt(self) -> None:
+        """End all ranks: a rank that waits gets the error at once, any other rank at its next collective or pause."""
+        with self._lock:
+            self._ended = [how or "was interrupted" for how in self._ended]
+            self._is_over = True
+            for each in (*self._has_turn, self._has_ended):
+                each.notify_all()
+
     # ------------------------------------------------------------ called under the lock
 
     def _refuse_ended_rank(self, rank: int) -> None:
@@ -341,6 +357,7 @@ class _World:
         """Wait until this rank has the turn. Raise a CommError after the time limit."""
         since = time.monotonic()
         while self._turn != rank:
+            self._refuse_ended_rank(rank)
             # The second limit is for a rank that waits while other ranks make progress.
             left = min(self._last_change + self.timeout, since + self.timeout * self.mesh.size) - time.monotonic()
             if left <= 0:

@@ -1,4 +1,6 @@
+import os
 import re
+import signal
 import threading
 
 import pytest
@@ -231,3 +233,30 @@ def test_single_comm_is_a_mesh_of_one():
     assert comm.reduce_scatter(TWO.view(1, 2), "dp", dtype=torch.float64).dtype == torch.float64
     assert comm.all_reduce(TWO, "dp") is TWO
     assert comm.all_to_all(TWO, [2], [2]) is TWO
+
+
+@pytest.mark.parametrize("seed", [None, 0])
+def test_ranks_have_the_autocast_of_the_caller(seed):
+    x = torch.ones(2, 2)
+    with torch.autocast("cpu", torch.float16):
+        assert simulate(DP2, lambda comm: (x @ x).dtype, seed=seed) == [torch.float16] * 2
+    assert simulate(DP2, lambda comm: (x @ x).dtype, seed=seed) == [torch.float32] * 2
+
+
+@pytest.mark.parametrize("seed", [None, 0])
+def test_an_interrupt_ends_the_threads_of_all_ranks(seed):
+    threads = {}
+
+    def act(comm):
+        threads[comm.rank] = threading.current_thread()
+        comm.all_gather(torch.ones(1), "dp")
+        if comm.rank == 0:
+            os.kill(os.getpid(), signal.SIGINT)
+        while True:
+            comm.all_gather(torch.ones(1), "dp")
+
+    with pytest.raises(KeyboardInterrupt):
+        simulate(DP3, act, seed=seed)
+    for thread in threads.values():
+        thread.join(5.0)
+    assert not any(thread.is_alive() for thread in threads.values())
