@@ -1,5 +1,7 @@
 """TrainState: parameters, main copies and optimizer state of a run; init_state makes a state, update changes it."""
 
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -28,7 +30,15 @@ from fsharp.functional.layout.sharded import (
 )
 from fsharp.functional.layout.text import unit_texts_to_compare
 from fsharp.functional.moves import gather, host_buffers_to_device
-from fsharp.functional.optim.base import Transform, apply_transform, as_transform, check_extra_arguments, check_gradients
+from fsharp.functional.optim.base import (
+    Transform,
+    apply_transform,
+    as_transform,
+    check_extra_arguments,
+    check_gradients,
+    storage_ids_of_tree,
+    with_clones_of_parameters,
+)
 from fsharp.torch_compile import uncompiled
 from fsharp.type_checks import options_checked
 
@@ -144,7 +154,8 @@ def update(tx: Any, grads: Any, state: TrainState, *, comm: Comm, donate: bool =
         grads: mean gradients in the place of optimizer state, from :func:`~fsharp.reduce_scatter` and :func:`~fsharp.average`.
         state: the state before the update.
         comm: the ranks.
-        donate: allow the function to overwrite ``state`` and all tensors that share its memory.
+        donate: allow the function to overwrite ``state`` and all tensors that share its memory. If an error comes after a part
+            was overwritten, a note on the error says so: then load a checkpoint.
         extra: more arguments for the transformation, equal on all ranks, such as ``value``, the mean loss. Any transformation
             takes ``value``.
 
@@ -173,7 +184,8 @@ def update(tx: Any, grads: Any, state: TrainState, *, comm: Comm, donate: bool =
                 f"update(): the gradient of unit {node.unit.display_name} is the sum that value_and_grad() returned. Divide it "
                 "first: metrics, grads = average(loss, grads, comm=comm)."
             )
-    with reporting_format_errors(comm, "update()"), torch.no_grad():
+    noting = _noting_overwritten_state(kept if donate else [])
+    with noting, reporting_format_errors(comm, "update()"), torch.no_grad():
         main_and_opt, engine = (state.main, state.opt), engine_of(comm)
         if engine is not None:
             main_and_opt = engine.begin_state_fetch(main_and_opt, state.params, grads, donate=donate)
@@ -183,7 +195,9 @@ def update(tx: Any, grads: Any, state: TrainState, *, comm: Comm, donate: bool =
         old = map_units(_clone_groups_without_main, merge(resting, main), main) if has_copies else resting
         check_gradients("update()", grads, old)
         new, opt = apply_transform(tx, grads, opt, old, comm=comm, donate=donate, **extra)
-        if donate:
+        if not storage_ids_of_tree(new).isdisjoint(storage_ids_of_tree(opt)):  # tx.apply has put new parameters into its state
+            opt = with_clones_of_parameters(opt, new)
+        elif donate:
             opt = map_units(lambda node: node.replace(node.lazy or node.raw_buffers) if is_sharded(node) else node, opt)
         if has_copies:
             main = _select_groups_with_main_copy(new)
@@ -202,6 +216,22 @@ def update(tx: Any, grads: Any, state: TrainState, *, comm: Comm, donate: bool =
     if donate:
         mark_donated(kept, [*moved_nodes, *units_of(main)])
     return TrainState(state.step + 1, params, main, opt, MadeBy(tx.name), state.residuals)
+
+
+@contextmanager
+def _noting_overwritten_state(nodes: Sequence[Sharded]) -> Iterator[None]:
+    """Return a context that adds a note to an error in it, if buffers of ``nodes`` have been written to in the context."""
+
+    def versions() -> list[int]:
+        return [0 if x.is_inference() else x._version for node in nodes for x in node.raw_buffers]
+
+    before = versions()
+    try:
+        yield
+    except BaseException as error:
+        if versions() != before:
+            error.add_note("update(donate=True) had overwritten parts of the state before this error. Load a checkpoint.")
+        raise
 
 
 def _check_same_transform(tx: Transform, state: TrainState) -> None:

@@ -86,6 +86,26 @@ def test_the_state_of_another_optimizer(name, scheduled):
     on_two_ranks(use, scheduled=scheduled)
 
 
+@pytest.mark.parametrize("is_late", [False, True])
+@pytest.mark.parametrize("donate", [False, True])
+def test_an_error_of_an_update_says_whether_the_state_was_overwritten(donate, is_late):
+    """One of two optimizers fails: before the other one has written to its parameters, or afterwards."""
+
+    def fail(*trees):
+        raise ValueError("too large")
+
+    comm, tree = fs.SingleComm(), {"a": torch.ones(3), "b": torch.ones(3)}
+    both = [("a", fs.optim.adamw(0.1)), ("b", fs.optim.Transform(lambda params: (), fail, {}))]
+    tx = fs.optim.partition(dict(both if is_late else both[::-1]))
+    params = fs.shard(tree, fs.plan(tree, comm.mesh, fs.zero3("dp"), labels={"a": "a", "b": "b"}), comm)
+    state = fs.init_state(tx, params, comm=comm)
+    with pytest.raises(ValueError, match="too large") as caught:
+        fs.update(tx, params, state, comm=comm, donate=donate)
+    notes = [note for note in getattr(caught.value, "__notes__", []) if "overwritten parts of the state" in note]
+    assert bool(notes) == (donate and is_late)
+    assert torch.equal(fs.full_tree(state.params, comm=comm)["a"], tree["a"]) != bool(notes)
+
+
 @pytest.mark.parametrize("scheduled", [False, True])
 @pytest.mark.parametrize("strategy", [fs.ddp, fs.zero1, fs.zero3])
 def test_a_donated_state_used_again(strategy, scheduled):

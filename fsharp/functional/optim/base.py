@@ -72,12 +72,12 @@ class Transform:
         @wraps(init)
         def checked_init(params: Any, *args: Any, **keywords: Any) -> Any:
             check_not_encoded("init()", units_of(params))
-            return _with_clones_of_parameters(init(params, *args, **keywords), params)
+            return with_clones_of_parameters(init(params, *args, **keywords), params)
 
         @wraps(update)
         def cloning_update(grads: Any, state: Any, params: Any, **keywords: Any) -> tuple[Any, Any]:
             updates, new = update(grads, state, params, **keywords)
-            return updates, _with_clones_of_parameters(new, params)
+            return updates, with_clones_of_parameters(new, params)
 
         object.__setattr__(self, "init", checked_init)
         object.__setattr__(self, "update", cloning_update)
@@ -138,19 +138,27 @@ def _dropping_unknown_keywords(fn: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-def _with_clones_of_parameters(state: Any, params: Any) -> Any:
+def with_clones_of_parameters(state: Any, params: Any) -> Any:
     """Return a new tree like ``state``, with clones of tensors in memory of parameters: an update in place would change them.
 
     All nodes of the tree are new, so that a donation of an older state, from which ``state`` has nodes, does not mark them.
     """
-    own = {_storage_id(x) for x in optree.tree_leaves(params)}
-    return optree.tree_map(lambda x: x.clone() if _storage_id(x) in own else x, state)
+    own = storage_ids_of_tree(params)
+    return optree.tree_map(lambda x: x if own.isdisjoint(storage_ids_of_tree(x)) else x.clone(), state)
 
 
-def _storage_id(x: Any) -> int:
-    """Return a number that is equal for tensors of one storage; for other objects, and inside of ``torch.func``, the id."""
-    has_storage = isinstance(x, torch.Tensor) and x.layout is torch.strided and not _functorch.is_functorch_wrapped_tensor(x)
-    return x.untyped_storage()._cdata if has_storage else id(x)
+def storage_ids_of_tree(tree: Any) -> set[int]:
+    """Return numbers of a tree's storages: two trees with a common number share memory.
+
+    For objects that are no plain tensors, and for tensors inside of ``torch.func``, the number is the id of the object.
+    """
+    found = set[int]()
+    for leaf in optree.tree_leaves(tree, is_leaf=is_sharded):
+        for x in leaf.raw_buffers if is_sharded(leaf) else (leaf,):
+            is_tensor = isinstance(x, torch.Tensor) and x.layout is torch.strided
+            has_storage = is_tensor and not _functorch.is_functorch_wrapped_tensor(x)
+            found.add(x.untyped_storage()._cdata if has_storage else id(x))
+    return found
 
 
 def as_transform(tx: Any) -> Transform:

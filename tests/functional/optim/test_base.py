@@ -178,6 +178,32 @@ def test_a_state_that_holds_the_parameters_themselves_is_right_with_updates_in_p
     assert torch.equal(trained(donate=True), trained(donate=False))
 
 
+def _lookahead(inner, every):
+    """Return a transformation whose ``apply`` returns the slow parameters of its state as the new parameters."""
+
+    def apply(grads, state, params, *, comm, donate):
+        count, slow, held = state
+        params, held = inner.apply(grads, held, params, comm=comm, donate=donate)
+        if (count + 1) % every == 0:
+            params = slow = optree.tree_map(lambda a, b: a + 0.5 * (b - a), slow, params)
+        return params, (count + 1, slow, held)
+
+    return fs.optim.Transform(lambda params: (0, params, inner.init(params)), inner.update, {}, apply)
+
+
+@pytest.mark.parametrize("wrap", [lambda tx: tx, lambda tx: fs.optim.chain(fs.optim.identity(), tx)], ids=["alone", "chain"])
+def test_parameters_in_the_state_that_apply_returns_are_right_with_updates_in_place(wrap):
+    def trained(donate):
+        comm, tree, tx = fs.SingleComm(), {"w": torch.arange(6.0)}, wrap(_lookahead(fs.optim.adamw(0.1), every=3))
+        params = fs.shard(tree, fs.plan(tree, comm.mesh, fs.zero3("dp")), comm)
+        state = fs.init_state(tx, params, comm=comm)
+        for _ in range(7):
+            state = fs.update(tx, params, state, comm=comm, donate=donate)
+        return fs.full_tree(state.params, comm=comm)["w"]
+
+    assert torch.equal(trained(donate=True), trained(donate=False))
+
+
 def test_a_state_stays_whole_when_an_older_state_is_donated():
     """An update that is skipped inside of a chain returns the state it got: its nodes were those of the older state."""
     comm, tree = fs.SingleComm(), {"w": torch.arange(6.0)}
