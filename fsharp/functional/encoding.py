@@ -115,10 +115,8 @@ def encode_block_format_groups(tree: Any, encoded_in: Any = None) -> Any:
 def encode_leaf_format_groups(tree: Any, comm: Comm, encoded_in: Any = None) -> Any:
     """Encode the groups whose format encodes whole leaves; return all other groups unchanged. All ranks call this function.
 
-    ``encoded_in`` is as for :func:`encode_block_format_groups`. Values are encoded in the optimizer's place, and
-    gathered from there to their own place.
-
-    Cost: an ``all_reduce`` of the maxima of leaves for each format and each axis that shards optimizer state.
+    ``encoded_in`` is as for :func:`encode_block_format_groups`. Values are encoded in the optimizer's place, and gathered from
+    there. Cost: an ``all_reduce`` of the maxima of leaves for each format and each axis that shards optimizer state.
     """
     jobs: dict[tuple[Format, tuple[str, ...]], tuple[str, list[LeafPart], list[str]]] = {}
 

@@ -46,14 +46,7 @@ from fsharp.functional.comm.residuals import PerRank, ResidualsByAxis, ResidualV
 from fsharp.functional.comm.tree_names import new_tree_label_prefix
 from fsharp.functional.formats.format import ResidualAndNoise
 from fsharp.functional.layout.placement import Partial, Place, Replicate, Shard
-from fsharp.functional.layout.sharded import (
-    PlaceName,
-    Sharded,
-    check_not_encoded,
-    is_sharded,
-    map_units,
-    resolve_place,
-)
+from fsharp.functional.layout.sharded import PlaceName, Sharded, check_not_encoded, is_sharded, map_units, resolve_place
 from fsharp.functional.layout.stages import padding_in_decoded_sum, reduction_stages
 from fsharp.functional.layout.stored import decode_stored, is_encoded, part_to_gather, scales_in
 from fsharp.functional.layout.unit_layout import UnitLayout
@@ -127,8 +120,7 @@ def gather(tree: Tree, *, comm: Comm, to: PlaceName = "full") -> Tree:
 def loses_gradient(node: Sharded, *, whole: bool = True) -> bool:
     """Return whether a use of ``node``, encoded parameters in a loss, would leave them without a gradient, as bytes have none.
 
-    The gradient can go only to the sinks of the tensors that the loss function was given. A copy has no sinks. ``whole``: the
-    use is a gather to ``"full"``; results of other gathers have no sinks.
+    Only tensors that the loss function was given have sinks for the gradient. ``whole``: the use is a gather to ``"full"``.
     """
     if node.ledger is None or not (node.is_encoded and torch.is_grad_enabled()):
         return False
@@ -245,9 +237,7 @@ def host_buffers_to_device(tree: Any, device: torch.device) -> Any:
 def gather_or_slice_buffer(x: torch.Tensor, node: Sharded, target: Place, comm: Comm, *, is_gathered: bool) -> torch.Tensor:
     """Move one buffer of ``node`` from the node's place to ``target``. Neither place holds partial sums.
 
-    ``is_gathered``: whether the result is a gathered copy. This, and whether ``x`` is one, changes only the gradients: with
-    respect to a gathered copy, each rank has its own summand of the gradient. With respect to a buffer at rest, all ranks share
-    the sum of the summands. See [Note: resting and gathered].
+    ``is_gathered``: whether the result is a gathered copy. This changes only the gradients: see [Note: resting and gathered].
     """
     source, was_gathered = node.place, node.is_gathered
     followed = x.numel() > 0 and (x.requires_grad or (is_transform_active() and x.is_floating_point()))

@@ -117,11 +117,8 @@ def _norms_of_chunk(loss_fn: LossFn, params: Any, leaves: list[Any], spec: Any, 
 class _SquareLedger(GradientSinks):
     """A GradientSinks that adds up the squares of arriving gradients for each sample, and does not keep the gradients.
 
-    A handle of this class has the shape ``[samples, size of the full buffer]``: see :class:`GradientSinks`.
-
-    Attributes:
-        squares: sum of squares of each sample so far, in float64.
-        level: nesting level of the vmap over samples, among the torch.func transforms that are active.
+    A handle has the shape ``[samples, size of the full buffer]``: see :class:`GradientSinks`. ``squares``: sum of squares of
+    each sample so far, in float64. ``level``: level of the vmap over samples.
     """
 
     def __init__(self, squares: torch.Tensor) -> None:

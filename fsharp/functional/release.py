@@ -45,14 +45,9 @@ class _SavedBuffers:
 def release_saved(out: Any, sharded: Any, gathered: Any, sequence_nr: int, comm: Comm) -> None:
     """Release the gathered parameters that autograd has saved for the backward of a call. The backward gathers them again.
 
-    Args:
-        out: the result of the call.
-        sharded: the units before they were gathered. A backward gathers these.
-        gathered: the full units that the call has used. Buffers that share memory with ``sharded`` are not released.
-        sequence_nr: autograd's sequence number at the start of the call. Older nodes of the graph are not changed.
-        comm: the ranks.
-
-    Under a vmap over parameters nothing is released.
+    ``out``: the result of the call. ``sharded``: the units that a backward gathers. ``gathered``: the full units that the call
+    has used; buffers that share memory with ``sharded`` are not released. Nodes of the graph before ``sequence_nr``, autograd's
+    number at the start of the call, are not changed. Under a vmap over parameters nothing is released.
     """
     nodes = units_of(sharded)
     if any(is_batched(buffer) for node in nodes for buffer in node.buffers):
@@ -79,8 +74,7 @@ def release_saved(out: Any, sharded: Any, gathered: Any, sequence_nr: int, comm:
     def gather_again(_: Any) -> None:
         """Gather the parameters once in each backward, when the backward reaches an output of the call.
 
-        Ranks may differ in whether autograd has saved parameters, and all ranks have to take part in the gather. So this hook
-        gathers even if this rank has saved nothing.
+        All ranks have to take part in the gather. So this hook gathers even if this rank has saved nothing.
         """
         nonlocal last
         if last != (task := torch._C._current_graph_task_id()):
@@ -150,8 +144,7 @@ def _graph_nodes_since(roots: set[Any], sequence_nr: int) -> Iterator[Any]:
 def is_materialized(x: torch.Tensor) -> bool:
     """Return whether a tensor is strided, and its memory holds its values as they are.
 
-    The result is False for conjugate and negative views, which change the values that they read, and for torch's zero tensors,
-    which have no memory.
+    The result is False for conjugate and negative views, and for torch's zero tensors, which have no memory.
     """
     return x.layout is torch.strided and not (x._is_zerotensor() or x.is_conj() or x.is_neg())
 

@@ -21,10 +21,9 @@ from fsharp.type_checks import cache_signature
 class GradientSinks:
     """The sinks of the parameters that ``value_and_grad`` passes to the loss, for one microbatch.
 
-    A *sink* is a tensor without memory in the shape, dtype and place of a gradient at rest. A *handle* is a tensor without
-    memory in the shape of the full buffer. Gradients flow from the uses of a unit to its handle, where autograd adds them. Then
-    the sum is reduced once over ranks, and the result is the gradient of the sink. ``residuals`` has encoding errors of earlier
-    gradients, which reductions overwrite.
+    A *sink* is a tensor without memory in the shape, dtype and place of a gradient at rest. A *handle* is one in the shape of
+    the full buffer. Autograd adds the gradients of all uses of a unit at its handle. The sum is reduced once over ranks, to the
+    gradient of the sink. ``residuals`` has encoding errors of earlier gradients, which reductions overwrite.
     """
 
     def __init__(self, residuals: ResidualViews = MappingProxyType({})) -> None:
@@ -92,13 +91,10 @@ def with_sinks(params: Any, ledger: GradientSinks) -> Any:
 
 
 def take_gradient_buffers(node: Sharded, comm: Comm) -> list[torch.Tensor | None]:
-    """Return the gradient of each trainable group of a node, and remove the gradients from the node.
+    """Return the gradient at rest of each trainable group of a node, or None, and remove the gradients from the node.
 
-    The list has None for a group without a gradient. Gradients are in the place in which gradients rest.
-
-    Backward passes leave gradients of gathered buffers at the node's sinks. If the loss has used the node's own buffers,
-    gradients are in ``buffer.grad`` as well. This function moves these gradients to the place of gradients, and adds them to
-    the gradients at the sinks.
+    Backward passes leave gradients of gathered buffers at the node's sinks. If the loss has used the node's own buffers, their
+    gradients are in ``buffer.grad``. This function moves these to the place of gradients, and adds them.
     """
     held = dict(zip(node.groups, node.raw_buffers, strict=True))
     result = []
@@ -124,9 +120,8 @@ def _gradient_at_rest(x: torch.Tensor, node: Sharded, group: int, comm: Comm) ->
 class _MakeHandle(torch.autograd.Function):
     """An autograd function that returns a handle (see :class:`GradientSinks`). Its backward is ``deliver``.
 
-    ``deliver`` reduces the gradient of the handle over ranks, and returns the gradient of the sink. Without handles
-    autograd would sum gradients in the dtype and place of their parameters: in bfloat16, and under ZeRO-2 with all full
-    gradients in memory at once.
+    ``deliver`` reduces the gradient of the handle over ranks, and returns the gradient of the sink. Without handles autograd
+    would sum full gradients, in the dtype of parameters.
     """
 
     @staticmethod
@@ -167,9 +162,8 @@ class _AttachHandle(torch.autograd.Function):
 def _as_summands(x: torch.Tensor, source: Place, target: Place, comm: Comm) -> torch.Tensor:
     """Return what this rank adds to a sum over ranks for ``x``, a gradient in the place ``source``. Each element counts once.
 
-    Along an axis where ``target`` is partial, a replicated ``x`` becomes zeros on all ranks but the first, and a sharded ``x``
-    gets zeros in place of other ranks' elements. Along an axis where ``target`` is sharded, a rank takes its part of a
-    replicated ``x``.
+    Where ``target`` is partial, all ranks but the first have zeros for a replicated ``x``, and a rank has zeros for parts of
+    other ranks. Where ``target`` is sharded, a rank takes its part of a replicated ``x``.
     """
     for axis in reversed(source.order):
         n, at = comm.mesh.axis_size(axis), comm.mesh.coord(axis, comm.rank)

@@ -116,8 +116,7 @@ def init_state(tx: Any, sharded: Any, *, comm: Comm, donate: bool = False) -> Tr
     copy_tree_names(units_of(params), units_of(start))
     main = trainable(gather(start, comm=comm, to="optim"))
 
-    def unsliced(node: Sharded) -> Sharded:
-        """Return the node with a copy of each buffer that is a slice of larger memory, so that this memory can be freed."""
+    def unsliced(node: Sharded) -> Sharded:  # a slice of larger memory is copied, so that this memory can be freed
         return node.with_buffers([b.clone() if b.untyped_storage().nbytes() > b.nbytes else b for b in node.buffers])
 
     copies = map_units(unsliced, _select_groups_with_main_copy(main))
@@ -252,11 +251,10 @@ def _select_groups_with_main_copy(tree: Any) -> Any:
 
 
 def _clone_groups_without_main(node: Sharded, main_copies: Sharded) -> Sharded:
-    """Return ``node`` with cloned buffers in groups whose main copies are missing.
+    """Return ``node`` with cloned buffers in groups that send differences, but have no main copies yet.
 
-    Such a group is not in ``main_copies``, and has a ``Precision(update=...)``: its updates travel as differences of new and
-    old parameters. The state was resharded from a layout without main copies. If the update overwrote the node's own buffer,
-    the old parameters would be lost before the difference is taken.
+    The state was resharded from a layout without main copies. An update in place would lose the old parameters, from which the
+    difference is taken.
     """
     missing = [g for g in node.groups if g not in main_copies.groups and node.unit.groups[g].dtypes.update is not None]
     if not missing:

@@ -115,8 +115,7 @@ def value_and_grad(loss_fn: LossFn, *, microbatches: int = 1, has_aux: bool = Fa
 def _make_grad_fn(loss_fn: LossFn, microbatches: int, *, has_aux: bool, sum_in_place: bool) -> Callable[..., Any]:
     """Return the function of :func:`value_and_grad`.
 
-    With ``sum_in_place`` the Engine of a scheduler may write the sums over ranks to the memory of the gradients that the
-    function returns, even before :func:`reduce_scatter` asks for these sums.
+    With ``sum_in_place`` a scheduler may write sums over ranks to the memory of the gradients, before :func:`reduce_scatter`.
     """
     if microbatches < 1:
         raise LossError(f"value_and_grad(): microbatches is {microbatches!r}, expected an integer of at least 1.")

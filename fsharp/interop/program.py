@@ -148,10 +148,7 @@ class TracedTransformation:
             return next((x.leaf for x in found if math.prod(x.shape) == math.prod(parts[x.leaf].shape)), None)
 
         def probe(arrays: Sequence[Any]) -> Any:
-            lifted, params = (
-                LocalJaxprRun(parts, None),
-                [part(i, x) for i, x in enumerate(arrays[behind : behind + count])],
-            )
+            lifted, params = LocalJaxprRun(parts, None), [part(i, x) for i, x in enumerate(arrays[behind : behind + count])]
             grads = [part(i, x) for i, x in enumerate(arrays[:count])]
             state = [x if leaf is None else part(leaf, x) for x, leaf in zip(arrays[count:behind], owners, strict=True)]
             out = lifted.run_jaxpr(self.step, [*grads, *state, *params, *arrays[behind + count :]])

@@ -132,8 +132,7 @@ def is_own_failure(error: BaseException) -> bool:
 def _without_shared_lines(values: Mapping[str, list[int]]) -> dict[str, list[int]]:
     """Return ``values``, a dict from a text to the ranks that have it, with shorter texts.
 
-    Lines that all texts share are left out. Texts that are then longer than 160 characters are cut to an excerpt, which has the
-    first difference.
+    Lines that all texts share are left out. Longer texts are then cut to an excerpt around the first difference.
     """
     lines = {text: text.split("\n") for text in values}
     shared = set.intersection(*(set(each) for each in lines.values()))

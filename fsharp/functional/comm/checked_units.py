@@ -10,13 +10,9 @@ from fsharp.functional.layout.sharded import Sharded, check_not_donated, not_sha
 
 
 def checked_units_of(where: str, tree: Any, comm: Comm) -> list[Sharded]:
-    """Return the :class:`Sharded` nodes in ``tree``, in tree order. Check that they can be used with ``comm``.
+    """Return the :class:`Sharded` nodes in ``tree``, in tree order. Errors name ``where``, the calling function.
 
-    ``where``: name of the calling function, for messages.
-
-    Raises:
-        TreeError: the tree has no node; or a node was donated, so that a newer state uses its memory.
-        MeshError: a node is on another mesh than ``comm``.
+    Raises a TreeError if the tree has no node, or a node was donated; a MeshError if a node is on another mesh than ``comm``.
     """
     nodes = units_of(tree)
     if not nodes:

@@ -1,21 +1,11 @@
 """Collectives as differentiable primitives along one mesh axis. The transpose of each primitive is a primitive.
 
-[Note: what ranks differentiate]
-All ranks together compute one function, from the tuple of their inputs to the tuple of their outputs. Each rank differentiates
-a scalar. The gradient is that of the **sum of the scalars of all ranks**. A collective is a linear map between such tuples. Its
-backward is the transpose under the inner product ``sum_r <x_r, y_r>``. Here a prime marks gradients:
+The gradient is that of the **sum of the scalars of all ranks**: see "What ranks differentiate" in
+``docs/design_results.md``. Here a prime marks gradients:
 
     all_gather       y_r = (x_0, ..., x_{n-1})        x'_r = sum_s y'_s[r]        = reduce_scatter
     reduce_scatter   y_r = sum_s x_s[r]               x'_r = (y'_0, ..., y'_{n-1}) = all_gather
     all_reduce       y_r = sum_s x_s                  x'_r = sum_s y'_s            = all_reduce
-
-- A **tangent** belongs to a rank's tensor: equal replicas need equal tangents. Collectives are linear, so tangents travel as
-  values do.
-- A **cotangent** of a replicated tensor is partial: the gradient is the sum over ranks. A cotangent of a shard is a shard,
-  already summed (:attr:`~fsharp.layouts.Place.dual`).
-- A **batch dim** (``vmap``) has the same size on all ranks, and index ``i`` means the same sample on all ranks: a
-  ``reduce_scatter`` under ``vmap`` sums over ranks for each ``i``. For per-sample gradients give all ranks the same samples, or
-  let ranks without sample ``i`` contribute zero.
 
 All primitives work on the last dim, whatever the dims before it. They do nothing along an axis of size 1, or to a last dim of
 size 0.
@@ -127,12 +117,8 @@ def reduce_scatter_last(x: torch.Tensor, comm: Comm, axis: str, *, dtype: torch.
 
     call = partial(comm.reduce_scatter, axis=axis, dtype=dtype or wire)
     primitive = partial(reduce_scatter_last, comm=comm, axis=axis, dtype=dtype or wire)
-    found = _Collective(
-        call,
-        primitive,
-        lambda y: all_gather_last(y.to(wire), comm, axis),
-        to_argument=lambda x: _split_last_dim(x, n).contiguous(),
-    )
+    transpose, rows = lambda y: all_gather_last(y.to(wire), comm, axis), lambda x: _split_last_dim(x, n).contiguous()
+    found = _Collective(call, primitive, transpose, to_argument=rows)
     return _DifferentiableCollective.apply(x, found)  # type: ignore[no-any-return]
 
 
@@ -155,8 +141,7 @@ def reduce_scatter_encoded(
         axis: the mesh axis along which to sum.
         wire: the format in which summands travel.
         facts: function that returns facts for the message of a FormatError.
-        residual_and_noise: encoding errors of earlier summands, which are added to ``x`` before encoding and then overwritten;
-            and random numbers for stochastic rounding. A residual is only for a 1-D ``x``.
+        residual_and_noise: encoding errors of earlier summands, to add and to overwrite, for a 1-D ``x``; and random numbers.
         padding: slices of the last dim of the result that are set to zero.
 
     Gradient: :func:`all_gather_last`, as if nothing were rounded. Cost: each rank sends ``n - 1`` encoded parts.

@@ -116,8 +116,7 @@ def broadcast_from_rank(tensor: torch.Tensor, source: int, comm: Comm, *, varyin
     keep different tensors. Each rank then receives from the rank with its own coordinates along ``varying``, and with the
     coordinates of ``source`` along all other axes.
 
-    Bytes are summed as integers, to which all ranks but one add zero. Cost: memory for the result, and one ``all_reduce`` of
-    the result, in pieces of 4 MiB, for each axis that is not in ``varying``.
+    Bytes are summed as integers, to which all ranks but one add zero. Cost: an ``all_reduce`` for each axis not in ``varying``.
     """
     axes = [axis for axis, size in comm.mesh.axes if size > 1 and axis not in varying]
     if not axes:

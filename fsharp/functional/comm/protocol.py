@@ -82,8 +82,7 @@ class Comm(Protocol):
 class Engine(ABC):
     """Decides when data move and in which memory, for a :class:`Comm` that has it as its attribute ``engine``.
 
-    If a pure function such as ``forward`` gets such a Comm, as a Scheduler is one, it passes its whole call to the Engine.
-    Results have the same bits as with any other Comm.
+    A pure function such as ``forward`` passes its whole call to the Engine. Results have the same bits as with any other Comm.
     """
 
     @abstractmethod
@@ -255,9 +254,8 @@ def innermost_comm(comm: Comm) -> Comm:
 def reporting_format_errors(comm: Comm, where: str) -> Iterator[None]:
     """Return a context for code that encodes or decodes. A FormatError in it is reported to all other ranks, and raised here.
 
-    The other ranks raise the error at their next collective, even if the caller on this rank catches the error. Without the
-    report the other ranks would wait for this rank forever. Afterwards no Comm of these ranks can be used. But if ``comm`` has
-    an :class:`Engine`, as a scheduler has, only this Engine cannot be used any more.
+    The other ranks raise the error at their next collective, even if the caller on this rank catches the error. Afterwards no
+    Comm of these ranks can be used, or, if ``comm`` has an :class:`Engine`, only this Engine cannot be used.
 
     Every function with a Comm encodes and decodes in this context, or in
     :func:`~fsharp.functional.comm.agree.check_on_all_ranks`.
@@ -279,8 +277,7 @@ _count_lock = Lock()
 class DelegatingComm:
     """Base class of Comms that pass each collective to another Comm.
 
-    A subclass implements ``_comm_and_label(label, op, axis, x, send)``, called before each collective. This method returns the
-    Comm that runs the collective, and the label to pass to that Comm.
+    ``_comm_and_label(label, op, axis, x, send)`` of a subclass returns, before each call, the Comm that runs it, and a label.
     """
 
     def _comm_and_label(

@@ -42,12 +42,11 @@ ResidualViews = Mapping[str, Mapping[int, ResidualsByAxis]]
 
 def zero_residuals(units: Iterable[UnitLayout], device: torch.device) -> PerRank | None:
     """Return residuals of zeros for units whose gradients are encoded with error feedback; None without such units."""
-    found = {}
-    for unit in units:
-        if residual_sizes(unit):
-            found[_residuals_key(unit)] = tuple(
-                [torch.zeros(n, dtype=dtype, device=device) for _, n, dtype in _tensor_specs(unit)]
-            )
+    found = {
+        _residuals_key(unit): tuple([torch.zeros(n, dtype=dtype, device=device) for _, n, dtype in _tensor_specs(unit)])
+        for unit in units
+        if residual_sizes(unit)
+    }
     return PerRank(found) if found else None
 
 
@@ -57,10 +56,9 @@ def prepare_residuals(
     """Return the residuals of ``units`` for the caller to overwrite, and for each unit the inputs of its encodings.
 
     The residuals are copies of ``residuals``, or with ``donate`` the same tensors; None if ``residuals`` is None. The inputs
-    are a :data:`ResidualViews`: for each axis a view of the returned residuals, and random numbers for stochastic rounding.
+    have, for each axis, a view of the returned residuals, and random numbers for stochastic rounding.
 
-    Raises TreeError if residuals are missing or belong to other units. Raises TreeError if ``step`` is not an integer of at
-    least 0, or is None although a unit's gradients are rounded stochastically: ``step`` is the seed.
+    Raises TreeError for missing residuals or those of other units; and for a wrong ``step``, the seed of stochastic rounding.
     """
     units = [unit for unit in units if unit.has_any_format and (residual_sizes(unit) or has_stochastic_wire(unit))]
     if step is not None and (type(step) is not int or step < 0):

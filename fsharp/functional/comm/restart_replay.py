@@ -52,16 +52,12 @@ class RestartReplay:
     def record_and_call(self, call: Callable[[], T], replay: Callable[[], Any] | None = None, *, nbytes: int = 0) -> T:
         """Return ``call()``, and record ``call`` for :meth:`replay`, unless this method was called inside of a recorded call.
 
-        ``replay``: function that a replay calls in place of ``call``; by default ``call``. ``nbytes``: bytes that ``replay``
-        keeps in memory. A call in another thread abandons the record. So does a call after which the record would have more
-        than 10,000 calls or 256 MiB. Then nothing can be replayed.
+        ``replay``: function that a replay calls in place of ``call``. ``nbytes``: bytes that ``replay`` keeps in memory. A call
+        in another thread abandons the record, and so does a call beyond 10,000 calls or 256 MiB. Then nothing can be replayed.
         """
-        if not self.is_recording:
-            return call()
         if threading.get_ident() != self._thread:
             self._abandon_recording("a collective of a thread, such as that of a save in the background,")
-            return call()
-        if self._depth:
+        if not self.would_record:
             return call()
         self._nbytes += nbytes
         if self._nbytes > _MOST_NBYTES or len(self._calls) >= _MOST_CALLS:  # a program that never begins an elastic run

@@ -62,10 +62,10 @@ def differing_settings_rows(labels: Mapping[int, str], known: Mapping[str, str])
 
     ``labels``: label of each rank. ``known``: from :func:`settings_texts_by_digest`.
     """
-    lines = {}
-    for rank, label in labels.items():
-        texts = [text for each, text in known.items() if each in label]
-        lines[rank] = [line for text in texts for line in text.splitlines()]
+    lines = {
+        rank: [line for each, text in known.items() if each in label for line in text.splitlines()]
+        for rank, label in labels.items()
+    }
     shared = set.intersection(*(set(each) for each in lines.values())) if lines else set()
     rows = {rank: [line for line in each if line not in shared] for rank, each in lines.items()}
     return [

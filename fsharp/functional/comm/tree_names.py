@@ -24,9 +24,8 @@ class TreeNameCounters:
 
     Attributes:
         num_trees: number of trees that ranks have made together so far; a tree's number is counted from 1.
-        gathered: number of trees whose unit was gathered so far, by axes, and then by ``(name of the tree, name of the unit)``.
-            Only trees whose name several trees can have are counted. For each tuple of axes the newest 4096 names are kept:
-            ranks that gather along the same axes count in one order, so they remove the same names.
+        gathered: number of trees whose unit was gathered so far, by axes, and then by ``(name of the tree, name of the unit)``,
+            where several trees can have the name. For each tuple of axes the newest 4096 names are kept, equal on all ranks.
     """
 
     num_trees: int = 0
@@ -80,9 +79,8 @@ def copy_tree_names(new: Iterable[Sharded], old: Iterable[Sharded]) -> None:
 def new_tree_label_prefix(node: Sharded, comm: Comm, target: Place | None = None) -> str:
     """Return the name of a node's tree as the beginning of a label; empty if the Comm compares no labels.
 
-    ``target``: the place to which the node moves; None means that the node is gathered in full. If several trees can have the
-    name, a number follows: 1 for the first of these trees that is gathered along the axes of this move, 2 for the second. For a
-    move without a collective the text is then empty, and no number is given out, as one rank alone may make the move.
+    ``target``: the place to which the node moves, by default the full one. If several trees can have the name, a number
+    follows, which counts these trees by axes of the move. A move without a collective, which one rank may make alone, has none.
     """
     counts = tree_name_counters_of(comm)
     if counts is None:

@@ -4,6 +4,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cache
+from operator import itemgetter
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -93,15 +94,13 @@ class LeafPart:
 class EncodedTensorClass:
     """A tensor class, such as TransformerEngine's, with which functions compute on encoded leaves without decoding them.
 
-    A tensor of this class wraps inner tensors (torch's ``__tensor_flatten__``) that lie in the leaf's memory. While this memory
-    is released, the inner tensors are empty, also in all aliases of the wrapper. Once the memory is filled again with equal
-    bytes, the inner tensors lie in it again.
+    A tensor of this class wraps inner tensors (torch's ``__tensor_flatten__``) in the leaf's memory. While this memory is
+    released, the inner tensors are empty, also in all aliases of the wrapper.
 
     Attributes:
         make_tensor: function from a whole leaf to a tensor of the class. The inner tensors use the leaf's memory, but must not
             be views of it, as views keep memory alive: see :func:`non_view_alias`.
-        compute_derived: function of the tensor that computes values derived from its bytes, such as a transpose. Called in a
-            forward or backward, once the memory is filled.
+        compute_derived: function of the tensor that computes values derived from its bytes, such as a transpose.
         drop_derived: function of the tensor that frees these derived values. Called before the memory is released.
     """
 
@@ -291,16 +290,8 @@ class Format:
         infinite. A gradient of zeros is encoded without the residual, which is kept: some strategies send zeros where a step
         has no gradient, and others send nothing.
 
-        Args:
-            values: the gradient, 1-D.
-            part_size: number of values in a part, as for :meth:`store`.
-            residual: encoding errors of earlier gradients, 1-D, for the first ``len(residual)`` values; overwritten. None adds
-                nothing.
-            facts: facts for errors, as for :meth:`store`.
-            noise_fn: random numbers for stochastic rounding, as for :meth:`store`.
-
-        Raises:
-            FormatError: as :meth:`store` and :meth:`load`. The residual is then unchanged.
+        ``values``: the gradient, 1-D. ``residual``: encoding errors of earlier gradients, for the first ``len(residual)``
+        values; overwritten, but not after a FormatError. Other arguments and errors are those of :meth:`store`.
         """
         if residual is None:
             return self.store(values, part_size, facts, noise_fn)
@@ -339,10 +330,7 @@ class Format:
 
     @property
     def leaf_alignment(self) -> int:
-        """The alignment of leaves in a buffer, in elements: each leaf begins at a multiple of this number.
-
-        So each number of an encoded buffer encodes elements of one leaf.
-        """
+        """Each leaf begins at a multiple of this number of elements, so that each stored number encodes one leaf."""
         if self.leaf_codec is None:
             return 1
         return math.lcm(*[self.block // math.gcd(self.block, plane.per_block) for plane in self.planes])
@@ -358,10 +346,9 @@ class Format:
 
     @api_boundary
     def encode_leaves(self, parts: Sequence[LeafPart], agree: AgreeMax, facts: ErrorFacts) -> None:
-        """Encode whole leaves: each rank encodes its ``parts`` into the memory of the parts. All ranks call this together.
+        """Encode whole leaves: each rank encodes its ``parts`` into their memory. All ranks call this method together.
 
-        Raises:
-            FormatError: ``encode`` raises an error. Errors of ``agree`` are raised as they are.
+        Raises FormatError if ``encode`` raises an error. Errors of ``agree`` are raised as they are.
         """
         codec = self.leaf_codec
         assert codec is not None
@@ -373,8 +360,7 @@ class Format:
     def decode_part(self, part: LeafPart, facts: ErrorFacts = tuple) -> torch.Tensor:
         """Return the decoded elements of a leaf's part, 1-D and floating-point. ``facts`` returns facts for an error.
 
-        Raises:
-            FormatError: ``decode`` raises an error, or does not return one floating-point number for each element.
+        Raises FormatError if ``decode`` raises an error, or does not return one floating-point number for each element.
         """
         codec = self.leaf_codec
         assert codec is not None
@@ -433,14 +419,10 @@ def _encode_plain(values: torch.Tensor) -> Sequence[torch.Tensor]:
     return [values]
 
 
-def _decode_plain(planes: Sequence[torch.Tensor]) -> torch.Tensor:
-    return planes[0]
-
-
 @cache
 def plain_format(dtype: torch.dtype) -> Format:
     """Return the plain format of ``dtype``: values are stored in this dtype, without encoding."""
-    return Format(dtype_name(dtype), (Plane(dtype),), _encode_plain, _decode_plain, made_by=(plain_format, (dtype,)))
+    return Format(dtype_name(dtype), (Plane(dtype),), _encode_plain, itemgetter(0), made_by=(plain_format, (dtype,)))
 
 
 def first_few(names: Sequence[str]) -> str:

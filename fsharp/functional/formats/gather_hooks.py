@@ -81,17 +81,9 @@ def format_of_hooked_parameter(
 ) -> Format:
     """Return the format in which a parameter whose class has FSDP2's hooks is stored and gathered.
 
-    The hooks are ``fsdp_pre_all_gather`` and ``fsdp_post_all_gather``.
-
-    Args:
-        parameter: the parameter.
-        compute: dtype in which the model uses the parameter: the ``param_dtype`` of the second hook.
-        main: dtype of the main copy that the first hook gets.
-        device: device of the main copy.
-        policy: FSDP2's MixedPrecisionPolicy with ``param_dtype=compute``, for a first hook that takes one.
-
-    Raises:
-        OptionError: the hooks are not supported.
+    ``compute``: dtype in which the model uses the parameter, the ``param_dtype`` of the second hook. ``main`` and ``device``:
+    of the main copy. ``policy``: FSDP2's MixedPrecisionPolicy, for a first hook that takes one. Raises OptionError if the hooks
+    are not supported.
 
     Cost: a trial call of the hooks for the whole parameter and one for a row, and the memory of their results.
     """
@@ -135,10 +127,9 @@ class _PreHookResult(NamedTuple):
 
 
 class _GatherHooks:
-    """FSDP2's hooks ``fsdp_pre_all_gather`` and ``fsdp_post_all_gather`` of a tensor class, as functions of a LeafCodec.
+    """FSDP2's hooks of a tensor class, as functions of a LeafCodec, for all parameters of the class with the same settings.
 
-    One object serves all parameters of the class that have the same settings. ``like`` is one of these parameters. The other
-    arguments are those of :func:`format_of_hooked_parameter`.
+    ``like`` is one of these parameters. The other arguments are those of :func:`format_of_hooked_parameter`.
     """
 
     def __init__(self, like: Any, compute: torch.dtype, main: torch.dtype, device: torch.device, policy: Any) -> None:
@@ -210,10 +201,9 @@ class _GatherHooks:
         return self._result_by_shape[shape]
 
     def planes_and_block(self, shape: Shape) -> tuple[tuple[Plane, ...], int]:
-        """Return the planes and the block of the format for a parameter of this shape.
+        """Return the planes, one for each tensor that is gathered, and the block of the format for a parameter of this shape.
 
-        Each tensor that the first hook gives to the gather is a plane. Raises OptionError if the sizes of these tensors are not
-        proportional to the number of rows, or if the maxima or the metadata depend on the number of rows.
+        Raises OptionError if sizes are not proportional to the number of rows, or if maxima or metadata depend on this number.
         """
         whole, row = self._trial_result(shape), self._trial_result((1, *shape[1:]))
         rows, size = max(shape[0], 1), max(prod(shape[1:]), 1)
@@ -271,10 +261,7 @@ class _GatherHooks:
         return part.values.view(-1, *part.shape[1:])
 
     def _check_metadata(self, part: LeafPart, expected: _PreHookResult, found: _PreHookResult) -> None:
-        """Raise an OptionError if other metadata than tensors depend on values.
-
-        ``expected``: the first hook's result for ones. ``found``: the hook's result for ``part``.
-        """
+        """Raise an OptionError if metadata other than tensors, or sizes, differ from those in ``expected``, made of ones."""
         try:
             is_same = bool(expected.other_metadata == found.other_metadata)
         except Exception:  # of any kind: the objects' own comparison

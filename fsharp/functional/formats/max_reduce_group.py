@@ -14,8 +14,7 @@ _group_numbers = count()
 class MaxReduceGroup(torch.distributed.ProcessGroup):
     """A process group of one rank, whose all-reduce calls ``agree``, a maximum over the ranks of a layout.
 
-    Code of other libraries can use this group as its process group. Inside of ``with group:``, torch's functional collectives
-    also find the group by its name.
+    Inside of ``with group:``, torch's functional collectives find the group by its name.
     """
 
     def __init__(self, agree: AgreeMax) -> None:

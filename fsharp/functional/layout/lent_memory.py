@@ -12,10 +12,7 @@ _LOAN_BY_ADDRESS: WeakValueDictionary[int, Any] = WeakValueDictionary()
 
 
 class _LoanToken:
-    """An object that all holders of the same lent memory share, so that it lives until the last holder is freed.
-
-    Memory is lent while another library, such as JAX, treats it as constant.
-    """
+    """An object that all holders of the same lent memory share, so that it lives until the last holder is freed."""
 
 
 def mark_lent(address: int, holder: Any) -> None:

@@ -83,8 +83,7 @@ def pack(sizes: tuple[int, ...], atoms: tuple[int, ...], num_parts: int, block: 
     """Lay out leaves of ``sizes`` elements over ``num_parts`` parts of equal capacity, and make the capacity small.
 
     The end of a part may cut leaf ``i`` only at a multiple of ``atoms[i]`` elements from the leaf's start. The capacity is a
-    multiple of ``block`` elements, and of the greatest common divisor of all atoms and sizes. Offsets count elements from the
-    start of the first part.
+    multiple of ``block`` elements, and of the greatest common divisor of all atoms and sizes.
 
     Leaves with larger atoms are placed first, and leaves with equal atoms in their order. Each leaf gets the first free offset
     at which no atom is cut. If all atoms are one element, the capacity is ``ceil(total / num_parts)``, in whole blocks.
@@ -118,9 +117,8 @@ def pack(sizes: tuple[int, ...], atoms: tuple[int, ...], num_parts: int, block: 
 def _next_possible_capacity(capacity: int, items: Sequence[tuple[int, int, int]], step: int) -> int:
     """Return the least capacity from ``capacity`` on that is a multiple of ``step`` and may have a legal placement.
 
-    A leaf that is longer than two parts contains at least two part boundaries, at any offset. The part between these two
-    boundaries consists of whole atoms of the leaf. So the capacity has to be a multiple of the atom of every such leaf.
-    ``items``: for each leaf ``(elements of an atom, elements of the leaf, index)``.
+    A leaf longer than two parts contains a whole part at any offset. So the capacity is a multiple of the atom of each such
+    leaf. ``items``: for each leaf ``(elements of an atom, elements of the leaf, index)``.
     """
     while True:
         long = [(atom, size) for atom, size, _ in items if size > 2 * capacity]
@@ -137,8 +135,7 @@ def _search_capacity(
 ) -> tuple[dict[int, int], int]:
     """Return offsets of leaves, and a capacity of ``capacity`` or more, a multiple of ``step``, into which the leaves fit.
 
-    The search first raises the capacity in growing strides, and then bisects. A capacity of ``total`` elements always
-    suffices, so the search ends. ``order`` is as in :func:`_first_fit_offsets`.
+    The search raises the capacity, to ``total`` at most, and then bisects. ``order`` is as in :func:`_first_fit_offsets`.
     """
     tried = capacity - step
     while (offsets := _first_fit_offsets(order, capacity, num_parts)) is None:

@@ -205,11 +205,10 @@ class Dtypes:
         return self.to_texts(lambda each: each.name)
 
     def to_texts(self, text: Callable[[Format], str]) -> list[str]:
-        """Return these precision settings as texts in a fixed order.
+        """Return these precision settings as texts in the order of the fields, with a text for each axis in ``wires``.
 
-        The order is that of the fields ``compute``, ``main``, ``wire``, ``accumulate``, ``format``, ``wires`` (a text for each
-        axis), ``update`` and ``feedback``. The last four are left out where they are not set. ``text`` returns the text of a
-        format; ranks compare the texts with ``text=str``.
+        The last four fields are left out where they are not set. ``text`` returns the text of a format; ranks compare ``str``
+        of it.
         """
         listed = [dtype_name(self.compute), dtype_name(self.main), text(self.wire), dtype_name(self.accumulate)]
         if self.format is not None or self.wires or self.update is not None or self.feedback:

@@ -89,18 +89,9 @@ class Sharded:
     """
 
     __slots__ = (
-        "groups",
-        "is_donated",
-        "is_gathered",
-        "lazy",
-        "ledger",
-        "place",
-        "rank",
-        "raw_buffers",
-        "reduction",
-        "tree_name",
-        "unit",
-    )
+        "groups", "is_donated", "is_gathered", "lazy", "ledger", "place", "rank", "raw_buffers", "reduction",
+        "tree_name", "unit",
+    )  # fmt: skip
 
     def __init__(
         self,
@@ -200,8 +191,7 @@ class Sharded:
     ) -> "Sharded":
         """Return a node with ``buffers`` that hold the same values as this node's: the name of the tree stays.
 
-        ``groups``: index of the group of each buffer; by default the groups of this node. ``ledger``: as for the class; by
-        default that of this node. ``reduction``: as for the class; it is not copied from this node.
+        ``groups``, one for each buffer, and ``ledger`` are by default those of this node. ``reduction`` is not copied.
         """
         return Sharded(
             buffers,

@@ -43,9 +43,8 @@ def reduction_stages(
 ) -> Iterator[ReductionStage]:
     """Yield the stages that reduce a group's gradient from ``source`` to ``target``; none for a group without elements.
 
-    Data travel in the wire's format; results have the accumulation dtype. If parts travel encoded, an ``all_to_all`` takes the
-    place of a ``reduce_scatter``: each rank decodes and adds the parts that it receives. An ``all_to_all`` and an
-    ``all_gather`` of the sums take the place of an ``all_reduce``.
+    If parts travel encoded, an ``all_to_all``, whose receivers decode and add, takes the place of a ``reduce_scatter``. For an
+    ``all_reduce`` an ``all_gather`` follows.
 
     ``trivial``: whether collectives run along axes of one rank too. There nothing is cast or encoded.
     """

@@ -39,10 +39,8 @@ def decoded_buffer(
 ) -> torch.Tensor:
     """Return the values of a buffer of parameters: decoded if the group has a format, else the buffer itself.
 
-    Decoded values have the dtype in which functions use them; with ``in_main_dtype`` the main copy's dtype, unrounded.
-
-    Raises:
-        TreeError: the size of the buffer fits neither plain values, nor values that the format has encoded.
+    Decoded values have the dtype in which functions use them; with ``in_main_dtype`` the main copy's dtype, unrounded. Raises
+    TreeError for a buffer of a wrong size.
     """
     dtypes, size = unit.groups[group].dtypes, unit.local_size(group, place)
     if dtypes.format is None:
@@ -126,10 +124,9 @@ def starts_and_leaf_parts(
 
 
 def whole_leaf_parts(unit: UnitLayout, group: int, planes: Sequence[torch.Tensor], scales: torch.Tensor) -> dict[str, LeafPart]:
-    """Return each leaf of a group as a LeafPart with all elements, by path. The group's format encodes whole leaves.
+    """Return each leaf of a group, whose format encodes whole leaves, as a LeafPart with all elements, by path.
 
-    ``planes`` has one 1-D tensor for each plane of the format, with the numbers of the full buffer. ``scales`` has the
-    scales of all leaves of the group.
+    ``planes``: for each plane of the format the numbers of the full buffer, 1-D. ``scales``: the scales of all leaves.
     """
     form, found, end = unit.groups[group].dtypes.stored_format, {}, 0
     assert form.leaf_codec is not None

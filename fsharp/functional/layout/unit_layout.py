@@ -298,8 +298,7 @@ class UnitLayout:
 def padding_in_run(unit: UnitLayout, group: int, start: int, size: int) -> list[slice]:
     """Return the padding in a run of a group's buffer, as slices of the run.
 
-    Callers set decoded padding to zero: a format that mixes the values of a block, such as
-    :func:`~fsharp.formats.hadamard`, decodes zeros of padding as other numbers.
+    Callers set decoded padding to zero: a format that mixes the values of a block decodes its zeros as other numbers.
     """
     found, end = [], 0
     for leaf in unit.leaves_of_group(group):
@@ -313,9 +312,8 @@ def padding_in_run(unit: UnitLayout, group: int, start: int, size: int) -> list[
 def leaf_spans_in_run(unit: UnitLayout, group: int, start: int, size: int, rank: int) -> Iterator[tuple[int, int, str, int]]:
     """Yield ``(begin, end, path, first)`` for each leaf in a run of a group's buffer.
 
-    The leaf's elements are ``begin`` to ``end`` of the run. ``first`` is the index of element ``begin`` in the whole leaf. If
-    the unit varies along axes, a checkpoint holds the leaves of all ranks one after another, as one tensor. ``first`` is then
-    the index in that tensor.
+    The leaf's elements are ``begin`` to ``end`` of the run. ``first`` is the index of element ``begin`` in the whole leaf; or
+    in the leaves of all ranks, one after another, if the unit varies along axes.
     """
     before = unit.mesh.index_along(unit.varying_axes, rank)
     for leaf, begin, end, first, _ in unit.spans_in_run(group, start, size):

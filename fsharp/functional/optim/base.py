@@ -192,11 +192,10 @@ def as_transform(tx: Any) -> Transform:
         return _wrap_leaf_lists(init(params), params)
 
     def update_with_lists(grads: Any, state: Any, params: Any, **extra: Any) -> tuple[Any, Any]:
-        flat = optree.tree_map(
-            lambda node: optree.tree_leaves(node.leaves) if isinstance(node, LeafListAsTree) else node,
-            state,
-            is_leaf=lambda node: isinstance(node, LeafListAsTree),
-        )
+        def is_list(node: Any) -> bool:
+            return isinstance(node, LeafListAsTree)
+
+        flat = optree.tree_map(lambda node: optree.tree_leaves(node.leaves) if is_list(node) else node, state, is_leaf=is_list)
         updates, new = call_update(grads, flat, params, **extra)
         return updates, _wrap_leaf_lists(new, params)
 
@@ -226,13 +225,10 @@ def _not_a_pair_text(tx: Any) -> str:
 
 
 class LeafListAsTree(NamedTuple):
-    """Tensors from a list in the state of an ``(init, update)`` pair, in a tree with the structure of the parameters.
+    """Tensors from a list in the state of an ``(init, update)`` pair, in ``leaves``, a tree like the parameters.
 
-    :func:`as_transform` replaces a list by this node if the list has one tensor for each buffer of the parameters. The tensor
-    is a scalar, or has the buffer's shape. So the tensors are saved and resharded as those of the parameters.
-
-    Attributes:
-        leaves: a tree like the parameters, with the tensors of the list as buffers.
+    :func:`as_transform` makes this node of a list with one tensor, a scalar or of the buffer's shape, for each buffer of the
+    parameters. So the tensors are saved and resharded as those of the parameters.
     """
 
     leaves: Any
@@ -359,10 +355,9 @@ def value_per_leaf(where: str, params: Any, rules: Any) -> dict[str, Any]:
 
 
 def check_gradients(where: str, grads: Any, params: Any) -> None:
-    """Raise a TreeError unless the gradients fit the parameters.
+    """Raise a TreeError, about the first unit that differs, unless the gradients fit the parameters.
 
-    The trees need equal structures. In each unit, gradients have to be summed over ranks, and need the layout, place, groups
-    and sizes of the parameters, and the ``accumulate`` dtype. The error is about the first unit that differs.
+    They have to be summed over ranks, with the structure, places, groups and sizes of parameters, in the ``accumulate`` dtype.
     """
     (ours, structure), (theirs, expected) = (optree.tree_flatten(tree, is_leaf=is_sharded) for tree in (grads, params))
     if structure != expected:

@@ -184,9 +184,7 @@ def sgd(
     def init(params: Any, /) -> MomentumState:
         return MomentumState(0, None if momentum is None else optree.tree_map(torch.zeros_like, params))
 
-    def step(
-        grads: Any, state: MomentumState, params: Any, decays: PerPath, *, comm: Comm, donate: bool
-    ) -> tuple[Any, MomentumState]:
+    def step(grads: Any, state: MomentumState, params: Any, decays: PerPath, *, comm: Comm, donate: bool) -> Any:
         trees = (params,) if momentum is None else (params, state.mu)
         params, *buffers = _copy_unless_donated(donate, *trees)
         rate = schedule_value(learning_rate, state.count)
@@ -244,9 +242,7 @@ def lion(
     def init(params: Any, /) -> MomentumState:
         return MomentumState(0, optree.tree_map(torch.zeros_like, params))
 
-    def step(
-        grads: Any, state: MomentumState, params: Any, decays: PerPath, *, comm: Comm, donate: bool
-    ) -> tuple[Any, MomentumState]:
+    def step(grads: Any, state: MomentumState, params: Any, decays: PerPath, *, comm: Comm, donate: bool) -> Any:
         params, momentum = _copy_unless_donated(donate, params, state.mu)
         rate = schedule_value(learning_rate, state.count)
 
@@ -277,10 +273,8 @@ def _in_place_transform(
 ) -> Transform:
     """Return a transformation made of ``step``, a fused kernel that changes parameters in place.
 
-    ``apply`` runs ``step`` on the parameters. ``update`` runs ``step`` on zeros instead, and returns the changed zeros as
-    updates: new parameters minus old parameters would lose digits. ``update`` treats weight decay outside of ``step``.
-    Decoupled decay subtracts learning rate times decay times parameters from the updates; other decay adds decay times
-    parameters to the gradients.
+    ``apply`` runs ``step`` on the parameters. ``update`` runs ``step`` on zeros, and returns the changed zeros as updates: new
+    minus old parameters would lose digits. So ``update`` adds weight decay to the updates, or to gradients if not decoupled.
     """
     for key in {"b1", "b2"} & settings.keys():
         if not 0 <= settings[key] < 1:
@@ -327,13 +321,11 @@ def _call_per_scale_and_decay(
 ) -> None:
     """Call ``kernel(lists, scale, decay)`` for all elements with the same learning rate scale and the same weight decay.
 
-    ``trees``: the tree that changes, such as parameters; then gradients; then trees of state. A run is a slice of a buffer
-    whose elements have one pair ``(scale, decay)``. The kernel is called once for each pair and each dtype of the first tree.
-    ``lists[i]`` has the runs of ``trees[i]`` for the pair and the dtype. Gradients are cast to the dtype. The kernel may
-    overwrite all runs except runs of gradients.
+    ``trees``: the tree that changes, such as parameters; then gradients; then trees of state. The kernel is called once for
+    each pair ``(scale, decay)`` and each dtype of the first tree. ``lists[i]`` has the slices of buffers of ``trees[i]`` with
+    this pair. Gradients are cast to the dtype. The kernel may overwrite all slices except those of gradients.
 
-    Raises a TreeError if the trees differ in units, places, groups or sizes: torch's kernels would read and write beyond
-    buffers.
+    Raises a TreeError if the trees differ in units, places, groups or sizes, as kernels would write beyond buffers.
     """
     of_trees = [units_of(tree) for tree in trees]
     expected, *others = (

@@ -29,8 +29,7 @@ def trial_fingerprint(where: str, init: Init, update: Update, params: Any) -> st
     """Try an ``(init, update)`` pair on small tensors, and return a fingerprint of its updates, for ranks to compare.
 
     The fingerprint is the sum of magnitudes, in four digits. Of ``params`` only structure, layout, dtypes and device are read.
-    ``where`` names the pair in errors. Raises TreeError if updates depend on how buffers join and cut leaves, change from run
-    to run, or cannot be computed.
+    Raises TreeError if updates depend on how buffers join and cut leaves, change from run to run, or cannot be computed.
 
     Cost: about ten updates of tensors whose dims have sizes of at most 3. Torch's global random generators do not change.
     """
@@ -87,8 +86,7 @@ class _OptimizerTrial:
     """A trial of an ``(init, update)`` pair: some updates of small tensors, in the structure of a user's tree of shards.
 
     Attributes:
-        pieces: range over the pieces of a flat buffer. Each piece is updated by itself, as if it were a rank's part: two
-            pieces if ranks hold different parts of a buffer, else one.
+        pieces: range over the pieces of a flat buffer, each updated by itself: two if ranks hold different parts, else one.
         cuda_devices: CUDA devices of the buffers.
     """
 
@@ -160,10 +158,9 @@ class _OptimizerTrial:
         return vector if piece is None else vector[size * piece : size * (piece + 1)]
 
     def _tree_of_vectors(self, vectors: Vectors, piece: int | None) -> Any:
-        """Return ``vectors``, one for each group, as a tree like the user's.
+        """Return ``vectors``, one for each group, as a tree like the user's: of whole leaves if ``piece`` is None.
 
-        If ``piece`` is None, the tree has whole leaves. Otherwise it has, for each group, the shard with the index ``piece``,
-        with zeros as padding at its end.
+        Otherwise the tree has, for each group, the shard with the index ``piece``, with zeros as padding at its end.
         """
         if piece is not None:
             flat = (

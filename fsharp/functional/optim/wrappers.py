@@ -190,9 +190,8 @@ def _conditional_transform(
 ) -> Transform:
     """Return a wrapper of ``inner`` that updates by ``inner``, or skips the update, as the function ``step`` decides.
 
-    ``step(grads, state, run, skip, comm, donate)`` calls either ``run(gradients, inner state)``, which updates by ``inner``, or
-    ``skip(inner state)``, which changes nothing. Both return ``(updates or new parameters, new inner state)``. ``step`` returns
-    the first item unchanged, and the new state of the wrapper, which contains the new inner state.
+    ``step(grads, state, run, skip, comm, donate)`` calls ``run(gradients, inner state)`` or ``skip(inner state)``. Both return
+    ``(updates or new parameters, new inner state)``. ``step`` returns the first item unchanged, and the wrapper's new state.
     """
 
     def step_or_skip(run: InnerUpdate, grads: Any, state: Any, params: Any, comm: Comm, donate: bool | None) -> Any:

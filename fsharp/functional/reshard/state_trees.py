@@ -188,8 +188,7 @@ def _check_at_rest(state_tree: StateTree, node: Sharded) -> None:
 def _leaf_facts(state_tree: StateTree, unit: UnitLayout) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield ``(path, facts)`` for each leaf of ``unit``: a dict of what has to be equal in the old and the new layout.
 
-    Facts are the shape, dtype, tie and varying axes of the leaf. The kind and ``is_cast`` of ``state_tree`` decide whether the
-    group's dtypes, format and label are facts too.
+    Facts about dtypes, format and label depend on the kind and on ``is_cast`` of ``state_tree``.
     """
     for leaf in unit.leaves:
         facts: dict[str, Any] = {"shape": list(leaf.shape), "dtype": dtype_name(leaf.dtype)}

@@ -184,9 +184,8 @@ def no_match_error(where: str, pattern: str, paths: Sequence[str]) -> PatternErr
 def select_paths(where: str, patterns: Patterns, paths: Sequence[str]) -> frozenset[str]:
     """Return the paths that ``patterns`` select: a pattern, several, a predicate on the path, or a mapping to booleans.
 
-    A pattern selects the paths that it matches, and all paths below them. A predicate selects the paths for which it is true.
-    In a mapping, the last pattern that selects a path decides. Raises PatternError if a pattern selects nothing, or if its
-    value in the mapping is not a boolean.
+    A pattern selects the paths that it matches, and all paths below them. In a mapping, the last pattern that selects a path
+    decides. Raises PatternError if a pattern selects nothing, or if a value in the mapping is not a boolean.
     """
     if not isinstance(patterns, Mapping):
         if callable(patterns):

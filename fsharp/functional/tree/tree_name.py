@@ -11,15 +11,13 @@ class TreeName:
     name says from which tree this tree was made, and how: ``tree 1 at update 3, replaced 1x, mapped 2x``.
 
     Attributes:
-        tree: number of the first tree, as text; empty if not all ranks have made the first tree together. The first update of
-            tree ``"1"`` has the number ``"1"`` as well. A second update of the same tree begins a branch with the number
-            ``"1.2"``.
-        num_updates: number of updates between the first tree and this one.
-        num_replaced: number of calls of :meth:`~fsharp.Sharded.replace` between the first tree and this one.
-        num_mapped: number of pytree mappings between the first tree and this one.
+        tree: number of the first tree, as text; empty if not all ranks have made the first tree together. A second update of
+            one tree ``"1"`` begins a branch with the number ``"1.2"``.
+        num_updates, num_replaced, num_mapped: numbers of updates, of calls of :meth:`~fsharp.Sharded.replace`, and of pytree
+            mappings between the first tree and this one.
         num_successors: number of updates that were made from this tree.
-        number_by_axes: dict from the axes of a gather to a number, which tells trees with equal texts apart, such as two mapped
-            copies of tree 1. The first tree with a text that is gathered along the axes has 1, the second 2, and so on.
+        number_by_axes: dict from the axes of a gather to a number, which tells trees with equal texts apart: 1 for the first
+            of these trees that is gathered along the axes, 2 for the second.
     """
 
     tree: str = ""
@@ -32,10 +30,10 @@ class TreeName:
     @property
     def text(self) -> str:
         """The name as text; empty if not all ranks have made the first tree together."""
-        changes = [
-            f", {what} {times}x" for what, times in (("replaced", self.num_replaced), ("mapped", self.num_mapped)) if times
-        ]
-        return f"tree {self.tree} at update {self.num_updates}{''.join(changes)}" if self.tree else ""
+        changes = f", replaced {self.num_replaced}x" * bool(self.num_replaced) + f", mapped {self.num_mapped}x" * bool(
+            self.num_mapped
+        )
+        return f"tree {self.tree} at update {self.num_updates}{changes}" if self.tree else ""
 
     def after_update(self) -> "TreeName":
         """Return the name of the tree that an update of this tree makes. A second update of this tree makes another name."""
