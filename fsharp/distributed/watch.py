@@ -384,6 +384,8 @@ class CommWatch:
         if before.number == status.number and before.num_written < status.num_written:  # still waits
             theirs = _labels_by_number(status.counts[status.watch], status.labels)
             text = _label_difference_text(None, {self.statuses.rank: mine, rank: theirs})
+            if (there := self.statuses.watches.get(status.watch)) is not None:
+                there.refuse_calls_on_all_ranks(AgreementError, text)  # the other rank waits in this watch
             raise self.refuse_calls_on_all_ranks(AgreementError, text)
         call.blocked[rank, status.watch] = status
 

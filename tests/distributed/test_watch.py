@@ -183,14 +183,18 @@ def test_where_ranks_are_and_what_to_do_come_before_labels_around():
 
 
 def test_ranks_that_wait_for_each_other_in_two_comms_are_told_apart():
-    table = Table()
+    table, boards = Table(), {"one": Table(), "two": Table()}
     ranks = [StatusExchange(rank, 2, table) for rank in range(2)]
-    watches = [[CommWatch(name, each, table, limit_s=60) for name in ("one", "two")] for each in ranks]
+    watches = [[CommWatch(name, each, boards[name], limit_s=60) for name in boards] for each in ranks]
     first, second = watches[0][0].begin_call("in one"), watches[1][1].begin_call("in two")
     for call in (first, second, first):
         call.check_can_end()
-    with pytest.raises(AgreementError, match=r"in another Comm\.\n  rank 0  in one\n  rank 1  in two\nEvery rank has to"):
+    written, match = table.read("rank 1"), r"in another Comm\.\n  rank 0  in one\n  rank 1  in two\nEvery rank has to"
+    with pytest.raises(AgreementError, match=match):
         second.check_can_end()
+    table.write("rank 1", written)  # rank 0 hears of the error even if it has not read the last status of rank 1
+    with pytest.raises(AgreementError, match=match):
+        first.check_can_end()
 
 
 def test_a_rank_is_waited_for_while_its_saver_waits_for_a_slower_one():

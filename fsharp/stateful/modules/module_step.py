@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from fsharp.errors import LossError, ScheduleError
+from fsharp.errors import FsharpError, LossError, ScheduleError
 from fsharp.functional.comm.residuals import ResidualViews, prepare_residuals
 from fsharp.functional.comm.restart_replay import restart_replay
 from fsharp.functional.layout.sharded import units_of
@@ -95,11 +95,13 @@ class ModuleStep:
     def reopen_scheduler_after_error(self) -> None:
         """Make the scheduler usable again after an error. All ranks do this.
 
-        A step whose backward pass failed is abandoned first: autograd does not tell this module of the failure.
+        A step whose backward pass or collective failed is abandoned first: this module may not have been told of the failure.
         """
-        if self._backward_id not in (-1, torch._C._current_graph_task_id()) and self.open_step is not None:
-            with suppress(ScheduleError), self._abandoning_on_error():
-                raise ScheduleError("a backward pass of a module ended in an error")
+        if self.open_step is not None:
+            with suppress(FsharpError), self._abandoning_on_error():
+                if self._backward_id not in (-1, torch._C._current_graph_task_id()):
+                    raise ScheduleError("a backward pass of a module ended in an error")
+                self._steps.check_scheduler_open()
         if self.open_step is None:
             self._steps.reopen_after_error()
 

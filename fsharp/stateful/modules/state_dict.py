@@ -17,6 +17,7 @@ from fsharp.functional.layout.placement import Place
 from fsharp.functional.layout.sharded import Sharded
 from fsharp.functional.layout.unit_layout import UnitLayout
 from fsharp.functional.moves import gather
+from fsharp.functional.tree.tree_name import TreeName
 from fsharp.stateful.modules.calls import replacing_buffers_by_copies
 from fsharp.stateful.modules.initial import check_rank
 from fsharp.stateful.modules.parameter import ShardedTensor, iter_local_leaves
@@ -145,8 +146,7 @@ def make_parts_whole_(
     ``kind_of`` returns the kind of a key's value, such as ``"exp_avg"``: a parameter may have a value of each kind.
     """
     dicts = list(dicts)
-    held = [(kind_of(key), value) for each in dicts for key, value in each.items() if isinstance(value, ShardedTensor)]
-    parts = {(kind, part.path): part for kind, part in held}
+    parts = {(kind_of(key), x.path): x for each in dicts for key, x in each.items() if isinstance(x, ShardedTensor)}
 
     def check() -> None:
         if rank is not None:
@@ -190,6 +190,7 @@ def gather_whole_tensors(parts: Iterable[ShardedTensor], comm: Comm) -> Iterator
         groups = tuple(dict.fromkeys(part.leaf.group for part in mine.values()))
         buffers = [torch.zeros(unit.local_size(g, place), dtype=dtype, device=comm.device) for g in groups]
         node = Sharded(buffers, unit, place, groups)
+        node.tree_name = TreeName("of parts")  # without a count of such trees, which an error may leave different on each rank
         for path, _, room in iter_local_leaves(node, comm.rank):
             if path in mine:
                 room.copy_(mine[path].local.reshape(-1))
@@ -217,9 +218,8 @@ def scatter_from_rank(where: str, given: Any, rank: int, comm: Comm, like: Mappi
 
     data = check_on_all_ranks(where, comm, check, lambda _: {"rank": repr(rank)})
     nbytes = int.from_bytes(all_gather_fixed_size(len(data).to_bytes(8, "little"), comm)[rank], "little")
-    mine = torch.empty(nbytes, dtype=torch.uint8, device="meta")
-    if data:
-        mine = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+    empty = torch.empty(nbytes, dtype=torch.uint8, device="meta")
+    mine = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else empty
     packed = io.BytesIO(broadcast_from_rank(mine, rank, comm).cpu().numpy().tobytes())
     outline, metadata = torch.load(packed, weights_only=True)
 

@@ -193,8 +193,7 @@ class StepLifecycle:
     def check_scheduler_open(self) -> None:
         """Raise a ScheduleError if an error has closed this scheduler, or an AgreementError if another rank has failed."""
         self._check_scheduler_open_locally()
-        comm = innermost_comm(self.own)
-        if isinstance(comm, ProcessGroupComm):
+        if isinstance(comm := innermost_comm(self.own), ProcessGroupComm):
             comm.watch.raise_if_failed()
 
     def _check_scheduler_open_locally(self) -> None:

@@ -4,10 +4,11 @@ import pytest
 import torch
 
 import fsharp as fs
+from fsharp.errors import AgreementError
 from fsharp.testing import processes, simulate
 from tests import modules
 from tests.modules import Block, batches, descend, wrap
-from tests.scheduling import DP, every
+from tests.scheduling import DP, assert_same, every
 
 
 def unsharded(model, optimizer, comm, folder):
@@ -211,3 +212,29 @@ def test_what_is_loaded_or_written_is_not_overwritten_by_a_gather_under_way():
         return found
 
     assert processes(DP, rank_fn) == [[], []]
+
+
+def test_a_rank_whose_loss_fails_outside_of_the_model_goes_on_after_the_error_that_all_ranks_get():
+    """The model did not see the error: its step stays open until another rank's error ends the collectives of the step."""
+
+    def rank_fn(comm):
+        model, optimizer = wrap(comm, "zero3")
+        (x, y), second = batches(comm, 2)
+        descend(model(x, y)["loss"], optimizer)
+        with pytest.raises(ZeroDivisionError if comm.rank == 0 else AgreementError):
+            (model(x, y)["loss"] / (1 // comm.rank)).backward()
+        optimizer.zero_grad()
+        if comm.rank == 0:
+            with pytest.raises(AgreementError, match="different collectives"):
+                model.full_state_dict()
+        model.load_full_state_dict(model.full_state_dict())
+        optimizer.load_state_dict(optimizer.state_dict())
+        descend(model(*second)["loss"], optimizer)
+        return modules.values(model)
+
+    def without_error(comm):
+        model, optimizer = wrap(comm, "zero3")
+        modules.train(model, optimizer, batches(comm, 2))
+        return modules.values(model)
+
+    assert_same(processes(DP, rank_fn), simulate(DP, without_error))
