@@ -189,8 +189,8 @@ def gather_whole_tensors(parts: Iterable[ShardedTensor], comm: Comm) -> Iterator
     for (unit, place, dtype), mine in by_unit.items():
         groups = tuple(dict.fromkeys(part.leaf.group for part in mine.values()))
         buffers = [torch.zeros(unit.local_size(g, place), dtype=dtype, device=comm.device) for g in groups]
-        node = Sharded(buffers, unit, place, groups)
-        node.tree_name = TreeName("of parts")  # without a count of such trees, which an error may leave different on each rank
+        # A name without a number: ranks would count such trees, and after an error of one rank their counts differ.
+        node = Sharded(buffers, unit, place, groups, tree_name=TreeName("of parts"))
         for path, _, room in iter_local_leaves(node, comm.rank):
             if path in mine:
                 room.copy_(mine[path].local.reshape(-1))
