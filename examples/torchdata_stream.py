@@ -28,6 +28,10 @@ class Options:
     steps: int = 20
     out: Path = Path("runs/stream")
 
+    def __post_init__(self):
+        if self.steps < 2:
+            raise SystemExit(f"error: --steps is {self.steps}, expected at least 2: a run is stopped after half of the steps")
+
 
 class Windows(IterableDataset):
     """Windows of 64 bytes. Each worker of each rank takes every n-th window. State: the number of its next window."""
