@@ -54,11 +54,11 @@ def measure(options: Options, comm: fs.Comm, say: Callable[[str], None]) -> dict
             hardware = fs.inspect.Hardware.fit(
                 traces[TOGETHER],
                 schedule,
-                synchronous_host=True,
+                computes_on_host=True,
                 contention=contention(options.nproc),
                 alone=traces[ALONE],
             )
-        own = replace(hardware, compute=traces[ALONE].compute_times(), update_s=traces[ALONE].update_time())
+        own = replace(hardware, compute_times=traces[ALONE].compute_times(), update_s=traces[ALONE].update_time())
         alone = scaled(own, found[ALONE].scheduled.schedule, times(rounds, ALONE).median)
         shared = replace(alone, update_s=alone.update_s / options.nproc)
         rows[name] = _row(over_ranks(rounds)[1], fs.inspect.predict(schedule, shared).step_s)
@@ -77,10 +77,13 @@ def scaled(hardware: fs.inspect.Hardware, schedule: fs.schedules.Schedule, step_
     Medians of parts do not add up to the median of their sum, and between the parts the host does something too.
     """
     factor = step_s / fs.inspect.predict(schedule, hardware).step_s
-    assert isinstance(hardware.compute, Mapping)
-    compute = {unit: (factor * forward, factor * backward) for unit, (forward, backward) in hardware.compute.items()}
+    assert isinstance(hardware.compute_times, Mapping)
+    compute = {unit: (factor * forward, factor * backward) for unit, (forward, backward) in hardware.compute_times.items()}
     return replace(
-        hardware, compute=compute, update_s=factor * hardware.update_s, memory_bandwidth=hardware.memory_bandwidth / factor
+        hardware,
+        compute_times=compute,
+        update_s=factor * hardware.update_s,
+        memory_bandwidth=hardware.memory_bandwidth / factor,
     )
 
 

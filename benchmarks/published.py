@@ -105,13 +105,13 @@ def predicted(run: Run, layout: fs.Layout, schedule: fs.schedules.Schedule, effi
     hardware = fs.inspect.Hardware.preset(run.gpu, layout, tokens=tokens, efficiency=1.0, recompute=run.recompute, **axes)
     dim = MODELS[run.model].dim
     attention_s = 4 * dim * SEQUENCE * tokens / run.tensor / GPUS[run.gpu].flops
-    assert isinstance(hardware.compute, dict)
+    assert isinstance(hardware.compute_times, dict)
     compute = {}
-    for unit, (forward, _) in hardware.compute.items():
+    for unit, (forward, _) in hardware.compute_times.items():
         own = 0.0 if unit == "embed" else forward + (attention_s if unit.startswith("layers") else 0.0)
         compute[unit] = own / efficiency, (3 if run.recompute else 2) * own / efficiency
     share = 1 / run.fsdp
-    step_s = fs.inspect.predict(schedule, replace(hardware, compute=compute, update_s=share * hardware.update_s)).step_s
+    step_s = fs.inspect.predict(schedule, replace(hardware, compute_times=compute, update_s=share * hardware.update_s)).step_s
     return tokens / step_s / run.tensor / run.pipeline
 
 

@@ -78,7 +78,7 @@ def cases(options: Options) -> dict[str, Case]:
 def measure(options: Options, comm: fs.Comm, say: Callable[[str], None]) -> dict[str, Any]:
     """The part ``tune``, of as many processes as there are: by case, seconds of each candidate and how good the choice is."""
     result: dict[str, Any] = {}
-    links = fs.inspect.measure(comm, compute=(0.0, 0.0), steps=options.calibration_steps)
+    links = fs.inspect.measure(comm, compute_times=(0.0, 0.0), steps=options.calibration_steps)
     for name, case in cases(options).items():
         tree = gpt.tree_of(gpt.build(case.shape))
         layouts = {
@@ -99,9 +99,9 @@ def measure(options: Options, comm: fs.Comm, say: Callable[[str], None]) -> dict
         everyone = {each.name: each for each in (alone, again, *found.values())}
         rounds, _ = in_turns(everyone, case.shape, options, lambda text, n=name: say(f"{n}, {text}"))
         rounds = over_ranks(rounds)[1]
-        own = replace(links, compute=trace.compute_times(), update_s=trace.update_time())
+        own = replace(links, compute_times=trace.compute_times(), update_s=trace.update_time())
         hardware = scaled(own, alone.scheduled.schedule, times(rounds, ALONE).median)
-        hardware = replace(hardware, compute=_with_recomputation(hardware.compute, rounds, case.microbatches))
+        hardware = replace(hardware, compute_times=_with_recomputation(hardware.compute_times, rounds, case.microbatches))
         candidates: dict[Key, fs.inspect.Candidate] = {}
         for chosen, policies, remat in (
             (plain, POLICIES, {"": ()}),

@@ -94,7 +94,7 @@ def train_both(what, build, batches, mesh, strategy, *, lr):
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     total = sum(p.numel() for p in model.parameters())
     kept = sum(x.nbytes for state in optimizer.state_dict()["state"].values() for x in state.values() if x.dim())
-    moved = sum(call.nbytes * n for call, n in model.scheduled_step.schedule.calls().items() if "reduce" in call.op)
+    moved = sum(call.nbytes * n for call, n in model.scheduled_step.schedule.collective_counts().items() if "reduce" in call.op)
     say(f"{what}: {trained:,} of {total:,} parameters are trained")
     say(f"  a rank keeps {kept:,} bytes of optimizer state, and sends {moved:,} bytes of gradients in a step")
     if comm.rank == 0:

@@ -26,7 +26,7 @@ def main(folder="."):
     fs.inspect.draw_sharding(layout, Path(folder, "sharding.png"), unit="layers.0")
 
     schedule = simulate(fs.Mesh({"dp": 4}), train)[0]  # four ranks, in threads of this process
-    hardware = fs.inspect.Hardware(compute={"**": (2e-3, 4e-3)}, bandwidth=60e6, latency=2e-5)
+    hardware = fs.inspect.Hardware(compute_times={"**": (2e-3, 4e-3)}, bandwidth=60e6, latency=2e-5)
     fs.inspect.draw(schedule, Path(folder, "schedule.png"), hardware=hardware)
 
 

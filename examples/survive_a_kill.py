@@ -152,10 +152,10 @@ def main():
                 sys.exit(status)
             found.append(fs.checkpoint.latest(root / name))
         whole, killed = found
-        same = [torch.equal(whole.tensor(name), killed.tensor(name)) for name in whole.names]
+        same = [torch.equal(whole.tensor(name), killed.tensor(name)) for name in whole.tensor_names]
         kills = len(list(root.glob("killed-killed-*")))
         print(f"{sum(same)} of {len(same)} tensors have the same bits after {killed.step} steps and {kills} kills")
-        sys.exit(0 if all(same) and whole.names == killed.names and whole.step == killed.step else 1)
+        sys.exit(0 if all(same) and whole.tensor_names == killed.tensor_names and whole.step == killed.step else 1)
 
 
 if __name__ == "__main__":

@@ -7,12 +7,12 @@ Glossary
     mesh        the ranks, arranged in a grid with named axes (:class:`Mesh`).
     at rest     between uses: a tensor rests where a rank holds it while no function uses it.
     placement   how the ranks along one axis hold a tensor: Replicate, Shard, Partial or Vary.
-    place       one placement for each axis: where one kind of tensor rests (:class:`~fsharp.layouts.Place`).
+    place       one placement for each axis: where one kind of tensor rests (:class:`~fsharp.layouts.MeshPlacement`).
     strategy    the places of parameters, of gradients and of optimizer state (:class:`Strategy`).
     spec        the axes that cut each dim of a leaf, as JAX's PartitionSpec; it stands for a strategy (:class:`P`).
     unit        a subtree whose leaves are gathered, used and released together.
     group       leaves of a unit that share a flat buffer: equal dtypes, equal labels, all trained or all frozen.
-    atom        a run of elements that stays on one rank: ``Element``, ``Rows`` or ``Whole`` of :mod:`fsharp.layouts`.
+    atom        elements that stay on one rank together: ``ElementAtom``, ``RowsAtom`` or ``LeafAtom`` of :mod:`fsharp.layouts`.
     layout      which element of which leaf rests on which rank (:class:`Layout`); :func:`plan` makes a layout.
     sharded     the pytree node that takes the place of a unit's subtree, and holds one rank's buffers (:class:`Sharded`).
     full        the place in which functions see parameters: replicated on every axis on which the unit does not vary.

@@ -1,10 +1,14 @@
 """Parts of a layout: placements, axis rules, atoms, units and groups; functions that map over the units of a tree."""
 
-from fsharp.functional.layout.packing import Element as Element, Rows as Rows, Whole as Whole
+from fsharp.functional.layout.packing import (
+    ElementAtom as ElementAtom,
+    LeafAtom as LeafAtom,
+    RowsAtom as RowsAtom,
+)
 from fsharp.functional.layout.placement import (
     AxisRule as AxisRule,
+    MeshPlacement as MeshPlacement,
     Partial as Partial,
-    Place as Place,
     Placement as Placement,
     Replicate as Replicate,
     Shard as Shard,

@@ -18,7 +18,7 @@ from fsharp.type_checks import check_failed_call
 F = TypeVar("F", bound=Callable[..., Any])
 
 _compiler: ContextVar[Any] = ContextVar("compiler", default=None)
-"""torch.compile's callback at the innermost call of a function that :func:`uncompiled` has returned; None if it was off."""
+"""torch.compile's callback at the innermost call of a function of :func:`disable_compile`; None if it was off."""
 
 _REASON = (
     "fsharp gathers and releases parameters between graphs. Leave out fullgraph=True, or compile what computes within a unit: "
@@ -31,7 +31,7 @@ def skip_frame(function: Callable[..., Any]) -> None:
     set_code_exec_strategy(function.__code__, _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.DEFAULT))
 
 
-# Functions, as cloudpickle sends what :func:`uncompiled` returns by value, and cannot send a ContextVar.
+# Functions, as cloudpickle sends what :func:`disable_compile` returns by value, and cannot send a ContextVar.
 def _set_caller_compiler(compiler: Any) -> Token[Any]:
     return _compiler.set(compiler)
 
@@ -40,7 +40,7 @@ def _reset_caller_compiler(token: Token[Any]) -> None:
     _compiler.reset(token)
 
 
-def uncompiled(function: F) -> F:
+def disable_compile(function: F) -> F:
     """Wrap ``function`` so that torch.compile does not compile it: a graph ends before each call, and another begins after it.
 
     Tracebacks of its errors leave out the library's frames. If the function fails with an argument of the wrong type, the error

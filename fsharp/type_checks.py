@@ -143,7 +143,7 @@ def _name_in_errors(fn: Callable[..., Any]) -> str:
     return fn.__qualname__.removesuffix(".__init__").rpartition("<locals>.")[2]
 
 
-def takes_arguments(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> bool:
+def can_bind_partial(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> bool:
     """Return whether a function has parameters for these arguments; it may need more. True if it has no signature."""
     try:
         inspect.signature(fn, follow_wrapped=False).bind_partial(*args, **kwargs)

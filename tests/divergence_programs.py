@@ -187,9 +187,9 @@ class Here:
         """Raise, die or stall."""
         simulated = isinstance(self.comm, ThreadComm)
         if self.s.kind == "dies":
-            self.comm.die() if simulated else os.kill(os.getpid(), signal.SIGKILL)
+            self.comm.simulate_death() if simulated else os.kill(os.getpid(), signal.SIGKILL)
         if self.s.kind == "stalls":
-            self.comm.stall() if simulated else os.kill(os.getpid(), signal.SIGSTOP)
+            self.comm.simulate_stall() if simulated else os.kill(os.getpid(), signal.SIGSTOP)
         raise Planted(f"rank {self.comm.rank} raises")
 
 

@@ -240,8 +240,8 @@ def test_the_top_level_is_small():
 
 
 EVERYDAY = """
-buffer call check checkpoint collective error event function gradient group leaf logger memory name op packing range record
-result run span state step storage tensor transformation transport
+buffer call check checkpoint collective error event function gradient group handle leaf logger memory name op packing range
+record result run span state step storage tensor transformation transport
 """
 """Nouns of class names that need no entry in a glossary: words of programmers, of torch, of training."""
 

@@ -408,11 +408,13 @@ def test_compute_is_scaled_to_the_step_without_communication():
     alone = schedule.replace_ops([op for op in schedule.ops if op.kind in ("compute", "cast", "update")])
     alone = alone.replace_ops([replace(op, after=()) for op in alone.ops])
     memory_bandwidth = 2.0 * THREE_UNITS.units[0].outgoing
-    hardware = fs.inspect.Hardware(compute={"**": (1.0, 2.0)}, bandwidth=1.0, memory_bandwidth=memory_bandwidth, update_s=0.5)
+    hardware = fs.inspect.Hardware(
+        compute_times={"**": (1.0, 2.0)}, bandwidth=1.0, memory_bandwidth=memory_bandwidth, update_s=0.5
+    )
     assert fs.inspect.predict(alone, hardware).step_s == 11.0
     found = prediction.scaled(hardware, alone, 22.0)
     assert fs.inspect.predict(alone, found).step_s == 22.0
-    assert (found.compute["**"], found.update_s, found.bandwidth) == ((2.0, 4.0), 1.0, 1.0)
+    assert (found.compute_times["**"], found.update_s, found.bandwidth) == ((2.0, 4.0), 1.0, 1.0)
 
 
 def test_the_thousand_units_are_those_of_zero3():

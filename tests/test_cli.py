@@ -37,7 +37,7 @@ def root(tmp_path):
 
 
 def path_of(root, step):
-    return next(each.path for each in fs.checkpoint.checkpoints(root) if each.step == step)
+    return next(each.path for each in fs.checkpoint.list_checkpoints(root) if each.step == step)
 
 
 def run(capsys, *argv):
@@ -68,7 +68,7 @@ def test_a_folder_without_checkpoints(tmp_path, capsys):
 
 
 def test_a_checkpoint_that_is_removed_meanwhile_is_not_listed(root, capsys, monkeypatch):
-    found = fs.checkpoint.checkpoints(root)
+    found = fs.checkpoint.list_checkpoints(root)
     monkeypatch.setattr("fsharp.cli.checkpoints.checkpoints", lambda _: [fs.checkpoint.Checkpoint(f"{root}/gone"), *found])
     status, lines, err = run(capsys, "ckpt", "list", root)
     assert (status, [line.split()[0] for line in lines[1:]], err) == (0, ["3", "2", "1"], "")
@@ -100,7 +100,7 @@ def test_show(root, capsys):
 def test_verify_names_the_damaged_tensor(root, capsys):
     first, second = path_of(root, 1), path_of(root, 2)
     assert run(capsys, "ckpt", "verify", first, second)[1] == [
-        f"{x.path} is intact: step {x.step}, {len(x.names)} tensors, {x.manifest.nbytes:,} bytes"
+        f"{x.path} is intact: step {x.step}, {len(x.tensor_names)} tensors, {x.manifest.nbytes:,} bytes"
         for x in map(fs.checkpoint.open_checkpoint, (first, second))
     ]
     [file] = (root / second).glob("*.safetensors")
@@ -199,8 +199,8 @@ def test_export_and_convert(kind, root, tmp_path, capsys):
         [line] = run(capsys, "ckpt", "convert", there, tmp_path / "back", "--of", kind, "--step", 3)[1]
         there = line.removeprefix("wrote ")
     found, saved = fs.checkpoint.open_checkpoint(there), fs.checkpoint.open_checkpoint(source)
-    assert sorted(found.names) == sorted(name.removeprefix("params.") for name in saved.names)
-    for name in found.names:
+    assert sorted(found.tensor_names) == sorted(name.removeprefix("params.") for name in saved.tensor_names)
+    for name in found.tensor_names:
         assert torch.equal(found.tensor(name), saved.tensor(f"params.{name}"))
 
 
@@ -210,7 +210,7 @@ def test_layers_are_stacked_for_orbax_and_unstacked_again(root, tmp_path, capsys
     run(capsys, "ckpt", "export", source, there, "--to", "orbax", "--subtree", "params", "--stack", "layers", 0)
     [line] = run(capsys, "ckpt", "convert", there, tmp_path / "stacked", "--of", "orbax")[1]
     stacked = fs.checkpoint.open_checkpoint(line.removeprefix("wrote "))
-    layers = [name for name in saved.names if name.startswith("params.layers.")]
+    layers = [name for name in saved.tensor_names if name.startswith("params.layers.")]
     for name in layers:
         i, rest = name.removeprefix("params.layers.").split(".", 1)
         assert torch.equal(stacked.tensor(f"layers.{rest}")[int(i)], saved.tensor(name))
@@ -420,7 +420,7 @@ def test_calibrate_writes_what_it_prints(measured):
     assert all(f"{op} along {axis}" in text for op, axis in links)
     assert 0 < machine.hardware.memory_bandwidth < math.inf
     assert f"{machine.hardware.codec_bandwidth / 1e9:,.2f} GB/s of encoded bytes" in text
-    assert machine.hardware.synchronous_host
+    assert machine.hardware.computes_on_host
     assert f"measured on Mesh(dp=2); wrote {file}" in text
 
 
@@ -434,7 +434,7 @@ def test_schedule_and_tune_predict_for_a_measured_machine(measured, capsys):
     layout = fs.plan(find_model("plan", "gpt-2")[0], fs.Mesh({"dp": 4}), fs.zero3("dp"), units="layers.*", precision=precision)
     hardware = machine.hardware_for_layout(layout, tokens=512, efficiency=1.0)
     n = sum(group.used for group in layout["layers.0"].groups)
-    assert hardware.compute["layers.0"] == (2 * n * 512 / machine.flops, 4 * n * 512 / machine.flops)
+    assert hardware.compute_times["layers.0"] == (2 * n * 512 / machine.flops, 4 * n * 512 / machine.flops)
     assert hardware.update_s == pytest.approx(28 * layout.num_params / machine.hardware.memory_bandwidth)
     planned = fs.schedules.plan_step(layout, order=("embed", "layers.*", "norm"))
     found = dict(line.rsplit("  ", 1) for line in lines[2:])
@@ -513,7 +513,7 @@ def test_calibrate_looks_at_the_path_before_it_measures(path, may_write, words, 
 @pytest.mark.parametrize("rank", ["0", "1"])
 def test_rank_0_of_calibrate_alone_writes_and_warns_of_an_unknown_bandwidth(rank, tmp_path, capsys, monkeypatch):
     speeds = {"bandwidth": {("all_gather", "dp"): math.inf}, "latency": {("all_gather", "dp"): 1e-3}}
-    hardware = fs.inspect.Hardware(compute=(0.0, 0.0), **speeds, memory_bandwidth=2e9)
+    hardware = fs.inspect.Hardware(compute_times=(0.0, 0.0), **speeds, memory_bandwidth=2e9)
     monkeypatch.setattr(fs, "launch", lambda *_: [MeasuredMachine(1e9, "float32", hardware)])
     monkeypatch.setenv("RANK", rank)
     status, lines, _ = run(capsys, "calibrate", tmp_path / "hardware.json", "--steps", "20")
@@ -584,10 +584,10 @@ def test_python_runs_the_package_as_the_command():
 
 def test_a_machine_gives_seconds_of_units():
     layout = fs.plan(make_params(), fs.Mesh({"dp": 2}), fs.zero3("dp"), units="layers.*")
-    hardware = fs.inspect.Hardware(compute=(0.0, 0.0), bandwidth={("all_gather", "dp"): 1e9}, memory_bandwidth=2e9)
+    hardware = fs.inspect.Hardware(compute_times=(0.0, 0.0), bandwidth={("all_gather", "dp"): 1e9}, memory_bandwidth=2e9)
     found = MeasuredMachine(1e9, "float32", hardware).hardware_for_layout(layout, tokens=10, efficiency=0.5)
     n = sum(group.used for group in layout["layers.0"].groups)
-    assert found.compute["layers.0"] == (2 * n * 10 / 0.5e9, 4 * n * 10 / 0.5e9)
+    assert found.compute_times["layers.0"] == (2 * n * 10 / 0.5e9, 4 * n * 10 / 0.5e9)
 
 
 def test_units_are_in_the_order_in_which_the_tree_has_them():

@@ -221,4 +221,4 @@ def test_cross_references_of_docstrings_resolve():
     assert not wrong, "\n".join(wrong)
     assert not resolves("fsharp.Nothing", fs, [])
     assert not resolves("ShardedModule.nothing", fs, [])
-    assert resolves("fsharp.layouts.Place", fs, [])
+    assert resolves("fsharp.layouts.MeshPlacement", fs, [])

@@ -74,11 +74,15 @@ PLAN = {
     "units overlap": (lambda: planned(units=["w", "?"]), PatternError, "two patterns overlap"),
     "frozen": (lambda: planned(frozen="bias"), PatternError, "plan(frozen=...): the pattern 'bias' matches nothing"),
     "atoms": (
-        lambda: planned(atoms={"x": fs.layouts.Whole()}),
+        lambda: planned(atoms={"x": fs.layouts.LeafAtom()}),
         PatternError,
         "plan(atoms=...): the pattern 'x' matches nothing",
     ),
-    "no atom": (lambda: planned(atoms="row"), OptionError, "atoms is 'row', expected an Element or a Rows or a Whole"),
+    "no atom": (
+        lambda: planned(atoms="row"),
+        OptionError,
+        "atoms is 'row', expected an ElementAtom or a RowsAtom or a LeafAtom",
+    ),
     "malformed": (lambda: planned(frozen="[z-a]"), PatternError, "the pattern '[z-a]' is malformed"),
     "labels": (lambda: planned(labels={"x": "m"}), PatternError, "plan(labels=...): the pattern 'x' matches nothing"),
     "a number": (lambda: planned(tree={"a": {"eps": 1e-5}}), TreeError, "params['a.eps'] is not a tensor.\n  got  float 1e-05"),
@@ -119,7 +123,7 @@ PLAN = {
     ),
     "ties: label": (lambda: planned(tree={"a": SHARED, "b": SHARED}, labels={"b": "m"}), LayoutError, "disagree on label"),
     "ties: atom": (
-        lambda: planned(tree={"a": SHARED, "b": SHARED}, atoms={"b": fs.layouts.Whole()}),
+        lambda: planned(tree={"a": SHARED, "b": SHARED}, atoms={"b": fs.layouts.LeafAtom()}),
         LayoutError,
         "disagree on atom",
     ),
@@ -164,29 +168,29 @@ SHARDED = {
     ),
     "place name": (lambda: part(place="weights"), LayoutError, "unknown place 'weights'"),
     "place order": (
-        lambda: part(place=fs.layouts.Place(("tp",), (fs.layouts.Shard,))),
+        lambda: part(place=fs.layouts.MeshPlacement(("tp",), (fs.layouts.Shard,))),
         LayoutError,
-        "Place(tp:Shard) does not belong to the strategy of unit (root)",
+        "MeshPlacement(tp:Shard) does not belong to the strategy of unit (root)",
     ),
     "place too fine": (
-        lambda: part(fs.ddp("dp"), fs.layouts.Place(("dp",), (fs.layouts.Shard,))),
+        lambda: part(fs.ddp("dp"), fs.layouts.MeshPlacement(("dp",), (fs.layouts.Shard,))),
         LayoutError,
         "shards unit (root) along ['dp'], and its layout along [] alone",
     ),
     "place that does not nest": (
         lambda: resolve_place(
             planned(fs.Mesh({"a": 2, "b": 2}), fs.zero3("a", "b")).units[0],
-            fs.layouts.Place(("a", "b"), (fs.layouts.Replicate, fs.layouts.Shard)),
+            fs.layouts.MeshPlacement(("a", "b"), (fs.layouts.Replicate, fs.layouts.Shard)),
         ),
         LayoutError,
-        "Place(a:Replicate, b:Shard) does not belong to the strategy of unit (root)",
+        "MeshPlacement(a:Replicate, b:Shard) does not belong to the strategy of unit (root)",
     ),
     "rank": (lambda: part(mesh=MESH) and fs.shard_for(make(), planned(MESH), 2), MeshError, "rank 2 is outside Mesh(dp=2)"),
     "unshard: none": (lambda: fs.unshard([]), TreeError, "no trees"),
     "unshard: too few": (lambda: fs.unshard([part(mesh=MESH)]), TreeError, "1 trees, expected one for each of the 2 ranks"),
     "unshard: partial": (lambda: fs.unshard([partial_sums()]), TreeError, "unit (root) rests partial (dp:Partial)"),
     "unshard: mixed": (
-        lambda: fs.unshard([part(mesh=MESH), part(mesh=MESH, atoms=fs.layouts.Whole())]),
+        lambda: fs.unshard([part(mesh=MESH), part(mesh=MESH, atoms=fs.layouts.LeafAtom())]),
         TreeError,
         "the tree of rank 1 has another layout or place than the tree of rank 0",
     ),
@@ -366,13 +370,13 @@ TRAIN = {
         "weight_decay=: no pattern selects 'w'",
     ),
     "muon: a vector": (
-        lambda: state(fs.optim.muon(0.1), atoms=fs.layouts.Whole()),
+        lambda: state(fs.optim.muon(0.1), atoms=fs.layouts.LeafAtom()),
         LayoutError,
         "muon(): 'b' is not a matrix.\n  leaf   b: [3]\n  atom   whole tensor\n  place  dp:Shard\n"
         "Give matrices a label of their own, by plan(labels={pattern: 'muon', ...}), and use partition(",
     ),
     "muon: cut": (
-        lambda: state(fs.optim.muon(0.1), tree={"w": torch.ones(4, 3)}, atoms=fs.layouts.Rows(2)),
+        lambda: state(fs.optim.muon(0.1), tree={"w": torch.ones(4, 3)}, atoms=fs.layouts.RowsAtom(2)),
         LayoutError,
         "'w' may be cut between ranks.\n  leaf   w: [4, 3]\n  atom   2 rows",
     ),
@@ -406,7 +410,7 @@ def other_gradients(change):
 
 GRADIENTS = {
     "structure": (other_gradients(lambda g: [g]), "trees of different structure"),
-    "layout": (other_gradients(lambda g: fs.trainable(part(atoms=fs.layouts.Whole()))), "differs   layout of unit"),
+    "layout": (other_gradients(lambda g: fs.trainable(part(atoms=fs.layouts.LeafAtom()))), "differs   layout of unit"),
     "place": (other_gradients(lambda g: fs.trainable(part(place="full"))), "got       dp:Replicate\n  expected  dp:Shard"),
     "groups": (other_gradients(lambda g: part()), "differs   groups\n  got       (0, 1)\n  expected  (0,)"),
     "dtype": (

@@ -322,7 +322,7 @@ def test_hosts_keep_what_they_send_between_them():
 
 
 def test_tune_counts_residuals():
-    hardware = fs.inspect.Hardware(compute=(1e-3, 2e-3), bandwidth=1e9, latency=2e-5)
+    hardware = fs.inspect.Hardware(compute_times=(1e-3, 2e-3), bandwidth=1e9, latency=2e-5)
     layouts = {name: make_layout(DP, "zero3", precision=of(feedback=name == "fed back")) for name in ("fed back", "without")}
     choice = fs.tune(layouts, hardware, budget=1e9)
     assert choice.name == "without"
@@ -389,7 +389,7 @@ def test_a_checkpoint_goes_on_with_the_same_bits(strategy, scheduled, tmp_path):
 def test_residuals_of_equal_size_and_another_order_are_refused(tmp_path):
     """Rows are not cut, so with other atoms leaves lie elsewhere in buffers that are as large."""
     params = {"a": torch.zeros(3, 10), "b": torch.zeros(5, 7), "c": torch.zeros(31)}
-    found = [fs.plan(params, DP, fs.zero3("dp"), precision=of(), atoms=atoms) for atoms in ({}, {"**": fs.layouts.Rows(1)})]
+    found = [fs.plan(params, DP, fs.zero3("dp"), precision=of(), atoms=atoms) for atoms in ({}, {"**": fs.layouts.RowsAtom(1)})]
     assert found[0].nbytes("residuals") == found[1].nbytes("residuals")
     assert [leaf.offset for leaf in found[0].units[0].leaves] != [leaf.offset for leaf in found[1].units[0].leaves]
 

@@ -45,7 +45,7 @@ def failing(what, when):
         codec = BY_LEAF.leaf_codec
         made = {"encode": codec.encode, "decode": codec.decode}
         made[name] = checked(made[name])
-        codec = LeafCodec(codec.scales_nbytes, codec.agreed, made["encode"], made["decode"])
+        codec = LeafCodec(codec.scales_nbytes, codec.agreed_maxima, made["encode"], made["decode"])
         return fs.Precision(stored=Format("picky", BY_LEAF.planes, leaf_codec=codec))
     made = {"encode": HALVES.encode, "decode": HALVES.decode}
     made[name] = checked(made[name])

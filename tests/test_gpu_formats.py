@@ -50,7 +50,7 @@ class OnOneDevice:
 
     def __init__(self, host):
         self.host, self.mesh, self.rank, self.device = host, host.mesh, host.rank, torch.device("cuda", 0)
-        self.tree_name_counters = host.tree_name_counters
+        self.tree_label_counters = host.tree_label_counters
 
     def all_gather(self, x, axis, **options):
         return self.host.all_gather(x.cpu(), axis, **options).cuda()

@@ -148,7 +148,7 @@ def test_long_leaves_in_nvfp4_have_the_bytes_of_their_parts(special):
 @given(
     shapes=st.lists(st.lists(st.integers(0, 9), max_size=3), min_size=1, max_size=5),
     n=st.integers(1, 5),
-    atom=st.sampled_from([fs.layouts.Element(), fs.layouts.Rows(1), fs.layouts.Rows(2), fs.layouts.Whole()]),
+    atom=st.sampled_from([fs.layouts.ElementAtom(), fs.layouts.RowsAtom(1), fs.layouts.RowsAtom(2), fs.layouts.LeafAtom()]),
 )
 def test_blocks_of_leaves_are_not_cut_and_belong_to_one_leaf(shapes, n, atom):
     """Whatever the shapes: each begins at a multiple of 16 in its buffer, and so do the parts of ranks."""

@@ -23,14 +23,15 @@ class Wrong:
 
 
 RESULTS = {
-    "Layout", "TrainState", "Loss", "Metrics", "ShardedModule", "ShardedTensor", "ShardedParameter", "ScheduledCalls",
+    "Layout", "TrainState", "Loss", "Metrics", "ShardedModule", "ShardedTensor", "ShardedParameter", "ScheduleHandle",
     "ScheduledFunction", "Sharded", "Checkpoint", "PerRank", "RefreshNbytes", "Call", "LeafSharding", "TreeSharding",
-    "Timeline", "TimeSpan", "Place", "Placement", "Dtypes", "Group", "Leaf", "Span", "UnitLayout", "NonFinite", "RankTimes",
-    "Event", "Program", "UnitFacts", "Schedule", "RaceError", "RaceReport", "Candidate", "Choice", "Comm", "Transform",
+    "Timeline", "TimeSpan", "MeshPlacement", "Placement", "Dtypes", "Group", "Leaf", "Span", "UnitLayout", "NonFinite",
+    "TimesByRank", "Event", "Program", "UnitFacts", "Schedule", "RaceError", "RaceReport", "Candidate", "Choice", "Comm",
+    "Transform",
 }  # fmt: skip
 """Public names that are no functions of users: what the library returns, and types of annotations."""
 
-OWN_WORDS = {"Mesh", "SchedulePolicy", "DebugPolicy", "Precision", "Rows", "fold_in", "seeded", "sharding", "map_units"}
+OWN_WORDS = {"Mesh", "SchedulePolicy", "DebugPolicy", "Precision", "RowsAtom", "fold_in", "seeded", "sharding", "map_units"}
 """Classes that check their arguments by themselves, and have tests of their own; a loop that calls what it is given."""
 
 CHECKED = {name: getattr(module, name) for module, name in PUBLIC if callable(getattr(module, name))}
@@ -135,7 +136,10 @@ WRONG = {
         lambda: fs.layouts.AxisRule("shard", "shard", "shard"),
         r"^AxisRule\(\): params is 'shard', expected a Placement",
     ),
-    "a list of axes that vary": (lambda: fs.zero3("dp").varying(["ep"]), r"varying\(\): axes is \['ep'\], expected a str"),
+    "a list of axes that vary": (
+        lambda: fs.zero3("dp").independent_along(["ep"]),
+        r"independent_along\(\): axes is \['ep'\], expected a str",
+    ),
     "a name of a dtype": (
         lambda: fs.plan({"w": torch.ones(2)}, ONE.mesh, fs.zero3("dp")).nbytes("params", "float32"),
         r"nbytes\(\): dtype is 'float32', expected a dtype",

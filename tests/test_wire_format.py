@@ -92,7 +92,7 @@ def test_blocks_are_not_cut_whatever_the_sizes(sizes, n, block):
             layout = fs.plan(params, mesh, getattr(fs, how)("dp"), precision=fs.Precision(wire=wire))
             node = fs.shard(params, layout, comm)
             leaves = node.unit.leaves
-            own = fs.shard_for(grads[comm.rank], layout, 0, place=node.unit.strategy.full.dual)
+            own = fs.shard_for(grads[comm.rank], layout, 0, place=node.unit.strategy.full.cotangent_place)
             found.append(fs.full_tree(fs.reduce_scatter(own, comm=comm, to="optim"), comm=comm))
             size = node.unit.groups[0].size if leaves and node.unit.groups else 0
             want = torch.zeros(size)

@@ -2,8 +2,8 @@
 
 from fsharp.checkpoint.catalog import (
     Checkpoint as Checkpoint,
-    checkpoints as checkpoints,
     latest as latest,
+    list_checkpoints as list_checkpoints,
     open_checkpoint as open_checkpoint,
     verify as verify,
 )

@@ -176,13 +176,13 @@ class Checkpoint:
         return self.manifest.config
 
     @property
-    def names(self) -> list[str]:
+    def tensor_names(self) -> list[str]:
         """Names of the saved tensors in alphabetical order. A tied tensor has several names."""
         return sorted([*self.manifest.tensors, *self.manifest.aliases])
 
     def _repr_html_(self) -> str:
         rows = [("tensor", "dtype", "shape")]
-        for name in self.names:
+        for name in self.tensor_names:
             record = self.manifest.tensors[self.manifest.aliases.get(name, name)]
             rows.append((name, dtype_name(record.dtype), str(list(record.shape))))
         return table_html(f"{self.path}: step {self.step}, {nbytes_text(self.manifest.nbytes)}", rows)
@@ -192,14 +192,14 @@ class Checkpoint:
         """Return a whole tensor, on the CPU. The caller needs neither a process group nor a tree like the saved one.
 
         Args:
-            name: one of :attr:`names`.
+            name: one of :attr:`tensor_names`.
 
         Raises:
             CheckpointError: the checkpoint has no tensor of this name, or its bytes are damaged.
         """
         name = self.manifest.aliases.get(name, name)
         if name not in self.manifest.tensors:
-            raise CheckpointError(f"{self.path}: no tensor {name!r}; there are {self.names[:8]!r:.400} ...")
+            raise CheckpointError(f"{self.path}: no tensor {name!r}; there are {self.tensor_names[:8]!r:.400} ...")
         record = self.manifest.tensors[name]
         whole = torch.empty(record.shape, dtype=record.dtype, device="cpu")
         self.reader.read([NeededElements(name, 0, record.numel, whole.view(-1))])
@@ -210,7 +210,9 @@ class Checkpoint:
 
     def __repr__(self) -> str:
         try:
-            return f"Checkpoint({self.path!r}, step {self.step}, {len(self.names)} tensors, {self.manifest.nbytes:,} bytes)"
+            return (
+                f"Checkpoint({self.path!r}, step {self.step}, {len(self.tensor_names)} tensors, {self.manifest.nbytes:,} bytes)"
+            )
         except CheckpointError:
             return f"Checkpoint({self.path!r}, which is not complete any more)"
 
@@ -283,16 +285,16 @@ def _folders_with_manifest(root: str) -> Iterator[str]:
 
 
 @options_checked
-def checkpoints(root: str | os.PathLike[str]) -> list[Checkpoint]:
+def list_checkpoints(root: str | os.PathLike[str]) -> list[Checkpoint]:
     """Return all complete checkpoints under ``root``, in order of their saves, the newest first.
 
     The order is not that of steps: a run that continues from an older checkpoint saves smaller steps again. A clock that was
     set back does not change the order. Incomplete checkpoints are left out, with a warning in the log.
     """
-    return list(iter_complete_checkpoints(absolute_path(root)))
+    return list(iter_complete_newest_first(absolute_path(root)))
 
 
-def iter_complete_checkpoints(folder: str, *, skips_os_errors: bool = True) -> Iterator[Checkpoint]:
+def iter_complete_newest_first(folder: str, *, skips_os_errors: bool = True) -> Iterator[Checkpoint]:
     """Yield the complete checkpoints in ``folder``, the newest first. Each checkpoint is opened when the caller asks for it.
 
     An incomplete checkpoint is skipped, with a warning in the log. So is a checkpoint that the file system refuses to read;
@@ -334,7 +336,7 @@ def latest(root: str | os.PathLike[str]) -> Checkpoint | None:
         CheckpointError: the file system refuses to read the newest checkpoint, for example for lack of permission.
     """
     folder = absolute_path(root)
-    newest = next(iter_complete_checkpoints(folder, skips_os_errors=False), None)
+    newest = next(iter_complete_newest_first(folder, skips_os_errors=False), None)
     for name in storage_of(folder).list_names(folder):
         match = _STAGING_FOLDER_PATTERN.fullmatch(name)
         if match and (newest is None or int(match[2]) > newest.step):
@@ -347,7 +349,7 @@ def newest_except(root: str, damaged: Collection[str]) -> Checkpoint | None:
     """Return the newest complete checkpoint under ``root`` whose path is not in ``damaged``; None if there is none."""
     if not damaged:
         return latest(root)
-    found = iter_complete_checkpoints(root, skips_os_errors=False)
+    found = iter_complete_newest_first(root, skips_os_errors=False)
     return next((each for each in found if each.path not in damaged), None)
 
 

@@ -21,7 +21,7 @@ from fsharp.functional.comm.protocol import Comm
 from fsharp.functional.comm.residuals import PerRank as PerRank
 from fsharp.functional.formats.format import tensor_text
 from fsharp.functional.layout.mesh import Mesh
-from fsharp.functional.layout.placement import Place
+from fsharp.functional.layout.placement import MeshPlacement
 from fsharp.functional.layout.sharded import Sharded, is_sharded
 from fsharp.functional.layout.unit_layout import Leaf, UnitLayout
 from fsharp.functional.state import MadeBy
@@ -33,7 +33,7 @@ Value = bool | int | float | str | None
 _TOO_LARGE_INT = 10**4300
 _MIN_WRITE_NBYTES = 1 << 16
 """Least bytes that a replica writes of a tensor; fewer replicas divide a small tensor."""
-_LeafOnRanks = tuple[tuple[int, ...], Callable[[int], "Piece"], slice]
+_LeafPieces = tuple[tuple[int, ...], Callable[[int], "Piece"], slice]
 """A leaf's whole shape, a function from a rank to the :class:`Piece` that the rank holds, and the range in its own buffer."""
 
 
@@ -83,7 +83,7 @@ class TensorEntry:
     Attributes:
         name: keys on the path to the leaf in the saved tree, joined by dots. The name does not depend on units.
         shape: shape of the whole tensor. If ranks along an axis hold different tensors, these are concatenated along dim 0.
-        piece: function from a rank to the :class:`Piece` that the rank holds.
+        piece_of_rank: function from a rank to the :class:`Piece` that the rank holds.
         local: the elements of this rank, 1-D.
         is_replicated: whether every rank should hold equal values, which only a comparison of values can confirm.
         is_group_scalar: whether the value is one number for all leaves of a buffer, such as a step count.
@@ -93,7 +93,7 @@ class TensorEntry:
     name: str
     dtype: torch.dtype
     shape: tuple[int, ...]
-    piece: Callable[[int], Piece]
+    piece_of_rank: Callable[[int], Piece]
     local: torch.Tensor
     is_replicated: bool = False
     is_group_scalar: bool = False
@@ -110,7 +110,7 @@ class TensorEntry:
 
     def range_written_by(self, rank: int) -> tuple[int, int]:
         """Return the range ``(first, last)`` of elements that ``rank`` writes. Ranks with equal elements divide the writing."""
-        piece = self.piece(rank)
+        piece = self.piece_of_rank(rank)
         size = piece.last - piece.first
         writers = max(1, min(piece.num_replicas, size * self.dtype.itemsize // _MIN_WRITE_NBYTES))
         turn = (piece.replica + zlib.crc32(self.name.encode())) % piece.num_replicas
@@ -138,7 +138,7 @@ class TreeContents:
     objects: dict[str, Any] = field(default_factory=dict)
     settings: dict[str, None] = field(default_factory=dict)
 
-    def texts_to_compare(self) -> dict[str, str]:
+    def tensor_and_layout_texts(self) -> dict[str, str]:
         """Return, by name, the texts that ranks compare: names, dtypes and shapes of tensors, and layouts."""
         tensors = (f"{entry.name}: {tensor_text(entry)}" for entry in self.entries.values())
         return {"tensors": "\n".join(tensors), "layouts": "\n".join(self.layouts)}
@@ -154,7 +154,7 @@ def contents_of(where: str, tree: Any, comm: Comm) -> TreeContents:
 
     Raises TreeError for a leaf that cannot be saved, or if two leaves have one name. ``where`` names the caller in errors.
     """
-    found, parts, held = TreeContents({}, {}, {}, []), dict[int, str](), dict[Any, dict[str, _LeafOnRanks]]()
+    found, parts, held = TreeContents({}, {}, {}, []), dict[int, str](), dict[Any, dict[str, _LeafPieces]]()
     for segments, entries, leaf in leaves_with_both_paths(tree):
         if is_sharded(leaf):
             _add_unit_entries(where, found, segments, entries, leaf, comm)
@@ -363,7 +363,7 @@ def _add_unit_entries(
 
 
 def _sharded_tensor_entry(
-    where: str, found: TreeContents, name: str, part: ShardedTensor, comm: Comm, known: dict[Any, dict[str, _LeafOnRanks]]
+    where: str, found: TreeContents, name: str, part: ShardedTensor, comm: Comm, known: dict[Any, dict[str, _LeafPieces]]
 ) -> TensorEntry:
     """Return the entry of ``part``, a ShardedTensor in a state dict. ``known`` caches :func:`_leaves_on_ranks_by_path`."""
     unit, leaf, place = part.unit, part.leaf, part.place
@@ -382,7 +382,7 @@ def _sharded_tensor_entry(
     return TensorEntry(name, part.dtype, shape, piece, part.local.view(-1))
 
 
-def is_group_scalar(buffer: torch.Tensor, unit: UnitLayout, group: int, place: Place) -> bool:
+def is_group_scalar(buffer: torch.Tensor, unit: UnitLayout, group: int, place: MeshPlacement) -> bool:
     """Return whether ``buffer`` is one number for all leaves of a group, such as a step count. Each leaf saves the number."""
     if buffer.numel() != 1 or unit.local_size(group, place) != 1:
         return buffer.numel() == 1
@@ -391,21 +391,21 @@ def is_group_scalar(buffer: torch.Tensor, unit: UnitLayout, group: int, place: P
 
 
 @lru_cache(maxsize=1 << 14)
-def _layout_text(unit: UnitLayout, place: Place) -> str:
+def _layout_text(unit: UnitLayout, place: MeshPlacement) -> str:
     """Return a text that says which rank holds which elements of a unit at ``place``, for ranks to compare."""
     parts = [f"{group.num_parts} x {group.capacity}" for group in unit.groups]
     return f"{place}; {parts}, leaves at {[leaf.offset for leaf in unit.leaves]}"
 
 
 @lru_cache(maxsize=1 << 14)
-def _leaves_on_ranks_by_path(unit: UnitLayout, place: Place, rank: int) -> dict[str, _LeafOnRanks]:
-    """Return, by path, a :class:`_LeafOnRanks` for each leaf that a unit stores; tied leaves have none."""
+def _leaves_on_ranks_by_path(unit: UnitLayout, place: MeshPlacement, rank: int) -> dict[str, _LeafPieces]:
+    """Return, by path, a :class:`_LeafPieces` for each leaf that a unit stores; tied leaves have none."""
     mesh = unit.mesh
-    varying = [axis for axis in mesh.names if axis in place.varying_axes]
+    varying = [axis for axis in mesh.names if axis in place.independent_axes]
     copies = [axis for axis in mesh.names if axis not in place.sharded_axes and axis not in varying]
     num_kinds, num_copies = (math.prod(map(mesh.axis_size, axes)) for axes in (varying, copies))
 
-    def pieces_of(leaf: Leaf) -> _LeafOnRanks:
+    def pieces_of(leaf: Leaf) -> _LeafPieces:
         def piece(of: int) -> Piece:
             base, (first, last) = mesh.index_along(varying, of) * leaf.numel, unit.leaf_range_on_rank(leaf, place, of)
             return Piece(base + first, base + last, mesh.index_along(copies, of), num_copies)

@@ -46,7 +46,7 @@ from fsharp.checkpoint.storage import absolute_path, os_error_behind, storage_of
 from fsharp.errors import AgreementError, CheckpointError, CommError, log as _log, problem
 from fsharp.functional.comm.agree import all_gather_texts, check_on_all_ranks
 from fsharp.functional.comm.protocol import Comm
-from fsharp.functional.comm.tree_names import name_new_tree
+from fsharp.functional.comm.tree_labels import label_new_tree
 from fsharp.functional.encoding import encode_block_format_groups, encode_leaf_format_groups
 from fsharp.functional.layout.lent_memory import check_not_lent_to_jax
 from fsharp.functional.layout.sharded import decode_tree, is_sharded, mark_donated, units_of
@@ -233,7 +233,7 @@ def load_with_reader(
         found, _, into, names, _ = made
         read_from = "\n".join(f"{name} from {source}" for name, source in names.by_tensor.items())
         how = {"where": where, "cast": repr(cast), "donate": repr(donate), "subtree": repr(subtree), "names": read_from}
-        return {"save": found.manifest.save_id, **how, "strict": repr(strict), **into.texts_to_compare()}
+        return {"save": found.manifest.save_id, **how, "strict": repr(strict), **into.tensor_and_layout_texts()}
 
     kept = dict[str, torch.Tensor]()
     found, tree, into, names, resting = check_on_all_ranks("load()", comm, check, fields)
@@ -249,7 +249,7 @@ def load_with_reader(
 
     try:
         tree = encode_leaf_format_groups(check_on_all_ranks("load()", comm, fill), comm, resting)
-        name_new_tree(tree, comm)
+        label_new_tree(tree, comm)
         if any(has_state_dict(leaf) for leaf in optree.tree_leaves(like, is_leaf=is_node_saved_as_leaf)):
             tree = check_on_all_ranks(
                 "load()", comm, lambda: optree.tree_map(load_if_object, like, tree, is_leaf=is_node_saved_as_leaf)
@@ -376,14 +376,14 @@ def _fill_tree(
     for name, entry in into.entries.items():
         if name in kept:
             continue
-        piece, target = entry.piece(rank), entry.local
+        piece, target = entry.piece_of_rank(rank), entry.local
         if entry.is_group_scalar:
             target = torch.empty_like(target)
             numbers.append((entry, target))
         source = names.by_tensor[name]
         needs.append(NeededElements(owners.get(source, source), piece.first, piece.last, target))
     for owner, _, source in names.of_tied:
-        piece = into.entries[owner].piece(rank)
+        piece = into.entries[owner].piece_of_rank(rank)
         again.append(torch.empty_like(into.entries[owner].local))
         needs.append(NeededElements(owners.get(source, source), piece.first, piece.last, again[-1]))
     read(found, needs)

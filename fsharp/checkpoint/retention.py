@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from fsharp.checkpoint.catalog import (
     folder_names_newest_first,
-    iter_complete_checkpoints,
+    iter_complete_newest_first,
     open_if_complete,
     remove_incomplete,
     save_time_of,
@@ -66,7 +66,7 @@ def _is_another_intact(root: str, old: Collection[str]) -> bool:
     one of them meanwhile.
     """
     damage = dict[str, str]()
-    for found in iter_complete_checkpoints(root):
+    for found in iter_complete_newest_first(root):
         if found.path not in old:
             try:
                 verify(found.path)

@@ -51,7 +51,7 @@ class BackgroundSaver:
         self._staged_as: list[StoredTensor] = []
         self._lock = threading.RLock()  # held by calls that several threads may make
         self._pid = os.getpid()
-        restart_replay.record_for_replay(self._reset_after_rank_restart)
+        restart_replay.record_replay_only_call(self._reset_after_rank_restart)
 
     def _reset_after_rank_restart(self) -> None:
         """Abandon the save under way, as a new generation of the job begins: a restarted rank cannot take part in the save."""
@@ -72,7 +72,7 @@ class BackgroundSaver:
         _busy_savers.add(self)
 
     def _run_job(self, job: Callable[[Snapshot], Any], snapshot: Snapshot) -> Any:
-        with self._own.watch.running_job() if isinstance(self._own, ProcessGroupComm) else nullcontext():
+        with self._own.watch.flag_background_job() if isinstance(self._own, ProcessGroupComm) else nullcontext():
             return job(snapshot)
 
     @torch.inference_mode(False)  # tensors made in inference mode could not be written to outside of it
@@ -99,7 +99,7 @@ class BackgroundSaver:
         return self._under_way.error if self._under_way is not None and self._under_way.is_done(within_s) else None
 
     @api_boundary
-    def check(self) -> None:
+    def raise_if_failed(self) -> None:
         """Raise the error of the previous save, if it has failed. Cost: none.
 
         Ranks may see the error at different times. The next call that waits for a save raises the error again, on all ranks.
@@ -163,12 +163,12 @@ class Saver(BackgroundSaver):
                 state, metrics = train_step(state, batch)
                 if step % 100 == 0:
                     saver.save(state, step=step)  # returns once values are copied to host memory
-                saver.check()  # raises the error of a failed save
+                saver.raise_if_failed()  # raises the error of a failed save
 
     :meth:`save` copies this rank's elements to host memory, which the next save uses again. A thread writes the copies, with
     collectives in its own process groups. If a save fails, the next :meth:`save` or :meth:`close` raises the error on all
-    ranks. Before that, :meth:`check` raises the error on each rank that has learned of the failure. If neither :meth:`save` nor
-    :meth:`close` follows, the process prints the error at its end, and exits with status 1.
+    ranks. Before that, :meth:`raise_if_failed` raises the error on each rank that has learned of the failure. If neither
+    :meth:`save` nor :meth:`close` follows, the process prints the error at its end, and exits with status 1.
 
     Args:
         root: folder of the checkpoints, for this Saver alone: a save by another program is an error. Folders of interrupted

@@ -80,7 +80,7 @@ def save(
     >>> params = fs.shard({"w": torch.arange(6.)}, layout, fs.SingleComm())
     >>> with tempfile.TemporaryDirectory() as root:
     ...     found = fs.checkpoint.save(root, {"params": params, "seen": 512}, step=7, comm=fs.SingleComm())
-    ...     found.step, found.names, found.tensor("params.w"), found.manifest.values
+    ...     found.step, found.tensor_names, found.tensor("params.w"), found.manifest.values
     (7, ['params.w'], tensor([0., 1., 2., 3., 4., 5.]), {'seen': 512})
 
     Args:
@@ -176,7 +176,7 @@ def agree_on_snapshot(
         drawn = begin(contents)
         return contents
 
-    def texts_to_compare(contents: TreeContents) -> dict[str, str]:
+    def tensor_and_layout_texts(contents: TreeContents) -> dict[str, str]:
         # The name keeps a copy on the host alive, which a view of its bytes does not.
         on_host = ((e.name, e.local.cpu()) for e in contents.entries.values() if e.is_replicated)
         same = [f"{name}: {xxhash.xxh3_64_hexdigest(bytes_of(local))}" for name, local in on_host]
@@ -185,18 +185,18 @@ def agree_on_snapshot(
             **({"root": root} if shared_root else {}),
             "config": json.dumps(config, sort_keys=True),
             "metric": repr(metric),
-            **contents.texts_to_compare(),
+            **contents.tensor_and_layout_texts(),
             "history of modules": "\n".join(contents.settings),
             "values": "\n".join(f"{name}: {value!r}" for name, value in contents.values.items()),
             "lists, tuples and None": "\n".join(f"{name}: {json.dumps(each)}" for name, each in contents.objects.items()),
             "values of tensors, which PerRank() and, for buffers, WithPerRankBuffers() allow to differ": "\n".join(same),
         }
 
-    contents = check_on_all_ranks(where, comm, check, texts_to_compare)
+    contents = check_on_all_ranks(where, comm, check, tensor_and_layout_texts)
     name = all_gather_fixed_size(bytes.fromhex(drawn) if comm.rank == 0 else bytes(16), comm)[0].hex()
     tensors, values = [], []
     for entry, tensor in tensors_written_by(contents, comm.rank):
-        (first, last), mine = entry.range_written_by(comm.rank), entry.piece(comm.rank)
+        (first, last), mine = entry.range_written_by(comm.rank), entry.piece_of_rank(comm.rank)
         tensors.append(tensor)
         values.append(entry.local[first - mine.first : last - mine.first])
     folder, best_by = f"{root}/{folder_name(step, name)}", None if metric is None else float(metric)

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Annotated, Any, TextIO, Union
 
-from fsharp.cli.checkpoints import convert, diff, export, list_checkpoints, prune_checkpoints, show, verify_checkpoints
+from fsharp.cli.checkpoints import checkpoint_list_text, convert, diff, export, prune_checkpoints, show, verify_checkpoints
 from fsharp.cli.diagnosis import doctor
 from fsharp.cli.machine import calibrate
 from fsharp.cli.plans import plan, schedule, tune
@@ -29,7 +29,7 @@ COMMANDS: dict[str, Callable[..., str]] = {
     "doctor": doctor,
 }
 CHECKPOINTS: dict[str, Callable[..., str]] = {
-    "list": list_checkpoints,
+    "list": checkpoint_list_text,
     "show": show,
     "verify": verify_checkpoints,
     "diff": diff,

@@ -8,7 +8,7 @@ from typing import Literal
 
 import torch
 
-from fsharp.checkpoint import checkpoints, export_safetensors, from_dcp, open_checkpoint, prune, to_dcp, verify
+from fsharp.checkpoint import export_safetensors, from_dcp, list_checkpoints, open_checkpoint, prune, to_dcp, verify
 from fsharp.checkpoint.catalog import has_checkpoints, opening_errors
 from fsharp.checkpoint.manifest import MANIFEST_NAME
 from fsharp.checkpoint.storage import absolute_path, storage_of
@@ -21,7 +21,7 @@ from fsharp.functional.layout.text import align_columns, nbytes_text
 _NO_STACKS: Mapping[str, int] = MappingProxyType({})
 
 
-def list_checkpoints(root: str, /) -> str:
+def checkpoint_list_text(root: str, /) -> str:
     """List the complete checkpoints in a folder, the newest first, and the problems of all other checkpoints.
 
     Args:
@@ -29,7 +29,7 @@ def list_checkpoints(root: str, /) -> str:
     """
     _check_folder_of_checkpoints("ckpt list", root)
     rows = [("step", "saved, UTC", "ranks", "tensors", "bytes", "metric", "path")]
-    for each in checkpoints(root):
+    for each in list_checkpoints(root):
         try:
             made = each.manifest
         except CheckpointError:  # another process has removed it since
@@ -37,7 +37,15 @@ def list_checkpoints(root: str, /) -> str:
         when = datetime.fromtimestamp(made.created, UTC).strftime("%Y-%m-%d %H:%M:%S")
         metric = "" if made.metric is None else f"{made.metric:g}"
         rows.append(
-            (str(made.step), when, str(len(made.files)), str(len(each.names)), nbytes_text(made.nbytes), metric, each.path)
+            (
+                str(made.step),
+                when,
+                str(len(made.files)),
+                str(len(each.tensor_names)),
+                nbytes_text(made.nbytes),
+                metric,
+                each.path,
+            )
         )
     errors = opening_errors(absolute_path(root))
     if len(rows) > 1:
@@ -66,7 +74,7 @@ def show(path: str, /) -> str:
     about = [("step", made.step), ("ranks", len(made.files)), ("mesh", dict(made.mesh)), ("versions", dict(made.versions))]
     about += [("bytes", nbytes_text(made.nbytes)), ("metric", made.metric), ("config", made.config)]
     rows = [("tensor", "dtype", "shape")]
-    for name in found.names:
+    for name in found.tensor_names:
         stored = made.aliases.get(name, name)
         record = made.tensors[stored]
         rows.append((name, dtype_name(record.dtype), str(list(record.shape)) + (f" = {stored}" if stored != name else "")))
@@ -91,7 +99,7 @@ def verify_checkpoints(paths: tuple[str, ...], /) -> str:
     for path in paths:
         try:
             x = verify(path)
-            intact.append(f"{x.path} is intact: step {x.step}, {len(x.names)} tensors, {x.manifest.nbytes:,} bytes")
+            intact.append(f"{x.path} is intact: step {x.step}, {len(x.tensor_names)} tensors, {x.manifest.nbytes:,} bytes")
         except CheckpointError as error:
             damaged.append(str(error))
     if damaged:
@@ -108,10 +116,10 @@ def diff(first: str, second: str, /, *, values: bool = True) -> str:
         values: compare the values of tensors; each is read whole.
     """
     one, other = open_checkpoint(first), open_checkpoint(second)
-    lines = [f"- {name}" for name in one.names if name not in other.names]
-    lines += [f"+ {name}" for name in other.names if name not in one.names]
-    for name in one.names:
-        if name not in other.names:
+    lines = [f"- {name}" for name in one.tensor_names if name not in other.tensor_names]
+    lines += [f"+ {name}" for name in other.tensor_names if name not in one.tensor_names]
+    for name in one.tensor_names:
+        if name not in other.tensor_names:
             continue
         a, b = (each.manifest.tensors[each.manifest.aliases.get(name, name)] for each in (one, other))
         if (a.dtype, a.shape) != (b.dtype, b.shape):

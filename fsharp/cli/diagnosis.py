@@ -48,7 +48,7 @@ def _versions() -> Iterator[Row]:
     yield "CUDA", torch.version.cuda or "torch was built without it"
     yield "NCCL", ".".join(map(str, _nccl_version())) or "torch was built without it"
     for name in dict.fromkeys([*PACKAGES, *(name for _, names in EXTRAS.values() for name in names)]):
-        yield name, _version(name) or "not installed"
+        yield name, _version_or_empty(name) or "not installed"
 
 
 def _hardware() -> Iterator[Row]:
@@ -93,7 +93,7 @@ def _features() -> Iterator[Row]:
     no_nccl = no_gpu or ("" if nccl else "a torch with NCCL")
     release = tuple(int(part) for part in torch.__version__.split(".")[:2])
     low, high = (".".join(map(str, each)) for each in TESTED)
-    no_te = no_gpu or ("" if _version("transformer_engine") else "pip install 'fsharp[te]'")
+    no_te = no_gpu or ("" if _version_or_empty("transformer_engine") else "pip install 'fsharp[te]'")
     needs = {
         f"this torch is one of {low} to {high}, which are tested": "" if TESTED[0] <= release <= TESTED[1] else "another torch",
         "ranks on CPUs, over gloo": "" if torch.distributed.is_gloo_available() else "a torch with gloo",
@@ -105,7 +105,7 @@ def _features() -> Iterator[Row]:
         "MXFP8 and NVFP4 of TransformerEngine": no_te or ("" if capability >= (10, 0) else "compute capability 10.0"),
     }
     for feature, (extra, packages) in EXTRAS.items():
-        needs[feature] = "" if all(map(_version, packages)) else f"pip install 'fsharp[{extra}]'"
+        needs[feature] = "" if all(map(_version_or_empty, packages)) else f"pip install 'fsharp[{extra}]'"
     yield from ((feature, f"no: needs {need}" if need else "yes") for feature, need in needs.items())
 
 
@@ -128,7 +128,7 @@ def _nccl_version() -> tuple[int, ...]:
     return tuple(cuda.nccl.version()) if torch.distributed.is_nccl_available() else ()
 
 
-def _version(package: str) -> str:
+def _version_or_empty(package: str) -> str:
     """Return the version of an installed package; empty if the package is not installed."""
     try:
         return version(package)

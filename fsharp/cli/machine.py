@@ -114,7 +114,7 @@ def _measure_machine(axes: tuple[tuple[str, int], ...], steps: int, dtype: str) 
     source = torch.ones(_COPIED_NBYTES // 4, device=comm.device)
     target = torch.empty_like(source)
     copied = 2 * _COPIED_NBYTES / _measure_seconds(lambda: target.copy_(source), comm)  # each byte is read and written
-    hardware = measure(comm, compute=(0.0, 0.0), steps=steps)
+    hardware = measure(comm, compute_times=(0.0, 0.0), steps=steps)
     return MeasuredMachine(flops, chosen, replace(hardware, memory_bandwidth=min(hardware.memory_bandwidth, copied)))
 
 

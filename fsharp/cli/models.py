@@ -87,12 +87,12 @@ class FoundModel(NamedTuple):
     Attributes:
         tree: the parameters, as a tree of tensors on the meta device.
         frozen: paths of frozen parameters.
-        experts: the number of experts of a layer that one token uses, and the number of all its experts; None if unknown.
+        used_and_total_experts: how many experts of a layer one token uses, and how many the layer has; None if unknown.
     """
 
     tree: Any
     frozen: tuple[str, ...] = ()
-    experts: tuple[int, int] | None = None
+    used_and_total_experts: tuple[int, int] | None = None
 
 
 def find_model(where: str, model: str) -> FoundModel:
@@ -110,9 +110,9 @@ def find_model(where: str, model: str) -> FoundModel:
     if model in ARCHITECTURES:
         shapes: Any = ARCHITECTURES[model]()
         tree = optree.tree_map(partial(torch.empty, device="meta"), shapes, is_leaf=lambda x: isinstance(x, tuple))
-        return FoundModel(tree, experts=_EXPERTS.get(model))
+        return FoundModel(tree, used_and_total_experts=_EXPERTS.get(model))
     try:
-        found = _import_or_build_model(where, model)
+        found = _load_config_or_import_model(where, model)
         leaves = list(found.parameters()) if isinstance(found, torch.nn.Module) else optree.tree_leaves(found)
         has_parameters = any(isinstance(leaf, torch.Tensor) and leaf.numel() for leaf in leaves)
     except FsharpError:
@@ -128,14 +128,14 @@ def find_model(where: str, model: str) -> FoundModel:
 
 
 def _used_and_total_experts(config: Any) -> tuple[int, int] | None:
-    """Return the field ``experts`` of a :class:`FoundModel` for a configuration of Hugging Face."""
+    """Return the field ``used_and_total_experts`` of a :class:`FoundModel` for a configuration of Hugging Face."""
     used = getattr(config, "num_experts_per_tok", None)
     names = ("num_local_experts", "num_experts", "n_routed_experts")
     total = next((number for name in names if (number := getattr(config, name, None))), None)
     return (used, total) if used and total else None
 
 
-def _import_or_build_model(where: str, model: str) -> Any:
+def _load_config_or_import_model(where: str, model: str) -> Any:
     path = Path(model)
     if path.is_dir():
         path = path / "config.json"

@@ -165,7 +165,7 @@ def schedule(
     timeline = predict(planned, replace(machine, update_s=updated_share(layout) * machine.update_s))
     if draw:
         draw_step(timeline, draw)
-    calls = planned.calls()
+    calls = planned.collective_counts()
     rows = [
         ("time of a step", f"{1e3 * timeline.step_s:.1f} ms"),
         ("compute waits", f"{1e3 * timeline.exposed_s:.1f} ms"),
@@ -283,9 +283,9 @@ def _active_experts_lines(model: FoundModel) -> list[str]:
     """Return a list with one line about the experts that take time; an empty list if the model has no experts."""
     if not any(_is_expert(path) for path in flatten_with_paths(model.tree)[0]):
         return []
-    if model.experts is None:
+    if model.used_and_total_experts is None:
         return ["All experts count as if each token used them: the time is too long."]
-    return ["Time is that of the {} of {} experts that a token uses.".format(*model.experts)]
+    return ["Time is that of the {} of {} experts that a token uses.".format(*model.used_and_total_experts)]
 
 
 def _is_expert(path: str) -> bool:
@@ -349,8 +349,8 @@ def _find_hardware(where: str, layout: Layout, gpu: str, hardware: str, tokens: 
 
 def _with_compute_of_model(hardware: Hardware, layout: Layout, model: FoundModel) -> Hardware:
     """Return ``hardware`` with the seconds of ``model``: tied embeddings count once, and of experts those that a token uses."""
-    assert isinstance(hardware.compute, Mapping)
-    compute, (used, total) = dict(hardware.compute), model.experts or (1, 1)
+    assert isinstance(hardware.compute_times, Mapping)
+    compute, (used, total) = dict(hardware.compute_times), model.used_and_total_experts or (1, 1)
     shares = own_use_shares(uses_in_order(layout, units_in_dict_order(model.tree, layout)))
     for unit in layout.units:
         sizes = {unit.path_in_tree(leaf): leaf.numel for leaf in unit.leaves if leaf.tied_to is None}
@@ -358,4 +358,4 @@ def _with_compute_of_model(hardware: Hardware, layout: Layout, model: FoundModel
         forward_s, backward_s = compute[unit.name or "(root)"][:2]
         share = (1 - idle / max(1, sum(sizes.values()))) * shares.get(unit.name, 1.0)
         compute[unit.name or "(root)"] = share * forward_s, share * backward_s
-    return replace(hardware, compute=compute)
+    return replace(hardware, compute_times=compute)

@@ -133,7 +133,7 @@ class Membership:
         """
         self._store.set(f"stopped/{self.number}/{self._rank}", json.dumps([kind, limit_s]))
         while True:
-            stopped = stopped_ranks(self._store, self.number, self._size)
+            stopped = stop_kinds_and_limits(self._store, self.number, self._size)
             all_stopped = len(stopped) == self._size
             if all_stopped and len({each for each, _ in stopped.values()}) == 1:  # a new process would raise the error again
                 why = f"all ranks have stopped, and none was lost. Rank {self._rank} says:\n{shorten_error(str(error))}"
@@ -150,7 +150,7 @@ class Membership:
             time.sleep(_POLL_INTERVAL_S)
 
 
-def stopped_ranks(store: KeyStore, number: int, size: int) -> dict[int, tuple[StopKind, float]]:
+def stop_kinds_and_limits(store: KeyStore, number: int, size: int) -> dict[int, tuple[StopKind, float]]:
     """Return, by rank, ``(kind, limit_s)`` of :meth:`Membership.wait_for_next_generation` in generation ``number``."""
     keys = {rank: f"stopped/{number}/{rank}" for rank in range(size)}
     return {rank: tuple(json.loads(store.get(key))) for rank, key in keys.items() if store.check([key])}
@@ -162,7 +162,7 @@ def joining_ranks(store: KeyStore, number: int, size: int) -> dict[int, float]:
     return {rank: float(store.get(key)) for rank, key in keys.items() if store.check([key])}
 
 
-def can_rejoin(store: KeyStore, rank: int) -> bool:
+def can_rejoin_in_process(store: KeyStore, rank: int) -> bool:
     """Return whether a rank can join later generations without a restart of its process."""
     key = f"can rejoin/{rank}"
     return store.check([key]) and store.get(key) != b""

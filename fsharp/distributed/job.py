@@ -17,7 +17,7 @@ from fsharp.distributed.process_group import (
     comm_counters,
     make_comm_for_all_generations,
     statuses_by_ranks,
-    tree_name_counters,
+    tree_label_counters,
 )
 from fsharp.distributed.worker_threads import wait_for_collectives
 from fsharp.errors import CommError, MeshError, OptionError
@@ -80,7 +80,7 @@ def connect(mesh: Mesh, *, device_type: Literal["cuda", "cpu"] | None = None, ti
         return job_store.join_job(mesh, kind, world_size, timeout, limit_s)
 
     if generations.GENERATION_VARIABLE in os.environ:
-        restart_replay.start()
+        restart_replay.start_recording()
     return make_comm_for_all_generations(device_mesh)
 
 
@@ -100,7 +100,7 @@ def destroy() -> None:
     _announce_departure(sys.exception())
     if dist.is_initialized():
         _destroy_groups()
-        tree_name_counters.clear()
+        tree_label_counters.clear()
 
 
 def _destroy_groups() -> None:
@@ -112,8 +112,8 @@ def _destroy_groups() -> None:
 def tear_down_generation(why: str) -> None:
     """Leave the job's present generation: end collectives with the error ``why``, finish saves, and destroy process groups.
 
-    Afterwards :meth:`~fsharp.functional.comm.restart_replay.RestartReplay.replay` joins the next generation, in which the
-    Comms of the setup have new groups.
+    Afterwards :meth:`~fsharp.functional.comm.restart_replay.SetupCallRecord.repeat_recorded_calls` joins the next
+    generation, in which the Comms of the setup have new groups.
     """
     error = CommError(why)
     for statuses in list(statuses_by_ranks.values()):

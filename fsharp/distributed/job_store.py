@@ -102,22 +102,22 @@ def join_job_of_environment(backend: str, timeout: timedelta | None, is_abandone
     dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
 
 
-def join_job(mesh: Mesh, kind: str, world_size: int, timeout: timedelta | None, limit_s: float) -> DeviceMesh:
+def join_job(mesh: Mesh, device_type: str, world_size: int, timeout: timedelta | None, limit_s: float) -> DeviceMesh:
     """Join the job, unless this process has joined the job before. Return a DeviceMesh of all ranks with the axes of ``mesh``.
 
-    ``kind``: device type, such as ``"cuda"``. ``timeout``: time limit of collectives; None means torch's default. Raises a
+    ``device_type``: such as ``"cuda"``. ``timeout``: time limit of collectives; None means torch's default. Raises a
     CommError if the job cannot be joined within ``limit_s`` seconds.
     """
 
     def mesh_of_all() -> DeviceMesh:
-        if kind == "cuda":  # each thread has a current device of its own
+        if device_type == "cuda":  # each thread has a current device of its own
             torch.accelerator.set_device_index(device)
         if not dist.is_initialized():
-            join_job_of_environment("nccl" if kind == "cuda" else "gloo", timeout, is_abandoned)
-        _check_same_mesh(mesh, kind, world_size)
-        return init_device_mesh(kind, mesh.shape, mesh_dim_names=mesh.names)
+            join_job_of_environment("nccl" if device_type == "cuda" else "gloo", timeout, is_abandoned)
+        _check_same_mesh(mesh, device_type, world_size)
+        return init_device_mesh(device_type, mesh.shape, mesh_dim_names=mesh.names)
 
-    device = torch.accelerator.current_device_index() if kind == "cuda" else 0
+    device = torch.accelerator.current_device_index() if device_type == "cuda" else 0
     is_abandoned, was_member = threading.Event(), dist.is_initialized()
     who = f"connect(): rank {os.environ.get('RANK', '?')} of {world_size}"
     remedy = "Has another process ended before it joined the job, or has the process that hosts the job's store?"
@@ -137,13 +137,13 @@ def join_job(mesh: Mesh, kind: str, world_size: int, timeout: timedelta | None, 
         is_abandoned.set()
 
 
-def _check_same_mesh(mesh: Mesh, kind: str, world_size: int) -> None:
+def _check_same_mesh(mesh: Mesh, device_type: str, world_size: int) -> None:
     """Raise an error, with equal text on all ranks, if the mesh has the wrong size or differs between ranks."""
     text = json.dumps(mesh.axes).encode()[:512]
     mine = torch.zeros(512, dtype=torch.uint8)
     mine[: len(text)] = torch.tensor(list(text), dtype=torch.uint8)
-    everyone = torch.empty(world_size * 512, dtype=torch.uint8, device=kind)
-    all_gather_into(everyone, mine.to(kind))
+    everyone = torch.empty(world_size * 512, dtype=torch.uint8, device=device_type)
+    all_gather_into(everyone, mine.to(device_type))
     texts = [bytes(row).rstrip(b"\0").decode() for row in everyone.view(world_size, 512).cpu().tolist()]
     if len(set(texts)) > 1:
         rows = [(f"rank {rank}", axes) for rank, axes in enumerate(texts)]

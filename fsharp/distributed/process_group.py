@@ -30,7 +30,7 @@ from fsharp.functional.comm.protocol import (
     sum_in_rank_order,
 )
 from fsharp.functional.comm.restart_replay import restart_replay
-from fsharp.functional.comm.tree_names import TreeNameCounters
+from fsharp.functional.comm.tree_labels import TreeLabelCounters
 from fsharp.functional.formats.format import as_bytes, dtype_name, tensor_text
 from fsharp.functional.layout.mesh import Mesh
 from fsharp.tracebacks import api_boundary, hide_frames
@@ -64,7 +64,7 @@ class ProcessGroupComm:
 
     Attributes:
         ranks: numbers of the ranks in the job, by rank in the mesh.
-        tree_name_counters: counters of tree names that all Comms of these ranks share.
+        tree_label_counters: counters of tree names that all Comms of these ranks share.
 
     Raises:
         MeshError: the DeviceMesh has no dim names, lacks this rank, or has ranks that are not in rising order.
@@ -83,7 +83,7 @@ class ProcessGroupComm:
                 f"order; got {device_mesh.mesh.tolist()}."
             )
         self.rank = self.ranks.index(dist.get_rank())
-        self.tree_name_counters = tree_name_counters[self.ranks]
+        self.tree_label_counters = tree_label_counters[self.ranks]
         restart_replay.abandon("a ProcessGroupComm of process groups that connect() has not made")
         self._groups = dict[str, dist.ProcessGroup | None]()
         kind, first = device_mesh.device_type, device_mesh.get_group(names[0])
@@ -129,9 +129,9 @@ class ProcessGroupComm:
         ranks = [self.ranks[rank] for rank in self.mesh.group(axis, self.rank)]
         return job_store.new_group_of(ranks, self.limit_s, self.device, is_nccl=self.is_nccl)
 
-    def point_to_point(self, group: dist.ProcessGroup, axis: str | None, call: WatchedCall) -> "PointToPoint":
+    def point_to_point(self, group: dist.ProcessGroup, axis: str | None, call: WatchedCall) -> "CallMessages":
         """Return the messages of ``call`` in ``group``: the process group along ``axis``, or of all ranks for ``axis=None``."""
-        return PointToPoint(group, tuple(range(self.mesh.size)) if axis is None else self.mesh.group(axis, self.rank), call)
+        return CallMessages(group, tuple(range(self.mesh.size)) if axis is None else self.mesh.group(axis, self.rank), call)
 
     def with_own_numbering(self) -> "ProcessGroupComm":
         """Return a Comm in the same process groups that counts its own collectives. All ranks have to call this method."""
@@ -327,7 +327,7 @@ class ProcessGroupComm:
 GroupKind = Literal["gather", "reduce"]
 
 
-class ProcessGroups:
+class TransportGroups:
     """The process groups of a transport: the groups of its Comm, or separate groups for gathers and for reductions."""
 
     def __init__(self, comm: ProcessGroupComm, *, separate: bool) -> None:
@@ -364,7 +364,7 @@ PartsOfBuffers = Sequence[Sequence[torch.Tensor]]
 """For each buffer, the parts of all ranks. Empty parts are not sent."""
 
 
-class PointToPoint(NamedTuple):
+class CallMessages(NamedTuple):
     """The messages of the collective ``call`` in a process group. ``ranks``: the group's ranks, by number in the mesh."""
 
     group: dist.ProcessGroup
@@ -451,7 +451,7 @@ def _label_text(op: str, x: torch.Tensor, axis: str, label: str) -> str:
 statuses_by_ranks: dict[tuple[int, ...], StatusExchange] = {}
 """By ranks of the job, the exchange of statuses that all Comms of these ranks share. Empty once this process has left."""
 comm_counters: "defaultdict[tuple[int, ...], count[int]]" = defaultdict(count)
-tree_name_counters: defaultdict[tuple[int, ...], TreeNameCounters] = defaultdict(TreeNameCounters)
+tree_label_counters: defaultdict[tuple[int, ...], TreeLabelCounters] = defaultdict(TreeLabelCounters)
 
 
 def _refuse_calls_of_child() -> None:

@@ -88,11 +88,11 @@ class WatchedCall:
         self.peer = rank
 
     def check_can_end(self) -> None:
-        """Raise the error of :meth:`CommWatch.check_other_ranks`, or a CommError after the time limit; twice a second."""
+        """Raise the error of :meth:`CommWatch.raise_or_say_late_ranks`, or a CommError after the time limit; twice a second."""
         now = time.monotonic()
         self._since = now if self._since is None else self._since
         waited_s = now - self._since
-        late = self._watch.check_other_ranks(self)
+        late = self._watch.raise_or_say_late_ranks(self)
         if waited_s > self._watch.limit_s:
             peer = "" if self.peer is None else f" for rank {self.peer}"
             who = self._watch.statuses.who
@@ -111,7 +111,7 @@ class WatchedCall:
         deadline = time.monotonic() + 1.0
         while time.monotonic() < deadline:
             try:
-                late = self._watch.check_other_ranks(self, is_connection_lost=True)
+                late = self._watch.raise_or_say_late_ranks(self, is_connection_lost=True)
             except (AgreementError, CommError) as known:
                 return known
             time.sleep(0.05)
@@ -279,7 +279,7 @@ class CommWatch:
         statuses.watches[name] = self
 
     @contextmanager
-    def running_job(self) -> Iterator[None]:
+    def flag_background_job(self) -> Iterator[None]:
         """While the context is open, ``has_job`` is True."""
         self.has_job = True
         try:
@@ -324,7 +324,7 @@ class CommWatch:
         self._labels.append(label)
         return call
 
-    def check_other_ranks(self, call: WatchedCall, *, is_connection_lost: bool = False) -> str:
+    def raise_or_say_late_ranks(self, call: WatchedCall, *, is_connection_lost: bool = False) -> str:
         """Exchange statuses with other ranks, and return a text about the ranks that have not begun the collective ``call``.
 
         Raises an AgreementError if another rank has failed, or takes part in another collective. Raises a CommError if a rank

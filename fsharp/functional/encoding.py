@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from fsharp.functional.comm.protocol import Comm, reporting_format_errors
-from fsharp.functional.comm.tree_names import new_tree_label_prefix
+from fsharp.functional.comm.tree_labels import new_tree_label_prefix
 from fsharp.functional.formats.format import Format, LeafPart, first_few
 from fsharp.functional.formats.stochastic import make_noise_fn
 from fsharp.functional.layout.sharded import Sharded, is_sharded, map_units, merge, units_of
@@ -136,7 +136,7 @@ def encode_leaf_format_groups(tree: Any, comm: Comm, encoded_in: Any = None) -> 
             buffers.append(buffer)
         return cut.with_buffers(buffers)
 
-    if not any(node.unit.has_leaf_formats for node in units_of(tree)):
+    if not any(node.unit.has_leaf_codecs for node in units_of(tree)):
         return tree
     work = _map_groups_to_encode(encoded, tree, encoded_in, leaf_formats=True)
     for (form, axes), (label, parts, units) in jobs.items():

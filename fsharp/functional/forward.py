@@ -14,11 +14,11 @@ from fsharp.functional.moves import gather
 from fsharp.functional.release import in_place_change_check, in_place_write_error, release_saved, version_of
 from fsharp.functional.remat import Remat, check_remat_argument, run_with_recomputation
 from fsharp.functional.transforms import is_non_vmap_transform_active, is_transform_active, refuse_proxy_tracing
-from fsharp.torch_compile import call_compiled_like_caller, uncompiled, without_compiling_user_functions
+from fsharp.torch_compile import call_compiled_like_caller, disable_compile, without_compiling_user_functions
 from fsharp.tracebacks import api_boundary
 
 
-@uncompiled
+@disable_compile
 def forward(
     fn: Callable[..., Any],
     sharded: Any,
@@ -133,7 +133,7 @@ def _buffer_versions(nodes: Sequence[Sharded]) -> list[list[int]]:
     return [] if is_non_vmap_transform_active() else [[version_of(x) for x in node.buffers] for node in nodes]
 
 
-@uncompiled
+@disable_compile
 def dummy_forward(sharded: Any, x: torch.Tensor, *, comm: Comm, ties: Sequence[Sharded] = ()) -> torch.Tensor:
     """Take part in the collectives of :func:`forward` on a unit without calling a function, and return ``x`` unchanged.
 

@@ -17,7 +17,7 @@ from fsharp.functional.layout.sharded import Sharded, check_not_encoded, is_shar
 from fsharp.functional.optim.base import check_reduced
 from fsharp.functional.transforms import is_transform_active
 from fsharp.functional.tree.paths import REGISTER
-from fsharp.torch_compile import uncompiled
+from fsharp.torch_compile import disable_compile
 
 
 class Loss(NamedTuple):
@@ -142,7 +142,7 @@ def _holds_arrays(leaf: Any) -> bool:
     return any(isinstance(value, torch.Tensor) or _holds_arrays(value) for value in optree.tree_leaves(values))
 
 
-@uncompiled
+@disable_compile
 def average(loss: Loss, grads: Any, *, comm: Comm, donate: bool = False) -> tuple[Metrics, Any]:
     """Divide summed gradients by the total weight of all microbatches and ranks.
 

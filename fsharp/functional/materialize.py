@@ -12,7 +12,7 @@ from fsharp.functional.comm.agree import check_on_all_ranks
 from fsharp.functional.comm.checked_units import checked_units_of
 from fsharp.functional.comm.equal_values import check_same_on_ranks
 from fsharp.functional.comm.protocol import Comm, reporting_format_errors
-from fsharp.functional.comm.tree_names import name_new_tree
+from fsharp.functional.comm.tree_labels import label_new_tree
 from fsharp.functional.layout.layout import Layout
 from fsharp.functional.layout.sharded import PlaceName, is_sharded, map_units, resolve_place
 from fsharp.functional.layout.slicing import as_user_tree, build_shard, check_tree, shard_for
@@ -60,14 +60,16 @@ def shard(params: Any, layout: Layout, comm: Comm, *, place: PlaceName = "params
     )
     if check_values:
         paths, leaves, _ = flatten_with_paths(params)
-        varying = {unit.path_in_tree(leaf): unit.strategy.full.varying_axes for unit in layout.units for leaf in unit.leaves}
+        varying = {
+            unit.path_in_tree(leaf): unit.strategy.full.independent_axes for unit in layout.units for leaf in unit.leaves
+        }
         remedy = (
             "Draw them from the same seed on all ranks or load the same file. If each rank is to have its own, say so in the "
-            'strategy: zero3("dp").varying("ep").'
+            'strategy: zero3("dp").independent_along("ep").'
         )
         check_same_on_ranks("shard()", dict(zip(paths, leaves, strict=True)), comm, remedy=remedy, varying=varying)
     with reporting_format_errors(comm, "shard()"):
-        return name_new_tree(shard_for(params, layout, comm.rank, place=place), comm)
+        return label_new_tree(shard_for(params, layout, comm.rank, place=place), comm)
 
 
 @options_checked
@@ -173,12 +175,12 @@ def init_params(
 
         with reporting_format_errors(comm, "init_params()"):
             nodes.append(build_shard(unit, resolve_place(unit, place), comm.rank, draw, as_main_copies=place == "optim"))
-    return name_new_tree(optree.tree_unflatten(layout.structure, nodes), comm)
+    return label_new_tree(optree.tree_unflatten(layout.structure, nodes), comm)
 
 
 def mesh_independent_seed(key: int, path: str, unit: UnitLayout | None, rank: int) -> int:
     """Return the seed for a leaf's initial values: the same on every mesh, and on all ranks that share the values."""
-    own = "" if unit is None else "".join(f":{axis}={unit.mesh.coord(axis, rank)}" for axis in unit.varying_axes)
+    own = "" if unit is None else "".join(f":{axis}={unit.mesh.coord(axis, rank)}" for axis in unit.independent_axes)
     return int.from_bytes(hashlib.sha256(f"{key}:{path}{own}".encode()).digest()[:8], "little") >> 1
 
 

@@ -1,6 +1,6 @@
 """gather and reduce_scatter: move units from one resting place to another. Each is the transpose of the other.
 
-Places of a unit nest (:class:`~fsharp.layouts.Place`), so a move is a collective along one axis after another:
+Places of a unit nest (:class:`~fsharp.layouts.MeshPlacement`), so a move is a collective along one axis after another:
 
 ==============  ==========  ===============================
 from            to          along that axis
@@ -43,9 +43,9 @@ from fsharp.functional.comm.collectives import (
 )
 from fsharp.functional.comm.protocol import Comm, LabelPrefixComm, engine_of, reporting_format_errors
 from fsharp.functional.comm.residuals import PerRank, ResidualsByAxis, ResidualViews, prepare_residuals
-from fsharp.functional.comm.tree_names import new_tree_label_prefix
+from fsharp.functional.comm.tree_labels import new_tree_label_prefix
 from fsharp.functional.formats.format import ResidualAndNoise
-from fsharp.functional.layout.placement import Partial, Place, Replicate, Shard
+from fsharp.functional.layout.placement import MeshPlacement, Partial, Replicate, Shard
 from fsharp.functional.layout.sharded import PlaceName, Sharded, check_not_encoded, is_sharded, map_units, resolve_place
 from fsharp.functional.layout.stages import padding_in_decoded_sum, reduction_stages
 from fsharp.functional.layout.stored import decode_stored, is_encoded, part_to_gather, scales_in
@@ -56,19 +56,19 @@ from fsharp.functional.transforms import (
     refuse_proxy_tracing,
     transforms_disabled,
 )
-from fsharp.torch_compile import uncompiled
+from fsharp.torch_compile import disable_compile
 
 Tree = TypeVar("Tree")
 
 
-@uncompiled
+@disable_compile
 def gather(tree: Tree, *, comm: Comm, to: PlaceName = "full") -> Tree:
     """All-gather the units of a tree; or move them to another place, by all-gathers and local slices.
 
     Args:
         tree: a :class:`Sharded`, or a pytree that contains some.
         comm: the ranks.
-        to: the target place, by name or as a :class:`~fsharp.layouts.Place`. ``"full"`` gathers everything to every rank.
+        to: the target place, by name or as a :class:`~fsharp.layouts.MeshPlacement`. ``"full"`` gathers all to every rank.
 
     Returns:
         The tree with its units in the target place. ``Sharded.tree()`` of a full unit returns the user's subtree.
@@ -99,9 +99,9 @@ def gather(tree: Tree, *, comm: Comm, to: PlaceName = "full") -> Tree:
             )
             raise TreeError(f'{what} In a loss gather the parameters that it was given, to "full", and use the result.')
         if target.placements == sharded.place.placements and not whole and not sharded.is_gathered:
-            return Sharded(sharded.buffers, sharded.unit, sharded.place, sharded.groups, tree_name=sharded.tree_name)
-        tree_name = new_tree_label_prefix(sharded, comm, target)
-        named = LabelPrefixComm(comm, f"{tree_name}gather {sharded.name or '(root)'}")
+            return Sharded(sharded.buffers, sharded.unit, sharded.place, sharded.groups, tree_label=sharded.tree_label)
+        tree_label = new_tree_label_prefix(sharded, comm, target)
+        named = LabelPrefixComm(comm, f"{tree_label}gather {sharded.name or '(root)'}")
         can_use_sinks = sharded.is_encoded or not is_non_vmap_transform_active()  # bytes get gradients in no other way
         to_sinks = whole and torch.is_grad_enabled() and sharded.sinks and can_use_sinks
         with transforms_disabled() if to_sinks else nullcontext():  # no transform has wrapped buffers with sinks
@@ -110,7 +110,7 @@ def gather(tree: Tree, *, comm: Comm, to: PlaceName = "full") -> Tree:
                 moved.append(gather_or_slice_buffer(x.detach() if to_sinks else x, sharded, target, named, is_gathered=whole))
             moved = _add_scales_or_decode(sharded, moved, target, named, whole=whole)
             if to_sinks:
-                moved = sharded.ledger.attach_to_graph(sharded, moved, LabelPrefixComm(comm, tree_name))
+                moved = sharded.grad_sinks.attach_to_graph(sharded, moved, LabelPrefixComm(comm, tree_label))
         return Sharded(moved, sharded.unit, target, sharded.groups, is_gathered=whole)
 
     with reporting_format_errors(comm, "gather()"):
@@ -122,7 +122,7 @@ def loses_gradient(node: Sharded, *, whole: bool = True) -> bool:
 
     Only tensors that the loss function was given have sinks for the gradient. ``whole``: the use is a gather to ``"full"``.
     """
-    if node.ledger is None or not (node.is_encoded and torch.is_grad_enabled()):
+    if node.grad_sinks is None or not (node.is_encoded and torch.is_grad_enabled()):
         return False
     return bool(node.unit.trainable_groups) and not (whole and node.sinks)
 
@@ -130,13 +130,13 @@ def loses_gradient(node: Sharded, *, whole: bool = True) -> bool:
 def _buffers_without_scales(node: Sharded) -> Sequence[torch.Tensor]:
     """Return a node's buffers without the scales at their ends. Scales are equal on all ranks, and need not travel."""
     unit, rows = node.unit, zip(node.groups, node.buffers, strict=True)
-    if not unit.has_leaf_formats:
+    if not unit.has_leaf_codecs:
         return node.buffers
     return [part_to_gather(unit, g, x) if is_encoded(unit, g, x) else x for g, x in rows]
 
 
 def _add_scales_or_decode(
-    node: Sharded, moved: list[torch.Tensor], target: Place, comm: Comm, *, whole: bool
+    node: Sharded, moved: list[torch.Tensor], target: MeshPlacement, comm: Comm, *, whole: bool
 ) -> list[torch.Tensor]:
     """Return moved buffers with the scales of ``node`` at their ends; if ``whole``, return decoded buffers instead."""
     unit = node.unit
@@ -153,7 +153,7 @@ def _add_scales_or_decode(
     return found
 
 
-@uncompiled
+@disable_compile
 def reduce_scatter(
     tree: Any,
     *,
@@ -169,7 +169,7 @@ def reduce_scatter(
         tree: a :class:`Sharded` of gradients, or a pytree that contains some. Gradients with respect to gathered parameters
             count as partial sums.
         comm: the ranks.
-        to: the target place, by name or as a :class:`~fsharp.layouts.Place`. ``"optim"`` is where the optimizer needs
+        to: the target place, by name or as a :class:`~fsharp.layouts.MeshPlacement`. ``"optim"`` is where the optimizer needs
             gradients.
         residuals: residuals as :func:`~fsharp.value_and_grad` has returned them, with ``Precision(feedback=True)``.
         step: number of the step, ``state.step``, for formats that round stochastically.
@@ -205,7 +205,7 @@ def reduce_scatter_unchecked(tree: Any, to: PlaceName, comm: Comm, donated_resid
         return engine.run_reduce_scatter(tree, to, donated_residuals)
 
     def reduce_node(sharded: Sharded) -> Sharded:
-        target, place = resolve_place(sharded.unit, to), sharded.place.dual if sharded.is_gathered else sharded.place
+        target, place = resolve_place(sharded.unit, to), sharded.place.cotangent_place if sharded.is_gathered else sharded.place
         for axis in place.order:
             source = place[axis]
             if target[axis] is not source and (source is Shard or target[axis] is Partial):
@@ -234,7 +234,9 @@ def host_buffers_to_device(tree: Any, device: torch.device) -> Any:
     return map_units(move_node, tree)
 
 
-def gather_or_slice_buffer(x: torch.Tensor, node: Sharded, target: Place, comm: Comm, *, is_gathered: bool) -> torch.Tensor:
+def gather_or_slice_buffer(
+    x: torch.Tensor, node: Sharded, target: MeshPlacement, comm: Comm, *, is_gathered: bool
+) -> torch.Tensor:
     """Move one buffer of ``node`` from the node's place to ``target``. Neither place holds partial sums.
 
     ``is_gathered``: whether the result is a gathered copy. This changes only the gradients: see [Note: resting and gathered].
@@ -261,8 +263,8 @@ def reduce_partial_sums(
     x: torch.Tensor,
     unit: UnitLayout,
     group: int,
-    source: Place,
-    target: Place,
+    source: MeshPlacement,
+    target: MeshPlacement,
     comm: Comm,
     residuals: ResidualsByAxis = MappingProxyType({}),
 ) -> torch.Tensor:
@@ -292,6 +294,6 @@ def reduce_partial_sums(
     return x.to(accumulate)
 
 
-def _wrong_place_error(where: str, sharded: Sharded, target: Place, remedy: str) -> TreeError:
+def _wrong_place_error(where: str, sharded: Sharded, target: MeshPlacement, remedy: str) -> TreeError:
     facts = [("unit", sharded.unit.display_name), ("from", sharded.place), ("to", target)]
     return TreeError(problem(where, "cannot move a unit between these places.", facts, remedy))

@@ -64,9 +64,9 @@ def per_sample_norms(
     def run(params: Any, batch: Any, *, comm: Comm) -> torch.Tensor:
         check_no_transform_active(_WHERE)
         nodes = checked_units_of(_WHERE, params, comm)
-        for unit in [node.unit for node in nodes if node.unit.varying_axes]:
-            facts = [("unit", unit.display_name), ("varies", ", ".join(unit.varying_axes))]
-            remedy = "Use a strategy without varying() for it."
+        for unit in [node.unit for node in nodes if node.unit.independent_axes]:
+            facts = [("unit", unit.display_name), ("varies", ", ".join(unit.independent_axes))]
+            remedy = "Use a strategy without independent_along() for it."
             raise LayoutError(problem(_WHERE, "a sample's gradient is spread over ranks.", facts, remedy))
         leaves, spec = optree.tree_flatten(batch, is_leaf=is_sharded)
         count = _batch_size(leaves)
@@ -88,16 +88,16 @@ def _norms_of_chunk(loss_fn: LossFn, params: Any, leaves: list[Any], spec: Any, 
     count = _batch_size(leaves)
     if count == 0:  # vmap over zero samples is not defined, but other ranks need this rank in their gathers
         leaves = [x.new_zeros(1, *x.shape[1:]) if isinstance(x, torch.Tensor) else x for x in leaves]
-    ledger = _SquareLedger(torch.zeros(max(count, 1), dtype=torch.float64, device=comm.device))
+    grad_sinks = _SquaredGradSinks(torch.zeros(max(count, 1), dtype=torch.float64, device=comm.device))
     dims = [0 if isinstance(leaf, torch.Tensor) else None for leaf in leaves]
 
     def loss_of_sample(*sample: Any) -> torch.Tensor:
-        ledger.record_vmap_level()
+        grad_sinks.record_vmap_level()
         parts = [x.unsqueeze(0) if isinstance(x, torch.Tensor) else x for x in sample]
         return as_loss(loss_fn(probed, optree.tree_unflatten(spec, parts), comm), _WHERE).sum
 
     with torch.enable_grad():
-        probed = with_sinks(params, ledger)
+        probed = with_sinks(params, grad_sinks)
         loss = torch.vmap(loss_of_sample, in_dims=tuple(dims), randomness=randomness)(*leaves).sum()
         held = units_of(probed)
         sinks = [sink for node in held for sink in node.sinks]
@@ -111,10 +111,10 @@ def _norms_of_chunk(loss_fn: LossFn, params: Any, leaves: list[Any], spec: Any, 
             f"{_WHERE}: parameters of units {names} were differentiated for all samples together. Use them by forward() or "
             "gather(), and not under torch.func.grad, vjp or jvp within the loss."
         )
-    return ledger.squares[:count].sqrt()
+    return grad_sinks.squares[:count].sqrt()
 
 
-class _SquareLedger(GradientSinks):
+class _SquaredGradSinks(GradientSinks):
     """A GradientSinks that adds up the squares of arriving gradients for each sample, and does not keep the gradients.
 
     A handle has the shape ``[samples, size of the full buffer]``: see :class:`GradientSinks`. ``squares``: sum of squares of
@@ -134,7 +134,7 @@ class _SquareLedger(GradientSinks):
         return _functorch._add_batch_dim(each, 0, self.level)
 
     def _new_handle(self, sink: torch.Tensor, unit: UnitLayout, group: int, comm: Comm) -> torch.Tensor:
-        squares = self.squares  # no reference to this ledger, which holds the handle
+        squares = self.squares  # no reference to this grad_sinks, which holds the handle
 
         def add(gradient: torch.Tensor) -> None:
             squares.add_(torch.linalg.vector_norm(gradient, dim=-1, dtype=torch.float64).square())

@@ -82,7 +82,7 @@ def release_saved(out: Any, sharded: Any, gathered: Any, sequence_nr: int, comm:
             if (held := held_ref()) is not None:
                 held.buffers = buffers
 
-    for raw in saved_tensors(outputs, sequence_nr):
+    for raw in raw_saved_tensors(outputs, sequence_nr):
         x = raw.data
         number = numbers.get(x.untyped_storage().data_ptr()) if is_materialized(x) else None
         if number is None or x.dtype != whole[number].dtype:
@@ -109,7 +109,7 @@ def in_place_change_check(nodes: Sequence[Sharded]) -> Callable[[], None]:
     return check
 
 
-def saved_tensors(roots: set[Any], sequence_nr: int) -> Iterator[Any]:
+def raw_saved_tensors(roots: set[Any], sequence_nr: int) -> Iterator[Any]:
     """Yield autograd's SavedTensor of each tensor that the nodes of :func:`_graph_nodes_since` have saved.
 
     A SavedTensor that has hooks already is left out.

@@ -10,7 +10,7 @@ import torch
 from fsharp.functional.comm.collectives import local_slice
 from fsharp.functional.comm.protocol import Comm
 from fsharp.functional.comm.residuals import ResidualsByAxis, ResidualViews
-from fsharp.functional.layout.placement import Partial, Place, Replicate, Shard
+from fsharp.functional.layout.placement import MeshPlacement, Partial, Replicate, Shard
 from fsharp.functional.layout.sharded import Sharded, map_units
 from fsharp.functional.layout.unit_layout import UnitLayout
 from fsharp.functional.moves import reduce_partial_sums
@@ -58,17 +58,17 @@ class GradientSinks:
         return _AttachHandle.apply(full, handle)  # type: ignore[no-any-return]
 
     def _new_handle(self, sink: torch.Tensor, unit: UnitLayout, group: int, comm: Comm) -> torch.Tensor:
-        source, target, residuals = unit.strategy.full.dual, unit.strategy.grads, self.residuals(unit, group)
+        source, target, residuals = unit.strategy.full.cotangent_place, unit.strategy.grads, self.residuals(unit, group)
         reduce = partial(
             reduce_partial_sums, unit=unit, group=group, source=source, target=target, comm=comm, residuals=residuals
         )
         return _MakeHandle.apply(sink, (unit.groups[group].size,), reduce)  # type: ignore[no-any-return]
 
 
-def with_sinks(params: Any, ledger: GradientSinks) -> Any:
+def with_sinks(params: Any, grad_sinks: GradientSinks) -> Any:
     """Return ``params`` with the same values, detached from earlier graphs, and with a new sink for each trainable group.
 
-    The sinks are recorded in ``ledger``. The gradients of one microbatch then arrive at the sinks.
+    The sinks are recorded in ``grad_sinks``. The gradients of one microbatch then arrive at the sinks.
     """
     zero = cache(lambda dtype, device: torch.zeros((), dtype=dtype, device=device))
 
@@ -84,8 +84,8 @@ def with_sinks(params: Any, ledger: GradientSinks) -> Any:
         own = []
         for g, x in zip(node.groups, buffers, strict=True):
             own.append(x.detach().requires_grad_(g in unit.trainable_groups and x.is_floating_point()))
-        ledger.add_buffers(own, sinks)
-        return node.with_buffers(own if node.lazy is None else node.lazy.with_aliases(own), ledger=ledger)
+        grad_sinks.add_buffers(own, sinks)
+        return node.with_buffers(own if node.lazy is None else node.lazy.for_aliases(own), grad_sinks=grad_sinks)
 
     return map_units(add_sinks, params)
 
@@ -110,10 +110,10 @@ def take_gradient_buffers(node: Sharded, comm: Comm) -> list[torch.Tensor | None
 
 def _gradient_at_rest(x: torch.Tensor, node: Sharded, group: int, comm: Comm) -> torch.Tensor:
     """Return the gradient of a buffer in the place and dtype in which gradients rest."""
-    source, target = node.place.dual if node.is_gathered else node.place, node.unit.strategy.grads
+    source, target = node.place.cotangent_place if node.is_gathered else node.place, node.unit.strategy.grads
     x = _as_summands(x, source, target, comm)
     if source.partial_axes:
-        x = reduce_partial_sums(x, node.unit, group, source, target, comm, node.ledger.residuals(node.unit, group))
+        x = reduce_partial_sums(x, node.unit, group, source, target, comm, node.grad_sinks.residuals(node.unit, group))
     return x.to(node.unit.groups[group].dtypes.accumulate)
 
 
@@ -159,7 +159,7 @@ class _AttachHandle(torch.autograd.Function):
         return None, cotangents[0].to(ctx.dtype)
 
 
-def _as_summands(x: torch.Tensor, source: Place, target: Place, comm: Comm) -> torch.Tensor:
+def _as_summands(x: torch.Tensor, source: MeshPlacement, target: MeshPlacement, comm: Comm) -> torch.Tensor:
     """Return what this rank adds to a sum over ranks for ``x``, a gradient in the place ``source``. Each element counts once.
 
     Where ``target`` is partial, all ranks but the first have zeros for a replicated ``x``, and a rank has zeros for parts of

@@ -14,7 +14,7 @@ from fsharp.functional.comm.checked_units import checked_units_of
 from fsharp.functional.comm.equal_values import exact_text
 from fsharp.functional.comm.protocol import Comm, engine_of, reporting_format_errors
 from fsharp.functional.comm.residuals import zero_residuals
-from fsharp.functional.comm.tree_names import copy_tree_names, name_new_tree
+from fsharp.functional.comm.tree_labels import copy_tree_labels, label_new_tree
 from fsharp.functional.encoding import add_gathered_differences, encode_differences, encode_params_at_rest
 from fsharp.functional.layout.lent_memory import check_not_lent_to_jax
 from fsharp.functional.layout.sharded import (
@@ -39,7 +39,7 @@ from fsharp.functional.optim.base import (
     storage_ids_of_tree,
     with_clones_of_parameters,
 )
-from fsharp.torch_compile import uncompiled
+from fsharp.torch_compile import disable_compile
 from fsharp.type_checks import options_checked
 
 
@@ -109,11 +109,11 @@ def init_state(tx: Any, sharded: Any, *, comm: Comm, donate: bool = False) -> Tr
         return {**unit_texts_to_compare([node.unit for node in nodes]), "place": places, "tx": exact_text(tx.config)}
 
     check_on_all_ranks("init_state()", comm, check, fields)
-    start = name_new_tree(sharded if donate else optree.tree_map(torch.clone, sharded), comm)
+    start = label_new_tree(sharded if donate else optree.tree_map(torch.clone, sharded), comm)
     resting = encode_params_at_rest(start, comm)
-    copy_tree_names(units_of(resting), units_of(start))
+    copy_tree_labels(units_of(resting), units_of(start))
     params = gather(resting, comm=comm, to="params")
-    copy_tree_names(units_of(params), units_of(start))
+    copy_tree_labels(units_of(params), units_of(start))
     main = trainable(gather(start, comm=comm, to="optim"))
 
     def unsliced(node: Sharded) -> Sharded:  # a slice of larger memory is copied, so that this memory can be freed
@@ -142,7 +142,7 @@ def _check_initial_parameters(node: Sharded) -> None:
             raise TreeError(problem("init_state()", what, facts, remedy))
 
 
-@uncompiled
+@disable_compile
 def update(tx: Any, grads: Any, state: TrainState, *, comm: Comm, donate: bool = False, **extra: Any) -> TrainState:
     """Update parameters and optimizer state by a gradient transformation, and return the new state.
 
@@ -204,14 +204,14 @@ def update(tx: Any, grads: Any, state: TrainState, *, comm: Comm, donate: bool =
         sent = encode_params_at_rest(new, comm)
         fresh = units_of(sent)
         for after, node in zip(fresh, before, strict=True):
-            after.tree_name = node.tree_name.after_update()
+            after.tree_label = node.tree_label.after_update()
         if engine is not None:
             params, (main, opt) = engine.run_update_gather(sent, state.params, (main, opt), donate=donate)
         else:
             moved = gather(sent, comm=comm, to="params")
             params = merge(state.params, add_gathered_differences(state.params, moved, rank=comm.rank))
         moved_nodes = units_of(params)
-        copy_tree_names(moved_nodes, fresh)
+        copy_tree_labels(moved_nodes, fresh)
     if donate:
         mark_donated(kept, [*moved_nodes, *units_of(main)])
     return TrainState(state.step + 1, params, main, opt, MadeBy(tx.name), state.residuals)

@@ -8,7 +8,7 @@ import torch
 
 from fsharp.functional.comm.protocol import Call, sent_nbytes
 from fsharp.functional.layout.layout import Layout
-from fsharp.functional.layout.placement import Place
+from fsharp.functional.layout.placement import MeshPlacement
 from fsharp.functional.layout.stages import ReductionStage, reduction_stages
 from fsharp.functional.layout.unit_layout import UnitLayout
 from fsharp.type_checks import options_checked
@@ -58,7 +58,7 @@ def unit_traffic(layout: Layout, *, microbatches: int, release: bool, uses: Mapp
             gathered = gather_calls(unit, group, strategy.params, strategy.full)
             calls.update({call: count * gathers * times for call, count in gathered.items()})
         for group in unit.trainable_groups:
-            landed = reduce_calls(unit, group, strategy.full.dual, strategy.grads)
+            landed = reduce_calls(unit, group, strategy.full.cotangent_place, strategy.grads)
             calls.update({call: count * microbatches for call, count in landed.items()})
             calls.update(reduce_calls(unit, group, strategy.grads, strategy.optim))
             axes = unit.gather_axes(strategy.optim, strategy.params)
@@ -71,11 +71,11 @@ def _scale_agreement_calls(layout: Layout) -> Iterator[Call]:
     numbers: Counter[tuple[str, tuple[str, ...], int, torch.dtype]] = Counter()
     for unit in layout.units:
         axes = tuple([axis for axis in unit.strategy.optim.sharded_axes if unit.mesh.axis_size(axis) > 1])
-        for group in unit.trainable_groups if unit.has_leaf_formats else ():
+        for group in unit.trainable_groups if unit.has_leaf_codecs else ():
             form = unit.groups[group].dtypes.stored_format
             if (codec := form.leaf_codec) is not None:
                 for leaf in unit.leaves_of_group(group):
-                    for i, (count, dtype) in enumerate(codec.agreed(leaf.shape)):
+                    for i, (count, dtype) in enumerate(codec.agreed_maxima(leaf.shape)):
                         numbers[form.name, axes, i, dtype] += count
     for (_, axes, _, dtype), count in numbers.items():
         for axis in axes:
@@ -83,7 +83,7 @@ def _scale_agreement_calls(layout: Layout) -> Iterator[Call]:
             yield Call("all_reduce", axis, sent_nbytes("all_reduce", -(-count // n) * dtype.itemsize, n))
 
 
-def gather_calls(unit: UnitLayout, group: int, source: Place, target: Place) -> Counter[Call]:
+def gather_calls(unit: UnitLayout, group: int, source: MeshPlacement, target: MeshPlacement) -> Counter[Call]:
     """Return the collectives in which :func:`~fsharp.gather` moves one group's buffer from ``source`` to ``target``."""
     nbytes = unit.gather_input_nbytes(group, source)
     return Counter(calls_to_gather_buffer(unit, nbytes, unit.gather_axes(source, target)))
@@ -97,7 +97,7 @@ def calls_to_gather_buffer(unit: UnitLayout, nbytes: int, axes: Iterable[str]) -
         nbytes *= n
 
 
-def reduce_calls(unit: UnitLayout, group: int, source: Place, target: Place) -> Counter[Call]:
+def reduce_calls(unit: UnitLayout, group: int, source: MeshPlacement, target: MeshPlacement) -> Counter[Call]:
     """Return the collectives in which :func:`~fsharp.reduce_scatter` moves one group from ``source`` to ``target``."""
     stages = reduction_stages(unit, group, source, target)
     return Counter(calls_of_stages(stages, unit.groups[group].dtypes.accumulate))
@@ -112,7 +112,7 @@ def calls_of_stages(stages: Iterable[ReductionStage], accumulate: torch.dtype) -
     for op, axis, n, size, out, dtype, wire, _ in stages:
         part = -(-size // n)
         if op == "all_to_all":
-            yield Call(op, axis, sent_nbytes(op, wire.size(out) * wire.stored_dtype.itemsize, n))
+            yield Call(op, axis, sent_nbytes(op, wire.size(out) * wire.buffer_dtype.itemsize, n))
         elif op == "all_reduce" and dtype != accumulate:
             yield Call("reduce_scatter", axis, sent_nbytes("reduce_scatter", part * dtype.itemsize, n))
             yield Call("all_gather", axis, sent_nbytes("all_gather", part * accumulate.itemsize, n))

@@ -12,7 +12,7 @@ from fsharp.functional.comm.checked_units import checked_units_of
 from fsharp.functional.comm.protocol import Comm, LabelPrefixComm, engine_of
 from fsharp.functional.comm.residuals import PerRank, ResidualViews, prepare_residuals
 from fsharp.functional.comm.settings_digests import settings_digest
-from fsharp.functional.comm.tree_names import copy_tree_names
+from fsharp.functional.comm.tree_labels import copy_tree_labels
 from fsharp.functional.layout.sharded import Sharded, map_units, units_of
 from fsharp.functional.loss import Loss, as_loss, average, check_depends_on_parameters, split_batch, type_text
 from fsharp.functional.moves import reduce_scatter
@@ -21,7 +21,7 @@ from fsharp.functional.release import is_materialized
 from fsharp.functional.sinks import GradientSinks, take_gradient_buffers, with_sinks
 from fsharp.functional.state import TrainState, update
 from fsharp.functional.transforms import check_no_transform_active
-from fsharp.torch_compile import call_compiled_like_caller, uncompiled
+from fsharp.torch_compile import call_compiled_like_caller, disable_compile
 from fsharp.type_checks import options_checked
 
 LossFn = Callable[[Any, Any, Comm], Any]
@@ -31,7 +31,7 @@ The weight is a number or an integer tensor. A floating-point weight is returned
 ``has_aux=True`` the function returns ``(loss, aux)``."""
 
 
-@uncompiled
+@disable_compile
 @options_checked
 def train_step(
     loss_fn: LossFn, tx: Any, *, microbatches: int = 1, has_aux: bool = False, donate: bool = False
@@ -54,9 +54,9 @@ def train_step(
     """
     tx = as_transform(tx)
     settings = f"{tx.name or 'a transformation'} ({settings_digest(settings_text(tx))})"
-    grad_fn = _make_grad_fn(loss_fn, microbatches, has_aux=has_aux, sum_in_place=True)
+    grad_fn = _make_grad_fn(loss_fn, microbatches, has_aux=has_aux, final_sum_in_place=True)
 
-    @uncompiled
+    @disable_compile
     def step(state: TrainState, batch: Any, comm: Comm) -> tuple[TrainState, Any]:
         residuals, number = state.residuals, state.step
         value, grads, *new_residuals = grad_fn(state.params, batch, comm=comm, residuals=residuals, step=number, donate=donate)
@@ -75,7 +75,7 @@ def train_step(
     return step
 
 
-@uncompiled
+@disable_compile
 @options_checked
 def value_and_grad(loss_fn: LossFn, *, microbatches: int = 1, has_aux: bool = False) -> Callable[..., Any]:
     """Return a function ``(params, batch, *, comm) -> (loss, grads)`` for the loss of this rank, summed over microbatches.
@@ -109,19 +109,19 @@ def value_and_grad(loss_fn: LossFn, *, microbatches: int = 1, has_aux: bool = Fa
     As in ``Tensor.backward``, tensors with ``requires_grad`` that are not parameters get their gradient added to ``.grad``.
     There is no ``argnums``: for the gradient of a tensor of the batch, call its ``requires_grad_()``, and read its ``.grad``.
     """
-    return _make_grad_fn(loss_fn, microbatches, has_aux=has_aux, sum_in_place=False)
+    return _make_grad_fn(loss_fn, microbatches, has_aux=has_aux, final_sum_in_place=False)
 
 
-def _make_grad_fn(loss_fn: LossFn, microbatches: int, *, has_aux: bool, sum_in_place: bool) -> Callable[..., Any]:
+def _make_grad_fn(loss_fn: LossFn, microbatches: int, *, has_aux: bool, final_sum_in_place: bool) -> Callable[..., Any]:
     """Return the function of :func:`value_and_grad`.
 
-    With ``sum_in_place`` a scheduler may write sums over ranks to the memory of the gradients, before :func:`reduce_scatter`.
+    With ``final_sum_in_place`` a scheduler may write sums over ranks to the gradients, before :func:`reduce_scatter`.
     """
     if microbatches < 1:
         raise LossError(f"value_and_grad(): microbatches is {microbatches!r}, expected an integer of at least 1.")
     _check_loss_fn_signature(loss_fn)
 
-    @uncompiled
+    @disable_compile
     def grad_fn(
         params: Any, batch: Any, *, comm: Comm, residuals: PerRank | None = None, step: int | None = None, donate: bool = False
     ) -> Any:
@@ -140,7 +140,7 @@ def _make_grad_fn(loss_fn: LossFn, microbatches: int, *, has_aux: bool, sum_in_p
         aux: list[Any] = []
         fn = _keeping_aux(loss_fn, aux, params) if has_aux else loss_fn
         if (engine := engine_of(comm)) is not None:
-            total, grads = engine.run_value_and_grad(fn, params, parts, comm, views, sum_in_place=sum_in_place)
+            total, grads = engine.run_value_and_grad(fn, params, parts, comm, views, final_sum_in_place=final_sum_in_place)
         else:
             total, grads, is_reached = _value_and_grad_of_microbatch(fn, params, parts[0], comm, views)
             for part in parts[1:]:
@@ -153,7 +153,7 @@ def _make_grad_fn(loss_fn: LossFn, microbatches: int, *, has_aux: bool, sum_in_p
                 )
             for node in units_of(grads):
                 node.reduction = "sum"
-            copy_tree_names(units_of(grads), units_of(params))  # ranks compare the number of the update
+            copy_tree_labels(units_of(grads), units_of(params))  # ranks compare the number of the update
         value = (total, aux if microbatches > 1 else aux[0]) if has_aux else total
         return (value, grads) if own is None else (value, grads, own)
 

@@ -12,13 +12,13 @@
     trace = step.start_trace()  # step is a scheduled function; now run some steps
     hardware = fs.inspect.Hardware.fit(trace, schedule)
     predicted = fs.inspect.predict(other_schedule, hardware)
-    hardware = fs.inspect.measure(comm, compute=seconds_of_units)  # speeds of links from a small model, in seconds
+    hardware = fs.inspect.measure(comm, compute_times=seconds_of_units)  # speeds of links from a small model, in seconds
     print(fs.inspect.compare(predicted, trace.timeline(schedule)))
     fs.inspect.report("runs/a")  # a page about a run
 """
 
 from fsharp.functional.layout.sharded import tree_nbytes as tree_nbytes
-from fsharp.functional.reshard.reshard import reshard_nbytes as reshard_nbytes
+from fsharp.functional.reshard.reshard import reshard_sent_nbytes as reshard_sent_nbytes
 from fsharp.functional.traffic import step_traffic as step_traffic
 from fsharp.inspect.drawing import draw as draw
 from fsharp.inspect.hardware import Hardware as Hardware, predict as predict

@@ -126,7 +126,7 @@ class _DrawingStyle(NamedTuple):
     longest: float  # the last value on the x axis: seconds, or a number of ops
     per_inch: float  # seconds or ops on an inch of the x axis
     has_times: bool  # whether the x axis has seconds
-    coded: Sequence[int]  # bytes that each op encodes or decodes
+    coded_bytes_by_op: Sequence[int]  # bytes that each op encodes or decodes
 
 
 def _draw_lanes(axes: Any, timeline: Timeline, lanes: Sequence[Stream], style: _DrawingStyle) -> None:
@@ -165,7 +165,7 @@ def _draw_row(axes: Any, row: Sequence[TimeSpan], band: tuple[float, float], sty
     edges = ["white" if box.seconds > 0.06 * style.per_inch else "none" for box in others]
     places = [(box.start_s, box.seconds) for box in others]
     axes.broken_barh(places, band, facecolors=faces, edgecolors=edges, linewidth=0.6)
-    coded = [place for box, place in zip(others, places) if _look_of(box) != "coded" and style.coded[box.op]]
+    coded = [place for box, place in zip(others, places) if _look_of(box) != "coded" and style.coded_bytes_by_op[box.op]]
     axes.broken_barh(coded, (band[0] + 0.85 * band[1], 0.15 * band[1]), facecolors=_CODED)
     for box, face in zip(others, faces):
         if _look_of(box) != "faint":
@@ -197,7 +197,7 @@ def _draw_memory(axes: Any, timelines: Sequence[Timeline], names: Sequence[str],
         if timeline is timelines[0]:
             axes.fill_between(x, y, step="post", color=colour, alpha=0.25, linewidth=0)
         axes.plot(x, y, drawstyle="steps-post", color=colour, linewidth=1.1, label=f"live, {name}" if name else "live")
-    for name, nbytes, dashes in (("arena", schedule.arena, "-"), ("live at most", schedule.bound, "--")):
+    for name, nbytes, dashes in (("arena", schedule.arena, "-"), ("live at most", schedule.peak_nbytes, "--")):
         axes.axhline(nbytes / scale, color=_INK, linewidth=0.9, linestyle=dashes, label=f"{name} {nbytes_text(nbytes)}")
     axes.set(xlim=(0, style.longest), ylim=(0, 1.12 * most / scale))
     axes.set_ylabel(f"arena, {unit}", fontsize=9, color=_INK)
@@ -234,7 +234,7 @@ def _title_text(timeline: Timeline, name: str, has_times: bool) -> str:
     schedule = timeline.schedule
     memory = f"peak {nbytes_text(timeline.peak_nbytes)} of {nbytes_text(schedule.arena)}"
     if not has_times:
-        calls = schedule.calls()
+        calls = schedule.collective_counts()
         sent = nbytes_text(sum(call.nbytes * count for call, count in calls.items()))
         return f"{len(schedule.ops)} ops in order    {calls.total()} collectives, {sent} sent    {memory}"
     exposed = f"exposed {seconds_text(timeline.exposed_s)} ({timeline.exposed_s / (timeline.step_s or 1):.1%})"

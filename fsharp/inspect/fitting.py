@@ -73,7 +73,7 @@ def fit_speeds(
             taken_alone[run[0]] = [(queued, max(after - own_s, 0.0)) for queued, after in taken_alone[run[0]]]
     links, cast_bandwidth = fit_links_and_casts(schedule, taken_alone)
     return {
-        "compute": median_times_by_unit(host.compute),
+        "compute_times": median_times_by_unit(host.compute),
         "latency": {link: latency for link, (latency, _) in links.items()} or 0.0,
         "bandwidth": {link: bandwidth for link, (_, bandwidth) in links.items()} or math.inf,
         "memory_bandwidth": memory_bandwidth,

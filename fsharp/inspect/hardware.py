@@ -43,11 +43,11 @@ class Hardware:
     """Speeds of a machine, from which :func:`predict` computes the time of a step.
 
     Args:
-        compute: seconds ``(forward, backward)`` of each unit, without its nested units, by key-path pattern, such as ``{"**":
-            (1e-3, 2e-3), "head": (4e-3, 8e-3)}``; the last match counts. :meth:`Trace.compute_times` and :meth:`fit` return
-            measured seconds. An estimate for ``n`` parameters, ``t`` tokens and a device of ``f`` FLOP/s is ``(2 * n * t / f, 4
-            * n * t / f)``. A third number is the time by which recomputation of the unit lengthens its backward; by default the
-            time of its forward.
+        compute_times: seconds ``(forward, backward)`` of each unit, without its nested units, by key-path pattern, such as
+            ``{"**": (1e-3, 2e-3), "head": (4e-3, 8e-3)}``; the last match counts. :meth:`Trace.compute_times` and :meth:`fit`
+            return measured seconds. An estimate for ``n`` parameters, ``t`` tokens and a device of ``f`` FLOP/s is
+            ``(2 * n * t / f, 4 * n * t / f)``. A third number is the time by which recomputation of the unit lengthens its
+            backward; by default the time of its forward.
         bandwidth: bytes per second that a rank sends: one number, numbers by axis, or numbers by ``(collective, axis)``.
         latency: seconds of a collective that do not depend on its bytes: one number, or numbers as for ``bandwidth``.
         memory_bandwidth: bytes per second of ops that work in memory: casts and additions of gradients, and copies in place of
@@ -59,7 +59,7 @@ class Hardware:
         host_bandwidth: bytes per second of offloaded state between host memory and device, one way. The default is that of PCIe
             5.0 with 16 lanes.
         update_s: seconds of the optimizer step.
-        synchronous_host: whether the host itself computes, as on a CPU. False means that the host queues work on streams.
+        computes_on_host: whether the host itself computes, as on a CPU. False means that the host queues work on streams.
         contention: how much collectives and a synchronous host slow each other down, from 0 (separate cores) to 1 (one core).
         host_share: the host's share, from 0 to 1, of a core that it shares with collectives. While host and collectives work at
             once, the host's speed is the fraction ``1 - contention * (1 - host_share)`` of its full speed. The speed of
@@ -72,7 +72,7 @@ class Hardware:
         ScheduleError: a number is out of range.
     """
 
-    compute: ComputeTimes
+    compute_times: ComputeTimes
     bandwidth: PerLink
     latency: PerLink = 0.0
     memory_bandwidth: float = math.inf
@@ -80,7 +80,7 @@ class Hardware:
     cast_bandwidth: float = math.inf
     host_bandwidth: float = 50e9
     update_s: float = 0.0
-    synchronous_host: bool = False
+    computes_on_host: bool = False
     contention: float = 0.0
     host_share: float = 0.5
     issue_s: float = 0.0
@@ -99,8 +99,8 @@ class Hardware:
             if not 0 <= getattr(self, name) <= 1:
                 raise ScheduleError(f"Hardware(): {name} is {getattr(self, name)!r}, expected 0 to 1.")
         for name, none in (("contention", 0.0), ("issue_s", 0.0), ("issue_bandwidth", math.inf)):
-            if getattr(self, name) != none and not self.synchronous_host:
-                raise ScheduleError(f"Hardware(): {name} is {getattr(self, name)!r}, which needs synchronous_host=True.")
+            if getattr(self, name) != none and not self.computes_on_host:
+                raise ScheduleError(f"Hardware(): {name} is {getattr(self, name)!r}, which needs computes_on_host=True.")
 
     @classmethod
     @options_checked
@@ -123,11 +123,11 @@ class Hardware:
         >>> shapes = {"layers": [torch.empty(4096, 4096, device="meta") for _ in range(4)]}
         >>> layout = fs.plan(shapes, fs.Mesh({"dp": 8}), fs.zero3("dp"), units="layers.*")
         >>> hardware = fs.inspect.Hardware.preset("H100", layout, tokens=8192, within=("dp",))
-        >>> f"{hardware.compute['layers.0'][0] * 1e3:.2f} ms, {hardware.bandwidth['dp'] / 1e9:.0f} GB/s"
+        >>> f"{hardware.compute_times['layers.0'][0] * 1e3:.2f} ms, {hardware.bandwidth['dp'] / 1e9:.0f} GB/s"
         '0.69 ms, 360 GB/s'
 
         A unit with ``n`` parameters takes ``2 * n * tokens`` operations forward, and twice as many backward. So only matrix
-        products with parameters count: replace ``compute`` for attention over long sequences, for embeddings and for experts.
+        products with parameters count: replace ``compute_times`` for attention over long sequences, embeddings and experts.
         The optimizer is Adam on float32, bound by memory.
 
         Args:
@@ -172,10 +172,10 @@ class Hardware:
             (spanning, min(gpu.nvlink, gpu.network * RANKS_OF_A_HOST), NETWORK_LATENCY_S),
         ]
         return cls(
-            **model_times(layout, tokens=tokens, flops=flops, memory_bandwidth=gpu.memory, backward=backward),
+            **model_times(layout, tokens=tokens, flops=flops, memory_bandwidth=gpu.memory_bandwidth, backward=backward),
             bandwidth={axis: link_efficiency * rate for axes, rate, _ in links for axis in axes},
             latency={axis: latency for axes, _, latency in links for axis in axes},
-            memory_bandwidth=gpu.memory,
+            memory_bandwidth=gpu.memory_bandwidth,
             host_bandwidth=link_efficiency * gpu.pcie,
         )
 
@@ -186,7 +186,7 @@ class Hardware:
         trace: Trace,
         schedule: Schedule,
         *,
-        synchronous_host: bool = False,
+        computes_on_host: bool = False,
         contention: float = 0.0,
         alone: Trace | None = None,
     ) -> "Hardware":
@@ -208,12 +208,12 @@ class Hardware:
         chosen so that the predicted step is as long as the traced step.
 
         Times of compute and of the update are those of the measured model. For another model replace them, by estimates or by
-        :meth:`Trace.compute_times` of a run in one process: ``dataclasses.replace(hardware, compute=..., update_s=...)``.
+        :meth:`Trace.compute_times` of a run in one process: ``dataclasses.replace(hardware, compute_times=..., update_s=...)``.
 
         Args:
             trace: trace of one whole step or more, on one rank.
             schedule: the schedule that ran.
-            synchronous_host: as in :class:`Hardware`: True for traces of CPUs.
+            computes_on_host: as in :class:`Hardware`: True for traces of CPUs.
             contention: as in :class:`Hardware`: 1 if there is exactly one core for each rank.
             alone: trace of steps of the same model on one rank, without communication. Times of compute and of the update come
                 from this trace, and ``host_share`` from how much longer units take while collectives are under way. Without
@@ -225,19 +225,19 @@ class Hardware:
 
         Cost: a few passes over the trace. With ``alone`` and ``contention`` also 24 predictions of a step.
         """
-        own: dict[str, Any] = {} if alone is None else {"compute": alone.compute_times(), "update_s": alone.update_time()}
-        host = cls(compute=(0.0, 0.0), bandwidth=math.inf, synchronous_host=synchronous_host, contention=contention)
+        own: dict[str, Any] = {} if alone is None else {"compute_times": alone.compute_times(), "update_s": alone.update_time()}
+        host = cls(compute_times=(0.0, 0.0), bandwidth=math.inf, computes_on_host=computes_on_host, contention=contention)
         if alone is not None and contention:
             host = replace(host, host_share=fit_contended_host_speed(trace, schedule, alone.compute_times()))
-        host_speed, sending_speed = host.contended_speeds
+        host_speed, sending_speed = host.contended_host_comm_speeds
         found = fit_speeds(
-            trace, schedule, host_speed=host_speed, sending_speed=sending_speed, overlaps_latency=synchronous_host
+            trace, schedule, host_speed=host_speed, sending_speed=sending_speed, overlaps_latency=computes_on_host
         )
-        if not synchronous_host:
+        if not computes_on_host:
             found |= {"issue_s": 0.0, "issue_bandwidth": math.inf}
         fitted = replace(host, **found)
         if alone is not None and contention:
-            fitted = replace(fitted, compute=compute_times_with_gaps(alone))
+            fitted = replace(fitted, compute_times=compute_times_with_gaps(alone))
             factor = find_link_factor(lambda factor: predict(schedule, fitted._with_slower_links(factor)).step_s, trace)
             fitted = fitted._with_slower_links(factor)
         return replace(fitted, **own)
@@ -249,7 +249,7 @@ class Hardware:
 
     @api_boundary
     def to_json(self) -> str:
-        """Return the hardware as JSON, for :meth:`from_json`. Raises ScheduleError if ``compute`` is a function."""
+        """Return the hardware as JSON, for :meth:`from_json`. Raises ScheduleError if ``compute_times`` is a function."""
         return fields_to_json({each.name: getattr(self, each.name) for each in fields(self)})
 
     @classmethod
@@ -257,14 +257,14 @@ class Hardware:
     def from_json(cls, text: str) -> "Hardware":
         """Return the hardware that :meth:`to_json` wrote as text. Raises ScheduleError if the text is not such JSON.
 
-        >>> hardware = Hardware(compute=(1.0, 2.0), bandwidth={("all_gather", "dp"): 1e9, "pp": 2e9})
+        >>> hardware = Hardware(compute_times=(1.0, 2.0), bandwidth={("all_gather", "dp"): 1e9, "pp": 2e9})
         >>> Hardware.from_json(hardware.to_json()) == hardware
         True
         """
         return cls(**fields_from_json(text, {each.name: each for each in fields(cls)}))
 
     @property
-    def contended_speeds(self) -> tuple[float, float]:
+    def contended_host_comm_speeds(self) -> tuple[float, float]:
         """The fractions of full speed of the host and of collectives, while host and collectives work at once."""
         return 1 - self.contention * (1 - self.host_share), 1 - self.contention * self.host_share
 
@@ -272,7 +272,7 @@ class Hardware:
         """Return the seconds of collectives in sequence; collectives of one kind along one axis count as one.
 
         >>> calls = [Call("all_gather", "dp", 50), Call("all_gather", "dp", 50), Call("reduce_scatter", "dp", 50)]
-        >>> Hardware(compute=(1.0, 2.0), bandwidth=100.0, latency=0.25).collective_s(calls)
+        >>> Hardware(compute_times=(1.0, 2.0), bandwidth=100.0, latency=0.25).collective_s(calls)
         2.0
         """
         sent = sent_nbytes_by_op_and_axis(calls)
@@ -315,26 +315,26 @@ def predict(schedule: Schedule, hardware: Hardware) -> Timeline:
 
     Raises:
         ScheduleError: an op waits for an op that does not exist, or an axis has no bandwidth.
-        PatternError: a pattern of ``hardware.compute`` matches no unit, or a unit has no times.
+        PatternError: a pattern of ``hardware.compute_times`` matches no unit, or a unit has no times.
 
     Cost: a few passes over the ops; nothing is sent.
     """
     for i, op in enumerate(schedule.ops):
         if any(not 0 <= j < len(schedule.ops) for j in op.after):
             raise ScheduleError(f"predict(): op {i}, {op}, waits for {op.after}, and there are {len(schedule.ops)} ops.")
-    speeds = hardware.contended_speeds
+    speeds = hardware.contended_host_comm_speeds
     costs = _costs_of_all_ops(schedule, hardware)
-    return Simulation(schedule, costs, synchronous_host=hardware.synchronous_host, speeds=speeds).steady_step()
+    return Simulation(schedule, costs, computes_on_host=hardware.computes_on_host, speeds=speeds).steady_step()
 
 
 def compute_times(hardware: Hardware, units: Sequence[str]) -> dict[str, tuple[float, float, float]]:
-    """Return seconds ``(forward, backward, recomputation)`` of each unit, from ``hardware.compute``; else a ScheduleError."""
-    times = value_by_path("Hardware.compute", hardware.compute, units) if units else {}
+    """Return seconds ``(forward, backward, recomputation)`` of each unit, or raise a ScheduleError."""
+    times = value_by_path("Hardware.compute_times", hardware.compute_times, units) if units else {}
     for unit, given in times.items():
         if not (predicate_of_annotation(UnitSeconds)(given) and all(0 <= each < math.inf for each in given)):
             what = (
-                f"Hardware.compute of unit {unit!r} is {given!r}, expected seconds (forward, backward), or (forward, backward, "
-                "recomputation), of at least 0."
+                f"Hardware.compute_times of unit {unit!r} is {given!r}, expected seconds (forward, backward), or (forward, "
+                "backward, recomputation), of at least 0."
             )
             raise ScheduleError(problem("predict()", what))
     return {unit: (given[0], given[1], given[-1] if len(given) == 3 else given[0]) for unit, given in times.items()}
@@ -349,7 +349,7 @@ def _costs_of_all_ops(schedule: Schedule, hardware: Hardware) -> list[OpsCost]:
     for run in op_positions_by_bucket(schedule.ops):
         ops = [schedule.ops[i] for i in run]
         latency_s = 0.0
-        if hardware.synchronous_host and ops[0].spec.cost == "send":
+        if hardware.computes_on_host and ops[0].spec.cost == "send":
             calls = [call for op in ops for call in op.spec.collectives(facts[op.unit])]
             latency_s = hardware.latency_s(sent_nbytes_by_op_and_axis(calls))
         issue_s = sum(host_issue_nbytes(op, facts[op.unit]) for op in ops) / hardware.issue_bandwidth

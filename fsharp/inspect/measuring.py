@@ -41,7 +41,7 @@ _MEASURED_FIELDS = (*_MEASURED_RATES, "latency", "issue_s", "host_share")
 
 @options_checked
 def measure(
-    comm: Comm, *, compute: ComputeTimes, update_s: float = 0.0, contention: float | None = None, steps: int = 20
+    comm: Comm, *, compute_times: ComputeTimes, update_s: float = 0.0, contention: float | None = None, steps: int = 20
 ) -> Hardware:
     """Return the hardware of ``comm``: the measured speeds of collectives, and the times of compute that you pass.
 
@@ -52,7 +52,7 @@ def measure(
 
     Args:
         comm: the ranks. All ranks call this function.
-        compute: seconds of your model's units, as for :class:`Hardware`.
+        compute_times: seconds of your model's units, as for :class:`Hardware`.
         update_s: seconds of your model's optimizer step, for all parameters on one rank.
         contention: as for :class:`Hardware`. None means 1 if a CPU host has fewer than two processors for each of its ranks,
             and else 0. Without ``LOCAL_WORLD_SIZE`` in the environment all ranks count as ranks of this host.
@@ -60,7 +60,7 @@ def measure(
 
     Raises:
         ScheduleError: ``steps`` is less than 1, or a number is out of range.
-        AgreementError: ranks pass different arguments. All ranks raise. Functions in ``compute`` are not compared.
+        AgreementError: ranks pass different arguments. All ranks raise. Functions in ``compute_times`` are not compared.
 
     Cost: memory for 32 MiB of parameters and their gradients; ``2 * (steps + 3)`` steps.
     """
@@ -70,9 +70,13 @@ def measure(
         if steps < 1:
             raise ScheduleError(f"measure(): steps is {steps!r}, expected at least 1.")
         Hardware(
-            compute=compute, bandwidth=1.0, update_s=update_s, contention=contention or 0.0, synchronous_host=is_synchronous
+            compute_times=compute_times,
+            bandwidth=1.0,
+            update_s=update_s,
+            contention=contention or 0.0,
+            computes_on_host=is_synchronous,
         )
-        given = {"compute": compute, "update_s": update_s, "contention": contention, "steps": steps}
+        given = {"compute_times": compute_times, "update_s": update_s, "contention": contention, "steps": steps}
         return {name: _text_to_compare(value) for name, value in given.items()}
 
     check_on_all_ranks("measure()", comm, check_arguments, lambda given: given)
@@ -80,13 +84,13 @@ def measure(
         ranks = int(os.environ.get("LOCAL_WORLD_SIZE", comm.mesh.size))
         found_here = is_synchronous and len(os.sched_getaffinity(0)) < 2 * ranks
         contention = max(float(text) for text in all_gather_texts(str(float(found_here)), comm))
-    known: dict[str, Any] = {"synchronous_host": is_synchronous, "contention": contention}
+    known: dict[str, Any] = {"computes_on_host": is_synchronous, "contention": contention}
     alone, _ = _trace_small_model(SingleComm(device=comm.device), steps)
     trace, schedule = _trace_small_model(comm, steps)
     mine = check_on_all_ranks("measure()", comm, lambda: Hardware.fit(trace, schedule, alone=alone, **known))
     everyones = [Hardware.from_json(text) for text in all_gather_texts(mine.to_json(), comm)]
     found = {name: _median([getattr(each, name) for each in everyones]) for name in _MEASURED_FIELDS}
-    return Hardware(compute=compute, update_s=update_s, **known, **found)
+    return Hardware(compute_times=compute_times, update_s=update_s, **known, **found)
 
 
 def _trace_small_model(comm: Comm, steps: int) -> tuple[Trace, Schedule]:

@@ -36,14 +36,14 @@ class GPU(NamedTuple):
 
     Attributes:
         flops: operations per second in dense bfloat16 matrix products.
-        memory: bytes per second of its memory.
+        memory_bandwidth: bytes per second of its memory.
         nvlink: bytes per second to other GPUs of the host, one way.
         network: bytes per second of the GPU's own link to other hosts, one way.
         pcie: bytes per second between host memory and the GPU, one way.
     """
 
     flops: float
-    memory: float
+    memory_bandwidth: float
     nvlink: float
     network: float
     pcie: float
@@ -59,7 +59,7 @@ GPUS = {
 
 
 def model_times(layout: Layout, *, tokens: float, flops: float, memory_bandwidth: float, backward: int = 2) -> dict[str, Any]:
-    """Return the options ``compute`` and ``update_s`` of :class:`~fsharp.inspect.Hardware` for a model.
+    """Return the options ``compute_times`` and ``update_s`` of :class:`~fsharp.inspect.Hardware` for a model.
 
     The forward of a unit with ``n`` parameters takes ``2 * n * tokens`` operations, ``flops`` in a second. The backward takes
     ``backward`` times as many. The optimizer is Adam on float32, bound by ``memory_bandwidth``.
@@ -67,7 +67,7 @@ def model_times(layout: Layout, *, tokens: float, flops: float, memory_bandwidth
     used = {unit.name or "(root)": sum(group.used for group in unit.groups) for unit in layout.units}
     forward = {unit: 2 * n * tokens / flops for unit, n in used.items()}
     compute = {unit: (seconds, backward * seconds) for unit, seconds in forward.items()}
-    return {"compute": compute, "update_s": ADAM_NBYTES * sum(used.values()) / memory_bandwidth}
+    return {"compute_times": compute, "update_s": ADAM_NBYTES * sum(used.values()) / memory_bandwidth}
 
 
 def axes_by_link(mesh: Mesh) -> dict[str, Any]:

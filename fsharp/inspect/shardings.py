@@ -14,7 +14,7 @@ from fsharp.errors import LayoutError, problem
 from fsharp.functional.formats.format import tensor_text
 from fsharp.functional.layout.layout import Layout
 from fsharp.functional.layout.mesh import Mesh
-from fsharp.functional.layout.placement import P, Partial, Place
+from fsharp.functional.layout.placement import MeshPlacement, P, Partial
 from fsharp.functional.layout.sharded import PlaceName, resolve_place
 from fsharp.functional.layout.text import align_columns, runs_of_alike_units
 from fsharp.functional.layout.unit_layout import Leaf, UnitLayout
@@ -49,7 +49,7 @@ class LeafSharding:
     path: str
     unit: UnitLayout
     leaf: Leaf
-    place: Place
+    place: MeshPlacement
 
     @property
     def mesh(self) -> Mesh:
@@ -96,7 +96,7 @@ class LeafSharding:
     @property
     def _partial_or_varying_words(self) -> dict[str, str]:
         """The axes along which ranks have different values; for each axis a word for these values, such as "summands"."""
-        found = dict.fromkeys(self.place.partial_axes, "summands") | dict.fromkeys(self.place.varying_axes, "own values")
+        found = dict.fromkeys(self.place.partial_axes, "summands") | dict.fromkeys(self.place.independent_axes, "own values")
         return {axis: what for axis, what in found.items() if self.mesh.axis_size(axis) > 1}
 
     @property
@@ -180,7 +180,7 @@ class TreeSharding:
 
     Attributes:
         layout: layout of the tree.
-        place: what is shown: ``"params"``, ``"grads"``, ``"optim"``, ``"full"``, or a :class:`~fsharp.layouts.Place`.
+        place: what is shown: ``"params"``, ``"grads"``, ``"optim"``, ``"full"``, or a :class:`~fsharp.layouts.MeshPlacement`.
     """
 
     layout: Layout
@@ -257,8 +257,8 @@ def sharding(layout: Layout, place: PlaceName = "params") -> TreeSharding:
 
     Args:
         layout: a layout from :func:`~fsharp.plan`.
-        place: ``"params"``, ``"grads"``, ``"optim"``, ``"full"``, or a :class:`~fsharp.layouts.Place`. Frozen leaves are
-            listed as if they had gradients and optimizer state.
+        place: ``"params"``, ``"grads"``, ``"optim"``, ``"full"``, or a :class:`~fsharp.layouts.MeshPlacement`. Frozen leaves
+            are listed as if they had gradients and optimizer state.
 
     Returns:
         A :class:`TreeSharding`: ``[path]`` returns the :class:`LeafSharding` of a leaf, ``print`` shows a table of at most 100
@@ -275,7 +275,7 @@ def sharding(layout: Layout, place: PlaceName = "params") -> TreeSharding:
 
 
 @lru_cache(maxsize=64)
-def _part_index_by_rank(mesh: Mesh, place: Place) -> torch.Tensor:
+def _part_index_by_rank(mesh: Mesh, place: MeshPlacement) -> torch.Tensor:
     """Return, as int64[ranks], the index of the part of a buffer that each rank holds."""
     return torch.tensor([mesh.index_along(place.sharded_axes, rank) for rank in range(mesh.size)])
 
@@ -352,7 +352,7 @@ def _padded_numel(unit: UnitLayout) -> int:
     return sum(group.size for group in unit.groups)
 
 
-def _draw_place(axes, unit: UnitLayout, place: Place, *, is_trained: bool) -> None:  # type: ignore[no-untyped-def]
+def _draw_place(axes, unit: UnitLayout, place: MeshPlacement, *, is_trained: bool) -> None:  # type: ignore[no-untyped-def]
     from matplotlib import colormaps
 
     colours = colormaps["tab10"].colors  # type: ignore[attr-defined]

@@ -51,17 +51,17 @@ class Simulation:
     Args:
         schedule: the schedule.
         costs: costs of all its ops, in order.
-        synchronous_host: as in :class:`~fsharp.inspect.Hardware`.
+        computes_on_host: as in :class:`~fsharp.inspect.Hardware`.
         speeds: the fractions of full speed that the host and the collectives keep while both work.
     """
 
     def __init__(
-        self, schedule: Schedule, costs: Sequence[OpsCost], *, synchronous_host: bool, speeds: tuple[float, float]
+        self, schedule: Schedule, costs: Sequence[OpsCost], *, computes_on_host: bool, speeds: tuple[float, float]
     ) -> None:
         self.ops, self.schedule, self.costs = schedule.ops, schedule, costs
-        self.is_synchronous = synchronous_host
+        self.is_synchronous = computes_on_host
         self.host_speed, self.sending_speed = speeds
-        on_host = [synchronous_host and op.spec.cost != "send" for op in self.ops]
+        on_host = [computes_on_host and op.spec.cost != "send" for op in self.ops]
         self.queues: list[Stream] = ["compute" if here else op.stream for op, here in zip(self.ops, on_host, strict=True)]
         waited_for = {j for i, op in enumerate(self.ops) for j in op.after if j >= i}
         self.handed_on = sorted(waited_for | {i for i, op in enumerate(self.ops) if op.spec.frees == STATE})

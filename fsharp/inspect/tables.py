@@ -42,7 +42,7 @@ def table(schedule: Schedule) -> str:
         rows = [(*row[:8], *row[9:]) for row in rows]
     right = {0, 7, 8} if len(rows[0]) == len(_COLUMN_NAMES) else {0, 7}
     number = Counter(op.kind for op in schedule.ops)
-    calls_sent = schedule.calls()
+    calls_sent = schedule.collective_counts()
     sent = sum(call.nbytes * count for call, count in calls_sent.items())
     return "\n".join(
         [
@@ -54,7 +54,7 @@ def table(schedule: Schedule) -> str:
                 if schedule.host_copy_nbytes
                 else []
             ),
-            f"arena {nbytes_text(schedule.arena)}, of which at most {nbytes_text(schedule.bound)} are live at once",
+            f"arena {nbytes_text(schedule.arena)}, of which at most {nbytes_text(schedule.peak_nbytes)} are live at once",
         ]
     )
 

@@ -17,7 +17,7 @@ from torch.overrides import handle_torch_function, has_torch_function
 from fsharp.errors import TreeError
 from fsharp.functional.transforms import is_transform_active, refuse_proxy_tracing
 from fsharp.interop.arrays import as_jax_array, as_torch_tensor, check_not_forked
-from fsharp.torch_compile import uncompiled
+from fsharp.torch_compile import disable_compile
 from fsharp.tracebacks import api_boundary
 
 
@@ -72,7 +72,7 @@ class _JaxFunctionOfTensors:
     def __get__(self, instance: Any, owner: Any = None) -> Any:
         return self if instance is None else MethodType(self, instance)
 
-    @uncompiled  # torch.compile cannot trace JAX
+    @disable_compile  # torch.compile cannot trace JAX
     def __call__(self, *args: Any, **keywords: Any) -> Any:
         given: Any = (args, keywords)
         leaves, spec = optree.tree_flatten(given)

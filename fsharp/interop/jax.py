@@ -167,7 +167,7 @@ def shardings(layout: Layout, place: PlaceName = "params", *, devices: Sequence[
 
     Args:
         layout: made by :func:`~fsharp.plan`.
-        place: ``"params"``, ``"grads"``, ``"optim"``, ``"full"``, or a :class:`~fsharp.layouts.Place`.
+        place: ``"params"``, ``"grads"``, ``"optim"``, ``"full"``, or a :class:`~fsharp.layouts.MeshPlacement`.
         devices: the device of each rank, as for :func:`to_jax`; a LayoutError if there are fewer than ranks.
     """
     mesh, _ = _jax_mesh_and_local_devices(layout, devices)
@@ -223,7 +223,7 @@ def _global_shape_and_sharding(node: Sharded, i: int, mesh: Mesh) -> tuple[tuple
         raise TreeError(
             f"unit {node.unit.display_name} rests partial ({node.place}), which JAX has no sharding for: reduce_scatter() it."
         )
-    own = node.place.varying_axes
+    own = node.place.independent_axes
     shape = (*(node.unit.mesh.axis_size(axis) for axis in own), node.unit.groups[node.groups[i]].size)
     return shape, NamedSharding(mesh, PartitionSpec(*own, node.place.sharded_axes or None))
 

@@ -125,7 +125,7 @@ class TracedTransformation:
                 for leaf in node.unit.leaves_of_group(group):
                     start, _, low, high = spans[leaf.path][1:] if leaf.path in spans else (0, 0, 0, 0)
                     axes = cut if leaf.numel else ()  # every rank has the whole of an empty leaf
-                    path, is_varying = node.unit.path_in_tree(leaf), bool(node.place.varying_axes)
+                    path, is_varying = node.unit.path_in_tree(leaf), bool(node.place.independent_axes)
                     part = LeafRange(path, leaf.shape, low, high, axes, is_varying, len(sizes), start)
                     rows[LeafName(node.name, leaf.path)] = part, of_group
                 sizes.append(node.unit.local_size(group, node.place))
@@ -257,18 +257,18 @@ class CompiledTransformation:
 
     def _compile_round(self, kind: str, keys: Sequence[EquationKey], args: Any) -> _CompiledRound:
         pending: dict[EquationKey, CrossRankReduction] = {}
-        run, run_common = (jax.jit(partial(self._run_jaxpr, kind, keys, pending, only)) for only in (False, True))
+        run, run_common = (jax.jit(partial(self._run_until_reductions, kind, keys, pending, only)) for only in (False, True))
         run(*args)  # compiles, and fills ``pending``
         if all(self._is_common):  # then all ranks have the same program
             return _CompiledRound(run, None, pending)
         rounded = (jnp.issubdtype(x.dtype, jnp.inexact) for x in jax.tree.leaves(run_common.eval_shape(*args)))
         return _CompiledRound(run, run_common if any(rounded) else None, pending)
 
-    def _run_jaxpr(
+    def _run_until_reductions(
         self,
         kind: str,
         keys: Sequence[EquationKey],
-        pending: dict[EquationKey, CrossRankReduction],
+        found_pending: dict[EquationKey, CrossRankReduction],
         is_common_only: bool,
         flats: Any,
         plain: Any,
@@ -277,7 +277,7 @@ class CompiledTransformation:
         traced, lifted = self.traced, LocalJaxprRun(self._parts, dict(zip(keys, reduced, strict=True)))
         out = lifted.run_jaxpr(traced.init if kind == "init" else traced.step, self._jaxpr_args(kind, flats, plain))
         out = traced.in_stored_form(lifted, out, [position and position[0] for position in traced.positions])
-        pending.update({key: reduction for key, (reduction, _) in lifted.pending.items()})
+        found_pending.update({key: reduction for key, (reduction, _) in lifted.pending.items()})
         if lifted.pending:
             return [None if is_common_only and reduction.axes else value for reduction, value in lifted.pending.values()]
         assert not any(value is PENDING for value in out)

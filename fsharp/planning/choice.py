@@ -22,6 +22,8 @@ from fsharp.tracebacks import api_boundary
 
 _MAX_SHOWN_ROWS = 24
 """Candidates that a printed choice shows."""
+_FIELD_BY_OLD_KEY = {"lost": "why_lost", "is_bound": "is_unsimulated", "departures": "non_defaults"}
+"""Fields of :class:`Candidate` by the keys that they had in JSON before."""
 _COSTLY = ("remat", "formats", "state on the host")
 """Departures from the defaults that cost operations, digits, or memory and links of the host."""
 
@@ -40,13 +42,13 @@ class Candidate:
             ``gradients`` (outside of the arena), ``activations``.
         peak_nbytes: the largest sum of these bytes at any one time.
         sent_nbytes: bytes that one rank sends in a step, without collectives in the loss.
-        lost: the reason why another candidate was chosen; empty for the chosen candidate.
-        is_bound: whether the step was not simulated: it exceeds the budget at rest, its lower bound is too long, or the search
-            had used up its ``effort``. Then ``step_s`` is infinite, or it is the lower bound: the time to compute or the time
-            to send, whichever is longer. ``memory`` then has an arena of 0 bytes.
+        why_lost: the reason why another candidate was chosen; empty for the chosen candidate.
+        is_unsimulated: whether the step was not simulated: it exceeds the budget at rest, its lower bound is too long, or the
+            search had used up its ``effort``. Then ``step_s`` is infinite, or it is the lower bound: the time to compute or the
+            time to send, whichever is longer. ``memory`` then has an arena of 0 bytes.
         refused: the reason why no step can run: no schedule fits into the policy's ``memory_budget``; or the strategy and the
             format exclude each other, and then ``policy`` is empty. Otherwise the text is empty.
-        departures: what differs from the defaults: ``remat`` if units are recomputed; ``formats`` if the precision is not
+        non_defaults: what differs from the defaults: ``remat`` if units are recomputed; ``formats`` if the precision is not
             ``Precision()``; ``state on the host``; and other fields of the policy that differ from ``SchedulePolicy()``.
     """
 
@@ -57,16 +59,16 @@ class Candidate:
     memory: Mapping[str, int]
     peak_nbytes: int
     sent_nbytes: int
-    lost: str = ""
-    is_bound: bool = False
+    why_lost: str = ""
+    is_unsimulated: bool = False
     refused: str = ""
-    departures: tuple[str, ...] = ()
+    non_defaults: tuple[str, ...] = ()
 
     @property
     def complexity(self) -> tuple[int, int]:
-        """Two numbers: the costly departures (``remat``, ``formats``, ``state on the host``), and all other departures."""
-        costly = sum(each in _COSTLY for each in self.departures)
-        return costly, len(self.departures) - costly
+        """Two numbers: of costly :attr:`non_defaults`, ``remat``, ``formats`` and ``state on the host``, and of others."""
+        costly = sum(each in _COSTLY for each in self.non_defaults)
+        return costly, len(self.non_defaults) - costly
 
 
 @dataclass(frozen=True)
@@ -122,7 +124,7 @@ class StepArguments:
             "optimizer": self.optimizer_buffers * layout.nbytes("optim"),
             "residuals": layout.nbytes("residuals"),
             "arena": arena_nbytes,
-            "gradients": at_rest + separate_sum_nbytes(layout),
+            "gradients": at_rest + separate_reduced_grad_nbytes(layout),
             "activations": self.activation_nbytes,
         }
         state, activations = kinds["main"] + kinds["optimizer"], kinds["activations"]
@@ -137,12 +139,12 @@ class StepArguments:
     ) -> Candidate:
         """Return the prediction for the ``schedule`` of a layout and a policy. ``names``: of layout, policy and remat."""
         memory, peak_nbytes = self.memory_and_peak(layout, policy, arena_nbytes=schedule.arena)
-        sent = sum(call.nbytes * count for call, count in schedule.calls().items())
-        seconds, departures = self.predict(schedule, layout).step_s, self.departures(layout, policy)
-        return Candidate(*names, seconds, memory, peak_nbytes, sent, departures=departures)
+        sent = sum(call.nbytes * count for call, count in schedule.collective_counts().items())
+        seconds, non_defaults = self.predict(schedule, layout).step_s, self.non_defaults(layout, policy)
+        return Candidate(*names, seconds, memory, peak_nbytes, sent, non_defaults=non_defaults)
 
-    def departures(self, layout: Layout, policy: SchedulePolicy) -> tuple[str, ...]:
-        """Return what differs from the defaults, as :attr:`Candidate.departures` lists it."""
+    def non_defaults(self, layout: Layout, policy: SchedulePolicy) -> tuple[str, ...]:
+        """Return what differs from the defaults, as :attr:`Candidate.non_defaults` lists it."""
         usual, on_host = SchedulePolicy(), ["state on the host"] * policy.offload
         policy = replace(policy, offload=False)
         changed = [each.name for each in fields(usual) if getattr(policy, each.name) != getattr(usual, each.name)]
@@ -150,7 +152,7 @@ class StepArguments:
         return (*["remat"] * bool(self.remat), *["formats"] * has_formats, *on_host, *changed)
 
 
-def separate_sum_nbytes(layout: Layout) -> int:
+def separate_reduced_grad_nbytes(layout: Layout) -> int:
     """Return the bytes of one rank's gradients in the place ``"optim"`` that need memory beside the gradients at rest.
 
     Only units count for which a rank holds different numbers of elements in ``"grads"`` and in ``"optim"``.
@@ -169,15 +171,17 @@ def sort_candidates(candidates: Sequence[Candidate], budget: float, tolerance: f
     """Return the chosen candidate, and then all others, each with the reason why it lost.
 
     Candidates whose step is slower than the fastest by at most the fraction ``tolerance`` count as equally fast. From these the
-    candidate with the fewest departures from the defaults is chosen; if several have equally few, the one with the least
+    candidate with the fewest :attr:`~Candidate.non_defaults` is chosen; if several have equally few, the one with the least
     memory. The other candidates are in this order: those that fit into ``budget``, simulated before not simulated, fast before
     slow; at the end those that are refused. If no candidate fits into the budget, the first in this order is chosen.
     """
-    ranked = sorted(candidates, key=lambda x: (bool(x.refused), x.peak_nbytes > budget, x.is_bound, x.step_s, x.peak_nbytes))
+    ranked = sorted(
+        candidates, key=lambda x: (bool(x.refused), x.peak_nbytes > budget, x.is_unsimulated, x.step_s, x.peak_nbytes)
+    )
     limit = (1 + tolerance) * ranked[0].step_s
-    equal = [x for x in ranked if x.peak_nbytes <= budget and not x.is_bound and x.step_s <= limit]
+    equal = [x for x in ranked if x.peak_nbytes <= budget and not x.is_unsimulated and x.step_s <= limit]
     best = min(equal, key=lambda x: (x.complexity, x.peak_nbytes), default=ranked[0])
-    return replace(best, lost=""), *(replace(x, lost=_why_lost(x, best, budget)) for x in ranked if x is not best)
+    return replace(best, why_lost=""), *(replace(x, why_lost=_why_lost(x, best, budget)) for x in ranked if x is not best)
 
 
 def _why_lost(candidate: Candidate, best: Candidate, budget: float) -> str:
@@ -187,14 +191,14 @@ def _why_lost(candidate: Candidate, best: Candidate, budget: float) -> str:
         return f"{nbytes_text(candidate.peak_nbytes)}, and the budget is {nbytes_text(budget)}"
     ratio = candidate.step_s / best.step_s if best.step_s else math.inf  # a step in which nothing takes time
     difference = 0.0 if candidate.step_s == best.step_s else ratio - 1
-    if candidate.is_bound and difference <= 0:
+    if candidate.is_unsimulated and difference <= 0:
         return f"not simulated: at most {abs(difference):.1%} faster"
     shown = f"{abs(difference):.1%}"
-    if difference > 0 and (candidate.is_bound or shown != "0.0%"):
-        return f"{'at least ' * candidate.is_bound}{shown} slower"
+    if difference > 0 and (candidate.is_unsimulated or shown != "0.0%"):
+        return f"{'at least ' * candidate.is_unsimulated}{shown} slower"
     text = "as fast" if shown == "0.0%" else f"{shown} faster"
     if candidate.complexity > best.complexity:
-        further = [each for each in candidate.departures if each not in best.departures]
+        further = [each for each in candidate.non_defaults if each not in best.non_defaults]
         return f"{text}, not as simple: {', '.join(further)}"
     return f"{text}, with more memory" if candidate.peak_nbytes > best.peak_nbytes else text
 
@@ -296,7 +300,7 @@ class Choice:
             what = f"the candidate takes {nbytes_text(first.peak_nbytes)}, and the budget is {nbytes_text(self.budget)}."
             raise ScheduleError(problem("Choice", what, [("candidate", f"{first.layout}, {first.policy}")]))
         rest = [x for x in self.candidates if (x.layout, x.policy, x.remat) != row_names]
-        rows = (first, *(replace(x, lost=_why_lost(x, first, self.budget)) for x in rest))
+        rows = (first, *(replace(x, why_lost=_why_lost(x, first, self.budget)) for x in rest))
         return replace(self, name=first.layout, remat=self._arguments.remat, candidates=rows)
 
     @api_boundary
@@ -354,7 +358,7 @@ class Choice:
                 problem("Choice.from_json()", what, remedy="Pass the text that Choice.to_json() has returned.")
             ) from error
         again = arguments.predict_candidate(found.schedule, layout, policy, (first.layout, first.policy, first.remat))
-        if replace(again, lost="") == replace(first, lost=""):
+        if replace(again, why_lost="") == replace(first, why_lost=""):
             return found
         return found._with_new_prediction((first.layout, f"{first.policy}, edited", first.remat))
 
@@ -363,12 +367,12 @@ class Choice:
         head = ("layout", "policy", *["recomputed"] * has_remat, "ms a step", "memory", "sent", "")
         rows: list[tuple[str, ...]] = [head]
         for x in self.candidates:
-            least = "> " * x.is_bound
+            least = "> " * x.is_unsimulated
             is_known = math.isfinite(x.step_s)
             seconds = f"{least}{1e3 * x.step_s:.2f}" if is_known else ""
-            memory = f"{'> ' * (x.is_bound or not is_known)}{nbytes_text(x.peak_nbytes)}" if x.memory else ""
-            sent = nbytes_text(x.sent_nbytes) if is_known and not x.is_bound else ""
-            rows.append((x.layout, x.policy, *[x.remat] * has_remat, seconds, memory, sent, x.lost or "chosen"))
+            memory = f"{'> ' * (x.is_unsimulated or not is_known)}{nbytes_text(x.peak_nbytes)}" if x.memory else ""
+            sent = nbytes_text(x.sent_nbytes) if is_known and not x.is_unsimulated else ""
+            rows.append((x.layout, x.policy, *[x.remat] * has_remat, seconds, memory, sent, x.why_lost or "chosen"))
         return rows
 
     @property
@@ -392,7 +396,8 @@ class Choice:
 
 def _candidate_from_json(row: Mapping[str, Any]) -> Candidate:
     step_s = math.inf if row["step_s"] is None else row["step_s"]
-    return Candidate(**{**row, "step_s": step_s, "departures": tuple(row["departures"])})
+    given = {_FIELD_BY_OLD_KEY.get(key, key): value for key, value in row.items()}
+    return Candidate(**{**given, "step_s": step_s, "non_defaults": tuple(given["non_defaults"])})
 
 
 def _use_from_json(row: Any) -> Use:

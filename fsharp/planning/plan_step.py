@@ -95,7 +95,7 @@ def plan_step(
     units = {name: UnitState(name or ROOT, layout[name], trivial=False) for name in names}
     facts = []
     for name, unit in units.items():
-        unit.begin_gradient(transport, None, sum_in_place=True)
+        unit.begin_gradient(transport, None, final_sum_in_place=True)
         if policy.offload:
             alone = Layout(layout.mesh, (layout[name],), layout.structure)
             unit.set_offloaded_nbytes(offloaded_nbytes(alone, optimizer_buffers, is_module=is_module))

@@ -315,12 +315,12 @@ class TuneRequest:
         elif isinstance(self.hardware, str):
             found = Hardware.preset(self.hardware, layout, tokens=1, **axes_by_link(layout.mesh))
             seconds = {name: flops / (EFFICIENCY * GPUS[self.hardware].flops) for name, flops in costs.flops.items()}
-            found = replace(found, compute={name: (forward_s, 2 * forward_s) for name, forward_s in seconds.items()})
+            found = replace(found, compute_times={name: (forward_s, 2 * forward_s) for name, forward_s in seconds.items()})
         else:
             found = self.hardware(layout)
             if not isinstance(found, Hardware):
                 raise ScheduleError(f"tune(): hardware is a function that returned {found!r:.80}, expected a Hardware.")
-        return replace(found, compute=dict(costs.seconds)) if costs.seconds else found
+        return replace(found, compute_times=dict(costs.seconds)) if costs.seconds else found
 
     def argument_texts_to_compare(self, to_try: LayoutsToTry) -> dict[str, str]:
         """Return the arguments as texts. The texts of two ranks are equal if the arguments are equal."""
@@ -358,7 +358,7 @@ def _batch_leaf_text(x: Any) -> str:
 
 def _hardware_text(layout: Layout, hardware: Hardware) -> str:
     units = [unit.name or ROOT for unit in layout.units]
-    compute = value_by_path("Hardware.compute", hardware.compute, units)
+    compute = value_by_path("Hardware.compute_times", hardware.compute_times, units)
     return "; ".join(
         f"{each.name} {compute if each.name == 'compute' else getattr(hardware, each.name)}" for each in fields(hardware)
     )

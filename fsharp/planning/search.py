@@ -32,17 +32,17 @@ class Combination:
     arguments: StepArguments
 
     @property
-    def departures(self) -> tuple[str, ...]:
-        """Names of the choices that are not the defaults, such as ``remat``: see :attr:`Candidate.departures`."""
-        return self.arguments.departures(self.option.layout, self.policy)
+    def non_defaults(self) -> tuple[str, ...]:
+        """Names of the choices that are not the defaults, such as ``remat``: see :attr:`Candidate.non_defaults`."""
+        return self.arguments.non_defaults(self.option.layout, self.policy)
 
     def lower_bound_candidate(self, step_s: float) -> Candidate:
         """Return a candidate with ``step_s`` as lower bound of the step's seconds. Its memory is counted without the arena."""
         memory, nbytes = self.arguments.memory_and_peak(self.option.layout, self.policy, arena_nbytes=0)
-        return Candidate(*self.names, step_s, memory, nbytes, 0, is_bound=True, departures=self.departures)
+        return Candidate(*self.names, step_s, memory, nbytes, 0, is_unsimulated=True, non_defaults=self.non_defaults)
 
 
-def search_candidates(
+def candidate_per_combination(
     combinations: Sequence[Combination], budget: float, tolerance: float, *, effort: float, show: bool
 ) -> list[Candidate]:
     """Return a candidate for each combination, in order.
@@ -52,8 +52,8 @@ def search_candidates(
 
     The search ends when the bound exceeds the time of the fastest step that fits into the budget by more than the fraction
     ``tolerance``. It also ends when a step fits and ``effort`` units have been simulated, counted once for each microbatch. If
-    ``effort`` is infinite, all combinations are simulated that do not exceed the budget at rest. Candidates that are not
-    simulated have ``is_bound=True``. If no schedule fits into the ``memory_budget`` of a policy, the candidate is refused.
+    ``effort`` is infinite, all combinations are simulated that do not exceed the budget at rest. Those not simulated have
+    ``is_unsimulated=True``. If no schedule fits into the ``memory_budget`` of a policy, the candidate is refused.
     """
     found: dict[CandidateNames, Candidate] = {}
     least: dict[tuple[LayoutOption, tuple[str, ...], bool], float] = {}
@@ -86,7 +86,7 @@ def search_candidates(
                     same[alike] = _predict_or_refuse(each)
                     spent += len(each.option.layout.units) * each.arguments.microbatches
                 layout, policy, remat = each.names
-                mine = replace(same[alike], layout=layout, policy=policy, remat=remat, departures=each.departures)
+                mine = replace(same[alike], layout=layout, policy=policy, remat=remat, non_defaults=each.non_defaults)
                 found[each.names] = mine
                 if mine.peak_nbytes <= budget and not mine.refused:
                     best = min(best, mine.step_s)

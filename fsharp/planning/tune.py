@@ -18,7 +18,7 @@ from fsharp.planning.choice import Candidate, Choice, sort_candidates
 from fsharp.planning.costs import Activations
 from fsharp.planning.plan_step import Backend, Use
 from fsharp.planning.request import HardwareSource, TuneRequest
-from fsharp.planning.search import search_candidates
+from fsharp.planning.search import candidate_per_combination
 from fsharp.planning.space import Strategies, UnitPatterns
 from fsharp.stateful.schedule.policy import SchedulePolicy
 from fsharp.type_checks import options_checked
@@ -75,7 +75,7 @@ def tune(
 
     >>> import torch, fsharp as fs
     >>> shapes = {"layers": [torch.empty(512, 512, device="meta") for _ in range(8)]}
-    >>> hardware = fs.inspect.Hardware(compute=(1e-3, 2e-3), bandwidth=10e9, latency=2e-5)
+    >>> hardware = fs.inspect.Hardware(compute_times=(1e-3, 2e-3), bandwidth=10e9, latency=2e-5)
     >>> choice = fs.tune(shapes, hardware, budget=20e6, batch=64, mesh=fs.Mesh({"dp": 8}))
     >>> choice.name
     'zero3'
@@ -169,7 +169,7 @@ def tune(
         "tune()", ranks, lambda: request.combinations(to_try, costs), request.hardware_texts_to_compare
     )
     show = sys.stderr.isatty() and ranks.rank == 0 if progress is None else progress
-    found = search_candidates(combinations, budget, tolerance, effort=effort, show=show)
+    found = candidate_per_combination(combinations, budget, tolerance, effort=effort, show=show)
     found += [Candidate(name, "", "", math.inf, {}, 0, 0, refused=why) for name, why in to_try.refused.items()]
     candidates = sort_candidates(found, budget, tolerance)
     first = candidates[0]

@@ -87,7 +87,7 @@ def html_page(title: str, body: str, data: Mapping[str, Any], *scripts: str) -> 
 
 
 def _schedule_in_notebook(schedule: Schedule) -> str:
-    calls = schedule.calls()
+    calls = schedule.collective_counts()
     sent = nbytes_text(sum(call.nbytes * count for call, count in calls.items()))
     about = (
         f"{len(schedule.ops)} ops, {calls.total()} collectives, {sent} sent by each rank, arena {nbytes_text(schedule.arena)}"

@@ -26,4 +26,4 @@ from fsharp.resilience.randomness import fold_in as fold_in, seeded as seeded
 from fsharp.resilience.run import Run as Run
 from fsharp.resilience.sampler import IndexSampler as IndexSampler
 from fsharp.resilience.start import agree_at_start as agree_at_start
-from fsharp.resilience.stragglers import RankTimes as RankTimes, StragglerDetector as StragglerDetector
+from fsharp.resilience.stragglers import StragglerDetector as StragglerDetector, TimesByRank as TimesByRank

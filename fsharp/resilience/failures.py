@@ -101,7 +101,7 @@ class _OneTracebackExcepthook:
             return
         _add_note(error, f"{me}, {told}")
         if isinstance(error, CommError):  # a killed rank reports nothing: the first rank that lost it reports in its place
-            self._claim_first_failure(f"{me}, {told}: {_error_text(error)}")
+            self._claim_first_failure(f"{me}, {told}: {_error_message(error)}")
 
     def _claim_first_failure(self, told: str) -> bool:
         """Record ``told`` as the job's first failure, if there is none yet. Return whether this rank has recorded the first."""
@@ -113,7 +113,7 @@ class _OneTracebackExcepthook:
             self.before(kind, error, trace)
             return
         self._wait_for_keys(["first failure"], _WAIT_FOR_OTHERS_S)
-        if self._claim_first_failure(_error_text(error)):
+        if self._claim_first_failure(_error_message(error)):
             if self.is_from_this_rank:
                 others = [rank for rank in range(self.statuses.size) if rank != self.statuses.rank]
                 self._wait_for_keys([f"rank {rank} has spoken" for rank in others], _WAIT_FOR_OTHERS_S)
@@ -134,7 +134,7 @@ class _OneTracebackExcepthook:
             time.sleep(_POLL_INTERVAL_S)
 
 
-def _error_text(error: BaseException) -> str:
+def _error_message(error: BaseException) -> str:
     try:
         text = str(error)
     except Exception as other:
@@ -156,8 +156,8 @@ def _write_error_file(error: Exception, raised_at: float, *, is_from_this_rank: 
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if path is None:
         return
-    trace = "".join(traceback.format_exception(error)) if is_from_this_rank else _error_text(error)
+    trace = "".join(traceback.format_exception(error)) if is_from_this_rank else _error_message(error)
     extra = {"py_callstack": trace, "timestamp": str(int(raised_at) + (not is_from_this_rank))}
-    message = {"message": f"{type(error).__name__}: {_error_text(error)}", "extraInfo": extra}
+    message = {"message": f"{type(error).__name__}: {_error_message(error)}", "extraInfo": extra}
     with suppress(OSError):  # a failed write must not hide the error itself
         Path(path).write_text(json.dumps({"message": message}))

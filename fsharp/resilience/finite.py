@@ -23,20 +23,22 @@ class NonFinite(NamedTuple):
     """The ranks and the leaf in which an infinity or NaN was found; equal on all ranks.
 
     Attributes:
-        losses: ranks whose loss is not finite.
+        loss_ranks: ranks whose loss is not finite.
         leaf: path of the first leaf that is not finite, in order of the tree; None if all leaves are finite.
-        ranks: ranks that hold infinite or NaN elements of this leaf. For gradients, which are sums over ranks, see ``losses``
-            for the rank that caused the NaN.
+        leaf_ranks: ranks that hold infinite or NaN elements of this leaf. For gradients, which are sums over ranks, see
+            ``loss_ranks`` for the rank that caused the NaN.
     """
 
-    losses: tuple[int, ...]
+    loss_ranks: tuple[int, ...]
     leaf: str | None
-    ranks: tuple[int, ...]
+    leaf_ranks: tuple[int, ...]
 
     def __str__(self) -> str:
-        found = [f"the loss of {ranks_text(self.losses)} is not finite"] if self.losses else []
+        found = [f"the loss of {ranks_text(self.loss_ranks)} is not finite"] if self.loss_ranks else []
         if self.leaf is not None:
-            found.append(f"{self.leaf or 'the leaf'!r} is the first leaf that is not finite, held by {ranks_text(self.ranks)}")
+            found.append(
+                f"{self.leaf or 'the leaf'!r} is the first leaf that is not finite, held by {ranks_text(self.leaf_ranks)}"
+            )
         return ", and ".join(found)
 
 

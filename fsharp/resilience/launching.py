@@ -119,7 +119,7 @@ def _run_without_restarts(folder: Path, nproc: int) -> None:
             command = elastic_launch(local_launch_config(nproc), sys.executable)
             command("-u", "-c", _program_source("run_rank"), str(folder), str(os.getpid()))
         except ChildFailedError as error:
-            (rank, account), *others = _failures_in_order(folder, error.failures)
+            (rank, account), *others = _failures_likely_cause_first(folder, error.failures)
             lines = "".join(f"\nrank {other}: {text.splitlines()[0]}" for other, text in others)
             raise CommError(f"launch(): rank {rank} of {nproc} failed: {account}{lines}") from None
         except SignalException as error:
@@ -186,7 +186,7 @@ def _restored_signal_handlers() -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def _failures_in_order(folder: Path, failures: Mapping[int, Any]) -> list[tuple[int, str]]:
+def _failures_likely_cause_first(folder: Path, failures: Mapping[int, Any]) -> list[tuple[int, str]]:
     """Return each failed rank with its traceback or exit status, the likely cause first.
 
     The order is: errors that began on the rank itself, processes that ended without an error, errors about other ranks,

@@ -28,13 +28,13 @@ class Preemption:
         with fs.resilience.Preemption(comm) as preemption:
             for step in range(total):
                 state, metrics = train_step(state, batch(step), comm)
-                if preemption.agreed(step):
+                if preemption.should_stop(step):
                     fs.checkpoint.save(root, state, step=step + 1, comm=comm)
                     sys.exit(fs.resilience.EXIT_PREEMPTED)
 
     In the context these signals are only recorded. The end of the context restores the earlier handlers. If the context ends
-    without an error, and :meth:`agreed` has not reported the received signal, the signal is raised again in this process. After
-    SIGTERM torchrun waits 30 seconds for its processes, and Slurm waits for ``KillWait``. torchrun itself exits with 1,
+    without an error, and :meth:`should_stop` has not reported the received signal, the signal is raised again in this process.
+    After SIGTERM torchrun waits 30 seconds for its processes, and Slurm waits for ``KillWait``. torchrun itself exits with 1,
     whatever the exit codes of its processes. If only some processes get the signal, and restarts are left, torchrun starts all
     of them again at once. In a forked process these signals have the effect that they had before the context. If a cluster
     signals all processes of a job, let the workers of a ``DataLoader`` ignore signals, by ``worker_init_fn``. Otherwise the
@@ -66,7 +66,7 @@ class Preemption:
         self._before: dict[signal.Signals, Any] = {}
 
     @api_boundary
-    def agreed(self, step: int = 0) -> bool:
+    def should_stop(self, step: int = 0) -> bool:
         """Return whether any rank has received a signal, equal on all ranks. All ranks have to call this method.
 
         Ranks exchange their signals in steps that ``every`` divides; in other steps the result is False. If ranks pass
@@ -78,13 +78,13 @@ class Preemption:
         flag = torch.tensor([float(self._is_told)], device=self.comm.device)
         return bool(max_over_ranks(flag, LabelPrefixComm(self.comm, f"whether to stop after step {step}: ")).item())
 
-    def notice(self, number: int = signal.SIGTERM) -> None:
+    def record_signal(self, number: int = signal.SIGTERM) -> None:
         """Record signal ``number``, which another source announces, such as a cloud's metadata server."""
         self.received = signal.Signals(number)
 
     def _handle_signal(self, number: int, frame: FrameType | None) -> None:
         if os.getpid() == self._pid:
-            self.notice(number)
+            self.record_signal(number)
             return
         signal.signal(number, self._before.get(signal.Signals(number)) or signal.SIG_DFL)  # a forked child is not a rank
         signal.raise_signal(number)

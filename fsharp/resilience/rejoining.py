@@ -59,8 +59,8 @@ class Rejoining:
                 )
 
         check_on_all_ranks("Run.train()", comm, check)
-        restart_replay.end()
-        self._counts = self._comm.tree_name_counters.copy()
+        restart_replay.end_recording()
+        self._counts = self._comm.tree_label_counters.copy()
         self._news: generations.Announcement | None = None
         self._member.announce_can_rejoin(can=True)
 
@@ -73,8 +73,8 @@ class Rejoining:
         if news is None:
             return ""
         tear_down_generation(news.why)
-        restart_replay.replay()
-        self._comm.tree_name_counters.set_from(self._counts)
+        restart_replay.repeat_recorded_calls()
+        self._comm.tree_label_counters.set_from(self._counts)
         return news.why
 
     def wait_for_next_generation(self, error: Exception, where: str, *, is_own: bool) -> None:

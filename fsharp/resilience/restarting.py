@@ -22,11 +22,11 @@ from fsharp.distributed.generations import (
     GENERATION_VARIABLE,
     announce_generation,
     announce_process_ended,
-    can_rejoin,
+    can_rejoin_in_process,
     end_restarts,
     joining_ranks,
     shorten_error,
-    stopped_ranks,
+    stop_kinds_and_limits,
     why_restarts_ended,
 )
 from fsharp.errors import CommError
@@ -125,7 +125,7 @@ class Restarter:
         if remedy := self._why_no_restart(lost):
             end_restarts(self._store, f"{why}\n{remedy}")
             return
-        ranks = [*lost, *(rank for rank in self._running if not can_rejoin(self._store, rank))]
+        ranks = [*lost, *(rank for rank in self._running if not can_rejoin_in_process(self._store, rank))]
         for rank in ranks:
             if rank in self._running:
                 _kill(self._running.pop(rank))
@@ -144,7 +144,7 @@ class Restarter:
             return f"No process is restarted, as {ranks_text(self._done)} had returned. Start the program again to continue."
         if self._number >= self._restarts:
             return f"No restart is left: launch(restarts={self._restarts})."
-        failed = [rank for rank, code in lost.items() if code >= 0 and not can_rejoin(self._store, rank)]
+        failed = [rank for rank, code in lost.items() if code >= 0 and not can_rejoin_in_process(self._store, rank)]
         if failed and len(failed) == len(lost):
             return "The failure came outside of the steps of a Run(elastic=True), so a new process would fail again."
         return ""
@@ -165,13 +165,13 @@ class Restarter:
         A process is late if another process has stopped, and it has not. A process of an earlier generation is also late if
         another process waits for it in this generation. It is killed before the waiting process gives up.
         """
-        stopped = stopped_ranks(self._store, self._number, self._nproc)
+        stopped = stop_kinds_and_limits(self._store, self._number, self._nproc)
         joining = joining_ranks(self._store, self._number, self._nproc)
         limits_s, now = dict[int, float](), time.monotonic()
         for rank in self._running:
             if stopped and stopped.get(rank, ("own", 0.0))[0] == "own":
                 limits_s[rank] = max(limit_s for _, limit_s in stopped.values())
-            elif joining and rank not in joining and can_rejoin(self._store, rank):
+            elif joining and rank not in joining and can_rejoin_in_process(self._store, rank):
                 limits_s[rank] = _JOIN_SHARE * max(joining.values())
         self._late_since = {rank: self._late_since.get(rank, now) for rank in limits_s}
         for rank in (rank for rank, since in self._late_since.items() if now - since > limits_s[rank]):

@@ -158,7 +158,7 @@ class Run:
         return self._record.stragglers
 
     @property
-    def skipped(self) -> list[int]:
+    def skipped_on_replay(self) -> list[int]:
         """Numbers of the steps that were not finite, and are left out after a return to a checkpoint (``"roll back"``)."""
         return self._skipped_steps.steps
 
@@ -257,7 +257,7 @@ class Run:
         if unsaved := self._checkpoints.missing_state_warning(tree):
             self._record.warn(self.step, unsaved)
         if self._checkpoints.is_elastic and not is_there:
-            self._checkpoints.save_initial(self._tree_to_save(tree))
+            self._checkpoints.save_step_0_and_wait(self._tree_to_save(tree))
         if not has_own and (is_there or self._skipped_steps.policy == "roll back"):
             self._save(tree)
         elif has_own and self.step >= self.total:
@@ -269,7 +269,7 @@ class Run:
         """Yield the numbers of the remaining steps; the first step of a run is 0. Call :meth:`end_step` at the end of each."""
         if self._checkpoints.is_elastic:
             raise RunError("Run.steps(): with elastic=True call train(step, tree): a loop of yours cannot repeat a step.")
-        yield from self._steps()
+        yield from self._step_numbers()
 
     @api_boundary
     def train(self, step: Callable[[Any, int], Any], tree: Any, *, other: str | os.PathLike[str] | None = None) -> Any:
@@ -307,7 +307,7 @@ class Run:
         if not callable(step):
             raise RunError(f"Run.train(): step is {short_repr(step)}, expected a function step(tree, number).")
         if not self._checkpoints.is_elastic:
-            return self._train(step, self.resume(tree, other=other))
+            return self._run_remaining_steps(step, self.resume(tree, other=other))
         self._agree_at_start(tree)
         like, rejoining, total = meta_copy(tree), Rejoining(self.comm), self.total
         while True:
@@ -315,7 +315,7 @@ class Run:
                 if why := rejoining.rejoin():
                     self._reset_for_reload(why, total)
                 given = meta_copy(like) if self._checkpoints.has_values else tree  # a load donates its tree
-                trained = self._train(step, self._resume_tree(given, other))
+                trained = self._run_remaining_steps(step, self._resume_tree(given, other))
                 self._agree_on_end_and_wait_for_save()
                 rejoining.tell_launcher_no_rejoin()
                 return trained
@@ -323,8 +323,8 @@ class Run:
                 is_own = is_own_failure(error) or self._checkpoints.has_own_failure()
                 rejoining.wait_for_next_generation(error, f"step {self.step}", is_own=is_own)
 
-    def _train(self, step: Callable[[Any, int], Any], tree: Any) -> Any:
-        for number in self._steps():
+    def _run_remaining_steps(self, step: Callable[[Any, int], Any], tree: Any) -> Any:
+        for number in self._step_numbers():
             tree = step(tree, number)
         return tree
 
@@ -335,7 +335,7 @@ class Run:
         self._skipped_steps.restore([])
         self._checkpoints.reset_after_rank_restart()
 
-    def _steps(self) -> Iterator[int]:
+    def _step_numbers(self) -> Iterator[int]:
         if self._phase == "new":
             raise RunError("Run.steps(): call resume(tree) first: it finds the step from which the run continues.")
         self._record.start_measuring(self.step)
@@ -380,7 +380,7 @@ class Run:
         kept = self._checkpoints
         kept.raise_if_failed()
         self._record.log_newest_complete_save(self.step, kept.newest_complete_step)
-        is_preempted = self.preemption.agreed(self.step)
+        is_preempted = self.preemption.should_stop(self.step)
         if is_preempted or self.step >= self.total or _is_due(kept.save_every, before, self.step):
             self._save(tree)
         if is_preempted:
@@ -423,13 +423,13 @@ class Run:
         """
         if self._phase == "new":
             raise RunError("Run.exit_if_preempted(): call resume(tree) first: the tree is not the newest of the run before.")
-        if self.preemption.agreed():
+        if self.preemption.should_stop():
             self._save(tree)
             self._exit_preempted()
 
     def _roll_back(self, tree: Any) -> Any:
         self._checkpoints.wait_for_save()
-        skipped = [*self.skipped, self.step]
+        skipped = [*self.skipped_on_replay, self.step]
         _, tree = self._restore_newest(self._checkpoints.root, tree)
         self._skipped_steps.steps[:] = skipped
         return tree
@@ -460,7 +460,7 @@ class Run:
                 "Skip an update if find_nonfinite() finds its gradients infinite or NaN. If the tree has to hold such values, "
                 "such as a mask of -inf, pass Run(save_nonfinite=True)."
             )
-        return {"run": {"skipped": json.dumps(self.skipped)}, "tree": tree}
+        return {"run": {"skipped": json.dumps(self.skipped_on_replay)}, "tree": tree}
 
     def _record_end(self) -> None:
         self._record.log_newest_complete_save(self.step, self._checkpoints.newest_complete_step)

@@ -139,7 +139,7 @@ class RunCheckpoints:
         """Reset ``saved`` and ``newest`` to -1, as in a new process. The caller then loads the newest checkpoint."""
         self.saved = self.newest = self._loaded = -1
 
-    def save_initial(self, tree: Any) -> None:
+    def save_step_0_and_wait(self, tree: Any) -> None:
         """Save the tree of step 0, in memory of hosts if the run has replicas, else on disk, and wait until it is saved."""
         if self.replicas is None:
             self.begin_save(tree, step=0)
@@ -167,9 +167,9 @@ class RunCheckpoints:
 
     def raise_if_failed(self) -> None:
         """Raise the error of a save, or of a copy to memory of hosts, that has failed in the background."""
-        self._saver.check()
+        self._saver.raise_if_failed()
         if self.replicas is not None:
-            self.replicas.check()
+            self.replicas.raise_if_failed()
 
     def has_own_failure(self) -> bool:
         """Return whether a save in the background has failed because of an error that began on this rank.

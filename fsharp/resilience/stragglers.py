@@ -18,7 +18,7 @@ _MAX_STEPS_KEPT = 1000
 _MEDIAN_ERROR = 1.2533 * 1.4826  # of n normal samples: the median's standard error, over (median deviation / sqrt(n))
 
 
-class RankTimes(NamedTuple):
+class TimesByRank(NamedTuple):
     """Times of all ranks, from one exchange.
 
     Attributes:
@@ -68,7 +68,7 @@ class StragglerDetector:
             raise CommError("StragglerDetector(): over NCCL devices wait for other ranks, and processes do not. Expected gloo.")
         self._waits_of = found if isinstance(found, ProcessGroupComm) else None
         self.comm, self.every, self.ratio = comm, every, ratio
-        self.times: deque[RankTimes] = deque(maxlen=_MAX_STEPS_KEPT)
+        self.times: deque[TimesByRank] = deque(maxlen=_MAX_STEPS_KEPT)
         self.stragglers: dict[int, float] = {}
         self._suspects: set[int] = set()
         self._own_s: list[float] = []
@@ -91,11 +91,11 @@ class StragglerDetector:
             own_s, error_s = zip(
                 *(struct.unpack("<dd", x) for x in all_gather_fixed_size(struct.pack("<dd", own, error), named))
             )
-            self._update_stragglers(RankTimes(step, own_s, error_s))
+            self._update_stragglers(TimesByRank(step, own_s, error_s))
             self._own_s.clear()
         self._since = self._clock_without_waits()
 
-    def _update_stragglers(self, times: RankTimes) -> None:
+    def _update_stragglers(self, times: TimesByRank) -> None:
         usual = statistics.median_low(times.own_s)  # of two ranks the faster one, as a mean of both would hide the slow one
         usual_error = times.error_s[times.own_s.index(usual)]
         slow = {

@@ -42,9 +42,9 @@ def byte_spans(x: torch.Tensor) -> tuple[ByteSpan, ...]:
 
 
 class _SchemaEffects(NamedTuple):
-    """The effects of an operator by its schema: whether it touches data, and which arguments it writes."""
+    """The effects of an operator by its schema: whether it touches_data data, and which arguments it writes."""
 
-    touches: bool  # whether the operator reads or writes data: a view does not
+    touches_data: bool  # whether the operator reads or writes data: a view does not
     written: frozenset[str]  # names of the arguments that are written
     names: tuple[str, ...]  # names of all arguments
 
@@ -131,7 +131,7 @@ class AccessLoggingMode(TorchDispatchMode):
             for x in _strided_tensors(value):
                 if not self._storages.has_storage_of(x):
                     self._storages.add_storage(x)
-                if effects.touches:
+                if effects.touches_data:
                     (writes if name in effects.written else reads).extend(byte_spans(x))
         result = func(*args, **kwargs)
         lane, during = self._where()

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from fsharp.errors import StrategyError
 from fsharp.functional.layout.layout import Layout
 from fsharp.functional.layout.mesh import Mesh
-from fsharp.functional.layout.packing import Atom, Element, Rows, Whole
+from fsharp.functional.layout.packing import Atom, ElementAtom, LeafAtom, RowsAtom
 from fsharp.functional.layout.placement import AxisRule, Partial, Replicate, Shard, Strategy
 from fsharp.functional.layout.plan import find_tie_owners, plan
 from fsharp.functional.layout.precision import Precision
@@ -76,7 +76,7 @@ def strategies(mesh: Mesh) -> st.SearchStrategy[Strategy]:
 
 def atoms() -> st.SearchStrategy[Atom]:
     """Return a Hypothesis strategy for atoms: elements, blocks of one to three rows, and whole tensors."""
-    return st.one_of(st.just(Element()), st.builds(Rows, st.integers(1, 3)), st.just(Whole()))
+    return st.one_of(st.just(ElementAtom()), st.builds(RowsAtom, st.integers(1, 3)), st.just(LeafAtom()))
 
 
 def precisions() -> st.SearchStrategy[Precision]:

@@ -223,15 +223,15 @@ class _RaceDetector:
                 if each.access.lane != free.lane and known < each.tick:
                     self.freed.setdefault(free.lane, []).append((each, ByteSpan(a, b, free.span.base)))
 
-    def record_reuse_races(self, owner: str) -> None:
-        """Record the races of an allocation on lane ``owner``, which may reuse memory that the lane has freed.
+    def record_reuse_races(self, reusing_lane: str) -> None:
+        """Record the races of an allocation on ``reusing_lane``, which may reuse memory that the lane has freed.
 
         Each access of another lane to such memory is a race, if the access may still be under way.
         """
-        clock = self.clock(owner)
-        for seen, span in self.freed.pop(owner, ()):
+        clock = self.clock(reusing_lane)
+        for seen, span in self.freed.pop(reusing_lane, ()):
             if clock.get(seen.access.lane, 0) < seen.tick:
-                self.record_race(Race(seen.access, None, span, owner))
+                self.record_race(Race(seen.access, None, span, reusing_lane))
 
 
 class ReplayResult(NamedTuple):

@@ -35,7 +35,7 @@ from fsharp.functional.comm.protocol import (
     sum_in_rank_order,
 )
 from fsharp.functional.comm.settings_digests import differing_settings_rows, settings_texts_by_digest
-from fsharp.functional.comm.tree_names import TreeNameCounters
+from fsharp.functional.comm.tree_labels import TreeLabelCounters
 from fsharp.functional.layout.mesh import Mesh
 from fsharp.tracebacks import api_boundary
 from fsharp.type_checks import options_checked
@@ -152,7 +152,7 @@ class ThreadComm:
     def __init__(self, world: "_World", rank: int) -> None:
         self._world, self.rank = world, rank
         self.mesh, self.device = world.mesh, torch.device("cpu")
-        self.tree_name_counters = TreeNameCounters()
+        self.tree_label_counters = TreeLabelCounters()
 
     @api_boundary
     def all_gather(self, x: torch.Tensor, axis: str, *, label: str = "") -> torch.Tensor:
@@ -193,11 +193,11 @@ class ThreadComm:
         """Pass the turn to the rank that the seed chooses. Without a seed this does nothing."""
         self._world.pause(self.rank)
 
-    def die(self) -> NoReturn:
+    def simulate_death(self) -> NoReturn:
         """End as a killed process does. A rank that needs this rank gets an error. Raises Killed once all others have ended."""
         self._world.kill(self.rank, "has died")
 
-    def stall(self) -> NoReturn:
+    def simulate_stall(self) -> NoReturn:
         """Stop as after SIGSTOP. Once all other ranks wait, they get an error. Raises Killed once all others have ended."""
         self._world.kill(self.rank, "has stalled")
 
@@ -232,7 +232,7 @@ class _CollectiveCall:
         self.group, self.facts, self.number, self.x = group, facts, number, x
         self.outcome: list[Any] | CommError | None = None
 
-    def settle(self, outcome: list[Any] | CommError) -> None:
+    def set_outcome(self, outcome: list[Any] | CommError) -> None:
         """End the call with the tensors of all ranks, in order of coordinate, or with an error."""
         self.outcome = outcome
 
@@ -387,7 +387,7 @@ class _World:
             what = f"{ranks_text(stalled)} did not come" if stalled else "every rank waits, and no call can end"
             text = self._text_with_states(None, f"{what}.")
             for call in filter(None, [self._calls[r] for r in living]):
-                call.settle(CommError(text))
+                call.set_outcome(CommError(text))
 
     def _is_waiting(self, rank: int) -> bool:
         call = self._calls[rank]
@@ -398,7 +398,7 @@ class _World:
         if gone:
             are = "are" if len(gone) > 1 else "is"
             what = f"{ranks_text(gone)} {are} gone; {call.facts}, number {call.number} of rank {rank}"
-            call.settle(CommError(self._text_with_states(rank, f"{what}, cannot end.")))
+            call.set_outcome(CommError(self._text_with_states(rank, f"{what}, cannot end.")))
             return
         here = [each for r in call.group if (each := self._calls[r]) is not None]
         calls = [each for each in here if each.outcome is None and each.group == call.group]
@@ -411,7 +411,7 @@ class _World:
             rows += differing_settings_rows(labels, settings_texts_by_digest(labels.values()))
             text = problem("simulate()", "ranks called different collectives.", rows)
         for each in calls:
-            each.settle(CommError(text) if text else parts)  # an error of its own for each rank, which notes the rank
+            each.set_outcome(CommError(text) if text else parts)  # an error of its own for each rank, which notes the rank
 
     def _text_with_states(self, rank: int | None, what: str) -> str:
         """Return an error text with ``what`` and the state of each rank.

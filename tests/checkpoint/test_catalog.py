@@ -28,7 +28,7 @@ def test_the_newest_is_computed_from_manifests(tmp_path):
     for step in (1, 3, 2):
         save(tmp_path, step)
     assert fs.checkpoint.latest(tmp_path).step == 2  # the one saved last
-    assert [c.step for c in fs.checkpoint.checkpoints(tmp_path)] == [2, 3, 1]
+    assert [c.step for c in fs.checkpoint.list_checkpoints(tmp_path)] == [2, 3, 1]
     save(tmp_path, 3, value=33)
     assert fs.checkpoint.latest(tmp_path).tensor("x")[0] == 33
 
@@ -53,7 +53,7 @@ def test_what_is_incomplete_is_left_out_and_said(tmp_path, caplog):
     assert "step-0000000006-0123456789abcdef is incomplete, using step 1" in said
 
 
-@pytest.mark.parametrize("act", [fs.checkpoint.latest, fs.checkpoint.checkpoints, catalog.has_checkpoints])
+@pytest.mark.parametrize("act", [fs.checkpoint.latest, fs.checkpoint.list_checkpoints, catalog.has_checkpoints])
 def test_a_save_that_takes_the_place_of_all_others_while_they_are_looked_at_is_found(tmp_path, monkeypatch, act):
     """A Saver with keep=1 removes the only checkpoint that a reader has listed, once the next one is complete."""
     save(tmp_path, 1)
@@ -136,7 +136,7 @@ def test_an_object_store_has_a_manifest_last(tmp_path):
         save(root, step)
     with fs.checkpoint.Saver(root, COMM, keep=2) as saver:
         saver.save({"x": torch.full((5000,), 3.0)}, step=3)
-    found = fs.checkpoint.checkpoints(root)
+    found = fs.checkpoint.list_checkpoints(root)
     assert [c.step for c in found] == [3, 2]
     fs.checkpoint.verify(found[0].path)
     assert fs.checkpoint.load(root, {"x": torch.zeros(5000)}, comm=COMM)["x"][0] == 3
@@ -156,7 +156,7 @@ def test_a_removed_checkpoint_leaves_no_file_in_an_object_store(root):
     with fs.checkpoint.Saver(root, COMM, keep=1) as saver:
         for step in (1, 2, 3):
             saver.save({"x": torch.ones(3)}, step=step)
-    [found] = fs.checkpoint.checkpoints(root)
+    [found] = fs.checkpoint.list_checkpoints(root)
     files = fsspec.filesystem("memory").find(root)
     assert [file.rpartition("/")[0] for file in files] == [found.path.removeprefix("memory:/")] * 2
 
@@ -205,10 +205,10 @@ def test_the_newest_is_found_without_reading_older_manifests(tmp_path, monkeypat
 def test_old_names_are_in_order_of_their_manifests(tmp_path):
     for step in (5, 7, 2):
         renamed_to_old(save(tmp_path, step))
-    assert [found.step for found in fs.checkpoint.checkpoints(tmp_path)] == [2, 7, 5]
+    assert [found.step for found in fs.checkpoint.list_checkpoints(tmp_path)] == [2, 7, 5]
     save(tmp_path, 1)
-    assert [found.step for found in fs.checkpoint.checkpoints(tmp_path)] == [1, 2, 7, 5]
-    assert all(fs.checkpoint.verify(found) for found in fs.checkpoint.checkpoints(tmp_path))
+    assert [found.step for found in fs.checkpoint.list_checkpoints(tmp_path)] == [1, 2, 7, 5]
+    assert all(fs.checkpoint.verify(found) for found in fs.checkpoint.list_checkpoints(tmp_path))
 
 
 def test_clocks_that_go_back_change_no_order(tmp_path, monkeypatch):
@@ -217,4 +217,4 @@ def test_clocks_that_go_back_change_no_order(tmp_path, monkeypatch):
     for step in (3, 2, 1, 4):
         found = save(tmp_path, step)
         assert found.manifest.created == catalog.save_time_of(found.path) >= 5e9
-    assert [found.step for found in fs.checkpoint.checkpoints(tmp_path)] == [4, 1, 2, 3]
+    assert [found.step for found in fs.checkpoint.list_checkpoints(tmp_path)] == [4, 1, 2, 3]

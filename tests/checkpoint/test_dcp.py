@@ -175,7 +175,7 @@ def test_what_fsdp2_saved_is_loaded_to_the_bit(exchanged, tmp_path):
     folder, expected, *_ = exchanged
     found = fs.checkpoint.from_dcp(folder / "dcp", tmp_path, step=2)
     assert fs.checkpoint.verify(found.path).step == 2
-    assert set(found.names) == expected.keys()
+    assert set(found.tensor_names) == expected.keys()
     assert all(torch.equal(found.tensor(name), value) for name, value in expected.items())
     assert found.manifest.values["optim.param_groups.0.lr"] == 0.1
     assert found.manifest.values["optim.param_groups.0.betas.1"] == 0.9
@@ -423,7 +423,7 @@ def test_a_pickle_that_repeats_lists_is_refused(tmp_path):
         with pytest.raises(CheckpointError, match=r"'v' cannot be read: .*more than [0-9,]+ items.*ignore= leaves it out"):
             fs.checkpoint.from_dcp(folder, tmp_path / "root")
         assert not (tmp_path / "root").exists() or not list((tmp_path / "root").iterdir())
-        assert fs.checkpoint.from_dcp(folder, tmp_path / f"{name} left", ignore="v").names == ["w"]
+        assert fs.checkpoint.from_dcp(folder, tmp_path / f"{name} left", ignore="v").tensor_names == ["w"]
         torch.save({"w": torch.ones(2), "v": tree}, tmp_path / "a.pt")
         with pytest.raises(CheckpointError, match=r"a.pt: cannot be read: .*more than [0-9,]+ items"):
             fs.checkpoint.load(tmp_path / "a.pt", {"w": torch.zeros(2)}, strict=False, comm=COMM)

@@ -189,7 +189,7 @@ def test_what_is_read_grows_with_the_checkpoint_and_not_with_its_square(tmp_path
         monkeypatch.setattr(LocalStorage, "read", counted)
         if act == "tensor":
             found = fs.checkpoint.open_checkpoint(path)
-            assert all(found.tensor(name)[0, 0] == float(name.removeprefix("layer")) for name in found.names)
+            assert all(found.tensor(name)[0, 0] == float(name.removeprefix("layer")) for name in found.tensor_names)
         elif act == "verify":
             fs.checkpoint.verify(path)
         else:

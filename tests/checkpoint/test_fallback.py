@@ -130,7 +130,7 @@ def test_an_older_checkpoint_that_cannot_be_read_stops_no_load_and_no_saver(tmp_
         saver.wait()
         assert fs.checkpoint.latest(tmp_path).step == 2
         with caplog.at_level(logging.WARNING, "fsharp"):
-            assert [found.step for found in fs.checkpoint.checkpoints(tmp_path)] == [2]
+            assert [found.step for found in fs.checkpoint.list_checkpoints(tmp_path)] == [2]
     assert "manifest.json: cannot be read: Permission denied" in caplog.text
     assert os.path.exists(first)
 
@@ -253,5 +253,5 @@ def test_in_an_object_store_too(name):
     data[5000] ^= 1
     files.pipe_file(f"{path}/rank-00000.safetensors", bytes(data))
     assert fs.checkpoint.load(f"memory://{name}", {"x": torch.zeros(3000)}, comm=ONE)["x"][0] == 1
-    assert [found.step for found in fs.checkpoint.checkpoints(f"memory://{name}")] == [1]
+    assert [found.step for found in fs.checkpoint.list_checkpoints(f"memory://{name}")] == [1]
     assert files.exists(f"{path}.damaged/{MANIFEST_NAME}")

@@ -31,7 +31,7 @@ TWO = fs.Mesh({"dp": 2})
 
 
 def steps(root):
-    return [found.step for found in fs.checkpoint.checkpoints(root)]
+    return [found.step for found in fs.checkpoint.list_checkpoints(root)]
 
 
 def test_a_saver_that_goes_back_keeps_what_it_saves(tmp_path):
@@ -106,7 +106,7 @@ def test_two_jobs_that_save_under_one_root(tmp_path):
 
     processes(TWO, run)
     assert sorted(steps(tmp_path)) == [0, 1, 2, 10, 11, 12]
-    for found in fs.checkpoint.checkpoints(tmp_path):
+    for found in fs.checkpoint.list_checkpoints(tmp_path):
         step_in(found)
     assert left_behind(tmp_path) == []
 
@@ -134,7 +134,7 @@ def test_an_interrupted_wait_leaves_the_memory_of_the_save_alone(tmp_path, monke
     for step in (2, 3):
         saver.save(tree_of(step, ONE), step=step)
     saver.close()
-    assert [step_in(found) for found in fs.checkpoint.checkpoints(tmp_path)] == [3, 2, 1]
+    assert [step_in(found) for found in fs.checkpoint.list_checkpoints(tmp_path)] == [3, 2, 1]
 
 
 @pytest.mark.parametrize("act", ["save", "Saver"])
@@ -209,7 +209,7 @@ def test_names_of_any_script_and_five_thousand_tensors(tmp_path):
     names = ["größe", "权重", "w/../../x", "a\0b", "", "\U0001f600", "manifest.json", *map(str, range(5000))]
     tree = {name: torch.full((i % 3,), i) for i, name in enumerate(names)}
     found = fs.checkpoint.save(tmp_path, tree, step=1, comm=ONE)
-    assert set(fs.checkpoint.verify(found.path).names) == set(names)
+    assert set(fs.checkpoint.verify(found.path).tensor_names) == set(names)
     got = fs.checkpoint.load(tmp_path, {name: torch.empty_like(x) for name, x in tree.items()}, comm=ONE)
     assert all(torch.equal(got[name], tree[name]) for name in names)
     assert sorted(os.listdir(found.path)) == [MANIFEST_NAME, FILE]
@@ -250,7 +250,7 @@ def test_a_prune_that_is_killed_leaves_checkpoints_that_are_complete(tmp_path):
         two_checkpoints()
         with pytest.raises(CommError, match="failed"):
             processes(fs.Mesh({"dp": 1}), lambda comm, at=at: prune(comm, at))
-        assert all(step_in(found) for found in fs.checkpoint.checkpoints(tmp_path))
+        assert all(step_in(found) for found in fs.checkpoint.list_checkpoints(tmp_path))
         assert latest_step(tmp_path) == 2
     remove_incomplete(tmp_path)
     assert left_behind(tmp_path) == []

@@ -88,9 +88,9 @@ def test_a_module_and_its_optimizer_go_on_elsewhere(tmp_path, old, new, kind):
         assert equal(saved, loaded)
         assert not equal(saved, after)
     first, again = fs.checkpoint.latest(tmp_path), fs.checkpoint.latest(tmp_path / "again")
-    assert first.names == again.names
+    assert first.tensor_names == again.tensor_names
     assert first.manifest.values == again.manifest.values
-    assert all(torch.equal(first.tensor(name), again.tensor(name)) for name in first.names)
+    assert all(torch.equal(first.tensor(name), again.tensor(name)) for name in first.tensor_names)
 
 
 def test_a_module_trains_on_to_the_bit_after_a_restart(tmp_path):

@@ -325,7 +325,7 @@ def test_a_tree_that_nests_too_deeply_is_refused_on_all_ranks(tmp_path, deep):
     save(tmp_path, torch.ones(2))
     with pytest.raises(TreeError, match="nests too deeply" if deep is not DEEP_FOR_JSON else "differences"):
         load(tmp_path, deep)
-    assert len(fs.checkpoint.checkpoints(tmp_path)) == len(list(tmp_path.iterdir())) == 1
+    assert len(fs.checkpoint.list_checkpoints(tmp_path)) == len(list(tmp_path.iterdir())) == 1
 
 
 def test_a_tree_that_is_one_list_of_numbers_or_nests_deeply(tmp_path):
@@ -384,7 +384,7 @@ def test_states_of_torchopt_go_on_elsewhere(tmp_path, name):
         return fs.full_tree(trained(comm, layout, make(), state, range(4, 8)).params, comm=comm)
 
     def after(comm):
-        layout = fs.plan(make_params(), comm.mesh, fs.ddp("dp"), atoms=fs.layouts.Rows())
+        layout = fs.plan(make_params(), comm.mesh, fs.ddp("dp"), atoms=fs.layouts.RowsAtom())
         state = fs.checkpoint.load(tmp_path, torchopt_state(comm, layout, make()), comm=comm)
         return fs.full_tree(trained(comm, layout, make(), state, range(4, 8)).params, comm=comm)
 
@@ -469,4 +469,4 @@ def test_values_that_a_manifest_cannot_hold_are_named(tmp_path):
         save(tmp_path, {"n": [-(10**4300)]})
     with pytest.raises(CheckpointError, match=r"would have 100,0\d\d brackets in [0-9,]+ bytes, more than a sixth"):
         save(tmp_path, {"lists": [[] for _ in range(100_000)]})
-    assert len(fs.checkpoint.checkpoints(tmp_path)) == 1
+    assert len(fs.checkpoint.list_checkpoints(tmp_path)) == 1

@@ -35,7 +35,7 @@ def step_of(path):
 
 
 def steps(root):
-    return sorted(found.step for found in fs.checkpoint.checkpoints(root))
+    return sorted(found.step for found in fs.checkpoint.list_checkpoints(root))
 
 
 def test_of_each_so_many_steps_the_last_stays(tmp_path):

@@ -268,7 +268,7 @@ def test_experts_that_vary_are_one_tensor_along_dim_0(tmp_path):
 
     def layout(n):
         tree = {"experts": torch.zeros(4 // n, 3, 2)}
-        return fs.plan(tree, fs.Mesh({"dp": 2, "ep": n}), fs.zero3("dp").varying("ep"))
+        return fs.plan(tree, fs.Mesh({"dp": 2, "ep": n}), fs.zero3("dp").independent_along("ep"))
 
     def save(comm):
         own = torch.arange(12.0).view(2, 3, 2) + 100 * comm.mesh.coord("ep", comm.rank)
@@ -409,7 +409,7 @@ def test_tied_values_that_differ_where_one_rank_alone_looks(tmp_path):
 
     for got in simulate(mesh, run):
         assert got["a"][-1, -1] == shared[-1, -1] + 1
-    assert len(fs.checkpoint.checkpoints(tmp_path)) == 1, "other values are no damage"
+    assert len(fs.checkpoint.list_checkpoints(tmp_path)) == 1, "other values are no damage"
 
 
 def test_ignoring_the_owner_of_a_tie_leaves_its_other_names(tmp_path):

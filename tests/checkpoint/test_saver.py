@@ -83,7 +83,7 @@ def test_memory_of_copies_is_used_again(tmp_path):
             optree.tree_map(lambda x: x.add_(1), params)
             saver.save(params, step=step)
         assert [x.data_ptr() for x in saver._staged] == first
-    for found in fs.checkpoint.checkpoints(tmp_path):
+    for found in fs.checkpoint.list_checkpoints(tmp_path):
         assert torch.equal(found.tensor("w"), TREE["w"] + found.step)
         fs.checkpoint.verify(found.path)
 
@@ -92,10 +92,10 @@ def test_the_last_ones_stay_and_the_best(tmp_path):
     with fs.checkpoint.Saver(tmp_path, fs.SingleComm(), keep=2, best=1) as saver:
         for step, metric in enumerate([3.0, 1.0, 2.0, float("nan"), 2.5]):
             saver.save({"x": step}, step=step, metric=metric)
-    assert [(c.step, c.manifest.metric) for c in fs.checkpoint.checkpoints(tmp_path)][::2] == [(4, 2.5), (1, 1.0)]
+    assert [(c.step, c.manifest.metric) for c in fs.checkpoint.list_checkpoints(tmp_path)][::2] == [(4, 2.5), (1, 1.0)]
     assert len(list(tmp_path.iterdir())) == 3
     assert fs.checkpoint.prune(tmp_path, keep=1, best=0)
-    assert [c.step for c in fs.checkpoint.checkpoints(tmp_path)] == [4]
+    assert [c.step for c in fs.checkpoint.list_checkpoints(tmp_path)] == [4]
     with pytest.raises(CheckpointError, match="keep is 0"):
         fs.checkpoint.prune(tmp_path, keep=0)
 
@@ -106,13 +106,18 @@ def test_a_failure_is_raised_by_whatever_comes_next(tmp_path, full_disk, call):
     saver.save({"x": 1}, step=0)
     while saver.is_busy:
         pass
-    calls = {"check": saver.check, "wait": saver.wait, "close": saver.close, "save": lambda: saver.save({"x": 1}, step=1)}
+    calls = {
+        "check": saver.raise_if_failed,
+        "wait": saver.wait,
+        "close": saver.close,
+        "save": lambda: saver.save({"x": 1}, step=1),
+    }
     with pytest.raises(CheckpointError, match="No space left"):
         calls[call]()
     if call == "check":  # ranks may see it in different steps, and hear of it together in a call that waits
         with pytest.raises(CheckpointError, match="No space left"):
             saver.close()
-    saver.check()
+    saver.raise_if_failed()
     saver.close()
 
 
@@ -153,7 +158,7 @@ def test_threads_take_turns(tmp_path):
             thread.start()
         for thread in threads:
             thread.join()
-    found = fs.checkpoint.checkpoints(tmp_path)
+    found = fs.checkpoint.list_checkpoints(tmp_path)
     assert len(found) == 20
     assert all((each.tensor("x") == each.step).all() for each in found)
 
@@ -167,7 +172,7 @@ def test_two_that_save_into_one_folder_hear_of_it_and_remove_nothing(tmp_path):
     first.save({"x": 2}, step=2)
     with pytest.raises(CheckpointError, match=rf"{kept.path} was saved after the last save of this Saver"):
         first.wait()
-    assert [c.step for c in fs.checkpoint.checkpoints(tmp_path)] == [2, 1]
+    assert [c.step for c in fs.checkpoint.list_checkpoints(tmp_path)] == [2, 1]
 
 
 @pytest.mark.parametrize("before", ["write_file", "encode_header", "verify_written_file", "manifest_of_snapshot", "Checkpoint"])
@@ -184,7 +189,7 @@ def test_a_save_whose_folder_another_job_removes_says_what_may_have_happened(tmp
     ):
         fs.checkpoint.save(tmp_path, TREE, step=1, comm=fs.SingleComm())
     monkeypatch.undo()
-    assert fs.checkpoint.checkpoints(tmp_path) == []
+    assert fs.checkpoint.list_checkpoints(tmp_path) == []
 
 
 def test_one_that_is_done_stands_in_nobodys_way(tmp_path):
@@ -229,7 +234,7 @@ if (child := os.fork()) == 0:
     os._exit(0)
 status = os.waitpid(child, 0)[1]
 saver.close()
-print(status, [each.step for each in fs.checkpoint.checkpoints(sys.argv[1])])
+print(status, [each.step for each in fs.checkpoint.list_checkpoints(sys.argv[1])])
 """
 
 
@@ -293,7 +298,7 @@ def test_a_rank_that_has_no_memory_for_a_copy_fails_the_save_on_all_ranks(tmp_pa
     for first, second in processes(fs.Mesh({"dp": 2}), run):
         assert "no memory for a copy" in first
         assert second == "begun"
-    assert [c.step for c in fs.checkpoint.checkpoints(root)] == [2]
+    assert [c.step for c in fs.checkpoint.list_checkpoints(root)] == [2]
 
 
 def test_an_error_of_the_program_comes_first(tmp_path, full_disk, capsys):
@@ -322,7 +327,7 @@ def test_ranks_save_in_groups_of_their_own_while_they_go_on(tmp_path):
         return total.tolist(), len(saver._staged)
 
     assert [total for total, _ in processes(fs.Mesh({"dp": 2}), run)] == [[1.0] * 3] * 2
-    assert [c.step for c in fs.checkpoint.checkpoints(root)] == [3, 2]
+    assert [c.step for c in fs.checkpoint.list_checkpoints(root)] == [3, 2]
     assert torch.equal(fs.checkpoint.latest(root).tensor("w"), TREE["w"] + 3)
 
 
@@ -375,7 +380,7 @@ def test_a_failure_on_one_rank_is_raised_on_all_and_leaves_nothing(tmp_path):
     for said in processes(fs.Mesh({"dp": 2}), run):
         assert "Input/output error" in said
         assert "rank-00001.safetensors: cannot be written" in said
-    assert sorted(c.step for c in fs.checkpoint.checkpoints(root)) == [0, 2]
+    assert sorted(c.step for c in fs.checkpoint.list_checkpoints(root)) == [0, 2]
     assert len(list(tmp_path.iterdir())) == 2
 
 

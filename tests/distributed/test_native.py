@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 import fsharp as fs
-from fsharp.distributed.process_group import ProcessGroups
+from fsharp.distributed.process_group import TransportGroups
 from fsharp.distributed.watch import CommWatch, StatusExchange
 from fsharp.errors import AgreementError
 from fsharp.stateful.transport.base import Summand
@@ -64,7 +64,7 @@ def test_a_rank_that_waits_for_its_device_hears_of_another_that_has_failed():
         for collective in (comm.all_gather, comm.all_reduce):
             with pytest.raises(AgreementError, match=r"rank 0 of 2 failed in train_step #3(.|\n)*a batch of 0 tokens"):
                 collective(torch.ones(2), "dp")
-    transport = NcclTransport(ranks[1], ProcessGroups(ranks[1], separate=False))
+    transport = NcclTransport(ranks[1], TransportGroups(ranks[1], separate=False))
     with pytest.raises(AgreementError, match="a batch of 0 tokens"):
         transport.gather([torch.ones(1)], [torch.ones(2)], "dp", "")
 
@@ -114,7 +114,7 @@ def test_one_communicator_over_nccl_and_two_groups_over_gloo(accelerator, monkey
 
 def test_an_all_reduce_needs_scratch_for_another_dtype_alone(monkeypatch):
     comm = native(Table(), 0, [])
-    transport = NcclTransport(comm, ProcessGroups(comm, separate=False))
+    transport = NcclTransport(comm, TransportGroups(comm, separate=False))
     assert transport.scratch_nbytes("all_reduce", "dp", 100, 2) == 200
     assert transport.scratch_nbytes("all_reduce", "dp", 100, 4, sums_into_out=True) == 0
     assert transport.scratch_nbytes("reduce_scatter", "dp", 100, 4) == 0

@@ -202,8 +202,8 @@ def test_a_rank_is_waited_for_while_its_saver_waits_for_a_slower_one():
     ranks = [StatusExchange(rank, 2, table) for rank in range(2)]
     steps, saves = ([CommWatch(name, each, table, limit_s=60) for each in ranks] for name in ("steps", "saves"))
     save, step = saves[0].begin_call("save"), steps[1].begin_call("step")  # rank 0 makes its step later, and rank 1 its save
-    with saves[0].running_job():
-        with saves[1].running_job():
+    with saves[0].flag_background_job():
+        with saves[1].flag_background_job():
             for _ in range(4):
                 save.check_can_end()
                 step.check_can_end()
@@ -294,9 +294,9 @@ def test_a_rank_that_waits_itself_is_told_from_one_that_is_silent():
     waits = b.begin_call("p")
     waits.check_can_end()
     ahead = a.begin_call("p"), a.begin_call("q")
-    assert a.check_other_ranks(ahead[1]) == "rank 2 did not come to it, while rank 1 waits in 'p'"
+    assert a.raise_or_say_late_ranks(ahead[1]) == "rank 2 did not come to it, while rank 1 waits in 'p'"
     waits.check_can_end()
-    assert a.check_other_ranks(ahead[0]) == "rank 2 did not come to it"
+    assert a.raise_or_say_late_ranks(ahead[0]) == "rank 2 did not come to it"
 
 
 def test_a_rank_that_has_left_is_not_waited_for():

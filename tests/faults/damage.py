@@ -109,7 +109,7 @@ def swaps(found: dict[str, tuple[int, int]], draw: random.Random, num: int) -> I
 @row(8, "truncated, missing or foreign shard file")
 def other_files(folder: Path, short: bool) -> Outcome:
     root, path = saved(folder, 3, 5)
-    other = Path(fs.checkpoint.checkpoints(root)[1].path)
+    other = Path(fs.checkpoint.list_checkpoints(root)[1].path)
     draw, faults = random.Random(8), 0
     for file in rank_files(path):
         data = file.read_bytes()

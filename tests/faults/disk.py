@@ -88,7 +88,7 @@ def train():
     if how == "check":
         while saver.is_busy:
             pass
-        saver.check()
+        saver.raise_if_failed()
     if how == "next":
         saver.save(tree_of(3, fs.SingleComm()), step=3)
     return saver if how == "held" else None

@@ -200,13 +200,13 @@ def looked_at(path: Path, like: Any) -> Any:
 
     def read(act: Callable[[Path], Any]) -> None:
         found = act(path)
-        for name in found.names:
+        for name in found.tensor_names:
             found.tensor(name)
         assert f"{found!r} {found.manifest.nbytes} {found.step} {found.config}"
 
     taken(partial(read, fs.checkpoint.verify))
     taken(partial(read, fs.checkpoint.open_checkpoint))
-    fs.checkpoint.checkpoints(path.parent)
+    fs.checkpoint.list_checkpoints(path.parent)
     return taken(partial(fs.checkpoint.load, path, like, comm=ONE))
 
 

@@ -127,7 +127,7 @@ def killed_at_random(root: Path, seed: int) -> int:
     refusal(lambda: processes(TWO, partial(save_until_killed, root=root, seed=seed)), "failed", error=CommError)
     returned = 1 + len((root / SAVED).read_bytes())
     found = latest_step(root)
-    for each in fs.checkpoint.checkpoints(root):
+    for each in fs.checkpoint.list_checkpoints(root):
         step_in(each)
     clean(root)
     return int(found is None or found < returned)

@@ -144,5 +144,5 @@ def ranks_that_differ(folder: Path, short: bool) -> Outcome:
     simulate(fs.Mesh({"dp": 2}), lambda comm: save(comm, step=1))
     for field, act in differing:
         simulate(fs.Mesh({"dp": 2}), lambda comm, field=field, act=act: refusal(lambda: act(comm), field, error=FsharpError))
-    assert [found.step for found in fs.checkpoint.checkpoints(root)] == [1]
+    assert [found.step for found in fs.checkpoint.list_checkpoints(root)] == [1]
     return Outcome(f"{len(differing)} ways to differ, refused on every rank by name; nothing is written")

@@ -35,7 +35,7 @@ def save(root: Any, step: int, comm: Any = ONE, **options: Any) -> Any:
 def step_in(found: Any) -> int:
     """The step of a checkpoint, all of whose bytes have to be right and all of whose values have to be of that step."""
     fs.checkpoint.verify(found.path)
-    values = {value for name in found.names for value in found.tensor(name).double().flatten().tolist()}
+    values = {value for name in found.tensor_names for value in found.tensor(name).double().flatten().tolist()}
     assert values == {float(found.step)}, f"{found.path} has values of steps {sorted(values)}"
     assert found.manifest.values == {"step": found.step}
     return int(found.step)
@@ -60,7 +60,7 @@ def refusal(act: Any, *words: str, error: type[Exception] = CheckpointError) -> 
 
 def left_behind(root: Any) -> list[str]:
     """What is under a root that is no complete checkpoint."""
-    complete = {each.path for each in fs.checkpoint.checkpoints(root)}
+    complete = {each.path for each in fs.checkpoint.list_checkpoints(root)}
     return sorted(str(path) for path in Path(root).iterdir() if str(path) not in complete)
 
 

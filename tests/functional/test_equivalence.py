@@ -108,7 +108,12 @@ by_element = cache(zero3_on_three)
 
 @pytest.mark.parametrize(
     "atoms",
-    [fs.layouts.Rows(1), fs.layouts.Rows(2), fs.layouts.Whole(), {"**": fs.layouts.Rows(1), "layers": fs.layouts.Whole()}],
+    [
+        fs.layouts.RowsAtom(1),
+        fs.layouts.RowsAtom(2),
+        fs.layouts.LeafAtom(),
+        {"**": fs.layouts.RowsAtom(1), "layers": fs.layouts.LeafAtom()},
+    ],
 )
 def test_atoms_do_not_change_values(atoms):
     assert_same(zero3_on_three(atoms=atoms), by_element())

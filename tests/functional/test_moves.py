@@ -20,7 +20,7 @@ def prefixes(place):
     """Every place that replicates and shards, from whole to as fine as ``place``."""
     n = len(place.sharded_axes)
     return [
-        fs.layouts.Place(
+        fs.layouts.MeshPlacement(
             place.order, tuple(fs.layouts.Shard if i < k else fs.layouts.Replicate for i in range(len(place.order)))
         )
         for k in range(n + 1)
@@ -70,8 +70,8 @@ def test_reduce_scatter_sums_what_ranks_hold(data):
     case = data.draw(cases(dtypes=(*FLOATS, torch.int64), precision=precisions()))
     layout, mesh = case.layout, case.layout.mesh
     strategy = layout.units[0].strategy
-    places = [strategy.full.dual, strategy.grads, strategy.optim, strategy.params, *prefixes(strategy.optim)]
-    source = data.draw(st.sampled_from([strategy.full.dual, strategy.grads, *places]))
+    places = [strategy.full.cotangent_place, strategy.grads, strategy.optim, strategy.params, *prefixes(strategy.optim)]
+    source = data.draw(st.sampled_from([strategy.full.cotangent_place, strategy.grads, *places]))
     target = data.draw(st.sampled_from([place for place in places if is_a_sum(source, place)]))
     trees = [optree.tree_map(lambda t, r=rank: integers_on_cpu(t, 7 * r + t.numel()), case.tree) for rank in range(mesh.size)]
     tied = fs.unshard([fs.shard_for(case.tree, layout, r, place="full") for r in range(mesh.size)])
@@ -128,7 +128,7 @@ def test_full_gives_every_rank_the_tree(case):
 def test_init_depends_on_key_and_path_alone(case, key):
     paths_of = optree.tree_map(lambda t: torch.empty(t.shape, dtype=t.dtype, device="meta"), case.tree)
     alone = fs.plan(paths_of, fs.Mesh({"one": 1}), fs.ddp("one"))
-    layout = fs.plan(paths_of, case.layout.mesh, case.layout.units[0].strategy, atoms=fs.layouts.Rows(2))
+    layout = fs.plan(paths_of, case.layout.mesh, case.layout.units[0].strategy, atoms=fs.layouts.RowsAtom(2))
     expected = fs.full_tree(
         fs.init_params(fs.init.normal(), alone, fs.SingleComm(alone.mesh), key=key), comm=fs.SingleComm(alone.mesh)
     )
@@ -180,9 +180,9 @@ def test_sums_are_cut_before_replicas_are_added(comm, name):
     tree = {"w": torch.full((256,), 2.0)}
     layout = fs.plan(tree, fs.Mesh({"o": 2, "i": 2}), strategy, precision=fs.Precision(wire=wire))
     counting = fs.collectives.CountingComm(comm)
-    summed = fs.reduce_scatter(fs.shard_for(tree, layout, comm.rank, place=strategy.full.dual), comm=counting)
+    summed = fs.reduce_scatter(fs.shard_for(tree, layout, comm.rank, place=strategy.full.cotangent_place), comm=counting)
     assert list(counting.calls) == expected
-    assert list(reduce_calls(layout.units[0], 0, strategy.full.dual, strategy.optim)) == expected
+    assert list(reduce_calls(layout.units[0], 0, strategy.full.cotangent_place, strategy.optim)) == expected
     assert set(summed.buffers[0].tolist()) == {8.0}
 
 

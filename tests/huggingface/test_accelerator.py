@@ -223,14 +223,14 @@ def saved_twice(folder, comm):
 def test_a_folder_saved_again_is_read_once_and_a_removal_that_fails_is_an_error_on_all_ranks(tmp_path):
     """Rank 0 read the files of all ranks again, while the others waited, and an error was raised there alone."""
     assert processes(fs.Mesh({"dp": 2}), partial(saved_twice, str(tmp_path))) == [3, 3]
-    assert len(fs.checkpoint.checkpoints(tmp_path / "fsharp")) == 2
+    assert len(fs.checkpoint.list_checkpoints(tmp_path / "fsharp")) == 2
 
 
 def test_buffers_of_experts_stay_those_of_each_rank():
     def rank_fn(comm):
         torch.manual_seed(0)
         module = nn.ModuleDict({"dense": nn.BatchNorm1d(2), "experts": nn.BatchNorm1d(2)})
-        strategy = {"**": fs.zero3("dp", "ep"), "experts": fs.zero3("dp").varying("ep")}
+        strategy = {"**": fs.zero3("dp", "ep"), "experts": fs.zero3("dp").independent_along("ep")}
         model = fs.shard_module(module, mesh=comm, strategy=strategy, units=["dense", "experts"])
         for each in module.values():
             each.running_mean.fill_(comm.rank)

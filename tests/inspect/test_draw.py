@@ -39,7 +39,7 @@ def colours(path):
         (SCHEDULE, {"hardware": HARDWARE, "measured": predict(SCHEDULE, SLOW)}),
         (predict(SCHEDULE, SLOW), {}),
         (BY_HAND.replace_ops(BY_HAND.ops[:1]), {}),
-        (replace(BY_HAND, arena=0, bound=0).replace_ops(()), {"hardware": HARDWARE}),
+        (replace(BY_HAND, arena=0, peak_nbytes=0).replace_ops(()), {"hardware": HARDWARE}),
     ],
 )
 def test_pictures_are_not_blank(tmp_path, what, options):
@@ -103,7 +103,7 @@ def test_perfetto_has_every_op_and_the_memory(tmp_path):
         assert {e["args"]["op"] for e in spans} == set(range(len(SCHEDULE.ops)))
         assert sum(e["dur"] for e in spans if e["cat"] == "compute") == pytest.approx(1e6 * shown.seconds("compute"))
         sent = sum(e["args"].get("sent", 0) for e in spans)
-        assert sent == sum(call.nbytes * count for call, count in SCHEDULE.calls().items())
+        assert sent == sum(call.nbytes * count for call, count in SCHEDULE.collective_counts().items())
         assert max(e["args"]["bytes"] for e in events if e["ph"] == "C" and e["pid"] == pid) == shown.peak_nbytes
         for lane in range(3):
             mine = sorted((e["ts"], e["ts"] + e["dur"]) for e in spans if e["tid"] == lane)
@@ -125,5 +125,5 @@ def test_table_has_every_op_and_what_they_come_to():
         {op.bucket for op in SCHEDULE.ops} - {-1}
     )
     assert lines[-3].startswith(f"{len(SCHEDULE.ops)} ops: ")
-    assert lines[-2].startswith(f"{SCHEDULE.calls().total()} collectives")
-    assert lines[-1].startswith(f"arena {nbytes_text(SCHEDULE.arena)}, of which at most {nbytes_text(SCHEDULE.bound)}")
+    assert lines[-2].startswith(f"{SCHEDULE.collective_counts().total()} collectives")
+    assert lines[-1].startswith(f"arena {nbytes_text(SCHEDULE.arena)}, of which at most {nbytes_text(SCHEDULE.peak_nbytes)}")

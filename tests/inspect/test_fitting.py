@@ -18,7 +18,7 @@ from tests.inspect.test_trace import add_step
 
 GATHER, REDUCE = ("all_gather", "dp"), ("reduce_scatter", "dp")
 MACHINE = Hardware(
-    compute={"**": (0.5, 1.0), "u.1": (2.0, 3.0)},
+    compute_times={"**": (0.5, 1.0), "u.1": (2.0, 3.0)},
     bandwidth={GATHER: 2000.0, REDUCE: 500.0},
     latency={GATHER: 0.25, REDUCE: 0.125},
     memory_bandwidth=1000.0,
@@ -63,7 +63,7 @@ def measure(schedule, hardware, steps=3, noise=lambda seconds: seconds):
 
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("microbatches", [1, 2])
-@pytest.mark.parametrize("host", [{}, {"synchronous_host": True}])
+@pytest.mark.parametrize("host", [{}, {"computes_on_host": True}])
 def test_a_machine_is_found_again(policy, microbatches, host):
     schedule = compile_schedule(sequential(UNITS, microbatches), policy)
     machine = replace(MACHINE, **host)
@@ -71,7 +71,9 @@ def test_a_machine_is_found_again(policy, microbatches, host):
     assert found.latency == pytest.approx(machine.latency)
     assert found.bandwidth == pytest.approx(machine.bandwidth)
     assert found.memory_bandwidth == pytest.approx(machine.memory_bandwidth)
-    assert found.compute == {u.name: pytest.approx(machine.compute.get(u.name, machine.compute["**"])) for u in UNITS}
+    assert found.compute_times == {
+        u.name: pytest.approx(machine.compute_times.get(u.name, machine.compute_times["**"])) for u in UNITS
+    }
     assert found.update_s == pytest.approx(machine.update_s)
     assert predict(schedule, found).step_s == pytest.approx(predict(schedule, machine).step_s)
 
@@ -104,9 +106,11 @@ def test_a_collective_begins_when_those_before_it_on_its_queue_have_ended(policy
 @pytest.mark.parametrize("contention", [0.5, 1.0])
 def test_what_is_in_each_others_way_is_told_apart(policy, contention):
     schedule = compile_schedule(sequential(UNITS), policy)
-    machine = replace(MACHINE, synchronous_host=True, contention=contention)
-    found = Hardware.fit(measure(schedule, machine, steps=8), schedule, synchronous_host=True, contention=contention)
-    assert found.compute == {u.name: pytest.approx(machine.compute.get(u.name, machine.compute["**"])) for u in UNITS}
+    machine = replace(MACHINE, computes_on_host=True, contention=contention)
+    found = Hardware.fit(measure(schedule, machine, steps=8), schedule, computes_on_host=True, contention=contention)
+    assert found.compute_times == {
+        u.name: pytest.approx(machine.compute_times.get(u.name, machine.compute_times["**"])) for u in UNITS
+    }
     assert found.latency == pytest.approx(machine.latency)
     assert found.bandwidth == pytest.approx(machine.bandwidth)
     assert found.update_s == pytest.approx(machine.update_s)
@@ -115,17 +119,17 @@ def test_what_is_in_each_others_way_is_told_apart(policy, contention):
 
 def test_a_host_that_begins_collectives_is_busy():
     schedule = compile_schedule(sequential(UNITS), SchedulePolicy(bucket_nbytes=0))
-    machine = replace(MACHINE, synchronous_host=True, issue_s=0.25)
-    found = Hardware.fit(measure(schedule, machine, steps=8), schedule, synchronous_host=True)
+    machine = replace(MACHINE, computes_on_host=True, issue_s=0.25)
+    found = Hardware.fit(measure(schedule, machine, steps=8), schedule, computes_on_host=True)
     assert found.issue_s == pytest.approx(0.25)
     assert predict(schedule, found).step_s == pytest.approx(predict(schedule, machine).step_s)
 
 
 def test_the_bytes_of_an_issue_are_told_from_what_each_issue_costs():
     schedule = compile_schedule(sequential(UNITS), SchedulePolicy(bucket_nbytes=0))
-    machine = replace(MACHINE, synchronous_host=True, issue_s=0.25, issue_bandwidth=4096.0)
+    machine = replace(MACHINE, computes_on_host=True, issue_s=0.25, issue_bandwidth=4096.0)
     assert predict(schedule, machine).step_s > predict(schedule, replace(machine, issue_bandwidth=math.inf)).step_s
-    found = Hardware.fit(measure(schedule, machine, steps=8), schedule, synchronous_host=True)
+    found = Hardware.fit(measure(schedule, machine, steps=8), schedule, computes_on_host=True)
     assert (found.issue_s, found.issue_bandwidth) == (pytest.approx(0.25), pytest.approx(4096.0))
     assert predict(schedule, found).step_s == pytest.approx(predict(schedule, machine).step_s)
 
@@ -135,7 +139,7 @@ def cast(name, nbytes):
     return replace(sized(name, nbytes), reduce_cast=2 * nbytes)
 
 
-@pytest.mark.parametrize("host", [{}, {"synchronous_host": True}, {"synchronous_host": True, "contention": 1.0}])
+@pytest.mark.parametrize("host", [{}, {"computes_on_host": True}, {"computes_on_host": True, "contention": 1.0}])
 def test_casts_in_sums_are_told_from_bytes_by_units_of_both_kinds(host):
     both = [*UNITS, cast("c.0", 256), cast("c.1", 64)]
     schedule = compile_schedule(sequential(both), SchedulePolicy(bucket_nbytes=0))
@@ -150,7 +154,7 @@ def test_casts_in_sums_are_told_from_bytes_by_units_of_both_kinds(host):
 @pytest.mark.parametrize("policy", [policy for policy in POLICIES if not policy.bucket_nbytes])
 def test_if_all_gradients_are_cast_the_bandwidth_has_the_time_of_casts(policy):
     schedule = compile_schedule(sequential([cast(f"c.{i}", nbytes) for i, nbytes in enumerate((64, 512, 256))]), policy)
-    machine = replace(MACHINE, compute=(0.5, 1.0), cast_bandwidth=300.0)
+    machine = replace(MACHINE, compute_times=(0.5, 1.0), cast_bandwidth=300.0)
     found = Hardware.fit(measure(schedule, machine), schedule)
     assert found.cast_bandwidth == math.inf
     assert 1 / found.bandwidth[REDUCE] == pytest.approx(1 / 500 + 2 / 300)
@@ -162,10 +166,10 @@ def test_if_all_gradients_are_cast_the_bandwidth_has_the_time_of_casts(policy):
 def test_the_hosts_share_is_found_with_a_step_that_sends_nothing(share):
     schedule = compile_schedule(sequential(UNITS), SchedulePolicy(bucket_nbytes=0))
     nothing = [replace(each, gathered=0, gather=(), outgoing=0, reduce=()) for each in UNITS]
-    machine = replace(MACHINE, synchronous_host=True, contention=1.0, host_share=share)
+    machine = replace(MACHINE, computes_on_host=True, contention=1.0, host_share=share)
     unsent = compile_schedule(sequential(nothing), SchedulePolicy(bucket_nbytes=0))
     trace = measure(schedule, machine, steps=8)
-    found = Hardware.fit(trace, schedule, synchronous_host=True, contention=1.0, alone=measure(unsent, machine))
+    found = Hardware.fit(trace, schedule, computes_on_host=True, contention=1.0, alone=measure(unsent, machine))
     assert found.host_share == pytest.approx(share, abs=0.02)
     assert found.latency == pytest.approx(machine.latency, rel=0.05)
     assert found.bandwidth == pytest.approx(machine.bandwidth, rel=0.05)
@@ -176,24 +180,28 @@ def test_the_hosts_share_is_found_with_a_step_that_sends_nothing(share):
 def test_collectives_that_took_long_as_other_ranks_computed_do_not_make_the_step_longer(factor):
     schedule = compile_schedule(sequential(UNITS), SchedulePolicy(bucket_nbytes=0))
     nothing = [replace(each, gathered=0, gather=(), outgoing=0, reduce=()) for each in UNITS]
-    machine = replace(MACHINE, synchronous_host=True, contention=1.0)
+    machine = replace(MACHINE, computes_on_host=True, contention=1.0)
     unsent = compile_schedule(sequential(nothing), SchedulePolicy(bucket_nbytes=0))
     trace = measure(schedule, machine, steps=8, noise=lambda seconds: factor * seconds)
-    known = {"synchronous_host": True, "contention": 1.0}
+    known = {"computes_on_host": True, "contention": 1.0}
     expected = predict(schedule, machine).step_s
     assert predict(schedule, Hardware.fit(trace, schedule, **known)).step_s != pytest.approx(expected, rel=0.05)
     found = Hardware.fit(trace, schedule, **known, alone=measure(unsent, machine))
     assert predict(schedule, found).step_s == pytest.approx(expected, rel=0.02)
-    assert found.compute == {u.name: pytest.approx(machine.compute.get(u.name, machine.compute["**"])) for u in UNITS}
+    assert found.compute_times == {
+        u.name: pytest.approx(machine.compute_times.get(u.name, machine.compute_times["**"])) for u in UNITS
+    }
 
 
 def test_what_the_host_does_in_front_of_an_op_is_a_part_of_the_op():
     schedule = compile_schedule(sequential(UNITS), SchedulePolicy(prefetch=0, gather_at_start=False, bucket_nbytes=0))
-    machine = replace(MACHINE, synchronous_host=True)
+    machine = replace(MACHINE, computes_on_host=True)
     trace = measure(schedule, machine, steps=2)
     late = [i for i, op in enumerate(schedule.ops) if (op.kind, op.unit, op.phase) == ("compute", "u.1", "forward")]
     trace.rows = [(*row[:5], row[5] + 0.125, *row[6:]) if row[0] in late and row[1] == "compute" else row for row in trace.rows]
-    assert Hardware.fit(trace, schedule, synchronous_host=True).compute["u.1"] == pytest.approx(machine.compute["u.1"])
+    assert Hardware.fit(trace, schedule, computes_on_host=True).compute_times["u.1"] == pytest.approx(
+        machine.compute_times["u.1"]
+    )
 
 
 def test_noise_moves_it_by_less_than_itself():
@@ -261,7 +269,7 @@ def test_medians_over_steps_come_first():
     assert all(a[1] <= b[0] for a, b in pairwise(trace.steps))
     found = Hardware.fit(trace, schedule)
     assert found.latency == pytest.approx(MACHINE.latency)
-    assert found.compute["u.1"] == pytest.approx((2.0, 3.0))
+    assert found.compute_times["u.1"] == pytest.approx((2.0, 3.0))
     assert found.update_s == pytest.approx(0.5)
 
 
@@ -287,7 +295,7 @@ def test_nothing_has_to_be_measured_that_the_schedule_does_not_have():
 def test_equal_sizes_leave_latency_and_bandwidth_open():
     schedule = compile_schedule(sequential([sized("a", 64), sized("b", 64)]), SchedulePolicy(bucket_nbytes=0))
     with pytest.raises(ScheduleError, match=r"(?s)cannot be told apart.*all_gather dp +64 bytes.*differ in size"):
-        Hardware.fit(measure(schedule, MACHINE.__class__(compute=(1.0, 2.0), bandwidth=100.0)), schedule)
+        Hardware.fit(measure(schedule, MACHINE.__class__(compute_times=(1.0, 2.0), bandwidth=100.0)), schedule)
 
 
 def test_a_trace_of_another_schedule_is_refused():

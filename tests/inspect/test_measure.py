@@ -15,7 +15,7 @@ from tests.ranks import on_ranks
 @pytest.mark.parametrize("axes", [{"dp": 2}, {"outer": 2, "inner": 1}])
 def test_ranks_measure_the_same_numbers_for_all_collectives_of_zero3(axes):
     def run(comm):
-        return fs.inspect.measure(comm, compute={"**": (0.5, 1.0)}, update_s=0.25, steps=5)
+        return fs.inspect.measure(comm, compute_times={"**": (0.5, 1.0)}, update_s=0.25, steps=5)
 
     mesh = fs.Mesh(axes)
     first, second = processes(mesh, run)
@@ -24,7 +24,7 @@ def test_ranks_measure_the_same_numbers_for_all_collectives_of_zero3(axes):
     assert set(first.bandwidth) == set(first.latency) == {(op, axis) for op in ("all_gather", "all_to_all", "reduce_scatter")}
     assert all(rate > 0 for rate in first.bandwidth.values())
     assert 0 < first.codec_bandwidth < math.inf
-    assert first.synchronous_host
+    assert first.computes_on_host
     assert first.issue_s > 0
     shapes = {"layers": [torch.empty(64, 64) for _ in range(3)]}
     layouts = {name: fs.plan(shapes, mesh, getattr(fs, name)(*axes), units="layers.*") for name in ("ddp", "zero3")}
@@ -33,15 +33,15 @@ def test_ranks_measure_the_same_numbers_for_all_collectives_of_zero3(axes):
 
 
 def test_one_rank_has_no_links():
-    (found,) = simulate(fs.Mesh({"dp": 1}), lambda comm: fs.inspect.measure(comm, compute=(0.5, 1.0), steps=1))
-    assert found.compute == (0.5, 1.0)
+    (found,) = simulate(fs.Mesh({"dp": 1}), lambda comm: fs.inspect.measure(comm, compute_times=(0.5, 1.0), steps=1))
+    assert found.compute_times == (0.5, 1.0)
 
 
 @pytest.mark.parametrize(
     ("name", "values", "shown"),
     [
-        ("compute", [(0.5, 1.0), (0.5, 2.0)], "rank 1: 0.5, 2.0"),
-        ("compute", [{"a": (0.5, 1.0), "**": (1, 2)}, {"a": (0.5, 1.0), "**": (1, 3)}], r"rank 1: \*\*: 1.0, 3.0"),
+        ("compute_times", [(0.5, 1.0), (0.5, 2.0)], "rank 1: 0.5, 2.0"),
+        ("compute_times", [{"a": (0.5, 1.0), "**": (1, 2)}, {"a": (0.5, 1.0), "**": (1, 3)}], r"rank 1: \*\*: 1.0, 3.0"),
         ("update_s", [0.0, 0.25], "rank 1: 0.25"),
         ("contention", [None, 0.25], "rank 0: None"),
         ("steps", [1, 2], "rank 1: 2.0"),
@@ -50,18 +50,18 @@ def test_one_rank_has_no_links():
 @on_ranks(fs.Mesh({"dp": 2}))
 def test_ranks_with_different_arguments_are_refused(comm, name, values, shown):
     with pytest.raises(fs.errors.AgreementError, match=rf"{name} .*{shown}"):
-        fs.inspect.measure(comm, **{"compute": (0.5, 1.0), "steps": 1, name: values[comm.rank]})
+        fs.inspect.measure(comm, **{"compute_times": (0.5, 1.0), "steps": 1, name: values[comm.rank]})
 
 
 @on_ranks(fs.Mesh({"dp": 2}))
 def test_a_bad_argument_on_one_rank_is_an_error_on_all(comm):
     with pytest.raises(fs.errors.FsharpError, match=r"update_s is -1\.0, expected at least 0"):
-        fs.inspect.measure(comm, compute=(0.5, 1.0), steps=1, update_s=-1.0 if comm.rank else 0.0)
+        fs.inspect.measure(comm, compute_times=(0.5, 1.0), steps=1, update_s=-1.0 if comm.rank else 0.0)
 
 
 def test_no_steps_are_refused():
     with pytest.raises(fs.errors.ScheduleError, match="steps is 0, expected at least 1"):
-        fs.inspect.measure(fs.SingleComm(), compute=(0.5, 1.0), steps=0)
+        fs.inspect.measure(fs.SingleComm(), compute_times=(0.5, 1.0), steps=0)
 
 
 def test_speeds_that_one_rank_alone_cannot_find_are_an_error_on_all(monkeypatch):
@@ -76,6 +76,6 @@ def test_speeds_that_one_rank_alone_cannot_find_are_an_error_on_all(monkeypatch)
 
     def run(comm):
         with pytest.raises(fs.errors.AgreementError, match="cannot be told apart"):
-            fs.inspect.measure(comm, compute=(0.5, 1.0), steps=1)
+            fs.inspect.measure(comm, compute_times=(0.5, 1.0), steps=1)
 
     simulate(fs.Mesh({"dp": 2}), run)

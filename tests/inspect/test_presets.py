@@ -22,12 +22,12 @@ def test_a_step_takes_what_peak_and_links_allow(name):
     gpu, layout = GPUS[name], layout_on({"dp": 8}, fs.zero3("dp"))
     compute_s = 6 * 4 * WIDTH**2 * 1e6 / (0.5 * gpu.flops)
     hardware = fs.inspect.Hardware.preset(name, layout, tokens=1e6, efficiency=0.5, within=("dp",))
-    forward, backward = hardware.compute["layers.2"]
+    forward, backward = hardware.compute_times["layers.2"]
     assert forward == pytest.approx(compute_s / 12)
     assert backward == pytest.approx(2 * forward)
     again = fs.inspect.Hardware.preset(name, layout, tokens=1e6, efficiency=0.5, recompute=True, within=("dp",))
-    assert again.compute["layers.2"] == pytest.approx((forward, 3 * forward))
-    assert (hardware.bandwidth["dp"], hardware.memory_bandwidth) == (0.8 * gpu.nvlink, gpu.memory)
+    assert again.compute_times["layers.2"] == pytest.approx((forward, 3 * forward))
+    assert (hardware.bandwidth["dp"], hardware.memory_bandwidth) == (0.8 * gpu.nvlink, gpu.memory_bandwidth)
     step_s = fs.inspect.predict(fs.schedules.plan_step(layout), hardware).step_s
     assert compute_s + hardware.update_s < step_s < 1.05 * compute_s + hardware.update_s  # what is sent is sent beneath it
 
@@ -60,7 +60,7 @@ def test_what_there_is_not_is_refused(options, message):
 
 
 def test_text_that_is_no_hardware_is_refused():
-    hardware = fs.inspect.Hardware(compute={"layers.*": (1.0, 2.0, 0.5)}, bandwidth={("all_gather", "dp"): 1e9})
+    hardware = fs.inspect.Hardware(compute_times={"layers.*": (1.0, 2.0, 0.5)}, bandwidth={("all_gather", "dp"): 1e9})
     text = hardware.to_json()
     assert fs.inspect.Hardware.from_json(text) == hardware
     for wrong, what in (
@@ -73,5 +73,5 @@ def test_text_that_is_no_hardware_is_refused():
     ):
         with pytest.raises(ScheduleError, match=what):
             fs.inspect.Hardware.from_json(wrong)
-    with pytest.raises(ScheduleError, match="compute is a function, which JSON cannot hold"):
-        fs.inspect.Hardware(compute=lambda name: (1.0, 2.0), bandwidth=1e9).to_json()
+    with pytest.raises(ScheduleError, match="compute_times is a function, which JSON cannot hold"):
+        fs.inspect.Hardware(compute_times=lambda name: (1.0, 2.0), bandwidth=1e9).to_json()

@@ -103,7 +103,7 @@ a cell is 1 rank: █ with some of the leaf, · with nothing of it"""
 
 def test_the_text_of_a_tree():
     layout = fs.plan(
-        gpt(), fs.Mesh({"outer": 2, "inner": 4}), fs.hsdp("outer", "inner"), units="layers.*", atoms=fs.layouts.Rows()
+        gpt(), fs.Mesh({"outer": 2, "inner": 4}), fs.hsdp("outer", "inner"), units="layers.*", atoms=fs.layouts.RowsAtom()
     )
     assert str(fs.inspect.sharding(layout)) == A_TREE
 
@@ -173,7 +173,7 @@ def test_long_paths_are_cut_in_their_middle():
 
 def test_values_that_differ_between_ranks():
     tree, mesh = {"dense": torch.empty(4, 2), "expert": torch.empty(4, 2)}, fs.Mesh({"dp": 2, "ep": 3})
-    layout = fs.plan(tree, mesh, {"dense": fs.ddp("dp", "ep"), "expert": fs.zero3("dp").varying("ep")}, units="*")
+    layout = fs.plan(tree, mesh, {"dense": fs.ddp("dp", "ep"), "expert": fs.zero3("dp").independent_along("ep")}, units="*")
     params, grads = fs.inspect.sharding(layout), fs.inspect.sharding(layout, "grads")
     assert (params["dense"].spec, params["expert"].spec, grads["dense"].spec) == (fs.P(), None, None)
     assert params["dense"].is_fully_replicated

@@ -16,7 +16,7 @@ from fsharp.stateful.schedule.program import Event, Program, UnitFacts
 from fsharp.stateful.schedule.schedule import Memory, Op, Schedule
 
 GATHER, REDUCE = (Call("all_gather", "dp", 100),), (Call("reduce_scatter", "dp", 100),)
-HARDWARE = Hardware(compute=(2.0, 4.0), bandwidth=100.0, memory_bandwidth=200.0, update_s=0.5)
+HARDWARE = Hardware(compute_times=(2.0, 4.0), bandwidth=100.0, memory_bandwidth=200.0, update_s=0.5)
 
 
 def unit(name, **changes):
@@ -69,7 +69,7 @@ BY_HAND = Schedule(
         Op("update", "", "update", 10, after=(15,)),
     ),
     arena=400,
-    bound=400,
+    peak_nbytes=400,
 )
 
 
@@ -98,7 +98,7 @@ def test_slow_link_exposes_the_second_gather():
 
 
 def test_synchronous_host_adds_gradients_itself_as_they_arrive():
-    timeline = predict(BY_HAND, replace(HARDWARE, synchronous_host=True))
+    timeline = predict(BY_HAND, replace(HARDWARE, computes_on_host=True))
     assert times(timeline, "accumulate") == [("b", 14, 14.5), ("a", 15, 15.5)]
     assert {span.stream for span in timeline.spans if span.kind == "accumulate"} == {"compute"}
     assert times(timeline, "wait") == [("a", 0, 1), ("a", 14.5, 15)]
@@ -109,12 +109,12 @@ def test_synchronous_host_adds_gradients_itself_as_they_arrive():
 def test_synchronous_host_issues_nothing_while_it_computes(is_synchronous, start):
     ops = [*BY_HAND.ops[:1], *(replace(op, after=(0,) if op.kind == "wait" else ()) for op in BY_HAND.ops[2:4])]
     ops += [replace(BY_HAND.ops[1], at=1), replace(BY_HAND.ops[4], after=(3,)), BY_HAND.ops[5]]
-    timeline = predict(BY_HAND.replace_ops(ops), replace(HARDWARE, synchronous_host=is_synchronous))
+    timeline = predict(BY_HAND.replace_ops(ops), replace(HARDWARE, computes_on_host=is_synchronous))
     assert times(timeline, "gather") == [("a", 0, 1), ("b", start, start + 1)]
 
 
 def test_host_and_collectives_on_one_core_take_as_long_as_one_after_the_other():
-    timeline = predict(BY_HAND, replace(HARDWARE, synchronous_host=True, contention=1.0))
+    timeline = predict(BY_HAND, replace(HARDWARE, computes_on_host=True, contention=1.0))
     assert times(timeline, "gather") == [("a", 0, 1), ("b", 1, 3)]
     assert times(timeline, "compute") == [("a", 1, 4), ("b", 4, 6), ("b", 6, 10), ("a", 10.5, 15.5)]
     assert times(timeline, "reduce") == [("b", 10.5, 12.5), ("a", 16, 17.5)]
@@ -123,7 +123,7 @@ def test_host_and_collectives_on_one_core_take_as_long_as_one_after_the_other():
 
 
 def test_half_a_contention_costs_a_quarter_of_the_speed_while_both_work():
-    timeline = predict(BY_HAND, replace(HARDWARE, synchronous_host=True, contention=0.5))
+    timeline = predict(BY_HAND, replace(HARDWARE, computes_on_host=True, contention=0.5))
     assert times(timeline, "compute")[0] == ("a", 1, pytest.approx(1 + 4 / 3 + 1))
     assert times(timeline, "gather")[1] == ("b", 1, pytest.approx(1 + 4 / 3))
 
@@ -146,12 +146,12 @@ def test_an_all_reduce_without_numbers_is_a_reduce_scatter_and_an_all_gather():
 def test_latency_passes_in_the_queue_of_a_synchronous_host(is_synchronous, second):
     ops = [BY_HAND.ops[0], replace(BY_HAND.ops[1], after=(), at=0), *BY_HAND.ops[2:4]]
     schedule = BY_HAND.replace_ops([replace(op, after=(0,) if op.kind == "wait" else ()) for op in ops])
-    timeline = predict(schedule, replace(HARDWARE, synchronous_host=is_synchronous, latency=0.5))
+    timeline = predict(schedule, replace(HARDWARE, computes_on_host=is_synchronous, latency=0.5))
     assert times(timeline, "gather") == [("a", 0, 1.5), ("b", *second)]
 
 
 def test_host_is_busy_with_what_it_begins():
-    timeline = predict(BY_HAND, replace(HARDWARE, synchronous_host=True, issue_s=0.75))
+    timeline = predict(BY_HAND, replace(HARDWARE, computes_on_host=True, issue_s=0.75))
     assert times(timeline, "gather") == [("a", 0, 1), ("b", 1, 2)]
     assert times(timeline, "compute")[0] == ("a", 1.5, 3.5)
     assert times(timeline, "reduce")[0] == ("b", 10, 11)
@@ -167,7 +167,7 @@ def test_gradients_in_another_dtype_are_cast_where_they_are_added():
 def test_gradients_at_rest_in_another_dtype_are_cast_where_they_are_issued():
     def timeline(finish_cast, **options):
         late = unit("a", outgoing=0, finishing=100, reduce=(), finish=REDUCE, finish_cast=finish_cast)
-        hardware = replace(HARDWARE, synchronous_host=True, cast_bandwidth=100.0, **options)
+        hardware = replace(HARDWARE, computes_on_host=True, cast_bandwidth=100.0, **options)
         return predict(compile_schedule(sequential([late]), SchedulePolicy(bucket_nbytes=0), has_streams=False), hardware)
 
     plain, cast = timeline(0), timeline(50)
@@ -203,7 +203,7 @@ def test_what_is_handed_on_is_in_the_way_of_the_next_step():
         Op("gather", "a", "forward", 10, -1, "gather", A, (4,)),
         Op("gather", "b", "forward", 10, -1, "gather", B, (4,)),
     )
-    timeline = predict(Schedule(TWO, SchedulePolicy(), ops, 100, 100), replace(HARDWARE, synchronous_host=True, contention=1.0))
+    timeline = predict(Schedule(TWO, SchedulePolicy(), ops, 100, 100), replace(HARDWARE, computes_on_host=True, contention=1.0))
     assert times(timeline, "compute") == [("a", 0, 4), ("b", 4, 6)]
     assert times(timeline, "gather") == [("a", 6.5, 8.5), ("b", 8.5, 10.5)]
     assert (timeline.step_s, timeline.exposed_s) == (6.5, 0)
@@ -262,7 +262,7 @@ def test_axes_and_units_of_their_own():
     ops = (Op("gather", "a", "forward", 0, -1, "gather"), Op("compute", "a", "forward", 0), Op("compute", "b", "backward", 0))
     schedule = Schedule(replace(TWO, units=(both, unit("b"))), SchedulePolicy(), ops, 0, 0)
     hardware = Hardware(
-        compute={"**": (1.0, 2.0), "b": (3.0, 4.0)}, bandwidth={"dp": 100.0, "tp": 200.0}, latency={"dp": 0.25, "tp": 0.0}
+        compute_times={"**": (1.0, 2.0), "b": (3.0, 4.0)}, bandwidth={"dp": 100.0, "tp": 200.0}, latency={"dp": 0.25, "tp": 0.0}
     )
     timeline = predict(schedule, hardware)
     assert times(timeline, "gather") == [("a", 0, 1.75)]
@@ -284,8 +284,8 @@ def test_collectives_with_numbers_of_their_own():
         ({"bandwidth": {"tp": 1.0}}, ScheduleError, "no bandwidth for axis 'dp'"),
         ({"bandwidth": {("all_gather", "dp"): 1.0}}, ScheduleError, r"(?s)no bandwidth for axis 'dp'.*reduce_scatter"),
         ({"latency": {"tp": 1.0}}, ScheduleError, "no latency for axis 'dp'"),
-        ({"compute": {"layers.*": (1.0, 1.0)}}, PatternError, r"'layers\.\*' matches nothing"),
-        ({"compute": {"a": (1.0, 1.0)}}, PatternError, "no pattern selects 'b'"),
+        ({"compute_times": {"layers.*": (1.0, 1.0)}}, PatternError, r"'layers\.\*' matches nothing"),
+        ({"compute_times": {"a": (1.0, 1.0)}}, PatternError, "no pattern selects 'b'"),
     ],
 )
 def test_what_the_hardware_does_not_say(change, error, match):
@@ -301,12 +301,12 @@ def test_what_the_hardware_does_not_say(change, error, match):
         ({"memory_bandwidth": -1.0}, "memory_bandwidth is -1.0"),
         ({"latency": {"dp": -1e-6}}, "latency is {'dp': -1e-06}, expected at least 0"),
         ({"update_s": math.inf}, "update_s is inf"),
-        ({"contention": 1.5, "synchronous_host": True}, "contention is 1.5, expected 0 to 1"),
-        ({"contention": 0.5}, "contention is 0.5, which needs synchronous_host=True"),
+        ({"contention": 1.5, "computes_on_host": True}, "contention is 1.5, expected 0 to 1"),
+        ({"contention": 0.5}, "contention is 0.5, which needs computes_on_host=True"),
         ({"host_share": -0.5}, "host_share is -0.5, expected 0 to 1"),
-        ({"issue_s": 0.5}, "issue_s is 0.5, which needs synchronous_host=True"),
-        ({"issue_bandwidth": 1.0}, "issue_bandwidth is 1.0, which needs synchronous_host=True"),
-        ({"issue_s": -0.5, "synchronous_host": True}, "issue_s is -0.5, expected at least 0"),
+        ({"issue_s": 0.5}, "issue_s is 0.5, which needs computes_on_host=True"),
+        ({"issue_bandwidth": 1.0}, "issue_bandwidth is 1.0, which needs computes_on_host=True"),
+        ({"issue_s": -0.5, "computes_on_host": True}, "issue_s is -0.5, expected at least 0"),
     ],
 )
 def test_numbers_out_of_range(change, match):
@@ -349,7 +349,7 @@ def schedules(draw):
 
 hardwares = st.builds(
     Hardware,
-    compute=st.tuples(positive, positive).map(lambda pair: (float(pair[0]), float(pair[1]))),
+    compute_times=st.tuples(positive, positive).map(lambda pair: (float(pair[0]), float(pair[1]))),
     bandwidth=st.fixed_dictionaries({"dp": positive.map(float), "tp": positive.map(float)}),
     latency=st.integers(0, 3).map(float),
     memory_bandwidth=st.sampled_from([10.0, 100.0, math.inf]),
@@ -358,7 +358,7 @@ hardwares = st.builds(
 hardwares |= st.builds(
     replace,
     hardwares,
-    synchronous_host=st.just(True),
+    computes_on_host=st.just(True),
     contention=st.sampled_from([0.0, 0.5, 1.0]),
     host_share=st.sampled_from([0.0, 0.25, 0.5, 1.0]),
 )
@@ -393,7 +393,7 @@ def test_better_hardware_is_never_slower(schedule, hardware, what, factor):
         "latency": hardware.latency / factor,
         "memory_bandwidth": hardware.memory_bandwidth * factor,
         "update_s": hardware.update_s / factor,
-        "compute": tuple(seconds / factor for seconds in hardware.compute),
+        "compute_times": tuple(seconds / factor for seconds in hardware.compute_times),
     }
     faster = predict(schedule, replace(hardware, **{what: better[what]}))
     assert faster.step_s <= predict(schedule, hardware).step_s * (1 + 1e-9)
@@ -409,4 +409,4 @@ def test_free_communication_leaves_compute(schedule, hardware):
 
 @given(schedules())
 def test_in_the_order_of_ops_the_peak_is_the_bound(schedule):
-    assert timeline_in_order(schedule).peak_nbytes == schedule.bound
+    assert timeline_in_order(schedule).peak_nbytes == schedule.peak_nbytes

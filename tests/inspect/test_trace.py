@@ -44,7 +44,7 @@ def test_a_run_that_goes_as_predicted_looks_like_the_prediction():
     assert measured.memory == predicted.memory
     assert trace.compute_times() == dict.fromkeys("abc", (2.0, 4.0))
     assert trace.update_time() == 0.5
-    again = replace(HARDWARE, compute=trace.compute_times(), update_s=trace.update_time())
+    again = replace(HARDWARE, compute_times=trace.compute_times(), update_s=trace.update_time())
     assert predict(schedule, again) == predicted
 
 
@@ -116,7 +116,7 @@ def test_nothing_to_show():
 
 def test_comparison_sets_both_beside_each_other():
     schedule = compile_schedule(sequential([unit("embed"), *(unit(f"layers.{i}") for i in range(3))]))
-    text = compare(predict(schedule, HARDWARE), predict(schedule, replace(HARDWARE, compute=(4.0, 8.0))))
+    text = compare(predict(schedule, HARDWARE), predict(schedule, replace(HARDWARE, compute_times=(4.0, 8.0))))
     lines = [" ".join(line.split()) for line in text.splitlines()]
     assert lines[0] == "predicted measured ratio"
     assert [line.split()[0] for line in lines[2:6]] == ["step", "exposed", "overlap", "peak"]

@@ -95,7 +95,7 @@ def test_all_pytrees_of_a_checkpoint_are_converted(tmp_path, monkeypatch):
     ocp.save_checkpointables(tmp_path / "theirs", {"params": params, "opt": opt})
     for folder, name in [("steps/10", 1), ("theirs", "adam")]:
         found = from_orbax(tmp_path / folder, tmp_path / "ours")
-        assert found.names == ["opt.count", "opt.mu.w", "params.w"]
+        assert found.tensor_names == ["opt.count", "opt.mu.w", "params.w"]
         assert dict(found.manifest.values) == {"opt.name": name}
         assert found.tensor("params.w").tolist() == [[0, 1, 2], [3, 4, 5]]
         like = {"count": torch.zeros((), dtype=torch.int32), "mu": {"w": torch.zeros(2, 3)}, "name": name}
@@ -109,7 +109,7 @@ def test_json_beside_a_pytree_is_left_out(tmp_path):
         items = {"meta": ocp_0.args.JsonSave({"a": 1}), "weights": ocp_0.args.StandardSave({"w": jnp.ones(2)})}
         manager.save(3, args=ocp_0.args.Composite(**items))
         manager.wait_until_finished()
-    assert from_orbax(tmp_path / "steps/3", tmp_path / "ours").names == ["w"]
+    assert from_orbax(tmp_path / "steps/3", tmp_path / "ours").tensor_names == ["w"]
 
 
 def test_one_array_stays_one_array(tmp_path):

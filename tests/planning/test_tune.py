@@ -214,7 +214,7 @@ def difference(planned, followed):
 def test_recomputation_takes_the_third_number_of_seconds_or_as_long_as_the_forward(remat, number, microbatches):
     layout = fs.plan(make_params(), fs.Mesh({"dp": 1}), fs.zero3("dp"), units=["embed", "layers.*", "head"])
     for compute, again_s in (((1.0, 2.0), 1.0), ((1.0, 2.0, 5.0), 5.0), ((1.0, 2.0, 0.0), 0.0)):
-        hardware = fs.inspect.Hardware(compute=compute, bandwidth=math.inf)
+        hardware = fs.inspect.Hardware(compute_times=compute, bandwidth=math.inf)
         arguments = StepArguments(uses_in_order(layout, ORDER), remat, hardware, microbatches, 2, "gloo", 0)
         expected = microbatches * (4 * (1.0 + 2.0) + number * again_s)
         assert arguments.predict(arguments.schedule(layout, fs.SchedulePolicy()), layout).step_s == pytest.approx(expected)
@@ -228,7 +228,7 @@ def test_recomputation_takes_the_third_number_of_seconds_or_as_long_as_the_forwa
 def test_the_lower_bound_is_below_a_step_that_keeps_parameters_from_one_microbatch_to_the_next(release, microbatches, backend):
     shapes = {"layers": [torch.empty(4096, 4096, device="meta") for _ in range(2)]}
     layout = fs.plan(shapes, fs.Mesh({"dp": 4}), fs.zero3("dp"), units="layers.*")
-    hardware = fs.inspect.Hardware(compute=(1e-6, 1e-6), bandwidth=1e8)
+    hardware = fs.inspect.Hardware(compute_times=(1e-6, 1e-6), bandwidth=1e8)
     arguments = StepArguments(uses_in_order(layout, ()), (), hardware, microbatches, 2, backend, 0)
     step_s = arguments.predict(arguments.schedule(layout, fs.SchedulePolicy(release=release)), layout).step_s
     assert least_seconds(layout, arguments, is_one_group=backend == "nccl") <= step_s
@@ -238,7 +238,7 @@ def test_the_lower_bound_is_below_a_step_that_keeps_parameters_from_one_microbat
 def test_the_lower_bound_counts_no_collective_of_the_loss(name):
     mesh, strategy = STRATEGIES[name]
     layout = fs.plan({"layers": [torch.empty(2, 2, device="meta") for _ in range(3)]}, mesh, strategy, units="layers.*")
-    hardware = fs.inspect.Hardware(compute=(1e-9, 1e-9), bandwidth=1e6)
+    hardware = fs.inspect.Hardware(compute_times=(1e-9, 1e-9), bandwidth=1e6)
     for backend, policy in product(("nccl", "gloo"), TRIED.values()):
         arguments = StepArguments(uses_in_order(layout, ()), (), hardware, 1, 2, backend, 0)
         step_s = arguments.predict(arguments.schedule(layout, policy), layout).step_s
@@ -252,12 +252,12 @@ def test_a_policy_whose_memory_budget_a_layout_exceeds_loses_that_candidate():
     assert {x.policy for x in refused} == {"small"}
     assert 0 < len(refused) < len(LAYOUTS)
     assert choice.candidates[-len(refused) :] == tuple(refused)
-    assert refused[0].lost.startswith("the memory budget is too small, even without prefetch")
-    assert refused[0].lost in choice.table()
+    assert refused[0].why_lost.startswith("the memory budget is too small, even without prefetch")
+    assert refused[0].why_lost in choice.table()
     arenas = {name: plan_step(layout, order=ORDER).arena for name, layout in LAYOUTS.items()}
     assert all(arenas[x.layout] > 1_500 for x in refused)
     assert fs.inspect.Choice.from_json(choice.to_json()).candidates == choice.candidates
-    assert choice.edit(prefetch=0).candidates[-1].lost == refused[-1].lost
+    assert choice.edit(prefetch=0).candidates[-1].why_lost == refused[-1].why_lost
     with pytest.raises(
         ScheduleError, match=r"(?s)no schedule fits into the memory_budget of a policy.*ddp, tiny +the memory budget is"
     ):
@@ -268,7 +268,7 @@ def test_strategies_that_a_format_does_not_fit_lose_with_the_reason():
     forms = {"": fs.Precision(), "updates": fs.Precision(update=fs.formats.mxint8)}
     fits = {name: getattr(fs, name) for name in NAMES}
     choice = fs.tune(make_params(), HARDWARE, budget=1e6, mesh=DP, strategies=fits, units="layers.*", formats=forms)
-    refused = {x.layout: x.lost for x in choice.candidates if x.refused}
+    refused = {x.layout: x.why_lost for x in choice.candidates if x.refused}
     assert set(refused) == {"ddp, updates", "zero3, updates"}
     assert all("has update=mxint8, and no updated parameters of this unit travel" in text for text in refused.values())
     assert {x.layout for x in choice.candidates if not x.refused} >= {"zero1, updates", "zero2, updates", "ddp, ", "zero3, "}
@@ -288,7 +288,7 @@ def test_steps_that_no_layout_has_are_refused():
 
 
 HARDWARE = fs.inspect.Hardware(
-    compute={"**": (1e-3, 2e-3), "head": (3e-3, 6e-3)},
+    compute_times={"**": (1e-3, 2e-3), "head": (3e-3, 6e-3)},
     bandwidth={"dp": 2e5, "outer": 1e5, "inner": 1e6},
     latency=1e-4,
     update_s=1e-3,
@@ -347,7 +347,7 @@ def test_the_choice_is_the_simplest_of_the_fastest_candidates_that_fit(budget, a
     exact = {(x.layout, x.policy): x for x in choice.candidates}
     for x in quick.candidates:
         mine = exact[x.layout, x.policy]
-        assert x.step_s <= mine.step_s if x.is_bound else replace(x, lost="") == replace(mine, lost="")
+        assert x.step_s <= mine.step_s if x.is_unsimulated else replace(x, why_lost="") == replace(mine, why_lost="")
     best, *others = choice.candidates
     limit = (1 + TOLERANCE) * min(seconds for seconds, _ in found.values())
     simplest = min(simple for seconds, simple in found.values() if seconds <= limit)
@@ -361,13 +361,13 @@ def test_the_choice_is_the_simplest_of_the_fastest_candidates_that_fit(budget, a
     assert seconds_of(choice.schedule, choice.layout) == best.step_s
     assert {(x.layout, x.policy) for x in choice.candidates if x.peak_nbytes <= budget} == set(found)
     assert len(choice.candidates) == len(LAYOUTS) * len(TRIED)
-    assert not best.lost
-    assert all(x.lost for x in others)
+    assert not best.why_lost
+    assert all(x.why_lost for x in others)
 
 
 def test_each_candidate_says_why_it_lost():
     choice = fs.tune(LAYOUTS, HARDWARE, budget=4_500, order=ORDER, effort=math.inf)
-    lost = {(x.layout, x.policy): x.lost for x in choice.candidates}
+    lost = {(x.layout, x.policy): x.why_lost for x in choice.candidates}
     assert "and the budget is 4.39 KiB" in lost["ddp", "prefetch 1"]
     assert any(text.endswith("% slower") for text in lost.values())
     lines = choice.table().splitlines()
@@ -382,15 +382,15 @@ def test_each_candidate_says_why_it_lost():
 
 @pytest.mark.parametrize("effort", [1, math.inf])
 def test_steps_that_take_no_time_are_compared(effort):
-    instant = fs.inspect.Hardware(compute=(0.0, 0.0), bandwidth=math.inf)
+    instant = fs.inspect.Hardware(compute_times=(0.0, 0.0), bandwidth=math.inf)
     choice = fs.tune(LAYOUTS, instant, budget=1e9, order=ORDER, effort=effort)
     assert choice.candidates[0].step_s == 0
-    assert all(x.lost for x in choice.candidates[1:])
+    assert all(x.why_lost for x in choice.candidates[1:])
 
 
 def test_of_equally_fast_candidates_the_simplest_wins_and_then_the_one_with_the_least_memory():
-    def candidate(step_s, peak, *departures):
-        return Candidate("zero3", f"{step_s}, {peak}", "", step_s, {}, peak, 0, departures=departures)
+    def candidate(step_s, peak, *non_defaults):
+        return Candidate("zero3", f"{step_s}, {peak}", "", step_s, {}, peak, 0, non_defaults=non_defaults)
 
     offloaded, prefetched = candidate(1.0, 10, "state on the host"), candidate(1.005, 20, "prefetch", "release")
     plain, large, slow = candidate(1.015, 30), candidate(1.01, 40), candidate(1.03, 5)
@@ -398,7 +398,7 @@ def test_of_equally_fast_candidates_the_simplest_wins_and_then_the_one_with_the_
     rows = [offloaded, prefetched, large, slow, plain, *tied]
     first, *others = sort_candidates(rows, 100, 0.02)
     assert first == plain
-    assert {x.policy: x.lost for x in others} == {
+    assert {x.policy: x.why_lost for x in others} == {
         offloaded.policy: "1.5% faster, not as simple: state on the host",
         prefetched.policy: "1.0% faster, not as simple: prefetch, release",
         large.policy: "0.5% faster, with more memory",
@@ -410,23 +410,23 @@ def test_of_equally_fast_candidates_the_simplest_wins_and_then_the_one_with_the_
     assert sort_candidates(rows, 25, 0.02)[0] == prefetched  # two fields of a policy, rather than memory of the host
     assert sort_candidates(rows, 15, 0.02)[0] == offloaded
     assert sort_candidates(rows, 100, 0.0)[0] == offloaded
-    assert sort_candidates([replace(plain, is_bound=True), offloaded], 100, 0.02)[0] == offloaded
+    assert sort_candidates([replace(plain, is_unsimulated=True), offloaded], 100, 0.02)[0] == offloaded
 
 
 def test_recomputation_formats_and_state_on_the_host_do_not_win_a_tie():
-    free = fs.inspect.Hardware(compute=(1.0, 2.0), bandwidth=1e12, host_bandwidth=1e12)
+    free = fs.inspect.Hardware(compute_times=(1.0, 2.0), bandwidth=1e12, host_bandwidth=1e12)
     forms = {"8 bits": fs.Precision(wire=fs.formats.mxint8), "bfloat16": fs.Precision(wire=torch.bfloat16), "": fs.Precision()}
     model = {"budget": 1e6, "mesh": DP, "strategies": {"zero3": fs.zero3}, "units": "layers.*", "formats": forms}
     choice = fs.tune(make_params(), free, activations=(64.0, 64.0), remat={"all": "**", "": ()}, **model)
     best = choice.candidates[0]
-    assert (best.layout, best.policy, best.departures, choice.remat) == ("zero3, ", "prefetch 1", (), ())
-    simulated = {(x.layout, x.policy, x.remat): x for x in choice.candidates if not x.is_bound}
+    assert (best.layout, best.policy, best.non_defaults, choice.remat) == ("zero3, ", "prefetch 1", (), ())
+    simulated = {(x.layout, x.policy, x.remat): x for x in choice.candidates if not x.is_unsimulated}
     offloaded = simulated["zero3, ", "state on the host", ""]
     assert offloaded.peak_nbytes < best.peak_nbytes
-    assert offloaded.lost.endswith("slower") or offloaded.lost == "as fast, not as simple: state on the host"
-    assert simulated["zero3, 8 bits", "no prefetch", ""].departures == ("formats", "prefetch")
-    assert simulated["zero3, bfloat16", "prefetch 1", ""].departures == ("formats",)
-    assert {x.departures[0] for x in choice.candidates if x.remat} == {"remat"}
+    assert offloaded.why_lost.endswith("slower") or offloaded.why_lost == "as fast, not as simple: state on the host"
+    assert simulated["zero3, 8 bits", "no prefetch", ""].non_defaults == ("formats", "prefetch")
+    assert simulated["zero3, bfloat16", "prefetch 1", ""].non_defaults == ("formats",)
+    assert {x.non_defaults[0] for x in choice.candidates if x.remat} == {"remat"}
     assert fs.inspect.Choice.from_json(choice.to_json()).candidates == choice.candidates
 
 
@@ -463,7 +463,7 @@ def test_predicted_memory_is_what_is_alive_after_a_step():
             step = fs.Scheduler(comm, policy=policy)(fs.train_step(square_layers, tx, donate=True))
             for _ in range(4):
                 state, _ = step(state, x)
-            assert step.status().kind == "planned"
+            assert step.last_call_status().kind == "planned"
             state.params["layers"][0].buffers  # noqa: B018  # waits until nothing is under way
             del params, x
             gc.collect()
@@ -473,7 +473,9 @@ def test_predicted_memory_is_what_is_alive_after_a_step():
     options = {"budget": 1e9, "activations": 0.0, "backend": "gloo", "effort": math.inf}
     for case, *alive_nbytes in zip(cases, *found, strict=True):
         layout, policy = layout_and_policy(*case)
-        predicted = fs.tune({"": layout}, replace(HARDWARE, compute=(1.0, 1.0)), policies={"": policy}, **options).candidates[0]
+        predicted = fs.tune(
+            {"": layout}, replace(HARDWARE, compute_times=(1.0, 1.0)), policies={"": policy}, **options
+        ).candidates[0]
         assert [predicted.peak_nbytes] * DP.size == pytest.approx(alive_nbytes, rel=0.005), (case, predicted.memory)
 
 
@@ -523,14 +525,14 @@ def test_what_cannot_be_compared_is_refused():
             r"'layers.0' are \(1.0, 2.0, 3.0\), expected a number .* tuple of two",
         ),
         ({"activations": float("nan")}, "are nan bytes"),
-        ({"compute": {"**": (-1.0, 2.0)}}, r"compute of unit '.*' is \(-1.0, 2.0\)"),
-        ({"compute": {"**": ("1", 2.0)}}, r"compute of unit '.*' is \('1', 2.0\)"),
-        ({"compute": {"**": (1.0, 2.0, 3.0, 4.0)}}, "expected seconds"),
-        ({"compute": {"**": (1.0, 2.0, -1.0)}}, r"is \(1.0, 2.0, -1.0\), expected seconds"),
-        ({"compute": {"**": 1.0}}, "is 1.0, expected seconds"),
+        ({"compute_times": {"**": (-1.0, 2.0)}}, r"compute_times of unit '.*' is \(-1.0, 2.0\)"),
+        ({"compute_times": {"**": ("1", 2.0)}}, r"compute_times of unit '.*' is \('1', 2.0\)"),
+        ({"compute_times": {"**": (1.0, 2.0, 3.0, 4.0)}}, "expected seconds"),
+        ({"compute_times": {"**": (1.0, 2.0, -1.0)}}, r"is \(1.0, 2.0, -1.0\), expected seconds"),
+        ({"compute_times": {"**": 1.0}}, "is 1.0, expected seconds"),
     ],
 )
 def test_numbers_without_a_meaning_are_refused(options, match):
-    hardware = replace(HARDWARE, compute=options.pop("compute", HARDWARE.compute))
+    hardware = replace(HARDWARE, compute_times=options.pop("compute_times", HARDWARE.compute_times))
     with pytest.raises(ScheduleError, match=match):
         fs.tune(LAYOUTS, hardware, **{"budget": 1e9, **options})

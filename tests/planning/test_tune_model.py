@@ -25,7 +25,7 @@ from tests.modules import descend
 from tests.ranks import on_ranks
 from tests.scheduling import DP, HYBRID
 
-SLOW = fs.inspect.Hardware(compute=(1e-3, 2e-3), bandwidth=1e6, latency=1e-4, update_s=1e-3)
+SLOW = fs.inspect.Hardware(compute_times=(1e-3, 2e-3), bandwidth=1e6, latency=1e-4, update_s=1e-3)
 
 
 class Block(nn.Module):
@@ -320,11 +320,11 @@ def test_names_of_units_are_no_patterns(keys):
         found = fs.tune(shapes, "H100", budget=1e9, batch=64, mesh=DP, units=units, effort=math.inf)
         assert all(x.step_s < math.inf for x in found.candidates)
     times = {name: (float(i), 0.0) for i, name in enumerate(names, start=1)}
-    assert compute_times(fs.inspect.Hardware(compute=times, bandwidth=1e9), names) == {
+    assert compute_times(fs.inspect.Hardware(compute_times=times, bandwidth=1e9), names) == {
         k: (f, b, f) for k, (f, b) in times.items()
     }
     layers = {"a[0]": [{"w": torch.empty(8, 8, device="meta")} for _ in range(3)], "a0": torch.empty(8, device="meta")}
-    found = fs.tune(layers, fs.inspect.Hardware(compute=(1e-3, 2e-3), bandwidth=1e9), budget=1e9, mesh=DP)
+    found = fs.tune(layers, fs.inspect.Hardware(compute_times=(1e-3, 2e-3), bandwidth=1e9), budget=1e9, mesh=DP)
     assert [unit.name for unit in found.layout.units] == ["a0", *(f"a[0].{i}" for i in range(3))]
     model = nn.Module()
     model.layers = nn.ModuleDict({key.replace(".", ""): nn.Linear(4, 4) for key in keys})
@@ -342,9 +342,9 @@ def test_the_estimated_input_of_a_recomputed_layer_is_as_wide_as_the_model_whate
 def test_the_effort_bounds_what_is_simulated_and_the_table_says_so():
     found, again = (fs.tune(make_params(), "H100", budget=1e9, batch=64, mesh=4, effort=1) for _ in range(2))
     assert again.candidates == found.candidates
-    simulated = [x for x in found.candidates if not x.is_bound]
+    simulated = [x for x in found.candidates if not x.is_unsimulated]
     assert len({x.layout for x in simulated}) == 1
-    texts = [x.lost for x in found.candidates if x.is_bound]
+    texts = [x.why_lost for x in found.candidates if x.is_unsimulated]
     assert all("slower" in text or text.startswith("not simulated: at most ") for text in texts)
     assert any(text.startswith("not simulated") for text in texts)
     assert "> " in found.table()
@@ -377,7 +377,7 @@ def test_a_choice_is_saved_edited_and_picked(tmp_path):
     other = found.pick("ddp", "prefetch 1")
     assert (other.name, other.layout.units[0].strategy) == ("ddp", fs.ddp("dp"))
     assert len(other.candidates) == len(found.candidates)
-    assert any("faster" in x.lost for x in other.candidates[1:]) or other.candidates[0].step_s == found.candidates[0].step_s
+    assert any("faster" in x.why_lost for x in other.candidates[1:]) or other.candidates[0].step_s == found.candidates[0].step_s
     with pytest.raises(ScheduleError, match=r"there is no candidate \('ddp', 'nothing', ''\)"):
         found.pick("ddp", "nothing")
     with pytest.raises(OptionError, match="prefetch is 'a'"):

@@ -72,7 +72,7 @@ def test_a_line_after_a_cut_one_is_whole(tmp_path):
 def test_timelines_and_layouts_are_rows(tmp_path):
     layout = fs.plan({"layers": [torch.empty(4, 3), torch.empty(4, 3)]}, fs.Mesh({"dp": 3}), fs.zero3("dp"), units="layers.*")
     schedule = fs.schedules.plan_step(layout)
-    timeline = fs.inspect.predict(schedule, fs.inspect.Hardware(compute=(1e-3, 2e-3), bandwidth=1e6))
+    timeline = fs.inspect.predict(schedule, fs.inspect.Hardware(compute_times=(1e-3, 2e-3), bandwidth=1e6))
     fs.resilience.JsonlLogger(tmp_path / "log.jsonl").log(0, {"layout": layout, "predicted": timeline})
     [row] = rows(tmp_path / "log.jsonl")
     assert row["layout"]["rows"] == [["layers.* x2", "", "float32[4, 3]", "", "4 elements", "111"]]
@@ -80,7 +80,7 @@ def test_timelines_and_layouts_are_rows(tmp_path):
     found = row["predicted"]
     assert found["timeline"][:2] == ["op", "kind"]
     assert [span[0] for span in found["spans"]] == [span.op for span in timeline.spans]
-    sent = sum(call.nbytes * count for call, count in schedule.calls().items())
+    sent = sum(call.nbytes * count for call, count in schedule.collective_counts().items())
     assert sum(span[7] for span in found["spans"]) == sent > 0
     assert max(nbytes for _, nbytes in found["memory"]) == found["peak_nbytes"] == timeline.peak_nbytes
 

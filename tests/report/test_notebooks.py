@@ -41,7 +41,7 @@ def test_a_layout():
 
 
 def test_a_choice():
-    hardware = fs.inspect.Hardware(compute=(1e-3, 2e-3), bandwidth=1e9)
+    hardware = fs.inspect.Hardware(compute_times=(1e-3, 2e-3), bandwidth=1e9)
     mesh = fs.Mesh({"dp": 2})
     layouts = {each.__name__: fs.plan(SHAPES, mesh, each("dp"), units="layers.*") for each in (fs.ddp, fs.zero3)}
     choice = fs.tune(layouts, hardware, budget=1e9)

@@ -21,7 +21,7 @@ def timelines():
     schedule = fs.schedules.plan_step(layout)
 
     def at(bandwidth):
-        return fs.inspect.predict(schedule, fs.inspect.Hardware(compute=(1e-3, 2e-3), bandwidth=bandwidth))
+        return fs.inspect.predict(schedule, fs.inspect.Hardware(compute_times=(1e-3, 2e-3), bandwidth=bandwidth))
 
     return layout, {"predicted": at(1e7), "measured": at(1e6)}
 

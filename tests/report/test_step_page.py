@@ -15,7 +15,7 @@ from fsharp.report.step import MAX_OPS
 from tests.report.pages import BROWSER, fire, html_of, opened, shown_by
 from tests.test_docs import ROOT, programs
 
-HARDWARE = fs.inspect.Hardware(compute=(1e-3, 2e-3), bandwidth=1e7)
+HARDWARE = fs.inspect.Hardware(compute_times=(1e-3, 2e-3), bandwidth=1e7)
 
 
 def schedules(num_layers=3):
@@ -95,7 +95,7 @@ def test_without_hardware_ops_are_in_order():
     schedule = schedules()["zero3"]
     context, _ = opened(fs.inspect.step_page(schedule))
     drawn = html_of(context, "timeline")
-    sent = sum(call.nbytes * count for call, count in schedule.calls().items())
+    sent = sum(call.nbytes * count for call, count in schedule.collective_counts().items())
     assert f">{len(schedule.ops)} ops in order, {nbytes_text(sent)} sent<" in drawn
     found = "\n".join(tips(context))
     assert not re.search(r"\d (s|ms|us|ns)\b", drawn + found), "there are no times"

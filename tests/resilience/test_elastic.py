@@ -18,7 +18,7 @@ from fsharp.checkpoint import loading, saving
 from fsharp.distributed import generations
 from fsharp.distributed.generations import GENERATION_VARIABLE
 from fsharp.errors import CommError, OptionError, RunError
-from fsharp.functional.comm.restart_replay import RestartReplay, restart_replay
+from fsharp.functional.comm.restart_replay import SetupCallRecord, restart_replay
 from fsharp.resilience import PerRankState, Run, rejoining
 from fsharp.resilience.rejoining import meta_copy
 from fsharp.resilience.restarting import Restarter
@@ -265,7 +265,7 @@ def test_what_is_refused(tmp_path, monkeypatch):
 
 
 def test_what_an_elastic_run_refuses_before_its_steps(tmp_path, monkeypatch):
-    comm, replay = fs.SingleComm(), RestartReplay()
+    comm, replay = fs.SingleComm(), SetupCallRecord()
     with Run(tmp_path, comm=comm, total=1, save_every=1, signals=()) as run:
         run._checkpoints.is_elastic = True
         with pytest.raises(RunError, match=r"Run\.resume\(\): with elastic=True call train\(step, tree\), which resumes"):
@@ -307,7 +307,7 @@ def stop(kinds, *, then=lambda store: None):
             pool.submit(each.wait_for_next_generation, kind, ValueError(f"of {rank}"), 5.0)
             for rank, (each, kind) in enumerate(zip(ranks, kinds, strict=True))
         ]
-        while len(generations.stopped_ranks(store, 0, len(kinds))) < len(kinds):
+        while len(generations.stop_kinds_and_limits(store, 0, len(kinds))) < len(kinds):
             time.sleep(0.01)
         then(store)
     return [each.exception() or each.result() for each in found], generations.why_restarts_ended(store)
@@ -350,17 +350,17 @@ def test_ranks_that_do_not_come_to_a_generation_are_named():
 
 
 def test_calls_of_a_setup_are_made_again_without_those_that_are_part_of_others():
-    made, calls = [], RestartReplay()
+    made, calls = [], SetupCallRecord()
     calls.record_and_call(lambda: made.append("before"))
-    calls.start()
+    calls.start_recording()
     assert calls.record_and_call(lambda: calls.record_and_call(lambda: made.append("inner")) or "outer") == "outer"
     calls.record_and_call(lambda: made.append("first"), replay=lambda: made.append("again"))
     calls.record_and_call(lambda: calls.abandon("a part"))
     assert calls.obstacle == ""
-    calls.end()
+    calls.end_recording()
     calls.record_and_call(lambda: made.append("after"))
     calls.abandon("a step")
-    calls.replay()
+    calls.repeat_recorded_calls()
     assert made == ["before", "inner", "first", "after", "inner", "again"]
     assert calls.obstacle == "", "the setup was over"
 
@@ -397,17 +397,17 @@ def test_a_record_is_abandoned_for_what_cannot_be_made_again_and_for_its_size():
         (lambda calls: [calls.record_and_call(lambda: None) for _ in range(9_999)], ""),
         (lambda calls: [calls.record_and_call(lambda: None) for _ in range(10_000)], "more than 10,000 calls, or 256 MiB,"),
     ):
-        made, calls = [], RestartReplay()
-        calls.start()
+        made, calls = [], SetupCallRecord()
+        calls.start_recording()
         calls.record_and_call(lambda made=made: made.append(1))
         abandon(calls)
-        calls.replay()
+        calls.repeat_recorded_calls()
         assert (calls.obstacle, calls.is_recording, len(made)) == (why, not why, 1 + (not why))
 
 
 def test_a_thread_that_takes_part_in_the_setup_is_an_obstacle():
-    calls = RestartReplay()
-    calls.start()
+    calls = SetupCallRecord()
+    calls.start_recording()
     thread = threading.Thread(target=calls.record_and_call, args=(lambda: None,))
     thread.start()
     thread.join()

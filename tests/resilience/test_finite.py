@@ -63,8 +63,8 @@ def test_the_first_leaf_and_who_holds_it_are_named_on_all_ranks(strategy, value)
     results = simulate(DP3, rank_fn)
     [found] = {found for found, _ in results}
     assert found.leaf == "params.layers.1.b"  # which comes before w in order of the tree
-    assert found.ranks == tuple(rank for rank, (_, holds) in enumerate(results) if holds)
-    assert found.losses == ()
+    assert found.leaf_ranks == tuple(rank for rank, (_, holds) in enumerate(results) if holds)
+    assert found.loss_ranks == ()
 
 
 def test_one_rank_is_enough():
@@ -75,7 +75,7 @@ def test_one_rank_is_enough():
         return find_nonfinite(torch.tensor(1.0), tree, comm=comm)
 
     [found] = set(simulate(DP3, rank_fn))
-    assert (found.leaf, found.ranks, found.losses) == ("layers.0.w", (2,), ())
+    assert (found.leaf, found.leaf_ranks, found.loss_ranks) == ("layers.0.w", (2,), ())
     assert str(found) == "'layers.0.w' is the first leaf that is not finite, held by rank 2"
 
 
@@ -89,7 +89,7 @@ def test_the_rank_of_a_loss_is_named_though_gradients_are_sums():
         return find_nonfinite(loss, fs.reduce_scatter(grads, comm=comm), comm=comm)
 
     [found] = set(simulate(DP3, rank_fn))
-    assert (found.losses, found.leaf, found.ranks) == ((1,), "a", (0, 1, 2))
+    assert (found.loss_ranks, found.leaf, found.leaf_ranks) == ((1,), "a", (0, 1, 2))
     assert str(found).startswith("the loss of rank 1 is not finite, and 'a'")
 
 
@@ -133,7 +133,7 @@ class Keeper:
 )
 def test_leaves_of_other_kinds(tree, path):
     found = find_nonfinite(None, tree, comm=fs.SingleComm())
-    assert (found.leaf, found.ranks) == (path, (0,))
+    assert (found.leaf, found.leaf_ranks) == (path, (0,))
 
 
 def test_a_module_by_the_gradients_of_its_parameters():
@@ -141,7 +141,7 @@ def test_a_module_by_the_gradients_of_its_parameters():
     loss = model(torch.tensor([[1.0, math.nan, 0.0]])).sum()
     loss.backward()
     found = find_nonfinite(loss, {name: p.grad for name, p in model.named_parameters()}, comm=fs.SingleComm())
-    assert (found.losses, found.leaf) == ((0,), "weight")
+    assert (found.loss_ranks, found.leaf) == ((0,), "weight")
 
 
 def test_what_it_cannot_look_at_is_refused():

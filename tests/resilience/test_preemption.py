@@ -24,8 +24,8 @@ def test_all_ranks_stop_after_the_same_step(comm, mesh, every):
     preemption = Preemption(counting, signals=(), every=every)
     for step in range(20):
         if step == 4 and comm.rank == mesh.size - 1:
-            preemption.notice()
-        if preemption.agreed(step):
+            preemption.record_signal()
+        if preemption.should_stop(step):
             break
     asked = len([s for s in range(step + 1) if s % every == 0])
     assert counting.num_calls == asked * sum(size > 1 for _, size in mesh.axes)
@@ -34,7 +34,7 @@ def test_all_ranks_stop_after_the_same_step(comm, mesh, every):
 
 def test_ranks_that_ask_after_different_steps_hear_of_it():
     with pytest.raises(CommError, match="whether to stop after step 1"):
-        simulate(MESHES[1], lambda comm: Preemption(comm, signals=()).agreed(comm.rank))
+        simulate(MESHES[1], lambda comm: Preemption(comm, signals=()).should_stop(comm.rank))
 
 
 @pytest.fixture
@@ -49,10 +49,10 @@ def heard():
 def test_signals_are_noted_in_the_context_alone(heard):
     preemption = Preemption(fs.SingleComm(), signals=(signal.SIGUSR1,))
     with preemption:
-        assert not preemption.agreed()
+        assert not preemption.should_stop()
         os.kill(os.getpid(), signal.SIGUSR1)
         os.kill(os.getpid(), signal.SIGUSR1)  # clusters say it more than once
-        assert preemption.agreed()
+        assert preemption.should_stop()
         assert preemption.received == signal.SIGUSR1
     assert heard == []
     os.kill(os.getpid(), signal.SIGUSR1)
@@ -61,7 +61,7 @@ def test_signals_are_noted_in_the_context_alone(heard):
 
 def test_a_signal_that_nobody_was_told_of_is_not_lost(heard):
     with Preemption(fs.SingleComm(), signals=(signal.SIGUSR1,)) as preemption:
-        assert not preemption.agreed()
+        assert not preemption.should_stop()
         os.kill(os.getpid(), signal.SIGUSR1)
         assert heard == []
     assert heard == ["before"]
@@ -69,7 +69,7 @@ def test_a_signal_that_nobody_was_told_of_is_not_lost(heard):
 
 def test_a_notice_of_another_kind_that_came_too_late_ends_nothing(heard):
     with Preemption(fs.SingleComm(), signals=()) as preemption:
-        preemption.notice(signal.SIGUSR1)
+        preemption.record_signal(signal.SIGUSR1)
     assert heard == []
 
 

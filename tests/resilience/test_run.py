@@ -103,7 +103,7 @@ def test_another_number_of_ranks_and_strategy_goes_on_with_the_same_batches(tmp_
 def test_a_signal_to_one_rank_saves_on_all_and_exits(comm, tmp_path):
     def act(run, state):
         if run.step == 5 and comm.rank == 1:
-            run.preemption.notice()
+            run.preemption.record_signal()
 
     with pytest.raises(SystemExit, match=str(EXIT_PREEMPTED)):
         train(comm, tmp_path / "a", act=act)
@@ -125,7 +125,7 @@ def test_a_signal_in_warm_up_or_evaluation_saves_what_was_done(comm, tmp_path, a
                 state = run.end_step(state)
             for batch in range(5):
                 if batch == 3 and comm.rank == 0:
-                    run.preemption.notice()
+                    run.preemption.record_signal()
                 asked.append(batch)
                 run.exit_if_preempted(state)
 
@@ -166,7 +166,7 @@ def test_a_roll_back_goes_past_a_damaged_checkpoint(comm, tmp_path):
 
     options = {"nan_on": {(7, 0)}, "on_nonfinite": "roll back", "save_every": 2, "background": False}
     run, _, done = train(comm, tmp_path, act=act, **options)
-    assert (done, run.skipped) == ([0, 1, 2, 3, 4, 5, 6, 7, 4, 5, 6, 8], [7])
+    assert (done, run.skipped_on_replay) == ([0, 1, 2, 3, 4, 5, 6, 7, 4, 5, 6, 8], [7])
 
 
 def test_a_run_does_not_begin_anew_because_its_checkpoints_are_damaged(tmp_path):
@@ -190,7 +190,7 @@ def test_a_run_does_not_begin_anew_because_the_host_of_rank_0_lacks_the_mount(tm
             train(comm, tmp_path)
 
     simulate(DP2, rank_fn)
-    assert len(fs.checkpoint.checkpoints(tmp_path)) == 1
+    assert len(fs.checkpoint.list_checkpoints(tmp_path)) == 1
 
 
 def test_raise_names_the_step_the_rank_and_the_leaf(tmp_path):
@@ -227,7 +227,7 @@ def test_a_run_gives_up_after_so_many(tmp_path, policy, nan_on, which):
 def test_roll_back_goes_on_from_the_checkpoint_without_the_step(tmp_path):
     def rank_fn(comm):
         run, _, done = train(comm, tmp_path / "a", until=7, nan_on={(2, 1), (6, 0)}, on_nonfinite="roll back")
-        steps = [done, run.skipped]
+        steps = [done, run.skipped_on_replay]
         _, state, done = train(comm, tmp_path / "a", on_nonfinite="roll back")
         expected = make_state(comm)
         sampler = IndexSampler(len(X), 8, seed=3)
@@ -250,7 +250,7 @@ def test_a_step_that_is_left_out_takes_no_checkpoint_with_it(tmp_path, bad):
         return run.step, again.step, done, same(values(state), values(loaded))
 
     assert simulate(DP2, rank_fn) == [(9, 9, [], True)] * 2
-    assert [c.step for c in fs.checkpoint.checkpoints(tmp_path)] == [9, 8, 4, 0]
+    assert [c.step for c in fs.checkpoint.list_checkpoints(tmp_path)] == [9, 8, 4, 0]
 
 
 def test_roll_back_to_where_another_run_was(tmp_path):
@@ -261,7 +261,7 @@ def test_roll_back_to_where_another_run_was(tmp_path):
             before = values(tree[0])
             assert next(run.steps()) == 5
             tree = run.end_step(tree, nonfinite=NonFinite((0,), None, ()))
-            return run.step, run.skipped, same(values(tree[0]), before)
+            return run.step, run.skipped_on_replay, same(values(tree[0]), before)
 
     assert simulate(DP2, rank_fn) == [(6, [5], True)] * 2
     assert fs.checkpoint.latest(tmp_path / "b").step == 5  # its own
@@ -394,7 +394,7 @@ def test_calls_in_another_order(tmp_path):
     with Run(tmp_path, comm=fs.SingleComm(), total=3, save_every=1, signals=()) as run:
         with pytest.raises(RunError, match=r"call resume\(tree\) first"):
             next(run.steps())
-        run.preemption.notice()
+        run.preemption.record_signal()
         with pytest.raises(RunError, match=r"call resume\(tree\) first"):
             run.exit_if_preempted({"x": torch.zeros(2)})
         run.preemption.received = None

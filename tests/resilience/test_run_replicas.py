@@ -39,7 +39,7 @@ def go(tmp_path, *, until=None, total=9, bad_at=(), act=lambda step, x: x + 1, *
 
 
 def steps_on_disk(tmp_path):
-    return [found.step for found in fs.checkpoint.checkpoints(tmp_path / "disk")]
+    return [found.step for found in fs.checkpoint.list_checkpoints(tmp_path / "disk")]
 
 
 def test_a_run_goes_on_with_what_is_newer(tmp_path, caplog):

@@ -20,7 +20,7 @@ def detector_of(own_s, error_s=0.0):
     """A detector that is told of three ranks' times, without ranks."""
     detector = StragglerDetector(fs.SingleComm(), every=5)
     for i, times in enumerate(own_s):
-        detector._update_stragglers(fs.resilience.RankTimes(5 * (i + 1), times, (error_s,) * len(times)))
+        detector._update_stragglers(fs.resilience.TimesByRank(5 * (i + 1), times, (error_s,) * len(times)))
     return detector
 
 

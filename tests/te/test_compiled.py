@@ -62,7 +62,7 @@ def compiled(comm, way, name):
         own = Case(case.make, units=case.units, prepare=prepare, change=change)
         found, model = train_sharded(own, recipe, comm, fs.zero3("dp"), steps=range(5))
     far = [max(distances(*pair).values()) for pair in zip(found, expected, strict=False)]
-    return far, len(torch._dynamo.utils.counters["graph_break"]), model.scheduled_step.status().kind
+    return far, len(torch._dynamo.utils.counters["graph_break"]), model.scheduled_step.last_call_status().kind
 
 
 MORE = [("blocks before", "mxfp8"), *((way, name) for way in ("blocks after", "all after") for name in FEW)]

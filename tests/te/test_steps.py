@@ -80,7 +80,7 @@ def other(*widths, **options):
     return [te.Linear(a, b, **ABOUT, **options) for a, b in pairwise(widths)]
 
 
-WHOLE = {"atoms": {"**": fs.layouts.Whole()}}
+WHOLE = {"atoms": {"**": fs.layouts.LeafAtom()}}
 UNEVEN = {
     "uneven parts": Case(lambda: other(WIDTH, 192, WIDTH), units=()),
     "ranks without a part of a leaf": Case(lambda: other(64, 64, 64, bias=False), units=(), shape=(TOKENS, 64)),
@@ -173,5 +173,5 @@ def test_what_would_go_wrong_is_refused_by_name():
 def test_modules_of_transformer_engine_are_not_searched_for_stored_tensors():
     module, door = linear(), Door("list")
     module.kept = door.kept_in_list = [torch.zeros(1)]
-    assert SideOutputs([module]).find_tensors([]) == {}
-    assert len(SideOutputs([door]).find_tensors([])) == 1
+    assert SideOutputs([module]).find_stored_tensors([]) == {}
+    assert len(SideOutputs([door]).find_stored_tensors([])) == 1

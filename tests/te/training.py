@@ -412,7 +412,7 @@ def differences(comm, cases, names=RECIPES, strategies=None, as_sharded=lambda c
                     found += [f"{what}, by {distance:.1e}" for what, distance in far.items()]
                     step = model.scheduled_step
                     if step.num_unscheduled_calls != 1:
-                        found.append(f"{label}: recorded {step.num_unscheduled_calls} times, {step.status()}")
+                        found.append(f"{label}: recorded {step.num_unscheduled_calls} times, {step.last_call_status()}")
     return found
 
 

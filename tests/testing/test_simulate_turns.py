@@ -97,7 +97,7 @@ def test_a_rank_that_died_is_named_with_what_needed_it(seed):
         comm.all_gather(ONE, "dp", label="step 0")
         try:
             if comm.rank == 2:
-                comm.die()
+                comm.simulate_death()
             comm.all_gather(ONE, "dp", label="step 1")
         finally:
             unwound.append(comm.rank)
@@ -117,7 +117,7 @@ def test_a_rank_that_died_is_named_with_what_needed_it(seed):
 def test_what_a_dead_rank_calls_while_it_unwinds_reaches_nobody():
     def rank_fn(comm):
         try:
-            comm.die() if comm.rank else None
+            comm.simulate_death() if comm.rank else None
         finally:
             comm.all_gather(ONE, "dp")
 
@@ -128,14 +128,14 @@ def test_what_a_dead_rank_calls_while_it_unwinds_reaches_nobody():
 
 def test_a_death_that_nobody_notices_is_no_success():
     with pytest.raises(CommError, match="rank 1 has died"):
-        simulate(DP3, lambda comm: comm.die() if comm.rank == 1 else None)
+        simulate(DP3, lambda comm: comm.simulate_death() if comm.rank == 1 else None)
 
 
 @pytest.mark.parametrize("seed", [None, 0, 7])
 def test_a_rank_that_stalls_is_found_within_the_limit(seed):
     def rank_fn(comm):
         if comm.rank == 0:
-            comm.stall()
+            comm.simulate_stall()
         comm.all_gather(ONE, "dp")
 
     found = simulate(DP3, rank_fn, seed=seed, timeout=0.5 if seed is None else FOR_EVER_S, outcomes=True)

@@ -116,7 +116,7 @@ def stored_name_by_new_name(
         first.setdefault(owners.get(name, name), name)
     result = old_name_by_new_name(where, names if aliases else first.values(), subtree, rename)
     if not result:
-        raise CheckpointError(f"{where}: {found.path} has no tensors below {subtree!r}; there are {found.names[:8]} ...")
+        raise CheckpointError(f"{where}: {found.path} has no tensors below {subtree!r}; there are {found.tensor_names[:8]} ...")
     return result
 
 

@@ -14,13 +14,13 @@ size 0.
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
 from fsharp.errors import TreeError
 from fsharp.functional.comm.protocol import Comm
-from fsharp.functional.formats.format import ErrorFacts, Format, ResidualAndNoise
+from fsharp.functional.formats.format import Format, MessageFacts, ResidualAndNoise
 from fsharp.tracebacks import api_boundary
 from fsharp.type_checks import cache_signature
 
@@ -127,7 +127,7 @@ def reduce_scatter_encoded(
     comm: Comm,
     axis: str,
     wire: Format,
-    facts: ErrorFacts = tuple,
+    facts: MessageFacts = tuple,
     residual_and_noise: ResidualAndNoise = ResidualAndNoise(),
     padding: Sequence[slice] = (),
 ) -> torch.Tensor:
@@ -180,10 +180,11 @@ def all_reduce(x: torch.Tensor, comm: Comm, axis: str) -> torch.Tensor:
     return _DifferentiableCollective.apply(x, _Collective(partial(comm.all_reduce, axis=axis), primitive, primitive))  # type: ignore[no-any-return]
 
 
-_TRANSPOSE = {"each": "sum", "sum": "each", "share": "summand", "summand": "share"}
+CastKind = Literal["each", "sum", "share", "summand"]
+_TRANSPOSE: dict[CastKind, CastKind] = {"each": "sum", "sum": "each", "share": "summand", "summand": "share"}
 
 
-def pcast(x: torch.Tensor, comm: Comm, axis: str, kind: str) -> torch.Tensor:
+def pcast(x: torch.Tensor, comm: Comm, axis: str, kind: CastKind) -> torch.Tensor:
     """Convert ``x`` along ``axis`` from a value that ranks share to a value of each rank's own, or back.
 
     ``kind`` is a row of the table below. All ranks have equal copies of a *shared* value, and of its gradient. Each rank has
@@ -206,7 +207,8 @@ def pcast(x: torch.Tensor, comm: Comm, axis: str, kind: str) -> torch.Tensor:
         return x.view_as(x) if is_kept else torch.zeros_like(x)
 
     call = partial(comm.all_reduce, axis=axis) if kind == "sum" else keep_or_zero
-    primitive, transpose = (partial(pcast, comm=comm, axis=axis, kind=each) for each in (kind, _TRANSPOSE[kind]))
+    kinds: tuple[CastKind, CastKind] = (kind, _TRANSPOSE[kind])
+    primitive, transpose = (partial(pcast, comm=comm, axis=axis, kind=each) for each in kinds)
     return _DifferentiableCollective.apply(x, _Collective(call, primitive, transpose))  # type: ignore[no-any-return]
 
 

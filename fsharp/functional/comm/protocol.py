@@ -106,12 +106,12 @@ class Engine(ABC):
         comm: Comm,
         residuals: Any,
         *,
-        sum_in_place: bool,
+        final_sum_in_place: bool,
     ) -> tuple[Any, Any]:
         """Run :func:`~fsharp.value_and_grad` over the microbatches of a batch. ``residuals`` are overwritten.
 
-        With ``sum_in_place`` the caller passes the gradients to :func:`~fsharp.reduce_scatter` without reading them. So the
-        engine may overwrite the gradients with their sums over ranks.
+        With ``final_sum_in_place`` the caller passes the gradients to :func:`~fsharp.reduce_scatter` without reading them. So
+        the engine may overwrite the gradients with their sums over ranks.
         """
 
     @abstractmethod

@@ -1,4 +1,4 @@
-"""RestartReplay: a record of the collective calls that a program makes before its first step.
+"""SetupCallRecord: a record of the collective calls that a program makes before its first step.
 
 A restarted rank runs its program from the beginning. The other ranks do not run their programs again. But the restarted rank
 needs their messages. So the other ranks make the recorded calls again, in the same order: they join the job, make process
@@ -14,7 +14,7 @@ T = TypeVar("T")
 _MOST_CALLS, _MOST_NBYTES = 10_000, 256 << 20
 
 
-class RestartReplay:
+class SetupCallRecord:
     """A record of the collective calls that this rank makes in the setup, before the first step of training.
 
     Whenever another rank was restarted, and runs its program from the beginning, this rank makes the recorded calls again.
@@ -34,12 +34,12 @@ class RestartReplay:
         """Whether :meth:`record_and_call` would record a call now: ``is_recording``, and not inside of a recorded call."""
         return self.is_recording and not self._depth
 
-    def start(self) -> None:
+    def start_recording(self) -> None:
         """Begin to record this thread's calls in which all ranks take part. A second call of this method does nothing."""
         if not self._thread:
             self.is_recording, self._thread = True, threading.get_ident()
 
-    def end(self) -> None:
+    def end_recording(self) -> None:
         """End the record, as the setup is over and steps begin."""
         self.is_recording = False
 
@@ -50,7 +50,7 @@ class RestartReplay:
             self._calls.clear()
 
     def record_and_call(self, call: Callable[[], T], replay: Callable[[], Any] | None = None, *, nbytes: int = 0) -> T:
-        """Return ``call()``, and record ``call`` for :meth:`replay`, unless this method was called inside of a recorded call.
+        """Return ``call()``, and record ``call`` for :meth:`repeat_recorded_calls`, unless this is inside of a recorded call.
 
         ``replay``: function that a replay calls in place of ``call``. ``nbytes``: bytes that ``replay`` keeps in memory. A call
         in another thread abandons the record, and so does a call beyond 10,000 calls or 256 MiB. Then nothing can be replayed.
@@ -70,8 +70,8 @@ class RestartReplay:
         finally:
             self._depth -= 1
 
-    def record_for_replay(self, call: Callable[[], Any]) -> None:
-        """Record ``call``, and do not call it now: :meth:`replay` calls it at this point of the setup."""
+    def record_replay_only_call(self, call: Callable[[], Any]) -> None:
+        """Record ``call``, and do not call it now: :meth:`repeat_recorded_calls` calls it at this point of the setup."""
         self.record_and_call(lambda: None, replay=call)
 
     def abandon(self, obstacle: str) -> None:
@@ -79,11 +79,11 @@ class RestartReplay:
         if not self._depth:
             self._abandon_recording(obstacle)
 
-    def replay(self) -> None:
+    def repeat_recorded_calls(self) -> None:
         """Make all recorded calls again, in order."""
         for call in self._calls:
             call()
 
 
-restart_replay = RestartReplay()
+restart_replay = SetupCallRecord()
 """The calls of this process, recorded if a launcher would restart single ranks."""

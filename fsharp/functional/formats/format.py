@@ -44,7 +44,7 @@ PLANE_ALIGNMENT = 16
 """Each plane of a part begins at a multiple of so many bytes."""
 
 Shape = tuple[int, ...]
-ErrorFacts = Callable[[], Sequence[tuple[str, object]]]
+MessageFacts = Callable[[], Sequence[tuple[str, object]]]
 """A function that returns facts for an error: unit, leaves and axis of the encoded values."""
 AgreeMax = Callable[[torch.Tensor], None]
 """A function that replaces each number of a tensor by its maximum over ranks, in place. A collective."""
@@ -120,22 +120,22 @@ class LeafCodec:
 
     Args:
         scales_nbytes: function from the shape of a leaf to the bytes of the leaf's scales.
-        agreed: function from the shape of a leaf to a list with one pair ``(count, dtype)`` for each call of ``agree`` in
+        agreed_maxima: function from the shape of a leaf to a list with a pair ``(count, dtype)`` for each call of ``agree`` in
             ``encode``. ``count``: how many numbers of the call belong to this leaf. ``[(1, torch.float32)]`` means one call,
             with one number for the leaf.
         encode: function ``(parts, agree)`` that fills ``planes`` and ``scales`` of each part. ``parts`` has one LeafPart for
             each leaf, in the same order on all ranks. ``agree(tensor)`` replaces each number of a tensor by its maximum over
             ranks, in place. Each call has the numbers of all leaves, and all ranks make equally many calls.
         decode: function from a LeafPart to its elements, 1-D and floating-point.
-        tensors: class of the tensors in which the user's functions get whole leaves under a scheduler. None: they get decoded
-            values.
+        tensor_class: class of the tensors in which the user's functions get whole leaves under a scheduler. None: they get
+            decoded values.
     """
 
     scales_nbytes: Callable[[Shape], int]
-    agreed: Callable[[Shape], Sequence[tuple[int, torch.dtype]]]
+    agreed_maxima: Callable[[Shape], Sequence[tuple[int, torch.dtype]]]
     encode: Callable[[Sequence[LeafPart], AgreeMax], None]
     decode: Callable[[LeafPart], torch.Tensor]
-    tensors: EncodedTensorClass | None = None
+    tensor_class: EncodedTensorClass | None = None
 
 
 def _raise_not_blockwise(values: Any) -> Any:
@@ -212,12 +212,12 @@ class Format:
         return self.encode is _encode_plain
 
     @property
-    def stored_dtype(self) -> torch.dtype:
+    def buffer_dtype(self) -> torch.dtype:
         """The dtype of a stored buffer: the values' dtype for a plain format, else ``torch.uint8``."""
         return self.planes[0].dtype if self.is_plain else torch.uint8
 
     def size(self, num_values: int) -> int:
-        """Return the number of elements of :attr:`stored_dtype` that store ``num_values``, a multiple of :attr:`block`."""
+        """Return the number of elements of :attr:`buffer_dtype` that store ``num_values``, a multiple of :attr:`block`."""
         return num_values if self.is_plain else sum(map(align_nbytes, self.plane_nbytes(num_values)))
 
     def plane_nbytes(self, num_values: int) -> list[int]:
@@ -226,7 +226,7 @@ class Format:
 
     @api_boundary
     def store(
-        self, values: torch.Tensor, part_size: int, facts: ErrorFacts = tuple, noise_fn: NoiseFn | None = None
+        self, values: torch.Tensor, part_size: int, facts: MessageFacts = tuple, noise_fn: NoiseFn | None = None
     ) -> torch.Tensor:
         """Encode 1-D ``values``, in parts of ``part_size`` values, and return the stored buffer. ``facts`` are for errors.
 
@@ -235,7 +235,7 @@ class Format:
                 stochastically, and ``noise_fn`` is None.
         """
         if self.is_plain:
-            return values.to(self.stored_dtype)
+            return values.to(self.buffer_dtype)
         num_parts = values.numel() // part_size if part_size else 0
         stored = values.new_zeros((num_parts, self.size(part_size)), dtype=torch.uint8)
         if not stored.numel():
@@ -255,7 +255,7 @@ class Format:
         return stored.view(-1)
 
     @api_boundary
-    def load(self, stored: torch.Tensor, part_size: int, dtype: torch.dtype, facts: ErrorFacts = tuple) -> torch.Tensor:
+    def load(self, stored: torch.Tensor, part_size: int, dtype: torch.dtype, facts: MessageFacts = tuple) -> torch.Tensor:
         """Decode ``stored``, a buffer from :meth:`store` with the same ``part_size``, and return 1-D values in ``dtype``.
 
         Raises:
@@ -281,7 +281,7 @@ class Format:
         values: torch.Tensor,
         part_size: int,
         residual: torch.Tensor | None = None,
-        facts: ErrorFacts = tuple,
+        facts: MessageFacts = tuple,
         noise_fn: NoiseFn | None = None,
     ) -> torch.Tensor:
         """Encode a gradient plus its residual, and return the stored buffer. The encoding error becomes the new residual.
@@ -307,7 +307,7 @@ class Format:
         """Return the size of a part, with padding, if ``num_values`` are cut into ``num_parts`` equal parts of whole blocks."""
         return -(-num_values // (num_parts * self.block)) * self.block
 
-    def sum(self, stored: torch.Tensor, part_size: int, dtype: torch.dtype, facts: ErrorFacts = tuple) -> torch.Tensor:
+    def sum(self, stored: torch.Tensor, part_size: int, dtype: torch.dtype, facts: MessageFacts = tuple) -> torch.Tensor:
         """Decode ``stored``, parts of ``part_size`` values, and return the sum of the parts in ``dtype``, added in order."""
         size = self.size(part_size)
         first, *others = stored.view(-1, size).unbind() if size else [stored]
@@ -316,7 +316,7 @@ class Format:
             total += self.load(each, part_size, dtype, facts)
         return total
 
-    def _call_codec(self, name: str, fn: Callable[[], T], facts: ErrorFacts) -> T:
+    def _call_codec(self, name: str, fn: Callable[[], T], facts: MessageFacts) -> T:
         """Return ``fn()``, where ``fn`` calls the codec function ``name``. Its errors become a FormatError with ``facts``."""
         try:
             return fn()
@@ -325,7 +325,7 @@ class Format:
         except Exception as error:
             raise self._format_error(f"{name}() raised {type(error).__name__}: {error}", facts) from error
 
-    def _format_error(self, text: str, facts: ErrorFacts) -> FormatError:
+    def _format_error(self, text: str, facts: MessageFacts) -> FormatError:
         return FormatError(problem(f"Format {self.name!r}", text, facts()))
 
     @property
@@ -345,7 +345,7 @@ class Format:
         return slice(first * plane.per_block // self.block, -(-last // step) * step * plane.per_block // self.block)
 
     @api_boundary
-    def encode_leaves(self, parts: Sequence[LeafPart], agree: AgreeMax, facts: ErrorFacts) -> None:
+    def encode_leaves(self, parts: Sequence[LeafPart], agree: AgreeMax, facts: MessageFacts) -> None:
         """Encode whole leaves: each rank encodes its ``parts`` into their memory. All ranks call this method together.
 
         Raises FormatError if ``encode`` raises an error. Errors of ``agree`` are raised as they are.
@@ -357,7 +357,7 @@ class Format:
         )
 
     @api_boundary
-    def decode_part(self, part: LeafPart, facts: ErrorFacts = tuple) -> torch.Tensor:
+    def decode_part(self, part: LeafPart, facts: MessageFacts = tuple) -> torch.Tensor:
         """Return the decoded elements of a leaf's part, 1-D and floating-point. ``facts`` returns facts for an error.
 
         Raises FormatError if ``decode`` raises an error, or does not return one floating-point number for each element.
@@ -368,7 +368,7 @@ class Format:
         self._check_decoded(values, part.last - part.first, facts, f" for {part.path!r}")
         return values
 
-    def _check_decoded(self, values: Any, size: int, facts: ErrorFacts, of: str = "") -> None:
+    def _check_decoded(self, values: Any, size: int, facts: MessageFacts, of: str = "") -> None:
         if not (isinstance(values, torch.Tensor) and values.is_floating_point() and values.shape == (size,)):
             text = f"decode() returned {_dtypes_and_shapes([values])!r:.200}{of}"
             raise self._format_error(f"{text}, expected a floating-point tensor of shape ({size},).", facts)

@@ -120,18 +120,18 @@ LeafRun = tuple[int, int, str, int]
 """Values ``[start, stop)`` of a buffer: start, stop, path of their leaf, and index of the first value in the leaf."""
 
 
-def make_noise_fn(kind: str, step: int, number: int, runs: Iterable[LeafRun]) -> NoiseFn:
+def make_noise_fn(kind: str, step: int, encoding_index: int, runs: Iterable[LeafRun]) -> NoiseFn:
     """Return a function that makes the random numbers for a buffer's values. See [Note: random numbers].
 
-    ``kind``: what the values are, such as ``"gradient"``. ``number`` counts the earlier encodings of these values in the step.
-    ``runs`` are the runs of leaves in the buffer; padding gets the number 0.5.
+    ``kind``: what the values are, such as ``"gradient"``. ``encoding_index`` counts the earlier encodings
+    of these values in the step. ``runs`` are the runs of leaves in the buffer; padding gets the number 0.5.
     """
     held = list(runs)
 
     def noise(seed: int, count: int, device: torch.device) -> torch.Tensor:
         out = torch.full((count,), 0.5, dtype=torch.float32, device=device)
         for start, stop, path, first in held:
-            digest = hashlib.sha256(f"{seed}:{kind}:{step}:{number}:{path}".encode()).digest()
+            digest = hashlib.sha256(f"{seed}:{kind}:{step}:{encoding_index}:{path}".encode()).digest()
             key = int.from_bytes(digest[:8], "little", signed=True)
             piece = _VALUES_AT_ONCE if device.type == "cpu" else max(stop - start, 1)
             for i in range(start, stop, piece):

@@ -57,7 +57,7 @@ class QuantizerKind:
     name: str
     planes: tuple[str, ...]
     derived: tuple[str, ...]
-    agreed: Callable[[Shape, dict[str, Shape]], Sequence[tuple[int, torch.dtype]]]
+    agreed_maxima: Callable[[Shape, dict[str, Shape]], Sequence[tuple[int, torch.dtype]]]
     decode: Callable[[LeafPart, dict[str, torch.Tensor]], torch.Tensor]
     values_per_byte: int = 1
 
@@ -197,7 +197,7 @@ def _format_of_kind(
 ) -> Format:
     codec = LeafCodec(
         tensors.scales_nbytes,
-        lambda shape: kind.agreed(shape, {name: size for name, (size, _) in tensors.scale_specs(shape).items()}),
+        lambda shape: kind.agreed_maxima(shape, {name: size for name, (size, _) in tensors.scale_specs(shape).items()}),
         tensors.encode,
         lambda part: kind.decode(part, tensors.scales_in(part)),
         EncodedTensorClass(tensors.make_tensor, tensors.derive_if_in_backward, tensors.drop_derived),

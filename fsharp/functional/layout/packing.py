@@ -18,7 +18,7 @@ _NUM_EXHAUSTIVE_TRIES = 2048
 
 
 @dataclass(frozen=True, slots=True)
-class Element:
+class ElementAtom:
     """An atom of one element: a rank boundary may cut a leaf anywhere.
 
     If no format has blocks, the padding of a buffer has fewer elements than there are parts.
@@ -34,7 +34,7 @@ class Element:
 
 @api_boundary
 @dataclass(frozen=True, slots=True)
-class Rows:
+class RowsAtom:
     """An atom of ``n`` rows: a leaf is cut only between blocks of ``n`` indices of dim 0. The last block may be shorter.
 
     Args:
@@ -45,7 +45,7 @@ class Rows:
 
     def __post_init__(self) -> None:
         if not isinstance(self.n, int) or self.n < 1:
-            raise LayoutError(f"Rows(): n is {self.n!r}, expected an integer of at least 1.")
+            raise LayoutError(f"RowsAtom(): n is {self.n!r}, expected an integer of at least 1.")
 
     def size(self, shape: tuple[int, ...]) -> int:
         """Return the number of elements in one atom of a leaf of this shape: in ``n`` rows, or in all if it has fewer."""
@@ -56,7 +56,7 @@ class Rows:
 
 
 @dataclass(frozen=True, slots=True)
-class Whole:
+class LeafAtom:
     """An atom of the whole leaf: one rank holds all elements, for an optimizer that needs whole matrices, such as Muon."""
 
     def size(self, shape: tuple[int, ...]) -> int:
@@ -67,7 +67,7 @@ class Whole:
         return "whole tensor"
 
 
-Atom = Element | Rows | Whole
+Atom = ElementAtom | RowsAtom | LeafAtom
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,7 @@ strategy              axis   parameters              gradients              opti
 Gradients rest between microbatches as the table says. The update takes gradients in the place of the optimizer state.
 
 Along an axis on which ranks have parameters of their own, such as experts, parameters and gradients are never moved:
-    ``zero3("dp").varying("ep")``.
+    ``zero3("dp").independent_along("ep")``.
 
 A partition spec, ``P("dp")``, is a short form of a strategy whose three kinds of state rest alike.
 """
@@ -86,7 +86,7 @@ def _why_illegal(rule: AxisRule) -> str | None:
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class MeshPlacement:
     """The placement of one kind of tensor on each mesh axis.
 
     A flat buffer is cut along the axes with ``Shard``, one axis after another, in ``order``. All places of a strategy have the
@@ -121,19 +121,19 @@ class Place:
         return self._axes_with(Replicate)
 
     @property
-    def varying_axes(self) -> tuple[str, ...]:
+    def independent_axes(self) -> tuple[str, ...]:
         """Axes along which every rank holds a different value."""
         return self._axes_with(Vary)
 
     @property
-    def dual(self) -> "Place":
+    def cotangent_place(self) -> "MeshPlacement":
         """The place of the cotangent of a tensor in this place: ``Replicate`` and ``Partial`` are swapped, others stay.
 
         All ranks use a replicated value, so each rank holds a summand of the value's gradient. The summands of a partial value
         make one sum, and all ranks share the gradient of this sum.
         """
         swap = {Replicate: Partial, Partial: Replicate, Shard: Shard, Vary: Vary}
-        return Place(self.order, tuple(swap[p] for p in self.placements))
+        return MeshPlacement(self.order, tuple(swap[p] for p in self.placements))
 
     def _axes_with(self, placement: Placement) -> tuple[str, ...]:
         if placement not in self.placements:
@@ -144,7 +144,7 @@ class Place:
         return ", ".join(f"{axis}:{p!r}" for axis, p in zip(self.order, self.placements, strict=True)) or "whole"
 
     def __repr__(self) -> str:
-        return f"Place({self})"
+        return f"MeshPlacement({self})"
 
 
 @dataclass(frozen=True, slots=True, init=False)
@@ -153,7 +153,7 @@ class Strategy:
 
     >>> Strategy({"a": AxisRule(params=Replicate, grads=Partial, optim=Shard),
     ...           "b": AxisRule(params=Replicate, grads=Shard, optim=Shard)}).grads
-    Place(b:Shard, a:Partial)
+    MeshPlacement(b:Shard, a:Partial)
 
     Raises:
         StrategyError: placements are illegal on an axis; or one axis shards parameters but not gradients, while another axis
@@ -163,13 +163,13 @@ class Strategy:
     rules: tuple[tuple[str, AxisRule], ...]
     order: tuple[str, ...] = field(init=False, repr=False, compare=False)
     """Axes in the order in which they cut a flat buffer: axes that shard more kinds of state come first."""
-    params: Place = field(init=False, repr=False, compare=False)
+    params: MeshPlacement = field(init=False, repr=False, compare=False)
     """Where parameters rest."""
-    grads: Place = field(init=False, repr=False, compare=False)
+    grads: MeshPlacement = field(init=False, repr=False, compare=False)
     """Where gradients rest between microbatches."""
-    optim: Place = field(init=False, repr=False, compare=False)
+    optim: MeshPlacement = field(init=False, repr=False, compare=False)
     """Where optimizer state, main copies and finished gradients rest."""
-    full: Place = field(init=False, repr=False, compare=False)
+    full: MeshPlacement = field(init=False, repr=False, compare=False)
     """The place in which functions use parameters: ``Replicate`` on every axis, except on axes with ``Vary``."""
 
     @options_checked_on_failure
@@ -187,9 +187,9 @@ class Strategy:
         order = tuple(sorted(count, key=lambda axis: -count[axis]))
         object.__setattr__(self, "order", order)
         for kind in ("params", "grads", "optim"):
-            object.__setattr__(self, kind, Place(order, tuple(getattr(rules[axis], kind) for axis in order)))
+            object.__setattr__(self, kind, MeshPlacement(order, tuple(getattr(rules[axis], kind) for axis in order)))
         full = tuple(Vary if rules[axis].params is Vary else Replicate for axis in order)
-        object.__setattr__(self, "full", Place(order, full))
+        object.__setattr__(self, "full", MeshPlacement(order, full))
         kinds = {kind: {a for a, r in rules.items() if getattr(r, kind) is Shard} for kind in ("params", "grads")}
         if not (kinds["params"] <= kinds["grads"] or kinds["grads"] <= kinds["params"]):
             facts = [(kind, f"sharded on {sorted(axes)}") for kind, axes in kinds.items()]
@@ -198,11 +198,11 @@ class Strategy:
             raise StrategyError(problem("Strategy()", what, facts, remedy))
 
     @options_checked_on_failure
-    def varying(self, *axes: str) -> "Strategy":
+    def independent_along(self, *axes: str) -> "Strategy":
         """Return this strategy for parameters that differ from rank to rank along ``axes``, such as experts.
 
-        >>> zero3("dp").varying("ep").params
-        Place(dp:Shard, ep:Vary)
+        >>> zero3("dp").independent_along("ep").params
+        MeshPlacement(dp:Shard, ep:Vary)
 
         Gradients are summed over ranks that hold the same parameters, and over no other ranks. An expert gets gradients of
         other ranks' losses through the backward of the all-to-all of tokens.
@@ -212,7 +212,9 @@ class Strategy:
         """
         taken = {axis for axis, _ in self.rules} & set(axes)
         if not axes or taken:
-            raise StrategyError(f"varying(): expected axes other than those of the strategy ({self}), got {list(axes)}.")
+            raise StrategyError(
+                f"independent_along(): expected axes other than those of the strategy ({self}), got {list(axes)}."
+            )
         return Strategy({**dict(self.rules), **dict.fromkeys(axes, AxisRule(Vary, Vary, Vary))})
 
     @api_boundary
@@ -309,9 +311,9 @@ class P:
 
     ==========================  ================================================
     ``P()``                     ``ddp`` over all axes of the mesh
-    ``P("dp")``                 ``zero3("dp")`` with ``atoms=Rows(1)``
-    ``P("inner")``              ``hsdp("outer", "inner")`` with ``atoms=Rows(1)``
-    ``P(("outer", "inner"))``   ``zero3("outer", "inner")`` with ``atoms=Rows(1)``
+    ``P("dp")``                 ``zero3("dp")`` with ``atoms=RowsAtom(1)``
+    ``P("inner")``              ``hsdp("outer", "inner")`` with ``atoms=RowsAtom(1)``
+    ``P(("outer", "inner"))``   ``zero3("outer", "inner")`` with ``atoms=RowsAtom(1)``
     ==========================  ================================================
 
     The leaves of a unit share one flat buffer, which is cut into equal parts. So a leaf has equally many rows on every rank

@@ -12,9 +12,9 @@ from fsharp.errors import LayoutError, TreeError, problem
 from fsharp.functional.formats.format import Format, tensor_text
 from fsharp.functional.layout.layout import Layout
 from fsharp.functional.layout.mesh import Mesh
-from fsharp.functional.layout.packing import Atom, Element, Rows, Whole, pack
+from fsharp.functional.layout.packing import Atom, ElementAtom, LeafAtom, RowsAtom, pack
 from fsharp.functional.layout.placement import P, Strategy
-from fsharp.functional.layout.precision import Precision, Precisions, check_precisions, needs_quantization_scale
+from fsharp.functional.layout.precision import Precision, Precisions, check_precisions, is_float8_or_smaller
 from fsharp.functional.layout.unit_layout import Group, Leaf, UnitLayout
 from fsharp.functional.tree.paths import REGISTER, Patterns, flatten_with_paths, join_path, select_paths, value_by_path
 from fsharp.functional.tree.units import cut_into_units, unit_by_path
@@ -29,7 +29,7 @@ def plan(
     *,
     units: str | Sequence[str] | None = None,
     frozen: Patterns = (),
-    atoms: Atom | Mapping[str, Atom] = Element(),
+    atoms: Atom | Mapping[str, Atom] = ElementAtom(),
     labels: str | Mapping[str, str] | Callable[[str], str] = "default",
     precision: Precisions = Precision(),
 ) -> Layout:
@@ -53,7 +53,7 @@ def plan(
         units: patterns of subtrees; each match is one unit, gathered and released as one. The rest of the tree is cut into the
             largest subtrees that contain no match, and each of these is a unit. None makes the whole tree one unit.
         frozen: patterns of leaves without gradients and optimizer state. Leaves of other than floating-point dtypes are frozen.
-        atoms: the atom of all leaves, or atoms by pattern. A leaf that a partition spec cuts has at least the atom ``Rows(1)``.
+        atoms: the atom of all leaves, or atoms by pattern. A leaf that a partition spec cuts has at least ``RowsAtom(1)``.
         labels: labels by which :func:`~fsharp.optim.partition` selects an optimizer: one label, or labels by pattern.
         precision: dtypes of parameters, main copies and gradients: one :class:`Precision`, or precisions by pattern.
 
@@ -77,12 +77,12 @@ def plan(
     names = tuple(dict.fromkeys(unit_of[path] for path in paths))
     specs, strategies = _leaf_specs_and_unit_strategies(strategy, mesh, paths, leaves, unit_of)
     frozen_paths = select_paths("plan(frozen=...)", frozen, paths)
-    no_cut: Atom = Element()
+    no_cut: Atom = ElementAtom()
     atom_of: dict[str, Atom] = value_by_path("plan(atoms=...)", atoms, paths, default=no_cut)
     for path, atom in atom_of.items():
-        if not isinstance(atom, Element | Rows | Whole):
-            raise LayoutError(f"plan(): the atom of {path!r} is {atom!r}, expected Element(), Rows(n) or Whole().")
-    atom_of |= {path: Rows(1) for path, spec in specs.items() if spec.axes and atom_of[path] == Element()}
+        if not isinstance(atom, ElementAtom | RowsAtom | LeafAtom):
+            raise LayoutError(f"plan(): the atom of {path!r} is {atom!r}, expected ElementAtom(), RowsAtom(n) or LeafAtom().")
+    atom_of |= {path: RowsAtom(1) for path, spec in specs.items() if spec.axes and atom_of[path] == ElementAtom()}
     label_by_path = value_by_path("plan(labels=...)", labels, paths, default="default")
     for path, label in label_by_path.items():
         if not isinstance(label, str):
@@ -98,7 +98,7 @@ def plan(
             )
         if not trainable:
             dtypes = replace(dtypes, format=None, update=None, feedback=False)
-        if trainable and (needs_quantization_scale(dtypes.compute) or needs_quantization_scale(dtypes.main)):
+        if trainable and (is_float8_or_smaller(dtypes.compute) or is_float8_or_smaller(dtypes.main)):
             raise LayoutError(
                 f"plan(): {path!r} is {tensor.dtype} and would be trained in it: without a scale small values and "
                 "gradients become zero. Pass precision=Precision(compute=torch.bfloat16, main=torch.float32), or its path "
@@ -107,7 +107,7 @@ def plan(
         return dtypes, trainable, label_by_path[path]
 
     rules = {path: (*group_key(path, tensor), atom_of[path]) for path, tensor in zip(paths, leaves)}
-    _check_rules_of_ties(ties, rules, {path: strategies[unit_of[path]].full.varying_axes for path in paths}, specs)
+    _check_rules_of_ties(ties, rules, {path: strategies[unit_of[path]].full.independent_axes for path in paths}, specs)
     sections = cut_into_units(params, frozenset(names))
     built = []
     of_unit: dict[str, list[tuple[str, torch.Tensor]]] = {name: [] for name in names}

@@ -87,7 +87,7 @@ class Precision:
             )
         dtypes: dict[str, Any] = {name: getattr(self, name) for name in ("compute", "main", "accumulate", "output")}
         if self.update is not None and self.update.is_plain:
-            dtypes["update"] = self.update.stored_dtype
+            dtypes["update"] = self.update.buffer_dtype
         wires = self.wire.items() if isinstance(self.wire, Mapping) else [("", self.wire)]
         for axis, wire in wires:
             if isinstance(wire, Format) and wire.leaf_codec is not None:
@@ -96,7 +96,7 @@ class Precision:
                     "of parameters, for stored=. Gradients travel in formats of blocks, such as fs.formats.mxfp4."
                 )
             if not isinstance(wire, Format) or wire.is_plain:
-                dtypes[f"wire[{axis!r}]" if axis else "wire"] = wire.stored_dtype if isinstance(wire, Format) else wire
+                dtypes[f"wire[{axis!r}]" if axis else "wire"] = wire.buffer_dtype if isinstance(wire, Format) else wire
         if self.feedback and all(not isinstance(wire, Format) or wire.is_plain for _, wire in wires):
             raise LayoutError(
                 f"Precision(): feedback is True, and wire is {self.wire!r}, with no format whose loss would be fed back. Pass "
@@ -106,7 +106,7 @@ class Precision:
             if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
                 expected = "a Format, " * name.startswith(("wire", "update")) + "a floating-point torch.dtype or None"
                 raise LayoutError(f"Precision(): {name} is {dtype!r}, expected {expected}.")
-            if dtype is not None and needs_quantization_scale(dtype):
+            if dtype is not None and is_float8_or_smaller(dtype):
                 raise LayoutError(
                     f"Precision(): {name} is {dtype!r}. Values of 8 bits and less need a scale, without which small ones "
                     "become zero: pass torch.bfloat16, or for wire=, stored= and update= a Format that has scales."
@@ -191,7 +191,7 @@ class Dtypes:
         The result is the dtype of a plain wire. For a wire with a format it is ``accumulate``, from which the format encodes.
         """
         wire = self.gradient_format_along(axis)
-        return wire.stored_dtype if wire.is_plain else self.accumulate
+        return wire.buffer_dtype if wire.is_plain else self.accumulate
 
     @property
     def block(self) -> int:
@@ -223,10 +223,10 @@ class Dtypes:
         return self.compute != self.main or self.format is not None or self.update is not None
 
 
-def needs_quantization_scale(dtype: torch.dtype) -> bool:
+def is_float8_or_smaller(dtype: torch.dtype) -> bool:
     """Return whether a dtype has so small a range that values need a scale beside them: ``torch.float8_*`` and smaller.
 
-    >>> [needs_quantization_scale(dtype) for dtype in (torch.float8_e4m3fn, torch.bfloat16, torch.uint8)]
+    >>> [is_float8_or_smaller(dtype) for dtype in (torch.float8_e4m3fn, torch.bfloat16, torch.uint8)]
     [True, False, False]
     """
     return dtype.is_floating_point and dtype.itemsize == 1

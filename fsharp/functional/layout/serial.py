@@ -14,7 +14,7 @@ from fsharp.errors import LayoutError
 from fsharp.functional.formats.format import Format, dtype_name
 from fsharp.functional.formats.registry import format_named
 from fsharp.functional.layout.mesh import Mesh
-from fsharp.functional.layout.packing import Atom, Element, Rows, Whole
+from fsharp.functional.layout.packing import Atom, ElementAtom, LeafAtom, RowsAtom
 from fsharp.functional.layout.placement import AxisRule, Placement, Strategy
 from fsharp.functional.layout.precision import FEEDBACK_NAME, Dtypes
 from fsharp.functional.layout.unit_layout import Group, Leaf, UnitLayout
@@ -119,11 +119,11 @@ def dtype_named(name: str) -> torch.dtype:
 
 
 def name_of_class(kind: type) -> str:
-    """Return the name under which :func:`class_named` finds a class."""
+    """Return the name under which :func:`class_in_loaded_module` finds a class."""
     return f"{kind.__module__}:{kind.__qualname__}"
 
 
-def class_named(name: str, is_kind: Callable[[Any], bool] = lambda found: isinstance(found, type)) -> Any:
+def class_in_loaded_module(name: str, is_kind: Callable[[Any], bool] = lambda found: isinstance(found, type)) -> Any:
     """Return a class by its name; LayoutError if its module is not imported, or the object is of another kind."""
     module, _, path = name.partition(":")
     if module not in sys.modules:  # an import would run the module's code
@@ -137,12 +137,12 @@ def class_named(name: str, is_kind: Callable[[Any], bool] = lambda found: isinst
 
 
 def _atom_to_json(atom: Atom) -> Any:
-    return atom.n if isinstance(atom, Rows) else type(atom).__name__.lower()
+    return atom.n if isinstance(atom, RowsAtom) else "element" if isinstance(atom, ElementAtom) else "whole"
 
 
 def _atom_from_json(data: Any) -> Atom:
-    named: dict[str, Atom] = {"element": Element(), "whole": Whole()}
-    return Rows(data) if isinstance(data, int) else named[data]
+    named: dict[str, Atom] = {"element": ElementAtom(), "whole": LeafAtom()}
+    return RowsAtom(data) if isinstance(data, int) else named[data]
 
 
 def _treespec_to_json(spec: optree.PyTreeSpec) -> Any:
@@ -179,4 +179,4 @@ def _example_tree(data: Any) -> Any:
         return dict(pairs) if kind == "dict" else collections.OrderedDict(pairs)
     if kind != "namedtuple":
         raise LayoutError(f"{kind!r} is not a kind of container.")
-    return class_named(data["type"], optree.is_namedtuple_class)(*children)
+    return class_in_loaded_module(data["type"], optree.is_namedtuple_class)(*children)

@@ -9,14 +9,14 @@ from torch.utils import _pytree as torch_pytree
 
 from fsharp.errors import LayoutError, TreeError, problem
 from fsharp.functional.formats.format import tensor_text
-from fsharp.functional.layout.placement import Place
+from fsharp.functional.layout.placement import MeshPlacement
 from fsharp.functional.layout.stored import decoded_buffer, is_encoded
 from fsharp.functional.layout.unit_layout import UnitLayout
-from fsharp.functional.tree.tree_name import UNNAMED_TREE, TreeName
+from fsharp.functional.tree.tree_label import UNLABELED_TREE, TreeLabel
 from fsharp.tracebacks import api_boundary
 
-PlaceName = str | Place
-"""``"params"``, ``"grads"``, ``"optim"``, ``"full"``, or a :class:`Place` of the unit's strategy."""
+PlaceName = str | MeshPlacement
+"""``"params"``, ``"grads"``, ``"optim"``, ``"full"``, or a :class:`MeshPlacement` of the unit's strategy."""
 
 _USE_REMEDY = (
     "Compute with it in a function: fs.forward(fn, unit, ..., comm=comm) calls fn with the unit's whole tensors. Outside of a "
@@ -27,16 +27,16 @@ _USE_REMEDY = (
 class ShardedContext(NamedTuple):
     """The static, hashable part of a :class:`Sharded`.
 
-    Contexts that differ only in ``ledger`` and ``tree_name`` are equal: a pytree map over two trees refuses contexts that are
-    not equal. In a loss one tree may be parameters, and the other one earlier parameters.
+    Contexts that differ only in ``grad_sinks`` and ``tree_label`` are equal: a pytree map over two trees refuses contexts
+    that are not equal. In a loss one tree may be parameters, and the other one earlier parameters.
     """
 
     unit: UnitLayout
-    place: Place
+    place: MeshPlacement
     groups: tuple[int, ...]
     is_gathered: bool = False
-    ledger: Any = None
-    tree_name: TreeName = UNNAMED_TREE
+    grad_sinks: Any = None
+    tree_label: TreeLabel = UNLABELED_TREE
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, ShardedContext) and self[:4] == other[:4]
@@ -58,7 +58,7 @@ class LazyBuffers:
         """Block until the tensors are filled, and return them."""
         raise NotImplementedError
 
-    def with_aliases(self, buffers: Sequence[Any]) -> "LazyBuffers":
+    def for_aliases(self, buffers: Sequence[Any]) -> "LazyBuffers":
         """Return lazy buffers of new tensors that share the memory of these buffers."""
         raise NotImplementedError
 
@@ -77,9 +77,9 @@ class Sharded:
         groups: indices of the groups in ``buffers``; None means all. Gradients and optimizer state have trainable groups only.
         is_gathered: whether :func:`~fsharp.gather` to ``"full"`` made the buffers. A gradient with respect to such buffers is
             partial: this rank's summand, not yet added to the summands of other ranks.
-        ledger: the record of :func:`~fsharp.value_and_grad` that collects gradients of the buffers; None outside of a loss.
+        grad_sinks: the record of :func:`~fsharp.value_and_grad` that collects gradients of the buffers; None outside of a loss.
         reduction: ``"sum"`` for gradients from ``value_and_grad``, ``"mean"`` for gradients from ``average``, else None.
-        tree_name: name of the tree to which the buffers belong, for labels of collectives.
+        tree_label: name of the tree to which the buffers belong, for labels of collectives.
 
     Attributes:
         raw_buffers: the buffers, possibly not filled yet: to compare identities, not to read values.
@@ -89,35 +89,44 @@ class Sharded:
     """
 
     __slots__ = (
-        "groups", "is_donated", "is_gathered", "lazy", "ledger", "place", "rank", "raw_buffers", "reduction",
-        "tree_name", "unit",
+        "grad_sinks",
+        "groups",
+        "is_donated",
+        "is_gathered",
+        "lazy",
+        "place",
+        "rank",
+        "raw_buffers",
+        "reduction",
+        "tree_label",
+        "unit",
     )  # fmt: skip
 
     def __init__(
         self,
         buffers: Sequence[Any] | LazyBuffers,
         unit: UnitLayout,
-        place: Place,
+        place: MeshPlacement,
         groups: tuple[int, ...] | None = None,
         *,
         is_gathered: bool = False,
-        ledger: Any = None,
+        grad_sinks: Any = None,
         reduction: Literal["sum", "mean"] | None = None,
-        tree_name: TreeName = UNNAMED_TREE,
+        tree_label: TreeLabel = UNLABELED_TREE,
     ) -> None:
         self.lazy = buffers if isinstance(buffers, LazyBuffers) else None
         self.raw_buffers: tuple[Any, ...] = tuple(buffers) if self.lazy is None else self.lazy.raw  # type: ignore[arg-type]
-        self.unit, self.place, self.is_gathered, self.ledger = unit, place, is_gathered, ledger
+        self.unit, self.place, self.is_gathered, self.grad_sinks = unit, place, is_gathered, grad_sinks
         self.groups = unit.all_groups if groups is None else groups
         self.reduction, self.is_donated = reduction, False
-        self.tree_name = tree_name
+        self.tree_label = tree_label
         self.rank: int | None = None
 
     def __getstate__(self) -> Any:
         return None, {name: getattr(self, name) for name in self.__slots__} | {
             "raw_buffers": self.buffers,
             "lazy": None,
-            "tree_name": UNNAMED_TREE,  # the numbers of names count within one process
+            "tree_label": UNLABELED_TREE,  # the numbers of names count within one process
         }
 
     @property
@@ -151,7 +160,7 @@ class Sharded:
     @property
     def sinks(self) -> tuple[torch.Tensor, ...]:
         """Tensors that collect gradients of the buffers, one for each trainable group; empty outside of a loss."""
-        return () if self.ledger is None else self.ledger.sinks_of_node_buffers(self.raw_buffers)
+        return () if self.grad_sinks is None else self.grad_sinks.sinks_of_node_buffers(self.raw_buffers)
 
     @property
     def name(self) -> str:
@@ -186,12 +195,12 @@ class Sharded:
         buffers: Sequence[Any] | LazyBuffers,
         *,
         groups: tuple[int, ...] | None = None,
-        ledger: Any = None,
+        grad_sinks: Any = None,
         reduction: Literal["sum", "mean"] | None = None,
     ) -> "Sharded":
         """Return a node with ``buffers`` that hold the same values as this node's: the name of the tree stays.
 
-        ``groups``, one for each buffer, and ``ledger`` are by default those of this node. ``reduction`` is not copied.
+        ``groups``, one for each buffer, and ``grad_sinks`` are by default those of this node. ``reduction`` is not copied.
         """
         return Sharded(
             buffers,
@@ -199,17 +208,19 @@ class Sharded:
             self.place,
             self.groups if groups is None else groups,
             is_gathered=self.is_gathered,
-            ledger=self.ledger if ledger is None else ledger,
+            grad_sinks=self.grad_sinks if grad_sinks is None else grad_sinks,
             reduction=reduction,
-            tree_name=self.tree_name,
+            tree_label=self.tree_label,
         )
 
-    def replace(self, buffers: Sequence[Any] | LazyBuffers, place: Place | None = None) -> "Sharded":
+    def replace(self, buffers: Sequence[Any] | LazyBuffers, place: MeshPlacement | None = None) -> "Sharded":
         """Return a node of the same groups with buffers of new values, in ``place`` or in this node's place."""
-        name, is_gathered = self.tree_name, self.is_gathered and place is None
-        new = TreeName(name.tree, name.num_updates, name.num_replaced + 1, name.num_mapped) if name.tree else UNNAMED_TREE
+        name, is_gathered = self.tree_label, self.is_gathered and place is None
+        new = TreeLabel(name.tree, name.num_updates, name.num_replaced + 1, name.num_mapped) if name.tree else UNLABELED_TREE
         where = place or self.place
-        return Sharded(buffers, self.unit, where, self.groups, is_gathered=is_gathered, ledger=self.ledger, tree_name=new)
+        return Sharded(
+            buffers, self.unit, where, self.groups, is_gathered=is_gathered, grad_sinks=self.grad_sinks, tree_label=new
+        )
 
     def donate(self) -> None:
         """Release the buffers and mark the node as donated: functions refuse it from now on."""
@@ -303,14 +314,14 @@ def build_subtree(unit: UnitLayout, where: str, leaves: Mapping[str, Mapping[str
 
 def flatten_node(node: Sharded) -> tuple[tuple[Any, ...], ShardedContext]:
     """Return the children of a node, and its context."""
-    return node.buffers, ShardedContext(node.unit, node.place, node.groups, node.is_gathered, node.ledger, node.tree_name)
+    return node.buffers, ShardedContext(node.unit, node.place, node.groups, node.is_gathered, node.grad_sinks, node.tree_label)
 
 
 def unflatten_node(context: ShardedContext, children: Any) -> Sharded:
     """Return the node with this context and these children: the inverse of :func:`flatten_node`."""
-    unit, place, groups, is_gathered, ledger, name = context
-    mapped = TreeName(name.tree, name.num_updates, name.num_replaced, name.num_mapped + 1) if name.tree else UNNAMED_TREE
-    return Sharded(tuple(children), unit, place, groups, is_gathered=is_gathered, ledger=ledger, tree_name=mapped)
+    unit, place, groups, is_gathered, grad_sinks, name = context
+    mapped = TreeLabel(name.tree, name.num_updates, name.num_replaced, name.num_mapped + 1) if name.tree else UNLABELED_TREE
+    return Sharded(tuple(children), unit, place, groups, is_gathered=is_gathered, grad_sinks=grad_sinks, tree_label=mapped)
 
 
 _GLOBAL_NAMESPACE: Any = vars(optree.registry)["__GLOBAL_NAMESPACE"]
@@ -407,14 +418,14 @@ def map_units(fn: Callable[..., Any], tree: Any, *rest: Any) -> Any:
     return optree.tree_map(fn, tree, *rest, is_leaf=is_sharded)
 
 
-def resolve_place(unit: UnitLayout, place: PlaceName) -> Place:
+def resolve_place(unit: UnitLayout, place: PlaceName) -> MeshPlacement:
     """Return a place of a unit's strategy by name, or the place itself; LayoutError if it does not belong to the strategy."""
     if isinstance(place, str):
         if place not in ("params", "grads", "optim", "full"):
-            raise LayoutError(f"unknown place {place!r}: expected 'params', 'grads', 'optim', 'full' or a Place.")
+            raise LayoutError(f"unknown place {place!r}: expected 'params', 'grads', 'optim', 'full' or a MeshPlacement.")
         return getattr(unit.strategy, place)  # type: ignore[no-any-return]
     order, cuts = unit.strategy.order, place.sharded_axes
-    if place.order != order or cuts != order[: len(cuts)] or place.varying_axes != unit.varying_axes:
+    if place.order != order or cuts != order[: len(cuts)] or place.independent_axes != unit.independent_axes:
         places = f"{unit.strategy.params!r}, {unit.strategy.optim!r}"
         facts = [("axes of the strategy", ", ".join(order)), ("its places", places)]
         what = f"{place!r} does not belong to the strategy of unit {unit.display_name}: other axes, another order, or a gap."

@@ -10,7 +10,7 @@ import torch
 from fsharp.errors import TreeError, problem
 from fsharp.functional.formats.format import as_bytes, tensor_text
 from fsharp.functional.layout.layout import Layout
-from fsharp.functional.layout.placement import Place
+from fsharp.functional.layout.placement import MeshPlacement
 from fsharp.functional.layout.plan import find_tie_owners
 from fsharp.functional.layout.sharded import (
     PlaceName,
@@ -66,13 +66,18 @@ def shard_for(params: Any, layout: Layout, rank: int, *, place: PlaceName = "par
 
 
 def build_shard(
-    unit: UnitLayout, place: Place, rank: int, leaf_value: Callable[[Leaf], torch.Tensor], *, as_main_copies: bool = False
+    unit: UnitLayout,
+    place: MeshPlacement,
+    rank: int,
+    leaf_value: Callable[[Leaf], torch.Tensor],
+    *,
+    as_main_copies: bool = False,
 ) -> Sharded:
     """Return the shard of a unit for one rank. Reads one leaf at a time, and only leaves of which the rank holds a part.
 
     ``as_main_copies``: make buffers in the main dtype, not encoded. Raises TreeError if leaves are on several devices.
     """
-    if unit.has_leaf_formats and not as_main_copies:
+    if unit.has_leaf_codecs and not as_main_copies:
         raise TreeError(
             f"shard(): unit {unit.display_name} has a format that encodes whole leaves, on whose scales ranks agree. Make main "
             "copies with place='optim', and a state from them with init_state()."
@@ -128,8 +133,8 @@ def unshard(shards: Sequence[Any], *, rank: int = 0) -> Any:
             raise TreeError(f"unshard(): {len(trees)} trees, expected one for each of the {mesh.size} ranks of {mesh}.")
         if place.partial_axes:
             raise TreeError(f"unshard(): unit {unit.display_name} rests partial ({place}): sum it by reduce_scatter() first.")
-        own = mesh.index_along(place.varying_axes, rank)
-        alike = [r for r in range(mesh.size) if mesh.index_along(place.varying_axes, r) == own]
+        own = mesh.index_along(place.independent_axes, rank)
+        alike = [r for r in range(mesh.size) if mesh.index_along(place.independent_axes, r) == own]
         holders = {mesh.index_along(place.sharded_axes, r): parts[r] for r in reversed(alike)}
         in_order = [holders[key].buffers for key in sorted(holders)]
         joined = [_join(unit, group, column) for group, *column in zip(parts[0].groups, *in_order, strict=True)]

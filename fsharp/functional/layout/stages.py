@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 
 from fsharp.functional.formats.format import Format
-from fsharp.functional.layout.placement import Place, Replicate, Shard
+from fsharp.functional.layout.placement import MeshPlacement, Replicate, Shard
 from fsharp.functional.layout.unit_layout import UnitLayout, padding_in_run
 
 
@@ -35,11 +35,11 @@ class ReductionStage(NamedTuple):
     out: int
     dtype: torch.dtype
     wire: Format
-    place: Place
+    place: MeshPlacement
 
 
 def reduction_stages(
-    unit: UnitLayout, group: int, source: Place, target: Place, *, trivial: bool = False
+    unit: UnitLayout, group: int, source: MeshPlacement, target: MeshPlacement, *, trivial: bool = False
 ) -> Iterator[ReductionStage]:
     """Yield the stages that reduce a group's gradient from ``source`` to ``target``; none for a group without elements.
 
@@ -63,7 +63,7 @@ def reduction_stages(
         for op, out in steps:
             yield ReductionStage(op, axis, n, size, out, dtype, wire, place)
             size = out
-        place = Place(source.order, tuple([target[a] if a == axis else place[a] for a in source.order]))
+        place = MeshPlacement(source.order, tuple([target[a] if a == axis else place[a] for a in source.order]))
 
 
 def encoded_stages(unit: UnitLayout, group: int) -> list[ReductionStage]:
@@ -71,7 +71,7 @@ def encoded_stages(unit: UnitLayout, group: int) -> list[ReductionStage]:
 
     A rank encodes all elements that it holds in ``stage.place``.
     """
-    stages = reduction_stages(unit, group, unit.strategy.full.dual, unit.strategy.optim)
+    stages = reduction_stages(unit, group, unit.strategy.full.cotangent_place, unit.strategy.optim)
     return [stage for stage in stages if stage.op == "all_to_all"]
 
 

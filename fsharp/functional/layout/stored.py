@@ -12,7 +12,7 @@ import torch
 
 from fsharp.errors import TreeError
 from fsharp.functional.formats.format import LeafPart, align_nbytes, cast_decoded, tensor_text
-from fsharp.functional.layout.placement import Place
+from fsharp.functional.layout.placement import MeshPlacement
 from fsharp.functional.layout.unit_layout import Span, UnitLayout
 from fsharp.tracebacks import api_boundary
 
@@ -20,7 +20,7 @@ from fsharp.tracebacks import api_boundary
 def is_encoded(unit: UnitLayout, group: int, buffer: torch.Tensor) -> bool:
     """Return whether a buffer holds parameters that a format has encoded."""
     form = unit.groups[group].dtypes.format
-    return form is not None and buffer.dtype == form.stored_dtype
+    return form is not None and buffer.dtype == form.buffer_dtype
 
 
 def encode_values(unit: UnitLayout, group: int, values: torch.Tensor) -> torch.Tensor:
@@ -35,7 +35,7 @@ def encode_values(unit: UnitLayout, group: int, values: torch.Tensor) -> torch.T
 
 @api_boundary
 def decoded_buffer(
-    unit: UnitLayout, group: int, buffer: torch.Tensor, place: Place, rank: int, *, in_main_dtype: bool = False
+    unit: UnitLayout, group: int, buffer: torch.Tensor, place: MeshPlacement, rank: int, *, in_main_dtype: bool = False
 ) -> torch.Tensor:
     """Return the values of a buffer of parameters: decoded if the group has a format, else the buffer itself.
 
@@ -58,7 +58,13 @@ def decoded_buffer(
 
 
 def decode_stored(
-    unit: UnitLayout, group: int, stored: torch.Tensor, scales: torch.Tensor, place: Place, rank: int, dtype: torch.dtype
+    unit: UnitLayout,
+    group: int,
+    stored: torch.Tensor,
+    scales: torch.Tensor,
+    place: MeshPlacement,
+    rank: int,
+    dtype: torch.dtype,
 ) -> torch.Tensor:
     """Return the values, in ``dtype``, of the stored buffer that a rank holds in a place.
 
@@ -89,7 +95,7 @@ def scales_in(unit: UnitLayout, group: int, stored: torch.Tensor) -> torch.Tenso
 def starts_and_leaf_parts(
     unit: UnitLayout,
     group: int,
-    place: Place,
+    place: MeshPlacement,
     rank: int,
     stored: torch.Tensor,
     scales: torch.Tensor,

@@ -21,7 +21,7 @@ from fsharp.errors import OptionError
 from fsharp.functional.formats.format import EncodedTensorClass, Format, LeafCodec, align_nbytes, first_few
 from fsharp.functional.layout.mesh import Mesh
 from fsharp.functional.layout.packing import Atom
-from fsharp.functional.layout.placement import Place, Replicate, Shard, Strategy
+from fsharp.functional.layout.placement import MeshPlacement, Replicate, Shard, Strategy
 from fsharp.functional.layout.precision import Dtypes
 
 
@@ -153,14 +153,14 @@ class UnitLayout:
         return self.has_stored_formats or sends_differences or not all(wire.is_plain for wire in wires)
 
     @cached_property
-    def has_leaf_formats(self) -> bool:
+    def has_leaf_codecs(self) -> bool:
         """Whether parameters of some group are stored in a format that encodes whole leaves."""
         return any(group.dtypes.stored_format.leaf_codec is not None for group in self.groups)
 
     @cached_property
-    def varying_axes(self) -> tuple[str, ...]:
+    def independent_axes(self) -> tuple[str, ...]:
         """Axes along which every rank holds different parameters."""
-        return self.strategy.full.varying_axes
+        return self.strategy.full.independent_axes
 
     @cached_property
     def all_groups(self) -> tuple[int, ...]:
@@ -172,28 +172,28 @@ class UnitLayout:
         """Names of the other units that store tied leaves of this unit."""
         return frozenset(leaf.tied_to[0] for leaf in self.leaves if leaf.tied_to is not None) - {self.name}
 
-    def local_size(self, group: int, place: Place) -> int:
+    def local_size(self, group: int, place: MeshPlacement) -> int:
         """Return the number of elements of a group that one rank holds in ``place``."""
         return self.groups[group].size // math.prod(self.mesh.axis_size(axis) for axis in place.sharded_axes)
 
-    def stored_size(self, group: int, place: Place) -> int:
+    def stored_size(self, group: int, place: MeshPlacement) -> int:
         """Return the length of the buffer in which one rank stores a group's parameters in ``place``."""
         return self.gather_input_size(group, place) + self.scales_nbytes[group]
 
-    def gather_input_size(self, group: int, place: Place) -> int:
+    def gather_input_size(self, group: int, place: MeshPlacement) -> int:
         """Return the length of a stored buffer without the scales of whole leaves, which a gather does not send."""
         size, capacity = self.local_size(group, place), self.groups[group].capacity
         return size // capacity * self.groups[group].dtypes.stored_format.size(capacity) if capacity else 0
 
-    def gather_input_nbytes(self, group: int, place: Place) -> int:
+    def gather_input_nbytes(self, group: int, place: MeshPlacement) -> int:
         """Return the bytes of a group's parameters that one rank sends in a gather from ``place``."""
-        return self.gather_input_size(group, place) * self.groups[group].dtypes.stored_format.stored_dtype.itemsize
+        return self.gather_input_size(group, place) * self.groups[group].dtypes.stored_format.buffer_dtype.itemsize
 
-    def stored_nbytes(self, group: int, place: Place) -> int:
+    def stored_nbytes(self, group: int, place: MeshPlacement) -> int:
         """Return the bytes of the buffer in which one rank holds a group's parameters in ``place``."""
-        return self.stored_size(group, place) * self.groups[group].dtypes.stored_format.stored_dtype.itemsize
+        return self.stored_size(group, place) * self.groups[group].dtypes.stored_format.buffer_dtype.itemsize
 
-    def gather_axes(self, source: Place, target: Place, *, trivial: bool = False) -> tuple[str, ...]:
+    def gather_axes(self, source: MeshPlacement, target: MeshPlacement, *, trivial: bool = False) -> tuple[str, ...]:
         """Return the axes along which a move from ``source`` to ``target`` gathers, in the order of the gathers: finest first.
 
         ``trivial``: whether collectives run along axes of one rank too.
@@ -216,7 +216,7 @@ class UnitLayout:
         form = self.update_format(group)
         if form is None:
             return self.gather_input_nbytes(group, self.strategy.optim)
-        return form.size(self.groups[group].capacity) * form.stored_dtype.itemsize
+        return form.size(self.groups[group].capacity) * form.buffer_dtype.itemsize
 
     @cached_property
     def scales_nbytes(self) -> tuple[int, ...]:
@@ -238,7 +238,7 @@ class UnitLayout:
     def tensor_classes(self) -> Mapping[int, EncodedTensorClass]:
         """The tensor class that functions get, by group, for groups whose class is not torch.Tensor."""
         codecs = {i: group.dtypes.stored_format.leaf_codec for i, group in enumerate(self.groups)}
-        return {i: codec.tensors for i, codec in codecs.items() if codec is not None and codec.tensors is not None}
+        return {i: codec.tensor_class for i, codec in codecs.items() if codec is not None and codec.tensor_class is not None}
 
     def error_facts(self, group: int, axis: str = "") -> list[tuple[str, object]]:
         """Return facts for the errors of encoding and decoding a group: unit, leaves, and gradients or parameters."""
@@ -247,11 +247,11 @@ class UnitLayout:
         along = ("gradients", f"along axis {axis!r}") if axis else over
         return [("unit", self.display_name), ("leaves", leaves), along]
 
-    def local_start(self, group: int, place: Place, rank: int) -> int:
+    def local_start(self, group: int, place: MeshPlacement, rank: int) -> int:
         """Return the first element of the group's buffer that ``rank`` holds in ``place``."""
         return self.mesh.index_along(place.sharded_axes, rank) * self.local_size(group, place)
 
-    def leaf_spans(self, group: int, place: Place, rank: int) -> Iterator[Span]:
+    def leaf_spans(self, group: int, place: MeshPlacement, rank: int) -> Iterator[Span]:
         """Return a :class:`Span` for each leaf of a group that ``rank`` holds a part of in ``place``, in buffer order."""
         return self.spans_in_run(group, self.local_start(group, place, rank), self.local_size(group, place))
 
@@ -265,16 +265,16 @@ class UnitLayout:
             if low < high:
                 yield Span(leaf, low - start, high - start, low - leaf.offset, high - leaf.offset)
 
-    def leaf_range_on_rank(self, leaf: Leaf, place: Place, rank: int) -> tuple[int, int]:
+    def leaf_range_on_rank(self, leaf: Leaf, place: MeshPlacement, rank: int) -> tuple[int, int]:
         """Return the elements ``[first, last)`` of a flattened leaf that ``rank`` holds in ``place``; ``(0, 0)`` if none."""
         start = self.local_start(leaf.group, place, rank) - leaf.offset
         first, last = max(start, 0), min(start + self.local_size(leaf.group, place), leaf.numel)
         return (first, last) if first < last else (0, 0)
 
-    def are_replicas(self, place: Place, rank: int, other: int) -> bool:
+    def are_replicas(self, place: MeshPlacement, rank: int, other: int) -> bool:
         """Return whether two ranks hold the same elements in ``place``."""
         return all(
-            self.mesh.coord(axis, rank) == self.mesh.coord(axis, other) for axis in place.sharded_axes + place.varying_axes
+            self.mesh.coord(axis, rank) == self.mesh.coord(axis, other) for axis in place.sharded_axes + place.independent_axes
         )
 
     def leaves_of_group(self, group: int) -> tuple[Leaf, ...]:
@@ -315,6 +315,6 @@ def leaf_spans_in_run(unit: UnitLayout, group: int, start: int, size: int, rank:
     The leaf's elements are ``begin`` to ``end`` of the run. ``first`` is the index of element ``begin`` in the whole leaf; or
     in the leaves of all ranks, one after another, if the unit varies along axes.
     """
-    before = unit.mesh.index_along(unit.varying_axes, rank)
+    before = unit.mesh.index_along(unit.independent_axes, rank)
     for leaf, begin, end, first, _ in unit.spans_in_run(group, start, size):
         yield begin, end, unit.path_in_tree(leaf), before * leaf.numel + first

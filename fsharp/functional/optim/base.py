@@ -48,9 +48,9 @@ class Transform:
             parameters, for optimizers with a fused kernel. With ``donate`` it may overwrite its arguments. If ``apply`` is
             None, the updates that ``update`` returns are added to the parameters.
         name: name of the transformation. :func:`~fsharp.update` refuses state of another name; an empty name takes any state.
-        extra: names of extra arguments that ``update`` and ``apply`` use, such as ``value``, the loss; others are refused. If
-            None, the names are read from the signatures; a signature with ``**extra`` takes any name. A wrapper with
-            ``**extra`` passes the ``extra`` of its inner transformation.
+        extra_arg_names: names of extra arguments that ``update`` and ``apply`` use, such as ``value``, the loss; others are
+            refused. If None, the names are read from the signatures; a signature with ``**extra`` takes any name. A wrapper
+            with ``**extra`` passes the ``extra_arg_names`` of its inner transformation.
     """
 
     init: Callable[..., Any]
@@ -58,11 +58,11 @@ class Transform:
     config: Mapping[str, Any]
     apply: Callable[..., tuple[Any, Any]] | None = None
     name: str = ""
-    extra: frozenset[str] | None = None
+    extra_arg_names: frozenset[str] | None = None
 
     def __post_init__(self) -> None:
-        if self.extra is None:
-            object.__setattr__(self, "extra", _extra_arguments_of(self.update, *filter(None, [self.apply])))
+        if self.extra_arg_names is None:
+            object.__setattr__(self, "extra_arg_names", _extra_arguments_of(self.update, *filter(None, [self.apply])))
         for name in ("init", "update", "apply"):
             if (fn := getattr(self, name)) is not None:
                 fn = fn if name == "init" else _checking_results(f"{name} of {self.name or 'a transformation'}", fn)
@@ -99,13 +99,13 @@ def _extra_arguments_of(*functions: Callable[..., Any]) -> frozenset[str] | None
 
 def known_extra_arguments(*transforms: Transform) -> frozenset[str] | None:
     """Return the names of the extra arguments that any of ``transforms`` uses; None if one of them takes any name."""
-    known = [tx.extra for tx in transforms if tx.extra is not None]
+    known = [tx.extra_arg_names for tx in transforms if tx.extra_arg_names is not None]
     return frozenset[str]().union(*known) if len(known) == len(transforms) else None
 
 
 def check_extra_arguments(tx: Transform, extra: Mapping[str, Any]) -> None:
     """Raise an OptionError for an extra argument other than ``value`` that the transformation does not use."""
-    known = frozenset(extra) if tx.extra is None else tx.extra | {"value"}
+    known = frozenset(extra) if tx.extra_arg_names is None else tx.extra_arg_names | {"value"}
     if unknown := sorted(extra.keys() - known):
         facts = [("got", f"{unknown[0]}={extra[unknown[0]]!r:.60}"), ("expected", " or ".join(sorted(known)))]
         what = f"{tx.name or 'the transformation'} does not use {unknown[0]}."
@@ -193,7 +193,7 @@ def as_transform(tx: Any) -> Transform:
 
     def update_with_lists(grads: Any, state: Any, params: Any, **extra: Any) -> tuple[Any, Any]:
         def is_list(node: Any) -> bool:
-            return isinstance(node, LeafListAsTree)
+            return isinstance(node, StateListAsParamTree)
 
         flat = optree.tree_map(lambda node: optree.tree_leaves(node.leaves) if is_list(node) else node, state, is_leaf=is_list)
         updates, new = call_update(grads, flat, params, **extra)
@@ -205,7 +205,7 @@ def as_transform(tx: Any) -> Transform:
         update_with_lists,
         {"pair": kind},
         name="" if type(tx) is tuple else kind,
-        extra=_extra_arguments_of(update),
+        extra_arg_names=_extra_arguments_of(update),
     )
 
 
@@ -224,7 +224,7 @@ def _not_a_pair_text(tx: Any) -> str:
     return f"{expected} {short_repr(tx)}. A ShardedOptimizer also takes a class, such as torch.optim.AdamW."
 
 
-class LeafListAsTree(NamedTuple):
+class StateListAsParamTree(NamedTuple):
     """Tensors from a list in the state of an ``(init, update)`` pair, in ``leaves``, a tree like the parameters.
 
     :func:`as_transform` makes this node of a list with one tensor, a scalar or of the buffer's shape, for each buffer of the
@@ -245,7 +245,7 @@ def _wrap_leaf_lists(state: Any, params: Any) -> Any:
         )
 
     def wrap_node(node: Any) -> Any:
-        return LeafListAsTree(optree.tree_unflatten(structure, node)) if is_one(node) else node
+        return StateListAsParamTree(optree.tree_unflatten(structure, node)) if is_one(node) else node
 
     return optree.tree_map(wrap_node, state, is_leaf=is_one)
 

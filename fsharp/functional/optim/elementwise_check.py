@@ -66,7 +66,7 @@ def with_elementwise_check(inner: Any, *, steps: int = 1) -> Transform:
         return updates, CheckedState(state.num_checked + 1, new)
 
     name = wrapper_name("check_elementwise", tx.name)  # checkpoints have this name
-    return Transform(init, update, {"steps": steps, **tx.config}, name=name, extra=tx.extra)
+    return Transform(init, update, {"steps": steps, **tx.config}, name=name, extra_arg_names=tx.extra_arg_names)
 
 
 def _check_same_updates(where: str, expected: Any, found: Any) -> None:
@@ -81,7 +81,7 @@ def _check_same_updates(where: str, expected: Any, found: Any) -> None:
             what = "the update" if path[0] == 0 else "the state"
             remedy = (
                 "The optimizer looks at more than each element alone. Keep its leaves whole (fs.ddp, or "
-                "atoms=fs.layouts.Whole()), or take an elementwise one such as fs.optim.adamw()."
+                "atoms=fs.layouts.LeafAtom()), or take an elementwise one such as fs.optim.adamw()."
             )
             raise TreeError(problem(where, f"{what} of whole leaves is not that of shards.", facts, remedy))
 

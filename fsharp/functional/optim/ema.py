@@ -82,7 +82,7 @@ def with_ema(tx: Any, *, decay: float) -> Transform:
 
     update, apply = wrapper_update_and_apply(step)
     config = {"with_ema": decay, "inner": dict(inner.config)}
-    return Transform(init, update, config, apply, wrapper_name("with_ema", inner.name), inner.extra)
+    return Transform(init, update, config, apply, wrapper_name("with_ema", inner.name), inner.extra_arg_names)
 
 
 def _check_decay(where: str, decay: float) -> None:

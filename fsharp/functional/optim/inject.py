@@ -113,7 +113,7 @@ def inject_hyperparams(inner_factory: Callable[..., Any], static_args: str | Ite
         update, apply = wrapper_update_and_apply(step)
         first = build_inner(start | scheduled(0))
         config = {"inject_hyperparams": dict(first.config), "schedules": exact_texts(**schedules)}
-        return Transform(init, update, config, apply, wrapper_name("inject_hyperparams", first.name), first.extra)
+        return Transform(init, update, config, apply, wrapper_name("inject_hyperparams", first.name), first.extra_arg_names)
 
     return make
 

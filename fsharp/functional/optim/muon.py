@@ -8,7 +8,7 @@ import torch
 
 from fsharp.errors import LayoutError, problem
 from fsharp.functional.comm.protocol import Comm
-from fsharp.functional.layout.packing import Whole
+from fsharp.functional.layout.packing import LeafAtom
 from fsharp.functional.layout.sharded import map_units, units_of
 from fsharp.functional.optim.base import Transform, exact_texts
 from fsharp.functional.optim.elementwise import MomentumState, PerPath, ScalarOrSchedule, numbers_per_leaf, schedule_value
@@ -82,7 +82,7 @@ def muon(
         A transformation with :class:`MomentumState`. Memory: one value of state for each parameter.
 
     Raises:
-        LayoutError: in ``init``: a leaf is not a matrix, or cut: plan ``atoms=Whole()``.
+        LayoutError: in ``init``: a leaf is not a matrix, or cut: plan ``atoms=LeafAtom()``.
 
     Cost: no communication: each rank orthogonalizes the matrices that it holds.
 
@@ -139,6 +139,6 @@ def _check_whole_matrices(params: Any) -> None:
                     remedy = "Give matrices a label of their own, by plan(labels={pattern: 'muon', ...}), and use "
                     remedy += "partition({'muon': muon(...), 'default': adamw(...)})."
                     raise LayoutError(problem("muon()", f"{name!r} is not a matrix.", facts, remedy))
-                if node.place.sharded_axes and not isinstance(leaf.atom, Whole):
-                    remedy = f"Plan it with atoms={{{name!r}: Whole()}}."
+                if node.place.sharded_axes and not isinstance(leaf.atom, LeafAtom):
+                    remedy = f"Plan it with atoms={{{name!r}: LeafAtom()}}."
                     raise LayoutError(problem("muon()", f"{name!r} may be cut between ranks.", facts, remedy))

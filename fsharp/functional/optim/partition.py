@@ -60,7 +60,7 @@ def partition(
     extra = known_extra_arguments(*txs.values())
     if param_labels is not None:
         init, update = _partition_by_masks(txs, param_labels)
-        return Transform(init, update, {**config, "param_labels": exact_text(param_labels)}, name=name, extra=extra)
+        return Transform(init, update, {**config, "param_labels": exact_text(param_labels)}, name=name, extra_arg_names=extra)
 
     def groups_of_label(tree: Any, label: str) -> Any:
         return map_units(lambda s: s.select_groups([g for g in s.groups if s.unit.groups[g].label == label]), tree)
@@ -154,7 +154,7 @@ def masked(inner: Any, mask: Patterns) -> Transform:
         return _selected_or_zero(flags, out, grads, comm.rank), MaskedState(new)
 
     config = {"masked": exact_text(mask), "inner": dict(tx.config)}
-    return Transform(init, update, config, name=wrapper_name("masked", tx.name), extra=tx.extra)
+    return Transform(init, update, config, name=wrapper_name("masked", tx.name), extra_arg_names=tx.extra_arg_names)
 
 
 def _selected_or_zero(flags: Mapping[str, bool], selected: Any, others: Any | None, rank: int) -> Any:

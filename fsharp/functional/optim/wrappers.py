@@ -207,7 +207,7 @@ def _conditional_transform(
         return step(grads, state, lambda seen, own: run(inner, seen, own, params), skip, comm, bool(donate))
 
     update, apply = wrapper_update_and_apply(step_or_skip)
-    return Transform(init, update, config, apply, wrapper_name(name, inner.name), inner.extra)
+    return Transform(init, update, config, apply, wrapper_name(name, inner.name), inner.extra_arg_names)
 
 
 def with_frozen_paths(tx: Transform, paths: Container[str]) -> Transform:

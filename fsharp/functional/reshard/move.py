@@ -16,7 +16,7 @@ from fsharp.functional.comm.agree import max_over_ranks
 from fsharp.functional.comm.protocol import Comm
 from fsharp.functional.layout.layout import Layout
 from fsharp.functional.layout.mesh import Mesh
-from fsharp.functional.layout.placement import Place
+from fsharp.functional.layout.placement import MeshPlacement
 from fsharp.functional.layout.sharded import Sharded
 from fsharp.functional.layout.unit_layout import UnitLayout
 from fsharp.functional.reshard.state_trees import StateTree
@@ -31,7 +31,7 @@ class MeshChange:
     old_ranks: tuple[int, ...]
     new_ranks: tuple[int, ...]
 
-    def is_source_for(self, source: int, target: int, place: Place) -> bool:
+    def is_source_for(self, source: int, target: int, place: MeshPlacement) -> bool:
         """Return whether rank ``target`` of the new mesh may take elements from rank ``source`` of the old mesh.
 
         ``place``: the place of the elements on the old mesh. Along a replicated axis the source has the old coordinate of the
@@ -41,7 +41,7 @@ class MeshChange:
         mesh, rank = self.old_mesh, self.new_ranks[target]
         near = self.old_ranks.index(rank) if rank in self.old_ranks else target % mesh.size
         return all(mesh.coord(axis, source) == mesh.coord(axis, near) for axis in place.replicated_axes) and all(
-            mesh.coord(axis, source) == self.new_mesh.coord(axis, target) for axis in place.varying_axes
+            mesh.coord(axis, source) == self.new_mesh.coord(axis, target) for axis in place.independent_axes
         )
 
 

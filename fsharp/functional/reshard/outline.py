@@ -14,8 +14,8 @@ import torch
 from fsharp.errors import LayoutError, TreeError
 from fsharp.functional.formats.format import as_bytes, dtype_name
 from fsharp.functional.layout.mesh import Mesh
-from fsharp.functional.layout.placement import Place, Placement
-from fsharp.functional.layout.serial import class_named, dtype_named, name_of_class, unit_from_json, unit_to_json
+from fsharp.functional.layout.placement import MeshPlacement, Placement
+from fsharp.functional.layout.serial import class_in_loaded_module, dtype_named, name_of_class, unit_from_json, unit_to_json
 from fsharp.functional.layout.sharded import STATIC_CLASSES, Sharded, is_sharded
 from fsharp.functional.layout.unit_layout import UnitLayout
 
@@ -88,12 +88,12 @@ def outline_from_bytes(data: bytes, device: torch.device) -> Any:
                 whole = torch.frombuffer(bytearray(part), dtype=like.dtype) if size else torch.empty(0, dtype=like.dtype)
                 return whole.view(shape).to(device)
             if "static" in node:
-                found = class_named(node["static"])
+                found = class_in_loaded_module(node["static"])
                 if found not in STATIC_CLASSES:
                     raise TypeError(f"{node['static']} is not registered as a pytree node without leaves")
                 return found(*map(decode_node, node["fields"]))
             if "namedtuple" in node:
-                return class_named(node["namedtuple"], optree.is_namedtuple_class)(*map(decode_node, node["parts"]))
+                return class_in_loaded_module(node["namedtuple"], optree.is_namedtuple_class)(*map(decode_node, node["parts"]))
             if "items" in node:
                 return _DICTS[node["kind"]]((key, decode_node(value)) for key, value in node["items"])
             return _LISTS[node["kind"]](map(decode_node, node["parts"]))
@@ -117,7 +117,7 @@ def _node_without_unit_to_json(node: Sharded) -> dict[str, Any]:
 
 def _node_from_json(data: dict[str, Any], unit: UnitLayout) -> Sharded:
     order, placements = data["place"]
-    place = Place(tuple(order), tuple(map(Placement, placements)))
+    place = MeshPlacement(tuple(order), tuple(map(Placement, placements)))
     buffers = [each and torch.empty(each[1], dtype=dtype_named(each[0]), device="meta") for each in data["buffers"]]
     return Sharded(buffers, unit, place, tuple(data["groups"]), reduction=data["reduction"])
 

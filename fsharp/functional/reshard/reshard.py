@@ -11,7 +11,7 @@ from fsharp.errors import LayoutError, MeshError, problem
 from fsharp.functional.comm.agree import all_gather_fixed_size, check_on_all_ranks
 from fsharp.functional.comm.protocol import Comm
 from fsharp.functional.comm.residuals import zero_residuals
-from fsharp.functional.comm.tree_names import name_new_tree
+from fsharp.functional.comm.tree_labels import label_new_tree
 from fsharp.functional.encoding import encode_block_format_groups, encode_leaf_format_groups
 from fsharp.functional.formats.format import dtype_name
 from fsharp.functional.layout.layout import Layout
@@ -79,9 +79,9 @@ def reshard(
         MeshError: the ranks do not fit the meshes.
         AgreementError: ranks have different arguments, or another rank failed. Nothing is sent.
 
-    Cost: the bytes of :func:`reshard_nbytes`, some hundred bytes for each axis to compare arguments, and 8 bytes for each unit
-    and tree. Memory: old and new shards, and ``buffer_nbytes``; with ``donate`` an old unit is released once it has moved. Time
-    on the host grows with the number of leaves times ranks.
+    Cost: the bytes of :func:`reshard_sent_nbytes`, some hundred bytes for each axis to compare arguments, and 8 bytes for each
+    unit and tree. Memory: old and new shards, and ``buffer_nbytes``; with ``donate`` an old unit is released once it has moved.
+    Time on the host grows with the number of leaves times ranks.
     """
     where = "reshard()"
     has_tree = [flag == b"\1" for flag in all_gather_fixed_size(b"\0" if tree is None else b"\1", comm)]
@@ -100,7 +100,7 @@ def reshard(
             )
         if donate and given is not None:
             check_not_lent_to_jax(where, units_of(given))
-        whole = [unit.name for unit in layout.units if unit.has_leaf_formats and layout.mesh != comm.mesh]
+        whole = [unit.name for unit in layout.units if unit.has_leaf_codecs and layout.mesh != comm.mesh]
         if whole and any(state_tree.kind == "params" for state_tree in state_trees):
             raise LayoutError(
                 f"reshard(): unit {whole[0]!r} has a format that encodes whole leaves, on whose scales all ranks of the layout "
@@ -140,7 +140,7 @@ def reshard(
                 nodes = _in_resting_format(state_tree, nodes, layout, comm)
             new[state_tree.path] = optree.tree_unflatten(layout.structure, nodes)
     for new_tree in new.values():
-        name_new_tree(new_tree, comm)
+        label_new_tree(new_tree, comm)
     zeros = zero_residuals(layout.units, comm.device)
     return _with_residuals(replace_state_trees(tree, new), zeros) if comm.rank in route.new_ranks else None
 
@@ -174,7 +174,7 @@ def _in_resting_format(state_tree: StateTree, nodes: list[Sharded], layout: Layo
 
 
 @options_checked_on_failure
-def reshard_nbytes(
+def reshard_sent_nbytes(
     tree: Any,
     layout: Layout,
     rank: int,

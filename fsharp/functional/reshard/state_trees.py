@@ -11,7 +11,7 @@ import torch
 from fsharp.errors import LayoutError, TreeError, problem
 from fsharp.functional.formats.format import dtype_name, tensor_text
 from fsharp.functional.layout.layout import Layout
-from fsharp.functional.layout.placement import Place
+from fsharp.functional.layout.placement import MeshPlacement
 from fsharp.functional.layout.sharded import Sharded, is_sharded, not_sharded_error
 from fsharp.functional.layout.unit_layout import Leaf, UnitLayout
 from fsharp.functional.state import TrainState
@@ -60,7 +60,7 @@ class StateTree:
         """Return the indices of the groups of ``unit``, a unit of the new layout, whose leaves this state tree holds."""
         return tuple(g for g in unit.all_groups if unit.path_in_tree(unit.leaves_of_group(g)[0]) in self.position_by_path)
 
-    def place_in(self, unit: UnitLayout) -> Place:
+    def place_in(self, unit: UnitLayout) -> MeshPlacement:
         """Return the place in which buffers of this state tree will rest in the new layout. ``unit``: a unit of that layout."""
         return unit.strategy.params if self.kind == "params" else unit.strategy.optim
 
@@ -171,7 +171,7 @@ def _check_at_rest(state_tree: StateTree, node: Sharded) -> None:
     facts = [("in", state_tree), ("unit", node.unit.display_name), ("place", node.place)]
     if node.is_donated:
         raise TreeError(problem("reshard()", "a unit was donated (donate=True).", facts, "Use the returned state."))
-    if node.place.partial_axes or node.is_gathered or node.ledger is not None:
+    if node.place.partial_axes or node.is_gathered or node.grad_sinks is not None:
         what = "a unit does not rest: each rank has values of its own."
         remedy = "Call reshard() between two steps; reduce_scatter() partial sums of gradients first."
         raise TreeError(problem("reshard()", what, facts, remedy))
@@ -193,7 +193,7 @@ def _leaf_facts(state_tree: StateTree, unit: UnitLayout) -> Iterator[tuple[str, 
     for leaf in unit.leaves:
         facts: dict[str, Any] = {"shape": list(leaf.shape), "dtype": dtype_name(leaf.dtype)}
         facts["tied to"] = repr(".".join(filter(None, leaf.tied_to))) if leaf.tied_to else "nothing"
-        facts["varies along"] = {axis: unit.mesh.axis_size(axis) for axis in sorted(unit.strategy.full.varying_axes)}
+        facts["varies along"] = {axis: unit.mesh.axis_size(axis) for axis in sorted(unit.strategy.full.independent_axes)}
         if leaf.tied_to is None:
             group = unit.groups[leaf.group]
             if not state_tree.is_cast:

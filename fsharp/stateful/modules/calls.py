@@ -25,7 +25,7 @@ from fsharp.stateful.modules.te import lending_gradient_memory, scale_indices_of
 from fsharp.stateful.modules.torch_tools.dtensors import DTensorSpec, as_dtensors, local_tensor
 from fsharp.stateful.modules.values.outputs import connect_to_inputs, replace_tensors, tensors_in, views_of_parameters
 from fsharp.stateful.modules.values.side_outputs import SideOutputs
-from fsharp.torch_compile import call_compiled_like_caller, uncompiled
+from fsharp.torch_compile import call_compiled_like_caller, disable_compile
 
 _PYTREE_LEAF_TYPES = frozenset({type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device})
 
@@ -146,7 +146,7 @@ class GatheredModule(NamedTuple):
     """The root module, or a module that is gathered by itself, with its units and their entries.
 
     ``ties``: other units, which store tied leaves of this module's units. ``has_inner_modules``: whether inner modules are
-    gathered by themselves. ``has_varying_units``: whether a unit varies along an axis. Then a backward also reaches unused
+    gathered by themselves. ``has_independent_units``: whether a unit varies along an axis. Then a backward also reaches unused
     parameters: a rank without tokens for its expert joins the collectives.
     """
 
@@ -155,10 +155,10 @@ class GatheredModule(NamedTuple):
     ties: Sequence[str]
     side_outputs: SideOutputs
     has_inner_modules: bool
-    has_varying_units: bool
+    has_independent_units: bool
 
 
-class ModuleCallState:
+class SharedCallState:
     """State that all calls of a module share: parameter entries, DTensor specs, units by module path, source in use."""
 
     def __init__(
@@ -184,7 +184,7 @@ class ModuleCallState:
                 ties=sorted({tied for name in names for tied in layout[name].tie_owner_unit_names} - set(names)),
                 side_outputs=SideOutputs(members[path]),
                 has_inner_modules=path in has_inner_modules,
-                has_varying_units=any(layout[name].strategy.full.varying_axes for name in names),
+                has_independent_units=any(layout[name].strategy.full.independent_axes for name in names),
             )
             for path, names in by_path.items()
         }
@@ -251,7 +251,7 @@ class ModuleCall:
     """One call of ``fn``, a method of the module at ``path``, with the module's units gathered."""
 
     def __init__(
-        self, calls: ModuleCallState, module: nn.Module, path: str, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: Any
+        self, calls: SharedCallState, module: nn.Module, path: str, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: Any
     ) -> None:
         self.calls, self.module, self.path, self.fn, self.args, self.kwargs = calls, module, path, fn, args, kwargs
         self.gathered = calls.units_by_module_path[path]
@@ -263,16 +263,16 @@ class ModuleCall:
                 self.flat = torch_pytree.tree_leaves((args, kwargs))
                 break
 
-    @uncompiled
+    @disable_compile
     def compute_with_param_trees(self, source: ParameterSource, trees: list[Any], *_: Any) -> list[torch.Tensor]:
         """Call :meth:`compute` for ``fs.forward``, which passes ``trees``: for each unit a tree of its full parameters."""
         return self.compute(source, list(map(optree.tree_leaves, trees)))
 
-    @uncompiled
+    @disable_compile
     def compute(self, source: ParameterSource, full: list[list[torch.Tensor]], *_: Any) -> list[torch.Tensor]:
         """Call ``fn`` with the leaves ``full`` as parameters. Return the tensors in its result, and then its side outputs."""
         calls, path, gathered, passed = self.calls, self.path, self.gathered, self._arguments
-        before = gathered.side_outputs.find_tensors(passed)
+        before = gathered.side_outputs.find_stored_tensors(passed)
         if calls.paused:
             rows = [zip(each.stored, leaves, strict=True) for each, leaves in zip(gathered.entries, full, strict=True)]
             full = [[x.detach() if stored in calls.paused else x for stored, x in row] for row in rows]
@@ -291,7 +291,7 @@ class ModuleCall:
         side = gathered.side_outputs.new_side_outputs(before, passed, parameters, path)
         found += [x for x in side if not any(x is y for y in found)]
         self._given_away = found
-        return connect_to_inputs(found, [*self.flat, *parameters]) if gathered.has_varying_units else found
+        return connect_to_inputs(found, [*self.flat, *parameters]) if gathered.has_independent_units else found
 
     def result_with_tensors(self, tensors: Sequence[torch.Tensor]) -> Any:
         """Return the result of ``fn``, with ``tensors`` in place of the tensors that :meth:`compute` returned."""

@@ -25,8 +25,8 @@ from fsharp.stateful.modules.state_dict import (
     scatter_from_rank,
 )
 from fsharp.stateful.modules.torch_tools.dtensors import as_dtensors
-from fsharp.stateful.runtime.scheduler import ScheduledCalls
-from fsharp.torch_compile import uncompiled
+from fsharp.stateful.runtime.scheduler import ScheduleHandle
+from fsharp.torch_compile import disable_compile
 from fsharp.tracebacks import api_boundary, api_context
 
 
@@ -57,7 +57,7 @@ class ShardedModule(nn.Module):
         finally:
             step.is_accumulating = before
 
-    @uncompiled
+    @disable_compile
     def clip_grad_norm_(
         self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False, foreach: bool | None = None
     ) -> torch.Tensor:
@@ -89,7 +89,7 @@ class ShardedModule(nn.Module):
         means.edits.append(f"clip_grad_norm_({max_norm!r}, {norm_type!r})")
         return norm
 
-    @uncompiled
+    @disable_compile
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Release all gradients. A forward whose backward is to come stays valid. ``set_to_none=False`` is an error."""
         session_of_module(self).step.drop_gradients(set_to_none=set_to_none)
@@ -134,7 +134,7 @@ class ShardedModule(nn.Module):
         return session_of_module(self).state.train_state
 
     @train_state.setter
-    @uncompiled
+    @disable_compile
     def train_state(self, state: TrainState) -> None:
         session_of_module(self).replace_state(state)
 
@@ -149,7 +149,7 @@ class ShardedModule(nn.Module):
         return session_of_module(self).scheduler.comm
 
     @property
-    def scheduled_step(self) -> ScheduledCalls:
+    def scheduled_step(self) -> ScheduleHandle:
         """The training steps, for ``model.scheduled_step.schedule`` and ``model.scheduled_step.start_trace()``."""
         return session_of_module(self).step.scheduled
 

@@ -72,7 +72,7 @@ class ModuleTrainState:
                         buffer.copy_(value)
         self.record_version_counters()
 
-    def begin_opt(self, opt: Any, made_by: Any, user: object) -> None:
+    def set_opt_state(self, opt: Any, made_by: Any, user: object) -> None:
         """Set a fresh ``opt``, made by the optimizer ``user``."""
         self.train_state, self.opt_user = self.train_state._replace(opt=opt, made_by=made_by), self.opt_user and id(user)
 

@@ -17,7 +17,7 @@ from fsharp.functional.state import update
 from fsharp.stateful.modules.mean_gradients import MeanGradients, parameters_without_gradient
 from fsharp.stateful.modules.module_state import ModuleTrainState
 from fsharp.stateful.modules.parameter import ShardedTensor
-from fsharp.stateful.runtime.scheduler import ScheduledCalls, Scheduler
+from fsharp.stateful.runtime.scheduler import ScheduleHandle, Scheduler
 from fsharp.stateful.runtime.step import Step
 from fsharp.stateful.units.unit_state import UnitState
 from fsharp.tracebacks import api_boundary
@@ -42,11 +42,11 @@ class ModuleStep:
     def __init__(self, state: ModuleTrainState, means: MeanGradients, scheduler: Scheduler, paused: Collection[str]) -> None:
         self.state, self.means, self.scheduler, self._paused = state, means, scheduler, paused
         self._engine, self._steps = scheduler.engine, scheduler.engine.steps
-        self.scheduled = ScheduledCalls(scheduler, "training step")
+        self.scheduled = ScheduleHandle(scheduler, "training step")
         self.has_feedback = state.train_state.residuals is not None
         self.on_backward = partial(_begin_backward_of, weakref.ref(self))
         self._reset_after_rank_restart()
-        restart_replay.record_for_replay(self._reset_after_rank_restart)
+        restart_replay.record_replay_only_call(self._reset_after_rank_restart)
 
     def _reset_after_rank_restart(self) -> None:
         """Drop the step and all gradients: for the constructor, and for a new generation, where all ranks load the module."""
@@ -85,7 +85,7 @@ class ModuleStep:
         units = [node.unit for node in units_of(state.params)]
         rank = self.scheduler.rank
         _, self._residuals = prepare_residuals("backward()", state.residuals, units, donate=True, step=state.step, rank=rank)
-        self._units = self._engine.begin_gradients_of_tree(state.params, {}, sum_in_place=True)
+        self._units = self._engine.begin_gradients_of_tree(state.params, {}, final_sum_in_place=True)
 
     def propagate_main_writes(self) -> None:
         """Copy the user's writes to main parameters into parameters at rest. A step under way gathers the new values."""

@@ -106,7 +106,7 @@ class ShardedParameter(ShardedTensor, nn.Parameter):
             owner.drop_gradient(self.path)
 
 
-def iter_local_leaves(node: Sharded, rank: int) -> Iterator[tuple[str, Leaf, torch.Tensor]]:
+def iter_leaves_and_parts(node: Sharded, rank: int) -> Iterator[tuple[str, Leaf, torch.Tensor]]:
     """Yield each leaf of a node with its path and this rank's elements: a view of a buffer, which may be empty."""
     here = node.local_leaves(rank)
     for group, buffer in zip(node.groups, node.buffers, strict=True):

@@ -9,7 +9,7 @@ from torch import nn
 from fsharp.errors import OptionError, PatternError
 from fsharp.functional.layout.layout import Layout
 from fsharp.functional.tree.paths import innermost_prefix, matches
-from fsharp.type_checks import check_computes_when_called, short_repr, takes_arguments
+from fsharp.type_checks import can_bind_partial, check_computes_when_called, short_repr
 
 ModuleRule = str | type[nn.Module] | Callable[[str, nn.Module], bool]
 """A pattern of module paths, a class of modules, or a predicate on path and module."""
@@ -23,7 +23,7 @@ def chosen_modules(module: nn.Module, units: Units | Sequence[Units]) -> dict[st
     every = {path: each for path, each in module.named_modules() if path}
     found: set[str] = set()
     for rule in [rule for each in _as_list(units) for rule in _as_list(each)]:
-        if isinstance(rule, nn.Module) or not (isinstance(rule, str | type) or takes_arguments(rule, "", module)):
+        if isinstance(rule, nn.Module) or not (isinstance(rule, str | type) or can_bind_partial(rule, "", module)):
             raise OptionError(
                 f"shard_module(): units has {short_repr(rule)}, expected a class of modules, a pattern of paths, a predicate "
                 "(path, module) -> bool, or a tuple or list of these."

@@ -15,22 +15,22 @@ from torch import nn
 
 from fsharp.errors import FsharpError, LayoutError, ScheduleError
 from fsharp.functional.comm.protocol import Comm
-from fsharp.functional.comm.tree_names import name_new_tree
+from fsharp.functional.comm.tree_labels import label_new_tree
 from fsharp.functional.forward import forward
 from fsharp.functional.layout.layout import Layout
 from fsharp.functional.layout.sharded import units_by_name, units_of
 from fsharp.functional.state import TrainState
 from fsharp.stateful.modules.calls import (
     ModuleCall,
-    ModuleCallState,
     ParameterSource,
+    SharedCallState,
     check_no_added_parameters,
     replacing_buffers_by_copies,
 )
 from fsharp.stateful.modules.mean_gradients import MeanGradients
 from fsharp.stateful.modules.module_state import ModuleTrainState
 from fsharp.stateful.modules.module_step import ModuleStep
-from fsharp.stateful.modules.parameter import ShardedParameter, ShardedTensor, iter_local_leaves
+from fsharp.stateful.modules.parameter import ShardedParameter, ShardedTensor, iter_leaves_and_parts
 from fsharp.stateful.modules.parts.part import ShardedTensorOwner
 from fsharp.stateful.modules.torch_tools.dtensors import DTensorSpec
 from fsharp.stateful.modules.torch_tools.refusals import refuse_copy
@@ -38,7 +38,7 @@ from fsharp.stateful.modules.values.casts import CastDtypes, cast_tensors
 from fsharp.stateful.modules.values.outputs import tensors_in
 from fsharp.stateful.runtime.boundary import in_backward, register_prehooks
 from fsharp.stateful.runtime.scheduler import ScheduledFunction, Scheduler
-from fsharp.torch_compile import skip_frame, uncompiled
+from fsharp.torch_compile import disable_compile, skip_frame
 from fsharp.tracebacks import api_boundary, hide_frames
 
 _GRAD_CALL = "torch.autograd.grad() with respect to parameters of a ShardedModule"
@@ -69,7 +69,7 @@ class ModuleSession:
         self.state = ModuleTrainState(state, scheduler)
         self.parameters: dict[str, ShardedParameter] = {}
         self.paused: set[str] = set()
-        self.calls = ModuleCallState(module, layout, chosen, specs, self.paused)
+        self.calls = SharedCallState(module, layout, chosen, specs, self.paused)
         means = MeanGradients(self.parameters, specs, scheduler)
         self.step = step = ModuleStep(self.state, means, scheduler, self.paused)
         # Functions that parts call: see ShardedTensorOwner.
@@ -80,7 +80,7 @@ class ModuleSession:
         self.is_unsharded = self.is_averaged = False
         self._evaluation = ScheduledFunction(scheduler, lambda run, tree, comm: run(ParameterSource(tree, comm)), "evaluation")
 
-    @uncompiled
+    @disable_compile
     def call_module(
         self, module: nn.Module, path: str, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
@@ -170,7 +170,7 @@ class ModuleSession:
         if len(self.state.loaded) == 2:
             self.state.loaded.clear()
             self.scheduler.engine.steps.reset_label_history()
-            name_new_tree((self.state.train_state.params, self.state.train_state.main), self.scheduler)
+            label_new_tree((self.state.train_state.params, self.state.train_state.main), self.scheduler)
 
     def reopened_scheduler(self) -> Scheduler:
         """Return the scheduler. If an error has closed it, reopen it first: all ranks have to call this."""
@@ -287,7 +287,7 @@ class ModuleSession:
         for node in units_of(self.state.train_state.params):
             frozen = node.select_groups([g for g in node.groups if not node.unit.groups[g].trainable])
             for each in (trained[node.name], frozen):
-                for path, leaf, data in iter_local_leaves(each, rank):
+                for path, leaf, data in iter_leaves_and_parts(each, rank):
                     about = {"path": path, "unit": node.unit, "leaf": leaf, "place": each.place, "rank": rank}
                     about |= {"spec": specs.get(path), "owner": owner, "is_trained": each is not frozen}
                     part = ShardedParameter.from_attributes(data.detach(), about, requires_grad=each is not frozen)

@@ -19,7 +19,7 @@ from fsharp.functional.comm.protocol import Comm
 from fsharp.functional.formats.gather_hooks import format_of_hooked_parameter, hooked_parameters
 from fsharp.functional.formats.te import formats_of_module
 from fsharp.functional.layout.mesh import Mesh
-from fsharp.functional.layout.packing import Atom, Element, Rows
+from fsharp.functional.layout.packing import Atom, ElementAtom, RowsAtom
 from fsharp.functional.layout.placement import P, Strategy, zero3
 from fsharp.functional.layout.plan import plan
 from fsharp.functional.layout.precision import Precision, Precisions, check_precisions
@@ -88,7 +88,7 @@ def shard_module(
             ``parallelize_module`` pass the other axes, such as ``device_mesh["dp"]``: DTensors are sharded over these as well.
         strategy: where state rests: a strategy or a partition spec, or several by pattern of paths, of which the last match
             counts. None means ZeRO-3 over all axes. For experts that differ along an axis ``"ep"``:
-            ``{"**": zero3("dp", "ep"), "**.experts": zero3("dp").varying("ep")}``.
+            ``{"**": zero3("dp", "ep"), "**.experts": zero3("dp").independent_along("ep")}``.
         units: modules to gather and release one by one, when they are called: classes, patterns of paths (``"layers.*"``),
             predicates ``(path, module) -> bool``, or a list of these. Units may nest. Parameters outside of all units are
             gathered with the root. A tuple in the list, as in ``[Block, ("norm", "head")]``, is a group of modules that run one
@@ -138,7 +138,7 @@ def shard_module(
         check_precisions("shard_module()", precision)
         rules = {"**": precision} if isinstance(precision, Precision) else precision
         dtypes = {pattern: each.without_module_options for pattern, each in rules.items()}
-        dtypes, cut = _add_tensor_class_formats(module, dtypes, atoms or Element(), comm)
+        dtypes, cut = _add_tensor_class_formats(module, dtypes, atoms or ElementAtom(), comm)
         specs = dtensor_specs(module, comm)
         whole: Any = parameter_tree("shard_module()", module)
         tree = optree.tree_map(local_tensor, whole)
@@ -210,8 +210,8 @@ def _add_tensor_class_formats(
         policy = MixedPrecisionPolicy(param_dtype=compute)
         form = format_of_hooked_parameter(parameter, compute, main, comm.device, policy)
         found[path] = replace(own, compute=compute, main=main, stored=form)
-        if _last_match(atoms, path, Element()) == Element():
-            atoms[path] = Rows(1)
+        if _last_match(atoms, path, ElementAtom()) == ElementAtom():
+            atoms[path] = RowsAtom(1)
     return found, atoms
 
 

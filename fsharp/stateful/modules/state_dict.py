@@ -13,14 +13,14 @@ from fsharp.functional.comm.agree import all_gather_fixed_size, check_on_all_ran
 from fsharp.functional.comm.equal_values import broadcast_from_rank, bytes_digest, check_same_on_ranks
 from fsharp.functional.comm.protocol import Comm
 from fsharp.functional.formats.format import dtype_name, tensor_text
-from fsharp.functional.layout.placement import Place
+from fsharp.functional.layout.placement import MeshPlacement
 from fsharp.functional.layout.sharded import Sharded
 from fsharp.functional.layout.unit_layout import UnitLayout
 from fsharp.functional.moves import gather
-from fsharp.functional.tree.tree_name import TreeName
+from fsharp.functional.tree.tree_label import TreeLabel
 from fsharp.stateful.modules.calls import replacing_buffers_by_copies
 from fsharp.stateful.modules.initial import check_rank
-from fsharp.stateful.modules.parameter import ShardedTensor, iter_local_leaves
+from fsharp.stateful.modules.parameter import ShardedTensor, iter_leaves_and_parts
 from fsharp.stateful.modules.session import ModuleSession
 from fsharp.stateful.modules.torch_tools.dtensors import is_dtensor
 
@@ -70,7 +70,7 @@ def load_state_dict_into_parts(session: ModuleSession, module: nn.Module, load: 
         awaiting: dict[str, _LoadPlaceholder] = {}
         for path, parameter in session.parameters.items():
             awaiting[path] = torch.empty(0, dtype=parameter.dtype).as_subclass(_LoadPlaceholder)
-            awaiting[path].__dict__.update({**parameter.attributes, "given": []})
+            awaiting[path].__dict__.update({**parameter.annotated_attributes, "given": []})
         with session.replacing_parameters(awaiting), replacing_buffers_by_copies(module) as buffers:
             try:
                 result = load()
@@ -95,7 +95,7 @@ def load_state_dict_into_parts(session: ModuleSession, module: nn.Module, load: 
     for path, value in given.items():
         is_part, place = isinstance(value, ShardedTensor), session.parameters[path].place
         values[path] = parts[path].local if is_part else value
-        varying[path] = place.varying_axes + (place.sharded_axes if is_part else ())
+        varying[path] = place.independent_axes + (place.sharded_axes if is_part else ())
     check_same_on_ranks(where, values, comm, remedy=SAME_VALUES_REMEDY, varying=varying)
     with torch.no_grad():
         for buffer, value in written:
@@ -152,7 +152,7 @@ def make_parts_whole_(
         if rank is not None:
             check_rank(where, rank, comm)
         for (_, path), part in parts.items():
-            if own := [axis for axis in part.place.varying_axes if comm.mesh.axis_size(axis) > 1]:
+            if own := [axis for axis in part.place.independent_axes if comm.mesh.axis_size(axis) > 1]:
                 raise TreeError(
                     f"{where}: {path!r} has different values on ranks along {own}, and the result would have the values of one "
                     "rank alone. Save by fs.checkpoint.save()."
@@ -183,19 +183,19 @@ def gather_whole_tensors(parts: Iterable[ShardedTensor], comm: Comm) -> Iterator
 
     Cost: a gather for each unit, place and dtype. Memory: one unit, of which yielded tensors are views.
     """
-    by_unit: dict[tuple[UnitLayout, Place, torch.dtype], dict[str, ShardedTensor]] = {}
+    by_unit: dict[tuple[UnitLayout, MeshPlacement, torch.dtype], dict[str, ShardedTensor]] = {}
     for part in parts:
         by_unit.setdefault((part.unit, part.place, part.dtype), {})[part.path] = part
     for (unit, place, dtype), mine in by_unit.items():
         groups = tuple(dict.fromkeys(part.leaf.group for part in mine.values()))
         buffers = [torch.zeros(unit.local_size(g, place), dtype=dtype, device=comm.device) for g in groups]
         # A name without a number: ranks would count such trees, and after an error of one rank their counts differ.
-        node = Sharded(buffers, unit, place, groups, tree_name=TreeName("of parts"))
-        for path, _, room in iter_local_leaves(node, comm.rank):
+        node = Sharded(buffers, unit, place, groups, tree_label=TreeLabel("of parts"))
+        for path, _, room in iter_leaves_and_parts(node, comm.rank):
             if path in mine:
                 room.copy_(mine[path].local.reshape(-1))
         with torch.no_grad():
-            whole = {path: x.view(leaf.shape) for path, leaf, x in iter_local_leaves(gather(node, comm=comm), comm.rank)}
+            whole = {path: x.view(leaf.shape) for path, leaf, x in iter_leaves_and_parts(gather(node, comm=comm), comm.rank)}
         for path, part in mine.items():
             yield part, whole[path]
         del buffers, node, room, whole  # before the next unit is gathered

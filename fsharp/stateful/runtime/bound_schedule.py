@@ -41,7 +41,7 @@ class BoundSchedule:
         self.number, self.stranded = next(op_source_numbers), dict[str, Memory]()
         comm, poison = executor.comm, schedule.policy.poison
         self.unsharded_by_unit = {
-            name: UnshardedBuffer(units[name], comm, where, arena, poison=poison) for name, where in schedule.slots.items()
+            name: UnshardedBuffer(units[name], comm, at, arena, poison=poison) for name, at in schedule.parameter_memory.items()
         }
         self._opens: dict[str, Memory] = {op.unit: op.opens for op in schedule.ops if op.opens}
         self.resting_gradients = {
@@ -115,7 +115,7 @@ class BoundSchedule:
                 return [None if grad is None else grad.clone() for grad in grads]
         return grads
 
-    def release_idle_buffers(self, is_in_use: Callable[[UnshardedBuffer], bool]) -> None:
+    def release_params_move_grads(self, is_in_use: Callable[[UnshardedBuffer], bool]) -> None:
         """Release full parameters not in use, and move gradients out of the arena, except gradients that callers view."""
         self.stranded = {}
         for unsharded in self.unsharded_by_unit.values():

@@ -12,7 +12,13 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from fsharp.errors import ScheduleError
 from fsharp.functional.layout.sharded import Sharded
-from fsharp.functional.release import in_place_write_error, is_materialized, is_node_since, saved_tensors, tensors_kept_on_ctx
+from fsharp.functional.release import (
+    in_place_write_error,
+    is_materialized,
+    is_node_since,
+    raw_saved_tensors,
+    tensors_kept_on_ctx,
+)
 from fsharp.stateful.units.full_unit import FullUnit
 from fsharp.stateful.units.unit_state import UnitState
 from fsharp.stateful.units.unsharded_buffer import Stamp, UnshardedBuffer, buffers_stamp
@@ -206,7 +212,7 @@ class UnitUse:
         for x in tensors_kept_on_ctx(roots, sequence_nr):  # TransformerEngine keeps weights there
             if type(x) is torch.Tensor and is_here(x):
                 full.register_alias(x)
-        for raw in saved_tensors(roots, sequence_nr):
+        for raw in raw_saved_tensors(roots, sequence_nr):
             x = raw.data
             rebuild: RebuildView | None = None
             if full.is_subclass_leaf(x):  # a leaf loses its memory at the release, and gets it back

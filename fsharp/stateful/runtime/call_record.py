@@ -152,7 +152,7 @@ class CallRecord:
         self.num_calls += 1
         return f"{self.name} #{self.num_calls - 1}"
 
-    def record_call(self, kind: str, why: str, emitted: Callable[[], Schedule] | None = None) -> None:
+    def record_call_status(self, kind: str, why: str, emitted: Callable[[], Schedule] | None = None) -> None:
         """Record how a call went. ``emitted`` returns the ops of a call without a schedule."""
         if kind == "local":  # one rank alone may have made the call
             self.num_calls -= 1
@@ -173,7 +173,7 @@ class CallRecord:
         """Restart the count of calls in labels from 0."""
         self.num_calls = 0
 
-    def sharded_args_by_unit(self, args: Any) -> dict[str, Sharded]:
+    def nodes_at_recorded_positions(self, args: Any) -> dict[str, Sharded]:
         """Return, by unit, the nodes (``Sharded``) at the positions among the arguments that earlier calls have recorded."""
         self._nodes = units_of(args)
         return {key: self._nodes[i] for key, i in self._positions.items() if i < len(self._nodes)}

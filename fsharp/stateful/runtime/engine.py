@@ -19,7 +19,7 @@ from fsharp.functional.release import inner_tensors, unaliased_clone
 from fsharp.functional.sinks import GradientSinks, take_gradient_buffers, with_sinks
 from fsharp.stateful.runtime.boundary import UnitUse, register_prehooks
 from fsharp.stateful.runtime.step_lifecycle import StepLifecycle
-from fsharp.stateful.units.future_buffers import with_future_buffers
+from fsharp.stateful.units.future_buffers import with_lazy_buffers
 from fsharp.stateful.units.host_copies import HostCopies, StateOffload
 from fsharp.stateful.units.unit_gradient import UnitGradient
 from fsharp.stateful.units.unit_state import UnitState
@@ -78,7 +78,7 @@ class ScheduledEngine(Engine):
         uses: list[UnitUse] = []
         try:
             for node in (*ties, *nodes):
-                uses.append(step.begin_use(node, self.steps.unit_of(node)))
+                uses.append(step.begin_use(node, self.steps.find_or_bind_unit(node)))
             out = call_compiled_like_caller(
                 fn, _build_full_tree(sharded, uses, len(ties), as_leaves=as_leaves), *args, **kwargs
             )  # not referenced here, so only the function keeps the leaves alive
@@ -103,11 +103,11 @@ class ScheduledEngine(Engine):
         comm: Comm,
         residuals: ResidualViews,
         *,
-        sum_in_place: bool,
+        final_sum_in_place: bool,
     ) -> tuple[Loss, Any]:
         """Run forward and backward of each microbatch. Return the summed loss, and the gradients at rest."""
         outer = self._differentiated
-        units = self.begin_gradients_of_tree(params, residuals, sum_in_place=sum_in_place)
+        units = self.begin_gradients_of_tree(params, residuals, final_sum_in_place=final_sum_in_place)
         total: Loss | None = None
         self._differentiated = outer | {unit.key for unit in units}
         try:
@@ -128,17 +128,17 @@ class ScheduledEngine(Engine):
         assert total is not None
         return total, self.hand_out_gradients(units, params, reduction="sum")
 
-    def begin_gradients_of_tree(self, params: Any, residuals: ResidualViews, *, sum_in_place: bool) -> list[UnitState]:
+    def begin_gradients_of_tree(self, params: Any, residuals: ResidualViews, *, final_sum_in_place: bool) -> list[UnitState]:
         """Begin the gradients of ``params`` anew, and return the units of ``params``. Gradients of other units are kept."""
         step = self.steps.current_step()
         self.steps.handed_out.clear()
-        units = [self.steps.unit_of(node) for node in units_of(params)]
+        units = [self.steps.find_or_bind_unit(node) for node in units_of(params)]
         if twice := sorted([unit.key for unit in units if unit.key in self._differentiated]):
             raise ScheduleError(
                 f"value_and_grad(): it is called inside of the loss of another value_and_grad() of unit {twice[0]!r}, and the "
                 "scheduler has one gradient of a unit. Pass comm=scheduler.comm to the inner value_and_grad() and forward()."
             )
-        step.begin_gradients(units, sum_in_place=sum_in_place)
+        step.begin_gradients(units, final_sum_in_place=final_sum_in_place)
         if residuals:
             _pass_residuals(units, residuals)
         return units
@@ -183,7 +183,7 @@ class ScheduledEngine(Engine):
         self._offload = None
         if not self.steps.policy.offload:
             return state
-        keys = {node.name: self.steps.unit_of(node).key for node in reversed(units_of(params))}
+        keys = {node.name: self.steps.find_or_bind_unit(node).key for node in reversed(units_of(params))}
         self._offload = StateOffload(keys, grads, self.steps.executor.lanes, self.steps.comm.device, donate=donate)
         (main, opt), host_copies = self._offload.move_state(
             state, params if self.offloads_main else (params, state[0]), to_host=False
@@ -197,13 +197,11 @@ class ScheduledEngine(Engine):
         update_gathers: list[UpdateGather] = []
 
         def begin(old: Sharded, fresh: Sharded) -> Sharded:
-            unit = self.steps.unit_of(old)
+            unit = self.steps.find_or_bind_unit(old)
             update_gather = UpdateGather(unit, old, fresh, rank=rank, donate=donate)
             node = update_gather.node
             if update_gather.gather_inputs:  # in a new node: update_gather.node would make a cycle that keeps its memory
-                node = with_future_buffers(
-                    node, partial(self.steps.executor.run_telling_other_ranks, update_gather.wait), lanes
-                )
+                node = with_lazy_buffers(node, partial(self.steps.executor.run_telling_other_ranks, update_gather.wait), lanes)
             if not donate:
                 unit.drop_parameter_references()
             self.steps.registry.bind_node(unit, node, replaced=old)
@@ -257,7 +255,7 @@ def _reduced_gradient(node: Sharded, gradient: UnitGradient | None, to: PlaceNam
     place = resolve_place(node.unit, to)
     buffers = node.raw_buffers if gradient is None or gradient.final is None else gradient.final.hand_out()
     result = Sharded(buffers, node.unit, place, node.groups, reduction=node.reduction)
-    return with_future_buffers(result, gradient.wait) if gradient is not None and gradient.is_under_way else result
+    return with_lazy_buffers(result, gradient.wait) if gradient is not None and gradient.is_under_way else result
 
 
 def _clone_parameter_views(out: Any, uses: Sequence[UnitUse]) -> Any:

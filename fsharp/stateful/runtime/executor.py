@@ -108,7 +108,7 @@ class Executor:
             remedy = f"Add the kind to {__name__}.BIND: a function of an Executor and a BoundOp that returns what to call."
             raise ScheduleError(problem(f"op {bound.op}", f"ops of kind {bound.op.kind!r} have no action.", rows, remedy))
         if bound.gradients_to_wait_for:
-            action = partial(_run_each, [*(gradient.wait for gradient in bound.gradients_to_wait_for), action])
+            action = partial(_run_actions, [*(gradient.wait for gradient in bound.gradients_to_wait_for), action])
         encodes = any(each.unit is not None and each.unit.layout.has_any_format for each in bound.bucket_members)
         return partial(self.run_telling_other_ranks, action) if encodes else action
 
@@ -167,7 +167,7 @@ class Executor:
         self.reducing.clear()
 
 
-def _run_each(actions: Iterable[Action]) -> None:
+def _run_actions(actions: Iterable[Action]) -> None:
     for action in actions:
         action()
 
@@ -334,7 +334,7 @@ def _bind_reduce(executor: Executor, bound: BoundOp) -> Action:
                 inputs += gradient.take_reduction_inputs(block, into_rest=each.op.opens is not None)
         works = reduce_along(inputs, transport, label=executor.label_of_units(units, what), coalesced=coalesced)
         for _, gradient, _ in members:
-            works = gradient.take_own_works(works)
+            works = gradient.keep_own_return_others(works)
 
     return executor.action_on_lane(bound, start)
 

@@ -9,7 +9,7 @@ import torch
 from fsharp.errors import ScheduleError
 from fsharp.functional.layout.sharded import PlaceName, Sharded, resolve_place
 from fsharp.functional.layout.stages import residual_sizes
-from fsharp.stateful.units.future_buffers import with_future_buffers
+from fsharp.stateful.units.future_buffers import with_lazy_buffers
 from fsharp.stateful.units.unit_gradient import GradientPhase
 from fsharp.stateful.units.unit_state import UnitState
 
@@ -42,7 +42,7 @@ class HandedOutGradients:
         tensors = gradient.rest.hand_out()
         self._rows.append((unit, tensors, list(map(_version_of, tensors))))
         result = Sharded(tensors, node.unit, node.unit.strategy.grads, node.unit.trainable_groups, reduction=reduction)
-        return with_future_buffers(result, gradient.wait) if gradient.is_under_way else result
+        return with_lazy_buffers(result, gradient.wait) if gradient.is_under_way else result
 
     def check_none_reduced_with_feedback(self, nodes: Sequence[Sharded]) -> None:
         """Raise an error if a gradient in ``nodes`` was reduced with feedback: another reduction would read new residuals."""

@@ -8,7 +8,7 @@ from fsharp.distributed.process_group import ProcessGroupComm
 from fsharp.errors import OptionError, ScheduleError
 from fsharp.functional.comm.protocol import Comm, DelegatingComm, innermost_comm
 from fsharp.functional.comm.restart_replay import restart_replay
-from fsharp.functional.comm.tree_names import TreeNameCounters, tree_name_counters_of
+from fsharp.functional.comm.tree_labels import TreeLabelCounters, tree_label_counters_of
 from fsharp.stateful.runtime.call_record import CallStatus
 from fsharp.stateful.runtime.engine import ScheduledEngine
 from fsharp.stateful.runtime.step_lifecycle import StepLifecycle
@@ -16,9 +16,9 @@ from fsharp.stateful.schedule.policy import SchedulePolicy
 from fsharp.stateful.schedule.schedule import Schedule
 from fsharp.stateful.timing.trace import Trace
 from fsharp.stateful.verify.verify import verify
-from fsharp.torch_compile import uncompiled
+from fsharp.torch_compile import disable_compile
 from fsharp.tracebacks import api_boundary
-from fsharp.type_checks import check_computes_when_called, options_checked, short_repr, takes_arguments
+from fsharp.type_checks import can_bind_partial, check_computes_when_called, options_checked, short_repr
 
 
 @options_checked
@@ -66,15 +66,15 @@ class Scheduler(DelegatingComm):
 
     def __call__(self, fn: Callable[..., Any]) -> "ScheduledFunction":
         """Return a function that calls ``fn`` with this scheduler as its argument ``comm``, and follows a schedule."""
-        if not takes_arguments(fn, comm=self):
+        if not can_bind_partial(fn, comm=self):
             raise OptionError(f"Scheduler(): {short_repr(fn)} has no argument comm, expected def step(state, batch, comm).")
         check_computes_when_called(f"Scheduler(): {short_repr(fn)}", fn, OptionError)
         return ScheduledFunction(self, fn, getattr(fn, "__qualname__", type(fn).__name__).replace(".<locals>", ""))
 
     @property
-    def tree_name_counters(self) -> TreeNameCounters | None:
+    def tree_label_counters(self) -> TreeLabelCounters | None:
         """The wrapped Comm's counters, from which trees get their names in labels; None for a Comm without labels."""
-        return tree_name_counters_of(self.comm)
+        return tree_label_counters_of(self.comm)
 
     all_gather, reduce_scatter = api_boundary(DelegatingComm.all_gather), api_boundary(DelegatingComm.reduce_scatter)
     all_reduce, all_to_all = api_boundary(DelegatingComm.all_reduce), api_boundary(DelegatingComm.all_to_all)
@@ -87,7 +87,7 @@ class Scheduler(DelegatingComm):
         return steps.own, steps.executor.with_step_prefix(label or "a call of the Comm")
 
 
-class ScheduledCalls:
+class ScheduleHandle:
     """The calls of one function under a scheduler, or the training steps of one module: their schedules, and how calls went.
 
     Attributes:
@@ -107,15 +107,15 @@ class ScheduledCalls:
         """Number of calls that did not follow a schedule to the end."""
         return self.record.programs.num_unscheduled_calls
 
-    def status(self) -> CallStatus:
+    def last_call_status(self) -> CallStatus:
         """Return whether the last call was recorded, or followed or left its schedule, and the reason."""
         return self.record.status
 
     @api_boundary
-    def emitted(self) -> Schedule:
+    def last_unscheduled_ops(self) -> Schedule:
         """Return the ops of the last call as a Schedule to print; ScheduleError if it had a schedule, or there was no call."""
         if self.record.emitted is None:
-            raise ScheduleError("emitted(): there is no call, or the last call had a schedule: read `schedule` instead.")
+            raise ScheduleError("there is no call, or the last call had a schedule: read `schedule` instead.")
         return self.record.emitted()
 
     @api_boundary
@@ -133,14 +133,14 @@ class ScheduledCalls:
         return self.record.start_trace(self.scheduler.device, self.scheduler.engine.steps.executor.total_waited_s)
 
 
-class ScheduledFunction(ScheduledCalls):
+class ScheduledFunction(ScheduleHandle):
     """The function that ``scheduler(fn)`` returns: ``fn`` without its argument ``comm``. Its calls follow schedules."""
 
     def __init__(self, scheduler: Scheduler, fn: Callable[..., Any], name: str) -> None:
         super().__init__(scheduler, name)
         self._fn = fn
 
-    @uncompiled
+    @disable_compile
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the function. The first call records the order of its units; later calls follow a schedule.
 

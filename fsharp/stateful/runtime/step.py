@@ -100,7 +100,7 @@ class Step:
         assert self.schedule is not None
         after = f"the end after {self.events[-1]}" if self.events else "an end"
         self.executor.end_all_reductions()
-        self.schedule.release_idle_buffers(self.uses.is_buffer_in_use)
+        self.schedule.release_params_move_grads(self.uses.is_buffer_in_use)
         left_at = after if event is None else str(event)
         self.eager = EagerOps(self.executor, self.uses, self.schedule, left_at)
         return self.eager
@@ -253,13 +253,13 @@ class Step:
         self.executor.set_label_names(microbatch=f"microbatch {self.num_microbatches}")
         self.uses.pending.clear()
 
-    def begin_gradients(self, units: Sequence[UnitState], *, sum_in_place: bool) -> None:
+    def begin_gradients(self, units: Sequence[UnitState], *, final_sum_in_place: bool) -> None:
         """Begin new gradients of ``units``, in the schedule's memory. Reductions of the old gradients are ended first."""
         if {unit.key for unit in units} & {key for key, _ in self.executor.reducing}:
             self.leave_schedule()
         in_arena = self.schedule.resting_gradients if self.schedule is not None and self.eager is None else {}
         for unit in units:
-            unit.begin_gradient(self.executor.transport, in_arena.get(unit.key), sum_in_place=sum_in_place)
+            unit.begin_gradient(self.executor.transport, in_arena.get(unit.key), final_sum_in_place=final_sum_in_place)
         self.trained.update(dict.fromkeys([unit.key for unit in units if unit.gradient is not None]))
 
     def record_unscheduled_reduction(self) -> None:

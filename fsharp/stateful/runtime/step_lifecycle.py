@@ -8,7 +8,7 @@ from dataclasses import asdict
 from functools import partial
 from typing import Any, NamedTuple
 
-from fsharp.distributed.process_group import ProcessGroupComm, ProcessGroups, with_own_numbering
+from fsharp.distributed.process_group import ProcessGroupComm, TransportGroups, with_own_numbering
 from fsharp.errors import CommError, ScheduleError
 from fsharp.functional.comm.agree import agree, all_gather_fixed_size
 from fsharp.functional.comm.protocol import Comm, CountingComm, LabelPrefixComm, innermost_comm
@@ -65,9 +65,9 @@ class StepLifecycle:
         self.comm, self.policy = comm, policy
         self.records, self._history = CallRecords(), SettingsHistory()
         self._closed: str | None = None
-        restart_replay.record_for_replay(lambda: self.close_scheduler_after_error(CommError("a rank was restarted")))
+        restart_replay.record_replay_only_call(lambda: self.close_scheduler_after_error(CommError("a rank was restarted")))
         self._renew_executor(lanes_for(comm.device))
-        restart_replay.record_for_replay(partial(self._reset_after_rank_restart, self.own, self.executor))
+        restart_replay.record_replay_only_call(partial(self._reset_after_rank_restart, self.own, self.executor))
 
     def _reset_after_rank_restart(self, own: Comm, executor: Executor) -> None:
         """Drop all schedules and steps for a new generation of the job, and use ``own`` and ``executor`` of the constructor."""
@@ -142,7 +142,7 @@ class StepLifecycle:
             title = f"{record.take_next_call_name()} after {self.num_updates} updates"
             self.executor.begin_step(f"{title}{self._history_label_suffix}")
             self.registry.begin_step()
-            for key, node in record.sharded_args_by_unit(inputs).items():
+            for key, node in record.nodes_at_recorded_positions(inputs).items():
                 self.registry.bind_unbound_node(key, node)
             schedule = self.arena.bind_next_schedule(record, self.records)
             recorder = record.recorder if schedule is not None else None
@@ -219,12 +219,12 @@ class StepLifecycle:
                 unit.gradient.copy_out_held_tensors()
         if step.used_no_collectives:  # one rank alone may run a local step, so no later label may depend on the step
             self._history.undo_begin_step()
-            record.record_call("local", "nothing was gathered, reduced or updated, so there is nothing to schedule")
+            record.record_call_status("local", "nothing was gathered, reduced or updated, so there is nothing to schedule")
             return
         self.records.record_last_called(record)
         if step.eager is None and step.schedule is not None:
             record.programs.record_scheduled_call(step.schedule.schedule.program)
-            record.record_call("planned", "it has followed its schedule to the end")
+            record.record_call_status("planned", "it has followed its schedule to the end")
             if record.next_called() in (None, record):  # the next step of other functions may begin with any unit
                 self.arena.gather_for_next_step(record, step.recorder if self.arena.schedule is step.schedule else None)
         else:
@@ -254,7 +254,7 @@ class StepLifecycle:
         why = f"its schedule did not have {step.eager.left_at} next" if was_planned else "no schedule was expected to fit"
         if held:
             why = f"a caller holds parameters of units {held} after their use, and a schedule would reuse their memory"
-        record.record_call("left" if was_planned else "recorded", why, emitted)
+        record.record_call_status("left" if was_planned else "recorded", why, emitted)
         schedules = [schedule for each in self.records for schedule in each.programs.schedules]  # of all units in use
         self.registry.remove_unused({facts.name for schedule in schedules for facts in schedule.program.units})
 
@@ -274,7 +274,7 @@ class StepLifecycle:
         """Count an update of parameters."""
         self.num_updates += 1
 
-    def unit_of(self, node: Sharded) -> UnitState:
+    def find_or_bind_unit(self, node: Sharded) -> UnitState:
         """Return the unit to which ``node`` is bound in this step; bind the node first if it is new."""
         unit = self.registry.find_unit(node)
         if unit is None:
@@ -309,4 +309,4 @@ def _transport_over(comm: Comm, *, separate_groups: bool) -> Transport:
     if not isinstance(inner, ProcessGroupComm):
         return BlockingTransport(comm)
     kind = NcclTransport if inner.is_nccl else GlooTransport
-    return kind(inner, ProcessGroups(inner, separate=separate_groups), counters)
+    return kind(inner, TransportGroups(inner, separate=separate_groups), counters)

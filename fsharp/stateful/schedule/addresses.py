@@ -156,14 +156,14 @@ class _AddressSearch:
         yield sorted(every, key=lambda i: (-last[i], -duration[i]))
         for seed in dict.fromkeys((max(every, key=lambda i: items[i].nbytes), 0, max(every, key=first.__getitem__))):
             if self.num_compared <= _MAX_COMPARISONS:
-                yield self._overlap_order(seed)
+                yield self._overlap_order_from_item(seed)
 
-    def _overlap_order(self, seed: int) -> list[int]:
-        """Return an order from item ``seed`` on. Each next item is live together with the most bytes of earlier ones."""
+    def _overlap_order_from_item(self, first: int) -> list[int]:
+        """Return an order from item ``first`` on. Each next item is live together with the most bytes of earlier ones."""
         lifetimes, met, order = self.lifetimes, dict.fromkeys(range(len(self.items)), 0), list[int]()
         self.num_compared += len(self.items) ** 2 // 2
         while met:
-            i = max(met, key=met.__getitem__) if order else seed
+            i = max(met, key=met.__getitem__) if order else first
             del met[i]
             order.append(i)
             for j in met:

@@ -57,7 +57,7 @@ class BufferKind:
     Attributes:
         description: the contents, in words for errors.
         size_fact: field of :class:`UnitFacts` with the buffer's bytes in the arena; empty if the buffer is not in the arena.
-        is_pinned: whether the buffer keeps one address for a whole step, as tensors saved by autograd point there.
+        has_fixed_address: whether the buffer keeps one address for a whole step, as tensors saved by autograd point there.
         is_opened: whether the address is in an op's ``opens``, not in ``memory``. Such a buffer is live to the step's end.
         source: another buffer, from which an op fills this buffer. If the source is changed, filled or freed, this buffer is
             out of date and counts as empty. An empty text means no source.
@@ -66,7 +66,7 @@ class BufferKind:
 
     description: str
     size_fact: str = ""
-    is_pinned: bool = False
+    has_fixed_address: bool = False
     is_opened: bool = False
     source: str = ""
     is_consumed: bool = False
@@ -78,7 +78,7 @@ DECODED, ENCODED, SUMMED = "decoded", "encoded", "summed"
 ENCODED_REST, FINAL_SUMMED = "encoded_rest", "final_summed"
 BUFFERS = {
     RESTING: BufferKind("parameters where they rest"),
-    PARAMS: BufferKind("parameters", "gathered", is_pinned=True),
+    PARAMS: BufferKind("parameters", "gathered", has_fixed_address=True),
     STATE: BufferKind("optimizer state on the device"),
     OUTGOING: BufferKind("outgoing gradient", "outgoing"),
     REST: BufferKind("gradient at rest", "rest", is_opened=True),
@@ -275,7 +275,7 @@ def declare_op(spec: OpSpec) -> None:
     Raises:
         ScheduleError: a field has an impossible value, or the kind has a record for one of these phases already.
     """
-    if why := describe_wrong_field(spec) or _describe_unknown_name(spec):
+    if why := describe_wrong_field(spec) or _why_fields_invalid(spec):
         raise ScheduleError(f"declare_op(): kind {spec.kind!r}: {why}. Correct this field of the OpSpec.")
     for phase in spec.phases:
         if (spec.kind, phase) in OPS:
@@ -284,7 +284,7 @@ def declare_op(spec: OpSpec) -> None:
     OPS.update({(spec.kind, phase): spec for phase in spec.phases})
 
 
-def _describe_unknown_name(spec: OpSpec) -> str:
+def _why_fields_invalid(spec: OpSpec) -> str:
     """Return what is wrong with the first field of ``spec`` that is empty or has an unknown name; "" if all are right."""
     for field in ("kind", "phases"):
         if not getattr(spec, field):

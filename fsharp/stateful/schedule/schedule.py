@@ -98,14 +98,14 @@ class Schedule:
         policy: the policy under which it was compiled.
         ops: ops, in the order in which the host issues them.
         arena: bytes of the arena, the memory in which all buffers of a step have addresses.
-        bound: largest number of bytes that are live at once: a lower bound of the arena.
+        peak_nbytes: largest number of bytes that are live at once: a lower bound of the arena.
     """
 
     program: Program
     policy: SchedulePolicy
     ops: tuple[Op, ...]
     arena: int
-    bound: int
+    peak_nbytes: int
 
     def __post_init__(self) -> None:
         if why := describe_wrong_field(self):
@@ -119,7 +119,7 @@ class Schedule:
                 what = f"kind is {op.kind!r}, expected {' or '.join(map(repr, known))}"
                 raise ScheduleError(f"Schedule(): op {i}: {what}. Give the OpSpec of another kind to `declare_op()` first.")
 
-    def calls(self) -> Counter[Call]:
+    def collective_counts(self) -> Counter[Call]:
         """Return how often one rank issues each collective in a step; collectives of the caller's own are not counted."""
         facts = self.program.facts
         return Counter(call for issued in group_ops_by_bucket(self.ops) for call in collectives_of_bucket(issued, facts))
@@ -131,7 +131,7 @@ class Schedule:
         return sum(facts[op.unit].host for op in self.ops if op.spec.cost == "copy")
 
     @property
-    def slots(self) -> dict[str, Memory]:
+    def parameter_memory(self) -> dict[str, Memory]:
         """Memory of each unit's full parameters, by name of the unit: one address for the whole step."""
         return {op.unit: op.memory for op in self.ops if op.memory and op.spec.fills == PARAMS}
 
@@ -155,7 +155,9 @@ class Schedule:
 
     def to_json(self) -> str:
         """Return the schedule as JSON; :meth:`from_json` is the inverse."""
-        return json.dumps(asdict(self), indent=1)
+        data = asdict(self)
+        data["bound"] = data.pop("peak_nbytes")  # the key in files
+        return json.dumps(data, indent=1)
 
     @staticmethod
     @api_boundary

@@ -56,7 +56,7 @@ class Trace:
         return Timeline(schedule, tuple(sorted(spans, key=lambda span: (span.start_s, span.op))), stop - start)
 
     def compute_times(self) -> dict[str, tuple[float, float]]:
-        """Return median seconds ``(forward, backward)`` of each unit, without nested units, for ``Hardware(compute=...)``."""
+        """Return median seconds ``(forward, backward)`` by unit, without nested units, for ``Hardware(compute_times=)``."""
         times: dict[tuple[str, Phase], list[float]] = {}
         computing = kinds_where(lambda spec: spec.cost == "compute")
         for _, rows in self.ended_steps():

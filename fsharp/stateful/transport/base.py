@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
-from fsharp.distributed.process_group import ProcessGroups
+from fsharp.distributed.process_group import TransportGroups
 from fsharp.distributed.worker_threads import CollectiveOutcome
 from fsharp.functional.comm.protocol import Comm, CountingComm
 
@@ -73,7 +73,7 @@ class Transport(ABC):
     is_async = False
     """Whether a wait for a Work may block the host."""
 
-    def __init__(self, comm: Comm, groups: ProcessGroups | None = None, counters: Sequence[CountingComm] = ()) -> None:
+    def __init__(self, comm: Comm, groups: TransportGroups | None = None, counters: Sequence[CountingComm] = ()) -> None:
         self.comm, self.groups, self.counters = comm, groups, counters
 
     def gather(self, xs: Sequence[torch.Tensor], outs: Sequence[torch.Tensor], axis: str, label: str) -> Work:

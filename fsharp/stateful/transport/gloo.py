@@ -15,7 +15,7 @@ from weakref import ref
 
 import torch
 
-from fsharp.distributed.process_group import PartsOfBuffers, PointToPoint, ProcessGroupComm, ProcessGroups, exchange_rounds
+from fsharp.distributed.process_group import CallMessages, PartsOfBuffers, ProcessGroupComm, TransportGroups, exchange_rounds
 from fsharp.distributed.worker_threads import CollectiveOutcome, Outcome, Worker
 from fsharp.functional.comm.protocol import CountingComm
 from fsharp.functional.formats.format import dtype_name
@@ -32,9 +32,9 @@ class GlooTransport(Transport):
 
     is_async = True
     comm: ProcessGroupComm
-    groups: ProcessGroups
+    groups: TransportGroups
 
-    def __init__(self, comm: ProcessGroupComm, groups: ProcessGroups, counters: Sequence[CountingComm] = ()) -> None:
+    def __init__(self, comm: ProcessGroupComm, groups: TransportGroups, counters: Sequence[CountingComm] = ()) -> None:
         super().__init__(comm, groups, counters)
         self._on_collective: Callable[[CollectiveOutcome], None] | None = None
         self._crew = {kind: Worker(kind) for kind in ("posts", "gather", "reduce", "share")}
@@ -88,7 +88,7 @@ class GlooTransport(Transport):
         results[mine].copy_(parts[mine])
         return self._exchange_parts("reduce", [parts], [results], mine, self._begin_messages(label, "all_to_all", [x], axis))
 
-    def _begin_messages(self, label: str, op: str, xs: Sequence[torch.Tensor], axis: str) -> PointToPoint:
+    def _begin_messages(self, label: str, op: str, xs: Sequence[torch.Tensor], axis: str) -> CallMessages:
         """Begin a collective of ``xs``. Return its sends and receives. If a rank waits for another, both compare ``label``."""
         sizes = "+".join([str(len(x)) for x in xs])
         call = self.comm.watch.begin_call(f"{label}: {op} along {axis} of {sizes} {dtype_name(xs[0].dtype)}")
@@ -100,7 +100,7 @@ class GlooTransport(Transport):
         send: PartsOfBuffers,
         receive: PartsOfBuffers,
         mine: int,
-        messages: PointToPoint,
+        messages: CallMessages,
         outcome: CollectiveOutcome | None = None,
     ) -> Work:
         """Send to every other rank its part of each row in ``send``, and receive that rank's part of each row in ``receive``.
@@ -117,7 +117,7 @@ class GlooTransport(Transport):
         outs: Sequence[torch.Tensor],
         mine: int,
         summands: Sequence[Summand],
-        messages: PointToPoint,
+        messages: CallMessages,
         then: Callable[[], Any] = lambda: None,
         second_outcome: CollectiveOutcome | None = None,
     ) -> Work:

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from fsharp.distributed.job import callbacks_before_leaving
-from fsharp.distributed.process_group import GroupKind, ProcessGroupComm, ProcessGroups
+from fsharp.distributed.process_group import GroupKind, ProcessGroupComm, TransportGroups
 from fsharp.errors import ScheduleError, problem
 from fsharp.stateful.transport.base import Summand, Transport, Work
 
@@ -20,7 +20,7 @@ class NcclTransport(Transport):
     """A Transport of a device backend's collectives, on the current stream. The backend adds in the dtype of its input."""
 
     comm: ProcessGroupComm
-    groups: ProcessGroups
+    groups: TransportGroups
     _registered: "RegisteredMemory | None" = None
 
     def gather_each(self, xs: Sequence[torch.Tensor], outs: Sequence[torch.Tensor], axis: str, label: str) -> Work:

@@ -10,7 +10,7 @@ import torch
 from fsharp.functional.comm.protocol import Call
 from fsharp.functional.comm.residuals import ResidualsByAxis
 from fsharp.functional.formats.format import ResidualAndNoise
-from fsharp.functional.layout.placement import Place
+from fsharp.functional.layout.placement import MeshPlacement
 from fsharp.functional.layout.stages import padding_in_decoded_sum, reduction_stages
 from fsharp.functional.layout.unit_layout import UnitLayout
 from fsharp.functional.traffic import calls_of_stages
@@ -37,7 +37,7 @@ class ReductionChain:
         transport: Transport,
         unit: UnitLayout,
         group: int,
-        places: tuple[Place, Place],
+        places: tuple[MeshPlacement, MeshPlacement],
         *,
         trivial: bool,
         always_has_out: bool = False,
@@ -96,7 +96,7 @@ def facts_of_reduction(name: str, chains: Iterable[ReductionChain]) -> dict[str,
             if stage.dtype != chain.dtypes.accumulate:
                 found[f"{name}_cast"] += stage.size * stage.dtype.itemsize
             if stage.op == "all_to_all":
-                nbytes = stage.n * stage.wire.size(stage.out) * stage.wire.stored_dtype.itemsize
+                nbytes = stage.n * stage.wire.size(stage.out) * stage.wire.buffer_dtype.itemsize
                 found[f"{name}_{'encoded' if k == 0 else 'recoded'}"] += nbytes
                 found[f"{name}_{'decoded' if k == len(chain.stages) - 1 else 'recoded'}"] += nbytes
     return {name: tuple(calls), **found}

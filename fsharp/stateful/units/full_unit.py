@@ -333,7 +333,7 @@ def encoded_copy_nbytes(unit: UnitLayout, group: int) -> int:
 def full_sizes_of_encoded_groups(unit: UnitLayout) -> list[tuple[int, torch.dtype]]:
     """Return ``(number of elements, dtype)`` of the full gathered buffer of each group whose format is not plain."""
     formats = [group.dtypes.format for group in unit.groups]
-    return [(unit.stored_size(i, unit.strategy.full), each.stored_dtype) for i, each in enumerate(formats) if each is not None]
+    return [(unit.stored_size(i, unit.strategy.full), each.buffer_dtype) for i, each in enumerate(formats) if each is not None]
 
 
 def full_nbytes(unit: UnitLayout) -> int:

@@ -1,4 +1,4 @@
-"""FutureBuffers: buffers of a Sharded that are not filled yet. Any thread that reads them waits."""
+"""FillOnReadBuffers: buffers of a Sharded that are not filled yet. Any thread that reads them waits."""
 
 import threading
 from collections.abc import Callable, Hashable, Sequence
@@ -8,7 +8,7 @@ from fsharp.functional.layout.sharded import LazyBuffers, Sharded
 from fsharp.stateful.transport.streams import Lanes
 
 
-class FutureBuffers(LazyBuffers):
+class FillOnReadBuffers(LazyBuffers):
     """Tensors that are filled when ``fill`` returns. The first reader calls ``fill``, and later readers do not.
 
     If gathers on ``lanes`` fill the tensors, each stream that reads the tensors waits for these gathers.
@@ -32,16 +32,16 @@ class FutureBuffers(LazyBuffers):
             self._joined.add(stream)
         return self.raw
 
-    def with_aliases(self, buffers: Sequence[Any]) -> "FutureBuffers":
-        """Return FutureBuffers of ``buffers``, other tensors in the same memory. Their readers wait for the same fill."""
-        return FutureBuffers(buffers, self.wait, self._gathered_on)
+    def for_aliases(self, buffers: Sequence[Any]) -> "FillOnReadBuffers":
+        """Return FillOnReadBuffers of ``buffers``, other tensors in the same memory. Their readers wait for the same fill."""
+        return FillOnReadBuffers(buffers, self.wait, self._gathered_on)
 
 
-def with_future_buffers(node: Sharded, fill: Callable[[], Any], lanes: Lanes | None = None) -> Sharded:
+def with_lazy_buffers(node: Sharded, fill: Callable[[], Any], lanes: Lanes | None = None) -> Sharded:
     """Return ``node`` with buffers that ``fill`` fills. The first reader of a buffer calls ``fill``."""
-    return node.with_buffers(FutureBuffers(node.raw_buffers, fill, lanes), reduction=node.reduction)
+    return node.with_buffers(FillOnReadBuffers(node.raw_buffers, fill, lanes), reduction=node.reduction)
 
 
 def is_pending(node: Sharded) -> bool:
     """Return whether a node's buffers may not be filled yet."""
-    return isinstance(node.lazy, FutureBuffers) and node.lazy._fill is not None
+    return isinstance(node.lazy, FillOnReadBuffers) and node.lazy._fill is not None

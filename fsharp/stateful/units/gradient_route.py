@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import torch
 
-from fsharp.functional.layout.placement import Place
+from fsharp.functional.layout.placement import MeshPlacement
 from fsharp.functional.layout.unit_layout import UnitLayout
 from fsharp.stateful.transport.base import Transport
 from fsharp.stateful.units.axis_chain import ReductionChain
@@ -53,7 +53,7 @@ class GradientRoute:
         self.unit, self.device = unit, device
         self.leaf_table = leaf_table(unit)
         self.leaves = [self.leaf_table.stored[i] for i in self.leaf_table.trainable]
-        whole, rest, end = unit.strategy.full.dual, unit.strategy.grads, unit.strategy.optim
+        whole, rest, end = unit.strategy.full.cotangent_place, unit.strategy.grads, unit.strategy.optim
         chain = partial(ReductionChain, transport, unit, trivial=trivial)
         self.chains = [chain(g, (whole, rest)) for g in unit.trainable_groups]
         self.final_chains = [chain(g, (rest, end), always_has_out=True) for g in unit.trainable_groups]
@@ -61,7 +61,7 @@ class GradientRoute:
         self.has_final_reduction = any(each.stages for each in self.final_chains)
         self.can_sum_in_place = self.buffer_sizes(rest) == self.buffer_sizes(end)
 
-    def buffer_sizes(self, place: Place) -> FlatSizes:
+    def buffer_sizes(self, place: MeshPlacement) -> FlatSizes:
         """Return ``(number of elements, dtype)`` of each group's gradient in ``place``."""
         unit = self.unit
         return [(unit.local_size(g, place), unit.groups[g].dtypes.accumulate) for g in unit.trainable_groups]

@@ -11,10 +11,10 @@ import torch
 
 from fsharp.functional.layout.sharded import is_sharded, map_units, units_of
 from fsharp.stateful.transport.streams import Lanes, OpKey
-from fsharp.stateful.units.future_buffers import FutureBuffers
+from fsharp.stateful.units.future_buffers import FillOnReadBuffers
 
 
-class HostStateBuffers(FutureBuffers):
+class HostStateBuffers(FillOnReadBuffers):
     """Buffers in host memory, which the copies ``move`` fill. Each read of a buffer first waits for the copies."""
 
     def __init__(self, raw: list[Any], move: "HostCopies") -> None:

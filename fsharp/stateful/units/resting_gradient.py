@@ -92,21 +92,21 @@ class RestingGradient:
 
     def try_copy_out_held_tensors(self) -> bool:
         """Move the tensors that callers hold to new memory. Return False if callers hold views, which cannot be moved."""
-        if self.handed_out and self.is_held:
+        if self.handed_out and self.is_held_by_caller:
             for ref, _ in self.handed_out:
                 if (tensor := ref()) is not None:
                     tensor.data = tensor.data.clone()
-            if self.is_held:
+            if self.is_held_by_caller:
                 gc.collect()  # finds views in cycles that nobody can reach
         self.handed_out = []
-        return not self.is_held
+        return not self.is_held_by_caller
 
     def _count_references(self) -> int:
         """Return the number of references to the ``UntypedStorage`` of the views; 0 if there are no views."""
         return 0 if self._storage is None else int(torch._C._storage_Use_Count(self._storage._cdata))
 
     @property
-    def is_held(self) -> bool:
+    def is_held_by_caller(self) -> bool:
         """Whether a caller holds one of the tensors of :meth:`hand_out`, or a view of one."""
         return self._storage is not None and torch._C._storage_Use_Count(self._storage._cdata) != self._alone
 

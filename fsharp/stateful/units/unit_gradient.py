@@ -81,20 +81,20 @@ class UnitGradient:
         """Let the next gradient rest outside of the arena until :meth:`allow_arena_memory`."""
         self._is_open = False
 
-    def begin(self, arena_rest: RestingGradient | None, *, sum_in_place: bool) -> None:
+    def begin(self, arena_rest: RestingGradient | None, *, final_sum_in_place: bool) -> None:
         """Wait for reductions of the last step's gradient, and begin this step's gradient.
 
-        ``arena_rest``: its memory in the arena, in use from :meth:`allow_arena_memory` on. ``sum_in_place``: whether the final
-        sum may overwrite the gradient at rest, as nobody will read this gradient any more.
+        ``arena_rest``: its memory in the arena, in use from :meth:`allow_arena_memory` on. ``final_sum_in_place``: whether the
+        final sum may overwrite the gradient at rest, as nobody will read this gradient any more.
         """
         if self.is_under_way:
             self.wait()
         if self.rest.handed_out:
             self.copy_out_held_tensors()
         self._own.release()
-        self._is_read = not sum_in_place
-        self.final = None if sum_in_place and self.route.can_sum_in_place else self._own_final
-        if self._own_final is not None and (self.final is None or self.final.is_held):
+        self._is_read = not final_sum_in_place
+        self.final = None if final_sum_in_place and self.route.can_sum_in_place else self._own_final
+        if self._own_final is not None and (self.final is None or self.final.is_held_by_caller):
             self._own_final.release()
         self.rest, self._arena_rest = arena_rest if self._is_open and arena_rest is not None else self._own, arena_rest
         if self.route.device.type != "cpu" and self.final is not None:
@@ -224,7 +224,7 @@ class UnitGradient:
             inputs.append(ChainInput(chain, block.sent[i], out, block.scratch[i], self._residuals, encoded[i]))
         return inputs
 
-    def take_own_works(self, works: list[Work]) -> list[Work]:
+    def keep_own_return_others(self, works: list[Work]) -> list[Work]:
         """Keep the first Works in ``works``, one for each group of this gradient. Return the rest, for other units."""
         count = len(self.route.chains)
         self._works += works[:count]
@@ -295,7 +295,7 @@ class UnitGradient:
         self.wait()
         self.zero_if_missing()
         self._enter_phase(GradientPhase.FINISHING)
-        if self.final is not None and self.final.is_held:
+        if self.final is not None and self.final.is_held_by_caller:
             self.final.release()
         chains, targets = self.route.final_chains, (self.final or self.rest).tensors
         rows = zip(chains, self.rest.tensors, targets, blocks, self._take_encoded(chains), strict=True)

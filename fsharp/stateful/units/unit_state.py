@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from fsharp.functional.comm.protocol import Comm
-from fsharp.functional.comm.tree_names import new_tree_label_prefix
+from fsharp.functional.comm.tree_labels import new_tree_label_prefix
 from fsharp.functional.layout.sharded import Sharded
 from fsharp.functional.layout.unit_layout import UnitLayout
 from fsharp.functional.traffic import calls_to_gather_buffer
@@ -124,14 +124,14 @@ class UnitState:
         if self.gradient is not None:
             self.gradient.forbid_arena_memory()
 
-    def begin_gradient(self, transport: Transport, arena_rest: RestingGradient | None, *, sum_in_place: bool) -> None:
+    def begin_gradient(self, transport: Transport, arena_rest: RestingGradient | None, *, final_sum_in_place: bool) -> None:
         """Begin a new gradient, if the unit is trained: see :meth:`UnitGradient.begin`."""
         if not self.layout.trainable_groups:
             return
         if self.gradient is None:
             device = self.node.raw_buffers[0].device if self.node else torch.device("cpu")
             self.gradient = UnitGradient(self.layout, transport, device, trivial=self.trivial)
-        self.gradient.begin(arena_rest, sum_in_place=sum_in_place)
+        self.gradient.begin(arena_rest, final_sum_in_place=final_sum_in_place)
 
     def set_offloaded_nbytes(self, nbytes: int) -> None:
         """Set how many bytes of the unit's state an update copies to host memory."""

@@ -24,7 +24,7 @@ class HappensBefore:
         self._starts, self._ends = [run[0] for run in runs for _ in run], [run[-1] for run in runs for _ in run]
         clocks = zip(self._compute_clocks(-1), self._streams, strict=True)
         waited = max((over[_GATHER] for over, stream in clocks if stream == _COMPUTE), default=-1)  # the last gather waited for
-        first_pending = next((i for i in self.gathers_after_last_update() if i + len(ops) > waited), 0)
+        first_pending = next((i for i in self.previous_step_tail_gathers() if i + len(ops) > waited), 0)
         self._over = self._compute_clocks(first_pending - 1)
 
     def _compute_clocks(self, last_ended_gather: int) -> list[list[int]]:
@@ -57,7 +57,7 @@ class HappensBefore:
         """Return whether op ``i``, of this or the previous step, is over when op ``j`` starts."""
         return i < self._starts[j] and self._over[j][self._streams[i]] >= i
 
-    def gathers_after_last_update(self) -> list[int]:
+    def previous_step_tail_gathers(self) -> list[int]:
         """Return the positions, which are negative, of the previous step's gathers after its last update."""
         return [i - len(self.ops) for i in range(self.last_update, len(self.ops)) if self._streams[i] == _GATHER]
 
@@ -77,7 +77,7 @@ def op_error(i: int, op: Op, what: str, expected: str, remedy: str = UNDO_REMEDY
     return ScheduleError(problem(f"verify(): op {i}, {op}", what, [("unit", op.unit or "-"), ("expected", expected)], remedy))
 
 
-class ScheduleCheck:
+class ScheduleCheckPass:
     """Base class of one pass over all ops. A pass runs only if earlier passes have found no error."""
 
     def __init__(self, schedule: Schedule, order: HappensBefore) -> None:

@@ -7,10 +7,10 @@ from itertools import product
 from fsharp.errors import ScheduleError, problem
 from fsharp.stateful.schedule.ops import FINAL, FINISHING, OPS, OUTGOING, REST, OpSpec
 from fsharp.stateful.schedule.schedule import Op, Schedule
-from fsharp.stateful.verify.check import HappensBefore, ScheduleCheck, op_error
+from fsharp.stateful.verify.check import HappensBefore, ScheduleCheckPass, op_error
 
 
-class GradientCheck(ScheduleCheck):
+class GradientCheck(ScheduleCheckPass):
     """Check that each gradient is collected, reduced, added and sent to the optimizer's shards once, in this order."""
 
     def __init__(self, schedule: Schedule, order: HappensBefore) -> None:

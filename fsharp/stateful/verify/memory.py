@@ -7,10 +7,10 @@ from fsharp.stateful.schedule.ops import BUFFERS, FINISHING, OPS, OUTGOING, PARA
 from fsharp.stateful.schedule.policy import MAX_FINAL_REDUCTIONS, MAX_REDUCTIONS
 from fsharp.stateful.schedule.schedule import Memory, Op, Schedule
 from fsharp.stateful.schedule.unplaced import BufferKey
-from fsharp.stateful.verify.check import HappensBefore, ScheduleCheck, op_error
+from fsharp.stateful.verify.check import HappensBefore, ScheduleCheckPass, op_error
 
 
-class OffloadedStateCheck(ScheduleCheck):
+class OffloadedStateCheck(ScheduleCheckPass):
     """Check that offloaded optimizer state is on the device for its update, and is copied back once afterwards."""
 
     def __init__(self, schedule: Schedule, order: HappensBefore) -> None:
@@ -61,7 +61,7 @@ class OffloadedStateCheck(ScheduleCheck):
             raise op_error(j, self.order.ops[j], what, "an update after it")
 
 
-class ArenaOverlapCheck(ScheduleCheck):
+class ArenaOverlapCheck(ScheduleCheckPass):
     """Check that no byte of the arena has two owners at a time. Earlier checks have seen each buffer filled and freed once."""
 
     def __init__(self, schedule: Schedule, order: HappensBefore) -> None:
@@ -119,7 +119,7 @@ class ArenaOverlapCheck(ScheduleCheck):
                 self.check_is_before(j, i, f"changes or frees the {buffer.description} that may still be read by")
         self.readers[key] = [i] if i in readers else []
         self.changed[key] = i
-        if fills and buffer.is_pinned and self.slots.setdefault(op.unit, op.memory) != op.memory:
+        if fills and buffer.has_fixed_address and self.slots.setdefault(op.unit, op.memory) != op.memory:
             what = "the unit's copy changes its address within a step, and saved tensors point at the old one."
             raise op_error(i, op, what, f"{self.slots[op.unit]}")
         if key not in self.live and not fills:
@@ -147,7 +147,7 @@ class ArenaOverlapCheck(ScheduleCheck):
                 self.check_is_before(j, i, "may fill memory still in use by")
 
 
-class PolicyLimitsCheck(ScheduleCheck):
+class PolicyLimitsCheck(ScheduleCheckPass):
     """Check the policy's limit of resident units, and limits of reductions under way. The units of a bucket count as one."""
 
     def __init__(self, schedule: Schedule, order: HappensBefore) -> None:
@@ -199,7 +199,7 @@ def _bucket_name(op: Op) -> str:
     return op.unit if op.bucket == -1 else f"bucket {op.bucket}"
 
 
-class DerivedBufferCheck(ScheduleCheck):
+class DerivedBufferCheck(ScheduleCheckPass):
     """Check that a buffer with a source (``BufferKind.source``) is filled before each read, and again if its source changed."""
 
     def __init__(self, schedule: Schedule, order: HappensBefore) -> None:

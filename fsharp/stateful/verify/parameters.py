@@ -2,10 +2,10 @@
 
 from fsharp.stateful.schedule.ops import PARAMS, RESTING, OpSpec
 from fsharp.stateful.schedule.schedule import Op, Schedule
-from fsharp.stateful.verify.check import HappensBefore, ScheduleCheck, op_error
+from fsharp.stateful.verify.check import HappensBefore, ScheduleCheckPass, op_error
 
 
-class ParameterCheck(ScheduleCheck):
+class ParameterCheck(ScheduleCheckPass):
     """Check that full parameters are gathered before their use, have this step's values, and are released afterwards."""
 
     def __init__(self, schedule: Schedule, order: HappensBefore) -> None:
@@ -20,7 +20,7 @@ class ParameterCheck(ScheduleCheck):
             if i < order.last_update:
                 what = "is gathered and never released: a leak, and stale once the parameters are updated."
                 raise op_error(i, order.ops[i], what, "a release after its last use")
-        tail = order.gathers_after_last_update()
+        tail = order.previous_step_tail_gathers()
         self.readers = {order.ops[i].stream: i for i in tail}  # by stream, the last op that reads or fills parameters at rest
         settled = {op.unit for op in order.ops[order.last_update :] if op.spec.joins == RESTING}
         spread = {order.ops[i].unit: i for i in tail if order.ops[i].spec.fills == RESTING}

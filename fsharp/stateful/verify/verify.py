@@ -10,7 +10,7 @@ from fsharp.errors import ScheduleError, problem
 from fsharp.stateful.schedule.ops import OPS, PARAMS, OpSpec, expected_phases_text
 from fsharp.stateful.schedule.program import UnitFacts
 from fsharp.stateful.schedule.schedule import VECTOR_NBYTES, Op, Schedule, coalescing_key, group_ops_by_bucket
-from fsharp.stateful.verify.check import UNDO_REMEDY, HappensBefore, ScheduleCheck, op_error
+from fsharp.stateful.verify.check import UNDO_REMEDY, HappensBefore, ScheduleCheckPass, op_error
 from fsharp.stateful.verify.gradients import GradientCheck
 from fsharp.stateful.verify.memory import ArenaOverlapCheck, DerivedBufferCheck, OffloadedStateCheck, PolicyLimitsCheck
 from fsharp.stateful.verify.parameters import ParameterCheck
@@ -33,7 +33,7 @@ def verify(schedule: Schedule) -> None:
     _check_each_op(schedule)
     order, specs = HappensBefore(schedule.ops), [op.spec for op in schedule.ops]
     for kind in (ParameterCheck, GradientCheck, DerivedBufferCheck, OffloadedStateCheck, ArenaOverlapCheck, PolicyLimitsCheck):
-        check: ScheduleCheck = kind(schedule, order)
+        check: ScheduleCheckPass = kind(schedule, order)
         for i, (op, spec) in enumerate(zip(schedule.ops, specs, strict=True)):
             check.check_op(i, op, spec)
         check.check_end()
@@ -80,8 +80,8 @@ def _check_each_op(schedule: Schedule) -> None:
     arena, budget = schedule.arena, schedule.policy.memory_budget
     facts, events = schedule.program.facts, schedule.program.events
     what = "larger than the memory budget" if budget is not None and arena > budget else ""
-    if what := "smaller than the buffers that are live at once" if arena < schedule.bound else what:
-        rows = [("arena", f"{arena:,} bytes"), ("live at once", f"{schedule.bound:,} bytes"), ("memory budget", budget)]
+    if what := "smaller than the buffers that are live at once" if arena < schedule.peak_nbytes else what:
+        rows = [("arena", f"{arena:,} bytes"), ("live at once", f"{schedule.peak_nbytes:,} bytes"), ("memory budget", budget)]
         remedy = "Raise SchedulePolicy.memory_budget, or lower prefetch."
         raise ScheduleError(problem("verify()", f"the arena is {what}.", rows, remedy))
     at, seen = 0, set[int]()

@@ -81,7 +81,10 @@ DIFFERENT = {
     "units": (sharding(units=on_one("*", None)), ["rank 1: b; w"]),
     "frozen": (sharding(frozen=on_one("b", ())), ["b: False", "rank 1: b: True"]),
     "labels": (sharding(labels=on_one({"w": "matrix"}, "default")), ["w: default", "rank 1: w: matrix"]),
-    "atoms": (sharding(atoms=on_one(fs.layouts.Rows(2), fs.layouts.Element())), ["w: element", "rank 1: b: 2 rows; w: 2 rows"]),
+    "atoms": (
+        sharding(atoms=on_one(fs.layouts.RowsAtom(2), fs.layouts.ElementAtom())),
+        ["w: element", "rank 1: b: 2 rows; w: 2 rows"],
+    ),
     "precision": (
         sharding(precision=on_one(fs.Precision(torch.bfloat16), fs.Precision())),
         ["rank 1: b: bfloat16/float32/bfloat16/float32; w: bfloat16/float32/bfloat16/float32"],

@@ -141,7 +141,7 @@ def test_an_overflow_of_one_rank_is_found_in_its_leaf(comm, wire):
     grads = {"a": torch.ones(20), "b": torch.ones(30)}
     if comm.rank:
         grads["b"][3] = math.inf  # beside values of "a" in one block
-    own = fs.shard_for(grads, layout, 0, place=layout.units[0].strategy.full.dual)
+    own = fs.shard_for(grads, layout, 0, place=layout.units[0].strategy.full.cotangent_place)
     assert fs.resilience.find_nonfinite(None, fs.reduce_scatter(own, comm=comm), comm=comm).leaf == "b"
 
 

@@ -102,7 +102,7 @@ def test_an_overflow_of_one_rank_arrives(comm, wire):
     grads = {"a": torch.ones(200)}
     if comm.rank:
         grads["a"][3] = math.inf
-    own = fs.shard_for(grads, layout, 0, place=layout.units[0].strategy.full.dual)
+    own = fs.shard_for(grads, layout, 0, place=layout.units[0].strategy.full.cotangent_place)
     assert fs.resilience.find_nonfinite(None, fs.reduce_scatter(own, comm=comm), comm=comm).leaf == "a"
 
 

@@ -98,7 +98,7 @@ def test_meta_leaves_are_planned_like_real_ones():
     memo = {id(t): t.to("meta") for t in real.values()}
     meta = {name: memo[id(t)] for name, t in real.items()}
     args = (fs.Mesh({"dp": 3}), fs.zero3("dp"))
-    assert fs.plan(meta, *args, atoms=fs.layouts.Rows(1)) == fs.plan(real, *args, atoms=fs.layouts.Rows(1))
+    assert fs.plan(meta, *args, atoms=fs.layouts.RowsAtom(1)) == fs.plan(real, *args, atoms=fs.layouts.RowsAtom(1))
 
 
 def test_groups_of_frozen_integer_and_labelled_leaves():
@@ -188,7 +188,7 @@ def llama(d, f, num_layers):
 
 
 @pytest.mark.timeout(20)
-@pytest.mark.parametrize("atom", [fs.layouts.Element(), fs.layouts.Rows(1)], ids=str)
+@pytest.mark.parametrize("atom", [fs.layouts.ElementAtom(), fs.layouts.RowsAtom(1)], ids=str)
 def test_llama_405b_on_16384_ranks(atom):
     tree = llama(16384, 53248, 126)
     kwargs = {"units": "layers.*", "atoms": atom, "precision": fs.Precision(torch.bfloat16, torch.float32)}
@@ -200,7 +200,7 @@ def test_llama_405b_on_16384_ranks(atom):
     for layout in many:
         assert layout.num_params == 405_853_388_800
         assert len(layout.units) == 126 + 3
-        if atom == fs.layouts.Element():
+        if atom == fs.layouts.ElementAtom():
             assert layout.num_padding < 129 * 16384
         text = layout.to_json()
         digits = sum(map(str.isdigit, text)) - sum(map(str.isdigit, few.to_json()))

@@ -37,7 +37,13 @@ def leaf_lists(draw, max_rows=9, max_width=6, max_leaves=5):
         shape = (draw(st.integers(0, max_rows)), draw(st.integers(1, max_width)))
         atom = draw(
             st.sampled_from(
-                [fs.layouts.Element(), fs.layouts.Rows(1), fs.layouts.Rows(2), fs.layouts.Rows(4), fs.layouts.Whole()]
+                [
+                    fs.layouts.ElementAtom(),
+                    fs.layouts.RowsAtom(1),
+                    fs.layouts.RowsAtom(2),
+                    fs.layouts.RowsAtom(4),
+                    fs.layouts.LeafAtom(),
+                ]
             )
         )
         leaves.append((shape[0] * shape[1], atom.size(shape)))
@@ -121,15 +127,15 @@ def test_many_candidates_end_in_a_search_that_is_still_legal_and_close():
 @pytest.mark.parametrize(
     ("atom", "shape", "size", "text"),
     [
-        (fs.layouts.Element(), (3, 4), 1, "element"),
-        (fs.layouts.Rows(1), (3, 4), 4, "row"),
-        (fs.layouts.Rows(2), (3, 4), 8, "2 rows"),
-        (fs.layouts.Rows(9), (3, 4), 12, "9 rows"),
-        (fs.layouts.Rows(2), (), 1, "2 rows"),
-        (fs.layouts.Rows(2), (0, 4), 4, "2 rows"),
-        (fs.layouts.Rows(1), (5,), 1, "row"),
-        (fs.layouts.Whole(), (3, 4), 12, "whole tensor"),
-        (fs.layouts.Whole(), (), 1, "whole tensor"),
+        (fs.layouts.ElementAtom(), (3, 4), 1, "element"),
+        (fs.layouts.RowsAtom(1), (3, 4), 4, "row"),
+        (fs.layouts.RowsAtom(2), (3, 4), 8, "2 rows"),
+        (fs.layouts.RowsAtom(9), (3, 4), 12, "9 rows"),
+        (fs.layouts.RowsAtom(2), (), 1, "2 rows"),
+        (fs.layouts.RowsAtom(2), (0, 4), 4, "2 rows"),
+        (fs.layouts.RowsAtom(1), (5,), 1, "row"),
+        (fs.layouts.LeafAtom(), (3, 4), 12, "whole tensor"),
+        (fs.layouts.LeafAtom(), (), 1, "whole tensor"),
     ],
 )
 def test_sizes_of_atoms(atom, shape, size, text):
@@ -139,10 +145,10 @@ def test_sizes_of_atoms(atom, shape, size, text):
 @pytest.mark.parametrize("n", [0, -1, 1.5, "2"])
 def test_rows_takes_a_positive_integer(n):
     with pytest.raises(ValueError, match=f"n is {n!r}, expected an integer of at least 1"):
-        fs.layouts.Rows(n)
+        fs.layouts.RowsAtom(n)
 
 
-@pytest.mark.parametrize("atom", [fs.layouts.Rows(1), fs.layouts.Rows(3), fs.layouts.Whole()])
+@pytest.mark.parametrize("atom", [fs.layouts.RowsAtom(1), fs.layouts.RowsAtom(3), fs.layouts.LeafAtom()])
 def test_rows_stay_on_one_rank_in_every_place(atom):
     tree = {"w": torch.empty(11, 5), "v": torch.empty(4, 7), "b": torch.empty(3)}
     layout = fs.plan(tree, fs.Mesh({"o": 2, "i": 3}), fs.hfsdp("o", "i"), atoms=atom)

@@ -7,7 +7,7 @@ from hypothesis import given, strategies as st
 import fsharp as fs
 from fsharp import Strategy
 from fsharp.errors import StrategyError
-from fsharp.layouts import AxisRule, Partial, Place, Replicate, Shard
+from fsharp.layouts import AxisRule, MeshPlacement, Partial, Replicate, Shard
 from fsharp.testing.generate import legal_strategies, meshes, strategies
 
 R, S, P = Replicate, Shard, Partial
@@ -30,10 +30,10 @@ def test_named_strategies_are_their_table(name):
 
 def test_hybrids_shard_inside_first():
     assert fs.hsdp("o", "i").order == fs.hfsdp("o", "i").order == ("i", "o")
-    assert fs.hsdp("o", "i").optim == Place(("i", "o"), (S, R))
-    assert fs.hfsdp("o", "i").optim == Place(("i", "o"), (S, S))
-    assert fs.hsdp("o", "i").params == fs.hfsdp("o", "i").params == Place(("i", "o"), (S, R))
-    assert fs.hsdp("o", "i").grads == fs.hfsdp("o", "i").grads == Place(("i", "o"), (S, P))
+    assert fs.hsdp("o", "i").optim == MeshPlacement(("i", "o"), (S, R))
+    assert fs.hfsdp("o", "i").optim == MeshPlacement(("i", "o"), (S, S))
+    assert fs.hsdp("o", "i").params == fs.hfsdp("o", "i").params == MeshPlacement(("i", "o"), (S, R))
+    assert fs.hsdp("o", "i").grads == fs.hfsdp("o", "i").grads == MeshPlacement(("i", "o"), (S, P))
     assert str(fs.hfsdp("o", "i")) == "o: RPS, i: SSS"
 
 
@@ -74,8 +74,11 @@ def test_places_of_a_strategy_nest(strategy):
         assert place.order == strategy.order
         assert place.sharded_axes == strategy.order[: len(place.sharded_axes)], "sharded axes are the leading ones"
         assert sorted(place.sharded_axes + place.partial_axes + place.replicated_axes) == sorted(strategy.order)
-        assert place.dual.dual == place
-        assert (place.dual.sharded_axes, place.dual.partial_axes) == (place.sharded_axes, place.replicated_axes)
+        assert place.cotangent_place.cotangent_place == place
+        assert (place.cotangent_place.sharded_axes, place.cotangent_place.partial_axes) == (
+            place.sharded_axes,
+            place.replicated_axes,
+        )
     assert set(strategy.params.sharded_axes) | set(strategy.grads.sharded_axes) <= set(strategy.optim.sharded_axes)
     assert not strategy.params.partial_axes
     assert not strategy.optim.partial_axes

@@ -8,7 +8,7 @@ import torch
 
 import fsharp as fs
 from fsharp.errors import LayoutError, PatternError, StrategyError, TreeError
-from fsharp.layouts import Element, Rows, Whole
+from fsharp.layouts import ElementAtom, LeafAtom, RowsAtom
 
 DP, GRID = fs.Mesh({"dp": 3}), fs.Mesh({"outer": 2, "inner": 4})
 
@@ -24,14 +24,14 @@ def tree():
 @pytest.mark.parametrize(
     ("mesh", "spec", "strategy", "atoms"),
     [
-        (DP, fs.P(), fs.ddp("dp"), Element()),
-        (DP, fs.P("dp"), fs.zero3("dp"), Rows(1)),
-        (DP, fs.P(("dp",)), fs.zero3("dp"), Rows(1)),
-        (GRID, fs.P(), fs.ddp("outer", "inner"), Element()),
-        (GRID, fs.P("inner"), fs.hsdp("outer", "inner"), Rows(1)),
-        (GRID, fs.P("outer"), fs.hsdp("inner", "outer"), Rows(1)),
-        (GRID, fs.P(("outer", "inner")), fs.zero3("outer", "inner"), Rows(1)),
-        (GRID, fs.P(("inner", "outer")), fs.zero3("inner", "outer"), Rows(1)),
+        (DP, fs.P(), fs.ddp("dp"), ElementAtom()),
+        (DP, fs.P("dp"), fs.zero3("dp"), RowsAtom(1)),
+        (DP, fs.P(("dp",)), fs.zero3("dp"), RowsAtom(1)),
+        (GRID, fs.P(), fs.ddp("outer", "inner"), ElementAtom()),
+        (GRID, fs.P("inner"), fs.hsdp("outer", "inner"), RowsAtom(1)),
+        (GRID, fs.P("outer"), fs.hsdp("inner", "outer"), RowsAtom(1)),
+        (GRID, fs.P(("outer", "inner")), fs.zero3("outer", "inner"), RowsAtom(1)),
+        (GRID, fs.P(("inner", "outer")), fs.zero3("inner", "outer"), RowsAtom(1)),
     ],
     ids=repr,
 )
@@ -50,7 +50,7 @@ def test_specs_beside_strategies_by_pattern():
     }
     named = {"embed": fs.zero3("outer", "inner"), "layers": fs.hsdp("outer", "inner"), "cube": fs.ddp("outer", "inner")}
     layout = fs.plan(tree(), GRID, spec, units="layers.*")
-    atoms = {"layers": Rows(1), "embed": Rows(1)}
+    atoms = {"layers": RowsAtom(1), "embed": RowsAtom(1)}
     assert layout == fs.plan(tree(), GRID, {"**": fs.zero1("outer", "inner"), **named}, units="layers.*", atoms=atoms)
 
 
@@ -75,15 +75,15 @@ def test_two_formats_of_one_name_are_refused():
 
 def test_leaves_of_a_unit_may_be_named_apart_if_they_agree():
     rules = {"**": fs.P("dp"), "**.w": fs.P("dp", None), "**.steps": fs.zero3("dp")}
-    layout = fs.plan(tree(), DP, rules, units="layers.*", atoms={"**.w": Whole(), "cube": Rows(2)})
+    layout = fs.plan(tree(), DP, rules, units="layers.*", atoms={"**.w": LeafAtom(), "cube": RowsAtom(2)})
     atoms = {leaf.path: leaf.atom for leaf in layout["layers.1"].leaves}
-    assert atoms == {"w": Whole(), "b": Rows(1), "steps": Element()}
-    assert (layout["cube"].leaves[0].atom, layout["embed"].leaves[0].atom) == (Rows(2), Rows(1))
+    assert atoms == {"w": LeafAtom(), "b": RowsAtom(1), "steps": ElementAtom()}
+    assert (layout["cube"].leaves[0].atom, layout["embed"].leaves[0].atom) == (RowsAtom(2), RowsAtom(1))
 
 
 def test_a_tree_that_is_one_leaf():
     w = torch.ones(6, 2)
-    assert fs.plan(w, DP, fs.P("dp", None)) == fs.plan(w, DP, fs.zero3("dp"), atoms=Rows(1))
+    assert fs.plan(w, DP, fs.P("dp", None)) == fs.plan(w, DP, fs.zero3("dp"), atoms=RowsAtom(1))
 
 
 REFUSED = {

@@ -43,7 +43,7 @@ def fill(skeleton):
 @pytest.mark.parametrize(("name", "units"), [*((name, None) for name in CONTAINERS), *((name, "*") for name in HAVE_KEYS)])
 def test_containers_survive_json(name, units):
     tree = fill(CONTAINERS[name])
-    layout = fs.plan(tree, fs.Mesh({"o": 2, "i": 2}), fs.hfsdp("o", "i"), units=units, atoms=fs.layouts.Rows(1))
+    layout = fs.plan(tree, fs.Mesh({"o": 2, "i": 2}), fs.hfsdp("o", "i"), units=units, atoms=fs.layouts.RowsAtom(1))
     again = fs.Layout.from_json(layout.to_json())
     assert again == layout
     assert again.to_json() == layout.to_json()

@@ -174,7 +174,7 @@ def test_any_nested_place_of_the_strategy_is_a_place():
     tree = {"w": torch.arange(7.0)}
     mesh = fs.Mesh({"o": 2, "i": 2})
     layout = fs.plan(tree, mesh, fs.zero3("o", "i"))
-    place = fs.layouts.Place(("o", "i"), (fs.layouts.Shard, fs.layouts.Replicate))
+    place = fs.layouts.MeshPlacement(("o", "i"), (fs.layouts.Shard, fs.layouts.Replicate))
     parts = [fs.shard_for(tree, layout, rank, place=place) for rank in range(4)]
     assert [p.buffers[0].tolist() for p in parts] == [[0, 1, 2, 3]] * 2 + [[4, 5, 6, 0]] * 2
     assert_same_trees(fs.unshard(parts), tree)

@@ -213,7 +213,7 @@ def sharded(comm, name, strategy, donate):
     layout = fs.plan(
         draw(0), comm.mesh, strategy("dp"), units=["a", "c"],
         labels={**dict.fromkeys(["a.b", "c.scale"], "rest"), "**.w": "matrix"},
-        atoms={"**.w": fs.layouts.Whole()} if "muon" in name else fs.layouts.Element(),
+        atoms={"**.w": fs.layouts.LeafAtom()} if "muon" in name else fs.layouts.ElementAtom(),
     )  # fmt: skip
     state = fs.init_state(tx, fs.shard(draw(0), layout, comm), comm=comm)
     for step in range(STEPS):

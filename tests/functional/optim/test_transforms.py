@@ -23,7 +23,7 @@ def draw(seed, dtype=torch.float32):
 
 
 def run(
-    tx, *, n=1, strategy=fs.zero3, steps=5, atoms=fs.layouts.Element(), labels="default", donate=False, dtype=torch.float32
+    tx, *, n=1, strategy=fs.zero3, steps=5, atoms=fs.layouts.ElementAtom(), labels="default", donate=False, dtype=torch.float32
 ):
     """Full parameters after some steps on random gradients, by every rank of a simulated mesh."""
     mesh = fs.Mesh({"dp": n})

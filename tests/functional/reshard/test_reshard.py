@@ -107,7 +107,7 @@ def test_reshard_has_the_bits_of_shard_under_the_new_layout(data):
 
     example = fs.shard_for(tree, old, 0, place=place)
     expected = [
-        fs.inspect.reshard_nbytes(example, new, r, old_ranks=before, ranks=after, place=place) for r in range(world.size)
+        fs.inspect.reshard_sent_nbytes(example, new, r, old_ranks=before, ranks=after, place=place) for r in range(world.size)
     ]
     for rank, nbytes in enumerate(simulate(world, rank_fn)):
         # The first of the old ranks tells newcomers which tree it is.
@@ -133,7 +133,7 @@ def plan_of(name, units, **options):
     return fs.plan(make_params(), *NAMED[name], units=units, frozen="layers.0.b", **options)
 
 
-ATOMS = {"layers.*.w": fs.layouts.Whole(), "layers.*.v": fs.layouts.Rows(2)}
+ATOMS = {"layers.*.w": fs.layouts.LeafAtom(), "layers.*.v": fs.layouts.RowsAtom(2)}
 TX = fs.optim.partition({"default": fs.optim.with_ema(fs.optim.adamw(1e-2), decay=0.9), "matrix": fs.optim.sgd(0.1, 0.9)})
 
 
@@ -171,7 +171,7 @@ def test_reshard_of_a_state_between_strategies(source, target):
     def rank_fn(comm):
         counting = fs.collectives.CountingComm(comm)
         moved = fs.reshard(states[comm.rank], new, comm=counting, buffer_nbytes=500)
-        assert sent(counting) == fs.inspect.reshard_nbytes(states[comm.rank], new, comm.rank)
+        assert sent(counting) == fs.inspect.reshard_sent_nbytes(states[comm.rank], new, comm.rank)
         return moved
 
     moved = simulate(MESH, rank_fn)
@@ -220,7 +220,7 @@ def test_reshard_for_inference_in_another_precision():
         ):
             fs.reshard(params, new, comm=comm)
         moved = fs.reshard(params, new, comm=counting, cast=True)
-        assert sent(counting) == fs.inspect.reshard_nbytes(params, new, comm.rank, cast=True)
+        assert sent(counting) == fs.inspect.reshard_sent_nbytes(params, new, comm.rank, cast=True)
         assert_same(moved, fs.shard_for(tree, new, comm.rank))
         return sent(counting)
 
@@ -231,7 +231,7 @@ def test_reshard_for_inference_in_another_precision():
 def test_reshard_of_what_varies():
     """Experts of each rank's own along ``ep`` stay there; along ``dp`` there is one rank fewer, and other ranks."""
     meshes_ = fs.Mesh({"dp": 3, "ep": 2}), fs.Mesh({"ep": 2, "dp": 2})
-    rules = {"**": fs.zero3("dp", "ep"), "experts": fs.zero3("dp").varying("ep")}
+    rules = {"**": fs.zero3("dp", "ep"), "experts": fs.zero3("dp").independent_along("ep")}
     rows = [{"experts": torch.arange(7.0) + 100 * ep, "dense": torch.arange(11.0)} for ep in range(2)]
     old, new = (fs.plan(rows[0], mesh, rules, units="*") for mesh in meshes_)
 
@@ -254,7 +254,7 @@ def test_nbytes_in_numbers():
     def total(old, new):
         layouts_ = [fs.plan(tree, fs.Mesh({"dp": n}), strategy("dp")) for n, strategy in (old, new)]
         shards = fs.shard_for(tree, layouts_[0], 0)
-        return [fs.inspect.reshard_nbytes(shards, layouts_[1], rank) for rank in range(max(old[0], new[0]))]
+        return [fs.inspect.reshard_sent_nbytes(shards, layouts_[1], rank) for rank in range(max(old[0], new[0]))]
 
     assert total((4, fs.ddp), (4, fs.zero3)) == [0, 0, 0, 0]
     assert total((4, fs.zero3), (4, fs.ddp)) == [3 * 6 * 4] * 4
@@ -275,7 +275,7 @@ def test_ranks_that_leave_in_processes():
         counting = fs.collectives.CountingComm(comm)
         state = fs.init_state(tx, fs.shard(tree, old, comm, place="optim"), comm=comm)
         moved = fs.reshard(state, new, comm=counting, ranks=(0, 2, 3), buffer_nbytes=200)
-        expected = fs.inspect.reshard_nbytes(state, new, comm.rank, ranks=(0, 2, 3))
+        expected = fs.inspect.reshard_sent_nbytes(state, new, comm.rank, ranks=(0, 2, 3))
         small = DeviceMesh("cpu", [0, 2, 3], mesh_dim_names=("dp",))
         if moved is None:
             return sent(counting), expected, None

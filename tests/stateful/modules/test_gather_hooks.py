@@ -214,7 +214,7 @@ def train(comm, kind, strategy=None, steps=3, policy=None, counted=None, **optio
     if strategy == "fsdp2":
         parameters = {name: p.full_tensor() for name, p in model.named_parameters()}
         return found, {name: p.inner.detach() if isinstance(p, Weight) else p.detach() for name, p in parameters.items()}
-    assert model.scheduled_step.num_unscheduled_calls == 1, model.scheduled_step.status()
+    assert model.scheduled_step.num_unscheduled_calls == 1, model.scheduled_step.last_call_status()
     return found, dict(model.named_full_parameters())
 
 

@@ -88,19 +88,19 @@ def test_a_gradient_is_copied_only_if_somebody_holds_it(comm, strategy):
 def test_a_gradient_that_is_held_while_it_is_set_to_none_keeps_its_values(comm, strategy):
     """The parameter stays as it is. Only a gradient that somebody holds is copied."""
     model, optimizer = wrap(comm, strategy)
-    for (x, y), is_held in zip(batches(comm, 4), (True, False, True, False), strict=True):
+    for (x, y), is_held_by_caller in zip(batches(comm, 4), (True, False, True, False), strict=True):
         model(x, y)["loss"].backward()
-        part = model.head.weight.grad if is_held else None
+        part = model.head.weight.grad if is_held_by_caller else None
         before, weight = model.head.weight.grad.local.clone(), values(model)["head.weight"].clone()
         assert before.count_nonzero() == before.numel()
         with Clones() as counter:
             model.head.weight.grad = None
-        assert counter.num == is_held
+        assert counter.num == is_held_by_caller
         assert model.head.weight.grad is None
         optimizer.step()
         optimizer.zero_grad()
         assert torch.equal(values(model)["head.weight"], weight)
-        if is_held:
+        if is_held_by_caller:
             assert torch.equal(part.local, before)
 
 

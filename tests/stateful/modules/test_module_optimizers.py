@@ -99,9 +99,9 @@ CASES = {
 }
 WHOLE = {
     "ddp": (DP, fs.ddp("dp"), {}),
-    "zero3, whole": (DP, fs.zero3("dp"), {"atoms": fs.layouts.Whole()}),
-    "zero1, whole": (DP, fs.zero1("dp"), {"atoms": fs.layouts.Whole()}),
-    "hsdp, whole": (*STRATEGIES["hsdp"], {"atoms": fs.layouts.Whole()}),
+    "zero3, whole": (DP, fs.zero3("dp"), {"atoms": fs.layouts.LeafAtom()}),
+    "zero1, whole": (DP, fs.zero1("dp"), {"atoms": fs.layouts.LeafAtom()}),
+    "hsdp, whole": (*STRATEGIES["hsdp"], {"atoms": fs.layouts.LeafAtom()}),
 }
 
 

@@ -21,7 +21,7 @@ from tests.stateful.modules.test_module_optimizers import Lamb
 from tests.stateful.modules.test_state_dicts import gathered, load, plain, state_of, without, world
 
 THREE = fs.Mesh({"dp": 3})
-WHOLE = {"shard": {"atoms": fs.layouts.Whole()}}
+WHOLE = {"shard": {"atoms": fs.layouts.LeafAtom()}}
 ROWS = {
     "hsdp": (HYBRID, STRATEGIES["hsdp"][1], WHOLE),
     "zero1 on 3": (THREE, fs.zero1("dp"), WHOLE),
@@ -51,7 +51,7 @@ def test_states_of_whole_parameters(name, cls):
         assert shapes(state[name]) == shapes(optimizer.state[p])
 
     def other(comm):
-        model, optimizer = world(comm, (DP, fs.zero3("dp")), cls=cls, seed=1, shard={"atoms": fs.layouts.Whole()})
+        model, optimizer = world(comm, (DP, fs.zero3("dp")), cls=cls, seed=1, shard={"atoms": fs.layouts.LeafAtom()})
         load(model, optimizer, whole)
         again = copy.deepcopy(optimizer.state_dict())
         train(model, optimizer, modules.batches(comm, 1))
@@ -106,7 +106,7 @@ class Small(nn.Module):
 def test_a_template_is_what_a_first_step_makes(comm, name):
     """It has the same names, shapes and parts; training is that of an optimizer that nobody has asked, and starts from it."""
     cls, options = TEMPLATES[name]
-    atoms = fs.layouts.Whole() if cls in (torch.optim.Adafactor, Lamb) else fs.layouts.Element()
+    atoms = fs.layouts.LeafAtom() if cls in (torch.optim.Adafactor, Lamb) else fs.layouts.ElementAtom()
     runs = []
     for way in ("alone", "asked", "loaded"):
         model = fs.shard_module(Small(), mesh=comm, strategy=fs.zero3("dp"), atoms=atoms)

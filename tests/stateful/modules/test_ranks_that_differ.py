@@ -137,7 +137,7 @@ def test_the_last_step_of_one_rank_is_noticed_by_what_follows(last, what, tmp_pa
     for error in simulate(DP, rank_fn, outcomes=True):
         with pytest.raises((fs.errors.AgreementError, fs.errors.CommError), match=names):
             raise error
-    assert not list(fs.checkpoint.checkpoints(tmp_path / "checkpoints"))
+    assert not list(fs.checkpoint.list_checkpoints(tmp_path / "checkpoints"))
 
 
 def test_ranks_whose_steps_differed_load_a_checkpoint_and_go_on(tmp_path):

@@ -52,7 +52,7 @@ def train_sharded(comm):
         found.append(run(model, step, comm.rank))
         optimizer.step()
         optimizer.zero_grad()
-    assert model.scheduled_step.num_unscheduled_calls == 1, model.scheduled_step.status()
+    assert model.scheduled_step.num_unscheduled_calls == 1, model.scheduled_step.last_call_status()
     return found, max(call.nbytes for call in traffic if call.op == "all_gather")
 
 

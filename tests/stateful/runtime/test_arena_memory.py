@@ -22,7 +22,7 @@ def losses(comm, memory, count=4, **options):
     for batch in batches(count):
         state, metrics = step(state, batch)
         found.append(metrics.loss.item())
-    assert step.status().kind == "planned"
+    assert step.last_call_status().kind == "planned"
     return found, scheduler
 
 

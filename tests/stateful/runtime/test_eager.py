@@ -20,7 +20,7 @@ def emitted(comm, strategy, *, microbatches=1, precision=fs.Precision(), **polic
     state, step = make_state(comm, strategy, precision=precision), fs.train_step(loss_fn, make_tx(), microbatches=microbatches)
     call = fs.Scheduler(comm, policy=DebugPolicy(poison=True, **policy))(step)
     call(state, my_batches(comm, 1)[0])
-    return call.emitted(), call
+    return call.last_unscheduled_ops(), call
 
 
 @every(
@@ -63,9 +63,9 @@ def test_it_can_be_looked_at_and_a_planned_step_has_none(tmp_path):
         schedule, call = emitted(comm, "zero3")
         state = make_state(comm, "zero3")
         call(state, my_batches(comm, 1)[0])
-        assert call.status().kind == "planned"
+        assert call.last_call_status().kind == "planned"
         with pytest.raises(ScheduleError, match="there is no call, or the last call had a schedule"):
-            call.emitted()
+            call.last_unscheduled_ops()
         return schedule
 
     schedule = simulate(DP, rank_fn)[0]

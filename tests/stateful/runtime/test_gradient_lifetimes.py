@@ -243,5 +243,5 @@ def test_a_view_keeps_a_gradient_where_it_is_beside_an_empty_buffer_too():
     assert arena.try_relocate_into(own)
     shown[0].fill_(3)
     assert own.tensors[0].tolist() == [3.0] * 4
-    assert own.is_held
-    assert not arena.is_held
+    assert own.is_held_by_caller
+    assert not arena.is_held_by_caller

@@ -29,7 +29,7 @@ def waits(accelerator, name, tx, *, loss=loss_fn, microbatches=2, donate=True, *
         with accelerator() as device:
             comm.device = CUDA
             params = optree.tree_map(lambda x: x.cuda(), make_params())
-            rules = {"atoms": {"layers.*.w": fs.layouts.Whole()}, "labels": {"**": "rest", "layers.*.w": "w"}}
+            rules = {"atoms": {"layers.*.w": fs.layouts.LeafAtom()}, "labels": {"**": "rest", "layers.*.w": "w"}}
             layout = fs.plan(params, mesh, strategy, units="layers.*", **rules)
             state = fs.init_state(tx, fs.shard(params, layout, comm, place="optim"), comm=comm)
             data = [optree.tree_map(lambda x: x.cuda(), batch) for batch in make_batches(5, 16)]

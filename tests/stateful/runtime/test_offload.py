@@ -54,7 +54,10 @@ RULES = {
     ),
     "muon": (
         fs.optim.partition({"matrix": fs.optim.muon(1e-2), "default": fs.optim.with_ema(fs.optim.adamw(1e-2), decay=0.9)}),
-        {"labels": MATRICES, "atoms": {"**": fs.layouts.Element(), "**.w": fs.layouts.Whole(), "**.v": fs.layouts.Whole()}},
+        {
+            "labels": MATRICES,
+            "atoms": {"**": fs.layouts.ElementAtom(), "**.w": fs.layouts.LeafAtom(), "**.v": fs.layouts.LeafAtom()},
+        },
     ),
 }
 

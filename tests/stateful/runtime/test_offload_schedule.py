@@ -100,7 +100,7 @@ def test_a_step_that_leaves_its_schedule_offloads_too(comm):
     for batch in batches:
         (ours, _), (theirs, _) = scheduled(ours, batch), step(theirs, batch, comm)
         assert_same(optree.tree_leaves(ours), optree.tree_leaves(theirs))
-        kinds.append(scheduled.status().kind)
+        kinds.append(scheduled.last_call_status().kind)
         assert all(isinstance(node.lazy, HostStateBuffers) for node in held(ours) if any(map(len, node.buffers)))
     assert kinds[:3] == ["recorded", "planned", "left"]
 
@@ -109,7 +109,11 @@ def test_copies_take_the_time_of_their_bytes_and_run_into_the_next_step(schedule
     nbytes = schedule.host_copy_nbytes / 2
     for is_synchronous in (False, True):
         hardware = fs.inspect.Hardware(
-            compute=(1.0, 2.0), bandwidth=1e12, host_bandwidth=nbytes / 0.5, update_s=0.25, synchronous_host=is_synchronous
+            compute_times=(1.0, 2.0),
+            bandwidth=1e12,
+            host_bandwidth=nbytes / 0.5,
+            update_s=0.25,
+            computes_on_host=is_synchronous,
         )
         without = fs.inspect.predict(schedule, replace(hardware, host_bandwidth=1e30))
         timeline = fs.inspect.predict(schedule, hardware)
@@ -140,10 +144,10 @@ def test_what_is_measured_is_fitted(comm):
     copying = [span for span in timeline.spans if span.kind in ("fetch", "offload")]
     assert {span.stream for span in copying} == {"compute"}, "on a host without streams"
     assert sum(span.seconds for span in copying) > 0
-    hardware = fs.inspect.Hardware.fit(trace, call.schedule, synchronous_host=True)
+    hardware = fs.inspect.Hardware.fit(trace, call.schedule, computes_on_host=True)
     assert 0 < hardware.host_bandwidth < float("inf")
 
 
 def test_a_bandwidth_that_is_none_is_refused():
     with pytest.raises(ScheduleError, match="host_bandwidth is 0, expected more than 0"):
-        fs.inspect.Hardware(compute=(1.0, 2.0), bandwidth=1.0, host_bandwidth=0)
+        fs.inspect.Hardware(compute_times=(1.0, 2.0), bandwidth=1.0, host_bandwidth=0)

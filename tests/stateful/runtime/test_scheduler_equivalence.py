@@ -153,9 +153,9 @@ def of_the_loss(mesh):
 
 
 def assert_as_planned(measured, mesh):
-    assert measured.calls == measured.schedule.calls() + of_the_loss(mesh)
+    assert measured.calls == measured.schedule.collective_counts() + of_the_loss(mesh)
     assert measured.top == measured.schedule.arena
-    assert measured.peak_nbytes == measured.schedule.bound
+    assert measured.peak_nbytes == measured.schedule.peak_nbytes
 
 
 def assert_as_predicted(strategy, microbatches, precision):

@@ -444,7 +444,7 @@ def test_two_trees_in_one_call(order, strategy, feedback):
         return [x.clone() for x in optree.tree_leaves([[each.params, each.opt] for each in states.values()])]
 
     _, [call] = run_both(program, mesh_of(strategy))
-    assert call.status().kind == "planned"
+    assert call.last_call_status().kind == "planned"
     schedule = call.schedule
     assert fs.schedules.Schedule.from_json(schedule.to_json()) == schedule
     for kind, phase in (("reduce", "finish"), ("gather", "update")):
@@ -469,7 +469,7 @@ def test_two_trees_of_a_closure(strategy, carry):
         return [full_params(state, run.comm) for state in states.values()]
 
     _, [call] = run_both(program, mesh_of(strategy), gather_at_start=carry)
-    assert call.status().kind == "planned"
+    assert call.last_call_status().kind == "planned"
 
 
 def with_inner_gradients(of, which, params, batch, comm):

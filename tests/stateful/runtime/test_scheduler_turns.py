@@ -55,7 +55,7 @@ def run(comm, way, schedule):
         found.append(metrics.loss)
         if schedule is not None:
             sent.append(counting.calls - before)
-            planned.append(schedule.calls() + OF_THE_STEP)
+            planned.append(schedule.collective_counts() + OF_THE_STEP)
     found += [
         buffer.clone() for state in (first, second) for node in fs.layouts.units_of(state.params) for buffer in node.buffers
     ]
@@ -87,5 +87,5 @@ def test_a_unit_of_nothing_is_in_no_plans_way(comm, strategy):
     kinds = []
     for _ in range(4):
         state, _ = step(state, torch.ones(2, 5))
-        kinds.append(step.status().kind)
+        kinds.append(step.last_call_status().kind)
     assert kinds == ["recorded", "planned", "planned", "planned"]

@@ -57,8 +57,8 @@ def test_small_units_move_a_quarter_at_a_time(microbatches):
 
 
 def test_a_bucket_is_one_call_along_each_axis_with_the_bytes_of_all():
-    alone = compile_schedule(blocks(24, SMALL), SchedulePolicy(bucket_nbytes=0, release="backward")).calls()
-    joined = compile_schedule(blocks(24, SMALL), SchedulePolicy(release="backward")).calls()
+    alone = compile_schedule(blocks(24, SMALL), SchedulePolicy(bucket_nbytes=0, release="backward")).collective_counts()
+    joined = compile_schedule(blocks(24, SMALL), SchedulePolicy(release="backward")).collective_counts()
     assert {call.nbytes for call in alone} == {SMALL}
     assert {call.nbytes for call in joined} == {6 * SMALL}
     assert joined == Counter({call._replace(nbytes=6 * SMALL): count // 6 for call, count in alone.items()})

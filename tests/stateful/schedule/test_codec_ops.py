@@ -22,7 +22,7 @@ from tests.test_format import BLOCKS, HALVES
 MXINT4, MXINT8 = fs.formats.mxint4, fs.formats.mxint8
 CODED = kinds_where(lambda spec: spec.cost == "code")
 PRECISION = fs.Precision(stored=MXINT8, wire=MXINT4)
-HARDWARE = fs.inspect.Hardware(compute=(2.0, 4.0), bandwidth=1e3, memory_bandwidth=1e4, update_s=0.5, codec_bandwidth=1e2)
+HARDWARE = fs.inspect.Hardware(compute_times=(2.0, 4.0), bandwidth=1e3, memory_bandwidth=1e4, update_s=0.5, codec_bandwidth=1e2)
 
 
 def planned(strategy, precision=PRECISION, backend="nccl", **options):
@@ -145,7 +145,7 @@ def test_a_step_that_leaves_its_schedule_goes_on_with_them(departure):
         return losses
 
     _, [step] = run_both(program)
-    assert step.status().kind == "left"
+    assert step.last_call_status().kind == "left"
 
 
 def test_they_take_time():
@@ -157,7 +157,7 @@ def test_they_take_time():
         assert len(spans) == len(of(schedule, kind)) > 0
         for span in spans:
             assert span.seconds == pytest.approx(schedule.ops[span.op].spec.nbytes_through_codec(facts[span.unit]) / 1e2)
-    host = fs.inspect.predict(schedule, replace(HARDWARE, synchronous_host=True))
+    host = fs.inspect.predict(schedule, replace(HARDWARE, computes_on_host=True))
     assert {span.stream for span in host.spans if span.kind in CODED} == {"compute"}
 
 
@@ -205,7 +205,7 @@ def test_traces_measure_them_and_fit_their_speed():
     measured = trace.timeline(schedule)
     for kind in ("encode", "decode"):
         assert [span.op for span in measured.spans if span.kind == kind] == of(schedule, kind)
-    fitted = fs.inspect.Hardware.fit(trace, schedule, synchronous_host=True)
+    fitted = fs.inspect.Hardware.fit(trace, schedule, computes_on_host=True)
     coded = sum(
         schedule.ops[i].spec.nbytes_through_codec(schedule.program.facts[schedule.ops[i].unit]) for i in of(schedule, "encode")
     )

@@ -260,7 +260,7 @@ def test_they_take_the_time_of_their_cost(found):
         spans = [span for span in timeline.spans if span.kind == kind]
         assert [span.seconds for span in spans] == pytest.approx([64 / HARDWARE.memory_bandwidth] * len(spans))
         assert len(spans) == len(of(timeline.schedule, kind))
-    host = fs.inspect.predict(timeline.schedule, replace(HARDWARE, synchronous_host=True))
+    host = fs.inspect.predict(timeline.schedule, replace(HARDWARE, computes_on_host=True))
     assert {span.stream for span in host.spans if span.kind == "checksum"} == {"compute"}
 
 
@@ -325,7 +325,7 @@ def test_a_step_that_leaves_its_schedule_goes_on_with_them(found, departure):
         return [loss for loss, _ in seen]
 
     _, [step] = run_both(program)
-    assert step.status().kind == "left"
+    assert step.last_call_status().kind == "left"
     assert Counter(found.counts).keys() == {(rank, *row[1:]) for row in found.counts for rank in range(2)}
     assert len(found.counts) == len(found.sums) > 4 * 2 * len(step.schedule.program.units)
 
@@ -337,7 +337,7 @@ def test_traces_measure_them(found):
         spans = [span for span in measured.spans if span.kind == kind]
         assert [span.op for span in spans] == of(schedule, kind)
         assert all(span.seconds > 0 and span.stream == "compute" for span in spans)
-    predicted = fs.inspect.predict(schedule, fs.inspect.Hardware.fit(trace, schedule, synchronous_host=True))
+    predicted = fs.inspect.predict(schedule, fs.inspect.Hardware.fit(trace, schedule, computes_on_host=True))
     rows = [line.split()[0] for line in fs.inspect.compare(predicted, measured).splitlines()]
     assert {"count", "checksum"} <= {*rows}
 

@@ -134,7 +134,7 @@ def test_units_of_any_size_nearly_do(sizes, data):
 @given(programs(), policies())
 def test_a_compiled_arena_holds_what_is_live_at_once(program, policy):
     schedule = compile_schedule(program, policy)
-    assert schedule.bound <= schedule.arena
+    assert schedule.peak_nbytes <= schedule.arena
     used = [memory for op in schedule.ops for memory in (op.memory, op.opens) if memory]
     assert schedule.arena == max((memory.stop for memory in used), default=0)
 
@@ -145,9 +145,9 @@ def test_a_compiled_transformer_needs_little_more_than_is_live_at_once(num_block
     sizes = [64 * 30, *[64 * 100] * num_blocks, 64 * 150]
     units = [UnitFacts(f"u{i}", n, n * 5 // 4, gather=(GATHER,), reduce=(REDUCE,)) for i, n in enumerate(sizes)]
     forward = compile_schedule(in_a_row(units), SchedulePolicy(prefetch=prefetch, release="forward"))
-    assert forward.arena <= 1.01 * forward.bound
+    assert forward.arena <= 1.01 * forward.peak_nbytes
     schedule = compile_schedule(in_a_row(units), SchedulePolicy(prefetch=prefetch))
-    assert schedule.bound <= schedule.arena <= 1.02 * schedule.bound
+    assert schedule.peak_nbytes <= schedule.arena <= 1.02 * schedule.peak_nbytes
 
 
 @every(2, prefetch=[1, 3], shape=[(48, 16), (200, 16), (300, 64)])
@@ -159,7 +159,7 @@ def test_the_arena_of_small_blocks_in_buckets_is_near_the_bound(shape, prefetch)
     order = ["embed", "layers.*", "head"]
     schedule = fs.schedules.plan_step(layout, SchedulePolicy(prefetch=prefetch), order=order, backend="gloo")
     assert any(op.bucket >= 0 for op in schedule.ops)
-    assert schedule.arena <= 1.03 * schedule.bound
+    assert schedule.arena <= 1.03 * schedule.peak_nbytes
 
 
 # What stays until its backward because there is room for it
@@ -172,7 +172,7 @@ def num_gathers(schedule):
 @given(programs(), policies(release="room"))
 def test_what_there_is_room_for_takes_no_more_memory_and_no_more_gathers(program, policy):
     room, forward = compile_schedule(program, policy), compile_schedule(program, replace(policy, release="forward"))
-    assert room.arena <= max(forward.arena, 1.02 * forward.bound)
+    assert room.arena <= max(forward.arena, 1.02 * forward.peak_nbytes)
     assert room.arena <= forward.arena or num_gathers(room) < num_gathers(forward), "what grows buys a gather less"
     assert num_gathers(room) <= num_gathers(forward)
 
@@ -190,7 +190,7 @@ def test_as_many_stay_as_gradients_will_take_the_memory_of(count):
     room, forward = (
         compile_schedule(program, SchedulePolicy(release=release, bucket_nbytes=0)) for release in ("room", "forward")
     )
-    assert room.arena == forward.arena == room.bound
+    assert room.arena == forward.arena == room.peak_nbytes
     in_full = count // 2 + 1
     assert num_gathers(forward) - num_gathers(room) == in_full - 2, "of which two would have stayed anyway"
     again = compile_schedule(program, SchedulePolicy(release="backward", bucket_nbytes=0))
@@ -291,7 +291,7 @@ def test_gradients_rest_when_they_are_added_if_the_peak_is_before_that():
         layers_at_rest(40, 640), SchedulePolicy(gather_at_start=False, bucket_nbytes=0), has_streams=True
     )
     assert {op.kind for op in at_once.ops if op.opens} == {"reduce"}
-    assert at_once.bound > schedule.bound
+    assert at_once.peak_nbytes > schedule.peak_nbytes
 
 
 def test_a_window_ends_with_the_step_and_not_before():

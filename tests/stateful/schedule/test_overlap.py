@@ -223,10 +223,10 @@ def test_one_rank_moves_nothing(strategy, microbatches):
         return counting.calls, step.schedule
 
     [(calls, schedule)] = simulate(mesh, rank_fn)
-    assert calls == schedule.calls() == Counter()
+    assert calls == schedule.collective_counts() == Counter()
     assert {op.kind for op in schedule.ops} == {"compute", "cast", "update"}
     facts = schedule.program.units
-    assert schedule.arena == schedule.bound == sum(each.rest for each in facts) > 0
+    assert schedule.arena == schedule.peak_nbytes == sum(each.rest for each in facts) > 0
     assert {(op.kind, op.opens.nbytes) for op in schedule.ops if op.opens} == {("cast", each.rest) for each in facts}
 
 
@@ -237,7 +237,7 @@ def test_an_axis_of_one_rank_moves_nothing(strategy, sizes):
         return train(comm, strategy, {}, steps=1, microbatches=2).schedule
 
     schedule = simulate(fs.Mesh(sizes), rank_fn)[0]
-    assert {call.axis for call in schedule.calls()} == {axis for axis, n in sizes.items() if n > 1}
+    assert {call.axis for call in schedule.collective_counts()} == {axis for axis, n in sizes.items() if n > 1}
 
 
 class Anywhere(GlooTransport):
@@ -282,9 +282,9 @@ def test_the_arena_of_the_example_is_what_is_live_at_once(strategy, size, monkey
         for microbatches, nbytes, prefetch in ((1, 4, 1), (2, 2, 2)):
             options = {"vocab": vocab, "microbatches": microbatches, "nbytes": nbytes, "prefetch": prefetch}
             layout, schedule = gpt_schedule(monkeypatch, strategy, **SIZES[size], **options)
-            assert schedule.bound <= schedule.arena <= OVER_BOUND.get(strategy, 1.05) * schedule.bound, options
+            assert schedule.peak_nbytes <= schedule.arena <= OVER_BOUND.get(strategy, 1.05) * schedule.peak_nbytes, options
             verify(schedule)
-            sent = sum(call.nbytes * count for call, count in schedule.calls().items())
+            sent = sum(call.nbytes * count for call, count in schedule.collective_counts().items())
             loss = sum(sent_nbytes("all_reduce", -(-2 // n) * 8, n) for _, n in layout.mesh.axes)
             most = sum(
                 call.nbytes * count for call, count in fs.inspect.step_traffic(layout, microbatches=microbatches).items()

@@ -180,7 +180,7 @@ def test_a_backward_that_leaves_while_buckets_are_reduced(strategy, policy):
             state, metrics = step(state, {**batch, "cut": where})
             losses.append(metrics.loss.clone())
             if p.scheduled and where == at:
-                assert step.status().kind == "left"
+                assert step.last_call_status().kind == "left"
         return losses, full_params(state, p.comm)
 
     for at in (1, 5):
@@ -364,7 +364,7 @@ def traced(comm):
 
 def test_a_trace_shows_a_bucket_as_one_collective():
     for trace, schedule, calls in processes(DP, traced):
-        assert calls == schedule.calls() + of_the_loss(DP)
+        assert calls == schedule.collective_counts() + of_the_loss(DP)
         timeline = trace.timeline(schedule)
         for ops in group_ops_by_bucket(schedule.ops):
             if len(ops) > 1:
@@ -373,7 +373,7 @@ def test_a_trace_shows_a_bucket_as_one_collective():
                 assert len(spans) == 1, ops
         one = [s for s in timeline.spans if s.kind == "reduce"]
         assert timeline.seconds("reduce") < sum(s.seconds for s in one)
-        hardware = fs.inspect.Hardware.fit(trace, schedule, synchronous_host=True, contention=1.0)
+        hardware = fs.inspect.Hardware.fit(trace, schedule, computes_on_host=True, contention=1.0)
         assert "gather" in compare(fs.inspect.predict(schedule, hardware), timeline)
 
 

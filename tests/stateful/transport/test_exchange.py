@@ -7,7 +7,7 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 
 import fsharp as fs
-from fsharp.distributed.process_group import ProcessGroups
+from fsharp.distributed.process_group import TransportGroups
 from fsharp.stateful.transport.base import Summand
 from fsharp.stateful.transport.gloo import _CHUNK_NBYTES, _MIN_MESSAGE_NBYTES, GlooTransport
 from fsharp.testing import processes
@@ -43,7 +43,7 @@ def test_sizes_around_chunks(n):
 
     def rank_fn(comm):
         comm = over_gloo(comm)
-        exchange, wrong = GlooTransport(comm, ProcessGroups(comm, separate=True)), []
+        exchange, wrong = GlooTransport(comm, TransportGroups(comm, separate=True)), []
         exchange.groups.make_groups()
         mine = comm.rank
         for part in PARTS:
@@ -83,7 +83,7 @@ def test_buffers_that_go_together(n, wire):
         comm = over_gloo(comm)
         mine, wrong, counts = comm.rank, [], []
         counters = [fs.collectives.CountingComm(comm)] * (mine == 0)  # one rank that counts does what the others do
-        exchange = GlooTransport(comm, ProcessGroups(comm, separate=True), counters)
+        exchange = GlooTransport(comm, TransportGroups(comm, separate=True), counters)
         exchange.groups.make_groups()
 
         def make(rank, numel):

@@ -154,14 +154,15 @@ class ClassUpdates:
         for scope, mine in zip(found, trained, strict=True):
             parts, what = [p for p in mine if p.is_split], "whole parameters or their shapes, and ranks hold parts of"
             if UpdateScope.EVERYTHING in found:
-                scope, parts = UpdateScope.EVERYTHING, [p for p in mine if not p.is_whole_on_every_rank or p.place.varying_axes]
+                scope = UpdateScope.EVERYTHING
+                parts = [p for p in mine if not p.is_whole_on_every_rank or p.place.independent_axes]
                 what = "several parameters at once, or draws random numbers, and other ranks hold parts of"
             elif scope is UpdateScope.ELEMENT and not parts and not optimizer.__module__.startswith("torch."):
                 scope = UpdateScope.PARAMETER  # the class may look at more than one element, at sizes that were not tried
             scopes.append(scope)
             if scope is not UpdateScope.ELEMENT and parts:
                 more = f" and {len(parts) - 1} more" if len(parts) > 1 else ""
-                whole = "" if scope is UpdateScope.EVERYTHING else "atoms=fs.layouts.Whole() or "
+                whole = "" if scope is UpdateScope.EVERYTHING else "atoms=fs.layouts.LeafAtom() or "
                 raise TreeError(
                     f"ShardedOptimizer(): {optimizer.__name__} looks at {what} {parts[0].path!r}{more}. Pass shard_module() "
                     f"{whole}strategy=fs.ddp(...) for the units that have them, take an elementwise optimizer such as AdamW, "

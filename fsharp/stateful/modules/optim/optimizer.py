@@ -22,18 +22,18 @@ from fsharp.stateful.modules.optim.states import (
     GroupWithoutOptions,
     StateByParameter,
     check_param_groups,
+    checked_transform_state,
     group_texts,
     option_access_error,
     options_text,
     states_from_state_dict,
-    transform_state_from_state_dict,
 )
 from fsharp.stateful.modules.parameter import ShardedParameter, ShardedTensor
 from fsharp.stateful.modules.session import ModuleSession
 from fsharp.stateful.modules.state_dict import SAME_VALUES_REMEDY, check_no_dtensors, make_parts_whole_, scatter_from_rank
 from fsharp.stateful.modules.te import preserving_amax_histories
 from fsharp.stateful.modules.torch_tools.refusals import refuse_copy
-from fsharp.torch_compile import uncompiled
+from fsharp.torch_compile import disable_compile
 from fsharp.tracebacks import api_boundary, api_context
 from fsharp.type_checks import options_checked
 
@@ -50,7 +50,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
     - A class that updates each element by itself, such as AdamW, gets flat buffers, which may be cut anywhere.
     - A class that uses a parameter's shape or norm, such as Adafactor, Muon or LAMB, gets whole parameters in their shapes.
       Each parameter has to be whole on the ranks that hold it: by a strategy that replicates optimizer state (``ddp``), or by
-      the atom :class:`~fsharp.layouts.Whole`.
+      the atom :class:`~fsharp.layouts.LeafAtom`.
     - A class that uses all parameters together needs all of them on every rank.
     - If ranks hold all parameters of a group whole, a class that is not torch's own gets whole parameters in any case.
 
@@ -103,11 +103,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 )
             self.param_groups = [GroupWithoutOptions(group) for group in self.param_groups]
             state = self._tx.init(self._session.state.main_parameters(), comm=self._session.reopened_scheduler())
-            self._session.state.begin_opt(state, MadeBy(self._tx.name), self)  # `made_by` as in later states
+            self._session.state.set_opt_state(state, MadeBy(self._tx.name), self)  # `made_by` as in later states
         self._parameter_ids = [list(map(id, group["params"])) for group in self.param_groups]
         self._is_made = True
 
-    @uncompiled
+    @disable_compile
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update the parameters from their gradients, and release the gradients: ``p.grad`` is None afterwards.
@@ -154,7 +154,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             raise TreeError("add_param_group(): groups cannot be added later: pass all groups to ShardedOptimizer().")
         super().add_param_group(param_group)
 
-    @uncompiled
+    @disable_compile
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Release all gradients. A forward whose backward is to come stays valid. ``set_to_none=False`` is an error."""
         self._session.step.drop_gradients(set_to_none=set_to_none)
@@ -281,7 +281,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             trained = None if self._tx is not None else {p.path for g in self.param_groups for p in g["params"] if p.is_trained}
             check_param_groups(state_dict, self._groups_with_paths(), options=self.defaults, trained=trained)
             if self._updates is None:
-                return transform_state_from_state_dict(state_dict["state"], self._session.state.use_opt(where, self), comm.rank)
+                return checked_transform_state(state_dict["state"], self._session.state.use_opt(where, self), comm.rank)
             fresh = partial(self._updates.fresh_state, groups=state_dict["param_groups"])
             return states_from_state_dict(state_dict["state"], self._updates.trained_parameters_by_path(), fresh)
 

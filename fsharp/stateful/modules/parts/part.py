@@ -12,7 +12,7 @@ from torch.utils.hooks import RemovableHandle
 
 from fsharp.errors import LayoutError, TreeError
 from fsharp.functional.comm.protocol import Comm
-from fsharp.functional.layout.placement import Place
+from fsharp.functional.layout.placement import MeshPlacement
 from fsharp.functional.layout.slicing import boxes_covering_run
 from fsharp.functional.layout.unit_layout import Leaf, UnitLayout
 from fsharp.stateful.modules.parts.part_functions import (
@@ -67,7 +67,7 @@ class ShardedTensor(torch.Tensor):
     path: str
     unit: UnitLayout
     leaf: Leaf
-    place: Place
+    place: MeshPlacement
     rank: int
     spec: DTensorSpec | None
     owner: "weakref.ref[ShardedTensorOwner]"
@@ -84,10 +84,10 @@ class ShardedTensor(torch.Tensor):
     @staticmethod
     def from_local(data: torch.Tensor, like: "ShardedTensor") -> "ShardedTensor":
         """Return a part that is sharded as ``like`` is, with this rank's elements ``data``."""
-        return ShardedTensor.from_attributes(data, like.attributes)
+        return ShardedTensor.from_attributes(data, like.annotated_attributes)
 
     @property
-    def attributes(self) -> dict[str, Any]:
+    def annotated_attributes(self) -> dict[str, Any]:
         """The annotated attributes of the class (``path``, ``unit`` and so on) as a dict, for :meth:`from_attributes`."""
         return {name: getattr(self, name) for name in ShardedTensor.__annotations__}
 
@@ -145,7 +145,7 @@ class ShardedTensor(torch.Tensor):
     def __create_chunk_list__(self) -> list[Any]:
         from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 
-        shape, own = self.full_shape, [a for a in self._reduction_axes if a in self.place.varying_axes]
+        shape, own = self.full_shape, [a for a in self._reduction_axes if a in self.place.independent_axes]
         if own or shape != self.leaf.shape:
             what = f"has different values on ranks along {own}" if own else "is sharded as a DTensor as well"
             raise TreeError(
@@ -191,7 +191,7 @@ class ShardedTensor(torch.Tensor):
     @property
     def _reduction_axes(self) -> tuple[str, ...]:
         """The mesh axes along which ranks have different elements, or different tensors: a reduction runs along these."""
-        return tuple(a for a in self.place.sharded_axes + self.place.varying_axes if self.unit.mesh.axis_size(a) > 1)
+        return tuple(a for a in self.place.sharded_axes + self.place.independent_axes if self.unit.mesh.axis_size(a) > 1)
 
     @property
     def _sharding_key(self) -> tuple[Any, ...]:
@@ -280,7 +280,7 @@ class ShardedTensor(torch.Tensor):
 
     @api_boundary
     def __reduce_ex__(self, protocol: Any) -> Any:
-        varying = [axis for axis in self._reduction_axes if axis in self.place.varying_axes]
+        varying = [axis for axis in self._reduction_axes if axis in self.place.independent_axes]
         if self.is_whole_on_every_rank and not varying:
             return self.local.__reduce_ex__(protocol)
         own = f", and ranks along {varying} have values of their own" if varying else ""
@@ -334,7 +334,7 @@ class ShardedTensorOwner(Protocol):
         """Run ``torch.autograd.grad`` with respect to parameters of the module."""
 
 
-def _is_whole_on_every_rank(unit: UnitLayout, place: Place, spec: DTensorSpec | None) -> bool:
+def _is_whole_on_every_rank(unit: UnitLayout, place: MeshPlacement, spec: DTensorSpec | None) -> bool:
     """Return whether every rank holds the whole tensors of a unit that rests at ``place``."""
     return (spec is None or not spec.is_sharded) and all(unit.mesh.axis_size(axis) == 1 for axis in place.sharded_axes)
 
@@ -416,7 +416,7 @@ def _reduce_parts(name: str, tensors: Sequence[torch.Tensor], reduction: Reducti
         if is_dtensor:
             value = first.spec.reduce_over_ranks(value, reduction.op)
         for i, part, each in zip(rows, parts, value.unbind(), strict=True):
-            copies = [part.unit.mesh.axis_size(axis) for axis in part.place.varying_axes]
+            copies = [part.unit.mesh.axis_size(axis) for axis in part.place.independent_axes]
             found[i] = reduction.finish(each, torch.Size([*part.full_shape, *copies]).numel()).to(part.device)
     return found
 

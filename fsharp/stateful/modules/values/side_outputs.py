@@ -29,7 +29,7 @@ class SideOutputs:
     def __init__(self, modules: Iterable[nn.Module]) -> None:
         self._modules = [weakref.ref(each) for each in modules if not type(each).__module__.startswith(_WITHOUT_SIDE_OUTPUTS)]
 
-    def find_tensors(self, arguments: Sequence[Any]) -> dict[int, torch.Tensor]:
+    def find_stored_tensors(self, arguments: Sequence[Any]) -> dict[int, torch.Tensor]:
         """Return the tensors that the modules, and containers among ``arguments``, hold now, by id."""
         values = [value for value in arguments if type(value) in _CONTAINERS and value]
         for places, name in self._dict_entries_with_tensors():
@@ -41,13 +41,13 @@ class SideOutputs:
     ) -> list[torch.Tensor]:
         """Return the tensors with a ``grad_fn`` that the call of the module at ``path`` has stored.
 
-        ``before`` has the tensors of :meth:`find_tensors` before the call. Stored views of ``parameters`` are first replaced by
-        copies, as the parameters' memory is released.
+        ``before`` has the tensors of :meth:`find_stored_tensors` before the call. Stored views of ``parameters`` are replaced
+        by copies, as the parameters' memory is released.
         """
-        new = [x for i, x in self.find_tensors(arguments).items() if i not in before]
+        new = [x for i, x in self.find_stored_tensors(arguments).items() if i not in before]
         if views := views_of_parameters(parameters, new):
             self.replace_stored(arguments, views, [unaliased_clone(x) for x in views], path)
-            new = [x for i, x in self.find_tensors(arguments).items() if i not in before]
+            new = [x for i, x in self.find_stored_tensors(arguments).items() if i not in before]
         return [x for x in new if x.grad_fn is not None]
 
     def replace_stored(

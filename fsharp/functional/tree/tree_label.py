@@ -1,10 +1,10 @@
-"""TreeName: the name of the tree to which a unit's values belong, for labels of collectives."""
+"""TreeLabel: the name of the tree to which a unit's values belong, for labels of collectives."""
 
 from dataclasses import dataclass, field
 
 
 @dataclass(eq=False, slots=True)
-class TreeName:
+class TreeLabel:
     """The name of the tree to which a unit's values belong, for labels of collectives.
 
     Ranks compare labels, so an error says that ranks gather different trees, such as parameters before and after an update. A
@@ -35,14 +35,14 @@ class TreeName:
         )
         return f"tree {self.tree} at update {self.num_updates}{changes}" if self.tree else ""
 
-    def after_update(self) -> "TreeName":
+    def after_update(self) -> "TreeLabel":
         """Return the name of the tree that an update of this tree makes. A second update of this tree makes another name."""
         if not self.tree:
-            return UNNAMED_TREE
+            return UNLABELED_TREE
         self.num_successors += 1
         tree = f"{self.tree}.{self.num_successors}" if self.num_successors > 1 else self.tree
-        return TreeName(tree, self.num_updates + 1, self.num_replaced, self.num_mapped)
+        return TreeLabel(tree, self.num_updates + 1, self.num_replaced, self.num_mapped)
 
 
-UNNAMED_TREE = TreeName()
+UNLABELED_TREE = TreeLabel()
 """The name of values from a tree that not all ranks have made together, before the values get a number."""

@@ -11,7 +11,7 @@ import fsharp as fs
 from fsharp.checkpoint import load, save
 from fsharp.errors import CommError
 from fsharp.functional.comm.agree import all_gather_texts
-from fsharp.functional.comm.tree_names import TreeNameCounters
+from fsharp.functional.comm.tree_labels import TreeLabelCounters
 from fsharp.testing import simulate
 
 SHAPES = {"a": torch.empty(6, 2), "b": torch.empty(5)}
@@ -162,7 +162,7 @@ def test_a_rank_that_leaves_out_an_update_does_not_mix_its_gradients_with_later_
 
 def test_counters_keep_a_bounded_number_of_names_for_each_group_of_ranks():
     """Ranks that differ along another axis may gather other trees in between."""
-    counters = TreeNameCounters()
+    counters = TreeLabelCounters()
     assert counters.count_gathered("old", ("outer",), "a") == 1
     for number in range(5000):
         assert counters.count_gathered(f"tree {number}", ("inner",), "a") == 1

@@ -1,7 +1,7 @@
 """Names of trees in labels of collectives, so that ranks never mix values of two trees of equal shapes.
 
 Ranks make trees in one order, so the numbers in names of trees are the same on all ranks. See
-:mod:`~fsharp.functional.tree.tree_name`.
+:mod:`~fsharp.functional.tree.tree_label`.
 """
 
 from collections import Counter, defaultdict
@@ -10,16 +10,16 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from fsharp.functional.comm.protocol import Comm, innermost_comm
-from fsharp.functional.layout.placement import Place
+from fsharp.functional.layout.placement import MeshPlacement
 from fsharp.functional.layout.sharded import Sharded, units_of
-from fsharp.functional.tree.tree_name import UNNAMED_TREE, TreeName
+from fsharp.functional.tree.tree_label import UNLABELED_TREE, TreeLabel
 
 _MAX_COUNTED = 4096
-"""Number of names, for each tuple of axes, that a TreeNameCounters counts."""
+"""Number of names, for each tuple of axes, that a TreeLabelCounters counts."""
 
 
 @dataclass
-class TreeNameCounters:
+class TreeLabelCounters:
     """Counters from which the names of trees in labels of collectives are made, equal on all ranks.
 
     Attributes:
@@ -36,11 +36,11 @@ class TreeNameCounters:
         self.num_trees += 1
         return str(self.num_trees)
 
-    def copy(self) -> "TreeNameCounters":
+    def copy(self) -> "TreeLabelCounters":
         """Return a copy, which counts on by itself."""
-        return TreeNameCounters(self.num_trees, {axes: Counter(counts) for axes, counts in self.gathered.items()})
+        return TreeLabelCounters(self.num_trees, {axes: Counter(counts) for axes, counts in self.gathered.items()})
 
-    def set_from(self, other: "TreeNameCounters") -> None:
+    def set_from(self, other: "TreeLabelCounters") -> None:
         """Set the counters to the counts of ``other``, such as an earlier copy after a failed step."""
         self.num_trees, self.gathered = other.num_trees, other.copy().gathered
 
@@ -53,46 +53,46 @@ class TreeNameCounters:
         return counts[text, unit]
 
 
-def tree_name_counters_of(comm: Comm) -> TreeNameCounters | None:
+def tree_label_counters_of(comm: Comm) -> TreeLabelCounters | None:
     """Return the counters of a Comm; None if the Comm compares no labels (one rank, or a class of another library)."""
-    return getattr(innermost_comm(comm), "tree_name_counters", None)
+    return getattr(innermost_comm(comm), "tree_label_counters", None)
 
 
-def name_new_tree(tree: Any, comm: Comm) -> Any:
+def label_new_tree(tree: Any, comm: Comm) -> Any:
     """Name the nodes of ``tree``, which all ranks have made together, as a new tree, and return ``tree``."""
-    counts = tree_name_counters_of(comm)
+    counts = tree_label_counters_of(comm)
     if counts is not None:
         numbers = defaultdict[int, str](counts.next_tree_number)
         seen: Counter[str] = Counter()
         for node in units_of(tree):
             seen[node.name] += 1
-            node.tree_name = TreeName(numbers[seen[node.name]])
+            node.tree_label = TreeLabel(numbers[seen[node.name]])
     return tree
 
 
-def copy_tree_names(new: Iterable[Sharded], old: Iterable[Sharded]) -> None:
+def copy_tree_labels(new: Iterable[Sharded], old: Iterable[Sharded]) -> None:
     """Give each node of ``new`` the tree name of the node of ``old`` at the same position."""
     for after, before in zip(new, old, strict=True):
-        after.tree_name = before.tree_name
+        after.tree_label = before.tree_label
 
 
-def new_tree_label_prefix(node: Sharded, comm: Comm, target: Place | None = None) -> str:
+def new_tree_label_prefix(node: Sharded, comm: Comm, target: MeshPlacement | None = None) -> str:
     """Return the name of a node's tree as the beginning of a label; empty if the Comm compares no labels.
 
     ``target``: the place to which the node moves, by default the full one. If several trees can have the name, a number
     follows, which counts these trees by axes of the move. A move without a collective, which one rank may make alone, has none.
     """
-    counts = tree_name_counters_of(comm)
+    counts = tree_label_counters_of(comm)
     if counts is None:
         return ""
-    name = node.tree_name
+    name = node.tree_label
     if name.tree and not name.num_replaced and not name.num_mapped:  # the usual case: the text identifies the tree
         return f"tree {name.tree} at update {name.num_updates}, "
     axes = node.unit.gather_axes(node.place, target or node.unit.strategy.full)
     if not axes:
         return ""
-    if name is UNNAMED_TREE:
-        node.tree_name = name = TreeName()
+    if name is UNLABELED_TREE:
+        node.tree_label = name = TreeLabel()
     if axes not in name.number_by_axes:
         name.number_by_axes[axes] = counts.count_gathered(name.text, axes, node.name)
     return f"{name.text or 'unnamed tree'} ({name.number_by_axes[axes]}), "
