@@ -105,7 +105,7 @@ def main(options):
     model = build().to(comm.device)
     for layer in model.model.layers:
         layer.mlp.experts = OwnExperts(layer.mlp.experts, comm)
-    dense, sparse = fs.zero3("dp", "ep"), fs.zero3("dp").independent_along("ep")
+    dense, sparse = fs.zero3("dp", "ep"), fs.zero3("dp").varying("ep")
     model = fs.shard_module(
         model, mesh=comm, strategy={"**": dense, "**.own": sparse}, units=[MixtralDecoderLayer, MixtralExperts]
     )

@@ -137,8 +137,8 @@ WRONG = {
         r"^AxisRule\(\): params is 'shard', expected a Placement",
     ),
     "a list of axes that vary": (
-        lambda: fs.zero3("dp").independent_along(["ep"]),
-        r"independent_along\(\): axes is \['ep'\], expected a str",
+        lambda: fs.zero3("dp").varying(["ep"]),
+        r"varying\(\): axes is \['ep'\], expected a str",
     ),
     "a name of a dtype": (
         lambda: fs.plan({"w": torch.ones(2)}, ONE.mesh, fs.zero3("dp")).nbytes("params", "float32"),

@@ -401,7 +401,7 @@ def _layout_text(unit: UnitLayout, place: MeshPlacement) -> str:
 def _leaves_on_ranks_by_path(unit: UnitLayout, place: MeshPlacement, rank: int) -> dict[str, _LeafPieces]:
     """Return, by path, a :class:`_LeafPieces` for each leaf that a unit stores; tied leaves have none."""
     mesh = unit.mesh
-    varying = [axis for axis in mesh.names if axis in place.independent_axes]
+    varying = [axis for axis in mesh.names if axis in place.varying_axes]
     copies = [axis for axis in mesh.names if axis not in place.sharded_axes and axis not in varying]
     num_kinds, num_copies = (math.prod(map(mesh.axis_size, axes)) for axes in (varying, copies))
 

@@ -60,12 +60,10 @@ def shard(params: Any, layout: Layout, comm: Comm, *, place: PlaceName = "params
     )
     if check_values:
         paths, leaves, _ = flatten_with_paths(params)
-        varying = {
-            unit.path_in_tree(leaf): unit.strategy.full.independent_axes for unit in layout.units for leaf in unit.leaves
-        }
+        varying = {unit.path_in_tree(leaf): unit.strategy.full.varying_axes for unit in layout.units for leaf in unit.leaves}
         remedy = (
             "Draw them from the same seed on all ranks or load the same file. If each rank is to have its own, say so in the "
-            'strategy: zero3("dp").independent_along("ep").'
+            'strategy: zero3("dp").varying("ep").'
         )
         check_same_on_ranks("shard()", dict(zip(paths, leaves, strict=True)), comm, remedy=remedy, varying=varying)
     with reporting_format_errors(comm, "shard()"):
@@ -180,7 +178,7 @@ def init_params(
 
 def mesh_independent_seed(key: int, path: str, unit: UnitLayout | None, rank: int) -> int:
     """Return the seed for a leaf's initial values: the same on every mesh, and on all ranks that share the values."""
-    own = "" if unit is None else "".join(f":{axis}={unit.mesh.coord(axis, rank)}" for axis in unit.independent_axes)
+    own = "" if unit is None else "".join(f":{axis}={unit.mesh.coord(axis, rank)}" for axis in unit.varying_axes)
     return int.from_bytes(hashlib.sha256(f"{key}:{path}{own}".encode()).digest()[:8], "little") >> 1
 
 

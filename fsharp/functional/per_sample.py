@@ -64,9 +64,9 @@ def per_sample_norms(
     def run(params: Any, batch: Any, *, comm: Comm) -> torch.Tensor:
         check_no_transform_active(_WHERE)
         nodes = checked_units_of(_WHERE, params, comm)
-        for unit in [node.unit for node in nodes if node.unit.independent_axes]:
-            facts = [("unit", unit.display_name), ("varies", ", ".join(unit.independent_axes))]
-            remedy = "Use a strategy without independent_along() for it."
+        for unit in [node.unit for node in nodes if node.unit.varying_axes]:
+            facts = [("unit", unit.display_name), ("varies", ", ".join(unit.varying_axes))]
+            remedy = "Use a strategy without varying() for it."
             raise LayoutError(problem(_WHERE, "a sample's gradient is spread over ranks.", facts, remedy))
         leaves, spec = optree.tree_flatten(batch, is_leaf=is_sharded)
         count = _batch_size(leaves)

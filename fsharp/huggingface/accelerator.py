@@ -48,7 +48,7 @@ def broadcast_buffers_from_rank_0(model: ShardedModule) -> None:
     """
     for path, buffer in model.named_buffers():
         around, mine = model.layout.unit_around(path), local_tensor(buffer.detach())
-        varying = () if around is None else around.strategy.full.independent_axes
+        varying = () if around is None else around.strategy.full.varying_axes
         value = broadcast_from_rank(mine, 0, model.comm, varying=varying)
         if not torch.equal(mine, value):  # an expanded buffer is equal, and cannot be written to
             mine.copy_(value)

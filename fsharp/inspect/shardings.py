@@ -96,7 +96,7 @@ class LeafSharding:
     @property
     def _partial_or_varying_words(self) -> dict[str, str]:
         """The axes along which ranks have different values; for each axis a word for these values, such as "summands"."""
-        found = dict.fromkeys(self.place.partial_axes, "summands") | dict.fromkeys(self.place.independent_axes, "own values")
+        found = dict.fromkeys(self.place.partial_axes, "summands") | dict.fromkeys(self.place.varying_axes, "own values")
         return {axis: what for axis, what in found.items() if self.mesh.axis_size(axis) > 1}
 
     @property

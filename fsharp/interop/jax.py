@@ -223,7 +223,7 @@ def _global_shape_and_sharding(node: Sharded, i: int, mesh: Mesh) -> tuple[tuple
         raise TreeError(
             f"unit {node.unit.display_name} rests partial ({node.place}), which JAX has no sharding for: reduce_scatter() it."
         )
-    own = node.place.independent_axes
+    own = node.place.varying_axes
     shape = (*(node.unit.mesh.axis_size(axis) for axis in own), node.unit.groups[node.groups[i]].size)
     return shape, NamedSharding(mesh, PartitionSpec(*own, node.place.sharded_axes or None))
 

@@ -125,7 +125,7 @@ class TracedTransformation:
                 for leaf in node.unit.leaves_of_group(group):
                     start, _, low, high = spans[leaf.path][1:] if leaf.path in spans else (0, 0, 0, 0)
                     axes = cut if leaf.numel else ()  # every rank has the whole of an empty leaf
-                    path, is_varying = node.unit.path_in_tree(leaf), bool(node.place.independent_axes)
+                    path, is_varying = node.unit.path_in_tree(leaf), bool(node.place.varying_axes)
                     part = LeafRange(path, leaf.shape, low, high, axes, is_varying, len(sizes), start)
                     rows[LeafName(node.name, leaf.path)] = part, of_group
                 sizes.append(node.unit.local_size(group, node.place))

@@ -268,7 +268,7 @@ def test_experts_that_vary_are_one_tensor_along_dim_0(tmp_path):
 
     def layout(n):
         tree = {"experts": torch.zeros(4 // n, 3, 2)}
-        return fs.plan(tree, fs.Mesh({"dp": 2, "ep": n}), fs.zero3("dp").independent_along("ep"))
+        return fs.plan(tree, fs.Mesh({"dp": 2, "ep": n}), fs.zero3("dp").varying("ep"))
 
     def save(comm):
         own = torch.arange(12.0).view(2, 3, 2) + 100 * comm.mesh.coord("ep", comm.rank)

@@ -263,7 +263,7 @@ def test_refused_before_any_collective(name):
 def test_units_that_vary_are_refused_before_any_collective():
     mesh = fs.Mesh({"dp": 2, "ep": 2})
     tree = {"dense": torch.ones(4), "experts": torch.ones(4)}
-    strategies = {"**": fs.zero3("dp", "ep"), "experts": fs.zero3("dp").independent_along("ep")}
+    strategies = {"**": fs.zero3("dp", "ep"), "experts": fs.zero3("dp").varying("ep")}
     layout = fs.plan(tree, mesh, strategies, units="*")
 
     def rank_fn(comm):

@@ -230,7 +230,7 @@ def test_buffers_of_experts_stay_those_of_each_rank():
     def rank_fn(comm):
         torch.manual_seed(0)
         module = nn.ModuleDict({"dense": nn.BatchNorm1d(2), "experts": nn.BatchNorm1d(2)})
-        strategy = {"**": fs.zero3("dp", "ep"), "experts": fs.zero3("dp").independent_along("ep")}
+        strategy = {"**": fs.zero3("dp", "ep"), "experts": fs.zero3("dp").varying("ep")}
         model = fs.shard_module(module, mesh=comm, strategy=strategy, units=["dense", "experts"])
         for each in module.values():
             each.running_mean.fill_(comm.rank)

@@ -173,7 +173,7 @@ def test_long_paths_are_cut_in_their_middle():
 
 def test_values_that_differ_between_ranks():
     tree, mesh = {"dense": torch.empty(4, 2), "expert": torch.empty(4, 2)}, fs.Mesh({"dp": 2, "ep": 3})
-    layout = fs.plan(tree, mesh, {"dense": fs.ddp("dp", "ep"), "expert": fs.zero3("dp").independent_along("ep")}, units="*")
+    layout = fs.plan(tree, mesh, {"dense": fs.ddp("dp", "ep"), "expert": fs.zero3("dp").varying("ep")}, units="*")
     params, grads = fs.inspect.sharding(layout), fs.inspect.sharding(layout, "grads")
     assert (params["dense"].spec, params["expert"].spec, grads["dense"].spec) == (fs.P(), None, None)
     assert params["dense"].is_fully_replicated

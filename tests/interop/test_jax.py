@@ -137,7 +137,7 @@ def test_to_jax_of_a_tree_of_more_ranks_than_elements():
 
 def test_to_jax_gives_what_varies_a_leading_dim():
     params = {"experts": torch.zeros(6), "router": torch.arange(4.0)}
-    strategies = {"experts": fs.zero3("dp").independent_along("ep"), "router": fs.zero3("dp", "ep")}
+    strategies = {"experts": fs.zero3("dp").varying("ep"), "router": fs.zero3("dp", "ep")}
     layout = fs.plan(params, BOTH, strategies, units=["experts", "router"])
     trees = []
     for rank in range(4):

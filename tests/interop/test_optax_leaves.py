@@ -200,9 +200,7 @@ def test_what_is_computed_from_leaves_of_one_rank_stays_with_them(name):
 
     def rank_fn(comm):
         tree = {"e": torch.ones(2, 3) * (comm.rank + 1), "w": torch.ones(2, 3)}
-        layout = fs.plan(
-            tree, comm.mesh, {"e": fs.ddp("dp").independent_along("ep"), "w": fs.ddp("dp", "ep")}, units=["e", "w"]
-        )
+        layout = fs.plan(tree, comm.mesh, {"e": fs.ddp("dp").varying("ep"), "w": fs.ddp("dp", "ep")}, units=["e", "w"])
         ours = fs.optim.from_optax(tx)
         state = fs.init_state(ours, fs.shard(tree, layout, comm, place="optim"), comm=comm)
         return fs.full_tree(fs.update(ours, fs.shard(tree, layout, comm, place="optim"), state, comm=comm).params, comm=comm)

@@ -97,12 +97,12 @@ def check_same_on_ranks(
         raise AgreementError(problem(where, what, [*rows[:_MAX_SHOWN_TENSORS], *more], remedy))
 
 
-def _differing_ranks_text(digests: list[bytes], mesh: Mesh, independent_axes: tuple[str, ...]) -> str | None:
+def _differing_ranks_text(digests: list[bytes], mesh: Mesh, varying_axes: tuple[str, ...]) -> str | None:
     """Return a text with the ranks whose digest differs from the digest of the first rank in their group; None if none does."""
     firsts: dict[int, int] = {}
     others: dict[int, list[int]] = {}
     for rank, each in enumerate(digests):
-        first = firsts.setdefault(mesh.index_along(independent_axes, rank), rank)
+        first = firsts.setdefault(mesh.index_along(varying_axes, rank), rank)
         if each != digests[first]:
             others.setdefault(first, []).append(rank)
     rows = [f"{ranks_text(ranks)}: other values than rank {first}" for first, ranks in others.items()]

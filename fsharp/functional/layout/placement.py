@@ -18,7 +18,7 @@ strategy              axis   parameters              gradients              opti
 Gradients rest between microbatches as the table says. The update takes gradients in the place of the optimizer state.
 
 Along an axis on which ranks have parameters of their own, such as experts, parameters and gradients are never moved:
-    ``zero3("dp").independent_along("ep")``.
+    ``zero3("dp").varying("ep")``.
 
 A partition spec, ``P("dp")``, is a short form of a strategy whose three kinds of state rest alike.
 """
@@ -121,7 +121,7 @@ class MeshPlacement:
         return self._axes_with(Replicate)
 
     @property
-    def independent_axes(self) -> tuple[str, ...]:
+    def varying_axes(self) -> tuple[str, ...]:
         """Axes along which every rank holds a different value."""
         return self._axes_with(Vary)
 
@@ -198,10 +198,10 @@ class Strategy:
             raise StrategyError(problem("Strategy()", what, facts, remedy))
 
     @options_checked_on_failure
-    def independent_along(self, *axes: str) -> "Strategy":
+    def varying(self, *axes: str) -> "Strategy":
         """Return this strategy for parameters that differ from rank to rank along ``axes``, such as experts.
 
-        >>> zero3("dp").independent_along("ep").params
+        >>> zero3("dp").varying("ep").params
         MeshPlacement(dp:Shard, ep:Vary)
 
         Gradients are summed over ranks that hold the same parameters, and over no other ranks. An expert gets gradients of
@@ -212,9 +212,7 @@ class Strategy:
         """
         taken = {axis for axis, _ in self.rules} & set(axes)
         if not axes or taken:
-            raise StrategyError(
-                f"independent_along(): expected axes other than those of the strategy ({self}), got {list(axes)}."
-            )
+            raise StrategyError(f"varying(): expected axes other than those of the strategy ({self}), got {list(axes)}.")
         return Strategy({**dict(self.rules), **dict.fromkeys(axes, AxisRule(Vary, Vary, Vary))})
 
     @api_boundary

@@ -107,7 +107,7 @@ def plan(
         return dtypes, trainable, label_by_path[path]
 
     rules = {path: (*group_key(path, tensor), atom_of[path]) for path, tensor in zip(paths, leaves)}
-    _check_rules_of_ties(ties, rules, {path: strategies[unit_of[path]].full.independent_axes for path in paths}, specs)
+    _check_rules_of_ties(ties, rules, {path: strategies[unit_of[path]].full.varying_axes for path in paths}, specs)
     sections = cut_into_units(params, frozenset(names))
     built = []
     of_unit: dict[str, list[tuple[str, torch.Tensor]]] = {name: [] for name in names}

@@ -425,7 +425,7 @@ def resolve_place(unit: UnitLayout, place: PlaceName) -> MeshPlacement:
             raise LayoutError(f"unknown place {place!r}: expected 'params', 'grads', 'optim', 'full' or a MeshPlacement.")
         return getattr(unit.strategy, place)  # type: ignore[no-any-return]
     order, cuts = unit.strategy.order, place.sharded_axes
-    if place.order != order or cuts != order[: len(cuts)] or place.independent_axes != unit.independent_axes:
+    if place.order != order or cuts != order[: len(cuts)] or place.varying_axes != unit.varying_axes:
         places = f"{unit.strategy.params!r}, {unit.strategy.optim!r}"
         facts = [("axes of the strategy", ", ".join(order)), ("its places", places)]
         what = f"{place!r} does not belong to the strategy of unit {unit.display_name}: other axes, another order, or a gap."

@@ -133,8 +133,8 @@ def unshard(shards: Sequence[Any], *, rank: int = 0) -> Any:
             raise TreeError(f"unshard(): {len(trees)} trees, expected one for each of the {mesh.size} ranks of {mesh}.")
         if place.partial_axes:
             raise TreeError(f"unshard(): unit {unit.display_name} rests partial ({place}): sum it by reduce_scatter() first.")
-        own = mesh.index_along(place.independent_axes, rank)
-        alike = [r for r in range(mesh.size) if mesh.index_along(place.independent_axes, r) == own]
+        own = mesh.index_along(place.varying_axes, rank)
+        alike = [r for r in range(mesh.size) if mesh.index_along(place.varying_axes, r) == own]
         holders = {mesh.index_along(place.sharded_axes, r): parts[r] for r in reversed(alike)}
         in_order = [holders[key].buffers for key in sorted(holders)]
         joined = [_join(unit, group, column) for group, *column in zip(parts[0].groups, *in_order, strict=True)]

@@ -158,9 +158,9 @@ class UnitLayout:
         return any(group.dtypes.stored_format.leaf_codec is not None for group in self.groups)
 
     @cached_property
-    def independent_axes(self) -> tuple[str, ...]:
+    def varying_axes(self) -> tuple[str, ...]:
         """Axes along which every rank holds different parameters."""
-        return self.strategy.full.independent_axes
+        return self.strategy.full.varying_axes
 
     @cached_property
     def all_groups(self) -> tuple[int, ...]:
@@ -274,7 +274,7 @@ class UnitLayout:
     def are_replicas(self, place: MeshPlacement, rank: int, other: int) -> bool:
         """Return whether two ranks hold the same elements in ``place``."""
         return all(
-            self.mesh.coord(axis, rank) == self.mesh.coord(axis, other) for axis in place.sharded_axes + place.independent_axes
+            self.mesh.coord(axis, rank) == self.mesh.coord(axis, other) for axis in place.sharded_axes + place.varying_axes
         )
 
     def leaves_of_group(self, group: int) -> tuple[Leaf, ...]:
@@ -315,6 +315,6 @@ def leaf_spans_in_run(unit: UnitLayout, group: int, start: int, size: int, rank:
     The leaf's elements are ``begin`` to ``end`` of the run. ``first`` is the index of element ``begin`` in the whole leaf; or
     in the leaves of all ranks, one after another, if the unit varies along axes.
     """
-    before = unit.mesh.index_along(unit.independent_axes, rank)
+    before = unit.mesh.index_along(unit.varying_axes, rank)
     for leaf, begin, end, first, _ in unit.spans_in_run(group, start, size):
         yield begin, end, unit.path_in_tree(leaf), before * leaf.numel + first

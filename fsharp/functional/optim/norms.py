@@ -63,7 +63,7 @@ def _float64_norm(tree: Any, comm: Comm, deterministic: bool) -> torch.Tensor:
                 )
             rows = zip(node.groups, node.decoded_buffers(comm.rank), strict=True)
             held = [_Values(buffer, node, group, comm.rank) for group, buffer in rows]
-            by_axes.setdefault(node.place.sharded_axes + node.place.independent_axes, []).extend(held)
+            by_axes.setdefault(node.place.sharded_axes + node.place.varying_axes, []).extend(held)
     with torch.no_grad():
         if deterministic:
             return _exact_norm(by_axes, comm)

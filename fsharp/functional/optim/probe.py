@@ -94,7 +94,7 @@ class _OptimizerTrial:
         self._like, self._groups, self._order = params, list[_TrialGroup](), list[tuple[str, str]]()
         self._start, self._grads = Vectors(), [Vectors() for _ in _GRADIENT_SCALES]
         nodes = units_of(params)
-        axes = [(node.unit.mesh, axis) for node in nodes for axis in node.place.sharded_axes + node.place.independent_axes]
+        axes = [(node.unit.mesh, axis) for node in nodes for axis in node.place.sharded_axes + node.place.varying_axes]
         self.pieces = range(2 if any(mesh.axis_size(axis) > 1 for mesh, axis in axes) else 1)
         self.cuda_devices = sorted({b.device.index for node in nodes for b in node.buffers if b.device.type == "cuda"})
         generator = torch.Generator().manual_seed(0)

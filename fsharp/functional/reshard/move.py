@@ -41,7 +41,7 @@ class MeshChange:
         mesh, rank = self.old_mesh, self.new_ranks[target]
         near = self.old_ranks.index(rank) if rank in self.old_ranks else target % mesh.size
         return all(mesh.coord(axis, source) == mesh.coord(axis, near) for axis in place.replicated_axes) and all(
-            mesh.coord(axis, source) == self.new_mesh.coord(axis, target) for axis in place.independent_axes
+            mesh.coord(axis, source) == self.new_mesh.coord(axis, target) for axis in place.varying_axes
         )
 
 

@@ -193,7 +193,7 @@ def _leaf_facts(state_tree: StateTree, unit: UnitLayout) -> Iterator[tuple[str, 
     for leaf in unit.leaves:
         facts: dict[str, Any] = {"shape": list(leaf.shape), "dtype": dtype_name(leaf.dtype)}
         facts["tied to"] = repr(".".join(filter(None, leaf.tied_to))) if leaf.tied_to else "nothing"
-        facts["varies along"] = {axis: unit.mesh.axis_size(axis) for axis in sorted(unit.strategy.full.independent_axes)}
+        facts["varies along"] = {axis: unit.mesh.axis_size(axis) for axis in sorted(unit.strategy.full.varying_axes)}
         if leaf.tied_to is None:
             group = unit.groups[leaf.group]
             if not state_tree.is_cast:

@@ -146,7 +146,7 @@ class GatheredModule(NamedTuple):
     """The root module, or a module that is gathered by itself, with its units and their entries.
 
     ``ties``: other units, which store tied leaves of this module's units. ``has_inner_modules``: whether inner modules are
-    gathered by themselves. ``has_independent_units``: whether a unit varies along an axis. Then a backward also reaches unused
+    gathered by themselves. ``has_varying_units``: whether a unit varies along an axis. Then a backward also reaches unused
     parameters: a rank without tokens for its expert joins the collectives.
     """
 
@@ -155,7 +155,7 @@ class GatheredModule(NamedTuple):
     ties: Sequence[str]
     side_outputs: SideOutputs
     has_inner_modules: bool
-    has_independent_units: bool
+    has_varying_units: bool
 
 
 class SharedCallState:
@@ -184,7 +184,7 @@ class SharedCallState:
                 ties=sorted({tied for name in names for tied in layout[name].tie_owner_unit_names} - set(names)),
                 side_outputs=SideOutputs(members[path]),
                 has_inner_modules=path in has_inner_modules,
-                has_independent_units=any(layout[name].strategy.full.independent_axes for name in names),
+                has_varying_units=any(layout[name].strategy.full.varying_axes for name in names),
             )
             for path, names in by_path.items()
         }
@@ -291,7 +291,7 @@ class ModuleCall:
         side = gathered.side_outputs.new_side_outputs(before, passed, parameters, path)
         found += [x for x in side if not any(x is y for y in found)]
         self._given_away = found
-        return connect_to_inputs(found, [*self.flat, *parameters]) if gathered.has_independent_units else found
+        return connect_to_inputs(found, [*self.flat, *parameters]) if gathered.has_varying_units else found
 
     def result_with_tensors(self, tensors: Sequence[torch.Tensor]) -> Any:
         """Return the result of ``fn``, with ``tensors`` in place of the tensors that :meth:`compute` returned."""

@@ -66,7 +66,7 @@ def initial_parameters(
         return _sync_buffers_and_shard(module, layout, comm, sync_from)
     leaves = [(unit, leaf) for unit in layout.units for leaf in unit.leaves if not leaf.tied_to]
     own = {unit.path_in_tree(leaf): _parameter_value(module, unit, leaf) for unit, leaf in leaves}
-    varying = {unit.path_in_tree(leaf): unit.strategy.full.independent_axes for unit, leaf in leaves}
+    varying = {unit.path_in_tree(leaf): unit.strategy.full.varying_axes for unit, leaf in leaves}
     present = {path: tensor for path, tensor in own.items() if not tensor.is_meta}
     check_same_on_ranks("shard_module()", present, comm, remedy=_SAME_SEED_REMEDY, varying=varying)
     if not any(x.is_meta for x in chain(module.parameters(), module.buffers())):
@@ -100,13 +100,13 @@ def _sync_buffers_and_shard(module: nn.Module, layout: Layout, comm: Comm, sourc
     """Return this rank's shards of the parameters of rank ``source``, and copy that rank's values to the module's buffers."""
     nodes = []
     for unit in layout.units:
-        own, varying = [leaf for leaf in unit.leaves if not leaf.tied_to], unit.strategy.full.independent_axes
+        own, varying = [leaf for leaf in unit.leaves if not leaf.tied_to], unit.strategy.full.varying_axes
         whole = {leaf: broadcast_from_rank(_parameter_value(module, unit, leaf), source, comm, varying=varying) for leaf in own}
         nodes.append(build_shard(unit, resolve_place(unit, "optim"), comm.rank, whole.__getitem__, as_main_copies=True))
     new: dict[int, torch.Tensor] = {}
     for path, buffer in module.named_buffers(remove_duplicate=False):
         around, mine = layout.unit_around(path), local_tensor(buffer.detach())
-        value = broadcast_from_rank(mine, source, comm, varying=() if around is None else around.strategy.full.independent_axes)
+        value = broadcast_from_rank(mine, source, comm, varying=() if around is None else around.strategy.full.varying_axes)
         if mine.is_meta or 0 in mine.stride():  # an expanded buffer cannot be written to; modules may share a buffer
             _replace_buffer(module, path, new.setdefault(id(buffer), value))
         else:

@@ -91,7 +91,7 @@ class MeanGradients:
     def changes_text(self) -> str:
         """Return text about the user's changes of gradients since they were set, for ranks to compare."""
         # Only writes to buffers that every rank holds in full count: a rank without elements of a cut leaf does not write.
-        is_whole = [not (n.place.sharded_axes or n.place.independent_axes) for n in units_of(self.tree) for _ in n.buffers]
+        is_whole = [not (n.place.sharded_axes or n.place.varying_axes) for n in units_of(self.tree) for _ in n.buffers]
         rows = zip(self._version_counters(), self._versions, is_whole, strict=True)
         return f"changes of gradients={self.edits}, writes={[now - before for now, before, whole in rows if whole]}"
 
@@ -112,7 +112,7 @@ class MeanGradients:
     def drop_part(self, path: str) -> None:
         """Zero a parameter's gradient, and record it as missing. A part that a caller holds keeps its values, in new memory."""
         reference, data = weakref.ref(self._parts[path]), self._parts[path].local
-        varying = self._parts.pop(path).place.independent_axes
+        varying = self._parts.pop(path).place.varying_axes
         if (held := reference()) is not None:
             held.move_to_new_memory()
         data.zero_()
@@ -145,7 +145,7 @@ def parameters_without_gradient(units: Sequence[UnitState], comm: Comm, paused: 
     gradients: dict[tuple[str, ...], list[UnitGradient]] = {}
     for unit in units:
         if unit.gradient is not None:
-            gradients.setdefault(unit.layout.independent_axes, []).append(unit.gradient)
+            gradients.setdefault(unit.layout.varying_axes, []).append(unit.gradient)
     for varying, alike in gradients.items():
         has = [gradient.reached >> i & 1 for gradient in alike for i in range(len(gradient.route.leaves))]
         flags = torch.ones(len(has), dtype=torch.uint8, device=comm.device)

@@ -88,7 +88,7 @@ def shard_module(
             ``parallelize_module`` pass the other axes, such as ``device_mesh["dp"]``: DTensors are sharded over these as well.
         strategy: where state rests: a strategy or a partition spec, or several by pattern of paths, of which the last match
             counts. None means ZeRO-3 over all axes. For experts that differ along an axis ``"ep"``:
-            ``{"**": zero3("dp", "ep"), "**.experts": zero3("dp").independent_along("ep")}``.
+            ``{"**": zero3("dp", "ep"), "**.experts": zero3("dp").varying("ep")}``.
         units: modules to gather and release one by one, when they are called: classes, patterns of paths (``"layers.*"``),
             predicates ``(path, module) -> bool``, or a list of these. Units may nest. Parameters outside of all units are
             gathered with the root. A tuple in the list, as in ``[Block, ("norm", "head")]``, is a group of modules that run one

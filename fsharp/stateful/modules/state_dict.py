@@ -95,7 +95,7 @@ def load_state_dict_into_parts(session: ModuleSession, module: nn.Module, load: 
     for path, value in given.items():
         is_part, place = isinstance(value, ShardedTensor), session.parameters[path].place
         values[path] = parts[path].local if is_part else value
-        varying[path] = place.independent_axes + (place.sharded_axes if is_part else ())
+        varying[path] = place.varying_axes + (place.sharded_axes if is_part else ())
     check_same_on_ranks(where, values, comm, remedy=SAME_VALUES_REMEDY, varying=varying)
     with torch.no_grad():
         for buffer, value in written:
@@ -152,7 +152,7 @@ def make_parts_whole_(
         if rank is not None:
             check_rank(where, rank, comm)
         for (_, path), part in parts.items():
-            if own := [axis for axis in part.place.independent_axes if comm.mesh.axis_size(axis) > 1]:
+            if own := [axis for axis in part.place.varying_axes if comm.mesh.axis_size(axis) > 1]:
                 raise TreeError(
                     f"{where}: {path!r} has different values on ranks along {own}, and the result would have the values of one "
                     "rank alone. Save by fs.checkpoint.save()."

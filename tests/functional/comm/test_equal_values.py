@@ -210,7 +210,7 @@ def test_shard_compares_values():
         with pytest.raises(AgreementError, match=message):
             raise result
     simulate(mesh, lambda comm: sharded(comm, check_values=False))
-    own = {"strategy": fs.zero3("dp").independent_along("ep")}
+    own = {"strategy": fs.zero3("dp").varying("ep")}
     simulate(mesh, lambda comm: sharded(comm, lambda comm: comm.mesh.coord("ep", comm.rank), **own))
     with pytest.raises(AgreementError, match=r"experts +rank 3: other values than rank 2"):
         simulate(mesh, lambda comm: sharded(comm, **own))

@@ -231,7 +231,7 @@ def test_reshard_for_inference_in_another_precision():
 def test_reshard_of_what_varies():
     """Experts of each rank's own along ``ep`` stay there; along ``dp`` there is one rank fewer, and other ranks."""
     meshes_ = fs.Mesh({"dp": 3, "ep": 2}), fs.Mesh({"ep": 2, "dp": 2})
-    rules = {"**": fs.zero3("dp", "ep"), "experts": fs.zero3("dp").independent_along("ep")}
+    rules = {"**": fs.zero3("dp", "ep"), "experts": fs.zero3("dp").varying("ep")}
     rows = [{"experts": torch.arange(7.0) + 100 * ep, "dense": torch.arange(11.0)} for ep in range(2)]
     old, new = (fs.plan(rows[0], mesh, rules, units="*") for mesh in meshes_)
 

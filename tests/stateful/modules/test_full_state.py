@@ -145,7 +145,7 @@ def test_all_ranks_refuse(comm, name):
 def test_values_of_ranks_own_are_refused(comm):
     model = fs.shard_module(
         modules.make(), mesh=comm,
-        strategy={"**": fs.zero3("outer", "inner"), "head": fs.zero3("outer").independent_along("inner")},
+        strategy={"**": fs.zero3("outer", "inner"), "head": fs.zero3("outer").varying("inner")},
         units=[modules.Block, "head"],
     )  # fmt: skip
     with pytest.raises(TreeError, match=r"'head\.weight' has different values on ranks along \['inner'\]"):

@@ -106,14 +106,14 @@ class Sparse(Dense):
 EP = fs.Mesh({"dp": 2, "ep": 2})
 ALONE = fs.SingleComm(fs.Mesh({"dp": 1, "ep": 1}))
 PLACES = {
-    "ddp": (fs.ddp("dp", "ep"), fs.ddp("dp").independent_along("ep"), None),
-    "zero1": (fs.zero1("dp", "ep"), fs.zero1("dp").independent_along("ep"), None),
-    "zero2": (fs.zero2("dp", "ep"), fs.zero2("dp").independent_along("ep"), None),
-    "zero2, experts zero3, checkpointed": (fs.zero2("dp", "ep"), fs.zero3("dp").independent_along("ep"), False),
-    "zero3": (fs.zero3("dp", "ep"), fs.zero3("dp").independent_along("ep"), None),
-    "zero3, checkpointed": (fs.zero3("dp", "ep"), fs.zero3("dp").independent_along("ep"), False),
-    "hsdp, experts zero2": (fs.hsdp("dp", "ep"), fs.zero2("dp").independent_along("ep"), None),
-    "hfsdp, experts zero1": (fs.hfsdp("dp", "ep"), fs.zero1("dp").independent_along("ep"), None),
+    "ddp": (fs.ddp("dp", "ep"), fs.ddp("dp").varying("ep"), None),
+    "zero1": (fs.zero1("dp", "ep"), fs.zero1("dp").varying("ep"), None),
+    "zero2": (fs.zero2("dp", "ep"), fs.zero2("dp").varying("ep"), None),
+    "zero2, experts zero3, checkpointed": (fs.zero2("dp", "ep"), fs.zero3("dp").varying("ep"), False),
+    "zero3": (fs.zero3("dp", "ep"), fs.zero3("dp").varying("ep"), None),
+    "zero3, checkpointed": (fs.zero3("dp", "ep"), fs.zero3("dp").varying("ep"), False),
+    "hsdp, experts zero2": (fs.hsdp("dp", "ep"), fs.zero2("dp").varying("ep"), None),
+    "hfsdp, experts zero1": (fs.hfsdp("dp", "ep"), fs.zero1("dp").varying("ep"), None),
 }
 
 
@@ -204,7 +204,7 @@ def test_experts_without_tokens(plan, sparse):
         return [torch.randn(8, DIM, generator=g) for _ in range(steps)]
 
     def rank_fn(comm):
-        places = {"**": fs.zero3("dp", "ep"), "experts": getattr(fs, sparse)("dp").independent_along("ep")}
+        places = {"**": fs.zero3("dp", "ep"), "experts": getattr(fs, sparse)("dp").varying("ep")}
         model = fs.shard_module(
             make(Picky, comm), mesh=comm, strategy=places, units=[Picky.Own], policy=DebugPolicy(poison=True)
         )
@@ -243,7 +243,7 @@ def test_one_rank_s_values_are_taken_by_those_that_share_them():
 
     def rank_fn(comm):
         model = nn.ModuleDict({"dense": Kept(float(comm.rank)), "experts": Kept(float(comm.rank))})
-        places = {"dense": fs.zero3("dp", "ep"), "experts": fs.zero3("dp").independent_along("ep")}
+        places = {"dense": fs.zero3("dp", "ep"), "experts": fs.zero3("dp").varying("ep")}
         model = fs.shard_module(model, mesh=comm, strategy=places, units=[Kept], sync_from=1)
         whole = dict(model.named_full_parameters())
         return [
@@ -261,7 +261,7 @@ def test_one_rank_s_values_are_taken_by_those_that_share_them():
 def test_experts_on_the_meta_device_are_drawn_for_each_coordinate():
     def rank_fn(comm):
         model = nn.Sequential(nn.Linear(4, 4, device="meta"), nn.Linear(4, 4, device="meta"))
-        places = {"0": fs.zero3("dp", "ep"), "1": fs.zero3("dp").independent_along("ep")}
+        places = {"0": fs.zero3("dp", "ep"), "1": fs.zero3("dp").varying("ep")}
         return dict(fs.shard_module(model, mesh=comm, strategy=places, units=["0", "1"], key=5).named_full_parameters())
 
     small, large = simulate(fs.Mesh({"dp": 1, "ep": 2}), rank_fn), simulate(EP, rank_fn)

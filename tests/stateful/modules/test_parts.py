@@ -173,7 +173,7 @@ def test_parameters_that_vary_are_reduced_over_all_ranks(kind):
             for p in net.experts.parameters():
                 p.fill_(1.0 + comm.mesh.coord("ep", comm.rank))
         make_strategy = getattr(fs, kind)
-        strategy = {"**": make_strategy("dp", "ep"), "experts": make_strategy("dp").independent_along("ep")}
+        strategy = {"**": make_strategy("dp", "ep"), "experts": make_strategy("dp").varying("ep")}
         net = fs.shard_module(net, mesh=comm, strategy=strategy, units="*")
         with torch.no_grad():
             assert [float(p.mean()) for p in net.parameters()] == [0.5, 0.5, 1.5, 1.5]

@@ -164,7 +164,7 @@ class Runner:
         strategy: Any = program.strategy(*program.mesh.names)
         if program.has_experts:
             own = len(program.kinds) - 1
-            strategy = {"**": strategy, f"cells.{own}": program.strategy("dp").independent_along("ep")}
+            strategy = {"**": strategy, f"cells.{own}": program.strategy("dp").varying("ep")}
             if not program.is_meta:
                 torch.manual_seed(self.comm.rank)
                 net.cells[own].reset_parameters()

@@ -388,7 +388,7 @@ def test_parameters_of_which_ranks_have_their_own(name):
     """Whole values are this rank's own, parts are refused along that axis, and one rank's file would not have all of it."""
     mesh, saved = fs.Mesh({"dp": 2, "ep": 2}), {}
     kind = getattr(fs, name)
-    strategy = {"**": kind("dp", "ep"), "experts": kind("dp").independent_along("ep")}
+    strategy = {"**": kind("dp", "ep"), "experts": kind("dp").varying("ep")}
 
     def rank_fn(comm):
         own = comm.mesh.coord("ep", comm.rank)

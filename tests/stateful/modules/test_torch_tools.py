@@ -122,7 +122,7 @@ def test_with_processes(tmp_path):
 
 @on_ranks(fs.Mesh({"dp": 1, "ep": 2}))
 def test_what_a_chunk_cannot_say_is_refused(comm):
-    model = fs.shard_module(plain_pair(), mesh=comm, strategy=fs.zero3("dp").independent_along("ep"))
+    model = fs.shard_module(plain_pair(), mesh=comm, strategy=fs.zero3("dp").varying("ep"))
     with pytest.raises(
         TreeError, match=r"checkpoint cannot describe '0\.weight', which has different values on ranks along \['ep'\]"
     ):

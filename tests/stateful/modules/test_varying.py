@@ -22,12 +22,12 @@ S, V = fs.layouts.Shard, fs.layouts.Vary
 DIM, HIDDEN, EXPERTS, VOCAB = 6, 7, 4, 11
 MESH = fs.Mesh({"dp": 2, "ep": 2})
 PLACES = {
-    "zero3": (fs.zero3("dp", "ep"), fs.zero3("dp").independent_along("ep")),
-    "zero2": (fs.zero2("dp", "ep"), fs.zero2("dp").independent_along("ep")),
-    "zero1": (fs.zero1("dp", "ep"), fs.zero1("dp").independent_along("ep")),
-    "ddp": (fs.ddp("dp", "ep"), fs.ddp("dp").independent_along("ep")),
-    "hsdp, experts zero1": (fs.hsdp("dp", "ep"), fs.zero1("dp").independent_along("ep")),
-    "hfsdp, experts ddp": (fs.hfsdp("dp", "ep"), fs.ddp("dp").independent_along("ep")),
+    "zero3": (fs.zero3("dp", "ep"), fs.zero3("dp").varying("ep")),
+    "zero2": (fs.zero2("dp", "ep"), fs.zero2("dp").varying("ep")),
+    "zero1": (fs.zero1("dp", "ep"), fs.zero1("dp").varying("ep")),
+    "ddp": (fs.ddp("dp", "ep"), fs.ddp("dp").varying("ep")),
+    "hsdp, experts zero1": (fs.hsdp("dp", "ep"), fs.zero1("dp").varying("ep")),
+    "hfsdp, experts ddp": (fs.hfsdp("dp", "ep"), fs.ddp("dp").varying("ep")),
 }
 
 
@@ -191,7 +191,7 @@ def test_a_tree_that_varies_is_as_many_trainings_as_there_are_coordinates(name, 
 
     def varying(comm):
         own, rank = divmod(comm.rank, mesh.size)
-        return steps(comm, make_params(seed=own), batches_of(own, rank), strategy.independent_along("own"))
+        return steps(comm, make_params(seed=own), batches_of(own, rank), strategy.varying("own"))
 
     found = simulate(wide, varying)
     for own in range(2):
@@ -237,7 +237,7 @@ class _Split:
 
 
 def test_round_trip_of_what_varies():
-    layout = fs.plan(whole_params(), fs.Mesh({"dp": 3, "ep": 2}), fs.zero3("dp").independent_along("ep"))
+    layout = fs.plan(whole_params(), fs.Mesh({"dp": 3, "ep": 2}), fs.zero3("dp").varying("ep"))
     trees = [{**whole_params(), "embed": draw(VOCAB, DIM, seed=50 + ep)} for ep in range(2)]
     parts = [fs.shard_for(trees[layout.mesh.coord("ep", rank)], layout, rank) for rank in range(6)]
     for rank in range(6):
@@ -254,7 +254,7 @@ def test_initial_values_differ_along_that_axis_and_no_other():
 
         return simulate(mesh, rank_fn)
 
-    strategy = fs.zero3("dp").independent_along("ep")
+    strategy = fs.zero3("dp").varying("ep")
     small, large = made(fs.Mesh({"dp": 1, "ep": 2}), strategy), made(fs.Mesh({"dp": 2, "ep": 2}), strategy)
     assert not torch.equal(small[0], small[1])
     for rank, value in enumerate(large):
@@ -264,20 +264,18 @@ def test_initial_values_differ_along_that_axis_and_no_other():
 @on_ranks(MESH)
 def test_norm_counts_each_value_once(comm):
     params = {"own": torch.full((3,), float(comm.rank % 2)), "shared": torch.ones(5)}
-    layout = fs.plan(
-        params, comm.mesh, {"own": fs.zero3("dp").independent_along("ep"), "shared": fs.ddp("dp", "ep")}, units="*"
-    )
+    layout = fs.plan(params, comm.mesh, {"own": fs.zero3("dp").varying("ep"), "shared": fs.ddp("dp", "ep")}, units="*")
     tree = fs.shard(params, layout, comm)
     assert [fs.optim.global_norm(tree, comm=comm, deterministic=d).item() for d in (False, True)] == [pytest.approx(8**0.5)] * 2
 
 
 def test_placements():
-    strategy = fs.hsdp("outer", "inner").independent_along("ep")
+    strategy = fs.hsdp("outer", "inner").varying("ep")
     assert strategy.order == ("inner", "outer", "ep")
     assert strategy.params == MeshPlacement(("inner", "outer", "ep"), (S, fs.layouts.Replicate, V))
     assert strategy.full == MeshPlacement(("inner", "outer", "ep"), (fs.layouts.Replicate, fs.layouts.Replicate, V))
     assert strategy.full.cotangent_place == MeshPlacement(("inner", "outer", "ep"), (fs.layouts.Partial, fs.layouts.Partial, V))
-    assert strategy.optim.independent_axes == ("ep",)
+    assert strategy.optim.varying_axes == ("ep",)
     assert str(strategy) == "outer: RPR, inner: SSS, ep: VVV"
     assert strategy == fs.Strategy({**dict(fs.hsdp("outer", "inner").rules), "ep": fs.layouts.AxisRule(V, V, V)})
 
@@ -292,19 +290,19 @@ def test_all_three_kinds_vary_or_none(rule):
 
 @pytest.mark.parametrize(("axes", "shown"), [(("dp",), r"\['dp'\]"), ((), r"\[\]"), (("ep", "dp"), r"\['ep', 'dp'\]")])
 def test_axes_that_the_strategy_has_cannot_vary_too(axes, shown):
-    with pytest.raises(StrategyError, match=rf"independent_along\(\): expected axes other than .*dp: SSS.*got {shown}"):
-        fs.zero3("dp").independent_along(*axes)
+    with pytest.raises(StrategyError, match=rf"varying\(\): expected axes other than .*dp: SSS.*got {shown}"):
+        fs.zero3("dp").varying(*axes)
 
 
 def test_ties_between_what_varies_and_what_does_not_are_refused():
     w = torch.ones(3)
-    strategies = {"a": fs.zero3("dp", "ep"), "b": fs.zero3("dp").independent_along("ep")}
+    strategies = {"a": fs.zero3("dp", "ep"), "b": fs.zero3("dp").varying("ep")}
     with pytest.raises(LayoutError, match=r"disagree on the axes along which they vary.*\n.*'a'.*\(\).*\n.*'b'.*ep"):
         fs.plan({"a": w, "b": w}, MESH, strategies, units="*")
 
 
 def test_a_place_that_does_not_vary_is_none_of_the_units():
-    layout = fs.plan({"w": torch.ones(8)}, MESH, fs.zero3("dp").independent_along("ep"))
+    layout = fs.plan({"w": torch.ones(8)}, MESH, fs.zero3("dp").varying("ep"))
     part = fs.shard_for({"w": torch.ones(8)}, layout, 0)
     with pytest.raises(LayoutError, match="ep:Replicate"):
         fs.gather(
@@ -319,6 +317,6 @@ class _Alone:
 
 
 def test_json():
-    layout = fs.plan({"w": torch.ones(8)}, MESH, fs.zero3("dp").independent_along("ep"))
+    layout = fs.plan({"w": torch.ones(8)}, MESH, fs.zero3("dp").varying("ep"))
     assert fs.Layout.from_json(layout.to_json()) == layout
     assert Counter(p for p in layout.units[0].strategy.params.placements) == {S: 1, V: 1}

@@ -155,7 +155,7 @@ class ClassUpdates:
             parts, what = [p for p in mine if p.is_split], "whole parameters or their shapes, and ranks hold parts of"
             if UpdateScope.EVERYTHING in found:
                 scope = UpdateScope.EVERYTHING
-                parts = [p for p in mine if not p.is_whole_on_every_rank or p.place.independent_axes]
+                parts = [p for p in mine if not p.is_whole_on_every_rank or p.place.varying_axes]
                 what = "several parameters at once, or draws random numbers, and other ranks hold parts of"
             elif scope is UpdateScope.ELEMENT and not parts and not optimizer.__module__.startswith("torch."):
                 scope = UpdateScope.PARAMETER  # the class may look at more than one element, at sizes that were not tried

@@ -76,7 +76,7 @@ def fill_in_missing_states(states: StatesByPath, parameters: Mapping[str, Sharde
     found: StatesByPath = {}
     for i, (path, like) in enumerate(parameters.items()):
         mine, kinds = states.get(path, {}), {rank: each[i] for rank, each in enumerate(everyone) if each[i]}
-        mesh, axes = like.unit.mesh, like.place.independent_axes  # along these axes ranks have states of their own
+        mesh, axes = like.unit.mesh, like.place.varying_axes  # along these axes ranks have states of their own
         owners = [mesh.index_along(axes, rank) for rank in range(mesh.size)]
         first: dict[int, int] = {}
         for rank, kind in kinds.items():
@@ -119,7 +119,7 @@ def _own_or_from_rank(kind: list[Any], value: Any, like: ShardedTensor, source: 
     if single is not None:
         return torch.full(shape, single, dtype=dtype, device=device) if value is None else value
     mine = torch.empty(shape, dtype=dtype, device="meta") if value is None else value
-    sent = broadcast_from_rank(mine, source, comm, varying=like.place.independent_axes)
+    sent = broadcast_from_rank(mine, source, comm, varying=like.place.varying_axes)
     return sent.to(device) if value is None else value
 
 
@@ -200,8 +200,8 @@ def states_from_state_dict(
         parts = [bytes_digest(value.local) for value in state.values() if isinstance(value, ShardedTensor)]
         rest = [bytes_digest(x) for x in state.values() if isinstance(x, torch.Tensor) and not isinstance(x, ShardedTensor)]
         kinds = repr([(key, _kind_of_state("load_state_dict()", path, key, value)) for key, value in state.items()]).encode()
-        compared[path] = _sha256_tensor(kinds, *rest), like.place.independent_axes
-        compared[f"{path}, its part"] = _sha256_tensor(*parts), like.place.independent_axes + like.place.sharded_axes
+        compared[path] = _sha256_tensor(kinds, *rest), like.place.varying_axes
+        compared[f"{path}, its part"] = _sha256_tensor(*parts), like.place.varying_axes + like.place.sharded_axes
     return {path: state for path, state in states.items() if state}, compared
 
 
@@ -259,7 +259,7 @@ def checked_transform_state(given: Any, own: Any, rank: int) -> tuple[Any, Compa
     compared: ComparedTensors = {}
     for i, node in enumerate(new):
         if is_sharded(node):
-            axes = node.place.sharded_axes + node.place.independent_axes
+            axes = node.place.sharded_axes + node.place.varying_axes
             for g, buffer in zip(node.groups, node.buffers, strict=True):
                 compared[f"state {i}, unit {node.unit.display_name}, group {g}"] = buffer, axes
         else:

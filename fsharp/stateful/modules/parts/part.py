@@ -145,7 +145,7 @@ class ShardedTensor(torch.Tensor):
     def __create_chunk_list__(self) -> list[Any]:
         from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 
-        shape, own = self.full_shape, [a for a in self._reduction_axes if a in self.place.independent_axes]
+        shape, own = self.full_shape, [a for a in self._reduction_axes if a in self.place.varying_axes]
         if own or shape != self.leaf.shape:
             what = f"has different values on ranks along {own}" if own else "is sharded as a DTensor as well"
             raise TreeError(
@@ -191,7 +191,7 @@ class ShardedTensor(torch.Tensor):
     @property
     def _reduction_axes(self) -> tuple[str, ...]:
         """The mesh axes along which ranks have different elements, or different tensors: a reduction runs along these."""
-        return tuple(a for a in self.place.sharded_axes + self.place.independent_axes if self.unit.mesh.axis_size(a) > 1)
+        return tuple(a for a in self.place.sharded_axes + self.place.varying_axes if self.unit.mesh.axis_size(a) > 1)
 
     @property
     def _sharding_key(self) -> tuple[Any, ...]:
@@ -280,7 +280,7 @@ class ShardedTensor(torch.Tensor):
 
     @api_boundary
     def __reduce_ex__(self, protocol: Any) -> Any:
-        varying = [axis for axis in self._reduction_axes if axis in self.place.independent_axes]
+        varying = [axis for axis in self._reduction_axes if axis in self.place.varying_axes]
         if self.is_whole_on_every_rank and not varying:
             return self.local.__reduce_ex__(protocol)
         own = f", and ranks along {varying} have values of their own" if varying else ""
@@ -416,7 +416,7 @@ def _reduce_parts(name: str, tensors: Sequence[torch.Tensor], reduction: Reducti
         if is_dtensor:
             value = first.spec.reduce_over_ranks(value, reduction.op)
         for i, part, each in zip(rows, parts, value.unbind(), strict=True):
-            copies = [part.unit.mesh.axis_size(axis) for axis in part.place.independent_axes]
+            copies = [part.unit.mesh.axis_size(axis) for axis in part.place.varying_axes]
             found[i] = reduction.finish(each, torch.Size([*part.full_shape, *copies]).numel()).to(part.device)
     return found
 
