@@ -69,7 +69,7 @@ def test_a_folder_without_checkpoints(tmp_path, capsys):
 
 def test_a_checkpoint_that_is_removed_meanwhile_is_not_listed(root, capsys, monkeypatch):
     found = fs.checkpoint.list_checkpoints(root)
-    monkeypatch.setattr("fsharp.cli.checkpoints.checkpoints", lambda _: [fs.checkpoint.Checkpoint(f"{root}/gone"), *found])
+    monkeypatch.setattr("fsharp.cli.checkpoints.list_checkpoints", lambda _: [fs.checkpoint.Checkpoint(f"{root}/gone"), *found])
     status, lines, err = run(capsys, "ckpt", "list", root)
     assert (status, [line.split()[0] for line in lines[1:]], err) == (0, ["3", "2", "1"], "")
 

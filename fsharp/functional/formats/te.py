@@ -49,7 +49,7 @@ class QuantizerKind:
         name: part of the names of formats.
         planes: attributes of TransformerEngine's tensor with the bytes of values. These bytes are gathered.
         derived: attributes of the tensor that TransformerEngine computes from those in ``planes``, such as a transpose.
-        agreed: function ``(shape, shapes of scales by attribute)`` that returns ``agreed`` of the :class:`LeafCodec`.
+        agreed_maxima: function ``(shape, scale shapes by attribute)`` that returns ``agreed_maxima`` of the :class:`LeafCodec`.
         decode: function ``(part, scales by attribute)`` that returns values, 1-D, float32.
         values_per_byte: number of values in a byte of a plane.
     """
