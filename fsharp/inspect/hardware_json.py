@@ -9,9 +9,6 @@ from fsharp.errors import ScheduleError, problem
 from fsharp.type_checks import short_repr
 
 _SECONDS = "forward", "backward", "recomputation"
-_KEY_BY_FIELD = {"compute_times": "compute", "computes_on_host": "synchronous_host"}
-"""Keys in JSON, where they differ from the names of fields."""
-_FIELD_BY_KEY: Mapping[Any, str] = {key: field for field, key in _KEY_BY_FIELD.items()}
 
 
 def fields_to_json(fields: Mapping[str, Any]) -> str:
@@ -24,7 +21,7 @@ def fields_to_json(fields: Mapping[str, Any]) -> str:
         raise ScheduleError(
             problem("Hardware.to_json()", "compute_times is a function, which JSON cannot hold.", remedy=remedy)
         )
-    return json.dumps({_KEY_BY_FIELD.get(name, name): _value_to_json(value) for name, value in fields.items()}, indent=1)
+    return json.dumps({name: _value_to_json(value) for name, value in fields.items()}, indent=1)
 
 
 def _value_to_json(value: Any) -> Any:
@@ -49,15 +46,17 @@ def fields_from_json(text: str, known: Mapping[str, Any]) -> dict[str, Any]:
         raise wrong(f"the text is no JSON: {error}.") from error
     if not isinstance(rows, dict):
         raise wrong(f"the text is {short_repr(rows)}, expected an object.")
-    if different := sorted(rows.keys() ^ {_KEY_BY_FIELD.get(name, name) for name in known}):
+    if different := sorted(rows.keys() ^ known.keys()):
         raise wrong(f"field {different[0]!r} is {'unknown' if different[0] in rows else 'missing'}.")
     result: dict[str, Any] = {}
     for name, value in rows.items():
         try:
-            parse = _parse_seconds if name == "compute" else _parse_number
-            result[_FIELD_BY_KEY.get(name, name)] = _value_from_json(value, parse)
+            parse = _parse_seconds if name == "compute_times" else _parse_number
+            result[name] = _value_from_json(value, parse)
         except (TypeError, ValueError, KeyError, IndexError) as error:
-            raise wrong(f"{name} is {short_repr(value)}, expected {'seconds' if name == 'compute' else 'numbers'}.") from error
+            raise wrong(
+                f"{name} is {short_repr(value)}, expected {'seconds' if name == 'compute_times' else 'numbers'}."
+            ) from error
     return result
 
 

@@ -22,8 +22,6 @@ from fsharp.tracebacks import api_boundary
 
 _MAX_SHOWN_ROWS = 24
 """Candidates that a printed choice shows."""
-_FIELD_BY_OLD_KEY = {"lost": "why_lost", "is_bound": "is_unsimulated", "departures": "non_defaults"}
-"""Fields of :class:`Candidate` by the keys that they had in JSON before."""
 _COSTLY = ("remat", "formats", "state on the host")
 """Departures from the defaults that cost operations, digits, or memory and links of the host."""
 
@@ -396,8 +394,7 @@ class Choice:
 
 def _candidate_from_json(row: Mapping[str, Any]) -> Candidate:
     step_s = math.inf if row["step_s"] is None else row["step_s"]
-    given = {_FIELD_BY_OLD_KEY.get(key, key): value for key, value in row.items()}
-    return Candidate(**{**given, "step_s": step_s, "non_defaults": tuple(given["non_defaults"])})
+    return Candidate(**{**row, "step_s": step_s, "non_defaults": tuple(row["non_defaults"])})
 
 
 def _use_from_json(row: Any) -> Use:

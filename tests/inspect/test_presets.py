@@ -69,7 +69,7 @@ def test_text_that_is_no_hardware_is_refused():
         (json.dumps(json.loads(text) | {"speed": 1}), "field 'speed' is unknown"),
         (json.dumps({name: x for name, x in json.loads(text).items() if name != "latency"}), "field 'latency' is missing"),
         (json.dumps(json.loads(text) | {"latency": "fast"}), "latency is 'fast', expected numbers"),
-        (json.dumps(json.loads(text) | {"compute": {"forward": 1.0}}), "compute is .*, expected seconds"),
+        (json.dumps(json.loads(text) | {"compute_times": {"forward": 1.0}}), "compute_times is .*, expected seconds"),
     ):
         with pytest.raises(ScheduleError, match=what):
             fs.inspect.Hardware.from_json(wrong)
