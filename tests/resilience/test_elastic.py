@@ -274,7 +274,7 @@ def test_what_an_elastic_run_refuses_before_its_steps(tmp_path, monkeypatch):
             next(run.steps())
     monkeypatch.setattr(rejoining, "restart_replay", replay)
     monkeypatch.setattr(rejoining, "comm_and_membership", lambda comm: (comm, None))
-    replay.start()
+    replay.start_recording()
     replay.abandon("a step of a scheduler")
     with pytest.raises(RunError, match="a step of a scheduler cannot be repeated"):
         rejoining.Rejoining(comm)
