@@ -26,7 +26,6 @@ from fsharp.functional.comm.protocol import (
     check_parts,
     check_reduce_op,
     check_rows,
-    check_sizes_of_ranks,
     sum_in_rank_order,
 )
 from fsharp.functional.comm.restart_replay import restart_replay
@@ -263,10 +262,6 @@ class ProcessGroupComm:
                 dist.all_to_all_single(as_bytes(out), as_bytes(x), source, to, group=group)
             else:
                 text = f"{label or _DEFAULT_LABEL}: all_to_all{f' along {axis}' if axis else ''} of {dtype_name(x.dtype)}"
-                told = torch.tensor([*send, *receive], device=x.device)
-                sizes = told.new_empty((len(send), *told.shape))
-                self._send_and_receive([as_bytes(told)] * len(send), list(as_bytes(sizes).view(len(send), -1)), axis, text)
-                check_sizes_of_ranks(sizes.tolist())
                 self._send_and_receive(as_bytes(x).split(to), as_bytes(out).split(source), axis, text)
             return out
         except Exception as error:

@@ -193,10 +193,10 @@ def update(tx: Any, grads: Any, state: TrainState, *, comm: Comm, donate: bool =
         has_copies = any(node.unit.groups_with_main_copy for node in nodes) or any(node.groups for node in mains)
         old = map_units(_clone_groups_without_main, merge(resting, main), main) if has_copies else resting
         check_gradients("update()", grads, old)
+        if donate and not storage_ids_of_tree(old).isdisjoint(storage_ids_of_tree(opt)):  # tx.apply has kept parameters
+            opt = with_clones_of_parameters(opt, old)
         new, opt = apply_transform(tx, grads, opt, old, comm=comm, donate=donate, **extra)
-        if not storage_ids_of_tree(new).isdisjoint(storage_ids_of_tree(opt)):  # tx.apply has put new parameters into its state
-            opt = with_clones_of_parameters(opt, new)
-        elif donate:
+        if donate:
             opt = map_units(lambda node: node.replace(node.lazy or node.raw_buffers) if is_sharded(node) else node, opt)
         if has_copies:
             main = _select_groups_with_main_copy(new)

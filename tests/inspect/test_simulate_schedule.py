@@ -386,7 +386,9 @@ def test_every_timeline_follows_its_schedule(schedule, hardware):
     assert timeline.peak_nbytes <= schedule.arena
 
 
-@given(schedules(), hardwares, st.sampled_from(["bandwidth", "latency", "memory_bandwidth", "update_s", "compute"]), positive)
+@given(
+    schedules(), hardwares, st.sampled_from(["bandwidth", "latency", "memory_bandwidth", "update_s", "compute_times"]), positive
+)
 def test_better_hardware_is_never_slower(schedule, hardware, what, factor):
     better = {
         "bandwidth": {axis: value * factor for axis, value in hardware.bandwidth.items()},

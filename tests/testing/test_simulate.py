@@ -221,6 +221,21 @@ def test_all_to_all_in_processes():
     processes(fs.Mesh({"outer": 2, "inner": 2}), rank_fn)
 
 
+def test_an_all_to_all_in_which_a_rank_expects_another_size_is_refused_on_all_ranks():
+
+    def rank_fn(comm):
+        found = []
+        for axis, expected in (("dp", 3), (None, 1), (None, 0)):
+            send, receive = ([0, 2], [0, 0]) if comm.rank == 0 else ([0, 0], [expected, 0])
+            with pytest.raises(AgreementError, match=rf"rank 0 of 2 sends 2 elements to rank 1, which expects {expected}\."):
+                comm.all_to_all(torch.ones(sum(send)), send, receive, axis=axis)
+            send, receive = ([1, 2], [1, 0]) if comm.rank == 0 else ([0, 1], [2, 1])  # right, of the same Comm
+            found.append(comm.all_to_all(torch.full((sum(send),), comm.rank), send, receive, axis=axis).tolist())
+        return found
+
+    assert simulate(DP2, rank_fn) == [[[0]] * 3, [[0, 0, 1]] * 3]
+
+
 def test_all_to_all_of_other_sizes_is_refused():
     with pytest.raises(AgreementError, match=r"rank 1 of 2 sends 1 elements to rank 0, which expects 2"):
         simulate(DP2, lambda comm: comm.all_to_all(TWO, [1, 1], [1, 2]))
@@ -255,8 +270,12 @@ def test_an_interrupt_ends_the_threads_of_all_ranks(seed):
         while True:
             comm.all_gather(torch.ones(1), "dp")
 
-    with pytest.raises(KeyboardInterrupt):
-        simulate(DP3, act, seed=seed)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # workers of the tests ignore this signal
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            simulate(DP3, act, seed=seed)
+    finally:
+        signal.signal(signal.SIGINT, before)
     for thread in threads.values():
         thread.join(5.0)
     assert not any(thread.is_alive() for thread in threads.values())

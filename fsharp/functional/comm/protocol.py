@@ -74,8 +74,8 @@ class Comm(Protocol):
         Returns:
             A 1-D tensor: the elements from rank 0, then those from rank 1, and so on.
 
-        Raises:
-            AgreementError: a rank expects another number than a rank sends. All ranks raise, except over NCCL, which waits.
+        A rank that expects another number than a rank sends is an AgreementError of all ranks in ``fs.testing.simulate``. Ranks
+        in processes do not compare the numbers: values may be undefined, or ranks wait until the time limit.
         """
 
 

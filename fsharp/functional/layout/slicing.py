@@ -219,7 +219,8 @@ def _tie_problems(paths: Sequence[str], leaves: Sequence[torch.Tensor], layout: 
 def boxes_covering_run(shape: Sequence[int], first: int, last: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
     """Yield offsets and sizes of boxes that tile elements ``[first, last)`` of a flattened tensor, in order.
 
-    >>> list(boxes_covering_run((4, 3), 2, 10)) [((0, 2), (1, 1)), ((1, 0), (2, 3)), ((3, 0), (1, 1))]
+    >>> list(boxes_covering_run((4, 3), 2, 10))
+    [((0, 2), (1, 1)), ((1, 0), (2, 3)), ((3, 0), (1, 1))]
     """
     if first >= last:
         return
