@@ -134,7 +134,7 @@ class LeafSharding:
 
     @property
     def shard_size_text(self) -> str:
-        """The size of a rank's shard, as text: the shape of a block of rows; else the least and the largest number of elements."""
+        """The size of a rank's shard, as text: the shape of a block of rows; else the least and most elements of a rank."""
         if self.shard_shape is not None:
             return str(list(self.shard_shape))
         sizes = [last - first for first, last in map(self._elements_in_part, {*self._leaf_parts[:2], *self._leaf_parts[-1:]})]
