@@ -43,7 +43,7 @@ class KeyStore(Protocol):
         """Return whether all keys have values."""
 
     def compare_set(self, key: str, expected: str, desired: str, /) -> bytes:
-        """Set a key to ``desired`` if its value is ``expected``; empty means no value yet. Return the value afterwards."""
+        """Set a key to ``desired`` if its value is ``expected`` (empty: no value yet). Return the value afterwards."""
 
 
 class Announcement(NamedTuple):
@@ -52,7 +52,7 @@ class Announcement(NamedTuple):
     Attributes:
         number: number of the generation.
         why: why the generation has begun.
-        why_restarts_ended: why the launcher restarts no more ranks; None if it still does.
+        why_restarts_ended: why the launcher restarts no more ranks; None while the launcher still restarts ranks.
     """
 
     number: int
@@ -61,23 +61,23 @@ class Announcement(NamedTuple):
 
 
 def shorten_error(text: str) -> str:
-    """Return the text of an error, without its middle if it is long, as the store refuses values of several MiB."""
+    """Return the text of an error. A long text loses its middle, as the store refuses values of several MiB."""
     half = _MAX_ERROR_CHARS // 2
     return text if len(text) <= _MAX_ERROR_CHARS else f"{text[:half]}\n[...]\n{text[-half:]}"
 
 
 def announce_generation(store: KeyStore, number: int, why: str) -> None:
-    """Announce generation ``number`` to all ranks; ``why`` says what ended the one before. The launcher calls this function."""
+    """Announce generation ``number`` to all ranks. ``why``: what ended the last one. The launcher calls this function."""
     store.set("news", json.dumps([number, why]))
 
 
 def end_restarts(store: KeyStore, reason: str) -> str:
-    """Announce that no rank is restarted from now on. Return the first ``reason`` that was given, which all ranks report."""
+    """Announce that no rank is restarted from now on. Return the ``reason`` of the first such announcement."""
     return store.compare_set("end", "", reason).decode()
 
 
 def why_restarts_ended(store: KeyStore) -> str | None:
-    """Return why the launcher restarts no more ranks; None if it still does."""
+    """Return why the launcher restarts no more ranks; None while the launcher still restarts ranks."""
     return store.get("end").decode() if store.check(["end"]) else None
 
 
@@ -88,7 +88,10 @@ class Membership:
         self._store, self._rank, self._size, self.number = store, rank, size, number
 
     def read_announcement(self) -> Announcement:
-        """Return the launcher's newest announcement of a generation. If the launcher does not answer, restarts have ended."""
+        """Return the launcher's newest announcement.
+
+        If the launcher does not answer, return one that says so and ends restarts.
+        """
         try:
             number, why = json.loads(self._store.get("news"))
             return Announcement(number, why, why_restarts_ended(self._store))
@@ -96,15 +99,15 @@ class Membership:
             return Announcement(self.number, "", f"the launcher, which hosts the job's store, does not answer: {error}")
 
     def why_generation_ended(self) -> str | None:
-        """Return why the generation of this rank has ended; None while it goes on."""
+        """Return why the generation of this rank has ended; None while the generation lasts."""
         announcement = self.read_announcement()
         return announcement.why_restarts_ended or (announcement.why if announcement.number > self.number else None)
 
     def wait_for_all_ranks(self, limit_s: float) -> None:
         """Announce that this rank is ready to join, and wait for all ranks to be ready.
 
-        Raises CommError if this generation ends meanwhile, or after ``limit_s`` seconds. Before that the launcher kills a
-        process that has been in an earlier generation and does not come.
+        Raises CommError if this generation ends meanwhile, or after ``limit_s`` seconds. The launcher kills a process of an
+        earlier generation that does not come, before ``limit_s`` has passed.
         """
         self._store.set(f"here/{self.number}/{self._rank}", str(limit_s))
         deadline = time.monotonic() + limit_s
@@ -151,13 +154,13 @@ class Membership:
 
 
 def stop_kinds_and_limits(store: KeyStore, number: int, size: int) -> dict[int, tuple[StopKind, float]]:
-    """Return, by rank, ``(kind, limit_s)`` of :meth:`Membership.wait_for_next_generation` in generation ``number``."""
+    """Return ``{rank: (kind, limit_s)}`` of ranks in :meth:`Membership.wait_for_next_generation` of generation ``number``."""
     keys = {rank: f"stopped/{number}/{rank}" for rank in range(size)}
     return {rank: tuple(json.loads(store.get(key))) for rank, key in keys.items() if store.check([key])}
 
 
 def joining_ranks(store: KeyStore, number: int, size: int) -> dict[int, float]:
-    """Return, by rank, ``limit_s`` of :meth:`Membership.wait_for_all_ranks` in generation ``number``."""
+    """Return ``{rank: limit_s}`` of the ranks in :meth:`Membership.wait_for_all_ranks` of generation ``number``."""
     keys = {rank: f"here/{number}/{rank}" for rank in range(size)}
     return {rank: float(store.get(key)) for rank, key in keys.items() if store.check([key])}
 
@@ -186,5 +189,5 @@ def begin_membership(make_store: Callable[[], KeyStore]) -> Membership | None:
 
 
 def why_generation_ended() -> str | None:
-    """Return why the generation of this process has ended; None while it goes on, or if no launcher restarts ranks."""
+    """Return why the generation of this process has ended; None while it lasts, or if no launcher restarts ranks."""
     return None if membership is None else membership.why_generation_ended()

@@ -37,8 +37,8 @@ callbacks_before_leaving: list[Callable[[], None]] = []
 def connect(mesh: Mesh, *, device_type: Literal["cuda", "cpu"] | None = None, timeout: timedelta | None = None) -> Comm:
     """Join the job's other processes, and return this process's Comm on ``mesh``.
 
-    If no process group exists yet, the function calls ``init_process_group`` with the environment that torchrun sets. It
-    returns a :class:`~fsharp.SingleComm` for a mesh with one rank, and a :class:`~fsharp.ProcessGroupComm` otherwise.
+    If no process group exists yet, the function calls ``init_process_group`` with the environment that torchrun sets. The Comm
+    is a :class:`~fsharp.SingleComm` for a mesh with one rank, and a :class:`~fsharp.ProcessGroupComm` otherwise.
 
     Args:
         mesh: the mesh that all processes form.
@@ -47,9 +47,10 @@ def connect(mesh: Mesh, *, device_type: Literal["cuda", "cpu"] | None = None, ti
             ``init_process_group``. None means torch's default, 30 minutes over gloo.
 
     Raises:
-        MeshError: the mesh has another number of processes, or the existing process group another ``timeout``.
+        MeshError: the mesh has another number of processes, or the existing process group has another ``timeout``.
         OptionError: ``device_type`` is ``"cuda"``, and there is no GPU.
-        CommError: a process ended, was late or forked, or an earlier error needs :func:`destroy`.
+        CommError: a process has ended or is late, this process was forked from a rank, or an earlier error needs
+            :func:`destroy`.
         AgreementError: processes pass different meshes. All ranks raise, before any group is made.
 
     Cost: one small collective, and one process group for each axis.
@@ -88,8 +89,9 @@ def connect(mesh: Mesh, *, device_type: Literal["cuda", "cpu"] | None = None, ti
 def destroy() -> None:
     """Leave the job and destroy its process groups, after checkpoint saves in the background are done.
 
-    Without a job the call does nothing. Ranks that wait for this rank, now or later, raise a :class:`CommError`. It names the
-    last collective of this rank, and has a traceback if this rank leaves because of an error. So do they if this process exits.
+    Without a job the call does nothing. Ranks that wait for this rank, now or later, raise a :class:`CommError`. The error
+    names the last collective of this rank, with a traceback if this rank leaves because of an error. An exit of this process
+    has the same effect on other ranks.
 
     Cost: unless an error is being handled, this rank waits for its collectives under way, as other ranks need their messages.
     Rank 0, which hosts the job's store unless torchrun does, waits for the other ranks to leave. It waits for at most 30

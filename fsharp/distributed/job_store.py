@@ -1,7 +1,7 @@
 """Join a torch.distributed job, make process groups over its store, and query the store, whose host may not answer.
 
-torch limits the wait for a key, but not the wait for an answer of the store. So a thread of its own sends queries, and every
-wait for this thread has a limit.
+torch limits the wait for a key, but not the wait for an answer of the store. So a separate thread sends queries, and every wait
+for this thread has a limit.
 """
 
 import hashlib
@@ -55,8 +55,8 @@ class _StoreThread:
     """A thread that sends queries to the job's store. While a query has no answer, no further query is sent.
 
     Args:
-        is_of_parent: whether the connection to the store belongs to the process from which this one was forked, and which would
-            read the answers. Then no query is sent.
+        is_of_parent: whether the connection to the store belongs to the process from which this process was forked. Then no
+            query is sent, as the other process would read the answers.
     """
 
     def __init__(self, *, is_of_parent: bool = False) -> None:
@@ -84,8 +84,8 @@ def join_job_of_environment(backend: str, timeout: timedelta | None, is_abandone
 
     All attempts of torchrun share a store, and gloo would find the addresses of ended processes there. ``timeout`` is the
     argument of ``init_process_group``. Raises CommError if other processes have not joined within this time. Call this function
-    by :func:`run_within`, as torch's own limit begins anew whenever torch tries to reach the store. If ``is_abandoned`` is set
-    meanwhile, the call raises an error before it joins: this process may try again, and both attempts would use one store.
+    through :func:`run_within`, as torch's own limit begins anew whenever torch tries to reach the store. If ``is_abandoned`` is
+    set meanwhile, the call raises an error before it joins: this process may try again, and both attempts would use one store.
     """
     limit = timeout or dist.default_pg_timeout
     store, rank, world_size = next(rendezvous("env://", timeout=limit))
@@ -194,7 +194,7 @@ class StoreStatusBoard:
         return self._query(lambda: self._store.get(key).decode() if self._store.check([key]) else None, None)
 
     def write_if_absent(self, key: str, text: str) -> str:
-        """Write ``text`` if the key has no text. Return the key's text afterwards, which may be another rank's."""
+        """Write ``text`` if the key has no text. Return the key's text afterwards: ``text``, or the earlier text of a rank."""
         return self._query(lambda: bytes(self._store.compare_set(key, "", _storable_text(text))).decode(), text)
 
     def _query(self, query: Callable[[], T], default: T) -> T:

@@ -58,8 +58,8 @@ class ProcessGroupComm:
     Args:
         device_mesh: a mesh with dim names, of all or some ranks of the job, such as ``world_mesh["dp"]``. Rank numbers, in
             errors as well, are numbers in this mesh.
-        rank_order: False leaves sums to the backend (NCCL: faster, can use SHARP, order of summation unspecified). None means
-            False for NCCL and True for other backends.
+        rank_order: whether sums are added in order of rank. False leaves sums to the backend, in an unspecified order: NCCL is
+            then faster, and can use SHARP. None means False for NCCL and True for other backends.
 
     Attributes:
         ranks: numbers of the ranks in the job, by rank in the mesh.
@@ -114,7 +114,7 @@ class ProcessGroupComm:
 
     @api_boundary
     def group(self, axis: str) -> dist.ProcessGroup:
-        """Return the process group along ``axis``. All ranks have to call this method: after an abort it makes a new group."""
+        """Return the process group along ``axis``; after an abort, a new group. All ranks have to call this method."""
         self.mesh.index(axis)
         group = self._groups[axis]
         if group is None:
@@ -250,7 +250,7 @@ class ProcessGroupComm:
     def all_to_all(
         self, x: torch.Tensor, send: Sequence[int], receive: Sequence[int], *, axis: str | None = None, label: str = ""
     ) -> torch.Tensor:
-        """Send the next ``send[r]`` elements of ``x`` to each rank ``r``, and return ``receive[r]`` elements from each."""
+        """Send ``send[r]`` elements of ``x`` to each rank ``r``, in order. Return ``receive[r]`` elements from each rank."""
         try:
             check_parts(x, send, receive, self.mesh.size if axis is None else self.mesh.axis_size(axis))
             out = x.new_empty(sum(receive))
@@ -299,7 +299,7 @@ class ProcessGroupComm:
     def _send_and_receive(
         self, send: Sequence[torch.Tensor], receive: Sequence[torch.Tensor], axis: str | None, text: str
     ) -> None:
-        """Send ``send[r]`` to each rank ``r`` along ``axis`` (None: of the mesh), and fill ``receive[r]`` with its message.
+        """Send ``send[r]`` to each rank ``r`` along ``axis`` (None: of the mesh), and fill ``receive[r]`` from rank ``r``.
 
         ``text`` is the label of the collective. gloo's all_gather copies through internal buffers. For 16 MB
         this exchange took 0.75 (2 ranks) and 0.6 (4 ranks) of the time of gloo's all_gather.
@@ -338,7 +338,7 @@ class TransportGroups:
                     self(kind, axis)
 
     def reset_after_rank_restart(self) -> None:
-        """Drop the groups of the last generation of the job, which have ended."""
+        """Release the groups of the last generation of the job, which have ended."""
         self._made.clear()
 
     def __call__(self, kind: GroupKind, axis: str) -> dist.ProcessGroup:
@@ -414,7 +414,7 @@ def make_comm_for_all_generations(make_mesh: Callable[[], DeviceMesh]) -> Proces
 
 
 def exchange_rounds(mine: int, n: int) -> Iterator[tuple[int, int]]:
-    """Yield ``(receiver, sender)`` for each round: whom rank ``mine`` of ``n`` sends to, and whom it receives from."""
+    """Yield ``(receiver, sender)`` for each round: the ranks to and from which rank ``mine`` of ``n`` sends and receives."""
     for shift in range(1, n):
         yield (mine + shift) % n, (mine - shift) % n
 
@@ -439,7 +439,7 @@ def abort_groups(groups: Sequence[dist.ProcessGroup], *, is_nccl: bool) -> None:
 
 
 def _label_text(op: str, x: torch.Tensor, axis: str, label: str) -> str:
-    """Return the label that ranks compare before messages, with sizes: an unexpected size would end the process in gloo."""
+    """Return ``label`` with operation and sizes, for ranks to compare first: an unexpected size would end a process in gloo."""
     return f"{label or _DEFAULT_LABEL}: {op} along {axis!r} of {tensor_text(x)}"
 
 

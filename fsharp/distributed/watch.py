@@ -59,7 +59,7 @@ class StatusBoard(Protocol):
         """Return the text of a key; None if the key has no text."""
 
     def write_if_absent(self, key: str, text: str) -> str:
-        """Write ``text`` if the key has no text. Return the key's text afterwards, which may be another rank's."""
+        """Write ``text`` if the key has no text. Return the key's text afterwards: ``text``, or the earlier text of a rank."""
 
 
 class WatchedCall:
@@ -88,7 +88,7 @@ class WatchedCall:
         self.peer = rank
 
     def check_can_end(self) -> None:
-        """Raise the error of :meth:`CommWatch.raise_or_say_late_ranks`, or a CommError after the time limit; twice a second."""
+        """Raise the error of :meth:`CommWatch.raise_or_say_late_ranks`, or a CommError after the time limit."""
         now = time.monotonic()
         self._since = now if self._since is None else self._since
         waited_s = now - self._since
@@ -107,7 +107,7 @@ class WatchedCall:
         self._watch.statuses.waited_s += seconds
 
     def explain_connection_error(self, error: BaseException) -> Exception:
-        """Return the error to raise for a broken connection: what the other rank's status says, or CommError with ``error``."""
+        """Return the error to raise for a broken connection: from the other rank's status, else a CommError with ``error``."""
         deadline = time.monotonic() + 1.0
         while time.monotonic() < deadline:
             try:
@@ -213,7 +213,10 @@ class StatusExchange:
         return self._begun | {name: watch.count for name, watch in list(self.watches.items())}
 
     def record_begun_calls(self, name: str, count: int, label: str, thread: threading.Thread) -> None:
-        """Record that ``thread`` has begun the last of ``count`` collectives of the watch ``name``: the one with ``label``."""
+        """Record that the watch ``name`` has begun ``count`` collectives.
+
+        ``thread`` has begun the last one, with the label ``label``.
+        """
         if thread is threading.main_thread():  # not a save in the background
             self.last = label
         self._begun.pop(name, None)
@@ -237,7 +240,7 @@ class RankStatus(NamedTuple):
         counts: number of collectives that the rank has begun, by name of a watch.
         departure: how the rank has left the job, such as after which collective; empty while the rank is in the job.
         settings: by digest, the text of the settings whose digests are in ``labels``.
-        elsewhere: :meth:`StatusExchange.watches_of_other_threads` of the rank.
+        elsewhere: names of watches whose collectives other threads of the rank will call.
     """
 
     num_written: int
@@ -254,15 +257,15 @@ class CommWatch:
     """Watches the collectives of one Comm, for this rank. ``name`` is the same on all ranks.
 
     Attributes:
-        board: where ranks write and read the error of the Comm.
+        board: the :class:`StatusBoard` on which ranks write and read the error of the Comm.
         limit_s: seconds that a rank waits for other ranks.
         error: the error that all further collectives raise; None until a collective has failed.
         aborts: methods that end all collectives under way.
         is_over: set when this rank leaves the job.
-        last_outcomes: by name of a worker, a weak reference to the outcome of the last collective that it was given. A worker
-            runs collectives in order, and keeps their outcomes alive.
-        has_job: whether a thread of its own runs a job, such as a save, with this Comm. It will come to the job's collectives
-            even while the rank's main thread waits for other ranks.
+        last_outcomes: dict from the name of a worker to a weak reference to the outcome of the worker's last collective. A
+            worker runs collectives in order, and keeps their outcomes alive.
+        has_job: whether a separate thread runs a job, such as a save, with this Comm. The thread will call the job's
+            collectives even while the rank's main thread waits for other ranks.
         thread: the thread that has begun the last collective; None after a job, and for a thread of autograd.
     """
 
@@ -295,7 +298,7 @@ class CommWatch:
             raise self.error.with_traceback(None)  # without the frames of an earlier raise
 
     def abort_and_refuse_calls(self, error: Exception) -> None:
-        """End all collectives under way on this rank, and refuse further ones, with ``error``."""
+        """End all collectives under way on this rank with ``error``, and raise ``error`` in all further collectives."""
         self.is_over.set()
         self._set_error_and_abort(error)
 
@@ -405,7 +408,10 @@ class CommWatch:
         return error
 
     def report_failure(self, error: BaseException, where: str) -> None:
-        """Tell other ranks of ``error``, raised in ``where``, and refuse later collectives. Skip the watch's own error."""
+        """Tell other ranks of ``error``, raised in ``where``, and refuse later collectives.
+
+        Do nothing for the watch's own error.
+        """
         if error is self.error:
             return
         known = self.error

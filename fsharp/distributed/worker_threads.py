@@ -130,7 +130,7 @@ class CollectiveOutcome(Outcome):
 
     @property
     def done_at_s(self) -> float | None:
-        """Time at which the whole collective ended, both halves, by ``time.perf_counter``; None until then."""
+        """Time at which the collective, with both of its halves, ended, by ``time.perf_counter``; None until then."""
         return self.landed_s if self.second is None else self.second.done_at_s
 
     def wake_waiters(self) -> None:
