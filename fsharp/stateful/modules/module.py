@@ -99,8 +99,9 @@ class ShardedModule(nn.Module):
 
         ``params`` is the module's own tree of :class:`~fsharp.Sharded`, without a copy; each dot in a parameter's name is a
         level of the tree. ``fn`` takes any tree of this layout, and can be scheduled, transformed by torch.func, or
-        differentiated by :func:`~fsharp.value_and_grad`, not by ``backward()``. Writes to buffers in a forward are discarded.
-        A checkpoint within a unit recomputes with the parameters of the same call. In a forward of this module ``fn`` raises.
+        differentiated by :func:`~fsharp.value_and_grad`, not by ``backward()``. Writes to buffers in a forward are discarded. A
+        checkpoint within a unit recomputes with the parameters of the same call. In a forward of this module ``fn`` raises an
+        error.
         """
         session = session_of_module(self)
 
@@ -158,8 +159,8 @@ class ShardedModule(nn.Module):
         """Make all parameters whole tensors in this context, on every rank. All ranks have to enter the context.
 
         Trained parameters have the optimizer's dtype, frozen ones the dtype in which they rest. With ``write=True`` writes to
-        parameters last; all ranks have to write equal values. Without, only changes of ``requires_grad`` last. A forward whose
-        backward has not run yet is abandoned: its graph can no longer run backward.
+        parameters last; all ranks have to write equal values. Without ``write`` only changes of ``requires_grad`` last. A
+        forward whose backward has not run yet is abandoned: its graph can no longer run backward.
 
         Cost: a gather of all units, and the memory of the whole model; with ``write`` a second gather, of written parameters.
         """

@@ -73,7 +73,7 @@ class ModuleTrainState:
         self.record_version_counters()
 
     def set_opt_state(self, opt: Any, made_by: Any, user: object) -> None:
-        """Set a fresh ``opt``, made by the optimizer ``user``."""
+        """Set ``opt``, the first state of the optimizer ``user``, which takes the place of an earlier optimizer."""
         self.train_state, self.opt_user = self.train_state._replace(opt=opt, made_by=made_by), self.opt_user and id(user)
 
     def use_opt(self, where: str, user: object) -> Any:

@@ -4,7 +4,7 @@ With ``fuse_wgrad_accumulation=True`` a module asks the weight for memory in a b
 no gradient to autograd. Each use gets new memory. When the backward of the weight's unit ends, this memory is the gradient.
 
 Scales and histories of delayed scaling are text in state dicts. TransformerEngine's own extra state is a pickle. A pickle of
-equal values has other bytes on other ranks, and loading one runs code.
+equal values has other bytes on other ranks, and a load of a pickle runs code.
 """
 
 import json
@@ -78,8 +78,8 @@ def lending_gradient_memory(weights: Sequence[tuple[str, torch.Tensor]]) -> Iter
 def register_te_call_checks(module: nn.Module) -> None:
     """Make TransformerEngine modules raise an error if they are called while their parameters are parts.
 
-    Activation checkpointing of a piece of a unit calls them in the backward, to recompute. TransformerEngine would take
-    a part for a whole weight that is not quantized, and its own checkpoint would give the backward wrong tensors.
+    Activation checkpointing of a piece of a unit calls such modules in the backward, to recompute. TransformerEngine would take
+    a part for a whole weight that is not quantized. Its own checkpoint would give the backward wrong tensors.
     """
     for each in module.modules():
         if any(cls.__module__.startswith("transformer_engine.") for cls in type(each).__mro__):

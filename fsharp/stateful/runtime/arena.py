@@ -15,7 +15,7 @@ from fsharp.stateful.units.unsharded_buffer import buffers_stamp
 
 
 class Arena:
-    """The memory that all schedules of a scheduler share, as large as the largest needs. ``schedule`` owns the memory now."""
+    """The memory that all schedules of a scheduler share. ``schedule``: the one that owns the memory now, or None."""
 
     def __init__(self, executor: Executor, registry: UnitRegistry, policy: SchedulePolicy) -> None:
         self._executor, self._registry, self._policy = executor, registry, policy
@@ -24,10 +24,10 @@ class Arena:
 
     @torch.inference_mode(False)  # the memory outlives an evaluation
     def bind_next_schedule(self, record: CallRecord, records: Iterable[CallRecord]) -> BoundSchedule | None:
-        """Give the arena to the schedule of a function's next step. Return this schedule; None if there is none that fits.
+        """Give the arena to the schedule of a function's next step. Return this schedule; None if no schedule fits.
 
-        ``records``: the records of all functions that use the arena. If the arena grows, their schedules are unbound.
-        ScheduleError: the schedule that the user has passed to ``follow()`` does not fit the units.
+        ``records``: the records of all functions that use the arena. If the arena grows, their schedules are unbound. Raises
+        ScheduleError if the schedule that the user has passed to ``follow()`` does not fit the units.
         """
         units, schedule = self._registry.units, record.programs.expected_schedule
         bound = record.programs.bound.get(id(schedule))
@@ -75,7 +75,7 @@ class Arena:
                 unsharded.abandon_gathers()
 
     def use_or_redo_carried_gathers(self, schedule: BoundSchedule) -> None:
-        """At the start of a step, use the units that the previous step gathered for it, and gather those that are missing."""
+        """At the start of a step, use units that the previous step has gathered for this step. Gather the missing units."""
         for bound in schedule.carried:
             units = [each.unit for each in bound.bucket_members if each.unit is not None]
             found = [(schedule.unsharded_by_unit[unit.key], unit.node) for unit in units]

@@ -26,14 +26,15 @@ class BoundOp:
 
     Attributes:
         key: key under which lanes record the end of the op.
-        after: keys of the ops on other lanes for which this op waits. The first op of a bucket has the keys of all members.
+        after: keys of the ops on other lanes for which this op waits. The first op of a bucket also waits for the ops in
+            ``after`` of the others.
         unsharded: the buffer of the unit's full parameters.
-        block: the memory in which a gradient is collected, and from which it is sent.
+        block: the memory in which the unit's gradient is collected, and from which the gradient is sent.
         final_reduction_block: memory for the reduction to the optimizer's shards.
-        is_first: for a cast: whether it is the unit's first cast in its microbatch.
-        may_run_late: for a decode_sum or accumulate: whether a host without streams runs the op late, when its result is read.
-        gradients_to_wait_for: gradients whose late ops may still use the memory that this op fills. This op waits for them.
-        other_members: for the first op of a bucket: the other ops of the bucket, which run together with the first op.
+        is_first: whether this op is the unit's first cast in its microbatch.
+        may_run_late: whether a host without streams runs this decode_sum or accumulate late: when its result is read.
+        gradients_to_wait_for: gradients whose late ops may use the memory that this op fills. This op waits for these late ops.
+        other_members: if this op is the first op of a bucket, the other ops, which run together with this op.
     """
 
     op: Op

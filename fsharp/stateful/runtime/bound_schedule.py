@@ -23,12 +23,12 @@ class BoundSchedule:
     Attributes:
         reducing_microbatches: numbers of the microbatches at whose end gradients are reduced to the optimizer's shards.
         unsharded_by_unit: by unit, the buffer of its full parameters.
-        resting_gradients: by unit, the memory of its gradient at rest; used from the op on that writes there first.
+        resting_gradients: by unit, the memory of its gradient at rest; in use from the first op on that writes there.
         ops: by event, the first op of each bucket, without the ops in ``carried``.
         bound: by event, pairs of an op in ``ops`` and its action.
         actions: by event, the actions in ``bound`` that do something.
         carried: gathers at the end of a step for the next step, which the next step uses if it follows the same schedule.
-        stranded: by unit, arena memory that its gradient keeps after a step has left this schedule, as a caller holds a view.
+        stranded: by unit, arena memory of its gradient of which a caller holds a view, after a step has left this schedule.
         number: number of this object, in keys of ops.
     """
 
@@ -104,11 +104,11 @@ class BoundSchedule:
         return self.arena[memory.start : memory.stop] if memory else self.arena[:0]
 
     def is_bound_to(self, units: dict[str, UnitState]) -> bool:
-        """Return whether the schedule is bound to ``units``."""
+        """Return whether each unit of the schedule is bound to the same UnitState as in ``units``."""
         return self.units.items() <= units.items()
 
     def clone_gradients_in_arena(self, grads: Grads) -> Grads:
-        """Return a use's gradients; copies of all if one is in the arena, as its memory is released before the cast."""
+        """Return a use's gradients. If one is in the arena, which is released before the cast, return copies of all."""
         first, last = self._span
         for grad in grads:
             if grad is not None and first <= grad.data_ptr() < last:

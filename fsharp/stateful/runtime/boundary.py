@@ -61,7 +61,7 @@ _RECEIVER_NODE: type = _GradientReceiver._backward_cls
 
 
 def find_unit_use(leaf: torch.Tensor) -> "UnitUse | None":
-    """Return the use that has handed out ``leaf``; None for a tensor that no use has handed out, or without gradient."""
+    """Return the use that has handed out ``leaf``; None for a tensor without gradient, or that no use has handed out."""
     return getattr(leaf.grad_fn, "use", None) if isinstance(leaf.grad_fn, _RECEIVER_NODE) else None
 
 
@@ -154,7 +154,7 @@ class UnitUse:
     def make_gradient_allocator(self, leaf: torch.Tensor) -> Callable[[], torch.Tensor]:
         """Return a function that allocates memory for a gradient of a leaf, which a module then writes by itself.
 
-        The function keeps the leaf alive, as a module may have only a weak reference to it; the leaf's memory may be released.
+        The function keeps the leaf alive, as a module may hold the leaf by a weak reference. The leaf's memory may be released.
         """
         buffer = self.unsharded
         if buffer is not None and buffer.where is None and buffer.full is not None and type(leaf) is torch.Tensor:

@@ -79,7 +79,7 @@ class RecordedPrograms:
         self.num_calls_off_schedule = 0
 
     def record_unscheduled_call(self, program: Program, compile_: Callable[[Program], Schedule | None], *, left: bool) -> None:
-        """Record the program of a call that had no schedule, or has ``left`` it. Compile it by the rule of this class."""
+        """Record the program of a call that had no schedule, or has ``left`` its schedule. This class says when to compile."""
         self.pinned = None
         self.num_unscheduled_calls += 1
         self.num_calls_off_schedule = self.num_calls_off_schedule + 1 if left else self.num_calls_off_schedule
@@ -130,7 +130,7 @@ class CallRecord:
     Attributes:
         emitted: returns the ops of the last call; None if the last call had a schedule, or there was no call.
         recorder: measures steps for a trace; None without a trace.
-        next_called: returns the record of the function that was called next after the last call; None if there is none.
+        next_called: returns the record of the function that was called after this function's last call; None if there is none.
     """
 
     def __init__(self, name: str) -> None:
@@ -139,7 +139,7 @@ class CallRecord:
         self.reset_after_rank_restart()
 
     def reset_after_rank_restart(self) -> None:
-        """Go back to the state of a new function, without programs, schedules and calls."""
+        """Reset the record to that of a new function, without programs, schedules and calls."""
         self.programs, self.num_calls = RecordedPrograms(), 0
         self.next_called: Callable[[], CallRecord | None] = lambda: None
         self.emitted: Callable[[], Schedule] | None = None
@@ -208,13 +208,13 @@ class CallRecords:
         return record
 
     def record_last_called(self, record: CallRecord) -> None:
-        """Record that the function of ``record`` was called last, after the function of the record before."""
+        """Record that the function of ``record`` was called, after the function that was called last before."""
         if (last := self._last()) is not None:
             last.record_next_called(record)
         self._last = weakref.ref(record)
 
     def reset_after_rank_restart(self) -> None:
-        """Put all records back into the state of new records, for a new generation of the job (after restarts of ranks)."""
+        """Reset all records to the state of new records, for a new generation of the job (after restarts of ranks)."""
         self._last = lambda: None
         for record in self._alive:
             record.reset_after_rank_restart()

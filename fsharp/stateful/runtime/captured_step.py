@@ -26,7 +26,7 @@ class CapturedStep:
 
     Args:
         scheduled: the step: ``scheduler(train_step(loss_fn, tx, donate=True))``.
-        state: the first state. The captured step takes over its memory: do not use it afterwards.
+        state: the first state. The captured step takes over the memory of ``state``: do not use ``state`` afterwards.
         batch: a batch to train on. Later batches need its structure, shapes, dtypes, and values other than tensors.
         warmup: number of training steps on ``batch`` before the capture, at least 2. The first of them records the schedule.
 
@@ -88,7 +88,7 @@ class CapturedStep:
 
 
 def pairs_to_copy(captured: Any, batch: Any) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Return pairs of a captured tensor and its new value. ScheduleError if the batch differs in anything but these values."""
+    """Return pairs of a captured tensor and its new value. Raise a ScheduleError if ``batch`` differs in anything else."""
     paths, leaves, spec = optree.tree_flatten_with_path(captured)
     new, new_spec = optree.tree_flatten(batch)
     if spec != new_spec:

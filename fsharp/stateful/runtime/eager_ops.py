@@ -35,7 +35,7 @@ class EagerOps:
     """The source of ops for one step without a schedule, or for the rest of a step that has left its schedule.
 
     Args:
-        uses: the step's uses, of which those under way have their parameters in buffers.
+        uses: the uses of units under way in the step, with the buffers of their parameters.
         left_schedule: the schedule that the step has left, if it followed a schedule.
         left_at: text about the event that the schedule did not contain.
 
@@ -67,7 +67,7 @@ class EagerOps:
     def ops_at_event(
         self, at: int, event: Event, unit: UnitState | None, forward_buffer: UnshardedBuffer | None, units: Units
     ) -> Iterator[BoundOp]:
-        """Yield the ops at an event, without those that :meth:`with_following_ops` adds. The caller runs each before the next.
+        """Yield the ops at an event, except ops that :meth:`with_following_ops` adds. The caller runs each op before the next.
 
         ``forward_buffer``: in a backward, the buffer in which the forward had its parameters.
         """
@@ -113,7 +113,7 @@ class EagerOps:
                     yield from self.with_following_ops([self._append_bound_op(spec, unit, op.phase, use=op.use, after=after)])
 
     def _gather_unit(self, unit: UnitState, phase: Phase, forward_buffer: UnshardedBuffer | None) -> Iterator[BoundOp]:
-        """Yield the ops that gather a unit's parameters, in a backward into ``forward_buffer``, else outside of the arena."""
+        """Yield the ops that gather a unit's parameters: in a backward into ``forward_buffer``, else outside of the arena."""
         assert unit.node is not None
         seen = buffers_stamp(unit.node)
         unsharded = forward_buffer or self.unsharded_by_unit.get(unit.key)
@@ -210,7 +210,7 @@ class EagerOps:
         self._joined.add(last)
 
     def ops_of_final_reduction(self, units: Units) -> Iterator[BoundOp]:
-        """Yield the ops that reduce gradients to the optimizer's shards, with which the update runs."""
+        """Yield the ops that reduce gradients to the optimizer's shards, which the update reads."""
         for unit in units:
             route = unit.required_gradient.route
             pieces = route.final_reduction_block(self._allocate(route.final_reduction_block_nbytes()))

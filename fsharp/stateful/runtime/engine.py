@@ -53,8 +53,9 @@ class ScheduledEngine(Engine):
     def handles_forward(self, sharded: Any, ties: Sequence[Sharded]) -> bool:
         """Return whether the engine can run a forward of units, with the units of their tied leaves.
 
-        The result is False under ``torch.func`` and ``make_fx``, and for nodes that are donated, or elsewhere than parameters.
-        It is also False if a node's buffer requires a gradient, and for copies of encoded parameters, which are refused.
+        The result is False under ``torch.func`` and ``make_fx``, and for nodes that are donated, or rest elsewhere than
+        parameters. It is also False if a node's buffer requires a gradient, and for copies of encoded parameters, which are
+        refused.
         """
         if torch._C._are_functorch_transforms_active() or torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY):
             return False
@@ -149,7 +150,7 @@ class ScheduledEngine(Engine):
         self.steps.current_step().end_microbatch([(unit, take_gradient_buffers(node, comm)) for unit, node in found])
 
     def hand_out_gradients(self, units: Sequence[UnitState], params: Any, *, reduction: Literal["sum"] | None = None) -> Any:
-        """Return gradients at rest as a tree like ``params``, and record them. ``units``: the unit of each of its nodes."""
+        """Return gradients at rest as a tree like ``params``, and record them. ``units``: the unit of each node of the tree."""
         self.steps.executor.lanes.stream_wait_lanes("reduce")
         if not any(unit.gradient is not None and unit.gradient.has_received for unit in units):
             raise LossError(
@@ -192,7 +193,7 @@ class ScheduledEngine(Engine):
         return main, opt
 
     def run_update_gather(self, new: Any, params: Any, state: Any, *, donate: bool) -> tuple[Any, Any]:
-        """Begin to gather updated parameters and copy state to the host. Return parameters and state, whose reads wait."""
+        """Begin to gather updated parameters, and to copy state to the host. Reads of the returned trees wait."""
         step, lanes, rank = self.steps.current_step(), self.steps.executor.lanes, self.steps.comm.rank
         update_gathers: list[UpdateGather] = []
 

@@ -33,7 +33,7 @@ class Executor:
         separate_groups: whether gathers and reductions have process groups of their own.
 
     Attributes:
-        number: grows with each step, so that it tells steps apart.
+        number: number of the step under way, which grows with each step.
         step_name: name of the step under way, for labels of collectives; empty outside of steps.
         microbatch_name: name of the microbatch under way, for labels of collectives.
         incoming: gradients of the use whose backward has just ended.
@@ -50,7 +50,7 @@ class Executor:
         self.reset_after_rank_restart()
 
     def reset_after_rank_restart(self) -> None:
-        """Go back to the state of a new executor, for a new generation of the job (after restarts of ranks)."""
+        """Reset the executor to the state of a new one, for a new generation of the job (after restarts of ranks)."""
         self.is_connected, self.number = False, 0
         if self.transport.groups is not None:
             self.transport.groups.reset_after_rank_restart()
@@ -92,7 +92,7 @@ class Executor:
         self.incoming = grads
 
     def set_host_copies(self, host_copies: Mapping[str, HostCopies], update_gathers: Mapping[str, UpdateGather] = {}) -> None:
-        """Store the copies from and to host memory, and the gathers of updated parameters, that later ops begin, by unit."""
+        """Store, by unit, the host copies and the gathers of updated parameters that later ops begin."""
         self.host_copies, self.copied_units, self.update_gathers = dict(host_copies), tuple(host_copies), dict(update_gathers)
 
     def set_lanes(self, lanes: Lanes) -> None:

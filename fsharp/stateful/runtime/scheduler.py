@@ -80,7 +80,7 @@ class Scheduler(DelegatingComm):
     all_reduce, all_to_all = api_boundary(DelegatingComm.all_reduce), api_boundary(DelegatingComm.all_to_all)
 
     def _comm_and_label(self, label: str, *call: Any) -> tuple[Comm, str]:
-        """Return the Comm for a user's own collective, and ``label`` with the step. Raise an error after the close."""
+        """Return the Comm for a user's own collective, and ``label`` with the step. Raise an error if closed."""
         steps = self.engine.steps
         steps.check_scheduler_open()
         steps.executor.make_process_groups()
@@ -91,7 +91,7 @@ class ScheduleHandle:
     """The calls of one function under a scheduler, or the training steps of one module: their schedules, and how calls went.
 
     Attributes:
-        record: what the calls have done.
+        record: programs, schedules and status of the calls.
     """
 
     def __init__(self, scheduler: Scheduler, name: str) -> None:

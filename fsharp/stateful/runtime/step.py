@@ -1,6 +1,7 @@
 """Step: one call of a function under a scheduler, as a sequence of events such as the forward of a unit.
 
-A source of ops turns each event into ops, which the executor runs: a schedule, or ``EagerOps`` once an event is not in it.
+A source of ops turns each event into ops, which the executor runs. The source is a schedule, or ``EagerOps`` once an event is
+not in the schedule.
 """
 
 import weakref
@@ -150,7 +151,7 @@ class Step:
         return use.unsharded
 
     def end_forward(self, use: UnitUse) -> None:
-        """End the forward part of a use."""
+        """End the forward of a use, after its function has returned."""
         uses = self.uses
         while uses.backward and uses.backward[-1].is_nested_in(use):  # the function itself has called a backward
             self._end_use_backward(uses.backward[-1], None)

@@ -56,7 +56,7 @@ class StepLifecycle:
     """Opens, records and closes the steps of one scheduler, and owns what outlives a step: executor, units, memory, history.
 
     Attributes:
-        own: the ranks, with a numbering of collectives of their own.
+        own: a Comm of the ranks with its own numbering of collectives.
         handed_out: the gradients that the last ``value_and_grad`` of the step has returned.
         now: the step under way; None between steps.
     """
@@ -70,7 +70,7 @@ class StepLifecycle:
         restart_replay.record_replay_only_call(partial(self._reset_after_rank_restart, self.own, self.executor))
 
     def _reset_after_rank_restart(self, own: Comm, executor: Executor) -> None:
-        """Drop all schedules and steps for a new generation of the job, and use ``own`` and ``executor`` of the constructor."""
+        """For a new generation of the job, drop all schedules and steps. Use ``own`` and ``executor`` as at first."""
         self._closed, self._history = None, SettingsHistory()
         self.own, self.executor = own, executor
         executor.reset_after_rank_restart()
@@ -127,7 +127,7 @@ class StepLifecycle:
         return self._history.text_to_compare
 
     def comm_labelled_by_history(self, comm: Comm) -> Comm:
-        """Return ``comm`` for collectives outside of steps: its labels then have a digest of all settings so far."""
+        """Return ``comm``. Outside of steps its labels get a digest of all settings so far."""
         return comm if self.now is not None else LabelPrefixComm(comm, f"after history {self._history.digest or 'none'}: ")
 
     @property
@@ -211,7 +211,7 @@ class StepLifecycle:
             record.drop_tensors()
 
     def _record_step_end(self, step: Step) -> None:
-        """Record how a step went, for the schedule of later steps, and gather for the next step if its schedule says so."""
+        """Record how a step went, for later schedules. After a scheduled step, gather the first units of the next step."""
         assert self.now is not None
         record = self.now.record
         for unit in self.registry.units.values():

@@ -32,7 +32,7 @@ _ADDRESS_SCORES: tuple[AddressScore, ...] = (
 
 @dataclass(frozen=True, slots=True)
 class ArenaItem:
-    """A buffer that keeps one address in the arena. ``spans``: disjoint ``(first, last)``, both inclusive, where it is live."""
+    """A buffer that keeps one address in the arena. It is live in ``spans``: disjoint ``(first, last)``, both inclusive."""
 
     nbytes: int
     spans: tuple[tuple[int, int], ...]
@@ -57,7 +57,7 @@ def peak_nbytes(items: Iterable[ArenaItem]) -> int:
 def assign_addresses(items: tuple[ArenaItem, ...], *, max_nbytes: int | None = None) -> tuple[int, ...] | None:
     """Return the first byte of each item, such that items that are live at one position share no byte.
 
-    Starts are multiples of the greatest common divisor of all sizes. Equal items get equal addresses.
+    Starts are multiples of the greatest common divisor of all sizes. Equal ``items`` give equal results.
 
     Args:
         items: the buffers to place.
@@ -135,7 +135,7 @@ class _AddressSearch:
         return None
 
     def _free_addresses(self, i: int, placed: Sequence[tuple[int, int, int]], score: AddressScore, limit: int) -> list[int]:
-        """Return addresses for item ``i``, at both ends of each gap in which it fits. The one with the least score is last."""
+        """Return addresses for item ``i``, at both ends of each gap that holds the item. The address of least score is last."""
         size, lifetime, top, found = self.items[i].nbytes, self.lifetimes[i], 0, set[tuple[int, int]]()
         self.num_compared += len(placed)
         for start, stop, other in (*placed, (limit, limit + 1, lifetime)):
@@ -176,7 +176,7 @@ T = TypeVar("T")
 
 
 class ByteRanges(Generic[T]):
-    """A map from disjoint runs of bytes to values. Cost of a call: logarithmic in all runs, linear in those that overlap."""
+    """A map from disjoint runs of bytes to values. Cost of a call: logarithmic in all runs, linear in overlapping runs."""
 
     def __init__(self) -> None:
         self._starts: list[int] = []

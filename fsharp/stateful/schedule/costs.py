@@ -1,11 +1,11 @@
 """Choose which units share a collective, by latency and bandwidth.
 
-[Note: buckets pay]
-One collective for two units saves a latency. It costs overlap, as the first unit arrives only with the second. It also costs
-memory, as both are live from then on. If the bytes of a collective take as long as ``k`` latencies, it gains at most ``1 / (k +
-1)`` of its time. So neighbours are joined if their bytes take at most five latencies, and are at most a quarter of the bytes of
-all units. Thus a model is never resident in full to save a few messages. A unit that takes more than two latencies stays alone.
-An all_reduce is two messages, one after the other, and so are collectives along two axes: twice the bytes are allowed.
+[Note: buckets pay] One collective for two units saves a latency. Sharing costs overlap, as the first unit arrives only with the
+second. It also costs memory, as both units are live from then on. If a unit's bytes take as long as ``k`` latencies, the saved
+latency is ``1 / (k + 1)`` of its time. So neighbours are joined if their bytes take at most five latencies, and are at most a
+quarter of the bytes of all units. Thus a model is never resident in full to save a few messages. A unit that takes more than
+two latencies stays alone. An all_reduce is two messages, one after the other, and so are collectives along two axes: twice the
+bytes are allowed.
 
 Measured over gloo on 2 and 4 ranks, zero3 and zero1, models of 24 blocks of 308,000 parameters and of 12 blocks of 788,000: a
 step took 0 to 10 % less time with buckets of up to 4 MB than with 2 MB, and 5 to 12 % less with 5 MB.

@@ -138,7 +138,7 @@ class GradientOps:
             self._end_oldest_reductions()
 
     def _end_oldest_reductions(self) -> None:
-        """End the oldest reductions: emit their sums, or keep the memory of emitted sums until this event."""
+        """End the oldest bucket of reductions: emit its sums, or keep the memory of emitted sums until this event."""
         ops = self._under_way.pop(0)
         if ops[0].spec in (ACCUMULATE, FINAL_ACCUMULATE):
             for op in ops:

@@ -100,7 +100,8 @@ class OpSpec:
         kind: name of the kind.
         phases: phases of a step with such ops.
         stream: stream on which the ops run.
-        when: names of fields of :class:`UnitFacts`. A unit has such ops if one of these is not empty; ``()``: every unit has.
+        when: names of fields of :class:`UnitFacts`. A unit has such ops if one of these fields is not 0 or empty; ``()``: every
+            unit has.
         events: kinds of events. At each event of these kinds one such op is issued; ``()``: the compiler decides.
         follows: another kind. An op of this record is issued after each op of kind ``follows``; empty: the emitter decides.
         reads: buffers that have to be filled before the op.
@@ -108,10 +109,10 @@ class OpSpec:
         fills: buffer that is filled when the op ends.
         changes: buffer that the op changes in place.
         frees: buffer that is free after the op.
-        opens: whether the op may be the first to write a gradient at rest; later ones add to it.
+        opens: whether the op may be the first to write a gradient at rest, to which later ops add.
         calls: name of the field of :class:`UnitFacts` with the op's collectives.
-        codes: name of the field with the bytes that the op itself encodes or decodes; see [Note: codecs].
-        casts: name of the field with the bytes that the op casts as it adds them.
+        codes: name of the UnitFacts field with the bytes that the op itself encodes or decodes; see [Note: codecs].
+        casts: name of the UnitFacts field with the bytes of summands that the op casts and adds.
         cost: the quantity on which the op's time depends.
         may_wait: whether the host may block in the op.
         look: name and colour in pictures.

@@ -25,7 +25,7 @@ class UnitFacts:
         name: path of the unit; in a second tree with a unit of this path, ``#1`` follows the path.
         gathered: bytes of the unit's full parameters in the arena; 0 if parameters are stored in full, so never gathered.
         outgoing: bytes of the gradient that is reduced after every microbatch; 0 if there is no such reduction.
-        finishing: bytes of the gradient that is reduced once a step to the shards that the optimizer updates; 0 if none is.
+        finishing: bytes of the gradient that is reduced once a step to the optimizer's shards; 0 if there is no such reduction.
         trainable: whether the unit has gradients.
         gather: collectives of one gather of parameters.
         reduce: collectives of the reduction after a microbatch.
@@ -33,16 +33,17 @@ class UnitFacts:
         update_gather: collectives that gather updated parameters.
         rest: bytes of the arena for the gradient at rest, the sum over microbatches; 0 if gradients have their own memory.
         host: bytes of optimizer state and main copies in host memory between updates; 0 without offload.
-        wire: dtypes or formats of the unit's collectives. Units with equal texts may share a collective; None shares none.
-        decoded: bytes of encoded data that are decoded after a gather. This field and the fields below are 0 for plain formats.
-        reduce_encoded: bytes of encoded data that is made before the first collective of a microbatch's reduction.
-        reduce_recoded: bytes of encoded data that is decoded and encoded again between two collectives of this reduction.
-        reduce_decoded: bytes of encoded data that is decoded after the last collective of this reduction.
-        finish_encoded, finish_recoded, finish_decoded: these three for the reduction once a step.
+        wire: text of the dtypes or formats that the unit's collectives send. Units with equal texts may share collectives; a
+            unit with None shares none.
+        decoded: encoded bytes that are decoded after a gather. This field and the fields below are 0 for plain formats.
+        reduce_encoded: encoded bytes that are made before the first collective of the reduction after a microbatch.
+        reduce_recoded: encoded bytes that are decoded and encoded again between two collectives of this reduction.
+        reduce_decoded: encoded bytes that are decoded after the last collective of this reduction.
+        finish_encoded, finish_recoded, finish_decoded: the same bytes for the reduction once a step.
         update_coded: encoded bytes of the differences by which an update changes parameters.
         gradient: bytes of the unit's gradient before any reduction, in the dtype in which it is collected; 0 if unknown.
-        reduce_cast, finish_cast: bytes of summands that a reduction sends as a dtype, not a format, other than the dtype of the
-            sums. gloo casts such summands as it adds them.
+        reduce_cast, finish_cast: bytes of summands that a reduction sends unencoded, in another dtype than that of the sums.
+            gloo casts such summands as it adds them.
     """
 
     name: str
@@ -181,7 +182,7 @@ class Program:
             raise ScheduleError(f"Program(): the {open_[-1][0]} of {open_[-1][1]!r} has no end.")
 
     def event_ranges_of_uses(self) -> Iterator[tuple[str, int, int]]:
-        """Yield ``(unit, first event, last event)`` of each use, of forwards and of backwards, in order of the last events."""
+        """Yield ``(unit, first event, last event)`` of each forward and each backward of a use, in order of the last events."""
         open_: list[int] = []
         for i, event in enumerate(self.events):
             if event.kind in ("forward", "backward"):

@@ -11,7 +11,7 @@ _START_KINDS = ("forward", "backward")
 
 
 class ResidencyChange(NamedTuple):
-    """The buckets to release at an event, and those to gather, in the order in which they are needed."""
+    """The buckets to release at an event, and the buckets to gather, in the order in which these are needed."""
 
     released: tuple[Bucket, ...]
     gathered: tuple[Bucket, ...]

@@ -30,7 +30,7 @@ VECTOR_NBYTES = 64
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """A run of ``nbytes`` bytes in the arena, from byte ``start`` on, a multiple of :data:`VECTOR_NBYTES`."""
+    """A run of ``nbytes`` bytes in the arena from byte ``start`` on. ``start`` is a multiple of :data:`VECTOR_NBYTES`."""
 
     start: int
     nbytes: int
@@ -56,10 +56,11 @@ class Op:
         use: number of the unit's use; -1 for an op without a use.
         stream: stream on which the op runs.
         memory: range of the arena that the op fills, reads or frees; None if its parameters or gradients are at rest.
-        opens: range of the arena where the unit's gradient rests from this op to the end of the step; None if this is not the
-            first op that writes there. A reduction with ``opens`` writes its result there, any other one to ``memory``.
+        opens: range of the arena where the unit's gradient rests, from this op to the end of the step. None: this op is not the
+            first to write there. A reduction writes its result to ``opens``; if that is None, to ``memory``.
         at: position of the program's event at which the host issues the op.
-        after: positions of ops that must be over before this op starts; positions after its own are of the previous step.
+        after: positions of ops that must be over before this op starts; positions after that of this op are of the previous
+            step.
         bucket: neighbouring ops of one kind with the same number share one collective; -1 shares none.
     """
 
@@ -95,7 +96,7 @@ class Schedule:
 
     Attributes:
         program: the program that the schedule implements.
-        policy: the policy under which it was compiled.
+        policy: the policy under which the schedule was compiled.
         ops: ops, in the order in which the host issues them.
         arena: bytes of the arena, the memory in which all buffers of a step have addresses.
         peak_nbytes: largest number of bytes that are live at once: a lower bound of the arena.

@@ -73,7 +73,7 @@ class OpList:
     def add_bucket(
         self, spec: OpSpec, units: Sequence[str], phase: Phase, after: Mapping[str, tuple[UnplacedOp, ...]]
     ) -> list[UnplacedOp]:
-        """Add a bucket: an op for each unit, which waits for ops ``after[unit]``. Add ops that follow. Return the bucket."""
+        """Add a bucket: an op for each unit, which waits for the ops ``after[unit]``. Add following ops. Return the bucket."""
         bucket = next(self._numbers) if len(units) > 1 else -1
         ops = [self._append_op(spec, unit, phase, after=after.get(unit, ()), bucket=bucket) for unit in units]
         for op in ops:
@@ -83,7 +83,7 @@ class OpList:
     def _append_op(
         self, spec: OpSpec, unit: str, phase: Phase, *, is_first_user: bool = True, is_last_user: bool = True, **fields: Any
     ) -> UnplacedOp:
-        """Append an op: by default the first user of its buffer if its kind fills it, and the last if its kind frees it."""
+        """Append an op: by default the first user of the buffer that its kind fills, and the last user if its kind frees it."""
         facts = self.facts[unit]
         if spec.nbytes(facts):
             readers = self._readers.pop((spec.memory_buffer_kind, unit), ())

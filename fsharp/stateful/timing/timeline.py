@@ -98,7 +98,7 @@ class Timeline:
         return max(nbytes for _, nbytes in self.memory)
 
     def seconds(self, *kinds: str, unit: str | None = None, phase: Phase | None = None) -> float:
-        """Return the seconds of all spans of ``kinds``, if given only of one unit or phase. A shared collective counts once."""
+        """Return the seconds of all spans of ``kinds``, in ``unit`` and ``phase`` if given. A shared collective counts once."""
         chosen = [s for s in self.spans if s.kind in kinds and unit in (None, s.unit) and phase in (None, s.phase)]
         if unit is not None:
             return sum((span.seconds for span in chosen), 0.0)

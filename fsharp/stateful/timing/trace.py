@@ -38,7 +38,8 @@ class Trace:
 
         Args:
             schedule: the schedule that the step followed.
-            step: number of the step among ended steps. None: the step of median duration, among steps whose collectives ended.
+            step: number of the step among ended steps; -1 is the last. None: the step of median duration, among steps whose
+                collectives have ended.
 
         Raises:
             ScheduleError: nothing was recorded, no such step has ended, or the ops belong to another schedule.

@@ -24,7 +24,7 @@ from fsharp.functional.comm.protocol import Comm, CountingComm
 class Work:
     """A collective under way. Several threads may wait for the collective. The first thread that waits completes it.
 
-    ``then`` waits for the collective and completes it. It returns the Work's result, unless ``result`` is given.
+    ``then`` waits for the collective, completes it, and returns the Work's result unless ``result`` is given.
     """
 
     __slots__ = ("_lock", "_result", "_then")
@@ -178,7 +178,7 @@ class Transport(ABC):
     def gather_and_drop_padding(
         self, xs: Sequence[torch.Tensor], outs: Sequence[torch.Tensor], axis: str, n: int, label: str
     ) -> Work:
-        """Begin to gather every rank's ``xs[i]`` into ``outs[i]``, in one all_gather, without padding beyond ``outs[i]``."""
+        """Begin to gather every rank's ``xs[i]`` into ``outs[i]``, in one all_gather. Cut off padding beyond ``outs[i]``."""
         rooms = [out if len(out) == n * len(x) else out.new_empty(n * len(x)) for x, out in zip(xs, outs, strict=True)]
         parts = [room if room is out else room[: len(out)] for out, room in zip(outs, rooms, strict=True)]
         return self._copy_after(self.gather(xs, rooms, axis, label), outs, parts)
@@ -207,7 +207,7 @@ class Transport(ABC):
         return work
 
     def scratch_nbytes(self, op: str, axis: str, numel: int, itemsize: int, *, sums_into_out: bool = False) -> int:
-        """Return the bytes of :attr:`Summand.scratch` for ``op``. ``sums_into_out``: ``out`` has the dtype of ``x``."""
+        """Return the bytes of :attr:`Summand.scratch` for ``numel`` elements. ``sums_into_out``: ``out`` has their dtype."""
         return 0
 
     def observe_collectives(self, on_collective: Callable[[CollectiveOutcome], None] | None) -> None:

@@ -40,7 +40,7 @@ class GlooTransport(Transport):
         self._crew = {kind: Worker(kind) for kind in ("posts", "gather", "reduce", "share")}
 
     def observe_collectives(self, on_collective: Callable[[CollectiveOutcome], None] | None) -> None:
-        """Call ``on_collective`` for each later collective; None ends this."""
+        """Call ``on_collective`` for each later collective; None ends these calls."""
         self._on_collective = on_collective
 
     def should_pack(self, xs: Sequence[torch.Tensor], n: int) -> bool:
@@ -190,7 +190,7 @@ class GlooTransport(Transport):
 
 
 def add_summands(summands: Sequence[torch.Tensor], out: torch.Tensor) -> None:
-    """Write the sum ``((s0 + s1) + s2) + ...`` of ``summands`` to ``out``, in its dtype. ``out`` may be one of them."""
+    """Write the sum ``((s0 + s1) + s2) + ...`` of ``summands`` to ``out``, in its dtype. ``out`` may be one of the summands."""
     if summands[0].dtype == out.dtype and len(summands) == 2:
         torch.add(summands[0], summands[1], out=out)
         return

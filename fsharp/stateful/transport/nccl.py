@@ -24,12 +24,12 @@ class NcclTransport(Transport):
     _registered: "RegisteredMemory | None" = None
 
     def gather_each(self, xs: Sequence[torch.Tensor], outs: Sequence[torch.Tensor], axis: str, label: str) -> Work:
-        """Gather by the backend; in place if ``xs[0]`` is part of ``outs[0]``."""
+        """Gather ``xs[0]`` into ``outs[0]`` by the backend; in place if ``xs[0]`` is part of ``outs[0]``."""
         _all_gather(outs[0].view(torch.uint8), xs[0].view(torch.uint8), group=self.groups("gather", axis))
         return Work()
 
     def reduce_scatter_each(self, summands: Sequence[Summand], axis: str, out_dtype: torch.dtype, label: str) -> list[Work]:
-        """Sum by the backend in the dtype of ``x``, and cast the sum to ``out_dtype``."""
+        """Sum the only summand by the backend in the dtype of ``x``, and cast the sum to ``out_dtype``."""
         x, out = summands[0].x, summands[0].out
         n, mine = self._size_and_coord(axis)
         part = x.view(n, -1)[mine]
@@ -40,7 +40,7 @@ class NcclTransport(Transport):
         return [Work(result=out if target is out else out.copy_(target))]
 
     def all_reduce_each(self, summands: Sequence[Summand], axis: str, label: str) -> list[Work]:
-        """Sum by the backend in the dtype of ``x``, and cast the sum to the dtype of ``out``."""
+        """Sum the only summand by the backend in the dtype of ``x``, and cast the sum to the dtype of ``out``."""
         x, out = summands[0].x, summands[0].required_out
         target = out if out.dtype == x.dtype else summands[0].scratch.view(x.dtype)[: len(x)]
         dist.all_reduce(target.copy_(x), group=self.groups("reduce", axis))
@@ -58,7 +58,7 @@ class NcclTransport(Transport):
         return numel * itemsize if op == "all_reduce" and not sums_into_out else 0
 
     def allocate_arena(self, nbytes: int, memory_kind: str) -> torch.Tensor:
-        """Return ``uint8[nbytes]`` on the device: torch's memory, or memory that the communicators of all axes know."""
+        """Return ``uint8[nbytes]`` on the device: torch's memory, or memory registered with the communicators of all axes."""
         if memory_kind == "allocator":
             return super().allocate_arena(nbytes, memory_kind)
         if self._registered is None:

@@ -41,7 +41,8 @@ class Lanes:
     ) -> AbstractContextManager:
         """Return a context whose work runs on the lane ``"gather"``, ``"reduce"`` or ``"host"``, after the ops ``after``.
 
-        With ``after_compute`` the work also waits for all work of compute so far. ``op``: key by which later ops wait for it.
+        With ``after_compute`` the work also waits for all work of compute so far. ``op``: key by which later ops wait for this
+        work.
         """
         return _NO_CONTEXT
 
@@ -53,7 +54,7 @@ class Lanes:
                 torch.accelerator.current_stream(self.device).wait_event(event)
 
     def stream_wait_lanes(self, *names: str) -> None:
-        """Make the current stream wait for lanes that had work. A wait for an idle lane would add the lane to a CUDA graph."""
+        """Make the current stream wait for these lanes, except unused ones: a wait would add an unused lane to a CUDA graph."""
         for lane in names:
             if lane in self._given:
                 torch.accelerator.current_stream(self.device).wait_stream(self.streams[lane])

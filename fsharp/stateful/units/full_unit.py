@@ -82,7 +82,7 @@ _version_of = attrgetter("_version")
 
 
 class HandedOutLeaf:
-    """A leaf that callers hold, or an alias. It is empty after a release, and gets memory again when its unit is gathered.
+    """A leaf that callers hold, or an alias of one. A release empties the leaf; a gather of its unit gives it memory again.
 
     ``cls``: the leaf's tensor class, if it has a class of its own. ``address``: address of the leaf's ``UntypedStorage``.
     """

@@ -17,7 +17,7 @@ Grads = Sequence[torch.Tensor | None]
 
 
 class OutgoingBlock(NamedTuple):
-    """The buffers of a unit's gradient on the way out, in one run of memory: there it is collected, and sent to be reduced.
+    """The buffers in which a unit's gradient is collected, and from which it is sent to be reduced, in one run of memory.
 
     Attributes:
         leaves: aliases of the trained leaves in the memory.
@@ -46,7 +46,7 @@ class GradientRoute:
         leaves: leaves with a gradient, in tree order.
         has_reduction: whether the gradient is reduced after each microbatch.
         has_final_reduction: whether the gradient is reduced once a step, from the place of gradients to the optimizer's shards.
-        can_sum_in_place: whether this reduction can write sums to the memory of their summands, as both have equal sizes.
+        can_sum_in_place: whether the final reduction can write sums to the memory of their summands, as both have equal sizes.
     """
 
     def __init__(self, unit: UnitLayout, transport: Transport, device: torch.device, *, trivial: bool = False) -> None:

@@ -84,8 +84,8 @@ class UnitGradient:
     def begin(self, arena_rest: RestingGradient | None, *, final_sum_in_place: bool) -> None:
         """Wait for reductions of the last step's gradient, and begin this step's gradient.
 
-        ``arena_rest``: its memory in the arena, in use from :meth:`allow_arena_memory` on. ``final_sum_in_place``: whether the
-        final sum may overwrite the gradient at rest, as nobody will read this gradient any more.
+        ``arena_rest``: the gradient's memory in the arena, in use from :meth:`allow_arena_memory` on. ``final_sum_in_place``:
+        whether the final sum may overwrite the gradient at rest, as nobody will read this gradient any more.
         """
         if self.is_under_way:
             self.wait()
@@ -120,7 +120,7 @@ class UnitGradient:
         return True
 
     def drop_arena_memory(self) -> None:
-        """Stop using memory of the arena, which is about to be replaced. Tensors that callers hold are moved out of it."""
+        """Stop using memory of the arena, which is about to be replaced. Tensors that callers hold are moved out."""
         self.copy_out_held_tensors()
         self.rest, self._arena_rest, self._is_open = self._own, None, False
 
@@ -157,7 +157,7 @@ class UnitGradient:
         self.block = block
 
     def add_leaf_gradients(self, grads: Grads, block: OutgoingBlock | None, *, is_first: bool) -> None:
-        """Add a use's gradients to ``block``, or with ``is_first`` overwrite it. For None add to the gradient at rest."""
+        """Add a use's gradients to ``block``, or with ``is_first`` overwrite it. For None, add to the gradient at rest."""
         if self._ignored:
             grads = [None if i in self._ignored else grad for i, grad in enumerate(grads)]
         given = [grad for grad in grads if grad is not None]
@@ -195,7 +195,7 @@ class UnitGradient:
             (torch._foreach_copy_ if is_first else torch._foreach_add_)(targets, given)
 
     def encode(self, *, is_final: bool) -> None:
-        """Encode the gradient for the next reduction, of a microbatch or the final one, if its first stage sends a format."""
+        """Encode the gradient for the next or the final reduction, if the first stage of this reduction sends a format."""
         if is_final:
             self.wait()
             self.zero_if_missing()
@@ -262,9 +262,9 @@ class UnitGradient:
     def resume_accumulation(self, factor: int) -> None:
         """Let this step add to the gradient again, after its final reduction or after the mean gradients were handed out.
 
-        If the sums took the memory of the gradient at rest, they are multiplied by ``factor``, by which they were divided. If
-        another final reduction follows, they move to new memory until then, and the gradient at rest begins with zeros. Sums
-        with feedback do so too: their summands are not sent again, as the reduction has overwritten the residuals.
+        Sums in the memory of the gradient at rest were divided by ``factor``, and are now multiplied by it. If another final
+        reduction follows, these sums move to new memory until then, and the gradient at rest becomes zero. So do sums with
+        feedback: the reduction has overwritten their residuals, so their summands are not sent again.
         """
         self.wait()
         if self.final is None:

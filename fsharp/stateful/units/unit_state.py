@@ -203,5 +203,5 @@ class UnitRegistry:
 
 
 def memory_key(node: Sharded) -> MemoryKey:
-    """Return a node's unit, addresses and sizes. One rank's part may begin where the whole buffer does, another's may not."""
+    """Return a node's unit, buffer addresses and sizes: a part and the whole buffer may begin at one address."""
     return node.unit.name, *map(_address_of, node.raw_buffers), *map(_size_of, node.raw_buffers)

@@ -26,7 +26,7 @@ class UpdateGather:
         gather_inputs: for each buffer that travels, this rank's part, and the outputs of the gathers, one axis after another.
         works: the Works of the gathers that have begun, for which :meth:`wait` waits.
         differences: triples ``(group, parameters, encoded difference)``, to be added once differences are gathered. After the
-            addition the group is None, and the sum, in place of the difference, is to be copied to the parameters.
+            addition a triple has None as the group, and the sum as the difference; the sum is to be copied to the parameters.
     """
 
     def __init__(self, unit: UnitState, old: Sharded, new: Sharded, *, rank: int, donate: bool) -> None:

@@ -13,7 +13,7 @@ _GATHER, _COMPUTE = STREAMS.index("gather"), STREAMS.index("compute")
 class HappensBefore:
     """The happens-before relation of ops, by vector clocks. Positions of ops of the previous step are negative.
 
-    The ops of a bucket count as one op. It starts when all ops in its ops' ``after`` are over. Other ops wait for its end.
+    The ops of a bucket count as one op, which starts when all ops in ``after`` of these ops are over.
     """
 
     def __init__(self, ops: Sequence[Op]) -> None:
@@ -28,7 +28,7 @@ class HappensBefore:
         self._over = self._compute_clocks(first_pending - 1)
 
     def _compute_clocks(self, last_ended_gather: int) -> list[list[int]]:
-        """Return for each op the last op of each stream that is over when the op ends.
+        """Return, for each op, the last op on each stream that is over when the op ends.
 
         ``last_ended_gather``: last gather of the previous step that is over when this step starts.
         """
@@ -62,7 +62,7 @@ class HappensBefore:
         return [i - len(self.ops) for i in range(self.last_update, len(self.ops)) if self._streams[i] == _GATHER]
 
     def carried_gathers(self) -> dict[str, int]:
-        """Return, by unit, the position of the previous step's gather whose full parameters this step uses. It is negative."""
+        """Return, by unit, the negative position of the previous step's gather whose full parameters this step uses."""
         found: dict[str, int] = {}
         for i, op in enumerate(self.ops, -len(self.ops)):
             if op.spec.fills == PARAMS:

@@ -22,7 +22,7 @@ class OffloadedStateCheck(ScheduleCheckPass):
         self.computed: int | None = None  # the last op of compute
 
     def check_op(self, i: int, op: Op, spec: OpSpec) -> None:
-        """Record a copy of optimizer state to the device or back. Raise an error if an update reads state that is not there."""
+        """Record a copy of optimizer state to the device or back. Raise an error if an update reads state on the host."""
         if op.stream == "compute":
             self.computed = i
         if spec.fills == STATE:
@@ -170,7 +170,7 @@ class PolicyLimitsCheck(ScheduleCheckPass):
         self.num_events = max(self.num_events, at + 1)
 
     def check_op(self, i: int, op: Op, spec: OpSpec) -> None:
-        """Count resident units and reductions under way after the op. Raise an error if they exceed a limit."""
+        """Count resident units and reductions under way after the op. Raise an error if their numbers exceed a limit."""
         if spec.fills == PARAMS:
             self._count_open_uses_until(op.at)
             self.group_of[op.unit] = _bucket_name(op)
@@ -209,7 +209,7 @@ class DerivedBufferCheck(ScheduleCheckPass):
         self.filled: dict[BufferKey, int] = {}  # the op that has filled a buffer
 
     def check_op(self, i: int, op: Op, spec: OpSpec) -> None:
-        """Record which buffers with a source are filled. Raise an error if an op reads one that is empty or out of date."""
+        """Record which buffers with a source are filled. Raise an error if an op reads such a buffer empty or out of date."""
         facts = self.facts[op.unit]
         for buffer in [each for each in spec.reads if each in self.sources]:
             if any(maker.has_ops_for(facts) for maker in self.makers[buffer]):

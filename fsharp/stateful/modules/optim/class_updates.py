@@ -70,7 +70,7 @@ def cut_by_labels(tree: Any, labels: Mapping[str, Hashable], *, rank: int, by_le
 
 
 def state_of_leaf(state: Mapping[str, Any], of: torch.Tensor, first: int, last: int, like: ShardedTensor) -> dict[str, Any]:
-    """Return one leaf's state from the state of a slice. The leaf is ``of.flatten()[first:last]``, with ``of`` the slice.
+    """Return one leaf's state from the state of the slice ``of``. The leaf is ``of.flatten()[first:last]``.
 
     State with a value for each element becomes a ShardedTensor, cut like the parameter ``like``, in the same memory.
     """
@@ -142,7 +142,7 @@ class ClassUpdates:
     def _probe_update_scopes(self, optimizer: OptimizerClass, groups: ParamGroups, check_steps: int) -> list[UpdateScope]:
         """Return the :class:`UpdateScope` of ``optimizer`` in each parameter group, found by trials.
 
-        TreeError if an update needs elements that other ranks hold.
+        Raises TreeError if an update needs elements that other ranks hold.
         """
         trained = [[p for p in group["params"] if p.is_trained] for group in groups]
         found = []
@@ -194,7 +194,7 @@ class ClassUpdates:
                 self.inner.state[parameter] = joined
 
     def make_in_place_transform(self, groups: ParamGroups) -> Transform:
-        """Return a Transform whose ``apply`` runs a step of ``inner``."""
+        """Return a Transform whose ``apply`` runs a step of ``inner`` with the options in ``groups``."""
         apply = partial(self._apply, groups)
         return Transform(init=lambda params: None, update=apply, config={}, apply=apply)  # `update` never runs
 

@@ -47,8 +47,9 @@ class ShardedTensor(torch.Tensor):
 
     - Elementwise functions, in place or not, return a part. Other arguments are numbers, tensors without dims, parts that are
       cut alike, or a whole tensor on every rank. Each rank uses the elements of a whole tensor that match its part.
-    - Sums, means, extremes and norms of all elements are those of the whole tensor. All ranks have to call them: they use a
-      small collective for each axis that cuts the tensor. Of parameters that differ between ranks the result is over all ranks.
+    - Sums, means, extremes and norms of all elements are those of the whole tensor. All ranks have to call these functions,
+      which use a small collective for each axis that cuts the tensor. Of parameters that differ between ranks the result is
+      over all ranks.
     - ``clone()``, ``to()``, ``cpu()`` and ``copy.deepcopy`` return a part with the same elements in new memory.
     - All other functions raise an error, unless every rank holds the whole tensor: then the part works like any tensor.
 
@@ -56,12 +57,12 @@ class ShardedTensor(torch.Tensor):
 
     Attributes:
         path: name of the parameter in its module.
-        unit: layout of the unit that stores the tensor; ``unit.leaf_range_on_rank(leaf, place, rank)`` is a rank's range of it.
+        unit: layout of the unit that stores the tensor; ``unit.leaf_range_on_rank(leaf, place, rank)`` is a rank's range.
         leaf: leaf of that unit. If other axes shard a DTensor, ``leaf`` and :attr:`flat_range` are those of its local tensor.
         place: a placement for each mesh axis: where the tensor rests.
         rank: rank that holds this part.
         spec: spec of a DTensor; None for a plain tensor.
-        owner: weak reference to the module's ModuleSession, of which parts see the :class:`ShardedTensorOwner`.
+        owner: weak reference to the module's ModuleSession, as a :class:`ShardedTensorOwner`.
     """
 
     path: str
@@ -119,7 +120,7 @@ class ShardedTensor(torch.Tensor):
 
     @property
     def local(self) -> torch.Tensor:
-        """This rank's elements as a plain tensor that shares the memory of the part. Writes to it change the parameter."""
+        """This rank's elements as a plain tensor in the memory of the part. Writes to this tensor change the parameter."""
         if (owner := self.owner()) is not None:
             owner.wait_before_write()
         with torch._C.DisableTorchFunctionSubclass():
@@ -293,7 +294,7 @@ class ShardedTensor(torch.Tensor):
 
 
 class ShardedTensorOwner(Protocol):
-    """The methods of a module's ModuleSession that parts call. It holds the module's state and runs its steps."""
+    """The methods of a module's ModuleSession that parts call. The session holds the module's state and runs its steps."""
 
     @property
     def paused(self) -> set[str]:
@@ -358,7 +359,7 @@ def _usage_and_remedy(part: ShardedTensor, usual_remedy: str) -> tuple[str, str]
 
 
 def _check_no_autograd(name: str, rows: Sequence[Sequence[Any]], cut: Sequence[ShardedTensor]) -> None:
-    """Raise an error if a part in ``rows`` requires a gradient; or, beside the parts ``cut``, any other tensor does."""
+    """Raise an error if a part in ``rows`` requires a gradient, or another tensor does beside the parts ``cut``."""
     for x in (x for row in rows for x in row if isinstance(x, torch.Tensor) and x.requires_grad):
         if isinstance(x, ShardedTensor):
             by, remedy = _usage_and_remedy(

@@ -30,7 +30,7 @@ class SideOutputs:
         self._modules = [weakref.ref(each) for each in modules if not type(each).__module__.startswith(_WITHOUT_SIDE_OUTPUTS)]
 
     def find_stored_tensors(self, arguments: Sequence[Any]) -> dict[int, torch.Tensor]:
-        """Return the tensors that the modules, and containers among ``arguments``, hold now, by id."""
+        """Return, by ``id()``, the tensors that the modules, and containers among ``arguments``, hold now."""
         values = [value for value in arguments if type(value) in _CONTAINERS and value]
         for places, name in self._dict_entries_with_tensors():
             values.append(places[name])
@@ -103,7 +103,7 @@ def check_parameters_replaceable(module: nn.Module) -> None:
 
 
 def _byte_ranges(x: torch.Tensor) -> Iterator[tuple[int, int]]:
-    """Yield ``(first, last)`` addresses of a tensor's bytes; for a wrapper subclass, one pair for each inner tensor."""
+    """Yield ``(start, stop)`` addresses of a tensor's bytes; for a wrapper subclass, one pair for each inner tensor."""
     for each in inner_tensors(x.detach()):
         if each.numel() and not each.is_meta:
             last = sum((size - 1) * stride for size, stride in zip(each.shape, each.stride(), strict=True))
