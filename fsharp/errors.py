@@ -54,7 +54,7 @@ class AgreementError(FsharpError, RuntimeError):
     """Ranks got different trees, layouts or settings, and all raise this error with the same text; or another rank has failed.
 
     Attributes:
-        is_own: whether the reason is an error of this rank alone, which is the ``__cause__``.
+        is_own: whether an error of this rank alone, the ``__cause__``, is the reason.
     """
 
     is_own = False

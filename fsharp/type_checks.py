@@ -35,7 +35,7 @@ _EXAMPLES = {
 
 @cache
 def predicate_of_annotation(hint: Any) -> Callable[[Any], bool]:
-    """Return a predicate: whether a value fits a type annotation.
+    """Return a function that returns whether a value fits a type annotation.
 
     A bool does not fit ``int`` or ``float``, and a str does not fit a sequence. Items of mappings are not checked.
     A value fits a Protocol if it has every attribute that the Protocol declares as a ``@property``.
@@ -116,7 +116,7 @@ def describe_wrong_field(instance: Any) -> str:
 
 
 def short_repr(value: Any) -> str:
-    """Return the ``repr`` of a value for an error message, cut off if it is long. A function is shown by its name."""
+    """Return the ``repr`` of a value for an error message. A long ``repr`` is cut off. A function is shown by its name."""
     text = f"the function {value.__qualname__}" if inspect.isfunction(value) else repr(value)
     return text if len(text) <= _MAX_REPR_CHARS else f"{text[:_MAX_REPR_CHARS]}..."
 
@@ -144,7 +144,7 @@ def _name_in_errors(fn: Callable[..., Any]) -> str:
 
 
 def can_bind_partial(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> bool:
-    """Return whether a function has parameters for these arguments; it may need more. True if it has no signature."""
+    """Return whether a function has parameters for these arguments. It may need more arguments. True without a signature."""
     try:
         inspect.signature(fn, follow_wrapped=False).bind_partial(*args, **kwargs)
     except TypeError:

@@ -113,7 +113,7 @@ def diff(first: str, second: str, /, *, values: bool = True) -> str:
     Args:
         first: a checkpoint.
         second: the checkpoint to compare with the first one.
-        values: compare the values of tensors; each is read whole.
+        values: compare the values of tensors. Each tensor is read whole.
     """
     one, other = open_checkpoint(first), open_checkpoint(second)
     lines = [f"- {name}" for name in one.tensor_names if name not in other.tensor_names]

@@ -330,7 +330,11 @@ def _check_speed(where: str, tokens: int, efficiency: float | None) -> None:
 
 
 def _find_hardware(where: str, layout: Layout, gpu: str, hardware: str, tokens: int, efficiency: float | None) -> Hardware:
-    """Return the hardware in the file ``hardware``; if ``hardware`` is empty, the preset of ``gpu`` with 8 ranks on a host."""
+    """Return the hardware in the file ``hardware``; if ``hardware`` is empty, the preset of ``gpu`` with 8 ranks on a host.
+
+    ``where``: name of the command, for errors. ``tokens``: number of tokens of one rank in a microbatch. ``efficiency``:
+    fraction of the FLOP/s that the model reaches; None means the default.
+    """
     _check_speed(where, tokens, efficiency)
     if hardware:
         if gpu:

@@ -52,7 +52,7 @@ def forward(
         The result of ``fn``: any pytree.
 
     Raises:
-        TreeError: no unit was passed, or the unit of a tied leaf not exactly once.
+        TreeError: no unit was passed, or the unit of a tied leaf was not passed exactly once.
         TreeError: parameters were changed in place, in ``fn`` or before the backward.
         TreeError: ``remat`` has a wrong value, or the call is under ``torch.func.linearize``.
         MeshError: ``comm`` is on another mesh than the unit.

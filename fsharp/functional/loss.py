@@ -54,7 +54,7 @@ def as_loss(value: Any, where: str = "value_and_grad()") -> Loss:
 
     Raises LossError unless the value is a scalar mean, or a pair of a scalar and its weight. In a plain pair the weight has to
     be a number or an integer tensor, as a floating-point tensor could be a metric. In a :class:`Loss` it may be either. A
-    weight that is negative, infinite or NaN is refused if it is a number, or if it and the loss are on a CPU.
+    weight that is negative, infinite or NaN is refused if it is a number, or if weight and loss are on a CPU.
     """
     is_pair = isinstance(value, tuple) and len(value) == 2
     total, weight = value if is_pair else (value, 1.0)

@@ -76,7 +76,7 @@ def gather(tree: Tree, *, comm: Comm, to: PlaceName = "full") -> Tree:
     Raises:
         TreeError: the tree has no unit, or a partial sum.
         TreeError: the call is under ``torch.func.linearize``.
-        TreeError: parameters in a format would get no gradient: copies, or another place than ``"full"``.
+        TreeError: parameters in a format would get no gradient, as they are copies, or move to another place than ``"full"``.
         MeshError: ``comm`` is on another mesh than the tree.
 
     Cost: for each gathered axis of ``n`` ranks a rank sends ``(n - 1)`` times the bytes of its part. Slices cost nothing.
@@ -118,9 +118,9 @@ def gather(tree: Tree, *, comm: Comm, to: PlaceName = "full") -> Tree:
 
 
 def loses_gradient(node: Sharded, *, whole: bool = True) -> bool:
-    """Return whether a use of ``node``, encoded parameters in a loss, would leave them without a gradient, as bytes have none.
+    """Return whether a use of ``node`` in a loss would give its encoded parameters no gradient, as bytes have no gradient.
 
-    Only tensors that the loss function was given have sinks for the gradient. ``whole``: the use is a gather to ``"full"``.
+    Only parameters that the loss function was given have sinks for gradients. ``whole``: whether the use gathers to ``"full"``.
     """
     if node.grad_sinks is None or not (node.is_encoded and torch.is_grad_enabled()):
         return False

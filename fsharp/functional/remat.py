@@ -94,7 +94,7 @@ def checking_remat() -> Iterator[None]:
 
 
 def _trial_run(fn: Callable[..., Any], args: Any, kwargs: Any, generators: Sequence[torch.Generator]) -> list[torch.Tensor]:
-    """Return the result of the function, and restore the states of random generators."""
+    """Return the tensors in the result of ``fn(*args, **kwargs)``, detached. Restore the states of random generators."""
     states = [g.get_state() for g in generators]
     with torch.no_grad(), torch.random.fork_rng():
         result = fn(*args, **kwargs)

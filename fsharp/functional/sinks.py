@@ -21,9 +21,10 @@ from fsharp.type_checks import cache_signature
 class GradientSinks:
     """The sinks of the parameters that ``value_and_grad`` passes to the loss, for one microbatch.
 
-    A *sink* is a tensor without memory in the shape, dtype and place of a gradient at rest. A *handle* is one in the shape of
-    the full buffer. Autograd adds the gradients of all uses of a unit at its handle. The sum is reduced once over ranks, to the
-    gradient of the sink. ``residuals`` has encoding errors of earlier gradients, which reductions overwrite.
+    A *sink* is a tensor without memory in the shape, dtype and place of a gradient at rest. A *handle* is a tensor without
+    memory in the shape of the full buffer. Autograd adds the gradients of all uses of a unit at its handle. The sum is reduced
+    once over ranks, to the gradient of the sink. ``residuals`` has encoding errors of earlier gradients, which reductions
+    overwrite.
     """
 
     def __init__(self, residuals: ResidualViews = MappingProxyType({})) -> None:
@@ -40,7 +41,7 @@ class GradientSinks:
         return self._sinks.get(tuple(map(id, buffers)), ((), ()))[1]
 
     def residuals(self, unit: UnitLayout, group: int) -> ResidualsByAxis:
-        """Return a group's residual and random numbers by axis; empty if it has none."""
+        """Return a group's residual and random numbers by axis; empty if the group has none."""
         return self._residuals.get(unit.name, {}).get(group, {})
 
     def attach_to_graph(self, node: Sharded, full: Sequence[torch.Tensor], comm: Comm) -> list[torch.Tensor]:

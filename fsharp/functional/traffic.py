@@ -67,7 +67,7 @@ def unit_traffic(layout: Layout, *, microbatches: int, release: bool, uses: Mapp
 
 
 def _scale_agreement_calls(layout: Layout) -> Iterator[Call]:
-    """Yield the collectives in which ranks agree, in an update, on scales of formats that encode whole leaves."""
+    """Yield the collectives of an update in which ranks agree on the scales of formats that encode whole leaves."""
     numbers: Counter[tuple[str, tuple[str, ...], int, torch.dtype]] = Counter()
     for unit in layout.units:
         axes = tuple([axis for axis in unit.strategy.optim.sharded_axes if unit.mesh.axis_size(axis) > 1])
@@ -106,8 +106,8 @@ def reduce_calls(unit: UnitLayout, group: int, source: MeshPlacement, target: Me
 def calls_of_stages(stages: Iterable[ReductionStage], accumulate: torch.dtype) -> Iterator[Call]:
     """Yield the collectives of a reduction that runs in ``stages``. Sums have the dtype ``accumulate``.
 
-    An ``all_reduce`` whose input is not in the ``accumulate`` dtype is a ``reduce_scatter`` in the input's dtype, and an
-    ``all_gather`` in the ``accumulate`` dtype.
+    An ``all_reduce`` whose input has another dtype than ``accumulate`` counts as two calls: a ``reduce_scatter`` in the input's
+    dtype, and an ``all_gather`` in the dtype ``accumulate``.
     """
     for op, axis, n, size, out, dtype, wire, _ in stages:
         part = -(-size // n)

@@ -201,7 +201,7 @@ def _keeping_aux(loss_fn: LossFn, kept: list[Any], params: Any) -> LossFn:
 def _value_and_grad_of_microbatch(
     loss_fn: LossFn, params: Any, batch: Any, comm: Comm, residuals: ResidualViews
 ) -> tuple[Loss, Any, bool]:
-    """Return loss and gradients, and whether a gradient has reached any parameter; gradients of all others are zero."""
+    """Return loss, gradients, and whether a gradient has reached a parameter. Parameters not reached have zero gradients."""
     with torch.enable_grad():
         probed = with_sinks(params, GradientSinks(residuals))
         nodes = units_of(probed)

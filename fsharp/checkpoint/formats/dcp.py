@@ -270,7 +270,7 @@ def _check_total_size_fits_files(storage: Storage, folder: str, metadata: Any, e
 
 
 def _load_item_or_chunk(storage: Storage, folder: str, metadata: Any, name: str, offsets: torch.Size | None) -> Any:
-    """Return the object under a key of DCP. If it is a tensor, return the chunk whose first element is at ``offsets``."""
+    """Return the object under the key ``name`` of DCP; of a tensor, the chunk whose first element is at ``offsets``."""
     from torch.distributed.checkpoint.metadata import MetadataIndex
 
     info = (metadata.storage_data or {}).get(MetadataIndex(name, offsets))

@@ -120,7 +120,7 @@ def _record_and_description(storage: Storage, folder: str, name: str) -> tuple[F
 def describe_file(storage: Storage, path: str) -> FileDescription:
     """Recognize a file of safetensors or ``torch.save`` by its first bytes, and return the names and offsets of its tensors.
 
-    CheckpointError if the file is neither.
+    Raises CheckpointError if the file is neither.
     """
     size = storage.nbytes(path)
     head = bytearray(min(16, size))

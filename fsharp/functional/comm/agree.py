@@ -96,8 +96,9 @@ def check_on_all_ranks(
     """Return ``check()``. If it raises on a rank, or ``fields`` of the result differ between ranks, all ranks raise.
 
     If ``check`` raises on all ranks, each rank raises its own error. Otherwise all ranks raise an :class:`AgreementError` with
-    the text of the first error. On a rank whose ``check`` has raised, this AgreementError has the rank's error as its cause. It
-    has ``is_own=True``, unless another rank has reported the error of ``check``, which may call collectives itself.
+    the text of the first error. On a rank whose ``check`` has raised, this AgreementError has the rank's error as its cause.
+    This AgreementError has ``is_own=True``, unless another rank has reported the error of ``check``, which may call collectives
+    itself.
     """
     try:
         result = check()

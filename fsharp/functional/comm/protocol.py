@@ -74,13 +74,13 @@ class Comm(Protocol):
         Returns:
             A 1-D tensor: the elements from rank 0, then those from rank 1, and so on.
 
-        A rank that expects another number than a rank sends is an AgreementError of all ranks in ``fs.testing.simulate``. Ranks
+        If a rank expects another number than a rank sends, all ranks in ``fs.testing.simulate`` raise an AgreementError. Ranks
         in processes do not compare the numbers: values may be undefined, or ranks wait until the time limit.
         """
 
 
 class Engine(ABC):
-    """Decides when data move and in which memory, for a :class:`Comm` that has it as its attribute ``engine``.
+    """Decides when data move and in which memory, for a :class:`Comm` whose attribute ``engine`` is this object.
 
     A pure function such as ``forward`` passes its whole call to the Engine. Results have the same bits as with any other Comm.
     """

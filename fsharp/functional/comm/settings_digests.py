@@ -58,9 +58,9 @@ def settings_texts_by_digest(labels: Iterable[str]) -> dict[str, str]:
 
 
 def differing_settings_rows(labels: Mapping[int, str], known: Mapping[str, str]) -> list[tuple[str, str]]:
-    """Return a row ``("rank 3 has", settings)`` for each rank, with the settings that not all ranks have.
+    """Return a row ``("rank 3 has", settings)`` for each rank, with the settings that not all ranks have; no rows without any.
 
-    ``labels``: label of each rank. ``known``: from :func:`settings_texts_by_digest`.
+    ``labels``: label of each rank. ``known``: result of :func:`settings_texts_by_digest`.
     """
     lines = {
         rank: [line for each, text in known.items() if each in label for line in text.splitlines()]

@@ -24,8 +24,9 @@ class TreeLabelCounters:
 
     Attributes:
         num_trees: number of trees that ranks have made together so far; a tree's number is counted from 1.
-        gathered: number of trees whose unit was gathered so far, by axes, and then by ``(name of the tree, name of the unit)``,
-            where several trees can have the name. For each tuple of axes the newest 4096 names are kept, equal on all ranks.
+        gathered: number of trees whose unit was gathered so far, by axes of the gather, and then by ``(name of the tree, name
+            of the unit)``. Several trees can have one name. For each tuple of axes the newest 4096 names are kept, equal on all
+            ranks.
     """
 
     num_trees: int = 0

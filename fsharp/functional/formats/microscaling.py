@@ -143,7 +143,7 @@ def pack_codes(codes: torch.Tensor) -> torch.Tensor:
 
 
 def unpack_codes(packed: torch.Tensor) -> torch.Tensor:
-    """Return the two codes of each byte, one code in a byte: the inverse of :func:`pack_codes`."""
+    """Return the two codes in each byte of ``packed``, one code in a byte: the inverse of :func:`pack_codes`."""
     pairs = packed.to(torch.int16)
     return ((pairs | pairs << 4) & 0x0F0F).view(torch.uint8)
 

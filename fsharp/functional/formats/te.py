@@ -126,7 +126,7 @@ def formats_of_module(module: torch.nn.Module) -> dict[str, tuple[Format, torch.
 def refuse_calls_with_delayed_scaling(module: torch.nn.Module) -> None:
     """Make TransformerEngine modules within ``module`` raise an OptionError if they are called under DelayedScaling.
 
-    They would change scales and histories in themselves: a function of such modules depends on its earlier calls.
+    Such modules would change their own scales and histories: a function of these modules would depend on its earlier calls.
     """
     for path, each in module.named_modules():
         if any(cls.__module__.startswith("transformer_engine.") for cls in type(each).__mro__):
@@ -161,7 +161,7 @@ def _add_delayed_scaling_weight(module: torch.nn.Module, path: str, parameter: A
 
 
 def format_of_quantizer(quantizer: Any) -> Format:
-    """Return the format of the tensors that a quantizer makes. OptionError if their bytes depend on more than main copies."""
+    """Return the format of the tensors that a quantizer makes. Raise an OptionError for an unsupported class of quantizers."""
     kind = KIND_BY_QUANTIZER_CLASS.get(type(quantizer).__name__)
     if kind is None:
         raise OptionError(
@@ -208,14 +208,14 @@ def _format_of_kind(
 
 
 class _QuantizerCodec:
-    """Encodes and decodes leaves by one quantizer, for a :class:`LeafCodec`. ``scales``: a module's, for delayed scaling."""
+    """Encodes and decodes leaves by one quantizer, for a :class:`LeafCodec`. ``scales``: for delayed scaling, else None."""
 
     def __init__(self, kind: QuantizerKind, quantizer: Any, scales: ModuleScales | None = None) -> None:
         self._kind, self._quantizer, self._scales = kind, quantizer, scales
         self._known: dict[Shape, dict[str, tuple[Shape, torch.dtype]]] = {}
 
     def scale_specs(self, shape: Shape) -> dict[str, tuple[Shape, torch.dtype]]:
-        """Return ``(shape, dtype)`` of each tensor of scales of a leaf, by its attribute in TransformerEngine's tensor."""
+        """Return, by attribute of TransformerEngine's tensor, ``(shape, dtype)`` of each tensor of a leaf's scales."""
         if shape not in self._known:
             try:
                 specs = self._quantizer.inner_tensor_specs(shape)
@@ -233,7 +233,7 @@ class _QuantizerCodec:
         return sum(align_nbytes(prod(size) * dtype.itemsize) for size, dtype in self.scale_specs(shape).values())
 
     def scales_in(self, part: LeafPart) -> dict[str, torch.Tensor]:
-        """Return the tensors of a leaf's scales, views of ``part.scales``, by their attribute in TransformerEngine's tensor."""
+        """Return, by attribute of TransformerEngine's tensor, the tensors of a leaf's scales, as views of ``part.scales``."""
         found, start = {}, 0
         for name, (size, dtype) in self.scale_specs(part.shape).items():
             nbytes = prod(size) * dtype.itemsize

@@ -22,7 +22,7 @@ NUMBERS_PER_WEIGHT = 3
 class ModuleScales:
     """The scales and histories of maxima that modules keep for their weights.
 
-    They are looked up in the module at each use, as TransformerEngine may put other tensors in their place.
+    Each use looks these tensors up in the module, as TransformerEngine may put other tensors in their place.
     """
 
     def __init__(self) -> None:

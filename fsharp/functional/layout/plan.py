@@ -178,7 +178,7 @@ def _precision_by_path(precision: Precisions, paths: Sequence[str]) -> dict[str,
 
 
 def _function_code_key(fn: Any) -> Any:
-    """Return what a copy of a function, from another process, has in common with it."""
+    """Return a key that is equal for a function and for its copy in another process."""
     return getattr(fn, "__code__", fn)
 
 

@@ -51,9 +51,9 @@ class Precision:
             :func:`~fsharp.shard_module` alone.
 
     Raises:
-        LayoutError: a dtype is not floating-point, or has 8 bits or less, without scales.
+        LayoutError: a dtype is not floating-point, or has 8 bits or less and so would need scales.
         LayoutError: a format cannot be used for this argument, or ``feedback`` has no format.
-        OptionError: ``stored`` or ``update`` is no Format, or ``feedback`` or ``cast_inputs`` no bool.
+        OptionError: ``stored`` or ``update`` is no Format, or ``feedback`` or ``cast_inputs`` is no bool.
     """
 
     compute: torch.dtype | None = None

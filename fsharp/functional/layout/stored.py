@@ -26,7 +26,7 @@ def is_encoded(unit: UnitLayout, group: int, buffer: torch.Tensor) -> bool:
 def encode_values(unit: UnitLayout, group: int, values: torch.Tensor) -> torch.Tensor:
     """Return ``values`` in stored form. Their number is a multiple of the group's capacity.
 
-    If the group has a format, ``values`` are cast to the main dtype and encoded; if not, they are cast to the compute one.
+    If the group has a format, ``values`` are cast to the main dtype and encoded; if not, they are cast to the compute dtype.
     """
     dtypes, capacity = unit.groups[group].dtypes, unit.groups[group].capacity
     values = values if dtypes.format is None else values.to(dtypes.main)
@@ -39,7 +39,7 @@ def decoded_buffer(
 ) -> torch.Tensor:
     """Return the values of a buffer of parameters: decoded if the group has a format, else the buffer itself.
 
-    Decoded values have the dtype in which functions use them; with ``in_main_dtype`` the main copy's dtype, unrounded. Raises
+    Decoded values have the ``compute`` dtype; with ``in_main_dtype`` they have the main copy's dtype, without rounding. Raises
     TreeError for a buffer of a wrong size.
     """
     dtypes, size = unit.groups[group].dtypes, unit.local_size(group, place)

@@ -147,7 +147,7 @@ class UnitLayout:
 
     @cached_property
     def has_any_format(self) -> bool:
-        """Whether parameters or gradients of some group are encoded."""
+        """Whether parameters, gradients or updates of some group are encoded."""
         wires = [wire for each in self.groups for wire in (each.dtypes.wire, *dict(each.dtypes.wires).values())]
         sends_differences = any(each.dtypes.update is not None for each in self.groups)
         return self.has_stored_formats or sends_differences or not all(wire.is_plain for wire in wires)
@@ -181,7 +181,7 @@ class UnitLayout:
         return self.gather_input_size(group, place) + self.scales_nbytes[group]
 
     def gather_input_size(self, group: int, place: MeshPlacement) -> int:
-        """Return the length of a stored buffer without the scales of whole leaves, which a gather does not send."""
+        """Return the number of elements of a stored buffer without the scales of whole leaves, which a gather does not send."""
         size, capacity = self.local_size(group, place), self.groups[group].capacity
         return size // capacity * self.groups[group].dtypes.stored_format.size(capacity) if capacity else 0
 
@@ -248,11 +248,11 @@ class UnitLayout:
         return [("unit", self.display_name), ("leaves", leaves), along]
 
     def local_start(self, group: int, place: MeshPlacement, rank: int) -> int:
-        """Return the first element of the group's buffer that ``rank`` holds in ``place``."""
+        """Return the index of the first element of the group's buffer that ``rank`` holds in ``place``."""
         return self.mesh.index_along(place.sharded_axes, rank) * self.local_size(group, place)
 
     def leaf_spans(self, group: int, place: MeshPlacement, rank: int) -> Iterator[Span]:
-        """Return a :class:`Span` for each leaf of a group that ``rank`` holds a part of in ``place``, in buffer order."""
+        """Return a :class:`Span` for each leaf of a group of which ``rank`` holds a part in ``place``, in buffer order."""
         return self.spans_in_run(group, self.local_start(group, place, rank), self.local_size(group, place))
 
     def spans_in_run(self, group: int, start: int, size: int) -> Iterator[Span]:

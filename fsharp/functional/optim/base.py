@@ -139,9 +139,10 @@ def _dropping_unknown_keywords(fn: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def with_clones_of_parameters(state: Any, params: Any) -> Any:
-    """Return a new tree like ``state``, with clones of tensors in memory of parameters: an update in place would change them.
+    """Return a new tree like ``state``. Tensors in memory of parameters, which an update in place would change, are cloned.
 
-    All nodes of the tree are new, so that a donation of an older state, from which ``state`` has nodes, does not mark them.
+    All nodes of the new tree are new objects. So a donation of an older state, from which ``state`` has nodes, does not mark
+    the nodes of the new tree.
     """
     own = storage_ids_of_tree(params)
     return optree.tree_map(lambda x: x if own.isdisjoint(storage_ids_of_tree(x)) else x.clone(), state)
@@ -357,7 +358,8 @@ def value_per_leaf(where: str, params: Any, rules: Any) -> dict[str, Any]:
 def check_gradients(where: str, grads: Any, params: Any) -> None:
     """Raise a TreeError, about the first unit that differs, unless the gradients fit the parameters.
 
-    They have to be summed over ranks, with the structure, places, groups and sizes of parameters, in the ``accumulate`` dtype.
+    Gradients have to be summed over ranks, with the structure, places, groups and sizes of parameters, in the ``accumulate``
+    dtype.
     """
     (ours, structure), (theirs, expected) = (optree.tree_flatten(tree, is_leaf=is_sharded) for tree in (grads, params))
     if structure != expected:

@@ -274,7 +274,8 @@ def _in_place_transform(
     """Return a transformation made of ``step``, a fused kernel that changes parameters in place.
 
     ``apply`` runs ``step`` on the parameters. ``update`` runs ``step`` on zeros, and returns the changed zeros as updates: new
-    minus old parameters would lose digits. So ``update`` adds weight decay to the updates, or to gradients if not decoupled.
+    minus old parameters would lose digits. On zeros ``step`` cannot decay. So ``update`` adds weight decay to the updates, or
+    to gradients if not ``is_decoupled``.
     """
     for key in {"b1", "b2"} & settings.keys():
         if not 0 <= settings[key] < 1:

@@ -82,7 +82,7 @@ def muon(
         A transformation with :class:`MomentumState`. Memory: one value of state for each parameter.
 
     Raises:
-        LayoutError: in ``init``: a leaf is not a matrix, or cut: plan ``atoms=LeafAtom()``.
+        LayoutError: in ``init``: a leaf is not a matrix, or is cut: then plan with ``atoms=LeafAtom()``.
 
     Cost: no communication: each rank orthogonalizes the matrices that it holds.
 

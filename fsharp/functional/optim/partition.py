@@ -49,9 +49,9 @@ def partition(
         PatternError: in ``init``: a pattern matches no leaf, no pattern matches a leaf, or a label is not a string.
 
     Cost: with labels from ``plan`` each transformation has state for its own leaves alone. With ``param_labels`` each has state
-    for all leaves, and gets zeros as gradients of the other leaves: one more pass over the gradients. Each also gets all
-    parameters. So a transformation that adds weight decay, and then takes a norm, counts the decay of all leaves. In optax the
-    norm counts only the leaves of the transformation.
+    for all leaves, and gets zeros as gradients of the other leaves: one more pass over the gradients. Each transformation also
+    gets all parameters. So a transformation that adds weight decay, and then takes a norm, counts the decay of all leaves. In
+    optax the norm counts only the leaves of the transformation.
     """
     txs = {label: as_transform(tx) for label, tx in transforms.items()}
     config = {label: dict(tx.config) for label, tx in txs.items()}
@@ -122,8 +122,8 @@ def masked(inner: Any, mask: Patterns) -> Transform:
     """Return a transformation that applies ``inner`` to the leaves in ``mask``, and leaves other gradients unchanged.
 
     Args:
-        inner: an ``(init, update)`` pair. It gets zeros as gradients of the other leaves, and all parameters. So if ``inner``
-            adds weight decay, and then takes a norm, the norm counts the decay of all leaves, unlike in optax.
+        inner: an ``(init, update)`` pair. The pair gets zeros as gradients of the other leaves, and all parameters. So if
+            ``inner`` adds weight decay, and then takes a norm, the norm counts the decay of all leaves, unlike in optax.
         mask: patterns of leaf paths, a dict from pattern to bool, or a function from a path to bool. A function that optax
             would call with the whole tree does not work here.
 

@@ -42,7 +42,8 @@ class linear_schedule:
     Args:
         init_value: value until update ``transition_begin``.
         end_value: value from update ``transition_begin + transition_steps`` on.
-        transition_steps: number of updates in which the value changes. With 0 or less it stays ``init_value``, as in optax.
+        transition_steps: number of updates in which the value changes. With 0 or less the value stays ``init_value``, as in
+            optax.
         transition_begin: number of updates before the value begins to change; a negative one is a LayoutError.
 
     >>> rate = linear_schedule(0.0, 1.0, 4, transition_begin=1)
@@ -74,7 +75,7 @@ class cosine_decay_schedule:
 
     Args:
         init_value: value at the start.
-        decay_steps: number of updates until the end. A LayoutError is raised unless it is positive.
+        decay_steps: number of updates until the end. A LayoutError is raised unless this number is positive.
         alpha: fraction of ``init_value`` that is left at the end.
         exponent: power to which the cosine factor is raised; the factor falls from 1 to 0.
 
@@ -145,8 +146,8 @@ def warmup_cosine_decay_schedule(
         init_value: value at the start.
         peak_value: value at the end of the warm-up.
         warmup_steps: number of updates of the warm-up.
-        decay_steps: number of updates until ``end_value``, with the warm-up. A LayoutError is raised unless it is more than
-            ``warmup_steps``.
+        decay_steps: number of updates until ``end_value``, with the warm-up. A LayoutError is raised unless this number is more
+            than ``warmup_steps``.
         end_value: value after ``decay_steps`` updates.
         exponent: power to which the cosine factor is raised; the factor falls from 1 to 0.
 

@@ -195,7 +195,8 @@ def _pack_pieces(
 ) -> torch.Tensor:
     """Return the bytes of all pieces to send as one buffer, receiver after receiver. Memory: the buffer and one piece.
 
-    ``send``: by receiver, in order of rank, the pieces. ``dtypes``: for each new buffer, the dtype in which its pieces travel.
+    ``send``: the pieces for each receiver, in order of rank. ``dtypes``: the dtype in which the pieces of each new buffer
+    travel.
     """
     x = torch.empty(sum(piece.nbytes for each in send for piece in each), dtype=torch.uint8, device=device)
     end = 0

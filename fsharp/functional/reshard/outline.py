@@ -26,8 +26,8 @@ _LISTS: dict[str, type] = {"list": list, "tuple": tuple}
 def outline_to_bytes(tree: Any) -> bytes:
     """Return the outline of a tree as bytes, for ranks that join: its structure and small tensors, without sharded buffers.
 
-    The bytes are the length of a JSON text, the text, and the elements of tensors outside of Sharded. Raises TreeError,
-    with path and type, for another container or leaf than those that this module can make again.
+    The bytes are the length of a JSON text, the text, and the elements of tensors outside of Sharded. Raises TreeError, with
+    path and type, for a container or leaf that this module cannot make again.
     """
     units: dict[UnitLayout, int] = {}
     tensors: list[torch.Tensor] = []

@@ -57,7 +57,7 @@ class StateTree:
         }
 
     def groups_in(self, unit: UnitLayout) -> tuple[int, ...]:
-        """Return the indices of the groups of ``unit``, a unit of the new layout, whose leaves this state tree holds."""
+        """Return the indices of those groups of ``unit``, in the new layout, whose leaves this state tree holds."""
         return tuple(g for g in unit.all_groups if unit.path_in_tree(unit.leaves_of_group(g)[0]) in self.position_by_path)
 
     def place_in(self, unit: UnitLayout) -> MeshPlacement:
@@ -87,7 +87,8 @@ def checked_state_trees(tree: Any, layout: Layout, default_kind: StatePlace, *, 
     state tree outside of a TrainState has the arguments ``default_kind`` and ``default_cast`` as its ``kind`` and ``is_cast``.
 
     The path of a node is the path of its state tree, followed by the path of its unit. Raises a TreeError if there is no node,
-    a node is not at this path, or a state tree has another leaf in it. Raises the errors of :func:`_check_state_tree` as well.
+    a node is not at this path, or a state tree contains another leaf than its nodes. Raises the errors of
+    :func:`_check_state_tree` as well.
     """
     found: dict[Path, tuple[str, StatePlace, list[Sharded], bool]] = {}
     roots: dict[Path, Path | None] = {}
