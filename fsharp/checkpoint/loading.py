@@ -118,7 +118,7 @@ def load(
         The tree with the loaded values. Padding is zero.
 
     Raises:
-        CheckpointError: there is no undamaged checkpoint, or leaves with one value have several there.
+        CheckpointError: there is no undamaged checkpoint, or leaves that share a value have several values there.
         TreeError: names, shapes or dtypes differ, or ``cast`` would make a finite value infinite.
         PatternError: a pattern of ``ignore`` matches no name.
         AgreementError: ranks have different arguments, or another rank has failed.
@@ -164,8 +164,8 @@ def load_checkpoint_at(
     """Load the checkpoint at ``path`` as :func:`load_with_reader` does, and return the checkpoint and the tree.
 
     If this rank finds damage while it reads tensors, it appends the text of the error to ``damage``, and raises the error. If
-    this rank cannot open or read a file, it raises an error too, which does not count as damage. For rank 0 has opened the
-    checkpoint a moment before, so the cause is on this rank's host, such as a missing mount.
+    this rank cannot open or read a file, it raises an error too, which does not count as damage. Rank 0 has opened the
+    checkpoint a moment before. So the cause is on this rank's host, such as a missing mount.
     """
 
     def read(found: Checkpoint, needs: list[NeededElements]) -> None:

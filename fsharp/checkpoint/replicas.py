@@ -319,7 +319,7 @@ class Replicas(BackgroundSaver):
 
     @api_boundary
     def latest(self) -> int | None:
-        """Return the step that :meth:`restore` will load if no file is damaged; None if nothing was saved. All ranks call it.
+        """Return the step that :meth:`restore` will load if no file is damaged; None if nothing was saved. All ranks call this.
 
         Raises:
             CheckpointError: every save in memory of hosts has lost files or is damaged, and there is no checkpoint on disk that

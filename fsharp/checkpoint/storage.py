@@ -56,8 +56,8 @@ def raise_if_read_refused(error: CheckpointError) -> None:
 def read_index_file(storage: "Storage", folder: str, name: str, allowed_extra_nbytes: int = 16 << 20) -> bytes:
     """Return the bytes of a file that describes the other files in its folder.
 
-    Raises FileNotFoundError; or CheckpointError if the file has more than twice the bytes of the other files plus
-    ``allowed_extra_nbytes``.
+    Raises FileNotFoundError for a missing file. Raises CheckpointError if the file has more than ``allowed_extra_nbytes`` plus
+    twice the bytes of the other files.
     """
     path = f"{folder}/{storage.relative_link_target(folder, name)}"
     size = storage.nbytes(path)

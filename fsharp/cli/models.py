@@ -128,7 +128,7 @@ def find_model(where: str, model: str) -> FoundModel:
 
 
 def _used_and_total_experts(config: Any) -> tuple[int, int] | None:
-    """Return the field ``used_and_total_experts`` of a :class:`FoundModel` for a configuration of Hugging Face."""
+    """Return how many experts of a layer a token uses, and how many the layer has, by Hugging Face's ``config``; else None."""
     used = getattr(config, "num_experts_per_tok", None)
     names = ("num_local_experts", "num_experts", "n_routed_experts")
     total = next((number for name in names if (number := getattr(config, name, None))), None)

@@ -69,7 +69,7 @@ def make_functional(module: nn.Module) -> tuple[Callable[..., Any], dict[str, An
 
 
 def parameter_tree(where: str, module: nn.Module) -> dict[str, Any]:
-    """Return a module's parameters, detached, as nested dicts with a level for each part of a name. TreeError if none exist."""
+    """Return a module's parameters, detached, as nested dicts with a level for each part of a name. TreeError if empty."""
     named = list(module.named_parameters(remove_duplicate=False))
     if not named:
         raise TreeError(f"{where}: {type(module).__name__} has no parameters.")

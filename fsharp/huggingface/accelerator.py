@@ -95,7 +95,8 @@ class Accelerator(accelerate.Accelerator):
     - ``clip_grad_norm_`` takes all parameters of one prepared module, and clips by the norm over all ranks.
     - ``get_state_dict`` returns whole tensors on rank 0, and an empty dict on other ranks. All ranks have to call it.
     - ``save_state`` and ``load_state`` use :func:`fsharp.checkpoint.save` and :func:`~fsharp.checkpoint.load`, so another
-      number of ranks or another strategy can load. All ranks have to call them. A save gives buffers the values of rank 0.
+      number of ranks or another strategy can load. All ranks have to call both methods. A save gives buffers the values of rank
+      0.
 
     Raises:
         OptionError: ``mixed_precision`` is set for a sharded module, which takes a :class:`~fsharp.Precision` instead.

@@ -92,7 +92,7 @@ class Trainer(transformers.Trainer):
         return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys, **generation)
 
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
-        """Write whole tensors of the module, on rank 0. All ranks gather them."""
+        """Write whole tensors of the module on rank 0. All ranks take part in the gathers."""
         if state_dict is not None or not isinstance(self.model, ShardedModule):
             super()._save(output_dir, state_dict)
         elif any(each.is_prompt_learning for each in getattr(self.model, "peft_config", {}).values()):

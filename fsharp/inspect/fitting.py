@@ -279,7 +279,7 @@ def _codec_bandwidth(schedule: Schedule, rows: Iterable[TraceRow], in_flight: "I
 
 
 class IntervalUnion:
-    """A union of intervals of time. Methods return lengths of the union, and the seconds that work takes at full speed."""
+    """A union of intervals of time. Methods measure the union, and the seconds that slowed work would take at full speed."""
 
     def __init__(self, intervals: Iterable[Interval]) -> None:
         self.parts = union_of_intervals(intervals)

@@ -132,7 +132,8 @@ def _fit_links_and_casts(
 ) -> tuple[_Links, float] | None:
     """Return the ``(latency, bandwidth)`` that fits best for each of ``names``, and the bandwidth of casts.
 
-    Without ``with_casts`` casts take no time. None if the points do not determine the numbers.
+    ``names``: for each link, the link whose fit it shares. Without ``with_casts`` casts take no time. None if the points do not
+    determine the numbers.
     """
     found = sorted(set(names.values()))
     if not found:

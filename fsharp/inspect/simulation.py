@@ -92,7 +92,7 @@ class Simulation:
         self.spans = list[TimeSpan]()  # waits of the compute stream so far
 
     def _run_ops_of_cost(self, cost: OpsCost) -> None:
-        """Run the ops of a bucket, or one op, next in their stream."""
+        """Run the ops of ``cost``, those of a bucket or a single op, as the next work of their stream."""
         run, seconds, latency_s, issue_s = cost
         free, queue, sends = self.free, self.queues[run[0]], self.ops[run[0]].spec.cost == "send"
         idle = start = free[queue] - latency_s

@@ -16,8 +16,8 @@ _COLUMN_NAMES = ("#", "event", "op", "unit", "phase", "stream", "memory", "sent"
 def table(schedule: Schedule) -> str:
     """Return a schedule as a table in text, with a row for each op, and totals.
 
-    ``coded`` has the bytes that an op encodes or decodes; the column is left out if all formats are plain. In ``after``, ``'``
-    marks ops of the previous step. ``+`` marks an op that shares the collective of the row above.
+    The column ``coded`` has the bytes that an op encodes or decodes; it is left out if all formats are plain. In the column
+    ``after``, ``'`` marks ops of the previous step. ``+`` marks an op that shares the collective of the row above.
     """
     facts = schedule.program.facts
     rows, joined = list[tuple[str, ...]]([_COLUMN_NAMES]), {i for run in op_positions_by_bucket(schedule.ops) for i in run[1:]}

@@ -232,7 +232,7 @@ class _CompiledFunction:
     def jvp_function(self, moved: tuple[bool, ...]) -> "_CompiledFunction":
         """Return the compiled JVP, a function that returns the tangents of the results.
 
-        It takes all arguments, and then a tangent for each argument that has a True in ``moved``.
+        ``moved``: for each argument, whether it has a tangent. The JVP takes all arguments, and then the tangents.
         """
 
         def fn(*arrays: Any) -> Any:

@@ -128,7 +128,7 @@ class LocalJaxprRun:
     def run_jaxpr(self, closed: ClosedJaxpr, args: Sequence[Any], at: EquationKey = ()) -> list[Any]:
         """Run the jaxpr ``closed``, which the equation at ``at`` contains, on ``args``, and return the results.
 
-        LayoutError if an equation needs elements of a leaf that other ranks hold.
+        Raises LayoutError if an equation needs elements of a leaf that other ranks hold.
         """
         values: dict[Any, Any] = dict(zip(closed.jaxpr.constvars, closed.consts, strict=True))
         values.update(zip(closed.jaxpr.invars, args, strict=True))

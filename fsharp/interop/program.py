@@ -377,7 +377,8 @@ def _other_structure_error(name: str, given: Any, returned: Any) -> TreeError:
 def _leaves_refused_alone(tx: Any, named: Mapping[str, Any]) -> str:
     """Try ``tx`` on each leaf alone, as if the leaf were the whole tree. Return, as text, the leaves for which ``tx`` fails.
 
-    ``named``: dict from the name of a leaf to its shape and dtype. The text names at most four leaves.
+    ``named``: dict from the name of a leaf to its shape and dtype. The text names at most four leaves; it is ``"unknown"`` if
+    ``tx`` takes each leaf alone.
     """
     found = []
     for name, x in named.items():

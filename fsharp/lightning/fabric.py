@@ -89,7 +89,7 @@ class Strategy(DDPStrategy):
 
 
 class _Accumulation(_BackwardSyncControl):
-    """Makes sharded modules add gradients up, by ``model.accumulate()``. ``other`` handles other modules."""
+    """Makes sharded modules add gradients up, by ``model.accumulate()``. Modules without sharded ones are left to ``other``."""
 
     def __init__(self, other: _BackwardSyncControl) -> None:
         self._other = other

@@ -64,7 +64,7 @@ class Candidate:
 
     @property
     def complexity(self) -> tuple[int, int]:
-        """Two numbers: of costly :attr:`non_defaults`, ``remat``, ``formats`` and ``state on the host``, and of others."""
+        """How many :attr:`non_defaults` are costly (``remat``, ``formats``, ``state on the host``), and how many are not."""
         costly = sum(each in _COSTLY for each in self.non_defaults)
         return costly, len(self.non_defaults) - costly
 

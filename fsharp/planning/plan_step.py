@@ -72,7 +72,7 @@ def plan_step(
         is_module: whether the parameters are those of a sharded module, which with ``offload`` keeps its main copies.
 
     Raises:
-        LayoutError: ``order`` leaves a unit out, or patterns select a unit twice.
+        LayoutError: ``order`` lacks a unit, patterns select a unit twice, or ``microbatches`` is less than 1.
         PatternError: a pattern matches no unit.
         ScheduleError: even the schedule with the least memory exceeds ``policy.memory_budget``.
 

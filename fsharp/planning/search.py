@@ -52,8 +52,9 @@ def candidate_per_combination(
 
     The search ends when the bound exceeds the time of the fastest step that fits into the budget by more than the fraction
     ``tolerance``. It also ends when a step fits and ``effort`` units have been simulated, counted once for each microbatch. If
-    ``effort`` is infinite, all combinations are simulated that do not exceed the budget at rest. Those not simulated have
-    ``is_unsimulated=True``. If no schedule fits into the ``memory_budget`` of a policy, the candidate is refused.
+    ``effort`` is infinite, all combinations that do not exceed the budget at rest are simulated. Candidates that are not
+    simulated have ``is_unsimulated=True``. If no schedule fits into the ``memory_budget`` of a policy, the candidate is
+    refused.
     """
     found: dict[CandidateNames, Candidate] = {}
     least: dict[tuple[LayoutOption, tuple[str, ...], bool], float] = {}

@@ -143,8 +143,8 @@ def layout_options(
 ) -> tuple[list[LayoutOption], dict[str, str]]:
     """Return a layout of the model for each combination of mesh, strategy, units and format; and the combinations without one.
 
-    The latter is a dict from their names to reasons: the strategy does not fit the format. Raises the LayoutError if a format
-    fits no strategy.
+    The second result is a dict from the names of combinations without a layout to reasons: the strategy does not fit the
+    format. Raises the LayoutError if a format fits no strategy.
     """
     several = len(meshes) > 1, len(units) > 1, len(formats) > 1
     result: list[LayoutOption] = []

@@ -49,7 +49,7 @@ class UnitCall:
         kept_nbytes: bytes that autograd keeps for the backward. Parameters, inner calls, and tensors that an earlier call keeps
             do not count.
         input_nbytes: bytes of the tensors in the arguments, which a recomputation needs.
-        known_inputs: for each tensor in the arguments, whether it is part of the batch, or an earlier call keeps it.
+        known_inputs: for each tensor in the arguments, whether the tensor is part of the batch, or is kept by an earlier call.
         forward_s: measured seconds of the forward; nan without a measurement.
         backward_s: measured seconds of the backward.
         recompute_s: measured seconds by which forward and backward take longer if a checkpoint recomputes the call.
@@ -80,7 +80,7 @@ class UnitCall:
         self.has_backward = any(not isinstance(x, torch.Tensor) or x.requires_grad for x in leaves)
 
     def set_known_inputs(self, known: Iterable[bool]) -> None:
-        """Set for each tensor in the arguments whether it is part of the batch, or an earlier call keeps it."""
+        """Set :attr:`known_inputs`: which tensors in the arguments are part of the batch, or are kept by an earlier call."""
         self.known_inputs = tuple(known)
 
     def add_kept_nbytes(self, nbytes: int) -> None:
@@ -261,8 +261,7 @@ def measure_calls(calls: Sequence[UnitCall], device: torch.device, *, remat: boo
 
     Calls of one kind run one function, on tensors of equal shapes and dtypes. One call of each kind is measured, a few times.
     Its bytes are measured for each choice of inputs that earlier calls keep. A call that contains other calls is not measured.
-    Without ``remat`` recomputation is not measured, and counts as a forward. Generators of random numbers are as before
-    afterwards.
+    Without ``remat`` recomputation is not measured, and counts as a forward. Random generators get their old states back.
     """
     kinds: dict[Any, list[UnitCall]] = {}
     for call in (each for each in walk_nested_uses(calls) if not each.inner):

@@ -103,8 +103,8 @@ def tune(
         formats: precisions by name. By default only ``Precision()``, as other precisions change values. If some strategies do
             not fit a format, such as ``zero3`` and ``update``, they lose with this reason.
         policies: policies by name.
-        remat: patterns of units whose activations are recomputed, by name. By default no units; and the units of all innermost
-            calls, if this saves memory. The bytes that a recomputed unit keeps have to be known.
+        remat: patterns of units whose activations are recomputed, by name. By default two choices are tried: no units; and, if
+            this saves memory, the units of all innermost calls. The bytes that a recomputed unit keeps have to be known.
         loss_fn: ``loss_fn(params, batch, comm)``, as for :func:`~fsharp.train_step`, without recomputation. The function runs
             once on meta tensors for each choice of units. This trial gives the order of units, and their FLOPs and bytes.
         frozen: patterns of leaves without gradients, for a tree of tensors.

@@ -30,7 +30,7 @@ class RunLog:
         own_s: seconds of each rank, without waits for other ranks, by step.
         timelines: the newest timelines, by name.
         layout: the newest layout.
-        num_unreadable: number of lines that could not be read. A killed process may leave one, which is cut off.
+        num_unreadable: number of lines that could not be read. A killed process may leave a line that is cut off.
     """
 
     series: dict[str, dict[int, float]] = field(default_factory=dict)

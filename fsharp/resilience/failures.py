@@ -81,7 +81,7 @@ class _OneTracebackExcepthook:
         """Restore the earlier excepthook, and release this hook's Comm and error.
 
         Threads keep the excepthook that was set when they started, some of them until the interpreter ends. If the hook kept
-        the Comm, a process group would be released only then, which aborts the process.
+        the Comm, a process group would be released only at that end, and would abort the process.
         """
         sys.excepthook = self.before
         self._comm = self.error = None

@@ -133,7 +133,7 @@ def _run_without_restarts(folder: Path, nproc: int) -> None:
 class _LoggingDisabled:
     """A context without messages of logging, as torch's agent logs failures that the error of :func:`launch` has.
 
-    Several threads may be in it: the last one that leaves restores what the first one found.
+    Several threads may be in this context. The last thread that leaves the context restores what the first thread found.
     """
 
     def __init__(self) -> None:

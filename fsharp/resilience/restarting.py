@@ -71,7 +71,8 @@ class Restarter:
     def run(self) -> None:
         """Run until all processes have returned. Raise a CommError if a process is lost and not restarted.
 
-        In the main thread SIGTERM then goes to all processes, whose runs save and exit. The caller restores the handler.
+        In the main thread this method sets a handler that passes SIGTERM to all processes, whose runs then save and exit. The
+        caller restores the earlier handler.
         """
         announce_generation(self._store, 0, "")
         deadline, asked_at = float("inf"), time.monotonic()
@@ -163,7 +164,7 @@ class Restarter:
         """Kill each process that has been late for longer than the time limit of collectives.
 
         A process is late if another process has stopped, and it has not. A process of an earlier generation is also late if
-        another process waits for it in this generation. It is killed before the waiting process gives up.
+        another process waits for it in this generation. The late process is killed before the waiting process gives up.
         """
         stopped = stop_kinds_and_limits(self._store, self._number, self._nproc)
         joining = joining_ranks(self._store, self._number, self._nproc)

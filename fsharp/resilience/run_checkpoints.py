@@ -84,7 +84,7 @@ class RunCheckpoints:
     def missing_state_warning(self, tree: Any) -> str:
         """Return a warning if ``tree`` lacks the residuals or the step that a module's gradient formats need; else ``""``.
 
-        A state dict of a module has neither, so the user saves them in the tree.
+        A module's state dict has neither residuals nor step, so the user saves both in the tree.
         """
         leaves = optree.tree_leaves(tree, is_leaf=is_node_saved_as_leaf)
         modules = [leaf.module if isinstance(leaf, WithPerRankBuffers) else leaf for leaf in leaves]

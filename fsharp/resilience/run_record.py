@@ -58,7 +58,7 @@ class RunLogger:
         self.log(step, {"event": text})
 
     def log_newest_complete_save(self, step: int, complete: int) -> None:
-        """Record a complete checkpoint, unless it was the last one recorded.
+        """Record the newest complete checkpoint, unless the last record was of this checkpoint.
 
         Args:
             step: number of finished steps.

@@ -42,7 +42,7 @@ def byte_spans(x: torch.Tensor) -> tuple[ByteSpan, ...]:
 
 
 class _SchemaEffects(NamedTuple):
-    """The effects of an operator by its schema: whether it touches_data data, and which arguments it writes."""
+    """The effects of an operator by its schema: whether it reads or writes data, and which arguments it writes."""
 
     touches_data: bool  # whether the operator reads or writes data: a view does not
     written: frozenset[str]  # names of the arguments that are written

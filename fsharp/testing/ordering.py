@@ -106,7 +106,7 @@ class _NumberedAccess(NamedTuple):
 
 
 class _LastAccesses(NamedTuple):
-    """The last accesses to a run of bytes."""
+    """The last write to a run of bytes, and each lane's last read since this write."""
 
     write: _NumberedAccess | None
     reads: tuple[_NumberedAccess, ...]  # the last read of each lane since the write

@@ -180,7 +180,7 @@ class ThreadComm:
     def all_to_all(
         self, x: torch.Tensor, send: Sequence[int], receive: Sequence[int], *, axis: str | None = None, label: str = ""
     ) -> torch.Tensor:
-        """Send the next ``send[r]`` elements of ``x`` to each rank ``r``, and return ``receive[r]`` elements from each."""
+        """Send ``send[r]`` elements of ``x`` to each rank ``r``, in order. Return ``receive[r]`` elements from each rank."""
         facts = CollectiveFacts("all_to_all", axis or "", (), x.dtype, label)
         group = tuple(range(self.mesh.size)) if axis is None else self.mesh.group(axis, self.rank)
         check_parts(x, send, receive, len(group))
@@ -226,7 +226,7 @@ class CollectiveFacts(NamedTuple):
 
 
 class _CollectiveCall:
-    """A rank's call of a collective, under way until it has the tensors of all ranks or an error."""
+    """A rank's call of a collective. Its outcome is None, then the tensors of all ranks or an error."""
 
     def __init__(self, group: tuple[int, ...], facts: CollectiveFacts, number: int, x: Any) -> None:
         self.group, self.facts, self.number, self.x = group, facts, number, x

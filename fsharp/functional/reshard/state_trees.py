@@ -21,7 +21,7 @@ Path = tuple[str, ...]
 
 
 class LeafPosition(NamedTuple):
-    """The position of a leaf in a state tree: number of the node, number of the buffer in the node, and the old leaf."""
+    """The position of a leaf in a state tree: index of the node, index of the buffer in the node, and the leaf's old layout."""
 
     node: int
     buffer: int
