@@ -378,7 +378,7 @@ def _sharded_tensor_entry(
     shape, piece, _ = held[leaf.path]
     found.layouts.append(f"{name}: in unit {unit.display_name}, {place}")
     if (owner := part.owner()) is not None:
-        found.settings[owner.settings_text()] = None
+        found.settings[owner.settings_text_to_compare()] = None
     return TensorEntry(name, part.dtype, shape, piece, part.local.view(-1))
 
 

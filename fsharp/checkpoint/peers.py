@@ -214,7 +214,7 @@ def exchange_requested_bytes(folder: str, wanted: Sequence[ReadRequest], comm: C
             for each in theirs[i] if i < len(theirs) else ():
                 part = outgoing[end : end + each.nbytes]
                 answer = FirstErrorKeeper()  # of its own: a rank that has failed before still answers other ranks
-                answer.run(_read_requested, comm.rank, folder, each, bytes_of(part))
+                answer.run(_serve_read_request, comm.rank, folder, each, bytes_of(part))
                 keeper.run(answer.raise_if_failed)
                 end += each.nbytes
                 send = outgoing[:end]
@@ -226,7 +226,7 @@ def exchange_requested_bytes(folder: str, wanted: Sequence[ReadRequest], comm: C
                 end += each.nbytes
 
 
-def _read_requested(rank: int, folder: str, asked: ReadRequest, into: memoryview) -> None:
+def _serve_read_request(rank: int, folder: str, asked: ReadRequest, into: memoryview) -> None:
     """Read the bytes that another rank has requested from ``rank``, this rank, into ``into``. ``asked``: the request.
 
     Raises ValueError if the request names a file outside of ``folder``, and DamagedCopy if the file lacks bytes.

@@ -81,7 +81,7 @@ def why_restarts_ended(store: KeyStore) -> str | None:
     return store.get("end").decode() if store.check(["end"]) else None
 
 
-class Membership:
+class RankMembership:
     """One rank's membership in the generations of its job. ``number``: the generation that the rank is in, or joins next."""
 
     def __init__(self, store: KeyStore, rank: int, size: int, number: int) -> None:
@@ -154,13 +154,13 @@ class Membership:
 
 
 def stop_kinds_and_limits(store: KeyStore, number: int, size: int) -> dict[int, tuple[StopKind, float]]:
-    """Return ``{rank: (kind, limit_s)}`` of ranks in :meth:`Membership.wait_for_next_generation` of generation ``number``."""
+    """Return ``{rank: (kind, limit_s)}`` of ranks in :meth:`RankMembership.wait_for_next_generation` of ``number``."""
     keys = {rank: f"stopped/{number}/{rank}" for rank in range(size)}
     return {rank: tuple(json.loads(store.get(key))) for rank, key in keys.items() if store.check([key])}
 
 
 def joining_ranks(store: KeyStore, number: int, size: int) -> dict[int, float]:
-    """Return ``{rank: limit_s}`` of the ranks in :meth:`Membership.wait_for_all_ranks` of generation ``number``."""
+    """Return ``{rank: limit_s}`` of the ranks in :meth:`RankMembership.wait_for_all_ranks` of generation ``number``."""
     keys = {rank: f"here/{number}/{rank}" for rank in range(size)}
     return {rank: float(store.get(key)) for rank, key in keys.items() if store.check([key])}
 
@@ -176,15 +176,15 @@ def announce_process_ended(store: KeyStore, rank: int) -> None:
     store.set(f"can rejoin/{rank}", "")
 
 
-membership: Membership | None = None
+membership: RankMembership | None = None
 """The membership of this process; None if no launcher would restart a rank."""
 
 
-def begin_membership(make_store: Callable[[], KeyStore]) -> Membership | None:
-    """Return the :class:`Membership` of this process, made on the first call; None if no launcher would restart a rank."""
+def begin_membership(make_store: Callable[[], KeyStore]) -> RankMembership | None:
+    """Return the :class:`RankMembership` of this process, made on the first call; None if no launcher would restart a rank."""
     global membership
     if membership is None and (number := os.environ.get(GENERATION_VARIABLE)) is not None:
-        membership = Membership(make_store(), int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), int(number))
+        membership = RankMembership(make_store(), int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), int(number))
     return membership
 
 

@@ -128,9 +128,9 @@ class ProcessGroupComm:
         ranks = [self.ranks[rank] for rank in self.mesh.group(axis, self.rank)]
         return job_store.new_group_of(ranks, self.limit_s, self.device, is_nccl=self.is_nccl)
 
-    def point_to_point(self, group: dist.ProcessGroup, axis: str | None, call: WatchedCall) -> "CallMessages":
-        """Return the messages of ``call`` in ``group``: the process group along ``axis``, or of all ranks for ``axis=None``."""
-        return CallMessages(group, tuple(range(self.mesh.size)) if axis is None else self.mesh.group(axis, self.rank), call)
+    def p2p_channel(self, group: dist.ProcessGroup, axis: str | None, call: WatchedCall) -> "P2PChannel":
+        """Return the channel of ``call`` in ``group``: the process group along ``axis``, or of all ranks for ``axis=None``."""
+        return P2PChannel(group, tuple(range(self.mesh.size)) if axis is None else self.mesh.group(axis, self.rank), call)
 
     def with_own_numbering(self) -> "ProcessGroupComm":
         """Return a Comm in the same process groups that counts its own collectives. All ranks have to call this method."""
@@ -310,9 +310,9 @@ class ProcessGroupComm:
         outcome = CollectiveOutcome(self.watch.begin_call(text))
         group = self._group_of_all_ranks() if axis is None else self.group(axis)
         mine = self.rank if axis is None else self.mesh.coord(axis, self.rank)
-        messages = self.point_to_point(group, axis, outcome.call)
+        channel = self.p2p_channel(group, axis, outcome.call)
         receive[mine].copy_(send[mine])
-        self._worker.submit(lambda: messages.wait(messages.exchange([send], [receive], mine)), outcome)
+        self._worker.submit(lambda: channel.wait(channel.exchange([send], [receive], mine)), outcome)
         outcome.wait()
 
     def __repr__(self) -> str:
@@ -359,8 +359,8 @@ PartsOfBuffers = Sequence[Sequence[torch.Tensor]]
 """For each buffer, the parts of all ranks. Empty parts are not sent."""
 
 
-class CallMessages(NamedTuple):
-    """The messages of the collective ``call`` in a process group. ``ranks``: the group's ranks, by number in the mesh."""
+class P2PChannel(NamedTuple):
+    """Sends and receives messages of the collective ``call``. ``ranks``: the ranks of ``group``, as numbers in the mesh."""
 
     group: dist.ProcessGroup
     ranks: tuple[int, ...]

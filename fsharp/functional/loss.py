@@ -49,7 +49,7 @@ class Metrics(NamedTuple):
     weight: torch.Tensor
 
 
-def as_loss(value: Any, where: str = "value_and_grad()") -> Loss:
+def parse_loss(value: Any, where: str = "value_and_grad()") -> Loss:
     """Return the result of a loss function as a sum and a weight.
 
     Raises LossError unless the value is a scalar mean, or a pair of a scalar and its weight. In a plain pair the weight has to

@@ -84,7 +84,7 @@ def release_saved(out: Any, sharded: Any, gathered: Any, sequence_nr: int, comm:
 
     for raw in raw_saved_tensors(outputs, sequence_nr):
         x = raw.data
-        number = numbers.get(x.untyped_storage().data_ptr()) if is_materialized(x) else None
+        number = numbers.get(x.untyped_storage().data_ptr()) if is_plain_strided(x) else None
         if number is None or x.dtype != whole[number].dtype:
             continue
         view = (number, x.size(), x.stride(), int(x.storage_offset() - whole[number].storage_offset()))
@@ -141,7 +141,7 @@ def _graph_nodes_since(roots: set[Any], sequence_nr: int) -> Iterator[Any]:
                 stack.append(before)
 
 
-def is_materialized(x: torch.Tensor) -> bool:
+def is_plain_strided(x: torch.Tensor) -> bool:
     """Return whether a tensor is strided, and its memory holds its values as they are.
 
     The result is False for conjugate and negative views, and for torch's zero tensors, which have no memory.

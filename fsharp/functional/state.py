@@ -206,7 +206,7 @@ def update(tx: Any, grads: Any, state: TrainState, *, comm: Comm, donate: bool =
         for after, node in zip(fresh, before, strict=True):
             after.tree_label = node.tree_label.after_update()
         if engine is not None:
-            params, (main, opt) = engine.run_update_gather(sent, state.params, (main, opt), donate=donate)
+            params, (main, opt) = engine.gather_updated_params(sent, state.params, (main, opt), donate=donate)
         else:
             moved = gather(sent, comm=comm, to="params")
             params = merge(state.params, add_gathered_differences(state.params, moved, rank=comm.rank))

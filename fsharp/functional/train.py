@@ -14,10 +14,10 @@ from fsharp.functional.comm.residuals import PerRank, ResidualViews, prepare_res
 from fsharp.functional.comm.settings_digests import settings_digest
 from fsharp.functional.comm.tree_labels import copy_tree_labels
 from fsharp.functional.layout.sharded import Sharded, map_units, units_of
-from fsharp.functional.loss import Loss, as_loss, average, check_depends_on_parameters, split_batch, type_text
+from fsharp.functional.loss import Loss, average, check_depends_on_parameters, parse_loss, split_batch, type_text
 from fsharp.functional.moves import reduce_scatter
-from fsharp.functional.optim.base import as_transform, settings_text
-from fsharp.functional.release import is_materialized
+from fsharp.functional.optim.base import as_transform, settings_text_to_compare
+from fsharp.functional.release import is_plain_strided
 from fsharp.functional.sinks import GradientSinks, take_gradient_buffers, with_sinks
 from fsharp.functional.state import TrainState, update
 from fsharp.functional.transforms import check_no_transform_active
@@ -53,7 +53,7 @@ def train_step(
             that share its memory.
     """
     tx = as_transform(tx)
-    settings = f"{tx.name or 'a transformation'} ({settings_digest(settings_text(tx))})"
+    settings = f"{tx.name or 'a transformation'} ({settings_digest(settings_text_to_compare(tx))})"
     grad_fn = _make_grad_fn(loss_fn, microbatches, has_aux=has_aux, final_sum_in_place=True)
 
     @disable_compile
@@ -182,7 +182,7 @@ def _keeping_aux(loss_fn: LossFn, kept: list[Any], params: Any) -> LossFn:
     def detach(x: Any) -> Any:
         if not isinstance(x, torch.Tensor):
             return x
-        is_parameter = is_materialized(x) and x.numel() and x.untyped_storage().data_ptr() in places
+        is_parameter = is_plain_strided(x) and x.numel() and x.untyped_storage().data_ptr() in places
         return x.detach().clone() if is_parameter else x.detach()
 
     def fn(params: Any, batch: Any, comm: Comm) -> Any:
@@ -206,7 +206,7 @@ def _value_and_grad_of_microbatch(
         probed = with_sinks(params, GradientSinks(residuals))
         nodes = units_of(probed)
         sinks = [sink for node in nodes for sink in node.sinks]
-        loss = as_loss(call_compiled_like_caller(loss_fn, probed, batch, comm))
+        loss = parse_loss(call_compiled_like_caller(loss_fn, probed, batch, comm))
         check_depends_on_parameters(loss, has_sinks=bool(sinks))
         torch.autograd.backward(loss.sum)  # grad() would not reach what reentrant checkpoints hide
     found = [grad for node in nodes for grad in take_gradient_buffers(node, comm)]

@@ -89,7 +89,7 @@ def measure(
     trace, schedule = _trace_small_model(comm, steps)
     mine = check_on_all_ranks("measure()", comm, lambda: Hardware.fit(trace, schedule, alone=alone, **known))
     everyones = [Hardware.from_json(text) for text in all_gather_texts(mine.to_json(), comm)]
-    found = {name: _median([getattr(each, name) for each in everyones]) for name in _MEASURED_FIELDS}
+    found = {name: _median_by_key([getattr(each, name) for each in everyones]) for name in _MEASURED_FIELDS}
     return Hardware(compute_times=compute_times, update_s=update_s, **known, **found)
 
 
@@ -134,7 +134,7 @@ def _text_to_compare(value: Any) -> str:
     return "None" if value is None else repr(float(value))
 
 
-def _median(values: list[Any]) -> Any:
+def _median_by_key(values: list[Any]) -> Any:
     """Return the median of ``values``: of numbers, or, for tables with equal keys, a table of medians."""
     if not isinstance(values[0], dict):
         return median(values)

@@ -149,20 +149,20 @@ class _CallRecord:
         return list(leaves)
 
 
-@partial(jax.tree_util.register_dataclass, data_fields=["arrays"], meta_fields=["vjp", "numbers"])
+@partial(jax.tree_util.register_dataclass, data_fields=["arrays"], meta_fields=["vjp_structure", "argument_indices"])
 @dataclass(frozen=True)
 class _VjpResiduals:
     """The arrays that the function ``vjp`` from ``jax.vjp`` keeps for the backward: leaves of a pytree.
 
     Attributes:
         arrays: the leaves; None in place of a leaf that is an argument of the call, which autograd keeps as a tensor.
-        vjp: the tree structure of ``vjp``.
-        numbers: for each leaf the index of the argument that the leaf is; None if the leaf is not an argument.
+        vjp_structure: the tree structure of ``vjp``.
+        argument_indices: for each leaf the index of the argument that the leaf is; None if the leaf is not an argument.
     """
 
     arrays: list[Any]
-    vjp: Any
-    numbers: tuple[int | None, ...]
+    vjp_structure: Any
+    argument_indices: tuple[int | None, ...]
 
 
 def _in_torch_convention(vjp: Any, cotangents: Any) -> Any:
@@ -215,8 +215,8 @@ class _CompiledFunction:
         """Return gradients of the wanted arguments, from gradients of results. ``arrays``: ``residuals.arrays`` as tensors."""
         rest = iter([x if y is None else as_jax_array(y) for x, y in zip(residuals.arrays, arrays, strict=True)])
         given = [as_jax_array(x) for x in arguments]
-        leaves = [next(rest) if number is None else given[number] for number in residuals.numbers]
-        vjp = jax.tree.unflatten(residuals.vjp, leaves)
+        leaves = [next(rest) if number is None else given[number] for number in residuals.argument_indices]
+        vjp = jax.tree.unflatten(residuals.vjp_structure, leaves)
         return [as_torch_tensor(x) for x in jax.block_until_ready(self._pull_back(vjp, [as_jax_array(x) for x in cotangents]))]
 
     def vjp_function(self, wanted: tuple[bool, ...]) -> "_CompiledFunction":

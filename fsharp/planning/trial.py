@@ -186,7 +186,7 @@ class _TrialEngine(Engine):
 
     run_value_and_grad = _refusing("value_and_grad")
     run_reduce_scatter = _refusing("reduce_scatter")
-    begin_state_fetch = run_update_gather = _refusing("update")
+    begin_state_fetch = gather_updated_params = _refusing("update")
 
 
 def record_calls_of_loss(

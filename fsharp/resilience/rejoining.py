@@ -18,7 +18,7 @@ from fsharp.resilience.per_rank_state import PerRankState
 from fsharp.stateful.modules.parameter import ShardedTensor
 
 
-def comm_and_membership(comm: Comm) -> tuple[ProcessGroupComm, generations.Membership]:
+def comm_and_membership(comm: Comm) -> tuple[ProcessGroupComm, generations.RankMembership]:
     """Return the ProcessGroupComm inside of ``comm``, and this rank's membership in a job whose launcher restarts single ranks.
 
     Raises a RunError if no launcher would restart a rank, or if the Comm is not over gloo.

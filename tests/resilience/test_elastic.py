@@ -301,7 +301,7 @@ def stop(kinds, *, then=lambda store: None):
     """What comes of ranks that stop by these kinds of errors; ``then`` is called once all have stopped."""
     store = Keys()
     generations.announce_generation(store, 0, "")
-    ranks = [generations.Membership(store, rank, len(kinds), 0) for rank in range(len(kinds))]
+    ranks = [generations.RankMembership(store, rank, len(kinds), 0) for rank in range(len(kinds))]
     with ThreadPoolExecutor(len(kinds)) as pool:
         found = [
             pool.submit(each.wait_for_next_generation, kind, ValueError(f"of {rank}"), 5.0)
@@ -339,7 +339,7 @@ def test_a_rank_that_waits_hears_that_nobody_is_restarted():
 def test_ranks_that_do_not_come_to_a_generation_are_named():
     store = Keys()
     generations.announce_generation(store, 3, "")
-    member = generations.Membership(store, 0, 3, 3)
+    member = generations.RankMembership(store, 0, 3, 3)
     store.set("here/3/1", "")
     with pytest.raises(CommError, match=r"rank 0 of 3 has waited 0.1 s for ranks \[2\] to join generation 3"):
         member.wait_for_all_ranks(0.1)

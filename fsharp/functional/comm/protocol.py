@@ -127,7 +127,7 @@ class Engine(ABC):
         """
 
     @abstractmethod
-    def run_update_gather(self, new: Any, params: Any, state: Any, *, donate: bool) -> tuple[Any, Any]:
+    def gather_updated_params(self, new: Any, params: Any, state: Any, *, donate: bool) -> tuple[Any, Any]:
         """End :func:`~fsharp.update`: gather the updated parameters ``new`` to the place of ``params``.
 
         Return these parameters; and ``state``, the pair ``(main, opt)``, in the memory in which a TrainState keeps it.

@@ -33,20 +33,20 @@ class SettingsHistory:
 
     @property
     def text_to_compare(self) -> str:
-        """The digest of all settings before the last :meth:`begin_step`, and later settings, as lines ``name=value``."""
+        """The digest of all settings before the last :meth:`compact_to_digest`, and later settings, as lines ``name=value``."""
         return "\n".join([f"history={self._earlier}", *self._lines])
 
     def add_settings(self, text: str) -> None:
         """Add settings, as lines ``name=value``."""
         self._lines.append(text)
 
-    def begin_step(self) -> None:
-        """Begin a step: from now on only a digest of all settings so far is kept."""
+    def compact_to_digest(self) -> None:
+        """At the begin of a step, replace all settings so far by their digest."""
         self._before = self._earlier, self._lines
         self._earlier, self._lines = self.digest, []
 
-    def undo_begin_step(self) -> None:
-        """Undo the last :meth:`begin_step`, as the step has used no collective. Settings added since then are kept."""
+    def undo_compact_to_digest(self) -> None:
+        """Undo the last :meth:`compact_to_digest`, as the step has used no collective. Settings added since then are kept."""
         self._earlier, lines = self._before
         self._lines = lines + self._lines
 

@@ -327,7 +327,7 @@ def wrapper_name(outer: str, *inner: str) -> str:
     return f"{outer}({', '.join(inner)})" if all(inner) else ""
 
 
-def settings_text(tx: Transform) -> str:
+def settings_text_to_compare(tx: Transform) -> str:
     """Return the settings of a transformation that have to be equal on all ranks, as text with a line for each field."""
 
     def lines(config: Mapping[str, Any], within: str) -> Iterator[str]:

@@ -23,7 +23,7 @@ from fsharp.stateful.modules.parameter import ShardedParameter
 from fsharp.stateful.modules.selection import units_by_module
 from fsharp.stateful.modules.te import lending_gradient_memory, scale_indices_of_fused_wgrads
 from fsharp.stateful.modules.torch_tools.dtensors import DTensorSpec, as_dtensors, local_tensor
-from fsharp.stateful.modules.values.outputs import connect_to_inputs, replace_tensors, tensors_in, views_of_parameters
+from fsharp.stateful.modules.values.outputs import connect_to_inputs, replace_tensors_in_place, tensors_in, views_of_parameters
 from fsharp.stateful.modules.values.side_outputs import SideOutputs
 from fsharp.torch_compile import call_compiled_like_caller, disable_compile
 
@@ -285,7 +285,7 @@ class ModuleCall:
         parameters = list(chain.from_iterable(full))
         found = tensors_in(out, path)
         if views := views_of_parameters(parameters, found):  # parameters are released, so their views leave as copies
-            out = replace_tensors(out, views, [unaliased_clone(x) for x in views], path)
+            out = replace_tensors_in_place(out, views, [unaliased_clone(x) for x in views], path)
             found = tensors_in(out)
         self.out = out
         side = gathered.side_outputs.new_side_outputs(before, passed, parameters, path)
@@ -298,4 +298,4 @@ class ModuleCall:
         if all(map(is_, tensors, self._given_away)):
             return self.out
         self.gathered.side_outputs.replace_stored(self._arguments, self._given_away, tensors, self.path)
-        return replace_tensors(self.out, self._given_away, tensors, self.path)
+        return replace_tensors_in_place(self.out, self._given_away, tensors, self.path)

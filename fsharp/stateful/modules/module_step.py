@@ -259,7 +259,7 @@ class ModuleStep:
         finally:
             self.used_gradients, self._is_discarding = used, False
 
-    def drop_gradients_as_used(self) -> None:
+    def drop_gradients_and_mark_used(self) -> None:
         """Drop the gradients and record them as used, as a step of an optimizer does."""
         used = set(self.means.paths_with_gradient)
         self.drop_gradients()

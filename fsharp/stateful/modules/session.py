@@ -74,7 +74,10 @@ class ModuleSession:
         self.step = step = ModuleStep(self.state, means, scheduler, self.paused)
         # Functions that parts call: see ShardedTensorOwner.
         self.gradient_part, self.drop_gradient = step.gradient_part, step.drop_gradient
-        self.check_can_unscale, self.settings_text = step.check_can_unscale, scheduler.engine.steps.settings_text
+        self.check_can_unscale, self.settings_text_to_compare = (
+            step.check_can_unscale,
+            scheduler.engine.steps.settings_text_to_compare,
+        )
         self.add_gradient_ready_hook = means.add_gradient_ready_hook
         self._trained = set[str]()  # paths of trained parameters
         self.is_unsharded = self.is_averaged = False

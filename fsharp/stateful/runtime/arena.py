@@ -6,9 +6,9 @@ import torch
 
 from fsharp.errors import ScheduleError
 from fsharp.stateful.runtime.bound_schedule import BoundSchedule, describe_first_mismatch
-from fsharp.stateful.runtime.call_record import CallRecord
 from fsharp.stateful.runtime.executor import Executor
-from fsharp.stateful.runtime.trace_recorder import TraceRecorder
+from fsharp.stateful.runtime.function_record import FunctionRecord
+from fsharp.stateful.runtime.op_profiler import OpProfiler
 from fsharp.stateful.schedule.policy import SchedulePolicy
 from fsharp.stateful.units.unit_state import UnitRegistry
 from fsharp.stateful.units.unsharded_buffer import buffers_stamp
@@ -23,7 +23,7 @@ class Arena:
         self.schedule: BoundSchedule | None = None
 
     @torch.inference_mode(False)  # the memory outlives an evaluation
-    def bind_next_schedule(self, record: CallRecord, records: Iterable[CallRecord]) -> BoundSchedule | None:
+    def bind_next_schedule(self, record: FunctionRecord, records: Iterable[FunctionRecord]) -> BoundSchedule | None:
         """Give the arena to the schedule of a function's next step. Return this schedule; None if no schedule fits.
 
         ``records``: the records of all functions that use the arena. If the arena grows, their schedules are unbound. Raises
@@ -87,19 +87,19 @@ class Arena:
                     unsharded.release()
                 self._executor.action_of(bound)()
 
-    def gather_for_next_step(self, record: CallRecord, recorder: TraceRecorder | None) -> None:
+    def gather_for_next_step(self, record: FunctionRecord, profiler: OpProfiler | None) -> None:
         """At the end of a step, gather the first units of the function's next step."""
         bound = record.programs.bound.get(id(record.programs.expected_schedule))
         if bound is None or not bound.carried or not bound.is_bound_to(self._registry.units):
             return
         if bound is not self.schedule:
             self._release_schedule()
-            self.schedule, recorder = bound, None
+            self.schedule, profiler = bound, None
         units = [each.unit for op in bound.carried for each in op.bucket_members if each.unit is not None]
         for op in bound.carried:
             action = self._executor.action_of(op)
-            if recorder is not None:
-                recorder.run_op(op, action)
+            if profiler is not None:
+                profiler.run_op(op, action)
             else:
                 action()
         for unit in units:

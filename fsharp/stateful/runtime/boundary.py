@@ -14,8 +14,8 @@ from fsharp.errors import ScheduleError
 from fsharp.functional.layout.sharded import Sharded
 from fsharp.functional.release import (
     in_place_write_error,
-    is_materialized,
     is_node_since,
+    is_plain_strided,
     raw_saved_tensors,
     tensors_kept_on_ctx,
 )
@@ -96,7 +96,7 @@ def _inner_plain_tensors(x: Any) -> dict[str, torch.Tensor] | None:
     if not is_traceable_wrapper_subclass(x):
         return None
     inner = {name: getattr(x, name) for name in x.__tensor_flatten__()[0]}
-    return inner if all(type(each) is torch.Tensor and is_materialized(each) for each in inner.values()) else None
+    return inner if all(type(each) is torch.Tensor and is_plain_strided(each) for each in inner.values()) else None
 
 
 def _make_wrapper_rebuild(x: Any, rebuilds: Mapping[str, RebuildView]) -> RebuildView:
@@ -202,7 +202,7 @@ class UnitUse:
         roots = {root for root in roots if is_node_since(root, sequence_nr)}
 
         def is_here(x: torch.Tensor) -> bool:
-            return is_materialized(x) and x.untyped_storage().data_ptr() == place
+            return is_plain_strided(x) and x.untyped_storage().data_ptr() == place
 
         def unpack(rebuild: torch.Tensor | RebuildView) -> torch.Tensor:
             memory = fill_buffer().memory

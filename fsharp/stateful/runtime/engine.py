@@ -14,13 +14,13 @@ from fsharp.functional import moves
 from fsharp.functional.comm.protocol import Comm, Engine
 from fsharp.functional.comm.residuals import ResidualViews
 from fsharp.functional.layout.sharded import PlaceName, Sharded, is_sharded, map_units, resolve_place, units_of
-from fsharp.functional.loss import Loss, as_loss, check_depends_on_parameters
+from fsharp.functional.loss import Loss, check_depends_on_parameters, parse_loss
 from fsharp.functional.release import inner_tensors, unaliased_clone
 from fsharp.functional.sinks import GradientSinks, take_gradient_buffers, with_sinks
 from fsharp.stateful.runtime.boundary import UnitUse, register_prehooks
 from fsharp.stateful.runtime.step_lifecycle import StepLifecycle
 from fsharp.stateful.units.future_buffers import with_lazy_buffers
-from fsharp.stateful.units.host_copies import HostCopies, StateOffload
+from fsharp.stateful.units.host_copies import HostDeviceCopies, StateOffload
 from fsharp.stateful.units.unit_gradient import UnitGradient
 from fsharp.stateful.units.unit_state import UnitState
 from fsharp.stateful.units.update_gather import UpdateGather
@@ -116,7 +116,7 @@ class ScheduledEngine(Engine):
                 pending = dict(self.steps.current_step().uses.pending)  # of the loss inside of which this function is called
                 with torch.enable_grad():
                     params_with_sinks = with_sinks(params, GradientSinks(residuals))
-                    loss = as_loss(call_compiled_like_caller(loss_fn, params_with_sinks, part, comm))
+                    loss = parse_loss(call_compiled_like_caller(loss_fn, params_with_sinks, part, comm))
                     check_depends_on_parameters(loss, has_sinks=any(unit.layout.trainable_groups for unit in units))
                     new = Loss(loss.sum.detach().double(), loss.weight.detach().double())
                     total = new if total is None else Loss(total.sum + new.sum, total.weight + new.weight)
@@ -192,7 +192,7 @@ class ScheduledEngine(Engine):
         self.steps.current_step().fetch_state(host_copies)
         return main, opt
 
-    def run_update_gather(self, new: Any, params: Any, state: Any, *, donate: bool) -> tuple[Any, Any]:
+    def gather_updated_params(self, new: Any, params: Any, state: Any, *, donate: bool) -> tuple[Any, Any]:
         """Begin to gather updated parameters, and to copy state to the host. Reads of the returned trees wait."""
         step, lanes, rank = self.steps.current_step(), self.steps.executor.lanes, self.steps.comm.rank
         update_gathers: list[UpdateGather] = []
@@ -210,7 +210,7 @@ class ScheduledEngine(Engine):
             return node
 
         resting = map_units(begin, params, new)
-        host_copies: Mapping[str, HostCopies] = {}
+        host_copies: Mapping[str, HostDeviceCopies] = {}
         if self._offload is not None:
             staying = resting if self.offloads_main else (resting, state[0])
             state, host_copies = self._offload.move_state(state, staying, to_host=True)

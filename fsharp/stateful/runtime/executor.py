@@ -19,7 +19,7 @@ from fsharp.stateful.transport.base import Transport
 from fsharp.stateful.transport.streams import Lanes, OpKey
 from fsharp.stateful.units.axis_chain import ChainInput, GatherInput, gather_along, reduce_along
 from fsharp.stateful.units.gradient_route import Grads
-from fsharp.stateful.units.host_copies import HostCopies
+from fsharp.stateful.units.host_copies import HostDeviceCopies
 from fsharp.stateful.units.unit_state import UnitState
 from fsharp.stateful.units.unsharded_buffer import buffers_stamp
 from fsharp.stateful.units.update_gather import UpdateGather
@@ -77,7 +77,7 @@ class Executor:
         self.step_name, self.microbatch_name = name, "microbatch 0"
         self.incoming: Grads | None = None
         self.update_gathers: dict[str, UpdateGather] = {}
-        self.host_copies: dict[str, HostCopies] = {}
+        self.host_copies: dict[str, HostDeviceCopies] = {}
         self.copied_units: tuple[str, ...] = ()
         self.fetched: list[OpKey] = []
         self.reducing: dict[tuple[str, OpSpec], BoundOp] = {}
@@ -91,7 +91,9 @@ class Executor:
         """Store the gradients of a use whose backward has ended, for the ops at this event."""
         self.incoming = grads
 
-    def set_host_copies(self, host_copies: Mapping[str, HostCopies], update_gathers: Mapping[str, UpdateGather] = {}) -> None:
+    def set_host_copies(
+        self, host_copies: Mapping[str, HostDeviceCopies], update_gathers: Mapping[str, UpdateGather] = {}
+    ) -> None:
         """Store, by unit, the host copies and the gathers of updated parameters that later ops begin."""
         self.host_copies, self.copied_units, self.update_gathers = dict(host_copies), tuple(host_copies), dict(update_gathers)
 

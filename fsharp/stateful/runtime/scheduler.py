@@ -9,8 +9,8 @@ from fsharp.errors import OptionError, ScheduleError
 from fsharp.functional.comm.protocol import Comm, DelegatingComm, innermost_comm
 from fsharp.functional.comm.restart_replay import restart_replay
 from fsharp.functional.comm.tree_labels import TreeLabelCounters, tree_label_counters_of
-from fsharp.stateful.runtime.call_record import CallStatus
 from fsharp.stateful.runtime.engine import ScheduledEngine
+from fsharp.stateful.runtime.function_record import CallStatus
 from fsharp.stateful.runtime.step_lifecycle import StepLifecycle
 from fsharp.stateful.schedule.policy import SchedulePolicy
 from fsharp.stateful.schedule.schedule import Schedule
@@ -95,7 +95,7 @@ class ScheduleHandle:
     """
 
     def __init__(self, scheduler: Scheduler, name: str) -> None:
-        self.scheduler, self.record = scheduler, scheduler.engine.steps.records.add_record(name)
+        self.scheduler, self.record = scheduler, scheduler.engine.steps.records.add_function(name)
 
     @property
     def schedule(self) -> Schedule | None:

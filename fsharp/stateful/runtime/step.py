@@ -16,11 +16,11 @@ from fsharp.stateful.runtime.bound_schedule import BoundSchedule
 from fsharp.stateful.runtime.boundary import UnitUse, UsesUnderWay, create_graph_error, in_backward, make_leaves_differentiable
 from fsharp.stateful.runtime.eager_ops import EagerOps
 from fsharp.stateful.runtime.executor import Executor
-from fsharp.stateful.runtime.trace_recorder import TraceRecorder
+from fsharp.stateful.runtime.op_profiler import OpProfiler
 from fsharp.stateful.schedule.program import Event, EventKind
 from fsharp.stateful.units.full_unit import FullUnit
 from fsharp.stateful.units.gradient_route import Grads
-from fsharp.stateful.units.host_copies import HostCopies
+from fsharp.stateful.units.host_copies import HostDeviceCopies
 from fsharp.stateful.units.unit_gradient import GradientPhase
 from fsharp.stateful.units.unit_state import UnitState
 from fsharp.stateful.units.unsharded_buffer import UnshardedBuffer, buffers_stamp
@@ -43,9 +43,9 @@ class Step:
         executor: Executor,
         schedule: BoundSchedule | None,
         units: dict[str, UnitState],
-        recorder: TraceRecorder | None = None,
+        profiler: OpProfiler | None = None,
     ) -> None:
-        self.executor, self.schedule, self.units, self.recorder = executor, schedule, units, recorder
+        self.executor, self.schedule, self.units, self.profiler = executor, schedule, units, profiler
         self._on_backward: Callable[[], None] | None = None
         self.events: list[Event] = []
         self.uses = UsesUnderWay()
@@ -76,8 +76,8 @@ class Step:
             assert schedule is not None
             if at < len(schedule.events) and schedule.events[at] == found:
                 self.events.append(schedule.events[at])
-                if self.recorder is not None:
-                    self.recorder.run_event(schedule.events[at], schedule.bound[at])
+                if self.profiler is not None:
+                    self.profiler.run_event(schedule.events[at], schedule.bound[at])
                     return
                 for action in schedule.actions[at]:
                     action()
@@ -282,7 +282,7 @@ class Step:
                 unit.gradient.wait()
         self.executor.lanes.stream_wait_lanes("reduce")
 
-    def fetch_state(self, host_copies: Mapping[str, HostCopies]) -> None:
+    def fetch_state(self, host_copies: Mapping[str, HostDeviceCopies]) -> None:
         """Copy the optimizer state of units to the device."""
         self._end_passed_backwards(None)
         self.executor.set_host_copies(host_copies)
@@ -290,7 +290,7 @@ class Step:
             self._run_event("fetch", self.units[key])
         self.executor.lanes.stream_wait_ops(self.executor.fetched[-1:])  # the last op of the lane ends after all others
 
-    def gather_updates(self, update_gathers: Sequence[UpdateGather], host_copies: Mapping[str, HostCopies]) -> None:
+    def gather_updates(self, update_gathers: Sequence[UpdateGather], host_copies: Mapping[str, HostDeviceCopies]) -> None:
         """Gather updated parameters to where they rest, and copy offloaded optimizer state to host memory."""
         self._end_passed_backwards(None)
         for unit in self.units.values():

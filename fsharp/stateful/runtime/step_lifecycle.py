@@ -17,8 +17,8 @@ from fsharp.functional.comm.settings_digests import SettingsHistory
 from fsharp.functional.layout.sharded import Sharded
 from fsharp.stateful.runtime.arena import Arena
 from fsharp.stateful.runtime.boundary import in_backward
-from fsharp.stateful.runtime.call_record import CallRecord, CallRecords
 from fsharp.stateful.runtime.executor import Executor
+from fsharp.stateful.runtime.function_record import FunctionRecord, FunctionRecords
 from fsharp.stateful.runtime.handed_out_gradients import HandedOutGradients
 from fsharp.stateful.runtime.step import Step
 from fsharp.stateful.schedule.compile import compile_schedule
@@ -39,7 +39,7 @@ class StepUnderWay(NamedTuple):
     """The step under way, with its function and thread. ``title``: its name in labels, without the digest of settings."""
 
     step: Step
-    record: CallRecord
+    record: FunctionRecord
     title: str
     thread: int
 
@@ -63,7 +63,7 @@ class StepLifecycle:
 
     def __init__(self, comm: Comm, policy: SchedulePolicy) -> None:
         self.comm, self.policy = comm, policy
-        self.records, self._history = CallRecords(), SettingsHistory()
+        self.records, self._history = FunctionRecords(), SettingsHistory()
         self._closed: str | None = None
         restart_replay.record_replay_only_call(lambda: self.close_scheduler_after_error(CommError("a rank was restarted")))
         self._renew_executor(lanes_for(comm.device))
@@ -122,7 +122,7 @@ class StepLifecycle:
         for record in self.records:
             record.restart_label_numbering()
 
-    def settings_text(self) -> str:
+    def settings_text_to_compare(self) -> str:
         """Return all settings so far, for ranks to compare: a digest of older ones, then lines ``name=value``."""
         return self._history.text_to_compare
 
@@ -134,25 +134,25 @@ class StepLifecycle:
     def _history_label_suffix(self) -> str:
         return f" of history {self._history.digest}" if self._history.digest else ""
 
-    def open_step(self, record: CallRecord, inputs: Any) -> Step:
+    def open_step(self, record: FunctionRecord, inputs: Any) -> Step:
         """Begin a step of a scheduled function. All calls until :meth:`close_step` are part of the step."""
         with self.closing_scheduler_on_error():
             self._check_scheduler_open_locally()
-            self._history.begin_step()
+            self._history.compact_to_digest()
             title = f"{record.take_next_call_name()} after {self.num_updates} updates"
             self.executor.begin_step(f"{title}{self._history_label_suffix}")
             self.registry.begin_step()
             for key, node in record.nodes_at_recorded_positions(inputs).items():
                 self.registry.bind_unbound_node(key, node)
             schedule = self.arena.bind_next_schedule(record, self.records)
-            recorder = record.recorder if schedule is not None else None
-            step = Step(self.executor, schedule, self.registry.units, recorder)
+            profiler = record.profiler if schedule is not None else None
+            step = Step(self.executor, schedule, self.registry.units, profiler)
             self.now = StepUnderWay(step, record, title, threading.get_ident())
-            self.executor.lanes.set_recorder(recorder)
-            observer = None if recorder is None else lambda outcome: recorder.outcomes.append(outcome)  # the list is replaced
+            self.executor.lanes.set_profiler(profiler)
+            observer = None if profiler is None else lambda outcome: profiler.outcomes.append(outcome)  # the list is replaced
             self.executor.transport.observe_collectives(observer)
-            if recorder is not None:
-                recorder.begin_step()
+            if profiler is not None:
+                profiler.begin_step()
             if schedule is not None:
                 self.arena.use_or_redo_carried_gathers(schedule)
         return step
@@ -161,8 +161,8 @@ class StepLifecycle:
         """End the step, and record its program."""
         step.end_step()
         self._record_step_end(step)
-        if step.recorder is not None and step.eager is None:
-            step.recorder.end_step()
+        if step.profiler is not None and step.eager is None:
+            step.profiler.end_step()
         self._clear_step()
 
     @contextmanager
@@ -218,7 +218,7 @@ class StepLifecycle:
             if unit.gradient is not None:
                 unit.gradient.copy_out_held_tensors()
         if step.used_no_collectives:  # one rank alone may run a local step, so no later label may depend on the step
-            self._history.undo_begin_step()
+            self._history.undo_compact_to_digest()
             record.record_call_status("local", "nothing was gathered, reduced or updated, so there is nothing to schedule")
             return
         self.records.record_last_called(record)
@@ -226,11 +226,11 @@ class StepLifecycle:
             record.programs.record_scheduled_call(step.schedule.schedule.program)
             record.record_call_status("planned", "it has followed its schedule to the end")
             if record.next_called() in (None, record):  # the next step of other functions may begin with any unit
-                self.arena.gather_for_next_step(record, step.recorder if self.arena.schedule is step.schedule else None)
+                self.arena.gather_for_next_step(record, step.profiler if self.arena.schedule is step.schedule else None)
         else:
             self._record_unscheduled_step(record, step)
 
-    def _record_unscheduled_step(self, record: CallRecord, step: Step) -> None:
+    def _record_unscheduled_step(self, record: FunctionRecord, step: Step) -> None:
         """Record the program of a step that did not follow a schedule to the end."""
         trained, updated = step.trained, step.updated
         order = dict.fromkeys([e.unit for e in step.events if e.unit]) | trained | updated

@@ -15,7 +15,7 @@ from weakref import ref
 
 import torch
 
-from fsharp.distributed.process_group import CallMessages, PartsOfBuffers, ProcessGroupComm, TransportGroups, exchange_rounds
+from fsharp.distributed.process_group import P2PChannel, PartsOfBuffers, ProcessGroupComm, TransportGroups, exchange_rounds
 from fsharp.distributed.worker_threads import CollectiveOutcome, Outcome, Worker
 from fsharp.functional.comm.protocol import CountingComm
 from fsharp.functional.formats.format import dtype_name
@@ -55,7 +55,7 @@ class GlooTransport(Transport):
             if x.data_ptr() != row[mine].data_ptr():
                 row[mine].copy_(x)
         return self._exchange_parts(
-            "gather", [[row[mine]] * n for row in rows], rows, mine, self._begin_messages(label, "all_gather", xs, axis)
+            "gather", [[row[mine]] * n for row in rows], rows, mine, self._begin_p2p_call(label, "all_gather", xs, axis)
         )
 
     def reduce_scatter_each(self, summands: Sequence[Summand], axis: str, out_dtype: torch.dtype, label: str) -> list[Work]:
@@ -65,17 +65,17 @@ class GlooTransport(Transport):
         for each, row in zip(summands, rows, strict=True):
             out = row[mine] if each.out is None else each.out
             outs.append(out if each.out is not None or out.dtype == out_dtype else torch.empty_like(out, dtype=out_dtype))
-        messages = self._begin_messages(label, "reduce_scatter", [each.x for each in summands], axis)
-        work = self._exchange_and_sum_parts(rows, outs, mine, summands, messages)
+        channel = self._begin_p2p_call(label, "reduce_scatter", [each.x for each in summands], axis)
+        work = self._exchange_and_sum_parts(rows, outs, mine, summands, channel)
         return [Work(work.wait, out) for out in outs]
 
     def all_reduce_each(self, summands: Sequence[Summand], axis: str, label: str) -> list[Work]:
         """Sum this rank's part of each buffer over ranks, then gather the sums of all parts. Parts may differ by 1 element."""
         xs, outs = [each.x for each in summands], [each.required_out for each in summands]
-        first = self._begin_messages(label, "all_reduce", xs, axis)
+        first = self._begin_p2p_call(label, "all_reduce", xs, axis)
         n, mine = self._size_and_coord(axis)
         parts, results = ([x.tensor_split(n) for x in each] for each in (xs, outs))
-        second = self._begin_messages(label, "all_gather of sums", xs, axis)  # here, as all ranks begin calls in one order
+        second = self._begin_p2p_call(label, "all_gather of sums", xs, axis)  # here, as all ranks begin calls in one order
         sums = CollectiveOutcome(second.call)
         share = partial(self._exchange_parts, "share", [[row[mine]] * n for row in results], results, mine, second, sums)
         summed = self._exchange_and_sum_parts(parts, [row[mine] for row in results], mine, summands, first, share, sums)
@@ -86,13 +86,13 @@ class GlooTransport(Transport):
         n, mine = self._size_and_coord(axis)
         parts, results = list(x.view(n, -1)), list(out.view(n, -1))
         results[mine].copy_(parts[mine])
-        return self._exchange_parts("reduce", [parts], [results], mine, self._begin_messages(label, "all_to_all", [x], axis))
+        return self._exchange_parts("reduce", [parts], [results], mine, self._begin_p2p_call(label, "all_to_all", [x], axis))
 
-    def _begin_messages(self, label: str, op: str, xs: Sequence[torch.Tensor], axis: str) -> CallMessages:
+    def _begin_p2p_call(self, label: str, op: str, xs: Sequence[torch.Tensor], axis: str) -> P2PChannel:
         """Begin a collective of ``xs``. Return its sends and receives. If a rank waits for another, both compare ``label``."""
         sizes = "+".join([str(len(x)) for x in xs])
         call = self.comm.watch.begin_call(f"{label}: {op} along {axis} of {sizes} {dtype_name(xs[0].dtype)}")
-        return self.comm.point_to_point(self.groups("gather" if op == "all_gather" else "reduce", axis), axis, call)
+        return self.comm.p2p_channel(self.groups("gather" if op == "all_gather" else "reduce", axis), axis, call)
 
     def _exchange_parts(
         self,
@@ -100,7 +100,7 @@ class GlooTransport(Transport):
         send: PartsOfBuffers,
         receive: PartsOfBuffers,
         mine: int,
-        messages: CallMessages,
+        channel: P2PChannel,
         outcome: CollectiveOutcome | None = None,
     ) -> Work:
         """Send to every other rank its part of each row in ``send``, and receive that rank's part of each row in ``receive``.
@@ -108,8 +108,8 @@ class GlooTransport(Transport):
         ``mine``: this rank's coordinate along the axis. ``kind``: name of the worker that waits for the messages. ``outcome``:
         the outcome of the collective, if it exists already.
         """
-        post = partial(messages.exchange, send, receive, mine)
-        return self._run_in_two_workers(kind, post, messages.wait, outcome or CollectiveOutcome(messages.call))
+        post = partial(channel.exchange, send, receive, mine)
+        return self._run_in_two_workers(kind, post, channel.wait, outcome or CollectiveOutcome(channel.call))
 
     def _exchange_and_sum_parts(
         self,
@@ -117,7 +117,7 @@ class GlooTransport(Transport):
         outs: Sequence[torch.Tensor],
         mine: int,
         summands: Sequence[Summand],
-        messages: CallMessages,
+        channel: P2PChannel,
         then: Callable[[], Any] = lambda: None,
         second_outcome: CollectiveOutcome | None = None,
     ) -> Work:
@@ -139,28 +139,28 @@ class GlooTransport(Transport):
 
         def receive(k: int) -> list[Any]:
             into, size = rooms[k % num_rooms], len(chunks[k][0])
-            return [messages.receive(into[i][:size], source) for i, (_, source) in enumerate(partners)]
+            return [channel.receive(into[i][:size], source) for i, (_, source) in enumerate(partners)]
 
         def post() -> tuple[list[Any], list[list[Any]]]:
             received = [receive(k) for k in range(min(num_rooms, len(chunks)))]
             parts = [(to, row[to]) for to, _ in partners for row in rows if len(row[to])]
-            sent = [messages.send(chunk, to) for to, part in parts for chunk in part.split(numel)]
+            sent = [channel.send(chunk, to) for to, part in parts for chunk in part.split(numel)]
             return sent, received
 
         def finish(posted: tuple[list[Any], list[list[Any]]]) -> Any:
             sent, received = posted
             order = sorted(range(n - 1), key=lambda i: partners[i][1])
             for k, (chunk, result) in enumerate(chunks):
-                messages.wait(received[k])
+                channel.wait(received[k])
                 summands = [rooms[k % num_rooms][i][: len(chunk)] for i in order]
                 summands.insert(mine, chunk)
                 add_summands(summands, result)
                 if k + num_rooms < len(chunks):
                     received.append(receive(k + num_rooms))
-            messages.wait(sent)
+            channel.wait(sent)
             return then()
 
-        return self._run_in_two_workers("reduce", post, finish, CollectiveOutcome(messages.call, second_outcome))
+        return self._run_in_two_workers("reduce", post, finish, CollectiveOutcome(channel.call, second_outcome))
 
     def _run_in_two_workers(
         self, kind: str, post: Callable[[], Any], finish: Callable[[Any], Any], outcome: CollectiveOutcome

@@ -20,7 +20,7 @@ class Lanes:
     """
 
     has_streams = False
-    _recorder: Any = None  # a ``Recorder`` of fsharp.stateful.runtime, which imports this file
+    _profiler: Any = None  # an ``OpProfiler`` of fsharp.stateful.runtime, which imports this file
 
     def __init__(self, device: torch.device = torch.device("cpu")) -> None:
         self.device = device
@@ -28,9 +28,9 @@ class Lanes:
         self._events: dict[int, dict[int, torch.Event]] = {}  # by the two numbers of a key
         self._given: set[str] = set()  # lanes that have had work
 
-    def set_recorder(self, recorder: Any) -> None:
-        """Let ``recorder`` measure when later ops run on lanes; None ends the measurement."""
-        self._recorder = recorder
+    def set_profiler(self, profiler: Any) -> None:
+        """Let ``profiler`` measure when later ops run on lanes; None ends the measurement."""
+        self._profiler = profiler
 
     def current_stream(self) -> Hashable:
         """Return the current stream of the caller."""
@@ -103,10 +103,10 @@ class DeviceLanes(Lanes):
         self._given.add(name)
         with stream:
             self.stream_wait_ops(after)
-            start = self._recorder.mark_time() if self._recorder is not None else None
+            start = self._profiler.mark_time() if self._profiler is not None else None
             yield
-            if self._recorder is not None:
-                self._recorder.lane_marks.append((start, self._recorder.mark_time()))
+            if self._profiler is not None:
+                self._profiler.lane_marks.append((start, self._profiler.mark_time()))
             if op is not None:
                 self._events.setdefault(op[0], {})[op[1]] = stream.record_event()
 

@@ -17,12 +17,12 @@ from fsharp.stateful.units.future_buffers import FillOnReadBuffers
 class HostStateBuffers(FillOnReadBuffers):
     """Buffers in host memory, which the copies ``move`` fill. Each read of a buffer first waits for the copies."""
 
-    def __init__(self, raw: list[Any], move: "HostCopies") -> None:
+    def __init__(self, raw: list[Any], move: "HostDeviceCopies") -> None:
         super().__init__(raw, move.wait)
         self.lanes = move.lanes
 
 
-class HostCopies:
+class HostDeviceCopies:
     """Copies of one unit's state between host memory and the device, before an update or after it."""
 
     def __init__(self, lanes: Lanes) -> None:
@@ -64,12 +64,12 @@ class StateOffload:
         self._keys, self._grads, self._lanes, self._device, self._donate = keys, grads, lanes, device, donate
         self._spare: dict[tuple[torch.Size, torch.dtype], list[torch.Tensor]] = {}
 
-    def move_state(self, tree: Any, params: Any, *, to_host: bool) -> tuple[Any, dict[str, HostCopies]]:
+    def move_state(self, tree: Any, params: Any, *, to_host: bool) -> tuple[Any, dict[str, HostDeviceCopies]]:
         """Return the state ``tree`` in memory of the device, or of the host, and the copies that fill this memory.
 
         Tensors that share memory with gradients or ``params`` (after an update the new ones) stay: a copy would free no memory.
         """
-        moves, moved = dict[str, HostCopies](), dict[int, torch.Tensor]()
+        moves, moved = dict[str, HostDeviceCopies](), dict[int, torch.Tensor]()
         kept = [x for node in units_of((params, self._grads)) for x in node.raw_buffers if isinstance(x, torch.Tensor)]
         stays = {x.untyped_storage().data_ptr() for x in kept}
 
@@ -82,7 +82,7 @@ class StateOffload:
             for i, x in enumerate(raw):
                 if not isinstance(x, torch.Tensor) or not x.numel() or x.untyped_storage().data_ptr() in stays:
                     continue
-                move = moves.setdefault(self._keys[node.name], HostCopies(self._lanes))
+                move = moves.setdefault(self._keys[node.name], HostDeviceCopies(self._lanes))
                 if id(x) not in moved:
                     moved[id(x)] = (
                         self._host_memory_for(x) if to_host else self._device_memory_for(x, is_offloaded=is_offloaded)

@@ -167,9 +167,9 @@ def test_two_threads_wait_for_parameters_that_are_on_their_way():
                 state, _ = call(state, batch)
             nodes = fs.layouts.units_of(state.params)
             [node.buffers for node in nodes]
-            update_gather = ScheduledEngine.run_update_gather
+            update_gather = ScheduledEngine.gather_updated_params
             monkeypatch.setattr(
-                ScheduledEngine, "run_update_gather", lambda *a, **k: (armed.append(1), update_gather(*a, **k))[1]
+                ScheduledEngine, "gather_updated_params", lambda *a, **k: (armed.append(1), update_gather(*a, **k))[1]
             )
             state, _ = call(state, my_batches(comm, 1, seed=7)[0])
             node = fs.layouts.units_of(state.params)[0]

@@ -304,7 +304,7 @@ class ShardedTensorOwner(Protocol):
     def is_in_forward(self) -> bool:
         """Whether a forward of the module is under way. The code of a unit then sees full parameters, not parts."""
 
-    def settings_text(self) -> str:
+    def settings_text_to_compare(self) -> str:
         """Return all settings so far, for ranks to compare."""
 
     def comm_outside_steps(self) -> Comm:

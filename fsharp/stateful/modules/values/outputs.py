@@ -105,7 +105,7 @@ def map_tensors(
     return value
 
 
-def replace_tensors(value: Any, old: Sequence[torch.Tensor], new: Sequence[torch.Tensor], path: str) -> Any:
+def replace_tensors_in_place(value: Any, old: Sequence[torch.Tensor], new: Sequence[torch.Tensor], path: str) -> Any:
     """Return ``value`` with the tensors ``old`` replaced by ``new``, in place if possible. ``path``: the module, for errors."""
     by_id = {id(a): b for a, b in zip(old, new, strict=True) if a is not b}
     what = f"module {path or 'the root'!r} returns or keeps a parameter, or a tensor that has to be replaced by another,"

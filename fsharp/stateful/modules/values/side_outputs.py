@@ -10,7 +10,7 @@ from torch import nn
 
 from fsharp.errors import TreeError
 from fsharp.functional.release import inner_tensors, unaliased_clone
-from fsharp.stateful.modules.values.outputs import replace_tensors, tensors_in, views_of_parameters
+from fsharp.stateful.modules.values.outputs import replace_tensors_in_place, tensors_in, views_of_parameters
 
 _MODULE_ATTRIBUTES = frozenset(vars(nn.Module())) | {"_flat_weights", "_fsharp", "_fsharp_own", "_fsharp_computes"}
 _WITHOUT_SIDE_OUTPUTS = ("torch.nn.", "transformer_engine.")
@@ -56,9 +56,9 @@ class SideOutputs:
         """Replace the tensors ``old`` by ``new`` where modules, or containers among ``arguments``, hold them."""
         for value in arguments:
             if type(value) in _CONTAINERS:
-                replace_tensors(value, old, new, path)
+                replace_tensors_in_place(value, old, new, path)
         for places, name in self._dict_entries_with_tensors():
-            places[name] = replace_tensors(places[name], old, new, path)
+            places[name] = replace_tensors_in_place(places[name], old, new, path)
 
     def _dict_entries_with_tensors(self) -> list[tuple[dict[str, Any], str]]:
         """Return ``(dict, key)`` of each module attribute or buffer that is a tensor, or a container that may hold tensors."""

@@ -1,4 +1,4 @@
-"""TraceRecorder: measure when the ops of a step run, by the host's clock, or by events of a GPU's streams."""
+"""OpProfiler: measure when the ops of a step run, by the host's clock, or by events of a GPU's streams."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -16,7 +16,7 @@ from fsharp.stateful.timing.trace import Trace
 TimeMark = Any  # a time in seconds, or an event of a stream
 
 
-class TraceRecorder:
+class OpProfiler:
     """Measures the ops of steps, for ``trace``. ``waited_s()``: seconds that the main thread has waited for collectives."""
 
     def __init__(self, device: torch.device, waited_s: Callable[[], float]) -> None:

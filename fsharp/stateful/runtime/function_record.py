@@ -1,4 +1,4 @@
-"""CallRecord: the programs and schedules of one function's calls, a prediction of the next program, and how calls went."""
+"""FunctionRecord: the programs and schedules of one function's calls, a prediction of the next program, and how calls went."""
 
 import weakref
 from collections import Counter
@@ -9,7 +9,7 @@ import torch
 
 from fsharp.functional.layout.sharded import Sharded, units_of
 from fsharp.stateful.runtime.bound_schedule import BoundSchedule
-from fsharp.stateful.runtime.trace_recorder import TraceRecorder
+from fsharp.stateful.runtime.op_profiler import OpProfiler
 from fsharp.stateful.schedule.program import Program
 from fsharp.stateful.schedule.schedule import Schedule
 from fsharp.stateful.timing.trace import Trace
@@ -124,24 +124,24 @@ class CallStatus(NamedTuple):
     num_calls_off_schedule: int
 
 
-class CallRecord:
+class FunctionRecord:
     """The record of a scheduled function's calls, or of a module's training steps.
 
     Attributes:
         emitted: returns the ops of the last call; None if the last call had a schedule, or there was no call.
-        recorder: measures steps for a trace; None without a trace.
+        profiler: measures steps for a trace; None without a trace.
         next_called: returns the record of the function that was called after this function's last call; None if there is none.
     """
 
     def __init__(self, name: str) -> None:
         self.name = name
-        self.recorder: TraceRecorder | None = None
+        self.profiler: OpProfiler | None = None
         self.reset_after_rank_restart()
 
     def reset_after_rank_restart(self) -> None:
         """Reset the record to that of a new function, without programs, schedules and calls."""
         self.programs, self.num_calls = RecordedPrograms(), 0
-        self.next_called: Callable[[], CallRecord | None] = lambda: None
+        self.next_called: Callable[[], FunctionRecord | None] = lambda: None
         self.emitted: Callable[[], Schedule] | None = None
         self._positions: dict[str, int] = {}
         self._nodes: list[Sharded] = []
@@ -161,11 +161,11 @@ class CallRecord:
         self.status = CallStatus(kind, why, len(self.programs), self.status.num_calls_off_schedule + 1 if kind == "left" else 0)
 
     def start_trace(self, device: torch.device, total_waited_s: Callable[[], float]) -> Trace:
-        """Measure later calls that follow a schedule. ``total_waited_s``: as for :class:`TraceRecorder`."""
-        self.recorder = TraceRecorder(device, total_waited_s)
-        return self.recorder.trace
+        """Measure later calls that follow a schedule. ``total_waited_s``: as for :class:`OpProfiler`."""
+        self.profiler = OpProfiler(device, total_waited_s)
+        return self.profiler.trace
 
-    def record_next_called(self, following: "CallRecord") -> None:
+    def record_next_called(self, following: "FunctionRecord") -> None:
         """Record which function was called next. If another function is next, a step gathers nothing for the next step."""
         self.next_called = weakref.ref(following)
 
@@ -188,26 +188,26 @@ class CallRecord:
         self._nodes = []
 
 
-class CallRecords:
+class FunctionRecords:
     """The records of all functions of one scheduler, by weak references."""
 
     def __init__(self) -> None:
-        self._alive: weakref.WeakSet[CallRecord] = weakref.WeakSet()
+        self._alive: weakref.WeakSet[FunctionRecord] = weakref.WeakSet()
         self._names: Counter[str] = Counter()
-        self._last: Callable[[], CallRecord | None] = lambda: None
+        self._last: Callable[[], FunctionRecord | None] = lambda: None
 
-    def __iter__(self) -> Iterator[CallRecord]:
+    def __iter__(self) -> Iterator[FunctionRecord]:
         return iter(self._alive)
 
-    def add_record(self, name: str) -> CallRecord:
+    def add_function(self, name: str) -> FunctionRecord:
         """Return the record of a new function, with a unique name. All ranks have to wrap their functions in the same order."""
         self._names[name] += 1
         number = self._names[name]
-        record = CallRecord(f"{name} ({number})" if number > 1 else name)
+        record = FunctionRecord(f"{name} ({number})" if number > 1 else name)
         self._alive.add(record)
         return record
 
-    def record_last_called(self, record: CallRecord) -> None:
+    def record_last_called(self, record: FunctionRecord) -> None:
         """Record that the function of ``record`` was called, after the function that was called last before."""
         if (last := self._last()) is not None:
             last.record_next_called(record)
