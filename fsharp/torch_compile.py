@@ -93,7 +93,7 @@ skip_frame(call_compiled_like_caller)
 
 @contextmanager
 def without_compiling_user_functions() -> Iterator[None]:
-    """Return a context in which :func:`call_compiled_like_caller` compiles nothing. Forwards with recomputation use it."""
+    """Return a context in which :func:`call_compiled_like_caller` compiles nothing, as forwards with recomputation need."""
     token = _compiler.set(None)
     try:
         yield

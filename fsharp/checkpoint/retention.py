@@ -126,7 +126,7 @@ class Retention(NamedTuple):
         return found
 
     def old_checkpoints(self, root: str) -> list[str]:
-        """Return the paths of the checkpoints under ``root`` that neither these options nor links keep, the oldest first."""
+        """Return the paths of the complete checkpoints under ``root`` that neither options nor links keep, the oldest first."""
         names = folder_names_newest_first(root)
         periods = {name: self._intervals_of_folder(root, name) for name in names}
         sizes = Counter(period for found in periods.values() for period in found)

@@ -151,7 +151,7 @@ def _speeds_text(found: MeasuredMachine, mesh: Mesh, file: str, steps: int) -> s
 
 
 def read_machine(where: str, file: str) -> MeasuredMachine:
-    """Return the machine in a file that :func:`calibrate` has written. OptionError for a missing or any other file."""
+    """Return the machine in a file that :func:`calibrate` has written. OptionError if there is none."""
     expected = "expected a file that fsharp calibrate has written"
     try:
         found = json.loads(Path(file).read_text())

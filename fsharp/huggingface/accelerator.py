@@ -100,7 +100,7 @@ class Accelerator(accelerate.Accelerator):
 
     Raises:
         OptionError: ``mixed_precision`` is set for a sharded module, which takes a :class:`~fsharp.Precision` instead.
-        OptionError: a torch optimizer, ``LocalSGD`` or a module around gets sharded parameters.
+        OptionError: a torch optimizer or ``LocalSGD`` gets sharded parameters, or a prepared module contains a sharded module.
         OptionError: ``clip_grad_norm_`` gets a part of a module, ``clip_grad_value_`` sharded parameters.
         OptionError: ``save_state`` or ``load_state`` has the optimizer of a module that was not prepared.
         CheckpointError: ``load_state`` finds sharded modules in the folder, and none was prepared.
@@ -229,7 +229,7 @@ class Accelerator(accelerate.Accelerator):
 
     @contextmanager
     def _hiding_sharded(self) -> Iterator[None]:
-        """Hide sharded modules and optimizers from accelerate in this context, as it would save or load them as plain ones."""
+        """Hide sharded modules and optimizers in this context from accelerate, which would save or load them as plain ones."""
         models, optimizers = self._models, self._optimizers
         self._models = [each for each in models if not isinstance(each, ShardedModule)]
         self._optimizers = [each for each in optimizers if not isinstance(each.optimizer, ShardedOptimizer)]

@@ -328,7 +328,7 @@ def predict(schedule: Schedule, hardware: Hardware) -> Timeline:
 
 
 def compute_times(hardware: Hardware, units: Sequence[str]) -> dict[str, tuple[float, float, float]]:
-    """Return seconds ``(forward, backward, recomputation)`` of each unit, or raise a ScheduleError."""
+    """Return seconds ``(forward, backward, recomputation)`` of each unit. Raise a ScheduleError for impossible numbers."""
     times = value_by_path("Hardware.compute_times", hardware.compute_times, units) if units else {}
     for unit, given in times.items():
         if not (predicate_of_annotation(UnitSeconds)(given) and all(0 <= each < math.inf for each in given)):

@@ -335,7 +335,8 @@ class Choice:
         """Return the choice that :meth:`to_json` has written. The step under an edited policy is predicted again.
 
         Raises:
-            ScheduleError: the text is not a choice, or under the edited policy the step does not fit into the budget.
+            ScheduleError: the text is not a choice, ``remat`` was edited, or the step with the edited policy exceeds the
+                budget.
         """
         try:
             body = json.loads(text)

@@ -75,7 +75,7 @@ class UnitCall:
         return Use(self.units, tuple(each.planned_use for each in self.inner), self.has_backward, self.ties)
 
     def set_has_backward(self, results: Any) -> None:
-        """Record whether a backward reaches the call: not if no tensor in its results requires a gradient."""
+        """Record whether a backward may reach the call: one of its results requires a gradient, or is no tensor."""
         leaves = optree.tree_leaves(results)  # an object that is no pytree may hold tensors
         self.has_backward = any(not isinstance(x, torch.Tensor) or x.requires_grad for x in leaves)
 

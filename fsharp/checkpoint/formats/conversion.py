@@ -37,7 +37,8 @@ def write_converted(
     ``read`` yields the elements of the given tensors, one tensor after another. ``config`` is a result of ``checked_config()``.
     ``objects``: the attribute ``objects`` of the new :class:`~fsharp.checkpoint.manifest.Manifest`.
 
-    Raises CheckpointError if a tensor and a value have the same name, before a folder is made. ``where`` begins the message.
+    Before a folder is made, raises CheckpointError if a tensor and a value have the same name, or files cannot hold a name.
+    ``where`` begins the message.
     """
     if twice := entries.keys() & values.keys():
         raise CheckpointError(f"{where}: a tensor and a value would both have the name {min(twice)!r}.")

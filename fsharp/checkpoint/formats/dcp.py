@@ -319,7 +319,10 @@ def _assemble_tensor(storage: Storage, folder: str, metadata: Any, tensor: Store
 
 
 def _add_values(values: dict[str, Value], name: str, value: Any) -> None:
-    """Add the numbers, texts and booleans in an object to ``values``. Items of lists and dicts have dotted names."""
+    """Add the numbers, texts and booleans in ``value`` to ``values``. Items of lists and dicts have dotted names.
+
+    None is left out. Raises CheckpointError for any other object, or for a name that ``values`` has already.
+    """
     for own, leaf in named_leaves(value, keys=(name,)):
         if leaf is None:
             continue

@@ -17,7 +17,7 @@ _MAX_SHOWN_CHARACTERS = 160
 
 
 def all_gather_fixed_size(data: bytes, comm: Comm) -> list[bytes]:
-    """Return the ``data`` of every rank, in order of rank. All have one length. Cost: one small collective for each axis."""
+    """Return every rank's ``data``, in order of rank; all have one length. Cost: one small collective for each axis."""
     x = torch.tensor(list(data), dtype=torch.uint8, device=comm.device)
     for axis, size in reversed(comm.mesh.axes):
         x = comm.all_gather(x, axis) if size > 1 else x.unsqueeze(0)

@@ -58,7 +58,8 @@ def prepare_residuals(
     The residuals are copies of ``residuals``, or with ``donate`` the same tensors; None if ``residuals`` is None. The inputs
     have, for each axis, a view of the returned residuals, and random numbers for stochastic rounding.
 
-    Raises TreeError for missing residuals or those of other units; and for a wrong ``step``, the seed of stochastic rounding.
+    Raises TreeError for missing residuals, or residuals of other units. Also raises TreeError for a wrong or missing ``step``,
+    on which random numbers depend.
     """
     units = [unit for unit in units if unit.has_any_format and (residual_sizes(unit) or has_stochastic_wire(unit))]
     if step is not None and (type(step) is not int or step < 0):

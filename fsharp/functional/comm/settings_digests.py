@@ -10,7 +10,7 @@ _text_by_digest: dict[str, str] = {}
 
 
 def settings_digest(text: str, earlier_digest: str = "") -> str:
-    """Return a digest of ``earlier_digest`` and ``text``, lines ``name=value``. See :func:`settings_texts_by_digest`."""
+    """Return a digest of ``earlier_digest`` and of ``text``, which has lines ``name=value``: see :class:`SettingsHistory`."""
     found = f"{zlib.crc32(text.encode(), int(earlier_digest or '0', 16)):08x}"
     _text_by_digest.pop(found, None)
     _text_by_digest[found] = text

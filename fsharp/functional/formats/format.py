@@ -330,7 +330,7 @@ class Format:
 
     @property
     def leaf_alignment(self) -> int:
-        """Each leaf begins at a multiple of this number of elements, so that each stored number encodes one leaf."""
+        """Under a ``leaf_codec`` leaves begin at multiples of this number, so each stored number encodes one leaf; else 1."""
         if self.leaf_codec is None:
             return 1
         return math.lcm(*[self.block // math.gcd(self.block, plane.per_block) for plane in self.planes])

@@ -45,8 +45,8 @@ class Transform:
             parameters.
         config: dict from names to settings, which have to be equal on all ranks.
         apply: function ``apply(grads, state, params, comm=..., donate=..., **extra) -> (params, state)`` that returns new
-            parameters, for optimizers with a fused kernel. With ``donate`` it may overwrite its arguments. If ``apply`` is
-            None, the updates that ``update`` returns are added to the parameters.
+            parameters, for optimizers with a fused kernel. With ``donate`` the function may overwrite its arguments. If
+            ``apply`` is None, the updates that ``update`` returns are added to the parameters.
         name: name of the transformation. :func:`~fsharp.update` refuses state of another name; an empty name takes any state.
         extra_arg_names: names of extra arguments that ``update`` and ``apply`` use, such as ``value``, the loss; others are
             refused. If None, the names are read from the signatures; a signature with ``**extra`` takes any name. A wrapper

@@ -155,7 +155,7 @@ def _with_residuals(tree: Any, residuals: Any) -> Any:
 
 
 def _in_resting_format(state_tree: StateTree, nodes: list[Sharded], layout: Layout, comm: Comm) -> list[Sharded]:
-    """Return moved nodes of parameters as ``layout`` stores them: encoded if it has a format, else in the compute dtype."""
+    """Return moved nodes of parameters as ``layout`` stores them: encoded, or decoded from an old format to compute dtype."""
 
     def cast_if_plain(unit: UnitLayout, group: int, buffer: torch.Tensor) -> torch.Tensor:
         new = unit.groups[group]

@@ -70,7 +70,7 @@ class StepLifecycle:
         restart_replay.record_replay_only_call(partial(self._reset_after_rank_restart, self.own, self.executor))
 
     def _reset_after_rank_restart(self, own: Comm, executor: Executor) -> None:
-        """For a new generation of the job, drop all schedules and steps. Use ``own`` and ``executor`` as at first."""
+        """For a new generation of the job, drop all schedules and steps. ``own``, ``executor``: those of the constructor."""
         self._closed, self._history = None, SettingsHistory()
         self.own, self.executor = own, executor
         executor.reset_after_rank_restart()

@@ -305,7 +305,7 @@ class UnitGradient:
         ]
 
     def end_final_reduction(self) -> None:
-        """Wait for the reductions to the optimizer's shards. The memory of their inputs is then free."""
+        """Wait for the reductions to the optimizer's shards, and add earlier sums. Afterwards the memory of inputs is free."""
         for _ in self.route.final_chains:
             self._works.pop(0).wait()
         if self._earlier_sums:
