@@ -370,7 +370,7 @@ def header_metadata(save_id: str, rank: int) -> dict[str, str]:
 
 
 def manifest_of_snapshot(snapshot: Snapshot, records: Sequence[FileRecord], mesh: Mesh) -> Manifest:
-    """Return the manifest of a snapshot, with all ranks' tensors, which follow from layouts. ``records``: the files."""
+    """Return the manifest of a snapshot. The tensors of other ranks follow from the layouts. ``records``: all ranks' files."""
     tensors, created = {}, time_in_save_id(snapshot.save_id)
     assert created is not None
     for entry in snapshot.contents.entries.values():

@@ -92,7 +92,8 @@ class _HostSeconds(NamedTuple):
         compute: seconds in each step of a unit's forward or backward, by unit and phase.
         casts: seconds in each step of an op that casts or adds gradients, by position of the op.
         updates: seconds in each step of all updates.
-        issuing: seconds in each step of a gap in which the host issued collectives; the key has the first op of each of them.
+        issuing: seconds in each step of a gap in which the host issued collectives; the key has the first op of each
+            collective.
         waits: start and end of each wait of the host, in all steps.
     """
 

@@ -33,7 +33,7 @@ def _value_to_json(value: Any) -> Any:
 
 
 def fields_from_json(text: str, known: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a Hardware's fields, whose names are the keys of ``known``, from JSON; ScheduleError for any other text."""
+    """Return a Hardware's fields, whose names are the keys of ``known``, from JSON; ScheduleError for a wrong text."""
 
     def wrong(what: str) -> ScheduleError:
         return ScheduleError(

@@ -136,7 +136,7 @@ class Simulation:
         return works_s
 
     def _end_step(self) -> tuple[Timeline, dict[int, Interval]]:
-        """Return the timeline of the step, and start and end of each op that it hands on, relative to the end of the step."""
+        """Return the timeline of the step, and start and end, from the step's end, of each op that the step hands on."""
         ops, handed_on, times = self.ops, self.handed_on, self.times
         own = {i: stop for i, (_, stop) in times.items() if i not in handed_on}
         end = max([self.free["compute"], *own.values()])

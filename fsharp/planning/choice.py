@@ -169,9 +169,9 @@ def sort_candidates(candidates: Sequence[Candidate], budget: float, tolerance: f
     """Return the chosen candidate, and then all others, each with the reason why it lost.
 
     Candidates whose step is slower than the fastest by at most the fraction ``tolerance`` count as equally fast. From these the
-    candidate with the fewest :attr:`~Candidate.non_defaults` is chosen; if several have equally few, the one with the least
-    memory. The other candidates are in this order: those that fit into ``budget``, simulated before not simulated, fast before
-    slow; at the end those that are refused. If no candidate fits into the budget, the first in this order is chosen.
+    candidate with the least :meth:`~Candidate.complexity` is chosen; of several such candidates, the one with the least memory.
+    The other candidates are in this order: those that fit into ``budget``, simulated before not simulated, fast before slow; at
+    the end those that are refused. If no candidate fits into the budget, the first in this order is chosen.
     """
     ranked = sorted(
         candidates, key=lambda x: (bool(x.refused), x.peak_nbytes > budget, x.is_unsimulated, x.step_s, x.peak_nbytes)
@@ -245,7 +245,10 @@ class Choice:
 
     @property
     def module_options(self) -> dict[str, Any]:
-        """Arguments of :func:`~fsharp.shard_module`: mesh, strategy, units, precision and policy."""
+        """Arguments of :func:`~fsharp.shard_module`: mesh, strategy, units, precision and policy.
+
+        Raises ScheduleError if layouts were passed to :func:`~fsharp.tune`, or if the choice was read from JSON.
+        """
         if not self.made_by:
             what = "the options of the layout are unknown: tune() got layouts, or the choice was read from JSON."
             raise ScheduleError(problem("Choice.module_options", what, remedy="Pass the module to tune()."))

@@ -93,7 +93,7 @@ class TensorBoardLogger:
 
     @api_boundary
     def log(self, step: int, values: Mapping[str, Any]) -> None:
-        """Add each number to the writer as a scalar, and each other value as text."""
+        """Add each number to the writer as a scalar, and each text as text. Timelines, layouts and None are left out."""
         for name, value in named_leaves(plain_values(_without_timelines_layouts(values)), "/"):
             if isinstance(value, int | float):
                 self._writer.add_scalar(name, value, step)
@@ -116,7 +116,7 @@ class WandbLogger:
 
     @api_boundary
     def log(self, step: int, values: Mapping[str, Any]) -> None:
-        """Pass the values to the run."""
+        """Pass the values to the run, without timelines and layouts. Names of nested values are joined by ``/``."""
         if found := dict(named_leaves(plain_values(_without_timelines_layouts(values)), "/")):
             self._run.log(found, step=step)
 

@@ -211,8 +211,8 @@ def run_rank(folder: str, launcher_pid: int, *, prints_error: bool = False) -> N
     """Call the function that :func:`launch` has stored in a folder, and store its result or error in the folder.
 
     ``launcher_pid``: id of the process that called :func:`launch`. This process ends soon after the launcher. ``prints_error``:
-    print the traceback of this rank's own error, or one line for an error of another rank. Otherwise only the error of the
-    launcher has these texts.
+    print the traceback of this rank's own error, or one line for an error of another rank. If False, only the error that the
+    launcher raises has these texts.
     """
     threading.Thread(target=_exit_after_launcher, args=(folder, launcher_pid), daemon=True).start()
     rank, process = os.environ["RANK"], os.getpid()

@@ -329,7 +329,7 @@ class Run:
         return tree
 
     def _reset_for_reload(self, why: str, total: int) -> None:
-        """Reset this Run to a new one of ``total`` steps, before the newest save is loaded. Record the reason ``why``."""
+        """Reset this Run to the state of a new Run of ``total`` steps, to load the newest save. Record the reason ``why``."""
         self._record.warn(self.step, f"after {self.step} steps: {why}")
         self.step, self.total, self._phase = 0, total, "between steps"
         self._skipped_steps.restore([])

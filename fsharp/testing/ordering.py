@@ -56,7 +56,7 @@ class RecordEvent:
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """A wait of a lane for all earlier ops of the lane ``of``, or for the event with the key ``of``. ``why``: in words."""
+    """A wait of a lane for all earlier ops of the lane ``of``, or for the event with the key ``of``. ``why``: the reason."""
 
     lane: str
     of: object

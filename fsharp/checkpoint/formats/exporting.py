@@ -141,7 +141,7 @@ def old_name_by_new_name(where: str, names: Iterable[str], subtree: str, rename:
 def write_folder_atomically(where: str, path: str | os.PathLike[str]) -> Iterator[str]:
     """Yield a temporary folder, which is renamed to ``path`` at the end; after an error it is removed.
 
-    Raises CheckpointError if ``path`` is not empty, or if a folder cannot be written.
+    Raises CheckpointError if ``path`` is a folder with files, or if a folder cannot be written.
     """
     folder = absolute_path(path)
     storage = storage_of(folder)

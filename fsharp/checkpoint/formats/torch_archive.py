@@ -44,9 +44,9 @@ def load_archive(data: bytes | bytearray) -> Any:
 def load_archive_on_meta(storage: Storage, path: str) -> tuple[bytes, Any]:
     """Return the bytes of an archive's pickle, and the object in the archive, with tensors on the meta device.
 
-    Each tensor's storage is as large as the file, and a byte of the storage has the position of this byte in the file. So a
-    tensor's first element is at byte ``storage_offset() * itemsize`` of the file. Raises the errors of :func:`load_archive`,
-    except that no elements are read and compared with checksums.
+    Each tensor's storage is as large as the file: byte ``i`` of the storage stands for byte ``i`` of the file. So a tensor's
+    first element is at byte ``storage_offset() * itemsize`` of the file. Raises the errors of :func:`load_archive`, except that
+    no elements are read and compared with checksums.
 
     Cost: reads the list of records, the pickle, and the header of each tensor's record; a header has 30 bytes.
     """
@@ -178,7 +178,8 @@ def _rebuild_tensor(
 ) -> torch.Tensor:
     """Return a tensor as torch's ``_rebuild_tensor_v2`` and ``_v3`` do. ``first``: its storage offset.
 
-    ``rest``: ``requires_grad`` and hooks, which are ignored. A dtype and metadata may follow, as in ``_v3``: they are an error.
+    ``rest``: ``requires_grad`` and hooks, which are ignored. As in ``_v3``, a dtype may follow, and metadata, which has to be
+    empty.
     """
     _, _, *more = rest  # requires_grad and hooks
     dtype, *metadata = more if more and isinstance(more[0], torch.dtype) else (None, *more)

@@ -32,7 +32,7 @@ class _Collective:
     Attributes:
         call: the method of the Comm, such as ``Comm.all_gather``.
         primitive: the function of this module that makes this collective; vmap calls it again, with one more dim.
-        transpose: the function of this module that is its transpose, for the backward.
+        transpose: the function of this module that is the transpose of ``primitive``, for the backward.
         to_argument: function from the tensor, ``[..., c]``, to the argument of ``call``.
         from_result: function from the result of ``call`` to the tensor that is returned; None if they are the same.
         jvp: the function of this module for tangents; None means ``primitive``.

@@ -213,7 +213,7 @@ def check_parts(x: torch.Tensor, send: Sequence[int], receive: Sequence[int], n:
 def check_sizes_of_ranks(sizes: Sequence[Sequence[int]]) -> None:
     """Raise an AgreementError if a rank of an all_to_all does not expect what another rank sends.
 
-    ``sizes``: by rank, first the elements that the rank sends to each rank, and then the elements that it expects from each.
+    ``sizes``: for each rank, first the numbers of elements that it sends to each rank, then those that it expects from each.
     """
     n = len(sizes)
     for source, target in product(range(n), repeat=2):
@@ -277,7 +277,7 @@ _count_lock = Lock()
 class DelegatingComm:
     """Base class of Comms that pass each collective to another Comm.
 
-    ``_comm_and_label(label, op, axis, x, send)`` of a subclass returns, before each call, the Comm that runs it, and a label.
+    A subclass defines ``_comm_and_label(label, op, axis, x, send)``, which returns the Comm that runs a call, and the label.
     """
 
     def _comm_and_label(

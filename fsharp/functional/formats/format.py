@@ -379,7 +379,7 @@ class Format:
         return [column.view(-1).view(plane.dtype) for plane, column in zip(self.planes, columns, strict=True)]
 
     def plane_columns(self, stored: torch.Tensor, part_size: int) -> list[torch.Tensor]:
-        """Return, for each plane, views of its bytes in ``stored``, which has a row for each part of ``part_size`` values."""
+        """Return a view of each plane's bytes in ``stored``, which has a row for each part of ``part_size`` values."""
         found, start = [], 0
         for nbytes in self.plane_nbytes(part_size):
             found.append(stored[:, start : start + nbytes])

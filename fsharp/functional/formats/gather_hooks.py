@@ -309,7 +309,7 @@ class _GatherHooks:
         self.make_tensor(LeafPart("", shape, self._compute, 0, prod(shape), planes, scales))
 
     def decode(self, part: LeafPart) -> torch.Tensor:
-        """Return the values of the tensor that the second hook makes of a part's rows. OptionError if it cannot be decoded."""
+        """Return the values in the tensor that the second hook makes of a part's rows. OptionError if these cannot be read."""
         if part.first == part.last:
             return torch.empty(0, dtype=self._compute, device=part.scales.device)
         tensor: Any = self._call_post_hook(part, ((part.last - part.first) // max(prod(part.shape[1:]), 1), *part.shape[1:]))

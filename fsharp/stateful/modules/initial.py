@@ -34,7 +34,7 @@ def initializer_settings_texts(
 ) -> dict[str, str]:
     """Return the settings of a module's initial values, as texts by name, for ranks to compare.
 
-    Raise an error if ``sync_from`` is not a rank of ``comm``, or if it is this rank and a tensor is on the meta device.
+    Raise an error if ``sync_from`` is not a rank of ``comm``, or if this rank is ``sync_from`` and a tensor is on meta.
     """
     tensors = chain(module.named_parameters(remove_duplicate=False), module.named_buffers(remove_duplicate=False))
     meta = [path for path, tensor in tensors if tensor.is_meta]

@@ -151,7 +151,7 @@ class ShardedModule(nn.Module):
 
     @property
     def scheduled_step(self) -> ScheduleHandle:
-        """The training steps, for ``model.scheduled_step.schedule`` and ``model.scheduled_step.start_trace()``."""
+        """The module's training steps: ``model.scheduled_step.schedule``, ``model.scheduled_step.start_trace()``."""
         return session_of_module(self).step.scheduled
 
     @api_context

@@ -19,7 +19,7 @@ Units = ModuleRule | tuple[ModuleRule, ...] | list[ModuleRule]
 
 
 def chosen_modules(module: nn.Module, units: Units | Sequence[Units]) -> dict[str, nn.Module]:
-    """Return the modules that ``units`` selects, by path. Each of them is gathered when it is called. The root is left out."""
+    """Return the modules that ``units`` selects, by path, without the root. Each of these is gathered by itself."""
     every = {path: each for path, each in module.named_modules() if path}
     found: set[str] = set()
     for rule in [rule for each in _as_list(units) for rule in _as_list(each)]:

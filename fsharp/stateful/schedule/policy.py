@@ -88,7 +88,7 @@ class DebugPolicy(SchedulePolicy):
         poison: fill memory with NaN at its release, so that a use after the release shows in the results.
         trivial_axes: run collectives along axes of size 1 as well, to measure their cost on one device.
         sum_late: add the result of a reduction to the gradient as late as possible, as on a host without streams. False adds
-            it right after the reduction, as on a device with streams. None chooses by the device.
+            the result right after the reduction, as on a device with streams. None chooses by the device.
     """
 
     poison: bool = False

@@ -249,7 +249,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
         Call this method before the first step, when :meth:`state_dict` is still empty. The optimizer does not change: its class
         makes a step with zero gradients on copies of parameters. ``"step"`` is 0. Parameters get a state if ``is_saved(path)``
-        is True for their path, such as ``"state.layers.0.weight"``. For an ``(init, update)`` pair: :meth:`state_dict`.
+        is True for their path, such as ``"state.layers.0.weight"``. For an ``(init, update)`` pair the result is
+        :meth:`state_dict`.
 
         Cost: no collective. Memory: the state, and four times one parameter.
         """
@@ -300,7 +301,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def full_state_dict(self, *, rank: int | None = 0) -> dict[str, Any]:
         """Return :meth:`state_dict` with whole tensors in host memory on rank ``rank``, and an empty dict on other ranks.
 
-        All ranks have to call this method. With ``rank=None`` all of them get the dict. Errors are those of :meth:`state_dict`
+        All ranks have to call this method. With ``rank=None`` all ranks get the dict. Errors are those of :meth:`state_dict`
         and ``model.full_state_dict()``. For an ``(init, update)`` pair this method raises a TreeError.
 
         Cost: a gather of all state. Memory: a copy of this rank's state, and one full unit of one kind of state.
