@@ -103,10 +103,14 @@ examples: $(VENV)/.installed
 	@$(RUN)/python examples/train_with_optax.py
 	@echo "--- jax_unit: Flax modules as units, sharded and scheduled; exports their trained weights"
 	@$(RUN)/python examples/jax_unit.py
+	@echo "--- accelerate_gpt2: a loop of accelerate, which saves and resumes; compared with DDP"
+	@$(RUN)/python examples/accelerate_gpt2.py
 	@echo "--- peft_lora: PEFT's LoRA, by transformers' Trainer; compared with DDP"
 	@$(RUN)/python examples/peft_lora.py
 	@echo "--- trl_dpo: TRL's DPO; the reference is the model without its adapter; compared with DDP"
 	@$(RUN)/python examples/trl_dpo.py
+	@echo "--- fabric_gpt2: a loop of Lightning's Fabric, which saves and resumes; compared with DDP"
+	@$(RUN)/python examples/fabric_gpt2.py
 	@echo "--- lightning_gpt2: Lightning's Trainer, which saves and resumes; compared with DDP"
 	@$(RUN)/python examples/lightning_gpt2.py
 	@echo "--- torchdata_stream: a stream read by workers goes on at the same byte"

@@ -179,7 +179,15 @@ def test_gpt2_and_lora_train_as_the_unsharded_ones(nproc: int, strategy: str) ->
 
 @pytest.mark.deep
 @pytest.mark.parametrize(
-    ("name", "least"), [("peft_lora", 0.1), ("trl_dpo", 0.02), ("lightning_gpt2", 0.5), ("torchtitan_llama", 0.5)]
+    ("name", "least"),
+    [
+        ("accelerate_gpt2", 0.5),
+        ("peft_lora", 0.1),
+        ("trl_dpo", 0.02),
+        ("fabric_gpt2", 0.5),
+        ("lightning_gpt2", 0.5),
+        ("torchtitan_llama", 0.5),
+    ],
 )
 def test_other_libraries_train_as_without_fsharp(name: str, least: float, tmp_path: Path) -> None:
     out = [] if name == "torchtitan_llama" else ["--out", str(tmp_path)]
@@ -193,6 +201,12 @@ def test_other_libraries_train_as_without_fsharp(name: str, least: float, tmp_pa
         assert saved["epoch"] == 2
         assert "state_dict" in torch.load(tmp_path / "ddp.ckpt", weights_only=False)
     assert (tmp_path / "fsharp.huggingface.trainer" / "adapter_model.safetensors").exists() == (name == "peft_lora")
+
+
+@pytest.mark.parametrize("name", ["accelerate_gpt2", "peft_lora", "trl_dpo", "fabric_gpt2", "lightning_gpt2"])
+def test_an_example_of_another_library_is_short(name: str) -> None:
+    """What such an example does not teach is in small_models.py and launch_example.py."""
+    assert len((ROOT / f"examples/{name}.py").read_text().splitlines()) <= 60
 
 
 @pytest.mark.deep
