@@ -33,7 +33,7 @@ _HIDDEN_MODULES = ("torch.nn.modules.module", "torch.optim.optimizer")
 def api_boundary(target: F) -> F:
     """Return ``target``, wrapped so that tracebacks of its errors have no frames of this library (:func:`hide_frames`).
 
-    ``target`` is a function or a generator function. It may also be a class: then its ``__init__`` is wrapped, and the class
+    ``target`` is a function or a generator function. If ``target`` is a class, its ``__init__`` is wrapped, and the class
     itself is returned.
     """
     function: Any = target

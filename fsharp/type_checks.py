@@ -144,7 +144,7 @@ def _name_in_errors(fn: Callable[..., Any]) -> str:
 
 
 def can_bind_partial(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> bool:
-    """Return whether a function has parameters for these arguments. It may need more arguments. True without a signature."""
+    """Return whether a function has parameters for these arguments, and perhaps for more. True without a signature."""
     try:
         inspect.signature(fn, follow_wrapped=False).bind_partial(*args, **kwargs)
     except TypeError:

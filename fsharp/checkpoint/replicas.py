@@ -118,10 +118,10 @@ class Replicas(BackgroundSaver):
     ...         replicas.latest(), replicas.restore({"w": torch.zeros(3)})
     (7, {'w': tensor([0., 1., 2.])})
 
-    A folder in memory, such as /dev/shm, outlives processes. Each rank writes a file into the folder of its host. It also sends
-    the file to one rank on each of the next ``copies`` hosts. So the state survives if at most ``copies`` hosts lose their
-    memory. The next refresh makes the lost copies again. The previous save is removed once all hosts hold the new one. Errors
-    in the background are raised as in :class:`~fsharp.checkpoint.Saver`.
+    A folder in memory, such as /dev/shm, outlives processes. Each rank writes a file into the folder of its host. Each rank
+    also sends its file to one rank on each of the next ``copies`` hosts. So the state survives if at most ``copies`` hosts lose
+    their memory. The next refresh makes the lost copies again. The previous save is removed once all hosts hold the new one.
+    Errors in the background are raised as in :class:`~fsharp.checkpoint.Saver`.
 
     Args:
         folder: folder on this rank's host, equal for all ranks of a host. Only this run, and its restarts, may use it.
@@ -217,7 +217,7 @@ class Replicas(BackgroundSaver):
 
     @property
     def _ranks_with_files_here(self) -> list[int]:
-        """The ranks whose files this host keeps: its own ranks, and those whose copies it holds."""
+        """The ranks whose files this host keeps: the ranks of this host, and ranks whose copies this host holds."""
         first, n = self._comm.rank // self._domain_size * self._domain_size, self._comm.mesh.size
         own = range(first, first + self._domain_size)
         return [(rank - j * self._domain_size) % n for j in range(self._copies + 1) for rank in own]
@@ -231,9 +231,9 @@ class Replicas(BackgroundSaver):
     def refresh(self, tree: Any, *, step: int, config: Any = None) -> None:
         """Copy ``tree``, and begin to store the copy in the memory of hosts. All ranks call this method.
 
-        The call first blocks until the previous refresh has ended. Then it copies the tree, and a thread stores the copy. The
-        caller may change ``tree``, or donate it to a step, as soon as the call returns. Hosts keep the previous tree until the
-        new one is complete.
+        The call first blocks until the previous refresh has ended. Then the call copies the tree, and a thread stores the copy.
+        The caller may change ``tree``, or donate it to a step, as soon as the call returns. Hosts keep the previous tree until
+        the new one is complete.
 
         Args:
             tree: the tree, as for :func:`~fsharp.checkpoint.save`.
@@ -385,7 +385,7 @@ class Replicas(BackgroundSaver):
     def _load_save(
         self, found: "HeldSave | _DiskCheckpoint", like: Any, damage: list[Any], **options: Any
     ) -> tuple[Checkpoint, Any]:
-        """Load the save ``found``. If it is damaged, append what this rank sees to ``damage``; all ranks raise an error."""
+        """Load the save ``found``. If the save is damaged, append what this rank sees to ``damage``, and raise on all ranks."""
         if not isinstance(found, HeldSave):
             return load_checkpoint_at(found.path, like, damage, comm=self._comm, where=found.path, **options)
         folder, own = f"{self._folder}/{found.name}", self._own

@@ -30,8 +30,8 @@ def prune(
     """Remove old checkpoints under ``root``, and folders that interrupted removals have left. Return all removed paths.
 
     Incomplete checkpoints, and checkpoints to which a link in ``root`` points, are not removed. Before a checkpoint is removed,
-    the newest checkpoint is compared with its digests. If it is damaged, the next newest of the checkpoints to keep is
-    compared, and so on, until one is intact. So at least one intact checkpoint is kept.
+    the newest checkpoint is compared with its digests. If this checkpoint is damaged, the next newest of the checkpoints to
+    keep is compared, and so on, until one is intact. So at least one intact checkpoint is kept.
 
     Args:
         root: folder of the checkpoints.

@@ -94,7 +94,7 @@ def destroy() -> None:
     has the same effect on other ranks.
 
     Cost: unless an error is being handled, this rank waits for its collectives under way, as other ranks need their messages.
-    Rank 0, which hosts the job's store unless torchrun does, waits for the other ranks to leave. It waits for at most 30
+    Rank 0, which hosts the job's store unless torchrun does, waits for the other ranks to leave. Rank 0 waits for at most 30
     seconds, or 2 seconds after an error, and never longer than the job's time limit.
     """
     for finish in callbacks_before_leaving:

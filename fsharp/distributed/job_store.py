@@ -38,8 +38,9 @@ def run_within(limit_s: float, job: Callable[[], T], *, why_give_up: Callable[[]
     """Call ``job``, which queries the job's store, in a new thread, and return its result.
 
     Waits in ``job`` are expected to end after ``limit_s`` seconds, and the store may take two seconds to answer. Raises
-    TimeoutError if ``job`` takes more than ``limit_s + 2`` seconds. ``why_give_up()`` is called every half second. If it
-    returns a text, a CommError with this text is raised. After either error the thread runs on until ``job`` ends.
+    TimeoutError if ``job`` takes more than ``limit_s + 2`` seconds. ``why_give_up()`` is called every half second. If
+    ``why_give_up()`` returns a text, a CommError with this text is raised. After either error the thread runs on until ``job``
+    ends.
     """
     worker, done, deadline = Worker("job"), Outcome(), time.monotonic() + limit_s + _STORE_TIMEOUT_S
     worker.submit(job, done)

@@ -22,7 +22,7 @@ _queue_by_thread: "weakref.WeakKeyDictionary[threading.Thread, SimpleQueue[tuple
 
 
 class Worker:
-    """A thread that runs one job after another. It starts with the first job, and ends when this object is freed."""
+    """A thread that runs one job after another. The thread starts with the first job, and ends when this object is freed."""
 
     def __init__(self, name: str) -> None:
         self.name = name

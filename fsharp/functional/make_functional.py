@@ -25,7 +25,7 @@ def make_functional(module: nn.Module) -> tuple[Callable[..., Any], dict[str, An
     torch.Size([5, 3])
 
     Args:
-        module: the module. It is not changed; ``params`` shares the memory of its parameters.
+        module: the module. The module is not changed; ``params`` shares the memory of its parameters.
 
     Returns:
         ``fn``, which calls the module with ``params`` in place of the module's parameters; and ``params``, nested dicts with

@@ -35,9 +35,10 @@ def per_sample_norms(
     so that the rank takes part in the gathers.
 
     Args:
-        loss_fn: a loss function, as for :func:`~fsharp.value_and_grad`. It is called once for each chunk, under ``torch.vmap``
-            over the samples. It sees a batch of one sample: dim 0 of every tensor has size 1. If it returns ``(sum, weight)``,
-            the gradient is that of ``sum``. It has to use parameters only through ``forward`` or ``gather``.
+        loss_fn: a loss function, as for :func:`~fsharp.value_and_grad`. The function is called once for each chunk, under
+            ``torch.vmap`` over the samples. In the call the batch has one sample: dim 0 of every tensor has size 1. If the
+            function returns ``(sum, weight)``, the gradient is that of ``sum``. The function has to use parameters only through
+            ``forward`` or ``gather``.
         chunk_size: number of samples in one chunk, as in ``torch.vmap``; None means all. All ranks make as many chunks as the
             rank with the most samples.
         randomness: ``"error"`` refuses random operations, ``"same"`` and ``"different"`` draw equal or different numbers for

@@ -119,7 +119,7 @@ def _gradient_at_rest(x: torch.Tensor, node: Sharded, group: int, comm: Comm) ->
 
 
 class _MakeHandle(torch.autograd.Function):
-    """An autograd function that returns a handle (see :class:`GradientSinks`). Its backward is ``deliver``.
+    """An autograd function that returns a handle (see :class:`GradientSinks`). Its backward calls ``deliver``.
 
     ``deliver`` reduces the gradient of the handle over ranks, and returns the gradient of the sink. Without handles autograd
     would sum full gradients, in the dtype of parameters.

@@ -37,9 +37,9 @@ def as_torch(fn: Callable[..., Any]) -> Callable[..., Any]:
             the function again for each new value. So pass a number that changes as a tensor.
 
     Returns:
-        A function of the same pytrees of tensors. It returns the pytree of ``fn``, in new memory. It can be the function of a
-        unit: ``fs.forward(as_torch(block), params, x, comm=comm)``. It can be pickled if ``fn`` can be, and is compiled again
-        in the process that loads it.
+        A function of the same pytrees of tensors, which returns the pytree of ``fn``, in new memory. The function can be that
+        of a unit: ``fs.forward(as_torch(block), params, x, comm=comm)``. It can be pickled if ``fn`` can be pickled. The
+        process that loads the pickle compiles the function again.
 
     Raises:
         TreeError: when called: JAX would change a dtype, or cannot take an argument or a result.

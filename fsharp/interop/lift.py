@@ -220,7 +220,7 @@ class LocalJaxprRun:
     def _as_replicated_if_possible(self, value: Any, at: EquationKey) -> Any:
         """Return ``value`` as an array that all ranks have, where this is possible; else return ``value``.
 
-        It is possible if the leaf does not differ between ranks, and either no axis cuts it or ``value`` has one element.
+        This is possible if the leaf does not differ between ranks, and either no axis cuts it or ``value`` has one element.
         ``at``: key of the reduction over ranks that a value of one element needs. Until its result is known, return PENDING.
         """
         if not isinstance(value, ArrayShard) or self.leaves[value.leaf].is_varying:
@@ -369,7 +369,7 @@ def _reduces_all(shape: Sequence[int], axes: Sequence[int]) -> bool:
 def _is_combinable_over_ranks(name: str, dtype: Any) -> bool:
     """Return whether a collective can combine the results of reduction ``name``.
 
-    It cannot for complex dtypes, and for ``and`` or ``or`` of the bits of integers.
+    A collective cannot combine results of complex dtypes, nor ``and`` or ``or`` of the bits of integers.
     """
     return bool(dtype == jnp.bool_ if name in ("reduce_and", "reduce_or") else not jnp.issubdtype(dtype, jnp.complexfloating))
 

@@ -117,8 +117,9 @@ def to_arrays(tree: Any, like: Any) -> Any:
     """Return a JAX pytree with the parameters of a tree: the inverse of :func:`to_tensors`.
 
     Args:
-        tree: a tree of :func:`to_tensors`, for example the result of :func:`fsharp.full_tree` after training. It may also have
-            tensors for other arrays in ``like``, such as counters, which otherwise keep the values in ``like``.
+        tree: a tree of :func:`to_tensors`, for example the result of :func:`fsharp.full_tree` after training. The tree may also
+            have tensors for other arrays in ``like``, such as counters. Without tensors these arrays keep the values in
+            ``like``.
         like: a JAX pytree with the structure of the argument of ``to_tensors``; for NNX the state, for ``nnx.update(model,
             to_arrays(params, like=nnx.state(model, nnx.Param)))``.
 

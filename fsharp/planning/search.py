@@ -37,7 +37,7 @@ class Combination:
         return self.arguments.non_defaults(self.option.layout, self.policy)
 
     def lower_bound_candidate(self, step_s: float) -> Candidate:
-        """Return a candidate with ``step_s`` as lower bound of the step's seconds. Its memory is counted without the arena."""
+        """Return a candidate with ``step_s`` as lower bound of the step's seconds. The candidate's memory is without arena."""
         memory, nbytes = self.arguments.memory_and_peak(self.option.layout, self.policy, arena_nbytes=0)
         return Candidate(*self.names, step_s, memory, nbytes, 0, is_unsimulated=True, non_defaults=self.non_defaults)
 
@@ -51,9 +51,9 @@ def candidate_per_combination(
     combination that exceeds the budget at rest is not simulated. The others are simulated in order of their lower bounds.
 
     The search ends when the bound exceeds the time of the fastest step that fits into the budget by more than the fraction
-    ``tolerance``. It also ends when a step fits and ``effort`` units have been simulated, counted once for each microbatch. If
-    ``effort`` is infinite, all combinations that do not exceed the budget at rest are simulated. Candidates that are not
-    simulated have ``is_unsimulated=True``. If no schedule fits into the ``memory_budget`` of a policy, the candidate is
+    ``tolerance``. The search also ends when a step fits and ``effort`` units have been simulated, counted once for each
+    microbatch. If ``effort`` is infinite, all combinations that do not exceed the budget at rest are simulated. Candidates that
+    are not simulated have ``is_unsimulated=True``. If no schedule fits into the ``memory_budget`` of a policy, the candidate is
     refused.
     """
     found: dict[CandidateNames, Candidate] = {}

@@ -260,8 +260,9 @@ def measure_calls(calls: Sequence[UnitCall], device: torch.device, *, remat: boo
     """Measure calls on a device, and set the seconds and the kept bytes of each.
 
     Calls of one kind run one function, on tensors of equal shapes and dtypes. One call of each kind is measured, a few times.
-    Its bytes are measured for each choice of inputs that earlier calls keep. A call that contains other calls is not measured.
-    Without ``remat`` recomputation is not measured, and counts as a forward. Random generators get their old states back.
+    The kept bytes are measured for each choice of inputs that earlier calls keep. A call that contains other calls is not
+    measured. Without ``remat`` recomputation is not measured, and counts as a forward. Random generators get their old states
+    back.
     """
     kinds: dict[Any, list[UnitCall]] = {}
     for call in (each for each in walk_nested_uses(calls) if not each.inner):

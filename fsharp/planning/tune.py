@@ -99,7 +99,8 @@ def tune(
             two axes ``hsdp`` and ``hfsdp``.
         units: patterns of units, as for :func:`~fsharp.plan`; or several choices by name. By default each repeated layer is a
             unit. Each part of such a layer is tried as a unit as well, and without ``loss_fn`` the whole tree as one unit.
-            These are not tried if ``activations`` is given, or a :class:`~fsharp.inspect.Hardware` without ``device``.
+            Parts and the whole tree are not tried if ``activations`` is given, or a :class:`~fsharp.inspect.Hardware` without
+            ``device``.
         formats: precisions by name. By default only ``Precision()``, as other precisions change values. If some strategies do
             not fit a format, such as ``zero3`` and ``update``, they lose with this reason.
         policies: policies by name.

@@ -38,8 +38,8 @@ def _program_source(function: str) -> str:
     """Return a program that imports this module, and calls a function of it with the program's two arguments.
 
     Imports make no garbage, and imported objects live as long as the process. So garbage collection waits for the end of the
-    imports, and then leaves their objects out. Otherwise it takes 0.6 of the 1.8 seconds of processor time of a process that
-    does nothing else. With ``-m`` Python would warn: the package has imported this file before the file is run.
+    imports, and then leaves their objects out. Otherwise garbage collection takes 0.6 of the 1.8 seconds of processor time of a
+    process that does nothing else. With ``-m`` Python would warn: the package has imported this file before the file is run.
     """
     return (
         f"import gc, sys; gc.disable(); from {__name__} import {function}; gc.freeze(); gc.enable(); "
@@ -191,7 +191,7 @@ def _failures_likely_cause_first(folder: Path, failures: Mapping[int, Any]) -> l
 
     The order is: errors that began on the rank itself, processes that ended without an error, errors about other ranks,
     processes that torch's agent has ended. Errors of one kind are ordered by the times of their files in ``folder``.
-    ``failures``: what torch's agent reports, by rank. Its times are whole seconds, too coarse for an order.
+    ``failures``: what torch's agent reports, by rank. The agent's times are whole seconds, too coarse for an order.
     """
 
     def notes_by_time(pattern: str) -> list[tuple[int, str]]:

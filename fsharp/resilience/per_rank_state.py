@@ -29,9 +29,9 @@ class PerRankState:
                 state, _ = run.end_step((state, own))
 
     The ``state_dict()`` of the object is one leaf of a checkpoint: bytes of ``torch.save``, which are loaded with
-    ``weights_only=True``. So it may hold tensors, numbers, strings, bytes, None, and lists and dicts of these. A checkpoint
-    loads only on the same number of ranks. Make iterators after ``resume``, and make new iterators after a step that was rolled
-    back: an existing iterator does not use the loaded state.
+    ``weights_only=True``. So the state dict may hold tensors, numbers, strings, bytes, None, and lists and dicts of these. A
+    checkpoint loads only on the same number of ranks. Make iterators after ``resume``, and make new iterators after a step that
+    was rolled back: an existing iterator does not use the loaded state.
 
     Args:
         owner: an object with ``state_dict()`` and ``load_state_dict()``.

@@ -214,8 +214,8 @@ class Run:
 
         Args:
             tree: all values that a step needs and changes, as a pytree that a checkpoint can hold, such as a TrainState and the
-                sampler. Its tensors are overwritten, so do not use it afterwards. The tree needs the same leaves in the whole
-                run.
+                sampler. The tree's tensors are overwritten, so do not use the tree afterwards. The tree needs the same leaves
+                in the whole run.
             other: folder of the checkpoints of another run, with any strategy and number of ranks. The run continues from there
                 if it has no checkpoint yet, and saves that tree among its own checkpoints.
 
@@ -293,7 +293,7 @@ class Run:
         Args:
             step: function ``step(tree, number)`` that makes a step, and returns the result of :meth:`end_step`. The step may
                 depend only on the tree and the number.
-            tree: as for :meth:`resume`. It cannot be used afterwards.
+            tree: as for :meth:`resume`. The tree cannot be used afterwards.
             other: as for :meth:`resume`.
 
         Raises:
@@ -350,10 +350,11 @@ class Run:
         """End a step: save if it is time, exit after a signal, and return the tree for the next step.
 
         Args:
-            tree: the tree after the step. It needs the leaves of the tree that was passed to :meth:`resume`.
-            nonfinite: the result of :func:`find_nonfinite`; None if all was finite. If it is not None, pass the tree from
-                before the step. ``on_nonfinite`` of the run says what follows: ``"raise"`` raises NonFiniteError, ``"skip"``
-                continues with ``tree``, ``"roll back"`` continues from the last checkpoint and later leaves this step out.
+            tree: the tree after the step, with the leaves of the tree that was passed to :meth:`resume`.
+            nonfinite: the result of :func:`find_nonfinite`; None if all was finite. With a result other than None, pass the
+                tree from before the step. ``on_nonfinite`` of the run says what follows: ``"raise"`` raises NonFiniteError,
+                ``"skip"`` continues with ``tree``, ``"roll back"`` continues from the last checkpoint and later leaves this
+                step out.
 
         Raises:
             RunError: the leaves of the tree differ from those at :meth:`resume`.

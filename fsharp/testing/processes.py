@@ -1,8 +1,8 @@
 """processes: run a function as every rank of a mesh, each in a process of its own, over gloo.
 
 [Note: launcher] Importing torch takes seconds, and a property test makes hundreds of processes. So ranks are forked from the
-launcher, a process that has imported torch, does nothing else and has one thread. It starts with the first call, and ends with
-this process.
+launcher, a process that has imported torch, does nothing else and has one thread. The launcher starts with the first call, and
+ends with this process.
 """
 
 import atexit

@@ -203,11 +203,11 @@ class RaceReport:
 def checking_races(engine: Scheduler | ShardedModule) -> Iterator[RaceReport]:
     """Check in this context that steps would have no data races on a device with streams. Runs on a CPU.
 
-    Gathers and reductions are issued on virtual streams. They run at once, so values do not change. The check records each op
+    Gathers and reductions are issued on virtual streams. Both run at once, so values do not change. The check records each op
     of torch, its stream, and the bytes that it reads and writes. At the end it raises an error if two accesses to the same
-    bytes are not ordered by waits and events. It also raises an error if memory is freed and used again while another stream
-    may still use it. A wait of the host (``loss.item()``) orders nothing. The check does not see accesses outside of torch's
-    dispatcher, such as memory shared with numpy, nor other threads.
+    bytes are not ordered by waits and events. The check also raises an error if memory is freed and used again while another
+    stream may still use the memory. A wait of the host (``loss.item()``) orders nothing. The check does not see accesses
+    outside of torch's dispatcher, such as memory shared with numpy, nor other threads.
 
     >>> import torch, fsharp as fs
     >>> from fsharp.testing import DebugPolicy, checking_races

@@ -53,7 +53,7 @@ def to_dcp(
 ) -> None:
     """Convert a checkpoint to the format of torch.distributed.checkpoint (DCP), for ``dcp.load()`` on any mesh.
 
-    Call this function in one process only. It needs no process group. Tied leaves are written under each of their names.
+    Call this function in one process only. No process group is needed. Tied leaves are written under each of their names.
     Numbers, strings, None, and lists and tuples of these are written as DCP's pickled objects.
 
     A checkpoint of ``{"model": model, "optim": optimizer}``, a module and its ShardedOptimizer, gets the keys that FSDP2

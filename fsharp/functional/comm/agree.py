@@ -93,7 +93,7 @@ def _compare_fields(where: str, fields: Mapping[str, str], comm: Comm, failure: 
 def check_on_all_ranks(
     where: str, comm: Comm, check: Callable[[], T], fields: Callable[[T], Mapping[str, str]] = lambda _: {}
 ) -> T:
-    """Return ``check()``. If it raises on a rank, or ``fields`` of the result differ between ranks, all ranks raise.
+    """Return ``check()``. If ``check`` raises on a rank, or ``fields`` of the result differ between ranks, all ranks raise.
 
     If ``check`` raises on all ranks, each rank raises its own error. Otherwise all ranks raise an :class:`AgreementError` with
     the text of the first error. On a rank whose ``check`` has raised, this AgreementError has the rank's error as its cause.

@@ -52,7 +52,7 @@ class Comm(Protocol):
         """Sum over the ``n`` ranks of the axis, and return this rank's part of the sum.
 
         On each rank ``x`` has shape ``[n, *s]``. The result is the sum of ``x[c]`` of all these ranks, where ``c`` is the
-        coordinate of this rank. It has shape ``s`` and dtype ``dtype``, by default the dtype of ``x``.
+        coordinate of this rank. The result has shape ``s`` and dtype ``dtype``, by default the dtype of ``x``.
         """
 
     def all_reduce(self, x: torch.Tensor, axis: str, *, op: ReduceOp = "sum", label: str = "") -> torch.Tensor:

@@ -1,9 +1,9 @@
 """Residuals: encoding errors of gradients, which are added to the next gradients (error feedback).
 
-In each step a rank has a gradient ``g`` and a residual ``e``. It sends ``q = encode(g + e)``, and keeps ``g + e - decode(q)``.
-So the sum of all sent values and the last residual is the sum of all gradients. If all elements of ``g`` are zero, as in a step
-that leaves out the unit, the rank sends zeros and keeps ``e``. Each axis whose wire is a format has residuals of its own, for
-the values that a rank encodes along this axis.
+In each step a rank has a gradient ``g`` and a residual ``e``. The rank sends ``q = encode(g + e)``, and keeps ``g + e -
+decode(q)``. So the sum of all sent values and the last residual is the sum of all gradients. If all elements of ``g`` are zero,
+as in a step that leaves out the unit, the rank sends zeros and keeps ``e``. Each axis whose wire is a format has residuals of
+its own, for the values that a rank encodes along this axis.
 
 Gradients and residuals are sums over a batch here; :func:`~fsharp.average` divides later. So with batches
 of different weights, a residual counts in the next step as a part of that step's sum.

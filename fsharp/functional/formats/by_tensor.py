@@ -1,8 +1,8 @@
 """Formats of 8 bits with scales by tensor or by row, on which all ranks agree. Scales do not travel: a value is one byte.
 
-A scale is the largest finite magnitude of the tensor or row, divided by the largest number of the dtype. It is rounded up to 16
-significant bits, so that products with this number are exact: encoding decoded values gives the same bytes. NaN stays NaN. An
-infinity becomes NaN in dtypes that have no infinity.
+A scale is the largest finite magnitude of the tensor or row, divided by the largest number of the dtype. The scale is rounded
+up to 16 significant bits, so that products with this number are exact: encoding decoded values gives the same bytes. NaN stays
+NaN. An infinity becomes NaN in dtypes that have no infinity.
 """
 
 from collections.abc import Callable, Sequence

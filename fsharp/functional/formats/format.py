@@ -147,8 +147,8 @@ def _raise_not_blockwise(values: Any) -> Any:
 class Format:
     """An encoding of values, for :class:`~fsharp.Precision`: of parameters at rest and in gathers, gradients, or updates.
 
-    The values that one rank keeps, or sends to one receiver, are a *part*. A part has whole blocks. It is stored as bytes, one
-    plane after another, so that one message moves all planes. A buffer holds parts one after another.
+    The values that one rank keeps, or sends to one receiver, are a *part*. A part has whole blocks, and is stored as bytes, one
+    plane after another. So one message moves all planes. A buffer holds parts one after another.
 
     Parameters are encoded from their ``main`` dtype, gradients from ``accumulate``. For parameters, decoding to the ``main``
     dtype and encoding again has to give equal bytes, as checkpoints hold decoded values. ``encode`` and ``decode`` must not

@@ -1,11 +1,11 @@
 """stochastic: a format that rounds each value up or down at random; on average the decoded value is the value itself.
 
 [Note: random numbers]
-Each value has a random number of its own. It depends on the seed, on the kind of value (gradient or update), and on the number
-of the step. It also depends on the path of the leaf, and on the index of the element in the whole leaf. It does not depend on
-mesh, strategy, rank or path of execution. So runs with the same blocks are bitwise equal, as are a resumed and an
-uninterrupted run. All ranks and all microbatches of a step round their summands of a gradient by the same random numbers: each
-summand is unbiased by itself. A gradient that is encoded again, for the next axis, gets new numbers.
+Each value has a random number of its own. This number depends on the seed, on the kind of value (gradient or update), and on
+the number of the step. It also depends on the path of the leaf, and on the index of the element in the whole leaf. The number
+does not depend on mesh, strategy, rank or path of execution. So runs with the same blocks are bitwise equal, as are a resumed
+and an uninterrupted run. All ranks and all microbatches of a step round their summands of a gradient by the same random
+numbers: each summand is unbiased by itself. A gradient that is encoded again, for the next axis, gets new numbers.
 
 A random number has 16 bits: ``(k + 0.5) / 2**16``. So the expected decoded value differs from the value by at most ``2**-16``
 times the distance between the codes below and above.

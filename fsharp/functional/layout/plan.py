@@ -52,7 +52,7 @@ def plan(
             All leaves of a unit need the same strategy.
         units: patterns of subtrees; each match is one unit, gathered and released as one. The rest of the tree is cut into the
             largest subtrees that contain no match, and each of these is a unit. None makes the whole tree one unit.
-        frozen: patterns of leaves without gradients and optimizer state. Leaves of other than floating-point dtypes are frozen.
+        frozen: patterns of leaves without gradients and optimizer state. Leaves whose dtype is not floating-point are frozen.
         atoms: the atom of all leaves, or atoms by pattern. A leaf that a partition spec cuts has at least ``RowsAtom(1)``.
         labels: labels by which :func:`~fsharp.optim.partition` selects an optimizer: one label, or labels by pattern.
         precision: dtypes of parameters, main copies and gradients: one :class:`Precision`, or precisions by pattern.

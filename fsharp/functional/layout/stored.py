@@ -24,7 +24,7 @@ def is_encoded(unit: UnitLayout, group: int, buffer: torch.Tensor) -> bool:
 
 
 def encode_values(unit: UnitLayout, group: int, values: torch.Tensor) -> torch.Tensor:
-    """Return ``values`` in stored form. Their number is a multiple of the group's capacity.
+    """Return ``values`` in stored form. The number of values is a multiple of the group's capacity.
 
     If the group has a format, ``values`` are cast to the main dtype and encoded; if not, they are cast to the compute dtype.
     """

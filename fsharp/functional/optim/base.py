@@ -271,8 +271,8 @@ def wrapper_update_and_apply(
     """Return the functions ``update`` and ``apply`` of a transformation that wraps others. Both call the function ``step``.
 
     ``step(inner, grads, state, params, comm, donate)`` returns ``(updates, state)`` if ``donate`` is None, as in a call of
-    ``update``. Otherwise it returns ``(new parameters, state)``. To run a wrapped transformation ``tx``, ``step`` calls its
-    argument ``inner(tx, grads, state, params)``, which returns the same kind of pair for ``tx``.
+    ``update``. Otherwise ``step`` returns ``(new parameters, state)``. To run a wrapped transformation ``tx``, ``step`` calls
+    its argument ``inner(tx, grads, state, params)``, which returns the same kind of pair for ``tx``.
     """
 
     def update(grads: Any, state: Any, params: Any, *, comm: Comm, **extra: Any) -> Any:

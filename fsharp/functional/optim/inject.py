@@ -54,7 +54,8 @@ def inject_hyperparams(inner_factory: Callable[..., Any], static_args: str | Ite
             function of the path.
 
     Returns:
-        A function with the arguments of ``inner_factory``. It returns a transformation with :class:`InjectHyperparamsState`.
+        A function with the arguments of ``inner_factory``. This function returns a transformation with
+        :class:`InjectHyperparamsState`.
 
     Raises:
         TreeError: the factory lacks a static argument, or has ``*args``, ``**kwargs`` or positional-only arguments.

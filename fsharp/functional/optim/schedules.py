@@ -1,8 +1,8 @@
 """Schedules with the names, arguments and values of optax: functions of the number of updates so far.
 
-A schedule is an object whose repr shows its numbers, so that ranks can compare them. It takes a number, or a scalar tensor from
-:func:`~fsharp.optim.adamw` with ``capturable=True``. Optax schedules work as well. They take only numbers, and ranks compare
-only their names.
+A schedule is an object whose repr shows its numbers, so that ranks can compare them. A schedule takes a number, or a scalar
+tensor from :func:`~fsharp.optim.adamw` with ``capturable=True``. Optax schedules work as well, but take only numbers, and ranks
+compare only their names.
 """
 
 import math

@@ -124,7 +124,7 @@ def _parameter_value(module: nn.Module, unit: UnitLayout, leaf: Leaf) -> torch.T
 
 
 class Initializers:
-    """Runs initializers of modules. They fill the meta parameters and buffers of one module at a time, on the CPU.
+    """Runs initializers of modules, which fill the meta parameters and buffers of one module at a time, on the CPU.
 
     The initializer of a module runs first, and then the initializers of the modules around it, which may change its tensors, as
     ``nn.MultiheadAttention`` does with its inner module. A module around it that has values, in a tensor of its own or further

@@ -102,8 +102,9 @@ def shard_module(
             Like forwards, call these methods under ``torch.no_grad()`` if no backward follows.
         key: seed for tensors on the meta device, which ``reset_parameters()`` of modules fills with equal values on any mesh.
         initialize: function that fills the tensors of a submodule on the meta device, in place of its ``reset_parameters()``.
-            For a model of transformers pass ``model._init_weights``. It is called for a submodule first, and then for the
-            modules around it, which may change the submodule's values. It is not called for a module that has values already.
+            For a model of transformers pass ``model._init_weights``. The function is called for a submodule first, and then for
+            the modules around it, which may change the submodule's values. The function is not called for a module that has
+            values already.
         sync_from: rank whose parameters and buffers all ranks take. Other ranks may pass a module on the meta device. None
             means that ranks compare their parameters, and raise an error if they differ.
         atoms: as for :func:`~fsharp.plan`; None means single elements, or the atom that a parameter's tensor class needs.

@@ -79,7 +79,7 @@ def register_te_call_checks(module: nn.Module) -> None:
     """Make TransformerEngine modules raise an error if they are called while their parameters are parts.
 
     Activation checkpointing of a piece of a unit calls such modules in the backward, to recompute. TransformerEngine would take
-    a part for a whole weight that is not quantized. Its own checkpoint would give the backward wrong tensors.
+    a part for a whole weight that is not quantized. TransformerEngine's own checkpoint would give the backward wrong tensors.
     """
     for each in module.modules():
         if any(cls.__module__.startswith("transformer_engine.") for cls in type(each).__mro__):

@@ -232,7 +232,7 @@ class EagerOps:
     def _append_bound_op(
         self, spec: OpSpec, unit: UnitState | None, phase: Phase, *, use: int = -1, after: int | None = None, **bound: Any
     ) -> BoundOp:
-        """Emit an op. Its address is ``unsharded.where``, else the address of the unit's buffer in this step's schedule.
+        """Emit an op. The op's address is ``unsharded.where``, else that of the unit's buffer in this step's schedule.
 
         On another stream than compute, the op waits for op ``after``; if ``after`` is None, for all work of compute so far.
         ``bound``: fields of :class:`BoundOp`, such as ``unsharded``, and ``opens``, a field of :class:`Op`.

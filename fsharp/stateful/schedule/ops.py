@@ -61,7 +61,8 @@ class BufferKind:
         is_opened: whether the address is in an op's ``opens``, not in ``memory``. Such a buffer is live to the step's end.
         source: another buffer, from which an op fills this buffer. If the source is changed, filled or freed, this buffer is
             out of date and counts as empty. An empty text means no source.
-        is_consumed: whether the buffer is filled and read at one event. Then it is empty whenever a step leaves its schedule.
+        is_consumed: whether the buffer is filled and read at one event. Then the buffer is empty whenever a step leaves its
+            schedule.
     """
 
     description: str

@@ -1,6 +1,6 @@
 """Program: the order in which a step uses its units, runs their backwards, and reduces and updates them.
 
-A program is recorded, or written by hand. It does not say when data move: a schedule does.
+A program is recorded, or written by hand. A program does not say when data move: a schedule does.
 """
 
 from collections import Counter

@@ -4,7 +4,7 @@
 
 [Note: buckets]
 Neighbouring gathers, or reductions, with equal ``bucket`` numbers are one collective along each axis. The collective begins
-when all ops in ``after`` of these ops are over. It ends for all of these ops at once.
+when all ops in ``after`` of these ops are over. The collective ends for all of these ops at once.
 """
 
 import difflib

@@ -131,7 +131,7 @@ class HandedOutLeaf:
 
     @torch.no_grad()
     def give_memory(self, storage: torch.UntypedStorage) -> None:
-        """Give the leaf memory in ``storage``, at the same offset as before. It may be filled later."""
+        """Give the leaf memory in ``storage``, at the same offset as before. The memory may be filled later."""
         for ref, *where in self._inner:
             if (inner := ref()) is not None:
                 inner.__class__ = torch.Tensor

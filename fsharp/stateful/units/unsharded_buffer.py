@@ -30,7 +30,7 @@ _VERSIONS_PER_FILL = 1024
 
 
 def buffers_stamp(node: Sharded) -> Stamp:
-    """Return the addresses and version counters of a node's buffers. They differ once the node's values have changed."""
+    """Return the addresses and version counters of a node's buffers. This stamp differs once the node's values have changed."""
     found = []
     for b in node.raw_buffers:  # faster than a comprehension
         found.append((b.data_ptr(), 0 if b.is_inference() else b._version))

@@ -106,7 +106,7 @@ class ClassUpdates:
     """The updates of a ShardedOptimizer by an optimizer class, and the state that the class keeps.
 
     Args:
-        groups: the parameter groups. They get the options that the class adds.
+        groups: the parameter groups, to which the options that the class adds are added.
         defaults: options of the class.
         check_steps: steps of a trial at the parameters' shapes, after the trial at small shapes; 0 for no such trial.
 

@@ -54,7 +54,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
     - A class that uses all parameters together needs all of them on every rank.
     - If ranks hold all parameters of a group whole, a class that is not torch's own gets whole parameters in any case.
 
-    The trial makes 8 steps on each of 8 small sets of tensors. It does not show other sizes, options and later steps.
+    The trial makes 8 steps on each of 8 small sets of tensors. The trial does not show other sizes, options and later steps.
     ``check_steps=1`` adds a trial of one step at the sizes of the parameters.
 
     Args:

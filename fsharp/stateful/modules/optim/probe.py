@@ -42,10 +42,11 @@ def probe_update_scope(
     """Return the :class:`UpdateScope` of an optimizer with ``options`` of a parameter group, found by trials.
 
     The trials make ``num_steps`` steps on random tensors, with the first list of shapes in ``choices`` that the optimizer
-    accepts. They update all tensors together, each tensor alone, and flat pieces that cross the bounds of tensors. If updates
-    together and alone differ, the scope is ``EVERYTHING``. If all updates are equal, it is ``ELEMENT``, else ``PARAMETER``. If
-    state has tensors of other shapes than the parameter's, such as row statistics, it is at least ``PARAMETER``. Raises
-    TreeError if no list of shapes is accepted, ``step()`` needs a closure, or a key of ``optimizer.state`` is no parameter.
+    accepts. The trials update all tensors together, each tensor alone, and flat pieces that cross the bounds of tensors. If
+    updates together and alone differ, the scope is ``EVERYTHING``. If all updates are equal, it is ``ELEMENT``, else
+    ``PARAMETER``. If state has tensors of other shapes than the parameter's, such as row statistics, it is at least
+    ``PARAMETER``. Raises TreeError if no list of shapes is accepted, ``step()`` needs a closure, or a key of
+    ``optimizer.state`` is no parameter.
     """
     closure = inspect.signature(optimizer.step).parameters.get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty:
