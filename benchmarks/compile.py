@@ -40,7 +40,7 @@ def program_of(sizes: list[int], microbatches: int) -> Program:
             rest=nbytes // RANKS,
             gather=(Call("all_gather", "dp", nbytes // RANKS),),
             reduce=(Call("reduce_scatter", "dp", nbytes // RANKS),),
-            wire="float32",
+            sent_dtypes="float32",
         )
         for i, nbytes in enumerate(sizes)
     )

@@ -33,7 +33,10 @@ def mutants(schedule: Schedule) -> Iterator[Mutant]:
         yield Mutant(f"op {i}, {op}: doubled", partial(twice, schedule, i))
         for j in sorted({i + 1, i + 2, i + 5, len(ops) - 1, 0} & set(range(len(ops))) - {i}):
             yield Mutant(f"op {i}, {op}: moved to {j}", partial(move, schedule, i, j))
-            yield Mutant(f"op {i}, {op}: moved to {j} at its event", partial(move, edit(schedule, i, at=ops[j].at), i, j))
+            yield Mutant(
+                f"op {i}, {op}: moved to {j} at its event",
+                partial(move, edit(schedule, i, event_index=ops[j].event_index), i, j),
+            )
     for name, rows in (("units", program.units), ("events", program.events)):
         for k, row in enumerate(rows):
             others = [(what, k + 1, (partial(replaced, row, fields),)) for what, fields in _changes(row, names, places)]

@@ -42,12 +42,14 @@ def _check_rules(schedule):
             raise WrongValue(f"op {i}, {op}: about nothing")
         if op.phase not in phases.get(op.kind, (op.phase,)):
             raise WrongValue(f"op {i}, {op}: no phase of this kind")
-        if not all(0 <= j < len(schedule.ops) and j != i for j in op.after) or (i and op.at < schedule.ops[i - 1].at):
+        if not all(0 <= j < len(schedule.ops) and j != i for j in op.after) or (
+            i and op.event_index < schedule.ops[i - 1].event_index
+        ):
             raise WrongValue(f"op {i}, {op}: out of order")
         if op.kind == "cast":
-            event = events[op.at]
-            if (event.kind, event.unit, event.use, event.no_gradient) != ("backward_end", op.unit, op.use, False):
-                raise WrongValue(f"op {i}, {op}: its gradient is not there at event {op.at}")
+            event = events[op.event_index]
+            if (event.kind, event.unit, event.use_index, event.no_gradient) != ("backward_end", op.unit, op.use_index, False):
+                raise WrongValue(f"op {i}, {op}: its gradient is not there at event {op.event_index}")
 
 
 class _Machine:
@@ -67,7 +69,7 @@ class _Machine:
         self.due = {}  # by unit, the (event, use) of its gradients
         for i, event in enumerate(self.events):
             if event.kind == "backward_end" and self.facts[event.unit].trainable and not event.no_gradient:
-                self.due.setdefault(event.unit, []).append((i, event.use))
+                self.due.setdefault(event.unit, []).append((i, event.use_index))
         self.bucket = {}
         for i, op in enumerate(self.ops):
             self.bucket.setdefault((op.kind, op.bucket) if op.bucket != -1 else i, []).append(i)
@@ -140,7 +142,7 @@ class _Machine:
     def do(self, i, op):
         getattr(self, f"do_{op.kind}")(i, op)
         for key, (memory, last) in list(self.open_uses.items()):
-            if op.stream == "compute" and op.at >= last:
+            if op.stream == "compute" and op.event_index >= last:
                 del self.open_uses[key]
             else:
                 self.expect(memory, ("params", key[0], self.version), f"after op {i}, {op}: in use since event {key[1]}")
@@ -172,21 +174,23 @@ class _Machine:
         if not getattr(self.facts[op.unit], f"{'finish' if op.phase == 'finish' else 'reduce'}_encoded"):
             raise WrongValue(f"op {i}, {op}: it travels as it is")
         if op.phase == "finish":
-            self.encoded[op.unit, op.phase] = op.at, self.gradients.get(op.unit, frozenset())
+            self.encoded[op.unit, op.phase] = op.event_index, self.gradients.get(op.unit, frozenset())
         elif op.unit not in self.collected:
             raise WrongValue(f"op {i}, {op}: nothing was cast")
         else:
-            self.encoded[op.unit, op.phase] = op.at, self.read(self.collected[op.unit], f"op {i}, {op}")
+            self.encoded[op.unit, op.phase] = op.event_index, self.read(self.collected[op.unit], f"op {i}, {op}")
 
     def take_encoded(self, i, op, encoded, what):
-        if encoded and self.encoded.pop((op.unit, op.phase), None) != (op.at, what):
+        if encoded and self.encoded.pop((op.unit, op.phase), None) != (op.event_index, what):
             raise WrongValue(f"op {i}, {op}: sends something else than {what}, or what another event has encoded")
 
     def do_decode_sum(self, i, op):
         if not getattr(self.facts[op.unit], f"{'finish' if op.phase == 'finish' else 'reduce'}_decoded"):
             raise WrongValue(f"op {i}, {op}: nothing is encoded")
         reduced = [
-            o for k, o in enumerate(self.ops) if (o.kind, o.phase, o.unit) == ("reduce", op.phase, op.unit) and o.at <= op.at
+            o
+            for k, o in enumerate(self.ops)
+            if (o.kind, o.phase, o.unit) == ("reduce", op.phase, op.unit) and o.event_index <= op.event_index
         ]
         if not reduced:
             raise WrongValue(f"op {i}, {op}: nothing was sent")
@@ -199,8 +203,8 @@ class _Machine:
             raise WrongValue(f"op {i}, {op}: adds {found}, expected {what}")
 
     def do_compute(self, i, op):
-        event = self.events[op.at]
-        if (event.kind, event.unit, event.use) != (op.phase, op.unit, op.use):
+        event = self.events[op.event_index]
+        if (event.kind, event.unit, event.use_index) != (op.phase, op.unit, op.use_index):
             raise WrongValue(f"op {i}, {op}: no such use")
         if not self.facts[op.unit].gathered:
             if self.at_rest[op.unit] != self.version:
@@ -212,9 +216,11 @@ class _Machine:
             raise WrongValue(f"op {i}, {op}: computes with {self.decoded.get(op.unit)}, decoded")
         kind = "forward_end" if op.phase == "forward" else "backward_end"
         last = next(
-            k for k, end in enumerate(self.events) if k > op.at and (end.kind, end.unit, end.use) == (kind, op.unit, op.use)
+            k
+            for k, end in enumerate(self.events)
+            if k > op.event_index and (end.kind, end.unit, end.use_index) == (kind, op.unit, op.use_index)
         )
-        self.open_uses[op.unit, op.at] = memory, last
+        self.open_uses[op.unit, op.event_index] = memory, last
 
     def do_release(self, i, op):
         if op.memory is not None:
@@ -240,7 +246,7 @@ class _Machine:
             self.write(self.opened[op.unit], ("rest", op.unit, here | uses))
 
     def do_cast(self, i, op):
-        one = frozenset([(op.at, op.use)])
+        one = frozenset([(op.event_index, op.use_index)])
         if not self.facts[op.unit].outgoing:
             self.add(i, op, one)
             return
@@ -259,7 +265,7 @@ class _Machine:
 
     def microbatch(self, op):
         """What the unit's gradient of the microbatch that an op belongs to is made of."""
-        number = sum(end < op.at for end in self.ends)
+        number = sum(end < op.event_index for end in self.ends)
         start = self.ends[number - 1] if number else -1
         stop = self.ends[number] if number < len(self.ends) else len(self.events)
         return frozenset((k, use) for k, use in self.due.get(op.unit, ()) if start < k < stop)
@@ -270,7 +276,7 @@ class _Machine:
 
     def do_reduce(self, i, op):
         if op.phase == "finish":
-            number = sum(event < op.at for event in self.asked)
+            number = sum(event < op.event_index for event in self.asked)
             if number == len(self.asked):
                 raise WrongValue(f"op {i}, {op}: nobody wants it")
             wanted = self.so_far(op.unit, self.asked[number])
@@ -293,7 +299,7 @@ class _Machine:
 
     def do_accumulate(self, i, op):
         if op.phase == "finish":
-            number = sum(event < op.at for event in self.asked)
+            number = sum(event < op.event_index for event in self.asked)
             if number == len(self.asked):
                 raise WrongValue(f"op {i}, {op}: nobody wants it")
             wanted = self.so_far(op.unit, self.asked[number])
@@ -331,16 +337,16 @@ class _Machine:
         self.on_host[op.unit] = self.on_device.pop(op.unit)
 
     def do_update(self, i, op):
-        if self.events[op.at].kind != "update":
+        if self.events[op.event_index].kind != "update":
             raise WrongValue(f"op {i}, {op}: no update here")
-        before = max((k for k, event in enumerate(self.events[: op.at]) if event.kind == "update"), default=-1)
-        for event in self.events[before + 1 : op.at]:
+        before = max((k for k, event in enumerate(self.events[: op.event_index]) if event.kind == "update"), default=-1)
+        for event in self.events[before + 1 : op.event_index]:
             if event.kind == "fetch":
                 if self.on_device.get(event.unit) != self.state[event.unit]:
                     raise WrongValue(f"op {i}, {op}: state of {event.unit!r} is {self.on_device.get(event.unit)}")
                 self.state[event.unit] += 1
                 self.on_device[event.unit] = self.state[event.unit]
-        self.check_gradients(op.at, f"op {i}, {op}")
+        self.check_gradients(op.event_index, f"op {i}, {op}")
         self.version += 1
         for unit, facts in self.facts.items():
             if not facts.update_gather:
@@ -370,6 +376,6 @@ class _Machine:
             if self.facts[unit].rest and wanted:
                 self.expect(self.opened[unit], ("rest", unit, wanted), "at the end")
         for i, op in enumerate(self.ops):
-            late = [end for end in self.ends if end < op.at]
+            late = [end for end in self.ends if end < op.event_index]
             if op.phase == "backward" and op.kind in ("reduce", "accumulate") and late and not self.microbatch(op):
                 raise WrongValue(f"op {i}, {op}: after its microbatch")

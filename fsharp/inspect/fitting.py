@@ -243,11 +243,11 @@ def noop_accumulates(ops: Sequence[Op]) -> set[int]:
 
 
 def uses_made_by_recomputation(program: Program) -> set[int]:
-    """Return the uses (``event.use``) whose forward recomputes, as it comes after a backward of the same microbatch."""
+    """Return the uses (``event.use_index``) whose forward recomputes, as it comes after a backward of the same microbatch."""
     found, is_backward = set[int](), False
     for event in program.events:
         if event.kind == "forward" and is_backward:
-            found.add(event.use)
+            found.add(event.use_index)
         is_backward = event.kind == "backward" or (is_backward and event.kind != "microbatch_end")
     return found
 

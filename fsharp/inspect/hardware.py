@@ -355,7 +355,7 @@ def _costs_of_all_ops(schedule: Schedule, hardware: Hardware) -> list[OpsCost]:
         issue_s = sum(host_issue_nbytes(op, facts[op.unit]) for op in ops) / hardware.issue_bandwidth
         issue_s += sum(host_cast_nbytes(op, facts[op.unit]) for op in ops) / hardware.memory_bandwidth
         if ops[0].spec.cost == "compute":
-            seconds = times[ops[0].unit][1 if ops[0].phase == "backward" else 2 * (ops[0].use in recomputed)]
+            seconds = times[ops[0].unit][1 if ops[0].phase == "backward" else 2 * (ops[0].use_index in recomputed)]
         else:
             seconds = 0.0 if run[0] in noops else _bucket_seconds(ops, facts, hardware)
         result.append(OpsCost(run, seconds, latency_s, hardware.issue_s + issue_s))

@@ -27,7 +27,9 @@ def table(schedule: Schedule) -> str:
         rows.append(
             (
                 str(i),
-                "" if before and before.at == op.at else f"{op.at} {schedule.program.events[op.at]}",
+                ""
+                if before and before.event_index == op.event_index
+                else f"{op.event_index} {schedule.program.events[op.event_index]}",
                 f"+ {op.kind}" if i in joined else op.kind,
                 op.unit,
                 op.phase,

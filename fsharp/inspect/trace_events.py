@@ -41,7 +41,7 @@ def _trace_events(timeline: Timeline, process: int, name: str) -> Iterator[dict[
         args: dict[str, Any] = {
             "op": span.op,
             "phase": span.phase,
-            "event": str(schedule.program.events[op.at]),
+            "event": str(schedule.program.events[op.event_index]),
             "after": op.after,
         }
         if op.memory:

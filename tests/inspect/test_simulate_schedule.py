@@ -108,7 +108,7 @@ def test_synchronous_host_adds_gradients_itself_as_they_arrive():
 @pytest.mark.parametrize(("is_synchronous", "start"), [(False, 1), (True, 3)])
 def test_synchronous_host_issues_nothing_while_it_computes(is_synchronous, start):
     ops = [*BY_HAND.ops[:1], *(replace(op, after=(0,) if op.kind == "wait" else ()) for op in BY_HAND.ops[2:4])]
-    ops += [replace(BY_HAND.ops[1], at=1), replace(BY_HAND.ops[4], after=(3,)), BY_HAND.ops[5]]
+    ops += [replace(BY_HAND.ops[1], event_index=1), replace(BY_HAND.ops[4], after=(3,)), BY_HAND.ops[5]]
     timeline = predict(BY_HAND.replace_ops(ops), replace(HARDWARE, computes_on_host=is_synchronous))
     assert times(timeline, "gather") == [("a", 0, 1), ("b", start, start + 1)]
 
@@ -144,7 +144,7 @@ def test_an_all_reduce_without_numbers_is_a_reduce_scatter_and_an_all_gather():
 
 @pytest.mark.parametrize(("is_synchronous", "second"), [(False, (1.5, 3.0)), (True, (1.0, 2.5))])
 def test_latency_passes_in_the_queue_of_a_synchronous_host(is_synchronous, second):
-    ops = [BY_HAND.ops[0], replace(BY_HAND.ops[1], after=(), at=0), *BY_HAND.ops[2:4]]
+    ops = [BY_HAND.ops[0], replace(BY_HAND.ops[1], after=(), event_index=0), *BY_HAND.ops[2:4]]
     schedule = BY_HAND.replace_ops([replace(op, after=(0,) if op.kind == "wait" else ()) for op in ops])
     timeline = predict(schedule, replace(HARDWARE, computes_on_host=is_synchronous, latency=0.5))
     assert times(timeline, "gather") == [("a", 0, 1.5), ("b", *second)]

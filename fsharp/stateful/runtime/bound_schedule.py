@@ -50,7 +50,7 @@ class BoundSchedule:
         }
         self.ops: list[list[BoundOp]] = [[] for _ in self.events]
         for bound in self._bind_buckets():
-            self.ops[bound.op.at].append(bound)
+            self.ops[bound.op.event_index].append(bound)
         last = self.ops[-1] if self.ops else []
         self.carried = [bound for bound in last if bound.spec.fills == PARAMS]
         self.ops[-1:] = [[bound for bound in last if bound not in self.carried]]
@@ -77,7 +77,7 @@ class BoundSchedule:
             fills = [op.opens, op.memory if spec.fills == buffer else None]
             joins = [gradient for memory, gradient in late for each in fills if each and memory.overlaps(each)]
             # At these events no later op needs the result soon.
-            known: dict[str, Any] = {"may_run_late": self.events[op.at].kind in ("microbatch_end", "reduce")}
+            known: dict[str, Any] = {"may_run_late": self.events[op.event_index].kind in ("microbatch_end", "reduce")}
             if buffer in (OUTGOING, FINISHING):
                 assert unit is not None
                 route = unit.required_gradient.route

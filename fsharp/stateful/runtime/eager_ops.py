@@ -51,7 +51,7 @@ class EagerOps:
         self.unsharded_by_unit: dict[str, UnshardedBuffer] = {}
         self._number = next(op_source_numbers)
         executor.lanes.drop_events_on_gc(self, self._number)
-        self._at = 0
+        self._event_index = 0
         self.ops: list[Op] = []
         self._last: dict[str, int] = {}  # by stream, its last op
         self._addresses: dict[BufferKey, Memory | None] = {}
@@ -65,24 +65,24 @@ class EagerOps:
                 gradient.collect_in(self._allocate_outgoing_block(gradient))
 
     def ops_at_event(
-        self, at: int, event: Event, unit: UnitState | None, forward_buffer: UnshardedBuffer | None, units: Units
+        self, event_index: int, event: Event, unit: UnitState | None, forward_buffer: UnshardedBuffer | None, units: Units
     ) -> Iterator[BoundOp]:
         """Yield the ops at an event, except ops that :meth:`with_following_ops` adds. The caller runs each op before the next.
 
         ``forward_buffer``: in a backward, the buffer in which the forward had its parameters.
         """
-        self._at = at
+        self._event_index = event_index
         phase: Phase = "backward" if event.kind.startswith("backward") else "forward"
         match event.kind, unit:
             case "forward" | "backward", UnitState():
                 if unit.axes:
                     yield from self._gather_unit(unit, phase, forward_buffer)
-                yield self._append_bound_op(ops.COMPUTE, unit, phase, use=event.use)
+                yield self._append_bound_op(ops.COMPUTE, unit, phase, use_index=event.use_index)
             case "forward_end", UnitState():
                 yield from self._release_unit(unit, phase, forward_buffer)
             case "backward_end", UnitState():
                 if self._executor.incoming is not None:
-                    yield from self._collect_gradient(unit, event.use)
+                    yield from self._collect_gradient(unit, event.use_index)
                 yield from self._release_unit(unit, phase, forward_buffer)
                 if self._executor.incoming is not None and self._uses.pending.get(unit.key, 0) <= 0:
                     yield from self._reduce_gradient(unit)
@@ -110,7 +110,9 @@ class EagerOps:
             for spec in following_specs(op.spec, op.phase):
                 if spec.has_ops_for(self._assumed_facts(unit) if unit is not None else UnitFacts("")):
                     after = None if spec.stream == op.stream else number
-                    yield from self.with_following_ops([self._append_bound_op(spec, unit, op.phase, use=op.use, after=after)])
+                    yield from self.with_following_ops(
+                        [self._append_bound_op(spec, unit, op.phase, use_index=op.use_index, after=after)]
+                    )
 
     def _gather_unit(self, unit: UnitState, phase: Phase, forward_buffer: UnshardedBuffer | None) -> Iterator[BoundOp]:
         """Yield the ops that gather a unit's parameters: in a backward into ``forward_buffer``, else outside of the arena."""
@@ -171,7 +173,7 @@ class EagerOps:
         is_first = gradient.block is None
         if is_first:
             gradient.collect_in(self._allocate_outgoing_block(gradient))
-        yield self._append_bound_op(ops.CAST, unit, "backward", use=use, block=gradient.block, is_first=is_first)
+        yield self._append_bound_op(ops.CAST, unit, "backward", use_index=use, block=gradient.block, is_first=is_first)
 
     def _reduce_gradient(self, unit: UnitState) -> Iterator[BoundOp]:
         yield from self._end_reduction()
@@ -230,7 +232,7 @@ class EagerOps:
             yield self._append_bound_op(ops.OFFLOAD, unit, "update")
 
     def _append_bound_op(
-        self, spec: OpSpec, unit: UnitState | None, phase: Phase, *, use: int = -1, after: int | None = None, **bound: Any
+        self, spec: OpSpec, unit: UnitState | None, phase: Phase, *, use_index: int = -1, after: int | None = None, **bound: Any
     ) -> BoundOp:
         """Emit an op. The op's address is ``unsharded.where``, else that of the unit's buffer in this step's schedule.
 
@@ -249,7 +251,7 @@ class EagerOps:
         for buffer in spec.reads:
             self._readers.setdefault((buffer, key), []).append(number)
         waits = tuple(sorted(i for i in waits_for if i is not None))
-        op = Op(spec.kind, key, phase, self._at, use, stream, memory, waits, opens=opens)
+        op = Op(spec.kind, key, phase, self._event_index, use_index, stream, memory, waits, opens=opens)
         self.ops.append(op)
         self._last[stream] = number
         to_come = [(self._number, j) for j in op.after if self.ops[j].stream != stream and j not in self._joined]

@@ -49,7 +49,7 @@ class OpProfiler:
         """Run the actions of an event's ops, and measure them."""
         here = self.mark_time()
         if event.kind.endswith("_end") and event.unit:
-            compute, began = self._open.pop((event.kind.removesuffix("_end"), event.use))
+            compute, began = self._open.pop((event.kind.removesuffix("_end"), event.use_index))
             self._add_measurement(compute, began, here)
         for bound, action in ops:
             if bound.spec.cost == "update":
@@ -69,7 +69,7 @@ class OpProfiler:
         action()
         stop = self.mark_time()
         if bound.spec.cost == "compute":
-            self._open[bound.op.phase, bound.op.use] = (bound, stop)
+            self._open[bound.op.phase, bound.op.use_index] = (bound, stop)
         elif bound.spec.stream != "compute" and not bound.spec.may_wait:
             if self.lane_marks:
                 start, stop = self.lane_marks[0][0], self.lane_marks[-1][1]

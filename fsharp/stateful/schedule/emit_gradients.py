@@ -59,7 +59,9 @@ class GradientOps:
             # With this op each unit of the bucket has begun its casts: make room for the bucket's reduction.
             self._limit_reductions(REDUCE)
         opens = None if has_memory else self._resting_gradient_to_open(unit)
-        self._casts[unit] = self._ops.add_chain(CAST, unit, "backward", use=event.use, is_first_user=is_first, opens=opens)
+        self._casts[unit] = self._ops.add_chain(
+            CAST, unit, "backward", use_index=event.use_index, is_first_user=is_first, opens=opens
+        )
         self._missing_casts[unit] -= 1
         if not any(self._missing_casts[each] for each in bucket):
             self._emit_reduction(bucket)

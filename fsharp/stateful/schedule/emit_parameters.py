@@ -48,7 +48,7 @@ class ParameterOps:
 
     def emit_releases(self, phase: Phase) -> None:
         """Emit the releases that are planned for this event."""
-        for unit in (unit for bucket in self._changes[self._ops.at].released for unit in bucket):
+        for unit in (unit for bucket in self._changes[self._ops.event_index].released for unit in bucket):
             gather = self._gathers.pop(unit, None)
             after = (gather,) if gather is not None and unit not in self._ready else ()  # no wait has followed the gather
             self._ops.add_chain(RELEASE, unit, phase, after=after)
@@ -56,7 +56,7 @@ class ParameterOps:
 
     def emit_gathers(self, phase: Phase) -> None:
         """Emit the gathers that are planned for this event."""
-        self._emit_gathers_of_buckets(self._changes[self._ops.at].gathered, phase, self._updated)
+        self._emit_gathers_of_buckets(self._changes[self._ops.event_index].gathered, phase, self._updated)
 
     def _emit_gathers_of_buckets(self, buckets: Iterable[Bucket], phase: Phase, after: tuple[UnplacedOp, ...]) -> None:
         for units in buckets:
@@ -74,7 +74,7 @@ class ParameterOps:
                 op.replace_after(self._gathers[unit])
             else:
                 self._arriving.append(op)
-        self._ops.add_chain(COMPUTE, unit, phase, use=event.use)
+        self._ops.add_chain(COMPUTE, unit, phase, use_index=event.use_index)
 
     def _emit_wait_for_updated_gather(self, unit: str) -> None:
         """Emit the wait for the gather of a unit's updated parameters, which the previous step has begun; once in a step."""

@@ -33,8 +33,8 @@ class UnitFacts:
         update_gather: collectives that gather updated parameters.
         rest: bytes of the arena for the gradient at rest, the sum over microbatches; 0 if gradients have their own memory.
         host: bytes of optimizer state and main copies in host memory between updates; 0 without offload.
-        wire: text of the dtypes or formats that the unit's collectives send. Units with equal texts may share collectives; a
-            unit with None shares none.
+        sent_dtypes: text of the dtypes or formats that the unit's collectives send. Units with equal texts may share
+            collectives; a unit with None shares none.
         decoded: encoded bytes that are decoded after a gather. This field and the fields below are 0 for plain formats.
         reduce_encoded: encoded bytes that are made before the first collective of the reduction after a microbatch.
         reduce_recoded: encoded bytes that are decoded and encoded again between two collectives of this reduction.
@@ -57,7 +57,7 @@ class UnitFacts:
     update_gather: tuple[Call, ...] = ()
     rest: int = 0
     host: int = 0
-    wire: str | None = ""
+    sent_dtypes: str | None = ""
     decoded: int = 0
     reduce_encoded: int = 0
     reduce_recoded: int = 0
@@ -80,14 +80,14 @@ class Event(NamedTuple):
             optimizer's shards. ``fetch`` copies a unit's optimizer state to the device, for the next ``update``. ``update`` is
             the optimizer step. ``move`` is a reduction that no schedule contains, such as that of another tree.
         unit: name of the unit; empty for a kind without a unit.
-        use: number of the use within the step, counted from 0 in the order of ``forward``; -1 for a kind without a use.
+        use_index: number of the use within the step, counted from 0 in the order of ``forward``; -1 for a kind without a use.
         no_gradient: whether a ``backward_end`` of a trained unit leaves no gradient of the unit's parameters.
         units: names of the units that a ``reduce`` or an ``update`` event is about, sorted; None: all units.
     """
 
     kind: EventKind
     unit: str = ""
-    use: int = -1
+    use_index: int = -1
     no_gradient: bool = False
     units: tuple[str, ...] | None = None
 
@@ -159,21 +159,21 @@ class Program:
             where = f"Program(): event {i}, {event}"
             if event.kind not in EVENTS_WITHOUT_UNIT and event.unit not in names:
                 raise ScheduleError(f"{where}: no such unit; there are {sorted(names)}.")
-            if event.kind in EVENTS_WITHOUT_UNIT and (event.unit or event.use != -1):
-                raise ScheduleError(f"{where}: has unit {event.unit!r} and use {event.use}, expected no unit and no use.")
+            if event.kind in EVENTS_WITHOUT_UNIT and (event.unit or event.use_index != -1):
+                raise ScheduleError(f"{where}: has unit {event.unit!r} and use {event.use_index}, expected no unit and no use.")
             if unknown := sorted(set(event.units or ()) - names):
                 raise ScheduleError(f"{where}: is about unit {unknown[0]!r}; there are {sorted(names)}.")
             if event.has_gradient and not facts[event.unit].trainable:
                 raise ScheduleError(f"{where}: gives a gradient to a unit whose facts say trainable=False.")
             if event.kind in ("forward", "backward"):
-                if event.kind == "forward" and event.use in began:
-                    raise ScheduleError(f"{where}: use {event.use} has begun before.")
-                if event.kind == "backward" and event.use not in began:
-                    raise ScheduleError(f"{where}: use {event.use} has had no forward.")
-                began.add(event.use)
-                open_.append((event.kind, event.unit, event.use))
+                if event.kind == "forward" and event.use_index in began:
+                    raise ScheduleError(f"{where}: use {event.use_index} has begun before.")
+                if event.kind == "backward" and event.use_index not in began:
+                    raise ScheduleError(f"{where}: use {event.use_index} has had no forward.")
+                began.add(event.use_index)
+                open_.append((event.kind, event.unit, event.use_index))
             elif event.kind in ("forward_end", "backward_end"):
-                want = (event.kind.removesuffix("_end"), event.unit, event.use)
+                want = (event.kind.removesuffix("_end"), event.unit, event.use_index)
                 if not open_ or open_.pop() != want:
                     raise ScheduleError(f"{where}: uses have to nest.")
             elif open_:

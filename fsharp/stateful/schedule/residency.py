@@ -59,13 +59,15 @@ def plan_residency(
 
 def _staying_buckets(events: Sequence[Event], buckets: BucketOfUnit, kept_uses: Collection[int]) -> list[Mapping[Bucket, int]]:
     """Return, for each event, the buckets that ``kept_uses`` keep resident, each with the number of these uses."""
-    ends = {event.use: i for i, event in enumerate(events) if event.kind == "backward_end" and event.use in kept_uses}
+    ends = {
+        event.use_index: i for i, event in enumerate(events) if event.kind == "backward_end" and event.use_index in kept_uses
+    }
     counts: Mapping[Bucket, int] = {}
     result = []
     for i, event in enumerate(events):
         name = buckets.get(event.unit, ())
-        change = (event.kind == "forward") - (ends.get(event.use) == i)
-        if name and event.use in ends and change:
+        change = (event.kind == "forward") - (ends.get(event.use_index) == i)
+        if name and event.use_index in ends and change:
             counts = {**counts, name: counts.get(name, 0) + change}
             counts = {each: count for each, count in counts.items() if count}
         result.append(counts)
@@ -112,7 +114,7 @@ def _next_needed_buckets(events: Sequence[Event], wanted: Sequence[tuple[Bucket,
 def backward_use_numbers(program: Program, buckets: BucketOfUnit) -> list[list[int]]:
     """Return, for each microbatch, the uses of gathered units whose backward is in the microbatch, in order of backwards."""
     parts = split_by_microbatch(program.events)
-    return [[event.use for event in part if event.kind == "backward" and event.unit in buckets] for part in parts]
+    return [[event.use_index for event in part if event.kind == "backward" and event.unit in buckets] for part in parts]
 
 
 def _buckets_in_use(events: Sequence[Event], buckets: BucketOfUnit) -> list[tuple[Bucket, ...]]:

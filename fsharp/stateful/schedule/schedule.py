@@ -53,12 +53,12 @@ class Op:
         kind: kind of the op: one of :func:`~fsharp.stateful.schedule.ops.kinds_where`.
         unit: unit of the op; empty for an op without a unit.
         phase: part of the step: ``forward``, ``backward``, ``finish`` (reductions once a step) or ``update``.
-        use: number of the unit's use; -1 for an op without a use.
+        use_index: number of the unit's use; -1 for an op without a use.
         stream: stream on which the op runs.
         memory: range of the arena that the op fills, reads or frees; None if its parameters or gradients are at rest.
         opens: range of the arena where the unit's gradient rests, from this op to the end of the step. None: this op is not the
             first to write there. A reduction writes its result to ``opens``; if that is None, to ``memory``.
-        at: position of the program's event at which the host issues the op.
+        event_index: position of the program's event at which the host issues the op.
         after: positions of ops that must be over before this op starts; positions after that of this op are of the previous
             step.
         bucket: neighbouring ops of one kind with the same number share one collective; -1 shares none.
@@ -67,8 +67,8 @@ class Op:
     kind: str
     unit: str
     phase: Phase
-    at: int
-    use: int = -1
+    event_index: int
+    use_index: int = -1
     stream: Stream = "compute"
     memory: Memory | None = None
     after: tuple[int, ...] = ()
@@ -242,14 +242,20 @@ def sent_nbytes_by_op_and_axis(calls: Iterable[Call]) -> Counter[tuple[str, str]
 def coalescing_key(spec: OpSpec, facts: UnitFacts) -> tuple[object, ...] | None:
     """Return what has to be equal for ops to share a bucket: dtypes, collectives and axes. None: the op joins no bucket."""
     stages = tuple(dict.fromkeys((call.op, call.axis) for call in spec.collectives(facts)))
-    return (facts.wire, *stages) if stages and facts.wire is not None else None
+    return (facts.sent_dtypes, *stages) if stages and facts.sent_dtypes is not None else None
+
+
+_EARLIER_KEYS = {"at": "event_index", "use": "use_index", "wire": "sent_dtypes"}
+"""By name of a field in files of earlier versions, the name now."""
 
 
 def _op_from_json(row: dict[str, Any]) -> Op:
+    row = {_EARLIER_KEYS.get(k, k): v for k, v in row.items()}
     memory, opens = (Memory(**row[name]) if row[name] else None for name in ("memory", "opens"))
     return Op(**row | {"memory": memory, "opens": opens, "after": tuple(row["after"])})
 
 
 def _facts_from_json(row: dict[str, Any]) -> UnitFacts:
+    row = {_EARLIER_KEYS.get(k, k): v for k, v in row.items()}
     fields: dict[str, Any] = {k: tuple(Call(*call) for call in v) if isinstance(v, list | tuple) else v for k, v in row.items()}
     return UnitFacts(**fields)

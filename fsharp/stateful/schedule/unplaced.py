@@ -31,11 +31,11 @@ class UnplacedOp:
     spec: OpSpec
     unit: str
     phase: Phase
-    at: int
+    event_index: int
     buffer: BufferKey | None = None
     fills: bool = False
     frees: bool = False
-    use: int = -1
+    use_index: int = -1
     after: tuple["UnplacedOp", ...] = ()
     bucket: int = -1
     opens: BufferKey | None = None
@@ -52,17 +52,17 @@ class UnplacedOp:
 
 
 class OpList:
-    """The ops emitted so far, in the order of issue. ``at``: position of the program's event at which later ops are issued."""
+    """The ops emitted so far, in the order of issue. ``event_index``: the event of the program at which ops are issued."""
 
     def __init__(self, program: Program) -> None:
-        self.facts, self.at = program.facts, 0
+        self.facts, self.event_index = program.facts, 0
         self.ops: list[UnplacedOp] = []
         self._numbers, self._following_specs = count(), cache(following_specs)
         self._readers: dict[BufferKey, list[UnplacedOp]] = {}  # ops that have read a buffer since its last change
 
-    def begin_event(self, at: int) -> None:
-        """Begin to add the ops of the program's event at position ``at``."""
-        self.at = at
+    def begin_event(self, event_index: int) -> None:
+        """Begin to add the ops of the program's event at position ``event_index``."""
+        self.event_index = event_index
 
     def add_chain(self, spec: OpSpec, unit: str, phase: Phase, **fields: Any) -> UnplacedOp:
         """Add an op of the kind ``spec``, then ops that follow this op, such as a decode after a wait. Return the first op."""
@@ -93,7 +93,7 @@ class OpList:
             fields["frees"] = is_last_user and spec.frees == spec.memory_buffer_kind
         elif spec.filled_buffer(facts) == REST:
             fields["after"] = (*fields.get("after", ()), *self._readers.pop((REST, unit), ()))
-        op = UnplacedOp(spec, unit, phase, self.at, **fields)
+        op = UnplacedOp(spec, unit, phase, self.event_index, **fields)
         for buffer in spec.reads:
             self._readers.setdefault((buffer, unit), []).append(op)
         self.ops.append(op)
@@ -102,11 +102,15 @@ class OpList:
     def _add_following_ops(self, op: UnplacedOp) -> None:
         for spec in self._following_specs(op.spec, op.phase):
             if spec.has_ops_for(self.facts[op.unit]):
-                self.add_chain(spec, op.unit, op.phase, use=op.use, after=() if spec.stream == op.spec.stream else (op,))
+                self.add_chain(
+                    spec, op.unit, op.phase, use_index=op.use_index, after=() if spec.stream == op.spec.stream else (op,)
+                )
 
     def reserve_buffer(self, op: UnplacedOp) -> None:
         """Add a mark, up to which the buffer of ``op`` stays reserved though no op uses it."""
-        self.ops.append(UnplacedOp(op.spec, op.unit, op.phase, self.at, op.buffer, frees=op.buffer is not None, marked_op=op))
+        self.ops.append(
+            UnplacedOp(op.spec, op.unit, op.phase, self.event_index, op.buffer, frees=op.buffer is not None, marked_op=op)
+        )
 
     def last_on_stream(self, stream: Stream) -> tuple[UnplacedOp, ...]:
         """Return a tuple with the last op on a stream, or ``()``."""

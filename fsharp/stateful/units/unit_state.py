@@ -76,7 +76,7 @@ class UnitState:
             gather=tuple(chain(*gathers)),
             update_gather=tuple(chain(*updates)),
             host=self.host_copy_nbytes,
-            wire=" ".join(dtypes.pop().names) if len(dtypes) == 1 else None,
+            sent_dtypes=" ".join(dtypes.pop().names) if len(dtypes) == 1 else None,
             decoded=sum(numel * dtype.itemsize for numel, dtype in full_sizes_of_encoded_groups(layout)) if self.axes else 0,
             update_coded=sum(differences) * math.prod(map(layout.mesh.axis_size, self.update_gather_axes)),
             **of_gradient,

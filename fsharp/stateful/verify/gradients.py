@@ -20,7 +20,7 @@ class GradientCheck(ScheduleCheckPass):
         self.due: dict[tuple[str, int], dict[int, int]] = {}  # by unit and microbatch, by event the use that has a gradient
         for i, event in enumerate(self.events):
             if event.has_gradient:
-                self.due.setdefault((event.unit, bisect_left(self.ends, i)), {})[i] = event.use
+                self.due.setdefault((event.unit, bisect_left(self.ends, i)), {})[i] = event.use_index
         finished = [facts.name for facts in self.facts.values() if facts.trainable and facts.finish]
         self.finishes: dict[int, list[str]] = {}  # by number of a `reduce` after a microbatch, the units that it reduces
         for number in sorted({bisect_left(self.asked, end) for end in self.ends} - {len(self.asked)}):
@@ -56,21 +56,23 @@ class GradientCheck(ScheduleCheckPass):
             self.check_is_before(self.last, i, "may run before the end of")
 
     def _gradient_key(self, op: Op) -> tuple[str, int]:
-        return op.unit, bisect_left(self.asked if op.phase == "finish" else self.ends, op.at)
+        return op.unit, bisect_left(self.asked if op.phase == "finish" else self.ends, op.event_index)
 
     def _check_cast(self, i: int, op: Op) -> None:
         key = self._gradient_key(op)
         due = self.due.get(key, {})
-        if due.get(op.at) != op.use:
-            there = [at for at, use in due.items() if use == op.use]
+        if due.get(op.event_index) != op.use_index:
+            there = [at for at, use in due.items() if use == op.use_index]
             if not there:
-                what = f"casts a gradient that use {op.use} does not have in this microbatch."
+                what = f"casts a gradient that use {op.use_index} does not have in this microbatch."
                 raise op_error(i, op, what, f"uses {sorted(due.values())}")
-            what = f"is issued at event {op.at}, and its gradient exists only at the end of the use's backward."
+            what = f"is issued at event {op.event_index}, and its gradient exists only at the end of the use's backward."
             raise op_error(i, op, what, f"event {there[0]}")
-        if op.at in self.cast.setdefault(key, set()):
-            raise op_error(i, op, f"casts the gradient of use {op.use} twice.", "one cast for each use", "Drop one of them.")
-        self.cast[key].add(op.at)
+        if op.event_index in self.cast.setdefault(key, set()):
+            raise op_error(
+                i, op, f"casts the gradient of use {op.use_index} twice.", "one cast for each use", "Drop one of them."
+            )
+        self.cast[key].add(op.event_index)
         self._record_gradient_change(i, op, [(spec, *key) for spec in self.takers[OUTGOING]])
         if any(spec.has_ops_for(self.facts[op.unit]) for spec in self.takers[OUTGOING]):
             self.waiting[op.unit] = i
@@ -80,7 +82,9 @@ class GradientCheck(ScheduleCheckPass):
 
         ``later_senders``: keys in ``self.done`` of ops that send the unreduced gradient: they have to come after op ``i``.
         """
-        sent = [(spec, op.unit, bisect_left(self.asked, op.at)) for spec in self.takers[FINISHING] if REST in spec.reads]
+        sent = [
+            (spec, op.unit, bisect_left(self.asked, op.event_index)) for spec in self.takers[FINISHING] if REST in spec.reads
+        ]
         for done in (*later_senders, *sent):
             if done in self.done:
                 at = self.done[done]

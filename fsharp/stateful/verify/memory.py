@@ -26,22 +26,22 @@ class OffloadedStateCheck(ScheduleCheckPass):
         if op.stream == "compute":
             self.computed = i
         if spec.fills == STATE:
-            event = self.events[op.at]
+            event = self.events[op.event_index]
             if (event.kind, event.unit) != ("fetch", op.unit) or op.unit in self.fetched:
                 raise op_error(i, op, "is not at a fetch event of its unit, or comes twice.", "one for each fetch event")
             self.check_is_before(self.computed, i, "may fill memory still in use by")
             self.fetched[op.unit] = i
         if STATE in spec.reads:
             self._check_offloaded()
-            asked = {event.unit for event in self.events[self.last_update_at : op.at] if event.kind == "fetch"}
+            asked = {event.unit for event in self.events[self.last_update_at : op.event_index] if event.kind == "fetch"}
             for unit in sorted(asked - set(self.fetched)):
                 raise op_error(i, op, f"updates {unit!r}, whose state is in host memory.", f"a fetch of {unit!r} before it")
             for j in self.fetched.values():
                 self.check_is_before(j, i, "may read state before the end of")
-            self.updated, self.last_update_at = i, op.at
+            self.updated, self.last_update_at = i, op.event_index
             self.due, self.fetched = self.fetched, {}
         if spec.frees == STATE:
-            if op.unit not in self.due or op.at != self.last_update_at:
+            if op.unit not in self.due or op.event_index != self.last_update_at:
                 raise op_error(
                     i, op, "copies state that was not fetched, or is back already.", "one for each fetch, at the update"
                 )
@@ -155,7 +155,7 @@ class PolicyLimitsCheck(ScheduleCheckPass):
         self.group_of = {unit: _bucket_name(order.ops[i]) for unit, i in order.carried_gathers().items()}  # by resident unit
         self.in_use = Counter[str]()  # by unit, uses under way
         self.pinned = Counter[str]()  # by unit, uses under way, and uses whose backward is to come
-        ends = {event.use: i for i, event in enumerate(self.events) if event.kind == "backward_end"}
+        ends = {event.use_index: i for i, event in enumerate(self.events) if event.kind == "backward_end"}
         self.last_ends = ends if self.policy.release != "forward" else {}  # by use that may stay resident, its end
         self.num_events = 0  # events so far
         self.under_way: dict[str, dict[str, str]] = {OUTGOING: {}, FINISHING: {}}  # by unit, the group of its reduction
@@ -164,15 +164,15 @@ class PolicyLimitsCheck(ScheduleCheckPass):
         for i, event in enumerate(self.events[self.num_events : at + 1], self.num_events):
             change = (event.kind in ("forward", "backward")) - (event.kind in ("forward_end", "backward_end"))
             self.in_use[event.unit] += change
-            if event.use in self.last_ends:
-                change += (event.kind == "forward") - (i == self.last_ends[event.use])
+            if event.use_index in self.last_ends:
+                change += (event.kind == "forward") - (i == self.last_ends[event.use_index])
             self.pinned[event.unit] += change
         self.num_events = max(self.num_events, at + 1)
 
     def check_op(self, i: int, op: Op, spec: OpSpec) -> None:
         """Count resident units and reductions under way after the op. Raise an error if their numbers exceed a limit."""
         if spec.fills == PARAMS:
-            self._count_open_uses_until(op.at)
+            self._count_open_uses_until(op.event_index)
             self.group_of[op.unit] = _bucket_name(op)
             if op.bucket in {each.bucket for each in self.order.ops[i + 1 : i + 2] if each.kind == op.kind} - {-1}:
                 return  # a bucket counts once all of its units are gathered, as any of them may be in use
@@ -231,8 +231,12 @@ class DerivedBufferCheck(ScheduleCheckPass):
             raise op_error(i, op, f"nothing has filled the {description} that it reads.", f"{maker} {op.unit} before it")
         at = self.filled.pop((buffer, op.unit)) if is_consumed else self.filled[buffer, op.unit]
         self.check_is_before(at, i, f"may read the {description} before the end of")
-        if is_consumed and self.order.ops[at].at != op.at:
+        if is_consumed and self.order.ops[at].event_index != op.event_index:
             what = f"reads the {description}, which op {at} fills at another event."
             raise op_error(
-                i, op, what, f"event {self.order.ops[at].at}", f"Issue both at one event: no event later has the {description}."
+                i,
+                op,
+                what,
+                f"event {self.order.ops[at].event_index}",
+                f"Issue both at one event: no event later has the {description}.",
             )

@@ -73,7 +73,7 @@ class ParameterCheck(ScheduleCheckPass):
 
     def _check_use(self, i: int, op: Op, spec: OpSpec) -> None:
         if spec.events:
-            self.open[op.unit] = max(self.open.get(op.unit, (-1, -1)), (self.ends[op.at], op.at))
+            self.open[op.unit] = max(self.open.get(op.unit, (-1, -1)), (self.ends[op.event_index], op.event_index))
         if op.unit in self.arriving or op.unit in self.stale:
             raise op_error(i, op, "uses parameters without a wait for their update's gather.", "a wait before it")
         if not self.facts[op.unit].gathered:
@@ -90,7 +90,7 @@ class ParameterCheck(ScheduleCheckPass):
         if op.unit not in self.copies:
             raise op_error(i, op, "releases a unit that is not gathered.", "one release for each gather")
         last, first = self.open.get(op.unit, (-1, -1))
-        if op.at < last:
+        if op.event_index < last:
             what = f"is released while in use: its use from event {first} ends at event {last}."
             raise op_error(i, op, what, f"no release before event {last}", "Move the release behind the end of the use.")
         self.copies.pop(op.unit)
@@ -104,7 +104,7 @@ class ParameterCheck(ScheduleCheckPass):
             self.check_is_before(j, i, "changes what may still be read by")
         self._check_updates_gathered()
         self.updated = i
-        updated = self.events[op.at]
+        updated = self.events[op.event_index]
         self.stale = {unit.name: i for unit in self.facts.values() if unit.update_gather and updated.is_about(unit.name)}
 
     def _check_updates_gathered(self) -> None:

@@ -93,18 +93,18 @@ def _check_each_op(schedule: Schedule) -> None:
             raise op_error(i, op, "the program has no such unit.", f"one of {sorted(facts)[1:]}")
         if op.stream != spec.stream:
             raise op_error(i, op, "runs on the wrong stream.", f"stream {spec.stream}")
-        if not at <= op.at < len(events):
-            raise op_error(i, op, f"is issued at event {op.at}.", f"an event from {at} to {len(events) - 1}")
+        if not at <= op.event_index < len(events):
+            raise op_error(i, op, f"is issued at event {op.event_index}.", f"an event from {at} to {len(events) - 1}")
         if any(not 0 <= j < len(schedule.ops) or j == i for j in op.after):
             raise op_error(i, op, f"runs after ops {op.after}.", f"other positions, from 0 to {len(schedule.ops) - 1}")
         if op.bucket != -1:
             _check_op_in_bucket(i, schedule.ops, facts, is_first=op.bucket not in seen)
             seen.add(op.bucket)
-        at = op.at
+        at = op.event_index
         _check_size(i, op, spec, facts[op.unit], arena)
     for spec in [each for each in dict.fromkeys(OPS.values()) if each.events]:
-        want = [(i, event.unit, event.kind, event.use) for i, event in enumerate(events) if event.kind in spec.events]
-        have = [(op.at, op.unit, op.phase, op.use) for op in schedule.ops if op.spec is spec]
+        want = [(i, event.unit, event.kind, event.use_index) for i, event in enumerate(events) if event.kind in spec.events]
+        have = [(op.event_index, op.unit, op.phase, op.use_index) for op in schedule.ops if op.spec is spec]
         if have != want:
             k = next((k for k, (a, b) in enumerate(zip(have, want)) if a != b), min(len(have), len(want)))
             rows = [("op", str(have[k : k + 1])), ("expected", str(want[k : k + 1]))]
@@ -125,8 +125,8 @@ def _check_op_in_bucket(i: int, ops: Sequence[Op], facts: Mapping[str, UnitFacts
         return
     if before is None or before.bucket != op.bucket:
         raise op_error(i, op, f"is not next to the other ops of bucket {op.bucket}.", "ops of one bucket next to each other")
-    what = (before.kind, before.phase, before.at, coalescing_key(before.spec, facts[before.unit]))
-    if what != (op.kind, op.phase, op.at, mine):
+    what = (before.kind, before.phase, before.event_index, coalescing_key(before.spec, facts[before.unit]))
+    if what != (op.kind, op.phase, op.event_index, mine):
         raise op_error(i, op, f"differs from the other ops of bucket {op.bucket}.", f"{what}")
     start = next(k for k in reversed(range(i)) if k == 0 or ops[k - 1].bucket != op.bucket)
     if any(start <= j < i for j in op.after):

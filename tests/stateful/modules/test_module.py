@@ -152,9 +152,9 @@ def test_blocks_are_gathered_while_the_ones_before_compute(kind):
 
     schedule = simulate(DP, rank_fn)[0]
     gathers = [op for op in schedule.ops if op.kind == "gather" and op.phase != "update" and op.unit.startswith("layers.")]
-    waits = {op.after[0]: op.at for op in schedule.ops if op.kind == "wait" and op.after}
+    waits = {op.after[0]: op.event_index for op in schedule.ops if op.kind == "wait" and op.after}
     assert len(gathers) >= 3
-    assert all(waits[schedule.ops.index(op)] > op.at for op in gathers)
+    assert all(waits[schedule.ops.index(op)] > op.event_index for op in gathers)
 
 
 @pytest.mark.parametrize("strategy", ["zero1", "zero3"])

@@ -40,7 +40,7 @@ def without_fetches(schedule):
 
 def fetch_late(schedule):
     i, update = last(schedule, "fetch"), first(schedule, "update")
-    return move(edit(schedule, i, at=schedule.ops[update].at), i, update)
+    return move(edit(schedule, i, event_index=schedule.ops[update].event_index), i, update)
 
 
 FAULTS = {

@@ -29,7 +29,7 @@ def blocks(num, nbytes, *, microbatches=1, **fields):
         finish=(Call("reduce_scatter", "outer", nbytes),),
         update_gather=(Call("all_gather", "outer", nbytes),),
         rest=nbytes,
-        wire="float32",
+        sent_dtypes="float32",
     )
     return in_a_row([replace(facts, name=f"u{i}", **fields) for i in range(num)], microbatches)
 
@@ -78,7 +78,8 @@ def test_a_number_of_bytes_is_taken_as_it_is():
 
 
 @pytest.mark.parametrize(
-    "other", [{"wire": "bfloat16"}, {"wire": None}, {"reduce": (Call("all_reduce", "dp", SMALL),)}, {"reduce": ()}]
+    "other",
+    [{"sent_dtypes": "bfloat16"}, {"sent_dtypes": None}, {"reduce": (Call("all_reduce", "dp", SMALL),)}, {"reduce": ()}],
 )
 def test_units_that_cannot_share_a_collective_do_not(other):
     program = blocks(24, SMALL)
@@ -100,11 +101,13 @@ def test_the_reduction_of_a_bucket_begins_with_the_last_cast_of_it():
     ops = schedule.ops
     for group in group_ops_by_bucket(ops):
         if group[0].kind == "reduce":
-            at = {op.at for op in group}
-            casts = [op.at for op in ops if op.kind == "cast" and op.unit in {each.unit for each in group}]
+            at = {op.event_index for op in group}
+            casts = [op.event_index for op in ops if op.kind == "cast" and op.unit in {each.unit for each in group}]
             assert at == {max(casts)}
     added = [op for op in ops if op.kind == "accumulate"]
-    assert [op.at for op in added[:6]] == [next(op.at for op in ops if (op.kind, op.unit) == ("cast", "u12"))] * 6
+    assert [op.event_index for op in added[:6]] == [
+        next(op.event_index for op in ops if (op.kind, op.unit) == ("cast", "u12"))
+    ] * 6
 
 
 @given(programs(), policies())
@@ -126,7 +129,12 @@ def test_buckets_change_what_is_one_collective_and_no_byte(program, policy):
         assert sent(joined, kind, phase) == sent(alone, kind, phase)
     facts = {unit.name: unit for unit in program.units}
     for group in group_ops_by_bucket(joined.ops):
-        assert len({(op.kind, op.phase, op.at, coalescing_key(op.spec, facts[op.unit])) for op in group if len(group) > 1}) <= 1
+        assert (
+            len(
+                {(op.kind, op.phase, op.event_index, coalescing_key(op.spec, facts[op.unit])) for op in group if len(group) > 1}
+            )
+            <= 1
+        )
 
 
 @given(st.lists(st.integers(0, 1000), max_size=30), st.integers(0, 3000), st.integers(0, 1000))

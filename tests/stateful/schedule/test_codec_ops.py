@@ -120,9 +120,9 @@ def test_the_verifier_refuses_them_too_early_and_apart():
     refused(move(schedule, added, reduce), r"nothing has filled the decoded sum that it reads")
     schedule = planned("zero3", policy=fs.SchedulePolicy(bucket_nbytes=0), backend="gloo")
     reduce = of(schedule, "reduce")[0]
-    later = next(op.at for op in schedule.ops[reduce + 1 :] if op.at > schedule.ops[reduce].at)
-    there = next(i for i, op in enumerate(schedule.ops) if op.at == later)
-    apart = move(edit(schedule, reduce, at=later), reduce, there - 1)
+    later = next(op.event_index for op in schedule.ops[reduce + 1 :] if op.event_index > schedule.ops[reduce].event_index)
+    there = next(i for i, op in enumerate(schedule.ops) if op.event_index == later)
+    apart = move(edit(schedule, reduce, event_index=later), reduce, there - 1)
     refused(apart, r"reads the encoded gradient, which op \d+ fills at another event(?s:.*)Issue both at one event")
 
 

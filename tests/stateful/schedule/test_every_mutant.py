@@ -143,7 +143,7 @@ FORM = {
         lambda s: verify(edited(s, "reduce", memory=Memory(4, 384))),
         r"its memory begins at byte 4\.(?s:.*)a multiple of 64",
     ),
-    "a type": (lambda s: edited(s, "gather", at="1"), r"Schedule\(\): op [0-9]+: at is '1', expected an int"),
+    "a type": (lambda s: edited(s, "gather", event_index="1"), r"Schedule\(\): op [0-9]+: event_index is '1', expected an int"),
     "a word": (lambda s: edit(s, 0, kind="fill"), r"kind is 'fill', expected 'gather' or 'wait' or"),
     "a size": (lambda s: edited(s, "cast", memory=Memory(0, 1.5)), r"nbytes is 1\.5, expected an int"),
     "text": (lambda s: Schedule.from_json(s.to_json().replace('"phase"', '"face"')), r"not a schedule: .*face"),
@@ -162,7 +162,7 @@ def test_what_is_no_schedule_is_refused_by_name(schedule, name):
 def test_nothing_follows_what_a_step_hands_on(schedule):
     """A wait in the step that gathers would come before the gather, which is issued at the end."""
     first, last = next(i for i, op in enumerate(schedule.ops) if op.kind == "wait"), len(schedule.ops) - 1
-    late = move(edit(schedule, first, at=schedule.ops[last].at), first, last)
+    late = move(edit(schedule, first, event_index=schedule.ops[last].event_index), first, last)
     with pytest.raises(ScheduleError, match=r"wait embed .*: comes after op [0-9]+, a gather for the next step"):
         verify(late)
 
@@ -173,7 +173,7 @@ def test_a_gradient_comes_of_no_frozen_unit(schedule):
         replace(schedule.program, units=(replace(units[0], trainable=False), *units[1:]))
 
 
-@pytest.mark.parametrize(("name", "value"), [("outgoing", 128), ("rest", 512), ("finishing", 64), ("wire", "another")])
+@pytest.mark.parametrize(("name", "value"), [("outgoing", 128), ("rest", 512), ("finishing", 64), ("sent_dtypes", "another")])
 @on_ranks(STRATEGIES["zero3"][0])
 def test_facts_of_other_units_are_not_followed(comm, name, value):
     trainer = Trainer(comm, "zero3", {}, 1)

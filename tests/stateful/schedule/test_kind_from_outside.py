@@ -97,7 +97,7 @@ def test_the_emitter_writes_them_behind_what_they_are_behind(found):
         wait, count, add = schedule.ops[i : i + 3]
         assert str(count) == f"count {wait.unit} {wait.phase} [compute]"
         assert str(add) == f"checksum {wait.unit} {wait.phase} [gather]"
-        assert (count.at, count.after, add.after) == (wait.at, (), (i + 1,))
+        assert (count.event_index, count.after, add.after) == (wait.event_index, (), (i + 1,))
     assert len(of(schedule, "count")) == len(of(schedule, "checksum")) == len(of(schedule, "wait")) > 0
     for i in of(schedule, "release"):
         last = [j for j in of(schedule, "checksum") if j < i and schedule.ops[j].unit == schedule.ops[i].unit][-1]
@@ -125,7 +125,7 @@ def test_the_verifier_refuses_them_where_parameters_are_not_there(found, kind):
         wait = [j for j in of(schedule, "wait") if j < i][-1]
         refused(move(schedule, i, wait), rf"op {wait}, {kind} {op.unit} {op.phase}.*before its gather, op \d+, is waited for")
         release = next(j for j in of(schedule, "release") if j > i and schedule.ops[j].unit == op.unit)
-        late = move(edit(schedule, i, at=schedule.ops[release].at), i, release)
+        late = move(edit(schedule, i, event_index=schedule.ops[release].event_index), i, release)
         refused(late, rf"op {release}, {kind} {op.unit} {op.phase}.*a unit that is not gathered")
 
 
@@ -188,7 +188,7 @@ def test_the_verifier_refuses_an_update_of_what_another_stream_still_reads():
         ({"opens": "yes"}, "True or False"),
         ({"calls": "gahter"}, "'gather' or 'reduce' or 'finish' or 'update_gather' or ''"),
         ({"calls": "gathered"}, "'gather' or 'reduce' or"),
-        ({"codes": "wire"}, "'gathered' or 'outgoing' or"),
+        ({"codes": "sent_dtypes"}, "'gathered' or 'outgoing' or"),
         ({"cost": "memroy"}, "'' or 'compute' or 'update' or"),
         ({"may_wait": 1}, "True or False"),
         ({"look": "drak"}, "'unit' or 'dark' or"),
@@ -387,7 +387,7 @@ def test_there_may_be_one_behind_each_kind(kind):
         wanted = []
         for issued in group_ops_by_bucket([op for op in schedule.ops if op.kind != "probe"]):
             wanted += issued
-            wanted += [("probe", op.unit, op.phase, op.at) for op in issued if op.kind == kind]
-        assert [op if op.kind != "probe" else ("probe", op.unit, op.phase, op.at) for op in schedule.ops] == wanted
+            wanted += [("probe", op.unit, op.phase, op.event_index) for op in issued if op.kind == kind]
+        assert [op if op.kind != "probe" else ("probe", op.unit, op.phase, op.event_index) for op in schedule.ops] == wanted
         assert len(of(schedule, "probe")) == len(of(schedule, kind)) > 0
         assert calls[0] >= 2 * len(of(schedule, kind)) + 1, "the first step has them as well"

@@ -210,7 +210,7 @@ def test_what_stays_is_released_at_the_end_of_its_backward():
     again = [op.unit for op in schedule.ops if op.kind == "gather" and op.phase == "backward"]
     assert again == ["u2", "u1", "u0"]
     ends = {e.unit: i for i, e in enumerate(program.events) if e.kind == "backward_end"}
-    last = {op.unit: op.at for op in schedule.ops if op.kind == "release" and op.at < len(program.events) - 1}
+    last = {op.unit: op.event_index for op in schedule.ops if op.kind == "release" and op.event_index < len(program.events) - 1}
     assert all(last[f"u{i}"] == ends[f"u{i}"] for i in range(3, 8))
 
 
@@ -297,8 +297,8 @@ def test_gradients_rest_when_they_are_added_if_the_peak_is_before_that():
 def test_a_window_ends_with_the_step_and_not_before():
     """What the next step needs first, on its way at the end of this one, is beside all gradients at rest."""
     schedule = compile_schedule(layers_at_rest(4, 640), SchedulePolicy(prefetch=2))
-    last = max(op.at for op in schedule.ops)
-    carried = [op.memory for op in schedule.ops if op.kind == "gather" and op.at == last]
+    last = max(op.event_index for op in schedule.ops)
+    carried = [op.memory for op in schedule.ops if op.kind == "gather" and op.event_index == last]
     windows = [op.opens for op in schedule.ops if op.opens]
     assert len(carried) == 2
     assert len(windows) == 5

@@ -20,7 +20,7 @@ KINDS = ("gather", "wait", "decode", "compute", "release", "cast", "encode", "re
 KINDS += ("fetch", "update", "offload")
 STREAMS = ("compute", "gather", "reduce", "host")
 PHASES = ("forward", "backward", "finish", "update")
-FIELDS = ("kind", "unit", "phase", "at", "use", "stream", "memory", "after", "bucket", "opens")
+FIELDS = ("kind", "unit", "phase", "event_index", "use_index", "stream", "memory", "after", "bucket", "opens")
 
 
 def moved(memory, rng, arena):
@@ -48,7 +48,7 @@ def changed(schedule, rng):
     if what == "swap":
         j = rng.randrange(len(ops))
         both = list(ops)
-        both[i], both[j] = replace(ops[j], at=op.at), replace(op, at=ops[j].at)
+        both[i], both[j] = replace(ops[j], event_index=op.event_index), replace(op, event_index=ops[j].event_index)
         return schedule.replace_ops(both), what
     units = [facts.name for facts in schedule.program.units]
     number = len(schedule.program.events)
@@ -61,18 +61,18 @@ def changed(schedule, rng):
             "kind": lambda: rng.choice(KINDS),
             "unit": lambda: rng.choice([*units, ""]),
             "phase": lambda: rng.choice(PHASES),
-            "at": lambda: min(max(op.at + rng.choice([-3, -2, -1, 1, 1, 2, 3]), 0), number - 1),
-            "use": lambda: op.use + rng.choice([-1, 1, 2]),
+            "event_index": lambda: min(max(op.event_index + rng.choice([-3, -2, -1, 1, 1, 2, 3]), 0), number - 1),
+            "use_index": lambda: op.use_index + rng.choice([-1, 1, 2]),
             "stream": lambda: rng.choice(STREAMS),
             "memory": lambda: moved(op.memory, rng, schedule.arena),
             "opens": lambda: moved(op.opens, rng, schedule.arena),
             "bucket": lambda: rng.choice([-1, ops[i - 1].bucket, 999]),
         }[what]()
     mutated = [*ops[:i], replace(op, **{what: value}), *ops[i + 1 :]]
-    if what == "at":  # later ops of the same host may have to follow
-        mutated.sort(key=lambda each: each.at)
+    if what == "event_index":  # later ops of the same host may have to follow
+        mutated.sort(key=lambda each: each.event_index)
         if mutated[i].unit != op.unit or mutated[i].kind != op.kind:
-            mutated = [*ops[:i], replace(op, at=value), *ops[i + 1 :]]
+            mutated = [*ops[:i], replace(op, event_index=value), *ops[i + 1 :]]
     return schedule.replace_ops(mutated), what
 
 
@@ -96,8 +96,8 @@ def test_a_cast_is_issued_where_its_gradient_is_and_nowhere_else(program, policy
     for i, op in enumerate(schedule.ops):
         if op.kind != "cast":
             continue
-        ats = {each.at for each in schedule.ops[i + 1 : i + 2]} - {op.at}
-        for fields in (*({"at": at} for at in ats), *({"phase": phase} for phase in PHASES if phase != "backward")):
+        ats = {each.event_index for each in schedule.ops[i + 1 : i + 2]} - {op.event_index}
+        for fields in (*({"event_index": at} for at in ats), *({"phase": phase} for phase in PHASES if phase != "backward")):
             with pytest.raises(ScheduleError, match=r"is issued at event|has phase|does not have in this microbatch"):
                 verify(schedule.replace_ops([*schedule.ops[:i], replace(op, **fields), *schedule.ops[i + 1 :]]))
 

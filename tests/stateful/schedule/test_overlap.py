@@ -46,7 +46,7 @@ def positions(schedule, kind, unit=None, phase=None):
 
 def ends(schedule):
     """For each use, forward and backward, in order: the unit, the position of its compute op, the event that ends it."""
-    computes = {schedule.ops[i].at: i for i in positions(schedule, "compute")}
+    computes = {schedule.ops[i].event_index: i for i in positions(schedule, "compute")}
     spans = sorted(schedule.program.event_ranges_of_uses(), key=lambda span: span[1])
     return [(unit, computes[first], last) for unit, first, last in spans]
 
@@ -136,7 +136,7 @@ def test_updated_parameters_are_waited_for_at_the_first_use_of_the_next_step(str
     assert [schedule.ops[i].unit for i in waits] == update_gather
     for i in waits:
         unit = schedule.ops[i].unit
-        assert schedule.ops[i].at == schedule.program.events.index(Event("forward", unit, NAMES.index(unit)))
+        assert schedule.ops[i].event_index == schedule.program.events.index(Event("forward", unit, NAMES.index(unit)))
         assert schedule.ops[i].after == tuple(positions(schedule, "gather", unit, "update"))
 
 
@@ -164,7 +164,7 @@ def test_reductions_run_beneath_the_next_backward(strategy, microbatches):
         unit, compute, last = uses[k]
         reduce = next(i for i in positions(schedule, "reduce", unit, "backward") if i > compute)
         added = next(i for i in positions(schedule, "accumulate", unit, "backward") if i > reduce)
-        assert schedule.ops[reduce].at == last
+        assert schedule.ops[reduce].event_index == last
         beneath = [i for i in positions(schedule, "compute", phase="backward") if reduce < i < added]
         expected = min(1, len(NAMES) - 1 - number % len(NAMES))
         if schedule.program.facts[unit].finish:  # which takes a turn of its own
@@ -186,7 +186,7 @@ def test_outer_collectives_of_gradients_run_once_a_step(strategy, microbatches):
             calls = facts.finish if op.phase == "finish" else facts.reduce
             (outer if op.phase == "finish" else inner)[op.unit] += 1
             assert {call.axis for call in calls} == {"outer" if op.phase == "finish" else "inner"}
-            assert op.phase == "backward" or op.at >= (last if microbatches > 1 else 0)
+            assert op.phase == "backward" or op.event_index >= (last if microbatches > 1 else 0)
     assert inner == Counter(dict.fromkeys(NAMES, microbatches))
     assert outer == Counter(NAMES)
     first = positions(schedule, "reduce", phase="finish")[0]

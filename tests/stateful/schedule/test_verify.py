@@ -73,10 +73,16 @@ FAULTS = {
     "release": (lambda s: drop(s, 4), r"op 4, gather a backward .*: is gathered again while its copy of op 19 is there"),
     "release at last": (lambda s: drop(s, 11, 20, 1), r"op 4, gather a backward .*: is gathered and never released: .* stale"),
     "release twice": (lambda s: twice(s, 11), r"op 12, release a .*: releases a unit that is not gathered"),
-    "release early": (lambda s: edit(s, 3, 4, at=1), r"op 4, release a .*: is released while in use: .* ends at event 3"),
-    "release late": (lambda s: move(edit(s, 11, at=10), 11, 18), r"op 17, update .*: the copy of 'a' made by op 5 survives"),
+    "release early": (
+        lambda s: edit(s, 3, 4, event_index=1),
+        r"op 4, release a .*: is released while in use: .* ends at event 3",
+    ),
+    "release late": (
+        lambda s: move(edit(s, 11, event_index=10), 11, 18),
+        r"op 17, update .*: the copy of 'a' made by op 5 survives",
+    ),
     "gather for nothing": (
-        lambda s: move(edit(twice(twice(s, 11), 5), 6, at=7), 6, 12),
+        lambda s: move(edit(twice(twice(s, 11), 5), 6, event_index=7), 6, 12),
         r"op 20, update .*: changes what may still be read by op 12, gather a",
     ),
     "spread": (lambda s: drop(s, 19), r"op 19, gather a forward .*: gathers stale parameters"),
@@ -89,26 +95,32 @@ FAULTS = {
     "cast to send": (lambda s: drop(s, 10), r"op 11, reduce a backward .*: comes before the cast of use 0"),
     "cast twice": (lambda s: twice(s, 9), r"op 10, cast b .*: casts the gradient of use 1 twice"),
     "cast early": (
-        lambda s: edit(s, 9, at=5),
+        lambda s: edit(s, 9, event_index=5),
         r"op 9, cast b .*: is issued at event 5, and its gradient exists only at the end",
     ),
-    "cast late": (lambda s: move(edit(s, 9, at=8), 9, 14), r"op 14, cast b .*: is issued at event 8, and its(?s:.*)event 6"),
-    "cast behind": (lambda s: move(edit(s, 14, at=6), 14, 9), r"op 10, cast b .*: comes after op 9, reduce b finish"),
+    "cast late": (
+        lambda s: move(edit(s, 9, event_index=8), 9, 14),
+        r"op 14, cast b .*: is issued at event 8, and its(?s:.*)event 6",
+    ),
+    "cast behind": (lambda s: move(edit(s, 14, event_index=6), 14, 9), r"op 10, cast b .*: comes after op 9, reduce b finish"),
     "cast phase": (
         lambda s: edit(s, 9, phase="finish"),
         r"op 9, cast b finish .*: has phase 'finish'(?s:.*)expected  'backward'",
     ),
     "gather phase": (lambda s: edit(s, 5, phase="finish"), r"op 5, gather a finish .*: has phase 'finish'"),
-    "cast of another": (lambda s: edit(s, 9, use=7), r"op 9, cast b .*: casts a gradient that use 7 does not have"),
+    "cast of another": (lambda s: edit(s, 9, use_index=7), r"op 9, cast b .*: casts a gradient that use 7 does not have"),
     "reduce": (lambda s: drop(s, 12), r"op 12, accumulate a .*: adds a result without a reduction"),
     "reduce early": (lambda s: edit(s, 12, after=()), r"op 12, reduce a .*: may start before the end of op 10, cast a"),
     "reduce twice": (lambda s: twice(s, 12), r"op 13, reduce a .*: happens twice: op 12"),
     "reduce of b": (lambda s: edit(s, 12, unit="b", memory=None), r"op 12, reduce b .*: takes away a gradient that stays"),
     "accumulate": (lambda s: drop(s, 13), r"op 14, reduce a finish .*: comes before op 10 is accumulated"),
     "no accumulate": (lambda s: drop(edit(s, 18, after=(16,)), 13, 15, 17), r"event 7, backward_end a: .* 0 has no accumulate"),
-    "accumulate late": (lambda s: edit(s, *range(13, 18), at=9), r"op 13, accumulate a .*: adds a result without a reduction"),
+    "accumulate late": (
+        lambda s: edit(s, *range(13, 18), event_index=9),
+        r"op 13, accumulate a .*: adds a result without a reduction",
+    ),
     "finish": (lambda s: drop(s, 14, 16), r"event 9, reduce: the gradient of 'b' has no reduce of phase finish"),
-    "finish late": (lambda s: edit(s, 16, 17, at=10), r"op 16, accumulate b finish .*: no `reduce` event asks for it"),
+    "finish late": (lambda s: edit(s, 16, 17, event_index=10), r"op 16, accumulate b finish .*: no `reduce` event asks for it"),
     "finished half": (lambda s: drop(s, 16), r"event 9, reduce: the gradient of 'b' has no accumulate of phase finish"),
     "update early": (lambda s: edit(s, 18, after=()), r"op 18, update .*: may run before the end of op 17, accumulate a"),
     "overwritten": (lambda s: edit(s, 15, after=()), r"op 15, reduce a finish .*: may fill memory still in use by op 11"),
@@ -120,7 +132,7 @@ FAULTS = {
     "size": (lambda s: edit(s, 10, memory=Memory(64, 64)), r"op 10, cast a .*: its memory is of the wrong size(?s:.*)128 b"),
     "no such unit": (lambda s: edit(s, 3, unit="c"), r"op 3, compute c .*: the program has no such unit"),
     "stream": (lambda s: edit(s, 5, stream="compute"), r"op 5, gather a .*: runs on the wrong stream"),
-    "at": (lambda s: edit(s, 5, at=2), r"op 5, gather a .*: is issued at event 2"),
+    "at": (lambda s: edit(s, 5, event_index=2), r"op 5, gather a .*: is issued at event 2"),
     "after": (lambda s: edit(s, 5, after=(5,)), r"op 5, gather a .*: runs after ops \(5,\)"),
     "bucket": (lambda s: edit(s, 5, 20, bucket=3), r"op 20, gather a .*: is not next to the other ops of bucket 3"),
     "bucket of computes": (lambda s: edit(s, 3, bucket=3), r"op 3, compute b .*: cannot be in bucket 3"),
@@ -210,6 +222,11 @@ def test_gradients_at_rest_are_opened_once_by_the_first_op_that_feeds_them(progr
 def test_a_schedule_is_read_as_it_was_written(program, policy):
     schedule = compile_schedule(program, policy)
     assert Schedule.from_json(schedule.to_json()) == schedule
+    earlier = schedule.to_json()
+    for name, before in {"event_index": "at", "use_index": "use", "sent_dtypes": "wire"}.items():
+        assert f'"{name}": ' in earlier
+        earlier = earlier.replace(f'"{name}": ', f'"{before}": ')
+    assert Schedule.from_json(earlier) == schedule, "a file of an earlier version"
 
 
 @settings(max_examples=settings().max_examples // 2)
@@ -280,8 +297,11 @@ def test_a_bucket_begins_when_all_that_its_ops_wait_for_is_there():
 
 BUCKET_FAULTS = {
     "kind of collective": (lambda s, i: facts(s, i, reduce=(FINAL_REDUCE,)), "differs from the other ops of bucket"),
-    "wire": (lambda s, i: facts(s, i, wire="bfloat16"), "differs from the other ops of bucket"),
-    "alone": (lambda s, i: facts(s, i, wire=None), "cannot be in bucket .*: it can share its collectives with no other op"),
+    "wire": (lambda s, i: facts(s, i, sent_dtypes="bfloat16"), "differs from the other ops of bucket"),
+    "alone": (
+        lambda s, i: facts(s, i, sent_dtypes=None),
+        "cannot be in bucket .*: it can share its collectives with no other op",
+    ),
     "nothing sent": (lambda s, i: edit(s, i, unit=s.ops[i - 1].unit, kind="release"), "runs on the wrong stream|cannot be in"),
     "apart": (lambda s, i: edit(s, i + 1, i + 2, bucket=s.ops[i].bucket), "cannot be in bucket|differs from the|is not next"),
     "waits for itself": (lambda s, i: edit(s, i, after=(*s.ops[i].after, i - 1)), "waits for others of bucket"),
@@ -311,9 +331,9 @@ def test_a_use_for_its_inputs_alone_has_no_gradient():
     schedule = compile_schedule(Program((unit,), (*given, *late, Event("reduce"), Event("update"))))
     verify(schedule)
     [i] = [i for i, op in enumerate(schedule.ops) if op.kind == "cast"]
-    assert schedule.ops[i].use == 0
+    assert schedule.ops[i].use_index == 0
     with pytest.raises(ScheduleError, match=r"casts a gradient that use 1 does not have"):
-        verify(edit(schedule, i, use=1))
+        verify(edit(schedule, i, use_index=1))
 
 
 def test_a_reduction_of_some_units_is_not_one_of_the_others():

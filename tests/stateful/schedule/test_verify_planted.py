@@ -90,7 +90,7 @@ def late_gather(data, s):
     i = choose(data, [i for i in of(s, "gather", *PARAMETERS) if s.ops[i].bucket == -1])
     uses = [k for k, op in enumerate(s.ops) if k > i and (op.kind, op.unit) == ("compute", s.ops[i].unit)]
     assume(uses)
-    return move(edit(s, i, at=s.ops[uses[0]].at), i, uses[0])
+    return move(edit(s, i, event_index=s.ops[uses[0]].event_index), i, uses[0])
 
 
 def early_carried_gather(data, s):
@@ -109,7 +109,7 @@ def early_release(data, s):
     i = choose(data, of(s, "release"))
     uses = [k for k, op in enumerate(s.ops[:i]) if op.unit == s.ops[i].unit and op.kind in ("compute", "gather")]
     assume(uses and s.ops[uses[-1]].kind == "compute")
-    return move(edit(s, i, at=s.ops[uses[-1]].at), i, uses[-1] + 1)
+    return move(edit(s, i, event_index=s.ops[uses[-1]].event_index), i, uses[-1] + 1)
 
 
 def without_cast(data, s):

@@ -136,7 +136,7 @@ def test_units_of_other_dtypes_stay_alone():
 
     for found, expected in simulate(DP, rank_fn):
         assert_same_training(found, expected)
-        facts = {unit.name: unit.wire for unit in found.schedule.program.units}
+        facts = {unit.name: unit.sent_dtypes for unit in found.schedule.program.units}
         assert facts["layers.1"] is None
         assert facts["layers.3"] != facts["layers.0"] == facts["embed"]
         joined = {tuple(op.unit for op in ops) for ops in group_ops_by_bucket(found.schedule.ops) if len(ops) > 1}
@@ -254,7 +254,9 @@ def test_one_unit_of_a_bucket_has_other_values_than_were_gathered_for_it(hidden)
 
     _, [step] = run_both(program, DP, **JOINED)
     assert step.num_unscheduled_calls == 1
-    carried = [ops for ops in group_ops_by_bucket(step.schedule.ops) if ops[0].at == len(step.schedule.program.events) - 1]
+    carried = [
+        ops for ops in group_ops_by_bucket(step.schedule.ops) if ops[0].event_index == len(step.schedule.program.events) - 1
+    ]
     assert ("embed", "layers.0") in {tuple(op.unit for op in ops)[:2] for ops in carried if ops[0].phase == "forward"}
 
 
@@ -303,13 +305,15 @@ def test_a_schedule_of_units_with_other_dtypes_is_not_followed(comm):
     """As many bytes, but not the same: to join them would mix dtypes."""
     options = {"precision": fs.Precision(wire=torch.float32), "params": make_params(layers=LAYERS)}
     schedule = train(comm, "zero3", JOINED, **options).schedule
-    units = [replace(facts, wire="another") for facts in schedule.program.units]
+    units = [replace(facts, sent_dtypes="another") for facts in schedule.program.units]
     state = make_state(comm, "zero3", tx=fs.optim.adamw(1e-2), params=make_params(layers=LAYERS))
     step = fs.Scheduler(comm, **JOINED)(fs.train_step(loss_fn, fs.optim.adamw(1e-2)))
     batch = my_batches(comm, 1)[0]
     state, _ = step(state, batch)
     step.follow(replace(schedule, program=replace(schedule.program, units=tuple(units))))
-    with pytest.raises(ScheduleError, match=r"wire of unit '[a-z0-9.]+' is another, and here float32 float32 float32 float32"):
+    with pytest.raises(
+        ScheduleError, match=r"sent_dtypes of unit '[a-z0-9.]+' is another, and here float32 float32 float32 float32"
+    ):
         step(state, batch)
 
 
