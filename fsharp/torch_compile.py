@@ -1,7 +1,7 @@
 """Boundaries of torch.compile: the user's functions are compiled, the functions of this library are not.
 
-A graph must not contain a collective, or memory that this library releases. So a graph ends where a function of this library
-is called, and another graph may begin where this library calls a function of the user.
+A graph must not contain a collective, or memory that this library releases. So a graph ends where a function of this library is
+called. Another graph may begin where this library calls a function of the user.
 """
 
 import functools

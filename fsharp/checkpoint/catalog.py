@@ -54,7 +54,7 @@ def folder_name(step: int, save_id: str) -> str:
 
 
 def new_save_id(root: str) -> str:
-    """Return an id for a save that begins now, as :func:`save_id_from_clock` does, after a look at the saves in ``root``."""
+    """Return :func:`save_id_from_clock` for a save that begins now. Its time is later than that of each save in ``root``."""
     advance_save_clock(root, newest_save_time(root))
     return save_id_from_clock(root)
 

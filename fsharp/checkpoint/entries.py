@@ -229,7 +229,7 @@ def _leaf_type_text(leaf: Any) -> str:
 
 
 def type_with_ints_as_float(value: Value) -> type | None:
-    """Return the type that two values have to share. All numbers have one type, as a learning rate of 1 may become 0.9."""
+    """Return the type of a value that a load compares: float for all numbers, as a learning rate of 1 may become 0.9."""
     if isinstance(value, bool | str):
         return bool if isinstance(value, bool) else str
     return None if value is None else float

@@ -166,8 +166,8 @@ def bytes_of(tensor: torch.Tensor) -> memoryview:
 def parse_header(where: str, header: bytes, nbytes: int) -> tuple[dict[str, TensorExtent], dict[str, str]]:
     """Return tensors and metadata in the ``header`` of a file of ``nbytes`` bytes.
 
-    Raises CheckpointError if the header is damaged, if there is a gap or an overlap between tensors, or if the file has another
-    size than the header says.
+    Raises CheckpointError if the header is damaged, tensors have gaps or overlaps, or the file has another size than the header
+    says.
     """
     try:
         described = parse_untrusted_json(header[8:])

@@ -101,7 +101,7 @@ class LocalStorage:
         return os.path.join(parent, f".{name}.partial")
 
     def make_staging_folder(self, folder: str) -> None:
-        """Make the staging folder of ``folder``, and missing parents."""
+        """Make the folder ``staging_path(folder)``, which must not exist, and missing parents."""
         _make_folders(os.path.dirname(folder))
         os.mkdir(self.staging_path(folder))
 

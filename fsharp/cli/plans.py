@@ -352,7 +352,7 @@ def _find_hardware(where: str, layout: Layout, gpu: str, hardware: str, tokens: 
 
 
 def _with_compute_of_model(hardware: Hardware, layout: Layout, model: FoundModel) -> Hardware:
-    """Return ``hardware`` with the seconds of ``model``: tied embeddings count once, and of experts those that a token uses."""
+    """Return ``hardware`` with the seconds of ``model``. Tied embeddings count once; only experts that a token uses count."""
     assert isinstance(hardware.compute_times, Mapping)
     compute, (used, total) = dict(hardware.compute_times), model.used_and_total_experts or (1, 1)
     shares = own_use_shares(uses_in_order(layout, units_in_dict_order(model.tree, layout)))

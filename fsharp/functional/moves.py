@@ -185,9 +185,9 @@ def reduce_scatter(
         MeshError: ``comm`` is on another mesh than the tree.
 
     Cost: along an axis of ``n`` ranks a rank sends ``(n - 1) / n`` of the bytes of the buffer in the ``wire`` dtype. If ``to``
-    is replicated along the axis, the rank also sends ``(n - 1) / n`` of the bytes of the sums in the ``accumulate`` dtype.
-    Except for NCCL's own reductions, sums are taken in order of rank.
-    Gradient: the gradient with respect to ``tree`` is the gradient with respect to the result, moved by :func:`gather`.
+    is replicated along the axis, the rank also sends this fraction of the bytes of the sums in the ``accumulate`` dtype. Except
+    for NCCL's own reductions, sums are taken in order of rank. Gradient: the gradient with respect to ``tree`` is the gradient
+    with respect to the result, moved by :func:`gather`.
     """
     nodes = checked_units_of("reduce_scatter()", tree, comm)
     check_not_encoded("reduce_scatter()", nodes)

@@ -95,7 +95,8 @@ def take_gradient_buffers(node: Sharded, comm: Comm) -> list[torch.Tensor | None
     """Return the gradient at rest of each trainable group of a node, or None, and remove the gradients from the node.
 
     Backward passes leave gradients of gathered buffers at the node's sinks. If the loss has used the node's own buffers, their
-    gradients are in ``buffer.grad``. This function moves these to the place of gradients, and adds them.
+    gradients are in ``buffer.grad``. This function moves these gradients to the place of gradients, and adds them to those at
+    the sinks.
     """
     held = dict(zip(node.groups, node.raw_buffers, strict=True))
     result = []

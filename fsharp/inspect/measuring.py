@@ -46,9 +46,9 @@ def measure(
     """Return the hardware of ``comm``: the measured speeds of collectives, and the times of compute that you pass.
 
     Each rank trains a small model under ZeRO-3 along all axes, and without communication. :meth:`Hardware.fit` finds the speeds
-    of each rank. The result has the medians over ranks, and is the same on every rank. The call takes seconds. A bandwidth
-    is infinite if noise hides how seconds depend on bytes: then pass more ``steps``. No other
-    program should use the processors while the call runs: the speeds would come out too low.
+    of each rank. The result has the medians over ranks, and is the same on every rank. The call takes seconds. A bandwidth is
+    infinite if noise hides how seconds depend on bytes: then pass more ``steps``. No other program should use the processors
+    while the call runs: the speeds would come out too low.
 
     Args:
         comm: the ranks. All ranks call this function.

@@ -54,10 +54,10 @@ def to_jax(tree: Any, layout: Layout, *, devices: Sequence[Any] | None = None) -
             ``jax.distributed.initialize()`` first, with the rank for ``process_id``.
 
     Returns:
-        The tree with arrays: for each group of a unit an array of shape ``[size]`` under the ``NamedSharding`` that
-        :func:`shardings` returns, with a leading dim for each axis along which ranks have values of their own. A Sharded is a
-        JAX pytree node too, and :func:`unflatten` returns the leaves in their shapes. Leaves that are not a Sharded, such as
-        step counts, are unchanged.
+        The tree with arrays: for each group of a unit an array under the ``NamedSharding`` that :func:`shardings` returns. The
+        shape is ``[size]``, with a leading dim for each axis along which ranks have values of their own. A Sharded is a JAX
+        pytree node too, and :func:`unflatten` returns the leaves in their shapes. Leaves that are not a Sharded, such as step
+        counts, are unchanged.
 
     Raises:
         TreeError: trees do not fit ranks or layout, or JAX would copy a buffer.

@@ -25,8 +25,8 @@ class OptaxState(NamedTuple):
     """State of :func:`from_optax`.
 
     Attributes:
-        optax: the optax state, with tensors in place of numbers, and a :class:`BufferPlaceholder` in place of each array
-            with a value for each element of a parameter.
+        optax: the optax state, with tensors in place of numbers. A :class:`BufferPlaceholder` stands for each array with a
+            value for each element of a parameter.
         buffers: trees like the parameters, at the optimizer's place, with the elements of these arrays.
     """
 

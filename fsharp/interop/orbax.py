@@ -67,7 +67,7 @@ def from_orbax(
         ignore: patterns of names to leave out; each has to match a name.
         unstack: dict from the path of a subtree whose leaves hold all layers, as ``lax.scan`` takes them, to the dim that
             counts layers. With ``{"params.layers": 0}`` a leaf ``params.layers.w`` of shape ``[8, 4, 3]`` becomes the tensors
-            ``params.layers.0.w`` to ``params.layers.7.w`` of shape ``[4, 3]``, so that a unit can be a layer.
+            ``params.layers.0.w`` to ``params.layers.7.w`` of shape ``[4, 3]``. So a unit can be a layer.
         config: config of the new checkpoint, a value that JSON can hold.
 
     Raises:

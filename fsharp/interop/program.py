@@ -217,7 +217,7 @@ class CompiledTransformation:
         self._compiled: dict[Any, _CompiledRound] = {}
 
     def init(self, params: Any, comm: Comm) -> tuple[list[Any], list[Any]]:
-        """Return a new state in two lists: state trees, as trees of buffers, and all other arrays, such as a count."""
+        """Return a new state in two lists: trees of buffers, like the parameters; and all other arrays, such as a count."""
         flats, plain = self._run_in_rounds("init", [_local_shards_as_arrays(params)], [], comm)
         return [_tensor_tree_like(params, each) for each in flats], plain
 

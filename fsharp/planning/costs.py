@@ -123,7 +123,7 @@ def estimated_costs(layout: Layout, order: Sequence[str | Use], tokens: float) -
 
 
 def own_use_shares(uses: Sequence[Use]) -> dict[str, float]:
-    """Return, for each unit, the fraction of its uses that are its own, or those of a repeated layer like this unit.
+    """Return, for each unit, the fraction of its uses that call the unit, or a repeated layer like the unit.
 
     In all other uses the unit only lends leaves to a unit of another kind, as an embedding does to a head. Names of repeated
     layers differ only in numbers.

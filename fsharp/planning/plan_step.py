@@ -31,7 +31,7 @@ class Use:
         units: names of the units, in the order in which the call gathers them: owners of tied leaves come first.
         inner: the calls inside of this call, as of a module within a module.
         has_backward: whether a backward reaches the call: False if the call's results depend on no trained parameter.
-        ties: the units in ``units`` of which the call uses only leaves that are tied to its other units.
+        ties: the units in ``units`` that only lend leaves: leaves of other units of the call are tied to these leaves.
     """
 
     units: tuple[str, ...]

@@ -42,7 +42,7 @@ class UnitCall:
         units: names of the units that the call uses; units that own tied leaves come before units that share them.
         fn: the called function, which takes ``operands`` or other tensors.
         operands: parameters and arguments, with tensors on the meta device.
-        ties: those of ``units`` of which the call uses only leaves that are tied to its other units.
+        ties: names of units that only lend leaves: leaves of other units of the call are tied to these leaves.
         inner: the calls inside of this call.
         has_backward: whether a backward reaches the call.
         flops: FLOPs of the forward, without those of inner calls.
@@ -293,7 +293,7 @@ def _kept_nbytes(call: UnitCall, device: torch.device) -> int:
 
 
 def _median_forward_backward_s(call: UnitCall, run: Callable[..., Any], device: torch.device) -> tuple[float, float]:
-    """Return median seconds of the forward of ``run``, with the operands of a call, and of its backward on a device."""
+    """Return the median seconds on a device that ``run`` takes with the operands of a call: its forward and its backward."""
     found = []
     for _ in range(_NUM_MEASUREMENTS):
         params, args, kwargs = _materialize(call, device)

@@ -87,7 +87,7 @@ class _OneTracebackExcepthook:
         self._comm = self.error = None
 
     def tell_other_ranks(self, error: BaseException, where: str) -> None:
-        """Report an error in ``where``, such as ``"step 7"``, to other ranks, unless one has reported it. Add a note to it."""
+        """Add a note to ``error``. Report it to other ranks, unless it came from one. ``where``: such as ``"step 7"``."""
         heard = {id(watch.error) for watch in list(self.statuses.watches.values()) if watch.error is not None}
         self.is_from_this_rank = not any(id(each) in heard for each in error_chain(error))
         self.error = error

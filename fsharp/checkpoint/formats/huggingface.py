@@ -63,8 +63,8 @@ def huggingface_manifest(storage: Storage, path: str) -> Manifest:
     """Return a manifest of a Hugging Face folder, or of one file of safetensors or of ``torch.save``.
 
     Links are followed, as the cache of the Hub is made of links. There are no digests. Raises CheckpointError if a file or a
-    tensor of the index is missing, two files have one tensor, a header is damaged, or there are other objects than tensors,
-    numbers and texts. Cost: reads the header of each file.
+    tensor of the index is missing, or two files have one tensor. A damaged header, and objects other than tensors, numbers and
+    texts raise CheckpointError too. Cost: reads the header of each file.
     """
     folder, _, name = path.rpartition("/")
     indices, used = list[str](), [name]

@@ -27,10 +27,9 @@ _ITEMS_PER_BYTE = 16  # an item takes a byte at least; a tuple that many dicts s
 def load_archive(data: bytes | bytearray) -> Any:
     """Return the object in an archive of ``torch.save``: values and tensors in dicts, lists and tuples.
 
-    ``data`` is all bytes of the archive. Raises ValueError for an object of another class, compressed or overlapping records, a
-    tensor that is longer than its bytes, more than 16 items for each byte of the pickle, or bytes that differ from their
-    checksum. A damaged pickle may raise any error.
-    Memory: twice the size of ``data``.
+    ``data`` is all bytes of the archive. Raises ValueError for an object of another class, compressed or overlapping records,
+    and bytes that differ from their checksum. Raises ValueError for a tensor longer than its bytes, and more than 16 items for
+    each byte of the pickle. A damaged pickle may raise any error. Memory: twice the size of ``data``.
     """
 
     def bytes_in(begin: int, record: zipfile.ZipInfo) -> torch.Tensor:

@@ -141,7 +141,8 @@ def reduce_scatter_encoded(
         axis: the mesh axis along which to sum.
         wire: the format in which summands travel.
         facts: function that returns facts for the message of a FormatError.
-        residual_and_noise: encoding errors of earlier summands, to add and to overwrite, for a 1-D ``x``; and random numbers.
+        residual_and_noise: errors of earlier encodings, which are added to a 1-D ``x`` and then overwritten; and random
+            numbers.
         padding: slices of the last dim of the result that are set to zero.
 
     Gradient: :func:`all_gather_last`, as if nothing were rounded. Cost: each rank sends ``n - 1`` encoded parts.

@@ -74,7 +74,7 @@ def check_same_on_ranks(
 
     ``varying``: by path, the axes along which a tensor may differ. ``remedy``: last line of the error.
 
-    Cost: one pass over the tensors, without those that may differ along all axes, and one collective of 8 bytes for each axis.
+    Cost: one pass over the tensors, except tensors that may differ along all axes, and one collective of 8 bytes for each axis.
     If digests differ, there is one more collective for each axis, of 8 bytes for each tensor.
     """
     axes, varying = [axis for axis, size in comm.mesh.axes if size > 1], varying or {}

@@ -41,7 +41,7 @@ class SettingsHistory:
         self._lines.append(text)
 
     def compact_to_digest(self) -> None:
-        """At the begin of a step, replace all settings so far by their digest."""
+        """At the beginning of a step, replace all settings so far by their digest."""
         self._before = self._earlier, self._lines
         self._earlier, self._lines = self.digest, []
 

@@ -208,7 +208,7 @@ def _format_of_kind(
 
 
 class _QuantizerCodec:
-    """Encodes and decodes leaves by one quantizer, for a :class:`LeafCodec`. ``scales``: for delayed scaling, else None."""
+    """Encodes and decodes leaves by one quantizer, for a :class:`LeafCodec`. ``scales`` is None without delayed scaling."""
 
     def __init__(self, kind: QuantizerKind, quantizer: Any, scales: ModuleScales | None = None) -> None:
         self._kind, self._quantizer, self._scales = kind, quantizer, scales

@@ -90,9 +90,8 @@ class MeshPlacement:
     """The placement of one kind of tensor on each mesh axis.
 
     A flat buffer is cut along the axes with ``Shard``, one axis after another, in ``order``. All places of a strategy have the
-    same ``order``. So if one place of a strategy has fewer sharded axes than another, each rank holds in the first place all
-    elements that the rank holds in the second. A move between two places takes at most one collective for each axis, and keeps
-    the order of the elements.
+    same ``order``. So a rank's elements in one place of a strategy are also the rank's elements in each place with fewer
+    sharded axes. A move between two places takes at most one collective for each axis, and keeps the order of the elements.
 
     Args:
         order: all axes of the mesh. The first axis that shards cuts the buffer into the largest parts.

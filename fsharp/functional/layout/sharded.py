@@ -227,7 +227,7 @@ class Sharded:
         self.raw_buffers, self.lazy, self.groups, self.is_donated = (), None, (), True
 
     def select_groups(self, groups: Sequence[int]) -> "Sharded":
-        """Return a node with some of this node's groups."""
+        """Return a node with only the groups of this node whose indices are in ``groups``."""
         chosen = tuple(groups)
         if chosen == self.groups and self.reduction is None:
             return self

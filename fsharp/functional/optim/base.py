@@ -294,7 +294,7 @@ def apply_updates(params: Any, updates: Any, *, donate: bool = False) -> Any:
 
 @api_boundary
 def chain(*transforms: Any) -> Transform:
-    """Return a transformation that runs several in order: each one takes the updates of the one before as its gradients.
+    """Return a transformation that runs ``transforms`` in order: the gradients of each are the updates of the one before.
 
     >>> import fsharp as fs
     >>> tx = fs.optim.chain(fs.optim.clip_by_global_norm(1.0), fs.optim.adamw(1e-3))

@@ -35,8 +35,9 @@ class MeshChange:
         """Return whether rank ``target`` of the new mesh may take elements from rank ``source`` of the old mesh.
 
         ``place``: the place of the elements on the old mesh. Along a replicated axis the source has the old coordinate of the
-        target, or of old rank ``target % number of old ranks`` if the target joins. So ranks that join take from different old
-        ranks. Along a varying axis the source has the coordinate that the target has on the new mesh.
+        target. For a target that joins, the source has the coordinate of old rank ``target % number of old ranks``. So ranks
+        that join take from different old ranks. Along a varying axis the source has the coordinate that the target has on the
+        new mesh.
         """
         mesh, rank = self.old_mesh, self.new_ranks[target]
         near = self.old_ranks.index(rank) if rank in self.old_ranks else target % mesh.size

@@ -126,10 +126,10 @@ def _parameter_value(module: nn.Module, unit: UnitLayout, leaf: Leaf) -> torch.T
 class Initializers:
     """Runs initializers of modules, which fill the meta parameters and buffers of one module at a time, on the CPU.
 
-    The initializer of a module runs first, and then the initializers of the modules around it, which may change its tensors, as
-    ``nn.MultiheadAttention`` does with its inner module. A module around it that has values, in a tensor of its own or further
-    inside, is not initialized. Random numbers depend on the random ``key``, the path of the module that is filled, and the
-    rank's coordinates along axes on which parameters of this module vary.
+    The initializer of a module runs first, and then the initializers of the modules around it. Outer initializers may change
+    the module's tensors, as ``nn.MultiheadAttention`` does with its inner module. A module around it that has values, in a
+    tensor of its own or further inside, is not initialized. Random numbers depend on the random ``key``, the path of the filled
+    module, and the rank's coordinates along axes on which the module's parameters vary.
     """
 
     def __init__(self, module: nn.Module, layout: Layout, comm: Comm, key: int, initialize: Initializer | None) -> None:
@@ -231,7 +231,7 @@ def _cpu_copy_to_fill(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _still_has_unfilled_mark(x: torch.Tensor) -> bool:
-    """Return whether no initializer has filled ``x``: a float is NaN; or all integers are still the bytes 0x55 of the mark."""
+    """Return whether no initializer has filled ``x``: some element is NaN; or all integers have the bytes 0x55 of the mark."""
     if x.is_floating_point() or x.is_complex():
         return bool((x.float() if x.is_floating_point() else x).isnan().any())
     marked = x == torch.tensor(_UNWRITTEN_BYTE, dtype=x.dtype)

@@ -17,7 +17,7 @@ _address_of, _version_of = torch.Tensor.data_ptr, attrgetter("_version")
 
 
 class HandedOutGradients:
-    """A record of the gradients that the last ``value_and_grad`` has returned, by which ``reduce_scatter`` recognises them."""
+    """A record of the gradients that the last ``value_and_grad`` has returned. ``reduce_scatter`` looks gradients up in it."""
 
     def __init__(self) -> None:
         self.clear()

@@ -33,7 +33,8 @@ class Scheduler(DelegatingComm):
     >>> scheduler(lambda x, comm: x + comm.mesh.size)(1)
     2
 
-    An error in a wrapped function closes the scheduler, and all other ranks raise too. Then make a new one of this Comm.
+    An error in a wrapped function closes the scheduler, and all other ranks raise too. Then make a new Scheduler of the same
+    Comm.
 
     Args:
         comm: the ranks. Collectives run in threads over gloo, on streams over NCCL, and block over any other Comm.

@@ -143,7 +143,7 @@ class Transport(ABC):
 
     @abstractmethod
     def all_reduce_each(self, summands: Sequence[Summand], axis: str, label: str) -> list[Work]:
-        """Run :meth:`all_reduce` without packing."""
+        """Run :meth:`all_reduce` without packing. Return a Work for each summand."""
 
     @abstractmethod
     def all_to_all(self, x: torch.Tensor, out: torch.Tensor, axis: str, label: str) -> Work:

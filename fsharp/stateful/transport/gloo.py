@@ -59,7 +59,7 @@ class GlooTransport(Transport):
         )
 
     def reduce_scatter_each(self, summands: Sequence[Summand], axis: str, out_dtype: torch.dtype, label: str) -> list[Work]:
-        """Sum by messages. Without ``out`` the sum replaces this rank's part; a sum of another dtype is in new memory."""
+        """Sum by messages. Without ``out`` the sum replaces this rank's part, or has new memory if its dtype is another."""
         n, mine = self._size_and_coord(axis)
         rows, outs = [list(each.x.view(n, -1)) for each in summands], []
         for each, row in zip(summands, rows, strict=True):
@@ -89,7 +89,7 @@ class GlooTransport(Transport):
         return self._exchange_parts("reduce", [parts], [results], mine, self._begin_p2p_call(label, "all_to_all", [x], axis))
 
     def _begin_p2p_call(self, label: str, op: str, xs: Sequence[torch.Tensor], axis: str) -> P2PChannel:
-        """Begin a collective of ``xs``. Return its sends and receives. If a rank waits for another, both compare ``label``."""
+        """Begin a collective of ``xs``. Return the channel for its messages. Ranks that wait compare ``label``."""
         sizes = "+".join([str(len(x)) for x in xs])
         call = self.comm.watch.begin_call(f"{label}: {op} along {axis} of {sizes} {dtype_name(xs[0].dtype)}")
         return self.comm.p2p_channel(self.groups("gather" if op == "all_gather" else "reduce", axis), axis, call)

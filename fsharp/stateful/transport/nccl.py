@@ -54,7 +54,7 @@ class NcclTransport(Transport):
         return Work()
 
     def scratch_nbytes(self, op: str, axis: str, numel: int, itemsize: int, *, sums_into_out: bool = False) -> int:
-        """Return the bytes of scratch for an all_reduce: 0 if ``out`` has the dtype of the input."""
+        """Return the bytes of scratch: those of the input for an all_reduce whose ``out`` has another dtype, else 0."""
         return numel * itemsize if op == "all_reduce" and not sums_into_out else 0
 
     def allocate_arena(self, nbytes: int, memory_kind: str) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""The checks of :func:`~fsharp.schedules.verify` of the arena, of state in host memory, of derived buffers, and of limits."""
+"""The checks by :func:`~fsharp.schedules.verify` of the arena, state in host memory, derived buffers, and limits."""
 
 from collections import Counter
 

@@ -250,7 +250,7 @@ class ClassUpdates:
         return {path: self.state_of(path) for path in self._places}
 
     def copy_and_fill_in_states(self) -> StatesByPath:
-        """Return copies of this rank's states, with the state names of other ranks added. All ranks call this."""
+        """Return copies of this rank's states, completed by :func:`fill_in_missing_states`. All ranks call this method."""
         # Copied for each leaf: leaves of a slice share the tensor "step", which torch would increment once for each leaf.
         mine = {path: copy.deepcopy(state) for path, state in self._states_by_path().items()}
         return fill_in_missing_states(mine, self.trained_parameters_by_path(), self._session.reopened_scheduler())

@@ -144,7 +144,7 @@ def options_text(options: Mapping[str, Any]) -> str:
 
 
 def group_texts(groups: Iterable[Mapping[str, Any]]) -> dict[str, str]:
-    """Return the options of each group as text for comparison between ranks."""
+    """Return ``{"group 0": text, ...}``: the options of each group as text, for ranks to compare."""
     return {f"group {i}": options_text(group) for i, group in enumerate(groups)}
 
 

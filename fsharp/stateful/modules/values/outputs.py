@@ -68,7 +68,7 @@ def map_tensors(
     """Return ``value`` with ``change(tensor)`` in place of each tensor in it; ``value`` itself if no tensor changes.
 
     Tensors are found in torch's pytrees and in dataclasses. With ``in_place``, lists, dicts and dataclasses are changed, not
-    copied. Other objects stay as they are. If such an object is of a class in ``kinds``, and has a tensor that ``change`` would
+    copied. Other objects stay as they are. If such an object of a class in ``kinds`` has a tensor that ``change`` would
     replace, a TreeError is raised, which begins with ``error_start``.
     """
     if isinstance(value, torch.Tensor):
@@ -106,7 +106,7 @@ def map_tensors(
 
 
 def replace_tensors_in_place(value: Any, old: Sequence[torch.Tensor], new: Sequence[torch.Tensor], path: str) -> Any:
-    """Return ``value`` with the tensors ``old`` replaced by ``new``, in place if possible. ``path``: the module, for errors."""
+    """Return ``map_tensors(value, ..., in_place=True)`` with ``new`` in place of ``old``. ``path``: the module, for errors."""
     by_id = {id(a): b for a, b in zip(old, new, strict=True) if a is not b}
     what = f"module {path or 'the root'!r} returns or keeps a parameter, or a tensor that has to be replaced by another,"
     return map_tensors(value, lambda x: by_id.get(id(x), x), what, in_place=True) if by_id else value
