@@ -272,7 +272,7 @@ class FolderClaim:
 class ObjectStore:
     """An object store of fsspec, which cannot rename. A folder is published once its last file, the manifest, is there.
 
-    ``rm`` and ``mv`` of fsspec take a path for a pattern, so the path is escaped for them.
+    ``rm`` and ``mv`` of fsspec read a path as a pattern, so the path is escaped for them.
     """
 
     def __init__(self, files: Any) -> None:

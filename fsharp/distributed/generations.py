@@ -90,7 +90,7 @@ class RankMembership:
     def read_announcement(self) -> Announcement:
         """Return the launcher's newest announcement.
 
-        If the launcher does not answer, return one that says so and ends restarts.
+        If the launcher does not answer, return an Announcement that says so, and that no more ranks are restarted.
         """
         try:
             number, why = json.loads(self._store.get("news"))

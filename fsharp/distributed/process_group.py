@@ -301,8 +301,8 @@ class ProcessGroupComm:
     ) -> None:
         """Send ``send[r]`` to each rank ``r`` along ``axis`` (None: of the mesh), and fill ``receive[r]`` from rank ``r``.
 
-        ``text`` is the label of the collective. gloo's all_gather copies through internal buffers. For 16 MB
-        this exchange took 0.75 (2 ranks) and 0.6 (4 ranks) of the time of gloo's all_gather.
+        ``text`` is the label of the collective. gloo's all_gather copies through internal buffers. For 16 MB this exchange took
+        0.75 (2 ranks) and 0.6 (4 ranks) of the time of gloo's all_gather.
         """
         if restart_replay.would_record:
             self._send_and_receive_and_record(send, receive, axis, text)
@@ -386,7 +386,7 @@ class P2PChannel(NamedTuple):
         return posted
 
     def wait(self, posted: Sequence[tuple[int, Any]]) -> None:
-        """Block until these messages are sent and received, without a time limit.
+        """Block until the messages in ``posted`` are sent and received, without a time limit.
 
         A time limit would close connections that other Comms use. After an error of the collective this method may block
         forever. :meth:`CollectiveOutcome.wait` raises the error.

@@ -70,7 +70,8 @@ class WatchedCall:
         number: number of earlier collectives of the watch; equal on all ranks.
         tag: tag of the collective's messages, 31 bits.
         peer: the rank whose message this rank waits for; None if this rank waits for no message.
-        blocked: statuses of ranks that wait for this rank in other watches, by rank and watch. This rank waits for them here.
+        blocked: statuses of ranks that wait for this rank in other watches, by rank and watch. In this watch this rank waits
+            for these ranks.
     """
 
     __slots__ = ("_since", "_warned", "_watch", "blocked", "label", "number", "peer", "tag")
@@ -410,7 +411,7 @@ class CommWatch:
     def report_failure(self, error: BaseException, where: str) -> None:
         """Tell other ranks of ``error``, raised in ``where``, and refuse later collectives.
 
-        Do nothing for the watch's own error.
+        Do nothing if ``error`` is the error with which this watch already refuses collectives.
         """
         if error is self.error:
             return

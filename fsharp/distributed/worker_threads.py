@@ -48,7 +48,7 @@ class Worker:
 
 @atexit.register
 def _stop_all_threads() -> None:
-    """Stop all threads before the interpreter ends, in the order of their start, as threads submit jobs to later ones."""
+    """Stop all threads before the interpreter ends, in the order of their start: threads submit jobs to later threads."""
     deadline = time.monotonic() + _END_WITHIN_S
     for thread, queue in list(_queue_by_thread.items()):
         queue.put(None)

@@ -163,7 +163,8 @@ def inner_tensors(x: torch.Tensor) -> list[torch.Tensor]:
 def unaliased_clone(x: torch.Tensor) -> torch.Tensor:
     """Return a differentiable clone that shares no memory with ``x``.
 
-    If ``x`` is a wrapper such as a DTensor, ``x.clone()`` may keep inner tensors of ``x``. These are cloned here.
+    If ``x`` is a wrapper such as a DTensor, ``x.clone()`` may keep inner tensors of ``x``. This function clones these tensors
+    as well.
     """
     clone: Any = x.clone()
     if is_traceable_wrapper_subclass(clone):

@@ -169,7 +169,7 @@ def bytes_per_second(byte_s: float) -> float:
 def nonnegative_least_squares(matrix: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     """Return ``x >= 0`` with ``matrix @ x`` near ``target``, by least squares.
 
-    As long as the solution has negative elements, the smallest is set to 0, and the rest is solved again.
+    As long as the solution has negative elements, the smallest is set to 0, and the other elements are solved again.
     """
     kept = torch.ones(matrix.shape[1], dtype=torch.bool)
     result = torch.zeros(matrix.shape[1], dtype=torch.float64)

@@ -163,8 +163,8 @@ class Restarter:
     def _kill_hung_ranks(self) -> None:
         """Kill each process that has been late for longer than the time limit of collectives.
 
-        A process is late if another process has stopped, and it has not. A process of an earlier generation is also late if
-        another process waits for it in this generation. The late process is killed before the waiting process gives up.
+        A process is late if another process has stopped, and this process has not. A process of an earlier generation is also
+        late if another process waits for it in this generation. The late process is killed before the waiting process gives up.
         """
         stopped = stop_kinds_and_limits(self._store, self._number, self._nproc)
         joining = joining_ranks(self._store, self._number, self._nproc)

@@ -317,7 +317,7 @@ class Format:
         return total
 
     def _call_codec(self, name: str, fn: Callable[[], T], facts: MessageFacts) -> T:
-        """Return ``fn()``, where ``fn`` calls the codec function ``name``. Its errors become a FormatError with ``facts``."""
+        """Return ``fn()``, a call of the codec function ``name``. Errors of the call become a FormatError with ``facts``."""
         try:
             return fn()
         except FsharpError:  # from ``agree``

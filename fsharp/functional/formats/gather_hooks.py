@@ -261,7 +261,7 @@ class _GatherHooks:
         return part.values.view(-1, *part.shape[1:])
 
     def _check_metadata(self, part: LeafPart, expected: _PreHookResult, found: _PreHookResult) -> None:
-        """Raise an OptionError if metadata other than tensors, or sizes, differ from those in ``expected``, made of ones."""
+        """Raise an OptionError if sizes, or metadata other than tensors, differ from ``expected``, the result for ones."""
         try:
             is_same = bool(expected.other_metadata == found.other_metadata)
         except Exception:  # of any kind: the objects' own comparison

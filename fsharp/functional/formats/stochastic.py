@@ -33,9 +33,8 @@ def stochastic(format: Format | torch.dtype, seed: int = 0) -> Format:
     """Return a format for gradients and updates that rounds stochastically where ``format`` rounds to the nearest code.
 
     A value between two neighbouring codes becomes the upper or the lower code at random. On average the decoded value equals
-    the value. A value that has a code of its own stays as it is. So small gradients are not rounded to
-    zero in every step, and no memory for residuals is needed. The error of one value may be twice that of rounding to the
-    nearest code.
+    the value. A value that has a code of its own stays as it is. So small gradients are not rounded to zero in every step, and
+    no memory for residuals is needed. The error of one value may be twice that of rounding to the nearest code.
 
     >>> import fsharp as fs
     >>> fs.formats.stochastic(fs.formats.mxint4).name, fs.formats.stochastic(torch.bfloat16, seed=7).name

@@ -223,7 +223,7 @@ def _is_strategy_or_spec(node: Any) -> bool:
 
 
 def _flatten_rule_tree(rules: Any) -> Any:
-    """Return rules by key path for a tree of rules; return one rule, or rules by pattern, which is a str, unchanged."""
+    """Return a tree of rules as a dict by key path. A single rule, and a dict of rules by pattern, are returned unchanged."""
     paths, found, _ = optree.tree_flatten_with_path(rules, is_leaf=_is_strategy_or_spec)
     for rule in found or [rules]:
         if not _is_strategy_or_spec(rule):

@@ -82,7 +82,7 @@ def decode_stored(
 
 
 def part_to_gather(unit: UnitLayout, group: int, stored: torch.Tensor) -> torch.Tensor:
-    """Return the part of a stored buffer that a gather sends."""
+    """Return the part of a stored buffer that a gather sends: all but the scales of whole leaves at the end."""
     scales = unit.scales_nbytes[group]
     return stored[..., : stored.shape[-1] - scales] if scales else stored
 

@@ -68,7 +68,7 @@ class ParameterEntries:
                 )
 
     def iter_current_tensors(self, full: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield, for each entry, the path of its stored values and the tensor there: of ``full``, or put there by a caller."""
+        """Yield, for each entry, the path of its stored values and its tensor now: of ``full``, or put there by a caller."""
         for i, parameters, name in self._entries:
             path, mine = self.stored[i], local_tensor(parameters.get(name))
             if not isinstance(mine, torch.Tensor) or mine.shape != full[path].shape:

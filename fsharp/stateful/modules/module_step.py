@@ -212,7 +212,7 @@ class ModuleStep:
         return self.means.tree
 
     def check_can_unscale(self) -> None:
-        """Raise an error if the module has feedback. First set residuals to zero, as they have the loss scale too."""
+        """If the module has feedback, raise an error, after setting residuals to zero, as these have the loss scale too."""
         if self.has_feedback and (residuals := self.state.train_state.residuals) is not None:
             for tensors in residuals.value.values():
                 torch._foreach_zero_(tensors)

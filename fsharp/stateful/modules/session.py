@@ -181,7 +181,7 @@ class ModuleSession:
         return self.scheduler
 
     def comm_outside_steps(self) -> Comm:
-        """Return :meth:`reopened_scheduler` for collectives outside of steps: labels have a digest of all settings so far."""
+        """Return the scheduler for collectives outside of steps, whose labels have a digest of all settings so far."""
         return self.scheduler.engine.steps.comm_labelled_by_history(self.reopened_scheduler())
 
     def wait_before_write(self) -> None:

@@ -55,7 +55,7 @@ def scale_indices_of_fused_wgrads(module: Any) -> dict[str, int]:
 def lending_gradient_memory(weights: Sequence[tuple[str, torch.Tensor]]) -> Iterator[None]:
     """Let TransformerEngine write gradients of ``weights``, pairs of path and weight, to memory of the scheduler.
 
-    With ``grad_added_to_main_grad``, which is not set, TransformerEngine would also return a gradient that was never written.
+    ``grad_added_to_main_grad`` is not set: it would make TransformerEngine also return a gradient that was never written.
     """
     for path, weight in weights:
         given: Any = weight

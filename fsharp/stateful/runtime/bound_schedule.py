@@ -108,7 +108,7 @@ class BoundSchedule:
         return self.units.items() <= units.items()
 
     def clone_gradients_in_arena(self, grads: Grads) -> Grads:
-        """Return a use's gradients. If one is in the arena, which is released before the cast, return copies of all."""
+        """Return a use's gradients. If one is in the arena, whose memory is released before the cast, return copies of all."""
         first, last = self._span
         for grad in grads:
             if grad is not None and first <= grad.data_ptr() < last:

@@ -81,7 +81,7 @@ class Scheduler(DelegatingComm):
     all_reduce, all_to_all = api_boundary(DelegatingComm.all_reduce), api_boundary(DelegatingComm.all_to_all)
 
     def _comm_and_label(self, label: str, *call: Any) -> tuple[Comm, str]:
-        """Return the Comm for a user's own collective, and ``label`` with the step. Raise an error if closed."""
+        """Return the Comm for a user's own collective, and ``label`` with the step. An error if the scheduler is closed."""
         steps = self.engine.steps
         steps.check_scheduler_open()
         steps.executor.make_process_groups()

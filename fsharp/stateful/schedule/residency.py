@@ -101,7 +101,7 @@ def _resident_buckets_at_starts(
 
 
 def _next_needed_buckets(events: Sequence[Event], wanted: Sequence[tuple[Bucket, ...] | None]) -> list[tuple[Bucket, ...]]:
-    """Return, for each event, the buckets of the next event with buckets in ``wanted``; none if an update comes before it."""
+    """Return, for each event, the buckets of the next event with buckets in ``wanted``; none if an update comes earlier."""
     after: list[tuple[Bucket, ...]] = []
     following: tuple[Bucket, ...] = ()
     for event, here in zip(reversed(events), reversed(wanted), strict=True):

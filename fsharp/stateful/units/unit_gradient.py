@@ -157,7 +157,7 @@ class UnitGradient:
         self.block = block
 
     def add_leaf_gradients(self, grads: Grads, block: OutgoingBlock | None, *, is_first: bool) -> None:
-        """Add a use's gradients to ``block``, or with ``is_first`` overwrite it. For None, add to the gradient at rest."""
+        """Add a use's gradients to ``block``, or with ``is_first`` overwrite it. If it is None, add to the gradient at rest."""
         if self._ignored:
             grads = [None if i in self._ignored else grad for i, grad in enumerate(grads)]
         given = [grad for grad in grads if grad is not None]
@@ -236,7 +236,7 @@ class UnitGradient:
             work.wait()
 
     def accumulate(self, block: OutgoingBlock) -> None:
-        """Wait for the sum of a microbatch, and add it to the gradient at rest, unless the reduction wrote it there."""
+        """Wait for the sum of a microbatch. Unless the reduction wrote the sum to the gradient at rest, add the sum there."""
         self._enter_phase(GradientPhase.RESTING)
         targets, works, self.block = self.rest.tensors, self._works, None
         for i, target in enumerate(targets):
@@ -263,8 +263,8 @@ class UnitGradient:
         """Let this step add to the gradient again, after its final reduction or after the mean gradients were handed out.
 
         Sums in the memory of the gradient at rest were divided by ``factor``, and are now multiplied by it. If another final
-        reduction follows, these sums move to new memory until then, and the gradient at rest becomes zero. So do sums with
-        feedback: the reduction has overwritten their residuals, so their summands are not sent again.
+        reduction follows, these sums move to new memory until then, and the gradient at rest becomes zero. Sums with feedback
+        move as well: the reduction has overwritten their residuals, so their summands are not sent again.
         """
         self.wait()
         if self.final is None:

@@ -40,9 +40,9 @@ def buffers_stamp(node: Sharded) -> Stamp:
 class UnshardedBuffer:
     """Memory for the full parameters of a unit, filled or released: a part of the arena, or memory of its own.
 
-    Tensors that autograd has saved may point into the arena. While the memory may hold other data, their version counters
-    differ from the counters that autograd has saved. So autograd refuses a backward that the scheduler has not seen. Memory of
-    its own is new for each gather, and lives as long as the memory's views.
+    Tensors that autograd has saved may point into the arena. While the memory may hold other data, the tensors' version
+    counters differ from the counters that autograd has saved. So autograd refuses a backward that the scheduler has not seen.
+    Memory of its own is new for each gather, and lives as long as the memory's views.
 
     Args:
         where: a part of the ``arena``; None for memory of its own.
