@@ -9,7 +9,7 @@ from _pytest.doctest import DoctestModule
 from hypothesis import HealthCheck, settings
 
 import fsharp as fs
-from fsharp.testing.processes import _Launcher, processes
+from fsharp.testing.process_ranks import _Launcher, processes
 
 # Ranks are forked from a process that has imported what tests import, and what torch optimizers import when they are made:
 # else each rank takes more than half a second to do so.

@@ -124,6 +124,10 @@ def schedule_without_races(precision, strategy, picture=None):
     if picture is not None:
         fs.inspect.draw(step.schedule, str(picture))
     assert trace.steps
+    hardware = fs.inspect.Hardware(compute_times=(1e-3, 2e-3), bandwidth=1e9, codec_bandwidth=1e9)
+    predicted = fs.inspect.predict(step.schedule, hardware).spans
+    decodes = [i for i, op in enumerate(step.schedule.ops) if op.kind == "decode"]
+    assert [span.op for span in predicted if span.kind == "decode" and span.seconds > 0] == decodes
     return step.schedule
 
 

@@ -3,6 +3,6 @@
 from fsharp.functional.remat import checking_remat as checking_remat
 from fsharp.stateful.schedule.policy import DebugPolicy as DebugPolicy
 from fsharp.testing.equivalence import Tolerance as Tolerance, assert_equivalent as assert_equivalent
-from fsharp.testing.processes import processes as processes
+from fsharp.testing.process_ranks import processes as processes
 from fsharp.testing.races import RaceError as RaceError, RaceReport as RaceReport, checking_races as checking_races
 from fsharp.testing.simulated_ranks import simulate as simulate

@@ -20,7 +20,7 @@ import fsharp as fs
 from fsharp.errors import CommError, FsharpError, MeshError, OptionError
 from fsharp.functional.layout.sharded import units_of
 from fsharp.testing import processes
-from fsharp.testing.processes import _launcher as launcher
+from fsharp.testing.process_ranks import _launcher as launcher
 from tests.gpt_like import loss_fn, make_params
 from tests.scheduling import make_state, make_tx, my_batches
 

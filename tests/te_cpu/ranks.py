@@ -1,6 +1,6 @@
 """Ranks of tests, forked from a process that has loaded TransformerEngine once: for tests of this project alone."""
 
-from fsharp.testing.processes import _Launcher, _run_ranks
+from fsharp.testing.process_ranks import _Launcher, _run_ranks
 
 _launcher = _Launcher(first="import hypothesis, pytest\nfrom tests import te_cpu\nte_cpu.load()")
 

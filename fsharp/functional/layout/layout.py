@@ -79,18 +79,18 @@ class Layout:
 
     @property
     def nbytes_unsharded(self) -> int:
-        """Bytes of all parameters, without sharding and padding, in the ``compute`` dtype."""
-        return sum(group.used * group.dtypes.compute.itemsize for unit in self.units for group in unit.groups)
+        """Bytes of all parameters that :attr:`num_params` counts, without padding, in the ``compute`` dtype."""
+        return sum(u.num_variants * group.used * group.dtypes.compute.itemsize for u in self.units for group in u.groups)
 
     @property
     def num_params(self) -> int:
-        """Number of elements of all leaves. Tied leaves count once; leaves that vary along an axis count for one rank."""
-        return sum(group.used for unit in self.units for group in unit.groups)
+        """Number of elements of all leaves. Tied leaves count once; leaves that vary along an axis once for each rank."""
+        return sum(unit.num_variants * group.used for unit in self.units for group in unit.groups)
 
     @property
     def num_padding(self) -> int:
-        """Number of elements of padding in all buffers."""
-        return sum(group.size - group.used for unit in self.units for group in unit.groups)
+        """Number of elements of padding in all buffers. Buffers that vary along an axis count once for each rank."""
+        return sum(unit.num_variants * (group.size - group.used) for unit in self.units for group in unit.groups)
 
     @cached_property
     def digest(self) -> str:

@@ -313,7 +313,7 @@ class P:
     ``P(("outer", "inner"))``   ``zero3("outer", "inner")`` with ``atoms=RowsAtom(1)``
     ==========================  ================================================
 
-    The leaves of a unit share one flat buffer, which is cut into equal parts. So a leaf has equally many rows on every rank
+    The leaves of a unit share flat buffers, which are cut into equal parts. So a leaf has equally many rows on every rank
     only if the leaf is a unit of its own and its rows divide evenly. :func:`fsharp.inspect.sharding` shows the rows of each
     rank. If parameters and optimizer state are to rest in different places, pass a strategy: ``zero1``, ``zero2`` or ``hfsdp``.
 
@@ -377,7 +377,7 @@ class P:
             remedy = "Leave out the last dims where they are None, as in P('dp'). A scalar takes P(), in a unit of its own."
             raise LayoutError(problem("plan()", what, facts, remedy))
         if any(self.partitions[1:]):
-            what = "a partition spec cuts another dim than dim 0: a unit is one flat buffer, of which a rank holds a run."
+            what = "a partition spec cuts another dim than dim 0: leaves share a flat buffer, of which a rank holds a run."
             remedy = "Cut dim 0, or store the leaf with that dim first and transpose it in the function."
             raise LayoutError(problem("plan()", what, facts, remedy))
         others = dict.fromkeys((a for a in mesh.names if a not in self.axes), AxisRule(Replicate, Partial, Replicate))

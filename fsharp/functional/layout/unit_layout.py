@@ -163,6 +163,11 @@ class UnitLayout:
         return self.strategy.full.varying_axes
 
     @cached_property
+    def num_variants(self) -> int:
+        """Number of different copies of the unit's parameters: ranks along ``varying_axes``."""
+        return math.prod(self.mesh.axis_size(axis) for axis in self.varying_axes)
+
+    @cached_property
     def all_groups(self) -> tuple[int, ...]:
         """Indices of all groups, trained or frozen."""
         return tuple(range(len(self.groups)))

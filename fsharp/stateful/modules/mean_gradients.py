@@ -137,7 +137,8 @@ def parameters_without_gradient(units: Sequence[UnitState], comm: Comm, paused: 
     """Return the paths of trained parameters of ``units`` that have no gradient on any rank, such as paused parameters.
 
     Ranks agree by an ``all_reduce`` of one byte for each parameter and axis; axes on which a unit varies are left out. A rank
-    that lacks a gradient waits on its CPU for the result. A rank with all gradients returns an empty set without a wait.
+    that lacks a gradient waits on its CPU for the result. A rank with all gradients only begins the ``all_reduce``; over gloo
+    this waits too.
     ``paused``: paths of paused parameters. The label of the ``all_reduce`` has their number and one path, for ranks to compare.
     """
     missing: set[str] = set()

@@ -23,9 +23,10 @@ ops encode and decode as well: see "Formats" in docs/design_results.md. Field ``
 
 [Note: a new kind]
 A new kind is a record here, given to :func:`declare_op`, and a function in ``BIND`` of :mod:`fsharp.stateful.runtime.executor`.
-An op whose record has ``follows`` is emitted after each op of that kind. Any other record needs code in the emitter. An op that
-changes or frees a buffer waits for the ops on other streams that read the buffer. Gathers for the next step are the last ops of
-a step, and no ops follow them: ``follows="gather"`` needs ``SchedulePolicy(gather_at_start=False)``.
+An op whose record has ``follows`` is emitted after each op of that kind. Any other record needs code in the emitter, and in
+EagerOps for steps without a schedule. An op that changes or frees a buffer waits for the ops on other streams that read the
+buffer. Gathers for the next step are the last ops of a step, and no ops follow them: ``follows="gather"`` needs
+``SchedulePolicy(gather_at_start=False)``.
 """
 
 from collections.abc import Callable, Sequence

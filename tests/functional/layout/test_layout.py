@@ -37,7 +37,7 @@ def test_every_group_is_one_kind_and_every_leaf_has_its_place(case):
                 group = unit.groups[leaf.group]
                 assert 0 <= leaf.offset <= leaf.offset + leaf.numel <= group.size
                 assert tensor.is_floating_point() or not group.trainable
-                seen += leaf.numel
+                seen += leaf.numel * math.prod(unit.mesh.axis_size(axis) for axis in unit.strategy.full.varying_axes)
         if unit.groups:
             assert unit.strategy.full.sharded_axes == ()
     assert case.layout.num_params == seen
@@ -70,6 +70,15 @@ def test_nbytes_by_hand():
     assert layout.nbytes("optim", torch.bfloat16) == part * 2
     assert layout.nbytes_unsharded == 703 * 2 + 5 * 8
     assert (layout.num_params, layout.num_padding) == (708, 8 * part - 703 + 8 - 5)
+
+
+def test_leaves_that_vary_count_for_all_their_ranks():
+    mesh, strategy = fs.Mesh({"dp": 2, "ep": 4}), {"gate": fs.zero3("dp", "ep"), "experts": fs.zero3("dp").varying("ep")}
+    layout = fs.plan({"experts": torch.ones(5, 3), "gate": torch.ones(7)}, mesh, strategy, units="*")
+    assert (layout.num_params, layout.num_padding) == (4 * 15 + 7, 4 * 1 + 1)
+    assert layout.nbytes_unsharded == 4 * layout.num_params
+    assert layout.nbytes("params") == 4 * (8 + 1), "half of one expert, and an eighth of the gate"
+    assert str(layout).startswith("Layout of 67 parameters")
 
 
 def test_ties_within_a_unit_and_across_units():

@@ -6,7 +6,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import fsharp as fs
-from fsharp.testing.processes import _Launcher, _run_ranks
+from fsharp.testing.process_ranks import _Launcher, _run_ranks
 
 pytest.importorskip("torchao")
 RATE, RANKS, STEPS = 0.1, 2, 3

@@ -92,7 +92,7 @@ class _Launcher:
         """Run the ranks in processes that the launcher forks. Return text about failed ranks; empty if all have returned."""
         with self._lock:
             if self._server is None:
-                program = f"{self._first}\nfrom fsharp.testing.processes import _serve_requests\n_serve_requests()"
+                program = f"{self._first}\nfrom fsharp.testing.process_ranks import _serve_requests\n_serve_requests()"
                 command = [sys.executable, "-c", program]
                 pipe, env = subprocess.PIPE, os.environ | {"OMP_NUM_THREADS": "1"}
                 self._server = subprocess.Popen(command, env=env, stdin=pipe, stdout=pipe, text=True, start_new_session=True)
