@@ -159,7 +159,7 @@ class Initializers:
     def _fill_tensors_of(self, path: str) -> None:
         """Run the initializers of the module at ``path`` and of the modules around it, and keep this module's tensors.
 
-        Meanwhile these tensors have memory, other meta tensors have none, and copies replace tensors in it that have values.
+        Meanwhile these tensors have memory, other meta tensors have none, and copies replace the module's tensors with values.
         """
         owner = self._module.get_submodule(path)
         devices = [self._comm.device] if self._comm.device.type == "cuda" else []

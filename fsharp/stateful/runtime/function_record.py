@@ -79,7 +79,7 @@ class RecordedPrograms:
         self.num_calls_off_schedule = 0
 
     def record_unscheduled_call(self, program: Program, compile_: Callable[[Program], Schedule | None], *, left: bool) -> None:
-        """Record the program of a call that had no schedule, or has ``left`` its schedule. This class says when to compile."""
+        """Record the program of a call that had no schedule, or has ``left`` its schedule, and drop the pinned schedule."""
         self.pinned = None
         self.num_unscheduled_calls += 1
         self.num_calls_off_schedule = self.num_calls_off_schedule + 1 if left else self.num_calls_off_schedule

@@ -173,7 +173,7 @@ class OpSpec:
         return buffer_nbytes(self.memory_buffer_kind, facts) if self.memory_buffer_kind else 0
 
     def filled_buffer(self, facts: UnitFacts) -> str:
-        """Return the buffer that an op of this kind fills: ``fills``, or the gradient at rest if ``fills`` has 0 bytes."""
+        """Return ``fills``. If that buffer has 0 bytes, an op of a kind with ``opens`` fills the gradient at rest instead."""
         return REST if self.opens and self.fills == self.memory_buffer_kind and not self.nbytes(facts) else self.fills
 
 

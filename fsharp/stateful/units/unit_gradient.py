@@ -133,7 +133,7 @@ class UnitGradient:
             )
 
     def abandon(self, raise_on_read: Callable[[], None]) -> None:
-        """Abandon reductions under way after an error; late ones keep their memory. Later reads call ``raise_on_read``."""
+        """Abandon reductions under way after an error; they may still use their memory. Later reads call ``raise_on_read``."""
         self._deferred = raise_on_read if self.is_under_way else None
         self._works, self.block = [], None
         self.rest = self._own
