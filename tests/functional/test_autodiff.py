@@ -11,6 +11,8 @@ from tests.ranks import on_ranks
 
 MESH = fs.Mesh({"outer": 2, "inner": 3})
 C = 4
+SENT = [[0, 1, 3], [2, 2, 0], [2, 1, 1]]  # by sender and receiver along "inner"
+RECEIVED = list(zip(*SENT, strict=True))
 
 
 def draw(comm, *shape, seed=0):
@@ -34,6 +36,12 @@ OPERATIONS = {
     "all_reduce": (
         lambda x, comm: fs.collectives.all_reduce(x, comm, "inner"),
         lambda y, comm: fs.collectives.all_reduce(y, comm, "inner"),
+        C,
+        C,
+    ),
+    "all_to_all": (
+        lambda x, comm: fs.collectives.all_to_all_last(x, SENT[comm.rank % 3], RECEIVED[comm.rank % 3], comm, "inner"),
+        lambda y, comm: fs.collectives.all_to_all_last(y, RECEIVED[comm.rank % 3], SENT[comm.rank % 3], comm, "inner"),
         C,
         C,
     ),

@@ -185,6 +185,8 @@ def test_a_part_that_does_not_divide_is_refused(comm):
     for fn in (fs.collectives.local_slice, fs.collectives.reduce_scatter_last):
         with pytest.raises(TreeError, match="a last dim of 5 does not divide into 2 parts"):
             fn(torch.ones(5), comm, "dp")
+    with pytest.raises(TreeError, match=r"x is \[2, 5\], expected a last dim of 4, the sum of send"):
+        fs.collectives.all_to_all_last(torch.ones(2, 5), [1, 3], [1, 3], comm, "dp")
 
 
 @on_ranks(DP)

@@ -181,6 +181,43 @@ def all_reduce(x: torch.Tensor, comm: Comm, axis: str) -> torch.Tensor:
     return _DifferentiableCollective.apply(x, _Collective(partial(comm.all_reduce, axis=axis), primitive, primitive))  # type: ignore[no-any-return]
 
 
+def all_to_all_last(x: torch.Tensor, send: Sequence[int], receive: Sequence[int], comm: Comm, axis: str) -> torch.Tensor:
+    """Send columns of ``x`` to the ranks along ``axis``, and return the columns that they send to this rank.
+
+    Tokens ``[n, d]`` reach the ranks of their experts by ``all_to_all_last(tokens.T, send, receive, comm, axis).T``.
+
+    Args:
+        x: ``[..., sum(send)]``: the columns for the first rank along ``axis``, then those for the second, and so on.
+        send: number of columns for each rank.
+        receive: number of columns from each rank: what this rank's entry in ``send`` is there.
+            ``all_to_all_last(torch.tensor(send), [1] * n, [1] * n, comm, axis).tolist()`` tells it.
+        comm: the ranks.
+        axis: the mesh axis along which to exchange.
+
+    Returns:
+        ``[..., sum(receive)]``, in order of coordinate.
+
+    Gradient: :func:`all_to_all_last` with ``send`` and ``receive`` exchanged. All ranks take part in it, so the loss of each
+    rank has to depend on the result, even if the rank has received no column. Cost: each rank sends its columns for others.
+    """
+    if not x.dim() or x.shape[-1] != sum(send):
+        raise TreeError(f"all_to_all_last(): x is {list(x.shape)}, expected a last dim of {sum(send)}, the sum of send.")
+    if comm.mesh.axis_size(axis) == 1:
+        return x
+    rows = x.shape[:-1].numel()
+
+    def call(x: torch.Tensor) -> torch.Tensor:
+        return comm.all_to_all(x.view(-1), [rows * n for n in send], [rows * n for n in receive], axis=axis)
+
+    def columns(out: torch.Tensor) -> torch.Tensor:
+        return out.view(-1, *x.shape[:-1]).movedim(0, -1)
+
+    primitive = partial(all_to_all_last, send=send, receive=receive, comm=comm, axis=axis)
+    transpose = partial(all_to_all_last, send=receive, receive=send, comm=comm, axis=axis)
+    found = _Collective(call, primitive, transpose, lambda x: x.movedim(-1, 0).contiguous(), columns)
+    return _DifferentiableCollective.apply(x, found)  # type: ignore[no-any-return]
+
+
 CastKind = Literal["each", "sum", "share", "summand"]
 _TRANSPOSE: dict[CastKind, CastKind] = {"each": "sum", "sum": "each", "share": "summand", "summand": "share"}
 

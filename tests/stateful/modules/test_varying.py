@@ -2,7 +2,7 @@
 
 import copy
 from collections import Counter
-from functools import cache
+from functools import cache, partial
 from itertools import product
 
 import optree
@@ -70,16 +70,32 @@ def route(router, x):
     return gates_of(x @ router)
 
 
-def moe_loss(params, batch, comm):
+def to_all_ranks(p, x, gates, comm):
     """Tokens go to all ranks along ``ep``; each adds what its experts make of them; the sums go back."""
-    n, mine = comm.mesh.axis_size("ep"), comm.mesh.coord("ep", comm.rank)
+    everyone = fs.collectives.all_gather_last(torch.cat([x, gates], 1).T, comm, "ep").T
+    own_gates = everyone[:, DIM:].chunk(comm.mesh.axis_size("ep"), dim=1)[comm.mesh.coord("ep", comm.rank)]
+    out = fs.forward(experts, p, everyone[:, :DIM], own_gates, comm=comm)
+    return fs.collectives.reduce_scatter_last(out.T, comm, "ep").T
+
+
+def to_ranks_of_experts(p, x, gates, comm):
+    """A token goes to the ranks of its experts alone."""
+    n = comm.mesh.axis_size("ep")
+    parts = gates.chunk(n, dim=1)
+    ids = [part.any(1).nonzero()[:, 0] for part in parts]
+    send = [len(each) for each in ids]
+    receive = fs.collectives.all_to_all_last(torch.tensor(send), [1] * n, [1] * n, comm, "ep").tolist()
+    rows = torch.cat([torch.cat([x[each], part[each]], 1) for each, part in zip(ids, parts, strict=True)])
+    rows = fs.collectives.all_to_all_last(rows.T, send, receive, comm, "ep").T
+    out = fs.forward(experts, p, rows[:, :DIM], rows[:, DIM:], comm=comm)
+    return torch.zeros_like(x).index_add(0, torch.cat(ids), fs.collectives.all_to_all_last(out.T, receive, send, comm, "ep").T)
+
+
+def moe_loss(params, batch, comm, send_tokens=to_all_ranks):
     x = fs.forward(lambda table, tokens: F.embedding(tokens, table), params["embed"], batch["x"], comm=comm)
     for layer in params["layers"]:
         gates = fs.forward(route, layer["router"], x, comm=comm)
-        everyone = fs.collectives.all_gather_last(torch.cat([x, gates], 1).T, comm, "ep").T
-        own_gates = everyone[:, DIM:].chunk(n, dim=1)[mine]
-        out = fs.forward(experts, layer["experts"], everyone[:, :DIM], own_gates, comm=comm)
-        x = x + fs.collectives.reduce_scatter_last(out.T, comm, "ep").T
+        x = x + send_tokens(layer["experts"], x, gates, comm)
     logits = fs.forward(lambda w, x: x @ w, params["head"], x, comm=comm)
     losses = F.cross_entropy(logits, batch["y"], reduction="none")
     return fs.Loss((losses * batch["w"]).sum(), batch["w"].sum())
@@ -89,7 +105,7 @@ def make_tx():
     return fs.optim.chain(fs.optim.clip_by_global_norm(0.05, deterministic=True), fs.optim.adamw(1e-2))
 
 
-def train(comm, strategies, *, steps=3, scheduled=False, microbatches=1):
+def train(comm, strategies, *, steps=3, scheduled=False, microbatches=1, loss_fn=moe_loss):
     params = own_params(comm)
     dense, sparse = strategies
     layout = fs.plan(
@@ -97,7 +113,7 @@ def train(comm, strategies, *, steps=3, scheduled=False, microbatches=1):
     )
     tx = make_tx()
     state = fs.init_state(tx, fs.shard(params, layout, comm, place="optim"), comm=comm)
-    step = fs.train_step(moe_loss, tx, microbatches=microbatches)
+    step = fs.train_step(loss_fn, tx, microbatches=microbatches)
     run = fs.Scheduler(comm)(step) if scheduled else lambda state, batch: step(state, batch, comm)
     losses = []
     for batch in make_batches(steps, 8 * comm.mesh.size):
@@ -149,6 +165,16 @@ def test_experts_on_their_own_axis_train_as_on_one_rank(name):
     assert_close(joined(results), tree)
     start = whole_params()
     assert not any(torch.equal(a, b) for a, b in zip(optree.tree_leaves(tree), optree.tree_leaves(start)))
+
+
+@pytest.mark.parametrize("scheduled", [False, True])
+def test_an_all_to_all_sends_tokens_to_the_ranks_of_their_experts(scheduled):
+    losses, tree = reference()
+    loss_fn = partial(moe_loss, send_tokens=to_ranks_of_experts)
+    results = simulate(MESH, lambda comm: train(comm, PLACES["zero3"], scheduled=scheduled, loss_fn=loss_fn))
+    for each, _ in results:
+        torch.testing.assert_close(each, losses, rtol=1e-5, atol=0.0)
+    assert_close(joined(results), tree)
 
 
 @every(2, name=PLACES, microbatches=(1, 2))
