@@ -125,6 +125,11 @@ MISTAKES = {
         TreeError,
         "Pass model.parameters()",
     ),
+    "an optimizer of a module that is no container": (
+        lambda: fs.ShardedOptimizer(SHARDED_MODULE[0], torch.optim.SGD),
+        TreeError,
+        "got a module, a tensor or no parameters. Pass model.parameters()",
+    ),
     "an optimizer of a parameter": (
         lambda: fs.ShardedOptimizer(SHARDED_MODULE[0].weight, torch.optim.SGD),
         TreeError,

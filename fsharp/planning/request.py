@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import optree
 import torch
 
-from fsharp.errors import OptionError, ScheduleError, problem
+from fsharp.errors import OptionError, ScheduleError, TreeError, problem
 from fsharp.functional.comm.agree import all_gather_texts, check_on_all_ranks
 from fsharp.functional.comm.protocol import Comm, SingleComm
 from fsharp.functional.formats.format import tensor_text
@@ -230,7 +230,15 @@ class TuneRequest:
     def _run_trial(self, model: Model, alone: Layout, patterns: UnitPatterns) -> list[UnitCall]:
         if model.module is None:
             assert self.loss_fn is not None
-            return record_calls_of_loss(self.loss_fn, model.tree, alone, self.batch, microbatches=self.microbatches)
+            try:
+                return record_calls_of_loss(self.loss_fn, model.tree, alone, self.batch, microbatches=self.microbatches)
+            except TreeError as error:
+                if self.units is not None:
+                    raise
+                tried = "the whole tree as one unit" if patterns is None else f"units={patterns!r}"
+                what = f"loss_fn fails with {tried}: {str(error).splitlines()[0]}"
+                remedy = "Pass units=, the patterns of the subtrees that loss_fn passes to fs.forward(), such as 'layers.*'."
+                raise ScheduleError(problem("tune()", what, remedy=remedy)) from error
         owners = self._units_by_module(model.module, alone, patterns)
         return record_calls_of_module(model.module, alone, owners, self.batch)
 

@@ -30,7 +30,10 @@ from fsharp.functional.loss import split_batch
 from fsharp.planning.plan_step import ROOT, Use, use_of_units, walk_nested_uses
 
 _NUM_MEASUREMENTS = 3
-_READS_VALUES_REMEDY = "If the code reads values, pass batch=number of tokens, and order= and activations= yourself."
+_META_REMEDY = (
+    "If the code makes tensors, make them on the device of its inputs (device=x.device). If it reads values, pass "
+    "batch=number of tokens, and order= and activations= yourself."
+)
 _HOLDS_TENSORS_REMEDY = "If the arguments are objects that hold tensors, such as a cache, turn them off, or leave out device=."
 
 
@@ -197,7 +200,7 @@ def record_calls_of_loss(
     part = split_batch(given, microbatches)[0] if microbatches > 1 else given
     recorder = _CallRecorder(_tensor_leaves(part))
     params = shard_for(to_meta(tree), layout, 0)
-    with _explain_errors("on meta tensors", _READS_VALUES_REMEDY), recorder.recording():
+    with _explain_errors("on meta tensors", _META_REMEDY), recorder.recording():
         loss_fn(params, part, _TrialComm(layout.mesh, recorder))
     return recorder.calls
 
@@ -248,7 +251,7 @@ def record_calls_of_module(
             each.register_forward_pre_hook(partial(enter, use_of_units(layout, names)), with_kwargs=True)
             each.register_forward_hook(leave)
     args, kwargs = ((), given) if isinstance(given, Mapping) else (given if isinstance(given, tuple) else (given,), {})
-    with _explain_errors("on meta tensors", _READS_VALUES_REMEDY), recorder.recording():
+    with _explain_errors("on meta tensors", _META_REMEDY), recorder.recording():
         skeleton(*args, **kwargs)
     for call in walk_nested_uses(recorder.calls):
         call.fn.args[0]._forward_hooks.clear()  # type: ignore[attr-defined]

@@ -504,6 +504,25 @@ def reading(params, batch, comm):
     return _loss(params, batch, comm).sum.item()
 
 
+def making_a_mask(params, batch, comm):
+    return (_loss(params, batch, comm).sum * (batch["w"] + torch.ones(len(batch["w"])))).sum()
+
+
+def test_a_loss_that_needs_other_units_than_those_that_are_tried():
+    def loss_fn(params, x, comm):
+        for weight in params["layers"]:
+            x = fs.forward(torch.matmul, weight, x, comm=comm)
+        return x.sum()
+
+    params = {"layers": [torch.eye(4) for _ in range(3)]}
+    options = {"budget": 1e9, "batch": torch.ones(4, 4), "loss_fn": loss_fn, "mesh": DP}
+    with pytest.raises(
+        ScheduleError, match=r"loss_fn fails with the whole tree as one unit: .*\['layers'\].*\nPass units=, .*'layers\.\*'"
+    ):
+        fs.tune(params, SLOW, **options)
+    assert fs.tune(params, SLOW, **options, units="layers.*").candidates
+
+
 @pytest.mark.parametrize(
     ("options", "error", "match"),
     [
@@ -523,6 +542,7 @@ def reading(params, batch, comm):
         ({"order": ("embed",)}, ScheduleError, "both tell the order of units"),
         ({"loss_fn": recomputing}, ScheduleError, r"'layers.0' is used in a checkpoint, or by forward\(remat=\)"),
         ({"loss_fn": reading}, ScheduleError, "the trial on meta tensors failed: .*\n.*batch=number of tokens"),
+        ({"loss_fn": making_a_mask}, ScheduleError, r"is not on the expected device meta.*\n.*on the device of its inputs"),
         ({"remat": {"x": "tail"}}, PatternError, "'tail' matches nothing"),
         ({"units": "blocks.*"}, PatternError, "matches nothing"),
         ({"microbatches": 0}, ScheduleError, "microbatches is 0"),

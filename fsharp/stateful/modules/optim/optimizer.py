@@ -76,10 +76,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
     __reduce_ex__ = refuse_copy
 
     def __init__(
-        self, params: Iterable[Any], optimizer: type[torch.optim.Optimizer] | Any, *, check_steps: int = 0, **defaults: Any
+        self, params: Any, optimizer: type[torch.optim.Optimizer] | Any, *, check_steps: int = 0, **defaults: Any
     ) -> None:
         self._is_made = False
-        if isinstance(params, torch.nn.Module | torch.Tensor) or not (given := list(params)):
+        is_iterable = isinstance(params, Iterable) and not isinstance(params, torch.nn.Module | torch.Tensor)
+        if not is_iterable or not (given := list(params)):
             raise TreeError("ShardedOptimizer(): got a module, a tensor or no parameters. Pass model.parameters().")
         super().__init__([dict(each) if isinstance(each, Mapping) else each for each in given], {})
         self._session = _session_of_parameters([p for group in self.param_groups for p in group["params"]])
