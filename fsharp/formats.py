@@ -1,4 +1,9 @@
-"""Formats of 8 and 4 bits, in which parameters are stored and tensors travel, and the parts of a format of your own."""
+"""Formats of 8 and 4 bits, in which parameters are stored and tensors travel, and the parts of a format of your own.
+
+- 8 bits: mxfp8, mxfp8_e5m2, mxint8; float8_e4m3_by_tensor, float8_e5m2_by_tensor, int8_by_row. 4 bits: mxfp4, mxint4, nvfp4.
+- A format made from another one: stochastic, hadamard.
+- For a format of your own: Format with Planes (Plane), LeafCodec with LeafPart; register_format.
+"""
 
 from fsharp.functional.formats.by_tensor import (
     float8_e4m3_by_tensor as float8_e4m3_by_tensor,

@@ -295,6 +295,13 @@ def test_functions_with_several_arguments_say_what_they_are(module, name):
             assert re.search(rf"^\s+\*{{0,2}}{parameter}:", fn.__doc__, re.M), f"{name}({parameter})"
 
 
+@pytest.mark.parametrize("name", ["checkpoint", "collectives", "formats", "init", "inspect", "optim", "resilience", "testing"])
+def test_the_docstring_of_a_module_lists_its_public_names(name):
+    """``help(fs.testing)`` shows only the docstring, as the names are defined elsewhere."""
+    public = {each for module, each in PUBLIC if module is getattr(fs, name)}
+    assert public <= set(re.findall(r"\w+", getattr(fs, name).__doc__))
+
+
 DOCUMENTS = [ROOT.parent / "README.md", *sorted((ROOT.parent / "docs").glob("*.md"))]
 
 

@@ -1,4 +1,13 @@
-"""Checkpoints, each of which loads under any strategy, mesh and number of ranks, with the same bits."""
+"""Checkpoints, each of which loads under any strategy, mesh and number of ranks, with the same bits.
+
+- To save: save; Saver, in the background; Replicas, in memory of hosts; RefreshNbytes, the bytes of a refresh.
+- To load: load, also files of Hugging Face and of torch.save.
+- Values that differ between ranks: PerRank, WithPerRankBuffers.
+- To look at checkpoints without ranks: list_checkpoints, latest, open_checkpoint, verify, prune; Checkpoint.
+- Other libraries: export_safetensors, from_dcp, to_dcp; ``fsharp.interop.orbax``.
+
+``help(fs.checkpoint.load)`` describes one of them.
+"""
 
 from fsharp.checkpoint.catalog import (
     Checkpoint as Checkpoint,

@@ -15,6 +15,10 @@
     hardware = fs.inspect.measure(comm, compute_times=seconds_of_units)  # speeds of links from a small model, in seconds
     print(fs.inspect.compare(predicted, trace.timeline(schedule)))
     fs.inspect.report("runs/a")  # a page about a run
+
+Further functions: step_traffic, the collectives of a step; tree_nbytes; reshard_sent_nbytes; perfetto, which writes a Timeline
+to a file. Further classes: Trace; Timeline with TimeSpan; TreeSharding with LeafSharding; Choice with Candidate, of
+``fs.tune``.
 """
 
 from fsharp.functional.layout.sharded import tree_nbytes as tree_nbytes

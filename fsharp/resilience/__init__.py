@@ -9,7 +9,12 @@
             run.log({"loss": metrics.loss})
             state = run.end_step(state)
 
-Each of the names below also works without a Run.
+Each of these names also works without a Run:
+
+- Data and random numbers: IndexSampler, PerRankState, seeded, fold_in.
+- Faults: find_nonfinite, which returns a NonFinite; Preemption, EXIT_PREEMPTED; StragglerDetector, TimesByRank;
+  reported_failures; agree_at_start.
+- Loggers: Logger, JsonlLogger, TensorBoardLogger, WandbLogger.
 """
 
 from fsharp.report.logs import (

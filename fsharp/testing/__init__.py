@@ -1,4 +1,12 @@
-"""Tools to test sharded programs: all ranks in one process, random trees and layouts, and comparisons of strategies."""
+"""Tools to test sharded programs: all ranks in one process, random trees and layouts, and comparisons of strategies.
+
+- To run all ranks: simulate, as threads; processes, as processes with gloo or NCCL.
+- To compare your loss under all strategies, with and without a scheduler: assert_equivalent; Tolerance.
+- To find faults of a step: checking_races, with DebugPolicy, RaceReport and RaceError; checking_remat.
+- Hypothesis strategies for trees, meshes, strategies and layouts: the module ``fsharp.testing.generate``.
+
+``help(fs.testing.simulate)`` describes one of them.
+"""
 
 from fsharp.functional.remat import checking_remat as checking_remat
 from fsharp.stateful.schedule.policy import DebugPolicy as DebugPolicy

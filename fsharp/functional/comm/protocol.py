@@ -152,6 +152,9 @@ class SingleComm:
             raise MeshError(f"SingleComm(): {mesh} has {mesh.size} ranks; use connect(mesh) in each of {mesh.size} processes.")
         self.mesh, self.rank, self.device = mesh, 0, torch.device(device)
 
+    def __repr__(self) -> str:
+        return f"SingleComm({self.mesh}, device={self.device})"
+
     def all_gather(self, x: torch.Tensor, axis: str, *, label: str = "") -> torch.Tensor:
         """Return ``x`` with a leading dim of size 1."""
         self.mesh.index(axis)

@@ -137,11 +137,6 @@ def test_a_state_by_other_labels_is_refused(made, used):
         fs.update(second, grads, state, comm=comm)
 
 
-def test_the_docstring_of_fs_optim_lists_all_public_names():
-    public = {name for name in vars(fs.optim) if not name.startswith("_")}
-    assert public <= set(re.findall(r"\w+", fs.optim.__doc__ or ""))
-
-
 def _pull(grads, kept, params):
     return optree.tree_map(lambda g, k, p: -0.1 * g + 0.5 * (p - k), grads, kept, params)
 
