@@ -116,8 +116,8 @@ def stored_name_by_new_name(
         first.setdefault(owners.get(name, name), name)
     result = old_name_by_new_name(where, names if aliases else first.values(), subtree, rename)
     if not result:
-        subtrees = list(dict.fromkeys(name.partition(".")[0] for name in found.tensor_names))
-        raise CheckpointError(f"{where}: {found.path} has no tensors below {subtree!r}; there are tensors below {subtrees[:20]}.")
+        others = list(dict.fromkeys(name.partition(".")[0] for name in found.tensor_names))[:20]
+        raise CheckpointError(f"{where}: {found.path} has no tensors below {subtree!r}; there are tensors below {others}.")
     return result
 
 
