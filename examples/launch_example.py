@@ -13,6 +13,7 @@ import tyro
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # ranks share the cores
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+sys.modules.setdefault("torchao", None)  # transformers imports it if it is there, which takes seconds and prints warnings
 if not torch.cuda.is_available():
     sys.modules.setdefault("transformer_engine", None)  # PEFT imports it if it is there, and fails without its compiled modules
 

@@ -5,7 +5,6 @@ python examples/lightning_gpt2.py                                       two proc
 It prints the losses of both runs. They differ by rounding only, about 1e-4.
 """
 
-import logging
 import os
 
 import launch_example
@@ -16,7 +15,7 @@ import torch
 import fsharp as fs
 from fsharp.lightning.trainer import Strategy
 
-logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+BATCH = 16  # sequences of all ranks in a step
 
 
 class Task(pl.LightningModule):
@@ -40,11 +39,11 @@ class Task(pl.LightningModule):
 
 
 def train(task, strategy, options, epochs, resume=None):
-    rows = small_models.rows(8 * options.steps)
+    rows = small_models.rows(BATCH * options.steps // 2)
     quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False, "enable_checkpointing": False}
     ranks = int(os.environ["WORLD_SIZE"])
     trainer = pl.Trainer(accelerator="cpu", devices=ranks, strategy=strategy, max_epochs=epochs, gradient_clip_val=1.0, **quiet)
-    trainer.fit(task, torch.utils.data.DataLoader(rows, batch_size=16 // ranks), ckpt_path=resume)
+    trainer.fit(task, torch.utils.data.DataLoader(rows, batch_size=BATCH // ranks), ckpt_path=resume)
     trainer.save_checkpoint(options.out / ("ddp.ckpt" if strategy == "ddp" else "last.ckpt"))
     return torch.stack(task.losses)
 
@@ -57,4 +56,4 @@ def main(options):
 
 
 if __name__ == "__main__":
-    launch_example.main(main, small_models.Options)
+    launch_example.main(main, small_models.TwoEpochs, batch=BATCH)

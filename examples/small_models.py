@@ -1,5 +1,6 @@
 """What examples of other libraries share: options, small models of transformers, rows of text, and a tokenizer of bytes."""
 
+import logging
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,6 +10,7 @@ import transformers
 from gpt.data import load, random_starts, windows
 
 LENGTH = 64
+logging.disable(logging.WARNING)  # of transformers, accelerate and Lightning, about small models
 
 
 @dataclass
@@ -17,6 +19,17 @@ class Options:
 
     steps: int = 20
     out: Path = Path("runs") / Path(sys.argv[0]).stem
+
+
+@dataclass
+class TwoEpochs(Options):
+    """Train a small model on the source of Python's standard library, in two epochs; the second one resumes from the first."""
+
+    def __post_init__(self):
+        if self.steps % 2:
+            raise SystemExit(
+                f"error: --steps is {self.steps}, expected an even number: each of two epochs has half of the steps"
+            )
 
 
 def gpt2():
@@ -33,11 +46,11 @@ def gpt2_and_adamw():
     return model, torch.optim.AdamW(model.parameters(), lr=3e-3)
 
 
-def llama(vocab_size=256):
-    """Return a Llama of two layers, with the same weights in each process."""
+def llama(vocab_size=256, **tokens):
+    """Return a Llama of two layers, with the same weights in each process. ``tokens``: options such as ``eos_token_id``."""
     torch.manual_seed(0)
     sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
-    return transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=vocab_size, **sizes))
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=vocab_size, **tokens, **sizes))
 
 
 def rows(count):

@@ -68,6 +68,7 @@ def test_sequences_that_do_not_divide_among_processes_are_refused() -> None:
         (["functional_train_step.py", "hfsdp"], "hsdp and hfsdp need an even number of processes"),
         (["dp_sgd.py", "--rate", "0"], "error: got --rate 0.0, --clip 1.0 and --noise 1.0, expected a rate above 0"),
         (["torchdata_stream.py", "--steps", "1"], "error: --steps is 1, expected at least 2: a run is stopped after half"),
+        (["lightning_gpt2.py", "--steps", "3"], "error: --steps is 3, expected an even number: each of two epochs has half"),
         (["survive_a_kill.py", "--root", "{}"], "has 'killed-killed-0' of an earlier run: remove the folder"),
     ],
 )
