@@ -66,6 +66,8 @@ class Strategy(DDPStrategy):
         assert self.accelerator is not None
         self.accelerator.setup(trainer)
         check_module("Trainer", self._pl_module, self.precision_plugin.precision)
+        for each in sharded_modules_in(self._pl_module).values():
+            each.zero_grad()  # of a run that ended between microbatches; the Trainer's own call reads p.grad, which is refused
         if any(isinstance(each, StochasticWeightAveraging) for each in trainer.callbacks):  # type: ignore[attr-defined]
             what = "StochasticWeightAveraging copies the module before it is sharded, and would average nothing."
             remedy = "Train by fs.optim.with_ema(...), and evaluate within optimizer.averaged()."

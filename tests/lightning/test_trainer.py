@@ -77,6 +77,23 @@ def run(trainer_strategy, strategy, folder, *, resume=None, more=(), **options):
     return {"losses": task.found, "stayed": task.stayed, "validated": numbers["validated"]}, trainer
 
 
+def stopped_and_begun_again(kind, strategy):
+    """Return losses of a run that ends between two microbatches, and of the next run of the same module."""
+    import lightning.pytorch as pl
+
+    class Stop(pl.Callback):
+        def on_train_batch_end(self, trainer, *args):
+            trainer.should_stop = True
+
+    task = made(strategy)
+    for callbacks in ([Stop()], []):
+        options = dict.fromkeys(("logger", "enable_progress_bar", "enable_model_summary", "enable_checkpointing"), False)
+        options |= {"max_epochs": 1, "accumulate_grad_batches": 2, "callbacks": callbacks}
+        trainer = pl.Trainer(accelerator="cpu", devices=2, strategy=kind(), **options)
+        trainer.fit(task, DataLoader(data(), batch_size=4))
+    return task.found
+
+
 def state_of(folder):
     return dict(torch.load(f"{folder}/weights.ckpt", weights_only=True)["state_dict"])
 
@@ -94,6 +111,8 @@ def on_two_ranks(folder, comm):
     found["resumed"] = run(Strategy(), fs.zero3("dp"), f"{folder}/resumed", resume=first)[0]
     found["resumed, zero1"] = run(Strategy(), fs.zero1("dp"), f"{folder}/zero1", resume=first)[0]
     found["resumed, ddp"] = run("ddp", None, f"{folder}/again", resume=first)[0]
+    found["begun again, ddp"] = stopped_and_begun_again(lambda: "ddp", None)
+    found["begun again"] = stopped_and_begun_again(Strategy, fs.zero3("dp"))
     with pytest.raises(OptionError) as error:
         run(Strategy(), fs.zero3("dp"), f"{folder}/refused", precision="bf16-mixed")
     found["refused"] = str(error.value)
@@ -130,6 +149,12 @@ def test_a_checkpoint_is_resumed_to_the_bit_under_another_strategy_and_by_ddp(fo
 
 def test_gradients_stay_on_the_rank_until_the_last_microbatch(found):
     assert found[0]["zero2"]["stayed"] == [True, False] * 4
+
+
+def test_a_run_that_ended_between_microbatches_is_followed_by_another(found):
+    """The Trainer's zero_grad() at the start of the second run was refused, as gradients had been added up."""
+    assert len(found[0]["begun again"]) == 1 + 4
+    torch.testing.assert_close(torch.tensor(found[0]["begun again"]), torch.tensor(found[0]["begun again, ddp"]))
 
 
 def test_a_precision_of_the_trainer_is_refused(found):
