@@ -106,6 +106,26 @@ def test_the_recipe_of_dp_sgd_trains_alike_on_any_number_of_ranks():
     torch.testing.assert_close(one, two)
 
 
+def test_the_recipe_of_rl_trains_the_policy_alone():
+    first, *blocks = programs(ROOT / "docs" / "howto.md")
+    [recipe] = [block for block in blocks if "advantages" in block]
+
+    def run(comm):
+        names = {}
+        exec(first, names)
+        names |= {"mesh": comm.mesh, "comm": comm}
+        exec(recipe, names)
+        start, model, frozen = names["start"], names["policy"], names["reference"]
+        assert frozen is start
+        return names["means"], names["tokens"], model.full_state_dict(rank=None), frozen.full_state_dict(rank=None)
+
+    (means, tokens, policy, reference), (_, others, policy_elsewhere, _) = fs.testing.simulate(fs.Mesh({"dp": 2}), run)
+    assert means[-1] > means[0] + 0.1
+    assert not torch.equal(tokens, others), "each rank has rows of its own"
+    torch.testing.assert_close(policy, policy_elsewhere, rtol=0, atol=0)
+    assert not any(torch.equal(policy[name], x) for name, x in reference.items())
+
+
 def test_the_programs_of_the_page_about_jax_run_on_two_ranks():
     blocks = programs(ROOT / "docs" / "jax.md")
     assert len(blocks) > 5
