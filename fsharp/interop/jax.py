@@ -36,7 +36,13 @@ from fsharp.functional.layout.sharded import (
 from fsharp.functional.layout.unit_layout import UnitLayout
 from fsharp.interop.arrays import as_jax_array_and_lifetime, as_torch_tensor, check_not_forked
 from fsharp.interop.call import as_torch as as_torch
-from fsharp.interop.modules import make_functional as make_functional, to_arrays as to_arrays, to_tensors as to_tensors
+from fsharp.interop.modules import (
+    make_functional as make_functional,
+    stack as stack,
+    to_arrays as to_arrays,
+    to_tensors as to_tensors,
+    unstack as unstack,
+)
 from fsharp.tracebacks import api_boundary
 
 jax.tree_util.register_pytree_node(Sharded, flatten_node, unflatten_node)

@@ -1,12 +1,13 @@
-"""Convert modules of Equinox and Flax to functions of tensors, and pytrees of arrays to trees of tensors."""
+"""Convert modules of Equinox and Flax to functions of tensors, pytrees of arrays to trees of tensors, and stacks to layers."""
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optree
 import torch
 from jax.tree_util import GetAttrKey
 
@@ -145,6 +146,54 @@ def to_arrays(tree: Any, like: Any) -> Any:
     if left:
         raise TreeError(f"to_arrays(): {_name_text(next(iter(left)))!r} is not in the {type(like).__name__}.")
     return jax.tree.unflatten(jax.tree.structure(like), leaves.values())
+
+
+@api_boundary
+def unstack(stacked: Any, *, dim: int = 0) -> list[Any]:
+    """Return a list of layers, each a tree of one slice of every leaf of ``stacked``: the inverse of :func:`stack`.
+
+    ::
+
+        params = {"layers": unstack(to_tensors(stacked))}
+        layout = fs.plan(params, mesh, fs.zero3("dp"), units="layers.*")  # each slice is gathered and released by itself
+
+    Args:
+        stacked: a pytree of tensors. Each leaf holds all layers.
+        dim: the dim of each leaf that counts the layers, from 0.
+
+    Raises:
+        TreeError: the tree has no leaves, a leaf is no tensor with ``dim``, or leaves have different numbers of layers.
+
+    Cost: none. The slices are views of the leaves.
+    """
+    leaves, structure = optree.tree_flatten(stacked)
+    shapes = [list(leaf.shape) if isinstance(leaf, torch.Tensor) else type(leaf).__name__ for leaf in leaves]
+    counts = {tuple(shape[dim:][:1]) for shape in shapes if isinstance(shape, list)}
+    if len(counts) != 1 or () in counts or not all(isinstance(leaf, torch.Tensor) for leaf in leaves):
+        raise TreeError(f"unstack(dim={dim}): expected tensors of equally many layers along this dim, got {shapes[:8]}.")
+    return [optree.tree_unflatten(structure, layer) for layer in zip(*(leaf.unbind(dim) for leaf in leaves), strict=True)]
+
+
+@api_boundary
+def stack(layers: Sequence[Any], *, dim: int = 0) -> Any:
+    """Return a tree whose leaves hold all layers along ``dim``, as ``lax.scan`` takes them: the inverse of :func:`unstack`.
+
+    Args:
+        layers: a sequence of pytrees of tensors, with one structure, and one shape and dtype for each leaf.
+        dim: the new dim that counts the layers.
+
+    Raises:
+        TreeError: there are no layers, or the layers differ in structure, or in the shape or dtype of a leaf.
+
+    Cost: a copy of the layers. The gradient of the result is unstacked.
+    """
+    kinds = [optree.tree_map(lambda leaf: (tuple(leaf.shape), leaf.dtype), layer) for layer in layers]
+    if not kinds:
+        raise TreeError("stack(): expected at least one layer, got none.")
+    for i, kind in enumerate(kinds):
+        if kind != kinds[0]:
+            raise TreeError(f"stack(): layer {i} is {kind}, expected the shapes and dtypes of layer 0, {kinds[0]}.")
+    return optree.tree_map(lambda *slices: torch.stack(slices, dim), *layers)
 
 
 def _leaves_by_keypath(tree: Any) -> dict[ParameterName, Any]:

@@ -11,8 +11,9 @@ from flax import linen, nnx
 
 import fsharp as fs
 from fsharp.errors import TreeError
-from fsharp.interop.jax import make_functional, to_arrays, to_tensors
+from fsharp.interop.jax import make_functional, stack, to_arrays, to_tensors, unstack
 from fsharp.testing import simulate
+from tests.functional.test_per_sample import Watched
 
 DIM, RATE, STEPS = 6, 0.1, 3
 
@@ -357,3 +358,59 @@ def test_linen_without_variables_and_variables_without_linen_are_refused():
         make_functional(Noisy())
     with pytest.raises(TreeError, match="variables are for modules of Flax Linen, and a Block holds its variables"):
         make_functional(nnx_blocks()[0], {})
+
+
+def test_layers_of_a_scan_are_units_gathered_one_slice_at_a_time():
+    """Losses and gradients are those of ``lax.scan`` over the stacked leaves."""
+    keys, x = jax.random.split(jax.random.key(0), 2), torch.linspace(-1, 1, 4 * DIM).view(4, DIM)
+    stacked = {"w": jax.random.normal(keys[0], (4, DIM, DIM)), "b": jax.random.normal(keys[1], (4, DIM))}
+
+    def loss_in_jax(stacked, x):
+        return jax.lax.scan(lambda x, p: (jnp.tanh(x @ p["w"] + p["b"]), None), x, stacked)[0].sum()
+
+    def loss_fn(params, x, comm):
+        for layer in params["layers"]:
+            x = fs.forward(lambda p, x: torch.tanh(x @ p["w"] + p["b"]), layer, x, comm=comm)
+        return x.sum()
+
+    def rank_fn(comm):
+        watched, shards = Watched(comm), fs.shard(params, layout, comm)
+        loss, grads = fs.value_and_grad(loss_fn)(shards, x[2 * comm.rank :][:2], comm=watched)
+        return fs.average(loss, fs.reduce_scatter(grads, comm=comm), comm=comm), watched.counts
+
+    params = {"layers": unstack(to_tensors(stacked))}
+    layout = fs.plan(params, fs.Mesh({"dp": 2}), fs.zero3("dp"), units="layers.*")
+    assert len(layout.units) == 4
+    results, counts = zip(*simulate(layout.mesh, rank_fn), strict=True)
+    assert counts == ([0] * 8,) * 2, "forward and backward gather four slices, each with no other one whole"
+    whole = to_arrays(stack(fs.unshard([grads for _, grads in results])["layers"]), like=stacked)
+    value, expected = jax.value_and_grad(loss_in_jax)(stacked, jnp.array(x.numpy()))
+    np.testing.assert_allclose(results[0][0].loss, value / 2, rtol=1e-5)
+    for name, gradient in expected.items():
+        np.testing.assert_allclose(whole[name], gradient / 2, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+def test_layers_are_slices_without_a_copy_and_are_stacked_again(dim):
+    stacked = {"w": torch.randn(3, 3, 5), "b": torch.randn(3, 3)}
+    layers = unstack(stacked, dim=dim)
+    assert layers[1]["w"].equal(stacked["w"].select(dim, 1))
+    assert layers[1]["w"].untyped_storage().data_ptr() == stacked["w"].untyped_storage().data_ptr()
+    again = stack(layers, dim=dim)
+    assert all(again[name].equal(x) for name, x in stacked.items())
+
+
+def test_leaves_that_do_not_hold_equally_many_layers_are_refused():
+    wrong = r"unstack\(dim=0\): expected tensors of equally many layers along this dim, got "
+    for tree, found in (
+        ({"w": torch.ones(3, 2), "b": torch.ones(2)}, r"\[\[2\], \[3, 2\]\]"),
+        ({"w": torch.ones(())}, r"\[\[\]\]"),
+        ({"w": torch.ones(2), "n": 2}, r"\['int', \[2\]\]"),
+        ({}, r"\[\]"),
+    ):
+        with pytest.raises(TreeError, match=wrong + found):
+            unstack(tree)
+    with pytest.raises(TreeError, match=r"layer 1 is .*\(3,\).*expected the shapes and dtypes of layer 0, .*\(2,\)"):
+        stack([{"w": torch.ones(2)}, {"w": torch.ones(3)}])
+    with pytest.raises(TreeError, match="expected at least one layer, got none"):
+        stack([])
