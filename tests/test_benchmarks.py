@@ -398,9 +398,19 @@ def test_equal_schedules_are_one_candidate():
     assert tuning.distinct(dict(zip(keys, (schedule, other, schedule), strict=True))) == keys[:2]
 
 
-def test_the_table_of_published_runs_in_the_docs_is_what_is_predicted():
+def test_the_tables_of_published_runs_in_the_docs_are_what_is_predicted():
     page = (Path(__file__).parent.parent / "docs" / "tune.md").read_text()
-    assert "\n".join(published.table()) in page
+    speeds, memory = "\n".join(published.table()).split("\n\n")
+    assert speeds in page
+    assert memory in page
+    num_groups = len({run.group for run in published.RUNS})
+    assert speeds.count("%") == len(published.RUNS) - num_groups, "the first run of a group is fitted, and the others are not"
+
+
+def test_a_published_number_of_operations_is_that_of_its_tokens():
+    """Megatron-Bridge publishes both for each of its runs."""
+    for model, tflops, tokens in (("8B", 744, 14451), ("70B", 719, 1602), ("405B", 737, 292)):
+        assert published.tokens_per_s(tflops, model) == pytest.approx(tokens, rel=5e-3)
 
 
 def test_compute_is_scaled_to_the_step_without_communication():
