@@ -36,6 +36,11 @@ Glossary
     trial       a run on small or meta tensors: of a transformation (:func:`init_state` tests it), or of units (:func:`tune`).
 """
 
+import gc as _gc
+
+_collects = _gc.isenabled()
+_gc.disable()  # imports make no garbage, and collections that look for it take a fifth of the time
+
 from fsharp import (
     checkpoint as checkpoint,
     collectives as collectives,
@@ -87,6 +92,9 @@ from fsharp.stateful.modules.optim.scaler import GradScaler as GradScaler
 from fsharp.stateful.modules.shard import shard_module as shard_module
 from fsharp.stateful.runtime.scheduler import Scheduler as Scheduler
 from fsharp.stateful.schedule.policy import SchedulePolicy as SchedulePolicy
+
+if _collects:
+    _gc.enable()
 
 __version__ = "0.1.0"
 

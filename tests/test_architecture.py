@@ -331,7 +331,13 @@ def test_documents_name_files_that_there_are(path):
 def test_the_import_takes_little_more_than_that_of_torch():
     """Torch modules that take long are imported where they are used: DTensor's alone take half as long as torch."""
     slow = {"torch.distributed.tensor", "torch.distributed.fsdp", "torch.distributed.checkpoint", "torch._dynamo", "sympy"}
-    code = "import sys, torch; before = set(sys.modules); import fsharp; print(*sorted(set(sys.modules) - before))"
+    code = """
+import gc, sys, torch
+before, collections = set(sys.modules), gc.get_stats()[2]["collections"]
+import fsharp
+assert gc.isenabled() and gc.get_stats()[2]["collections"] == collections, "no collection looks at what torch has imported"
+print(*sorted(set(sys.modules) - before))
+"""
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100, check=True)
     imported = set(ran.stdout.split())
     assert "fsharp.stateful.modules.torch_tools.dtensors" in imported

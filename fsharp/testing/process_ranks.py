@@ -92,7 +92,8 @@ class _Launcher:
         """Run the ranks in processes that the launcher forks. Return text about failed ranks; empty if all have returned."""
         with self._lock:
             if self._server is None:
-                program = f"{self._first}\nfrom fsharp.testing.process_ranks import _serve_requests\n_serve_requests()"
+                imports = f"{self._first}\nfrom fsharp.testing.process_ranks import _serve_requests"
+                program = f"import gc; gc.disable()\n{imports}\n_serve_requests()"
                 command = [sys.executable, "-c", program]
                 pipe, env = subprocess.PIPE, os.environ | {"OMP_NUM_THREADS": "1"}
                 self._server = subprocess.Popen(command, env=env, stdin=pipe, stdout=pipe, text=True, start_new_session=True)
@@ -126,6 +127,7 @@ _launcher = _Launcher()
 def _serve_requests() -> None:
     """Serve requests to run ranks, one in each line of standard input, until standard input ends."""
     gc.freeze()  # ranks share what is imported: else each collection in a rank would look at all of it, and copy its pages
+    gc.enable()
     for line in sys.stdin:
         folder, size, timeout = json.loads(line)
         print(json.dumps(_fork_ranks(Path(folder), size, timeout)), flush=True)
