@@ -3,6 +3,7 @@
 import importlib
 import os
 import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -26,6 +27,13 @@ def output(*command: str, limit_s: float = 250) -> str:
     done = start(*command, limit_s=limit_s)
     assert done.returncode == 0, done.stderr
     return done.stdout
+
+
+def run_here(monkeypatch: pytest.MonkeyPatch, name: str, *options: str) -> None:
+    """Run an example in this process, which has imported torch."""
+    monkeypatch.setattr(sys, "argv", [f"examples/{name}", *options])
+    importlib.import_module("examples")  # its neighbours are found
+    runpy.run_path(str(ROOT / "examples" / name), run_name="__main__")
 
 
 def numbers(text: str, pattern: str) -> list[tuple[float, ...]]:
@@ -54,11 +62,12 @@ def test_llama_trains_as_the_unsharded_one_and_is_loaded(tmp_path: Path) -> None
     assert {path.name for path in (tmp_path / "trained").iterdir()} == {"config.json", "model.safetensors"}
 
 
-def test_sequences_that_do_not_divide_among_processes_are_refused() -> None:
+def test_sequences_that_do_not_divide_among_processes_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """Three processes, each with a mean of its own over unequal parts: the losses differed from those of the unsharded run."""
-    done = start(*TORCHRUN, "3", "examples/jax_unit.py")
-    assert done.returncode
-    assert "error: a step has 8 sequences, which do not divide into equal parts for 3 processes" in done.stderr
+    monkeypatch.setenv("WORLD_SIZE", "3")  # as torchrun does
+    monkeypatch.setenv("RANK", "2")
+    with pytest.raises(SystemExit, match="error: a step has 8 sequences, which do not divide into equal parts for 3 processes"):
+        run_here(monkeypatch, "jax_unit.py")
 
 
 @pytest.mark.parametrize(
@@ -72,12 +81,16 @@ def test_sequences_that_do_not_divide_among_processes_are_refused() -> None:
         (["survive_a_kill.py", "--root", "{}"], "has 'killed-killed-0' of an earlier run: remove the folder"),
     ],
 )
-def test_options_without_a_meaning_are_refused_in_one_line(command: list[str], words: str, tmp_path: Path) -> None:
+def test_options_without_a_meaning_are_refused_in_one_line(
+    command: list[str], words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "killed-killed-0").touch()
-    done = start(sys.executable, f"examples/{command[0]}", *(each.format(tmp_path) for each in command[1:]))
-    assert (done.returncode, done.stdout) == (1, "")
-    assert words in done.stderr
-    assert len(done.stderr.splitlines()) == 1
+    with pytest.raises(SystemExit) as ended:
+        run_here(monkeypatch, *(each.format(tmp_path) for each in command))
+    assert isinstance(ended.value.code, str)  # which Python prints, and ends with status 1
+    assert words in ended.value.code
+    assert len(ended.value.code.splitlines()) == 1
+    assert capsys.readouterr() == ("", "")
 
 
 @pytest.mark.deep  # tests/resilience/test_elastic.py has ranks that are killed

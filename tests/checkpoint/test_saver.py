@@ -1,5 +1,7 @@
 """Checkpoints in the background: what is saved is what was there, a failure is heard of, and the last ones stay."""
 
+import os
+import signal
 import subprocess
 import sys
 import threading
@@ -217,55 +219,44 @@ made.close()
 """
 
 
-FORKED_CALLS = """
-import os, signal, sys, torch, fsharp as fs
-from fsharp.errors import CheckpointError
-saver = fs.checkpoint.Saver(sys.argv[1], fs.SingleComm())
-saver.save({"w": torch.ones(4)}, step=1)
-if (child := os.fork()) == 0:
-    signal.alarm(20)  # ends a child that waits for a thread of its parent
-    for call in (saver.wait, saver.close, lambda: saver.save({"w": torch.ones(4)}, step=2)):
-        try:
-            call()
-        except CheckpointError as error:
-            assert f"belongs to process {os.getppid()}" in str(error), error
-        else:
-            os._exit(1)
-    os._exit(0)
-status = os.waitpid(child, 0)[1]
-saver.close()
-print(status, [each.step for each in fs.checkpoint.list_checkpoints(sys.argv[1])])
-"""
+def is_refused_in_a_forked_child(*calls):
+    """Return whether each call raises, in a child of this process, that what it uses belongs to the parent."""
+    if (child := os.fork()) == 0:
+        signal.alarm(20)  # ends a child that waits for a thread of its parent
+        for call in calls:
+            try:
+                call()
+            except CheckpointError as error:
+                if f"belongs to process {os.getppid()}" not in str(error):
+                    os._exit(1)
+            else:
+                os._exit(1)
+        os._exit(0)
+    return os.waitpid(child, 0)[1] == 0
 
 
 def test_a_forked_child_cannot_save_or_wait(tmp_path):
-    done = subprocess.run([sys.executable, "-c", FORKED_CALLS, tmp_path], capture_output=True, text=True, timeout=90)
-    assert done.stdout == "0 [1]\n", (done.stdout, done.stderr)
+    def run(comm):
+        saver = fs.checkpoint.Saver(tmp_path, comm)
+        saver.save({"w": torch.ones(4)}, step=1)
+        assert is_refused_in_a_forked_child(saver.wait, saver.close, lambda: saver.save({"w": torch.ones(4)}, step=2))
+        saver.close()
+        return [each.step for each in fs.checkpoint.list_checkpoints(tmp_path)]
 
-
-FORKED_REFRESH = """
-import os, sys, torch, fsharp as fs
-from fsharp.errors import CheckpointError
-replicas = fs.checkpoint.Replicas(sys.argv[1], fs.SingleComm(), copies=0)
-replicas.refresh({"w": torch.ones(4)}, step=1)
-replicas.wait()
-if (child := os.fork()) == 0:
-    try:
-        replicas.refresh({"w": torch.ones(4)}, step=2)
-    except CheckpointError as error:
-        assert f"belongs to process {os.getppid()}" in str(error), error
-        os._exit(0)
-    os._exit(1)
-status = os.waitpid(child, 0)[1]
-replicas.refresh({"w": torch.ones(4)}, step=3)
-replicas.wait()
-print(status, replicas.latest())
-"""
+    assert processes(fs.Mesh({"dp": 1}), run) == [[1]]
 
 
 def test_a_forked_child_cannot_refresh_even_if_nothing_is_under_way(tmp_path):
-    done = subprocess.run([sys.executable, "-c", FORKED_REFRESH, tmp_path], capture_output=True, text=True, timeout=90)
-    assert done.stdout == "0 3\n", (done.stdout, done.stderr)
+    def run(comm):
+        replicas = fs.checkpoint.Replicas(tmp_path, comm, copies=0)
+        replicas.refresh({"w": torch.ones(4)}, step=1)
+        replicas.wait()
+        assert is_refused_in_a_forked_child(lambda: replicas.refresh({"w": torch.ones(4)}, step=2))
+        replicas.refresh({"w": torch.ones(4)}, step=3)
+        replicas.wait()
+        return replicas.latest()
+
+    assert processes(fs.Mesh({"dp": 1}), run) == [3]
 
 
 def test_a_forked_child_waits_for_nothing(tmp_path):

@@ -1,58 +1,64 @@
 """Importing TransformerEngine changes nothing else in a process; what is not modelled raises."""
 
-import subprocess
+import importlib
+import os
 import sys
-import textwrap
+import types
+import warnings
 
 import pytest
 import torch
 
+import fsharp as fs
+from fsharp.testing import processes
 from tests import te_cpu
 from tests.te_cpu.recipes import make_recipe, random
 
-PROGRAM = """
-    import os, sys, types, warnings, torch, torch._dynamo
+ONE = fs.Mesh({"dp": 1})
 
-    def settings():
-        config = torch._dynamo.config
-        return {
-            "environment": dict(os.environ), "warnings": list(warnings.filters), "random": torch.get_rng_state().tolist(),
-            "torch": (torch.get_default_dtype(), torch.is_grad_enabled(), torch.get_num_threads(), torch.cuda.is_available()),
-            "compile": config.error_on_nested_jit_trace, "path": (list(sys.path), list(sys.path_hooks)),
-            "modules": [name in sys.modules for name in ("jax", "triton", "transformer_engine.jax")],
-        }
 
-    def functions():  # submodules appear as they are imported
-        owners = (torch, torch.cuda, torch.Tensor, torch.nn.Module, torch.nn.functional, torch.distributed, torch.autograd)
-        pairs = [((owner.__name__, name), value) for owner in owners for name, value in vars(owner).items()]
-        return {key: value for key, value in pairs if not isinstance(value, types.ModuleType)}
+def settings():
+    config = torch._dynamo.config
+    return {
+        "environment": dict(os.environ),
+        "warnings": list(warnings.filters),
+        "random": torch.get_rng_state().tolist(),
+        "torch": (torch.get_default_dtype(), torch.is_grad_enabled(), torch.get_num_threads(), torch.cuda.is_available()),
+        "compile": config.error_on_nested_jit_trace,
+        "path": (list(sys.path), list(sys.path_hooks), sys.pycache_prefix),
+        "modules": [name in sys.modules for name in ("jax", "triton", "transformer_engine.jax")],
+    }
 
-    settings_before, functions_before = settings(), functions()
-    from tests import te_cpu
-    te = te_cpu.load()
-    assert settings() == settings_before, [name for name, value in settings().items() if value != settings_before[name]]
-    after = functions()
-    changed = [key for key, value in functions_before.items() if after.get(key) is not value]
-    # TransformerEngine itself replaces these, on a GPU as well: they cast its quantized tensors, and other modules as before.
-    assert changed == [("Module", "float"), ("Module", "half"), ("Module", "bfloat16")], changed
-    assert te.Linear(32, 32)(torch.ones(32, 32)).shape == (32, 32)
-    import sqlite3  # the import hook lets others be
-"""
+
+def functions():  # submodules appear as they are imported
+    owners = (torch, torch.cuda, torch.Tensor, torch.nn.Module, torch.nn.functional, torch.distributed, torch.autograd)
+    pairs = [((owner.__name__, name), value) for owner in owners for name, value in vars(owner).items()]
+    return {key: value for key, value in pairs if not isinstance(value, types.ModuleType)}
 
 
 def test_loading_changes_nothing_else():
-    subprocess.run([sys.executable, "-W", "ignore", "-c", textwrap.dedent(PROGRAM)], check=True, timeout=100)
+    def load(comm):
+        assert not any(name.startswith("transformer_engine.") for name in sys.modules)
+        settings_before, functions_before = settings(), functions()
+        te = te_cpu.load()
+        assert settings() == settings_before, [name for name, value in settings().items() if value != settings_before[name]]
+        after = functions()
+        changed = [key for key, value in functions_before.items() if after.get(key) is not value]
+        # TransformerEngine itself replaces these, on a GPU as well: they cast its quantized tensors, and others as before.
+        assert changed == [("Module", "float"), ("Module", "half"), ("Module", "bfloat16")], changed
+        assert te.Linear(32, 32)(torch.ones(32, 32)).shape == (32, 32)
+        assert importlib.import_module("this")  # the import hook lets others be
+
+    processes(ONE, load)
 
 
 def test_loading_after_an_import_in_another_way_is_refused():
-    program = """
-        import sys, types
+    def load(comm):
         sys.modules["transformer_engine"] = types.ModuleType("transformer_engine")
-        from tests import te_cpu
-        te_cpu.load()
-    """
-    result = subprocess.run([sys.executable, "-c", textwrap.dedent(program)], capture_output=True, text=True, timeout=100)
-    assert "load() comes after transformer_engine was imported" in result.stderr
+        with pytest.raises(RuntimeError, match=r"load\(\) comes after transformer_engine was imported"):
+            te_cpu.load()
+
+    processes(ONE, load)
 
 
 def test_architecture_is_switched_back():
