@@ -204,7 +204,7 @@ class Strategy:
         MeshPlacement(dp:Shard, ep:Vary)
 
         Gradients are summed over ranks that hold the same parameters, and over no other ranks. An expert gets gradients of
-        other ranks' losses through the backward of the all-to-all of tokens.
+        other ranks' losses through the backward of an exchange of tokens, :func:`~fsharp.collectives.all_to_all_last`.
 
         Raises:
             StrategyError: the strategy has a rule for one of ``axes`` already, or ``axes`` is empty.
