@@ -30,6 +30,7 @@ from tests.te.training import (
 
 CASE = Case(lambda: [linear(), norm_mlp(), linear()], (te.Linear, te.LayerNormMLP))
 ADAM = {"optimizer": lambda: (torch.optim.AdamW, {"lr": 0.01})}
+FUSED_ADAM = {"optimizer": lambda: (te.optimizers.FusedAdam, {"lr": 0.01, "weight_decay": 0.01})}  # AdamW's decay
 
 
 def made(case, recipe, comm, strategy):
@@ -38,9 +39,9 @@ def made(case, recipe, comm, strategy):
     return model, fs.ShardedOptimizer(model.parameters(), cls, **settings)
 
 
-def resume(comm, names, folder):
+def resume(comm, names, folder, adam=ADAM):
     """Train, save after the first step, and go on in a new module under another strategy. Return what differs."""
-    case, found = Case(CASE.make, CASE.units, **ADAM), []
+    case, found = Case(CASE.make, CASE.units, **adam), []
     for name in names:
         architecture, recipe = (RECIPES | DELAYED)[name]
         with te_cpu.architecture(*architecture):
@@ -49,7 +50,7 @@ def resume(comm, names, folder):
             fs.checkpoint.save(f"{folder}/{name}", {"model": model, "optimizer": optimizer}, step=1, comm=comm)
             rest, _ = train_sharded(case, recipe, comm, None, model=model, optimizer=optimizer, steps=range(1, STEPS))
             for strategy in (fs.zero3("dp"), fs.zero2("dp")):
-                model, optimizer = made(Case(case.make, case.units, **ADAM), recipe, comm, strategy)
+                model, optimizer = made(case, recipe, comm, strategy)
                 with torch.no_grad():
                     for p in model.parameters():
                         p.zero_()
@@ -66,6 +67,30 @@ def resume(comm, names, folder):
 @pytest.mark.parametrize("names", [("current", "delayed"), pytest.param(tuple(RECIPES), marks=pytest.mark.deep)], ids=str)
 def test_a_run_goes_on_with_the_same_bits(names, tmp_path):
     assert on_ranks({"dp": 2}, resume, names=names, folder=str(tmp_path)) == [[], []]
+
+
+def fused(comm, folder):
+    """Train with TransformerEngine's FusedAdam and with torch's AdamW, and resume the former. Return what differs."""
+    found, (architecture, recipe) = resume(comm, ["current"], folder, FUSED_ADAM), RECIPES["current"]
+    with te_cpu.architecture(*architecture):
+        runs = [
+            train_sharded(Case(CASE.make, CASE.units, **adam), recipe, comm, fs.zero3("dp"))[0] for adam in (ADAM, FUSED_ADAM)
+        ]
+        found += [
+            f"step {step}: {key}"
+            for step, each in enumerate(zip(*runs, strict=True))
+            for key in each[0][0]
+            if not all(map(torch.equal, *(outputs[key] for outputs, _ in each)))
+        ]
+        short = Case(lambda: [linear()], optimizer=lambda: (te.optimizers.FusedAdam, {"exp_avg_dtype": torch.bfloat16}))
+        with pytest.raises(fs.errors.TreeError, match=r"a new FusedAdam with the state .* keeps values elsewhere"):
+            made(short, recipe, comm, fs.zero3("dp"))
+    return found
+
+
+def test_fused_adam_trains_and_goes_on_with_the_bits_of_adamw(tmp_path):
+    """Its kernel is modelled by tests/te_cpu in the order of torch's AdamW; a GPU may round in another."""
+    assert on_ranks({"dp": 2}, fused, folder=str(tmp_path)) == [[], []]
 
 
 def load_under_another_recipe(comm, folder):

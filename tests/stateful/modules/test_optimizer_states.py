@@ -469,6 +469,44 @@ def test_what_a_class_counts_in_its_options_is_kept_and_saved(comm, resumed_at):
         torch.testing.assert_close(model.weight.detach(), plain_model.weight.detach())
 
 
+def test_a_template_has_the_options_that_a_first_step_adds():
+    model = fs.shard_module(nn.Linear(3, 2), mesh=fs.SingleComm())
+    optimizer = fs.ShardedOptimizer(model.parameters(), Counting)
+    assert optimizer.state_template()["param_groups"][0]["step"] == 0
+    assert "step" not in optimizer.state_template(lambda name: False)["param_groups"][0] | optimizer.param_groups[0]
+    descend(model(torch.ones(1, 3)).sum(), optimizer)
+    assert optimizer.state_template(lambda name: False)["param_groups"][0]["step"] == 1
+
+
+class CountingInstance(Counting):
+    """Counts steps in an attribute, by which it updates."""
+
+    num_steps = 0
+
+    def step(self):
+        self.num_steps += 1
+        self.param_groups[0]["lr"] = 1 / self.num_steps
+        super().step()
+
+
+class KeepingMoments(Counting):
+    """Keeps moments in an attribute, for parameters that it has seen in its first step."""
+
+    def step(self):
+        if "step" not in self.param_groups[0]:
+            self.moments = {p: torch.zeros_like(p) for group in self.param_groups for p in group["params"]}
+        assert self.moments.keys() == {*self.param_groups[0]["params"]}
+        super().step()
+
+
+@pytest.mark.parametrize(("cls", "what"), [(CountingInstance, "made another step"), (KeepingMoments, "raised AttributeError")])
+def test_a_class_that_keeps_values_in_attributes_is_refused(cls, what):
+    """A checkpoint would not have them: FusedAdam keeps scales of moments in 16 bits so."""
+    model = fs.shard_module(nn.Linear(2, 2), mesh=fs.SingleComm())
+    with pytest.raises(TreeError, match=rf"a new {cls.__name__} with the state and the param_groups .* {what}, so the class"):
+        fs.ShardedOptimizer(model.parameters(), cls)
+
+
 class CountingInState(Counting):
     def __init__(self, params):
         super().__init__(params)

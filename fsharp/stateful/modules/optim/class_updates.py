@@ -20,7 +20,7 @@ from fsharp.functional.comm.equal_values import exact_text
 from fsharp.functional.formats.format import dtype_name
 from fsharp.functional.layout.sharded import Sharded, units_by_name, units_of
 from fsharp.functional.optim.base import Transform
-from fsharp.stateful.modules.optim.probe import UpdateScope, fresh_state, probe_update_scope
+from fsharp.stateful.modules.optim.probe import UpdateScope, make_first_step, probe_update_scope
 from fsharp.stateful.modules.optim.states import StatesByPath, fill_in_missing_states, group_texts, options_text
 from fsharp.stateful.modules.parameter import ShardedTensor
 from fsharp.stateful.modules.session import ModuleSession
@@ -243,8 +243,14 @@ class ClassUpdates:
         held = mine.numel()
         shape = (held or 1,) if self._scopes[index] is UpdateScope.ELEMENT else parameter.leaf.shape
         values = mine.view(shape) if held else mine.new_zeros(shape)
-        state = fresh_state(type(self.inner), groups[index], self._defaults, values)
+        state, _ = make_first_step(type(self.inner), groups[index], self._defaults, values)
         return state_of_leaf(state, values, 0, held, parameter)
+
+    def options_after_first_step(self, group: dict[str, Any]) -> dict[str, Any]:
+        """Return the options that the class adds to ``group`` in its first step, such as ``"step"``, which is 0."""
+        one = torch.zeros(1, 1, dtype=torch.float32, device=self._session.scheduler.device)
+        options = make_first_step(type(self.inner), group, self._defaults, one)[1]
+        return {name: value for name, value in options.items() if name not in group}
 
     def _states_by_path(self) -> StatesByPath:
         return {path: self.state_of(path) for path in self._places}

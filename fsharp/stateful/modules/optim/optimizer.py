@@ -68,6 +68,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
     Raises:
         TreeError: the parameters are not of one ShardedModule.
         TreeError: parameters are cut, and the class is not elementwise, or cannot be tried.
+        TreeError: the class keeps values that its updates need in attributes, which would not be saved.
         ScheduleError: the optimizer is a class, and the module's policy has ``offload=True``.
 
     Cost: for a class, the trial: up to 64 steps, each on at most 71 elements, for each group of parameters (20 ms).
@@ -250,8 +251,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
         Call this method before the first step, when :meth:`state_dict` is still empty. The optimizer does not change: its class
         makes a step with zero gradients on copies of parameters. ``"step"`` is 0. Parameters get a state if ``is_saved(path)``
-        is True for their path, such as ``"state.layers.0.weight"``. For an ``(init, update)`` pair the result is
-        :meth:`state_dict`.
+        is True for their path, such as ``"state.layers.0.weight"``. Options that the class adds to a group in its first step are
+        chosen alike, as ``"param_groups.0.step"``. For an ``(init, update)`` pair the result is :meth:`state_dict`.
 
         Cost: no collective. Memory: the state, and four times one parameter.
         """
@@ -260,7 +261,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
             return self.state_dict()
         chosen = [path for path in self._updates.trained_parameters_by_path() if is_saved(f"state.{path}")]
         states = {path: self._updates.fresh_state(path, self.param_groups) for path in chosen}
-        return {"state": states, "param_groups": self._groups_with_paths()}
+        groups = self._groups_with_paths()
+        for i, (group, own) in enumerate(zip(groups, self.param_groups, strict=True)):
+            added = self._updates.options_after_first_step(own)
+            group.update({name: value for name, value in added.items() if is_saved(f"param_groups.{i}.{name}")})
+        return {"state": states, "param_groups": groups}
 
     @api_boundary
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:

@@ -45,8 +45,8 @@ def probe_update_scope(
     accepts. The trials update all tensors together, each tensor alone, and flat pieces that cross the bounds of tensors. If
     updates together and alone differ, the scope is ``EVERYTHING``. If all updates are equal, it is ``ELEMENT``, else
     ``PARAMETER``. If state has tensors of other shapes than the parameter's, such as row statistics, it is at least
-    ``PARAMETER``. Raises TreeError if no list of shapes is accepted, ``step()`` needs a closure, or a key of
-    ``optimizer.state`` is no parameter.
+    ``PARAMETER``. Raises TreeError if no list of shapes is accepted, ``step()`` needs a closure, a key of ``optimizer.state``
+    is no parameter, or a new instance that gets state and options makes another step.
     """
     closure = inspect.signature(optimizer.step).parameters.get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty:
@@ -74,6 +74,7 @@ def probe_update_scope(
         alone = [_updates_in_trial(make, [each])[0][0] for each in trial]
         if not all(isclose(x, y).all() for x, y in zip(together, alone, strict=True)):
             return UpdateScope.EVERYTHING
+        _check_state_is_complete(optimizer, make, trial, together)
         elements = torch.cat([each.reshape(len(each), -1) for each in trial], 1)
         third = elements.shape[1] // 3
         try:
@@ -84,22 +85,49 @@ def probe_update_scope(
         return UpdateScope.ELEMENT if is_same and not has_other_shapes else UpdateScope.PARAMETER
 
 
-def fresh_state(
-    optimizer: type[torch.optim.Optimizer], options: Mapping[str, Any], defaults: Mapping[str, Any], like: torch.Tensor
-) -> dict[str, Any]:
-    """Return the state with which an optimizer begins for the parameter ``like``, with ``"step"`` 0.
+def _check_state_is_complete(
+    optimizer: type[torch.optim.Optimizer],
+    make: Callable[[list[Any]], torch.optim.Optimizer],
+    trial: Sequence[torch.Tensor],
+    expected: Sequence[torch.Tensor],
+) -> None:
+    """Raise TreeError if instances that take over state and options from one another do not make the updates ``expected``."""
+    try:
+        resumed, _ = _updates_in_trial(make, trial, resumes=True)
+        if all(isclose(x, y).all() for x, y in zip(resumed, expected, strict=True)):
+            return
+        found = "made another step"
+    except Exception as error:
+        found = f"raised {type(error).__name__}"
+    raise TreeError(
+        f"ShardedOptimizer(): a new {optimizer.__name__} with the state and the param_groups of one that had made steps "
+        f"{found}, so the class keeps values elsewhere, which would not be saved. Use a class, or options of it, that keep all "
+        "in param_groups, or in the state of each parameter."
+    )
 
-    A step with zero gradient, on a copy of the parameter, makes the state. Memory: four times the parameter's, and the state.
+
+def make_first_step(
+    optimizer: type[torch.optim.Optimizer], options: Mapping[str, Any], defaults: Mapping[str, Any], like: torch.Tensor
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Make a step with zero gradient on a copy of ``like``. Return the parameter's state and the options of its group.
+
+    So these are the names that an optimizer has after its first step. ``"step"`` is 0 in both dicts. Memory: four times the
+    parameter's, and the state.
     """
     parameter = torch.nn.Parameter(like.detach().clone())
     parameter.grad = torch.zeros_like(parameter)
     with _preserving_generator_state(like.device):
         made = _new_optimizer(optimizer, options, defaults, [parameter])
         made.step()
-    state = dict(made.state.get(parameter, {}))
-    if "step" in state:
-        state["step"] = state["step"] * 0
-    return state
+    found = dict(made.state.get(parameter, {})), _options_of_group(made.param_groups[0])
+    for each in found:
+        if "step" in each:
+            each["step"] = each["step"] * 0
+    return found
+
+
+def _options_of_group(group: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in group.items() if name != "params"}
 
 
 def _preserving_generator_state(device: torch.device) -> AbstractContextManager[None]:
@@ -112,7 +140,7 @@ def _new_optimizer(
     defaults: Mapping[str, Any],
     parameters: list[torch.Tensor],
 ) -> torch.optim.Optimizer:
-    own, shared = copy.deepcopy(({k: v for k, v in options.items() if k != "params"}, dict(defaults)))
+    own, shared = copy.deepcopy((_options_of_group(options), dict(defaults)))
     return optimizer([{**own, "params": parameters}], **shared)
 
 
@@ -126,9 +154,12 @@ def _random_param_grad_stacks(shapes: Iterable[Sequence[int]], num_steps: int, d
 
 @torch.no_grad()
 def _updates_in_trial(
-    make_optimizer: Callable[[list[Any]], torch.optim.Optimizer], trial: Sequence[torch.Tensor]
+    make_optimizer: Callable[[list[Any]], torch.optim.Optimizer], trial: Sequence[torch.Tensor], *, resumes: bool = False
 ) -> tuple[list[torch.Tensor], bool]:
-    """Run an optimizer on ``trial``. Return flat updates, and whether some state has another shape than its parameter."""
+    """Run an optimizer on ``trial``. Return flat updates, and whether some state has another shape than its parameter.
+
+    If ``resumes``, a new instance makes each step, with the state and the options of the instance before.
+    """
     parameters = [torch.nn.Parameter(x[0].clone()) for x in trial]
     made = make_optimizer(list(parameters))
     for group in made.param_groups:  # with a learning rate of zero all updates would be equal
@@ -138,6 +169,11 @@ def _updates_in_trial(
     for grads in zip(*(x[1:] for x in trial), strict=True):
         for parameter, grad in zip(parameters, grads, strict=True):
             parameter.grad = grad.clone()
+        if resumes:
+            before, made = made, make_optimizer(list(parameters))
+            made.state.update(before.state)
+            for group, theirs in zip(made.param_groups, before.param_groups, strict=True):
+                group.update(_options_of_group(theirs))
         made.step()
     if others := [key for key in made.state if not isinstance(key, torch.Tensor)]:
         raise TreeError(
