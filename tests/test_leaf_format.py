@@ -83,7 +83,7 @@ BOUNDS = {
     "nvfp4": (1 / 5, 1 / 356_000),
 }
 """Of the value, and of the largest magnitude that has the same scale."""
-SPECIAL = [0.0, -0.0, 1e-45, -1e-40, 1e-38, 3.4028234663852886e38, -3.4e38, 1.0, -1.0]
+SPECIAL = [0.0, -0.0, 1e-45, -1e-40, 1e-38, 3.4028234663852886e38, -3.4e38, 1.0, -1.0, math.nan, math.inf, -math.inf]
 
 
 @given(data=st.data(), form=st.sampled_from(BUILT_IN), scale=st.sampled_from([1e-30, 1.0, 1e30]), seed=st.integers(0, 999))
@@ -94,7 +94,14 @@ def test_error_bounds(data, form, scale, seed):
     for at in data.draw(st.lists(st.integers(0, 3 * columns - 1), max_size=8)):
         x.view(-1)[at] = data.draw(st.sampled_from(SPECIAL))
     found, again = _round_trip(form, x), _round_trip(form, _round_trip(form, x))
-    assert torch.equal(found, again)
+    torch.testing.assert_close(again, found, rtol=0, atol=0, equal_nan=True)
+    is_special = ~x.isfinite()
+    arrives_as = x if form.name in ("float8_e5m2_by_tensor", "nvfp4") else torch.full_like(x, math.nan)
+    torch.testing.assert_close(found[is_special], arrives_as[is_special], rtol=0, atol=0, equal_nan=True)
+    if form.name == "nvfp4":  # such a number takes its block with it
+        is_special = torch.nn.functional.pad(is_special.view(-1), (0, -x.numel() % 16)).view(-1, 16)
+        is_special = is_special.any(1, keepdim=True).expand(-1, 16).reshape(-1)[: x.numel()].view_as(x)
+    x, found = x.nan_to_num(0.0, 0.0, 0.0), found.masked_fill(is_special, 0.0)
     most = x.abs().amax(1, keepdim=True) if form.name == "int8_by_row" else x.abs().amax()
     of_value, of_largest = BOUNDS[form.name]
     bound = torch.maximum(of_value * x.abs().double(), of_largest * most.double())
@@ -103,7 +110,7 @@ def test_error_bounds(data, form, scale, seed):
         of_block = blocks.abs().amax(1, keepdim=True).expand(-1, 16).reshape(-1)[: x.numel()].view_as(x).double() / 22
         bound = torch.maximum(bound, of_block)
     bound = bound * (1 + 1e-5) + 2.0**-126
-    assert ((found.double() - x.double()).abs() <= bound).all()
+    assert ((found.double() - x.double()).abs() <= bound)[~is_special].all()
 
 
 @pytest.mark.parametrize("form", BUILT_IN, ids=lambda form: form.name)

@@ -80,7 +80,8 @@ float8_e4m3_by_tensor = _register_scaled_format(
 )
 """Numbers of torch.float8_e4m3fn with one scale for each tensor: one byte for each value. For parameters.
 
-The error is at most 1/16 of the value, or 1/450,000 of the largest magnitude of the tensor, whichever is larger.
+The error is at most 1/16 of the value, or 1/450,000 of the largest magnitude of the tensor, whichever is larger. An infinity
+becomes NaN.
 """
 
 float8_e5m2_by_tensor = _register_scaled_format(
