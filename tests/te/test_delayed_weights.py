@@ -78,31 +78,6 @@ def test_scales_change_in_each_step_and_are_those_of_the_whole_model(preserved):
     assert all(not torch.equal(mine[1][i][0], mine[2][i][0]) for i in range(len(mine[0])))
 
 
-def count_agreements(comm):
-    """Return the all-reduces of each update, by their bytes, and what is predicted of one."""
-    counting, calls = fs.collectives.CountingComm(comm), []
-    with te_cpu.architecture(*ARCHITECTURE):
-        model = shard(CASE, RECIPE, counting, fs.zero3("dp"))
-        optimizer = fs.ShardedOptimizer(model.parameters(), torch.optim.SGD, lr=RATE)
-        for step in range(3):
-            x = CASE.batch(step, 0, comm.rank)
-            with te.autocast(enabled=True, recipe=RECIPE):
-                CASE.loss(model, model(x)).backward()
-            counting.calls.clear()
-            optimizer.step()
-            optimizer.zero_grad()
-            calls.append([call.nbytes for call in counting.calls if call.op == "all_reduce"])
-    traffic = fs.inspect.step_traffic(model.layout)
-    return calls, sorted(call.nbytes for call in traffic.elements() if call.op == "all_reduce")
-
-
-def test_ranks_agree_once_a_step_for_all_units():
-    for calls, predicted in on_ranks({"dp": 2}, count_agreements):
-        assert calls == [calls[0]] * 3
-        assert len(calls[0]) == 1
-        assert calls[0][0] in predicted
-
-
 def change_alone(comm):
     """Change a scale on one rank between a forward and its update."""
     with te_cpu.architecture(*ARCHITECTURE):

@@ -60,7 +60,10 @@ def gather_no_columns(patch, rank):
 
 
 def derive_once(patch, rank):
-    """What was derived in the first step that follows a schedule serves the following ones."""
+    """What was derived in the first step that follows a schedule serves the following ones.
+
+    Without any processing nothing differs: weights get new tensors, for which modules themselves derive what is lacking.
+    """
     derived, derive = {}, tensor_utils.post_all_gather_processing
 
     def stale(tensor):

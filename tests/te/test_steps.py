@@ -88,7 +88,7 @@ UNEVEN = {
 }
 CASES = MODULES | STEPS | DOORS | UNEVEN
 IN_GROUPS = pytest.mark.parametrize("cases", [MODULES, STEPS, DOORS, UNEVEN], ids=["modules", "steps", "doors", "parts"])
-SHARDED = [fs.zero3("dp"), fs.hsdp("outer", "inner"), fs.zero3("outer", "inner")]
+SHARDED = [fs.zero3("dp"), fs.hsdp("outer", "inner"), fs.hfsdp("outer", "inner"), fs.zero3("outer", "inner")]
 
 
 def differences_of_few(comm):
@@ -113,7 +113,7 @@ def test_training_on_more_ranks_has_the_bits_of_the_whole_model(sizes, cases):
 @pytest.mark.parametrize("names", [FEW, pytest.param(tuple(RECIPES), marks=pytest.mark.deep)], ids=str)
 @pytest.mark.parametrize(
     "sizes",
-    [{"dp": 2}, *(pytest.param(sizes, marks=pytest.mark.deep) for sizes in ({"dp": 1}, {"outer": 2, "inner": 2}))],
+    [{"dp": 2}, *(pytest.param(each, marks=pytest.mark.deep) for each in ({"dp": 1}, {"dp": 3}, {"outer": 2, "inner": 2}))],
     ids=str,
 )
 def test_training_under_every_strategy_has_the_bits_of_the_whole_model(sizes, names):

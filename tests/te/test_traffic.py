@@ -10,6 +10,7 @@ import torch
 import fsharp as fs
 from tests import te_cpu
 from tests.te.training import (
+    DELAYED,
     FEW,
     PRECISION,
     RATE,
@@ -20,9 +21,11 @@ from tests.te.training import (
     linear,
     loss_of,
     on_ranks,
+    shard,
     shared,
     strategies_on,
     te,
+    train_sharded,
     train_whole,
 )
 
@@ -92,6 +95,31 @@ def compare_functions(comm, names, kinds):
 )
 def test_functions_have_the_bits_of_the_whole_model_and_make_the_predicted_calls(names, kinds):
     assert on_ranks({"dp": 2}, compare_functions, names=names, kinds=kinds) == [[], []]
+
+
+def count_in_modules(comm):
+    """Return, by recipe, the calls of a step that follows its schedule, and those predicted."""
+    found, counting = {}, fs.collectives.CountingComm(comm)
+    for name, (architecture, recipe) in (RECIPES | DELAYED).items():
+        with te_cpu.architecture(*architecture):
+            model = shard(CASE, recipe, counting, fs.zero3("dp"), policy=fs.SchedulePolicy(release="forward", bucket_nbytes=0))
+            optimizer = fs.ShardedOptimizer(model.parameters(), torch.optim.SGD, lr=RATE)
+            for step in range(2):
+                counting.calls.clear()
+                train_sharded(CASE, recipe, counting, None, model=model, optimizer=optimizer, steps=[step])
+            found[name] = Counter(counting.calls), fs.inspect.step_traffic(model.layout)
+    return found
+
+
+def test_modules_make_the_predicted_calls_and_agree_once_for_all_units():
+    loss, which_have_gradients = (fs.collectives.Call("all_reduce", "dp", n) for n in (16, 6))
+    for found in on_ranks({"dp": 2}, count_in_modules):
+        assert found.keys() == (RECIPES | DELAYED).keys()
+        for name, (calls, predicted) in found.items():
+            of_last_unit = [call for call in predicted if call.op == "all_gather"]  # it stays from forward to backward
+            expected = predicted - Counter([loss, *of_last_unit])
+            assert calls == expected + Counter([which_have_gradients]), name
+            assert sum(n for call, n in expected.items() if call.op == "all_reduce") == (2 if name == "nvfp4" else 1), name
 
 
 @pytest.mark.parametrize(
