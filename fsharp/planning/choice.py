@@ -10,9 +10,11 @@ from typing import Any
 
 from fsharp.errors import OptionError, ScheduleError, problem
 from fsharp.functional.layout.layout import Layout
+from fsharp.functional.layout.plan import plan
 from fsharp.functional.layout.text import align_columns, nbytes_text, table_html
 from fsharp.inspect.drawing import draw
 from fsharp.inspect.hardware import Hardware, predict
+from fsharp.planning.choice_json import empty_tree, plan_arguments_from_json, plan_arguments_to_json, use_from_json
 from fsharp.planning.plan_step import Use, offloaded_nbytes, plan_step
 from fsharp.planning.space import updated_share
 from fsharp.stateful.schedule.policy import SchedulePolicy
@@ -219,7 +221,7 @@ class Choice:
         budget: the most bytes that a rank may use.
         activations: source of the bytes of activations, in words, such as ``"estimated from shapes"``.
         made_by: arguments of :func:`~fsharp.plan` that make the layout: mesh, strategy, units, precision and frozen; empty if
-            layouts were passed to :func:`~fsharp.tune`, or if the choice was read from JSON.
+            layouts were passed to :func:`~fsharp.tune`.
     """
 
     name: str
@@ -250,7 +252,7 @@ class Choice:
         Raises ScheduleError if layouts were passed to :func:`~fsharp.tune`, or if the choice was read from JSON.
         """
         if not self.made_by:
-            what = "the options of the layout are unknown: tune() got layouts, or the choice was read from JSON."
+            what = "the options of the layout are unknown: tune() got layouts."
             raise ScheduleError(problem("Choice.module_options", what, remedy="Pass the module to tune()."))
         return {name: value for name, value in self.made_by.items() if name != "frozen"} | {"policy": self.policy}
 
@@ -306,10 +308,11 @@ class Choice:
 
     @api_boundary
     def to_json(self) -> str:
-        """Return the choice as JSON: ``layout``, ``policy``, ``remat``, other arguments of the step, and the ``candidates``.
+        """Return the choice as JSON: ``made_by``, ``layout``, ``policy``, ``remat``, arguments of the step, and ``candidates``.
 
         A candidate is an object with the attributes of :class:`Candidate`, where null stands for infinite seconds. Users may
-        edit fields of the policy in the text: :meth:`from_json` then predicts the edited step.
+        edit ``policy`` and ``made_by`` in the text, such as ``prefetch`` and the placements of the strategy: :meth:`from_json`
+        then makes the layout again, and predicts the edited step.
 
         Raises:
             ScheduleError: the seconds of compute are a function, which JSON cannot hold.
@@ -318,6 +321,7 @@ class Choice:
         arguments = {each.name: getattr(self._arguments, each.name) for each in fields(self._arguments)}
         body = {
             "name": self.name,
+            "made_by": plan_arguments_to_json(self.made_by, self.layout),
             "policy": asdict(self.policy),
             "remat": list(self.remat),
             "budget": self.budget,
@@ -335,34 +339,42 @@ class Choice:
     @classmethod
     @api_boundary
     def from_json(cls, text: str) -> "Choice":
-        """Return the choice that :meth:`to_json` has written. The step under an edited policy is predicted again.
+        """Return the choice that :meth:`to_json` has written. An edited step is predicted again.
+
+        The seconds and activations of units are those in the text. So edits in ``made_by`` have to keep the names of units, and
+        the names of axes.
 
         Raises:
-            ScheduleError: the text is not a choice, ``remat`` was edited, or the step with the edited policy exceeds the
-                budget.
+            ScheduleError: the text is not a choice, ``remat`` was edited, or the edited step exceeds the budget.
+            LayoutError: an edit of ``made_by`` changed the units.
         """
         try:
             body = json.loads(text)
             step = dict(body["step"])
             hardware = Hardware.from_json(json.dumps(step.pop("hardware")))
-            uses = tuple(map(_use_from_json, step.pop("uses")))
+            uses = tuple(map(use_from_json, step.pop("uses")))
             remat = tuple(step.pop("remat"))
             if body["remat"] != list(remat):
                 raise ValueError("remat was edited, which changes the activations: use pick() instead")
             arguments = StepArguments(**{**step, "uses": uses, "hardware": hardware, "remat": remat})
             policy = SchedulePolicy(**{**body["policy"], "together": tuple(map(tuple, body["policy"]["together"]))})
             first, *_ = rows = tuple(map(_candidate_from_json, body["candidates"]))
-            layout = Layout.from_json(json.dumps(body["layout"]))
-            found = cls(body["name"], layout, policy, remat, rows, body["budget"], body["activations"], {}, arguments)
+            planned = Layout.from_json(json.dumps(body["layout"]))
+            made_by = plan_arguments_from_json(body["made_by"])
+            layout = plan(empty_tree(planned), **made_by) if made_by else planned
+            found = cls(body["name"], layout, policy, remat, rows, body["budget"], body["activations"], made_by, arguments)
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             what = f"the text is not a choice: {type(error).__name__}: {error}."
             raise ScheduleError(
                 problem("Choice.from_json()", what, remedy="Pass the text that Choice.to_json() has returned.")
             ) from error
-        again = arguments.predict_candidate(found.schedule, layout, policy, (first.layout, first.policy, first.remat))
-        if replace(again, why_lost="") == replace(first, why_lost=""):
+        names = first.layout, first.policy, first.remat
+        again = arguments.predict_candidate(arguments.schedule(planned, policy), planned, policy, names)
+        has_same_policy = replace(again, why_lost="") == replace(first, why_lost="")
+        if layout == planned and has_same_policy:
             return found
-        return found._with_new_prediction((first.layout, f"{first.policy}, edited", first.remat))
+        edited = [name + ", edited" * (not same) for name, same in zip(names, (layout == planned, has_same_policy))]
+        return found._with_new_prediction((edited[0], edited[1], first.remat))
 
     def _table_rows(self) -> list[tuple[str, ...]]:
         has_remat = any(x.remat for x in self.candidates)
@@ -399,8 +411,3 @@ class Choice:
 def _candidate_from_json(row: Mapping[str, Any]) -> Candidate:
     step_s = math.inf if row["step_s"] is None else row["step_s"]
     return Candidate(**{**row, "step_s": step_s, "non_defaults": tuple(row["non_defaults"])})
-
-
-def _use_from_json(row: Any) -> Use:
-    inner = tuple(map(_use_from_json, row["inner"]))
-    return Use(tuple(row["units"]), inner, row.get("has_backward", True), tuple(row.get("ties", ())))

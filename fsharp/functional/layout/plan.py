@@ -222,7 +222,7 @@ def _is_strategy_or_spec(node: Any) -> bool:
     return isinstance(node, Strategy) or hasattr(node, "partitions")
 
 
-def _flatten_rule_tree(rules: Any) -> Any:
+def flatten_rule_tree(rules: Any) -> Any:
     """Return a tree of rules as a dict by key path. A single rule, and a dict of rules by pattern, are returned unchanged."""
     paths, found, _ = optree.tree_flatten_with_path(rules, is_leaf=_is_strategy_or_spec)
     for rule in found or [rules]:
@@ -241,7 +241,7 @@ def _leaf_specs_and_unit_strategies(
     rules: Any, mesh: Mesh, paths: Sequence[str], leaves: Sequence[torch.Tensor], unit_of: Mapping[str, str]
 ) -> tuple[dict[str, P], dict[str, Strategy]]:
     """Return the partition specs by leaf, for leaves that have one, and the strategy of each unit."""
-    rules = _flatten_rule_tree(rules)
+    rules = flatten_rule_tree(rules)
     rule_of: dict[str, Any] = value_by_path("plan(strategy=...)", rules, paths)
     specs: dict[str, P] = {}
     chosen_by: dict[str, tuple[str, Strategy]] = {}
