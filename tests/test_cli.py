@@ -626,7 +626,17 @@ def test_units_are_in_the_order_in_which_the_tree_has_them():
         (["plan", "gpt-2", "--units", "blocks.*"], 2, "blocks.*"),
         (["plan", "gpt-2", "--microbatches", "0"], 2, "plan: microbatches is 0, expected at least 1."),
         (["plan", "gpt-2", "--optimizer-buffers", "-1"], 2, "optimizer_buffers is -1, expected at least 0."),
-        (["ckpt", "show", "nowhere"], 1, "nowhere"),
+        (["ckpt", "show", "nowhere"], 2, "ckpt show: 'nowhere' is not a checkpoint"),
+        (["ckpt", "show", "tests"], 2, "ckpt show: 'tests' is not a checkpoint"),
+        (["ckpt", "verify", "nowhere"], 2, "ckpt verify: 'nowhere' is not a checkpoint. Pass the path of one."),
+        (["ckpt", "diff", "nowhere", "no"], 2, "ckpt diff: 'nowhere' is not a checkpoint"),
+        (["ckpt", "export", "nowhere", "out"], 2, "ckpt export: 'nowhere' is not a checkpoint"),
+        (["ckpt", "convert", "nowhere", "out"], 2, "ckpt convert: 'nowhere' is not a folder of torch.distributed.checkpoint"),
+        (["ckpt", "convert", "tests", "out"], 2, "torch.distributed.checkpoint, which has a file .metadata."),
+        (["ckpt", "convert", "nowhere", "out", "--of", "orbax"], 2, "'nowhere' is not a folder that Orbax has written."),
+        (["ckpt", "list", "nowhere"], 2, "ckpt list: 'nowhere' is not a folder"),
+        (["ckpt", "prune", "nowhere", "--keep", "1"], 2, "ckpt prune: 'nowhere' is not a folder"),
+        (["report", "nowhere"], 2, "nowhere"),
         (["schedule", "gpt-2", "--policy", "prefetch"], 2, "policy is 'prefetch', expected one of 'prefetch 1'"),
         (["schedule", "gpt-2", "--strategy", "hsdp"], 2, "strategy is 'hsdp'"),
         (["schedule", "gpt-2", "--mesh", "8"], 2, "schedule: mesh is '8'"),
@@ -646,9 +656,9 @@ def test_units_are_in_the_order_in_which_the_tree_has_them():
         (["schedule", "gpt-2", "--microbatches", "1000000000"], 2, "expected 1 to 3,378: a prediction takes longer with each"),
         (["schedule", "gpt-2", "--microbatches", "0"], 2, "schedule: microbatches is 0, expected 1 to 3,378"),
         (["tune", "gpt-2", "--mesh", "²"], 2, "mesh is '²'"),
-        (["schedule", "gpt-2", "--draw", "step.drawing"], 1, "path is 'step.drawing': Format 'drawing' is not supported"),
-        (["schedule", "absent", "--draw", "step.drawing"], 1, "path is 'step.drawing': Format 'drawing' is not supported"),
-        (["tune", "absent", "--draw", "step.drawing"], 1, "path is 'step.drawing': Format 'drawing' is not supported"),
+        (["schedule", "gpt-2", "--draw", "step.drawing"], 2, "path is 'step.drawing': Format 'drawing' is not supported"),
+        (["schedule", "absent", "--draw", "step.drawing"], 2, "path is 'step.drawing': Format 'drawing' is not supported"),
+        (["tune", "absent", "--draw", "step.drawing"], 2, "path is 'step.drawing': Format 'drawing' is not supported"),
         (["plan", "tests.test_cli:without_shapes"], 2, "cannot be made: ValueError: Attempted to use an uninitialized"),
         (["ckpt", "verify"], 2, "got no checkpoint"),
         (["ckpt", "convert", "nowhere", "out", "--step", "-1"], 2, "ckpt convert: step is -1, expected 0 to"),
@@ -658,8 +668,24 @@ def test_units_are_in_the_order_in_which_the_tree_has_them():
 )
 def test_commands_say_what_they_expected(argv, status, words, capsys):
     found, lines, err = run(capsys, *argv)
-    assert (found, lines) == (status, [])
+    assert (found, lines, err.count("\n")) == (status, [], 1)
     assert words in err
+
+
+def test_arguments_of_checkpoints_that_do_not_fit_have_status_2(root, tmp_path, capsys):
+    source = path_of(root, 1)
+    for argv, words in (
+        (["show", root], f"is not a checkpoint. Pass the path of one, such as {path_of(root, 3)}."),
+        (["diff", source, tmp_path / "no"], "no' is not a checkpoint"),
+        (["verify", source, root], "is not a checkpoint"),
+        (["export", source, root], "is not empty. Pass the path of a new folder."),
+        (["export", source, tmp_path / "out", "--subtree", "no"], "subtree is 'no', expected the beginning of names such as"),
+    ):
+        status, lines, err = run(capsys, "ckpt", *argv)
+        assert (status, lines, err.count("\n")) == (2, [], 1)
+        assert words in err
+    os.remove(f"{source}/manifest.json")
+    assert run(capsys, "ckpt", "verify", source)[0] == 1, "a checkpoint that is damaged is a result"
 
 
 class Partly(torch.nn.Module):
@@ -793,12 +819,30 @@ def test_help_names_the_model_and_joins_the_lines_of_docstrings(capsys):
     assert not any(row.endswith("of two: hosts times") for row in rows)  # the end of a line in the docstring
 
 
-@pytest.mark.parametrize("argv", [[], ["ckpt"], ["ckpt", "lst"], ["ckpt", "prune", "x"], ["doctor", "--fix"]])
-def test_a_wrong_command_line_has_status_2(argv, capsys):
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        ([], "Expected one of {plan, schedule, tune, calibrate, report, doctor, ckpt}"),
+        (["ckpt"], "Expected one of {list, show, verify, diff, prune, export, convert}"),
+        (["ckpt", "lst"], "lst. Available subcommands: list, show,"),
+        (["ckpt", "prune", "x"], "--keep INT number of newest checkpoints to keep."),
+        (["ckpt", "export", "a", "b", "--to", "pickle"], "invalid choice 'pickle' for argument '--to'. Expected one of"),
+        (["doctor", "--fix"], "Unrecognized options: --fix"),
+        (["plan"], "MODEL a named architecture (gpt-2,"),
+        (["calibrate"], "FILE path of the JSON file to write, such as hardware.json."),
+        (["schedule", "gpt-2", "--tokens", "abc"], "parsing --tokens: invalid literal for int() with base 10: 'abc'. "),
+        (["schedule", "gpt-2", "--polcy", "x"], "Perhaps you meant: --policy STR"),
+    ],
+)
+def test_a_wrong_command_line_has_status_2_and_one_line(argv, words, capsys):
     with pytest.raises(SystemExit) as exit_:
         main(argv)
     assert exit_.value.code == 2
-    assert capsys.readouterr().err
+    out, err = capsys.readouterr()
+    assert (out, err.count("\n")) == ("", 1)
+    assert err.startswith("error: ")
+    assert words in err
+    assert len(err) < 260
 
 
 def test_without_tyro_the_command_says_what_to_install(monkeypatch, capsys):

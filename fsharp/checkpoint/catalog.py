@@ -256,6 +256,17 @@ def folder_names_newest_first(root: str) -> list[str]:
     return sorted(found, key=lambda name: (save_time_of(f"{root}/{name}"), step_in_folder_name(name), name), reverse=True)
 
 
+def is_checkpoint(path: str) -> bool:
+    """Return whether there is a file, a checkpoint folder, or a folder of another library's files at ``path``.
+
+    No file is opened, so the checkpoint may be incomplete or damaged.
+    """
+    storage, path = storage_of(path), absolute_path(path)
+    names = storage.list_names(path)
+    is_own = MANIFEST_NAME in names or (bool(names) and _FOLDER_PATTERN.fullmatch(path.rpartition("/")[2]) is not None)
+    return is_own or is_foreign_checkpoint(names) or huggingface.is_file(storage, path)
+
+
 def has_checkpoints(root: str) -> bool:
     """Return whether any checkpoint folder under ``root`` has a manifest. An interrupted save leaves a folder without one.
 

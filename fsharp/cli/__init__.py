@@ -4,10 +4,14 @@ The command needs tyro (``pip install 'fsharp[cli]'``), and no process group.
 """
 
 import inspect
+import io
 import os
 import re
 import sys
+import textwrap
 from collections.abc import Callable, Sequence
+from contextlib import redirect_stderr
+from functools import partial
 from typing import Annotated, Any, TextIO, Union
 
 from fsharp.cli.checkpoints import checkpoint_list_text, convert, diff, export, prune_checkpoints, show, verify_checkpoints
@@ -20,6 +24,8 @@ from fsharp.errors import FsharpError, OptionError, PatternError
 _ABOUT = (
     "Plan how a model is sharded, measure this machine, report on a run, and look at checkpoints. No process group is needed."
 )
+_MAX_LINE = 240
+"""Characters of an error of tyro that are shown."""
 COMMANDS: dict[str, Callable[..., str]] = {
     "plan": plan,
     "schedule": schedule,
@@ -40,7 +46,10 @@ CHECKPOINTS: dict[str, Callable[..., str]] = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command, print its text, and return the exit status: 1 for an error, 2 for bad arguments, 130 after Ctrl-C."""
+    """Run the command, print its text, and return the exit status: 1 for an error, 2 for bad input, 130 after Ctrl-C.
+
+    For bad input stderr has one line, which says what was expected.
+    """
     try:
         import tyro
     except ImportError:
@@ -54,14 +63,25 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     def ckpt(command: Any) -> str:
         """Look at checkpoints, compare them with their digests or with each other, convert them, and remove old ones."""
-        return str(command)
+        return str(command())
 
     ckpt.__annotations__["command"] = conf.OmitSubcommandPrefixes[choice(CHECKPOINTS)]
+    said = io.StringIO()
     try:
-        text = tyro.cli(choice({**COMMANDS, "ckpt": ckpt}), prog="fsharp", description=_ABOUT, args=argv)
+        with redirect_stderr(said):  # tyro prints its errors in boxes of many lines
+            command = tyro.cli(choice({**COMMANDS, "ckpt": ckpt}), prog="fsharp", description=_ABOUT, args=argv)
+    except SystemExit as exit_:
+        if exit_.code == 2:
+            _print_escaped(f"error: {_line_of_box(said.getvalue())}", sys.stderr)
+        raise
+    try:
+        text = command()
+    except (OptionError, PatternError) as error:
+        _print_escaped(f"error: {_line_of_error(str(error))}", sys.stderr)
+        return 2
     except (FsharpError, ImportError, OSError) as error:
         _print_escaped(f"error: {error}", sys.stderr)
-        return 2 if isinstance(error, OptionError | PatternError) else 1
+        return 1
     except OverflowError as error:
         print(f"error: a number among the options is too large to compute with: {error}.", file=sys.stderr)
         return 2
@@ -81,14 +101,39 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _with_readable_help(command: Callable[..., str], conf: Any) -> Callable[..., str]:
-    """Return ``command`` for tyro, whose help then names positional arguments, and has no line breaks within a description.
+def _line_of_box(box: str) -> str:
+    """Return the one line that a box of tyro says: its text without the frame and the footer, shortened.
 
-    ``conf`` is the module ``tyro.conf``.
+    A line of a box that has no letter, such as the rule above the footer, ends a part of the text.
+    """
+    box = re.sub(r"\x1b\[[0-9;]*m", "", box)
+    lines = [re.sub(r"^[\s\u2500-\u257f|+]+|[\s\u2500-\u257f|+]+$", "", line) for line in box.splitlines()[1:-1]]
+    parts = [" ".join(part.split()) for part in re.split(r"\n-*\n", "\n".join(lines))]
+    parts = [part.removeprefix("Error ") for part in parts if part and not part.startswith("For full helptext")]
+    return textwrap.shorten(". ".join(part.rstrip(".") for part in parts), _MAX_LINE, placeholder=" ...")
+
+
+def _line_of_error(error: str) -> str:
+    """Return the text of an error as one line, with its table of facts in parentheses.
+
+    >>> from fsharp.errors import problem
+    >>> _line_of_error(problem("plan()", "it does not fit.", [("needed", 8), ("found", 4)], "Make it smaller."))
+    'plan(): it does not fit. (needed 8; found 4) Make it smaller.'
+    """
+    lines = error.splitlines()
+    facts = "; ".join(" ".join(line.split()) for line in lines if line.startswith("  "))
+    first, *others = (line for line in lines if not line.startswith("  "))
+    return " ".join([first, *[f"({facts})"] * bool(facts), *others])
+
+
+def _with_readable_help(command: Callable[..., str], conf: Any) -> Callable[..., Callable[[], str]]:
+    """Return a function with which tyro parses the arguments of ``command``: it returns the call to be made.
+
+    The help names positional arguments, and has no line breaks within a description. ``conf`` is the module ``tyro.conf``.
     """
 
-    def call(*args: Any, **options: Any) -> str:
-        return command(*args, **options)
+    def call(*args: Any, **options: Any) -> Callable[[], str]:
+        return partial(command, *args, **options)
 
     signature = inspect.signature(command)
     parameters = [

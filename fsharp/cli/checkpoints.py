@@ -9,7 +9,8 @@ from typing import Literal
 import torch
 
 from fsharp.checkpoint import export_safetensors, from_dcp, list_checkpoints, open_checkpoint, prune, to_dcp, verify
-from fsharp.checkpoint.catalog import has_checkpoints, opening_errors
+from fsharp.checkpoint.catalog import folder_names_newest_first, has_checkpoints, is_checkpoint, opening_errors
+from fsharp.checkpoint.formats.dcp import METADATA_FILE
 from fsharp.checkpoint.manifest import MANIFEST_NAME
 from fsharp.checkpoint.storage import absolute_path, storage_of
 from fsharp.cli.models import parse_dtype
@@ -18,6 +19,10 @@ from fsharp.errors import CheckpointError, OptionError
 from fsharp.functional.formats.format import as_bytes, dtype_name
 from fsharp.functional.layout.text import align_columns, nbytes_text
 
+_FOREIGN_FOLDERS = {
+    "dcp": f"a folder of torch.distributed.checkpoint, which has a file {METADATA_FILE}",
+    "orbax": "a folder that Orbax has written",
+}
 _NO_STACKS: Mapping[str, int] = MappingProxyType({})
 
 
@@ -63,12 +68,20 @@ def _check_folder_of_checkpoints(command: str, root: str) -> None:
         raise OptionError(f"{command}: {root!r} is a checkpoint. Pass the folder that holds the checkpoints.")
 
 
+def _check_is_checkpoint(command: str, path: str) -> None:
+    """Raise an OptionError if there is nothing at ``path`` that may be a checkpoint. A damaged checkpoint is no such error."""
+    if not is_checkpoint(path):
+        inside = [f", such as {path}/{name}" for name in folder_names_newest_first(absolute_path(path))[:1]]
+        raise OptionError(f"{command}: {path!r} is not a checkpoint. Pass the path of one{''.join(inside)}.")
+
+
 def show(path: str, /) -> str:
     """Show the tensors and values of a checkpoint, its step, mesh and config, and the versions of the packages that wrote it.
 
     Args:
         path: a checkpoint: a folder, or a file or folder of another library.
     """
+    _check_is_checkpoint("ckpt show", path)
     found = open_checkpoint(path)
     made = found.manifest
     about = [("step", made.step), ("ranks", len(made.files)), ("mesh", dict(made.mesh)), ("versions", dict(made.versions))]
@@ -95,6 +108,8 @@ def verify_checkpoints(paths: tuple[str, ...], /) -> str:
     """
     if not paths:
         raise OptionError("ckpt verify: got no checkpoint. Pass the path of one or more.")
+    for path in paths:
+        _check_is_checkpoint("ckpt verify", path)
     intact, damaged = [], []
     for path in paths:
         try:
@@ -115,6 +130,8 @@ def diff(first: str, second: str, /, *, values: bool = True) -> str:
         second: the checkpoint to compare with the first one.
         values: compare the values of tensors. Each tensor is read whole.
     """
+    for path in (first, second):
+        _check_is_checkpoint("ckpt diff", path)
     one, other = open_checkpoint(first), open_checkpoint(second)
     lines = [f"- {name}" for name in one.tensor_names if name not in other.tensor_names]
     lines += [f"+ {name}" for name in other.tensor_names if name not in one.tensor_names]
@@ -195,6 +212,12 @@ def export(
         raise OptionError(f"ckpt export: stack is {dict(stack)!r}, which is for orbax alone.")
     if dtype and to != "safetensors":
         raise OptionError(f"ckpt export: dtype is {dtype!r}, which is for safetensors alone.")
+    _check_is_checkpoint("ckpt export", path)
+    if storage_of(folder).list_names(folder):
+        raise OptionError(f"ckpt export: {folder!r} is not empty. Pass the path of a new folder.")
+    names = open_checkpoint(path).tensor_names
+    if subtree and not any(name.startswith(f"{subtree}.") for name in names):
+        raise OptionError(f"ckpt export: subtree is {subtree!r}, expected the beginning of names such as {names[:8]}.")
     if to == "safetensors":
         export_safetensors(path, folder, subtree=subtree, dtype=parse_dtype("ckpt export: dtype", dtype) if dtype else None)
     elif to == "dcp":
@@ -231,6 +254,9 @@ def convert(
     if unstack and of != "orbax":
         raise OptionError(f"ckpt convert: unstack is {dict(unstack)!r}, which is for orbax alone.")
     check_number("ckpt convert: step", step, 0, 2**62 - 1)
+    names = storage_of(folder).list_names(folder)
+    if not names or (of == "dcp" and METADATA_FILE not in names):
+        raise OptionError(f"ckpt convert: {folder!r} is not {_FOREIGN_FOLDERS[of]}.")
     if of == "dcp":
         return f"wrote {from_dcp(folder, root, step=step).path}"
     from fsharp.interop.orbax import from_orbax

@@ -7,7 +7,7 @@ from os import PathLike
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from fsharp.errors import ScheduleError, problem
+from fsharp.errors import OptionError, ScheduleError, problem
 from fsharp.functional.layout.text import nbytes_text, seconds_text
 from fsharp.inspect.hardware import Hardware, predict
 from fsharp.inspect.tables import units_by_repeated_name
@@ -48,8 +48,9 @@ def draw(
         measured: a second timeline, drawn beneath the first one on a common axis.
 
     Raises:
-        ScheduleError: matplotlib is missing, or does not know the suffix; ``hardware`` is given for a timeline; or ``measured``
-            is given for a schedule without ``hardware``.
+        ScheduleError: matplotlib is missing; ``hardware`` is given for a timeline; or ``measured`` is given for a schedule
+            without ``hardware``.
+        OptionError: matplotlib does not know the suffix of ``path``.
     """
     check_picture(path)
     from matplotlib.figure import Figure
@@ -80,7 +81,7 @@ def draw(
 
 
 def check_picture(path: str | PathLike[str]) -> None:
-    """Raise the ScheduleError of :func:`draw` if matplotlib is missing, or does not know the suffix of ``path``."""
+    """Raise the errors of :func:`draw` if matplotlib is missing, or does not know the suffix of ``path``."""
     try:
         from matplotlib.backend_bases import FigureCanvasBase
         from matplotlib.figure import Figure  # noqa: F401
@@ -89,7 +90,7 @@ def check_picture(path: str | PathLike[str]) -> None:
     suffix, known = Path(path).suffix[1:].lower(), FigureCanvasBase.get_supported_filetypes()
     if suffix and suffix not in known:
         what = f"Format {suffix!r} is not supported (supported formats: {', '.join(sorted(known))})"
-        raise ScheduleError(f"draw(): path is {str(path)!r}: {what}.")
+        raise OptionError(f"draw(): path is {str(path)!r}: {what}.")
 
 
 def as_timeline(step: Schedule | Timeline, hardware: Hardware | None) -> Timeline:
