@@ -1,14 +1,17 @@
 """The command fsharp: what it prints, and its exit status."""
 
+import io
 import json
 import math
 import os
 import re
 import resource
+import shutil
 import subprocess
 import sys
 from dataclasses import replace
 from importlib import metadata
+from pathlib import Path
 from types import SimpleNamespace
 
 import optree
@@ -17,9 +20,11 @@ import torch
 from safetensors.torch import save_file
 
 import fsharp as fs
+from fsharp.checkpoint.storage import observe_reads
 from fsharp.cli import main, plans
 from fsharp.cli.machine import MeasuredMachine, calibrate, parse_mesh, read_machine
 from fsharp.cli.models import find_model
+from fsharp.cli.progress import files_nbytes
 from fsharp.planning.space import repeated_unit_patterns, units_in_dict_order
 from fsharp.planning.tune import POLICIES
 from tests.gpt_like import make_params
@@ -191,17 +196,49 @@ def test_folders_and_trees_that_python_cannot_follow_are_one_line(root, capsys, 
     assert (status, lines, err) == (1, [], "error: a tree or a folder nests more levels than Python can follow.\n")
 
 
-@pytest.mark.parametrize("kind", ["safetensors", "dcp", "orbax"])
+@pytest.mark.parametrize("kind", ["safetensors", "torch", "dcp", "orbax"])
 def test_export_and_convert(kind, root, tmp_path, capsys):
     source, there = path_of(root, 3), tmp_path / "there"
-    assert run(capsys, "ckpt", "export", source, there, "--to", kind, "--subtree", "params")[:2] == (0, [f"wrote {there}"])
-    if kind != "safetensors":  # which is loaded without conversion
-        [line] = run(capsys, "ckpt", "convert", there, tmp_path / "back", "--of", kind, "--step", 3)[1]
-        there = line.removeprefix("wrote ")
-    found, saved = fs.checkpoint.open_checkpoint(there), fs.checkpoint.open_checkpoint(source)
+    done = run(capsys, "ckpt", "export", source, there, "--to", kind, "--subtree", "params")
+    assert (*done[:2], done[2] if kind != "orbax" else "") == (0, [f"wrote {there}"], "")
+    [line] = run(capsys, "ckpt", "convert", there, tmp_path / "back", "--of", kind, "--step", 3)[1]
+    found, saved = fs.checkpoint.verify(line.removeprefix("wrote ")), fs.checkpoint.open_checkpoint(source)
+    assert found.step == 3
     assert sorted(found.tensor_names) == sorted(name.removeprefix("params.") for name in saved.tensor_names)
     for name in found.tensor_names:
         assert torch.equal(found.tensor(name), saved.tensor(f"params.{name}"))
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+def test_a_terminal_shows_how_much_was_read_after_a_second(root, tmp_path, capsys, monkeypatch):
+    source, other = path_of(root, 1), path_of(root, 2)
+    commands = {
+        "verify": ["verify", source, other],
+        "diff": ["diff", source, other],
+        "export": ["export", source, tmp_path / "dcp", "--to", "dcp"],
+        "convert": ["convert", tmp_path / "dcp", tmp_path / "back"],
+    }
+    for delay, number in ((-1.0, 1), (60.0, 0)):
+        monkeypatch.setattr("fsharp.cli.progress._DELAY_S", delay)
+        for name, argv in commands.items():
+            monkeypatch.setattr(sys, "stderr", shown := Terminal())
+            assert main(["ckpt", *map(str, argv)]) == 0
+            assert len(re.findall(rf"ckpt {name}", shown.getvalue())) >= number
+            assert delay < 0 or name not in shown.getvalue()
+        shutil.rmtree(tmp_path / "dcp")
+
+
+def test_the_bytes_to_read_are_those_that_are_read(tmp_path):
+    tree, read = {"w": torch.ones(1000, 1000)}, []
+    path = fs.checkpoint.save(tmp_path, tree, step=1, comm=fs.SingleComm()).path
+    with observe_reads(read.append):
+        fs.checkpoint.verify(path)
+    assert files_nbytes(path) == sum(file.stat().st_size for file in Path(path).iterdir()) == pytest.approx(sum(read), rel=0.01)
+    assert files_nbytes(str(tmp_path / "absent"), f"{path}/manifest.json") == os.path.getsize(f"{path}/manifest.json")
 
 
 def test_layers_are_stacked_for_orbax_and_unstacked_again(root, tmp_path, capsys):

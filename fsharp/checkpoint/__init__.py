@@ -4,7 +4,7 @@
 - To load: load, also files of Hugging Face and of torch.save.
 - Values that differ between ranks: PerRank, WithPerRankBuffers.
 - To look at checkpoints without ranks: list_checkpoints, latest, open_checkpoint, verify, prune; Checkpoint.
-- Other libraries: export_safetensors, from_dcp, to_dcp; ``fsharp.interop.orbax``.
+- Other libraries: export_safetensors, export_torch, from_huggingface, from_dcp, to_dcp; ``fsharp.interop.orbax``.
 
 ``help(fs.checkpoint.load)`` describes one of them.
 """
@@ -17,8 +17,9 @@ from fsharp.checkpoint.catalog import (
     verify as verify,
 )
 from fsharp.checkpoint.entries import PerRank as PerRank, WithPerRankBuffers as WithPerRankBuffers
+from fsharp.checkpoint.formats.conversion import from_huggingface as from_huggingface
 from fsharp.checkpoint.formats.dcp import from_dcp as from_dcp, to_dcp as to_dcp
-from fsharp.checkpoint.formats.exporting import export_safetensors as export_safetensors
+from fsharp.checkpoint.formats.exporting import export_safetensors as export_safetensors, export_torch as export_torch
 from fsharp.checkpoint.loading import load as load
 from fsharp.checkpoint.replicas import RefreshNbytes as RefreshNbytes, Replicas as Replicas
 from fsharp.checkpoint.retention import prune as prune

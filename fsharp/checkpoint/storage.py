@@ -14,11 +14,27 @@ from fsharp.checkpoint.manifest import MANIFEST_NAME
 from fsharp.errors import CheckpointError, log as _log
 
 WriteFunction = Callable[[memoryview], object]
+_read_observers: list[Callable[[int], object]] = []
 _CLAIM_FILE = "claim"
 REMOVED_SUFFIX = ".removed"
 """Ending of the name of a folder that is being removed."""
 DAMAGED_SUFFIX = ".damaged"
 """Ending of the name of a folder or file that was set aside."""
+
+
+@contextmanager
+def observe_reads(observer: Callable[[int], object]) -> Iterator[None]:
+    """Call ``observer`` with the number of bytes of each read from a file, in any thread, until the context ends."""
+    _read_observers.append(observer)
+    try:
+        yield
+    finally:
+        _read_observers.remove(observer)
+
+
+def _note_read(nbytes: int) -> None:
+    for observer in _read_observers:
+        observer(nbytes)
 
 
 def absolute_path(path: str | os.PathLike[str]) -> str:
@@ -153,6 +169,7 @@ class LocalStorage:
 
     def read(self, path: str, start: int, into: memoryview) -> None:
         """Fill ``into`` with the bytes of a file from byte ``start`` on. Raises CheckpointError if a byte cannot be read."""
+        _note_read(len(into))
         try:
             file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)  # a pipe must not block
             try:
@@ -315,6 +332,7 @@ class ObjectStore:
     def read(self, path: str, start: int, into: memoryview) -> None:
         if not into:
             return  # S3 would answer with the whole file
+        _note_read(len(into))
         data = self._files.cat_file(path, start, start + len(into))
         if len(data) != len(into):
             raise CheckpointError(f"{path}: {len(into) - len(data):,} bytes are missing from byte {start + len(data):,} on.")

@@ -8,20 +8,34 @@ from typing import Literal
 
 import torch
 
-from fsharp.checkpoint import export_safetensors, from_dcp, list_checkpoints, open_checkpoint, prune, to_dcp, verify
+from fsharp.checkpoint import (
+    Checkpoint,
+    export_safetensors,
+    export_torch,
+    from_dcp,
+    from_huggingface,
+    list_checkpoints,
+    open_checkpoint,
+    prune,
+    to_dcp,
+    verify,
+)
 from fsharp.checkpoint.catalog import folder_names_newest_first, has_checkpoints, is_checkpoint, opening_errors
-from fsharp.checkpoint.formats.dcp import METADATA_FILE
 from fsharp.checkpoint.manifest import MANIFEST_NAME
 from fsharp.checkpoint.storage import absolute_path, storage_of
 from fsharp.cli.models import parse_dtype
 from fsharp.cli.numbers import check_number
+from fsharp.cli.progress import files_nbytes, reading_bar
 from fsharp.errors import CheckpointError, OptionError
 from fsharp.functional.formats.format import as_bytes, dtype_name
 from fsharp.functional.layout.text import align_columns, nbytes_text
 
+_DCP_METADATA_FILE = ".metadata"
 _FOREIGN_FOLDERS = {
-    "dcp": f"a folder of torch.distributed.checkpoint, which has a file {METADATA_FILE}",
+    "dcp": f"a folder of torch.distributed.checkpoint, which has a file {_DCP_METADATA_FILE}",
     "orbax": "a folder that Orbax has written",
+    "safetensors": "a file of safetensors, or a folder with model.safetensors",
+    "torch": "a file of torch.save, or a folder with pytorch_model.bin",
 }
 _NO_STACKS: Mapping[str, int] = MappingProxyType({})
 
@@ -111,12 +125,13 @@ def verify_checkpoints(paths: tuple[str, ...], /) -> str:
     for path in paths:
         _check_is_checkpoint("ckpt verify", path)
     intact, damaged = [], []
-    for path in paths:
-        try:
-            x = verify(path)
-            intact.append(f"{x.path} is intact: step {x.step}, {len(x.tensor_names)} tensors, {x.manifest.nbytes:,} bytes")
-        except CheckpointError as error:
-            damaged.append(str(error))
+    with reading_bar("ckpt verify", files_nbytes(*paths)):
+        for path in paths:
+            try:
+                x = verify(path)
+                intact.append(f"{x.path} is intact: step {x.step}, {len(x.tensor_names)} tensors, {x.manifest.nbytes:,} bytes")
+            except CheckpointError as error:
+                damaged.append(str(error))
     if damaged:
         raise CheckpointError("\n".join([*damaged, *intact]))
     return "\n".join(intact)
@@ -132,7 +147,11 @@ def diff(first: str, second: str, /, *, values: bool = True) -> str:
     """
     for path in (first, second):
         _check_is_checkpoint("ckpt diff", path)
-    one, other = open_checkpoint(first), open_checkpoint(second)
+    with reading_bar("ckpt diff", files_nbytes(first, second)):
+        return _differences(open_checkpoint(first), open_checkpoint(second), values=values)
+
+
+def _differences(one: Checkpoint, other: Checkpoint, *, values: bool) -> str:
     lines = [f"- {name}" for name in one.tensor_names if name not in other.tensor_names]
     lines += [f"+ {name}" for name in other.tensor_names if name not in one.tensor_names]
     for name in one.tensor_names:
@@ -192,7 +211,7 @@ def export(
     folder: str,
     /,
     *,
-    to: Literal["safetensors", "dcp", "orbax"] = "safetensors",
+    to: Literal["safetensors", "torch", "dcp", "orbax"] = "safetensors",
     subtree: str = "",
     dtype: str = "",
     stack: Mapping[str, int] = _NO_STACKS,
@@ -202,30 +221,37 @@ def export(
     Args:
         path: the checkpoint.
         folder: path of the new folder.
-        to: safetensors is for Hugging Face's from_pretrained, dcp for torch.distributed.checkpoint, orbax for JAX.
+        to: safetensors is for Hugging Face's from_pretrained; torch makes pytorch_model.bin, for older programs; dcp is for
+            torch.distributed.checkpoint, orbax for JAX.
         subtree: part of the checkpoint to export, such as params; all by default.
-        dtype: dtype to which floating-point tensors are rounded, such as bfloat16; for safetensors alone.
+        dtype: dtype to which floating-point tensors are rounded, such as bfloat16; for safetensors and torch.
         stack: lists of layers, each with the dim at which its layers are stacked, as lax.scan takes them: --stack layers 0; for
             orbax alone.
     """
     if stack and to != "orbax":
         raise OptionError(f"ckpt export: stack is {dict(stack)!r}, which is for orbax alone.")
-    if dtype and to != "safetensors":
-        raise OptionError(f"ckpt export: dtype is {dtype!r}, which is for safetensors alone.")
+    if dtype and to in ("dcp", "orbax"):
+        raise OptionError(f"ckpt export: dtype is {dtype!r}, which is for safetensors and torch.")
+    rounded = parse_dtype("ckpt export: dtype", dtype) if dtype else None
     _check_is_checkpoint("ckpt export", path)
     if storage_of(folder).list_names(folder):
         raise OptionError(f"ckpt export: {folder!r} is not empty. Pass the path of a new folder.")
-    names = open_checkpoint(path).tensor_names
+    found = open_checkpoint(path)
+    names = found.tensor_names
     if subtree and not any(name.startswith(f"{subtree}.") for name in names):
         raise OptionError(f"ckpt export: subtree is {subtree!r}, expected the beginning of names such as {names[:8]}.")
-    if to == "safetensors":
-        export_safetensors(path, folder, subtree=subtree, dtype=parse_dtype("ckpt export: dtype", dtype) if dtype else None)
-    elif to == "dcp":
-        to_dcp(path, folder, subtree=subtree)
-    else:
-        from fsharp.interop.orbax import to_orbax
+    records = [each for name, each in found.manifest.tensors.items() if name.startswith(f"{subtree}." if subtree else "")]
+    with reading_bar("ckpt export", sum(each.numel * each.dtype.itemsize for each in records)):
+        if to == "safetensors":
+            export_safetensors(found, folder, subtree=subtree, dtype=rounded)
+        elif to == "torch":
+            export_torch(found, folder, subtree=subtree, dtype=rounded)
+        elif to == "dcp":
+            to_dcp(found, folder, subtree=subtree)
+        else:
+            from fsharp.interop.orbax import to_orbax
 
-        to_orbax(path, folder, subtree=subtree, stack=stack)
+            to_orbax(found, folder, subtree=subtree, stack=stack)
     return f"wrote {folder}"
 
 
@@ -234,19 +260,20 @@ def convert(
     root: str,
     /,
     *,
-    of: Literal["dcp", "orbax"] = "dcp",
+    of: Literal["dcp", "orbax", "safetensors", "torch"] = "dcp",
     step: int = 0,
     unstack: Mapping[str, int] = _NO_STACKS,
 ) -> str:
-    """Convert a DCP or Orbax checkpoint to an fsharp checkpoint.
+    """Convert a checkpoint of another library to an fsharp checkpoint, which has digests. No code in the files runs.
 
-    Safetensors files, and files of torch.save, need no conversion: fsharp loads them as they are. Tensors of dcp are compared
-    with the checksums that torch writes beside them, unless torch was told to write none. Names and shapes have no checksums.
+    fsharp also loads files of safetensors and of torch.save as they are. Tensors of dcp are compared with the checksums that
+    torch writes beside them, unless torch was told to write none. Names and shapes have no checksums.
 
     Args:
-        folder: folder of the other library's checkpoint.
+        folder: folder of the other library's checkpoint, or one file of safetensors or of torch.save.
         root: folder of checkpoints, in which the new one is made.
-        of: dcp is torch.distributed.checkpoint, orbax is of JAX.
+        of: dcp is torch.distributed.checkpoint, orbax is of JAX, safetensors and torch are files as Hugging Face writes them:
+            model.safetensors or pytorch_model.bin, or several files with an index.
         step: number of the step, for the name of the new checkpoint.
         unstack: subtrees whose leaves hold all layers, as lax.scan takes them, each with the dim that counts layers. With
             --unstack params.layers 0 each layer gets tensors of its own; for orbax alone.
@@ -255,10 +282,17 @@ def convert(
         raise OptionError(f"ckpt convert: unstack is {dict(unstack)!r}, which is for orbax alone.")
     check_number("ckpt convert: step", step, 0, 2**62 - 1)
     names = storage_of(folder).list_names(folder)
-    if not names or (of == "dcp" and METADATA_FILE not in names):
+    has_folder = _DCP_METADATA_FILE in names if of == "dcp" else bool(names) if of == "orbax" else is_checkpoint(folder)
+    if not has_folder:
         raise OptionError(f"ckpt convert: {folder!r} is not {_FOREIGN_FOLDERS[of]}.")
-    if of == "dcp":
-        return f"wrote {from_dcp(folder, root, step=step).path}"
-    from fsharp.interop.orbax import from_orbax
+    # What is written is read back. Orbax reads files by itself.
+    with reading_bar("ckpt convert", None if of == "orbax" else 2 * files_nbytes(folder)):
+        if of == "dcp":
+            made = from_dcp(folder, root, step=step)
+        elif of == "orbax":
+            from fsharp.interop.orbax import from_orbax
 
-    return f"wrote {from_orbax(folder, root, step=step, unstack=unstack).path}"
+            made = from_orbax(folder, root, step=step, unstack=unstack)
+        else:
+            made = from_huggingface(folder, root, step=step)
+    return f"wrote {made.path}"

@@ -13,6 +13,7 @@ import fsharp as fs
 from fsharp.checkpoint.entries import PerRank
 from fsharp.checkpoint.storage import LocalStorage
 from fsharp.errors import CheckpointError
+from fsharp.functional.formats.format import as_bytes
 from fsharp.testing import simulate
 from tests.checkpoint.models import MESH, gpt2, llama, logits, nested, parameters, shapes
 from tests.scheduling import every
@@ -63,6 +64,62 @@ def test_from_pretrained_gives_the_logits_of_the_model(tmp_path, build, most):
         assert files["weight_map"].keys() == found.keys()
         assert files["metadata"]["total_size"] == sum(value.nbytes for value in found.values())
         assert all(path.stat().st_size < 22_000 for path in folder.glob("*.safetensors"))
+
+
+@pytest.mark.parametrize("most", [20_000, 5_000_000_000])
+def test_torch_and_transformers_read_bin_files_which_are_converted_back(tmp_path, most):
+    model, folder = llama(), tmp_path / "out"
+    source = saved(tmp_path, model)
+    fs.checkpoint.export_torch(source, folder, subtree="params", max_file_nbytes=most)
+    found = {}
+    for path in folder.glob("*.bin"):
+        tensors = torch.load(path, weights_only=True)
+        assert path.stat().st_size < most + 10_000
+        assert not tensors.keys() & found.keys()
+        found |= tensors
+    expected = {name.removeprefix("params."): source.tensor(name) for name in source.manifest.tensors}
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
+    index = folder / "pytorch_model.bin.index.json"
+    assert index.exists() == (most == 20_000) == (not (folder / "pytorch_model.bin").exists())
+    if index.exists():
+        assert json.loads(index.read_text())["weight_map"].keys() == found.keys()
+    back = fs.checkpoint.from_huggingface(folder, tmp_path / "back", step=4, config={"lr": 0.1})
+    assert (back.step, back.config) == (4, {"lr": 0.1})
+    fs.checkpoint.verify(back)
+    torch.testing.assert_close({name: back.tensor(name) for name in back.tensor_names}, expected, rtol=0, atol=0)
+    model.config.save_pretrained(folder)
+    loaded = type(model).from_pretrained(folder, use_safetensors=False)
+    assert torch.equal(logits(loaded.eval()), logits(model))
+
+
+def test_dtypes_and_values_that_only_torch_names_travel_in_bin_files(tmp_path):
+    tree = {
+        "c": torch.randn(3, dtype=torch.complex128), "f8": torch.randn(4).to(torch.float8_e4m3fnuz), "s": torch.tensor(2.0),
+        "u": torch.tensor([1, 2, 3], dtype=torch.uint16), "empty": torch.empty(0, 2), "half": torch.randn(4).half(),
+    }  # fmt: skip
+    found = fs.checkpoint.save(tmp_path / "root", tree, step=0, comm=COMM)
+    fs.checkpoint.export_torch(found, tmp_path / "out", rename=lambda name: f"x.{name}")
+    tensors = torch.load(tmp_path / "out" / "pytorch_model.bin", weights_only=True)
+    assert {name: (x.dtype, x.shape) for name, x in tensors.items()} == {f"x.{n}": (x.dtype, x.shape) for n, x in tree.items()}
+    back = fs.checkpoint.from_huggingface(tmp_path / "out" / "pytorch_model.bin", tmp_path / "back")
+    for name, value in tree.items():
+        assert as_bytes(tensors[f"x.{name}"]).equal(as_bytes(value))
+        assert as_bytes(back.tensor(f"x.{name}")).equal(as_bytes(value))
+    torch.save({"w": torch.ones(2), "n": 3}, tmp_path / "mine.pt")
+    assert fs.checkpoint.from_huggingface(tmp_path / "mine.pt", tmp_path / "back").manifest.values == {"n": 3}
+
+
+class Runs:
+    def __reduce__(self):
+        return print, ("it runs",)
+
+
+def test_no_code_of_a_bin_file_runs(tmp_path, capsys):
+    torch.save({"w": torch.ones(2), "code": Runs()}, tmp_path / "pytorch_model.bin")
+    with pytest.raises(CheckpointError, match=r"asks for \w+\.print"):
+        fs.checkpoint.from_huggingface(tmp_path / "pytorch_model.bin", tmp_path / "back")
+    assert not (tmp_path / "back").exists()
+    assert capsys.readouterr().out == ""
 
 
 def test_export_rounds_renames_and_keeps_the_rest(tmp_path):

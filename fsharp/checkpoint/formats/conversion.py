@@ -1,18 +1,49 @@
 """Conversion of another library's checkpoint: one process writes its named tensors and values in this library's format."""
 
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 
-from fsharp.checkpoint.catalog import Checkpoint, folder_name, new_save_id
+from fsharp.checkpoint.catalog import Checkpoint, folder_name, new_save_id, open_checkpoint
 from fsharp.checkpoint.entries import Piece, TensorEntry, TreeContents, Value
-from fsharp.checkpoint.saving import Snapshot, run_converting_os_errors, write_snapshot
+from fsharp.checkpoint.saving import Snapshot, checked_config, run_converting_os_errors, write_snapshot
 from fsharp.checkpoint.shard_file import StoredTensor, check_tensor_names, in_write_order
 from fsharp.checkpoint.storage import absolute_path, storage_of
 from fsharp.errors import CheckpointError
 from fsharp.functional.comm.protocol import SingleComm
+from fsharp.type_checks import options_checked
+
+
+@options_checked
+def from_huggingface(
+    folder: str | os.PathLike[str], root: str | os.PathLike[str], *, step: int = 0, config: Any = None
+) -> Checkpoint:
+    """Convert files of safetensors or of ``torch.save`` to a new checkpoint under ``root``, with digests.
+
+    :func:`fsharp.checkpoint.load` also loads such files as they are. Call this function in one process; it needs no process
+    group. No code in the files runs.
+
+    Args:
+        folder: a folder as ``save_pretrained()`` writes it, with an index if there are several files; or one file.
+        root: folder of checkpoints, as for :func:`~fsharp.checkpoint.save`.
+        step: number of the step, for the checkpoint's name.
+        config: config of the new checkpoint, a value that JSON can hold.
+
+    Raises:
+        CheckpointError: the files are damaged, or have other objects than tensors, numbers and texts.
+
+    Cost: reads the files once, and writes as much as :func:`~fsharp.checkpoint.save` does. Memory: one tensor.
+    """
+    config = checked_config("from_huggingface()", step, config)
+    found = open_checkpoint(folder)
+    entries = {name: whole_entry(name, each.dtype, each.shape) for name, each in found.manifest.tensors.items()}
+
+    def read(tensors: list[StoredTensor]) -> Iterator[torch.Tensor]:
+        return (found.tensor(tensor.name) for tensor in tensors)
+
+    return write_converted("from_huggingface()", root, entries, dict(found.manifest.values), read, step=step, config=config)
 
 
 def whole_entry(name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> TensorEntry:

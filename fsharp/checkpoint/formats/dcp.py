@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from torch.distributed.checkpoint.planner import SavePlanner
 
 _CHUNK_NBYTES = 64 << 20  # of a chunk: a rank of DCP reads each chunk of which it needs a part
-METADATA_FILE = ".metadata"
+_METADATA_FILE = ".metadata"
 _ALLOWED_EXTRA_NBYTES = 1 << 20  # of metadata, beyond twice the size of the files: a pickled byte can take 200 in memory
 _METADATA_CLASSES = {
     "torch.distributed.checkpoint.metadata": {
@@ -230,12 +230,12 @@ class _MetadataUnpickler(pickle.Unpickler):
 def _read_metadata(storage: Storage, folder: str) -> Any:
     from torch.distributed.checkpoint.metadata import Metadata
 
-    where = f"{folder}/{METADATA_FILE}"
+    where = f"{folder}/{_METADATA_FILE}"
     try:
-        data = read_index_file(storage, folder, METADATA_FILE, _ALLOWED_EXTRA_NBYTES)
+        data = read_index_file(storage, folder, _METADATA_FILE, _ALLOWED_EXTRA_NBYTES)
     except FileNotFoundError as error:
         raise CheckpointError(
-            f"{folder}: no folder, or no checkpoint of torch.distributed.checkpoint, which has a file {METADATA_FILE}."
+            f"{folder}: no folder, or no checkpoint of torch.distributed.checkpoint, which has a file {_METADATA_FILE}."
         ) from error
     try:
         found = _MetadataUnpickler(io.BytesIO(data)).load()

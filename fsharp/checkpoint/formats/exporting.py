@@ -1,17 +1,19 @@
-"""export_safetensors: write a checkpoint as a folder of safetensors, like ``save_pretrained()`` of Hugging Face."""
+"""Write a checkpoint as a folder of safetensors, or of files of ``torch.save``, like ``save_pretrained()`` of Hugging Face."""
 
+import io
 import json
 import os
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from typing import Any, NamedTuple
 
 import torch
 
 from fsharp.checkpoint.catalog import Checkpoint, open_checkpoint
 from fsharp.checkpoint.entries import apply_rename
-from fsharp.checkpoint.formats.huggingface import INDEX_FILE
 from fsharp.checkpoint.shard_file import (
     SAFETENSORS_DTYPES,
+    SAVABLE_DTYPES,
     StoredTensor,
     batches_by_nbytes,
     bytes_of,
@@ -19,7 +21,7 @@ from fsharp.checkpoint.shard_file import (
     encode_header,
     in_write_order,
 )
-from fsharp.checkpoint.storage import absolute_path, storage_of
+from fsharp.checkpoint.storage import WriteFunction, absolute_path, storage_of
 from fsharp.errors import CheckpointError, problem
 from fsharp.functional.formats.format import dtype_name
 from fsharp.type_checks import options_checked
@@ -57,7 +59,101 @@ def export_safetensors(
     copy; and the headers and digests of all files, which are 0.2 % of the files.
     Source: https://huggingface.co/docs/safetensors
     """
-    where = "export_safetensors()"
+    _export("export_safetensors()", checkpoint, folder, _SAFETENSORS, subtree, rename, dtype, max_file_nbytes)
+
+
+@options_checked
+def export_torch(
+    checkpoint: str | os.PathLike[str],
+    folder: str | os.PathLike[str],
+    *,
+    subtree: str = "",
+    rename: Callable[[str], str] | None = None,
+    dtype: torch.dtype | None = None,
+    max_file_nbytes: int = 5_000_000_000,
+) -> None:
+    """Export tensors of a checkpoint to ``pytorch_model.bin``, or to several files and ``pytorch_model.bin.index.json``.
+
+    Each file is a dict of tensors, which ``torch.save`` has written, and ``torch.load(weights_only=True)`` loads. For other
+    programs than old ones :func:`export_safetensors` is better: it takes less memory, and its files hold no pickle.
+
+    Args:
+        checkpoint: the checkpoint, or its path.
+        folder: path of a new folder, or a URL of fsspec. The folder appears once all files are complete.
+        subtree: part of the checkpoint to export, as for :func:`export_safetensors`.
+        rename: function from a name below ``subtree`` to the name in the files.
+        dtype: dtype to which floating-point tensors are rounded, such as ``torch.bfloat16``; None keeps their dtypes.
+        max_file_nbytes: the largest number of bytes of tensors in a file; a larger tensor gets a file of its own.
+
+    Raises:
+        CheckpointError: the folder is not empty, there is nothing to write, or the checkpoint is damaged. No file is left.
+
+    Cost: reads each header and every tensor that is written, and checks their digests. Memory: the tensors of one file, so
+    ``max_file_nbytes`` bytes.
+    """
+    _export("export_torch()", checkpoint, folder, _TORCH, subtree, rename, dtype, max_file_nbytes)
+
+
+_BUFFER_NBYTES = 1 << 20
+
+
+class _FileConvention(NamedTuple):
+    """How tensors are written to files of one kind.
+
+    Attributes:
+        stem: beginning of the names of files.
+        suffix: end of the names of files.
+        dtypes: dtypes that a file can hold.
+        write: function of the appending function of a file, the tensors to write, and a function that reads one of them.
+    """
+
+    stem: str
+    suffix: str
+    dtypes: frozenset[torch.dtype]
+    write: Callable[[WriteFunction, list[StoredTensor], Callable[[StoredTensor], torch.Tensor]], None]
+
+
+def _write_safetensors(out: WriteFunction, tensors: list[StoredTensor], read: Callable[[StoredTensor], torch.Tensor]) -> None:
+    out(memoryview(encode_header(tensors, {"format": "pt"}, with_digests=False)))
+    for tensor in tensors:
+        value = read(tensor)  # lives until its bytes are written
+        out(bytes_of(value))
+
+
+class _AppendingFile(io.RawIOBase):
+    """A file object that appends to a new file."""
+
+    def __init__(self, out: WriteFunction) -> None:
+        self._out = out
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, data: Any) -> int:
+        view = memoryview(data).cast("B")
+        self._out(view)
+        return len(view)
+
+
+def _write_torch(out: WriteFunction, tensors: list[StoredTensor], read: Callable[[StoredTensor], torch.Tensor]) -> None:
+    with io.BufferedWriter(_AppendingFile(out), _BUFFER_NBYTES) as file:
+        torch.save({tensor.name: read(tensor) for tensor in tensors}, file)
+
+
+_SAFETENSORS = _FileConvention("model", ".safetensors", SAFETENSORS_DTYPES, _write_safetensors)
+_TORCH = _FileConvention("pytorch_model", ".bin", SAVABLE_DTYPES, _write_torch)
+
+
+def _export(
+    where: str,
+    checkpoint: str | os.PathLike[str],
+    folder: str | os.PathLike[str],
+    kind: _FileConvention,
+    subtree: str,
+    rename: Callable[[str], str] | None,
+    dtype: torch.dtype | None,
+    max_file_nbytes: int,
+) -> None:
     found = open_checkpoint(checkpoint)
     names = stored_name_by_new_name(where, found, subtree, rename, aliases=False)
     check_tensor_names(where, names)
@@ -66,32 +162,34 @@ def export_safetensors(
     described = []
     for name, stored in names.items():
         record = found.manifest.tensors[found.manifest.aliases.get(stored, stored)]
-        kind = dtype if dtype and record.dtype.is_floating_point else record.dtype
-        if kind not in SAFETENSORS_DTYPES:
-            raise CheckpointError(f"{where}: {stored!r} is {dtype_name(kind)}, which safetensors has no name for.")
-        described.append(StoredTensor(name, kind, record.shape))
+        written = dtype if dtype and record.dtype.is_floating_point else record.dtype
+        if written not in kind.dtypes:
+            raise CheckpointError(f"{where}: {stored!r} is {dtype_name(written)}, which safetensors has no name for.")
+        described.append(StoredTensor(name, written, record.shape))
     parts = batches_by_nbytes(described, max_file_nbytes)
-    numbered = [f"model-{i:05d}-of-{len(parts):05d}.safetensors" for i in range(1, len(parts) + 1)]
-    file_names = numbered if len(parts) > 1 else ["model.safetensors"]
+    numbered = [f"{kind.stem}-{i:05d}-of-{len(parts):05d}{kind.suffix}" for i in range(1, len(parts) + 1)]
+    file_names = numbered if len(parts) > 1 else [f"{kind.stem}{kind.suffix}"]
     files = {file: in_write_order(part) for file, part in zip(file_names, parts, strict=True)}
+
+    def read(tensor: StoredTensor) -> torch.Tensor:
+        value = found.tensor(names[tensor.name])
+        rounded = value.to(tensor.dtype)
+        if rounded is not value and _has_overflowed(value, rounded):
+            what = f"{names[tensor.name]!r} has values that are too large for {dtype_name(tensor.dtype)}."
+            raise CheckpointError(problem(where, what, remedy="Choose a wider dtype, such as bfloat16."))
+        return rounded
+
     with write_folder_atomically(where, folder) as staged:
         storage = storage_of(staged)
         for file, tensors in files.items():
             with storage.append_to_new_file(f"{staged}/{file}") as out:
-                out(memoryview(encode_header(tensors, {"format": "pt"}, with_digests=False)))
-                for tensor in tensors:
-                    value = found.tensor(names[tensor.name])
-                    rounded = value.to(tensor.dtype)
-                    if rounded is not value and _has_overflowed(value, rounded):
-                        what = f"{names[tensor.name]!r} has values that are too large for {dtype_name(tensor.dtype)}."
-                        raise CheckpointError(problem(where, what, remedy="Choose a wider dtype, such as bfloat16."))
-                    out(bytes_of(rounded))
+                kind.write(out, tensors, read)
         if len(files) > 1:
             index = {
                 "metadata": {"total_size": sum(tensor.nbytes for tensor in described)},
                 "weight_map": {tensor.name: file for file, tensors in files.items() for tensor in tensors},
             }
-            with storage.append_to_new_file(f"{staged}/{INDEX_FILE}") as out:
+            with storage.append_to_new_file(f"{staged}/{kind.stem}{kind.suffix}.index.json") as out:
                 out(memoryview(json.dumps(index, indent=2, sort_keys=True).encode()))
 
 

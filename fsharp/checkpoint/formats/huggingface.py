@@ -21,7 +21,6 @@ from fsharp.checkpoint.storage import Storage, read_index_file
 from fsharp.errors import CheckpointError
 from fsharp.functional.tree.paths import named_leaves
 
-INDEX_FILE = "model.safetensors.index.json"
 _FILE_PATTERNS = (re.compile(r".*\.safetensors"), re.compile(r"(.*_)?model(-\d+-of-\d+)?\.bin"))
 _INDEX_SUFFIXES = (".safetensors.index.json", ".bin.index.json")
 

@@ -1,0 +1,49 @@
+"""A progress bar for subcommands that read many bytes."""
+
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+
+from fsharp.checkpoint.storage import absolute_path, observe_reads, storage_of
+from fsharp.errors import CheckpointError
+
+_DELAY_S = 1.0
+"""Seconds after which a bar appears."""
+
+
+@contextmanager
+def reading_bar(command: str, nbytes: int | None) -> Iterator[None]:
+    """Show on stderr how many of ``nbytes`` bytes have been read, if stderr is a terminal and the context lasts a second.
+
+    ``nbytes``: the bytes to read; None if the reads cannot be counted. Then the bar only shows that the command is at work.
+    """
+    if not sys.stderr.isatty():
+        yield
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
+    began = time.monotonic()
+    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+        task = progress.add_task(command, total=nbytes, visible=nbytes is None)
+
+        def advance(read_nbytes: int) -> None:
+            progress.update(task, advance=read_nbytes, visible=time.monotonic() - began > _DELAY_S)
+
+        with observe_reads(advance):
+            yield
+
+
+def files_nbytes(*paths: str) -> int:
+    """Return the bytes of the files at ``paths``, or in these folders. Files that cannot be read count as empty."""
+    total = 0
+    for path in map(absolute_path, paths):
+        storage = storage_of(path)
+        names = storage.list_names(path)
+        folder, names = (path, names) if names else (path.rpartition("/")[0], [path.rpartition("/")[2]])
+        for name in names:
+            with suppress(FileNotFoundError, CheckpointError):
+                total += storage.nbytes(f"{folder}/{storage.relative_link_target(folder, name)}")
+    return total
