@@ -357,6 +357,21 @@ def test_schedule_predicts_what_the_library_predicts(capsys, tmp_path):
     assert (tmp_path / "a.svg").stat().st_size > 1000
 
 
+def test_schedule_of_16384_ranks(capsys):
+    """Each rank sends nearly all of 16-bit parameters and gradients: in two or three collectives of each unit."""
+    status, lines, err = run(capsys, "schedule", "llama-3-8b", "--mesh", "dp=16384")
+    n, found = 8_030_261_248, dict(re.split(r"  +", line) for line in lines[2:])
+    assert (status, err) == (0, "")
+    assert lines[0].startswith(f"{n:,} parameters on Mesh(dp=16384) of H100, zero3, prefetch 1")
+    assert float(found["time of a step"].removesuffix(" ms")) >= 1e3 * 6 * n * TOKENS / PEAK
+    number, unit = found["sent by a rank"].split()
+    assert unit == "GiB"
+    assert 2 * 2 * n <= float(number) * 2**30 * 1.001
+    assert float(number) * 2**30 * 0.999 <= 3 * 2 * n
+    layout = fs.plan(find_model("plan", "llama-3-8b").tree, fs.Mesh({"dp": 16384}), fs.zero3("dp"), units="layers.*")
+    assert 2 * len(layout.units) <= int(found["collectives"]) <= 3 * len(layout.units)
+
+
 def test_tune_lists_every_strategy_under_every_policy(capsys, tmp_path):
     file = tmp_path / "choice.json"
     argv = ["tune", "tests.gpt_like:make_params", "--mesh", "outer=2,inner=4", "--budget", "10", "--units", "layers.*"]
