@@ -362,7 +362,10 @@ def test_schedule_of_16384_ranks(capsys):
     status, lines, err = run(capsys, "schedule", "llama-3-8b", "--mesh", "dp=16384")
     n, found = 8_030_261_248, dict(re.split(r"  +", line) for line in lines[2:])
     assert (status, err) == (0, "")
-    assert lines[0].startswith(f"{n:,} parameters on Mesh(dp=16384) of H100, zero3, prefetch 1")
+    assert lines[0] == (
+        f"{n:,} parameters on Mesh(dp=16384) of H100, zero3, prefetch 1. Assumed: 40% of the GPU's FLOP/s, 80% of the "
+        "bandwidth of its links, 20 us for a collective within a host and 40 us between hosts."
+    )
     assert float(found["time of a step"].removesuffix(" ms")) >= 1e3 * 6 * n * TOKENS / PEAK
     number, unit = found["sent by a rank"].split()
     assert unit == "GiB"
@@ -482,6 +485,7 @@ def test_schedule_and_tune_predict_for_a_measured_machine(measured, capsys):
     status, lines, _ = run(capsys, "schedule", "gpt-2", "--mesh", "dp=4", "--tokens", "512", "--hardware", file)
     assert status == 0
     assert str(file) in lines[0]
+    assert "Assumed" not in lines[0]
     precision = fs.Precision(compute=torch.bfloat16, main=torch.float32)
     layout = fs.plan(find_model("plan", "gpt-2")[0], fs.Mesh({"dp": 4}), fs.zero3("dp"), units="layers.*", precision=precision)
     hardware = machine.hardware_for_layout(layout, tokens=512, efficiency=1.0)

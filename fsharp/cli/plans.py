@@ -18,7 +18,7 @@ from fsharp.functional.traffic import step_traffic
 from fsharp.functional.tree.paths import flatten_with_paths
 from fsharp.inspect.drawing import check_picture, draw as draw_step
 from fsharp.inspect.hardware import Hardware, predict
-from fsharp.inspect.presets import EFFICIENCY, GPUS, axes_by_link
+from fsharp.inspect.presets import EFFICIENCY, GPUS, assumptions_text, axes_by_link
 from fsharp.inspect.tables import table
 from fsharp.planning.costs import own_use_shares
 from fsharp.planning.plan_step import plan_step, uses_in_order
@@ -175,7 +175,8 @@ def schedule(
         ("sent by a rank", nbytes_text(sum(call.nbytes * count for call, count in calls.items()))),
         ("collectives", str(calls.total())),
     ]
-    about = f"{layout.num_params:,} parameters on {axes} of {hardware or gpu or DEFAULT_GPU}, {strategy}, {policy}"
+    about = f"{layout.num_params:,} parameters on {axes} of {hardware or gpu or DEFAULT_GPU}, {strategy}, {policy}."
+    about += _assumptions(hardware, efficiency)
     shown = [about, *_active_experts_lines(found), "", *align_columns(rows, right={1}), *(["", table(planned)] if ops else [])]
     return "\n".join([*shown, *([f"wrote {draw}"] if draw else [])])
 
@@ -274,9 +275,15 @@ def tune(
     ties = (
         f"Steps within {TOLERANCE:.0%} of the fastest count as equal: the simplest is chosen, then the one with least memory."
     )
+    ties += _assumptions(hardware, efficiency)
     experts = [f"{line} Activations are those of all experts." for line in _active_experts_lines(found)]
     heading = [f"{about}, {limits}", *experts, ""]
     return "\n".join([*heading, choice.table(rows or None), ties, *(f"wrote {path}" for path in (json, draw) if path)])
+
+
+def _assumptions(hardware: str, efficiency: float | None) -> str:
+    """Return a space and the assumptions about a GPU of a data sheet; an empty text for measured ``hardware``."""
+    return "" if hardware else f" {assumptions_text(EFFICIENCY if efficiency is None else efficiency)}"
 
 
 def _active_experts_lines(model: FoundModel) -> list[str]:

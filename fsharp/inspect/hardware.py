@@ -22,7 +22,15 @@ from fsharp.inspect.fitting import (
 )
 from fsharp.inspect.hardware_json import fields_from_json, fields_to_json
 from fsharp.inspect.links import Link, PerLink, scaled_by_link, value_of_link
-from fsharp.inspect.presets import EFFICIENCY, GPUS, NETWORK_LATENCY_S, NVLINK_LATENCY_S, RANKS_OF_A_HOST, model_times
+from fsharp.inspect.presets import (
+    EFFICIENCY,
+    GPUS,
+    LINK_EFFICIENCY,
+    NETWORK_LATENCY_S,
+    NVLINK_LATENCY_S,
+    RANKS_OF_A_HOST,
+    model_times,
+)
 from fsharp.inspect.simulation import OpsCost, Simulation
 from fsharp.stateful.schedule.program import UnitFacts
 from fsharp.stateful.schedule.schedule import Op, Schedule, op_positions_by_bucket, sent_nbytes_by_op_and_axis
@@ -111,7 +119,7 @@ class Hardware:
         *,
         tokens: float,
         efficiency: float = EFFICIENCY,
-        link_efficiency: float = 0.8,
+        link_efficiency: float = LINK_EFFICIENCY,
         recompute: bool = False,
         within: Sequence[str] = ("inner",),
         across: Sequence[str] = ("outer",),
@@ -130,13 +138,17 @@ class Hardware:
         products with parameters count: replace ``compute_times`` for attention over long sequences, embeddings and experts.
         The optimizer is Adam on float32, bound by memory.
 
+        Data sheets have FLOP/s, bandwidths and memory. They have no latencies: 20 microseconds for a collective within a host,
+        and 40 between hosts, are assumptions. So is ``link_efficiency``. ``efficiency`` is that of torchtitan's 8B model on
+        H100s. Source: ``fsharp/inspect/presets.py`` names the data sheet of each number.
+
         Args:
             name: ``"A100"``, ``"H100"``, ``"H200"`` or ``"B200"``, each the SXM version in hosts of 8 with NVLink, and with one
                 InfiniBand link for each GPU (200 Gb/s for A100, 400 Gb/s for the others).
             layout: layout of the model.
             tokens: number of tokens of one rank in a microbatch.
             efficiency: fraction of the peak FLOP/s that the model reaches while it computes: 0.3 to 0.6 for dense transformers.
-            link_efficiency: fraction of the bandwidths of NVLink and the network that collectives reach.
+            link_efficiency: fraction of the bandwidths of NVLink and the network that collectives are assumed to reach.
             recompute: whether the backward computes the forward again.
             within: mesh axes along which all ranks are on one host.
             across: mesh axes along which each rank is on a host of its own, and uses its own network link.

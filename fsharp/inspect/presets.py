@@ -13,7 +13,10 @@ https://glennklockwood.com/garden/processors has the numbers of GPUs side by sid
 - B200: "NVIDIA HGX B200" at 1,000 W: 2,250 TFLOPS (4,500 with sparsity), 8 TB/s, NVLink 1.8 TB/s. PCIe and InfiniBand as in
   "NVIDIA DGX B200": Gen5 128 GB/s, 8 links of 400 Gb/s for 8 GPUs.
 
-Latencies are assumptions, of the order that nccl-tests report for small messages on such machines.
+No data sheet has the other numbers, which are not of one GPU. ``EFFICIENCY`` is what torchtitan reaches on 8 H100 with an 8B
+model in bfloat16, compiled: 6,667 tokens/s of a GPU (pytorch/torchtitan, benchmarks/llama3_h100_202412_torchtitan.md, table 1).
+Published runs reach 0.34 to 0.65 of the peak of bfloat16, the latter in float8. Latencies and ``LINK_EFFICIENCY`` are
+assumptions without a source: measure your own machine by ``fsharp calibrate``.
 """
 
 from typing import Any, NamedTuple
@@ -24,7 +27,9 @@ from fsharp.functional.layout.mesh import Mesh
 NVLINK_LATENCY_S, NETWORK_LATENCY_S = 2e-5, 4e-5
 """Assumed seconds of a collective that do not depend on its bytes: between the GPUs of one host, and between hosts."""
 EFFICIENCY = 0.4
-"""Assumed part, from 0 to 1, of the peak FLOP/s that a model reaches while it computes."""
+"""Part, from 0 to 1, of the peak FLOP/s that a model reaches while it computes. [Note: data sheets] has its source."""
+LINK_EFFICIENCY = 0.8
+"""Assumed part, from 0 to 1, of the bandwidths of NVLink and the network that collectives reach."""
 RANKS_OF_A_HOST = 8
 """Assumed number of GPUs of a host, each of them a rank."""
 ADAM_NBYTES = 28
@@ -56,6 +61,14 @@ GPUS = {
     "B200": GPU(2250e12, 8e12, 900e9, 50e9, 64e9),
 }
 """GPUs by name. [Note: data sheets] has the source of each number."""
+
+
+def assumptions_text(efficiency: float) -> str:
+    """Return the numbers of a preset that no data sheet has, as a sentence for users."""
+    latencies = (
+        f"{1e6 * NVLINK_LATENCY_S:.0f} us for a collective within a host and {1e6 * NETWORK_LATENCY_S:.0f} us between hosts"
+    )
+    return f"Assumed: {efficiency:.0%} of the GPU's FLOP/s, {LINK_EFFICIENCY:.0%} of the bandwidth of its links, {latencies}."
 
 
 def model_times(layout: Layout, *, tokens: float, flops: float, memory_bandwidth: float, backward: int = 2) -> dict[str, Any]:
