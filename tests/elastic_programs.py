@@ -15,6 +15,7 @@ import torch
 
 import fsharp as fs
 from fsharp.checkpoint import Replicas
+from fsharp.distributed import generations
 from fsharp.resilience import IndexSampler, Run
 from tests.resilience.test_run import X, make_state, train_step
 
@@ -60,10 +61,11 @@ def train(
     fault in this step. ``config`` takes the number of a rank's life, from 1.
     """
     torch.set_num_threads(1)
-    comm = fs.connect(fs.Mesh(WAYS[way]), device_type="cpu", timeout=timedelta(seconds=limit_s))
     folder, done = Path(root), list[int]()
-    note(folder / f"pids-{comm.rank}", str(os.getpid()))
+    note(folder / f"pids-{os.environ['RANK']}", str(os.getpid()))
+    comm = fs.connect(fs.Mesh(WAYS[way]), device_type="cpu", timeout=timedelta(seconds=limit_s))
     life = len((folder / f"pids-{comm.rank}").read_text().split())
+    note_that_a_restart_is_not_needed(folder / "can-stay")
     host = folder / (f"host-{comm.rank}" if copies else "host")
 
     def have_fault(number: int) -> None:
@@ -108,6 +110,18 @@ def note(path: Path, text: str) -> None:
         file.write(f"{text}\n")
 
 
+def note_that_a_restart_is_not_needed(path: Path) -> None:
+    """Note this process once its launcher knows that it stays when another rank is lost: from the end of its setup on."""
+    announce = generations.RankMembership.announce_can_rejoin
+
+    def announce_and_note(self: generations.RankMembership, *, can: bool) -> None:
+        announce(self, can=can)
+        if can:
+            note(path, str(os.getpid()))
+
+    generations.RankMembership.announce_can_rejoin = announce_and_note  # type: ignore[method-assign]
+
+
 def have(fault: Fault, folder: Path, host: Path | None, at_once: Sequence[Fault]) -> None:
     """Send this process the signal of a fault, now or later, unless an earlier process of this rank got it.
 
@@ -125,7 +139,7 @@ def have(fault: Fault, folder: Path, host: Path | None, at_once: Sequence[Fault]
     def strike() -> None:
         if host is not None:
             shutil.rmtree(host)
-        path.write_text(str(time.time()))
+        path.write_text(f"{time.time()} {os.getpid()}")
         if fault.sign is None:
             raise ZeroDivisionError("of this rank alone")
         os.kill(os.getpid(), fault.sign)
@@ -185,7 +199,7 @@ def recovery_s(folder: Path, faults: Sequence[Fault]) -> list[float]:
     """For each fault, the seconds from it to the end of the next step of that rank."""
     found = []
     for fault in faults:
-        at = float((folder / f"fault-{fault.step}-{fault.rank}").read_text())
+        at = float((folder / f"fault-{fault.step}-{fault.rank}").read_text().split()[0])
         ends = [float(line.split()[1]) for line in (folder / f"times-{fault.rank}").read_text().splitlines()]
         found.append(min(each for each in ends if each > at) - at)
     return found
