@@ -73,6 +73,7 @@ def nbytes(tree):
 
 PLAIN = fs.Precision()
 CODED = fs.Precision(compute=torch.bfloat16, main=torch.float32, stored=fs.formats.mxint8, wire=fs.formats.mxint4)
+FLOAT8 = fs.Precision(compute=torch.bfloat16, main=torch.float32, stored=fs.formats.float8_e4m3_by_tensor)
 TWO = {"outer": 2048, "inner": 8}
 
 
@@ -81,12 +82,13 @@ TWO = {"outer": 2048, "inner": 8}
     [
         (TWO, fs.hsdp("outer", "inner"), PLAIN),
         (TWO, fs.hfsdp("outer", "inner"), CODED),
+        pytest.param(TWO, fs.zero3("outer", "inner"), FLOAT8, marks=pytest.mark.deep),
         pytest.param(TWO, fs.hsdp("outer", "inner"), CODED, marks=pytest.mark.deep),
         pytest.param(TWO, fs.hfsdp("outer", "inner"), PLAIN, marks=pytest.mark.deep),
         pytest.param({"dp": 16384}, fs.zero3("dp"), PLAIN, marks=pytest.mark.deep),
         pytest.param({"dp": 16384}, fs.zero3("dp"), CODED, marks=pytest.mark.deep),
     ],
-    ids=["hsdp", "hfsdp, coded", "hsdp, coded", "hfsdp", "zero3", "zero3, coded"],
+    ids=["hsdp", "hfsdp, coded", "zero3, float8", "hsdp, coded", "hfsdp", "zero3", "zero3, coded"],
 )
 def test_a_step_of_one_of_16384_ranks_makes_the_predicted_calls(sizes, strategy, precision):
     mesh = fs.Mesh(sizes)
