@@ -6,6 +6,7 @@ import math
 import os
 import re
 import resource
+import runpy
 import shutil
 import subprocess
 import sys
@@ -632,10 +633,11 @@ def test_what_ends_a_command_shows_no_traceback(name, ended, folder):
     assert out in ((folder / f"out-{number}").read_text() if stdout == "out" else "")
 
 
-def test_python_runs_the_package_as_the_command():
-    ran = subprocess.run([sys.executable, "-m", "fsharp", "plan", "nothing"], capture_output=True, text=True, check=False)
-    assert ran.returncode == 2
-    assert ran.stderr.startswith("error: plan: there is no model 'nothing'")
+def test_python_runs_the_package_as_the_command(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["fsharp", "plan", "nothing"])
+    with pytest.raises(SystemExit, match="2"):
+        runpy.run_module("fsharp", run_name="__main__")  # as python -m
+    assert capsys.readouterr().err.startswith("error: plan: there is no model 'nothing'")
 
 
 def test_a_machine_gives_seconds_of_units():

@@ -312,8 +312,11 @@ def test_an_example_runs_on_one_gpu(name: str) -> None:
     assert output(*TORCHRUN, "1", f"examples/{name}.py", "--steps", "4", *options)
 
 
-def test_an_example_runs_by_its_name_too() -> None:
-    assert "Train a CNN" in output(sys.executable, "-m", "examples.train_cnn", "--help")
+def test_an_example_runs_by_its_name_too(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(sys, "argv", ["train_cnn", "--help"])
+    with pytest.raises(SystemExit, match="0"):
+        runpy.run_module("examples.train_cnn", run_name="__main__")  # as python -m
+    assert "Train a CNN" in capsys.readouterr().out
 
 
 @pytest.mark.deep

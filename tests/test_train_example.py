@@ -2,6 +2,7 @@
 
 import json
 import os
+import runpy
 import shutil
 import signal
 import subprocess
@@ -176,10 +177,15 @@ def test_a_folder_that_cannot_be_made_is_refused(capsys: pytest.CaptureFixture[s
     assert "zero3-2 cannot be made: Not a directory." in capsys.readouterr().err
 
 
-def test_launcher_starts_nothing_on_a_bad_option(tmp_path: Path) -> None:
-    done = cli("--strategy", "hfsdp", "--nproc", "3", "--out", str(tmp_path / "out"))
-    assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr.startswith("error: --strategy hfsdp needs an even --nproc")
+def test_launcher_starts_nothing_on_a_bad_option(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["gpt", "--strategy", "hfsdp", "--nproc", "3", "--out", str(tmp_path / "out")])
+    with pytest.raises(SystemExit, match="2"):
+        runpy.run_module("examples.gpt", run_name="__main__")  # as python -m
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("error: --strategy hfsdp needs an even --nproc")
     assert not (tmp_path / "out").exists()
 
 
