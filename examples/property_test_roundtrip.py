@@ -22,7 +22,8 @@ def test_my_tree_survives_sharding(data, width, layers):
     """Cut it anywhere, put it together again: every bit is there."""
     tree = my_tree(width, layers)
     mesh = data.draw(generate.meshes())
-    layout = fs.plan(tree, mesh, data.draw(generate.strategies(mesh)), units="cells.*", atoms=data.draw(generate.atoms()))
+    strategy, atoms = data.draw(generate.strategies(mesh)), data.draw(generate.sharding_atoms())
+    layout = fs.plan(tree, mesh, strategy, units="cells.*", atoms=atoms)
     shards = [fs.shard_for(tree, layout, rank) for rank in range(mesh.size)]
     same(fs.unshard(shards), tree)
     assert fs.Layout.from_json(layout.to_json()) == layout

@@ -6,7 +6,7 @@ Glossary
     axis        a named dimension of the mesh; a *dim* is a dimension of a tensor.
     mesh        the ranks, arranged in a grid with named axes (:class:`Mesh`).
     at rest     between uses: a tensor rests where a rank holds it while no function uses it.
-    placement   how the ranks along one axis hold a tensor: Replicate, Shard, Partial or Vary.
+    placement   how the ranks along one axis hold a tensor: Replicate, Shard, Partial or Varying.
     place       one placement for each axis: where one kind of tensor rests (:class:`~fsharp.layouts.MeshPlacement`).
     strategy    the places of parameters, of gradients and of optimizer state (:class:`Strategy`).
     spec        the axes that cut each dim of a leaf, as JAX's PartitionSpec; it stands for a strategy (:class:`P`).

@@ -12,7 +12,7 @@ from fsharp.functional.layout.placement import (
     Placement as Placement,
     Replicate as Replicate,
     Shard as Shard,
-    Vary as Vary,
+    Varying as Varying,
 )
 from fsharp.functional.layout.precision import Dtypes as Dtypes
 from fsharp.functional.layout.sharded import map_units as map_units, merge as merge, units_of as units_of

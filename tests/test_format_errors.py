@@ -74,7 +74,7 @@ def check_named(text, what, strategy):
     assert re.search(rf"Format 'picky': {name}\(\) raised KeyError: 'no codebook'", text), text
     assert re.search(r"units?  +'", text), text
     assert re.search(r"leaves  +\S", text), text
-    axes = "|".join(STRATEGIES[strategy][1].order)
+    axes = "|".join(STRATEGIES[strategy][1].axis_order)
     over = rf"axes .*\b({axes})\b"
     assert re.search(rf"gradients +along axis '({axes})'" if kind == "wire" else over, text), text
 

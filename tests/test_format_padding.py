@@ -205,7 +205,7 @@ def programs(draw):
     strategy = draw(generate.strategies(mesh))
     forms = st.sampled_from(list(FORMATS.values()))
     wire = draw(st.one_of(forms, st.fixed_dictionaries({axis: forms for axis, _ in mesh.axes})))
-    atoms = {"**": draw(generate.atoms())}
+    atoms = {"**": draw(generate.sharding_atoms())}
     options = {"units": draw(generate.unit_patterns(tree)), "atoms": atoms}
     precision = fs.Precision(main=torch.float32, wire=wire)
     units = fs.plan(tree, mesh, strategy, precision=precision, **options).units

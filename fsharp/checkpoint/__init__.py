@@ -2,7 +2,7 @@
 
 - To save: save; Saver, in the background; Replicas, in memory of hosts; RefreshNbytes, the bytes of a refresh.
 - To load: load, also files of Hugging Face and of torch.save.
-- Values that differ between ranks: PerRank, WithPerRankBuffers.
+- Values that differ between ranks: PerRank, ModuleWithPerRankBuffers.
 - To look at checkpoints without ranks: list_checkpoints, latest, open_checkpoint, verify, prune; Checkpoint.
 - Other libraries: export_safetensors, export_torch, from_huggingface, from_dcp, to_dcp; ``fsharp.interop.orbax``.
 
@@ -16,7 +16,7 @@ from fsharp.checkpoint.catalog import (
     open_checkpoint as open_checkpoint,
     verify as verify,
 )
-from fsharp.checkpoint.entries import PerRank as PerRank, WithPerRankBuffers as WithPerRankBuffers
+from fsharp.checkpoint.entries import ModuleWithPerRankBuffers as ModuleWithPerRankBuffers, PerRank as PerRank
 from fsharp.checkpoint.formats.conversion import from_huggingface as from_huggingface
 from fsharp.checkpoint.formats.dcp import from_dcp as from_dcp, to_dcp as to_dcp
 from fsharp.checkpoint.formats.exporting import export_safetensors as export_safetensors, export_torch as export_torch

@@ -50,12 +50,12 @@ class Piece(NamedTuple):
 
 
 @options_checked
-class WithPerRankBuffers:
+class ModuleWithPerRankBuffers:
     """A wrapper that saves a module whose buffers differ between ranks, such as the statistics of BatchNorm.
 
     ::
 
-        fs.checkpoint.save(root, {"model": WithPerRankBuffers(model), "optimizer": optimizer}, step=step, comm=comm)
+        fs.checkpoint.save(root, {"model": ModuleWithPerRankBuffers(model), "optimizer": optimizer}, step=step, comm=comm)
 
     Buffers of all ranks are saved (see :class:`PerRank`), so the module loads on the same number of ranks. To load on another
     number, first make the buffers equal, for example by a mean over ranks, and save the module itself. ``module`` is a
@@ -138,7 +138,7 @@ class TreeContents:
     objects: dict[str, Any] = field(default_factory=dict)
     settings: dict[str, None] = field(default_factory=dict)
 
-    def tensor_and_layout_texts(self) -> dict[str, str]:
+    def texts_to_compare(self) -> dict[str, str]:
         """Return, by name, the texts that ranks compare: names, dtypes and shapes of tensors, and layouts."""
         tensors = (f"{entry.name}: {tensor_text(entry)}" for entry in self.entries.values())
         return {"tensors": "\n".join(tensors), "layouts": "\n".join(self.layouts)}
@@ -339,7 +339,7 @@ def _add_unit_entries(
     def name(below: str) -> str:
         return f"{root}.{below}" if root and below else root or below
 
-    found.layouts.append(f"{name('') or '(root)'}: {_layout_text(unit, node.place)}")
+    found.layouts.append(f"{name('') or '(root)'}: {_layout_text_to_compare(unit, node.place)}")
     held = dict(zip(node.groups, node.decoded_buffers(comm.rank, in_main_dtype=True), strict=True))
     pieces = _leaves_on_ranks_by_path(unit, node.place, comm.rank)
     sizes = {group: unit.local_size(group, node.place) for group in held}
@@ -374,7 +374,7 @@ def _sharded_tensor_entry(
         )
     if (held := known.get((id(unit), place))) is None:
         held = known[id(unit), place] = _leaves_on_ranks_by_path(unit, place, comm.rank)
-        found.layouts.append(f"unit {unit.display_name}: {_layout_text(unit, place)}")
+        found.layouts.append(f"unit {unit.display_name}: {_layout_text_to_compare(unit, place)}")
     shape, piece, _ = held[leaf.path]
     found.layouts.append(f"{name}: in unit {unit.display_name}, {place}")
     if (owner := part.owner()) is not None:
@@ -391,7 +391,7 @@ def is_group_scalar(buffer: torch.Tensor, unit: UnitLayout, group: int, place: M
 
 
 @lru_cache(maxsize=1 << 14)
-def _layout_text(unit: UnitLayout, place: MeshPlacement) -> str:
+def _layout_text_to_compare(unit: UnitLayout, place: MeshPlacement) -> str:
     """Return a text that says which rank holds which elements of a unit at ``place``, for ranks to compare."""
     parts = [f"{group.num_parts} x {group.capacity}" for group in unit.groups]
     return f"{place}; {parts}, leaves at {[leaf.offset for leaf in unit.leaves]}"

@@ -233,7 +233,7 @@ def load_with_reader(
         found, _, into, names, _ = made
         read_from = "\n".join(f"{name} from {source}" for name, source in names.by_tensor.items())
         how = {"where": where, "cast": repr(cast), "donate": repr(donate), "subtree": repr(subtree), "names": read_from}
-        return {"save": found.manifest.save_id, **how, "strict": repr(strict), **into.tensor_and_layout_texts()}
+        return {"save": found.manifest.save_id, **how, "strict": repr(strict), **into.texts_to_compare()}
 
     kept = dict[str, torch.Tensor]()
     found, tree, into, names, resting = check_on_all_ranks("load()", comm, check, fields)

@@ -176,7 +176,7 @@ def agree_on_snapshot(
         drawn = begin(contents)
         return contents
 
-    def tensor_and_layout_texts(contents: TreeContents) -> dict[str, str]:
+    def texts_to_compare(contents: TreeContents) -> dict[str, str]:
         # The name keeps a copy on the host alive, which a view of its bytes does not.
         on_host = ((e.name, e.local.cpu()) for e in contents.entries.values() if e.is_replicated)
         same = [f"{name}: {xxhash.xxh3_64_hexdigest(bytes_of(local))}" for name, local in on_host]
@@ -185,14 +185,14 @@ def agree_on_snapshot(
             **({"root": root} if shared_root else {}),
             "config": json.dumps(config, sort_keys=True),
             "metric": repr(metric),
-            **contents.tensor_and_layout_texts(),
+            **contents.texts_to_compare(),
             "history of modules": "\n".join(contents.settings),
             "values": "\n".join(f"{name}: {value!r}" for name, value in contents.values.items()),
             "lists, tuples and None": "\n".join(f"{name}: {json.dumps(each)}" for name, each in contents.objects.items()),
-            "values of tensors, which PerRank() and, for buffers, WithPerRankBuffers() allow to differ": "\n".join(same),
+            "values of tensors, which PerRank() and, for buffers, ModuleWithPerRankBuffers() allow to differ": "\n".join(same),
         }
 
-    contents = check_on_all_ranks(where, comm, check, tensor_and_layout_texts)
+    contents = check_on_all_ranks(where, comm, check, texts_to_compare)
     name = all_gather_fixed_size(bytes.fromhex(drawn) if comm.rank == 0 else bytes(16), comm)[0].hex()
     tensors, values = [], []
     for entry, tensor in tensors_written_by(contents, comm.rank):

@@ -206,7 +206,7 @@ def reduce_scatter_unchecked(tree: Any, to: PlaceName, comm: Comm, donated_resid
 
     def reduce_node(sharded: Sharded) -> Sharded:
         target, place = resolve_place(sharded.unit, to), sharded.place.cotangent_place if sharded.is_gathered else sharded.place
-        for axis in place.order:
+        for axis in place.axis_order:
             source = place[axis]
             if target[axis] is not source and (source is Shard or target[axis] is Partial):
                 raise _wrong_place_error(

@@ -167,13 +167,13 @@ def _as_summands(x: torch.Tensor, source: MeshPlacement, target: MeshPlacement, 
     Where ``target`` is partial, all ranks but the first have zeros for a replicated ``x``, and a rank has zeros for parts of
     other ranks. Where ``target`` is sharded, a rank takes its part of a replicated ``x``.
     """
-    for axis in reversed(source.order):
+    for axis in reversed(source.axis_order):
         n, at = comm.mesh.axis_size(axis), comm.mesh.coord(axis, comm.rank)
         if source[axis] is Replicate and target[axis] is Partial and at:
             x = torch.zeros_like(x)
         elif source[axis] is Shard and target[axis] is Partial:
             x = torch.nn.functional.pad(x, (at * x.shape[-1], (n - 1 - at) * x.shape[-1]))
-    for axis in source.order:
+    for axis in source.axis_order:
         if source[axis] is Replicate and target[axis] is Shard:
             x = local_slice(x, comm, axis)
     return x

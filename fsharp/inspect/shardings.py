@@ -331,7 +331,9 @@ def draw_sharding(layout: Layout, path: str | PathLike[str], *, unit: str | None
     all_axes = figure.subplots(1, len(places), sharey=True)
     for axes, (title, place) in zip(all_axes, places.items(), strict=True):
         _draw_place(axes, chosen, place, is_trained=title != "parameters")
-        axes.set_title(f"{title}: {', '.join(f'{a} {place[a].name.lower()}' for a in place.order)}", fontsize=9, color=_INK)
+        axes.set_title(
+            f"{title}: {', '.join(f'{a} {place[a].name.lower()}' for a in place.axis_order)}", fontsize=9, color=_INK
+        )
         axes.set_yticks(range(size), [f"rank {rank}" for rank in range(size)], fontsize=8)
         axes.set_xlim(0, _padded_numel(chosen) * (1 + _GROUP_GAP * (len(chosen.groups) - 1)))
         axes.set_xlabel("elements of the flat buffers", fontsize=8)
@@ -342,7 +344,7 @@ def draw_sharding(layout: Layout, path: str | PathLike[str], *, unit: str | None
     handles, names = (each[:_MAX_NAMES] for each in all_axes[0].get_legend_handles_labels())
     if any(group.size > group.used for group in chosen.groups):
         handles, names = [*handles, Patch(color=_PADDING)], [*names, "padding"]
-    if any(place[axis] is Partial for place in places.values() for axis in place.order):
+    if any(place[axis] is Partial for place in places.values() for axis in place.axis_order):
         handles, names = [*handles, Patch(color=_INK, alpha=_PALE)], [*names, "pale: a summand on each rank"]
     figure.legend(handles, names, loc="outside lower center", ncols=min(6, len(names)), fontsize=8, frameon=False)
     figure.savefig(path)
@@ -357,7 +359,7 @@ def _draw_place(axes, unit: UnitLayout, place: MeshPlacement, *, is_trained: boo
 
     colours = colormaps["tab10"].colors  # type: ignore[attr-defined]
     numbers = {leaf.path: i for i, leaf in enumerate(unit.leaves)}
-    alpha = _PALE if any(place[axis] is Partial for axis in place.order) else 1.0
+    alpha = _PALE if any(place[axis] is Partial for axis in place.axis_order) else 1.0
     named: set[str] = set()
     x = 0.0
     for i, group in enumerate(unit.groups):

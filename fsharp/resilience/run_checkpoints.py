@@ -5,7 +5,7 @@ from typing import Any
 
 import optree
 
-from fsharp.checkpoint import Checkpoint, Replicas, Saver, WithPerRankBuffers
+from fsharp.checkpoint import Checkpoint, ModuleWithPerRankBuffers, Replicas, Saver
 from fsharp.checkpoint.catalog import has_checkpoints
 from fsharp.checkpoint.entries import PerRank, is_node_saved_as_leaf, leaf_type_texts
 from fsharp.checkpoint.loading import load_checkpoint_and_tree
@@ -87,7 +87,7 @@ class RunCheckpoints:
         A module's state dict has neither residuals nor step, so the user saves both in the tree.
         """
         leaves = optree.tree_leaves(tree, is_leaf=is_node_saved_as_leaf)
-        modules = [leaf.module if isinstance(leaf, WithPerRankBuffers) else leaf for leaf in leaves]
+        modules = [leaf.module if isinstance(leaf, ModuleWithPerRankBuffers) else leaf for leaf in leaves]
         states = [each.train_state for each in modules if isinstance(each, ShardedModule)]
         has_residuals = any(state.residuals is not None for state in states)
         is_stochastic = any(has_stochastic_wire(node.unit) for state in states for node in units_of(state.params))

@@ -115,9 +115,10 @@ def _summation_order_on_mesh(mesh: Mesh, strategy: Strategy, microbatches: int) 
     """Return a key that two strategies share if, on ``mesh``, they add gradients in the same order."""
     if microbatches == 1 and len(mesh.axes) == 1:
         return None
+    order = strategy.axis_order
     if microbatches == 1:
-        return strategy.order, strategy.optim.sharded_axes
-    return strategy.order, strategy.optim.sharded_axes, tuple(strategy.grads[axis] is Partial for axis in strategy.order)
+        return order, strategy.optim.sharded_axes
+    return order, strategy.optim.sharded_axes, tuple(strategy.grads[axis] is Partial for axis in order)
 
 
 def _assert_equal_leaves(name_a: str, a: Any, name_b: str, b: Any, tolerance: Tolerance | None) -> None:

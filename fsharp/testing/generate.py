@@ -74,7 +74,7 @@ def strategies(mesh: Mesh) -> st.SearchStrategy[Strategy]:
     return st.sampled_from(legal_strategies(mesh))
 
 
-def atoms() -> st.SearchStrategy[Atom]:
+def sharding_atoms() -> st.SearchStrategy[Atom]:
     """Return a Hypothesis strategy for atoms: elements, blocks of one to three rows, and whole tensors."""
     return st.one_of(st.just(ElementAtom()), st.builds(RowsAtom, st.integers(1, 3)), st.just(LeafAtom()))
 
@@ -179,7 +179,7 @@ def layouts(
         draw(strategies(ranks)),
         units=draw(unit_patterns(tree)),
         frozen=[path for path, is_frozen in frozen.items() if is_frozen],
-        atoms=by_path(atoms()),
+        atoms=by_path(sharding_atoms()),
         labels=by_path(st.sampled_from(["default", "default", "matrix"])),
         precision=draw(precision) if precision is not None else Precision(),
     )

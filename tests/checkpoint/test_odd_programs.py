@@ -188,10 +188,10 @@ def test_buffers_that_each_rank_has_for_itself(tmp_path):
             model.zero_grad()
         first, second = made
         second.load_state_dict({"1.running_mean": torch.zeros(4)}, strict=False)
-        with pytest.raises(AgreementError, match=r"WithPerRankBuffers\(\) allow to differ(.|\n)*running_mean"):
+        with pytest.raises(AgreementError, match=r"ModuleWithPerRankBuffers\(\) allow to differ(.|\n)*running_mean"):
             fs.checkpoint.save(tmp_path, {"model": first}, step=0, comm=comm)
-        fs.checkpoint.save(tmp_path, {"model": fs.checkpoint.WithPerRankBuffers(first)}, step=1, comm=comm)
-        fs.checkpoint.load(tmp_path, {"model": fs.checkpoint.WithPerRankBuffers(second)}, comm=comm)
+        fs.checkpoint.save(tmp_path, {"model": fs.checkpoint.ModuleWithPerRankBuffers(first)}, step=1, comm=comm)
+        fs.checkpoint.load(tmp_path, {"model": fs.checkpoint.ModuleWithPerRankBuffers(second)}, comm=comm)
         found = dict(first.named_buffers()), dict(second.named_buffers())
         return all(torch.equal(found[0][name], found[1][name]) for name in found[0]), found[1]["1.running_mean"]
 

@@ -21,7 +21,7 @@ def prefixes(place):
     n = len(place.sharded_axes)
     return [
         fs.layouts.MeshPlacement(
-            place.order, tuple(fs.layouts.Shard if i < k else fs.layouts.Replicate for i in range(len(place.order)))
+            place.axis_order, tuple(fs.layouts.Shard if i < k else fs.layouts.Replicate for i in range(len(place.axis_order)))
         )
         for k in range(n + 1)
     ]

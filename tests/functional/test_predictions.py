@@ -33,7 +33,7 @@ PRECISIONS = {
 
 def setup(name, precision="float32", frozen=()):
     strategy = STRATEGIES[name]
-    mesh = MESHES[len(strategy.order)]
+    mesh = MESHES[len(strategy.axis_order)]
     params = make_params()
     return mesh, fs.plan(params, mesh, strategy, units="layers.*", precision=PRECISIONS[precision], frozen=frozen), params
 

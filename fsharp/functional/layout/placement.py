@@ -42,20 +42,20 @@ class Placement(Enum):
     """Each rank holds one contiguous part; the parts, in order of coordinate, are the value."""
     PARTIAL = "partial"
     """Each rank holds a summand with the shape of the value; the sum of all summands is the value."""
-    VARY = "vary"
+    VARYING = "vary"
     """Each rank holds a different value; all values have equal shapes, and no collective runs along this axis."""
 
     def __repr__(self) -> str:
         return self.name.capitalize()
 
 
-Replicate, Shard, Partial, Vary = Placement.REPLICATE, Placement.SHARD, Placement.PARTIAL, Placement.VARY
+Replicate, Shard, Partial, Varying = Placement.REPLICATE, Placement.SHARD, Placement.PARTIAL, Placement.VARYING
 
 
 @options_checked
 @dataclass(frozen=True, slots=True)
 class AxisRule:
-    """Placements of parameters, gradients and optimizer state along one mesh axis. Either all three are ``Vary``, or none.
+    """Placements of parameters, gradients and optimizer state along one mesh axis. Either all three are ``Varying``, or none.
 
     Args:
         params: ``Replicate`` or ``Shard``.
@@ -71,9 +71,10 @@ class AxisRule:
 def _why_illegal(rule: AxisRule) -> str | None:
     """Return why the placements along an axis are illegal; None if they are legal."""
     params, grads, optim = rule.params, rule.grads, rule.optim
-    if 0 < (params, grads, optim).count(Vary) < 3:
+    if 0 < (params, grads, optim).count(Varying) < 3:
         return (
-            "if one of the three is Vary, all three have to be: a rank with its own parameters has its own gradients and state"
+            "if one of the three is Varying, all three have to be: a rank with its own parameters has its own gradients and "
+            "state"
         )
     if params is Partial or optim is Partial:
         return "only gradients can be partial sums: parameters and optimizer state are values that ranks read"
@@ -89,20 +90,21 @@ def _why_illegal(rule: AxisRule) -> str | None:
 class MeshPlacement:
     """The placement of one kind of tensor on each mesh axis.
 
-    A flat buffer is cut along the axes with ``Shard``, one axis after another, in ``order``. All places of a strategy have the
-    same ``order``. So a rank's elements in one place of a strategy are also the rank's elements in each place with fewer
-    sharded axes. A move between two places takes at most one collective for each axis, and keeps the order of the elements.
+    A flat buffer is cut along the axes with ``Shard``, one axis after another, in ``axis_order``. All places of a strategy have
+    the same ``axis_order``. So a rank's elements in one place of a strategy are also the rank's elements in each place with
+    fewer sharded axes. A move between two places takes at most one collective for each axis, and keeps the order of the
+    elements.
 
     Args:
-        order: all axes of the mesh. The first axis that shards cuts the buffer into the largest parts.
-        placements: the placement along each axis, in the order of ``order``.
+        axis_order: all axes of the mesh. The first axis that shards cuts the buffer into the largest parts.
+        placements: the placement along each axis, in the order of ``axis_order``.
     """
 
-    order: tuple[str, ...]
+    axis_order: tuple[str, ...]
     placements: tuple[Placement, ...]
 
     def __getitem__(self, axis: str) -> Placement:
-        return self.placements[self.order.index(axis)]
+        return self.placements[self.axis_order.index(axis)]
 
     @property
     def sharded_axes(self) -> tuple[str, ...]:
@@ -122,7 +124,7 @@ class MeshPlacement:
     @property
     def varying_axes(self) -> tuple[str, ...]:
         """Axes along which every rank holds a different value."""
-        return self._axes_with(Vary)
+        return self._axes_with(Varying)
 
     @property
     def cotangent_place(self) -> "MeshPlacement":
@@ -131,16 +133,16 @@ class MeshPlacement:
         All ranks use a replicated value, so each rank holds a summand of the value's gradient. The summands of a partial value
         make one sum, and all ranks share the gradient of this sum.
         """
-        swap = {Replicate: Partial, Partial: Replicate, Shard: Shard, Vary: Vary}
-        return MeshPlacement(self.order, tuple(swap[p] for p in self.placements))
+        swap = {Replicate: Partial, Partial: Replicate, Shard: Shard, Varying: Varying}
+        return MeshPlacement(self.axis_order, tuple(swap[p] for p in self.placements))
 
     def _axes_with(self, placement: Placement) -> tuple[str, ...]:
         if placement not in self.placements:
             return ()
-        return tuple([axis for axis, p in zip(self.order, self.placements, strict=True) if p is placement])
+        return tuple([axis for axis, p in zip(self.axis_order, self.placements, strict=True) if p is placement])
 
     def __str__(self) -> str:
-        return ", ".join(f"{axis}:{p!r}" for axis, p in zip(self.order, self.placements, strict=True)) or "whole"
+        return ", ".join(f"{axis}:{p!r}" for axis, p in zip(self.axis_order, self.placements, strict=True)) or "whole"
 
     def __repr__(self) -> str:
         return f"MeshPlacement({self})"
@@ -160,7 +162,7 @@ class Strategy:
     """
 
     rules: tuple[tuple[str, AxisRule], ...]
-    order: tuple[str, ...] = field(init=False, repr=False, compare=False)
+    axis_order: tuple[str, ...] = field(init=False, repr=False, compare=False)
     """Axes in the order in which they cut a flat buffer: axes that shard more kinds of state come first."""
     params: MeshPlacement = field(init=False, repr=False, compare=False)
     """Where parameters rest."""
@@ -169,7 +171,7 @@ class Strategy:
     optim: MeshPlacement = field(init=False, repr=False, compare=False)
     """Where optimizer state, main copies and finished gradients rest."""
     full: MeshPlacement = field(init=False, repr=False, compare=False)
-    """The place in which functions use parameters: ``Replicate`` on every axis, except on axes with ``Vary``."""
+    """The place in which functions use parameters: ``Replicate`` on every axis, except on axes with ``Varying``."""
 
     @options_checked_on_failure
     def __init__(self, rules: Mapping[str, AxisRule]) -> None:
@@ -184,10 +186,10 @@ class Strategy:
         object.__setattr__(self, "rules", tuple(rules.items()))
         count = {axis: [r.params, r.grads, r.optim].count(Shard) for axis, r in rules.items()}
         order = tuple(sorted(count, key=lambda axis: -count[axis]))
-        object.__setattr__(self, "order", order)
+        object.__setattr__(self, "axis_order", order)
         for kind in ("params", "grads", "optim"):
             object.__setattr__(self, kind, MeshPlacement(order, tuple(getattr(rules[axis], kind) for axis in order)))
-        full = tuple(Vary if rules[axis].params is Vary else Replicate for axis in order)
+        full = tuple(Varying if rules[axis].params is Varying else Replicate for axis in order)
         object.__setattr__(self, "full", MeshPlacement(order, full))
         kinds = {kind: {a for a, r in rules.items() if getattr(r, kind) is Shard} for kind in ("params", "grads")}
         if not (kinds["params"] <= kinds["grads"] or kinds["grads"] <= kinds["params"]):
@@ -201,7 +203,7 @@ class Strategy:
         """Return this strategy for parameters that differ from rank to rank along ``axes``, such as experts.
 
         >>> zero3("dp").varying("ep").params
-        MeshPlacement(dp:Shard, ep:Vary)
+        MeshPlacement(dp:Shard, ep:Varying)
 
         Gradients are summed over ranks that hold the same parameters, and over no other ranks. An expert gets gradients of
         other ranks' losses through the backward of an exchange of tokens, :func:`~fsharp.collectives.all_to_all_last`.
@@ -212,7 +214,7 @@ class Strategy:
         taken = {axis for axis, _ in self.rules} & set(axes)
         if not axes or taken:
             raise StrategyError(f"varying(): expected axes other than those of the strategy ({self}), got {list(axes)}.")
-        return Strategy({**dict(self.rules), **dict.fromkeys(axes, AxisRule(Vary, Vary, Vary))})
+        return Strategy({**dict(self.rules), **dict.fromkeys(axes, AxisRule(Varying, Varying, Varying))})
 
     @api_boundary
     def check_mesh(self, mesh: Mesh) -> None:
@@ -229,7 +231,7 @@ class Strategy:
             )
 
     def __str__(self) -> str:
-        short = {Replicate: "R", Shard: "S", Partial: "P", Vary: "V"}
+        short = {Replicate: "R", Shard: "S", Partial: "P", Varying: "V"}
         return ", ".join(f"{a}: {short[r.params]}{short[r.grads]}{short[r.optim]}" for a, r in self.rules)
 
 

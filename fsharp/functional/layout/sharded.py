@@ -424,8 +424,8 @@ def resolve_place(unit: UnitLayout, place: PlaceName) -> MeshPlacement:
         if place not in ("params", "grads", "optim", "full"):
             raise LayoutError(f"unknown place {place!r}: expected 'params', 'grads', 'optim', 'full' or a MeshPlacement.")
         return getattr(unit.strategy, place)  # type: ignore[no-any-return]
-    order, cuts = unit.strategy.order, place.sharded_axes
-    if place.order != order or cuts != order[: len(cuts)] or place.varying_axes != unit.varying_axes:
+    order, cuts = unit.strategy.axis_order, place.sharded_axes
+    if place.axis_order != order or cuts != order[: len(cuts)] or place.varying_axes != unit.varying_axes:
         places = f"{unit.strategy.params!r}, {unit.strategy.optim!r}"
         facts = [("axes of the strategy", ", ".join(order)), ("its places", places)]
         what = f"{place!r} does not belong to the strategy of unit {unit.display_name}: other axes, another order, or a gap."

@@ -49,7 +49,7 @@ def reduction_stages(
     ``trivial``: whether collectives run along axes of one rank too. There nothing is cast or encoded.
     """
     dtypes, place, size = unit.groups[group].dtypes, source, unit.local_size(group, source)
-    moved = [axis for axis in source.order if size and source[axis] is not target[axis]]
+    moved = [axis for axis in source.axis_order if size and source[axis] is not target[axis]]
     axes = [axis for axis in moved if trivial or unit.mesh.axis_size(axis) > 1]
     for axis in sorted(axes, key=lambda axis: target[axis] is not Shard):  # an all_reduce of a part sends less
         n, wire, is_cut = unit.mesh.axis_size(axis), dtypes.gradient_format_along(axis), target[axis] is Shard
@@ -63,7 +63,7 @@ def reduction_stages(
         for op, out in steps:
             yield ReductionStage(op, axis, n, size, out, dtype, wire, place)
             size = out
-        place = MeshPlacement(source.order, tuple([target[a] if a == axis else place[a] for a in source.order]))
+        place = MeshPlacement(source.axis_order, tuple([target[a] if a == axis else place[a] for a in source.axis_order]))
 
 
 def encoded_stages(unit: UnitLayout, group: int) -> list[ReductionStage]:

@@ -203,7 +203,7 @@ class UnitLayout:
 
         ``trivial``: whether collectives run along axes of one rank too.
         """
-        axes = [axis for axis in reversed(source.order) if source[axis] is Shard and target[axis] is Replicate]
+        axes = [axis for axis in reversed(source.axis_order) if source[axis] is Shard and target[axis] is Replicate]
         return tuple([axis for axis in axes if trivial or self.mesh.axis_size(axis) > 1])
 
     @cached_property
@@ -248,7 +248,7 @@ class UnitLayout:
     def error_facts(self, group: int, axis: str = "") -> list[tuple[str, object]]:
         """Return facts for the errors of encoding and decoding a group: unit, leaves, and gradients or parameters."""
         leaves = first_few([self.path_in_tree(leaf) for leaf in self.leaves_of_group(group)])
-        over = ("parameters", f"over axes {first_few(self.strategy.optim.order)}")
+        over = ("parameters", f"over axes {first_few(self.strategy.optim.axis_order)}")
         along = ("gradients", f"along axis {axis!r}") if axis else over
         return [("unit", self.display_name), ("leaves", leaves), along]
 

@@ -85,7 +85,7 @@ def pieces_between_ranks(
     source, target = ranks.old_ranks.index(source), ranks.new_ranks.index(target)  # numbers in the old and the new mesh
     serves: dict[int, bool] = {}
     for new_buffer, group in enumerate(state_tree.groups_in(unit)):
-        itemsize = state_tree.wire_dtype(unit, group).itemsize
+        itemsize = state_tree.sent_dtype(unit, group).itemsize
         for span in unit.leaf_spans(group, state_tree.place_in(unit), target):
             old = state_tree.position_by_path[unit.path_in_tree(span.leaf)]
             node = state_tree.nodes[old.node]
@@ -150,7 +150,7 @@ def move_state_tree(
     nodes = []
     for unit, arriving, num_rounds in zip(layout.units, incoming, most.tolist(), strict=True):
         place, groups = state_tree.place_in(unit), state_tree.groups_in(unit)
-        dtypes = [state_tree.wire_dtype(unit, group) for group in groups]
+        dtypes = [state_tree.sent_dtype(unit, group) for group in groups]
         own = groups if me in ranks.new_ranks else ()
         new = [
             torch.zeros(unit.local_size(group, place), dtype=dtype, device=device)

@@ -111,7 +111,7 @@ def on_meta(node: Sharded) -> Sharded:
 
 def _node_without_unit_to_json(node: Sharded) -> dict[str, Any]:
     shapes = [[dtype_name(b.dtype), list(b.shape)] if isinstance(b, torch.Tensor) else None for b in node.raw_buffers]
-    place = [node.place.order, [placement.value for placement in node.place.placements]]
+    place = [node.place.axis_order, [placement.value for placement in node.place.placements]]
     return {"place": place, "groups": node.groups, "reduction": node.reduction, "buffers": shapes}
 
 

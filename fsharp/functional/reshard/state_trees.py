@@ -64,7 +64,7 @@ class StateTree:
         """Return the place in which buffers of this state tree will rest in the new layout. ``unit``: a unit of that layout."""
         return unit.strategy.params if self.kind == "params" else unit.strategy.optim
 
-    def wire_dtype(self, unit: UnitLayout, group: int) -> torch.dtype:
+    def sent_dtype(self, unit: UnitLayout, group: int) -> torch.dtype:
         """Return the dtype in which elements move to a group. ``unit``: the group's unit in the new layout."""
         if self.is_cast:
             dtypes = unit.groups[group].dtypes

@@ -29,7 +29,7 @@ def test_named_strategies_are_their_table(name):
 
 
 def test_hybrids_shard_inside_first():
-    assert fs.hsdp("o", "i").order == fs.hfsdp("o", "i").order == ("i", "o")
+    assert fs.hsdp("o", "i").axis_order == fs.hfsdp("o", "i").axis_order == ("i", "o")
     assert fs.hsdp("o", "i").optim == MeshPlacement(("i", "o"), (S, R))
     assert fs.hfsdp("o", "i").optim == MeshPlacement(("i", "o"), (S, S))
     assert fs.hsdp("o", "i").params == fs.hfsdp("o", "i").params == MeshPlacement(("i", "o"), (S, R))
@@ -71,9 +71,9 @@ def test_generator_knows_every_legal_strategy():
 def test_places_of_a_strategy_nest(strategy):
     places = [strategy.params, strategy.grads, strategy.optim, strategy.full]
     for place in places:
-        assert place.order == strategy.order
-        assert place.sharded_axes == strategy.order[: len(place.sharded_axes)], "sharded axes are the leading ones"
-        assert sorted(place.sharded_axes + place.partial_axes + place.replicated_axes) == sorted(strategy.order)
+        assert place.axis_order == strategy.axis_order
+        assert place.sharded_axes == strategy.axis_order[: len(place.sharded_axes)], "sharded axes are the leading ones"
+        assert sorted(place.sharded_axes + place.partial_axes + place.replicated_axes) == sorted(strategy.axis_order)
         assert place.cotangent_place.cotangent_place == place
         assert (place.cotangent_place.sharded_axes, place.cotangent_place.partial_axes) == (
             place.sharded_axes,

@@ -254,7 +254,7 @@ class Runner:
             case "optimizer":
                 self.optimizer.load_state_dict(self.optimizer.state_dict())
             case "file":
-                tree = {"model": fs.checkpoint.WithPerRankBuffers(self.model), "optimizer": self.optimizer}
+                tree = {"model": fs.checkpoint.ModuleWithPerRankBuffers(self.model), "optimizer": self.optimizer}
                 folder = gathered(tempfile.mkdtemp(prefix="fsharp-"))[0]
                 fs.checkpoint.save(folder, tree, comm=self.comm, step=self.number)
                 with torch.no_grad():

@@ -18,7 +18,7 @@ from tests.gpt_like import loss_fn, make_batches, make_params
 from tests.ranks import on_ranks
 from tests.scheduling import STRATEGIES, assert_same, every
 
-S, V = fs.layouts.Shard, fs.layouts.Vary
+S, V = fs.layouts.Shard, fs.layouts.Varying
 DIM, HIDDEN, EXPERTS, VOCAB = 6, 7, 4, 11
 MESH = fs.Mesh({"dp": 2, "ep": 2})
 PLACES = {
@@ -297,7 +297,7 @@ def test_norm_counts_each_value_once(comm):
 
 def test_placements():
     strategy = fs.hsdp("outer", "inner").varying("ep")
-    assert strategy.order == ("inner", "outer", "ep")
+    assert strategy.axis_order == ("inner", "outer", "ep")
     assert strategy.params == MeshPlacement(("inner", "outer", "ep"), (S, fs.layouts.Replicate, V))
     assert strategy.full == MeshPlacement(("inner", "outer", "ep"), (fs.layouts.Replicate, fs.layouts.Replicate, V))
     assert strategy.full.cotangent_place == MeshPlacement(("inner", "outer", "ep"), (fs.layouts.Partial, fs.layouts.Partial, V))
@@ -310,7 +310,7 @@ def test_placements():
     "rule", [r for r in product((fs.layouts.Replicate, S, fs.layouts.Partial, V), repeat=3) if 0 < r.count(V) < 3], ids=str
 )
 def test_all_three_kinds_vary_or_none(rule):
-    with pytest.raises(StrategyError, match="axis 'ep': if one of the three is Vary, all three"):
+    with pytest.raises(StrategyError, match="axis 'ep': if one of the three is Varying, all three"):
         fs.Strategy({"ep": fs.layouts.AxisRule(*rule)})
 
 

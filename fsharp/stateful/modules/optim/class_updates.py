@@ -21,7 +21,12 @@ from fsharp.functional.formats.format import dtype_name
 from fsharp.functional.layout.sharded import Sharded, units_by_name, units_of
 from fsharp.functional.optim.base import Transform
 from fsharp.stateful.modules.optim.probe import UpdateScope, make_first_step, probe_update_scope
-from fsharp.stateful.modules.optim.states import StatesByPath, fill_in_missing_states, group_texts, options_text
+from fsharp.stateful.modules.optim.states import (
+    StatesByPath,
+    fill_in_missing_states,
+    group_texts_to_compare,
+    options_text_to_compare,
+)
 from fsharp.stateful.modules.parameter import ShardedTensor
 from fsharp.stateful.modules.session import ModuleSession
 
@@ -126,8 +131,8 @@ class ClassUpdates:
         self._session, self._defaults = session, defaults
         self.paths_with_state = set[str]()
         self._labels: Sequence[Mapping[str, Hashable]] = [{p.path: 0 for p in g["params"] if p.is_trained} for g in groups]
-        fields = {"class": optimizer.__qualname__, "defaults": options_text(defaults)}
-        fields |= group_texts([{**group, "params": sorted(p.path for p in group["params"])} for group in groups])
+        fields = {"class": optimizer.__qualname__, "defaults": options_text_to_compare(defaults)}
+        fields |= group_texts_to_compare([{**group, "params": sorted(p.path for p in group["params"])} for group in groups])
         check = partial(self._probe_update_scopes, optimizer, groups, check_steps)
         self._scopes = check_on_all_ranks("ShardedOptimizer()", session.reopened_scheduler(), check, lambda _: fields)
         rows = zip(groups, self._cut_into_slices(), strict=True)

@@ -23,9 +23,9 @@ from fsharp.stateful.modules.optim.states import (
     StateByParameter,
     check_param_groups,
     checked_transform_state,
-    group_texts,
+    group_texts_to_compare,
     option_access_error,
-    options_text,
+    options_text_to_compare,
     states_from_state_dict,
 )
 from fsharp.stateful.modules.parameter import ShardedParameter, ShardedTensor
@@ -146,7 +146,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             for key in sorted(group.keys() - {"params", "param_names"})
             if all(t.device.type == "cpu" for t in optree.tree_leaves(group[key]) if isinstance(t, torch.Tensor))
         }
-        self._session.step.update(tx, options_text(hosted), optimizer_id=id(self))
+        self._session.step.update(tx, options_text_to_compare(hosted), optimizer_id=id(self))
         return loss
 
     @api_boundary
@@ -292,7 +292,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             fresh = partial(self._updates.fresh_state, groups=state_dict["param_groups"])
             return states_from_state_dict(state_dict["state"], self._updates.trained_parameters_by_path(), fresh)
 
-        states, compared = check_on_all_ranks(where, comm, check, lambda _: group_texts(state_dict["param_groups"]))
+        states, compared = check_on_all_ranks(where, comm, check, lambda _: group_texts_to_compare(state_dict["param_groups"]))
         values, varying = ({name: each[i] for name, each in compared.items()} for i in (0, 1))
         check_same_on_ranks(where, values, comm, remedy=SAME_VALUES_REMEDY, varying=varying)
         for group, loaded in zip(self.param_groups, state_dict["param_groups"], strict=True):

@@ -138,14 +138,14 @@ def option_access_error(key: str) -> TreeError:
     )
 
 
-def options_text(options: Mapping[str, Any]) -> str:
+def options_text_to_compare(options: Mapping[str, Any]) -> str:
     """Return options as text for comparison between ranks."""
     return "\n".join(f"{name}={exact_text(value)}" for name, value in options.items())
 
 
-def group_texts(groups: Iterable[Mapping[str, Any]]) -> dict[str, str]:
+def group_texts_to_compare(groups: Iterable[Mapping[str, Any]]) -> dict[str, str]:
     """Return ``{"group 0": text, ...}``: the options of each group as text, for ranks to compare."""
-    return {f"group {i}": options_text(group) for i, group in enumerate(groups)}
+    return {f"group {i}": options_text_to_compare(group) for i, group in enumerate(groups)}
 
 
 def check_param_groups(
