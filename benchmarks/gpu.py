@@ -255,7 +255,7 @@ def _now() -> float:
 
 def mark(transport: Any) -> None:
     """Have a profile show what a transport issues."""
-    for name, label in {"gather_each": GATHER, "reduce_scatter_each": REDUCE, "all_reduce_each": REDUCE}.items():
+    for name, label in {"gather_unpacked": GATHER, "reduce_scatter_unpacked": REDUCE, "all_reduce_unpacked": REDUCE}.items():
         setattr(transport, name, torch.profiler.record_function(label)(getattr(transport, name)))
 
 

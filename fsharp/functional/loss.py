@@ -97,11 +97,11 @@ def type_text(x: Any) -> str:
     return f"{x.dtype}{list(x.shape)}" + (" with a gradient" if x.requires_grad else "")
 
 
-def check_depends_on_parameters(loss: Loss, *, has_sinks: bool, where: str = "value_and_grad()") -> None:
-    """Raise a LossError if a loss depends on no trainable parameter. ``has_sinks``: whether any parameter is trainable."""
-    if not has_sinks or not loss.sum.requires_grad:
+def check_depends_on_parameters(loss: Loss, *, has_trainable: bool, where: str = "value_and_grad()") -> None:
+    """Raise a LossError if a loss depends on no trainable parameter. ``has_trainable``: whether any parameter is trainable."""
+    if not has_trainable or not loss.sum.requires_grad:
         why = "no parameter reaches it. Use parameters by fs.forward() or fs.gather() in the loss function"
-        why = why if has_sinks else "every parameter is frozen. Leave some of them out of plan(frozen=...)"
+        why = why if has_trainable else "every parameter is frozen. Leave some of them out of plan(frozen=...)"
         raise LossError(f"{where}: the loss has no gradient, as {why}.")
 
 

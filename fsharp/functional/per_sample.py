@@ -102,7 +102,7 @@ def _norms_of_chunk(loss_fn: LossFn, params: Any, leaves: list[Any], spec: Any, 
         loss = torch.vmap(loss_of_sample, in_dims=tuple(dims), randomness=randomness)(*leaves).sum()
         held = units_of(probed)
         sinks = [sink for node in held for sink in node.sinks]
-        check_depends_on_parameters(Loss(loss, loss), has_sinks=bool(sinks), where=_WHERE)
+        check_depends_on_parameters(Loss(loss, loss), has_trainable=bool(sinks), where=_WHERE)
         buffers = [(node.name, x) for node in held for x in node.raw_buffers if x.requires_grad]
         # The sinks get no gradients, but this backward runs the handles.
         direct = torch.autograd.grad(loss, [*sinks, *(x for _, x in buffers)], allow_unused=True)[len(sinks) :]

@@ -207,7 +207,7 @@ def _value_and_grad_of_microbatch(
         nodes = units_of(probed)
         sinks = [sink for node in nodes for sink in node.sinks]
         loss = parse_loss(call_compiled_like_caller(loss_fn, probed, batch, comm))
-        check_depends_on_parameters(loss, has_sinks=bool(sinks))
+        check_depends_on_parameters(loss, has_trainable=bool(sinks))
         torch.autograd.backward(loss.sum)  # grad() would not reach what reentrant checkpoints hide
     found = [grad for node in nodes for grad in take_gradient_buffers(node, comm)]
     flat = iter(_copy_shared_gradients(sinks, found))

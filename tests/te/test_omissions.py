@@ -43,7 +43,7 @@ def agree_on_nothing(patch, rank):
 
 def gather_nothing(patch, rank, planes=slice(None)):
     """Half of the bytes, which the other rank has, are zeros."""
-    attach = FullUnit.restore_leaf_memory
+    attach = FullUnit.give_memory_to_leaves
 
     def without(self):
         for _, part in self._classed.values():
@@ -52,7 +52,7 @@ def gather_nothing(patch, rank, planes=slice(None)):
                 plane[half:].zero_() if rank == 0 else plane[:half].zero_()
         attach(self)
 
-    patch.setattr(FullUnit, "restore_leaf_memory", without)
+    patch.setattr(FullUnit, "give_memory_to_leaves", without)
 
 
 def gather_no_columns(patch, rank):

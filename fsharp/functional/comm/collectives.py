@@ -113,11 +113,11 @@ def reduce_scatter_last(x: torch.Tensor, comm: Comm, axis: str, *, dtype: torch.
     _check_last_dim_divides("reduce_scatter_last()", x, axis, comm.mesh.axis_size(axis))
     if _needs_no_collective(x, comm, axis):
         return x.to(dtype or x.dtype)
-    n, wire = comm.mesh.axis_size(axis), x.dtype
+    n, sent = comm.mesh.axis_size(axis), x.dtype
 
-    call = partial(comm.reduce_scatter, axis=axis, dtype=dtype or wire)
-    primitive = partial(reduce_scatter_last, comm=comm, axis=axis, dtype=dtype or wire)
-    transpose, rows = lambda y: all_gather_last(y.to(wire), comm, axis), lambda x: _split_last_dim(x, n).contiguous()
+    call = partial(comm.reduce_scatter, axis=axis, dtype=dtype or sent)
+    primitive = partial(reduce_scatter_last, comm=comm, axis=axis, dtype=dtype or sent)
+    transpose, rows = lambda y: all_gather_last(y.to(sent), comm, axis), lambda x: _split_last_dim(x, n).contiguous()
     found = _Collective(call, primitive, transpose, to_argument=rows)
     return _DifferentiableCollective.apply(x, found)  # type: ignore[no-any-return]
 

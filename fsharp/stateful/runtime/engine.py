@@ -117,7 +117,7 @@ class ScheduledEngine(Engine):
                 with torch.enable_grad():
                     params_with_sinks = with_sinks(params, GradientSinks(residuals))
                     loss = parse_loss(call_compiled_like_caller(loss_fn, params_with_sinks, part, comm))
-                    check_depends_on_parameters(loss, has_sinks=any(unit.layout.trainable_groups for unit in units))
+                    check_depends_on_parameters(loss, has_trainable=any(unit.layout.trainable_groups for unit in units))
                     new = Loss(loss.sum.detach().double(), loss.weight.detach().double())
                     total = new if total is None else Loss(total.sum + new.sum, total.weight + new.weight)
                     self.steps.current_step().begin_backward_pass(is_last=number == len(microbatches))

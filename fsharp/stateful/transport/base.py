@@ -80,12 +80,12 @@ class Transport(ABC):
         """Begin to gather every rank's ``xs[i]`` of ``c[i]`` elements into ``outs[i]`` of ``n * c[i]``, in one all_gather."""
         self._count_call("all_gather", axis, sum([x.nbytes for x in xs]))
         if len(xs) == 1 or not self.should_pack(xs, 1):
-            return self.gather_each(xs, outs, axis, label)
+            return self.gather_unpacked(xs, outs, axis, label)
         sizes = [x.numel() for x in xs]
         n = outs[0].numel() // sizes[0]
         packed = xs[0].new_empty(n * sum(sizes))
         rows, parts = [out.view(n, -1) for out in outs], packed.view(n, -1).split(sizes, 1)
-        return self._copy_after(self.gather_each([torch.cat(list(xs))], [packed], axis, label), rows, parts)
+        return self._copy_after(self.gather_unpacked([torch.cat(list(xs))], [packed], axis, label), rows, parts)
 
     def reduce_scatter(
         self, summands: Sequence[Summand], axis: str, n: int, out_dtype: torch.dtype, *, label: str = ""
@@ -99,12 +99,13 @@ class Transport(ABC):
         if self.counters:
             self._count_call("reduce_scatter", axis, sum([x.nbytes for x in xs]) // n)
         if len(xs) == 1 or not self.should_pack(xs, n):
-            return self.reduce_scatter_each(summands, axis, out_dtype, label)
+            return self.reduce_scatter_unpacked(summands, axis, out_dtype, label)
         packed = torch.cat([x.view(n, -1) for x in xs], 1).view(-1)
         summed = packed.new_empty(len(packed) // n, dtype=out_dtype)
         parts = summed.split([x.numel() // n for x in xs])
         outs = [part if each.out is None else each.out for each, part in zip(summands, parts, strict=True)]
-        [work] = self.reduce_scatter_each([self._make_summand("reduce_scatter", axis, packed, summed)], axis, out_dtype, label)
+        summand = self._make_summand("reduce_scatter", axis, packed, summed)
+        [work] = self.reduce_scatter_unpacked([summand], axis, out_dtype, label)
         unpacked = self._copy_after(work, outs, parts)
         return [Work(unpacked.wait, out) for out in outs]
 
@@ -116,17 +117,18 @@ class Transport(ABC):
         """
         xs, outs = [each.x for each in summands], [each.required_out for each in summands]
         sizes = [-(-x.numel() // n) * n for x in xs]
-        wire, wide = xs[0].dtype, outs[0].dtype
+        in_dtype, out_dtype = xs[0].dtype, outs[0].dtype
         # If the data travel in another dtype, an all_reduce is two collectives.
-        for op, dtype in [("all_reduce", wire)] if wire == wide else [("reduce_scatter", wire), ("all_gather", wide)]:
+        halves = [("reduce_scatter", in_dtype), ("all_gather", out_dtype)]
+        for op, dtype in [("all_reduce", in_dtype)] if in_dtype == out_dtype else halves:
             self._count_call(op, axis, sum(sizes) // n * dtype.itemsize)
         if len(xs) == 1 or not self.should_pack(xs, n):
-            return self.all_reduce_each(summands, axis, label)
+            return self.all_reduce_unpacked(summands, axis, label)
         packed = xs[0].new_zeros(sum(sizes))
-        summed = packed if wire == wide else outs[0].new_empty(len(packed))
+        summed = packed if in_dtype == out_dtype else outs[0].new_empty(len(packed))
         here, there = ([part[: len(x)] for x, part in zip(xs, each.split(sizes), strict=True)] for each in (packed, summed))
         _copy_all(here, xs)
-        [work] = self.all_reduce_each([self._make_summand("all_reduce", axis, packed, summed)], axis, label)
+        [work] = self.all_reduce_unpacked([self._make_summand("all_reduce", axis, packed, summed)], axis, label)
         return [self._copy_after(work, outs, there)] * len(xs)
 
     def should_pack(self, xs: Sequence[torch.Tensor], n: int) -> bool:
@@ -134,15 +136,15 @@ class Transport(ABC):
         return True
 
     @abstractmethod
-    def gather_each(self, xs: Sequence[torch.Tensor], outs: Sequence[torch.Tensor], axis: str, label: str) -> Work:
+    def gather_unpacked(self, xs: Sequence[torch.Tensor], outs: Sequence[torch.Tensor], axis: str, label: str) -> Work:
         """Run :meth:`gather` without packing. A buffer in ``xs`` may be this rank's part of its buffer in ``outs``."""
 
     @abstractmethod
-    def reduce_scatter_each(self, summands: Sequence[Summand], axis: str, out_dtype: torch.dtype, label: str) -> list[Work]:
+    def reduce_scatter_unpacked(self, summands: Sequence[Summand], axis: str, out_dtype: torch.dtype, label: str) -> list[Work]:
         """Run :meth:`reduce_scatter` without packing. A summand without ``out`` may be overwritten."""
 
     @abstractmethod
-    def all_reduce_each(self, summands: Sequence[Summand], axis: str, label: str) -> list[Work]:
+    def all_reduce_unpacked(self, summands: Sequence[Summand], axis: str, label: str) -> list[Work]:
         """Run :meth:`all_reduce` without packing. Return a Work for each summand."""
 
     @abstractmethod

@@ -13,18 +13,18 @@ class BlockingTransport(Transport):
     The base class packs several buffers into one, so each method gets one buffer.
     """
 
-    def gather_each(self, xs: Sequence[torch.Tensor], outs: Sequence[torch.Tensor], axis: str, label: str) -> Work:
+    def gather_unpacked(self, xs: Sequence[torch.Tensor], outs: Sequence[torch.Tensor], axis: str, label: str) -> Work:
         """Gather ``xs[0]`` into ``outs[0]`` by the Comm's all_gather."""
         outs[0].copy_(self.comm.all_gather(xs[0], axis, label=label).view(-1))
         return Work()
 
-    def reduce_scatter_each(self, summands: Sequence[Summand], axis: str, out_dtype: torch.dtype, label: str) -> list[Work]:
+    def reduce_scatter_unpacked(self, summands: Sequence[Summand], axis: str, out_dtype: torch.dtype, label: str) -> list[Work]:
         """Sum this rank's part of the only summand over ranks, by the Comm's reduce_scatter."""
         x, out = summands[0].x, summands[0].out
         result = self.comm.reduce_scatter(x.view(self.comm.mesh.axis_size(axis), -1), axis, dtype=out_dtype, label=label)
         return [Work(result=result if out is None else out.copy_(result))]
 
-    def all_reduce_each(self, summands: Sequence[Summand], axis: str, label: str) -> list[Work]:
+    def all_reduce_unpacked(self, summands: Sequence[Summand], axis: str, label: str) -> list[Work]:
         """Sum the only buffer by an all_reduce; if ``out`` has another dtype, by a reduce_scatter and an all_gather."""
         [summand] = summands
         x, out = summand.x, summand.required_out

@@ -47,7 +47,7 @@ class GlooTransport(Transport):
         """Return whether parts of the buffers are too small for messages of their own."""
         return sum([x.nbytes for x in xs]) < _MIN_MESSAGE_NBYTES * n * len(xs)
 
-    def gather_each(self, xs: Sequence[torch.Tensor], outs: Sequence[torch.Tensor], axis: str, label: str) -> Work:
+    def gather_unpacked(self, xs: Sequence[torch.Tensor], outs: Sequence[torch.Tensor], axis: str, label: str) -> Work:
         """Gather by messages that arrive directly in ``outs``."""
         n, mine = self._size_and_coord(axis)
         rows = [list(out.view(n, -1)) for out in outs]
@@ -58,7 +58,7 @@ class GlooTransport(Transport):
             "gather", [[row[mine]] * n for row in rows], rows, mine, self._begin_p2p_call(label, "all_gather", xs, axis)
         )
 
-    def reduce_scatter_each(self, summands: Sequence[Summand], axis: str, out_dtype: torch.dtype, label: str) -> list[Work]:
+    def reduce_scatter_unpacked(self, summands: Sequence[Summand], axis: str, out_dtype: torch.dtype, label: str) -> list[Work]:
         """Sum by messages. Without ``out`` the sum replaces this rank's part, or has new memory if its dtype is another."""
         n, mine = self._size_and_coord(axis)
         rows, outs = [list(each.x.view(n, -1)) for each in summands], []
@@ -69,7 +69,7 @@ class GlooTransport(Transport):
         work = self._exchange_and_sum_parts(rows, outs, mine, summands, channel)
         return [Work(work.wait, out) for out in outs]
 
-    def all_reduce_each(self, summands: Sequence[Summand], axis: str, label: str) -> list[Work]:
+    def all_reduce_unpacked(self, summands: Sequence[Summand], axis: str, label: str) -> list[Work]:
         """Sum this rank's part of each buffer over ranks, then gather the sums of all parts. Parts may differ by 1 element."""
         xs, outs = [each.x for each in summands], [each.required_out for each in summands]
         first = self._begin_p2p_call(label, "all_reduce", xs, axis)

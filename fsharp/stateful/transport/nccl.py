@@ -23,12 +23,12 @@ class NcclTransport(Transport):
     groups: TransportGroups
     _registered: "RegisteredMemory | None" = None
 
-    def gather_each(self, xs: Sequence[torch.Tensor], outs: Sequence[torch.Tensor], axis: str, label: str) -> Work:
+    def gather_unpacked(self, xs: Sequence[torch.Tensor], outs: Sequence[torch.Tensor], axis: str, label: str) -> Work:
         """Gather ``xs[0]`` into ``outs[0]`` by the backend; in place if ``xs[0]`` is part of ``outs[0]``."""
         _all_gather(outs[0].view(torch.uint8), xs[0].view(torch.uint8), group=self.groups("gather", axis))
         return Work()
 
-    def reduce_scatter_each(self, summands: Sequence[Summand], axis: str, out_dtype: torch.dtype, label: str) -> list[Work]:
+    def reduce_scatter_unpacked(self, summands: Sequence[Summand], axis: str, out_dtype: torch.dtype, label: str) -> list[Work]:
         """Sum the only summand by the backend in the dtype of ``x``, and cast the sum to ``out_dtype``."""
         x, out = summands[0].x, summands[0].out
         n, mine = self._size_and_coord(axis)
@@ -39,7 +39,7 @@ class NcclTransport(Transport):
             return [Work(result=target.to(out_dtype))]
         return [Work(result=out if target is out else out.copy_(target))]
 
-    def all_reduce_each(self, summands: Sequence[Summand], axis: str, label: str) -> list[Work]:
+    def all_reduce_unpacked(self, summands: Sequence[Summand], axis: str, label: str) -> list[Work]:
         """Sum the only summand by the backend in the dtype of ``x``, and cast the sum to the dtype of ``out``."""
         x, out = summands[0].x, summands[0].required_out
         target = out if out.dtype == x.dtype else summands[0].scratch.view(x.dtype)[: len(x)]

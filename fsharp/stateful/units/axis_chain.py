@@ -187,7 +187,7 @@ def gather_along(
         for k, axis in enumerate(axes):
             work.wait()
             outs = [each[k] for _, each in several]
-            gather = transport.gather if len(xs) > 1 or transport.counters else transport.gather_each  # faster
+            gather = transport.gather if len(xs) > 1 or transport.counters else transport.gather_unpacked  # faster
             work = gather(xs, outs, axis, text)
             xs = outs
         works.append(work)

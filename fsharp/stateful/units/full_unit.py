@@ -205,7 +205,7 @@ class FullUnit:
                 for column in unit.groups[g].dtypes.stored_format.plane_columns(rows, unit.groups[g].capacity):
                     flat[start : start + column.numel()].view(num_parts, -1).copy_(column)
                     start += aligned(column.numel())
-        self.restore_leaf_memory()
+        self.give_memory_to_leaves()
 
     def leaves(self) -> list[torch.Tensor]:
         """Return the stored leaves, as new aliases in each call."""
@@ -268,7 +268,7 @@ class FullUnit:
         """Set the version counter of all handed-out leaves. Autograd refuses leaves that it saved at another version.
 
         Leaves with a tensor class of their own have no version that autograd checks. So their memory is taken from them and
-        from their aliases. :meth:`restore_leaf_memory` gives the memory back to leaves of the same version.
+        from their aliases. :meth:`give_memory_to_leaves` gives the memory back to leaves of the same version.
         """
         torch._C._autograd._unsafe_set_version_counter(self._aliases, (version,) * len(self._aliases))
         if not self._classed:
@@ -279,7 +279,7 @@ class FullUnit:
         else:
             self._version = version
 
-    def restore_leaf_memory(self) -> None:
+    def give_memory_to_leaves(self) -> None:
         """Give gathered memory back to leaves of tensor classes, and recompute their derived data, such as transposes."""
         for each in self._handed_out:
             each.give_memory(self.storage)

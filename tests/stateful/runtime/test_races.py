@@ -224,7 +224,7 @@ def train_with(scheduler, loss, steps=3):
 
 def test_an_error_names_ops_units_lanes_bytes_and_the_missing_wait():
     scheduler = scheduler_on_streams()
-    gather = scheduler.engine.steps.executor.transport.gather_each
+    gather = scheduler.engine.steps.executor.transport.gather_unpacked
 
     def late(xs, outs, axis, label):
         """Fills what compute uses on another stream, which nobody waits for."""
@@ -233,7 +233,7 @@ def test_an_error_names_ops_units_lanes_bytes_and_the_missing_wait():
             outs[0].mul_(1)
         return work
 
-    scheduler.engine.steps.executor.transport.gather_each = late
+    scheduler.engine.steps.executor.transport.gather_unpacked = late
     with pytest.raises(RaceError, match="two streams use the same memory") as caught, checking_races(scheduler):
         train_with(scheduler, loss_fn)
     text = str(caught.value)

@@ -48,17 +48,17 @@ class Late(BlockingTransport):
 
     is_async = True
 
-    def gather_each(self, *args):
-        return Work(then=lambda: BlockingTransport.gather_each(self, *args))
+    def gather_unpacked(self, *args):
+        return Work(then=lambda: BlockingTransport.gather_unpacked(self, *args))
 
-    def reduce_scatter_each(self, *args):
-        return [Work(then=lambda: BlockingTransport.reduce_scatter_each(self, *args)[0].wait())]
+    def reduce_scatter_unpacked(self, *args):
+        return [Work(then=lambda: BlockingTransport.reduce_scatter_unpacked(self, *args)[0].wait())]
 
     def all_to_all(self, *args):
         return Work(then=lambda: BlockingTransport.all_to_all(self, *args))
 
-    def all_reduce_each(self, *args):
-        return [Work(then=lambda: BlockingTransport.all_reduce_each(self, *args)[0].wait())]
+    def all_reduce_unpacked(self, *args):
+        return [Work(then=lambda: BlockingTransport.all_reduce_unpacked(self, *args)[0].wait())]
 
 
 def late(scheduler):
