@@ -40,61 +40,61 @@ import gc as _gc
 
 _collects = _gc.isenabled()
 _gc.disable()  # imports make no garbage, and collections that look for it take a fifth of the time
-
-from fsharp import (
-    checkpoint as checkpoint,
-    collectives as collectives,
-    errors as errors,
-    formats as formats,
-    init as init,
-    inspect as inspect,
-    layouts as layouts,
-    modules as modules,
-    optim as optim,
-    resilience as resilience,
-    schedules as schedules,
-    te as te,
-    testing as testing,
-)
-from fsharp.distributed.job import connect as connect, destroy as destroy
-from fsharp.distributed.process_group import ProcessGroupComm as ProcessGroupComm
-from fsharp.functional.comm.protocol import Comm as Comm, SingleComm as SingleComm
-from fsharp.functional.forward import dummy_forward as dummy_forward, forward as forward
-from fsharp.functional.layout.layout import Layout as Layout
-from fsharp.functional.layout.mesh import Mesh as Mesh
-from fsharp.functional.layout.placement import (
-    P as P,
-    Strategy as Strategy,
-    ddp as ddp,
-    hfsdp as hfsdp,
-    hsdp as hsdp,
-    zero1 as zero1,
-    zero2 as zero2,
-    zero3 as zero3,
-)
-from fsharp.functional.layout.plan import plan as plan
-from fsharp.functional.layout.precision import Precision as Precision
-from fsharp.functional.layout.sharded import Sharded as Sharded, trainable as trainable
-from fsharp.functional.layout.slicing import shard_for as shard_for, unshard as unshard
-from fsharp.functional.loss import Loss as Loss, Metrics as Metrics, average as average
-from fsharp.functional.make_functional import make_functional as make_functional
-from fsharp.functional.materialize import full_tree as full_tree, init_params as init_params, shard as shard
-from fsharp.functional.moves import gather as gather, reduce_scatter as reduce_scatter
-from fsharp.functional.per_sample import per_sample_norms as per_sample_norms
-from fsharp.functional.reshard.reshard import reshard as reshard
-from fsharp.functional.state import TrainState as TrainState, init_state as init_state, update as update
-from fsharp.functional.train import train_step as train_step, value_and_grad as value_and_grad
-from fsharp.planning.tune import tune as tune
-from fsharp.resilience.launching import launch as launch
-from fsharp.stateful.modules.module import ShardedModule as ShardedModule
-from fsharp.stateful.modules.optim.optimizer import ShardedOptimizer as ShardedOptimizer
-from fsharp.stateful.modules.optim.scaler import GradScaler as GradScaler
-from fsharp.stateful.modules.shard import shard_module as shard_module
-from fsharp.stateful.runtime.scheduler import Scheduler as Scheduler
-from fsharp.stateful.schedule.policy import SchedulePolicy as SchedulePolicy
-
-if _collects:
-    _gc.enable()
+try:
+    from fsharp import (
+        checkpoint as checkpoint,
+        collectives as collectives,
+        errors as errors,
+        formats as formats,
+        init as init,
+        inspect as inspect,
+        layouts as layouts,
+        modules as modules,
+        optim as optim,
+        resilience as resilience,
+        schedules as schedules,
+        te as te,
+        testing as testing,
+    )
+    from fsharp.distributed.job import connect as connect, destroy as destroy
+    from fsharp.distributed.process_group import ProcessGroupComm as ProcessGroupComm
+    from fsharp.functional.comm.protocol import Comm as Comm, SingleComm as SingleComm
+    from fsharp.functional.forward import dummy_forward as dummy_forward, forward as forward
+    from fsharp.functional.layout.layout import Layout as Layout
+    from fsharp.functional.layout.mesh import Mesh as Mesh
+    from fsharp.functional.layout.placement import (
+        P as P,
+        Strategy as Strategy,
+        ddp as ddp,
+        hfsdp as hfsdp,
+        hsdp as hsdp,
+        zero1 as zero1,
+        zero2 as zero2,
+        zero3 as zero3,
+    )
+    from fsharp.functional.layout.plan import plan as plan
+    from fsharp.functional.layout.precision import Precision as Precision
+    from fsharp.functional.layout.sharded import Sharded as Sharded, trainable as trainable
+    from fsharp.functional.layout.slicing import shard_for as shard_for, unshard as unshard
+    from fsharp.functional.loss import Loss as Loss, Metrics as Metrics, average as average
+    from fsharp.functional.make_functional import make_functional as make_functional
+    from fsharp.functional.materialize import full_tree as full_tree, init_params as init_params, shard as shard
+    from fsharp.functional.moves import gather as gather, reduce_scatter as reduce_scatter
+    from fsharp.functional.per_sample import per_sample_norms as per_sample_norms
+    from fsharp.functional.reshard.reshard import reshard as reshard
+    from fsharp.functional.state import TrainState as TrainState, init_state as init_state, update as update
+    from fsharp.functional.train import train_step as train_step, value_and_grad as value_and_grad
+    from fsharp.planning.tune import tune as tune
+    from fsharp.resilience.launching import launch as launch
+    from fsharp.stateful.modules.module import ShardedModule as ShardedModule
+    from fsharp.stateful.modules.optim.optimizer import ShardedOptimizer as ShardedOptimizer
+    from fsharp.stateful.modules.optim.scaler import GradScaler as GradScaler
+    from fsharp.stateful.modules.shard import shard_module as shard_module
+    from fsharp.stateful.runtime.scheduler import Scheduler as Scheduler
+    from fsharp.stateful.schedule.policy import SchedulePolicy as SchedulePolicy
+finally:
+    if _collects:
+        _gc.enable()
 
 __version__ = "0.1.0"
 
