@@ -249,7 +249,7 @@ class Choice:
     def module_options(self) -> dict[str, Any]:
         """Arguments of :func:`~fsharp.shard_module`: mesh, strategy, units, precision and policy.
 
-        Raises ScheduleError if layouts were passed to :func:`~fsharp.tune`, or if the choice was read from JSON.
+        Raises ScheduleError if layouts were passed to :func:`~fsharp.tune`.
         """
         if not self.made_by:
             what = "the options of the layout are unknown: tune() got layouts."
