@@ -25,7 +25,7 @@ from fsharp.functional.comm.protocol import (
     ReduceOp,
     check_parts,
     check_reduce_op,
-    check_rows,
+    check_row_per_rank,
     sum_in_rank_order,
 )
 from fsharp.functional.comm.restart_replay import restart_replay
@@ -210,7 +210,7 @@ class ProcessGroupComm:
         """Return the sum of row ``c`` of all ranks' ``x``, ``[n, *s]``, in ``dtype``; ``c`` is this rank's coordinate."""
         try:
             dtype = dtype or x.dtype
-            check_rows(x, self.mesh.axis_size(axis))
+            check_row_per_rank(x, self.mesh.axis_size(axis))
             if not self._rank_order:
                 self.watch.raise_if_failed()
                 out = x.new_empty(x.shape[1:])

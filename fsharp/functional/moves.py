@@ -36,7 +36,7 @@ from fsharp.functional.comm.checked_units import checked_units_of
 from fsharp.functional.comm.collectives import (
     all_gather_last,
     all_reduce,
-    local_slice,
+    local_slice_last,
     pcast,
     reduce_scatter_encoded,
     reduce_scatter_last,
@@ -255,7 +255,7 @@ def gather_or_slice_buffer(
         x = x if is_gathered or not followed else pcast(x, comm, axis, "share")
     for axis in source.replicated_axes:
         if target[axis] is Shard:
-            x = local_slice(x, comm, axis)
+            x = local_slice_last(x, comm, axis)
     return x
 
 
@@ -275,7 +275,7 @@ def reduce_partial_sums(
         for stage in reduction_stages(unit, group, source, target):
             op, axis, n, size, out, dtype, wire, _ = stage
             if op == "slice":
-                x = local_slice(x, named, axis)
+                x = local_slice_last(x, named, axis)
             elif op == "all_gather":
                 x = all_gather_last(x, named, axis)[..., :out]
             elif op == "reduce_scatter":

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from fsharp.functional.comm.collectives import local_slice
+from fsharp.functional.comm.collectives import local_slice_last
 from fsharp.functional.comm.protocol import Comm
 from fsharp.functional.comm.residuals import ResidualsByAxis, ResidualViews
 from fsharp.functional.layout.placement import MeshPlacement, Partial, Replicate, Shard
@@ -175,5 +175,5 @@ def _as_summands(x: torch.Tensor, source: MeshPlacement, target: MeshPlacement, 
             x = torch.nn.functional.pad(x, (at * x.shape[-1], (n - 1 - at) * x.shape[-1]))
     for axis in source.axis_order:
         if source[axis] is Replicate and target[axis] is Shard:
-            x = local_slice(x, comm, axis)
+            x = local_slice_last(x, comm, axis)
     return x

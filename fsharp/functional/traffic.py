@@ -62,7 +62,7 @@ def unit_traffic(layout: Layout, *, microbatches: int, release: bool, uses: Mapp
             calls.update({call: count * microbatches for call, count in landed.items()})
             calls.update(reduce_calls(unit, group, strategy.grads, strategy.optim))
             axes = unit.gather_axes(strategy.optim, strategy.params)
-            calls.update(calls_to_gather_buffer(unit, unit.update_gather_nbytes(group), axes))
+            calls.update(calls_to_gather_buffer(unit, unit.update_gather_input_nbytes(group), axes))
     return calls
 
 

@@ -30,7 +30,7 @@ from fsharp.functional.comm.protocol import (
     ReduceOp,
     check_parts,
     check_reduce_op,
-    check_rows,
+    check_row_per_rank,
     check_sizes_of_ranks,
     sum_in_rank_order,
 )
@@ -162,7 +162,7 @@ class ThreadComm:
     @api_boundary
     def reduce_scatter(self, x: torch.Tensor, axis: str, *, dtype: torch.dtype | None = None, label: str = "") -> torch.Tensor:
         """Return the sum over ranks of ``x[c]``, added in order of rank; ``c`` is this rank's coordinate along the axis."""
-        check_rows(x, self.mesh.axis_size(axis))
+        check_row_per_rank(x, self.mesh.axis_size(axis))
         mine = self.mesh.coord(axis, self.rank)
         parts = [other[mine] for other in self._meet("reduce_scatter", axis, x, label)]
         return sum_in_rank_order(torch.stack(parts), dtype or x.dtype)
@@ -225,7 +225,7 @@ class CollectiveFacts(NamedTuple):
         return f"{text} for {self.label!r}" if self.label else text
 
 
-class _CollectiveCall:
+class _RankCall:
     """A rank's call of a collective. Its outcome is None, then the tensors of all ranks or an error."""
 
     def __init__(self, group: tuple[int, ...], facts: CollectiveFacts, number: int, x: Any) -> None:
@@ -245,7 +245,7 @@ class _World:
         self.results: list[Any] = [None] * mesh.size
         self.errors: list[BaseException] = []
         self._random = None if seed is None else random.Random(seed)
-        self._calls: list[_CollectiveCall | None] = [None] * mesh.size  # the call in which each rank waits
+        self._calls: list[_RankCall | None] = [None] * mesh.size  # the call in which each rank waits
         self._last: list[CollectiveFacts | None] = [None] * mesh.size  # the last call of each rank that has returned
         self._num_calls = [0] * mesh.size
         self._ended: list[str | None] = [None] * mesh.size  # how each rank has ended; None while it lives
@@ -273,7 +273,7 @@ class _World:
     def meet(self, rank: int, group: tuple[int, ...], facts: CollectiveFacts, x: Any) -> list[Any]:
         with self._lock:
             self._refuse_ended_rank(rank)
-            call = self._calls[rank] = _CollectiveCall(group, facts, self._num_calls[rank], x)
+            call = self._calls[rank] = _RankCall(group, facts, self._num_calls[rank], x)
             self._num_calls[rank] += 1
             self._settle_calls()
             if self._turn == rank and (self._random is not None or call.outcome is None):
@@ -393,7 +393,7 @@ class _World:
         call = self._calls[rank]
         return call is not None and call.outcome is None
 
-    def _settle_group(self, rank: int, call: _CollectiveCall) -> None:
+    def _settle_group(self, rank: int, call: _RankCall) -> None:
         gone = [r for r in call.group if self._ended[r] not in (None, "has stalled")]
         if gone:
             are = "are" if len(gone) > 1 else "is"

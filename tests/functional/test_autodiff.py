@@ -45,8 +45,8 @@ OPERATIONS = {
         C,
         C,
     ),
-    "local_slice": (
-        lambda x, comm: fs.collectives.local_slice(x, comm, "inner"),
+    "local_slice_last": (
+        lambda x, comm: fs.collectives.local_slice_last(x, comm, "inner"),
         lambda y, comm: torch.nn.functional.pad(y, (C * (comm.rank % 3), C * (2 - comm.rank % 3))),
         3 * C,
         C,
@@ -91,8 +91,8 @@ def test_round_trips(comm):
     whole = fs.collectives.all_gather_last(x, comm, "inner")
     parts = draw(comm, 3 * C, seed=2)
     halves = fs.collectives.all_gather_last(fs.collectives.reduce_scatter_last(parts, comm, "inner"), comm, "inner")
-    again = fs.collectives.all_gather_last(fs.collectives.local_slice(full, comm, "inner"), comm, "inner")
-    assert torch.equal(fs.collectives.local_slice(whole, comm, "inner"), x)
+    again = fs.collectives.all_gather_last(fs.collectives.local_slice_last(full, comm, "inner"), comm, "inner")
+    assert torch.equal(fs.collectives.local_slice_last(whole, comm, "inner"), x)
     assert torch.equal(again, full)
     assert torch.equal(fs.collectives.reduce_scatter_last(torch.cat([full] * 3), comm, "inner"), 3 * full)
     assert torch.equal(halves, fs.collectives.all_reduce(parts, comm, "inner"))

@@ -182,7 +182,7 @@ def test_an_initializer_may_return_its_values():
 
 @on_ranks(DP)
 def test_a_part_that_does_not_divide_is_refused(comm):
-    for fn in (fs.collectives.local_slice, fs.collectives.reduce_scatter_last):
+    for fn in (fs.collectives.local_slice_last, fs.collectives.reduce_scatter_last):
         with pytest.raises(TreeError, match="a last dim of 5 does not divide into 2 parts"):
             fn(torch.ones(5), comm, "dp")
     with pytest.raises(TreeError, match=r"x is \[2, 5\], expected a last dim of 4, the sum of send"):

@@ -250,13 +250,13 @@ def pcast(x: torch.Tensor, comm: Comm, axis: str, kind: CastKind) -> torch.Tenso
     return _DifferentiableCollective.apply(x, _Collective(call, primitive, transpose))  # type: ignore[no-any-return]
 
 
-def local_slice(x: torch.Tensor, comm: Comm, axis: str) -> torch.Tensor:
+def local_slice_last(x: torch.Tensor, comm: Comm, axis: str) -> torch.Tensor:
     """Return this rank's part ``[..., c]`` of ``x``, ``[..., n * c]``, as a view, for ``n`` ranks along ``axis``.
 
     Gradient: the cotangent, padded with zeros in place of other ranks' parts. Cost: none.
     """
     n = comm.mesh.axis_size(axis)
-    _check_last_dim_divides("local_slice()", x, axis, n)
+    _check_last_dim_divides("local_slice_last()", x, axis, n)
     part = x.shape[-1] // n
     return x.narrow(-1, comm.mesh.coord(axis, comm.rank) * part, part)
 

@@ -115,8 +115,8 @@ class Engine(ABC):
         """
 
     @abstractmethod
-    def run_reduce_scatter(self, tree: Any, to: Any, residuals: Any) -> Any:
-        """Run :func:`~fsharp.reduce_scatter` of ``tree``. The result may still be under way. ``residuals`` are overwritten."""
+    def run_reduce_scatter(self, tree: Any, to: Any, donated_residuals: Any) -> Any:
+        """Run :func:`~fsharp.reduce_scatter` of ``tree``. The result may still be under way."""
 
     @abstractmethod
     def begin_state_fetch(self, state: Any, params: Any, grads: Any, *, donate: bool) -> Any:
@@ -162,7 +162,7 @@ class SingleComm:
 
     def reduce_scatter(self, x: torch.Tensor, axis: str, *, dtype: torch.dtype | None = None, label: str = "") -> torch.Tensor:
         """Return ``x[0]`` in ``dtype``: the only rank has the only summand."""
-        check_rows(x, self.mesh.axis_size(axis))
+        check_row_per_rank(x, self.mesh.axis_size(axis))
         return x[0].to(dtype or x.dtype)
 
     def all_reduce(self, x: torch.Tensor, axis: str, *, op: ReduceOp = "sum", label: str = "") -> torch.Tensor:
@@ -198,7 +198,7 @@ def check_reduce_op(op: str) -> None:
         raise OptionError(f"all_reduce(): op is {op!r}, expected 'sum', 'max' or 'min'. {remedy}")
 
 
-def check_rows(x: torch.Tensor, n: int) -> None:
+def check_row_per_rank(x: torch.Tensor, n: int) -> None:
     """Raise a MeshError unless ``x``, the input of a reduce_scatter over ``n`` ranks, has a row for each of these ranks."""
     if x.shape[:1] != (n,):
         what = f"x has shape {tuple(x.shape)}, expected a first dim of size {n}: a row for each rank on the axis."

@@ -57,14 +57,14 @@ def settings_texts_by_digest(labels: Iterable[str]) -> dict[str, str]:
     return {each: _text_by_digest[each] for each in found if each in _text_by_digest}
 
 
-def differing_settings_rows(labels: Mapping[int, str], known: Mapping[str, str]) -> list[tuple[str, str]]:
+def differing_settings_rows(label_by_rank: Mapping[int, str], text_by_digest: Mapping[str, str]) -> list[tuple[str, str]]:
     """Return a row ``("rank 3 has", settings)`` for each rank, with the settings that not all ranks have; no rows without any.
 
-    ``labels``: label of each rank. ``known``: result of :func:`settings_texts_by_digest`.
+    ``text_by_digest``: result of :func:`settings_texts_by_digest`.
     """
     lines = {
-        rank: [line for each, text in known.items() if each in label for line in text.splitlines()]
-        for rank, label in labels.items()
+        rank: [line for each, text in text_by_digest.items() if each in label for line in text.splitlines()]
+        for rank, label in label_by_rank.items()
     }
     shared = set.intersection(*(set(each) for each in lines.values())) if lines else set()
     rows = {rank: [line for line in each if line not in shared] for rank, each in lines.items()}

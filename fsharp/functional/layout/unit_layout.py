@@ -216,7 +216,7 @@ class UnitLayout:
         travels = any(self.mesh.axis_size(axis) > 1 for axis in self.update_gather_axes)
         return self.groups[group].dtypes.update if travels else None
 
-    def update_gather_nbytes(self, group: int) -> int:
+    def update_gather_input_nbytes(self, group: int) -> int:
         """Return the bytes of a rank's input to the gather of updated parameters: its part of a group, or an encoded change."""
         form = self.update_format(group)
         if form is None:

@@ -153,10 +153,10 @@ class Initializers:
         owner = self._first_path.get(id(given), path).rpartition(".")[0]
         if owner != self._last_owner and id(given) not in self._buffers:
             self._last_owner, self._parameters = owner, {}
-            self._fill_tensors_of(owner)
+            self._run_initializers_at(owner)
         return (self._parameters if isinstance(given, nn.Parameter) else self._buffers)[id(given)]
 
-    def _fill_tensors_of(self, path: str) -> None:
+    def _run_initializers_at(self, path: str) -> None:
         """Run the initializers of the module at ``path`` and of the modules around it, and keep this module's tensors.
 
         Meanwhile these tensors have memory, other meta tensors have none, and copies replace the module's tensors with values.

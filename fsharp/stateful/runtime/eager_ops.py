@@ -85,7 +85,7 @@ class EagerOps:
                     yield from self._collect_gradient(unit, event.use_index)
                 yield from self._release_unit(unit, phase, forward_buffer)
                 if self._executor.incoming is not None and self._uses.pending.get(unit.key, 0) <= 0:
-                    yield from self._reduce_gradient(unit)
+                    yield from self._begin_reduction(unit)
             case "fetch", UnitState():
                 fetch = self._append_bound_op(ops.FETCH, unit, "update")
                 self._joined.add(fetch.key[1])
@@ -93,7 +93,7 @@ class EagerOps:
             case "microbatch_end", _:
                 for each in units:
                     if each.gradient is not None and each.gradient.block is not None:
-                        yield from self._reduce_gradient(each)
+                        yield from self._begin_reduction(each)
                 yield from self._end_reduction()
             case "reduce", _:
                 yield from self.ops_of_final_reduction(units)
@@ -175,7 +175,7 @@ class EagerOps:
             gradient.collect_in(self._allocate_outgoing_block(gradient))
         yield self._append_bound_op(ops.CAST, unit, "backward", use_index=use, block=gradient.block, is_first=is_first)
 
-    def _reduce_gradient(self, unit: UnitState) -> Iterator[BoundOp]:
+    def _begin_reduction(self, unit: UnitState) -> Iterator[BoundOp]:
         yield from self._end_reduction()
         gradient = unit.required_gradient
         if not gradient.route.has_reduction:

@@ -160,19 +160,19 @@ class ScheduledEngine(Engine):
         handed_out.clear()
         return map_units(lambda node: handed_out.hand_out_gradient(node, next(position), reduction), params)
 
-    def run_reduce_scatter(self, tree: Any, to: PlaceName, residuals: ResidualViews) -> Any:
+    def run_reduce_scatter(self, tree: Any, to: PlaceName, donated_residuals: ResidualViews) -> Any:
         """Reduce gradients to the place ``to``: by scheduled ops if this engine has made them, else by blocking collectives."""
         step, handed_out = self.steps.current_step(), self.steps.handed_out
         if not handed_out.is_scheduled_reduction(units_of(tree), to):
-            if residuals:
+            if donated_residuals:
                 handed_out.check_none_reduced_with_feedback(units_of(tree))
             step.record_unscheduled_reduction()
-            return moves.reduce_scatter_unchecked(tree, to, self.steps.own, residuals)
+            return moves.reduce_scatter_unchecked(tree, to, self.steps.own, donated_residuals)
         units = handed_out.take_units()
-        if residuals:
-            _pass_residuals(units, residuals)
+        if donated_residuals:
+            _pass_residuals(units, donated_residuals)
         step.reduce_to_optimizer(units, wait=not self.steps.executor.transport.is_async)
-        if residuals:
+        if donated_residuals:
             _pass_residuals(units, {})
         position = iter(units)
         return map_units(

@@ -321,7 +321,7 @@ class Step:
             self.leave_schedule()
         self.is_over = True
 
-    def abandon(self) -> None:
+    def end_without_waiting(self) -> None:
         """End the step after an error, without waiting for work under way. A later backward of this step raises an error."""
         self.is_over = True
 

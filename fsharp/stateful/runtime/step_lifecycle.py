@@ -182,7 +182,7 @@ class StepLifecycle:
         self._closed = f"{type(error).__name__}: {error}"
         self.executor.report_failure(error, "a call outside of any step")
         if self.now is not None:
-            self.now.step.abandon()
+            self.now.step.end_without_waiting()
         for unit in self.registry.units.values():
             unit.drop_parameter_references()
             if unit.gradient is not None:

@@ -58,7 +58,7 @@ class GradientOps:
         if is_first and has_memory and all(each == unit or each in self._casts for each in bucket):
             # With this op each unit of the bucket has begun its casts: make room for the bucket's reduction.
             self._limit_reductions(REDUCE)
-        opens = None if has_memory else self._resting_gradient_to_open(unit)
+        opens = None if has_memory else self._open_resting_gradient_once(unit)
         self._casts[unit] = self._ops.add_chain(
             CAST, unit, "backward", use_index=event.use_index, is_first_user=is_first, opens=opens
         )
@@ -89,7 +89,7 @@ class GradientOps:
         [unit] = units
         self._last_write[unit] = casts[unit]
         if ACCUMULATE.has_ops_for(facts):
-            opens = self._resting_gradient_to_open(unit)
+            opens = self._open_resting_gradient_once(unit)
             self._last_write[unit] = self._ops.add_chain(ACCUMULATE, unit, "backward", after=(casts[unit],), opens=opens)
         self._emit_final_reduction_if_ready(unit)
 
@@ -115,7 +115,7 @@ class GradientOps:
                 after |= {unit: (self._ops.add_chain(spec, unit, phase, after=after.get(unit, ())),)}
         return after
 
-    def _resting_gradient_to_open(self, unit: str) -> BufferKey | None:
+    def _open_resting_gradient_once(self, unit: str) -> BufferKey | None:
         """Return the buffer of a unit's gradient at rest, on the first call in a step; None later, or if it has 0 bytes."""
         if not self._ops.facts[unit].rest or unit in self._opened:
             return None
@@ -129,7 +129,7 @@ class GradientOps:
             return
         for op in ops:
             if op.spec is REDUCE:
-                op.open_resting_gradient(self._resting_gradient_to_open(op.unit))
+                op.open_resting_gradient(self._open_resting_gradient_once(op.unit))
         sums = self._emit_sums(ops, is_last=False)
         self._under_way.append(sums)
         self._emit_ready_final_reductions(sums)
@@ -158,7 +158,7 @@ class GradientOps:
                 arrived = self._ops.add_chain(decode, op.unit, op.phase, after=(op,))
             added = self._ops.add_chain(spec, op.unit, op.phase, after=(arrived,), is_last_user=is_last)
             if spec is ACCUMULATE and is_last:
-                added.open_resting_gradient(self._resting_gradient_to_open(op.unit), reduction=op)
+                added.open_resting_gradient(self._open_resting_gradient_once(op.unit), reduction=op)
             self._last_write[op.unit] = added
             sums.append(added)
         return sums

@@ -181,7 +181,7 @@ class Program:
         if open_:
             raise ScheduleError(f"Program(): the {open_[-1][0]} of {open_[-1][1]!r} has no end.")
 
-    def event_ranges_of_uses(self) -> Iterator[tuple[str, int, int]]:
+    def forward_backward_ranges(self) -> Iterator[tuple[str, int, int]]:
         """Yield ``(unit, first event, last event)`` of each forward and each backward of a use, in order of the last events."""
         open_: list[int] = []
         for i, event in enumerate(self.events):

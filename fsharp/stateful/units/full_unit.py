@@ -113,7 +113,7 @@ class HandedOutLeaf:
         """Return whether this is the HandedOutLeaf of a tensor."""
         return self._tensor() is tensor
 
-    def shares_inner_tensors_with(self, tensor: torch.Tensor) -> bool:
+    def has_identical_inner_tensors(self, tensor: torch.Tensor) -> bool:
         """Return whether ``tensor`` uses the leaf's memory, and only through inner tensors of the leaf."""
         mine = {id(ref()) for ref, *_ in self._inner} - {id(None)}
         here = [x for x in inner_tensors(tensor) if id(x) in mine or x.untyped_storage().data_ptr() == self._address]
@@ -239,7 +239,7 @@ class FullUnit:
 
     def is_subclass_leaf(self, tensor: torch.Tensor) -> bool:
         """Return whether ``tensor`` is, or aliases, a handed-out leaf with a tensor class of its own, such as FP8."""
-        return self.has_classes and any(each.shares_inner_tensors_with(tensor) for each in self._handed_out)
+        return self.has_classes and any(each.has_identical_inner_tensors(tensor) for each in self._handed_out)
 
     def take_memory_from_leaves(self) -> list[HandedOutLeaf]:
         """Make the handed-out leaves that callers still hold empty, so that memory can be released. Return these leaves."""

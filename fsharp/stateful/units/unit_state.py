@@ -60,8 +60,8 @@ class UnitState:
         layout, params, dtypes = self.layout, self.layout.strategy.params, {group.dtypes for group in self.layout.groups}
         gathers = [calls_to_gather_buffer(layout, layout.gather_input_nbytes(g, params), self.axes) for g in layout.all_groups]
         sent = layout.trainable_groups if updated else ()
-        updates = [calls_to_gather_buffer(layout, layout.update_gather_nbytes(g), self.update_gather_axes) for g in sent]
-        differences = [layout.update_gather_nbytes(g) for g in sent if layout.update_format(g) is not None]
+        updates = [calls_to_gather_buffer(layout, layout.update_gather_input_nbytes(g), self.update_gather_axes) for g in sent]
+        differences = [layout.update_gather_input_nbytes(g) for g in sent if layout.update_format(g) is not None]
         of_gradient: dict[str, Any] = {"trainable": trained and self.gradient is not None}
         if trained and self.gradient is not None:
             route = self.gradient.route

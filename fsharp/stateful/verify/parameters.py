@@ -10,7 +10,7 @@ class ParameterCheck(ScheduleCheckPass):
 
     def __init__(self, schedule: Schedule, order: HappensBefore) -> None:
         super().__init__(schedule, order)
-        self.ends = {first: last for _, first, last in schedule.program.event_ranges_of_uses()}
+        self.ends = {first: last for _, first, last in schedule.program.forward_backward_ranges()}
         self.open: dict[str, tuple[int, int]] = {}  # by unit, the (last, first) event of the begun use that ends last
         self.carried = order.carried_gathers()
         self.copies = dict(self.carried)  # by resident unit, its gather

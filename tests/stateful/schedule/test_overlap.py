@@ -47,7 +47,7 @@ def positions(schedule, kind, unit=None, phase=None):
 def ends(schedule):
     """For each use, forward and backward, in order: the unit, the position of its compute op, the event that ends it."""
     computes = {schedule.ops[i].event_index: i for i in positions(schedule, "compute")}
-    spans = sorted(schedule.program.event_ranges_of_uses(), key=lambda span: span[1])
+    spans = sorted(schedule.program.forward_backward_ranges(), key=lambda span: span[1])
     return [(unit, computes[first], last) for unit, first, last in spans]
 
 

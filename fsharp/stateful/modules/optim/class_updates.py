@@ -135,7 +135,7 @@ class ClassUpdates:
         fields |= group_texts_to_compare([{**group, "params": sorted(p.path for p in group["params"])} for group in groups])
         check = partial(self._probe_update_scopes, optimizer, groups, check_steps)
         self._scopes = check_on_all_ranks("ShardedOptimizer()", session.reopened_scheduler(), check, lambda _: fields)
-        rows = zip(groups, self._cut_into_slices(), strict=True)
+        rows = zip(groups, self._cut_groups_into_slices(), strict=True)
         self.inner = optimizer([{**group, "params": parameters} for group, parameters in rows], **defaults)
         self._copy_options(self.inner.param_groups, groups)
 
@@ -175,7 +175,7 @@ class ClassUpdates:
                 )
         return scopes
 
-    def _cut_into_slices(self) -> list[list[nn.Parameter]]:
+    def _cut_groups_into_slices(self) -> list[list[nn.Parameter]]:
         """Return, for each parameter group, the slices of flat buffers that hold the group's leaves, as new parameters."""
         tree, self._generation = self._session.state.main_parameters(), self._session.state.num_replacements
         nodes, rank, groups = units_by_name(tree), self._session.scheduler.rank, []
@@ -191,7 +191,7 @@ class ClassUpdates:
         """Cut buffers anew, into slices of neighbouring leaves with equal ``labels``; join the leaves' ``states``."""
         known: dict[Hashable, int] = {}
         self._labels = [{path: known.setdefault(new, len(known)) for path, new in each.items()} for each in labels]
-        for group, parameters in zip(self.inner.param_groups, self._cut_into_slices(), strict=True):
+        for group, parameters in zip(self.inner.param_groups, self._cut_groups_into_slices(), strict=True):
             group["params"] = parameters
         self.inner.state.clear()
         for parameter, flat_slice in self._slices.items():

@@ -146,7 +146,7 @@ class ShardedTensor(torch.Tensor):
     def __create_chunk_list__(self) -> list[Any]:
         from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 
-        shape, own = self.full_shape, [a for a in self._reduction_axes if a in self.place.varying_axes]
+        shape, own = self.full_shape, [a for a in self._cut_or_varying_axes if a in self.place.varying_axes]
         if own or shape != self.leaf.shape:
             what = f"has different values on ranks along {own}" if own else "is sharded as a DTensor as well"
             raise TreeError(
@@ -190,7 +190,7 @@ class ShardedTensor(torch.Tensor):
         raise TreeError(f"{self.path!r} rests in memory of its ShardedModule, in a planned dtype and shape: {what}. {remedy}")
 
     @property
-    def _reduction_axes(self) -> tuple[str, ...]:
+    def _cut_or_varying_axes(self) -> tuple[str, ...]:
         """The mesh axes along which ranks have different elements, or different tensors: a reduction runs along these."""
         return tuple(a for a in self.place.sharded_axes + self.place.varying_axes if self.unit.mesh.axis_size(a) > 1)
 
@@ -240,7 +240,7 @@ class ShardedTensor(torch.Tensor):
         cut = [part for part in parts if not part.is_whole_on_every_rank]
         if name == "_amp_foreach_non_finite_check_and_unscale_" and parts and (owner := parts[0].owner()) is not None:
             owner.check_can_unscale()  # torch's own GradScaler calls this function
-        reduction = reduction_of(name, args, kwargs) if any(part._reduction_axes for part in parts) or cut else None
+        reduction = reduction_of(name, args, kwargs) if any(part._cut_or_varying_axes for part in parts) or cut else None
         if cut and reduction is None and (name not in ELEMENTWISE_FUNCTIONS or "out" in kwargs):
             kind = "" if isinstance(cut[0], nn.Parameter) else "a part or gradient of "
             by, remedy = _usage_and_remedy(
@@ -281,7 +281,7 @@ class ShardedTensor(torch.Tensor):
 
     @api_boundary
     def __reduce_ex__(self, protocol: Any) -> Any:
-        varying = [axis for axis in self._reduction_axes if axis in self.place.varying_axes]
+        varying = [axis for axis in self._cut_or_varying_axes if axis in self.place.varying_axes]
         if self.is_whole_on_every_rank and not varying:
             return self.local.__reduce_ex__(protocol)
         own = f", and ranks along {varying} have values of their own" if varying else ""
@@ -397,7 +397,7 @@ def _reduce_parts(name: str, tensors: Sequence[torch.Tensor], reduction: Reducti
     alike: dict[Any, list[int]] = {}
     for i, x in enumerate(tensors):
         if isinstance(x, ShardedTensor):
-            alike.setdefault((x._reduction_axes, x._original_dtensor_sharding), []).append(i)
+            alike.setdefault((x._cut_or_varying_axes, x._original_dtensor_sharding), []).append(i)
         else:
             found[i] = reduction.finish(reduction.local(x), x.numel())
     for (axes, is_dtensor), rows in alike.items():

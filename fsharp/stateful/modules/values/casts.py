@@ -51,5 +51,5 @@ def cast_tensors(value: T, dtype: torch.dtype | None) -> T:
     if dtype is None:
         return value
     what = f"a module with precision= has to cast tensors to {dtype}"
-    found: T = map_tensors(value, lambda x: x.to(dtype) if x.is_floating_point() else x, what, kinds=Collection)
+    found: T = map_tensors(value, lambda x: x.to(dtype) if x.is_floating_point() else x, what, refused_class=Collection)
     return found

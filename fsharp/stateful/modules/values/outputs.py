@@ -63,12 +63,12 @@ def tensors_in(value: Any, given_by: str | None = None) -> list[torch.Tensor]:
 
 
 def map_tensors(
-    value: Any, change: Callable[[Any], Any], error_start: str, *, kinds: type = object, in_place: bool = False
+    value: Any, change: Callable[[Any], Any], error_start: str, *, refused_class: type = object, in_place: bool = False
 ) -> Any:
     """Return ``value`` with ``change(tensor)`` in place of each tensor in it; ``value`` itself if no tensor changes.
 
     Tensors are found in torch's pytrees and in dataclasses. With ``in_place``, lists, dicts and dataclasses are changed, not
-    copied. Other objects stay as they are. If such an object of a class in ``kinds`` has a tensor that ``change`` would
+    copied. Other objects stay as they are. If such an object of the class ``refused_class`` has a tensor that ``change`` would
     replace, a TreeError is raised, which begins with ``error_start``.
     """
     if isinstance(value, torch.Tensor):
@@ -81,14 +81,14 @@ def map_tensors(
     elif dataclasses.is_dataclass(value) and not isinstance(value, type):
         names = [field.name for field in dataclasses.fields(value) if hasattr(value, field.name)]
         old = [getattr(value, name) for name in names]
-    elif isinstance(value, kinds) and any(change(x) is not x for x in tensors_in(value)):
+    elif isinstance(value, refused_class) and any(change(x) is not x for x in tensors_in(value)):
         raise TreeError(
             f"{error_start} in a {type(value).__name__}. Use pytrees (tuples, lists, dicts) or dataclasses, or register the "
             "class by torch.utils._pytree.register_pytree_node()."
         )
     else:
         return value
-    new = [map_tensors(x, change, error_start, kinds=kinds, in_place=in_place) for x in old]
+    new = [map_tensors(x, change, error_start, refused_class=refused_class, in_place=in_place) for x in old]
     if all(map(is_, old, new)):
         return value
     if in_place and isinstance(value, list | dict) and len(value) == len(new):
