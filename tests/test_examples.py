@@ -1,6 +1,7 @@
 """The examples, run as a person runs them: in processes, with few steps."""
 
 import importlib
+import logging
 import os
 import re
 import runpy
@@ -32,6 +33,7 @@ def output(*command: str, limit_s: float = 250) -> str:
 def run_here(monkeypatch: pytest.MonkeyPatch, name: str, *options: str) -> None:
     """Run an example in this process, which has imported torch."""
     monkeypatch.setattr(sys, "argv", [f"examples/{name}", *options])
+    monkeypatch.setattr(logging.root.manager, "disable", logging.root.manager.disable)  # some examples disable logging
     importlib.import_module("examples")  # its neighbours are found
     runpy.run_path(str(ROOT / "examples" / name), run_name="__main__")
 

@@ -28,13 +28,13 @@ REFUSALS = {
     r"grad of parameter .*: all backward passes .* inside of accumulate": "Inside of `accumulate()` there is no `p.grad`",
     r"clip_grad_norm_\(\): there are no gradients": "`clip_grad_norm_()` is refused if no loss depends on a parameter",
     r"had been changed, as by clip_grad_norm_\(\)": "Do not change gradients between two backward passes of one step",
-    r"forward that unsharded\(\) had abandoned": "a backward of such a forward is refused",
-    "The backward of its unit is not under way": "may come from a checkpoint of a part of a unit",
-    r"unsharded\(\): a step is under way": "are refused between a backward and its update or `zero_grad()`",
+    r"forward that unsharded\(\) had abandoned": "the forward is abandoned, and its backward is an **error**",
+    "The backward of its unit is not under way": "A checkpoint of a part of a unit may raise this error",
+    r"unsharded\(\): a step is under way": "between a backward and its update or `zero_grad()` | **Error**",
     r"optimizer\.step\(\) has used up the gradients": "A step of a `ShardedOptimizer` releases the gradients",
     r"autograd\.grad\(\) with respect to .*: .*other backward": "does not mix with backward passes that accumulate gradients",
     "was frozen when its module was sharded": "`requires_grad_(True)` is refused for a parameter that was frozen",
-    "were changed in place between their gather": "must not change parameters in place between two uses in a step",
+    "were changed in place between their gather": "change parameters in place between two uses in a step",
 }
 """What may be refused of a program whose ranks all do the same, and the known limit that says so."""
 
