@@ -15,7 +15,8 @@ import pytest
 
 import fsharp as fs
 import fsharp.testing
-from fsharp.stateful.schedule.ops import STREAMS, Cost, Phase, kinds_where
+from fsharp.stateful.schedule import ops
+from fsharp.stateful.schedule.ops import STREAMS, Cost, OpSpec, Phase, kinds_where
 from fsharp.stateful.schedule.program import EventKind
 
 ROOT = Path(fs.__file__).parent
@@ -214,7 +215,9 @@ def test_nothing_asks_for_a_kind_of_op_by_name():
     names = set(kinds_where())
     own = names - {*STREAMS, *get_args(EventKind), *get_args(Phase), *get_args(Cost), "sum"}  # a reduction, too
     assert own, "there are some that are found wherever they stand"
-    for path in [path for name in ("stateful", "inspect", "planning", "testing") for path in (ROOT / name).rglob("*.py")]:
+    for path in [
+        path for name in ("stateful", "inspect", "planning", "testing", "report") for path in (ROOT / name).rglob("*.py")
+    ]:
         nodes = [] if path.name == "ops.py" else list(ast.walk(ast.parse(path.read_text())))
         assert not [node.lineno for node in nodes if isinstance(node, ast.Constant) and node.value in own], path
         for comparison in [node for node in nodes if isinstance(node, ast.Compare)]:
@@ -222,6 +225,22 @@ def test_nothing_asks_for_a_kind_of_op_by_name():
             if any(isinstance(node, ast.Constant) and node.value in names for node in inside):
                 owners = [ast.unparse(node.value) for node in inside if isinstance(node, ast.Attribute) and node.attr == "kind"]
                 assert all("event" in owner for owner in owners), f"{path}:{comparison.lineno}"
+
+
+def named_records(path):
+    """The records of ops.py that a file names: imported by name, or as attributes, as ``ops.GATHER``."""
+    records = {name for name, value in vars(ops).items() if isinstance(value, OpSpec)}
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and node.module == ops.__name__:
+            yield from records & {alias.name for alias in node.names}
+        elif isinstance(node, ast.Attribute) and ast.unparse(node.value).split(".")[-1] == "ops":
+            yield from records & {node.attr}
+
+
+def test_few_files_name_kinds_of_ops():
+    """The table; where ops are emitted, with a schedule and without; and how they are executed. All other code asks fields."""
+    found = {path.name: sorted(names) for path in SOURCES if (names := set(named_records(path)))}
+    assert found.keys() == {"executor.py", "eager_ops.py", "emit_parameters.py", "emit_gradients.py"}, "and ops.py"
 
 
 SUBJECTS = [getattr(fs, name) for name in dir(fs) if inspect.ismodule(getattr(fs, name)) and name not in ("errors", "interop")]

@@ -11,16 +11,7 @@ import torch
 
 from fsharp.errors import ScheduleError, problem
 from fsharp.inspect.fitting_links import bytes_per_second, collective_timestamps, fit_links_and_casts, nonnegative_least_squares
-from fsharp.stateful.schedule.ops import (
-    ACCUMULATE,
-    CAST,
-    FINAL_REDUCE,
-    REDUCE,
-    UPDATE_GATHER,
-    Phase,
-    buffer_nbytes,
-    kinds_where,
-)
+from fsharp.stateful.schedule.ops import OUTGOING, REST, Phase, buffer_nbytes, kinds_where
 from fsharp.stateful.schedule.program import Program, UnitFacts
 from fsharp.stateful.schedule.schedule import Op, Schedule, op_positions_by_bucket
 from fsharp.stateful.timing.timeline import WAITING, Interval, TimeSpan, kinds_with_collectives, union_of_intervals
@@ -141,14 +132,14 @@ def host_issue_nbytes(op: Op, facts: UnitFacts) -> int:
     """Return the bytes on which the host's time to issue the collective of ``op`` depends: see ``Hardware.issue_bandwidth``.
 
     To issue a gather, the host copies the rank's own part into the arena. To issue a reduction, the host posts a message for
-    each chunk. For a gather of updated parameters the host copies nothing, and the result is 0.
+    each chunk. A gather of updated parameters has no memory in the arena. The host copies nothing, and the result is 0.
     """
-    return 0 if op.spec is UPDATE_GATHER else sum(call.nbytes for call in op.spec.collectives(facts))
+    return sum(call.nbytes for call in op.spec.collectives(facts)) if op.spec.memory_buffer_kind else 0
 
 
 def host_cast_nbytes(op: Op, facts: UnitFacts) -> int:
-    """Return the bytes that a host casts while it issues the collective of ``op``; 0 unless ``op`` is a final reduction."""
-    return op.spec.nbytes_cast_in_sums(facts) if op.spec is FINAL_REDUCE else 0
+    """Return the bytes that a host casts while it issues the collective of ``op``; 0 unless ``op`` reads a gradient at rest."""
+    return op.spec.nbytes_cast_in_sums(facts) if REST in op.spec.reads else 0
 
 
 def _fit_issue_cost(
@@ -211,17 +202,17 @@ def fit_contended_host_speed(trace: Trace, schedule: Schedule, alone: Mapping[st
 def memory_traffic_nbytes(ops: Sequence[Op], facts: Mapping[str, UnitFacts]) -> int:
     """Return the bytes of memory that ops read or write, as far as schedules know them.
 
-    - A ``cast`` counts the gradient, if its size is known.
-    - An ``accumulate`` counts the gradient to which it adds; if that is not in the arena, the bytes that its reduction sends.
+    - An op that fills the outgoing gradient counts the unit's gradient, if its size is known.
+    - An op that adds to the gradient at rest counts this gradient; if that is not in the arena, the bytes of its reduction.
     - Any other op counts its memory in the arena. An op without such memory counts its inputs; if it has none, its output.
     """
     total = 0
     for op in ops:
         mine = facts[op.unit]
-        if op.spec is CAST and mine.gradient:
+        if op.spec.fills == OUTGOING and mine.gradient:
             total += mine.gradient
             continue
-        if op.spec is ACCUMULATE and (added := mine.rest or sum(call.nbytes for call in mine.reduce)):
+        if op.spec.fills == REST and (added := mine.rest or sum(call.nbytes for call in mine.reduce)):
             total += added
             continue
         read = sum(buffer_nbytes(buffer, mine) for buffer in op.spec.reads)
@@ -231,12 +222,12 @@ def memory_traffic_nbytes(ops: Sequence[Op], facts: Mapping[str, UnitFacts]) -> 
 
 
 def noop_accumulates(ops: Sequence[Op]) -> set[int]:
-    """Return the positions of ``accumulate`` ops that do nothing: their reduction has written to the gradient at rest."""
+    """Return the positions of ops that have nothing to add, as their reduction has written to the gradient at rest."""
     found, direct = set[int](), set[str]()
     for i, op in enumerate(ops):
-        if op.spec is REDUCE:
+        if op.spec.calls and op.spec.opens:
             (direct.discard if op.opens is None else direct.add)(op.unit)
-        elif op.spec is ACCUMULATE and op.unit in direct:
+        elif op.spec.fills == REST and op.unit in direct:
             direct.discard(op.unit)
             found.add(i)
     return found

@@ -11,9 +11,9 @@ Measured over gloo on 2 and 4 ranks, zero3 and zero1, models of 24 blocks of 308
 step took 0 to 10 % less time with buckets of up to 4 MB than with 2 MB, and 5 to 12 % less with 5 MB.
 """
 
-from collections.abc import Hashable, Iterable, Mapping
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 
-from fsharp.stateful.schedule.ops import FINAL_REDUCE, GATHER, REDUCE, UPDATE_GATHER, OpSpec
+from fsharp.functional.comm.protocol import Call
 from fsharp.stateful.schedule.policy import SchedulePolicy
 from fsharp.stateful.schedule.program import Program, split_by_microbatch
 from fsharp.stateful.schedule.schedule import coalescing_key
@@ -69,23 +69,24 @@ class BucketsByCollective:
     """The buckets into which units are joined, for each of four collectives: see the fields."""
 
     def __init__(self, program: Program, policy: SchedulePolicy) -> None:
-        self._policy, self._facts, names = policy, program.facts, [unit.name for unit in program.units]
+        self._policy, self._facts, units = policy, program.facts, program.units
         used = [event.unit for event in program.events if event.kind in ("forward", "backward")]
         done = _units_in_gradient_order(program)
-        self.gathers = self._group_units(GATHER, used, [u.name for u in program.units if u.gathered])
-        self.reduces = self._group_units(REDUCE, done, names)
-        self.final_reduces = self._group_units(FINAL_REDUCE, done, names)
-        self.update_gathers = self._group_units(UPDATE_GATHER, [event.unit for event in program.events if event.unit], names)
+        self.gathers = self._group_units({unit.name: unit.gather for unit in units if unit.gathered}, used)
+        self.reduces = self._group_units({unit.name: unit.reduce for unit in units}, done)
+        self.final_reduces = self._group_units({unit.name: unit.finish for unit in units}, done)
+        touched = [event.unit for event in program.events]
+        self.update_gathers = self._group_units({unit.name: unit.update_gather for unit in units}, touched)
 
-    def _group_units(self, spec: OpSpec, order: Iterable[str], units: Iterable[str]) -> BucketOfUnit:
-        facts, wanted = self._facts, dict.fromkeys(units)
-        order = [unit for unit in dict.fromkeys([*order, *wanted]) if unit in wanted]
-        sent = {unit: sum(call.nbytes for call in spec.collectives(facts[unit])) for unit in order}
-        calls = max([spec.collectives(facts[unit]) for unit in order], key=len, default=())
-        num_messages, given = sum(2 if call.op == "all_reduce" else 1 for call in calls), self._policy.bucket_nbytes
+    def _group_units(self, calls: Mapping[str, Sequence[Call]], order: Iterable[str]) -> BucketOfUnit:
+        """Return buckets of the units in ``calls``, by the collectives in ``calls``. Units in ``order`` are the first ones."""
+        order = [unit for unit in dict.fromkeys([*order, *calls]) if unit in calls]
+        sent = {unit: sum(call.nbytes for call in calls[unit]) for unit in order}
+        most = max([calls[unit] for unit in order], key=len, default=())
+        num_messages, given = sum(2 if call.op == "all_reduce" else 1 for call in most), self._policy.bucket_nbytes
         limits = (given, given) if given is not None else bucket_and_unit_limits(sent.values(), num_messages=num_messages)
         groups = {unit: i for i, group in enumerate(self._policy.together) for unit in group}
-        keys = {unit: coalescing_key(spec, facts[unit]) for unit in order}
+        keys = {unit: coalescing_key(calls[unit], self._facts[unit]) for unit in order}
         return group_into_buckets(order, sent, keys, *limits, groups)
 
 

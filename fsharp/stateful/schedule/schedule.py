@@ -239,9 +239,9 @@ def sent_nbytes_by_op_and_axis(calls: Iterable[Call]) -> Counter[tuple[str, str]
     return sent
 
 
-def coalescing_key(spec: OpSpec, facts: UnitFacts) -> tuple[object, ...] | None:
-    """Return what has to be equal for ops to share a bucket: dtypes, collectives and axes. None: the op joins no bucket."""
-    stages = tuple(dict.fromkeys((call.op, call.axis) for call in spec.collectives(facts)))
+def coalescing_key(calls: Iterable[Call], facts: UnitFacts) -> tuple[object, ...] | None:
+    """Return what has to be equal for ops with ``calls`` to share a bucket: dtypes, collectives, axes. None: no bucket."""
+    stages = tuple(dict.fromkeys((call.op, call.axis) for call in calls))
     return (facts.sent_dtypes, *stages) if stages and facts.sent_dtypes is not None else None
 
 

@@ -6,10 +6,10 @@ from itertools import groupby
 from typing import NamedTuple
 
 from fsharp.functional.layout.text import NOTEBOOK_HTML_BY_CLASS
-from fsharp.stateful.schedule.ops import STREAMS, WAIT, Phase, Stream, kinds_where
+from fsharp.stateful.schedule.ops import STREAMS, Phase, Stream, kinds_where
 from fsharp.stateful.schedule.schedule import Schedule, buffer_lifetimes
 
-WAITING = WAIT.kind
+WAITING, *_ = kinds_where(lambda spec: bool(spec.joins))
 """The kind of a span in which the compute stream waits, whatever the kind of its op."""
 
 

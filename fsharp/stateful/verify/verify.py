@@ -118,14 +118,15 @@ def _check_op_in_bucket(i: int, ops: Sequence[Op], facts: Mapping[str, UnitFacts
     No op of a bucket may wait for another one. ``is_first``: op ``i`` is the bucket's first.
     """
     op, before = ops[i], ops[i - 1] if i else None
-    mine = coalescing_key(op.spec, facts[op.unit])
+    mine = coalescing_key(op.spec.collectives(facts[op.unit]), facts[op.unit])
     if mine is None:
         raise op_error(i, op, f"cannot be in bucket {op.bucket}: it can share its collectives with no other op.", "bucket -1")
     if is_first:
         return
     if before is None or before.bucket != op.bucket:
         raise op_error(i, op, f"is not next to the other ops of bucket {op.bucket}.", "ops of one bucket next to each other")
-    what = (before.kind, before.phase, before.event_index, coalescing_key(before.spec, facts[before.unit]))
+    theirs = coalescing_key(before.spec.collectives(facts[before.unit]), facts[before.unit])
+    what = (before.kind, before.phase, before.event_index, theirs)
     if what != (op.kind, op.phase, op.event_index, mine):
         raise op_error(i, op, f"differs from the other ops of bucket {op.bucket}.", f"{what}")
     start = next(k for k in reversed(range(i)) if k == 0 or ops[k - 1].bucket != op.bucket)
