@@ -71,8 +71,9 @@ def _emit_and_place(program: Program, policy: SchedulePolicy, max_final_reductio
         # With several microbatches gradients already rest in the arena, and a unit has one address in all microbatches.
         return best
     # Uses nest: the use whose backward comes first had the last forward.
+    numbers = range(0, len(first) + 1, 1 + len(first) // 64)  # of kept uses; in steps, as each emission of all ops takes long
     peak_live_nbytes = lambda n: peak_nbytes(_arena_items(emit(first[:n]), program).values())  # noqa: E731
-    number = bisect_right(range(1, len(first) + 1), best[2], key=peak_live_nbytes)
+    number = numbers[bisect_right(numbers, best[2], lo=1, key=peak_live_nbytes) - 1]
     fewer, limit, most = 1 + number // 32, best[1], max(best[1], best[2] + best[2] // 50)
     while number > 0:
         found = place_buffers(emit(first[:number]), program, max_nbytes=limit)
