@@ -108,7 +108,7 @@ def is_foreign_checkpoint(names: Collection[str]) -> bool:
 
 
 def step_in_folder_name(name: str) -> int:
-    """Return the step in the name of a checkpoint's folder."""
+    """Return the step in the name of a checkpoint's folder: 7 for ``step-0000000007-1a2b3c4d``. ``name`` has this form."""
     return int(name.split("-")[1])
 
 

@@ -295,7 +295,7 @@ def _resized_extra_state(name: str, value: Any, shape: tuple[int, ...] | None) -
 
 
 def is_node_saved_as_leaf(leaf: Any) -> bool:
-    """Return whether a checkpoint treats ``leaf`` as a leaf of the tree, though it is a pytree node."""
+    """Return whether ``leaf`` is a pytree node that checkpoints save as a leaf: a Sharded, PerRank or MadeBy."""
     return is_sharded(leaf) or isinstance(leaf, PerRank | MadeBy)
 
 

@@ -35,7 +35,10 @@ class NeededElements(NamedTuple):
 
 
 class FileRange(NamedTuple):
-    """Elements of tensor ``name`` in a file, from byte ``begin`` to ``end`` after the header, to read into ``target``."""
+    """Elements of tensor ``name`` in a file, from byte ``begin`` to ``end`` after the header, to read into ``target``.
+
+    ``dtype``: dtype of the elements in the file, which may differ from the dtype of ``target``.
+    """
 
     begin: int
     end: int

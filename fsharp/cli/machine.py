@@ -102,9 +102,10 @@ def check_output(option: str, file: str) -> None:
 
 
 def _measure_machine(axes: tuple[tuple[str, int], ...], steps: int, dtype: str) -> MeasuredMachine:
-    """Time ``steps`` steps of a small model, products of large matrices in ``dtype``, and copies of memory.
+    """Measure and return the machine's speeds, which are the same on all ranks. All ranks call this function.
 
-    Return the machine's speeds, which are the same on all ranks. All ranks call this function.
+    This function times products of large matrices in ``dtype``, and copies of memory. ``steps`` steps of a small model give
+    the speeds of collectives. An empty ``dtype`` means float32 on a CPU, else bfloat16.
     """
     comm = connect(Mesh(list(axes)))
     chosen = dtype or ("float32" if comm.device.type == "cpu" else "bfloat16")

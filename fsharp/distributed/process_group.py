@@ -422,7 +422,8 @@ def exchange_rounds(mine: int, n: int) -> Iterator[tuple[int, int]]:
 def abort_groups(groups: Sequence[dist.ProcessGroup], *, is_nccl: bool) -> None:
     """End all collectives under way in some process groups with an error.
 
-    Over gloo a receive that ends at its limit of 1 ms closes all connections; a receive from a rank that has left closes none.
+    Over gloo this function receives from each other rank in turn, with a limit of 1 ms. A receive that ends at its limit closes
+    all connections of the group. A receive from a rank that has left closes none, so one rank is not enough.
     Over NCCL all communicators are aborted together, as an abort may wait for kernels of another communicator.
     """
     if is_nccl and groups:

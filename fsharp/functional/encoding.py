@@ -151,7 +151,11 @@ def encode_leaf_format_groups(tree: Any, comm: Comm, encoded_in: Any = None) -> 
 
 
 def _map_groups_to_encode(fn: Any, tree: Any, encoded_in: Any, *, leaf_formats: bool) -> Any:
-    """Call ``fn(node, groups)`` on each node, with the groups to encode by leaf or by block, and return the new tree."""
+    """Return a tree with ``fn(node, groups)`` in place of each node. ``groups``: indices of the groups of the node to encode.
+
+    With ``leaf_formats`` these are the groups whose format encodes whole leaves, else those whose format encodes blocks.
+    ``encoded_in`` is as for :func:`encode_block_format_groups`.
+    """
 
     def map_node(node: Any, other: Any = None) -> Any:
         if not is_sharded(node):

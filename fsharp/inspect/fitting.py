@@ -77,14 +77,17 @@ def fit_speeds(
 
 
 class _HostSeconds(NamedTuple):
-    """Seconds that the host spent in the steps of a trace, computed for its full speed.
+    """Seconds that the host spent on its work in the steps of a trace.
+
+    While collectives are under way, the host works more slowly. Except for ``waits``, these are the seconds that the work would
+    take at the host's full speed.
 
     Attributes:
-        compute: seconds in each step of a unit's forward or backward, by unit and phase.
-        casts: seconds in each step of an op that casts or adds gradients, by position of the op.
-        updates: seconds in each step of all updates.
-        issuing: seconds in each step of a gap in which the host issued collectives; the key has the first op of each
-            collective.
+        compute: seconds of each forward or backward of a unit in each step, by unit and phase.
+        casts: seconds of an op that casts or adds gradients in each step, by position of the op.
+        updates: seconds of all updates of each step.
+        issuing: seconds of a gap between ops in each step, in which the host issued collectives. The key has the position of
+            the first op of each collective.
         waits: start and end of each wait of the host, in all steps.
     """
 

@@ -36,10 +36,10 @@ def check_not_forked(where: str) -> None:
 
 
 def as_jax_array(x: torch.Tensor) -> Any:
-    """Return a tensor as a JAX array: in the same memory if its address is a multiple of 64 bytes, else a copy.
+    """Return a tensor as a JAX array: a copy, unless the tensor is contiguous and its address is a multiple of 64 bytes.
 
-    Do not write to the tensor while JAX has the array, as JAX assumes that arrays are constant. Unless ``jax_enable_x64`` is
-    set, integers of 64 bits are copied to 32 bits.
+    Without a copy, array and tensor share memory. Do not write to the tensor while JAX has the array, as JAX assumes that
+    arrays are constant. Unless ``jax_enable_x64`` is set, integers of 64 bits are copied to 32 bits.
 
     Raises a TreeError if JAX would change the values (a float64, or an integer that needs 64 bits, without ``jax_enable_x64``)
     or has no such dtype; if the tensor is not one block of memory (a DTensor, a sparse tensor); or in a forked process, see

@@ -235,7 +235,8 @@ class CompiledTransformation:
         """Return the results of the jaxpr of ``kind``, ``"init"`` or ``"update"``.
 
         A run stops at reductions whose results are not known yet. Ranks compute these reductions together, and the jaxpr runs
-        again with the results, until all are known.
+        again with the results, until all are known. ``flats``: for each tree of gradients, parameters or state, this rank's
+        flat buffers as arrays. ``plain``: all other arguments, such as a count.
         """
         known: dict[EquationKey, Any] = {}
         device = next((x.device for arrays in flats for x in arrays if x.size), None)

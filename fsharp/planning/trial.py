@@ -195,7 +195,10 @@ class _TrialEngine(Engine):
 def record_calls_of_loss(
     loss_fn: Callable[..., Any], tree: Any, layout: Layout, batch: Any, *, microbatches: int
 ) -> list[UnitCall]:
-    """Return the calls of ``loss_fn(params, batch, comm)`` on meta tensors. ``layout``: of ``tree``, on a mesh of one rank."""
+    """Run ``loss_fn(params, batch, comm)`` once on meta tensors, for the first microbatch, and return its calls of units.
+
+    ``layout``: layout of ``tree`` on a mesh of one rank. ``microbatches``: number of microbatches of ``batch``.
+    """
     given = to_meta(batch)
     part = split_batch(given, microbatches)[0] if microbatches > 1 else given
     recorder = _CallRecorder(_tensor_leaves(part))

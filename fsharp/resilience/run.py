@@ -266,7 +266,10 @@ class Run:
 
     @api_boundary
     def steps(self) -> Iterator[int]:
-        """Yield the numbers of the remaining steps; the first step of a run is 0. Call :meth:`end_step` at the end of each."""
+        """Yield the numbers of the remaining steps; the first step of a run is 0. Call :meth:`end_step` at the end of each.
+
+        With ``Run(elastic=True)`` this call raises a RunError: use :meth:`train`.
+        """
         if self._checkpoints.is_elastic:
             raise RunError("Run.steps(): with elastic=True call train(step, tree): a loop of yours cannot repeat a step.")
         yield from self._step_numbers()

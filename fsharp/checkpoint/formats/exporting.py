@@ -74,8 +74,8 @@ def export_torch(
 ) -> None:
     """Export tensors of a checkpoint to ``pytorch_model.bin``, or to several files and ``pytorch_model.bin.index.json``.
 
-    Each file is a dict of tensors, which ``torch.save`` has written, and ``torch.load(weights_only=True)`` loads. For other
-    programs than old ones :func:`export_safetensors` is better: it takes less memory, and its files hold no pickle.
+    Each file is a dict of tensors, which ``torch.save`` has written, and ``torch.load(weights_only=True)`` loads. For programs
+    that read other formats too, :func:`export_safetensors` is better: it takes less memory, and its files hold no pickle.
 
     Args:
         checkpoint: the checkpoint, or its path.
@@ -121,7 +121,7 @@ def _write_safetensors(out: WriteFunction, tensors: list[StoredTensor], read: Ca
 
 
 class _AppendingFile(io.RawIOBase):
-    """A file object that appends to a new file."""
+    """A file object for ``torch.save``: a write passes its bytes to ``out``, a function that appends bytes to a new file."""
 
     def __init__(self, out: WriteFunction) -> None:
         self._out = out
@@ -240,7 +240,8 @@ def old_name_by_new_name(where: str, names: Iterable[str], subtree: str, rename:
 def write_folder_atomically(where: str, path: str | os.PathLike[str]) -> Iterator[str]:
     """Yield a temporary folder, which is renamed to ``path`` at the end; after an error it is removed.
 
-    Raises CheckpointError if ``path`` is a folder with files, or if a folder cannot be written.
+    ``where``: the public function to name in errors, such as ``"to_dcp()"``. Raises CheckpointError if ``path`` is a folder
+    with files, or if a folder cannot be written.
     """
     folder = absolute_path(path)
     storage = storage_of(folder)

@@ -98,7 +98,10 @@ def check_same_on_ranks(
 
 
 def _differing_ranks_text(digests: list[bytes], mesh: Mesh, varying_axes: tuple[str, ...]) -> str | None:
-    """Return a text with the ranks whose digest differs from the digest of the first rank in their group; None if none does."""
+    """Return a text that names the ranks with another digest than the first rank of their group; None if no rank differs.
+
+    A group is all ranks with equal coordinates along ``varying_axes``. ``digests``: the digest of each rank.
+    """
     firsts: dict[int, int] = {}
     others: dict[int, list[int]] = {}
     for rank, each in enumerate(digests):

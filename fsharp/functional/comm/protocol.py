@@ -128,9 +128,10 @@ class Engine(ABC):
 
     @abstractmethod
     def gather_updated_params(self, new: Any, params: Any, state: Any, *, donate: bool) -> tuple[Any, Any]:
-        """End :func:`~fsharp.update`: gather the updated parameters ``new`` to the place of ``params``.
+        """End :func:`~fsharp.update`: gather the updated parameters ``new`` to the place of ``params``, and return them.
 
-        Return these parameters; and ``state``, the pair ``(main, opt)``, in the memory in which a TrainState keeps it.
+        Also return ``state``, the new pair ``(main, opt)``: on the host if the engine offloads state. Gathers and copies may
+        still be under way. ``donate``: whether gathers may overwrite the buffers of ``params``.
         """
 
 

@@ -58,9 +58,10 @@ def settings_texts_by_digest(labels: Iterable[str]) -> dict[str, str]:
 
 
 def differing_settings_rows(label_by_rank: Mapping[int, str], text_by_digest: Mapping[str, str]) -> list[tuple[str, str]]:
-    """Return a row ``("rank 3 has", settings)`` for each rank, with the settings that not all ranks have; no rows without any.
+    """Return a row ``("rank 3 has", settings)`` for each rank, with the settings that not all ranks have.
 
-    ``text_by_digest``: result of :func:`settings_texts_by_digest`.
+    If all ranks have equal settings, there are no rows. ``label_by_rank``: for each rank the label of its collective, which has
+    digests of settings. ``text_by_digest``: result of :func:`settings_texts_by_digest`.
     """
     lines = {
         rank: [line for each, text in text_by_digest.items() if each in label for line in text.splitlines()]

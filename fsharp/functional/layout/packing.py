@@ -115,10 +115,11 @@ def pack(sizes: tuple[int, ...], atoms: tuple[int, ...], num_parts: int, block: 
 
 
 def _next_possible_capacity(capacity: int, items: Sequence[tuple[int, int, int]], step: int) -> int:
-    """Return the least capacity from ``capacity`` on that is a multiple of ``step`` and may have a legal placement.
+    """Return the least number of elements of a part, from ``capacity`` on, with which :func:`pack` may succeed.
 
-    A leaf longer than two parts contains a whole part at any offset. So the capacity is a multiple of the atom of each such
-    leaf. ``items``: for each leaf ``(elements of an atom, elements of the leaf, index)``.
+    The result is a multiple of ``step``. A leaf longer than two parts contains a whole part, wherever the leaf begins. Both
+    ends of this part cut the leaf between atoms. So the result is also a multiple of the atom of each such leaf.
+    ``items``: for each leaf ``(elements of an atom, elements of the leaf, index)``.
     """
     while True:
         long = [(atom, size) for atom, size, _ in items if size > 2 * capacity]

@@ -207,8 +207,8 @@ class Dtypes:
     def to_texts(self, text: Callable[[Format], str]) -> list[str]:
         """Return these precision settings as texts in the order of the fields, with a text for each axis in ``wires``.
 
-        The last four fields are left out where they are not set. ``text`` returns the text of a format; ranks compare ``str``
-        of it.
+        The last four fields are left out where they are not set. ``text``: function that returns the text of a format. Ranks
+        compare the texts that ``text=str`` gives.
         """
         listed = [dtype_name(self.compute), dtype_name(self.main), text(self.wire), dtype_name(self.accumulate)]
         if self.format is not None or self.wires or self.update is not None or self.feedback:

@@ -226,10 +226,10 @@ def _not_a_pair_text(tx: Any) -> str:
 
 
 class StateListAsParamTree(NamedTuple):
-    """Tensors from a list in the state of an ``(init, update)`` pair, in ``leaves``, a tree like the parameters.
+    """A node in the state of an ``(init, update)`` pair, in place of a list of tensors. ``leaves``: a tree like the parameters.
 
-    :func:`as_transform` makes this node of a list with one tensor, a scalar or of the buffer's shape, for each buffer of the
-    parameters. So the tensors are saved and resharded as those of the parameters.
+    :func:`as_transform` replaces each list that has one tensor for each buffer of the parameters. Each tensor has the shape of
+    its buffer, or is a scalar. As a tree like the parameters, the tensors are saved and resharded like the parameters.
     """
 
     leaves: Any

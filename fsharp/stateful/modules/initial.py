@@ -221,7 +221,10 @@ def _unfilled_error(module: nn.Module, paths: Iterable[str]) -> TreeError:
 
 
 def _cpu_copy_to_fill(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a CPU tensor for an initializer to fill: a copy; for a meta tensor, NaN or bytes 0x55 that mark it as unfilled."""
+    """Return a CPU tensor for an initializer to fill: a copy of ``tensor``.
+
+    In place of a meta tensor, which has no values, return NaN or integers 0x55. They mark the tensor as unfilled.
+    """
     mark = torch.nan if tensor.is_floating_point() or tensor.is_complex() else _UNWRITTEN_BYTE
     if tensor.is_meta:
         room = torch.full(tensor.shape, mark, dtype=tensor.dtype, device="cpu")
@@ -231,7 +234,10 @@ def _cpu_copy_to_fill(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _still_has_unfilled_mark(x: torch.Tensor) -> bool:
-    """Return whether no initializer has filled ``x``: some element is NaN; or all integers have the bytes 0x55 of the mark."""
+    """Return whether no initializer has filled ``x``: some element is NaN, or all integers are 0x55.
+
+    Integers also count as filled if torch has counted a write to ``x``.
+    """
     if x.is_floating_point() or x.is_complex():
         return bool((x.float() if x.is_floating_point() else x).isnan().any())
     marked = x == torch.tensor(_UNWRITTEN_BYTE, dtype=x.dtype)

@@ -122,7 +122,7 @@ class MeanGradients:
 
     @property
     def paths_with_gradient(self) -> frozenset[str]:
-        """Paths of the trained parameters that have a gradient. Valid only while there is a tree."""
+        """Paths of the trained parameters that have a gradient. Valid only if ``tree`` is not None."""
         return frozenset([path for path, each in self._parameters.items() if each.is_trained]) - self.missing
 
     def norm(self, order: float) -> torch.Tensor:

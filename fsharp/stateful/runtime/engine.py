@@ -130,7 +130,11 @@ class ScheduledEngine(Engine):
         return total, self.hand_out_gradients(units, params, reduction="sum")
 
     def begin_gradients_of_tree(self, params: Any, residuals: ResidualViews, *, final_sum_in_place: bool) -> list[UnitState]:
-        """Begin the gradients of ``params`` anew, and return the units of ``params``. Gradients of other units are kept."""
+        """Begin new gradients of the units of ``params``, in place of the last ones, and return these units.
+
+        Gradients of other units are kept. ``residuals``: encoding errors of earlier gradients, which reductions overwrite.
+        ``final_sum_in_place``: whether sums over ranks may overwrite the new gradients, which nobody will read.
+        """
         step = self.steps.current_step()
         self.steps.handed_out.clear()
         units = [self.steps.find_or_bind_unit(node) for node in units_of(params)]

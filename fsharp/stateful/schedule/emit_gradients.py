@@ -108,7 +108,11 @@ class GradientOps:
         self._track_begun_reductions(self._ops.add_bucket(FINAL_REDUCE, units, "finish", after))
 
     def _emit_encodes(self, spec: OpSpec, units: Sequence[str], after: dict[str, UnplacedOps]) -> dict[str, UnplacedOps]:
-        """Emit the encodes of units whose gradients travel encoded. Return, by unit, the ops for which its reduction waits."""
+        """Emit an op of the kind ``spec``, which encodes a gradient, for each of ``units`` whose gradient travels encoded.
+
+        ``after``: by unit, the ops for which the encode waits. Return, by unit, the ops for which the reduction waits: the
+        encode, or without an encode the ops in ``after``.
+        """
         [phase] = spec.phases
         for unit in units:
             if spec.has_ops_for(self._ops.facts[unit]):

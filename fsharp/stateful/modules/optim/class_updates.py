@@ -188,7 +188,11 @@ class ClassUpdates:
         return list(map(list, groups))
 
     def _recut_by_labels(self, labels: Sequence[Mapping[str, Hashable]], states: Mapping[str, Mapping[str, Any]]) -> None:
-        """Cut buffers anew, into slices of neighbouring leaves with equal ``labels``; join the leaves' ``states``."""
+        """Cut this rank's buffers anew, into slices of neighbouring leaves with equal labels, and join the leaves' states.
+
+        ``labels``: for each parameter group, the label of each leaf by path. ``states``: the optimizer state of each leaf by
+        path. The state of a slice has the values of its leaves.
+        """
         known: dict[Hashable, int] = {}
         self._labels = [{path: known.setdefault(new, len(known)) for path, new in each.items()} for each in labels]
         for group, parameters in zip(self.inner.param_groups, self._cut_groups_into_slices(), strict=True):

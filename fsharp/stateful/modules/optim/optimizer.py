@@ -251,8 +251,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
         Call this method before the first step, when :meth:`state_dict` is still empty. The optimizer does not change: its class
         makes a step with zero gradients on copies of parameters. ``"step"`` is 0. Parameters get a state if ``is_saved(path)``
-        is True for their path, such as ``"state.layers.0.weight"``. Options that a class adds to a group in its first step are
-        chosen alike, as ``"param_groups.0.step"``. For an ``(init, update)`` pair the result is :meth:`state_dict`.
+        is True for their path, such as ``"state.layers.0.weight"``. A class may add options to a group in its first step.
+        The result has such an option if ``is_saved`` is True for its path, such as ``"param_groups.0.step"``. For an
+        ``(init, update)`` pair the result is :meth:`state_dict`.
 
         Cost: no collective. Memory: the state, and four times one parameter.
         """

@@ -107,7 +107,10 @@ def _kind_of_state(where: str, path: str, key: str, value: Any) -> list[Any]:
 
 
 def _own_or_from_rank(kind: list[Any], value: Any, like: ShardedTensor, source: int, comm: Comm) -> Any:
-    """Return ``value``; if it is None, an empty part for elementwise state, else the state of rank ``source``. A collective."""
+    """Return ``value``, this rank's state; in place of None an empty part for elementwise state, else the state of ``source``.
+
+    ``kind``: result of :func:`_kind_of_state` on rank ``source``. All ranks call this function.
+    """
     what, *rest = kind
     if what == "value":
         return rest[0]

@@ -359,7 +359,11 @@ def _usage_and_remedy(part: ShardedTensor, usual_remedy: str) -> tuple[str, str]
 
 
 def _check_no_autograd(name: str, rows: Sequence[Sequence[Any]], cut: Sequence[ShardedTensor]) -> None:
-    """Raise an error if a part in ``rows`` requires a gradient, or another tensor does beside the parts ``cut``."""
+    """Raise an error if a call of the torch function ``name`` would need a gradient through a part.
+
+    No part among the arguments ``rows`` may require a gradient. ``cut``: the parts that not every rank holds whole. If there
+    are such parts, no other tensor among the arguments may require a gradient either.
+    """
     for x in (x for row in rows for x in row if isinstance(x, torch.Tensor) and x.requires_grad):
         if isinstance(x, ShardedTensor):
             by, remedy = _usage_and_remedy(
@@ -459,9 +463,11 @@ def _call_naming_part(call: Callable[[], Any], name: str, part: ShardedTensor) -
 
 
 def _own_elements(x: Any, likes: Sequence[ShardedTensor | None]) -> Any:
-    """Return the elements of tensor ``x`` at the places of this rank's part ``likes[0]``; any other value unchanged.
+    """Return the elements of an argument ``x`` that this rank combines with its part ``likes[0]``.
 
-    If ``x`` is a list, item ``i`` belongs to part ``likes[i]``.
+    For a part these are its local elements. For a whole tensor they are the elements at the places of ``likes[0]``. Scalars
+    and other values are returned unchanged, and so are whole tensors if ``likes[0]`` is None. Item ``i`` of a list ``x``
+    belongs to ``likes[i]``.
     """
     like = likes[0]
     if isinstance(x, list | tuple):
