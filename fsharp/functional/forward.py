@@ -10,7 +10,7 @@ from fsharp.errors import TreeError
 from fsharp.functional.comm.checked_units import checked_units_of
 from fsharp.functional.comm.protocol import Comm, engine_of
 from fsharp.functional.layout.sharded import Sharded, check_not_donated, is_sharded, map_units, units_of
-from fsharp.functional.moves import gather
+from fsharp.functional.moves import gather_unchecked
 from fsharp.functional.release import in_place_change_check, in_place_write_error, release_saved, version_of
 from fsharp.functional.remat import Remat, check_remat_argument, run_with_recomputation
 from fsharp.functional.transforms import is_non_vmap_transform_active, is_transform_active, refuse_proxy_tracing
@@ -72,9 +72,10 @@ def forward(
     if (engine := engine_of(comm)) is not None and engine.handles_forward(sharded, ties):
         return engine.run_forward(fn, sharded, ties, args, kwargs)
     refuse_proxy_tracing("forward()")
+    checked_units_of("forward()", units, comm)
     _check_no_tensor_classes(units)
     first = torch._C._autograd._get_sequence_nr()
-    gathered, owners = whole = gather(units, comm=comm)
+    gathered, owners = whole = gather_unchecked(units, comm)
     full_nodes = (*owners, *units_of(gathered))
     before = _buffer_versions(full_nodes)
     trees = map_units(lambda node: node.tree(full_nodes) if is_sharded(node) else node, gathered)

@@ -86,6 +86,11 @@ def gather(tree: Tree, *, comm: Comm, to: PlaceName = "full") -> Tree:
     """
     refuse_proxy_tracing("gather()")
     checked_units_of("gather()", tree, comm)
+    return gather_unchecked(tree, comm, to)
+
+
+def gather_unchecked(tree: Tree, comm: Comm, to: PlaceName = "full") -> Tree:
+    """Run :func:`gather` without the checks of the tree and of its mesh."""
 
     def gather_node(sharded: Sharded) -> Sharded:
         if not is_sharded(sharded):
@@ -101,14 +106,15 @@ def gather(tree: Tree, *, comm: Comm, to: PlaceName = "full") -> Tree:
         if target.placements == sharded.place.placements and not whole and not sharded.is_gathered:
             return Sharded(sharded.buffers, sharded.unit, sharded.place, sharded.groups, tree_label=sharded.tree_label)
         tree_label = new_tree_label_prefix(sharded, comm, target)
-        named = LabelPrefixComm(comm, f"{tree_label}gather {sharded.name or '(root)'}")
+        label = f"{tree_label}gather {sharded.name or '(root)'}"
         can_use_sinks = sharded.is_encoded or not is_non_vmap_transform_active()  # bytes get gradients in no other way
         to_sinks = whole and torch.is_grad_enabled() and sharded.sinks and can_use_sinks
         with transforms_disabled() if to_sinks else nullcontext():  # no transform has wrapped buffers with sinks
             moved = []
             for x in _buffers_without_scales(sharded):
-                moved.append(gather_or_slice_buffer(x.detach() if to_sinks else x, sharded, target, named, is_gathered=whole))
-            moved = _add_scales_or_decode(sharded, moved, target, named, whole=whole)
+                x = x.detach() if to_sinks else x
+                moved.append(gather_or_slice_buffer(x, sharded, target, comm, is_gathered=whole, label=label))
+            moved = _add_scales_or_decode(sharded, moved, target, comm, whole=whole)
             if to_sinks:
                 moved = sharded.grad_sinks.attach_to_graph(sharded, moved, LabelPrefixComm(comm, tree_label))
         return Sharded(moved, sharded.unit, target, sharded.groups, is_gathered=whole)
@@ -235,11 +241,12 @@ def host_buffers_to_device(tree: Any, device: torch.device) -> Any:
 
 
 def gather_or_slice_buffer(
-    x: torch.Tensor, node: Sharded, target: MeshPlacement, comm: Comm, *, is_gathered: bool
+    x: torch.Tensor, node: Sharded, target: MeshPlacement, comm: Comm, *, is_gathered: bool, label: str
 ) -> torch.Tensor:
     """Move one buffer of ``node`` from the node's place to ``target``. Neither place holds partial sums.
 
     ``is_gathered``: whether the result is a gathered copy. This changes only the gradients: see [Note: resting and gathered].
+    ``label``: label of the collectives.
     """
     source, was_gathered = node.place, node.is_gathered
     followed = x.numel() > 0 and (x.requires_grad or (is_transform_active() and x.is_floating_point()))
@@ -247,12 +254,12 @@ def gather_or_slice_buffer(
         if comm.mesh.axis_size(axis) == 1:
             continue
         if not was_gathered and (is_gathered or target[axis] is Shard):
-            x = pcast(x, comm, axis, "each")
+            x = pcast(x, comm, axis, "each", label=label)
         elif was_gathered and not is_gathered and target[axis] is Replicate:
-            x = pcast(x, comm, axis, "share")
+            x = pcast(x, comm, axis, "share", label=label)
     for axis in node.unit.gather_axes(source, target):
-        x = all_gather_last(x, comm, axis)
-        x = x if is_gathered or not followed else pcast(x, comm, axis, "share")
+        x = all_gather_last(x, comm, axis, label=label)
+        x = x if is_gathered or not followed else pcast(x, comm, axis, "share", label=label)
     for axis in source.replicated_axes:
         if target[axis] is Shard:
             x = local_slice_last(x, comm, axis)
@@ -269,28 +276,29 @@ def reduce_partial_sums(
     residuals: ResidualsByAxis = MappingProxyType({}),
 ) -> torch.Tensor:
     """Sum one buffer of partial gradients over ranks, and return this rank's part in ``target``. Overwrites ``residuals``."""
-    dtypes, label = unit.groups[group].dtypes, f"reduce {unit.name or '(root)'}"
-    named, accumulate = LabelPrefixComm(comm, label), dtypes.accumulate
-    with reporting_format_errors(named, label):
+    dtypes, accumulate = unit.groups[group].dtypes, unit.groups[group].dtypes.accumulate
+    label = f"reduce {unit.name or '(root)'}"
+    with reporting_format_errors(comm, label):
         for stage in reduction_stages(unit, group, source, target):
             op, axis, n, size, out, dtype, wire, _ = stage
             if op == "slice":
-                x = local_slice_last(x, named, axis)
+                x = local_slice_last(x, comm, axis)
             elif op == "all_gather":
-                x = all_gather_last(x, named, axis)[..., :out]
+                x = all_gather_last(x, comm, axis, label=label)[..., :out]
             elif op == "reduce_scatter":
-                x = reduce_scatter_last(x.to(dtype), named, axis, dtype=accumulate)
+                x = reduce_scatter_last(x.to(dtype), comm, axis, dtype=accumulate, label=label)
             elif op == "all_to_all":
                 assert axis in residuals or not dtypes.feedback, "gradients with feedback are reduced with residuals"
                 padded = torch.nn.functional.pad(x.to(dtype), (0, n * out - size))
                 facts, padding = partial(unit.error_facts, group, axis), padding_in_decoded_sum(unit, group, stage, comm.rank)
-                x = reduce_scatter_encoded(padded, named, axis, wire, facts, residuals.get(axis, ResidualAndNoise()), padding)
+                added = residuals.get(axis, ResidualAndNoise())
+                x = reduce_scatter_encoded(padded, comm, axis, wire, facts, added, padding, label=label)
             elif dtype == accumulate:
-                x = all_reduce(x.to(dtype), named, axis)
+                x = all_reduce(x.to(dtype), comm, axis, label=label)
             else:  # only the summands travel in another dtype, so that every strategy gets the same bits
                 padded = torch.nn.functional.pad(x.to(dtype), (0, -size % n))
-                x = reduce_scatter_last(padded, named, axis, dtype=accumulate)
-                x = all_gather_last(x, named, axis)[..., :size]
+                x = reduce_scatter_last(padded, comm, axis, dtype=accumulate, label=label)
+                x = all_gather_last(x, comm, axis, label=label)[..., :size]
     return x.to(accumulate)
 
 

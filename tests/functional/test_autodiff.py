@@ -5,6 +5,7 @@ import torch
 from torch.func import grad, jvp, vjp, vmap
 
 import fsharp as fs
+from fsharp.functional.comm.protocol import LabelPrefixComm
 from fsharp.testing import simulate
 from tests.gpt_like import logits, make_batches, make_params, plain_logits
 from tests.ranks import on_ranks
@@ -117,6 +118,33 @@ def test_autograd_and_func_give_the_transpose(comm, name):
     expected = transpose(y, comm)
     torch.testing.assert_close(by_autograd, expected)
     torch.testing.assert_close(by_func, expected)
+
+
+LABELED = {
+    "all_gather": fs.collectives.all_gather_last,
+    "reduce_scatter": fs.collectives.reduce_scatter_last,
+    "all_reduce": fs.collectives.all_reduce,
+    "all_to_all": lambda x, comm, axis, label: fs.collectives.all_to_all_last(x, [C] * 3, [C] * 3, comm, axis, label=label),
+}
+
+
+@pytest.mark.parametrize("name", LABELED)
+@on_ranks(MESH)
+def test_a_label_is_that_of_gradients_and_tangents_as_well(comm, name):
+    seen = []
+
+    class Seen(LabelPrefixComm):
+        def _comm_and_label(self, label, *call):
+            seen.append(label)
+            return super()._comm_and_label(label, *call)
+
+    def op(x):
+        return LABELED[name](x, Seen(comm, "step 3: "), "inner", label="tokens")
+
+    out, pullback = vjp(op, draw(comm, 3 * C))
+    pullback(out)
+    jvp(op, (draw(comm, 3 * C),), (draw(comm, 3 * C),))
+    assert seen == ["tokens"] * 4
 
 
 @operations

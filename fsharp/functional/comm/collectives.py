@@ -79,8 +79,17 @@ def _split_last_dim(x: torch.Tensor, n: int) -> torch.Tensor:
     return x.reshape(*x.shape[:-1], n, x.shape[-1] // n).movedim(-2, 0)
 
 
-def all_gather_last(x: torch.Tensor, comm: Comm, axis: str) -> torch.Tensor:
-    """All-gather along the last dim: concatenate ``x`` of all ranks, ``[..., c]``, to ``[..., n * c]``, in order of coordinate.
+def all_gather_last(x: torch.Tensor, comm: Comm, axis: str, *, label: str = "") -> torch.Tensor:
+    """All-gather along the last dim: concatenate ``x`` of all ranks, in order of coordinate.
+
+    Args:
+        x: ``[..., c]``.
+        comm: the ranks.
+        axis: the mesh axis along which to gather.
+        label: what the call is for. Errors name it, and ranks with other labels get an error in place of wrong data.
+
+    Returns:
+        ``[..., n * c]`` for ``n`` ranks along ``axis``.
 
     Gradient: :func:`reduce_scatter_last`. Cost: each rank sends ``(n - 1) * x.nbytes``.
     """
@@ -91,12 +100,15 @@ def all_gather_last(x: torch.Tensor, comm: Comm, axis: str) -> torch.Tensor:
     def joined(parts: torch.Tensor) -> torch.Tensor:
         return torch.flatten(parts.movedim(0, -2), -2)
 
-    primitive, transpose = (partial(each, comm=comm, axis=axis) for each in (all_gather_last, reduce_scatter_last))
-    found = _Collective(partial(comm.all_gather, axis=axis), primitive, transpose, from_result=joined)
+    both = (all_gather_last, reduce_scatter_last)
+    primitive, transpose = (partial(each, comm=comm, axis=axis, label=label) for each in both)
+    found = _Collective(partial(comm.all_gather, axis=axis, label=label), primitive, transpose, from_result=joined)
     return _DifferentiableCollective.apply(x, found)  # type: ignore[no-any-return]
 
 
-def reduce_scatter_last(x: torch.Tensor, comm: Comm, axis: str, *, dtype: torch.dtype | None = None) -> torch.Tensor:
+def reduce_scatter_last(
+    x: torch.Tensor, comm: Comm, axis: str, *, dtype: torch.dtype | None = None, label: str = ""
+) -> torch.Tensor:
     """Reduce-scatter along the last dim: sum ``x`` over ranks, and return this rank's part of the sum.
 
     Args:
@@ -104,6 +116,7 @@ def reduce_scatter_last(x: torch.Tensor, comm: Comm, axis: str, *, dtype: torch.
         comm: the ranks.
         axis: the mesh axis along which to sum.
         dtype: dtype of the sum and the result; None means the dtype of ``x``.
+        label: what the call is for: see :func:`all_gather_last`.
 
     Returns:
         ``[..., c]``.
@@ -115,9 +128,14 @@ def reduce_scatter_last(x: torch.Tensor, comm: Comm, axis: str, *, dtype: torch.
         return x.to(dtype or x.dtype)
     n, sent = comm.mesh.axis_size(axis), x.dtype
 
-    call = partial(comm.reduce_scatter, axis=axis, dtype=dtype or sent)
-    primitive = partial(reduce_scatter_last, comm=comm, axis=axis, dtype=dtype or sent)
-    transpose, rows = lambda y: all_gather_last(y.to(sent), comm, axis), lambda x: _split_last_dim(x, n).contiguous()
+    def transpose(y: torch.Tensor) -> torch.Tensor:
+        return all_gather_last(y.to(sent), comm, axis, label=label)
+
+    def rows(x: torch.Tensor) -> torch.Tensor:
+        return _split_last_dim(x, n).contiguous()
+
+    call = partial(comm.reduce_scatter, axis=axis, dtype=dtype or sent, label=label)
+    primitive = partial(reduce_scatter_last, comm=comm, axis=axis, dtype=dtype or sent, label=label)
     found = _Collective(call, primitive, transpose, to_argument=rows)
     return _DifferentiableCollective.apply(x, found)  # type: ignore[no-any-return]
 
@@ -130,6 +148,8 @@ def reduce_scatter_encoded(
     facts: MessageFacts = tuple,
     residual_and_noise: ResidualAndNoise = ResidualAndNoise(),
     padding: Sequence[slice] = (),
+    *,
+    label: str = "",
 ) -> torch.Tensor:
     """Sum ``x``, ``[..., n * c]``, over the ``n`` ranks of an axis, and return this rank's part, ``[..., c]``.
 
@@ -144,6 +164,7 @@ def reduce_scatter_encoded(
         residual_and_noise: errors of earlier encodings, which are added to a 1-D ``x`` and then overwritten; and random
             numbers.
         padding: slices of the last dim of the result that are set to zero.
+        label: what the call is for.
 
     Gradient: :func:`all_gather_last`, as if nothing were rounded. Cost: each rank sends ``n - 1`` encoded parts.
     """
@@ -157,31 +178,40 @@ def reduce_scatter_encoded(
         part = rows[0].numel()
         sizes = [wire.size(part)] * n
         stored = wire.store_summand(rows.reshape(-1), part, residual_and_noise.residual, facts, residual_and_noise.noise_fn)
-        received = comm.all_to_all(stored, sizes, sizes, axis=axis)
+        received = comm.all_to_all(stored, sizes, sizes, axis=axis, label=label)
         total = wire.sum(received, part, x.dtype, facts).view(rows.shape[1:])
         for run in padding:
             total[..., run] = 0
         return total
 
     def primitive(x: torch.Tensor) -> torch.Tensor:
-        return reduce_scatter_encoded(x, comm, axis, wire, facts, padding=padding)
+        return reduce_scatter_encoded(x, comm, axis, wire, facts, padding=padding, label=label)
 
-    transpose, jvp = (partial(each, comm=comm, axis=axis) for each in (all_gather_last, reduce_scatter_last))
+    both = (all_gather_last, reduce_scatter_last)
+    transpose, jvp = (partial(each, comm=comm, axis=axis, label=label) for each in both)
     return _DifferentiableCollective.apply(x, _Collective(call, primitive, transpose, jvp=jvp))  # type: ignore[no-any-return]
 
 
-def all_reduce(x: torch.Tensor, comm: Comm, axis: str) -> torch.Tensor:
+def all_reduce(x: torch.Tensor, comm: Comm, axis: str, *, label: str = "") -> torch.Tensor:
     """Return the sum of ``x`` over the ranks along ``axis``.
+
+    Args:
+        x: the summand of this rank, of any shape.
+        comm: the ranks.
+        axis: the mesh axis along which to sum.
+        label: what the call is for: see :func:`all_gather_last`.
 
     Gradient: :func:`all_reduce`. Cost: each rank sends ``2 * (n - 1) / n * x.nbytes``.
     """
     if _needs_no_collective(x, comm, axis):
         return x
-    primitive = partial(all_reduce, comm=comm, axis=axis)
-    return _DifferentiableCollective.apply(x, _Collective(partial(comm.all_reduce, axis=axis), primitive, primitive))  # type: ignore[no-any-return]
+    call, primitive = partial(comm.all_reduce, axis=axis, label=label), partial(all_reduce, comm=comm, axis=axis, label=label)
+    return _DifferentiableCollective.apply(x, _Collective(call, primitive, primitive))  # type: ignore[no-any-return]
 
 
-def all_to_all_last(x: torch.Tensor, send: Sequence[int], receive: Sequence[int], comm: Comm, axis: str) -> torch.Tensor:
+def all_to_all_last(
+    x: torch.Tensor, send: Sequence[int], receive: Sequence[int], comm: Comm, axis: str, *, label: str = ""
+) -> torch.Tensor:
     """Send columns of ``x`` to the ranks along ``axis``, and return the columns that they send to this rank.
 
     Tokens ``[n, d]`` reach the ranks of their experts by ``all_to_all_last(tokens.T, send, receive, comm, axis).T``.
@@ -193,6 +223,7 @@ def all_to_all_last(x: torch.Tensor, send: Sequence[int], receive: Sequence[int]
             ``all_to_all_last(torch.tensor(send), [1] * n, [1] * n, comm, axis).tolist()`` tells it.
         comm: the ranks.
         axis: the mesh axis along which to exchange.
+        label: what the call is for: see :func:`all_gather_last`.
 
     Returns:
         ``[..., sum(receive)]``, in order of coordinate.
@@ -210,13 +241,13 @@ def all_to_all_last(x: torch.Tensor, send: Sequence[int], receive: Sequence[int]
     rows = x.shape[:-1].numel()
 
     def call(x: torch.Tensor) -> torch.Tensor:
-        return comm.all_to_all(x.view(-1), [rows * n for n in send], [rows * n for n in receive], axis=axis)
+        return comm.all_to_all(x.view(-1), [rows * n for n in send], [rows * n for n in receive], axis=axis, label=label)
 
     def columns(out: torch.Tensor) -> torch.Tensor:
         return out.view(-1, *x.shape[:-1]).movedim(0, -1)
 
-    primitive = partial(all_to_all_last, send=send, receive=receive, comm=comm, axis=axis)
-    transpose = partial(all_to_all_last, send=receive, receive=send, comm=comm, axis=axis)
+    primitive = partial(all_to_all_last, send=send, receive=receive, comm=comm, axis=axis, label=label)
+    transpose = partial(all_to_all_last, send=receive, receive=send, comm=comm, axis=axis, label=label)
     found = _Collective(call, primitive, transpose, lambda x: x.movedim(-1, 0).contiguous(), columns)
     return _DifferentiableCollective.apply(x, found)  # type: ignore[no-any-return]
 
@@ -225,13 +256,13 @@ CastKind = Literal["each", "sum", "share", "summand"]
 _TRANSPOSE: dict[CastKind, CastKind] = {"each": "sum", "sum": "each", "share": "summand", "summand": "share"}
 
 
-def pcast(x: torch.Tensor, comm: Comm, axis: str, kind: CastKind) -> torch.Tensor:
+def pcast(x: torch.Tensor, comm: Comm, axis: str, kind: CastKind, *, label: str = "") -> torch.Tensor:
     """Convert ``x`` along ``axis`` from a value that ranks share to a value of each rank's own, or back.
 
     ``kind`` is a row of the table below. All ranks have equal copies of a *shared* value, and of its gradient. Each rank has
     its *own* value, and its own gradient. If own values were made from a shared value, the sum of their gradients is the
     gradient of the shared value. See [Note: resting and gathered] in ``fsharp.functional.moves``. The kind in the column
-    ``transpose`` computes the gradient.
+    ``transpose`` computes the gradient. ``label``: what the sums over ranks are for.
 
     =========  ===========  =================================================  ==========
     kind       from, to     computes                                           transpose
@@ -247,9 +278,9 @@ def pcast(x: torch.Tensor, comm: Comm, axis: str, kind: CastKind) -> torch.Tenso
         is_kept = kind != "summand" or comm.mesh.coord(axis, comm.rank) == 0
         return x.view_as(x) if is_kept else torch.zeros_like(x)
 
-    call = partial(comm.all_reduce, axis=axis) if kind == "sum" else keep_or_zero
+    call = partial(comm.all_reduce, axis=axis, label=label) if kind == "sum" else keep_or_zero
     kinds: tuple[CastKind, CastKind] = (kind, _TRANSPOSE[kind])
-    primitive, transpose = (partial(pcast, comm=comm, axis=axis, kind=each) for each in kinds)
+    primitive, transpose = (partial(pcast, comm=comm, axis=axis, kind=each, label=label) for each in kinds)
     return _DifferentiableCollective.apply(x, _Collective(call, primitive, transpose))  # type: ignore[no-any-return]
 
 
