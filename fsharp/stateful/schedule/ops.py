@@ -162,11 +162,9 @@ class OpSpec:
         return getattr(facts, self.casts) if self.casts else 0
 
     @property
-    @cache  # noqa: B019  # records live as long as the process
     def memory_buffer_kind(self) -> str:
         """The kind of buffer whose address ops of this kind have in ``Op.memory``; empty if they have none."""
-        used = (each for each in (self.frees, self.changes, self.fills) if each)
-        return next((each for each in used if BUFFERS[each].size_fact and not BUFFERS[each].is_opened), "")
+        return _memory_buffer_kind(self)
 
     def nbytes(self, facts: UnitFacts) -> int:
         """Return the bytes of ``Op.memory`` of an op of this kind, for the unit with ``facts``."""
@@ -175,6 +173,12 @@ class OpSpec:
     def filled_buffer(self, facts: UnitFacts) -> str:
         """Return ``fills``. If that buffer has 0 bytes, an op of a kind with ``opens`` fills the gradient at rest instead."""
         return REST if self.opens and self.fills == self.memory_buffer_kind and not self.nbytes(facts) else self.fills
+
+
+@cache
+def _memory_buffer_kind(spec: OpSpec) -> str:
+    used = (each for each in (spec.frees, spec.changes, spec.fills) if each)
+    return next((each for each in used if BUFFERS[each].size_fact and not BUFFERS[each].is_opened), "")
 
 
 def buffer_nbytes(buffer: str, facts: UnitFacts) -> int:
