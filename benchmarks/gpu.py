@@ -77,28 +77,6 @@ class Options:
     """Folder of the result, ``gpu-<date>.json``."""
 
 
-class Device:
-    """What is asked of a CUDA device; a test puts another one in its place."""
-
-    kind = "cuda"
-
-    def wait(self) -> None:
-        torch.cuda.synchronize()
-
-    def empty(self) -> None:
-        gc.collect()
-        torch.cuda.empty_cache()
-
-    def allocated(self) -> int:
-        return torch.cuda.memory_allocated()
-
-    def reset_peak(self) -> None:
-        torch.cuda.reset_peak_memory_stats()
-
-    def peak(self) -> int:
-        return torch.cuda.max_memory_allocated()
-
-
 # ---------------------------------------------------------------- measuring
 
 
@@ -110,7 +88,6 @@ class Bench:
         options: how long, and how often.
         mesh: of one rank.
         say: is told what has been done.
-        device: is asked for time and memory.
 
     Attributes:
         found: figures by contender. ``rounds`` has for each round and name ``step``: seconds a step, of several between two
@@ -118,11 +95,9 @@ class Bench:
             ``absent`` has the reason of each contender that has failed, or was left out.
     """
 
-    def __init__(
-        self, model: Model, options: Options, mesh: DeviceMesh, say: Callable[[str], None], device: Device = Device()
-    ) -> None:
-        self.model, self.options, self.say, self.device = model, options, say, device
-        self.batches = llama.batches(model.shape, device=device.kind)
+    def __init__(self, model: Model, options: Options, mesh: DeviceMesh, say: Callable[[str], None]) -> None:
+        self.model, self.options, self.say = model, options, say
+        self.batches = llama.batches(model.shape, device="cuda")
         self.rows = rows(model.shape, mesh, self.batches[0])
         self.live: dict[str, Trains] = {}
         self.losses: dict[str, list[float | None]] = {}
@@ -186,18 +161,19 @@ class Bench:
 
     def _begin(self, row: Row) -> None:
         """First steps, and the bytes that are allocated at most over these, and after them."""
-        self.device.empty()
-        before = self.device.allocated()
-        self.device.reset_peak()
+        _empty()
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
         contender = row.build()
         done = getattr(contender, "done", 0)
         self.losses[row.name] = [None] * done
-        self.device.empty()
+        _empty()
         if not done:
-            self.device.reset_peak()
+            torch.cuda.reset_peak_memory_stats()
         self.live[row.name] = contender
         self._steps(row.name, max(self.options.warmup - done, 1))
-        self.found["memory"][row.name] = {"peak": self.device.peak() - before, "rest": self.device.allocated() - before}
+        peak, rest = torch.cuda.max_memory_allocated(), torch.cuda.memory_allocated()
+        self.found["memory"][row.name] = {"peak": peak - before, "rest": rest - before}
         self.say(row.name)
 
     def _steps(self, name: str, count: int) -> tuple[float, float]:
@@ -205,11 +181,11 @@ class Bench:
         losses, contender = self.losses[name], self.live[name]
         numbers = range(len(losses), len(losses) + count)
         todo = [self.batches[0 if i < WARMUP else i % len(self.batches)] for i in numbers]
-        self.device.wait()
+        torch.cuda.synchronize()
         began = _now()
         new = [contender.step(batch) for batch in todo]
         issued = _now() - began
-        self.device.wait()
+        torch.cuda.synchronize()
         done = _now() - began
         losses += [float(x) for x in new]
         return issued, done
@@ -242,12 +218,17 @@ class Bench:
         return {"step": self._steps(name, self.options.steps)[1] / self.options.steps, "host": issued}
 
     def _profile(self, row: Row, trace: Path | None) -> dict[str, Any]:
-        self.device.empty()
-        return profile(row.build(), self.batches[:3], self.device, trace)
+        _empty()
+        return profile(row.build(), self.batches[:3], trace)
 
 
 def _now() -> float:
     return time.perf_counter()
+
+
+def _empty() -> None:
+    gc.collect()
+    torch.cuda.empty_cache()
 
 
 # ---------------------------------------------------------------- profile
@@ -259,19 +240,18 @@ def mark(transport: Any) -> None:
         setattr(transport, name, torch.profiler.record_function(label)(getattr(transport, name)))
 
 
-def profile(contender: Any, batches: Sequence[c.Batch], device: Device, trace: Path | None = None) -> dict[str, Any]:
+def profile(contender: Any, batches: Sequence[c.Batch], trace: Path | None = None) -> dict[str, Any]:
     """Trace one step, and count the gathers and reductions that overlap compute. The trace is written to ``trace``."""
     if hasattr(contender, "scheduler"):
         mark(contender.scheduler.engine.steps.executor.transport)
     for batch in batches:
         contender.step(batch)
-    device.wait()
-    kinds = [torch.profiler.ProfilerActivity.CPU]
-    if device.kind == "cuda":
-        kinds.append(torch.profiler.ProfilerActivity.CUDA)
-    with torch.profiler.profile(activities=kinds) as found:
+    torch.cuda.synchronize()
+    with torch.profiler.profile(
+        activities=[torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+    ) as found:
         contender.step(batches[0])
-        device.wait()
+        torch.cuda.synchronize()
     with tempfile.TemporaryDirectory(prefix="fsharp-bench-") as folder:
         path = Path(folder, "trace.json")
         found.export_chrome_trace(str(path))
@@ -284,9 +264,7 @@ def profile(contender: Any, batches: Sequence[c.Batch], device: Device, trace: P
 # ---------------------------------------------------------------- the run
 
 
-def run(
-    options: Options, mesh: DeviceMesh, where: dict[str, Any], path: Path, say: Callable[[str], None], device: Device = Device()
-) -> dict[str, Any]:
+def run(options: Options, mesh: DeviceMesh, where: dict[str, Any], path: Path, say: Callable[[str], None]) -> dict[str, Any]:
     """Measure all models, and write what has been measured after each contender.
 
     First what all want to know, of all models; then profiles, and what :class:`Row` has for later phases.
@@ -302,7 +280,7 @@ def run(
     parts = [(phase, name) for phase in shares for name in options.models]
     for i, (phase, name) in enumerate(parts):
         if name not in benches:
-            benches[name] = Bench(MODELS[name], options, mesh, lambda text, name=name: say(f"{name}: {text}"), device)
+            benches[name] = Bench(MODELS[name], options, mesh, lambda text, name=name: say(f"{name}: {text}"))
             results["models"][name] = benches[name].found
         left = [shares[later] * MODELS[other].seconds for later, other in parts[i:]]
         until = _now() + (began + options.seconds - _now()) * left[0] / sum(left)

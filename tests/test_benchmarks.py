@@ -2,20 +2,24 @@
 
 import gc
 import gzip
+import io
 import json
 import os
 import subprocess
 import sys
 import threading
 import warnings
+from contextlib import redirect_stdout
 from dataclasses import asdict, replace
 from functools import partial
 from itertools import product
 from pathlib import Path
+from types import SimpleNamespace
 
 import optree
 import pytest
 import torch
+from torch.distributed.fsdp import FSDPModule
 
 import fsharp as fs
 from benchmarks import (
@@ -49,7 +53,7 @@ from benchmarks.training import Training
 from fsharp.testing import DebugPolicy, processes, simulate
 from tests import gpt_like
 from tests.te_cpu import ranks
-from tests.virtual_device import accelerator as accelerator, comm as comm
+from tests.virtual_device import accelerator as accelerator, comm as comm, install
 
 ROOT = Path(__file__).parents[1]
 TINY = gpt.Shape(vocab=16, dim=16, layers=2, heads=2, time=8, batch=2)
@@ -144,20 +148,30 @@ def in_a_group_of_one(program):
     return ranks.processes(fs.Mesh({"dp": 1}), run, timeout=110)[0]
 
 
+MEGATRON_FSDP = SimpleNamespace(
+    MixedPrecisionPolicy=lambda *, main_params_dtype, main_grads_dtype: None,
+    fully_shard_model=lambda *, module, fsdp_unit_modules, mixed_precision_policy: module,
+    fully_shard_optimizer=lambda optimizer: None,
+)
+"""The calls of megatron-fsdp 0.6.1 that the benchmark makes. They shard nothing."""
+
+
 @pytest.fixture(scope="module")
 def of_the_gpu(tmp_path_factory):
-    """What the GPU's benchmark finds on the CPU, and its file."""
-    path = tmp_path_factory.mktemp("gpu") / "gpu-now.json"
+    """What the benchmark of a GPU returns, prints and writes on a virtual one; and its folder."""
+    folder = tmp_path_factory.mktemp("gpu")
 
-    def program():
-        from torch.distributed.device_mesh import init_device_mesh
-
+    def run(comm):
         gpu.MODELS = {"small": gpu.Model(LLAMA, False, 1)}
-        torch.compile = lambda function, **_: function
-        options = gpu.Options(models=("small",), rounds=2, steps=1, trace=True)
-        return gpu.run(options, init_device_mesh("cpu", (1,), mesh_dim_names=("dp",)), WHERE, path, silent, NoDevice())
+        sys.modules["megatron_fsdp"], printed = MEGATRON_FSDP, io.StringIO()
+        options = ["--models", "small", "--rounds=1", "--steps=1", "--warmup=1", "--seconds=1e3", "--trace", f"--out={folder}"]
+        gc.freeze()
+        with pytest.MonkeyPatch.context() as patch, install(patch)(), redirect_stdout(printed), warnings.catch_warnings():
+            patch.setattr(gc, "unfreeze", lambda: None)
+            warnings.simplefilter("ignore")
+            return gpu.main(options), printed.getvalue()
 
-    return in_a_group_of_one(program), path
+    return *ranks.processes(fs.Mesh({"dp": 1}), run, timeout=250)[0], folder
 
 
 @pytest.fixture(scope="module")
@@ -587,48 +601,25 @@ PROFILED = (
 )
 
 
-class NoDevice(gpu.Device):
-    """The CPU in place of a GPU, so that everything but its counters runs."""
-
-    kind = "cpu"
-
-    def wait(self):
-        pass
-
-    def empty(self):
-        pass
-
-    def allocated(self):
-        return 0
-
-    def reset_peak(self):
-        pass
-
-    def peak(self):
-        return MB
-
-
-def test_the_gpu_benchmark_runs_end_to_end_without_a_gpu(of_the_gpu, capsys):
-    """Blocks are not compiled here, TransformerEngine's kernels are stand-ins, and there are no CUDA graphs."""
-    found, path = of_the_gpu
-    assert json.loads(path.read_text()) == found
-    part, lacking = found["models"]["small"], {gpu_contenders.MEGATRON, gpu_contenders.GRAPH}
-    if not hasattr(torch.distributed.fsdp.FSDPModule, gpu_contenders.SETTERS[0]):
-        lacking.add(gpu_contenders.NEWER)
+def test_the_gpu_benchmark_runs_end_to_end_without_a_gpu(of_the_gpu):
+    """The device is virtual, blocks are traced but not compiled, and TransformerEngine's kernels are stand-ins."""
+    status, printed, folder = of_the_gpu
+    assert status == 0, printed
+    [path] = folder.glob("gpu-*.json")
+    found = json.loads(path.read_text())
+    part = found["models"]["small"]
+    lacking = set() if hasattr(FSDPModule, gpu_contenders.SETTERS[0]) else {gpu_contenders.NEWER}
     assert set(part["absent"]) == lacking, part["absent"]
-    assert "CUDA graphs need a CUDA device" in part["absent"][gpu_contenders.GRAPH]
     names = set(part["peers"]) - lacking
     assert set(part["memory"]) == set(part["losses"]) == names
-    assert [set(row) for row in part["rounds"]] == [names] * 2
+    assert all(memory["peak"] > 0 for memory in part["memory"].values())
+    assert [set(row) for row in part["rounds"]] == [names]
     assert part["mismatch"] == {}
     assert set(part["overlap"]) == {row for row in PROFILED if row not in lacking}
-    trace = json.loads(gzip.decompress(path.with_name("gpu-now-small-fsharp-zero3.trace.json.gz").read_bytes()))
+    trace = json.loads(gzip.decompress((folder / f"{path.stem}-small-fsharp-zero3.trace.json.gz").read_bytes()))
     assert GATHER in {e.get("name") for e in trace["traceEvents"]}
-    assert gpu.report(found, path) == 0
-    assert set(json.loads(capsys.readouterr().out.splitlines()[-1])) == {
-        f"small_{prefix}{kind}_ratio_vs_fsdp2"
-        for prefix in ("", "module_", "compiled_", "fp8_")
-        for kind in ("step", "host", "peak")
+    assert set(json.loads(printed.splitlines()[-1])) == {
+        f"small_{prefix}{kind}_ratio_vs_fsdp2" for prefix in gpu_page.PAIRS for kind in ("step", "host", "peak")
     }
     made = gpu_page.tables(found)
     assert [table.title.split(":")[0].split(",")[0] for table in made] == [
@@ -644,6 +635,7 @@ class Plain:
 
     def __init__(self, name, factor=1.0, fails_at=0):
         self.name, self.factor, self.fails_at, self.count = name, factor, fails_at, 0
+        self.memory = torch.zeros(1, device="cuda")
 
     def step(self, batch):
         self.count += 1
@@ -669,11 +661,12 @@ def stand_ins(shape, mesh, batch):
 
 
 @pytest.mark.parametrize("together", [False, True])
-def test_a_contender_that_fails_costs_nobody_elses_figures(monkeypatch, tmp_path, capsys, together):
+def test_a_contender_that_fails_costs_nobody_elses_figures(accelerator, monkeypatch, tmp_path, capsys, together):
     monkeypatch.setattr(gpu, "rows", stand_ins)
     monkeypatch.setattr(gpu, "MODELS", {"small": gpu.Model(LLAMA, together, 1)})
     options = gpu.Options(models=("small",), rounds=3, steps=2, warmup=3 if together else 4)
-    found = gpu.run(options, None, WHERE, tmp_path / "gpu-now.json", silent, NoDevice())
+    with accelerator():
+        found = gpu.run(options, None, WHERE, tmp_path / "gpu-now.json", silent)
     part = found["models"]["small"]
     assert part["absent"] == {
         "not there": "OSError: undefined symbol",
@@ -690,13 +683,14 @@ def test_a_contender_that_fails_costs_nobody_elses_figures(monkeypatch, tmp_path
     assert "small_step_ratio_vs_fsdp2" in shown.out.splitlines()[-1]
 
 
-def test_what_there_is_no_time_for_is_named(monkeypatch, tmp_path):
+def test_what_there_is_no_time_for_is_named(accelerator, monkeypatch, tmp_path):
     monkeypatch.setattr(gpu, "rows", stand_ins)
     monkeypatch.setattr(gpu, "MODELS", {"small": gpu.Model(LLAMA, True, 1)})
     now = [0.0]
     monkeypatch.setattr(gpu, "_now", lambda: now.__setitem__(0, now[0] + 1.0) or now[0])
     options = gpu.Options(models=("small",), rounds=50, steps=1, warmup=1, seconds=10)
-    found = gpu.run(options, None, WHERE, tmp_path / "gpu-now.json", silent, NoDevice())
+    with accelerator():
+        found = gpu.run(options, None, WHERE, tmp_path / "gpu-now.json", silent)
     part = found["models"]["small"]
     assert len(part["rounds"]) == gpu.LEAST
     late = {name for name, why in part["absent"].items() if why == "left out: the time of --seconds 10 was over"}

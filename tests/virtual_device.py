@@ -10,13 +10,16 @@ import threading
 import weakref
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
+from functools import partial
 from typing import Any, NamedTuple
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch._ops import OpOverload
+from torch.distributed.device_mesh import init_device_mesh
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 import fsharp as fs
 from fsharp.distributed import job_store, process_group
@@ -89,6 +92,16 @@ class VirtualDevice:
         for mode in (_Ops(self), _Calls(self)):
             self._stack.enter_context(mode)
         return self
+
+    @contextmanager
+    def out_of_the_way(self) -> Iterator[None]:
+        """Let a compiler look at functions: it sees no device, and no mode."""
+        _here.device = None
+        try:
+            with torch._C.DisableTorchFunction(), _disable_current_modes():
+                yield
+        finally:
+            _here.device = self
 
     def __exit__(self, *_: Any) -> None:
         self._stack.close()
@@ -187,13 +200,17 @@ class _Calls(TorchFunctionMode):
         name = getattr(func, "__name__", "")
         if name == "__get__":
             return self._attribute(func, args)
-        if func is torch.device or name in ("data_ptr", "untyped_storage"):
+        if func is torch.device or isinstance(func, OpOverload) or name in ("data_ptr", "untyped_storage"):
             return func(*args, **kwargs)
         first = args[0] if args and isinstance(args[0], torch.Tensor) else None
         on = any(is_on(x) for x in tensors_of((*args, *kwargs.values())))
         if func is torch.Tensor.backward:
             with self:
                 return torch.autograd.backward(first, kwargs.pop("gradient", None), **kwargs)
+        if (name == "cpu" or any(map(_is_cpu, (*args, *kwargs.values())))) and _is_stand_in():
+            name = "cuda" if name == "cpu" else name
+            args = tuple(CUDA if _is_cpu(x) else x for x in args)
+            kwargs = {key: CUDA if _is_cpu(x) else x for key, x in kwargs.items()}
         if name == "cpu" and first is not None:
             return self._call(torch.Tensor.to, (first, _OFF if on else "cpu"), {}, on)
         if name == "cuda" and first is not None:
@@ -223,7 +240,7 @@ class _Calls(TorchFunctionMode):
 
     def _attribute(self, func: Any, args: Any) -> Any:
         found = func(*args)
-        if func == torch.Tensor.device.__get__ and is_on(args[0]):
+        if func == torch.Tensor.device.__get__ and is_on(args[0]) and not _is_stand_in():
             return CUDA
         if func == torch.Tensor.is_cuda.__get__:
             return bool(is_on(args[0]))
@@ -273,6 +290,18 @@ def _is_cuda(x: Any) -> bool:
     return torch.device(x).type == "cuda" if isinstance(x, torch.device | str) else False
 
 
+def _is_cpu(x: Any) -> bool:
+    return isinstance(x, torch.device | str) and str(x).startswith("cpu")
+
+
+def _is_stand_in() -> bool:
+    """Return whether the caller is TransformerEngine on its stand-in, which says "cpu" where it means its device."""
+    frame: Any = sys._getframe(2)
+    while (name := frame.f_globals["__name__"]).startswith(("torch.", __name__)) or frame.f_code.co_name == "device":
+        frame = frame.f_back
+    return name.startswith(("transformer_engine", "tests.te_cpu"))
+
+
 def current() -> VirtualDevice:
     device: VirtualDevice = _here.device
     return device
@@ -296,6 +325,11 @@ def _swap(real: Any, replacement: Any) -> Any:
 @pytest.fixture
 def accelerator(monkeypatch: pytest.MonkeyPatch) -> Any:
     """What makes a :class:`VirtualDevice` in this thread: to be entered by each rank."""
+    return install(monkeypatch)
+
+
+def install(monkeypatch: pytest.MonkeyPatch) -> type[VirtualDevice]:
+    """Have threads in a :class:`VirtualDevice` find a GPU, NCCL with one rank, and a compiler that only traces."""
 
     def put(owner: Any, name: str, replacement: Any) -> None:
         monkeypatch.setattr(owner, name, _swap(getattr(owner, name), replacement))
@@ -309,6 +343,11 @@ def accelerator(monkeypatch: pytest.MonkeyPatch) -> Any:
     event = _swap(torch.Event, lambda device=None, **_: VirtualEvent(current().streams))
     monkeypatch.setattr(torch, "Stream", type("Stream", (torch.Stream,), {"__new__": lambda _, *a, **kw: stream(*a, **kw)}))
     monkeypatch.setattr(torch, "Event", type("Event", (torch.Event,), {"__new__": lambda _, *a, **kw: event(*a, **kw)}))
+    generator = _swap(torch.Generator, lambda device="cpu", real=torch.Generator: real())
+    monkeypatch.setattr(torch, "Generator", type("Generator", (torch.Generator,), {"__new__": lambda _, *a: generator(*a)}))
+    put(torch, "autocast", lambda kind, dtype, real=torch.autocast: real("cpu", dtype))
+    put(torch, "compile", partial(_traced, torch.compile))
+    put(torch.profiler, "profile", lambda activities, real=torch.profiler.profile: real(activities=activities[:1]))
     put(torch.Tensor, "record_stream", lambda x, stream: None)
     put(torch.accelerator, "current_stream", lambda device=None: current().streams.current)
     put(torch.accelerator, "current_accelerator", lambda check_available=False: torch.device("cuda"))
@@ -317,6 +356,13 @@ def accelerator(monkeypatch: pytest.MonkeyPatch) -> Any:
     put(torch.accelerator, "device_count", lambda: 1)
     put(torch.accelerator, "synchronize", lambda device=None: current().note("synchronize"))
     put(torch.cuda, "is_available", lambda: True)
+    put(torch.cuda, "is_initialized", lambda: True)
+    put(torch.cuda, "device_count", lambda: 1)
+    put(torch.cuda, "current_device", lambda: 0)
+    put(torch.cuda, "set_device", lambda device: None)
+    put(torch.cuda, "get_device_name", lambda device=None: "NVIDIA H100 of a test")
+    put(torch.cuda.nccl, "version", lambda: (2, 28, 9))
+    put(torch.cuda, "Event", lambda **_: VirtualEvent(current().streams))
     put(torch.cuda, "Stream", lambda device=None, priority=0: VirtualStream(current().streams, priority))
     put(torch.cuda, "current_stream", lambda device=None: current().streams.current)
     put(torch.cuda, "stream", _stream)
@@ -329,7 +375,32 @@ def accelerator(monkeypatch: pytest.MonkeyPatch) -> Any:
     put(torch.cuda, "reset_peak_memory_stats", lambda: current().reset_peak())
     put(torch.cuda, "CUDAGraph", VirtualGraph)
     put(torch.cuda, "graph", lambda graph, **_: graph.capture(current().streams))
+    put(dist, "init_process_group", lambda backend, real=dist.init_process_group, **options: real("gloo", **options))
+    put(dist, "get_backend", lambda group=None: "nccl")
+    put(dist, "all_reduce", lambda x, op=None, group=None: None)
+    copy = lambda out, x, group=None: out.view(-1).copy_(x.view(-1))  # noqa: E731
+    for module, name in (
+        (nccl, "_all_gather"),
+        (job_store, "all_gather_into"),
+        (nccl, "_reduce_scatter"),
+        (process_group, "_reduce_scatter"),
+    ):
+        put(module, name, copy)
     return VirtualDevice
+
+
+def _traced(compile_: Any, function: Any, **options: Any) -> Any:
+    """A function that torch.compile has traced, run op by op."""
+    traced = compile_(function, **{**options, "backend": "eager"})
+
+    def call(*args: Any) -> torch.Tensor:
+        device = current()
+        with device.out_of_the_way():
+            result: torch.Tensor = traced(*args)
+        device.mark(result, is_on_device=True)
+        return result
+
+    return call
 
 
 GPU = (pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"))
@@ -345,38 +416,18 @@ def gpu(request: pytest.FixtureRequest, accelerator: Any) -> Iterator[None]:
 
 
 @pytest.fixture(params=SIDES)
-def comm(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_path: Any, accelerator: Any) -> Iterator[Any]:
+def comm(request: pytest.FixtureRequest, tmp_path: Any, accelerator: Any) -> Iterator[Any]:
     """One rank on a GPU, over NCCL, or on a virtual one."""
-    if request.param == "virtual":
-        with virtual_nccl(monkeypatch, tmp_path) as made, accelerator():
-            yield made
-        return
-    from torch.distributed.device_mesh import init_device_mesh
-
-    torch.cuda.set_device(0)
-    dist.init_process_group("nccl", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
-    try:
-        yield fs.ProcessGroupComm(init_device_mesh("cuda", (1,), mesh_dim_names=("dp",)))
-    finally:
-        fs.destroy()
+    with accelerator() if request.param == "virtual" else nullcontext(), over_nccl(tmp_path) as made:
+        yield made
 
 
 @contextmanager
-def virtual_nccl(monkeypatch: pytest.MonkeyPatch, folder: Any) -> Iterator[fs.ProcessGroupComm]:
-    """A Comm of one rank that takes its groups for those of NCCL: collectives are copies."""
-    from torch.distributed.device_mesh import init_device_mesh
-
-    copy = lambda out, x, group=None: out.view(-1).copy_(x.view(-1))  # noqa: E731
-    for module, name in ((nccl, "_all_gather"), (job_store, "all_gather_into")):
-        monkeypatch.setattr(module, name, copy)
-    for module in (nccl, process_group):
-        monkeypatch.setattr(module, "_reduce_scatter", copy)
-    monkeypatch.setattr(dist, "all_reduce", lambda x, op=None, group=None: None)
-    dist.init_process_group("gloo", init_method=f"file://{folder / 'store'}", rank=0, world_size=1)
+def over_nccl(folder: Any) -> Iterator[fs.ProcessGroupComm]:
+    """One rank. On a virtual device its collectives are copies."""
+    torch.cuda.set_device(0)
+    dist.init_process_group("nccl", init_method=f"file://{folder / 'store'}", rank=0, world_size=1)
     try:
-        monkeypatch.setattr(dist, "get_backend", lambda group=None: "nccl")
-        comm = fs.ProcessGroupComm(init_device_mesh("cpu", (1,), mesh_dim_names=("dp",)))
-        comm.device = CUDA
-        yield comm
+        yield fs.ProcessGroupComm(init_device_mesh("cuda", (1,), mesh_dim_names=("dp",)))
     finally:
         fs.destroy()

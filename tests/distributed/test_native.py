@@ -14,7 +14,7 @@ from fsharp.errors import AgreementError
 from fsharp.stateful.transport.base import Summand
 from fsharp.stateful.transport.nccl import NcclTransport
 from tests.distributed.test_watch import Table
-from tests.virtual_device import accelerator as accelerator, virtual_nccl
+from tests.virtual_device import accelerator as accelerator, over_nccl
 
 
 class Group:
@@ -97,7 +97,7 @@ def test_after_an_abort_a_comm_makes_new_communicators(monkeypatch):
 
 
 def test_one_communicator_over_nccl_and_two_groups_over_gloo(accelerator, monkeypatch, tmp_path):
-    with virtual_nccl(monkeypatch, tmp_path) as comm, accelerator():
+    with accelerator(), over_nccl(tmp_path) as comm:
         made = []
         monkeypatch.setattr(comm, "new_group", made.append)
         scheduler = fs.Scheduler(comm)

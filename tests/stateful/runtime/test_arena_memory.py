@@ -11,7 +11,7 @@ from fsharp.errors import OptionError, ScheduleError
 from fsharp.testing import DebugPolicy
 from tests.gpt_like import loss_fn
 from tests.stateful.runtime.test_gpu_scheduler import batches, start
-from tests.virtual_device import accelerator as accelerator, comm as comm, virtual_nccl
+from tests.virtual_device import accelerator as accelerator, comm as comm, over_nccl
 
 
 def losses(comm, memory, count=4, **options):
@@ -97,7 +97,7 @@ def test_steps_in_registered_memory_have_the_same_bits(comm, memory, request):
 
 
 def test_all_communicators_know_the_arena_once(backend, accelerator, monkeypatch, tmp_path):
-    with virtual_nccl(monkeypatch, tmp_path) as comm, accelerator() as device:
+    with accelerator() as device, over_nccl(tmp_path) as comm:
         _, scheduler = losses(comm, "symmetric")
         ((what, pool, is_symmetric),) = backend.notes
         assert (what, is_symmetric) == ("register", True)
@@ -116,7 +116,7 @@ def test_all_communicators_know_the_arena_once(backend, accelerator, monkeypatch
 
 
 def test_after_an_error_nothing_is_asked_of_communicators_that_are_gone(backend, accelerator, monkeypatch, tmp_path):
-    with virtual_nccl(monkeypatch, tmp_path) as comm, accelerator():
+    with accelerator(), over_nccl(tmp_path) as comm:
         _, scheduler = losses(comm, "registered")
         backend.notes.clear()
         scheduler.engine.steps.own.watch.report_failure(ValueError("a batch of 0 tokens"), "a test")
@@ -126,7 +126,7 @@ def test_after_an_error_nothing_is_asked_of_communicators_that_are_gone(backend,
 
 def test_what_the_libraries_lack_is_an_error_with_a_remedy(backend, accelerator, monkeypatch, tmp_path):
     backend.knows_symmetric = False
-    with virtual_nccl(monkeypatch, tmp_path) as comm, accelerator():
+    with accelerator(), over_nccl(tmp_path) as comm:
         match = r"cannot make symmetric memory on cuda:0: register_mem_pool(.|\n)*Pass arena_memory='allocator'"
         with pytest.raises(ScheduleError, match=match):
             losses(comm, "symmetric")
