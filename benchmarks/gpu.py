@@ -26,7 +26,7 @@ import tyro
 from rich.console import Console
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from benchmarks import contenders as c, llama
+from benchmarks import contenders as c, gpu_tests, llama
 from benchmarks.gpu_contenders import OURS, WARMUP, Row, Trains, Unavailable, rows
 from benchmarks.gpu_page import compare, summary, tables
 from benchmarks.overlap import GATHER, REDUCE, overlap
@@ -71,6 +71,8 @@ class Options:
     """Steps that each contender makes before."""
     seconds: float = 170.0
     """When these are over, contenders that have not begun are left out, and all rounds but two. What is left out is named."""
+    tests_seconds: float = 300.0
+    """How long the tests of TransformerEngine's kernels may take, after everything else. 0 leaves them out."""
     trace: bool = False
     """Write the trace of each step that is profiled next to the result, ``gpu-<date>-<model>-<contender>.trace.json.gz``."""
     out: Path = Path("benchmarks/results")
@@ -274,7 +276,7 @@ def run(options: Options, mesh: DeviceMesh, where: dict[str, Any], path: Path, s
 
     def save() -> None:
         results["seconds"] = round(_now() - began, 1)
-        path.write_text(json.dumps(results, indent=1) + "\n")
+        _write(results, path)
 
     shares = {"rounds": 38.0, "profile": 12.0, "compiled": 12.0, "graph": 4.0}
     parts = [(phase, name) for phase in shares for name in options.models]
@@ -291,6 +293,10 @@ def run(options: Options, mesh: DeviceMesh, where: dict[str, Any], path: Path, s
         say(f"{name}: {phase} done, {_now() - began:.0f} s in all")
     save()
     return results
+
+
+def _write(results: dict[str, Any], path: Path) -> None:
+    path.write_text(json.dumps(results, indent=1) + "\n")
 
 
 def _trace(options: Options, result: Path, model: str, contender: str) -> Path | None:
@@ -314,7 +320,7 @@ def environment() -> dict[str, Any]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measure and report; the exit status, which is 1 where losses differ."""
+    """Measure and report; the exit status, which is 1 where losses differ or tests fail."""
     options = tyro.cli(Options, args=argv, prog="python -m benchmarks.gpu")
     if not torch.cuda.is_available():
         print("error: this needs a CUDA device", file=sys.stderr)
@@ -328,9 +334,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         dist.init_process_group("nccl", init_method=f"file://{folder}/store", rank=0, world_size=1)
         try:
             mesh = init_device_mesh("cuda", (1,), mesh_dim_names=("dp",))
-            return report(run(options, mesh, where, path, partial(console.print, markup=False)), path)
+            results = run(options, mesh, where, path, partial(console.print, markup=False))
         finally:
             dist.destroy_process_group()
+    if options.tests_seconds:
+        _empty()  # the tests have the device to themselves
+        results["tests"] = gpu_tests.measure(options.tests_seconds)
+        _write(results, path)
+    return report(results, path)
 
 
 def report(results: dict[str, Any], path: Path) -> int:
@@ -341,8 +352,10 @@ def report(results: dict[str, Any], path: Path) -> int:
     off = {name: part["mismatch"] for name, part in results["models"].items() if part.get("mismatch")}
     for name, found in off.items():
         print(f"error: {name}: losses differ from those of the peer: {found}", file=sys.stderr)
+    if failed := [test for test, result, _ in results.get("tests", ()) if result == "failed"]:
+        print(f"error: {len(failed)} tests failed: {', '.join(failed)}", file=sys.stderr)
     print(json.dumps(summary(results)), flush=True)
-    return 1 if off else 0
+    return 1 if off or failed else 0
 
 
 if __name__ == "__main__":

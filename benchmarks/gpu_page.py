@@ -54,11 +54,12 @@ def ratio(part: Mapping[str, Any], kind: str, ours: str, theirs: str) -> float |
 
 
 def tables(results: Mapping[str, Any]) -> list[Table]:
-    """Return one table for each model, one of overlap, and one of what is absent."""
+    """Return one table for each model, one of overlap, one of tests if they ran, and one of what is absent."""
     models: Mapping[str, Any] = results["models"]
     return [
         *(_times(name, part, results["peak_flops"]) for name, part in models.items()),
         _overlap(models),
+        *([_tests(results["tests"])] if "tests" in results else []),
         Table(
             "Not measured",
             ("", "why"),
@@ -111,6 +112,23 @@ def _overlap(models: Mapping[str, Any]) -> Table:
             rows.append((f"{name}, {who}", *_hidden(gathers), *_hidden([found["reductions"]])))
     header = ("", "gathers", "overlapping", "ms", "of these beside", "reductions", "overlapping", "ms", "of these beside")
     return Table("Gathers and reductions beside compute, in one step", header, rows)
+
+
+def _tests(outcomes: Sequence[tuple[str, str, str]]) -> Table:
+    rows: dict[str, list[tuple[str, str, str]]] = {}
+    for test, result, why in outcomes:
+        name, _, case = test.partition("[")
+        rows.setdefault(name, []).append((result, case.removesuffix("]"), why))
+    header = ("", "passed", "failed", "not run", "why")
+    return Table("What only a GPU can show of TransformerEngine", header, [_test(name, each) for name, each in rows.items()])
+
+
+def _test(name: str, cases: Sequence[tuple[str, str, str]]) -> tuple[str, ...]:
+    """A row of a test, whose first case that failed or has not run says why."""
+    nums = [sum(result == wanted for result, _, _ in cases) for wanted in ("passed", "failed", "not run")]
+    case, why = next((x[1:] for result in ("failed", "not run") for x in cases if x[0] == result), ("", ""))
+    why = f"{case}: {why}" if case else why
+    return (name.replace("_", " "), *(str(num or "") for num in nums), why.replace("|", "\\|"))
 
 
 def _hidden(found: Sequence[Mapping[str, float]]) -> tuple[str, str, str, str]:

@@ -33,6 +33,7 @@ from benchmarks import (
     gpu,
     gpu_contenders,
     gpu_page,
+    gpu_tests,
     host,
     interop,
     llama,
@@ -156,6 +157,12 @@ MEGATRON_FSDP = SimpleNamespace(
 """The calls of megatron-fsdp 0.6.1 that the benchmark makes. They shard nothing."""
 
 
+def tests_of(folder, *sources):
+    """What selects the tests that these lines make."""
+    (folder / "test_kernels.py").write_text("\n".join(["import os, pytest", *sources]))
+    return ("-p", "no:cacheprovider", str(folder / "test_kernels.py"))
+
+
 @pytest.fixture(scope="module")
 def of_the_gpu(tmp_path_factory):
     """What the benchmark of a GPU returns, prints and writes on a virtual one; and its folder."""
@@ -164,6 +171,7 @@ def of_the_gpu(tmp_path_factory):
     def run(comm):
         gpu.MODELS = {"small": gpu.Model(LLAMA, False, 1)}
         sys.modules["megatron_fsdp"], printed = MEGATRON_FSDP, io.StringIO()
+        gpu_tests.SELECTED = tests_of(folder, "def test_passes(): pass")
         options = ["--models", "small", "--rounds=1", "--steps=1", "--warmup=1", "--seconds=1e3", "--trace", f"--out={folder}"]
         gc.freeze()
         with pytest.MonkeyPatch.context() as patch, install(patch)(), redirect_stdout(printed), warnings.catch_warnings():
@@ -625,9 +633,41 @@ def test_the_gpu_benchmark_runs_end_to_end_without_a_gpu(of_the_gpu):
     assert [table.title.split(":")[0].split(",")[0] for table in made] == [
         "small",
         "Gathers and reductions beside compute",
+        "What only a GPU can show of TransformerEngine",
         "Not measured",
     ]
+    assert made[2].rows == [("test passes", "1", "", "", "")]
     assert all(len(row) == len(table.header) for table in made for row in table.rows)
+
+
+def test_tests_of_a_gpu_are_rows_whatever_becomes_of_them(monkeypatch, tmp_path, capsys):
+    sources = (
+        "@pytest.mark.parametrize('n', [1, 2, 3])",
+        "def test_some(n): assert n < 2",
+        "@pytest.mark.skipif(True, reason='needs a GPU of architecture 9.0')",
+        "def test_skipped(): pass",
+        "def test_dies(): os._exit(9)",
+        "def test_after(): pass",
+    )
+    monkeypatch.setattr(gpu_tests, "SELECTED", tests_of(tmp_path, *sources))
+    results = {"models": {}, "peak_flops": None, "tests": gpu_tests.measure(100.0)}
+    assert gpu_page.tables(results)[1].rows == [
+        ("test some", "1", "2", "", "2: assert 2 < 2"),
+        ("test skipped", "", "", "1", "needs a GPU of architecture 9.0"),
+        ("test dies", "", "", "1", "pytest ended with status 9"),
+        ("test after", "", "", "1", "pytest ended with status 9"),
+    ]
+    assert gpu.report(results, tmp_path) == 1
+    assert "error: 2 tests failed: test_some[2], test_some[3]" in capsys.readouterr().err
+    assert gpu_tests.measure(0.01) == [(gpu_tests.SELECTED[-1], "not run", "0.01 s were over")]
+
+
+@pytest.mark.deep
+def test_tests_of_a_gpu_are_none_without_a_gpu():
+    """The command as it is: pytest finds the tests, and leaves all out."""
+    [(test, result, why)] = gpu_tests.measure(250.0)
+    assert (test, result) == ("tests/te/test_gpu.py", "not run")
+    assert "deselected" in why
 
 
 class Plain:
@@ -723,7 +763,7 @@ def test_the_page_of_the_gpu_is_the_last_result():
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.filterwarnings("ignore")
 def test_the_gpu_benchmark_on_a_gpu(tmp_path):
-    options = ["--models", "small", "--rounds", "2", "--steps", "2", "--seconds", "60", "--out", str(tmp_path)]
+    options = ["--models", "small", "--rounds=2", "--steps=2", "--seconds=60", "--tests-seconds=0", f"--out={tmp_path}"]
     assert gpu.main(options) == 0
     (path,) = tmp_path.glob("gpu-*.json")
     part = json.loads(path.read_text())["models"]["small"]
