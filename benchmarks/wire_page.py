@@ -12,7 +12,7 @@ from benchmarks.stats import best_fsdp2, ratio, times
 MARKS = "<!-- begin: written by make bench-wire -->", "<!-- end: written by make bench-wire -->"
 PICTURE = "wire.png"
 MARKERS = {"zero3": "o", "zero2": "s"}
-COLORS = ("black", *(f"C{i}" for i in range(10)), "gold")
+COLORS = ("black", *(f"C{i}" for i in range(10)), "gold", "navy", "lime", "tan", "crimson", "teal")
 """Of formats, in the order of the table."""
 
 

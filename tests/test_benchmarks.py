@@ -46,6 +46,7 @@ from benchmarks import (
     steps,
     tuning,
     wire,
+    wire_page,
 )
 from benchmarks.options import Options, parse
 from benchmarks.overlap import GATHER, REDUCE, overlap
@@ -880,6 +881,11 @@ def test_formats_send_the_bytes_that_are_said(tmp_path):
     summary = wire.figures({"2": found}, {"left_out": "no root"})
     assert summary["best_bytes_ratio"] == round(best, 4)
     assert summary["limited_step_ratio_vs_fsdp2_bf16"] is None
+
+
+def test_each_format_of_the_picture_has_a_color_of_its_own():
+    formats = {name.rpartition(", ")[0] for name in codecs.CODECS}
+    assert len(formats) <= len(wire_page.COLORS) == len({*wire_page.COLORS})
 
 
 def test_a_record_goes_on_where_a_killed_process_ended(tmp_path):
