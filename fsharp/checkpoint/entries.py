@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import optree
 import torch
 
+from fsharp.checkpoint.formats.planes import EncodedLeaf, PlaneOfLeaf, planes_of_group
 from fsharp.checkpoint.shard_file import SAVABLE_DTYPES
 from fsharp.errors import TreeError, problem
 from fsharp.functional.comm.protocol import Comm
@@ -23,6 +24,7 @@ from fsharp.functional.formats.format import tensor_text
 from fsharp.functional.layout.mesh import Mesh
 from fsharp.functional.layout.placement import MeshPlacement
 from fsharp.functional.layout.sharded import Sharded, is_sharded
+from fsharp.functional.layout.stored import decoded_buffer, is_encoded
 from fsharp.functional.layout.unit_layout import Leaf, UnitLayout
 from fsharp.functional.state import MadeBy
 from fsharp.stateful.modules.parameter import ShardedTensor
@@ -129,6 +131,7 @@ class TreeContents:
         layouts: for each Sharded a line of text that says which rank holds which of its elements.
         objects: see :class:`~fsharp.checkpoint.manifest.Manifest`.
         settings: for each ShardedModule in the tree a text with the settings that it was given so far, equal on all ranks.
+        encoded: the leaves whose planes are the tensors, by name.
     """
 
     entries: dict[str, TensorEntry]
@@ -137,6 +140,7 @@ class TreeContents:
     layouts: list[str]
     objects: dict[str, Any] = field(default_factory=dict)
     settings: dict[str, None] = field(default_factory=dict)
+    encoded: dict[str, EncodedLeaf] = field(default_factory=dict)
 
     def texts_to_compare(self) -> dict[str, str]:
         """Return, by name, the texts that ranks compare: names, dtypes and shapes of tensors, and layouts."""
@@ -149,15 +153,16 @@ class TreeContents:
             entry.release()
 
 
-def contents_of(where: str, tree: Any, comm: Comm) -> TreeContents:
+def contents_of(where: str, tree: Any, comm: Comm, *, planes: bool = False) -> TreeContents:
     """Return the :class:`TreeContents` of a tree, of which this rank holds a part.
 
-    Raises TreeError for a leaf that cannot be saved, or if two leaves have one name. ``where`` names the caller in errors.
+    ``where`` names the caller in errors. ``planes``: encoded parameters are entries of planes in place of decoded values.
+    Raises TreeError for a leaf that cannot be saved, or if two leaves have one name.
     """
     found, parts, held = TreeContents({}, {}, {}, []), dict[int, str](), dict[Any, dict[str, _LeafPieces]]()
     for segments, entries, leaf in leaves_with_both_paths(tree):
         if is_sharded(leaf):
-            _add_unit_entries(where, found, segments, entries, leaf, comm)
+            _add_unit_entries(where, found, segments, entries, leaf, comm, planes=planes)
         elif isinstance(leaf, PerRank):
             for under, _, tensor in leaves_with_both_paths(leaf.value):
                 _add_entry(where, found, _per_rank_entry(where, ".".join((*segments, *under)), tensor, comm))
@@ -185,6 +190,9 @@ def contents_of(where: str, tree: Any, comm: Comm) -> TreeContents:
     # Optimizer state has no frozen leaves, and so none of their ties.
     for name in [name for name, owner in found.aliases.items() if owner not in found.entries]:
         del found.aliases[name]
+    for alias, owner in [*found.aliases.items()] if planes else ():
+        each = found.encoded.get(owner)
+        found.aliases.update({alias + x[len(owner) :]: x for x in (*each.planes, *each.scales)} if each else {})
     return found
 
 
@@ -321,7 +329,14 @@ def too_deep_error() -> TreeError:
 
 
 def _add_unit_entries(
-    where: str, found: TreeContents, segments: tuple[str, ...], entries: tuple[str, ...], node: Sharded, comm: Comm
+    where: str,
+    found: TreeContents,
+    segments: tuple[str, ...],
+    entries: tuple[str, ...],
+    node: Sharded,
+    comm: Comm,
+    *,
+    planes: bool,
 ) -> None:
     unit, own = node.unit, tuple(node.unit.name.split(".")) if node.unit.name else ()
     is_alone = bool(own) and entries[len(entries) - len(own) :] != own  # taken out of its planned tree
@@ -340,8 +355,12 @@ def _add_unit_entries(
         return f"{root}.{below}" if root and below else root or below
 
     found.layouts.append(f"{name('') or '(root)'}: {_layout_text_to_compare(unit, node.place)}")
-    held = dict(zip(node.groups, node.decoded_buffers(comm.rank, in_main_dtype=True), strict=True))
-    pieces = _leaves_on_ranks_by_path(unit, node.place, comm.rank)
+    rows, pieces = [*zip(node.groups, node.buffers, strict=True)], _leaves_on_ranks_by_path(unit, node.place, comm.rank)
+    for group, buffer in rows if planes else ():
+        if is_encoded(unit, group, buffer) and buffer.shape == (unit.stored_size(group, node.place),):
+            _add_planes(where, found, name, node, group, pieces, comm)
+    rows = [(g, x) for g, x in rows if not (planes and is_encoded(unit, g, x))]
+    held = {g: decoded_buffer(unit, g, x, node.place, comm.rank, in_main_dtype=True) for g, x in rows}
     sizes = {group: unit.local_size(group, node.place) for group in held}
     one_number = {group: is_group_scalar(buffer, unit, group, node.place) for group, buffer in held.items()}
     for leaf in unit.leaves:
@@ -360,6 +379,33 @@ def _add_unit_entries(
                     f"for each of the {sizes[leaf.group]} elements of unit {unit.display_name} on this rank."
                 )
             _add_entry(where, found, entry)
+
+
+def _add_planes(
+    where: str,
+    found: TreeContents,
+    name: Callable[[str], str],
+    node: Sharded,
+    group: int,
+    pieces: dict[str, _LeafPieces],
+    comm: Comm,
+) -> None:
+    """Add entries for the planes and scales of a group's leaves, whose parameters are encoded in ``node``."""
+    if node.unit.varying_axes:
+        facts = [("axes along which ranks hold different parameters", ", ".join(node.unit.varying_axes))]
+        raise TreeError(problem(where, f"planes=True is not for unit {node.unit.display_name}.", facts, "Save without planes."))
+    for leaf, made, planes, scales in planes_of_group(name, node, group, comm.rank):
+        found.encoded[name(leaf.path)] = made
+        found.layouts.append(f"{name(leaf.path)}: {made}")
+        for plane_name, plane in zip(made.planes, planes, strict=True):
+
+            def piece(of: int, plane: PlaneOfLeaf = plane, path: str = leaf.path) -> Piece:
+                first, last, *replica = pieces[path][1](of)
+                return Piece(*plane.range_of(first, last), *replica)
+
+            _add_entry(where, found, TensorEntry(plane_name, plane.numbers.dtype, plane.shape, piece, plane.numbers))
+        for scale_name, scale in zip(made.scales, scales, strict=True):
+            _add_entry(where, found, _replicated_entry(where, scale_name, scale, node.unit.mesh))
 
 
 def _sharded_tensor_entry(

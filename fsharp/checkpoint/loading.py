@@ -31,17 +31,19 @@ from fsharp.checkpoint.entries import (
     load_if_object,
     tree_to_load_into,
 )
+from fsharp.checkpoint.formats.planes import EncodedElements, format_of
 from fsharp.checkpoint.manifest import MANIFEST_NAME, Manifest
 from fsharp.checkpoint.matching import (
     PARAMS_FROM_MAIN,
     SourceNames,
     check_matches,
+    manifest_of_values,
     manifest_without_ignored,
     rename_argument_hint,
     shorten_error_rows,
     source_names,
 )
-from fsharp.checkpoint.reading import BUFFER_NBYTES, NeededElements
+from fsharp.checkpoint.reading import BUFFER_NBYTES, NeededElements, cast_without_overflow
 from fsharp.checkpoint.storage import absolute_path, os_error_behind, storage_of
 from fsharp.errors import AgreementError, CheckpointError, CommError, log as _log, problem
 from fsharp.functional.comm.agree import all_gather_texts, check_on_all_ranks
@@ -95,6 +97,7 @@ def load(
               or a file of safetensors or ``torch.save``. The file of ``torch.save`` has tensors, numbers and texts in dicts,
               lists and tuples. Keys are joined by dots: for ``{"model": model.state_dict()}`` pass ``subtree="model"``.
               In a root such a file is loaded only by its own path.
+            - With planes of ``save(planes=True)``: values are decoded in float32, and cast to the dtype in ``like``.
         like: a tree with the names, shapes, dtypes and places to load. The values do not matter; tensors may be on the meta
             device. An object with ``load_state_dict()`` loads the names of its ``state_dict()``, and is returned. So a plain
             torch optimizer has to make a step before this call; a ShardedOptimizer need not.
@@ -207,7 +210,7 @@ def load_with_reader(
 
     def check() -> tuple[Checkpoint, Any, TreeContents, SourceNames, Any]:
         found = opened()
-        manifest = manifest_without_ignored(found.manifest, as_patterns(ignore), subtree)
+        manifest = manifest_without_ignored(manifest_of_values(found.path, found.manifest), as_patterns(ignore), subtree)
         there = {prefix for name in (*manifest.tensors, *manifest.values) for prefix in self_and_ancestors(name)}
         resting = tree_to_load_into(
             like,
@@ -244,7 +247,7 @@ def load_with_reader(
                 buffer.zero_()  # for the padding
         for name, value in kept.items():
             into.entries[name].local.copy_(value)
-        _fill_tree(found, into, names, comm.rank, read, kept)
+        _fill_tree(found, into, names, comm.rank, partial(_read_values, read), kept)
         return encode_block_format_groups(tree, resting)
 
     try:
@@ -356,6 +359,21 @@ def _tree_to_fill(
         else:
             made.append(MadeBy(str(value)) if isinstance(leaf, MadeBy) else value)
     return optree.tree_unflatten(optree.tree_structure(template, is_leaf=is_node_saved_as_leaf), made)
+
+
+def _read_values(
+    read: Callable[[Checkpoint, list[NeededElements]], None], found: Checkpoint, needs: list[NeededElements]
+) -> None:
+    """Read ``needs`` by ``read``. Of encoded leaves read planes and scales, and decode them."""
+    manifest, jobs = found.manifest, list[tuple[NeededElements, EncodedElements]]()
+    for need in needs:
+        if (leaf := manifest.encoded.get(need.name)) is not None:
+            form = format_of(found.path, need.name, leaf)
+            jobs.append((need, EncodedElements(need.name, form, leaf, need.first, need.last)))
+    plain = [need for need in needs if need.name not in manifest.encoded]
+    read(found, plain + [NeededElements(*each) for _, job in jobs for each in job.needs])
+    for need, job in jobs:
+        need.target.copy_(cast_without_overflow(job.decode(), need.target.dtype, need.name))
 
 
 def _fill_tree(

@@ -11,6 +11,7 @@ import torch
 import xxhash
 
 from fsharp.checkpoint.entries import Value
+from fsharp.checkpoint.formats.planes import EncodedLeaf, encoded_leaf_from_json
 from fsharp.checkpoint.shard_file import SAVABLE_DTYPES, parse_untrusted_json, refuse_repeated_names
 from fsharp.errors import CheckpointError
 from fsharp.functional.formats.format import dtype_name
@@ -71,6 +72,7 @@ class Manifest:
         values: numbers, strings and booleans by name.
         objects: by name, the result of :func:`structure_of` for each list, tuple, dict or None in the saved tree that
             :func:`~fsharp.checkpoint.to_dcp` writes as one object.
+        encoded: the leaves of which ``tensors`` has planes, by name.
     """
 
     save_id: str
@@ -85,6 +87,7 @@ class Manifest:
     aliases: Mapping[str, str]
     values: Mapping[str, Value]
     objects: Mapping[str, Any] = field(default_factory=dict)
+    encoded: Mapping[str, EncodedLeaf] = field(default_factory=dict)
 
     @property
     def nbytes(self) -> int:
@@ -112,6 +115,7 @@ class Manifest:
             "values": {name: _value_to_json(value) for name, value in self.values.items()},
         }
         body |= {"objects": dict(self.objects)} if self.objects else {}
+        body |= {"encoded": dict(self.encoded)} if self.encoded else {}
         return json.dumps({**body, "xxh3_128": _body_digest(body)}, separators=(",", ":")).encode()
 
     @staticmethod
@@ -167,6 +171,7 @@ def _manifest_from_body(body: dict[str, Any]) -> Manifest:
         aliases={name: str(owner) for name, owner in body["aliases"].items()},
         values={name: _value_from_json(value) for name, value in body["values"].items()},
         objects=dict(body.get("objects", {})),
+        encoded={name: encoded_leaf_from_json(each) for name, each in body.get("encoded", {}).items()},
     )
 
 

@@ -7,8 +7,9 @@ from typing import Any, NamedTuple
 import torch
 
 from fsharp.checkpoint.entries import TreeContents, type_with_ints_as_float
-from fsharp.checkpoint.manifest import Manifest
-from fsharp.errors import TreeError, problem
+from fsharp.checkpoint.formats.planes import format_of, specs_in_files
+from fsharp.checkpoint.manifest import Manifest, TensorRecord
+from fsharp.errors import CheckpointError, TreeError, problem
 from fsharp.functional.formats.format import tensor_text
 from fsharp.functional.tree.paths import select_paths
 
@@ -41,6 +42,27 @@ def manifest_without_ignored(manifest: Manifest, ignore: tuple[str, ...], subtre
     for name in [name for name, owner in kept["aliases"].items() if owner in left]:
         kept["tensors"][name] = manifest.tensors[kept["aliases"].pop(name)]
     return replace(manifest, **kept)
+
+
+def manifest_of_values(path: str, manifest: Manifest) -> Manifest:
+    """Return the manifest with one float32 tensor, the decoded values, in place of the planes and scales of each encoded leaf.
+
+    Raises CheckpointError if the checkpoint at ``path`` has other tensors than the format of such a leaf.
+    """
+    tensors, aliases = dict(manifest.tensors), dict(manifest.aliases)
+    for name, leaf in manifest.encoded.items():
+        form = format_of(f"load() of {path}", name, leaf)
+        names, wanted = (*leaf.planes, *leaf.scales), specs_in_files(form, leaf)
+        there = [(manifest.tensors[each].dtype, manifest.tensors[each].shape) for each in names if each in manifest.tensors]
+        if there != wanted:
+            facts = [("tensors", ", ".join(names)), ("got", there), ("expected", wanted)]
+            remedy = "Save the checkpoint again, or export it with all tensors of the leaf."
+            raise CheckpointError(problem(f"load() of {path}", f"{name!r:.200} does not have planes of {form}.", facts, remedy))
+        for each in names:
+            tensors.pop(each, None)
+        aliases = {alias: owner for alias, owner in aliases.items() if owner not in (*leaf.planes[1:], *leaf.scales)}
+        tensors[name] = TensorRecord(torch.float32, leaf.shape, ())
+    return replace(manifest, tensors=tensors, aliases=aliases)
 
 
 class SourceNames(NamedTuple):
@@ -110,7 +132,8 @@ def check_matches(
             kind = "a number or text in the checkpoint" if source in manifest.values else "not in the checkpoint"
             rows.append((name, f"{kind}; expected {tensor_text(entry)}"))
             continue
-        is_right = record.dtype == entry.dtype or (cast and _can_cast(record.dtype, entry.dtype))
+        may_cast = cast or source in manifest.encoded  # decoded values have no dtype of their own
+        is_right = record.dtype == entry.dtype or (may_cast and _can_cast(record.dtype, entry.dtype))
         if record.shape != entry.shape or not is_right:
             is_of_others = entry.is_per_rank and record.shape[1:] == entry.shape[1:]
             why = f": a value of each rank, so load on {record.shape[0]} ranks, or without this leaf" if is_of_others else ""

@@ -212,7 +212,7 @@ class ShardFileReader:
             first, last = ((x - file_range.begin) // file_range.dtype.itemsize for x in (begin, stop))
             target, values = file_range.target, data.view(file_range.dtype)
             if target.dtype != values.dtype:
-                values = _cast_without_overflow(values, target.dtype, file_range.name)
+                values = cast_without_overflow(values, target.dtype, file_range.name)
             target[first:last].copy_(values)
 
     def _damaged_block_starts(self, start: int, view: memoryview) -> list[int]:
@@ -247,7 +247,7 @@ class ShardFileReader:
         return wrong
 
 
-def _cast_without_overflow(values: torch.Tensor, dtype: torch.dtype, name: str) -> torch.Tensor:
+def cast_without_overflow(values: torch.Tensor, dtype: torch.dtype, name: str) -> torch.Tensor:
     """Return ``values`` of tensor ``name`` in another dtype. Raises TreeError if a finite value becomes infinite."""
     result = values.to(dtype)
     if (lost := result.isinf()).any():

@@ -35,7 +35,7 @@ from fsharp.checkpoint.shard_file import (
     write_file,
 )
 from fsharp.checkpoint.storage import absolute_path, os_error_behind, storage_of
-from fsharp.errors import CheckpointError, TreeError, log as _log
+from fsharp.errors import CheckpointError, TreeError, log as _log, problem
 from fsharp.functional.comm.agree import all_gather_fixed_size, check_on_all_ranks
 from fsharp.functional.comm.protocol import Comm
 from fsharp.functional.layout.mesh import Mesh
@@ -71,7 +71,14 @@ class Snapshot:
 
 @options_checked
 def save(
-    root: str | os.PathLike[str], tree: Any, *, step: int, comm: Comm, config: Any = None, metric: float | None = None
+    root: str | os.PathLike[str],
+    tree: Any,
+    *,
+    step: int,
+    comm: Comm,
+    config: Any = None,
+    metric: float | None = None,
+    planes: bool = False,
 ) -> Checkpoint:
     """Write a checkpoint, which loads under any other strategy, mesh and number of ranks.
 
@@ -94,12 +101,15 @@ def save(
         comm: the ranks; a Scheduler also works.
         config: a value that JSON can hold, kept in the manifest; equal on all ranks.
         metric: a score, such as a loss: :func:`~fsharp.checkpoint.prune` keeps checkpoints with the lowest scores.
+        planes: save parameters that rest in a format as they are encoded, for inference: a leaf ``w`` as its codes ``w`` and
+            its scales ``w_scale``. By default they are saved as values in the dtype ``main``.
+            :func:`~fsharp.checkpoint.export_safetensors` keeps such planes, and :func:`~fsharp.checkpoint.load` decodes them.
 
     Returns:
         The checkpoint.
 
     Raises:
-        TreeError: a leaf cannot be saved.
+        TreeError: a leaf cannot be saved, or with ``planes`` the tree has no encoded parameter.
         AgreementError: ranks have different arguments, or another rank has failed. No file is left.
         CheckpointError: there is not enough room, or a file reads back differently. No file is left.
         CheckpointError: the checkpoint is written, but ``root`` could not be synced against a power cut.
@@ -107,11 +117,12 @@ def save(
     Cost: a rank writes its elements and reads them back; ranks with equal elements divide the writing. For each axis three
     collectives of 40 bytes and two smaller ones. Memory: none, or on a GPU one tensor at a time on the host.
     """
-    return write_snapshot(agree_and_make_folder(root, tree, step=step, comm=comm, config=config, metric=metric), comm)
+    how: Any = {"step": step, "comm": comm, "config": config, "metric": metric, "planes": planes}
+    return write_snapshot(agree_and_make_folder(root, tree, **how), comm)
 
 
 def agree_and_make_folder(
-    root: str | os.PathLike[str], tree: Any, *, step: int, comm: Comm, config: Any, metric: float | None
+    root: str | os.PathLike[str], tree: Any, *, step: int, comm: Comm, config: Any, metric: float | None, planes: bool = False
 ) -> Snapshot:
     """Return the :class:`Snapshot` that :func:`save` is to write, once all ranks agree. Rank 0 makes the staging folder.
 
@@ -131,7 +142,8 @@ def agree_and_make_folder(
         return save_id
 
     try:
-        return agree_on_snapshot("save()", where, tree, step=step, comm=comm, config=config, metric=metric, begin=stage)
+        how: Any = {"step": step, "comm": comm, "config": config, "metric": metric, "planes": planes}
+        return agree_on_snapshot("save()", where, tree, begin=stage, **how)
     except BaseException:
         if folder:
             remove_staged(folder)
@@ -149,6 +161,7 @@ def agree_on_snapshot(
     metric: float | None = None,
     begin: Callable[[TreeContents], str],
     shared_root: bool = True,
+    planes: bool = False,
 ) -> Snapshot:
     """Return the :class:`Snapshot` that a save will write, after a check that all ranks agree.
 
@@ -165,7 +178,11 @@ def agree_on_snapshot(
         config = checked_config(where, step, config)
         if not isinstance(metric, float | int | None):
             raise CheckpointError(f"{where}: metric is {metric!r}, expected a number: float(x) of a tensor.")
-        contents = contents_of(where, states, comm)
+        contents = contents_of(where, states, comm, planes=planes)
+        if planes and not contents.encoded:
+            facts = [("got", f"{len(contents.entries)} tensors, such as {', '.join([*contents.entries][:3])}")]
+            remedy = "Pass state.params, or model.train_state.params of a module, of a layout with Precision(stored=...)."
+            raise TreeError(problem(where, "planes=True, and the tree has no encoded parameters.", facts, remedy))
         if on_meta := [entry.name for entry in contents.entries.values() if entry.local.is_meta]:
             raise TreeError(
                 f"{where}: {on_meta[0]!r} is on the meta device, without values ({len(on_meta)} tensors are). Make it first, "
@@ -390,4 +407,5 @@ def manifest_of_snapshot(snapshot: Snapshot, records: Sequence[FileRecord], mesh
         aliases=snapshot.contents.aliases,
         values=snapshot.contents.values,
         objects=snapshot.contents.objects,
+        encoded=snapshot.contents.encoded,
     )

@@ -4,9 +4,11 @@ import re
 from dataclasses import replace
 
 import pytest
+import safetensors.torch
 import torch
 
 import fsharp as fs
+from fsharp.functional.tree.paths import named_leaves
 from tests import te_cpu
 from tests.te.training import (
     DELAYED,
@@ -174,3 +176,53 @@ def resume_delayed(comm, folder):
 def test_a_run_under_delayed_scaling_goes_on_with_the_same_bits(tmp_path):
     for found in on_ranks({"dp": 2}, resume_delayed, folder=str(tmp_path)):
         assert found == [True] * (2 * 3 + 2)
+
+
+def planes(comm, names, folder):
+    """Train, save the planes of parameters, and read them back. Return what differs."""
+    found, case = [], Case(lambda: [linear(), norm_mlp()], (te.Linear, te.LayerNormMLP))
+    for name in names:
+        architecture, recipe = (RECIPES | DELAYED)[name]
+        with te_cpu.architecture(*architecture):
+            model = shard(case, recipe, comm, fs.zero3("dp"))
+            train_sharded(case, recipe, comm, None, model=model, steps=[0])
+            params = model.train_state.params
+            saved = fs.checkpoint.save(f"{folder}/{name}", params, step=1, comm=comm, planes=True)
+            whole = {n: x.clone() for n, x in named_leaves(fs.full_tree(params, comm=comm))}
+            found += [f"{name}: names"] * (whole.keys() != dict(model.named_parameters()).keys())
+            if comm.rank == 0:
+                fs.checkpoint.export_safetensors(saved, f"{folder}/{name}/out")
+            fs.checkpoint.save(f"{folder}/next", {}, step=0, comm=comm)  # waits for rank 0
+            for where in (saved, f"{folder}/{name}/out"):
+                got = fs.checkpoint.load(where, {n: torch.zeros_like(x) for n, x in whole.items()}, comm=comm)
+                found += [f"{name}: {n}" for n, x in whole.items() if not torch.equal(got[n], x)]
+            exported = safetensors.torch.load_file(f"{folder}/{name}/out/model.safetensors")
+            encoded = [n.removesuffix("_scale") for n in exported if n.endswith("_scale")]
+            nbytes = sum(
+                node.unit.stored_nbytes(g, node.unit.strategy.full) for node in fs.layouts.units_of(params) for g in node.groups
+            )
+            found += [f"{name}: {sum(x.nbytes for x in exported.values())} bytes, {nbytes} rest"] * (
+                sum(x.nbytes for x in exported.values()) > nbytes or len(encoded) != 3
+            )
+            for n in encoded:
+                value = dequantized(exported, n)
+                found += [f"{name}: {n} by the convention"] * (not torch.equal(value.to(whole[n].dtype), whole[n]))
+    return found
+
+
+def dequantized(tensors, name):
+    """Return what a reader who knows the convention makes of a weight: a code times its scales."""
+    codes, scale = tensors[name], tensors[f"{name}_scale"]
+    numbers = codes.float()
+    if codes.dtype == torch.uint8:
+        e2m1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
+        numbers = e2m1[torch.stack([codes & 15, codes >> 4], -1).flatten(-2).long()]
+    factor = torch.exp2(scale.float() - 127) if scale.dtype == torch.uint8 else scale.float()
+    for dim in range(scale.dim() if scale.numel() > 1 else 0):
+        factor = factor.repeat_interleave(-(-numbers.shape[dim] // scale.shape[dim]), dim)
+    return numbers * factor * tensors.get(f"{name}_scale_2", torch.ones(()))
+
+
+@pytest.mark.parametrize("names", [("current", "mxfp8"), ("block", "nvfp4", "delayed")], ids=str)
+def test_planes_for_inference_have_the_values_of_parameters(names, tmp_path):
+    assert on_ranks({"dp": 2}, planes, names=names, folder=str(tmp_path)) == [[], []]

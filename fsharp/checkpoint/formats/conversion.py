@@ -8,6 +8,7 @@ import torch
 
 from fsharp.checkpoint.catalog import Checkpoint, folder_name, new_save_id, open_checkpoint
 from fsharp.checkpoint.entries import Piece, TensorEntry, TreeContents, Value
+from fsharp.checkpoint.formats.planes import EncodedLeaf
 from fsharp.checkpoint.saving import Snapshot, checked_config, run_converting_os_errors, write_snapshot
 from fsharp.checkpoint.shard_file import StoredTensor, check_tensor_names, in_write_order
 from fsharp.checkpoint.storage import absolute_path, storage_of
@@ -43,7 +44,8 @@ def from_huggingface(
     def read(tensors: list[StoredTensor]) -> Iterator[torch.Tensor]:
         return (found.tensor(tensor.name) for tensor in tensors)
 
-    return write_converted("from_huggingface()", root, entries, dict(found.manifest.values), read, step=step, config=config)
+    how: Any = {"step": step, "config": config, "encoded": found.manifest.encoded}
+    return write_converted("from_huggingface()", root, entries, dict(found.manifest.values), read, **how)
 
 
 def whole_entry(name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> TensorEntry:
@@ -62,11 +64,12 @@ def write_converted(
     step: int,
     config: Any,
     objects: Mapping[str, Any] | None = None,
+    encoded: Mapping[str, EncodedLeaf] | None = None,
 ) -> Checkpoint:
     """Write a checkpoint under ``root`` from the tensors and the values of another library's checkpoint, and return it.
 
     ``read`` yields the elements of the given tensors, one tensor after another. ``config`` is a result of ``checked_config()``.
-    ``objects``: the attribute ``objects`` of the new :class:`~fsharp.checkpoint.manifest.Manifest`.
+    ``objects``, ``encoded``: attributes of the new :class:`~fsharp.checkpoint.manifest.Manifest`.
 
     Before a folder is made, raises CheckpointError if a tensor and a value have the same name, or files cannot hold a name.
     ``where`` begins the message.
@@ -78,7 +81,7 @@ def write_converted(
     into = absolute_path(root)
     save_id = new_save_id(into)
     made = f"{into}/{folder_name(step, save_id)}"
-    contents = TreeContents(dict(entries), values, {}, [], dict(objects or {}))
+    contents = TreeContents(dict(entries), values, {}, [], dict(objects or {}), encoded=dict(encoded or {}))
     shot = Snapshot(contents, step, config, None, save_id, made, tensors, read(tensors))
     run_converting_os_errors(made, lambda: storage_of(made).make_staging_folder(made))
     return write_snapshot(shot, SingleComm())

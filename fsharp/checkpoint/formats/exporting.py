@@ -3,7 +3,7 @@
 import io
 import json
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -11,6 +11,7 @@ import torch
 
 from fsharp.checkpoint.catalog import Checkpoint, open_checkpoint
 from fsharp.checkpoint.entries import apply_rename
+from fsharp.checkpoint.formats.planes import METADATA_KEY, EncodedLeaf
 from fsharp.checkpoint.shard_file import (
     SAFETENSORS_DTYPES,
     SAVABLE_DTYPES,
@@ -48,7 +49,8 @@ def export_safetensors(
         subtree: part of the checkpoint to export, such as ``"params"`` of a TrainState. As ``save_pretrained()`` does, the
             function leaves out numbers and texts, and writes a tied tensor under only one of its names.
         rename: function from a name below ``subtree`` to the name in the files.
-        dtype: dtype to which floating-point tensors are rounded, such as ``torch.bfloat16``; None keeps their dtypes.
+        dtype: dtype to which floating-point tensors are rounded, such as ``torch.bfloat16``; None keeps their dtypes. Planes
+            of a checkpoint that was saved with ``planes=True`` are not rounded.
         max_file_nbytes: the largest number of bytes of tensors in a file; a larger tensor gets a file of its own.
 
     Raises:
@@ -104,17 +106,28 @@ class _FileConvention(NamedTuple):
         stem: beginning of the names of files.
         suffix: end of the names of files.
         dtypes: dtypes that a file can hold.
-        write: function of the appending function of a file, the tensors to write, and a function that reads one of them.
+        write: function of the appending function of a file, the tensors to write, a function that reads one of them, and the
+            encoded leaves of all files by name.
     """
 
     stem: str
     suffix: str
     dtypes: frozenset[torch.dtype]
-    write: Callable[[WriteFunction, list[StoredTensor], Callable[[StoredTensor], torch.Tensor]], None]
+    write: Callable[
+        [WriteFunction, list[StoredTensor], Callable[[StoredTensor], torch.Tensor], Mapping[str, EncodedLeaf]], None
+    ]
 
 
-def _write_safetensors(out: WriteFunction, tensors: list[StoredTensor], read: Callable[[StoredTensor], torch.Tensor]) -> None:
-    out(memoryview(encode_header(tensors, {"format": "pt"}, with_digests=False)))
+def _write_safetensors(
+    out: WriteFunction,
+    tensors: list[StoredTensor],
+    read: Callable[[StoredTensor], torch.Tensor],
+    encoded: Mapping[str, EncodedLeaf],
+) -> None:
+    here = {tensor.name for tensor in tensors}
+    own = {name: leaf for name, leaf in encoded.items() if leaf.planes[0] in here}
+    metadata = {"format": "pt"} | ({METADATA_KEY: json.dumps(own, separators=(",", ":"))} if own else {})
+    out(memoryview(encode_header(tensors, metadata, with_digests=False)))
     for tensor in tensors:
         value = read(tensor)  # lives until its bytes are written
         out(bytes_of(value))
@@ -135,7 +148,12 @@ class _AppendingFile(io.RawIOBase):
         return len(view)
 
 
-def _write_torch(out: WriteFunction, tensors: list[StoredTensor], read: Callable[[StoredTensor], torch.Tensor]) -> None:
+def _write_torch(
+    out: WriteFunction,
+    tensors: list[StoredTensor],
+    read: Callable[[StoredTensor], torch.Tensor],
+    encoded: Mapping[str, EncodedLeaf],
+) -> None:
     with io.BufferedWriter(_AppendingFile(out), _BUFFER_NBYTES) as file:
         torch.save({tensor.name: read(tensor) for tensor in tensors}, file)
 
@@ -159,10 +177,17 @@ def _export(
     check_tensor_names(where, names)
     if dtype is not None and not dtype.is_floating_point:
         raise CheckpointError(f"{where}: dtype is {dtype_name(dtype)}, expected one of floating point, or None.")
-    described = []
+    described, owners = [], found.manifest.aliases
+    new_names = {owners.get(stored, stored): name for name, stored in names.items()}
+    encoded = {
+        new_names[owner]: leaf.renamed(new_names)
+        for owner, leaf in found.manifest.encoded.items()
+        if leaf.planes[0] in new_names
+    }
+    of_planes = {name for leaf in encoded.values() for name in (*leaf.planes, *leaf.scales)}
     for name, stored in names.items():
-        record = found.manifest.tensors[found.manifest.aliases.get(stored, stored)]
-        written = dtype if dtype and record.dtype.is_floating_point else record.dtype
+        record = found.manifest.tensors[owners.get(stored, stored)]
+        written = dtype if dtype and record.dtype.is_floating_point and name not in of_planes else record.dtype
         if written not in kind.dtypes:
             raise CheckpointError(f"{where}: {stored!r} is {dtype_name(written)}, which safetensors has no name for.")
         described.append(StoredTensor(name, written, record.shape))
@@ -183,7 +208,7 @@ def _export(
         storage = storage_of(staged)
         for file, tensors in files.items():
             with storage.append_to_new_file(f"{staged}/{file}") as out:
-                kind.write(out, tensors, read)
+                kind.write(out, tensors, read, encoded)
         if len(files) > 1:
             index = {
                 "metadata": {"total_size": sum(tensor.nbytes for tensor in described)},

@@ -8,6 +8,7 @@ import torch
 import xxhash
 
 from fsharp.checkpoint.formats import torch_archive
+from fsharp.checkpoint.formats.planes import METADATA_KEY, EncodedLeaf, encoded_leaf_from_json
 from fsharp.checkpoint.manifest import Chunk, FileRecord, Manifest, TensorRecord, checked_file_name
 from fsharp.checkpoint.shard_file import (
     DIGEST_TABLE_NAME,
@@ -26,12 +27,13 @@ _INDEX_SUFFIXES = (".safetensors.index.json", ".bin.index.json")
 
 
 class FileDescription(NamedTuple):
-    """The tensors and values in another library's file. Offsets of tensors are counted from byte ``start`` of the file."""
+    """The tensors, values and encoded leaves in a file. Offsets of tensors are counted from byte ``start`` of the file."""
 
     header: bytes
     start: int
     tensors: dict[str, TensorExtent]
     values: dict[str, bool | int | float | str]
+    encoded: dict[str, EncodedLeaf]
 
 
 def is_huggingface_folder(names: Collection[str]) -> bool:
@@ -74,6 +76,7 @@ def huggingface_manifest(storage: Storage, path: str) -> Manifest:
     index = _read_index(storage, folder, indices[0]) if indices else None
     used = sorted(set(index.values())) if index is not None else used
     files, tensors, values, seen = list[FileRecord](), dict[str, TensorRecord](), dict[str, Any](), xxhash.xxh3_64()
+    encoded = dict[str, EncodedLeaf]()
     for number, name in enumerate(used):
         file, found = _record_and_description(storage, folder, name)
         files.append(file)
@@ -86,12 +89,13 @@ def huggingface_manifest(storage: Storage, path: str) -> Manifest:
             numel = (extent.end - extent.begin) // extent.dtype.itemsize
             tensors[tensor] = TensorRecord(extent.dtype, extent.shape, (Chunk(number, 0, numel),) if numel else ())
         values |= found.values
+        encoded |= {leaf: each for leaf, each in found.encoded.items() if each.planes[0] in found.tensors}
     missing = [name for name in index or () if name not in tensors]
     if missing and index is not None:
         raise CheckpointError(f"{folder}: {missing[0]!r} is not in {index[missing[0]]}, where {indices[0]} has it.")
     return Manifest(
         save_id=seen.hexdigest(), step=0, created=0.0, mesh={}, versions={}, config=None, metric=None,
-        files=tuple(files), tensors=tensors, aliases={}, values=values,
+        files=tuple(files), tensors=tensors, aliases={}, values=values, encoded=encoded,
     )  # fmt: skip
 
 
@@ -134,8 +138,14 @@ def describe_file(storage: Storage, path: str) -> FileDescription:
         )
     header = bytearray(header_end(path, bytes(head[:8]), size))
     storage.read(path, 0, memoryview(header))
-    found, _ = parse_header(path, bytes(header), size)
-    return FileDescription(bytes(header), len(header), found, {})
+    found, metadata = parse_header(path, bytes(header), size)
+    try:
+        described = parse_untrusted_json(metadata.get(METADATA_KEY, "{}").encode())
+        encoded = {str(name): encoded_leaf_from_json(each) for name, each in described.items()}
+    except (ValueError, TypeError, AttributeError, RecursionError) as error:
+        what = f"{type(error).__name__} {error!s:.200}"
+        raise CheckpointError(f"{path}: {METADATA_KEY!r} in the metadata is damaged: {what}.") from error
+    return FileDescription(bytes(header), len(header), found, {}, encoded)
 
 
 def _torch_archive_contents(storage: Storage, path: str) -> FileDescription:
@@ -147,7 +157,7 @@ def _torch_archive_contents(storage: Storage, path: str) -> FileDescription:
     except Exception as error:  # of any kind: bytes of a pickle may say anything
         what = f"{type(error).__name__} {str(error).splitlines()[0] if str(error) else ''}"
         raise CheckpointError(f"{path}: cannot be read: {what:.300}. {remedy}") from error
-    found = FileDescription(data, 0, {}, {})
+    found = FileDescription(data, 0, {}, {}, {})
     for name, leaf in leaves:
         if name in found.tensors or name in found.values:
             raise CheckpointError(f"{path}: two keys are both {name!r:.200} when they are joined by dots: rename one.")

@@ -2,7 +2,8 @@
 
 A scale is the largest finite magnitude of the tensor or row, divided by the largest number of the dtype. The scale is rounded
 up to 16 significant bits, so that products with this number are exact: encoding decoded values gives the same bytes. NaN stays
-NaN. An infinity becomes NaN in dtypes that have no infinity.
+NaN. An infinity becomes NaN in dtypes that have no infinity: NaN and both infinities take three codes, while float8_e4m3fn has
+two that are no numbers, and int8 has one besides -127 to 127.
 """
 
 from collections.abc import Callable, Sequence
@@ -20,17 +21,20 @@ _PART_ALIGNMENT = 16
 
 def _register_scaled_format(
     name: str,
+    scale_shape: Callable[[Shape], Shape],
     dtype: torch.dtype,
     largest: float,
-    num_scales: Callable[[Shape], int],
     to_codes: ElementwiseFn,
     to_numbers: ElementwiseFn,
 ) -> Format:
     """Return a registered format that stores numbers in ``dtype``, with scales for whole leaves or rows.
 
-    ``num_scales`` returns the number of scales of a leaf from its shape; each is for equally many consecutive elements.
+    ``scale_shape`` returns the shape of a leaf's scales from the leaf's shape: :func:`_by_tensor` or :func:`_by_row`.
     ``to_codes`` turns float32 numbers, at most ``largest`` if finite, into stored numbers. ``to_numbers`` is its inverse.
     """
+
+    def num_scales(shape: Shape) -> int:
+        return prod(scale_shape(shape))
 
     def rows(part: LeafPart) -> torch.Tensor:
         """Return, for each element of a part, the index of the element's scale among the leaf's scales."""
@@ -58,9 +62,23 @@ def _register_scaled_format(
         clamped = values.clamp(-LARGEST_FLOAT32, LARGEST_FLOAT32)  # scales were rounded up
         return torch.where(numbers.isfinite(), clamped, values)
 
-    codec = LeafCodec(lambda shape: 4 * num_scales(shape), lambda shape: [(num_scales(shape), torch.float32)], encode, decode)
+    codec = LeafCodec(
+        lambda shape: 4 * num_scales(shape),
+        lambda shape: [(num_scales(shape), torch.float32)],
+        encode,
+        decode,
+        scale_tensors=lambda shape: {"_scale": (scale_shape(shape), torch.float32)},
+    )
     planes = (Plane(dtype, _PART_ALIGNMENT),)
     return register_format(Format(name, planes, block=_PART_ALIGNMENT, leaf_codec=codec, made_by=made_by_import(name)))
+
+
+def _by_tensor(shape: Shape) -> Shape:
+    return (1,)
+
+
+def _by_row(shape: Shape) -> Shape:
+    return (shape[0], *(1 for _ in shape[1:])) if len(shape) > 1 else (1,)
 
 
 def _round_up_to_16_bits(scales: torch.Tensor) -> torch.Tensor:
@@ -70,42 +88,61 @@ def _round_up_to_16_bits(scales: torch.Tensor) -> torch.Tensor:
     return (scales.view(torch.int32) + 0xFF & ~0xFF).view(torch.float32)
 
 
-float8_e4m3_by_tensor = _register_scaled_format(
-    "float8_e4m3_by_tensor",
-    torch.float8_e4m3fn,
-    448.0,
-    lambda shape: 1,
-    lambda numbers: numbers.masked_fill(numbers.isinf(), torch.nan).to(torch.float8_e4m3fn),
-    torch.Tensor.float,
-)
+def _to_e4m3(numbers: torch.Tensor) -> torch.Tensor:
+    return numbers.masked_fill(numbers.isinf(), torch.nan).to(torch.float8_e4m3fn)
+
+
+def _to_e5m2(numbers: torch.Tensor) -> torch.Tensor:
+    return numbers.to(torch.float8_e5m2)
+
+
+def _to_int8(numbers: torch.Tensor) -> torch.Tensor:
+    return torch.where(numbers.isfinite(), numbers.round(), -128.0).to(torch.int8)
+
+
+def _from_int8(codes: torch.Tensor) -> torch.Tensor:
+    return codes.float().masked_fill_(codes == -128, torch.nan)
+
+
+_E4M3 = torch.float8_e4m3fn, 448.0, _to_e4m3, torch.Tensor.float
+_E5M2 = torch.float8_e5m2, 57344.0, _to_e5m2, torch.Tensor.float
+_INT8 = torch.int8, 127.0, _to_int8, _from_int8
+
+float8_e4m3_by_tensor = _register_scaled_format("float8_e4m3_by_tensor", _by_tensor, *_E4M3)
 """Numbers of torch.float8_e4m3fn with one scale for each tensor: one byte for each value. For parameters.
 
 The error is at most 1/16 of the value, or 1/450,000 of the largest magnitude of the tensor, whichever is larger. An infinity
 becomes NaN.
 """
 
-float8_e5m2_by_tensor = _register_scaled_format(
-    "float8_e5m2_by_tensor",
-    torch.float8_e5m2,
-    57344.0,
-    lambda shape: 1,
-    lambda numbers: numbers.to(torch.float8_e5m2),
-    torch.Tensor.float,
-)
+float8_e4m3_by_row = _register_scaled_format("float8_e4m3_by_row", _by_row, *_E4M3)
+"""Numbers of torch.float8_e4m3fn with one scale for each row (index of dim 0): one byte for each value. For parameters.
+
+A tensor with fewer than two dims has one scale. The error is at most 1/16 of the value, or 1/450,000 of the largest magnitude
+of the row, whichever is larger. An infinity becomes NaN.
+"""
+
+float8_e5m2_by_tensor = _register_scaled_format("float8_e5m2_by_tensor", _by_tensor, *_E5M2)
 """Numbers of torch.float8_e5m2 with one scale for each tensor: one byte for each value. For parameters.
 
 Infinities stay infinities.
 The error is at most 1/8 of the value, or 1/7,000,000,000 of the largest magnitude of the tensor, whichever is larger.
 """
 
-int8_by_row = _register_scaled_format(
-    "int8_by_row",
-    torch.int8,
-    127.0,
-    lambda shape: shape[0] if len(shape) > 1 else 1,
-    lambda numbers: torch.where(numbers.isfinite(), numbers.round(), -128.0).to(torch.int8),
-    lambda codes: codes.float().masked_fill_(codes == -128, torch.nan),
-)
+float8_e5m2_by_row = _register_scaled_format("float8_e5m2_by_row", _by_row, *_E5M2)
+"""Numbers of torch.float8_e5m2 with one scale for each row (index of dim 0): one byte for each value. For parameters.
+
+A tensor with fewer than two dims has one scale. Infinities stay infinities.
+The error is at most 1/8 of the value, or 1/7,000,000,000 of the largest magnitude of the row, whichever is larger.
+"""
+
+int8_by_tensor = _register_scaled_format("int8_by_tensor", _by_tensor, *_INT8)
+"""Integers from -127 to 127 with one scale for each tensor: one byte for each value. For parameters.
+
+The error is at most 1/253 of the largest magnitude of the tensor. An infinity becomes NaN.
+"""
+
+int8_by_row = _register_scaled_format("int8_by_row", _by_row, *_INT8)
 """Integers from -127 to 127 with one scale for each row (index of dim 0): one byte for each value. For parameters.
 
 A tensor with fewer than two dims has one scale.

@@ -129,6 +129,10 @@ class LeafCodec:
         decode: function from a LeafPart to its elements, 1-D and floating-point.
         tensor_class: class of the tensors in which the user's functions get whole leaves under a scheduler. None: they get
             decoded values.
+        scale_tensors: function from the shape of a leaf to a dict, which divides the leaf's scales into tensors for readers of
+            checkpoints with ``planes=True``: ``{suffix of the name: (shape, dtype)}``. None: readers get bytes.
+        for_inference: function from a LeafPart to a pair: the format in which such a checkpoint has the part, and the part in
+            this format. None: the part is written as it is.
     """
 
     scales_nbytes: Callable[[Shape], int]
@@ -136,6 +140,23 @@ class LeafCodec:
     encode: Callable[[Sequence[LeafPart], AgreeMax], None]
     decode: Callable[[LeafPart], torch.Tensor]
     tensor_class: EncodedTensorClass | None = None
+    scale_tensors: Callable[[Shape], dict[str, tuple[Shape, torch.dtype]]] | None = None
+    for_inference: Callable[[LeafPart], tuple["Format", LeafPart]] | None = None
+
+    def scale_specs(self, shape: Shape) -> dict[str, tuple[Shape, torch.dtype]]:
+        """Return what :attr:`scale_tensors` says of a leaf of ``shape``; without it, one tensor with all bytes."""
+        if self.scale_tensors is not None:
+            return self.scale_tensors(shape)
+        return {"_scales": ((self.scales_nbytes(shape),), torch.uint8)}
+
+    def scales_by_suffix(self, shape: Shape, scales: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Return the tensors into which :attr:`scale_tensors` divides the scales of a leaf, as views. Each is aligned."""
+        found, start = {}, 0
+        for suffix, (size, dtype) in self.scale_specs(shape).items():
+            nbytes = math.prod(size) * dtype.itemsize
+            found[suffix] = scales[start : start + nbytes].view(dtype).view(size)
+            start += align_nbytes(nbytes)
+        return found
 
 
 def _raise_not_blockwise(values: Any) -> Any:
@@ -329,6 +350,11 @@ class Format:
         return FormatError(problem(f"Format {self.name!r}", text, facts()))
 
     @property
+    def step(self) -> int:
+        """Least number of values that a whole number of numbers encodes in each plane."""
+        return self.block if self.leaf_codec is None else self.leaf_alignment
+
+    @property
     def leaf_alignment(self) -> int:
         """Under a ``leaf_codec`` leaves begin at multiples of this number, so each stored number encodes one leaf; else 1."""
         if self.leaf_codec is None:
@@ -336,13 +362,14 @@ class Format:
         return math.lcm(*[self.block // math.gcd(self.block, plane.per_block) for plane in self.planes])
 
     def plane_slice(self, plane: Plane, first: int, last: int) -> slice:
-        """Return the slice of the numbers of ``plane`` that encode the values ``[first, last)`` of a leaf.
+        """Return the slice of the numbers of ``plane`` that encode the values ``[first, last)``, rounded to whole steps.
 
-        ``first`` has to be a multiple of :attr:`leaf_alignment`. ``last`` is rounded up to such a multiple.
+        With a ``leaf_codec`` these are values of a leaf, and ``first`` has to be a multiple of :attr:`leaf_alignment`.
         """
-        step = self.leaf_alignment
-        assert first % step == 0, f"{self}: values from {first} on begin within a number"
-        return slice(first * plane.per_block // self.block, -(-last // step) * step * plane.per_block // self.block)
+        assert first % self.leaf_alignment == 0, f"{self}: values from {first} on begin within a number"
+        low, high = first // self.step, -(-last // self.step) if first < last else first // self.step
+        times = self.step * plane.per_block // self.block
+        return slice(low * times, high * times)
 
     @api_boundary
     def encode_leaves(self, parts: Sequence[LeafPart], agree: AgreeMax, facts: MessageFacts) -> None:

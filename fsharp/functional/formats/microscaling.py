@@ -43,15 +43,17 @@ def _register_block_format(
     rounding: StochasticRounding,
     *,
     largest: float = 0.0,
-    packed: bool = False,
+    dtype: torch.dtype = torch.uint8,
 ) -> Format:
     """Return a registered format of blocks.
 
     ``limit``: the largest magnitude that still rounds to a code. ``largest``: the largest number for which a code stands; by
     default ``limit``. ``to_codes`` turns float32 numbers into codes in uint8, and may overwrite the numbers, whose magnitudes
     are at most the next float32 above ``limit``. ``to_numbers`` is the inverse of ``to_codes``. ``rounding``: see
-    :data:`StochasticRounding`. ``packed``: codes are below 16, and a byte holds two.
+    :data:`StochasticRounding`. ``dtype``: that of the numbers whose bits are the codes; for uint8 codes are below 16, and a
+    byte holds two.
     """
+    packed = dtype is torch.uint8
     per_block, largest = BLOCK // 2 if packed else BLOCK, largest or limit
 
     def encode(values: torch.Tensor, uniform: torch.Tensor | None = None) -> Sequence[torch.Tensor]:
@@ -63,7 +65,7 @@ def _register_block_format(
         for i, (part, its_codes, its_scales) in enumerate(pieces):
             noise = None if uniform is None else uniform[i * piece * BLOCK :][: len(part)].view(-1, BLOCK)
             encode_into(its_codes, its_scales, part.float().view(-1, BLOCK), noise)
-        return [codes, scales]
+        return [codes.view(dtype), scales]
 
     def encode_into(codes: torch.Tensor, scales: torch.Tensor, blocks: torch.Tensor, noise: torch.Tensor | None) -> None:
         most = blocks.abs().amax(1, keepdim=True)
@@ -83,7 +85,7 @@ def _register_block_format(
         codes.copy_(pack_codes(found.view(-1)) if packed else found.view(-1))
 
     def decode(planes: Sequence[torch.Tensor]) -> torch.Tensor:
-        codes, scales = planes
+        codes, scales = planes[0].view(torch.uint8), planes[1]
         values = codes.new_empty((len(scales), BLOCK), dtype=torch.float32)
         piece = num_blocks_at_once(codes)
         for part in zip(values.split(piece), codes.split(piece * per_block), scales.split(piece), strict=True):
@@ -99,7 +101,7 @@ def _register_block_format(
         values.clamp_(-LARGEST_FLOAT32, LARGEST_FLOAT32)  # encoding may have rounded up
         write_nonfinite_(values, codes, scales == _NOT_FINITE)
 
-    planes = (Plane(torch.uint8, per_block), Plane(torch.uint8))
+    planes = (Plane(dtype, per_block), Plane(torch.uint8))
     made_by = made_by_import(name)
     return register_format(Format(name, planes, encode, decode, block=BLOCK, stochastic_encode=encode, made_by=made_by))
 
@@ -203,6 +205,7 @@ mxfp8 = _register_block_format(
     _decode_e4m3,
     _stochastic_rounding_to_floats(3, -6),
     largest=448.0,
+    dtype=torch.float8_e4m3fn,
 )
 """OCP's MXFP8: numbers of torch.float8_e4m3fn with a scale for each block of 32 values: 33 bytes for 32 values.
 
@@ -216,15 +219,14 @@ mxfp8_e5m2 = _register_block_format(
     lambda codes: (codes.to(torch.int16) << 8).view(torch.float16).float(),
     _stochastic_rounding_to_floats(2, -14),
     largest=57344.0,
+    dtype=torch.float8_e5m2,
 )
 """OCP's MXFP8 with numbers of torch.float8_e5m2 and a scale for each block of 32 values: 33 bytes for 32 values.
 
 The error is at most 1/8 of the value or 1/4,000,000,000 of the largest magnitude of its block, whichever is larger.
 """
 
-mxfp4 = _register_block_format(
-    "mxfp4", 7.0, encode_e2m1, decode_e2m1, _stochastic_rounding_to_floats(1, 0), largest=6.0, packed=True
-)
+mxfp4 = _register_block_format("mxfp4", 7.0, encode_e2m1, decode_e2m1, _stochastic_rounding_to_floats(1, 0), largest=6.0)
 """OCP's MXFP4: numbers of 4 bits (e2m1) with a scale for each block of 32 values: 17 bytes for 32 values.
 
 The error is at most 1/5 of the value or 1/14 of the largest magnitude of its block, whichever is larger.
@@ -236,6 +238,7 @@ mxint8 = _register_block_format(
     lambda numbers: numbers.round_().to(torch.int8).view(torch.uint8),
     lambda codes: codes.view(torch.int8).float(),
     _stochastic_round_to_ints,
+    dtype=torch.int8,
 )
 """OCP's MXINT8: integers from -127 to 127 with a scale for each block of 32 values: 33 bytes for 32 values.
 
@@ -249,7 +252,6 @@ mxint4 = _register_block_format(
     lambda numbers: numbers.round_().to(torch.int8).add_(8).view(torch.uint8),
     lambda codes: codes.float().sub_(8),
     _stochastic_round_to_ints,
-    packed=True,
 )
 """Integers from -7 to 7 with a scale for each block of 32 values: 17 bytes for 32 values. This is not a format of the OCP.
 

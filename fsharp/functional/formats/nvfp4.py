@@ -97,7 +97,13 @@ def _decode_into(values: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor
     write_nonfinite_(values, codes, block_scales.isnan())
 
 
-_CODEC = LeafCodec(lambda shape: 4, lambda shape: [(1, torch.float32)], _encode, _decode)
+_CODEC = LeafCodec(
+    lambda shape: 4,
+    lambda shape: [(1, torch.float32)],
+    _encode,
+    _decode,
+    scale_tensors=lambda shape: {"_scale_2": ((), torch.float32)},
+)
 nvfp4 = register_format(
     Format(
         "nvfp4",

@@ -6,7 +6,7 @@ scales in one reduction for all units. Modules get TransformerEngine's own tenso
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import partial
 from hashlib import sha256
 from math import gcd, prod
@@ -24,6 +24,7 @@ from fsharp.functional.formats.format import (
     Plane,
     Shape,
     align_nbytes,
+    as_bytes,
     non_view_alias,
 )
 from fsharp.functional.formats.max_reduce_group import MaxReduceGroup
@@ -50,16 +51,50 @@ class QuantizerKind:
         planes: attributes of TransformerEngine's tensor with the bytes of values. These bytes are gathered.
         derived: attributes of the tensor that TransformerEngine computes from those in ``planes``, such as a transpose.
         agreed_maxima: function ``(shape, scale shapes by attribute)`` that returns ``agreed_maxima`` of the :class:`LeafCodec`.
-        decode: function ``(part, scales by attribute)`` that returns values, 1-D, float32.
+        scale_tensors: scales for readers of a checkpoint with planes: function from the shape of a leaf to
+            ``{suffix of the name: (shape, dtype)}``.
+        scales_for_readers: function ``(shape, scales by attribute)`` that returns these scales, by suffix. TransformerEngine's
+            own scales have padding.
+        decode: function ``(part, scales by suffix)`` that returns values, 1-D, float32.
         values_per_byte: number of values in a byte of a plane.
+        for_readers: format of the plane and scales that such a checkpoint has. This format decodes only.
     """
 
     name: str
     planes: tuple[str, ...]
     derived: tuple[str, ...]
     agreed_maxima: Callable[[Shape, dict[str, Shape]], Sequence[tuple[int, torch.dtype]]]
+    scale_tensors: Callable[[Shape], dict[str, tuple[Shape, torch.dtype]]]
+    scales_for_readers: Callable[[Shape, dict[str, torch.Tensor]], dict[str, torch.Tensor]]
     decode: Callable[[LeafPart, dict[str, torch.Tensor]], torch.Tensor]
     values_per_byte: int = 1
+    for_readers: Format = field(init=False)
+
+    def __post_init__(self) -> None:
+        def decode(part: LeafPart) -> torch.Tensor:
+            return self.decode(part, codec.scales_by_suffix(part.shape, part.scales))
+
+        codec = LeafCodec(
+            lambda shape: sum(align_nbytes(prod(size) * dtype.itemsize) for size, dtype in self.scale_tensors(shape).values()),
+            lambda shape: [],
+            _refuse_to_encode,
+            decode,
+            scale_tensors=self.scale_tensors,
+        )
+        plane = Plane(torch.float8_e4m3fn if self.values_per_byte == 1 else torch.uint8)
+        name = f"te_{self.name}"
+        self.for_readers = register_format(Format(name, (plane,), block=self.values_per_byte, leaf_codec=codec))
+
+    def part_for_readers(self, part: LeafPart, scales: dict[str, torch.Tensor]) -> tuple[Format, LeafPart]:
+        """Return :attr:`for_readers`, and a part in this format. ``scales``: those of TransformerEngine, by attribute."""
+        made = [as_bytes(each) for each in self.scales_for_readers(part.shape, scales).values()]
+        padded = torch.cat([torch.nn.functional.pad(x, (0, align_nbytes(len(x)) - len(x))) for x in made])
+        plane = part.planes[0].view(self.for_readers.planes[0].dtype)
+        return self.for_readers, replace(part, planes=(plane,), scales=padded)
+
+
+def _refuse_to_encode(parts: Sequence[LeafPart], agree: AgreeMax) -> None:
+    raise OptionError("TransformerEngine: this format reads planes of a checkpoint. fs.te.weight_format(recipe) encodes.")
 
 
 @api_boundary
@@ -199,8 +234,9 @@ def _format_of_kind(
         tensors.scales_nbytes,
         lambda shape: kind.agreed_maxima(shape, {name: size for name, (size, _) in tensors.scale_specs(shape).items()}),
         tensors.encode,
-        lambda part: kind.decode(part, tensors.scales_in(part)),
+        lambda part: kind.decode(part, kind.scales_for_readers(part.shape, tensors.scales_in(part))),
         EncodedTensorClass(tensors.make_tensor, tensors.derive_if_in_backward, tensors.drop_derived),
+        for_inference=lambda part: kind.part_for_readers(part, tensors.scales_in(part)),
     )
     name = f"te_{kind.name}_{sha256(settings.encode()).hexdigest()[:6]}"
     plane = Plane(torch.uint8, _PART_ALIGNMENT // kind.values_per_byte)
@@ -350,7 +386,7 @@ def _unscaled_float8_values(part: LeafPart) -> torch.Tensor:
 
 
 def _decode_with_one_scale(part: LeafPart, scales: dict[str, torch.Tensor]) -> torch.Tensor:
-    return _unscaled_float8_values(part) * scales["_scale_inv"]
+    return _unscaled_float8_values(part) * scales["_scale"]
 
 
 def _row_and_column_indices(part: LeafPart) -> tuple[torch.Tensor, torch.Tensor]:
@@ -360,19 +396,50 @@ def _row_and_column_indices(part: LeafPart) -> tuple[torch.Tensor, torch.Tensor]
 
 def _decode_with_tile_scales(part: LeafPart, scales: dict[str, torch.Tensor]) -> torch.Tensor:
     rows, columns = _row_and_column_indices(part)
-    return _unscaled_float8_values(part) * scales["_rowwise_scale_inv"][rows // 128, columns // 128]
+    return _unscaled_float8_values(part) * scales["_scale"][rows // 128, columns // 128]
 
 
 def _decode_mxfp8(part: LeafPart, scales: dict[str, torch.Tensor]) -> torch.Tensor:
     rows, columns = _row_and_column_indices(part)
-    exponents = scales["_rowwise_scale_inv"][rows, columns // 32].int() - 127
+    exponents = scales["_scale"][rows, columns // 32].int() - 127
     return torch.ldexp(_unscaled_float8_values(part), exponents)
 
 
 def _decode_nvfp4(part: LeafPart, scales: dict[str, torch.Tensor]) -> torch.Tensor:
     rows, columns = _row_and_column_indices(part)
-    of_block = scales["_rowwise_scale_inv"].view(torch.float8_e4m3fn).float()[rows, columns // 16]
-    return decode_e2m1(unpack_codes(part.planes[0])) * of_block * (scales["_amax_rowwise"] / (448.0 * 6.0))
+    of_block = scales["_scale"].float()[rows, columns // 16]
+    return decode_e2m1(unpack_codes(part.planes[0])) * of_block * scales["_scale_2"]
+
+
+def _rows_scaled_by(dtype: torch.dtype, height: int, width: int) -> Callable[[Shape], dict[str, tuple[Shape, torch.dtype]]]:
+    """Return :attr:`QuantizerKind.scale_tensors` for scales of tiles of ``height`` rows and ``width`` columns."""
+    return lambda shape: {"_scale": ((-(-prod(shape[:-1]) // height), -(-shape[-1] // width)), dtype)}
+
+
+def _without_padding(
+    dtype: torch.dtype, height: int, width: int
+) -> Callable[[Shape, dict[str, torch.Tensor]], dict[str, torch.Tensor]]:
+    """Return :attr:`QuantizerKind.scales_for_readers` for such scales."""
+    spec = _rows_scaled_by(dtype, height, width)
+
+    def scales_for_readers(shape: Shape, scales: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        rows, columns = spec(shape)["_scale"][0]
+        return {"_scale": scales["_rowwise_scale_inv"].view(dtype)[:rows, :columns]}
+
+    return scales_for_readers
+
+
+def _nvfp4_scales_for_readers(shape: Shape, scales: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    of_blocks = _without_padding(torch.float8_e4m3fn, 1, 16)(shape, scales)
+    return of_blocks | {"_scale_2": (scales["_amax_rowwise"] / (448.0 * 6.0)).view(())}
+
+
+def _one_scale(shape: Shape) -> dict[str, tuple[Shape, torch.dtype]]:
+    return {"_scale": ((1,), torch.float32)}
+
+
+def _one_scale_for_readers(shape: Shape, scales: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {"_scale": scales["_scale_inv"].view(1)}
 
 
 _DELAYED_SCALING = QuantizerKind(
@@ -380,17 +447,27 @@ _DELAYED_SCALING = QuantizerKind(
     ("_data",),
     ("_transpose",),
     lambda shape, scales: [(NUMBERS_PER_WEIGHT, torch.float32)],
+    _one_scale,
+    _one_scale_for_readers,
     _decode_with_one_scale,
 )
 KIND_BY_QUANTIZER_CLASS = {
     "Float8CurrentScalingQuantizer": QuantizerKind(
-        "float8_current", ("_data",), ("_transpose",), lambda shape, scales: [(1, torch.float32)], _decode_with_one_scale
+        "float8_current",
+        ("_data",),
+        ("_transpose",),
+        lambda shape, scales: [(1, torch.float32)],
+        _one_scale,
+        _one_scale_for_readers,
+        _decode_with_one_scale,
     ),
     "Float8BlockQuantizer": QuantizerKind(
         "float8_block",
         ("_rowwise_data",),
         ("_columnwise_data", "_columnwise_scale_inv"),
         lambda shape, scales: [(prod(scales["_rowwise_scale_inv"]), torch.float32)],
+        _rows_scaled_by(torch.float32, 128, 128),
+        _without_padding(torch.float32, 128, 128),
         _decode_with_tile_scales,
     ),
     "MXFP8Quantizer": QuantizerKind(
@@ -398,6 +475,8 @@ KIND_BY_QUANTIZER_CLASS = {
         ("_rowwise_data", "_columnwise_data"),
         (),
         lambda shape, scales: [(sum(prod(size) for size in scales.values()), torch.bfloat16)],
+        _rows_scaled_by(torch.uint8, 1, 32),
+        _without_padding(torch.uint8, 1, 32),
         _decode_mxfp8,
     ),
     "NVFP4Quantizer": QuantizerKind(
@@ -405,6 +484,8 @@ KIND_BY_QUANTIZER_CLASS = {
         ("_rowwise_data",),
         ("_columnwise_data", "_columnwise_scale_inv", "_amax_columnwise"),
         lambda shape, scales: [(-(-shape[0] // 16) * -(-shape[-1] // 16), torch.float32), (1, torch.float32)],  # tiles of 16
+        lambda shape: _rows_scaled_by(torch.float8_e4m3fn, 1, 16)(shape) | {"_scale_2": ((), torch.float32)},
+        _nvfp4_scales_for_readers,
         _decode_nvfp4,
         values_per_byte=2,
     ),

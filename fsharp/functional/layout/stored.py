@@ -13,7 +13,7 @@ import torch
 from fsharp.errors import TreeError
 from fsharp.functional.formats.format import LeafPart, align_nbytes, cast_decoded, tensor_text
 from fsharp.functional.layout.placement import MeshPlacement
-from fsharp.functional.layout.unit_layout import Span, UnitLayout
+from fsharp.functional.layout.unit_layout import Leaf, Span, UnitLayout
 from fsharp.tracebacks import api_boundary
 
 
@@ -113,10 +113,7 @@ def starts_and_leaf_parts(
     parts = [form.planes_of(row, capacity if len(row) else 0) for row in rows]
     step = capacity or 1  # there is no capacity if all leaves are empty
     spans = {span.leaf.path: span for span in unit.leaf_spans(group, place, rank)}
-    end = 0
-    for leaf in unit.leaves_of_group(group):
-        begin, size = end, form.leaf_codec.scales_nbytes(leaf.shape)
-        end = begin + align_nbytes(size)
+    for leaf, its_scales in _leaves_with_scales(unit, group, scales):
         about = unit.path_in_tree(leaf), leaf.shape, unit.groups[group].dtypes.compute
         span = spans.get(leaf.path, Span(leaf, 0, 0, 0, 0))
         for start in (span.start, *range((span.start // step + 1) * step, span.stop, step)):
@@ -126,7 +123,7 @@ def starts_and_leaf_parts(
             held = tuple([plane[each] for plane, each in zip(parts[part], where, strict=True)])
             first = span.first + start - span.start
             own = None if values is None else values[start:stop]
-            yield start, LeafPart(*about, first, first + stop - start, held, scales[begin : begin + size], own)
+            yield start, LeafPart(*about, first, first + stop - start, held, its_scales, own)
 
 
 def whole_leaf_parts(unit: UnitLayout, group: int, planes: Sequence[torch.Tensor], scales: torch.Tensor) -> dict[str, LeafPart]:
@@ -134,13 +131,39 @@ def whole_leaf_parts(unit: UnitLayout, group: int, planes: Sequence[torch.Tensor
 
     ``planes``: for each plane of the format the numbers of the full buffer, 1-D. ``scales``: the scales of all leaves.
     """
-    form, found, end = unit.groups[group].dtypes.stored_format, {}, 0
-    assert form.leaf_codec is not None
-    for leaf in unit.leaves_of_group(group):
-        begin, size = end, form.leaf_codec.scales_nbytes(leaf.shape)
-        end = begin + align_nbytes(size)
+    form, found = unit.groups[group].dtypes.stored_format, {}
+    for leaf, its_scales in _leaves_with_scales(unit, group, scales):
         where = [form.plane_slice(plane, leaf.offset, leaf.offset + leaf.numel) for plane in form.planes]
         held = tuple([plane[each] for plane, each in zip(planes, where, strict=True)])
         about = unit.path_in_tree(leaf), leaf.shape, unit.groups[group].dtypes.compute
-        found[leaf.path] = LeafPart(*about, 0, leaf.numel, held, scales[begin : begin + size])
+        found[leaf.path] = LeafPart(*about, 0, leaf.numel, held, its_scales)
     return found
+
+
+def encoded_leaf_parts(
+    unit: UnitLayout, group: int, stored: torch.Tensor, place: MeshPlacement, rank: int
+) -> Iterator[tuple[Leaf, LeafPart]]:
+    """Yield each leaf of a group in a format, with the planes of the elements that a rank holds, for a reader of planes.
+
+    Blocks that the leaf shares with its neighbours are whole in ``planes``. ``stored``: the rank's buffer in ``place``.
+    """
+    form, capacity = unit.groups[group].dtypes.stored_format, unit.groups[group].capacity
+    size, start = unit.gather_input_size(group, place), unit.local_start(group, place, rank)
+    rows = stored[:size].view(-1, form.size(capacity)) if size else stored.new_empty(1, 0)
+    columns = form.plane_columns(rows, capacity if size else 0)
+    planes = [column.contiguous().view(-1).view(plane.dtype) for plane, column in zip(form.planes, columns, strict=True)]
+    for leaf, scales in _leaves_with_scales(unit, group, scales_in(unit, group, stored)):
+        first, last = unit.leaf_range_on_rank(leaf, place, rank)
+        begin = leaf.offset + first - start if first < last else 0
+        where = [form.plane_slice(plane, begin, begin + last - first) for plane in form.planes]
+        held = tuple([plane[each] for plane, each in zip(planes, where, strict=True)])
+        yield leaf, LeafPart(unit.path_in_tree(leaf), leaf.shape, unit.groups[group].dtypes.compute, first, last, held, scales)
+
+
+def _leaves_with_scales(unit: UnitLayout, group: int, scales: torch.Tensor) -> Iterator[tuple[Leaf, torch.Tensor]]:
+    """Yield each leaf of a group with the leaf's scales; blocks have their scales in planes, and none here."""
+    codec, end = unit.groups[group].dtypes.stored_format.leaf_codec, 0
+    for leaf in unit.leaves_of_group(group):
+        begin, size = end, codec.scales_nbytes(leaf.shape) if codec is not None else 0
+        end = begin + align_nbytes(size)
+        yield leaf, scales[begin : begin + size]
