@@ -34,7 +34,11 @@ _CODEC = LeafCodec(lambda shape: 4, lambda shape: [(1, torch.float32)], _encode,
 BY_LEAF = register_format(Format("by_leaf", (Plane(torch.uint8), Plane(torch.uint8)), leaf_codec=_CODEC))
 PLAIN = fs.Precision(compute=torch.bfloat16, main=torch.float32)
 STORED = fs.Precision(compute=torch.bfloat16, main=torch.float32, stored=BY_LEAF)
-BUILT_IN = [fs.formats.float8_e4m3_by_tensor, fs.formats.float8_e5m2_by_tensor, fs.formats.int8_by_row, fs.formats.nvfp4]
+F = fs.formats
+BY_TENSOR = [F.float8_e4m3_by_tensor, F.float8_e5m2_by_tensor, F.int8_by_tensor]
+BY_ROW = [F.float8_e4m3_by_row, F.float8_e5m2_by_row, F.int8_by_row]
+BUILT_IN = [*BY_TENSOR, *BY_ROW, F.nvfp4]
+KEEP_INFINITY = (F.float8_e5m2_by_tensor, F.float8_e5m2_by_row, F.nvfp4)
 
 
 @pytest.mark.parametrize("form", BUILT_IN, ids=lambda form: form.name)
@@ -78,7 +82,10 @@ def test_a_value_is_one_byte_on_the_wire():
 
 BOUNDS = {
     "float8_e4m3_by_tensor": (1 / 16, 1 / 450_000),
+    "float8_e4m3_by_row": (1 / 16, 1 / 450_000),
     "float8_e5m2_by_tensor": (1 / 8, 1 / 7e9),
+    "float8_e5m2_by_row": (1 / 8, 1 / 7e9),
+    "int8_by_tensor": (0.0, 1 / 253),
     "int8_by_row": (0.0, 1 / 253),
     "nvfp4": (1 / 5, 1 / 356_000),
 }
@@ -96,13 +103,13 @@ def test_error_bounds(data, form, scale, seed):
     found, again = _round_trip(form, x), _round_trip(form, _round_trip(form, x))
     torch.testing.assert_close(again, found, rtol=0, atol=0, equal_nan=True)
     is_special = ~x.isfinite()
-    arrives_as = x if form.name in ("float8_e5m2_by_tensor", "nvfp4") else torch.full_like(x, math.nan)
+    arrives_as = x if form in KEEP_INFINITY else torch.full_like(x, math.nan)
     torch.testing.assert_close(found[is_special], arrives_as[is_special], rtol=0, atol=0, equal_nan=True)
     if form.name == "nvfp4":  # such a number takes its block with it
         is_special = torch.nn.functional.pad(is_special.view(-1), (0, -x.numel() % 16)).view(-1, 16)
         is_special = is_special.any(1, keepdim=True).expand(-1, 16).reshape(-1)[: x.numel()].view_as(x)
     x, found = x.nan_to_num(0.0, 0.0, 0.0), found.masked_fill(is_special, 0.0)
-    most = x.abs().amax(1, keepdim=True) if form.name == "int8_by_row" else x.abs().amax()
+    most = x.abs().amax(1, keepdim=True) if form in BY_ROW else x.abs().amax()
     of_value, of_largest = BOUNDS[form.name]
     bound = torch.maximum(of_value * x.abs().double(), of_largest * most.double())
     if form.name == "nvfp4":
@@ -120,7 +127,7 @@ def test_numbers_that_are_not_finite_arrive(form, special):
     x[1, 7] = special
     found = _round_trip(form, x)
     assert not found[1, 7].isfinite()
-    if form.name == "float8_e5m2_by_tensor":
+    if form in KEEP_INFINITY[:2]:
         torch.testing.assert_close(found[1, 7], x[1, 7], equal_nan=True)
     if form.name == "nvfp4":
         torch.testing.assert_close(found[1, 7], x[1, 7], equal_nan=True)

@@ -180,9 +180,9 @@ def of_every_kind():
     return [
         *FORMATS,
         nvfp4,
-        forms.int8_by_row,
-        forms.float8_e4m3_by_tensor,
-        forms.float8_e5m2_by_tensor,
+        *(forms.int8_by_tensor, forms.int8_by_row),
+        *(forms.float8_e4m3_by_tensor, forms.float8_e4m3_by_row),
+        *(forms.float8_e5m2_by_tensor, forms.float8_e5m2_by_row),
         rotated,
         drawn,
         forms.hadamard(drawn, 64),
