@@ -126,6 +126,6 @@ def test_a_namedtuples_module_is_never_imported():
 
 def test_json_that_is_nested_too_deeply_is_refused():
     deep = '{"fsharp_layout": 1, "mesh": [], "units": [], "spec": ' + '{"kind": "list", "children": [' * 5000
-    for text in ("[" * 100_000, deep):
-        with pytest.raises(LayoutError, match="not a layout: RecursionError"):
+    for text in ("[" * 100_000, deep):  # which neither ends nor, up to Python 3.13, can be read as far as it goes
+        with pytest.raises(LayoutError, match=r"not a layout: (RecursionError|JSONDecodeError)"):
             fs.Layout.from_json(text)
