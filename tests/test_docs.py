@@ -17,6 +17,7 @@ import torch
 import fsharp as fs
 from fsharp.stateful.modules import shard
 from fsharp.testing import processes
+from tests.huggingface.test_accelerator import as_torchrun
 from tests.virtual_device import accelerator as accelerator, comm as comm
 
 ROOT = Path(__file__).parents[1]
@@ -24,9 +25,10 @@ PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").g
 SOURCES = sorted((ROOT / "fsharp").rglob("*.py"))
 
 
-def programs(path):
-    """The Python blocks of a page that are to run. One that cannot run has the info word ``no-run``."""
-    return re.findall(r"^```python\n(.*?)^```", path.read_text(), re.DOTALL | re.MULTILINE)
+def programs(page):
+    """The Python blocks of a page, or of a part of its text, that are to run. One that cannot has the info word ``no-run``."""
+    text = page if isinstance(page, str) else page.read_text()
+    return re.findall(r"^```python\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
 
 
 def check_printed(path, printed):
@@ -58,10 +60,11 @@ def test_the_front_page_is_short_and_runs_in_a_fresh_process(tmp_path):
     assert check_printed(readme, ran.stdout) == 2
 
 
-RUN_HERE = [path for path in PAGES if programs(path) and path.name not in ("README.md", "jax.md")]
-"""The other two have tests of their own."""
+RUN_HERE = [path for path in PAGES if programs(path) and path.name not in ("README.md", "jax.md", "migration.md", "te.md")]
+"""The others have tests of their own."""
 
 
+@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated:UserWarning")  # torchdata calls it
 @pytest.mark.parametrize("path", RUN_HERE, ids=lambda each: each.name)
 def test_programs_of_pages_run(path, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
@@ -138,6 +141,33 @@ def test_the_programs_of_the_page_about_jax_run_on_two_ranks():
 
     first, second = processes(fs.Mesh({"dp": 2}), run)
     assert first == second
+
+
+MIGRATION, *SECTIONS = re.split(r"^(?=## )", (ROOT / "docs" / "migration.md").read_text(), flags=re.MULTILINE)
+
+
+IMPORTS_FOR_SECONDS = {"Lightning", "Accelerate and transformers' Trainer"}
+SECTION_PARAMS = [
+    pytest.param(each, id=title, marks=pytest.mark.deep if title in IMPORTS_FOR_SECONDS else [])
+    for each in SECTIONS
+    if programs(each) and (title := each.splitlines()[0].strip("# "))
+]
+
+
+@pytest.mark.parametrize("section", SECTION_PARAMS)
+def test_the_programs_of_a_section_about_another_library_run_on_two_ranks(section, tmp_path, monkeypatch):
+    """A section needs the first program of its page, and nothing of other sections."""
+    monkeypatch.chdir(tmp_path)
+
+    def run(comm):
+        as_torchrun(comm)
+        names = {}
+        for number, block in enumerate(programs(MIGRATION + section), 1):
+            exec(compile(block, f"migration.md, block {number}", "exec"), names)
+        return names.get("before"), names.get("after")
+
+    (before, after), _ = processes(fs.Mesh({"dp": 2}), run)
+    assert after == (before if before is None else pytest.approx(before, rel=1e-4))
 
 
 @pytest.mark.timeout(120)
