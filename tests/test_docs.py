@@ -164,9 +164,11 @@ def test_the_programs_of_a_section_about_another_library_run_on_two_ranks(sectio
         names = {}
         for number, block in enumerate(programs(MIGRATION + section), 1):
             exec(compile(block, f"migration.md, block {number}", "exec"), names)
+        ranks = [getattr(names.get(name), size, 2) for name, size in (("accelerator", "num_processes"), ("args", "world_size"))]
+        assert ranks == [2, 2], "the other library has found the ranks"
         return names.get("before"), names.get("after")
 
-    (before, after), _ = processes(fs.Mesh({"dp": 2}), run)
+    (before, after), _ = processes(fs.Mesh({"dp": 2}), run, timeout=280)
     assert after == (before if before is None else pytest.approx(before, rel=1e-4))
 
 
