@@ -11,8 +11,8 @@ const when = (time) => new Date(1000 * time).toISOString().replace("T", " ").sli
 function table(head, rows, right) {
   const cell = (tag, html, i) => `<${tag}${right.includes(i) ? ' class="n"' : ""}>${html}</${tag}>`;
   const line = (tag, row) => `<tr>${row.map((html, i) => cell(tag, html, i)).join("")}</tr>`;
-  return `<div class="box scroll"><table><thead>${line("th", head)}</thead>` +
-    `<tbody>${rows.map((row) => line("td", row)).join("")}</tbody></table></div>`;
+  return `<div class="box scroll"><table>` +
+    (head.length ? `<thead>${line("th", head)}</thead>` : "") + `<tbody>${rows.map((row) => line("td", row)).join("")}</tbody></table></div>`;
 }
 
 // A chart of lines over steps: lines are {label, colour, points: [[step, value], ...]}; bad are rows [step, "nan"].
@@ -154,7 +154,7 @@ function drawEnvironment() {
     } else rows.push([esc(name), `<code>${esc(value)}</code>`]);
   };
   add("", data.starts[data.starts.length - 1][2]);
-  byId("environment").innerHTML = "<h2>Settings and environment</h2><p>Of the last start.</p>" + table(["", ""], rows, []);
+  byId("environment").innerHTML = "<h2>Settings and environment</h2><p>Of the last start.</p>" + table([], rows, []);
 }
 
 drawSections({

@@ -95,7 +95,7 @@ function title(timeline) {
 }
 
 function drawTimelines() {
-  const box = byId("timeline"), width = Math.max(box.clientWidth, 480);
+  const box = byId("timeline"), width = Math.max(box.clientWidth, 320);
   view.width = box.clientWidth;
   const colour = view.colour, scale = (width - LEFT) / (view.to - view.from);
   const x = (second) => LEFT + (second - view.from) * scale;
@@ -104,8 +104,12 @@ function drawTimelines() {
   view.spans = [];
   for (const [name, timeline] of Object.entries(data.timelines)) {
     const every = bars(timeline), length = timeline.step_s;
-    svg += `<text x="0" y="${y + 12}">${esc(name ? `${name}: ${title(timeline)}` : title(timeline))}</text>`;
-    y += 20;
+    const about = name ? `${name}: ${title(timeline)}` : title(timeline);
+    for (const line of width < 640 ? about.split(/(?<=,) (?=\d+%)/) : [about]) {
+      svg += `<text x="0" y="${y + 12}">${esc(line)}</text>`;
+      y += 16;
+    }
+    y += 4;
     for (const stream of data.streams.filter((each) => every.some((bar) => bar.stream === each))) {
       const height = LANE[stream] || OTHER;
       svg += `<g class="lane"><text x="0" y="${y + height / 2 + 4}">${esc(stream)}</text>`;
@@ -143,7 +147,7 @@ function drawTimelines() {
     svg += `<text x="0" y="${y + 14}">memory</text><text x="0" y="${y + 28}">peak</text><text x="0" y="${y + 42}">${bytes(timeline.peak_nbytes)}</text>`;
     y += CURVE + 14;
   }
-  const grid = ticks(view.from, view.to, 8).map((tick) => `<line class="axis" x1="${x(tick)}" x2="${x(tick)}" y1="0" y2="${y}"/>` +
+  const grid = ticks(view.from, view.to, Math.min(8, Math.floor((width - LEFT) / 80))).map((tick) => `<line class="axis" x1="${x(tick)}" x2="${x(tick)}" y1="0" y2="${y}"/>` +
     `<text x="${x(tick)}" y="${y + 12}" text-anchor="middle">${clock(tick)}</text>`).join("");
   box.innerHTML = `<svg viewBox="0 0 ${width} ${y + 18}" role="img" aria-label="Timelines of a step">${grid}${svg}</svg>`;
 }

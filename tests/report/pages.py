@@ -1,4 +1,7 @@
-"""Pages of the report, opened: by an engine of JavaScript with as much of a document as they use, and by a browser."""
+"""Pages of the report, opened: by an engine of JavaScript with as much of a document as they use, and by a browser.
+
+Tests with a browser have the argument ``browser``, and are skipped on a machine without one. CI has one.
+"""
 
 import json
 import shutil
@@ -6,9 +9,10 @@ import subprocess
 from html.parser import HTMLParser
 from pathlib import Path
 
+import pytest
 import quickjs
 
-BROWSER = next((found for name in ("chromium", "chromium-browser", "google-chrome") if (found := shutil.which(name))), None)
+BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 DOM = """
 const elements = {}, listeners = {};
 function element(id) {
@@ -67,16 +71,16 @@ def fire(context, name, event, **fields):
     context.eval(f"listeners[{json.dumps(f'{name} {event}')}](Object.assign({{preventDefault() {{}}}}, {json.dumps(fields)}))")
 
 
-def shown_by(browser, page, folder):
-    """The document of a page, after a browser has run its scripts."""
-    options = [
-        "--headless",
-        "--no-sandbox",
-        "--disable-gpu",
-        f"--user-data-dir={folder / 'profile'}",
-        "--virtual-time-budget=5000",
-    ]
-    ran = subprocess.run(
-        [browser, *options, "--dump-dom", Path(page).as_uri()], capture_output=True, text=True, timeout=120, check=True
-    )
-    return ran.stdout
+@pytest.fixture
+def browser(tmp_path):
+    """A function that runs a headless browser on a page, with more options, and returns what the browser prints."""
+    found = next(filter(None, map(shutil.which, BROWSERS)), None)
+    if found is None:
+        pytest.skip(f"this machine has no browser: none of {', '.join(BROWSERS)} is on the PATH")
+
+    def run(page, *options):
+        always = ["--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", "--virtual-time-budget=5000"]
+        command = [found, *always, f"--user-data-dir={tmp_path / 'profile'}", *options, Path(page).as_uri()]
+        return subprocess.run(command, capture_output=True, text=True, timeout=240, check=True).stdout
+
+    return run

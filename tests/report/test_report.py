@@ -1,10 +1,13 @@
-"""The page about a run: opened by a browser if there is one, and by an engine of JavaScript in any case."""
+"""The page about a run, opened by an engine of JavaScript, and by a browser."""
 
+import html
 import json
 import os
 import re
+from itertools import combinations
 from pathlib import Path
 
+import matplotlib.image
 import pytest
 import torch
 
@@ -12,7 +15,7 @@ import fsharp as fs
 from fsharp.cli import main
 from fsharp.report.page import MAX_EVENTS, MAX_MARKS, MAX_POINTS, log_page
 from fsharp.report.reading import read_log
-from tests.report.pages import BROWSER, fire, html_of, opened, shown_by
+from tests.report.pages import browser as browser, fire, html_of, opened
 
 
 def timelines():
@@ -224,14 +227,49 @@ def test_of_many_events_the_newest_are_listed(tmp_path):
     assert f"The newest {MAX_EVENTS} of {count} events are listed. Charts mark {MAX_MARKS} of {count}" in events
 
 
-def test_engines_agree(run_dir):
-    """A browser, if this machine has one, draws what the engine without a browser draws."""
-    context, _ = opened(Path(fs.inspect.report(run_dir)).read_text())
+def test_a_browser_draws_what_the_engine_without_a_browser_draws(run_dir, browser):
+    path = fs.inspect.report(run_dir)
+    context, _ = opened(Path(path).read_text())
     drawn = re.findall(r'<rect class="span" data-i="\d+"', html_of(context, "timeline"))
     assert len(drawn) > 20
-    pages = [shown_by(BROWSER, fs.inspect.report(run_dir), run_dir)] if BROWSER else []
-    assert all(re.findall(r'<rect class="span" data-i="\d+"', page) == drawn for page in pages)
-    assert all("6 of 12 steps" in page and "rank 1 is a &lt;i&gt;straggler" in page for page in pages)
+    page = browser(path, "--dump-dom")
+    assert re.findall(r'<rect class="span" data-i="\d+"', page) == drawn
+    assert "6 of 12 steps" in page
+    assert "rank 1 is a &lt;i&gt;straggler" in page
+
+
+MEASURE = """<script>
+const rows = [...document.querySelectorAll("main > section, main > div, h2, .box, svg text, th")].map((each) => {
+  const frame = each.getBoundingClientRect();
+  return [each.tagName, each.textContent, frame.left, frame.top, frame.right, frame.bottom];
+});
+document.body.dataset.frames = JSON.stringify([document.documentElement.scrollWidth, rows]);
+</script>"""
+
+
+@pytest.mark.parametrize("width", [1280, 500])
+def test_the_page_in_a_browser_has_no_blank_and_no_cut_parts(run_dir, browser, width):
+    """Each box has pixels that are not background; no text of a picture covers another or leaves the page."""
+    page, picture = run_dir / "measured.html", run_dir / "picture.png"
+    page.write_text(Path(fs.inspect.report(run_dir)).read_text().replace("</body>", f"{MEASURE}</body>"))
+    size = f"--window-size={width},3200"
+    text = html.unescape(re.search(r'data-frames="([^"]*)"', browser(page, size, "--dump-dom"))[1])
+    page_width, frames = json.loads(text)
+    assert page_width <= width
+    browser(page, size, f"--screenshot={picture}")
+    pixels = torch.from_numpy(matplotlib.image.imread(picture)[:, :, :3].copy())
+    boxes = [frame for tag, _, *frame in frames if tag == "DIV"]
+    assert len(boxes) == 8
+    for left, top, right, bottom in boxes:
+        box = pixels[int(top) + 8 : int(bottom) - 8, int(left) + 8 : int(right) - 8]
+        ink = (box - box[0, 0]).abs().amax(2) > 0.1
+        assert ink.float().mean() > 0.005
+        assert ink.any(0).float().mean() > 0.4, "it is drawn over the width"
+    texts = [(text, frame) for tag, text, *frame in frames if tag == "text"]
+    assert len(texts) > 30
+    assert all(frame[0] >= 0 and frame[2] <= width - 24 for _, frame in texts)
+    for (one, a), (two, b) in combinations(texts, 2):
+        assert min(a[2], b[2]) <= max(a[0], b[0]) or min(a[3], b[3]) - max(a[1], b[1]) <= 4, f"{one!r} covers {two!r}"
 
 
 def test_a_log_with_a_layout_alone_has_a_page(tmp_path):

@@ -4,7 +4,6 @@ import re
 from contextlib import chdir
 from html.parser import HTMLParser
 from itertools import groupby
-from pathlib import Path
 
 import pytest
 import torch
@@ -12,7 +11,7 @@ import torch
 import fsharp as fs
 from fsharp.functional.layout.text import nbytes_text, seconds_text
 from fsharp.report.step import MAX_OPS
-from tests.report.pages import BROWSER, fire, html_of, opened, shown_by
+from tests.report.pages import browser as browser, fire, html_of, opened
 from tests.test_docs import ROOT, programs
 
 HARDWARE = fs.inspect.Hardware(compute_times=(1e-3, 2e-3), bandwidth=1e7)
@@ -185,23 +184,34 @@ bar.dispatchEvent(new PointerEvent("pointermove", {bubbles: true, clientX: 300, 
 </script>"""
 
 
-def test_the_site_shows_the_picture_that_its_page_draws(tmp_path):
-    """The program of the page writes each picture that the page frames. A browser, if there is one, draws and explains it."""
+@pytest.fixture
+def framed(tmp_path):
+    """The pages that the program of docs/overlap.md has written, and that its page frames."""
     page = ROOT / "docs" / "overlap.md"
     with chdir(tmp_path):
         exec(compile("\n".join(programs(page)), page.name, "exec"), {})
-    framed = re.findall(r'<iframe [^>]*src="([^"]+)"', page.read_text())
-    assert framed
-    for name in framed:
-        text = Path(tmp_path, name).read_text()
-        context, _ = opened(text)
-        drawn = re.findall(r'<rect class="span" data-i="\d+"', html_of(context, "timeline"))
-        assert len(drawn) > 50
-        if BROWSER:
-            pointed = tmp_path / "pointed.html"
-            pointed.write_text(text.replace("</body>", f"{POINT}</body>"))
-            shown = shown_by(BROWSER, pointed, tmp_path)
-            assert re.findall(r'<rect class="span" data-i="\d+"', shown) == drawn
-            tip = re.search(r'id="tip"[^>]*>([^<]*)<', shown)[1]
-            assert "stream" in tip
-            assert " from " in tip
+    names = re.findall(r'<iframe [^>]*src="([^"]+)"', page.read_text())
+    assert names
+    return [tmp_path / name for name in names]
+
+
+def bars_of(shown):
+    return re.findall(r'<rect class="span" data-i="\d+"', shown)
+
+
+def test_the_program_of_a_page_draws_the_pictures_that_the_page_frames(framed):
+    for path in framed:
+        context, _ = opened(path.read_text())
+        assert len(bars_of(html_of(context, "timeline"))) > 50
+
+
+def test_a_browser_draws_and_explains_the_pictures_of_a_page(framed, browser, tmp_path):
+    for path in framed:
+        context, _ = opened(path.read_text())
+        pointed = tmp_path / "pointed.html"
+        pointed.write_text(path.read_text().replace("</body>", f"{POINT}</body>"))
+        shown = browser(pointed, "--dump-dom")
+        assert bars_of(shown) == bars_of(html_of(context, "timeline"))
+        tip = re.search(r'id="tip"[^>]*>([^<]*)<', shown)[1]
+        assert "stream" in tip
+        assert " from " in tip
