@@ -108,7 +108,7 @@ def check_matches(
 ) -> tuple[set[str], list[tuple[str, str]]]:
     """Compare the tree ``wanted`` with the checkpoint at ``path``. Raise one TreeError that lists all errors.
 
-    Return the names of leaves that keep their given values, as the checkpoint lacks them; and rows for a warning about
+    Return the names of leaves that keep their given values, as the checkpoint lacks them. Also return rows for a warning about
     differences that are not errors. With ``strict`` both are empty.
     """
     rows, kept, passed = list[tuple[str, str]](), set[str](), list[tuple[str, str]]()

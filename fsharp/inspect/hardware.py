@@ -143,8 +143,8 @@ class Hardware:
         H100s. Source: ``fsharp/inspect/presets.py`` names the data sheet of each number.
 
         Args:
-            name: ``"A100"``, ``"H100"``, ``"H200"`` or ``"B200"``, each the SXM version in hosts of 8 with NVLink, and with one
-                InfiniBand link for each GPU (200 Gb/s for A100, 400 Gb/s for the others).
+            name: ``"A100"``, ``"H100"``, ``"H200"`` or ``"B200"``, each the SXM version in hosts of 8 with NVLink. Each GPU has
+                one InfiniBand link (A100: 200 Gb/s, the others: 400 Gb/s).
             layout: layout of the model.
             tokens: number of tokens of one rank in a microbatch.
             efficiency: fraction of the peak FLOP/s that the model reaches while it computes: 0.3 to 0.6 for dense transformers.

@@ -41,9 +41,9 @@ def as_jax_array(x: torch.Tensor) -> Any:
     Without a copy, array and tensor share memory. Do not write to the tensor while JAX has the array, as JAX assumes that
     arrays are constant. Unless ``jax_enable_x64`` is set, integers of 64 bits are copied to 32 bits.
 
-    Raises a TreeError if JAX would change the values (a float64, or an integer that needs 64 bits, without ``jax_enable_x64``)
-    or has no such dtype; if the tensor is not one block of memory (a DTensor, a sparse tensor); or in a forked process, see
-    :func:`check_not_forked`.
+    Raises a TreeError if JAX has no such dtype, or would change the values: a float64, or an integer that needs 64 bits,
+    without ``jax_enable_x64``. The same error is raised if the tensor is not one block of memory (a DTensor, a sparse tensor),
+    and in a forked process; see :func:`check_not_forked`.
     """
     check_not_forked("a tensor for JAX")
     if x._is_zerotensor():  # a zero tangent of forward mode

@@ -53,8 +53,8 @@ class TracedTransformation:
         state: shape and dtype of each array of the state, in JAX's order.
         paths: path of each array of the state.
         positions: where each array of the state is stored. An array with a value for each element of a leaf, such as a moment,
-            has a pair: the index of this leaf, and the index of the tree of buffers that stores the array. Other arrays have
-            None.
+            has a pair. The pair is the index of this leaf, and the index of the tree of buffers that stores the array. Other
+            arrays have None.
         unused: names of extra arguments that the update does not use.
 
     Raises:

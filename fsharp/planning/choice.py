@@ -172,8 +172,8 @@ def sort_candidates(candidates: Sequence[Candidate], budget: float, tolerance: f
 
     Candidates whose step is slower than the fastest by at most the fraction ``tolerance`` count as equally fast. From these the
     candidate with the least :meth:`~Candidate.complexity` is chosen; of several such candidates, the one with the least memory.
-    The other candidates are in this order: those that fit into ``budget``, simulated before not simulated, fast before slow; at
-    the end those that are refused. If no candidate fits into the budget, the first in this order is chosen.
+    The other candidates follow: those that fit into ``budget``, simulated before not simulated, fast before slow. At the end
+    are those that are refused. If no candidate fits into the budget, the first in this order is chosen.
     """
     ranked = sorted(
         candidates, key=lambda x: (bool(x.refused), x.peak_nbytes > budget, x.is_unsimulated, x.step_s, x.peak_nbytes)
@@ -311,7 +311,7 @@ class Choice:
         """Return the choice as JSON: ``made_by``, ``layout``, ``policy``, ``remat``, arguments of the step, and ``candidates``.
 
         A candidate is an object with the attributes of :class:`Candidate`, where null stands for infinite seconds. Users may
-        edit ``policy`` and ``made_by`` in the text, such as ``prefetch`` and the placements of the strategy: :meth:`from_json`
+        edit ``policy`` and ``made_by`` in the text, such as ``prefetch`` and the placements of the strategy. :meth:`from_json`
         then makes the layout again, and predicts the edited step.
 
         Raises:

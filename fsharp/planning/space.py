@@ -77,8 +77,8 @@ def model_of(model: Any, frozen: Patterns) -> Model:
 def meshes_to_try(mesh: int | Mesh | Sequence[Mesh]) -> tuple[Mesh, ...]:
     """Return the meshes to try. One mesh, or several meshes of one size, are returned as they are.
 
-    A number of ranks gives a mesh of one axis ``dp``, and each mesh of axes ``outer`` and ``inner`` that fits hosts of 8 ranks:
-    the inner size divides 8, or is a multiple of 8. Raises a ScheduleError for meshes of different sizes.
+    A number of ranks gives a mesh of one axis ``dp``, and each mesh of axes ``outer`` and ``inner`` that fits hosts of 8 ranks.
+    There the inner size divides 8, or is a multiple of 8. Raises a ScheduleError for meshes of different sizes.
 
     >>> [str(mesh) for mesh in meshes_to_try(16)]
     ['Mesh(dp=16)', 'Mesh(outer=8, inner=2)', 'Mesh(outer=4, inner=4)', 'Mesh(outer=2, inner=8)']

@@ -27,8 +27,9 @@ MAX_EVENTS = 1000
 def report(run_dir: str | os.PathLike[str], path: str | os.PathLike[str] | None = None) -> str:
     """Write one HTML file about a run, and return its path. The file needs no network and no other file.
 
-    The page has the values and the throughput over steps; a step's timeline and memory, and predictions beside measurements, if
-    the run has logged timelines; which rank holds what; slow ranks, restarts and faults; settings and versions.
+    The page has the values and the throughput over steps, which rank holds what, slow ranks, restarts and faults, settings and
+    versions. If the run has logged timelines, the page also has a step's timeline and memory, and predictions beside
+    measurements.
 
     Args:
         run_dir: folder of a :class:`~fsharp.resilience.Run`, with its ``log.jsonl``, or the folder above its ``checkpoints``.

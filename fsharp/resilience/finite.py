@@ -108,8 +108,8 @@ def find_nonfinite(loss: float | complex | torch.Tensor | tuple[Any, ...] | None
             ``state_dict()``, the state dict is searched. Padding is not searched.
         comm: the ranks.
 
-    Cost: one pass over the tree, and one ``all_reduce`` of 4 bytes for each axis, for which the host waits; more if a value is
-    not finite. ``fs.optim.apply_if_finite`` costs the same, and also skips the update.
+    Cost: one pass over the tree, and one ``all_reduce`` of 4 bytes for each axis, for which the host waits. The cost is higher
+    if a value is not finite. ``fs.optim.apply_if_finite`` costs the same, and also skips the update.
     """
     losses = [x for x in (loss if isinstance(loss, tuple) else (loss,)) if x is not None]
     with reporting_format_errors(comm, "find_nonfinite()"):

@@ -54,7 +54,7 @@ def launch(fn: Callable[..., R], nproc: int, *args: Any, restarts: int = 0) -> l
     Each process has the environment that torchrun sets, so :func:`~fsharp.connect` finds the other ranks. With ``nproc=1`` and
     no restarts the calling process runs ``fn``. If the calling process ends or is killed, the processes that it has started end
     soon afterwards. In a process that torchrun or another ``launch`` has started, ``launch`` starts no processes and ignores
-    ``nproc``: this process runs ``fn``, and the list has only its result.
+    ``nproc``. This process runs ``fn``, and the list has only its result.
 
     With ``restarts`` a process that is killed, fails or hangs is restarted. The other processes keep running if they are in
     :meth:`Run.train <fsharp.resilience.Run.train>` of a ``Run(elastic=True)``. The run then continues from its newest save.
@@ -189,8 +189,8 @@ def _restored_signal_handlers() -> Iterator[None]:
 def _failures_likely_cause_first(folder: Path, failures: Mapping[int, Any]) -> list[tuple[int, str]]:
     """Return each failed rank with its traceback or exit status, the likely cause first.
 
-    The order is: errors that began on the rank itself, processes that ended without an error, errors about other ranks,
-    processes that torch's agent has ended. Errors of one kind are ordered by the times of their files in ``folder``.
+    First come errors that began on the rank itself. Then follow processes that ended without an error, errors about other
+    ranks, and processes that torch's agent has ended. Errors of one kind are ordered by the times of their files in ``folder``.
     ``failures``: what torch's agent reports, by rank. The agent's times are whole seconds, too coarse for an order.
     """
 

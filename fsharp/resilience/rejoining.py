@@ -98,7 +98,7 @@ class Rejoining:
 def meta_copy(tree: Any) -> Any:
     """Return a copy of a tree with its tensors on the meta device, into which a checkpoint can be loaded.
 
-    Modules, optimizers and other objects in the tree are not copied. Raises a RunError for a PerRankState: when the tree goes
+    Modules, optimizers and other objects in the tree are not copied. Raises a RunError for a PerRankState. When the tree goes
     back to an earlier step, an iterator over the wrapped data loader would not go back.
     """
 

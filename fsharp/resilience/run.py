@@ -69,8 +69,8 @@ class Run:
             this argument again.
         save_every: number of steps between two checkpoints.
         keep: number of newest checkpoints to keep.
-        keep_steps: number of steps in an interval. The last checkpoint of each interval is kept as well: with 1000 the last one
-            of steps 1 to 1000, the last one of steps 1001 to 2000, and so on; see :func:`fsharp.checkpoint.prune`.
+        keep_steps: number of steps in an interval. The last checkpoint of each interval is kept as well. With 1000 these are
+            the last one of steps 1 to 1000, the last one of steps 1001 to 2000, and so on; see :func:`fsharp.checkpoint.prune`.
         keep_hours: number of hours in an interval. The last checkpoint of each interval is kept as well.
         replicas: a :class:`~fsharp.checkpoint.Replicas` with the ``root`` of the run, which also keeps the tree in memory of
             hosts. The run restores this copy or the newest checkpoint, whichever is newer. Close the replicas after the run:

@@ -6,10 +6,10 @@ the turn. With a seed a rank also passes the turn on at collectives in which it 
 The seed chooses the next rank. So a run is a function of the program and the seed, and a failure can be repeated.
 
 [Note: how a rank ends]
-A rank *returns*, *raises*, *dies* or *stalls*, and then takes part in no collective. Another rank that needs it in a collective
-gets a CommError. If all living ranks wait and no collective can complete, all of them get a CommError at once. A rank that dies
-or stalls stops in the middle of its function, as a killed process does: its ``finally`` blocks run after all other ranks have
-ended.
+A rank *returns*, *raises*, *dies* or *stalls*, and then takes part in no collective. Another rank that
+needs it in a collective gets a CommError. If all living ranks wait and no collective can complete, all of them get a CommError
+at once. A rank that dies or stalls stops in the middle of its function, as a killed process does. Its ``finally`` blocks run
+after all other ranks have ended.
 """
 
 import random
@@ -124,7 +124,7 @@ def simulate(
 def _one_forward_ad_level() -> Iterator[None]:
     """Keep one forward-mode level of autograd open in this context, and let ``torch.func.jvp`` of every rank use it.
 
-    torch counts these levels for the process and not for the thread: the first rank would open the level, and close it while
+    torch counts these levels for the process and not for the thread. The first rank would open the level, and close it while
     other ranks still use it.
     """
     if eager_transforms.JVP_NESTING:

@@ -72,8 +72,8 @@ def to_dcp(
         CheckpointError: the folder is not empty or a URL, or the checkpoint is damaged.
         CheckpointError: there is no tensor to write, or two have one name. No file is left.
 
-    Cost: reads each header and every tensor that is written, and checks their digests. Memory: a chunk of 64 MiB, or one row
-    if a row is larger; and the headers and digests of all files, which are 0.2 % of the checkpoint.
+    Cost: reads each header and every tensor that is written, and checks their digests. Memory: a chunk of 64 MiB, or one row if
+    a row is larger. The headers and digests of all files are 0.2 % of the checkpoint.
     Source: https://docs.pytorch.org/docs/stable/distributed.checkpoint.html
     """
     from torch.distributed.checkpoint.filesystem import FileSystemWriter

@@ -228,7 +228,7 @@ def all_to_all_last(
     Returns:
         ``[..., sum(receive)]``, in order of coordinate.
 
-    Gradient: :func:`all_to_all_last` with ``send`` and ``receive`` exchanged. All ranks take part in it, so the loss of each
+    Gradient: :func:`all_to_all_last` with ``send`` and ``receive`` exchanged. All ranks take part in it. So the loss of each
     rank has to depend on the result, even if the rank has received no column. Cost: each rank sends its columns for others.
 
     Processes do not compare ``send`` with ``receive``: if they differ, values may be undefined, or ranks wait until the time

@@ -232,8 +232,9 @@ def check_sizes_of_ranks(sizes: Sequence[Sequence[int]]) -> None:
 def sent_nbytes(op: str, part_nbytes: int, n: int) -> int:
     """Return the bytes that one rank of ``n`` sends in the bandwidth-optimal algorithm (ring or direct exchange).
 
-    ``part_nbytes`` is the size in bytes of the input of an all_gather; of the output of a reduce_scatter, in the dtype that
-    travels; of ``ceil(numel / n)`` elements of an all_reduce; or of what one receiver gets in an all_to_all of equal parts.
+    ``part_nbytes`` is a size in bytes. For an all_gather it is the size of the input. For a reduce_scatter it is the size of
+    the output, in the dtype that travels. For an all_reduce it is the size of ``ceil(numel / n)`` elements. For an all_to_all
+    of equal parts it is the size of what one receiver gets.
     """
     return (n - 1) * part_nbytes * (2 if op == "all_reduce" else 1)
 

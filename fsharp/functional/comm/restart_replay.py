@@ -1,9 +1,9 @@
 """SetupCallRecord: a record of the collective calls that a program makes before its first step.
 
 A restarted rank runs its program from the beginning. The other ranks do not run their programs again. But the restarted rank
-needs their messages. So the other ranks make the recorded calls again, in the same order: they join the job, make process
-groups, compare settings, and send the recorded data. Afterwards all ranks have made the same calls in the new generation of
-the job, so numbers and labels of collectives are equal.
+needs their messages. So the other ranks make the recorded calls again, in the same order. They join the job, make process
+groups, compare settings, and send the recorded data. Afterwards all ranks have made the same calls in the new generation of the
+job, so numbers and labels of collectives are equal.
 """
 
 import threading

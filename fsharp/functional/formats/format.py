@@ -308,8 +308,8 @@ class Format:
         """Encode a gradient plus its residual, and return the stored buffer. The encoding error becomes the new residual.
 
         The error of an infinity or NaN counts as zero, so that one gradient with an infinity does not make all later gradients
-        infinite. A gradient of zeros is encoded without the residual, which is kept: some strategies send zeros where a step
-        has no gradient, and others send nothing.
+        infinite. A gradient of zeros is encoded without the residual, which is kept. The reason: some strategies send zeros
+        where a step has no gradient, and others send nothing.
 
         ``values``: the gradient, 1-D. ``residual``: encoding errors of earlier gradients, for the first ``len(residual)``
         values; overwritten, but not after a FormatError. Other arguments and errors are those of :meth:`store`.

@@ -1,7 +1,7 @@
 """Formats of 8 and 4 bits: blocks of 32 values that share a scale, a power of two, as in OCP's microscaling (MX) formats.
 
 A scale is stored as its exponent in one byte. Each scale is the smallest that keeps the largest magnitude of its block in
-range; OCP's rule is the floor of the logarithm, which cuts off some largest values. Encoding decoded values gives the same
+range. OCP's rule is the floor of the logarithm, which cuts off some largest values. Encoding decoded values gives the same
 bytes. Values are rounded to the nearest code, ties to even, in float32. The least scale is 2**-127, which adds up to 2**-127 to
 the bounds below.
 

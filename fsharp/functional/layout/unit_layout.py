@@ -317,8 +317,8 @@ def padding_in_run(unit: UnitLayout, group: int, start: int, size: int) -> list[
 def leaf_spans_in_run(unit: UnitLayout, group: int, start: int, size: int, rank: int) -> Iterator[tuple[int, int, str, int]]:
     """Yield ``(begin, end, path, first)`` for each leaf in a run of a group's buffer.
 
-    The leaf's elements are ``begin`` to ``end`` of the run. ``first`` is the index of element ``begin`` in the whole leaf; or
-    in the leaves of all ranks, one after another, if the unit varies along axes.
+    The leaf's elements are ``begin`` to ``end`` of the run. ``first`` is the index of element ``begin`` in the whole leaf. If
+    the unit varies along axes, it is the index in the leaves of all ranks, one after another.
     """
     before = unit.mesh.index_along(unit.varying_axes, rank)
     for leaf, begin, end, first, _ in unit.spans_in_run(group, start, size):

@@ -143,8 +143,9 @@ def replace_state_trees(tree: Any, new: Mapping[Path, Any], path: Path = ()) -> 
 def _check_state_tree(state_tree: StateTree, layout: Layout) -> None:
     """Raise an error if a state tree cannot move to ``layout``.
 
-    Raises a TreeError if a unit is donated, partial or gathered. Raises a LayoutError if ``layout`` has other leaves, another
-    fact of a leaf (see :func:`_leaf_facts`), or a group whose leaves have several dtypes in the state tree.
+    Raises a TreeError if a unit is donated, partial or gathered. Raises a LayoutError if ``layout`` has other leaves, or
+    another fact of a leaf (see :func:`_leaf_facts`). The same error is raised for a group whose leaves have several dtypes in
+    the state tree.
     """
     for node in state_tree.nodes:
         _check_at_rest(state_tree, node)

@@ -202,7 +202,7 @@ def value_by_path(
 ) -> dict[str, T]:
     """Return a value for each path. ``rules``: one value for all paths, a function of the path, or values by pattern.
 
-    A pattern selects the paths that it matches, and all paths below them; the text of a path selects only this path and the
+    A pattern selects the paths that it matches, and all paths below them. The text of a path selects only this path and the
     paths below it. If several patterns select a path, the last counts.
     ``default``: value of a path that no pattern selects. Raises PatternError if a pattern selects nothing, or if a path has no
     value.

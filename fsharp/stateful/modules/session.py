@@ -89,8 +89,8 @@ class ModuleSession:
     ) -> Any:
         """Call ``fn``, a method of the module at ``path``, with the module's units gathered, and cast inputs and outputs.
 
-        Parameters come from the first of these that there is: the call around this call; the forward or step whose checkpoint
-        computes again; parameters at rest, if there are no gradients or no trained parameters; the step.
+        Parameters come from the call around this call, if there is one; else from the forward or step whose checkpoint computes
+        again. Else they are parameters at rest, if there are no gradients or no trained parameters. Else the step has them.
         """
         if self.is_unsharded:
             raise ScheduleError(

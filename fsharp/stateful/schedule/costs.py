@@ -7,8 +7,8 @@ quarter of the bytes of all units. Thus a model is never resident in full to sav
 two latencies stays alone. An all_reduce is two messages, one after the other, and so are collectives along two axes: twice the
 bytes are allowed.
 
-Measured over gloo on 2 and 4 ranks, zero3 and zero1, models of 24 blocks of 308,000 parameters and of 12 blocks of 788,000: a
-step took 0 to 10 % less time with buckets of up to 4 MB than with 2 MB, and 5 to 12 % less with 5 MB.
+Measured over gloo on 2 and 4 ranks, zero3 and zero1, models of 24 blocks of 308,000 parameters and of 12 blocks of 788,000.
+With buckets of up to 4 MB a step took 0 to 10 % less time than with 2 MB. With 5 MB it took 5 to 12 % less.
 """
 
 from collections.abc import Hashable, Iterable, Mapping, Sequence

@@ -43,7 +43,7 @@ class SchedulePolicy:
             under way, which a CUDA graph of a step needs.
         separate_groups: use different process groups for gathers and for reductions, so that neither waits for the other. None
             means True over gloo and False over NCCL. Two NCCL communicators can deadlock on a device that runs one
-            communication kernel at a time: two ranks run kernels of different communicators, and wait for ever. True helps
+            communication kernel at a time. Two ranks then run kernels of different communicators, and wait for ever. True helps
             steps that are bound by the network, on devices that run two such kernels at a time.
         arena_memory: the source of the arena over NCCL. ``"allocator"`` takes it from torch's allocator. ``"registered"``
             takes it from NCCL's allocator, and registers it with the communicators as a user buffer: NCCL may skip copies to

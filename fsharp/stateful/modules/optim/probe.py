@@ -45,8 +45,8 @@ def probe_update_scope(
     accepts. The trials update all tensors together, each tensor alone, and flat pieces that cross the bounds of tensors. If
     updates together and alone differ, the scope is ``EVERYTHING``. If all updates are equal, it is ``ELEMENT``, else
     ``PARAMETER``. If state has tensors of other shapes than the parameter's, such as row statistics, it is at least
-    ``PARAMETER``. Raises TreeError if no list of shapes is accepted, ``step()`` needs a closure, a key of ``optimizer.state``
-    is no parameter, or a new instance that gets state and options makes another step.
+    ``PARAMETER``. Raises TreeError if no list of shapes is accepted, ``step()`` needs a closure, or a key of
+    ``optimizer.state`` is no parameter. Also if a new instance that gets state and options makes another step.
     """
     closure = inspect.signature(optimizer.step).parameters.get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty:
