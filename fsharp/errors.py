@@ -46,7 +46,7 @@ class LossError(FsharpError, TypeError):
     """A loss is neither a scalar mean nor a ``(sum, weight)`` pair, or depends on no trainable parameter.
 
     The error is also raised if a batch cannot be split into microbatches or samples. It is also raised if the gradients of a
-    step are not complete, or an earlier error has discarded them.
+    step are not complete, or an earlier error has released them.
     """
 
 

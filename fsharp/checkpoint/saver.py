@@ -55,7 +55,7 @@ class BackgroundSaver:
 
     def _reset_after_rank_restart(self) -> None:
         """Abandon the save under way, as a new generation of the job begins: a restarted rank cannot take part in the save."""
-        self._forget_save()
+        self._release_save()
 
     def _copy_and_start_job(self, snapshot: Snapshot, job: Callable[[Snapshot], Any]) -> None:
         if self._worker is None:
@@ -117,9 +117,9 @@ class BackgroundSaver:
                 if self._under_way is not None:
                     self._under_way.take_result()
             except Exception as error:
-                self._forget_save()
+                self._release_save()
                 raise self._save_error(error) from error
-            self._forget_save()  # an interrupted wait keeps it: the thread still reads this memory
+            self._release_save()  # an interrupted wait keeps it: the thread still reads this memory
 
     def _refuse_forked_process(self) -> None:
         if self._worker is not None and os.getpid() != self._pid:  # a fork copies no thread
@@ -131,7 +131,7 @@ class BackgroundSaver:
     def _save_error(self, error: BaseException) -> CheckpointError:
         return CheckpointError(f"the {self._name} that was under way has failed: {error}")
 
-    def _forget_save(self) -> None:
+    def _release_save(self) -> None:
         self._under_way = None
         _busy_savers.discard(self)
 

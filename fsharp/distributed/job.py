@@ -142,7 +142,7 @@ def _announce_departure(error: BaseException | None) -> None:
             watch.is_over.set()
         statuses.write_last_status(error)
     failed = error is not None or any(watch.error is not None for each in exchanges for watch in list(each.watches.values()))
-    job_store.leave_store(within_s=min(_END_WITHIN_S if failed else _LEAVES_WITHIN_S, job_store.pg_timeout_s()))
+    job_store.record_end_of_rank(within_s=min(_END_WITHIN_S if failed else _LEAVES_WITHIN_S, job_store.pg_timeout_s()))
     if failed:  # a thread that waits in gloo when the interpreter ends would abort the process
         abort_groups([g for g in dist.distributed_c10d._world.pg_map if dist.get_backend(g) == "gloo"], is_nccl=False)
 

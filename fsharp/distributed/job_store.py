@@ -209,8 +209,8 @@ def _storable_text(text: str) -> str:
     return text[:_MAX_STORED_CHARACTERS].encode(errors="replace").decode()
 
 
-def leave_store(*, within_s: float) -> None:
-    """Record in the store that this rank leaves the job. If rank 0's process hosts the store, rank 0 waits for all ranks.
+def record_end_of_rank(*, within_s: float) -> None:
+    """Record in the store that this rank ends. If rank 0's process hosts the store, rank 0 waits for all ranks.
 
     The wait ends after ``within_s`` seconds at the latest.
     """

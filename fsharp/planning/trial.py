@@ -228,7 +228,7 @@ def record_calls_of_module(
     recorder = _CallRecorder([*skeleton.parameters(), *skeleton.buffers(), *_tensor_leaves(given)])
     open_: list[Any] = []
 
-    def enter(use: Use, each: nn.Module, args: Any, kwargs: Any) -> Any:
+    def before_call(use: Use, each: nn.Module, args: Any, kwargs: Any) -> Any:
         first = next((p.dtype for p in each.parameters() if p.is_floating_point()), None)
 
         def cast(x: Any) -> Any:
@@ -243,7 +243,7 @@ def record_calls_of_module(
         open_.append((call, context))
         return args, kwargs
 
-    def leave(each: nn.Module, args: Any, out: Any) -> None:
+    def after_call(each: nn.Module, args: Any, out: Any) -> None:
         call, context = open_.pop()
         call.set_has_backward(out)
         context.__exit__(None, None, None)
@@ -251,8 +251,8 @@ def record_calls_of_module(
     for path, names in owners.items():
         if names:
             each = skeleton.get_submodule(path)
-            each.register_forward_pre_hook(partial(enter, use_of_units(layout, names)), with_kwargs=True)
-            each.register_forward_hook(leave)
+            each.register_forward_pre_hook(partial(before_call, use_of_units(layout, names)), with_kwargs=True)
+            each.register_forward_hook(after_call)
     args, kwargs = ((), given) if isinstance(given, Mapping) else (given if isinstance(given, tuple) else (given,), {})
     with _explain_errors("on meta tensors", _META_REMEDY), recorder.recording():
         skeleton(*args, **kwargs)

@@ -80,11 +80,11 @@ class _Launcher:
     def __init__(self, first: str = "") -> None:
         self._first = first
         atexit.register(self.close)
-        os.register_at_fork(after_in_child=self.drop_without_ending)
-        self.drop_without_ending()
+        os.register_at_fork(after_in_child=self.abandon_server)
+        self.abandon_server()
 
-    def drop_without_ending(self) -> None:
-        """Drop the launcher's process without ending it. A forked process does this, as its parent owns the launcher."""
+    def abandon_server(self) -> None:
+        """Abandon the launcher's process without ending it. A forked process does this, as its parent owns the launcher."""
         self._lock = threading.Lock()
         self._server: subprocess.Popen[str] | None = None
 

@@ -101,12 +101,12 @@ class EncodedTensorClass:
         make_tensor: function from a whole leaf to a tensor of the class. The inner tensors use the leaf's memory, but must not
             be views of it, as views keep memory alive: see :func:`non_view_alias`.
         compute_derived: function of the tensor that computes values derived from its bytes, such as a transpose.
-        drop_derived: function of the tensor that frees these derived values. Called before the memory is released.
+        release_derived: function of the tensor that frees these derived values. Called before the memory is released.
     """
 
     make_tensor: Callable[[LeafPart], torch.Tensor]
     compute_derived: Callable[[torch.Tensor], None]
-    drop_derived: Callable[[torch.Tensor], None]
+    release_derived: Callable[[torch.Tensor], None]
 
 
 @options_checked_on_failure

@@ -235,7 +235,7 @@ def _format_of_kind(
         lambda shape: kind.agreed_maxima(shape, {name: size for name, (size, _) in tensors.scale_specs(shape).items()}),
         tensors.encode,
         lambda part: kind.decode(part, kind.scales_for_readers(part.shape, tensors.scales_in(part))),
-        EncodedTensorClass(tensors.make_tensor, tensors.derive_if_in_backward, tensors.drop_derived),
+        EncodedTensorClass(tensors.make_tensor, tensors.derive_if_in_backward, tensors.release_derived),
         for_inference=lambda part: kind.part_for_readers(part, tensors.scales_in(part)),
     )
     name = f"te_{kind.name}_{sha256(settings.encode()).hexdigest()[:6]}"
@@ -309,7 +309,7 @@ class _QuantizerCodec:
 
             post_all_gather_processing(tensor)
 
-    def drop_derived(self, tensor: Any) -> None:
+    def release_derived(self, tensor: Any) -> None:
         """Free all attributes that are derived from a tensor's bytes."""
         for name in self._kind.derived:
             setattr(tensor, name, None)

@@ -66,7 +66,7 @@ class Transform:
         for name in ("init", "update", "apply"):
             if (fn := getattr(self, name)) is not None:
                 fn = fn if name == "init" else _checking_results(f"{name} of {self.name or 'a transformation'}", fn)
-                object.__setattr__(self, name, _dropping_unknown_keywords(fn))
+                object.__setattr__(self, name, _ignoring_unknown_keywords(fn))
         init, update = self.init, self.update
 
         @wraps(init)
@@ -125,8 +125,8 @@ def _checking_results(what: str, fn: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-def _dropping_unknown_keywords(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """Return ``fn``, wrapped so that a call drops keywords that are not parameters of ``fn``."""
+def _ignoring_unknown_keywords(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """Return ``fn``, wrapped so that a call ignores keywords that are not parameters of ``fn``."""
     kinds = {name: parameter.kind for name, parameter in inspect.signature(fn).parameters.items()}
     if inspect.Parameter.VAR_KEYWORD in kinds.values():
         return fn
@@ -178,7 +178,7 @@ def as_transform(tx: Any) -> Transform:
         raise TreeError(_not_a_pair_text(tx))
     keywords = {p.name for p in inspect.signature(update).parameters.values() if p.kind is p.KEYWORD_ONLY}
     pure = {"inplace": False} if "inplace" in keywords else {}
-    known = _dropping_unknown_keywords(update)
+    known = _ignoring_unknown_keywords(update)
 
     def call_update(grads: Any, state: Any, params: Any, **extra: Any) -> tuple[Any, Any]:
         if "params" in keywords:

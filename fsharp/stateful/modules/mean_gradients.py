@@ -30,10 +30,10 @@ class MeanGradients:
         self._parameters, self._specs, self._comm = parameters, specs, comm
         self._parts: dict[str, ShardedTensor] = {}
         self._hooks: dict[str, OrderedDict[int, Callable[[Any], Any]]] = {}
-        self.drop_gradients()
+        self.release_gradients()
 
-    def drop_gradients(self) -> None:
-        """Drop the gradients. A part that a caller still holds keeps its values, in new memory."""
+    def release_gradients(self) -> None:
+        """Release the gradients. A part that a caller still holds keeps its values, in new memory."""
         parts = [weakref.ref(part) for part in self._parts.values()]
         self.tree: Any = None
         self.missing: set[str] = set()
@@ -66,7 +66,7 @@ class MeanGradients:
         return handle
 
     def call_hooks(self) -> None:
-        """Call the hooks of all parameters that have a gradient now; a hook may drop gradients."""
+        """Call the hooks of all parameters that have a gradient now; a hook may release gradients."""
         present = self.paths_with_gradient
         for path, parameter in list(self._parameters.items()):
             if path in present:
@@ -74,8 +74,8 @@ class MeanGradients:
                     hook(parameter)
 
     def return_to_sums(self, units: Iterable[UnitState]) -> None:
-        """Drop the means, and turn the gradients of ``units`` back into sums, to which another backward can add."""
-        self.drop_gradients()
+        """Release the means, and turn the gradients of ``units`` back into sums, to which another backward can add."""
+        self.release_gradients()
         for unit in units:
             if unit.gradient is not None:
                 unit.gradient.resume_accumulation(self._comm.mesh.size)
@@ -109,7 +109,7 @@ class MeanGradients:
             self._parts = {name: ShardedTensor.from_local(data, self._parameters[name]) for name, _, data in held}
         return self._parts.get(path)
 
-    def drop_part(self, path: str) -> None:
+    def release_part(self, path: str) -> None:
         """Zero a parameter's gradient, and record it as missing. A part that a caller holds keeps its values, in new memory."""
         reference, data = weakref.ref(self._parts[path]), self._parts[path].local
         varying = self._parts.pop(path).place.varying_axes

@@ -92,7 +92,7 @@ class ShardedModule(nn.Module):
     @disable_compile
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Release all gradients. A forward whose backward is to come stays valid. ``set_to_none=False`` is an error."""
-        session_of_module(self).step.drop_gradients(set_to_none=set_to_none)
+        session_of_module(self).step.release_gradients(set_to_none=set_to_none)
 
     def functional(self) -> tuple[Callable[..., Any], Any]:
         """Return this module as a pure function ``fn(params, *args, comm=..., **kwargs)``, and its parameters ``params``.

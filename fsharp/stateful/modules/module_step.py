@@ -49,8 +49,8 @@ class ModuleStep:
         restart_replay.record_replay_only_call(self._reset_after_rank_restart)
 
     def _reset_after_rank_restart(self) -> None:
-        """Drop the step and all gradients: for the constructor, and for a new generation, where all ranks load the module."""
-        self.is_accumulating = self._is_discarding = False
+        """Release the step and all gradients: in the constructor, and in a new generation, where all ranks load the module."""
+        self.is_accumulating = self._is_releasing = False
         self.updated_by: int | None = None
         self.used_gradients: set[str] = set()
         self.params: Any = None
@@ -59,7 +59,7 @@ class ModuleStep:
         self._residuals: ResidualViews = {}  # residuals and random numbers for the formats of this step's gradients
         self._backward_id = -1  # id of the backward pass that is under way
         self._gradients_were_lost = False  # by an error that was not reported yet
-        self.means.drop_gradients()
+        self.means.release_gradients()
         self.state.reset_after_rank_restart()
 
     @contextmanager
@@ -69,7 +69,7 @@ class ModuleStep:
         self.propagate_main_writes()
         if self.open_step is None:
             self.state.add_parameter_writes(self._steps.add_settings)
-            self.means.drop_gradients()
+            self.means.release_gradients()
             self.updated_by = None
             self.open_step = self._steps.open_step(self.scheduled.record, self.state.train_state.params)
             self.open_step.set_on_backward(self.on_backward)
@@ -90,7 +90,7 @@ class ModuleStep:
     def propagate_main_writes(self) -> None:
         """Copy the user's writes to main parameters into parameters at rest. A step under way gathers the new values."""
         if self.state.propagate_main_writes() and self.open_step is not None:
-            self.open_step.leave_schedule()  # a schedule would use parameters that it has gathered before the write
+            self.open_step.abandon_schedule()  # a schedule would use parameters that it has gathered before the write
 
     def reopen_scheduler_after_error(self) -> None:
         """Make the scheduler usable again after an error. All ranks do this.
@@ -117,7 +117,7 @@ class ModuleStep:
             if self.open_step is step:
                 self._gradients_were_lost |= self._backward_id != -1 or step.num_microbatches > self._first_microbatch
                 self.open_step, self.params, self._backward_id = None, None, -1
-                self.means.drop_gradients()
+                self.means.release_gradients()
             raise
 
     def _close_step(self) -> None:
@@ -166,7 +166,7 @@ class ModuleStep:
             missing = parameters_without_gradient(self._units, self.scheduler, self._paused)
             grads = self._engine.hand_out_gradients(self._units, self.state.train_state.params)
             self.means.set_to_mean_over_ranks(self._engine.run_reduce_scatter(grads, "optim", {}), missing)
-            if not self._is_discarding:
+            if not self._is_releasing:
                 self.means.call_hooks()
 
     @property
@@ -184,7 +184,7 @@ class ModuleStep:
         with self._abandoning_on_error():
             self.state.train_state = update(tx, self.means.tree, self.state.train_state, comm=self.scheduler, donate=True)
             self.used_gradients = set(self.means.paths_with_gradient)
-            self.means.drop_gradients()
+            self.means.release_gradients()
         self._close_step()
         self.updated_by = optimizer_id
         self.state.record_version_counters()
@@ -193,7 +193,7 @@ class ModuleStep:
     def checked_gradients_or_none(self, where: str) -> Any:
         """Return the mean gradients; None if there are none. Errors name ``where``.
 
-        Raise a LossError if an earlier error has discarded the gradients, or all backward passes were inside of
+        Raise a LossError if an earlier error has released the gradients, or all backward passes were inside of
         ``accumulate()``. Raise a ScheduleError if a step of an optimizer has used the gradients.
         """
         self.reopen_scheduler_after_error()
@@ -228,8 +228,8 @@ class ModuleStep:
             f"them. Call optimizer.zero_grad() after optimizer.step(), {remedy}."
         )
 
-    def drop_gradients(self, *, set_to_none: bool = True) -> None:
-        """Drop the gradients; during a backward this is an error. A forward whose backward has not run yet stays valid."""
+    def release_gradients(self, *, set_to_none: bool = True) -> None:
+        """Release the gradients; during a backward this is an error. A forward whose backward has not run yet stays valid."""
         if not set_to_none:
             raise ScheduleError(
                 "zero_grad(set_to_none=False): gradients have no memory between steps, so the gradient of a parameter that the "
@@ -238,7 +238,7 @@ class ModuleStep:
         self.reopen_scheduler_after_error()
         if self._backward_id != -1:
             raise ScheduleError("zero_grad(): a backward is under way. Call zero_grad() before the backward, or after it.")
-        self.means.drop_gradients()
+        self.means.release_gradients()
         self.used_gradients = set()
         step, self._gradients_were_lost = self.open_step, False
         if step is None or not self.has_gradients:
@@ -250,19 +250,19 @@ class ModuleStep:
             self._begin_gradients()
 
     @contextmanager
-    def discarding_gradients(self) -> Iterator[None]:
+    def releasing_gradients(self) -> Iterator[None]:
         """Release gradients at the end of this context. Backward passes inside of the context call no gradient hooks."""
-        used, self.used_gradients, self._is_discarding = self.used_gradients, set(), True
+        used, self.used_gradients, self._is_releasing = self.used_gradients, set(), True
         try:
             yield
-            self.drop_gradients()
+            self.release_gradients()
         finally:
-            self.used_gradients, self._is_discarding = used, False
+            self.used_gradients, self._is_releasing = used, False
 
-    def drop_gradients_and_mark_used(self) -> None:
-        """Drop the gradients and record them as used, as a step of an optimizer does."""
+    def release_gradients_and_mark_used(self) -> None:
+        """Release the gradients and record them as used, as a step of an optimizer does."""
         used = set(self.means.paths_with_gradient)
-        self.drop_gradients()
+        self.release_gradients()
         self.used_gradients = used
 
     def gradient_part(self, path: str) -> ShardedTensor | None:
@@ -271,17 +271,17 @@ class ModuleStep:
             raise ScheduleError(
                 f"grad of parameter {path!r}: all backward passes so far were inside of accumulate(), and their "
                 "gradients are not summed over ranks yet. Leave out `with model.accumulate():` where p.grad is read between "
-                "backward passes. To discard all gradients, call zero_grad() of the model or the optimizer."
+                "backward passes. To release all gradients, call zero_grad() of the model or the optimizer."
             )
         return self.means.gradient_part(path)
 
-    def drop_gradient(self, path: str) -> None:
-        """Drop the gradient of one parameter. When all are dropped, the step has no gradients."""
+    def release_gradient(self, path: str) -> None:
+        """Release the gradient of one parameter. When all are released, the step has no gradients."""
         self.used_gradients.discard(path)
         if self.gradient_part(path) is not None:
-            self.means.drop_part(path)
+            self.means.release_part(path)
             if not self.means.paths_with_gradient:
-                self.drop_gradients()
+                self.release_gradients()
 
     def abandon_forwards(self, where: str) -> None:
         """End a step that has only forwards, on all ranks. Raise an error that names ``where`` if the step has gradients."""

@@ -103,7 +103,7 @@ class ShardedParameter(ShardedTensor, nn.Parameter):
                 f"parameter {self.path!r}: the module stores the gradient: write `p.grad.copy_(...)`, or set p.grad to None."
             )
         if value is None and (owner := self.owner()) is not None and self.is_trained:
-            owner.drop_gradient(self.path)
+            owner.release_gradient(self.path)
 
 
 def iter_leaves_and_parts(node: Sharded, rank: int) -> Iterator[tuple[str, Leaf, torch.Tensor]]:

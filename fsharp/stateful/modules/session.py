@@ -73,7 +73,7 @@ class ModuleSession:
         means = MeanGradients(self.parameters, specs, scheduler)
         self.step = step = ModuleStep(self.state, means, scheduler, self.paused)
         # Functions that parts call: see ShardedTensorOwner.
-        self.gradient_part, self.drop_gradient = step.gradient_part, step.drop_gradient
+        self.gradient_part, self.release_gradient = step.gradient_part, step.release_gradient
         self.check_can_unscale, self.settings_text_to_compare = (
             step.check_can_unscale,
             scheduler.engine.steps.settings_text_to_compare,
@@ -249,7 +249,7 @@ class ModuleSession:
         sinks = [sink for node in units_of(step.params) for sink in node.sinks] if step.open_step is not None else []
         leaves = [*sinks, *(x for x in inputs if not isinstance(x, ShardedParameter))]
         found: tuple[torch.Tensor | None, ...] = ()
-        with step.discarding_gradients():
+        with step.releasing_gradients():
             if leaves:
                 found = torch.autograd.grad(outputs, leaves, grad_outputs, retain_graph=retain_graph, allow_unused=True)
             rest = iter(found[len(sinks) :])

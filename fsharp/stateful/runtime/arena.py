@@ -50,11 +50,11 @@ class Arena:
                 each.programs.bound.clear()
             for unit in units.values():
                 if unit.gradient is not None:
-                    unit.gradient.drop_arena_memory()
+                    unit.gradient.release_arena_memory()
         if bound is None or bound.arena is not self.memory:
             bound = BoundSchedule(schedule, units, self.memory, self._executor)
             record.programs.bound[id(schedule)] = bound
-            self._executor.lanes.drop_events_on_gc(bound, bound.number)
+            self._executor.lanes.release_events_on_gc(bound, bound.number)
         if self.schedule is not bound:
             self._release_schedule()
             self.schedule = bound

@@ -125,7 +125,7 @@ class BoundSchedule:
         for unit in self.units.values():
             if unit.gradient is not None:
                 unit.gradient.wait()
-                if not unit.gradient.try_leave_arena():
+                if not unit.gradient.try_move_out_of_arena():
                     self.stranded[unit.key] = self._opens[unit.key]
 
 

@@ -51,14 +51,14 @@ class CapturedStep:
         torch.cuda.synchronize(scheduler.device)
         held, before = optree.tree_leaves(state.params), _tensor_addresses(state)
         self._graph = torch.cuda.CUDAGraph()
-        lanes.drop_all_events()  # a capture may not wait for events outside, nor work outside for events of a capture
+        lanes.release_all_events()  # a capture may not wait for events outside, nor work outside for events of a capture
         try:
             with torch.cuda.graph(self._graph):
                 state, metrics = scheduled(state, self._batch)
                 if optree.tree_leaves(state.main):
                     state = state._replace(params=_copy_params_into(state.params, held))
         finally:
-            lanes.drop_all_events()
+            lanes.release_all_events()
         self._metrics: Metrics = metrics
         if before != _tensor_addresses(state):
             raise ScheduleError(

@@ -50,7 +50,7 @@ class EagerOps:
         self._uses = uses
         self.unsharded_by_unit: dict[str, UnshardedBuffer] = {}
         self._number = next(op_source_numbers)
-        executor.lanes.drop_events_on_gc(self, self._number)
+        executor.lanes.release_events_on_gc(self, self._number)
         self._event_index = 0
         self.ops: list[Op] = []
         self._last: dict[str, int] = {}  # by stream, its last op

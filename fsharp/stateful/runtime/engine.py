@@ -208,7 +208,7 @@ class ScheduledEngine(Engine):
             if update_gather.gather_inputs:  # in a new node: update_gather.node would make a cycle that keeps its memory
                 node = with_lazy_buffers(node, partial(self.steps.executor.run_telling_other_ranks, update_gather.wait), lanes)
             if not donate:
-                unit.drop_parameter_references()
+                unit.release_parameter_references()
             self.steps.registry.bind_node(unit, node, replaced=old)
             update_gathers.append(update_gather)
             return node

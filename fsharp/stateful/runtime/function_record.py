@@ -79,7 +79,7 @@ class RecordedPrograms:
         self.num_calls_off_schedule = 0
 
     def record_unscheduled_call(self, program: Program, compile_: Callable[[Program], Schedule | None], *, left: bool) -> None:
-        """Record the program of a call that had no schedule, or has ``left`` its schedule, and drop the pinned schedule."""
+        """Record the program of a call that had no schedule, or has ``left`` its schedule, and release the pinned schedule."""
         self.pinned = None
         self.num_unscheduled_calls += 1
         self.num_calls_off_schedule = self.num_calls_off_schedule + 1 if left else self.num_calls_off_schedule
@@ -183,8 +183,8 @@ class FunctionRecord:
         if found := [i for i, each in enumerate(self._nodes) if memory_key(each) == memory_key(node)]:
             self._positions[key] = found[0]
 
-    def drop_tensors(self) -> None:
-        """Drop the references to the units of the last call, and so to their tensors."""
+    def release_tensors(self) -> None:
+        """Release the references to the units of the last call, and so to their tensors."""
         self._nodes = []
 
 
@@ -220,7 +220,7 @@ class FunctionRecords:
             record.reset_after_rank_restart()
 
     def unbind_all_schedules(self) -> None:
-        """Unbind all schedules, and drop the recorded order of calls."""
+        """Unbind all schedules, and remove the recorded order of calls."""
         self._last = lambda: None
         for record in self._alive:
             record.programs.bound.clear()

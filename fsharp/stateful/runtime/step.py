@@ -84,7 +84,7 @@ class Step:
                 return
         event = Event(*found)
         self.events.append(event)
-        eager = self.leave_schedule(event)
+        eager = self.abandon_schedule(event)
         self._run_ops(eager.ops_at_event(at, event, unit, unsharded, units))
 
     def _run_ops(self, bound_ops: Iterable[BoundOp]) -> None:
@@ -94,8 +94,8 @@ class Step:
             self.executor.action_of(bound)()
             del bound  # releases memory for the next op
 
-    def leave_schedule(self, event: Event | None = None) -> EagerOps:
-        """Leave the schedule, if the step follows one, and finish the work under way. Return the source of all later ops."""
+    def abandon_schedule(self, event: Event | None = None) -> EagerOps:
+        """Abandon the schedule, if the step follows one, and finish the work under way. Return the source of all later ops."""
         if self.eager is not None:
             return self.eager
         assert self.schedule is not None
@@ -236,7 +236,7 @@ class Step:
         """Begin a backward pass. ``is_last``: whether gradients are reduced to the optimizer's shards after this pass."""
         number = self.num_microbatches
         if not is_last and self.schedule is not None and number in self.schedule.reducing_microbatches:
-            self.leave_schedule()  # the schedule would reduce gradients for the optimizer in this pass
+            self.abandon_schedule()  # the schedule would reduce gradients for the optimizer in this pass
         self.executor.set_label_names(microbatch=f"microbatch {number}, the last" if is_last else f"microbatch {number}")
 
     def end_microbatch(self, flat_grads: Sequence[tuple[UnitState, Grads]]) -> None:
@@ -245,7 +245,7 @@ class Step:
         self.uses.move_held_in_backward_to_held()
         found = [(unit, grads) for unit, grads in flat_grads if [grad for grad in grads if grad is not None]]
         if found:
-            self.leave_schedule()
+            self.abandon_schedule()
         self._run_event("microbatch_end", units=self.units.values())
         for unit, grads in found:
             if unit.gradient is not None:
@@ -257,7 +257,7 @@ class Step:
     def begin_gradients(self, units: Sequence[UnitState], *, final_sum_in_place: bool) -> None:
         """Begin new gradients of ``units``, in the schedule's memory. Reductions of the old gradients are ended first."""
         if {unit.key for unit in units} & {key for key, _ in self.executor.reducing}:
-            self.leave_schedule()
+            self.abandon_schedule()
         in_arena = self.schedule.resting_gradients if self.schedule is not None and self.eager is None else {}
         for unit in units:
             unit.begin_gradient(self.executor.transport, in_arena.get(unit.key), final_sum_in_place=final_sum_in_place)
@@ -276,7 +276,7 @@ class Step:
         self._run_event("reduce", units=unfinished, names=tuple(sorted([unit.key for unit in final])))
         unfinished = [unit for unit in unfinished if unit.required_gradient.phase < GradientPhase.FINISHING]
         if unfinished:
-            self._run_ops(self.leave_schedule().ops_of_final_reduction(unfinished))
+            self._run_ops(self.abandon_schedule().ops_of_final_reduction(unfinished))
         for unit in units:
             if wait and unit.gradient is not None:
                 unit.gradient.wait()
@@ -303,12 +303,12 @@ class Step:
         if self.eager is None and self.schedule is not None:
             expected = {facts.name: facts.host for facts in self.schedule.schedule.program.units}
             if any(nbytes[key] != expected.get(key) for key in nbytes):  # the state has changed since the recorded step
-                self.leave_schedule()
+                self.abandon_schedule()
         units = [update_gather.unit for update_gather in update_gathers]
         self.updated.update(dict.fromkeys([unit.key for unit in units]))
         self._run_event("update", units=units, names=tuple(sorted([unit.key for unit in units])))
         if self.executor.update_gathers or self.executor.host_copies:  # of units that are not in the schedule
-            self._run_ops(self.leave_schedule().ops_after_update(units))
+            self._run_ops(self.abandon_schedule().ops_after_update(units))
 
     def end_step(self) -> None:
         """End the step after its function has returned, and wait for reductions under way."""
@@ -318,7 +318,7 @@ class Step:
             if unit.gradient is not None and unit.gradient.is_under_way:
                 unit.gradient.wait()
         if self.schedule is not None and len(self.events) < len(self.schedule.events):
-            self.leave_schedule()
+            self.abandon_schedule()
         self.is_over = True
 
     def end_without_waiting(self) -> None:

@@ -184,7 +184,7 @@ class StepLifecycle:
         if self.now is not None:
             self.now.step.end_without_waiting()
         for unit in self.registry.units.values():
-            unit.drop_parameter_references()
+            unit.release_parameter_references()
             if unit.gradient is not None:
                 unit.gradient.abandon(self._check_scheduler_open_locally)
         self.arena.abandon_gathers()
@@ -208,7 +208,7 @@ class StepLifecycle:
         self.registry.unbind_nodes()
         self.executor.set_label_names(step="")
         for record in self.records:
-            record.drop_tensors()
+            record.release_tensors()
 
     def _record_step_end(self, step: Step) -> None:
         """Record how a step went, for later schedules. After a scheduled step, gather the first units of the next step."""

@@ -115,7 +115,7 @@ def self_spans(rows: Iterable[TraceRow]) -> list[TimeSpan]:
     result = [span for span in every if span.stream != "compute"]
     open_: list[TimeSpan] = []  # outer spans without their inner spans
 
-    def leave(until: float) -> None:
+    def close_spans_until(until: float) -> None:
         while open_ and open_[-1].stop_s <= until:
             inner = open_.pop()
             result.append(inner)
@@ -123,11 +123,11 @@ def self_spans(rows: Iterable[TraceRow]) -> list[TimeSpan]:
                 open_[-1] = open_[-1]._replace(start_s=inner.stop_s)
 
     for span in sorted((s for s in every if s.stream == "compute"), key=lambda s: (s.start_s, -s.stop_s)):
-        leave(span.start_s)
+        close_spans_until(span.start_s)
         if open_:
             result.append(open_[-1]._replace(stop_s=span.start_s))
         open_.append(span)
-    leave(math.inf)
+    close_spans_until(math.inf)
     result = [span for span in result if span.seconds > 0]
     kept = {(span.op, span.kind) for span in result}
     return result + [span._replace(stop_s=span.start_s) for span in every if (span.op, span.kind) not in kept]

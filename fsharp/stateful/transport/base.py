@@ -177,7 +177,7 @@ class Transport(ABC):
         added = Work(add)
         return [Work(added.wait, out) for out in outs]
 
-    def gather_and_drop_padding(
+    def gather_without_padding(
         self, xs: Sequence[torch.Tensor], outs: Sequence[torch.Tensor], axis: str, n: int, label: str
     ) -> Work:
         """Begin to gather every rank's ``xs[i]`` into ``outs[i]``, in one all_gather. Cut off padding beyond ``outs[i]``."""

@@ -60,7 +60,7 @@ class Lanes:
                 torch.accelerator.current_stream(self.device).wait_stream(self.streams[lane])
 
     def synchronize_op(self, op: OpKey) -> None:
-        """Block the host until an op is over; until all lanes are idle, if the op's event was dropped."""
+        """Block the host until an op is over; until all lanes are idle, if the op's event was released."""
         event = self._events.get(op[0], {}).get(op[1])
         for each in self.streams.values() if event is None else [event]:
             each.synchronize()
@@ -70,12 +70,12 @@ class Lanes:
         if x.device.type != "cpu":  # the allocator of pinned memory tracks copies itself
             x.record_stream(torch.accelerator.current_stream(self.device))
 
-    def drop_events_on_gc(self, owner: Any, number: int) -> None:
-        """Drop the events of ops whose keys begin with ``number`` once ``owner``, which issues them, is garbage-collected."""
+    def release_events_on_gc(self, owner: Any, number: int) -> None:
+        """Release the events of ops whose keys begin with ``number`` once ``owner``, which issues them, has been collected."""
         weakref.finalize(owner, self._events.pop, number, None).atexit = False
 
-    def drop_all_events(self) -> None:
-        """Drop all events, so that nothing waits for their ops. The ops are over, or belong to a captured CUDA graph."""
+    def release_all_events(self) -> None:
+        """Release all events, so that nothing waits for their ops. The ops are over, or belong to a captured CUDA graph."""
         self._events.clear()
         self._given.clear()
 

@@ -159,7 +159,7 @@ def _run_stages(inputs: Sequence[ChainInput], transport: Transport, label: str) 
         elif op == "all_reduce":
             last = transport.all_reduce(summands, axis, n, label=label)
         else:
-            last = [transport.gather_and_drop_padding(xs, [each.required_out for each in summands], axis, n, label)] * len(xs)
+            last = [transport.gather_without_padding(xs, [each.required_out for each in summands], axis, n, label)] * len(xs)
         if not is_last:
             for work in last:
                 work.wait()

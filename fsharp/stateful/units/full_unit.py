@@ -123,7 +123,7 @@ class HandedOutLeaf:
     def take_memory(self) -> None:
         """Make the leaf empty: any function of it raises an error."""
         if self._cls is not None and (tensor := self._tensor()) is not None:
-            self._cls.drop_derived(tensor)
+            self._cls.release_derived(tensor)
         for ref, *_ in self._inner:
             if (inner := ref()) is not None:
                 inner.set_()

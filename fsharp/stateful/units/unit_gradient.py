@@ -110,7 +110,7 @@ class UnitGradient:
         if self._arena_rest is not None:
             self.rest, self._is_open = self._arena_rest, True
 
-    def try_leave_arena(self) -> bool:
+    def try_move_out_of_arena(self) -> bool:
         """Move the gradient from the arena to memory of its own. Return False if a view that a caller holds prevents this."""
         self._arena_rest, self._is_open = None, False
         if self.rest.in_arena:
@@ -119,7 +119,7 @@ class UnitGradient:
             self.rest = self._own
         return True
 
-    def drop_arena_memory(self) -> None:
+    def release_arena_memory(self) -> None:
         """Stop using memory of the arena, which is about to be replaced. Tensors that callers hold are moved out."""
         self.copy_out_held_tensors()
         self.rest, self._arena_rest, self._is_open = self._own, None, False

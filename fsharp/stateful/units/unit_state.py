@@ -137,8 +137,8 @@ class UnitState:
         """Set how many bytes of the unit's state an update copies to host memory."""
         self.host_copy_nbytes = nbytes
 
-    def drop_parameter_references(self) -> None:
-        """Drop the references to the node, and to tensors of parameters at rest."""
+    def release_parameter_references(self) -> None:
+        """Release the references to the node, and to tensors of parameters at rest."""
         self.bind_node(None)
         self._at_rest = None
 
@@ -156,7 +156,7 @@ class UnitRegistry:
         self._by_memory: dict[MemoryKey, UnitState] = {}
 
     def begin_step(self) -> None:
-        """Begin a step: drop the nodes and addresses of the previous step, as addresses may be reused."""
+        """Begin a step: remove the nodes and addresses of the previous step, as addresses may be reused."""
         self._by_memory.clear()
         for unit in self.units.values():
             unit.begin_step()

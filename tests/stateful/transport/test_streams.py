@@ -118,7 +118,7 @@ def test_what_was_given_nothing_is_not_waited_for_nor_what_is_forgotten(monkeypa
     with lanes.on_lane("reduce", (0, 1)):
         pass
     assert compute.notes == []
-    lanes.drop_all_events()
+    lanes.release_all_events()
     lanes.stream_wait_lanes("gather", "reduce")
     lanes.stream_wait_ops([(0, 1)])
     assert compute.notes == []

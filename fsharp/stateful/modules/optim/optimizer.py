@@ -159,7 +159,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
     @disable_compile
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Release all gradients. A forward whose backward is to come stays valid. ``set_to_none=False`` is an error."""
-        self._session.step.drop_gradients(set_to_none=set_to_none)
+        self._session.step.release_gradients(set_to_none=set_to_none)
 
     @api_context
     def averaged(self) -> Iterator[None]:

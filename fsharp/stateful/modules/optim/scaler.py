@@ -78,6 +78,6 @@ class GradScaler(torch.amp.GradScaler):
                 "init_scale, growth_factor, backoff_factor and growth_interval, and load the same state_dict."
             )
         if found:
-            session_of_optimizer(optimizer).step.drop_gradients_and_mark_used()
+            session_of_optimizer(optimizer).step.release_gradients_and_mark_used()
             return None
         return optimizer.step(*args, **kwargs)  # type: ignore[no-any-return]

@@ -325,8 +325,8 @@ class ShardedTensorOwner(Protocol):
     def gradient_part(self, path: str) -> ShardedTensor | None:
         """Return this rank's part of a parameter's mean gradient; None if the parameter has no gradient."""
 
-    def drop_gradient(self, path: str) -> None:
-        """Drop the gradient of one parameter."""
+    def release_gradient(self, path: str) -> None:
+        """Release the gradient of one parameter."""
 
     def check_can_unscale(self) -> None:
         """Raise an error if a GradScaler cannot divide the module's gradients by a loss scale."""
