@@ -106,7 +106,7 @@ function drawTimelines() {
     const every = bars(timeline), length = timeline.step_s;
     const about = name ? `${name}: ${title(timeline)}` : title(timeline);
     for (const line of width < 640 ? about.split(/(?<=,) (?=\d+%)/) : [about]) {
-      svg += `<text x="0" y="${y + 12}">${esc(line)}</text>`;
+      svg += `<text class="about" x="0" y="${y + 12}">${esc(line)}</text>`;
       y += 16;
     }
     y += 4;
