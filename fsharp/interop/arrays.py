@@ -42,8 +42,8 @@ def as_jax_array(x: torch.Tensor) -> Any:
     arrays are constant. Unless ``jax_enable_x64`` is set, integers of 64 bits are copied to 32 bits.
 
     Raises a TreeError if JAX has no such dtype, or would change the values: a float64, or an integer that needs 64 bits,
-    without ``jax_enable_x64``. The same error is raised if the tensor is not one block of memory (a DTensor, a sparse tensor),
-    and in a forked process; see :func:`check_not_forked`.
+    without ``jax_enable_x64``. The same error is raised if the tensor is not one block of memory, as a DTensor or a sparse
+    tensor. A forked process raises it too, see :func:`check_not_forked`.
     """
     check_not_forked("a tensor for JAX")
     if x._is_zerotensor():  # a zero tangent of forward mode

@@ -45,10 +45,10 @@ def as_torch(fn: Callable[..., Any]) -> Callable[..., Any]:
         TreeError: when called: JAX would change a dtype, or cannot take an argument or a result.
         TreeError: the process was forked from one that had used JAX: XLA would wait without end.
 
-    Cost: one copy of each argument whose address is not a multiple of 64 bytes, such as most leaves of a unit, which are views
-    of a buffer. The host waits for XLA. JAX keeps residuals for the backward in memory of its own, fewer with
-    ``jax.checkpoint`` in ``fn``. Autograd saves the arguments as for a torch function. So a unit's parameters among them are
-    released after the forward, and gathered again for the backward. Higher derivatives compute the function again.
+    Cost: one copy of each argument whose address is not a multiple of 64 bytes. Most leaves of a unit are such views of a
+    buffer. The host waits for XLA. JAX keeps residuals for the backward in memory of its own, fewer with ``jax.checkpoint`` in
+    ``fn``. Autograd saves the arguments as for a torch function. So a unit's parameters among them are released after the
+    forward, and gathered again for the backward. Higher derivatives compute the function again.
     """
     return _JaxFunctionOfTensors(fn)
 

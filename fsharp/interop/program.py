@@ -179,8 +179,8 @@ class TracedTransformation:
     def in_stored_form(self, lifted: LocalJaxprRun, out: Sequence[Any], owners: Sequence[int | None]) -> list[Any]:
         """Return the results ``out`` of the run ``lifted`` in the form in which they are stored.
 
-        ``out`` has the updates, if any, and then the arrays of the state. ``owners`` has an item for each array of the state:
-        the index of the leaf whose sharding the array has; or None for an array that each rank stores whole.
+        ``out`` has the updates, if any, and then the arrays of the state. ``owners`` has an item for each array of the state.
+        The item is the index of the leaf whose sharding the array has. For an array that each rank stores whole, it is None.
 
         Raises a LayoutError if a result is computed from elements of another leaf.
         """

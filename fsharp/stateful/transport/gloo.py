@@ -123,8 +123,8 @@ class GlooTransport(Transport):
     ) -> Work:
         """Sum this rank's part of each buffer over ranks, and write the sums to ``outs``. ``mine``: the part's index.
 
-        ``rows`` has the parts of each buffer. An all_reduce passes two more arguments: ``then`` is called at the end, and
-        begins the gather of the sums; ``second_outcome`` is the outcome of this gather.
+        ``rows`` has the parts of each buffer. An all_reduce passes two more arguments. ``then`` is called at the end, and
+        begins the gather of the sums. ``second_outcome`` is the outcome of this gather.
         """
         n = len(rows[0])
         partners = list(exchange_rounds(mine, n))
