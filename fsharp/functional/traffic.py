@@ -1,7 +1,7 @@
 """The collectives of a step and their bytes, computed from a layout before anything runs."""
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 
 import torch
@@ -54,9 +54,8 @@ def unit_traffic(layout: Layout, *, microbatches: int, release: bool, uses: Mapp
         strategy = unit.strategy
         gathers = 2 if release and unit.gather_axes(strategy.params, strategy.full) else 1
         times = microbatches * uses.get(unit.name, 1)
-        for group in unit.all_groups:
-            gathered = gather_calls(unit, group, strategy.params, strategy.full)
-            calls.update({call: count * gathers * times for call, count in gathered.items()})
+        for call in use_gather_calls(unit, unit.gather_axes(strategy.params, strategy.full)):
+            calls[call] += gathers * times
         for group in unit.trainable_groups:
             landed = reduce_calls(unit, group, strategy.full.cotangent_place, strategy.grads)
             calls.update({call: count * microbatches for call, count in landed.items()})
@@ -83,10 +82,11 @@ def _scale_agreement_calls(layout: Layout) -> Iterator[Call]:
             yield Call("all_reduce", axis, sent_nbytes("all_reduce", -(-count // n) * dtype.itemsize, n))
 
 
-def gather_calls(unit: UnitLayout, group: int, source: MeshPlacement, target: MeshPlacement) -> Counter[Call]:
-    """Return the collectives in which :func:`~fsharp.gather` moves one group's buffer from ``source`` to ``target``."""
-    nbytes = unit.gather_input_nbytes(group, source)
-    return Counter(calls_to_gather_buffer(unit, nbytes, unit.gather_axes(source, target)))
+def use_gather_calls(unit: UnitLayout, axes: Sequence[str]) -> Iterator[Call]:
+    """Yield the collectives that gather a unit's parameters along ``axes``, for one use by a function."""
+    for group in unit.all_groups:
+        for nbytes in unit.use_gather_input_nbytes(group, unit.strategy.params):
+            yield from calls_to_gather_buffer(unit, nbytes, axes)
 
 
 def calls_to_gather_buffer(unit: UnitLayout, nbytes: int, axes: Iterable[str]) -> Iterator[Call]:

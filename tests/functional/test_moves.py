@@ -7,7 +7,7 @@ from hypothesis import given, strategies as st
 
 import fsharp as fs
 from fsharp.functional.layout.sharded import resolve_place
-from fsharp.functional.traffic import gather_calls, reduce_calls
+from fsharp.functional.traffic import calls_to_gather_buffer, reduce_calls
 from fsharp.testing import simulate
 from fsharp.testing.generate import FLOATS, cases, integers_on_cpu, precisions
 from tests import scheduling
@@ -44,7 +44,9 @@ def test_gather_moves_between_any_two_places(data):
     expected = Counter()
     for each in case.layout.units:
         for group in each.all_groups:
-            expected += gather_calls(each, group, resolve_place(each, source), resolve_place(each, target))
+            places = resolve_place(each, source), resolve_place(each, target)
+            nbytes = each.gather_input_nbytes(group, places[0])
+            expected += Counter(calls_to_gather_buffer(each, nbytes, each.gather_axes(*places)))
 
     def rank_fn(comm):
         counting = fs.collectives.CountingComm(comm)

@@ -116,16 +116,18 @@ def test_modules_make_the_predicted_calls_and_agree_once_for_all_units():
     for found in on_ranks({"dp": 2}, count_in_modules):
         assert found.keys() == (RECIPES | DELAYED).keys()
         for name, (calls, predicted) in found.items():
-            of_last_unit = [call for call in predicted if call.op == "all_gather"]  # it stays from forward to backward
-            expected = predicted - Counter([loss, *of_last_unit])
+            # One unit of three, each gathered twice, stays from forward to backward. Each plane has a gather of its own.
+            of_last_unit = Counter({call: n // 6 for call, n in predicted.items() if call.op == "all_gather"})
+            expected = predicted - Counter([loss]) - of_last_unit
             assert calls == expected + Counter([which_have_gradients]), name
             assert sum(n for call, n in expected.items() if call.op == "all_reduce") == (2 if name == "nvfp4" else 1), name
 
 
 @pytest.mark.parametrize(
-    ("name", "nbytes"), [("current", 1.0), ("block", 1.0), ("current on 10.0", 1.0), ("mxfp8", 2.0), ("nvfp4", 0.5)]
+    ("name", "nbytes", "planes"),
+    [("current", 1.0, 1), ("block", 1.0, 1), ("current on 10.0", 1.0, 1), ("mxfp8", 1.0, 2), ("nvfp4", 0.5, 1)],
 )
-def test_bytes_of_a_gather(name, nbytes):
+def test_bytes_of_a_gather_and_of_the_memory_that_it_fills(name, nbytes, planes):
     architecture, recipe = RECIPES[name]
     with te_cpu.architecture(*architecture):
         precision = replace(PRECISION, stored=fs.te.weight_format(recipe))
@@ -133,7 +135,11 @@ def test_bytes_of_a_gather(name, nbytes):
         layout = fs.plan(tree, fs.Mesh({"dp": 4}), fs.zero3("dp"), units="*", precision=precision)
         traffic = fs.inspect.step_traffic(layout)
         gathers = {call: count for call, count in traffic.items() if call.op == "all_gather"}
-        assert gathers == dict.fromkeys(gathers, 6)  # of each unit in the forward and in the backward
+        assert gathers == dict.fromkeys(gathers, 6 * planes)  # of each unit in the forward and in the backward
         assert [call.nbytes for call in gathers] == [3 * WIDTH * WIDTH * nbytes / 4]
+        filled, scales = fs.schedules.plan_step(layout).program.facts["a"].gathered, layout["a"].scales_nbytes[0]
+        assert (
+            filled == WIDTH * WIDTH * nbytes * planes + -(-scales // 128) * 128
+        )  # planes arrive in their place, without copies
         agreed = sum(count for call, count in traffic.items() if call.op == "all_reduce") - 1  # and the loss
         assert agreed == (2 if name == "nvfp4" else 1)  # for all units: NVFP4 agrees on tensors and on blocks

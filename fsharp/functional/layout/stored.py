@@ -87,6 +87,16 @@ def part_to_gather(unit: UnitLayout, group: int, stored: torch.Tensor) -> torch.
     return stored[..., : stored.shape[-1] - scales] if scales else stored
 
 
+def use_gather_inputs(unit: UnitLayout, group: int, stored: torch.Tensor) -> list[torch.Tensor]:
+    """Return the inputs of the gathers that bring a stored buffer to a function; for a tensor class one for each plane."""
+    part, of = part_to_gather(unit, group, stored), unit.groups[group]
+    if group not in unit.tensor_classes:
+        return [part]
+    form, capacity = of.dtypes.stored_format, of.capacity
+    rows = part.view(-1, form.size(capacity)) if part.numel() else part.view(1, 0)
+    return [column.reshape(-1) for column in form.plane_columns(rows, capacity)]
+
+
 def scales_in(unit: UnitLayout, group: int, stored: torch.Tensor) -> torch.Tensor:
     """Return the scales of whole leaves in a stored buffer."""
     return stored[stored.shape[-1] - unit.scales_nbytes[group] :]

@@ -194,6 +194,15 @@ class UnitLayout:
         """Return the bytes of a group's parameters that one rank sends in a gather from ``place``."""
         return self.gather_input_size(group, place) * self.groups[group].dtypes.stored_format.buffer_dtype.itemsize
 
+    def use_gather_input_nbytes(self, group: int, place: MeshPlacement) -> list[int]:
+        """Return the bytes of a rank's input to each gather that brings a group from ``place`` to a function.
+
+        For a tensor class each plane of the format is gathered by itself, and arrives in one piece. Else there is one gather.
+        """
+        if group not in self.tensor_classes:
+            return [self.gather_input_nbytes(group, place)]
+        return self.groups[group].dtypes.stored_format.plane_nbytes(self.local_size(group, place))
+
     def stored_nbytes(self, group: int, place: MeshPlacement) -> int:
         """Return the bytes of the buffer in which one rank holds a group's parameters in ``place``."""
         return self.stored_size(group, place) * self.groups[group].dtypes.stored_format.buffer_dtype.itemsize

@@ -18,7 +18,7 @@ from torch.utils.weak import TensorWeakRef
 from fsharp.errors import TreeError
 from fsharp.functional.formats.format import EncodedTensorClass, LeafPart, non_view_alias
 from fsharp.functional.layout.sharded import build_subtree
-from fsharp.functional.layout.stored import decode_stored, part_to_gather, scales_in, whole_leaf_parts
+from fsharp.functional.layout.stored import decode_stored, scales_in, whole_leaf_parts
 from fsharp.functional.layout.unit_layout import Leaf, UnitLayout, padding_in_run
 from fsharp.functional.release import inner_tensors
 
@@ -168,21 +168,24 @@ class FullUnit:
         unit: the layout.
         flats: for each group the full buffer that functions use, with the sizes of :func:`full_sizes`.
         gathered: for each group the full buffer as gathered; ``flats`` themselves if all formats are plain.
+        planes: by group with a tensor class, the bytes of each plane, in one piece.
     """
 
     __slots__ = ("_aliases", "_classed", "_handed_out", "_leaves", "_version", "flats", "gathered", "has_classes", "leaf_table")
 
-    def __init__(self, unit: UnitLayout, flats: Sequence[torch.Tensor], gathered: Sequence[torch.Tensor] = ()) -> None:
+    def __init__(
+        self,
+        unit: UnitLayout,
+        flats: Sequence[torch.Tensor],
+        gathered: Sequence[torch.Tensor] = (),
+        planes: Mapping[int, Sequence[torch.Tensor]] = {},
+    ) -> None:
         self.leaf_table, self.flats, self.gathered = leaf_table(unit), tuple(flats), gathered or flats
         classed: dict[int, tuple[EncodedTensorClass, LeafPart]] = {}
         for g, cls in unit.tensor_classes.items():
-            form, size = unit.groups[g].dtypes.stored_format, unit.groups[g].size
-            if len(flats[g]):
-                sizes = [(form.plane_slice(plane, 0, size).stop, plane.dtype) for plane in form.planes]
-                planes = carve_tensors(flats[g], sizes)
-            else:
-                planes = [part_to_gather(unit, g, gathered[g]).view(form.planes[0].dtype)]
-            for path, part in whole_leaf_parts(unit, g, planes, scales_in(unit, g, gathered[g])).items():
+            pairs = zip(planes[g], unit.groups[g].dtypes.stored_format.planes, strict=True)
+            numbers = [x.view(plane.dtype) for x, plane in pairs]
+            for path, part in whole_leaf_parts(unit, g, numbers, scales_in(unit, g, self.gathered[g])).items():
                 classed[self.leaf_table.position_by_path[path]] = cls, part
         self.has_classes = bool(classed)
         self._classed = dict(sorted(classed.items()))
@@ -199,12 +202,6 @@ class FullUnit:
         for g, flat, data in zip(unit.all_groups, self.flats, self.gathered, strict=True):
             if g not in unit.tensor_classes and data is not flat:
                 flat.copy_(decode_stored(unit, g, data, scales_in(unit, g, data), unit.strategy.full, rank, flat.dtype))
-            elif g in unit.tensor_classes and len(flat):
-                num_parts, start = unit.groups[g].num_parts, 0
-                rows = part_to_gather(unit, g, data).view(num_parts, -1)
-                for column in unit.groups[g].dtypes.stored_format.plane_columns(rows, unit.groups[g].capacity):
-                    flat[start : start + column.numel()].view(num_parts, -1).copy_(column)
-                    start += aligned(column.numel())
         self.give_memory_to_leaves()
 
     def leaves(self) -> list[torch.Tensor]:
@@ -217,8 +214,8 @@ class FullUnit:
     @property
     def storage(self) -> torch.UntypedStorage:
         """The one ``UntypedStorage`` of all leaves of a unit that was gathered."""
-        scales = [part.scales for _, part in self._classed.values()]
-        return (scales or self.flats)[0].untyped_storage()
+        planes = [part.planes[0] for _, part in self._classed.values()]
+        return (planes or self.flats)[0].untyped_storage()
 
     @torch.inference_mode(False)  # the memory of inference tensors cannot be taken later
     def new_subclass_leaf(self, position: int) -> torch.Tensor:
@@ -315,25 +312,23 @@ def sizes_nbytes(sizes: FlatSizes) -> int:
 
 
 def full_sizes(unit: UnitLayout) -> list[tuple[int, torch.dtype]]:
-    """Return ``(number of elements, dtype)`` of each group's full buffer, from which functions read parameters."""
-    return [
-        (group.size, group.dtypes.compute) if i not in unit.tensor_classes else (encoded_copy_nbytes(unit, i), torch.uint8)
-        for i, group in enumerate(unit.groups)
-    ]
-
-
-def encoded_copy_nbytes(unit: UnitLayout, group: int) -> int:
-    """Return the bytes of copies of a group's planes (encoded data) for functions; 0 if functions read the gathered buffer."""
-    form, size, capacity = (of := unit.groups[group]).dtypes.stored_format, of.size, of.capacity
-    nbytes = form.plane_nbytes(size)
-    is_in_place = len(nbytes) == 1 and form.size(capacity) * of.num_parts == nbytes[0]
-    return 0 if is_in_place else sum(map(aligned, nbytes))
+    """Return ``(number of elements, dtype)`` of the values of each group that functions read; no values of tensor classes."""
+    return [(0 if i in unit.tensor_classes else group.size, group.dtypes.compute) for i, group in enumerate(unit.groups)]
 
 
 def full_sizes_of_encoded_groups(unit: UnitLayout) -> list[tuple[int, torch.dtype]]:
-    """Return ``(number of elements, dtype)`` of the full gathered buffer of each group whose format is not plain."""
-    formats = [group.dtypes.format for group in unit.groups]
-    return [(unit.stored_size(i, unit.strategy.full), each.buffer_dtype) for i, each in enumerate(formats) if each is not None]
+    """Return ``(number of elements, dtype)`` of each gathered buffer of formats that are not plain.
+
+    A group with a tensor class has a buffer for the scales, and then one for each plane.
+    """
+    found = list[tuple[int, torch.dtype]]()
+    for i, form in enumerate([group.dtypes.format for group in unit.groups]):
+        if form is not None and i in unit.tensor_classes:
+            sizes = [unit.scales_nbytes[i], *unit.use_gather_input_nbytes(i, unit.strategy.full)]
+            found += [(size, torch.uint8) for size in sizes]
+        elif form is not None:
+            found.append((unit.stored_size(i, unit.strategy.full), form.buffer_dtype))
+    return found
 
 
 def full_nbytes(unit: UnitLayout) -> int:

@@ -10,8 +10,9 @@ import torch
 from fsharp.functional.comm.protocol import Comm
 from fsharp.functional.comm.tree_labels import new_tree_label_prefix
 from fsharp.functional.layout.sharded import Sharded
+from fsharp.functional.layout.stored import use_gather_inputs
 from fsharp.functional.layout.unit_layout import UnitLayout
-from fsharp.functional.traffic import calls_to_gather_buffer
+from fsharp.functional.traffic import calls_to_gather_buffer, use_gather_calls
 from fsharp.stateful.schedule.program import UnitFacts
 from fsharp.stateful.transport.base import Transport
 from fsharp.stateful.units.axis_chain import facts_of_reduction
@@ -57,8 +58,7 @@ class UnitState:
         gradients. ``several_uses``: whether some microbatch has several uses with gradients. ``several_microbatches``: whether
         gradients of microbatches are added. ``keep_gradients``: whether gradients rest beside the arena, in their own memory.
         """
-        layout, params, dtypes = self.layout, self.layout.strategy.params, {group.dtypes for group in self.layout.groups}
-        gathers = [calls_to_gather_buffer(layout, layout.gather_input_nbytes(g, params), self.axes) for g in layout.all_groups]
+        layout, dtypes = self.layout, {group.dtypes for group in self.layout.groups}
         sent = layout.trainable_groups if updated else ()
         updates = [calls_to_gather_buffer(layout, layout.update_gather_input_nbytes(g), self.update_gather_axes) for g in sent]
         differences = [layout.update_gather_input_nbytes(g) for g in sent if layout.update_format(g) is not None]
@@ -73,7 +73,7 @@ class UnitState:
         return UnitFacts(
             self.key,
             gathered=full_nbytes(layout) if self.axes else 0,
-            gather=tuple(chain(*gathers)),
+            gather=tuple(use_gather_calls(layout, self.axes)),
             update_gather=tuple(chain(*updates)),
             host=self.host_copy_nbytes,
             sent_dtypes=" ".join(dtypes.pop().names) if len(dtypes) == 1 else None,
@@ -101,7 +101,8 @@ class UnitState:
             stored = [b.detach() for b in buffers]
             rows = zip(self.layout.groups, full_sizes(self.layout), stored, strict=True)
             flats = [b if g.dtypes.format is None else torch.empty(n, dtype=t, device=b.device) for g, (n, t), b in rows]
-            full = FullUnit(self.layout, flats, stored)
+            planes = {g: use_gather_inputs(self.layout, g, stored[g]) for g in self.layout.tensor_classes}
+            full = FullUnit(self.layout, flats, stored, planes)
             full.decode(0)
             return full
         if self.layout.has_stored_formats:

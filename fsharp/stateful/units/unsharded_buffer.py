@@ -1,13 +1,14 @@
 """UnshardedBuffer: memory for the full parameters of a unit, filled or released."""
 
 import time
+from collections.abc import Sequence
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from fsharp.functional.comm.protocol import Comm
 from fsharp.functional.layout.sharded import Sharded
-from fsharp.functional.layout.stored import part_to_gather, scales_in
+from fsharp.functional.layout.stored import part_to_gather, scales_in, use_gather_inputs
 from fsharp.stateful.schedule.schedule import Memory
 from fsharp.stateful.transport.base import Work
 from fsharp.stateful.units.axis_chain import GatherInput
@@ -63,7 +64,7 @@ class UnshardedBuffer:
         self._layout, self.axes, self._comm, self.where, self._poison = unit.layout, unit.axes, comm, where, poison
         self.memory: torch.Tensor | None = None
         self.full: FullUnit | None = None
-        self._outs: list[list[torch.Tensor]] = []
+        self._outs: list[list[list[torch.Tensor]]] = []  # by group and input of use_gather_inputs()
         if where is not None and arena is not None:
             self._carve_memory(arena[where.start : where.stop])
         self.filled_from: Stamp | None = None
@@ -78,11 +79,14 @@ class UnshardedBuffer:
     def _carve_memory(self, memory: torch.Tensor) -> None:
         layout, sizes = self._layout, full_sizes(self._layout)
         flats = carve_tensors(memory, [*sizes, *full_sizes_of_encoded_groups(layout)])
-        encoded, pairs = iter(flats[len(sizes) :]), zip(layout.groups, flats[: len(sizes)], strict=True)
-        stored = [flat if group.dtypes.format is None else next(encoded) for group, flat in pairs]
-        self.memory, self.full = memory, FullUnit(layout, flats[: len(sizes)], stored)
-        parts = [part_to_gather(layout, group, flat) for group, flat in enumerate(stored)]
-        self._outs = [outputs_by_axis(part, layout, self.axes, self._comm.rank) for part in parts]
+        encoded, stored, planes = iter(flats[len(sizes) :]), list[torch.Tensor](), dict[int, list[torch.Tensor]]()
+        for i, (group, flat) in enumerate(zip(layout.groups, flats[: len(sizes)], strict=True)):
+            stored.append(flat if group.dtypes.format is None else next(encoded))
+            if i in layout.tensor_classes:
+                planes[i] = [next(encoded) for _ in group.dtypes.stored_format.planes]
+        self.memory, self.full = memory, FullUnit(layout, flats[: len(sizes)], stored, planes)
+        rows = [planes.get(group) or [part_to_gather(layout, group, flat)] for group, flat in enumerate(stored)]
+        self._outs = [[outputs_by_axis(part, layout, self.axes, self._comm.rank) for part in row] for row in rows]
 
     def decode(self) -> None:
         """Decode the gathered buffers whose format is not plain, once for each fill. All gathers have to be over."""
@@ -115,11 +119,12 @@ class UnshardedBuffer:
         self.is_encoded = self._layout.has_stored_formats
         gather_inputs: list[GatherInput] = []
         for group, (x, outs) in enumerate(zip(node.raw_buffers, self._outs, strict=True)):
-            if self._layout.scales_nbytes[group]:
+            parts: Sequence[torch.Tensor] = (x.detach(),)
+            if group in self._layout.tensor_classes or self._layout.scales_nbytes[group]:
                 scales_in(self._layout, group, full.gathered[group]).copy_(scales_in(self._layout, group, x.detach()))
-                x = part_to_gather(self._layout, group, x)
-            if x.numel():
-                gather_inputs.append((x.detach(), outs))
+                parts = use_gather_inputs(self._layout, group, x.detach())
+            if parts[0].numel():
+                gather_inputs.extend(zip(parts, outs, strict=True))
         return gather_inputs
 
     def wait(self) -> None:
