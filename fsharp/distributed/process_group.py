@@ -7,6 +7,7 @@ import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from datetime import timedelta
 from itertools import count
 from typing import Any, Literal, NamedTuple, get_args
@@ -162,16 +163,15 @@ class ProcessGroupComm:
         ``"ranks"``.
         """
         other = copy.copy(self)
-        if flat:
-            other.mesh = Mesh({"ranks": self.mesh.size})
-        other.is_nccl, other._rank_order, other.device = False, True, torch.device("cpu")
-
-        def start() -> None:
-            other._share_groups_of(self)
-            other.use_own_groups()
-
-        restart_replay.record_and_call(start)
+        restart_replay.record_and_call(lambda: other._use_own_groups_on_host(self, flat=flat))
         return other
+
+    def _use_own_groups_on_host(self, other: "ProcessGroupComm", *, flat: bool) -> None:
+        """Use new process groups over gloo of the ranks of ``other``. ``flat``: see :meth:`new_host_comm`."""
+        self.mesh = Mesh({"ranks": self.mesh.size}) if flat else self.mesh
+        self.is_nccl, self._rank_order, self.device = False, True, torch.device("cpu")
+        self._share_groups_of(other)
+        self.use_own_groups()
 
     def abort(self) -> None:
         """End all collectives under way in this Comm's groups with an error, on all ranks.
@@ -399,9 +399,7 @@ class P2PChannel(NamedTuple):
 def with_own_numbering(comm: Comm) -> Comm:
     """Return a Comm of the same ranks with its own numbering of collectives."""
     if isinstance(comm, CountingComm):
-        other = copy.copy(comm)  # shares the counter
-        other.inner = with_own_numbering(comm.inner)
-        return other
+        return replace(comm, inner=with_own_numbering(comm.inner))  # shares the counter
     return comm.with_own_numbering() if isinstance(comm, ProcessGroupComm) else comm
 
 

@@ -105,7 +105,7 @@ class WatchedCall:
 
     def add_to_total_waited_s(self, seconds: float) -> None:
         """Add seconds for which the main thread has waited for the collective."""
-        self._watch.statuses.waited_s += seconds
+        self._watch.statuses.add_to_total_waited_s(seconds)
 
     def explain_connection_error(self, error: BaseException) -> Exception:
         """Return the error to raise for a broken connection: from the other rank's status, else a CommError with ``error``."""
@@ -190,7 +190,11 @@ class StatusExchange:
             "collectives, whose connections and threads belong to the rank. Call them in the rank's own process."
         )
         for watch in list(self.watches.values()):
-            watch.error = self.error
+            watch.refuse_calls(self.error)
+
+    def add_to_total_waited_s(self, seconds: float) -> None:
+        """Add seconds for which the main thread has waited for a collective."""
+        self.waited_s += seconds
 
     def own_failure_text(self, error: BaseException, where: str, last: str) -> str:
         """Return the error for other ranks: this rank failed in ``where``, after the collective ``last``, with a traceback."""
@@ -297,6 +301,10 @@ class CommWatch:
             if self.statuses.process == os.getpid() and _HOW_TO_GO_ON not in getattr(self.error, "__notes__", ()):
                 self.error.add_note(_HOW_TO_GO_ON)
             raise self.error.with_traceback(None)  # without the frames of an earlier raise
+
+    def refuse_calls(self, error: Exception) -> None:
+        """Raise ``error`` in all further collectives."""
+        self.error = error
 
     def abort_and_refuse_calls(self, error: Exception) -> None:
         """End all collectives under way on this rank with ``error``, and raise ``error`` in all further collectives."""

@@ -21,6 +21,13 @@ _queue_by_thread: "weakref.WeakKeyDictionary[threading.Thread, SimpleQueue[tuple
 )
 
 
+def call_when_freed(owner: Any, fn: Callable[..., Any], *args: Any) -> "weakref.finalize[..., Any]":
+    """Call ``fn(*args)`` when ``owner`` is freed, but not at the end of the interpreter, when threads and devices are gone."""
+    found = weakref.finalize(owner, fn, *args)
+    found.atexit = False
+    return found
+
+
 class Worker:
     """A thread that runs one job after another. The thread starts with the first job, and ends when this object is freed."""
 
@@ -42,7 +49,7 @@ class Worker:
             thread = threading.Thread(target=_run_jobs, args=(queue,), name=f"fsharp {self.name}", daemon=True)
             thread.start()  # may fail
             self._queue = _queue_by_thread[thread] = queue
-            weakref.finalize(self, queue.put, None).atexit = False
+            call_when_freed(self, queue.put, None)
         return self._queue
 
 

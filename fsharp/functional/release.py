@@ -32,13 +32,17 @@ class _SavedBuffers:
         self.regather = regather
         self.buffers: list[torch.Tensor] | None = None
 
+    def gather_again(self) -> list[torch.Tensor]:
+        """Gather the parameters again, and keep them."""
+        self.buffers = self.regather()
+        return self.buffers
+
     @api_boundary
     def unpack(self, view: SavedView) -> torch.Tensor:
         """Return a saved view of parameters; gather the parameters again if no hook has done so."""
-        if self.buffers is None:  # the backward has not passed an output of the function
-            self.buffers = self.regather()
         number, size, strides, offset = view
-        buffer = self.buffers[number]
+        # None: the backward has not passed an output of the function.
+        buffer = (self.gather_again() if self.buffers is None else self.buffers)[number]
         return buffer.as_strided(size, strides, buffer.storage_offset() + offset)
 
 
@@ -78,9 +82,8 @@ def release_saved(out: Any, sharded: Any, gathered: Any, sequence_nr: int, comm:
         """
         nonlocal last
         if last != (task := torch._C._current_graph_task_id()):
-            last, buffers = task, regather()
-            if (held := held_ref()) is not None:
-                held.buffers = buffers
+            last, held = task, held_ref()
+            _ = regather() if held is None else held.gather_again()
 
     for raw in raw_saved_tensors(outputs, sequence_nr):
         x = raw.data

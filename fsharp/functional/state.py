@@ -203,8 +203,7 @@ def update(tx: Any, grads: Any, state: TrainState, *, comm: Comm, donate: bool =
             new = encode_differences(new, resting, step=state.step, rank=comm.rank)
         sent = encode_params_at_rest(new, comm)
         fresh = units_of(sent)
-        for after, node in zip(fresh, before, strict=True):
-            after.tree_label = node.tree_label.after_update()
+        copy_tree_labels(fresh, before, is_update=True)
         if engine is not None:
             params, (main, opt) = engine.gather_updated_params(sent, state.params, (main, opt), donate=donate)
         else:

@@ -13,7 +13,7 @@ from fsharp.functional.comm.protocol import Comm, LabelPrefixComm, engine_of
 from fsharp.functional.comm.residuals import PerRank, ResidualViews, prepare_residuals
 from fsharp.functional.comm.settings_digests import settings_digest
 from fsharp.functional.comm.tree_labels import copy_tree_labels
-from fsharp.functional.layout.sharded import Sharded, map_units, units_of
+from fsharp.functional.layout.sharded import Sharded, is_sharded, map_units, units_of
 from fsharp.functional.loss import Loss, average, check_depends_on_parameters, parse_loss, split_batch, type_text
 from fsharp.functional.moves import reduce_scatter
 from fsharp.functional.optim.base import as_transform, settings_text_to_compare
@@ -151,8 +151,7 @@ def _make_grad_fn(loss_fn: LossFn, microbatches: int, *, has_aux: bool, final_su
                 raise LossError(
                     "value_and_grad(): the loss has no gradient, as it depends on no parameter. Were parameters detached?"
                 )
-            for node in units_of(grads):
-                node.reduction = "sum"
+            grads = map_units(lambda x: x.with_buffers(x.buffers, reduction="sum") if is_sharded(x) else x, grads)
             copy_tree_labels(units_of(grads), units_of(params))  # ranks compare the number of the update
         value = (total, aux if microbatches > 1 else aux[0]) if has_aux else total
         return (value, grads) if own is None else (value, grads, own)

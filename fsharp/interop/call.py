@@ -287,7 +287,7 @@ class _CallCompiled(torch.autograd.Function):
         # Autograd frees tensors once a backward has used them. Random keys cannot be tensors, and are kept here.
         kept = [None if jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key) else as_torch_tensor(x) for x in arrays]
         arrays[:] = [x if y is None else None for x, y in zip(arrays, kept, strict=True)]
-        ctx.num_arguments, ctx.are_inexact = len(tensors), [_is_inexact(x) for x in output]
+        ctx.are_inexact = [_is_inexact(x) for x in output]
         ctx.mark_non_differentiable(*(x for x in output if not _is_inexact(x)))
         ctx.save_for_backward(*tensors, *kept)
         ctx.save_for_forward(*tensors)
@@ -296,7 +296,7 @@ class _CallCompiled(torch.autograd.Function):
     @api_boundary
     def backward(ctx: Any, *cotangents: torch.Tensor) -> tuple[Any, ...]:
         saved, wanted = ctx.saved_tensors, ctx.needs_input_grad[2:]
-        arguments, kept = saved[: ctx.num_arguments], saved[ctx.num_arguments :]
+        arguments, kept = saved[: len(wanted)], saved[len(wanted) :]
         cotangents = tuple(x for x, is_inexact in zip(cotangents, ctx.are_inexact, strict=True) if is_inexact)
         # A tensor of a torch.func transform that has ended hides from the call that it requires a gradient.
         if ctx.record.wanted != wanted or torch.is_grad_enabled():
@@ -310,7 +310,7 @@ class _CallCompiled(torch.autograd.Function):
     @api_boundary
     def jvp(ctx: Any, *tangents: Any) -> tuple[Any, ...]:
         moved = tuple(x is not None for x in tangents[2:])
-        arguments = ctx.saved_tensors[: ctx.num_arguments]
+        arguments = ctx.saved_tensors[: len(moved)]
         rest = iter(ctx.program.jvp_function(moved)(*arguments, *(x for x in tangents[2:] if x is not None)))
         return tuple(next(rest) if is_inexact else None for is_inexact in ctx.are_inexact)
 

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from fsharp.distributed.worker_threads import call_when_freed
 from fsharp.testing.ordering import Access, ByteSpan, Free, LogEntry
 
 _MAX_SPANS = 1024  # a strided tensor with more runs counts as one run, from its first byte to its last
@@ -94,8 +95,7 @@ class LiveStorages:
         is_listed = span.start != span.stop and not is_inside
         if is_listed:
             insort(self._sorted, span)
-        finalizer = self._finalizers[key] = weakref.finalize(storage, self._record_free, key, lane, is_listed)
-        finalizer.atexit = False
+        self._finalizers[key] = call_when_freed(storage, self._record_free, key, lane, is_listed)
         return span
 
     def _record_free(self, key: int, lane: str | None, is_listed: bool) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 from fsharp.functional.comm.protocol import Comm, innermost_comm
 from fsharp.functional.layout.placement import MeshPlacement
 from fsharp.functional.layout.sharded import Sharded, units_of
-from fsharp.functional.tree.tree_label import UNLABELED_TREE, TreeLabel
+from fsharp.functional.tree.tree_label import TreeLabel
 
 _MAX_COUNTED = 4096
 """Number of names, for each tuple of axes, that a TreeLabelCounters counts."""
@@ -71,10 +71,13 @@ def label_new_tree(tree: Any, comm: Comm) -> Any:
     return tree
 
 
-def copy_tree_labels(new: Iterable[Sharded], old: Iterable[Sharded]) -> None:
-    """Give each node of ``new`` the tree name of the node of ``old`` at the same position."""
+def copy_tree_labels(new: Iterable[Sharded], old: Iterable[Sharded], *, is_update: bool = False) -> None:
+    """Give each node of ``new`` the tree name of the node of ``old`` at the same position.
+
+    ``is_update``: an update has made ``new`` of ``old``, and the names say so.
+    """
     for after, before in zip(new, old, strict=True):
-        after.tree_label = before.tree_label
+        after.tree_label = before.tree_label.after_update() if is_update else before.tree_label
 
 
 def new_tree_label_prefix(node: Sharded, comm: Comm, target: MeshPlacement | None = None) -> str:
@@ -92,8 +95,7 @@ def new_tree_label_prefix(node: Sharded, comm: Comm, target: MeshPlacement | Non
     axes = node.unit.gather_axes(node.place, target or node.unit.strategy.full)
     if not axes:
         return ""
-    if name is UNLABELED_TREE:
-        node.tree_label = name = TreeLabel()
+    name = node.own_tree_label()
     if axes not in name.number_by_axes:
         name.number_by_axes[axes] = counts.count_gathered(name.text, axes, node.name)
     return f"{name.text or 'unnamed tree'} ({name.number_by_axes[axes]}), "

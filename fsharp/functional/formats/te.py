@@ -30,7 +30,7 @@ from fsharp.functional.formats.format import (
 from fsharp.functional.formats.max_reduce_group import MaxReduceGroup
 from fsharp.functional.formats.microscaling import decode_e2m1, unpack_codes
 from fsharp.functional.formats.registry import register_format
-from fsharp.functional.formats.te_delayed import NUMBERS_PER_WEIGHT, ModuleFormat, ModuleScales
+from fsharp.functional.formats.te_delayed import NUMBERS_PER_WEIGHT, ModuleFormat, ModuleScales, copy_of_quantizer
 from fsharp.tracebacks import api_boundary
 from fsharp.type_checks import short_repr
 
@@ -203,9 +203,7 @@ def format_of_quantizer(quantizer: Any) -> Format:
             f"TransformerEngine: weights of a {type(quantizer).__name__} are not supported as a format, expected one of "
             f"{', '.join(KIND_BY_QUANTIZER_CLASS)}. Keep parameters in bfloat16, which the recipe then casts in each forward."
         )
-    quantizer = quantizer.copy()
-    quantizer.set_usage(rowwise=True, columnwise=len(kind.planes) > 1)
-    quantizer.internal = False
+    quantizer = copy_of_quantizer(quantizer, columnwise=len(kind.planes) > 1)
     found = {name: getattr(quantizer, name, None) for name in _QUANTIZER_SETTINGS}
     settings = repr(sorted((name, str(value)) for name, value in found.items() if value is not None))
     if (kind.name, settings) not in _format_by_settings:

@@ -19,6 +19,14 @@ NUMBERS_PER_WEIGHT = 3
 """Number of a weight's values on which ranks agree in an update: its maximum, its scale, and the negative scale."""
 
 
+def copy_of_quantizer(quantizer: Any, *, columnwise: bool) -> Any:
+    """Return a copy of a quantizer for tensors with rows, and if ``columnwise`` also with columns."""
+    found = quantizer.copy()
+    found.set_usage(rowwise=True, columnwise=columnwise)
+    found.internal = False
+    return found
+
+
 class ModuleScales:
     """The scales and histories of maxima that modules keep for their weights.
 
@@ -44,10 +52,7 @@ class ModuleScales:
         module: Any = ref()
         if module is None:
             raise OptionError(f"the module that keeps the scale of {path!r} is gone. Keep it as long as its parameters.")
-        found = module.quantizers["scaling_fwd"][index].copy()
-        found.set_usage(rowwise=True, columnwise=False)
-        found.internal = False
-        return found
+        return copy_of_quantizer(module.quantizers["scaling_fwd"][index], columnwise=False)
 
     @contextmanager
     def comparing_scales_across_ranks(self, paths: Sequence[str], agree: AgreeMax) -> Iterator[AgreeMax]:

@@ -222,6 +222,12 @@ class Sharded:
             buffers, self.unit, where, self.groups, is_gathered=is_gathered, grad_sinks=self.grad_sinks, tree_label=new
         )
 
+    def own_tree_label(self) -> TreeLabel:
+        """Return the name of the node's tree. A node without a name gets one of its own, which counts gathers of the node."""
+        if self.tree_label is UNLABELED_TREE:
+            self.tree_label = TreeLabel()
+        return self.tree_label
+
     def donate(self) -> None:
         """Release the buffers and mark the node as donated: functions refuse it from now on."""
         self.raw_buffers, self.lazy, self.groups, self.is_donated = (), None, (), True

@@ -5,13 +5,15 @@
 A gather sends the values only. Without a format, values in the compute dtype are the stored buffer.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from functools import partial
 
 import torch
 
 from fsharp.errors import TreeError
 from fsharp.functional.formats.format import LeafPart, align_nbytes, cast_decoded, tensor_text
+from fsharp.functional.formats.te_delayed import ModuleFormat
 from fsharp.functional.layout.placement import MeshPlacement
 from fsharp.functional.layout.unit_layout import Leaf, Span, UnitLayout
 from fsharp.tracebacks import api_boundary
@@ -177,3 +179,13 @@ def _leaves_with_scales(unit: UnitLayout, group: int, scales: torch.Tensor) -> I
         begin, size = end, codec.scales_nbytes(leaf.shape) if codec is not None else 0
         end = begin + align_nbytes(size)
         yield leaf, scales[begin : begin + size]
+
+
+@contextmanager
+def preserving_amax_histories(units: Iterable[UnitLayout]) -> Iterator[None]:
+    """Preserve the amax histories of delayed scaling when weights of these units are cast in this context."""
+    formats = [group.dtypes.stored_format for unit in units for group in unit.groups]
+    with ExitStack() as stack:
+        for scales in dict.fromkeys(form.scales for form in formats if isinstance(form, ModuleFormat)):
+            stack.enter_context(scales.restoring_maxima())
+        yield

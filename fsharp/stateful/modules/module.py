@@ -50,12 +50,8 @@ class ShardedModule(nn.Module):
         The first backward outside of the context adds its gradients, and reduces the sum over ranks. Gradients are added, not
         averaged: divide each loss by the number of backward passes. Accumulated gradients are not in ``.grad`` yet.
         """
-        step = session_of_module(self).step
-        before, step.is_accumulating = step.is_accumulating, True
-        try:
+        with session_of_module(self).step.accumulating():
             yield
-        finally:
-            step.is_accumulating = before
 
     @disable_compile
     def clip_grad_norm_(
@@ -175,27 +171,23 @@ class ShardedModule(nn.Module):
         full = {p.path: x for p, x in gather_whole_tensors(session.parameters.values(), session.comm_outside_steps())}
         shown = zip(full, as_dtensors(full, full.values(), session.calls.dtensor_specs), strict=True)
         parameters = {path: nn.Parameter(x.detach(), session.parameters[path].requires_grad) for path, x in shown}
-        session.is_unsharded = True
-        try:
-            with session.replacing_parameters(parameters):
-                yield
-                for path, parameter in parameters.items():
-                    if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
-                        raise LayoutError(
-                            f"unsharded(): a hook was registered on parameter {path!r}, which is another tensor outside. Call "
-                            "register_post_accumulate_grad_hook() outside of unsharded()."
-                        )
-                check = partial(checked_current_tensors, session.calls.entries.values(), full)
-                written = check_on_all_ranks("unsharded()", session.comm_outside_steps(), check) if write else {}
-        finally:
-            session.is_unsharded = False
+        with session.replacing_parameters(parameters):
+            yield
+            for path, parameter in parameters.items():
+                if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
+                    raise LayoutError(
+                        f"unsharded(): a hook was registered on parameter {path!r}, which is another tensor outside. Call "
+                        "register_post_accumulate_grad_hook() outside of unsharded()."
+                    )
+            check = partial(checked_current_tensors, session.calls.entries.values(), full)
+            written = check_on_all_ranks("unsharded()", session.comm_outside_steps(), check) if write else {}
         for path, x in (*parameters.items(), *written.items()):
             if isinstance(x, nn.Parameter) and x.requires_grad != session.parameters[path].requires_grad:
                 session.parameters[path].requires_grad_(x.requires_grad)
         if write:
             mine = {path: x.detach().reshape(-1)[slice(*session.parameters[path].flat_range)] for path, x in written.items()}
             session.write_parameters(mine)
-            session.state.is_written = True
+            session.state.record_write()
 
     @api_boundary
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:

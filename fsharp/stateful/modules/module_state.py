@@ -13,7 +13,7 @@ from fsharp.functional.comm.restart_replay import restart_replay
 from fsharp.functional.encoding import encode_params_at_rest
 from fsharp.functional.layout.sharded import Sharded, merge, trainable, units_of
 from fsharp.functional.moves import gather, host_buffers_to_device
-from fsharp.functional.state import TrainState
+from fsharp.functional.state import TrainState, update
 
 
 class ModuleTrainState:
@@ -73,7 +73,7 @@ class ModuleTrainState:
         self.record_version_counters()
 
     def set_opt_state(self, opt: Any, made_by: Any, user: object) -> None:
-        """Set ``opt``, the first state of the optimizer ``user``, which takes the place of an earlier optimizer."""
+        """Set ``opt``, the first or a loaded state of the optimizer ``user``, which takes the place of an earlier optimizer."""
         self.train_state, self.opt_user = self.train_state._replace(opt=opt, made_by=made_by), self.opt_user and id(user)
 
     def use_opt(self, where: str, user: object) -> Any:
@@ -85,6 +85,10 @@ class ModuleTrainState:
             )
         self.opt_user = id(user)
         return self.train_state.opt
+
+    def update(self, tx: Any, grads: Any) -> None:
+        """Update parameters and states in their memory by ``tx``, an ``(init, update)`` pair. ``grads``: mean gradients."""
+        self.train_state = update(tx, grads, self.train_state, comm=self._comm, donate=True)
 
     def renew_residuals(self) -> None:
         """Replace the residuals by new zeros, after a load. A loaded tree may hold the old tensors, which do not change."""
@@ -146,9 +150,13 @@ class ModuleTrainState:
                     "copy of the optimizer's parameters in another dtype. Write to the module's parameters, or in "
                     "`with model.unsharded(write=True):`."
                 )
+        self.record_write()
+        return True
+
+    def record_write(self) -> None:
+        """Record that the user has written to parameters."""
         self.is_written = True
         self.record_version_counters()
-        return True
 
     def _version_counters(self) -> list[tuple[int, int]]:
         return [(buffer.data_ptr(), buffer._version) for *_, buffer in self._buffers]

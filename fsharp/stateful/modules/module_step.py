@@ -13,7 +13,6 @@ from fsharp.functional.comm.residuals import ResidualViews, prepare_residuals
 from fsharp.functional.comm.restart_replay import restart_replay
 from fsharp.functional.layout.sharded import units_of
 from fsharp.functional.sinks import GradientSinks, with_sinks
-from fsharp.functional.state import update
 from fsharp.stateful.modules.mean_gradients import MeanGradients, parameters_without_gradient
 from fsharp.stateful.modules.module_state import ModuleTrainState
 from fsharp.stateful.modules.parameter import ShardedTensor
@@ -78,6 +77,15 @@ class ModuleStep:
                 self.params = with_sinks(self.state.train_state.params, GradientSinks(self._residuals))
         with self._abandoning_on_error():
             yield self.params
+
+    @contextmanager
+    def accumulating(self) -> Iterator[None]:
+        """In this context backwards only add their gradients to earlier ones."""
+        before, self.is_accumulating = self.is_accumulating, True
+        try:
+            yield
+        finally:
+            self.is_accumulating = before
 
     def _begin_gradients(self) -> None:
         """Begin the gradients of a step. Their reductions use and overwrite the residuals in the train state."""
@@ -182,7 +190,7 @@ class ModuleStep:
         self.state.add_parameter_writes(self._steps.add_settings)
         self._steps.add_settings(f"{settings}\n{self.means.changes_text()}")
         with self._abandoning_on_error():
-            self.state.train_state = update(tx, self.means.tree, self.state.train_state, comm=self.scheduler, donate=True)
+            self.state.update(tx, self.means.tree)
             self.used_gradients = set(self.means.paths_with_gradient)
             self.means.release_gradients()
         self._close_step()

@@ -5,8 +5,8 @@ of a module that ``units`` selects, is a :func:`~fsharp.forward` of the module's
 """
 
 import weakref
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from functools import cache, partial, wraps
 from typing import Any, Literal
 
@@ -18,7 +18,8 @@ from fsharp.functional.comm.protocol import Comm
 from fsharp.functional.comm.tree_labels import label_new_tree
 from fsharp.functional.forward import forward
 from fsharp.functional.layout.layout import Layout
-from fsharp.functional.layout.sharded import units_by_name, units_of
+from fsharp.functional.layout.sharded import trainable, units_by_name, units_of
+from fsharp.functional.layout.stored import preserving_amax_histories
 from fsharp.functional.state import TrainState
 from fsharp.stateful.modules.calls import (
     ModuleCall,
@@ -49,7 +50,7 @@ class ModuleSession:
 
     Attributes:
         casts: casts of inputs and outputs, by path, for modules with casts.
-        is_unsharded, is_averaged: whether whole parameters, or averages, now replace the sharded parameters.
+        is_unsharded, is_averaged: whether other tensors, or values of averages, now replace the sharded parameters.
         parameters: by path, the parameters that the module shows outside of forwards.
         paused: paths of trained parameters that now do not require a gradient.
     """
@@ -74,11 +75,8 @@ class ModuleSession:
         self.step = step = ModuleStep(self.state, means, scheduler, self.paused)
         # Functions that parts call: see ShardedTensorOwner.
         self.gradient_part, self.release_gradient = step.gradient_part, step.release_gradient
-        self.check_can_unscale, self.settings_text_to_compare = (
-            step.check_can_unscale,
-            scheduler.engine.steps.settings_text_to_compare,
-        )
-        self.add_gradient_ready_hook = means.add_gradient_ready_hook
+        self.check_can_unscale, self.add_gradient_ready_hook = step.check_can_unscale, means.add_gradient_ready_hook
+        self.settings_text_to_compare = scheduler.engine.steps.settings_text_to_compare
         self._trained = set[str]()  # paths of trained parameters
         self.is_unsharded = self.is_averaged = False
         self._evaluation = ScheduledFunction(scheduler, lambda run, tree, comm: run(ParameterSource(tree, comm)), "evaluation")
@@ -263,9 +261,32 @@ class ModuleSession:
                 raise RuntimeError(f"{_GRAD_CALL}: input {name} was not used. Set allow_unused=True if this is what you want.")
         return tuple(grads)
 
-    def replacing_parameters(self, by_path: Mapping[str, Any]) -> AbstractContextManager[None]:
-        """Return a context in which the tensors ``by_path`` replace all parameters."""
-        return self.calls.reading_from(self.calls.source, list(self.calls.entries.values()), self._leaf_values_by_unit(by_path))
+    @contextmanager
+    def replacing_parameters(self, by_path: Mapping[str, Any]) -> Iterator[None]:
+        """In this context the tensors ``by_path`` replace all parameters, and the module cannot be called."""
+        entries, self.is_unsharded = list(self.calls.entries.values()), True
+        try:
+            with self.calls.reading_from(self.calls.source, entries, self._leaf_values_by_unit(by_path)):
+                yield
+        finally:
+            self.is_unsharded = False
+
+    @contextmanager
+    def showing_averages(self, averages: Mapping[tuple[str, int], torch.Tensor]) -> Iterator[None]:
+        """In this context parameters have the values of ``averages``, by name of the unit and group. A collective."""
+        state, copies = self.state, units_of(self.state.main_parameters())
+        shown = {(node.name, g): x for node in copies for g, x in zip(node.groups, node.buffers, strict=True)}
+        nodes = units_of((trainable(state.train_state.params), state.train_state.main))
+        targets = [buffer for node in nodes for buffer in node.buffers]
+        own, self.is_averaged = [target.detach().clone() for target in targets], True
+        try:
+            state.copy_into_buffers([shown[key] for key in averages], list(averages.values()))
+            with preserving_amax_histories(self.layout.units):
+                state.gather_main_into_resting_parameters()
+            yield
+        finally:
+            state.copy_into_buffers(targets, own)
+            self.is_averaged = False
 
     def replace_state(self, state: TrainState) -> None:
         """Train ``state``, which has the same layout, from now on. Raise an error while a step has gradients."""

@@ -23,6 +23,7 @@ from fsharp.functional.layout.packing import Atom, ElementAtom, RowsAtom
 from fsharp.functional.layout.placement import P, Strategy, zero3
 from fsharp.functional.layout.plan import plan
 from fsharp.functional.layout.precision import Precision, Precisions, check_precisions
+from fsharp.functional.layout.stored import preserving_amax_histories
 from fsharp.functional.layout.text import unit_texts_to_compare
 from fsharp.functional.make_functional import parameter_tree
 from fsharp.functional.optim.base import Transform
@@ -33,12 +34,7 @@ from fsharp.stateful.modules.module import ShardedModule
 from fsharp.stateful.modules.parameter import ShardedParameter
 from fsharp.stateful.modules.selection import Units, chosen_modules, methods_by_module, modules_sharing_gather, units_by_module
 from fsharp.stateful.modules.session import ModuleSession, install_gathering_subclass
-from fsharp.stateful.modules.te import (
-    check_te_gradients,
-    preserving_amax_histories,
-    register_te_call_checks,
-    use_text_extra_state,
-)
+from fsharp.stateful.modules.te import check_te_gradients, register_te_call_checks, use_text_extra_state
 from fsharp.stateful.modules.torch_tools.dtensors import dtensor_specs, local_tensor
 from fsharp.stateful.modules.torch_tools.refusals import check_shardable, register_wrapper_checks
 from fsharp.stateful.modules.values.casts import casts_by_module
@@ -160,7 +156,7 @@ def shard_module(
     tree, layout, specs, chosen, groups, entries, casts, _ = found
     start = initial_parameters(module, tree, layout, comm, key=key, initialize=initialize, sync_from=sync_from)
     # Amax histories contain the module's own values already.
-    with preserving_amax_histories(layout) if sync_from is None else nullcontext():
+    with preserving_amax_histories(layout.units) if sync_from is None else nullcontext():
         state = init_state(_NO_UPDATE, start, comm=comm, donate=True)
     del tree, start
     policy = policy or SchedulePolicy()

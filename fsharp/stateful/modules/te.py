@@ -10,15 +10,13 @@ equal values has other bytes on other ranks, and a load of a pickle runs code.
 import json
 import weakref
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import nn
 
 from fsharp.errors import OptionError, TreeError
-from fsharp.functional.formats.te_delayed import ModuleFormat
-from fsharp.functional.layout.layout import Layout
 from fsharp.stateful.modules.parameter import ShardedParameter
 from fsharp.stateful.runtime.boundary import find_unit_use
 
@@ -104,16 +102,6 @@ def use_text_extra_state(module: nn.Module) -> None:
             ref = weakref.ref(each)
             each.__dict__["get_extra_state"] = lambda ref=ref: _extra_state_as_text(ref())
             each.__dict__["set_extra_state"] = lambda state, ref=ref: _set_extra_state_from_text(ref(), state)
-
-
-@contextmanager
-def preserving_amax_histories(layout: Layout) -> Iterator[None]:
-    """Preserve the amax histories of delayed scaling when a layout's weights are cast in this context."""
-    formats = [group.dtypes.stored_format for unit in layout.units for group in unit.groups]
-    with ExitStack() as stack:
-        for scales in dict.fromkeys(form.scales for form in formats if isinstance(form, ModuleFormat)):
-            stack.enter_context(scales.restoring_maxima())
-        yield
 
 
 def _extra_state_as_text(module: Any) -> torch.Tensor:

@@ -38,7 +38,7 @@ class _GradientReceiver(torch.autograd.Function):
     def forward(
         ctx: Any, use: "UnitUse", receive: ReceiveGradients, leaves: list[torch.Tensor], *sinks: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
-        ctx.use, ctx.receive, ctx.num_sinks = use, receive, len(sinks)
+        ctx.use, ctx.receive = use, receive
         ctx.set_materialize_grads(False)
         return tuple(leaves)
 
@@ -51,7 +51,7 @@ class _GradientReceiver(torch.autograd.Function):
         except Exception as error:
             hide_frames(error)
             raise
-        return (None,) * (3 + ctx.num_sinks)
+        return (None,) * len(ctx.needs_input_grad)
 
 
 make_leaves_differentiable: Callable[..., tuple[torch.Tensor, ...]] = super(torch.autograd.Function, _GradientReceiver).apply

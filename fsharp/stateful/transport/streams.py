@@ -1,11 +1,12 @@
 """Lanes: the streams beside compute, for gathers, reductions and host copies. A CPU has no lanes."""
 
-import weakref
 from collections.abc import Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
+
+from fsharp.distributed.worker_threads import call_when_freed
 
 OpKey = tuple[int, int]
 """A key of an op: the number of its BoundSchedule or EagerOps, and its position there."""
@@ -72,7 +73,7 @@ class Lanes:
 
     def release_events_on_gc(self, owner: Any, number: int) -> None:
         """Release the events of ops whose keys begin with ``number`` once ``owner``, which issues them, has been collected."""
-        weakref.finalize(owner, self._events.pop, number, None).atexit = False
+        call_when_freed(owner, self._events.pop, number, None)
 
     def release_all_events(self) -> None:
         """Release all events, so that nothing waits for their ops. The ops are over, or belong to a captured CUDA graph."""

@@ -11,7 +11,7 @@ import torch
 from fsharp.errors import ScheduleError, TreeError
 from fsharp.functional.comm.agree import check_on_all_ranks
 from fsharp.functional.comm.equal_values import check_same_on_ranks
-from fsharp.functional.layout.sharded import trainable, units_of
+from fsharp.functional.layout.sharded import units_of
 from fsharp.functional.optim.base import as_transform
 from fsharp.functional.optim.elementwise_check import with_elementwise_check
 from fsharp.functional.optim.ema import WithEmaState
@@ -31,7 +31,6 @@ from fsharp.stateful.modules.optim.states import (
 from fsharp.stateful.modules.parameter import ShardedParameter, ShardedTensor
 from fsharp.stateful.modules.session import ModuleSession
 from fsharp.stateful.modules.state_dict import SAME_VALUES_REMEDY, check_no_dtensors, make_parts_whole_, scatter_from_rank
-from fsharp.stateful.modules.te import preserving_amax_histories
 from fsharp.stateful.modules.torch_tools.refusals import refuse_copy
 from fsharp.torch_compile import disable_compile
 from fsharp.tracebacks import api_boundary, api_context
@@ -188,20 +187,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
             raise ScheduleError("averaged(): the call is inside of another averaged().")
         session.step.abandon_forwards("averaged()")
         state.propagate_main_writes()
-        copies = units_of(state.main_parameters())
-        shown = {(node.name, g): x for node in copies for g, x in zip(node.groups, node.buffers, strict=True)}
-        nodes = units_of((trainable(state.train_state.params), state.train_state.main))
-        targets = [buffer for node in nodes for buffer in node.buffers]
-        own = [target.detach().clone() for target in targets]
-        session.is_averaged = True
-        try:
-            state.copy_into_buffers([shown[key] for key in averages], list(averages.values()))
-            with preserving_amax_histories(session.layout):
-                state.gather_main_into_resting_parameters()
+        with session.showing_averages(averages):
             yield
-        finally:
-            state.copy_into_buffers(targets, own)
-            session.is_averaged = False
 
     @property  # type: ignore[override]
     @api_boundary
@@ -299,7 +286,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         for group, loaded in zip(self.param_groups, state_dict["param_groups"], strict=True):
             group.update({name: copy.deepcopy(value) for name, value in loaded.items() if name != "params"})
         if self._updates is None:
-            self._session.state.train_state = self._session.state.train_state._replace(opt=states)
+            self._session.state.set_opt_state(states, self._session.state.train_state.made_by, self)
         else:
             self._updates.replace_states(states)
         self._session.reset_history_if_all_loaded("optimizer")

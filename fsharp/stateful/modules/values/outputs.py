@@ -142,11 +142,10 @@ def connect_to_inputs(tensors: Sequence[torch.Tensor], inputs: Sequence[Any]) ->
 class _ConnectToInputs(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, count: int, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        ctx.num_inputs = len(tensors) - count
         ctx.set_materialize_grads(False)
         return tuple(x.view_as(x) for x in tensors[:count])
 
     @staticmethod
     @api_boundary
     def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
-        return (None, *grads, *[None] * ctx.num_inputs)
+        return (None, *grads, *[None] * (len(ctx.needs_input_grad) - 1 - len(grads)))
