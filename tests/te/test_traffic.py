@@ -32,7 +32,7 @@ from tests.te.training import (
 CASE = Case(lambda: [linear(), linear(), linear()])
 
 
-def train_functions(comm, recipe, strategy):
+def train_functions(comm, recipe, strategy, **policy):
     """Train by functions under a scheduler. Return losses and calls of each step, and the layout."""
     functions = [fs.make_functional(layer) for layer in CASE.model(recipe).layers]
     tree = {"layers": [params for _, params in functions]}
@@ -47,7 +47,8 @@ def train_functions(comm, recipe, strategy):
 
     tx, counting, losses, calls = fs.optim.sgd(RATE), fs.collectives.CountingComm(comm), [], []
     state = fs.init_state(tx, fs.shard(tree, layout, comm, place="optim"), comm=comm)
-    step = fs.Scheduler(counting, policy=fs.SchedulePolicy(release="forward", bucket_nbytes=0))(fs.train_step(loss_fn, tx))
+    policy = fs.SchedulePolicy(release="forward", bucket_nbytes=0, **policy)
+    step = fs.Scheduler(counting, policy=policy)(fs.train_step(loss_fn, tx))
     for number in range(STEPS):
         counting.calls.clear()
         state, metrics = step(state, CASE.batch(number, 0, comm.rank).detach())
