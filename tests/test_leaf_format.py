@@ -121,6 +121,21 @@ def test_error_bounds(data, form, scale, seed):
 
 
 @pytest.mark.parametrize("form", BUILT_IN, ids=lambda form: form.name)
+def test_decoded_values_that_are_zero_have_the_same_bytes_again(form):
+    def buffers(x):
+        layout = fs.plan({"x": x}, fs.Mesh({"dp": 1}), fs.zero3("dp"), precision=fs.Precision(stored=form))
+        sharded = fs.shard({"x": x}, layout, fs.SingleComm(), place="optim")
+        return [
+            b
+            for node in fs.layouts.units_of(fs.init_state(fs.optim.sgd(0.1), sharded, comm=fs.SingleComm()).params)
+            for b in node.buffers
+        ]
+
+    x = torch.tensor([[1e-42, -1e-42, 0.0], [0.0, 0.0, 0.0]])
+    assert all(torch.equal(a, b) for a, b in zip(buffers(x), buffers(_round_trip(form, x)), strict=True))
+
+
+@pytest.mark.parametrize("form", BUILT_IN, ids=lambda form: form.name)
 @pytest.mark.parametrize("special", [math.nan, math.inf, -math.inf])
 def test_numbers_that_are_not_finite_arrive(form, special):
     x = torch.linspace(-1, 1, 120).view(3, 40)

@@ -1,9 +1,10 @@
 """Formats of 8 bits with scales by tensor or by row, on which all ranks agree. Scales do not travel: a value is one byte.
 
 A scale is the largest finite magnitude of the tensor or row, divided by the largest number of the dtype. The scale is rounded
-up to 16 significant bits, so that products with this number are exact: encoding decoded values gives the same bytes. NaN stays
-NaN. An infinity becomes NaN in dtypes that have no infinity: NaN and both infinities take three codes, while float8_e4m3fn has
-two that are no numbers, and int8 has one besides -127 to 127.
+up to 16 significant bits, so that products with this number are exact: encoding decoded values gives the same bytes. The
+least scale is 2**-126, which adds up to 2**-127 to the bounds below. NaN stays NaN. An infinity becomes NaN in dtypes that
+have no infinity: NaN and both infinities take three codes, while float8_e4m3fn has two that are no numbers, and int8 has one
+besides -127 to 127.
 """
 
 from collections.abc import Callable, Sequence
@@ -12,9 +13,10 @@ from math import prod
 import torch
 
 from fsharp.functional.formats.format import AgreeMax, Format, LeafCodec, LeafPart, Plane, Shape
-from fsharp.functional.formats.microscaling import LARGEST_FLOAT32, ElementwiseFn
+from fsharp.functional.formats.microscaling import ElementwiseFn
 from fsharp.functional.formats.registry import made_by_import, register_format
 
+_LARGEST_FLOAT32 = torch.finfo(torch.float32).max
 _PART_ALIGNMENT = 16
 """Each part of a buffer has a multiple of this number of one-byte values, so that no gaps lie between parts."""
 
@@ -59,7 +61,7 @@ def _register_scaled_format(
     def decode(part: LeafPart) -> torch.Tensor:
         numbers = to_numbers(part.planes[0])
         values = numbers * part.scales.view(torch.float32)[rows(part)]
-        clamped = values.clamp(-LARGEST_FLOAT32, LARGEST_FLOAT32)  # scales were rounded up
+        clamped = values.clamp(-_LARGEST_FLOAT32, _LARGEST_FLOAT32)  # scales were rounded up
         return torch.where(numbers.isfinite(), clamped, values)
 
     codec = LeafCodec(
@@ -82,9 +84,8 @@ def _by_row(shape: Shape) -> Shape:
 
 
 def _round_up_to_16_bits(scales: torch.Tensor) -> torch.Tensor:
-    """Return positive float32 ``scales``, rounded up to 16 significant bits. A scale of 0 becomes 1."""
-    least = torch.finfo(torch.float32).tiny
-    scales = torch.where(scales == 0, 1.0, scales).clamp_(min=least)
+    """Return float32 ``scales``, rounded up to 16 significant bits. The least scale is 2**-126."""
+    scales = scales.clamp(min=torch.finfo(torch.float32).tiny)
     return (scales.view(torch.int32) + 0xFF & ~0xFF).view(torch.float32)
 
 

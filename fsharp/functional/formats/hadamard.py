@@ -7,7 +7,7 @@ import torch
 
 from fsharp.errors import LayoutError
 from fsharp.functional.formats.format import Format, Plane
-from fsharp.functional.formats.microscaling import BLOCK, LARGEST_FLOAT32, is_true_without_sync, num_blocks_at_once
+from fsharp.functional.formats.microscaling import BLOCK, LARGEST_DECODED, is_true_without_sync, num_blocks_at_once
 from fsharp.functional.formats.registry import register_format
 from fsharp.type_checks import options_checked
 
@@ -124,6 +124,6 @@ def _inverse_hadamard_transform(rows: torch.Tensor) -> torch.Tensor:
     """Return the Hadamard transform of each row, the inverse of the encoder's. Finite sums are clamped, not infinite."""
     size = rows.shape[1]
     found = _hadamard_transform(rows)
-    if not is_true_without_sync((found.abs() <= LARGEST_FLOAT32 / size).all()):  # False for NaN
-        found = torch.where(found.isfinite(), found.clamp(-LARGEST_FLOAT32 / size, LARGEST_FLOAT32 / size), found)
+    if not is_true_without_sync((found.abs() <= LARGEST_DECODED / size).all()):  # False for NaN
+        found = torch.where(found.isfinite(), found.clamp(-LARGEST_DECODED / size, LARGEST_DECODED / size), found)
     return found * size

@@ -21,7 +21,8 @@ BLOCK = 32
 _BIAS, _NOT_FINITE = 127, 255
 _FINITE_SCALE_LIMIT = _NOT_FINITE - 17
 """Below this scale every decoded value is finite in float32, as no code is above 57,344."""
-LARGEST_FLOAT32 = torch.finfo(torch.float32).max
+LARGEST_DECODED = torch.finfo(torch.bfloat16).max
+"""Largest finite decoded magnitude, which bfloat16 holds as well. Encoding rounds larger magnitudes up to 2**128."""
 _INFINITY, _MINUS_INFINITY, _NAN = 1, 2, 3  # codes in a block with such a value; finite values have code 0
 
 _BLOCKS_IN_CPU_CACHE = 1 << 13
@@ -98,7 +99,7 @@ def _register_block_format(
         torch.mul(to_numbers(codes), power_of_two(scales - _BIAS), out=values)
         if is_true_without_sync((scales < _FINITE_SCALE_LIMIT).all()):
             return
-        values.clamp_(-LARGEST_FLOAT32, LARGEST_FLOAT32)  # encoding may have rounded up
+        values.clamp_(-LARGEST_DECODED, LARGEST_DECODED)  # encoding may have rounded up
         write_nonfinite_(values, codes, scales == _NOT_FINITE)
 
     planes = (Plane(dtype, per_block), Plane(torch.uint8))

@@ -15,7 +15,7 @@ import torch
 from fsharp.functional.formats import microscaling
 from fsharp.functional.formats.format import AgreeMax, Format, LeafCodec, LeafPart, Plane
 from fsharp.functional.formats.microscaling import (
-    LARGEST_FLOAT32,
+    LARGEST_DECODED,
     codes_of_nonfinite,
     decode_e2m1,
     encode_e2m1,
@@ -91,9 +91,9 @@ def _decode(part: LeafPart) -> torch.Tensor:
 def _decode_into(values: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor, tensor_scale: torch.Tensor) -> None:
     codes, block_scales = unpack_codes(codes).view(-1, BLOCK), scales.float().view(-1, 1) * tensor_scale
     torch.mul(decode_e2m1(codes), block_scales, out=values)
-    if is_true_without_sync((block_scales < LARGEST_FLOAT32 / 6).all()):  # False for NaN
+    if is_true_without_sync((block_scales < LARGEST_DECODED / 6).all()):  # False for NaN
         return
-    values.clamp_(-LARGEST_FLOAT32, LARGEST_FLOAT32)  # encoding may have rounded up
+    values.clamp_(-LARGEST_DECODED, LARGEST_DECODED)  # encoding may have rounded up
     write_nonfinite_(values, codes, block_scales.isnan())
 
 
