@@ -196,7 +196,7 @@ def _unknown_argument_error(name: str) -> TreeError:
 
 def _tensor_to_numpy(x: Any) -> Any:
     if isinstance(x, torch.Tensor):
-        return x.item() if x.numel() == 1 else x.detach().cpu().numpy()
+        return x.item() if x.numel() == 1 else (x.float() if x.dtype is torch.bfloat16 else x).detach().cpu().numpy()
     return x
 
 

@@ -167,8 +167,6 @@ def _nonfinite_as_text(value: Any) -> Any:
 
 
 def _plain_value(name: str, value: Any) -> Any:
-    if isinstance(value, torch.Tensor) and value.numel() == 1:
-        value = value.item()
     if value is None or isinstance(value, bool | int | str):
         return value
     if isinstance(value, Mapping):
@@ -176,8 +174,9 @@ def _plain_value(name: str, value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [_plain_value(f"{name}.{i}", each) for i, each in enumerate(value)]
     try:
-        return float(value)  # also numbers of numpy and other libraries
-    except (TypeError, ValueError):
+        number = value.item() if isinstance(value, torch.Tensor) else value
+        return number if isinstance(number, bool | int) else float(number)  # also numbers of numpy and other libraries
+    except (TypeError, ValueError, OverflowError, RuntimeError):  # also a tensor without values, such as one on meta
         expected = (
             "a number, a tensor with one element, a text, a list or dict of these, or under a name of its own a Timeline or a "
             "Layout"

@@ -70,7 +70,7 @@ function drawSummary() {
   for (const [name, curve] of Object.entries(data.series)) {
     if (curve.num_bad) parts.push(`${curve.num_bad} value${curve.num_bad > 1 ? "s" : ""} of ${name} ${curve.num_bad > 1 ? "are" : "is"} not finite`);
   }
-  if (start) parts.push(`${start[2].mesh} on ${start[2].device}`);
+  if (start && start[2].mesh && start[2].device) parts.push(`${start[2].mesh} on ${start[2].device}`);
   if (data.starts.length > 1) parts.push(`started ${data.starts.length} times`);
   if (data.saved.length) parts.push(`newest checkpoint after ${data.saved[data.saved.length - 1]} steps`);
   if (data.num_unreadable) parts.push(`${data.num_unreadable} line${data.num_unreadable > 1 ? "s" : ""} of the log could not be read`);

@@ -114,8 +114,9 @@ def _is_timeline(value: Any) -> bool:
     first = SPAN_FIELDS.index("start_s")
     try:
         numbers = [value["step_s"], value["exposed_s"], *(x for span in value["spans"] for x in span[first : first + 2])]
-        return all(len(span) == len(SPAN_FIELDS) for span in value["spans"]) and all(
-            isinstance(x, int | float) for x in numbers
+        names = [x for span in value["spans"] for x in span[1:first]]
+        return all(len(span) == len(SPAN_FIELDS) for span in value["spans"]) and (
+            all(isinstance(x, int | float) for x in numbers) and all(isinstance(x, str) for x in names)
         )
     except (TypeError, KeyError):  # the spans are not lists
         return False

@@ -202,6 +202,17 @@ def test_options_that_a_chain_wants_reach_it_and_others_are_named(comm):
         fs.update(tx, grads, state, comm=comm, temperature=2.0, **({"foo": 1} if comm.rank else {}))
 
 
+def test_an_option_may_be_a_tensor_of_bfloat16():
+    def update(grads, state, params=None, *, factors):
+        return jax.tree.map(lambda x: x * factors.sum(), grads), state
+
+    tx = fs.optim.from_optax(optax.GradientTransformationExtraArgs(lambda params: (), update))
+    comm = fs.SingleComm(fs.Mesh({"dp": 1}))
+    state, grads = begin(comm, tx)
+    new = fs.update(tx, grads, state, comm=comm, factors=torch.tensor([0.5, 1.5], dtype=torch.bfloat16))
+    torch.testing.assert_close(fs.full_tree(new.params, comm=comm)["w"], 3 * TREE["w"])
+
+
 def test_an_update_of_another_shape_is_refused():
     """A transposed update was added in the wrong order, without a word."""
     tx, comm = fs.optim.from_optax(optax.stateless(lambda g, _: g | {"w": g["w"].T})), fs.SingleComm(fs.Mesh({"dp": 1}))

@@ -4,6 +4,7 @@ import json
 import math
 import threading
 from contextlib import nullcontext
+from fractions import Fraction
 from types import SimpleNamespace
 
 import numpy as np
@@ -88,7 +89,9 @@ def test_timelines_and_layouts_are_rows(tmp_path):
 LAYOUT = fs.plan({"w": torch.empty(4)}, fs.Mesh({"dp": 1}), fs.ddp("dp"))
 
 
-@pytest.mark.parametrize("value", [torch.ones(2), object(), {"a": b"bytes"}, {"a": LAYOUT}])
+@pytest.mark.parametrize(
+    "value", [torch.ones(2), torch.ones(1, device="meta"), Fraction(10**400), object(), {"a": b"bytes"}, {"a": LAYOUT}]
+)
 def test_a_value_that_json_cannot_hold_is_named(value, tmp_path):
     with pytest.raises(FsharpError, match=r"log\(\): 'norm(\.a)?' is .*, expected a number, a tensor with one element"):
         fs.resilience.JsonlLogger(tmp_path / "log.jsonl").log(0, {"norm": value})

@@ -15,6 +15,7 @@ import fsharp as fs
 from fsharp.cli import main
 from fsharp.report.page import MAX_EVENTS, MAX_MARKS, MAX_POINTS, log_page
 from fsharp.report.reading import read_log
+from fsharp.report.values import SPAN_FIELDS
 from tests.report.pages import browser as browser, fire, html_of, opened
 
 
@@ -126,6 +127,7 @@ def test_a_run_that_logged_nothing_has_a_page(tmp_path):
     context, _ = opened(log_page(read_log(tmp_path), title="@DATA@ <x>"))
     assert "has logged no numbers" in html_of(context, "values")
     assert "has logged no timeline" in html_of(context, "step")
+    assert "undefined" not in context.eval("element('summary').textContent")
 
 
 def page_of_rows(tmp_path, rows):
@@ -204,6 +206,15 @@ def test_values_of_other_programs_leave_the_page_whole(name, value, tmp_path):
     assert not any(
         "could not be drawn" in html_of(context, each) for each in ("values", "ranks", "layout", "step", "environment")
     )
+
+
+def test_a_timeline_of_another_program_whose_kinds_are_no_names_has_a_page(tmp_path):
+    spans = [[0, ["gather"], "u", "forward", "compute", 0.0, 1.0, 0, None, 0]]
+    numbers = {"step_s": 1.0, "exposed_s": 0.0, "overlap": 0.0, "peak_nbytes": 0, "arena": 0, "memory": []}
+    timeline = {"timeline": SPAN_FIELDS, "spans": spans, **numbers}
+    context = page_of_rows(tmp_path, [{"step": 0, "loss": 1.5, "predicted": timeline, "measured": timeline}])
+    assert "last: 1.5" in html_of(context, "value-0")
+    assert "has logged no timeline" in html_of(context, "step")
 
 
 def test_a_section_that_cannot_be_drawn_leaves_the_others(run_dir):
