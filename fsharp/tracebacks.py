@@ -2,7 +2,7 @@
 
 A *boundary* is a function of this library that the user or torch calls. An error that leaves it loses the frames of this
 library, and those of torch, optree and the standard library that this library called. Frames of the user's functions that
-this library called stay. As in JAX, each public function is a boundary. A hook becomes one by :func:`call_hook`.
+this library called stay. As in JAX, each public function is a boundary. A hook becomes one by :func:`call_hiding_frames`.
 ``FSHARP_TRACEBACK=full`` in the environment keeps all frames.
 """
 
@@ -91,10 +91,10 @@ class _BoundaryContext(AbstractContextManager[T], ContextDecorator, Generic[T]):
         return self.inner.__exit__(*raised)  # type: ignore[no-any-return]
 
 
-def call_hook(hook: Callable[..., T], *args: Any) -> T:
+def call_hiding_frames(hook: Callable[..., T], *args: Any) -> T:
     """Return ``hook(*args)``. Tracebacks of the hook's errors have no frames of this library, as in :func:`api_boundary`.
 
-    Register ``partial(call_hook, hook)``, which costs less to make than ``api_boundary(hook)``.
+    Register ``partial(call_hiding_frames, hook)``, which costs less to make than ``api_boundary(hook)``.
     """
     try:
         return hook(*args)

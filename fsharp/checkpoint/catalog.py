@@ -80,7 +80,7 @@ def advance_save_clock(root: str, created: float = 0.0) -> float:
 
 def newest_save_time(root: str) -> float:
     """Return the time of the newest save in ``root``, in seconds since 1970; 0 if there is none."""
-    names = folder_names_newest_first(root)
+    names = names_last_saved_first(root)
     return save_time_of(f"{root}/{names[0]}") if names else 0.0
 
 
@@ -130,7 +130,7 @@ class Checkpoint:
         except FileNotFoundError as error:
             if is_foreign_checkpoint(storage.list_names(path)) or huggingface.is_file(storage, path):
                 return huggingface.huggingface_manifest(storage, path)
-            hint = "".join(f" Pass one inside of it, such as {path}/{name}." for name in folder_names_newest_first(path)[:1])
+            hint = "".join(f" Pass one inside of it, such as {path}/{name}." for name in names_last_saved_first(path)[:1])
             if not storage.list_names(path):
                 hint = " The folder is empty or does not exist. fs.checkpoint.save(root, ...) writes root/step-..."
             raise CheckpointError(f"{path}: there is no checkpoint here.{hint}") from error
@@ -241,7 +241,7 @@ def _open_complete(folder: str) -> Checkpoint:
 def complete_sibling_hint(folder: str) -> str:
     """Return text for an error that names a complete checkpoint beside the incomplete ``folder``; empty if there is none."""
     root, _, name = folder.rpartition("/")
-    for other in folder_names_newest_first(root) if _FOLDER_PATTERN.fullmatch(name) else ():
+    for other in names_last_saved_first(root) if _FOLDER_PATTERN.fullmatch(name) else ():
         if other != name:
             try:
                 return f" {_open_complete(f'{root}/{other}')!r} is complete."
@@ -250,7 +250,7 @@ def complete_sibling_hint(folder: str) -> str:
     return ""
 
 
-def folder_names_newest_first(root: str) -> list[str]:
+def names_last_saved_first(root: str) -> list[str]:
     """Return the names of the checkpoint folders in ``root``, complete or not, in order of their saves, the newest first."""
     found = [name for name in storage_of(root).list_names(root) if _FOLDER_PATTERN.fullmatch(name)]
     return sorted(found, key=lambda name: (save_time_of(f"{root}/{name}"), step_in_folder_name(name), name), reverse=True)
@@ -288,7 +288,7 @@ def opening_errors(root: str) -> list[str]:
 
 def _folders_with_manifest(root: str) -> Iterator[str]:
     looked_at = set[str]()
-    while names := [x for x in folder_names_newest_first(root) if x not in looked_at]:  # another process may save meanwhile
+    while names := [x for x in names_last_saved_first(root) if x not in looked_at]:  # another process may save meanwhile
         looked_at.update(names)
         for name in names:
             if MANIFEST_NAME in storage_of(root).list_names(f"{root}/{name}"):
@@ -313,7 +313,7 @@ def iter_complete_newest_first(folder: str, *, skips_os_errors: bool = True) -> 
     meanwhile. So if no listed checkpoint is complete, ``folder`` is listed again, until a listing has no new name.
     """
     looked_at, is_one_complete = set[str](), False
-    while not is_one_complete and (names := [x for x in folder_names_newest_first(folder) if x not in looked_at]):
+    while not is_one_complete and (names := [x for x in names_last_saved_first(folder) if x not in looked_at]):
         looked_at.update(names)
         for name in names:
             if (found := open_if_complete(f"{folder}/{name}", skips_os_errors=skips_os_errors)) is not None:

@@ -140,7 +140,7 @@ def load_checkpoint_and_tree(
     """Load as :func:`load` does, and return the checkpoint that was loaded, and the tree."""
     given, damaged, has_tried = absolute_path(where), dict[str, str](), False
     while True:
-        (path, is_asked_for), damage = _choose_path(given, comm, damaged), list[str]()
+        (path, is_asked_for), damage = _agree_on_path(given, comm, damaged), list[str]()
         if donate and has_tried:  # this checkpoint is read into the same memory
             mark_donated(units_of(like), new=units_of(like))
         has_tried = True
@@ -263,7 +263,7 @@ def load_with_reader(
             mark_donated(units_of(like))
 
 
-def _choose_path(path: str, comm: Comm, damaged: Mapping[str, str]) -> tuple[str, bool]:
+def _agree_on_path(path: str, comm: Comm, damaged: Mapping[str, str]) -> tuple[str, bool]:
     """Return the path of the checkpoint to load, and whether it is ``path`` itself. Rank 0 chooses for all ranks.
 
     If ``path`` is a root, the result is the newest checkpoint below ``path`` that is not in ``damaged``, a dict of errors by
@@ -445,7 +445,9 @@ def load_or_collect_damage(
         raise
     except Exception as error:  # any kind: all ranks come here, and each reports its reason
         own = error.__cause__ if isinstance(error, AgreementError) else error  # other ranks report their errors themselves
-        mine = json.dumps([own is not None and not damage, damage, comm.rank == 0 and path is not None and _is_removed(path)])
+        mine = json.dumps(
+            [own is not None and not damage, damage, comm.rank == 0 and path is not None and _is_checkpoint_removed(path)]
+        )
         said = [json.loads(text) for text in all_gather_texts(mine, comm)]
         found = [each for _, texts, _ in said for each in texts]
         if said[0][2]:
@@ -455,7 +457,7 @@ def load_or_collect_damage(
         return None, found
 
 
-def _is_removed(path: str) -> bool:
+def _is_checkpoint_removed(path: str) -> bool:
     try:
         return open_if_complete(path) is None
     except Exception:  # of an object store, whose files cannot be looked at

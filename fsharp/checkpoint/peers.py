@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from fsharp.checkpoint.catalog import Checkpoint, folder_names_newest_first
+from fsharp.checkpoint.catalog import Checkpoint, names_last_saved_first
 from fsharp.checkpoint.manifest import MANIFEST_NAME, Manifest, checked_file_name
 from fsharp.checkpoint.reading import (
     NeededElements,
@@ -50,7 +50,7 @@ def _blaming_damage_on(rank: int, file: str) -> Iterator[None]:
 
 
 @dataclass(frozen=True)
-class HeldSave:
+class InMemorySave:
     """A save that hosts of the job hold in memory. Each host holds some of the save's files.
 
     Attributes:
@@ -85,17 +85,17 @@ CopyKey = tuple[str, int, str]
 """A file of a save on a host: name of the save, first rank of the host, name of the file."""
 
 
-def held_saves(folder: str, comm: Comm, domain_size: int, damaged: Collection[CopyKey] = ()) -> list[HeldSave]:
+def held_saves(folder: str, comm: Comm, domain_size: int, damaged: Collection[CopyKey] = ()) -> list[InMemorySave]:
     """Return the saves that hosts hold in memory, equal on all ranks, even if some of their files are lost.
 
     ``folder`` is on each host, with ``domain_size`` consecutive ranks. Copies in ``damaged`` do not count. Files and manifests
     of the wrong size do not count either, and are logged.
     """
     mine = check_on_all_ranks("restore()", comm, lambda: saves_on_this_host(folder) if comm.rank % domain_size == 0 else [])
-    found: dict[str, HeldSave] = {}
+    found: dict[str, InMemorySave] = {}
     for first, text in enumerate(all_gather_texts(json.dumps(mine), comm)):
         for name, step, created, num_files, manifest_nbytes, heads in json.loads(text):
-            save = found.setdefault(name, HeldSave(name, step, created, num_files, manifest_nbytes, {}))
+            save = found.setdefault(name, InMemorySave(name, step, created, num_files, manifest_nbytes, {}))
             if (name, first, MANIFEST_NAME) not in damaged:
                 save.hosts[first] = {no: size for no, size in heads if (name, first, shard_file_name(no)) not in damaged}
     return list(found.values())
@@ -107,7 +107,7 @@ def saves_on_this_host(folder: str) -> list[list[Any]]:
     Headers are pairs ``(number of a file, size of its header)``.
     """
     saves = []
-    for name in folder_names_newest_first(folder):
+    for name in names_last_saved_first(folder):
         path = f"{folder}/{name}"
         try:
             manifest, manifest_nbytes = Checkpoint(path).manifest, _local_storage.nbytes(f"{path}/{MANIFEST_NAME}")
@@ -243,7 +243,7 @@ def _shift_text_over_ranks(text: str, comm: Comm, shift: int) -> str:
     return bytes(bytes_of(theirs)).decode()
 
 
-def fetch_manifest(folder: str, save: HeldSave, comm: Comm, domain_size: int) -> Manifest:
+def fetch_manifest(folder: str, save: InMemorySave, comm: Comm, domain_size: int) -> Manifest:
     """Return the manifest of a save in the memory of hosts. A host without the manifest gets it from another host.
 
     All ranks call this function. ``folder``: folder of the save on this host, with ``domain_size`` consecutive ranks.
@@ -263,7 +263,7 @@ def fetch_manifest(folder: str, save: HeldSave, comm: Comm, domain_size: int) ->
 
 @torch.no_grad()
 def read_from_hosts(
-    folder: str, save: HeldSave, manifest: Manifest, needs: Sequence[NeededElements], comm: Comm, domain_size: int
+    folder: str, save: InMemorySave, manifest: Manifest, needs: Sequence[NeededElements], comm: Comm, domain_size: int
 ) -> None:
     """Read the elements ``needs`` of ``save`` into their targets, from files on this host or on other hosts.
 

@@ -143,7 +143,7 @@ class ShardFileReader:
         self._data, self._table, self._extents = length, table, found
         self._end = size - length - len(table)
 
-    def begin_after_header(self, name: str, dtype: torch.dtype, chunk: Chunk) -> int:
+    def offset_past_header(self, name: str, dtype: torch.dtype, chunk: Chunk) -> int:
         """Return where a chunk of a tensor begins, in bytes after the header. CheckpointError if the file lacks the tensor."""
         found = self._extents.get(name)
         expected = dtype if dtype in SAFETENSORS_DTYPES or not self._table else torch.uint8
@@ -155,14 +155,14 @@ class ShardFileReader:
         return found.begin
 
     def element_byte_ranges(self, manifest: Manifest, parts: Iterable[tuple[Chunk, NeededElements]]) -> list[FileRange]:
-        """Return where in the file each of ``parts`` is, in order of the first byte. Raises as :meth:`begin_after_header` does.
+        """Return where in the file each of ``parts`` is, in order of the first byte. Raises as :meth:`offset_past_header` does.
 
         ``parts``: pairs of a chunk in this file and the elements of the chunk that are needed.
         """
         found = []
         for chunk, part in parts:
             dtype = manifest.tensors[part.name].dtype
-            begin = self.begin_after_header(part.name, dtype, chunk) + (part.first - chunk.first) * dtype.itemsize
+            begin = self.offset_past_header(part.name, dtype, chunk) + (part.first - chunk.first) * dtype.itemsize
             found.append(FileRange(begin, begin + (part.last - part.first) * dtype.itemsize, dtype, part.target, part.name))
         return sorted(found, key=lambda file_range: file_range.begin)
 

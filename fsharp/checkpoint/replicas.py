@@ -15,7 +15,7 @@ import torch
 from fsharp.checkpoint.catalog import (
     Checkpoint,
     advance_save_clock,
-    folder_names_newest_first,
+    names_last_saved_first,
     newest_except,
     newest_save_time,
     opening_errors,
@@ -37,7 +37,7 @@ from fsharp.checkpoint.peers import (
     CopyKey,
     DamagedCopy,
     FirstErrorKeeper,
-    HeldSave,
+    InMemorySave,
     fetch_manifest,
     held_saves,
     read_from_hosts,
@@ -282,7 +282,7 @@ class Replicas(BackgroundSaver):
                 )
 
         def remove_others() -> None:
-            for name in folder_names_newest_first(self._folder) if self._claim is not None else ():
+            for name in names_last_saved_first(self._folder) if self._claim is not None else ():
                 path = f"{self._folder}/{name}"
                 # A published save has a manifest.
                 if path != snapshot.folder and MANIFEST_NAME in _local_storage.list_names(path):
@@ -291,7 +291,7 @@ class Replicas(BackgroundSaver):
         try:
             check_on_all_ranks("refresh()", own, make_folder)
             records = write_shard_files(snapshot, staged, own, "refresh()")
-            self._send_copies(snapshot, staged, records)
+            self._exchange_copies(snapshot, staged, records)
             check_on_all_ranks("refresh()", own, commit)
             check_on_all_ranks("refresh()", own, remove_others)
         except BaseException:
@@ -299,7 +299,7 @@ class Replicas(BackgroundSaver):
                 remove_staged(snapshot.folder)  # does nothing to a published folder, which has another name
             raise
 
-    def _send_copies(self, snapshot: Snapshot, staged: str, records: Sequence[FileRecord]) -> None:
+    def _exchange_copies(self, snapshot: Snapshot, staged: str, records: Sequence[FileRecord]) -> None:
         own, keeper = self._own, FirstErrorKeeper()
         for j in range(1, self._copies + 1):
             shift = j * self._domain_size
@@ -374,19 +374,19 @@ class Replicas(BackgroundSaver):
             load_it, path = partial(self._load_save, found, like, damage, **options), getattr(found, "path", None)
             loaded, said = load_or_collect_damage(load_it, damage, self._comm, path)
             if loaded is not None:
-                where = "on hosts" if isinstance(found, HeldSave) else "on disk"
+                where = "on hosts" if isinstance(found, InMemorySave) else "on disk"
                 self._set_aside(on_disk, copies, f"what was saved of step {found.step} {where}")
                 return loaded
-            if isinstance(found, HeldSave):
+            if isinstance(found, InMemorySave):
                 copies |= {(found.name, rank // self._domain_size * self._domain_size, file): text for text, rank, file in said}
             elif said:
                 on_disk[found.path] = said[0]
 
     def _load_save(
-        self, found: "HeldSave | _DiskCheckpoint", like: Any, damage: list[Any], **options: Any
+        self, found: "InMemorySave | _DiskCheckpoint", like: Any, damage: list[Any], **options: Any
     ) -> tuple[Checkpoint, Any]:
         """Load the save ``found``. If the save is damaged, append what this rank sees to ``damage``, and raise on all ranks."""
-        if not isinstance(found, HeldSave):
+        if not isinstance(found, InMemorySave):
             return load_checkpoint_at(found.path, like, damage, comm=self._comm, where=found.path, **options)
         folder, own = f"{self._folder}/{found.name}", self._own
         held = Checkpoint(folder)
@@ -413,7 +413,7 @@ class Replicas(BackgroundSaver):
                     "%s on the host of rank %d is damaged, %s: %s Used instead: %s.", path, first, what, text, used_instead
                 )
 
-    def _find_newest(self, on_disk: Mapping[str, str], copies: Mapping[CopyKey, str]) -> HeldSave | _DiskCheckpoint | None:
+    def _find_newest(self, on_disk: Mapping[str, str], copies: Mapping[CopyKey, str]) -> InMemorySave | _DiskCheckpoint | None:
         """Return the newest complete save, equal on all ranks; None if there is none.
 
         Damaged saves do not count: ``on_disk`` has the errors of damaged checkpoints, ``copies`` those of damaged copies.
@@ -438,12 +438,12 @@ class Replicas(BackgroundSaver):
             remedy = f"{why} {rest} To begin anew, remove {self._folder} on all hosts."
             raise CheckpointError(problem("restore()", "no newer save in memory of hosts is complete.", lost, remedy))
         if found is None:
-            self._refuse_to_begin_anew(on_disk)
+            self._check_may_begin_anew(on_disk)
         if lost and self._comm.rank == 0:
             _log.warning(problem("restore()", f"using step {found and found.step}: newer saves are incomplete.", lost))
         return found
 
-    def _refuse_to_begin_anew(self, damaged_on_disk: Mapping[str, str]) -> None:
+    def _check_may_begin_anew(self, damaged_on_disk: Mapping[str, str]) -> None:
         """Raise a CheckpointError on all ranks if there are saves, in memory of hosts or on disk, but none can be opened."""
 
         def unreadable_here() -> list[str]:

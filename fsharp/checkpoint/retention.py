@@ -8,8 +8,8 @@ from heapq import nsmallest
 from typing import NamedTuple
 
 from fsharp.checkpoint.catalog import (
-    folder_names_newest_first,
     iter_complete_newest_first,
+    names_last_saved_first,
     open_if_complete,
     remove_incomplete,
     save_time_of,
@@ -86,7 +86,7 @@ def _is_another_intact(root: str, old: Collection[str]) -> bool:
 def _link_targets(root: str) -> set[str]:
     """Return the names in ``root`` to which other names in ``root`` link."""
     storage = storage_of(root)
-    targets = ((name, storage.relative_link_target(root, name)) for name in storage.list_names(root))
+    targets = ((name, storage.relative_realpath(root, name)) for name in storage.list_names(root))
     return {target for name, target in targets if target != name}
 
 
@@ -127,7 +127,7 @@ class Retention(NamedTuple):
 
     def old_checkpoints(self, root: str) -> list[str]:
         """Return the paths of the complete checkpoints under ``root`` that neither options nor links keep, the oldest first."""
-        names = folder_names_newest_first(root)
+        names = names_last_saved_first(root)
         periods = {name: self._intervals_of_folder(root, name) for name in names}
         sizes = Counter(period for found in periods.values() for period in found)
         stay, gone, seen = self._paths_of_best(root, names), list[str](), set[tuple[str, int]]()

@@ -15,7 +15,7 @@ from typing import Any, Self
 
 import torch
 
-from fsharp.checkpoint.catalog import folder_name, folder_names_newest_first, open_if_complete, remove_incomplete, save_time_of
+from fsharp.checkpoint.catalog import folder_name, names_last_saved_first, open_if_complete, remove_incomplete, save_time_of
 from fsharp.checkpoint.retention import Retention, remove_checkpoints
 from fsharp.checkpoint.saving import Snapshot, agree_and_make_folder, run_converting_os_errors, write_snapshot
 from fsharp.checkpoint.shard_file import StoredTensor
@@ -239,9 +239,9 @@ class Saver(BackgroundSaver):
         with self._lock:
             self.wait()
             snapshot = agree_and_make_folder(self._root, tree, step=step, comm=self._comm, config=self._config, metric=metric)
-            self._copy_and_start_job(snapshot, self._write_checkpoint)
+            self._copy_and_start_job(snapshot, self._write_and_remove_old)
 
-    def _write_checkpoint(self, snapshot: Snapshot) -> None:
+    def _write_and_remove_old(self, snapshot: Snapshot) -> None:
         made, since = write_snapshot(snapshot, self._own), self._saved_at
         self.saved = made.step
 
@@ -249,7 +249,7 @@ class Saver(BackgroundSaver):
             if self._own.rank != 0:
                 return
             self._saved_at = save_time_of(made.path)
-            for path in (f"{self._root}/{name}" for name in folder_names_newest_first(self._root)):
+            for path in (f"{self._root}/{name}" for name in names_last_saved_first(self._root)):
                 if save_time_of(path) <= since:
                     break
                 if path != made.path and open_if_complete(path) is not None:

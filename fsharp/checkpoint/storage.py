@@ -75,7 +75,7 @@ def read_index_file(storage: "Storage", folder: str, name: str, allowed_extra_nb
     Raises FileNotFoundError for a missing file. Raises CheckpointError if the file has more than ``allowed_extra_nbytes`` plus
     twice the bytes of the other files.
     """
-    path = f"{folder}/{storage.relative_link_target(folder, name)}"
+    path = f"{folder}/{storage.relative_realpath(folder, name)}"
     size = storage.nbytes(path)
     most = size if size <= allowed_extra_nbytes else allowed_extra_nbytes + 2 * (_folder_nbytes(storage, folder) - size)
     if size > most:
@@ -92,7 +92,7 @@ def _folder_nbytes(storage: "Storage", folder: str) -> int:
     total = 0
     for name in storage.list_names(folder):
         with suppress(CheckpointError, FileNotFoundError):  # only plain files have a size
-            total += storage.nbytes(f"{folder}/{storage.relative_link_target(folder, name)}")
+            total += storage.nbytes(f"{folder}/{storage.relative_realpath(folder, name)}")
     return total
 
 
@@ -160,7 +160,7 @@ class LocalStorage:
             raise CheckpointError(f"{path}: not a plain file; links are not followed.")
         return found.st_size
 
-    def relative_link_target(self, folder: str, name: str) -> str:
+    def relative_realpath(self, folder: str, name: str) -> str:
         """Follow links from the file ``name`` in ``folder``, and return the path of the final file relative to ``folder``.
 
         If the file is not a link, return ``name``.
@@ -326,7 +326,7 @@ class ObjectStore:
             raise CheckpointError(f"{path}: not a file.")
         return int(found["size"])
 
-    def relative_link_target(self, folder: str, name: str) -> str:
+    def relative_realpath(self, folder: str, name: str) -> str:
         return name
 
     def read(self, path: str, start: int, into: memoryview) -> None:

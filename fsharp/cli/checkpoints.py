@@ -20,7 +20,7 @@ from fsharp.checkpoint import (
     to_dcp,
     verify,
 )
-from fsharp.checkpoint.catalog import folder_names_newest_first, has_checkpoints, is_checkpoint, opening_errors
+from fsharp.checkpoint.catalog import has_checkpoints, is_checkpoint, names_last_saved_first, opening_errors
 from fsharp.checkpoint.manifest import MANIFEST_NAME
 from fsharp.checkpoint.storage import absolute_path, storage_of
 from fsharp.cli.models import parse_dtype
@@ -85,7 +85,7 @@ def _check_folder_of_checkpoints(command: str, root: str) -> None:
 def _check_is_checkpoint(command: str, path: str) -> None:
     """Raise an OptionError if there is nothing at ``path`` that may be a checkpoint. A damaged checkpoint is no such error."""
     if not is_checkpoint(path):
-        inside = [f", such as {path}/{name}" for name in folder_names_newest_first(absolute_path(path))[:1]]
+        inside = [f", such as {path}/{name}" for name in names_last_saved_first(absolute_path(path))[:1]]
         raise OptionError(f"{command}: {path!r} is not a checkpoint. Pass the path of one{''.join(inside)}.")
 
 

@@ -24,7 +24,7 @@ from fsharp.functional.layout.mesh import Mesh
 from fsharp.functional.layout.text import align_columns, seconds_text
 from fsharp.inspect.hardware import Hardware
 from fsharp.inspect.measuring import measure
-from fsharp.inspect.presets import model_times
+from fsharp.inspect.presets import model_time_options
 
 _NUM_ROUNDS, _MOST_RANKS = 5, 1024
 _COPIED_NBYTES = 1 << 26
@@ -53,7 +53,7 @@ class MeasuredMachine(NamedTuple):
         """Return ``self.hardware`` with the seconds of a layout's units, at ``efficiency * flops``, and of its optimizer."""
         memory = self.hardware.memory_bandwidth
         return replace(
-            self.hardware, **model_times(layout, tokens=tokens, flops=efficiency * self.flops, memory_bandwidth=memory)
+            self.hardware, **model_time_options(layout, tokens=tokens, flops=efficiency * self.flops, memory_bandwidth=memory)
         )
 
 
@@ -111,15 +111,15 @@ def _measure_machine(axes: tuple[tuple[str, int], ...], steps: int, dtype: str) 
     chosen = dtype or ("float32" if comm.device.type == "cpu" else "bfloat16")
     size = 1024 if comm.device.type == "cpu" else 8192
     a = torch.ones(size, size, dtype=parse_dtype("calibrate: dtype", chosen), device=comm.device)
-    flops = 2 * size**3 / _measure_seconds(lambda: a @ a, comm)
+    flops = 2 * size**3 / _median_seconds(lambda: a @ a, comm)
     source = torch.ones(_COPIED_NBYTES // 4, device=comm.device)
     target = torch.empty_like(source)
-    copied = 2 * _COPIED_NBYTES / _measure_seconds(lambda: target.copy_(source), comm)  # each byte is read and written
+    copied = 2 * _COPIED_NBYTES / _median_seconds(lambda: target.copy_(source), comm)  # each byte is read and written
     hardware = measure(comm, compute_times=(0.0, 0.0), steps=steps)
     return MeasuredMachine(flops, chosen, replace(hardware, memory_bandwidth=min(hardware.memory_bandwidth, copied)))
 
 
-def _measure_seconds(work: Callable[[], torch.Tensor], comm: Comm) -> float:
+def _median_seconds(work: Callable[[], torch.Tensor], comm: Comm) -> float:
     """Return the seconds of ``work``, which all ranks do at once: the median over ranks of the median over rounds."""
     found = []
     for _ in range(_NUM_ROUNDS + 1):

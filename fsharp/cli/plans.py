@@ -20,7 +20,7 @@ from fsharp.inspect.drawing import check_picture, draw as draw_step
 from fsharp.inspect.hardware import Hardware, predict
 from fsharp.inspect.presets import EFFICIENCY, GPUS, assumptions_text, axes_by_link
 from fsharp.inspect.tables import table
-from fsharp.planning.costs import own_use_shares
+from fsharp.planning.costs import called_use_fractions
 from fsharp.planning.plan_step import plan_step, uses_in_order
 from fsharp.planning.space import FLAT_STRATEGIES, HYBRID_STRATEGIES, repeated_unit_patterns, units_in_dict_order, updated_share
 from fsharp.planning.tune import POLICIES, TOLERANCE, tune as choose
@@ -362,7 +362,7 @@ def _with_compute_of_model(hardware: Hardware, layout: Layout, model: FoundModel
     """Return ``hardware`` with the seconds of ``model``. Tied embeddings count once; only experts that a token uses count."""
     assert isinstance(hardware.compute_times, Mapping)
     compute, (used, total) = dict(hardware.compute_times), model.used_and_total_experts or (1, 1)
-    shares = own_use_shares(uses_in_order(layout, units_in_dict_order(model.tree, layout)))
+    shares = called_use_fractions(uses_in_order(layout, units_in_dict_order(model.tree, layout)))
     for unit in layout.units:
         sizes = {unit.path_in_tree(leaf): leaf.numel for leaf in unit.leaves if leaf.tied_to is None}
         idle = (1 - used / total) * sum(numel for path, numel in sizes.items() if _is_expert(path))

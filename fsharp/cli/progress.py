@@ -45,5 +45,5 @@ def files_nbytes(*paths: str) -> int:
         folder, names = (path, names) if names else (path.rpartition("/")[0], [path.rpartition("/")[2]])
         for name in names:
             with suppress(FileNotFoundError, CheckpointError):
-                total += storage.nbytes(f"{folder}/{storage.relative_link_target(folder, name)}")
+                total += storage.nbytes(f"{folder}/{storage.relative_realpath(folder, name)}")
     return total

@@ -103,7 +103,7 @@ class RankMembership:
         announcement = self.read_announcement()
         return announcement.why_restarts_ended or (announcement.why if announcement.number > self.number else None)
 
-    def wait_for_all_ranks(self, limit_s: float) -> None:
+    def join_and_wait_for_all_ranks(self, limit_s: float) -> None:
         """Announce that this rank is ready to join, and wait for all ranks to be ready.
 
         Raises CommError if this generation ends meanwhile, or if ranks are missing after ``limit_s`` seconds. Before that time
@@ -159,8 +159,8 @@ def stop_kinds_and_limits(store: KeyStore, number: int, size: int) -> dict[int, 
     return {rank: tuple(json.loads(store.get(key))) for rank, key in keys.items() if store.check([key])}
 
 
-def joining_ranks(store: KeyStore, number: int, size: int) -> dict[int, float]:
-    """Return ``{rank: limit_s}`` of the ranks in :meth:`RankMembership.wait_for_all_ranks` of generation ``number``."""
+def limit_s_by_joining_rank(store: KeyStore, number: int, size: int) -> dict[int, float]:
+    """Return ``{rank: limit_s}`` of ranks in :meth:`RankMembership.join_and_wait_for_all_ranks` of generation ``number``."""
     keys = {rank: f"here/{number}/{rank}" for rank in range(size)}
     return {rank: float(store.get(key)) for rank, key in keys.items() if store.check([key])}
 

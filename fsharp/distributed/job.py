@@ -19,7 +19,7 @@ from fsharp.distributed.process_group import (
     statuses_by_ranks,
     tree_label_counters,
 )
-from fsharp.distributed.worker_threads import wait_for_collectives
+from fsharp.distributed.worker_threads import wait_ignoring_comm_errors
 from fsharp.errors import CommError, MeshError, OptionError
 from fsharp.functional.comm.protocol import Comm, SingleComm
 from fsharp.functional.comm.restart_replay import restart_replay
@@ -108,7 +108,7 @@ def destroy() -> None:
 def _destroy_groups() -> None:
     dist.destroy_process_group()
     comm_counters.clear()
-    job_store.reset_job_store()
+    job_store.reset_for_next_generation()
 
 
 def tear_down_generation(why: str) -> None:
@@ -133,7 +133,7 @@ def _announce_departure(error: BaseException | None) -> None:
     exchanges = [each for each in statuses_by_ranks.values() if each.process == os.getpid()]  # not of a forked process's parent
     if error is None and dist.is_initialized():
         for watch in [watch for each in exchanges for watch in list(each.watches.values()) if watch.error is None]:
-            wait_for_collectives(watch)  # other ranks need messages of collectives for which this rank has not waited
+            wait_ignoring_comm_errors(watch)  # other ranks need messages of collectives for which this rank has not waited
     statuses_by_ranks.clear()
     if not exchanges or not dist.is_initialized():
         return

@@ -95,7 +95,7 @@ def join_job_of_environment(backend: str, timeout: timedelta | None, is_abandone
     # The launcher's store has a connection of its own, which no other thread's wait for a key holds up.
     member = begin_membership(lambda: PrefixStore("fsharp/generations", next(rendezvous("env://", timeout=limit))[0]))
     if member is not None:
-        member.wait_for_all_ranks(limit.total_seconds())
+        member.join_and_wait_for_all_ranks(limit.total_seconds())
         name = f"generation {member.number}"
     else:
         name = choose_attempt_name(store, rank, world_size, limit.total_seconds(), is_abandoned)
@@ -290,7 +290,7 @@ def new_group_of(ranks: Sequence[int], limit_s: float, device: torch.device, *, 
     return group
 
 
-def reset_job_store() -> None:
+def reset_for_next_generation() -> None:
     """Prepare to join the next generation: make a new thread for queries, as the old thread may hang, and count groups anew."""
     global _store_thread
     _store_thread = _StoreThread()

@@ -100,10 +100,10 @@ class ProcessGroupComm:
         """
         self._groups.update({name: device_mesh.get_group(name) for name in self.mesh.names})
         self._whole: dist.ProcessGroup | None = None
-        self._start_watch()
+        self._make_watch_and_worker()
         self.watch.aborts.append(weakref.WeakMethod(self.abort))
 
-    def _start_watch(self) -> None:
+    def _make_watch_and_worker(self) -> None:
         number = next(comm_counters[self.ranks])  # equal on all ranks, which make Comms in one order
         name = f"{hashlib.sha256(repr(self.ranks).encode()).hexdigest()[:16]}/{number}"
         if self.ranks not in statuses_by_ranks:
@@ -142,7 +142,7 @@ class ProcessGroupComm:
     def _share_groups_of(self, other: "ProcessGroupComm") -> None:
         """Use the process groups of ``other``, and number the collectives of this Comm from zero."""
         self._groups, self._whole = other._groups, other._whole
-        self._start_watch()
+        self._make_watch_and_worker()
         if self.is_nccl:  # in the same groups, which it ends if it fails
             self.watch.aborts.append(weakref.WeakMethod(self.abort))
 
@@ -448,9 +448,9 @@ comm_counters: "defaultdict[tuple[int, ...], count[int]]" = defaultdict(count)
 tree_label_counters: defaultdict[tuple[int, ...], TreeLabelCounters] = defaultdict(TreeLabelCounters)
 
 
-def _refuse_calls_of_child() -> None:
+def _disable_comms_after_fork() -> None:
     for statuses in statuses_by_ranks.values():
         statuses.refuse_calls_of_child()
 
 
-os.register_at_fork(after_in_child=_refuse_calls_of_child)
+os.register_at_fork(after_in_child=_disable_comms_after_fork)

@@ -88,7 +88,7 @@ class WatchedCall:
         """Record that this rank waits for a message of rank ``rank``."""
         self.peer = rank
 
-    def check_can_end(self) -> None:
+    def check_failure_or_timeout(self) -> None:
         """Raise the error of :meth:`CommWatch.raise_or_say_late_ranks`, or a CommError after the time limit."""
         now = time.monotonic()
         self._since = now if self._since is None else self._since
@@ -107,7 +107,7 @@ class WatchedCall:
         """Add seconds for which the main thread has waited for the collective."""
         self._watch.statuses.add_to_total_waited_s(seconds)
 
-    def explain_connection_error(self, error: BaseException) -> Exception:
+    def report_connection_error(self, error: BaseException) -> Exception:
         """Return the error to raise for a broken connection: from the other rank's status, else a CommError with ``error``."""
         deadline = time.monotonic() + 1.0
         while time.monotonic() < deadline:
@@ -201,7 +201,7 @@ class StatusExchange:
         trace = traceback_text(error)[-_MAX_TRACEBACK_CHARACTERS:]
         return f"{self.who} failed in {where}, after {last or 'no collective yet'!r}; it says:\n{trace}"
 
-    def watches_of_other_threads(self, waiting: "CommWatch") -> list[str]:
+    def watch_names_of_other_threads(self, waiting: "CommWatch") -> list[str]:
         """Return the names of the watches whose collectives other threads of this rank will call, while this thread waits.
 
         ``waiting``: the watch in which this thread waits. If this thread runs a job, only other threads with jobs count.
@@ -217,7 +217,7 @@ class StatusExchange:
         """Return the number of collectives that this rank has begun, by name of their watch."""
         return self._begun | {name: watch.count for name, watch in list(self.watches.items())}
 
-    def record_begun_calls(self, name: str, count: int, label: str, thread: threading.Thread) -> None:
+    def record_last_begun_call(self, name: str, count: int, label: str, thread: threading.Thread) -> None:
         """Record that the watch ``name`` has begun ``count`` collectives.
 
         ``thread`` has begun the last one, with the label ``label``.
@@ -332,7 +332,7 @@ class CommWatch:
         self.count += 1
         thread = threading.current_thread()
         self.thread = None if isinstance(thread, threading._DummyThread) else thread
-        self.statuses.record_begun_calls(self.name, self.count, label, thread)
+        self.statuses.record_last_begun_call(self.name, self.count, label, thread)
         self._labels.append(label)
         return call
 
@@ -355,7 +355,7 @@ class CommWatch:
             list(self._labels),
             self.statuses.num_begun_calls_by_watch(),
             settings=settings,
-            elsewhere=self.statuses.watches_of_other_threads(self),
+            elsewhere=self.statuses.watch_names_of_other_threads(self),
         )
         read = self.statuses.write_status_and_read_others(mine, call.peer)
         for rank, status in list(self.statuses.seen.items()):  # other threads add ranks
@@ -388,7 +388,7 @@ class CommWatch:
                     raise self.refuse_calls_on_all_ranks(AgreementError, text)
             return
         waits_for_me = self.statuses.num_begun_calls_by_watch().get(status.watch, 0) <= status.number
-        will_begin = status.watch in self.statuses.watches_of_other_threads(self) or self.name in status.elsewhere
+        will_begin = status.watch in self.statuses.watch_names_of_other_threads(self) or self.name in status.elsewhere
         if not waits_for_me or self._has_begun(call, rank) or will_begin:
             call.blocked.pop((rank, status.watch), None)
             return

@@ -149,17 +149,17 @@ class CollectiveOutcome(Outcome):
         """Block until the collective is done. Return its result to the first caller, None to later ones, or raise its error."""
         since = time.perf_counter()
         while not self.is_done(_POLL_INTERVAL_S):
-            self.call.check_can_end()
+            self.call.check_failure_or_timeout()
         if threading.current_thread() is threading.main_thread():  # ranks compute while a message waits
             self.call.add_to_total_waited_s(time.perf_counter() - since)
         if self._error is not None:
-            raise self.call.explain_connection_error(self._error) from self._error
+            raise self.call.report_connection_error(self._error) from self._error
         return self.take_result()
 
 
-def wait_for_collectives(watch: CommWatch) -> None:
+def wait_ignoring_comm_errors(watch: CommWatch) -> None:
     """Block until no collective of a watch is under way in a worker, or until these collectives cannot end."""
     with suppress(AgreementError, CommError):
         while under_way := [each for ref in list(watch.last_outcomes.values()) if (each := ref()) and not each.is_done()]:
             while not under_way[0].is_done(_POLL_INTERVAL_S):
-                under_way[0].call.check_can_end()
+                under_way[0].call.check_failure_or_timeout()

@@ -34,7 +34,7 @@ def encode_params_at_rest(tree: Any, comm: Comm) -> Any:
         pairs = zip(is_cast, rows, strict=True)
         return node.with_buffers([b.to(d.compute, copy=d.update is not None) if cast else b for cast, (d, b) in pairs])
 
-    if all(map(_is_unchanged_at_rest, units_of(tree))):
+    if all(map(_can_rest_unchanged, units_of(tree))):
         return tree
     tree = map_units(cast, tree)
     if not any(node.unit.has_stored_formats for node in units_of(tree)):
@@ -44,7 +44,7 @@ def encode_params_at_rest(tree: Any, comm: Comm) -> Any:
     return encode_leaf_format_groups(tree, comm)
 
 
-def _is_unchanged_at_rest(node: Sharded) -> bool:
+def _can_rest_unchanged(node: Sharded) -> bool:
     """Return whether values of a unit can rest unchanged: no cast, no encoding, and no main copy beside them."""
     unit = node.unit
     for g, x in zip(node.groups, node.raw_buffers, strict=True):

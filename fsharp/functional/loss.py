@@ -49,7 +49,7 @@ class Metrics(NamedTuple):
     weight: torch.Tensor
 
 
-def parse_loss(value: Any, where: str = "value_and_grad()") -> Loss:
+def loss_sum_and_weight(value: Any, where: str = "value_and_grad()") -> Loss:
     """Return the result of a loss function as a sum and a weight.
 
     Raises LossError unless the value is a scalar mean, or a pair of a scalar and its weight. In a plain pair the weight has to
@@ -114,7 +114,7 @@ def split_batch(batch: Any, count: int) -> list[Any]:
         return [batch]
     leaves, spec = optree.tree_flatten(batch, is_leaf=is_sharded)
     for i, leaf in enumerate(leaves):
-        if not isinstance(leaf, torch.Tensor | Sharded) and _holds_arrays(leaf):
+        if not isinstance(leaf, torch.Tensor | Sharded) and _holds_tensors_or_arrays(leaf):
             raise LossError(
                 f"value_and_grad(): the batch has a {type(leaf).__name__}, which {count} microbatches cannot split: each would "
                 "get all of it. Only tensors in pytrees are split. Convert arrays to tensors. Pass tensors of a class in a "
@@ -130,7 +130,7 @@ def split_batch(batch: Any, count: int) -> list[Any]:
     return [optree.tree_unflatten(spec, [part[i] for part in parts]) for i in range(count)]
 
 
-def _holds_arrays(leaf: Any) -> bool:
+def _holds_tensors_or_arrays(leaf: Any) -> bool:
     """Whether a leaf that is no tensor is an array with dims, or a dataclass or mapping with tensors or arrays in it."""
     values: Any
     if isinstance(leaf, Mapping):
@@ -139,7 +139,7 @@ def _holds_arrays(leaf: Any) -> bool:
         values = [getattr(leaf, field.name, None) for field in fields(leaf)]
     else:
         return hasattr(leaf, "dtype") and len(getattr(leaf, "shape", ())) > 0
-    return any(isinstance(value, torch.Tensor) or _holds_arrays(value) for value in optree.tree_leaves(values))
+    return any(isinstance(value, torch.Tensor) or _holds_tensors_or_arrays(value) for value in optree.tree_leaves(values))
 
 
 @disable_compile

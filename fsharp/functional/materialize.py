@@ -16,7 +16,7 @@ from fsharp.functional.comm.tree_labels import label_new_tree
 from fsharp.functional.layout.layout import Layout
 from fsharp.functional.layout.sharded import PlaceName, is_sharded, map_units, resolve_place
 from fsharp.functional.layout.slicing import as_user_tree, build_shard, check_tree, shard_for
-from fsharp.functional.layout.text import unit_texts_to_compare
+from fsharp.functional.layout.text import unit_texts_by_property
 from fsharp.functional.layout.unit_layout import Leaf, UnitLayout
 from fsharp.functional.moves import gather
 from fsharp.functional.state import TrainState
@@ -56,7 +56,7 @@ def shard(params: Any, layout: Layout, comm: Comm, *, place: PlaceName = "params
         check_tree(params, layout)
 
     check_on_all_ranks(
-        "shard()", comm, check, lambda _: {**unit_texts_to_compare(layout.units), "check_values": repr(check_values)}
+        "shard()", comm, check, lambda _: {**unit_texts_by_property(layout.units), "check_values": repr(check_values)}
     )
     if check_values:
         paths, leaves, _ = flatten_with_paths(params)
@@ -151,7 +151,7 @@ def init_params(
         rules = initializers if isinstance(initializers, Mapping) else {"**": initializers}
         return value_by_path("init_params()", rules, paths)
 
-    fields = {**unit_texts_to_compare(layout.units), "key": repr(key)}
+    fields = {**unit_texts_by_property(layout.units), "key": repr(key)}
     chosen = check_on_all_ranks("init_params()", comm, check, lambda _: fields)
     target = torch.device(device) if device is not None else comm.device
     nodes = []

@@ -13,7 +13,7 @@ from fsharp.functional.comm.checked_units import checked_units_of
 from fsharp.functional.comm.protocol import Comm
 from fsharp.functional.layout.sharded import is_sharded, units_of
 from fsharp.functional.layout.unit_layout import UnitLayout
-from fsharp.functional.loss import Loss, check_depends_on_parameters, parse_loss
+from fsharp.functional.loss import Loss, check_depends_on_parameters, loss_sum_and_weight
 from fsharp.functional.sinks import GradientSinks, _MakeHandle, with_sinks
 from fsharp.functional.train import LossFn
 from fsharp.functional.transforms import check_no_transform_active
@@ -95,7 +95,7 @@ def _norms_of_chunk(loss_fn: LossFn, params: Any, leaves: list[Any], spec: Any, 
     def loss_of_sample(*sample: Any) -> torch.Tensor:
         grad_sinks.record_vmap_level()
         parts = [x.unsqueeze(0) if isinstance(x, torch.Tensor) else x for x in sample]
-        return parse_loss(loss_fn(probed, optree.tree_unflatten(spec, parts), comm), _WHERE).sum
+        return loss_sum_and_weight(loss_fn(probed, optree.tree_unflatten(spec, parts), comm), _WHERE).sum
 
     with torch.enable_grad():
         probed = with_sinks(params, grad_sinks)

@@ -19,7 +19,7 @@ from fsharp.functional.comm.protocol import Comm
 from fsharp.functional.layout.sharded import Sharded, units_of
 from fsharp.functional.moves import gather
 from fsharp.functional.transforms import is_batched, unwrap_vmap
-from fsharp.tracebacks import api_boundary, call_hook
+from fsharp.tracebacks import api_boundary, call_hiding_frames
 
 SavedView = tuple[int, torch.Size, tuple[int, ...], int]
 """A view of a gathered buffer: the index of the buffer, and size, strides and offset of the view."""
@@ -94,7 +94,7 @@ def release_saved(out: Any, sharded: Any, gathered: Any, sequence_nr: int, comm:
         del x
         raw.register_hooks(lambda _, view=view: view, saved.unpack)
     for fn in outputs:
-        fn.register_prehook(partial(call_hook, gather_again))
+        fn.register_prehook(partial(call_hiding_frames, gather_again))
 
 
 def in_place_change_check(nodes: Sequence[Sharded]) -> Callable[[], None]:

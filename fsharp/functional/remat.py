@@ -14,7 +14,7 @@ from fsharp.errors import TreeError
 from fsharp.functional.formats.format import dtype_name
 from fsharp.functional.layout.sharded import is_sharded
 from fsharp.functional.transforms import unwrap_vmap
-from fsharp.tracebacks import api_context, call_hook
+from fsharp.tracebacks import api_context, call_hiding_frames
 
 Remat = bool | Callable[..., Any] | Sequence[Any]
 """False; True; a policy ``(ctx, op, *args, **kwargs) -> CheckpointPolicy``; or a list of ops whose results are kept."""
@@ -62,7 +62,7 @@ def run_with_recomputation(run: Callable[..., Any], fn: Callable[..., Any], args
                 _set_generator_states(generators, now)
             context = again
 
-    return checkpoint(partial(call_hook, call), *leaves, use_reentrant=False)
+    return checkpoint(partial(call_hiding_frames, call), *leaves, use_reentrant=False)
 
 
 def _set_generator_states(generators: Sequence[torch.Generator], states: Sequence[torch.Tensor]) -> None:

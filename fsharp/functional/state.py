@@ -28,7 +28,7 @@ from fsharp.functional.layout.sharded import (
     trainable,
     units_of,
 )
-from fsharp.functional.layout.text import unit_texts_to_compare
+from fsharp.functional.layout.text import unit_texts_by_property
 from fsharp.functional.moves import gather, host_buffers_to_device
 from fsharp.functional.optim.base import (
     Transform,
@@ -106,7 +106,7 @@ def init_state(tx: Any, sharded: Any, *, comm: Comm, donate: bool = False) -> Tr
 
     def fields(nodes: list[Sharded]) -> dict[str, str]:
         places = "\n".join(f"{node.name or '(root)'}: {node.place}" for node in nodes)
-        return {**unit_texts_to_compare([node.unit for node in nodes]), "place": places, "tx": exact_text(tx.config)}
+        return {**unit_texts_by_property([node.unit for node in nodes]), "place": places, "tx": exact_text(tx.config)}
 
     check_on_all_ranks("init_state()", comm, check, fields)
     start = label_new_tree(sharded if donate else optree.tree_map(torch.clone, sharded), comm)
@@ -191,7 +191,7 @@ def update(tx: Any, grads: Any, state: TrainState, *, comm: Comm, donate: bool =
         main, opt = host_buffers_to_device(main_and_opt, comm.device)
         resting = gather(trainable(state.params), comm=comm, to="optim")
         has_copies = any(node.unit.groups_with_main_copy for node in nodes) or any(node.groups for node in mains)
-        old = map_units(_clone_groups_without_main, merge(resting, main), main) if has_copies else resting
+        old = map_units(_clone_groups_missing_main, merge(resting, main), main) if has_copies else resting
         check_gradients("update()", grads, old)
         if donate and not storage_ids_of_tree(old).isdisjoint(storage_ids_of_tree(opt)):  # tx.apply has kept parameters
             opt = with_clones_of_parameters(opt, old)
@@ -249,7 +249,7 @@ def _select_groups_with_main_copy(tree: Any) -> Any:
     return map_units(lambda node: node.select_groups(node.unit.groups_with_main_copy), tree)
 
 
-def _clone_groups_without_main(node: Sharded, main_copies: Sharded) -> Sharded:
+def _clone_groups_missing_main(node: Sharded, main_copies: Sharded) -> Sharded:
     """Return ``node`` with cloned buffers in groups that send differences, but have no main copies yet.
 
     The state was resharded from a layout without main copies. An update in place would lose the old parameters, from which the

@@ -39,7 +39,7 @@ def step_traffic(
     Returns:
         A Counter of :class:`~fsharp.collectives.Call`.
     """
-    calls = unit_traffic(layout, microbatches=microbatches, release=release, uses=uses)
+    calls = traffic_of_units(layout, microbatches=microbatches, release=release, uses=uses)
     calls.update(_scale_agreement_calls(layout))
     for axis, n in layout.mesh.axes:  # the loss and its weight, two float64
         if n > 1:
@@ -47,7 +47,7 @@ def step_traffic(
     return calls
 
 
-def unit_traffic(layout: Layout, *, microbatches: int, release: bool, uses: Mapping[str, int] = _ONE_USE) -> Counter[Call]:
+def traffic_of_units(layout: Layout, *, microbatches: int, release: bool, uses: Mapping[str, int] = _ONE_USE) -> Counter[Call]:
     """Return the collectives that move parameters and gradients of units in a step, as :func:`step_traffic` counts them."""
     calls: Counter[Call] = Counter()
     for unit in layout.units:

@@ -14,7 +14,7 @@ from fsharp.functional.comm.residuals import PerRank, ResidualViews, prepare_res
 from fsharp.functional.comm.settings_digests import settings_digest
 from fsharp.functional.comm.tree_labels import copy_tree_labels
 from fsharp.functional.layout.sharded import Sharded, is_sharded, map_units, units_of
-from fsharp.functional.loss import Loss, average, check_depends_on_parameters, parse_loss, split_batch, type_text
+from fsharp.functional.loss import Loss, average, check_depends_on_parameters, loss_sum_and_weight, split_batch, type_text
 from fsharp.functional.moves import reduce_scatter
 from fsharp.functional.optim.base import as_transform, settings_text_to_compare
 from fsharp.functional.release import is_plain_strided
@@ -205,7 +205,7 @@ def _value_and_grad_of_microbatch(
         probed = with_sinks(params, GradientSinks(residuals))
         nodes = units_of(probed)
         sinks = [sink for node in nodes for sink in node.sinks]
-        loss = parse_loss(call_compiled_like_caller(loss_fn, probed, batch, comm))
+        loss = loss_sum_and_weight(call_compiled_like_caller(loss_fn, probed, batch, comm))
         check_depends_on_parameters(loss, has_trainable=bool(sinks))
         torch.autograd.backward(loss.sum)  # grad() would not reach what reentrant checkpoints hide
     found = [grad for node in nodes for grad in take_gradient_buffers(node, comm)]

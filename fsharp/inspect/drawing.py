@@ -136,7 +136,7 @@ def _draw_lanes(axes: Any, timeline: Timeline, lanes: Sequence[Stream], style: _
         axes.broken_barh([(start, stop - start)], (0, 0.28), facecolors=colour, edgecolors="white", linewidth=0.8)
         _write_first_that_fits(axes, [text], start, stop, 0.14, colour, style)
         axes.axvline(stop, color=_FAINT, linewidth=0.6, zorder=0)
-    boxes = list(_spans_to_draw(timeline))
+    boxes = list(_boxes_to_draw(timeline))
     for lane in lanes:
         mine = [box for box in boxes if box.stream == lane]
         rows = _pack_into_rows(mine)
@@ -257,7 +257,7 @@ def _phase_spans(timeline: Timeline) -> Iterator[tuple[float, float, str, str]]:
         yield start, stop, text, {"forward": "#e3e3e3", "backward": "#bfbfbf"}.get(phase, _UPDATE)
 
 
-def _spans_to_draw(timeline: Timeline) -> Iterator[TimeSpan]:
+def _boxes_to_draw(timeline: Timeline) -> Iterator[TimeSpan]:
     """Yield the spans to draw, wrapped into the step. A collective that units share becomes equal parts, one for each unit."""
     same: dict[tuple[Stream, float, float], list[TimeSpan]] = {}
     for span in timeline.spans:

@@ -324,7 +324,7 @@ def _check_kinds_measured(schedule: Schedule, rows: Iterable[TraceRow]) -> None:
         raise ScheduleError(problem("Hardware.fit()", what, there, "Trace steps that follow the schedule, each to its end."))
 
 
-def compute_times_with_gaps(alone: Trace) -> dict[str, tuple[float, float]]:
+def compute_times_including_gaps(alone: Trace) -> dict[str, tuple[float, float]]:
     """Return ``(forward, backward)`` seconds by unit of ``alone``, a trace of one rank, scaled to fill the gaps between ops."""
     rates = []
     for (start, stop), rows in alone.ended_steps():

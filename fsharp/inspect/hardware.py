@@ -10,7 +10,7 @@ from fsharp.functional.comm.protocol import Call
 from fsharp.functional.layout.layout import Layout
 from fsharp.functional.tree.paths import value_by_path
 from fsharp.inspect.fitting import (
-    compute_times_with_gaps,
+    compute_times_including_gaps,
     find_link_factor,
     fit_contended_host_speed,
     fit_speeds,
@@ -29,7 +29,7 @@ from fsharp.inspect.presets import (
     NETWORK_LATENCY_S,
     NVLINK_LATENCY_S,
     RANKS_OF_A_HOST,
-    model_times,
+    model_time_options,
 )
 from fsharp.inspect.simulation import OpsCost, Simulation
 from fsharp.stateful.schedule.program import UnitFacts
@@ -184,7 +184,7 @@ class Hardware:
             (spanning, min(gpu.nvlink, gpu.network * RANKS_OF_A_HOST), NETWORK_LATENCY_S),
         ]
         return cls(
-            **model_times(layout, tokens=tokens, flops=flops, memory_bandwidth=gpu.memory_bandwidth, backward=backward),
+            **model_time_options(layout, tokens=tokens, flops=flops, memory_bandwidth=gpu.memory_bandwidth, backward=backward),
             bandwidth={axis: link_efficiency * rate for axes, rate, _ in links for axis in axes},
             latency={axis: latency for axes, _, latency in links for axis in axes},
             memory_bandwidth=gpu.memory_bandwidth,
@@ -249,7 +249,7 @@ class Hardware:
             found |= {"issue_s": 0.0, "issue_bandwidth": math.inf}
         fitted = replace(host, **found)
         if alone is not None and contention:
-            fitted = replace(fitted, compute_times=compute_times_with_gaps(alone))
+            fitted = replace(fitted, compute_times=compute_times_including_gaps(alone))
             factor = find_link_factor(lambda factor: predict(schedule, fitted._with_slower_links(factor)).step_s, trace)
             fitted = fitted._with_slower_links(factor)
         return replace(fitted, **own)
@@ -292,19 +292,19 @@ class Hardware:
 
     def latency_s(self, links: Iterable[Link]) -> float:
         """Return the sum of the latencies, in seconds, of ``links``: pairs of a collective and an axis."""
-        halves = [half for link in links for half in self._split_all_reduce(link)]
+        halves = [half for link in links for half in self._measured_links_for(link)]
         return sum(value_of_link(self.latency, half, "latency") for half in halves)
 
     def _seconds_per_byte(self, link: Link) -> float:
         """Return the seconds for each byte that a rank sends in the collective of ``link``, along its axis.
 
-        If the collective counts as two collectives (:meth:`_split_all_reduce`), the result is the mean over the two, of
+        If the collective counts as two collectives (:meth:`_measured_links_for`), the result is the mean over the two, of
         which each sends half of the bytes.
         """
-        halves = self._split_all_reduce(link)
+        halves = self._measured_links_for(link)
         return sum(1 / value_of_link(self.bandwidth, half, "bandwidth") for half in halves) / len(halves)
 
-    def _split_all_reduce(self, link: Link) -> tuple[Link, ...]:
+    def _measured_links_for(self, link: Link) -> tuple[Link, ...]:
         """Return the collectives whose times make up the time of ``link``.
 
         For most links the only one is ``link``. An ``all_reduce`` without bandwidth and latency of its own counts as a
@@ -335,7 +335,7 @@ def predict(schedule: Schedule, hardware: Hardware) -> Timeline:
         if any(not 0 <= j < len(schedule.ops) for j in op.after):
             raise ScheduleError(f"predict(): op {i}, {op}, waits for {op.after}, and there are {len(schedule.ops)} ops.")
     speeds = hardware.contended_host_comm_speeds
-    costs = _costs_of_all_ops(schedule, hardware)
+    costs = _costs_by_bucket(schedule, hardware)
     return Simulation(schedule, costs, computes_on_host=hardware.computes_on_host, speeds=speeds).steady_step()
 
 
@@ -352,7 +352,7 @@ def compute_times(hardware: Hardware, units: Sequence[str]) -> dict[str, tuple[f
     return {unit: (given[0], given[1], given[-1] if len(given) == 3 else given[0]) for unit, given in times.items()}
 
 
-def _costs_of_all_ops(schedule: Schedule, hardware: Hardware) -> list[OpsCost]:
+def _costs_by_bucket(schedule: Schedule, hardware: Hardware) -> list[OpsCost]:
     """Return the costs of all ops of a schedule, in order: one for each bucket, and for each op outside of buckets."""
     facts = schedule.program.facts
     times = compute_times(hardware, list(dict.fromkeys(op.unit for op in schedule.ops if op.spec.cost == "compute")))
@@ -369,12 +369,12 @@ def _costs_of_all_ops(schedule: Schedule, hardware: Hardware) -> list[OpsCost]:
         if ops[0].spec.cost == "compute":
             seconds = times[ops[0].unit][1 if ops[0].phase == "backward" else 2 * (ops[0].use_index in recomputed)]
         else:
-            seconds = 0.0 if run[0] in noops else _bucket_seconds(ops, facts, hardware)
+            seconds = 0.0 if run[0] in noops else _ops_seconds(ops, facts, hardware)
         result.append(OpsCost(run, seconds, latency_s, hardware.issue_s + issue_s))
     return result
 
 
-def _bucket_seconds(ops: Sequence[Op], facts: Mapping[str, UnitFacts], hardware: Hardware) -> float:
+def _ops_seconds(ops: Sequence[Op], facts: Mapping[str, UnitFacts], hardware: Hardware) -> float:
     coded_s = sum(op.spec.nbytes_through_codec(facts[op.unit]) for op in ops) / hardware.codec_bandwidth
     coded_s += sum(op.spec.nbytes_cast_in_sums(facts[op.unit]) for op in ops) / hardware.cast_bandwidth
     match ops[0].spec.cost:

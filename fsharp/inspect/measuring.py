@@ -115,11 +115,11 @@ def _trace_small_model(comm: Comm, steps: int) -> tuple[Trace, Schedule]:
 def _loss(params: Any, x: torch.Tensor, comm: Comm) -> torch.Tensor:
     total = x.new_zeros(())
     for weight in optree.tree_leaves(params, is_leaf=is_sharded):
-        total = total + forward(_layer, weight, x, comm=comm)
+        total = total + forward(_layer_loss, weight, x, comm=comm)
     return total
 
 
-def _layer(weight: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+def _layer_loss(weight: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     return torch.tanh(x[:, : len(weight)] @ weight).square().mean()
 
 

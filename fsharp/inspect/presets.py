@@ -71,7 +71,9 @@ def assumptions_text(efficiency: float) -> str:
     return f"Assumed: {efficiency:.0%} of the GPU's FLOP/s, {LINK_EFFICIENCY:.0%} of the bandwidth of its links, {latencies}."
 
 
-def model_times(layout: Layout, *, tokens: float, flops: float, memory_bandwidth: float, backward: int = 2) -> dict[str, Any]:
+def model_time_options(
+    layout: Layout, *, tokens: float, flops: float, memory_bandwidth: float, backward: int = 2
+) -> dict[str, Any]:
     """Return the options ``compute_times`` and ``update_s`` of :class:`~fsharp.inspect.Hardware` for a model.
 
     The forward of a unit with ``n`` parameters takes ``2 * n * tokens`` operations, ``flops`` in a second. The backward takes

@@ -25,7 +25,7 @@ def _record_fork() -> None:
 os.register_at_fork(after_in_child=_record_fork)
 
 
-def check_not_forked(where: str) -> None:
+def check_not_forked_after_jax(where: str) -> None:
     """Raise a TreeError in a process that was forked from a process with JAX, where calls would hang without XLA's threads."""
     if _is_forked_after_jax:
         raise TreeError(
@@ -43,9 +43,9 @@ def as_jax_array(x: torch.Tensor) -> Any:
 
     Raises a TreeError if JAX has no such dtype, or would change the values: a float64, or an integer that needs 64 bits,
     without ``jax_enable_x64``. The same error is raised if the tensor is not one block of memory, as a DTensor or a sparse
-    tensor. A forked process raises it too, see :func:`check_not_forked`.
+    tensor. A forked process raises it too, see :func:`check_not_forked_after_jax`.
     """
-    check_not_forked("a tensor for JAX")
+    check_not_forked_after_jax("a tensor for JAX")
     if x._is_zerotensor():  # a zero tangent of forward mode
         x = torch.zeros(x.shape, dtype=x.dtype, device=x.device)
     check_has_memory(x)

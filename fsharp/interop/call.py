@@ -16,7 +16,7 @@ from torch.overrides import handle_torch_function, has_torch_function
 
 from fsharp.errors import TreeError
 from fsharp.functional.transforms import is_transform_active, refuse_proxy_tracing
-from fsharp.interop.arrays import as_jax_array, as_torch_tensor, check_not_forked
+from fsharp.interop.arrays import as_jax_array, as_torch_tensor, check_not_forked_after_jax
 from fsharp.torch_compile import disable_compile
 from fsharp.tracebacks import api_boundary
 
@@ -194,7 +194,7 @@ class _CompiledFunction:
     def run(self, record: _CallRecord, tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
         """Run the program on ``tensors``. Return the results' leaves in new memory; ``record`` gets what the backward needs."""
         refuse_proxy_tracing("as_torch()")
-        check_not_forked("as_torch()")
+        check_not_forked_after_jax("as_torch()")
         arrays = [as_jax_array(x) for x in tensors]
         if record.wanted is None:
             out, residuals = self._run(*arrays), None

@@ -21,7 +21,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from fsharp.errors import LayoutError, TreeError, problem
 from fsharp.functional.layout.layout import Layout
-from fsharp.functional.layout.lent_memory import mark_lent
+from fsharp.functional.layout.lent_memory import mark_read_only
 from fsharp.functional.layout.sharded import (
     PlaceName,
     Sharded,
@@ -34,7 +34,7 @@ from fsharp.functional.layout.sharded import (
     units_of,
 )
 from fsharp.functional.layout.unit_layout import UnitLayout
-from fsharp.interop.arrays import as_jax_array_and_lifetime, as_torch_tensor, check_not_forked
+from fsharp.interop.arrays import as_jax_array_and_lifetime, as_torch_tensor, check_not_forked_after_jax
 from fsharp.interop.call import as_torch as as_torch
 from fsharp.interop.modules import (
     make_functional as make_functional,
@@ -73,7 +73,7 @@ def to_jax(tree: Any, layout: Layout, *, devices: Sequence[Any] | None = None) -
     :func:`~fsharp.update` refuses ``donate=True``. ``donate_argnums`` of ``jax.jit`` deletes the arrays, and on a CPU leaves
     the tensors unchanged.
     """
-    check_not_forked("to_jax()")
+    check_not_forked_after_jax("to_jax()")
     mesh, here = _jax_mesh_and_local_devices(layout, devices)
     trees = [tree] if len(here) == 1 else list(tree) if isinstance(tree, list | tuple) else []
     if len(trees) != len(here):
@@ -109,7 +109,7 @@ def _global_buffer(nodes: Sequence[Sharded], i: int, mesh: Mesh, devices: Sequen
                     f"to_jax(): the address of a buffer of unit {node.unit.display_name} is not a multiple of 64 bytes, so JAX "
                     "would copy it. Convert an aligned copy: optree.tree_map(torch.clone, tree)."
                 )
-            mark_lent(buffer.data_ptr(), holder)
+            mark_read_only(buffer.data_ptr(), holder)
         parts.append(array)
     return jax.make_array_from_single_device_arrays(shape, sharding, parts)
 
@@ -136,7 +136,7 @@ def from_jax(tree: Any, layout: Layout, *, devices: Sequence[Any] | None = None,
 
     Cost: a copy of this rank's part, or none.
     """
-    check_not_forked("from_jax()")
+    check_not_forked_after_jax("from_jax()")
     mesh, here = _jax_mesh_and_local_devices(layout, devices)
     _check_unit_buffer_types("from_jax()", tree, layout, jax.Array)
 

@@ -165,7 +165,7 @@ class LocalJaxprRun:
             return value
         if value.leaf == leaf and math.prod(value.shape) == math.prod(self.leaves[leaf].shape):
             return value
-        known = self._as_replicated_if_possible(value, at)
+        known = self._replicate_if_possible(value, at)
         if isinstance(known, ArrayShard):
             part = self.leaves[known.leaf]
             raise self._other_ranks_error(f"{what} is made of elements of {part.path!r}", part)
@@ -181,7 +181,7 @@ class LocalJaxprRun:
         if name == "optimization_barrier":
             return values
         if len({value.leaf for value in values if isinstance(value, ArrayShard)}) > 1:
-            values = [self._as_replicated_if_possible(value, (*at, -1 - i)) for i, value in enumerate(values)]
+            values = [self._replicate_if_possible(value, (*at, -1 - i)) for i, value in enumerate(values)]
         if any(value is PENDING for value in values):
             return [PENDING] * len(equation.outvars)
         leaf = self._leaf_of(name, values)
@@ -211,13 +211,13 @@ class LocalJaxprRun:
         if not part.axes:  # all of it is here
             found = _bind_equation(equation, [_as_dense_array(value) for value in values])
             return [ArrayShard(leaf, jnp.reshape(x, (-1,)), x.shape) for x in found] if part.is_varying else found
-        known = [self._as_replicated_if_possible(value, (*at, -1 - i)) for i, value in enumerate(values)]
+        known = [self._replicate_if_possible(value, (*at, -1 - i)) for i, value in enumerate(values)]
         if not any(isinstance(value, ArrayShard) for value in known):
             is_unknown = any(value is PENDING for value in known)
             return [PENDING] * len(shapes) if is_unknown else self._apply_without_leaves(equation, known)
         raise self._cut_leaf_error(name, leaf)
 
-    def _as_replicated_if_possible(self, value: Any, at: EquationKey) -> Any:
+    def _replicate_if_possible(self, value: Any, at: EquationKey) -> Any:
         """Return ``value`` as an array that all ranks have, where this is possible; else return ``value``.
 
         This is possible if the leaf does not differ between ranks, and either no axis cuts it or ``value`` has one element.
@@ -301,7 +301,7 @@ class LocalJaxprRun:
 
     def _run_cond(self, equation: Any, values: list[Any], at: EquationKey) -> list[Any]:
         index, *operands = values
-        index, branches = _scalar_if_splat(self._as_replicated_if_possible(index, (*at, -1))), equation.params["branches"]
+        index, branches = _scalar_if_splat(self._replicate_if_possible(index, (*at, -1))), equation.params["branches"]
         if isinstance(index, ArrayShard):
             raise self._other_ranks_error(f"a condition looks at {self.leaves[index.leaf].path!r}", self.leaves[index.leaf])
         if not any(value is PENDING or isinstance(value, ArrayShard | Splat) for value in (index, *operands)):
@@ -311,7 +311,7 @@ class LocalJaxprRun:
 
     def _select_branch_result(self, index: Any, cases: list[Any], at: EquationKey) -> Any:
         if len({case.leaf for case in cases if isinstance(case, ArrayShard)}) > 1:
-            cases = [self._as_replicated_if_possible(case, (*at, k)) for k, case in enumerate(cases)]
+            cases = [self._replicate_if_possible(case, (*at, k)) for k, case in enumerate(cases)]
         if index is PENDING or any(case is PENDING for case in cases):
             return PENDING
         leaf = self._leaf_of("cond", cases)

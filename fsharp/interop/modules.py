@@ -13,7 +13,7 @@ from jax.tree_util import GetAttrKey
 
 from fsharp.errors import TreeError
 from fsharp.functional.tree.paths import nested_dicts
-from fsharp.interop.arrays import as_jax_array, as_torch_tensor, check_not_forked
+from fsharp.interop.arrays import as_jax_array, as_torch_tensor, check_not_forked_after_jax
 from fsharp.interop.call import as_torch
 from fsharp.tracebacks import api_boundary
 
@@ -105,7 +105,7 @@ def to_tensors(tree: Any) -> Any:
 
     Cost: a copy of each parameter.
     """
-    check_not_forked("to_tensors()")
+    check_not_forked_after_jax("to_tensors()")
     arrays = {name: leaf for name, leaf in _leaves_by_keypath(tree).items() if _is_parameter(leaf)}
     if not arrays:
         raise TreeError(f"to_tensors(): a {type(tree).__name__} without arrays of floating dtype.")

@@ -16,7 +16,7 @@ from fsharp.functional.comm.equal_values import exact_text
 from fsharp.functional.comm.protocol import Comm
 from fsharp.functional.layout.sharded import register_static, units_of
 from fsharp.functional.optim.base import Transform
-from fsharp.interop.arrays import as_jax_array_with_dtype_of, check_not_forked, copy_as_tensor, number_as_jax_array
+from fsharp.interop.arrays import as_jax_array_with_dtype_of, check_not_forked_after_jax, copy_as_tensor, number_as_jax_array
 from fsharp.interop.program import CompiledTransformation, TracedTransformation, key_data_or_array
 from fsharp.tracebacks import api_boundary
 
@@ -98,7 +98,7 @@ class _ShardedTransformation:
             raise TreeError("from_optax(): init() needs the ranks: init(params, comm=comm).")
 
         def check() -> CompiledTransformation:
-            check_not_forked("from_optax()")
+            check_not_forked_after_jax("from_optax()")
             extra = {"value": jnp.zeros(())} if self._knows_extra else {}
             return self._compiled_for(params, comm.rank, extra, is_first=True)
 
@@ -107,7 +107,7 @@ class _ShardedTransformation:
 
     def update(self, grads: Any, state: OptaxState, params: Any, /, *, comm: Comm, **extra: Any) -> tuple[Any, OptaxState]:
         def check() -> tuple[CompiledTransformation, list[Any], dict[str, Any]]:
-            check_not_forked("from_optax()")
+            check_not_forked_after_jax("from_optax()")
             given = self._extra_as_arrays(extra)
             program = self._compiled_for(params, comm.rank, given)
             if unknown := [name for name in program.traced.unused if name != "value"]:  # train_step always passes value
@@ -139,7 +139,7 @@ class _ShardedTransformation:
             if x is None:
                 continue
             try:
-                found[name] = number_as_jax_array(_tensor_to_numpy(x))
+                found[name] = number_as_jax_array(_as_number_or_array(x))
             except OverflowError as error:
                 raise TreeError(f"update(): {name}={x!r:.60}: {error}") from error
             except (TypeError, ValueError) as error:
@@ -194,7 +194,7 @@ def _unknown_argument_error(name: str) -> TreeError:
     )
 
 
-def _tensor_to_numpy(x: Any) -> Any:
+def _as_number_or_array(x: Any) -> Any:
     if isinstance(x, torch.Tensor):
         return x.item() if x.numel() == 1 else (x.float() if x.dtype is torch.bfloat16 else x).detach().cpu().numpy()
     return x

@@ -99,7 +99,7 @@ class TracedTransformation:
         used = {id(atom) for equation in jaxpr.eqns for atom in equation.invars} | {id(atom) for atom in jaxpr.outvars}
         inputs = jaxpr.invars[len(jaxpr.invars) - len(self.extra) :]
         self.unused = [name for name, var in zip(self.extra, inputs, strict=True) if id(var) not in used]
-        self.positions, self.tree_dtypes = self._find_state_positions(leaf_ranges)
+        self.positions, self.tree_dtypes = self._find_buffers_of_state(leaf_ranges)
 
     @cached_property
     def text(self) -> str:
@@ -132,7 +132,7 @@ class TracedTransformation:
         parts, dtypes = (tuple(rows[name][i] for name in self.names) for i in (0, 1))
         return RankLeafRanges(parts, dtypes, tuple(sizes))
 
-    def _find_state_positions(self, leaf_ranges: RankLeafRanges) -> tuple[list[tuple[int, int] | None], list[Any]]:
+    def _find_buffers_of_state(self, leaf_ranges: RankLeafRanges) -> tuple[list[tuple[int, int] | None], list[Any]]:
         """Find by trials, on the leaves of one rank, where the arrays of the state are stored.
 
         Return ``self.positions``, and the dtype of each tree of buffers. A tree of buffers stores at most one array of a leaf.

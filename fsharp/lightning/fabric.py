@@ -10,8 +10,8 @@ from torch.optim import Optimizer
 
 from fsharp.lightning.sharded import (
     accumulating,
-    check_module,
     check_optimizers,
+    check_sharded_submodules,
     full_state_dict,
     load_state_dict,
     sharded_modules_in,
@@ -62,7 +62,7 @@ class Strategy(DDPStrategy):
         """Return a sharded module as it is. Other modules are wrapped by ``DistributedDataParallel``."""
         if not sharded_modules_in(module):
             return super().setup_module(module)
-        check_module("Fabric.setup()", module, self.precision.precision)
+        check_sharded_submodules("Fabric.setup()", module, self.precision.precision)
         return module
 
     def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:

@@ -20,7 +20,7 @@ def sharded_modules_in(module: nn.Module) -> dict[str, ShardedModule]:
     return {path: each for path, each in module.named_modules() if isinstance(each, ShardedModule)}
 
 
-def check_module(where: str, module: nn.Module, precision: str) -> None:
+def check_sharded_submodules(where: str, module: nn.Module, precision: str) -> None:
     """Check a module with sharded modules in it. A collective.
 
     Raises:

@@ -15,8 +15,8 @@ from torch.optim import Optimizer
 from fsharp.errors import OptionError, problem
 from fsharp.lightning.sharded import (
     accumulating,
-    check_module,
     check_optimizers,
+    check_sharded_submodules,
     full_state_dict,
     load_state_dict,
     sharded_modules_in,
@@ -65,7 +65,7 @@ class Strategy(DDPStrategy):
             return
         assert self.accelerator is not None
         self.accelerator.setup(trainer)
-        check_module("Trainer", self._pl_module, self.precision_plugin.precision)
+        check_sharded_submodules("Trainer", self._pl_module, self.precision_plugin.precision)
         for each in sharded_modules_in(self._pl_module).values():
             each.zero_grad()  # of a run that ended between microbatches; the Trainer's own call reads p.grad, which is refused
         if any(isinstance(each, StochasticWeightAveraging) for each in trainer.callbacks):  # type: ignore[attr-defined]

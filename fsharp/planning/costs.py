@@ -1,4 +1,4 @@
-"""Costs: FLOPs and seconds of the units of a layout, and the bytes that they keep from forward to backward."""
+"""MicrobatchCosts: FLOPs and seconds of the units of a layout, and the bytes that they keep from forward to backward."""
 
 import math
 import re
@@ -40,7 +40,7 @@ class KeptBytes(NamedTuple):
         return [name or ROOT for name in self.use.units]
 
 
-class Costs(NamedTuple):
+class MicrobatchCosts(NamedTuple):
     """FLOPs, seconds and kept bytes of the units of a layout in a microbatch.
 
     Attributes:
@@ -77,7 +77,9 @@ class Costs(NamedTuple):
         return kept + largest
 
 
-def given_costs(layout: Layout, order: Sequence[str | Use], activations: Activations | Mapping[str, Activations]) -> Costs:
+def given_costs(
+    layout: Layout, order: Sequence[str | Use], activations: Activations | Mapping[str, Activations]
+) -> MicrobatchCosts:
     """Return costs with the bytes of activations that the user gives, without FLOPs and seconds."""
     uses = uses_in_order(layout, order)
     units = [unit.name or ROOT for unit in layout.units]
@@ -97,10 +99,10 @@ def given_costs(layout: Layout, order: Sequence[str | Use], activations: Activat
         kept_nbytes, input_nbytes = mine if isinstance(mine, tuple) else (mine, math.nan if mine else 0.0)
         return KeptBytes(use, kept_nbytes, input_nbytes, tuple(map(kept_by_use, use.inner)))
 
-    return Costs(tuple(map(kept_by_use, uses)), {}, {}, "given")
+    return MicrobatchCosts(tuple(map(kept_by_use, uses)), {}, {}, "given")
 
 
-def estimated_costs(layout: Layout, order: Sequence[str | Use], tokens: float) -> Costs:
+def estimated_costs(layout: Layout, order: Sequence[str | Use], tokens: float) -> MicrobatchCosts:
     """Return costs estimated from shapes: each matrix multiplies and keeps the vectors of all tokens; attention is left out.
 
     A leaf that an embedding shares with a head multiplies once, as the embedding only looks vectors up. A leaf that repeated
@@ -109,7 +111,7 @@ def estimated_costs(layout: Layout, order: Sequence[str | Use], tokens: float) -
     recomputed unit. In a block with a wider hidden layer the median is the width of the model.
     """
     uses = uses_in_order(layout, order)
-    shares = own_use_shares(uses)
+    shares = called_use_fractions(uses)
     flops = {
         unit.name or ROOT: 2.0 * tokens * shares.get(unit.name, 1.0) * sum(group.used for group in unit.groups)
         for unit in layout.units
@@ -119,10 +121,10 @@ def estimated_costs(layout: Layout, order: Sequence[str | Use], tokens: float) -
         inputs = [tokens * each for name in use.units for each in _leaf_input_nbytes_per_token(layout[name])] or [0.0]
         return KeptBytes(use, sum(inputs), median_low(inputs), tuple(map(kept_by_use, use.inner)))
 
-    return Costs(tuple(map(kept_by_use, uses)), flops, {}, "estimated from shapes")
+    return MicrobatchCosts(tuple(map(kept_by_use, uses)), flops, {}, "estimated from shapes")
 
 
-def own_use_shares(uses: Sequence[Use]) -> dict[str, float]:
+def called_use_fractions(uses: Sequence[Use]) -> dict[str, float]:
     """Return, for each unit, the fraction of its uses that call the unit, or a repeated layer like the unit.
 
     In all other uses the unit only lends leaves to a unit of another kind, as an embedding does to a head. Names of repeated
@@ -145,7 +147,7 @@ def _leaf_input_nbytes_per_token(unit: UnitLayout) -> list[float]:
     ]
 
 
-def costs_of_calls(calls: Sequence[UnitCall], source: str) -> Costs:
+def costs_of_calls(calls: Sequence[UnitCall], source: str) -> MicrobatchCosts:
     """Return the costs of units from the calls of a trial. FLOPs and seconds of a call count for its last unit."""
     every = list(walk_nested_uses(calls))
     flops: dict[str, list[float]] = {}
@@ -165,7 +167,7 @@ def costs_of_calls(calls: Sequence[UnitCall], source: str) -> Costs:
         return KeptBytes(call.planned_use, call.kept_nbytes, call.input_nbytes, tuple(map(kept_by_call, call.inner)))
 
     measured = any(not math.isnan(call.forward_s) for call in every)
-    return Costs(
+    return MicrobatchCosts(
         tuple(map(kept_by_call, calls)),
         {name: mean(each) for name, each in flops.items()},
         {name: tuple(map(mean, zip(*each))) for name, each in seconds.items()} if measured else {},

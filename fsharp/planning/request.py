@@ -22,7 +22,7 @@ from fsharp.functional.tree.paths import Patterns, select_paths, value_by_path
 from fsharp.inspect.hardware import Hardware
 from fsharp.inspect.presets import EFFICIENCY, GPUS, axes_by_link
 from fsharp.planning.choice import StepArguments
-from fsharp.planning.costs import Activations, Costs, costs_of_calls, estimated_costs, given_costs
+from fsharp.planning.costs import Activations, MicrobatchCosts, costs_of_calls, estimated_costs, given_costs
 from fsharp.planning.plan_step import ROOT, Backend, Use, uses_of_modules, walk_nested_uses
 from fsharp.planning.search import Combination
 from fsharp.planning.space import (
@@ -39,7 +39,7 @@ from fsharp.planning.space import (
     units_in_dict_order,
 )
 from fsharp.planning.trial import UnitCall, measure_calls, record_calls_of_loss, record_calls_of_module
-from fsharp.stateful.modules.selection import chosen_modules, units_by_module
+from fsharp.stateful.modules.selection import chosen_modules, gathered_units_by_module
 from fsharp.stateful.schedule.policy import SchedulePolicy
 
 HardwareSource = Hardware | str | Callable[[Layout], Hardware]
@@ -59,7 +59,7 @@ class LayoutsToTry(NamedTuple):
     options: list[LayoutOption]
     refused: dict[str, str]
     calls: dict[CostKey, list[UnitCall]]
-    costs: dict[CostKey, Costs]
+    costs: dict[CostKey, MicrobatchCosts]
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -157,7 +157,7 @@ class TuneRequest:
                 "tune(): the model has no parameters, or there is no strategy, choice of units or format to try."
             )
         calls: dict[CostKey, list[UnitCall]] = {}
-        costs: dict[CostKey, Costs] = {}
+        costs: dict[CostKey, MicrobatchCosts] = {}
         for (units, patterns), (form, precision) in product(choices.items(), formats.items()):
             cost_key = units, form
             alone = one_rank_trial_layout(model, meshes[0], patterns, precision)
@@ -221,11 +221,13 @@ class TuneRequest:
     def _assumed_unit_order(self, model: Model, alone: Layout, patterns: UnitPatterns) -> Sequence[str | Use]:
         if model.module is None:
             return units_in_dict_order(model.tree, alone)
-        return uses_of_modules(alone, self._units_by_module(model.module, alone, patterns))
+        return uses_of_modules(alone, self._gathered_units_by_module(model.module, alone, patterns))
 
-    def _units_by_module(self, module: torch.nn.Module, alone: Layout, patterns: UnitPatterns) -> Mapping[str, list[str]]:
+    def _gathered_units_by_module(
+        self, module: torch.nn.Module, alone: Layout, patterns: UnitPatterns
+    ) -> Mapping[str, list[str]]:
         chosen = chosen_modules(module, [patterns] if isinstance(patterns, str) else list(patterns or ()))
-        return units_by_module(alone, chosen)
+        return gathered_units_by_module(alone, chosen)
 
     def _run_trial(self, model: Model, alone: Layout, patterns: UnitPatterns) -> list[UnitCall]:
         if model.module is None:
@@ -239,12 +241,12 @@ class TuneRequest:
                 what = f"loss_fn fails with {tried}: {str(error).splitlines()[0]}"
                 remedy = "Pass units=, the patterns of the subtrees that loss_fn passes to fs.forward(), such as 'layers.*'."
                 raise ScheduleError(problem("tune()", what, remedy=remedy)) from error
-        owners = self._units_by_module(model.module, alone, patterns)
+        owners = self._gathered_units_by_module(model.module, alone, patterns)
         return record_calls_of_module(model.module, alone, owners, self.batch)
 
     def _costs_with_given_activations(
-        self, costs: Mapping[CostKey, Costs], options: Sequence[LayoutOption]
-    ) -> dict[CostKey, Costs]:
+        self, costs: Mapping[CostKey, MicrobatchCosts], options: Sequence[LayoutOption]
+    ) -> dict[CostKey, MicrobatchCosts]:
         """Return costs in which the user's bytes of activations, if given, replace estimates."""
         if self.activations is None:
             return dict(costs)
@@ -255,7 +257,7 @@ class TuneRequest:
             found[cost_key] = given._replace(flops=each.flops, seconds=each.seconds)
         return found
 
-    def costs(self, to_try: LayoutsToTry) -> dict[CostKey, Costs]:
+    def costs(self, to_try: LayoutsToTry) -> dict[CostKey, MicrobatchCosts]:
         """Return the costs of units by key.
 
         With ``device`` the costs are measured on all ranks: seconds are the median over ranks, and bytes the maximum.
@@ -281,7 +283,7 @@ class TuneRequest:
             seconds = [median(rank[i][k] for rank in everyones) for k in range(3)]
             call.set_measured(*seconds, kept_nbytes=max(rank[i][3] for rank in everyones))
 
-    def combinations(self, to_try: LayoutsToTry, costs: Mapping[CostKey, Costs]) -> list[Combination]:
+    def combinations(self, to_try: LayoutsToTry, costs: Mapping[CostKey, MicrobatchCosts]) -> list[Combination]:
         """Return all combinations of layout, policy and recomputation that are to be predicted."""
         result = []
         machines = {option: self._hardware_of(option.layout, costs[option.cost_key]) for option in to_try.options}
@@ -302,7 +304,7 @@ class TuneRequest:
                 ]
         return result
 
-    def _units_to_recompute(self, costs: Costs, units: str) -> dict[str, tuple[str, ...]]:
+    def _units_to_recompute(self, costs: MicrobatchCosts, units: str) -> dict[str, tuple[str, ...]]:
         """Return a dict from the name of a choice of recomputation to the units that are recomputed, for a choice of ``units``.
 
         If ``remat`` is None, the choice ``""`` recomputes no unit. The choice ``"all"`` recomputes the units of all innermost
@@ -316,7 +318,7 @@ class TuneRequest:
         where = f"tune(remat=), with the units of {units!r}" if units else "tune(remat=)"
         return {name: tuple(sorted(select_paths(where, patterns, known))) for name, patterns in self.remat.items()}
 
-    def _hardware_of(self, layout: Layout, costs: Costs) -> Hardware:
+    def _hardware_of(self, layout: Layout, costs: MicrobatchCosts) -> Hardware:
         """Return the hardware for a layout. Measured seconds of units, if any, replace its compute times."""
         if isinstance(self.hardware, Hardware):
             found = self.hardware

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 from fsharp.errors import ScheduleError
 from fsharp.functional.layout.layout import Layout
-from fsharp.functional.traffic import unit_traffic
+from fsharp.functional.traffic import traffic_of_units
 from fsharp.inspect.hardware import compute_times
 from fsharp.planning.choice import Candidate, StepArguments
 from fsharp.planning.plan_step import ROOT
@@ -135,8 +135,10 @@ def least_seconds(layout: Layout, arguments: StepArguments, *, is_one_group: boo
             computed += forward_s + (backward_s + recompute_s * again) * is_trained
     computed = arguments.microbatches * computed + updated_share(layout) * hardware.update_s
     sent: dict[bool, float] = {}
-    gathered_once = unit_traffic(layout, microbatches=1, release=False)  # parameters may stay from one microbatch to the next
-    for call, number in unit_traffic(layout, microbatches=arguments.microbatches, release=False).items():
+    gathered_once = traffic_of_units(
+        layout, microbatches=1, release=False
+    )  # parameters may stay from one microbatch to the next
+    for call, number in traffic_of_units(layout, microbatches=arguments.microbatches, release=False).items():
         if call.op == "all_gather":
             number = gathered_once[call]
         is_gather = call.op == "all_gather" and not is_one_group

@@ -23,7 +23,7 @@ from fsharp.functional.tree.paths import (
     literal_pattern,
     matches,
     named_leaves,
-    parent_by_prefix,
+    parents_of_all_prefixes,
 )
 from fsharp.inspect.presets import RANKS_OF_A_HOST
 
@@ -118,7 +118,7 @@ def unit_patterns_to_try(model: Model, *, has_loss_fn: bool) -> dict[str, UnitPa
     layers = repeated_unit_patterns(paths)
     found: dict[str, UnitPatterns] = {}
     if layers:
-        around = [path for path in parent_by_prefix(paths) if path]
+        around = [path for path in parents_of_all_prefixes(paths) if path]
         # Select modules by path, as a pattern may match modules without parameters, or one module twice.
         if model.module is not None:
             modules = {path for path, _ in model.module.named_modules()}

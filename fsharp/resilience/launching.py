@@ -98,7 +98,7 @@ def launch(fn: Callable[..., R], nproc: int, *args: Any, restarts: int = 0) -> l
         (folder / "call").write_bytes(call)
         with _restored_signal_handlers():
             if restarts:
-                Restarter(folder, _program_source("_run_rank_from_stdin"), nproc, restarts).run()
+                Restarter(folder, _program_source("_run_spare_rank"), nproc, restarts).run()
             else:
                 _run_without_restarts(folder, nproc)
         results = [folder / f"result-{rank}" for rank in range(nproc)]
@@ -254,7 +254,7 @@ def _pickled(what: str, value: Any) -> bytes:
 
 
 @api_boundary
-def _run_rank_from_stdin(folder: str, launcher_pid: int) -> None:
+def _run_spare_rank(folder: str, launcher_pid: int) -> None:
     """Wait for the environment of a rank on standard input, and run this rank by :func:`run_rank`. For a spare process."""
     if environment := sys.stdin.read():
         os.environ.update(json.loads(environment))

@@ -24,7 +24,7 @@ from fsharp.distributed.generations import (
     announce_process_ended,
     can_rejoin_in_process,
     end_restarts,
-    joining_ranks,
+    limit_s_by_joining_rank,
     shorten_error,
     stop_kinds_and_limits,
     why_restarts_ended,
@@ -167,7 +167,7 @@ class Restarter:
         late if another process waits for it in this generation. The late process is killed before the waiting process gives up.
         """
         stopped = stop_kinds_and_limits(self._store, self._number, self._nproc)
-        joining = joining_ranks(self._store, self._number, self._nproc)
+        joining = limit_s_by_joining_rank(self._store, self._number, self._nproc)
         limits_s, now = dict[int, float](), time.monotonic()
         for rank in self._running:
             if stopped and stopped.get(rank, ("own", 0.0))[0] == "own":

@@ -232,17 +232,17 @@ class Run:
             raise RunError(
                 "Run.resume(): with elastic=True call train(step, tree), which resumes: a restart may come at any time."
             )
-        self._agree_at_start(tree)
-        return self._resume_tree(tree, other)
+        self._compare_ranks_at_start(tree)
+        return self._restore_and_start(tree, other)
 
-    def _agree_at_start(self, tree: Any) -> None:
+    def _compare_ranks_at_start(self, tree: Any) -> None:
         if self._stack is None:
             raise RunError("Run: the run is not open. Use it as a context: with fs.resilience.Run(...) as run.")
         agree_at_start(self.config, tree, comm=self.comm)
         self._phase = "between steps" if self._phase == "new" else self._phase
         self._checkpoints.record_leaves(tree)
 
-    def _resume_tree(self, tree: Any, other: str | os.PathLike[str] | None) -> Any:
+    def _restore_and_start(self, tree: Any, other: str | os.PathLike[str] | None) -> Any:
         has_own = self._checkpoints.has_any()
         root = self._checkpoints.root if has_own or other is None else absolute_path(other)
         is_there = has_own or self._checkpoints.has_any_in(root)
@@ -254,10 +254,10 @@ class Run:
             for line in _config_changes(found.config, self.config):
                 self._record.warn(self.step, f"the run continues after step {found.step} with another config: {line}")
         self._record.start(self.step, tree, root=self._checkpoints.root, total=self.total, config=self.config)
-        if unsaved := self._checkpoints.missing_state_warning(tree):
+        if unsaved := self._checkpoints.unsaved_state_warning(tree):
             self._record.warn(self.step, unsaved)
         if self._checkpoints.is_elastic and not is_there:
-            self._checkpoints.save_step_0_and_wait(self._tree_to_save(tree))
+            self._checkpoints.save_step_0_and_wait(self._checked_tree_to_save(tree))
         if not has_own and (is_there or self._skipped_steps.policy == "roll back"):
             self._save(tree)
         elif has_own and self.step >= self.total:
@@ -311,14 +311,14 @@ class Run:
             raise RunError(f"Run.train(): step is {short_repr(step)}, expected a function step(tree, number).")
         if not self._checkpoints.is_elastic:
             return self._run_remaining_steps(step, self.resume(tree, other=other))
-        self._agree_at_start(tree)
+        self._compare_ranks_at_start(tree)
         like, rejoining, total = meta_copy(tree), Rejoining(self.comm), self.total
         while True:
             try:
                 if why := rejoining.rejoin():
                     self._reset_for_reload(why, total)
                 given = meta_copy(like) if self._checkpoints.has_values else tree  # a load donates its tree
-                trained = self._run_remaining_steps(step, self._resume_tree(given, other))
+                trained = self._run_remaining_steps(step, self._restore_and_start(given, other))
                 self._agree_on_end_and_wait_for_save()
                 rejoining.tell_launcher_no_rejoin()
                 return trained
@@ -388,9 +388,9 @@ class Run:
         if is_preempted or self.step >= self.total or _is_due(kept.save_every, before, self.step):
             self._save(tree)
         if is_preempted:
-            self._exit_preempted()
+            self._wait_for_save_and_exit()
         if kept.replicas is not None and _is_due(kept.refresh_every, before, self.step):
-            kept.begin_memory_save(self._tree_to_save(tree), step=self.step)
+            kept.begin_memory_save(self._checked_tree_to_save(tree), step=self.step)
         return tree
 
     @options_checked_on_failure
@@ -429,7 +429,7 @@ class Run:
             raise RunError("Run.exit_if_preempted(): call resume(tree) first: the tree is not the newest of the run before.")
         if self.preemption.should_stop():
             self._save(tree)
-            self._exit_preempted()
+            self._wait_for_save_and_exit()
 
     def _roll_back(self, tree: Any) -> Any:
         self._checkpoints.wait_for_save()
@@ -446,10 +446,10 @@ class Run:
 
     def _save(self, tree: Any) -> None:
         if self._checkpoints.saved != self.step:
-            self._checkpoints.begin_save(self._tree_to_save(tree), step=self.step)
+            self._checkpoints.begin_save(self._checked_tree_to_save(tree), step=self.step)
             self._record.log_newest_complete_save(self.step, self._checkpoints.newest_complete_step)
 
-    def _tree_to_save(self, tree: Any) -> Any:
+    def _checked_tree_to_save(self, tree: Any) -> Any:
         """Return the tree that a checkpoint of a run holds. A tree that a restart could not load is an error."""
         self._checkpoints.check_same_leaves(tree)
         bad = None
@@ -472,7 +472,7 @@ class Run:
             newest = self._checkpoints.describe_newest()
             self._record.warn(self.step, f"the run ends after {self.step} of {self.total} steps; {newest}")
 
-    def _exit_preempted(self) -> NoReturn:
+    def _wait_for_save_and_exit(self) -> NoReturn:
         self._checkpoints.wait_for_save()
         self._record.log_newest_complete_save(self.step, self._checkpoints.newest_complete_step)
         done = f"{self.step} of {self.total} steps"

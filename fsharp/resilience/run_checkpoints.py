@@ -81,7 +81,7 @@ class RunCheckpoints:
             what = "the tree has other leaves than the tree given to resume(), so a restart could not load it."
             raise RunError(problem("Run", what, facts, remedy))
 
-    def missing_state_warning(self, tree: Any) -> str:
+    def unsaved_state_warning(self, tree: Any) -> str:
         """Return a warning if ``tree`` lacks the residuals or the step that a module's gradient formats need; else ``""``.
 
         A module's state dict has neither residuals nor step, so the user saves both in the tree.

@@ -19,7 +19,7 @@ from fsharp.functional.comm.agree import check_on_all_ranks
 from fsharp.functional.comm.protocol import Comm
 from fsharp.functional.formats.format import tensor_text
 from fsharp.functional.layout.sharded import is_sharded, units_of
-from fsharp.functional.layout.text import unit_texts_to_compare
+from fsharp.functional.layout.text import unit_texts_by_property
 from fsharp.functional.tree.paths import join_path
 from fsharp.type_checks import options_checked
 
@@ -48,7 +48,7 @@ def agree_at_start(config: Mapping[str, Any], tree: Any = None, *, comm: Comm, f
         nodes = units_of(tree)
         found = {f"config.{name}": text for name, text in _config_fields(config)}
         found |= {
-            f"layout: {name}": text for name, text in (unit_texts_to_compare([n.unit for n in nodes]) if nodes else {}).items()
+            f"layout: {name}": text for name, text in (unit_texts_by_property([n.unit for n in nodes]) if nodes else {}).items()
         }
         found |= {f"file {path}": _file_digest(path) for path in files}
         structure = _ADDRESS_PATTERN.sub("", str(optree.tree_structure(tree, is_leaf=is_node_saved_as_leaf)))

@@ -57,7 +57,7 @@ def test_what_is_incomplete_is_left_out_and_said(tmp_path, caplog):
 def test_a_save_that_takes_the_place_of_all_others_while_they_are_looked_at_is_found(tmp_path, monkeypatch, act):
     """A Saver with keep=1 removes the only checkpoint that a reader has listed, once the next one is complete."""
     save(tmp_path, 1)
-    real, num_listed = catalog.folder_names_newest_first, 0
+    real, num_listed = catalog.names_last_saved_first, 0
 
     def list_names(root):
         nonlocal num_listed
@@ -67,7 +67,7 @@ def test_a_save_that_takes_the_place_of_all_others_while_they_are_looked_at_is_f
             fs.checkpoint.prune(tmp_path, keep=1)
         return names
 
-    monkeypatch.setattr(catalog, "folder_names_newest_first", list_names)
+    monkeypatch.setattr(catalog, "names_last_saved_first", list_names)
     assert act(str(tmp_path))
 
 

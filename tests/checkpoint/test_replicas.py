@@ -233,10 +233,10 @@ def test_hosts_of_several_ranks_and_other_meshes(tmp_path):
     ("moment", "steps"),
     [
         pytest.param("write_shard_files", [1], marks=pytest.mark.deep),
-        ("_send_copies", [1]),
+        ("_exchange_copies", [1]),
         pytest.param("verify_written_file", [1], marks=pytest.mark.deep),
         ("write_manifest_and_publish", [1, 2]),  # 2 if all other hosts, which have all files of it, come as far
-        pytest.param("folder_names_newest_first", [2], marks=pytest.mark.deep),
+        pytest.param("names_last_saved_first", [2], marks=pytest.mark.deep),
     ],
 )
 def test_a_process_killed_in_a_refresh_leaves_a_whole_save_even_without_its_host(tmp_path, moment, steps):
@@ -253,7 +253,7 @@ def test_a_process_killed_in_a_refresh_leaves_a_whole_save_even_without_its_host
         with fs.checkpoint.Replicas(host(root, comm.rank), comm) as replicas:
             replicas.refresh(tree(comm, 1), step=1)
             replicas.wait()
-            of = replicas if moment == "_send_copies" else replicas_module
+            of = replicas if moment == "_exchange_copies" else replicas_module
 
             def kill(*args):
                 os.kill(os.getpid(), signal.SIGKILL)
@@ -522,8 +522,8 @@ def flip(path, at):
 
 
 def test_a_refresh_that_is_sent_after_a_later_save_on_disk_is_older(tmp_path, monkeypatch):
-    comm, saved, send = fs.SingleComm(), threading.Event(), fs.checkpoint.Replicas._send_copies
-    monkeypatch.setattr(fs.checkpoint.Replicas, "_send_copies", lambda *args: (saved.wait(60), send(*args)))
+    comm, saved, send = fs.SingleComm(), threading.Event(), fs.checkpoint.Replicas._exchange_copies
+    monkeypatch.setattr(fs.checkpoint.Replicas, "_exchange_copies", lambda *args: (saved.wait(60), send(*args)))
     with fs.checkpoint.Replicas(tmp_path / "memory", comm, copies=0, root=tmp_path / "disk") as replicas:
         replicas.refresh({"n": 50}, step=50)
         fs.checkpoint.save(tmp_path / "disk", {"n": 52}, step=52, comm=comm)

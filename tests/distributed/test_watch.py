@@ -156,11 +156,11 @@ def test_labels_make_tags():
 def test_the_first_difference_is_shown_with_both_orders():
     a, b = two_ranks()
     calls = [(a.begin_call(x), b.begin_call(y)) for x, y in (("p", "p"), ("q", "r"), ("s", "s"))]
-    calls[1][0].check_can_end()
+    calls[1][0].check_failure_or_timeout()
     with pytest.raises(AgreementError, match=r"the first difference is number 1(.|\n)*rank 0 .*q(.|\n)*rank 1 .*r"):
-        calls[1][1].check_can_end()
+        calls[1][1].check_failure_or_timeout()
     with pytest.raises(AgreementError, match="number 1"):
-        calls[1][0].check_can_end()
+        calls[1][0].check_failure_or_timeout()
     with pytest.raises(AgreementError, match="number 1"):
         a.begin_call("anything")
 
@@ -169,9 +169,9 @@ def test_where_ranks_are_and_what_to_do_come_before_labels_around():
     a, b = two_ranks()
     for i in range(9):
         call, other = a.begin_call(f"both {i}" if i != 4 else "mine"), b.begin_call(f"both {i}" if i != 4 else "theirs")
-    call.check_can_end()
+    call.check_failure_or_timeout()
     with pytest.raises(AgreementError) as raised:
-        other.check_can_end()
+        other.check_failure_or_timeout()
     head, *rows, remedy, around = str(raised.value).partition("\n  rank 0, ")[0].splitlines()
     assert head == "fsharp: ranks take part in different collectives; the first difference is number 4."
     assert rows == ["  rank 0  mine", "  rank 1  theirs"]
@@ -188,13 +188,13 @@ def test_ranks_that_wait_for_each_other_in_two_comms_are_told_apart():
     watches = [[CommWatch(name, each, boards[name], limit_s=60) for name in boards] for each in ranks]
     first, second = watches[0][0].begin_call("in one"), watches[1][1].begin_call("in two")
     for call in (first, second, first):
-        call.check_can_end()
+        call.check_failure_or_timeout()
     written, match = table.read("rank 1"), r"in another Comm\.\n  rank 0  in one\n  rank 1  in two\nEvery rank has to"
     with pytest.raises(AgreementError, match=match):
-        second.check_can_end()
+        second.check_failure_or_timeout()
     table.write("rank 1", written)  # rank 0 hears of the error even if it has not read the last status of rank 1
     with pytest.raises(AgreementError, match=match):
-        first.check_can_end()
+        first.check_failure_or_timeout()
 
 
 def test_a_rank_is_waited_for_while_its_saver_waits_for_a_slower_one():
@@ -205,12 +205,12 @@ def test_a_rank_is_waited_for_while_its_saver_waits_for_a_slower_one():
     with saves[0].flag_background_job():
         with saves[1].flag_background_job():
             for _ in range(4):
-                save.check_can_end()
-                step.check_can_end()
-        step.check_can_end()  # rank 1 waits in its step, and does not save
-        save.check_can_end()
+                save.check_failure_or_timeout()
+                step.check_failure_or_timeout()
+        step.check_failure_or_timeout()  # rank 1 waits in its step, and does not save
+        save.check_failure_or_timeout()
         with pytest.raises(AgreementError, match=r"in another Comm\.\n  rank 0  save\n  rank 1  step"):
-            step.check_can_end()
+            step.check_failure_or_timeout()
 
 
 def test_a_thread_waits_for_slower_ranks_while_other_threads_have_comms_of_their_own():
@@ -223,11 +223,11 @@ def test_a_thread_waits_for_slower_ranks_while_other_threads_have_comms_of_their
     with ThreadPoolExecutor(1) as thread:
         second = thread.submit(two[1].begin_call, "in two").result()
         for _ in range(4):
-            first.check_can_end()
-            thread.submit(second.check_can_end).result()
-    second.check_can_end()  # now one thread is left
+            first.check_failure_or_timeout()
+            thread.submit(second.check_failure_or_timeout).result()
+    second.check_failure_or_timeout()  # now one thread is left
     with pytest.raises(AgreementError, match=r"in another Comm\.\n  rank 0  in one\n  rank 1  in two"):
-        _ = [call.check_can_end() for call in (first, second, first)]
+        _ = [call.check_failure_or_timeout() for call in (first, second, first)]
 
 
 @pytest.mark.parametrize(("label", "found"), [("", "the end of step 3"), ("of 2", "the end of step 3: of 2")])
@@ -246,9 +246,9 @@ def test_a_label_of_a_wrapper_has_a_separator_only_if_something_follows(label, f
 def test_a_rank_that_is_behind_is_waited_for():
     a, b = two_ranks()
     one, two = a.begin_call("p"), a.begin_call("q")
-    b.begin_call("p").check_can_end()
-    one.check_can_end()
-    two.check_can_end()
+    b.begin_call("p").check_failure_or_timeout()
+    one.check_failure_or_timeout()
+    two.check_failure_or_timeout()
 
 
 def test_an_error_that_all_have_heard_of_is_said_once():
@@ -256,7 +256,7 @@ def test_an_error_that_all_have_heard_of_is_said_once():
     a.report_failure(ValueError("bad batch"), "step #3")
     call = b.begin_call("gather")
     with pytest.raises(AgreementError, match=r"rank 0 of 2 failed in step #3(.|\n)*ValueError: bad batch"):
-        call.check_can_end()
+        call.check_failure_or_timeout()
     error = b.error
     b.report_failure(error, "step #3")
     assert "bad batch" in a.board.read("failed")
@@ -292,10 +292,10 @@ def test_a_rank_that_waits_itself_is_told_from_one_that_is_silent():
     a, b, c = (CommWatch("one", StatusExchange(rank, 3, table), table, limit_s=60) for rank in range(3))
     c.begin_call("p")
     waits = b.begin_call("p")
-    waits.check_can_end()
+    waits.check_failure_or_timeout()
     ahead = a.begin_call("p"), a.begin_call("q")
     assert a.raise_or_say_late_ranks(ahead[1]) == "rank 2 did not come to it, while rank 1 waits in 'p'"
-    waits.check_can_end()
+    waits.check_failure_or_timeout()
     assert a.raise_or_say_late_ranks(ahead[0]) == "rank 2 did not come to it"
 
 
@@ -304,10 +304,10 @@ def test_a_rank_that_has_left_is_not_waited_for():
     first = b.begin_call("step #3")
     a.begin_call("step #3")
     a.statuses.write_last_status(None)
-    first.check_can_end()  # it took part in this one
+    first.check_failure_or_timeout()  # it took part in this one
     text = r"rank 0 has left the job(.|\n)*rank 0 .*its last collective was 'step #3'(.|\n)*waits for it in 'step #4'"
     with pytest.raises(CommError, match=text):
-        b.begin_call("step #4").check_can_end()
+        b.begin_call("step #4").check_failure_or_timeout()
 
 
 def test_a_rank_that_has_left_had_come_to_what_it_has_forgotten_since():
@@ -320,10 +320,10 @@ def test_a_rank_that_has_left_had_come_to_what_it_has_forgotten_since():
     other = CommWatch("of another one", ranks[0], table, limit_s=60)
     waits = other.begin_call("gather of another one")
     for _ in range(3):  # rank 0 waits for this one, which waits for nobody who has not come
-        waits.check_can_end()
-        call.check_can_end()
+        waits.check_failure_or_timeout()
+        call.check_failure_or_timeout()
     ranks[0].write_last_status(None)
-    call.check_can_end()
+    call.check_failure_or_timeout()
 
 
 def test_a_rank_that_has_left_because_of_an_error_says_which():
@@ -332,7 +332,7 @@ def test_a_rank_that_has_left_because_of_an_error_says_which():
     call = b.begin_call("step #0")
     text = r"rank 0 +after no collective yet, .*below\.\n  another rank .*step #0'\nEvery rank .*\n(.|\n)*ValueError: bad batch"
     with pytest.raises(CommError, match=text):
-        call.check_can_end()
+        call.check_failure_or_timeout()
 
 
 def test_a_rank_whose_messages_stop_in_a_collective_it_has_come_to_has_left():
@@ -341,8 +341,8 @@ def test_a_rank_whose_messages_stop_in_a_collective_it_has_come_to_has_left():
     call = b.begin_call("gather")
     call.peer = 0
     a.statuses.write_last_status(None)
-    call.check_can_end()
-    assert "rank 0 has left the job" in str(call.explain_connection_error(RuntimeError("closed")))
+    call.check_failure_or_timeout()
+    assert "rank 0 has left the job" in str(call.report_connection_error(RuntimeError("closed")))
 
 
 def test_a_store_that_does_not_answer_is_said_so_and_waited_for_once(monkeypatch):

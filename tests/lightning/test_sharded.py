@@ -6,7 +6,7 @@ from torch import nn
 
 import fsharp as fs
 from fsharp.errors import AgreementError, OptionError
-from fsharp.lightning.sharded import check_module, full_state_dict, load_state_dict
+from fsharp.lightning.sharded import check_sharded_submodules, full_state_dict, load_state_dict
 from tests.ranks import on_ranks
 
 
@@ -26,7 +26,7 @@ class Task(nn.Module):
 @on_ranks(fs.Mesh({"dp": 2}))
 def test_each_name_of_a_parameter_has_the_whole_tensor_and_is_loaded(comm):
     task, plain = Task(comm), Task()
-    check_module("Trainer", task, "32-true")
+    check_sharded_submodules("Trainer", task, "32-true")
     found = full_state_dict(task)
     if comm.rank == 0:
         torch.testing.assert_close(found, dict(plain.state_dict()), rtol=0, atol=0)
@@ -47,7 +47,7 @@ def test_a_part_without_its_sharded_module_is_refused(comm):
     task = Task(comm)
     other = nn.Sequential(fs.shard_module(nn.LayerNorm(2), mesh=comm, strategy=fs.zero3("dp")), task.head)
     with pytest.raises(OptionError, match=r"parameter '1\.weight' belongs to a sharded module that is not a submodule"):
-        check_module("Trainer", other, "32-true")
+        check_sharded_submodules("Trainer", other, "32-true")
 
 
 @on_ranks(fs.Mesh({"dp": 2}))
@@ -56,4 +56,4 @@ def test_a_frozen_parameter_that_differs_between_ranks_is_refused(comm):
     task = Task(comm)
     task.scale.data += comm.rank
     with pytest.raises(AgreementError, match=r"scale +rank 1: other values than rank 0"):
-        check_module("Trainer", task, "32-true")
+        check_sharded_submodules("Trainer", task, "32-true")

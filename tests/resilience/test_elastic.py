@@ -345,11 +345,11 @@ def test_ranks_that_do_not_come_to_a_generation_are_named():
     member = generations.RankMembership(store, 0, 3, 3)
     store.set("here/3/1", "")
     with pytest.raises(CommError, match=r"rank 0 of 3 has waited 0.1 s for ranks \[2\] to join generation 3"):
-        member.wait_for_all_ranks(0.1)
+        member.join_and_wait_for_all_ranks(0.1)
     del store["end"]
     generations.announce_generation(store, 4, "rank 2 was ended by SIGKILL")
     with pytest.raises(CommError, match="rank 2 was ended by SIGKILL"):
-        member.wait_for_all_ranks(5.0)
+        member.join_and_wait_for_all_ranks(5.0)
 
 
 def test_calls_of_a_setup_are_made_again_without_those_that_are_part_of_others():

@@ -91,9 +91,9 @@ def test_what_is_not_finite_is_not_refreshed(tmp_path):
 @pytest.mark.parametrize("ahead_s", [0, 60, 3600])
 def test_a_preempted_run_goes_on_with_its_last_save_whatever_is_sent_late_and_clocks_do(tmp_path, monkeypatch, ahead_s):
     """A signal comes in step 12. The clock was ahead in step 10, whose copy is sent after the save on disk."""
-    begun, send, real = threading.Event(), Replicas._send_copies, catalog.time.time
+    begun, send, real = threading.Event(), Replicas._exchange_copies, catalog.time.time
     begin_save = fs.checkpoint.Saver.save
-    monkeypatch.setattr(Replicas, "_send_copies", lambda *args: (begun.wait(60), send(*args)))
+    monkeypatch.setattr(Replicas, "_exchange_copies", lambda *args: (begun.wait(60), send(*args)))
     monkeypatch.setattr(fs.checkpoint.Saver, "save", lambda *args, **options: (begin_save(*args, **options), begun.set()))
 
     def start():

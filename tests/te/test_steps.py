@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import fsharp as fs
-from fsharp.stateful.modules.values.side_outputs import SideOutputs
+from fsharp.stateful.modules.values.side_outputs import SideOutputFinder
 from tests import te_cpu
 from tests.te.training import (
     ABOUT,
@@ -173,5 +173,5 @@ def test_what_would_go_wrong_is_refused_by_name():
 def test_modules_of_transformer_engine_are_not_searched_for_stored_tensors():
     module, door = linear(), Door("list")
     module.kept = door.kept_in_list = [torch.zeros(1)]
-    assert SideOutputs([module]).find_stored_tensors([]) == {}
-    assert len(SideOutputs([door]).find_stored_tensors([])) == 1
+    assert SideOutputFinder([module]).stored_tensors_by_id([]) == {}
+    assert len(SideOutputFinder([door]).stored_tensors_by_id([])) == 1

@@ -45,7 +45,7 @@ def is_file(storage: Storage, path: str) -> bool:
     """Return whether there is a file, or a link to a file, at a path."""
     folder, _, name = path.rpartition("/")
     try:
-        storage.nbytes(f"{folder}/{storage.relative_link_target(folder, name)}")
+        storage.nbytes(f"{folder}/{storage.relative_realpath(folder, name)}")
     except (FileNotFoundError, CheckpointError):
         return False
     return True
@@ -109,7 +109,7 @@ def _read_index(storage: Storage, folder: str, name: str) -> dict[str, str]:
 
 
 def _record_and_description(storage: Storage, folder: str, name: str) -> tuple[FileRecord, FileDescription]:
-    path = storage.relative_link_target(folder, name)
+    path = storage.relative_realpath(folder, name)
     try:
         size = storage.nbytes(f"{folder}/{path}")
     except FileNotFoundError as error:

@@ -52,7 +52,7 @@ def _register_scaled_format(
             finite = part.values.float().abs().nan_to_num(0.0, 0.0)
             own.scatter_reduce_(0, rows(part), finite, "amax")
         agree(most)
-        scales = _round_up_to_16_bits(most / largest)
+        scales = _round_up_16_bit_significand(most / largest)
         for part, scale in zip(parts, scales.split(counts), strict=True):
             assert part.values is not None
             part.scales.view(torch.float32).copy_(scale)
@@ -83,7 +83,7 @@ def _by_row(shape: Shape) -> Shape:
     return (shape[0], *(1 for _ in shape[1:])) if len(shape) > 1 else (1,)
 
 
-def _round_up_to_16_bits(scales: torch.Tensor) -> torch.Tensor:
+def _round_up_16_bit_significand(scales: torch.Tensor) -> torch.Tensor:
     """Return float32 ``scales``, rounded up to 16 significant bits. The least scale is 2**-126."""
     scales = scales.clamp(min=torch.finfo(torch.float32).tiny)
     return (scales.view(torch.int32) + 0xFF & ~0xFF).view(torch.float32)

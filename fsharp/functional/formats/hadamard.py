@@ -7,7 +7,7 @@ import torch
 
 from fsharp.errors import LayoutError
 from fsharp.functional.formats.format import Format, Plane
-from fsharp.functional.formats.microscaling import BLOCK, LARGEST_DECODED, is_true_without_sync, num_blocks_at_once
+from fsharp.functional.formats.microscaling import BLOCK, LARGEST_DECODED, is_known_true, num_blocks_at_once
 from fsharp.functional.formats.registry import register_format
 from fsharp.type_checks import options_checked
 
@@ -58,11 +58,11 @@ def hadamard(format: Format, size: int = 32) -> Format:
         )
     if size < 2 or size & (size - 1):
         raise LayoutError(f"hadamard(): size is {size!r}, expected a power of two, at least 2.")
-    return _make_hadamard_format(format, format.encode, format.decode, size)
+    return _register_hadamard_format(format, format.encode, format.decode, size)
 
 
 @cache  # keyed by the functions as well, which equal formats may differ in
-def _make_hadamard_format(
+def _register_hadamard_format(
     format: Format,
     encode_planes: Callable[..., Sequence[torch.Tensor]],
     decode_planes: Callable[[Sequence[torch.Tensor]], torch.Tensor],
@@ -124,6 +124,6 @@ def _inverse_hadamard_transform(rows: torch.Tensor) -> torch.Tensor:
     """Return the Hadamard transform of each row, the inverse of the encoder's. Finite sums are clamped, not infinite."""
     size = rows.shape[1]
     found = _hadamard_transform(rows)
-    if not is_true_without_sync((found.abs() <= LARGEST_DECODED / size).all()):  # False for NaN
+    if not is_known_true((found.abs() <= LARGEST_DECODED / size).all()):  # False for NaN
         found = torch.where(found.isfinite(), found.clamp(-LARGEST_DECODED / size, LARGEST_DECODED / size), found)
     return found * size

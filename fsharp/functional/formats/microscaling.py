@@ -76,7 +76,7 @@ def _register_block_format(
         exponent = exponent - (fraction == 0.5).int()  # of the least power of two that is not below ``least``
         exponent = torch.where(least == 0, -_BIAS, exponent).clamp(-_BIAS, _BIAS)
         scales.copy_(torch.where(is_finite, exponent + _BIAS, _NOT_FINITE).view(-1))
-        all_finite = is_true_without_sync(is_finite.all())
+        all_finite = is_known_true(is_finite.all())
         numbers = (blocks if all_finite else torch.where(is_finite, blocks, 0.0)) * power_of_two(-exponent)
         if noise is not None:
             numbers = rounding(numbers, noise).clamp_(-largest, largest)
@@ -97,7 +97,7 @@ def _register_block_format(
         codes = (unpack_codes(codes) if packed else codes).view(-1, BLOCK)
         scales = scales.int().view(-1, 1)
         torch.mul(to_numbers(codes), power_of_two(scales - _BIAS), out=values)
-        if is_true_without_sync((scales < _FINITE_SCALE_LIMIT).all()):
+        if is_known_true((scales < _FINITE_SCALE_LIMIT).all()):
             return
         values.clamp_(-LARGEST_DECODED, LARGEST_DECODED)  # encoding may have rounded up
         write_nonfinite_(values, codes, scales == _NOT_FINITE)
@@ -112,7 +112,7 @@ def num_blocks_at_once(values: torch.Tensor) -> int:
     return _BLOCKS_IN_CPU_CACHE if values.device.type == "cpu" else _BLOCKS_ON_DEVICE
 
 
-def is_true_without_sync(x: torch.Tensor) -> bool:
+def is_known_true(x: torch.Tensor) -> bool:
     """Return whether a boolean CPU tensor is true. For a tensor on another device return False: reading it would block."""
     return x.device.type == "cpu" and bool(x)
 

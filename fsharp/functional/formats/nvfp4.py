@@ -19,7 +19,7 @@ from fsharp.functional.formats.microscaling import (
     codes_of_nonfinite,
     decode_e2m1,
     encode_e2m1,
-    is_true_without_sync,
+    is_known_true,
     num_blocks_at_once,
     pack_codes,
     power_of_two,
@@ -71,7 +71,7 @@ def _encode_into(
     is_finite = maxima.isfinite()
     block_scales = (torch.where(is_finite, maxima, 0.0) / tensor_scale / 6).clamp_(_LEAST, _MOST).to(torch.float8_e4m3fn)
     found = encode_e2m1(blocks / (block_scales.float() * tensor_scale))
-    if not is_true_without_sync(is_finite.all()):
+    if not is_known_true(is_finite.all()):
         found = torch.where(is_finite, found, codes_of_nonfinite(blocks))
         block_scales = torch.where(is_finite, block_scales.float(), torch.nan).to(torch.float8_e4m3fn)
     codes.copy_(pack_codes(found.view(-1)))
@@ -91,7 +91,7 @@ def _decode(part: LeafPart) -> torch.Tensor:
 def _decode_into(values: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor, tensor_scale: torch.Tensor) -> None:
     codes, block_scales = unpack_codes(codes).view(-1, BLOCK), scales.float().view(-1, 1) * tensor_scale
     torch.mul(decode_e2m1(codes), block_scales, out=values)
-    if is_true_without_sync((block_scales < LARGEST_DECODED / 6).all()):  # False for NaN
+    if is_known_true((block_scales < LARGEST_DECODED / 6).all()):  # False for NaN
         return
     values.clamp_(-LARGEST_DECODED, LARGEST_DECODED)  # encoding may have rounded up
     write_nonfinite_(values, codes, block_scales.isnan())

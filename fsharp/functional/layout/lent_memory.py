@@ -15,7 +15,7 @@ class _LoanToken:
     """An object that all holders of the same lent memory share, so that it lives until the last holder is freed."""
 
 
-def mark_lent(address: int, holder: Any) -> None:
+def mark_read_only(address: int, holder: Any) -> None:
     """Mark the memory at an address as read-only while ``holder`` lives. The mark is kept in the attribute ``holder.loan``."""
     holder.loan = _LOAN_BY_ADDRESS.setdefault(address, _LoanToken())
 

@@ -107,7 +107,7 @@ def plan(
         return dtypes, trainable, label_by_path[path]
 
     rules = {path: (*group_key(path, tensor), atom_of[path]) for path, tensor in zip(paths, leaves)}
-    _check_rules_of_ties(ties, rules, {path: strategies[unit_of[path]].full.varying_axes for path in paths}, specs)
+    _check_ties_agree(ties, rules, {path: strategies[unit_of[path]].full.varying_axes for path in paths}, specs)
     sections = cut_into_units(params, frozenset(names))
     built = []
     of_unit: dict[str, list[tuple[str, torch.Tensor]]] = {name: [] for name in names}
@@ -314,7 +314,7 @@ def _shape_strides_dtype(tensor: torch.Tensor) -> tuple[Any, ...]:
     return tensor.shape, tensor.stride(), tensor.dtype, tensor.is_conj(), tensor.is_neg()
 
 
-def _check_rules_of_ties(
+def _check_ties_agree(
     ties: Mapping[str, str],
     rules: Mapping[str, tuple[Any, ...]],
     varying: Mapping[str, tuple[str, ...]],

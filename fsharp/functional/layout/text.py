@@ -10,7 +10,7 @@ from fsharp.functional.formats.format import dtype_name
 from fsharp.functional.layout.unit_layout import Group, Leaf, UnitLayout
 
 
-def unit_texts_to_compare(units: Sequence[UnitLayout]) -> dict[str, str]:
+def unit_texts_by_property(units: Sequence[UnitLayout]) -> dict[str, str]:
     """Return properties of units, such as shapes and atoms, as texts by name of the property, for ranks to compare.
 
     A text has a line for each leaf or unit. So an error can show the lines that differ between ranks.

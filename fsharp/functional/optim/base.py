@@ -190,7 +190,7 @@ def as_transform(tx: Any) -> Transform:
         where = f"pair {named.__module__}.{named.__qualname__}".replace(".<locals>", "")
         trial = partial(trial_fingerprint, where, init, call_update, params)
         check_on_all_ranks(where, comm or SingleComm(), trial, lambda size: {"updates of small tensors": size})
-        return _wrap_leaf_lists(init(params), params)
+        return _wrap_lists_as_param_trees(init(params), params)
 
     def update_with_lists(grads: Any, state: Any, params: Any, **extra: Any) -> tuple[Any, Any]:
         def is_list(node: Any) -> bool:
@@ -198,7 +198,7 @@ def as_transform(tx: Any) -> Transform:
 
         flat = optree.tree_map(lambda node: optree.tree_leaves(node.leaves) if is_list(node) else node, state, is_leaf=is_list)
         updates, new = call_update(grads, flat, params, **extra)
-        return updates, _wrap_leaf_lists(new, params)
+        return updates, _wrap_lists_as_param_trees(new, params)
 
     kind = type(tx).__qualname__
     return Transform(
@@ -235,7 +235,7 @@ class StateListAsParamTree(NamedTuple):
     leaves: Any
 
 
-def _wrap_leaf_lists(state: Any, params: Any) -> Any:
+def _wrap_lists_as_param_trees(state: Any, params: Any) -> Any:
     leaves, structure = optree.tree_flatten(params)
 
     def is_one(node: Any) -> bool:

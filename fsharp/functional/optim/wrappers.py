@@ -210,7 +210,7 @@ def _conditional_transform(
     return Transform(init, update, config, apply, wrapper_name(name, inner.name), inner.extra_arg_names)
 
 
-def with_frozen_paths(tx: Transform, paths: Container[str]) -> Transform:
+def with_unchanged_paths(tx: Transform, paths: Container[str]) -> Transform:
     """Wrap ``tx`` so that the parameters at ``paths``, and the state for each of their elements, keep their values."""
 
     def fixed_leaves(node: Sharded, comm: Comm) -> dict[str, Any]:

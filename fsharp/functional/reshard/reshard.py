@@ -17,7 +17,7 @@ from fsharp.functional.formats.format import dtype_name
 from fsharp.functional.layout.layout import Layout
 from fsharp.functional.layout.lent_memory import check_not_lent_to_jax
 from fsharp.functional.layout.sharded import Sharded, decode_tree, is_sharded, units_of
-from fsharp.functional.layout.text import unit_texts_to_compare
+from fsharp.functional.layout.text import unit_texts_by_property
 from fsharp.functional.layout.unit_layout import UnitLayout
 from fsharp.functional.reshard.move import MeshChange, move_state_tree, pieces_between_ranks
 from fsharp.functional.reshard.outline import on_meta, outline_from_bytes, outline_to_bytes
@@ -86,7 +86,7 @@ def reshard(
     where = "reshard()"
     has_tree = [flag == b"\1" for flag in all_gather_fixed_size(b"\0" if tree is None else b"\1", comm)]
     rank_of_old = sum(has_tree[: comm.rank])  # the ranks with a tree form the old mesh, in rising order
-    given, tree = tree, check_on_all_ranks(where, comm, lambda: decode_tree(_with_residuals(tree, None), rank_of_old))
+    given, tree = tree, check_on_all_ranks(where, comm, lambda: decode_tree(_replace_residuals(tree, None), rank_of_old))
     if any(has_tree) and not all(has_tree):
         tree = _share_outline(tree, has_tree, comm)
 
@@ -114,7 +114,7 @@ def reshard(
         old = {
             f"{name} of {state_tree}": text
             for units, state_tree in layouts.items()
-            for name, text in unit_texts_to_compare(units).items()
+            for name, text in unit_texts_by_property(units).items()
         }
         options = {"ranks": str(route.new_ranks), "place": place, "cast": str(cast), "buffer_nbytes": str(buffer_nbytes)}
         lines = [
@@ -123,7 +123,7 @@ def reshard(
             for state_tree in state_trees
             for node in state_tree.nodes
         ]
-        return {**unit_texts_to_compare(layout.units), **old, "tree": "\n".join(lines), **options}
+        return {**unit_texts_by_property(layout.units), **old, "tree": "\n".join(lines), **options}
 
     state_trees, route = check_on_all_ranks(where, comm, check, fields)
     with torch.no_grad():
@@ -142,10 +142,10 @@ def reshard(
     for new_tree in new.values():
         label_new_tree(new_tree, comm)
     zeros = zero_residuals(layout.units, comm.device)
-    return _with_residuals(replace_state_trees(tree, new), zeros) if comm.rank in route.new_ranks else None
+    return _replace_residuals(replace_state_trees(tree, new), zeros) if comm.rank in route.new_ranks else None
 
 
-def _with_residuals(tree: Any, residuals: Any) -> Any:
+def _replace_residuals(tree: Any, residuals: Any) -> Any:
     """Return ``tree`` with ``residuals``, the encoding errors of earlier gradients, in each TrainState; None removes them."""
 
     def set_residuals(node: Any) -> Any:

@@ -144,13 +144,13 @@ def _check_state_tree(state_tree: StateTree, layout: Layout) -> None:
     """Raise an error if a state tree cannot move to ``layout``.
 
     Raises a TreeError if a unit is donated, partial or gathered. Raises a LayoutError if ``layout`` has other leaves, or
-    another fact of a leaf (see :func:`_leaf_facts`). The same error is raised for a group whose leaves have several dtypes in
-    the state tree.
+    another fact of a leaf (see :func:`_leaf_facts_to_compare`). The same error is raised for a group whose leaves have several
+    dtypes in the state tree.
     """
     for node in state_tree.nodes:
         _check_at_rest(state_tree, node)
-    old = {path: facts for node in state_tree.nodes for path, facts in _leaf_facts(state_tree, node.unit)}
-    new = {path: facts for unit in layout.units for path, facts in _leaf_facts(state_tree, unit)}
+    old = {path: facts for node in state_tree.nodes for path, facts in _leaf_facts_to_compare(state_tree, node.unit)}
+    new = {path: facts for unit in layout.units for path, facts in _leaf_facts_to_compare(state_tree, unit)}
     rows = [(repr(path), "not in the new layout") for path in old.keys() - new.keys()]
     rows += [(repr(path), "not in the tree") for path in new.keys() - old.keys()]
     for path in old.keys() & new.keys():
@@ -191,7 +191,7 @@ def _check_at_rest(state_tree: StateTree, node: Sharded) -> None:
             raise TreeError(problem("reshard()", "a buffer has not one number for each element.", facts, remedy))
 
 
-def _leaf_facts(state_tree: StateTree, unit: UnitLayout) -> Iterator[tuple[str, dict[str, Any]]]:
+def _leaf_facts_to_compare(state_tree: StateTree, unit: UnitLayout) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield ``(path, facts)`` for each leaf of ``unit``: a dict of what has to be equal in the old and the new layout.
 
     Facts about dtypes, format and label depend on the kind and on ``is_cast`` of ``state_tree``.

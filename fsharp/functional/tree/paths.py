@@ -133,10 +133,10 @@ def self_and_ancestors(path: str) -> Iterator[str]:
     yield ""
 
 
-def parent_by_prefix(paths: Iterable[str]) -> dict[str, str | None]:
+def parents_of_all_prefixes(paths: Iterable[str]) -> dict[str, str | None]:
     """Return the next shorter prefix of each path and of each of its prefixes; None for the root, ``""``.
 
-    >>> parent_by_prefix(["a.b", "a.c"])
+    >>> parents_of_all_prefixes(["a.b", "a.c"])
     {'a.b': 'a', 'a': '', '': None, 'a.c': 'a'}
     """
     around: dict[str, str | None] = {}
@@ -174,7 +174,7 @@ def no_match_error(where: str, pattern: str, paths: Sequence[str]) -> PatternErr
         keys, own = path.split("."), pattern.split(".")
         return ".".join(o if "*" in o else key for key, o in zip(keys, own)) if len(keys) == len(own) else path
 
-    known = sorted(set(map(with_wildcards, filter(None, parent_by_prefix(paths)))))
+    known = sorted(set(map(with_wildcards, filter(None, parents_of_all_prefixes(paths)))))
     near = difflib.get_close_matches(pattern, known, n=4, cutoff=0.3) or known[:4]
     facts = [("closest", ", ".join(near) or "there are none")]
     remedy = "In a pattern '*' stands for one key, and '**' for any number of keys."

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import optree
 
 from fsharp.errors import PatternError, problem
-from fsharp.functional.tree.paths import as_patterns, innermost_prefix, matches, no_match_error, parent_by_prefix
+from fsharp.functional.tree.paths import as_patterns, innermost_prefix, matches, no_match_error, parents_of_all_prefixes
 
 
 class UnitPartition(NamedTuple):
@@ -28,7 +28,7 @@ def unit_by_path(paths: Sequence[str], patterns: str | Sequence[str] | None) -> 
     {'embed.w': 'embed', 'layers.0.w': 'layers.0', 'layers.1.w': 'layers.1', 'norm': 'norm'}
     """
     matched: dict[str, str] = {}
-    around = parent_by_prefix(paths)
+    around = parents_of_all_prefixes(paths)
     for pattern in as_patterns(patterns):
         hits = [pattern] if pattern and pattern in around else [path for path in around if matches(pattern, path)]
         if not hits:
@@ -41,7 +41,7 @@ def unit_by_path(paths: Sequence[str], patterns: str | Sequence[str] | None) -> 
         above = around[hit]
         if above is not None and (outer := innermost_prefix(above, matched)) is not None:
             raise _overlap_error((matched[outer], outer), (matched[hit], hit))
-    split = set(parent_by_prefix(matched).values())
+    split = set(parents_of_all_prefixes(matched).values())
     units: dict[str, str] = {}
     for path in sorted(around, key=len):  # outer paths come before inner ones
         above = around[path]

@@ -18,13 +18,13 @@ from fsharp.functional.layout.layout import Layout
 from fsharp.functional.layout.sharded import units_by_name
 from fsharp.functional.layout.unit_layout import UnitLayout
 from fsharp.functional.release import unaliased_clone
-from fsharp.functional.tree.paths import innermost_prefix, parent_by_prefix
+from fsharp.functional.tree.paths import innermost_prefix, parents_of_all_prefixes
 from fsharp.stateful.modules.parameter import ShardedParameter
-from fsharp.stateful.modules.selection import units_by_module
+from fsharp.stateful.modules.selection import gathered_units_by_module
 from fsharp.stateful.modules.te import lending_gradient_memory, scale_indices_of_fused_wgrads
 from fsharp.stateful.modules.torch_tools.dtensors import DTensorSpec, as_dtensors, local_tensor
 from fsharp.stateful.modules.values.outputs import connect_to_inputs, replace_tensors_in_place, tensors_in, views_of_parameters
-from fsharp.stateful.modules.values.side_outputs import SideOutputs
+from fsharp.stateful.modules.values.side_outputs import SideOutputFinder
 from fsharp.torch_compile import call_compiled_like_caller, disable_compile
 
 _PYTREE_LEAF_TYPES = frozenset({type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device})
@@ -153,7 +153,7 @@ class GatheredModule(NamedTuple):
     units: Sequence[str]
     entries: Sequence[ParameterEntries]
     ties: Sequence[str]
-    side_outputs: SideOutputs
+    side_outputs: SideOutputFinder
     has_inner_modules: bool
     has_varying_units: bool
 
@@ -172,17 +172,17 @@ class SharedCallState:
         self.dtensor_specs, self.paused = specs, paused
         present: dict[tuple[int, str], Any] = {}
         self.entries = {unit.name: ParameterEntries(module, unit, present) for unit in layout.units}
-        by_path = units_by_module(layout, chosen)
+        by_path = gathered_units_by_module(layout, chosen)
         members: dict[str, list[nn.Module]] = {path: [] for path in by_path}
         for path, each in module.named_modules():
             members[innermost_prefix(path, by_path) or ""].append(each)
-        has_inner_modules = set(parent_by_prefix(by_path).values())
+        has_inner_modules = set(parents_of_all_prefixes(by_path).values())
         self.units_by_module_path = {
             path: GatheredModule(
                 units=names,
                 entries=[self.entries[name] for name in names],
                 ties=sorted({tied for name in names for tied in layout[name].tie_owner_unit_names} - set(names)),
-                side_outputs=SideOutputs(members[path]),
+                side_outputs=SideOutputFinder(members[path]),
                 has_inner_modules=path in has_inner_modules,
                 has_varying_units=any(layout[name].strategy.full.varying_axes for name in names),
             )
@@ -272,7 +272,7 @@ class ModuleCall:
     def compute(self, source: ParameterSource, full: list[list[torch.Tensor]], *_: Any) -> list[torch.Tensor]:
         """Call ``fn`` with the leaves ``full`` as parameters. Return the tensors in its result, and then its side outputs."""
         calls, path, gathered, passed = self.calls, self.path, self.gathered, self._arguments
-        before = gathered.side_outputs.find_stored_tensors(passed)
+        before = gathered.side_outputs.stored_tensors_by_id(passed)
         if calls.paused:
             rows = [zip(each.stored, leaves, strict=True) for each, leaves in zip(gathered.entries, full, strict=True)]
             full = [[x.detach() if stored in calls.paused else x for stored, x in row] for row in rows]

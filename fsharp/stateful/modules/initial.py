@@ -168,7 +168,7 @@ class Initializers:
         before: list[tuple[Any, Any]] = [(at, dict(at)) for each in modules for at in (each._parameters, each._buffers)]
         mine = {f"{path}.{k}".lstrip("."): (x, at) for at, given in before[:2] for k, x in given.items() if x is not None}
         values = (x for x in chain(owner.parameters(), owner.buffers()) if not x.is_meta)
-        rooms = {id(x): _cpu_copy_to_fill(x) for x in chain((x for x, _ in mine.values()), values)}
+        rooms = {id(x): _cpu_copy_or_nan_filled(x) for x in chain((x for x, _ in mine.values()), values)}
         try:
             for places, given in before:
                 places.update({name: rooms[id(x)] for name, x in given.items() if id(x) in rooms})
@@ -220,7 +220,7 @@ def _unfilled_error(module: nn.Module, paths: Iterable[str]) -> TreeError:
     return TreeError(problem("shard_module()", what, rows, remedy))
 
 
-def _cpu_copy_to_fill(tensor: torch.Tensor) -> torch.Tensor:
+def _cpu_copy_or_nan_filled(tensor: torch.Tensor) -> torch.Tensor:
     """Return a CPU tensor for an initializer to fill: a copy of ``tensor``.
 
     In place of a meta tensor, which has no values, return NaN or integers 0x55. They mark the tensor as unfilled.

@@ -18,7 +18,7 @@ from fsharp.stateful.modules.calls import ParameterSource, checked_current_tenso
 from fsharp.stateful.modules.parameter import ShardedParameter, ShardedTensor
 from fsharp.stateful.modules.session import session_of_module
 from fsharp.stateful.modules.state_dict import (
-    check_no_dtensors,
+    check_no_dtensor_shards,
     gather_whole_tensors,
     load_state_dict_into_parts,
     make_parts_whole_,
@@ -186,7 +186,7 @@ class ShardedModule(nn.Module):
                 session.parameters[path].requires_grad_(x.requires_grad)
         if write:
             mine = {path: x.detach().reshape(-1)[slice(*session.parameters[path].flat_range)] for path, x in written.items()}
-            session.write_parameters(mine)
+            session.write_and_gather_parameters(mine)
             session.state.record_write()
 
     @api_boundary
@@ -199,7 +199,7 @@ class ShardedModule(nn.Module):
         """
         if session_of_module(self).is_unsharded:
             return super().state_dict(*args, **kwargs)
-        check_no_dtensors("state_dict()", session_of_module(self))
+        check_no_dtensor_shards("state_dict()", session_of_module(self))
         found, parts = super().state_dict(*args, **kwargs), dict[Any, ShardedTensor]()
         for name, value in found.items():
             if isinstance(value, ShardedTensor):  # of this module, or of another one in the same parent

@@ -96,7 +96,7 @@ class ModuleTrainState:
             units = [node.unit for node in units_of(self.train_state.params)]
             self.train_state = self.train_state._replace(residuals=zero_residuals(units, self._comm.device))
 
-    def add_parameter_writes(self, add_settings: Callable[[str], None]) -> None:
+    def report_parameter_writes(self, add_settings: Callable[[str], None]) -> None:
         """If the user has written to parameters since the last step, pass ``add_settings`` a text that says so."""
         if self.is_written:
             add_settings("parameters written in place=True")

@@ -67,7 +67,7 @@ class ModuleStep:
         self.reopen_scheduler_after_error()
         self.propagate_main_writes()
         if self.open_step is None:
-            self.state.add_parameter_writes(self._steps.add_settings)
+            self.state.report_parameter_writes(self._steps.add_settings)
             self.means.release_gradients()
             self.updated_by = None
             self.open_step = self._steps.open_step(self.scheduled.record, self.state.train_state.params)
@@ -180,14 +180,14 @@ class ModuleStep:
     @property
     def has_gradients(self) -> bool:
         """Whether backward passes of this step have left gradients."""
-        return any(unit.gradient is not None and unit.gradient.has_received for unit in self._units)
+        return any(unit.gradient is not None and unit.gradient.has_step_gradient for unit in self._units)
 
     def update(self, tx: Any, settings: str, *, optimizer_id: int) -> None:
         """If there are gradients, update parameters by ``tx``, an ``(init, update)`` pair. Ranks compare ``settings``."""
         if self.checked_gradients_or_none("step()") is None:
             return
         self.state.notice_main_writes()
-        self.state.add_parameter_writes(self._steps.add_settings)
+        self.state.report_parameter_writes(self._steps.add_settings)
         self._steps.add_settings(f"{settings}\n{self.means.changes_text()}")
         with self._abandoning_on_error():
             self.state.update(tx, self.means.tree)

@@ -69,7 +69,7 @@ def _as_list(units: Any) -> list[Any]:
     return list(units) if isinstance(units, Sequence) and not isinstance(units, str) else [units]
 
 
-def units_by_module(layout: Layout, chosen: Iterable[str]) -> Mapping[str, list[str]]:
+def gathered_units_by_module(layout: Layout, chosen: Iterable[str]) -> Mapping[str, list[str]]:
     """Return for each module path the units that are gathered when the module is called; ``""`` is the root.
 
     Each unit belongs to the innermost chosen module around it. So a chosen module may have no unit of its own.

@@ -37,7 +37,7 @@ from fsharp.stateful.modules.torch_tools.dtensors import DTensorSpec
 from fsharp.stateful.modules.torch_tools.refusals import refuse_copy
 from fsharp.stateful.modules.values.casts import CastDtypes, cast_tensors
 from fsharp.stateful.modules.values.outputs import tensors_in
-from fsharp.stateful.runtime.boundary import in_backward, register_prehooks
+from fsharp.stateful.runtime.boundary import in_backward, register_output_prehooks
 from fsharp.stateful.runtime.scheduler import ScheduledFunction, Scheduler
 from fsharp.torch_compile import disable_compile, skip_frame
 from fsharp.tracebacks import api_boundary, hide_frames
@@ -123,7 +123,7 @@ class ModuleSession:
             with step.params_for_forward() as params:
                 out = run(ParameterSource(params, self.scheduler))
                 # Units inside may be in a reentrant checkpoint, whose backward is a nested pass: begin the outer pass here.
-                register_prehooks(tensors_in(out), call.flat, step.on_backward)
+                register_output_prehooks(tensors_in(out), call.flat, step.on_backward)
         return out if dtypes is None else cast_tensors(out, dtypes.outputs)
 
     @property
@@ -159,7 +159,7 @@ class ModuleSession:
         release = not gathered.has_inner_modules
         return call.result_with_tensors(forward(compute, nodes, *call.flat, comm=source.comm, ties=ties, release=release))
 
-    def reset_history_if_all_loaded(self, kind: Literal["parameters", "optimizer"]) -> None:
+    def reset_history_if_both_loaded(self, kind: Literal["parameters", "optimizer"]) -> None:
         """Record that all ranks have loaded all ``"parameters"`` or all ``"optimizer"`` state.
 
         Once both are loaded, no value depends on earlier steps. Then the history of steps, which ranks compare, is reset: ranks
@@ -180,7 +180,7 @@ class ModuleSession:
 
     def comm_outside_steps(self) -> Comm:
         """Return the scheduler for collectives outside of steps, whose labels have a digest of all settings so far."""
-        return self.scheduler.engine.steps.comm_labelled_by_history(self.reopened_scheduler())
+        return self.scheduler.engine.steps.comm_with_settings_digest(self.reopened_scheduler())
 
     def wait_before_write(self) -> None:
         """Wait for gathers under way, before a write: they read parameters for the next step, or write updated parameters."""
@@ -296,7 +296,7 @@ class ModuleSession:
         self.state.replace_state(state)
         self.install_sharded_parameters()
 
-    def write_parameters(self, parts: Mapping[str, torch.Tensor]) -> None:
+    def write_and_gather_parameters(self, parts: Mapping[str, torch.Tensor]) -> None:
         """Copy this rank's elements, by path, into parameters, and update parameters at rest. A collective."""
         with torch.no_grad():
             for path, value in parts.items():

@@ -24,15 +24,21 @@ from fsharp.functional.layout.placement import P, Strategy, zero3
 from fsharp.functional.layout.plan import plan
 from fsharp.functional.layout.precision import Precision, Precisions, check_precisions
 from fsharp.functional.layout.stored import preserving_amax_histories
-from fsharp.functional.layout.text import unit_texts_to_compare
+from fsharp.functional.layout.text import unit_texts_by_property
 from fsharp.functional.make_functional import parameter_tree
 from fsharp.functional.optim.base import Transform
 from fsharp.functional.state import init_state
-from fsharp.functional.tree.paths import Patterns, matches_self_or_ancestor, parent_by_prefix
+from fsharp.functional.tree.paths import Patterns, matches_self_or_ancestor, parents_of_all_prefixes
 from fsharp.stateful.modules.initial import initial_parameters, initializer_settings_texts
 from fsharp.stateful.modules.module import ShardedModule
 from fsharp.stateful.modules.parameter import ShardedParameter
-from fsharp.stateful.modules.selection import Units, chosen_modules, methods_by_module, modules_sharing_gather, units_by_module
+from fsharp.stateful.modules.selection import (
+    Units,
+    chosen_modules,
+    gathered_units_by_module,
+    methods_by_module,
+    modules_sharing_gather,
+)
 from fsharp.stateful.modules.session import ModuleSession, install_gathering_subclass
 from fsharp.stateful.modules.te import check_te_gradients, register_te_call_checks, use_text_extra_state
 from fsharp.stateful.modules.torch_tools.dtensors import dtensor_specs, local_tensor
@@ -143,14 +149,14 @@ def shard_module(
         groups = modules_sharing_gather(module, units or ())
         entries = methods_by_module(module, chosen, methods)
         trained = {path for path, each in module.named_parameters(remove_duplicate=False) if each.requires_grad}
-        around = set(parent_by_prefix(chosen).values())
+        around = set(parents_of_all_prefixes(chosen).values())
         frozen: Patterns = lambda path: path not in trained  # noqa: E731
         where, named = strategy or zero3(*comm.mesh.names), [path for path in chosen if path not in around] or None
         layout = plan(tree, comm.mesh, where, units=named, frozen=frozen, atoms=cut, labels=labels, precision=dtypes)
         casts = casts_by_module(rules, chosen, [unit.path_in_tree(leaf) for unit in layout.units for leaf in unit.leaves])
         settings = initializer_settings_texts(module, comm, key=key, initialize=initialize, sync_from=sync_from)
         settings["casts"] = "\n".join(f"{path or '(root)'}: {cast}" for path, cast in casts.items())
-        return tree, layout, specs, chosen, groups, entries, casts, {**unit_texts_to_compare(layout.units), **settings}
+        return tree, layout, specs, chosen, groups, entries, casts, {**unit_texts_by_property(layout.units), **settings}
 
     found = check_on_all_ranks("shard_module()", comm, check_and_plan, lambda found: found[-1])
     tree, layout, specs, chosen, groups, entries, casts, _ = found
@@ -161,7 +167,7 @@ def shard_module(
     del tree, start
     policy = policy or SchedulePolicy()
     if groups:
-        of_module = units_by_module(layout, chosen)
+        of_module = gathered_units_by_module(layout, chosen)
         named_groups = [tuple(name for path in group for name in of_module.get(path, ())) for group in groups]
         policy = replace(policy, together=(*policy.together, *named_groups))
     scheduler = Scheduler(comm, policy=policy)

@@ -42,7 +42,7 @@ class _LoadPlaceholder(ShardedTensor):
         return super().__torch_function__(func, types, args, kwargs)
 
 
-def check_no_dtensors(where: str, session: ModuleSession) -> None:
+def check_no_dtensor_shards(where: str, session: ModuleSession) -> None:
     """Raise an error if a parameter is a sharded DTensor: a rank may hold several separate runs of the whole tensor."""
     for path, spec in session.calls.dtensor_specs.items():
         if spec.is_sharded:
@@ -63,14 +63,14 @@ def load_state_dict_into_parts(session: ModuleSession, module: nn.Module, load: 
 
     def read() -> Any:
         """Let torch read the state dict into placeholders. Return torch's result: missing and unexpected keys."""
-        check_no_dtensors(where, session)
+        check_no_dtensor_shards(where, session)
         if session.is_averaged:
             raise ScheduleError(f"{where}: inside of averaged(), whose end restores the earlier parameters.")
         session.state.propagate_main_writes()
         awaiting: dict[str, _LoadPlaceholder] = {}
         for path, parameter in session.parameters.items():
             awaiting[path] = torch.empty(0, dtype=parameter.dtype).as_subclass(_LoadPlaceholder)
-            awaiting[path].__dict__.update({**parameter.annotated_attributes, "given": []})
+            awaiting[path].__dict__.update({**parameter.sharding_attributes, "given": []})
         with session.replacing_parameters(awaiting), replacing_buffers_by_copies(module) as buffers:
             try:
                 result = load()
@@ -100,9 +100,9 @@ def load_state_dict_into_parts(session: ModuleSession, module: nn.Module, load: 
     with torch.no_grad():
         for buffer, value in written:
             buffer.copy_(value)
-    session.write_parameters({path: part.local for path, part in parts.items()})
+    session.write_and_gather_parameters({path: part.local for path, part in parts.items()})
     if all(path in given for path, parameter in session.parameters.items() if parameter.is_trained):
-        session.reset_history_if_all_loaded("parameters")
+        session.reset_history_if_both_loaded("parameters")
     return result
 
 

@@ -133,7 +133,7 @@ def describe_first_mismatch(schedule: Schedule, units: dict[str, UnitState]) -> 
     """Return text about the first fact in a schedule that does not hold for ``units``; empty if the units can follow it.
 
     Memory of outgoing gradients may be larger than necessary, and gradients may rest in the arena or beside it: neither is a
-    mismatch. Bytes in host memory are known later: :meth:`~fsharp.stateful.runtime.step.Step.gather_updates` compares them.
+    mismatch. Bytes in host memory are known later: :meth:`~fsharp.stateful.runtime.step.Step.gather_and_offload` compares them.
     """
     gradients = num_gradients_by_microbatch(schedule.program.events)
     for facts in schedule.program.units:

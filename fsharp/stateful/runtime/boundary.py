@@ -22,7 +22,7 @@ from fsharp.functional.release import (
 from fsharp.stateful.units.full_unit import FullUnit
 from fsharp.stateful.units.unit_state import UnitState
 from fsharp.stateful.units.unsharded_buffer import Stamp, UnshardedBuffer, buffers_stamp
-from fsharp.tracebacks import call_hook, hide_frames
+from fsharp.tracebacks import call_hiding_frames, hide_frames
 
 ReceiveGradients = Callable[["UnitUse", Sequence[torch.Tensor | None]], None]
 
@@ -74,12 +74,12 @@ def create_graph_error() -> ScheduleError:
     )
 
 
-def register_prehooks(outputs: Sequence[Any], inputs: Sequence[Any], hook: Callable[[object], None]) -> None:
+def register_output_prehooks(outputs: Sequence[Any], inputs: Sequence[Any], hook: Callable[[object], None]) -> None:
     """Call ``hook`` when a backward reaches the node of one of ``outputs``; outputs that are also ``inputs`` do not count."""
     mine = set(map(id, inputs))
     for out in outputs:
         if isinstance(out, torch.Tensor) and out.grad_fn is not None and id(out) not in mine:
-            out.grad_fn.register_prehook(partial(call_hook, hook))
+            out.grad_fn.register_prehook(partial(call_hiding_frames, hook))
 
 
 RebuildView = Callable[[torch.Tensor], torch.Tensor]
@@ -139,7 +139,7 @@ class UnitUse:
         self._written: dict[int, list[torch.Tensor]] = {}
         self.is_opaque = False
 
-    def is_nested_in(self, other: "UnitUse") -> bool:
+    def is_same_or_inside(self, other: "UnitUse") -> bool:
         """Return whether this use began inside of ``other``, or is ``other``."""
         use: UnitUse | None = self
         while use is not None and use is not other:
@@ -216,7 +216,7 @@ class UnitUse:
             x = raw.data
             rebuild: RebuildView | None = None
             if full.is_subclass_leaf(x):  # a leaf loses its memory at the release, and gets it back
-                raw.register_hooks(torch.Tensor.detach, partial(call_hook, unpack))
+                raw.register_hooks(torch.Tensor.detach, partial(call_hiding_frames, unpack))
             elif type(x) not in (torch.Tensor, torch.nn.Parameter):
                 inner = _inner_plain_tensors(x) if full.has_classes else None
                 self.is_opaque |= inner is None
@@ -228,7 +228,7 @@ class UnitUse:
                 rebuild = _make_view_rebuild(x)
             del x
             if rebuild is not None:
-                raw.register_hooks(lambda _, rebuild=rebuild: rebuild, partial(call_hook, unpack))
+                raw.register_hooks(lambda _, rebuild=rebuild: rebuild, partial(call_hiding_frames, unpack))
 
 
 class UsesUnderWay:

@@ -56,7 +56,7 @@ class CapturedStep:
             with torch.cuda.graph(self._graph):
                 state, metrics = scheduled(state, self._batch)
                 if optree.tree_leaves(state.main):
-                    state = state._replace(params=_copy_params_into(state.params, held))
+                    state = state._replace(params=_copy_params_into_held(state.params, held))
         finally:
             lanes.release_all_events()
         self._metrics: Metrics = metrics
@@ -101,7 +101,7 @@ def pairs_to_copy(captured: Any, batch: Any) -> list[tuple[torch.Tensor, torch.T
     return [pair for pair in zip(leaves, new, strict=True) if isinstance(pair[0], torch.Tensor)]
 
 
-def _copy_params_into(made: Any, held: list[Any]) -> Any:
+def _copy_params_into_held(made: Any, held: list[Any]) -> Any:
     """Copy the parameters ``made`` into the tensors ``held``, unless they are there already. Return the tree of ``held``."""
     leaves, spec = optree.tree_flatten(made)
     with torch.no_grad():

@@ -14,10 +14,10 @@ from fsharp.functional import moves
 from fsharp.functional.comm.protocol import Comm, Engine
 from fsharp.functional.comm.residuals import ResidualViews
 from fsharp.functional.layout.sharded import PlaceName, Sharded, is_sharded, map_units, resolve_place, units_of
-from fsharp.functional.loss import Loss, check_depends_on_parameters, parse_loss
+from fsharp.functional.loss import Loss, check_depends_on_parameters, loss_sum_and_weight
 from fsharp.functional.release import inner_tensors, unaliased_clone
 from fsharp.functional.sinks import GradientSinks, take_gradient_buffers, with_sinks
-from fsharp.stateful.runtime.boundary import UnitUse, register_prehooks
+from fsharp.stateful.runtime.boundary import UnitUse, register_output_prehooks
 from fsharp.stateful.runtime.step_lifecycle import StepLifecycle
 from fsharp.stateful.units.future_buffers import with_lazy_buffers
 from fsharp.stateful.units.host_copies import HostDeviceCopies, StateOffload
@@ -75,7 +75,7 @@ class ScheduledEngine(Engine):
         With ``as_leaves`` ``sharded`` is a list, and the function gets the leaves of each unit's subtree.
         """
         nodes = sharded if as_leaves else [sharded] if isinstance(sharded, Sharded) else units_of(sharded)
-        step, first = self.steps.current_step(), torch._C._autograd._get_sequence_nr()
+        step, first = self.steps.step_or_eager(), torch._C._autograd._get_sequence_nr()
         uses: list[UnitUse] = []
         try:
             for node in (*ties, *nodes):
@@ -93,7 +93,9 @@ class ScheduledEngine(Engine):
             for use in reversed(uses):
                 step.end_forward(use)
         if torch.is_grad_enabled():
-            register_prehooks(_leaves_of(out), _leaves_of(*args, *kwargs.values()), partial(step.begin_use_backwards, uses))
+            register_output_prehooks(
+                _leaves_of(out), _leaves_of(*args, *kwargs.values()), partial(step.begin_use_backwards, uses)
+            )
         return out
 
     def run_value_and_grad(
@@ -113,17 +115,17 @@ class ScheduledEngine(Engine):
         self._differentiated = outer | {unit.key for unit in units}
         try:
             for number, part in enumerate(microbatches, 1):
-                pending = dict(self.steps.current_step().uses.pending)  # of the loss inside of which this function is called
+                pending = dict(self.steps.step_or_eager().uses.pending)  # of the loss inside of which this function is called
                 with torch.enable_grad():
                     params_with_sinks = with_sinks(params, GradientSinks(residuals))
-                    loss = parse_loss(call_compiled_like_caller(loss_fn, params_with_sinks, part, comm))
+                    loss = loss_sum_and_weight(call_compiled_like_caller(loss_fn, params_with_sinks, part, comm))
                     check_depends_on_parameters(loss, has_trainable=any(unit.layout.trainable_groups for unit in units))
                     new = Loss(loss.sum.detach().double(), loss.weight.detach().double())
                     total = new if total is None else Loss(total.sum + new.sum, total.weight + new.weight)
-                    self.steps.current_step().begin_backward_pass(is_last=number == len(microbatches))
+                    self.steps.step_or_eager().begin_backward_pass(is_last=number == len(microbatches))
                     torch.autograd.backward(loss.sum)
                 self.end_microbatch(units, params_with_sinks, comm)
-                self.steps.current_step().uses.pending.update(pending)
+                self.steps.step_or_eager().uses.pending.update(pending)
         finally:
             self._differentiated = outer
         assert total is not None
@@ -135,7 +137,7 @@ class ScheduledEngine(Engine):
         Gradients of other units are kept. ``residuals``: encoding errors of earlier gradients, which reductions overwrite.
         ``final_sum_in_place``: whether sums over ranks may overwrite the new gradients, which nobody will read.
         """
-        step = self.steps.current_step()
+        step = self.steps.step_or_eager()
         self.steps.handed_out.clear()
         units = [self.steps.find_or_bind_unit(node) for node in units_of(params)]
         if twice := sorted([unit.key for unit in units if unit.key in self._differentiated]):
@@ -143,7 +145,7 @@ class ScheduledEngine(Engine):
                 f"value_and_grad(): it is called inside of the loss of another value_and_grad() of unit {twice[0]!r}, and the "
                 "scheduler has one gradient of a unit. Pass comm=scheduler.comm to the inner value_and_grad() and forward()."
             )
-        step.begin_gradients(units, final_sum_in_place=final_sum_in_place)
+        step.begin_new_gradients(units, final_sum_in_place=final_sum_in_place)
         if residuals:
             _pass_residuals(units, residuals)
         return units
@@ -151,12 +153,12 @@ class ScheduledEngine(Engine):
     def end_microbatch(self, units: Sequence[UnitState], params_with_sinks: Any, comm: Comm) -> None:
         """End a microbatch after its backward. ``params_with_sinks``: parameters, with sinks that hold the gradients."""
         found = zip(units, units_of(params_with_sinks), strict=True)
-        self.steps.current_step().end_microbatch([(unit, take_gradient_buffers(node, comm)) for unit, node in found])
+        self.steps.step_or_eager().end_microbatch([(unit, take_gradient_buffers(node, comm)) for unit, node in found])
 
     def hand_out_gradients(self, units: Sequence[UnitState], params: Any, *, reduction: Literal["sum"] | None = None) -> Any:
         """Return gradients at rest as a tree like ``params``, and record them. ``units``: the unit of each node of the tree."""
         self.steps.executor.lanes.stream_wait_lanes("reduce")
-        if not any(unit.gradient is not None and unit.gradient.has_received for unit in units):
+        if not any(unit.gradient is not None and unit.gradient.has_step_gradient for unit in units):
             raise LossError(
                 "value_and_grad(): the loss has no gradient, as it depends on no parameter. Were parameters detached?"
             )
@@ -166,11 +168,11 @@ class ScheduledEngine(Engine):
 
     def run_reduce_scatter(self, tree: Any, to: PlaceName, donated_residuals: ResidualViews) -> Any:
         """Reduce gradients to the place ``to``: by scheduled ops if this engine has made them, else by blocking collectives."""
-        step, handed_out = self.steps.current_step(), self.steps.handed_out
+        step, handed_out = self.steps.step_or_eager(), self.steps.handed_out
         if not handed_out.is_scheduled_reduction(units_of(tree), to):
             if donated_residuals:
                 handed_out.check_none_reduced_with_feedback(units_of(tree))
-            step.record_unscheduled_reduction()
+            step.begin_unscheduled_reduction()
             return moves.reduce_scatter_unchecked(tree, to, self.steps.own, donated_residuals)
         units = handed_out.take_units()
         if donated_residuals:
@@ -180,7 +182,8 @@ class ScheduledEngine(Engine):
             _pass_residuals(units, {})
         position = iter(units)
         return map_units(
-            lambda node: _reduced_gradient(node, next(position).gradient if node.unit.trainable_groups else None, to), tree
+            lambda node: _reduced_or_given_gradient(node, next(position).gradient if node.unit.trainable_groups else None, to),
+            tree,
         )
 
     def begin_state_fetch(self, state: Any, params: Any, grads: Any, *, donate: bool) -> Any:
@@ -193,12 +196,12 @@ class ScheduledEngine(Engine):
         (main, opt), host_copies = self._offload.move_state(
             state, params if self.offloads_main else (params, state[0]), to_host=False
         )
-        self.steps.current_step().fetch_state(host_copies)
+        self.steps.step_or_eager().fetch_state(host_copies)
         return main, opt
 
     def gather_updated_params(self, new: Any, params: Any, state: Any, *, donate: bool) -> tuple[Any, Any]:
         """Begin to gather updated parameters, and to copy state to the host. Reads of the returned trees wait."""
-        step, lanes, rank = self.steps.current_step(), self.steps.executor.lanes, self.steps.comm.rank
+        step, lanes, rank = self.steps.step_or_eager(), self.steps.executor.lanes, self.steps.comm.rank
         update_gathers: list[UpdateGather] = []
 
         def begin(old: Sharded, fresh: Sharded) -> Sharded:
@@ -206,7 +209,9 @@ class ScheduledEngine(Engine):
             update_gather = UpdateGather(unit, old, fresh, rank=rank, donate=donate)
             node = update_gather.node
             if update_gather.gather_inputs:  # in a new node: update_gather.node would make a cycle that keeps its memory
-                node = with_lazy_buffers(node, partial(self.steps.executor.run_telling_other_ranks, update_gather.wait), lanes)
+                node = with_lazy_buffers(
+                    node, partial(self.steps.executor.run_reporting_format_error, update_gather.wait), lanes
+                )
             if not donate:
                 unit.release_parameter_references()
             self.steps.registry.bind_node(unit, node, replaced=old)
@@ -219,7 +224,7 @@ class ScheduledEngine(Engine):
             staying = resting if self.offloads_main else (resting, state[0])
             state, host_copies = self._offload.move_state(state, staying, to_host=True)
             self._offload = None
-        step.gather_updates(update_gathers, host_copies)
+        step.gather_and_offload(update_gathers, host_copies)
         self.steps.count_update()
         return resting, state
 
@@ -255,7 +260,7 @@ def _build_full_tree(sharded: Any, uses: Sequence[UnitUse], num_ties: int, *, as
     return map_units(lambda node: next(trees) if is_sharded(node) else node, sharded)
 
 
-def _reduced_gradient(node: Sharded, gradient: UnitGradient | None, to: PlaceName) -> Sharded:
+def _reduced_or_given_gradient(node: Sharded, gradient: UnitGradient | None, to: PlaceName) -> Sharded:
     """Return the reduced gradient of a unit in the place ``to``. ``node``: the gradient as the caller of the engine has it."""
     place = resolve_place(node.unit, to)
     buffers = node.raw_buffers if gradient is None or gradient.final is None else gradient.final.hand_out()

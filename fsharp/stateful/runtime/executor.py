@@ -17,7 +17,7 @@ from fsharp.stateful.schedule import ops
 from fsharp.stateful.schedule.ops import OpSpec
 from fsharp.stateful.transport.base import Transport
 from fsharp.stateful.transport.streams import Lanes, OpKey
-from fsharp.stateful.units.axis_chain import ChainInput, GatherInput, gather_along, reduce_along
+from fsharp.stateful.units.axis_chain import ChainInput, GatherInput, gather_along, reduce_along_chains
 from fsharp.stateful.units.gradient_route import Grads
 from fsharp.stateful.units.host_copies import HostDeviceCopies
 from fsharp.stateful.units.unit_state import UnitState
@@ -112,9 +112,9 @@ class Executor:
         if bound.gradients_to_wait_for:
             action = partial(_run_actions, [*(gradient.wait for gradient in bound.gradients_to_wait_for), action])
         encodes = any(each.unit is not None and each.unit.layout.has_any_format for each in bound.bucket_members)
-        return partial(self.run_telling_other_ranks, action) if encodes else action
+        return partial(self.run_reporting_format_error, action) if encodes else action
 
-    def run_telling_other_ranks(self, action: Action) -> None:
+    def run_reporting_format_error(self, action: Action) -> None:
         """Run ``action``. If ``action`` raises a FormatError, tell other ranks, and raise the error."""
         try:
             action()
@@ -127,7 +127,7 @@ class Executor:
         if isinstance(self._own, ProcessGroupComm):
             self._own.watch.report_failure(error, self.step_name or where)
 
-    def total_waited_s(self) -> float:
+    def total_collective_wait_s(self) -> float:
         """Return the seconds for which the main thread has waited for collectives so far."""
         return self._own.watch.statuses.waited_s if isinstance(self._own, ProcessGroupComm) else 0.0
 
@@ -164,7 +164,7 @@ class Executor:
         """Wait for all reductions under way, and add their results to the gradients."""
         self.lanes.stream_wait_lanes("gather", "reduce")
         for bound in list(self.reducing.values()):
-            _action_to_end_reduction(bound)()
+            _action_to_accumulate(bound)()
             bound.gradient.wait()
         self.reducing.clear()
 
@@ -174,7 +174,7 @@ def _run_actions(actions: Iterable[Action]) -> None:
         action()
 
 
-def _action_to_end_reduction(bound: BoundOp) -> Action:
+def _action_to_accumulate(bound: BoundOp) -> Action:
     """Return the action that adds the result of a reduction to the gradient. The op ``bound`` begins or ends the reduction."""
     if bound.spec in (ops.FINAL_REDUCE, ops.FINAL_ACCUMULATE):
         return bound.gradient.end_final_reduction
@@ -328,13 +328,13 @@ def _bind_reduce(executor: Executor, bound: BoundOp) -> Action:
         for each, gradient, block in members:
             executor.reducing[each.op.unit, each.spec] = each
             if is_final:
-                inputs += gradient.final_reduction_inputs(each.final_reduction_block)
+                inputs += gradient.begin_final_reduction(each.final_reduction_block)
             else:
                 assert block is not None
                 if each.op.opens is not None:
                     gradient.allow_arena_memory()
                 inputs += gradient.take_reduction_inputs(block, into_rest=each.op.opens is not None)
-        works = reduce_along(inputs, transport, label=executor.label_of_units(units, what), coalesced=coalesced)
+        works = reduce_along_chains(inputs, transport, label=executor.label_of_units(units, what), coalesced=coalesced)
         for _, gradient, _ in members:
             works = gradient.keep_own_return_others(works)
 
@@ -348,7 +348,7 @@ def _bind_decode_sum(executor: Executor, bound: BoundOp) -> Action:
 
 
 def _bind_accumulate(executor: Executor, bound: BoundOp) -> Action:
-    gradient, end, is_final = bound.gradient, _action_to_end_reduction(bound), bound.spec is ops.FINAL_ACCUMULATE
+    gradient, end, is_final = bound.gradient, _action_to_accumulate(bound), bound.spec is ops.FINAL_ACCUMULATE
     reduction, opens = (bound.op.unit, ops.FINAL_REDUCE if is_final else ops.REDUCE), bound.op.opens is not None
     waits_late = bound.may_run_late and executor.transport.is_async
     end_on_lane = executor.action_on_lane(bound, end, after_compute=not is_final and not gradient.route.has_reduction)

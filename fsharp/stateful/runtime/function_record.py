@@ -75,7 +75,7 @@ class RecordedPrograms:
 
     def record_scheduled_call(self, program: Program) -> None:
         """Record a call that has followed its schedule to the end."""
-        self._record_program_order(program)
+        self._record_program_transition(program)
         self.num_calls_off_schedule = 0
 
     def record_unscheduled_call(self, program: Program, compile_: Callable[[Program], Schedule | None], *, left: bool) -> None:
@@ -94,9 +94,9 @@ class RecordedPrograms:
         self._seen[program] = None
         while len(self._seen) > _MAX_SEEN_PROGRAMS:
             del self._seen[next(iter(self._seen))]
-        self._record_program_order(program)
+        self._record_program_transition(program)
 
-    def _record_program_order(self, program: Program) -> None:
+    def _record_program_transition(self, program: Program) -> None:
         if program is self._last_two[1] and self._is_steady:
             return
         self._after[self._last_two] = program
@@ -147,7 +147,7 @@ class FunctionRecord:
         self._nodes: list[Sharded] = []
         self.status = CallStatus("new", "it has not been called", 0, 0)
 
-    def take_next_call_name(self) -> str:
+    def new_call_name(self) -> str:
         """Count a call, and return its name for labels."""
         self.num_calls += 1
         return f"{self.name} #{self.num_calls - 1}"
@@ -160,9 +160,9 @@ class FunctionRecord:
             self.emitted = emitted
         self.status = CallStatus(kind, why, len(self.programs), self.status.num_calls_off_schedule + 1 if kind == "left" else 0)
 
-    def start_trace(self, device: torch.device, total_waited_s: Callable[[], float]) -> Trace:
-        """Measure later calls that follow a schedule. ``total_waited_s``: as for :class:`OpProfiler`."""
-        self.profiler = OpProfiler(device, total_waited_s)
+    def start_trace(self, device: torch.device, total_collective_wait_s: Callable[[], float]) -> Trace:
+        """Measure later calls that follow a schedule. ``total_collective_wait_s``: as for :class:`OpProfiler`."""
+        self.profiler = OpProfiler(device, total_collective_wait_s)
         return self.profiler.trace
 
     def record_next_called(self, following: "FunctionRecord") -> None:

@@ -132,7 +132,7 @@ class ScheduleHandle:
 
     def start_trace(self) -> Trace:
         """Begin to measure the steps that follow a schedule, and return the trace that collects the measurements."""
-        return self.record.start_trace(self.scheduler.device, self.scheduler.engine.steps.executor.total_waited_s)
+        return self.record.start_trace(self.scheduler.device, self.scheduler.engine.steps.executor.total_collective_wait_s)
 
 
 class ScheduledFunction(ScheduleHandle):

@@ -153,7 +153,7 @@ class Step:
     def end_forward(self, use: UnitUse) -> None:
         """End the forward of a use, after its function has returned."""
         uses = self.uses
-        while uses.backward and uses.backward[-1].is_nested_in(use):  # the function itself has called a backward
+        while uses.backward and uses.backward[-1].is_same_or_inside(use):  # the function itself has called a backward
             self._end_use_backward(uses.backward[-1], None)
         popped = uses.forward.pop()
         assert popped is use
@@ -207,7 +207,7 @@ class Step:
     def _end_passed_backwards(self, next_use: UnitUse | None) -> None:
         """End the backwards of uses that autograd has passed on its way to ``next_use``."""
         backward = self.uses.backward
-        while backward and (next_use is None or not next_use.is_nested_in(backward[-1])):
+        while backward and (next_use is None or not next_use.is_same_or_inside(backward[-1])):
             self._end_use_backward(backward[-1], None)
 
     def _receive_use_gradients(self, use: UnitUse, grads: Grads) -> None:
@@ -254,7 +254,7 @@ class Step:
         self.executor.set_label_names(microbatch=f"microbatch {self.num_microbatches}")
         self.uses.pending.clear()
 
-    def begin_gradients(self, units: Sequence[UnitState], *, final_sum_in_place: bool) -> None:
+    def begin_new_gradients(self, units: Sequence[UnitState], *, final_sum_in_place: bool) -> None:
         """Begin new gradients of ``units``, in the schedule's memory. Reductions of the old gradients are ended first."""
         if {unit.key for unit in units} & {key for key, _ in self.executor.reducing}:
             self.abandon_schedule()
@@ -263,7 +263,7 @@ class Step:
             unit.begin_gradient(self.executor.transport, in_arena.get(unit.key), final_sum_in_place=final_sum_in_place)
         self.trained.update(dict.fromkeys([unit.key for unit in units if unit.gradient is not None]))
 
-    def record_unscheduled_reduction(self) -> None:
+    def begin_unscheduled_reduction(self) -> None:
         """Record that all ranks now reduce gradients outside of the schedule."""
         self._end_passed_backwards(None)
         self._run_event("move")
@@ -290,7 +290,7 @@ class Step:
             self._run_event("fetch", self.units[key])
         self.executor.lanes.stream_wait_ops(self.executor.fetched[-1:])  # the last op of the lane ends after all others
 
-    def gather_updates(self, update_gathers: Sequence[UpdateGather], host_copies: Mapping[str, HostDeviceCopies]) -> None:
+    def gather_and_offload(self, update_gathers: Sequence[UpdateGather], host_copies: Mapping[str, HostDeviceCopies]) -> None:
         """Gather updated parameters to where they rest, and copy offloaded optimizer state to host memory."""
         self._end_passed_backwards(None)
         for unit in self.units.values():

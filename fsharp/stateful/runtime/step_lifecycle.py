@@ -29,7 +29,7 @@ from fsharp.stateful.transport.base import Transport
 from fsharp.stateful.transport.blocking import BlockingTransport
 from fsharp.stateful.transport.gloo import GlooTransport
 from fsharp.stateful.transport.nccl import NcclTransport
-from fsharp.stateful.transport.streams import Lanes, lanes_for
+from fsharp.stateful.transport.streams import Lanes, new_lanes
 from fsharp.stateful.units.future_buffers import is_pending
 from fsharp.stateful.units.unit_state import UnitRegistry, UnitState
 from fsharp.stateful.verify.verify import verify
@@ -66,7 +66,7 @@ class StepLifecycle:
         self.records, self._history = FunctionRecords(), SettingsHistory()
         self._closed: str | None = None
         restart_replay.record_replay_only_call(lambda: self.close_scheduler_after_error(CommError("a rank was restarted")))
-        self._renew_executor(lanes_for(comm.device))
+        self._renew_executor_and_units(new_lanes(comm.device))
         restart_replay.record_replay_only_call(partial(self._reset_after_rank_restart, self.own, self.executor))
 
     def _reset_after_rank_restart(self, own: Comm, executor: Executor) -> None:
@@ -77,7 +77,7 @@ class StepLifecycle:
         self.records.reset_after_rank_restart()
         self._renew_units_and_arena()
 
-    def _renew_executor(self, lanes: Lanes) -> None:
+    def _renew_executor_and_units(self, lanes: Lanes) -> None:
         self.own = with_own_numbering(self.comm)
         separate_groups = bool(self.policy.separate_groups)
         transport = _transport_over(self.own, separate_groups=separate_groups)
@@ -96,7 +96,7 @@ class StepLifecycle:
         """Open the scheduler again on all ranks after an error, with new process groups and the same schedules."""
         if self._closed is not None:
             self._closed = None
-            self._renew_executor(self.executor.lanes)
+            self._renew_executor_and_units(self.executor.lanes)
             self.records.unbind_all_schedules()
 
     def set_lanes(self, lanes: Lanes) -> None:
@@ -114,7 +114,7 @@ class StepLifecycle:
         """
         self._history.add_settings(text)
         if self.now is not None:
-            self.executor.set_label_names(step=f"{self.now.title}{self._history_label_suffix}")
+            self.executor.set_label_names(step=f"{self.now.title}{self._history_digest_suffix}")
 
     def reset_label_history(self) -> None:
         """Drop earlier steps and settings from labels of collectives, once all ranks have loaded the same values."""
@@ -126,12 +126,12 @@ class StepLifecycle:
         """Return all settings so far, for ranks to compare: a digest of older ones, then lines ``name=value``."""
         return self._history.text_to_compare
 
-    def comm_labelled_by_history(self, comm: Comm) -> Comm:
+    def comm_with_settings_digest(self, comm: Comm) -> Comm:
         """Return ``comm``. Outside of steps its labels get a digest of all settings so far."""
         return comm if self.now is not None else LabelPrefixComm(comm, f"after history {self._history.digest or 'none'}: ")
 
     @property
-    def _history_label_suffix(self) -> str:
+    def _history_digest_suffix(self) -> str:
         return f" of history {self._history.digest}" if self._history.digest else ""
 
     def open_step(self, record: FunctionRecord, inputs: Any) -> Step:
@@ -139,8 +139,8 @@ class StepLifecycle:
         with self.closing_scheduler_on_error():
             self._check_scheduler_open_locally()
             self._history.compact_to_digest()
-            title = f"{record.take_next_call_name()} after {self.num_updates} updates"
-            self.executor.begin_step(f"{title}{self._history_label_suffix}")
+            title = f"{record.new_call_name()} after {self.num_updates} updates"
+            self.executor.begin_step(f"{title}{self._history_digest_suffix}")
             self.registry.begin_step()
             for key, node in record.nodes_at_recorded_positions(inputs).items():
                 self.registry.bind_unbound_node(key, node)
@@ -160,7 +160,7 @@ class StepLifecycle:
     def close_step(self, step: Step) -> None:
         """End the step, and record its program."""
         step.end_step()
-        self._record_step_end(step)
+        self._record_and_gather_next(step)
         if step.profiler is not None and step.eager is None:
             step.profiler.end_step()
         self._clear_step()
@@ -210,7 +210,7 @@ class StepLifecycle:
         for record in self.records:
             record.release_tensors()
 
-    def _record_step_end(self, step: Step) -> None:
+    def _record_and_gather_next(self, step: Step) -> None:
         """Record how a step went, for later schedules. After a scheduled step, gather the first units of the next step."""
         assert self.now is not None
         record = self.now.record
@@ -228,9 +228,9 @@ class StepLifecycle:
             if record.next_called() in (None, record):  # the next step of other functions may begin with any unit
                 self.arena.gather_for_next_step(record, step.profiler if self.arena.schedule is step.schedule else None)
         else:
-            self._record_unscheduled_step(record, step)
+            self._record_and_compile_step(record, step)
 
-    def _record_unscheduled_step(self, record: FunctionRecord, step: Step) -> None:
+    def _record_and_compile_step(self, record: FunctionRecord, step: Step) -> None:
         """Record the program of a step that did not follow a schedule to the end."""
         trained, updated = step.trained, step.updated
         order = dict.fromkeys([e.unit for e in step.events if e.unit]) | trained | updated
@@ -285,7 +285,7 @@ class StepLifecycle:
             unit.bind_node(node)
         return unit
 
-    def current_step(self) -> Step:
+    def step_or_eager(self) -> Step:
         """Return the step under way; outside of scheduled functions, a step that has no schedule and is not recorded."""
         if (now := self.now) is not None:
             if threading.get_ident() != now.thread:

@@ -38,7 +38,7 @@ class ArenaItem:
     spans: tuple[tuple[int, int], ...]
 
 
-def live_nbytes(items: Iterable[ArenaItem]) -> list[int]:
+def live_nbytes_by_position(items: Iterable[ArenaItem]) -> list[int]:
     """Return the bytes that are live at each position, from 0 to the last position of any span."""
     spans = [(first, last, item.nbytes) for item in items for first, last in item.spans]
     change = [0] * (max((last for _, last, _ in spans), default=-1) + 2)
@@ -50,7 +50,7 @@ def live_nbytes(items: Iterable[ArenaItem]) -> list[int]:
 
 def peak_nbytes(items: Iterable[ArenaItem]) -> int:
     """Return the largest number of bytes that are live at one position: no arena can be smaller."""
-    return max(live_nbytes(items), default=0)
+    return max(live_nbytes_by_position(items), default=0)
 
 
 @lru_cache(maxsize=64)  # simulated ranks compile the same program, and candidates of tune often do
@@ -120,7 +120,7 @@ class _AddressSearch:
         path: list[tuple[int, int, int]] = []  # the same, in order of placement
         untried: list[list[int]] = []  # addresses that are left to try: for each item in ``path``, and for the next item
         for _ in range(_MAX_SPARE_PLACEMENTS + 3 * len(order) // 2):
-            untried.append(self._free_addresses(order[len(path)], placed, score, arena_nbytes))
+            untried.append(self._free_addresses_best_last(order[len(path)], placed, score, arena_nbytes))
             while not untried[-1]:
                 untried.pop()
                 if not path:
@@ -134,7 +134,9 @@ class _AddressSearch:
                 return tuple(starts[i] for i in range(len(order)))
         return None
 
-    def _free_addresses(self, i: int, placed: Sequence[tuple[int, int, int]], score: AddressScore, limit: int) -> list[int]:
+    def _free_addresses_best_last(
+        self, i: int, placed: Sequence[tuple[int, int, int]], score: AddressScore, limit: int
+    ) -> list[int]:
         """Return addresses for item ``i``, at both ends of each gap that holds the item. The address of least score is last."""
         size, lifetime, top, found = self.items[i].nbytes, self.lifetimes[i], 0, set[tuple[int, int]]()
         self.num_compared += len(placed)

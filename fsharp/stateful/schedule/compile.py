@@ -7,13 +7,13 @@ from functools import partial
 from itertools import chain
 
 from fsharp.errors import ScheduleError, problem
-from fsharp.stateful.schedule.addresses import ArenaItem, ByteRanges, assign_addresses, live_nbytes, peak_nbytes
+from fsharp.stateful.schedule.addresses import ArenaItem, ByteRanges, assign_addresses, live_nbytes_by_position, peak_nbytes
 from fsharp.stateful.schedule.costs import BucketsByCollective
 from fsharp.stateful.schedule.emit import emit_ops
 from fsharp.stateful.schedule.ops import Stream, buffer_nbytes
 from fsharp.stateful.schedule.policy import MAX_FINAL_REDUCTIONS, SchedulePolicy
 from fsharp.stateful.schedule.program import Program
-from fsharp.stateful.schedule.residency import backward_use_numbers
+from fsharp.stateful.schedule.residency import backward_uses_by_microbatch
 from fsharp.stateful.schedule.schedule import Memory, Op, Schedule
 from fsharp.stateful.schedule.unplaced import BufferKey, UnplacedOp
 from fsharp.type_checks import options_checked
@@ -61,7 +61,7 @@ def _emit_and_place(program: Program, policy: SchedulePolicy, max_final_reductio
     ``max_final_reductions`` and ``sum_late`` are as for :class:`~fsharp.stateful.schedule.emit_gradients.GradientOps`.
     """
     buckets = BucketsByCollective(program, policy)
-    first, *later = backward_use_numbers(program, buckets.gathers)
+    first, *later = backward_uses_by_microbatch(program, buckets.gathers)
     kept_uses = [*first, *chain(*later)] if policy.release == "backward" else []
     emit = partial(emit_ops, program, policy, buckets, max_final_reductions=max_final_reductions, sum_late=sum_late)
     unplaced = emit(kept_uses)
@@ -128,7 +128,7 @@ def place_buffers(unplaced: Sequence[UnplacedOp], program: Program, *, max_nbyte
 
 def _move_gradient_opens_earlier(unplaced: Sequence[UnplacedOp], items: Mapping[BufferKey, ArenaItem]) -> bool:
     """Let reductions write directly to gradients at rest, where this needs no larger arena. Return whether any now does."""
-    live = live_nbytes(items.values())
+    live = live_nbytes_by_position(items.values())
     bound, position = max(live, default=0), {id(op): i for i, op in enumerate(unplaced)}
     found = False
     for i, op in enumerate(unplaced):

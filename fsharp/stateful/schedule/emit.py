@@ -30,19 +30,19 @@ def emit_ops(
         ops.begin_event(i)
         phase: Phase = "forward" if event.kind.startswith("forward") else "backward"
         if event.kind not in ("backward_end", "microbatch_end", "update"):
-            parameters.emit_releases(phase)
-            parameters.emit_gathers(phase)
+            parameters.emit_releases_of_event(phase)
+            parameters.emit_gathers_of_event(phase)
         match event.kind:
             case "forward" | "backward":
                 parameters.emit_wait_and_compute(event, phase)
             case "backward_end":
-                parameters.emit_releases("backward")  # first, so that the gradient may take the parameters' memory
+                parameters.emit_releases_of_event("backward")  # first, so that the gradient may take the parameters' memory
                 gradients.emit_cast_and_reduction(event)
-                parameters.emit_gathers("backward")
+                parameters.emit_gathers_of_event("backward")
             case "microbatch_end":
                 gradients.end_microbatch()
-                parameters.emit_releases("backward")
-                parameters.emit_gathers("backward")
+                parameters.emit_releases_of_event("backward")
+                parameters.emit_gathers_of_event("backward")
                 microbatch += 1
                 gradients.begin_microbatch(casts[microbatch], reduced.get(microbatch, ()))
             case "reduce":

@@ -58,8 +58,8 @@ class GradientOps:
         if is_first and has_memory and all(each == unit or each in self._casts for each in bucket):
             # With this op each unit of the bucket has begun its casts: make room for the bucket's reduction.
             self._limit_reductions(REDUCE)
-        opens = None if has_memory else self._open_resting_gradient_once(unit)
-        self._casts[unit] = self._ops.add_chain(
+        opens = None if has_memory else self._resting_gradient_to_open(unit)
+        self._casts[unit] = self._ops.add_with_following_ops(
             CAST, unit, "backward", use_index=event.use_index, is_first_user=is_first, opens=opens
         )
         self._missing_casts[unit] -= 1
@@ -71,7 +71,7 @@ class GradientOps:
         while any(ops[0].phase == "backward" for ops in self._under_way):
             self._end_oldest_reductions()
         for unit in self._is_incomplete:
-            self._emit_final_reduction_if_ready(unit)
+            self._complete_gradient(unit)
 
     def end_all_reductions(self) -> None:
         """End each reduction under way: see :meth:`_end_oldest_reductions`."""
@@ -89,11 +89,13 @@ class GradientOps:
         [unit] = units
         self._last_write[unit] = casts[unit]
         if ACCUMULATE.has_ops_for(facts):
-            opens = self._open_resting_gradient_once(unit)
-            self._last_write[unit] = self._ops.add_chain(ACCUMULATE, unit, "backward", after=(casts[unit],), opens=opens)
-        self._emit_final_reduction_if_ready(unit)
+            opens = self._resting_gradient_to_open(unit)
+            self._last_write[unit] = self._ops.add_with_following_ops(
+                ACCUMULATE, unit, "backward", after=(casts[unit],), opens=opens
+            )
+        self._complete_gradient(unit)
 
-    def _emit_final_reduction_if_ready(self, unit: str) -> None:
+    def _complete_gradient(self, unit: str) -> None:
         """Record that a unit's gradient is complete. If its bucket is complete, emit the final reduction of the bucket."""
         if not self._is_incomplete.get(unit):
             return
@@ -116,10 +118,10 @@ class GradientOps:
         [phase] = spec.phases
         for unit in units:
             if spec.has_ops_for(self._ops.facts[unit]):
-                after |= {unit: (self._ops.add_chain(spec, unit, phase, after=after.get(unit, ())),)}
+                after |= {unit: (self._ops.add_with_following_ops(spec, unit, phase, after=after.get(unit, ())),)}
         return after
 
-    def _open_resting_gradient_once(self, unit: str) -> BufferKey | None:
+    def _resting_gradient_to_open(self, unit: str) -> BufferKey | None:
         """Return the buffer of a unit's gradient at rest, on the first call in a step; None later, or if it has 0 bytes."""
         if not self._ops.facts[unit].rest or unit in self._opened:
             return None
@@ -133,7 +135,7 @@ class GradientOps:
             return
         for op in ops:
             if op.spec is REDUCE:
-                op.open_resting_gradient(self._open_resting_gradient_once(op.unit))
+                op.open_resting_gradient(self._resting_gradient_to_open(op.unit))
         sums = self._emit_sums(ops, is_last=False)
         self._under_way.append(sums)
         self._emit_ready_final_reductions(sums)
@@ -148,7 +150,7 @@ class GradientOps:
         ops = self._under_way.pop(0)
         if ops[0].spec in (ACCUMULATE, FINAL_ACCUMULATE):
             for op in ops:
-                self._ops.reserve_buffer(op)
+                self._ops.extend_buffer_lifetime(op)
         else:
             self._emit_ready_final_reductions(self._emit_sums(ops, is_last=True))
 
@@ -159,10 +161,10 @@ class GradientOps:
             decode, spec = (DECODE_SUM, ACCUMULATE) if op.spec is REDUCE else (FINAL_DECODE_SUM, FINAL_ACCUMULATE)
             arrived = op
             if decode.has_ops_for(self._ops.facts[op.unit]):
-                arrived = self._ops.add_chain(decode, op.unit, op.phase, after=(op,))
-            added = self._ops.add_chain(spec, op.unit, op.phase, after=(arrived,), is_last_user=is_last)
+                arrived = self._ops.add_with_following_ops(decode, op.unit, op.phase, after=(op,))
+            added = self._ops.add_with_following_ops(spec, op.unit, op.phase, after=(arrived,), is_last_user=is_last)
             if spec is ACCUMULATE and is_last:
-                added.open_resting_gradient(self._open_resting_gradient_once(op.unit), reduction=op)
+                added.open_resting_gradient(self._resting_gradient_to_open(op.unit), reduction=op)
             self._last_write[op.unit] = added
             sums.append(added)
         return sums
@@ -170,7 +172,7 @@ class GradientOps:
     def _emit_ready_final_reductions(self, sums: Sequence[UnplacedOp]) -> None:
         for op in sums:
             if op.spec is ACCUMULATE:
-                self._emit_final_reduction_if_ready(op.unit)
+                self._complete_gradient(op.unit)
 
 
 def units_reduced_after_microbatches(program: Program) -> dict[int, Collection[str]]:

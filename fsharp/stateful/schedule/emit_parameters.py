@@ -46,15 +46,15 @@ class ParameterOps:
         self._updated: tuple[UnplacedOp, ...] = ()  # the last update of this step
         self._fetched: list[UnplacedOp] = []  # fetches for the next update
 
-    def emit_releases(self, phase: Phase) -> None:
+    def emit_releases_of_event(self, phase: Phase) -> None:
         """Emit the releases that are planned for this event."""
         for unit in (unit for bucket in self._changes[self._ops.event_index].released for unit in bucket):
             gather = self._gathers.pop(unit, None)
             after = (gather,) if gather is not None and unit not in self._ready else ()  # no wait has followed the gather
-            self._ops.add_chain(RELEASE, unit, phase, after=after)
+            self._ops.add_with_following_ops(RELEASE, unit, phase, after=after)
             self._ready.discard(unit)
 
-    def emit_gathers(self, phase: Phase) -> None:
+    def emit_gathers_of_event(self, phase: Phase) -> None:
         """Emit the gathers that are planned for this event."""
         self._emit_gathers_of_buckets(self._changes[self._ops.event_index].gathered, phase, self._updated)
 
@@ -69,33 +69,33 @@ class ParameterOps:
         self._emit_wait_for_updated_gather(unit)
         if WAIT.has_ops_for(facts) and unit not in self._ready:
             self._ready.add(unit)
-            op = self._ops.add_chain(WAIT, unit, phase)
+            op = self._ops.add_with_following_ops(WAIT, unit, phase)
             if unit in self._gathers:
                 op.replace_after(self._gathers[unit])
             else:
                 self._arriving.append(op)
-        self._ops.add_chain(COMPUTE, unit, phase, use_index=event.use_index)
+        self._ops.add_with_following_ops(COMPUTE, unit, phase, use_index=event.use_index)
 
     def _emit_wait_for_updated_gather(self, unit: str) -> None:
         """Emit the wait for the gather of a unit's updated parameters, which the previous step has begun; once in a step."""
         if unit in self._arriving_updates and UPDATE_WAIT.has_ops_for(self._ops.facts[unit]):
             self._arriving_updates.remove(unit)
-            self._arriving.append(self._ops.add_chain(UPDATE_WAIT, unit, "update"))
+            self._arriving.append(self._ops.add_with_following_ops(UPDATE_WAIT, unit, "update"))
 
     def emit_state_fetch(self, unit: str) -> None:
         """Emit the copy of a unit's optimizer state from host memory to the device."""
-        self._fetched.append(self._ops.add_chain(FETCH, unit, "update", after=self._ops.last_on_stream("compute")))
+        self._fetched.append(self._ops.add_with_following_ops(FETCH, unit, "update", after=self._ops.last_on_stream("compute")))
 
     def emit_update(self, event: Event, *, is_last: bool) -> None:
         """Emit the update of ``event``, and the gathers of updated parameters.
 
         After the step's last update (``is_last``) also emit the gathers of the next step's first units.
         """
-        self.emit_releases("update")
+        self.emit_releases_of_event("update")
         reduced, facts = self._ops.last_on_stream("reduce"), self._ops.facts
         for unit in facts:
             self._emit_wait_for_updated_gather(unit)
-        update = self._ops.add_chain(UPDATE, "", "update", after=(*reduced, *self._fetched))
+        update = self._ops.add_with_following_ops(UPDATE, "", "update", after=(*reduced, *self._fetched))
         self._updated = (update,)
         sent: dict[str, UnplacedOp] = {}
         for members in dict.fromkeys(self._update_gathers.values()):
@@ -103,11 +103,11 @@ class ParameterOps:
             ops = self._ops.add_bucket(UPDATE_GATHER, units, "update", after=dict.fromkeys(units, (update,)))
             sent |= zip(units, ops, strict=True)
         for fetch in self._fetched:
-            self._ops.add_chain(OFFLOAD, fetch.unit, "update", after=(update,))
+            self._ops.add_with_following_ops(OFFLOAD, fetch.unit, "update", after=(update,))
         self._fetched = []
         if not (is_last and self._carries):
             for unit, op in sent.items():
-                self._ops.add_chain(UPDATE_WAIT, unit, "update", after=(op,))
+                self._ops.add_with_following_ops(UPDATE_WAIT, unit, "update", after=(op,))
             return
         self._emit_gathers_of_buckets(self._carried, "forward", (update,))
         for wait in self._arriving:

@@ -30,9 +30,9 @@ def plan_residency(
     all other uses, and would leave no room for prefetch. Second, buckets of ``kept_uses``, from forward to end of backward.
     """
     events = program.events
-    in_use, staying = _buckets_in_use(events, buckets), _staying_buckets(events, buckets, frozenset(kept_uses))
+    in_use, staying = _buckets_of_open_uses(events, buckets), _staying_buckets(events, buckets, frozenset(kept_uses))
     wanted = _resident_buckets_at_starts(events, policy, buckets, in_use, staying)
-    after = _next_needed_buckets(events, wanted)
+    after = _buckets_of_next_event(events, wanted)
     held: dict[Bucket, None] = {}
     updated: tuple[Bucket, ...] = ()  # buckets that stay, and have to be gathered again after an update
     result = []
@@ -78,7 +78,7 @@ def _resident_buckets_at_starts(
     events: Sequence[Event],
     policy: SchedulePolicy,
     buckets: BucketOfUnit,
-    in_use: Sequence[tuple[Bucket, ...]],  # from _buckets_in_use
+    in_use: Sequence[tuple[Bucket, ...]],  # from _buckets_of_open_uses
     staying: Sequence[Mapping[Bucket, int]],  # from _staying_buckets
 ) -> list[tuple[Bucket, ...] | None]:
     """Return, for each start of a forward or backward, the buckets that should be resident; None for any other event."""
@@ -100,7 +100,7 @@ def _resident_buckets_at_starts(
     return wanted
 
 
-def _next_needed_buckets(events: Sequence[Event], wanted: Sequence[tuple[Bucket, ...] | None]) -> list[tuple[Bucket, ...]]:
+def _buckets_of_next_event(events: Sequence[Event], wanted: Sequence[tuple[Bucket, ...] | None]) -> list[tuple[Bucket, ...]]:
     """Return, for each event, the buckets of the next event with buckets in ``wanted``; none if an update comes earlier."""
     after: list[tuple[Bucket, ...]] = []
     following: tuple[Bucket, ...] = ()
@@ -111,13 +111,13 @@ def _next_needed_buckets(events: Sequence[Event], wanted: Sequence[tuple[Bucket,
     return after
 
 
-def backward_use_numbers(program: Program, buckets: BucketOfUnit) -> list[list[int]]:
+def backward_uses_by_microbatch(program: Program, buckets: BucketOfUnit) -> list[list[int]]:
     """Return, for each microbatch, the uses of gathered units whose backward is in the microbatch, in order of backwards."""
     parts = split_by_microbatch(program.events)
     return [[event.use_index for event in part if event.kind == "backward" and event.unit in buckets] for part in parts]
 
 
-def _buckets_in_use(events: Sequence[Event], buckets: BucketOfUnit) -> list[tuple[Bucket, ...]]:
+def _buckets_of_open_uses(events: Sequence[Event], buckets: BucketOfUnit) -> list[tuple[Bucket, ...]]:
     """Return, for each event, the buckets of the uses that have begun and not ended, the innermost use first."""
     open_: list[str] = []
     result = []

@@ -64,7 +64,7 @@ class OpList:
         """Begin to add the ops of the program's event at position ``event_index``."""
         self.event_index = event_index
 
-    def add_chain(self, spec: OpSpec, unit: str, phase: Phase, **fields: Any) -> UnplacedOp:
+    def add_with_following_ops(self, spec: OpSpec, unit: str, phase: Phase, **fields: Any) -> UnplacedOp:
         """Add an op of the kind ``spec``, then ops that follow this op, such as a decode after a wait. Return the first op."""
         op = self._append_op(spec, unit, phase, **fields)
         self._add_following_ops(op)
@@ -102,11 +102,11 @@ class OpList:
     def _add_following_ops(self, op: UnplacedOp) -> None:
         for spec in self._following_specs(op.spec, op.phase):
             if spec.has_ops_for(self.facts[op.unit]):
-                self.add_chain(
+                self.add_with_following_ops(
                     spec, op.unit, op.phase, use_index=op.use_index, after=() if spec.stream == op.spec.stream else (op,)
                 )
 
-    def reserve_buffer(self, op: UnplacedOp) -> None:
+    def extend_buffer_lifetime(self, op: UnplacedOp) -> None:
         """Add a mark, up to which the buffer of ``op`` stays reserved though no op uses it."""
         self.ops.append(
             UnplacedOp(op.spec, op.unit, op.phase, self.event_index, op.buffer, frees=op.buffer is not None, marked_op=op)

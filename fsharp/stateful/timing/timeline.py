@@ -78,7 +78,7 @@ class Timeline:
     @property
     def memory(self) -> tuple[tuple[float, int], ...]:
         """Pairs ``(second, live bytes of the arena from this second on)``, from 0 to the end of the step."""
-        starts, stops = self._starts_and_stops()
+        starts, stops = self._op_starts_and_stops()
         changes: list[tuple[float, int]] = [(0.0, 0)]
         for fill, free, nbytes in buffer_lifetimes(self.schedule.ops):
             since = starts[fill] if fill is not None else 0.0
@@ -118,7 +118,7 @@ class Timeline:
     def _repr_html_(self) -> str:
         return NOTEBOOK_HTML_BY_CLASS[Timeline](self)
 
-    def _starts_and_stops(self) -> tuple[list[float], list[float]]:
+    def _op_starts_and_stops(self) -> tuple[list[float], list[float]]:
         """Return starts and stops of all ops. An op without spans has both at the end of the previous op on its stream."""
         own: dict[int, list[TimeSpan]] = {}
         for span in self.spans:

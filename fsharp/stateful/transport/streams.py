@@ -112,6 +112,6 @@ class DeviceLanes(Lanes):
                 self._events.setdefault(op[0], {})[op[1]] = stream.record_event()
 
 
-def lanes_for(device: torch.device) -> Lanes:
+def new_lanes(device: torch.device) -> Lanes:
     """Return the lanes of a device: streams, or on a CPU lanes that do nothing."""
     return Lanes() if device.type == "cpu" else DeviceLanes(device)

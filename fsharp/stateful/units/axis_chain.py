@@ -121,7 +121,7 @@ class ChainInput(NamedTuple):
     encoded: torch.Tensor | None = None
 
 
-def reduce_along(inputs: Sequence[ChainInput], transport: Transport, *, label: str, coalesced: bool) -> list[Work]:
+def reduce_along_chains(inputs: Sequence[ChainInput], transport: Transport, *, label: str, coalesced: bool) -> list[Work]:
     """Begin to reduce buffers, each by its chain. Return a Work of the last stage for each buffer.
 
     With ``coalesced`` all buffers share the collectives of each stage; their stages and dtypes have to be equal. If the last
@@ -129,7 +129,7 @@ def reduce_along(inputs: Sequence[ChainInput], transport: Transport, *, label: s
     """
     if not coalesced:
         groups = enumerate(inputs)
-        found = [reduce_along([item], transport, label=f"{label} group {i}", coalesced=True) for i, item in groups]
+        found = [reduce_along_chains([item], transport, label=f"{label} group {i}", coalesced=True) for i, item in groups]
         return [work for works in found for work in works]
     moving = [item for item in inputs if item.chain.size]
     works = iter(_run_stages(moving, transport, label) if moving else ())

@@ -127,7 +127,7 @@ class HandedOutLeaf:
         for ref, *_ in self._inner:
             if (inner := ref()) is not None:
                 inner.set_()
-                inner.__class__, inner.path = _ReleasedTensor, self._path
+                inner.__class__, inner.path = _ReleasedInnerTensor, self._path
 
     @torch.no_grad()
     def give_memory(self, storage: torch.UntypedStorage) -> None:
@@ -143,14 +143,14 @@ class HandedOutLeaf:
             self._cls.compute_derived(tensor)
 
 
-class _ReleasedTensor(torch.Tensor):
+class _ReleasedInnerTensor(torch.Tensor):
     """The class of an inner tensor whose memory is released: any function of the tensor raises an error."""
 
     path: str
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        path = next((x.__dict__["path"] for x in args if isinstance(x, _ReleasedTensor)), "of a unit")
+        path = next((x.__dict__["path"] for x in args if isinstance(x, _ReleasedInnerTensor)), "of a unit")
         raise TreeError(
             f"parameter {path!r} is used while its memory is released, outside of its unit's forward and backward. Return the "
             "parameter from the forward, or keep w.dequantize()."

@@ -59,16 +59,16 @@ class GradientRoute:
         self.final_chains = [chain(g, (rest, end), always_has_out=True) for g in unit.trainable_groups]
         self.has_reduction = any(each.stages for each in self.chains)
         self.has_final_reduction = any(each.stages for each in self.final_chains)
-        self.can_sum_in_place = self.buffer_sizes(rest) == self.buffer_sizes(end)
+        self.can_sum_in_place = self.gradient_sizes(rest) == self.gradient_sizes(end)
 
-    def buffer_sizes(self, place: MeshPlacement) -> FlatSizes:
+    def gradient_sizes(self, place: MeshPlacement) -> FlatSizes:
         """Return ``(number of elements, dtype)`` of each group's gradient in ``place``."""
         unit = self.unit
         return [(unit.local_size(g, place), unit.groups[g].dtypes.accumulate) for g in unit.trainable_groups]
 
     def resting_gradient(self, arena_bytes: torch.Tensor | None = None) -> RestingGradient:
         """Return the buffers of the gradient at rest: in the arena's bytes ``arena_bytes``; for None in their own memory."""
-        return RestingGradient(self.buffer_sizes(self.unit.strategy.grads), self.device, arena_bytes)
+        return RestingGradient(self.gradient_sizes(self.unit.strategy.grads), self.device, arena_bytes)
 
     def outgoing_block_nbytes(self, *, several_uses: bool, several_microbatches: bool) -> int:
         """Return the bytes of an :class:`OutgoingBlock`; 0 if gradients are added directly to the gradient at rest."""
@@ -86,9 +86,9 @@ class GradientRoute:
 
     def final_reduction_block_nbytes(self) -> int:
         """Return the bytes of :meth:`final_reduction_block`, for the reduction to the optimizer's shards."""
-        return sum(map(sizes_nbytes, self._final_buffer_sizes()))
+        return sum(map(sizes_nbytes, self._final_reduction_block_sizes()))
 
-    def _final_buffer_sizes(self) -> list[FlatSizes]:
+    def _final_reduction_block_sizes(self) -> list[FlatSizes]:
         """Return, for each group, ``(number of elements, dtype)`` of the buffer to send and of the scratch of its reduction."""
         if not self.has_final_reduction:
             return [[] for _ in self.final_chains]
@@ -109,7 +109,7 @@ class GradientRoute:
 
     def final_reduction_block(self, memory: torch.Tensor) -> list[list[torch.Tensor]]:
         """Cut ``memory``, of :meth:`final_reduction_block_nbytes`, into the buffer to send and the scratch of each group."""
-        return _carve_rows(memory, self._final_buffer_sizes())
+        return _carve_rows(memory, self._final_reduction_block_sizes())
 
 
 def _sends_copy(chain: ReductionChain, several_uses: bool) -> bool:

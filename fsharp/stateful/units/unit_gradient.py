@@ -53,7 +53,7 @@ class UnitGradient:
     def __init__(self, unit: UnitLayout, transport: Transport, device: torch.device, *, trivial: bool = False) -> None:
         self.route = GradientRoute(unit, transport, device, trivial=trivial)
         self._own = self.rest = self.route.resting_gradient()
-        sizes = self.route.buffer_sizes(unit.strategy.optim)
+        sizes = self.route.gradient_sizes(unit.strategy.optim)
         self._own_final = self.final = RestingGradient(sizes, device) if self.route.has_final_reduction else None
         self.phase = GradientPhase.NONE
         self._earlier_sums: list[torch.Tensor] = []  # to add to the next sums; kept, as another stream may still read them
@@ -210,7 +210,7 @@ class UnitGradient:
         return found
 
     def take_reduction_inputs(self, block: OutgoingBlock, *, into_rest: bool) -> list[ChainInput]:
-        """Return the inputs of ``reduce_along()`` for the gradient that a microbatch has collected in ``block``.
+        """Return the inputs of ``reduce_along_chains()`` for the gradient that a microbatch has collected in ``block``.
 
         With ``into_rest`` the sums go to the gradient at rest, else to memory of the block.
         """
@@ -248,7 +248,7 @@ class UnitGradient:
         self.num_added += 1
 
     @property
-    def has_received(self) -> bool:
+    def has_step_gradient(self) -> bool:
         """Whether a backward of this step has given the unit a gradient, whose reduction may be under way."""
         return self.num_added > 0 or self.phase in (GradientPhase.COLLECTING, GradientPhase.REDUCING)
 
@@ -290,8 +290,8 @@ class UnitGradient:
             if grad is not None:
                 buffer.add_(grad)
 
-    def final_reduction_inputs(self, blocks: list[list[torch.Tensor]]) -> list[ChainInput]:
-        """Return the inputs of ``reduce_along()`` from the gradient at rest to the optimizer's shards."""
+    def begin_final_reduction(self, blocks: list[list[torch.Tensor]]) -> list[ChainInput]:
+        """Return the inputs of ``reduce_along_chains()`` from the gradient at rest to the optimizer's shards."""
         self.wait()
         self.zero_if_missing()
         self._enter_phase(GradientPhase.FINISHING)

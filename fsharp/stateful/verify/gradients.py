@@ -73,11 +73,11 @@ class GradientCheck(ScheduleCheckPass):
                 i, op, f"casts the gradient of use {op.use_index} twice.", "one cast for each use", "Drop one of them."
             )
         self.cast[key].add(op.event_index)
-        self._record_gradient_change(i, op, [(spec, *key) for spec in self.takers[OUTGOING]])
+        self._check_gradient_change(i, op, [(spec, *key) for spec in self.takers[OUTGOING]])
         if any(spec.has_ops_for(self.facts[op.unit]) for spec in self.takers[OUTGOING]):
             self.waiting[op.unit] = i
 
-    def _record_gradient_change(self, i: int, op: Op, later_senders: Sequence[tuple[OpSpec, str, int]]) -> None:
+    def _check_gradient_change(self, i: int, op: Op, later_senders: Sequence[tuple[OpSpec, str, int]]) -> None:
         """Record that op ``i`` changes its unit's gradient. Raise an error if an earlier op has sent this gradient.
 
         ``later_senders``: keys in ``self.done`` of ops that send the unreduced gradient: they have to come after op ``i``.
@@ -107,7 +107,7 @@ class GradientCheck(ScheduleCheckPass):
         if REST in spec.reads:
             self.read[op.unit] = i
         if spec.fills == REST:
-            self._record_gradient_change(i, op, [])
+            self._check_gradient_change(i, op, [])
             self.waiting.pop(op.unit, None)
 
     def _reductions_before(self, spec: OpSpec) -> list[OpSpec]:

@@ -77,7 +77,7 @@ class ArenaOverlapCheck(ScheduleCheckPass):
 
     def check_op(self, i: int, op: Op, spec: OpSpec) -> None:
         """Record the owner and the readers of each byte of the arena. Raise an error if two owners overlap in time."""
-        self._check_reads(i, op, spec)
+        self._check_filled_before_reads(i, op, spec)
         self._check_buffer_use(i, op, spec)
         self._check_opens(i, op, spec)
 
@@ -99,7 +99,7 @@ class ArenaOverlapCheck(ScheduleCheckPass):
             what = "writes a gradient at rest whose memory no op has opened."
             raise op_error(i, op, what, "memory in its `opens`, or in the `opens` of an earlier op")
 
-    def _check_reads(self, i: int, op: Op, spec: OpSpec) -> None:
+    def _check_filled_before_reads(self, i: int, op: Op, spec: OpSpec) -> None:
         """Raise an error if a buffer that an op reads is empty or still changes. ``GradientCheck`` checks gradients at rest."""
         facts = self.facts[op.unit]
         for buffer in [each for each in spec.reads if not BUFFERS[each].is_opened and buffer_nbytes(each, facts)]:
@@ -152,7 +152,7 @@ class PolicyLimitsCheck(ScheduleCheckPass):
 
     def __init__(self, schedule: Schedule, order: HappensBefore) -> None:
         super().__init__(schedule, order)
-        self.group_of = {unit: _bucket_name(order.ops[i]) for unit, i in order.carried_gathers().items()}  # by resident unit
+        self.group_of = {unit: _unit_or_bucket(order.ops[i]) for unit, i in order.carried_gathers().items()}  # by resident unit
         self.in_use = Counter[str]()  # by unit, uses under way
         self.pinned = Counter[str]()  # by unit, uses under way, and uses whose backward is to come
         ends = {event.use_index: i for i, event in enumerate(self.events) if event.kind == "backward_end"}
@@ -173,7 +173,7 @@ class PolicyLimitsCheck(ScheduleCheckPass):
         """Count resident units and reductions under way after the op. Raise an error if their numbers exceed a limit."""
         if spec.fills == PARAMS:
             self._count_open_uses_until(op.event_index)
-            self.group_of[op.unit] = _bucket_name(op)
+            self.group_of[op.unit] = _unit_or_bucket(op)
             if op.bucket in {each.bucket for each in self.order.ops[i + 1 : i + 2] if each.kind == op.kind} - {-1}:
                 return  # a bucket counts once all of its units are gathered, as any of them may be in use
             kept = {group for unit, group in self.group_of.items() if self.pinned[unit]}
@@ -185,7 +185,7 @@ class PolicyLimitsCheck(ScheduleCheckPass):
         elif spec.frees == PARAMS:
             self.group_of.pop(op.unit, None)
         elif spec.calls and spec.memory_buffer_kind in self.under_way:
-            self.under_way[spec.memory_buffer_kind][op.unit] = _bucket_name(op)
+            self.under_way[spec.memory_buffer_kind][op.unit] = _unit_or_bucket(op)
             groups = set(self.under_way[spec.memory_buffer_kind].values())
             most = MAX_FINAL_REDUCTIONS if spec.memory_buffer_kind == FINISHING else MAX_REDUCTIONS
             if len(groups) > most:
@@ -195,7 +195,7 @@ class PolicyLimitsCheck(ScheduleCheckPass):
             self.under_way[spec.frees].pop(op.unit, None)
 
 
-def _bucket_name(op: Op) -> str:
+def _unit_or_bucket(op: Op) -> str:
     return op.unit if op.bucket == -1 else f"bucket {op.bucket}"
 
 

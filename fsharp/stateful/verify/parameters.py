@@ -41,7 +41,7 @@ class ParameterCheck(ScheduleCheckPass):
         if spec.frees == PARAMS:
             self._check_release(i, op)
         if spec.changes == RESTING:
-            self._check_no_stale_copies(i, op)
+            self._check_update(i, op)
 
     def _check_gather(self, i: int, op: Op, spec: OpSpec) -> None:
         self.check_is_before(self.updated, i, "may read stale parameters, before")
@@ -96,7 +96,7 @@ class ParameterCheck(ScheduleCheckPass):
         self.copies.pop(op.unit)
         self.joined.discard(op.unit)
 
-    def _check_no_stale_copies(self, i: int, op: Op) -> None:
+    def _check_update(self, i: int, op: Op) -> None:
         for unit, gather in self.copies.items():
             what = f"the copy of {unit!r} made by op {gather % len(self.order.ops)} survives the update, and is stale after it."
             raise op_error(i, op, what, f"a release of {unit!r} before the update, or its gather after")

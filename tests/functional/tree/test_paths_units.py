@@ -15,7 +15,7 @@ from fsharp.functional.tree.paths import (
     matches,
     matches_self_or_ancestor,
     named_leaves,
-    parent_by_prefix,
+    parents_of_all_prefixes,
     select_paths,
     self_and_ancestors,
     value_by_path,
@@ -97,8 +97,10 @@ def test_a_path_is_selected_by_itself_and_by_its_ancestors_alone(segments):
 @given(st.lists(st.lists(st.text("ab", min_size=1, max_size=2), max_size=4).map(".".join), max_size=6), st.data())
 def test_each_prefix_of_paths_is_found_with_the_path_around_it(paths, data):
     every = [each for path in paths for each in self_and_ancestors(path)]
-    assert list(parent_by_prefix(paths)) == list(dict.fromkeys(every))
-    assert all(list(self_and_ancestors(path))[1:2] == [around] for path, around in parent_by_prefix(paths).items() if path)
+    assert list(parents_of_all_prefixes(paths)) == list(dict.fromkeys(every))
+    assert all(
+        list(self_and_ancestors(path))[1:2] == [around] for path, around in parents_of_all_prefixes(paths).items() if path
+    )
     among = set(data.draw(st.lists(st.sampled_from(every)))) if every else set()
     for path in every:
         assert innermost_prefix(path, among) == max(

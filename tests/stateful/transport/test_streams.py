@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import fsharp as fs
-from fsharp.stateful.transport.streams import DeviceLanes, Lanes, lanes_for
+from fsharp.stateful.transport.streams import DeviceLanes, Lanes, new_lanes
 from fsharp.testing import DebugPolicy
 from fsharp.testing.ordering import RecordEvent, Wait
 from fsharp.testing.races import VirtualLanes
@@ -16,9 +16,9 @@ MESH = fs.Mesh({"dp": 1})
 
 
 def test_a_cpu_has_no_lanes_and_any_other_device_has():
-    assert type(lanes_for(CPU)) is Lanes
+    assert type(new_lanes(CPU)) is Lanes
     for kind in ("cuda", "xpu", "mps"):
-        assert isinstance(lanes_for(torch.device(kind)), DeviceLanes)
+        assert isinstance(new_lanes(torch.device(kind)), DeviceLanes)
 
 
 class FakeStream:

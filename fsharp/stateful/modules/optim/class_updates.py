@@ -255,7 +255,7 @@ class ClassUpdates:
         state, _ = make_first_step(type(self.inner), groups[index], self._defaults, values)
         return state_of_leaf(state, values, 0, held, parameter)
 
-    def options_after_first_step(self, group: dict[str, Any]) -> dict[str, Any]:
+    def options_added_by_first_step(self, group: dict[str, Any]) -> dict[str, Any]:
         """Return the options that the class adds to ``group`` in its first step, such as ``"step"``, which is 0."""
         one = torch.zeros(1, 1, dtype=torch.float32, device=self._session.scheduler.device)
         options = make_first_step(type(self.inner), group, self._defaults, one)[1]

@@ -15,7 +15,7 @@ from fsharp.functional.layout.sharded import units_of
 from fsharp.functional.optim.base import as_transform
 from fsharp.functional.optim.elementwise_check import with_elementwise_check
 from fsharp.functional.optim.ema import WithEmaState
-from fsharp.functional.optim.wrappers import with_frozen_paths
+from fsharp.functional.optim.wrappers import with_unchanged_paths
 from fsharp.functional.state import MadeBy
 from fsharp.stateful.modules.optim.class_updates import ClassUpdates
 from fsharp.stateful.modules.optim.states import (
@@ -30,7 +30,7 @@ from fsharp.stateful.modules.optim.states import (
 )
 from fsharp.stateful.modules.parameter import ShardedParameter, ShardedTensor
 from fsharp.stateful.modules.session import ModuleSession
-from fsharp.stateful.modules.state_dict import SAME_VALUES_REMEDY, check_no_dtensors, make_parts_whole_, scatter_from_rank
+from fsharp.stateful.modules.state_dict import SAME_VALUES_REMEDY, check_no_dtensor_shards, make_parts_whole_, scatter_from_rank
 from fsharp.stateful.modules.torch_tools.refusals import refuse_copy
 from fsharp.torch_compile import disable_compile
 from fsharp.tracebacks import api_boundary, api_context
@@ -133,7 +133,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             if unread := sorted(self.param_groups[0].keys() - {"params", "param_names"}):
                 raise option_access_error(unread[0])
             paused = self._session.paused & self._session.step.means.missing
-            tx = with_frozen_paths(self._tx, paused) if paused else self._tx
+            tx = with_unchanged_paths(self._tx, paused) if paused else self._tx
         if self._session.step.updated_by not in (None, id(self)):
             raise ScheduleError(
                 "step(): another optimizer of this module has made the step, and has used up the gradients. Put all parameters "
@@ -223,7 +223,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         Cost: for a class, the memory of the state, and for each axis two collectives of a few bytes for each parameter. State
         without a value for each element, such as row statistics, is copied to all ranks.
         """
-        check_no_dtensors("state_dict()", self._session)
+        check_no_dtensor_shards("state_dict()", self._session)
         if self._updates is not None:
             states: Any = self._updates.copy_and_fill_in_states()
         else:
@@ -244,14 +244,14 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
         Cost: no collective. Memory: the state, and four times one parameter.
         """
-        check_no_dtensors("state_template()", self._session)
+        check_no_dtensor_shards("state_template()", self._session)
         if self._updates is None:
             return self.state_dict()
         chosen = [path for path in self._updates.trained_parameters_by_path() if is_saved(f"state.{path}")]
         states = {path: self._updates.fresh_state(path, self.param_groups) for path in chosen}
         groups = self._groups_with_paths()
         for i, (group, own) in enumerate(zip(groups, self.param_groups, strict=True)):
-            added = self._updates.options_after_first_step(own)
+            added = self._updates.options_added_by_first_step(own)
             group.update({name: value for name, value in added.items() if is_saved(f"param_groups.{i}.{name}")})
         return {"state": states, "param_groups": groups}
 
@@ -272,7 +272,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         where, comm = "load_state_dict()", self._session.reopened_scheduler()
 
         def check() -> tuple[Any, Any]:
-            check_no_dtensors(where, self._session)
+            check_no_dtensor_shards(where, self._session)
             trained = None if self._tx is not None else {p.path for g in self.param_groups for p in g["params"] if p.is_trained}
             check_param_groups(state_dict, self._groups_with_paths(), options=self.defaults, trained=trained)
             if self._updates is None:
@@ -289,7 +289,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             self._session.state.set_opt_state(states, self._session.state.train_state.made_by, self)
         else:
             self._updates.replace_states(states)
-        self._session.reset_history_if_all_loaded("optimizer")
+        self._session.reset_history_if_both_loaded("optimizer")
 
     @api_boundary
     def full_state_dict(self, *, rank: int | None = 0) -> dict[str, Any]:

@@ -67,7 +67,10 @@ def fill_in_missing_states(states: StatesByPath, parameters: Mapping[str, Sharde
 
     def described() -> str:
         mine = [(path, states.get(path, {}).items()) for path in parameters]
-        rows = [json.dumps([[key, _kind_of_state("state_dict()", path, key, x)] for key, x in items]) for path, items in mine]
+        rows = [
+            json.dumps([[key, _state_value_to_compare("state_dict()", path, key, x)] for key, x in items])
+            for path, items in mine
+        ]
         known = list(dict.fromkeys(rows))  # many parameters have equal rows
         return json.dumps([known, list(map(known.index, rows))])
 
@@ -92,7 +95,7 @@ def fill_in_missing_states(states: StatesByPath, parameters: Mapping[str, Sharde
     return found
 
 
-def _kind_of_state(where: str, path: str, key: str, value: Any) -> list[Any]:
+def _state_value_to_compare(where: str, path: str, key: str, value: Any) -> list[Any]:
     if isinstance(value, ShardedTensor):
         return ["part", dtype_name(value.dtype)]
     if isinstance(value, torch.Tensor):
@@ -109,7 +112,7 @@ def _kind_of_state(where: str, path: str, key: str, value: Any) -> list[Any]:
 def _own_or_from_rank(kind: list[Any], value: Any, like: ShardedTensor, source: int, comm: Comm) -> Any:
     """Return ``value``, this rank's state; in place of None an empty part for elementwise state, else the state of ``source``.
 
-    ``kind``: result of :func:`_kind_of_state` on rank ``source``. All ranks call this function.
+    ``kind``: result of :func:`_state_value_to_compare` on rank ``source``. All ranks call this function.
     """
     what, *rest = kind
     if what == "value":
@@ -202,7 +205,9 @@ def states_from_state_dict(
         # Two entries for each parameter on every rank, as ranks with parameters of their own may keep different states.
         parts = [bytes_digest(value.local) for value in state.values() if isinstance(value, ShardedTensor)]
         rest = [bytes_digest(x) for x in state.values() if isinstance(x, torch.Tensor) and not isinstance(x, ShardedTensor)]
-        kinds = repr([(key, _kind_of_state("load_state_dict()", path, key, value)) for key, value in state.items()]).encode()
+        kinds = repr(
+            [(key, _state_value_to_compare("load_state_dict()", path, key, value)) for key, value in state.items()]
+        ).encode()
         compared[path] = _sha256_tensor(kinds, *rest), like.place.varying_axes
         compared[f"{path}, its part"] = _sha256_tensor(*parts), like.place.varying_axes + like.place.sharded_axes
     return {path: state for path, state in states.items() if state}, compared

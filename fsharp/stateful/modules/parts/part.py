@@ -19,7 +19,7 @@ from fsharp.stateful.modules.parts.part_functions import (
     COPYING_FUNCTIONS,
     ELEMENTWISE_FUNCTIONS,
     PREDICATES,
-    Reduction,
+    ReductionFns,
     foreach_argument_rows,
     is_in_place,
     reduction_of,
@@ -85,10 +85,10 @@ class ShardedTensor(torch.Tensor):
     @staticmethod
     def from_local(data: torch.Tensor, like: "ShardedTensor") -> "ShardedTensor":
         """Return a part that is sharded as ``like`` is, with this rank's elements ``data``."""
-        return ShardedTensor.from_attributes(data, like.annotated_attributes)
+        return ShardedTensor.from_attributes(data, like.sharding_attributes)
 
     @property
-    def annotated_attributes(self) -> dict[str, Any]:
+    def sharding_attributes(self) -> dict[str, Any]:
         """The annotated attributes of the class (``path``, ``unit`` and so on) as a dict, for :meth:`from_attributes`."""
         return {name: getattr(self, name) for name in ShardedTensor.__annotations__}
 
@@ -249,13 +249,13 @@ class ShardedTensor(torch.Tensor):
                 "parameters are whole inside of `with model.unsharded():` (write=True keeps changes).",
             )
             raise LayoutError(  # a TypeError would mean to Python that an operator is missing
-                f"{kind}{cut[0].path!r} is sharded: this rank holds {_elements_text(cut[0])}, which {name}(){by} would take "
-                f"for the whole tensor. {remedy}"
+                f"{kind}{cut[0].path!r} is sharded: this rank holds {_num_elements_text(cut[0])}, which {name}(){by} would "
+                f"take for the whole tensor. {remedy}"
             )
         if torch.is_grad_enabled() and name not in PREDICATES:
             _check_no_autograd(name, rows, cut)
         if reduction is not None:
-            found = _reduce_parts(name, [row[0] for row in rows], reduction)
+            found = _reduce_each_tensor(name, [row[0] for row in rows], reduction)
             return found if name.startswith("_foreach_") else found[0]
         if cut:
             result = _elementwise(func, name, args, kwargs, rows)
@@ -395,7 +395,7 @@ def _full_in_backward(x: Any) -> Any:
     return type(x)(map(_full_in_backward, x)) if type(x) in (list, tuple) else x
 
 
-def _reduce_parts(name: str, tensors: Sequence[torch.Tensor], reduction: Reduction) -> list[torch.Tensor]:
+def _reduce_each_tensor(name: str, tensors: Sequence[torch.Tensor], reduction: ReductionFns) -> list[torch.Tensor]:
     """Return the reduction of each tensor. Parts are also reduced over ranks, by a collective for each axis."""
     found: list[Any] = [None] * len(tensors)
     alike: dict[Any, list[int]] = {}
@@ -458,7 +458,7 @@ def _call_naming_part(call: Callable[[], Any], name: str, part: ShardedTensor) -
     except RuntimeError as error:
         if part.is_whole_on_every_rank or type(error) is not RuntimeError:  # such as torch.OutOfMemoryError
             raise
-        text = f"{name}() of {part.path!r}, of which this rank holds {_elements_text(part)} as one dimension: {error}"
+        text = f"{name}() of {part.path!r}, of which this rank holds {_num_elements_text(part)} as one dimension: {error}"
         raise LayoutError(f"{text.rstrip('.')}. Parameters are whole inside of `with model.unsharded():`.") from error
 
 
@@ -477,7 +477,7 @@ def _own_elements(x: Any, likes: Sequence[ShardedTensor | None]) -> Any:
     return x.reshape(-1)[slice(*like.flat_range)] if like is not None and isinstance(x, torch.Tensor) and x.dim() else x
 
 
-def _elements_text(part: ShardedTensor) -> str:
+def _num_elements_text(part: ShardedTensor) -> str:
     with torch._C.DisableTorchFunctionSubclass():
         return f"{part.numel():,} of the {part.full_shape.numel():,} elements of {list(part.full_shape)}"
 
@@ -487,7 +487,7 @@ def _mismatch_message(part: ShardedTensor, other: Any, name: str) -> str:
     remedy = "Of a tensor `whole` that every rank has, take `whole.flatten()[slice(*part.flat_range)]`, and compute with "
     remedy += "`part.local`. Copies of parts, `part.detach().clone()`, are cut alike."
     if isinstance(other, ShardedTensor):
-        what = f"{other.path!r}, of which this rank holds {_elements_text(other)}: the two are cut differently"
+        what = f"{other.path!r}, of which this rank holds {_num_elements_text(other)}: the two are cut differently"
         remedy = "Shard both modules alike, with the same strategy, units, precision and trained parameters; freeze a teacher "
         remedy += "by requires_grad_(False) after shard_module(), not before."
-    return f"{name}(): {part.path!r}, of which this rank holds {_elements_text(part)}, and {what}. {remedy}"
+    return f"{name}(): {part.path!r}, of which this rank holds {_num_elements_text(part)}, and {what}. {remedy}"

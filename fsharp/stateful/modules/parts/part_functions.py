@@ -38,7 +38,7 @@ def is_in_place(name: str) -> bool:
     return is_operator or (name.endswith("_") and not name.endswith("__"))
 
 
-class Reduction(NamedTuple):
+class ReductionFns(NamedTuple):
     """A reduction of all elements of a sharded tensor to one number.
 
     ``local`` returns a scalar from this rank's elements, of which there may be none. ``op`` combines the scalars of ranks.
@@ -54,19 +54,19 @@ def _widest_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.complex128 if dtype.is_complex else torch.float64 if dtype.is_floating_point else torch.int64
 
 
-def _sum_reduction(x: torch.Tensor, *, dtype: torch.dtype | None = None) -> Reduction:
+def _sum_reduction(x: torch.Tensor, *, dtype: torch.dtype | None = None) -> ReductionFns:
     of = dtype or (x.dtype if x.is_floating_point() or x.is_complex() else torch.int64)
-    return Reduction(lambda x: x.to(of).sum(dtype=_widest_dtype(of)), "sum", lambda total, _: total.to(of))
+    return ReductionFns(lambda x: x.to(of).sum(dtype=_widest_dtype(of)), "sum", lambda total, _: total.to(of))
 
 
-def _mean_reduction(x: torch.Tensor, *, dtype: torch.dtype | None = None) -> Reduction:
+def _mean_reduction(x: torch.Tensor, *, dtype: torch.dtype | None = None) -> ReductionFns:
     of = dtype or x.dtype
     if not of.is_floating_point:
         raise TypeError(f"mean(): of {of}")
-    return Reduction(lambda x: x.sum(dtype=torch.float64), "sum", lambda total, count: (total / count).to(of))
+    return ReductionFns(lambda x: x.sum(dtype=torch.float64), "sum", lambda total, count: (total / count).to(of))
 
 
-def _max_or_min_reduction(of: torch.dtype, op: ReduceOp) -> Reduction:
+def _max_or_min_reduction(of: torch.dtype, op: ReduceOp) -> ReductionFns:
     wide = _widest_dtype(of)
     info = torch.finfo(wide) if wide.is_floating_point else torch.iinfo(wide)
     none = {"max": -math.inf, "min": math.inf}[op] if wide.is_floating_point else {"max": info.min, "min": info.max}[op]
@@ -76,19 +76,19 @@ def _max_or_min_reduction(of: torch.dtype, op: ReduceOp) -> Reduction:
             return torch.full((), none, dtype=wide, device=x.device)
         return (x.amax() if op == "max" else x.amin()).to(wide)
 
-    return Reduction(local, op, lambda value, _: value.to(of))
+    return ReductionFns(local, op, lambda value, _: value.to(of))
 
 
 def _norm_reduction(
     x: torch.Tensor, ord: float = 2, dim: None = None, keepdim: bool = False, *, dtype: torch.dtype | None = None
-) -> Reduction:
+) -> ReductionFns:
     of = dtype or x.dtype.to_real()
     is_exact = not all(each.is_floating_point or each.is_complex for each in (x.dtype, of))
     if dim is not None or keepdim or not isinstance(ord, int | float) or is_exact:
         raise TypeError("of all elements, which are not integers, alone")
     if math.isinf(ord):
         found = _max_or_min_reduction(of, "max" if ord > 0 else "min")
-        return Reduction(lambda x: found.local(x.abs()).clamp(min=0), found.op, found.finish)  # the norm of no elements is 0
+        return ReductionFns(lambda x: found.local(x.abs()).clamp(min=0), found.op, found.finish)  # the norm of no elements is 0
 
     def local(x: torch.Tensor) -> torch.Tensor:
         if ord == 2:
@@ -99,17 +99,17 @@ def _norm_reduction(
     def finish(total: torch.Tensor, _: int) -> torch.Tensor:
         return total.to(of) if ord == 0 else torch.pow(total, 1 / ord).to(of)
 
-    return Reduction(local, "sum", finish)
+    return ReductionFns(local, "sum", finish)
 
 
-REDUCTIONS: dict[str, Callable[..., Reduction]] = {
+REDUCTIONS: dict[str, Callable[..., ReductionFns]] = {
     "sum": _sum_reduction,
     "mean": _mean_reduction,
     **dict.fromkeys(("max", "amax", "_foreach_max"), lambda x: _max_or_min_reduction(x.dtype, "max")),
     **dict.fromkeys(("min", "amin"), lambda x: _max_or_min_reduction(x.dtype, "min")),
-    "any": lambda _: Reduction(lambda x: x.any().to(torch.uint8), "max", lambda value, _: value.bool()),
-    "all": lambda _: Reduction(lambda x: x.all().to(torch.uint8), "min", lambda value, _: value.bool()),
-    "count_nonzero": lambda _: Reduction(lambda x: x.count_nonzero(), "sum", lambda value, _: value),
+    "any": lambda _: ReductionFns(lambda x: x.any().to(torch.uint8), "max", lambda value, _: value.bool()),
+    "all": lambda _: ReductionFns(lambda x: x.all().to(torch.uint8), "min", lambda value, _: value.bool()),
+    "count_nonzero": lambda _: ReductionFns(lambda x: x.count_nonzero(), "sum", lambda value, _: value),
     "norm": lambda x, p="fro", dim=None, keepdim=False, *, dtype=None: _norm_reduction(
         x, 2 if p in ("fro", None) else p, dim, keepdim, dtype=dtype
     ),
@@ -117,10 +117,10 @@ REDUCTIONS: dict[str, Callable[..., Reduction]] = {
     "linalg_norm": lambda x, *, dtype=None: _norm_reduction(x, dtype=dtype),
     "_foreach_norm": lambda x, ord=2, dtype=None: _norm_reduction(x, ord, dtype=dtype),
 }
-"""Functions by name of a torch function: with its arguments they return the Reduction, or raise a TypeError."""
+"""Functions by name of a torch function: with its arguments they return the ReductionFns, or raise a TypeError."""
 
 
-def reduction_of(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Reduction | None:
+def reduction_of(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> ReductionFns | None:
     """Return the reduction that a call computes; None if the call does not reduce all elements."""
     try:
         return REDUCTIONS[name](args[0][0] if name.startswith("_foreach_") else args[0], *args[1:], **kwargs)

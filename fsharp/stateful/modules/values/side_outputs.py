@@ -1,4 +1,4 @@
-"""SideOutputs: tensors that a module stores outside of its result: in attributes, or in lists among its arguments."""
+"""SideOutputFinder: tensors that a module stores outside of its result: in attributes, or in lists among its arguments."""
 
 import weakref
 from collections import OrderedDict, defaultdict, deque
@@ -18,7 +18,7 @@ _WITHOUT_SIDE_OUTPUTS = ("torch.nn.", "transformer_engine.")
 _CONTAINERS = frozenset({list, dict, set, tuple, deque, OrderedDict, defaultdict})
 
 
-class SideOutputs:
+class SideOutputFinder:
     """Finds the tensors that modules store during a call, besides their results. A backward may begin at such a tensor.
 
     Modules store such tensors in their attributes and buffers, and in lists, dicts, sets and tuples among the arguments.
@@ -29,7 +29,7 @@ class SideOutputs:
     def __init__(self, modules: Iterable[nn.Module]) -> None:
         self._modules = [weakref.ref(each) for each in modules if not type(each).__module__.startswith(_WITHOUT_SIDE_OUTPUTS)]
 
-    def find_stored_tensors(self, arguments: Sequence[Any]) -> dict[int, torch.Tensor]:
+    def stored_tensors_by_id(self, arguments: Sequence[Any]) -> dict[int, torch.Tensor]:
         """Return, by ``id()``, the tensors that the modules, and containers among ``arguments``, hold now."""
         values = [value for value in arguments if type(value) in _CONTAINERS and value]
         for places, name in self._dict_entries_with_tensors():
@@ -41,13 +41,13 @@ class SideOutputs:
     ) -> list[torch.Tensor]:
         """Return the tensors with a ``grad_fn`` that the call of the module at ``path`` has stored.
 
-        ``before`` has the tensors of :meth:`find_stored_tensors` before the call. Stored views of ``parameters`` are replaced
+        ``before`` has the tensors of :meth:`stored_tensors_by_id` before the call. Stored views of ``parameters`` are replaced
         by copies, as the parameters' memory is released.
         """
-        new = [x for i, x in self.find_stored_tensors(arguments).items() if i not in before]
+        new = [x for i, x in self.stored_tensors_by_id(arguments).items() if i not in before]
         if views := views_of_parameters(parameters, new):
             self.replace_stored(arguments, views, [unaliased_clone(x) for x in views], path)
-            new = [x for i, x in self.find_stored_tensors(arguments).items() if i not in before]
+            new = [x for i, x in self.stored_tensors_by_id(arguments).items() if i not in before]
         return [x for x in new if x.grad_fn is not None]
 
     def replace_stored(
