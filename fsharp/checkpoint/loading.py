@@ -476,6 +476,6 @@ def rename_damaged_on_rank_0(damaged: Mapping[str, str], used_instead: str, comm
 def set_aside_and_describe(path: str) -> str:
     """Rename a damaged folder or file. Return text with the new path, or why it could not be renamed."""
     try:
-        return f"set aside as {storage_of(path).set_aside(path)}"
+        return f"set aside as {storage_of(path).set_aside_damaged(path)}"
     except Exception as error:  # of any kind: object stores have their own, and the values are loaded
         return f"and could not be renamed ({error})"

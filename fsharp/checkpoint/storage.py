@@ -200,7 +200,7 @@ class LocalStorage:
         except OSError as error:
             _log.warning("%s: left behind: %s", gone, error)
 
-    def set_aside(self, path: str) -> str:
+    def set_aside_damaged(self, path: str) -> str:
         """Rename a damaged checkpoint or file, so that no reader finds it; return the new path."""
         os.rename(path, path + DAMAGED_SUFFIX)
         _sync_folder(os.path.dirname(path))
@@ -344,7 +344,7 @@ class ObjectStore:
         with suppress(FileNotFoundError):
             self._files.rm(glob.escape(folder), recursive=True)
 
-    def set_aside(self, path: str) -> str:
+    def set_aside_damaged(self, path: str) -> str:
         self._files.mv(glob.escape(path), path + DAMAGED_SUFFIX, recursive=True)
         return path + DAMAGED_SUFFIX
 

@@ -32,7 +32,7 @@ class GradientSinks:
         self._sinks: dict[tuple[int, ...], tuple[Sequence[torch.Tensor], tuple[torch.Tensor, ...]]] = {}
         self._handles: dict[int, torch.Tensor] = {}
 
-    def add_buffers(self, buffers: Sequence[torch.Tensor], sinks: tuple[torch.Tensor, ...]) -> None:
+    def register_sinks(self, buffers: Sequence[torch.Tensor], sinks: tuple[torch.Tensor, ...]) -> None:
         """Record that the gradients of a node's ``buffers`` go to ``sinks``, one for each trainable group of the node."""
         self._sinks[tuple(map(id, buffers))] = (buffers, sinks)
 
@@ -85,7 +85,7 @@ def with_sinks(params: Any, grad_sinks: GradientSinks) -> Any:
         own = []
         for g, x in zip(node.groups, buffers, strict=True):
             own.append(x.detach().requires_grad_(g in unit.trainable_groups and x.is_floating_point()))
-        grad_sinks.add_buffers(own, sinks)
+        grad_sinks.register_sinks(own, sinks)
         return node.with_buffers(own if node.lazy is None else node.lazy.for_aliases(own), grad_sinks=grad_sinks)
 
     return map_units(add_sinks, params)

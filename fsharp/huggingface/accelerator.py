@@ -185,7 +185,7 @@ class Accelerator(accelerate.Accelerator):
 
     def save_state(self, output_dir: str | None = None, safe_serialization: bool = True, **options: Any) -> Any:
         """Save sharded modules and optimizers into ``output_dir/fsharp``, and the rest as accelerate does."""
-        tree, comm = self._sharded_tree_and_comm()
+        tree, comm = self._checkpoint_tree_and_comm()
         with self._hiding_sharded():
             folder = super().save_state(output_dir, safe_serialization, **options)
         if comm is not None:
@@ -197,7 +197,7 @@ class Accelerator(accelerate.Accelerator):
 
     def load_state(self, input_dir: str | None = None, load_kwargs: Any = None, **options: Any) -> None:
         """Load the folder ``input_dir``, which :meth:`save_state` wrote, also under another strategy and number of ranks."""
-        tree, comm = self._sharded_tree_and_comm()
+        tree, comm = self._checkpoint_tree_and_comm()
 
         def load_sharded(_: Any, folder: str) -> None:
             root = os.path.join(folder, SHARDED_FOLDER)
@@ -215,7 +215,7 @@ class Accelerator(accelerate.Accelerator):
             finally:
                 handle.remove()
 
-    def _sharded_tree_and_comm(self) -> tuple[dict[str, Any], Any]:
+    def _checkpoint_tree_and_comm(self) -> tuple[dict[str, Any], Any]:
         """Return the sharded modules and optimizers, as a tree, and the Comm of the first module; None without a module.
 
         Raises OptionError if an optimizer was prepared without its module.

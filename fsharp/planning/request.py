@@ -34,9 +34,9 @@ from fsharp.planning.space import (
     layout_options,
     meshes_to_try,
     model_of,
-    one_rank_trial_layout,
     unit_patterns_to_try,
     units_in_dict_order,
+    unsharded_trial_layout,
 )
 from fsharp.planning.trial import UnitCall, measure_calls, record_calls_of_loss, record_calls_of_module
 from fsharp.stateful.modules.selection import chosen_modules, gathered_units_by_module
@@ -160,7 +160,7 @@ class TuneRequest:
         costs: dict[CostKey, MicrobatchCosts] = {}
         for (units, patterns), (form, precision) in product(choices.items(), formats.items()):
             cost_key = units, form
-            alone = one_rank_trial_layout(model, meshes[0], patterns, precision)
+            alone = unsharded_trial_layout(model, meshes[0], patterns, precision)
             order = self.order or self._assumed_unit_order(model, alone, patterns)
             if has_trial:
                 calls[cost_key] = self._run_trial(model, alone, patterns)

@@ -194,7 +194,7 @@ def _takes_axes(make: Callable[..., Strategy], mesh: Mesh) -> bool:
     return True
 
 
-def one_rank_trial_layout(model: Model, mesh: Mesh, units: UnitPatterns, precision: Precisions) -> Layout:
+def unsharded_trial_layout(model: Model, mesh: Mesh, units: UnitPatterns, precision: Precisions) -> Layout:
     """Return the layout of a trial: for one rank, with only the dtypes of compute."""
     alone = Mesh(dict.fromkeys(mesh.names, 1))
     rules = {"**": precision} if isinstance(precision, Precision) else precision

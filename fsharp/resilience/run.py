@@ -245,7 +245,7 @@ class Run:
     def _restore_and_start(self, tree: Any, other: str | os.PathLike[str] | None) -> Any:
         has_own = self._checkpoints.has_any()
         root = self._checkpoints.root if has_own or other is None else absolute_path(other)
-        is_there = has_own or self._checkpoints.has_any_in(root)
+        is_there = has_own or self._checkpoints.agree_whether_any_in(root)
         if not is_there and other is not None:
             raise RunError(f"Run.resume(): there is no checkpoint in {os.fspath(other)!r} to continue from.")
         if is_there:

@@ -105,9 +105,9 @@ class RunCheckpoints:
 
     def has_any(self) -> bool:
         """Return whether there is a checkpoint of this run, in memory of hosts or on disk."""
-        return (self.replicas is not None and self.replicas.latest() is not None) or self.has_any_in(self.root)
+        return (self.replicas is not None and self.replicas.latest() is not None) or self.agree_whether_any_in(self.root)
 
-    def has_any_in(self, root: str) -> bool:
+    def agree_whether_any_in(self, root: str) -> bool:
         """Return whether rank 0 sees a checkpoint in the folder ``root``. RunError if only other ranks see one.
 
         On a network other ranks may see an older state, without the newest checkpoints.

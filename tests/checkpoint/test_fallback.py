@@ -204,7 +204,7 @@ def test_what_cannot_be_renamed_is_said(tmp_path, caplog, monkeypatch):
     def refuse(self, path):
         raise PermissionError(1, "Operation not permitted")
 
-    monkeypatch.setattr(LocalStorage, "set_aside", refuse)
+    monkeypatch.setattr(LocalStorage, "set_aside_damaged", refuse)
     assert loaded(tmp_path) == 1
     assert "and could not be renamed ([Errno 1] Operation not permitted)" in caplog.text
 
@@ -236,7 +236,7 @@ def test_an_error_after_damage_or_in_the_renaming_leaves_no_rank_alone(tmp_path,
         raise TokenExpiredError("the token has expired")
 
     monkeypatch.setattr(loading, "open_if_complete", refuse)
-    monkeypatch.setattr(LocalStorage, "set_aside", refuse)
+    monkeypatch.setattr(LocalStorage, "set_aside_damaged", refuse)
     assert loaded(tmp_path) == 1
     assert "and could not be renamed (the token has expired)" in caplog.text
 

@@ -77,7 +77,7 @@ class QuantizerKind:
         codec = LeafCodec(
             lambda shape: sum(align_nbytes(prod(size) * dtype.itemsize) for size, dtype in self.scale_tensors(shape).values()),
             lambda shape: [],
-            _refuse_to_encode,
+            _raise_encode_unsupported,
             decode,
             scale_tensors=self.scale_tensors,
         )
@@ -93,7 +93,7 @@ class QuantizerKind:
         return self.for_readers, replace(part, planes=(plane,), scales=padded)
 
 
-def _refuse_to_encode(parts: Sequence[LeafPart], agree: AgreeMax) -> None:
+def _raise_encode_unsupported(parts: Sequence[LeafPart], agree: AgreeMax) -> None:
     raise OptionError("TransformerEngine: this format reads planes of a checkpoint. fs.te.weight_format(recipe) encodes.")
 
 
@@ -427,7 +427,7 @@ def _without_padding(
     return scales_for_readers
 
 
-def _nvfp4_scales_for_readers(shape: Shape, scales: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def _nvfp4_unpadded_scales(shape: Shape, scales: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     of_blocks = _without_padding(torch.float8_e4m3fn, 1, 16)(shape, scales)
     return of_blocks | {"_scale_2": (scales["_amax_rowwise"] / (448.0 * 6.0)).view(())}
 
@@ -483,7 +483,7 @@ KIND_BY_QUANTIZER_CLASS = {
         ("_columnwise_data", "_columnwise_scale_inv", "_amax_columnwise"),
         lambda shape, scales: [(-(-shape[0] // 16) * -(-shape[-1] // 16), torch.float32), (1, torch.float32)],  # tiles of 16
         lambda shape: _rows_scaled_by(torch.float8_e4m3fn, 1, 16)(shape) | {"_scale_2": ((), torch.float32)},
-        _nvfp4_scales_for_readers,
+        _nvfp4_unpadded_scales,
         _decode_nvfp4,
         values_per_byte=2,
     ),

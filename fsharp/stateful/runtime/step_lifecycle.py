@@ -160,7 +160,7 @@ class StepLifecycle:
     def close_step(self, step: Step) -> None:
         """End the step, and record its program."""
         step.end_step()
-        self._record_and_gather_next(step)
+        self._record_and_prepare_next_step(step)
         if step.profiler is not None and step.eager is None:
             step.profiler.end_step()
         self._clear_step()
@@ -210,7 +210,7 @@ class StepLifecycle:
         for record in self.records:
             record.release_tensors()
 
-    def _record_and_gather_next(self, step: Step) -> None:
+    def _record_and_prepare_next_step(self, step: Step) -> None:
         """Record how a step went, for later schedules. After a scheduled step, gather the first units of the next step."""
         assert self.now is not None
         record = self.now.record
