@@ -158,7 +158,7 @@ MEGATRON_FSDP = SimpleNamespace(
 """The calls of megatron-fsdp 0.6.1 that the benchmark makes. They shard nothing."""
 
 
-def tests_of(folder, *sources):
+def write_tests(folder, *sources):
     """What selects the tests that these lines make."""
     (folder / "test_kernels.py").write_text("\n".join(["import os, pytest", *sources]))
     return ("-p", "no:cacheprovider", str(folder / "test_kernels.py"))
@@ -172,7 +172,7 @@ def of_the_gpu(tmp_path_factory):
     def run(comm):
         gpu.MODELS = {"small": gpu.Model(LLAMA, False, 1)}
         sys.modules["megatron_fsdp"], printed = MEGATRON_FSDP, io.StringIO()
-        gpu_tests.SELECTED = tests_of(folder, "def test_passes(): pass")
+        gpu_tests.SELECTED = write_tests(folder, "def test_passes(): pass")
         options = ["--models", "small", "--rounds=1", "--steps=1", "--warmup=1", "--seconds=1e3", "--trace", f"--out={folder}"]
         gc.freeze()
         with pytest.MonkeyPatch.context() as patch, install(patch)(), redirect_stdout(printed), warnings.catch_warnings():
@@ -650,7 +650,7 @@ def test_tests_of_a_gpu_are_rows_whatever_becomes_of_them(monkeypatch, tmp_path,
         "def test_dies(): os._exit(9)",
         "def test_after(): pass",
     )
-    monkeypatch.setattr(gpu_tests, "SELECTED", tests_of(tmp_path, *sources))
+    monkeypatch.setattr(gpu_tests, "SELECTED", write_tests(tmp_path, *sources))
     results = {"models": {}, "peak_flops": None, "tests": gpu_tests.measure(100.0)}
     assert gpu_page.tables(results)[1].rows == [
         ("test some", "1", "2", "", "2: assert 2 < 2"),
