@@ -29,24 +29,20 @@ class Outcome(NamedTuple):
 def measure(seconds: float) -> list[Outcome]:
     """Run the tests, for this long at most. A test that did not begin or end in time is one that has not run."""
     with tempfile.TemporaryDirectory(prefix="fsharp-bench-") as folder:
-        notes = Path(folder, "notes")
+        notes, output = Path(folder, "notes"), Path(folder, "output")
         notes.touch()
         command = [sys.executable, "-m", "pytest", "-q", "-p", "benchmarks.gpu_tests", *SELECTED]
-        process = subprocess.Popen(
-            command,
-            cwd=ROOT,
-            env={**os.environ, NOTES: str(notes)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            start_new_session=True,  # ranks that tests have started end with it
-        )
+        env = {**os.environ, NOTES: str(notes)}
+        # A file, not a pipe: a process that outlives pytest would hold a pipe open, and reading would wait for it.
+        with output.open("w") as file:
+            process = subprocess.Popen(command, cwd=ROOT, env=env, stdout=file, stderr=file, start_new_session=True)
         try:
-            printed, _ = process.communicate(timeout=seconds)
-            ended = f"pytest ended with status {process.returncode}"
+            ended = f"pytest ended with status {process.wait(seconds)}"
         except subprocess.TimeoutExpired:
             os.killpg(process.pid, signal.SIGKILL)
-            printed, ended = process.communicate()[0], f"{seconds:g} s were over"
+            process.wait()
+            ended = f"{seconds:g} s were over"
+        printed = output.read_text()
         found = {each.test: each for each in (Outcome(*json.loads(line)) for line in notes.read_text().splitlines())}
     if not found:
         last = printed.strip().rpartition("\n")[2].strip("= ")

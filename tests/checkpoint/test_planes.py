@@ -10,7 +10,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 import fsharp as fs
-from fsharp.errors import CheckpointError, TreeError
+from fsharp.errors import AgreementError, CheckpointError, TreeError
 from fsharp.functional.formats.format import as_bytes
 from fsharp.testing import processes, simulate
 from tests.ranks import on_ranks
@@ -226,6 +226,22 @@ def test_units_that_differ_between_ranks_are_refused(comm, tmp_path):
     with pytest.raises(TreeError, match=r"(?s)planes=True is not for unit \(root\).*ep.*Save without planes"):
         fs.checkpoint.save(tmp_path, state.params, step=0, comm=comm, planes=True)
     fs.checkpoint.save(tmp_path, state.params, step=0, comm=comm)
+
+
+@pytest.mark.parametrize("has_planes", [(True, False), (False, True)], ids=str)
+def test_ranks_that_do_not_agree_on_planes_get_an_error_and_no_file_is_left(tmp_path, has_planes):
+    errors = []
+
+    def main(comm):
+        _, state = state_of(comm, F.mxfp8, params(), fs.zero3("dp"))
+        with pytest.raises(AgreementError) as info:
+            fs.checkpoint.save(tmp_path, state.params, step=1, comm=comm, planes=has_planes[comm.rank])
+        errors.append(str(info.value))
+
+    simulate(fs.Mesh({"dp": 2}), main)
+    assert len(errors) == 2
+    assert all("EncodedLeaf" in each for each in errors), errors
+    assert not list(tmp_path.iterdir())
 
 
 def test_what_cannot_be_saved_as_planes_is_refused(tmp_path):

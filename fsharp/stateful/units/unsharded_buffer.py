@@ -123,8 +123,7 @@ class UnshardedBuffer:
             if group in self._layout.tensor_classes or self._layout.scales_nbytes[group]:
                 scales_in(self._layout, group, full.gathered[group]).copy_(scales_in(self._layout, group, x.detach()))
                 parts = use_gather_inputs(self._layout, group, x.detach())
-            if parts[0].numel():
-                gather_inputs.extend(zip(parts, outs, strict=True))
+            gather_inputs += [(part, out) for part, out in zip(parts, outs, strict=True) if part.numel()]
         return gather_inputs
 
     def wait(self) -> None:

@@ -183,8 +183,8 @@ def blocks(count, num_microbatches=1):
     return in_a_row([replace(facts, name=f"u{i}") for i in range(count)], num_microbatches)
 
 
-@pytest.mark.parametrize("count", [6, 12, 48])
-def test_as_many_stay_as_gradients_will_take_the_memory_of(count):
+@pytest.mark.parametrize(("count", "step"), [(6, 1), (12, 1), (48, 1), (200, 4)])
+def test_as_many_stay_as_gradients_will_take_the_memory_of(count, step):
     """At the end of the backward there are all gradients, the last unit and what leaves of it: room for half as many more."""
     program = blocks(count)
     room, forward = (
@@ -192,7 +192,8 @@ def test_as_many_stay_as_gradients_will_take_the_memory_of(count):
     )
     assert room.arena == forward.arena == room.peak_nbytes
     in_full = count // 2 + 1
-    assert num_gathers(forward) - num_gathers(room) == in_full - 2, "of which two would have stayed anyway"
+    saved = num_gathers(forward) - num_gathers(room)
+    assert in_full - 2 - step < saved <= in_full - 2, "of which two would have stayed anyway; of many, less than a step fewer"
     again = compile_schedule(program, SchedulePolicy(release="backward", bucket_nbytes=0))
     assert again.arena > room.arena
     assert num_gathers(again) < num_gathers(room)
