@@ -75,7 +75,10 @@ def encode_differences(updated: Any, params: Any, *, step: int, rank: int) -> An
 
 
 def add_gathered_differences(params: Any, gathered: Any, *, rank: int) -> Any:
-    """Return ``gathered`` with new parameters in place of encoded differences: ``params`` plus the decoded differences."""
+    """Return ``gathered`` with new parameters in place of encoded differences: ``params`` plus the decoded differences.
+
+    ``params``: the parameters before the update. Both trees have the buffers in which parameters rest on ``rank``.
+    """
 
     def add_to_node(node: Sharded, before: Sharded) -> Sharded:
         unit, held = node.unit, dict(zip(before.groups, before.buffers, strict=True))

@@ -127,7 +127,7 @@ def raw_saved_tensors(roots: set[Any], sequence_nr: int) -> Iterator[Any]:
 
 
 def tensors_kept_on_ctx(roots: set[Any], sequence_nr: int) -> Iterator[torch.Tensor]:
-    """Yield the tensors that nodes of the graph keep as attributes of ``ctx``, unknown to autograd."""
+    """Yield the tensors that nodes of :func:`_graph_nodes_since` keep as attributes of ``ctx``, unknown to autograd."""
     for node in _graph_nodes_since(roots, sequence_nr):
         yield from [value for value in getattr(node, "__dict__", {}).values() if isinstance(value, torch.Tensor)]
 

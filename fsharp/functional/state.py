@@ -48,10 +48,10 @@ class TrainState(NamedTuple):
 
     Attributes:
         step: number of updates, skipped ones included.
-        params: parameters in the ``compute`` dtype: a tree of :class:`~fsharp.Sharded` in the place of parameters.
-        main: main copies (master weights): a tree of :class:`~fsharp.Sharded` in the place of optimizer state. Groups without a
-            main copy are left out.
-        opt: state of the gradient transformation, in the place of optimizer state.
+        params: parameters in the ``compute`` dtype: a tree of :class:`~fsharp.Sharded`, in the strategy's place for parameters.
+        main: main copies (master weights): a tree of :class:`~fsharp.Sharded`, in the strategy's place for optimizer state.
+            Groups without a main copy are left out.
+        opt: state of the gradient transformation, in the same place as ``main``.
         made_by: name of the gradient transformation; a pytree node without leaves.
         residuals: encoding errors of earlier gradients, with ``Precision(feedback=True)``: a
             :class:`~fsharp.checkpoint.PerRank` of this rank's tensors by unit; None without feedback.

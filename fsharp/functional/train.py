@@ -39,8 +39,9 @@ def train_step(
     """Return a pure training step ``step(state, batch, comm) -> (state, metrics)`` for a loss function and an optimizer.
 
     The step does what :func:`value_and_grad`, :func:`~fsharp.reduce_scatter`, :func:`~fsharp.average` and
-    :func:`~fsharp.update` do one after another, with the same bits. You can write your own step from these functions. In this
-    step alone a scheduler may write summed gradients over their summands, which saves memory under ``ddp`` and ``hsdp``.
+    :func:`~fsharp.update` do one after another, with the same bits; ``metrics`` are :class:`~fsharp.Metrics`. You can write
+    your own step from these functions. Only in this step may a scheduler sum gradients over ranks in place, which saves memory
+    under ``ddp`` and ``hsdp``.
 
     Args:
         loss_fn: ``loss_fn(params, batch, comm)`` returns the mean loss of this rank, or ``(sum, weight)`` if ranks have

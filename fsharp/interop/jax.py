@@ -189,11 +189,12 @@ def shardings(layout: Layout, place: PlaceName = "params", *, devices: Sequence[
 def unflatten(tree: Any) -> Any:
     """Return the user's tree, with leaves sliced out of global flat arrays. For use in ``jax.jit``; differentiable.
 
-    ``tree`` is a pytree of whole :class:`~fsharp.Sharded` units. If leaves are tied to a unit, ``tree`` has this unit as well.
-    XLA moves the data that a computation needs.
+    ``tree`` is a pytree of :class:`~fsharp.Sharded`, each with all leaves of its unit. XLA moves the data that a computation
+    needs.
 
     Raises:
-        TreeError: ``tree`` lacks the unit of a tied leaf, or leaves of a unit, as gradients lack frozen ones.
+        TreeError: a leaf is tied to a leaf of a unit that is not in ``tree``.
+        TreeError: a Sharded lacks leaves of its unit. Gradients lack frozen leaves: pass ``fs.layouts.merge(params, grads)``.
     """
     for node in units_of(tree):
         if node.groups != node.unit.all_groups:

@@ -177,12 +177,12 @@ class TracedTransformation:
         return positions, [dtype for dtype, _ in trees]
 
     def in_stored_form(self, lifted: LocalJaxprRun, out: Sequence[Any], owners: Sequence[int | None]) -> list[Any]:
-        """Return the results ``out`` of the run ``lifted`` in the form in which they are stored.
+        """Return the results ``out`` of the run ``lifted`` as this rank stores them: elements of a leaf, or a whole array.
 
-        ``out`` has the updates, if any, and then the arrays of the state. ``owners`` has an item for each array of the state.
-        The item is the index of the leaf whose sharding the array has. For an array that each rank stores whole, it is None.
+        ``out`` has the update of each leaf, if any, and then the arrays of the state. ``owners`` has an item for each array of
+        the state: the index of the leaf that is cut between ranks like the array; None if each rank stores the whole array.
 
-        Raises a LayoutError if a result is computed from elements of another leaf.
+        Raises a LayoutError if a result has elements of another leaf, of which other ranks hold other values.
         """
         updates = range(len(out) - len(self.state))
         wanted: list[tuple[int | None, str]] = [(i, f"the update of {lifted.leaves[i].path!r}") for i in updates]
@@ -343,10 +343,10 @@ def _leaf_names_or_masks(node: Sharded) -> Any:
 
 
 def _trace_to_jaxpr(remedy: str, refused: Callable[[], str], fn: Any, *args: Any) -> Any:
-    """Return the jaxpr of ``fn``, a function of optax, with ``args``, and the shapes and dtypes of the results.
+    """Trace ``fn``, a function of optax, with ``args``. Return its jaxpr, and the shapes and dtypes of its results.
 
-    If ``fn`` fails, raise a TreeError. If ``fn`` has raised TypeError or ValueError, the message ends with the text ``remedy``.
-    After any other error, the message has the text that ``refused()`` returns: the leaves that optax refuses.
+    If ``fn`` raises an error, raise a TreeError. After a TypeError or ValueError its message ends with the text ``remedy``.
+    After any other error it has the text of ``refused()``, which names the leaves for which ``fn`` fails.
     """
     try:
         return jax.make_jaxpr(fn, return_shape=True)(*args)

@@ -55,7 +55,7 @@ def log_page(log: RunLog, *, title: str) -> str:
 
 
 def page_data(log: RunLog, title: str) -> dict[str, Any]:
-    """Return the values that the page draws."""
+    """Return what the page of a run draws, as values for JSON: charts, marks, events, timelines and the layout."""
     marks = [(step, f"started again at step {step}", False) for step, _, _ in log.starts[1:]]
     marks += [(step, text, True) for step, _, text in log.events]
     own_s, _ = _downsample_min_max(sorted(log.own_s.items()), max)

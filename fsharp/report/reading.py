@@ -79,7 +79,10 @@ class RunLog:
                         self.times[step] = time
 
     def _remove_steps_from(self, step: int) -> None:
-        """Remove the values of steps from ``step`` on, and checkpoints after ``step``: the run makes these steps again."""
+        """Remove what a run that starts again at ``step`` makes anew: values from ``step`` on, and later checkpoints.
+
+        The checkpoint of ``step`` stays, as the run starts from it.
+        """
         kept: list[dict[int, Any]] = [*self.series.values(), self.times, self.own_s]
         for values in kept:
             for each in [each for each in values if each >= step]:

@@ -97,9 +97,10 @@ def encoded_leaf_from_json(fields: Any) -> EncodedLeaf:
 
 
 def plane_shape(form: Format, plane: Plane, shape: Shape, skip: int) -> Shape:
-    """Return the shape in which the numbers of a plane are written for a leaf.
+    """Return the shape of ``plane`` in a file, for a leaf of ``shape``. ``skip`` is as in :class:`EncodedLeaf`.
 
-    This is the leaf's shape with fewer numbers in its last dim; or one dim, if blocks are not whole in each row of the leaf.
+    The shape is that of the leaf, with the plane's numbers for one row as last dim. If a number belongs to two rows, or to
+    values outside of the leaf, the plane has one dim.
     """
     size, last = form.plane_slice(plane, 0, skip + prod(shape)).stop, shape[-1] if shape else 0
     found = (*shape[:-1], last * plane.per_block // form.block) if shape else ()

@@ -165,7 +165,7 @@ class _ArchiveUnpickler(pickle.Unpickler):
         return found
 
     def persistent_load(self, pid: Any) -> torch.Tensor:
-        """Return all elements of a record as a 1-D tensor."""
+        """Return all elements of the record that ``pid`` names, as a 1-D tensor of the dtype in ``pid``."""
         _, dtype, key, _, _ = pid
         if key not in self._read:
             self._read[key] = self._elements(key)

@@ -152,8 +152,9 @@ def _search_capacity(
 
 
 def _first_fit_offsets(order: Sequence[tuple[int, int, int]], capacity: int, num_parts: int) -> dict[int, int] | None:
-    """Return the offset of each leaf, the first that is free and legal, by index of the leaf; None if a leaf finds none.
+    """Return offsets of leaves, by index, in a buffer of ``num_parts`` parts with ``capacity`` elements each.
 
+    A leaf gets the first free offset at which no boundary of parts cuts an atom. If a leaf finds none, the result is None.
     ``order``: for each leaf ``(elements of an atom, elements of the leaf, index)``, in the order of placement.
     """
     free = [(0, capacity * num_parts)]

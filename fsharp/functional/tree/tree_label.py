@@ -16,8 +16,8 @@ class TreeLabel:
         num_updates, num_replaced, num_mapped: numbers of updates, of calls of :meth:`~fsharp.Sharded.replace`, and of pytree
             mappings between the first tree and this one.
         num_successors: number of updates that were made from this tree.
-        number_by_axes: dict from the axes of a gather to a number, which tells trees with equal texts apart: 1 for the first
-            of these trees that is gathered along the axes, 2 for the second.
+        number_by_axes: dict from the axes of a gather to a number. Of all trees with this text, the first that is gathered
+            along these axes has the number 1, and the second has 2.
     """
 
     tree: str = ""
@@ -36,7 +36,10 @@ class TreeLabel:
         return f"tree {self.tree} at update {self.num_updates}{changes}" if self.tree else ""
 
     def after_update(self) -> "TreeLabel":
-        """Return the name of the tree that an update of this tree makes. A second update of this tree makes another name."""
+        """Return the name of the tree that an update of this tree makes, and count the update in ``num_successors``.
+
+        A second update of this tree makes another name.
+        """
         if not self.tree:
             return UNLABELED_TREE
         self.num_successors += 1

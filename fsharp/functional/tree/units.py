@@ -50,7 +50,7 @@ def unit_by_path(paths: Sequence[str], patterns: str | Sequence[str] | None) -> 
 
 
 def cut_into_units(tree: Any, names: frozenset[str]) -> UnitPartition:
-    """Cut ``tree`` at the subtrees whose paths are in ``names``. Subtrees without leaves stay where they are."""
+    """Cut ``tree`` at the outermost subtrees whose paths are in ``names``. The structure keeps the rest, such as None."""
     # optree's is_leaf sees a node and not its path: find the nodes by walking down one level at a time.
     found: list[tuple[str, Any]] = []
 

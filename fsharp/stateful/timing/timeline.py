@@ -21,7 +21,7 @@ class TimeSpan(NamedTuple):
         kind: kind of the op; or :data:`WAITING`, if the compute stream waited for the op.
         unit: unit of the op.
         phase: phase of the op.
-        stream: stream on which the op ran. On a synchronous host all ops but collectives run on ``compute``.
+        stream: stream of the span; ``compute`` for a wait. On a synchronous host all ops but collectives run on ``compute``.
         start_s: start, in seconds from the beginning of the step.
         stop_s: end, in seconds from the beginning of the step. An op for which the next step waits may end after ``step_s``.
     """

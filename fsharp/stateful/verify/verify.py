@@ -76,7 +76,7 @@ def _collective_texts(schedule: Schedule) -> list[str]:
 
 
 def _check_each_op(schedule: Schedule) -> None:
-    """Check the arena's size; each op's unit, stream, position and size; and the events of ops with :attr:`OpSpec.events`."""
+    """Check the arena's size; unit, stream, event, bucket and memory of ops; and the events of ops with ``OpSpec.events``."""
     arena, budget = schedule.arena, schedule.policy.memory_budget
     facts, events = schedule.program.facts, schedule.program.events
     what = "larger than the memory budget" if budget is not None and arena > budget else ""
@@ -113,9 +113,9 @@ def _check_each_op(schedule: Schedule) -> None:
 
 
 def _check_op_in_bucket(i: int, ops: Sequence[Op], facts: Mapping[str, UnitFacts], *, is_first: bool) -> None:
-    """Check that op ``i`` is next to the earlier ops of its bucket, at their event, with equal collectives.
+    """Check that op ``i`` can be in its bucket: it has a coalescing key, and directly follows the earlier ops of the bucket.
 
-    No op of a bucket may wait for another one. ``is_first``: op ``i`` is the bucket's first.
+    All have equal kinds, phases, events and keys, and op ``i`` waits for none of them. ``is_first``: there is no earlier op.
     """
     op, before = ops[i], ops[i - 1] if i else None
     mine = coalescing_key(op.spec.collectives(facts[op.unit]), facts[op.unit])

@@ -203,7 +203,10 @@ class ClassUpdates:
                 self.inner.state[parameter] = joined
 
     def make_in_place_transform(self, groups: ParamGroups) -> Transform:
-        """Return a Transform whose ``apply`` runs a step of ``inner`` with the options in ``groups``."""
+        """Return a Transform whose ``apply`` makes a step of ``inner`` on the module's buffers, in place.
+
+        Each call of ``apply`` reads the options in ``groups``, and writes back the options that the step has changed.
+        """
         apply = partial(self._apply, groups)
         return Transform(init=lambda params: None, update=apply, config={}, apply=apply)  # `update` never runs
 

@@ -113,12 +113,13 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update the parameters from their gradients, and release the gradients: ``p.grad`` is None afterwards.
 
-        If no backward has come since :meth:`zero_grad`, nothing changes. ``closure`` computes the loss and its backward; it is
-        called once, and its result is returned.
+        Call :meth:`zero_grad` between two steps. If no backward has come since :meth:`zero_grad`, nothing changes. ``closure``
+        computes the loss and its backward; it is called once, and its result is returned.
 
         Raises:
             LossError: all backward passes were inside of ``accumulate()``, or an error discarded the gradients.
-            ScheduleError: gradients are used up, by a step before :meth:`zero_grad` or another optimizer.
+            ScheduleError: an earlier step has used the gradients, and :meth:`zero_grad` was not called since.
+            ScheduleError: another optimizer has used the gradients.
             ScheduleError: parameters were changed in a way that the module does not allow.
             TreeError: ``param_groups`` has other groups or parameters than before.
         """
@@ -157,7 +158,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     @disable_compile
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Release all gradients. A forward whose backward is to come stays valid. ``set_to_none=False`` is an error."""
+        """Release all gradients. A forward whose backward is to come stays valid.
+
+        Raises a ScheduleError during a backward, and for ``set_to_none=False``.
+        """
         self._session.step.release_gradients(set_to_none=set_to_none)
 
     @api_context
@@ -260,14 +264,15 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """Load a state dict from :meth:`state_dict`. All ranks have to call this method.
 
         Values are copied. A whole tensor may stand in place of a ShardedTensor: each rank takes its part. A parameter without
-        state in the dict has no state afterwards. Options of parameter groups, such as learning rates, come from the dict.
+        an entry in ``state_dict["state"]`` has no state afterwards. Options, such as learning rates, come from the dict. If a
+        rank finds an error, all ranks raise, and nothing has changed.
 
         Raises:
-            TreeError: the dict has other parameters, class, layout, shapes or dtypes. Nothing has changed.
-            AgreementError: ranks pass different values for elements that they share. All ranks raise.
+            TreeError: the dict has other groups of parameters, class, layout, shapes or dtypes than the optimizer.
+            AgreementError: ranks pass different options, or different values for elements that they share.
 
         Cost: the memory of the state, and a pass over elements that several ranks hold. A class of torch.optim also makes one
-        step on copies of parameters, which tells what state the class has.
+        step on copies of parameters, to learn which state the dict has to contain.
         """
         where, comm = "load_state_dict()", self._session.reopened_scheduler()
 

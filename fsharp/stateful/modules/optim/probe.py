@@ -39,14 +39,16 @@ def probe_update_scope(
     choices: Sequence[Sequence[Sequence[int]]] = (_TRIAL_SHAPES, _TRIAL_MATRICES),  # some take matrices alone
     num_steps: int = _NUM_TRIAL_STEPS,
 ) -> UpdateScope:
-    """Return the :class:`UpdateScope` of an optimizer with ``options`` of a parameter group, found by trials.
+    """Return the :class:`UpdateScope` of a class with ``defaults``, and with ``options`` of a group, found by trials.
 
     The trials make ``num_steps`` steps on random tensors, with the first list of shapes in ``choices`` that the optimizer
     accepts. The trials update all tensors together, each tensor alone, and flat pieces that cross the bounds of tensors. If
-    updates together and alone differ, the scope is ``EVERYTHING``. If all updates are equal, it is ``ELEMENT``, else
-    ``PARAMETER``. If state has tensors of other shapes than the parameter's, such as row statistics, it is at least
-    ``PARAMETER``. Raises TreeError if no list of shapes is accepted, ``step()`` needs a closure, or a key of
-    ``optimizer.state`` is no parameter. Also if a new instance that gets state and options makes another step.
+    updates together and alone differ, the scope is ``EVERYTHING``. Else, if the updates of pieces differ, or fail, it is
+    ``PARAMETER``. It also is ``PARAMETER`` if a state tensor of several elements has another shape than its parameter, such as
+    row statistics. Else it is ``ELEMENT``.
+
+    Raises TreeError if no list of shapes is accepted, ``step()`` needs a closure, or a key of ``optimizer.state`` is no
+    parameter. Raises TreeError if a new instance that gets state and options makes another step.
     """
     closure = inspect.signature(optimizer.step).parameters.get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty:
@@ -91,7 +93,10 @@ def _check_state_is_complete(
     trial: Sequence[torch.Tensor],
     expected: Sequence[torch.Tensor],
 ) -> None:
-    """Raise TreeError if instances that take over state and options from one another do not make the updates ``expected``."""
+    """Raise TreeError if ``optimizer`` keeps values that its updates need outside of its state and options.
+
+    A new instance makes each step of ``trial``, with state and options of the previous one. Updates have to be ``expected``.
+    """
     try:
         resumed, _ = _updates_in_trial(make, trial, resumes=True)
         if all(isclose(x, y).all() for x, y in zip(resumed, expected, strict=True)):

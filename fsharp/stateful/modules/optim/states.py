@@ -150,7 +150,7 @@ def options_text_to_compare(options: Mapping[str, Any]) -> str:
 
 
 def group_texts_to_compare(groups: Iterable[Mapping[str, Any]]) -> dict[str, str]:
-    """Return ``{"group 0": text, ...}``: the options of each group as text, for ranks to compare."""
+    """Return ``{"group 0": text, ...}``: all items of each group as text, also ``"params"``, for ranks to compare."""
     return {f"group {i}": options_text_to_compare(group) for i, group in enumerate(groups)}
 
 
@@ -187,7 +187,7 @@ def _group_sizes_text(groups: list[list[Any]]) -> str:
 
 
 ComparedTensors = dict[str, tuple[torch.Tensor, tuple[str, ...]]]
-"""Digests that ranks compare, by name, each with the axes along which digests may differ."""
+"""Tensors that ranks compare, such as digests, by name, each with the axes along which it may differ."""
 
 
 def states_from_state_dict(
@@ -245,9 +245,10 @@ def _checked_state(path: str, given: Mapping[str, Any], wanted: Mapping[str, Any
 
 
 def checked_transform_state(given: Any, own: Any, rank: int) -> tuple[Any, ComparedTensors]:
-    """Return a copy of ``given``, the state of an ``(init, update)`` pair for ``rank``; and digests for ranks to compare.
+    """Return a copy of ``given``, the state of an ``(init, update)`` pair; and the tensors in it, for ranks to compare.
 
-    Raise an error if ``given`` was donated, or its structure, layout, shapes or dtypes differ from those of the state ``own``.
+    Raise a TreeError if ``given`` was donated, or belongs to a rank with another part than ``rank``. Raise a TreeError if its
+    structure, layout, shapes or dtypes differ from those of the state ``own``.
     """
     check_not_donated("load_state_dict()", units_of(given))
     remedy = "Load what state_dict() gave on the same mesh, strategy and units, with the same transformation."

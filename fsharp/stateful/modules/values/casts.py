@@ -45,8 +45,9 @@ def casts_by_module(rules: Mapping[str, Precision], chosen: Iterable[str], leave
 def cast_tensors(value: T, dtype: torch.dtype | None) -> T:
     """Return ``value`` with its floating-point tensors cast to ``dtype``; for None ``value`` itself.
 
-    Tensors are found in torch's pytrees and in dataclasses. A container with a tensor to cast is copied. Any other object is
-    kept, so its owner sees the module's writes to it. A tensor to cast in another container, such as a set, is an error.
+    Tensors are found in torch's pytrees and in dataclasses, which are copied if a tensor in them has another dtype. All other
+    objects are kept, so their owner sees the module's writes to them. A tensor to cast in another collection, such as a set, is
+    a TreeError.
     """
     if dtype is None:
         return value

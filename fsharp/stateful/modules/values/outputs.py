@@ -68,8 +68,8 @@ def map_tensors(
     """Return ``value`` with ``change(tensor)`` in place of each tensor in it; ``value`` itself if no tensor changes.
 
     Tensors are found in torch's pytrees and in dataclasses. With ``in_place``, lists, dicts and dataclasses are changed, not
-    copied. Other objects stay as they are. If such an object of the class ``refused_class`` has a tensor that ``change`` would
-    replace, a TreeError is raised, which begins with ``error_start``.
+    copied. Objects of other classes stay as they are. If ``change`` would replace a tensor in such an object of the class
+    ``refused_class``, a TreeError is raised, which begins with ``error_start``.
     """
     if isinstance(value, torch.Tensor):
         return change(value)
