@@ -132,8 +132,9 @@ class Replicas(BackgroundSaver):
         root: folder of checkpoints on disk, from which :meth:`restore` loads if one is newer.
 
     Raises:
-        CheckpointError: hosts are too few, or differ in ranks. All ranks raise.
-        CheckpointError: the folder is in use or not shared, or ``root`` cannot be listed.
+        CheckpointError: ``copies`` is not below the number of hosts, or ``domain_size`` does not divide the number of ranks.
+        CheckpointError: the folder is in use, ranks of a host see different folders, or ``root`` cannot be listed.
+        AgreementError: ranks have different arguments, or only some ranks have one of these errors. All ranks raise.
     """
 
     def __init__(

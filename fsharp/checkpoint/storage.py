@@ -123,7 +123,10 @@ class LocalStorage:
 
     @contextmanager
     def append_to_new_file(self, path: str) -> Iterator[WriteFunction]:
-        """Return a context that makes a new file, and yields a function that appends bytes. At its end the bytes are synced."""
+        """Return a context that makes the file ``path``, which must not exist, and yields a function that appends bytes.
+
+        The bytes are synced at the end of the context, if no error ends it.
+        """
         file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
         try:
 

@@ -154,7 +154,10 @@ class RankMembership:
 
 
 def stop_kinds_and_limits(store: KeyStore, number: int, size: int) -> dict[int, tuple[StopKind, float]]:
-    """Return ``{rank: (kind, limit_s)}`` of ranks in :meth:`RankMembership.wait_for_next_generation` of ``number``."""
+    """Return ``{rank: (kind, limit_s)}`` for the ranks, of ``size``, that have stopped in generation ``number``.
+
+    ``kind`` and ``limit_s`` are the rank's arguments of :meth:`RankMembership.wait_for_next_generation`.
+    """
     keys = {rank: f"stopped/{number}/{rank}" for rank in range(size)}
     return {rank: tuple(json.loads(store.get(key))) for rank, key in keys.items() if store.check([key])}
 

@@ -35,12 +35,11 @@ _GIVE_UP_CHECK_INTERVAL_S = 0.5
 
 
 def run_within(limit_s: float, job: Callable[[], T], *, why_give_up: Callable[[], str | None] = lambda: None) -> T:
-    """Call ``job``, which queries the job's store, in a new thread, and return its result.
+    """Call ``job``, a function that queries the store, in a new thread. Return its result, or raise its error.
 
-    Waits in ``job`` are expected to end after ``limit_s`` seconds, and the store may take two seconds to answer. Raises
-    TimeoutError if ``job`` takes more than ``limit_s + 2`` seconds. ``why_give_up()`` is called every half second. If
-    ``why_give_up()`` returns a text, a CommError with this text is raised. After either error the thread runs on until ``job``
-    ends.
+    ``job`` should end its own waits after ``limit_s`` seconds. Raises TimeoutError after two seconds more, in which the store
+    may answer. ``why_give_up()`` is called every half second. If it returns a text, a CommError with this text is raised. After
+    a TimeoutError or a CommError the thread runs on until ``job`` ends.
     """
     worker, done, deadline = Worker("job"), Outcome(), time.monotonic() + limit_s + _STORE_TIMEOUT_S
     worker.submit(job, done)

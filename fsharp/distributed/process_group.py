@@ -189,7 +189,7 @@ class ProcessGroupComm:
     def all_gather(self, x: torch.Tensor, axis: str, *, label: str = "", shown_op: str = "all_gather") -> torch.Tensor:
         """Return ``x`` of all ``n`` ranks of the axis as ``[n, *x.shape]``, in order of coordinate. Any dtype can be sent.
 
-        ``shown_op``: name of the collective in errors, as an ``all_reduce`` in order of rank calls this method.
+        ``shown_op``: name of the collective in errors. An ``all_reduce`` that adds in order of rank passes its own name.
         """
         try:  # not @api_boundary, which is a frame more in each collective
             n = self.mesh.axis_size(axis)
@@ -299,10 +299,11 @@ class ProcessGroupComm:
     def _send_and_receive(
         self, send: Sequence[torch.Tensor], receive: Sequence[torch.Tensor], axis: str | None, text: str
     ) -> None:
-        """Send ``send[r]`` to each rank ``r`` along ``axis`` (None: of the mesh), and fill ``receive[r]`` from rank ``r``.
+        """Exchange tensors with the ranks along ``axis``; with all ranks of the mesh if ``axis`` is None.
 
-        ``text`` is the label of the collective. gloo's all_gather copies through internal buffers. For 16 MB this exchange took
-        0.75 (2 ranks) and 0.6 (4 ranks) of the time of gloo's all_gather.
+        ``send[r]`` goes to the rank with coordinate ``r`` on the axis, or to rank ``r`` of the mesh. ``receive[r]`` is filled
+        from the same rank, and this rank's own tensor is copied. ``text`` is the label of the collective. gloo's all_gather
+        copies through internal buffers. For 16 MB this exchange took 0.75 (2 ranks) and 0.6 (4 ranks) of its time.
         """
         if restart_replay.would_record:
             self._send_and_receive_and_record(send, receive, axis, text)
@@ -351,7 +352,7 @@ class TransportGroups:
         return self._made[kind, axis]
 
     def abort(self) -> None:
-        """End all collectives under way in these groups with an error."""
+        """End all collectives under way in these groups with an error. The groups cannot be used afterwards."""
         abort_groups(list(self._made.values()), is_nccl=self.comm.is_nccl)
 
 

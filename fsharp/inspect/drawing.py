@@ -244,7 +244,7 @@ def _title_text(timeline: Timeline, name: str, has_times: bool) -> str:
 
 
 def _phase_spans(timeline: Timeline) -> Iterator[tuple[float, float, str, str]]:
-    """Yield start, stop, text and colour of each forward, each backward, and the update."""
+    """Yield start, stop, text and colour of the forward and the backward of each microbatch, and of the update."""
     chosen = kinds_where(lambda spec: spec.cost in ("compute", "update"))
     spans = [span for span in timeline.spans if span.kind in chosen]
     runs = [(phase, list(run)) for phase, run in groupby(spans, key=lambda span: span.phase)]

@@ -86,8 +86,8 @@ class _HostSeconds(NamedTuple):
         compute: seconds of each forward or backward of a unit in each step, by unit and phase.
         casts: seconds of an op that casts or adds gradients in each step, by position of the op.
         updates: seconds of all updates of each step.
-        issuing: seconds of a gap between ops in each step, in which the host issued collectives. The key has the position of
-            the first op of each collective.
+        issuing: seconds, in each step, of a gap between ops in which the host issued collectives. The key of a gap is a tuple
+            with the position of each collective's first op.
         waits: start and end of each wait of the host, in all steps.
     """
 
@@ -132,10 +132,10 @@ def _host_seconds(
 
 
 def host_issue_nbytes(op: Op, facts: UnitFacts) -> int:
-    """Return the bytes on which the host's time to issue the collective of ``op`` depends: see ``Hardware.issue_bandwidth``.
+    """Return the bytes that ``op`` sends, from which ``Hardware.issue_bandwidth`` gives the host's time to issue ``op``.
 
     To issue a gather, the host copies the rank's own part into the arena. To issue a reduction, the host posts a message for
-    each chunk. A gather of updated parameters has no memory in the arena. The host copies nothing, and the result is 0.
+    each chunk. For a gather of updated parameters, which fills no memory of the arena, the result is 0: no part is copied.
     """
     return sum(call.nbytes for call in op.spec.collectives(facts)) if op.spec.memory_buffer_kind else 0
 

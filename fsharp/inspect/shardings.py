@@ -255,6 +255,8 @@ def sharding(layout: Layout, place: PlaceName = "params") -> TreeSharding:
     >>> where["layers.0.w"].spec, [where["layers.0.w"].elements(rank) for rank in range(4)]
     (None, [(0, 8), (8, 16), (0, 0), (0, 0)])
 
+    ``P`` cuts no row: here ranks 0 and 1 hold two rows of ``w`` each, and rank 2 holds ``b``.
+
     Args:
         layout: a layout from :func:`~fsharp.plan`.
         place: ``"params"``, ``"grads"``, ``"optim"``, ``"full"``, or a :class:`~fsharp.layouts.MeshPlacement`. Frozen leaves
@@ -265,7 +267,7 @@ def sharding(layout: Layout, place: PlaceName = "params") -> TreeSharding:
         columns. The ``spec`` of a leaf is None if ranks hold runs of elements that no ``P(...)`` describes.
 
     Raises:
-        LayoutError: ``layout`` is not a Layout, the place is unknown, or the tree has no leaf at a path.
+        LayoutError: ``layout`` is not a Layout, or the place is unknown. ``[path]`` raises it if there is no such leaf.
 
     Cost: time grows with the number of leaves; for texts also with the number of ranks.
     """

@@ -35,8 +35,8 @@ class OpsCost(NamedTuple):
     Attributes:
         positions: positions of the ops.
         seconds: seconds of the ops on their stream, if no other stream works.
-        latency_s: the part of ``seconds`` that may pass while earlier collectives are under way.
-        issue_s: seconds that the host takes to issue the collective, if the ops send.
+        latency_s: the part of ``seconds`` that may pass before earlier collectives have ended.
+        issue_s: seconds that the host takes to issue the collective, not in ``seconds``. Ops that do not send ignore it.
     """
 
     positions: Sequence[int]
@@ -156,9 +156,9 @@ class Simulation:
 
 
 def _event_time_under_slowdown(start: float, seconds: float, speed: float, at: float) -> float:
-    """Return the time of an event that would happen at the time ``at`` if all work ran at full speed. Times are in seconds.
+    """Return when an event happens if work is slowed down. At full speed the event would happen at ``at``.
 
-    From the time ``start`` on, for ``seconds`` seconds, work runs at the fraction ``speed`` of full speed.
+    From ``start`` on, for ``seconds`` seconds of the clock, work runs at the fraction ``speed`` of full speed.
     """
     ahead = at - start
     if ahead <= 0:

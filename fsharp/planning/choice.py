@@ -78,8 +78,11 @@ class StepArguments:
     Attributes:
         uses: uses of units in a microbatch.
         remat: names, in programs, of the units that are recomputed.
-        hardware: the machine. Its ``update_s`` is for all parameters on one rank.
-        optimizer_buffers: number of values of optimizer state for each parameter.
+        hardware: the machine. Its ``update_s`` is the time in which one rank would update all parameters.
+        microbatches: number of microbatches in a step.
+        optimizer_buffers: number of values of optimizer state for each element of a parameter.
+        backend: as for :func:`plan_step`.
+        activation_nbytes: the most bytes of activations at one time.
         is_module: whether the model is a module.
     """
 

@@ -139,7 +139,10 @@ def called_use_fractions(uses: Sequence[Use]) -> dict[str, float]:
 
 
 def _leaf_input_nbytes_per_token(unit: UnitLayout) -> list[float]:
-    """Return, for each stored leaf of a unit, the bytes of one token's input to the leaf."""
+    """Return, for each stored leaf of a unit that is no scalar, the bytes of one token's input to the leaf.
+
+    The input is a vector of ``shape[-1]`` elements, in the compute dtype, for each matrix in the leaf.
+    """
     return [
         math.prod(leaf.shape[:-2]) * leaf.shape[-1] * unit.groups[leaf.group].dtypes.compute.itemsize
         for leaf in unit.leaves
@@ -148,7 +151,11 @@ def _leaf_input_nbytes_per_token(unit: UnitLayout) -> list[float]:
 
 
 def costs_of_calls(calls: Sequence[UnitCall], source: str) -> MicrobatchCosts:
-    """Return the costs of units from the calls of a trial. FLOPs and seconds of a call count for its last unit."""
+    """Return the costs of units from the calls of a trial. ``source``: source of the numbers, in words.
+
+    The FLOPs and seconds of a call count for the last unit in the call's ``units``. A call that was not measured
+    gets seconds from its FLOPs, at the mean rate of measured calls.
+    """
     every = list(walk_nested_uses(calls))
     flops: dict[str, list[float]] = {}
     seconds: dict[str, list[tuple[float, float, float]]] = {}

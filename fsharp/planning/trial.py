@@ -263,12 +263,12 @@ def record_calls_of_module(
 
 
 def measure_calls(calls: Sequence[UnitCall], device: torch.device, *, remat: bool) -> None:
-    """Measure calls on a device, and set the seconds and the kept bytes of each.
+    """Measure calls on a device, and set the seconds and ``kept_nbytes`` of each.
 
-    Calls of one kind run one function, on tensors of equal shapes and dtypes. One call of each kind is measured, a few times.
-    The kept bytes are measured for each choice of inputs that earlier calls keep. A call that contains other calls is not
-    measured. Without ``remat`` recomputation is not measured, and counts as a forward. Random generators get their old states
-    back.
+    Calls of one kind run one function, on tensors of equal shapes and dtypes. One call of each kind is run a few times, and
+    all calls of the kind get its median seconds. Kept bytes are measured once for each ``known_inputs`` in a kind. A call that
+    contains other calls is not measured, and its seconds stay nan. Without ``remat``, ``recompute_s`` is set to ``forward_s``.
+    Random generators get their old states back.
     """
     kinds: dict[Any, list[UnitCall]] = {}
     for call in (each for each in walk_nested_uses(calls) if not each.inner):

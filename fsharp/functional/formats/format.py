@@ -385,7 +385,7 @@ class Format:
 
     @api_boundary
     def decode_part(self, part: LeafPart, facts: MessageFacts = tuple) -> torch.Tensor:
-        """Return the decoded elements of a leaf's part, 1-D and floating-point. ``facts`` returns facts for an error.
+        """Return the decoded elements of a leaf's part, 1-D and floating-point. Errors list the pairs ``facts()``.
 
         Raises FormatError if ``decode`` raises an error, or does not return one floating-point number for each element.
         """

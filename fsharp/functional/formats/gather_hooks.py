@@ -221,7 +221,7 @@ class _GatherHooks:
         return tuple([Plane(x.dtype, n * block // size) for x, n in zip(row.inputs, counts)]), block
 
     def scales_nbytes(self, shape: Shape) -> int:
-        """Return the bytes of a leaf's scales: the tensors in the metadata that ``fsdp_pre_all_gather`` returns."""
+        """Return the bytes, each tensor's aligned, of the scales of a whole leaf: the tensors in the first hook's metadata."""
         return sum(align_nbytes(x.nbytes) for x in self._trial_result(shape).tensors)
 
     def sizes_of_maxima(self, shape: Shape) -> list[tuple[int, torch.dtype]]:
@@ -309,7 +309,10 @@ class _GatherHooks:
         self.make_tensor(LeafPart("", shape, self._compute, 0, prod(shape), planes, scales))
 
     def decode(self, part: LeafPart) -> torch.Tensor:
-        """Return the values in the tensor that the second hook makes of a part's rows. OptionError if these cannot be read."""
+        """Return the values of a part, 1-D, from the tensor that the second hook makes of the part's rows.
+
+        Raises OptionError if this tensor is of another class, without a method that returns its values.
+        """
         if part.first == part.last:
             return torch.empty(0, dtype=self._compute, device=part.scales.device)
         tensor: Any = self._call_post_hook(part, ((part.last - part.first) // max(prod(part.shape[1:]), 1), *part.shape[1:]))
@@ -334,7 +337,7 @@ _MAX_MAXIMA = 8
 
 
 class _RestrictedHookArgument:
-    """An object to pass to a hook. It has only the methods in ``methods``: reading another attribute raises an error."""
+    """An object to pass to a hook, with the methods in ``methods``, by name. Reading another attribute is an OptionError."""
 
     def __init__(self, hook: str, argument: str, methods: Mapping[str, Any]) -> None:
         self.__dict__.update(_hook=hook, _argument=argument, **methods)

@@ -35,7 +35,7 @@ class MaxReduceGroup(torch.distributed.ProcessGroup):
         return str(self._name)
 
     def allreduce(self, tensors: Any, options: Any = None) -> Any:  # type: ignore[override]
-        """Replace each number in ``tensors`` by its maximum over ranks. Raises OptionError for another reduction."""
+        """Replace each number in ``tensors`` by its maximum over ranks. OptionError if ``options`` has another reduction."""
         if options is not None and options.reduceOp != torch.distributed.ReduceOp.MAX:
             raise OptionError("a reduction over ranks that is not MAX: scales of whole leaves are agreed on by maxima alone.")
         for tensor in tensors:

@@ -108,7 +108,7 @@ def _register_block_format(
 
 
 def num_blocks_at_once(values: torch.Tensor) -> int:
-    """Return the number of blocks to encode or decode at once: on a CPU as many as fit its cache, on other devices more."""
+    """Return the number of blocks to encode or decode at once on the device of ``values``. On a CPU they fit its cache."""
     return _BLOCKS_IN_CPU_CACHE if values.device.type == "cpu" else _BLOCKS_ON_DEVICE
 
 
@@ -167,7 +167,7 @@ def _stochastic_rounding_to_floats(mantissa_bits: int, min_exponent: int) -> Sto
 
 
 def _decode_e4m3(codes: torch.Tensor) -> torch.Tensor:
-    """Return ``codes.view(torch.float8_e4m3fn).float()``, ten times as fast on a CPU.
+    """Return ``codes.view(torch.float8_e4m3fn).float()``, ten times as fast on a CPU. But codes of NaN become 480 or -480.
 
     Each code becomes the bits of a float16, whose exponent bias is larger by 8, and the float16 is multiplied by 2**8.
     """

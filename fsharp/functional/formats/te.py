@@ -350,7 +350,10 @@ class _QuantizerCodec:
         return memory if len(memory) > 1 else memory[0]
 
     def _memory_to_encode_into(self, part: LeafPart) -> Sequence[torch.Tensor]:
-        """Return memory for a part's bytes: its planes; or views of larger memory if the kernel writes blocks of rows."""
+        """Return the tensors into which the kernel encodes a part, one for each plane. These are the planes, or new memory.
+
+        A kernel that writes blocks of rows gets a view of new memory for whole blocks. The caller copies the view to the plane.
+        """
         if self._kind.name != "float8_block" or part.first == part.last:
             return part.planes
         blocks = _BLOCK_ROWS * part.shape[-1]

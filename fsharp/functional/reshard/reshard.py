@@ -74,7 +74,7 @@ def reshard(
         new tensors; padding is zero.
 
     Raises:
-        TreeError: the tree lacks units or has other leaves, or a unit cannot be moved.
+        TreeError: the tree lacks units or has other leaves, or a unit is donated, partial or gathered.
         LayoutError: leaves differ between tree and layout, or an option is out of range.
         MeshError: the ranks do not fit the meshes.
         AgreementError: ranks have different arguments, or another rank failed. Nothing is sent.
@@ -184,7 +184,9 @@ def reshard_sent_nbytes(
     place: StatePlace = "params",
     cast: bool = False,
 ) -> int:
-    """Compute, without a collective, the exact number of bytes that one rank sends to other ranks in :func:`reshard`.
+    """Compute, without a collective, the exact bytes of elements that one rank sends to other ranks in :func:`reshard`.
+
+    Other bytes, such as those to compare arguments, are not included.
 
     Args:
         tree: the tree of any rank.

@@ -30,7 +30,7 @@ class LeafPosition(NamedTuple):
 
 @dataclass(frozen=True)
 class StateTree:
-    """A subtree of a state with one value for each parameter element: the parameters themselves, or one moment.
+    """A subtree of a state: the parameters, or one value for each element of some parameters, such as a moment.
 
     Attributes:
         path: path of the state tree in the state.

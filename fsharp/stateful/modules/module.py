@@ -45,10 +45,11 @@ class ShardedModule(nn.Module):
 
     @api_context
     def accumulate(self) -> Iterator[None]:
-        """Accumulate gradients in this context without the reduction to the optimizer; like ``no_sync()`` of DDP.
+        """Accumulate gradients in this context without the reduction to the optimizer's shards; like ``no_sync()`` of DDP.
 
-        The first backward outside of the context adds its gradients, and reduces the sum over ranks. Gradients are added, not
-        averaged: divide each loss by the number of backward passes. Accumulated gradients are not in ``.grad`` yet.
+        The first backward outside of the context adds its gradients. Then ``.grad`` has the mean over ranks of these sums. To
+        read it earlier is an error. A sum is not divided by the number of backward passes: divide each loss by this number.
+        Under strategies that shard gradients, such as ``zero2`` and ``zero3``, a backward in the context still sends gradients.
         """
         with session_of_module(self).step.accumulating():
             yield
@@ -59,8 +60,8 @@ class ShardedModule(nn.Module):
     ) -> torch.Tensor:
         """Scale gradients so that their global norm is at most ``max_norm``. Return the norm before scaling, on every rank.
 
-        Arguments are those of ``torch.nn.utils.clip_grad_norm_``, which gives equal results with more collectives. ``foreach``
-        is ignored. Cost: one small collective for each axis.
+        Arguments are those of ``torch.nn.utils.clip_grad_norm_``; ``foreach`` is ignored. torch's function works as well, with
+        equal results and more collectives. Cost: one small collective for each axis.
 
         Raises:
             OptionError: ``max_norm`` is negative or NaN.

@@ -48,7 +48,7 @@ class ModuleStep:
         restart_replay.record_replay_only_call(self._reset_after_rank_restart)
 
     def _reset_after_rank_restart(self) -> None:
-        """Release the step and all gradients: in the constructor, and in a new generation, where all ranks load the module."""
+        """Release the step and all gradients: in the constructor, and in a new generation, before all ranks load a state."""
         self.is_accumulating = self._is_releasing = False
         self.updated_by: int | None = None
         self.used_gradients: set[str] = set()

@@ -44,7 +44,7 @@ class GradientOps:
         self._opened: set[str] = set()  # units whose gradient has its memory at rest
 
     def begin_microbatch(self, casts: Counter[str], reduced: Collection[str]) -> None:
-        """Begin a microbatch. ``casts``: number of gradients by unit. ``reduced``: units to send to the optimizer's shards."""
+        """Begin a microbatch. ``casts``: number of casts to come, by unit. ``reduced``: units to send to the optimizer."""
         self._missing_casts, self._casts = Counter(casts), {}
         facts = ((unit, self._ops.facts[unit]) for unit in reduced)
         self._is_incomplete = {unit: True for unit, each in facts if FINAL_REDUCE.has_ops_for(each) and each.trainable}
@@ -141,12 +141,12 @@ class GradientOps:
         self._emit_ready_final_reductions(sums)
 
     def _limit_reductions(self, spec: OpSpec) -> None:
-        """End the oldest reductions of the kind ``spec`` until there is room for one more."""
+        """End the oldest reductions, of any kind, until one more of the kind ``spec`` may be under way."""
         while sum(ops[0].phase in spec.phases for ops in self._under_way) >= self._most[spec]:
             self._end_oldest_reductions()
 
     def _end_oldest_reductions(self) -> None:
-        """End the oldest bucket of reductions: emit its sums, or keep the memory of emitted sums until this event."""
+        """End the oldest bucket of reductions. With ``sum_late`` emit its sums; else release the memory of its sums here."""
         ops = self._under_way.pop(0)
         if ops[0].spec in (ACCUMULATE, FINAL_ACCUMULATE):
             for op in ops:

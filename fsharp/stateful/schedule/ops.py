@@ -59,11 +59,11 @@ class BufferKind:
         description: the contents, in words for errors.
         size_fact: field of :class:`UnitFacts` with the buffer's bytes in the arena; empty if the buffer is not in the arena.
         has_fixed_address: whether the buffer keeps one address for a whole step, as tensors saved by autograd point there.
-        is_opened: whether the address is in an op's ``opens``, not in ``memory``. Such a buffer is live to the step's end.
+        is_opened: whether ``Op.opens`` has the address, and not ``Op.memory``. Such a buffer is live to the step's end.
         source: another buffer, from which an op fills this buffer. If the source is changed, filled or freed, this buffer is
             out of date and counts as empty. An empty text means no source.
-        is_consumed: whether the buffer is filled and read at one event. Then the buffer is empty whenever a step leaves its
-            schedule.
+        is_consumed: whether ops of one event fill and read the buffer. Then the buffer is empty between events, when a step may
+            abandon its schedule.
     """
 
     description: str
@@ -158,7 +158,7 @@ class OpSpec:
         return getattr(facts, self.codes) if self.codes else 0
 
     def nbytes_cast_in_sums(self, facts: UnitFacts) -> int:
-        """Return the bytes that an op of this kind casts as it adds them, for the unit with ``facts``."""
+        """Return the bytes, before the cast, of summands that an op of this kind casts, for the unit with ``facts``."""
         return getattr(facts, self.casts) if self.casts else 0
 
     @property

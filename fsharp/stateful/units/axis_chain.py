@@ -87,7 +87,7 @@ class ReductionChain:
 
 
 def facts_of_reduction(name: str, chains: Iterable[ReductionChain]) -> dict[str, Any]:
-    """Return the fields of ``UnitFacts`` about a unit's reduction by ``chains``. ``name``: ``"reduce"`` or ``"finish"``."""
+    """Return fields of ``UnitFacts`` about a reduction. ``name``: ``"finish"`` for the final reduction, else ``"reduce"``."""
     calls: list[Call] = []
     found = dict.fromkeys((f"{name}_encoded", f"{name}_recoded", f"{name}_decoded", f"{name}_cast"), 0)
     for chain in chains:
@@ -109,7 +109,7 @@ class ChainInput(NamedTuple):
         x: the buffer, in the dtype ``chain.first``.
         out: memory for the result; None leaves the result in the memory of the last stage.
         memory: tensors with the sizes and dtypes of :meth:`ReductionChain.scratch_sizes`.
-        residuals: by group and axis, random numbers, and encoding errors of earlier buffers, which the reduction overwrites.
+        residuals: by group and axis, the ``ResidualAndNoise`` with which to encode. The reduction overwrites each residual.
         encoded: the buffer from :meth:`ReductionChain.encode`, if the first stage sends it encoded.
     """
 

@@ -291,7 +291,10 @@ class UnitGradient:
                 buffer.add_(grad)
 
     def begin_final_reduction(self, blocks: list[list[torch.Tensor]]) -> list[ChainInput]:
-        """Return the inputs of ``reduce_along_chains()`` from the gradient at rest to the optimizer's shards."""
+        """Prepare the reduction of the gradient at rest to the optimizer's shards. Return inputs of ``reduce_along_chains()``.
+
+        A gradient that no backward has reached becomes zero. ``blocks``: see :meth:`GradientRoute.final_reduction_block`.
+        """
         self.wait()
         self.zero_if_missing()
         self._enter_phase(GradientPhase.FINISHING)

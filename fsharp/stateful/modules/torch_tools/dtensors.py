@@ -48,7 +48,7 @@ class DTensorSpec:
         return DTensor.from_local(local, self.mesh, self.placements, run_check=False, shape=self.shape, stride=self.stride)
 
     def reduce_over_ranks(self, x: torch.Tensor, op: ReduceOp) -> torch.Tensor:
-        """Return the elementwise sum, maximum or minimum of ``x`` over the DTensor's ranks; NaN if one rank has NaN."""
+        """Return the elementwise sum, maximum or minimum of ``x`` over ranks with different parts; NaN if one has NaN."""
         from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
         other = Partial() if op == "sum" else Shard(0)

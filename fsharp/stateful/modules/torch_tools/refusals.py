@@ -81,7 +81,7 @@ def _is_data_parallel_wrapper(x: object) -> bool:
 
 
 def check_shardable(module: nn.Module, sharded: type[nn.Parameter]) -> None:
-    """Raise a TreeError if DDP or FSDP manages parameters, or a parameter cannot be sharded, such as a sparse or lazy one."""
+    """Raise a TreeError if DDP or FSDP manages parameters, or one cannot be sharded: it is lazy, or of class ``sharded``."""
     for path, each in module.named_modules():
         if (wrapped := _is_data_parallel_wrapper(each)) or is_instance(each, "torch.distributed.fsdp", "FSDPModule"):
             remedy = "Pass the module that it wraps, model.module" if wrapped else "Leave out fully_shard()"
