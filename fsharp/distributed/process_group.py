@@ -27,6 +27,7 @@ from fsharp.functional.comm.protocol import (
     check_parts,
     check_reduce_op,
     check_row_per_rank,
+    check_sizes_of_ranks,
     sum_in_rank_order,
 )
 from fsharp.functional.comm.restart_replay import restart_replay
@@ -250,7 +251,10 @@ class ProcessGroupComm:
     def all_to_all(
         self, x: torch.Tensor, send: Sequence[int], receive: Sequence[int], *, axis: str | None = None, label: str = ""
     ) -> torch.Tensor:
-        """Send ``send[r]`` elements of ``x`` to each rank ``r``, in order. Return ``receive[r]`` elements from each rank."""
+        """Send ``send[r]`` elements of ``x`` to each rank ``r``, in order. Return ``receive[r]`` elements from each rank.
+
+        Over gloo all ranks first exchange all sizes. AgreementError on all ranks if a rank expects what no rank sends.
+        """
         try:
             check_parts(x, send, receive, self.mesh.size if axis is None else self.mesh.axis_size(axis))
             out = x.new_empty(sum(receive))
@@ -262,6 +266,11 @@ class ProcessGroupComm:
                 dist.all_to_all_single(as_bytes(out), as_bytes(x), source, to, group=group)
             else:
                 text = f"{label or _DEFAULT_LABEL}: all_to_all{f' along {axis}' if axis else ''} of {dtype_name(x.dtype)}"
+                sizes = torch.tensor([*send, *receive], device=x.device)
+                sizes_of_ranks = sizes.new_empty(len(send), len(sizes))
+                rows = list(sizes_of_ranks.view(torch.uint8))
+                self._send_and_receive([as_bytes(sizes)] * len(send), rows, axis, f"{text}: sizes")
+                check_sizes_of_ranks(sizes_of_ranks.tolist())
                 self._send_and_receive(as_bytes(x).split(to), as_bytes(out).split(source), axis, text)
             return out
         except Exception as error:

@@ -221,7 +221,8 @@ def test_all_to_all_in_processes():
     processes(fs.Mesh({"outer": 2, "inner": 2}), rank_fn)
 
 
-def test_an_all_to_all_in_which_a_rank_expects_another_size_is_refused_on_all_ranks():
+@pytest.mark.parametrize("run", [simulate, processes])
+def test_an_all_to_all_in_which_a_rank_expects_another_size_is_refused_on_all_ranks(run):
 
     def rank_fn(comm):
         found = []
@@ -233,7 +234,19 @@ def test_an_all_to_all_in_which_a_rank_expects_another_size_is_refused_on_all_ra
             found.append(comm.all_to_all(torch.full((sum(send),), comm.rank), send, receive, axis=axis).tolist())
         return found
 
-    assert simulate(DP2, rank_fn) == [[[0]] * 3, [[0, 0, 1]] * 3]
+    assert run(DP2, rank_fn) == [[[0]] * 3, [[0, 0, 1]] * 3]
+
+
+@pytest.mark.parametrize("run", [simulate, processes])
+def test_a_rank_that_only_looks_on_hears_of_sizes_that_differ(run):
+    """Also of the gradient's exchange: it takes the same sizes the other way around."""
+
+    def rank_fn(comm):
+        send, receive = [([1, 3, 0], [1, 0, 0]), ([0, 1, 0], [4, 1, 0]), ([0, 0, 1], [0, 0, 1])][comm.rank]
+        with pytest.raises(AgreementError, match=r"rank 0 of 3 sends 3 elements to rank 1, which expects 4\."):
+            fs.collectives.all_to_all_last(torch.ones(sum(send)), send, receive, comm, "dp", label="tokens")
+
+    run(DP3, rank_fn)
 
 
 def test_all_to_all_of_other_sizes_is_refused():

@@ -231,8 +231,8 @@ def all_to_all_last(
     Gradient: :func:`all_to_all_last` with ``send`` and ``receive`` exchanged. All ranks take part in it. So the loss of each
     rank has to depend on the result, even if the rank has received no column. Cost: each rank sends its columns for others.
 
-    Processes do not compare ``send`` with ``receive``: if they differ, values may be undefined, or ranks wait until the time
-    limit. Simulated ranks (:func:`fsharp.testing.simulate`) raise an AgreementError.
+    Before an exchange all ranks compare ``send`` with ``receive``, and raise an AgreementError if they differ. Over NCCL they
+    do not: values may then be undefined, or ranks wait until the time limit.
     """
     if not x.dim() or x.shape[-1] != sum(send):
         raise TreeError(f"all_to_all_last(): x is {list(x.shape)}, expected a last dim of {sum(send)}, the sum of send.")

@@ -74,8 +74,8 @@ class Comm(Protocol):
         Returns:
             A 1-D tensor: the elements from rank 0, then those from rank 1, and so on.
 
-        If a rank expects another number than a rank sends, all ranks in ``fs.testing.simulate`` raise an AgreementError. Ranks
-        in processes do not compare the numbers: values may be undefined, or ranks wait until the time limit.
+        If a rank expects another number than a rank sends, all these ranks raise an AgreementError. Over NCCL they do not
+        compare the numbers: values may be undefined, or ranks wait until the time limit.
         """
 
 
