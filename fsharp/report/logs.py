@@ -4,6 +4,7 @@ import json
 import math
 import os
 import time
+from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol
@@ -22,6 +23,8 @@ LOG_FILE = "log.jsonl"
 """Name of the file that a run writes, in the folder of its checkpoints."""
 STEP_LIMIT = 2**53
 """From here on a double, as browsers have, does not hold every whole number."""
+_MAX_DEPTH = 100
+"""Most lists and dicts, one in another, that hold a value."""
 _LINE_NAMES = ("step", "time")
 RUN_NAMES = (*_LINE_NAMES, "start", "event", "saved", "own_s", "steps_per_s")
 """Names under which a run itself records. A user's values need other names."""
@@ -144,17 +147,16 @@ def plain_values(values: Mapping[str, Any]) -> dict[str, Any]:
     """Return values as numbers, texts, lists and dicts. Infinite numbers and NaN are kept.
 
     Raises:
-        OptionError: a value is of another kind.
+        OptionError: a value is of another kind, or two values have one name once names of nested values are joined by ``/``.
     """
-    return {str(name): _plain_logged_value(str(name), value) for name, value in values.items()}
-
-
-def _plain_logged_value(name: str, value: Any) -> Any:
-    if isinstance(value, Timeline):
-        return plain_timeline(value)
-    if isinstance(value, Layout):
-        return plain_layout(value)
-    return _plain_value(name, value)
+    plain = {str(name): _plain_value(str(name), value) for name, value in _without_timelines_layouts(values).items()}
+    names = Counter(name for name, _ in named_leaves(plain, "/"))
+    if repeated := [name for name, times in names.items() if times > 1]:
+        raise OptionError(
+            f"log(): two values have the name {short_repr(repeated[0])}, expected names that differ once joined by '/'."
+        )
+    kept: dict[str, Any] = {str(name): value for name, value in values.items() if str(name) not in plain}
+    return plain | {name: plain_timeline(x) if isinstance(x, Timeline) else plain_layout(x) for name, x in kept.items()}
 
 
 def _nonfinite_as_text(value: Any) -> Any:
@@ -166,15 +168,20 @@ def _nonfinite_as_text(value: Any) -> Any:
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def _plain_value(name: str, value: Any) -> Any:
+def _plain_value(name: str, value: Any, depth: int = 0) -> Any:
+    if depth > _MAX_DEPTH:
+        what = f"is nested in more than {_MAX_DEPTH} lists and dicts, or holds itself"
+        raise OptionError(f"log(): {short_repr(name)} {what}; expected a number, a text, or a list or dict of these.")
     if value is None or isinstance(value, bool | int | str):
         return value
     if isinstance(value, Mapping):
-        return {str(key): _plain_value(f"{name}.{key}", each) for key, each in value.items()}
+        return {str(key): _plain_value(f"{name}.{key}", each, depth + 1) for key, each in value.items()}
     if isinstance(value, list | tuple):
-        return [_plain_value(f"{name}.{i}", each) for i, each in enumerate(value)]
+        return [_plain_value(f"{name}.{i}", each, depth + 1) for i, each in enumerate(value)]
     try:
         number = value.item() if isinstance(value, torch.Tensor) else value
+        if isinstance(number, bytes | bytearray):
+            raise TypeError("float() would read the text of a number")
         return number if isinstance(number, bool | int) else float(number)  # also numbers of numpy and other libraries
     except (TypeError, ValueError, OverflowError, RuntimeError):  # also a tensor without values, such as one on meta
         expected = (

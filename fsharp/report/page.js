@@ -66,7 +66,7 @@ function chart(id, title, lines, text, {bad = [], about = ""} = {}) {
 function drawSummary() {
   const start = data.starts[data.starts.length - 1];
   const parts = [];
-  if (data.last) parts.push(`${data.last[0] + 1}${start && start[2].total ? ` of ${start[2].total}` : ""} steps, the last at ${when(data.last[1])}`);
+  if (data.last) parts.push(`${Math.max(data.last[0] + 1, 0)}${start && start[2].total ? ` of ${start[2].total}` : ""} steps, the last at ${when(data.last[1])}`);
   for (const [name, curve] of Object.entries(data.series)) {
     if (curve.num_bad) parts.push(`${curve.num_bad} value${curve.num_bad > 1 ? "s" : ""} of ${name} ${curve.num_bad > 1 ? "are" : "is"} not finite`);
   }

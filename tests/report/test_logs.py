@@ -90,12 +90,47 @@ LAYOUT = fs.plan({"w": torch.empty(4)}, fs.Mesh({"dp": 1}), fs.ddp("dp"))
 
 
 @pytest.mark.parametrize(
-    "value", [torch.ones(2), torch.ones(1, device="meta"), Fraction(10**400), object(), {"a": b"bytes"}, {"a": LAYOUT}]
+    "value", [torch.ones(2), torch.ones(1, device="meta"), Fraction(10**400), object(), {"a": b"bytes"}, b"1.5", {"a": LAYOUT}]
 )
 def test_a_value_that_json_cannot_hold_is_named(value, tmp_path):
     with pytest.raises(FsharpError, match=r"log\(\): 'norm(\.a)?' is .*, expected a number, a tensor with one element"):
         fs.resilience.JsonlLogger(tmp_path / "log.jsonl").log(0, {"norm": value})
     assert not (tmp_path / "log.jsonl").exists()
+
+
+def loggers_and_their_calls(path):
+    """Return a logger of each class, with a function that returns what it has written."""
+    calls = []
+    wandb = SimpleNamespace(log=lambda data, step: calls.append(data))
+    board = SimpleNamespace(add_scalar=lambda *call: calls.append(call), add_text=None)
+    board.add_text = board.add_scalar
+    return [
+        (fs.resilience.JsonlLogger(path), lambda: rows(path) if path.exists() else []),
+        (fs.resilience.WandbLogger(wandb), lambda: calls),
+        (fs.resilience.TensorBoardLogger(board), lambda: calls),
+    ]
+
+
+def test_two_values_that_would_have_one_name_are_refused_before_anything_is_written(tmp_path):
+    for logger, written in loggers_and_their_calls(tmp_path / "log.jsonl"):
+        with pytest.raises(FsharpError, match=r"log\(\): two values have the name 'a/b', expected names that differ"):
+            logger.log(0, {"loss": 1.0, "a": {"b": 1}, "a/b": 2, "layout": LAYOUT})
+        assert written() == []
+
+
+def test_a_list_that_holds_itself_is_refused(tmp_path):
+    value, deep = [1.0], 2.0
+    value += [value, value]
+    for _ in range(100):
+        deep = [deep]
+    for logger, written in loggers_and_their_calls(tmp_path / "log.jsonl"):
+        with pytest.raises(
+            FsharpError, match=r"log\(\): 'norm\.1\.1.* is nested in more than 100 lists and dicts, or holds itself"
+        ):
+            logger.log(0, {"norm": value})
+        assert written() == []
+    loggers_and_their_calls(tmp_path / "log.jsonl")[0][0].log(0, {"norm": deep})
+    assert json.loads((tmp_path / "log.jsonl").read_text())["norm"] == deep
 
 
 @pytest.mark.parametrize("step", [2**53, -(2**53), 10**400, 1.5, "1", True])

@@ -157,6 +157,12 @@ def test_values_that_differ_in_their_last_bits_have_a_chart(values, tmp_path):
     assert "NaN" not in html_of(context, "value-0")
 
 
+def test_a_log_of_negative_steps_alone_counts_no_steps(tmp_path):
+    """As of a validation before the training."""
+    context = page_of_rows(tmp_path, [{"step": -5, "loss": 1.0}])
+    assert context.eval('element("summary").textContent').startswith("0 steps, the last at ")
+
+
 @pytest.mark.parametrize("values", [(-1e308, 1e308), (0.0, 1.7e308), (1.7976931348623157e308,) * 2, (1e-300, 0.0)])
 def test_values_as_large_or_small_as_numbers_can_be_have_a_chart(values, tmp_path):
     context = page_of_rows(tmp_path, [{"step": i, "loss": x} for i, x in enumerate(values)])
