@@ -155,7 +155,7 @@ def _with_causes(error: BaseException) -> list[BaseException]:
 
 
 def _without_library_frames(trace: TracebackType | None) -> TracebackType | None:
-    """Return a traceback with the user's frames alone; the same object if no frame is left out."""
+    """Return a traceback without this library's frames, and torch's and Python's below them; the same object if it has none."""
     kept, num_all, is_inside, each = list[TracebackType](), 0, False, trace
     while each is not None:
         module = str(each.tb_frame.f_globals.get("__name__"))

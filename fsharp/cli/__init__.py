@@ -48,7 +48,8 @@ CHECKPOINTS: dict[str, Callable[..., str]] = {
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command, print its text, and return the exit status: 1 for an error, 2 for bad input, 130 after Ctrl-C.
 
-    For bad input stderr has one line, which says what was expected.
+    For bad input stderr has one line, which says what was expected. If the options cannot be parsed, or after ``--help``,
+    SystemExit is raised with the status.
     """
     try:
         import tyro

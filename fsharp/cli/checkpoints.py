@@ -41,7 +41,7 @@ _NO_STACKS: Mapping[str, int] = MappingProxyType({})
 
 
 def checkpoint_list_text(root: str, /) -> str:
-    """List the complete checkpoints in a folder, the newest first, and the problems of all other checkpoints.
+    """List the complete checkpoints in a folder, the last saved first, and the problems of all other checkpoints.
 
     Args:
         root: folder of the checkpoints.

@@ -96,7 +96,7 @@ class FoundModel(NamedTuple):
 
 
 def find_model(where: str, model: str) -> FoundModel:
-    """Return the parameters of a model, which are not loaded.
+    """Find a model, and return its parameters without loading their values.
 
     Args:
         where: name of the command, for the message of an error.

@@ -220,7 +220,8 @@ def tune(
         main: dtype of the parameters that the optimizer updates.
         budget: most GB that one rank may use.
         activations: GB that each unit keeps from its forward to its backward, in place of the estimate. Then each repeated
-            layer is a unit. Recomputation is not tried, as this number does not say what a recomputed unit would keep.
+            layer is a unit, unless units is given. Recomputation is not tried, as this number does not say what a recomputed
+            unit would keep.
         microbatches: number of microbatches of a step.
         optimizer_buffers: values of optimizer state for each parameter: 2 for Adam, 1 for momentum.
         gpu: A100, H100, H200 or B200; H100 by default.

@@ -55,7 +55,7 @@ def broadcast_buffers_from_rank_0(model: ShardedModule) -> None:
 
 
 def save_and_remove_all_older(root: str, tree: Any, *, step: int, comm: Comm) -> None:
-    """Save a tree under ``root``. Once the checkpoint is complete, remove all older checkpoints there."""
+    """Save a tree under ``root``. Then remove all complete checkpoints saved there before, of whatever step."""
     save(root, tree, step=step, comm=comm)
 
     def remove_older() -> None:
@@ -95,8 +95,8 @@ class Accelerator(accelerate.Accelerator):
     - ``clip_grad_norm_`` takes all parameters of one prepared module, and clips by the norm over all ranks.
     - ``get_state_dict`` returns whole tensors on rank 0, and an empty dict on other ranks. All ranks have to call it.
     - ``save_state`` and ``load_state`` use :func:`fsharp.checkpoint.save` and :func:`~fsharp.checkpoint.load`, so another
-      number of ranks or another strategy can load. All ranks have to call both methods. A save gives buffers the values of rank
-      0.
+      number of ranks or another strategy can load. All ranks have to call both methods. A save copies rank 0's
+      buffers to all ranks.
 
     Raises:
         OptionError: ``mixed_precision`` is set for a sharded module, which takes a :class:`~fsharp.Precision` instead.
@@ -184,7 +184,10 @@ class Accelerator(accelerate.Accelerator):
         return model.full_state_dict() if isinstance(model, ShardedModule) else super().get_state_dict(model, unwrap)
 
     def save_state(self, output_dir: str | None = None, safe_serialization: bool = True, **options: Any) -> Any:
-        """Save sharded modules and optimizers into ``output_dir/fsharp``, and the rest as accelerate does."""
+        """Save sharded modules and optimizers into ``output_dir/fsharp``, and the rest as accelerate does.
+
+        The save replaces an earlier save in this folder. All ranks call this method.
+        """
         tree, comm = self._checkpoint_tree_and_comm()
         with self._hiding_sharded():
             folder = super().save_state(output_dir, safe_serialization, **options)

@@ -71,7 +71,7 @@ class Strategy(DDPStrategy):
         return optimizer
 
     def get_module_state_dict(self, module: nn.Module) -> dict[str, Any]:
-        """Return the state dict, with whole tensors of sharded modules on rank 0, and no entries of them on other ranks."""
+        """Return the whole state dict on rank 0; elsewhere the dict without sharded parameters. All ranks call this method."""
         return full_state_dict(module) if sharded_modules_in(module) else super().get_module_state_dict(module)
 
     def load_module_state_dict(self, module: nn.Module, state_dict: dict[str, Any], strict: bool = True) -> None:
@@ -82,7 +82,7 @@ class Strategy(DDPStrategy):
             super().load_module_state_dict(module, state_dict, strict)
 
     def get_optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """Return whole tensors of a ShardedOptimizer on rank 0, and an empty dict on other ranks."""
+        """Return a ShardedOptimizer's whole tensors on rank 0, and an empty dict elsewhere. All ranks call this method."""
         if isinstance(optimizer, ShardedOptimizer):
             return optimizer.full_state_dict()
         return super().get_optimizer_state(optimizer)

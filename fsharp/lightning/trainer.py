@@ -49,7 +49,8 @@ class Strategy(DDPStrategy):
     without sharded modules is trained as by ``DDPStrategy``.
 
     Raises:
-        OptionError: ``precision=``, ``sync_batchnorm=True`` or ``StochasticWeightAveraging`` with a sharded module.
+        OptionError: ``sync_batchnorm=True``, ``StochasticWeightAveraging``, or a ``precision`` other than ``"32-true"``, with a
+            sharded module.
         OptionError: a trained parameter is outside of sharded modules, or in a torch optimizer.
     """
 
@@ -59,7 +60,7 @@ class Strategy(DDPStrategy):
         return self.lightning_module
 
     def setup(self, trainer: "pl.Trainer") -> None:
-        """Set up the accelerator and optimizers. Sharded modules stay as they are."""
+        """Set up the accelerator and optimizers. Sharded modules are not wrapped; their gradients are released."""
         if not sharded_modules_in(self._pl_module):
             super().setup(trainer)
             return
@@ -88,7 +89,7 @@ class Strategy(DDPStrategy):
             yield
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """Return the module's state dict, with whole tensors of sharded modules on rank 0, and no entries of them elsewhere."""
+        """Return the whole state dict on rank 0; elsewhere the dict without sharded parameters. All ranks call this method."""
         return (
             full_state_dict(self._pl_module) if sharded_modules_in(self._pl_module) else super().lightning_module_state_dict()
         )
@@ -101,7 +102,7 @@ class Strategy(DDPStrategy):
             super().load_model_state_dict(checkpoint, strict)
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """Return whole tensors of a ShardedOptimizer on rank 0, and an empty dict on other ranks."""
+        """Return a ShardedOptimizer's whole tensors on rank 0, and an empty dict elsewhere. All ranks call this method."""
         inner = optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
         return inner.full_state_dict() if isinstance(inner, ShardedOptimizer) else super().optimizer_state(inner)
 
@@ -114,7 +115,7 @@ class Strategy(DDPStrategy):
             optimizer.load_state_dict(state)
 
     def teardown(self) -> None:
-        """End the run. Sharded modules are not moved to the CPU, as ``DDPStrategy`` moves other modules."""
+        """End the run. Unlike ``DDPStrategy``, move no tensors to the CPU if the LightningModule has sharded modules."""
         if self.lightning_module is None or not sharded_modules_in(self._pl_module):
             super().teardown()
             return

@@ -450,7 +450,10 @@ class Run:
             self._record.log_newest_complete_save(self.step, self._checkpoints.newest_complete_step)
 
     def _checked_tree_to_save(self, tree: Any) -> Any:
-        """Return the tree that a checkpoint of a run holds. A tree that a restart could not load is an error."""
+        """Return what a checkpoint of a run holds: ``tree`` and the skipped steps. All ranks call this method.
+
+        Raises RunError if a restart could not load ``tree``, and NonFiniteError for infinities and NaN if they are not allowed.
+        """
         self._checkpoints.check_same_leaves(tree)
         bad = None
         if not self._save_nonfinite:  # numbers may be infinite: a best loss begins as an infinity

@@ -37,9 +37,9 @@ def agree_at_start(config: Mapping[str, Any], tree: Any = None, *, comm: Comm, f
         files: source files whose bytes are compared.
 
     Raises:
-        AgreementError: a field differs, or a rank has failed, for example because a file is missing. The message has the field,
-            its values and the ranks.
-        RunError: JSON cannot hold the config, or a file cannot be read.
+        AgreementError: a field differs, or some ranks have failed, for example because a file is missing. The message has the
+            field, its values and the ranks.
+        RunError: on every rank JSON cannot hold the config, or a file cannot be read.
 
     Cost: one collective of 40 bytes for each axis; more only if something differs.
     """

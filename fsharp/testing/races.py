@@ -110,7 +110,7 @@ class VirtualLanes(Lanes):
         self.stream_wait_ops([op])
 
     def record_stream(self, x: torch.Tensor) -> None:
-        """Let no allocation reuse the memory of ``x`` before all ops so far on the current lane are finished."""
+        """Log that no allocation reuses the memory of ``x`` before all ops so far on the current lane are finished."""
         self.log.append(RecordStreamCall(self.lane, x.untyped_storage().data_ptr()))
 
     def log_torch_ops(self) -> AccessLoggingMode:
@@ -149,7 +149,7 @@ class RaceReport:
 
     @property
     def waits(self) -> dict[str, int]:
-        """A Counter of all waits, joins and events, as texts."""
+        """Number of times that each wait of a lane was issued, by the wait in words."""
         return Counter(entry.why for entry in self.log if isinstance(entry, Wait))
 
     def races_without(self, why: str) -> list[Race]:

@@ -69,14 +69,14 @@ def simulate(
             as an argument to functions, so that ``forward`` can replay it.
         seed: seed of the order in which ranks take turns, at each collective and each :meth:`ThreadComm.pause`. With None each
             rank runs until it has to wait, and then the next rank runs.
-        timeout: longest turn of a rank, in seconds. A rank must not wait for another rank by other means than ``comm``. A
-            deadlock within ``comm`` is found at once, without this limit.
+        timeout: longest turn of a rank, in seconds; during a longer turn waiting ranks raise CommError. A rank must not wait
+            for another rank by other means than ``comm``. A deadlock within ``comm`` is found at once, without this limit.
         outcomes: return the error of each rank that raised one, in place of its result, and a :class:`Killed` for a rank that
-            died or stalled. If False, the first error is raised.
+            died or stalled (:meth:`ThreadComm.simulate_death`). If False, the first error is raised.
 
     Raises:
         CommError: ranks called different collectives; the message has all calls.
-        CommError: a rank waits for a call that cannot come, or died unnoticed (without ``outcomes``).
+        CommError: a rank waits for a call that cannot come; or a rank died, and no rank raised an error (without ``outcomes``).
         Exception: the error of the first rank that failed.
     """
     world = _World(mesh, timeout, seed)

@@ -118,7 +118,7 @@ def _residual_views(
 
 
 def _tensor_specs(unit: UnitLayout) -> list[tuple[int, int, torch.dtype]]:
-    """Return ``(group, number of elements, dtype)`` of each tensor of a unit's residuals."""
+    """Return ``(group, number of elements, dtype)`` of each tensor of a unit's residuals (encoding errors of gradients)."""
     return [(g, sum(sizes.values()), unit.groups[g].dtypes.accumulate) for g, sizes in residual_sizes(unit).items()]
 
 

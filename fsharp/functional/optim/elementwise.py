@@ -170,8 +170,8 @@ def sgd(
 
     Args:
         learning_rate: a number, or a schedule.
-        momentum: decay of the momentum; None means no momentum and no state.
-        nesterov: use Nesterov momentum.
+        momentum: decay of the momentum; None means no momentum, and no state except the step count.
+        nesterov: use Nesterov momentum; without ``momentum`` this changes nothing.
         weight_decay: weight decay per path, added to gradients; ``optax.sgd`` has none. A function gets the path of a leaf.
         lr_scale: factor of the learning rate, per path.
 

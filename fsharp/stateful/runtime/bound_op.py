@@ -56,7 +56,7 @@ class BoundOp:
 
     @property
     def bucket_members(self) -> "tuple[BoundOp, ...]":
-        """The ops of the bucket, this op first; only this op if it is in no bucket."""
+        """The ops of the bucket that begins with this op; only this op if it is not the first op of a bucket."""
         return self, *self.other_members
 
     @property

@@ -84,7 +84,10 @@ class OpProfiler:
         self._rows.append((bound, bound.spec.may_wait, start, stop, list(outcomes), self._step))
 
     def end_step(self) -> None:
-        """End a step, and add its measurements to the trace. An op that is still under way is added when a later step ends."""
+        """End a step, and add its measurements to the trace. If the device has streams, this waits until the device is idle.
+
+        An op whose collective is still under way is added when a later step ends.
+        """
         ended = self.mark_time()
         if self.has_streams:
             torch.accelerator.synchronize(self.device)

@@ -255,7 +255,11 @@ class Step:
         self.uses.pending.clear()
 
     def begin_new_gradients(self, units: Sequence[UnitState], *, final_sum_in_place: bool) -> None:
-        """Begin new gradients of ``units``, in the schedule's memory. Reductions of the old gradients are ended first."""
+        """Begin new gradients of ``units``, in the schedule's memory.
+
+        ``final_sum_in_place``: whether sums over ranks may overwrite the new gradients, which nobody will read. If old
+        gradients of ``units`` are still being reduced, the schedule is abandoned, which ends the reductions.
+        """
         if {unit.key for unit in units} & {key for key, _ in self.executor.reducing}:
             self.abandon_schedule()
         in_arena = self.schedule.resting_gradients if self.schedule is not None and self.eager is None else {}

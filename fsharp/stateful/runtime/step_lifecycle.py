@@ -44,7 +44,7 @@ class StepUnderWay(NamedTuple):
     thread: int
 
     def check_thread(self) -> None:
-        """Raise an error if this thread is not the step's thread."""
+        """Raise a ScheduleError if this thread neither began the step nor runs a backward."""
         if threading.get_ident() != self.thread and not in_backward():
             raise ScheduleError(
                 "Scheduler: a step is under way in another thread. Call all functions of a scheduler in one thread, or give "

@@ -89,7 +89,7 @@ class GlooTransport(Transport):
         return self._exchange_parts("reduce", [parts], [results], mine, self._begin_p2p_call(label, "all_to_all", [x], axis))
 
     def _begin_p2p_call(self, label: str, op: str, xs: Sequence[torch.Tensor], axis: str) -> P2PChannel:
-        """Begin a collective of ``xs``. Return the channel for its messages. Ranks that wait compare ``label``."""
+        """Begin a collective of ``xs``, and return the channel for its messages. If one is late, ranks compare ``label``."""
         sizes = "+".join([str(len(x)) for x in xs])
         call = self.comm.watch.begin_call(f"{label}: {op} along {axis} of {sizes} {dtype_name(xs[0].dtype)}")
         return self.comm.p2p_channel(self.groups("gather" if op == "all_gather" else "reduce", axis), axis, call)
@@ -123,8 +123,8 @@ class GlooTransport(Transport):
     ) -> Work:
         """Sum this rank's part of each buffer over ranks, and write the sums to ``outs``. ``mine``: the part's index.
 
-        ``rows`` has the parts of each buffer. An all_reduce passes two more arguments. ``then`` is called at the end, and
-        begins the gather of the sums. ``second_outcome`` is the outcome of this gather.
+        ``rows`` has the parts of each buffer, and ``summands`` lend scratch memory. For an all_reduce ``then`` is called at the
+        end, and begins the gather of the sums. ``second_outcome`` is the outcome of this gather.
         """
         n = len(rows[0])
         partners = list(exchange_rounds(mine, n))

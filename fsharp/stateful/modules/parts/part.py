@@ -383,7 +383,10 @@ def _check_no_autograd(name: str, rows: Sequence[Sequence[Any]], cut: Sequence[S
 
 
 def _full_in_backward(x: Any) -> Any:
-    """Return ``x`` with full parameters for parts whose unit is in its backward: activation checkpointing may recompute."""
+    """Return ``x``, with full parameters in place of parts whose unit is in its backward. ``x`` may be a list or tuple.
+
+    Activation checkpointing recomputes forwards in a backward.
+    """
     if isinstance(x, ShardedTensor) and isinstance(x, nn.Parameter):
         whole = owner.full_parameter_in_backward(x) if (owner := x.owner()) is not None else None
         if whole is not None and torch.compiler.is_compiling():
@@ -452,7 +455,7 @@ def _elementwise(
 
 
 def _call_naming_part(call: Callable[[], Any], name: str, part: ShardedTensor) -> Any:
-    """Return ``call()``, which calls a torch function with this rank's elements of a part. Torch errors name the part."""
+    """Return ``call()``, torch function ``name`` of a rank's elements. A RuntimeError for a cut part becomes a LayoutError."""
     try:
         return call()
     except RuntimeError as error:
