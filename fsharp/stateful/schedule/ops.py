@@ -31,7 +31,7 @@ buffer. Gathers for the next step are the last ops of a step, and no ops follow 
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
-from functools import cache
+from functools import cached_property
 from typing import Literal, get_args
 
 from fsharp.errors import ScheduleError
@@ -94,7 +94,7 @@ BUFFERS = {
 }
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, eq=False)
 class OpSpec:
     """The properties of the ops of one kind, in some phases of a step. A buffer is a key of :data:`BUFFERS`, of the op's unit.
 
@@ -161,10 +161,11 @@ class OpSpec:
         """Return the bytes, before the cast, of summands that an op of this kind casts, for the unit with ``facts``."""
         return getattr(facts, self.casts) if self.casts else 0
 
-    @property
+    @cached_property
     def memory_buffer_kind(self) -> str:
         """The kind of buffer whose address ops of this kind have in ``Op.memory``; empty if they have none."""
-        return _memory_buffer_kind(self)
+        used = (each for each in (self.frees, self.changes, self.fills) if each)
+        return next((each for each in used if BUFFERS[each].size_fact and not BUFFERS[each].is_opened), "")
 
     def nbytes(self, facts: UnitFacts) -> int:
         """Return the bytes of ``Op.memory`` of an op of this kind, for the unit with ``facts``."""
@@ -173,12 +174,6 @@ class OpSpec:
     def filled_buffer(self, facts: UnitFacts) -> str:
         """Return ``fills``. If that buffer has 0 bytes, an op of a kind with ``opens`` fills the gradient at rest instead."""
         return REST if self.opens and self.fills == self.memory_buffer_kind and not self.nbytes(facts) else self.fills
-
-
-@cache
-def _memory_buffer_kind(spec: OpSpec) -> str:
-    used = (each for each in (spec.frees, spec.changes, spec.fills) if each)
-    return next((each for each in used if BUFFERS[each].size_fact and not BUFFERS[each].is_opened), "")
 
 
 def buffer_nbytes(buffer: str, facts: UnitFacts) -> int:
