@@ -335,7 +335,7 @@ def compute_times_including_gaps(alone: Trace) -> dict[str, tuple[float, float]]
 
 
 def find_link_factor(step_s: Callable[[float], float], trace: Trace) -> float:
-    """Return the factor with which ``step_s(factor)``, the predicted step, is as long as the traced steps, by bisection."""
+    """Return the factor, from 1/8 to 8, with which the predicted step ``step_s(factor)`` is as long as the traced steps."""
     taken_s = median(stop - start for (start, stop), _ in trace.ended_steps())
     low, high = 1 / _MOST_FACTOR, _MOST_FACTOR
     for _ in range(_BISECTIONS):

@@ -98,7 +98,10 @@ _Links = dict[Link, tuple[float, float]]
 
 
 def fit_links_and_casts(schedule: Schedule, taken: Mapping[int, Sequence[tuple[float, float]]]) -> tuple[_Links, float]:
-    """Return ``(latency, bandwidth)`` of each link, and the bandwidth of casts, by fits that are repeated until stable."""
+    """Return ``(latency, bandwidth)`` of each link, and the bandwidth of casts, by fits that are repeated until stable.
+
+    After 8 repetitions the last fit counts. Raises ScheduleError if the trace does not tell latency and bandwidth apart.
+    """
     found = _solve_links_and_casts(_fit_points(schedule, taken, None))
     for _ in range(_MAX_FIT_ROUNDS):
         again = _solve_links_and_casts(

@@ -51,11 +51,11 @@ class Hardware:
     """Speeds of a machine, from which :func:`predict` computes the time of a step.
 
     Args:
-        compute_times: seconds ``(forward, backward)`` of each unit, without its nested units, by key-path pattern, such as
-            ``{"**": (1e-3, 2e-3), "head": (4e-3, 8e-3)}``; the last match counts. :meth:`Trace.compute_times` and :meth:`fit`
-            return measured seconds. An estimate for ``n`` parameters, ``t`` tokens and a device of ``f`` FLOP/s is
-            ``(2 * n * t / f, 4 * n * t / f)``. A third number is the time by which recomputation of the unit lengthens its
-            backward; by default the time of its forward.
+        compute_times: seconds ``(forward, backward)`` of each unit, without its nested units: one pair for all units; pairs by
+            key-path pattern, such as ``{"**": (1e-3, 2e-3), "head": (4e-3, 8e-3)}``, of which the last match counts; or a
+            function of the unit's name. :meth:`Trace.compute_times` and :meth:`fit` return measured seconds. An estimate for
+            ``n`` parameters, ``t`` tokens and a device of ``f`` FLOP/s is ``(2 * n * t / f, 4 * n * t / f)``. A third number is
+            the time by which recomputation of the unit lengthens its backward; by default the time of its forward.
         bandwidth: bytes per second that a rank sends: one number, numbers by axis, or numbers by ``(collective, axis)``.
         latency: seconds of a collective that do not depend on its bytes: one number, or numbers as for ``bandwidth``.
         memory_bandwidth: bytes per second of ops that work in memory: casts and additions of gradients, and copies in place of
@@ -77,7 +77,9 @@ class Hardware:
             copies its own part, or posts messages.
 
     Raises:
-        ScheduleError: a number is out of range.
+        ScheduleError: a number is out of range; or ``contention``, ``issue_s`` or ``issue_bandwidth`` is given without
+            ``computes_on_host``.
+        OptionError: an argument has a wrong type.
     """
 
     compute_times: ComputeTimes
@@ -228,8 +230,8 @@ class Hardware:
             computes_on_host: as in :class:`Hardware`: True for traces of CPUs.
             contention: as in :class:`Hardware`: 1 if there is exactly one core for each rank.
             alone: trace of steps of the same model on one rank, without communication. Times of compute and of the update come
-                from this trace, and ``host_share`` from how much longer units take while collectives are under way. Without
-                it, ``host_share`` is 1/2, and all times come from ``trace``.
+                from this trace. With ``contention`` also ``host_share`` does, from how much longer units take while
+                collectives are under way; else ``host_share`` is 1/2. Without ``alone`` all times come from ``trace``.
 
         Raises:
             ScheduleError: the trace is of another schedule, or lacks a kind of op.
@@ -321,7 +323,7 @@ class Hardware:
 
 @options_checked
 def predict(schedule: Schedule, hardware: Hardware) -> Timeline:
-    """Simulate steps of a schedule on a machine until a step is like the previous one. Return the timeline of the last step.
+    """Simulate steps of a schedule on a machine until two are alike, at most 16. Return the timeline of the last step.
 
     The assumptions are in [Note: what the simulation knows] of ``fsharp.inspect.simulation``.
 

@@ -46,9 +46,9 @@ def measure(
     """Return the hardware of ``comm``: the measured speeds of collectives, and the times of compute that you pass.
 
     Each rank trains a small model under ZeRO-3 along all axes, and without communication. :meth:`Hardware.fit` finds the speeds
-    of each rank. The result has the medians over ranks, and is the same on every rank. The call takes seconds. A bandwidth is
-    infinite if noise hides how seconds depend on bytes: then pass more ``steps``. No other program should use the processors
-    while the call runs: the speeds would come out too low.
+    of each rank. The result has the medians over ranks, and is the same on every rank. ``host_bandwidth`` is not measured: it
+    has its default. The call takes seconds. A bandwidth is infinite if noise hides how seconds depend on bytes: then pass more
+    ``steps``. No other program should use the processors while the call runs: the speeds would come out too low.
 
     Args:
         comm: the ranks. All ranks call this function.
@@ -62,7 +62,7 @@ def measure(
         ScheduleError: ``steps`` is less than 1, or a number is out of range.
         AgreementError: ranks pass different arguments. All ranks raise. Functions in ``compute_times`` are not compared.
 
-    Cost: memory for 32 MiB of parameters and their gradients; ``2 * (steps + 3)`` steps.
+    Cost: 32 MiB of memory, for parameters and gradients; ``2 * (steps + 3)`` steps.
     """
     is_synchronous = comm.device.type == "cpu"
 

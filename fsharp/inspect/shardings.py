@@ -313,6 +313,7 @@ def draw_sharding(layout: Layout, path: str | PathLike[str], *, unit: str | None
     Raises:
         LayoutError: the layout has no unit of this name, the unit has no parameters, the mesh has more than 64 ranks, or
             matplotlib is missing.
+        ValueError: matplotlib does not know the suffix of ``path``.
     """
     try:
         from matplotlib.figure import Figure

@@ -67,7 +67,7 @@ class Simulation:
         self.handed_on = sorted(waited_for | {i for i, op in enumerate(self.ops) if op.spec.frees == STATE})
 
     def steady_step(self) -> Timeline:
-        """Simulate steps until a step is like the previous one, and return its timeline."""
+        """Simulate steps until a step is like the previous one, at most 16 steps. Return the timeline of the last step."""
         carried: dict[int, Interval] = {}
         for _ in range(_MAX_STEPS):
             self._begin_step(carried)

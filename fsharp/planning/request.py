@@ -95,7 +95,7 @@ class TuneRequest:
 
     @property
     def measured_on(self) -> torch.device | None:
-        """The device of the measurement, if there is one."""
+        """The device of the measurement; None without one. OptionError for a device that does not compute."""
         try:
             found = None if self.device is None else torch.device(self.device)
         except RuntimeError:
@@ -105,7 +105,7 @@ class TuneRequest:
         return found
 
     def layouts_to_try(self) -> LayoutsToTry:
-        """Return the layouts to try, with their costs. Trials run on meta tensors."""
+        """Check the arguments, and return the layouts to try, with their costs. Trials run on meta tensors."""
         self._check_arguments()
         if isinstance(self.model, Mapping) and all(isinstance(each, Layout) for each in self.model.values()):
             return self._layouts_as_given(self.model)
@@ -187,7 +187,7 @@ class TuneRequest:
         return meshes
 
     def _check_trial(self, model: Model, *, has_trial: bool) -> None:
-        """Raise an error if arguments of a trial contradict each other."""
+        """Raise a ScheduleError if arguments of a trial contradict each other, or one is missing."""
         is_module, what = model.module is not None, ""
         if has_trial and not is_module and self.loss_fn is None:
             what = "batch= of tensors needs loss_fn= for a tree of tensors. Pass it, or a number of tokens."

@@ -149,7 +149,7 @@ def least_seconds(layout: Layout, arguments: StepArguments, *, is_one_group: boo
 
 @contextmanager
 def progress_bar(total: int, *, show: bool) -> Iterator[Callable[[str], None]]:
-    """Yield a function that counts one more of ``total`` as done. After one second it shows a bar on stderr, if ``show``."""
+    """Yield a function that counts one of ``total`` as done. With ``show``, after a second, it shows a bar and its text."""
     began, shown, done = time.monotonic(), 0.0, 0
 
     def advance(text: str) -> None:

@@ -366,7 +366,7 @@ def _meta_subtree_with_grad(node: Sharded, ties: Sequence[Sharded]) -> Any:
 
 @contextmanager
 def _explain_errors(where: str, remedy: str) -> Iterator[None]:
-    """Turn an error of the user's code in a trial into a ScheduleError with a remedy."""
+    """Turn an error of the user's code in a trial into a ScheduleError with a remedy. Errors of fsharp stay as they are."""
     try:
         yield
     except FsharpError:

@@ -58,7 +58,7 @@ class ParameterEntries:
         self._with_flat_weights = list(with_flat_weights.values())  # recurrent modules: they keep a list of their parameters
 
     def check_not_replaced(self) -> None:
-        """Raise an error if the user has replaced a parameter, as a forward would ignore the new one."""
+        """Raise a TreeError if the user has replaced or removed a parameter: a forward would ignore this."""
         for i, parameters, name in self._entries:
             if parameters.get(name) is not self._present[id(parameters), name]:
                 raise TreeError(
@@ -68,7 +68,7 @@ class ParameterEntries:
                 )
 
     def iter_current_tensors(self, full: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield, for each entry, the path of its stored values and its tensor now: of ``full``, or put there by a caller."""
+        """Yield, for each entry, its stored path and its present tensor. TreeError if the shape is not that in ``full``."""
         for i, parameters, name in self._entries:
             path, mine = self.stored[i], local_tensor(parameters.get(name))
             if not isinstance(mine, torch.Tensor) or mine.shape != full[path].shape:
@@ -92,7 +92,7 @@ class ParameterEntries:
 
 
 def checked_current_tensors(entries: Iterable[ParameterEntries], full: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return the tensors now in place of ``full``, by path. Raise an error if a caller has tied or untied parameters."""
+    """Return the present tensors of ``entries``, by path. TreeError if a caller has reshaped, tied or untied parameters."""
     found, path_at = dict[str, torch.Tensor](), dict[int, str]()
     for path, mine in chain.from_iterable(each.iter_current_tensors(full) for each in entries):
         other = path_at.setdefault(mine.data_ptr(), path) if mine.numel() else path
@@ -234,7 +234,7 @@ class SharedCallState:
     def source_of_running_node(self) -> ParameterSource | None:
         """Return the parameters of the ``model.functional()`` call that made the running autograd node; None if no call did.
 
-        ``torch.utils.checkpoint`` may call modules again in a backward, which then use these parameters.
+        Modules that ``torch.utils.checkpoint`` computes again use them. ScheduleError if several threads made such calls.
         """
         node = torch._C._current_autograd_node()
         number = -1 if node is None else node._sequence_nr()

@@ -58,9 +58,9 @@ def initializer_settings_texts(
 def initial_parameters(
     module: nn.Module, tree: Any, layout: Layout, comm: Comm, *, key: int, initialize: Initializer | None, sync_from: int | None
 ) -> Any:
-    """Return this rank's part of a module's initial parameters, sharded for the optimizer. Fill the module's meta buffers.
+    """Return this rank's part of a module's initial parameters, sharded for the optimizer. A collective.
 
-    Arguments are those of :func:`~fsharp.shard_module`. Memory: this rank's parts, and one submodule or unit in full.
+    Also fill meta buffers, or by ``sync_from`` all buffers. Memory: this rank's parts, and one submodule or unit in full.
     """
     if sync_from is not None:
         return _sync_buffers_and_shard(module, layout, comm, sync_from)
@@ -127,8 +127,8 @@ class Initializers:
     """Runs initializers of modules, which fill the meta parameters and buffers of one module at a time, on the CPU.
 
     The initializer of a module runs first, and then the initializers of the modules around it. Outer initializers may change
-    the module's tensors, as ``nn.MultiheadAttention`` does with its inner module. A module around it that has values, in a
-    tensor of its own or further inside, is not initialized. Random numbers depend on the random ``key``, the path of the filled
+    the module's tensors, as ``nn.MultiheadAttention`` does with its inner module. An outer module that has values, in a tensor
+    of its own or further inside, is not initialized. Random numbers depend on the random ``key``, the path of the filled
     module, and the rank's coordinates along axes on which the module's parameters vary.
     """
 
@@ -221,10 +221,7 @@ def _unfilled_error(module: nn.Module, paths: Iterable[str]) -> TreeError:
 
 
 def _cpu_copy_or_nan_filled(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a CPU tensor for an initializer to fill: a copy of ``tensor``.
-
-    In place of a meta tensor, which has no values, return NaN or integers 0x55. They mark the tensor as unfilled.
-    """
+    """Return a CPU tensor for an initializer to fill: a copy, or for a meta tensor NaN or integers 0x55 as an unfilled mark."""
     mark = torch.nan if tensor.is_floating_point() or tensor.is_complex() else _UNWRITTEN_BYTE
     if tensor.is_meta:
         room = torch.full(tensor.shape, mark, dtype=tensor.dtype, device="cpu")
@@ -234,10 +231,7 @@ def _cpu_copy_or_nan_filled(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _still_has_unfilled_mark(x: torch.Tensor) -> bool:
-    """Return whether no initializer has filled ``x``: some element is NaN, or all integers are 0x55.
-
-    Integers also count as filled if torch has counted a write to ``x``.
-    """
+    """Return whether ``x`` is unfilled: some element is NaN, or all integers are 0x55 and torch has counted no write."""
     if x.is_floating_point() or x.is_complex():
         return bool((x.float() if x.is_floating_point() else x).isnan().any())
     marked = x == torch.tensor(_UNWRITTEN_BYTE, dtype=x.dtype)

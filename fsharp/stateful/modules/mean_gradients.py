@@ -59,7 +59,7 @@ class MeanGradients:
         self._versions = self._version_counters()
 
     def add_gradient_ready_hook(self, path: str, hook: Callable[[ShardedParameter], Any]) -> RemovableHandle:
-        """Register ``hook(parameter)``, to be called when the parameter has its gradient. Return a handle to remove it."""
+        """Register ``hook(parameter)`` for :meth:`call_hooks`. Return a handle, whose ``remove()`` removes the hook."""
         hooks = self._hooks.setdefault(path, OrderedDict())
         handle = RemovableHandle(hooks)
         hooks[handle.id] = hook
@@ -82,7 +82,7 @@ class MeanGradients:
 
     @property
     def are_changed(self) -> bool:
-        """Whether the user has changed the gradients since they were set."""
+        """Whether the user has written to the gradients since they were set."""
         return self._version_counters() != self._versions
 
     def _version_counters(self) -> list[int]:
@@ -97,11 +97,11 @@ class MeanGradients:
 
     @property
     def buffers(self) -> list[torch.Tensor]:
-        """The buffers of all units."""
+        """The gradient buffers of all units. Valid only if ``tree`` is not None."""
         return [buffer for node in units_of(self.tree) for buffer in node.buffers]
 
     def gradient_part(self, path: str) -> ShardedTensor | None:
-        """Return this rank's part of the gradient of a parameter; None if there is none."""
+        """Return this rank's part of the gradient of a parameter; None if the parameter has no gradient."""
         if self.tree is None or path in self.missing:
             return None
         if not self._parts:
@@ -110,7 +110,7 @@ class MeanGradients:
         return self._parts.get(path)
 
     def release_part(self, path: str) -> None:
-        """Zero a parameter's gradient, and record it as missing. A part that a caller holds keeps its values, in new memory."""
+        """Zero the gradient that :meth:`gradient_part` gave, and record it as missing. A held part keeps its values."""
         reference, data = weakref.ref(self._parts[path]), self._parts[path].local
         varying = self._parts.pop(path).place.varying_axes
         if (held := reference()) is not None:

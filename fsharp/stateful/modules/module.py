@@ -88,7 +88,7 @@ class ShardedModule(nn.Module):
 
     @disable_compile
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Release all gradients. A forward whose backward is to come stays valid. ``set_to_none=False`` is an error."""
+        """Release all gradients. Forwards stay valid. A ScheduleError during a backward, and for ``set_to_none=False``."""
         session_of_module(self).step.release_gradients(set_to_none=set_to_none)
 
     def functional(self) -> tuple[Callable[..., Any], Any]:
@@ -121,11 +121,11 @@ class ShardedModule(nn.Module):
     def train_state(self) -> TrainState:
         """Parameters, main copies, and optimizer state of an ``(init, update)`` pair. Setting this property copies nothing.
 
-        After an update of this state with ``donate=True``, set the new state before the next call of the module. After writes
-        to parameters, all ranks have to read this property or call :meth:`functional`: a collective may copy the values.
+        After an update of this state with ``donate=True``, set the new state before the next call of the module. The first
+        read after writes to parameters is a collective: all ranks have to read this property, or call :meth:`functional`.
 
         Raises:
-            TreeError: the new state has another layout, place or dtype.
+            TreeError: the new state has another layout, place or dtype, or lacks residuals that this module needs.
             ScheduleError: the state is set while a step has gradients, or inside of ``averaged()`` or ``unsharded()``.
         """
         session_of_module(self).step.propagate_main_writes()
@@ -157,7 +157,8 @@ class ShardedModule(nn.Module):
 
         Trained parameters have the optimizer's dtype, frozen ones the dtype in which they rest. With ``write=True`` writes to
         parameters last; all ranks have to write equal values. Without ``write`` only changes of ``requires_grad`` last. A
-        forward whose backward has not run yet is abandoned: its graph can no longer run backward.
+        forward whose backward has not run yet is abandoned. It is a ScheduleError to enter while a step has gradients, and to
+        call the module inside. With ``write`` it is a TreeError to reshape, tie or untie parameters.
 
         Cost: a gather of all units, and the memory of the whole model; with ``write`` a second gather, of written parameters.
         """
@@ -219,7 +220,7 @@ class ShardedModule(nn.Module):
             assign: as in torch, but only inside of :meth:`unsharded`.
 
         Raises:
-            TreeError: names, shapes, dtypes or layout differ. Only extra state may have changed.
+            TreeError: names, shapes, dtypes or layout differ. No parameter or buffer has changed; extra state may have.
             AgreementError: ranks pass different values for elements that they share. All ranks raise.
             ScheduleError: a step has gradients, or the call is inside of ``averaged()``.
 

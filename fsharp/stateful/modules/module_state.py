@@ -22,7 +22,7 @@ class ModuleTrainState:
     Attributes:
         train_state: parameters, main copies, the state of an ``(init, update)`` pair; replaced by each step.
         num_replacements: number of times that the user has replaced the state.
-        is_written: whether the user has written to parameters since the last step.
+        is_written: whether the user has written to parameters since the last :meth:`report_parameter_writes`.
         opt_user: ``id`` of the one optimizer that may use ``train_state.opt``; None before the first use.
         loaded: which of "parameters" and "optimizer" were loaded since the last step.
     """
@@ -50,7 +50,7 @@ class ModuleTrainState:
         self._recorded = self._version_counters()
 
     def copy_into_buffers(self, targets: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> None:
-        """Copy ``values`` into ``targets``, buffers of parameters or of state. All ranks have to call this method."""
+        """Copy ``values`` into ``targets``, buffers of parameters or of state. This does not count as a write of the user."""
         with torch.no_grad():
             for target, value in zip(targets, values, strict=True):
                 target.copy_(value)
@@ -73,7 +73,7 @@ class ModuleTrainState:
         self.record_version_counters()
 
     def set_opt_state(self, opt: Any, made_by: Any, user: object) -> None:
-        """Set ``opt``, the first or a loaded state of the optimizer ``user``, which takes the place of an earlier optimizer."""
+        """Set ``opt``, the first or a loaded state of the optimizer ``user``, in place of any other optimizer's state."""
         self.train_state, self.opt_user = self.train_state._replace(opt=opt, made_by=made_by), self.opt_user and id(user)
 
     def use_opt(self, where: str, user: object) -> Any:
@@ -97,7 +97,7 @@ class ModuleTrainState:
             self.train_state = self.train_state._replace(residuals=zero_residuals(units, self._comm.device))
 
     def report_parameter_writes(self, add_settings: Callable[[str], None]) -> None:
-        """If the user has written to parameters since the last step, pass ``add_settings`` a text that says so."""
+        """If the user has written to parameters since the last report, pass ``add_settings`` a text that says so."""
         if self.is_written:
             add_settings("parameters written in place=True")
             self.is_written = False

@@ -183,7 +183,7 @@ class ModuleStep:
         return any(unit.gradient is not None and unit.gradient.has_step_gradient for unit in self._units)
 
     def update(self, tx: Any, settings: str, *, optimizer_id: int) -> None:
-        """If there are gradients, update parameters by ``tx``, an ``(init, update)`` pair. Ranks compare ``settings``."""
+        """If there are gradients, update parameters by ``tx``, release them, and end the step. Ranks compare ``settings``."""
         if self.checked_gradients_or_none("step()") is None:
             return
         self.state.notice_main_writes()
@@ -274,7 +274,7 @@ class ModuleStep:
         self.used_gradients = used
 
     def gradient_part(self, path: str) -> ShardedTensor | None:
-        """Return this rank's part of a parameter's mean gradient. Raise an error before gradients are summed over ranks."""
+        """Return this rank's part of a mean gradient, or None. ScheduleError if gradients are only accumulated so far."""
         if self.means.tree is None and self.open_step is not None and self._backward_id == -1 and self.has_gradients:
             raise ScheduleError(
                 f"grad of parameter {path!r}: all backward passes so far were inside of accumulate(), and their "
@@ -292,7 +292,7 @@ class ModuleStep:
                 self.release_gradients()
 
     def abandon_forwards(self, where: str) -> None:
-        """End a step that has only forwards, on all ranks. Raise an error that names ``where`` if the step has gradients."""
+        """End a step of forwards, whose backward then raises. ScheduleError that names ``where`` if the step has gradients."""
         self.reopen_scheduler_after_error()
         step = self.open_step
         if step is None:

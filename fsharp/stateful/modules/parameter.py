@@ -92,7 +92,7 @@ class ShardedParameter(ShardedTensor, nn.Parameter):
     @property
     @api_boundary
     def grad(self) -> ShardedTensor | None:
-        """This rank's part of the mean gradient over ranks; None until a backward outside of ``accumulate()`` has ended."""
+        """This rank's part of the mean gradient over ranks, or None. Reading is an error while gradients only accumulate."""
         return owner.gradient_part(self.path) if (owner := self.owner()) is not None and self.is_trained else None
 
     @grad.setter

@@ -19,7 +19,7 @@ Units = ModuleRule | tuple[ModuleRule, ...] | list[ModuleRule]
 
 
 def chosen_modules(module: nn.Module, units: Units | Sequence[Units]) -> dict[str, nn.Module]:
-    """Return the modules that ``units`` selects, by path, without the root. Each of these is gathered by itself."""
+    """Return the modules that ``units`` selects, by path, without the root. Raise an error if a rule selects none."""
     every = {path: each for path, each in module.named_modules() if path}
     found: set[str] = set()
     for rule in [rule for each in _as_list(units) for rule in _as_list(each)]:
@@ -49,7 +49,7 @@ def chosen_modules(module: nn.Module, units: Units | Sequence[Units]) -> dict[st
 
 
 def modules_sharing_gather(module: nn.Module, units: Units | Sequence[Units]) -> list[list[str]]:
-    """Return, for each group in ``units``, the paths of its modules, which share one gather. A group is a tuple or list."""
+    """Return the paths of each group (a tuple or list in ``units``), which shares a gather. PatternError if groups overlap."""
     groups = [chosen_modules(module, each) for each in _as_list(units) if isinstance(each, tuple | list)]
     seen: set[str] = set()
     for group in groups:

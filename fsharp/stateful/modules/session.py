@@ -88,7 +88,7 @@ class ModuleSession:
         """Call ``fn``, a method of the module at ``path``, with the module's units gathered, and cast inputs and outputs.
 
         Parameters come from the call around this call, if there is one; else from the forward or step whose checkpoint computes
-        again. Else they are parameters at rest, if there are no gradients or no trained parameters. Else the step has them.
+        again. Else they are at rest, if gradients are disabled, or all parameters are frozen or paused. Else the step has them.
         """
         if self.is_unsharded:
             raise ScheduleError(
@@ -222,7 +222,7 @@ class ModuleSession:
         """Run ``torch.autograd.grad``. The gradient of a parameter is the mean over ranks, sharded as the parameter is.
 
         Afterwards ``.grad`` is None, and backwards of other forwards still work. It is an error to pass ``create_graph=True``,
-        ``is_grads_batched=True`` or parameters of several modules, or to call this after another backward of the step.
+        ``is_grads_batched=True`` or parameters of several modules, to have feedback, or to come after a backward of the step.
         """
         if options.get("create_graph") or options.get("is_grads_batched"):
             raise ScheduleError(
@@ -273,7 +273,7 @@ class ModuleSession:
 
     @contextmanager
     def showing_averages(self, averages: Mapping[tuple[str, int], torch.Tensor]) -> Iterator[None]:
-        """In this context parameters have the values of ``averages``, by name of the unit and group. A collective."""
+        """In this context parameters have the values of ``averages``, by (name of the unit, group). All ranks enter it."""
         state, copies = self.state, units_of(self.state.main_parameters())
         shown = {(node.name, g): x for node in copies for g, x in zip(node.groups, node.buffers, strict=True)}
         nodes = units_of((trainable(state.train_state.params), state.train_state.main))
@@ -344,7 +344,7 @@ def install_gathering_subclass(
 
 
 def session_of_module(module: nn.Module) -> ModuleSession:
-    """Return the session of a ShardedModule, or of one of its submodules."""
+    """Return the session of a ShardedModule, or of a submodule that is gathered by itself."""
     return module.__dict__["_fsharp"][0]  # type: ignore[no-any-return]
 
 

@@ -105,8 +105,8 @@ def shard_module(
         key: seed for tensors on the meta device, which ``reset_parameters()`` of modules fills with equal values on any mesh.
         initialize: function that fills the tensors of a submodule on the meta device, in place of its ``reset_parameters()``.
             For a model of transformers pass ``model._init_weights``. The function is called for a submodule first, and then for
-            the modules around it, which may change the submodule's values. The function is not called for a module that has
-            values already.
+            the modules around it, which may change the submodule's values. The function is not called for an outer module that
+            has values already, itself or in a submodule.
         sync_from: rank whose parameters and buffers all ranks take. Other ranks may pass a module on the meta device. None
             means that ranks compare their parameters, and raise an error if they differ.
         atoms: as for :func:`~fsharp.plan`; None means single elements, or the atom that a parameter's tensor class needs.
@@ -118,7 +118,7 @@ def shard_module(
     Raises:
         PatternError: ``units`` or ``methods`` matches nothing, or a module without parameters.
         OptionError: an option has a wrong type, such as a pattern without a Precision.
-        LayoutError: a unit's own precision is that of none of its parameters.
+        LayoutError: a unit has another precision than each of its parameters.
         TreeError: the module or a parameter cannot be sharded, or nothing initializes a meta tensor.
         MeshError: the mesh lacks this process, or parameters are distributed over it already.
         AgreementError: ranks differ in module, units, strategy, precision or values. All ranks raise.

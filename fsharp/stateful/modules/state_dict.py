@@ -54,7 +54,7 @@ def check_no_dtensor_shards(where: str, session: ModuleSession) -> None:
 
 
 def load_state_dict_into_parts(session: ModuleSession, module: nn.Module, load: Callable[[], Any]) -> Any:
-    """Load a state dict into a sharded module. ``load`` calls torch's ``load_state_dict`` with the user's arguments."""
+    """Load a state dict into a sharded module, by ``load``, a call of torch's ``load_state_dict``. Return its result."""
     where, comm = "load_state_dict()", session.scheduler
     session.step.abandon_forwards(where)
     given: dict[str, torch.Tensor] = {}  # values for parameters, by path
@@ -181,7 +181,7 @@ def make_parts_whole_(
 def gather_whole_tensors(parts: Iterable[ShardedTensor], comm: Comm) -> Iterator[tuple[ShardedTensor, torch.Tensor]]:
     """Yield pairs of a part and the whole tensor; for a DTensor the whole of this rank's local tensor.
 
-    Cost: a gather for each unit, place and dtype. Memory: one unit, of which yielded tensors are views.
+    All ranks have to iterate to the end. Memory: one unit, of which yielded tensors are views.
     """
     by_unit: dict[tuple[UnitLayout, MeshPlacement, torch.dtype], dict[str, ShardedTensor]] = {}
     for part in parts:
@@ -239,7 +239,7 @@ def scatter_from_rank(where: str, given: Any, rank: int, comm: Comm, like: Mappi
 
 
 def _state_dict_outline_to_bytes(where: str, given: Mapping[str, Any]) -> bytes:
-    """Return as bytes a state dict with meta tensors, and torch's metadata about versions of modules."""
+    """Return as bytes ``given`` with its tensors on meta, and torch's metadata. TreeError for objects torch cannot load."""
 
     def outline(path: Any, value: Any) -> Any:
         if not isinstance(value, torch.Tensor):

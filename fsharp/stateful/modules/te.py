@@ -57,7 +57,7 @@ def scale_indices_of_fused_wgrads(module: Any) -> dict[str, int]:
 def lending_gradient_memory(weights: Sequence[tuple[str, torch.Tensor]]) -> Iterator[None]:
     """Let TransformerEngine write gradients of ``weights``, pairs of path and weight, to memory of the scheduler.
 
-    ``grad_added_to_main_grad`` is not set: it would make TransformerEngine also return a gradient that was never written.
+    TreeError outside of a scheduler. ``grad_added_to_main_grad`` is not set: TransformerEngine would also return a gradient.
     """
     for path, weight in weights:
         given: Any = weight
@@ -100,7 +100,7 @@ def _check_no_parts(module: nn.Module, _: Any) -> None:
 
 
 def use_text_extra_state(module: nn.Module) -> None:
-    """Make TransformerEngine modules return their extra state as text, and accept such text as well as pickles."""
+    """Let TransformerEngine modules return the state of delayed scaling as text, and accept this text as well as pickles."""
     for each in module.modules():
         if any(cls.__name__ == "TransformerEngineBaseModule" for cls in type(each).__mro__):
             ref = weakref.ref(each)

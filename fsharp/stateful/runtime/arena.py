@@ -88,7 +88,7 @@ class Arena:
                 self._executor.action_of(bound)()
 
     def gather_for_next_step(self, record: FunctionRecord, profiler: OpProfiler | None) -> None:
-        """At the end of a step, gather the first units of the function's next step."""
+        """At the end of a step, begin to gather the first units of the function's next step, if a schedule is expected."""
         bound = record.programs.bound.get(id(record.programs.expected_schedule))
         if bound is None or not bound.carried or not bound.is_bound_to(self._registry.units):
             return

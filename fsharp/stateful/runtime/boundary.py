@@ -147,7 +147,7 @@ class UnitUse:
         return use is not None
 
     def take_leaves(self) -> list[torch.Tensor]:
-        """Return the leaves. This object keeps no reference to the leaves."""
+        """Return the leaves, and release this object's reference to them. A second call returns an empty list."""
         leaves, self.leaves = self.leaves, None
         return leaves or []
 

@@ -35,7 +35,8 @@ class CapturedStep:
 
     Raises:
         ScheduleError: the device is not a CUDA device, or the policy has ``gather_at_start`` or ``offload``.
-        ScheduleError: the optimizer state has a Python number, which a graph would repeat.
+        ScheduleError: the optimizer state has a Python number or a format rounds randomly, which a graph would repeat.
+        ScheduleError: ``warmup`` is below 2, or the step does not update its state in place.
     """
 
     def __init__(self, scheduled: ScheduledFunction, state: TrainState, batch: Any, *, warmup: int = 3) -> None:
@@ -71,7 +72,7 @@ class CapturedStep:
         """Run one step on ``batch``, and return its metrics. The next call overwrites the returned tensors.
 
         Raises:
-            ScheduleError: the scheduler is closed, or the batch differs from the captured one.
+            ScheduleError: the scheduler is closed, or the batch differs from the captured one, which closes the scheduler.
             AgreementError: another rank has failed.
         """
         self._scheduled.scheduler.engine.steps.check_scheduler_open()

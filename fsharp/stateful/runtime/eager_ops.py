@@ -234,7 +234,7 @@ class EagerOps:
     def _append_bound_op(
         self, spec: OpSpec, unit: UnitState | None, phase: Phase, *, use_index: int = -1, after: int | None = None, **bound: Any
     ) -> BoundOp:
-        """Emit an op. The op's address is ``unsharded.where``, else that of the unit's buffer in this step's schedule.
+        """Append an op to ``ops``, and return it bound. Its address: ``unsharded.where``, else that of the unit's buffer.
 
         On another stream than compute, the op waits for op ``after``; if ``after`` is None, for all work of compute so far.
         ``bound``: fields of :class:`BoundOp`, such as ``unsharded``, and ``opens``, a field of :class:`Op`.

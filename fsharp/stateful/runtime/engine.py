@@ -54,8 +54,7 @@ class ScheduledEngine(Engine):
         """Return whether the engine can run a forward of units, with the units of their tied leaves.
 
         The result is False under ``torch.func`` and ``make_fx``, and for nodes that are donated, or rest elsewhere than
-        parameters. The result is also False if a node's buffer requires a gradient, and for copies of encoded parameters, which
-        are refused.
+        parameters. The result is also False if a node's buffer requires a gradient, or if encoded parameters would get none.
         """
         if torch._C._are_functorch_transforms_active() or torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY):
             return False
@@ -70,7 +69,7 @@ class ScheduledEngine(Engine):
     def run_forward(
         self, fn: Callable[..., Any], sharded: Any, ties: Sequence[Sharded], args: Any, kwargs: Any, *, as_leaves: bool = False
     ) -> Any:
-        """Gather the units, call the function, and release the units.
+        """Gather the units, call the function, release the units, and return the function's result.
 
         With ``as_leaves`` ``sharded`` is a list, and the function gets the leaves of each unit's subtree.
         """
@@ -135,7 +134,8 @@ class ScheduledEngine(Engine):
         """Begin new gradients of the units of ``params``, in place of the last ones, and return these units.
 
         Gradients of other units are kept. ``residuals``: encoding errors of earlier gradients, which reductions overwrite.
-        ``final_sum_in_place``: whether sums over ranks may overwrite the new gradients, which nobody will read.
+        ``final_sum_in_place``: whether sums over ranks may overwrite the new gradients, which nobody will read. Raises
+        ScheduleError inside of :meth:`run_value_and_grad` of one of the units.
         """
         step = self.steps.step_or_eager()
         self.steps.handed_out.clear()
@@ -156,7 +156,7 @@ class ScheduledEngine(Engine):
         self.steps.step_or_eager().end_microbatch([(unit, take_gradient_buffers(node, comm)) for unit, node in found])
 
     def hand_out_gradients(self, units: Sequence[UnitState], params: Any, *, reduction: Literal["sum"] | None = None) -> Any:
-        """Return gradients at rest as a tree like ``params``, and record them. ``units``: the unit of each node of the tree."""
+        """Return gradients at rest of ``units`` as a tree like ``params``, and record them. LossError if there are none."""
         self.steps.executor.lanes.stream_wait_lanes("reduce")
         if not any(unit.gradient is not None and unit.gradient.has_step_gradient for unit in units):
             raise LossError(

@@ -57,7 +57,7 @@ class Executor:
         self.begin_step("")
 
     def make_process_groups(self) -> None:
-        """Make the process groups before this rank's first collective, unless they exist already."""
+        """Make the process groups before the first collective, unless they exist already. All ranks have to call this."""
         if not self.is_connected:
             restart_replay.record_and_call(self._make_process_groups)
 

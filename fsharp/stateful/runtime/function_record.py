@@ -33,7 +33,7 @@ class RecordedPrograms:
     Attributes:
         bound: schedules that are bound to the current arena, by id of the schedule.
         pinned: the schedule that the user has chosen by ``follow()``, until a call leaves this schedule.
-        num_unscheduled_calls: number of calls that did not follow a schedule to the end.
+        num_unscheduled_calls: number of calls with collectives that did not follow a schedule to the end.
         num_calls_off_schedule: number of consecutive calls that have left their schedule.
     """
 
@@ -69,7 +69,7 @@ class RecordedPrograms:
         return self._schedules.get(last) if last is not None and self.num_calls_off_schedule < _MAX_LEFT_CALLS else None
 
     def pin_schedule(self, schedule: Schedule) -> None:
-        """Follow ``schedule``, which the user has chosen, from now on."""
+        """Follow ``schedule``, which the user has chosen, from the next call on, until a call leaves it."""
         self.pinned = schedule
         self.bound.clear()
 
@@ -128,7 +128,7 @@ class FunctionRecord:
     """The record of a scheduled function's calls, or of a module's training steps.
 
     Attributes:
-        emitted: returns the ops of the last call; None if the last call had a schedule, or there was no call.
+        emitted: returns the ops of the last call with collectives; None if this call had a schedule, or there is none.
         profiler: measures steps for a trace; None without a trace.
         next_called: returns the record of the function that was called after this function's last call; None if there is none.
     """

@@ -66,7 +66,7 @@ class Scheduler(DelegatingComm):
         self.engine = ScheduledEngine(StepLifecycle(comm, self.policy))
 
     def __call__(self, fn: Callable[..., Any]) -> "ScheduledFunction":
-        """Return a function that calls ``fn`` with this scheduler as its argument ``comm``, and follows a schedule."""
+        """Return a function that calls ``fn`` with this scheduler as ``comm``. OptionError if ``fn`` takes no ``comm``."""
         if not can_bind_partial(fn, comm=self):
             raise OptionError(f"Scheduler(): {short_repr(fn)} has no argument comm, expected def step(state, batch, comm).")
         check_computes_when_called(f"Scheduler(): {short_repr(fn)}", fn, OptionError)
@@ -105,7 +105,7 @@ class ScheduleHandle:
 
     @property
     def num_unscheduled_calls(self) -> int:
-        """Number of calls that did not follow a schedule to the end."""
+        """Number of calls with collectives that did not follow a schedule to the end."""
         return self.record.programs.num_unscheduled_calls
 
     def last_call_status(self) -> CallStatus:
@@ -114,14 +114,14 @@ class ScheduleHandle:
 
     @api_boundary
     def last_unscheduled_ops(self) -> Schedule:
-        """Return the ops of the last call as a Schedule to print; ScheduleError if it had a schedule, or there was no call."""
+        """Return the ops of the last call with collectives, to print. ScheduleError if it had a schedule, or there is none."""
         if self.record.emitted is None:
             raise ScheduleError("there is no call, or the last call had a schedule: read `schedule` instead.")
         return self.record.emitted()
 
     @api_boundary
     def follow(self, schedule: Schedule) -> None:
-        """Follow ``schedule``, such as an edited :attr:`schedule`, from the next call on. Pass an equal schedule on every rank.
+        """Follow ``schedule``, such as an edited :attr:`schedule`, until a call leaves it. Pass an equal one on every rank.
 
         Raises:
             ScheduleError: ``schedule`` uses memory or gradients wrongly. If ``schedule`` does not fit the units, the next call
@@ -131,7 +131,7 @@ class ScheduleHandle:
         restart_replay.record_and_call(lambda: self.record.programs.pin_schedule(schedule))
 
     def start_trace(self) -> Trace:
-        """Begin to measure the steps that follow a schedule, and return the trace that collects the measurements."""
+        """Begin to measure steps that follow a schedule, and return the trace of them. An earlier trace gets no more steps."""
         return self.record.start_trace(self.scheduler.device, self.scheduler.engine.steps.executor.total_collective_wait_s)
 
 
@@ -146,7 +146,7 @@ class ScheduledFunction(ScheduleHandle):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the function. The first call records the order of its units; later calls follow a schedule.
 
-        A call inside of another scheduled function of the same scheduler is part of that function's step.
+        A call inside of another scheduled function of this scheduler is part of that step. Passing ``comm`` is an error.
         """
         if "comm" in kwargs or (args and (args[-1] is self.scheduler or args[-1] is self.scheduler.comm)):
             raise OptionError("the scheduler passes comm by itself: leave comm out of the call, as in step(state, batch).")

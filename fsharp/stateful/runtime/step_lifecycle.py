@@ -93,7 +93,7 @@ class StepLifecycle:
         self.handed_out = HandedOutGradients()
 
     def reopen_after_error(self) -> None:
-        """Open the scheduler again on all ranks after an error, with new process groups and the same schedules."""
+        """If an error has closed the scheduler, open it with new process groups and the same schedules. All ranks call this."""
         if self._closed is not None:
             self._closed = None
             self._renew_executor_and_units(self.executor.lanes)
@@ -127,7 +127,7 @@ class StepLifecycle:
         return self._history.text_to_compare
 
     def comm_with_settings_digest(self, comm: Comm) -> Comm:
-        """Return ``comm``. Outside of steps its labels get a digest of all settings so far."""
+        """Return ``comm``; outside of steps, a Comm over ``comm`` whose labels have a digest of all settings so far."""
         return comm if self.now is not None else LabelPrefixComm(comm, f"after history {self._history.digest or 'none'}: ")
 
     @property

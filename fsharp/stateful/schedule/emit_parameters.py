@@ -87,7 +87,7 @@ class ParameterOps:
         self._fetched.append(self._ops.add_with_following_ops(FETCH, unit, "update", after=self._ops.last_on_stream("compute")))
 
     def emit_update(self, event: Event, *, is_last: bool) -> None:
-        """Emit the update of ``event``, and the gathers of updated parameters.
+        """Emit the releases and the update of ``event``, gathers of updated parameters, and copies of state to the host.
 
         After the step's last update (``is_last``) also emit the gathers of the next step's first units.
         """

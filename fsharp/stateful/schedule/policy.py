@@ -37,7 +37,7 @@ class SchedulePolicy:
         offload: keep optimizer state and main copies in host memory between updates, pinned if the device is a GPU. State and
             copies are copied to the device before an update and back after the update: twice their bytes in a step. In a module
             only optimizer state is offloaded, as main copies are the parameters that the module shows.
-        memory_budget: limit of the bytes of the arena. To fit, the compiler gives up buckets, then lowers prefetch, then the
+        memory_budget: limit of the bytes of the arena. To fit, the compiler makes no buckets, then lowers prefetch, then the
             number of reductions under way. Packed buckets do not count: pass ``bucket_nbytes=0`` if every byte counts.
         gather_at_start: issue the first gathers of the next step at the end of a step. False ends a step with no collective
             under way, which a CUDA graph of a step needs.

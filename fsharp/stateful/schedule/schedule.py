@@ -77,7 +77,7 @@ class Op:
 
     @property
     def spec(self) -> OpSpec:
-        """The record of the op's kind and phase."""
+        """The record of the op's kind and phase. ScheduleError if there is no such record."""
         spec = OPS.get((self.kind, self.phase))
         if spec is None:
             raise ScheduleError(f"{self}: has phase {self.phase!r}, expected {expected_phases_text(self.kind)}.")
@@ -96,7 +96,7 @@ class Schedule:
 
     Attributes:
         program: the program that the schedule implements.
-        policy: the policy under which the schedule was compiled.
+        policy: the policy of the schedule. If a memory budget needs this, buckets are off and ``prefetch`` is lower than asked.
         ops: ops, in the order in which the host issues them.
         arena: bytes of the arena, the memory in which all buffers of a step have addresses.
         peak_nbytes: largest number of bytes that are live at once: a lower bound of the arena.
@@ -141,11 +141,11 @@ class Schedule:
         return replace(self, ops=tuple(ops))
 
     def lines(self) -> list[str]:
-        """Return the schedule as text, a line for each op."""
+        """Return a line for each op, with its kind, unit, phase, stream and memory. Other fields are left out."""
         return [str(op) for op in self.ops]
 
     def diff(self, other: "Schedule") -> str:
-        """Return a unified diff of the ops of two schedules; empty if the ops are equal."""
+        """Return a unified diff of the :meth:`lines` of two schedules; empty if ops differ in other fields alone."""
         return "\n".join(difflib.unified_diff(self.lines(), other.lines(), "this", "other", lineterm="", n=2))
 
     def __str__(self) -> str:

@@ -70,7 +70,7 @@ class Trace:
         return median_times_by_unit(times)
 
     def update_time(self) -> float:
-        """Return the median seconds of the optimizer step, without waits, for ``Hardware(update_s=...)``; 0 without updates."""
+        """Return median seconds of the optimizer step, without waits, for ``Hardware(update_s=)``; 0 without updates."""
         updates = kinds_where(lambda spec: spec.cost == "update")
         return median(sum(span.seconds for span in self_spans(rows) if span.kind in updates) for _, rows in self.ended_steps())
 
@@ -99,7 +99,7 @@ def median_times_by_unit(times: Mapping[tuple[str, Phase], list[float]]) -> dict
 
 
 def check_rows(where: str, schedule: Schedule, rows: Iterable[TraceRow]) -> None:
-    """Raise an error if rows measure ops that are not in a schedule."""
+    """Raise a ScheduleError that begins with ``where`` if rows measure ops that are not in a schedule."""
     for index, kind, unit, phase, *_ in rows:
         op = schedule.ops[index] if 0 <= index < len(schedule.ops) else None
         if op is None or kind not in (op.kind, WAITING) or (unit, phase) != (op.unit, op.phase):

@@ -141,7 +141,7 @@ class Transport(ABC):
 
     @abstractmethod
     def reduce_scatter_unpacked(self, summands: Sequence[Summand], axis: str, out_dtype: torch.dtype, label: str) -> list[Work]:
-        """Run :meth:`reduce_scatter` without packing. A summand without ``out`` may be overwritten."""
+        """Run :meth:`reduce_scatter` without packing. ``x`` may be overwritten if ``out`` is None or has another dtype."""
 
     @abstractmethod
     def all_reduce_unpacked(self, summands: Sequence[Summand], axis: str, label: str) -> list[Work]:

@@ -101,7 +101,7 @@ class HandedOutLeaf:
 
     @property
     def version(self) -> int:
-        """Version counter of the leaf; -1 if no caller holds it."""
+        """Sum of the version counters of the leaf and its inner tensors; -1 if one of them is no longer held."""
         total = 0
         for ref in (self._tensor, *[ref for ref, *_ in self._inner]):
             if (x := ref()) is None:
@@ -197,7 +197,7 @@ class FullUnit:
         self._version = 0
 
     def decode(self, rank: int) -> None:
-        """Decode the gathered buffers whose format is not plain, into ``flats``, from which functions read parameters."""
+        """Decode gathered buffers of formats that are not plain into ``flats``, and call :meth:`give_memory_to_leaves`."""
         unit = self.leaf_table.unit
         for g, flat, data in zip(unit.all_groups, self.flats, self.gathered, strict=True):
             if g not in unit.tensor_classes and data is not flat:

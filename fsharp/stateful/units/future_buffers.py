@@ -9,7 +9,7 @@ from fsharp.stateful.transport.streams import Lanes
 
 
 class FillOnReadBuffers(LazyBuffers):
-    """Tensors that are filled when ``fill`` returns. The first reader calls ``fill``, and later readers do not.
+    """Tensors that are filled when ``fill`` returns. The first reader calls ``fill``; later readers only if it raised.
 
     If gathers on ``lanes`` fill the tensors, each stream that reads the tensors waits for these gathers.
     """

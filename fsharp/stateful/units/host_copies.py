@@ -46,7 +46,7 @@ class HostDeviceCopies:
         self.lanes, self._began = lanes, op
 
     def wait(self) -> None:
-        """Block the host until all tensors are copied."""
+        """Block the host until the copies of :meth:`run_copies` are over. Before that method was called, return at once."""
         if self._began is not None:
             self.lanes.synchronize_op(self._began)
 

@@ -44,7 +44,7 @@ class UnitGradient:
         route: collectives and sizes of buffers, which are equal in every step.
         rest: the buffers in which the gradient rests between microbatches.
         final: the buffers of the sums for the optimizer; None if the sums take the memory of the gradient at rest.
-        num_added: number of microbatches whose gradients were added at rest.
+        num_added: number of gradients, of microbatches or of single uses, that were added at rest.
         reached: a bit for each leaf: whether a backward of this step has reached the leaf on this rank.
         block: the memory in which this microbatch's gradient is collected; None if it is added to the gradient at rest.
         is_under_way: whether a reduction is under way, for which :meth:`wait` waits.
@@ -157,7 +157,7 @@ class UnitGradient:
         self.block = block
 
     def add_leaf_gradients(self, grads: Grads, block: OutgoingBlock | None, *, is_first: bool) -> None:
-        """Add a use's gradients to ``block``, or with ``is_first`` overwrite it. If it is None, add to the gradient at rest."""
+        """Add a use's gradients to ``block``, or overwrite it if ``is_first``. Without a block add to the gradient at rest."""
         if self._ignored:
             grads = [None if i in self._ignored else grad for i, grad in enumerate(grads)]
         given = [grad for grad in grads if grad is not None]

@@ -31,7 +31,7 @@ _VERSIONS_PER_FILL = 1024
 
 
 def buffers_stamp(node: Sharded) -> Stamp:
-    """Return the addresses and version counters of a node's buffers. This stamp differs once the node's values have changed."""
+    """Return the addresses and version counters of a node's buffers. Writes change the stamp, except to inference tensors."""
     found = []
     for b in node.raw_buffers:  # faster than a comprehension
         found.append((b.data_ptr(), 0 if b.is_inference() else b._version))
@@ -142,7 +142,7 @@ class UnshardedBuffer:
             self._sources, self.is_carried = [StorageWeakRef(x.untyped_storage()) for x in node.raw_buffers], True
 
     def release(self) -> None:
-        """Release the memory. Tensors in the memory must no longer be used."""
+        """Wait for gathers under way, and release the memory, whose tensors must no longer be used. No effect if not filled."""
         if self.works:
             self.wait()
         was_filled, self.filled_from = self.filled_from is not None, None

@@ -111,13 +111,13 @@ class ClassUpdates:
     """The updates of a ShardedOptimizer by an optimizer class, and the state that the class keeps.
 
     Args:
-        groups: the parameter groups, to which the options that the class adds are added.
+        groups: the parameter groups. Options that the class adds are added to these dicts.
         defaults: options of the class.
         check_steps: steps of a trial at the parameters' shapes, after the trial at small shapes; 0 for no such trial.
 
     Attributes:
         inner: the instance of the class; its parameters are slices of flat buffers.
-        paths_with_state: paths of parameters that have had a gradient, the same on all ranks.
+        paths_with_state: paths of parameters that have had a gradient or loaded state, the same on all ranks.
     """
 
     def __init__(

@@ -53,7 +53,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
     - A class that uses all parameters together needs all of them on every rank.
     - If ranks hold all parameters of a group whole, a class that is not torch's own gets whole parameters in any case.
 
-    The trial makes 8 steps on each of 8 small sets of tensors. The trial does not show other sizes, options and later steps.
+    The trial makes 8 steps on each of 8 small sets of tensors, and repeats one set. Other sizes and later steps are not tried.
     ``check_steps=1`` adds a trial of one step at the sizes of the parameters.
 
     Args:
@@ -70,7 +70,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         TreeError: the class keeps values that its updates need in attributes, which would not be saved.
         ScheduleError: the optimizer is a class, and the module's policy has ``offload=True``.
 
-    Cost: for a class, the trial: up to 64 steps, each on at most 71 elements, for each group of parameters (20 ms).
+    Cost: for a class, the trial: about 72 steps, each on at most 71 elements, for each group of parameters (20 ms).
     """
 
     __reduce_ex__ = refuse_copy
@@ -121,7 +121,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             ScheduleError: an earlier step has used the gradients, and :meth:`zero_grad` was not called since.
             ScheduleError: another optimizer has used the gradients.
             ScheduleError: parameters were changed in a way that the module does not allow.
-            TreeError: ``param_groups`` has other groups or parameters than before.
+            TreeError: ``param_groups`` has other groups or parameters than before, or options were set for a pair.
         """
         with torch.enable_grad():
             loss = None if closure is None else closure()
@@ -180,8 +180,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
         Raises:
             TreeError: the optimizer keeps no averages, or several averages of one parameter.
-            ScheduleError: a step has gradients. In the context: a forward is not under ``torch.no_grad()``, or
-                ``unsharded(write=True)`` is called.
+            ScheduleError: a step has gradients, or the context is inside of another. In the context: a forward is not under
+                ``torch.no_grad()``, or ``unsharded(write=True)`` is called.
 
         Cost: a copy of this rank's parts, and one gather of parameters.
         """

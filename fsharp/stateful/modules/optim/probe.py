@@ -116,7 +116,7 @@ def make_first_step(
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Make a step with zero gradient on a copy of ``like``. Return the parameter's state and the options of its group.
 
-    So these are the names that an optimizer has after its first step. ``"step"`` is 0 in both dicts. Memory: four times the
+    The dicts have the names that exist after a first step. ``"step"`` is 0 in both dicts. Memory: four times the
     parameter's, and the state.
     """
     parameter = torch.nn.Parameter(like.detach().clone())

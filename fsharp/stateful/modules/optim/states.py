@@ -61,8 +61,8 @@ def fill_in_missing_states(states: StatesByPath, parameters: Mapping[str, Sharde
     """Return ``states`` with the states that this rank lacks, so that all ranks have the same names of state in a state dict.
 
     For a parameter without elements on this rank, elementwise state is an empty ShardedTensor, and other state is copied from
-    another rank. Ranks whose parameters differ, such as experts, keep their own states. A state that is not a tensor, number,
-    string or None is a TreeError. Different kinds of state for one parameter are an AgreementError.
+    another rank: all ranks call this. Ranks whose parameters differ, such as experts, keep their own states. A state that is
+    not a tensor, number, string or None is a TreeError. Different kinds of state for one parameter are an AgreementError.
     """
 
     def described() -> str:

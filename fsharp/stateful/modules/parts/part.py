@@ -50,8 +50,10 @@ class ShardedTensor(torch.Tensor):
     - Sums, means, extremes and norms of all elements are those of the whole tensor. All ranks have to call these functions,
       which use a small collective for each axis that cuts the tensor. Of parameters that differ between ranks the result is
       over all ranks.
-    - ``clone()``, ``to()``, ``cpu()`` and ``copy.deepcopy`` return a part with the same elements in new memory.
+    - ``clone()`` and, except of parameters, ``copy.deepcopy`` return a part in new memory. ``to()`` and ``cpu()`` return a part
+      in the same memory if dtype and device stay.
     - All other functions raise an error, unless every rank holds the whole tensor: then the part works like any tensor.
+    - A function that would need a gradient of a parameter raises an error: call it under ``torch.no_grad()``.
 
     If every rank holds the whole tensor, a part is pickled as a plain tensor. Pickling any other part is an error.
 
@@ -120,7 +122,7 @@ class ShardedTensor(torch.Tensor):
 
     @property
     def local(self) -> torch.Tensor:
-        """This rank's elements as a plain tensor in the memory of the part. Writes to this tensor change the parameter."""
+        """This rank's elements as a plain tensor in the part's memory, for reads and writes. Waits for gathers under way."""
         if (owner := self.owner()) is not None:
             owner.wait_before_write()
         with torch._C.DisableTorchFunctionSubclass():
@@ -320,7 +322,7 @@ class ShardedTensorOwner(Protocol):
         """Return the whole parameter while its unit's backward is under way; else None."""
 
     def add_gradient_ready_hook(self, path: str, hook: Callable[[Any], Any]) -> RemovableHandle:
-        """Call ``hook(parameter)`` at the end of each backward that gives the parameter a gradient."""
+        """Register ``hook(parameter)``, for the end of each backward that gives the parameter a gradient."""
 
     def gradient_part(self, path: str) -> ShardedTensor | None:
         """Return this rank's part of a parameter's mean gradient; None if the parameter has no gradient."""
