@@ -25,7 +25,11 @@ from fsharp.functional.moves import gather
 
 
 def encode_params_at_rest(tree: Any, comm: Comm) -> Any:
-    """Turn values into parameters at rest, in their group's format or the compute dtype. All ranks call this function."""
+    """Return ``tree`` with values as parameters rest: in their group's format, or else in the compute dtype.
+
+    Units stay in their places, and encoded differences stay unchanged. If nothing has to change, the result is ``tree`` itself.
+    All ranks call this function.
+    """
 
     def cast(node: Sharded) -> Sharded:
         rows = [(node.unit.groups[g].dtypes, b) for g, b in zip(node.groups, node.buffers, strict=True)]
@@ -105,7 +109,7 @@ def add_encoded_difference(
 def encode_block_format_groups(tree: Any, encoded_in: Any = None) -> Any:
     """Encode the groups whose format encodes block by block; return all other groups unchanged.
 
-    ``encoded_in``: a tree of the same structure; a group is encoded only if it is encoded in ``encoded_in``.
+    ``encoded_in``: a tree of the same structure. Groups that are not encoded in ``encoded_in`` are returned unchanged, too.
     """
 
     def encode_groups(node: Sharded, groups: Sequence[int]) -> Sharded:
@@ -118,8 +122,9 @@ def encode_block_format_groups(tree: Any, encoded_in: Any = None) -> Any:
 def encode_leaf_format_groups(tree: Any, comm: Comm, encoded_in: Any = None) -> Any:
     """Encode the groups whose format encodes whole leaves; return all other groups unchanged. All ranks call this function.
 
-    ``encoded_in`` is as for :func:`encode_block_format_groups`. Values are encoded in the optimizer's place, and gathered from
-    there. Cost: an ``all_reduce`` of the maxima of leaves for each format and each axis that shards optimizer state.
+    ``encoded_in`` is as for :func:`encode_block_format_groups`. Values are encoded in the optimizer's place, and gathered back
+    to their own place. Cost: this gather, and for each format an ``all_reduce`` of the maxima of leaves along each axis that
+    shards optimizer state.
     """
     jobs: dict[tuple[Format, tuple[str, ...]], tuple[str, list[LeafPart], list[str]]] = {}
 

@@ -55,9 +55,11 @@ def forward(
         TreeError: no unit was passed, or the unit of a tied leaf was not passed exactly once.
         TreeError: parameters were changed in place, in ``fn`` or before the backward.
         TreeError: ``remat`` has a wrong value, or the call is under ``torch.func.linearize``.
+        TreeError: a unit was donated, or has a tensor class such as TransformerEngine's and ``comm`` is not a scheduler.
         MeshError: ``comm`` is on another mesh than the unit.
 
-    Cost: one gather; with ``release`` or ``remat`` a second gather in the backward. One reduction of gradients in the backward.
+    Cost: one gather; with ``release`` or ``remat`` a second gather in the backward. The backward reduces gradients: under
+    ``value_and_grad`` once for all calls with this unit in a microbatch, otherwise once for each call.
     """
     units = (sharded, ties := tuple(ties))
     if not isinstance(sharded, Sharded) or ties:
@@ -143,7 +145,8 @@ def dummy_forward(sharded: Any, x: torch.Tensor, *, comm: Comm, ties: Sequence[S
 
     Args:
         sharded: the unit, as for :func:`forward`.
-        x: a floating-point tensor on which the loss depends. The backward of ``x`` takes part in the unit's reduction.
+        x: a floating-point tensor. The loss has to depend on the tensor that this function returns for ``x``: the backward of
+            this tensor takes part in the reduction.
         comm: the ranks.
         ties: units that store tied leaves, as for :func:`forward`.
 

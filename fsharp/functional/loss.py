@@ -52,9 +52,10 @@ class Metrics(NamedTuple):
 def loss_sum_and_weight(value: Any, where: str = "value_and_grad()") -> Loss:
     """Return the result of a loss function as a sum and a weight.
 
-    Raises LossError unless the value is a scalar mean, or a pair of a scalar and its weight. In a plain pair the weight has to
-    be a number or an integer tensor, as a floating-point tensor could be a metric. In a :class:`Loss` it may be either. A
-    weight that is negative, infinite or NaN is refused if it is a number, or if weight and loss are on a CPU.
+    Raises LossError unless the value is a floating-point scalar, which is a mean with weight 1, or a pair of such a scalar and
+    a weight. The weight is a number or a scalar tensor without gradient. In a plain pair, a tensor has to be an integer tensor,
+    as a floating-point tensor could be a metric; in a :class:`Loss` it may be either. A weight that is negative, infinite or
+    NaN is refused if it is a number, or if weight and loss are on a CPU.
     """
     is_pair = isinstance(value, tuple) and len(value) == 2
     total, weight = value if is_pair else (value, 1.0)
@@ -108,7 +109,8 @@ def check_depends_on_parameters(loss: Loss, *, has_trainable: bool, where: str =
 def split_batch(batch: Any, count: int) -> list[Any]:
     """Return ``count`` batches with equal parts of each tensor along dim 0. All other leaves, and units, are in all batches.
 
-    Raises LossError if dim 0 of a tensor does not divide, or if a leaf, such as a dataclass, holds arrays or tensors.
+    Raises LossError if the size of dim 0 of a tensor is not a multiple of ``count``, or if a leaf that is no tensor, such as a
+    dataclass, holds arrays or tensors. With ``count`` 1 nothing is checked. The parts are views.
     """
     if count == 1:
         return [batch]
@@ -144,7 +146,7 @@ def _holds_tensors_or_arrays(leaf: Any) -> bool:
 
 @disable_compile
 def average(loss: Loss, grads: Any, *, comm: Comm, donate: bool = False) -> tuple[Metrics, Any]:
-    """Divide summed gradients by the total weight of all microbatches and ranks.
+    """Divide summed gradients by the total weight of all microbatches and ranks; by 1 if this weight is 0.
 
     Args:
         loss: loss of this rank, from :func:`~fsharp.value_and_grad`.

@@ -30,8 +30,8 @@ def make_functional(module: nn.Module) -> tuple[Callable[..., Any], dict[str, An
     Returns:
         ``fn``, which calls the module with ``params`` in place of the module's parameters; and ``params``, nested dicts with
         one more level for each dot in a parameter's name. A tied parameter is one tensor at several paths. Buffers are
-        constants of ``fn``: writes to buffers in a forward are discarded. ``fn`` raises an OptionError if it calls a module of
-        TransformerEngine under DelayedScaling.
+        constants of ``fn``, with their values at the time of this call: writes to buffers in a forward are discarded. ``fn``
+        raises an OptionError if it calls a module of TransformerEngine under DelayedScaling.
 
     Raises:
         TreeError: the module has no parameters, or it has a parameter whose class has FSDP2 hooks.

@@ -29,9 +29,9 @@ Initializer = Callable[[torch.Tensor, torch.Generator], Any]
 
 @options_checked
 def shard(params: Any, layout: Layout, comm: Comm, *, place: PlaceName = "params", check_values: bool = True) -> Any:
-    """Return this rank's shards of a tree that every rank holds whole, after ranks have compared layouts and values.
+    """Return this rank's shards of a tree that every rank holds whole: the tree, with a Sharded in place of each unit.
 
-    :func:`~fsharp.shard_for` does the slicing.
+    Before, ranks compare layouts and values. :func:`~fsharp.shard_for` does the slicing.
 
     Args:
         params: a tree of tensors with the paths, shapes, dtypes and ties of the tree that was planned. Not changed.
@@ -79,11 +79,12 @@ def full_tree(tree: Any, *, comm: Comm) -> Any:
         comm: the ranks.
 
     Returns:
-        The tree of whole tensors, in the dtypes of the shards. These tensors share no memory with ``tree``. If a leaf varies
-        along an axis, each rank gets the tensor for its own coordinate along this axis.
+        The tree of whole tensors, in the dtypes of the shards; encoded leaves are decoded to the ``compute`` dtype. These
+        tensors share no memory with ``tree``. If a leaf varies along an axis, each rank gets the tensor for its own coordinate
+        along this axis.
 
     Raises:
-        TreeError: a unit is a partial sum.
+        TreeError: ``tree`` has no unit, a unit is a partial sum, or ``tree`` is a TrainState that lacks groups of a unit.
         MeshError: ``comm`` is on another mesh than the tree.
 
     Cost: an all-gather of all units. Memory: the whole tree.
@@ -177,7 +178,11 @@ def init_params(
 
 
 def mesh_independent_seed(key: int, path: str, unit: UnitLayout | None, rank: int) -> int:
-    """Return the seed for a leaf's initial values: the same on every mesh, and on all ranks that share the values."""
+    """Return a seed for the leaf at ``path``, which depends on ``key`` and ``path``: the same on every mesh.
+
+    If the leaf's ``unit`` varies along axes, the seed also depends on the coordinates of ``rank`` along these axes. ``unit`` is
+    None for a leaf that does not vary.
+    """
     own = "" if unit is None else "".join(f":{axis}={unit.mesh.coord(axis, rank)}" for axis in unit.varying_axes)
     return int.from_bytes(hashlib.sha256(f"{key}:{path}{own}".encode()).digest()[:8], "little") >> 1
 

@@ -71,12 +71,14 @@ def gather(tree: Tree, *, comm: Comm, to: PlaceName = "full") -> Tree:
         to: the target place, by name or as a :class:`~fsharp.layouts.MeshPlacement`. ``"full"`` gathers all to every rank.
 
     Returns:
-        The tree with its units in the target place. ``Sharded.tree()`` of a full unit returns the user's subtree.
+        The tree with its units in the target place. ``Sharded.tree()`` of a full unit returns the user's subtree. A buffer that
+        need not move is the buffer of ``tree``, not a copy.
 
     Raises:
-        TreeError: the tree has no unit, or a partial sum.
+        TreeError: the tree has no unit, or a unit or ``to`` is a partial sum.
         TreeError: the call is under ``torch.func.linearize``.
-        TreeError: parameters in a format would get no gradient, as they are copies, or move to another place than ``"full"``.
+        TreeError: in a loss, encoded parameters would get no gradient: they are not those that the loss function was given, or
+            ``to`` is not ``"full"``.
         MeshError: ``comm`` is on another mesh than the tree.
 
     Cost: for each gathered axis of ``n`` ranks a rank sends ``(n - 1)`` times the bytes of its part. Slices cost nothing.
@@ -179,15 +181,16 @@ def reduce_scatter(
             gradients.
         residuals: residuals as :func:`~fsharp.value_and_grad` has returned them, with ``Precision(feedback=True)``.
         step: number of the step, ``state.step``, for formats that round stochastically.
-        donate: overwrite ``residuals``.
+        donate: overwrite ``residuals``, and return the same tensors. If False, residuals are copied.
 
     Returns:
         The tree with its units in the target place, in the ``accumulate`` dtype. With residuals a pair: the tree, and the
         residuals for the next step.
 
     Raises:
-        TreeError: the tree has no unit, or the move would need a gather or partial sums.
+        TreeError: the tree has no unit, or encoded ones; or the move would have to gather, or to make partial sums.
         TreeError: residuals, or ``step`` of stochastic rounding, are missing or do not fit.
+        TreeError: residuals are passed under a ``torch.func`` transform.
         MeshError: ``comm`` is on another mesh than the tree.
 
     Cost: along an axis of ``n`` ranks a rank sends ``(n - 1) / n`` of the bytes of the buffer in the ``wire`` dtype. If ``to``
@@ -275,7 +278,10 @@ def reduce_partial_sums(
     comm: Comm,
     residuals: ResidualsByAxis = MappingProxyType({}),
 ) -> torch.Tensor:
-    """Sum one buffer of partial gradients over ranks, and return this rank's part in ``target``. Overwrites ``residuals``."""
+    """Sum one buffer of partial gradients over ranks, and return this rank's part in ``target``, in the accumulate dtype.
+
+    ``source``: the place of ``x``. ``residuals`` are overwritten.
+    """
     dtypes, accumulate = unit.groups[group].dtypes, unit.groups[group].dtypes.accumulate
     label = f"reduce {unit.name or '(root)'}"
     with reporting_format_errors(comm, label):

@@ -31,25 +31,27 @@ def per_sample_norms(
 
     ``norms[i] = sqrt(sum_p |d loss_fn(params, batch[i : i + 1], comm) / d p|^2)`` over all trainable parameters ``p``.
     A tied leaf is one parameter. Gradients of all uses of a unit are added before they are squared. ``batch`` holds samples of
-    this rank, and ranks may have different numbers of samples. On a rank without samples ``loss_fn`` gets one sample of zeros,
-    so that the rank takes part in the gathers.
+    this rank, and ranks may have different numbers of samples. If a chunk of a rank has no samples, ``loss_fn`` gets one sample
+    of zeros, so that the rank takes part in the gathers.
 
     Args:
         loss_fn: a loss function, as for :func:`~fsharp.value_and_grad`. The function is called once for each chunk, under
             ``torch.vmap`` over the samples. In the call the batch has one sample: dim 0 of every tensor has size 1. If the
             function returns ``(sum, weight)``, the gradient is that of ``sum``. The function has to use parameters only through
             ``forward`` or ``gather``.
-        chunk_size: number of samples in one chunk, as in ``torch.vmap``; None means all. All ranks make as many chunks as the
-            rank with the most samples.
+        chunk_size: largest number of samples in one chunk; None means all. All ranks make as many chunks as the rank with the
+            most samples needs, and each rank cuts its samples into chunks of about equal size.
         randomness: ``"error"`` refuses random operations, ``"same"`` and ``"different"`` draw equal or different numbers for
             the samples, as in ``torch.vmap``.
 
     Returns:
-        A tensor ``[B]`` for a batch of ``B`` samples, on the device of ``comm``, in the ``accumulate`` dtype.
+        A tensor ``[B]`` for a batch of ``B`` samples, on the device of ``comm``, in the widest ``accumulate`` dtype of units.
 
     Raises:
         LayoutError: a unit varies along an axis, so a sample's gradient is spread over several ranks.
-        LossError: the batch or the loss is wrong, or the call is under a ``torch.func`` transform.
+        LossError: ``chunk_size`` is less than 1, or the batch or the loss is wrong.
+        LossError: the loss uses parameters by other means than ``forward`` or ``gather``.
+        LossError: the call is under a ``torch.func`` transform.
         TreeError: ``params`` has no unit.
         MeshError: ``comm`` is on another mesh than ``params``.
 

@@ -1,8 +1,8 @@
 """Release gathered parameters that autograd has saved, and gather them again when a backward needs them.
 
-A release keeps the graph of the call. Each saved view of a gathered buffer is replaced by a note of its buffer and position. So
-nothing is computed twice. Tensors that C++ functions of other libraries keep cannot be replaced: they stay in memory, with
-right values.
+A release keeps the graph of the call, so nothing is computed twice. Each saved view of a gathered buffer is replaced by a
+:data:`SavedView`, which holds no memory. Tensors that C++ functions of other libraries keep cannot be replaced: they stay in
+memory, with right values.
 """
 
 import weakref
@@ -26,14 +26,14 @@ SavedView = tuple[int, torch.Size, tuple[int, ...], int]
 
 
 class _SavedBuffers:
-    """The gathered buffers of a call, kept while its graph may still run a backward."""
+    """The buffers of one call that a backward has gathered again; None before. Hooks of the call's graph keep this object."""
 
     def __init__(self, regather: Callable[[], list[torch.Tensor]]) -> None:
         self.regather = regather
         self.buffers: list[torch.Tensor] | None = None
 
     def gather_again(self) -> list[torch.Tensor]:
-        """Gather the parameters again, and keep them."""
+        """Gather the parameters again, keep them in ``buffers``, and return them."""
         self.buffers = self.regather()
         return self.buffers
 
@@ -183,7 +183,7 @@ def _raw_saved_attribute_names(kind: Any) -> tuple[str, ...]:
 
 
 def is_node_since(node: Any, sequence_nr: int) -> bool:
-    """Return whether autograd made a node of its graph at ``sequence_nr`` or later."""
+    """Return whether autograd made a node of its graph at ``sequence_nr`` or later; False for the node of a leaf tensor."""
     return sequence_nr <= node._sequence_nr() and not hasattr(node, "variable")  # leaves have a number beyond all others
 
 

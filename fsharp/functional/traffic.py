@@ -34,7 +34,8 @@ def step_traffic(
         microbatches: number of microbatches of the step.
         release: argument ``release`` of :func:`~fsharp.forward`.
         uses: dict from the name of a unit to the number of calls of :func:`~fsharp.forward` that use the unit in a microbatch.
-            Calls with the unit in ``ties`` count. For a unit that is not in the dict the number is 1.
+            Calls with the unit in ``ties`` count. For a unit that is not in the dict the number is 1. Names of no unit are
+            ignored.
 
     Returns:
         A Counter of :class:`~fsharp.collectives.Call`.

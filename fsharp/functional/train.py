@@ -52,6 +52,8 @@ def train_step(
             rank, as :func:`value_and_grad` returns it.
         donate: allow the step to overwrite the memory of ``state``. The caller must not use ``state`` afterwards, nor tensors
             that share its memory.
+
+    Raises the errors of these four functions.
     """
     tx = as_transform(tx)
     settings = f"{tx.name or 'a transformation'} ({settings_digest(settings_text_to_compare(tx))})"
@@ -221,7 +223,10 @@ def _value_and_grad_of_microbatch(
 
 
 def _copy_shared_gradients(sinks: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor | None]) -> list[torch.Tensor]:
-    """Return gradients in memory of their own, for additions in place. Autograd may return expanded or shared tensors."""
+    """Return gradients in memory of their own, for additions in place; zeros like the sink for None.
+
+    Autograd may return expanded or shared tensors.
+    """
     result: list[torch.Tensor] = []
     seen: set[int] = set()
     for sink, grad in zip(sinks, gradients, strict=True):

@@ -53,8 +53,10 @@ def agree(where: str, fields: Mapping[str, str], comm: Comm, *, failure: str | N
         failure: an error text, if this rank has failed; None otherwise.
 
     Raises:
-        AgreementError: the message names the field, the values and the ranks.
+        AgreementError: the message names the fields that differ, their values and ranks; or the ranks that failed, and the
+            first error text.
 
+    On a mesh of one rank nothing is compared or raised, not even ``failure``.
     Cost: one collective of 40 bytes for each axis; more if an error is raised.
     """
     if comm.mesh.size > 1:

@@ -7,8 +7,8 @@ The gradient is that of the **sum of the scalars of all ranks**: see "What ranks
     reduce_scatter   y_r = sum_s x_s[r]               x'_r = (y'_0, ..., y'_{n-1}) = all_gather
     all_reduce       y_r = sum_s x_s                  x'_r = sum_s y'_s            = all_reduce
 
-All primitives work on the last dim, whatever the dims before it. They do nothing along an axis of size 1, or to a last dim of
-size 0.
+All primitives but ``all_reduce`` and ``pcast`` work on the last dim, whatever the dims before it. Gathers and sums call no
+collective along an axis of size 1, or for a last dim of size 0.
 """
 
 from collections.abc import Callable, Sequence
@@ -91,6 +91,9 @@ def all_gather_last(x: torch.Tensor, comm: Comm, axis: str, *, label: str = "") 
     Returns:
         ``[..., n * c]`` for ``n`` ranks along ``axis``.
 
+    Raises:
+        TreeError: ``x`` has no dims.
+
     Gradient: :func:`reduce_scatter_last`. Cost: each rank sends ``(n - 1) * x.nbytes``.
     """
     _check_last_dim_divides("all_gather_last()", x, axis, 1)
@@ -121,7 +124,10 @@ def reduce_scatter_last(
     Returns:
         ``[..., c]``.
 
-    Gradient: :func:`all_gather_last`. Cost: each rank sends ``(n - 1) / n * x.nbytes``.
+    Raises:
+        TreeError: ``x`` has no dims, or ``n`` does not divide the last dim.
+
+    Gradient: :func:`all_gather_last`, in the dtype of ``x``. Cost: each rank sends ``(n - 1) / n * x.nbytes``.
     """
     _check_last_dim_divides("reduce_scatter_last()", x, axis, comm.mesh.axis_size(axis))
     if _needs_no_collective(x, comm, axis):
@@ -166,6 +172,7 @@ def reduce_scatter_encoded(
         padding: slices of the last dim of the result that are set to zero.
         label: what the call is for.
 
+    Along an axis of size 1 nothing is encoded, and ``x`` is returned. Raises TreeError if ``c`` is no multiple of a block.
     Gradient: :func:`all_gather_last`, as if nothing were rounded. Cost: each rank sends ``n - 1`` encoded parts.
     """
     _check_last_dim_divides("reduce_scatter_encoded()", x, axis, comm.mesh.axis_size(axis) * wire.block)
@@ -231,6 +238,7 @@ def all_to_all_last(
     Gradient: :func:`all_to_all_last` with ``send`` and ``receive`` exchanged. All ranks take part in it. So the loss of each
     rank has to depend on the result, even if the rank has received no column. Cost: each rank sends its columns for others.
 
+    Raises TreeError if the last dim of ``x`` is not ``sum(send)``.
     Before an exchange all ranks compare ``send`` with ``receive``, and raise an AgreementError if they differ. Over NCCL they
     do not: values may then be undefined, or ranks wait until the time limit.
     """
@@ -287,6 +295,7 @@ def pcast(x: torch.Tensor, comm: Comm, axis: str, kind: CastKind, *, label: str 
 def local_slice_last(x: torch.Tensor, comm: Comm, axis: str) -> torch.Tensor:
     """Return this rank's part ``[..., c]`` of ``x``, ``[..., n * c]``, as a view, for ``n`` ranks along ``axis``.
 
+    Raises TreeError if ``x`` has no dims, or ``n`` does not divide the last dim.
     Gradient: the cotangent, padded with zeros in place of other ranks' parts. Cost: none.
     """
     n = comm.mesh.axis_size(axis)

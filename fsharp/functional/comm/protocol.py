@@ -116,7 +116,10 @@ class Engine(ABC):
 
     @abstractmethod
     def run_reduce_scatter(self, tree: Any, to: Any, donated_residuals: Any) -> Any:
-        """Run :func:`~fsharp.reduce_scatter` of ``tree``. The result may still be under way."""
+        """Run :func:`~fsharp.reduce_scatter` of ``tree``. ``donated_residuals`` are overwritten.
+
+        The result may still be under way.
+        """
 
     @abstractmethod
     def begin_state_fetch(self, state: Any, params: Any, grads: Any, *, donate: bool) -> Any:
@@ -182,7 +185,7 @@ class SingleComm:
 
 
 class Call(NamedTuple):
-    """A kind of collective call: operation, mesh axis, and the bytes that this rank sends.
+    """A kind of collective call: operation, mesh axis, and the bytes that this rank sends in one such call.
 
     ``axis`` is empty for an ``all_to_all`` over all ranks of the mesh.
     """
@@ -193,7 +196,7 @@ class Call(NamedTuple):
 
 
 def check_reduce_op(op: str) -> None:
-    """Raise an OptionError if an all_reduce has no operation ``op``."""
+    """Raise an OptionError unless ``op``, the operation of an all_reduce, is sum, max or min."""
     if op not in get_args(ReduceOp):
         remedy = "For a mean, divide the sum by the number of ranks."
         raise OptionError(f"all_reduce(): op is {op!r}, expected 'sum', 'max' or 'min'. {remedy}")

@@ -40,7 +40,7 @@ class SetupCallRecord:
             self.is_recording, self._thread = True, threading.get_ident()
 
     def end_recording(self) -> None:
-        """End the record, as the setup is over and steps begin."""
+        """Record no more calls, as the setup is over and steps begin. The record is kept for replays."""
         self.is_recording = False
 
     def _abandon_recording(self, obstacle: str) -> None:
@@ -80,7 +80,7 @@ class SetupCallRecord:
             self._abandon_recording(obstacle)
 
     def repeat_recorded_calls(self) -> None:
-        """Make all recorded calls again, in order."""
+        """Make all recorded calls again, in order; none if the record was abandoned."""
         for call in self._calls:
             call()
 

@@ -10,7 +10,10 @@ _text_by_digest: dict[str, str] = {}
 
 
 def settings_digest(text: str, earlier_digest: str = "") -> str:
-    """Return a digest of ``earlier_digest`` and of ``text``, which has lines ``name=value``: see :class:`SettingsHistory`."""
+    """Return a digest of ``earlier_digest`` and of ``text``, which has lines ``name=value``: see :class:`SettingsHistory`.
+
+    ``text`` is kept for :func:`settings_texts_by_digest`, with the texts of the newest 1,024 digests.
+    """
     found = f"{zlib.crc32(text.encode(), int(earlier_digest or '0', 16)):08x}"
     _text_by_digest.pop(found, None)
     _text_by_digest[found] = text

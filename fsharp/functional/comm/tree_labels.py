@@ -60,7 +60,11 @@ def tree_label_counters_of(comm: Comm) -> TreeLabelCounters | None:
 
 
 def label_new_tree(tree: Any, comm: Comm) -> Any:
-    """Name the nodes of ``tree``, which all ranks have made together, as a new tree, and return ``tree``."""
+    """Name the nodes of ``tree``, which all ranks have made together, as a new tree, and return ``tree``.
+
+    If several nodes have one unit, as in a state with moments, the first nodes of all units are one tree, the second nodes are
+    another one, and so on. Nothing is named if the Comm compares no labels.
+    """
     counts = tree_label_counters_of(comm)
     if counts is not None:
         numbers = defaultdict[int, str](counts.next_tree_number)

@@ -1,10 +1,10 @@
 """Formats of 8 bits with scales by tensor or by row, on which all ranks agree. Scales do not travel: a value is one byte.
 
 A scale is the largest finite magnitude of the tensor or row, divided by the largest number of the dtype. The scale is rounded
-up to 16 significant bits, so that products with this number are exact: encoding decoded values gives the same bytes. The
-least scale is 2**-126, which adds up to 2**-127 to the bounds below. NaN stays NaN. An infinity becomes NaN in dtypes that
-have no infinity: NaN and both infinities take three codes, while float8_e4m3fn has two that are no numbers, and int8 has one
-besides -127 to 127.
+up to 16 significant bits, so that its product with any number of the dtype is exact: encoding decoded values gives the same
+bytes. The least scale is 2**-126, which adds up to 2**-127 to the bounds below. NaN stays NaN. An infinity becomes NaN in
+dtypes that have no infinity: NaN and both infinities take three codes, while float8_e4m3fn has two that are no numbers, and
+int8 has one besides -127 to 127.
 """
 
 from collections.abc import Callable, Sequence

@@ -144,13 +144,13 @@ class LeafCodec:
     for_inference: Callable[[LeafPart], tuple["Format", LeafPart]] | None = None
 
     def scale_specs(self, shape: Shape) -> dict[str, tuple[Shape, torch.dtype]]:
-        """Return what :attr:`scale_tensors` says of a leaf of ``shape``; without it, one tensor with all bytes."""
+        """Return :attr:`scale_tensors` of a leaf of ``shape``; if it is None, one uint8 tensor with the suffix ``_scales``."""
         if self.scale_tensors is not None:
             return self.scale_tensors(shape)
         return {"_scales": ((self.scales_nbytes(shape),), torch.uint8)}
 
     def scales_by_suffix(self, shape: Shape, scales: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Return the tensors into which :attr:`scale_tensors` divides the scales of a leaf, as views. Each is aligned."""
+        """Return the tensors of :meth:`scale_specs` as views of ``scales``; each begins at a multiple of PLANE_ALIGNMENT."""
         found, start = {}, 0
         for suffix, (size, dtype) in self.scale_specs(shape).items():
             nbytes = math.prod(size) * dtype.itemsize
@@ -192,6 +192,7 @@ class Format:
 
     Raises:
         LayoutError: there are no planes, the block is less than 1, or the name is not a Python identifier.
+        LayoutError: there are both a ``leaf_codec`` and functions ``encode`` and ``decode``, or neither.
     """
 
     name: str
@@ -251,6 +252,8 @@ class Format:
     ) -> torch.Tensor:
         """Encode 1-D ``values``, in parts of ``part_size`` values, and return the stored buffer. ``facts`` are for errors.
 
+        ``part_size`` is a multiple of :attr:`block`, and divides the number of values. A plain format casts the values.
+
         Raises:
             FormatError: ``encode`` raises an error, or returns planes that do not match the format; the format rounds
                 stochastically, and ``noise_fn`` is None.
@@ -278,6 +281,8 @@ class Format:
     @api_boundary
     def load(self, stored: torch.Tensor, part_size: int, dtype: torch.dtype, facts: MessageFacts = tuple) -> torch.Tensor:
         """Decode ``stored``, a buffer from :meth:`store` with the same ``part_size``, and return 1-D values in ``dtype``.
+
+        A plain format returns ``stored`` itself, in its own dtype.
 
         Raises:
             FormatError: ``decode`` raises an error, or does not return one floating-point number for each value. The message
@@ -338,7 +343,7 @@ class Format:
         return total
 
     def _call_codec(self, name: str, fn: Callable[[], T], facts: MessageFacts) -> T:
-        """Return ``fn()``, a call of the codec function ``name``. Errors of the call become a FormatError with ``facts``."""
+        """Return ``fn()``, a call of the codec function ``name``. Raise its errors, except FsharpErrors, as a FormatError."""
         try:
             return fn()
         except FsharpError:  # from ``agree``
@@ -351,18 +356,18 @@ class Format:
 
     @property
     def step(self) -> int:
-        """Least number of values that a whole number of numbers encodes in each plane."""
+        """Least number of values that each plane encodes by a whole number of numbers; the block without a ``leaf_codec``."""
         return self.block if self.leaf_codec is None else self.leaf_alignment
 
     @property
     def leaf_alignment(self) -> int:
-        """Under a ``leaf_codec`` leaves begin at multiples of this number, so each stored number encodes one leaf; else 1."""
+        """With a ``leaf_codec``: leaves begin at multiples of this number, so no stored number is of two leaves. Else 1."""
         if self.leaf_codec is None:
             return 1
         return math.lcm(*[self.block // math.gcd(self.block, plane.per_block) for plane in self.planes])
 
     def plane_slice(self, plane: Plane, first: int, last: int) -> slice:
-        """Return the slice of the numbers of ``plane`` that encode the values ``[first, last)``, rounded to whole steps.
+        """Return the slice of the numbers of ``plane`` that encode the values ``[first, last)``, extended to whole steps.
 
         With a ``leaf_codec`` these are values of a leaf, and ``first`` has to be a multiple of :attr:`leaf_alignment`.
         """
@@ -375,7 +380,7 @@ class Format:
     def encode_leaves(self, parts: Sequence[LeafPart], agree: AgreeMax, facts: MessageFacts) -> None:
         """Encode whole leaves: each rank encodes its ``parts`` into their memory. All ranks call this method together.
 
-        Raises FormatError if ``encode`` raises an error. Errors of ``agree`` are raised as they are.
+        Raises FormatError if ``encode`` raises an error. FsharpErrors, such as those of ``agree``, are raised as they are.
         """
         codec = self.leaf_codec
         assert codec is not None
@@ -453,7 +458,7 @@ def plain_format(dtype: torch.dtype) -> Format:
 
 
 def first_few(names: Sequence[str]) -> str:
-    """Return the first few of ``names`` as text, for an error message."""
+    """Return at most four of ``names`` as text, and the number of all others, for an error message."""
     return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
 
 

@@ -146,7 +146,7 @@ class _GatherHooks:
 
     @torch.no_grad()
     def _call_pre_hook(self, values: torch.Tensor, known: Sequence[torch.Tensor]) -> _PreHookResult:
-        """Call the first hook for ``values``, rows of a main copy. ``known``: the first maxima that the hook asks for."""
+        """Call the first hook for ``values``, rows of a main copy. ``known``: results of the maxima that it takes first."""
         wrapped, given, unknown = self._as_hooked_parameter(values), iter(known), list[torch.Tensor]()
 
         def take_maximum(numbers: torch.Tensor) -> None:

@@ -133,7 +133,7 @@ def codes_of_nonfinite(blocks: torch.Tensor) -> torch.Tensor:
 
 
 def write_nonfinite_(values: torch.Tensor, codes: torch.Tensor, is_nonfinite_block: torch.Tensor) -> None:
-    """Overwrite the blocks of ``values`` in ``is_nonfinite_block`` by inf, -inf, NaN and 0: see :func:`codes_of_nonfinite`."""
+    """Overwrite blocks of ``values`` where ``is_nonfinite_block`` is true by what ``codes`` of codes_of_nonfinite() mean."""
     values.masked_fill_(is_nonfinite_block, 0.0).masked_fill_(is_nonfinite_block & (codes == _INFINITY), torch.inf)
     values.masked_fill_(is_nonfinite_block & (codes == _MINUS_INFINITY), -torch.inf)
     values.masked_fill_(is_nonfinite_block & (codes == _NAN), torch.nan)

@@ -142,7 +142,7 @@ def plain_value(parameter: torch.Tensor) -> torch.Tensor:
 
 
 def formats_of_module(module: torch.nn.Module) -> dict[str, tuple[Format, torch.dtype]]:
-    """Return ``(format, dtype)`` of each quantized parameter of a module, by path. OptionError for an unknown quantizer."""
+    """Return ``(format, dtype)`` of each quantized parameter of a module, by path. OptionError for unsupported parameters."""
     found, scales = {}, ModuleScales()
     for path, parameter in module.named_parameters(remove_duplicate=False):
         if is_quantized(parameter):
@@ -249,7 +249,10 @@ class _QuantizerCodec:
         self._known: dict[Shape, dict[str, tuple[Shape, torch.dtype]]] = {}
 
     def scale_specs(self, shape: Shape) -> dict[str, tuple[Shape, torch.dtype]]:
-        """Return, by attribute of TransformerEngine's tensor, ``(shape, dtype)`` of each tensor of a leaf's scales."""
+        """Return, by attribute of TransformerEngine's tensor, ``(shape, dtype)`` of each tensor of a leaf's scales.
+
+        Raises OptionError if TransformerEngine cannot quantize a weight of this shape.
+        """
         if shape not in self._known:
             try:
                 specs = self._quantizer.inner_tensor_specs(shape)
@@ -420,7 +423,7 @@ def _rows_scaled_by(dtype: torch.dtype, height: int, width: int) -> Callable[[Sh
 def _without_padding(
     dtype: torch.dtype, height: int, width: int
 ) -> Callable[[Shape, dict[str, torch.Tensor]], dict[str, torch.Tensor]]:
-    """Return :attr:`QuantizerKind.scales_for_readers` for such scales."""
+    """Return :attr:`QuantizerKind.scales_for_readers` for the scales of :func:`_rows_scaled_by`."""
     spec = _rows_scaled_by(dtype, height, width)
 
     def scales_for_readers(shape: Shape, scales: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

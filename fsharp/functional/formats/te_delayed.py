@@ -20,7 +20,7 @@ NUMBERS_PER_WEIGHT = 3
 
 
 def copy_of_quantizer(quantizer: Any, *, columnwise: bool) -> Any:
-    """Return a copy of a quantizer for tensors with rows, and if ``columnwise`` also with columns."""
+    """Return a copy of a quantizer that makes rowwise data, and with ``columnwise`` also columnwise data."""
     found = quantizer.copy()
     found.set_usage(rowwise=True, columnwise=columnwise)
     found.internal = False
@@ -47,7 +47,10 @@ class ModuleScales:
         self._places[path] = weakref.ref(module), about.fp8_meta_index
 
     def quantizer(self, path: str) -> Any:
-        """Return a quantizer for the weight at ``path``. Its scale and newest maximum are views of the module's tensors."""
+        """Return a quantizer for the weight at ``path``. Its scale and newest maximum are views of the module's tensors.
+
+        Raises OptionError if the module has been freed.
+        """
         ref, index = self._places[path]
         module: Any = ref()
         if module is None:

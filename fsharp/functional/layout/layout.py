@@ -57,7 +57,8 @@ class Layout:
 
         Args:
             kind: ``"params"``, ``"grads"``, ``"main"`` (main copies), ``"optim"`` (one value of optimizer state for each
-                parameter, such as Adam's first moment), or ``"residuals"`` (of gradients, with ``Precision(feedback=True)``).
+                trained parameter, such as Adam's first moment), or ``"residuals"`` (of gradients, with
+                ``Precision(feedback=True)``).
             dtype: count elements of this dtype in place of the layout's own.
 
         Raises:
@@ -84,12 +85,15 @@ class Layout:
 
     @property
     def num_params(self) -> int:
-        """Number of elements of all leaves. Tied leaves count once; leaves that vary along an axis once for each rank."""
+        """Number of elements of all leaves. Tied leaves count once, and a leaf that varies once for each of its variants.
+
+        A leaf that varies along axes has a variant for each rank along these axes.
+        """
         return sum(unit.num_variants * group.used for unit in self.units for group in unit.groups)
 
     @property
     def num_padding(self) -> int:
-        """Number of elements of padding in all buffers. Buffers that vary along an axis count once for each rank."""
+        """Number of elements of padding in all buffers. Buffers that vary count as in :attr:`num_params`."""
         return sum(unit.num_variants * (group.size - group.used) for unit in self.units for group in unit.groups)
 
     @cached_property
@@ -98,7 +102,7 @@ class Layout:
         return hashlib.sha256(self.to_json().encode()).hexdigest()
 
     def to_json(self) -> str:
-        """Return the layout as JSON; :meth:`from_json` is the inverse."""
+        """Return the layout as JSON; :meth:`from_json` is the inverse. LayoutError for containers that JSON cannot name."""
         return layout_to_json(self.mesh, self.units, self.structure)
 
     @staticmethod

@@ -39,6 +39,9 @@ class RowsAtom:
 
     Args:
         n: number of rows in a block, at least 1.
+
+    Raises:
+        LayoutError: ``n`` is not an integer of at least 1.
     """
 
     n: int = 1
@@ -173,7 +176,7 @@ def _first_fit_offsets(order: Sequence[tuple[int, int, int]], capacity: int, num
 
 
 def _first_legal_offset(start: int, size: int, atom: int, capacity: int) -> int | None:
-    """Return the first offset from ``start`` on at which every part boundary inside the leaf lies between two atoms."""
+    """Return the first offset from ``start`` on at which each part boundary in the leaf lies between two atoms; else None."""
     for _ in range(3):
         boundary = (start // capacity + 1) * capacity
         if start + size <= boundary:

@@ -57,6 +57,8 @@ Replicate, Shard, Partial, Varying = Placement.REPLICATE, Placement.SHARD, Place
 class AxisRule:
     """Placements of parameters, gradients and optimizer state along one mesh axis. Either all three are ``Varying``, or none.
 
+    Nothing is checked here: :class:`Strategy` refuses illegal placements.
+
     Args:
         params: ``Replicate`` or ``Shard``.
         grads: ``Partial`` or ``Shard``: how gradients rest between microbatches.
@@ -157,8 +159,8 @@ class Strategy:
     MeshPlacement(b:Shard, a:Partial)
 
     Raises:
-        StrategyError: placements are illegal on an axis; or one axis shards parameters but not gradients, while another axis
-            shards gradients but not parameters.
+        StrategyError: there is no axis, or placements are illegal on an axis.
+        StrategyError: one axis shards parameters but not gradients, while another axis shards gradients but not parameters.
     """
 
     rules: tuple[tuple[str, AxisRule], ...]
@@ -245,6 +247,7 @@ def _same_rule_on_axes(name: str, axes: tuple[str, ...], rule: AxisRule) -> Stra
 def ddp(*axes: str) -> Strategy:
     """Return the strategy of DDP: all state is replicated, and gradients are all-reduced once a step.
 
+    ``axes``: names of all axes of the mesh. StrategyError if there is none, or one repeats.
     Source: PyTorch DDP, arXiv 2006.15704.
     """
     return _same_rule_on_axes("ddp", axes, AxisRule(Replicate, Partial, Replicate))
@@ -254,6 +257,7 @@ def ddp(*axes: str) -> Strategy:
 def zero1(*axes: str) -> Strategy:
     """Return the strategy of ZeRO-1: optimizer state is sharded, parameters and gradients are not.
 
+    ``axes``: names of all axes of the mesh. StrategyError if there is none, or one repeats.
     Source: ZeRO, arXiv 1910.02054, stage 1.
     """
     return _same_rule_on_axes("zero1", axes, AxisRule(Replicate, Partial, Shard))
@@ -263,6 +267,7 @@ def zero1(*axes: str) -> Strategy:
 def zero2(*axes: str) -> Strategy:
     """Return the strategy of ZeRO-2: optimizer state and gradients are sharded, parameters are replicated.
 
+    ``axes``: names of all axes of the mesh. StrategyError if there is none, or one repeats.
     Source: ZeRO, arXiv 1910.02054, stage 2.
     """
     return _same_rule_on_axes("zero2", axes, AxisRule(Replicate, Shard, Shard))
@@ -272,6 +277,7 @@ def zero2(*axes: str) -> Strategy:
 def zero3(*axes: str) -> Strategy:
     """Return the strategy of ZeRO-3 and FSDP: parameters, gradients and optimizer state are sharded. The usual choice.
 
+    ``axes``: names of all axes of the mesh. StrategyError if there is none, or one repeats.
     Source: ZeRO, arXiv 1910.02054, stage 3.
     """
     return _same_rule_on_axes("zero3", axes, AxisRule(Shard, Shard, Shard))

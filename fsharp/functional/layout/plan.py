@@ -52,9 +52,11 @@ def plan(
             All leaves of a unit need the same strategy.
         units: patterns of subtrees; each match is one unit, gathered and released as one. The rest of the tree is cut into the
             largest subtrees that contain no match, and each of these is a unit. None makes the whole tree one unit.
-        frozen: patterns of leaves without gradients and optimizer state. Leaves whose dtype is not floating-point are frozen.
+        frozen: leaves without gradients and optimizer state: patterns, booleans by pattern, or a predicate on the path. Leaves
+            whose dtype is not floating-point are frozen in any case.
         atoms: the atom of all leaves, or atoms by pattern. A leaf that a partition spec cuts has at least ``RowsAtom(1)``.
-        labels: labels by which :func:`~fsharp.optim.partition` selects an optimizer: one label, or labels by pattern.
+        labels: labels by which :func:`~fsharp.optim.partition` selects an optimizer: one label, labels by pattern, or a
+            function from the path to a label.
         precision: dtypes of parameters, main copies and gradients: one :class:`Precision`, or precisions by pattern.
 
     Returns:
@@ -178,7 +180,7 @@ def _precision_by_path(precision: Precisions, paths: Sequence[str]) -> dict[str,
 
 
 def _function_code_key(fn: Any) -> Any:
-    """Return a key that is equal for a function and for its copy in another process."""
+    """Return the code of a function, which equals the code of copies of the function; ``fn`` itself if it has no code."""
     return getattr(fn, "__code__", fn)
 
 
@@ -223,7 +225,10 @@ def _is_strategy_or_spec(node: Any) -> bool:
 
 
 def flatten_rule_tree(rules: Any) -> Any:
-    """Return a tree of rules as a dict by key path. A single rule, and a dict of rules by pattern, are returned unchanged."""
+    """Return a tree of rules as a dict by key path. A single rule, and a dict of rules by pattern, are returned unchanged.
+
+    A rule is a Strategy or a partition spec. Raises LayoutError if a leaf of the tree is neither.
+    """
     paths, found, _ = optree.tree_flatten_with_path(rules, is_leaf=_is_strategy_or_spec)
     for rule in found or [rules]:
         if not _is_strategy_or_spec(rule):
@@ -264,7 +269,10 @@ def _leaf_specs_and_unit_strategies(
 
 
 def _leaf_as_tensor(path: str, leaf: Any) -> torch.Tensor:
-    """Return a tensor with the shape and dtype of a leaf: the leaf itself, or a meta tensor for another library's array."""
+    """Return a tensor with the shape and dtype of a leaf: the leaf itself, or a meta tensor for another library's array.
+
+    Raises TreeError for a leaf of another kind, or a tensor that is not strided.
+    """
     if not isinstance(leaf, torch.Tensor):
         dtype = getattr(torch, str(getattr(leaf, "dtype", None)), None)
         if not isinstance(dtype, torch.dtype) or not hasattr(leaf, "shape"):
@@ -286,7 +294,10 @@ def _leaf_as_tensor(path: str, leaf: Any) -> torch.Tensor:
 
 
 def find_tie_owners(paths: Sequence[str], leaves: Sequence[torch.Tensor]) -> dict[str, str]:
-    """Return tied leaves, each with the earlier leaf of the same view; LayoutError for different views of one element."""
+    """Return a dict from the path of each tied leaf to the path of the first leaf with the same view of the same storage.
+
+    Raises LayoutError if two leaves begin at one element of a storage, but differ in shape, strides or dtype.
+    """
     ties: dict[str, str] = {}
     owners: dict[tuple[int, int], tuple[str, torch.Tensor]] = {}
     for path, leaf in zip(paths, leaves):

@@ -30,7 +30,7 @@ class Precision:
         wire: the dtype or format in which gradients travel; ``None`` means ``compute``. gloo and simulated ranks sum in
             ``accumulate``, NCCL's own reductions sum in ``wire``. Gradients in a format are encoded from ``accumulate``,
             exchanged, decoded, and summed in ``accumulate``, over any backend. A mapping chooses by mesh axis:
-            ``{"outer": fs.formats.mxint4}`` for gradients that travel between hosts.
+            ``{"outer": fs.formats.mxint4}`` for gradients that travel between hosts. Other axes then have ``compute``.
         accumulate: the dtype in which gradients rest and are summed; ``None`` means ``main``.
         stored: the format in which trained parameters rest and travel; they are decoded where functions use them. ``None``
             means no encoding. With a format the optimizer keeps a main copy.
@@ -207,8 +207,8 @@ class Dtypes:
     def to_texts(self, text: Callable[[Format], str]) -> list[str]:
         """Return these precision settings as texts in the order of the fields, with a text for each axis in ``wires``.
 
-        The last four fields are left out where they are not set. ``text``: function that returns the text of a format. Ranks
-        compare the texts that ``text=str`` gives.
+        The last four fields are left out where they are not set; but ``format`` is an empty text if a later field is set.
+        ``text``: function that returns the text of a format. Ranks compare the texts that ``text=str`` gives.
         """
         listed = [dtype_name(self.compute), dtype_name(self.main), text(self.wire), dtype_name(self.accumulate)]
         if self.format is not None or self.wires or self.update is not None or self.feedback:

@@ -124,7 +124,10 @@ def name_of_class(kind: type) -> str:
 
 
 def class_in_loaded_module(name: str, is_kind: Callable[[Any], bool] = lambda found: isinstance(found, type)) -> Any:
-    """Return a class by its name; LayoutError if its module is not imported, or the object is of another kind."""
+    """Return a class by its name; LayoutError if its module is not imported, or the object is of another kind.
+
+    Raises AttributeError if the module has no object of this name.
+    """
     module, _, path = name.partition(":")
     if module not in sys.modules:  # an import would run the module's code
         raise LayoutError(f"{name!r}: import the module {module!r} first.")

@@ -59,7 +59,7 @@ class LazyBuffers:
         raise NotImplementedError
 
     def for_aliases(self, buffers: Sequence[Any]) -> "LazyBuffers":
-        """Return lazy buffers of new tensors that share the memory of these buffers."""
+        """Return lazy buffers of ``buffers``: new tensors in the same memory, which are filled when these buffers are."""
         raise NotImplementedError
 
 
@@ -177,7 +177,7 @@ class Sharded:
 
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> NoReturn:
-        """Refuse a call of a function of torch that has a node among its arguments."""
+        """Refuse, by a TreeError, a call of a function of torch that has a node among its arguments."""
         name = getattr(function, "__name__", "a function of torch")
         units_of((args, kwargs))[0]._refuse_use_outside_forward(name)
 
@@ -214,7 +214,10 @@ class Sharded:
         )
 
     def replace(self, buffers: Sequence[Any] | LazyBuffers, place: MeshPlacement | None = None) -> "Sharded":
-        """Return a node of the same groups with buffers of new values, in ``place`` or in this node's place."""
+        """Return a node of the same groups with buffers of new values, in ``place`` or in this node's place.
+
+        ``reduction`` is not copied. With ``place`` the buffers do not count as gathered.
+        """
         name, is_gathered = self.tree_label, self.is_gathered and place is None
         new = TreeLabel(name.tree, name.num_updates, name.num_replaced + 1, name.num_mapped) if name.tree else UNLABELED_TREE
         where = place or self.place
@@ -233,7 +236,7 @@ class Sharded:
         self.raw_buffers, self.lazy, self.groups, self.is_donated = (), None, (), True
 
     def select_groups(self, groups: Sequence[int]) -> "Sharded":
-        """Return a node with only the groups of this node whose indices are in ``groups``."""
+        """Return a node with only ``groups``: indices of groups that this node has. ``reduction`` is not copied."""
         chosen = tuple(groups)
         if chosen == self.groups and self.reduction is None:
             return self
@@ -242,13 +245,13 @@ class Sharded:
 
     @api_boundary
     def tree(self, ties: Sequence["Sharded"] = ()) -> Any:
-        """Return the unit's subtree; leaves are views of the buffers. Differentiable.
+        """Return the unit's subtree; leaves are views of the buffers, or decoded into new memory. Differentiable.
 
         Args:
             ties: full units that store leaves to which leaves of this unit are tied.
 
         Raises:
-            TreeError: the buffers are not full, or ``ties`` lacks the unit of a tied leaf.
+            TreeError: the buffers are not full, groups are missing, or ``ties`` lacks the unit of a tied leaf.
         """
         owners = {each.name: each for each in ties} | {self.name: self}
         names = dict.fromkeys([self.name, *(leaf.tied_to[0] for leaf in self.unit.leaves if leaf.tied_to is not None)])
@@ -324,7 +327,10 @@ def flatten_node(node: Sharded) -> tuple[tuple[Any, ...], ShardedContext]:
 
 
 def unflatten_node(context: ShardedContext, children: Any) -> Sharded:
-    """Return the node with this context and these children: the inverse of :func:`flatten_node`."""
+    """Return a node with this context and these children. The name of its tree counts one more mapping.
+
+    ``reduction`` is not in the context: the new node has None.
+    """
     unit, place, groups, is_gathered, grad_sinks, name = context
     mapped = TreeLabel(name.tree, name.num_updates, name.num_replaced, name.num_mapped + 1) if name.tree else UNLABELED_TREE
     return Sharded(tuple(children), unit, place, groups, is_gathered=is_gathered, grad_sinks=grad_sinks, tree_label=mapped)
@@ -394,7 +400,7 @@ def units_of(tree: Any) -> list[Sharded]:
 
 
 def units_by_name(tree: Any) -> dict[str, Sharded]:
-    """Return all :class:`Sharded` in a tree, by the path of their unit."""
+    """Return all :class:`Sharded` in a tree, by the path of their unit; of several nodes of one unit the last."""
     return {node.unit.name: node for node in units_of(tree)}
 
 
@@ -417,9 +423,9 @@ def mark_donated(nodes: Iterable[Sharded], new: Iterable[Sharded] = ()) -> None:
 
 @api_boundary
 def map_units(fn: Callable[..., Any], tree: Any, *rest: Any) -> Any:
-    """Return ``tree`` with each :class:`Sharded` replaced by ``fn(node, *others)``.
+    """Return ``tree`` with each leaf replaced by ``fn(leaf, *others)``. A :class:`Sharded` counts as a leaf.
 
-    ``others`` are the nodes at the same position in the trees of ``rest``.
+    ``others`` are what the trees in ``rest`` have at the same path. Leaves that are no Sharded are passed to ``fn`` as well.
     """
     return optree.tree_map(fn, tree, *rest, is_leaf=is_sharded)
 

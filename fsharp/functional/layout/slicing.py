@@ -55,6 +55,7 @@ def shard_for(params: Any, layout: Layout, rank: int, *, place: PlaceName = "par
 
     Raises:
         TreeError: the tree differs from the tree that was planned; the message lists the differences.
+        TreeError: a unit has a format that encodes whole leaves, and ``place`` is not ``"optim"``.
     """
     check_tree(params, layout)
     sections = cut_into_units(params, frozenset(unit.name for unit in layout.units))
@@ -75,7 +76,8 @@ def build_shard(
 ) -> Sharded:
     """Return the shard of a unit for one rank. Reads one leaf at a time, and only leaves of which the rank holds a part.
 
-    ``as_main_copies``: make buffers in the main dtype, not encoded. Raises TreeError if leaves are on several devices.
+    If the rank holds nothing of a group, one leaf is read for its device. ``as_main_copies``: make buffers in the main dtype,
+    not encoded. Raises TreeError if leaves are on several devices, or if a format encodes whole leaves.
     """
     if unit.has_leaf_codecs and not as_main_copies:
         raise TreeError(
@@ -161,7 +163,10 @@ def as_user_tree(full: Any) -> Any:
 
 
 def check_tree(params: Any, layout: Layout) -> None:
-    """Raise a TreeError, which names up to eight differences, if a tree is not the tree for which ``layout`` was planned."""
+    """Raise a TreeError, which names up to eight differences, if a tree is not the tree for which ``layout`` was planned.
+
+    Paths, shapes, dtypes, ties and containers are compared. Leaves on several devices are an error, too.
+    """
     if isinstance(params, torch.nn.Module):
         remedy = "Pass the parameters that fs.make_functional(module) returns, or call fs.shard_module(module)."
         raise TreeError(f"shard(): got a module, {type(params).__name__}, expected a tree of tensors. {remedy}")

@@ -139,7 +139,7 @@ def starts_and_leaf_parts(
 
 
 def whole_leaf_parts(unit: UnitLayout, group: int, planes: Sequence[torch.Tensor], scales: torch.Tensor) -> dict[str, LeafPart]:
-    """Return each leaf of a group, whose format encodes whole leaves, as a LeafPart with all elements, by path.
+    """Return each leaf of a group, whose format encodes whole leaves, as a LeafPart with all elements, by path in the unit.
 
     ``planes``: for each plane of the format the numbers of the full buffer, 1-D. ``scales``: the scales of all leaves.
     """

@@ -70,7 +70,10 @@ NOTEBOOK_HTML_BY_CLASS: dict[type, Callable[[Any], str]] = {}
 
 
 def align_columns(rows: Sequence[Sequence[str]], right: Collection[int] = (), lines_above: Collection[int] = ()) -> list[str]:
-    """Return cells as aligned text: columns in ``right`` to the right, a horizontal line above each row in ``lines_above``."""
+    """Return lines of text with aligned columns, those with an index in ``right`` to the right.
+
+    Above each row with an index in ``lines_above`` there is one more line, of dashes.
+    """
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     ways = [str.rjust if i in right else str.ljust for i in range(len(widths))]
     lines = ["  ".join(way(cell, w) for way, cell, w in zip(ways, row, widths, strict=True)).rstrip() for row in rows]

@@ -191,7 +191,7 @@ class UnitLayout:
         return size // capacity * self.groups[group].dtypes.stored_format.size(capacity) if capacity else 0
 
     def gather_input_nbytes(self, group: int, place: MeshPlacement) -> int:
-        """Return the bytes of a group's parameters that one rank sends in a gather from ``place``."""
+        """Return the bytes of a rank's input to a gather of a group's parameters from ``place``."""
         return self.gather_input_size(group, place) * self.groups[group].dtypes.stored_format.buffer_dtype.itemsize
 
     def use_gather_input_nbytes(self, group: int, place: MeshPlacement) -> list[int]:
@@ -255,7 +255,10 @@ class UnitLayout:
         return {i: codec.tensor_class for i, codec in codecs.items() if codec is not None and codec.tensor_class is not None}
 
     def error_facts(self, group: int, axis: str = "") -> list[tuple[str, object]]:
-        """Return facts for the errors of encoding and decoding a group: unit, leaves, and gradients or parameters."""
+        """Return facts for the errors of encoding and decoding a group: unit, leaves, and what is encoded.
+
+        With ``axis`` these are gradients that travel along the axis, else parameters.
+        """
         leaves = first_few([self.path_in_tree(leaf) for leaf in self.leaves_of_group(group)])
         over = ("parameters", f"over axes {first_few(self.strategy.optim.axis_order)}")
         along = ("gradients", f"along axis {axis!r}") if axis else over
@@ -266,7 +269,7 @@ class UnitLayout:
         return self.mesh.index_along(place.sharded_axes, rank) * self.local_size(group, place)
 
     def leaf_spans(self, group: int, place: MeshPlacement, rank: int) -> Iterator[Span]:
-        """Return a :class:`Span` for each leaf of a group of which ``rank`` holds a part in ``place``, in buffer order."""
+        """Yield a :class:`Span` for each leaf of a group of which ``rank`` holds a part in ``place``, in buffer order."""
         return self.spans_in_run(group, self.local_start(group, place, rank), self.local_size(group, place))
 
     def spans_in_run(self, group: int, start: int, size: int) -> Iterator[Span]:

@@ -103,7 +103,10 @@ def pieces_between_ranks(
 
 
 def cut_into_rounds(pieces: Iterable[MovedPiece], max_nbytes: int) -> list[list[MovedPiece]]:
-    """Return ``pieces`` as rounds of at most ``max_nbytes`` bytes, in order. A piece that does not fit into a round is cut."""
+    """Return ``pieces`` as rounds of at most ``max_nbytes`` bytes, in order. A piece that does not fit into a round is cut.
+
+    ``max_nbytes`` has to be at least the bytes of one element.
+    """
     rounds: list[list[MovedPiece]] = []
     left_nbytes = 0
     for piece in pieces:

@@ -24,7 +24,7 @@ _LISTS: dict[str, type] = {"list": list, "tuple": tuple}
 
 
 def outline_to_bytes(tree: Any) -> bytes:
-    """Return the outline of a tree as bytes, for ranks that join: its structure and small tensors, without sharded buffers.
+    """Return the outline of a tree as bytes, for ranks that join: structure and unsharded leaves, without sharded buffers.
 
     The bytes are the length of a JSON text, the text, and the elements of tensors outside of Sharded. Raises TreeError, with
     path and type, for a container or leaf that this module cannot make again.

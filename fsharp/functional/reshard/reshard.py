@@ -76,6 +76,7 @@ def reshard(
     Raises:
         TreeError: the tree lacks units or has other leaves, or a unit is donated, partial or gathered.
         LayoutError: leaves differ between tree and layout, or an option is out of range.
+        LayoutError: a unit of ``layout`` has a format that encodes whole leaves, and ``comm`` is on another mesh.
         MeshError: the ranks do not fit the meshes.
         AgreementError: ranks have different arguments, or another rank failed. Nothing is sent.
 

@@ -113,7 +113,7 @@ def literal_pattern(path: str) -> str:
 
 
 def matches(pattern: str, path: str) -> bool:
-    """Return whether ``pattern`` matches the whole of ``path``.
+    """Return whether ``pattern`` matches the whole of ``path``; PatternError for a malformed pattern.
 
     >>> matches("layers.*", "layers.0"), matches("layers.*", "layers.0.w"), matches("**.w", "layers.0.w")
     (True, False, True)

@@ -38,7 +38,7 @@ class TreeLabel:
     def after_update(self) -> "TreeLabel":
         """Return the name of the tree that an update of this tree makes, and count the update in ``num_successors``.
 
-        A second update of this tree makes another name.
+        A second update of this tree makes another name. For a tree without a name return :data:`UNLABELED_TREE`.
         """
         if not self.tree:
             return UNLABELED_TREE

@@ -18,11 +18,11 @@ class UnitPartition(NamedTuple):
 
 
 def unit_by_path(paths: Sequence[str], patterns: str | Sequence[str] | None) -> dict[str, str]:
-    """Return the unit of every leaf path.
+    """Return a dict from the path of each leaf to the path of the unit that contains the leaf.
 
-    A subtree that a pattern matches is a unit. So is each of the largest subtrees without a match. Without patterns the whole
-    tree is one unit, named ``""``. Raises PatternError for a pattern that matches nothing, if two patterns match one subtree,
-    or if a matching subtree lies inside of another one.
+    A subtree that a pattern matches is a unit. So is each of the largest subtrees that contain no match. Without patterns the
+    whole tree is one unit, named ``""``. Raises PatternError for a pattern that matches nothing, if two patterns match one
+    subtree, or if a matching subtree lies inside of another one.
 
     >>> unit_by_path(["embed.w", "layers.0.w", "layers.1.w", "norm"], "layers.*")
     {'embed.w': 'embed', 'layers.0.w': 'layers.0', 'layers.1.w': 'layers.1', 'norm': 'norm'}
@@ -50,7 +50,10 @@ def unit_by_path(paths: Sequence[str], patterns: str | Sequence[str] | None) -> 
 
 
 def cut_into_units(tree: Any, names: frozenset[str]) -> UnitPartition:
-    """Cut ``tree`` at the outermost subtrees whose paths are in ``names``. The structure keeps the rest, such as None."""
+    """Cut ``tree`` at the outermost subtrees whose paths are in ``names``, which cover all leaves.
+
+    The structure keeps what is outside of these subtrees, such as None.
+    """
     # optree's is_leaf sees a node and not its path: find the nodes by walking down one level at a time.
     found: list[tuple[str, Any]] = []
 
