@@ -284,7 +284,7 @@ class TuneRequest:
             call.set_measured(*seconds, kept_nbytes=max(rank[i][3] for rank in everyones))
 
     def combinations(self, to_try: LayoutsToTry, costs: Mapping[CostKey, MicrobatchCosts]) -> list[Combination]:
-        """Return all combinations of layout, policy and recomputation that are to be predicted."""
+        """Return the combinations of layout, policy and recomputation to predict. ScheduleError if activations are unknown."""
         result = []
         machines = {option: self._hardware_of(option.layout, costs[option.cost_key]) for option in to_try.options}
         recomputed = {cost_key: self._units_to_recompute(each, cost_key[0]) for cost_key, each in costs.items()}

@@ -288,7 +288,7 @@ def measure_calls(calls: Sequence[UnitCall], device: torch.device, *, remat: boo
 
 
 def _kept_nbytes(call: UnitCall, device: torch.device) -> int:
-    """Return the bytes that are kept between a call's forward and its backward on a device, without ``known_inputs``."""
+    """Return the bytes kept from a call's forward to its backward on a device. Inputs in ``known_inputs`` do not count."""
     params, args, kwargs = _materialize(call, device)
     known = [x for x, is_known in zip(_tensor_leaves((args, kwargs)), call.known_inputs, strict=True) if is_known]
     recorder = _CallRecorder([*_tensor_leaves(params), *known])

@@ -117,7 +117,7 @@ def replacing_buffers_by_copies(root: nn.Module) -> Iterator[list[tuple[torch.Te
 
 
 def check_no_added_parameters(module: nn.Module, path: str) -> None:
-    """Raise an error if parameters that require a gradient were added to a module after it was sharded."""
+    """Raise a TreeError if ``module``, at ``path``, got a parameter that requires a gradient after it was sharded."""
     modules = [module]
     for each in modules:
         for parameter in each._parameters.values():
@@ -270,7 +270,7 @@ class ModuleCall:
 
     @disable_compile
     def compute(self, source: ParameterSource, full: list[list[torch.Tensor]], *_: Any) -> list[torch.Tensor]:
-        """Call ``fn`` with the leaves ``full`` as parameters. Return the tensors in its result, and then its side outputs."""
+        """Call ``fn`` with ``full``, leaves by unit, as parameters. Return the tensors in its result, then its side outputs."""
         calls, path, gathered, passed = self.calls, self.path, self.gathered, self._arguments
         before = gathered.side_outputs.stored_tensors_by_id(passed)
         if calls.paused:

@@ -91,7 +91,7 @@ def initial_parameters(
 
 
 def check_rank(where: str, rank: Any, comm: Comm) -> None:
-    """Raise an error if ``rank`` is not a rank of ``comm``."""
+    """Raise a MeshError that begins with ``where`` if ``rank`` is not a rank of ``comm``."""
     if isinstance(rank, bool) or not isinstance(rank, int) or not 0 <= rank < comm.mesh.size:
         raise MeshError(f"{where}: rank is {rank!r}, expected a rank of {comm.mesh}, 0 to {comm.mesh.size - 1}.")
 

@@ -45,10 +45,7 @@ class MeanGradients:
                 part.move_to_new_memory()
 
     def set_to_mean_over_ranks(self, sums: Any, missing: set[str]) -> None:
-        """Turn ``sums`` over ranks into the mean gradients: divide the buffers in place by the number of ranks.
-
-        ``missing``: paths of parameters for which no rank has a gradient.
-        """
+        """Divide ``sums`` over ranks in place by the number of ranks. ``missing``: paths with no gradient on any rank."""
         self.tree, self.missing, self._parts, self.edits = sums, missing, {}, []
         torch._foreach_div_(self.buffers, self._comm.mesh.size)
         for node in units_of(sums) if missing else ():

@@ -75,7 +75,7 @@ def create_graph_error() -> ScheduleError:
 
 
 def register_output_prehooks(outputs: Sequence[Any], inputs: Sequence[Any], hook: Callable[[object], None]) -> None:
-    """Call ``hook`` when a backward reaches the node of one of ``outputs``; outputs that are also ``inputs`` do not count."""
+    """Call ``hook(grads)`` when a backward reaches the node of a tensor in ``outputs`` that is not also in ``inputs``."""
     mine = set(map(id, inputs))
     for out in outputs:
         if isinstance(out, torch.Tensor) and out.grad_fn is not None and id(out) not in mine:

@@ -83,7 +83,7 @@ class Executor:
         self.reducing: dict[tuple[str, OpSpec], BoundOp] = {}
 
     def set_label_names(self, *, step: str | None = None, microbatch: str | None = None) -> None:
-        """Set the names of step and microbatch in labels; an empty step means that no step is under way."""
+        """Set the names of step and microbatch in labels. None keeps a name; an empty step means that no step is under way."""
         self.step_name = self.step_name if step is None else step
         self.microbatch_name = self.microbatch_name if microbatch is None else microbatch
 

@@ -179,7 +179,7 @@ class FunctionRecord:
         return {key: self._nodes[i] for key, i in self._positions.items() if i < len(self._nodes)}
 
     def record_argument_position(self, key: str, node: Sharded) -> None:
-        """Record the position of a unit's node among the arguments."""
+        """Record the position of a unit's node among the arguments of the call under way, if it is one of them."""
         if found := [i for i, each in enumerate(self._nodes) if memory_key(each) == memory_key(node)]:
             self._positions[key] = found[0]
 

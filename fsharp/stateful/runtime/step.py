@@ -205,7 +205,7 @@ class Step:
         uses.backward.append(use)
 
     def _end_passed_backwards(self, next_use: UnitUse | None) -> None:
-        """End the backwards of uses that autograd has passed on its way to ``next_use``."""
+        """End the backwards of uses that autograd has passed on its way to ``next_use``; all of them for None."""
         backward = self.uses.backward
         while backward and (next_use is None or not next_use.is_same_or_inside(backward[-1])):
             self._end_use_backward(backward[-1], None)

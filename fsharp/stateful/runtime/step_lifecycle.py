@@ -109,8 +109,7 @@ class StepLifecycle:
     def add_settings(self, text: str) -> None:
         """Add settings that have to be equal on all ranks, a field in each line.
 
-        Labels of later collectives have a digest of all settings. So if settings differ between ranks, a collective raises an
-        error that names the different settings.
+        Labels of later collectives have a digest of all settings. So a collective raises an error that names differences.
         """
         self._history.add_settings(text)
         if self.now is not None:

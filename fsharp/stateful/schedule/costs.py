@@ -66,7 +66,7 @@ def group_into_buckets(
 
 
 class BucketsByCollective:
-    """The buckets into which units are joined, for each of four collectives: see the fields."""
+    """The buckets of units, for ``gathers``, ``reduces`` of microbatches, ``final_reduces``, and ``update_gathers``."""
 
     def __init__(self, program: Program, policy: SchedulePolicy) -> None:
         self._policy, self._facts, units = policy, program.facts, program.units
@@ -79,7 +79,7 @@ class BucketsByCollective:
         self.update_gathers = self._group_units({unit.name: unit.update_gather for unit in units}, touched)
 
     def _group_units(self, calls: Mapping[str, Sequence[Call]], order: Iterable[str]) -> BucketOfUnit:
-        """Return buckets of the units in ``calls``, by the collectives in ``calls``. Units in ``order`` are the first ones."""
+        """Return buckets of the units in ``calls``, which has their collectives. Units in ``order`` come first, in order."""
         order = [unit for unit in dict.fromkeys([*order, *calls]) if unit in calls]
         sent = {unit: sum(call.nbytes for call in calls[unit]) for unit in order}
         most = max([calls[unit] for unit in order], key=len, default=())

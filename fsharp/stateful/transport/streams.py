@@ -34,7 +34,7 @@ class Lanes:
         self._profiler = profiler
 
     def current_stream(self) -> Hashable:
-        """Return the current stream of the caller."""
+        """Return the current stream of the caller; None on a CPU."""
         return None
 
     def on_lane(

@@ -312,7 +312,7 @@ def sizes_nbytes(sizes: FlatSizes) -> int:
 
 
 def full_sizes(unit: UnitLayout) -> list[tuple[int, torch.dtype]]:
-    """Return ``(number of elements, dtype)`` of the values of each group that functions read; no values of tensor classes."""
+    """Return ``(number of elements, dtype)`` of each group as functions read it; 0 elements if it has a tensor class."""
     return [(0 if i in unit.tensor_classes else group.size, group.dtypes.compute) for i, group in enumerate(unit.groups)]
 
 

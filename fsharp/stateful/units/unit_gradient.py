@@ -195,7 +195,7 @@ class UnitGradient:
             (torch._foreach_copy_ if is_first else torch._foreach_add_)(targets, given)
 
     def encode(self, *, is_final: bool) -> None:
-        """Encode the gradient for the next or the final reduction, if the first stage of this reduction sends a format."""
+        """Encode the gradient for a microbatch's or (``is_final``) the final reduction, if its first stage sends a format."""
         if is_final:
             self.wait()
             self.zero_if_missing()

@@ -88,7 +88,7 @@ def state_of_leaf(state: Mapping[str, Any], of: torch.Tensor, first: int, last: 
 
 
 def join_state(flat_slice: FlatSlice, states: Mapping[str, Mapping[str, Any]], like: torch.Tensor) -> dict[str, Any]:
-    """Return the optimizer state of a slice, in new memory, from ``states`` of its leaves. ``like``: the slice's parameter."""
+    """Return the optimizer state of a slice, in new memory, from ``states`` by leaf path. ``like``: the slice's parameter."""
     parts = [states.get(path, {}) for path, _, _ in flat_slice.leaves]
     joined: dict[str, Any] = {}
     for key, value in parts[0].items():
@@ -145,10 +145,7 @@ class ClassUpdates:
             mine.update({name: value for name, value in theirs.items() if name != "params"})
 
     def _probe_update_scopes(self, optimizer: OptimizerClass, groups: ParamGroups, check_steps: int) -> list[UpdateScope]:
-        """Return the :class:`UpdateScope` of ``optimizer`` in each parameter group, found by trials.
-
-        Raises TreeError if an update needs elements that other ranks hold.
-        """
+        """Return each group's :class:`UpdateScope`, found by trials. TreeError if an update needs elements of other ranks."""
         trained = [[p for p in group["params"] if p.is_trained] for group in groups]
         found = []
         for group, mine in zip(groups, trained, strict=True):

@@ -77,7 +77,7 @@ class ShardedTensor(torch.Tensor):
 
     @classmethod
     def from_attributes(cls, data: torch.Tensor, attributes: Mapping[str, Any], *, requires_grad: bool = False) -> Self:
-        """Return a part with the elements ``data``, a 1-D tensor that is not copied, and these attributes."""
+        """Return a part with the elements ``data``, a 1-D tensor that is not copied, and these :attr:`sharding_attributes`."""
         if _is_whole_on_every_rank(attributes["unit"], attributes["place"], attributes["spec"]):
             data = data.view(attributes["leaf"].shape)
         part: Self = torch.Tensor._make_subclass(cls, data, requires_grad)  # no view, which would keep its base alive
