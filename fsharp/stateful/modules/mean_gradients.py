@@ -45,7 +45,7 @@ class MeanGradients:
                 part.move_to_new_memory()
 
     def set_to_mean_over_ranks(self, sums: Any, missing: set[str]) -> None:
-        """Divide ``sums`` over ranks in place by the number of ranks. ``missing``: paths with no gradient on any rank."""
+        """Make ``sums`` the means: divide in place by the number of ranks. ``missing``: paths with no gradient on any rank."""
         self.tree, self.missing, self._parts, self.edits = sums, missing, {}, []
         torch._foreach_div_(self.buffers, self._comm.mesh.size)
         for node in units_of(sums) if missing else ():
@@ -107,7 +107,7 @@ class MeanGradients:
         return self._parts.get(path)
 
     def release_part(self, path: str) -> None:
-        """Zero the gradient that :meth:`gradient_part` gave, and record it as missing. A held part keeps its values."""
+        """Zero the gradient that :meth:`gradient_part` gave, and record it as missing. Parts of callers keep their values."""
         reference, data = weakref.ref(self._parts[path]), self._parts[path].local
         varying = self._parts.pop(path).place.varying_axes
         if (held := reference()) is not None:

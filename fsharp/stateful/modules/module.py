@@ -88,7 +88,7 @@ class ShardedModule(nn.Module):
 
     @disable_compile
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Release all gradients. Forwards stay valid. A ScheduleError during a backward, and for ``set_to_none=False``."""
+        """Release all gradients. Forwards keep their backward. ScheduleError in a backward, and for ``set_to_none=False``."""
         session_of_module(self).step.release_gradients(set_to_none=set_to_none)
 
     def functional(self) -> tuple[Callable[..., Any], Any]:
@@ -193,7 +193,7 @@ class ShardedModule(nn.Module):
 
     @api_boundary
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """Return a dict with this rank's part of each parameter (a :class:`~fsharp.modules.ShardedTensor`), and all buffers.
+        """Return a dict of this rank's parameter parts, each a :class:`~fsharp.modules.ShardedTensor`, and persistent buffers.
 
         Names are those of torch. Parts share the module's memory. A part knows which elements it holds, so any mesh can read
         parts that all ranks have saved. A parameter with several names has one part. Inside of :meth:`unsharded` values are
@@ -239,7 +239,7 @@ class ShardedModule(nn.Module):
 
     @api_boundary
     def full_state_dict(self, *, rank: int | None = 0) -> dict[str, Any]:
-        """Return whole parameters and buffers in host memory, by torch's names, on one rank; an empty dict on other ranks.
+        """Return whole parameters and persistent buffers in host memory, by torch's names, on one rank; else an empty dict.
 
         ::
 

@@ -96,7 +96,7 @@ class ModuleStep:
         self._units = self._engine.begin_gradients_of_tree(state.params, {}, final_sum_in_place=True)
 
     def propagate_main_writes(self) -> None:
-        """Copy the user's writes to main parameters into parameters at rest. A step under way gathers the new values."""
+        """Copy writes to main parameters into parameters at rest, by a collective. A step under way gathers the new values."""
         if self.state.propagate_main_writes() and self.open_step is not None:
             self.open_step.abandon_schedule()  # a schedule would use parameters that it has gathered before the write
 
@@ -183,7 +183,7 @@ class ModuleStep:
         return any(unit.gradient is not None and unit.gradient.has_step_gradient for unit in self._units)
 
     def update(self, tx: Any, settings: str, *, optimizer_id: int) -> None:
-        """If there are gradients, update parameters by ``tx``, release them, and end the step. Ranks compare ``settings``."""
+        """If there are gradients, update by ``tx``, release the gradients, and end the step. Ranks compare ``settings``."""
         if self.checked_gradients_or_none("step()") is None:
             return
         self.state.notice_main_writes()
@@ -292,7 +292,7 @@ class ModuleStep:
                 self.release_gradients()
 
     def abandon_forwards(self, where: str) -> None:
-        """End a step of forwards, whose backward then raises. ScheduleError that names ``where`` if the step has gradients."""
+        """End a step that has only forwards; their backwards then raise. ScheduleError with ``where`` if it has gradients."""
         self.reopen_scheduler_after_error()
         step = self.open_step
         if step is None:

@@ -289,7 +289,7 @@ class ModuleSession:
             self.is_averaged = False
 
     def replace_state(self, state: TrainState) -> None:
-        """Train ``state``, which has the same layout, from now on. Raise an error while a step has gradients."""
+        """Train ``state`` from now on. Raise an error for another layout, or while a step has gradients."""
         self.step.abandon_forwards("train_state")
         if self.is_averaged or self.is_unsharded:
             raise ScheduleError("train_state: set in averaged() or unsharded(), which restore earlier values. Set it later.")

@@ -153,7 +153,7 @@ class FunctionRecord:
         return f"{self.name} #{self.num_calls - 1}"
 
     def record_call_status(self, kind: str, why: str, emitted: Callable[[], Schedule] | None = None) -> None:
-        """Record how a call went. ``emitted``: function that returns the ops, if the call had no schedule."""
+        """Record how a call went; a ``"local"`` call is not counted. ``emitted``: returns the ops if there was no schedule."""
         if kind == "local":  # one rank alone may have made the call
             self.num_calls -= 1
         else:

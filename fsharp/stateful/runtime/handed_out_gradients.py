@@ -55,7 +55,7 @@ class HandedOutGradients:
                 )
 
     def is_scheduled_reduction(self, nodes: Sequence[Sharded], to: PlaceName) -> bool:
-        """Return whether ``nodes`` are all handed-out gradients, unchanged if already sent, and move to the optimizer."""
+        """Return whether ``nodes`` are all handed-out gradients, unchanged if already sent, for the optimizer's shards."""
         filled = [node for node in nodes if node.unit.trainable_groups]
         if len(filled) != len(self._rows) or not filled:
             return False

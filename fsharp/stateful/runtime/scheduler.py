@@ -100,7 +100,7 @@ class ScheduleHandle:
 
     @property
     def schedule(self) -> Schedule | None:
-        """The schedule that is predicted for the next call; None if there is none."""
+        """The schedule for the next call, chosen by :meth:`follow` or predicted; None if there is none."""
         return self.record.programs.expected_schedule
 
     @property

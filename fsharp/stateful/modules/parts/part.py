@@ -86,7 +86,7 @@ class ShardedTensor(torch.Tensor):
 
     @staticmethod
     def from_local(data: torch.Tensor, like: "ShardedTensor") -> "ShardedTensor":
-        """Return a part that is sharded as ``like`` is, with this rank's elements ``data``."""
+        """Return a part that is sharded as ``like`` is, with this rank's elements ``data``, a 1-D tensor that is not copied."""
         return ShardedTensor.from_attributes(data, like.sharding_attributes)
 
     @property
