@@ -140,7 +140,7 @@ class Step:
         return use.unsharded.full if use.unsharded is not None else use.unit.full_unit_at_rest()
 
     def buffer_for_backward(self, use: UnitUse) -> UnshardedBuffer:
-        """Return the buffer of a use for its backward, gathered again if it was released."""
+        """Return the buffer of a use for its backward, gathered again if it was released. ScheduleError if the step is over."""
         if self.is_over:
             raise _backward_too_late_error(use.unit.key)
         assert use.unsharded is not None
@@ -268,7 +268,7 @@ class Step:
         self.trained.update(dict.fromkeys([unit.key for unit in units if unit.gradient is not None]))
 
     def begin_unscheduled_reduction(self) -> None:
-        """Record that all ranks now reduce gradients outside of the schedule."""
+        """Record the event of a reduction outside of the schedule, which all ranks make now."""
         self._end_passed_backwards(None)
         self._run_event("move")
 
@@ -287,7 +287,7 @@ class Step:
         self.executor.lanes.stream_wait_lanes("reduce")
 
     def fetch_state(self, host_copies: Mapping[str, HostDeviceCopies]) -> None:
-        """Copy the optimizer state of units to the device."""
+        """Begin ``host_copies`` of state of units to the device, and make compute wait for these copies."""
         self._end_passed_backwards(None)
         self.executor.set_host_copies(host_copies)
         for key in host_copies:

@@ -100,7 +100,7 @@ class StepLifecycle:
             self.records.unbind_all_schedules()
 
     def set_lanes(self, lanes: Lanes) -> None:
-        """Run all later ops on these lanes."""
+        """Run all later ops on these lanes, also ops of schedules that are bound already."""
         self.executor.set_lanes(lanes)
         for record in self.records:
             for compiled in record.programs.bound.values():
@@ -157,7 +157,7 @@ class StepLifecycle:
         return step
 
     def close_step(self, step: Step) -> None:
-        """End the step, and record its program."""
+        """End the step, and record its program. After a scheduled step, gather the first units of the next step."""
         step.end_step()
         self._record_and_prepare_next_step(step)
         if step.profiler is not None and step.eager is None:
@@ -270,7 +270,7 @@ class StepLifecycle:
         return schedule
 
     def count_update(self) -> None:
-        """Count an update of parameters."""
+        """Count an update of parameters, for the names of later steps in labels."""
         self.num_updates += 1
 
     def find_or_bind_unit(self, node: Sharded) -> UnitState:

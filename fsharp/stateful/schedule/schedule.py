@@ -133,7 +133,7 @@ class Schedule:
 
     @property
     def parameter_memory(self) -> dict[str, Memory]:
-        """Memory of each unit's full parameters, by name of the unit: one address for the whole step."""
+        """Memory of each gathered unit's full parameters, by name of the unit: one address for the whole step."""
         return {op.unit: op.memory for op in self.ops if op.memory and op.spec.fills == PARAMS}
 
     def replace_ops(self, ops: "tuple[Op, ...] | list[Op]") -> "Schedule":
