@@ -86,7 +86,7 @@ class LiveStorages:
         return x.untyped_storage()._cdata in self._live
 
     def add_storage(self, x: torch.Tensor, lane: str | None = None) -> ByteSpan:
-        """Add the storage of ``x``. ``lane``: the lane that allocated the storage; None if the allocation was not logged."""
+        """Add the storage of ``x``, and return its bytes. ``lane``: the lane that allocated it; None if this was not logged."""
         storage = x.untyped_storage()
         key, start = storage._cdata, storage.data_ptr()
         span = self._live[key] = ByteSpan(start, start + storage.nbytes(), start)
@@ -120,7 +120,7 @@ class AccessLoggingMode(TorchDispatchMode):
         self._storages = LiveStorages(log)
 
     def __torch_dispatch__(self, func: Any, types: Sequence[type], args: Any = (), kwargs: Any = None) -> Any:
-        """Run the op, and log the bytes that it reads and writes."""
+        """Run the op, return its result, and log the bytes that the op reads and writes."""
         if any(getattr(kind, "__torch_dispatch__", None) is not torch._C._disabled_torch_dispatch_impl for kind in types):
             return NotImplemented  # the ops of the subclass's inner tensors come here next
         kwargs = kwargs or {}

@@ -58,7 +58,7 @@ def meshes(*, max_ranks: int = 16) -> st.SearchStrategy[Mesh]:
 
 @options_checked
 def legal_strategies(mesh: Mesh) -> list[Strategy]:
-    """Return every legal :class:`~fsharp.Strategy` on a mesh, such as ZeRO-3, and strategies without a name."""
+    """Return every legal :class:`~fsharp.Strategy` without varying axes on a mesh, such as ZeRO-3, and unnamed ones."""
     result = []
     for rules in product(_AXIS_RULES, repeat=len(mesh.axes)):
         try:

@@ -40,18 +40,18 @@ _GRACE_S = 10.0  # seconds for other ranks to end after one has failed: the firs
 def processes(mesh: Mesh, fn: Callable[[Comm], R], *, timeout: float = 90.0) -> list[R]:
     """Run ``fn(comm)`` on every rank of a mesh, in real processes over gloo, and return the results in order of rank.
 
-    ``fn`` and its closure are sent by cloudpickle, results by pickle. A process has the environment, search path and working
-    directory of this process, and has imported torch and fsharp. Addresses of objects and the order of sets are the same on all
-    ranks, unlike under torchrun.
+    ``fn`` with its closure, and results, are sent by cloudpickle. A process has the search path and working directory of this
+    process, and has imported torch and fsharp. It has the environment of this process, but with ``OMP_NUM_THREADS=1``.
+    Addresses of objects and the order of sets are the same on all ranks, unlike under torchrun.
 
     Args:
         mesh: the ranks.
         fn: function that each rank calls.
-        timeout: seconds after which all processes are killed.
+        timeout: seconds after which all processes are killed. Once a process has failed, the others get at most 10 seconds.
 
     Raises:
-        CommError: a process failed, or did not end in time, and the other processes were killed. The message has the end of
-            the process's output.
+        CommError: a process failed, ended before ``fn`` returned, or did not end in time. All processes have ended by then. The
+            message has the end of the output of a process that failed or is late.
 
     Cost: a fork for each rank; the first call imports torch once more.
     """

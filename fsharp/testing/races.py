@@ -75,7 +75,8 @@ class VirtualLanes(Lanes):
     ) -> Iterator[None]:
         """Log the ops in this context on lane ``name``.
 
-        The lane waits for the ops in ``after`` first; with ``after_compute`` it also waits for the current lane.
+        The lane waits for the ops in ``after`` first; with ``after_compute`` it also waits for the current lane. At the end an
+        event is recorded for ``op``, on which later ops can wait.
         """
         during = f"{name} on demand at {self.here()}" if op is None else self.describe(op)
         if after_compute:
@@ -168,7 +169,7 @@ class RaceReport:
         return [UnneededWait(why, why in implied, times) for why, times in unneeded]
 
     def implied_waits(self) -> set[str]:
-        """Return the waits that never changed the order, as earlier waits of the lane had waited for the same work."""
+        """Return the texts of waits that never added an order, as earlier waits of the lane had waited for the same work."""
         useful = {str(self.log[i]) for i in self._verdict.useful_waits}
         return set(self.waits) - useful
 
@@ -234,7 +235,8 @@ def checking_races(engine: Scheduler | ShardedModule) -> Iterator[RaceReport]:
 
     Raises:
         RaceError: there are races. The message has both ops, and the missing wait.
-        ScheduleError: the scheduler follows no schedule of a device with streams, or uses threads.
+        ScheduleError: the scheduler is not on a CPU, follows no schedule of a device with streams, or uses threads.
+        ScheduleError: the mesh has one rank, and the policy has no ``trivial_axes=True``.
 
     Cost: about 50 microseconds, and some memory, for each torch op: check a few steps, not an epoch.
     """

@@ -39,6 +39,9 @@ class Transform:
     has to reduce over ranks with ``comm``. This is not checked for a Transform. A bare pair ``(init, update)`` is tried on
     small tensors.
 
+    The attributes ``init`` and ``update`` wrap the given functions: tensors of the returned state in the memory of parameters
+    are cloned. A call raises a TreeError if parameters are encoded, or if ``update`` or ``apply`` returns no pair.
+
     Attributes:
         init: function ``init(params, comm=...) -> state``.
         update: function ``update(grads, state, params, comm=..., **extra) -> (updates, state)``. Updates are added to
@@ -165,7 +168,8 @@ def storage_ids_of_tree(tree: Any) -> set[int]:
 def as_transform(tx: Any) -> Transform:
     """Return ``tx`` if it is a Transform, else a Transform made from the ``(init, update)`` pair ``tx``.
 
-    The Transform's ``init`` first tests on small tensors whether the pair may update shards.
+    The Transform's ``init`` first tests on small tensors whether the pair may update shards, and raises a TreeError if not.
+    Raises TreeError if ``tx`` is no pair, or is a transformation of optax.
     """
     if isinstance(tx, Transform):
         return tx
@@ -298,6 +302,8 @@ def chain(*transforms: Any) -> Transform:
 
     >>> import fsharp as fs
     >>> tx = fs.optim.chain(fs.optim.clip_by_global_norm(1.0), fs.optim.adamw(1e-3))
+
+    Raises TreeError for no transformation at all.
     """
     txs = tuple(map(as_transform, transforms))
     if not txs:

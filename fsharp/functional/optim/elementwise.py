@@ -47,7 +47,10 @@ class MomentumState(NamedTuple):
 
 
 def schedule_value(schedule: ScalarOrSchedule, count: Any, name: str = "learning_rate") -> Any:
-    """Return the value of the schedule ``name`` after ``count`` updates: a float; or a tensor, if ``count`` is a tensor too."""
+    """Return the value of ``schedule`` after ``count`` updates: a float; or a tensor, if ``count`` is a tensor too.
+
+    Raises OptionError, with ``name``, if the value is not a number.
+    """
     value: Any = schedule(count) if callable(schedule) else schedule
     return value if isinstance(count, torch.Tensor) and isinstance(value, torch.Tensor) else as_float(name, count, value)
 
@@ -87,6 +90,8 @@ def adam(
         eps: number that is added to the square root.
         lr_scale: factor of the learning rate, per path.
         capturable: as for :func:`adamw`.
+
+    Raises the errors of :func:`adamw`.
     """
     return adamw(learning_rate, b1, b2, eps, weight_decay=0.0, lr_scale=lr_scale, capturable=capturable)
 
@@ -119,6 +124,10 @@ def adamw(
 
     Returns:
         A transformation with :class:`AdamState`. Memory: two values of state for each parameter, sharded as optimizer state.
+
+    Raises:
+        LayoutError: ``b1`` or ``b2`` is outside of [0, 1).
+        PatternError: in ``init``: a pattern matches no leaf, or no pattern matches a leaf.
 
     For ``eps_root``, ``mu_dtype`` and ``nesterov`` of optax use ``fs.optim.from_optax(optax.adamw(...))``.
 
@@ -178,6 +187,9 @@ def sgd(
     Returns:
         A transformation with :class:`MomentumState`. Memory: with momentum one value of state for each parameter.
 
+    Raises:
+        PatternError: in ``init``: a pattern matches no leaf, or no pattern matches a leaf.
+
     For ``accumulator_dtype`` of optax use ``fs.optim.from_optax(optax.sgd(...))``.
     """
 
@@ -233,6 +245,10 @@ def lion(
 
     Returns:
         A transformation with :class:`MomentumState`. Memory: one value of state for each parameter.
+
+    Raises:
+        LayoutError: ``b1`` or ``b2`` is outside of [0, 1).
+        PatternError: in ``init``: a pattern matches no leaf, or no pattern matches a leaf.
 
     For ``mu_dtype`` of optax use ``fs.optim.from_optax(optax.lion(...))``.
 
@@ -362,7 +378,7 @@ def _call_per_scale_and_decay(
 
 
 def _hyperparameter_runs(node: Sharded, group: int, rank: int, tables: Mapping[str, Mapping[str, float]]) -> list[Any]:
-    """Return rows ``((scale, decay), start, stop)`` that cover a buffer with its padding.
+    """Return rows ``((scale, decay), start, stop)`` that cover a buffer with its padding; no rows for padding alone.
 
     ``tables`` has two dicts from paths to values, by the keys ``"lr_scale"`` and ``"weight_decay"``.
     """

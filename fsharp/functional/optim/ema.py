@@ -60,14 +60,15 @@ class WithEmaState(NamedTuple):
 def with_ema(tx: Any, *, decay: float) -> Transform:
     """Wrap an optimizer, and keep a moving average of parameters: ``ema <- decay * ema + (1 - decay) * p``.
 
-    The average begins with the initial parameters.
+    ``p`` are the parameters after the update. The average begins with the initial parameters.
 
     Args:
         tx: the optimizer: an ``(init, update)`` pair.
         decay: a number in [0, 1); any other is a LayoutError.
 
     Returns:
-        A transformation with :class:`WithEmaState`; ``gather(state.opt.ema, comm=comm)`` returns the whole average.
+        A transformation with :class:`WithEmaState`; ``gather(state.opt.ema, comm=comm)`` returns the whole average. Memory:
+        one value of state for each parameter, beside the state of ``tx``.
     """
     _check_decay("with_ema()", decay)
     inner = as_transform(tx)

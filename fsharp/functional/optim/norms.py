@@ -26,7 +26,7 @@ def global_norm(tree: Any, *, comm: Comm, deterministic: bool = False) -> torch.
 
     Args:
         tree: a tree of :class:`~fsharp.Sharded` with gradients or parameters. Partial sums are a TreeError. Tied leaves and
-            replicated elements count once. Leaves that vary along an axis count once for each rank.
+            replicated elements count once. Leaves that vary along an axis count once for each rank along the axis.
         comm: the ranks.
         deterministic: add squares as integers (22-bit limbs relative to the largest element, 66 bits in all). The bits of the
             result then do not depend on mesh, strategy or layout.
@@ -37,11 +37,13 @@ def global_norm(tree: Any, *, comm: Comm, deterministic: bool = False) -> torch.
         elements beyond 1e154.
 
     Raises:
-        TreeError: the tree has no Sharded, or the memory of a unit was donated.
+        TreeError: the tree has no Sharded, a unit is a partial sum, or the memory of a unit was donated.
         MeshError: ``comm`` is on another mesh than the tree.
 
-    Cost: one ``all_reduce`` of 8 bytes for each axis along which the tree is sharded or varies. With ``deterministic`` two, of
-    8 and 24 bytes, and about six passes over the elements in place of one. Not differentiable.
+    Padding does not count, and encoded parameters are decoded.
+    Cost: one ``all_reduce`` of 8 bytes for each axis along which units are sharded or vary; more if units rest in different
+    places. With ``deterministic`` 24 bytes, one more ``all_reduce`` of 8 bytes for each axis of the mesh, and about six passes
+    over the elements in place of one. Not differentiable.
     """
     checked_units_of("global_norm()", tree, comm)
     return _float64_norm(tree, comm, deterministic).to(_norm_dtype(tree))
@@ -138,7 +140,7 @@ def _exact_norm(by_axes: dict[tuple[str, ...], list[_Values]], comm: Comm) -> to
 
 
 class ClipState(NamedTuple):
-    """State of :func:`clip_by_global_norm`: the global norm of the last gradients before clipping."""
+    """State of :func:`clip_by_global_norm`: the global norm of the last gradients before clipping; 0 before any update."""
 
     norm: torch.Tensor
 

@@ -121,6 +121,8 @@ class MaskedState(NamedTuple):
 def masked(inner: Any, mask: Patterns) -> Transform:
     """Return a transformation that applies ``inner`` to the leaves in ``mask``, and leaves other gradients unchanged.
 
+    At the end of a chain, these unchanged gradients are added to the parameters, as in optax.
+
     Args:
         inner: an ``(init, update)`` pair. The pair gets zeros as gradients of the other leaves, and all parameters. So if
             ``inner`` adds weight decay, and then takes a norm, the norm counts the decay of all leaves, unlike in optax.

@@ -189,6 +189,9 @@ class _OptimizerTrial:
 
 
 def isclose(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-    """Return, for each element, whether ``x`` and ``y`` differ by at most ``sqrt(eps)`` times the largest ``abs(x)``."""
+    """Return, for each element, whether ``x`` and ``y`` differ by at most ``sqrt(eps)`` times the largest ``abs(x)``.
+
+    ``eps`` is that of the dtype of ``x``. Two NaN are close, and so are two equal infinities.
+    """
     largest = float(x.abs().nan_to_num(0.0, 0.0, 0.0).max()) if x.numel() else 0.0
     return torch.isclose(x, y, rtol=0.0, atol=math.sqrt(torch.finfo(x.dtype).eps) * largest, equal_nan=True)

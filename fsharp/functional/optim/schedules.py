@@ -144,7 +144,7 @@ def warmup_cosine_decay_schedule(
 
     Args:
         init_value: value at the start.
-        peak_value: value at the end of the warm-up.
+        peak_value: value at the end of the warm-up. After a peak of 0 the value stays 0, whatever ``end_value`` is.
         warmup_steps: number of updates of the warm-up.
         decay_steps: number of updates until ``end_value``, with the warm-up. A LayoutError is raised unless this number is more
             than ``warmup_steps``.

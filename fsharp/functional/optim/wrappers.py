@@ -211,7 +211,7 @@ def _conditional_transform(
 
 
 def with_unchanged_paths(tx: Transform, paths: Container[str]) -> Transform:
-    """Wrap ``tx`` so that the parameters at ``paths``, and the state for each of their elements, keep their values."""
+    """Wrap ``tx.apply`` so that parameters at ``paths``, and the state for each of their elements, keep their values."""
 
     def fixed_leaves(node: Sharded, comm: Comm) -> dict[str, Any]:
         return {path: here for path, here in node.local_leaves(comm.rank).items() if path in paths}
