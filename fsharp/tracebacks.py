@@ -117,8 +117,8 @@ def hide_frames(error: Exception) -> None:
 def traceback_text(error: BaseException) -> str:
     """Return the text of an error and its traceback, to send to other ranks.
 
-    The text lacks :data:`HINT`, the line about hidden frames: an error that another rank raises with this text gets that line
-    itself.
+    Frames of this library are removed from the error's traceback first, as by :func:`hide_frames`. The text lacks
+    :data:`HINT`, the line about hidden frames: an error that another rank raises with this text gets that line itself.
     """
     if isinstance(error, Exception):
         _remove_library_frames(error)

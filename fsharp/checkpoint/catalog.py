@@ -54,7 +54,7 @@ def folder_name(step: int, save_id: str) -> str:
 
 
 def new_save_id(root: str) -> str:
-    """Return :func:`save_id_from_clock` for a save that begins now. Its time is later than that of each save in ``root``."""
+    """Return an id for a save under ``root`` that begins now. The id has a later time than each save there."""
     advance_save_clock(root, newest_save_time(root))
     return save_id_from_clock(root)
 
@@ -63,6 +63,7 @@ def save_id_from_clock(root: str) -> str:
     """Return an id for a save that begins now: 16 hexadecimal digits of its time, and 16 random ones.
 
     The time is now, or if a clock was set back, just after the latest time that :func:`advance_save_clock` knows for ``root``.
+    The time is recorded there.
     """
     created = max(time.time(), math.nextafter(advance_save_clock(root), math.inf))
     advance_save_clock(root, created)
@@ -70,9 +71,9 @@ def save_id_from_clock(root: str) -> str:
 
 
 def advance_save_clock(root: str, created: float = 0.0) -> float:
-    """Record the time of a save under ``root``, or in memory of hosts, and return the latest time recorded for ``root``.
+    """Record ``created``, the time of a save, for ``root``, and return the latest time that this process has recorded for it.
 
-    A run numbers its saves on disk and in memory in one order. So each new save gets a later time than all recorded ones.
+    Saves under ``root`` and those in memory of hosts have one order: each new save gets a later time than all recorded ones.
     """
     latest = _latest_times[root] = max(_latest_times.get(root, 0.0), created)
     return latest
@@ -114,8 +115,9 @@ def step_in_folder_name(name: str) -> int:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A complete checkpoint at ``path``: a folder in which all files of its manifest have the right sizes.
+    """A checkpoint at ``path``: a folder with a manifest, and with the files that the manifest names.
 
+    Functions return complete checkpoints alone, in which all files have the right sizes. ``Checkpoint(path)`` checks nothing.
     Files of other libraries, such as those of ``save_pretrained()``, are a checkpoint too. Their manifest is made from headers.
     """
 
@@ -123,7 +125,7 @@ class Checkpoint:
 
     @cached_property
     def manifest(self) -> Manifest:
-        """The manifest, read at the first access."""
+        """The manifest, read at the first access. CheckpointError if it is missing or damaged."""
         storage, path = storage_of(self.path), self.path
         try:
             data = read_index_file(storage, path, MANIFEST_NAME)
@@ -145,7 +147,7 @@ class Checkpoint:
 
     @cached_property
     def reader(self) -> Reader:
-        """The :class:`Reader` of this checkpoint's files, which opens each file once."""
+        """The :class:`Reader` of this checkpoint's files, which keeps their headers and digests."""
         return Reader(self.folder, self.manifest)
 
     @cached_property
@@ -222,7 +224,7 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
     """Open the checkpoint in a folder, or a file or folder of another library (with step 0).
 
     Raises:
-        CheckpointError: there is no checkpoint, it is incomplete, or a file has a wrong size.
+        CheckpointError: there is no checkpoint, its manifest is damaged, or a file is missing or has a wrong size.
     """
     folder = absolute_path(path)
     try:
@@ -340,8 +342,8 @@ def open_if_complete(path: str, *, skips_os_errors: bool = True) -> Checkpoint |
 def latest(root: str | os.PathLike[str]) -> Checkpoint | None:
     """Return the newest complete checkpoint under ``root``; None if there is none.
 
-    Interrupted saves, and checkpoints with missing or short files, are skipped, with a warning in the log. Tensors are not
-    read: for damage inside of files see :func:`verify`.
+    Checkpoints with missing files, wrong sizes or a damaged manifest are skipped, with a warning in the log. Interrupted saves
+    are skipped too, and those of later steps are logged. Tensors are not read: for damage inside of files see :func:`verify`.
 
     Raises:
         CheckpointError: the file system refuses to read the newest checkpoint, for example for lack of permission.
@@ -369,8 +371,8 @@ def verify(path: str | os.PathLike[str]) -> Checkpoint:
     """Read a whole checkpoint, compare it with its digests, and return it; needs neither a model nor a process group.
 
     Raises:
-        CheckpointError: a byte is damaged, or there are no digests, as in files of other libraries. The message names each
-            damaged file and tensor.
+        CheckpointError: the checkpoint is incomplete, a byte is damaged, or there are no digests, as in files of other
+            libraries. The message names damaged files and tensors; of many only the first ones.
 
     Memory: a few MiB.
     """

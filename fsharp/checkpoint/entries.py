@@ -111,7 +111,7 @@ class TensorEntry:
         self.local = torch.empty(0, dtype=self.dtype, device="cpu")
 
     def range_written_by(self, rank: int) -> tuple[int, int]:
-        """Return the range ``(first, last)`` of elements that ``rank`` writes. Ranks with equal elements divide the writing."""
+        """Return the maybe empty range ``(first, last)`` that ``rank`` writes. Ranks with equal elements divide the work."""
         piece = self.piece_of_rank(rank)
         size = piece.last - piece.first
         writers = max(1, min(piece.num_replicas, size * self.dtype.itemsize // _MIN_WRITE_NBYTES))
@@ -126,12 +126,12 @@ class TreeContents:
     """The tensors and values of a tree, by name, as a checkpoint stores them.
 
     Attributes:
-        values: values other than tensors, by name.
+        entries, values: the tensors, and the values other than tensors, by name.
         aliases: for the name of each tied leaf the name of the leaf that stores its value.
-        layouts: for each Sharded a line of text that says which rank holds which of its elements.
+        layouts: lines of text that say which rank holds which elements of each unit.
         objects: see :class:`~fsharp.checkpoint.manifest.Manifest`.
-        settings: for each ShardedModule in the tree a text with the settings that it was given so far, equal on all ranks.
-        encoded: the leaves whose planes are the tensors, by name.
+        settings: for each ShardedModule in the tree a text with the settings that it was given so far, for ranks to compare.
+        encoded: by name, the encoded leaves, of which ``entries`` has planes and scales in place of values.
     """
 
     entries: dict[str, TensorEntry]
@@ -148,7 +148,7 @@ class TreeContents:
         return {"tensors": "\n".join(tensors), "layouts": "\n".join(self.layouts)}
 
     def release(self) -> None:
-        """Release the memory of all tensors, once it is no longer needed; names, shapes and dtypes stay."""
+        """Release the memory of this rank's elements of all tensors; names, shapes and dtypes stay."""
         for entry in self.entries.values():
             entry.release()
 
@@ -205,21 +205,21 @@ def apply_rename(where: str, name: str, rename: Callable[[str], str] | None) -> 
 
 
 def has_state_dict(leaf: Any) -> bool:
-    """Return whether ``leaf`` is an object that a checkpoint saves as its ``state_dict()``."""
+    """Return whether ``leaf`` has ``state_dict()`` and ``load_state_dict()``. Checkpoints save the state dict in its place."""
     return callable(getattr(leaf, "state_dict", None)) and callable(getattr(leaf, "load_state_dict", None))
 
 
 def with_state_dicts(tree: Any) -> Any:
-    """Return ``tree``, in which each object with a ``state_dict()`` is replaced by this state dict."""
+    """Return ``tree`` with the state dict in place of each object of :func:`has_state_dict`, and dicts in place of Counters."""
     return optree.tree_map(
         lambda leaf: counters_to_dicts(leaf.state_dict()) if has_state_dict(leaf) else leaf, tree, is_leaf=is_node_saved_as_leaf
     )
 
 
 def leaf_type_texts(tree: Any) -> Iterator[tuple[str, str]]:
-    """Yield name and kind of each leaf of a tree, such as ``"a number"`` or ``"float32[2]"``, and names in its state dicts.
+    """Yield ``(name, kind)`` for each leaf of a tree, and of state dicts in it. Kinds: ``"a number"``, ``"float32[2]"``, etc.
 
-    An optimizer is one leaf, as its state grows. Sharded trees, objects and leaves of their state dicts have the kind ``""``.
+    An optimizer is one leaf, as its state grows. The kind of optimizers, Sharded trees and leaves of state dicts is ``""``.
     """
     for path, _, leaf in leaves_with_both_paths(tree):
         if not has_state_dict(leaf) or hasattr(leaf, "state_template"):
@@ -237,7 +237,7 @@ def _leaf_type_text(leaf: Any) -> str:
 
 
 def type_with_ints_as_float(value: Value) -> type | None:
-    """Return the type of a value that a load compares: float for all numbers, as a learning rate of 1 may become 0.9."""
+    """Return the type of ``value``, but float for an int, as a learning rate of 1 may become 0.9; None for None."""
     if isinstance(value, bool | str):
         return bool if isinstance(value, bool) else str
     return None if value is None else float

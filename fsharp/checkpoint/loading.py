@@ -106,9 +106,9 @@ def load(
         rename: function from a name in ``like`` to the name in the checkpoint, below ``subtree``:
             ``lambda name: f"model.{name}"``.
         ignore: patterns of names in the checkpoint, below ``subtree``, to treat as missing. Each pattern has to match a name.
-        cast: convert values whose dtype differs; if False, another dtype is an error. Five casts are always errors. They are
-            fractions to integers, complex numbers to real ones, integers to an integer dtype with a smaller range, anything to
-            float8, and finite values that would be infinite.
+        cast: convert values whose dtype differs; if False, another dtype is an error. Six casts are always errors. They are
+            fractions to integers, complex numbers to real ones, integers to an integer dtype with a smaller range, numbers to
+            bool, anything to float8 or float4, and finite values that would be infinite.
         strict: if False, leaves that the checkpoint lacks keep the values in ``like``, and names that only the checkpoint has
             are skipped. A warning lists these leaves and names. Different shapes and dtypes are still errors, and so is a
             checkpoint without any leaf of ``like``.

@@ -72,7 +72,7 @@ class Manifest:
         values: numbers, strings and booleans by name.
         objects: by name, the result of :func:`structure_of` for each list, tuple, dict or None in the saved tree that
             :func:`~fsharp.checkpoint.to_dcp` writes as one object.
-        encoded: the leaves of which ``tensors`` has planes, by name.
+        encoded: by name, the encoded leaves, of which ``tensors`` has planes and scales.
     """
 
     save_id: str
@@ -91,7 +91,7 @@ class Manifest:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all files."""
+        """Bytes of all files, without the manifest itself."""
         return sum(file.nbytes for file in self.files)
 
     def to_json(self) -> bytes:

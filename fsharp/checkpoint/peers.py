@@ -189,7 +189,8 @@ def _requests_to_fill(holder: int, file: str, start: int, into: bytearray) -> li
 def exchange_requested_bytes(folder: str, wanted: Sequence[ReadRequest], comm: Comm, keeper: FirstErrorKeeper) -> None:
     """Make the requests ``wanted``, and answer the requests of other ranks. All ranks call this function.
 
-    ``folder`` is the folder of the save on this host. ``keeper`` keeps the first error; the rank still takes part to the end.
+    Each request in ``wanted`` is to another rank, and for at most 4 MiB. ``folder`` is the folder of the save on this host.
+    ``keeper`` keeps the first error; the rank still takes part to the end.
 
     Cost: one ``all_reduce``, and one round for each distance ``holder - rank``, modulo the number of ranks, that occurs in a
     request of any rank. A round sends the sizes of requests, the requests, and then the requested bytes, in pieces of 4 MiB.

@@ -60,7 +60,7 @@ class CoalescedRead(NamedTuple):
 
 
 class Reader:
-    """Reads elements of one checkpoint. Opens each file once, and keeps the header and digests: 0.2 % of the file's size."""
+    """Reads elements of one checkpoint. Keeps the header and digests of each file, once read: 0.2 % of the file's size."""
 
     def __init__(self, folder: str, manifest: Manifest) -> None:
         self._folder, self._manifest, self._storage = folder, manifest, storage_of(folder)
@@ -216,14 +216,20 @@ class ShardFileReader:
             target[first:last].copy_(values)
 
     def _damaged_block_starts(self, start: int, view: memoryview) -> list[int]:
-        """Return the first byte of each block whose digest differs from the table. ``view``: blocks from byte ``start`` on."""
+        """Return the first byte after the header of each block in ``view`` whose digest differs from the table.
+
+        ``view``: whole blocks of the file, from byte ``start`` after the header on.
+        """
         found, expected = block_digests(view), self._table[start // BLOCK_NBYTES * 8 :]
         if expected.startswith(found):
             return []
         return [start + i * BLOCK_NBYTES // 8 for i in range(0, len(found), 8) if found[i : i + 8] != expected[i : i + 8]]
 
     def damage_text(self, blocks: Sequence[int]) -> str:
-        """Return the text of an error that names the tensors in damaged blocks. ``blocks``: their first bytes, in order."""
+        """Return the text of an error that names up to four tensors in damaged blocks.
+
+        ``blocks``: the first byte after the header of each damaged block, in order.
+        """
 
         def is_damaged(extent: TensorExtent) -> bool:
             first = bisect_right(blocks, extent.begin - BLOCK_NBYTES)
@@ -237,7 +243,7 @@ class ShardFileReader:
         )
 
     def find_damaged_block_starts(self) -> list[int]:
-        """Read the whole file, and return the first byte of each block whose digest differs from the table."""
+        """Read the whole file, and return the first byte after the header of each block whose digest differs from the table."""
         wrong = []
         buffer = bytearray(1 << 20)
         for start in range(0, self._end, len(buffer)):

@@ -322,7 +322,10 @@ class Replicas(BackgroundSaver):
     def latest(self) -> int | None:
         """Return the step that :meth:`restore` will load if no file is damaged; None if nothing was saved. All ranks call this.
 
+        The call first waits until the refresh under way has ended.
+
         Raises:
+            CheckpointError: the refresh under way has failed, or the file system refuses to read a save.
             CheckpointError: every save in memory of hosts has lost files or is damaged, and there is no checkpoint on disk that
                 can be opened.
         """
@@ -333,10 +336,10 @@ class Replicas(BackgroundSaver):
     def restore(self, like: Any, *, subtree: str = "", cast: bool = False, donate: bool = False) -> Any:
         """Return a tree like ``like`` with the values of the newest complete save, under any strategy and number of ranks.
 
-        All ranks have to call this method. A save is in the memory of hosts, or is a checkpoint under ``root``. The newest save
-        is the one that began last, also if hosts' clocks differ or were set back. A save in memory is incomplete if more than
-        ``copies`` hosts have lost their memory. A warning names the incomplete saves that are newer than the save that is
-        loaded.
+        All ranks have to call this method, which first waits for the refresh under way. A save is in the memory of hosts, or is
+        a checkpoint under ``root``. The newest save is the one that began last, also if hosts' clocks differ or were set back.
+        A save in memory is incomplete if more than ``copies`` hosts have lost their memory. A warning names the incomplete
+        saves that are newer than the save that is loaded.
 
         If a copy of a file is damaged, the copy of another host is read. If all copies are damaged, the next older save is
         loaded. Damaged files and checkpoints are renamed to end in ``.damaged``, with a warning for each.
@@ -348,7 +351,8 @@ class Replicas(BackgroundSaver):
             donate: read into the tensors of ``like``.
 
         Raises:
-            CheckpointError: no save is whole, or a host cannot read a file: then remove the file.
+            CheckpointError: the refresh under way has failed, or no save is whole.
+            CheckpointError: a host cannot read a file. Then remove the file.
             TreeError: names, shapes or dtypes differ.
             AgreementError: ranks have different arguments, or another rank has failed.
 

@@ -95,7 +95,7 @@ class BackgroundSaver:
         return self._under_way is not None and not self._under_way.is_done()
 
     def failure(self, within_s: float) -> BaseException | None:
-        """Return the error of the save under way, or None if there is none. Wait for its end, at most ``within_s`` seconds."""
+        """Wait at most ``within_s`` seconds for the end of the save under way. Return its error; None if it has none so far."""
         return self._under_way.error if self._under_way is not None and self._under_way.is_done(within_s) else None
 
     @api_boundary
@@ -228,7 +228,8 @@ class Saver(BackgroundSaver):
         The caller may change or donate the tree as soon as this call returns.
 
         Raises:
-            CheckpointError: the previous save has failed, or there is no room. All ranks raise.
+            CheckpointError: the previous save has failed, or there is no room. This call saves nothing. All ranks raise.
+            CheckpointError: this process was forked from the process that has made the Saver.
             TreeError: a leaf cannot be saved.
             AgreementError: ranks have different trees or values.
 

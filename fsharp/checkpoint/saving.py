@@ -100,7 +100,7 @@ def save(
         step: number of the step. Two saves of one step are two checkpoints.
         comm: the ranks; a Scheduler also works.
         config: a value that JSON can hold, kept in the manifest; equal on all ranks.
-        metric: a score, such as a loss: :func:`~fsharp.checkpoint.prune` keeps checkpoints with the lowest scores.
+        metric: a score, such as a loss; equal on all ranks. :func:`~fsharp.checkpoint.prune` can keep the lowest scores.
         planes: save parameters that rest in a format as they are encoded, for inference: a leaf ``w`` as its codes ``w`` and
             its scales ``w_scale``. By default they are saved as values in the dtype ``main``.
             :func:`~fsharp.checkpoint.export_safetensors` keeps such planes, and :func:`~fsharp.checkpoint.load` decodes them.
@@ -111,7 +111,8 @@ def save(
     Raises:
         TreeError: a leaf cannot be saved, or with ``planes`` the tree has no encoded parameter.
         AgreementError: ranks have different arguments, or another rank has failed. No file is left.
-        CheckpointError: there is not enough room, or a file reads back differently. No file is left.
+        CheckpointError: ``step`` is not an int from 0, JSON cannot hold ``config``, there is not enough room, or a file reads
+            back differently. No file is left.
         CheckpointError: the checkpoint is written, but ``root`` could not be synced against a power cut.
 
     Cost: a rank writes its elements and reads them back; ranks with equal elements divide the writing. For each axis three

@@ -87,7 +87,7 @@ def check_tensor_names(where: str, names: Collection[str]) -> None:
 
 
 def encode_header(tensors: Sequence[StoredTensor], metadata: Mapping[str, str], *, with_digests: bool = True) -> bytes:
-    """Return a file's length field and header. The header describes ``tensors``, in this order, and the table of digests."""
+    """Return a file's length field and header: of ``tensors``, in order, and with ``with_digests`` of the table of digests."""
     described: dict[str, Any] = {METADATA_NAME: dict(metadata)}
     end = 0
     for tensor in tensors:
@@ -164,7 +164,7 @@ def bytes_of(tensor: torch.Tensor) -> memoryview:
 
 
 def parse_header(where: str, header: bytes, nbytes: int) -> tuple[dict[str, TensorExtent], dict[str, str]]:
-    """Return tensors and metadata in the ``header`` of a file of ``nbytes`` bytes.
+    """Return tensors and metadata in the ``header`` of a file of ``nbytes`` bytes. Unknown dtypes are read as uint8, 1-D.
 
     Raises CheckpointError if the header is damaged, tensors have gaps or overlaps, or the file has another size than the header
     says.
@@ -201,8 +201,8 @@ _FREE_BRACKETS = 1 << 14
 def parse_untrusted_json(data: bytes) -> Any:
     """Parse a JSON text from an untrusted source, and return its value.
 
-    Raises ValueError if the text is not JSON, or has a name twice in an object. Also raises ValueError if more than a sixth of
-    the bytes are brackets, as an empty list takes 40 times its bytes in memory. Raises RecursionError if the value nests too
+    Raises ValueError if the text is not JSON, or has a name twice in an object. Also raises ValueError for too many brackets
+    (:func:`check_brackets`), as an empty list takes 40 times its bytes in memory. Raises RecursionError if the value nests too
     deeply.
     """
     check_brackets(data)
@@ -216,7 +216,7 @@ def parse_untrusted_json(data: bytes) -> Any:
 
 
 def check_brackets(data: bytes) -> None:
-    """Raise ValueError if more than a sixth of the bytes of a long JSON text are brackets."""
+    """Raise ValueError if a JSON text has more opening brackets than a sixth of its bytes plus 16,384."""
     brackets = data.count(b"[") + data.count(b"{")
     if brackets > _FREE_BRACKETS + len(data) // _BRACKETS_PER_BYTE:
         raise ValueError(f"{brackets:,} brackets in {len(data):,} bytes")

@@ -103,7 +103,7 @@ class LocalStorage:
     """
 
     def list_names(self, folder: str) -> list[str]:
-        """Return the names in ``folder``, in order; none if there is no such folder."""
+        """Return the sorted names in ``folder``; none if there is no such folder. CheckpointError if it cannot be read."""
         try:
             return sorted(os.listdir(folder))
         except (FileNotFoundError, NotADirectoryError):
@@ -187,7 +187,10 @@ class LocalStorage:
             raise CheckpointError(f"{path}: cannot be read: {error.strerror}.") from error
 
     def remove(self, folder: str) -> None:
-        """Remove ``folder``, if it exists. No reader ever finds a checkpoint with only some of its files."""
+        """Remove ``folder``, or a link, if it exists. No reader ever finds a checkpoint with only some of its files.
+
+        Raises CheckpointError if ``folder`` cannot be renamed. Files that cannot be removed after that are logged.
+        """
         parent, name = os.path.split(folder)
         gone = folder if name.endswith(REMOVED_SUFFIX) else os.path.join(parent, f".{name.lstrip('.')}{REMOVED_SUFFIX}")
         try:
@@ -270,7 +273,7 @@ class FolderClaim:
 
     @staticmethod
     def read_token(folder: str, size: int) -> bytes:
-        """Return the first ``size`` bytes of the token in a claimed folder.
+        """Return the first ``size`` bytes of the token in a claimed folder; zeros if no process has claimed it.
 
         The owner itself must not call this method: closing a file releases the process's locks on the file.
         """

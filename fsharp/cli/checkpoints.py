@@ -90,7 +90,7 @@ def _check_is_checkpoint(command: str, path: str) -> None:
 
 
 def show(path: str, /) -> str:
-    """Show the tensors and values of a checkpoint, its step, mesh and config, and the versions of the packages that wrote it.
+    """Show dtype and shape of each tensor of a checkpoint, its other values, step, mesh and config, and versions of packages.
 
     Args:
         path: a checkpoint: a folder, or a file or folder of another library.
@@ -115,7 +115,9 @@ def show(path: str, /) -> str:
 
 
 def verify_checkpoints(paths: tuple[str, ...], /) -> str:
-    """Read every byte of checkpoints, and compare the bytes with their digests. Name the intact ones, and all damaged files.
+    """Read every byte of checkpoints, and compare the bytes with their digests. Name the intact ones, and damaged files.
+
+    The exit status is 1 if a checkpoint is damaged.
 
     Args:
         paths: the checkpoints.

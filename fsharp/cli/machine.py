@@ -50,7 +50,10 @@ class MeasuredMachine(NamedTuple):
         return sorted({axis for _, axis in self.hardware.bandwidth}) if isinstance(self.hardware.bandwidth, dict) else []
 
     def hardware_for_layout(self, layout: Layout, *, tokens: float, efficiency: float) -> Hardware:
-        """Return ``self.hardware`` with the seconds of a layout's units, at ``efficiency * flops``, and of its optimizer."""
+        """Return ``self.hardware`` with the seconds of a layout's units, at ``efficiency * flops``, and of its optimizer.
+
+        ``tokens``: number of tokens of one rank in a microbatch.
+        """
         memory = self.hardware.memory_bandwidth
         return replace(
             self.hardware, **model_time_options(layout, tokens=tokens, flops=efficiency * self.flops, memory_bandwidth=memory)
@@ -167,7 +170,7 @@ def read_machine(where: str, file: str) -> MeasuredMachine:
 
 
 def parse_mesh(where: str, text: str) -> Mesh:
-    """Return the mesh of a text such as ``outer=2,inner=8``."""
+    """Return the mesh of a text such as ``outer=2,inner=8``. OptionError, which begins with ``where``, for any other text."""
     try:
         return Mesh([(name.strip(), int(size)) for name, _, size in (axis.partition("=") for axis in text.split(","))])
     except ValueError as error:

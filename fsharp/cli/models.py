@@ -85,7 +85,7 @@ class FoundModel(NamedTuple):
     """A model of the command line.
 
     Attributes:
-        tree: the parameters, as a tree of tensors on the meta device.
+        tree: the parameters, as a tree of tensors: on the meta device, unless an imported module holds them elsewhere.
         frozen: paths of frozen parameters.
         used_and_total_experts: how many experts of a layer one token uses, and how many the layer has; None if unknown.
     """
@@ -102,7 +102,7 @@ def find_model(where: str, model: str) -> FoundModel:
         where: name of the command, for the message of an error.
         model: a name in :data:`ARCHITECTURES`; a configuration of Hugging Face, as a folder with a ``config.json`` or as the
             file; or ``module:path`` of a tree of tensors, of an ``nn.Module``, or of a function without arguments that returns
-            one of these.
+            one of these. The module is imported, also from the working directory, and the function is called.
 
     Raises:
         OptionError: the model is unknown, has no parameters, or cannot be made; the message has the reason.

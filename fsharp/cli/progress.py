@@ -16,7 +16,8 @@ _DELAY_S = 1.0
 def reading_bar(command: str, nbytes: int | None) -> Iterator[None]:
     """Show on stderr how many of ``nbytes`` bytes have been read, if stderr is a terminal and the context lasts a second.
 
-    ``nbytes``: the bytes to read; None if the reads cannot be counted. Then the bar only shows that the command is at work.
+    ``nbytes``: the bytes to read; None if the reads cannot be counted. Then the bar appears at once, and only shows that the
+    command is at work.
     """
     if not sys.stderr.isatty():
         yield

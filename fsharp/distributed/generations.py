@@ -106,8 +106,8 @@ class RankMembership:
     def join_and_wait_for_all_ranks(self, limit_s: float) -> None:
         """Announce that this rank is ready to join, and wait for all ranks to be ready.
 
-        Raises CommError if this generation ends meanwhile, or if ranks are missing after ``limit_s`` seconds. Before that time
-        is over, the launcher kills each process that is still in an earlier generation.
+        Raises CommError if this generation ends meanwhile. Raises CommError, and ends all restarts, if ranks are missing after
+        ``limit_s`` seconds. Before that the launcher kills each process that is still in an earlier generation.
         """
         self._store.set(f"here/{self.number}/{self._rank}", str(limit_s))
         deadline = time.monotonic() + limit_s

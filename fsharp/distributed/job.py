@@ -35,7 +35,7 @@ callbacks_before_leaving: list[Callable[[], None]] = []
 
 @options_checked
 def connect(mesh: Mesh, *, device_type: Literal["cuda", "cpu"] | None = None, timeout: timedelta | None = None) -> Comm:
-    """Join the job's other processes, and return this process's Comm on ``mesh``.
+    """Join the job's other processes, which all call this function, and return this process's Comm on ``mesh``.
 
     If no process group exists yet, the function calls ``init_process_group`` with the environment that torchrun sets. The Comm
     is a :class:`~fsharp.SingleComm` for a mesh with one rank, and a :class:`~fsharp.ProcessGroupComm` otherwise.

@@ -116,7 +116,7 @@ class ProcessGroupComm:
 
     @api_boundary
     def group(self, axis: str) -> dist.ProcessGroup:
-        """Return the process group along ``axis``; after an abort, a new group. All ranks have to call this method."""
+        """Return the process group along ``axis``. After an abort over NCCL all ranks call this, which makes a new group."""
         self.mesh.index(axis)
         group = self._groups[axis]
         if group is None:
@@ -208,7 +208,10 @@ class ProcessGroupComm:
 
     @torch.no_grad()
     def reduce_scatter(self, x: torch.Tensor, axis: str, *, dtype: torch.dtype | None = None, label: str = "") -> torch.Tensor:
-        """Return the sum of row ``c`` of all ranks' ``x``, ``[n, *s]``, in ``dtype``; ``c`` is this rank's coordinate."""
+        """Return the sum of row ``c`` of all ranks' ``x``, ``[n, *s]``, in ``dtype``; ``c`` is this rank's coordinate.
+
+        Sums in order of rank are added in ``dtype``. The backend adds in the dtype of ``x``, and the sum is then converted.
+        """
         try:
             dtype = dtype or x.dtype
             check_row_per_rank(x, self.mesh.axis_size(axis))
@@ -352,7 +355,10 @@ class TransportGroups:
         self._made.clear()
 
     def __call__(self, kind: GroupKind, axis: str) -> dist.ProcessGroup:
-        """Return the group along ``axis`` for collectives of one ``kind``. Raise an error if another rank has failed."""
+        """Return the group along ``axis`` for collectives of one ``kind``. Raise an error if another rank has failed.
+
+        A separate group that does not exist yet is made: then all ranks have to call this method.
+        """
         self.comm.watch.raise_if_failed()
         if not self.separate:
             return self.comm.group(axis)
@@ -407,7 +413,7 @@ class P2PChannel(NamedTuple):
 
 
 def with_own_numbering(comm: Comm) -> Comm:
-    """Return a Comm of the same ranks with its own numbering of collectives."""
+    """Return a Comm of the same ranks that counts its own collectives; ``comm`` itself if it has no process groups."""
     if isinstance(comm, CountingComm):
         return replace(comm, inner=with_own_numbering(comm.inner))  # shares the counter
     return comm.with_own_numbering() if isinstance(comm, ProcessGroupComm) else comm

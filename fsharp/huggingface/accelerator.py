@@ -44,7 +44,8 @@ def contains_sharded_module(model: nn.Module) -> bool:
 def broadcast_buffers_from_rank_0(model: ShardedModule) -> None:
     """Copy rank 0's buffers, such as statistics of BatchNorm, to all ranks, as DistributedDataParallel does in its forwards.
 
-    Along an axis on which a unit varies, such as that of experts, each rank keeps its own buffers of the unit's modules.
+    Along an axis on which a unit varies, such as that of experts, each rank keeps its own buffers of the unit's modules. All
+    ranks have to call this function.
     """
     for path, buffer in model.named_buffers():
         around, mine = model.layout.unit_around(path), local_tensor(buffer.detach())
@@ -55,7 +56,7 @@ def broadcast_buffers_from_rank_0(model: ShardedModule) -> None:
 
 
 def save_and_remove_all_older(root: str, tree: Any, *, step: int, comm: Comm) -> None:
-    """Save a tree under ``root``. Then remove all complete checkpoints saved there before, of whatever step."""
+    """Save a tree under ``root``, then remove all complete checkpoints saved there before, of any step. All ranks call this."""
     save(root, tree, step=step, comm=comm)
 
     def remove_older() -> None:
@@ -184,9 +185,9 @@ class Accelerator(accelerate.Accelerator):
         return model.full_state_dict() if isinstance(model, ShardedModule) else super().get_state_dict(model, unwrap)
 
     def save_state(self, output_dir: str | None = None, safe_serialization: bool = True, **options: Any) -> Any:
-        """Save sharded modules and optimizers into ``output_dir/fsharp``, and the rest as accelerate does.
+        """Save as accelerate does, but sharded modules and optimizers into the subfolder ``fsharp``. Return the save's folder.
 
-        The save replaces an earlier save in this folder. All ranks call this method.
+        The save replaces an earlier save in this folder. All ranks get rank 0's buffers. All ranks call this method.
         """
         tree, comm = self._checkpoint_tree_and_comm()
         with self._hiding_sharded():
@@ -199,7 +200,7 @@ class Accelerator(accelerate.Accelerator):
         return folder
 
     def load_state(self, input_dir: str | None = None, load_kwargs: Any = None, **options: Any) -> None:
-        """Load the folder ``input_dir``, which :meth:`save_state` wrote, also under another strategy and number of ranks."""
+        """Load the folder ``input_dir`` of :meth:`save_state`, under any strategy and number of ranks. All ranks call this."""
         tree, comm = self._checkpoint_tree_and_comm()
 
         def load_sharded(_: Any, folder: str) -> None:

@@ -70,7 +70,7 @@ class Trainer(transformers.Trainer):
             super()._move_model_to_device(model, device)
 
     def create_optimizer(self, model: Any = None) -> Any:
-        """Return the optimizer that was passed to the Trainer, else a ShardedOptimizer of the class of ``args.optim``."""
+        """Return the optimizer passed to the Trainer, else one of ``args.optim``: for a sharded module a ShardedOptimizer."""
         trained, given = self.model if model is None else model, self.optimizer_cls_and_kwargs
         if self.optimizer is None and isinstance(trained, ShardedModule):
             kind, options = given or self.get_optimizer_cls_and_kwargs(self.args, self.model)
@@ -114,7 +114,10 @@ class Trainer(transformers.Trainer):
             torch.save(ResumeWithThisTrainer(), os.path.join(output_dir, _OPTIMIZER_FILE))
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        """Load the module, its optimizer and the learning rate schedule from a checkpoint of the Trainer."""
+        """Load the module, its optimizer and the learning rate schedule from a checkpoint of the Trainer, if it has them.
+
+        Raises CheckpointError if the checkpoint is of a sharded module and the model is not sharded, or the reverse.
+        """
         root = os.path.join(checkpoint or "", SHARDED_FOLDER)
         if not isinstance(self.model, ShardedModule):
             if checkpoint is not None and os.path.isdir(root):

@@ -60,7 +60,7 @@ def as_jax_array(x: torch.Tensor) -> Any:
 
 
 def check_has_memory(x: torch.Tensor) -> None:
-    """Raise an error if a tensor's values are not in memory of its own, where XLA would read them."""
+    """Raise a TreeError if a tensor's values are not in memory of its own, where XLA would read them."""
     try:
         has_memory = not isinstance(x, FakeTensor) and not x.is_nested and (not x.numel() or x.data_ptr() != 0)
     except RuntimeError:  # the tensor has no storage
@@ -110,7 +110,7 @@ def copy_as_tensor(x: Any) -> torch.Tensor:
 def as_jax_array_with_dtype_of(x: Any, like: Any) -> Any:
     """Return a number or tensor as an array with the dtype of ``like``: the inverse of :func:`copy_as_tensor`.
 
-    Raises a TypeError if the dtype changes the value, other than by rounding; and errors of :func:`number_as_jax_array`.
+    Raises a TypeError if the dtype would drop a fraction or an imaginary part; and errors of :func:`number_as_jax_array`.
     """
     if isinstance(x, torch.Tensor):
         x = (x.float() if x.dtype == torch.bfloat16 else x).cpu().numpy()

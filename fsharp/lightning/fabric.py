@@ -59,7 +59,10 @@ class Strategy(DDPStrategy):
             super().module_to_device(module)
 
     def setup_module(self, module: nn.Module) -> Any:
-        """Return a sharded module as it is. Other modules are wrapped by ``DistributedDataParallel``."""
+        """Check a module with sharded modules in it, and return it as it is. Wrap others by ``DistributedDataParallel``.
+
+        All ranks call this method. Raises as :func:`~fsharp.lightning.sharded.check_sharded_submodules`.
+        """
         if not sharded_modules_in(module):
             return super().setup_module(module)
         check_sharded_submodules("Fabric.setup()", module, self.precision.precision)

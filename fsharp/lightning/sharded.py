@@ -83,7 +83,7 @@ def load_state_dict(module: nn.Module, state_dict: Mapping[str, Any], *, strict:
     """Load a state dict of whole tensors, equal on all ranks.
 
     Raises an error if ``strict`` and keys are missing or unexpected: TreeError for keys of a sharded module, RuntimeError for
-    other keys.
+    other keys. Before the RuntimeError all known keys are loaded.
     """
     sharded = sharded_modules_in(module)
     if "" in sharded:

@@ -51,7 +51,7 @@ class Strategy(DDPStrategy):
     Raises:
         OptionError: ``sync_batchnorm=True``, ``StochasticWeightAveraging``, or a ``precision`` other than ``"32-true"``, with a
             sharded module.
-        OptionError: a trained parameter is outside of sharded modules, or in a torch optimizer.
+        OptionError: a trained parameter is outside of sharded modules, or a sharded parameter is in a torch optimizer.
     """
 
     @property

@@ -61,7 +61,8 @@ class JsonlLogger:
     def log(self, step: int, values: Mapping[str, Any]) -> None:
         """Append a line with the step and the values. OptionError if JSON cannot hold a value, OSError if writing fails.
 
-        A step from 2**53 on is an OptionError: a reader that keeps numbers as doubles would take it for another step.
+        The names ``step`` and ``time`` are an OptionError, as each line has them. So is a step from 2**53 on: a reader that
+        keeps numbers as doubles would take it for another step.
         """
         check_names("log()", values, _LINE_NAMES)
         if type(step) is not int or abs(step) >= STEP_LIMIT:

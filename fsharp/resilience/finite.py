@@ -91,6 +91,8 @@ class SkippedSteps:
 def find_nonfinite(loss: float | complex | torch.Tensor | tuple[Any, ...] | None, tree: Any, *, comm: Comm) -> NonFinite | None:
     """Return where a loss or a tree holds an infinity or NaN, on any rank; None if all values are finite.
 
+    All ranks have to call this function, and get the same result.
+
     ::
 
         loss, grads = fs.value_and_grad(loss_fn)(state.params, batch, comm=comm)

@@ -54,7 +54,7 @@ class PerRankState:
 
     @api_boundary
     def state_dict(self) -> dict[str, Any]:
-        """Return the bytes of the object's state, as a :class:`~fsharp.checkpoint.PerRank`."""
+        """Return ``{"state": x}``; ``x`` is a :class:`~fsharp.checkpoint.PerRank` with the bytes of the object's state."""
         state, file, where = self.owner.state_dict(), io.BytesIO(), f"PerRankState({type(self.owner).__name__})"
         torch.save(state, file)
         data = file.getvalue()

@@ -221,7 +221,7 @@ class Run:
 
         Raises:
             RunError: ``other`` has no checkpoint, or rank 0 sees none where another rank does.
-            RunError: the run is elastic: :meth:`train` resumes it.
+            RunError: the run is elastic (:meth:`train` resumes it), or the run's context is not open.
             AgreementError: ranks have different trees.
             TreeError: the checkpoint is of another tree.
             CheckpointError: all checkpoints are damaged.
@@ -268,7 +268,9 @@ class Run:
     def steps(self) -> Iterator[int]:
         """Yield the numbers of the remaining steps; the first step of a run is 0. Call :meth:`end_step` at the end of each.
 
-        With ``Run(elastic=True)`` this call raises a RunError: use :meth:`train`.
+        Raises:
+            RunError: before :meth:`resume`, after a step without :meth:`end_step`, or with ``Run(elastic=True)``: use
+                :meth:`train`.
         """
         if self._checkpoints.is_elastic:
             raise RunError("Run.steps(): with elastic=True call train(step, tree): a loop of yours cannot repeat a step.")
@@ -360,7 +362,7 @@ class Run:
                 step out.
 
         Raises:
-            RunError: the leaves of the tree differ from those at :meth:`resume`.
+            RunError: no step is under way, or the tree is saved and its leaves differ from those at :meth:`resume`.
             NonFiniteError: ``on_nonfinite`` does not let the step pass, or the saved tree is not finite.
             CheckpointError: a save has failed, now or in the background since the last call; or no checkpoint is left to load.
             SystemExit: a signal came, and the tree is saved. The code is :data:`EXIT_PREEMPTED`.

@@ -181,7 +181,7 @@ class RunCheckpoints:
         return any(is_own_failure(error) for each in savers if (error := each.failure(_LEARNS_WITHIN_S)) is not None)
 
     def wait_for_save(self) -> None:
-        """Wait for the checkpoint that is being written."""
+        """Wait until the save on disk that is under way has ended. Raise its error if it has failed."""
         self._saver.wait()
 
     def describe_newest(self) -> str:

@@ -75,7 +75,7 @@ class StragglerDetector:
         self.start()
 
     def start(self) -> None:
-        """Start to measure the first step."""
+        """Begin to measure a step now. Steps since the last exchange no longer count."""
         self._since = self._clock_without_waits()
         self._own_s.clear()
 

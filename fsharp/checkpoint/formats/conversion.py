@@ -49,7 +49,7 @@ def from_huggingface(
 
 
 def whole_entry(name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> TensorEntry:
-    """Return the entry of a tensor that one process writes as a whole."""
+    """Return the entry of a tensor that one process writes as a whole. The entry has no elements."""
     n = torch.Size(shape).numel()
     return TensorEntry(name, dtype, shape, lambda rank: Piece(0, n), torch.empty(0, dtype=dtype, device="cpu"))
 

@@ -45,7 +45,8 @@ def export_safetensors(
 
     Args:
         checkpoint: the checkpoint, or its path.
-        folder: path of a new folder, or a URL of fsspec. The folder appears once all files are complete.
+        folder: path of a new or empty folder, which appears once all files are complete. Or a URL of fsspec: there the files
+            appear one by one.
         subtree: part of the checkpoint to export, such as ``"params"`` of a TrainState. As ``save_pretrained()`` does, the
             function leaves out numbers and texts, and writes a tied tensor under only one of its names.
         rename: function from a name below ``subtree`` to the name in the files.
@@ -55,7 +56,8 @@ def export_safetensors(
 
     Raises:
         CheckpointError: the folder is not empty, there is nothing to write, or the checkpoint is damaged.
-        CheckpointError: safetensors cannot hold a dtype, name or value. No file is left.
+        CheckpointError: safetensors cannot hold a dtype or name, two tensors get one name, or a value is too large for
+            ``dtype``. No file is left.
 
     Cost: reads each header and every tensor that is written, and checks their digests. Memory: one tensor and its rounded
     copy; and the headers and digests of all files, which are 0.2 % of the files.
@@ -81,14 +83,15 @@ def export_torch(
 
     Args:
         checkpoint: the checkpoint, or its path.
-        folder: path of a new folder, or a URL of fsspec. The folder appears once all files are complete.
+        folder: path of a new or empty folder, or a URL of fsspec, as for :func:`export_safetensors`.
         subtree: part of the checkpoint to export, as for :func:`export_safetensors`.
         rename: function from a name below ``subtree`` to the name in the files.
         dtype: dtype to which floating-point tensors are rounded, such as ``torch.bfloat16``; None keeps their dtypes.
         max_file_nbytes: the largest number of bytes of tensors in a file; a larger tensor gets a file of its own.
 
     Raises:
-        CheckpointError: the folder is not empty, there is nothing to write, or the checkpoint is damaged. No file is left.
+        CheckpointError: the folder is not empty, there is nothing to write, or the checkpoint is damaged.
+        CheckpointError: two tensors get one name, or a value is too large for ``dtype``. No file is left.
 
     Cost: reads each header and every tensor that is written, and checks their digests. Memory: the tensors of one file, so
     ``max_file_nbytes`` bytes.
@@ -263,10 +266,10 @@ def old_name_by_new_name(where: str, names: Iterable[str], subtree: str, rename:
 
 @contextmanager
 def write_folder_atomically(where: str, path: str | os.PathLike[str]) -> Iterator[str]:
-    """Yield a temporary folder, which is renamed to ``path`` at the end; after an error it is removed.
+    """Yield the path of a temporary folder, which is renamed to ``path`` at the end; after an error it is removed.
 
-    ``where``: the public function to name in errors, such as ``"to_dcp()"``. Raises CheckpointError if ``path`` is a folder
-    with files, or if a folder cannot be written.
+    An object store cannot rename: there the folder is ``path`` itself. ``where``: the public function to name in errors, such
+    as ``"to_dcp()"``. Raises CheckpointError if ``path`` is a folder with files, or if a folder cannot be written.
     """
     folder = absolute_path(path)
     storage = storage_of(folder)

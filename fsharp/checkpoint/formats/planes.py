@@ -64,9 +64,9 @@ class PlaneOfLeaf(NamedTuple):
 def planes_of_group(
     name: Callable[[str], str], node: Sharded, group: int, rank: int
 ) -> Iterator[tuple[Leaf, EncodedLeaf, list[PlaneOfLeaf], list[torch.Tensor]]]:
-    """Yield the planes, and the scales of the whole leaf, of each leaf of a group whose parameters are encoded in ``node``.
+    """Yield ``(leaf, encoded leaf, planes, scales)`` for each leaf of a group whose parameters are encoded in ``node``.
 
-    ``name``: function from a leaf's path to its name.
+    ``scales`` are those of the whole leaf. ``name``: function from a leaf's path to its name.
     """
     [buffer] = node.select_groups([group]).buffers
     for leaf, part in encoded_leaf_parts(node.unit, group, buffer, node.place, rank):
