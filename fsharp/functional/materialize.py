@@ -124,7 +124,8 @@ def init_params(
     Sharded('', dp:Shard, float32[20] of 20)
 
     Args:
-        initializers: an initializer for all leaves, or initializers by pattern; the last pattern that matches a leaf counts.
+        initializers: an initializer for all leaves, or initializers by pattern; the last pattern that matches a leaf counts. An
+            initializer is a function ``fn(tensor, generator)`` that fills the tensor, or returns the values.
         layout: the layout of the parameters.
         comm: the ranks.
         key: seed. Values of a leaf depend on the key and the leaf's path, and not on mesh, strategy or units. If a leaf varies

@@ -81,7 +81,8 @@ def gather(tree: Tree, *, comm: Comm, to: PlaceName = "full") -> Tree:
             ``to`` is not ``"full"``.
         MeshError: ``comm`` is on another mesh than the tree.
 
-    Cost: for each gathered axis of ``n`` ranks a rank sends ``(n - 1)`` times the bytes of its part. Slices cost nothing.
+    Cost: for each gathered axis of ``n`` ranks a rank sends ``(n - 1)`` times the bytes that it holds by then. Slices cost
+    nothing.
     Buffers in host memory are copied to the device first.
     Gradient: the gradient with respect to ``tree`` is summed over ranks, and rests in the place of ``tree``: see "What ranks
     differentiate" in ``docs/design_results.md``.
@@ -128,7 +129,8 @@ def gather_unchecked(tree: Tree, comm: Comm, to: PlaceName = "full") -> Tree:
 def loses_gradient(node: Sharded, *, whole: bool = True) -> bool:
     """Return whether a use of ``node`` in a loss would give its encoded parameters no gradient, as bytes have no gradient.
 
-    Only parameters that the loss function was given have sinks for gradients. ``whole``: whether the use gathers to ``"full"``.
+    Only parameters that the loss function was given have sinks for gradients. Outside of a loss the result is False.
+    ``whole``: whether the use gathers to ``"full"``.
     """
     if node.grad_sinks is None or not (node.is_encoded and torch.is_grad_enabled()):
         return False

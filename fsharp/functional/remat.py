@@ -33,7 +33,8 @@ def run_with_recomputation(run: Callable[..., Any], fn: Callable[..., Any], args
     """Return ``run(fn, args, kwargs)``. A backward that needs activations calls ``run`` again, with the same random numbers.
 
     ``run`` gathers units and calls ``fn``. The gathers of its second call may run other torch ops than those of the first. A
-    write to a tensor in ``args`` or ``kwargs`` before the backward is an error of autograd.
+    write to a tensor in ``args`` or ``kwargs`` before the backward is an error of autograd. ``remat``: as in ``forward``, but
+    not False.
     """
     whole: Any = (args, kwargs)
     leaves, spec = optree.tree_flatten(whole, is_leaf=is_sharded)

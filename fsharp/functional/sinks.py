@@ -45,7 +45,7 @@ class GradientSinks:
         return self._residuals.get(unit.name, {}).get(group, {})
 
     def attach_to_graph(self, node: Sharded, full: Sequence[torch.Tensor], comm: Comm) -> list[torch.Tensor]:
-        """Return gathered buffers attached to the autograd graph: their gradients go to handles, one for each group."""
+        """Return gathered buffers attached to the autograd graph: gradients of trainable groups go to handles."""
         handles = {}
         for g, sink in zip(node.unit.trainable_groups, node.sinks, strict=True):
             # Made at the first use: autograd runs newer nodes first, so the reduction does not wait for older ones.

@@ -364,7 +364,10 @@ class CountingComm(DelegatingComm, _InnerCommMixin):
 
 @dataclass(frozen=True)
 class LabelPrefixComm(DelegatingComm, _InnerCommMixin):
-    """A Comm that puts a text, such as ``"step 3: "``, in front of the labels of all calls of ``inner``."""
+    """A Comm that puts a text, such as ``"step 3: "``, in front of the labels of all calls of ``inner``.
+
+    The label of a call without a label becomes the text alone.
+    """
 
     inner: Comm
     prefix: str

@@ -25,6 +25,7 @@ class Mesh:
             ``Mesh({})`` has one rank.
 
     Attributes:
+        axes: pairs of a name and a size, outermost axis first.
         names: names of the axes, outermost first.
         shape: sizes of the axes, outermost first.
         size: number of ranks.
