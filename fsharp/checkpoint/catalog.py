@@ -80,7 +80,7 @@ def advance_save_clock(root: str, created: float = 0.0) -> float:
 
 
 def newest_save_time(root: str) -> float:
-    """Return the time of the newest save in ``root``, in seconds since 1970; 0 if there is none."""
+    """Return the result of :func:`save_time_of` for the newest save in ``root``; 0 if there is none."""
     names = names_last_saved_first(root)
     return save_time_of(f"{root}/{names[0]}") if names else 0.0
 
@@ -117,7 +117,8 @@ def step_in_folder_name(name: str) -> int:
 class Checkpoint:
     """A checkpoint at ``path``: a folder with a manifest, and with the files that the manifest names.
 
-    Functions return complete checkpoints alone, in which all files have the right sizes. ``Checkpoint(path)`` checks nothing.
+    :func:`open_checkpoint` and :func:`list_checkpoints` return complete ones, in which all files have the right sizes.
+    ``Checkpoint(path)`` checks nothing.
     Files of other libraries, such as those of ``save_pretrained()``, are a checkpoint too. Their manifest is made from headers.
     """
 

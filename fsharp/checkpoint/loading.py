@@ -432,7 +432,7 @@ def load_or_collect_damage(
     the list ``damage``, as values that JSON can hold, before it fails. There are four cases:
 
     - ``load`` succeeds: return ``(load(), [])``.
-    - ``load`` fails, and rank 0 finds that another process has removed the checkpoint: return ``(None, [])``.
+    - ``load`` fails, and rank 0 finds the checkpoint incomplete, as another process removes it: return ``(None, [])``.
     - ``load`` fails, ranks have found damage, and no rank has failed for another reason: return ``(None, found)``. ``found`` is
       the damage of all ranks.
     - Otherwise each rank raises the error of its ``load``. A CommError is raised at once.

@@ -66,6 +66,7 @@ class Manifest:
         created: time of the save in seconds since 1970, later than the times of all earlier saves under the root.
         mesh: axes of the mesh that saved the checkpoint, with their sizes.
         versions: versions of the packages that wrote the checkpoint.
+        config: the config that the caller gave, as JSON reads it back; None without one.
         metric: score of the checkpoint, lower is better; None if none was given.
         files: the files, in order of the ranks that wrote them.
         aliases: by name of a tied leaf, the name of the leaf that stores its value.

@@ -303,11 +303,11 @@ class CommWatch:
             raise self.error.with_traceback(None)  # without the frames of an earlier raise
 
     def refuse_calls(self, error: Exception) -> None:
-        """Raise ``error`` in all further collectives."""
+        """Let all further collectives of the Comm raise ``error``."""
         self.error = error
 
     def abort_and_refuse_calls(self, error: Exception) -> None:
-        """End all collectives under way on this rank with ``error``, and raise ``error`` in all further collectives."""
+        """End all collectives under way on this rank with ``error``, and let all further collectives raise ``error``."""
         self.is_over.set()
         self._set_error_and_abort(error)
 

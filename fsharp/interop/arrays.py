@@ -81,7 +81,7 @@ class _NumpyMemory:
 
 
 def as_jax_array_and_lifetime(x: torch.Tensor, device: Any) -> tuple[Any, Any]:
-    """Return a contiguous tensor as an array on a JAX device, and an object that lives as long as JAX uses the memory.
+    """Return a contiguous tensor as an array on a JAX device, and the object that JAX keeps alive while it uses the memory.
 
     DLPack assigns all CPU memory to the first of JAX's CPU devices, so CPU tensors are converted through numpy.
     """

@@ -23,7 +23,7 @@ class RunLog:
 
     Attributes:
         series: by name, numbers by step.
-        times: seconds since 1970 at which a step was recorded, by step.
+        times: seconds since 1970 at which numbers of a step were last recorded, by step.
         events: rows ``(step, time, text)``.
         starts: rows ``(step, time, about)`` for each time that the run was started: settings, versions and machine.
         saved: steps after which a checkpoint was saved.

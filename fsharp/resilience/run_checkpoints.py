@@ -150,7 +150,10 @@ class RunCheckpoints:
         self.has_values = True
 
     def begin_save(self, tree: Any, *, step: int) -> None:
-        """Begin to save the tree after ``step`` steps on disk, in the background. The caller may change ``tree`` afterwards."""
+        """Wait for the previous save on disk, and begin to save the tree after ``step`` steps, in the background.
+
+        The caller may change ``tree`` as soon as this call returns.
+        """
         self._saver.save(tree, step=step)
         self.saved = self.newest = step
 

@@ -169,8 +169,9 @@ def from_dcp(
 ) -> Checkpoint:
     """Convert a checkpoint of torch.distributed.checkpoint (DCP) to a new checkpoint under ``root``.
 
-    Names are the keys of DCP, such as ``model.layers.0.weight``. Numbers, texts and booleans become values. A value in a list
-    or tuple gets the name of the list, a dot and its index. Call this function in one process; it needs no process group.
+    Names are the keys of DCP, such as ``model.layers.0.weight``. Numbers, texts and booleans become values. A value in a list,
+    tuple or dict gets the name of the container, a dot, and its index or key. Call this function in one process; it needs no
+    process group.
 
     Pickles are read by unpicklers that know only the classes of DCP and of plain tensors, so no code in the folder runs. No
     tensor larger than the folder's files is allocated. Tensors and values are compared with the CRC-32 that torch writes beside
