@@ -86,7 +86,7 @@ CopyKey = tuple[str, int, str]
 
 
 def held_saves(folder: str, comm: Comm, domain_size: int, damaged: Collection[CopyKey] = ()) -> list[InMemorySave]:
-    """Return the saves that hosts hold in memory, equal on all ranks, even if some of their files are lost.
+    """Return the saves that hosts hold in memory, even if some of their files are lost. All ranks call this.
 
     ``folder`` is on each host, with ``domain_size`` consecutive ranks. Copies in ``damaged`` do not count. Files and manifests
     of the wrong size do not count either, and are logged.

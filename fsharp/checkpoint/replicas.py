@@ -366,6 +366,7 @@ class Replicas(BackgroundSaver):
         """Restore as :meth:`restore` does, and return the checkpoint, with its step and config, and the tree.
 
         The path of the checkpoint is below ``root`` if values came from disk, and otherwise below the folder of the hosts.
+        ``options``: arguments of :meth:`restore` by name; ``donate`` has to be among them.
         """
         on_disk, copies, has_tried = dict[str, str](), dict[CopyKey, str](), False
         while True:

@@ -60,10 +60,10 @@ def prune(
 
 
 def _is_another_intact(root: str, old: Collection[str]) -> bool:
-    """Return True if at least one checkpoint under ``root`` that is not in ``old`` is intact.
+    """Return whether a checkpoint under ``root`` that is not in ``old`` is intact. Read the newest first, until one is.
 
-    If all of them are damaged, raise a CheckpointError. But return False if there is none, or if another process has removed
-    one of them meanwhile.
+    If there is such a checkpoint and none is intact, raise a CheckpointError. But return False if another
+    process has removed one of them meanwhile.
     """
     damage = dict[str, str]()
     for found in iter_complete_newest_first(root):

@@ -368,7 +368,7 @@ def write_manifest_and_publish(
 def remove_staged(folder: str) -> None:
     """Remove the staging folder of ``folder`` after a failed save.
 
-    An error of the removal is only logged, as the caller is about to raise the error of the save.
+    A CheckpointError of the removal is only logged, as the caller is about to raise the error of the save.
     """
     storage = storage_of(folder)
     try:

@@ -61,7 +61,7 @@ class Announcement(NamedTuple):
 
 
 def shorten_error(text: str) -> str:
-    """Return the text of an error. A long text loses its middle, as the store refuses values of several MiB."""
+    """Return the text of an error. Of more than 8,000 characters cut the middle, as the store refuses values of several MiB."""
     half = _MAX_ERROR_CHARS // 2
     return text if len(text) <= _MAX_ERROR_CHARS else f"{text[:half]}\n[...]\n{text[-half:]}"
 
@@ -99,7 +99,7 @@ class RankMembership:
             return Announcement(self.number, "", f"the launcher, which hosts the job's store, does not answer: {error}")
 
     def why_generation_ended(self) -> str | None:
-        """Return why the generation of this rank has ended; None while the generation lasts."""
+        """Return why the generation of this rank, or all restarts, have ended; None while the generation lasts."""
         announcement = self.read_announcement()
         return announcement.why_restarts_ended or (announcement.why if announcement.number > self.number else None)
 
@@ -130,9 +130,9 @@ class RankMembership:
         ``kind`` is ``"own"`` if this rank raised ``error`` itself, and ``"heard"`` if the failure of another rank ended its
         collective. ``limit_s``: seconds that other ranks have to stop as well, before the launcher kills them.
 
-        With ``"heard"`` return the announcement. With ``"own"`` raise ``error``, so that this process ends and a new process
-        takes the rank's place. If all ranks have stopped with the same ``kind``, a restart would not help: then raise
-        ``error`` too. Raise a CommError if ranks are no longer restarted.
+        With ``"heard"`` set ``number``, and return the announcement. With ``"own"`` raise ``error``, so that this process ends
+        and a new process takes the rank's place. If all ranks have stopped with the same ``kind``, a restart would not help:
+        then raise ``error`` too. Raise a CommError if ranks are no longer restarted.
         """
         self._store.set(f"stopped/{self.number}/{self._rank}", json.dumps([kind, limit_s]))
         while True:

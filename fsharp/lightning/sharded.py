@@ -21,10 +21,11 @@ def sharded_modules_in(module: nn.Module) -> dict[str, ShardedModule]:
 
 
 def check_sharded_submodules(where: str, module: nn.Module, precision: str) -> None:
-    """Check a module with sharded modules in it. A collective.
+    """Check a module with sharded modules in it. All ranks have to call this function.
 
     Raises:
-        OptionError: ``precision`` is not ``"32-true"``; a gradient would not be reduced; or a parameter would not be saved.
+        OptionError: ``precision`` is not ``"32-true"``; a trained parameter is outside of sharded modules; or a sharded
+            parameter belongs to a sharded module that is not a submodule.
         AgreementError: a frozen parameter outside of sharded modules differs between ranks.
     """
     if precision != "32-true":

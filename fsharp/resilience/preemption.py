@@ -103,7 +103,7 @@ class Preemption:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        """Restore the earlier handlers. Raise the received signal again if nobody knows of it: see :class:`Preemption`."""
+        """Restore the earlier handlers. Raise the received signal again if :meth:`should_stop` has not reported it."""
         while self._before:
             each, before = self._before.popitem()
             signal.signal(each, before)
