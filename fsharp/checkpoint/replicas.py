@@ -225,7 +225,7 @@ class Replicas(BackgroundSaver):
 
     @property
     def root(self) -> str | None:
-        """Folder of the checkpoints on disk."""
+        """Folder of the checkpoints on disk; None if none was given."""
         return self._root
 
     @api_boundary

@@ -89,9 +89,9 @@ def connect(mesh: Mesh, *, device_type: Literal["cuda", "cpu"] | None = None, ti
 def destroy() -> None:
     """Leave the job and destroy its process groups, after checkpoint saves in the background are done.
 
-    Without a job the call does nothing. Ranks that wait for this rank, now or later, raise a :class:`CommError`. The error
-    names the last collective of this rank, with a traceback if this rank leaves because of an error. An exit of this process
-    has the same effect on other ranks.
+    Without a job the call only waits for these saves. Ranks that wait for this rank, now or later, raise a :class:`CommError`.
+    The error names the last collective of this rank, with a traceback if this rank leaves because of an error. An exit of this
+    process has the same effect on other ranks.
 
     Cost: unless an error is being handled, this rank waits for its collectives under way, as other ranks need their messages.
     Rank 0, which hosts the job's store unless torchrun does, waits for the other ranks to leave. Rank 0 waits for at most 30
@@ -112,7 +112,7 @@ def _destroy_groups() -> None:
 
 
 def tear_down_generation(why: str) -> None:
-    """Leave the job's present generation: end collectives with the error ``why``, finish saves, and destroy process groups.
+    """Leave the job's present generation: end collectives with the error ``why``, wait for saves, and destroy process groups.
 
     Afterwards :meth:`~fsharp.functional.comm.restart_replay.SetupCallRecord.repeat_recorded_calls` joins the next
     generation, in which the Comms of the setup have new groups.

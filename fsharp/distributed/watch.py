@@ -89,7 +89,10 @@ class WatchedCall:
         self.peer = rank
 
     def check_failure_or_timeout(self) -> None:
-        """Raise the error of :meth:`CommWatch.raise_or_say_late_ranks`, or a CommError after the time limit."""
+        """Raise the error of :meth:`CommWatch.raise_or_say_late_ranks`, or a CommError after the time limit.
+
+        After half of the limit, but at most ten seconds, log a warning once.
+        """
         now = time.monotonic()
         self._since = now if self._since is None else self._since
         waited_s = now - self._since
@@ -108,7 +111,10 @@ class WatchedCall:
         self._watch.statuses.add_to_total_waited_s(seconds)
 
     def report_connection_error(self, error: BaseException) -> Exception:
-        """Return the error to raise for a broken connection: from the other rank's status, else a CommError with ``error``."""
+        """Return the error to raise for a broken connection: from the other rank's status, else a CommError with ``error``.
+
+        Wait up to a second for that status. Afterwards the Comm refuses collectives, on all ranks.
+        """
         deadline = time.monotonic() + 1.0
         while time.monotonic() < deadline:
             try:

@@ -63,7 +63,7 @@ def to_jax(tree: Any, layout: Layout, *, devices: Sequence[Any] | None = None) -
         The tree with arrays: for each group of a unit an array under the ``NamedSharding`` that :func:`shardings` returns. The
         shape is ``[size]``, with a leading dim for each axis along which ranks have values of their own. A Sharded is a JAX
         pytree node too, and :func:`unflatten` returns the leaves in their shapes. Leaves that are not a Sharded, such as step
-        counts, are unchanged.
+        counts, are unchanged; of several trees, those of the first.
 
     Raises:
         TreeError: trees do not fit ranks or layout, or JAX would copy a buffer.
@@ -127,7 +127,7 @@ def from_jax(tree: Any, layout: Layout, *, devices: Sequence[Any] | None = None,
 
     Returns:
         The tree with this rank's tensors; a list of trees if this process has the devices of several ranks. A scalar array
-        outside of a Sharded becomes a number, as ``jax.jit`` makes arrays of numbers.
+        outside of a Sharded becomes a number, as ``jax.jit`` makes arrays of numbers. Other leaves there are unchanged.
 
     Raises:
         TreeError: an array is deleted, or has another sharding than its place: pass ``out_shardings=shardings(...)`` to
