@@ -76,7 +76,7 @@ class Lanes:
         call_when_freed(owner, self._events.pop, number, None)
 
     def release_all_events(self) -> None:
-        """Release all events, so that nothing waits for their ops. The ops are over, or belong to a captured CUDA graph."""
+        """Release all events, so that nothing waits for their ops. These have to be over, or in a captured CUDA graph."""
         self._events.clear()
         self._given.clear()
 

@@ -59,7 +59,7 @@ class LeafTable:
         return own if self._is_untied else optree.tree_leaves(self.build_subtree(own, stored))
 
     def leaf_views(self, flats: Mapping[int, torch.Tensor], leaves: Sequence[Leaf]) -> list[torch.Tensor]:
-        """Return ``leaves`` as views of ``flats``: full flat buffers by group, which have to be contiguous."""
+        """Return ``leaves`` as views of ``flats``: full flat buffers by group. TreeError if a buffer is not contiguous."""
         for flat in flats.values():
             if not flat.is_contiguous():
                 raise TreeError(

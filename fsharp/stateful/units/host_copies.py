@@ -37,7 +37,7 @@ class HostDeviceCopies:
             self.copies.append((target, source))
 
     def run_copies(self, lanes: Lanes, op: OpKey) -> None:
-        """Make all copies on the current lane, as a part of the op with the key ``op``."""
+        """Begin all copies on the current lane, as a part of the op with the key ``op``. Later calls copy later additions."""
         for target, source in self.copies:
             target.copy_(source, non_blocking=True)
             for x in (target, source):

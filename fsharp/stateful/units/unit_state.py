@@ -119,7 +119,7 @@ class UnitState:
         return self.gradient
 
     def begin_step(self) -> None:
-        """Begin a step, without a node yet."""
+        """Begin a step: without a node, without bytes on the host, and with the gradient outside of the arena."""
         self.bind_node(None)
         self.host_copy_nbytes = 0
         if self.gradient is not None:
