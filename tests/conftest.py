@@ -10,6 +10,7 @@ from hypothesis import HealthCheck, settings
 
 import fsharp as fs
 from fsharp.testing.process_ranks import _Launcher, processes
+from tests.forked_python import run_forked
 
 # Ranks are forked from a process that has imported what tests import, and what torch optimizers import when they are made:
 # else each rank takes more than half a second to do so.
@@ -57,5 +58,9 @@ def folder(tmp_path_factory, request):
 
 @pytest.fixture(scope="module")
 def found(folder, request):
-    """Return what ``on_two_ranks(folder, comm)`` of a test file returns in two processes, run once for all its tests."""
-    return processes(fs.Mesh({"dp": 2}), partial(request.module.on_two_ranks, str(folder)), timeout=280)
+    """Return what ``on_two_ranks(folder, comm)`` of a test file returns in two processes, run once for all its tests.
+
+    A statement ``IMPORTS`` of the file is run before the processes are forked, else each takes its seconds.
+    """
+    run = partial(processes, fs.Mesh({"dp": 2}), partial(request.module.on_two_ranks, str(folder)), timeout=250)
+    return run_forked(run, imports=request.module.IMPORTS) if hasattr(request.module, "IMPORTS") else run()

@@ -28,6 +28,7 @@ from fsharp.cli.models import find_model
 from fsharp.cli.progress import files_nbytes
 from fsharp.planning.space import repeated_unit_patterns, units_in_dict_order
 from fsharp.planning.tune import POLICIES
+from tests.forked_python import run_forked
 from tests.gpt_like import make_params
 
 
@@ -462,7 +463,7 @@ def test_the_last_8_ranks_share_a_host(mesh, links, monkeypatch):
 def measured(tmp_path_factory):
     """The file of a calibration of two processes, and the text that was printed."""
     file = tmp_path_factory.mktemp("machine") / "hardware.json"
-    return file, calibrate(str(file), mesh="dp=2", steps=2)
+    return file, run_forked(lambda: calibrate(str(file), mesh="dp=2", steps=2))
 
 
 def test_calibrate_writes_what_it_prints(measured):
@@ -590,37 +591,35 @@ ENDS = {
 }
 """By what ends a command: its arguments, its standard output, its status, and what it prints on both streams."""
 COMMANDS = """
-import json, os, sys
+import ctypes, json, os, sys
 from fsharp.cli import main
 
+reader, writer = os.pipe()
+os.close(reader)
 sys.stdout.reconfigure(encoding="ascii")
 for number, (arguments, stdout) in enumerate(json.loads(sys.argv[1])):
     if (process := os.fork()) == 0:
-        os.dup2(os.open(stdout, os.O_WRONLY | os.O_CREAT) if stdout else int(sys.argv[2]), 1)
+        os.dup2(os.open(stdout, os.O_WRONLY | os.O_CREAT) if stdout else writer, 1)
         os.dup2(os.open(f"err-{number}", os.O_WRONLY | os.O_CREAT), 2)
-        raise SystemExit(main(arguments))
+        ctypes.pythonapi.Py_Exit(main(arguments))  # the end of an interpreter
     print(os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]), file=sys.stderr)
 """
 
 
 @pytest.fixture(scope="module")
 def ended(folder):
-    """The statuses of the commands in ENDS, forked from one interpreter, which end as interpreters do."""
+    """The statuses of the commands in ENDS, forked from one process, which end as interpreters do."""
     save_file({"ä": torch.ones(2)}, folder / "ä.safetensors")
     (folder / "interrupting.py").write_text("raise KeyboardInterrupt")
-    reader, writer = os.pipe()
-    os.close(reader)
     given = json.dumps(
         [
             (arguments, out and (out if os.path.isabs(out) else f"{out}-{i}"))
             for i, (arguments, out, *_) in enumerate(ENDS.values())
         ]
     )
-    command = [sys.executable, "-c", COMMANDS, given, str(writer)]
-    environment = os.environ | {"PYTHONUTF8": "1", "PYTHONPATH": os.getcwd()}
-    options = {"cwd": folder, "env": environment, "pass_fds": [writer], "capture_output": True, "text": True}
-    ran = subprocess.run(command, timeout=300, check=False, **options)
-    os.close(writer)
+    command = [sys.executable, "-c", COMMANDS, given]
+    options = {"cwd": folder, "capture_output": True, "text": True}
+    ran = run_forked(lambda: subprocess.run(command, timeout=200, check=False, **options))
     assert ran.returncode == 0, ran.stderr
     return [int(line) for line in ran.stderr.split()]
 

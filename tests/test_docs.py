@@ -9,6 +9,7 @@ import re
 import runpy
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ import torch
 import fsharp as fs
 from fsharp.stateful.modules import shard
 from fsharp.testing import processes
+from tests.forked_python import run_forked
 from tests.huggingface.test_accelerator import as_torchrun
 from tests.virtual_device import accelerator as accelerator, comm as comm
 
@@ -42,7 +44,7 @@ def check_printed(path, printed):
 
 
 @pytest.mark.timeout(300)
-def test_the_front_page_is_short_and_runs_in_a_fresh_process(tmp_path):
+def test_the_front_page_is_short_and_runs_as_a_program(tmp_path):
     readme = ROOT / "README.md"
     assert len(readme.read_text().splitlines()) <= 200
     assert "```python no-run" not in readme.read_text()
@@ -50,9 +52,8 @@ def test_the_front_page_is_short_and_runs_in_a_fresh_process(tmp_path):
     program.write_text("\n".join(programs(readme)))
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("RANK", "WORLD_SIZE", "LOCAL_"))}
     environment["PYTHONPATH"] = str(ROOT)
-    ran = subprocess.run(
-        [sys.executable, program], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=240, check=False
-    )
+    options = {"cwd": tmp_path, "env": environment, "capture_output": True, "text": True, "check": False}
+    ran = run_forked(lambda: subprocess.run([sys.executable, program], timeout=240, **options))
     assert ran.returncode == 0, ran.stderr
     assert not ran.stderr
     [(loss, nbytes)], ranks = ast.literal_eval(ran.stdout.splitlines()[0].replace("] [", "], ["))
@@ -68,7 +69,10 @@ RUN_HERE = [path for path in PAGES if programs(path) and path.name not in ("READ
 @pytest.mark.parametrize("path", RUN_HERE, ids=lambda each: each.name)
 def test_programs_of_pages_run(path, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    if path.name != "launch.md":  # other pages need what launch starts, and not each time processes that import torch
+    if path.name == "launch.md":
+        launch = fs.launch
+        monkeypatch.setattr(fs, "launch", lambda *args, **options: run_forked(partial(launch, *args, **options)))
+    else:  # other pages need what launch starts
         monkeypatch.setattr(fs, "launch", lambda fn, nproc, *args: processes(fs.Mesh({"rank": nproc}), lambda comm: fn(*args)))
     names = {"__name__": path.stem}
     for number, block in enumerate(programs(path), 1):
@@ -129,7 +133,8 @@ def test_the_recipe_of_rl_trains_the_policy_alone():
     assert not any(torch.equal(policy[name], x) for name, x in reference.items())
 
 
-def test_the_programs_of_the_page_about_jax_run_on_two_ranks():
+def test_the_programs_of_the_page_about_jax_run_on_two_ranks(monkeypatch):
+    monkeypatch.setenv("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
     blocks = programs(ROOT / "docs" / "jax.md")
     assert len(blocks) > 5
 
@@ -139,7 +144,7 @@ def test_the_programs_of_the_page_about_jax_run_on_two_ranks():
             exec(compile(block, "jax.md", "exec"), names)
         return float(names["metrics"].loss)
 
-    first, second = processes(fs.Mesh({"dp": 2}), run)
+    first, second = run_forked(lambda: processes(fs.Mesh({"dp": 2}), run), imports="import jax, optax")
     assert first == second
 
 
@@ -182,7 +187,8 @@ def test_the_notebook_runs_and_shows_what_its_cells_show(tmp_path):
     assert sum("assert" in "".join(cell["source"]) for cell in cells) > 7, "its cells compare numbers"
     command = [sys.executable, ROOT / "docs" / "notebook.py", path]
     environment = os.environ | {"PYTHONPATH": str(ROOT), "TMPDIR": str(tmp_path), "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
-    ran = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=110, check=False)
+    options = {"cwd": tmp_path, "env": environment, "capture_output": True, "text": True, "check": False}
+    ran = run_forked(lambda: subprocess.run(command, timeout=110, **options))
     assert ran.returncode == 0, ran.stderr
     assert ran.stdout.count("```python") == len(cells)
     assert "<iframe" in ran.stdout, "the picture of a schedule"

@@ -12,20 +12,22 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.forked_python import run_forked
 from tests.virtual_device import accelerator as accelerator, gpu as gpu
 
 pytestmark = pytest.mark.timeout(280)  # some compile
 ROOT = Path(__file__).parents[1]
-TORCHRUN = [str(Path(sys.executable).with_name("torchrun")), "--nproc-per-node"]
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node"]
 
 
-def start(*command: str, limit_s: float = 250) -> subprocess.CompletedProcess[str]:
+def start(*command: str, limit_s: float = 250, imports: str = "") -> subprocess.CompletedProcess[str]:
     env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "error::UserWarning:__main__", "HF_HUB_OFFLINE": "1"}
-    return subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=limit_s)
+    options = {"cwd": ROOT, "env": env, "capture_output": True, "text": True, "timeout": limit_s}
+    return run_forked(lambda: subprocess.run(command, **options), imports=imports, timeout=limit_s)
 
 
-def output(*command: str, limit_s: float = 250) -> str:
-    done = start(*command, limit_s=limit_s)
+def output(*command: str, limit_s: float = 250, imports: str = "") -> str:
+    done = start(*command, limit_s=limit_s, imports=imports)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -49,7 +51,8 @@ LOSSES = r"step +\d+  loss ([\d.]+)  unsharded ([\d.]+)"
 
 
 def test_llama_trains_as_the_unsharded_one_and_is_loaded(tmp_path: Path) -> None:
-    text = output(*TORCHRUN, "2", "examples/finetune_llama.py", "--steps", "4", "--out", str(tmp_path))
+    imports = "import sys, tyro; sys.modules['torchao'] = None; from transformers.models.llama import modeling_llama"
+    text = output(*TORCHRUN, "2", "examples/finetune_llama.py", "--steps", "4", "--out", str(tmp_path), imports=imports)
     losses = numbers(text, LOSSES)
     assert losses[-1][0] < losses[0][0] - 0.3
     [(loss, norm)] = numbers(text, r"largest difference between losses: (\S+), between gradient norms: (\S+)")

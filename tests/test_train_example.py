@@ -13,8 +13,10 @@ import pytest
 
 import fsharp as fs
 from fsharp.report.reading import read_log
+from tests.forked_python import run_forked
 
 ROOT = Path(__file__).parents[1]
+IMPORTS = "import matplotlib.pyplot, rich.progress, tyro"
 TINY = ["--steps", "60", "--dim", "32", "--layers", "2", "--heads", "2", "--context", "32", "--batch", "4"]
 TINY += ["--eval-bytes", "2048", "--sample-bytes", "8", "--exact-clip"]
 KEYS = {
@@ -26,7 +28,8 @@ KEYS = {
 def cli(*options: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "examples.gpt", *options]
     env = os.environ | {"OMP_NUM_THREADS": "1", "COLUMNS": "200"}
-    return subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=250)
+    options = {"cwd": ROOT, "env": env, "capture_output": True, "text": True, "timeout": 250}
+    return run_forked(lambda: subprocess.run(command, **options), imports=IMPORTS)
 
 
 def train(out: Path, *options: str) -> dict[str, object]:
@@ -50,15 +53,21 @@ def resumed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, object]:
     steps = [*TINY, "--save-every", "1000", "--out", str(out)]
     env = os.environ | {"OMP_NUM_THREADS": "1", "COLUMNS": "200"}
     command = [sys.executable, "-m", "examples.gpt", *steps]
-    pipe = subprocess.PIPE
-    with subprocess.Popen(command, cwd=ROOT, env=env, stdout=pipe, stderr=pipe, text=True, start_new_session=True) as process:
-        assert process.stdout is not None
-        for line in process.stdout:
-            if line.startswith("step "):
-                os.killpg(process.pid, signal.SIGINT)
-                break
-        process.communicate(timeout=250)
-    assert process.returncode
+
+    def interrupt() -> int:
+        pipe = subprocess.PIPE
+        with subprocess.Popen(
+            command, cwd=ROOT, env=env, stdout=pipe, stderr=pipe, text=True, start_new_session=True
+        ) as process:
+            assert process.stdout is not None
+            for line in process.stdout:
+                if line.startswith("step "):
+                    os.killpg(process.pid, signal.SIGINT)
+                    break
+            process.communicate(timeout=250)
+        return process.returncode
+
+    assert run_forked(interrupt, imports=IMPORTS)
     saved = fs.checkpoint.latest(out / "zero3-2" / "checkpoints")
     assert saved is not None
     assert 0 < saved.step < 60

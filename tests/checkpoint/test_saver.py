@@ -17,6 +17,7 @@ import fsharp as fs
 from fsharp.checkpoint import saver as saver_module, saving
 from fsharp.errors import AgreementError, CheckpointError
 from fsharp.testing import processes, simulate
+from tests.forked_python import run_forked
 
 TREE = {"w": torch.arange(4000.0).view(80, 50), "b": torch.arange(7.0)}
 
@@ -260,7 +261,8 @@ def test_a_forked_child_cannot_refresh_even_if_nothing_is_under_way(tmp_path):
 
 
 def test_a_forked_child_waits_for_nothing(tmp_path):
-    done = subprocess.run([sys.executable, "-c", FORKS.format(root=str(tmp_path))], capture_output=True, text=True, timeout=250)
+    command = [sys.executable, "-c", FORKS.format(root=str(tmp_path))]
+    done = run_forked(lambda: subprocess.run(command, capture_output=True, text=True, timeout=200))
     assert done.returncode == 0, done.stderr
     assert fs.checkpoint.latest(tmp_path).step == 0
 

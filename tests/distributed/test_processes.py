@@ -5,6 +5,7 @@ import math
 import multiprocessing
 import os
 import signal
+import sys
 import threading
 import time
 from contextlib import suppress
@@ -20,7 +21,8 @@ import fsharp as fs
 from fsharp.errors import CommError, FsharpError, MeshError, OptionError
 from fsharp.functional.layout.sharded import units_of
 from fsharp.testing import processes
-from fsharp.testing.process_ranks import _launcher as launcher
+from fsharp.testing.process_ranks import _Launcher
+from tests.forked_python import forked, run_forked
 from tests.gpt_like import loss_fn, make_params
 from tests.scheduling import make_state, make_tx, my_batches
 
@@ -159,6 +161,7 @@ def test_a_process_that_hangs_is_stopped():
         processes(DP, rank_fn, timeout=1)
 
 
+@forked
 def test_a_call_that_is_interrupted_leaves_no_process_behind(tmp_path):
     def rank_fn(comm):
         (tmp_path / f"{comm.rank}").write_text(str(os.getpid()))
@@ -207,10 +210,12 @@ def test_a_process_has_the_environment_and_directory_of_the_call(tmp_path, monke
     assert found == [("second", str(tmp_path), str(rank)) for rank in range(3)]
 
 
+@forked
 def test_the_process_that_starts_them_may_end_and_a_forked_caller_has_its_own(tmp_path):
     processes(PAIR, lambda comm: None)
-    os.killpg(launcher._server.pid, signal.SIGKILL)
-    launcher._server.wait()
+    server = sys.modules[_Launcher.__module__]._launcher._server
+    os.killpg(server.pid, signal.SIGKILL)
+    server.wait()
     with pytest.raises(CommError, match="the process that starts the ranks has ended"):
         processes(PAIR, lambda comm: None)
     assert processes(PAIR, lambda comm: comm.rank) == [0, 1]
@@ -320,6 +325,7 @@ def train_while_rank_0_updates_slowly(num_steps):
     return [] if comm.rank else [x.sum().item() for node in units_of(state.params) for x in node.buffers]
 
 
+@forked
 def test_a_rank_that_leaves_first_sends_its_part_of_the_last_update():
     assert fs.launch(train_while_rank_0_updates_slowly, 2, 3)[0]
 
@@ -356,7 +362,7 @@ def call_collectives_in_child():
 
 
 def test_a_forked_process_cannot_call_collectives_of_its_parent():
-    (_, loss), (found, _) = fs.launch(call_collectives_in_child, 2)
+    (_, loss), (found, _) = run_forked(lambda: fs.launch(call_collectives_in_child, 2))
     assert len(found) == 4
     for text in found:
         assert text.startswith("0 s: process "), text

@@ -19,6 +19,8 @@ from fsharp.distributed.worker_threads import Outcome
 from fsharp.errors import AgreementError, CommError, ScheduleError
 from fsharp.functional.comm.protocol import LabelPrefixComm
 from fsharp.testing import processes
+from tests import forked_python
+from tests.forked_python import forked
 from tests.gpt_like import loss_fn
 from tests.scheduling import DP, make_state, make_tx, my_batches
 
@@ -271,6 +273,7 @@ def test_a_further_call_of_a_failed_comm_says_once_how_to_go_on():
     assert ["fs.destroy()" in note for note in caught.value.__notes__] == [True]
 
 
+@forked
 def test_after_an_error_ranks_go_on_as_its_note_says():
     def rank_fn():
         comm = fs.connect(DP, device_type="cpu")
@@ -404,6 +407,7 @@ def wait_for_ranks_after_rank_1_has_left(folder, shares_groups):
         comm._worker.submit(lambda: None, outcome)
         is_free = outcome.is_done(10)
         (folder / "seen").touch()
+        forked_python.ENDS.append(forked_python.destroy_modules)
         return is_free
     while comm.rank == 2 and not (folder / "seen").exists():
         time.sleep(0.05)
@@ -411,6 +415,7 @@ def wait_for_ranks_after_rank_1_has_left(folder, shares_groups):
 
 
 @pytest.mark.parametrize("shares_groups", [False, True])
+@forked
 def test_no_thread_waits_in_gloo_for_a_rank_after_another_has_left(tmp_path, shares_groups):
     """A thread that waits in gloo when the interpreter ends aborts the process: launch() then raised an error of SIGABRT."""
     assert fs.launch(wait_for_ranks_after_rank_1_has_left, 3, tmp_path, shares_groups) == [True, None, None]

@@ -6,6 +6,7 @@ import sys
 import pytest
 
 from fsharp.distributed.worker_threads import Outcome, Worker
+from tests.forked_python import run_forked
 
 HANDS_ON = """
 import time
@@ -18,7 +19,8 @@ first.submit(lambda: (time.sleep(0.3), second.submit(lambda: print("done", flush
 
 
 def test_what_is_handed_on_when_the_interpreter_ends_is_done():
-    found = subprocess.run([sys.executable, "-c", HANDS_ON], capture_output=True, text=True, timeout=250, check=True)
+    command = [sys.executable, "-c", HANDS_ON]
+    found = run_forked(lambda: subprocess.run(command, capture_output=True, text=True, timeout=200, check=True))
     assert found.stdout == "done\n"
 
 

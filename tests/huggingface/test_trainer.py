@@ -12,6 +12,10 @@ from fsharp.errors import CheckpointError
 from fsharp.testing import processes
 from tests.huggingface.test_accelerator import as_torchrun
 
+IMPORTS = (
+    "import fsharp.huggingface.trainer; from transformers import Seq2SeqTrainer, LlamaForCausalLM, T5ForConditionalGeneration"
+)
+
 
 def tiny_llama():
     from transformers import LlamaConfig, LlamaForCausalLM

@@ -8,6 +8,8 @@ import fsharp as fs
 from fsharp.errors import FsharpError, OptionError
 from tests.huggingface.test_accelerator import Net, as_torchrun, data
 
+IMPORTS = "import fsharp.lightning.fabric"
+
 
 def made(strategy):
     from lightning.fabric import Fabric

@@ -25,6 +25,7 @@ from fsharp.resilience.restarting import Restarter
 from fsharp.stateful.modules.session import session_of_module
 from fsharp.testing import simulate
 from tests.elastic_programs import AFTERWARDS, IN_FIRST_SETUP, IN_SETUP, SIZE, WAYS, Fault, digest, recovery_s, run_steps, train
+from tests.forked_python import forked
 
 TOTAL = 6
 
@@ -59,6 +60,7 @@ def disturbed(root, way, total, faults, *, restarts=None, may_meet=False, **opti
 
 
 @pytest.mark.timeout(240)
+@forked
 def test_killed_ranks_come_back_the_others_stay_and_no_bit_differs(tmp_path):
     """In the first step, at any moment of the next ones, and in the last step; rank 0 as well."""
     faults = [Fault(0, 2), Fault(2, 0, 0.02), Fault(TOTAL - 1, 1)]
@@ -238,6 +240,7 @@ def test_a_new_process_that_never_comes(tmp_path):
 
 
 @pytest.mark.timeout(120)
+@forked
 def test_a_process_that_ends_with_status_0_and_no_result_is_lost():
     with pytest.raises(CommError, match=r"rank [01] ended with exit status 0, without a result(.|\n)*outside of the steps"):
         fs.launch(lambda: os._exit(0), 2, restarts=1)

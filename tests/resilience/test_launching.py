@@ -17,6 +17,7 @@ import torch
 import fsharp as fs
 from fsharp.errors import CommError, MeshError, OptionError
 from fsharp.tracebacks import HINT
+from tests.forked_python import forked, printed
 
 
 def test_results_come_in_order_of_rank_closures_and_steps_travel_and_no_process_prints(capfd):
@@ -47,7 +48,8 @@ def test_results_come_in_order_of_rank_closures_and_steps_travel_and_no_process_
 @pytest.mark.parametrize(
     "how", ["raises and ends last", *(pytest.param(how, marks=pytest.mark.deep) for how in ("raises", "exits"))]
 )
-def test_a_rank_that_fails_is_named_and_the_others_end(how, capfd):
+@forked
+def test_a_rank_that_fails_is_named_and_the_others_end(how):
     def rank_fn():
         comm = fs.connect(fs.Mesh({"dp": 2}))
         if comm.rank == 1:
@@ -68,9 +70,10 @@ def test_a_rank_that_fails_is_named_and_the_others_end(how, capfd):
     assert HINT not in text  # Python prints the note of this error
     if how == "raises and ends last":
         assert "\nrank 0: CommError: fsharp: rank 1 has left the job" in text
-    assert capfd.readouterr() == ("", "")
+    assert printed() == ""
 
 
+@forked
 def test_a_result_that_cannot_be_pickled_and_an_error_without_a_text_are_named():
     class Silent(Exception):
         def __str__(self):
@@ -87,6 +90,7 @@ def test_a_result_that_cannot_be_pickled_and_an_error_without_a_text_are_named()
         fs.launch(fail, 2)
 
 
+@forked
 def test_a_forked_child_that_leaves_the_function_is_no_rank():
     def rank_fn():
         comm = fs.connect(fs.Mesh({"dp": 2}))
@@ -102,11 +106,13 @@ def test_a_forked_child_that_leaves_the_function_is_no_rank():
     assert fs.launch(rank_fn, 2) == [[2.0, 2.0, 2.0]] * 2
 
 
+@forked
 def test_a_run_that_was_preempted_is_said_to_have_saved():
     with pytest.raises(CommError, match=r"exit status 75: after a signal.*a run has saved\. Start the program again"):
         fs.launch(lambda: sys.exit(fs.resilience.EXIT_PREEMPTED), 2)
 
 
+@forked
 def test_launches_of_several_threads_leave_logging_as_it_was(tmp_path):
     """The second begins during the first, and ends after it."""
 
@@ -163,6 +169,7 @@ from pathlib import Path
 import fsharp as fs
 
 def wait(path):
+    time.sleep(1)  # by then the launcher waits
     Path(path).touch()
     time.sleep(100)
 
@@ -172,11 +179,18 @@ finally:
     assert threading.active_count() == 1, "a thread that waits in C++ as Python ends may abort the process"
 """
 
+_WITH_INTERPRETERS = """
+import subprocess
+from tests.forked_python import exec_child
+subprocess.Popen._execute_child = exec_child
+"""
+
 
 @pytest.mark.parametrize(
     ("number", "last", "status"),
     [(signal.SIGINT, "KeyboardInterrupt", -signal.SIGINT), (signal.SIGTERM, r".*SignalException: .*got signal: 15", 1)],
 )
+@forked
 def test_ctrl_c_is_a_keyboard_interrupt_and_another_signal_an_error_of_torch(number, last, status, tmp_path):
     begun = tmp_path / "begun"
     command = [sys.executable, "-c", _WAITING.format(path=str(begun), restarts=0)]
@@ -190,15 +204,15 @@ def test_ctrl_c_is_a_keyboard_interrupt_and_another_signal_an_error_of_torch(num
     assert run.returncode == status
 
 
-@pytest.mark.timeout(240)
 @pytest.mark.parametrize(
-    ("moment", "restarts"),
-    [("at once", 1), ("later", 0), *(pytest.param(*case, marks=pytest.mark.deep) for case in (("at once", 0), ("later", 1)))],
+    ("moment", "restarts"), [("at once", 1), ("later", 0), ("later", 1), pytest.param("at once", 0, marks=pytest.mark.deep)]
 )
+@forked
 def test_ranks_end_with_a_launcher_that_is_killed(tmp_path, restarts, moment):
-    """At once: the ranks have not imported the library yet. Nobody reads what they say at their end."""
+    """At once: the ranks are new interpreters, which have not imported the library yet. Nobody reads what ranks say."""
     begun = tmp_path / "begun"
-    command = [sys.executable, "-c", _WAITING.format(path=str(begun), restarts=restarts)]
+    program = (_WITH_INTERPRETERS if moment == "at once" else "") + _WAITING.format(path=str(begun), restarts=restarts)
+    command = [sys.executable, "-c", program]
     with subprocess.Popen(command, stderr=subprocess.PIPE, env={**os.environ, "TMPDIR": str(tmp_path)}) as run:
         wait_until(lambda: len(children_of(run.pid)) >= 2 and (moment == "at once" or begun.exists()))
         ranks = children_of(run.pid)
