@@ -111,7 +111,7 @@ class TensorEntry:
         self.local = torch.empty(0, dtype=self.dtype, device="cpu")
 
     def range_written_by(self, rank: int) -> tuple[int, int]:
-        """Return the maybe empty range ``(first, last)`` that ``rank`` writes. Ranks with equal elements divide the work."""
+        """Return the range ``(first, last)`` of elements, maybe empty, that ``rank`` writes. Replicas divide the writing."""
         piece = self.piece_of_rank(rank)
         size = piece.last - piece.first
         writers = max(1, min(piece.num_replicas, size * self.dtype.itemsize // _MIN_WRITE_NBYTES))
