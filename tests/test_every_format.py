@@ -48,7 +48,7 @@ POLICIES = {
 @every(36, strategy=turned(STRATEGIES, "zero3"), policy=POLICIES, name=EXACT)
 @on_ranks(mesh_of)
 def test_training_has_the_bits_of_bfloat16(comm, strategy, policy, name):
-    ways = {"params": make_params(layers=2), "steps": 3, "microbatches": 2}
+    ways = {"params": make_params(layers=1), "steps": 3, "microbatches": 2}
     ours, theirs = (train(comm, strategy, POLICIES[policy], precision=each, **ways) for each in EXACT[name])
     assert_same_training(ours, theirs)
     if ours.schedule is not None:
@@ -133,7 +133,7 @@ def test_processes_have_the_bits_of_simulated_ranks(name, strategy, policy):
     mesh, _ = STRATEGIES[strategy]
 
     def rank_fn(comm):
-        ways = {"params": make_params(layers=2), "steps": 3, "microbatches": 2, "precision": ROUNDING[name]}
+        ways = {"params": make_params(layers=1), "steps": 3, "microbatches": 2, "precision": ROUNDING[name]}
         return [train(comm, strategy, each, **ways)[:2] for each in (None, POLICIES[policy])]
 
     for found, want in zip(processes(mesh, rank_fn), simulate(mesh, rank_fn), strict=True):
@@ -156,7 +156,7 @@ def test_schedules_are_free_of_races(comm, donate, case):
     name, strategy = case
     how = STRATEGIES[strategy][1]
     scheduler = fs.Scheduler(comm, policy=DebugPolicy(sum_late=False))
-    state = make_state(comm, how, precision=ROUNDING[name])
+    state = make_state(comm, how, params=make_params(layers=1), precision=ROUNDING[name])
     step = scheduler(fs.train_step(loss_fn, make_tx(), donate=donate))
     with checking_races(scheduler) as report:
         for batch in my_batches(comm, 3):
@@ -213,8 +213,9 @@ def test_layouts_print_and_serialise_and_ranks_compare_formats(one, other, shown
 )
 @on_ranks(lambda sizes: fs.Mesh(dict(zip(("dp", "inner"), sizes))))
 def test_nothing_is_rounded_along_an_axis_of_one_rank(comm, sizes, how, precision, is_exact):
-    blocking = train(comm, how, steps=3, precision=precision)
+    ways = {"params": make_params(layers=1), "steps": 3}
+    blocking = train(comm, how, precision=precision, **ways)
     for policy in ({}, {"trivial_axes": True}, {"trivial_axes": True, "bucket_nbytes": 2000}):
-        assert_same_training(train(comm, how, policy, steps=3, precision=precision), blocking)
+        assert_same_training(train(comm, how, policy, precision=precision, **ways), blocking)
     if is_exact:
-        assert_same_training(blocking, train(comm, how, steps=3))
+        assert_same_training(blocking, train(comm, how, **ways))

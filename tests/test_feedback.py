@@ -118,13 +118,13 @@ def reduced(comm, state, batch, residuals):
 
 @pytest.mark.parametrize("strategy", FLAT)
 def test_over_steps_gradients_are_those_of_an_exact_wire(strategy):
-    """Up to the residuals of all ranks, which are as large after 8 steps as after one."""
+    """Up to the residuals of all ranks, which are as large after 6 steps as after one."""
 
     def rank_fn(comm):
-        state, exact = (make_state(comm, strategy, precision=of(feedback=each)) for each in (True, False))
-        plain = make_state(comm, strategy, precision=of(EXACT, False))
+        precisions = (of(), of(feedback=False), of(EXACT, False))
+        state, exact, plain = (make_state(comm, strategy, params=make_params(layers=1), precision=each) for each in precisions)
         residuals, totals = state.residuals, [0, 0, 0]
-        for batch in my_batches(comm, 8):
+        for batch in my_batches(comm, 6):
             fed_back, residuals = reduced(comm, state, batch, residuals)
             for i, found in enumerate((fed_back, reduced(comm, exact, batch, None)[0], reduced(comm, plain, batch, None)[0])):
                 totals[i] = totals[i] + torch.cat(found)
@@ -141,7 +141,7 @@ def test_over_steps_gradients_are_those_of_an_exact_wire(strategy):
 
 def run(comm, strategy, policy=None, *, steps=5, microbatches=1, donate=True, precision=None, watched=False):
     """Losses, parameters and residuals after some steps."""
-    state = make_state(comm, strategy, params=make_params(layers=2), precision=precision or of())
+    state = make_state(comm, strategy, params=make_params(layers=1), precision=precision or of())
     step = fs.train_step(loss_fn, make_tx(), microbatches=microbatches, donate=donate)
     call = partial(step, comm=comm)
     if policy is not None:
@@ -166,10 +166,11 @@ def check_training(comm, strategy, wire, policy, microbatches, donate):
     ways = {"microbatches": microbatches, "precision": of(WIRES[wire], **stored), "steps": 3}
     blocking = run(comm, strategy, donate=not donate, **ways)
     assert_same(run(comm, strategy, POLICIES[policy], donate=donate, **ways), blocking)
-    without = run(comm, strategy, microbatches=microbatches, precision=of(WIRES[wire], False, **stored), steps=3)
-    assert without[2] is None
-    assert blocking[0][:1] == without[0][:1]
-    assert blocking[0] != without[0]
+    if len(comm.mesh.axes) == 2:  # on one axis gradients over steps are compared above
+        without = run(comm, strategy, microbatches=microbatches, precision=of(WIRES[wire], False, **stored), steps=3)
+        assert without[2] is None
+        assert blocking[0][:1] == without[0][:1]
+        assert blocking[0] != without[0]
 
 
 REST = {"policy": POLICIES, "microbatches": [1, 2], "donate": [True, False]}
@@ -261,7 +262,7 @@ def test_a_quadratic_problem_is_solved_where_it_stalls_without(strategy, wire):
     middle, apart = torch.randn(96, generator=generator), 10 * torch.randn(96, generator=generator)
 
     def distance(comm, feedback):
-        tx = fs.optim.sgd(5e-2)
+        tx = fs.optim.sgd(6e-2)
         layout = fs.plan({"w": torch.zeros(96)}, comm.mesh, FLAT[strategy][1], precision=of(wire, feedback))
         state = fs.init_state(tx, fs.shard({"w": torch.zeros(96)}, layout, comm, place="optim"), comm=comm)
 
@@ -269,7 +270,7 @@ def test_a_quadratic_problem_is_solved_where_it_stalls_without(strategy, wire):
             return fs.forward(lambda p: 0.5 * (p["w"] - target).square().sum(), params, comm=comm)
 
         step, target = fs.train_step(loss, tx, donate=True), middle + (apart if comm.rank else -apart)
-        for _ in range(90):
+        for _ in range(60):
             state, _ = step(state, target, comm)
         return float((fs.full_tree(state.params, comm=comm)["w"] - middle).abs().max())
 
@@ -288,13 +289,19 @@ def test_nothing_more_travels(strategy, microbatches):
     ]
 
 
-@pytest.mark.parametrize(("strategy", "wire"), [*product(ON_TWO_AXES, WIRES), *((strategy, "mxint4") for strategy in FLAT)])
+@pytest.mark.parametrize(
+    ("strategy", "wire"),
+    [
+        *((strategy, "mxint4") for strategy in FLAT),
+        *(pytest.param(*each, marks=[pytest.mark.deep] * (i % 2)) for i, each in enumerate(product(ON_TWO_AXES, WIRES))),
+    ],
+)
 def test_memory_is_predicted(strategy, wire):
-    mesh = STRATEGIES[strategy][0]
-    layout = make_layout(*STRATEGIES[strategy], precision=of(WIRES[wire]))
+    mesh, how = STRATEGIES[strategy]
+    layout = make_layout(mesh, how, make_params(layers=1), precision=of(WIRES[wire]))
 
     def rank_fn(comm):
-        state = make_state(comm, strategy, precision=of(WIRES[wire]))
+        state = make_state(comm, strategy, params=make_params(layers=1), precision=of(WIRES[wire]))
         before = fs.inspect.tree_nbytes(state.residuals)
         state, _ = fs.train_step(loss_fn, make_tx())(state, my_batches(comm, 1)[0], comm)
         return before, fs.inspect.tree_nbytes(state.residuals)
@@ -338,6 +345,10 @@ def test_one_rank_has_no_residuals():
     fs.train_step(loss_fn, make_tx())(state, my_batches(comm, 1)[0], comm)
 
 
+def small_state(comm, strategy, feedback=True):
+    return make_state(comm, strategy, params=make_params(layers=1), precision=of(feedback=feedback))
+
+
 @every(2, strategy=["zero1", "zero3", "hsdp"], scheduled=[False, True])
 def test_a_checkpoint_goes_on_with_the_same_bits(strategy, scheduled, tmp_path):
     tx = make_tx()
@@ -347,12 +358,12 @@ def test_a_checkpoint_goes_on_with_the_same_bits(strategy, scheduled, tmp_path):
             step = fs.train_step(loss_fn, tx, microbatches=2)
             return fs.Scheduler(comm)(step) if scheduled else partial(step, comm=comm)
 
-        state, batches = make_state(comm, strategy, precision=of()), my_batches(comm, 4)
+        state, batches = small_state(comm, strategy), my_batches(comm, 4)
         step = call()
         for batch in batches[:2]:
             state, _ = step(state, batch)
         fs.checkpoint.save(str(tmp_path), state, step=2, comm=comm)
-        loaded = fs.checkpoint.load(str(tmp_path), make_state(comm, strategy, precision=of()), comm=comm)
+        loaded = fs.checkpoint.load(str(tmp_path), small_state(comm, strategy), comm=comm)
         assert_same(loaded.residuals, state.residuals)
         again = call()
         for batch in batches[2:]:
@@ -360,30 +371,38 @@ def test_a_checkpoint_goes_on_with_the_same_bits(strategy, scheduled, tmp_path):
             loaded, second = again(loaded, batch)
             assert first.loss == second.loss
         assert_same(loaded, state)
-        other = fs.checkpoint.load(
-            str(tmp_path), make_state(comm, strategy, precision=of(feedback=False)), comm=comm, ignore="residuals"
-        )
+        other = fs.checkpoint.load(str(tmp_path), small_state(comm, strategy, False), comm=comm, ignore="residuals")
         assert other.residuals is None
 
     simulate(STRATEGIES[strategy][0], rank_fn)
 
+
+def test_another_number_of_ranks_loads_without_residuals(tmp_path):
+    tx = make_tx()
+
+    def save(comm):
+        state, _ = fs.train_step(loss_fn, tx)(small_state(comm, "zero1"), my_batches(comm, 1)[0], comm)
+        fs.checkpoint.save(str(tmp_path), state, step=1, comm=comm)
+
+    simulate(DP, save)
+
     def on_one(comm):
-        like = make_state(comm, fs.zero3("dp"), precision=of())
+        like = small_state(comm, fs.zero3("dp"))
         with pytest.raises(TreeError, match="residuals"):
             fs.checkpoint.load(str(tmp_path), like, comm=comm)
         return fs.checkpoint.load(str(tmp_path), like, comm=comm, ignore="residuals").step
 
-    assert on_one(fs.SingleComm()) == 2
+    assert on_one(fs.SingleComm()) == 1
 
     def on_four(comm):
-        like = make_state(comm, fs.zero3("dp"), precision=of())
+        like = small_state(comm, fs.zero3("dp"))
         with pytest.raises(TreeError, match="residuals"):
             fs.checkpoint.load(str(tmp_path), like, comm=comm)
         bare = fs.checkpoint.load(str(tmp_path), like._replace(residuals=None), comm=comm, ignore="residuals")
         found, _ = fs.train_step(loss_fn, tx)(bare._replace(residuals=like.residuals), my_batches(comm, 1)[0], comm)
         return found.step
 
-    assert simulate(fs.Mesh({"dp": 4}), on_four) == [3] * 4
+    assert simulate(fs.Mesh({"dp": 4}), on_four) == [2] * 4
 
 
 def test_residuals_of_equal_size_and_another_order_are_refused(tmp_path):
@@ -424,7 +443,7 @@ def test_reshard_begins_from_zeros(comm):
 def test_gradients_of_any_function_are_reduced_with_residuals(comm):
     """Those that torch.func.grad gives of gathered parameters are reduced in one move."""
     for strategy in ("hsdp", "hfsdp", "zero3x2"):
-        state = make_state(comm, strategy, precision=of(WIRES["two formats"]))
+        state = make_state(comm, strategy, params=make_params(layers=1), precision=of(WIRES["two formats"]))
         [batch] = my_batches(comm, 1)
         gathered = fs.gather(state.params, comm=comm)
         _, mine, lost = fs.value_and_grad(loss_fn)(state.params, batch, comm=comm, residuals=state.residuals)

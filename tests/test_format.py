@@ -90,9 +90,10 @@ def test_blocks_are_encoded_by_themselves(parts, blocks, seed):
 @on_ranks(mesh_of)
 def test_a_format_of_blocks_in_some_units(comm, strategy):
     precision = {"**": fs.Precision(), "layers.*": fs.Precision(stored=BLOCKS), "layers.1.*": fs.Precision(stored=HALVES)}
-    layout = make_layout(*STRATEGIES[strategy], precision=precision)
+    params = make_params(layers=2)
+    layout = make_layout(*STRATEGIES[strategy], params, precision=precision)
     assert all(group.capacity % group.dtypes.stored_format.block == 0 for unit in layout.units for group in unit.groups)
-    ways = {"steps": 3, "microbatches": 2}
+    ways = {"params": params, "steps": 3, "microbatches": 2}
     blocking = train(comm, strategy, precision=precision, **ways)
     assert_same_training(train(comm, strategy, {"bucket_nbytes": 2000}, precision=precision, **ways), blocking)
     plain_losses = train(comm, strategy, **ways).losses
@@ -112,7 +113,7 @@ def test_plain_formats_are_the_dtypes():
 def schedule_without_races(precision, strategy, picture=None):
     """Of a step that is watched, traced, and drawn if there is a ``picture`` to write."""
     scheduler = fs.Scheduler(fs.SingleComm(fs.Mesh({"dp": 1})), policy=DebugPolicy(trivial_axes=True, sum_late=False))
-    state = make_state(scheduler.comm, getattr(fs, strategy)("dp"), precision=precision)
+    state = make_state(scheduler.comm, getattr(fs, strategy)("dp"), params=make_params(layers=1), precision=precision)
     step = scheduler(fs.train_step(loss_fn, make_tx(), donate=True))
     batches = my_batches(scheduler.comm, 4)
     with checking_races(scheduler) as report:
@@ -156,8 +157,9 @@ def test_functions_of_values_do_not_apply_to_stored_parameters(comm, stored, str
 @pytest.mark.parametrize(("before", "after"), [("zero3", "ddp"), ("zero1", "zero3"), ("ddp", "zero1")])
 @on_ranks(lambda before: STRATEGIES[before][0])
 def test_reshard(comm, stored, before, after):
-    states = [make_state(comm, before, precision=precision) for precision in (stored, PLAIN)]
-    layouts = [make_layout(*STRATEGIES[after], precision=precision) for precision in (stored, PLAIN)]
+    params = make_params(layers=1)
+    states = [make_state(comm, before, params=params, precision=precision) for precision in (stored, PLAIN)]
+    layouts = [make_layout(*STRATEGIES[after], params, precision=precision) for precision in (stored, PLAIN)]
     states = [fs.reshard(state, layout, comm=comm) for state, layout in zip(states, layouts, strict=True)]
     assert {b.dtype for node in fs.layouts.units_of(states[0].params) for b in node.buffers} == {torch.uint8}
     step = fs.train_step(loss_fn, make_tx())
@@ -171,12 +173,12 @@ def test_reshard(comm, stored, before, after):
 @pytest.mark.parametrize(("before", "after"), [("zero3", "ddp"), ("zero1", "zero3")])
 def test_checkpoints_have_values(stored, before, after, donate, tmp_path):
     def save(comm):
-        state = make_state(comm, before, precision=stored)
+        state = make_state(comm, before, params=make_params(layers=1), precision=stored)
         fs.checkpoint.save(str(tmp_path), state, step=1, comm=comm)
         return fs.full_tree(state.params, comm=comm)
 
     def load(comm, precision):
-        like = make_state(comm, after, params=make_params(5, layers=3), precision=precision)
+        like = make_state(comm, after, params=make_params(5, layers=1), precision=precision)
         is_plain = precision is PLAIN  # its parameters are bfloat16, those saved float32
         state = fs.checkpoint.load(str(tmp_path), like, comm=comm, donate=donate, cast=is_plain)
         step = fs.train_step(loss_fn, make_tx())
@@ -266,11 +268,10 @@ def test_a_format_of_one_plane_in_the_dtype_of_values(comm, strategy, tmp_path):
     """Whether a buffer is stored does not depend on the dtype of its planes: here the main copy's, and the opposite numbers."""
     opposite = Format("opposite", (Plane(torch.float32),), lambda values: [-values.float()], lambda planes: -planes[0])
     stored, plain_format = fs.Precision(stored=opposite), fs.Precision()
+    ways = {"params": make_params(layers=1), "steps": 3}
+    plain_training = train(comm, strategy, precision=plain_format, **ways)
     for policy in (None, {}):
-        assert_same_training(
-            train(comm, strategy, policy, steps=3, precision=stored),
-            train(comm, strategy, policy, steps=3, precision=plain_format),
-        )
+        assert_same_training(train(comm, strategy, policy, precision=stored, **ways), plain_training)
     state = make_state(comm, strategy, precision=stored)
     assert_same(fs.full_tree(state.params, comm=comm), fs.full_tree(make_state(comm, strategy).params, comm=comm))
     fs.checkpoint.save(str(tmp_path), state, step=1, comm=comm)

@@ -214,7 +214,7 @@ def programs(draw):
     return tree, mesh, strategy, {"precision": precision, **options}, draw(st.sampled_from(list(PATHS)))
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(programs())
 def test_random_programs_keep_padding_zero(program):
     tree, mesh, strategy, options, path = program

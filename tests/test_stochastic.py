@@ -59,7 +59,7 @@ def decoded(form, values, noise=None):
     return form.load(form.store(values, len(values), noise_fn=noise), len(values), torch.float32)
 
 
-@settings(max_examples=100)
+@settings(max_examples=50)
 @given(
     name=st.sampled_from(list(BOUNDS)),
     values=st.one_of(*(st.lists(each, min_size=32, max_size=32) for each in (finite, numbers))),
@@ -81,7 +81,7 @@ def test_the_error_is_within_the_bound(name, values, step):
     assert ((found.double() - values.double().clamp(-beyond, beyond)).abs() <= bound).all()
 
 
-@settings(max_examples=50)
+@settings(max_examples=25)
 @given(name=st.sampled_from(list(FORMATS)), seed=st.integers(0, 99), step=st.integers(0, 9))
 def test_what_a_code_stands_for_stays_as_it_is(name, seed, step):
     """However random numbers fall: zeros, and largest values too."""
@@ -159,13 +159,11 @@ def test_random_numbers_are_uniform_and_of_their_own():
 def test_paths_have_the_same_bits(comm, strategy, policy, wire):
     mesh = STRATEGIES[strategy][0]
     precision = fs.Precision(wire=TWO_LEVELS if wire == "two levels" and mesh is HYBRID else WIRE, main=torch.float32)
-    nearest = fs.Precision(wire=MXINT4, main=torch.float32)
-    ways = {"params": make_params(layers=2), "microbatches": 2}
+    ways = {"params": make_params(layers=1), "microbatches": 2}
     blocking = train(comm, strategy, steps=3, precision=precision, **ways)
     assert_same_training(train(comm, strategy, POLICIES[policy], steps=3, precision=precision, **ways), blocking)
     other = fs.Precision(wire=stochastic(MXINT4, seed=1), main=torch.float32)
-    for each in (nearest, other):
-        assert train(comm, strategy, steps=2, precision=each, **ways).losses != blocking.losses[:2]
+    assert train(comm, strategy, steps=2, precision=other, **ways).losses != blocking.losses[:2]
 
 
 @every(2, strategy=["zero1", "zero3", "hfsdp"], feedback=[False, True])
@@ -173,12 +171,13 @@ def test_paths_have_the_same_bits(comm, strategy, policy, wire):
 def test_a_resumed_run_has_the_bits_of_one_that_went_on(comm, strategy, feedback, tmp_path):
     update = {} if strategy == "zero3" else {"update": stochastic(MXINT8)}
     precision = fs.Precision(wire=WIRE, main=torch.float32, feedback=feedback, **update)
-    state, batches = make_state(comm, strategy, precision=precision), my_batches(comm, 4)
+    small = {"params": make_params(layers=1), "precision": precision}
+    state, batches = make_state(comm, strategy, **small), my_batches(comm, 4)
     step = fs.Scheduler(comm)(fs.train_step(loss_fn, make_tx()))
     for batch in batches[:2]:
         state, _ = step(state, batch)
     fs.checkpoint.save(str(tmp_path), state, step=2, comm=comm)
-    again = fs.checkpoint.load(str(tmp_path), make_state(comm, strategy, precision=precision), comm=comm)
+    again = fs.checkpoint.load(str(tmp_path), make_state(comm, strategy, **small), comm=comm)
     found = []
     for start, call in ((state, step), (again, lambda *args: fs.train_step(loss_fn, make_tx())(*args, comm))):
         losses = []

@@ -55,7 +55,7 @@ def of(update, compute=None, **rest):
 @every(64, strategy=WIDER, policy=POLICIES, update=FORMATS, compute=[None, torch.bfloat16], donate=[True, False])
 @on_ranks(lambda strategy: WIDER[strategy][0])
 def test_training_has_the_same_bits_on_every_path(comm, strategy, policy, update, compute, donate):
-    ways = {"steps": 3, "microbatches": 2}
+    ways = {"params": make_params(layers=1), "steps": 3, "microbatches": 2}
     precision = of(FORMATS[update], compute)
     blocking = train(comm, strategy, precision=precision, donate=not donate, **ways)
     scheduled = train(comm, strategy, POLICIES[policy], precision=precision, donate=donate, **ways)
@@ -72,9 +72,10 @@ STOCHASTIC = fs.formats.stochastic(MXINT4)
 @pytest.mark.parametrize(("update", "wire"), [(MXINT4, None), (MXINT4, MXINT4), (STOCHASTIC, STOCHASTIC)], ids=str)
 @on_ranks(DP)
 def test_zero1_and_zero2_have_the_same_bits(comm, update, wire):
-    first = train(comm, "zero1", precision=of(update, wire=wire))
+    ways = {"params": make_params(layers=1), "steps": 3, "precision": of(update, wire=wire)}
+    first = train(comm, "zero1", **ways)
     for strategy, policy in (("zero2", None), ("zero1", {}), ("zero2", {})):
-        assert_same_training(train(comm, strategy, policy, precision=of(update, wire=wire)), first)
+        assert_same_training(train(comm, strategy, policy, **ways), first)
 
 
 @pytest.mark.parametrize("policy", [{}, {"bucket_nbytes": 10**6}], ids=str)
@@ -116,7 +117,7 @@ def test_the_error_is_that_of_one_difference_and_does_not_grow(strategy, update)
 
     def rank_fn(comm):
         tx = fs.optim.adamw(rate, weight_decay=0.0)
-        state = make_state(comm, strategy, tx=tx, precision=of(FORMATS[update]))
+        state = make_state(comm, strategy, tx=tx, params=make_params(layers=1), precision=of(FORMATS[update]))
         step = fs.train_step(loss_fn, tx, donate=True)
         main, found = fs.full_tree(state.main, comm=comm), []
         for batch in my_batches(comm, 12):
@@ -186,11 +187,10 @@ def test_a_format_is_refused_by_the_name_of_the_leaf():
 def test_some_units_and_some_leaves_travel_encoded(comm, policy):
     """Beside units that rest encoded, and a frozen leaf and a tied one."""
     precision = {"**": fs.Precision(), "layers.1.*": PRECISION, "layers.2.*": fs.Precision(stored=BLOCKS), "embed": of(MXINT8)}
-    params = make_params(layers=3)
-    options = {"precision": precision, "frozen": "layers.1.b", "params": params}
-    found = train(comm, "zero1", policy, **options)
-    assert_same_training(found, train(comm, "zero1", **options, donate=False))
-    plain_losses = train(comm, "zero1", frozen="layers.1.b", params=params).losses
+    ways = {"params": make_params(layers=3), "frozen": "layers.1.b", "steps": 3}
+    found = train(comm, "zero1", policy, precision=precision, **ways)
+    assert_same_training(found, train(comm, "zero1", precision=precision, donate=False, **ways))
+    plain_losses = train(comm, "zero1", **ways).losses
     torch.testing.assert_close(found.losses, plain_losses, rtol=0.02, atol=0)
 
 
@@ -234,14 +234,14 @@ def test_what_is_not_finite_arrives_as_such(comm, bad, policy):
 def test_a_resumed_run_has_the_bits_of_one_that_went_on(after, donate, tmp_path):
     """Checkpoints have parameters beside main copies, in coordinates of whole tensors."""
     step = fs.train_step(loss_fn, make_tx())
-    mesh = STRATEGIES[after][0]
+    mesh, params = STRATEGIES[after][0], make_params(layers=1)
 
     def save(comm):
-        state = make_state(comm, "zero1", precision=PRECISION)
-        for batch in my_batches(comm, 3):
+        state = make_state(comm, "zero1", params=params, precision=PRECISION)
+        for batch in my_batches(comm, 2):
             state, _ = step(state, batch, comm)
-        fs.checkpoint.save(str(tmp_path), state, step=3, comm=comm)
-        moved = fs.reshard(state, make_layout(*WIDER["zero2"], precision=PRECISION), comm=comm)
+        fs.checkpoint.save(str(tmp_path), state, step=2, comm=comm)
+        moved = fs.reshard(state, make_layout(*WIDER["zero2"], params, precision=PRECISION), comm=comm)
         results = []
         for each in (state, moved):
             each, metrics = step(each, my_batches(comm, 1, seed=7)[0], comm)
@@ -250,7 +250,7 @@ def test_a_resumed_run_has_the_bits_of_one_that_went_on(after, donate, tmp_path)
         return (fs.full_tree((state.params, state.main), comm=comm), *results[0])
 
     def load(comm):
-        like = make_state(comm, after, params=make_params(5, layers=3), precision=PRECISION)
+        like = make_state(comm, after, params=make_params(5, layers=1), precision=PRECISION)
         state = fs.checkpoint.load(str(tmp_path), like, comm=comm, donate=donate)
         values = fs.full_tree((state.params, state.main), comm=comm)
         state, metrics = step(state, my_batches(comm, 1, seed=7)[0], comm)
