@@ -20,7 +20,7 @@ from fsharp.stateful.schedule.compile import compile_schedule
 from fsharp.stateful.schedule.policy import SchedulePolicy
 from tests.inspect.test_simulate_schedule import BY_HAND, HARDWARE, sequential, unit
 
-UNITS = [unit("embed", gathered=400), *(unit(f"layers.{i}") for i in range(4)), unit("head")]
+UNITS = [unit("embed", gathered=400), *(unit(f"layers.{i}") for i in range(2)), unit("head")]
 SCHEDULE = compile_schedule(sequential(UNITS, 2), SchedulePolicy(prefetch=2, bucket_nbytes=200))
 SLOW = replace(HARDWARE, bandwidth=30.0)
 

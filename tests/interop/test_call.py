@@ -19,6 +19,7 @@ from fsharp.errors import LayoutError, TreeError
 from fsharp.interop.jax import as_torch
 from fsharp.testing import assert_equivalent, processes, simulate
 from tests import gpt_like
+from tests.interop.test_optax import trained as updated_by_optax
 from tests.ranks import on_ranks
 
 
@@ -387,14 +388,14 @@ def runs():
 
 
 def test_a_unit_of_jax_under_every_strategy():
-    params, batches, tx = gpt_like.make_params(), gpt_like.make_batches(4, 24), fs.optim.sgd(0.1)
+    params, batches, tx = gpt_like.make_params(layers=1), gpt_like.make_batches(2, 24), fs.optim.sgd(0.1)
     results = assert_equivalent(loss_fn, tx, params, batches, units="layers.*", runs=runs())
     reference = assert_equivalent(gpt_like.loss_fn, tx, params, batches, units="layers.*", runs=runs())
     torch.testing.assert_close(results["ddp"], reference["ddp"], rtol=1e-5, atol=1e-6)
 
 
 def steps(comm, block, is_scheduled):
-    params = gpt_like.make_params()
+    params = gpt_like.make_params(layers=1)
     layout = fs.plan(params, comm.mesh, fs.zero3("dp"), units="layers.*")
     tx = fs.optim.sgd(0.1)
     counting = fs.collectives.CountingComm(comm)
@@ -406,7 +407,7 @@ def steps(comm, block, is_scheduled):
         return fs.update(tx, grads, state, comm=comm), metrics
 
     run = fs.Scheduler(counting)(step) if is_scheduled else lambda state, batch: step(state, batch, counting)
-    for batch in gpt_like.make_batches(4, 24):
+    for batch in gpt_like.make_batches(3, 24):
         state, _ = run(state, {name: x.chunk(comm.mesh.size)[comm.rank] for name, x in batch.items()})
     return fs.full_tree(state.params, comm=comm), dict(counting.calls)
 
@@ -420,6 +421,11 @@ def check_scheduled(comm):
     return blocking
 
 
-def test_a_unit_of_jax_scheduled_has_the_bits_of_the_blocking_path():
+def test_a_unit_of_jax_scheduled_has_the_bits_of_the_blocking_path_and_updates_of_optax_those_of_simulated_ranks():
+    def rank_fn(comm):
+        return check_scheduled(comm), updated_by_optax(comm, "zero3")[0]
+
     mesh = fs.Mesh({"dp": 2})
-    torch.testing.assert_close(processes(mesh, check_scheduled)[0], simulate(mesh, check_scheduled)[0], rtol=1e-6, atol=1e-6)
+    found, expected = processes(mesh, rank_fn), simulate(mesh, rank_fn)
+    torch.testing.assert_close(found[0][0], expected[0][0], rtol=1e-6, atol=1e-6)
+    assert [losses for _, losses in found] == [losses for _, losses in expected]

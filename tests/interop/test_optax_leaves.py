@@ -24,8 +24,9 @@ TREE |= {"c": torch.linspace(-3, 1, 12).view(3, 4), "t": torch.tensor([[-2.0]])}
 def run_sharded(tx, world, strategy, tree=TREE, steps=2):
     """Parameters of rank 0 after updates whose gradients are the parameters at the beginning."""
 
+    ours = fs.optim.from_optax(tx)
+
     def rank_fn(comm):
-        ours = fs.optim.from_optax(tx)
         layout = fs.plan(tree, comm.mesh, strategy)
         state = fs.init_state(ours, fs.shard(tree, layout, comm, place="optim"), comm=comm)
         for _ in range(steps):
@@ -37,9 +38,9 @@ def run_sharded(tx, world, strategy, tree=TREE, steps=2):
 
 def run_plain(tx, tree=TREE, steps=2):
     params = grads = {name: jnp.asarray(x.numpy()) for name, x in tree.items()}
-    state = tx.init(params)
+    state, update = jax.jit(tx.init)(params), jax.jit(tx.update)
     for _ in range(steps):
-        updates, state = tx.update(grads, state, params)
+        updates, state = update(grads, state, params)
         params = optax.apply_updates(params, updates)
     return params
 
@@ -119,7 +120,7 @@ TAKEN = {
 
 @pytest.mark.parametrize("name", TAKEN)
 def test_leaves_of_one_element_are_numbers(name):
-    check_same_on_ranks(run_sharded(TAKEN[name], 3, fs.zero3("dp")), run_plain(TAKEN[name]))
+    check_same_on_ranks(run_sharded(TAKEN[name], 2, fs.zero3("dp")), run_plain(TAKEN[name]))
 
 
 def test_the_sign_of_a_zero_in_a_leaf_of_one_element_is_kept():
@@ -156,7 +157,8 @@ def test_an_update_in_a_narrow_dtype_leaves_other_updates_in_theirs(narrow):
 @pytest.mark.parametrize("impl", ["rbg", "unsafe_rbg"])
 def test_random_keys_of_every_kind_are_kept_in_the_state(impl):
     tx = optax.add_noise(0.1, 0.55, jax.random.key(3, impl=impl))
-    check_same_on_ranks(run_sharded(tx, 2, fs.zero3("dp")), run_plain(tx))
+    tree = {name: TREE[name] for name in "as"}
+    check_same_on_ranks(run_sharded(tx, 2, fs.zero3("dp"), tree), run_plain(tx, tree))
 
 
 @on_ranks(fs.Mesh({"dp": 2}))
@@ -257,7 +259,7 @@ def check_random(seed):
     expected = run_plain(tx)
     check_same_on_ranks(run_sharded(tx, 2, fs.ddp("dp")), expected)
     try:
-        found = run_sharded(tx, 3, fs.zero3("dp"))
+        found = run_sharded(tx, 2, fs.zero3("dp"))
     except LayoutError:
         return False
     check_same_on_ranks(found, expected)

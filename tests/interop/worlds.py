@@ -9,8 +9,8 @@ import fsharp as fs
 STEPS = 10
 WORLDS = {
     "one rank": (fs.Mesh({"dp": 1}), fs.zero3("dp")),
-    "zero1 on 3": (fs.Mesh({"dp": 3}), fs.zero1("dp")),
-    "zero3 on 5": (fs.Mesh({"dp": 5}), fs.zero3("dp")),
+    "zero1 on 2": (fs.Mesh({"dp": 2}), fs.zero1("dp")),
+    "zero3 on 3": (fs.Mesh({"dp": 3}), fs.zero3("dp")),
     "hfsdp on 2 x 2": (fs.Mesh({"outer": 2, "inner": 2}), fs.hfsdp("outer", "inner")),
     "ddp on 2": (fs.Mesh({"dp": 2}), fs.ddp("dp")),
 }

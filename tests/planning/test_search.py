@@ -13,7 +13,7 @@ from fsharp.inspect.presets import EFFICIENCY, GPUS
 from tests.gpt_like import make_params
 from tests.scheduling import DP
 
-SEARCH = {"budget": 1e9, "batch": 64, "mesh": DP}
+SEARCH = {"budget": 1e9, "batch": 64, "mesh": DP, "strategies": {"zero3": fs.zero3}}
 
 
 class Terminal(io.StringIO):

@@ -270,10 +270,10 @@ def test_the_page_in_a_browser_has_no_blank_and_no_cut_parts(run_dir, browser, w
     page, picture = run_dir / "measured.html", run_dir / "picture.png"
     page.write_text(Path(fs.inspect.report(run_dir)).read_text().replace("</body>", f"{MEASURE}</body>"))
     size = f"--window-size={width},3200"
-    text = html.unescape(re.search(r'data-frames="([^"]*)"', browser(page, size, "--dump-dom"))[1])
+    shown = browser(page, size, "--dump-dom", f"--screenshot={picture}")
+    text = html.unescape(re.search(r'data-frames="([^"]*)"', shown)[1])
     page_width, frames = json.loads(text)
     assert page_width <= width
-    browser(page, size, f"--screenshot={picture}")
     pixels = torch.from_numpy(matplotlib.image.imread(picture)[:, :, :3].copy())
     boxes = [frame for tag, _, *frame in frames if tag == "DIV"]
     assert len(boxes) == 8
