@@ -179,6 +179,12 @@ def agree_on_snapshot(
         config = checked_config(where, step, config)
         if not isinstance(metric, float | int | None):
             raise CheckpointError(f"{where}: metric is {metric!r}, expected a number: float(x) of a tensor.")
+        try:
+            float(metric or 0)
+        except OverflowError:
+            raise CheckpointError(
+                f"{where}: metric is an integer of {int(metric or 0).bit_length()} bits, which no float holds."
+            ) from None
         contents = contents_of(where, states, comm, planes=planes)
         if planes and not contents.encoded:
             facts = [("got", f"{len(contents.entries)} tensors, such as {', '.join([*contents.entries][:3])}")]

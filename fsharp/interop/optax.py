@@ -140,7 +140,11 @@ class _ShardedTransformation:
             if x is None:
                 continue
             try:
-                found[name] = number_as_jax_array(_as_number_or_array(x))
+                given = _as_number_or_array(x)
+                found[name] = number_as_jax_array(given)
+                array, dtype = found[name], getattr(given, "dtype", found[name].dtype)
+                if array.ndim and jnp.issubdtype(array.dtype, jnp.inexact) and dtype != array.dtype:
+                    raise OverflowError(f"JAX would make {dtype} narrower. Call jax.config.update('jax_enable_x64', True).")
             except OverflowError as error:
                 raise TreeError(f"update(): {name}={x!r:.60}: {error}") from error
             except (TypeError, ValueError) as error:

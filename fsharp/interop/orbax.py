@@ -13,7 +13,7 @@ import torch
 from fsharp.checkpoint.catalog import Checkpoint, open_checkpoint
 from fsharp.checkpoint.entries import TensorEntry, Value
 from fsharp.checkpoint.formats.conversion import whole_entry, write_converted
-from fsharp.checkpoint.formats.exporting import stored_name_by_new_name
+from fsharp.checkpoint.formats.exporting import refuse_planes, stored_name_by_new_name
 from fsharp.checkpoint.saving import checked_config
 from fsharp.checkpoint.shard_file import SAVABLE_DTYPES, StoredTensor, batches_by_nbytes
 from fsharp.errors import CheckpointError, OptionError
@@ -139,6 +139,7 @@ def to_orbax(
     Raises:
         CheckpointError: the folder exists or has an unusable path, or the checkpoint is damaged or empty.
         CheckpointError: Orbax or numpy cannot hold a tensor or name, or ``stack`` does not fit.
+        CheckpointError: a tensor to write was saved with ``planes=True``.
         OptionError: an argument has a wrong type.
 
     Cost: reads the tensors, and checks their digests. Memory: all of these tensors, which Orbax takes as one tree. Ranks that
@@ -156,6 +157,7 @@ def to_orbax(
         )
     tree: dict[str, Any] = {}
     names = stored_name_by_new_name("to_orbax()", found, subtree, rename, aliases=True)
+    refuse_planes("to_orbax()", found, names.values())
     names = {name: found.manifest.aliases.get(stored, stored) for name, stored in names.items()}
     if empty := [name for name, stored in names.items() if 0 in found.manifest.tensors[stored].shape]:
         raise CheckpointError(

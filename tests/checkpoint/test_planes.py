@@ -228,6 +228,18 @@ def test_units_that_differ_between_ranks_are_refused(comm, tmp_path):
     fs.checkpoint.save(tmp_path, state.params, step=0, comm=comm)
 
 
+@pytest.mark.parametrize("export", ["export_torch", "to_dcp", "to_orbax"])
+def test_exports_to_files_that_no_reader_decodes_are_refused(tmp_path, export):
+    """Codes and scales were written as tensors like others, which a reader takes for values."""
+    saved, _, _ = save(COMM, tmp_path / "run", F.mxfp8)
+    write = getattr(fs.checkpoint, export, None) or pytest.importorskip("fsharp.interop.orbax").to_orbax
+    with pytest.raises(
+        CheckpointError, match=rf"(?s){export}\(\): 'params\.[^']*' was saved with planes=True.*export_safetensors\(\)"
+    ):
+        write(saved, tmp_path / "out", subtree="params")
+    assert not (tmp_path / "out").exists()
+
+
 @pytest.mark.parametrize("has_planes", [(True, False), (False, True)], ids=str)
 def test_ranks_that_do_not_agree_on_planes_get_an_error_and_no_file_is_left(tmp_path, has_planes):
     errors = []

@@ -198,6 +198,11 @@ def test_options_that_a_chain_wants_reach_it_and_others_are_named(comm):
     for wide in (1 << 40, np.int64(1 << 40), torch.full((4,), 1 << 40)):
         with pytest.raises(TreeError, match=r"temperature=.*: an integer needs 64 bits"):
             fs.update(tx, grads, state, comm=comm, temperature=wide)
+    for wide in (torch.full((4,), 0.1, dtype=torch.float64), np.full((3, 4), 0.1)):
+        with pytest.raises(TreeError, match=r"(?s)temperature=.*: JAX would make float64 narrower\. Call jax\.config"):
+            fs.update(tx, grads, state, comm=comm, temperature=wide)
+    for number in (torch.tensor(2.0, dtype=torch.float64), np.float64(2.0), 2.0):  # as JAX takes a number of Python
+        fs.update(tx, grads, state, comm=comm, temperature=number)
     with pytest.raises(AgreementError, match=r"got foo=\.\.\."):
         fs.update(tx, grads, state, comm=comm, temperature=2.0, **({"foo": 1} if comm.rank else {}))
 

@@ -11,7 +11,12 @@ import torch
 from fsharp.checkpoint.catalog import Checkpoint, open_checkpoint
 from fsharp.checkpoint.entries import TensorEntry, Value
 from fsharp.checkpoint.formats.conversion import whole_entry, write_converted
-from fsharp.checkpoint.formats.exporting import old_name_by_new_name, stored_name_by_new_name, write_folder_atomically
+from fsharp.checkpoint.formats.exporting import (
+    old_name_by_new_name,
+    refuse_planes,
+    stored_name_by_new_name,
+    write_folder_atomically,
+)
 from fsharp.checkpoint.formats.torch_archive import load_archive
 from fsharp.checkpoint.manifest import checked_file_name, checked_shape, rebuild_from_structure, structure_of
 from fsharp.checkpoint.reading import NeededElements
@@ -70,7 +75,7 @@ def to_dcp(
 
     Raises:
         CheckpointError: the folder is not empty or a URL, or the checkpoint is damaged.
-        CheckpointError: there is no tensor to write, or two have one name. No file is left.
+        CheckpointError: there is no tensor to write, two have one name, or one was saved with ``planes=True``. No file is left.
 
     Cost: reads each header and every tensor that is written, and checks their digests. Memory: a chunk of 64 MiB, or one row if
     a row is larger. The headers and digests of all files are 0.2 % of the checkpoint.
@@ -82,6 +87,7 @@ def to_dcp(
     if "://" in os.fspath(folder):
         raise CheckpointError(f"to_dcp(): {folder} is a URL, expected a path.")
     names = stored_name_by_new_name("to_dcp()", found, subtree, rename, aliases=True)
+    refuse_planes("to_dcp()", found, names.values())
     there, within = found.manifest.values, set[str]()
 
     def read_value(name: str) -> Value:

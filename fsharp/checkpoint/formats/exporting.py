@@ -91,7 +91,8 @@ def export_torch(
 
     Raises:
         CheckpointError: the folder is not empty, there is nothing to write, or the checkpoint is damaged.
-        CheckpointError: two tensors get one name, or a value is too large for ``dtype``. No file is left.
+        CheckpointError: two tensors get one name, a value is too large for ``dtype``, or a tensor was saved with
+            ``planes=True``. No file is left.
 
     Cost: reads each header and every tensor that is written, and checks their digests. Memory: the tensors of one file, so
     ``max_file_nbytes`` bytes.
@@ -177,6 +178,8 @@ def _export(
 ) -> None:
     found = open_checkpoint(checkpoint)
     names = stored_name_by_new_name(where, found, subtree, rename, aliases=False)
+    if kind is _TORCH:
+        refuse_planes(where, found, names.values())
     check_tensor_names(where, names)
     if dtype is not None and not dtype.is_floating_point:
         raise CheckpointError(f"{where}: dtype is {dtype_name(dtype)}, expected one of floating point, or None.")
@@ -245,6 +248,18 @@ def stored_name_by_new_name(
         others = list(dict.fromkeys(name.partition(".")[0] for name in found.tensor_names))[:20]
         raise CheckpointError(f"{where}: {found.path} has no tensors below {subtree!r}; there are tensors below {others}.")
     return result
+
+
+def refuse_planes(where: str, found: Checkpoint, stored_names: Iterable[str]) -> None:
+    """Raise a CheckpointError if one of the named tensors is a plane or a scale, which a reader would take for values."""
+    chosen = {found.manifest.aliases.get(name, name) for name in stored_names}
+    for owner, leaf in found.manifest.encoded.items():
+        if not chosen.isdisjoint((*leaf.planes, *leaf.scales)):
+            what = (
+                f"{owner!r} was saved with planes=True, and these files do not say that its bytes are encoded as {leaf.format}."
+            )
+            remedy = "Use export_safetensors(), or load the values, and save them without planes."
+            raise CheckpointError(problem(where, what, remedy=remedy))
 
 
 def old_name_by_new_name(where: str, names: Iterable[str], subtree: str, rename: Callable[[str], str] | None) -> dict[str, str]:
