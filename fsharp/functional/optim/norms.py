@@ -46,7 +46,7 @@ def global_norm(tree: Any, *, comm: Comm, deterministic: bool = False) -> torch.
     over the elements in place of one. Not differentiable.
     """
     checked_units_of("global_norm()", tree, comm)
-    return _float64_norm(tree, comm, deterministic).to(_norm_dtype(tree))
+    return _float64_norm(tree, comm, deterministic, "global_norm()").to(_norm_dtype(tree))
 
 
 def _norm_dtype(tree: Any) -> torch.dtype:
@@ -54,7 +54,7 @@ def _norm_dtype(tree: Any) -> torch.dtype:
     return torch.float64 if is_double else torch.float32
 
 
-def _float64_norm(tree: Any, comm: Comm, deterministic: bool) -> torch.Tensor:
+def _float64_norm(tree: Any, comm: Comm, deterministic: bool, label: str) -> torch.Tensor:
     by_axes: dict[tuple[str, ...], list[_Values]] = {}
     with reporting_format_errors(comm, "global_norm()"):
         for node in units_of(tree):
@@ -68,14 +68,14 @@ def _float64_norm(tree: Any, comm: Comm, deterministic: bool) -> torch.Tensor:
             by_axes.setdefault(node.place.sharded_axes + node.place.varying_axes, []).extend(held)
     with torch.no_grad():
         if deterministic:
-            return _exact_norm(by_axes, comm)
+            return _exact_norm(by_axes, comm, label)
         total = torch.zeros((), dtype=torch.float64, device=comm.device)
         for axes, buffers in by_axes.items():
             part = torch.zeros_like(total)
             for buffer in buffers:
                 for chunk in buffer.chunks():  # squares of float32 neither overflow nor vanish in float64
                     part += chunk.square_().sum().to(part.device)
-            total += _sum_over_axes(part.view(1), axes, comm)[0]
+            total += _sum_over_axes(part.view(1), axes, comm, label)[0]
         return total.sqrt()
 
 
@@ -102,13 +102,13 @@ class _Values(NamedTuple):
             yield torch.view_as_real(chunk).view(-1) if chunk.is_complex() else chunk
 
 
-def _sum_over_axes(x: torch.Tensor, axes: Iterable[str], comm: Comm) -> torch.Tensor:
+def _sum_over_axes(x: torch.Tensor, axes: Iterable[str], comm: Comm, label: str) -> torch.Tensor:
     for axis in axes:
-        x = all_reduce(x, comm, axis)
+        x = all_reduce(x, comm, axis, label=label)
     return x
 
 
-def _exact_norm(by_axes: dict[tuple[str, ...], list[_Values]], comm: Comm) -> torch.Tensor:
+def _exact_norm(by_axes: dict[tuple[str, ...], list[_Values]], comm: Comm, label: str) -> torch.Tensor:
     """Return the 2-norm of all elements over all ranks, a float64 scalar; infinity if an element is infinite or NaN.
 
     Squares are rounded down to integers and summed as integers, so the bits of the norm do not depend on the order of
@@ -119,7 +119,7 @@ def _exact_norm(by_axes: dict[tuple[str, ...], list[_Values]], comm: Comm) -> to
         for buffer in buffers:
             for chunk in buffer.chunks():
                 most = torch.maximum(most, chunk.abs_().max().to(most.device))  # propagates NaN
-    most = max_over_ranks(most.nan_to_num(nan=math.inf, posinf=math.inf), comm)
+    most = max_over_ranks(most.nan_to_num(nan=math.inf, posinf=math.inf), comm, label=label)
     if not torch.isfinite(most) or most == 0:
         return most[0]
     exponent = max(math.frexp(float(most))[1], -1000)  # beyond that 2.0**-exponent would overflow
@@ -133,7 +133,7 @@ def _exact_norm(by_axes: dict[tuple[str, ...], list[_Values]], comm: Comm) -> to
                     whole = rest.mul_(2.0**_BITS).floor()
                     part[limb] += whole.long().sum().to(part.device)
                     rest.sub_(whole)
-        total += _sum_over_axes(part, axes, comm)
+        total += _sum_over_axes(part, axes, comm, label)
     value = sum(int(limb) << (_BITS * (_LIMBS - 1 - k)) for k, limb in enumerate(total.tolist()))
     norm = math.ldexp(math.sqrt(value), exponent - _BITS * _LIMBS // 2)
     return torch.tensor(norm, dtype=torch.float64, device=comm.device)
@@ -167,7 +167,8 @@ def clip_by_global_norm(max_norm: float, *, deterministic: bool = False) -> Tran
         return ClipState(torch.zeros((), dtype=_norm_dtype(params)))
 
     def update(grads: Any, state: ClipState, params: Any, *, comm: Comm) -> tuple[Any, ClipState]:
-        norm = _float64_norm(grads, comm, deterministic)  # float64: the norm of finite gradients is finite
+        # float64: the norm of finite gradients is finite
+        norm = _float64_norm(grads, comm, deterministic, "clip_by_global_norm()")
         factor = torch.clamp(max_norm / norm, max=1.0)  # stays float64: in half precision it might be zero
         return optree.tree_map(lambda g: g * factor, grads), ClipState(norm.to(state.norm.dtype))
 

@@ -89,7 +89,7 @@ def all_finite(tree: Any, *, comm: Comm) -> bool:
     # The smallest and the largest element are as fast as a sum, and do not overflow. The host waits once, for all buffers.
     extremes = [torch.stack(torch.aminmax(b)).to(comm.device, torch.float64) for b in buffers]
     finite = torch.cat([torch.zeros(1, dtype=torch.float64, device=comm.device), *extremes]).isfinite().all()
-    return not max_over_ranks((~finite).float().view(1), comm).item()
+    return not max_over_ranks((~finite).float().view(1), comm, label="apply_if_finite()").item()
 
 
 def _buffers_without_padding(node: Sharded, rank: int) -> Iterator[torch.Tensor]:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.utils.hooks import RemovableHandle
 
-from fsharp.functional.comm.protocol import Comm
+from fsharp.functional.comm.protocol import Comm, LabelPrefixComm
 from fsharp.functional.layout.sharded import units_of
 from fsharp.functional.optim.norms import global_norm
 from fsharp.stateful.modules.parameter import ShardedParameter, ShardedTensor, iter_leaves_and_parts
@@ -125,7 +125,7 @@ class MeanGradients:
     def norm(self, order: float) -> torch.Tensor:
         """Return the ``order``-norm of all gradients: over all ranks, and over the mesh axes of DTensors."""
         if order == 2 and not self._specs:
-            return global_norm(self.tree, comm=self._comm)
+            return global_norm(self.tree, comm=LabelPrefixComm(self._comm, "clip_grad_norm_(): "))
         parts = [part for path in self._parameters if (part := self.gradient_part(path)) is not None and part.numel()]
         return torch.nn.utils.get_total_norm(parts, order)
 

@@ -1,6 +1,7 @@
 """Update rules against torch's own, and their independence of how the tree is cut."""
 
 import math
+import re
 
 import optree
 import pytest
@@ -195,6 +196,28 @@ def test_inputs_are_untouched_unless_donated(dtype):
 def sharded(tree, comm, strategy=None, **options):
     layout = fs.plan(tree, comm.mesh, strategy or fs.zero3(*comm.mesh.names), units="*", **options)
     return fs.trainable(fs.shard_for(tree, layout, comm.rank, place="optim"))
+
+
+ALONE = {
+    "clip_by_global_norm()": fs.optim.clip_by_global_norm(1.0),
+    "apply_if_finite()": fs.optim.apply_if_finite(fs.optim.sgd(0.1), 3),
+}
+
+
+@pytest.mark.parametrize("name", ALONE)
+def test_an_error_names_what_one_rank_alone_does(name):
+    tx = ALONE[name]
+    layout = fs.plan(draw(0), fs.Mesh({"dp": 2}), fs.zero3("dp"))
+
+    def rank_fn(comm):
+        grads = fs.shard(draw(0), layout, comm)
+        state = tx.init(grads)
+        if comm.rank:
+            tx.update(grads, state, grads, comm=comm)
+        fs.full_tree(grads, comm=comm)
+
+    for error in simulate(layout.mesh, rank_fn, outcomes=True):
+        assert re.search(rf"(?s)ranks called different collectives.*rank 1 .*for '{re.escape(name)}'", str(error)), error
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
