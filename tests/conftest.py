@@ -9,6 +9,7 @@ from _pytest.doctest import DoctestModule
 from hypothesis import HealthCheck, settings
 
 import fsharp as fs
+from fsharp.stateful.modules.optim import class_updates
 from fsharp.testing.process_ranks import _Launcher, processes
 from tests.forked_python import run_forked
 
@@ -27,6 +28,9 @@ settings.register_profile(
 )
 settings.register_profile("deep", max_examples=400, deadline=None, database=None, print_blob=True, suppress_health_check=_slow)
 settings.load_profile("deep" if os.environ.get("FSHARP_DEEP") else "default")
+
+_PLAIN = (int, float, str, tuple, type(None))
+_FOUND = {}
 
 
 def pytest_collection():
@@ -64,3 +68,22 @@ def found(folder, request):
     """
     run = partial(processes, fs.Mesh({"dp": 2}), partial(request.module.on_two_ranks, str(folder)), timeout=250)
     return run_forked(run, imports=request.module.IMPORTS) if hasattr(request.module, "IMPORTS") else run()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def trials():
+    """Make each trial once: a torch class with the same plain options comes to the same in each test."""
+    probe = class_updates.probe_update_scope
+
+    def probe_once(cls, options, defaults, *args):
+        chosen = {name: value for name, value in {**defaults, **options}.items() if name != "params"}
+        if not cls.__module__.startswith("torch.") or not all(isinstance(value, _PLAIN) for value in chosen.values()):
+            return probe(cls, options, defaults, *args)
+        key = cls, repr((chosen, args))
+        if key not in _FOUND:
+            _FOUND[key] = probe(cls, options, defaults, *args)
+        return _FOUND[key]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(class_updates, "probe_update_scope", probe_once)
+        yield
