@@ -36,9 +36,9 @@ def test_a_step_on_cuda_agrees_with_the_cpu(gpu):
 
 def test_bfloat16_with_a_float32_main_copy_trains_on_cuda(gpu):
     precision = fs.Precision(compute=torch.bfloat16)
-    params, metrics = train("cuda", steps=20, precision=precision)
+    params, metrics = train("cuda", steps=8, precision=precision)
     assert params["embed"].dtype == torch.bfloat16
-    torch.testing.assert_close(metrics.loss.cpu(), train("cpu", 20, precision)[1].loss, rtol=0.02, atol=0.02)
+    torch.testing.assert_close(metrics.loss.cpu(), train("cpu", 8, precision)[1].loss, rtol=0.02, atol=0.02)
 
 
 def test_the_deterministic_norm_has_the_bits_of_the_cpu(gpu):

@@ -117,11 +117,11 @@ def test_a_run_goes_on_from_a_checkpoint_of_the_train_state(comm, case, tmp_path
     how, precision = STRATEGIES[case[0]][1], fs.Precision(main=torch.float32, **PRECISIONS[case[1]])
     pairs = [make(comm, how, precision) for _ in range(2)]
     (model, _), (other, _) = pairs
-    train(comm, *pairs[0], 0, 3)
-    fs.checkpoint.save(tmp_path, model.train_state, step=3, comm=comm)
+    train(comm, *pairs[0], 0, 2)
+    fs.checkpoint.save(tmp_path, model.train_state, step=2, comm=comm)
     other.train_state = fs.checkpoint.load(tmp_path, other.train_state, comm=comm)
     for pair in pairs:
-        train(comm, *pair, 3, 6)
+        train(comm, *pair, 2, 4)
     assert_same(bits(other.train_state), bits(model.train_state))
     assert_same(other.train_state.residuals, model.train_state.residuals)
 
@@ -133,15 +133,15 @@ def test_a_run_goes_on_from_a_checkpoint_of_state_dicts_with_residuals_and_step(
     pairs = [make(comm, fs.zero2("dp"), precision, optimizer) for _ in range(2)]
     trees = []
     for model, its_optimizer in pairs:
-        train(comm, model, its_optimizer, 0, 3 - len(trees))  # the other one has less behind it
+        train(comm, model, its_optimizer, 0, 2 - len(trees))  # the other one has less behind it
         state = model.train_state
         trees.append({"model": model, "optimizer": its_optimizer, "residuals": state.residuals, "step": state.step})
-    fs.checkpoint.save(tmp_path, trees[0], step=3, comm=comm)
+    fs.checkpoint.save(tmp_path, trees[0], step=2, comm=comm)
     loaded = fs.checkpoint.load(tmp_path, trees[1], comm=comm)
     (model, _), (other, _) = pairs
     other.train_state = other.train_state._replace(residuals=loaded["residuals"], step=loaded["step"])
     for pair in pairs:
-        train(comm, *pair, 3, 6)
+        train(comm, *pair, 2, 4)
     assert_same(bits(other.train_state), bits(model.train_state))
 
 
@@ -292,13 +292,13 @@ USES = st.lists(st.integers(0, 2), min_size=2, max_size=2)
     order=st.permutations(WAYS),
 )
 def test_units_that_steps_leave_out_have_the_same_bits_by_every_strategy_and_way(uses, policy, wire, is_hybrid, order):
-    """Each strategy in two of the ways, and in the deep run in all."""
+    """Each strategy in one of the ways, and in the deep run in all."""
     tables = [torch.tensor(each) for each in uses]
     rows = EQUAL[2:] if is_hybrid else EQUAL[:2] if len(uses[0]) > 1 else [EQUAL[0] + EQUAL[1]]
     for row in rows:
         found = []
         for (i, name), (j, way) in product(enumerate(row), enumerate(order)):
-            if (i + j) % 3 == 2 and settings.default.max_examples <= 60:
+            if (i + j) % 3 and settings.default.max_examples <= 60:
                 continue
             mesh, how = STRATEGIES[name]
             found.append(simulate(mesh, partial(run_chain, way=way, strategy=how, wire=wire, policy=policy, uses=tables)))

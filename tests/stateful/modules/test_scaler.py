@@ -49,10 +49,10 @@ def test_the_same_bits_as_without(comm, strategy, parts, optimizer):
         if optimizer == "pair":
             opt = fs.ShardedOptimizer(model.parameters(), fs.optim.adamw(1e-2))
         scaler = fs.GradScaler("cpu", enabled=enabled, **SCALER)
-        scales = train(model, opt, scaler, modules.batches(comm, 4), parts=parts, clip=0.5)
+        scales = train(model, opt, scaler, modules.batches(comm, 3), parts=parts, clip=0.5)
         found.append(values(model))
         assert model.scheduled_step.num_unscheduled_calls == 1
-    assert scales == [2.0**10, 2.0**11, 2.0**11, 2.0**12]
+    assert scales == [2.0**10, 2.0**11, 2.0**11]
     assert_same(*found)
 
 
