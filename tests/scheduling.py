@@ -10,6 +10,7 @@ import optree
 import pytest
 import torch
 import torch.nn.functional as F
+from hypothesis import settings
 
 import fsharp as fs
 from fsharp.functional.loss import split_batch
@@ -85,6 +86,10 @@ def every(n, /, **values):
         for row in table
     ]
     return pytest.mark.parametrize(list(values), cases)
+
+
+few_examples = settings(max_examples=settings.default.max_examples // 2)
+"""Hypothesis tests whose examples take long: 12 examples by default."""
 
 
 def turned(values, first):

@@ -117,6 +117,7 @@ def _tie(tree, like):
     return optree.tree_unflatten(optree.tree_structure(tree), new)
 
 
+@scheduling.few_examples
 @given(cases(max_ranks=8))
 def test_full_gives_every_rank_the_tree(case):
     def rank_fn(comm):
@@ -126,6 +127,7 @@ def test_full_gives_every_rank_the_tree(case):
         scheduling.assert_same(tree, case.tree)
 
 
+@scheduling.few_examples
 @given(cases(dtypes=FLOATS), st.integers(0, 1 << 40))
 def test_init_depends_on_key_and_path_alone(case, key):
     paths_of = optree.tree_map(lambda t: torch.empty(t.shape, dtype=t.dtype, device="meta"), case.tree)

@@ -10,6 +10,7 @@ from hypothesis import given, strategies as st
 import fsharp as fs
 from fsharp.errors import LayoutError, TreeError
 from fsharp.testing.generate import cases, layouts, precisions, trees
+from tests.scheduling import few_examples
 
 
 @given(st.data())
@@ -19,6 +20,7 @@ def test_digests_differ_where_layouts_do(data):
     assert (one == two) is (one.digest == two.digest) is (one.to_json() == two.to_json())
 
 
+@few_examples
 @given(cases(precision=precisions()))
 def test_every_group_is_one_kind_and_every_leaf_has_its_place(case):
     tensors = dict(zip(map(".".join, (map(str, p) for p in optree.tree_paths(case.tree))), optree.tree_leaves(case.tree)))
@@ -43,6 +45,7 @@ def test_every_group_is_one_kind_and_every_leaf_has_its_place(case):
     assert case.layout.num_params == seen
 
 
+@few_examples
 @given(cases(precision=precisions()))
 def test_nbytes_are_those_of_the_buffers(case):
     layout, ranks = case.layout, case.layout.mesh.size

@@ -12,6 +12,7 @@ from hypothesis import given
 import fsharp as fs
 from fsharp.errors import FsharpError, LayoutError
 from fsharp.testing.generate import cases, precisions
+from tests.scheduling import few_examples
 
 
 class Block(NamedTuple):
@@ -51,6 +52,7 @@ def test_containers_survive_json(name, units):
     assert optree.tree_structure(rebuilt) == optree.tree_structure(tree)
 
 
+@few_examples
 @given(cases(precision=precisions()))
 def test_layouts_are_values_and_json_keeps_them(case):
     layout = case.layout

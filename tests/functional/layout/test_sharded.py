@@ -9,6 +9,7 @@ from fsharp.errors import TreeError
 from fsharp.functional.layout.plan import find_tie_owners
 from fsharp.functional.tree.paths import flatten_with_paths
 from fsharp.testing.generate import cases, precisions, trees
+from tests.scheduling import few_examples
 
 PLACES = ("params", "grads", "optim", "full")
 
@@ -31,6 +32,7 @@ def all_ranks(case, place="params"):
     return [fs.shard_for(case.tree, case.layout, rank, place=place) for rank in range(case.layout.mesh.size)]
 
 
+@few_examples
 @given(cases(), st.sampled_from(PLACES))
 def test_unshard_is_the_inverse_of_shard_for_bit_for_bit(case, place):
     before = optree.tree_map(torch.clone, case.tree)
@@ -48,6 +50,7 @@ def test_unshard_is_the_inverse_of_shard_for_bit_for_bit(case, place):
     assert all(by_path[path].data_ptr() == by_path[owner].data_ptr() for path, owner in ties.items()), "ties stay ties"
 
 
+@few_examples
 @given(cases(precision=precisions()), st.sampled_from(["params", "optim"]))
 def test_dtypes_at_rest_are_those_of_the_precision(case, place):
     kind = "main" if place == "optim" else "compute"
@@ -59,6 +62,7 @@ def test_dtypes_at_rest_are_those_of_the_precision(case, place):
         assert torch.equal(a.to(b.dtype), b)
 
 
+@few_examples
 @given(cases(), st.sampled_from(PLACES))
 def test_local_leaves_tile_each_leaf_and_padding_is_zero(case, place):
     units = {unit.name: unit for unit in case.layout.units}
@@ -116,6 +120,7 @@ def test_trees_in_other_places_have_other_structures():
     assert specs[0] != specs[1]
 
 
+@few_examples
 @given(cases(max_ranks=4))
 def test_merge_is_the_inverse_of_trainable(case):
     tree = fs.shard_for(case.tree, case.layout, 0)

@@ -69,7 +69,7 @@ def planned_alike(tree, layout, mesh, strategy, units, precision):
     return fs.plan(tree, mesh, strategy, units=units, frozen=frozen, labels=labels, precision=precision)
 
 
-@settings(max_examples=40)
+@settings(max_examples=20)
 @given(st.data())
 def test_reshard_has_the_bits_of_shard_under_the_new_layout(data):
     tree = data.draw(trees())

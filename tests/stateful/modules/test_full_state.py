@@ -129,16 +129,15 @@ WRONG = {
 }
 
 
-@pytest.mark.parametrize("name", WRONG)
 @on_ranks(DP)
-def test_all_ranks_refuse(comm, name):
-    act, error, match = WRONG[name]
+def test_all_ranks_refuse(comm):
     model, optimizer = wrap(comm, "zero3")
-    before = values(model)
-    with pytest.raises(error, match=match):
-        act(model, optimizer, comm.rank)
-    assert_same(values(model), before)
-    train(model, optimizer, batches(comm, 1))
+    for act, error, match in WRONG.values():
+        before = values(model)
+        with pytest.raises(error, match=match):
+            act(model, optimizer, comm.rank)
+        assert_same(values(model), before)
+        train(model, optimizer, batches(comm, 1))
 
 
 @on_ranks(HYBRID)

@@ -25,7 +25,7 @@ class Clones(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def steps(comm, strategy, look, *, count=6, parts=1):
+def steps(comm, strategy, look, *, count=4, parts=1):
     """Train, and let ``look(model)`` see each gradient. Return the values, and how many copies each optimizer step makes."""
     model, optimizer = wrap(comm, strategy)
     clones = []
@@ -116,7 +116,7 @@ def test_gradients_that_are_held_keep_no_memory_of_the_module(comm, strategy):
         held.append(model.get_parameter(HELD).grad)
         references.append(weakref.ref(held[-1]))
 
-    steps(comm, strategy, look, count=20)
+    steps(comm, strategy, look, count=12)
     assert len(addresses) <= 3, "in eager steps, in the arena, and in an arena that has grown"
     assert sum(each() is not None for each in references) == 2
 
@@ -137,7 +137,7 @@ def test_views_keep_their_values_or_are_refused(strategy, view):
         return [torch.equal(part.local, was) and torch.equal(seen, old) for part, seen, was, old in held]
 
     if strategy == "zero1":
-        assert simulate(DP, rank_fn) == [[True] * 6] * 2
+        assert simulate(DP, rank_fn) == [[True] * 4] * 2
         return
     with pytest.raises(ScheduleError, match=r"a view of the gradient of unit 'layers\.1' is held beyond its step"):
         simulate(DP, rank_fn)

@@ -30,7 +30,7 @@ def pointers(tree):
     return {leaf.data_ptr() for leaf in optree.tree_leaves(tree) if isinstance(leaf, torch.Tensor) and leaf.numel()}
 
 
-@every(6, strategy=FLAT, precision=(fs.Precision(), MIXED), scheduled=(False, True), parts=(1, 2))
+@every(8, strategy=FLAT, precision=(fs.Precision(), MIXED), scheduled=(False, True), parts=(1, 2))
 @on_ranks(DP)
 def test_there_and_back_is_the_same_training(comm, strategy, precision, scheduled, parts):
     """Two steps as a module, two as functions, two as a module: the bits of six steps, of some microbatches each."""

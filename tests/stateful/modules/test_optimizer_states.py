@@ -102,7 +102,7 @@ class Small(nn.Module):
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
-@on_ranks(THREE)
+@on_ranks(lambda name: THREE if name in ("AdamW", "Adafactor", "Lamb") else DP)
 def test_a_template_is_what_a_first_step_makes(comm, name):
     """It has the same names, shapes and parts; training is that of an optimizer that nobody has asked, and starts from it."""
     cls, options = TEMPLATES[name]
@@ -222,18 +222,18 @@ WRONG = {
 }
 
 
-@every(2, name=WRONG, ranks=((0, 1), (1,)))
+@pytest.mark.parametrize("ranks", [(0, 1), (1,)])
 @on_ranks(DP)
-def test_wrong_state_dicts_of_an_optimizer(comm, name, ranks):
-    wrong, match = WRONG[name]
+def test_wrong_state_dicts_of_an_optimizer(comm, ranks):
     model, optimizer = world(comm, "zero3")
     train(model, optimizer, modules.batches(comm, 1))
     before = copy.deepcopy(optimizer.state_dict())
     good = {**before, "param_groups": [{**before["param_groups"][0], "lr": 7.0}]}
-    with pytest.raises((TreeError, AgreementError), match=match):
-        optimizer.load_state_dict(wrong(good) if comm.rank in ranks else good)
-    assert optimizer.state_dict()["param_groups"] == before["param_groups"]
-    assert_same(about(optimizer.state_dict()["state"]), about(before["state"]))
+    for wrong, match in WRONG.values():
+        with pytest.raises((TreeError, AgreementError), match=match):
+            optimizer.load_state_dict(wrong(copy.deepcopy(good)) if comm.rank in ranks else good)
+        assert optimizer.state_dict()["param_groups"] == before["param_groups"]
+        assert_same(about(optimizer.state_dict()["state"]), about(before["state"]))
 
 
 @on_ranks(DP)
