@@ -9,6 +9,7 @@ import optree
 import torch
 
 from fsharp.errors import LossError, TreeError
+from fsharp.functional.comm.checked_units import checked_units_of
 from fsharp.functional.comm.collectives import all_reduce
 from fsharp.functional.comm.protocol import Comm
 from fsharp.functional.layout.lent_memory import check_not_lent_to_jax
@@ -160,6 +161,7 @@ def average(loss: Loss, grads: Any, *, comm: Comm, donate: bool = False) -> tupl
     Raises:
         TreeError: gradients are not summed over ranks yet, or are divided already; with ``donate``, another library reads the
             memory of the gradients.
+        MeshError: ``comm`` is on another mesh than ``grads``.
 
     Cost: one ``all_reduce`` of 16 bytes for each axis.
     """
@@ -175,6 +177,8 @@ def average(loss: Loss, grads: Any, *, comm: Comm, donate: bool = False) -> tupl
         check_reduced("average()", node)
         if node.reduction == "mean":
             raise TreeError(f"average(): gradients of unit {node.unit.display_name} have been divided by average() already.")
+    if nodes:
+        checked_units_of("average()", grads, comm)
     check_not_encoded("average()", nodes)
     if donate:
         check_not_lent_to_jax("average()", nodes)

@@ -6,6 +6,7 @@ from types import MappingProxyType
 
 import torch
 
+from fsharp.errors import LayoutError
 from fsharp.functional.comm.protocol import Call, sent_nbytes
 from fsharp.functional.layout.layout import Layout
 from fsharp.functional.layout.placement import MeshPlacement
@@ -39,7 +40,15 @@ def step_traffic(
 
     Returns:
         A Counter of :class:`~fsharp.collectives.Call`.
+
+    Raises:
+        LayoutError: ``microbatches`` is below 1, or a number in ``uses`` is negative.
     """
+    if microbatches < 1 or any(number < 0 for number in uses.values()):
+        raise LayoutError(
+            f"step_traffic(): microbatches is {microbatches} and uses is {dict(uses)}, expected at least one microbatch, and "
+            "no negative number of uses."
+        )
     calls = traffic_of_units(layout, microbatches=microbatches, release=release, uses=uses)
     calls.update(_scale_agreement_calls(layout))
     for axis, n in layout.mesh.axes:  # the loss and its weight, two float64

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import fsharp as fs
-from fsharp.errors import TreeError
+from fsharp.errors import MeshError, TreeError
 from fsharp.testing import simulate
 from tests.gpt_like import loss_fn, make_batches, make_params
 from tests.ranks import on_ranks
@@ -48,6 +48,19 @@ def test_gradients_divided_twice_or_never(strategy, scheduled):
         fs.update(fs.optim.adamw(1e-2), means, state, comm=comm)
 
     on_two_ranks(use, strategy, scheduled)
+
+
+def test_average_over_the_ranks_of_another_mesh_is_refused():
+    """The loss would be divided by the weight of other ranks."""
+    here, other = (fs.SingleComm(fs.Mesh({axis: 1})) for axis in ("dp", "tp"))
+    params = fs.shard({"w": torch.ones(4)}, fs.plan({"w": torch.ones(4)}, here.mesh, fs.zero3("dp")), here)
+    loss, grads = fs.value_and_grad(lambda p, x, comm: fs.forward(lambda p: p["w"].sum() * x, p, comm=comm))(
+        params, torch.ones(()), comm=here
+    )
+    sums = fs.reduce_scatter(grads, comm=here)
+    with pytest.raises(MeshError, match=r"(?s)average\(\): the Comm is on another mesh than the layout.*tp=1"):
+        fs.average(loss, sums, comm=other)
+    assert fs.average(loss, sums, comm=here)[0].loss == 4
 
 
 def test_gradients_that_the_caller_has_divided_are_taken():

@@ -173,15 +173,19 @@ def _precision_by_path(precision: Precisions, paths: Sequence[str]) -> dict[str,
     for each in {id(each): each for each in found.values()}.values():
         for form in each.formats:
             other = by_name.setdefault(form.name, form)
-            codes = [(_function_code_key(x.encode), _function_code_key(x.decode)) for x in (form, other)]
-            if codes[0] != codes[1]:
+            if not (_is_copy(form.encode, other.encode) and _is_copy(form.decode, other.decode)):
                 raise LayoutError(f"plan(): two formats with different functions have the name {form.name!r}. Rename one.")
     return found
 
 
-def _function_code_key(fn: Any) -> Any:
-    """Return the code of a function, which equals the code of copies of the function; ``fn`` itself if it has no code."""
-    return getattr(fn, "__code__", fn)
+def _is_copy(one: Any, two: Any) -> bool:
+    """Return whether two functions have the same code and have captured equal values, or two captured values are equal."""
+    if isinstance(one, torch.Tensor) and isinstance(two, torch.Tensor):
+        return torch.equal(one, two)
+    if one is two or not (hasattr(one, "__code__") and hasattr(two, "__code__")):
+        return one is two or bool(one == two)
+    values = [[*(cell.cell_contents for cell in fn.__closure__ or ()), *(fn.__defaults__ or ())] for fn in (one, two)]
+    return one.__code__ == two.__code__ and len(values[0]) == len(values[1]) and all(map(_is_copy, *values))
 
 
 def _check_update_gather_formats(

@@ -73,6 +73,24 @@ def test_two_formats_of_one_name_are_refused():
         fs.plan(tree(), DP, fs.zero3("dp"), precision=precision)
 
 
+def scaled(scale):
+    """A format whose functions have captured a number, and a function that has captured a tensor."""
+    times = torch.full((2,), scale)
+    shrink = lambda x: x / times[0]  # noqa: E731
+    return fs.formats.Format("scaled", (fs.formats.Plane(torch.float32),), lambda x: [shrink(x)], lambda p: p[0] * scale)
+
+
+@pytest.mark.parametrize("other", [2.0, 100.0])
+def test_formats_of_one_factory_are_the_same_if_they_have_captured_equal_values(other):
+    precision = {"embed": fs.Precision(stored=scaled(2.0)), "cube": fs.Precision(stored=scaled(other))}
+    if other == 2.0:
+        leaves = {leaf.path: leaf for leaf in fs.plan(tree(), DP, fs.zero3("dp"), precision=precision).units[0].leaves}
+        assert leaves["embed"].group == leaves["cube"].group
+        return
+    with pytest.raises(LayoutError, match="two formats with different functions have the name 'scaled'"):
+        fs.plan(tree(), DP, fs.zero3("dp"), precision=precision)
+
+
 def test_leaves_of_a_unit_may_be_named_apart_if_they_agree():
     rules = {"**": fs.P("dp"), "**.w": fs.P("dp", None), "**.steps": fs.zero3("dp")}
     layout = fs.plan(tree(), DP, rules, units="layers.*", atoms={"**.w": LeafAtom(), "cube": RowsAtom(2)})
