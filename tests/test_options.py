@@ -189,8 +189,9 @@ def test_every_field_of_a_policy(kind):
             kind(**{name: Wrong()})
     with pytest.raises(OptionError, match=r"release is 'never', expected 'forward' or 'backward' or 'room'"):
         kind(release="never")
-    with pytest.raises(ScheduleError, match=r"prefetch is -1"):
-        kind(prefetch=-1)
+    for name in ("prefetch", "bucket_nbytes", "memory_budget"):
+        with pytest.raises(ScheduleError, match=rf"{name} is -1"):
+            kind(**{name: -1})
 
 
 FITS = [

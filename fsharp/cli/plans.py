@@ -155,7 +155,7 @@ def schedule(
     gpu = gpu.upper()
     if draw:
         check_output("schedule: draw", draw)
-        check_picture(draw)
+        check_picture("--draw", draw)
     found, axes, layouts = _plan_layouts("schedule", model, mesh, strategy, units, compute, main)
     _check_microbatches("schedule", found.tree, microbatches, 500_000)
     layout = layouts[strategy]
@@ -246,7 +246,7 @@ def tune(
         if path:
             check_output(f"tune: {option}", path)
     if draw:
-        check_picture(draw)
+        check_picture("--draw", draw)
     found = find_model("tune", model)
     _check_microbatches("tune", found.tree, microbatches, 50_000)
 

@@ -52,7 +52,7 @@ def draw(
             without ``hardware``.
         OptionError: matplotlib does not know the suffix of ``path``.
     """
-    check_picture(path)
+    check_picture("draw()", path)
     from matplotlib.figure import Figure
 
     if isinstance(what, Timeline) and hardware:
@@ -80,17 +80,20 @@ def draw(
     figure.savefig(path)
 
 
-def check_picture(path: str | PathLike[str]) -> None:
-    """Raise the errors of :func:`draw` if matplotlib is missing, or does not know the suffix of ``path``."""
+def check_picture(where: str, path: str | PathLike[str]) -> None:
+    """Raise a ScheduleError if matplotlib is missing, and an OptionError if it does not know the suffix of ``path``.
+
+    ``where``: the public function to name in errors.
+    """
     try:
         from matplotlib.backend_bases import FigureCanvasBase
         from matplotlib.figure import Figure  # noqa: F401
     except ImportError as error:
-        raise ScheduleError("draw(): matplotlib is missing: pip install 'fsharp[train]', or matplotlib alone.") from error
+        raise ScheduleError(f"{where}: matplotlib is missing: pip install 'fsharp[train]', or matplotlib alone.") from error
     suffix, known = Path(path).suffix[1:].lower(), FigureCanvasBase.get_supported_filetypes()
     if suffix and suffix not in known:
         what = f"Format {suffix!r} is not supported (supported formats: {', '.join(sorted(known))})"
-        raise OptionError(f"draw(): path is {str(path)!r}: {what}.")
+        raise OptionError(f"{where}: path is {str(path)!r}: {what}.")
 
 
 def as_timeline(step: Schedule | Timeline, hardware: Hardware | None) -> Timeline:

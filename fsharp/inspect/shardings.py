@@ -18,6 +18,7 @@ from fsharp.functional.layout.placement import MeshPlacement, P, Partial
 from fsharp.functional.layout.sharded import PlaceName, resolve_place
 from fsharp.functional.layout.text import align_columns, runs_of_alike_units
 from fsharp.functional.layout.unit_layout import Leaf, UnitLayout
+from fsharp.inspect.drawing import check_picture
 from fsharp.tracebacks import api_boundary
 from fsharp.type_checks import options_checked, options_checked_on_failure
 
@@ -311,16 +312,15 @@ def draw_sharding(layout: Layout, path: str | PathLike[str], *, unit: str | None
         unit: name of the unit; None means the unit with most parameters.
 
     Raises:
-        LayoutError: the layout has no unit of this name, the unit has no parameters, the mesh has more than 64 ranks, or
-            matplotlib is missing.
-        ValueError: matplotlib does not know the suffix of ``path``.
+        LayoutError: the layout has no unit of this name, the unit has no parameters, or the mesh has more than 64 ranks.
+        ScheduleError: matplotlib is missing.
+        OptionError: matplotlib does not know the suffix of ``path``.
     """
-    try:
-        from matplotlib.figure import Figure
-        from matplotlib.patches import Patch
-        from matplotlib.ticker import EngFormatter
-    except ImportError as error:
-        raise LayoutError("draw_sharding(): matplotlib is missing: pip install 'fsharp[train]', or matplotlib.") from error
+    check_picture("draw_sharding()", path)
+    from matplotlib.figure import Figure
+    from matplotlib.patches import Patch
+    from matplotlib.ticker import EngFormatter
+
     chosen = max(layout.units, key=_padded_numel) if unit is None else layout[unit]
     size = layout.mesh.size
     if size > _MAX_RANKS:

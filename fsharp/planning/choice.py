@@ -17,7 +17,7 @@ from fsharp.inspect.hardware import Hardware, predict
 from fsharp.planning.choice_json import empty_tree, plan_arguments_from_json, plan_arguments_to_json, use_from_json
 from fsharp.planning.plan_step import Use, offloaded_nbytes, plan_step
 from fsharp.planning.space import updated_share
-from fsharp.stateful.schedule.policy import SchedulePolicy
+from fsharp.stateful.schedule.policy import SchedulePolicy, policy_from_json
 from fsharp.stateful.schedule.schedule import Schedule
 from fsharp.stateful.timing.timeline import Timeline
 from fsharp.tracebacks import api_boundary
@@ -360,7 +360,7 @@ class Choice:
             if body["remat"] != list(remat):
                 raise ValueError("remat was edited, which changes the activations: use pick() instead")
             arguments = StepArguments(**{**step, "uses": uses, "hardware": hardware, "remat": remat})
-            policy = SchedulePolicy(**{**body["policy"], "together": tuple(map(tuple, body["policy"]["together"]))})
+            policy = policy_from_json(body["policy"])
             first, *_ = rows = tuple(map(_candidate_from_json, body["candidates"]))
             planned = Layout.from_json(json.dumps(body["layout"]))
             made_by = plan_arguments_from_json(body["made_by"])

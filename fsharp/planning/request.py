@@ -370,5 +370,5 @@ def _hardware_text(layout: Layout, hardware: Hardware) -> str:
     units = [unit.name or ROOT for unit in layout.units]
     compute = value_by_path("Hardware.compute_times", hardware.compute_times, units)
     return "; ".join(
-        f"{each.name} {compute if each.name == 'compute' else getattr(hardware, each.name)}" for each in fields(hardware)
+        f"{each.name} {compute if each.name == 'compute_times' else getattr(hardware, each.name)}" for each in fields(hardware)
     )

@@ -7,7 +7,7 @@ from matplotlib.figure import Figure
 from matplotlib.image import imread
 
 import fsharp as fs
-from fsharp.errors import LayoutError
+from fsharp.errors import LayoutError, OptionError
 
 BLUE, ORANGE = (0x1F, 0x77, 0xB4), (0xFF, 0x7F, 0x0E)  # of the first leaf and of the second
 
@@ -63,3 +63,8 @@ def test_the_legend_says_what_grey_and_pale_mean(tmp_path, monkeypatch):
 def test_refused(tmp_path, layout, unit, text):
     with pytest.raises(LayoutError, match=text):
         fs.inspect.draw_sharding(layout, tmp_path / "x.png", unit=unit)
+
+
+def test_a_format_that_matplotlib_does_not_know_is_refused(tmp_path):
+    with pytest.raises(OptionError, match=r"draw_sharding\(\): path is .*Format 'drawing' is not supported"):
+        fs.inspect.draw_sharding(planned(fs.zero3("dp"), fs.Mesh({"dp": 2})), tmp_path / "a.drawing")

@@ -1,5 +1,6 @@
 """A saved choice is read in other processes, edited, and followed: its step has the bits of a step without tune."""
 
+import dataclasses
 import json
 
 import optree
@@ -12,7 +13,7 @@ import fsharp as fs
 from fsharp.errors import LayoutError, ScheduleError
 from fsharp.inspect import Choice
 from fsharp.planning.choice_json import plan_arguments_from_json, plan_arguments_to_json
-from fsharp.testing import processes
+from fsharp.testing import DebugPolicy, processes, simulate
 from tests.gpt_like import loss_fn, make_batches, make_params
 from tests.modules import descend
 from tests.scheduling import DP, HYBRID
@@ -112,6 +113,24 @@ def test_a_module_follows_a_choice_that_another_process_saved():
         return True
 
     assert processes(DP, rank_fn) == [True, True]
+
+
+def test_a_choice_may_have_the_policy_of_a_test():
+    policy = DebugPolicy(poison=True, prefetch=1)
+    found = fs.tune(make_params(), SLOW, batch=64, **{**SEARCH, "policies": {"poisoned": policy}})
+    again = Choice.from_json(found.to_json())
+    assert again.policy == policy
+    assert again.schedule == found.schedule
+
+
+def test_seconds_by_a_function_are_the_same_on_all_ranks():
+    """Each rank has a function of its own."""
+
+    def rank_fn(comm):
+        hardware = dataclasses.replace(SLOW, compute_times=lambda path: (1e-3, 2e-3))
+        return fs.tune(make_params(), hardware, batch=64, comm=comm, **SEARCH).name
+
+    assert len(set(simulate(DP, rank_fn))) == 1
 
 
 def test_an_edited_strategy_is_predicted_again():

@@ -302,9 +302,12 @@ class ShardedModule(nn.Module):
 
         Trained parameters have the dtype ``precision.main``. Frozen ones have the dtype ``precision.compute``. If sharding
         has rounded frozen parameters, a warning is issued. ``trained=True`` omits frozen parameters, for example to export
-        adapters. The caller may keep the tensors. Memory: one full unit, and the tensors that the caller keeps.
+        adapters. The caller may keep the tensors. Memory: one full unit, and the tensors that the caller keeps. A ScheduleError
+        inside of :meth:`unsharded`.
         """
         session = session_of_module(self)
+        if session.is_unsharded:
+            raise ScheduleError("named_full_parameters(): inside of unsharded() named_parameters() yields whole parameters.")
         names = {id(p): name for name, p in self.named_parameters()}
         chosen = [p for p in session.parameters.values() if id(p) in names and (p.is_trained or not trained)]
         _warn_of_rounded_frozen("named_full_parameters()", chosen)

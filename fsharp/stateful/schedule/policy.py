@@ -1,7 +1,7 @@
 """SchedulePolicy: options for schedules, such as prefetch. A policy never changes a computed value."""
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 from fsharp.errors import ScheduleError
 from fsharp.type_checks import options_checked
@@ -71,7 +71,7 @@ class SchedulePolicy:
     sum_late: ClassVar[bool | None] = None
 
     def __post_init__(self) -> None:
-        for name in ("prefetch", "bucket_nbytes"):
+        for name in ("prefetch", "bucket_nbytes", "memory_budget"):
             if (getattr(self, name) or 0) < 0:
                 raise ScheduleError(f"SchedulePolicy(): {name} is {getattr(self, name)}, expected at least 0.")
 
@@ -94,3 +94,9 @@ class DebugPolicy(SchedulePolicy):
     poison: bool = False
     trivial_axes: bool = False
     sum_late: bool | None = None  # type: ignore[misc]
+
+
+def policy_from_json(fields: dict[str, Any]) -> SchedulePolicy:
+    """Return the policy whose fields have been written as JSON: a :class:`DebugPolicy` if its own fields are among them."""
+    kind = DebugPolicy if "poison" in fields else SchedulePolicy
+    return kind(**{**fields, "together": tuple(map(tuple, fields.get("together", ())))})

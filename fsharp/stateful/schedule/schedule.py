@@ -19,7 +19,7 @@ from fsharp.errors import FsharpError, ScheduleError
 from fsharp.functional.comm.protocol import Call
 from fsharp.functional.layout.text import NOTEBOOK_HTML_BY_CLASS
 from fsharp.stateful.schedule.ops import OPS, PARAMS, OpSpec, Phase, Stream, expected_phases_text, kinds_where
-from fsharp.stateful.schedule.policy import DebugPolicy, SchedulePolicy
+from fsharp.stateful.schedule.policy import SchedulePolicy, policy_from_json
 from fsharp.stateful.schedule.program import Event, Program, UnitFacts
 from fsharp.tracebacks import api_boundary
 from fsharp.type_checks import describe_wrong_field
@@ -176,10 +176,7 @@ class Schedule:
             ]
             program = Program(units, tuple(Event(*event) for event in events))
             ops = tuple(map(_op_from_json, data["ops"]))
-            kind = DebugPolicy if "poison" in data["policy"] else SchedulePolicy
-            together = tuple(map(tuple, data["policy"].get("together", ())))
-            policy = kind(**{**data["policy"], "together": together})
-            return Schedule(program, policy, ops, data["arena"], data["bound"])
+            return Schedule(program, policy_from_json(data["policy"]), ops, data["arena"], data["bound"])
         except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
             why = f"{error}" if isinstance(error, FsharpError) else f"{error!r}."
             raise ScheduleError(f"Schedule.from_json(): not a schedule: {why}") from error

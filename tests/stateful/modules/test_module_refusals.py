@@ -185,6 +185,7 @@ REFUSED_WHERE_WHOLE = {
     "more parameters": (lambda m, o: o.add_param_group({"params": []}), "groups cannot be added later"),
     "loading": (lambda m, o: m.load_state_dict({}), r"load_state_dict\(\): a step is under way"),
     "calling it when unsharded": (lambda m, o: called_when_unsharded(m), "was called inside of unsharded"),
+    "whole parameters when unsharded": (lambda m, o: whole_when_unsharded(m), "inside of unsharded.* yields whole parameters"),
     "clipping too early": (lambda m, o: clipped_too_early(m), "after gradients had been changed"),
 }
 
@@ -199,6 +200,12 @@ def called_when_unsharded(model):
     model.zero_grad()
     with model.unsharded():
         model(torch.zeros(2, dtype=torch.int64))
+
+
+def whole_when_unsharded(model):
+    model.zero_grad()
+    with model.unsharded():
+        list(model.named_full_parameters())
 
 
 def clipped_too_early(model):
