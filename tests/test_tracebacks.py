@@ -30,6 +30,7 @@ from fsharp.errors import (
 from fsharp.stateful.runtime.engine import ScheduledEngine
 from fsharp.testing import processes, simulate
 from fsharp.tracebacks import HINT, api_boundary, api_context
+from tests.forked_python import run_forked
 from tests.test_architecture import PUBLIC
 
 ONE, TWO = fs.SingleComm(), fs.Mesh({"dp": 2})
@@ -458,7 +459,8 @@ def test_what_the_interpreter_prints(tmp_path):
     program = tmp_path / "program.py"
     program.write_text('import torch\nimport fsharp as fs\n\nfs.forward(len, {"w": torch.ones(2)}, comm=fs.SingleComm())\n')
     env = {name: value for name, value in os.environ.items() if name != "FSHARP_TRACEBACK"}
-    done = subprocess.run([sys.executable, str(program)], env=env, capture_output=True, text=True, check=False)
+    options = {"env": env, "capture_output": True, "text": True, "check": False}
+    done = run_forked(lambda: subprocess.run([sys.executable, str(program)], **options))
     lines = [line for line in done.stderr.splitlines() if line.strip(" ^~")]
     assert lines == [
         "Traceback (most recent call last):",

@@ -212,21 +212,24 @@ def test_a_process_has_the_environment_and_directory_of_the_call(tmp_path, monke
 
 @forked
 def test_the_process_that_starts_them_may_end_and_a_forked_caller_has_its_own(tmp_path):
+    def server():
+        return sys.modules[_Launcher.__module__]._launcher._server
+
     processes(PAIR, lambda comm: None)
-    server = sys.modules[_Launcher.__module__]._launcher._server
-    os.killpg(server.pid, signal.SIGKILL)
-    server.wait()
+    os.killpg(server().pid, signal.SIGKILL)
+    server().wait()
     with pytest.raises(CommError, match="the process that starts the ranks has ended"):
         processes(PAIR, lambda comm: None)
     assert processes(PAIR, lambda comm: comm.rank) == [0, 1]
 
     def child():
-        (tmp_path / "found").write_text(str(processes(PAIR, lambda comm: comm.rank)))
+        found = processes(PAIR, lambda comm: comm.rank)
+        (tmp_path / "found").write_text(f"{found} {server() is not ours}")
 
-    forked = multiprocessing.get_context("fork").Process(target=child)
-    forked.start()
-    forked.join()
-    assert (forked.exitcode, (tmp_path / "found").read_text()) == (0, "[0, 1]")
+    ours, process = server(), multiprocessing.get_context("fork").Process(target=child)
+    process.start()
+    process.join()
+    assert (process.exitcode, (tmp_path / "found").read_text()) == (0, "[0, 1] True")
     assert processes(PAIR, lambda comm: comm.rank) == [0, 1]
 
 
