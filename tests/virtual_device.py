@@ -10,7 +10,7 @@ import threading
 import weakref
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
-from functools import partial
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import pytest
@@ -128,6 +128,11 @@ def is_on(x: torch.Tensor) -> bool | None:
         return None
 
 
+@cache
+def _name(op: OpOverload) -> str:
+    return op._schema.name.removeprefix("aten::")
+
+
 class _Ops(TorchDispatchMode):
     """Marks what ops make."""
 
@@ -141,7 +146,18 @@ class _Ops(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        name, given = func._schema.name.removeprefix("aten::"), tensors_of((*args, *kwargs.values()))
+        with torch._C.DisableTorchFunction():  # in a backward the other mode would see each attribute that is read here
+            to = self._check(func, args, kwargs)
+        result = func(*args, **kwargs)
+        if to is not None:
+            with torch._C.DisableTorchFunction():
+                for x in tensors_of(result):
+                    self.device.mark(x, to)
+        return result
+
+    def _check(self, func: Any, args: Any, kwargs: Any) -> bool | None:
+        """Refuse and note what a device would. Return on which side the results are."""
+        name, given = _name(func), tensors_of((*args, *kwargs.values()))
         sides = [is_on(x) for x in given]
         on = True in sides
         frame = self.device.frames[-1] if self.device.frames else None
@@ -156,8 +172,7 @@ class _Ops(TorchDispatchMode):
             to = frame
         if on and name in _WAIT:
             self.device.note(name)
-        masks = [x for x in given[1:] if x.dtype == torch.bool]
-        if on and masks and name in ("index", "index_put", "index_put_"):
+        if on and name in ("index", "index_put", "index_put_") and any(x.dtype == torch.bool for x in given[1:]):
             self.device.note(f"{name} by a mask")
         if name in ("copy_", "_to_copy", "_foreach_copy_"):
             self._copy(name, given, sides, to, is_free=kwargs.get("non_blocking", False) or True in args[2:3])
@@ -165,11 +180,7 @@ class _Ops(TorchDispatchMode):
             for x, side in zip(given, sides, strict=True):
                 if side is False and (x.ndim or name in ("cat", "stack")):
                     raise Illegal(f"{name}: expected all tensors to be on the same device, at {_where()}")
-        result = func(*args, **kwargs)
-        for x in tensors_of(result):
-            if to is not None:
-                self.device.mark(x, to)
-        return result
+        return to
 
     def _copy(self, name: str, given: list[torch.Tensor], sides: list[bool | None], to: bool | None, *, is_free: bool) -> None:
         half = len(given) // 2
@@ -196,10 +207,10 @@ class _Calls(TorchFunctionMode):
         self.device = device
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = dict(kwargs or {})
         name = getattr(func, "__name__", "")
         if name == "__get__":
             return self._attribute(func, args)
+        kwargs = dict(kwargs or {})
         if func is torch.device or isinstance(func, OpOverload) or name in ("data_ptr", "untyped_storage"):
             return func(*args, **kwargs)
         first = args[0] if args and isinstance(args[0], torch.Tensor) else None
@@ -287,11 +298,11 @@ def _pin(x: Any = None, *, func: Any = None) -> torch.Tensor:
 
 
 def _is_cuda(x: Any) -> bool:
-    return torch.device(x).type == "cuda" if isinstance(x, torch.device | str) else False
+    return torch.device(x).type == "cuda" if isinstance(x, (torch.device, str)) else False
 
 
 def _is_cpu(x: Any) -> bool:
-    return isinstance(x, torch.device | str) and str(x).startswith("cpu")
+    return isinstance(x, (torch.device, str)) and str(x).startswith("cpu")
 
 
 def _is_stand_in() -> bool:

@@ -166,6 +166,11 @@ def tensors_of(value: Any) -> list[torch.Tensor]:
     """The tensors in arguments or results of an op."""
     if isinstance(value, torch.Tensor):
         return [value]
-    if isinstance(value, list | tuple):
-        return [x for each in value for x in tensors_of(each)]
-    return []
+    found: list[torch.Tensor] = []
+    if isinstance(value, (list, tuple)):
+        for each in value:
+            if isinstance(each, torch.Tensor):
+                found.append(each)
+            elif isinstance(each, (list, tuple)):
+                found += tensors_of(each)
+    return found
