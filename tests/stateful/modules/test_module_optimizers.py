@@ -119,7 +119,7 @@ def reference(case, steps, kind="plain"):
     return modules.detached(model)
 
 
-@every(3, where=WHOLE, case=CASES)
+@every(2, where=WHOLE, case=CASES)
 def test_whole_leaves_in_their_shape(case, where):
     cls, options, params = CASES[case]
     mesh, strategy, extra = WHOLE[where]
