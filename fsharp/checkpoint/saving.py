@@ -374,13 +374,13 @@ def write_manifest_and_publish(
 def remove_staged(folder: str) -> None:
     """Remove the staging folder of ``folder`` after a failed save.
 
-    A CheckpointError of the removal is only logged, as the caller is about to raise the error of the save.
+    An error of the removal is only logged, as the caller is about to raise the error of the save.
     """
     storage = storage_of(folder)
     try:
         storage.remove(storage.staging_path(folder))
-    except CheckpointError as error:
-        _log.warning("%s", error)
+    except Exception as error:  # an object store raises errors of its own
+        _log.warning("%s: could not be removed (%s)", storage.staging_path(folder), error)
 
 
 def shard_file_name(rank: int) -> str:

@@ -110,7 +110,8 @@ def copy_as_tensor(x: Any) -> torch.Tensor:
 def as_jax_array_with_dtype_of(x: Any, like: Any) -> Any:
     """Return a number or tensor as an array with the dtype of ``like``: the inverse of :func:`copy_as_tensor`.
 
-    Raises a TypeError if the dtype would drop a fraction or an imaginary part; and errors of :func:`number_as_jax_array`.
+    Raises a TypeError if the dtype would drop a fraction or an imaginary part, or does not have the integer; and errors of
+    :func:`number_as_jax_array`.
     """
     if isinstance(x, torch.Tensor):
         x = (x.float() if x.dtype == torch.bfloat16 else x).cpu().numpy()
@@ -120,7 +121,8 @@ def as_jax_array_with_dtype_of(x: Any, like: Any) -> Any:
     kinds = jnp.inexact, jnp.complexfloating
     is_wider = any(jnp.issubdtype(array.dtype, kind) and not jnp.issubdtype(like.dtype, kind) for kind in kinds)
     result = (array.real if is_wider else array).astype(like.dtype)
-    if is_wider and bool((result != array).any()):
+    is_integer = all(jnp.issubdtype(each.dtype, jnp.integer) for each in (array, result))
+    if (is_wider or is_integer) and bool((np.asarray(result) != np.asarray(array)).any()):
         raise TypeError(f"the state has {like.dtype} there. Begin with a number of the dtype {array.dtype}.")
     return result
 

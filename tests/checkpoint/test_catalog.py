@@ -4,6 +4,7 @@ import importlib.metadata
 import json
 import logging
 import os
+import re
 import shutil
 
 import pytest
@@ -13,6 +14,7 @@ from safetensors import safe_open
 import fsharp as fs
 from fsharp.checkpoint import catalog
 from fsharp.checkpoint.manifest import MANIFEST_NAME, Manifest
+from fsharp.checkpoint.saving import remove_staged
 from fsharp.errors import CheckpointError
 from fsharp.testing import simulate
 
@@ -174,6 +176,18 @@ def test_a_rank_without_tensors_saves_into_a_store_that_answers_an_empty_range_w
     found = fs.checkpoint.save("memory://numbers", {"seen": 3}, step=1, comm=COMM)
     assert fs.checkpoint.verify(found).manifest.values == {"seen": 3}
     assert fs.checkpoint.load(found, {"seen": 0}, comm=COMM) == {"seen": 3}
+
+
+def test_an_error_of_a_store_does_not_hide_that_of_a_save(monkeypatch, caplog):
+    from fsspec.implementations.memory import MemoryFileSystem
+
+    def away(self, *args, **options):
+        raise RuntimeError("the store is away")
+
+    for name in ("rm", "rm_file"):
+        monkeypatch.setattr(MemoryFileSystem, name, away)
+    remove_staged("memory://numbers/step-1")
+    assert re.search("memory://numbers/.*: could not be removed .the store is away", caplog.text)
 
 
 def test_an_unknown_tensor(tmp_path):

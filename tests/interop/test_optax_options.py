@@ -123,6 +123,7 @@ def test_numbers_of_the_state_that_are_none_are_refused_on_all_ranks(comm, value
     [
         (1, 0.5, "the state has int32 there. Begin with a number of the dtype float32"),
         (0.1, 0.1 + 0.1j, "the state has float32 there. Begin with a number of the dtype complex64"),
+        (jnp.asarray(1, jnp.int8), 300, "the state has int8 there. Begin with a number of the dtype int32"),
         (0.1, 1 << 40, "an integer needs 64 bits"),
         (0.1, torch.tensor(1 << 40), "an integer needs 64 bits"),
     ],
