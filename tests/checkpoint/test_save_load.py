@@ -589,7 +589,7 @@ def test_a_scheduler_is_a_comm(tmp_path):
         assert same(a, b)
 
 
-@pytest.mark.parametrize("metric", [10**400, 10**5000])
+@pytest.mark.parametrize("metric", [10**400, 10**5000], ids=["400 digits", "5000 digits"])
 def test_a_metric_that_no_float_holds_is_refused_on_all_ranks_before_a_file_is_written(metric, tmp_path):
     def rank_fn(comm):
         with pytest.raises(CheckpointError, match=r"save\(\): metric is an integer of \d+ bits, which no float holds"):
