@@ -112,7 +112,11 @@ def copied(tree):
 
 
 def make_tx():
-    return fs.optim.chain(fs.optim.clip_by_global_norm(1.0, deterministic=True), fs.optim.adamw(1e-2))
+    return fs.optim.sgd(0.1, momentum=0.9)
+
+
+CLIPPED = fs.optim.chain(fs.optim.clip_by_global_norm(1.0, deterministic=True), fs.optim.adamw(1e-2))
+"""With collectives of its own, which take a while."""
 
 
 def make_layout(mesh, strategy, params=None, **plan_options):
@@ -166,8 +170,9 @@ def train(
     comm, strategy, policy=None, *, loss=loss_fn, steps=4, microbatches=1, donate=True, tx=None, params=None, **plan_options
 ) -> Trained:
     """Some steps by a scheduler with a policy, or, without one, by the blocking path."""
+    tx = tx or CLIPPED
     state = make_state(comm, strategy, tx=tx, params=params, **plan_options)
-    step = fs.train_step(loss, tx or make_tx(), microbatches=microbatches, donate=donate)
+    step = fs.train_step(loss, tx, microbatches=microbatches, donate=donate)
     call = (
         partial(step, comm=comm)
         if policy is None

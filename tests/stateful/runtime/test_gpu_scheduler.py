@@ -34,7 +34,7 @@ def test_scheduled_steps_have_the_bits_of_blocking_ones(comm, strategy, options)
     step = fs.train_step(loss_fn, tx, microbatches=2, donate=True)
     scheduled = fs.Scheduler(comm, policy=DebugPolicy(trivial_axes=True, poison=True, **options))(step)
     ours, theirs = start(comm, strategy, tx), start(comm, strategy, tx)
-    for batch in batches(6):
+    for batch in batches(4):
         ours, metrics = scheduled(ours, batch)
         theirs, expected = step(theirs, batch, comm)
         assert torch.equal(metrics.loss, expected.loss)
@@ -60,7 +60,7 @@ def test_a_captured_step_replays_with_the_losses_of_an_eager_one(comm, strategy,
     tx = fs.optim.adamw(fs.optim.warmup_cosine_decay_schedule(0.0, 1e-2, 3, 20), capturable=True)
     precision = fs.Precision(compute=compute, main=compute and torch.float32)
     step = fs.train_step(loss, tx, donate=True)
-    data = batches(6)
+    data = batches(4)
     policy = DebugPolicy(trivial_axes=not apart, gather_at_start=False, keep_gradients=keep)
     scheduled = fs.Scheduler(comm, policy=policy)(step)
     captured = fs.schedules.CapturedStep(scheduled, start(comm, strategy, tx, precision), data[0], warmup=3)

@@ -2,6 +2,7 @@
 
 import gc
 import time
+from contextlib import contextmanager
 from functools import partial
 
 import pytest
@@ -57,7 +58,7 @@ def starting_again(strategy, follows_plan=True):
     return program
 
 
-@every(2, strategy=["zero3", "hfsdp", "zero3x2"], policy=[{}, {"prefetch": 2}])
+@every(3, strategy=["zero3", "hfsdp", "zero3x2"], policy=[{}, {"prefetch": 2}])
 def test_what_was_gathered_of_parameters_that_are_gone_is_not_used(strategy, policy, monkeypatch):
     """Others have got their addresses, and versions count from 0: only that the memory was given up tells them apart."""
     blind(monkeypatch)
@@ -90,6 +91,17 @@ def test_nor_by_a_function_that_follows_no_plan(monkeypatch):
     run_both(starting_again("zero3", follows_plan=False))
 
 
+@contextmanager
+def without_collections():
+    """Memory is given back with its last reference, or not at all."""
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
 def gone(storage):
     """Whether memory is given back: at once, or when a thread that has sent from it is over with that."""
     return any(storage.expired() or time.sleep(0.01) for _ in range(2000))
@@ -97,34 +109,30 @@ def gone(storage):
 
 def outlive(comm, *, strategy="zero3", again):
     """Gradients, when their scheduler is gone; and whether their memory is there before and after they go too."""
-    gc.collect()
-    gc.disable()
-    try:
-        scheduler = fs.Scheduler(comm, policy=DebugPolicy(poison=True))
-        state, step = make_state(comm, strategy), scheduler(explicit)
-        for batch in my_batches(comm, 3):
-            grads = reduced = _ = None  # else they are held while the next ones are made
-            state, _, grads, reduced = step(state, batch)
-        kept, held = buffers(grads), copied(grads)
-        assert in_arena(scheduler, kept) == 0
-        arena = StorageWeakRef(scheduler.engine.steps.arena.memory.untyped_storage())
-        if again:  # the next step is elsewhere
-            state, _, grads, reduced = step(state, my_batches(comm, 1)[0])
-        del scheduler, step, grads, reduced
-        [node.buffers for node in fs.layouts.units_of(state)]
-        before = gone(arena)
-        filler = [torch.full((1000,), float("nan")) for _ in range(100)]  # whoever gets the memory writes to it
-        assert_same(kept, held)
-        del kept, filler, _, state
-        return before, gone(arena)
-    finally:
-        gc.enable()
+    scheduler = fs.Scheduler(comm, policy=DebugPolicy(poison=True))
+    state, step = make_state(comm, strategy), scheduler(explicit)
+    for batch in my_batches(comm, 3):
+        grads = reduced = _ = None  # else they are held while the next ones are made
+        state, _, grads, reduced = step(state, batch)
+    kept, held = buffers(grads), copied(grads)
+    assert in_arena(scheduler, kept) == 0
+    arena = StorageWeakRef(scheduler.engine.steps.arena.memory.untyped_storage())
+    if again:  # the next step is elsewhere
+        state, _, grads, reduced = step(state, my_batches(comm, 1)[0])
+    del scheduler, step, grads, reduced
+    [node.buffers for node in fs.layouts.units_of(state)]
+    before = gone(arena)
+    filler = [torch.full((1000,), float("nan")) for _ in range(100)]  # whoever gets the memory writes to it
+    assert_same(kept, held)
+    del kept, filler, _, state
+    return before, gone(arena)
 
 
 @every(2, strategy=["zero3", "ddp", "hsdp"], again=[False, True])
 def test_gradients_outlive_their_scheduler(strategy, again):
     """They do not keep the arena."""
-    results = simulate(mesh_of(strategy), partial(outlive, strategy=strategy, again=again))
+    with without_collections():
+        results = simulate(mesh_of(strategy), partial(outlive, strategy=strategy, again=again))
     assert results == [(True, True)] * len(results)
 
 
@@ -146,7 +154,7 @@ class Itself(torch.autograd.Function):
 ITSELF = {"alone": ("itself", 1), "in two microbatches": ("itself", 2), "a view": ("view", 1), "detached": ("detached", 2)}
 
 
-@every(6, strategy=["ddp", "zero1", "zero3", "hsdp", "zero2", "hfsdp", "mixed", "late"], case=ITSELF)
+@every(8, strategy=["ddp", "zero1", "zero3", "hsdp", "zero2", "hfsdp", "mixed", "late"], case=ITSELF)
 def test_a_gradient_that_is_the_parameter(strategy, case):
     """Parameters are let go of before their gradients are collected."""
     way, microbatches = ITSELF[case]
@@ -196,9 +204,7 @@ def test_a_window_counts_its_own_holders_only():
 
 
 def test_a_window_keeps_the_memory_and_lets_it_go():
-    gc.collect()
-    gc.disable()
-    try:
+    with without_collections():
         memory = torch.zeros(256, dtype=torch.uint8)
         whole = StorageWeakRef(memory.untyped_storage())
         window = window_on(memory[64:192])
@@ -208,8 +214,6 @@ def test_a_window_keeps_the_memory_and_lets_it_go():
         view.fill_(2)
         del view
         assert whole.expired()
-    finally:
-        gc.enable()
 
 
 @pytest.mark.parametrize("strategy", ["zero3", "ddp", "hsdp"])

@@ -7,7 +7,7 @@ import pytest
 import fsharp as fs
 from fsharp.testing import DebugPolicy, processes, simulate
 from tests.scheduling import DP, HYBRID, Program, assert_same, buffers, copied, full_params, make_state, my_batches
-from tests.stateful.runtime.test_gradient_lifetimes import outlive
+from tests.stateful.runtime.test_gradient_lifetimes import outlive, without_collections
 from tests.stateful.runtime.test_scheduler_departures import DEPARTED, off_the_plan
 from tests.stateful.runtime.test_scheduler_rest import SCORED, explicit, scored
 
@@ -43,7 +43,9 @@ def found():
     """What programs come to in two processes, in one start of them, and beside it what they do by the blocking path."""
 
     def rank_fn(comm):
-        return {name: program(scheduled(comm)) for name, program in PROGRAMS.items()}, outlive(comm, again=True)
+        results = {name: program(scheduled(comm)) for name, program in PROGRAMS.items()}
+        with without_collections():
+            return results, outlive(comm, again=True)
 
     expected = simulate(DP, lambda comm: {name: program(Program(comm)) for name, program in PROGRAMS.items()})
     return [

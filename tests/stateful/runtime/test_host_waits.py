@@ -32,15 +32,14 @@ def waits(accelerator, name, tx, *, loss=loss_fn, microbatches=2, donate=True, *
             rules = {"atoms": {"layers.*.w": fs.layouts.LeafAtom()}, "labels": {"**": "rest", "layers.*.w": "w"}}
             layout = fs.plan(params, mesh, strategy, units="layers.*", **rules)
             state = fs.init_state(tx, fs.shard(params, layout, comm, place="optim"), comm=comm)
-            data = [optree.tree_map(lambda x: x.cuda(), batch) for batch in make_batches(5, 16)]
+            data = [optree.tree_map(lambda x: x.cuda(), batch) for batch in make_batches(4, 16)]
             step = fs.Scheduler(comm, policy=DebugPolicy(trivial_axes=True, **policy))(
                 fs.train_step(loss, tx, microbatches=microbatches, donate=donate)
             )
             for batch in data[:3]:
                 state, _ = step(state, batch)
             device.syncs.clear()
-            for batch in data[3:]:
-                state, metrics = step(state, batch)
+            state, metrics = step(state, data[3])
             found = list(device.syncs)
             device.syncs.clear()
             assert step.num_unscheduled_calls == 1
@@ -74,13 +73,13 @@ COUNTED = {"MultiSteps": 2, "inject_hyperparams": 2}  # what ranks compare in ea
 @every(4, name=("zero3", "zero31"), tx=OPTIMIZERS)
 def test_optimizers_wait_for_nothing(accelerator, name, tx):
     for syncs in waits(accelerator, name, OPTIMIZERS[tx]):
-        assert len(syncs) == 2 * (COUNTED.get(tx, 0) if name == "zero3" else 0), syncs
+        assert len(syncs) == (COUNTED.get(tx, 0) if name == "zero3" else 0), syncs
 
 
 @every(2, name=("zero3", "ddp"))
 def test_whether_gradients_are_finite_is_read_once(accelerator, name):
     for syncs in waits(accelerator, name, fs.optim.apply_if_finite(CLIPPED, 3)):
-        assert [(sync.what, "all_finite" in sync.where) for sync in syncs] == [("_local_scalar_dense", True)] * 2
+        assert [(sync.what, "all_finite" in sync.where) for sync in syncs] == [("_local_scalar_dense", True)]
 
 
 @every(
@@ -105,7 +104,7 @@ def module_waits(accelerator, name, *, scaler=False, parts=1, optimizer=None, te
             rates = torch.optim.lr_scheduler.LambdaLR(opt, lambda step: 0.9**step) if optimizer is None else None
             scale = fs.GradScaler("cuda", enabled=scaler, init_scale=4.0)
             found = []
-            for x, y in modules.batches(comm, 5):
+            for x, y in modules.batches(comm, 4):
                 x, y = x.cuda(), y.cuda()
                 device.syncs.clear()
                 pieces = list(zip(x.chunk(parts), y.chunk(parts), strict=True))
@@ -131,10 +130,6 @@ def module_waits(accelerator, name, *, scaler=False, parts=1, optimizer=None, te
 @every(8, name=("zero3", "zero1", "ddp", "hfsdp"), parts=(2, 1))
 def test_a_module_waits_for_nothing(accelerator, name, parts):
     assert not any(module_waits(accelerator, name, parts=parts, optimizer=fs.optim.adamw(RATE)))
-
-
-def test_nor_with_a_class_of_torch(accelerator):
-    assert not any(module_waits(accelerator, "zero3"))
 
 
 def test_nor_with_a_learning_rate_on_the_device(accelerator):

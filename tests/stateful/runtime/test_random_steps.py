@@ -269,14 +269,25 @@ def in_torch(p, ranks):
     return seen
 
 
-OF_EACH_STRATEGY = {draw(seed).strategy: seed for seed in reversed(SEEDS)}.values()
 FOUND_ONCE = (14,)
 """Parts of parameters that were moved to the optimizer's place were taken for parameters."""
+BY_DEFAULT = (*FOUND_ONCE, 8, 17, 31, 76, 109, 123, 131, 150, 209, 252)
+"""Small programs, which together have each value of each field, each kind of statement and each way of a call."""
 
 
-@pytest.mark.parametrize(
-    "seed", [pytest.param(n, marks=[pytest.mark.deep] * (n not in {*OF_EACH_STRATEGY, *FOUND_ONCE})) for n in SEEDS]
-)
+def test_the_programs_by_default_have_each_value_of_each_field():
+    def values(seeds):
+        programs = [draw(seed) for seed in seeds]
+        names = [name for name in Program.__dataclass_fields__ if name not in ("functions", "steps")]
+        statements = [s for p in programs for function in p.functions for s in function]
+        calls = [call for s in statements for loss in s.losses for call in loss]
+        found = {(name, getattr(p, name)) for p in programs for name in names}
+        return found | {s.kind for s in statements} | {s.microbatches for s in statements} | {call.way for call in calls}
+
+    assert values(BY_DEFAULT) == values(SEEDS)
+
+
+@pytest.mark.parametrize("seed", [pytest.param(n, marks=[pytest.mark.deep] * (n not in BY_DEFAULT)) for n in SEEDS])
 def test_random_steps(seed):
     p = draw(seed)
     found, _ = run_both(partial(on_shards, p), mesh_of(p.strategy), **POLICIES[p.policy])

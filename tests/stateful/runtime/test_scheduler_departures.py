@@ -131,13 +131,13 @@ def test_a_backward_that_comes_when_gradients_are_where_its_parameters_were(unit
     run_both(partial(look_back, unit=unit), gather_at_start=False)  # what is carried is beside all gradients
 
 
-@every(2, strategy=["zero3", "zero3x2"], unit=[0, 2, 5])
+@every(3, strategy=["zero3", "zero3x2"], unit=[0, 2, 5])
 def test_with_gradients_in_memory_of_their_own_a_late_backward_is_right(unit, strategy):
     program = partial(look_back, unit=unit, strategy=strategy)
     run_both(program, mesh_of(strategy), keep_gradients=True, gather_at_start=False)
 
 
-@pytest.mark.parametrize("unit", [0, 2, 5])
+@pytest.mark.parametrize("unit", [0, 5])
 def test_a_late_backward_that_was_recorded_is_planned(unit):
     """Then the unit's address is nobody else's."""
     assert run_both(partial(look_back, unit=unit, late=range(4)))[1][0].num_unscheduled_calls == 1
@@ -147,16 +147,21 @@ def test_a_late_backward_where_gradients_are_reduced_once_a_step():
     run_both(partial(look_back, unit=2, late=range(4), strategy="hsdp"), HYBRID)
 
 
-@pytest.mark.parametrize("departure", DEPARTURES)
 @on_ranks(DP)
-def test_a_step_that_leaves_its_schedule_is_not_in_the_trace(comm, departure):
+def test_a_step_that_leaves_its_schedule_is_not_in_the_trace(comm):
     state, step = make_state(comm, "zero3"), fs.Scheduler(comm)(departing)
-    for i, batch in enumerate(my_batches(comm, 7)):
+    plain, kinds = {"order": (0, 1, 2)}, []
+    departures = [each for each in DEPARTURES.values() if "look" not in each]  # which is another one to the scheduler
+    steps = [plain] * 3 + [each for departure in departures for each in (plain, {**plain, **departure}, plain)]
+    for i, (batch, how) in enumerate(zip(my_batches(comm, len(steps)), steps, strict=True)):
         if i == 3:
             trace = step.start_trace()
-        state, *_ = step(state, {**batch, "order": (0, 1, 2), **(DEPARTURES[departure] if i == 4 else {})})
-    before, after = (len(rows) for _, rows in trace.ended_steps())
-    assert after in (before, before - 1)  # the gather that the step before begins is not measured
+        state, *_ = step(state, {**batch, **how})
+        kinds.append(step.last_call_status().kind)
+    assert kinds[3:] == ["planned", "left", "left"] * len(departures)
+    before, *after = (len(rows) for _, rows in trace.ended_steps())
+    assert len(after) == len(departures) - 1
+    assert {*after} <= {before, before - 1}  # the gather that the step before begins is not measured
 
 
 def times(weight, x):

@@ -334,7 +334,7 @@ def test_units_that_are_used_outside_of_a_function_take_no_memory_of_its_schedul
     def program(run):
         state = make_state(run.comm, strategy, params=make_params(layers=6))
         step, out, x = run.wrap(fs.train_step(loss_fn, make_tx(), donate=True)), [], torch.ones(3, 6)
-        for batch in my_batches(run.comm, 4):
+        for batch in my_batches(run.comm, 3):
             state, metrics = step(state, batch)
             out.append(metrics.loss.clone())
             out += [fs.forward(block, layer, x, comm=run.engine).clone() for layer in state.params["layers"][first:]]

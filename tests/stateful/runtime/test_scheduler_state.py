@@ -31,8 +31,14 @@ from tests.scheduling import (
     turned,
 )
 
-DEEP = [pytest.param(name, marks=pytest.mark.deep) for name in ("ddp", "zero2", "hsdp", "zero3x2", "mixed", "late")]
-each_strategy = pytest.mark.parametrize("strategy", ["zero1", "zero3", "hfsdp", *DEEP])
+
+def strategies(*names):
+    """Parametrize by some strategies; ``make test-all`` has the others as well."""
+    return pytest.mark.parametrize(
+        "strategy", [pytest.param(s, marks=[pytest.mark.deep] * (s not in names)) for s in STRATEGIES]
+    )
+
+
 CARRIES = ({}, {"gather_at_start": False}, {"prefetch": 2})
 
 
@@ -44,7 +50,7 @@ def test_evaluation_between_steps(strategy, policy, mode):
         state = make_state(run.comm, strategy)
         step, score = run.wrap(fs.train_step(loss_fn, make_tx(), donate=True)), run.wrap(partial(evaluate, mode=mode))
         seen = []
-        for i, batch in enumerate(my_batches(run.comm, 4)):
+        for i, batch in enumerate(my_batches(run.comm, 3)):
             if i != 1:
                 with mode():
                     seen += [score(state.params, batch).clone() for _ in range(2)]
@@ -144,7 +150,7 @@ def test_several_steps_in_one_call(strategy):
     assert run_both(program)[1][0].num_unscheduled_calls == 1
 
 
-@each_strategy
+@strategies("zero1", "hfsdp")
 def test_a_scheduler_as_a_plain_comm(strategy):
     """No function is wrapped: every call acts on demand, and nothing is recorded."""
 
@@ -202,7 +208,7 @@ def test_gradients_changed_in_place_before_they_are_reduced(strategy, place):
     run_both(program, mesh_of(strategy))
 
 
-@each_strategy
+@strategies("zero1", "hfsdp")
 def test_gradients_without_an_update(strategy):
     def program(run):
         state, seen = make_state(run.comm, strategy), []
@@ -217,7 +223,7 @@ def test_gradients_without_an_update(strategy):
     assert [each.num_unscheduled_calls for each in run_both(program, mesh_of(strategy))[1]] == [1, 1]
 
 
-@each_strategy
+@strategies("zero1", "zero3")
 def test_a_state_that_is_not_donated_stays(strategy):
     def program(run):
         states, step = [make_state(run.comm, strategy)], run.wrap(fs.train_step(loss_fn, make_tx()))
@@ -275,7 +281,7 @@ def test_parameters_changed_between_steps(strategy, policy, way):
     assert step.num_unscheduled_calls == 1
 
 
-@pytest.mark.parametrize("strategy", ["zero1", "zero3", "hfsdp"])
+@strategies("zero1", "hfsdp")
 def test_optimizers_that_use_other_ranks(strategy):
     """Their collectives are the caller's own: passed on by the scheduler, between its own."""
     averaged = fs.optim.chain(fs.optim.clip_by_global_norm(0.1), fs.optim.with_ema(fs.optim.adamw(1e-2), decay=0.9))

@@ -25,7 +25,7 @@ from fsharp.testing.ordering import Access
 from tests.edited_schedules import chain, drop, edit, move, of
 from tests.gpt_like import loss_fn
 from tests.inspect.test_simulate_schedule import HARDWARE
-from tests.scheduling import DP, HYBRID, STRATEGIES, assert_same_training, make_state, make_tx, my_batches, run_both, train
+from tests.scheduling import DP, STRATEGIES, assert_same_training, make_state, make_tx, my_batches, run_both, train
 from tests.stateful.runtime.test_eager import emitted
 from tests.stateful.runtime.test_scheduler_departures import DEPARTURES, departing
 from tests.stateful.schedule.test_codec_ops import traced
@@ -359,9 +359,10 @@ def test_races_of_them_are_found(found):
 
 @cache
 def trained_without_probes(is_coded):
-    return simulate(HYBRID, lambda comm: train(comm, "late", PROBED, **options_of(is_coded)))
+    return simulate(DP, lambda comm: train(comm, LATE, PROBED, **options_of(is_coded)))
 
 
+LATE = fs.Strategy({"dp": fs.layouts.AxisRule(fs.layouts.Shard, fs.layouts.Partial, fs.layouts.Shard)})
 PROBED = {"bucket_nbytes": 2000, "gather_at_start": False, "offload": True}
 
 
@@ -380,7 +381,7 @@ def test_there_may_be_one_behind_each_kind(kind):
 
     expected = trained_without_probes(kind in CODED)
     with declared(OpSpec(kind="probe", phases=phases, follows=kind), bind):
-        found = simulate(HYBRID, lambda comm: train(comm, "late", PROBED, **options_of(kind in CODED)))
+        found = simulate(DP, lambda comm: train(comm, LATE, PROBED, **options_of(kind in CODED)))
         schedule = found[0].schedule
         for ours, theirs in zip(found, expected, strict=True):
             assert_same_training(ours, theirs)

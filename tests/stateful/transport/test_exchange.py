@@ -8,13 +8,23 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import fsharp as fs
 from fsharp.distributed.process_group import TransportGroups
+from fsharp.stateful.transport import gloo
 from fsharp.stateful.transport.base import Summand
-from fsharp.stateful.transport.gloo import _CHUNK_NBYTES, _MIN_MESSAGE_NBYTES, GlooTransport
+from fsharp.stateful.transport.gloo import GlooTransport
 from fsharp.testing import processes
 from tests.scheduling import every
 
-CHUNK = _CHUNK_NBYTES // 4
-PARTS = [0, 1, 5, CHUNK - 1, CHUNK, CHUNK + 1, CHUNK + CHUNK // 2, 2 * CHUNK - 1, 2 * CHUNK, 2 * CHUNK + 1, 3 * CHUNK + 7]
+CHUNK, WORTH = 4096, 512
+"""Elements of a chunk, and of a message worth being sent alone, in these tests."""
+
+
+def parts_around(chunk):
+    return [0, 1, 5, chunk - 1, chunk, chunk + 1, chunk + chunk // 2, 2 * chunk - 1, 2 * chunk, 2 * chunk + 1, 3 * chunk + 7]
+
+
+def set_sizes(chunk):
+    """In this process of a rank."""
+    gloo._CHUNK_NBYTES, gloo._MIN_MESSAGE_NBYTES = 4 * chunk, 4 * WORTH
 
 
 def summed(comm, numel, make):
@@ -38,15 +48,16 @@ def over_gloo(comm):
     return fs.ProcessGroupComm(init_device_mesh("cpu", (1,), mesh_dim_names=("dp",)))
 
 
-@pytest.mark.parametrize("n", [1, 2, 3])
-def test_sizes_around_chunks(n):
+@pytest.mark.parametrize(("n", "chunk"), [(1, CHUNK), (2, gloo._CHUNK_NBYTES // 4), (3, CHUNK)])
+def test_sizes_around_chunks(n, chunk):
 
     def rank_fn(comm):
+        set_sizes(chunk)
         comm = over_gloo(comm)
         exchange, wrong = GlooTransport(comm, TransportGroups(comm, separate=True)), []
         exchange.groups.make_groups()
         mine = comm.rank
-        for part in PARTS:
+        for part in parts_around(chunk):
             for way in ("out", "in place", "all_reduce", "all_reduce in place", "gather"):
                 numel = max(part * n - (way.startswith("all_reduce") and part > 1), 0)  # one that the ranks do not divide
                 total, x = summed(comm, numel, noise), noise(mine, numel).clone()
@@ -70,7 +81,6 @@ def test_sizes_around_chunks(n):
     assert processes(fs.Mesh({"dp": n}), rank_fn) == [[]] * n
 
 
-WORTH = _MIN_MESSAGE_NBYTES // 4
 TOGETHER = [[3, 70], [WORTH, WORTH], [WORTH - 2, 1, WORTH], [2 * WORTH, 5, CHUNK + 9], [CHUNK, 2 * CHUNK + 1, 3 * CHUNK + 7, 0]]
 """Sizes of parts: packed, and as messages of their own, of one chunk and of several."""
 
@@ -80,6 +90,7 @@ def test_buffers_that_go_together(n, wire):
     """One label for all of them, and each as if it had gone alone."""
 
     def rank_fn(comm):
+        set_sizes(CHUNK)
         comm = over_gloo(comm)
         mine, wrong, counts = comm.rank, [], []
         counters = [fs.collectives.CountingComm(comm)] * (mine == 0)  # one rank that counts does what the others do
@@ -126,12 +137,13 @@ def test_gradients_that_one_rank_keeps(strategy):
     """Its next ones rest elsewhere; what ranks send each other, here in parts of more than a chunk, has to be the same."""
 
     def rank_fn(comm):
-        width = 800
+        set_sizes(CHUNK)
+        width = 100
         params = {"layers": [{"w": torch.randn(width, width, generator=torch.Generator().manual_seed(i))} for i in range(4)]}
 
         def loss(params, batch, comm):
             for layer in params["layers"]:
-                batch = fs.forward(lambda p, x: torch.tanh(x @ p["w"] * 0.03), layer, batch, comm=comm)
+                batch = fs.forward(lambda p, x: torch.tanh(x @ p["w"] * 0.1), layer, batch, comm=comm)
             return batch.square().mean()
 
         def step(state, batch, comm):
