@@ -19,7 +19,7 @@ class MeshError(FsharpError, ValueError):
 
 
 class StrategyError(FsharpError, ValueError):
-    """Placements of a strategy are illegal together, or do not cover the mesh."""
+    """A strategy or a partition spec is illegal, such as one that names an axis twice, or its axes do not fit the mesh."""
 
 
 class OptionError(FsharpError, TypeError):
@@ -27,7 +27,7 @@ class OptionError(FsharpError, TypeError):
 
 
 class PatternError(FsharpError, ValueError):
-    """Key-path patterns do not fit the paths: a pattern matches nothing, two patterns overlap, or no pattern matches a path."""
+    """Key-path patterns do not fit the paths: a pattern matches nothing, no pattern matches a path, or two units overlap."""
 
 
 class LayoutError(FsharpError, ValueError):
@@ -51,10 +51,10 @@ class LossError(FsharpError, TypeError):
 
 
 class AgreementError(FsharpError, RuntimeError):
-    """Ranks got different trees, layouts or settings, and all raise this error with the same text; or another rank has failed.
+    """Ranks got different trees, layouts or settings, or some ranks have failed. All ranks raise this error with the same text.
 
     Attributes:
-        is_own: whether an error of this rank alone, the ``__cause__``, is the reason.
+        is_own: whether this rank has failed, and not only other ranks. The error of this rank is then the ``__cause__``.
     """
 
     is_own = False

@@ -103,9 +103,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _line_of_box(box: str) -> str:
-    """Return the one line that a box of tyro says: its text without the frame and the footer, shortened.
+    """Return the text of a box of tyro as one line, shortened, without the frame and the footer.
 
-    A line of a box that has no letter, such as the rule above the footer, ends a part of the text.
+    An empty line, or a rule such as the one above the footer, separates two parts of the text. ``". "`` joins the parts.
     """
     box = re.sub(r"\x1b\[[0-9;]*m", "", box)
     lines = [re.sub(r"^[\s\u2500-\u257f|+]+|[\s\u2500-\u257f|+]+$", "", line) for line in box.splitlines()[1:-1]]

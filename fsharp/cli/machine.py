@@ -50,9 +50,10 @@ class MeasuredMachine(NamedTuple):
         return sorted({axis for _, axis in self.hardware.bandwidth}) if isinstance(self.hardware.bandwidth, dict) else []
 
     def hardware_for_layout(self, layout: Layout, *, tokens: float, efficiency: float) -> Hardware:
-        """Return ``self.hardware`` with the seconds of a layout's units, at ``efficiency * flops``, and of its optimizer.
+        """Return ``self.hardware`` with seconds of compute for each unit of a layout, and with seconds of the optimizer.
 
-        ``tokens``: number of tokens of one rank in a microbatch.
+        Compute runs at ``efficiency * flops``, and the optimizer at the measured memory bandwidth. ``tokens``: number of tokens
+        of one rank in a microbatch.
         """
         memory = self.hardware.memory_bandwidth
         return replace(

@@ -360,7 +360,10 @@ def _find_hardware(where: str, layout: Layout, gpu: str, hardware: str, tokens: 
 
 
 def _with_compute_of_model(hardware: Hardware, layout: Layout, model: FoundModel) -> Hardware:
-    """Return ``hardware`` with the seconds of ``model``. Tied embeddings count once; only experts that a token uses count."""
+    """Return ``hardware`` with its seconds of compute for each unit scaled down to the parameters that ``model`` uses.
+
+    Experts that a token does not use take no time. Tied embeddings count once.
+    """
     assert isinstance(hardware.compute_times, Mapping)
     compute, (used, total) = dict(hardware.compute_times), model.used_and_total_experts or (1, 1)
     shares = called_use_fractions(uses_in_order(layout, units_in_dict_order(model.tree, layout)))

@@ -98,7 +98,7 @@ class _Accumulation(_BackwardSyncControl):
         self._other = other
 
     def no_backward_sync(self, module: nn.Module, enabled: bool) -> AbstractContextManager[Any]:
-        """Return a context in which, if ``enabled``, gradients of ``module`` are added up and not reduced for the optimizer."""
+        """Return a context in which, if ``enabled``, gradients of ``module`` are added up, as by ``model.accumulate()``."""
         if not sharded_modules_in(module):
             return self._other.no_backward_sync(module, enabled)
         return accumulating(module) if enabled else nullcontext()

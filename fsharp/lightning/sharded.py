@@ -58,7 +58,10 @@ def check_optimizers(where: str, optimizers: Iterable[Optimizer]) -> None:
 
 @contextmanager
 def accumulating(module: nn.Module) -> Iterator[None]:
-    """Return a context in which sharded modules in ``module`` add gradients up, and do not reduce them for the optimizer."""
+    """Return a context in which sharded modules in ``module`` add gradients up, as by ``accumulate()`` of each.
+
+    Only the reduction to the optimizer's shards is left out: under ``zero2`` and ``zero3`` a backward still sends gradients.
+    """
     with ExitStack() as stack:
         for each in sharded_modules_in(module).values():
             stack.enter_context(each.accumulate())

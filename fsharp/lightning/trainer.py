@@ -32,6 +32,10 @@ class Strategy(DDPStrategy):
         from fsharp.lightning.trainer import Strategy
 
         class Task(LightningModule):
+            def __init__(self):
+                super().__init__()
+                self.model = None
+
             def configure_model(self):
                 if self.model is None:
                     self.model = fs.shard_module(build(), strategy=fs.zero3("dp"), units=[Block])
@@ -84,7 +88,7 @@ class Strategy(DDPStrategy):
 
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:
-        """Return a context in which backward passes add gradients up, and do not reduce them for the optimizer."""
+        """Return a context in which backward passes add gradients up, as by ``accumulate()`` of each sharded module."""
         with accumulating(self._pl_module) if sharded_modules_in(self._pl_module) else super().block_backward_sync():
             yield
 

@@ -69,10 +69,10 @@ class Restarter:
         self._is_signalled = False
 
     def run(self) -> None:
-        """Run until all processes have returned. Raise a CommError if a process is lost and not restarted.
+        """Run until all processes have ended. Raise a CommError if one is lost and not restarted, or exits after a signal.
 
         In the main thread this method sets a handler that passes SIGTERM to all processes, whose runs then save and exit. The
-        caller restores the earlier handler.
+        caller has to restore the earlier handler.
         """
         announce_generation(self._store, 0, "")
         deadline, asked_at = float("inf"), time.monotonic()

@@ -352,7 +352,7 @@ class Run:
 
     @api_boundary
     def end_step(self, tree: Any, *, nonfinite: NonFinite | None = None) -> Any:
-        """End a step: save if it is time, exit after a signal, and return the tree for the next step.
+        """End a step: save if it is time, exit after a signal, and return the next step's tree. All ranks call this method.
 
         Args:
             tree: the tree after the step, with the leaves of the tree that was passed to :meth:`resume`.
@@ -363,7 +363,8 @@ class Run:
 
         Raises:
             RunError: no step is under way, or the tree is saved and its leaves differ from those at :meth:`resume`.
-            NonFiniteError: ``on_nonfinite`` does not let the step pass, or the saved tree is not finite.
+            NonFiniteError: the step was not finite, and ``on_nonfinite`` is ``"raise"``, or ``max_nonfinite`` is exceeded.
+            NonFiniteError: the tree to be saved is not finite.
             CheckpointError: a save has failed, now or in the background since the last call; or no checkpoint is left to load.
             SystemExit: a signal came, and the tree is saved. The code is :data:`EXIT_PREEMPTED`.
         """

@@ -28,8 +28,8 @@ class RunCheckpoints:
         saved: step of the newest checkpoint on disk that this run has begun to write, or has loaded; -1 if there is none.
         newest: step of the newest checkpoint on disk or in memory of hosts, even if only begun; -1 if there is none.
         is_elastic: whether the run may return to an earlier step at any time, so that the tree of step 0 is kept as well.
-        has_values: whether the run no longer needs the caller's tree: a load has begun, which overwrites the tensors of the
-            tree, or the tree of step 0 has been saved.
+        has_values: whether checkpoints hold the values of the run: the tree of step 0 was saved, or a load has begun. The run
+            then no longer needs the caller's tree, whose tensors a load overwrites.
     """
 
     def __init__(
@@ -150,9 +150,10 @@ class RunCheckpoints:
         self.has_values = True
 
     def begin_save(self, tree: Any, *, step: int) -> None:
-        """Wait for the previous save on disk, and begin to save the tree after ``step`` steps, in the background.
+        """Wait for the previous save on disk, and begin to save the tree after ``step`` steps on disk, in the background.
 
-        The caller may change ``tree`` as soon as this call returns.
+        All ranks call this method. The caller may change ``tree`` as soon as this call returns. Raises CheckpointError if the
+        previous save has failed.
         """
         self._saver.save(tree, step=step)
         self.saved = self.newest = step

@@ -194,11 +194,11 @@ class ThreadComm:
         self._world.pause(self.rank)
 
     def simulate_death(self) -> NoReturn:
-        """End as a killed process does. A rank that needs this rank gets an error. Raises Killed once all others have ended."""
+        """End as a killed process does. Ranks that need this rank get a CommError. Raises Killed once all others have ended."""
         self._world.kill(self.rank, "has died")
 
     def simulate_stall(self) -> NoReturn:
-        """Stop as after SIGSTOP. Once all other ranks wait, they get an error. Raises Killed once all others have ended."""
+        """Stop as after SIGSTOP. Once all other ranks wait, they get a CommError. Raises Killed once all others have ended."""
         self._world.kill(self.rank, "has stalled")
 
     def _meet(self, op: str, axis: str, x: torch.Tensor, label: str) -> list[torch.Tensor]:

@@ -139,7 +139,7 @@ class Engine(ABC):
 
 
 def engine_of(comm: Comm) -> Engine | None:
-    """Return the Engine of a Comm; None if the Comm has none."""
+    """Return the Engine of a Comm; None if the Comm has none. Wrappers such as :class:`CountingComm` have none."""
     return getattr(comm, "engine", None)
 
 
@@ -185,9 +185,9 @@ class SingleComm:
 
 
 class Call(NamedTuple):
-    """A kind of collective call: operation, mesh axis, and the bytes that this rank sends in one such call.
+    """A kind of collective call: operation, mesh axis, and the bytes that this rank sends to other ranks in one such call.
 
-    ``axis`` is empty for an ``all_to_all`` over all ranks of the mesh.
+    The bytes are those of :func:`sent_nbytes`. ``axis`` is empty for an ``all_to_all`` over all ranks of the mesh.
     """
 
     op: str

@@ -17,11 +17,12 @@ _MOST_CALLS, _MOST_NBYTES = 10_000, 256 << 20
 class SetupCallRecord:
     """A record of the collective calls that this rank makes in the setup, before the first step of training.
 
-    Whenever another rank was restarted, and runs its program from the beginning, this rank makes the recorded calls again.
+    A restarted rank runs its program from the beginning. Meanwhile each other rank makes its recorded calls again, by
+    :meth:`repeat_recorded_calls`. An abandoned record has no calls.
 
     Attributes:
         is_recording: whether calls are being recorded: in the setup, unless the record was abandoned.
-        obstacle: a call that cannot be repeated, after which the record was abandoned; empty if there was none.
+        obstacle: text that names the call because of which the record was abandoned; empty if it was not abandoned.
     """
 
     def __init__(self) -> None:

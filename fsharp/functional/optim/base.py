@@ -352,7 +352,10 @@ def exact_texts(**values: Any) -> dict[str, str]:
 
 
 def leaf_paths(params: Any) -> list[str]:
-    """Return the paths of the leaves in the groups of ``params``."""
+    """Return the paths of the leaves in the groups of ``params``, in order of unit, group and offset.
+
+    A tied leaf is in no group. The ``params`` of an optimizer have no groups of frozen leaves.
+    """
     return [s.unit.path_in_tree(leaf) for s in units_of(params) for g in s.groups for leaf in s.unit.leaves_of_group(g)]
 
 

@@ -82,7 +82,8 @@ def muon(
         A transformation with :class:`MomentumState`. Memory: one value of state for each parameter.
 
     Raises:
-        LayoutError: in ``init``: a leaf is not a matrix, or is cut: then plan with ``atoms=LeafAtom()``.
+        LayoutError: in ``init``: a leaf is not a matrix, or is sharded without ``atoms=LeafAtom()`` in its plan.
+        PatternError: in the first update: a pattern matches no leaf, or no pattern matches a leaf.
 
     Cost: no communication: each rank orthogonalizes the matrices that it holds.
 

@@ -140,9 +140,10 @@ class _OptimizerTrial:
     def first_differing_path(
         self, expected: Sequence[Vectors], found: Sequence[Vectors], piece: int | None = None
     ) -> str | None:
-        """Return the path of the first leaf whose updates differ between ``expected`` and ``found``; None if none does.
+        """Return the path of the first leaf whose updates in ``expected`` and ``found`` are not close; None if all are.
 
-        ``piece``: the piece of the flat buffers whose updates are ``found``; None if ``found`` are updates of whole leaves.
+        Both have the updates of each step. Close: see :func:`isclose`. ``piece``: the piece of the flat buffers whose updates
+        are ``found``; None if ``found`` are updates of whole leaves.
         """
         for step, same in zip(expected, found, strict=True):
             for group, x, y in zip(self._groups, step, same, strict=True):

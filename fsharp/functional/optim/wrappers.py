@@ -93,7 +93,7 @@ def all_finite(tree: Any, *, comm: Comm) -> bool:
 
 
 def _buffers_without_padding(node: Sharded, rank: int) -> Iterator[torch.Tensor]:
-    """Yield the parts of a node's buffers between padding, whose gradient a loss that uses the buffers may make infinite."""
+    """Yield views of a node's buffers without padding. A loss that uses the buffers may make padding's gradient infinite."""
     for g, x in zip(node.groups, node.buffers, strict=True):
         begin = 0
         for gap in padding_in_run(node.unit, g, node.unit.local_start(g, node.place, rank), len(x)):

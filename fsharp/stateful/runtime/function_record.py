@@ -20,21 +20,21 @@ _MAX_SEEN_PROGRAMS = 256
 _MAX_COMPILED_SCHEDULES = 16
 """Largest number of schedules to keep, each with views of the arena."""
 _MAX_LEFT_CALLS = 3
-"""Number of calls in a row that leave their schedule, after which calls follow no schedule until a program occurs again."""
+"""Value of ``num_calls_off_schedule`` from which on a program is compiled only when it occurs again."""
 
 
 class RecordedPrograms:
     """The recorded programs and schedules of one function.
 
-    A new program is compiled. After three calls in a row that have left their schedule, a program is compiled only when it
-    occurs again. The next program is predicted from the last two programs. If these two occurred before, the program that
-    followed then is expected. If not, the last program is expected again, unless three calls in a row have left schedules.
+    A new program is compiled. From ``num_calls_off_schedule == 3`` on a program is compiled only when it occurs again. The next
+    program is predicted from the last two programs. If these two occurred before, the program that followed then is expected.
+    If not, the last program is expected again, unless ``num_calls_off_schedule`` is 3 or more.
 
     Attributes:
         bound: schedules that are bound to the current arena, by id of the schedule.
         pinned: the schedule that the user has chosen by ``follow()``, until a call leaves this schedule.
         num_unscheduled_calls: number of calls with collectives that did not follow a schedule to the end.
-        num_calls_off_schedule: number of consecutive calls that have left their schedule.
+        num_calls_off_schedule: number of calls that have left their schedule since a call last followed one to the end.
     """
 
     def __init__(self) -> None:

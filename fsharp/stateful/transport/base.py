@@ -92,8 +92,9 @@ class Transport(ABC):
     ) -> list[Work]:
         """Begin to sum this rank's part of each buffer over the ``n`` ranks along an axis, in one reduce_scatter.
 
-        NCCL and other backends of devices add in the dtype of ``x``, and cast the sum to ``out_dtype``.
-        The result of a summand's Work is the sum: ``out``, or memory valid until a write to ``x`` or ``scratch``.
+        NCCL and other backends of devices add in the dtype of ``x``, and cast the sum to ``out_dtype``; gloo adds in
+        ``out_dtype``. ``x`` may be overwritten if its ``out`` is None or has another dtype. The result of a summand's Work is
+        the sum: ``out``, or memory valid until a write to ``x`` or ``scratch``.
         """
         xs = [each.x for each in summands]
         if self.counters:
@@ -149,7 +150,7 @@ class Transport(ABC):
 
     @abstractmethod
     def all_to_all(self, x: torch.Tensor, out: torch.Tensor, axis: str, label: str) -> Work:
-        """Begin to send part ``i`` of ``x`` to the rank at coordinate ``i``. Part ``i`` of ``out`` gets that rank's part."""
+        """Begin to send ``x`` and receive ``out`` in equal flat parts: part ``i`` to and from the rank at coordinate ``i``."""
 
     def reduce_scatter_encoded(
         self,

@@ -40,7 +40,7 @@ class NcclTransport(Transport):
         return [Work(result=out if target is out else out.copy_(target))]
 
     def all_reduce_unpacked(self, summands: Sequence[Summand], axis: str, label: str) -> list[Work]:
-        """Sum the only summand by the backend in the dtype of ``x``, and cast the sum to the dtype of ``out``."""
+        """Sum the only summand in the dtype of ``x``: in ``out``, or in ``scratch`` and cast, if ``out`` has another dtype."""
         x, out = summands[0].x, summands[0].required_out
         target = out if out.dtype == x.dtype else summands[0].scratch.view(x.dtype)[: len(x)]
         dist.all_reduce(target.copy_(x), group=self.groups("reduce", axis))

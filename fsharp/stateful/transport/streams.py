@@ -48,7 +48,7 @@ class Lanes:
         return _NO_CONTEXT
 
     def stream_wait_ops(self, after: Sequence[OpKey]) -> None:
-        """Make the current stream wait for the ops ``after`` on other lanes."""
+        """Make the current stream wait for the ops ``after``, except ops without an event: not run on a lane, or released."""
         for number, i in after:
             event = self._events.get(number, {}).get(i)
             if event is not None:
@@ -82,7 +82,7 @@ class Lanes:
 
 
 class DeviceLanes(Lanes):
-    """The lanes of one scheduler on an accelerator: streams, ordered by events. The host does not wait for the lanes."""
+    """The lanes of one scheduler on an accelerator: streams, ordered by events. The host waits only in ``synchronize_op``."""
 
     has_streams = True
 

@@ -313,7 +313,7 @@ class ShardedTensorOwner(Protocol):
         """Return the Comm for collectives between steps. All ranks call this method."""
 
     def wait_before_write(self) -> None:
-        """Wait for collectives under way that read or write the module's parameters."""
+        """Wait for collectives under way that read or write the module's parameters. On a device the current stream waits."""
 
     def add_write_to_comm_labels(self, part: ShardedTensor, what: str) -> None:
         """Let ranks compare ``what``, text about a write to ``part``, if ``part`` is a parameter or a gradient."""
@@ -331,7 +331,7 @@ class ShardedTensorOwner(Protocol):
         """Release the gradient of one parameter."""
 
     def check_can_unscale(self) -> None:
-        """Raise an error if a GradScaler cannot divide the module's gradients by a loss scale."""
+        """With ``Precision(feedback=True)`` set residuals, which have the loss scale, to zero, and raise a ScheduleError."""
 
     def differentiate(self, outputs: Any, inputs: Sequence[torch.Tensor], **options: Any) -> Sequence[torch.Tensor | None]:
         """Run ``torch.autograd.grad`` with respect to parameters of the module."""
@@ -387,7 +387,7 @@ def _check_no_autograd(name: str, rows: Sequence[Sequence[Any]], cut: Sequence[S
 def _full_in_backward(x: Any) -> Any:
     """Return ``x``, with full parameters in place of parts whose unit is in its backward. ``x`` may be a list or tuple.
 
-    Activation checkpointing recomputes forwards in a backward.
+    Activation checkpointing recomputes forwards in a backward. Raises LayoutError in compiled code that uses such a part.
     """
     if isinstance(x, ShardedTensor) and isinstance(x, nn.Parameter):
         whole = owner.full_parameter_in_backward(x) if (owner := x.owner()) is not None else None
@@ -434,7 +434,10 @@ def _reduce_each_tensor(name: str, tensors: Sequence[torch.Tensor], reduction: R
 def _elementwise(
     func: Callable[..., Any], name: str, args: Sequence[Any], kwargs: Mapping[str, Any], rows: Sequence[Sequence[Any]]
 ) -> Any:
-    """Call an elementwise function on this rank's elements, and return parts. ``rows``: for each result, its arguments."""
+    """Call an elementwise function on this rank's elements. Return parts, or the first argument of an in-place function.
+
+    ``rows``: the arguments of each result; foreach functions have several. Raises LayoutError if a row is cut in two ways.
+    """
     likes = [next((x for x in row if isinstance(x, ShardedTensor) and not x.is_whole_on_every_rank), None) for row in rows]
     for row, like in zip(rows, likes, strict=True):
         if like is None:
@@ -470,9 +473,8 @@ def _call_naming_part(call: Callable[[], Any], name: str, part: ShardedTensor) -
 def _own_elements(x: Any, likes: Sequence[ShardedTensor | None]) -> Any:
     """Return the elements of an argument ``x`` that this rank combines with its part ``likes[0]``.
 
-    For a part these are its local elements. For a whole tensor they are the elements at the places of ``likes[0]``. Scalars
-    and other values are returned unchanged, and so are whole tensors if ``likes[0]`` is None. Item ``i`` of a list ``x``
-    belongs to ``likes[i]``.
+    For a part these are its local elements, for a whole tensor the elements at the places of ``likes[0]``. Other values, and
+    whole tensors if ``likes[0]`` is None, are returned unchanged. Item ``i`` of a list ``x`` belongs to ``likes[i]``.
     """
     like = likes[0]
     if isinstance(x, list | tuple):
