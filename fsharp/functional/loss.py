@@ -22,11 +22,13 @@ from fsharp.torch_compile import disable_compile
 
 
 class Loss(NamedTuple):
-    """A loss as a weighted sum and its weight, which can be added over microbatches and ranks.
+    """A loss as a weighted sum and its weight, which steps add over microbatches and ranks.
+
+    To add two losses, write ``Loss(a.sum + b.sum, a.weight + b.weight)``: ``a + b`` joins the tuples.
 
     Attributes:
         sum: weighted sum of the losses of all samples or tokens; a scalar tensor.
-        weight: sum of the weights, such as the number of tokens; a scalar tensor.
+        weight: sum of the weights, such as the number of tokens; a scalar tensor. A loss function may also return a number.
     """
 
     sum: torch.Tensor
@@ -53,10 +55,12 @@ class Metrics(NamedTuple):
 def loss_sum_and_weight(value: Any, where: str = "value_and_grad()") -> Loss:
     """Return the result of a loss function as a sum and a weight.
 
-    Raises LossError unless the value is a floating-point scalar, which is a mean with weight 1, or a pair of such a scalar and
-    a weight. The weight is a number or a scalar tensor without gradient. In a plain pair, a tensor has to be an integer tensor,
-    as a floating-point tensor could be a metric; in a :class:`Loss` it may be either. A weight that is negative, infinite or
-    NaN is refused if it is a number, or if weight and loss are on a CPU.
+    The result is a mean, which gets weight 1, or a pair of a weighted sum and its weight. Mean and sum are floating-point
+    scalars. The weight is a number or a scalar tensor without gradient. A weight in a plain pair must not be a floating-point
+    tensor, which could be a metric; in a :class:`Loss` it may be one. Any other result is a LossError.
+
+    A weight that is negative, infinite or NaN is a LossError too. This is checked if the weight is a number, or if weight and
+    loss are on a CPU and no transform of torch.func is active.
     """
     is_pair = isinstance(value, tuple) and len(value) == 2
     total, weight = value if is_pair else (value, 1.0)

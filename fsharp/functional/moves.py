@@ -68,7 +68,8 @@ def gather(tree: Tree, *, comm: Comm, to: PlaceName = "full") -> Tree:
     Args:
         tree: a :class:`Sharded`, or a pytree that contains some.
         comm: the ranks.
-        to: the target place, by name or as a :class:`~fsharp.layouts.MeshPlacement`. ``"full"`` gathers all to every rank.
+        to: the target place: ``"params"``, ``"grads"``, ``"optim"``, ``"full"``, or a :class:`~fsharp.layouts.MeshPlacement` of
+            the unit's strategy. ``"full"`` gathers all to every rank.
 
     Returns:
         The tree with its units in the target place. ``Sharded.tree()`` of a full unit returns the user's subtree. A buffer that
@@ -77,8 +78,9 @@ def gather(tree: Tree, *, comm: Comm, to: PlaceName = "full") -> Tree:
     Raises:
         TreeError: the tree has no unit, or a unit or ``to`` is a partial sum.
         TreeError: the call is under ``torch.func.linearize``.
-        TreeError: in a loss, encoded parameters would get no gradient: they are not those that the loss function was given, or
-            ``to`` is not ``"full"``.
+        TreeError: in a loss, encoded parameters would get no gradient. There they can be gathered only if the loss function got
+            them as parameters, and only to ``"full"``.
+        LayoutError: ``to`` is not a place of a unit's strategy.
         MeshError: ``comm`` is on another mesh than the tree.
 
     Cost: for each gathered axis of ``n`` ranks a rank sends ``(n - 1)`` times the bytes that it holds by then. Slices cost

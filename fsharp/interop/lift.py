@@ -382,7 +382,7 @@ def _is_inner_product(values: Sequence[Any], params: Mapping[str, Any]) -> bool:
 
 
 def _dtype_limits(dtype: Any) -> tuple[Any, Any]:
-    """Return the smallest and the largest value of a dtype."""
+    """Return the least and the greatest value of a dtype: ``-inf`` and ``inf`` for a floating-point dtype."""
     if dtype == jnp.bool_:
         return False, True
     if jnp.issubdtype(dtype, jnp.integer):

@@ -145,10 +145,13 @@ def check_names(where: str, values: Mapping[str, Any], taken: tuple[str, ...]) -
 
 
 def plain_values(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return values as numbers, texts, lists and dicts. Infinite numbers and NaN are kept.
+    """Return values for :meth:`Logger.log` as numbers, texts, None, lists and dicts, nested as before.
+
+    Infinite numbers and NaN are kept. A timeline or a layout becomes a dict.
 
     Raises:
-        OptionError: a value is of another kind, or two values have one name once names of nested values are joined by ``/``.
+        OptionError: a value is neither None nor of a kind that :meth:`Logger.log` takes, or is nested too deeply.
+        OptionError: two values would have the same name if the names of nested values were joined by ``/``.
     """
     plain = {str(name): _plain_value(str(name), value) for name, value in _without_timelines_layouts(values).items()}
     names = Counter(name for name, _ in named_leaves(plain, "/"))

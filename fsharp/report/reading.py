@@ -19,7 +19,8 @@ _LAST_TIME = 4e12  # the limit of a browser's dates
 class RunLog:
     """The values, events and timelines in the log of a run.
 
-    After an interruption a run makes the steps after its newest checkpoint again. Only the last values of a step are kept.
+    A start of the run removes the values from its step on, and later checkpoints, as the run makes these steps again. Events
+    stay. If a step has several values of one name, the last is kept.
 
     Attributes:
         series: by name, numbers by step.

@@ -75,7 +75,11 @@ def _timelines_page(timelines: Mapping[str, Timeline], title: str, *, has_times:
 
 
 def html_page(title: str, body: str, data: Mapping[str, Any], *scripts: str) -> str:
-    """Return a page: ``page.html`` with a title, a body, the values to draw, ``step.js`` and other scripts."""
+    """Return a page: ``page.html`` with a title, a body, the values to draw, ``step.js`` and other scripts.
+
+    ``title`` is plain text, ``body`` is HTML, and ``scripts`` are names of files in this folder. Without ``scripts`` the page
+    draws one step. Raises ValueError if ``data`` has infinite numbers or NaN.
+    """
     folder = Path(__file__).parent
     values = json.dumps(data, allow_nan=False, separators=(",", ":"))
     code = [(folder / name).read_text("utf-8") for name in ("step.js", *scripts)]

@@ -33,7 +33,9 @@ def from_huggingface(
         config: config of the new checkpoint, a value that JSON can hold.
 
     Raises:
-        CheckpointError: the files are damaged, or have other objects than tensors, numbers and texts.
+        CheckpointError: files are missing or damaged, or have other objects than tensors, numbers, booleans and texts.
+        CheckpointError: JSON cannot hold ``config``, or ``step`` is negative or too large.
+        OptionError: an argument has a wrong type.
 
     Cost: reads the files once, and writes as much as :func:`~fsharp.checkpoint.save` does. Memory: one tensor.
     """

@@ -121,9 +121,10 @@ def _record_and_description(storage: Storage, folder: str, name: str) -> tuple[F
 
 
 def describe_file(storage: Storage, path: str) -> FileDescription:
-    """Recognize a file of safetensors or ``torch.save`` by its first bytes, and return the names and offsets of its tensors.
+    """Recognize a file of safetensors or ``torch.save`` by its first bytes, and describe its tensors and values.
 
-    Raises CheckpointError if the file is neither.
+    The elements of tensors are not read. Raises CheckpointError if the file is neither, is damaged, or has other objects than
+    tensors, numbers and texts.
     """
     size = storage.nbytes(path)
     head = bytearray(min(16, size))

@@ -70,7 +70,12 @@ def unit_to_json(unit: UnitLayout) -> dict[str, Any]:
 
 
 def unit_from_json(data: dict[str, Any], mesh: Mesh) -> UnitLayout:
-    """Return the unit in a dict of :func:`unit_to_json`, on ``mesh``; LayoutError for numbers that no plan has."""
+    """Return the unit in a dict of :func:`unit_to_json`, on ``mesh``.
+
+    Raises LayoutError if the number of parts contradicts the strategy, a leaf lies outside its buffer, or a dtype, format or
+    class is unknown. Raises StrategyError if ``mesh`` has other axes than the strategy. For a dict of another form raises
+    KeyError, TypeError, ValueError or another built-in error.
+    """
     rules = {axis: AxisRule(*map(Placement, kinds)) for axis, kinds in data["strategy"].items()}
     leaves = tuple(
         Leaf(path, tuple(shape), dtype_named(dtype), _atom_from_json(atom), group, offset, tuple(tied) if tied else None)

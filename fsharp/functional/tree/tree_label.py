@@ -29,7 +29,7 @@ class TreeLabel:
 
     @property
     def text(self) -> str:
-        """The name as text; empty if not all ranks have made the first tree together."""
+        """The name as text, such as ``tree 1 at update 3, mapped 2x``; empty if ``tree`` is empty."""
         changes = f", replaced {self.num_replaced}x" * bool(self.num_replaced) + f", mapped {self.num_mapped}x" * bool(
             self.num_mapped
         )

@@ -70,17 +70,16 @@ class Trace:
         return median_times_by_unit(times)
 
     def update_time(self) -> float:
-        """Return median seconds of the optimizer step, without waits, for ``Hardware(update_s=)``; 0 without updates."""
+        """Return the median over steps of the seconds of the optimizer step, without waits, for ``Hardware(update_s=)``.
+
+        A step without an update counts as 0 seconds. Raises ScheduleError if nothing was recorded.
+        """
         updates = kinds_where(lambda spec: spec.cost == "update")
         return median(sum(span.seconds for span in self_spans(rows) if span.kind in updates) for _, rows in self.ended_steps())
 
     @api_boundary
     def ended_steps(self) -> list[tuple[tuple[float, float], list[TraceRow]]]:
-        """Return ``((start, stop), rows)`` for each step that has ended, in order.
-
-        Raises:
-            ScheduleError: nothing was recorded.
-        """
+        """Return ``((start, stop), rows)`` for each ended step, in order. Raises ScheduleError if nothing was recorded."""
         if not self.rows:
             raise ScheduleError("Trace: nothing was recorded.")
         rows: list[list[TraceRow]] = [[] for _ in self.steps]

@@ -76,7 +76,10 @@ class ArenaOverlapCheck(ScheduleCheckPass):
             self._mark_live(i, (PARAMS, unit), order.ops[i].memory)
 
     def check_op(self, i: int, op: Op, spec: OpSpec) -> None:
-        """Record the owner and the readers of each byte of the arena. Raise an error if two owners overlap in time."""
+        """Record the owner and the readers of the bytes that ``op`` uses. Raise an error if two owners overlap in time.
+
+        Other errors: a read before the fill, a change or free during a read, a moved buffer, a gradient opened twice or never.
+        """
         self._check_filled_before_reads(i, op, spec)
         self._check_buffer_use(i, op, spec)
         self._check_opens(i, op, spec)

@@ -108,7 +108,9 @@ def state_join_key(state: Mapping[str, Any]) -> Hashable:
 
 
 class ClassUpdates:
-    """The updates of a ShardedOptimizer by an optimizer class, and the state that the class keeps.
+    """The updates of the parameters of ``session`` by the class ``optimizer``, and the state that the class keeps.
+
+    All ranks construct the object. AgreementError if class, groups or options differ. Other errors: see ShardedOptimizer.
 
     Args:
         groups: the parameter groups. Options that the class adds are added to these dicts.
@@ -187,8 +189,7 @@ class ClassUpdates:
     def _recut_by_labels(self, labels: Sequence[Mapping[str, Hashable]], states: Mapping[str, Mapping[str, Any]]) -> None:
         """Cut this rank's buffers anew, into slices of neighbouring leaves with equal labels, and join the leaves' states.
 
-        ``labels``: for each parameter group, the label of each leaf by path. ``states``: the optimizer state of each leaf by
-        path. The state of a slice has the values of its leaves.
+        ``labels``: for each group, the label of each leaf by path. ``states``: the optimizer state of each leaf by path.
         """
         known: dict[Hashable, int] = {}
         self._labels = [{path: known.setdefault(new, len(known)) for path, new in each.items()} for each in labels]

@@ -151,7 +151,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     @api_boundary
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Raise an error, as groups cannot be added later: pass all of them to ``ShardedOptimizer()``."""
+        """Add a group while the constructor runs. Later calls raise a TreeError: pass all groups to ``ShardedOptimizer()``."""
         if self._is_made:
             raise TreeError("add_param_group(): groups cannot be added later: pass all groups to ShardedOptimizer().")
         super().add_param_group(param_group)

@@ -23,8 +23,8 @@ class CastDtypes(NamedTuple):
 def casts_by_module(rules: Mapping[str, Precision], chosen: Iterable[str], leaves: Collection[str]) -> dict[str, CastDtypes]:
     """Return, by path, the casts of the root and of each module in ``chosen`` whose precision asks for casts.
 
-    The precision of a module is the last rule whose pattern selects its path. If no parameter inside of the module has this
-    precision, a LayoutError is raised. ``leaves``: paths of all parameters.
+    The precision of a module is the last rule whose pattern selects its path, else ``Precision()``. Raises LayoutError if no
+    parameter inside of a module in ``chosen`` has this precision. ``leaves``: paths of all parameters.
     """
     of_leaf = value_by_path("shard_module(precision=...)", rules, leaves := list(leaves), default=Precision())
     casts = {}

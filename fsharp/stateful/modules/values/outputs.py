@@ -24,7 +24,7 @@ _LAZY_TYPES = (types.GeneratorType, types.CoroutineType, types.AsyncGeneratorTyp
 
 @lru_cache(maxsize=1024)  # a search meets hundreds of objects of a few classes; a program may make classes without end
 def _search_kind_of_class(cls: type) -> Literal["tensor", "lazy", "opaque", "open"]:
-    """Return the kind of a class in a search: a tensor, a lazy iterator, opaque (without tensors), or open (to be searched)."""
+    """Return what a search does with a class: take ``tensor``, skip ``opaque``, skip or refuse ``lazy``, search ``open``."""
     if issubclass(cls, torch.Tensor):
         return "tensor"
     if issubclass(cls, _LAZY_TYPES):
@@ -33,10 +33,10 @@ def _search_kind_of_class(cls: type) -> Literal["tensor", "lazy", "opaque", "ope
 
 
 def tensors_in(value: Any, given_by: str | None = None) -> list[torch.Tensor]:
-    """Return all tensors that can be reached from a value, except through modules.
+    """Return each tensor that can be reached from a value, but not through modules, functions, classes or autograd nodes.
 
-    ``given_by``: path of the module that returned the value. Then a generator or other iterator in the value is an error, as
-    it may compute after parameters are released.
+    Generators, coroutines, ``map``, ``zip`` and ``filter`` are not searched either. ``given_by``: path of the module that
+    returned the value. With a path such an object is a TreeError, as it may compute after parameters are released.
     """
     if isinstance(value, torch.Tensor):  # most modules return a tensor
         return [value]
@@ -67,9 +67,9 @@ def map_tensors(
 ) -> Any:
     """Return ``value`` with ``change(tensor)`` in place of each tensor in it; ``value`` itself if no tensor changes.
 
-    Tensors are found in torch's pytrees and in dataclasses. With ``in_place``, lists, dicts and dataclasses are changed, not
-    copied. Objects of other classes stay as they are. If ``change`` would replace a tensor in such an object of the class
-    ``refused_class``, a TreeError is raised, which begins with ``error_start``.
+    Tensors are replaced in torch's pytrees and in dataclasses. With ``in_place``, lists, dicts and dataclasses are changed, not
+    copied. Other objects stay as they are. An object of ``refused_class``, by default each of them, is a TreeError if
+    ``change`` would replace a tensor in it. The message begins with ``error_start``.
     """
     if isinstance(value, torch.Tensor):
         return change(value)
@@ -106,7 +106,7 @@ def map_tensors(
 
 
 def replace_tensors_in_place(value: Any, old: Sequence[torch.Tensor], new: Sequence[torch.Tensor], path: str) -> Any:
-    """Return ``map_tensors(value, ..., in_place=True)`` with ``new`` in place of ``old``. ``path``: the module, for errors."""
+    """Return ``value`` with ``new`` for ``old``, in place: see :func:`map_tensors`. Its TreeError names the module ``path``."""
     by_id = {id(a): b for a, b in zip(old, new, strict=True) if a is not b}
     what = f"module {path or 'the root'!r} returns or keeps a parameter, or a tensor that has to be replaced by another,"
     return map_tensors(value, lambda x: by_id.get(id(x), x), what, in_place=True) if by_id else value
