@@ -101,9 +101,9 @@ def save_time_of(path: str) -> float:
 
 
 def is_foreign_checkpoint(names: Collection[str]) -> bool:
-    """Return whether a folder with files of these names is a checkpoint of another library.
+    """Return whether a folder with files of these names is a checkpoint of Hugging Face.
 
-    A folder that holds checkpoint folders is a root, whichever other files are in it.
+    A folder that also holds checkpoint folders is a root, so the result is False, whichever other files are in it.
     """
     return huggingface.is_huggingface_folder(names) and not any(map(_FOLDER_PATTERN.fullmatch, names))
 

@@ -106,10 +106,14 @@ def check_matches(
     cast: bool,
     strict: bool,
 ) -> tuple[set[str], list[tuple[str, str]]]:
-    """Compare the tree ``wanted`` with the checkpoint at ``path``. Raise one TreeError that lists all errors.
+    """Compare the tree ``wanted`` with the checkpoint at ``path``. If there are errors, raise one TreeError that lists all.
 
-    Return the names of leaves that keep their given values, as the checkpoint lacks them. Also return rows for a warning about
-    differences that are not errors. With ``strict`` both are empty.
+    Return the names of leaves that keep their given values, as the checkpoint lacks them. Also return rows
+    ``(name, difference)`` for a warning. With ``strict`` such differences are errors, and both results are empty. A checkpoint
+    without any leaf of the tree is always an error.
+
+    ``stored`` returns the name in the checkpoint for a name in the tree. ``names``: names of tensors in the checkpoint, from
+    :func:`source_names`. Other names in the checkpoint are compared only if they begin with ``prefix``.
     """
     rows, kept, passed = list[tuple[str, str]](), set[str](), list[tuple[str, str]]()
 

@@ -37,7 +37,7 @@ class KeyStore(Protocol):
         """Replace the value of a key."""
 
     def get(self, key: str, /) -> bytes:
-        """Return the value of a key."""
+        """Return the value of a key. If there is none yet, wait; RuntimeError after the store's timeout."""
 
     def check(self, keys: list[str], /) -> bool:
         """Return whether all keys have values."""

@@ -95,7 +95,7 @@ class Outcome:
             self._error = error
 
     def wake_waiters(self) -> None:
-        """Wake the callers that wait for the job."""
+        """Mark the job as done, and wake the callers that wait for it."""
         self._has_landed = True  # set first: Ctrl-C may interrupt a waiting caller, and leave the lock in any state
         self._under_way.release()
 
@@ -141,7 +141,7 @@ class CollectiveOutcome(Outcome):
         return self.landed_s if self.second is None else self.second.done_at_s
 
     def wake_waiters(self) -> None:
-        """Record the time, and wake the callers that wait for the collective."""
+        """Record the time, mark the collective as done, and wake the callers that wait for it."""
         self.landed_s = time.perf_counter()
         super().wake_waiters()
 

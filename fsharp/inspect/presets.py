@@ -76,8 +76,9 @@ def model_time_options(
 ) -> dict[str, Any]:
     """Return the options ``compute_times`` and ``update_s`` of :class:`~fsharp.inspect.Hardware` for a model.
 
-    The forward of a unit with ``n`` parameters takes ``2 * n * tokens`` operations, ``flops`` in a second. The backward takes
-    ``backward`` times as many. The optimizer is Adam on float32, bound by ``memory_bandwidth``.
+    The forward of a unit with ``n`` parameters takes ``2 * n * tokens / flops`` seconds: ``tokens`` of one rank's microbatch,
+    ``flops`` a second. The backward takes ``backward`` times as long. ``update_s`` is for an update of all parameters on one
+    rank, by Adam on float32, bound by ``memory_bandwidth`` in bytes a second.
     """
     used = {unit.name or "(root)": sum(group.used for group in unit.groups) for unit in layout.units}
     forward = {unit: 2 * n * tokens / flops for unit, n in used.items()}

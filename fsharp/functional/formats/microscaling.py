@@ -118,9 +118,10 @@ def is_known_true(x: torch.Tensor) -> bool:
 
 
 def power_of_two(exponent: torch.Tensor) -> torch.Tensor:
-    """Return 2**exponent in float32; 2**-127 for smaller powers.
+    """Return 2**exponent in float32, for int32 exponents from -383 to 128: 2**-127 below -127, and infinity for 128.
 
-    ``x * power_of_two(exponent)`` has the bits of ``torch.ldexp(x, exponent)``, which takes forty times as long on a CPU.
+    From -127 to 127 ``x * power_of_two(exponent)`` has the bits of ``torch.ldexp(x, exponent)``, which takes forty times as
+    long on a CPU.
     """
     least = 1 << 22  # the bits of 2**-127, which is subnormal
     return (exponent + _BIAS << 23).clamp(min=least).view(torch.float32)

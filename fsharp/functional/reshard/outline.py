@@ -66,6 +66,8 @@ def outline_to_bytes(tree: Any) -> bytes:
 def outline_from_bytes(data: bytes, device: torch.device) -> Any:
     """Return the tree that :func:`outline_to_bytes` wrote. Its sharded buffers are on the meta device, without data.
 
+    Its other tensors are on ``device``, with their values.
+
     Raises TreeError if the bytes are damaged, or name a class whose module this process has not imported.
     """
     try:

@@ -56,7 +56,7 @@ def reshard(
     Args:
         tree: a :class:`~fsharp.TrainState`, or a pytree of trees of :class:`~fsharp.Sharded`. Other tensors are copied, and
             other leaves kept. The ranks of ``comm`` that pass a tree form the old mesh, ordered by rank. All other ranks pass
-            None.
+            None, and get other tensors and leaves from the first rank with a tree.
         layout: the new layout, from :func:`~fsharp.plan` for a tree with equal leaves; the same on all ranks.
         comm: a Comm with all ranks of the old and the new mesh, on one of these meshes or on a third one.
         ranks: the ranks of ``comm`` that form the new mesh, in rising order. None means the first ranks of ``comm``.
@@ -67,7 +67,7 @@ def reshard(
         donate: release old buffers unit by unit. ``tree`` cannot be used afterwards, and is lost if an error occurs while data
             move.
         buffer_nbytes: upper bound of the memory for messages, which is in use beside old and new shards. If ``comm`` has ``n``
-            ranks, a message has at most ``buffer_nbytes // (2 * n - 1)`` bytes.
+            ranks, a message has at most ``buffer_nbytes // (2 * n - 1)`` bytes, which has to be at least 16.
 
     Returns:
         The tree with a :class:`~fsharp.Sharded` for each unit of ``layout``; None on ranks outside of the new mesh. Buffers are
@@ -76,9 +76,11 @@ def reshard(
     Raises:
         TreeError: the tree lacks units or has other leaves, or a unit is donated, partial or gathered.
         LayoutError: leaves differ between tree and layout, or an option is out of range.
-        LayoutError: a unit of ``layout`` has a format that encodes whole leaves, and ``comm`` is on another mesh.
+        LayoutError: a unit of ``layout`` has a format that encodes whole leaves, and the mesh of ``comm`` is not the
+            layout's.
         MeshError: the ranks do not fit the meshes.
-        AgreementError: ranks have different arguments, or another rank failed. Nothing is sent.
+        AgreementError: ranks have different arguments, or another rank failed. No shard is sent, unless a rank failed to
+            encode moved parameters.
 
     Cost: the bytes of :func:`reshard_sent_nbytes`, some hundred bytes for each axis to compare arguments, and 8 bytes for each
     unit and tree. Memory: old and new shards, and ``buffer_nbytes``; with ``donate`` an old unit is released once it has moved.

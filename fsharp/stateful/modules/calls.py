@@ -117,7 +117,7 @@ def replacing_buffers_by_copies(root: nn.Module) -> Iterator[list[tuple[torch.Te
 
 
 def check_no_added_parameters(module: nn.Module, path: str) -> None:
-    """Raise a TreeError if ``module``, at ``path``, got a parameter that requires a gradient after it was sharded."""
+    """Raise a TreeError if ``module``, at ``path``, or a submodule gathered with it has an unsharded parameter to train."""
     modules = [module]
     for each in modules:
         for parameter in each._parameters.values():

@@ -163,7 +163,7 @@ class ModuleStep:
 
     @api_boundary
     def _end_backward(self) -> None:
-        """End the microbatch of a backward pass. Outside of ``accumulate()`` reduce gradients, and divide the sums."""
+        """End a backward's microbatch. Outside of ``accumulate()`` reduce gradients to means over ranks, and call hooks."""
         step, self._backward_id = self.open_step, -1
         if step is None or step.uses.forward:  # a forward has called this backward, so the microbatch is not over
             return

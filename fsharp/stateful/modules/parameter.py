@@ -107,7 +107,7 @@ class ShardedParameter(ShardedTensor, nn.Parameter):
 
 
 def iter_leaves_and_parts(node: Sharded, rank: int) -> Iterator[tuple[str, Leaf, torch.Tensor]]:
-    """Yield each leaf of a node with its path and this rank's elements: a view of a buffer, which may be empty."""
+    """Yield ``(path, leaf, elements)`` for each leaf: the elements on this ``rank``, maybe none, as a 1-D view, or decoded."""
     here = node.local_leaves(rank)
     for group, buffer in zip(node.groups, node.buffers, strict=True):
         for leaf in node.unit.leaves_of_group(group):

@@ -75,8 +75,7 @@ def shard_module(
         model = fs.shard_module(model, strategy=fs.zero3("dp"), units=[Block])
         optimizer = fs.ShardedOptimizer(model.parameters(), torch.optim.AdamW, lr=3e-4)
         for batch in data:
-            loss = model(**batch).loss
-            loss.backward()
+            model(**batch).loss.backward()
             model.clip_grad_norm_(1.0)
             optimizer.step()
             optimizer.zero_grad()
@@ -106,7 +105,7 @@ def shard_module(
         initialize: function that fills the tensors of a submodule on the meta device, in place of its ``reset_parameters()``.
             For a model of transformers pass ``model._init_weights``. The function is called for a submodule first, and then for
             the modules around it, which may change the submodule's values. The function is not called for an outer module that
-            has values already, itself or in a submodule.
+            was passed with a tensor that is not on the meta device, its own or a submodule's.
         sync_from: rank whose parameters and buffers all ranks take. Other ranks may pass a module on the meta device. None
             means that ranks compare their parameters, and raise an error if they differ.
         atoms: as for :func:`~fsharp.plan`; None means single elements, or the atom that a parameter's tensor class needs.

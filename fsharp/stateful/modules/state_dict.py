@@ -142,8 +142,9 @@ def make_parts_whole_(
 ) -> bool:
     """Replace the parts in dicts by whole tensors in host memory, on ``rank``, or on all ranks if ``rank`` is None.
 
-    Return whether this rank has whole tensors now. All ranks have to pass equal keys. Other tensors are copied to host memory.
-    ``kind_of`` returns the kind of a key's value, such as ``"exp_avg"``: a parameter may have a value of each kind.
+    There other tensors are copied to host memory; dicts elsewhere do not change. Return whether this rank has whole tensors.
+    All ranks have to call this function, with equal keys. Raises TreeError if a part varies along an axis of several ranks.
+    ``kind_of`` returns the kind of a key, such as ``"exp_avg"``, by which parts of one parameter are told apart.
     """
     dicts = list(dicts)
     parts = {(kind_of(key), x.path): x for each in dicts for key, x in each.items() if isinstance(x, ShardedTensor)}

@@ -91,7 +91,7 @@ class BucketsByCollective:
 
 
 def _units_in_gradient_order(program: Program) -> list[str]:
-    """Return units in the order in which their gradients are complete, in the first microbatch with a gradient of the unit."""
+    """Return units in the order in which gradients are complete, microbatch by microbatch; each unit at its first place."""
     result = dict[str, None]()
     for events in split_by_microbatch(program.events):
         last = {event.unit: i for i, event in enumerate(events) if event.has_gradient}

@@ -112,8 +112,8 @@ class GradientOps:
     def _emit_encodes(self, spec: OpSpec, units: Sequence[str], after: dict[str, UnplacedOps]) -> dict[str, UnplacedOps]:
         """Emit an op of the kind ``spec``, which encodes a gradient, for each of ``units`` whose gradient travels encoded.
 
-        ``after``: by unit, the ops for which the encode waits. Return, by unit, the ops for which the reduction waits: the
-        encode, or without an encode the ops in ``after``.
+        ``after``: by unit, the ops for which the encode waits. In ``after`` the encode replaces these ops. Return ``after``,
+        which now has the ops for which the reduction waits.
         """
         [phase] = spec.phases
         for unit in units:

@@ -118,6 +118,6 @@ def _sends_copy(chain: ReductionChain, several_uses: bool) -> bool:
 
 
 def _carve_rows(memory: torch.Tensor, rows: Sequence[FlatSizes]) -> list[list[torch.Tensor]]:
-    """Cut ``memory`` into tensors of the sizes in ``rows``, one row after another. Return the tensors of each row."""
+    """Cut ``memory`` by :func:`carve_tensors` into tensors of the sizes in ``rows``, in order. Return each row's tensors."""
     tensors = iter(carve_tensors(memory, [piece for row in rows for piece in row]))
     return [[next(tensors) for _ in row] for row in rows]

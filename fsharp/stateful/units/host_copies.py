@@ -52,11 +52,11 @@ class HostDeviceCopies:
 
 
 class StateOffload:
-    """Moves state to the device before an update, and back to host memory after it. Each tensor is copied once.
+    """Moves state to ``device`` before an update, and back to host memory after it, by one copy of each tensor on ``lanes``.
 
     Args:
         keys: dict from the name of a unit of the state to the unit's key.
-        grads: gradients. State that shares memory with gradients is not copied, as the next step reuses this memory.
+        grads: gradients. State in their memory stays there: the next step's gradients need this memory, so a copy frees none.
         donate: whether host memory may be reused once its values are on the device.
     """
 
@@ -65,9 +65,9 @@ class StateOffload:
         self._spare: dict[tuple[torch.Size, torch.dtype], list[torch.Tensor]] = {}
 
     def move_state(self, tree: Any, params: Any, *, to_host: bool) -> tuple[Any, dict[str, HostDeviceCopies]]:
-        """Return the state ``tree`` in memory of the device, or of the host, and the copies that fill this memory.
+        """Return the state ``tree`` in memory of the device, or of the host, and by unit key the copies to run that fill it.
 
-        Tensors that share memory with gradients or ``params`` (after an update the new ones) stay: a copy would free no memory.
+        Tensors in memory of gradients or ``params``, the present parameters, stay there, as a copy would free no memory.
         """
         moves, moved = dict[str, HostDeviceCopies](), dict[int, torch.Tensor]()
         kept = [x for node in units_of((params, self._grads)) for x in node.raw_buffers if isinstance(x, torch.Tensor)]

@@ -195,7 +195,10 @@ class UnitGradient:
             (torch._foreach_copy_ if is_first else torch._foreach_add_)(targets, given)
 
     def encode(self, *, is_final: bool) -> None:
-        """Encode the gradient for a microbatch's or (``is_final``) the final reduction, if its first stage sends a format."""
+        """Encode the gradient for the reduction of a microbatch, or (``is_final``) for the final one, which takes the result.
+
+        Encodes groups whose first stage sends a format, and overwrites residuals. ``is_final`` waits for earlier reductions.
+        """
         if is_final:
             self.wait()
             self.zero_if_missing()

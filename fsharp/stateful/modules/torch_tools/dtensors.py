@@ -58,7 +58,7 @@ class DTensorSpec:
 
 
 def dtensor_specs(module: nn.Module, comm: Comm) -> dict[str, DTensorSpec]:
-    """Return the specs of the parameters that are DTensors, by path. A DTensor that cannot be sharded further is an error."""
+    """Return the specs of DTensors by path. TreeError for a partial or meta one; MeshError for one on two ranks of ``comm``."""
     ours = set(getattr(comm, "ranks", range(comm.mesh.size)))
     found: dict[str, DTensorSpec] = {}
     for path, parameter in module.named_parameters(remove_duplicate=False):
