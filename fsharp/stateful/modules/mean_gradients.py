@@ -135,8 +135,7 @@ def parameters_without_gradient(units: Sequence[UnitState], comm: Comm, paused: 
 
     Ranks agree by an ``all_reduce`` of one byte for each parameter and axis; axes on which a unit varies are left out. A rank
     that lacks a gradient waits on its CPU for the result. A rank with all gradients only begins the ``all_reduce``; over gloo
-    this waits too.
-    ``paused``: paths of paused parameters. The label of the ``all_reduce`` has their number and one path, for ranks to compare.
+    this waits too. ``paused``: paths of paused parameters; the label, which ranks compare, has their number and one path.
     """
     missing: set[str] = set()
     label = f"which gradients there are, with {len(paused)} parameters paused, such as {min(paused)!r}" if paused else ""

@@ -124,8 +124,7 @@ class ScheduleHandle:
         """Follow ``schedule``, such as an edited :attr:`schedule`, until a call leaves it. Pass an equal one on every rank.
 
         Raises:
-            ScheduleError: ``schedule`` uses memory or gradients wrongly. If ``schedule`` does not fit the units, the next call
-                raises.
+            ScheduleError: ``schedule`` uses memory or gradients wrongly. If it does not fit the units, the next call raises.
         """
         verify(schedule)
         restart_replay.record_and_call(lambda: self.record.programs.pin_schedule(schedule))

@@ -102,8 +102,7 @@ class OpSpec:
         kind: name of the kind.
         phases: phases of a step with such ops.
         stream: stream on which the ops run.
-        when: names of fields of :class:`UnitFacts`. A unit has such ops if one of these fields is not 0 or empty; ``()``: every
-            unit has.
+        when: names of fields of :class:`UnitFacts`. A unit has such ops if one of these fields is not 0 or empty; ``()``: all.
         events: kinds of events. At each event of these kinds one such op is issued; ``()``: the compiler decides.
         follows: another kind. An op of this record is issued after each op of kind ``follows``; empty: the emitter decides.
         reads: buffers that have to be filled before the op.

@@ -46,8 +46,7 @@ def cast_tensors(value: T, dtype: torch.dtype | None) -> T:
     """Return ``value`` with its floating-point tensors cast to ``dtype``; for None ``value`` itself.
 
     Tensors are found in torch's pytrees and in dataclasses, which are copied if a tensor in them has another dtype. All other
-    objects are kept, so their owner sees the module's writes to them. A tensor to cast in another collection, such as a set, is
-    a TreeError.
+    objects are kept, so owners see the module's writes. A tensor to cast in another collection, such as a set, is a TreeError.
     """
     if dtype is None:
         return value
