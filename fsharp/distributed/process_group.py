@@ -256,7 +256,8 @@ class ProcessGroupComm:
     ) -> torch.Tensor:
         """Send ``send[r]`` elements of ``x`` to each rank ``r``, in order. Return ``receive[r]`` elements from each rank.
 
-        Over gloo all ranks first exchange all sizes. AgreementError on all ranks if a rank expects what no rank sends.
+        Over gloo ranks compare the sizes: equal sizes by the label, other sizes in two exchanges of 17 bytes for each rank.
+        AgreementError on all ranks if a rank expects what no rank sends; with equal sizes the error is that of another label.
         """
         try:
             check_parts(x, send, receive, self.mesh.size if axis is None else self.mesh.axis_size(axis))
@@ -269,16 +270,27 @@ class ProcessGroupComm:
                 dist.all_to_all_single(as_bytes(out), as_bytes(x), source, to, group=group)
             else:
                 text = f"{label or _DEFAULT_LABEL}: all_to_all{f' along {axis}' if axis else ''} of {dtype_name(x.dtype)}"
-                sizes = torch.tensor([*send, *receive], device=x.device)
-                sizes_of_ranks = sizes.new_empty(len(send), len(sizes))
-                rows = list(sizes_of_ranks.view(torch.uint8))
-                self._send_and_receive([as_bytes(sizes)] * len(send), rows, axis, f"{text}: sizes")
-                check_sizes_of_ranks(sizes_of_ranks.tolist())
+                if len({*send, *receive}) == 1 and send[0]:
+                    text += f", {send[0]} to each rank"
+                else:
+                    self._check_sizes(torch.tensor([send, receive], device=x.device), axis, text)
                 self._send_and_receive(as_bytes(x).split(to), as_bytes(out).split(source), axis, text)
             return out
         except Exception as error:
             hide_frames(error)
             raise
+
+    def _check_sizes(self, sizes: torch.Tensor, axis: str | None, text: str) -> None:
+        """Raise the error of :func:`check_sizes_of_ranks` on all ranks.
+
+        ``sizes``: ``[2, n]``, the numbers of elements that this rank sends to each rank, and those that it expects.
+        """
+        num = sizes.shape[1]
+        differs = bool((self._exchange_rows(sizes.T, axis, f"{text}: sizes").T.flip(0) != sizes).any())
+        flags = self._exchange_rows(sizes.new_full((num, 1), differs, dtype=torch.uint8), axis, f"{text}: whether sizes differ")
+        if flags.any():
+            everyone = self._exchange_rows(sizes.view(1, -1).expand(num, -1), axis, f"{text}: all sizes")
+            check_sizes_of_ranks(everyone.tolist())
 
     def _group_of_all_ranks(self) -> dist.ProcessGroup:
         """Return a process group of all ranks of the mesh: the group of an axis with all ranks, or one made on first use."""
@@ -289,7 +301,7 @@ class ProcessGroupComm:
             self._whole = job_store.new_group_of(self.ranks, self.limit_s, self.device, is_nccl=self.is_nccl)
         return self._whole
 
-    def _exchange_rows(self, x: torch.Tensor, axis: str, text: str) -> torch.Tensor:
+    def _exchange_rows(self, x: torch.Tensor, axis: str | None, text: str) -> torch.Tensor:
         """Send row ``r`` of ``x`` to rank ``r`` of the axis. Return the rows received, in order of coordinate."""
         out = torch.empty_like(x, memory_format=torch.contiguous_format)
         self._send_and_receive(list(as_bytes(x).view(len(x), -1)), list(as_bytes(out).view(len(x), -1)), axis, text)
