@@ -23,6 +23,7 @@ from fsharp.errors import MeshError
 from fsharp.functional.comm.protocol import (
     Comm,
     CountingComm,
+    EqualParts,
     ReduceOp,
     check_parts,
     check_reduce_op,
@@ -256,8 +257,8 @@ class ProcessGroupComm:
     ) -> torch.Tensor:
         """Send ``send[r]`` elements of ``x`` to each rank ``r``, in order. Return ``receive[r]`` elements from each rank.
 
-        Over gloo ranks compare the sizes: equal sizes by the label, other sizes in two exchanges of 17 bytes for each rank.
-        AgreementError on all ranks if a rank expects what no rank sends; with equal sizes the error is that of another label.
+        AgreementError on all ranks if a rank expects what no rank sends. Over gloo ranks compare the sizes for it, except
+        :class:`EqualParts`, in two exchanges of 17 bytes for each rank.
         """
         try:
             check_parts(x, send, receive, self.mesh.size if axis is None else self.mesh.axis_size(axis))
@@ -270,9 +271,7 @@ class ProcessGroupComm:
                 dist.all_to_all_single(as_bytes(out), as_bytes(x), source, to, group=group)
             else:
                 text = f"{label or _DEFAULT_LABEL}: all_to_all{f' along {axis}' if axis else ''} of {dtype_name(x.dtype)}"
-                if len({*send, *receive}) == 1 and send[0]:
-                    text += f", {send[0]} to each rank"
-                else:
+                if not isinstance(send, EqualParts):
                     self._check_sizes(torch.tensor([send, receive], device=x.device), axis, text)
                 self._send_and_receive(as_bytes(x).split(to), as_bytes(out).split(source), axis, text)
             return out

@@ -19,7 +19,7 @@ from typing import Any, Literal
 import torch
 
 from fsharp.errors import TreeError
-from fsharp.functional.comm.protocol import Comm
+from fsharp.functional.comm.protocol import Comm, EqualParts
 from fsharp.functional.formats.format import Format, MessageFacts, ResidualAndNoise
 from fsharp.tracebacks import api_boundary
 from fsharp.type_checks import cache_signature
@@ -183,7 +183,7 @@ def reduce_scatter_encoded(
     def call(x: torch.Tensor) -> torch.Tensor:
         rows = _split_last_dim(x, n)
         part = rows[0].numel()
-        sizes = [wire.size(part)] * n
+        sizes = EqualParts([wire.size(part)] * n)
         stored = wire.store_summand(rows.reshape(-1), part, residual_and_noise.residual, facts, residual_and_noise.noise_fn)
         received = comm.all_to_all(stored, sizes, sizes, axis=axis, label=label)
         total = wire.sum(received, part, x.dtype, facts).view(rows.shape[1:])

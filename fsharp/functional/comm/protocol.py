@@ -209,6 +209,10 @@ def check_row_per_rank(x: torch.Tensor, n: int) -> None:
         raise MeshError(f"reduce_scatter(): {what}")
 
 
+class EqualParts(tuple[int, ...]):
+    """Numbers of elements that are the same on all ranks of an ``all_to_all``, so that ranks need not compare them."""
+
+
 def check_parts(x: torch.Tensor, send: Sequence[int], receive: Sequence[int], n: int) -> None:
     """Raise a MeshError unless an all_to_all over ``n`` ranks can send all of ``x``, and has a size for each of these ranks."""
     if x.shape != (sum(send),) or len(send) != n or len(receive) != n:

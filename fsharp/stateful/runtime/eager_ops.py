@@ -58,7 +58,6 @@ class EagerOps:
         self._arena_nbytes = 0
         self._joined: set[int] = set()  # ops that compute has waited for since its last op, for ``after`` of its next op
         self._readers: dict[BufferKey, list[int]] = {}  # ops that have read a buffer since its last change
-        self._facts: dict[tuple[str | int, ...], UnitFacts] = {}  # by what they depend on
         self._reducing: BoundOp | None = None  # the reduction under way
         for unit in left_schedule.units.values() if left_schedule is not None else ():  # the arena may overlap the block
             gradient = unit.gradient
@@ -270,10 +269,7 @@ class EagerOps:
 
     def _assumed_facts(self, unit: UnitState, *, trained: bool = True, updated: bool = True) -> UnitFacts:
         """Return a unit's facts for several uses and microbatches, whose numbers are known only when the step ends."""
-        key = unit.key, unit.gradient is None, unit.host_copy_nbytes, trained, updated
-        if key not in self._facts:
-            self._facts[key] = unit.facts(trained=trained, updated=updated, several_uses=True, several_microbatches=True)
-        return self._facts[key]
+        return unit.facts(trained=trained, updated=updated, several_uses=True, several_microbatches=True)
 
     def as_schedule(
         self,

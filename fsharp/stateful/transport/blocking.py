@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 import torch
 
+from fsharp.functional.comm.protocol import EqualParts
 from fsharp.stateful.transport.base import Summand, Transport, Work
 
 
@@ -40,6 +41,6 @@ class BlockingTransport(Transport):
     def all_to_all(self, x: torch.Tensor, out: torch.Tensor, axis: str, label: str) -> Work:
         """Exchange equal parts of ``x``, one for each rank, by the Comm's all_to_all."""
         n = self.comm.mesh.axis_size(axis)
-        sizes = [len(x) // n] * n
+        sizes = EqualParts([len(x) // n] * n)
         out.copy_(self.comm.all_to_all(x, sizes, sizes, axis=axis, label=label))
         return Work()
