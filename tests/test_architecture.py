@@ -284,11 +284,14 @@ record result run span state step storage tensor transformation transport
 """Nouns of class names that need no entry in a glossary: words of programmers, of torch, of training."""
 
 
-def glossary():
-    """The words that the docstring of the package and the table of the page about design explain."""
-    words = re.findall(r"^    (\w[\w ]*?)  +\w", fs.__doc__, re.MULTILINE)
-    table = (ROOT.parent / "docs" / "design.md").read_text().partition("| word | meaning |")[2].partition("\n\n")[0]
-    return set(words) | set(re.findall(r"^\| ([a-z' ]+) \|", table, re.MULTILINE))
+GLOSSARY = (ROOT.parent / "docs" / "glossary.md").read_text()
+ROW = re.compile(r"^\| ([a-z' ]+) \| (.*) \|$", re.MULTILINE)
+
+
+def test_help_and_the_page_explain_a_word_alike():
+    words = re.findall(r"^    (\w[\w ]*?)  +(.*)$", fs.__doc__, re.MULTILINE)
+    public = ROW.findall(GLOSSARY.partition("## Words of the code")[0])
+    assert public[1:] == [(word, re.sub(r":\w+:`~?([^`]+)`", r"`\1`", meaning).replace("``", "`")) for word, meaning in words]
 
 
 def test_no_file_has_the_name_of_a_function_that_its_folder_exports():
@@ -301,11 +304,12 @@ def test_no_file_has_the_name_of_a_function_that_its_folder_exports():
 
 def test_words_of_three_classes_are_in_the_glossary():
     """The last word of a class's name says what an object of it is: as "engine" in ``Engine`` and ``ScheduledEngine``."""
-    assert {"engine", "lane", "trial", "bucket", "state tree", "facts", "sink"} <= glossary()
+    words = dict(ROW.findall(GLOSSARY))
+    assert {"engine", "lane", "trial", "bucket", "state tree", "facts", "sink"} <= words.keys()
     classes = {name for path in SOURCES for name in re.findall(r"^class _?(\w+)", path.read_text(), re.MULTILINE)}
     last_words = [re.findall(r"[A-Z][a-z]*", name)[-1].lower() for name in classes if name[0].isupper()]
     nouns = Counter(re.sub(r"(?<![su])s$", "", word) for word in last_words)
-    known = {*EVERYDAY.split(), *glossary(), "fact"}
+    known = {*EVERYDAY.split(), *words, "fact"}
     unknown = [noun for noun, number in nouns.items() if number > 2 and noun not in known]
     assert not unknown
 
