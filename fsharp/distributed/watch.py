@@ -353,16 +353,10 @@ class CommWatch:
         failed = self._failure_text()
         if failed is not None:
             raise self._set_error_and_abort(AgreementError(failed))
-        settings = settings_texts_by_digest(list(self._labels)[-_MAX_LABELS_WITH_SETTINGS:])
-        mine = RankStatus(
-            0,
-            self.name,
-            call.number,
-            list(self._labels),
-            self.statuses.num_begun_calls_by_watch(),
-            settings=settings,
-            elsewhere=self.statuses.watch_names_of_other_threads(self),
-        )
+        labels, counts = list(self._labels), self.statuses.num_begun_calls_by_watch()
+        settings = settings_texts_by_digest(labels[-_MAX_LABELS_WITH_SETTINGS:])
+        elsewhere = self.statuses.watch_names_of_other_threads(self)
+        mine = RankStatus(0, self.name, call.number, labels, counts, settings=settings, elsewhere=elsewhere)
         read = self.statuses.write_status_and_read_others(mine, call.peer)
         for rank, status in list(self.statuses.seen.items()):  # other threads add ranks
             if status.departure and (not self._has_begun(call, rank) or (is_connection_lost and rank == call.peer)):

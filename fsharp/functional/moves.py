@@ -30,6 +30,7 @@ from typing import Any, TypeVar
 
 import optree
 import torch
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
 from fsharp.errors import TreeError, problem
 from fsharp.functional.comm.checked_units import checked_units_of
@@ -50,12 +51,7 @@ from fsharp.functional.layout.sharded import PlaceName, Sharded, check_not_encod
 from fsharp.functional.layout.stages import padding_in_decoded_sum, reduction_stages
 from fsharp.functional.layout.stored import decode_stored, is_encoded, part_to_gather, scales_in
 from fsharp.functional.layout.unit_layout import UnitLayout
-from fsharp.functional.transforms import (
-    is_non_vmap_transform_active,
-    is_transform_active,
-    refuse_proxy_tracing,
-    transforms_disabled,
-)
+from fsharp.functional.transforms import is_non_vmap_transform_active, is_transform_active, refuse_proxy_tracing
 from fsharp.torch_compile import disable_compile
 
 Tree = TypeVar("Tree")
@@ -114,7 +110,7 @@ def gather_unchecked(tree: Tree, comm: Comm, to: PlaceName = "full") -> Tree:
         label = f"{tree_label}gather {sharded.name or '(root)'}"
         can_use_sinks = sharded.is_encoded or not is_non_vmap_transform_active()  # bytes get gradients in no other way
         to_sinks = whole and torch.is_grad_enabled() and sharded.sinks and can_use_sinks
-        with transforms_disabled() if to_sinks else nullcontext():  # no transform has wrapped buffers with sinks
+        with temporarily_clear_interpreter_stack() if to_sinks else nullcontext():  # no transform has wrapped the buffers
             moved = []
             for x in _buffers_without_scales(sharded):
                 x = x.detach() if to_sinks else x

@@ -18,7 +18,7 @@ from fsharp.errors import TreeError
 from fsharp.functional.comm.protocol import Comm
 from fsharp.functional.layout.sharded import Sharded, units_of
 from fsharp.functional.moves import gather
-from fsharp.functional.transforms import is_batched, unwrap_vmap
+from fsharp.functional.transforms import unwrap_vmap
 from fsharp.tracebacks import api_boundary, call_hiding_frames
 
 SavedView = tuple[int, torch.Size, tuple[int, ...], int]
@@ -54,7 +54,7 @@ def release_saved(out: Any, sharded: Any, gathered: Any, sequence_nr: int, comm:
     number at the start of the call, are not changed. Under a vmap over parameters nothing is released.
     """
     nodes = units_of(sharded)
-    if any(is_batched(buffer) for node in nodes for buffer in node.buffers):
+    if any(unwrap_vmap(buffer) is not buffer for node in nodes for buffer in node.buffers):
         return  # vmap over parameters, which cannot be gathered again after vmap
     whole = [unwrap_vmap(buffer) for node in units_of(gathered) for buffer in node.buffers]
     own = {buffer.untyped_storage().data_ptr() for node in nodes for buffer in node.buffers}

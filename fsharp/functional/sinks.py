@@ -76,12 +76,9 @@ def with_sinks(params: Any, grad_sinks: GradientSinks) -> Any:
     def add_sinks(node: Sharded) -> Sharded:
         unit, buffers = node.unit, node.raw_buffers
         device = buffers[0].device if buffers else torch.device("cpu")
-        sinks = tuple(
-            [
-                zero(unit.groups[g].dtypes.accumulate, device).expand(size).requires_grad_()
-                for g, size in zip(unit.trainable_groups, unit.resting_gradient_sizes, strict=True)
-            ]
-        )
+        zeros = [zero(unit.groups[g].dtypes.accumulate, device) for g in unit.trainable_groups]
+        pairs = zip(zeros, unit.resting_gradient_sizes, strict=True)
+        sinks = tuple([x.expand(size).requires_grad_() for x, size in pairs])
         own = []
         for g, x in zip(node.groups, buffers, strict=True):
             own.append(x.detach().requires_grad_(g in unit.trainable_groups and x.is_floating_point()))

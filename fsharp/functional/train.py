@@ -213,12 +213,12 @@ def _value_and_grad_of_microbatch(
         torch.autograd.backward(loss.sum)  # grad() would not reach what reentrant checkpoints hide
     found = [grad for node in nodes for grad in take_gradient_buffers(node, comm)]
     flat = iter(_copy_shared_gradients(sinks, found))
-    grads = map_units(
-        lambda node: Sharded(
-            [next(flat) for _ in node.unit.trainable_groups], node.unit, node.unit.strategy.grads, node.unit.trainable_groups
-        ),
-        params,
-    )
+
+    def gradient_of(node: Sharded) -> Sharded:
+        groups = node.unit.trainable_groups
+        return Sharded([next(flat) for _ in groups], node.unit, node.unit.strategy.grads, groups)
+
+    grads = map_units(gradient_of, params)
     return Loss(loss.sum.detach().double(), loss.weight.detach().double()), grads, any(g is not None for g in found)
 
 

@@ -1,11 +1,7 @@
 """Queries about torch.func: which transforms are active, and which tensors are beneath the levels of vmap."""
 
-from contextlib import AbstractContextManager
-from typing import Any
-
 import torch
 from torch._C import _functorch
-from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
 from fsharp.errors import LossError, TreeError
 
@@ -39,16 +35,6 @@ def refuse_proxy_tracing(where: str) -> None:
             f"{where}: called under torch.func.linearize or make_fx, whose trace would hold parameters as constants. For a "
             "linear map use torch.func.jvp: lambda t: jvp(f, (x,), (t,))[1]."
         )
-
-
-def transforms_disabled() -> AbstractContextManager[Any]:
-    """Return a context in which all transforms are off, for computations on tensors that no transform has wrapped."""
-    return temporarily_clear_interpreter_stack()
-
-
-def is_batched(x: torch.Tensor) -> bool:
-    """Return whether a tensor has a vmap dim."""
-    return _functorch.is_batchedtensor(x)
 
 
 def unwrap_vmap(x: torch.Tensor) -> torch.Tensor:

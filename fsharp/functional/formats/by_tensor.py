@@ -93,10 +93,6 @@ def _to_e4m3(numbers: torch.Tensor) -> torch.Tensor:
     return numbers.masked_fill(numbers.isinf(), torch.nan).to(torch.float8_e4m3fn)
 
 
-def _to_e5m2(numbers: torch.Tensor) -> torch.Tensor:
-    return numbers.to(torch.float8_e5m2)
-
-
 def _to_int8(numbers: torch.Tensor) -> torch.Tensor:
     return torch.where(numbers.isfinite(), numbers.round(), -128.0).to(torch.int8)
 
@@ -106,7 +102,7 @@ def _from_int8(codes: torch.Tensor) -> torch.Tensor:
 
 
 _E4M3 = torch.float8_e4m3fn, 448.0, _to_e4m3, torch.Tensor.float
-_E5M2 = torch.float8_e5m2, 57344.0, _to_e5m2, torch.Tensor.float
+_E5M2 = torch.float8_e5m2, 57344.0, lambda numbers: numbers.to(torch.float8_e5m2), torch.Tensor.float
 _INT8 = torch.int8, 127.0, _to_int8, _from_int8
 
 float8_e4m3_by_tensor = _register_scaled_format("float8_e4m3_by_tensor", _by_tensor, *_E4M3)

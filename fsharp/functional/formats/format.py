@@ -1,7 +1,7 @@
 """Format: how values are stored or travel, as one or more arrays of numbers, called planes. Each dtype is a plain format."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from operator import itemgetter
@@ -150,13 +150,8 @@ class LeafCodec:
         return {"_scales": ((self.scales_nbytes(shape),), torch.uint8)}
 
     def scales_by_suffix(self, shape: Shape, scales: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Return the tensors of :meth:`scale_specs` as views of ``scales``; each begins at a multiple of PLANE_ALIGNMENT."""
-        found, start = {}, 0
-        for suffix, (size, dtype) in self.scale_specs(shape).items():
-            nbytes = math.prod(size) * dtype.itemsize
-            found[suffix] = scales[start : start + nbytes].view(dtype).view(size)
-            start += align_nbytes(nbytes)
-        return found
+        """Return the tensors of :meth:`scale_specs` as views of ``scales``."""
+        return aligned_views(scales, self.scale_specs(shape))
 
 
 def _raise_not_blockwise(values: Any) -> Any:
@@ -438,6 +433,16 @@ def non_view_alias(x: torch.Tensor) -> torch.Tensor:
 def align_nbytes(nbytes: int) -> int:
     """Return ``nbytes`` rounded up to a multiple of :data:`PLANE_ALIGNMENT`."""
     return -(-nbytes // PLANE_ALIGNMENT) * PLANE_ALIGNMENT
+
+
+def aligned_views(memory: torch.Tensor, specs: Mapping[str, tuple[Shape, torch.dtype]]) -> dict[str, torch.Tensor]:
+    """Return tensors of the shapes and dtypes ``specs`` in ``memory``; each begins at a multiple of PLANE_ALIGNMENT."""
+    found, start = {}, 0
+    for name, (shape, dtype) in specs.items():
+        nbytes = math.prod(shape) * dtype.itemsize
+        found[name] = memory[start : start + nbytes].view(dtype).view(shape)
+        start += align_nbytes(nbytes)
+    return found
 
 
 def _dtypes_and_shapes(planes: Any) -> Any:

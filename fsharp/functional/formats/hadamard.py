@@ -81,18 +81,9 @@ def _register_hadamard_format(
     def decode(planes: Sequence[torch.Tensor]) -> torch.Tensor:
         return _map_rows(decode_planes(planes), size, _inverse_hadamard_transform)
 
-    return register_format(
-        Format(
-            f"hadamard{size}_{format.name}",
-            planes,
-            encode,
-            decode,
-            format.block * times,
-            stochastic_encode=None if format.stochastic_encode is None else rounded,
-            seed=format.seed,
-            made_by=(hadamard, (format, size)),
-        )
-    )
+    about = f"hadamard{size}_{format.name}", planes, encode, decode, format.block * times
+    by_noise, made_by = None if format.stochastic_encode is None else rounded, (hadamard, (format, size))
+    return register_format(Format(*about, stochastic_encode=by_noise, seed=format.seed, made_by=made_by))
 
 
 def _map_rows(values: torch.Tensor, size: int, fn: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:

@@ -24,6 +24,7 @@ from fsharp.functional.formats.format import (
     Plane,
     Shape,
     align_nbytes,
+    aligned_views,
     as_bytes,
     non_view_alias,
 )
@@ -214,15 +215,8 @@ def format_of_quantizer(quantizer: Any) -> Format:
 
 _format_by_settings: dict[tuple[str, str], Format] = {}
 """Formats by name of the kind and settings of the quantizer."""
-_QUANTIZER_SETTINGS = (
-    "dtype",
-    "force_pow_2_scales",
-    "amax_epsilon",
-    "block_scaling_dim",
-    "with_2d_quantization",
-    "with_rht",
-    "stochastic_rounding",
-)
+_QUANTIZER_SETTINGS = ["dtype", "force_pow_2_scales", "amax_epsilon", "block_scaling_dim"]
+_QUANTIZER_SETTINGS += ["with_2d_quantization", "with_rht", "stochastic_rounding"]
 
 
 def _format_of_kind(
@@ -271,12 +265,7 @@ class _QuantizerCodec:
 
     def scales_in(self, part: LeafPart) -> dict[str, torch.Tensor]:
         """Return, by attribute of TransformerEngine's tensor, the tensors of a leaf's scales, as views of ``part.scales``."""
-        found, start = {}, 0
-        for name, (size, dtype) in self.scale_specs(part.shape).items():
-            nbytes = prod(size) * dtype.itemsize
-            found[name] = part.scales[start : start + nbytes].view(dtype).view(size)
-            start += align_nbytes(nbytes)
-        return found
+        return aligned_views(part.scales, self.scale_specs(part.shape))
 
     def make_tensor(self, part: LeafPart) -> torch.Tensor:
         """Return TransformerEngine's tensor of a whole leaf, with inner tensors in the leaf's memory."""
@@ -389,10 +378,6 @@ def _unscaled_float8_values(part: LeafPart) -> torch.Tensor:
     return part.planes[0].view(torch.float8_e4m3fn).float()
 
 
-def _decode_with_one_scale(part: LeafPart, scales: dict[str, torch.Tensor]) -> torch.Tensor:
-    return _unscaled_float8_values(part) * scales["_scale"]
-
-
 def _row_and_column_indices(part: LeafPart) -> tuple[torch.Tensor, torch.Tensor]:
     where = torch.arange(part.first, part.last, device=part.scales.device)
     return where // part.shape[-1], where % part.shape[-1]
@@ -438,33 +423,20 @@ def _nvfp4_unpadded_scales(shape: Shape, scales: dict[str, torch.Tensor]) -> dic
     return of_blocks | {"_scale_2": (scales["_amax_rowwise"] / (448.0 * 6.0)).view(())}
 
 
-def _one_scale(shape: Shape) -> dict[str, tuple[Shape, torch.dtype]]:
-    return {"_scale": ((1,), torch.float32)}
-
-
-def _one_scale_for_readers(shape: Shape, scales: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    return {"_scale": scales["_scale_inv"].view(1)}
-
-
-_DELAYED_SCALING = QuantizerKind(
-    "float8_delayed",
+_CURRENT_SCALING = QuantizerKind(
+    "float8_current",
     ("_data",),
     ("_transpose",),
-    lambda shape, scales: [(NUMBERS_PER_WEIGHT, torch.float32)],
-    _one_scale,
-    _one_scale_for_readers,
-    _decode_with_one_scale,
+    lambda shape, scales: [(1, torch.float32)],
+    lambda shape: {"_scale": ((1,), torch.float32)},
+    lambda shape, scales: {"_scale": scales["_scale_inv"].view(1)},
+    lambda part, scales: _unscaled_float8_values(part) * scales["_scale"],
+)
+_DELAYED_SCALING = replace(
+    _CURRENT_SCALING, name="float8_delayed", agreed_maxima=lambda shape, scales: [(NUMBERS_PER_WEIGHT, torch.float32)]
 )
 KIND_BY_QUANTIZER_CLASS = {
-    "Float8CurrentScalingQuantizer": QuantizerKind(
-        "float8_current",
-        ("_data",),
-        ("_transpose",),
-        lambda shape, scales: [(1, torch.float32)],
-        _one_scale,
-        _one_scale_for_readers,
-        _decode_with_one_scale,
-    ),
+    "Float8CurrentScalingQuantizer": _CURRENT_SCALING,
     "Float8BlockQuantizer": QuantizerKind(
         "float8_block",
         ("_rowwise_data",),

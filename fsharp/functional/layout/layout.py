@@ -120,15 +120,11 @@ class Layout:
         waste = 100 * self.num_padding / max(1, self.num_params + self.num_padding)
         kinds = ("params", "grads", "main", "residuals") if self.nbytes("residuals") else ("params", "grads", "main")
         at_rest = ", ".join(f"{kind} {nbytes_text(self.nbytes(kind))}" for kind in kinds)
-        return "\n".join(
-            [
-                f"Layout of {self.num_params:,} parameters on {self.mesh}",
-                *lines,
-                f"padding {self.num_padding:,} elements ({waste:.3g} %)",
-                f"at rest on each rank: {at_rest}, each optimizer buffer {nbytes_text(self.nbytes('optim'))};"
-                f" unsharded params {nbytes_text(self.nbytes_unsharded)}",
-            ]
-        )
+        lines.insert(0, f"Layout of {self.num_params:,} parameters on {self.mesh}")
+        lines.append(f"padding {self.num_padding:,} elements ({waste:.3g} %)")
+        optim, whole = nbytes_text(self.nbytes("optim")), nbytes_text(self.nbytes_unsharded)
+        lines.append(f"at rest on each rank: {at_rest}, each optimizer buffer {optim}; unsharded params {whole}")
+        return "\n".join(lines)
 
 
 _DTYPE_BY_KIND = {"params": "compute", "grads": "accumulate", "main": "main", "optim": "main", "residuals": "accumulate"}

@@ -146,17 +146,10 @@ def _unit_layout(
     leaves = []
     for path, tensor in members:
         owner = ties.get(path)
-        leaves.append(
-            Leaf(
-                path=relative_path(path, name),
-                shape=tuple(tensor.shape),
-                dtype=tensor.dtype,
-                atom=rules[path][3],
-                group=-1 if owner else keys.index(rules[path][:3]),
-                offset=0 if owner else offsets[path],
-                tied_to=(unit_of[owner], relative_path(owner, unit_of[owner])) if owner else None,
-            )
-        )
+        group, offset = (-1, 0) if owner else (keys.index(rules[path][:3]), offsets[path])
+        tied_to = (unit_of[owner], relative_path(owner, unit_of[owner])) if owner else None
+        about = relative_path(path, name), tuple(tensor.shape), tensor.dtype, rules[path][3]
+        leaves.append(Leaf(*about, group, offset, tied_to))
     return UnitLayout(name, mesh, strategy, tuple(leaves), tuple(groups), optree.tree_structure(subtree))
 
 

@@ -185,14 +185,6 @@ class Dtypes:
         """Return the format of gradients in collectives along an axis."""
         return dict(self.wires).get(axis, self.wire)
 
-    def reduction_input_dtype_along(self, axis: str) -> torch.dtype:
-        """Return the dtype that gradients have before a collective along an axis.
-
-        The result is the dtype of a plain wire. For a wire with a format it is ``accumulate``, from which the format encodes.
-        """
-        wire = self.gradient_format_along(axis)
-        return wire.buffer_dtype if wire.is_plain else self.accumulate
-
     @property
     def block(self) -> int:
         """Number of values in a block that no rank boundary may cut: a multiple of the blocks of all formats."""

@@ -25,14 +25,8 @@ VERSION = 1
 def layout_to_json(mesh: Mesh, units: Sequence[UnitLayout], spec: optree.PyTreeSpec) -> str:
     """Return a layout as JSON. LayoutError if the tree has containers of a class that JSON cannot name, or nests too deeply."""
     try:
-        return json.dumps(
-            {
-                "fsharp_layout": VERSION,
-                "mesh": mesh.axes,
-                "spec": _treespec_to_json(spec),
-                "units": [unit_to_json(unit) for unit in units],
-            }
-        )
+        data = {"fsharp_layout": VERSION, "mesh": mesh.axes, "spec": _treespec_to_json(spec)}
+        return json.dumps({**data, "units": list(map(unit_to_json, units))})
     except RecursionError as error:
         raise LayoutError(
             "Layout.to_json(): the tree nests too deeply for JSON, which needs some three calls a level. Raise "

@@ -89,17 +89,8 @@ class Sharded:
     """
 
     __slots__ = (
-        "grad_sinks",
-        "groups",
-        "is_donated",
-        "is_gathered",
-        "lazy",
-        "place",
-        "rank",
-        "raw_buffers",
-        "reduction",
-        "tree_label",
-        "unit",
+        "grad_sinks", "groups", "is_donated", "is_gathered", "lazy", "place", "rank", "raw_buffers", "reduction",
+        "tree_label", "unit",
     )  # fmt: skip
 
     def __init__(
@@ -364,12 +355,12 @@ torch_pytree.register_pytree_node(
 
 def decode_tree(tree: Any, rank: int) -> Any:
     """Decode the stored parameters of a rank's tree into new tensors of the main dtype."""
-    return map_units(
-        lambda node: (
-            node.with_buffers(node.decoded_buffers(rank, in_main_dtype=True)) if is_sharded(node) and node.is_encoded else node
-        ),
-        tree,
-    )
+
+    def decode(node: Any) -> Any:
+        is_decoded = not (is_sharded(node) and node.is_encoded)
+        return node if is_decoded else node.with_buffers(node.decoded_buffers(rank, in_main_dtype=True))
+
+    return map_units(decode, tree)
 
 
 def check_not_encoded(where: str, nodes: Sequence[Sharded]) -> None:

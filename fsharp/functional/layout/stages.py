@@ -53,7 +53,7 @@ def reduction_stages(
     axes = [axis for axis in moved if trivial or unit.mesh.axis_size(axis) > 1]
     for axis in sorted(axes, key=lambda axis: target[axis] is not Shard):  # an all_reduce of a part sends less
         n, wire, is_cut = unit.mesh.axis_size(axis), dtypes.gradient_format_along(axis), target[axis] is Shard
-        dtype = dtypes.reduction_input_dtype_along(axis) if n > 1 else dtypes.accumulate
+        dtype = wire.buffer_dtype if wire.is_plain and n > 1 else dtypes.accumulate  # from which a format encodes
         if source[axis] is Replicate:
             steps = [("slice", size // n)]
         elif wire.is_plain or n == 1:

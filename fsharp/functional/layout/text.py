@@ -41,19 +41,12 @@ def unit_table_rows(units: Sequence[UnitLayout]) -> list[tuple[str, ...]]:
     """Return head and rows of a table of units. Consecutive units that differ only in a number in their names share a row."""
     rows: list[tuple[str, ...]] = [("unit", "leaves", "buffers", "elements", "padding", "strategy P/G/O", "params/rank")]
     for name, alike in runs_of_alike_units(units):
-        first = alike[0]
+        first, groups = alike[0], [group for unit in alike for group in unit.groups]
         local = sum(u.stored_nbytes(i, u.strategy.params) for u in alike for i in u.all_groups)
-        rows.append(
-            (
-                name,
-                str(len(first.leaves)),
-                ", ".join(map(_group_text, first.groups)),
-                f"{sum(g.used for u in alike for g in u.groups):,}",
-                f"{sum(g.size - g.used for u in alike for g in u.groups):,}",
-                str(first.strategy),
-                nbytes_text(local),
-            )
-        )
+        used, padding = sum(g.used for g in groups), sum(g.size - g.used for g in groups)
+        buffers = ", ".join(map(_group_text, first.groups))
+        numbers = f"{used:,}", f"{padding:,}", str(first.strategy), nbytes_text(local)
+        rows.append((name, str(len(first.leaves)), buffers, *numbers))
     return rows
 
 

@@ -204,21 +204,14 @@ def as_transform(tx: Any) -> Transform:
         updates, new = call_update(grads, flat, params, **extra)
         return updates, _wrap_lists_as_param_trees(new, params)
 
-    kind = type(tx).__qualname__
-    return Transform(
-        init_after_trial,
-        update_with_lists,
-        {"pair": kind},
-        name="" if type(tx) is tuple else kind,
-        extra_arg_names=_extra_arguments_of(update),
-    )
+    kind, extra = type(tx).__qualname__, _extra_arguments_of(update)
+    name = "" if type(tx) is tuple else kind
+    return Transform(init_after_trial, update_with_lists, {"pair": kind}, name=name, extra_arg_names=extra)
 
 
 def _not_a_pair_text(tx: Any) -> str:
-    expected, kind = (
-        "expected an (init, update) pair such as fs.optim.adamw(1e-3), got",
-        tx if isinstance(tx, type) else type(tx),
-    )
+    expected = "expected an (init, update) pair such as fs.optim.adamw(1e-3), got"
+    kind = tx if isinstance(tx, type) else type(tx)
     if issubclass(kind, torch.optim.Optimizer):
         call = f"fs.ShardedOptimizer(model.parameters(), torch.optim.{kind.__name__}, lr=...)"
         return f"{expected} the torch optimizer {kind.__name__}. For a module pass its class and options: {call}."
@@ -371,28 +364,21 @@ def check_gradients(where: str, grads: Any, params: Any) -> None:
     dtype.
     """
     (ours, structure), (theirs, expected) = (optree.tree_flatten(tree, is_leaf=is_sharded) for tree in (grads, params))
+    remedy = "Pass the gradients that value_and_grad() returned for these parameters, through reduce_scatter() and average()."
     if structure != expected:
-        raise TreeError(
-            f"{where}: gradients and parameters are trees of different structure. Pass the gradients that "
-            "value_and_grad() returned for these parameters, through reduce_scatter() and average()."
-        )
-
+        raise TreeError(f"{where}: gradients and parameters are trees of different structure. {remedy}")
     for g, p in zip(filter(is_sharded, ours), filter(is_sharded, theirs), strict=True):
         check_reduced(where, g)
         for what, got, expected in _mismatched_properties(g, p):
             facts = [("differs", what), ("got", got), ("expected", expected)]
-            remedy = "Pass the gradients that value_and_grad() returned, through reduce_scatter() and average()."
             raise TreeError(problem(where, f"gradients of unit {g.name!r} do not fit its parameters.", facts, remedy))
 
 
 def _mismatched_properties(grads: Sharded, params: Sharded) -> Iterator[tuple[str, Any, Any]]:
     """Yield ``(property, value, expected value)`` where a unit's gradients do not fit its parameters."""
     if grads.unit is not params.unit and grads.unit != params.unit:
-        yield (
-            "layout of unit",
-            f"{grads.name!r} under {grads.unit.strategy}",
-            f"{params.name!r} under {params.unit.strategy}, from another plan()",
-        )
+        expected = f"{params.name!r} under {params.unit.strategy}, from another plan()"
+        yield "layout of unit", f"{grads.name!r} under {grads.unit.strategy}", expected
     if grads.place is not params.place and grads.place != params.place:
         yield "place", grads.place, params.place
     if grads.groups != params.groups:

@@ -171,11 +171,8 @@ def move_state_tree(
                 comm.all_to_all(_pack_pieces(send, old_buffers, dtypes, comm.device), *sizes, label=named), receive, new
             )
         if donate:
-            moved = Counter(
-                state_tree.position_by_path[unit.path_in_tree(leaf)].node
-                for group in groups
-                for leaf in unit.leaves_of_group(group)
-            )
+            leaves = [leaf for group in groups for leaf in unit.leaves_of_group(group)]
+            moved = Counter(state_tree.position_by_path[unit.path_in_tree(leaf)].node for leaf in leaves)
             left -= moved
             for node in moved.keys() - left.keys():
                 old_buffers[node].clear()

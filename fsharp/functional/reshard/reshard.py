@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import optree
@@ -114,11 +115,9 @@ def reshard(
     def fields(found: tuple[list[StateTree], MeshChange]) -> Mapping[str, str]:
         state_trees, route = found
         layouts = {tuple(node.unit for node in state_tree.nodes): state_tree for state_tree in state_trees}
-        old = {
-            f"{name} of {state_tree}": text
-            for units, state_tree in layouts.items()
-            for name, text in unit_texts_by_property(units).items()
-        }
+        old: dict[str, str] = {}
+        for units, state_tree in layouts.items():
+            old |= {f"{name} of {state_tree}": text for name, text in unit_texts_by_property(units).items()}
         options = {"ranks": str(route.new_ranks), "place": place, "cast": str(cast), "buffer_nbytes": str(buffer_nbytes)}
         lines = [
             f"{state_tree} {node.name or '(root)'}: {node.place}; groups {node.groups}; "
@@ -207,14 +206,9 @@ def reshard_sent_nbytes(
     state_trees = checked_state_trees(tree, layout, place, default_cast=cast)
     old_mesh = state_trees[0].nodes[0].unit.mesh
     route = MeshChange(old_mesh, layout.mesh, tuple(old_ranks or range(old_mesh.size)), tuple(ranks or range(layout.mesh.size)))
-    return sum(
-        piece.nbytes
-        for state_tree in state_trees
-        for unit in layout.units
-        for target in route.new_ranks
-        if target != rank
-        for piece in pieces_between_ranks(state_tree, unit, route, rank, target)
-    )
+    others = [target for target in route.new_ranks if target != rank]
+    moves = product(state_trees, layout.units, others)
+    return sum(piece.nbytes for tree, unit, to in moves for piece in pieces_between_ranks(tree, unit, route, rank, to))
 
 
 def _checked_arguments(

@@ -183,11 +183,8 @@ def _action_to_accumulate(bound: BoundOp) -> Action:
 
 
 def _bind_gather(executor: Executor, bound: BoundOp) -> Action:
-    units = [
-        (each, each.unit, each.unsharded)
-        for each in bound.bucket_members
-        if each.unit is not None and each.unsharded is not None
-    ]
+    rows = [(each, each.unit, each.unsharded) for each in bound.bucket_members]
+    units = [(each, unit, unsharded) for each, unit, unsharded in rows if unit is not None and unsharded is not None]
     coalesced, transport, what = len(units) > 1, executor.transport, bucket_label(bound.bucket_members)
     waits = transport.is_async  # else the gather is queued behind the ops that fill a node's buffers, on the same stream
 
@@ -248,14 +245,10 @@ def _bind_wait(executor: Executor, bound: BoundOp) -> Action:
     return action
 
 
-def _bind_decode(executor: Executor, bound: BoundOp) -> Action:
+def _bind_decode_or_release(executor: Executor, bound: BoundOp) -> Action:
     assert bound.unsharded is not None
-    return executor.action_after_waits(bound, bound.unsharded.decode)
-
-
-def _bind_release(executor: Executor, bound: BoundOp) -> Action:
-    assert bound.unsharded is not None
-    return executor.action_after_waits(bound, bound.unsharded.release)
+    action = bound.unsharded.decode if bound.spec is ops.DECODE else bound.unsharded.release
+    return executor.action_after_waits(bound, action)
 
 
 def _bind_update_gather(executor: Executor, bound: BoundOp) -> Action:
@@ -391,8 +384,8 @@ BIND: dict[OpSpec, Callable[[Executor, BoundOp], Action]] = {
     ops.WAIT: _bind_wait,
     ops.UPDATE_WAIT: _bind_update_wait,
     ops.COMPUTE: lambda executor, bound: do_nothing,
-    ops.DECODE: _bind_decode,
-    ops.RELEASE: _bind_release,
+    ops.DECODE: _bind_decode_or_release,
+    ops.RELEASE: _bind_decode_or_release,
     ops.CAST: _bind_gradient_cast,
     ops.ENCODE: _bind_encode,
     ops.FINAL_ENCODE: _bind_encode,

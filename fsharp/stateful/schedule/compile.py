@@ -105,21 +105,8 @@ def place_buffers(unplaced: Sequence[UnplacedOp], program: Program, *, max_nbyte
                 if filled:
                     # Ops on one stream end in order, so the last op of each stream that freed any of these bytes suffices.
                     after |= set(dict(sorted(freed.values_over(filled.start, filled.stop))).values())
-            kind, stream = op.spec.kind, op.spec.stream
-            ops.append(
-                Op(
-                    kind,
-                    op.unit,
-                    op.phase,
-                    op.event_index,
-                    op.use_index,
-                    stream,
-                    memory,
-                    tuple(sorted(after)),
-                    op.bucket,
-                    opens,
-                )
-            )
+            about = op.spec.kind, op.unit, op.phase, op.event_index, op.use_index, op.spec.stream
+            ops.append(Op(*about, memory, tuple(sorted(after)), op.bucket, opens))
         if op.buffer and op.frees:
             last, memory = op.marked_op or op, where[op.buffer]
             freed.set_value(memory.start, memory.stop, (last.spec.stream, position[id(last)]))

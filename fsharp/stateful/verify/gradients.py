@@ -27,14 +27,10 @@ class GradientCheck(ScheduleCheckPass):
             event = self.events[self.asked[number]]
             self.finishes[number] = [name for name in finished if event.is_about(name)]
         # The ops that take a gradient out of a buffer: first the op that reduces it, then the op that frees the buffer.
-        self.takers = {
-            buffer: [
-                spec
-                for spec in dict.fromkeys(OPS.values())
-                if buffer in (spec.changes, spec.frees) or (spec.fills == buffer and spec.calls)
-            ]
-            for buffer in (OUTGOING, FINISHING)
-        }
+        self.takers: dict[str, list[OpSpec]] = {OUTGOING: [], FINISHING: []}
+        for spec, (buffer, takers) in product(dict.fromkeys(OPS.values()), self.takers.items()):
+            if buffer in (spec.changes, spec.frees) or (spec.fills == buffer and spec.calls):
+                takers.append(spec)
         self.cast: dict[tuple[str, int], set[int]] = {}
         self.done: dict[tuple[OpSpec, str, int], int] = {}  # by record, unit and number of microbatch or `reduce`
         self.written: dict[str, int] = {}  # by unit, the op that last changed its gradient
@@ -69,9 +65,8 @@ class GradientCheck(ScheduleCheckPass):
             what = f"is issued at event {op.event_index}, and its gradient exists only at the end of the use's backward."
             raise op_error(i, op, what, f"event {there[0]}")
         if op.event_index in self.cast.setdefault(key, set()):
-            raise op_error(
-                i, op, f"casts the gradient of use {op.use_index} twice.", "one cast for each use", "Drop one of them."
-            )
+            what = f"casts the gradient of use {op.use_index} twice."
+            raise op_error(i, op, what, "one cast for each use", "Drop one of them.")
         self.cast[key].add(op.event_index)
         self._check_gradient_change(i, op, [(spec, *key) for spec in self.takers[OUTGOING]])
         if any(spec.has_ops_for(self.facts[op.unit]) for spec in self.takers[OUTGOING]):
@@ -137,9 +132,8 @@ class GradientCheck(ScheduleCheckPass):
         """Check that all gradients have reached their places."""
         for (unit, number), due in self.due.items():
             for at in sorted(due.keys() - self.cast.get((unit, number), set())):
-                raise self._missing_gradient_error(
-                    at, unit, f"the gradient of use {due[at]} of {unit!r} is never cast.", "one cast of it"
-                )
+                what = f"the gradient of use {due[at]} of {unit!r} is never cast."
+                raise self._missing_gradient_error(at, unit, what, "one cast of it")
             for spec in self.takers[OUTGOING]:
                 if spec.has_ops_for(self.facts[unit]) and (spec, unit, number) not in self.done:
                     what = f"the gradient of {unit!r} in microbatch {number} has no {spec.kind}."
@@ -147,11 +141,9 @@ class GradientCheck(ScheduleCheckPass):
         for number, units in self.finishes.items():
             for unit, spec in product(units, self.takers[FINISHING]):
                 if (spec, unit, number) not in self.done:
-                    what, expected = (
-                        f"the gradient of {unit!r} has no {spec.kind} of phase finish.",
-                        f"one {spec.kind} of phase finish",
-                    )
-                    raise self._missing_gradient_error(self.asked[number], unit, what, f"{expected} before this event")
+                    what = f"the gradient of {unit!r} has no {spec.kind} of phase finish."
+                    expected = f"one {spec.kind} of phase finish before this event"
+                    raise self._missing_gradient_error(self.asked[number], unit, what, expected)
 
     def _missing_gradient_error(self, at: int, unit: str, what: str, expected: str) -> ScheduleError:
         where = f"verify(): event {at}, {self.events[at]}"

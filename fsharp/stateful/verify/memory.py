@@ -42,9 +42,8 @@ class OffloadedStateCheck(ScheduleCheckPass):
             self.due, self.fetched = self.fetched, {}
         if spec.frees == STATE:
             if op.unit not in self.due or op.event_index != self.last_update_at:
-                raise op_error(
-                    i, op, "copies state that was not fetched, or is back already.", "one for each fetch, at the update"
-                )
+                what = "copies state that was not fetched, or is back already."
+                raise op_error(i, op, what, "one for each fetch, at the update")
             self.check_is_before(self.updated, i, "may copy state before the end of")
             del self.due[op.unit]
 
@@ -234,12 +233,8 @@ class DerivedBufferCheck(ScheduleCheckPass):
             raise op_error(i, op, f"nothing has filled the {description} that it reads.", f"{maker} {op.unit} before it")
         at = self.filled.pop((buffer, op.unit)) if is_consumed else self.filled[buffer, op.unit]
         self.check_is_before(at, i, f"may read the {description} before the end of")
-        if is_consumed and self.order.ops[at].event_index != op.event_index:
+        filled_at = self.order.ops[at].event_index
+        if is_consumed and filled_at != op.event_index:
             what = f"reads the {description}, which op {at} fills at another event."
-            raise op_error(
-                i,
-                op,
-                what,
-                f"event {self.order.ops[at].event_index}",
-                f"Issue both at one event: no event later has the {description}.",
-            )
+            remedy = f"Issue both at one event: no event later has the {description}."
+            raise op_error(i, op, what, f"event {filled_at}", remedy)
