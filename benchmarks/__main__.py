@@ -23,11 +23,7 @@ class PartFailed(Exception):
 
 
 def launch(part: str, nproc: int, argv: list[str]) -> dict[str, Any]:
-    """Run a part and return what rank 0 wrote.
-
-    Raises:
-        PartFailed: with what the first process that failed said.
-    """
+    """Run a part and return what rank 0 wrote. PartFailed has what the first process that failed said."""
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import elastic_launch
 

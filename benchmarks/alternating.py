@@ -4,18 +4,17 @@
 one function of one state that computes another loss every second time, with an additional use of the head.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 
 import fsharp as fs
 from benchmarks import contenders as c, gpt
 from benchmarks.options import Options
-from benchmarks.steps import interleaved, over_ranks, shape_of
+from benchmarks.steps import in_turns, over_ranks, shape_of
 
 TOGETHER, FIRST, SECOND = "in turns", "the first alone", "the second alone"
 
@@ -39,42 +38,48 @@ def supervised(params: Any, batch: Any, comm: fs.Comm, *, heads: int) -> torch.T
     return early + fs.forward(gpt.head, params["head"], x, batch["targets"], comm=comm)
 
 
-def two_models(shape: gpt.Shape, comm: fs.Comm) -> tuple[dict[str, Any], dict[str, list[c.FsharpContender]]]:
-    """Steps by name, each of a pair, and the models that they train."""
+class InTurns(NamedTuple):
+    """A contender whose step is a step of each of two programs, which train ``models``."""
+
+    first: Callable[[c.Batch], torch.Tensor]
+    second: Callable[[c.Batch], torch.Tensor]
+    models: Sequence[c.FsharpContender]
+
+    def step(self, batch: c.Batch) -> torch.Tensor:
+        self.first(batch)
+        return self.second(batch)
+
+    def settle(self) -> None:
+        for model in self.models:
+            model.settle()
+
+
+def two_models(shape: gpt.Shape, comm: fs.Comm) -> dict[str, Any]:
+    """Contenders by name: both programs in turns, and each alone."""
     loss_fn, one = partial(gpt.loss, heads=shape.heads), fs.Scheduler(comm)
     shapes = shape, replace(shape, layers=max(shape.layers // 2, 1))
     both = [contender(each, loss_fn, comm, one) for each in shapes]
-    alone = [contender(each, loss_fn, comm) for each in shapes]
-    first, second = (each.step for each in both)
-    return _pairs(first, second, alone), {TOGETHER: both, FIRST: alone[:1], SECOND: alone[1:]}
+    first, second = (contender(each, loss_fn, comm) for each in shapes)
+    return {TOGETHER: InTurns(both[0].step, both[1].step, both), FIRST: first, SECOND: second}
 
 
-def two_losses(shape: gpt.Shape, comm: fs.Comm) -> tuple[dict[str, Any], dict[str, list[c.FsharpContender]]]:
+def two_losses(shape: gpt.Shape, comm: fs.Comm) -> dict[str, Any]:
     """As :func:`two_models`, of one model and two losses."""
     losses = [partial(fn, heads=shape.heads) for fn in (gpt.loss, supervised)]
     which = 0
 
-    def in_turns(params: Any, batch: Any, comm: fs.Comm) -> torch.Tensor:
+    def chosen_loss(params: Any, batch: Any, comm: fs.Comm) -> torch.Tensor:
         return losses[which](params, batch, comm)
 
-    both = contender(shape, in_turns, comm)
-    alone = [contender(shape, loss_fn, comm) for loss_fn in losses]
+    both = contender(shape, chosen_loss, comm)
+    first, second = (contender(shape, loss_fn, comm) for loss_fn in losses)
 
     def choose(i: int, batch: c.Batch) -> torch.Tensor:
         nonlocal which
         which = i
         return both.step(batch)
 
-    pairs = _pairs(partial(choose, 0), partial(choose, 1), alone)
-    return pairs, {TOGETHER: [both], FIRST: alone[:1], SECOND: alone[1:]}
-
-
-def _pairs(first: Any, second: Any, alone: list[c.FsharpContender]) -> dict[str, Any]:
-    def in_turns(batch: c.Batch) -> torch.Tensor:
-        first(batch)
-        return second(batch)
-
-    return {TOGETHER: in_turns, FIRST: alone[0].step, SECOND: alone[1].step}
+    return {TOGETHER: InTurns(partial(choose, 0), partial(choose, 1), [both]), FIRST: first, SECOND: second}
 
 
 def measure(options: Options, comm: fs.Comm, say: Callable[[str], None]) -> dict[str, Any]:
@@ -82,21 +87,6 @@ def measure(options: Options, comm: fs.Comm, say: Callable[[str], None]) -> dict
     shape = replace(shape_of(options), batch=max(options.batch // 2, 1))
     result = {}
     for name, build in {"two models": two_models, "two losses": two_losses}.items():
-        steps, models = build(shape, comm)
-
-        def settle(trained: list[c.FsharpContender]) -> None:
-            for model in trained:
-                model.settle()
-
-        rounds, _ = interleaved(
-            steps,
-            gpt.batches(shape, comm.rank),
-            rounds=options.rounds,
-            block=options.steps,
-            warmup=options.warmup,
-            settle={key: partial(settle, trained) for key, trained in models.items()},
-            barrier=dist.barrier,
-            say=lambda text, n=name: say(f"{n}, {text}"),
-        )
+        rounds, _ = in_turns(build(shape, comm), shape, options, lambda text, n=name: say(f"{n}, {text}"))
         result[name] = {"rounds": over_ranks(rounds)[1]}
     return result

@@ -44,12 +44,9 @@ class Contender(Protocol):
 
 
 class ModuleContender:
-    """A module, its backward, and ``torch.optim.AdamW(fused=True)``.
+    """A module, its backward, and ``torch.optim.AdamW(fused=True)``. The module takes inputs and targets, and gives the loss.
 
-    Args:
-        name: in tables.
-        module: called with inputs and targets, gives the loss.
-        synced: whether ranks train together. Otherwise every rank trains its own, and nothing is sent.
+    ``synced``: whether ranks train together. Otherwise every rank trains its own, and nothing is sent.
     """
 
     def __init__(self, name: str, module: torch.nn.Module, *, synced: bool = True) -> None:
@@ -230,8 +227,7 @@ def fsdp2(
     """``fully_shard`` on every block and on the root, over all processes.
 
     Args:
-        shape: of the model.
-        name: in tables.
+        shape, name: of the model, and in tables.
         apart: embedding and head as groups of their own, as torchtitan does.
         eager: asynchronous gathers, each issued one block ahead: what FSDP2 has for overlap where there are no streams.
         reduce_buffers: a process group of its own for reduce-scatters, and this many of their inputs under way at most: what

@@ -83,13 +83,7 @@ class Options:
 
 
 class Bench:
-    """Measurements of one model.
-
-    Args:
-        model: what is trained.
-        options: how long, and how often.
-        mesh: of one rank.
-        say: is told what has been done.
+    """Measurements of one model, on a mesh of one rank.
 
     Attributes:
         found: figures by contender. ``rounds`` has for each round and name ``step``: seconds a step, of several between two
@@ -249,9 +243,8 @@ def profile(contender: Any, batches: Sequence[c.Batch], trace: Path | None = Non
     for batch in batches:
         contender.step(batch)
     torch.cuda.synchronize()
-    with torch.profiler.profile(
-        activities=[torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
-    ) as found:
+    kinds = torch.profiler.ProfilerActivity
+    with torch.profiler.profile(activities=[kinds.CPU, kinds.CUDA]) as found:
         contender.step(batches[0])
         torch.cuda.synchronize()
     with tempfile.TemporaryDirectory(prefix="fsharp-bench-") as folder:

@@ -83,19 +83,9 @@ def _times(name: str, part: Mapping[str, Any], peak_flops: float | None) -> Tabl
         theirs = part["memory"].get(peer)
         cells += [f"{nbytes['peak'] / 1e6:,.0f}", f"{nbytes['peak'] / theirs['peak']:.3f}" if theirs else ""]
         rows.append((*cells, f"{nbytes['rest'] / 1e6:,.0f}"))
-    header = (
-        "",
-        "rounds",
-        "ms a step",
-        "of the peer's",
-        "tokens/s",
-        "of peak FLOP/s",
-        "ms until issued",
-        "of the peer's",
-        "peak, MB",
-        "of the peer's",
-        "at rest, MB",
-    )
+    of_peer = "of the peer's"
+    header = ("", "rounds", "ms a step", of_peer, "tokens/s", "of peak FLOP/s", "ms until issued", of_peer)
+    header += ("peak, MB", of_peer, "at rest, MB")
     return Table(f"{name}: {part['num_params']:,} parameters, {part['tokens']:,} tokens a step", header, rows)
 
 
@@ -156,7 +146,7 @@ def markdown(results: Mapping[str, Any]) -> str:
     lines = [
         f"{results['date']}, commit {results['commit']}, {results['gpu']}; {versions}. At most {options['rounds']} rounds of "
         f"{options['steps']} steps; medians, and in brackets least and most. "
-        + ("Peak FLOP/s of this device are not known here." if peak is None else f"Peak: {peak / 1e12:,.0f} TFLOP/s."),
+        + ("Peak FLOP/s of this device are not known here." if peak is None else f"Peak: {peak / 1e12:,.0f} TFLOP/s.")
     ]
     for table in tables(results):
         lines += ["", *(lines_of(table) if table.rows else [f"### {table.title}", "", "Nothing."])]

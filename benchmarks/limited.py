@@ -103,8 +103,7 @@ def missing() -> str:
 def ranks_apart(command: Callable[[int], Sequence[str]], rate_mbit: int, logs: Sequence[Path]) -> Iterator[list[Any]]:
     """Start a process for each rank, in a network namespace of its own, and join the namespaces. All end with the context.
 
-    Raises:
-        NoLink: the kernel does not allow for it.
+    NoLink if the kernel does not allow for it.
     """
     if reason := missing():
         raise NoLink(reason)
@@ -156,9 +155,7 @@ def sent_nbytes(device: str) -> int:
 def measure(options: Options) -> dict[str, Any]:
     """Start two ranks over a limited link, and return what they have measured.
 
-    Raises:
-        NoLink: there is no link on this machine, and why.
-        RanksFailed: a rank failed, or they were not done in time.
+    Raises NoLink if there is no link on this machine, and RanksFailed if a rank failed, or they were not done in time.
     """
     with tempfile.TemporaryDirectory(prefix="fsharp-bench-") as folder:
         Path(folder, "job.json").write_text(json.dumps(asdict(options)))
@@ -221,8 +218,7 @@ def link_mbit(nbytes: int) -> dict[str, float]:
 def race(options: Options, comm: fs.Comm, device: str) -> dict[str, Any]:
     """Time the contenders in turns, then look at what each sends and computes.
 
-    Raises:
-        LossMismatch: the first losses differ by more than rounding of what travels explains.
+    LossMismatch if the first losses differ by more than rounding of what travels explains.
     """
     shape = gpt.Shape(dim=options.dim, layers=options.layers, heads=options.heads, time=options.time, batch=options.batch)
     link = link_mbit(options.link_mb << 20)

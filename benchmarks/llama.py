@@ -75,12 +75,7 @@ class Head(Weights):
 
 
 class Llama(nn.Module):
-    """Embedding, blocks, head; the forward gives the mean cross-entropy.
-
-    Args:
-        shape: sizes.
-        make_block: makes a block, called with the sizes.
-    """
+    """Embedding, blocks, head; the forward gives the mean cross-entropy."""
 
     def __init__(self, shape: Shape, make_block: Callable[[Shape], nn.Module] = Block) -> None:
         super().__init__()

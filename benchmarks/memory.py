@@ -89,12 +89,10 @@ def everyone(shape: gpt.Shape, comm: fs.Comm) -> dict[str, Callable[[], c.Conten
 
 
 def track(build: Callable[[], c.Contender], batches: list[c.Batch]) -> dict[str, int]:
-    """Bytes of one contender over its first steps.
+    """Return bytes of one contender over its first steps.
 
-    Returns:
-        ``first``, the peak of the first step; ``later``, the median of the peaks of the others (when gloo lets go of a
-        buffer is chance); ``peak``, the larger of both; ``rest``, after the last step; ``optimizer``, how much of all that
-        is optimizer state.
+    ``first``: the peak of the first step; ``later``: the median of the peaks of the others (when gloo lets go of a buffer is
+    chance); ``peak``: the larger of both; ``rest``: after the last step; ``optimizer``: how much of it is optimizer state.
     """
     with StorageTracker() as tracker:
         contender = build()
@@ -106,14 +104,9 @@ def track(build: Callable[[], c.Contender], batches: list[c.Batch]) -> dict[str,
             peaks.append(tracker.peak_nbytes)
         contender.settle()
         rest = tracker.nbytes()
-    later = median(peaks[1:])
-    return {
-        "peak": max(peaks[0], later),
-        "first": peaks[0],
-        "later": later,
-        "rest": rest,
-        "optimizer": contender.optimizer_nbytes(),
-    }
+    first, later = peaks[0], median(peaks[1:])
+    own = contender.optimizer_nbytes()
+    return {"peak": max(first, later), "first": first, "later": later, "rest": rest, "optimizer": own}
 
 
 def thin(options: Options) -> gpt.Shape:

@@ -73,11 +73,7 @@ class Options:
 
 
 def check(options: Options) -> None:
-    """Refuse what cannot run.
-
-    Raises:
-        ValueError: an option, or two that do not go together.
-    """
+    """Raise a ValueError for an option that cannot run, or two that do not go together."""
     if options.nproc < 2:
         raise ValueError(f"--nproc is {options.nproc}, expected at least 2: one process has nobody to talk to.")
     for name, value in vars(options).items():

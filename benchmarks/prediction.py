@@ -52,11 +52,7 @@ def measure(options: Options, comm: fs.Comm, say: Callable[[str], None]) -> dict
         schedule = found[TOGETHER].scheduled.schedule
         if hardware is None:
             hardware = fs.inspect.Hardware.fit(
-                traces[TOGETHER],
-                schedule,
-                computes_on_host=True,
-                contention=contention(options.nproc),
-                alone=traces[ALONE],
+                traces[TOGETHER], schedule, computes_on_host=True, contention=contention(options.nproc), alone=traces[ALONE]
             )
         own = replace(hardware, compute_times=traces[ALONE].compute_times(), update_s=traces[ALONE].update_time())
         alone = scaled(own, found[ALONE].scheduled.schedule, times(rounds, ALONE).median)

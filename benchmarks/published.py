@@ -171,11 +171,9 @@ def shapes(run: Run) -> dict[str, Any]:
 
 def layout_of(run: Run) -> fs.Layout:
     """Return the layout: gathers in bfloat16, gradients in float32."""
-    precision, strategy = (
-        fs.Precision(compute=torch.bfloat16, main=torch.float32, wire=torch.float32),
-        getattr(fs, run.strategy),
-    )
-    return fs.plan(shapes(run), fs.Mesh({"dp": run.fsdp}), strategy("dp"), units="layers.*", precision=precision)
+    precision = fs.Precision(compute=torch.bfloat16, main=torch.float32, wire=torch.float32)
+    strategy = getattr(fs, run.strategy)("dp")
+    return fs.plan(shapes(run), fs.Mesh({"dp": run.fsdp}), strategy, units="layers.*", precision=precision)
 
 
 def order_of(layout: fs.Layout) -> tuple[str, ...]:
@@ -198,9 +196,8 @@ def predicted(run: Run, layout: fs.Layout, schedule: fs.schedules.Schedule, effi
     axes = {"within": (), "across": (), "spanning": ()} | {
         "within" if alone and run.fsdp <= 8 else "spanning" if alone else "across": ("dp",)
     }
-    hardware = fs.inspect.Hardware.preset(
-        run.preset, layout, tokens=run.tokens, efficiency=1.0, recompute=run.recompute, **axes
-    )
+    how: Any = {"tokens": run.tokens, "efficiency": 1.0, "recompute": run.recompute, **axes}
+    hardware = fs.inspect.Hardware.preset(run.preset, layout, **how)
     experts, used = model.experts
     more = 4 * model.attention * run.sequence / run.tensor + 2 * experts * (used - 1 / run.expert)  # operations of a token
     assert isinstance(hardware.compute_times, dict)
@@ -247,11 +244,9 @@ def table() -> Iterator[str]:
             efficiencies[run.group] = fitted(run, layout, schedule)
         found = predicted(run, layout, schedule, efficiencies[run.group])
         head = f"| {run.source} | {run.model}, {run.group}, {run.what} | {run.gpus:,} {run.gpu}"
-        shown = (
-            f"efficiency {efficiencies[run.group]:.2f} from here | "
-            if is_first
-            else f"{found:,.0f} | {found / run.tokens_per_s - 1:+.0%}"
-        )
+        shown = f"{found:,.0f} | {found / run.tokens_per_s - 1:+.0%}"
+        if is_first:
+            shown = f"efficiency {efficiencies[run.group]:.2f} from here | "
         yield f"{head} | {run.tokens_per_s:,.0f} | {shown} |"
         if run.memory:
             memory = predicted_memory(run, layout, schedule)

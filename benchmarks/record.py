@@ -7,14 +7,9 @@ from typing import Any
 
 
 class Record:
-    """A file of JSON lines, each a result with all that the result depends on, but for the code.
+    """A file of JSON lines, each a result with all that the result depends on, but for the code. The file need not exist.
 
-    Args:
-        path: of the file, which need not exist.
-        commit: of the code that measures.
-
-    Attributes:
-        commits: those that results asked for were measured at.
+    ``commit``: of the code that measures. ``commits``: those that results asked for were measured at.
     """
 
     def __init__(self, path: Path, commit: str) -> None:

@@ -340,16 +340,7 @@ def _memory(title: str, largest: Mapping[str, Any], rss: Mapping[str, Any]) -> T
                 f"{rss[name]['rise'] / 1e6:.0f}" if name in rss else "",
             )
         )
-    header = (
-        "",
-        "peak, MB",
-        "first step",
-        "later steps",
-        "at rest",
-        "less optimizer state",
-        "peak, of FSDP2's",
-        "RSS, MB",
-    )
+    header = ("", "peak, MB", "first step", "later steps", "at rest", "less optimizer state", "peak, of FSDP2's", "RSS, MB")
     return Table(title, header, rows)
 
 
@@ -377,14 +368,13 @@ def report(options: Options, parts: dict[str, Any], *, seconds: float) -> None:
     console = Console(highlight=False)
     if not console.is_terminal:
         console = Console(highlight=False, width=140)
-    shown = tables(parts)
+    shown, written = tables(parts), [options.out]
     for table in shown:
         console.print(on_terminal(table))
     if options.docs and options.runs_all:
         renew(options.docs, markdown(shown, found, where))
-        console.print(f"written: {options.out}, {options.docs}", soft_wrap=True, markup=False)
-    else:
-        console.print(f"written: {options.out}", soft_wrap=True, markup=False)
+        written.append(options.docs)
+    console.print(f"written: {', '.join(map(str, written))}", soft_wrap=True, markup=False)
     print(json.dumps(found), flush=True)  # not through the console, which would wrap it
 
 
@@ -406,7 +396,7 @@ def markdown(shown: Sequence[Table], found: Mapping[str, float], where: Mapping[
         f"{where['date']}, commit {where['commit']}, {where['cpu']} ({where['cores']} cores), {options['nproc']} processes of "
         f"{where['threads_per_process']} thread; {versions}. {options['launches']} launches of "
         f"{options['rounds']} rounds of {options['steps']} steps each; "
-        "medians, and in brackets least and most.",
+        "medians, and in brackets least and most."
     ]
     for table in shown:
         lines += ["", *lines_of(table)]
@@ -428,21 +418,13 @@ def _row(cells: Sequence[str]) -> str:
 
 
 def renew(path: Path, text: str, marks: tuple[str, str] = MARKS) -> None:
-    """Put ``text`` between the marks of a page.
-
-    Raises:
-        ValueError: a page without them.
-    """
+    """Put ``text`` between the marks of a page. ValueError for a page without them."""
     (head, tail), (begin, end) = around(path, marks), marks
     path.write_text(f"{head}{begin}\n\n{text}\n\n{end}{tail}")
 
 
 def around(path: Path, marks: tuple[str, str] = MARKS) -> tuple[str, str]:
-    """What stands before and after the marks of a page.
-
-    Raises:
-        ValueError: a page without them.
-    """
+    """What stands before and after the marks of a page. ValueError for a page without them."""
     page, (begin, end) = path.read_text(), marks
     if page.count(begin) != 1 or page.count(end) != 1:
         raise ValueError(f"{path}: expected {begin!r} and {end!r}, once each.")

@@ -18,10 +18,7 @@ def measure(options: Options, comm: fs.Comm, say: Callable[[str], None]) -> dict
     result = {}
     for name, (dim, heads) in WIDTHS.items():
         shape = replace(shape_of(options), dim=dim, heads=heads, layers=options.small_layers)
-        found: list[c.Contender] = [
-            c.ddp(shape),
-            c.sharded("fsharp zero3", shape, comm, fs.zero3("dp")),
-        ]
+        found: list[c.Contender] = [c.ddp(shape), c.sharded("fsharp zero3", shape, comm, fs.zero3("dp"))]
         block = sum(p.numel() for p in gpt.Block(shape).parameters())
         result[name] = race(found, shape, options, lambda text, n=name: say(f"{n}, {text}")) | {"block_params": block}
     return result

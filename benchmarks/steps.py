@@ -106,10 +106,7 @@ def interleaved(
 
 
 def in_turns(
-    found: Mapping[str, c.Contender],
-    shape: gpt.Shape,
-    options: Any,
-    say: Callable[[str], None],
+    found: Mapping[str, c.Contender], shape: gpt.Shape, options: Any, say: Callable[[str], None]
 ) -> tuple[list[dict[str, float]], dict[str, list[torch.Tensor]]]:
     """Time contenders of one shape as :func:`interleaved` does; ``options`` has ``rounds``, ``steps`` and ``warmup``."""
     return interleaved(
@@ -125,17 +122,10 @@ def in_turns(
 
 
 def compare_losses(losses: Mapping[str, Sequence[float]], *, alone: Sequence[str] = ()) -> dict[str, float]:
-    """Hold all to the first: rounding may differ, results not.
+    """Return the largest relative difference of losses to those of the first, over the first steps, and over all.
 
-    Args:
-        losses: means over ranks, by name.
-        alone: those whose ranks do not train together; they agree before the first update only.
-
-    Returns:
-        The largest relative difference over the first steps, and over all.
-
-    Raises:
-        LossMismatch: names everybody who is off.
+    ``losses``: means over ranks, by name. ``alone``: those whose ranks do not train together, and so agree before the first
+    update only. Raises LossMismatch, which names everybody who is off: rounding may differ, results not.
     """
     reference, *others = [name for name in losses if name not in alone]
     expected = losses[reference]
@@ -166,17 +156,7 @@ def measure(options: Options, comm: fs.Comm, say: Callable[[str], None]) -> dict
 
 
 def race(found: Sequence[c.Contender], shape: gpt.Shape, options: Options, say: Callable[[str], None]) -> dict[str, Any]:
-    """Time contenders of one shape in turns, and hold their losses to each other's.
-
-    Args:
-        found: the contenders.
-        shape: theirs.
-        options: rounds, steps, warmup.
-        say: is told how far this is.
-
-    Raises:
-        LossMismatch: they do not compute the same.
-    """
+    """Time contenders of one shape in turns. LossMismatch if they do not compute the same."""
     rounds, losses = in_turns({each.name: each for each in found}, shape, options, say)
     means = {each.name: _over_ranks(losses[each.name], each.is_global) for each in found}
     alone = [each.name for each in found if isinstance(each, c.ModuleContender) and not each.synced]

@@ -43,18 +43,10 @@ class Training:
 
 
 def train(comm: fs.Comm, codec: Codec, seed: int, options: Training, until: int | None = None) -> dict[str, Any]:
-    """Train one model.
+    """Train one model. ``seed`` decides initial values and batches.
 
-    Args:
-        comm: the ranks.
-        codec: strategy and formats.
-        seed: of initial values and batches.
-        options: sizes.
-        until: the run ends after so many steps, and has no held-out loss.
-
-    Returns:
-        ``bytes`` that the last step sends for one element of a parameter, over ``(n - 1) / n``; ``losses`` of all steps; and
-        ``held_out``, the loss of held-out files in bits per byte.
+    Return ``bytes`` that the last step sends for one element of a parameter, over ``(n - 1) / n``; ``losses`` of all steps; and
+    ``held_out``, the loss of held-out files in bits per byte, unless the run ends before, after ``until`` steps.
     """
     torch.set_num_threads(1)
     corpus, counting, rank, n = data.load(), fs.collectives.CountingComm(comm), comm.rank, comm.mesh.size

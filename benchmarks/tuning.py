@@ -87,9 +87,8 @@ def measure(options: Options, comm: fs.Comm, say: Callable[[str], None]) -> dict
         }
         plain = {name: layout for name, layout in layouts.items() if name in STRATEGIES}
         plan = {"order": ORDER, "microbatches": case.microbatches, "backend": "gloo"}
-        keys = distinct(
-            {(s, p, ""): fs.schedules.plan_step(plain[s], POLICIES[p], **plan) for s, p in product(plain, POLICIES)}
-        )
+        planned = {(s, p, ""): fs.schedules.plan_step(plain[s], POLICIES[p], **plan) for s, p in product(plain, POLICIES)}
+        keys = distinct(planned)
         keys += [(s, FIRST, RECOMPUTED) for s in plain] + [(s, FIRST, "") for s in layouts if s not in plain]
         found = {key: _contender(_text(key), case, comm, *key) for key in keys}
         single = partial(c.sharded, shape=case.shape, comm=fs.SingleComm(), strategy=fs.zero3("dp"))

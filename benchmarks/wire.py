@@ -77,9 +77,7 @@ class Options:
 
     def __post_init__(self) -> None:
         if len(self.seeds) != len(self.nproc) or min(self.nproc, default=0) < 2:
-            raise ValueError(
-                f"--seeds {self.seeds} and --nproc {self.nproc}: expected as many of each, and 2 processes or more."
-            )
+            raise ValueError(f"--seeds {self.seeds} and --nproc {self.nproc}: expected equally many, and 2 or more processes.")
         for flag, names in (("--only", self.only), ("--network.codecs", self.network.codecs)):
             if unknown := set(names) - set(CODECS):
                 raise ValueError(f"{flag}: there is no codec {sorted(unknown)}; there are {list(CODECS)}.")
@@ -120,8 +118,7 @@ def losses_of(
 ) -> dict[str, Any]:
     """Return bytes and losses of each codec on so many processes; train where the record lacks a run, if options say so.
 
-    Raises:
-        LossMismatch: the same formats have other losses under another strategy.
+    LossMismatch if the same formats have other losses under another strategy.
     """
     mesh, of = fs.Mesh({"dp": nproc}), {**about, "nproc": nproc, "training": asdict(options.training)}
     fsdp2 = record.once({**of, "bytes of": FSDP2}, lambda: processes(mesh, partial(fsdp2_nbytes, options=options.training))[0])
@@ -137,9 +134,8 @@ def losses_of(
         began, known = time.monotonic(), key in record
         found[name][seed] = run = record.once(key, lambda fn=fn: processes(mesh, fn, timeout=RUN_S)[0])
         if shared and run["losses"] != (same := found[first[name]][0]["losses"][:until]):
-            raise LossMismatch(
-                f"{name}, {nproc} processes: losses are {run['losses']}, expected those of {first[name]}, {same}."
-            )
+            what = f"losses are {run['losses']}, expected those of {first[name]}, {same}."
+            raise LossMismatch(f"{name}, {nproc} processes: {what}")
         loss = f"losses of {first[name]}" if shared else f"{run['held_out']:.4f} bits per byte"
         took = "known" if known else f"{time.monotonic() - began:.0f} s"
         say(f"{nproc} processes, seed {seed}, {name}: {loss}, {run['bytes']:.3f} bytes an element ({took})")

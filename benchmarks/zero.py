@@ -11,12 +11,7 @@ from benchmarks.contenders import ADAMW, Batch
 
 
 class ZeroContender:
-    """``deepspeed.initialize`` with a stage and otherwise its defaults; ``torch.optim.AdamW(fused=True)`` as for the others.
-
-    Args:
-        shape: of the model.
-        stage: 1, 2 or 3.
-    """
+    """``deepspeed.initialize`` with a stage and otherwise its defaults; ``torch.optim.AdamW(fused=True)`` as for the others."""
 
     is_global = False
 

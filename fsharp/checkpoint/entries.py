@@ -178,9 +178,7 @@ def contents_of(where: str, tree: Any, comm: Comm, *, planes: bool = False) -> T
         elif isinstance(leaf, MadeBy | bool | int | float | str):
             _check_new_name(where, found, name := ".".join(segments))
             if isinstance(leaf, int) and abs(leaf) >= _TOO_LARGE_INT:
-                what = (
-                    f"{name!r} is an integer of more than 4,300 digits, which readers of JSON refuse: make it a text, hex(x)."
-                )
+                what = f"{name!r} is an integer of more than 4,300 digits, which JSON readers refuse: make it a text, hex(x)."
                 raise TreeError(f"{where}: {what}")
             found.values[name] = leaf.name if isinstance(leaf, MadeBy) else leaf
         else:
@@ -467,9 +465,8 @@ def _leaves_on_ranks_by_path(unit: UnitLayout, place: MeshPlacement, rank: int) 
 
 def _replicated_entry(where: str, name: str, tensor: torch.Tensor, mesh: Mesh) -> TensorEntry:
     n, local = tensor.numel(), _flatten_plain_tensor(where, name, tensor)
-    return TensorEntry(
-        name, tensor.dtype, tuple(tensor.shape), lambda rank: Piece(0, n, rank, mesh.size), local, is_replicated=True
-    )
+    shape = tuple(tensor.shape)
+    return TensorEntry(name, tensor.dtype, shape, lambda rank: Piece(0, n, rank, mesh.size), local, is_replicated=True)
 
 
 def _per_rank_entry(where: str, name: str, tensor: Any, comm: Comm) -> TensorEntry:
@@ -482,9 +479,7 @@ def _per_rank_entry(where: str, name: str, tensor: Any, comm: Comm) -> TensorEnt
 
 def _flatten_plain_tensor(where: str, name: str, tensor: torch.Tensor) -> torch.Tensor:
     if tensor.layout is not torch.strided or type(tensor) not in (torch.Tensor, torch.nn.Parameter):
-        raise TreeError(
-            f"{where}: {name!r} is a {type(tensor).__name__} of layout {tensor.layout}, expected a plain, dense tensor."
-        )
+        raise TreeError(f"{where}: {name!r} is a {type(tensor).__name__} of layout {tensor.layout}, expected a dense tensor.")
     return tensor.detach().resolve_conj().resolve_neg().contiguous().view(-1)
 
 

@@ -295,15 +295,12 @@ def _refuse_unpaired_main_copies(path: str, like: Any, left_out: Collection[str]
             parameter = f"{prefix}params.{main[len(f'{prefix}main.') :]}"
             if parameter not in wanted or (main in left_out) == (parameter in left_out):
                 continue
-            what, new, old = (
-                f"{parameter!r} is in the checkpoint and its main copy is not. The next update would",
-                "main",
-                "params",
-            )
-            what += " overwrite the parameter from the old main copy."
             if parameter in left_out:
                 what, new, old = f"main copy {main!r} is in the checkpoint and its parameter is not.", "params", "main"
                 what += " The next step would use the old parameter."
+            else:
+                what, new, old = f"{parameter!r} is in the checkpoint and its main copy is not.", "main", "params"
+                what += " The next update would overwrite the parameter from the old main copy."
             how = f"rename=lambda name: re.sub('^{prefix}{new}', '{prefix}{old}', name), cast=True"
             if not {name for name in wanted if name.startswith(f"{prefix}{new}.")} <= set(left_out):
                 how = rename_argument_hint(*((parameter, main) if parameter in left_out else (main, parameter)))
@@ -445,9 +442,8 @@ def load_or_collect_damage(
         raise
     except Exception as error:  # any kind: all ranks come here, and each reports its reason
         own = error.__cause__ if isinstance(error, AgreementError) else error  # other ranks report their errors themselves
-        mine = json.dumps(
-            [own is not None and not damage, damage, comm.rank == 0 and path is not None and _is_checkpoint_removed(path)]
-        )
+        is_removed = comm.rank == 0 and path is not None and _is_checkpoint_removed(path)
+        mine = json.dumps([own is not None and not damage, damage, is_removed])
         said = [json.loads(text) for text in all_gather_texts(mine, comm)]
         found = [each for _, texts, _ in said for each in texts]
         if said[0][2]:

@@ -152,10 +152,11 @@ def _manifest_from_body(body: dict[str, Any]) -> Manifest:
     )
     if len({file.name for file in files}) != len(files):
         raise ValueError("a file is named twice")
+    created = body["created"]
     return Manifest(
         save_id=_checked_hex(body["save_id"]),
         step=_checked_count(body["step"]),
-        created=_checked_time(body["created"]),
+        created=float(_checked(created, "a time", is_right=type(created) in (int, float) and math.isfinite(created))),
         mesh={str(name): _checked_count(size) for name, size in body["mesh"].items()},
         versions={str(name): str(version) for name, version in body["versions"].items()},
         config=body["config"],
@@ -255,10 +256,6 @@ def checked_shape(sizes: Any) -> tuple[int, ...]:
     shape = tuple(map(_checked_count, sizes))
     _checked(sizes, "a shape", is_right=len(shape) <= _MAX_DIMS and math.prod(size or 1 for size in shape) < 1 << 62)
     return shape
-
-
-def _checked_time(value: Any) -> float:
-    return float(_checked(value, "a time", is_right=type(value) in (int, float) and math.isfinite(value)))
 
 
 def checked_file_name(value: Any) -> str:

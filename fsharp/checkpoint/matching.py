@@ -168,9 +168,8 @@ def check_matches(
                 else:
                     remedy += MAIN_FROM_PARAMS
                 break
-        raise TreeError(
-            problem("load()", f"{path} is not of this tree: {len(rows)} differences.", shorten_error_rows(rows), remedy)
-        )
+        what = f"{path} is not of this tree: {len(rows)} differences."
+        raise TreeError(problem("load()", what, shorten_error_rows(rows), remedy))
     return kept, passed
 
 

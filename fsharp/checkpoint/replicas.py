@@ -188,9 +188,8 @@ class Replicas(BackgroundSaver):
                 )
 
         try:
-            check_on_all_ranks(
-                "Replicas()", comm, check, lambda _: {"copies, domain_size": f"{copies}, {size}", "root": repr(self._root)}
-            )
+            arguments = {"copies, domain_size": f"{copies}, {size}", "root": repr(self._root)}
+            check_on_all_ranks("Replicas()", comm, check, lambda _: arguments)
             tokens = restart_replay.record_and_call(exchange_tokens)
             check_on_all_ranks("Replicas()", comm, lambda: run_converting_os_errors(self._folder, check_reduced))
             super().__init__(comm, "refresh", flat=True)
@@ -438,9 +437,7 @@ class Replicas(BackgroundSaver):
         if lost and found is None:
             lost += [("damaged", text) for text in copies.values()]
             rest = "Give root= of checkpoints on disk." if self._root is None else f"There is no checkpoint under {self._root}."
-            why = (
-                f"More than {self._copies} hosts have lost their memory, copies are damaged, or the first refresh did not end."
-            )
+            why = f"More than {self._copies} hosts lost their memory, copies are damaged, or the first refresh did not end."
             remedy = f"{why} {rest} To begin anew, remove {self._folder} on all hosts."
             raise CheckpointError(problem("restore()", "no newer save in memory of hosts is complete.", lost, remedy))
         if found is None:
@@ -466,12 +463,10 @@ class Replicas(BackgroundSaver):
         """Return the newest checkpoint under ``root`` that is not in ``damaged``, as rank 0 sees it; None if there is none."""
         if self._root is None:
             return None
-        root = self._root
-        found = check_on_all_ranks(
-            "restore()", self._comm, lambda: newest_except(root, damaged) if self._comm.rank == 0 else None
-        )
+        root, comm = self._root, self._comm
+        found = check_on_all_ranks("restore()", comm, lambda: newest_except(root, damaged) if comm.rank == 0 else None)
         facts = [] if found is None else [found.path, found.step, found.summary.created]
-        said = json.loads(all_gather_texts(json.dumps(facts), self._comm)[0])
+        said = json.loads(all_gather_texts(json.dumps(facts), comm)[0])
         return _DiskCheckpoint(*said) if said else None
 
     @api_boundary

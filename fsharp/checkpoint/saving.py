@@ -182,9 +182,7 @@ def agree_on_snapshot(
         try:
             float(metric or 0)
         except OverflowError:
-            raise CheckpointError(
-                f"{where}: metric is an integer of {int(metric or 0).bit_length()} bits, which no float holds."
-            ) from None
+            raise CheckpointError(f"{where}: metric has {int(metric or 0).bit_length()} bits, which no float holds.") from None
         contents = contents_of(where, states, comm, planes=planes)
         if planes and not contents.encoded:
             facts = [("got", f"{len(contents.entries)} tensors, such as {', '.join([*contents.entries][:3])}")]
@@ -297,18 +295,15 @@ def write_snapshot(snapshot: Snapshot, comm: Comm) -> Checkpoint:
     staged = storage_of(snapshot.folder).staging_path(snapshot.folder)
     is_published = False
 
-    def commit(records: list[FileRecord]) -> None:
+    def commit() -> None:
         nonlocal is_published
-        write_manifest_and_publish(snapshot, staged, records, manifest_of_snapshot(snapshot, records, comm.mesh), rank=0)
-        is_published = True
+        if comm.rank == 0:
+            write_manifest_and_publish(snapshot, staged, records, manifest_of_snapshot(snapshot, records, comm.mesh), rank=0)
+            is_published = True
 
     try:
         records = write_shard_files(snapshot, staged, comm)
-        check_on_all_ranks(
-            "save()",
-            comm,
-            lambda: run_converting_os_errors(snapshot.folder, lambda: commit(records)) if comm.rank == 0 else None,
-        )
+        check_on_all_ranks("save()", comm, lambda: run_converting_os_errors(snapshot.folder, commit))
     except BaseException:
         if comm.rank == 0 and not is_published:
             remove_staged(snapshot.folder)
@@ -361,9 +356,7 @@ def write_manifest_and_publish(
         check_brackets(data)
     except ValueError as error:
         what = f"the manifest would have {error}, more than a sixth, which load() refuses as it takes much memory"
-        raise CheckpointError(
-            f"save(): {what}. Put the numbers of many short lists and dicts into a tensor or a text."
-        ) from error
+        raise CheckpointError(f"save(): {what}. Put the numbers of many short lists into a tensor or a text.") from error
     with storage.append_to_new_file(f"{staged}/{MANIFEST_NAME}") as out:
         out(memoryview(data))
     if Checkpoint(staged).manifest.save_id != snapshot.save_id:

@@ -6,7 +6,7 @@ import os
 import shutil
 import stat
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any, ClassVar
 
@@ -77,7 +77,9 @@ def read_index_file(storage: "Storage", folder: str, name: str, allowed_extra_nb
     """
     path = f"{folder}/{storage.relative_realpath(folder, name)}"
     size = storage.nbytes(path)
-    most = size if size <= allowed_extra_nbytes else allowed_extra_nbytes + 2 * (_folder_nbytes(storage, folder) - size)
+    most = size
+    if size > allowed_extra_nbytes:
+        most = allowed_extra_nbytes + 2 * (nbytes_of_names(storage, folder, storage.list_names(folder)) - size)
     if size > most:
         raise CheckpointError(
             f"{folder}/{name}: {size:,} bytes, expected at most {most:,}: twice the size of the files that it describes, and "
@@ -88,9 +90,10 @@ def read_index_file(storage: "Storage", folder: str, name: str, allowed_extra_nb
     return bytes(data)
 
 
-def _folder_nbytes(storage: "Storage", folder: str) -> int:
+def nbytes_of_names(storage: "Storage", folder: str, names: Iterable[str]) -> int:
+    """Return the bytes of the files in ``folder`` with these names. Files that cannot be read count as empty."""
     total = 0
-    for name in storage.list_names(folder):
+    for name in names:
         with suppress(CheckpointError, FileNotFoundError):  # only plain files have a size
             total += storage.nbytes(f"{folder}/{storage.relative_realpath(folder, name)}")
     return total

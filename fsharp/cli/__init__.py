@@ -21,9 +21,7 @@ from fsharp.cli.plans import plan, schedule, tune
 from fsharp.cli.reports import report
 from fsharp.errors import FsharpError, OptionError, PatternError
 
-_ABOUT = (
-    "Plan how a model is sharded, measure this machine, report on a run, and look at checkpoints. No process group is needed."
-)
+_ABOUT = "Plan how to shard a model, measure this machine, report on a run, and look at checkpoints. Needs no process group."
 _MAX_LINE = 240
 """Characters of an error of tyro that are shown."""
 COMMANDS: dict[str, Callable[..., str]] = {

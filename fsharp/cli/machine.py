@@ -56,9 +56,8 @@ class MeasuredMachine(NamedTuple):
         of one rank in a microbatch.
         """
         memory = self.hardware.memory_bandwidth
-        return replace(
-            self.hardware, **model_time_options(layout, tokens=tokens, flops=efficiency * self.flops, memory_bandwidth=memory)
-        )
+        times = model_time_options(layout, tokens=tokens, flops=efficiency * self.flops, memory_bandwidth=memory)
+        return replace(self.hardware, **times)
 
 
 def calibrate(file: str, /, *, mesh: str = "dp=2", steps: int = 20, dtype: str = "") -> str:

@@ -3,10 +3,9 @@
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 
-from fsharp.checkpoint.storage import absolute_path, observe_reads, storage_of
-from fsharp.errors import CheckpointError
+from fsharp.checkpoint.storage import absolute_path, nbytes_of_names, observe_reads, storage_of
 
 _DELAY_S = 1.0
 """Seconds after which a bar appears."""
@@ -41,10 +40,7 @@ def files_nbytes(*paths: str) -> int:
     """Return the bytes of the files at ``paths``, or in these folders. Files that cannot be read count as empty."""
     total = 0
     for path in map(absolute_path, paths):
-        storage = storage_of(path)
+        storage, (parent, _, file) = storage_of(path), path.rpartition("/")
         names = storage.list_names(path)
-        folder, names = (path, names) if names else (path.rpartition("/")[0], [path.rpartition("/")[2]])
-        for name in names:
-            with suppress(FileNotFoundError, CheckpointError):
-                total += storage.nbytes(f"{folder}/{storage.relative_realpath(folder, name)}")
+        total += nbytes_of_names(storage, path, names) if names else nbytes_of_names(storage, parent, [file])
     return total

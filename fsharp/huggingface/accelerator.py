@@ -168,9 +168,7 @@ class Accelerator(accelerate.Accelerator):
                 self.unscale_gradients()
                 return model.clip_grad_norm_(max_norm, norm_type)
         what = f"expected all parameters of one prepared module, got {len(parameters)} other parameters."
-        raise OptionError(
-            problem("Accelerator.clip_grad_norm_()", what, remedy="Call it once for each module, with model.parameters().")
-        )
+        raise OptionError(problem("Accelerator.clip_grad_norm_()", what, remedy="Pass model.parameters() of one module."))
 
     def clip_grad_value_(self, parameters: Any, clip_value: float) -> Any:
         """Clip gradients of plain modules by value. Raises OptionError for sharded parameters."""

@@ -23,6 +23,7 @@ _MARGIN_IN = 1.0  # that labels of lanes take
 _FONT_SIZE = 7.0
 _LANE_HEIGHTS: dict[Stream, float] = {"compute": 1.0, "gather": 0.75, "reduce": 0.75, "host": 0.75}
 _INK, _FAINT, _UPDATE, _CODED = "#222222", "#c8c8c8", "#555555", "#1b9e77"
+_FORWARD_OPACITY = 0.65
 _WAIT, _WAIT_LINES = "#f7d4d4", "#d62728"
 _MEMORY_COLOURS = ("#4c78a8", "#d9730d")  # of the first timeline and of the second
 _BYTE_UNITS = (2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"), (1, "bytes")
@@ -222,7 +223,7 @@ def _draw_legend(figure: Any, axes: Any, has_times: bool, *, has_codes: bool) ->
     if not has_times:
         waits = {"facecolor": "white", "edgecolor": _FAINT, "label": _kinds_with_look("hatched")}
     handles = [
-        Patch(facecolor=_paler(ramp), label="forward"),
+        Patch(facecolor=(*ramp, _FORWARD_OPACITY), label="forward"),
         Patch(facecolor=ramp, label="backward"),
         Patch(facecolor=_darker(ramp), label=_kinds_with_look("dark")),
         *([Patch(facecolor=_CODED, label=_kinds_with_look("coded"))] if has_codes else []),
@@ -309,12 +310,8 @@ def _fill_colour(span: TimeSpan, colours: dict[str, Colour]) -> Any:
         return _FAINT if look == "faint" else _UPDATE
     colour = colours[span.unit]
     if span.phase == "forward":
-        return _paler(colour)
+        return (*colour, _FORWARD_OPACITY)
     return _darker(colour) if look == "dark" else colour
-
-
-def _paler(colour: Colour) -> tuple[float, float, float, float]:
-    return (*colour, 0.65)
 
 
 def _darker(colour: Colour) -> Colour:

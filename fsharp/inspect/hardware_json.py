@@ -18,9 +18,7 @@ def fields_to_json(fields: Mapping[str, Any]) -> str:
     """
     if callable(fields["compute_times"]):
         remedy = "Pass a dict of seconds by pattern, or a pair for all units."
-        raise ScheduleError(
-            problem("Hardware.to_json()", "compute_times is a function, which JSON cannot hold.", remedy=remedy)
-        )
+        raise ScheduleError(problem("Hardware.to_json()", "compute_times is a function, and JSON holds none.", remedy=remedy))
     return json.dumps({name: _value_to_json(value) for name, value in fields.items()}, indent=1)
 
 
@@ -36,9 +34,7 @@ def fields_from_json(text: str, known: Mapping[str, Any]) -> dict[str, Any]:
     """Return a Hardware's fields, whose names are the keys of ``known``, from JSON; ScheduleError for a wrong text."""
 
     def wrong(what: str) -> ScheduleError:
-        return ScheduleError(
-            problem("Hardware.from_json()", what, remedy="Pass the text that Hardware.to_json() has returned.")
-        )
+        return ScheduleError(problem("Hardware.from_json()", what, remedy="Pass a text that Hardware.to_json() returned."))
 
     try:
         rows = json.loads(text)
@@ -50,13 +46,11 @@ def fields_from_json(text: str, known: Mapping[str, Any]) -> dict[str, Any]:
         raise wrong(f"field {different[0]!r} is {'unknown' if different[0] in rows else 'missing'}.")
     result: dict[str, Any] = {}
     for name, value in rows.items():
+        parse, expected = (_parse_seconds, "seconds") if name == "compute_times" else (_parse_number, "numbers")
         try:
-            parse = _parse_seconds if name == "compute_times" else _parse_number
             result[name] = _value_from_json(value, parse)
         except (TypeError, ValueError, KeyError, IndexError) as error:
-            raise wrong(
-                f"{name} is {short_repr(value)}, expected {'seconds' if name == 'compute_times' else 'numbers'}."
-            ) from error
+            raise wrong(f"{name} is {short_repr(value)}, expected {expected}.") from error
     return result
 
 

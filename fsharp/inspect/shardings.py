@@ -334,9 +334,8 @@ def draw_sharding(layout: Layout, path: str | PathLike[str], *, unit: str | None
     all_axes = figure.subplots(1, len(places), sharey=True)
     for axes, (title, place) in zip(all_axes, places.items(), strict=True):
         _draw_place(axes, chosen, place, is_trained=title != "parameters")
-        axes.set_title(
-            f"{title}: {', '.join(f'{a} {place[a].name.lower()}' for a in place.axis_order)}", fontsize=9, color=_INK
-        )
+        placements = ", ".join(f"{axis} {place[axis].name.lower()}" for axis in place.axis_order)
+        axes.set_title(f"{title}: {placements}", fontsize=9, color=_INK)
         axes.set_yticks(range(size), [f"rank {rank}" for rank in range(size)], fontsize=8)
         axes.set_xlim(0, _padded_numel(chosen) * (1 + _GROUP_GAP * (len(chosen.groups) - 1)))
         axes.set_xlabel("elements of the flat buffers", fontsize=8)

@@ -227,9 +227,7 @@ def _jax_mesh_and_local_devices(layout: Layout, devices: Sequence[Any] | None) -
 
 def _global_shape_and_sharding(node: Sharded, i: int, mesh: Mesh) -> tuple[tuple[int, ...], NamedSharding]:
     if node.place.partial_axes:
-        raise TreeError(
-            f"unit {node.unit.display_name} rests partial ({node.place}), which JAX has no sharding for: reduce_scatter() it."
-        )
+        raise TreeError(f"unit {node.unit.display_name} rests partial ({node.place}), unknown to JAX: reduce_scatter() it.")
     own = node.place.varying_axes
     shape = (*(node.unit.mesh.axis_size(axis) for axis in own), node.unit.groups[node.groups[i]].size)
     return shape, NamedSharding(mesh, PartitionSpec(*own, node.place.sharded_axes or None))

@@ -46,9 +46,7 @@ def make_functional(model: Any, variables: Any = None) -> tuple[Callable[..., An
     if _is_from_package(model, "flax.linen"):
         return _make_linen_functional(model, variables)
     if variables is not None:
-        raise TreeError(
-            f"make_functional(): variables are for modules of Flax Linen, and a {type(model).__name__} holds its variables."
-        )
+        raise TreeError(f"make_functional(): variables are for Flax Linen, and a {type(model).__name__} holds its own.")
     if not callable(model) or jax.tree_util.all_leaves([model]):
         raise TreeError(f"make_functional(): got {model!r:.80}, expected a module of Equinox or Flax that can be called.")
     if not _is_from_package(model, "flax.nnx"):

@@ -194,9 +194,7 @@ class _ShardedTransformation:
 
 
 def _unknown_argument_error(name: str) -> TreeError:
-    return TreeError(
-        f"update(): got {name}=..., which the optax transformation does not use. Check the spelling, or leave {name} out."
-    )
+    return TreeError(f"update(): got {name}=..., which the transformation does not use. Check the spelling, or leave it out.")
 
 
 def _as_number_or_array(x: Any) -> Any:

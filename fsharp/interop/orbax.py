@@ -26,9 +26,7 @@ _METADATA_FILE = "_CHECKPOINT_METADATA"
 """A file that Orbax writes into the folder of each checkpoint."""
 _MOST_LEVELS = 300
 """Most levels of a tree that is written: Orbax can write 400, and then cannot read them."""
-_BOOL_REMEDY = (
-    "Orbax describes no tree with a Python bool: load it by ocp.load(), and save it with jnp.array(x) for each bool x."
-)
+_BOOL_REMEDY = "Orbax describes no tree with a Python bool: load it by ocp.load(), and save jnp.array(x) for each bool x."
 
 
 class _OrbaxSlice(NamedTuple):
@@ -160,9 +158,7 @@ def to_orbax(
     refuse_planes("to_orbax()", found, names.values())
     names = {name: found.manifest.aliases.get(stored, stored) for name, stored in names.items()}
     if empty := [name for name, stored in names.items() if 0 in found.manifest.tensors[stored].shape]:
-        raise CheckpointError(
-            f"to_orbax(): {empty[0]!r} has no elements, and Orbax saves no such array. Leave it out by subtree=."
-        )
+        raise CheckpointError(f"to_orbax(): {empty[0]!r} has no elements, which Orbax cannot save. Leave it out by subtree=.")
     if deep := [name for name in names if name.count(".") > _MOST_LEVELS]:
         raise CheckpointError(
             f"to_orbax(): '{deep[0]:.40}... nests {deep[0].count('.'):,} levels, of which Orbax can read {_MOST_LEVELS}. Give "

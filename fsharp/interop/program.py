@@ -66,9 +66,7 @@ class TracedTransformation:
         self.names, self.structure = jax.tree.flatten(map_units(_leaf_names_or_masks, params))
         if any(not isinstance(name, LeafName) for name in self.names):
             strange = next(name for name in self.names if not isinstance(name, LeafName))
-            raise TreeError(
-                f"from_optax(): the tree has a {type(strange).__name__}, which is not a JAX pytree node: register it there."
-            )
+            raise TreeError(f"from_optax(): the tree has a {type(strange).__name__}, which is no JAX pytree node: register it.")
         leaf_ranges = self.leaf_ranges_of_rank(params, rank)
         rows = list(zip(leaf_ranges.parts, leaf_ranges.dtypes, strict=True))
         main, accumulate = (

@@ -94,9 +94,8 @@ class Strategy(DDPStrategy):
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """Return the whole state dict on rank 0; elsewhere the dict without sharded parameters. All ranks call this method."""
-        return (
-            full_state_dict(self._pl_module) if sharded_modules_in(self._pl_module) else super().lightning_module_state_dict()
-        )
+        module = self._pl_module
+        return full_state_dict(module) if sharded_modules_in(module) else super().lightning_module_state_dict()
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """Load a checkpoint's whole tensors into the module. Each rank keeps its own part of them."""

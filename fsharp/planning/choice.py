@@ -368,9 +368,7 @@ class Choice:
             found = cls(body["name"], layout, policy, remat, rows, body["budget"], body["activations"], made_by, arguments)
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             what = f"the text is not a choice: {type(error).__name__}: {error}."
-            raise ScheduleError(
-                problem("Choice.from_json()", what, remedy="Pass the text that Choice.to_json() has returned.")
-            ) from error
+            raise ScheduleError(problem("Choice.from_json()", what, remedy="Pass a text of Choice.to_json().")) from error
         names = first.layout, first.policy, first.remat
         again = arguments.predict_candidate(arguments.schedule(planned, policy), planned, policy, names)
         has_same_policy = replace(again, why_lost="") == replace(first, why_lost="")

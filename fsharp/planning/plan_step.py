@@ -138,9 +138,7 @@ def uses_in_order(layout: Layout, order: Sequence[str | Use]) -> tuple[Use, ...]
         raise LayoutError(problem("plan_step()", f"order selects unit {twice!r} twice.", facts))
     used = {name for use in walk_nested_uses(uses) for name in use.units}
     if unknown := sorted(used - {unit.name for unit in layout.units}):
-        raise LayoutError(
-            problem("plan_step()", f"order has unit {unknown[0]!r}, and the layout has none of this name.", facts)
-        )
+        raise LayoutError(problem("plan_step()", f"order has unit {unknown[0]!r}, and the layout has no such unit.", facts))
     if missing := [name for name in names if name not in used]:
         remedy = "Add its name, or a pattern, where the loss uses the unit."
         raise LayoutError(problem("plan_step()", f"order lacks unit {missing[0]!r}.", facts, remedy))

@@ -153,9 +153,7 @@ class TuneRequest:
         formats = {"": Precision()} if self.formats is None else self.formats
         options, refused = layout_options(model, meshes, self.strategies, choices, formats)
         if not any(option.layout.num_params for option in options):
-            raise ScheduleError(
-                "tune(): the model has no parameters, or there is no strategy, choice of units or format to try."
-            )
+            raise ScheduleError("tune(): the model has no parameters, or there is no strategy, choice of units or format.")
         calls: dict[CostKey, list[UnitCall]] = {}
         costs: dict[CostKey, MicrobatchCosts] = {}
         for (units, patterns), (form, precision) in product(choices.items(), formats.items()):
@@ -341,12 +339,9 @@ class TuneRequest:
         texts["model"] = "\n".join(f"{'.'.join(filter(None, (name, leaf.path)))}: {tensor_text(leaf)}" for name, leaf in leaves)
         batch = optree.tree_leaves(self.batch)
         texts["batch"] = "\n".join(map(_batch_leaf_text, batch))
-        texts["layouts"] = "\n".join(
-            f"{option.name} on {option.layout.mesh}: {option.layout.digest}" for option in to_try.options
-        )
-        texts["costs of units"] = "\n".join(
-            f"{', '.join(filter(None, cost_key))}: {costs}" for cost_key, costs in to_try.costs.items()
-        )
+        texts["layouts"] = "\n".join(f"{each.name} on {each.layout.mesh}: {each.layout.digest}" for each in to_try.options)
+        costs = to_try.costs.items()
+        texts["costs of units"] = "\n".join(f"{', '.join(filter(None, cost_key))}: {each}" for cost_key, each in costs)
         return texts
 
     def hardware_texts_to_compare(self, combinations: Sequence[Combination]) -> dict[str, str]:

@@ -135,9 +135,8 @@ def least_seconds(layout: Layout, arguments: StepArguments, *, is_one_group: boo
             computed += forward_s + (backward_s + recompute_s * again) * is_trained
     computed = arguments.microbatches * computed + updated_share(layout) * hardware.update_s
     sent: dict[bool, float] = {}
-    gathered_once = traffic_of_units(
-        layout, microbatches=1, release=False
-    )  # parameters may stay from one microbatch to the next
+    # Parameters may stay from one microbatch to the next.
+    gathered_once = traffic_of_units(layout, microbatches=1, release=False)
     for call, number in traffic_of_units(layout, microbatches=arguments.microbatches, release=False).items():
         if call.op == "all_gather":
             number = gathered_once[call]

@@ -24,7 +24,7 @@ from fsharp.errors import FsharpError, ScheduleError, problem
 from fsharp.functional.comm.protocol import Engine, SingleComm
 from fsharp.functional.layout.layout import Layout
 from fsharp.functional.layout.mesh import Mesh
-from fsharp.functional.layout.sharded import Sharded, units_of
+from fsharp.functional.layout.sharded import Sharded, is_sharded, units_of
 from fsharp.functional.layout.slicing import shard_for
 from fsharp.functional.loss import split_batch
 from fsharp.planning.plan_step import ROOT, Use, use_of_units, walk_nested_uses
@@ -173,9 +173,7 @@ class _TrialEngine(Engine):
 
     def run_forward(self, fn: Callable[..., Any], sharded: Any, ties: Any, args: Any, kwargs: Any) -> Any:
         nodes = [*ties, *units_of(sharded)]
-        trees = optree.tree_map(
-            lambda node: _meta_subtree_with_grad(node, nodes), sharded, is_leaf=lambda x: isinstance(x, Sharded)
-        )
+        trees = optree.tree_map(lambda node: _meta_subtree_with_grad(node, nodes), sharded, is_leaf=is_sharded)
         self._recorder.add_known(_tensor_leaves(trees))
         ties_only = tuple(node.name for node in ties)
         call = UnitCall(tuple(node.name for node in nodes), fn, (trees, args, kwargs), ties_only)

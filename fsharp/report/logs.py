@@ -156,9 +156,7 @@ def plain_values(values: Mapping[str, Any]) -> dict[str, Any]:
     plain = {str(name): _plain_value(str(name), value) for name, value in _without_timelines_layouts(values).items()}
     names = Counter(name for name, _ in named_leaves(plain, "/"))
     if repeated := [name for name, times in names.items() if times > 1]:
-        raise OptionError(
-            f"log(): two values have the name {short_repr(repeated[0])}, expected names that differ once joined by '/'."
-        )
+        raise OptionError(f"log(): two values have the name {short_repr(repeated[0])} once joined by '/', expected two names.")
     kept: dict[str, Any] = {str(name): value for name, value in values.items() if str(name) not in plain}
     return plain | {name: plain_timeline(x) if isinstance(x, Timeline) else plain_layout(x) for name, x in kept.items()}
 

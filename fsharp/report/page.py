@@ -49,9 +49,8 @@ def report(run_dir: str | os.PathLike[str], path: str | os.PathLike[str] | None 
 def log_page(log: RunLog, *, title: str) -> str:
     """Return the page of a run's log as HTML, with ``title`` as heading."""
     sections = "".join(f'<section id="{name}"></section>\n' for name in SECTIONS)
-    return html_page(
-        title, f"<header><h1>{html.escape(title)}</h1></header>\n<main>\n{sections}</main>", page_data(log, title), "page.js"
-    )
+    body = f"<header><h1>{html.escape(title)}</h1></header>\n<main>\n{sections}</main>"
+    return html_page(title, body, page_data(log, title), "page.js")
 
 
 def page_data(log: RunLog, title: str) -> dict[str, Any]:

@@ -45,9 +45,7 @@ def step_page(
     named: Mapping[str, Any] = steps if isinstance(steps, Mapping) else {"": steps}
     for name, each in named.items():
         if not isinstance(name, str) or not isinstance(each, Schedule | Timeline):
-            raise ScheduleError(
-                f"{_WHERE}: steps[{name!r}] is {short_repr(each)}, expected a name, with a Schedule or a Timeline."
-            )
+            raise ScheduleError(f"{_WHERE}: steps[{name!r}] is {short_repr(each)}, expected a name and a Schedule or Timeline.")
     schedules = [name for name, each in named.items() if isinstance(each, Schedule)]
     if not named:
         raise ScheduleError(f"{_WHERE}: steps is empty, expected at least one Schedule or Timeline.")

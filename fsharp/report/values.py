@@ -53,13 +53,8 @@ def plain_layout(layout: Layout) -> dict[str, Any]:
     for title, alike in runs_of_alike_units(layout.units):
         rows += [[title, *_leaf_row(where[alike[0].path_in_tree(leaf)], leaf.path)] for leaf in alike[0].leaves]
     kinds = {kind: layout.nbytes(kind) for kind in ("params", "main", "grads", "optim")}
-    return {
-        "layout": str(layout.mesh),
-        "ranks": layout.mesh.size,
-        "num_params": layout.num_params,
-        "nbytes": kinds,
-        "rows": rows,
-    }
+    about = {"layout": str(layout.mesh), "ranks": layout.mesh.size, "num_params": layout.num_params}
+    return {**about, "nbytes": kinds, "rows": rows}
 
 
 def _leaf_row(leaf: LeafSharding, path: str) -> list[str]:

@@ -70,15 +70,11 @@ class SkippedSteps:
         """Count a step that was not finite. Raise NonFiniteError, with ``description``, unless the policy continues the run."""
         self._in_row += 1
         if self.policy == "raise":
-            raise NonFiniteError(
-                f'{description}. To leave the step out and continue, pass Run(on_nonfinite="skip") or "roll back".'
-            )
+            raise NonFiniteError(f'{description}. To leave the step out, pass Run(on_nonfinite="skip") or "roll back".')
         count = self._in_row if self.policy == "skip" else len(self.steps) + 1
         if count > self.most:
             kind = "in a row" if self.policy == "skip" else "of this run"
-            raise NonFiniteError(
-                f"{description}. This is non-finite step number {count} {kind}, and max_nonfinite is {self.most}."
-            )
+            raise NonFiniteError(f"{description}. This is non-finite step {count} {kind}, and max_nonfinite is {self.most}.")
 
     def next_kept_step(self, step: int) -> int:
         """Return the first step from ``step`` on that is not left out."""

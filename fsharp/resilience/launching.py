@@ -83,9 +83,7 @@ def launch(fn: Callable[..., R], nproc: int, *args: Any, restarts: int = 0) -> l
     if restarts < 0:
         raise OptionError(f"launch(): restarts is {restarts}, expected 0 or more.")
     if "RANK" in os.environ and restarts:
-        raise OptionError(
-            f"launch(): restarts is {restarts}, but another launcher, such as torchrun, has started this process."
-        )
+        raise OptionError(f"launch(): restarts is {restarts}, but another launcher such as torchrun has started this process.")
     if (nproc == 1 and not restarts) or "RANK" in os.environ:
         try:
             return [fn(*args)]

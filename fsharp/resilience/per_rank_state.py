@@ -47,9 +47,7 @@ class PerRankState:
     def __init__(self, owner: Any, *, nbytes: int = 1 << 16) -> None:
         if not has_state_dict(owner):
             what = f"owner is {short_repr(owner)}, expected an object with state_dict() and load_state_dict()."
-            raise TreeError(
-                problem("PerRankState()", what, remedy="A DataLoader has none; torchdata's StatefulDataLoader does.")
-            )
+            raise TreeError(problem("PerRankState()", what, remedy="For a DataLoader use torchdata's StatefulDataLoader."))
         self.owner, self.nbytes = owner, nbytes
 
     @api_boundary
@@ -58,11 +56,9 @@ class PerRankState:
         state, file, where = self.owner.state_dict(), io.BytesIO(), f"PerRankState({type(self.owner).__name__})"
         torch.save(state, file)
         data = file.getvalue()
-        if len(data) + _LENGTH_NBYTES > self.nbytes:
+        if (needed := len(data) + _LENGTH_NBYTES) > self.nbytes:
             what = f"the state has {len(data):,} bytes, and nbytes is {self.nbytes:,}."
-            raise TreeError(
-                problem(where, what, remedy=f"Pass nbytes={2 * (len(data) + _LENGTH_NBYTES)} or more, on all ranks.")
-            )
+            raise TreeError(problem(where, what, remedy=f"Pass nbytes={2 * needed} or more, on all ranks."))
         _load_state(where, data)
         whole = len(data).to_bytes(_LENGTH_NBYTES, "little") + data
         return {"state": PerRank(torch.frombuffer(bytearray(whole.ljust(self.nbytes, b"\0")), dtype=torch.uint8))}

@@ -57,9 +57,7 @@ class Preemption:
         if type(every) is not int or every < 1:
             raise RunError(f"Preemption(): every is {every!r}, expected an integer of at least 1.")
         if uncatchable := {signal.SIGKILL, signal.SIGSTOP}.intersection(signals):
-            raise RunError(
-                f"Preemption(): no process can catch {min(uncatchable).name}. Leave it out of signals=, also of Run()."
-            )
+            raise RunError(f"Preemption(): no process catches {min(uncatchable).name}. Leave it out of signals, also of Run().")
         self.comm, self.signals, self.every = comm, tuple(dict.fromkeys(signals)), every
         self.received: signal.Signals | None = None
         self._is_told = False

@@ -109,9 +109,8 @@ class Restarter:
         self._preempted += [rank for rank, code in ended.items() if code == EXIT_PREEMPTED]
         lost = {rank: code for rank, code in ended.items() if rank not in done and code != EXIT_PREEMPTED}
         if self._preempted and not self._running:  # not earlier: other ranks may still save
-            end_restarts(
-                self._store, f"{ranks_text(self._preempted)} ended with exit status {EXIT_PREEMPTED}. {_SIGNAL_MESSAGE}"
-            )
+            how = f"{ranks_text(self._preempted)} ended with exit status {EXIT_PREEMPTED}."
+            end_restarts(self._store, f"{how} {_SIGNAL_MESSAGE}")
         if lost and not why_restarts_ended(self._store):
             self._restart_lost_ranks(lost)
         if self._spare is not None and self._spare.poll() is not None:
@@ -132,9 +131,8 @@ class Restarter:
                 _kill(self._running.pop(rank))
             announce_process_ended(self._store, rank)
         self._number, self._late_since, self._hung = self._number + 1, {}, set()
-        announce_generation(
-            self._store, self._number, f"{why}. Generation {self._number} of the job begins with new {ranks_text(ranks)}."
-        )
+        begins = f"Generation {self._number} of the job begins with new {ranks_text(ranks)}."
+        announce_generation(self._store, self._number, f"{why}. {begins}")
         for rank in ranks:
             self._start_process(rank)
 

@@ -229,9 +229,7 @@ class Run:
         Cost: as :func:`fsharp.checkpoint.load`.
         """
         if self._checkpoints.is_elastic:
-            raise RunError(
-                "Run.resume(): with elastic=True call train(step, tree), which resumes: a restart may come at any time."
-            )
+            raise RunError("Run.resume(): with elastic=True call train(step, tree), which resumes: restarts may come any time.")
         self._compare_ranks_at_start(tree)
         return self._restore_and_start(tree, other)
 

@@ -45,9 +45,7 @@ class RunCheckpoints:
         **options: Any,
     ) -> None:
         if replicas is not None and replicas.root != root:
-            raise RunError(
-                f"Run(): replicas have root={replicas.root!r}, expected the root of the run: Replicas(..., root={root!r})."
-            )
+            raise RunError(f"Run(): replicas have root={replicas.root!r}, expected that of the run: root={root!r}.")
         self.root, self.replicas = root, replicas
         self.save_every, self.refresh_every = save_every, refresh_every
         self.saved = self.newest = self._loaded = -1

@@ -58,12 +58,7 @@ class RunLogger:
         self.log(step, {"event": text})
 
     def log_newest_complete_save(self, step: int, complete: int) -> None:
-        """Record the newest complete checkpoint, unless the last record was of this checkpoint.
-
-        Args:
-            step: number of finished steps.
-            complete: step of the newest complete checkpoint; -1 if there is none.
-        """
+        """Record step ``complete`` of the newest complete checkpoint, -1 for none, if it is new. ``step``: finished steps."""
         if complete != self._saved:
             self._saved = complete
             self.log(max(step - 1, 0), {"saved": complete})  # wandb refuses a step before the newest one

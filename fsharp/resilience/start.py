@@ -47,9 +47,8 @@ def agree_at_start(config: Mapping[str, Any], tree: Any = None, *, comm: Comm, f
     def fields() -> dict[str, str]:
         nodes = units_of(tree)
         found = {f"config.{name}": text for name, text in _config_fields(config)}
-        found |= {
-            f"layout: {name}": text for name, text in (unit_texts_by_property([n.unit for n in nodes]) if nodes else {}).items()
-        }
+        layout = unit_texts_by_property([node.unit for node in nodes]) if nodes else {}
+        found |= {f"layout: {name}": text for name, text in layout.items()}
         found |= {f"file {path}": _file_digest(path) for path in files}
         structure = _ADDRESS_PATTERN.sub("", str(optree.tree_structure(tree, is_leaf=is_node_saved_as_leaf)))
         found |= {"mesh": str(comm.mesh), "tree": "\n".join(_leaf_lines(tree)), "structure": structure}
@@ -76,9 +75,7 @@ def _config_fields(config: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[st
     try:
         yield join_path(path), json.dumps(config, sort_keys=True)
     except (TypeError, ValueError) as error:
-        raise RunError(
-            f"config: {join_path(path)!r} is {config!r}, expected a value of JSON: a number, text, list or dict."
-        ) from error
+        raise RunError(f"config: {join_path(path)!r} is {config!r}, expected a number, text, list or dict of JSON.") from error
 
 
 def _leaf_lines(tree: Any) -> Iterator[str]:

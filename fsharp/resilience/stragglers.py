@@ -88,9 +88,8 @@ class StragglerDetector:
             named = LabelPrefixComm(self.comm, f"how long steps up to {step} took: ")
             own = statistics.median(self._own_s)
             error = _MEDIAN_ERROR * statistics.median(abs(x - own) for x in self._own_s) / math.sqrt(self.every)
-            own_s, error_s = zip(
-                *(struct.unpack("<dd", x) for x in all_gather_fixed_size(struct.pack("<dd", own, error), named))
-            )
+            sent = all_gather_fixed_size(struct.pack("<dd", own, error), named)
+            own_s, error_s = zip(*(struct.unpack("<dd", x) for x in sent))
             self._update_stragglers(TimesByRank(step, own_s, error_s))
             self._own_s.clear()
         self._since = self._clock_without_waits()

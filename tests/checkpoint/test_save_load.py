@@ -592,7 +592,7 @@ def test_a_scheduler_is_a_comm(tmp_path):
 @pytest.mark.parametrize("metric", [10**400, 10**5000], ids=["400 digits", "5000 digits"])
 def test_a_metric_that_no_float_holds_is_refused_on_all_ranks_before_a_file_is_written(metric, tmp_path):
     def rank_fn(comm):
-        with pytest.raises(CheckpointError, match=r"save\(\): metric is an integer of \d+ bits, which no float holds"):
+        with pytest.raises(CheckpointError, match=r"save\(\): metric has \d+ bits, which no float holds"):
             fs.checkpoint.save(tmp_path / "new", {"w": torch.ones(2)}, step=1, comm=comm, metric=metric)
         with pytest.raises(AgreementError, match="which no float holds"):
             fs.checkpoint.save(tmp_path / "new", {"w": torch.ones(2)}, step=1, comm=comm, metric=metric if comm.rank else 1)

@@ -73,5 +73,5 @@ def test_text_that_is_no_hardware_is_refused():
     ):
         with pytest.raises(ScheduleError, match=what):
             fs.inspect.Hardware.from_json(wrong)
-    with pytest.raises(ScheduleError, match="compute_times is a function, which JSON cannot hold"):
+    with pytest.raises(ScheduleError, match="compute_times is a function, and JSON holds none"):
         fs.inspect.Hardware(compute_times=lambda name: (1.0, 2.0), bandwidth=1e9).to_json()

@@ -356,7 +356,7 @@ def test_integers_that_a_module_of_linen_returns_can_be_passed_to_its_next_call(
 def test_linen_without_variables_and_variables_without_linen_are_refused():
     with pytest.raises(TreeError, match=r"Linen such as Noisy does not have its variables: pass the result of init\(\)"):
         make_functional(Noisy())
-    with pytest.raises(TreeError, match="variables are for modules of Flax Linen, and a Block holds its variables"):
+    with pytest.raises(TreeError, match="variables are for Flax Linen, and a Block holds its own"):
         make_functional(nnx_blocks()[0], {})
 
 

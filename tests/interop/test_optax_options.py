@@ -190,7 +190,7 @@ def test_options_that_a_chain_wants_reach_it_and_others_are_named(comm):
     state, grads = begin(comm, tx)
     new = fs.update(tx, grads, state, comm=comm, value=1.0, temperature=torch.tensor(2.0))
     torch.testing.assert_close(fs.full_tree(new.params, comm=comm)["w"], 3 * TREE["w"])
-    with pytest.raises(TreeError, match=r"got temprature=\.\.\., which the optax transformation does not use"):
+    with pytest.raises(TreeError, match=r"got temprature=\.\.\., which the transformation does not use"):
         fs.update(tx, grads, state, comm=comm, temperature=2.0, temprature=3.0)
     with pytest.raises(TreeError, match=r"needs temperature: fs\.update\(\.\.\., temperature=\.\.\.\)"):
         fs.update(tx, grads, state, comm=comm, value=1.0)

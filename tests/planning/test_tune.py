@@ -281,7 +281,7 @@ def test_steps_that_no_layout_has_are_refused():
     with pytest.raises(LayoutError, match="microbatches is 0, expected at least 1"):
         plan_step(fs.plan(make_params(), DP, fs.zero3("dp")), microbatches=0)
     layout = fs.plan(make_params(), DP, fs.zero3("dp"), units="layers.*")
-    with pytest.raises(LayoutError, match="order has unit 'tail', and the layout has none of this name"):
+    with pytest.raises(LayoutError, match="order has unit 'tail', and the layout has no such unit"):
         plan_step(layout, order=["embed", "layers.*", fs.schedules.Use(("tail",)), "head"])
     with pytest.raises(PatternError, match="'tail' matches nothing"):
         plan_step(layout, remat="tail")

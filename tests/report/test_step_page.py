@@ -114,7 +114,7 @@ def test_an_empty_schedule_has_a_page():
     [
         ("no step", None, "steps is 'no step', expected"),
         ({}, None, "steps is empty"),
-        ({"a": 3}, None, r"steps\['a'\] is 3, expected a name, with a Schedule or a Timeline"),
+        ({"a": 3}, None, r"steps\['a'\] is 3, expected a name and a Schedule or Timeline"),
         ({7: "zero3"}, None, r"steps\[7\] is Schedule"),
         ({"a": "predicted"}, HARDWARE, "hardware is for schedules"),
         (

@@ -266,7 +266,7 @@ def test_what_is_refused(tmp_path, monkeypatch):
     with pytest.raises(RunError, match=r"the tree holds a PerRankState\(Identity\)"):
         meta_copy({"loader": PerRankState(torch.nn.Identity())})
     monkeypatch.setenv("RANK", "0")
-    with pytest.raises(OptionError, match="restarts is 1, but another launcher, such as torchrun, has started this process"):
+    with pytest.raises(OptionError, match="restarts is 1, but another launcher such as torchrun has started this process"):
         fs.launch(int, 2, restarts=1)
 
 

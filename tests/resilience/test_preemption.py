@@ -103,7 +103,7 @@ def test_every_is_a_number_of_steps():
 
 def test_signals_that_no_process_can_catch_are_refused_before_any_handler_is_set():
     before = signal.getsignal(signal.SIGTERM)
-    with pytest.raises(RunError, match=r"no process can catch SIGKILL. Leave it out of signals="):
+    with pytest.raises(RunError, match=r"no process catches SIGKILL. Leave it out of signals"):
         fs.resilience.Preemption(fs.SingleComm(), signals=(signal.SIGTERM, signal.SIGKILL))
     assert signal.getsignal(signal.SIGTERM) is before
 

@@ -220,7 +220,7 @@ def test_skip_leaves_out_the_update_and_goes_on(tmp_path, caplog):
     [("skip", {(1, 0), (3, 0), (4, 1), (5, 0)}, "in a row"), ("roll back", {(1, 0), (3, 0), (5, 0)}, "of this run")],
 )
 def test_a_run_gives_up_after_so_many(tmp_path, policy, nan_on, which):
-    with pytest.raises(NonFiniteError, match=rf"step 5: .* This is non-finite step number 3 {which}, and max_nonfinite is 2"):
+    with pytest.raises(NonFiniteError, match=rf"step 5: .* This is non-finite step 3 {which}, and max_nonfinite is 2"):
         simulate(DP2, lambda comm: train(comm, tmp_path, nan_on=nan_on, on_nonfinite=policy, max_nonfinite=2))
 
 

@@ -130,9 +130,7 @@ def test_a_preempted_run_goes_on_with_its_last_save_whatever_is_sent_late_and_cl
 def test_what_is_refused(tmp_path):
     with (
         Replicas(tmp_path / "memory", COMM, copies=0) as replicas,
-        pytest.raises(
-            RunError, match=re.escape(f"root=None, expected the root of the run: Replicas(..., root='{tmp_path}/disk')")
-        ),
+        pytest.raises(RunError, match=re.escape(f"root=None, expected that of the run: root='{tmp_path}/disk'")),
     ):
         Run(tmp_path / "disk", comm=COMM, total=1, save_every=1, replicas=replicas)
     with pytest.raises(RunError, match="refresh_every is 0, expected an integer of at least 1"):

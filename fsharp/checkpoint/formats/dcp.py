@@ -271,9 +271,7 @@ def _check_total_size_fits_files(storage: Storage, folder: str, metadata: Any, e
     except (TypeError, ValueError, AttributeError, FileNotFoundError) as error:
         raise CheckpointError(f"{folder}: its metadata names missing or impossible files: {error!s:.200}.") from error
     if declared > held:
-        raise CheckpointError(
-            f"{folder}: its metadata declares tensors of {declared:,} bytes, and the files for them have {held:,} bytes."
-        )
+        raise CheckpointError(f"{folder}: its metadata declares tensors of {declared:,} bytes, and their files have {held:,}.")
 
 
 def _load_item_or_chunk(storage: Storage, folder: str, metadata: Any, name: str, offsets: torch.Size | None) -> Any:

@@ -255,9 +255,7 @@ def refuse_planes(where: str, found: Checkpoint, stored_names: Iterable[str]) ->
     chosen = {found.manifest.aliases.get(name, name) for name in stored_names}
     for owner, leaf in found.manifest.encoded.items():
         if not chosen.isdisjoint((*leaf.planes, *leaf.scales)):
-            what = (
-                f"{owner!r} was saved with planes=True, and these files do not say that its bytes are encoded as {leaf.format}."
-            )
+            what = f"{owner!r} was saved with planes=True, and these files cannot say that its bytes are {leaf.format}."
             remedy = "Use export_safetensors(), or load the values, and save them without planes."
             raise CheckpointError(problem(where, what, remedy=remedy))
 

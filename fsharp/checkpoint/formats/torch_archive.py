@@ -113,9 +113,7 @@ def _check_num_items(tree: Any, most: int) -> None:
         items = each.values() if isinstance(each, dict) else each if isinstance(each, list | tuple) else ()
         left -= len(items)
         if left < 0:
-            raise ValueError(
-                f"its pickle repeats lists or dicts: it has more than {most:,} items, {_ITEMS_PER_BYTE} for each byte"
-            )
+            raise ValueError(f"its pickle repeats lists or dicts: it has more than {most:,} items, {_ITEMS_PER_BYTE} a byte")
         todo.extend(items)
 
 
