@@ -123,6 +123,16 @@ def test_every_folder_is_known():
     assert {str(path.parent.relative_to(ROOT)) for path in SOURCES} - {".", "stateful"} == set(MAY_IMPORT)
 
 
+def test_the_verifier_shares_data_with_the_compiler_and_no_algorithm():
+    read = {
+        name for path in (ROOT / "stateful" / "verify").glob("*.py") for name in IMPORT_OF_SCHEDULE.findall(path.read_text())
+    }
+    assert read == {"ops", "policy", "program", "schedule"}
+
+
+IMPORT_OF_SCHEDULE = re.compile(r"^from fsharp\.stateful\.schedule\.(\w+) import", re.MULTILINE)
+
+
 @pytest.mark.parametrize("folder", MAY_IMPORT)
 def test_folders_import_downwards(folder):
     for path in set((ROOT / folder).glob("*.py")) - {ROOT / folder / "__init__.py"}:  # which may name folders above, for users

@@ -153,6 +153,8 @@ class Executor:
 
     def label_of_units(self, units: Iterable[UnitState], text: str) -> str:
         """Return the label of a collective of these units, which ranks compare. ``text`` comes from :func:`bucket_label`."""
+        if not self.transport.compares_labels:
+            return ""
         names = dict.fromkeys([unit.find_tree_label(self.comm) for unit in units])
         return self.with_step_prefix(f"{''.join(names)}{text}")
 

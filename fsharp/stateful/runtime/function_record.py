@@ -1,5 +1,6 @@
 """FunctionRecord: the programs and schedules of one function's calls, a prediction of the next program, and how calls went."""
 
+import warnings
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -194,6 +195,7 @@ class FunctionRecords:
     def __init__(self) -> None:
         self._alive: weakref.WeakSet[FunctionRecord] = weakref.WeakSet()
         self._names: Counter[str] = Counter()
+        self._calls: Counter[str] = Counter()  # by name, calls of all functions of this name
         self._last: Callable[[], FunctionRecord | None] = lambda: None
 
     def __iter__(self) -> Iterator[FunctionRecord]:
@@ -203,12 +205,16 @@ class FunctionRecords:
         """Return the record of a new function, with a unique name. All ranks have to wrap their functions in the same order."""
         self._names[name] += 1
         number = self._names[name]
+        if number == 4 and self._calls[name] == 3:  # so no call could follow a schedule
+            text = "and each was called once: if a loop wraps a function in each step, wrap it once, before the loop."
+            warnings.warn(f"the scheduler got {number} functions with the name {name!r}, {text}", stacklevel=4)
         record = FunctionRecord(f"{name} ({number})" if number > 1 else name)
         self._alive.add(record)
         return record
 
     def record_last_called(self, record: FunctionRecord) -> None:
         """Record that the function of ``record`` was called, after the function that was called last before."""
+        self._calls[record.name.partition(" (")[0]] += 1
         if (last := self._last()) is not None:
             last.record_next_called(record)
         self._last = weakref.ref(record)

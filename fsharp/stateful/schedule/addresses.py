@@ -12,7 +12,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate, product
-from typing import Generic, TypeVar
+
+from fsharp.stateful.schedule.ops import Stream
 
 _ARENA_SLACKS = (0.0, 0.01, 0.02, 0.035, 0.05, 0.075, 0.1, 0.15, 0.25)
 """Sizes of arenas in which addresses are searched, as the fraction by which a size exceeds the lower bound."""
@@ -174,29 +175,29 @@ class _AddressSearch:
         return order
 
 
-T = TypeVar("T")
+class ByteRanges:
+    """A map from disjoint runs of bytes to the stream and position of an op.
 
-
-class ByteRanges(Generic[T]):
-    """A map from disjoint runs of bytes to values. Cost of a call: logarithmic in all runs, linear in overlapping runs."""
+    Cost of a call: logarithmic in all runs, linear in overlapping runs.
+    """
 
     def __init__(self) -> None:
         self._starts: list[int] = []
         self._stops: list[int] = []
-        self._values: list[T] = []
+        self._values: list[tuple[Stream, int]] = []
 
-    def values_over(self, start: int, stop: int) -> Iterator[T]:
+    def values_over(self, start: int, stop: int) -> Iterator[tuple[Stream, int]]:
         """Yield the values of the runs that overlap the bytes ``start`` to ``stop``."""
         yield from self._values[self._overlapping_slice(start, stop)]
 
     def _overlapping_slice(self, start: int, stop: int) -> slice:
         return slice(bisect_right(self._stops, start), bisect_left(self._starts, stop) if start < stop else 0)
 
-    def set_value(self, start: int, stop: int, value: T | None) -> None:
-        """Set the value of bytes ``start`` to ``stop``. None removes their values."""
+    def set_value(self, start: int, stop: int, value: tuple[Stream, int]) -> None:
+        """Set the value of bytes ``start`` to ``stop``."""
         if start >= stop:
             return
-        where, runs = self._overlapping_slice(start, stop), [] if value is None else [(start, stop, value)]
+        where, runs = self._overlapping_slice(start, stop), [(start, stop, value)]
         if where.start < where.stop:
             first, last = where.start, where.stop - 1
             if self._starts[first] < start:

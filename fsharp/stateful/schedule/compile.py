@@ -10,7 +10,7 @@ from fsharp.errors import ScheduleError, problem
 from fsharp.stateful.schedule.addresses import ArenaItem, ByteRanges, assign_addresses, live_nbytes_by_position, peak_nbytes
 from fsharp.stateful.schedule.costs import BucketsByCollective
 from fsharp.stateful.schedule.emit import emit_ops
-from fsharp.stateful.schedule.ops import Stream, buffer_nbytes
+from fsharp.stateful.schedule.ops import buffer_nbytes
 from fsharp.stateful.schedule.policy import MAX_FINAL_REDUCTIONS, SchedulePolicy
 from fsharp.stateful.schedule.program import Program
 from fsharp.stateful.schedule.residency import backward_uses_by_microbatch
@@ -95,7 +95,7 @@ def place_buffers(unplaced: Sequence[UnplacedOp], program: Program, *, max_nbyte
     if starts is None:
         return None
     where = {buffer: Memory(start, item.nbytes) for (buffer, item), start in zip(items.items(), starts, strict=True)}
-    freed = ByteRanges[tuple[Stream, int]]()  # by bytes, the last op that freed them
+    freed = ByteRanges()  # by bytes, the last op that freed them
     ops = []
     for op in unplaced:
         if op.marked_op is None:

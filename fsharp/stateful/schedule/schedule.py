@@ -156,9 +156,7 @@ class Schedule:
 
     def to_json(self) -> str:
         """Return the schedule as JSON; :meth:`from_json` is the inverse."""
-        data = asdict(self)
-        data["bound"] = data.pop("peak_nbytes")  # the key in files
-        return json.dumps(data, indent=1)
+        return json.dumps(asdict(self), indent=1)
 
     @staticmethod
     @api_boundary
@@ -176,7 +174,7 @@ class Schedule:
             ]
             program = Program(units, tuple(Event(*event) for event in events))
             ops = tuple(map(_op_from_json, data["ops"]))
-            return Schedule(program, policy_from_json(data["policy"]), ops, data["arena"], data["bound"])
+            return Schedule(program, policy_from_json(data["policy"]), ops, data["arena"], data["peak_nbytes"])
         except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
             why = f"{error}" if isinstance(error, FsharpError) else f"{error!r}."
             raise ScheduleError(f"Schedule.from_json(): not a schedule: {why}") from error
@@ -242,17 +240,11 @@ def coalescing_key(calls: Iterable[Call], facts: UnitFacts) -> tuple[object, ...
     return (facts.sent_dtypes, *stages) if stages and facts.sent_dtypes is not None else None
 
 
-_EARLIER_KEYS = {"at": "event_index", "use": "use_index", "wire": "sent_dtypes"}
-"""By name of a field in files of earlier versions, the name now."""
-
-
 def _op_from_json(row: dict[str, Any]) -> Op:
-    row = {_EARLIER_KEYS.get(k, k): v for k, v in row.items()}
     memory, opens = (Memory(**row[name]) if row[name] else None for name in ("memory", "opens"))
     return Op(**row | {"memory": memory, "opens": opens, "after": tuple(row["after"])})
 
 
 def _facts_from_json(row: dict[str, Any]) -> UnitFacts:
-    row = {_EARLIER_KEYS.get(k, k): v for k, v in row.items()}
     fields: dict[str, Any] = {k: tuple(Call(*call) for call in v) if isinstance(v, list | tuple) else v for k, v in row.items()}
     return UnitFacts(**fields)

@@ -72,6 +72,8 @@ class Transport(ABC):
 
     is_async = False
     """Whether a wait for a Work may block the host."""
+    compares_labels = True
+    """Whether ranks compare labels. If not, the executor makes none: a label takes 5 microseconds of the host."""
 
     def __init__(self, comm: Comm, groups: TransportGroups | None = None, counters: Sequence[CountingComm] = ()) -> None:
         self.comm, self.groups, self.counters = comm, groups, counters

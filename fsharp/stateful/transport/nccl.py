@@ -21,6 +21,7 @@ class NcclTransport(Transport):
 
     comm: ProcessGroupComm
     groups: TransportGroups
+    compares_labels = False
     _registered: "RegisteredMemory | None" = None
 
     def gather_unpacked(self, xs: Sequence[torch.Tensor], outs: Sequence[torch.Tensor], axis: str, label: str) -> Work:

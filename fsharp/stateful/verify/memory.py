@@ -1,13 +1,16 @@
 """The checks by :func:`~fsharp.schedules.verify` of the arena, state in host memory, derived buffers, and limits."""
 
+from bisect import bisect_left
 from collections import Counter
+from typing import Any
 
-from fsharp.stateful.schedule.addresses import ByteRanges
 from fsharp.stateful.schedule.ops import BUFFERS, FINISHING, OPS, OUTGOING, PARAMS, REST, STATE, OpSpec, buffer_nbytes
 from fsharp.stateful.schedule.policy import MAX_FINAL_REDUCTIONS, MAX_REDUCTIONS
 from fsharp.stateful.schedule.schedule import Memory, Op, Schedule
-from fsharp.stateful.schedule.unplaced import BufferKey
 from fsharp.stateful.verify.check import HappensBefore, ScheduleCheckPass, op_error
+
+BufferKey = tuple[str, str]
+"""A key of ``BUFFERS``, and the name of a unit."""
 
 
 class OffloadedStateCheck(ScheduleCheckPass):
@@ -60,14 +63,43 @@ class OffloadedStateCheck(ScheduleCheckPass):
             raise op_error(j, self.order.ops[j], what, "an update after it")
 
 
+class ByteMap:
+    """A value for each byte of the arena: from each of ``starts`` to the next one. The compiler's map is other code.
+
+    If both used one map, a fault of the map would make the compiler forget an order of two ops, and the verifier accept it.
+    """
+
+    def __init__(self) -> None:
+        self.starts, self.values = [0], list[Any]([None])
+
+    def _runs(self, memory: Memory) -> slice:
+        """Return the positions of the runs that are exactly the bytes of ``memory``."""
+        for at in (memory.start, memory.stop):
+            k = bisect_left(self.starts, at)
+            if self.starts[k : k + 1] != [at]:
+                self.starts.insert(k, at)
+                self.values.insert(k, self.values[k - 1])
+        return slice(bisect_left(self.starts, memory.start), bisect_left(self.starts, memory.stop))
+
+    def values_in(self, memory: Memory) -> list[Any]:
+        """Return the values of the bytes of ``memory``, without None."""
+        return [value for value in self.values[self._runs(memory)] if value is not None]
+
+    def set_value(self, memory: Memory, value: Any) -> None:
+        """Set the value of all bytes of ``memory``."""
+        runs = self._runs(memory)
+        self.starts[runs] = [memory.start] * (runs.start < runs.stop)
+        self.values[runs] = [value] * (runs.start < runs.stop)
+
+
 class ArenaOverlapCheck(ScheduleCheckPass):
     """Check that no byte of the arena has two owners at a time. Earlier checks have seen each buffer filled and freed once."""
 
     def __init__(self, schedule: Schedule, order: HappensBefore) -> None:
         super().__init__(schedule, order)
         self.live: dict[BufferKey, tuple[int, Memory | None]] = {}  # the op that filled a buffer, and where
-        self.owners = ByteRanges[tuple[BufferKey, int]]()  # of live bytes: the buffer, and the op that filled it
-        self.freed = ByteRanges[tuple[int, int]]()  # of freed bytes: the last ops that filled and freed them
+        self.owners = ByteMap()  # of live bytes: the buffer, and the op that filled it
+        self.freed = ByteMap()  # of freed bytes: the last ops that filled and freed them
         self.slots: dict[str, Memory] = {}
         self.changed: dict[BufferKey, int] = {}  # the op that last filled or changed a buffer
         self.readers: dict[BufferKey, list[int]] = {}  # ops that have read a buffer since its last change
@@ -86,7 +118,7 @@ class ArenaOverlapCheck(ScheduleCheckPass):
     def _mark_live(self, i: int, key: BufferKey, memory: Memory | None) -> None:
         self.live[key], self.changed[key] = (i, memory), i
         if memory:
-            self.owners.set_value(memory.start, memory.stop, (key, i))
+            self.owners.set_value(memory, (key, i))
 
     def _check_opens(self, i: int, op: Op, spec: OpSpec) -> None:
         """Check that the memory of a gradient at rest is opened once, by the first op that writes there or an earlier op."""
@@ -134,17 +166,17 @@ class ArenaOverlapCheck(ScheduleCheckPass):
             raise op_error(i, op, what, f"{self.live[key][1]}")
         if spec.frees == spec.memory_buffer_kind:
             filled, _ = self.live.pop(key)
-            self.owners.set_value(op.memory.start, op.memory.stop, None)
+            self.owners.set_value(op.memory, None)
             # The op that filled these bytes has waited for earlier frees, so the last one is enough.
-            self.freed.set_value(op.memory.start, op.memory.stop, (filled, i))
+            self.freed.set_value(op.memory, (filled, i))
 
     def _check_can_fill(self, i: int, op: Op, memory: Memory) -> None:
-        for (buffer, unit), j in self.owners.values_over(memory.start, memory.stop):
+        for (buffer, unit), j in self.owners.values_in(memory):
             since = j % len(self.order.ops)
             what = f"fills memory in which the {BUFFERS[buffer].description} of {unit!r} is live, since op {since}."
             expected = f"no byte of {self.live[buffer, unit][1]}"
             raise op_error(i, op, what, expected, "Move the op's memory, or release the other buffer first.")
-        for filled, freed in self.freed.values_over(memory.start, memory.stop):
+        for filled, freed in self.freed.values_in(memory):
             for j in (freed, filled):
                 self.check_is_before(j, i, "may fill memory still in use by")
 

@@ -1,7 +1,7 @@
 """verify: find schedules that would read too early, overwrite, leak, lose a gradient or count it twice.
 
-The verifier reads the effects of ops on buffers from :mod:`fsharp.stateful.schedule.ops`, and does not depend on the compiler.
-So a wrong schedule, edited by a person or written by a compiler with a bug, is refused before it touches data.
+The verifier reads the effects of ops on buffers from :mod:`fsharp.stateful.schedule.ops`, and shares no algorithm with the
+compiler. So a wrong schedule, edited by a person or written by a compiler with a bug, is refused before it touches data.
 """
 
 from collections.abc import Mapping, Sequence

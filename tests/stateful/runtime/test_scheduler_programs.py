@@ -10,6 +10,8 @@ from torch.utils.checkpoint import checkpoint
 
 import fsharp as fs
 from fsharp.errors import LossError, ScheduleError
+from fsharp.stateful.transport.blocking import BlockingTransport
+from fsharp.stateful.transport.nccl import NcclTransport
 from fsharp.testing import simulate
 from tests.gpt_like import DIM, block, cross_entropy, embed, head, in_order, logits, loss_fn, make_params, through
 from tests.random_programs import policies
@@ -530,3 +532,40 @@ def test_gradients_of_the_same_tree_inside_of_its_loss_are_refused(is_scheduled)
 
     with pytest.raises(ScheduleError, match=r"inside of the loss of another .* of unit 'embed'.*scheduler\.comm"):
         simulate(DP, rank_fn)
+
+
+def test_a_function_that_is_wrapped_in_each_step_is_called_slow():
+    def program(comm, wrap_once):
+        scheduler, state = fs.Scheduler(comm), make_state(comm, "zero3")
+        step = None
+        for batch in my_batches(comm, 5):
+            step = step if step and wrap_once else scheduler(fs.train_step(loss_fn, make_tx()))
+            state, _ = step(state, batch)
+
+    simulate(DP, partial(program, wrap_once=True))
+    with pytest.warns(UserWarning, match="4 functions with the name 'train_step.step'.* wrap it once, before the loop"):
+        simulate(DP, partial(program, wrap_once=False))
+
+
+def test_labels_are_made_only_for_a_transport_whose_ranks_compare_them(monkeypatch):
+    labels = set()
+    gather = BlockingTransport.gather
+
+    def spied(self, *args):
+        labels.add(args[-1])
+        return gather(self, *args)
+
+    def program(comm):
+        state, step = make_state(comm, "zero3"), fs.Scheduler(comm)(fs.train_step(loss_fn, make_tx()))
+        for batch in my_batches(comm, 3):
+            state, _ = step(state, batch)
+
+    monkeypatch.setattr(BlockingTransport, "gather", spied)
+    simulate(DP, program)
+    assert labels
+    assert "" not in labels
+    labels.clear()
+    monkeypatch.setattr(BlockingTransport, "compares_labels", False)
+    simulate(DP, program)
+    assert labels == {""}
+    assert not NcclTransport.compares_labels
