@@ -549,23 +549,22 @@ def test_a_function_that_is_wrapped_in_each_step_is_called_slow():
 
 def test_labels_are_made_only_for_a_transport_whose_ranks_compare_them(monkeypatch):
     labels = set()
-    gather = BlockingTransport.gather
+    gather = BlockingTransport.gather_unpacked
 
-    def spied(self, *args):
-        labels.add(args[-1])
-        return gather(self, *args)
+    def spied(self, xs, outs, axis, label):
+        labels.add(label.partition(" group ")[0])
+        return gather(self, xs, outs, axis, label)
 
     def program(comm):
         state, step = make_state(comm, "zero3"), fs.Scheduler(comm)(fs.train_step(loss_fn, make_tx()))
         for batch in my_batches(comm, 3):
             state, _ = step(state, batch)
 
-    monkeypatch.setattr(BlockingTransport, "gather", spied)
+    monkeypatch.setattr(BlockingTransport, "gather_unpacked", spied)
     simulate(DP, program)
-    assert labels
-    assert "" not in labels
+    assert len(labels) > 3
+    assert all("train_step.step #" in label for label in labels)
     labels.clear()
-    monkeypatch.setattr(BlockingTransport, "compares_labels", False)
+    monkeypatch.setattr(BlockingTransport, "compares_labels", NcclTransport.compares_labels)
     simulate(DP, program)
     assert labels == {""}
-    assert not NcclTransport.compares_labels
