@@ -59,9 +59,9 @@ def run_forked(fn: Callable[[], R], *, imports: str = "", timeout: float = 250.0
     return result
 
 
-def forked(test: Callable[..., None]) -> Callable[..., None]:
-    """Call a test by :func:`run_forked`."""
-    return functools.wraps(test)(lambda **arguments: run_forked(partial(test, **arguments)))
+def forked(fn: Callable[..., R]) -> Callable[..., R]:
+    """Return a function that calls ``fn``, such as a test, by :func:`run_forked`."""
+    return functools.wraps(fn)(lambda *args, **arguments: run_forked(partial(fn, *args, **arguments)))
 
 
 def printed() -> str:

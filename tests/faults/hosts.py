@@ -21,8 +21,7 @@ import pytest
 
 import fsharp as fs
 
-_processes = multiprocessing.get_context("forkserver")  # which imports torch once
-_processes.set_forkserver_preload(["tests.faults.programs"])
+_processes = multiprocessing.get_context("fork")  # from a test that is forked, whose process has imported torch
 _NEW_NETWORK = 0x40000000  # CLONE_NEWNET of <sched.h>
 
 

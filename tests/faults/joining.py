@@ -21,11 +21,11 @@ import torch.distributed as dist
 import fsharp as fs
 from fsharp.distributed import job_store
 from tests.faults.registry import Outcome, row
+from tests.forked_python import forked
 
 SIZE = 3
 LIMIT_S = 5.0
-_processes = multiprocessing.get_context("forkserver")  # which imports torch once
-_processes.set_forkserver_preload(["tests.faults.joining"])
+_processes = multiprocessing.get_context("fork")  # from a row that is forked, whose process has imported torch
 STAGES = {
     "it has the store": (job_store, "choose_attempt_name"),
     "it has a name": (dist, "init_process_group"),
@@ -123,6 +123,7 @@ def beyond_the_limit_s(short: bool) -> float:
 
 
 @row(26, "kill -9 in the first second, before and in connect")
+@forked
 def killed_early(folder: Path, short: bool) -> Outcome:
     chosen = [(0, "at once"), (0, "it has a name"), (1, "it has the store")]
     chosen = chosen if short else [(victim, moment) for victim in (0, 1) for moment in MOMENTS]
@@ -152,6 +153,7 @@ def killed_early(folder: Path, short: bool) -> Outcome:
 
 
 @row(27, "a rank that never leaves the job")
+@forked
 def never_leaves(folder: Path, short: bool) -> Outcome:
     with jobs(folder, {"stays": {0: "leaves", 1: "never", 2: "leaves"}}) as started:
         found = heard(folder / "stays", started["stays"], 0)

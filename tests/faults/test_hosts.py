@@ -10,6 +10,7 @@ import pytest
 
 from tests.faults.hosts import Job, two_hosts
 from tests.faults.programs import make_groups, train
+from tests.forked_python import forked
 
 LIMIT_S = 5.0
 MANY = 100_000  # steps: until the link is cut
@@ -33,6 +34,7 @@ def peers(text):
 
 
 @each_job
+@forked
 def test_a_cut_link_ends_ranks_on_both_hosts_and_a_new_job_has_the_same_bits(hosts, size, way, tmp_path):
     with Job(tmp_path / "undisturbed", size, train, hosts=hosts, limit_s=30, way=way, steps=6) as job:
         expected = {end.result for end in job.ends(within_s=60)}
@@ -68,6 +70,7 @@ def test_a_cut_link_ends_ranks_on_both_hosts_and_a_new_job_has_the_same_bits(hos
 
 @pytest.mark.deep
 @pytest.mark.parametrize("size", [2, 4])
+@forked
 def test_a_cut_link_ends_ranks_that_make_process_groups(hosts, size, tmp_path):
     with Job(tmp_path / "job", size, make_groups, hosts=hosts, limit_s=LIMIT_S) as job:
         job.wait_for_step(3)

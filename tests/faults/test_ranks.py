@@ -9,12 +9,14 @@ import pytest
 
 from tests.faults.hosts import Job
 from tests.faults.programs import leave, train
+from tests.forked_python import forked
 
 LIMIT_S = 6.0
 NEVER_S = 3600.0  # a limit that no test reaches
 MANY = 100_000  # steps: until something happens
 
 
+@forked
 def hit(tmp_path, sign, *, seed, way, limit_s):
     """Send a signal to one of three ranks at a random moment; which one, and how the others ended."""
     draw = random.Random(seed)
@@ -72,6 +74,7 @@ def test_a_rank_that_stops_is_named_within_the_limit(seed, way, tmp_path):
         pytest.param("module", 1, True, marks=pytest.mark.deep),
     ],
 )
+@forked
 def test_a_rank_that_leaves_before_the_others_is_named(way, leaves, fails, tmp_path):
     with Job(tmp_path / "job", 3, leave, limit_s=NEVER_S, way=way, steps=MANY, leaves=leaves, fails=fails) as job:
         job.wait_for_step(3)
