@@ -9,10 +9,6 @@ import sys
 from pathlib import Path
 
 import pytest
-from docutils import nodes
-from docutils.core import publish_doctree
-from docutils.parsers.rst import roles
-from sphinx.ext.napoleon import Config, GoogleDocstring
 
 import fsharp as fs
 
@@ -52,6 +48,11 @@ def public_docstrings():
 
 def test_docstrings_are_valid_markup():
     """Sphinx says the same in a minute, in a deep test."""
+    from docutils import nodes
+    from docutils.core import publish_doctree
+    from docutils.parsers.rst import roles
+    from sphinx.ext.napoleon import Config, GoogleDocstring
+
     for role in ("attr", "class", "data", "func", "meth", "mod"):
         roles.register_generic_role(role, nodes.literal)
     docstrings = public_docstrings()

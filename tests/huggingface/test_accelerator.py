@@ -15,6 +15,7 @@ from fsharp.errors import AgreementError, CheckpointError, OptionError
 from fsharp.huggingface.accelerator import Accelerator, broadcast_buffers_from_rank_0
 from fsharp.testing import processes, simulate
 
+IMPORTS = "import datasets"  # by a DataLoader that is prepared
 STRATEGIES = {"zero3": fs.zero3("dp"), "zero2": fs.zero2("dp"), "ddp": fs.ddp("dp")}
 
 
@@ -140,7 +141,7 @@ def refusals(comm):
         lambda: accelerator.clip_grad_norm_(list(model.parameters())[:1], 1.0),
         lambda: accelerator.clip_grad_value_(model.parameters(), 1.0),
         lambda: accelerator.prepare(torch.optim.AdamW(model.parameters())),
-        lambda: accelerator.prepare(torch.compile(model)),
+        lambda: accelerator.prepare(torch.compile(model, backend="eager")),
     ):
         with pytest.raises(OptionError) as error:
             call()

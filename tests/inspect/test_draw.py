@@ -8,7 +8,6 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
-from matplotlib.image import imread
 
 from fsharp.errors import ScheduleError
 from fsharp.functional.layout.text import nbytes_text
@@ -27,6 +26,8 @@ SLOW = replace(HARDWARE, bandwidth=30.0)
 
 def colours(path):
     """How many pixels there are of each colour, as 0xRRGGBB."""
+    from matplotlib.image import imread
+
     pixels = np.rint(imread(path)[..., :3] * 255).astype(np.int64) @ (1 << 16, 1 << 8, 1)
     return dict(zip(*(each.tolist() for each in np.unique(pixels, return_counts=True))))
 

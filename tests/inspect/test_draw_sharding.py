@@ -3,8 +3,6 @@
 import numpy as np
 import pytest
 import torch
-from matplotlib.figure import Figure
-from matplotlib.image import imread
 
 import fsharp as fs
 from fsharp.errors import LayoutError, OptionError
@@ -13,6 +11,8 @@ BLUE, ORANGE = (0x1F, 0x77, 0xB4), (0xFF, 0x7F, 0x0E)  # of the first leaf and o
 
 
 def picture(tmp_path, layout, **options):
+    from matplotlib.image import imread
+
     fs.inspect.draw_sharding(layout, tmp_path / "sharding.png", **options)
     return np.rint(imread(tmp_path / "sharding.png")[..., :3] * 255).astype(int)
 
@@ -46,7 +46,7 @@ def test_frozen_leaves_have_no_gradients(tmp_path):
 
 def test_the_legend_says_what_grey_and_pale_mean(tmp_path, monkeypatch):
     named = []
-    monkeypatch.setattr(Figure, "legend", lambda figure, handles, names, **options: named.append(names))
+    monkeypatch.setattr("matplotlib.figure.Figure.legend", lambda figure, handles, names, **options: named.append(names))
     picture(tmp_path, planned(fs.zero1("dp"), fs.Mesh({"dp": 3})))
     picture(tmp_path, planned(fs.zero3("dp"), fs.Mesh({"dp": 2})))
     assert named == [["a", "b", "padding", "pale: a summand on each rank"], ["a", "b"]]

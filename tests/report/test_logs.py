@@ -10,7 +10,6 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from torch.utils.tensorboard import SummaryWriter
 
 import fsharp as fs
 from fsharp.checkpoint import saver
@@ -144,6 +143,7 @@ def test_a_step_that_readers_with_doubles_would_take_for_another_is_refused(step
 
 def test_tensorboard_gets_scalars_and_texts(tmp_path):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+    from torch.utils.tensorboard import SummaryWriter
 
     layout = fs.plan({"w": torch.empty(4)}, fs.Mesh({"dp": 1}), fs.ddp("dp"))
     with SummaryWriter(tmp_path) as writer:

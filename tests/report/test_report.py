@@ -7,7 +7,6 @@ import re
 from itertools import combinations
 from pathlib import Path
 
-import matplotlib.image
 import pytest
 import torch
 
@@ -267,6 +266,8 @@ document.body.dataset.frames = JSON.stringify([document.documentElement.scrollWi
 @pytest.mark.parametrize("width", [1280, 500])
 def test_the_page_in_a_browser_has_no_blank_and_no_cut_parts(run_dir, browser, width):
     """Each box has pixels that are not background; no text of a picture covers another or leaves the page."""
+    from matplotlib.image import imread
+
     page, picture = run_dir / "measured.html", run_dir / "picture.png"
     page.write_text(Path(fs.inspect.report(run_dir)).read_text().replace("</body>", f"{MEASURE}</body>"))
     size = f"--window-size={width},3200"
@@ -274,7 +275,7 @@ def test_the_page_in_a_browser_has_no_blank_and_no_cut_parts(run_dir, browser, w
     text = html.unescape(re.search(r'data-frames="([^"]*)"', shown)[1])
     page_width, frames = json.loads(text)
     assert page_width <= width
-    pixels = torch.from_numpy(matplotlib.image.imread(picture)[:, :, :3].copy())
+    pixels = torch.from_numpy(imread(picture)[:, :, :3].copy())
     boxes = [frame for tag, _, *frame in frames if tag == "DIV"]
     assert len(boxes) == 8
     for left, top, right, bottom in boxes:

@@ -3,7 +3,6 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from torch._dynamo.testing import CompileCounterWithBackend
 from torch._dynamo.utils import counters
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing, checkpoint_wrapper
 
@@ -97,6 +96,8 @@ def test_as_in_torch(strategy, way):
 
 def test_one_graph_for_all_blocks():
     """Not one for each block or step: there are more of them than Dynamo keeps graphs of one function."""
+    from torch._dynamo.testing import CompileCounterWithBackend
+
     counter = CompileCounterWithBackend(BACKEND)
     same_as_torch("zero3", after=lambda model: blocks(model, backend=counter), exact=False, options={"layers": 9})
     assert counter.frame_count <= 3  # with the one of the module alone

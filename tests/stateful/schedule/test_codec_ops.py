@@ -5,7 +5,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from matplotlib.image import imread
 
 import fsharp as fs
 from fsharp.errors import ScheduleError
@@ -173,7 +172,8 @@ def test_a_collective_that_codes_inside_takes_longer():
 
 
 def test_tables_and_pictures_show_them(tmp_path):
-    pytest.importorskip("matplotlib")
+    from matplotlib.image import imread
+
     for strategy in ("zero3",):
         schedule = planned(strategy)
         head = fs.inspect.table(schedule).splitlines()[0]

@@ -10,7 +10,6 @@ from functools import cache
 from typing import NamedTuple
 
 import pytest
-from matplotlib.image import imread
 
 import fsharp as fs
 from fsharp.errors import ScheduleError
@@ -265,6 +264,8 @@ def test_they_take_the_time_of_their_cost(found):
 
 
 def test_they_are_drawn(found, tmp_path):
+    from matplotlib.image import imread
+
     schedule = compile_schedule(chain(3))
     without = drop(schedule, *of(schedule, "count"), *of(schedule, "checksum"))
     for name, each in (("with", schedule), ("without", without)):
