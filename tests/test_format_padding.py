@@ -15,7 +15,7 @@ from fsharp.testing import DebugPolicy, generate, simulate
 from tests.ranks import on_ranks
 from tests.scheduling import DP, ON_TWO_AXES, STRATEGIES, assert_same, buffers, every, mesh_of
 
-SIZE = 41
+SIZE = 107
 """Elements of the leaf: no number of ranks of the tests divides it, and no block."""
 
 

@@ -123,6 +123,19 @@ def test_leaves_of_one_element_are_numbers(name):
     check_same_on_ranks(run_sharded(TAKEN[name], 2, fs.zero3("dp")), run_plain(TAKEN[name]))
 
 
+def test_every_kind_of_reduction_of_a_cut_leaf_is_of_the_whole_leaf():
+    """The least and the largest element of ``b`` are on different ranks, and so are those for which a condition holds."""
+
+    def reduced(g):
+        b = g["b"]
+        where = {"a": (b > 2.9).any(), "c": (b > 2.5).all()}
+        signs = {name: jnp.where(condition, -g[name], g[name]) for name, condition in where.items()}
+        return {**signs, "b": b * b.min() + (-b).max(), "s": b.sum(), "t": jnp.full((3, 1, 1), b.max()).sum(0)}
+
+    tx = of_grads(reduced)
+    check_same_on_ranks(run_sharded(tx, 2, fs.zero3("dp"), steps=1), run_plain(tx, steps=1))
+
+
 def test_the_sign_of_a_zero_in_a_leaf_of_one_element_is_kept():
     tree = {"w": torch.arange(6.0), "zero": torch.tensor([-0.0])}
     tx = fs.optim.from_optax(optax.stateless(lambda g, p: jax.tree.map(lambda x: jnp.copysign(x, p["zero"][0]), g)))

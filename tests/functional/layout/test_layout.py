@@ -1,3 +1,4 @@
+import hashlib
 import math
 import sys
 import time
@@ -18,6 +19,7 @@ def test_digests_differ_where_layouts_do(data):
     tree = data.draw(trees(max_leaves=4))
     one, two = data.draw(layouts(tree)), data.draw(layouts(tree))
     assert (one == two) is (one.digest == two.digest) is (one.to_json() == two.to_json())
+    assert one.digest == hashlib.sha256(one.to_json().encode()).hexdigest()  # all of it: a short one would often be another's
 
 
 @few_examples

@@ -13,6 +13,7 @@ from tests.ranks import on_ranks
 from tests.scheduling import (
     DP,
     HYBRID,
+    assert_close,
     buffers,
     copied,
     evaluate,
@@ -145,6 +146,42 @@ def test_a_late_backward_that_was_recorded_is_planned(unit):
 
 def test_a_late_backward_where_gradients_are_reduced_once_a_step():
     run_both(partial(look_back, unit=2, late=range(4), strategy="hsdp"), HYBRID)
+
+
+def scaled(leaves, x):
+    return (x @ leaves["w"]).tanh() * leaves["s"].sum()
+
+
+def in_pieces(params, batch, comm):
+    """Backwards of their own inside of the loss: the second use of ``a`` first, and ``early`` that of ``b`` before the rest."""
+    x, early = batch
+    b, d, a = (fs.forward(scaled, params[name], x, comm=comm) for name in "bda")
+    cut = a.detach().requires_grad_()
+    fs.forward(scaled, params["a"], cut, comm=comm).square().mean().backward()
+    pieces = [(a * cut.grad).sum(), d.square().mean(), b.square().mean()]
+    *first, last = [pieces[2], pieces[1], pieces[0]] if early else pieces
+    for piece in first:
+        piece.backward()
+    return last
+
+
+def test_what_a_unit_has_collected_is_not_where_another_is_gathered_after_a_departure():
+    """A schedule may put the gradient of ``a`` where ``b`` was, which its own order needs only when ``a`` is summed."""
+    sizes = {"a": 80, "b": 120, "d": 1}
+
+    def program(run):
+        params = {name: {"w": torch.eye(4), "s": torch.linspace(0, 2 / size, size)} for name, size in sizes.items()}
+        state = make_state(run.comm, "zero3", params=params, units="*")
+        step, losses = run.wrap(fs.train_step(in_pieces, make_tx())), []
+        for i in range(4):
+            state, metrics = step(state, (torch.arange(24.0).sin().view(6, 4) * (1 + i + run.comm.rank), i == 2))
+            losses.append(metrics.loss)
+        return losses, full_params(state, run.comm)
+
+    _, [step] = run_both(program, compare=assert_close, prefetch=0, release="forward")
+    assert step.num_unscheduled_calls == 3
+    memory = {(op.kind, op.unit): op.memory for op in step.schedule.ops}
+    assert memory["cast", "a"].overlaps(memory["gather", "b"])
 
 
 @on_ranks(DP)
