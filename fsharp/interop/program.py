@@ -193,8 +193,8 @@ class _CompiledRound(NamedTuple):
 
     Attributes:
         run: returns all results; or, if ``pending`` is not empty, this rank's values for the reductions in ``pending``.
-        run_common: returns the result of ``run``, with None for values that differ between ranks. All ranks have the same
-            program ``run_common``. Programs ``run`` may differ between ranks, and round equal values differently.
+        run_common: returns the result of ``run``, with None for elements of leaves that are cut between ranks. All ranks have
+            the same program ``run_common``. Programs ``run`` may differ between ranks, and round equal values differently.
             ``run_common`` is None if ``run`` suffices.
         pending: the reductions at which the run stops.
     """
@@ -210,8 +210,8 @@ class CompiledTransformation:
     def __init__(self, traced: TracedTransformation, leaf_ranges: RankLeafRanges) -> None:
         self.traced = traced
         self._parts, _, self._sizes = leaf_ranges
-        differing = {part.buffer for part in self._parts if part.axes or part.is_varying}
-        self._is_common = [buffer not in differing for buffer in range(len(self._sizes))]
+        cut = {part.buffer for part in self._parts if part.axes}
+        self._is_common = [buffer not in cut for buffer in range(len(self._sizes))]
         self._compiled: dict[Any, _CompiledRound] = {}
 
     def init(self, params: Any, comm: Comm) -> tuple[list[Any], list[Any]]:
