@@ -20,12 +20,7 @@ ADAMW: dict[str, Any] = {"lr": 3e-4, "betas": (0.9, 0.95), "eps": 1e-8, "weight_
 
 
 class Contender(Protocol):
-    """Something that trains.
-
-    Attributes:
-        name: in tables.
-        is_global: whether the loss that a step returns is the mean over ranks, or this rank's.
-    """
+    """Something that trains. ``is_global``: whether the loss that a step returns is the mean over ranks, or this rank's."""
 
     name: str
     is_global: bool

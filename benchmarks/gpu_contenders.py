@@ -154,11 +154,7 @@ def _sharded(name: str, module: torch.nn.Module, mesh: DeviceMesh, units: Any) -
 
 
 class GraphContender:
-    """fsharp's whole step as one CUDA graph.
-
-    Attributes:
-        done: steps that it has made before it is a graph.
-    """
+    """fsharp's whole step as one CUDA graph. ``done``: steps that it has made before it is a graph."""
 
     done = WARMUP
 

@@ -101,10 +101,7 @@ def missing() -> str:
 
 @contextmanager
 def ranks_apart(command: Callable[[int], Sequence[str]], rate_mbit: int, logs: Sequence[Path]) -> Iterator[list[Any]]:
-    """Start a process for each rank, in a network namespace of its own, and join the namespaces. All end with the context.
-
-    NoLink if the kernel does not allow for it.
-    """
+    """Yield a process for each rank, in joined network namespaces. All end with the context. NoLink if the kernel refuses."""
     if reason := missing():
         raise NoLink(reason)
     ranks: list[subprocess.Popen[bytes]] = []
@@ -216,10 +213,7 @@ def link_mbit(nbytes: int) -> dict[str, float]:
 
 
 def race(options: Options, comm: fs.Comm, device: str) -> dict[str, Any]:
-    """Time the contenders in turns, then look at what each sends and computes.
-
-    LossMismatch if the first losses differ by more than rounding of what travels explains.
-    """
+    """Time the contenders in turns, then look at what each sends and computes. LossMismatch if first losses differ."""
     shape = gpt.Shape(dim=options.dim, layers=options.layers, heads=options.heads, time=options.time, batch=options.batch)
     link = link_mbit(options.link_mb << 20)
     found = everyone(shape, comm, options.codecs)

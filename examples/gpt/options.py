@@ -90,11 +90,7 @@ class Options:
 
 
 def check(options: Options) -> None:
-    """Refuse what cannot run.
-
-    Raises:
-        ValueError: an option, or two that do not go together.
-    """
+    """Raise a ValueError for an option that cannot run, or two that do not go together."""
     may_be_zero = {"eval_every", "sample_bytes", "temperature", "weight_decay", "warmup", "seed"}
     for field in fields(options):
         value, flag = getattr(options, field.name), f"--{field.name.replace('_', '-')}"

@@ -15,12 +15,7 @@ _PLAIN_EVERY = 5.0
 
 
 class Report:
-    """Rank 0 reports; on other ranks every method does nothing.
-
-    Args:
-        folder: folder of the run.
-        rank: rank of this process.
-    """
+    """Rank 0 reports into ``folder``, the folder of the run. On other ranks every method does nothing."""
 
     def __init__(self, folder: Path, *, rank: int) -> None:
         self._active, self._folder, self._total = rank == 0, folder, 0

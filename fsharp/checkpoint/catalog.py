@@ -101,10 +101,7 @@ def save_time_of(path: str) -> float:
 
 
 def is_foreign_checkpoint(names: Collection[str]) -> bool:
-    """Return whether a folder with files of these names is a checkpoint of Hugging Face.
-
-    A folder that also holds checkpoint folders is a root, so the result is False, whichever other files are in it.
-    """
+    """Return whether names in a folder are those of a Hugging Face checkpoint. A folder with checkpoint folders is a root."""
     return huggingface.is_huggingface_folder(names) and not any(map(_FOLDER_PATTERN.fullmatch, names))
 
 
@@ -260,10 +257,7 @@ def names_last_saved_first(root: str) -> list[str]:
 
 
 def is_checkpoint(path: str) -> bool:
-    """Return whether there is a file, a checkpoint folder, or a folder of another library's files at ``path``.
-
-    No file is opened, so the checkpoint may be incomplete or damaged.
-    """
+    """Return whether ``path`` looks like a checkpoint, ours or another library's. It may be incomplete: no file is opened."""
     storage, path = storage_of(path), absolute_path(path)
     names = storage.list_names(path)
     is_own = MANIFEST_NAME in names or (bool(names) and _FOLDER_PATTERN.fullmatch(path.rpartition("/")[2]) is not None)
@@ -271,10 +265,7 @@ def is_checkpoint(path: str) -> bool:
 
 
 def has_checkpoints(root: str) -> bool:
-    """Return whether any checkpoint folder under ``root`` has a manifest. An interrupted save leaves a folder without one.
-
-    No other file is looked at, so the checkpoint may be incomplete or damaged.
-    """
+    """Return whether a checkpoint folder under ``root`` has a manifest. The checkpoint may still be incomplete or damaged."""
     return any(_folders_with_manifest(root))
 
 

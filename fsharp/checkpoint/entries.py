@@ -40,10 +40,7 @@ _LeafPieces = tuple[tuple[int, ...], Callable[[int], "Piece"], slice]
 
 
 class Piece(NamedTuple):
-    """The elements ``[first, last)`` of a flattened tensor, which one rank holds.
-
-    ``num_replicas`` ranks hold these elements; this rank is number ``replica`` of them, counted from 0.
-    """
+    """Elements ``[first, last)`` of a flattened tensor on one rank: number ``replica``, from 0, of ``num_replicas`` ranks."""
 
     first: int
     last: int

@@ -324,10 +324,7 @@ def _tree_to_fill(
     taken = dict[int, list[tuple[int, int]]]()
 
     def is_free(x: torch.Tensor) -> bool:
-        """Return whether the memory of ``x`` overlaps the memory of no earlier leaf. If so, record this memory.
-
-        An average of parameters, for example, may have the memory of the parameters.
-        """
+        """Return whether no earlier leaf has memory of ``x``, as an average of parameters may; if so, record the memory."""
         begin, end = x.data_ptr(), x.data_ptr() + x.nbytes
         before = taken.setdefault(x.untyped_storage().data_ptr(), [])
         i = bisect_left(before, (begin, begin))
@@ -461,10 +458,7 @@ def _is_checkpoint_removed(path: str) -> bool:
 
 
 def rename_damaged_on_rank_0(damaged: Mapping[str, str], used_instead: str, comm: Comm) -> None:
-    """Rename the checkpoints in ``damaged``, a dict of errors by path, and log a warning for each. Only rank 0 does so.
-
-    A warning has the error, and ``used_instead``: a text that names what is loaded instead.
-    """
+    """On rank 0 rename the ``damaged`` checkpoints, with errors by path. Warn of each, and name what is ``used_instead``."""
     for path, text in damaged.items() if comm.rank == 0 else ():
         _log.warning("%s is damaged, %s: %s Used instead: %s.", path, set_aside_and_describe(path), text, used_instead)
 

@@ -228,10 +228,7 @@ def _check_chunks_tile_tensor(where: str, name: str, tensor: TensorRecord, files
 
 
 def json_round_trip(value: Any) -> Any:
-    """Return ``value`` as JSON reads it back: keys become strings, and tuples become lists.
-
-    Raises TypeError or ValueError if JSON cannot hold ``value``, or if two keys become equal.
-    """
+    """Return ``value`` as JSON reads it back. TypeError or ValueError if JSON cannot hold it, or two keys become equal."""
     return json.loads(json.dumps(value), object_pairs_hook=refuse_repeated_names)
 
 

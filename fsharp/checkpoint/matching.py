@@ -174,10 +174,7 @@ def check_matches(
 
 
 def _can_cast(stored: torch.dtype, wanted: torch.dtype) -> bool:
-    """Return whether a cast is allowed. It may round values, but not drop fractions or imaginary parts, or let integers wrap.
-
-    No cast to a float8 dtype is allowed.
-    """
+    """Return whether a cast is allowed: not to float8, nor one that drops fractions or imaginary parts, or wraps integers."""
     is_float8 = wanted.is_floating_point and wanted.itemsize == 1  # without scales, small values become zero
     if is_float8 or not torch.can_cast(stored, wanted):
         return False
@@ -188,10 +185,7 @@ def _can_cast(stored: torch.dtype, wanted: torch.dtype) -> bool:
 
 
 def shorten_error_rows(rows: list[tuple[str, str]]) -> list[tuple[str, str]]:
-    """Shorten the rows ``(name, problem)`` of an error: keep the first ones, and count the others in a last row.
-
-    Names that differ only in numbers, and have the same problem, share a row.
-    """
+    """Shorten rows ``(name, problem)``: names that differ only in numbers share a row, and a last row counts the others."""
     alike: dict[tuple[str, str], list[str]] = {}
     for name, text in rows:
         pattern = ".".join("*" if part.isdigit() else part for part in name.split("."))

@@ -73,10 +73,7 @@ class InMemorySave:
         return sorted(set(range(self.num_files)).difference(*self.hosts.values()))
 
     def rank_to_fetch_from(self, file: int | None, rank: int, domain_size: int) -> int:
-        """Return the rank from which ``rank`` fetches file number ``file``, or the manifest if ``file`` is None.
-
-        Hosts with the file share the work. ``domain_size``: number of consecutive ranks on a host.
-        """
+        """Return the rank from which ``rank`` fetches a file, or the manifest (None). Hosts with the file share the work."""
         firsts = [first for first, heads in self.hosts.items() if file is None or file in heads]
         return firsts[rank // domain_size % len(firsts)] + rank % domain_size
 
@@ -155,10 +152,7 @@ class FirstErrorKeeper:
 
 
 def shift_over_ranks(send: torch.Tensor, nbytes: int, shift: int, comm: Comm, *, label: str) -> torch.Tensor:
-    """Send ``send``, 1-D uint8, to the rank that is ``shift`` ranks further, and return the ``nbytes`` bytes that arrive.
-
-    All ranks call this function. The first rank follows the last one.
-    """
+    """Send 1-D uint8 to the rank ``shift`` further, around the end, and return ``nbytes`` received. All ranks call this."""
     n = comm.mesh.size
     to, source = [0] * n, [0] * n
     to[(comm.rank + shift) % n], source[(comm.rank - shift) % n] = len(send), nbytes
@@ -228,10 +222,7 @@ def exchange_requested_bytes(folder: str, wanted: Sequence[ReadRequest], comm: C
 
 
 def _serve_read_request(rank: int, folder: str, asked: ReadRequest, into: memoryview) -> None:
-    """Read the bytes that another rank has requested from ``rank``, this rank, into ``into``. ``asked``: the request.
-
-    Raises ValueError if the request names a file outside of ``folder``, and DamagedCopy if the file lacks bytes.
-    """
+    """Read requested bytes into ``into``. ValueError for a file outside of ``folder``, DamagedCopy if the file lacks bytes."""
     with _blaming_damage_on(rank, checked_file_name(asked.file)):
         _local_storage.read(f"{folder}/{asked.file}", asked.start, into)
 

@@ -35,10 +35,7 @@ class NeededElements(NamedTuple):
 
 
 class FileRange(NamedTuple):
-    """Elements of tensor ``name`` in a file, from byte ``begin`` to ``end`` after the header, to read into ``target``.
-
-    ``dtype``: dtype of the elements in the file, which may differ from the dtype of ``target``.
-    """
+    """Bytes ``begin`` to ``end`` after the header: elements of tensor ``name`` in the file's ``dtype``, for ``target``."""
 
     begin: int
     end: int
@@ -216,20 +213,14 @@ class ShardFileReader:
             target[first:last].copy_(values)
 
     def _damaged_block_starts(self, start: int, view: memoryview) -> list[int]:
-        """Return the first byte after the header of each block in ``view`` whose digest differs from the table.
-
-        ``view``: whole blocks of the file, from byte ``start`` after the header on.
-        """
+        """Return the starts of blocks in ``view``, from ``start`` after the header on, that differ from their digests."""
         found, expected = block_digests(view), self._table[start // BLOCK_NBYTES * 8 :]
         if expected.startswith(found):
             return []
         return [start + i * BLOCK_NBYTES // 8 for i in range(0, len(found), 8) if found[i : i + 8] != expected[i : i + 8]]
 
     def damage_text(self, blocks: Sequence[int]) -> str:
-        """Return the text of an error that names up to four tensors in damaged blocks.
-
-        ``blocks``: the first byte after the header of each damaged block, in order.
-        """
+        """Return an error about up to four tensors in damaged ``blocks``: the first byte after the header of each, in order."""
 
         def is_damaged(extent: TensorExtent) -> bool:
             first = bisect_right(blocks, extent.begin - BLOCK_NBYTES)

@@ -125,10 +125,7 @@ def save(
 def agree_and_make_folder(
     root: str | os.PathLike[str], tree: Any, *, step: int, comm: Comm, config: Any, metric: float | None, planes: bool = False
 ) -> Snapshot:
-    """Return the :class:`Snapshot` that :func:`save` is to write, once all ranks agree. Rank 0 makes the staging folder.
-
-    Raises CheckpointError if there is not enough room. After an error there is no staging folder.
-    """
+    """Return what :func:`save` writes, once ranks agree and rank 0 has made the staging folder, which no error leaves."""
     where, folder = absolute_path(root), ""
 
     def stage(contents: TreeContents) -> str:
@@ -365,10 +362,7 @@ def write_manifest_and_publish(
 
 
 def remove_staged(folder: str) -> None:
-    """Remove the staging folder of ``folder`` after a failed save.
-
-    An error of the removal is only logged, as the caller is about to raise the error of the save.
-    """
+    """Remove the staging folder of ``folder`` after a failed save. Only log an error, as the caller raises that of the save."""
     storage = storage_of(folder)
     try:
         storage.remove(storage.staging_path(folder))

@@ -120,10 +120,7 @@ def in_write_order(tensors: Iterable[StoredTensor]) -> list[StoredTensor]:
 
 
 def write_file(write: Callable[[memoryview], object], header: bytes, data: Iterator[torch.Tensor]) -> str:
-    """Write a header, then the tensors ``data`` in the header's order, then their digests. Return the digest of the file.
-
-    Each tensor may be freed once it is written.
-    """
+    """Write a header, the tensors ``data`` in its order, one in memory at a time, and digests. Return the file's digest."""
     table, rest = bytearray(), bytearray()  # digests, and the bytes of the block that is not complete yet
     write(memoryview(header))
     for tensor in data:
@@ -233,10 +230,7 @@ def refuse_repeated_names(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def header_end(where: str, head: bytes, nbytes: int) -> int:
-    """Return the size of length field and header, from ``head``, the first 8 bytes of a file of ``nbytes`` bytes.
-
-    Raises CheckpointError if the length is wrong.
-    """
+    """Return the size of length field and header, from the first 8 bytes ``head`` of a file. CheckpointError if it is wrong."""
     length = struct.unpack("<Q", head)[0] if len(head) == 8 else -1
     if not 2 <= length <= min(_MAX_HEADER_NBYTES, nbytes - 8):
         raise CheckpointError(f"{where}: this is not a safetensors file: its header would have {length:,} bytes.")

@@ -56,10 +56,7 @@ def storage_of(path: str) -> "Storage":
 
 
 def os_error_behind(error: BaseException | None) -> OSError | None:
-    """Return the OSError that is ``error`` or a cause of it; None if there is none.
-
-    An OSError does not prove that a file is damaged, as the bytes could not be read.
-    """
+    """Return the OSError that is ``error`` or a cause of it, or None. An OSError does not prove that a file is damaged."""
     return error if error is None or isinstance(error, OSError) else os_error_behind(error.__cause__)
 
 

@@ -1,7 +1,4 @@
-"""The command ``fsharp``. Each subcommand is a function that returns the text to print.
-
-The command needs tyro (``pip install 'fsharp[cli]'``), and no process group.
-"""
+"""The command ``fsharp``. Each subcommand is a function that returns the text to print. Needs tyro (``fsharp[cli]``)."""
 
 import inspect
 import io
@@ -101,10 +98,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _line_of_box(box: str) -> str:
-    """Return the text of a box of tyro as one line, shortened, without the frame and the footer.
-
-    An empty line, or a rule such as the one above the footer, separates two parts of the text. ``". "`` joins the parts.
-    """
+    """Return the text of a box of tyro as one line, shortened, without frame and footer. ``". "`` joins its paragraphs."""
     box = re.sub(r"\x1b\[[0-9;]*m", "", box)
     lines = [re.sub(r"^[\s\u2500-\u257f|+]+|[\s\u2500-\u257f|+]+$", "", line) for line in box.splitlines()[1:-1]]
     parts = [" ".join(part.split()) for part in re.split(r"\n-*\n", "\n".join(lines))]
@@ -126,10 +120,7 @@ def _line_of_error(error: str) -> str:
 
 
 def _with_readable_help(command: Callable[..., str], conf: Any) -> Callable[..., Callable[[], str]]:
-    """Return a function with which tyro parses the arguments of ``command``: it returns the call to be made.
-
-    The help names positional arguments, and has no line breaks within a description. ``conf`` is the module ``tyro.conf``.
-    """
+    """Return a function that tyro can parse, with a help without line breaks, and that returns the call to be made."""
 
     def call(*args: Any, **options: Any) -> Callable[[], str]:
         return partial(command, *args, **options)

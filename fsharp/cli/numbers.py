@@ -6,10 +6,7 @@ from fsharp.errors import OptionError
 
 
 def check_number(option: str, value: float, least: float, most: float = math.inf, *, why: str = "") -> None:
-    """Raise an OptionError, which names the option, if a number is less than ``least``, more than ``most``, or NaN.
-
-    ``why``: the reason for ``most``, for the message.
-    """
+    """Raise an OptionError, which names the option, for NaN, a number below ``least``, or above ``most``, due to ``why``."""
     if not least <= value <= most:
         expected = f"at least {least:,}" if math.isinf(most) else f"{least:,} to {most:,}"
         raise OptionError(f"{option} is {value:,}, expected {expected}{f': {why}' * bool(why)}.")

@@ -97,10 +97,7 @@ def _layout_text(layout: Layout, optimizer_buffers: int, microbatches: int) -> s
 
 
 def _nbytes_at_rest(layout: Layout, optimizer_buffers: int) -> dict[str, int]:
-    """Return the bytes that a rank stores between steps, of parameters, main copies, gradients and optimizer state.
-
-    ``optimizer_buffers``: values of optimizer state for each parameter, such as 2 for Adam.
-    """
+    """Return the bytes that a rank stores between steps: parameters, main copies, gradients and optimizer state."""
     kinds = {"params": layout.nbytes("params"), "main": layout.nbytes("main"), "grads": layout.nbytes("grads")}
     return kinds | {"optimizer": optimizer_buffers * layout.nbytes("optim")}
 
@@ -303,10 +300,7 @@ def _is_expert(path: str) -> bool:
 def _plan_layouts(
     where: str, model: str, mesh: str, strategy: str, units: str, compute: str, main: str
 ) -> tuple[FoundModel, Mesh, dict[str, Layout]]:
-    """Return the model, the mesh, and the layout for each strategy, by name.
-
-    If ``strategy`` is empty, there is a layout for each strategy that fits the mesh; else only the layout for ``strategy``.
-    """
+    """Return the model, the mesh, and layouts by name: of ``strategy``, or if it is empty, of all strategies for the mesh."""
     axes = parse_mesh(where, mesh)
     makers = {**FLAT_STRATEGIES, **(HYBRID_STRATEGIES if len(axes.names) == 2 else {})}
     named = {name: make(*axes.names) for name, make in makers.items()}
@@ -322,10 +316,7 @@ def _plan_layouts(
 
 
 def _check_microbatches(where: str, tree: Any, microbatches: int, most_tensors: int) -> None:
-    """Raise an OptionError if ``microbatches`` times the number of parameter tensors is more than ``most_tensors``.
-
-    A prediction of more microbatches would take minutes. A single microbatch is always allowed.
-    """
+    """Raise an OptionError for microbatches of so many tensors that a prediction takes minutes. One is always allowed."""
     count = len(flatten_with_paths(tree)[0])
     why = f"a prediction takes longer with each, and the model has {count:,} tensors"
     check_number(f"{where}: microbatches", microbatches, 1, max(1, most_tensors // count), why=why)

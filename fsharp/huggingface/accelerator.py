@@ -218,10 +218,7 @@ class Accelerator(accelerate.Accelerator):
                 handle.remove()
 
     def _checkpoint_tree_and_comm(self) -> tuple[dict[str, Any], Any]:
-        """Return the sharded modules and optimizers, as a tree, and the Comm of the first module; None without a module.
-
-        Raises OptionError if an optimizer was prepared without its module.
-        """
+        """Return sharded modules and optimizers, and a Comm or None. OptionError for an optimizer without its module."""
         models = [each for each in self._models if isinstance(each, ShardedModule)]
         optimizers = [each.optimizer for each in self._optimizers if isinstance(each.optimizer, ShardedOptimizer)]
         if any(session_of_optimizer(each) not in map(session_of_module, models) for each in optimizers):

@@ -82,10 +82,7 @@ def draw(
 
 
 def check_picture(where: str, path: str | PathLike[str]) -> None:
-    """Raise a ScheduleError if matplotlib is missing, and an OptionError if it does not know the suffix of ``path``.
-
-    ``where``: the public function to name in errors.
-    """
+    """Raise a ScheduleError if matplotlib is missing, and an OptionError if it does not know the suffix of ``path``."""
     try:
         from matplotlib.backend_bases import FigureCanvasBase
         from matplotlib.figure import Figure  # noqa: F401
@@ -98,10 +95,7 @@ def check_picture(where: str, path: str | PathLike[str]) -> None:
 
 
 def as_timeline(step: Schedule | Timeline, hardware: Hardware | None) -> Timeline:
-    """Return ``step`` if it is a timeline. Otherwise predict the timeline of the schedule ``step`` on ``hardware``.
-
-    If ``hardware`` is None, the timeline is :func:`timeline_in_order`: it shows the order of ops, and no times.
-    """
+    """Return a timeline, predicted on ``hardware`` if ``step`` is a schedule; without hardware :func:`timeline_in_order`."""
     return step if isinstance(step, Timeline) else predict(step, hardware) if hardware else timeline_in_order(step)
 
 

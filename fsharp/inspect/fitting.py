@@ -291,10 +291,7 @@ class IntervalUnion:
         return self.length_before(stop) - self.length_before(start)
 
     def seconds_at_full_speed(self, span: TimeSpan | Interval, speed: float) -> float:
-        """Return the seconds that the work in ``span`` would take at full speed.
-
-        In the union the work ran at ``speed``, a fraction of full speed. Outside of the union it ran at full speed.
-        """
+        """Return seconds of the work in ``span`` at full speed. In the union it ran at ``speed``, a fraction of full speed."""
         start, stop = (span.start_s, span.stop_s) if isinstance(span, TimeSpan) else span
         return stop - start - (1 - speed) * self.length_between(start, stop)
 

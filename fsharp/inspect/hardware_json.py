@@ -12,10 +12,7 @@ _SECONDS = "forward", "backward", "recomputation"
 
 
 def fields_to_json(fields: Mapping[str, Any]) -> str:
-    """Return a Hardware's fields as JSON. ScheduleError if ``compute_times`` is a function.
-
-    In JSON null stands for infinity, and a list of rows for a table.
-    """
+    """Return a Hardware's fields as JSON, with null for infinity and rows for tables. ScheduleError for a function."""
     if callable(fields["compute_times"]):
         remedy = "Pass a dict of seconds by pattern, or a pair for all units."
         raise ScheduleError(problem("Hardware.to_json()", "compute_times is a function, and JSON holds none.", remedy=remedy))

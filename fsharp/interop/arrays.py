@@ -60,10 +60,7 @@ def as_jax_array(x: torch.Tensor) -> Any:
 
 
 def check_has_memory(x: torch.Tensor) -> None:
-    """Raise a TreeError if a tensor has no memory with its values, which XLA would read. A view has such memory.
-
-    Fake, meta, nested and sparse tensors have none, nor have wrappers such as DTensor.
-    """
+    """Raise a TreeError for a tensor without memory for XLA to read: fake, meta, nested, sparse, or a wrapper as DTensor."""
     try:
         has_memory = not isinstance(x, FakeTensor) and not x.is_nested and (not x.numel() or x.data_ptr() != 0)
     except RuntimeError:  # the tensor has no storage
@@ -104,10 +101,7 @@ def as_torch_tensor(x: Any) -> torch.Tensor:
 
 
 def copy_as_tensor(x: Any) -> torch.Tensor:
-    """Return a small array as a new tensor on the CPU; for a random key, the key's data.
-
-    Raises TypeError if ``torch.from_numpy`` does not take the dtype, such as float8. A bfloat16 array is taken.
-    """
+    """Return a small array, or the data of a random key, as a new CPU tensor. TypeError for a dtype such as float8."""
     data = jax.random.key_data(x) if jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key) else x
     known = data.astype(jnp.float32) if data.dtype == jnp.bfloat16 else data  # torch takes no bfloat16 from numpy
     return torch.from_numpy(np.array(known)).to(getattr(torch, data.dtype.name))

@@ -230,10 +230,7 @@ class _CompiledFunction:
         return self._derived_function("gradients", wanted, fn)
 
     def jvp_function(self, moved: tuple[bool, ...]) -> "_CompiledFunction":
-        """Return the compiled JVP, a function that returns the tangents of the results.
-
-        ``moved``: for each argument, whether it has a tangent. The JVP takes all arguments, and then the tangents.
-        """
+        """Return the compiled JVP, from all arguments and the tangents of those in ``moved`` to tangents of the results."""
 
         def fn(*arrays: Any) -> Any:
             of_moved, chosen = self._function_of_chosen(moved, arrays)

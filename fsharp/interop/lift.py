@@ -126,10 +126,7 @@ class LocalJaxprRun:
         self.pending: dict[EquationKey, tuple[CrossRankReduction, Any]] = {}
 
     def run_jaxpr(self, closed: ClosedJaxpr, args: Sequence[Any], at: EquationKey = ()) -> list[Any]:
-        """Run the jaxpr ``closed``, which the equation at ``at`` contains, on ``args``, and return the results.
-
-        Raises LayoutError if an equation needs elements of a leaf that other ranks hold.
-        """
+        """Return the results of ``closed``, in the equation ``at``. LayoutError if it needs elements that other ranks hold."""
         values: dict[Any, Any] = dict(zip(closed.jaxpr.constvars, closed.consts, strict=True))
         values.update(zip(closed.jaxpr.invars, args, strict=True))
 
@@ -367,10 +364,7 @@ def _reduces_all(shape: Sequence[int], axes: Sequence[int]) -> bool:
 
 
 def _is_combinable_over_ranks(name: str, dtype: Any) -> bool:
-    """Return whether a collective can combine the results of reduction ``name``.
-
-    A collective cannot combine results of complex dtypes, nor ``and`` or ``or`` of the bits of integers.
-    """
+    """Return whether a collective can combine results of a reduction: none of complex numbers, nor of bits of integers."""
     return bool(dtype == jnp.bool_ if name in ("reduce_and", "reduce_or") else not jnp.issubdtype(dtype, jnp.complexfloating))
 
 

@@ -204,10 +204,7 @@ def _as_number_or_array(x: Any) -> Any:
 
 
 def _arrays_outside_buffers(traced: TracedTransformation, state: OptaxState) -> list[Any]:
-    """Return the arrays of a state that are not in a tree of buffers, in optax's dtypes.
-
-    Raises TreeError if ``state`` has other arrays or shapes than the state that was traced.
-    """
+    """Return the arrays of a state outside of buffers, in optax's dtypes. TreeError for another state than was traced."""
     leaves, _ = jax.tree_util.tree_flatten_with_path(state.optax, is_leaf=lambda x: isinstance(x, BufferPlaceholder))
     found = {f"state{jax.tree_util.keystr(path)}": x for path, x in leaves}
     result = []

@@ -34,10 +34,7 @@ class LeafName:
 
 
 class RankLeafRanges(NamedTuple):
-    """One rank's part of each leaf in JAX's order, and the sizes of the flat buffers.
-
-    ``dtypes``: for each leaf the dtypes of the parameter and of the gradient.
-    """
+    """One rank's part of each leaf in JAX's order, the dtypes of its parameter and gradient, and the sizes of flat buffers."""
 
     parts: tuple[LeafRange, ...]
     dtypes: tuple[tuple[Any, Any], ...]
@@ -314,10 +311,7 @@ class CompiledTransformation:
         return [self._flat_buffers(tree, dtype, lifted) for tree, dtype in zip([*updates, *trees], dtypes, strict=True)], plain
 
     def _flat_buffers(self, values: Mapping[int, Any], dtype: Any, lifted: LocalJaxprRun) -> list[Any]:
-        """Return flat buffers with ``values``, by leaf, and zeros elsewhere.
-
-        ``dtype``: None means for each buffer the dtype that holds the values of all of its leaves.
-        """
+        """Return flat buffers with ``values``, by leaf, else zeros. ``dtype``: None means one that holds all their values."""
         pieces: list[list[tuple[int, Any]]] = [[] for _ in self._sizes]
         for leaf, value in values.items():
             mine = self._parts[leaf]
@@ -431,10 +425,7 @@ def _tensor_tree_like(tree: Any, arrays: Sequence[Any]) -> Any:
 def _reduce_pending(
     pending: Mapping[EquationKey, CrossRankReduction], values: Sequence[Any], comm: Comm
 ) -> dict[EquationKey, Any]:
-    """Reduce ``values`` over ranks, one for each of the ``pending`` reductions, and return the results by key of an equation.
-
-    Reductions of one kind along the same axes share a collective.
-    """
+    """Reduce ``values`` of ``pending`` over ranks, and return results by key; reductions of one kind share a collective."""
     by_reduction: dict[CrossRankReduction, list[tuple[EquationKey, Any]]] = {}
     for (key, reduction), value in zip(pending.items(), values, strict=True):
         by_reduction.setdefault(reduction, []).append((key, value))

@@ -139,10 +139,7 @@ def called_use_fractions(uses: Sequence[Use]) -> dict[str, float]:
 
 
 def _leaf_input_nbytes_per_token(unit: UnitLayout) -> list[float]:
-    """Return, for each stored leaf of a unit that is no scalar, the bytes of one token's input to the leaf.
-
-    The input is a vector of ``shape[-1]`` elements, in the compute dtype, for each matrix in the leaf.
-    """
+    """Return the bytes of one token's input to each stored leaf but scalars: ``shape[-1]`` elements for each matrix."""
     return [
         math.prod(leaf.shape[:-2]) * leaf.shape[-1] * unit.groups[leaf.group].dtypes.compute.itemsize
         for leaf in unit.leaves

@@ -153,10 +153,7 @@ def walk_nested_uses(uses: Iterable[T]) -> Iterator[T]:
 
 
 def uses_of_modules(layout: Layout, owners: Mapping[str, Sequence[str]]) -> list[Use]:
-    """Return a use for each module with units, inside of the use of the module around it.
-
-    ``owners``: by path of a module, in the order of use, the units that its call gathers.
-    """
+    """Return a use of each module, inside of the one around it. ``owners``: by path, in order, the units that it gathers."""
     inner: dict[str | None, list[str]] = {}
     for path in (around := {path: None for path, names in owners.items() if names}):
         inner.setdefault(innermost_prefix(path.rpartition(".")[0], around) if path else None, []).append(path)

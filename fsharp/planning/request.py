@@ -203,10 +203,7 @@ class TuneRequest:
             raise ScheduleError(f"tune(): {what}")
 
     def _unit_patterns_by_choice(self, model: Model) -> Mapping[str, UnitPatterns]:
-        """Return the choices of units, by name.
-
-        Without ``units`` there is only one choice if ``activations``, or a Hardware without ``device``, is given.
-        """
+        """Return choices of units by name. Only one is derived with ``activations``, or for a Hardware without ``device``."""
         if isinstance(self.units, Mapping):
             return self.units
         if self.units is not None:
@@ -256,10 +253,7 @@ class TuneRequest:
         return found
 
     def costs(self, to_try: LayoutsToTry) -> dict[CostKey, MicrobatchCosts]:
-        """Return the costs of units by key.
-
-        With ``device`` the costs are measured on all ranks: seconds are the median over ranks, and bytes the maximum.
-        """
+        """Return the costs of units by key. With ``device`` ranks measure: the median of seconds and the most bytes count."""
         device = self.measured_on
         if device is None:
             return to_try.costs

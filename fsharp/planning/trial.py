@@ -193,10 +193,7 @@ class _TrialEngine(Engine):
 def record_calls_of_loss(
     loss_fn: Callable[..., Any], tree: Any, layout: Layout, batch: Any, *, microbatches: int
 ) -> list[UnitCall]:
-    """Run ``loss_fn(params, batch, comm)`` once on meta tensors, for the first microbatch, and return its calls of units.
-
-    ``layout``: layout of ``tree`` on a mesh of one rank. ``microbatches``: number of microbatches of ``batch``.
-    """
+    """Run ``loss_fn`` on meta tensors, on the first microbatch, and return its calls of units. ``layout`` is of one rank."""
     given = to_meta(batch)
     part = split_batch(given, microbatches)[0] if microbatches > 1 else given
     recorder = _CallRecorder(_tensor_leaves(part))

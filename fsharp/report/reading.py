@@ -92,11 +92,7 @@ class RunLog:
 
 
 def read_log(folder: Path) -> RunLog:
-    """Return the log of the run in a folder, or in its subfolder ``checkpoints``.
-
-    Raises:
-        OptionError: the folder has no log, or the log has no line with something to show.
-    """
+    """Return the log in a run's folder or its subfolder ``checkpoints``. OptionError if none has a line to show."""
     paths = [each / LOG_FILE for each in (folder, folder / "checkpoints")]
     path = next((each for each in paths if each.is_file()), None)
     if path is None:

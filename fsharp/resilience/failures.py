@@ -87,10 +87,7 @@ class _OneTracebackExcepthook:
         self._comm = self.error = None
 
     def tell_other_ranks(self, error: BaseException, where: str) -> None:
-        """Report ``error`` to other ranks, unless another rank has reported it to this rank.
-
-        The error gets a note with this rank, ``where`` (such as ``"step 7"``) and the last collective.
-        """
+        """Report ``error``, unless another rank has reported it. Note on it this rank, ``where``, and the last collective."""
         heard = {id(watch.error) for watch in list(self.statuses.watches.values()) if watch.error is not None}
         self.is_from_this_rank = not any(id(each) in heard for each in error_chain(error))
         self.error = error

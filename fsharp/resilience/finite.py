@@ -143,10 +143,7 @@ def _is_nonfinite(x: Any) -> torch.Tensor:
 
 
 def _in_computable_dtype(x: torch.Tensor) -> torch.Tensor:
-    """Return the elements of ``x``; float8 as float32, complex32 as complex64, and of a sparse tensor only its values.
-
-    A float4, which has neither infinity nor NaN, is returned as bytes.
-    """
+    """Return elements of ``x`` (values if sparse); float8 as float32, complex32 as complex64, and float4 as bytes."""
     if x.layout is not torch.strided:
         x = x._values() if x.layout is torch.sparse_coo else x.values()
     if x.dtype is torch.float4_e2m1fn_x2:

@@ -130,10 +130,7 @@ def _run_without_restarts(folder: Path, nproc: int) -> None:
 
 
 class _LoggingDisabled:
-    """A context without messages of logging, as torch's agent logs failures that the error of :func:`launch` has.
-
-    Several threads may be in this context. The last thread that leaves the context restores what the first thread found.
-    """
+    """A context without log messages of torch's agent, in which several threads may be: the last one restores the level."""
 
     def __init__(self) -> None:
         self._lock, self._num_inside, self._before = threading.Lock(), 0, 0

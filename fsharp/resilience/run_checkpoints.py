@@ -80,10 +80,7 @@ class RunCheckpoints:
             raise RunError(problem("Run", what, facts, remedy))
 
     def unsaved_state_warning(self, tree: Any) -> str:
-        """Return a warning if ``tree`` lacks the residuals or the step that a module's gradient formats need; else ``""``.
-
-        A module's state dict has neither residuals nor step, so the user saves both in the tree.
-        """
+        """Return a warning, or ``""``, if ``tree`` lacks residuals or a step, which a module's state dict does not have."""
         leaves = optree.tree_leaves(tree, is_leaf=is_node_saved_as_leaf)
         modules = [leaf.module if isinstance(leaf, ModuleWithPerRankBuffers) else leaf for leaf in leaves]
         states = [each.train_state for each in modules if isinstance(each, ShardedModule)]
@@ -106,10 +103,7 @@ class RunCheckpoints:
         return (self.replicas is not None and self.replicas.latest() is not None) or self.agree_whether_any_in(self.root)
 
     def agree_whether_any_in(self, root: str) -> bool:
-        """Return whether rank 0 sees a checkpoint in the folder ``root``. RunError if only other ranks see one.
-
-        On a network other ranks may see an older state, without the newest checkpoints.
-        """
+        """Return whether rank 0 sees a checkpoint in ``root``. RunError if only others do, as on a network with older views."""
         found = check_on_all_ranks("Run", self._comm, lambda: has_checkpoints(root))
         texts = all_gather_texts("yes" if found else "", self._comm)
         if not texts[0] and (others := [rank for rank, text in enumerate(texts) if text]):

@@ -112,10 +112,7 @@ def to_dcp(
 
 
 def _lazy_save_planner(found: Checkpoint, names: Mapping[str, str], values: Mapping[str, Any]) -> "SavePlanner":
-    """Return a save planner of DCP, which reads a chunk of rows from ``found`` when DCP's writer asks for this chunk.
-
-    ``names``: for each key in DCP, the name of a tensor in ``found``. ``values``: the objects to write, by key in DCP.
-    """
+    """Return a DCP planner of tensors ``names`` and ``values``, by DCP's key, which reads a chunk when the writer asks."""
     from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
     from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
     from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType

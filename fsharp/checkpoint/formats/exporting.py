@@ -261,11 +261,7 @@ def refuse_planes(where: str, found: Checkpoint, stored_names: Iterable[str]) ->
 
 
 def old_name_by_new_name(where: str, names: Iterable[str], subtree: str, rename: Callable[[str], str] | None) -> dict[str, str]:
-    """Return a dict from new names to old names, for those names in ``names`` that are below a subtree.
-
-    ``rename``: function from a name below the subtree to the new name. Raises CheckpointError if two names get the same new
-    name.
-    """
+    """Return a dict from new to old names of those in ``names`` below a subtree. CheckpointError if two get one new name."""
     prefix = f"{subtree}." if subtree else ""
     result: dict[str, str] = {}
     for stored in names:

@@ -57,10 +57,7 @@ def load_archive_on_meta(storage: Storage, path: str) -> tuple[bytes, Any]:
 
 
 def _check_crc(record: zipfile.ZipInfo, data: bytes | bytearray) -> None:
-    """Raise a ValueError if ``data`` differs from the checksum of ``record``.
-
-    A checksum of 0 means that torch was told to compute none. Then nothing is compared.
-    """
+    """Raise a ValueError if ``data`` differs from the checksum of ``record``; 0 means that torch was told to compute none."""
     if record.CRC and zlib.crc32(data) != record.CRC:
         raise ValueError(f"record {record.filename!r:.80} is damaged: its bytes differ from their checksum")
 
@@ -141,10 +138,7 @@ class _ArchiveFileIO(io.RawIOBase):
 
 
 class _ArchiveUnpickler(pickle.Unpickler):
-    """An unpickler that builds tensors from an archive's records. A pickle may name only dtypes and ``_KNOWN_GLOBALS``.
-
-    ``elements``: function from the key of a record to its bytes.
-    """
+    """An unpickler of only dtypes, ``_KNOWN_GLOBALS``, and tensors. ``elements(key)`` returns the bytes of a record."""
 
     def __init__(self, data: bytes, elements: Callable[[str], torch.Tensor]) -> None:
         super().__init__(io.BytesIO(data))
